@@ -1,0 +1,46 @@
+// How failure travels. Set-up code throws Error; the data path returns Status, which is a plain
+// value: no allocation, no text. Text is made from a Status by whoever reports it (describe()).
+// Used by every folder of csrc; must not include anything of the project.
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+namespace moe_p2p::base {
+
+enum class Code : int32_t {
+  kOk = 0,
+  kInvalidArgument,    // the caller's values are off; nothing was started
+  kTimeout,            // a deadline passed
+  kPeerDead,           // the peer's process or link is gone
+  kRemoteAccess,       // the peer refused the address or key of a write
+  kTransport,          // the NIC or its driver reported a failure
+  kProtocol,           // a peer sent something that this step does not expect
+  kAborted,            // another part of this object failed first
+  kClosed,             // the object was closed
+  kResourceExhausted,  // a table or queue of fixed size is full
+  kUnavailable,        // hardware or library not there
+};
+
+// The word that stands in messages and that Python maps to an exception type.
+const char* code_name(Code code) noexcept;
+
+struct [[nodiscard]] Status {
+  Code code = Code::kOk;
+  int32_t detail = 0;  // provider-specific (errno, work completion status); 0 when there is none
+
+  bool ok() const noexcept { return code == Code::kOk; }
+  friend bool operator==(const Status&, const Status&) = default;
+};
+
+class Error : public std::runtime_error {
+ public:
+  Error(Code code, const std::string& message);
+  Code code() const noexcept { return code_; }
+
+ private:
+  Code code_;
+};
+
+}  // namespace moe_p2p::base

@@ -1,0 +1,114 @@
+// The contract between the engine and a NIC. One Domain is one NIC, owned by one polling thread.
+//
+// What the engine may assume, and nothing more:
+//   1. When a kImmediate completion is polled at the target, the payload of that same write, and of
+//      no other, is visible there.
+//   2. Every accepted work request yields exactly one kWrite completion at its poster, good or bad.
+//      A good one says that the payload is visible at the target and the source may be reused.
+//   3. Writes, immediates and completions may be reordered and interleaved in every other way.
+//
+// Control calls (anything without noexcept) may block, allocate and throw Error, and may come from
+// any thread while another one polls. Data calls (noexcept) come from the polling thread only; they
+// never block, lock, allocate, throw or log.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+
+#include "base/status.h"
+#include "base/wire.h"
+#include "platform/wait.h"
+
+namespace moe_p2p::provider {
+
+enum class MemoryKind : int32_t { kHost = 0, kCuda = 1 };
+
+struct MemorySpan {
+  std::byte* data = nullptr;
+  uint64_t bytes = 0;
+  MemoryKind kind = MemoryKind::kHost;
+  int32_t device = -1;  // CUDA ordinal for kCuda
+};
+
+// What registration of one span at one Domain yields. `remote_addr` is what a peer must name as the
+// address of the first byte (the virtual address, or 0 where the NIC counts from the region's start).
+struct MemoryKey {
+  uint64_t local_key = 0;
+  uint64_t remote_key = 0;
+  uint64_t remote_addr = 0;
+};
+
+using PeerId = uint32_t;  // meaningful within one Domain only
+
+struct WorkRequest {
+  uint64_t wr_id = 0;                // comes back in the kWrite completion
+  const std::byte* local = nullptr;  // may be null when bytes is 0
+  uint64_t local_key = 0;
+  uint64_t remote_addr = 0;
+  uint64_t remote_key = 0;
+  uint32_t bytes = 0;
+  PeerId peer = 0;
+  uint32_t imm = 0;
+  bool has_imm = false;
+};
+
+struct Completion {
+  enum class Kind : uint8_t { kWrite, kImmediate };
+  Kind kind = Kind::kWrite;
+  uint32_t imm = 0;    // kImmediate
+  uint64_t wr_id = 0;  // kWrite
+  base::Status status;  // kWrite
+};
+
+struct DomainLimits {
+  uint32_t max_write_bytes = 1u << 30;  // larger writes are split by the engine
+  uint32_t max_in_flight = 1024;        // accepted and not yet completed work requests
+};
+
+// What a Domain is opened with. `settings` is "key=value,key=value"; each provider documents and
+// checks its own keys, an unknown key is an Error.
+struct DomainOptions {
+  int nic = 0;  // index among the NICs of this engine
+  std::string settings;
+  // The polling thread's event count and the shared memory object it lies at the start of. A
+  // provider without an interrupt of its own notifies the *target's* waker when something arrives,
+  // so that its polling thread may sleep. Null and empty when the poller never sleeps.
+  platform::EventCount* waker = nullptr;
+  std::string waker_name;
+};
+
+class Domain {
+ public:
+  virtual ~Domain() = default;
+
+  // --- control ---
+  virtual const char* provider_name() const noexcept = 0;
+  virtual DomainLimits limits() const noexcept = 0;
+  // What a peer passes to connect(). Valid as long as the Domain lives.
+  virtual base::Bytes address() const = 0;
+  // Makes `address` writable from here. Each call yields a new id; the peer need not cooperate.
+  virtual PeerId connect(std::span<const std::byte> address) = 0;
+  // Outstanding writes to the peer complete, good or bad; other peers do not notice.
+  virtual void disconnect(PeerId peer) = 0;
+  virtual MemoryKey register_memory(const MemorySpan& span) = 0;
+  // When this returns no peer's write reaches the span any more; later ones fail kRemoteAccess at
+  // their poster.
+  virtual void unregister_memory(const MemoryKey& key) = 0;
+
+  // --- data ---
+  // Takes the first n requests and returns n; fewer than all when queues are full (try again after
+  // a poll). A request that is taken and fails is reported by its completion.
+  virtual size_t post(std::span<const WorkRequest> requests) noexcept = 0;
+  // Makes progress; fills at most completions.size() entries and returns how many.
+  virtual size_t poll(std::span<Completion> completions) noexcept = 0;
+  // True when nothing is in flight from here, so that a poller which is notified of arrivals may sleep.
+  virtual bool idle() const noexcept = 0;
+};
+
+// Opens NIC options.nic of the named provider ("loopback", "null"). Throws Error{kUnavailable} with
+// the list of providers when the name is unknown, or with the reason when it cannot run here.
+std::unique_ptr<Domain> open_domain(const std::string& provider, const DomainOptions& options);
+
+}  // namespace moe_p2p::provider

@@ -1,0 +1,53 @@
+// The thread that owns a GPU's NICs. Its loop is four lines: take doorbells, run the mailbox, post
+// and poll, publish arrivals. It never blocks, locks, allocates, throws or logs; when there is
+// nothing to do it waits by the policy it was given. KV and weight transfers use the same thread.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "engine/transfer_engine.h"
+#include "platform/wait.h"
+
+namespace moe_p2p::proxy {
+
+// Somebody with doorbells to watch and arrivals to publish (moe::Exchange).
+class ProxyTask {
+ public:
+  virtual ~ProxyTask() = default;
+  // Looks at the doorbells and submits to the engine. True when it found one.
+  virtual bool take_doorbells() noexcept = 0;
+  // Publishes what came in since the last call. True when it published something.
+  virtual bool publish_arrivals() noexcept = 0;
+};
+
+struct ProxyOptions {
+  platform::WaitPolicy wait;
+  int cpu = -1;  // core to run on; -1 leaves it to the kernel
+};
+
+class ProxyThread {
+ public:
+  ProxyThread(engine::TransferEngine& engine, const ProxyOptions& options);
+  ~ProxyThread();  // stops and joins
+
+  // Returns once the thread runs (or no longer runs) the task.
+  void add_task(ProxyTask* task);
+  void remove_task(ProxyTask* task);
+
+  // One turn of the loop; the thread's body and simulations call it. True when anything moved.
+  static bool turn(engine::TransferEngine& engine, std::span<ProxyTask* const> tasks) noexcept;
+
+ private:
+  void run();
+
+  engine::TransferEngine& engine_;
+  const ProxyOptions options_;
+  std::vector<ProxyTask*> tasks_;  // polling thread only; capacity reserved
+  std::atomic<bool> stop_{false};
+  std::thread thread_;
+};
+
+}  // namespace moe_p2p::proxy
