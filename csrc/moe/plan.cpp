@@ -1,0 +1,116 @@
+#include "moe/plan.h"
+
+#include <algorithm>
+
+#include "base/log.h"
+
+namespace moe_p2p::moe {
+
+using base::Code;
+
+namespace {
+
+void check_range(const char* name, int64_t value, int64_t low, int64_t high) {
+  MOE_P2P_CHECK(value >= low && value <= high, Code::kInvalidArgument, name, " is ", value,
+                ", must be from ", low, " to ", high);
+}
+
+void check(const PlanInput& in) {
+  check_range("world_size", in.world_size, 1, 65536);
+  check_range("ranks_per_node", in.ranks_per_node, 1, abi::kMaxRanksPerNode);
+  MOE_P2P_CHECK(in.world_size % in.ranks_per_node == 0, Code::kInvalidArgument, "world_size ",
+                in.world_size, " is not a multiple of ranks_per_node ", in.ranks_per_node);
+  check_range("num_experts", in.num_experts, 1, abi::kMaxExperts);
+  check_range("topk", in.topk, 1, abi::kMaxTopk);
+  check_range("max_tokens", in.max_tokens, 1, 1 << 24);
+  check_range("chunk_tokens", in.chunk_tokens, 1, 1 << 20);
+  check_range("steps_in_flight", in.steps_in_flight, 2, 16);
+  check_range("hidden_dim", in.hidden_dim, 1, 1 << 20);
+  check_range("extra_bytes", in.extra_bytes, 0, 1 << 20);
+  for (const auto& [name, bytes] : {std::pair{"payload", in.payload_item_bytes},
+                                    std::pair{"combine", in.combine_item_bytes}})
+    MOE_P2P_CHECK(bytes == 1 || bytes == 2 || bytes == 4, Code::kInvalidArgument, name,
+                  " item size is ", bytes, " bytes, must be 1, 2 or 4");
+}
+
+// Fills plan.expert_rank and plan.expert_local.
+void place_experts(const PlanInput& in, Plan& plan) {
+  if (in.expert_rank.empty()) {
+    MOE_P2P_CHECK(in.num_experts % in.world_size == 0, Code::kInvalidArgument, "num_experts ",
+                  in.num_experts, " is not a multiple of world_size ", in.world_size,
+                  "; pass expert_rank, the owner of each expert");
+  } else {
+    MOE_P2P_CHECK(static_cast<int64_t>(in.expert_rank.size()) == in.num_experts,
+                  Code::kInvalidArgument, "expert_rank has ", in.expert_rank.size(),
+                  " entries for num_experts ", in.num_experts);
+  }
+  std::vector<int32_t> next(static_cast<size_t>(in.world_size), 0);
+  for (int64_t e = 0; e < in.num_experts; ++e) {
+    const int64_t rank = in.expert_rank.empty() ? e / (in.num_experts / in.world_size)
+                                                : in.expert_rank[static_cast<size_t>(e)];
+    MOE_P2P_CHECK(rank >= 0 && rank < in.world_size, Code::kInvalidArgument, "expert_rank[", e,
+                  "] is ", rank, ", must be from 0 to ", in.world_size - 1);
+    plan.expert_rank.push_back(static_cast<int32_t>(rank));
+    plan.expert_local.push_back(next[static_cast<size_t>(rank)]++);
+  }
+  plan.shape.max_local_experts = *std::max_element(next.begin(), next.end());
+}
+
+}  // namespace
+
+Plan make_plan(const PlanInput& in) {
+  check(in);
+  Plan plan{};
+  place_experts(in, plan);
+  const auto payload = static_cast<uint64_t>(in.hidden_dim * in.payload_item_bytes);
+  MOE_P2P_CHECK(payload % 16 == 0, Code::kInvalidArgument, "hidden_dim ", in.hidden_dim, " of ",
+                in.payload_item_bytes, "-byte values is ", payload,
+                " bytes a token, must be a multiple of 16");
+  // Room for fp8 rows with their scales too: never more than a 16-bit row of the same length, but
+  // counted for configurations whose widest type is fp8.
+  const uint64_t scales =
+      in.payload_item_bytes == 1
+          ? abi::align_up(4 * ((static_cast<uint64_t>(in.hidden_dim) + 127) / abi::kScaleBlock), 16)
+          : 0;
+  plan.hidden_dim = in.hidden_dim;
+  plan.max_tokens = in.max_tokens;
+  abi::Shape& s = plan.shape;
+  s.world_size = static_cast<int32_t>(in.world_size);
+  s.ranks_per_node = static_cast<int32_t>(in.ranks_per_node);
+  s.num_experts = static_cast<int32_t>(in.num_experts);
+  s.topk = static_cast<int32_t>(in.topk);
+  s.chunk_tokens = static_cast<int32_t>(in.chunk_tokens);
+  s.steps_in_flight = static_cast<int32_t>(in.steps_in_flight);
+  s.max_token_bytes = payload + scales + static_cast<uint64_t>(in.extra_bytes);
+  s.max_partial_bytes =
+      abi::align_up(static_cast<uint64_t>(in.hidden_dim * in.combine_item_bytes), 16) +
+      4 * static_cast<uint64_t>(in.topk);
+  plan.regions = abi::make_regions(s);
+  plan.signals = abi::Signals::make(s);
+  return plan;
+}
+
+int Plan::num_local_experts(int rank) const {
+  return static_cast<int>(std::count(expert_rank.begin(), expert_rank.end(), rank));
+}
+
+int64_t Plan::num_chunks(int64_t max_tokens_of_call) const {
+  MOE_P2P_CHECK(max_tokens_of_call >= 0 && max_tokens_of_call <= max_tokens, Code::kInvalidArgument,
+                "max_tokens of this call is ", max_tokens_of_call,
+                ", the communicator was made for at most ", max_tokens);
+  return std::max<int64_t>(1, (max_tokens_of_call + shape.chunk_tokens - 1) / shape.chunk_tokens);
+}
+
+std::vector<std::pair<std::string, uint64_t>> Plan::table() const {
+  const auto steps = static_cast<uint64_t>(shape.steps_in_flight);
+  return {{"inbox", steps * (regions.outbox - regions.inbox)},
+          {"outbox", steps * (regions.landing - regions.outbox)},
+          {"landing", steps * (regions.partial_inbox - regions.landing)},
+          {"partial_inbox", steps * (regions.gather - regions.partial_inbox)},
+          {"gather", steps * (regions.combine_outbox - regions.gather)},
+          {"combine_outbox", steps * (regions.combine_landing - regions.combine_outbox)},
+          {"combine_landing", steps * (regions.step_bytes - regions.combine_landing)},
+          {"signals", signals.total_bytes}};
+}
+
+}  // namespace moe_p2p::moe

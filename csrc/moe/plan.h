@@ -1,0 +1,49 @@
+// Sizes and offsets from the user's numbers: pure, checked here once, used by the allocator, the
+// kernels, `python -m moe_p2p plan` and the docs. Throws Error{kInvalidArgument} with what, the
+// value and the limit.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "kernels/abi/layout.h"
+#include "kernels/abi/signal.h"
+
+namespace moe_p2p::moe {
+
+// As the user gives them; equal on all ranks.
+struct PlanInput {
+  int64_t world_size = 0;
+  int64_t ranks_per_node = 0;
+  int64_t num_experts = 0;
+  int64_t hidden_dim = 0;
+  int64_t topk = 0;
+  int64_t max_tokens = 0;    // per rank and call
+  int64_t chunk_tokens = 0;  // per step; a larger call runs as several steps
+  int64_t steps_in_flight = 2;
+  int64_t payload_item_bytes = 2;  // of the widest payload type that will be dispatched
+  int64_t combine_item_bytes = 2;  // of the widest type that will be combined
+  int64_t extra_bytes = 0;         // per token, the parts rounded up to 16 each
+  std::vector<int64_t> expert_rank;  // [E] owner of each expert; empty: equal blocks
+};
+
+struct Plan {
+  abi::Shape shape;
+  abi::Regions regions;
+  abi::Signals signals;
+  int64_t hidden_dim;
+  int64_t max_tokens;
+  std::vector<int32_t> expert_rank;   // [E]
+  std::vector<int32_t> expert_local;  // [E] position among its owner's experts, by ascending id
+
+  int num_local_experts(int rank) const;
+  int64_t num_chunks(int64_t max_tokens_of_call) const;
+  // Every region by name and its bytes for all steps, for people and for the allocator's check.
+  std::vector<std::pair<std::string, uint64_t>> table() const;
+};
+
+Plan make_plan(const PlanInput& input);
+
+}  // namespace moe_p2p::moe

@@ -1,0 +1,224 @@
+// Where everything lies: regions, slots, headers, handles. The one description used by the planner,
+// the host kernels and the device kernels, so it compiles under g++ and NVRTC and includes nothing.
+//
+//   W ranks, L ranks per node, N = W / L nodes, rank = node * L + local
+//   M tokens per step (slot capacity), K top-k, S steps in flight, H hidden size
+//
+// A *step* is one dispatch and one combine. Step e uses step slot e mod S of every region.
+// docs/protocol.md tells the story; this file is the letter.
+#pragma once
+
+#if defined(__CUDACC_RTC__)
+#define MOE_P2P_HD __host__ __device__ inline
+namespace moe_p2p::abi {
+using i32 = int;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using i64 = long long;
+using u64 = unsigned long long;
+}  // namespace moe_p2p::abi
+#else
+#include <cstdint>
+#define MOE_P2P_HD inline
+namespace moe_p2p::abi {
+using i32 = std::int32_t;
+using u16 = std::uint16_t;
+using u32 = std::uint32_t;
+using i64 = std::int64_t;
+using u64 = std::uint64_t;
+}  // namespace moe_p2p::abi
+#endif
+
+namespace moe_p2p::abi {
+
+inline constexpr i32 kMaxTopk = 32;
+inline constexpr i32 kMaxExperts = 32768;  // expert ids travel in 16 bits, one value means "none"
+inline constexpr i32 kMaxRanksPerNode = 64;  // a set of local ranks is one 64-bit word
+inline constexpr i32 kMaxExtras = 8;
+inline constexpr u16 kNoExpert = 0xffff;
+// A warp's store must cover whole 128-byte lines to use NVLink fully.
+inline constexpr u64 kLine = 128;
+inline constexpr i32 kScaleBlock = 128;  // values that share one fp8 scale
+
+MOE_P2P_HD constexpr u64 align_up(u64 value, u64 to) { return (value + to - 1) / to * to; }
+
+enum class Phase : i32 { kDispatch = 0, kCombine = 1 };
+inline constexpr i32 kNumPhases = 2;
+
+enum class DType : i32 { kBFloat16 = 0, kFloat16 = 1, kFloat32 = 2, kFloat8E4M3 = 3 };
+
+MOE_P2P_HD constexpr u64 item_bytes(DType dtype) {
+  return dtype == DType::kFloat32 ? 4 : dtype == DType::kFloat8E4M3 ? 1 : 2;
+}
+
+// Fixed when the communicator is made, equal on all ranks (checked by name at construction).
+struct Shape {
+  i32 world_size;
+  i32 ranks_per_node;
+  i32 num_experts;
+  i32 max_local_experts;  // of the rank that owns most
+  i32 topk;
+  i32 chunk_tokens;       // M
+  i32 steps_in_flight;    // S
+  i32 reserved;
+  u64 max_token_bytes;    // payload + scales + extras of one token, each part 16-byte aligned
+  u64 max_partial_bytes;  // one combined row, with its K scalars
+
+  MOE_P2P_HD constexpr i32 num_nodes() const { return world_size / ranks_per_node; }
+  MOE_P2P_HD constexpr i32 num_other_nodes() const { return num_nodes() - 1; }
+};
+
+// --- slots -----------------------------------------------------------------------------------
+
+// A slot describes itself: SlotHead, then K expert ids (u16, global, kNoExpert = none), then K fp32
+// weights, padded to 64 bytes; then payload, scales and extras, each 16-byte aligned.
+struct SlotHead {
+  u32 step;   // low 32 bits; a stale slot cannot pass for a new one
+  u32 token;  // row at the source
+};
+static_assert(sizeof(SlotHead) == 8, "slots travel between machines");
+
+MOE_P2P_HD constexpr u64 expert_ids_offset() { return sizeof(SlotHead); }
+MOE_P2P_HD constexpr u64 weights_offset(i32 topk) {
+  return align_up(expert_ids_offset() + 2 * static_cast<u64>(topk), 4);
+}
+MOE_P2P_HD constexpr u64 slot_head_bytes(i32 topk) {
+  return align_up(weights_offset(topk) + 4 * static_cast<u64>(topk), 64);
+}
+static_assert(slot_head_bytes(8) == 64 && slot_head_bytes(16) == 128, "64 bytes for K up to 8");
+
+// The parts of one token in this call, in slot order: payload, scales, extras.
+struct TokenParts {
+  i32 num_parts;
+  u64 bytes[2 + kMaxExtras];   // as the caller's row holds them
+  u64 offset[2 + kMaxExtras];  // from the start of the slot
+  u64 slot_bytes;              // stride of slots
+};
+
+MOE_P2P_HD constexpr u64 slot_bytes(i32 topk, u64 token_bytes) {
+  return align_up(slot_head_bytes(topk) + token_bytes, kLine);
+}
+
+// --- regions ---------------------------------------------------------------------------------
+
+enum RegionFlags : u32 {
+  kEmpty = 1u << 0,     // this half of the step carries nothing (see docs/protocol.md, solo calls)
+  kScalars = 1u << 1,   // combine rows are followed by K fp32 scalars
+  kDTypeShift = 8,      // payload type, 4 bits
+};
+
+// Every region of every phase starts with one, and it travels in the same write as the slots.
+struct RegionHeader {
+  u64 step;
+  u32 num_tokens;  // slots that follow
+  u32 flags;       // RegionFlags
+  u64 slot_bytes;  // stride the sender used
+  u64 reserved[13];
+};
+static_assert(sizeof(RegionHeader) == kLine, "regions travel between machines");
+
+// A dispatch region: header, expert counts, slots. The counts are those of the whole call (all its
+// chunks), so a receiver can place rows before the last chunk is there.
+//   inbox:           counts[max_local_experts], of the receiving rank
+//   outbox, landing: counts[L][max_local_experts], of every rank of the receiving node
+MOE_P2P_HD constexpr u64 counts_bytes(i32 num_ranks, i32 max_local_experts) {
+  return align_up(4 * static_cast<u64>(num_ranks) * static_cast<u64>(max_local_experts), kLine);
+}
+MOE_P2P_HD constexpr u64 inbox_slots_offset(const Shape& s) {
+  return sizeof(RegionHeader) + counts_bytes(1, s.max_local_experts);
+}
+MOE_P2P_HD constexpr u64 outbox_slots_offset(const Shape& s) {
+  return sizeof(RegionHeader) + counts_bytes(s.ranks_per_node, s.max_local_experts);
+}
+MOE_P2P_HD constexpr u64 combine_slots_offset() { return sizeof(RegionHeader); }
+
+// Bytes of each region; all multiples of kLine.
+MOE_P2P_HD constexpr u64 inbox_bytes(const Shape& s) {
+  return inbox_slots_offset(s) +
+         static_cast<u64>(s.chunk_tokens) * slot_bytes(s.topk, s.max_token_bytes);
+}
+MOE_P2P_HD constexpr u64 outbox_bytes(const Shape& s) {
+  return outbox_slots_offset(s) +
+         static_cast<u64>(s.chunk_tokens) * slot_bytes(s.topk, s.max_token_bytes);
+}
+MOE_P2P_HD constexpr u64 partial_bytes(const Shape& s) {
+  return combine_slots_offset() +
+         static_cast<u64>(s.chunk_tokens) * align_up(s.max_partial_bytes, kLine);
+}
+
+// Offsets in a rank's data memory of step slot 0; add slot * step_bytes. Order: dispatch, combine.
+struct Regions {
+  u64 inbox;            // [L]     written by own-node sources, read by this rank
+  u64 outbox;           // [N-1]   written by this rank, read by its NICs
+  u64 landing;          // [N-1]   written by NICs, read by every rank of this node
+  u64 partial_inbox;    // [L]     written by own-node expert ranks, read by this rank
+  u64 gather;           // [N-1][L] written by own-node expert ranks, read by the last of them
+  u64 combine_outbox;   // [N-1]   written by that last rank, read by this rank's NICs
+  u64 combine_landing;  // [N-1]   written by NICs, read by this rank
+  u64 step_bytes;
+  u64 total_bytes;      // S * step_bytes
+};
+
+MOE_P2P_HD constexpr Regions make_regions(const Shape& s) {
+  const u64 local = static_cast<u64>(s.ranks_per_node);
+  const u64 others = static_cast<u64>(s.num_other_nodes());
+  Regions r{};
+  u64 at = 0;
+  r.inbox = at, at += local * inbox_bytes(s);
+  r.outbox = at, at += others * outbox_bytes(s);
+  r.landing = at, at += others * outbox_bytes(s);
+  r.partial_inbox = at, at += local * partial_bytes(s);
+  r.gather = at, at += others * local * partial_bytes(s);
+  r.combine_outbox = at, at += others * partial_bytes(s);
+  r.combine_landing = at, at += others * partial_bytes(s);
+  r.step_bytes = at;
+  r.total_bytes = at * static_cast<u64>(s.steps_in_flight);
+  return r;
+}
+
+// Position of `node` among the nodes other than `own` (node != own).
+MOE_P2P_HD constexpr i32 other_index(i32 node, i32 own) { return node < own ? node : node - 1; }
+// The inverse.
+MOE_P2P_HD constexpr i32 other_node(i32 index, i32 own) { return index < own ? index : index + 1; }
+
+// --- handle ----------------------------------------------------------------------------------
+
+// What a dispatch leaves behind for its combine: one int32 tensor. C chunks, T rows at the source.
+//   meta        HandleMeta
+//   send_slots  [T][L + N]     slot of token t at own-node rank l, then in outbox of node n; -1 = none
+//   slot_counts [C][W]         slots received from each source
+//   slot_rows   [C][W][M][K]   row of the expert-major output; -1 = not an expert of this rank
+//   slot_ranks  [C][W][M][2]   bits of the own-node ranks that hold a partial (other-node sources)
+struct HandleMeta {
+  static constexpr u32 kMagic = 0x4d503270;
+  u32 magic;
+  u32 communicator;
+  u64 first_step;
+  i32 num_chunks;
+  i32 num_tokens;  // valid rows of x
+  i32 num_rows;    // T: rows of x
+  u32 state;       // HandleState
+  i64 reserved[4];
+};
+enum HandleState : u32 { kSent = 1, kReceived = 2, kCombineSent = 3, kCombined = 4, kReleased = 5 };
+static_assert(sizeof(HandleMeta) == 64, "16 int32 words");
+
+struct HandleLayout {
+  u64 send_slots, slot_counts, slot_rows, slot_ranks, total;  // in int32 words
+
+  MOE_P2P_HD static constexpr HandleLayout make(const Shape& s, i64 num_rows, i64 num_chunks) {
+    const u64 chunks = static_cast<u64>(num_chunks);
+    const u64 sources = chunks * static_cast<u64>(s.world_size);
+    const u64 slots = sources * static_cast<u64>(s.chunk_tokens);
+    HandleLayout h{};
+    h.send_slots = sizeof(HandleMeta) / 4;
+    h.slot_counts = h.send_slots + static_cast<u64>(num_rows) *
+                                       static_cast<u64>(s.ranks_per_node + s.num_nodes());
+    h.slot_rows = h.slot_counts + sources;
+    h.slot_ranks = align_up(h.slot_rows + slots * static_cast<u64>(s.topk), 2);
+    h.total = h.slot_ranks + 2 * slots;
+    return h;
+  }
+};
+
+}  // namespace moe_p2p::abi

@@ -1,0 +1,57 @@
+// The words. Every word is 64 bits, counts upward and is never cleared; waiters compare with >=.
+// A rank's signal memory is mapped by all ranks of its node; its proxy thread looks at it too.
+//
+//   flags[phase][slot][source]   value e + 1: what `source` sent in `phase` of step e is visible here.
+//       Own-node sources store it themselves; for others the gateway's proxy does (an *arrival*).
+//       Dispatch arrivals of (n, l) lie at the gateway with local index l and are read by its node.
+//   doorbell[phase][slot][node]  value e + 1: the outbox for `node` is complete; rung by kernels
+//   gather_count[slot][node]     partial sums handed in for `node`; the L-th of a step adds them up
+#pragma once
+
+#include "kernels/abi/layout.h"
+
+namespace moe_p2p::abi {
+
+struct SignalHead {
+  u64 abort;         // 0, or AbortWord: nobody waits any more
+  u64 bell;          // platform::EventCount: waiters of this rank sleep on it
+  u64 closed;        // 1 once this rank has closed its communicator
+  u64 reserved[13];  // the words that follow start on a line of their own
+};
+static_assert(sizeof(SignalHead) == kLine, "shared between processes");
+
+// Offsets in bytes from the start of a rank's signal memory.
+struct Signals {
+  u64 flags, doorbell, gather_count, total_bytes;
+  i32 world_size, num_nodes, steps_in_flight;
+
+  MOE_P2P_HD static constexpr Signals make(const Shape& s) {
+    const u64 slots = static_cast<u64>(s.steps_in_flight);
+    Signals g{};
+    g.world_size = s.world_size;
+    g.num_nodes = s.num_nodes();
+    g.steps_in_flight = s.steps_in_flight;
+    g.flags = sizeof(SignalHead);
+    g.doorbell = align_up(g.flags + 8 * kNumPhases * slots * static_cast<u64>(s.world_size), kLine);
+    g.gather_count =
+        align_up(g.doorbell + 8 * kNumPhases * slots * static_cast<u64>(s.num_nodes()), kLine);
+    g.total_bytes = align_up(g.gather_count + 8 * slots * static_cast<u64>(s.num_nodes()), 4096);
+    return g;
+  }
+  MOE_P2P_HD constexpr u64 flag(Phase phase, i32 slot, i32 source) const {
+    return flags + 8 * ((static_cast<u64>(phase) * static_cast<u64>(steps_in_flight) +
+                         static_cast<u64>(slot)) * static_cast<u64>(world_size) +
+                        static_cast<u64>(source));
+  }
+  MOE_P2P_HD constexpr u64 bell(Phase phase, i32 slot, i32 node) const {
+    return doorbell + 8 * ((static_cast<u64>(phase) * static_cast<u64>(steps_in_flight) +
+                            static_cast<u64>(slot)) * static_cast<u64>(num_nodes) +
+                           static_cast<u64>(node));
+  }
+  MOE_P2P_HD constexpr u64 gathered(i32 slot, i32 node) const {
+    return gather_count +
+           8 * (static_cast<u64>(slot) * static_cast<u64>(num_nodes) + static_cast<u64>(node));
+  }
+};
+
+}  // namespace moe_p2p::abi
