@@ -1,0 +1,137 @@
+// Dispatch and combine of one rank: the calls behind torch.ops.moe_p2p.*, on plain pointers.
+//
+// A call is one or more steps (docs/protocol.md). A *paired* dispatch of one chunk leaves its step
+// open for the combine that follows. A *solo* call closes its steps itself: dispatches that need
+// more than one chunk, those that ask for it, and combines whose handle's step is already closed.
+// All ranks make the same calls in the same order with the same max_tokens, solo and types.
+//
+// One caller thread at a time per object. Bad input throws Error{kInvalidArgument} before anything
+// is sent, and the object stays usable. Timeouts, dead peers and protocol errors break it: the story
+// is latched and every later call throws it again.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/wire.h"
+#include "engine/transfer_engine.h"
+#include "moe/plan.h"
+#include "proxy/proxy_thread.h"
+
+namespace moe_p2p::moe {
+
+struct AllToAllOptions {
+  PlanInput plan;
+  int rank = 0;
+  uint32_t communicator = 0;  // agreed by all ranks, unused so far on each rank's engine
+  platform::WaitPolicy wait;
+  std::chrono::milliseconds timeout{30'000};  // of every wait
+  int num_threads = 1;                        // of the host kernels
+};
+
+// Rows of opaque bytes that travel with the tokens.
+struct ExtraPart {
+  const void* data;      // [T, row_bytes] at the sender
+  uint64_t row_bytes;
+};
+struct ExtraOutput {
+  void* data;            // [rows, row_bytes] at the receiver
+  uint64_t row_bytes;
+};
+
+struct Handle {
+  int32_t* words;  // [handle_words(num_rows, max_tokens)]
+  int64_t num_words;
+};
+
+struct DispatchSend {
+  const void* x = nullptr;         // [T, H] of x_dtype, contiguous
+  abi::DType x_dtype{};
+  bool quantize = false;           // x to fp8 e4m3 with one fp32 scale per 128 values
+  const float* scales = nullptr;   // [T, ceil(H / 128)] for x of fp8; null: fp8 without scales
+  std::vector<ExtraPart> extras;
+  const void* topk_idx = nullptr;  // [T, K] int32 or int64, -1 = none
+  bool topk_is_int64 = true;
+  const float* topk_weights = nullptr;  // [T, K]; null: 1
+  int64_t num_rows = 0;            // T
+  int64_t num_tokens = 0;          // rows that count, <= T
+  int64_t max_tokens = 0;          // of any rank in this call; all ranks give the same
+  bool solo = false;
+  Handle handle{};
+};
+
+struct DispatchRecv {
+  Handle handle{};
+  bool grouped = false;     // rows of all experts one after the other; else [E_local, capacity]
+  int64_t capacity = 0;     // rows per expert, or rows in all when grouped
+  int64_t alignment = 1;    // grouped: each expert starts at a multiple of this
+  bool zero_padding = false;  // rows that hold no token become zero; else they keep what they held
+  abi::DType x_dtype{};     // of `x` below: the payload type on the wire
+  void* x = nullptr;
+  float* scales = nullptr;  // [rows, ceil(H / 128)]; null when the dispatch has none
+  std::vector<ExtraOutput> extras;
+  float* row_weights = nullptr;    // [rows]
+  int32_t* counts = nullptr;       // [E_local]
+  int32_t* offsets = nullptr;      // [E_local + 1] first row of each expert (padded: e * capacity)
+  int32_t* source = nullptr;       // [rows, 2] source rank and its token; null: not wanted
+};
+
+struct CombineSend {
+  Handle handle{};
+  const void* y = nullptr;             // [y_rows, H] of y_dtype, laid out as x was received
+  abi::DType y_dtype{};
+  int64_t y_rows = 0;
+  const float* row_weights = nullptr;  // [y_rows]; null: plain sum
+  const float* row_scalars = nullptr;  // [y_rows]: returned to their (token, k); null: none
+  abi::DType out_dtype{};              // of partial sums on the wire and of the result
+};
+
+struct CombineRecv {
+  Handle handle{};
+  void* out = nullptr;                 // [T, H]; rows past num_tokens become zero
+  abi::DType out_dtype{};
+  float* out_scalars = nullptr;        // [T, K]
+};
+
+class AllToAll {
+ public:
+  // `proxy` is the thread that polls `engine`; null when the caller turns the loop (simulations).
+  AllToAll(engine::TransferEngine& engine, proxy::ProxyThread* proxy, const AllToAllOptions& options);
+  ~AllToAll();  // close()
+
+  const Plan& plan() const noexcept;
+  // What every other rank's connect() needs.
+  base::Bytes address() const;
+  // Addresses of all ranks, in rank order. Afterwards every rank may call dispatch once all ranks
+  // have returned from connect() (the bootstrap's barrier).
+  void connect(std::span<const base::Bytes> addresses);
+  // Marks this rank closed for its neighbours and lets go of everything. Idempotent.
+  void close() noexcept;
+
+  int64_t handle_words(int64_t num_rows, int64_t max_tokens) const;
+
+  // Whole calls.
+  void dispatch(const DispatchSend& send, const DispatchRecv& recv);
+  void combine(const CombineSend& send, const CombineRecv& recv);
+  // Halves: a send half returns as soon as its own work is done. For calls of at most
+  // steps_in_flight chunks; larger ones must use the whole call.
+  void dispatch_send(const DispatchSend& send);
+  void dispatch_recv(const DispatchRecv& recv);
+  void combine_send(const CombineSend& send);
+  void combine_recv(const CombineRecv& recv);
+  // Closes the step of a paired dispatch that gets no combine. All ranks release it.
+  void release(Handle handle);
+
+  // Empty while the object is usable; else why it is not.
+  std::string broken() const;
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace moe_p2p::moe
