@@ -1,0 +1,100 @@
+# make bench    correctness, table, plot and JSON of the main job, into bench_out/
+# make test     lint, build, C++ tests (plain, ASan+UBSan, TSan), Python tests
+# make lint     ruff, mypy, clang-format, clang-tidy; `make format` mends what can be mended
+# make wheel    dist/*.whl
+# make clean    removes everything that was built; `make distclean` removes .venv too
+#
+# Without PYTHON, an environment is made in .venv once; pip finds its packages as it is configured
+# on this machine. With PYTHON=python3 that interpreter is used as it is: nothing is installed and
+# nothing is fetched; what it lacks is skipped with a reason (linters, doctest) or reported (torch).
+
+TORCH ?= 2.13.0
+VENV ?= .venv
+BENCH_ARGS ?=
+PYTEST_ARGS ?=
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-builtin-rules
+
+STAMPS := build/stamps
+ifdef PYTHON
+  PY := $(PYTHON)
+  ENVIRONMENT :=
+else
+  PY := $(VENV)/bin/python
+  ENVIRONMENT := $(VENV)/.ready
+endif
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+
+SOURCES := $(shell find csrc kernels -type f -not -name '*.pyc') setup.py pyproject.toml
+
+.PHONY: bench test pytest lint format build wheel clean distclean doctest force
+.NOTPARALLEL:
+
+bench: build
+	$(PY) -m moe_p2p bench $(BENCH_ARGS)
+
+# Two prerequisites and no recipe, so that `make -k test` runs the tests of badly formatted code too.
+test: lint pytest
+
+pytest: build doctest
+	$(PY) -m pytest $(PYTEST_ARGS)
+
+lint: $(ENVIRONMENT)
+	$(PY) tests/lint.py
+
+format: $(ENVIRONMENT)
+	$(PY) tests/lint.py --fix
+
+build: $(STAMPS)/extension
+
+wheel: $(ENVIRONMENT)
+	$(PY) -m pip wheel --no-index --no-build-isolation --no-deps --wheel-dir dist .
+
+clean:
+	rm -rf build dist bench_out .cache .pytest_cache .mypy_cache .ruff_cache .benchmarks *.egg-info
+	find moe_p2p -name '*.so' -delete
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf '$(VENV)'
+
+# --- what the targets above need ---------------------------------------------------------------
+
+# The extension lies beside the Python sources, so the package runs from this folder. Ninja compiles
+# what changed; when nothing did, nothing is started.
+$(STAMPS)/extension: $(ENVIRONMENT) $(STAMPS)/interpreter $(SOURCES)
+	@command -v $${CXX:-g++} > /dev/null || { echo "no C++ compiler: install g++ or set CXX"; exit 1; }
+	$(PY) setup.py --quiet build_ext --inplace
+	@touch $@
+
+# Changes when another interpreter or another torch is used.
+$(STAMPS)/interpreter: $(ENVIRONMENT) force
+	@mkdir -p $(STAMPS)
+	@$(PY) -c 'import sys, importlib.metadata as m; print(sys.executable, sys.version, m.version("torch"))' > $@.new \
+	  || { echo "$(PY) has no torch: install torch >= 2.10 for it, or leave PYTHON out"; exit 1; }
+	@cmp -s $@.new $@ || mv $@.new $@
+
+$(VENV)/.ready: requirements-dev.txt
+	@echo "setting up $(VENV): once, about two minutes"
+	@[ -x $(VENV)/bin/python ] || python3 -m venv $(VENV) \
+	  || { echo "python3 cannot make a venv: install python3-venv, or pass PYTHON=python3"; exit 1; }
+	@$(PY) -c 'import torch' 2> /dev/null || $(PY) -m pip install -q torch==$(TORCH) \
+	  || $(PY) -m pip install -q 'torch>=2.10'
+	@$(PY) -m pip install -q -r requirements-dev.txt
+	@touch $@
+
+# The C++ tests need doctest's header. It is installed where that takes no questions; elsewhere
+# tests/test_cpp.py is skipped and says so.
+doctest:
+	@$(PY) -c 'import sys; sys.path.insert(0, "tests/cpp"); import build; sys.exit(build.find_doctest() is None)' || { \
+	  if [ -z '$(PYTHON)' ] && [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
+	    echo "installing doctest-dev"; \
+	    DEBIAN_FRONTEND=noninteractive apt-get install -qq -y doctest-dev > /dev/null 2>&1 \
+	      || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y doctest-dev > /dev/null; } \
+	      || echo "doctest-dev could not be installed: the C++ tests will be skipped"; \
+	  else echo "doctest is missing: the C++ tests will be skipped (apt-get install doctest-dev)"; fi; }
+
+force:

@@ -1,0 +1,147 @@
+"""Formatters and checkers over the whole tree, for `make lint`, `make format` and pre-commit.
+
+    python tests/lint.py [--fix] [--only ruff|mypy|clang-format|clang-tidy]
+
+Runs everything and reports everything before it fails. A tool that is not installed is skipped with
+a line that says so; so is a clang-format of another version, which would only disagree with the
+pinned one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+NATIVE_FOLDERS = ("csrc", "kernels", "tests/cpp")
+
+
+@dataclass(frozen=True)
+class Step:
+    name: str
+    skip_reason: str
+    commands: list[list[str]]  # may run side by side
+
+
+def tool(name: str) -> str | None:
+    """The program of that name beside this interpreter, or on PATH."""
+    beside = Path(sys.executable).with_name(name)
+    return str(beside) if beside.exists() else shutil.which(name)
+
+
+def native_files(*suffixes: str) -> list[str]:
+    return sorted(
+        str(path.relative_to(ROOT))
+        for folder in NATIVE_FOLDERS
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in suffixes
+    )
+
+
+def pinned_version(package: str) -> str:
+    requirements = (ROOT / "requirements-dev.txt").read_text()
+    found = re.search(rf"^{re.escape(package)}==([\d.]+)", requirements, re.MULTILINE)
+    assert found, f"{package} is not pinned in requirements-dev.txt"
+    return found.group(1)
+
+
+def torch_include() -> list[str]:
+    """Only csrc/ops needs it. Found without importing torch, which takes seconds."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return []
+    include = Path(spec.origin).parent / "include"
+    return [f"-isystem{include}", f"-isystem{include / 'torch/csrc/api/include'}"]
+
+
+def clang_format_step(fix: bool) -> Step:
+    program = tool("clang-format")
+    if program is None:
+        return Step("clang-format", "not installed", [])
+    version = subprocess.run(
+        [program, "--version"], capture_output=True, text=True, check=True
+    ).stdout
+    wanted = pinned_version("clang-format")
+    if f"version {wanted}" not in version:
+        return Step("clang-format", f"found {version.strip()}, the tree follows {wanted}", [])
+    mode = ["-i"] if fix else ["--dry-run", "-Werror"]
+    return Step("clang-format", "", [[program, *mode, *native_files(".h", ".cpp", ".cu", ".cuh")]])
+
+
+def clang_tidy_step() -> Step:
+    program = tool("clang-tidy")
+    if program is None:
+        return Step("clang-tidy", "not installed", [])
+    include = [f"-I{ROOT / 'csrc'}", f"-I{ROOT}", f"-I{ROOT / 'tests/cpp'}"]
+    skipped: list[str] = []
+    if not torch_include():
+        skipped.append("csrc/ops")
+    doctest = [os.environ.get("DOCTEST_INCLUDE", ""), "/usr/include", "/usr/local/include"]
+    if not any(folder and (Path(folder) / "doctest/doctest.h").exists() for folder in doctest):
+        skipped.append("tests/cpp")
+    if doctest[0]:
+        include.append(f"-isystem{doctest[0]}")
+    flags = ["-std=c++20", *include, *torch_include(), "-DTORCH_TARGET_VERSION=0x020a000000000000"]
+    commands = [
+        [program, "--quiet", file, "--", *flags]
+        for file in native_files(".cpp")
+        if not file.startswith(tuple(skipped))
+    ]
+    if skipped:
+        print(f"lint: clang-tidy leaves out {', '.join(skipped)}: headers not installed")
+    return Step("clang-tidy", "", commands)
+
+
+def steps(fix: bool) -> Iterator[Step]:
+    ruff = tool("ruff")
+    fix_flag, check_flag = (["--fix"], []) if fix else ([], ["--check"])
+    ruff_commands = [[ruff, "check", *fix_flag, "."], [ruff, "format", *check_flag, "."]]
+    yield Step("ruff", "", ruff_commands) if ruff else Step("ruff", "not installed", [])
+    yield clang_format_step(fix)
+    mypy = tool("mypy")
+    mypy_commands = [[mypy, "--strict", "moe_p2p"]]
+    yield Step("mypy", "", mypy_commands) if mypy else Step("mypy", "not installed", [])
+    yield clang_tidy_step()
+
+
+def run_command(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def run(step: Step) -> bool:
+    """Prints the output of what failed, and one line for the step."""
+    if step.skip_reason:
+        print(f"lint: {step.name} skipped: {step.skip_reason}", flush=True)
+        return True
+    started = time.monotonic()
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        results = list(pool.map(run_command, step.commands))
+    failed = [result for result in results if result.returncode != 0]
+    for result in failed:
+        print(result.stdout + result.stderr, flush=True)
+    verdict = "FAILED" if failed else "ok"
+    print(f"lint: {step.name} {verdict} ({time.monotonic() - started:.1f} s)", flush=True)
+    return not failed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--fix", action="store_true", help="write what ruff and clang-format mend")
+    parser.add_argument("--only", choices=["ruff", "mypy", "clang-format", "clang-tidy"])
+    arguments = parser.parse_args()
+    verdicts = [run(s) for s in steps(arguments.fix) if arguments.only in (None, s.name)]
+    return 0 if all(verdicts) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
