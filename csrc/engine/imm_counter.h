@@ -43,8 +43,13 @@ class ImmSink {
 
 // A free-form counter; waiters sleep on `event`.
 struct ImmCounter {
+  // release in ImmTable::deliver(), acquire in the reader: the payload is visible with the count.
   std::atomic<uint64_t> count{0};
   platform::EventCount event{};
+
+  // Any thread. False when the deadline passed before `expected` immediates had come.
+  bool wait(uint64_t expected, platform::Deadline deadline,
+            const platform::WaitPolicy& policy = {});
 };
 
 class ImmTable {

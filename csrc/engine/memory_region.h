@@ -10,6 +10,9 @@
 
 namespace moe_p2p::engine {
 
+// NICs of one engine. Fixes the size of a Request; eight is one GPU's share on the largest hosts.
+inline constexpr int kMaxNics = 8;
+
 // Address of an engine: one provider address per NIC, in rail order.
 struct EngineAddress {
   std::vector<base::Bytes> nics;
@@ -24,6 +27,7 @@ struct MemoryDescriptor {
   struct Rail {
     uint64_t remote_addr;
     uint64_t remote_key;
+    friend bool operator==(const Rail&, const Rail&) = default;
   };
   EngineAddress owner;
   uint64_t bytes = 0;

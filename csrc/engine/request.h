@@ -9,6 +9,7 @@
 //   Scatter     kByPeer: 1 per slice (slice i travels on NIC i mod R); kByBytes: R per slice
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <optional>
@@ -17,12 +18,13 @@
 #include <vector>
 
 #include "base/status.h"
+#include "engine/mailbox.h"
 #include "engine/memory_region.h"
 #include "platform/wait.h"
 
 namespace moe_p2p::engine {
 
-class Peer;  // transfer_engine.h
+class Peer;  // peer.h
 
 // A descriptor resolved for one connected peer: rail i writes through NIC i.
 struct RemoteRegion {
@@ -83,37 +85,67 @@ struct Scatter {
 
 using Operation = std::variant<Imm, Write, WritePages, Scatter>;
 
-class Request {
+// How far one NIC has come with one Request. An item is what travels on one NIC as a whole (a shard,
+// a page, a slice); it is cut into several writes only where the NIC limits the size of a write.
+struct RailCursor {
+  enum class State : uint8_t {
+    kMore,       // has writes to post
+    kHeld,       // its next write carries an immediate and waits for the item's earlier writes
+    kExhausted,  // everything is posted
+  };
+  uint64_t item = 0;
+  uint64_t offset = 0;     // bytes of this item that were posted
+  uint64_t in_flight = 0;  // posted or staged on this NIC and not completed
+  State state = State::kExhausted;
+};
+
+class Request : private MailboxNode {
  public:
-  Request() = default;
-  explicit Request(Operation operation) : operation(std::move(operation)) {}
+  Request() noexcept : MailboxNode(Kind::kRequest) {}
+  explicit Request(Operation what) : MailboxNode(Kind::kRequest), operation(std::move(what)) {}
   Request(const Request&) = delete;
   Request& operator=(const Request&) = delete;
 
   Operation operation;
 
   // acquire: pairs with the release in finish(); status() is valid once this is true.
-  bool done() const noexcept { return done_.load(std::memory_order_acquire); }
+  bool done() const noexcept { return phase_.load(std::memory_order_acquire) == Phase::kDone; }
+  // Submitted and not done.
+  bool active() const noexcept;
   base::Status status() const noexcept { return status_; }
   // False when the deadline passed first; the Request is then still in use.
   bool wait(platform::Deadline deadline, const platform::WaitPolicy& policy = {});
 
  private:
   friend class TransferEngine;
-  friend class Mailbox;
+  friend class Poller;
+  friend class NicQueue;
 
-  void start() noexcept;
-  void finish() noexcept;
+  // kFinishing exists because a Request may be destroyed as soon as it is done: waiters are notified
+  // before kDone, which is the last that the polling thread writes.
+  enum class Phase : uint32_t { kIdle, kActive, kFinishing, kDone };
 
-  // Polling thread only.
-  uint64_t cursor_ = 0;     // next piece to post (page, slice or byte piece)
-  uint64_t in_flight_ = 0;  // posted, not completed
-  bool posted_all_ = false;
+  // One per NIC: the cursor, and the links of that NIC's queue.
+  struct Rail {
+    RailCursor cursor;
+    Request* previous = nullptr;
+    Request* next = nullptr;
+    bool queued = false;
+  };
+
+  void start() noexcept;   // submitter, before the push
+  void finish() noexcept;  // polling thread; the Request may be gone when this returns
+
+  // Polling thread only, from here to `event_`.
   base::Status status_;     // the first failure
+  uint64_t in_flight_ = 0;  // over all NICs
+  int open_rails_ = 0;      // NICs that have not posted all of their part
+  std::array<Rail, kMaxNics> rails_;
+  Request* previous_active_ = nullptr;
+  Request* next_active_ = nullptr;
 
-  std::atomic<bool> done_{false};
+  std::atomic<Phase> phase_{Phase::kIdle};
   platform::EventCount event_{};
-  Request* next_ = nullptr;  // intrusive: mailbox, then the engine's active list
 };
 
 }  // namespace moe_p2p::engine

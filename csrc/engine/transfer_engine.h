@@ -6,6 +6,7 @@
 // mailbox.
 #pragma once
 
+#include <chrono>
 #include <memory>
 #include <string>
 #include <vector>
@@ -14,6 +15,8 @@
 #include "engine/imm_counter.h"
 #include "engine/mailbox.h"
 #include "engine/memory_region.h"
+#include "engine/nic_counters.h"
+#include "engine/peer.h"
 #include "engine/request.h"
 #include "platform/shm.h"
 
@@ -22,35 +25,19 @@ namespace moe_p2p::engine {
 struct EngineOptions {
   std::string provider = "loopback";
   int num_nics = 2;
-  std::string settings;  // for the provider, "key=value,..."
-  std::string label;     // "rank 3": stands in error texts
-};
-
-// A connected engine: one provider peer per local NIC; NIC i talks to the peer's NIC i mod its count.
-class Peer {
- public:
-  Peer(EngineAddress address, std::vector<provider::PeerId> rails)
-      : address_(std::move(address)), rails_(std::move(rails)) {}
-  const EngineAddress& address() const noexcept { return address_; }
-  const std::vector<provider::PeerId>& rails() const noexcept { return rails_; }
-
- private:
-  EngineAddress address_;
-  std::vector<provider::PeerId> rails_;
-};
-
-// Per NIC, as the engine counted them; monotonic.
-struct NicCounters {
-  uint64_t bytes_written = 0;
-  uint64_t writes = 0;               // posted work requests
-  uint64_t immediates_sent = 0;
-  uint64_t immediates_received = 0;
+  std::string settings;          // for the provider, "key=value,..."
+  std::string label = "engine";  // "rank 3": stands in error texts
+  // How long disconnect() and unregister_memory() wait for the polling thread to let go.
+  std::chrono::milliseconds control_timeout{10'000};
 };
 
 class TransferEngine {
  public:
   explicit TransferEngine(const EngineOptions& options);
-  ~TransferEngine();  // no thread may be in progress() any more
+  // With NICs made by `factory` instead of by options.provider.
+  TransferEngine(const EngineOptions& options, const DomainFactory& factory);
+  // Unfinished Requests fail kClosed, their waiters wake. No thread may be in another member.
+  ~TransferEngine();
 
   // --- any thread ---
   int num_nics() const noexcept;
@@ -61,21 +48,32 @@ class TransferEngine {
   const std::string& waker_name() const noexcept;
 
   const MemoryHandle* register_memory(const provider::MemorySpan& span);
+  // Reaches every NIC. Requests that still read from the memory fail kClosed.
   void unregister_memory(const MemoryHandle* handle);
   MemoryDescriptor descriptor(const MemoryHandle* handle) const;
 
+  // A new Peer at every call; the other engine need not do anything.
   const Peer* connect(const EngineAddress& address);
+  // Requests that write to the peer and are not done fail kClosed; others do not notice. The Peer
+  // and its RemoteRegions are gone afterwards.
   void disconnect(const Peer* peer);
-  // Connects to the owner unless `peer` is given. Valid until that peer is disconnected. Throws when
-  // the descriptor does not belong to the peer.
+  // Connects to the owner unless it is connected or `peer` is given. Valid until that peer is
+  // disconnected; the same descriptor yields the same region. Throws when the descriptor does not
+  // belong to the peer.
   const RemoteRegion* resolve(const MemoryDescriptor& descriptor, const Peer* peer = nullptr);
 
-  // Throws Error{kInvalidArgument} for a range outside the registered memory, before anything is sent.
+  // Throws Error{kInvalidArgument} for a range outside the registered memory or a Request that is
+  // still in use, before anything is sent.
   void submit(Request& request);
-  // Runs closure on the polling thread, in order with submissions, and waits for it.
+  // Runs closure on the polling thread, in order with submissions, and waits for it; rethrows what
+  // it throws. Throws Error{kTimeout} when it had not begun by the deadline; it never runs then. The
+  // closure must not block. At once when the caller is the polling thread.
   void run_on_poller(const Closure& closure, platform::Deadline deadline);
   ImmTable& imm_table() noexcept;
   std::vector<NicCounters> counters() const;
+  // Says that the polling thread has ended. Until some thread calls progress() again, disconnect()
+  // and unregister_memory() do its part themselves instead of waiting for it.
+  void detach_poller() noexcept;
 
   // --- polling thread ---
   // Like submit(), without the mailbox and the range check (done once, at set-up).

@@ -4,7 +4,7 @@
 #pragma once
 
 #include <atomic>
-#include <memory>
+#include <span>
 #include <thread>
 #include <vector>
 
@@ -30,22 +30,31 @@ struct ProxyOptions {
 
 class ProxyThread {
  public:
+  // Too small: a process with more communicators than this cannot add another one.
+  static constexpr size_t kMaxTasks = 64;
+
+  // Returns once the thread polls the engine.
   ProxyThread(engine::TransferEngine& engine, const ProxyOptions& options);
   ~ProxyThread();  // stops and joins
 
-  // Returns once the thread runs (or no longer runs) the task.
+  // Return once the thread runs (or no longer runs) the task. Throw Error{kTimeout} when the thread
+  // does not answer; the task then remains as it was.
   void add_task(ProxyTask* task);
   void remove_task(ProxyTask* task);
 
-  // One turn of the loop; the thread's body and simulations call it. True when anything moved.
+  // One turn of the loop; the thread's body and simulations call it. True when anything moved. A
+  // null task is skipped: it was removed during this turn.
   static bool turn(engine::TransferEngine& engine, std::span<ProxyTask* const> tasks) noexcept;
 
  private:
-  void run();
+  void run() noexcept;
+  bool run_turn() noexcept;
+  void wait_for_work() noexcept;
 
   engine::TransferEngine& engine_;
   const ProxyOptions options_;
   std::vector<ProxyTask*> tasks_;  // polling thread only; capacity reserved
+  std::atomic<bool> running_{false};
   std::atomic<bool> stop_{false};
   std::thread thread_;
 };

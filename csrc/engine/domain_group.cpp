@@ -1,0 +1,126 @@
+#include "engine/domain_group.h"
+
+#include <optional>
+#include <utility>
+
+#include "base/log.h"
+
+namespace moe_p2p::engine {
+
+using base::Code;
+using base::Error;
+
+namespace {
+
+// Adds to an Error what was being done; the provider only knows its own NIC.
+template <typename Step>
+auto with_context(const std::string& context, Step&& step) {
+  try {
+    return step();
+  } catch (const Error& error) {
+    throw Error(error.code(), context + ": " + error.what());
+  }
+}
+
+// Runs step(0 .. count-1), all of them, then throws the first failure.
+template <typename Step>
+void for_all(size_t count, Step&& step) {
+  std::optional<Error> first;
+  for (size_t i = 0; i < count; ++i) {
+    try {
+      step(i);
+    } catch (const Error& error) {
+      if (!first) first = error;
+    }
+  }
+  if (first) throw *first;
+}
+
+// make(0 .. count-1); when one throws, those already made are undone.
+template <typename Made, typename Make, typename Undo>
+std::vector<Made> all_or_none(size_t count, Make&& make, Undo&& undo) {
+  std::vector<Made> made;
+  try {
+    for (size_t i = 0; i < count; ++i) made.push_back(make(i));
+  } catch (...) {
+    try {
+      for_all(made.size(), [&](size_t i) { undo(i, made[i]); });
+    } catch (const Error& error) {
+      MOE_P2P_LOG(base::LogLevel::kWarning,
+                  "undoing a step that failed at a later NIC: ", error.what());
+    }
+    throw;
+  }
+  return made;
+}
+
+std::string describe(const provider::MemorySpan& span) {
+  const std::string size = base::concat(span.bytes, " bytes of ");
+  return span.kind == provider::MemoryKind::kCuda
+             ? base::concat(size, "CUDA memory of device ", span.device)
+             : size + "host memory";
+}
+
+}  // namespace
+
+DomainGroup::DomainGroup(int num_nics, const provider::DomainOptions& options,
+                         const DomainFactory& factory, std::string label)
+    : label_(std::move(label)) {
+  MOE_P2P_CHECK(num_nics >= 1 && num_nics <= kMaxNics, Code::kInvalidArgument, label_,
+                ": num_nics is ", num_nics, ", must be 1 to ", kMaxNics);
+  for (int nic = 0; nic < num_nics; ++nic) {
+    provider::DomainOptions nic_options = options;
+    nic_options.nic = nic;
+    domains_.push_back(with_context(base::concat(label_, ": opening NIC ", nic),
+                                    [&] { return factory(nic_options); }));
+  }
+}
+
+EngineAddress DomainGroup::address() const {
+  EngineAddress address;
+  for (const auto& domain : domains_) address.nics.push_back(domain->address());
+  return address;
+}
+
+std::vector<provider::PeerId> DomainGroup::connect(const EngineAddress& address) {
+  MOE_P2P_CHECK(!address.nics.empty(), Code::kInvalidArgument, label_,
+                ": connecting to an address without NICs");
+  const auto make = [&](size_t nic) {
+    const size_t remote_nic = nic % address.nics.size();
+    return with_context(
+        base::concat(label_, ": connecting NIC ", nic, " to NIC ", remote_nic, " of the peer"),
+        [&] { return domains_[nic]->connect(address.nics[remote_nic]); });
+  };
+  const auto undo = [&](size_t nic, provider::PeerId peer) { domains_[nic]->disconnect(peer); };
+  return all_or_none<provider::PeerId>(domains_.size(), make, undo);
+}
+
+void DomainGroup::disconnect(const std::vector<provider::PeerId>& rails) {
+  for_all(rails.size(), [&](size_t nic) {
+    with_context(base::concat(label_, ": disconnecting NIC ", nic),
+                 [&] { domains_[nic]->disconnect(rails[nic]); });
+  });
+}
+
+std::vector<provider::MemoryKey> DomainGroup::register_memory(const provider::MemorySpan& span) {
+  MOE_P2P_CHECK(span.data != nullptr && span.bytes > 0, Code::kInvalidArgument, label_,
+                ": registering ", describe(span), " at address ",
+                static_cast<const void*>(span.data), ": must be memory of at least one byte");
+  const auto make = [&](size_t nic) {
+    return with_context(base::concat(label_, ": registering ", describe(span), " at NIC ", nic),
+                        [&] { return domains_[nic]->register_memory(span); });
+  };
+  const auto undo = [&](size_t nic, const provider::MemoryKey& key) {
+    domains_[nic]->unregister_memory(key);
+  };
+  return all_or_none<provider::MemoryKey>(domains_.size(), make, undo);
+}
+
+void DomainGroup::unregister_memory(const std::vector<provider::MemoryKey>& keys) {
+  for_all(keys.size(), [&](size_t nic) {
+    with_context(base::concat(label_, ": unregistering memory at NIC ", nic),
+                 [&] { domains_[nic]->unregister_memory(keys[nic]); });
+  });
+}
+
+}  // namespace moe_p2p::engine

@@ -1,0 +1,46 @@
+// The NICs of one GPU, opened and addressed together. Control path: may block, allocate and throw;
+// any thread. A step that fails at one NIC is undone at those before it, and its Error says which
+// NIC it was. The polling thread uses the Domains directly and does not come through here.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "engine/memory_region.h"
+#include "provider/provider.h"
+
+namespace moe_p2p::engine {
+
+using DomainFactory =
+    std::function<std::unique_ptr<provider::Domain>(const provider::DomainOptions&)>;
+
+class DomainGroup {
+ public:
+  // Opens NICs 0 .. num_nics-1. `label` stands at the start of every Error.
+  DomainGroup(int num_nics, const provider::DomainOptions& options, const DomainFactory& factory,
+              std::string label);
+
+  int size() const noexcept { return static_cast<int>(domains_.size()); }
+  provider::Domain& operator[](int nic) const noexcept {
+    return *domains_[static_cast<size_t>(nic)];
+  }
+
+  EngineAddress address() const;
+  // One id per local NIC. NIC i connects to the peer's NIC i mod its count.
+  std::vector<provider::PeerId> connect(const EngineAddress& address);
+  // Reaches every NIC even when one of them fails; then throws the first failure.
+  void disconnect(const std::vector<provider::PeerId>& rails);
+  std::vector<provider::MemoryKey> register_memory(const provider::MemorySpan& span);
+  // As disconnect().
+  void unregister_memory(const std::vector<provider::MemoryKey>& keys);
+  // Closes all NICs; nothing completes any more.
+  void close() noexcept { domains_.clear(); }
+
+ private:
+  std::string label_;
+  std::vector<std::unique_ptr<provider::Domain>> domains_;
+};
+
+}  // namespace moe_p2p::engine

@@ -1,0 +1,75 @@
+#include "engine/memory_region.h"
+
+namespace moe_p2p::engine {
+
+using base::Code;
+
+namespace {
+
+// Stands first in each message, so that bytes of another version or purpose are refused by name.
+constexpr uint32_t kAddressTag = 0x31415045;     // "EPA1"
+constexpr uint32_t kDescriptorTag = 0x31445045;  // "EPD1"
+
+}  // namespace
+
+base::Bytes EngineAddress::serialize() const {
+  base::WireWriter out;
+  out.put(kAddressTag);
+  out.put(static_cast<uint32_t>(nics.size()));
+  for (const auto& nic : nics) out.put_bytes(nic);
+  return out.take();
+}
+
+EngineAddress EngineAddress::parse(std::span<const std::byte> bytes) {
+  base::WireReader in(bytes, "engine address");
+  const auto tag = in.get<uint32_t>();
+  MOE_P2P_CHECK(tag == kAddressTag, Code::kInvalidArgument, "engine address: starts with tag ", tag,
+                ", expected ", kAddressTag, "; is it an engine address of this version?");
+  const auto num_nics = in.get<uint32_t>();
+  MOE_P2P_CHECK(num_nics >= 1 && num_nics <= kMaxNics, Code::kInvalidArgument,
+                "engine address: names ", num_nics, " NICs, must be 1 to ", kMaxNics);
+  EngineAddress address;
+  for (uint32_t i = 0; i < num_nics; ++i) {
+    const auto nic = in.get_bytes();
+    address.nics.emplace_back(nic.begin(), nic.end());
+  }
+  in.expect_end();
+  return address;
+}
+
+base::Bytes MemoryDescriptor::serialize() const {
+  base::WireWriter out;
+  out.put(kDescriptorTag);
+  out.put_bytes(owner.serialize());
+  out.put(bytes);
+  out.put(static_cast<int32_t>(kind));
+  for (const auto& rail : rails) {
+    out.put(rail.remote_addr);
+    out.put(rail.remote_key);
+  }
+  return out.take();
+}
+
+MemoryDescriptor MemoryDescriptor::parse(std::span<const std::byte> bytes) {
+  base::WireReader in(bytes, "memory descriptor");
+  const auto tag = in.get<uint32_t>();
+  MOE_P2P_CHECK(tag == kDescriptorTag, Code::kInvalidArgument,
+                "memory descriptor: starts with tag ", tag, ", expected ", kDescriptorTag,
+                "; is it a memory descriptor of this version?");
+  MemoryDescriptor descriptor;
+  descriptor.owner = EngineAddress::parse(in.get_bytes());
+  descriptor.bytes = in.get<uint64_t>();
+  const auto kind = in.get<int32_t>();
+  MOE_P2P_CHECK(kind == static_cast<int32_t>(provider::MemoryKind::kHost) ||
+                    kind == static_cast<int32_t>(provider::MemoryKind::kCuda),
+                Code::kInvalidArgument, "memory descriptor: unknown kind of memory ", kind);
+  descriptor.kind = static_cast<provider::MemoryKind>(kind);
+  for (size_t i = 0; i < descriptor.owner.nics.size(); ++i) {
+    const auto remote_addr = in.get<uint64_t>();
+    descriptor.rails.push_back({remote_addr, in.get<uint64_t>()});
+  }
+  in.expect_end();
+  return descriptor;
+}
+
+}  // namespace moe_p2p::engine

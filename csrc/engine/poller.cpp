@@ -1,0 +1,181 @@
+#include "engine/poller.h"
+
+#include <algorithm>
+
+#include "engine/pieces.h"
+#include "engine/poller_call.h"
+
+namespace moe_p2p::engine {
+
+using provider::Completion;
+
+namespace {
+
+// Batches per NIC and turn. Too small: the other work of a turn (doorbells, arrivals) is done once
+// per few writes. Too large: a large transfer delays that work by as many posts.
+constexpr int kBatchesPerTurn = 4;
+
+bool uses_peer(const Operation& operation, const Peer& peer) noexcept {
+  if (const auto* imm = std::get_if<Imm>(&operation)) return imm->peer == &peer;
+  if (const auto* write = std::get_if<Write>(&operation)) return write->target->owner == &peer;
+  if (const auto* pages = std::get_if<WritePages>(&operation)) return pages->target->owner == &peer;
+  const auto& slices = std::get_if<Scatter>(&operation)->slices;
+  return std::any_of(slices.begin(), slices.end(),
+                     [&](const Slice& slice) { return slice.target->owner == &peer; });
+}
+
+const MemoryHandle* source_of(const Operation& operation) noexcept {
+  if (const auto* write = std::get_if<Write>(&operation)) return write->source;
+  if (const auto* pages = std::get_if<WritePages>(&operation)) return pages->source;
+  if (const auto* scatter = std::get_if<Scatter>(&operation)) return scatter->source;
+  return nullptr;
+}
+
+}  // namespace
+
+Poller::Poller(const DomainGroup& group) : group_(group), num_nics_(group.size()) {
+  for (int nic = 0; nic < num_nics_; ++nic)
+    nics_[static_cast<size_t>(nic)].open(group[nic], nic, num_nics_);
+}
+
+bool Poller::turn() noexcept {
+  bool moved = take_mail();
+  for (int nic = 0; nic < num_nics_; ++nic) moved |= post(nics_[static_cast<size_t>(nic)]);
+  for (int nic = 0; nic < num_nics_; ++nic) moved |= poll(nics_[static_cast<size_t>(nic)]);
+  return moved;
+}
+
+bool Poller::take_mail() noexcept {
+  MailboxNode* node = mailbox_.take_all();
+  if (node == nullptr) return false;
+  while (node != nullptr) {
+    MailboxNode* next = node->next;  // first: the node may be gone once it was handled
+    if (node->kind == MailboxNode::Kind::kRequest)
+      activate(static_cast<Request&>(*node));
+    else
+      static_cast<PollerCall&>(*node).run();
+    node = next;
+  }
+  return true;
+}
+
+void Poller::activate(Request& request) noexcept {
+  request.previous_active_ = nullptr;
+  request.next_active_ = active_;
+  if (active_ != nullptr) active_->previous_active_ = &request;
+  active_ = &request;
+  request.in_flight_ = 0;
+  request.open_rails_ = 0;
+  for (int nic = 0; nic < num_nics_; ++nic) {
+    Request::Rail& rail = request.rails_[static_cast<size_t>(nic)];
+    rail.cursor = {};
+    rail.queued = false;
+    if (num_items(request.operation, nic, num_nics_) == 0) continue;
+    ++request.open_rails_;
+    nics_[static_cast<size_t>(nic)].push_back(request);
+  }
+  finish_if_settled(request);  // nothing to send at all
+}
+
+bool Poller::post(NicQueue& queue) noexcept {
+  bool moved = false;
+  for (int batch = 0; batch < kBatchesPerTurn; ++batch) {
+    while (queue.front() != nullptr && queue.room() != 0) {
+      Request& request = *queue.front();
+      queue.stage_front();
+      finish_if_settled(request);  // its last items were empty
+    }
+    if (!queue.has_staged()) break;
+    moved |= queue.post() != 0;
+    if (queue.has_staged()) break;  // the NIC is full
+  }
+  return moved;
+}
+
+bool Poller::poll(NicQueue& queue) noexcept {
+  std::array<Completion, NicQueue::kBatch> completions;
+  bool moved = false;
+  for (int batch = 0; batch < kBatchesPerTurn; ++batch) {
+    const size_t count = queue.poll(completions);
+    for (size_t i = 0; i < count; ++i) complete(queue, completions[i]);
+    moved |= count != 0;
+    if (count < completions.size()) break;
+  }
+  return moved;
+}
+
+void Poller::complete(NicQueue& queue, const Completion& completion) noexcept {
+  if (completion.kind == Completion::Kind::kImmediate) {
+    queue.count_immediate();
+    imm_table_.deliver(completion.imm);
+    return;
+  }
+  Request& request = *reinterpret_cast<Request*>(completion.wr_id);
+  queue.complete(request);
+  if (!completion.status.ok()) [[unlikely]]
+    fail(request, completion.status);
+  finish_if_settled(request);
+}
+
+void Poller::fail(Request& request, base::Status status) noexcept {
+  if (request.status_.ok()) request.status_ = status;
+  for (int nic = 0; nic < num_nics_; ++nic) nics_[static_cast<size_t>(nic)].drop(request);
+  request.open_rails_ = 0;
+}
+
+void Poller::finish_if_settled(Request& request) noexcept {
+  if (request.open_rails_ != 0 || request.in_flight_ != 0) return;
+  Request* previous = request.previous_active_;
+  Request* next = request.next_active_;
+  (previous != nullptr ? previous->next_active_ : active_) = next;
+  if (next != nullptr) next->previous_active_ = previous;
+  request.finish();
+}
+
+template <typename Uses>
+void Poller::revoke_if(base::Status status, Uses&& uses) noexcept {
+  for (Request* request = active_; request != nullptr;) {
+    Request* next = request->next_active_;
+    // A failed Request has nothing left to post; what it used may be gone already.
+    if (request->status_.ok() && uses(*request)) {
+      fail(*request, status);
+      finish_if_settled(*request);
+    }
+    request = next;
+  }
+}
+
+void Poller::revoke(const Peer& peer, base::Status status) noexcept {
+  revoke_if(status, [&](const Request& request) { return uses_peer(request.operation, peer); });
+}
+
+void Poller::revoke(const MemoryHandle& source, base::Status status) noexcept {
+  revoke_if(status,
+            [&](const Request& request) { return source_of(request.operation) == &source; });
+}
+
+void Poller::close(base::Status status) noexcept {
+  for (MailboxNode* node = mailbox_.take_all(); node != nullptr;) {
+    MailboxNode* next = node->next;
+    if (node->kind == MailboxNode::Kind::kRequest) {
+      auto& request = static_cast<Request&>(*node);
+      request.status_ = status;
+      request.finish();
+    }
+    node = next;
+  }
+  while (active_ != nullptr) {
+    fail(*active_, status);
+    active_->in_flight_ = 0;
+    finish_if_settled(*active_);
+  }
+}
+
+bool Poller::idle() const noexcept {
+  if (!mailbox_.empty() || active_ != nullptr) return false;
+  for (int nic = 0; nic < num_nics_; ++nic)
+    if (!group_[nic].idle()) return false;
+  return true;
+}
+
+}  // namespace moe_p2p::engine

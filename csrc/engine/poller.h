@@ -1,0 +1,55 @@
+// The data path of the engine: turns submitted Requests into posts and completions into done
+// Requests and counted immediates. Everything here runs on the polling thread and never blocks,
+// allocates, throws or logs; other threads only push into the mailbox.
+#pragma once
+
+#include <array>
+
+#include "engine/domain_group.h"
+#include "engine/imm_counter.h"
+#include "engine/mailbox.h"
+#include "engine/nic_queue.h"
+#include "engine/request.h"
+
+namespace moe_p2p::engine {
+
+class Poller {
+ public:
+  // Control path, before the first turn.
+  explicit Poller(const DomainGroup& group);
+
+  // Any thread.
+  Mailbox& mailbox() noexcept { return mailbox_; }
+  ImmTable& imm_table() noexcept { return imm_table_; }
+  const NicQueue& nic(int nic) const noexcept { return nics_[static_cast<size_t>(nic)]; }
+
+  // Polling thread.
+  bool turn() noexcept;
+  bool take_mail() noexcept;
+  void activate(Request& request) noexcept;
+  // No active Request uses the peer (or the memory) afterwards: those that do fail, and finish when
+  // their outstanding writes have completed.
+  void revoke(const Peer& peer, base::Status status) noexcept;
+  void revoke(const MemoryHandle& source, base::Status status) noexcept;
+  // Finishes every active and every mailed Request. The NICs are closed: nothing completes any more.
+  void close(base::Status status) noexcept;
+  bool idle() const noexcept;
+
+ private:
+  bool post(NicQueue& queue) noexcept;
+  bool poll(NicQueue& queue) noexcept;
+  void complete(NicQueue& queue, const provider::Completion& completion) noexcept;
+  void fail(Request& request, base::Status status) noexcept;
+  void finish_if_settled(Request& request) noexcept;
+  template <typename Uses>
+  void revoke_if(base::Status status, Uses&& uses) noexcept;
+
+  const DomainGroup& group_;
+  const int num_nics_;
+  std::array<NicQueue, kMaxNics> nics_;
+  Request* active_ = nullptr;  // all that were activated and are not done, newest first
+  ImmTable imm_table_;
+  Mailbox mailbox_;
+};
+
+}  // namespace moe_p2p::engine

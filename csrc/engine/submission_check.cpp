@@ -1,0 +1,112 @@
+#include "engine/submission_check.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "base/log.h"
+#include "engine/peer.h"
+
+namespace moe_p2p::engine {
+
+using base::Code;
+
+namespace {
+
+struct Checker {
+  const size_t num_nics;
+  const std::string& label;
+  const char* name = "";
+
+  void source(const MemoryHandle* handle) const {
+    MOE_P2P_CHECK(handle != nullptr, Code::kInvalidArgument, label, ": ", name, " has no source");
+    MOE_P2P_CHECK(handle->keys.size() == num_nics, Code::kInvalidArgument, label, ": ", name,
+                  ": the source is registered at ", handle->keys.size(), " NICs, this engine has ",
+                  num_nics, "; is it of another engine?");
+  }
+
+  void target(const RemoteRegion* region) const {
+    MOE_P2P_CHECK(region != nullptr && region->owner != nullptr, Code::kInvalidArgument, label,
+                  ": ", name, " has no target");
+    MOE_P2P_CHECK(region->rails.size() == num_nics, Code::kInvalidArgument, label, ": ", name,
+                  ": the target was resolved for ", region->rails.size(), " NICs, this engine has ",
+                  num_nics, "; is it of another engine?");
+  }
+
+  void range(const char* side, uint64_t offset, uint64_t bytes, uint64_t limit) const {
+    MOE_P2P_CHECK(offset <= limit && bytes <= limit - offset, Code::kInvalidArgument, label, ": ",
+                  name, " ", side, ": ", bytes, " bytes at offset ", offset,
+                  " do not lie within the ", limit, " registered bytes");
+  }
+
+  void pages(const char* side, const Pages& pages, uint64_t page_bytes, uint64_t limit) const {
+    if (pages.indices.empty()) return;
+    range(side, pages.offset, page_bytes, limit);
+    const uint64_t room = limit - pages.offset - page_bytes;
+    const uint64_t last = pages.stride != 0
+                              ? room / pages.stride
+                              : static_cast<uint64_t>(std::numeric_limits<int64_t>::max());
+    // One pass without a branch per page; a negative index becomes a very large one.
+    uint64_t largest = 0;
+    for (const int64_t index : pages.indices)
+      largest = std::max(largest, static_cast<uint64_t>(index));
+    if (largest <= last) [[likely]]
+      return;
+    const auto bad = std::find_if(pages.indices.begin(), pages.indices.end(), [&](int64_t index) {
+      return static_cast<uint64_t>(index) > last;
+    });
+    throw base::Error(
+        Code::kInvalidArgument,
+        base::concat(label, ": ", name, " ", side, ": page index ", *bad, " at position ",
+                     bad - pages.indices.begin(), " must be 0 to ", last, " (", limit,
+                     " registered bytes, offset ", pages.offset, ", stride ", pages.stride,
+                     ", pages of ", page_bytes, " bytes)"));
+  }
+
+  void operator()(const Imm& imm) {
+    MOE_P2P_CHECK(imm.peer != nullptr, Code::kInvalidArgument, label, ": Imm has no peer");
+    MOE_P2P_CHECK(imm.peer->rails().size() == num_nics, Code::kInvalidArgument, label,
+                  ": Imm: the peer is connected over ", imm.peer->rails().size(),
+                  " NICs, this engine has ", num_nics, "; is it of another engine?");
+  }
+
+  void operator()(const Write& write) {
+    name = "Write";
+    source(write.source);
+    target(write.target);
+    range("source", write.source_offset, write.bytes, write.source->span.bytes);
+    range("target", write.target_offset, write.bytes, write.target->bytes);
+  }
+
+  void operator()(const WritePages& write) {
+    name = "WritePages";
+    source(write.source);
+    target(write.target);
+    MOE_P2P_CHECK(write.source_pages.indices.size() == write.target_pages.indices.size(),
+                  Code::kInvalidArgument, label, ": WritePages has ",
+                  write.source_pages.indices.size(), " source pages and ",
+                  write.target_pages.indices.size(), " target pages, must be as many");
+    pages("source", write.source_pages, write.page_bytes, write.source->span.bytes);
+    pages("target", write.target_pages, write.page_bytes, write.target->bytes);
+  }
+
+  void operator()(const Scatter& scatter) {
+    name = "Scatter";
+    source(scatter.source);
+    for (size_t i = 0; i < scatter.slices.size(); ++i) {
+      const Slice& slice = scatter.slices[i];
+      const std::string slice_name = base::concat("Scatter slice ", i);
+      name = slice_name.c_str();
+      target(slice.target);
+      range("source", slice.source_offset, slice.bytes, scatter.source->span.bytes);
+      range("target", slice.target_offset, slice.bytes, slice.target->bytes);
+    }
+  }
+};
+
+}  // namespace
+
+void check_operation(const Operation& operation, int num_nics, const std::string& label) {
+  std::visit(Checker{static_cast<size_t>(num_nics), label}, operation);
+}
+
+}  // namespace moe_p2p::engine

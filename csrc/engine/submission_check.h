@@ -1,0 +1,16 @@
+// Checks an operation against the memory it names, before anything is sent. Runs on the submitter's
+// thread. Reads every page index once; must not be needed for operations that are set up once and
+// submitted from the polling thread.
+#pragma once
+
+#include <string>
+
+#include "engine/request.h"
+
+namespace moe_p2p::engine {
+
+// Throws Error{kInvalidArgument} that names the operation, the side, the range asked for and the
+// range there is.
+void check_operation(const Operation& operation, int num_nics, const std::string& label);
+
+}  // namespace moe_p2p::engine

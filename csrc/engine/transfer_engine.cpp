@@ -1,0 +1,276 @@
+#include "engine/transfer_engine.h"
+
+#include <atomic>
+#include <map>
+#include <mutex>
+#include <new>
+#include <unordered_map>
+#include <utility>
+
+#include "base/log.h"
+#include "engine/poller.h"
+#include "engine/poller_call.h"
+#include "engine/submission_check.h"
+
+namespace moe_p2p::engine {
+
+using base::Code;
+using platform::Clock;
+using platform::Deadline;
+
+namespace {
+
+// Tells threads apart in one load and compare.
+const void* this_thread() noexcept {
+  static thread_local char mark;
+  return &mark;
+}
+
+provider::DomainOptions domain_options(const EngineOptions& options,
+                                       const platform::SharedMemory& waker,
+                                       platform::EventCount* event) {
+  return {.nic = 0, .settings = options.settings, .waker = event, .waker_name = waker.name()};
+}
+
+struct PeerEntry {
+  std::unique_ptr<Peer> peer;
+  std::map<base::Bytes, std::unique_ptr<RemoteRegion>> regions;  // by serialized descriptor
+  bool leaving = false;
+};
+
+struct HandleEntry {
+  std::unique_ptr<MemoryHandle> handle;
+  bool leaving = false;
+};
+
+// Marks an entry for the time of a step that must not run twice; takes the mark back on failure.
+template <typename Map, typename Key>
+void mark_leaving(std::mutex& mutex, Map& map, Key key, const std::string& unknown) {
+  const std::lock_guard lock(mutex);
+  const auto found = map.find(key);
+  MOE_P2P_CHECK(found != map.end() && !found->second.leaving, Code::kInvalidArgument, unknown);
+  found->second.leaving = true;
+}
+
+}  // namespace
+
+struct TransferEngine::State {
+  State(const EngineOptions& engine_options, const DomainFactory& factory)
+      : options(engine_options),
+        waker_memory(platform::SharedMemory::create("waker", sizeof(platform::EventCount))),
+        waker(new (waker_memory.data()) platform::EventCount{}),
+        group(options.num_nics, domain_options(options, waker_memory, waker), factory,
+              options.label),
+        poller(group) {}
+
+  bool polled_by_caller() const noexcept {
+    return polling_thread.load(std::memory_order_relaxed) == this_thread();
+  }
+
+  // Runs closure where it cannot meet progress(): here, when nobody polls or the caller does.
+  void run_exclusive(TransferEngine& engine, const Closure& closure) {
+    // acquire: pairs with the release in detach_poller().
+    if (polling_thread.load(std::memory_order_acquire) == nullptr) {
+      poller.take_mail();
+      closure();
+      return;
+    }
+    engine.run_on_poller(closure, Clock::now() + options.control_timeout);
+  }
+
+  RemoteRegion* find_or_add_region(const Peer* peer, const MemoryDescriptor& descriptor);
+  const Peer* find_peer(const EngineAddress& address);
+
+  const EngineOptions options;
+  platform::SharedMemory waker_memory;
+  platform::EventCount* waker;
+  DomainGroup group;
+  Poller poller;
+  CallPool calls;
+  std::atomic<const void*> polling_thread{nullptr};
+  std::mutex mutex;  // guards the two tables; never held while a provider is called
+  std::unordered_map<const Peer*, PeerEntry> peers;
+  std::unordered_map<const MemoryHandle*, HandleEntry> handles;
+};
+
+TransferEngine::TransferEngine(const EngineOptions& options)
+    : TransferEngine(options, [&](const provider::DomainOptions& domain) {
+        return provider::open_domain(options.provider, domain);
+      }) {}
+
+TransferEngine::TransferEngine(const EngineOptions& options, const DomainFactory& factory)
+    : state_(std::make_unique<State>(options, factory)) {}
+
+// The NICs first: once they are closed nobody reads the memory of unfinished Requests any more.
+TransferEngine::~TransferEngine() {
+  state_->group.close();
+  state_->poller.close({Code::kClosed, 0});
+}
+
+int TransferEngine::num_nics() const noexcept { return state_->options.num_nics; }
+EngineAddress TransferEngine::address() const { return state_->group.address(); }
+platform::EventCount& TransferEngine::waker() noexcept { return *state_->waker; }
+const std::string& TransferEngine::waker_name() const noexcept {
+  return state_->waker_memory.name();
+}
+ImmTable& TransferEngine::imm_table() noexcept { return state_->poller.imm_table(); }
+
+// --- memory ---
+
+const MemoryHandle* TransferEngine::register_memory(const provider::MemorySpan& span) {
+  auto handle =
+      std::make_unique<MemoryHandle>(MemoryHandle{span, state_->group.register_memory(span)});
+  const MemoryHandle* key = handle.get();
+  const std::lock_guard lock(state_->mutex);
+  state_->handles[key].handle = std::move(handle);
+  return key;
+}
+
+void TransferEngine::unregister_memory(const MemoryHandle* handle) {
+  State& s = *state_;
+  mark_leaving(s.mutex, s.handles, handle,
+               s.options.label + ": unregistering memory that is not registered here");
+  try {
+    s.run_exclusive(*this, [&] { s.poller.revoke(*handle, {Code::kClosed, 0}); });
+  } catch (...) {
+    const std::lock_guard lock(s.mutex);
+    s.handles[handle].leaving = false;
+    throw;
+  }
+  HandleEntry entry;
+  {
+    const std::lock_guard lock(s.mutex);
+    entry = std::move(s.handles.extract(handle).mapped());
+  }
+  s.group.unregister_memory(entry.handle->keys);
+}
+
+MemoryDescriptor TransferEngine::descriptor(const MemoryHandle* handle) const {
+  const std::lock_guard lock(state_->mutex);
+  MOE_P2P_CHECK(state_->handles.contains(handle), Code::kInvalidArgument, state_->options.label,
+                ": describing memory that is not registered here");
+  MemoryDescriptor descriptor{
+      .owner = address(), .bytes = handle->span.bytes, .kind = handle->span.kind, .rails = {}};
+  for (const auto& key : handle->keys)
+    descriptor.rails.push_back({key.remote_addr, key.remote_key});
+  return descriptor;
+}
+
+// --- peers ---
+
+const Peer* TransferEngine::connect(const EngineAddress& address) {
+  auto peer = std::make_unique<Peer>(address, state_->group.connect(address));
+  const Peer* key = peer.get();
+  const std::lock_guard lock(state_->mutex);
+  state_->peers[key].peer = std::move(peer);
+  return key;
+}
+
+// The polling thread lets go before the provider does: it must not post to an id that is gone.
+void TransferEngine::disconnect(const Peer* peer) {
+  State& s = *state_;
+  mark_leaving(s.mutex, s.peers, peer,
+               s.options.label + ": disconnecting a peer that is not connected here");
+  try {
+    s.run_exclusive(*this, [&] { s.poller.revoke(*peer, {Code::kClosed, 0}); });
+  } catch (...) {
+    const std::lock_guard lock(s.mutex);
+    s.peers[peer].leaving = false;
+    throw;
+  }
+  PeerEntry entry;
+  {
+    const std::lock_guard lock(s.mutex);
+    entry = std::move(s.peers.extract(peer).mapped());
+  }
+  s.group.disconnect(entry.peer->rails());
+}
+
+const Peer* TransferEngine::State::find_peer(const EngineAddress& address) {
+  const std::lock_guard lock(mutex);
+  for (const auto& [peer, entry] : peers)
+    if (!entry.leaving && peer->address() == address) return peer;
+  return nullptr;
+}
+
+RemoteRegion* TransferEngine::State::find_or_add_region(const Peer* peer,
+                                                        const MemoryDescriptor& descriptor) {
+  const std::lock_guard lock(mutex);
+  const auto found = peers.find(peer);
+  MOE_P2P_CHECK(found != peers.end() && !found->second.leaving, Code::kInvalidArgument,
+                options.label, ": resolving a memory descriptor for a peer that is not connected");
+  auto& region = found->second.regions[descriptor.serialize()];
+  if (region == nullptr) {
+    region = std::make_unique<RemoteRegion>(RemoteRegion{peer, descriptor.bytes, {}});
+    for (size_t nic = 0; nic < peer->rails().size(); ++nic) {
+      const auto& remote = descriptor.rails[nic % descriptor.rails.size()];
+      region->rails.push_back({peer->rails()[nic], remote.remote_addr, remote.remote_key});
+    }
+  }
+  return region.get();
+}
+
+const RemoteRegion* TransferEngine::resolve(const MemoryDescriptor& descriptor, const Peer* peer) {
+  const std::string& label = state_->options.label;
+  MOE_P2P_CHECK(
+      !descriptor.rails.empty() && descriptor.rails.size() == descriptor.owner.nics.size(),
+      Code::kInvalidArgument, label, ": memory descriptor has ", descriptor.rails.size(),
+      " keys for ", descriptor.owner.nics.size(), " NICs of its owner");
+  if (peer == nullptr) peer = state_->find_peer(descriptor.owner);
+  if (peer == nullptr) peer = connect(descriptor.owner);
+  MOE_P2P_CHECK(peer->address() == descriptor.owner, Code::kInvalidArgument, label,
+                ": the memory descriptor belongs to another peer than the one given");
+  return state_->find_or_add_region(peer, descriptor);
+}
+
+// --- submission ---
+
+void TransferEngine::submit(Request& request) {
+  check_operation(request.operation, num_nics(), state_->options.label);
+  MOE_P2P_CHECK(!request.active(), Code::kInvalidArgument, state_->options.label,
+                ": submitting a Request that is not done");
+  request.start();
+  state_->poller.mailbox().push(request);
+  platform::notify_all(*state_->waker);
+}
+
+void TransferEngine::submit_from_poller(Request& request) noexcept {
+  request.start();
+  state_->poller.activate(request);
+}
+
+void TransferEngine::run_on_poller(const Closure& closure, Deadline deadline) {
+  if (state_->polled_by_caller()) {
+    state_->poller.take_mail();  // what was submitted before comes first
+    closure();
+    return;
+  }
+  PollerCall& call = state_->calls.take(closure);
+  state_->poller.mailbox().push(call);
+  platform::notify_all(*state_->waker);
+  MOE_P2P_CHECK(call.wait(deadline), Code::kTimeout, state_->options.label,
+                ": the polling thread did not take a call in time; does a thread call progress()?");
+}
+
+// --- polling thread ---
+
+bool TransferEngine::progress() noexcept {
+  // relaxed: read for equality with the reader's own mark, or for null (see detach_poller()).
+  state_->polling_thread.store(this_thread(), std::memory_order_relaxed);
+  return state_->poller.turn();
+}
+
+bool TransferEngine::idle() const noexcept { return state_->poller.idle(); }
+
+void TransferEngine::detach_poller() noexcept {
+  // release: pairs with the acquire in run_exclusive(), which then sees all the poller wrote.
+  state_->polling_thread.store(nullptr, std::memory_order_release);
+}
+
+std::vector<NicCounters> TransferEngine::counters() const {
+  std::vector<NicCounters> counters;
+  for (int nic = 0; nic < num_nics(); ++nic) counters.push_back(state_->poller.nic(nic).counters());
+  return counters;
+}
+
+}  // namespace moe_p2p::engine

@@ -1,0 +1,33 @@
+// The table of providers. A new one is a folder and a line here.
+#include <string_view>
+
+#include "base/log.h"
+#include "provider/null/domain.h"
+#include "provider/provider.h"
+
+namespace moe_p2p::provider {
+namespace {
+
+struct Entry {
+  std::string_view name;
+  std::unique_ptr<Domain> (*open)(const DomainOptions& options);
+};
+
+constexpr Entry kProviders[] = {
+    {"null", make_null_domain},
+};
+
+}  // namespace
+
+std::unique_ptr<Domain> open_domain(const std::string& provider, const DomainOptions& options) {
+  std::string known;
+  for (const Entry& entry : kProviders) {
+    if (entry.name == provider) return entry.open(options);
+    known += known.empty() ? "" : ", ";
+    known += entry.name;
+  }
+  throw base::Error(base::Code::kUnavailable,
+                    base::concat("unknown provider \"", provider, "\"; there are: ", known));
+}
+
+}  // namespace moe_p2p::provider

@@ -1,0 +1,106 @@
+#include "proxy/proxy_thread.h"
+
+#include <sched.h>
+
+#include <algorithm>
+#include <chrono>
+
+#include "base/log.h"
+#include "platform/thread.h"
+
+namespace moe_p2p::proxy {
+
+using base::Code;
+using platform::Clock;
+using platform::WaitMode;
+
+namespace {
+
+constexpr auto kAnswerTimeout = std::chrono::seconds(10);
+
+// Writes of ours that take longer than this are waited for in naps. Too small: a nap's wake-up time
+// is added to ordinary completions. Too large: a slow peer costs a core for as long.
+constexpr auto kPatience = std::chrono::milliseconds(1);
+constexpr auto kNap = std::chrono::microseconds(50);
+
+}  // namespace
+
+ProxyThread::ProxyThread(engine::TransferEngine& engine, const ProxyOptions& options)
+    : engine_(engine), options_(options) {
+  tasks_.reserve(kMaxTasks);
+  thread_ = std::thread([this] { run(); });
+  // acquire: pairs with the release in run(); from then on control calls of the engine, which ask
+  // who polls, find this thread.
+  while (!running_.load(std::memory_order_acquire)) std::this_thread::yield();
+}
+
+ProxyThread::~ProxyThread() {
+  stop_.store(true, std::memory_order_release);  // pairs with the acquire in run()
+  platform::notify_all(engine_.waker());
+  thread_.join();
+  engine_.detach_poller();
+}
+
+void ProxyThread::add_task(ProxyTask* task) {
+  MOE_P2P_CHECK(task != nullptr, Code::kInvalidArgument, "proxy thread: no task given");
+  const auto add = [&] {
+    MOE_P2P_CHECK(tasks_.size() < kMaxTasks, Code::kResourceExhausted, "proxy thread: already has ",
+                  kMaxTasks, " tasks");
+    tasks_.push_back(task);  // within the reserved capacity: turn() may be looking at the array
+  };
+  engine_.run_on_poller(add, Clock::now() + kAnswerTimeout);
+}
+
+void ProxyThread::remove_task(ProxyTask* task) {
+  const auto remove = [&] {
+    std::replace(tasks_.begin(), tasks_.end(), task, static_cast<ProxyTask*>(nullptr));
+  };
+  engine_.run_on_poller(remove, Clock::now() + kAnswerTimeout);
+}
+
+bool ProxyThread::turn(engine::TransferEngine& engine, std::span<ProxyTask* const> tasks) noexcept {
+  bool moved = false;
+  for (ProxyTask* task : tasks)
+    if (task != nullptr) moved |= task->take_doorbells();
+  moved |= engine.progress();  // mailbox, post, poll
+  for (ProxyTask* const& task : tasks)
+    if (task != nullptr) moved |= task->publish_arrivals();
+  return moved;
+}
+
+bool ProxyThread::run_turn() noexcept {
+  const bool moved = turn(engine_, tasks_);
+  std::erase(tasks_, nullptr);  // removed during the turn
+  return moved;
+}
+
+void ProxyThread::run() noexcept {
+  platform::set_current_thread("moe_p2p.proxy", options_.cpu);
+  run_turn();
+  running_.store(true, std::memory_order_release);  // pairs with the constructor
+  while (!stop_.load(std::memory_order_acquire))    // pairs with the destructor
+    if (!run_turn()) wait_for_work();
+}
+
+// Returns after a turn that moved something. Sleeps only while the engine is idle: a NIC with work
+// in flight needs polling to make progress, so then it yields, and naps when that takes long.
+void ProxyThread::wait_for_work() noexcept {
+  platform::Waiter waiter(engine_.waker(), options_.wait, platform::Deadline::max());
+  const auto start = Clock::now();
+  for (;;) {
+    waiter.prepare();
+    if (run_turn() || stop_.load(std::memory_order_acquire)) return;  // pairs with the destructor
+    if (engine_.idle() || options_.wait.mode == WaitMode::kSpin) {
+      waiter.pause();
+    } else if (options_.wait.mode == WaitMode::kYield || Clock::now() - start < kPatience) {
+      sched_yield();
+    } else {
+      const platform::WaitPolicy nap{WaitMode::kSleep, {}, {}};
+      platform::Waiter napper(engine_.waker(), nap, Clock::now() + kNap);
+      napper.prepare();
+      napper.pause();
+    }
+  }
+}
+
+}  // namespace moe_p2p::proxy
