@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-FLAGS = ["-std=c++20", "-g", "-Wall", "-Wextra", "-Werror", "-fno-omit-frame-pointer"]
+FLAGS = ["-std=c++20", "-g", "-Wall", "-Wextra", "-Werror", "-fno-omit-frame-pointer", "-ffp-contract=off", "-DMOE_P2P_TESTING"]
 SANITIZERS = {
     "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"],
     "thread": ["-fsanitize=thread"],

@@ -1,0 +1,21 @@
+// Deliberate faults for the tests of the tests: the protocol simulation must catch each of them.
+// Outside test builds MOE_P2P_MUTATED is the constant false and nothing of this exists.
+#pragma once
+
+#if defined(MOE_P2P_TESTING)
+namespace moe_p2p::base {
+
+enum class Mutation {
+  kNone,
+  kReuseSlotEarly,         // dispatch(e + S) without waiting for combine(e)
+  kSkipEmptyPeer,          // combine does not wait for ranks that got no token of ours
+  kCountWithoutSource,     // immediates of all sources in one counter
+  kPublishBeforePayload,   // an arrival after the first immediate of several
+};
+inline Mutation active_mutation = Mutation::kNone;
+
+}  // namespace moe_p2p::base
+#define MOE_P2P_MUTATED(name) (::moe_p2p::base::active_mutation == ::moe_p2p::base::Mutation::name)
+#else
+#define MOE_P2P_MUTATED(name) false
+#endif

@@ -1,0 +1,78 @@
+// Typed view of a handle's words (kernels/abi/layout.h, HandleLayout).
+#pragma once
+
+#include "base/log.h"
+#include "kernels/abi/layout.h"
+#include "moe/all_to_all.h"
+
+namespace moe_p2p::moe {
+
+class HandleView {
+ public:
+  // For a handle about to be written by a dispatch.
+  static HandleView create(const abi::Shape& shape, Handle handle, int64_t num_rows,
+                           int64_t num_chunks) {
+    const auto layout = abi::HandleLayout::make(shape, num_rows, num_chunks);
+    MOE_P2P_CHECK(handle.words && static_cast<uint64_t>(handle.num_words) >= layout.total,
+                  base::Code::kInvalidArgument, "handle has ", handle.num_words,
+                  " words, this dispatch needs ", layout.total, " (handle_words)");
+    return {shape, handle.words, layout};
+  }
+  // For one that a dispatch of this communicator has written.
+  static HandleView open(const abi::Shape& shape, uint32_t communicator, Handle handle) {
+    const auto* meta = reinterpret_cast<const abi::HandleMeta*>(handle.words);
+    MOE_P2P_CHECK(handle.words && handle.num_words * 4 >= static_cast<int64_t>(sizeof *meta) &&
+                      meta->magic == abi::HandleMeta::kMagic,
+                  base::Code::kInvalidArgument, "handle was not made by a dispatch");
+    MOE_P2P_CHECK(meta->communicator == communicator, base::Code::kInvalidArgument,
+                  "handle belongs to communicator ", meta->communicator, ", this one is ",
+                  communicator);
+    return create(shape, handle, meta->num_rows, meta->num_chunks);
+  }
+
+  abi::HandleMeta& meta() const noexcept {
+    return *reinterpret_cast<abi::HandleMeta*>(words_);
+  }
+  // [L + N] of token t
+  int32_t* send_slots(int64_t token) const noexcept {
+    return words_ + layout_.send_slots +
+           static_cast<uint64_t>(token) *
+               static_cast<uint64_t>(shape_->ranks_per_node + shape_->num_nodes());
+  }
+  int32_t& slot_count(int64_t chunk, int source) const noexcept {
+    return words_[layout_.slot_counts + of_source(chunk, source)];
+  }
+  // [K] of one received slot
+  int32_t* slot_rows(int64_t chunk, int source, int64_t slot) const noexcept {
+    return words_ + layout_.slot_rows +
+           of_slot(chunk, source, slot) * static_cast<uint64_t>(shape_->topk);
+  }
+  uint64_t slot_ranks(int64_t chunk, int source, int64_t slot) const noexcept {
+    const int32_t* p = words_ + layout_.slot_ranks + 2 * of_slot(chunk, source, slot);
+    return static_cast<uint64_t>(static_cast<uint32_t>(p[1])) << 32 | static_cast<uint32_t>(p[0]);
+  }
+  void set_slot_ranks(int64_t chunk, int source, int64_t slot, uint64_t bits) const noexcept {
+    int32_t* p = words_ + layout_.slot_ranks + 2 * of_slot(chunk, source, slot);
+    p[0] = static_cast<int32_t>(bits);
+    p[1] = static_cast<int32_t>(bits >> 32);
+  }
+
+ private:
+  HandleView(const abi::Shape& shape, int32_t* words, const abi::HandleLayout& layout)
+      : shape_(&shape), words_(words), layout_(layout) {}
+
+  uint64_t of_source(int64_t chunk, int source) const noexcept {
+    return static_cast<uint64_t>(chunk) * static_cast<uint64_t>(shape_->world_size) +
+           static_cast<uint64_t>(source);
+  }
+  uint64_t of_slot(int64_t chunk, int source, int64_t slot) const noexcept {
+    return of_source(chunk, source) * static_cast<uint64_t>(shape_->chunk_tokens) +
+           static_cast<uint64_t>(slot);
+  }
+
+  const abi::Shape* shape_;
+  int32_t* words_;
+  abi::HandleLayout layout_;
+};
+
+}  // namespace moe_p2p::moe

@@ -1,0 +1,263 @@
+// Dispatch on the host: tokens into slots at the source, slots into expert-major rows at the experts.
+#include <algorithm>
+#include <cstring>
+
+#include "moe/host_kernels.h"
+#include "moe/rows.h"
+
+namespace moe_p2p::moe {
+
+using abi::Phase;
+using abi::RegionHeader;
+using base::Code;
+
+// --- sending ---
+
+void HostKernels::build_slot(std::byte* slot, Step step, const DispatchSend& call,
+                             const abi::TokenParts& parts, const int32_t* experts,
+                             int64_t token) const noexcept {
+  const auto t = static_cast<uint64_t>(token);
+  const auto topk = static_cast<size_t>(shape_.topk);
+  const abi::SlotHead head{static_cast<uint32_t>(step.index), static_cast<uint32_t>(token)};
+  std::memcpy(slot, &head, sizeof head);
+  auto* ids = reinterpret_cast<uint16_t*>(slot + abi::expert_ids_offset());
+  auto* weights = reinterpret_cast<float*>(slot + abi::weights_offset(shape_.topk));
+  for (size_t k = 0; k < topk; ++k) {
+    ids[k] = experts[k] < 0 ? abi::kNoExpert : static_cast<uint16_t>(experts[k]);
+    weights[k] = call.topk_weights ? call.topk_weights[t * topk + k] : 1.0f;
+  }
+  const auto hidden = static_cast<uint64_t>(plan_.hidden_dim);
+  const auto* x = static_cast<const std::byte*>(call.x) + t * hidden * abi::item_bytes(call.x_dtype);
+  auto* scales = reinterpret_cast<float*>(slot + parts.offset[1]);
+  if (call.quantize) {
+    quantize_row(x, call.x_dtype, slot + parts.offset[0], scales, hidden);
+  } else {
+    std::memcpy(slot + parts.offset[0], x, parts.bytes[0]);
+    if (call.scales) std::memcpy(scales, call.scales + t * (parts.bytes[1] / 4), parts.bytes[1]);
+  }
+  for (size_t i = 0; i < call.extras.size(); ++i) {
+    const uint64_t bytes = parts.bytes[2 + i];
+    std::memcpy(slot + parts.offset[2 + i],
+                static_cast<const std::byte*>(call.extras[i].data) + t * bytes, bytes);
+  }
+}
+
+void HostKernels::dispatch_send(Step step, const DispatchSend& call, const abi::TokenParts& parts,
+                                const Routing& routing, const HandleView& handle, int64_t chunk) {
+  const int num_local = shape_.ranks_per_node;
+  const int num_columns = num_local + shape_.num_nodes();
+  const int32_t* num_slots =
+      &routing.num_slots[static_cast<size_t>(chunk) * static_cast<size_t>(num_columns)];
+  const uint32_t flags = dtype_flags(call.quantize ? DType::kFloat8E4M3 : call.x_dtype);
+  // Column c < L is the inbox of own-node rank c, column L + n the outbox for node n.
+  std::vector<std::byte*> slots(static_cast<size_t>(num_columns), nullptr);
+  for (int c = 0; c < num_columns; ++c) {
+    if (c == num_local + memory_.node()) continue;
+    const bool own_node = c < num_local;
+    RegionHeader& region = own_node ? memory_.inbox(c, step.slot, memory_.local())
+                                    : memory_.outbox(memory_.local(), step.slot, c - num_local);
+    fill_header(region, step, static_cast<uint32_t>(num_slots[c]), flags, parts.slot_bytes);
+    if (own_node) {
+      write_counts(region, routing, memory_.node() * num_local + c, 1);
+    } else {
+      write_counts(region, routing, (c - num_local) * num_local, num_local);
+    }
+    slots[static_cast<size_t>(c)] = region_bytes(
+        region, own_node ? abi::inbox_slots_offset(shape_) : abi::outbox_slots_offset(shape_));
+  }
+  const int64_t begin = chunk * shape_.chunk_tokens;
+  const int64_t end = std::min<int64_t>(begin + shape_.chunk_tokens, call.num_tokens);
+  pool_.parallel_for(static_cast<size_t>(std::max<int64_t>(0, end - begin)), [&](size_t i) {
+    const int64_t token = begin + static_cast<int64_t>(i);
+    const int32_t* columns = handle.send_slots(token);
+    const std::byte* built = nullptr;  // the same bytes go everywhere
+    for (int c = num_columns - 1; c >= 0; --c) {
+      if (columns[c] < 0) continue;
+      std::byte* slot =
+          slots[static_cast<size_t>(c)] + static_cast<uint64_t>(columns[c]) * parts.slot_bytes;
+      if (built) {
+        std::memcpy(slot, built, parts.slot_bytes);
+      } else {
+        build_slot(slot, step, call, parts, &routing.experts[static_cast<size_t>(token * shape_.topk)],
+                   token);
+        built = slot;
+      }
+    }
+  });
+  for (int i = 0; i < shape_.num_other_nodes(); ++i)
+    ring(step, Phase::kDispatch, memory_.local(), abi::other_node(i, memory_.node()));
+  for (int l = 0; l < num_local; ++l) raise_flag(step, Phase::kDispatch, l);
+}
+
+void HostKernels::send_empty_dispatch(Step step) {
+  for (int i = 0; i < shape_.num_other_nodes(); ++i) {
+    const int node = abi::other_node(i, memory_.node());
+    fill_header(memory_.outbox(memory_.local(), step.slot, node), step, 0, abi::kEmpty, 0);
+    ring(step, Phase::kDispatch, memory_.local(), node);
+  }
+  for (int l = 0; l < shape_.ranks_per_node; ++l) {
+    fill_header(memory_.inbox(l, step.slot, memory_.local()), step, 0, abi::kEmpty, 0);
+    raise_flag(step, Phase::kDispatch, l);
+  }
+}
+
+// --- receiving ---
+
+RegionHeader& HostKernels::dispatch_region(Step step, int source) const noexcept {
+  const int node = source / shape_.ranks_per_node;
+  const int local = source % shape_.ranks_per_node;
+  return node == memory_.node() ? memory_.inbox(memory_.local(), step.slot, local)
+                                : memory_.landing(local, step.slot, node);
+}
+
+void HostKernels::recv_empty_dispatch(Step step) const {
+  for (int s = 0; s < shape_.world_size; ++s)
+    check_header(dispatch_region(step, s), step, abi::kEmpty, 0, s, "dispatch");
+}
+
+void HostKernels::place(Step step, const DispatchRecv& call, Placement& placement) const {
+  const int num_experts = plan_.num_local_experts(memory_.rank());
+  const auto sources = static_cast<size_t>(shape_.world_size);
+  placement.next_row.resize(static_cast<size_t>(num_experts) * sources);
+  placement.end_row.resize(placement.next_row.size());
+  int64_t row = 0;
+  for (int e = 0; e < num_experts; ++e) {
+    const int64_t first = call.grouped ? row : e * call.capacity;
+    int64_t at = first;
+    for (int s = 0; s < shape_.world_size; ++s) {
+      const bool own_node = s / shape_.ranks_per_node == memory_.node();
+      const auto* counts = reinterpret_cast<const int32_t*>(
+          region_bytes(dispatch_region(step, s), sizeof(RegionHeader)));
+      const int32_t count =
+          counts[(own_node ? 0 : memory_.local() * shape_.max_local_experts) + e];
+      const size_t i = static_cast<size_t>(e) * sources + static_cast<size_t>(s);
+      MOE_P2P_CHECK(count >= 0 && count <= plan_.max_tokens, Code::kProtocol, "rank ",
+                    memory_.rank(), ": rank ", s, " announced ", count, " tokens for local expert ", e);
+      placement.next_row[i] = static_cast<int32_t>(at);
+      at += count;
+      placement.end_row[i] = static_cast<int32_t>(at);
+    }
+    call.counts[e] = static_cast<int32_t>(at - first);
+    call.offsets[e] = static_cast<int32_t>(first);
+    row = call.grouped ? (at + call.alignment - 1) / call.alignment * call.alignment : 0;
+    MOE_P2P_CHECK((call.grouped ? at : at - first) <= call.capacity, Code::kResourceExhausted, "rank ",
+                  memory_.rank(), ": local expert ", e, " ends at row ",
+                  call.grouped ? at : at - first, ", capacity is ", call.capacity,
+                  call.grouped ? " rows for all experts" : " rows per expert");
+  }
+  call.offsets[num_experts] =
+      static_cast<int32_t>(call.grouped ? row : num_experts * call.capacity);
+}
+
+void HostKernels::read_heads(Step step, const abi::TokenParts& parts, const HandleView& handle,
+                             int64_t chunk, Placement& placement) const {
+  const int num_local = shape_.ranks_per_node;
+  const auto topk = static_cast<size_t>(shape_.topk);
+  placement.items.clear();
+  for (int s = 0; s < shape_.world_size; ++s) {
+    RegionHeader& region = dispatch_region(step, s);
+    const bool own_node = s / num_local == memory_.node();
+    const std::byte* slot = region_bytes(
+        region, own_node ? abi::inbox_slots_offset(shape_) : abi::outbox_slots_offset(shape_));
+    handle.slot_count(chunk, s) = static_cast<int32_t>(region.num_tokens);
+    for (uint32_t i = 0; i < region.num_tokens; ++i, slot += parts.slot_bytes) {
+      const auto& head = *reinterpret_cast<const abi::SlotHead*>(slot);
+      MOE_P2P_CHECK(head.step == static_cast<uint32_t>(step.index), Code::kProtocol, "rank ",
+                    memory_.rank(), ": slot ", i, " from rank ", s, " is of step ", head.step,
+                    ", expected ", step.index);
+      const auto* ids = reinterpret_cast<const uint16_t*>(slot + abi::expert_ids_offset());
+      int32_t* rows = handle.slot_rows(chunk, s, i);
+      uint64_t ranks = 0;
+      bool mine = false;
+      for (size_t k = 0; k < topk; ++k) {
+        rows[k] = -1;
+        if (ids[k] == abi::kNoExpert) continue;
+        MOE_P2P_CHECK(ids[k] < shape_.num_experts, Code::kProtocol, "rank ", memory_.rank(),
+                      ": slot ", i, " from rank ", s, " names expert ", ids[k]);
+        const int rank = plan_.expert_rank[ids[k]];
+        if (rank / num_local != memory_.node()) continue;
+        ranks |= uint64_t{1} << (rank % num_local);
+        if (rank != memory_.rank()) continue;
+        const size_t place = static_cast<size_t>(plan_.expert_local[ids[k]]) *
+                                 static_cast<size_t>(shape_.world_size) +
+                             static_cast<size_t>(s);
+        MOE_P2P_CHECK(placement.next_row[place] < placement.end_row[place], Code::kProtocol, "rank ",
+                      memory_.rank(), ": rank ", s, " sent more tokens for expert ", ids[k],
+                      " than it announced");
+        rows[k] = placement.next_row[place]++;
+        mine = true;
+      }
+      handle.set_slot_ranks(chunk, s, i, ranks);
+      if (mine) placement.items.push_back({s, static_cast<int32_t>(i)});
+    }
+  }
+}
+
+void HostKernels::copy_rows(Step step, const DispatchRecv& call, const abi::TokenParts& parts,
+                            const HandleView& handle, int64_t chunk, const Placement& placement) {
+  pool_.parallel_for(placement.items.size(), [&](size_t n) {
+    const auto [source, index] = placement.items[n];
+    const bool own_node = source / shape_.ranks_per_node == memory_.node();
+    const std::byte* slot =
+        region_bytes(dispatch_region(step, source), own_node ? abi::inbox_slots_offset(shape_)
+                                                             : abi::outbox_slots_offset(shape_)) +
+        static_cast<uint64_t>(index) * parts.slot_bytes;
+    const auto& head = *reinterpret_cast<const abi::SlotHead*>(slot);
+    const auto* weights = reinterpret_cast<const float*>(slot + abi::weights_offset(shape_.topk));
+    const int32_t* rows = handle.slot_rows(chunk, source, index);
+    const auto copy = [&](void* base, int part, uint64_t row) {
+      std::memcpy(static_cast<std::byte*>(base) + row * parts.bytes[part], slot + parts.offset[part],
+                  parts.bytes[part]);
+    };
+    for (int k = 0; k < shape_.topk; ++k) {
+      if (rows[k] < 0) continue;
+      const auto row = static_cast<uint64_t>(rows[k]);
+      copy(call.x, 0, row);
+      if (call.scales) copy(call.scales, 1, row);
+      for (size_t i = 0; i < call.extras.size(); ++i)
+        copy(call.extras[i].data, 2 + static_cast<int>(i), row);
+      call.row_weights[row] = weights[k];
+      if (call.source) {
+        call.source[2 * row] = source;
+        call.source[2 * row + 1] = static_cast<int32_t>(head.token);
+      }
+    }
+  });
+}
+
+// Rows that hold no token: weight 0 and source -1 always, zero values when asked for.
+void HostKernels::clear_padding(const DispatchRecv& call) const noexcept {
+  const int num_experts = plan_.num_local_experts(memory_.rank());
+  const auto clear = [&](int64_t from, int64_t to) {
+    if (from >= to) return;
+    const auto first = static_cast<uint64_t>(from), rows = static_cast<uint64_t>(to - from);
+    std::fill_n(call.row_weights + first, rows, 0.0f);
+    if (call.source) std::fill_n(call.source + 2 * first, 2 * rows, -1);
+    if (!call.zero_padding) return;
+    const auto hidden = static_cast<uint64_t>(plan_.hidden_dim);
+    const auto zero = [&](void* base, uint64_t row_bytes) {
+      std::memset(static_cast<std::byte*>(base) + first * row_bytes, 0, rows * row_bytes);
+    };
+    zero(call.x, hidden * abi::item_bytes(call.x_dtype));
+    if (call.scales) zero(call.scales, 4 * ((hidden + abi::kScaleBlock - 1) / abi::kScaleBlock));
+    for (const auto& extra : call.extras) zero(extra.data, extra.row_bytes);
+  };
+  for (int e = 0; e < num_experts; ++e)
+    clear(call.offsets[e] + call.counts[e], call.offsets[e + 1]);
+  if (call.grouped) clear(call.offsets[num_experts], call.capacity);
+}
+
+void HostKernels::dispatch_recv(Step step, const DispatchRecv& call, const abi::TokenParts& parts,
+                                const HandleView& handle, int64_t chunk, Placement& placement) {
+  for (int s = 0; s < shape_.world_size; ++s)
+    check_header(dispatch_region(step, s), step, dtype_flags(call.x_dtype), parts.slot_bytes, s,
+                 "dispatch");
+  if (chunk == 0) {
+    place(step, call, placement);
+    clear_padding(call);
+  }
+  read_heads(step, parts, handle, chunk, placement);
+  copy_rows(step, call, parts, handle, chunk, placement);
+}
+
+}  // namespace moe_p2p::moe

@@ -1,0 +1,178 @@
+// What all host kernels share: the layout of a token, its routing, headers and signals.
+#include "moe/host_kernels.h"
+
+#include <algorithm>
+
+namespace moe_p2p::moe {
+
+using abi::DType;
+using abi::Phase;
+using abi::RegionHeader;
+using base::Code;
+
+namespace {
+
+const char* dtype_name(uint32_t flags) {
+  constexpr const char* kNames[] = {"bfloat16", "float16", "float32", "float8_e4m3fn"};
+  const uint32_t index = flags >> abi::kDTypeShift;
+  return index < 4 ? kNames[index] : "unknown";
+}
+
+// What a header's flags say, for errors.
+std::string flags_text(uint32_t flags) {
+  if (flags & abi::kEmpty) return "an empty half (a solo call or a release)";
+  return base::concat(dtype_name(flags), flags & abi::kScalars ? " rows with scalars" : " rows");
+}
+
+abi::TokenParts make_parts(const Plan& plan, DType dtype, bool scales,
+                           std::span<const uint64_t> extra_bytes) {
+  MOE_P2P_CHECK(extra_bytes.size() <= abi::kMaxExtras, Code::kInvalidArgument, extra_bytes.size(),
+                " extras, at most ", abi::kMaxExtras, " can travel with a token");
+  abi::TokenParts parts{};
+  const auto hidden = static_cast<uint64_t>(plan.hidden_dim);
+  const uint64_t head = abi::slot_head_bytes(plan.shape.topk);
+  uint64_t at = head;
+  const auto add = [&](uint64_t bytes) {
+    parts.bytes[parts.num_parts] = bytes;
+    parts.offset[parts.num_parts++] = at;
+    at += abi::align_up(bytes, 16);
+  };
+  add(hidden * abi::item_bytes(dtype));
+  add(scales ? 4 * ((hidden + abi::kScaleBlock - 1) / abi::kScaleBlock) : 0);
+  for (const uint64_t bytes : extra_bytes) add(bytes);
+  MOE_P2P_CHECK(at - head <= plan.shape.max_token_bytes, Code::kInvalidArgument,
+                "a token of this dispatch is ", at - head, " bytes, the communicator was made for ",
+                plan.shape.max_token_bytes, "; widen dtype or extra_bytes of its configuration");
+  parts.slot_bytes = abi::slot_bytes(plan.shape.topk, at - head);
+  return parts;
+}
+
+int64_t expert_at(const DispatchSend& call, int64_t i) noexcept {
+  return call.topk_is_int64 ? static_cast<const int64_t*>(call.topk_idx)[i]
+                            : static_cast<const int32_t*>(call.topk_idx)[i];
+}
+
+}  // namespace
+
+HostKernels::HostKernels(const Plan& plan, NodeMemory& memory, int num_threads)
+    : plan_(plan), shape_(plan.shape), memory_(memory), pool_(num_threads) {}
+
+abi::TokenParts HostKernels::send_parts(const DispatchSend& call) const {
+  std::vector<uint64_t> extras;
+  for (const auto& extra : call.extras) extras.push_back(extra.row_bytes);
+  return make_parts(plan_, call.quantize ? DType::kFloat8E4M3 : call.x_dtype,
+                    call.quantize || call.scales, extras);
+}
+
+abi::TokenParts HostKernels::recv_parts(const DispatchRecv& call) const {
+  std::vector<uint64_t> extras;
+  for (const auto& extra : call.extras) extras.push_back(extra.row_bytes);
+  return make_parts(plan_, call.x_dtype, call.scales != nullptr, extras);
+}
+
+// --- routing -----------------------------------------------------------------------------------
+
+Routing HostKernels::route(const DispatchSend& call, int64_t num_chunks,
+                           const HandleView& handle) const {
+  const int num_local = shape_.ranks_per_node;
+  const auto width = static_cast<size_t>(num_local + shape_.num_nodes());
+  const int64_t topk = shape_.topk;
+  Routing routing;
+  routing.experts.resize(static_cast<size_t>(call.num_tokens * topk));
+  routing.expert_counts.assign(static_cast<size_t>(shape_.num_experts), 0);
+  routing.num_slots.assign(static_cast<size_t>(num_chunks) * width, 0);
+  std::vector<int64_t> last_token(static_cast<size_t>(shape_.num_experts), -1);
+  for (int64_t t = 0; t < call.num_rows; ++t) {
+    int32_t* slots = handle.send_slots(t);
+    std::fill_n(slots, width, -1);
+    if (t >= call.num_tokens) continue;
+    int32_t* next = &routing.num_slots[static_cast<size_t>(t / shape_.chunk_tokens) * width];
+    for (int64_t k = 0; k < topk; ++k) {
+      const int64_t expert = expert_at(call, t * topk + k);
+      MOE_P2P_CHECK(expert >= -1 && expert < shape_.num_experts, Code::kInvalidArgument, "topk_idx[",
+                    t, ", ", k, "] is ", expert, ", must be -1 (none) or from 0 to ",
+                    shape_.num_experts - 1);
+      routing.experts[static_cast<size_t>(t * topk + k)] = static_cast<int32_t>(expert);
+      if (expert < 0) continue;
+      const auto e = static_cast<size_t>(expert);
+      MOE_P2P_CHECK(last_token[e] != t, Code::kInvalidArgument, "topk_idx[", t, "] names expert ",
+                    expert, " twice");
+      last_token[e] = t;
+      ++routing.expert_counts[e];
+      const int rank = plan_.expert_rank[e];
+      const int node = rank / num_local;
+      const int column = node == memory_.node() ? rank % num_local : num_local + node;
+      if (slots[column] < 0) slots[column] = next[column]++;
+    }
+  }
+  return routing;
+}
+
+// --- headers -----------------------------------------------------------------------------------
+
+void HostKernels::fill_header(RegionHeader& header, Step step, uint32_t num_tokens, uint32_t flags,
+                              uint64_t slot_bytes) const noexcept {
+  header.step = step.index;
+  header.num_tokens = num_tokens;
+  header.flags = flags;
+  header.slot_bytes = slot_bytes;
+}
+
+void HostKernels::check_header(const RegionHeader& header, Step step, uint32_t flags,
+                               uint64_t slot_bytes, int source, const char* phase) const {
+  MOE_P2P_CHECK(header.step == step.index, Code::kProtocol, "rank ", memory_.rank(), ": ", phase,
+                " of step ", step.index, " found step ", header.step, " from rank ", source);
+  MOE_P2P_CHECK(header.flags == flags, Code::kProtocol, "rank ", memory_.rank(), ": ", phase,
+                " of step ", step.index, ": rank ", source, " sent ", flags_text(header.flags),
+                ", this rank expects ", flags_text(flags),
+                "; all ranks must make the same calls in the same order");
+  MOE_P2P_CHECK(header.slot_bytes == slot_bytes, Code::kProtocol, "rank ", memory_.rank(), ": ",
+                phase, " of step ", step.index, ": rank ", source, " sent slots of ",
+                header.slot_bytes, " bytes, this rank expects ", slot_bytes,
+                "; scales and extras must be alike on all ranks");
+  MOE_P2P_CHECK(header.num_tokens <= static_cast<uint32_t>(shape_.chunk_tokens), Code::kProtocol,
+                "rank ", memory_.rank(), ": ", phase, " of step ", step.index, ": rank ", source,
+                " sent ", header.num_tokens, " slots, at most ", shape_.chunk_tokens, " fit");
+}
+
+void HostKernels::write_counts(RegionHeader& region, const Routing& routing, int first_rank,
+                               int num_ranks) const noexcept {
+  auto* counts = reinterpret_cast<int32_t*>(region_bytes(region, sizeof region));
+  for (size_t e = 0; e < plan_.expert_rank.size(); ++e) {
+    const int at = plan_.expert_rank[e] - first_rank;
+    if (at >= 0 && at < num_ranks)
+      counts[at * shape_.max_local_experts + plan_.expert_local[e]] = routing.expert_counts[e];
+  }
+}
+
+// --- signals -----------------------------------------------------------------------------------
+
+// release: pairs with the acquire in arrived() of the rank that waits.
+void HostKernels::raise_flag(Step step, Phase phase, int local) noexcept {
+  memory_.flag(local, phase, step.slot, memory_.rank()).store(step.word(), std::memory_order_release);
+  platform::notify_all(memory_.bell(local));
+}
+
+// release: pairs with the acquire in Exchange::take_doorbells of the gateway.
+void HostKernels::ring(Step step, Phase phase, int gateway, int node) noexcept {
+  memory_.doorbell(gateway, phase, step.slot, node).store(step.word(), std::memory_order_release);
+  platform::notify_all(memory_.waker(gateway));
+}
+
+bool HostKernels::arrived(Step step, Phase phase, int source) const noexcept {
+  const int node = source / shape_.ranks_per_node;
+  const int local = source % shape_.ranks_per_node;
+  int keeper = memory_.local();  // whose signal memory holds the flag
+  if (node != memory_.node()) {
+    if (phase == Phase::kDispatch) {
+      keeper = local;
+    } else if (local != memory_.local()) {
+      return true;  // that node's sum comes from the rank with our local index
+    }
+  }
+  // acquire: pairs with raise_flag() and Exchange::publish_arrivals().
+  return memory_.flag(keeper, phase, step.slot, source).load(std::memory_order_acquire) >=
+         step.word();
+}
+
+}  // namespace moe_p2p::moe

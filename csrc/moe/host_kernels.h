@@ -1,0 +1,108 @@
+// The CPU twins of kernels/*.cu: each works on one step of one rank and never waits. Callers
+// (calls.cpp) have seen that the step's slot is free, or that everything the kernel reads has
+// arrived. They throw only on what peers sent wrong (Error{kProtocol}, naming the rank).
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "moe/all_to_all.h"
+#include "moe/handle.h"
+#include "moe/node_memory.h"
+#include "platform/thread.h"
+
+namespace moe_p2p::moe {
+
+struct Step {
+  uint64_t index = 0;
+  int slot = 0;
+
+  uint64_t word() const noexcept { return index + 1; }  // value of flags and doorbells
+};
+
+// What a dispatch knows of its routing: made once per call, before anything is sent.
+struct Routing {
+  std::vector<int32_t> experts;        // [T', K] global ids, -1 = none
+  std::vector<int32_t> expert_counts;  // [E] tokens of the whole call
+  std::vector<int32_t> num_slots;      // [C][L + N] slots of each chunk, per own-node rank, per node
+};
+
+// Where the rows of each (expert, source) continue; made from the counts in the first chunk.
+struct Placement {
+  std::vector<int32_t> next_row;  // [E_local][W]
+  std::vector<int32_t> end_row;   // [E_local][W] one past the last
+  struct Item {
+    int32_t source;
+    int32_t slot;
+  };
+  std::vector<Item> items;        // scratch: slots of this chunk that hold rows of ours
+};
+
+class HostKernels {
+ public:
+  HostKernels(const Plan& plan, NodeMemory& memory, int num_threads);
+
+  // Checks the expert ids, counts, and gives every token its slots (into the handle).
+  Routing route(const DispatchSend& call, int64_t num_chunks, const HandleView& handle) const;
+  abi::TokenParts send_parts(const DispatchSend& call) const;
+  abi::TokenParts recv_parts(const DispatchRecv& call) const;
+
+  void dispatch_send(Step step, const DispatchSend& call, const abi::TokenParts& parts,
+                     const Routing& routing, const HandleView& handle, int64_t chunk);
+  // Chunk 0 also lays out the output.
+  void dispatch_recv(Step step, const DispatchRecv& call, const abi::TokenParts& parts,
+                     const HandleView& handle, int64_t chunk, Placement& placement);
+  void combine_send(Step step, const CombineSend& call, const HandleView& handle, int64_t chunk);
+  void combine_recv(Step step, const CombineRecv& call, const HandleView& handle, int64_t chunk);
+
+  // The halves of a step that carry nothing; the receiving side checks that nothing came.
+  void send_empty_dispatch(Step step);
+  void recv_empty_dispatch(Step step) const;
+  void send_empty_combine(Step step);
+  void recv_empty_combine(Step step) const;
+
+  // Whether what `source` sends this rank in a phase is visible. In combine another node speaks
+  // through its rank with this local index only; for its other ranks this is always true.
+  bool arrived(Step step, abi::Phase phase, int source) const noexcept;
+
+ private:
+  // Where this rank reads what `source` sent.
+  abi::RegionHeader& dispatch_region(Step step, int source) const noexcept;
+  abi::RegionHeader& combine_region(Step step, int source) const noexcept;
+  void check_combine(Step step, uint32_t flags, uint64_t stride) const;
+  void check_header(const abi::RegionHeader& header, Step step, uint32_t flags, uint64_t slot_bytes,
+                    int source, const char* phase) const;
+  void fill_header(abi::RegionHeader& header, Step step, uint32_t num_tokens, uint32_t flags,
+                   uint64_t slot_bytes) const noexcept;
+  void write_counts(abi::RegionHeader& region, const Routing& routing, int first_rank,
+                    int num_ranks) const noexcept;
+  void build_slot(std::byte* slot, Step step, const DispatchSend& call,
+                  const abi::TokenParts& parts, const int32_t* experts, int64_t token) const noexcept;
+  void place(Step step, const DispatchRecv& call, Placement& placement) const;
+  void read_heads(Step step, const abi::TokenParts& parts, const HandleView& handle, int64_t chunk,
+                  Placement& placement) const;
+  void copy_rows(Step step, const DispatchRecv& call, const abi::TokenParts& parts,
+                 const HandleView& handle, int64_t chunk, const Placement& placement);
+  void clear_padding(const DispatchRecv& call) const noexcept;
+  // Raises flags of own-node peers, hands the node's partial sums in and adds them up when last.
+  void hand_in(Step step, const CombineSend* call, const HandleView* handle, int64_t chunk);
+  void add_up(Step step, const CombineSend* call, const HandleView* handle, int64_t chunk,
+              int gateway, int node);
+  void ring(Step step, abi::Phase phase, int gateway, int node) noexcept;
+  void raise_flag(Step step, abi::Phase phase, int local) noexcept;
+
+  const Plan& plan_;
+  const abi::Shape& shape_;
+  NodeMemory& memory_;
+  platform::ThreadPool pool_;
+};
+
+// The part of RegionHeader::flags that says what the rows are.
+constexpr uint32_t dtype_flags(abi::DType dtype) {
+  return static_cast<uint32_t>(dtype) << abi::kDTypeShift;
+}
+
+// Bytes of a combined row on the wire.
+uint64_t partial_stride(const Plan& plan, abi::DType dtype, bool scalars) noexcept;
+
+}  // namespace moe_p2p::moe

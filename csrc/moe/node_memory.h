@@ -1,0 +1,81 @@
+// The memory that the ranks of one node share: every rank's signal words and regions, mapped by all
+// of them. Kernels and the exchange reach every word and region through this class, so that no
+// offset is computed twice.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "kernels/abi/layout.h"
+#include "kernels/abi/signal.h"
+#include "moe/plan.h"
+#include "platform/shm.h"
+#include "platform/wait.h"
+
+namespace moe_p2p::moe {
+
+class NodeMemory {
+ public:
+  // Allocates this rank's part; attach() maps the neighbours'.
+  NodeMemory(const Plan& plan, int rank);
+
+  struct Neighbour {
+    std::string memory_name;  // of its shared memory
+    std::string waker_name;   // of its proxy's event count
+  };
+  // [L] in local order; this rank's own entry is used for its waker only.
+  void attach(const std::vector<Neighbour>& neighbours);
+
+  int rank() const noexcept { return rank_; }
+  int node() const noexcept { return rank_ / ranks_per_node_; }
+  int local() const noexcept { return rank_ % ranks_per_node_; }
+  int num_local() const noexcept { return ranks_per_node_; }
+  const std::string& name() const noexcept { return own_.name(); }
+  // False once the process of this local rank has ended. One system call.
+  bool alive(int local) const noexcept;
+
+  // --- words, by the local rank that owns them ---
+  using Word = std::atomic_ref<uint64_t>;
+  abi::SignalHead& head(int local) const noexcept;
+  Word flag(int local, abi::Phase phase, int slot, int source) const noexcept;
+  Word doorbell(int local, abi::Phase phase, int slot, int node) const noexcept;
+  Word gather_count(int local, int slot, int node) const noexcept;
+  platform::EventCount& bell(int local) const noexcept;   // waiters of that rank
+  platform::EventCount& waker(int local) const noexcept;  // its proxy
+
+  // --- regions of one step slot ---
+  using Region = abi::RegionHeader;
+  Region& inbox(int local, int slot, int source_local) const noexcept;
+  Region& outbox(int local, int slot, int node) const noexcept;
+  Region& landing(int local, int slot, int source_node) const noexcept;
+  Region& partial_inbox(int local, int slot, int expert_local) const noexcept;
+  Region& gather(int local, int slot, int source_node, int expert_local) const noexcept;
+  Region& combine_outbox(int local, int slot, int source_node) const noexcept;
+  Region& combine_landing(int local, int slot, int expert_node) const noexcept;
+
+  // This rank's regions, the span that its NICs are given, and a region's offset in it.
+  std::span<std::byte> data() const noexcept;
+  uint64_t offset(const Region& region) const noexcept;
+
+ private:
+  std::byte* signals(int local) const noexcept;
+  Region& region(int local, int slot, uint64_t at) const noexcept;
+  int other(int node) const noexcept;  // index of another node, of this node's point of view
+
+  const Plan plan_;
+  const int rank_;
+  const int ranks_per_node_;
+  platform::SharedMemory own_;
+  std::vector<platform::SharedMemory> mapped_;  // [L]; empty for this rank
+  std::vector<platform::SharedMemory> wakers_;  // [L]
+};
+
+// The slots of a region lie behind its header and, for dispatch, its counts.
+inline std::byte* region_bytes(abi::RegionHeader& region, uint64_t at) noexcept {
+  return reinterpret_cast<std::byte*>(&region) + at;
+}
+
+}  // namespace moe_p2p::moe
