@@ -15,7 +15,16 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-FLAGS = ["-std=c++20", "-g", "-Wall", "-Wextra", "-Werror", "-fno-omit-frame-pointer", "-ffp-contract=off", "-DMOE_P2P_TESTING"]
+FLAGS = [
+    "-std=c++20",
+    "-g",
+    "-Wall",
+    "-Wextra",
+    "-Werror",
+    "-fno-omit-frame-pointer",
+    "-ffp-contract=off",
+    "-DMOE_P2P_TESTING",
+]
 SANITIZERS = {
     "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"],
     "thread": ["-fsanitize=thread"],
@@ -43,7 +52,9 @@ def build(sanitize: str | None = None, optimize: bool = False) -> Path:
         if "ops" not in source.relative_to(ROOT).parts
     )
     flags = [*FLAGS, "-O2" if optimize else "-O1", *SANITIZERS.get(sanitize or "", [])]
-    include = [f"-I{ROOT / 'csrc'}", f"-I{ROOT}", f"-I{ROOT / 'tests/cpp'}", f"-isystem {doctest}"]
+    include = [f"-I{ROOT / 'csrc'}", f"-I{ROOT}", f"-I{ROOT / 'tests/cpp'}"]
+    if doctest != "/usr/include":  # naming a default folder again breaks #include_next
+        include.append(f"-isystem {doctest}")
     objects = [str(s.relative_to(ROOT).with_suffix(".o")) for s in sources]
     lines = [
         f"cxx = {os.environ.get('CXX', 'g++')}",
