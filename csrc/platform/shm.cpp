@@ -1,5 +1,6 @@
 #include "platform/shm.h"
 
+#include <dirent.h>
 #include <fcntl.h>
 #include <sys/file.h>
 #include <sys/mman.h>
@@ -24,7 +25,7 @@ namespace {
 std::string fresh_name(const std::string& purpose) {
   static std::atomic<unsigned> counter{0};
   std::random_device random;
-  return base::concat("/moe_p2p.", purpose, ".", getpid(), ".", counter.fetch_add(1), ".", random());
+  return base::concat(SharedMemory::kNamePrefix, purpose, ".", getpid(), ".", counter.fetch_add(1), ".", random());
 }
 
 std::byte* map(int fd, size_t bytes, const std::string& name) {
@@ -34,21 +35,44 @@ std::byte* map(int fd, size_t bytes, const std::string& name) {
   return static_cast<std::byte*>(p);
 }
 
+// A descriptor of a new object, locked. Between our open and our lock another process may take the
+// object for a dead one's and remove it; we then hold a nameless object and start again.
+int create_locked(const std::string& name) {
+  for (;;) {
+    const int fd = shm_open(name.c_str(), O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, 0600);
+    MOE_P2P_CHECK(fd >= 0, Code::kResourceExhausted, "creating shared memory ", name, ": ",
+                  std::strerror(errno));
+    struct stat info{};
+    const bool locked = flock(fd, LOCK_EX) == 0;
+    if (locked && fstat(fd, &info) == 0 && info.st_nlink > 0) return fd;
+    const int error = errno;
+    close(fd);
+    MOE_P2P_CHECK(locked, Code::kResourceExhausted, "locking shared memory ", name, ": ",
+                  std::strerror(error));
+  }
+}
+
+// True when the object could be locked exclusively, which its owner would not allow; it is removed.
+bool remove_if_stale(const char* name) noexcept {
+  const int fd = shm_open(name, O_RDWR | O_CLOEXEC, 0);
+  if (fd < 0) return false;  // gone already, or of another user
+  const bool stale = flock(fd, LOCK_EX | LOCK_NB) == 0 && shm_unlink(name) == 0;
+  close(fd);
+  return stale;
+}
+
 }  // namespace
 
 SharedMemory SharedMemory::create(const std::string& purpose, size_t bytes, bool reserve) {
+  [[maybe_unused]] static const int removed = remove_stale();
   SharedMemory shm;
   shm.name_ = fresh_name(purpose);
-  shm.fd_ = shm_open(shm.name_.c_str(), O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, 0600);
-  MOE_P2P_CHECK(shm.fd_ >= 0, Code::kResourceExhausted, "creating shared memory ", shm.name_, ": ",
-                std::strerror(errno));
+  shm.fd_ = create_locked(shm.name_);
   shm.owner_ = shm.linked_ = true;
   MOE_P2P_CHECK(ftruncate(shm.fd_, static_cast<off_t>(bytes)) == 0, Code::kResourceExhausted,
                 "sizing shared memory ", shm.name_, " to ", bytes,
                 " bytes: ", std::strerror(errno));
   if (reserve) shm.reserve(0, bytes);
-  MOE_P2P_CHECK(flock(shm.fd_, LOCK_EX | LOCK_NB) == 0, Code::kResourceExhausted, "locking ",
-                shm.name_, ": ", std::strerror(errno));
   shm.data_ = map(shm.fd_, bytes, shm.name_);
   shm.size_ = bytes;
   return shm;
@@ -72,7 +96,7 @@ void SharedMemory::reserve(size_t offset, size_t bytes) {
   const int error = posix_fallocate(fd_, static_cast<off_t>(offset), static_cast<off_t>(bytes));
   MOE_P2P_CHECK(error == 0, Code::kResourceExhausted, "reserving ", bytes, " bytes of shared memory ",
                 name_, ": ", std::strerror(error),
-                "; enlarge /dev/shm (docker: --shm-size) or lower max_tokens");
+                "; enlarge /dev/shm (docker: --shm-size), or lower max_tokens or ring_kib");
 }
 
 // A second open file description of the same object: the owner's lock excludes ours while it lives.
@@ -80,6 +104,29 @@ bool SharedMemory::owner_alive() const noexcept {
   if (flock(fd_, LOCK_SH | LOCK_NB) != 0) return true;
   flock(fd_, LOCK_UN);
   return false;
+}
+
+bool SharedMemory::owner_alive(const char* name) noexcept {
+  const int fd = shm_open(name, O_RDWR | O_CLOEXEC, 0);
+  if (fd < 0) return errno != ENOENT;
+  const bool alive = flock(fd, LOCK_SH | LOCK_NB) != 0;
+  close(fd);  // gives the lock back
+  return alive;
+}
+
+int SharedMemory::remove_stale() noexcept {
+  DIR* folder = opendir("/dev/shm");
+  if (!folder) return 0;
+  int num_removed = 0;
+  const size_t prefix = std::strlen(kNamePrefix) - 1;  // without the slash
+  while (const dirent* entry = readdir(folder)) {
+    if (std::strncmp(entry->d_name, kNamePrefix + 1, prefix) != 0) continue;
+    char name[sizeof entry->d_name + 1] = "/";
+    std::strcat(name, entry->d_name);
+    if (remove_if_stale(name)) ++num_removed;
+  }
+  closedir(folder);
+  return num_removed;
 }
 
 void SharedMemory::unlink() noexcept {

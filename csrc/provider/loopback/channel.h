@@ -1,0 +1,136 @@
+// What lies in a NIC's shared memory segment. The segment belongs to the receiver; every sender that
+// connects claims one channel in it: a record of counters, an acknowledgement ring and a payload
+// ring. Only plain words and offsets, because each process maps the segment elsewhere.
+//
+//   header | record[channels] | block[channels]        block = claim | acks | partials | ring
+//
+// A payload ring carries fragments: a 64-byte Fragment and its payload, padded to 64 bytes. Payload
+// never wraps: a fragment ends at the ring's end and the write goes on in the next one.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+namespace moe_p2p::provider::loopback {
+
+inline constexpr uint64_t kLine = 64;
+inline constexpr uint64_t kPage = 4096;
+inline constexpr uint64_t kSegmentMagic = 0x6d6f655f70327031;  // changes with this file
+// Longest shared memory name that a claim can carry, with its terminating zero.
+inline constexpr size_t kMaxName = 128;
+
+struct alignas(kLine) SegmentHeader {
+  uint64_t magic;
+  uint64_t ring_bytes;
+  uint32_t num_channels;
+  uint32_t window;
+  // Counts claims and releases of channels. Release by Segment::claim() and Segment::release();
+  // acquire by Receiver::poll(), which looks at the records only when it has changed.
+  alignas(kLine) std::atomic<uint64_t> changes;
+  // Not 0: the NIC is gone, nobody reads its channels. Release by Segment::close(), acquire by
+  // Segment::closed().
+  std::atomic<uint32_t> closed;
+};
+
+// free -> claiming -> open by the sender (Segment::claim), -> closing by either end, -> free by the
+// receiver with the next generation (Receiver::free_channel).
+enum class ChannelState : uint8_t { kFree = 0, kClaiming, kOpen, kClosing };
+
+constexpr uint64_t channel_word(uint64_t generation, ChannelState state) noexcept {
+  return generation << 8 | static_cast<uint64_t>(state);
+}
+constexpr ChannelState state_of(uint64_t word) noexcept {
+  return static_cast<ChannelState>(word & 0xff);
+}
+constexpr uint64_t generation_of(uint64_t word) noexcept { return word >> 8; }
+
+// Each line is written by one end only (state excepted), so polling does not move it around.
+struct ChannelRecord {
+  // Bytes put into the ring. Release by Connection::publish, acquire by Receiver::poll_channel.
+  alignas(kLine) std::atomic<uint64_t> head;
+  // Bytes taken out of the ring. Release by Receiver::publish, acquire by Connection::has_room.
+  alignas(kLine) std::atomic<uint64_t> tail;
+  // Acknowledgements given. Release by Receiver::publish, acquire by Sender::reap.
+  std::atomic<uint64_t> ack_head;
+  // channel_word(). Every change is a release or acquire-release, every look an acquire.
+  alignas(kLine) std::atomic<uint64_t> state;
+};
+
+// Who holds the channel. Written before the state becomes kOpen, constant from then on.
+struct Claim {
+  char sender_segment[kMaxName];  // is the sender alive?
+  char sender_waker[kMaxName];    // notified after acknowledgements; may be empty
+};
+
+struct Ack {
+  uint32_t slot;
+  int32_t code;  // base::Code
+};
+
+// The receiver's account of a write that comes in several fragments. Only the receiver touches it;
+// it lies here because a poll may not allocate when a new peer shows up.
+struct Partial {
+  uint32_t bytes_received;
+  uint16_t failed;
+  uint16_t imm_delivered;  // mutate=early_imm only
+};
+
+struct alignas(kLine) Fragment {
+  static constexpr uint32_t kHasImm = 1;
+  static constexpr uint32_t kAbort = 2;  // the sender gives this write up; nothing more comes of it
+
+  uint64_t remote_addr;  // of the whole write, like remote_key and write_bytes
+  uint64_t remote_key;
+  int64_t arrival_ns;  // link model: not before this time; 0 = at once
+  uint32_t write_bytes;
+  uint32_t offset;  // of this fragment in the write
+  uint32_t bytes;   // of this fragment
+  uint32_t slot;
+  uint32_t imm;
+  uint32_t flags;
+};
+static_assert(sizeof(Fragment) == kLine && sizeof(ChannelRecord) == 3 * kLine);
+static_assert(std::atomic<uint64_t>::is_always_lock_free);
+
+constexpr uint64_t align_up(uint64_t bytes, uint64_t unit) noexcept {
+  return (bytes + unit - 1) / unit * unit;
+}
+constexpr uint64_t ring_bytes_of(const Fragment& fragment) noexcept {
+  return kLine + align_up(fragment.bytes, kLine);
+}
+
+// Where things are, from the three numbers in the header.
+struct SegmentLayout {
+  uint64_t ring_bytes;
+  uint32_t num_channels;
+  uint32_t window;
+
+  constexpr uint64_t record(uint32_t channel) const noexcept {
+    return sizeof(SegmentHeader) + channel * sizeof(ChannelRecord);
+  }
+  constexpr uint64_t block(uint32_t channel) const noexcept {
+    return align_up(record(num_channels), kPage) + channel * block_bytes();
+  }
+  constexpr uint64_t acks() const noexcept { return sizeof(Claim); }  // offsets inside a block
+  constexpr uint64_t partials() const noexcept { return acks() + window * sizeof(Ack); }
+  constexpr uint64_t ring() const noexcept {
+    return align_up(partials() + window * sizeof(Partial), kLine);
+  }
+  constexpr uint64_t block_bytes() const noexcept { return align_up(ring() + ring_bytes, kPage); }
+  constexpr uint64_t total_bytes() const noexcept { return block(num_channels); }
+};
+
+// One channel as either end sees it in its own address space.
+struct Channel {
+  uint32_t index = 0;
+  ChannelRecord* record = nullptr;
+  Claim* claim = nullptr;
+  Ack* acks = nullptr;
+  Partial* partials = nullptr;
+  std::byte* ring = nullptr;
+  uint64_t ring_mask = 0;
+  uint32_t window_mask = 0;
+};
+
+}  // namespace moe_p2p::provider::loopback

@@ -1,0 +1,96 @@
+#include "provider/loopback/domain.h"
+
+#include <functional>
+
+#include "base/log.h"
+
+namespace moe_p2p::provider {
+
+std::unique_ptr<Domain> make_loopback_domain(const DomainOptions& options) {
+  return std::make_unique<loopback::LoopbackDomain>(options);
+}
+
+namespace loopback {
+
+using base::Code;
+
+namespace {
+
+constexpr uint32_t kAddressMagic = 0x31504f4c;
+
+// Any number that differs between NICs; it only makes foreign keys miss.
+uint32_t key_owner(const std::string& segment_name) {
+  return static_cast<uint32_t>(std::hash<std::string>{}(segment_name));
+}
+
+}  // namespace
+
+LoopbackDomain::LoopbackDomain(const DomainOptions& options)
+    : config_(parse_config(options.settings)),
+      nic_(options.nic),
+      waker_(options.waker),
+      waker_name_(options.waker_name),
+      segment_(Segment::create(config_)),
+      regions_(key_owner(segment_->name()), config_.offset_addressing),
+      receiver_(config_, nic_, *segment_, regions_),
+      sender_(config_, nic_, regions_) {
+  MOE_P2P_CHECK(waker_name_.size() < kMaxName, Code::kInvalidArgument, describe(),
+                ": waker name ", waker_name_, " is longer than ", kMaxName - 1, " characters");
+}
+
+LoopbackDomain::~LoopbackDomain() { segment_->close(); }
+
+DomainLimits LoopbackDomain::limits() const noexcept {
+  return {.max_write_bytes = config_.max_write_bytes, .max_in_flight = config_.max_in_flight};
+}
+
+base::Bytes LoopbackDomain::address() const {
+  base::WireWriter writer;
+  writer.put(kAddressMagic);
+  writer.put_string(segment_->name());
+  writer.put_string(waker_name_);
+  return writer.take();
+}
+
+PeerId LoopbackDomain::connect(std::span<const std::byte> address) {
+  base::WireReader reader(address, "loopback address");
+  MOE_P2P_CHECK(reader.get<uint32_t>() == kAddressMagic, Code::kInvalidArgument, describe(),
+                ": the address to connect to was made by another provider or version");
+  const std::string segment_name = reader.get_string();
+  const std::string peer_waker = reader.get_string();
+  reader.expect_end();
+  auto segment = Segment::open(segment_name);
+  MOE_P2P_CHECK(!segment->closed(), Code::kPeerDead, describe(), ": the NIC behind ", segment_name,
+                " was closed");
+  return sender_.connect(std::move(segment), peer_waker, segment_->name(), waker_name_);
+}
+
+void LoopbackDomain::disconnect(PeerId peer) {
+  sender_.request_close(peer);
+  if (waker_) platform::notify_all(*waker_);  // the polling thread carries it out
+}
+
+MemoryKey LoopbackDomain::register_memory(const MemorySpan& span) {
+  MOE_P2P_CHECK(span.kind == MemoryKind::kHost, Code::kInvalidArgument, describe(),
+                " registers host memory only");
+  MOE_P2P_CHECK(span.data != nullptr && span.bytes > 0, Code::kInvalidArgument, describe(),
+                ": registering ", span.bytes, " bytes at ", static_cast<const void*>(span.data));
+  return regions_.add(span);
+}
+
+void LoopbackDomain::unregister_memory(const MemoryKey& key) { regions_.remove(key); }
+
+void LoopbackDomain::kill() noexcept {
+  segment_->close();
+  dead_.store(true, std::memory_order_release);
+}
+
+void LoopbackDomain::fail_write(uint64_t nth) noexcept { sender_.fail_write(nth); }
+
+std::string LoopbackDomain::describe() const {
+  return config_.seed == 0 ? base::concat("loopback NIC ", nic_)
+                           : base::concat("loopback NIC ", nic_, " (seed=", config_.seed, ")");
+}
+
+}  // namespace loopback
+}  // namespace moe_p2p::provider

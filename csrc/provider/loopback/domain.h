@@ -1,0 +1,65 @@
+// The software NIC: ranks are processes of one host or threads of one process, by one mechanism.
+// Each NIC owns a shared memory segment to receive in; a sender claims a channel there, puts payload
+// into its ring, and the *receiver's* poll() copies it into registered memory, which may therefore be
+// any host memory. It runs in order and fast, or (setting seed=N) as an adversary that reorders all
+// that the contract of provider.h leaves open. Settings: config.h. Hooks for tests: control.h.
+//
+// This file and domain.cpp are the control path, datapath.cpp is the data path.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "provider/loopback/config.h"
+#include "provider/loopback/control.h"
+#include "provider/loopback/receiver.h"
+#include "provider/loopback/sender.h"
+#include "provider/provider.h"
+
+namespace moe_p2p::provider {
+
+// Throws Error{kInvalidArgument} for settings that it does not know, Error{kResourceExhausted} when
+// /dev/shm is full.
+std::unique_ptr<Domain> make_loopback_domain(const DomainOptions& options);
+
+namespace loopback {
+
+class LoopbackDomain final : public Domain, public LoopbackControl {
+ public:
+  explicit LoopbackDomain(const DomainOptions& options);
+  ~LoopbackDomain() override;
+
+  const char* provider_name() const noexcept override { return "loopback"; }
+  DomainLimits limits() const noexcept override;
+  base::Bytes address() const override;
+  PeerId connect(std::span<const std::byte> address) override;
+  void disconnect(PeerId peer) override;
+  MemoryKey register_memory(const MemorySpan& span) override;
+  void unregister_memory(const MemoryKey& key) override;
+
+  size_t post(std::span<const WorkRequest> requests) noexcept override;
+  size_t poll(std::span<Completion> completions) noexcept override;
+  bool idle() const noexcept override;
+
+  void kill() noexcept override;
+  void fail_write(uint64_t nth) noexcept override;
+  std::string describe() const override;
+
+ private:
+  const Config config_;
+  const int nic_;
+  platform::EventCount* const waker_;
+  const std::string waker_name_;
+  const std::shared_ptr<Segment> segment_;
+  RegionTable regions_;
+  Receiver receiver_;
+  Sender sender_;
+  // Store by kill(), release; acquire by the polling thread.
+  std::atomic<bool> dead_{false};
+  bool receive_first_ = false;  // polling thread
+};
+
+}  // namespace loopback
+}  // namespace moe_p2p::provider

@@ -1,0 +1,208 @@
+#include "provider/loopback/receiver.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "provider/loopback/link_model.h"
+
+namespace moe_p2p::provider::loopback {
+
+using base::Code;
+
+namespace {
+
+// Immediates the adversary may hold back at a time. Too small: it can no longer show an immediate
+// long after its neighbours.
+constexpr size_t kMaxHeld = 256;
+// A sender that was killed holds its channel until this look finds it: one channel per interval.
+constexpr uint32_t kLookIntervalPolls = 256;
+constexpr int64_t kLookIntervalNs = 50'000'000;
+
+}  // namespace
+
+Receiver::Receiver(const Config& config, int nic, Segment& segment, RegionTable& regions)
+    : early_imm_(config.early_imm),
+      segment_(segment),
+      regions_(regions),
+      chaos_(config.seed, static_cast<uint64_t>(nic) << 8 | 4),
+      incoming_(config.num_channels),
+      held_(kMaxHeld) {
+  active_.reserve(config.num_channels);
+  for (uint32_t i = 0; i < config.num_channels; ++i) incoming_[i].channel = segment.channel(i);
+}
+
+void Receiver::poll(Output& output) noexcept {
+  // acquire: pairs with Segment::claim and Segment::release.
+  if (segment_.header().changes.load(std::memory_order_acquire) != seen_changes_) rescan();
+  left_over_ = false;
+  if (chaos_.on()) show_held(output);
+  const auto num = static_cast<uint32_t>(active_.size());
+  if (num == 0) return;
+  first_ = chaos_.on() ? chaos_.below(num) : (first_ + 1) % num;
+  for (uint32_t i = 0; i < num; ++i)
+    poll_channel(incoming_[active_[(first_ + i) % num]], output);
+  if (polls_until_look_-- == 0) find_dead_senders();
+}
+
+// --- channels come and go ---
+
+void Receiver::rescan() noexcept {
+  // Before the records: a change that comes in between is seen again at the next poll.
+  seen_changes_ = segment_.header().changes.load(std::memory_order_acquire);
+  active_.clear();
+  for (uint32_t i = 0; i < incoming_.size(); ++i) {
+    Incoming& incoming = incoming_[i];
+    // acquire: pairs with Segment::claim (the claim is written) and Segment::release.
+    const uint64_t word = incoming.channel.record->state.load(std::memory_order_acquire);
+    if (state_of(word) == ChannelState::kClosing) free_channel(incoming, word);
+    if (state_of(word) != ChannelState::kOpen) continue;
+    if (incoming.word != word) attach(incoming, word);
+    active_.push_back(i);  // capacity reserved
+  }
+}
+
+void Receiver::attach(Incoming& incoming, uint64_t word) noexcept {
+  incoming.word = word;
+  incoming.tail = incoming.ack_head = 0;
+  incoming.waker = Waker(incoming.channel.claim->sender_waker);
+}
+
+// The sender has let go, so all of the channel is ours. What it still holds is lost; the sender has
+// reported those writes as failed.
+void Receiver::free_channel(Incoming& incoming, uint64_t word) noexcept {
+  const Channel& channel = incoming.channel;
+  std::memset(channel.partials, 0, (channel.window_mask + 1) * sizeof(Partial));
+  channel.record->head.store(0, std::memory_order_relaxed);  // published by the store of state
+  channel.record->tail.store(0, std::memory_order_relaxed);
+  channel.record->ack_head.store(0, std::memory_order_relaxed);
+  incoming.word = 0;
+  incoming.waker = Waker();
+  // release: pairs with the acquire in Segment::claim.
+  channel.record->state.store(channel_word(generation_of(word) + 1, ChannelState::kFree),
+                              std::memory_order_release);
+}
+
+// Our side gives the channel up; a sender that lives after all finds out by Connection::lost().
+void Receiver::begin_close(Incoming& incoming) noexcept {
+  segment_.release({incoming.channel.index, incoming.word});
+}
+
+void Receiver::find_dead_senders() noexcept {
+  polls_until_look_ = kLookIntervalPolls;
+  const int64_t now = now_ns();
+  if (now < next_look_ns_) return;
+  next_look_ns_ = now + kLookIntervalNs;
+  Incoming& incoming = incoming_[active_[next_look_++ % active_.size()]];
+  if (!platform::SharedMemory::owner_alive(incoming.channel.claim->sender_segment))
+    begin_close(incoming);
+}
+
+// --- fragments ---
+
+void Receiver::poll_channel(Incoming& incoming, Output& output) noexcept {
+  const Channel& channel = incoming.channel;
+  // acquire: pairs with the release in Connection::publish: header and payload are there.
+  const uint64_t head = channel.record->head.load(std::memory_order_acquire);
+  if (head == incoming.tail) return;
+  uint64_t budget = ~uint64_t{0};
+  if (chaos_.on()) budget = chaos_.one_in(3) ? 0 : 1 + chaos_.below(16);
+  const uint64_t tail_before = incoming.tail;
+  while (incoming.tail != head) {
+    left_over_ = true;  // unless this turn goes through
+    if (budget-- == 0 || !has_room(output)) break;
+    const auto* at = channel.ring + (incoming.tail & channel.ring_mask);
+    const Fragment fragment = *reinterpret_cast<const Fragment*>(at);
+    if (fragment.arrival_ns != 0 && now_ns() < fragment.arrival_ns) break;
+    if (!well_formed(incoming, fragment)) {
+      begin_close(incoming);
+      break;
+    }
+    if (early_imm_ && show_early(incoming, fragment, output)) break;
+    take(incoming, fragment, channel.ring + ((incoming.tail + kLine) & channel.ring_mask), output);
+    incoming.tail += ring_bytes_of(fragment);
+    publish(incoming);
+    left_over_ = false;
+  }
+  if (incoming.tail != tail_before) incoming.waker.notify();
+}
+
+// Another process wrote this. Nothing it says may make us touch memory outside its channel.
+bool Receiver::well_formed(const Incoming& incoming, const Fragment& fragment) const noexcept {
+  const uint64_t payload_at = (incoming.tail + kLine) & incoming.channel.ring_mask;
+  return fragment.slot <= incoming.channel.window_mask &&
+         fragment.bytes <= incoming.channel.ring_mask + 1 - payload_at &&
+         uint64_t{fragment.offset} + fragment.bytes <= fragment.write_bytes;
+}
+
+void Receiver::take(Incoming& incoming, const Fragment& fragment, const std::byte* payload,
+                    Output& output) noexcept {
+  Partial& partial = incoming.channel.partials[fragment.slot];
+  if (fragment.flags & Fragment::kAbort) {
+    partial = {};
+    return finish(incoming, fragment, Code::kAborted, false, output);
+  }
+  const bool show_imm = (fragment.flags & Fragment::kHasImm) && !partial.imm_delivered;
+  const bool placed = place(fragment, payload);
+  if (fragment.bytes == fragment.write_bytes) {  // all of it: no account needed
+    if (early_imm_) partial = {};
+    return finish(incoming, fragment, placed ? Code::kOk : Code::kRemoteAccess, show_imm, output);
+  }
+  partial.bytes_received += fragment.bytes;
+  if (!placed) partial.failed = 1;
+  if (partial.bytes_received != fragment.write_bytes) return;
+  const Code code = partial.failed ? Code::kRemoteAccess : Code::kOk;
+  partial = {};
+  finish(incoming, fragment, code, show_imm, output);
+}
+
+void Receiver::finish(Incoming& incoming, const Fragment& fragment, Code code, bool show_imm,
+                      Output& output) noexcept {
+  // Cannot overflow: the sender has at most `window` writes that were not acknowledged.
+  incoming.channel.acks[incoming.ack_head++ & incoming.channel.window_mask] = {
+      fragment.slot, static_cast<int32_t>(code)};
+  if (code == Code::kOk && show_imm) show(fragment.imm, output);
+}
+
+// The range of the whole write is checked, so one that does not fit leaves no byte behind.
+bool Receiver::place(const Fragment& fragment, const std::byte* payload) noexcept {
+  if (fragment.write_bytes == 0) return true;  // carries an immediate only; has no address
+  std::byte* target =
+      regions_.find_remote(fragment.remote_key, fragment.remote_addr, fragment.write_bytes);
+  if (!target) return false;
+  std::memcpy(target + fragment.offset, payload, fragment.bytes);
+  return true;
+}
+
+void Receiver::publish(Incoming& incoming) noexcept {
+  // release, both: pair with the acquires in Connection::next_ack and Connection::has_room.
+  incoming.channel.record->ack_head.store(incoming.ack_head, std::memory_order_release);
+  incoming.channel.record->tail.store(incoming.tail, std::memory_order_release);
+}
+
+// --- immediates ---
+
+bool Receiver::has_room(const Output& output) const noexcept {
+  return chaos_.on() ? !held_.full() : !output.full();
+}
+
+void Receiver::show(uint32_t imm, Output& output) noexcept {
+  if (chaos_.on()) return held_.push(imm);
+  output.put_imm(imm);
+}
+
+void Receiver::show_held(Output& output) noexcept {
+  while (!held_.empty() && !output.full() && !chaos_.one_in(8))
+    output.put_imm(held_.take(chaos_.below(held_.size())));
+}
+
+// mutate=early_imm, a fault on purpose: the immediate at the first fragment, and the payload not
+// before the next poll. Tests must catch it.
+bool Receiver::show_early(Incoming& incoming, const Fragment& fragment, Output& output) noexcept {
+  Partial& partial = incoming.channel.partials[fragment.slot];
+  if (!(fragment.flags & Fragment::kHasImm) || partial.imm_delivered) return false;
+  partial.imm_delivered = 1;
+  show(fragment.imm, output);
+  return true;
+}
+
+}  // namespace moe_p2p::provider::loopback

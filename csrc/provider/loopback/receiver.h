@@ -1,0 +1,73 @@
+// The receiving half of a NIC: walks the channels that peers claimed in our segment, checks each
+// fragment against the registered memory, copies it there, answers, and counts the write complete
+// when its last byte is in place. Only then is its immediate shown. Data path, polling thread only.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "provider/loopback/chaos.h"
+#include "provider/loopback/config.h"
+#include "provider/loopback/output.h"
+#include "provider/loopback/pool.h"
+#include "provider/loopback/region_table.h"
+#include "provider/loopback/segment.h"
+#include "provider/loopback/waker.h"
+
+namespace moe_p2p::provider::loopback {
+
+class Receiver {
+ public:
+  Receiver(const Config& config, int nic, Segment& segment, RegionTable& regions);
+
+  void poll(Output& output) noexcept;
+  // True when the last poll left something that it had seen: no notification will come for it.
+  bool pending() const noexcept { return left_over_ || !held_.empty(); }
+
+ private:
+  // One claimed channel. Positions as in ChannelRecord.
+  struct Incoming {
+    Channel channel;
+    uint64_t word = 0;  // its state while it is ours to read; 0 = not attached
+    uint64_t tail = 0;
+    uint64_t ack_head = 0;
+    Waker waker;
+  };
+
+  void rescan() noexcept;
+  void attach(Incoming& incoming, uint64_t word) noexcept;
+  void free_channel(Incoming& incoming, uint64_t word) noexcept;
+  void begin_close(Incoming& incoming) noexcept;
+  void find_dead_senders() noexcept;
+
+  void poll_channel(Incoming& incoming, Output& output) noexcept;
+  bool well_formed(const Incoming& incoming, const Fragment& fragment) const noexcept;
+  bool show_early(Incoming& incoming, const Fragment& fragment, Output& output) noexcept;
+  void take(Incoming& incoming, const Fragment& fragment, const std::byte* payload,
+            Output& output) noexcept;
+  void finish(Incoming& incoming, const Fragment& fragment, base::Code code, bool show_imm,
+              Output& output) noexcept;
+  bool place(const Fragment& fragment, const std::byte* payload) noexcept;
+  void show(uint32_t imm, Output& output) noexcept;
+  void show_held(Output& output) noexcept;
+  bool has_room(const Output& output) const noexcept;
+  static void publish(Incoming& incoming) noexcept;
+
+  const bool early_imm_;
+  Segment& segment_;
+  RegionTable& regions_;
+  Chaos chaos_;
+
+  std::vector<Incoming> incoming_;  // [channels]
+  std::vector<uint32_t> active_;    // indices of attached channels, ascending
+  Pool<uint32_t> held_;             // adversary: immediates whose payload is visible, not yet shown
+  uint64_t seen_changes_ = 0;
+  bool left_over_ = false;
+  uint32_t first_ = 0;  // which active channel is polled first, so that none starves
+
+  uint32_t polls_until_look_ = 0;  // for find_dead_senders
+  int64_t next_look_ns_ = 0;
+  uint32_t next_look_ = 0;
+};
+
+}  // namespace moe_p2p::provider::loopback

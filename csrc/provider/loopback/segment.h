@@ -1,0 +1,57 @@
+// A mapped segment: made by the NIC that receives in it, opened by those that send to it. One
+// mapping per process and segment, the creator's own where it is in the same process, so that 64
+// ranks in one process do not need 64 * 64 descriptors and thread sanitizers see both ends.
+// Control path, except the noexcept members.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "platform/shm.h"
+#include "provider/loopback/channel.h"
+#include "provider/loopback/config.h"
+
+namespace moe_p2p::provider::loopback {
+
+class Segment {
+ public:
+  static std::shared_ptr<Segment> create(const Config& config);
+  // Throws Error{kPeerDead} when it is not there any more.
+  static std::shared_ptr<Segment> open(const std::string& name);
+
+  Segment(platform::SharedMemory shm, bool own_process);
+  Segment(const Segment&) = delete;
+  Segment& operator=(const Segment&) = delete;
+
+  const std::string& name() const noexcept { return shm_.name(); }
+  const SegmentLayout& layout() const noexcept { return layout_; }
+  SegmentHeader& header() const noexcept {
+    return *reinterpret_cast<SegmentHeader*>(shm_.data());
+  }
+  Channel channel(uint32_t index) const noexcept;
+
+  struct Claimed {
+    uint32_t index;
+    uint64_t word;  // channel_word() while the channel is ours
+  };
+  // Takes the free channel of lowest number, with its pages. Throws Error{kResourceExhausted}.
+  Claimed claim(const std::string& sender_segment, const std::string& sender_waker);
+  // Hands a channel that claim() gave to the receiver, which frees it at its next poll. Nothing
+  // happens when the receiver took it back before.
+  void release(const Claimed& claimed) noexcept;
+
+  // Creator: tells senders that nobody reads here any more.
+  void close() noexcept;
+  bool closed() const noexcept {
+    return header().closed.load(std::memory_order_acquire) != 0;  // pairs with close()
+  }
+  // False once the receiver's process has ended. A system call, unless that process is this one.
+  bool process_alive() const noexcept { return own_process_ || shm_.owner_alive(); }
+
+ private:
+  platform::SharedMemory shm_;
+  SegmentLayout layout_{};
+  bool own_process_;
+};
+
+}  // namespace moe_p2p::provider::loopback
