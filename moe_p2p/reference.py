@@ -9,8 +9,9 @@ starts here. Nothing on the data path imports it.
     y = [expert(rank, r.x) for rank, r in enumerate(received)]
     out = [combine(routing, source, y, out_dtype=torch.bfloat16) for source in range(4)]
 
-Shapes: W ranks, L ranks per node, N = W / L nodes, rank = node * L + local, T rows of one rank's x
-(ranks differ), K top-k, E experts, H hidden size, R rows of an expert rank, P (token, expert) pairs.
+Shapes: W ranks, L ranks per node, N = W / L nodes, rank = node * L + local, T rows of one rank's
+x (ranks differ), K top-k, E experts, H hidden size, R rows of an expert rank, P (token, expert)
+pairs.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ FP8 = torch.float8_e4m3fn
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """Where ranks and experts live. `expert_rank` is the owner of each expert; None: equal blocks."""
+    """Where ranks and experts live. `expert_rank`: owner of each expert; None: equal blocks."""
 
     world_size: int
     ranks_per_node: int
@@ -126,7 +127,7 @@ class Routing:
     offsets: tuple[Tensor, ...] = field(repr=False)  # [W] of [E_local + 1]
 
     def table(self, source: int) -> tuple[Tensor, Tensor]:
-        """(rank, row) of each top-k entry of one source, [T, K] each; rank -1 where there is none."""
+        """(rank, row) of each top-k entry of one source, [T, K] each; rank -1: no expert."""
         mine = self.source == source
         rank = torch.full(self.tokens[source].topk_idx.shape, -1, dtype=torch.int64)
         row = torch.zeros_like(rank)
@@ -136,7 +137,7 @@ class Routing:
 
 
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """fp8 e4m3 with one fp32 scale per 128 values of the last dimension (the last block is shorter).
+    """fp8 e4m3 with one fp32 scale per 128 values of a row (the last block may be shorter).
 
     amax = max(|x|, 1e-4) of the block, scale = amax / 448, q = e4m3(x * (448 / amax)), rounded to
     nearest even, saturating. x is about q * scale.
@@ -283,7 +284,7 @@ def combine(
 
 
 def combine_scalars(routing: Routing, source: int, row_scalars: Sequence[Tensor]) -> Tensor:
-    """Scalars of the rows, back at their (token, k): fp32 [T, K], zero where there was no expert."""
+    """Scalars of the rows, back at their (token, k): fp32 [T, K], zero: no expert."""
     rank_tk, row_tk = routing.table(source)
     out = torch.zeros(rank_tk.shape)
     for rank, scalars in enumerate(row_scalars):

@@ -1,8 +1,9 @@
 """The executable specification of bytes: what the NICs carry for a call, and the least they could.
 
-Tests and the benchmark hold the engine's counters against this file. Per (source, other node, step)
-a dispatch write is a region header, the expert counts of that node and one slot per token that has an
-expert there; a combine write is a header and one row per such token. Inside a node nothing is counted.
+Tests and the benchmark hold the engine's counters against this file. Per (source, other node,
+step) a dispatch write is a region header, the expert counts of that node and one slot per token
+that has an expert there; a combine write is a header and one row per such token. What stays inside
+a node is not counted.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def wire_bytes(
 def floor_bytes(
     routing: Routing, source: int, *, combine_dtype: torch.dtype, dedup: bool = True
 ) -> WireBytes:
-    """Payload alone: once per (token, other node), or without dedup per (token, expert) pair there."""
+    """Payload alone: per (token, other node); without dedup per (token, expert there) pair."""
     tokens, local = routing.tokens[source], routing.topology.ranks_per_node
     away = (routing.source == source) & (routing.rank // local != source // local)
     copies = len(_node_pairs(routing, source)) if dedup else int(away.sum())
@@ -90,4 +91,5 @@ def _node_pairs(routing: Routing, source: int) -> Tensor:
     mine = routing.source == source
     node = routing.rank[mine] // local
     pairs = torch.stack([routing.token[mine], node], dim=1)[node != source // local]
-    return torch.unique(pairs, dim=0)
+    distinct: Tensor = torch.unique(pairs, dim=0)
+    return distinct

@@ -21,7 +21,7 @@ def expert(e: int, x: Tensor) -> Tensor:
 
 
 def apply_experts(topology: Topology, rank: int, received: Received) -> Tensor:
-    """Expert outputs in the rows of `received`; rows without a token hold a value that must not leak."""
+    """Expert outputs in the rows of `received`; the other rows hold one that must not leak."""
     y = torch.full_like(received.x.reshape(-1, received.x.shape[-1]), 1e4)
     flat = received.x.reshape(y.shape)
     for i, e in enumerate(topology.local_experts(rank).tolist()):
@@ -95,7 +95,7 @@ def test_padded_rows_start_at_capacity() -> None:
 
 
 def test_stages_round_where_they_say() -> None:
-    """bf16 keeps 8 bits: 256 + 1 rounds to 256 in a partial, but not when fp32 adds both at once."""
+    """bf16 keeps 8 bits: 256 + 1 rounds to 256, so the places of rounding show."""
     topology = Topology(world_size=4, ranks_per_node=2, num_experts=4)
     idx = torch.tensor([[0, 1, 2, 3]])
     empty = Tokens(x=torch.zeros(0, 1), topk_idx=torch.zeros(0, 4, dtype=torch.int64))
@@ -108,14 +108,12 @@ def test_stages_round_where_they_say() -> None:
     # 259 + 256 = 515 lies nearer to 516 than to 512.
     assert reference.combine(routing, 0, value, out_dtype=torch.bfloat16).item() == 516
     assert reference.combine(routing, 0, value, out_dtype=torch.float32).item() == 516
-    # Had the source added the other node's ranks one by one it would have been 259 + 257 = 516 too;
-    # with 4 + 4 at the other node the difference shows: round(256 + 1) loses the 1 twice.
+    # The other node loses the 1 before the source adds: 2 + round(256 + 1) = 258, where adding all
+    # four in fp32 would give 259, which rounds to 260.
     value = [torch.tensor([[v]]) for v in (1.0, 0.0, 256.0, 1.0)]
-    assert (
-        reference.combine(routing, 0, value, out_dtype=torch.bfloat16).item() == 256
-    )  # 257 -> 256
+    assert reference.combine(routing, 0, value, out_dtype=torch.bfloat16).item() == 256
     value = [torch.tensor([[v]]) for v in (2.0, 0.0, 256.0, 1.0)]
-    assert reference.combine(routing, 0, value, out_dtype=torch.bfloat16).item() == 258  # not 260
+    assert reference.combine(routing, 0, value, out_dtype=torch.bfloat16).item() == 258
 
 
 @pytest.mark.parametrize("layout", ["padded", "grouped"])
