@@ -1,0 +1,173 @@
+#include "ops/all_to_all_object.h"
+
+#include <limits>
+#include <utility>
+
+#include "base/log.h"
+
+namespace moe_p2p::ops {
+
+using base::Code;
+
+ObjectTable<AllToAllObject>& communicators() {
+  static auto* const table = new ObjectTable<AllToAllObject>("communicator");
+  return *table;
+}
+
+Caller::Caller(int64_t comm)
+    : object_(communicators().get(comm)), lock_(object_->in_use, std::try_to_lock) {
+  MOE_P2P_CHECK(lock_.owns_lock(), Code::kInvalidArgument, "communicator ", comm,
+                " is in a call of another thread; all calls must come in one order");
+}
+
+namespace {
+
+template <typename T>
+const T* optional_input(const std::optional<Tensor>& tensor, const Expected& expected) {
+  return tensor ? input<T>(*tensor, expected) : nullptr;
+}
+template <typename T>
+T* optional_output(const std::optional<Tensor>& tensor, const Expected& expected) {
+  return tensor ? output<T>(*tensor, expected) : nullptr;
+}
+
+int64_t count_from(const std::optional<Tensor>& num_tokens, int64_t host, int64_t num_rows) {
+  if (!num_tokens) return host < 0 ? num_rows : host;
+  check_placed(*num_tokens, "num_tokens");
+  const ScalarType dtype = num_tokens->scalar_type();
+  MOE_P2P_CHECK(num_tokens->numel() == 1 && (dtype == ScalarType::Int || dtype == ScalarType::Long),
+                Code::kInvalidArgument, "num_tokens is ", describe(*num_tokens),
+                ", must be one int32 or int64");
+  const void* data = num_tokens->const_data_ptr();
+  return dtype == ScalarType::Int ? *static_cast<const int32_t*>(data)
+                                  : *static_cast<const int64_t*>(data);
+}
+
+uint64_t row_bytes(const Tensor& rows) {
+  return static_cast<uint64_t>(rows.size(rows.dim() - 1)) * rows.element_size();
+}
+
+// `rows` holds one row of `width` (kAny: any) for each of num_rows, as [num_rows, width] or with
+// the rows of each expert apart.
+void check_rows(const Tensor& rows, const char* name, int64_t num_rows, int64_t width) {
+  check_placed(rows, name);
+  const int64_t dims = rows.dim();
+  const bool fits = dims >= 2 && (width == kAny || rows.size(dims - 1) == width);
+  int64_t have = fits ? 1 : -1;
+  for (int64_t i = 0; fits && i + 1 < dims; ++i) have *= rows.size(i);
+  MOE_P2P_CHECK(have == num_rows, Code::kInvalidArgument, name, " is ", describe(rows),
+                ", must hold ", num_rows, " rows",
+                width == kAny ? std::string() : base::concat(" of ", width, " values"));
+}
+
+}  // namespace
+
+moe::Handle handle_from(const Tensor& handle) {
+  return {output<int32_t>(handle, {"handle", {ScalarType::Int}, {kAny}}), handle.numel()};
+}
+
+moe::DispatchSend dispatch_send_from(AllToAllObject& comm, const DispatchArguments& in,
+                                     const Tensor& handle) {
+  moe::DispatchSend send;
+  send.x = input<void>(in.x, {"x", kPayloadTypes, {kAny, comm.hidden_dim()}});
+  send.x_dtype = payload_type(in.x.scalar_type(), "x");
+  send.num_rows = in.x.size(0);
+  const bool is_fp8 = send.x_dtype == abi::DType::kFloat8E4M3;
+  send.quantize = in.quantize;
+  MOE_P2P_CHECK(!in.quantize || !is_fp8, Code::kInvalidArgument, "x is ", describe(in.x),
+                ", quantize makes fp8 of bfloat16, float16 or float32");
+  MOE_P2P_CHECK(!in.scales || is_fp8, Code::kInvalidArgument, "scales are given for x of ",
+                dtype_name(in.x.scalar_type()), ", must go with float8_e4m3fn");
+  send.scales = optional_input<float>(
+      in.scales, {"scales", {ScalarType::Float}, {send.num_rows, comm.num_scales()}});
+  MOE_P2P_CHECK(in.extras.size() <= abi::kMaxExtras, Code::kInvalidArgument, in.extras.size(),
+                " extras are given, must be at most ", abi::kMaxExtras);
+  for (const Tensor& extra : in.extras)
+    send.extras.push_back(
+        {input<void>(extra, {"an extra", {}, {send.num_rows, kAny}}), row_bytes(extra)});
+  send.topk_idx = input<void>(
+      in.topk_idx,
+      {"topk_idx", {ScalarType::Int, ScalarType::Long}, {send.num_rows, comm.topk()}});
+  send.topk_is_int64 = in.topk_idx.scalar_type() == ScalarType::Long;
+  send.topk_weights = optional_input<float>(
+      in.topk_weights, {"topk_weights", {ScalarType::Float}, {send.num_rows, comm.topk()}});
+  send.num_tokens = count_from(in.num_tokens, in.num_tokens_host, send.num_rows);
+  send.max_tokens = in.max_tokens;
+  send.solo = in.solo;
+  send.handle = handle_from(handle);
+  return send;
+}
+
+void Layout::check() const {
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();  // rows are numbered in 32 bits
+  MOE_P2P_CHECK(capacity >= 0 && capacity <= kMost, Code::kInvalidArgument, "capacity is ",
+                capacity, ", must be from 0 to ", kMost);
+  MOE_P2P_CHECK(alignment >= 1 && alignment <= kMost, Code::kInvalidArgument, "alignment is ",
+                alignment, ", must be from 1 to ", kMost);
+}
+
+moe::DispatchRecv dispatch_recv_from(AllToAllObject& comm, const Layout& layout,
+                                     const DispatchOutputs& to, const Tensor& handle) {
+  layout.check();
+  const int64_t experts = comm.num_local_experts();
+  const int64_t rows = layout.num_rows(experts);
+  moe::DispatchRecv recv;
+  recv.handle = handle_from(handle);
+  recv.grouped = layout.grouped;
+  recv.capacity = layout.capacity;
+  recv.alignment = layout.alignment;
+  recv.zero_padding = layout.zero_padding;
+  recv.x_dtype = payload_type(to.x.scalar_type(), "x");
+  check_rows(to.x, "x", rows, comm.hidden_dim());
+  recv.x = to.x.mutable_data_ptr();
+  if (to.scales) {
+    check_rows(*to.scales, "scales", rows, comm.num_scales());
+    MOE_P2P_CHECK(to.scales->scalar_type() == ScalarType::Float, Code::kInvalidArgument,
+                  "scales is ", describe(*to.scales), ", must be float32");
+    recv.scales = static_cast<float*>(to.scales->mutable_data_ptr());
+  }
+  for (const Tensor& extra : to.extras) {
+    check_rows(extra, "an extra", rows, kAny);
+    recv.extras.push_back({extra.mutable_data_ptr(), row_bytes(extra)});
+  }
+  recv.row_weights = output<float>(to.row_weights, {"row_weights", {ScalarType::Float}, {rows}});
+  recv.counts = output<int32_t>(to.counts, {"counts", {ScalarType::Int}, {experts}});
+  recv.offsets = output<int32_t>(to.offsets, {"offsets", {ScalarType::Int}, {experts + 1}});
+  recv.source = optional_output<int32_t>(to.source, {"source", {ScalarType::Int}, {rows, 2}});
+  return recv;
+}
+
+moe::CombineSend combine_send_from(AllToAllObject& comm, const CombineArguments& in,
+                                   const Tensor& handle) {
+  moe::CombineSend send;
+  send.handle = handle_from(handle);
+  const int64_t dims = in.y.dim();
+  send.y_rows = dims >= 2 && comm.hidden_dim() > 0 ? in.y.numel() / comm.hidden_dim() : 0;
+  check_rows(in.y, "y", send.y_rows, comm.hidden_dim());
+  send.y_dtype = payload_type(in.y.scalar_type(), "y");
+  send.y = in.y.const_data_ptr();
+  send.row_weights = optional_input<float>(
+      in.row_weights, {"row_weights", {ScalarType::Float}, {send.y_rows}});
+  send.row_scalars = optional_input<float>(
+      in.row_scalars, {"row_scalars", {ScalarType::Float}, {send.y_rows}});
+  send.out_dtype = payload_type(in.out_dtype, "out_dtype");
+  MOE_P2P_CHECK(send.y_dtype != abi::DType::kFloat8E4M3, Code::kInvalidArgument, "y is ",
+                describe(in.y), ", must be bfloat16, float16 or float32");
+  MOE_P2P_CHECK(send.out_dtype != abi::DType::kFloat8E4M3, Code::kInvalidArgument,
+                "out_dtype is float8_e4m3fn, must be bfloat16, float16 or float32");
+  return send;
+}
+
+moe::CombineRecv combine_recv_from(AllToAllObject& comm, const Tensor& out,
+                                   const std::optional<Tensor>& out_scalars,
+                                   const Tensor& handle) {
+  moe::CombineRecv recv;
+  recv.handle = handle_from(handle);
+  recv.out = output<void>(out, {"out", kCombineTypes, {kAny, comm.hidden_dim()}});
+  recv.out_dtype = payload_type(out.scalar_type(), "out");
+  recv.out_scalars = optional_output<float>(
+      out_scalars, {"out_scalars", {ScalarType::Float}, {out.size(0), comm.topk()}});
+  return recv;
+}
+
+}  // namespace moe_p2p::ops

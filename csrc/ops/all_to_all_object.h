@@ -1,0 +1,106 @@
+// A communicator under a number, with the arguments of its ops checked and turned into the plain
+// structs of moe/all_to_all.h.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include "moe/all_to_all.h"
+#include "ops/engine_object.h"
+
+namespace moe_p2p::ops {
+
+struct AllToAllObject {
+  AllToAllObject(std::shared_ptr<EngineObject> on, const moe::AllToAllOptions& options)
+      : engine(std::move(on)),
+        all_to_all(engine->engine(), &engine->proxy(), options),
+        rank(options.rank) {}
+
+  const moe::Plan& plan() const noexcept { return all_to_all.plan(); }
+  int64_t hidden_dim() const noexcept { return plan().hidden_dim; }
+  int64_t topk() const noexcept { return plan().shape.topk; }
+  int64_t num_scales() const noexcept {
+    return (hidden_dim() + abi::kScaleBlock - 1) / abi::kScaleBlock;
+  }
+  int64_t num_local_experts() const { return plan().num_local_experts(rank); }
+
+  std::shared_ptr<EngineObject> engine;  // outlives all_to_all
+  std::mutex in_use;                     // one caller at a time
+  moe::AllToAll all_to_all;
+  const int rank;
+};
+
+ObjectTable<AllToAllObject>& communicators();
+
+// The communicator while one call runs. Throws Error{kInvalidArgument} when another call is running:
+// the order of calls would differ between ranks.
+class Caller {
+ public:
+  explicit Caller(int64_t comm);
+  AllToAllObject* operator->() const noexcept { return object_.get(); }
+  AllToAllObject& operator*() const noexcept { return *object_; }
+
+ private:
+  std::shared_ptr<AllToAllObject> object_;
+  std::unique_lock<std::mutex> lock_;
+};
+
+// What a caller gives to dispatch. The tensors must outlive the struct made of it.
+struct DispatchArguments {
+  const Tensor& x;
+  const std::optional<Tensor>& scales;
+  const std::vector<Tensor>& extras;
+  const Tensor& topk_idx;
+  const std::optional<Tensor>& topk_weights;
+  const std::optional<Tensor>& num_tokens;
+  int64_t num_tokens_host;  // used without num_tokens; -1: all rows
+  int64_t max_tokens;
+  bool quantize;
+  bool solo;
+};
+moe::DispatchSend dispatch_send_from(AllToAllObject& comm, const DispatchArguments& arguments,
+                                     const Tensor& handle);
+
+// How received rows are laid out.
+struct Layout {
+  bool grouped;
+  int64_t capacity;
+  int64_t alignment;
+  bool zero_padding;
+
+  // Throws Error{kInvalidArgument} when a number is out of range.
+  void check() const;
+  int64_t num_rows(int64_t num_local_experts) const {
+    return grouped ? capacity : num_local_experts * capacity;
+  }
+};
+
+struct DispatchOutputs {
+  const Tensor& x;
+  const std::optional<Tensor>& scales;
+  const std::vector<Tensor>& extras;
+  const Tensor& row_weights;
+  const Tensor& counts;
+  const Tensor& offsets;
+  const std::optional<Tensor>& source;
+};
+moe::DispatchRecv dispatch_recv_from(AllToAllObject& comm, const Layout& layout,
+                                     const DispatchOutputs& outputs, const Tensor& handle);
+
+struct CombineArguments {
+  const Tensor& y;
+  const std::optional<Tensor>& row_weights;
+  const std::optional<Tensor>& row_scalars;
+  ScalarType out_dtype;
+};
+moe::CombineSend combine_send_from(AllToAllObject& comm, const CombineArguments& arguments,
+                                   const Tensor& handle);
+moe::CombineRecv combine_recv_from(AllToAllObject& comm, const Tensor& out,
+                                   const std::optional<Tensor>& out_scalars, const Tensor& handle);
+
+// The handle as the calls below mutate it.
+moe::Handle handle_from(const Tensor& handle);
+
+}  // namespace moe_p2p::ops

@@ -1,0 +1,159 @@
+// torch.ops.moe_p2p: making communicators, and dispatch and combine in halves.
+#include <utility>
+
+#include "ops/all_to_all_object.h"
+
+namespace moe_p2p::ops {
+
+using base::Code;
+
+namespace {
+
+moe::PlanInput plan_input(int64_t world_size, int64_t ranks_per_node, int64_t num_experts,
+                          int64_t hidden_dim, int64_t topk, int64_t max_tokens,
+                          int64_t chunk_tokens, int64_t steps_in_flight,
+                          int64_t payload_item_bytes, int64_t combine_item_bytes,
+                          int64_t extra_bytes, std::vector<int64_t> expert_rank) {
+  return {.world_size = world_size,
+          .ranks_per_node = ranks_per_node,
+          .num_experts = num_experts,
+          .hidden_dim = hidden_dim,
+          .topk = topk,
+          .max_tokens = max_tokens,
+          .chunk_tokens = chunk_tokens,
+          .steps_in_flight = steps_in_flight,
+          .payload_item_bytes = payload_item_bytes,
+          .combine_item_bytes = combine_item_bytes,
+          .extra_bytes = extra_bytes,
+          .expert_rank = std::move(expert_rank)};
+}
+
+// One line "name bytes" per region.
+std::string plan(int64_t world_size, int64_t ranks_per_node, int64_t num_experts,
+                 int64_t hidden_dim, int64_t topk, int64_t max_tokens, int64_t chunk_tokens,
+                 int64_t steps_in_flight, int64_t payload_item_bytes, int64_t combine_item_bytes,
+                 int64_t extra_bytes, std::vector<int64_t> expert_rank) {
+  const auto made = moe::make_plan(plan_input(
+      world_size, ranks_per_node, num_experts, hidden_dim, topk, max_tokens, chunk_tokens,
+      steps_in_flight, payload_item_bytes, combine_item_bytes, extra_bytes,
+      std::move(expert_rank)));
+  std::string text;
+  for (const auto& [name, bytes] : made.table()) text += base::concat(name, " ", bytes, "\n");
+  return text;
+}
+
+int64_t all_to_all_create(int64_t engine, int64_t rank, int64_t communicator, int64_t world_size,
+                          int64_t ranks_per_node, int64_t num_experts, int64_t hidden_dim,
+                          int64_t topk, int64_t max_tokens, int64_t chunk_tokens,
+                          int64_t steps_in_flight, int64_t payload_item_bytes,
+                          int64_t combine_item_bytes, int64_t extra_bytes,
+                          std::vector<int64_t> expert_rank, double timeout_s,
+                          const std::string& wait, int64_t num_threads) {
+  MOE_P2P_CHECK(rank >= 0 && rank < world_size, Code::kInvalidArgument, "rank is ", rank,
+                ", must be from 0 to ", world_size - 1);
+  MOE_P2P_CHECK(communicator >= 0 && communicator < engine::ImmKey::kMaxCommunicators,
+                Code::kResourceExhausted, "this engine has no communicator number left after ",
+                communicator, "; make another engine");
+  MOE_P2P_CHECK(num_threads >= 1 && num_threads <= 1024, Code::kInvalidArgument,
+                "num_threads is ", num_threads, ", must be from 1 to 1024");
+  const moe::AllToAllOptions options{
+      .plan = plan_input(world_size, ranks_per_node, num_experts, hidden_dim, topk, max_tokens,
+                         chunk_tokens, steps_in_flight, payload_item_bytes, combine_item_bytes,
+                         extra_bytes, std::move(expert_rank)),
+      .rank = static_cast<int>(rank),
+      .communicator = static_cast<uint32_t>(communicator),
+      .wait = wait_policy(wait),
+      .timeout = timeout_from(timeout_s),
+      .num_threads = static_cast<int>(num_threads)};
+  return communicators().add(std::make_shared<AllToAllObject>(engines().get(engine), options));
+}
+
+Tensor all_to_all_address(int64_t comm) {
+  return bytes_tensor(communicators().get(comm)->all_to_all.address());
+}
+
+void all_to_all_connect(int64_t comm, std::vector<Tensor> addresses) {
+  std::vector<base::Bytes> bytes;
+  for (const Tensor& address : addresses) {
+    const auto span = bytes_of(address, "an address");
+    bytes.emplace_back(span.begin(), span.end());
+  }
+  const Caller caller(comm);
+  caller->all_to_all.connect(bytes);
+}
+
+// Waits for a running call: at most its deadline.
+void all_to_all_close(int64_t comm) {
+  const auto object = communicators().take(comm);
+  if (object == nullptr) return;
+  const std::lock_guard lock(object->in_use);
+  object->all_to_all.close();
+}
+
+std::string all_to_all_broken(int64_t comm) { return communicators().get(comm)->all_to_all.broken(); }
+
+int64_t handle_words(int64_t comm, int64_t num_rows, int64_t max_tokens) {
+  return communicators().get(comm)->all_to_all.handle_words(num_rows, max_tokens);
+}
+
+void dispatch_send(int64_t comm, const Tensor& x, std::optional<Tensor> scales,
+                   std::vector<Tensor> extras, const Tensor& topk_idx,
+                   std::optional<Tensor> topk_weights, std::optional<Tensor> num_tokens,
+                   int64_t num_tokens_host, int64_t max_tokens, bool quantize, bool solo,
+                   const Tensor& handle) {
+  const Caller caller(comm);
+  caller->all_to_all.dispatch_send(dispatch_send_from(
+      *caller,
+      {x, scales, extras, topk_idx, topk_weights, num_tokens, num_tokens_host, max_tokens,
+       quantize, solo},
+      handle));
+}
+
+void dispatch_recv(int64_t comm, const Tensor& handle, const Tensor& x,
+                   std::optional<Tensor> scales, std::vector<Tensor> extras,
+                   const Tensor& row_weights, const Tensor& counts, const Tensor& offsets,
+                   std::optional<Tensor> source, bool grouped, int64_t capacity,
+                   int64_t alignment, bool zero_padding) {
+  const Caller caller(comm);
+  caller->all_to_all.dispatch_recv(
+      dispatch_recv_from(*caller, {grouped, capacity, alignment, zero_padding},
+                         {x, scales, extras, row_weights, counts, offsets, source}, handle));
+}
+
+void combine_send(int64_t comm, const Tensor& handle, const Tensor& y,
+                  std::optional<Tensor> row_weights, std::optional<Tensor> row_scalars,
+                  ScalarType out_dtype) {
+  const Caller caller(comm);
+  caller->all_to_all.combine_send(
+      combine_send_from(*caller, {y, row_weights, row_scalars, out_dtype}, handle));
+}
+
+void combine_recv(int64_t comm, const Tensor& handle, const Tensor& out,
+                  std::optional<Tensor> out_scalars) {
+  const Caller caller(comm);
+  caller->all_to_all.combine_recv(combine_recv_from(*caller, out, out_scalars, handle));
+}
+
+void release(int64_t comm, const Tensor& handle) {
+  const Caller caller(comm);
+  caller->all_to_all.release(handle_from(handle));
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(moe_p2p, CompositeExplicitAutograd, m) {
+  m.impl("plan", TORCH_BOX(&plan));
+  m.impl("all_to_all_create", TORCH_BOX(&all_to_all_create));
+  m.impl("all_to_all_address", TORCH_BOX(&all_to_all_address));
+  m.impl("all_to_all_connect", TORCH_BOX(&all_to_all_connect));
+  m.impl("all_to_all_close", TORCH_BOX(&all_to_all_close));
+  m.impl("all_to_all_broken", TORCH_BOX(&all_to_all_broken));
+  m.impl("handle_words", TORCH_BOX(&handle_words));
+  m.impl("dispatch_send", TORCH_BOX(&dispatch_send));
+  m.impl("dispatch_recv", TORCH_BOX(&dispatch_recv));
+  m.impl("combine_send", TORCH_BOX(&combine_send));
+  m.impl("combine_recv", TORCH_BOX(&combine_recv));
+  m.impl("release", TORCH_BOX(&release));
+}
+
+}  // namespace moe_p2p::ops

@@ -1,0 +1,192 @@
+#include "ops/engine_object.h"
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+#include "base/log.h"
+
+namespace moe_p2p::ops {
+
+using base::Code;
+using std::chrono::milliseconds;
+
+namespace {
+
+// How late a waiter notices that its engine was closed.
+constexpr milliseconds kSlice{50};
+
+template <typename Table>
+auto& find(Table& table, int64_t id, const char* kind, const std::string& label) {
+  const auto found = table.find(id);
+  MOE_P2P_CHECK(found != table.end(), Code::kInvalidArgument, label, ": ", kind, " ", id,
+                " is not known here; was it removed, or does it belong to another engine?");
+  return found->second;
+}
+
+}  // namespace
+
+platform::WaitPolicy wait_policy(const std::string& mode) {
+  platform::WaitPolicy policy;
+  if (mode == "spin") {
+    policy.mode = platform::WaitMode::kSpin;
+  } else if (mode == "yield") {
+    policy.mode = platform::WaitMode::kYield;
+  } else {
+    MOE_P2P_CHECK(mode == "sleep", Code::kInvalidArgument, "wait is \"", mode,
+                  "\", must be \"spin\", \"yield\" or \"sleep\"");
+  }
+  return policy;
+}
+
+milliseconds timeout_from(double timeout_s) {
+  MOE_P2P_CHECK(timeout_s >= 0, Code::kInvalidArgument, "timeout_s is ", timeout_s,
+                ", must be at least 0");
+  constexpr double kLongest = 1e9;  // seconds; later deadlines would overflow the clock
+  return milliseconds(static_cast<int64_t>(std::ceil(std::min(timeout_s, kLongest) * 1e3)));
+}
+
+ObjectTable<EngineObject>& engines() {
+  static auto* const table = new ObjectTable<EngineObject>("engine");
+  return *table;
+}
+
+EngineObject::EngineObject(const engine::EngineOptions& options,
+                           const proxy::ProxyOptions& proxy_options)
+    : label_(options.label),
+      wait_(proxy_options.wait),
+      engine_(options),
+      proxy_(engine_, proxy_options) {}
+
+void EngineObject::check_open() const {
+  MOE_P2P_CHECK(!closed_.load(std::memory_order_acquire), Code::kClosed, label_, " is closed");
+}
+
+int64_t EngineObject::register_memory(const Tensor& memory) {
+  check_placed(memory, "memory");
+  const auto bytes = static_cast<uint64_t>(memory.numel()) * memory.element_size();
+  MOE_P2P_CHECK(bytes > 0, Code::kInvalidArgument, "memory is ", describe(memory),
+                ", must have at least one element");
+  const auto* handle = engine_.register_memory(
+      {.data = static_cast<std::byte*>(memory.mutable_data_ptr()), .bytes = bytes});
+  const std::lock_guard lock(mutex_);
+  memories_.emplace(++last_id_, Memory{handle, memory});
+  return last_id_;
+}
+
+void EngineObject::unregister_memory(int64_t memory) {
+  std::unique_lock lock(mutex_);
+  const Memory removed = find(memories_, memory, "memory", label_);
+  memories_.erase(memory);
+  lock.unlock();
+  engine_.unregister_memory(removed.handle);
+}
+
+const engine::MemoryHandle* EngineObject::memory(int64_t memory) {
+  const std::lock_guard lock(mutex_);
+  return find(memories_, memory, "memory", label_).handle;
+}
+
+int64_t EngineObject::connect(const engine::EngineAddress& address) {
+  const engine::Peer* peer = engine_.connect(address);
+  const std::lock_guard lock(mutex_);
+  peers_.emplace(++last_id_, peer);
+  return last_id_;
+}
+
+void EngineObject::disconnect(int64_t peer) {
+  std::unique_lock lock(mutex_);
+  const engine::Peer* removed = find(peers_, peer, "peer", label_);
+  peers_.erase(peer);
+  std::erase_if(regions_, [&](const auto& region) { return region.second->owner == removed; });
+  lock.unlock();
+  engine_.disconnect(removed);
+}
+
+const engine::Peer* EngineObject::peer(int64_t peer) {
+  const std::lock_guard lock(mutex_);
+  return find(peers_, peer, "peer", label_);
+}
+
+int64_t EngineObject::resolve(const engine::MemoryDescriptor& descriptor,
+                              const engine::Peer* peer) {
+  const engine::RemoteRegion* region = engine_.resolve(descriptor, peer);
+  const std::lock_guard lock(mutex_);
+  regions_.emplace(++last_id_, region);
+  return last_id_;
+}
+
+const engine::RemoteRegion* EngineObject::region(int64_t region) {
+  const std::lock_guard lock(mutex_);
+  return find(regions_, region, "region", label_);
+}
+
+int64_t EngineObject::submit(std::shared_ptr<RequestRecord> record) {
+  check_open();
+  engine_.submit(record->request);
+  const std::lock_guard lock(mutex_);
+  drop_forgotten();
+  requests_.emplace(++last_id_, std::move(record));
+  return last_id_;
+}
+
+void EngineObject::forget_request(int64_t request) {
+  const std::lock_guard lock(mutex_);
+  if (requests_.contains(request)) forgotten_.push_back(request);
+  drop_forgotten();
+}
+
+void EngineObject::drop_forgotten() {
+  std::erase_if(forgotten_, [&](int64_t id) {
+    const auto found = requests_.find(id);
+    if (found != requests_.end() && !found->second->request.done()) return false;
+    if (found != requests_.end()) requests_.erase(found);
+    return true;
+  });
+}
+
+std::shared_ptr<RequestRecord> EngineObject::request(int64_t request) {
+  const std::lock_guard lock(mutex_);
+  return find(requests_, request, "request", label_);
+}
+
+template <typename Ready>
+bool EngineObject::wait_in_slices(milliseconds timeout, Ready&& ready) {
+  const auto deadline = platform::Clock::now() + timeout;
+  for (;;) {
+    check_open();
+    if (ready(std::min(deadline, platform::Clock::now() + kSlice))) return true;
+    if (platform::Clock::now() >= deadline) return false;
+  }
+}
+
+void EngineObject::wait_request(int64_t request_id, double timeout_s) {
+  const auto record = request(request_id);
+  const bool done = wait_in_slices(timeout_from(timeout_s), [&](platform::Deadline until) {
+    return record->request.wait(until, wait_);
+  });
+  MOE_P2P_CHECK(done, Code::kTimeout, label_, ": ", record->what, " is not done within ", timeout_s,
+                " s; it may still be waited for");
+  {
+    const std::lock_guard lock(mutex_);
+    requests_.erase(request_id);
+  }
+  const base::Status status = record->request.status();
+  MOE_P2P_CHECK(status.ok(), status.code, label_, ": ", record->what, " failed (",
+                base::code_name(status.code), ", provider code ", status.detail, ")");
+}
+
+uint64_t EngineObject::wait_imm(uint32_t imm, uint64_t count, double timeout_s) {
+  engine::ImmCounter* counter = engine_.imm_table().find_or_add(imm);
+  MOE_P2P_CHECK(counter != nullptr, Code::kResourceExhausted, label_, ": all ",
+                engine::ImmTable::kMaxFreeForm, " immediate counters are taken");
+  const bool reached = wait_in_slices(timeout_from(timeout_s), [&](platform::Deadline until) {
+    return counter->wait(count, until, wait_);
+  });
+  const uint64_t have = counter->count.load(std::memory_order_acquire);
+  MOE_P2P_CHECK(reached, Code::kTimeout, label_, ": immediate ", imm, " came ", have,
+                " times within ", timeout_s, " s, expected ", count);
+  return have;
+}
+
+}  // namespace moe_p2p::ops

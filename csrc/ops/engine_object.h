@@ -1,0 +1,96 @@
+// An engine, its proxy thread and what users made on it, each under a number. Any thread may call.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "engine/transfer_engine.h"
+#include "ops/registry.h"
+#include "ops/tensor_checks.h"
+#include "proxy/proxy_thread.h"
+
+namespace moe_p2p::ops {
+
+// Throws Error{kInvalidArgument} for anything but "spin", "yield" and "sleep".
+platform::WaitPolicy wait_policy(const std::string& mode);
+// Throws Error{kInvalidArgument} unless it is a number of seconds of at least 0.
+std::chrono::milliseconds timeout_from(double timeout_s);
+
+// A submitted request with the arrays its operation points to.
+struct RequestRecord {
+  engine::Request request;
+  std::vector<int64_t> source_pages;
+  std::vector<int64_t> target_pages;
+  std::vector<engine::Slice> slices;
+  std::string what;  // "write of 64 bytes", for errors
+};
+
+class EngineObject {
+ public:
+  EngineObject(const engine::EngineOptions& options, const proxy::ProxyOptions& proxy_options);
+
+  engine::TransferEngine& engine() noexcept { return engine_; }
+  proxy::ProxyThread& proxy() noexcept { return proxy_; }
+  const platform::WaitPolicy& wait() const noexcept { return wait_; }
+  const std::string& label() const noexcept { return label_; }
+
+  // The tensor stays alive while it is registered.
+  int64_t register_memory(const Tensor& memory);
+  void unregister_memory(int64_t memory);
+  const engine::MemoryHandle* memory(int64_t memory);
+
+  int64_t connect(const engine::EngineAddress& address);
+  void disconnect(int64_t peer);
+  const engine::Peer* peer(int64_t peer);
+
+  int64_t resolve(const engine::MemoryDescriptor& descriptor, const engine::Peer* peer);
+  const engine::RemoteRegion* region(int64_t region);
+
+  int64_t submit(std::shared_ptr<RequestRecord> record);
+  std::shared_ptr<RequestRecord> request(int64_t request);
+  // Waits in slices, so that close() ends it early.
+  void wait_request(int64_t request, double timeout_s);
+  // Nobody will wait for it: its record goes away once it is done.
+  void forget_request(int64_t request);
+  uint64_t wait_imm(uint32_t imm, uint64_t count, double timeout_s);
+
+  // Later calls and running waits throw Error{kClosed}.
+  void close() noexcept { closed_.store(true, std::memory_order_release); }
+
+ private:
+  struct Memory {
+    const engine::MemoryHandle* handle;
+    Tensor tensor;
+  };
+  template <typename Ready>
+  bool wait_in_slices(std::chrono::milliseconds timeout, Ready&& ready);
+  void check_open() const;
+  void drop_forgotten();  // under mutex_
+
+  const std::string label_;
+  const platform::WaitPolicy wait_;
+  std::atomic<bool> closed_{false};
+
+  std::mutex mutex_;  // of the tables
+  int64_t last_id_ = 0;
+  std::unordered_map<int64_t, Memory> memories_;
+  std::unordered_map<int64_t, const engine::Peer*> peers_;
+  std::unordered_map<int64_t, const engine::RemoteRegion*> regions_;
+  std::unordered_map<int64_t, std::shared_ptr<RequestRecord>> requests_;
+  std::vector<int64_t> forgotten_;  // in requests_, removed by a later submit() once done
+
+  // Destroyed in this order, last member first: the thread, the engine, then what they point to.
+  engine::TransferEngine engine_;
+  proxy::ProxyThread proxy_;
+};
+
+// All engines of the process.
+ObjectTable<EngineObject>& engines();
+
+}  // namespace moe_p2p::ops

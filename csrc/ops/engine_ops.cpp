@@ -1,0 +1,94 @@
+// torch.ops.moe_p2p.engine_*: set-up of engines, their memory and their peers.
+#include <cstring>
+
+#include "ops/engine_object.h"
+#include "platform/topology.h"
+
+namespace moe_p2p::ops {
+
+using base::Code;
+
+namespace {
+
+int64_t engine_create(const std::string& provider, int64_t num_nics, const std::string& settings,
+                      const std::string& label, const std::string& wait, int64_t proxy_cpu) {
+  MOE_P2P_CHECK(num_nics >= 1 && num_nics <= engine::kMaxNics, Code::kInvalidArgument,
+                "num_nics is ", num_nics, ", must be from 1 to ", engine::kMaxNics);
+  engine::EngineOptions options{.provider = provider,
+                                .num_nics = static_cast<int>(num_nics),
+                                .settings = settings};
+  if (!label.empty()) options.label = label;
+  const proxy::ProxyOptions proxy{.wait = wait_policy(wait), .cpu = static_cast<int>(proxy_cpu)};
+  return engines().add(std::make_shared<EngineObject>(options, proxy));
+}
+
+void engine_close(int64_t engine) {
+  if (const auto object = engines().take(engine)) object->close();
+}
+
+Tensor engine_address(int64_t engine) {
+  return bytes_tensor(engines().get(engine)->engine().address().serialize());
+}
+
+int64_t engine_register(int64_t engine, const Tensor& memory) {
+  return engines().get(engine)->register_memory(memory);
+}
+
+void engine_unregister(int64_t engine, int64_t memory) {
+  engines().get(engine)->unregister_memory(memory);
+}
+
+Tensor engine_descriptor(int64_t engine, int64_t memory) {
+  const auto object = engines().get(engine);
+  return bytes_tensor(object->engine().descriptor(object->memory(memory)).serialize());
+}
+
+int64_t engine_connect(int64_t engine, const Tensor& address) {
+  return engines().get(engine)->connect(
+      engine::EngineAddress::parse(bytes_of(address, "address")));
+}
+
+void engine_disconnect(int64_t engine, int64_t peer) { engines().get(engine)->disconnect(peer); }
+
+int64_t engine_resolve(int64_t engine, const Tensor& descriptor, std::optional<int64_t> peer) {
+  const auto object = engines().get(engine);
+  return object->resolve(engine::MemoryDescriptor::parse(bytes_of(descriptor, "descriptor")),
+                         peer ? object->peer(*peer) : nullptr);
+}
+
+int64_t engine_region_bytes(int64_t engine, int64_t region) {
+  return static_cast<int64_t>(engines().get(engine)->region(region)->bytes);
+}
+
+// [nics, 4]: bytes written, writes posted, immediates sent, immediates received.
+Tensor engine_counters(int64_t engine) {
+  const auto counters = engines().get(engine)->engine().counters();
+  Tensor tensor = make_tensor({static_cast<int64_t>(counters.size()), 4}, ScalarType::Long);
+  auto* out = static_cast<int64_t*>(tensor.mutable_data_ptr());
+  for (const engine::NicCounters& nic : counters)
+    for (const uint64_t value :
+         {nic.bytes_written, nic.writes, nic.immediates_sent, nic.immediates_received})
+      *out++ = static_cast<int64_t>(value);
+  return tensor;
+}
+
+std::string host_identity() { return platform::host_identity(); }
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(moe_p2p, CompositeExplicitAutograd, m) {
+  m.impl("engine_create", TORCH_BOX(&engine_create));
+  m.impl("engine_close", TORCH_BOX(&engine_close));
+  m.impl("engine_address", TORCH_BOX(&engine_address));
+  m.impl("engine_register", TORCH_BOX(&engine_register));
+  m.impl("engine_unregister", TORCH_BOX(&engine_unregister));
+  m.impl("engine_descriptor", TORCH_BOX(&engine_descriptor));
+  m.impl("engine_connect", TORCH_BOX(&engine_connect));
+  m.impl("engine_disconnect", TORCH_BOX(&engine_disconnect));
+  m.impl("engine_resolve", TORCH_BOX(&engine_resolve));
+  m.impl("engine_region_bytes", TORCH_BOX(&engine_region_bytes));
+  m.impl("engine_counters", TORCH_BOX(&engine_counters));
+  m.impl("host_identity", TORCH_BOX(&host_identity));
+}
+
+}  // namespace moe_p2p::ops

@@ -1,0 +1,83 @@
+// Every op of the package with its schema; the one place where names, types and mutation are said.
+// Objects are numbers (registry.h). Fake kernels and autograd are in moe_p2p/ops.py.
+#include <torch/csrc/stable/library.h>
+
+STABLE_TORCH_LIBRARY(moe_p2p, m) {
+  // --- engine: set-up ---
+  m.def(
+      "engine_create(str provider, int num_nics, str settings, str label, str wait, "
+      "int proxy_cpu) -> int");
+  m.def("engine_close(int engine) -> ()");
+  m.def("engine_address(int engine) -> Tensor");
+  m.def("engine_register(int engine, Tensor memory) -> int");
+  m.def("engine_unregister(int engine, int memory) -> ()");
+  m.def("engine_descriptor(int engine, int memory) -> Tensor");
+  m.def("engine_connect(int engine, Tensor address) -> int");
+  m.def("engine_disconnect(int engine, int peer) -> ()");
+  m.def("engine_resolve(int engine, Tensor descriptor, int? peer=None) -> int");
+  m.def("engine_region_bytes(int engine, int region) -> int");
+  m.def("engine_counters(int engine) -> Tensor");
+  m.def("host_identity() -> str");
+
+  // --- engine: transfers; each returns a request to wait for ---
+  m.def(
+      "engine_write(int engine, int memory, int offset, int region, int region_offset, int bytes, "
+      "int? imm=None) -> int");
+  m.def(
+      "engine_write_pages(int engine, int memory, int region, int page_bytes, Tensor pages, "
+      "int stride, int offset, Tensor region_pages, int region_stride, int region_offset, "
+      "int? imm=None) -> int");
+  m.def(
+      "engine_scatter(int engine, int memory, Tensor slices, bool by_bytes, int? imm=None) "
+      "-> int");
+  m.def("engine_imm(int engine, int peer, int imm) -> int");
+  m.def("engine_wait(int engine, int request, float timeout_s) -> ()");
+  m.def("engine_poll(int engine, int request) -> bool");
+  m.def("engine_forget(int engine, int request) -> ()");
+  m.def("engine_imm_wait(int engine, int imm, int count, float timeout_s) -> int");
+  m.def("engine_imm_value(int engine, int imm) -> int");
+
+  // --- all to all: set-up ---
+  m.def(
+      "plan(int world_size, int ranks_per_node, int num_experts, int hidden_dim, int topk, "
+      "int max_tokens, int chunk_tokens, int steps_in_flight, int payload_item_bytes, "
+      "int combine_item_bytes, int extra_bytes, int[] expert_rank) -> str");
+  m.def(
+      "all_to_all_create(int engine, int rank, int communicator, int world_size, "
+      "int ranks_per_node, int num_experts, int hidden_dim, int topk, int max_tokens, "
+      "int chunk_tokens, int steps_in_flight, int payload_item_bytes, int combine_item_bytes, "
+      "int extra_bytes, int[] expert_rank, float timeout_s, str wait, int num_threads) -> int");
+  m.def("all_to_all_address(int comm) -> Tensor");
+  m.def("all_to_all_connect(int comm, Tensor[] addresses) -> ()");
+  m.def("all_to_all_close(int comm) -> ()");
+  m.def("all_to_all_broken(int comm) -> str");
+  m.def("handle_words(int comm, int num_rows, int max_tokens) -> int");
+
+  // --- all to all: halves ---
+  m.def(
+      "dispatch_send(int comm, Tensor x, Tensor? scales, Tensor[] extras, Tensor topk_idx, "
+      "Tensor? topk_weights, Tensor? num_tokens, int num_tokens_host, int max_tokens, "
+      "bool quantize, bool solo, Tensor(a!) handle) -> ()");
+  m.def(
+      "dispatch_recv(int comm, Tensor(a!) handle, Tensor(b!) x, Tensor(c!)? scales, "
+      "Tensor(d!)[] extras, Tensor(e!) row_weights, Tensor(f!) counts, Tensor(g!) offsets, "
+      "Tensor(h!)? source, bool grouped, int capacity, int alignment, bool zero_padding) -> ()");
+  m.def(
+      "combine_send(int comm, Tensor(a!) handle, Tensor y, Tensor? row_weights, "
+      "Tensor? row_scalars, ScalarType out_dtype) -> ()");
+  m.def(
+      "combine_recv(int comm, Tensor(a!) handle, Tensor(b!) out, Tensor(c!)? out_scalars) -> ()");
+  m.def("release(int comm, Tensor(a!) handle) -> ()");
+
+  // --- all to all: whole calls, differentiable ---
+  m.def(
+      "dispatch(int comm, Tensor x, Tensor? scales, Tensor[] extras, Tensor topk_idx, "
+      "Tensor? topk_weights, Tensor? num_tokens, int num_tokens_host, int max_tokens, "
+      "bool quantize, bool grouped, int capacity, int alignment, bool zero_padding, "
+      "bool with_source, bool solo) -> (Tensor rows, Tensor row_scales, Tensor row_weights, "
+      "Tensor counts, Tensor offsets, Tensor source, Tensor handle, Tensor[] row_extras)");
+  m.def(
+      "combine(int comm, Tensor y, Tensor? row_weights, Tensor? row_scalars, Tensor handle, "
+      "Tensor topk_idx, int max_tokens, ScalarType out_dtype, bool grouped, int capacity, "
+      "int alignment) -> (Tensor out, Tensor out_scalars)");
+}

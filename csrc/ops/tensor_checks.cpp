@@ -1,0 +1,119 @@
+#include "ops/tensor_checks.h"
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "base/log.h"
+
+namespace moe_p2p::ops {
+
+using base::Code;
+
+namespace {
+
+template <typename Extents>
+std::string list(const Extents& extents) {
+  std::string text = "[";
+  for (const int64_t extent : extents) {
+    if (text.size() > 1) text += ", ";
+    text += extent == kAny ? "*" : std::to_string(extent);
+  }
+  return text + "]";
+}
+
+std::string names(std::initializer_list<ScalarType> dtypes) {
+  std::string text;
+  for (const ScalarType dtype : dtypes) {
+    if (!text.empty()) text += " or ";
+    text += dtype_name(dtype);
+  }
+  return text;
+}
+
+bool fits(const Tensor& tensor, std::initializer_list<int64_t> sizes) {
+  const auto have = tensor.sizes();
+  return std::equal(have.begin(), have.end(), sizes.begin(), sizes.end(),
+                    [](int64_t size, int64_t must) { return must == kAny || size == must; });
+}
+
+int32_t shim_dtype(ScalarType dtype) {
+  return torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
+}
+
+}  // namespace
+
+const char* dtype_name(ScalarType dtype) {
+  switch (dtype) {
+    case ScalarType::BFloat16: return "bfloat16";
+    case ScalarType::Half: return "float16";
+    case ScalarType::Float: return "float32";
+    case ScalarType::Double: return "float64";
+    case ScalarType::Float8_e4m3fn: return "float8_e4m3fn";
+    case ScalarType::Int: return "int32";
+    case ScalarType::Long: return "int64";
+    case ScalarType::Byte: return "uint8";
+    default: return torch::headeronly::toString(dtype);
+  }
+}
+
+std::string describe(const Tensor& tensor) {
+  return std::string(dtype_name(tensor.scalar_type())) + " " + list(tensor.sizes());
+}
+
+void check_placed(const Tensor& tensor, const char* name) {
+  MOE_P2P_CHECK(tensor.is_cpu(), Code::kInvalidArgument, name,
+                " lies on an accelerator, must be on the CPU: this object works in host memory");
+  MOE_P2P_CHECK(tensor.is_contiguous(), Code::kInvalidArgument, name, " is ", describe(tensor),
+                " with strides ", list(tensor.strides()),
+                ", must be contiguous; pass .contiguous()");
+}
+
+void check_tensor(const Tensor& tensor, const Expected& expected) {
+  const auto& dtypes = expected.dtypes;
+  MOE_P2P_CHECK(dtypes.size() == 0 || std::find(dtypes.begin(), dtypes.end(),
+                                                tensor.scalar_type()) != dtypes.end(),
+                Code::kInvalidArgument, expected.name, " is ", describe(tensor), ", must be ",
+                names(dtypes));
+  MOE_P2P_CHECK(fits(tensor, expected.sizes), Code::kInvalidArgument, expected.name, " is ",
+                describe(tensor), ", must have shape ", list(expected.sizes));
+  check_placed(tensor, expected.name);
+}
+
+abi::DType payload_type(ScalarType dtype, const char* name) {
+  switch (dtype) {
+    case ScalarType::BFloat16: return abi::DType::kBFloat16;
+    case ScalarType::Half: return abi::DType::kFloat16;
+    case ScalarType::Float: return abi::DType::kFloat32;
+    case ScalarType::Float8_e4m3fn: return abi::DType::kFloat8E4M3;
+    default: break;
+  }
+  throw base::Error(Code::kInvalidArgument, base::concat(name, " is ", dtype_name(dtype),
+                                                         ", must be ", names(kPayloadTypes)));
+}
+
+Tensor make_tensor(std::span<const int64_t> sizes, ScalarType dtype) {
+  std::vector<int64_t> strides(sizes.size(), 1);
+  for (size_t i = sizes.size(); i-- > 1;)
+    strides[i - 1] = strides[i] * std::max<int64_t>(sizes[i], 1);
+  AtenTensorHandle made = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+      static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), shim_dtype(dtype),
+      aoti_torch_device_type_cpu(), 0, &made));
+  return Tensor(made);
+}
+
+Tensor bytes_tensor(const base::Bytes& bytes) {
+  Tensor tensor = make_tensor({static_cast<int64_t>(bytes.size())}, ScalarType::Byte);
+  if (!bytes.empty()) std::memcpy(tensor.mutable_data_ptr(), bytes.data(), bytes.size());
+  return tensor;
+}
+
+std::span<const std::byte> bytes_of(const Tensor& tensor, const char* name) {
+  const auto* data = input<std::byte>(tensor, {name, {ScalarType::Byte}, {kAny}});
+  return {data, static_cast<size_t>(tensor.numel())};
+}
+
+}  // namespace moe_p2p::ops

@@ -1,0 +1,67 @@
+// Tensors as the ops see them: checked and turned into pointers, or made. Every error says which
+// argument it is, what was given and what it must be.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <cstdint>
+#include <initializer_list>
+#include <span>
+#include <string>
+
+#include "base/wire.h"
+#include "kernels/abi/layout.h"
+
+namespace moe_p2p::ops {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+inline constexpr int64_t kAny = -1;  // any extent of a dimension
+
+// What an argument must be. No `dtypes` means any type.
+struct Expected {
+  const char* name;
+  std::initializer_list<ScalarType> dtypes;
+  std::initializer_list<int64_t> sizes;
+};
+
+// Throws Error{kInvalidArgument} unless `tensor` lies in host memory, is contiguous and fits.
+void check_tensor(const Tensor& tensor, const Expected& expected);
+// The checks that do not depend on the shape.
+void check_placed(const Tensor& tensor, const char* name);
+
+template <typename T>
+const T* input(const Tensor& tensor, const Expected& expected) {
+  check_tensor(tensor, expected);
+  return static_cast<const T*>(tensor.const_data_ptr());
+}
+template <typename T>
+T* output(const Tensor& tensor, const Expected& expected) {
+  check_tensor(tensor, expected);
+  return static_cast<T*>(tensor.mutable_data_ptr());
+}
+
+// "bfloat16 [3, 4]", for errors.
+std::string describe(const Tensor& tensor);
+const char* dtype_name(ScalarType dtype);
+// Throws Error{kInvalidArgument} for a type that tokens cannot have.
+abi::DType payload_type(ScalarType dtype, const char* name);
+// The types that tokens can have, for Expected::dtypes.
+inline constexpr std::initializer_list<ScalarType> kPayloadTypes = {
+    ScalarType::BFloat16, ScalarType::Half, ScalarType::Float, ScalarType::Float8_e4m3fn};
+inline constexpr std::initializer_list<ScalarType> kCombineTypes = {
+    ScalarType::BFloat16, ScalarType::Half, ScalarType::Float};
+
+// A new contiguous tensor in host memory, not initialised.
+Tensor make_tensor(std::span<const int64_t> sizes, ScalarType dtype);
+inline Tensor make_tensor(std::initializer_list<int64_t> sizes, ScalarType dtype) {
+  return make_tensor(std::span(sizes.begin(), sizes.size()), dtype);
+}
+// Opaque bytes, which the bootstrap carries as uint8 tensors.
+Tensor bytes_tensor(const base::Bytes& bytes);
+std::span<const std::byte> bytes_of(const Tensor& tensor, const char* name);
+
+}  // namespace moe_p2p::ops

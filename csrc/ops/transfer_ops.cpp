@@ -1,0 +1,136 @@
+// torch.ops.moe_p2p.engine_*: what is sent over an engine, and waiting for it.
+#include <limits>
+#include <utility>
+
+#include "ops/engine_object.h"
+
+namespace moe_p2p::ops {
+
+using base::Code;
+
+namespace {
+
+uint64_t unsigned_of(int64_t value, const char* name) {
+  MOE_P2P_CHECK(value >= 0, Code::kInvalidArgument, name, " is ", value, ", must be at least 0");
+  return static_cast<uint64_t>(value);
+}
+
+// Users have the lower half of the immediates, the communicators the upper one.
+uint32_t free_form(int64_t imm) {
+  MOE_P2P_CHECK(imm >= 0 && imm < int64_t{engine::ImmKey::kKeyedBit}, Code::kInvalidArgument,
+                "imm is ", imm, ", must be from 0 to ", engine::ImmKey::kKeyedBit - 1);
+  return static_cast<uint32_t>(imm);
+}
+
+std::optional<uint32_t> free_form(std::optional<int64_t> imm) {
+  if (!imm) return std::nullopt;
+  return free_form(*imm);
+}
+
+std::vector<int64_t> page_indices(const Tensor& pages, const char* name) {
+  const auto* data = input<int64_t>(pages, {name, {ScalarType::Long}, {kAny}});
+  return {data, data + pages.numel()};
+}
+
+int64_t engine_write(int64_t engine, int64_t memory, int64_t offset, int64_t region,
+                     int64_t region_offset, int64_t bytes, std::optional<int64_t> imm) {
+  const auto object = engines().get(engine);
+  auto record = std::make_shared<RequestRecord>();
+  record->what = base::concat("write of ", bytes, " bytes");
+  record->request.operation =
+      engine::Write{.source = object->memory(memory),
+                    .source_offset = unsigned_of(offset, "offset"),
+                    .target = object->region(region),
+                    .target_offset = unsigned_of(region_offset, "region_offset"),
+                    .bytes = unsigned_of(bytes, "bytes"),
+                    .imm = free_form(imm)};
+  return object->submit(std::move(record));
+}
+
+int64_t engine_write_pages(int64_t engine, int64_t memory, int64_t region, int64_t page_bytes,
+                           const Tensor& pages, int64_t stride, int64_t offset,
+                           const Tensor& region_pages, int64_t region_stride,
+                           int64_t region_offset, std::optional<int64_t> imm) {
+  const auto object = engines().get(engine);
+  auto record = std::make_shared<RequestRecord>();
+  record->source_pages = page_indices(pages, "pages");
+  record->target_pages = page_indices(region_pages, "region_pages");
+  record->what = base::concat("write of ", record->source_pages.size(), " pages of ", page_bytes,
+                              " bytes");
+  record->request.operation = engine::WritePages{
+      .source = object->memory(memory),
+      .target = object->region(region),
+      .page_bytes = unsigned_of(page_bytes, "page_bytes"),
+      .source_pages = {record->source_pages, unsigned_of(stride, "stride"),
+                       unsigned_of(offset, "offset")},
+      .target_pages = {record->target_pages, unsigned_of(region_stride, "region_stride"),
+                       unsigned_of(region_offset, "region_offset")},
+      .imm = free_form(imm)};
+  return object->submit(std::move(record));
+}
+
+// slices [n, 4]: offset, region, offset in the region, bytes.
+int64_t engine_scatter(int64_t engine, int64_t memory, const Tensor& slices, bool by_bytes,
+                       std::optional<int64_t> imm) {
+  const auto object = engines().get(engine);
+  const auto* row = input<int64_t>(slices, {"slices", {ScalarType::Long}, {kAny, 4}});
+  auto record = std::make_shared<RequestRecord>();
+  for (int64_t i = 0; i < slices.size(0); ++i, row += 4)
+    record->slices.push_back({.source_offset = unsigned_of(row[0], "offset of a slice"),
+                              .target = object->region(row[1]),
+                              .target_offset = unsigned_of(row[2], "region_offset of a slice"),
+                              .bytes = unsigned_of(row[3], "bytes of a slice")});
+  record->what = base::concat("scatter of ", record->slices.size(), " slices");
+  record->request.operation = engine::Scatter{
+      .source = object->memory(memory),
+      .slices = record->slices,
+      .sharding =
+          by_bytes ? engine::Scatter::Sharding::kByBytes : engine::Scatter::Sharding::kByPeer,
+      .imm = free_form(imm)};
+  return object->submit(std::move(record));
+}
+
+int64_t engine_imm(int64_t engine, int64_t peer, int64_t imm) {
+  const auto object = engines().get(engine);
+  auto record = std::make_shared<RequestRecord>();
+  record->what = base::concat("immediate ", imm);
+  record->request.operation = engine::Imm{.peer = object->peer(peer), .imm = free_form(imm)};
+  return object->submit(std::move(record));
+}
+
+void engine_wait(int64_t engine, int64_t request, double timeout_s) {
+  engines().get(engine)->wait_request(request, timeout_s);
+}
+
+bool engine_poll(int64_t engine, int64_t request) {
+  return engines().get(engine)->request(request)->request.done();
+}
+
+void engine_forget(int64_t engine, int64_t request) {
+  engines().get(engine)->forget_request(request);
+}
+
+int64_t engine_imm_wait(int64_t engine, int64_t imm, int64_t count, double timeout_s) {
+  return static_cast<int64_t>(engines().get(engine)->wait_imm(
+      free_form(imm), unsigned_of(count, "count"), timeout_s));
+}
+
+int64_t engine_imm_value(int64_t engine, int64_t imm) {
+  return static_cast<int64_t>(engines().get(engine)->wait_imm(free_form(imm), 0, 0));
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(moe_p2p, CompositeExplicitAutograd, m) {
+  m.impl("engine_write", TORCH_BOX(&engine_write));
+  m.impl("engine_write_pages", TORCH_BOX(&engine_write_pages));
+  m.impl("engine_scatter", TORCH_BOX(&engine_scatter));
+  m.impl("engine_imm", TORCH_BOX(&engine_imm));
+  m.impl("engine_wait", TORCH_BOX(&engine_wait));
+  m.impl("engine_poll", TORCH_BOX(&engine_poll));
+  m.impl("engine_forget", TORCH_BOX(&engine_forget));
+  m.impl("engine_imm_wait", TORCH_BOX(&engine_imm_wait));
+  m.impl("engine_imm_value", TORCH_BOX(&engine_imm_value));
+}
+
+}  // namespace moe_p2p::ops
