@@ -129,6 +129,9 @@ class AllToAll {
   // Empty while the object is usable; else why it is not.
   std::string broken() const;
 
+  // For a caller that turns the loop itself, after connect().
+  proxy::ProxyTask* task() const noexcept;
+
  private:
   struct State;
   std::unique_ptr<State> state_;

@@ -21,7 +21,7 @@ std::byte* partial_at(RegionHeader& region, int64_t slot, uint64_t stride) noexc
 }
 
 uint32_t combine_flags(DType dtype, bool scalars) {
-  return dtype_flags(dtype) | (scalars ? abi::kScalars : 0);
+  return dtype_flags(dtype) | (scalars ? uint32_t{abi::kScalars} : 0u);
 }
 
 // sums[k] = the K scalars at `offset` of each row, added up.
@@ -111,7 +111,7 @@ void HostKernels::add_up(Step step, const CombineSend* call, const HandleView* h
                          int64_t chunk, int gateway, int node) {
   const bool scalars = call && call->row_scalars;
   const uint64_t stride = call ? partial_stride(plan_, call->out_dtype, scalars) : 0;
-  const uint32_t flags = call ? combine_flags(call->out_dtype, scalars) : abi::kEmpty;
+  const uint32_t flags = call ? combine_flags(call->out_dtype, scalars) : uint32_t{abi::kEmpty};
   for (int j = 0; j < shape_.ranks_per_node; ++j)
     check_header(memory_.gather(gateway, step.slot, node, j), step, flags, stride,
                  memory_.node() * shape_.ranks_per_node + j, "combine");

@@ -7,6 +7,7 @@
 
 namespace moe_p2p::moe {
 
+using abi::DType;
 using abi::Phase;
 using abi::RegionHeader;
 using base::Code;

@@ -41,6 +41,7 @@ struct Placement {
 class HostKernels {
  public:
   HostKernels(const Plan& plan, NodeMemory& memory, int num_threads);
+  int rank() const noexcept { return memory_.rank(); }
 
   // Checks the expert ids, counts, and gives every token its slots (into the handle).
   Routing route(const DispatchSend& call, int64_t num_chunks, const HandleView& handle) const;

@@ -1,0 +1,234 @@
+#include "moe/calls.h"
+
+#include "base/mutation.h"
+
+namespace moe_p2p::moe {
+
+using abi::Phase;
+using base::Code;
+
+// --- steps -------------------------------------------------------------------------------------
+
+StepRing::StepRing(const Plan& plan, HostKernels& kernels)
+    : plan_(plan), kernels_(kernels), slots_(static_cast<size_t>(plan.shape.steps_in_flight)) {}
+
+Step StepRing::step_of(uint64_t index) const noexcept {
+  return {index, static_cast<int>(index % slots_.size())};
+}
+
+bool StepRing::arrived(Step step, Phase phase) const noexcept {
+  for (int source = 0; source < plan_.shape.world_size; ++source)
+    if (!kernels_.arrived(step, phase, source)) return false;
+  return true;
+}
+
+Pending StepRing::pending() const {
+  return {step_of(slots_[next_ % slots_.size()].step), Phase::kCombine};
+}
+
+void StepRing::check_room(int64_t num_steps) const {
+  for (uint64_t i = 0; i < slots_.size() && static_cast<int64_t>(i) < num_steps; ++i) {
+    const Slot& slot = slots_[(next_ + i) % slots_.size()];
+    if (MOE_P2P_MUTATED(kReuseSlotEarly)) return;
+    MOE_P2P_CHECK(slot.state == State::kClosed || slot.state == State::kAcknowledged,
+                  Code::kInvalidArgument, "step ", slot.step, " is still open and this call needs ",
+                  num_steps, " of steps_in_flight ", slots_.size(),
+                  "; combine or release the earlier dispatch first");
+  }
+}
+
+bool StepRing::can_begin() {
+  Slot& slot = slots_[next_ % slots_.size()];
+  if (slot.state == State::kClosed || MOE_P2P_MUTATED(kReuseSlotEarly)) return true;
+  const Step step = step_of(slot.step);
+  if (slot.state != State::kAcknowledged || !arrived(step, Phase::kCombine)) return false;
+  kernels_.recv_empty_combine(step);
+  slot.state = State::kClosed;
+  return true;
+}
+
+Step StepRing::begin() {
+  const Step step = step_of(next_++);
+  slots_[static_cast<size_t>(step.slot)] = {State::kBusy, step.index};
+  return step;
+}
+
+bool StepRing::is_open(uint64_t step) const noexcept {
+  const Slot& slot = slots_[step % slots_.size()];
+  return slot.state == State::kOpen && slot.step == step;
+}
+
+void StepRing::leave_open(Step step) noexcept {
+  slots_[static_cast<size_t>(step.slot)].state = State::kOpen;
+}
+
+void StepRing::acknowledge(Step step) {
+  kernels_.send_empty_combine(step);
+  slots_[static_cast<size_t>(step.slot)].state = State::kAcknowledged;
+}
+
+void StepRing::close(Step step) noexcept {
+  slots_[static_cast<size_t>(step.slot)].state = State::kClosed;
+}
+
+std::vector<StepRing::Last> StepRing::last_steps() const {
+  std::vector<Last> steps;
+  for (uint64_t i = 0; i < slots_.size() && i < next_; ++i) {
+    const Slot& slot = slots_[(next_ - 1 - i) % slots_.size()];
+    steps.push_back({step_of(slot.step),
+                     slot.state == State::kClosed || slot.state == State::kAcknowledged});
+  }
+  return steps;
+}
+
+// --- dispatch ------------------------------------------------------------------------------------
+
+DispatchCall::DispatchCall(const Plan& plan, StepRing& ring, HostKernels& kernels,
+                           uint32_t communicator, const DispatchSend& send)
+    : ring_(ring),
+      kernels_(kernels),
+      send_(send),
+      num_chunks_(plan.num_chunks(send.max_tokens)),
+      handle_(HandleView::create(plan.shape, send.handle, send.num_rows, num_chunks_)),
+      parts_(kernels.send_parts(send)) {
+  MOE_P2P_CHECK(send.num_tokens >= 0 && send.num_tokens <= send.num_rows, Code::kInvalidArgument,
+                "num_tokens is ", send.num_tokens, ", x has ", send.num_rows, " rows");
+  MOE_P2P_CHECK(send.num_tokens <= send.max_tokens, Code::kInvalidArgument, "this rank sends ",
+                send.num_tokens, " tokens, max_tokens of this call is ", send.max_tokens);
+  abi::HandleMeta& meta = handle_.meta();
+  meta = {};
+  meta.num_chunks = static_cast<int32_t>(num_chunks_);
+  meta.num_tokens = static_cast<int32_t>(send.num_tokens);
+  meta.num_rows = static_cast<int32_t>(send.num_rows);
+  routing_ = kernels_.route(send, num_chunks_, handle_);
+  meta.magic = abi::HandleMeta::kMagic;
+  meta.communicator = communicator;
+  send_.solo = send.solo || num_chunks_ > 1;
+  ring.check_room(num_chunks_);
+}
+
+void DispatchCall::check(const DispatchRecv& recv) const {
+  const abi::DType sent = send_.quantize ? abi::DType::kFloat8E4M3 : send_.x_dtype;
+  const abi::TokenParts parts = kernels_.recv_parts(recv);
+  bool fits = recv.x_dtype == sent && parts.num_parts == parts_.num_parts;
+  for (int i = 0; fits && i < parts.num_parts; ++i) fits = parts.bytes[i] == parts_.bytes[i];
+  MOE_P2P_CHECK(fits, Code::kInvalidArgument,
+                "the outputs of this dispatch do not fit its inputs: payload type, scales and extras "
+                "must be those that were sent");
+  MOE_P2P_CHECK(recv.capacity >= 0 && recv.alignment >= 1, Code::kInvalidArgument, "capacity is ",
+                recv.capacity, " and alignment ", recv.alignment, ", must be at least 0 and 1");
+}
+
+bool DispatchCall::advance_send() {
+  while (num_sent_ < num_chunks_ && ring_.can_begin()) {
+    const Step step = ring_.begin();
+    if (num_sent_ == 0) handle_.meta().first_step = step.index;
+    kernels_.dispatch_send(step, send_, parts_, routing_, handle_, num_sent_++);
+    in_flight_.push_back(step);
+  }
+  handle_.meta().state = abi::kSent;
+  return num_sent_ == num_chunks_;
+}
+
+bool DispatchCall::advance_recv(const DispatchRecv& recv) {
+  advance_send();
+  while (!in_flight_.empty() && ring_.arrived(in_flight_.front(), Phase::kDispatch)) {
+    const Step step = in_flight_.front();
+    kernels_.dispatch_recv(step, recv, parts_, handle_, num_received_++, placement_);
+    in_flight_.pop_front();
+    if (send_.solo) {
+      ring_.acknowledge(step);
+      advance_send();
+    } else {
+      ring_.leave_open(step);
+    }
+  }
+  if (num_received_ < num_chunks_) return false;
+  if (handle_.meta().state == abi::kSent) handle_.meta().state = abi::kReceived;
+  return true;
+}
+
+Pending DispatchCall::pending() const {
+  return in_flight_.empty() ? ring_.pending() : Pending{in_flight_.front(), Phase::kDispatch};
+}
+
+// --- combine -------------------------------------------------------------------------------------
+
+CombineCall::CombineCall(const Plan& plan, StepRing& ring, HostKernels& kernels,
+                         uint32_t communicator, const CombineSend& send)
+    : plan_(plan),
+      ring_(ring),
+      kernels_(kernels),
+      send_(send),
+      handle_(HandleView::open(plan.shape, communicator, send.handle)),
+      num_chunks_(handle_.meta().num_chunks),
+      paired_(ring.is_open(handle_.meta().first_step)) {
+  MOE_P2P_CHECK(handle_.meta().state != abi::kSent, Code::kInvalidArgument,
+                "combine needs a dispatch that was received; call dispatch_recv first");
+  const uint64_t bytes = partial_stride(plan, send.out_dtype, send.row_scalars != nullptr);
+  MOE_P2P_CHECK(bytes <= abi::align_up(plan.shape.max_partial_bytes, abi::kLine),
+                Code::kInvalidArgument, "a combined row is ", bytes,
+                " bytes, the communicator was made for ", plan.shape.max_partial_bytes,
+                "; widen combine_dtype of its configuration");
+  if (paired_) {
+    in_flight_.push_back(ring.step_of(handle_.meta().first_step));
+    num_begun_ = 1;
+  } else {
+    ring.check_room(num_chunks_);
+  }
+}
+
+bool CombineCall::heard_from_all(Step step, int64_t chunk) const {
+  if (!MOE_P2P_MUTATED(kSkipEmptyPeer)) return ring_.arrived(step, Phase::kCombine);
+  const int num_local = plan_.shape.ranks_per_node;
+  for (int source = 0; source < plan_.shape.world_size; ++source) {
+    const int own_first = kernels_.rank() / num_local * num_local;
+    const bool own_node = source >= own_first && source < own_first + num_local;
+    const int column = own_node ? source - own_first : num_local + source / num_local;
+    bool used = false;
+    for (int64_t t = chunk * plan_.shape.chunk_tokens; t < handle_.meta().num_tokens; ++t)
+      used = used || handle_.send_slots(t)[column] >= 0;
+    if (used && !kernels_.arrived(step, Phase::kCombine, source)) return false;
+  }
+  return true;
+}
+
+bool CombineCall::advance_send() {
+  while (num_begun_ < num_chunks_ && ring_.can_begin()) {
+    const Step step = ring_.begin();
+    kernels_.send_empty_dispatch(step);
+    in_flight_.push_back(step);
+    ++num_begun_;
+  }
+  while (num_sent_ < num_begun_) {
+    const Step step = in_flight_[static_cast<size_t>(num_sent_ - num_received_)];
+    if (!paired_) {
+      if (!ring_.arrived(step, Phase::kDispatch)) return false;
+      kernels_.recv_empty_dispatch(step);
+    }
+    kernels_.combine_send(step, send_, handle_, num_sent_++);
+  }
+  handle_.meta().state = abi::kCombineSent;
+  return num_sent_ == num_chunks_;
+}
+
+bool CombineCall::advance_recv(const CombineRecv& recv) {
+  advance_send();
+  while (num_received_ < num_sent_ && heard_from_all(in_flight_.front(), num_received_)) {
+    kernels_.combine_recv(in_flight_.front(), recv, handle_, num_received_++);
+    ring_.close(in_flight_.front());
+    in_flight_.pop_front();
+    advance_send();
+  }
+  if (num_received_ < num_chunks_) return false;
+  handle_.meta().state = abi::kCombined;
+  return true;
+}
+
+Pending CombineCall::pending() const {
+  if (in_flight_.empty()) return ring_.pending();
+  if (num_sent_ > num_received_) return {in_flight_.front(), Phase::kCombine};
+  return {in_flight_.front(), Phase::kDispatch};
+}
+
+}  // namespace moe_p2p::moe

@@ -1,0 +1,176 @@
+#include "moe/exchange.h"
+
+#include "base/mutation.h"
+
+namespace moe_p2p::moe {
+
+using abi::Phase;
+
+Exchange::Exchange(const Plan& plan, NodeMemory& memory, engine::TransferEngine& engine,
+                   const engine::MemoryHandle* data, uint32_t communicator,
+                   std::vector<Remote> remotes)
+    : plan_(plan),
+      memory_(memory),
+      engine_(engine),
+      data_(data),
+      communicator_(communicator),
+      remotes_(std::move(remotes)),
+      num_lanes_(static_cast<size_t>(abi::kNumPhases * plan.shape.steps_in_flight) *
+                 remotes_.size()),
+      lanes_(std::make_unique<Lane[]>(num_lanes_)) {
+  size_t i = 0;
+  for (int phase = 0; phase < abi::kNumPhases; ++phase)
+    for (int slot = 0; slot < plan.shape.steps_in_flight; ++slot)
+      for (const Remote& remote : remotes_) {
+        Lane& lane = lanes_[i++];
+        lane.phase = static_cast<Phase>(phase);
+        lane.slot = slot;
+        lane.node = remote.node;
+      }
+}
+
+Exchange::Lane& Exchange::lane(Phase phase, int slot, int index) const noexcept {
+  const auto row = static_cast<size_t>(static_cast<int>(phase) * plan_.shape.steps_in_flight + slot);
+  return lanes_[row * remotes_.size() + static_cast<size_t>(index)];
+}
+
+// --- sending -----------------------------------------------------------------------------------
+
+uint64_t Exchange::region_length(const abi::RegionHeader& header, Phase phase) const noexcept {
+  if (header.flags & abi::kEmpty) return sizeof header;
+  const uint64_t slots = phase == Phase::kDispatch ? abi::outbox_slots_offset(plan_.shape)
+                                                   : abi::combine_slots_offset();
+  return slots + header.num_tokens * header.slot_bytes;
+}
+
+bool Exchange::take(Lane& lane) noexcept {
+  // acquire: pairs with HostKernels::ring(); the region behind the doorbell is complete.
+  const uint64_t word = memory_.doorbell(memory_.local(), lane.phase, lane.slot, lane.node)
+                            .load(std::memory_order_acquire);
+  if (word == lane.word) return false;
+  lane.word = word;
+  const bool dispatch = lane.phase == Phase::kDispatch;
+  const int own = memory_.local();
+  const abi::RegionHeader& from = dispatch ? memory_.outbox(own, lane.slot, lane.node)
+                                           : memory_.combine_outbox(own, lane.slot, lane.node);
+  // Where this node's region lies over there. All ranks share one plan, so the offset is computed as
+  // that rank would: among the nodes other than *its* own.
+  const auto index = static_cast<uint64_t>(abi::other_index(memory_.node(), lane.node));
+  const uint64_t base = dispatch ? plan_.regions.landing : plan_.regions.combine_landing;
+  const uint64_t stride =
+      dispatch ? abi::outbox_bytes(plan_.shape) : abi::partial_bytes(plan_.shape);
+  const Remote& remote =
+      remotes_[static_cast<size_t>(abi::other_index(lane.node, memory_.node()))];
+  const engine::ImmKey key{communicator_, static_cast<uint32_t>(lane.phase),
+                           static_cast<uint32_t>(lane.slot), static_cast<uint32_t>(memory_.rank())};
+  lane.request.operation = engine::Write{
+      .source = data_,
+      .source_offset = memory_.offset(from),
+      .target = remote.region,
+      .target_offset = static_cast<uint64_t>(lane.slot) * plan_.regions.step_bytes + base + index * stride,
+      .bytes = region_length(from, lane.phase),
+      .imm = key.pack(),
+  };
+  lane.busy = true;
+  engine_.submit_from_poller(lane.request);
+  return true;
+}
+
+void Exchange::finish(Lane& lane) noexcept {
+  lane.busy = false;
+  if (lane.request.status().ok()) {
+    // release: pairs with the acquire in sent().
+    lane.acknowledged.store(lane.word, std::memory_order_release);
+    return;
+  }
+  if (failed_.load(std::memory_order_relaxed)) return;  // only this thread writes it
+  failure_ = {lane.node, lane.phase, lane.request.status()};
+  failed_.store(true, std::memory_order_release);  // pairs with failure()
+  for (int l = 0; l < memory_.num_local(); ++l) {
+    // The whole node stops waiting: whom this rank cannot reach, its neighbours will miss too.
+    std::atomic_ref(memory_.head(l).abort)
+        .store(1 + static_cast<uint64_t>(memory_.rank()), std::memory_order_release);
+    platform::notify_all(memory_.bell(l));
+  }
+}
+
+bool Exchange::take_doorbells() noexcept {
+  bool moved = false;
+  for (size_t i = 0; i < num_lanes_; ++i) {
+    Lane& lane = lanes_[i];
+    if (lane.busy) {
+      if (!lane.request.done()) continue;
+      finish(lane);
+      moved = true;
+    }
+    if (take(lane)) moved = true;
+  }
+  return moved;
+}
+
+// --- receiving -----------------------------------------------------------------------------------
+
+void Exchange::on_imm(const engine::ImmKey& key) noexcept {
+  int node = static_cast<int>(key.source) / plan_.shape.ranks_per_node;
+  const int local = static_cast<int>(key.source) % plan_.shape.ranks_per_node;
+  if (MOE_P2P_MUTATED(kCountWithoutSource)) node = remotes_.front().node;
+  const bool valid = key.phase < abi::kNumPhases &&
+                     key.slot < static_cast<uint32_t>(plan_.shape.steps_in_flight) &&
+                     node < plan_.shape.num_nodes() && node != memory_.node() &&
+                     local == memory_.local();
+  if (!valid) return;  // not from a rank of this communicator
+  lane(static_cast<Phase>(key.phase), static_cast<int>(key.slot), abi::other_index(node, memory_.node()))
+      .immediates.fetch_add(1, std::memory_order_relaxed);  // other threads read it for stories only
+  dirty_ = true;
+}
+
+void Exchange::publish(Lane& lane) noexcept {
+  ++lane.published;
+  const auto steps = static_cast<uint64_t>(plan_.shape.steps_in_flight);
+  const uint64_t word = static_cast<uint64_t>(lane.slot) + (lane.published - 1) * steps + 1;
+  const int source = lane.node * plan_.shape.ranks_per_node + memory_.local();
+  // release: pairs with the acquire in HostKernels::arrived(). The payload is visible to this thread
+  // (provider.h, assumption 1), so it is to whoever acquires the flag.
+  memory_.flag(memory_.local(), lane.phase, lane.slot, source).store(word, std::memory_order_release);
+  const bool whole_node = lane.phase == Phase::kDispatch;
+  for (int l = 0; l < memory_.num_local(); ++l)
+    if (whole_node || l == memory_.local()) platform::notify_all(memory_.bell(l));
+}
+
+bool Exchange::publish_arrivals() noexcept {
+  if (!dirty_) return false;
+  dirty_ = false;
+  bool moved = false;
+  for (size_t i = 0; i < num_lanes_; ++i) {
+    Lane& lane = lanes_[i];
+    const Remote& remote =
+        remotes_[static_cast<size_t>(abi::other_index(lane.node, memory_.node()))];
+    const auto per_step = static_cast<uint64_t>(
+        MOE_P2P_MUTATED(kPublishBeforePayload) ? 1 : remote.num_nics);
+    while (lane.immediates.load(std::memory_order_relaxed) >= (lane.published + 1) * per_step) {
+      publish(lane);
+      moved = true;
+    }
+  }
+  return moved;
+}
+
+// --- any thread ----------------------------------------------------------------------------------
+
+Exchange::Failure Exchange::failure() const noexcept {
+  return failed_.load(std::memory_order_acquire) ? failure_ : Failure{};  // pairs with finish()
+}
+
+uint64_t Exchange::immediates(Phase phase, int slot, int node) const noexcept {
+  return lane(phase, slot, abi::other_index(node, memory_.node()))
+      .immediates.load(std::memory_order_relaxed);
+}
+
+bool Exchange::sent(Phase phase, int slot, uint64_t word) const noexcept {
+  for (size_t i = 0; i < remotes_.size(); ++i)
+    if (lane(phase, slot, static_cast<int>(i)).acknowledged.load(std::memory_order_acquire) < word)
+      return false;  // acquire: pairs with finish()
+  return true;
+}
+
+}  // namespace moe_p2p::moe

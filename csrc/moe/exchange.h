@@ -1,0 +1,81 @@
+// The network half of the protocol: doorbells in, writes out; immediates in, arrivals out. Runs on
+// the proxy thread, once per turn, and never waits. One Exchange per communicator and rank.
+//
+// Sending: a doorbell word of step e says that outbox (or combine_outbox) for a node is complete;
+// one Write takes the region, as long as its header says, to the landing of the rank with the same
+// local index there, cut over all NICs, an immediate on each piece.
+// Receiving: when the immediates of a (phase, step slot, source) reach the next multiple of the
+// source's NIC count, all pieces of that step are visible, and its flag goes up.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <vector>
+
+#include "engine/transfer_engine.h"
+#include "moe/node_memory.h"
+#include "proxy/proxy_thread.h"
+
+namespace moe_p2p::moe {
+
+class Exchange final : public proxy::ProxyTask, public engine::ImmSink {
+ public:
+  // The rank with this local index on another node.
+  struct Remote {
+    int node;
+    const engine::RemoteRegion* region;  // its data memory
+    int num_nics;                        // it sends that many immediates per phase
+  };
+  Exchange(const Plan& plan, NodeMemory& memory, engine::TransferEngine& engine,
+           const engine::MemoryHandle* data, uint32_t communicator, std::vector<Remote> remotes);
+
+  bool take_doorbells() noexcept override;
+  bool publish_arrivals() noexcept override;
+  void on_imm(const engine::ImmKey& key) noexcept override;
+
+  // --- any thread ---
+  // The first failed write: its status and the node it was for; -1 while there is none.
+  struct Failure {
+    int node = -1;
+    abi::Phase phase{};
+    base::Status status;
+  };
+  Failure failure() const noexcept;
+  // Immediates counted so far, for the story of a timeout.
+  uint64_t immediates(abi::Phase phase, int slot, int node) const noexcept;
+  // Doorbells of `word` and older for this slot are on the wire and acknowledged.
+  bool sent(abi::Phase phase, int slot, uint64_t word) const noexcept;
+
+ private:
+  // One (phase, step slot, other node); everything but the atomics belongs to the proxy thread.
+  struct Lane {
+    int node = 0;
+    int slot = 0;
+    abi::Phase phase{};
+    engine::Request request;
+    bool busy = false;              // request is with the engine
+    uint64_t word = 0;              // last doorbell taken
+    std::atomic<uint64_t> acknowledged{0};  // last doorbell whose write completed
+    std::atomic<uint64_t> immediates{0};    // received from that node
+    uint64_t published = 0;         // uses of the slot whose flag is up
+  };
+  Lane& lane(abi::Phase phase, int slot, int index) const noexcept;
+  bool take(Lane& lane) noexcept;
+  void finish(Lane& lane) noexcept;
+  void publish(Lane& lane) noexcept;
+  uint64_t region_length(const abi::RegionHeader& header, abi::Phase phase) const noexcept;
+
+  const Plan& plan_;
+  NodeMemory& memory_;
+  engine::TransferEngine& engine_;
+  const engine::MemoryHandle* data_;
+  const uint32_t communicator_;
+  const std::vector<Remote> remotes_;  // [N-1] by node
+  const size_t num_lanes_;
+  std::unique_ptr<Lane[]> lanes_;      // [phase][slot][N-1]
+  bool dirty_ = false;                 // an immediate came since the last publish_arrivals()
+  Failure failure_;
+  std::atomic<bool> failed_{false};
+};
+
+}  // namespace moe_p2p::moe
