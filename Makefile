@@ -67,7 +67,9 @@ distclean: clean
 # what changed; when nothing did, nothing is started.
 $(STAMPS)/extension: $(ENVIRONMENT) $(STAMPS)/interpreter $(SOURCES)
 	@command -v $${CXX:-g++} > /dev/null || { echo "no C++ compiler: install g++ or set CXX"; exit 1; }
-	$(PY) setup.py --quiet build_ext --inplace
+	@echo "building the extension (log: build/extension.log)"
+	@$(PY) setup.py build_ext --inplace > build/extension.log 2>&1 \
+	  || { cat build/extension.log; echo "building the extension failed"; exit 1; }
 	@touch $@
 
 # Changes when another interpreter or another torch is used.

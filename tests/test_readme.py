@@ -1,4 +1,4 @@
-"""README code runs: every block whose fence says `python run` or `sh run` is executed as it stands."""
+"""README code runs: blocks whose fence says `python run` or `sh run` are executed as they stand."""
 
 from __future__ import annotations
 

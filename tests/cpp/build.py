@@ -1,6 +1,6 @@
 """Builds csrc (without csrc/ops, so without torch) and the C++ tests into one doctest program.
 
-    python tests/cpp/build.py [--sanitize address|thread] [--optimize]   ->  prints the program's path
+    python tests/cpp/build.py [--sanitize address|thread] [--optimize]    prints the program's path
 
 Ninja rebuilds only what changed; each kind of build has a folder of its own under build/.
 """
