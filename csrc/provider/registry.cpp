@@ -2,6 +2,7 @@
 #include <string_view>
 
 #include "base/log.h"
+#include "provider/loopback/domain.h"
 #include "provider/null/domain.h"
 #include "provider/provider.h"
 
@@ -14,6 +15,7 @@ struct Entry {
 };
 
 constexpr Entry kProviders[] = {
+    {"loopback", make_loopback_domain},
     {"null", make_null_domain},
 };
 
