@@ -1,0 +1,110 @@
+"""Comparison with the reference: the package bit for bit, the baseline within rounding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_p2p import reference
+from moe_p2p.bench.cases import Job
+from moe_p2p.bench.options import Options
+from moe_p2p.bench.systems import Rows, System, experts_of_rows
+from moe_p2p.reference import Received, Routing, Tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """What one rank must see in one step."""
+
+    received: Received
+    y: Tensor  # [R, H] what its experts answer
+    out: Tensor  # [T, H] combined, rounded as the package does
+    bound: Tensor  # [T, H] how far a sum in another order may lie from it
+
+
+def apply_experts(
+    job: Job, options: Options, rank: int, *, x: Tensor, scales: Tensor | None, counts: Tensor
+) -> Tensor:
+    """A different function for every expert, on the rows that hold tokens; [R, H] of x_dtype."""
+    expert = experts_of_rows(job, rank, counts)
+    rows = x[: len(expert)]
+    wide = rows.float() if scales is None else reference.dequantize(rows, scales[: len(expert)])
+    e = expert.to(torch.float32)[:, None] / job.topology.num_experts
+    return (wide * (0.5 + e) + (e - 0.25)).to(options.x_dtype)
+
+
+def expect(job: Job, options: Options, rank: int, tokens: list[Tokens]) -> Expected:
+    routing = _route(job, options, tokens)
+    received = [reference.dispatch(routing, r) for r in range(job.topology.world_size)]
+    y = [
+        apply_experts(job, options, r, x=got.x, scales=got.scales, counts=got.counts)
+        for r, got in enumerate(received)
+    ]
+    out = reference.combine(routing, rank, y, out_dtype=options.x_dtype)
+    magnitude = reference.combine(routing, rank, [a.abs() for a in y], out_dtype=torch.float32)
+    # Weights, products and sums rounded once each to x_dtype, three stages: under 8 half steps.
+    bound = 4 * torch.finfo(options.x_dtype).eps * magnitude
+    return Expected(received=received[rank], y=y[rank], out=out, bound=bound)
+
+
+def verify(system: System, tokens: Tokens, expected: Expected, *, exact: bool) -> list[str]:
+    """Runs one step; says what is wrong, nothing when all is right."""
+    rows = system.dispatch(tokens)
+    wrong = _compare_rows(rows, expected.received)
+    y = torch.zeros(rows.x.shape, dtype=expected.y.dtype)
+    y[: len(expected.y)] = expected.y
+    out = system.combine(y)
+    if exact and not torch.equal(out, expected.out):
+        wrong.append(_difference("combined row", out, expected.out))
+    if not exact and bool(((out.float() - expected.out.float()).abs() > expected.bound).any()):
+        wrong.append(_difference("combined row (beyond rounding)", out, expected.out))
+    return [f"{system.name}: {text}" for text in wrong]
+
+
+def _route(job: Job, options: Options, tokens: list[Tokens]) -> Routing:
+    owner = job.topology.owner()
+    per_rank = sum(
+        torch.bincount(owner[t.topk_idx.flatten()], minlength=job.topology.world_size)
+        for t in tokens
+    )
+    return reference.route(
+        job.topology,
+        tokens,
+        layout="grouped",
+        capacity=max(1, int(torch.as_tensor(per_rank).max())),
+        quantized=options.quantize,
+    )
+
+
+def _compare_rows(rows: Rows, want: Received) -> list[str]:
+    wrong = []
+    if rows.counts.tolist() != want.counts.tolist():
+        return [f"counts are {rows.counts.tolist()}, expected {want.counts.tolist()}"]
+    used = int(want.counts.sum())
+    if not torch.equal(_bits(rows.x[:used]), _bits(want.x[:used])):
+        wrong.append(_difference("dispatched row", rows.x[:used], want.x[:used]))
+    if not torch.equal(rows.row_weights[:used], want.row_weights[:used]):
+        wrong.append("row_weights differ")
+    if want.scales is not None:
+        assert rows.scales is not None
+        if not torch.equal(rows.scales[:used], want.scales[:used]):
+            wrong.append(_difference("scales of row", rows.scales[:used], want.scales[:used]))
+    return wrong
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.uint8)
+
+
+def _difference(what: str, got: Tensor, want: Tensor) -> str:
+    apart = (got.float() != want.float()).any(dim=1).nonzero().flatten().tolist()
+    if not apart:
+        return f"{what}: same values, other bits"
+    row = apart[0]
+    at = int((got[row].float() != want[row].float()).nonzero()[0])
+    return (
+        f"{len(apart)} of {len(got)} {what}s differ, first {row} at {at}: "
+        f"got {float(got[row, at])!r}, expected {float(want[row, at])!r}"
+    )

@@ -1,0 +1,99 @@
+"""What is timed. A system does dispatch and combine; buffers are made once and reused by both.
+
+Shapes: T tokens, H hidden size, K top-k, R rows at this rank's experts, E_local its experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from moe_p2p import AllToAll, AllToAllConfig, Dispatched
+from moe_p2p.bench.cases import Job
+from moe_p2p.bench.options import Options
+from moe_p2p.reference import Tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Rows grouped by expert, one expert after the other."""
+
+    x: Tensor  # [R or more, H]
+    scales: Tensor | None  # [R or more, ceil(H / 128)]
+    row_weights: Tensor  # [R or more]
+    counts: Tensor  # [E_local]
+
+
+class System(Protocol):
+    name: str
+
+    def dispatch(self, tokens: Tokens) -> Rows: ...
+
+    def combine(self, y: Tensor) -> Tensor:
+        """y [R or more, H], in the rows of the last dispatch -> [T, H]."""
+        ...
+
+    def wire_bytes(self) -> int:
+        """Bytes this rank has sent to other nodes so far; 0 where nobody counts."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class MoeP2p:
+    name = "moe_p2p"
+
+    def __init__(self, options: Options, job: Job) -> None:
+        self.quantize = options.quantize
+        self.all_to_all = AllToAll(
+            None,
+            AllToAllConfig(
+                num_experts=job.topology.num_experts,
+                hidden_dim=job.hidden_dim,
+                topk=job.topk,
+                max_tokens=max(options.tokens),
+                dtype=options.wire_dtype,
+                combine_dtype=options.x_dtype,
+                ranks_per_node=options.ranks_per_node,
+                nics_per_rank=options.nics,
+                transport_settings=options.transport_settings,
+                timeout_s=options.timeout_s,
+                wait=options.wait,
+            ),
+        )
+        self.received: Dispatched | None = None
+        self.out: dict[int, Tensor] = {}
+
+    def dispatch(self, tokens: Tokens) -> Rows:
+        pending = self.all_to_all.dispatch_send(
+            tokens.x,
+            tokens.topk_idx,
+            tokens.topk_weights,
+            quantize=self.quantize,
+            layout="grouped",
+        )
+        got = self.all_to_all.dispatch_recv(pending, out=self.received)
+        self.received = got
+        return Rows(x=got.x, scales=got.scales, row_weights=got.row_weights, counts=got.counts)
+
+    def combine(self, y: Tensor) -> Tensor:
+        assert self.received is not None, "combine follows dispatch"
+        pending = self.all_to_all.combine_send(y, self.received)
+        num_tokens = self.received.topk_idx.shape[0]
+        out = self.all_to_all.combine_recv(pending, out=self.out.get(num_tokens))
+        self.out[num_tokens] = out
+        return out
+
+    def wire_bytes(self) -> int:
+        return sum(int(nic["bytes_written"]) for nic in self.all_to_all.counters())
+
+    def close(self) -> None:
+        self.all_to_all.close()
+
+
+def experts_of_rows(job: Job, rank: int, counts: Tensor) -> Tensor:
+    """Global expert of each row that holds a token, [R]."""
+    return job.topology.local_experts(rank).repeat_interleave(counts.to(torch.int64))

@@ -1,0 +1,82 @@
+"""`python -m moe_p2p plan`: memory of one rank for given shapes, region by region, no ranks needed."""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+from moe_p2p.config import AllToAllConfig
+from moe_p2p.errors import MoeP2pError
+
+MIB = 1 << 20
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "fp8": torch.float8_e4m3fn,
+}
+ABOUT = {
+    "inbox": "tokens from ranks of this node",
+    "outbox": "tokens for other nodes, read by the NICs",
+    "landing": "tokens from other nodes, read by every rank of this node",
+    "partial_inbox": "sums from ranks of this node",
+    "gather": "sums of this node's ranks for tokens from other nodes",
+    "combine_outbox": "their totals, read by the NICs",
+    "combine_landing": "totals from other nodes",
+    "signals": "doorbells, arrivals and flags",
+}
+
+
+def main(arguments: list[str]) -> int:
+    """Prints the table; exit code 2 when the numbers do not fit together."""
+    given = _parser().parse_args(arguments)
+    try:
+        config = AllToAllConfig(
+            num_experts=given.experts,
+            hidden_dim=given.hidden,
+            topk=given.topk,
+            max_tokens=given.tokens,
+            chunk_tokens=given.chunk_tokens,
+            dtype=DTYPES[given.dtype],
+            combine_dtype=DTYPES[given.combine_dtype] if given.combine_dtype else None,
+            extra_bytes=given.extra_bytes,
+            steps_in_flight=given.steps,
+        )
+        regions = config.plan(world_size=given.ranks, ranks_per_node=given.ranks_per_node)
+    except MoeP2pError as error:
+        print(f"plan: {error}")
+        return 2
+    print(table(regions))
+    return 0
+
+
+def table(regions: dict[str, int]) -> str:
+    """One line per region, MiB, then the sum."""
+    lines = [
+        f"{name:16}{size / MIB:12.3f} MiB  {ABOUT.get(name, '')}".rstrip()
+        for name, size in regions.items()
+    ]
+    lines.append(f"{'total':16}{sum(regions.values()) / MIB:12.3f} MiB  of one rank, all steps")
+    return "\n".join(lines)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m moe_p2p plan",
+        description="Memory of one rank, region by region, all steps in flight together.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--ranks", type=int, default=16, help="W")
+    add("--ranks-per-node", type=int, default=8, help="L")
+    add("--tokens", type=int, default=128, help="largest T of any rank and call")
+    add("--chunk-tokens", type=int, help="tokens per step; larger calls run in several")
+    add("--hidden", type=int, default=7168, help="H")
+    add("--topk", type=int, default=8, help="K")
+    add("--experts", type=int, default=256, help="E")
+    add("--steps", type=int, default=2, help="steps in flight")
+    add("--dtype", choices=DTYPES, default="bf16", help="widest type dispatched")
+    add("--combine-dtype", choices=("bf16", "fp16", "fp32"), help="widest type combined")
+    add("--extra-bytes", type=int, default=0, help="extras of one token, rounded up to 16 each")
+    return parser
