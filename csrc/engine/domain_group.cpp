@@ -12,13 +12,20 @@ using base::Error;
 
 namespace {
 
+// The text given to an Error, without the code name that its constructor puts before it.
+std::string message_of(const Error& error) {
+  const std::string whole = error.what();
+  const std::string empty = Error(error.code(), "").what();
+  return whole.starts_with(empty) ? whole.substr(empty.size()) : whole;
+}
+
 // Adds to an Error what was being done; the provider only knows its own NIC.
 template <typename Step>
 auto with_context(const std::string& context, Step&& step) {
   try {
     return step();
   } catch (const Error& error) {
-    throw Error(error.code(), context + ": " + error.what());
+    throw Error(error.code(), context + ": " + message_of(error));
   }
 }
 

@@ -18,6 +18,23 @@ void NicQueue::open(provider::Domain& domain, int nic, int num_nics) {
                 ", max_in_flight ", limits_.max_in_flight);
 }
 
+bool NicQueue::add(Request& request) noexcept {
+  rail(request).cursor = {};
+  rail(request).queued = false;
+  cut_next(request, {});
+  if (rail(request).cursor.state == RailCursor::State::kExhausted) return false;
+  push_back(request);
+  return true;
+}
+
+size_t NicQueue::cut_next(Request& request, std::span<provider::WorkRequest> out) const noexcept {
+  const CutContext context{.nic = static_cast<int>(nic_),
+                           .num_nics = num_nics_,
+                           .max_write_bytes = limits_.max_write_bytes,
+                           .wr_id = reinterpret_cast<uint64_t>(&request)};
+  return cut(request.operation, context, rail(request).cursor, out);
+}
+
 void NicQueue::push_back(Request& request) noexcept {
   Request::Rail& own = rail(request);
   own.previous = tail_;
@@ -43,13 +60,9 @@ size_t NicQueue::room() const noexcept {
 
 void NicQueue::stage_front() noexcept {
   Request& request = *head_;
-  RailCursor& cursor = rail(request).cursor;
-  const CutContext context{.nic = static_cast<int>(nic_),
-                           .num_nics = num_nics_,
-                           .max_write_bytes = limits_.max_write_bytes,
-                           .wr_id = reinterpret_cast<uint64_t>(&request)};
+  const RailCursor& cursor = rail(request).cursor;
   const auto free = std::span(staged_).subspan(num_staged_, std::min(room(), kQuantum));
-  const size_t staged = cut(request.operation, context, cursor, free);
+  const size_t staged = cut_next(request, free);
   num_staged_ += staged;
   request.in_flight_ += staged;
   if (cursor.state == RailCursor::State::kMore && head_ == tail_) return;  // alone: its turn again

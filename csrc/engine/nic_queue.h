@@ -24,9 +24,8 @@ class NicQueue {
 
   void open(provider::Domain& domain, int nic, int num_nics);
 
-  // Requests take turns: those that still have something go to the back.
-  void push_back(Request& request) noexcept;
-  void remove(Request& request) noexcept;
+  // Begins a Request here. False when it has nothing to send through this NIC.
+  bool add(Request& request) noexcept;
   Request* front() const noexcept { return head_; }
 
   // Stages what the front Request has next, at most kQuantum writes, and moves it to the back or,
@@ -60,6 +59,10 @@ class NicQueue {
     counter.store(counter.load(std::memory_order_relaxed) + amount, std::memory_order_relaxed);
   }
 
+  // Requests take turns: those that still have something go to the back.
+  void push_back(Request& request) noexcept;
+  void remove(Request& request) noexcept;
+  size_t cut_next(Request& request, std::span<provider::WorkRequest> out) const noexcept;
   Request::Rail& rail(Request& request) const noexcept { return request.rails_[nic_]; }
   void count_posted(std::span<const provider::WorkRequest> posted) noexcept;
 

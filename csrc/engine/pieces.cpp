@@ -145,16 +145,6 @@ Shard shard_of(uint64_t bytes, int nic, int num_nics) noexcept {
   return {begin, std::min(stride, bytes - begin)};
 }
 
-uint64_t num_items(const Operation& operation, int nic, int num_nics) noexcept {
-  if (std::holds_alternative<Imm>(operation)) return nic == 0 ? 1 : 0;
-  if (std::holds_alternative<Write>(operation)) return 1;
-  if (const auto* pages = std::get_if<WritePages>(&operation))
-    return num_dealt(pages->source_pages.indices.size(), nic, num_nics);
-  const auto& scatter = *std::get_if<Scatter>(&operation);
-  if (scatter.sharding == Scatter::Sharding::kByBytes) return scatter.slices.size();
-  return num_dealt(scatter.slices.size(), nic, num_nics);
-}
-
 size_t cut(const Operation& operation, const CutContext& context, RailCursor& cursor,
            std::span<provider::WorkRequest> out) noexcept {
   return std::visit(Cutter{context, cursor, out}, operation);

@@ -20,9 +20,6 @@ struct Shard {
 // the PCIe root or of GPU memory; the last shards of a small write are therefore empty.
 Shard shard_of(uint64_t bytes, int nic, int num_nics) noexcept;
 
-// How many items of the operation travel on this NIC (see RailCursor).
-uint64_t num_items(const Operation& operation, int nic, int num_nics) noexcept;
-
 struct CutContext {
   int nic = 0;
   int num_nics = 1;
@@ -31,7 +28,7 @@ struct CutContext {
 };
 
 // Fills `out` with the next pieces and moves the cursor past them, in_flight included. Returns how
-// many; cursor.state says why it stopped. Several pieces of one item with an immediate: the last,
+// many; cursor.state says why it stopped. An empty `out` asks whether there is anything to send. Several pieces of one item with an immediate: the last,
 // which carries it, is held back until cursor.in_flight is 0 again, because only then does the
 // immediate say that the item is complete.
 size_t cut(const Operation& operation, const CutContext& context, RailCursor& cursor,

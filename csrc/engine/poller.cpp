@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include "engine/pieces.h"
 #include "engine/poller_call.h"
 
 namespace moe_p2p::engine {
@@ -66,14 +65,8 @@ void Poller::activate(Request& request) noexcept {
   active_ = &request;
   request.in_flight_ = 0;
   request.open_rails_ = 0;
-  for (int nic = 0; nic < num_nics_; ++nic) {
-    Request::Rail& rail = request.rails_[static_cast<size_t>(nic)];
-    rail.cursor = {};
-    rail.queued = false;
-    if (num_items(request.operation, nic, num_nics_) == 0) continue;
-    ++request.open_rails_;
-    nics_[static_cast<size_t>(nic)].push_back(request);
-  }
+  for (int nic = 0; nic < num_nics_; ++nic)
+    request.open_rails_ += nics_[static_cast<size_t>(nic)].add(request) ? 1 : 0;
   finish_if_settled(request);  // nothing to send at all
 }
 
