@@ -241,7 +241,9 @@ void AllToAll::connect(std::span<const base::Bytes> addresses) {
   }
 }
 
-proxy::ProxyTask* AllToAll::task() const noexcept { return state_->exchange.get(); }
+AllToAll::Parts AllToAll::parts() noexcept {
+  return {state_->ring, state_->kernels, state_->exchange.get()};
+}
 
 // Peers may still need what this rank's proxy has to send; waits for it unless something is broken.
 void AllToAll::close() noexcept {
@@ -261,19 +263,25 @@ void AllToAll::close() noexcept {
       std::this_thread::sleep_for(std::chrono::microseconds(100));
   // release: pairs with check_neighbours(); all that this rank had to say is said.
   std::atomic_ref(s.memory.head(s.memory.local()).closed).store(1, std::memory_order_release);
+  const auto end = platform::Clock::now() + s.options.timeout;
   try {
     if (s.exchange) {
       const auto detach = [&s] { s.engine.imm_table().set_sink(s.options.communicator, nullptr); };
       if (s.proxy) {
         s.proxy->remove_task(s.exchange.get());
-        s.engine.run_on_poller(detach, platform::Clock::now() + s.options.timeout);
+        s.engine.run_on_poller(detach, end);
       } else {
         detach();
       }
     }
     for (const engine::Peer* peer : s.peers) s.engine.disconnect(peer);
+    if (s.exchange && !s.exchange->settle(s.proxy == nullptr, end)) {
+      (void)s.exchange.release();  // the engine still holds its Requests: better lost than freed
+      MOE_P2P_LOG(base::LogLevel::kError, "rank ", s.options.rank, ": writes did not end at close");
+    }
     s.engine.unregister_memory(s.data);
   } catch (const std::exception& error) {
+    if (s.exchange) (void)s.exchange.release();
     MOE_P2P_LOG(base::LogLevel::kWarning, "rank ", s.options.rank, ": closing: ", error.what());
   }
 }

@@ -24,6 +24,9 @@
 
 namespace moe_p2p::moe {
 
+class HostKernels;
+class StepRing;
+
 struct AllToAllOptions {
   PlanInput plan;
   int rank = 0;
@@ -129,8 +132,13 @@ class AllToAll {
   // Empty while the object is usable; else why it is not.
   std::string broken() const;
 
-  // For a caller that turns the loop itself, after connect().
-  proxy::ProxyTask* task() const noexcept;
+  // For a simulation, which turns the loop itself and advances calls (moe/calls.h) one by one.
+  struct Parts {
+    StepRing& ring;
+    HostKernels& kernels;
+    proxy::ProxyTask* task;
+  };
+  Parts parts() noexcept;
 
  private:
   struct State;

@@ -155,6 +155,17 @@ bool Exchange::publish_arrivals() noexcept {
   return moved;
 }
 
+bool Exchange::settle(bool turn, platform::Deadline deadline) noexcept {
+  for (size_t i = 0; i < num_lanes_; ++i) {
+    engine::Request& request = lanes_[i].request;
+    while (lanes_[i].busy && !request.done()) {
+      if (turn) engine_.progress();
+      if (turn ? platform::Clock::now() >= deadline : !request.wait(deadline)) return false;
+    }
+  }
+  return true;
+}
+
 // --- any thread ----------------------------------------------------------------------------------
 
 Exchange::Failure Exchange::failure() const noexcept {

@@ -33,6 +33,11 @@ class Exchange final : public proxy::ProxyTask, public engine::ImmSink {
   bool publish_arrivals() noexcept override;
   void on_imm(const engine::ImmKey& key) noexcept override;
 
+  // Once no thread runs this task any more and the peers are disconnected: waits until the engine
+  // has let go of the last Request, turning the engine itself when `turn`. False: it did not, and
+  // this object must not be destroyed.
+  bool settle(bool turn, platform::Deadline deadline) noexcept;
+
   // --- any thread ---
   // The first failed write: its status and the node it was for; -1 while there is none.
   struct Failure {

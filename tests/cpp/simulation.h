@@ -1,0 +1,39 @@
+// The whole protocol in one thread: every rank's calls, exchange, engine and software NICs, stepped
+// in an order drawn from a seed. Nothing reads a clock, so a seed replays exactly.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace moe_p2p::simulation {
+
+struct World {
+  int num_nodes = 2;
+  int ranks_per_node = 2;
+  int num_nics = 2;
+  int topk = 4;
+  int experts_per_rank = 2;
+  int chunk_tokens = 4;
+  int steps_in_flight = 2;
+  int num_calls = 6;
+  std::string nic_settings;  // added to the seed of each NIC
+};
+
+struct Outcome {
+  std::string fault;      // empty: every token came once, whole, in its place, and back
+  uint64_t trace = 0;     // hash of every scheduling decision and what it moved
+  uint64_t tokens = 0;    // (token, expert) pairs checked
+  uint64_t turns = 0;
+};
+
+// Runs a program of calls drawn from the seed: paired, solo, chunked, released, two in flight, token
+// counts from zero to the maximum, all tokens to one expert, tokens without any.
+Outcome run(const World& world, uint64_t seed);
+
+// "4x2 ranks, 2 NICs, S 2, seed 17": what to put into MOE_P2P_SIMULATE to run it alone.
+std::string describe(const World& world, uint64_t seed);
+// The world that a seed stands for, of many shapes up to 64 ranks.
+World world_of_seed(uint64_t seed);
+
+}  // namespace moe_p2p::simulation
