@@ -1,0 +1,186 @@
+// What the provider tests share: a Domain together with everything it has shown so far, registered
+// memory, and pump(), which polls nodes in turn until something holds. No sleeps; a condition that
+// never holds ends at a deadline and fails the test.
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "base/log.h"
+#include "doctest/doctest.h"
+#include "provider/provider.h"
+
+namespace moe_p2p::provider_test {
+
+using base::Code;
+using provider::Completion;
+using provider::Domain;
+using provider::DomainOptions;
+using provider::MemoryKey;
+using provider::PeerId;
+using provider::WorkRequest;
+
+using Factory = std::unique_ptr<Domain> (*)(const DomainOptions& options);
+
+// Byte i of everything that write `index` carries.
+inline std::byte pattern(uint64_t index, uint64_t i) {
+  return static_cast<std::byte>((index * 131 + i * 7 + (i >> 8)) % 251 + 1);  // never 0
+}
+inline void fill(std::span<std::byte> bytes, uint64_t index) {
+  for (size_t i = 0; i < bytes.size(); ++i) bytes[i] = pattern(index, i);
+}
+inline bool holds(std::span<const std::byte> bytes, uint64_t index) {
+  for (size_t i = 0; i < bytes.size(); ++i)
+    if (bytes[i] != pattern(index, i)) return false;
+  return true;
+}
+inline bool all_zero(std::span<const std::byte> bytes) {
+  for (const std::byte b : bytes)
+    if (b != std::byte{0}) return false;
+  return true;
+}
+
+class Node {
+ public:
+  Node(Factory open, const std::string& settings, int nic = 0) {
+    DomainOptions options;
+    options.nic = nic;
+    options.settings = settings;
+    domain = open(options);
+  }
+
+  std::unique_ptr<Domain> domain;
+  std::vector<uint32_t> imms;                     // in the order seen
+  std::vector<uint64_t> done;                     // wr_ids in the order seen
+  std::map<uint64_t, base::Status> status;        // by wr_id
+  std::function<void(uint32_t imm)> on_imm = {};  // called as soon as the immediate is seen
+  size_t poll_entries = 16;
+
+  size_t poll() {
+    Completion completions[64];
+    const size_t n = domain->poll({completions, poll_entries});
+    for (size_t i = 0; i < n; ++i) {
+      const Completion& c = completions[i];
+      if (c.kind == Completion::Kind::kImmediate) {
+        imms.push_back(c.imm);
+        if (on_imm) on_imm(c.imm);
+      } else {
+        done.push_back(c.wr_id);
+        status[c.wr_id] = c.status;
+      }
+    }
+    return n;
+  }
+  PeerId connect(const Node& to) { return domain->connect(to.domain->address()); }
+  bool post(const WorkRequest& request) { return domain->post({&request, 1}) == 1; }
+  Code code(uint64_t wr_id) const {
+    const auto it = status.find(wr_id);
+    return it == status.end() ? Code::kTimeout : it->second.code;
+  }
+  size_t num_failed() const {
+    size_t n = 0;
+    for (const auto& [id, s] : status) n += s.ok() ? 0 : 1;
+    return n;
+  }
+};
+
+// Memory registered at one node, zero at first; given back at the end.
+class Memory {
+ public:
+  Memory(Node& node, size_t bytes) : own_(bytes), node_(&node), data(own_) { register_now(); }
+  Memory(Node& node, std::span<std::byte> foreign) : node_(&node), data(foreign) { register_now(); }
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+  ~Memory() {
+    if (registered_ && node_->domain) unregister();
+  }
+  void unregister() {
+    node_->domain->unregister_memory(key);
+    registered_ = false;
+  }
+
+ private:
+  void register_now() { key = node_->domain->register_memory({data.data(), data.size()}); }
+  std::vector<std::byte> own_;
+  Node* node_;
+  bool registered_ = true;
+
+ public:
+  std::span<std::byte> data;
+  MemoryKey key;
+};
+
+inline WorkRequest make_write(uint64_t wr_id, PeerId peer, const Memory& from, size_t from_offset,
+                              const Memory& to, size_t to_offset, size_t bytes) {
+  WorkRequest request;
+  request.wr_id = wr_id;
+  request.local = from.data.data() + from_offset;
+  request.local_key = from.key.local_key;
+  request.remote_addr = to.key.remote_addr + to_offset;
+  request.remote_key = to.key.remote_key;
+  request.bytes = static_cast<uint32_t>(bytes);
+  request.peer = peer;
+  return request;
+}
+inline WorkRequest with_imm(WorkRequest request, uint32_t imm) {
+  request.imm = imm;
+  request.has_imm = true;
+  return request;
+}
+inline WorkRequest make_imm(uint64_t wr_id, PeerId peer, uint32_t imm) {
+  WorkRequest request;
+  request.wr_id = wr_id;
+  request.peer = peer;
+  return with_imm(request, imm);
+}
+
+// Offers the core now and then: other threads may need it. At every empty poll would be far too
+// often: an adversary shows nothing in most polls, and on a busy machine a yield costs milliseconds.
+class Patience {
+ public:
+  void polled(size_t num_shown) {
+    num_empty_ = num_shown == 0 ? num_empty_ + 1 : 0;
+    if (num_empty_ % 64 == 63) std::this_thread::yield();
+  }
+
+ private:
+  uint32_t num_empty_ = 0;
+};
+
+// Polls all in turn until ready(); false when 20 seconds did not suffice.
+inline bool pump(std::initializer_list<Node*> nodes, const std::function<bool()>& ready) {
+  const auto deadline = platform::Clock::now() + std::chrono::seconds(20);
+  Patience patience;
+  while (!ready()) {
+    size_t num_shown = 0;
+    for (Node* node : nodes) num_shown += node->poll();
+    patience.polled(num_shown);
+    if (platform::Clock::now() > deadline) return ready();
+  }
+  return true;
+}
+// Posts, polling all when there is no room.
+inline void post_all(Node& from, std::initializer_list<Node*> nodes, const WorkRequest& request) {
+  const bool posted = from.post(request) || pump(nodes, [&] { return from.post(request); });
+  REQUIRE(posted);
+}
+// Enough further polls for anything that should not come to show itself.
+inline void settle(std::initializer_list<Node*> nodes, int polls = 2000) {
+  for (int i = 0; i < polls; ++i)
+    for (Node* node : nodes) node->poll();
+}
+
+// How many pairs of neighbours are out of order.
+template <typename T>
+size_t num_inversions(const std::vector<T>& values) {
+  size_t n = 0;
+  for (size_t i = 1; i < values.size(); ++i) n += values[i] < values[i - 1] ? 1 : 0;
+  return n;
+}
+
+}  // namespace moe_p2p::provider_test

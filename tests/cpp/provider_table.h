@@ -1,0 +1,63 @@
+// The providers that the contract suite runs over: a new one is one line in kProviders. Where a
+// provider has an adversary the cases run under several seeds; the seed is part of the subcase's
+// name:  moe_p2p_tests -tc="provider contract*" -sc="*seed=3*"
+#pragma once
+
+#include "provider/loopback/domain.h"
+#include "provider_harness.h"
+
+namespace moe_p2p::provider_test {
+
+struct ProviderUnderTest {
+  const char* name;
+  Factory open;
+  const char* settings;
+  bool reorders = false;  // has an adversary: order must really change, and replay from the seed
+};
+
+inline const ProviderUnderTest kProviders[] = {
+    {"loopback", provider::make_loopback_domain, ""},
+    {"loopback", provider::make_loopback_domain, "ring_kib=4,addressing=offset,max_in_flight=20"},
+    {"loopback", provider::make_loopback_domain, "seed=1", true},
+    {"loopback", provider::make_loopback_domain, "seed=2,ring_kib=4", true},
+    {"loopback", provider::make_loopback_domain, "seed=3,ring_kib=16,max_in_flight=64", true},
+};
+
+inline Node open(const ProviderUnderTest& provider, int nic = 0) {
+  return Node(provider.open, provider.settings, nic);
+}
+
+// Runs body once per line of the table, each as a subcase of its own.
+template <typename Body>
+void for_each_provider(Body&& body) {
+  for (const ProviderUnderTest& provider : kProviders) {
+    const std::string label = base::concat(provider.name, " ", provider.settings);
+    SUBCASE(label.c_str()) {
+      INFO("provider ", label);
+      body(provider);
+    }
+  }
+}
+
+// Two nodes with memory on both sides, connected from `a` to `b`.
+struct Pair {
+  Pair(const ProviderUnderTest& provider, size_t bytes)
+      : a(open(provider)), b(open(provider)), source(a, bytes), target(b, bytes), peer(a.connect(b)) {}
+
+  WorkRequest write(uint64_t wr_id, size_t offset, size_t bytes) const {
+    return make_write(wr_id, peer, source, offset, target, offset, bytes);
+  }
+  void post(const WorkRequest& request) { post_all(a, {&a, &b}, request); }
+  bool pump_until_done(size_t num) {
+    return pump({&a, &b}, [&] { return a.done.size() >= num; });
+  }
+  bool pump_until_seen(size_t num_imms) {
+    return pump({&a, &b}, [&] { return b.imms.size() >= num_imms; });
+  }
+
+  Node a, b;
+  Memory source, target;
+  PeerId peer;
+};
+
+}  // namespace moe_p2p::provider_test
