@@ -1,0 +1,233 @@
+// The software NIC between processes: peers that are killed, and what they leave in /dev/shm. Each
+// child is forked before this process holds any NIC, because a child inherits the locks that say
+// who is alive.
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "platform/shm.h"
+#include "provider_table.h"
+
+namespace moe_p2p::provider_test {
+namespace {
+
+using platform::SharedMemory;
+
+// A forked process that runs `body` and is killed at the end of the test. The child reports with
+// say(); bodies never return to the test program.
+class Child {
+ public:
+  using Say = std::function<void(std::span<const std::byte>)>;
+
+  explicit Child(const std::function<void(const Say&)>& body) {
+    REQUIRE(pipe(pipe_) == 0);
+    pid_ = fork();
+    REQUIRE(pid_ >= 0);
+    if (pid_ > 0) return;
+    try {
+      body([this](std::span<const std::byte> bytes) {
+        const auto size = static_cast<uint32_t>(bytes.size());
+        if (write(pipe_[1], &size, sizeof size) < 0 || write(pipe_[1], bytes.data(), size) < 0)
+          _exit(2);
+      });
+    } catch (...) {
+    }
+    _exit(1);
+  }
+  ~Child() {
+    kill_now();
+    close(pipe_[0]);
+    close(pipe_[1]);
+  }
+
+  base::Bytes hear() const {
+    uint32_t size = 0;
+    REQUIRE(read(pipe_[0], &size, sizeof size) == sizeof size);
+    base::Bytes bytes(size);
+    REQUIRE(read(pipe_[0], bytes.data(), size) == size);
+    return bytes;
+  }
+  void kill_now() {
+    if (pid_ <= 0) return;
+    ::kill(pid_, SIGKILL);
+    waitpid(std::exchange(pid_, -1), nullptr, 0);
+  }
+
+ private:
+  int pipe_[2];
+  pid_t pid_ = -1;
+};
+
+// What a node tells others: its address and one region.
+base::Bytes introduce(const Node& node, const MemoryKey& key) {
+  base::WireWriter writer;
+  writer.put_bytes(node.domain->address());
+  writer.put(key);
+  return writer.take();
+}
+struct Introduction {
+  explicit Introduction(std::span<const std::byte> bytes) {
+    base::WireReader reader(bytes, "introduction");
+    const auto raw = reader.get_bytes();
+    address.assign(raw.begin(), raw.end());
+    key = reader.get<MemoryKey>();
+  }
+  base::Bytes address;
+  MemoryKey key;
+};
+
+WorkRequest write_to(const Introduction& to, uint64_t wr_id, PeerId peer, const Memory& from) {
+  WorkRequest request;
+  request.wr_id = wr_id;
+  request.local = from.data.data();
+  request.local_key = from.key.local_key;
+  request.remote_addr = to.key.remote_addr;
+  request.remote_key = to.key.remote_key;
+  request.bytes = static_cast<uint32_t>(from.data.size());
+  request.peer = peer;
+  return with_imm(request, static_cast<uint32_t>(wr_id));
+}
+
+const char* const kSettings[] = {"", "ring_kib=16", "seed=4,ring_kib=16"};
+
+TEST_CASE("loopback process: payload reaches another process, acknowledgements come back") {
+  for (const char* settings : kSettings) {
+    CAPTURE(settings);
+    // The child copies what arrives into a page that both can see.
+    auto* shared = static_cast<std::byte*>(mmap(nullptr, 8192, PROT_READ | PROT_WRITE,
+                                                MAP_SHARED | MAP_ANONYMOUS, -1, 0));
+    Child child([&](const Child::Say& say) {
+      Node node(provider::make_loopback_domain, settings);
+      Memory target(node, 5000);
+      node.on_imm = [&](uint32_t) { std::ranges::copy(target.data, shared); };
+      say(introduce(node, target.key));
+      for (;;)
+        if (node.poll() > 0) say(std::as_bytes(std::span("seen")));
+    });
+    const Introduction introduction(child.hear());
+    Node node(provider::make_loopback_domain, settings);
+    Memory source(node, 5000);
+    fill(source.data, 6);
+    const PeerId peer = node.domain->connect(introduction.address);
+    REQUIRE(node.post(write_to(introduction, 1, peer, source)));
+    CHECK(pump({&node}, [&] { return node.done.size() == 1; }));
+    CHECK(node.code(1) == Code::kOk);
+    child.hear();
+    CHECK(holds({shared, 5000}, 6));
+    munmap(shared, 8192);
+  }
+}
+
+TEST_CASE("loopback process: a killed receiver fails its writers in bounded time") {
+  for (const char* settings : kSettings) {
+    CAPTURE(settings);
+    Child child([&](const Child::Say& say) {
+      Node node(provider::make_loopback_domain, settings);
+      Memory target(node, 5000);
+      say(introduce(node, target.key));
+      for (;;) node.poll();
+    });
+    const Introduction introduction(child.hear());
+    Node node(provider::make_loopback_domain, settings);
+    Memory source(node, 5000);
+    const PeerId peer = node.domain->connect(introduction.address);
+    uint64_t posted = 0;
+    const auto post_more = [&] {
+      while (posted < 100'000 && node.post(write_to(introduction, posted, peer, source))) ++posted;
+    };
+    CHECK(pump({&node}, [&] {
+      post_more();
+      return node.done.size() >= 200;
+    }));
+    CHECK(node.num_failed() == 0);
+    child.kill_now();
+    post_more();
+    const auto start = platform::Clock::now();
+    CHECK(pump({&node}, [&] { return node.done.size() == posted; }));
+    CHECK(platform::Clock::now() - start < std::chrono::seconds(5));
+    CHECK(node.num_failed() > 0);
+    for (const auto& [wr_id, status] : node.status)
+      if (!status.ok()) CHECK(status.code == Code::kPeerDead);
+    CHECK(node.domain->idle());
+    REQUIRE(node.post(write_to(introduction, posted, peer, source)));  // at once from now on
+    node.poll_entries = 64;
+    CHECK(pump({&node}, [&] { return node.code(posted) == Code::kPeerDead; }));
+    CHECK_THROWS_AS(SharedMemory::open("/moe_p2p.not_there"), base::Error);
+  }
+}
+
+TEST_CASE("loopback process: the channel of a killed sender is freed by its receiver") {
+  for (const char* settings : {"channels=1", "channels=1,seed=8"}) {
+    CAPTURE(settings);
+    int to_child[2];
+    REQUIRE(pipe(to_child) == 0);
+    Child child([&](const Child::Say& say) {
+      base::Bytes bytes(4096);
+      const ssize_t size = read(to_child[0], bytes.data(), bytes.size());
+      if (size <= 0) return;
+      bytes.resize(static_cast<size_t>(size));
+      const Introduction introduction{bytes};
+      Node node(provider::make_loopback_domain, "seed=3");
+      Memory source(node, 3000);
+      const PeerId peer = node.domain->connect(introduction.address);
+      say({});
+      for (uint64_t i = 0;; ++i) {
+        node.post(write_to(introduction, i, peer, source));
+        node.poll();
+      }
+    });
+    Node node(provider::make_loopback_domain, settings);
+    Memory target(node, 3000);
+    const base::Bytes bytes = introduce(node, target.key);
+    REQUIRE(write(to_child[1], bytes.data(), bytes.size()) > 0);
+    child.hear();
+    CHECK(pump({&node}, [&] { return node.imms.size() > 50; }));
+    CHECK_THROWS_AS(node.connect(node), base::Error);  // the only channel is taken
+    child.kill_now();
+    PeerId peer = 0;
+    CHECK(pump({&node}, [&] {
+      try {
+        peer = node.connect(node);
+        return true;
+      } catch (const base::Error&) {
+        return false;
+      }
+    }));
+    Memory source(node, 3000);
+    fill(source.data, 2);
+    post_all(node, {&node}, make_write(1, peer, source, 0, target, 0, 3000));
+    CHECK(pump({&node}, [&] { return node.done.size() == 1; }));
+    CHECK(holds(target.data, 2));
+    close(to_child[0]);
+    close(to_child[1]);
+  }
+}
+
+TEST_CASE("shared memory: what a killed process left is removed, what is in use is not") {
+  Child child([](const Child::Say& say) {
+    Node node(provider::make_loopback_domain, "");
+    const auto shm = SharedMemory::create("test", 4096);
+    say(std::as_bytes(std::span(shm.name())));
+    for (;;) pause();
+  });
+  const base::Bytes bytes = child.hear();
+  const std::string name(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+  const auto mine = SharedMemory::create("test", 4096);
+  const auto mapped = SharedMemory::open(name);
+  CHECK(mapped.owner_alive());
+  CHECK(SharedMemory::owner_alive(name.c_str()));
+  SharedMemory::remove_stale();
+  CHECK_NOTHROW(SharedMemory::open(name));  // its owner lives
+  child.kill_now();
+  CHECK_FALSE(mapped.owner_alive());
+  CHECK_FALSE(SharedMemory::owner_alive(name.c_str()));
+  CHECK(SharedMemory::remove_stale() >= 2);  // the object and the NIC's segment
+  CHECK_THROWS_AS(SharedMemory::open(name), base::Error);
+  CHECK_FALSE(SharedMemory::owner_alive(name.c_str()));
+  CHECK_NOTHROW(SharedMemory::open(mine.name()));
+  mapped.data()[0] = std::byte{1};  // still mapped here
+}
+
+}  // namespace
+}  // namespace moe_p2p::provider_test
