@@ -1,0 +1,161 @@
+"""A communicator: how ranks become one, and how it ends. The calls are in all_to_all.py.
+
+Control path only. Symbols: W ranks, L ranks per node, E_local experts of this rank.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from moe_p2p import ops
+from moe_p2p.agreement import Facts, conclude
+from moe_p2p.bootstrap import Bootstrap
+from moe_p2p.config import AllToAllConfig
+from moe_p2p.engine import Engine, NicCounters, bytes_from, tensor_from
+from moe_p2p.ops import call
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_ops = torch.ops.moe_p2p
+
+
+def _close(comm: int, engine: Engine | None) -> None:
+    _ops.all_to_all_close.default(comm)
+    ops.forget_shape(comm)
+    if engine is not None:
+        engine.close()
+
+
+class Communicator:
+    """One rank's end of a group of ranks. See AllToAll for the arguments."""
+
+    def __init__(
+        self,
+        group_or_store: dist.ProcessGroup | Store | None,
+        config: AllToAllConfig,
+        *,
+        rank: int | None = None,
+        world_size: int | None = None,
+        engine: Engine | None = None,
+    ) -> None:
+        self.config = config
+        meeting = Bootstrap(
+            group_or_store, rank=rank, world_size=world_size, timeout_s=config.timeout_s
+        )
+        self.rank = meeting.rank
+        self.world_size = meeting.world_size
+        with meeting:
+            own_engine = engine is None
+            self.engine = self._make_engine() if engine is None else engine
+            try:
+                self._comm = self._create(meeting)
+            except BaseException:
+                if own_engine:
+                    self.engine.close()
+                raise
+            # Also runs when the object is collected and when the interpreter ends.
+            self._finalizer = weakref.finalize(
+                self, _close, self._comm, self.engine if own_engine else None
+            )
+            try:
+                address = bytes_from(call(_ops.all_to_all_address.default, self._comm))
+                addresses = meeting.exchange(address, "the addresses")
+                call(
+                    _ops.all_to_all_connect.default,
+                    self._comm,
+                    [tensor_from(data) for data in addresses],
+                )
+                meeting.exchange(b"", "all ranks to be connected")
+            except BaseException:
+                self.close()
+                raise
+
+    def _make_engine(self) -> Engine:
+        return Engine(
+            self.config.provider,
+            self.config.nics_per_rank,
+            settings=self.config.provider_settings,
+            label=f"rank {self.rank}",
+            wait=self.config.wait,
+            proxy_cpu=self.config.proxy_cpu,
+            timeout_s=self.config.timeout_s,
+        )
+
+    def _create(self, meeting: Bootstrap) -> int:
+        config = self.config
+        facts = Facts(
+            fields=config.agreed() | {"world_size": str(self.world_size)},
+            host=call(_ops.host_identity.default),
+            next_communicator=self.engine.next_communicator,
+        )
+        said = [Facts.decode(d) for d in meeting.exchange(facts.encode(), "the configurations")]
+        agreed = conclude(said, self.rank, config.ranks_per_node)
+        self.engine.next_communicator = agreed.communicator + 1
+        self.ranks_per_node = agreed.ranks_per_node
+        self.num_local_experts = config.num_local_experts(self.rank, self.world_size)
+        num_threads = config.num_threads
+        if num_threads is None:
+            num_threads = max(1, len(os.sched_getaffinity(0)) // agreed.ranks_on_host)
+        comm = int(
+            call(
+                _ops.all_to_all_create.default,
+                self.engine.number,
+                self.rank,
+                agreed.communicator,
+                *config.plan_arguments(self.world_size, self.ranks_per_node),
+                config.timeout_s,
+                config.wait,
+                num_threads,
+            )
+        )
+        self._shape = ops.CommunicatorShape(
+            world_size=self.world_size,
+            ranks_per_node=self.ranks_per_node,
+            num_local_experts=self.num_local_experts,
+            hidden_dim=config.hidden_dim,
+            topk=config.topk,
+            chunk_tokens=config.step_tokens,
+        )
+        ops.remember_shape(comm, self._shape)
+        return comm
+
+    @property
+    def closed(self) -> bool:
+        return not self._finalizer.alive
+
+    @property
+    def broken(self) -> str:
+        """Why the object can no longer be used; empty while it can."""
+        return "closed" if self.closed else str(_ops.all_to_all_broken.default(self._comm))
+
+    def counters(self) -> list[NicCounters]:
+        """What each NIC of this rank's engine wrote and received since the engine was made."""
+        return self.engine.counters()
+
+    def close(self) -> None:
+        """Idempotent. Ranks close on their own; what they have sent still arrives."""
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        broken = self.broken
+        return (
+            f"{type(self).__name__}(rank {self.rank} of {self.world_size}, "
+            f"{self.ranks_per_node} per node, {self.num_local_experts} of "
+            f"{self.config.num_experts} experts here, {broken if broken else 'usable'})"
+        )

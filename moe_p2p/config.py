@@ -1,0 +1,188 @@
+"""What a communicator is made with. Checked here field by field, before anything is allocated.
+
+Symbols: W ranks, L ranks per node, T rows of one rank's x, K top-k, E experts, H hidden size,
+M tokens per step (chunk_tokens), S steps in flight.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from moe_p2p import env, errors, ops
+
+PAYLOAD_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
+COMBINE_DTYPES = PAYLOAD_DTYPES[:3]
+DEFAULT_CHUNK_TOKENS = 512
+MAX_NICS = 8
+WAITS = ("spin", "yield", "sleep")
+# Each rank may choose these for itself; all other fields must be equal on all ranks.
+LOCAL_FIELDS = frozenset({"timeout_s", "wait", "num_threads", "proxy_cpu"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllToAllConfig:
+    """Configuration of an `AllToAll`. Fields that size memory bound what later calls may ask for.
+
+    num_experts: E, at most 32768.
+    hidden_dim: H; a row of the dispatched type must be a multiple of 16 bytes.
+    topk: K, at most 32.
+    max_tokens: largest T of any rank and call.
+    chunk_tokens: M; memory grows with it, a call with more tokens runs as several steps. None:
+        min(max_tokens, 512).
+    dtype: widest type that will be dispatched: bfloat16, float16, float32 or float8_e4m3fn.
+    combine_dtype: widest type that will be combined. None: dtype, or bfloat16 for float8_e4m3fn.
+    extra_bytes: bytes of all extras of one token, each rounded up to 16.
+    steps_in_flight: S, 2 to 16: dispatches that may be under way before their combines.
+    expert_rank: owner of each expert. None: equal blocks in order.
+    ranks_per_node: L. None: ranks whose host is the same; they must be consecutive.
+    transport: "auto" (environment, else "loopback"), "loopback" or another provider.
+    nics_per_rank: NICs that every rank uses, 1 to 8.
+    transport_settings: "key=value,..." for the provider, for example "seed=7,gbps=400".
+    timeout_s: deadline of every wait, in seconds.
+    wait: how waiting threads wait: "spin", "yield" or "sleep".
+    num_threads: threads of the host kernels. None: CPUs of this process / ranks on this host.
+    proxy_cpu: CPU that the proxy thread stays on. None: any.
+
+    Raises InvalidArgumentError naming the field, its value and the limit.
+    """
+
+    num_experts: int
+    hidden_dim: int
+    topk: int
+    max_tokens: int
+    chunk_tokens: int | None = None
+    dtype: torch.dtype = torch.bfloat16
+    combine_dtype: torch.dtype | None = None
+    extra_bytes: int = 0
+    steps_in_flight: int = 2
+    expert_rank: tuple[int, ...] | None = None
+    ranks_per_node: int | None = None
+    transport: str = "auto"
+    nics_per_rank: int = 2
+    transport_settings: str = ""
+    timeout_s: float = 30.0
+    wait: str = "sleep"
+    num_threads: int | None = None
+    proxy_cpu: int | None = None
+
+    def __post_init__(self) -> None:
+        self._check_range("num_experts", 1, 32768)
+        self._check_range("hidden_dim", 1, 1 << 20)
+        self._check_range("topk", 1, 32)
+        self._check_range("max_tokens", 1, 1 << 24)
+        self._check_range("chunk_tokens", 1, 1 << 20)
+        self._check_range("extra_bytes", 0, 1 << 20)
+        self._check_range("steps_in_flight", 2, 16)
+        self._check_range("ranks_per_node", 1, 64)
+        self._check_range("nics_per_rank", 1, MAX_NICS)
+        self._check_range("num_threads", 1, 1024)
+        self._check_range("proxy_cpu", 0, 1 << 16)
+        self._check_choice("dtype", PAYLOAD_DTYPES)
+        if self.combine_dtype is not None:
+            self._check_choice("combine_dtype", COMBINE_DTYPES)
+        self._check_choice("wait", WAITS)
+        errors.require(
+            isinstance(self.timeout_s, (int, float)) and self.timeout_s > 0,
+            f"timeout_s is {self.timeout_s!r}, must be a positive number of seconds",
+        )
+        for name in ("transport", "transport_settings"):
+            value = getattr(self, name)
+            errors.require(isinstance(value, str), f"{name} is {value!r}, must be a string")
+        errors.require(
+            self.topk <= self.num_experts,
+            f"topk is {self.topk}, must be at most num_experts {self.num_experts}",
+        )
+        if self.expert_rank is not None:
+            object.__setattr__(self, "expert_rank", tuple(self.expert_rank))
+            errors.require(
+                len(self.expert_rank) == self.num_experts,
+                f"expert_rank has {len(self.expert_rank)} entries, must have one for each of the "
+                f"{self.num_experts} experts",
+            )
+
+    def _check_range(self, name: str, low: int, high: int) -> None:
+        value = getattr(self, name)
+        optional = self.__dataclass_fields__[name].default is None
+        if value is None and optional:
+            return
+        errors.require(
+            isinstance(value, int) and not isinstance(value, bool) and low <= value <= high,
+            f"{name} is {value!r}, must be an integer from {low} to {high}",
+        )
+
+    def _check_choice(self, name: str, choices: tuple[Any, ...]) -> None:
+        value = getattr(self, name)
+        errors.require(value in choices, f"{name} is {value!r}, must be one of {choices}")
+
+    @property
+    def step_tokens(self) -> int:
+        """M: chunk_tokens, or what None stands for."""
+        return self.chunk_tokens or min(self.max_tokens, DEFAULT_CHUNK_TOKENS)
+
+    @property
+    def widest_combine_dtype(self) -> torch.dtype:
+        """combine_dtype, or what None stands for."""
+        if self.combine_dtype is not None:
+            return self.combine_dtype
+        return torch.bfloat16 if self.dtype == torch.float8_e4m3fn else self.dtype
+
+    @property
+    def provider(self) -> str:
+        """transport, or what "auto" stands for."""
+        return env.transport() if self.transport == "auto" else self.transport
+
+    @property
+    def provider_settings(self) -> str:
+        """transport_settings, or those of the environment."""
+        return self.transport_settings or env.transport_settings()
+
+    def num_local_experts(self, rank: int, world_size: int) -> int:
+        """E_local: how many experts `rank` owns."""
+        if self.expert_rank is None:
+            return self.num_experts // world_size
+        return self.expert_rank.count(rank)
+
+    def agreed(self) -> dict[str, str]:
+        """The fields that must be equal on all ranks, as text."""
+        values = {
+            field.name: str(getattr(self, field.name))
+            for field in dataclasses.fields(self)
+            if field.name not in LOCAL_FIELDS
+        }
+        return values | {
+            "chunk_tokens": str(self.step_tokens),
+            "combine_dtype": str(self.widest_combine_dtype),
+            "transport": self.provider,
+            "transport_settings": self.provider_settings,
+        }
+
+    def plan_arguments(self, world_size: int, ranks_per_node: int) -> tuple[Any, ...]:
+        """What the ops `plan` and `all_to_all_create` take, in their order."""
+        return (
+            world_size,
+            ranks_per_node,
+            self.num_experts,
+            self.hidden_dim,
+            self.topk,
+            self.max_tokens,
+            self.step_tokens,
+            self.steps_in_flight,
+            self.dtype.itemsize,
+            self.widest_combine_dtype.itemsize,
+            self.extra_bytes,
+            list(self.expert_rank or ()),
+        )
+
+    def plan(self, *, world_size: int, ranks_per_node: int) -> dict[str, int]:
+        """Bytes of every memory region of one rank, all steps together, by name of the region.
+
+        Needs no communicator. Raises InvalidArgumentError when the numbers do not fit together.
+        """
+        text = ops.call(
+            torch.ops.moe_p2p.plan.default, *self.plan_arguments(world_size, ranks_per_node)
+        )
+        return {name: int(size) for name, size in (line.split() for line in text.splitlines())}

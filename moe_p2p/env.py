@@ -1,0 +1,20 @@
+"""The one place that reads the environment. Values are read when they are asked for.
+
+MOE_P2P_TRANSPORT           provider behind transport="auto" (default: loopback)
+MOE_P2P_TRANSPORT_SETTINGS  settings for it where a configuration gives none
+MOE_P2P_LOG                 error, warning, info or debug; read by C++ (csrc/base/log.cpp)
+"""
+
+from __future__ import annotations
+
+import os
+
+
+def transport() -> str:
+    """The provider that transport="auto" stands for."""
+    return os.environ.get("MOE_P2P_TRANSPORT", "loopback")
+
+
+def transport_settings() -> str:
+    """`key=value,...` for the provider."""
+    return os.environ.get("MOE_P2P_TRANSPORT_SETTINGS", "")

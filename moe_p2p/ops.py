@@ -1,0 +1,301 @@
+"""torch.ops.moe_p2p: loads the extension and adds fake kernels and autograd to its ops.
+
+The schemas are in csrc/ops/schema.cpp. `dispatch` and `combine` are each other's derivative:
+
+    dispatch: gradients of the rows go back to their tokens, which is a combine without weights; the
+        gradient of a row's weight returns to its (token, k) as a scalar beside it.
+    combine: the gradient of a token goes to the rows of its experts, which is a dispatch without
+        weights. Rows are in the order of the first dispatch, because that order follows from the
+        routing alone.
+
+Shapes: T tokens, K top-k, H hidden size, R rows (padded: E_local * capacity), C chunks of M tokens,
+W ranks, L ranks per node, N nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx.node import has_side_effect
+
+from moe_p2p import errors
+
+SCALE_BLOCK = 128  # values that share one fp8 scale
+_HANDLE_META_WORDS = 16
+_HANDLE_NUM_TOKENS = 5  # position of num_tokens in it (kernels/abi/layout.h, HandleMeta)
+
+
+def _load() -> None:
+    library = Path(__file__).with_name("_C.abi3.so")
+    if not library.exists():
+        raise ImportError(
+            f"{library} is not built: run `make build` in the source tree, or pip install ."
+        )
+    torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
+
+
+_load()
+_ops = torch.ops.moe_p2p
+
+
+def call(op: Callable[..., Any], *args: Any) -> Any:
+    """op(*args), with errors of C++ as the types of moe_p2p.errors."""
+    if torch.compiler.is_compiling():
+        return op(*args)
+    try:
+        return op(*args)
+    except RuntimeError as error:
+        raise errors.typed(error) from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommunicatorShape:
+    """What fake kernels must know of a communicator."""
+
+    world_size: int
+    ranks_per_node: int
+    num_local_experts: int
+    hidden_dim: int
+    topk: int
+    chunk_tokens: int
+
+    def handle_words(self, num_rows: Any, max_tokens: int) -> Any:
+        """Size of a handle in int32 words; num_rows may be symbolic."""
+        num_nodes = self.world_size // self.ranks_per_node
+        num_chunks = max(1, -(-max_tokens // self.chunk_tokens))
+        num_sources = num_chunks * self.world_size
+        num_slots = num_sources * self.chunk_tokens
+        before_ranks = (
+            _HANDLE_META_WORDS
+            + num_rows * (self.ranks_per_node + num_nodes)
+            + num_sources
+            + num_slots * self.topk
+        )
+        return (before_ranks + 1) // 2 * 2 + 2 * num_slots
+
+
+_shapes: dict[int, CommunicatorShape] = {}
+
+
+def remember_shape(comm: int, shape: CommunicatorShape) -> None:
+    """Lets fake kernels of ops on `comm` know their results' shapes."""
+    _shapes[comm] = shape
+
+
+def forget_shape(comm: int) -> None:
+    _shapes.pop(comm, None)
+
+
+def _shape(comm: int) -> CommunicatorShape:
+    shape = _shapes.get(comm)
+    if shape is None:
+        raise errors.make(errors.ClosedError, f"communicator {comm} is closed")
+    return shape
+
+
+# --- fake kernels ---
+
+
+def _fake_dispatch(
+    comm: int,
+    x: Tensor,  # [T, H]
+    scales: Tensor | None,
+    extras: list[Tensor],
+    topk_idx: Tensor,  # [T, K]
+    topk_weights: Tensor | None,
+    num_tokens: Tensor | None,
+    num_tokens_host: int,
+    max_tokens: int,
+    quantize: bool,
+    grouped: bool,
+    capacity: int,
+    alignment: int,
+    zero_padding: bool,
+    with_source: bool,
+    solo: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+    shape = _shape(comm)
+    experts = shape.num_local_experts
+    lead = (capacity,) if grouped else (experts, capacity)
+    num_rows = capacity if grouped else experts * capacity
+    num_scales = -(-shape.hidden_dim // SCALE_BLOCK)
+    has_scales = quantize or scales is not None
+    return (
+        x.new_empty((*lead, shape.hidden_dim), dtype=torch.float8_e4m3fn if quantize else x.dtype),
+        x.new_empty((*lead, num_scales) if has_scales else (0,), dtype=torch.float32),
+        x.new_empty((num_rows,), dtype=torch.float32),
+        x.new_empty((experts,), dtype=torch.int32),
+        x.new_empty((experts + 1,), dtype=torch.int32),
+        x.new_empty((num_rows if with_source else 0, 2), dtype=torch.int32),
+        x.new_empty((shape.handle_words(x.shape[0], max_tokens),), dtype=torch.int32),
+        [extra.new_empty((*lead, extra.shape[1])) for extra in extras],
+    )
+
+
+def _fake_combine(
+    comm: int,
+    y: Tensor,  # [R, H], or [E_local, capacity, H]
+    row_weights: Tensor | None,
+    row_scalars: Tensor | None,
+    handle: Tensor,
+    topk_idx: Tensor,
+    max_tokens: int,
+    out_dtype: torch.dtype,
+    grouped: bool,
+    capacity: int,
+    alignment: int,
+) -> tuple[Tensor, Tensor]:
+    shape = _shape(comm)
+    num_rows = topk_idx.shape[0]
+    return (
+        y.new_empty((num_rows, shape.hidden_dim), dtype=out_dtype),
+        y.new_empty((0 if row_scalars is None else num_rows, shape.topk), dtype=torch.float32),
+    )
+
+
+def _fake_nothing(*args: Any) -> None:
+    """For ops that only write into what they are given."""
+
+
+def _fake_number(*args: Any) -> torch.SymInt:
+    """For ops that return the number of a new object."""
+    return torch.library.get_ctx().new_dynamic_size()
+
+
+torch.library.register_fake("moe_p2p::dispatch")(_fake_dispatch)
+torch.library.register_fake("moe_p2p::combine")(_fake_combine)
+for _name in ("dispatch_send", "dispatch_recv", "combine_send", "combine_recv", "release"):
+    torch.library.register_fake(f"moe_p2p::{_name}")(_fake_nothing)
+torch.library.register_fake("moe_p2p::all_to_all_connect")(_fake_nothing)
+for _name in ("register", "connect", "resolve", "write_pages", "scatter"):
+    torch.library.register_fake(f"moe_p2p::engine_{_name}")(_fake_number)
+
+
+# --- autograd ---
+
+
+def _dispatch_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    (comm, x, _, extras, topk_idx, topk_weights, _, _, max_tokens, quantize) = inputs[:10]
+    _, row_scales, _, _, _, _, handle, row_extras = output
+    if x.requires_grad and (quantize or x.dtype == torch.float8_e4m3fn):
+        raise errors.make(
+            errors.InvalidArgumentError,
+            "x requires grad, but what is dispatched as float8_e4m3fn has no gradient; "
+            "dispatch x.detach() or do not quantize",
+        )
+    if any(extra.requires_grad for extra in extras):
+        raise errors.make(
+            errors.InvalidArgumentError,
+            "an extra requires grad, but extras travel as bytes and have no gradient; detach it",
+        )
+    ctx.save_for_backward(handle, topk_idx)
+    ctx.mark_non_differentiable(row_scales, *row_extras)
+    ctx.set_materialize_grads(False)
+    ctx.comm = comm
+    ctx.max_tokens = max_tokens
+    ctx.layout = inputs[10:13]
+    ctx.x_dtype = x.dtype
+    ctx.rows_shape = output[0].shape
+    ctx.num_extras = len(extras)
+    # Every rank must return scalars or none, whatever became of its own rows.
+    ctx.with_weights = topk_weights is not None and topk_weights.requires_grad
+
+
+def _dispatch_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+    handle, topk_idx = ctx.saved_tensors
+    grad_rows, _, grad_row_weights = grads[:3]
+    if grad_rows is None:
+        grad_rows = torch.zeros(ctx.rows_shape, dtype=ctx.x_dtype, device=topk_idx.device)
+    if not ctx.with_weights:
+        grad_row_weights = None
+    elif grad_row_weights is None:
+        num_rows = grad_rows.numel() // grad_rows.shape[-1]
+        grad_row_weights = torch.zeros(num_rows, device=topk_idx.device)  # [R]
+    else:
+        grad_row_weights = grad_row_weights.contiguous()
+    grad_x, grad_topk_weights = _ops.combine(
+        ctx.comm,
+        grad_rows.contiguous(),
+        None,
+        grad_row_weights,
+        handle,
+        topk_idx,
+        ctx.max_tokens,
+        ctx.x_dtype,
+        *ctx.layout,
+    )
+    weights = grad_topk_weights if ctx.with_weights else None  # [T, K]
+    no_extras = [None] * ctx.num_extras
+    return (None, grad_x, None, no_extras, None, weights, *(None,) * 10)
+
+
+def _combine_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    comm, y, row_weights, row_scalars, handle, topk_idx, max_tokens, _ = inputs[:8]
+    if row_scalars is not None and row_scalars.requires_grad:
+        raise errors.make(
+            errors.InvalidArgumentError,
+            "row_scalars requires grad, but scalars that combine returns have no gradient "
+            "(nor has a gradient of dispatch a second one); detach it",
+        )
+    ctx.weights_need_grad = row_weights is not None and row_weights.requires_grad
+    ctx.save_for_backward(y if ctx.weights_need_grad else None, row_weights, handle, topk_idx)
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+    ctx.comm = comm
+    ctx.max_tokens = max_tokens
+    ctx.layout = inputs[8:11]
+    ctx.y_shape = y.shape
+    ctx.y_dtype = y.dtype
+    ctx.y_needs_grad = y.requires_grad
+
+
+def _combine_backward(ctx: Any, grad_out: Tensor | None, _: Any) -> tuple[Any, ...]:
+    y, row_weights, handle, topk_idx = ctx.saved_tensors
+    assert grad_out is not None  # the scalars have no gradient
+    g, _, present, *_ = _ops.dispatch(
+        ctx.comm,
+        grad_out.contiguous(),  # [T, H]
+        None,
+        [],
+        topk_idx,
+        None,  # without weights, those of the rows are 1, and 0 where there is no token
+        handle.narrow(0, _HANDLE_NUM_TOKENS, 1),
+        -1,
+        ctx.max_tokens,
+        False,
+        *ctx.layout,
+        True,  # zero_padding
+        False,
+        True,  # solo
+    )
+    g = g.view(-1, g.shape[-1])  # [R, H]
+    has_token = present > 0  # [R]
+    grad_y = grad_weights = None
+    if ctx.y_needs_grad:
+        # Weights of rows without a token may be anything, also NaN.
+        if row_weights is not None:
+            g_weighted = g.float() * row_weights.where(has_token, 0.0).unsqueeze(-1)
+        else:
+            g_weighted = g
+        grad_y = g_weighted.to(ctx.y_dtype).view(ctx.y_shape)
+    if ctx.weights_need_grad:
+        product = (g.float() * y.reshape(g.shape).float()).sum(-1)  # [R]
+        grad_weights = product.where(has_token, 0.0)
+    return (None, grad_y, grad_weights, *(None,) * 8)
+
+
+torch.library.register_autograd(
+    "moe_p2p::dispatch", _dispatch_backward, setup_context=_dispatch_context
+)
+torch.library.register_autograd(
+    "moe_p2p::combine", _combine_backward, setup_context=_combine_context
+)
+
+# A call that nobody reads must run all the same: the other ranks wait for it.
+for _op in (_ops.dispatch.default, _ops.combine.default):
+    has_side_effect(_op)
