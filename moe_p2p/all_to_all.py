@@ -25,7 +25,7 @@ from torch import Tensor
 from moe_p2p import errors
 from moe_p2p.communicator import Communicator
 from moe_p2p.dispatched import Dispatched, Layout, PendingCombine, PendingDispatch
-from moe_p2p.ops import call
+from moe_p2p.ops import SCALE_BLOCK, call
 
 _ops = torch.ops.moe_p2p
 
