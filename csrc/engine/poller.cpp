@@ -44,18 +44,22 @@ bool Poller::turn() noexcept {
   return moved;
 }
 
+// A closure may come here again (a control call on the polling thread); what is left of the list
+// then goes first, so that the order of arrival holds.
 bool Poller::take_mail() noexcept {
-  MailboxNode* node = mailbox_.take_all();
-  if (node == nullptr) return false;
-  while (node != nullptr) {
-    MailboxNode* next = node->next;  // first: the node may be gone once it was handled
-    if (node->kind == MailboxNode::Kind::kRequest)
-      activate(static_cast<Request&>(*node));
+  MailboxNode** end = &mail_;
+  while (*end != nullptr) end = &(*end)->next;
+  *end = mailbox_.take_all();
+  const bool moved = mail_ != nullptr;
+  while (mail_ != nullptr) {
+    MailboxNode& node = *mail_;
+    mail_ = node.next;  // first: the node may be gone once it was handled
+    if (node.kind == MailboxNode::Kind::kRequest)
+      activate(static_cast<Request&>(node));
     else
-      static_cast<PollerCall&>(*node).run();
-    node = next;
+      static_cast<PollerCall&>(node).run();
   }
-  return true;
+  return moved;
 }
 
 void Poller::activate(Request& request) noexcept {

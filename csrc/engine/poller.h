@@ -50,6 +50,7 @@ class Poller {
   Request* active_ = nullptr;  // all that were activated and are not done, newest first
   ImmTable imm_table_;
   Mailbox mailbox_;
+  MailboxNode* mail_ = nullptr;  // taken from the mailbox, not handled yet
 };
 
 }  // namespace moe_p2p::engine

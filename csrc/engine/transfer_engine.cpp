@@ -71,6 +71,7 @@ struct TransferEngine::State {
   void run_exclusive(TransferEngine& engine, const Closure& closure) {
     // acquire: pairs with the release in detach_poller().
     if (polling_thread.load(std::memory_order_acquire) == nullptr) {
+      const std::lock_guard lock(unpolled_mutex);
       poller.take_mail();
       closure();
       return;
@@ -88,7 +89,8 @@ struct TransferEngine::State {
   Poller poller;
   CallPool calls;
   std::atomic<const void*> polling_thread{nullptr};
-  std::mutex mutex;  // guards the two tables; never held while a provider is called
+  std::mutex unpolled_mutex;  // between control calls that stand in for the polling thread
+  std::mutex mutex;           // guards the two tables; never held while a provider is called
   std::unordered_map<const Peer*, PeerEntry> peers;
   std::unordered_map<const MemoryHandle*, HandleEntry> handles;
 };

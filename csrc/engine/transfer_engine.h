@@ -76,7 +76,8 @@ class TransferEngine {
   void detach_poller() noexcept;
 
   // --- polling thread ---
-  // Like submit(), without the mailbox and the range check (done once, at set-up).
+  // Like submit(), without the mailbox and the checks (done once, at set-up). The Request must not
+  // be active.
   void submit_from_poller(Request& request) noexcept;
   // Mailbox, post, poll. True when anything moved.
   bool progress() noexcept;

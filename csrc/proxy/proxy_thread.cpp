@@ -88,9 +88,12 @@ void ProxyThread::wait_for_work() noexcept {
   platform::Waiter waiter(engine_.waker(), options_.wait, platform::Deadline::max());
   const auto start = Clock::now();
   for (;;) {
-    waiter.prepare();
+    // Only an idle engine prepares to sleep: while somebody is counted as a sleeper, every
+    // notification costs its sender a system call.
+    const bool idle = engine_.idle();
+    if (idle) waiter.prepare();
     if (run_turn() || stop_.load(std::memory_order_acquire)) return;  // pairs with the destructor
-    if (engine_.idle() || options_.wait.mode == WaitMode::kSpin) {
+    if ((idle && engine_.idle()) || options_.wait.mode == WaitMode::kSpin) {
       waiter.pause();
     } else if (options_.wait.mode == WaitMode::kYield || Clock::now() - start < kPatience) {
       sched_yield();

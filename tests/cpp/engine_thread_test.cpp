@@ -100,6 +100,22 @@ TEST_CASE("engine: closures run on the polling thread, after earlier submissions
                     "told");
 }
 
+TEST_CASE("engine: a closure may drop a peer whose requests came after it in the same mail") {
+  FakeNetwork network;
+  Engines engines(network, {2, 2});
+  Buffer source(engines[0], pattern(100)), target(engines[1], pattern(100, 9));
+  const auto* region = engines.region(0, 1, target);
+  Request late(Write{source.handle, 0, region, 0, 100, 1});
+  const Closure drop = [&] {
+    engines[0].submit(late);  // in the mailbox when the peer goes
+    engines[0].disconnect(region->owner);
+  };
+  Pollers pollers(engines, 1);
+  engines[0].run_on_poller(drop, soon());
+  CHECK(late.wait(soon()));
+  CHECK(late.status().code == base::Code::kClosed);
+}
+
 TEST_CASE("engine: a closure that nobody takes times out and never runs") {
   FakeNetwork network;
   Engines engines(network, {1});
