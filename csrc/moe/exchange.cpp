@@ -36,17 +36,10 @@ Exchange::Lane& Exchange::lane(Phase phase, int slot, int index) const noexcept 
 
 // --- sending -----------------------------------------------------------------------------------
 
-uint64_t Exchange::region_length(const abi::RegionHeader& header, Phase phase) const noexcept {
-  if (header.flags & abi::kEmpty) return sizeof header;
-  const uint64_t slots = phase == Phase::kDispatch ? abi::outbox_slots_offset(plan_.shape)
-                                                   : abi::combine_slots_offset();
-  return slots + header.num_tokens * header.slot_bytes;
-}
-
 bool Exchange::take(Lane& lane) noexcept {
-  // acquire: pairs with HostKernels::ring(); the region behind the doorbell is complete.
-  const uint64_t word = memory_.doorbell(memory_.local(), lane.phase, lane.slot, lane.node)
-                            .load(std::memory_order_acquire);
+  abi::Doorbell& bell = memory_.doorbell(memory_.local(), lane.phase, lane.slot, lane.node);
+  // acquire: pairs with HostKernels::ring(); the region and its length are complete.
+  const uint64_t word = std::atomic_ref(bell.word).load(std::memory_order_acquire);
   if (word == lane.word) return false;
   lane.word = word;
   const bool dispatch = lane.phase == Phase::kDispatch;
@@ -68,7 +61,7 @@ bool Exchange::take(Lane& lane) noexcept {
       .source_offset = memory_.offset(from),
       .target = remote.region,
       .target_offset = static_cast<uint64_t>(lane.slot) * plan_.regions.step_bytes + base + index * stride,
-      .bytes = region_length(from, lane.phase),
+      .bytes = bell.bytes,
       .imm = key.pack(),
   };
   lane.busy = true;

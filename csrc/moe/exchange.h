@@ -2,7 +2,7 @@
 // the proxy thread, once per turn, and never waits. One Exchange per communicator and rank.
 //
 // Sending: a doorbell word of step e says that outbox (or combine_outbox) for a node is complete;
-// one Write takes the region, as long as its header says, to the landing of the rank with the same
+// one Write takes the region, as many bytes as stand beside the word, to the landing of the rank with the same
 // local index there, cut over all NICs, an immediate on each piece.
 // Receiving: when the immediates of a (phase, step slot, source) reach the next multiple of the
 // source's NIC count, all pieces of that step are visible, and its flag goes up.
@@ -68,7 +68,6 @@ class Exchange final : public proxy::ProxyTask, public engine::ImmSink {
   bool take(Lane& lane) noexcept;
   void finish(Lane& lane) noexcept;
   void publish(Lane& lane) noexcept;
-  uint64_t region_length(const abi::RegionHeader& header, abi::Phase phase) const noexcept;
 
   const Plan& plan_;
   NodeMemory& memory_;

@@ -137,7 +137,8 @@ void HostKernels::add_up(Step step, const CombineSend* call, const HandleView* h
                     row_bytes, shape_.topk);
     });
   }
-  ring(step, Phase::kCombine, gateway, node);
+  ring(step, Phase::kCombine, gateway, node,
+       abi::combine_slots_offset() + static_cast<uint64_t>(count) * stride);
 }
 
 RegionHeader& HostKernels::combine_region(Step step, int source) const noexcept {

@@ -85,8 +85,12 @@ void HostKernels::dispatch_send(Step step, const DispatchSend& call, const abi::
       }
     }
   });
-  for (int i = 0; i < shape_.num_other_nodes(); ++i)
-    ring(step, Phase::kDispatch, memory_.local(), abi::other_node(i, memory_.node()));
+  for (int i = 0; i < shape_.num_other_nodes(); ++i) {
+    const int node = abi::other_node(i, memory_.node());
+    const auto count = static_cast<uint64_t>(num_slots[num_local + node]);
+    ring(step, Phase::kDispatch, memory_.local(), node,
+         abi::outbox_slots_offset(shape_) + count * parts.slot_bytes);
+  }
   for (int l = 0; l < num_local; ++l) raise_flag(step, Phase::kDispatch, l);
 }
 
@@ -94,7 +98,7 @@ void HostKernels::send_empty_dispatch(Step step) {
   for (int i = 0; i < shape_.num_other_nodes(); ++i) {
     const int node = abi::other_node(i, memory_.node());
     fill_header(memory_.outbox(memory_.local(), step.slot, node), step, 0, abi::kEmpty, 0);
-    ring(step, Phase::kDispatch, memory_.local(), node);
+    ring(step, Phase::kDispatch, memory_.local(), node, sizeof(RegionHeader));
   }
   for (int l = 0; l < shape_.ranks_per_node; ++l) {
     fill_header(memory_.inbox(l, step.slot, memory_.local()), step, 0, abi::kEmpty, 0);

@@ -153,9 +153,11 @@ void HostKernels::raise_flag(Step step, Phase phase, int local) noexcept {
   platform::notify_all(memory_.bell(local));
 }
 
-// release: pairs with the acquire in Exchange::take_doorbells of the gateway.
-void HostKernels::ring(Step step, Phase phase, int gateway, int node) noexcept {
-  memory_.doorbell(gateway, phase, step.slot, node).store(step.word(), std::memory_order_release);
+// release: pairs with the acquire in Exchange::take() of the gateway, for the region and the bytes.
+void HostKernels::ring(Step step, Phase phase, int gateway, int node, uint64_t bytes) noexcept {
+  abi::Doorbell& bell = memory_.doorbell(gateway, phase, step.slot, node);
+  bell.bytes = bytes;
+  std::atomic_ref(bell.word).store(step.word(), std::memory_order_release);
   platform::notify_all(memory_.waker(gateway));
 }
 

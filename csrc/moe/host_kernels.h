@@ -89,7 +89,7 @@ class HostKernels {
   void hand_in(Step step, const CombineSend* call, const HandleView* handle, int64_t chunk);
   void add_up(Step step, const CombineSend* call, const HandleView* handle, int64_t chunk,
               int gateway, int node);
-  void ring(Step step, abi::Phase phase, int gateway, int node) noexcept;
+  void ring(Step step, abi::Phase phase, int gateway, int node, uint64_t bytes) noexcept;
   void raise_flag(Step step, abi::Phase phase, int local) noexcept;
 
   const Plan& plan_;

@@ -37,9 +37,8 @@ NodeMemory::Word NodeMemory::flag(int local, Phase phase, int slot, int source) 
                                            plan_.signals.flag(phase, slot, source)));
 }
 
-NodeMemory::Word NodeMemory::doorbell(int local, Phase phase, int slot, int node) const noexcept {
-  return Word(
-      *reinterpret_cast<uint64_t*>(signals(local) + plan_.signals.bell(phase, slot, node)));
+abi::Doorbell& NodeMemory::doorbell(int local, Phase phase, int slot, int node) const noexcept {
+  return *reinterpret_cast<abi::Doorbell*>(signals(local) + plan_.signals.bell(phase, slot, node));
 }
 
 NodeMemory::Word NodeMemory::gather_count(int local, int slot, int node) const noexcept {

@@ -41,7 +41,7 @@ class NodeMemory {
   using Word = std::atomic_ref<uint64_t>;
   abi::SignalHead& head(int local) const noexcept;
   Word flag(int local, abi::Phase phase, int slot, int source) const noexcept;
-  Word doorbell(int local, abi::Phase phase, int slot, int node) const noexcept;
+  abi::Doorbell& doorbell(int local, abi::Phase phase, int slot, int node) const noexcept;
   Word gather_count(int local, int slot, int node) const noexcept;
   platform::EventCount& bell(int local) const noexcept;   // waiters of that rank
   platform::EventCount& waker(int local) const noexcept;  // its proxy

@@ -4,7 +4,8 @@
 //   flags[phase][slot][source]   value e + 1: what `source` sent in `phase` of step e is visible here.
 //       Own-node sources store it themselves; for others the gateway's proxy does (an *arrival*).
 //       Dispatch arrivals of (n, l) lie at the gateway with local index l and are read by its node.
-//   doorbell[phase][slot][node]  value e + 1: the outbox for `node` is complete; rung by kernels
+//   doorbell[phase][slot][node]  value e + 1: the outbox for `node` is complete; rung by kernels.
+//       Beside it the bytes to send, because the proxy cannot look into a GPU's outbox.
 //   gather_count[slot][node]     partial sums handed in for `node`; the L-th of a step adds them up
 #pragma once
 
@@ -20,6 +21,12 @@ struct SignalHead {
 };
 static_assert(sizeof(SignalHead) == kLine, "shared between processes");
 
+struct Doorbell {
+  u64 word;
+  u64 bytes;  // stored before the word
+};
+static_assert(sizeof(Doorbell) == 16, "shared between processes and devices");
+
 // Offsets in bytes from the start of a rank's signal memory.
 struct Signals {
   u64 flags, doorbell, gather_count, total_bytes;
@@ -34,7 +41,8 @@ struct Signals {
     g.flags = sizeof(SignalHead);
     g.doorbell = align_up(g.flags + 8 * kNumPhases * slots * static_cast<u64>(s.world_size), kLine);
     g.gather_count =
-        align_up(g.doorbell + 8 * kNumPhases * slots * static_cast<u64>(s.num_nodes()), kLine);
+        align_up(g.doorbell + sizeof(Doorbell) * kNumPhases * slots * static_cast<u64>(s.num_nodes()),
+                 kLine);
     g.total_bytes = align_up(g.gather_count + 8 * slots * static_cast<u64>(s.num_nodes()), 4096);
     return g;
   }
@@ -44,7 +52,8 @@ struct Signals {
                         static_cast<u64>(source));
   }
   MOE_P2P_HD constexpr u64 bell(Phase phase, i32 slot, i32 node) const {
-    return doorbell + 8 * ((static_cast<u64>(phase) * static_cast<u64>(steps_in_flight) +
+    return doorbell +
+           sizeof(Doorbell) * ((static_cast<u64>(phase) * static_cast<u64>(steps_in_flight) +
                             static_cast<u64>(slot)) * static_cast<u64>(num_nodes) +
                            static_cast<u64>(node));
   }
