@@ -1,0 +1,121 @@
+// Engine, proxy and the software NIC together: what the layers above rely on, in order and under the
+// adversary. The seed of a failing run is in the message.
+#include <numeric>
+#include <thread>
+
+#include "engine_pair.h"
+#include "proxy/proxy_thread.h"
+
+namespace moe_p2p::test {
+namespace {
+
+using namespace engine;
+using platform::Clock;
+
+platform::Deadline soon() { return Clock::now() + std::chrono::seconds(60); }
+
+EngineOptions loopback_options(const std::string& settings, int num_nics) {
+  EngineOptions options;
+  options.provider = "loopback";
+  options.settings = settings;
+  options.num_nics = num_nics;
+  return options;
+}
+
+TEST_CASE("engine over loopback: every kind of request arrives, in order and reordered") {
+  for (const int seed : {0, 1, 2, 3}) {
+    CAPTURE(seed);
+    const auto settings =
+        base::concat("seed=", seed, ",max_write_bytes=700,max_in_flight=16,ring_kib=64,channels=4");
+    TransferEngine from(loopback_options(settings, 2)), to(loopback_options(settings, 3));
+    proxy::ProxyThread first(from, {}), second(to, {});
+    Buffer source(from, pattern(50'000)), target(to, std::vector<std::byte>(50'000));
+    const auto* region = from.resolve(to.descriptor(target.handle));
+    std::vector<int64_t> pages(40);
+    std::iota(pages.begin(), pages.end(), 0);
+    const std::vector<Slice> slices = {{40'000, region, 40'000, 0}, {40'000, region, 40'000, 9999}};
+    Request write(Write{source.handle, 0, region, 0, 20'001, 1});
+    Request page_write(
+        WritePages{source.handle, region, 450, {pages, 500, 20'001}, {pages, 500, 20'001}, 2});
+    Request scatter(Scatter{source.handle, slices, Scatter::Sharding::kByBytes, 3});
+    Request imm(Imm{region->owner, 4});
+    const std::array<uint64_t, 4> immediates = {2, 40, 4, 1};
+    for (uint64_t round = 1; round <= 3; ++round) {
+      Request* requests[] = {&write, &page_write, &scatter, &imm};
+      for (Request* request : requests) from.submit(*request);
+      for (Request* request : requests) {
+        REQUIRE(request->wait(soon()));
+        CHECK(request->status().ok());
+      }
+      for (uint32_t i = 0; i < immediates.size(); ++i)
+        REQUIRE(to.imm_table().find_or_add(i + 1)->wait(round * immediates[i], soon()));
+      const auto same = [&](size_t begin, size_t end) {
+        return std::equal(source.data.begin() + static_cast<std::ptrdiff_t>(begin),
+                          source.data.begin() + static_cast<std::ptrdiff_t>(end),
+                          target.data.begin() + static_cast<std::ptrdiff_t>(begin));
+      };
+      CHECK(same(0, 20'001));
+      for (size_t page = 0; page < 40; ++page) {
+        CHECK(same(20'001 + page * 500, 20'001 + page * 500 + 450));
+        CHECK(target.data[20'001 + page * 500 + 450] == std::byte{0});
+      }
+      CHECK(same(40'001, 49'999));
+      CHECK(target.data[49'999] == std::byte{0});
+      std::ranges::fill(target.data, std::byte{0});
+    }
+    CHECK(to.imm_table().discarded() == 0);
+  }
+}
+
+TEST_CASE("engine over loopback: a peer that closes fails what is sent to it, others go on") {
+  const std::string settings = "seed=5,ring_kib=64,channels=4";
+  TransferEngine from(loopback_options(settings, 2)), stays(loopback_options(settings, 2));
+  auto leaves = std::make_unique<TransferEngine>(loopback_options(settings, 2));
+  proxy::ProxyThread first(from, {}), second(stays, {});
+  Buffer source(from, pattern(200'000)), kept(stays, std::vector<std::byte>(200'000));
+  Buffer lost(*leaves, std::vector<std::byte>(200'000));
+  const auto* to_kept = from.resolve(stays.descriptor(kept.handle));
+  const auto* to_lost = from.resolve(leaves->descriptor(lost.handle));
+  Request doomed(Write{source.handle, 0, to_lost, 0, 200'000, 1});
+  Request good(Write{source.handle, 0, to_kept, 0, 200'000, 1});
+  from.submit(doomed);  // nobody polls at the other end: it cannot complete
+  from.submit(good);
+  REQUIRE(good.wait(soon()));
+  CHECK(good.status().ok());
+  CHECK_FALSE(doomed.done());
+  leaves.reset();
+  from.disconnect(to_lost->owner);
+  REQUIRE(doomed.wait(soon()));
+  // Whichever is first: the NIC sees that the peer is gone, or this engine drops it.
+  CHECK((doomed.status().code == base::Code::kPeerDead ||
+         doomed.status().code == base::Code::kClosed));
+  REQUIRE(stays.imm_table().find_or_add(1)->wait(2, soon()));
+  CHECK(kept.data == source.data);
+}
+
+TEST_CASE("benchmark: engine over loopback, immediate there and back" * doctest::skip()) {
+  for (const auto mode : {platform::WaitMode::kYield, platform::WaitMode::kSleep}) {
+    TransferEngine left(loopback_options("", 1)), right(loopback_options("", 1));
+    proxy::ProxyThread first(left, {.wait = {.mode = mode}});
+    proxy::ProxyThread second(right, {.wait = {.mode = mode}});
+    Request forth(Imm{left.connect(right.address()), 1}),
+        back(Imm{right.connect(left.address()), 1});
+    std::vector<int64_t> ns;
+    for (uint64_t i = 1; i <= 500; ++i) {
+      const auto start = Clock::now();
+      left.submit(forth);
+      REQUIRE(right.imm_table().find_or_add(1)->wait(i, soon()));
+      right.submit(back);
+      REQUIRE(left.imm_table().find_or_add(1)->wait(i, soon()));
+      ns.push_back((Clock::now() - start).count());
+      REQUIRE(forth.wait(soon()));
+      REQUIRE(back.wait(soon()));
+    }
+    std::sort(ns.begin(), ns.end());
+    MESSAGE(mode == platform::WaitMode::kYield ? std::string("yield: ") : "sleep: ", ns[250],
+            " ns (p50), ", ns[495], " ns (p99)");
+  }
+}
+
+}  // namespace
+}  // namespace moe_p2p::test
