@@ -50,12 +50,16 @@ def _split_count(num_tokens: int | Tensor | None) -> tuple[Tensor | None, int]:
     return None, num_tokens
 
 
+def _records(*tensors: Tensor | None) -> bool:
+    """Whether autograd records what is done with one of these."""
+    if not torch.is_grad_enabled():
+        return False
+    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
 def _refuse_gradient(**tensors: Tensor | None) -> None:
-    if torch.is_grad_enabled():
-        for name, tensor in tensors.items():
-            errors.require(
-                tensor is None or not tensor.requires_grad, _NO_HALF_GRADIENT.format(name)
-            )
+    for name, tensor in tensors.items():
+        errors.require(not _records(tensor), _NO_HALF_GRADIENT.format(name))
 
 
 class AllToAll(Communicator):
@@ -115,13 +119,11 @@ class AllToAll(Communicator):
         tokens = self.config.max_tokens if max_tokens is None else max_tokens
         where = self._layout(layout, capacity, alignment, tokens)
         count, count_on_host = _split_count(num_tokens)
-        records = torch.is_grad_enabled() and (
-            x.requires_grad or (topk_weights is not None and topk_weights.requires_grad)
-        )
+        records = _records(x, topk_weights, *extras)
         if records and quantize and x.requires_grad:
             raise errors.make(errors.InvalidArgumentError, _NO_FP8_GRADIENT)
         rows, row_scales, row_weights, counts, offsets, source, handle, row_extras = call(
-            _ops.dispatch.default,
+            _ops.dispatch.default if records else _ops.dispatch_inference.default,
             self._comm,
             x,
             scales,
@@ -192,11 +194,13 @@ class AllToAll(Communicator):
         Rows of x past num_tokens give zeros. Differentiable in y and in the dispatched row_weights.
         Raises as dispatch does.
         """
+        row_weights = dispatched.row_weights if weighted else None
+        records = _records(y, row_weights, row_scalars)
         out, scalars = call(
-            _ops.combine.default,
+            _ops.combine.default if records else _ops.combine_inference.default,
             self._comm,
             y,
-            dispatched.row_weights if weighted else None,
+            row_weights,
             row_scalars,
             dispatched.handle,
             dispatched.topk_idx,

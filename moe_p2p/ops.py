@@ -167,8 +167,9 @@ def _fake_number(*args: Any) -> torch.SymInt:
     return torch.library.get_ctx().new_dynamic_size()
 
 
-torch.library.register_fake("moe_p2p::dispatch")(_fake_dispatch)
-torch.library.register_fake("moe_p2p::combine")(_fake_combine)
+for _suffix in ("", "_inference"):
+    torch.library.register_fake(f"moe_p2p::dispatch{_suffix}")(_fake_dispatch)
+    torch.library.register_fake(f"moe_p2p::combine{_suffix}")(_fake_combine)
 for _name in ("dispatch_send", "dispatch_recv", "combine_send", "combine_recv", "release"):
     torch.library.register_fake(f"moe_p2p::{_name}")(_fake_nothing)
 torch.library.register_fake("moe_p2p::all_to_all_connect")(_fake_nothing)
@@ -296,6 +297,23 @@ torch.library.register_autograd(
     "moe_p2p::combine", _combine_backward, setup_context=_combine_context
 )
 
-# A call that nobody reads must run all the same: the other ranks wait for it.
-for _op in (_ops.dispatch.default, _ops.combine.default):
-    has_side_effect(_op)
+# --- side effects ---
+
+
+def _mark_effect(name: str) -> None:
+    """Keeps a compiler from dropping a call that nobody reads, or from swapping two calls.
+
+    The other ranks wait for every call, in order. Where torch cannot order ops of a graph by
+    effect, at least none is dropped.
+    """
+    register = getattr(torch.library, "_register_effectful_op", None)
+    if register is None:
+        has_side_effect(getattr(_ops, name).default)
+    else:
+        ordered = torch.library.EffectType.ORDERED  # type: ignore[attr-defined]
+        register(f"moe_p2p::{name}", ordered)
+
+
+for _suffix in ("", "_inference"):
+    _mark_effect(f"dispatch{_suffix}")
+    _mark_effect(f"combine{_suffix}")

@@ -1,5 +1,6 @@
 #include "ops/all_to_all_object.h"
 
+#include <cstring>
 #include <limits>
 #include <utility>
 
@@ -66,6 +67,38 @@ moe::Handle handle_from(const Tensor& handle) {
   return {output<int32_t>(handle, {"handle", {ScalarType::Int}, {kAny}}), handle.numel()};
 }
 
+namespace {
+
+// Zero for what is no handle; the call it is meant for says so.
+uint64_t first_step_of(const Tensor& handle) {
+  abi::HandleMeta meta{};
+  const moe::Handle words = handle_from(handle);
+  if (words.num_words * static_cast<int64_t>(sizeof(int32_t)) >= static_cast<int64_t>(sizeof(meta)))
+    std::memcpy(&meta, words.words, sizeof(meta));
+  return meta.first_step;
+}
+
+}  // namespace
+
+void remember_sent(AllToAllObject::SentHandles& sent, const Tensor& handle) {
+  sent.insert_or_assign(first_step_of(handle), handle);
+}
+
+SentHandle::SentHandle(AllToAllObject::SentHandles& sent, const Tensor& given)
+    : all_(sent), given_(given), step_(first_step_of(given)) {
+  const auto found = sent.find(step_);
+  if (found != sent.end() && found->second.numel() == given.numel()) sent_ = found->second;
+}
+
+void SentHandle::received() {
+  if (!sent_) return;
+  const moe::Handle from = handle_from(*sent_);
+  const moe::Handle to = handle_from(given_);
+  if (from.words != to.words)
+    std::memcpy(to.words, from.words, static_cast<size_t>(to.num_words) * sizeof(int32_t));
+  all_.erase(step_);
+}
+
 moe::DispatchSend dispatch_send_from(AllToAllObject& comm, const DispatchArguments& in,
                                      const Tensor& handle) {
   moe::DispatchSend send;
@@ -86,8 +119,7 @@ moe::DispatchSend dispatch_send_from(AllToAllObject& comm, const DispatchArgumen
     send.extras.push_back(
         {input<void>(extra, {"an extra", {}, {send.num_rows, kAny}}), row_bytes(extra)});
   send.topk_idx = input<void>(
-      in.topk_idx,
-      {"topk_idx", {ScalarType::Int, ScalarType::Long}, {send.num_rows, comm.topk()}});
+      in.topk_idx, {"topk_idx", {ScalarType::Int, ScalarType::Long}, {send.num_rows, comm.topk()}});
   send.topk_is_int64 = in.topk_idx.scalar_type() == ScalarType::Long;
   send.topk_weights = optional_input<float>(
       in.topk_weights, {"topk_weights", {ScalarType::Float}, {send.num_rows, comm.topk()}});
@@ -146,10 +178,10 @@ moe::CombineSend combine_send_from(AllToAllObject& comm, const CombineArguments&
   check_rows(in.y, "y", send.y_rows, comm.hidden_dim());
   send.y_dtype = payload_type(in.y.scalar_type(), "y");
   send.y = in.y.const_data_ptr();
-  send.row_weights = optional_input<float>(
-      in.row_weights, {"row_weights", {ScalarType::Float}, {send.y_rows}});
-  send.row_scalars = optional_input<float>(
-      in.row_scalars, {"row_scalars", {ScalarType::Float}, {send.y_rows}});
+  send.row_weights =
+      optional_input<float>(in.row_weights, {"row_weights", {ScalarType::Float}, {send.y_rows}});
+  send.row_scalars =
+      optional_input<float>(in.row_scalars, {"row_scalars", {ScalarType::Float}, {send.y_rows}});
   send.out_dtype = payload_type(in.out_dtype, "out_dtype");
   MOE_P2P_CHECK(send.y_dtype != abi::DType::kFloat8E4M3, Code::kInvalidArgument, "y is ",
                 describe(in.y), ", must be bfloat16, float16 or float32");
@@ -159,8 +191,7 @@ moe::CombineSend combine_send_from(AllToAllObject& comm, const CombineArguments&
 }
 
 moe::CombineRecv combine_recv_from(AllToAllObject& comm, const Tensor& out,
-                                   const std::optional<Tensor>& out_scalars,
-                                   const Tensor& handle) {
+                                   const std::optional<Tensor>& out_scalars, const Tensor& handle) {
   moe::CombineRecv recv;
   recv.handle = handle_from(handle);
   recv.out = output<void>(out, {"out", kCombineTypes, {kAny, comm.hidden_dim()}});

@@ -2,6 +2,7 @@
 // structs of moe/all_to_all.h.
 #pragma once
 
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -30,7 +31,30 @@ struct AllToAllObject {
   std::mutex in_use;                     // one caller at a time
   moe::AllToAll all_to_all;
   const int rank;
+
+  // Handles between the halves, by their first step: moe::AllToAll writes to them until they are
+  // received, so they must live, and a compiler may hand the second half a copy.
+  using SentHandles = std::map<uint64_t, Tensor>;
+  SentHandles sent_dispatches;
+  SentHandles sent_combines;
 };
+
+// The handle that the send half was given, while the second half works on it. Its words are copied
+// to `given` when that is another tensor.
+class SentHandle {
+ public:
+  SentHandle(AllToAllObject::SentHandles& sent, const Tensor& given);
+  const Tensor& tensor() const noexcept { return sent_ ? *sent_ : given_; }
+  // After the second half: forgets the handle.
+  void received();
+
+ private:
+  AllToAllObject::SentHandles& all_;
+  const Tensor& given_;
+  std::optional<Tensor> sent_;
+  uint64_t step_ = 0;
+};
+void remember_sent(AllToAllObject::SentHandles& sent, const Tensor& handle);
 
 ObjectTable<AllToAllObject>& communicators();
 

@@ -11,9 +11,9 @@ namespace {
 
 moe::PlanInput plan_input(int64_t world_size, int64_t ranks_per_node, int64_t num_experts,
                           int64_t hidden_dim, int64_t topk, int64_t max_tokens,
-                          int64_t chunk_tokens, int64_t steps_in_flight,
-                          int64_t payload_item_bytes, int64_t combine_item_bytes,
-                          int64_t extra_bytes, std::vector<int64_t> expert_rank) {
+                          int64_t chunk_tokens, int64_t steps_in_flight, int64_t payload_item_bytes,
+                          int64_t combine_item_bytes, int64_t extra_bytes,
+                          std::vector<int64_t> expert_rank) {
   return {.world_size = world_size,
           .ranks_per_node = ranks_per_node,
           .num_experts = num_experts,
@@ -33,10 +33,10 @@ std::string plan(int64_t world_size, int64_t ranks_per_node, int64_t num_experts
                  int64_t hidden_dim, int64_t topk, int64_t max_tokens, int64_t chunk_tokens,
                  int64_t steps_in_flight, int64_t payload_item_bytes, int64_t combine_item_bytes,
                  int64_t extra_bytes, std::vector<int64_t> expert_rank) {
-  const auto made = moe::make_plan(plan_input(
-      world_size, ranks_per_node, num_experts, hidden_dim, topk, max_tokens, chunk_tokens,
-      steps_in_flight, payload_item_bytes, combine_item_bytes, extra_bytes,
-      std::move(expert_rank)));
+  const auto made =
+      moe::make_plan(plan_input(world_size, ranks_per_node, num_experts, hidden_dim, topk,
+                                max_tokens, chunk_tokens, steps_in_flight, payload_item_bytes,
+                                combine_item_bytes, extra_bytes, std::move(expert_rank)));
   std::string text;
   for (const auto& [name, bytes] : made.table()) text += base::concat(name, " ", bytes, "\n");
   return text;
@@ -54,8 +54,8 @@ int64_t all_to_all_create(int64_t engine, int64_t rank, int64_t communicator, in
   MOE_P2P_CHECK(communicator >= 0 && communicator < engine::ImmKey::kMaxCommunicators,
                 Code::kResourceExhausted, "this engine has no communicator number left after ",
                 communicator, "; make another engine");
-  MOE_P2P_CHECK(num_threads >= 1 && num_threads <= 1024, Code::kInvalidArgument,
-                "num_threads is ", num_threads, ", must be from 1 to 1024");
+  MOE_P2P_CHECK(num_threads >= 1 && num_threads <= 1024, Code::kInvalidArgument, "num_threads is ",
+                num_threads, ", must be from 1 to 1024");
   const moe::AllToAllOptions options{
       .plan = plan_input(world_size, ranks_per_node, num_experts, hidden_dim, topk, max_tokens,
                          chunk_tokens, steps_in_flight, payload_item_bytes, combine_item_bytes,
@@ -90,7 +90,12 @@ void all_to_all_close(int64_t comm) {
   object->all_to_all.close();
 }
 
-std::string all_to_all_broken(int64_t comm) { return communicators().get(comm)->all_to_all.broken(); }
+// Empty while a call of another thread runs: what will become of it is not known yet.
+std::string all_to_all_broken(int64_t comm) {
+  const auto object = communicators().get(comm);
+  const std::unique_lock lock(object->in_use, std::try_to_lock);
+  return lock.owns_lock() ? object->all_to_all.broken() : std::string();
+}
 
 int64_t handle_words(int64_t comm, int64_t num_rows, int64_t max_tokens) {
   return communicators().get(comm)->all_to_all.handle_words(num_rows, max_tokens);
@@ -102,22 +107,25 @@ void dispatch_send(int64_t comm, const Tensor& x, std::optional<Tensor> scales,
                    int64_t num_tokens_host, int64_t max_tokens, bool quantize, bool solo,
                    const Tensor& handle) {
   const Caller caller(comm);
-  caller->all_to_all.dispatch_send(dispatch_send_from(
-      *caller,
-      {x, scales, extras, topk_idx, topk_weights, num_tokens, num_tokens_host, max_tokens,
-       quantize, solo},
-      handle));
+  caller->all_to_all.dispatch_send(
+      dispatch_send_from(*caller,
+                         {x, scales, extras, topk_idx, topk_weights, num_tokens, num_tokens_host,
+                          max_tokens, quantize, solo},
+                         handle));
+  remember_sent(caller->sent_dispatches, handle);
 }
 
 void dispatch_recv(int64_t comm, const Tensor& handle, const Tensor& x,
                    std::optional<Tensor> scales, std::vector<Tensor> extras,
                    const Tensor& row_weights, const Tensor& counts, const Tensor& offsets,
-                   std::optional<Tensor> source, bool grouped, int64_t capacity,
-                   int64_t alignment, bool zero_padding) {
+                   std::optional<Tensor> source, bool grouped, int64_t capacity, int64_t alignment,
+                   bool zero_padding) {
   const Caller caller(comm);
+  SentHandle sent(caller->sent_dispatches, handle);
   caller->all_to_all.dispatch_recv(
       dispatch_recv_from(*caller, {grouped, capacity, alignment, zero_padding},
-                         {x, scales, extras, row_weights, counts, offsets, source}, handle));
+                         {x, scales, extras, row_weights, counts, offsets, source}, sent.tensor()));
+  sent.received();
 }
 
 void combine_send(int64_t comm, const Tensor& handle, const Tensor& y,
@@ -126,17 +134,22 @@ void combine_send(int64_t comm, const Tensor& handle, const Tensor& y,
   const Caller caller(comm);
   caller->all_to_all.combine_send(
       combine_send_from(*caller, {y, row_weights, row_scalars, out_dtype}, handle));
+  remember_sent(caller->sent_combines, handle);
 }
 
 void combine_recv(int64_t comm, const Tensor& handle, const Tensor& out,
                   std::optional<Tensor> out_scalars) {
   const Caller caller(comm);
-  caller->all_to_all.combine_recv(combine_recv_from(*caller, out, out_scalars, handle));
+  SentHandle sent(caller->sent_combines, handle);
+  caller->all_to_all.combine_recv(combine_recv_from(*caller, out, out_scalars, sent.tensor()));
+  sent.received();
 }
 
 void release(int64_t comm, const Tensor& handle) {
   const Caller caller(comm);
-  caller->all_to_all.release(handle_from(handle));
+  SentHandle sent(caller->sent_dispatches, handle);
+  caller->all_to_all.release(handle_from(sent.tensor()));
+  sent.received();
 }
 
 }  // namespace

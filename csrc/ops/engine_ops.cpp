@@ -14,9 +14,8 @@ int64_t engine_create(const std::string& provider, int64_t num_nics, const std::
                       const std::string& label, const std::string& wait, int64_t proxy_cpu) {
   MOE_P2P_CHECK(num_nics >= 1 && num_nics <= engine::kMaxNics, Code::kInvalidArgument,
                 "num_nics is ", num_nics, ", must be from 1 to ", engine::kMaxNics);
-  engine::EngineOptions options{.provider = provider,
-                                .num_nics = static_cast<int>(num_nics),
-                                .settings = settings};
+  engine::EngineOptions options{
+      .provider = provider, .num_nics = static_cast<int>(num_nics), .settings = settings};
   if (!label.empty()) options.label = label;
   const proxy::ProxyOptions proxy{.wait = wait_policy(wait), .cpu = static_cast<int>(proxy_cpu)};
   return engines().add(std::make_shared<EngineObject>(options, proxy));
@@ -44,8 +43,7 @@ Tensor engine_descriptor(int64_t engine, int64_t memory) {
 }
 
 int64_t engine_connect(int64_t engine, const Tensor& address) {
-  return engines().get(engine)->connect(
-      engine::EngineAddress::parse(bytes_of(address, "address")));
+  return engines().get(engine)->connect(engine::EngineAddress::parse(bytes_of(address, "address")));
 }
 
 void engine_disconnect(int64_t engine, int64_t peer) { engines().get(engine)->disconnect(peer); }

@@ -18,8 +18,8 @@ Tensor make_rows(const Layout& layout, int64_t experts, int64_t width, ScalarTyp
                         : make_tensor({experts, layout.capacity, width}, dtype);
 }
 
-using Dispatched = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
-                              std::vector<Tensor>>;
+using Dispatched =
+    std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, std::vector<Tensor>>;
 
 Dispatched dispatch(int64_t comm_id, const Tensor& x, std::optional<Tensor> scales,
                     std::vector<Tensor> extras, const Tensor& topk_idx,
@@ -97,8 +97,7 @@ std::tuple<Tensor, Tensor> combine(int64_t comm_id, const Tensor& y,
   const Tensor out = make_tensor({num_rows, comm->hidden_dim()}, out_dtype);
   const Tensor out_scalars =
       make_tensor({row_scalars ? num_rows : 0, comm->topk()}, ScalarType::Float);
-  const std::optional<Tensor> scalars_out =
-      row_scalars ? std::optional(out_scalars) : std::nullopt;
+  const std::optional<Tensor> scalars_out = row_scalars ? std::optional(out_scalars) : std::nullopt;
   const HandleGuard guard(send.handle);
   comm->all_to_all.combine(send, combine_recv_from(*comm, out, scalars_out, handle));
   return {out, out_scalars};
@@ -108,7 +107,9 @@ std::tuple<Tensor, Tensor> combine(int64_t comm_id, const Tensor& y,
 
 STABLE_TORCH_LIBRARY_IMPL(moe_p2p, CompositeExplicitAutograd, m) {
   m.impl("dispatch", TORCH_BOX(&dispatch));
+  m.impl("dispatch_inference", TORCH_BOX(&dispatch));
   m.impl("combine", TORCH_BOX(&combine));
+  m.impl("combine_inference", TORCH_BOX(&combine));
 }
 
 }  // namespace moe_p2p::ops

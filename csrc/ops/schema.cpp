@@ -2,6 +2,25 @@
 // Objects are numbers (registry.h). Fake kernels and autograd are in moe_p2p/ops.py.
 #include <torch/csrc/stable/library.h>
 
+#include <string>
+
+namespace {
+
+// Whole calls come twice. The `_inference` ones have no autograd: torch.library puts a Python
+// function in front of the others, which doubles what a call of few tokens costs.
+const std::string kDispatch =
+    "(int comm, Tensor x, Tensor? scales, Tensor[] extras, Tensor topk_idx, "
+    "Tensor? topk_weights, Tensor? num_tokens, int num_tokens_host, int max_tokens, "
+    "bool quantize, bool grouped, int capacity, int alignment, bool zero_padding, "
+    "bool with_source, bool solo) -> (Tensor rows, Tensor row_scales, Tensor row_weights, "
+    "Tensor counts, Tensor offsets, Tensor source, Tensor handle, Tensor[] row_extras)";
+const std::string kCombine =
+    "(int comm, Tensor y, Tensor? row_weights, Tensor? row_scalars, Tensor handle, "
+    "Tensor topk_idx, int max_tokens, ScalarType out_dtype, bool grouped, int capacity, "
+    "int alignment) -> (Tensor out, Tensor out_scalars)";
+
+}  // namespace
+
 STABLE_TORCH_LIBRARY(moe_p2p, m) {
   // --- engine: set-up ---
   m.def(
@@ -65,19 +84,12 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
   m.def(
       "combine_send(int comm, Tensor(a!) handle, Tensor y, Tensor? row_weights, "
       "Tensor? row_scalars, ScalarType out_dtype) -> ()");
-  m.def(
-      "combine_recv(int comm, Tensor(a!) handle, Tensor(b!) out, Tensor(c!)? out_scalars) -> ()");
+  m.def("combine_recv(int comm, Tensor(a!) handle, Tensor(b!) out, Tensor(c!)? out_scalars) -> ()");
   m.def("release(int comm, Tensor(a!) handle) -> ()");
 
-  // --- all to all: whole calls, differentiable ---
-  m.def(
-      "dispatch(int comm, Tensor x, Tensor? scales, Tensor[] extras, Tensor topk_idx, "
-      "Tensor? topk_weights, Tensor? num_tokens, int num_tokens_host, int max_tokens, "
-      "bool quantize, bool grouped, int capacity, int alignment, bool zero_padding, "
-      "bool with_source, bool solo) -> (Tensor rows, Tensor row_scales, Tensor row_weights, "
-      "Tensor counts, Tensor offsets, Tensor source, Tensor handle, Tensor[] row_extras)");
-  m.def(
-      "combine(int comm, Tensor y, Tensor? row_weights, Tensor? row_scalars, Tensor handle, "
-      "Tensor topk_idx, int max_tokens, ScalarType out_dtype, bool grouped, int capacity, "
-      "int alignment) -> (Tensor out, Tensor out_scalars)");
+  // --- all to all: whole calls ---
+  m.def(("dispatch" + kDispatch).c_str());
+  m.def(("dispatch_inference" + kDispatch).c_str());
+  m.def(("combine" + kCombine).c_str());
+  m.def(("combine_inference" + kCombine).c_str());
 }

@@ -47,15 +47,24 @@ int32_t shim_dtype(ScalarType dtype) {
 
 const char* dtype_name(ScalarType dtype) {
   switch (dtype) {
-    case ScalarType::BFloat16: return "bfloat16";
-    case ScalarType::Half: return "float16";
-    case ScalarType::Float: return "float32";
-    case ScalarType::Double: return "float64";
-    case ScalarType::Float8_e4m3fn: return "float8_e4m3fn";
-    case ScalarType::Int: return "int32";
-    case ScalarType::Long: return "int64";
-    case ScalarType::Byte: return "uint8";
-    default: return torch::headeronly::toString(dtype);
+    case ScalarType::BFloat16:
+      return "bfloat16";
+    case ScalarType::Half:
+      return "float16";
+    case ScalarType::Float:
+      return "float32";
+    case ScalarType::Double:
+      return "float64";
+    case ScalarType::Float8_e4m3fn:
+      return "float8_e4m3fn";
+    case ScalarType::Int:
+      return "int32";
+    case ScalarType::Long:
+      return "int64";
+    case ScalarType::Byte:
+      return "uint8";
+    default:
+      return torch::headeronly::toString(dtype);
   }
 }
 
@@ -73,8 +82,8 @@ void check_placed(const Tensor& tensor, const char* name) {
 
 void check_tensor(const Tensor& tensor, const Expected& expected) {
   const auto& dtypes = expected.dtypes;
-  MOE_P2P_CHECK(dtypes.size() == 0 || std::find(dtypes.begin(), dtypes.end(),
-                                                tensor.scalar_type()) != dtypes.end(),
+  MOE_P2P_CHECK(dtypes.size() == 0 ||
+                    std::find(dtypes.begin(), dtypes.end(), tensor.scalar_type()) != dtypes.end(),
                 Code::kInvalidArgument, expected.name, " is ", describe(tensor), ", must be ",
                 names(dtypes));
   MOE_P2P_CHECK(fits(tensor, expected.sizes), Code::kInvalidArgument, expected.name, " is ",
@@ -84,11 +93,16 @@ void check_tensor(const Tensor& tensor, const Expected& expected) {
 
 abi::DType payload_type(ScalarType dtype, const char* name) {
   switch (dtype) {
-    case ScalarType::BFloat16: return abi::DType::kBFloat16;
-    case ScalarType::Half: return abi::DType::kFloat16;
-    case ScalarType::Float: return abi::DType::kFloat32;
-    case ScalarType::Float8_e4m3fn: return abi::DType::kFloat8E4M3;
-    default: break;
+    case ScalarType::BFloat16:
+      return abi::DType::kBFloat16;
+    case ScalarType::Half:
+      return abi::DType::kFloat16;
+    case ScalarType::Float:
+      return abi::DType::kFloat32;
+    case ScalarType::Float8_e4m3fn:
+      return abi::DType::kFloat8E4M3;
+    default:
+      break;
   }
   throw base::Error(Code::kInvalidArgument, base::concat(name, " is ", dtype_name(dtype),
                                                          ", must be ", names(kPayloadTypes)));
@@ -99,9 +113,9 @@ Tensor make_tensor(std::span<const int64_t> sizes, ScalarType dtype) {
   for (size_t i = sizes.size(); i-- > 1;)
     strides[i - 1] = strides[i] * std::max<int64_t>(sizes[i], 1);
   AtenTensorHandle made = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
-      static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), shim_dtype(dtype),
-      aoti_torch_device_type_cpu(), 0, &made));
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
+                               shim_dtype(dtype), aoti_torch_device_type_cpu(), 0, &made));
   return Tensor(made);
 }
 

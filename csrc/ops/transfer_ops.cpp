@@ -49,14 +49,14 @@ int64_t engine_write(int64_t engine, int64_t memory, int64_t offset, int64_t reg
 
 int64_t engine_write_pages(int64_t engine, int64_t memory, int64_t region, int64_t page_bytes,
                            const Tensor& pages, int64_t stride, int64_t offset,
-                           const Tensor& region_pages, int64_t region_stride,
-                           int64_t region_offset, std::optional<int64_t> imm) {
+                           const Tensor& region_pages, int64_t region_stride, int64_t region_offset,
+                           std::optional<int64_t> imm) {
   const auto object = engines().get(engine);
   auto record = std::make_shared<RequestRecord>();
   record->source_pages = page_indices(pages, "pages");
   record->target_pages = page_indices(region_pages, "region_pages");
-  record->what = base::concat("write of ", record->source_pages.size(), " pages of ", page_bytes,
-                              " bytes");
+  record->what =
+      base::concat("write of ", record->source_pages.size(), " pages of ", page_bytes, " bytes");
   record->request.operation = engine::WritePages{
       .source = object->memory(memory),
       .target = object->region(region),
@@ -81,12 +81,12 @@ int64_t engine_scatter(int64_t engine, int64_t memory, const Tensor& slices, boo
                               .target_offset = unsigned_of(row[2], "region_offset of a slice"),
                               .bytes = unsigned_of(row[3], "bytes of a slice")});
   record->what = base::concat("scatter of ", record->slices.size(), " slices");
-  record->request.operation = engine::Scatter{
-      .source = object->memory(memory),
-      .slices = record->slices,
-      .sharding =
-          by_bytes ? engine::Scatter::Sharding::kByBytes : engine::Scatter::Sharding::kByPeer,
-      .imm = free_form(imm)};
+  record->request.operation =
+      engine::Scatter{.source = object->memory(memory),
+                      .slices = record->slices,
+                      .sharding = by_bytes ? engine::Scatter::Sharding::kByBytes
+                                           : engine::Scatter::Sharding::kByPeer,
+                      .imm = free_form(imm)};
   return object->submit(std::move(record));
 }
 
@@ -111,8 +111,8 @@ void engine_forget(int64_t engine, int64_t request) {
 }
 
 int64_t engine_imm_wait(int64_t engine, int64_t imm, int64_t count, double timeout_s) {
-  return static_cast<int64_t>(engines().get(engine)->wait_imm(
-      free_form(imm), unsigned_of(count, "count"), timeout_s));
+  return static_cast<int64_t>(
+      engines().get(engine)->wait_imm(free_form(imm), unsigned_of(count, "count"), timeout_s));
 }
 
 int64_t engine_imm_value(int64_t engine, int64_t imm) {

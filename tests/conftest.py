@@ -1,0 +1,24 @@
+"""Tiers by marker, each skipped with its reason where it cannot run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+
+def _why_not(item: pytest.Item) -> str | None:
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if item.get_closest_marker("gpu") and devices < 1:
+        return "needs a CUDA device"
+    if item.get_closest_marker("multi_gpu") and devices < 2:
+        return f"needs several CUDA devices, here are {devices}"
+    if item.get_closest_marker("rdma") and not any(Path("/sys/class").glob("infiniband/*")):
+        return "needs an RDMA NIC: /sys/class/infiniband has none"
+    return None
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if reason := _why_not(item):
+        pytest.skip(reason)

@@ -1,0 +1,176 @@
+"""Runs a function once per rank, as threads of this process or as processes, before a deadline.
+
+Threads are cheap and share a HashStore; processes are for what needs isolation: a rank that is
+killed, a process group, shared memory between address spaces. A fork server that has imported torch
+once starts them in milliseconds.
+
+    def body(rank: Rank, hidden_dim: int) -> float: ...
+    results = run_threads(4, body, 64)            # in rank order
+    results = run_processes(4, body, 64)          # body is a function of a module, not a closure
+
+A rank that raises makes the call raise RankError with every rank's story. With
+return_errors=True exceptions are returned in place of results instead.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+DEADLINE_S = 60.0
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What a body knows about itself."""
+
+    rank: int
+    world_size: int
+    store: dist.Store
+
+
+class RankError(AssertionError):
+    """Some ranks raised; the text has the traceback of each."""
+
+
+class DiedError(Exception):
+    """A rank's process ended without a result."""
+
+
+def _told(error: BaseException) -> BaseException:
+    """`error` with its traceback as a note, so that it survives pickling."""
+    error.__dict__["story"] = "".join(traceback.format_exception(error))
+    return error
+
+
+def _finish(results: list[Any], return_errors: bool) -> list[Any]:
+    failed = {r: e for r, e in enumerate(results) if isinstance(e, BaseException)}
+    if failed and not return_errors:
+        stories = [
+            f"--- rank {r} ---\n{e.__dict__.get('story', repr(e))}" for r, e in failed.items()
+        ]
+        raise RankError("\n".join(stories))
+    return results
+
+
+def run_threads(
+    world_size: int,
+    body: Callable[..., Any],
+    *arguments: Any,
+    deadline_s: float = DEADLINE_S,
+    return_errors: bool = False,
+) -> list[Any]:
+    """body(Rank, *arguments) on one thread per rank; results in rank order."""
+    store = dist.HashStore()
+    results: list[Any] = [DiedError("did not return")] * world_size
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = body(Rank(rank, world_size, store), *arguments)
+        except BaseException as error:
+            results[rank] = _told(error)
+
+    threads = [
+        threading.Thread(target=run, args=(rank,), daemon=True, name=f"rank {rank}")
+        for rank in range(world_size)
+    ]
+    for thread in threads:
+        thread.start()
+    ends = time.monotonic() + deadline_s
+    for thread in threads:
+        thread.join(max(0.0, ends - time.monotonic()))
+    if any(thread.is_alive() for thread in threads):
+        faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+        alive = [thread.name for thread in threads if thread.is_alive()]
+        raise RankError(f"{', '.join(alive)} did not return within {deadline_s} s")
+    return _finish(results, return_errors)
+
+
+def _process(
+    rank: int,
+    world_size: int,
+    port: int,
+    pipe: Connection,
+    body: Callable[..., Any],
+    arguments: Any,
+) -> None:
+    torch.set_num_threads(1)
+    try:
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        outcome = body(Rank(rank, world_size, store), *arguments)
+    except BaseException as error:
+        outcome = _told(error)
+    try:
+        data = pickle.dumps(outcome)
+    except Exception:
+        data = pickle.dumps(DiedError(f"result cannot be pickled: {outcome!r}"))
+    pipe.send_bytes(data)
+    pipe.close()
+    # What a body left open is not the next test's problem; atexit handlers still run.
+    sys.stdout.flush()
+
+
+def run_processes(
+    world_size: int,
+    body: Callable[..., Any],
+    *arguments: Any,
+    deadline_s: float = DEADLINE_S,
+    return_errors: bool = False,
+) -> list[Any]:
+    """body(Rank, *arguments) in one process per rank; results, pickled, in rank order.
+
+    A process that ends without a result (killed) counts as having raised DiedError. At the
+    deadline all are killed.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["moe_p2p", "pytest"])
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    receivers: dict[Connection, int] = {}
+    processes = []
+    for rank in range(world_size):
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(
+            target=_process,
+            args=(rank, world_size, server.port, sender, body, arguments),
+            daemon=True,
+        )
+        process.start()
+        sender.close()
+        receivers[receiver] = rank
+        processes.append(process)
+    results: list[Any] = [DiedError(f"did not return within {deadline_s} s")] * world_size
+    ends = time.monotonic() + deadline_s
+    while receivers and (ready := wait(list(receivers), max(0.0, ends - time.monotonic()))):
+        for receiver in ready:
+            assert isinstance(receiver, Connection)
+            rank = receivers.pop(receiver)
+            try:
+                results[rank] = pickle.loads(receiver.recv_bytes())
+            except EOFError:
+                results[rank] = DiedError("the process ended without a result")
+    for process in processes:
+        process.join(0.0 if receivers else max(0.0, ends - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+            process.join()
+    if receivers:
+        late = ", ".join(str(rank) for rank in receivers.values())
+        raise RankError(f"ranks {late} did not return within {deadline_s} s: {results}")
+    return _finish(results, return_errors)
+
+
+def cpu_count() -> int:
+    return len(os.sched_getaffinity(0))
