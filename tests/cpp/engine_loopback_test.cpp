@@ -112,8 +112,8 @@ TEST_CASE("benchmark: engine over loopback, immediate there and back" * doctest:
       REQUIRE(back.wait(soon()));
     }
     std::sort(ns.begin(), ns.end());
-    MESSAGE(mode == platform::WaitMode::kYield ? std::string("yield: ") : "sleep: ", ns[250],
-            " ns (p50), ", ns[495], " ns (p99)");
+    const char* name = mode == platform::WaitMode::kYield ? "yield" : "sleep";
+    MESSAGE(std::string(name), ": ", ns[250], " ns (p50), ", ns[495], " ns (p99)");
   }
 }
 
