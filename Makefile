@@ -67,9 +67,8 @@ distclean: clean
 # what changed; when nothing did, nothing is started.
 $(STAMPS)/extension: $(ENVIRONMENT) $(STAMPS)/interpreter $(SOURCES)
 	@command -v $${CXX:-g++} > /dev/null || { echo "no C++ compiler: install g++ or set CXX"; exit 1; }
-	@echo "building the extension (log: build/extension.log)"
-	@$(PY) setup.py build_ext --inplace > build/extension.log 2>&1 \
-	  || { cat build/extension.log; echo "building the extension failed"; exit 1; }
+	@echo "building the extension (a minute or two the first time)"
+	@$(PY) setup.py --quiet build_ext --inplace
 	@touch $@
 
 # Changes when another interpreter or another torch is used.
