@@ -25,7 +25,8 @@ namespace {
 std::string fresh_name(const std::string& purpose) {
   static std::atomic<unsigned> counter{0};
   std::random_device random;
-  return base::concat(SharedMemory::kNamePrefix, purpose, ".", getpid(), ".", counter.fetch_add(1), ".", random());
+  return base::concat(SharedMemory::kNamePrefix, purpose, ".", getpid(), ".", counter.fetch_add(1),
+                      ".", random());
 }
 
 std::byte* map(int fd, size_t bytes, const std::string& name) {
@@ -82,8 +83,9 @@ SharedMemory SharedMemory::open(const std::string& name) {
   SharedMemory shm;
   shm.name_ = name;
   shm.fd_ = shm_open(name.c_str(), O_RDWR | O_CLOEXEC, 0);
-  MOE_P2P_CHECK(shm.fd_ >= 0, Code::kPeerDead, "opening shared memory ", name, " of a peer: ",
-                std::strerror(errno), "; its process has ended, or it runs on another host");
+  MOE_P2P_CHECK(shm.fd_ >= 0, Code::kPeerDead, "opening shared memory ", name,
+                " of a peer: ", std::strerror(errno),
+                "; its process has ended, or it runs on another host");
   struct stat info{};
   MOE_P2P_CHECK(fstat(shm.fd_, &info) == 0 && info.st_size > 0, Code::kPeerDead, "shared memory ",
                 name, " is empty; its process ended while creating it");
@@ -94,8 +96,8 @@ SharedMemory SharedMemory::open(const std::string& name) {
 
 void SharedMemory::reserve(size_t offset, size_t bytes) {
   const int error = posix_fallocate(fd_, static_cast<off_t>(offset), static_cast<off_t>(bytes));
-  MOE_P2P_CHECK(error == 0, Code::kResourceExhausted, "reserving ", bytes, " bytes of shared memory ",
-                name_, ": ", std::strerror(error),
+  MOE_P2P_CHECK(error == 0, Code::kResourceExhausted, "reserving ", bytes,
+                " bytes of shared memory ", name_, ": ", std::strerror(error),
                 "; enlarge /dev/shm (docker: --shm-size), or lower max_tokens or ring_kib");
 }
 

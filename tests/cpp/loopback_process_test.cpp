@@ -6,6 +6,9 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <utility>
+
 #include "platform/shm.h"
 #include "provider_table.h"
 
@@ -93,12 +96,12 @@ const char* const kSettings[] = {"", "ring_kib=16", "seed=4,ring_kib=16"};
 
 TEST_CASE("loopback process: payload reaches another process, acknowledgements come back") {
   for (const char* settings : kSettings) {
-    CAPTURE(settings);
+    INFO("settings ", std::string(settings));
     // The child copies what arrives into a page that both can see.
-    auto* shared = static_cast<std::byte*>(mmap(nullptr, 8192, PROT_READ | PROT_WRITE,
-                                                MAP_SHARED | MAP_ANONYMOUS, -1, 0));
+    auto* shared = static_cast<std::byte*>(
+        mmap(nullptr, 8192, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
     Child child([&](const Child::Say& say) {
-      Node node(provider::make_loopback_domain, settings);
+      Node node("loopback", settings);
       Memory target(node, 5000);
       node.on_imm = [&](uint32_t) { std::ranges::copy(target.data, shared); };
       say(introduce(node, target.key));
@@ -106,7 +109,7 @@ TEST_CASE("loopback process: payload reaches another process, acknowledgements c
         if (node.poll() > 0) say(std::as_bytes(std::span("seen")));
     });
     const Introduction introduction(child.hear());
-    Node node(provider::make_loopback_domain, settings);
+    Node node("loopback", settings);
     Memory source(node, 5000);
     fill(source.data, 6);
     const PeerId peer = node.domain->connect(introduction.address);
@@ -121,15 +124,15 @@ TEST_CASE("loopback process: payload reaches another process, acknowledgements c
 
 TEST_CASE("loopback process: a killed receiver fails its writers in bounded time") {
   for (const char* settings : kSettings) {
-    CAPTURE(settings);
+    INFO("settings ", std::string(settings));
     Child child([&](const Child::Say& say) {
-      Node node(provider::make_loopback_domain, settings);
+      Node node("loopback", settings);
       Memory target(node, 5000);
       say(introduce(node, target.key));
       for (;;) node.poll();
     });
     const Introduction introduction(child.hear());
-    Node node(provider::make_loopback_domain, settings);
+    Node node("loopback", settings);
     Memory source(node, 5000);
     const PeerId peer = node.domain->connect(introduction.address);
     uint64_t posted = 0;
@@ -142,11 +145,13 @@ TEST_CASE("loopback process: a killed receiver fails its writers in bounded time
     }));
     CHECK(node.num_failed() == 0);
     child.kill_now();
-    post_more();
     const auto start = platform::Clock::now();
+    CHECK(pump({&node}, [&] {
+      post_more();
+      return node.num_failed() > 0;
+    }));
     CHECK(pump({&node}, [&] { return node.done.size() == posted; }));
     CHECK(platform::Clock::now() - start < std::chrono::seconds(5));
-    CHECK(node.num_failed() > 0);
     for (const auto& [wr_id, status] : node.status)
       if (!status.ok()) CHECK(status.code == Code::kPeerDead);
     CHECK(node.domain->idle());
@@ -159,7 +164,7 @@ TEST_CASE("loopback process: a killed receiver fails its writers in bounded time
 
 TEST_CASE("loopback process: the channel of a killed sender is freed by its receiver") {
   for (const char* settings : {"channels=1", "channels=1,seed=8"}) {
-    CAPTURE(settings);
+    INFO("settings ", std::string(settings));
     int to_child[2];
     REQUIRE(pipe(to_child) == 0);
     Child child([&](const Child::Say& say) {
@@ -168,7 +173,7 @@ TEST_CASE("loopback process: the channel of a killed sender is freed by its rece
       if (size <= 0) return;
       bytes.resize(static_cast<size_t>(size));
       const Introduction introduction{bytes};
-      Node node(provider::make_loopback_domain, "seed=3");
+      Node node("loopback", "seed=3");
       Memory source(node, 3000);
       const PeerId peer = node.domain->connect(introduction.address);
       say({});
@@ -177,7 +182,7 @@ TEST_CASE("loopback process: the channel of a killed sender is freed by its rece
         node.poll();
       }
     });
-    Node node(provider::make_loopback_domain, settings);
+    Node node("loopback", settings);
     Memory target(node, 3000);
     const base::Bytes bytes = introduce(node, target.key);
     REQUIRE(write(to_child[1], bytes.data(), bytes.size()) > 0);
@@ -206,7 +211,7 @@ TEST_CASE("loopback process: the channel of a killed sender is freed by its rece
 
 TEST_CASE("shared memory: what a killed process left is removed, what is in use is not") {
   Child child([](const Child::Say& say) {
-    Node node(provider::make_loopback_domain, "");
+    Node node("loopback", "");
     const auto shm = SharedMemory::create("test", 4096);
     say(std::as_bytes(std::span(shm.name())));
     for (;;) pause();

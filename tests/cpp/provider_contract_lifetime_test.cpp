@@ -4,6 +4,7 @@
 #include <atomic>
 #include <random>
 #include <thread>
+#include <utility>
 
 #include "provider_table.h"
 
@@ -182,7 +183,8 @@ TEST_CASE("provider contract: two nodes polled by two threads, writing both ways
         if (next < kNum) {
           const size_t at = size_t{next} * kSlot;
           fill(from.data.subspan(at, kSlot), next);
-          if (node.post(with_imm(make_write(next, peer, from, at, remote, at, kSlot), next))) ++next;
+          if (node.post(with_imm(make_write(next, peer, from, at, remote, at, kSlot), next)))
+            ++next;
         }
         patience.polled(node.poll());
         if (platform::Clock::now() > deadline) return;
@@ -249,7 +251,8 @@ uint64_t event_hash(const ProviderUnderTest& provider, const std::string& settin
   CHECK(pair.b.imms.size() == 200);
   for (const uint32_t imm : pair.b.imms) add(imm);
   for (const uint64_t wr_id : pair.a.done) add(wr_id);
-  if (num_inverted) *num_inverted = std::min(num_inversions(pair.b.imms), num_inversions(pair.a.done));
+  if (num_inverted)
+    *num_inverted = std::min(num_inversions(pair.b.imms), num_inversions(pair.a.done));
   return hash;
 }
 

@@ -25,8 +25,6 @@ using provider::MemoryKey;
 using provider::PeerId;
 using provider::WorkRequest;
 
-using Factory = std::unique_ptr<Domain> (*)(const DomainOptions& options);
-
 // Byte i of everything that write `index` carries.
 inline std::byte pattern(uint64_t index, uint64_t i) {
   return static_cast<std::byte>((index * 131 + i * 7 + (i >> 8)) % 251 + 1);  // never 0
@@ -47,11 +45,11 @@ inline bool all_zero(std::span<const std::byte> bytes) {
 
 class Node {
  public:
-  Node(Factory open, const std::string& settings, int nic = 0) {
+  Node(const std::string& provider, const std::string& settings, int nic = 0) {
     DomainOptions options;
     options.nic = nic;
     options.settings = settings;
-    domain = open(options);
+    domain = provider::open_domain(provider, options);
   }
 
   std::unique_ptr<Domain> domain;

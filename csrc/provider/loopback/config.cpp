@@ -18,7 +18,8 @@ Config parse_config(const std::string& text) {
   config.seed = settings.integer("seed", 0, 0, kAny);
   config.ring_bytes = settings.integer("ring_kib", 1024, 4, 1u << 28) * 1024;
   config.num_channels = static_cast<uint32_t>(settings.integer("channels", 256, 1, 1u << 14));
-  config.max_in_flight = static_cast<uint32_t>(settings.integer("max_in_flight", 1024, 1, 1u << 14));
+  config.max_in_flight =
+      static_cast<uint32_t>(settings.integer("max_in_flight", 1024, 1, 1u << 14));
   config.window = static_cast<uint32_t>(
       std::min<uint64_t>(std::bit_ceil(config.max_in_flight), config.ring_bytes / 128));
   config.max_write_bytes =

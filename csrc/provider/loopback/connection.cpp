@@ -96,9 +96,9 @@ bool Connection::send_fragment(OutgoingWrite& write, uint32_t slot, const Region
   const WorkRequest& request = write.request;
   if (write.cursor == write.cursor_end && write.pieces != 0) choose_piece(write);
   const uint64_t payload_at = (head_ + kLine) & channel_.ring_mask;
-  uint32_t bytes = static_cast<uint32_t>(std::min<uint64_t>(
-      std::min(write.cursor_end - write.cursor, max_fragment_bytes_),
-      channel_.ring_mask + 1 - payload_at));
+  uint32_t bytes = static_cast<uint32_t>(
+      std::min<uint64_t>(std::min(write.cursor_end - write.cursor, max_fragment_bytes_),
+                         channel_.ring_mask + 1 - payload_at));
   if (!has_room(kLine + align_up(bytes, kLine))) return false;
 
   uint32_t flags = request.has_imm ? Fragment::kHasImm : 0;

@@ -19,11 +19,11 @@ namespace moe_p2p::provider::loopback {
 // A write that was accepted and whose acknowledgement has not come.
 struct OutgoingWrite {
   WorkRequest request;
-  uint64_t pieces = 0;         // bit p: piece p was not begun yet (adversary: at most 64 pieces)
-  uint32_t piece_bytes = 0;    // of each piece but the last
-  uint32_t cursor = 0;         // the piece under way is [cursor, cursor_end)
+  uint64_t pieces = 0;       // bit p: piece p was not begun yet (adversary: at most 64 pieces)
+  uint32_t piece_bytes = 0;  // of each piece but the last
+  uint32_t cursor = 0;       // the piece under way is [cursor, cursor_end)
   uint32_t cursor_end = 0;
-  uint64_t hold_until = 0;     // adversary: the pump round before which nothing leaves
+  uint64_t hold_until = 0;        // adversary: the pump round before which nothing leaves
   int64_t complete_after_ns = 0;  // link model: when the acknowledgement can be back
   bool begun = false;
   bool in_use = false;
@@ -69,10 +69,10 @@ class Connection {
   std::atomic<bool> close_requested{false};
 
   // Polling thread, for Sender only.
-  bool broken = false;          // the peer is gone; posts fail at once
-  bool touched = false;         // to be notified at the end of this post()
-  uint32_t stalled_polls = 0;   // polls in a row without an acknowledgement
-  int64_t next_look_ns = 0;     // when to ask again whether the peer lives
+  bool broken = false;         // the peer is gone; posts fail at once
+  bool touched = false;        // to be notified at the end of this post()
+  uint32_t stalled_polls = 0;  // polls in a row without an acknowledgement
+  int64_t next_look_ns = 0;    // when to ask again whether the peer lives
 
  private:
   bool send_fragment(OutgoingWrite& write, uint32_t slot, const RegionTable& regions,

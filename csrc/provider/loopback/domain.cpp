@@ -34,8 +34,8 @@ LoopbackDomain::LoopbackDomain(const DomainOptions& options)
       regions_(key_owner(segment_->name()), config_.offset_addressing),
       receiver_(config_, nic_, *segment_, regions_),
       sender_(config_, nic_, regions_) {
-  MOE_P2P_CHECK(waker_name_.size() < kMaxName, Code::kInvalidArgument, describe(),
-                ": waker name ", waker_name_, " is longer than ", kMaxName - 1, " characters");
+  MOE_P2P_CHECK(waker_name_.size() < kMaxName, Code::kInvalidArgument, describe(), ": waker name ",
+                waker_name_, " is longer than ", kMaxName - 1, " characters");
 }
 
 LoopbackDomain::~LoopbackDomain() { segment_->close(); }

@@ -39,8 +39,7 @@ void Receiver::poll(Output& output) noexcept {
   const auto num = static_cast<uint32_t>(active_.size());
   if (num == 0) return;
   first_ = chaos_.on() ? chaos_.below(num) : (first_ + 1) % num;
-  for (uint32_t i = 0; i < num; ++i)
-    poll_channel(incoming_[active_[(first_ + i) % num]], output);
+  for (uint32_t i = 0; i < num; ++i) poll_channel(incoming_[active_[(first_ + i) % num]], output);
   if (polls_until_look_-- == 0) find_dead_senders();
 }
 

@@ -93,7 +93,7 @@ class RegionTable {
   const bool offset_addressing_;
   std::vector<Region> regions_;
   std::vector<uint32_t> free_;
-  std::mutex mutex_;  // add() and remove() of several threads
+  std::mutex mutex_;               // add() and remove() of several threads
   std::atomic<uint64_t> pass_{0};  // odd while the polling thread is in a pass
 };
 

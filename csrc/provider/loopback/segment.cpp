@@ -87,7 +87,8 @@ Channel Segment::channel(uint32_t index) const noexcept {
           .window_mask = layout_.window - 1};
 }
 
-Segment::Claimed Segment::claim(const std::string& sender_segment, const std::string& sender_waker) {
+Segment::Claimed Segment::claim(const std::string& sender_segment,
+                                const std::string& sender_waker) {
   uint32_t num_closing = 0;
   for (uint32_t i = 0; i < layout_.num_channels; ++i) {
     const Channel channel = this->channel(i);
@@ -125,9 +126,8 @@ void Segment::release(const Claimed& claimed) noexcept {
   auto& state = channel(claimed.index).record->state;
   uint64_t word = claimed.word;
   // release: pairs with the acquire in Receiver::rescan; this sender touches the ring no more.
-  if (state.compare_exchange_strong(
-          word, channel_word(generation_of(word), ChannelState::kClosing),
-          std::memory_order_acq_rel))
+  if (state.compare_exchange_strong(word, channel_word(generation_of(word), ChannelState::kClosing),
+                                    std::memory_order_acq_rel))
     header().changes.fetch_add(1, std::memory_order_release);
 }
 

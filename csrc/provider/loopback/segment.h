@@ -25,9 +25,7 @@ class Segment {
 
   const std::string& name() const noexcept { return shm_.name(); }
   const SegmentLayout& layout() const noexcept { return layout_; }
-  SegmentHeader& header() const noexcept {
-    return *reinterpret_cast<SegmentHeader*>(shm_.data());
-  }
+  SegmentHeader& header() const noexcept { return *reinterpret_cast<SegmentHeader*>(shm_.data()); }
   Channel channel(uint32_t index) const noexcept;
 
   struct Claimed {

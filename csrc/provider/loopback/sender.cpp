@@ -52,9 +52,8 @@ PeerId Sender::connect(std::shared_ptr<Segment> segment, const std::string& peer
   MOE_P2P_CHECK(index < kMaxPeers, Code::kResourceExhausted, "all ", kMaxPeers,
                 " connections of this loopback NIC are in use; disconnect some");
   const PeerId id = ++num_connects_ * kMaxPeers + index;
-  owned_[index] =
-      std::make_unique<Connection>(id, std::move(segment), Waker(peer_waker.c_str()), own_segment,
-                                   own_waker, config_.seed, stream_);
+  owned_[index] = std::make_unique<Connection>(id, std::move(segment), Waker(peer_waker.c_str()),
+                                               own_segment, own_waker, config_.seed, stream_);
   table_[index].store(owned_[index].get(), std::memory_order_release);
   if (index >= table_end_.load(std::memory_order_relaxed))  // only written under mutex_
     table_end_.store(index + 1, std::memory_order_release);
@@ -200,8 +199,8 @@ void Sender::look_after(Connection& connection) noexcept {
   if (connection.stalled_polls == 1) connection.next_look_ns = now + kLookIntervalNs;
   if (!gone && now >= connection.next_look_ns) {
     connection.next_look_ns = now + kLookIntervalNs;
-    gone = !connection.segment().process_alive() || connection.segment().closed() ||
-           connection.lost();
+    gone =
+        !connection.segment().process_alive() || connection.segment().closed() || connection.lost();
   }
   if (!gone) return;
   connection.broken = true;

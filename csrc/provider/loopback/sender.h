@@ -62,7 +62,7 @@ class Sender {
   LinkModel link_;
   Chaos chaos_;  // order of completions
 
-  std::mutex mutex_;  // control calls among each other
+  std::mutex mutex_;                                // control calls among each other
   std::vector<std::unique_ptr<Connection>> owned_;  // under mutex_
   uint32_t num_connects_ = 0;                       // under mutex_
   // What the polling thread sees. Store by connect(), release; null by remove(), release: from then
@@ -73,8 +73,8 @@ class Sender {
   std::atomic<uint64_t> fail_at_;            // number of the write that fails; relaxed, tests only
 
   // Polling thread only.
-  Pool<Completion> ready_;   // completions to show; each still counts as in flight
-  uint32_t in_flight_ = 0;   // accepted, completion not shown
+  Pool<Completion> ready_;  // completions to show; each still counts as in flight
+  uint32_t in_flight_ = 0;  // accepted, completion not shown
   uint64_t num_accepted_ = 0;
   int64_t poll_time_ns_ = 0;  // 0: not asked in this poll
   bool abandoned_ = false;
