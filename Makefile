@@ -82,9 +82,9 @@ $(VENV)/.ready: requirements-dev.txt
 	@echo "setting up $(VENV): once, about two minutes"
 	@[ -x $(VENV)/bin/python ] || python3 -m venv $(VENV) \
 	  || { echo "python3 cannot make a venv: install python3-venv, or pass PYTHON=python3"; exit 1; }
-	@$(PY) -c 'import torch' 2> /dev/null || $(PY) -m pip install -q torch==$(TORCH) \
-	  || $(PY) -m pip install -q 'torch>=2.10'
-	@$(PY) -m pip install -q -r requirements-dev.txt
+	@$(PY) -c 'import torch' 2> /dev/null || $(PY) -m pip install -qq torch==$(TORCH) \
+	  || $(PY) -m pip install -qq 'torch>=2.10'
+	@$(PY) -m pip install -qq -r requirements-dev.txt
 	@touch $@
 
 # The C++ tests need doctest's header. It is installed where that takes no questions; elsewhere
