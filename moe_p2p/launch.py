@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -44,8 +45,11 @@ def run_ranks(function: Callable[..., Any], *args: Any, num_ranks: int) -> list[
         run_id=f"moe_p2p_{os.getpid()}",
         max_restarts=0,
         monitor_interval=0.05,
+        start_method="forkserver",
         shutdown_timeout=5,
     )
+    # Ranks are forked from a server that has imported all this once: 2 s instead of 2 s each.
+    multiprocessing.set_forkserver_preload([function.__module__])
     logging.getLogger("torch").setLevel(logging.CRITICAL)  # the error raised here says it once
     try:
         results = elastic_launch(config, _enter)(function, *args)

@@ -63,7 +63,7 @@ class Experts(nn.Module):
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """rows [R, H], counts [E_local] rows of each expert, one after the other -> [R, H]."""
         sizes = counts.tolist()
-        *mine, unused = rows.split([*sizes, rows.shape[0] - sum(sizes)])
+        *mine, unused = torch.split(rows, [*sizes, rows.shape[0] - sum(sizes)])
         out = []
         for i, x in enumerate(mine):
             gate = functional.silu(x @ self.w_gate[i].to(x.dtype))
@@ -105,4 +105,5 @@ class MoELayer(nn.Module):
         token = order // topk_idx.shape[1]
         counts = torch.bincount(expert, minlength=self.num_experts)
         y = self.experts(x[token], counts) * topk_weights.flatten()[order, None]
-        return y.new_zeros(x.shape).index_add(0, token, y).to(x.dtype)
+        out: Tensor = y.new_zeros(x.shape).index_add(0, token, y).to(x.dtype)
+        return out

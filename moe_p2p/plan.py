@@ -1,4 +1,4 @@
-"""`python -m moe_p2p plan`: memory of one rank for given shapes, region by region, no ranks needed."""
+"""`python -m moe_p2p plan`: memory of one rank for given shapes, by region. Needs no ranks."""
 
 from __future__ import annotations
 

@@ -46,7 +46,8 @@ class TorchAllToAll:
         self.recv_counts = torch.empty(self.num_experts, dtype=torch.int64)
 
     def dispatch(self, tokens: Tokens) -> Rows:
-        assert tokens.topk_weights is not None
+        weights = tokens.topk_weights
+        assert weights is not None
         num_tokens, topk = tokens.topk_idx.shape
         expert, order = tokens.topk_idx.flatten().sort(stable=True)
         token = order // topk
@@ -57,7 +58,7 @@ class TorchAllToAll:
         sent, received = len(order), sum(recv_splits)
 
         extra = self.send_extra[:sent]
-        extra[:, 0] = tokens.topk_weights.flatten()[order]
+        extra[:, 0] = weights.flatten()[order]
         x = tokens.x
         if self.quantize:
             q, scales = quantize(x)
@@ -72,7 +73,7 @@ class TorchAllToAll:
         place = _expert_major(by_source)
         torch.index_select(rows, 0, place, out=self.grouped_x[:received])
         torch.index_select(rest, 0, place, out=self.grouped_extra[:received])
-        self.state = (order, num_tokens, topk, send_splits, recv_splits, by_source, tokens)
+        self.state = (order, num_tokens, topk, send_splits, recv_splits, by_source, weights)
         return Rows(
             x=self.grouped_x.view(FP8) if self.quantize else self.grouped_x,
             scales=self.grouped_extra[:, 1:] if self.quantize else None,
@@ -81,7 +82,7 @@ class TorchAllToAll:
         )
 
     def combine(self, y: Tensor) -> Tensor:
-        order, num_tokens, topk, send_splits, recv_splits, by_source, tokens = self.state
+        order, num_tokens, topk, send_splits, recv_splits, by_source, weights = self.state
         sent, received = len(order), sum(recv_splits)
         # From (expert, source) back to (source, expert): the same walk with the roles exchanged.
         back = _expert_major(by_source.t().contiguous())
@@ -95,7 +96,7 @@ class TorchAllToAll:
             place.view(num_tokens, topk),
             rows,
             mode="sum",
-            per_sample_weights=tokens.topk_weights.to(rows.dtype),
+            per_sample_weights=weights.to(rows.dtype),
         )
 
     def wire_bytes(self) -> int:
@@ -105,9 +106,7 @@ class TorchAllToAll:
         pass
 
 
-def _exchange(
-    out: Tensor, rows: Tensor, out_splits: list[int], row_splits: list[int]
-) -> Tensor:
+def _exchange(out: Tensor, rows: Tensor, out_splits: list[int], row_splits: list[int]) -> Tensor:
     dist.all_to_all_single(out, rows, out_splits, row_splits)
     return out
 

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,21 +28,21 @@ class Trace:
 
     def save(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        np.savez_compressed(
-            path,
-            topk_idx=self.topk_idx.numpy().astype(np.int16),
-            topk_weights=self.topk_weights.numpy().astype(np.float16),
-            num_experts=np.int64(self.num_experts),
-        )
+        recorded = {
+            "topk_idx": self.topk_idx.to(torch.int16),
+            "topk_weights": self.topk_weights.to(torch.float16),
+            "num_experts": self.num_experts,
+        }
+        torch.save(recorded, path)
 
     @staticmethod
     def load(path: Path) -> Trace:
-        with np.load(path) as data:
-            return Trace(
-                topk_idx=torch.from_numpy(data["topk_idx"].astype(np.int64)),
-                topk_weights=torch.from_numpy(data["topk_weights"].astype(np.float32)),
-                num_experts=int(data["num_experts"]),
-            )
+        recorded = torch.load(path, weights_only=True)
+        return Trace(
+            topk_idx=recorded["topk_idx"].to(torch.int64),
+            topk_weights=recorded["topk_weights"].to(torch.float32),
+            num_experts=int(recorded["num_experts"]),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,8 @@ def main(arguments: list[str]) -> int:
     print(report.title(rows[0]))
     print(report.table(rows))
     print(f"latency: {report.BOUNDARY}")
+    if options.baseline:
+        print(report.BASELINE)
     if options.json:
         report.write_json(rows, Path(options.json))
         print(f"wrote {options.json}")

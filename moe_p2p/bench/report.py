@@ -11,6 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+BASELINE = (
+    "torch: all_to_all_single over gloo, one row per (token, expert); TCP on this host, where "
+    "moe_p2p's nodes talk through its software NIC"
+)
 BOUNDARY = (
     "slowest rank of each iteration, from the barrier's end to its own result; "
     "bytes: of all ranks between nodes, per iteration"
@@ -150,7 +154,8 @@ def plot(rows: list[Row], path: Path) -> str | None:
         (0.0, "C2", "floor, once per node", [row.floor_bytes for row in pairs]),
         (0.27, "C3", "floor, once per expert", [row.flat_floor_bytes for row in pairs]),
     ):
-        right.bar([i + shift for i in at], [v / 1024 for v in values], 0.25, color=color, label=label)
+        heights = [v / 1024 for v in values]
+        right.bar([i + shift for i in at], heights, 0.25, color=color, label=label)
     left.set(xscale="log", yscale="log", xlabel="tokens per rank", ylabel="p50, us")
     left.set_xticks([row.tokens for row in pairs], [str(row.tokens) for row in pairs])
     left.minorticks_off()

@@ -56,7 +56,8 @@ def run(options: Options) -> list[Row]:
 def _run(options: Options, job: Job, rank: int, *, systems: list[System]) -> list[Row]:
     rows: list[Row] = []
     total = len(options.tokens) * (options.checks + 1)
-    with tqdm(total=total, disable=rank != 0, file=sys.stderr, leave=False) as progress:
+    hidden = None if rank == 0 else True  # None: shown on a terminal only
+    with tqdm(total=total, disable=hidden, file=sys.stderr, leave=False) as progress:
         for tokens in options.tokens:
             wrong: dict[str, list[str]] = {system.name: [] for system in systems}
             for step in range(options.checks):
