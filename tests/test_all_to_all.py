@@ -1,0 +1,324 @@
+"""Dispatch and combine between ranks, compared with the reference bit for bit.
+
+Ranks are threads of this process but where processes are the point. Every case runs several steps
+with changing token counts: one step cannot see stale slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import moe_p2p
+from cases import HIDDEN_DIM, TOPK, check_step, make, make_tokens, topology_of
+from moe_p2p import AllToAll, AllToAllConfig, Engine, reference
+from ranks import Rank, run_processes, run_threads
+
+GROUPS = [(1, 1), (2, 2), (2, 1), (4, 2), (4, 1), (6, 3)]
+# Tokens of rank r in step s: COUNTS[s][r]. None at some ranks, at all, the most at all.
+COUNTS = [[5, 3, 0, 12, 1, 7], [0] * 6, [12] * 6, [0, 0, 9, 0, 0, 0], [1, 2, 3, 4, 5, 6]]
+
+
+def steps(comm: AllToAll, **options: Any) -> None:
+    dtype = options.pop("dtype", torch.float32)
+    for seed, counts in enumerate(COUNTS):
+        tokens = [
+            make_tokens(seed, rank, counts[rank], dtype=dtype, num_experts=comm.config.num_experts)
+            for rank in range(comm.world_size)
+        ]
+        check_step(comm, tokens, **options)
+
+
+def run_steps(rank: Rank, config: dict[str, Any], options: dict[str, Any]) -> None:
+    with make(rank, **config) as comm:
+        steps(comm, **options)
+        assert comm.broken == ""
+
+
+@pytest.mark.parametrize(("world_size", "ranks_per_node"), GROUPS)
+@pytest.mark.parametrize("layout", ["padded", "grouped"])
+def test_matches_the_reference(world_size: int, ranks_per_node: int, layout: str) -> None:
+    config = {"ranks_per_node": ranks_per_node, "num_experts": max(4, 2 * world_size)}
+    run_threads(world_size, run_steps, config, {"layout": layout})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("alignment", [1, 4])
+def test_types_and_alignment(dtype: torch.dtype, alignment: int) -> None:
+    options = {"layout": "grouped", "alignment": alignment, "dtype": dtype}
+    run_threads(4, run_steps, {"ranks_per_node": 2, "dtype": dtype}, options)
+
+
+def test_quantizes_as_the_reference_does() -> None:
+    config = {"ranks_per_node": 2, "dtype": torch.bfloat16}
+    run_threads(4, run_steps, config, {"quantize": True, "dtype": torch.bfloat16})
+
+
+def test_float8_of_the_caller_with_scales_and_without() -> None:
+    def body(rank: Rank) -> None:
+        with make(rank, ranks_per_node=1, dtype=torch.float8_e4m3fn) as comm:
+            for seed, with_scales in enumerate([True, False]):
+                tokens = []
+                for r in range(2):
+                    t = make_tokens(seed, r, 5 + r)
+                    q, scales = reference.quantize(t.x)
+                    tokens.append(replace(t, x=q, scales=scales if with_scales else None))
+                check_step(comm, tokens)
+
+    run_threads(2, body)
+
+
+def test_extras_travel_as_bytes() -> None:
+    def body(rank: Rank) -> None:
+        with make(rank, ranks_per_node=2, extra_bytes=64) as comm:
+            tokens = []
+            for r in range(4):
+                t = make_tokens(1, r, 4 + r)
+                count = t.x.shape[0]
+                numbers = torch.arange(count * 3, dtype=torch.int64).reshape(count, 3) + 100 * r
+                flags = (numbers % 2 == 0)[:, :1].contiguous()
+                halves = torch.full((count, 2), float(r), dtype=torch.float16)
+                tokens.append(replace(t, extras=(numbers, flags, halves)))
+            got, _ = check_step(comm, tokens, layout="grouped")
+            assert [extra.dtype for extra in got.extras] == [
+                torch.int64,
+                torch.bool,
+                torch.float16,
+            ]
+
+    run_threads(4, body)
+
+
+@pytest.mark.parametrize("kind", ["int", "int32", "int64"])
+def test_counts_only_the_first_rows(kind: str) -> None:
+    def body(rank: Rank) -> None:
+        with make(rank) as comm:
+            full = [make_tokens(3, r, 9) for r in range(2)]
+            count = 4 + rank.rank
+            given: Any = count
+            if kind != "int":
+                given = torch.tensor([count], dtype=getattr(torch, kind))
+            mine = full[rank.rank]
+            received = comm.dispatch(
+                mine.x, mine.topk_idx.int(), mine.topk_weights, num_tokens=given
+            )
+            out = comm.combine(received.x, received)
+            counted = [replace(t, num_tokens=4 + r) for r, t in enumerate(full)]
+            routing = reference.route(topology_of(comm), counted, max_tokens=12)
+            rows = [reference.dispatch(routing, r) for r in range(2)]
+            assert torch.equal(received.counts, rows[rank.rank].counts)
+            want = reference.combine(
+                routing, rank.rank, [r.x for r in rows], out_dtype=torch.float32
+            )
+            assert torch.equal(out, want)
+            assert not out[count:].any()
+
+    run_threads(2, body)
+
+
+def test_long_calls_run_in_chunks() -> None:
+    config = {"ranks_per_node": 2, "chunk_tokens": 3, "max_tokens": 12}
+    run_threads(4, run_steps, config, {"layout": "grouped"})
+
+
+def test_experts_may_be_anywhere() -> None:
+    config = {
+        "ranks_per_node": 1,
+        "num_experts": 7,
+        "topk": TOPK,
+        "expert_rank": (2, 0, 0, 2, 0, 2, 0),
+    }
+    run_threads(3, run_steps, config, {"layout": "grouped"})
+
+
+def test_one_configuration_many_nics_and_a_hostile_network() -> None:
+    config = {"ranks_per_node": 1, "nics_per_rank": 3, "transport_settings": "seed=11"}
+    run_threads(3, run_steps, config | {"num_experts": 6}, {})
+
+
+def test_halves_of_two_batches_overlap() -> None:
+    def body(rank: Rank) -> None:
+        with make(rank, ranks_per_node=1) as comm:
+            topology = topology_of(comm)
+            batches = [[make_tokens(s, r, 6 + s) for r in range(2)] for s in range(2)]
+            reused = None
+            for _ in range(3):
+                pending = []
+                for batch in batches:
+                    t = batch[rank.rank]
+                    pending.append(comm.dispatch_send(t.x, t.topk_idx, t.topk_weights))
+                combining = []
+                for p in pending:
+                    received = comm.dispatch_recv(p, out=reused)
+                    y = received.x * 2
+                    combining.append(comm.combine_send(y, received))
+                    reused = received
+                for batch, c in zip(batches, combining, strict=True):
+                    routing = reference.route(topology, batch, max_tokens=12)
+                    y_all = [reference.dispatch(routing, r).x * 2 for r in range(2)]
+                    want = reference.combine(routing, rank.rank, y_all, out_dtype=torch.float32)
+                    assert torch.equal(comm.combine_recv(c), want)
+
+    run_threads(2, body)
+
+
+def test_a_dispatch_without_combine_is_released() -> None:
+    def body(rank: Rank) -> None:
+        with make(rank, ranks_per_node=1) as comm:
+            t = make_tokens(0, rank.rank, 5)
+            for step in range(6):
+                if step % 2:
+                    comm.release(comm.dispatch_send(t.x, t.topk_idx))
+                else:
+                    comm.release(comm.dispatch(t.x, t.topk_idx))
+            steps(comm)
+
+    run_threads(2, body)
+
+
+def test_combine_returns_scalars_to_their_place() -> None:
+    def body(rank: Rank) -> None:
+        with make(rank, ranks_per_node=2) as comm:
+            tokens = [make_tokens(5, r, 3 + r) for r in range(4)]
+            mine = tokens[rank.rank]
+            routing = reference.route(topology_of(comm), tokens, max_tokens=12)
+            rows = [reference.dispatch(routing, r) for r in range(4)]
+            scalars = [r.x.reshape(-1, HIDDEN_DIM)[:, 0].contiguous() for r in rows]
+            received = comm.dispatch(mine.x, mine.topk_idx, mine.topk_weights)
+            out, back = comm.combine(
+                rows[rank.rank].x, received, weighted=False, row_scalars=scalars[rank.rank]
+            )
+            assert torch.equal(back, reference.combine_scalars(routing, rank.rank, scalars))
+            want = reference.combine(
+                routing, rank.rank, [r.x for r in rows], out_dtype=torch.float32, weighted=False
+            )
+            assert torch.equal(out, want)
+
+    run_threads(4, body)
+
+
+def test_one_handle_serves_several_combines() -> None:
+    def body(rank: Rank) -> None:
+        with make(rank, ranks_per_node=1) as comm:
+            t = make_tokens(2, rank.rank, 7)
+            received = comm.dispatch(t.x, t.topk_idx, t.topk_weights)
+            first = comm.combine(received.x, received)
+            assert torch.equal(comm.combine(received.x, received), first)
+            steps(comm)
+
+    run_threads(2, body)
+
+
+def test_empty_padding_is_zero_when_asked() -> None:
+    def body(rank: Rank) -> None:
+        with make(rank) as comm:
+            t = make_tokens(2, rank.rank, 4)
+            for layout in ("padded", "grouped"):
+                got = comm.dispatch(
+                    t.x, t.topk_idx, t.topk_weights, layout=layout, zero_padding=True, solo=True
+                )
+                tokens = [make_tokens(2, r, 4) for r in range(2)]
+                routing = reference.route(topology_of(comm), tokens, layout=layout, max_tokens=12)
+                want = reference.dispatch(routing, rank.rank)
+                assert torch.equal(got.x, want.x)
+                assert torch.equal(got.row_weights, want.row_weights)
+
+    run_threads(2, body)
+
+
+def test_two_communicators_share_an_engine() -> None:
+    def body(rank: Rank) -> None:
+        with Engine("loopback", 2, label=f"shared {rank.rank}") as engine:
+            comms = [
+                AllToAll(
+                    rank.store,
+                    AllToAllConfig(
+                        num_experts=8,
+                        hidden_dim=HIDDEN_DIM,
+                        topk=TOPK,
+                        max_tokens=12,
+                        dtype=torch.float32,
+                        ranks_per_node=1,
+                    ),
+                    rank=rank.rank,
+                    world_size=2,
+                    engine=engine,
+                )
+                for _ in range(2)
+            ]
+            for comm in comms:
+                steps(comm)
+            comms[0].close()
+            steps(comms[1])
+            comms[1].close()
+            written = sum(nic["bytes_written"] for nic in engine.counters())
+            assert written > 0
+
+    run_threads(2, body)
+
+
+def test_counts_what_its_nics_wrote() -> None:
+    def body(rank: Rank) -> list[moe_p2p.engine.NicCounters]:
+        with make(rank, ranks_per_node=2) as comm:
+            steps(comm)
+            return comm.counters()
+
+    # One node: nothing crosses a NIC.
+    for counters in run_threads(2, body):
+        assert [nic["bytes_written"] for nic in counters] == [0, 0]
+
+
+def test_says_what_it_is() -> None:
+    def body(rank: Rank) -> None:
+        comm = make(rank)
+        assert repr(comm) == (
+            f"AllToAll(rank {rank.rank} of 2, 2 per node, 4 of 8 experts here, usable)"
+        )
+        comm.close()
+        comm.close()
+        assert "closed" in repr(comm)
+        assert comm.closed
+
+    run_threads(2, body)
+
+
+def test_plan_needs_no_ranks() -> None:
+    config = AllToAllConfig(num_experts=256, hidden_dim=7168, topk=8, max_tokens=128)
+    table = config.plan(world_size=8, ranks_per_node=8)
+    assert table["outbox"] == 0
+    assert table["inbox"] > 2 * 8 * 128 * 7168 * 2
+
+
+def run_in_process_group(rank: Rank, config: dict[str, Any]) -> int:
+    dist.init_process_group("gloo", store=rank.store, rank=rank.rank, world_size=rank.world_size)
+    small = AllToAllConfig(
+        num_experts=8,
+        hidden_dim=HIDDEN_DIM,
+        topk=TOPK,
+        max_tokens=12,
+        dtype=torch.float32,
+        num_threads=1,
+        **config,
+    )
+    # The default group, then halves of it: (0, 2) and (1, 3).
+    with AllToAll(None, small) as comm:
+        found = comm.ranks_per_node
+        steps(comm)
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    with AllToAll(groups[rank.rank % 2], small) as comm:
+        assert (comm.rank, comm.world_size) == (rank.rank // 2, 2)
+        steps(comm)
+    dist.destroy_process_group()
+    return found
+
+
+def test_processes_of_a_process_group() -> None:
+    assert run_processes(4, run_in_process_group, {}) == [4] * 4
+
+
+def test_processes_as_nodes_of_their_own() -> None:
+    run_processes(3, run_steps, {"ranks_per_node": 1, "num_experts": 6}, {"layout": "grouped"})
