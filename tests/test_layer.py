@@ -1,0 +1,146 @@
+"""The example layer: experts over ranks compute what one process computes, forward and backward."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_p2p import AllToAll, AllToAllConfig
+from moe_p2p.layer import MoELayer, local_experts
+from tests.ranks import Rank, run_threads
+
+WORLD, EXPERTS, HIDDEN, FFN, TOPK, TOKENS = 4, 8, 64, 32, 3, 24
+COUNTS = ([24, 0, 7, 13], [1, 5, 0, 24])  # tokens of each rank, step by step
+
+
+@dataclass(frozen=True)
+class Result:
+    out: list[Tensor]  # per step [T, H]
+    grad_x: list[Tensor]
+    grad_router: Tensor
+    grad_gate: Tensor  # [E_local, H, F]
+    grad_down: Tensor
+
+
+def config(**changes: object) -> AllToAllConfig:
+    base = AllToAllConfig(
+        num_experts=EXPERTS,
+        hidden_dim=HIDDEN,
+        topk=TOPK,
+        max_tokens=TOKENS,
+        dtype=torch.float32,
+        ranks_per_node=2,
+    )
+    return dataclasses.replace(base, **changes)  # type: ignore[arg-type]
+
+
+def make_layer(all_to_all: AllToAll | None) -> MoELayer:
+    layer = MoELayer(HIDDEN, EXPERTS, topk=TOPK, ffn_dim=FFN, all_to_all=all_to_all, seed=3)
+    generator = torch.Generator().manual_seed(1)
+    torch.nn.init.normal_(layer.router.score.weight.data, generator=generator)
+    return layer
+
+
+def inputs(rank: int, step: int) -> tuple[Tensor, Tensor]:
+    """x and the gradient that comes back to the layer, [T, H] each."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    shape = (COUNTS[step][rank], HIDDEN)
+    return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
+
+
+def run_layer(layer: MoELayer, ranks: list[int]) -> Result:
+    """Forward and backward of all steps on the tokens of `ranks`, gradients summed over steps."""
+    out, grad_x = [], []
+    for step in range(len(COUNTS)):
+        x, grad = (
+            torch.cat(parts) for parts in zip(*(inputs(r, step) for r in ranks), strict=True)
+        )
+        x.requires_grad_()
+        y = layer(x)
+        y.backward(grad)
+        assert x.grad is not None
+        out.append(y.detach())
+        grad_x.append(x.grad)
+    weights = (layer.router.score.weight, layer.experts.w_gate, layer.experts.w_down)
+    # A rank without experts has weights without elements, and no gradient for them.
+    grads = [w.new_zeros(w.shape) if w.grad is None else w.grad for w in weights]
+    return Result(out, grad_x, *grads)
+
+
+def body(rank: Rank, expert_rank: tuple[int, ...] | None) -> tuple[list[int], Result]:
+    made = config(expert_rank=expert_rank)
+    with AllToAll(rank.store, made, rank=rank.rank, world_size=rank.world_size) as all_to_all:
+        return local_experts(all_to_all), run_layer(make_layer(all_to_all), [rank.rank])
+
+
+def assert_close(got: Tensor, want: Tensor) -> None:
+    # fp32 sums of up to a few hundred products of size 1, in another order: 1e-5 is 100 roundings.
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("expert_rank", [None, (3, 0, 0, 3, 1, 3, 0, 3)])
+def test_ranks_equal_one_process(expert_rank: tuple[int, ...] | None) -> None:
+    alone = run_layer(make_layer(None), list(range(WORLD)))
+    results = run_threads(WORLD, body, expert_rank)
+    for step in range(len(COUNTS)):
+        for mine, whole in (("out", alone.out), ("grad_x", alone.grad_x)):
+            got = torch.cat([getattr(result, mine)[step] for _, result in results])
+            assert_close(got, whole[step])
+    # Replicated weights: the ranks' gradients add up. Experts: each lives on one rank.
+    router = sum(result.grad_router for _, result in results)
+    assert_close(router, alone.grad_router)
+    for mine, result in results:
+        assert_close(result.grad_gate, alone.grad_gate[mine])
+        assert_close(result.grad_down, alone.grad_down[mine])
+    assert sorted(e for mine, _ in results for e in mine) == list(range(EXPERTS))
+
+
+def test_one_process_equals_every_expert_on_every_token() -> None:
+    layer = make_layer(None)
+    x, _ = inputs(0, 0)
+    topk_idx, topk_weights = layer.router(x)
+    torch.testing.assert_close(topk_weights.sum(dim=1), torch.ones(len(x)))
+    want = torch.zeros_like(x)
+    for expert in range(EXPERTS):
+        only = torch.zeros(EXPERTS, dtype=torch.int64)
+        only[expert] = len(x)
+        share = (topk_weights * (topk_idx == expert)).sum(dim=1, keepdim=True)
+        want += share * layer.experts(x, only)
+    assert_close(layer(x), want)
+
+
+def test_rows_behind_the_counts_are_not_touched() -> None:
+    """Rows that hold no token may be anything, and come back as zeros."""
+    layer = make_layer(None)
+    rows = torch.randn(10, HIDDEN)
+    rows[6:] = float("nan")
+    counts = torch.tensor([2, 0, 1, 0, 0, 3, 0, 0])
+    y = layer.experts(rows, counts)
+    assert bool(y[:6].isfinite().all())
+    assert not y[6:].any()
+
+
+def decode(rank: Rank) -> list[Tensor]:
+    """Inference in bf16: no gradients, so dispatch leaves its step open for combine."""
+    made = config(dtype=torch.bfloat16)
+    with AllToAll(rank.store, made, rank=rank.rank, world_size=rank.world_size) as all_to_all:
+        layer = make_layer(all_to_all).to(torch.bfloat16)
+        with torch.no_grad():
+            return [
+                layer(inputs(rank.rank, step)[0].to(torch.bfloat16)) for step in range(len(COUNTS))
+            ]
+
+
+def test_inference_in_bf16() -> None:
+    results = run_threads(WORLD, decode)
+    layer = make_layer(None).to(torch.bfloat16)
+    for step in range(len(COUNTS)):
+        for rank in range(WORLD):
+            with torch.no_grad():
+                want = layer(inputs(rank, step)[0].to(torch.bfloat16))
+            # Sums of values up to 2 rounded three times to 8 bits: 3 half steps of 2**-7.
+            torch.testing.assert_close(results[rank][step], want, rtol=0.02, atol=0.03)
