@@ -36,8 +36,8 @@ def align(value: int, to: int) -> int:
 
 
 def slot_head_bytes(topk: int) -> int:
-    """Step and token (8 bytes), K expert ids of 2 bytes, K fp32 weights, in 64-byte steps."""
-    return align(align(8 + 2 * topk, 4) + 4 * topk, 64)
+    """Step, token (8 bytes), K expert ids of 2 bytes, K positions and K weights of 4, in lines."""
+    return align(align(8 + 2 * topk, 4) + 8 * topk, LINE)
 
 
 def token_bytes(tokens: Tokens) -> list[int]:

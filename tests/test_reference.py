@@ -234,7 +234,7 @@ def test_bytes_by_hand() -> None:
     tokens = [Tokens(x=torch.zeros(3, 64), topk_idx=idx), empty, empty, empty]
     routing = reference.route(TWO_BY_TWO, tokens)
     got = reference_wire.wire_bytes(routing, 0, combine_dtype=torch.bfloat16)
-    # dispatch: header 128 + counts 2 ranks * 2 experts * 4 -> 128, two slots of 64 + 256 -> 384.
+    # dispatch: header 128 + counts 2 ranks * 2 experts * 4 -> 128, two slots of 128 + 256.
     assert got.dispatch == 128 + 128 + 2 * 384
     assert got.combine == 128 + 2 * 128
     assert got.pair == got.dispatch + got.combine
@@ -248,6 +248,6 @@ def test_bytes_by_hand() -> None:
     assert silent.pair == 128 + 128 + 128
 
 
-@pytest.mark.parametrize(("topk", "head"), [(1, 64), (8, 64), (9, 64), (10, 128), (16, 128)])
-def test_slot_head_grows_in_lines_of_64(topk: int, head: int) -> None:
+@pytest.mark.parametrize(("topk", "head"), [(1, 128), (8, 128), (12, 128), (13, 256), (32, 384)])
+def test_slot_head_grows_in_lines(topk: int, head: int) -> None:
     assert reference_wire.slot_head_bytes(topk) == head

@@ -15,12 +15,14 @@ using base::Code;
 // --- sending ---
 
 void HostKernels::build_slot(std::byte* slot, Step step, const DispatchSend& call,
-                             const abi::TokenParts& parts, const int32_t* experts,
+                             const abi::TokenParts& parts, const Routing& routing,
                              int64_t token) const noexcept {
   const auto t = static_cast<uint64_t>(token);
   const auto topk = static_cast<size_t>(shape_.topk);
-  const abi::SlotHead head{static_cast<uint32_t>(step.index), static_cast<uint32_t>(token)};
+  const int32_t* experts = &routing.experts[t * topk];
+  const abi::SlotHead head{static_cast<uint32_t>(step.word()), static_cast<uint32_t>(token)};
   std::memcpy(slot, &head, sizeof head);
+  std::memcpy(slot + abi::positions_offset(shape_.topk), &routing.positions[t * topk], 4 * topk);
   auto* ids = reinterpret_cast<uint16_t*>(slot + abi::expert_ids_offset());
   auto* weights = reinterpret_cast<float*>(slot + abi::weights_offset(shape_.topk));
   for (size_t k = 0; k < topk; ++k) {
@@ -79,8 +81,7 @@ void HostKernels::dispatch_send(Step step, const DispatchSend& call, const abi::
       if (built) {
         std::memcpy(slot, built, parts.slot_bytes);
       } else {
-        build_slot(slot, step, call, parts, &routing.experts[static_cast<size_t>(token * shape_.topk)],
-                   token);
+        build_slot(slot, step, call, parts, routing, token);
         built = slot;
       }
     }
@@ -123,8 +124,8 @@ void HostKernels::recv_empty_dispatch(Step step) const {
 void HostKernels::place(Step step, const DispatchRecv& call, Placement& placement) const {
   const int num_experts = plan_.num_local_experts(memory_.rank());
   const auto sources = static_cast<size_t>(shape_.world_size);
-  placement.next_row.resize(static_cast<size_t>(num_experts) * sources);
-  placement.end_row.resize(placement.next_row.size());
+  placement.first_row.resize(static_cast<size_t>(num_experts) * sources);
+  placement.num_rows.resize(placement.first_row.size());
   int64_t row = 0;
   for (int e = 0; e < num_experts; ++e) {
     const int64_t first = call.grouped ? row : e * call.capacity;
@@ -138,9 +139,9 @@ void HostKernels::place(Step step, const DispatchRecv& call, Placement& placemen
       const size_t i = static_cast<size_t>(e) * sources + static_cast<size_t>(s);
       MOE_P2P_CHECK(count >= 0 && count <= plan_.max_tokens, Code::kProtocol, "rank ",
                     memory_.rank(), ": rank ", s, " announced ", count, " tokens for local expert ", e);
-      placement.next_row[i] = static_cast<int32_t>(at);
+      placement.first_row[i] = static_cast<int32_t>(at);
+      placement.num_rows[i] = count;
       at += count;
-      placement.end_row[i] = static_cast<int32_t>(at);
     }
     call.counts[e] = static_cast<int32_t>(at - first);
     call.offsets[e] = static_cast<int32_t>(first);
@@ -167,10 +168,12 @@ void HostKernels::read_heads(Step step, const abi::TokenParts& parts, const Hand
     handle.slot_count(chunk, s) = static_cast<int32_t>(region.num_tokens);
     for (uint32_t i = 0; i < region.num_tokens; ++i, slot += parts.slot_bytes) {
       const auto& head = *reinterpret_cast<const abi::SlotHead*>(slot);
-      MOE_P2P_CHECK(head.step == static_cast<uint32_t>(step.index), Code::kProtocol, "rank ",
-                    memory_.rank(), ": slot ", i, " from rank ", s, " is of step ", head.step,
-                    ", expected ", step.index);
+      MOE_P2P_CHECK(head.step == static_cast<uint32_t>(step.word()), Code::kProtocol, "rank ",
+                    memory_.rank(), ": slot ", i, " from rank ", s, " holds word ", head.step,
+                    ", expected ", step.word());
       const auto* ids = reinterpret_cast<const uint16_t*>(slot + abi::expert_ids_offset());
+      const auto* positions =
+          reinterpret_cast<const int32_t*>(slot + abi::positions_offset(shape_.topk));
       int32_t* rows = handle.slot_rows(chunk, s, i);
       uint64_t ranks = 0;
       bool mine = false;
@@ -186,10 +189,10 @@ void HostKernels::read_heads(Step step, const abi::TokenParts& parts, const Hand
         const size_t place = static_cast<size_t>(plan_.expert_local[ids[k]]) *
                                  static_cast<size_t>(shape_.world_size) +
                              static_cast<size_t>(s);
-        MOE_P2P_CHECK(placement.next_row[place] < placement.end_row[place], Code::kProtocol, "rank ",
-                      memory_.rank(), ": rank ", s, " sent more tokens for expert ", ids[k],
-                      " than it announced");
-        rows[k] = placement.next_row[place]++;
+        MOE_P2P_CHECK(positions[k] >= 0 && positions[k] < placement.num_rows[place], Code::kProtocol,
+                      "rank ", memory_.rank(), ": rank ", s, " sent token ", positions[k],
+                      " for expert ", ids[k], " and announced ", placement.num_rows[place]);
+        rows[k] = placement.first_row[place] + positions[k];
         mine = true;
       }
       handle.set_slot_ranks(chunk, s, i, ranks);

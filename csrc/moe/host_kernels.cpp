@@ -79,6 +79,7 @@ Routing HostKernels::route(const DispatchSend& call, int64_t num_chunks,
   const int64_t topk = shape_.topk;
   Routing routing;
   routing.experts.resize(static_cast<size_t>(call.num_tokens * topk));
+  routing.positions.assign(routing.experts.size(), 0);
   routing.expert_counts.assign(static_cast<size_t>(shape_.num_experts), 0);
   routing.num_slots.assign(static_cast<size_t>(num_chunks) * width, 0);
   std::vector<int64_t> last_token(static_cast<size_t>(shape_.num_experts), -1);
@@ -92,13 +93,14 @@ Routing HostKernels::route(const DispatchSend& call, int64_t num_chunks,
       MOE_P2P_CHECK(expert >= -1 && expert < shape_.num_experts, Code::kInvalidArgument, "topk_idx[",
                     t, ", ", k, "] is ", expert, ", must be -1 (none) or from 0 to ",
                     shape_.num_experts - 1);
-      routing.experts[static_cast<size_t>(t * topk + k)] = static_cast<int32_t>(expert);
+      const auto i = static_cast<size_t>(t * topk + k);
+      routing.experts[i] = static_cast<int32_t>(expert);
       if (expert < 0) continue;
       const auto e = static_cast<size_t>(expert);
       MOE_P2P_CHECK(last_token[e] != t, Code::kInvalidArgument, "topk_idx[", t, "] names expert ",
                     expert, " twice");
       last_token[e] = t;
-      ++routing.expert_counts[e];
+      routing.positions[i] = routing.expert_counts[e]++;
       const int rank = plan_.expert_rank[e];
       const int node = rank / num_local;
       const int column = node == memory_.node() ? rank % num_local : num_local + node;
@@ -112,7 +114,7 @@ Routing HostKernels::route(const DispatchSend& call, int64_t num_chunks,
 
 void HostKernels::fill_header(RegionHeader& header, Step step, uint32_t num_tokens, uint32_t flags,
                               uint64_t slot_bytes) const noexcept {
-  header.step = step.index;
+  header.step = step.word();
   header.num_tokens = num_tokens;
   header.flags = flags;
   header.slot_bytes = slot_bytes;
@@ -120,8 +122,9 @@ void HostKernels::fill_header(RegionHeader& header, Step step, uint32_t num_toke
 
 void HostKernels::check_header(const RegionHeader& header, Step step, uint32_t flags,
                                uint64_t slot_bytes, int source, const char* phase) const {
-  MOE_P2P_CHECK(header.step == step.index, Code::kProtocol, "rank ", memory_.rank(), ": ", phase,
-                " of step ", step.index, " found step ", header.step, " from rank ", source);
+  MOE_P2P_CHECK(header.step == step.word(), Code::kProtocol, "rank ", memory_.rank(), ": ", phase,
+                " of step ", step.index, " found word ", header.step, " from rank ", source,
+                ", expected ", step.word());
   MOE_P2P_CHECK(header.flags == flags, Code::kProtocol, "rank ", memory_.rank(), ": ", phase,
                 " of step ", step.index, ": rank ", source, " sent ", flags_text(header.flags),
                 ", this rank expects ", flags_text(flags),

@@ -70,22 +70,28 @@ struct Shape {
 
 // --- slots -----------------------------------------------------------------------------------
 
-// A slot describes itself: SlotHead, then K expert ids (u16, global, kNoExpert = none), then K fp32
-// weights, padded to 64 bytes; then payload, scales and extras, each 16-byte aligned.
+// A slot describes itself: SlotHead, then K expert ids (u16, global, kNoExpert = none), K positions
+// (u32: how many earlier tokens of this source, in the whole call, name that expert; with the counts
+// in the header this is the row), K fp32 weights, padded to a line; then payload, scales and extras,
+// each 16-byte aligned.
 struct SlotHead {
-  u32 step;   // low 32 bits; a stale slot cannot pass for a new one
+  u32 step;   // low 32 bits of step + 1; stored last inside a node, where it is the slot's flag
   u32 token;  // row at the source
 };
 static_assert(sizeof(SlotHead) == 8, "slots travel between machines");
 
 MOE_P2P_HD constexpr u64 expert_ids_offset() { return sizeof(SlotHead); }
-MOE_P2P_HD constexpr u64 weights_offset(i32 topk) {
+MOE_P2P_HD constexpr u64 positions_offset(i32 topk) {
   return align_up(expert_ids_offset() + 2 * static_cast<u64>(topk), 4);
 }
-MOE_P2P_HD constexpr u64 slot_head_bytes(i32 topk) {
-  return align_up(weights_offset(topk) + 4 * static_cast<u64>(topk), 64);
+MOE_P2P_HD constexpr u64 weights_offset(i32 topk) {
+  return positions_offset(topk) + 4 * static_cast<u64>(topk);
 }
-static_assert(slot_head_bytes(8) == 64 && slot_head_bytes(16) == 128, "64 bytes for K up to 8");
+// A whole line, so that the payload begins on one: a warp's store then covers whole lines.
+MOE_P2P_HD constexpr u64 slot_head_bytes(i32 topk) {
+  return align_up(weights_offset(topk) + 4 * static_cast<u64>(topk), kLine);
+}
+static_assert(slot_head_bytes(8) == 128 && slot_head_bytes(12) == 128, "one line for K up to 12");
 
 // The parts of one token in this call, in slot order: payload, scales, extras.
 struct TokenParts {
@@ -109,7 +115,7 @@ enum RegionFlags : u32 {
 
 // Every region of every phase starts with one, and it travels in the same write as the slots.
 struct RegionHeader {
-  u64 step;
+  u64 step;        // step + 1; stored last inside a node, where it is the flag of the counts
   u32 num_tokens;  // slots that follow
   u32 flags;       // RegionFlags
   u64 slot_bytes;  // stride the sender used
