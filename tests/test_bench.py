@@ -1,0 +1,174 @@
+"""The benchmark's own parts, and the command on a tiny job: right, wrong, and with a failing rank."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_p2p import launch
+from moe_p2p.bench import baseline, cases, command, report
+from moe_p2p.bench.check import apply_experts, expect, verify
+from moe_p2p.bench.options import Options, parse
+from moe_p2p.bench.systems import Rows
+from moe_p2p.reference import Tokens
+
+TINY = "--ranks 2 --ranks-per-node 1 --tokens 1,4 --hidden 256 --topk 2 --experts 4".split()
+OPTIONS = Options(ranks=2, ranks_per_node=1, tokens=(4,), hidden=256, topk=2, experts=4)
+
+
+def test_checks_measures_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, png = tmp_path / "deep" / "rows.json", tmp_path / "rows.png"
+    arguments = [
+        *TINY,
+        "--seconds",
+        "0.05",
+        "--checks",
+        "2",
+        "--json",
+        str(out),
+        "--plot",
+        str(png),
+    ]
+    assert command.main(arguments) == 0
+    rows = json.loads(out.read_text())
+    assert [(r["what"], r["tokens"]) for r in rows] == [
+        (what, tokens) for tokens in (1, 4) for what in ("dispatch", "combine", "pair")
+    ]
+    for row in rows:
+        assert row["correct"] is True
+        assert 0 < row["p50_us"] <= row["p99_us"]
+        assert row["baseline_p50_us"] > 0
+        assert row["wire_bytes"] >= row["floor_bytes"] > 0
+        assert row["flat_floor_bytes"] >= row["floor_bytes"]
+        assert (row["ranks"], row["hidden"], row["dtype"]) == (2, 256, "bf16")
+    assert png.stat().st_size > 10_000
+    assert "pair" in capsys.readouterr().out
+
+
+def test_a_failing_rank_fails_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main([*TINY, "--nics", "99", "--json", "", "--plot", ""]) == 2
+    assert "nics_per_rank is 99" in capsys.readouterr().err
+
+
+def die(rank_to_die: int) -> int:
+    with launch.process_group() as (rank, _):
+        if rank == rank_to_die:
+            import os
+            import signal
+
+            os.kill(os.getpid(), signal.SIGKILL)
+        torch.distributed.barrier()
+        return rank
+
+
+def test_a_killed_rank_ends_the_others() -> None:
+    with pytest.raises(launch.RanksFailedError, match="SIGKILL"):
+        launch.run_ranks(die, 1, num_ranks=2)
+
+
+def test_results_come_in_rank_order() -> None:
+    assert launch.run_ranks(die, -1, num_ranks=2) == [0, 1]
+
+
+class Wrong:
+    """A system that answers from the reference, with one thing wrong."""
+
+    name = "wrong"
+
+    def __init__(self, what: str, right: Rows, out: torch.Tensor) -> None:
+        self.what, self.rows, self.out = what, right, out
+
+    def dispatch(self, tokens: Tokens) -> Rows:
+        x, weights, counts = (
+            a.clone() for a in (self.rows.x, self.rows.row_weights, self.rows.counts)
+        )
+        if self.what == "rows":
+            x[[0, 1]] = x[[1, 0]]
+        if self.what == "row_weights":
+            weights[0] += 0.5
+        if self.what == "counts":
+            counts[0] += 1
+        return Rows(x=x, scales=None, row_weights=weights, counts=counts)
+
+    def combine(self, y: torch.Tensor) -> torch.Tensor:
+        out = self.out.clone()
+        if self.what == "combined":
+            out[0, 0] += out[0, 0].abs() / 64 + 0.01
+        return out
+
+    def wire_bytes(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("what", ["nothing", "rows", "row_weights", "counts", "combined"])
+def test_verify_sees_what_is_wrong(what: str) -> None:
+    job = cases.make_job(OPTIONS)
+    tokens = job.tokens(0, [4, 4])
+    expected = expect(job, OPTIONS, 0, tokens)
+    got = expected.received
+    right = Rows(x=got.x, scales=None, row_weights=got.row_weights, counts=got.counts)
+    found = verify(Wrong(what, right, expected.out), tokens[0], expected, exact=True)
+    assert [what in text for text in found] == ([] if what == "nothing" else [True]), found
+
+
+def test_experts_answer_differently() -> None:
+    job = cases.make_job(OPTIONS)
+    counts = torch.tensor([1, 1])
+    x = torch.ones(2, 256, dtype=torch.bfloat16)
+    y = apply_experts(job, OPTIONS, 1, x=x, scales=None, counts=counts)
+    assert len(y[:, 0].unique()) == 2
+
+
+@pytest.mark.parametrize("routing", ["uniform", "skewed"])
+def test_routing_is_distinct_and_repeatable(routing: str) -> None:
+    job = cases.make_job(Options(routing=routing))
+    idx, weights = job.routing(3, 1, 200)
+    assert all(len(set(row)) == 8 for row in idx.tolist())
+    assert torch.equal(idx, job.routing(3, 1, 200)[0])
+    assert not torch.equal(idx, job.routing(4, 1, 200)[0])
+    torch.testing.assert_close(weights.sum(dim=1), torch.ones(200))
+    load = torch.bincount(idx.flatten(), minlength=64).sort(descending=True).values
+    assert (load[0] > 4 * load[32]) == (routing == "skewed")
+
+
+def test_counts_change_and_leave_each_rank_out_once() -> None:
+    steps = [cases.changing_counts(step, 4, 32) for step in range(5)]
+    assert steps[0] == [32] * 4
+    assert [counts.index(0) for counts in steps[1:]] == [1, 2, 3, 0]
+
+
+def test_expert_major_order() -> None:
+    assert baseline._expert_major(torch.tensor([[1, 2], [1, 0]])).tolist() == [0, 3, 1, 2]
+
+
+def test_quantiles() -> None:
+    latency = report.Latency.of(torch.arange(101, dtype=torch.float64))
+    assert (latency.p50_us, latency.p90_us, latency.p99_us) == (50, 90, 99)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--ranks", "3"],
+        ["--experts", "6"],
+        ["--topk", "65"],
+        ["--tokens", "0"],
+        ["--seed", "1", "--gbps", "10"],
+    ],
+)
+def test_refuses_nonsense(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(arguments)
+
+
+def test_quick_leaves_what_was_asked_for() -> None:
+    options = parse(["--quick", "--tokens", "3,5", "--dtype", "fp8", "--plot", ""])
+    assert options.tokens == (3, 5)
+    assert options.quantize
+    assert options.plot is None

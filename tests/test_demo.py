@@ -1,0 +1,68 @@
+"""The demo, a few steps of it: equal curves, a trace that replays, and a judge that can say no."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_p2p import demo
+from moe_p2p.bench.cases import Trace, make_job
+from moe_p2p.bench.options import Options
+
+
+def test_learns_the_same_over_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "routing.pt"
+    assert demo.main(["--steps", "4", "--save-trace", str(trace)]) == 0
+    printed = capsys.readouterr().out
+    assert ": equal" in printed
+    first = float(printed.splitlines()[2].split()[1])
+    assert abs(first - 5.6) < 0.3  # nats: hardly better than 256 equally likely bytes, ln 256 = 5.5
+
+    recorded = Trace.load(trace)
+    settings = demo.Settings()
+    tokens = settings.batch // settings.ranks * settings.sequence
+    assert recorded.topk_idx.shape == (8, settings.ranks, tokens, settings.topk)
+    job = make_job(Options(trace=str(trace)))
+    assert (job.topology.num_experts, job.topk) == (settings.experts, settings.topk)
+    topk_idx, topk_weights = job.routing(9, 2, 5)  # wraps around: the second record again
+    assert torch.equal(topk_idx, recorded.topk_idx[1, 2, :5])
+    assert torch.equal(topk_weights, recorded.topk_weights[1, 2, :5])
+
+
+def test_judge_refuses_what_rounding_cannot_explain() -> None:
+    settings = demo.Settings()
+    near, far = 0.9 * settings.tolerance, 1.1 * settings.tolerance
+    assert demo.judge(settings, [3.0, 2.0 + near], [3.0, 2.0]) == 0
+    assert demo.judge(settings, [3.0, 2.0 + far], [3.0, 2.0]) == 1
+    assert demo.judge(settings, [3.0, float("nan")], [3.0, 2.0]) == 1
+
+
+def test_a_wrong_expert_is_beyond_the_tolerance() -> None:
+    """The tolerance is worth something: two exchanged experts leave it at once."""
+    settings = dataclasses.replace(demo.Settings(), steps=3)
+    right = demo.train(settings)
+
+    class Exchanged(demo.LanguageModel):
+        def __init__(self, settings: demo.Settings, all_to_all: None = None) -> None:
+            super().__init__(settings, all_to_all)
+            for name, weight in self.named_parameters():
+                if ".experts." in name:
+                    weight.data[[0, 1]] = weight.data[[1, 0]]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(demo, "LanguageModel", Exchanged)
+        wrong = demo.train(settings)
+    assert demo.judge(settings, wrong.losses, right.losses) == 1
+
+
+def test_control_needs_no_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert demo.main(["--steps", "2", "--control"]) == 0
+    assert ": equal" in capsys.readouterr().out
+
+
+def test_refuses_ranks_that_do_not_divide() -> None:
+    with pytest.raises(SystemExit):
+        demo.main(["--ranks", "3"])
