@@ -57,10 +57,11 @@ class Connection {
   void finish(uint32_t slot) noexcept;
   void drop_unsent() noexcept { unsent_.clear(); }
 
-  // The channel was taken back by its owner, who thought us dead.
-  bool lost() const noexcept {
-    // acquire: pairs with Receiver::begin_close; nothing is read under it but order is cheap here.
-    return channel_.record->state.load(std::memory_order_acquire) != claimed_.word;
+  // The peer closed its NIC, or took the channel back because it thought us dead.
+  bool peer_left() const noexcept {
+    // acquire: pairs with the state changes of the receiver (Segment::release).
+    return segment_->closed() ||
+           channel_.record->state.load(std::memory_order_acquire) != claimed_.word;
   }
   void release() noexcept { segment_->release(claimed_); }
   void notify() const noexcept { waker_.notify(); }
