@@ -1,8 +1,10 @@
-"""The benchmark's own parts, and the command on a tiny job: right, wrong, and with a failing rank."""
+"""The benchmark's parts, and the command on a tiny job: right, wrong, with a failing rank."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -15,23 +17,14 @@ from moe_p2p.bench.options import Options, parse
 from moe_p2p.bench.systems import Rows
 from moe_p2p.reference import Tokens
 
-TINY = "--ranks 2 --ranks-per-node 1 --tokens 1,4 --hidden 256 --topk 2 --experts 4".split()
+TINY = ["--ranks=2", "--ranks-per-node=1", "--tokens=1,4", "--hidden=256"]
+TINY += ["--topk=2", "--experts=4", "--checks=2", "--seconds=0.05"]
 OPTIONS = Options(ranks=2, ranks_per_node=1, tokens=(4,), hidden=256, topk=2, experts=4)
 
 
 def test_checks_measures_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, png = tmp_path / "deep" / "rows.json", tmp_path / "rows.png"
-    arguments = [
-        *TINY,
-        "--seconds",
-        "0.05",
-        "--checks",
-        "2",
-        "--json",
-        str(out),
-        "--plot",
-        str(png),
-    ]
+    arguments = [*TINY, f"--json={out}", f"--plot={png}"]
     assert command.main(arguments) == 0
     rows = json.loads(out.read_text())
     assert [(r["what"], r["tokens"]) for r in rows] == [
@@ -56,16 +49,14 @@ def test_a_failing_rank_fails_the_command(capsys: pytest.CaptureFixture[str]) ->
 def die(rank_to_die: int) -> int:
     with launch.process_group() as (rank, _):
         if rank == rank_to_die:
-            import os
-            import signal
-
             os.kill(os.getpid(), signal.SIGKILL)
         torch.distributed.barrier()
         return rank
 
 
 def test_a_killed_rank_ends_the_others() -> None:
-    with pytest.raises(launch.RanksFailedError, match="SIGKILL"):
+    # Whichever the agent sees first: the dead rank, or the one that lost its peer.
+    with pytest.raises(launch.RanksFailedError, match=r"SIGKILL|closed by peer"):
         launch.run_ranks(die, 1, num_ranks=2)
 
 
@@ -122,7 +113,7 @@ def test_experts_answer_differently() -> None:
     counts = torch.tensor([1, 1])
     x = torch.ones(2, 256, dtype=torch.bfloat16)
     y = apply_experts(job, OPTIONS, 1, x=x, scales=None, counts=counts)
-    assert len(y[:, 0].unique()) == 2
+    assert float(y[0, 0]) != float(y[1, 0])
 
 
 @pytest.mark.parametrize("routing", ["uniform", "skewed"])
