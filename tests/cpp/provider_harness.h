@@ -90,27 +90,28 @@ class Node {
 // Memory registered at one node, zero at first; given back at the end.
 class Memory {
  public:
-  Memory(Node& node, size_t bytes) : own_(bytes), node_(&node), data(own_) { register_now(); }
-  Memory(Node& node, std::span<std::byte> foreign) : node_(&node), data(foreign) { register_now(); }
+  Memory(Node& node, size_t bytes) : node_(node), own_(bytes), data(own_), key(add()) {}
+  Memory(Node& node, std::span<std::byte> foreign) : node_(node), data(foreign), key(add()) {}
   Memory(const Memory&) = delete;
   Memory& operator=(const Memory&) = delete;
   ~Memory() {
-    if (registered_ && node_->domain) unregister();
+    if (registered_ && node_.domain) unregister();
   }
   void unregister() {
-    node_->domain->unregister_memory(key);
+    node_.domain->unregister_memory(key);
     registered_ = false;
   }
 
  private:
-  void register_now() { key = node_->domain->register_memory({data.data(), data.size()}); }
-  std::vector<std::byte> own_;
-  Node* node_;
+  MemoryKey add() { return node_.domain->register_memory({data.data(), data.size()}); }
+
+  Node& node_;
   bool registered_ = true;
+  std::vector<std::byte> own_;
 
  public:
-  std::span<std::byte> data;
-  MemoryKey key;
+  const std::span<std::byte> data;
+  const MemoryKey key;
 };
 
 inline WorkRequest make_write(uint64_t wr_id, PeerId peer, const Memory& from, size_t from_offset,

@@ -51,7 +51,7 @@ struct ChannelRecord {
   alignas(kLine) std::atomic<uint64_t> head;
   // Bytes taken out of the ring. Release by Receiver::publish, acquire by Connection::has_room.
   alignas(kLine) std::atomic<uint64_t> tail;
-  // Acknowledgements given. Release by Receiver::publish, acquire by Sender::reap.
+  // Acknowledgements given. Release by Receiver::publish, acquire by Connection::next_ack.
   std::atomic<uint64_t> ack_head;
   // channel_word(). Every change is a release or acquire-release, every look an acquire.
   alignas(kLine) std::atomic<uint64_t> state;
