@@ -1,0 +1,114 @@
+"""What the transfer engine itself costs, and how fast the software NIC carries bytes.
+
+The `null` provider completes every write at once and moves nothing, so what is left is the engine.
+Goals: 150 ns per page of a 10,000-page write, 1 us at the median from a doorbell to the first post.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from pytest_benchmark.fixture import BenchmarkFixture
+
+from moe_p2p import Engine
+
+ROOT = Path(__file__).resolve().parents[1]
+NUM_PAGES, PAGE_BYTES = 10_000, 4096
+
+
+@pytest.fixture(params=[1, 2, 4], ids=lambda nics: f"{nics} NICs")
+def null_engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    with Engine("null", request.param, wait="yield") as engine:
+        yield engine
+
+
+def test_write_pages(benchmark: BenchmarkFixture, null_engine: Engine) -> None:
+    """10,000 pages from the Python call until they are done."""
+    memory = null_engine.register(torch.zeros(NUM_PAGES * PAGE_BYTES, dtype=torch.uint8))
+    region = null_engine.resolve(memory.descriptor)
+    generator = torch.Generator().manual_seed(1)
+    pages = torch.randperm(NUM_PAGES, generator=generator)
+    region_pages = torch.randperm(NUM_PAGES, generator=generator)
+
+    def write() -> None:
+        null_engine.write_pages(
+            memory,
+            region,
+            page_bytes=PAGE_BYTES,
+            pages=pages,
+            region_pages=region_pages,
+            imm=1,
+        ).wait()
+
+    benchmark.pedantic(write, rounds=100, warmup_rounds=5)
+    benchmark.extra_info["ns_per_page"] = _median(benchmark) / NUM_PAGES * 1e9
+
+
+def test_one_write(benchmark: BenchmarkFixture, null_engine: Engine) -> None:
+    """The way of one write through ops, mailbox, poller and back to the waiter."""
+    memory = null_engine.register(torch.zeros(1 << 20, dtype=torch.uint8))
+    region = null_engine.resolve(memory.descriptor)
+    benchmark(lambda: null_engine.write(memory, region, imm=1).wait())
+
+
+@pytest.mark.parametrize("nbytes", [4 << 10, 64 << 10, 1 << 20, 16 << 20], ids=lambda n: f"{n} B")
+def test_loopback_bandwidth(benchmark: BenchmarkFixture, nbytes: int) -> None:
+    """Single writes from one engine of this process to another, 16 under way (4 for 16 MiB)."""
+    in_flight = 4 if nbytes > 1 << 20 else 16
+    with Engine("loopback", wait="yield") as here, Engine("loopback", wait="yield") as there:
+        source = here.register(torch.ones(nbytes, dtype=torch.uint8))
+        target = there.register(torch.zeros(in_flight * nbytes, dtype=torch.uint8))
+        region = here.resolve(target.descriptor)
+
+        def write() -> None:
+            requests = [
+                here.write(source, region, region_offset=i * nbytes) for i in range(in_flight)
+            ]
+            for request in requests:
+                request.wait()
+
+        benchmark.pedantic(write, rounds=30, warmup_rounds=3)
+        assert bool(target.tensor.all())
+    benchmark.extra_info["gigabytes_per_s"] = in_flight * nbytes / _median(benchmark) / 1e9
+
+
+def test_engine_alone(benchmark: BenchmarkFixture) -> None:
+    """The same and the doorbell without Python, by tests/cpp/engine_benchmark.cpp."""
+    build = subprocess.run(
+        [sys.executable, "tests/cpp/build.py", "--optimize"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+    )
+    if build.returncode:
+        pytest.skip(f"the C++ tests cannot be built: {(build.stdout + build.stderr)[-300:]}")
+    program = build.stdout.strip().splitlines()[-1]
+
+    def run() -> str:
+        return subprocess.run(
+            [program, "--no-skip", "-tc=benchmark: engine*"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=120,
+        ).stdout
+
+    printed = benchmark.pedantic(run, rounds=1)
+    lines = re.findall(r"MESSAGE: (.+)", printed)
+    assert lines, printed
+    benchmark.extra_info["engine"] = lines
+    print("\n" + "\n".join(lines))
+
+
+def _median(benchmark: BenchmarkFixture) -> float:
+    assert benchmark.stats is not None
+    return float(benchmark.stats.stats.median)
