@@ -36,7 +36,7 @@ def check_fields(facts: list[Facts]) -> None:
     """Raises InvalidArgumentError naming a field that differs, two ranks and both values."""
     first = facts[0].fields
     for rank, other in enumerate(facts):
-        for name in sorted(first.keys() | other.fields.keys()):
+        for name in [*first, *(name for name in other.fields if name not in first)]:
             mine, theirs = first.get(name, "missing"), other.fields.get(name, "missing")
             errors.require(
                 mine == theirs,

@@ -30,8 +30,9 @@ SMALL = {
 
 def make(rank: Rank, **overrides: Any) -> AllToAll:
     """A small communicator of all ranks."""
+    engine = overrides.pop("engine", None)
     config = AllToAllConfig(**(SMALL | overrides))
-    return AllToAll(rank.store, config, rank=rank.rank, world_size=rank.world_size)
+    return AllToAll(rank.store, config, rank=rank.rank, world_size=rank.world_size, engine=engine)
 
 
 def topology_of(comm: AllToAll) -> Topology:

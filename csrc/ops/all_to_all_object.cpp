@@ -1,10 +1,12 @@
 #include "ops/all_to_all_object.h"
 
+#include <algorithm>
 #include <cstring>
 #include <limits>
 #include <utility>
 
 #include "base/log.h"
+#include "moe/handle.h"
 
 namespace moe_p2p::ops {
 
@@ -59,6 +61,22 @@ void check_rows(const Tensor& rows, const char* name, int64_t num_rows, int64_t 
   MOE_P2P_CHECK(have == num_rows, Code::kInvalidArgument, name, " is ", describe(rows),
                 ", must hold ", num_rows, " rows",
                 width == kAny ? std::string() : base::concat(" of ", width, " values"));
+}
+
+// The rows that this handle's combine will read must be there.
+void check_rows_of_handle(const AllToAllObject& comm, moe::Handle handle, int64_t num_rows) {
+  const auto& shape = comm.plan().shape;
+  const auto view = moe::HandleView::open(shape, comm.communicator, handle);
+  int32_t last = -1;
+  if (view.meta().state == abi::kSent) return;  // rows are not known yet; combine refuses it
+  for (int64_t chunk = 0; chunk < view.meta().num_chunks; ++chunk)
+    for (int source = 0; source < shape.world_size; ++source)
+      for (int64_t slot = 0; slot < view.slot_count(chunk, source); ++slot) {
+        const int32_t* rows = view.slot_rows(chunk, source, slot);
+        last = std::max(last, *std::max_element(rows, rows + shape.topk));
+      }
+  MOE_P2P_CHECK(last < num_rows, Code::kInvalidArgument, "y has ", num_rows,
+                " rows, this dispatch has put a token into row ", last);
 }
 
 }  // namespace
@@ -185,6 +203,7 @@ moe::CombineSend combine_send_from(AllToAllObject& comm, const CombineArguments&
   send.out_dtype = payload_type(in.out_dtype, "out_dtype");
   MOE_P2P_CHECK(send.y_dtype != abi::DType::kFloat8E4M3, Code::kInvalidArgument, "y is ",
                 describe(in.y), ", must be bfloat16, float16 or float32");
+  check_rows_of_handle(comm, send.handle, send.y_rows);
   MOE_P2P_CHECK(send.out_dtype != abi::DType::kFloat8E4M3, Code::kInvalidArgument,
                 "out_dtype is float8_e4m3fn, must be bfloat16, float16 or float32");
   return send;

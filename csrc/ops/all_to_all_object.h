@@ -17,7 +17,8 @@ struct AllToAllObject {
   AllToAllObject(std::shared_ptr<EngineObject> on, const moe::AllToAllOptions& options)
       : engine(std::move(on)),
         all_to_all(engine->engine(), &engine->proxy(), options),
-        rank(options.rank) {}
+        rank(options.rank),
+        communicator(options.communicator) {}
 
   const moe::Plan& plan() const noexcept { return all_to_all.plan(); }
   int64_t hidden_dim() const noexcept { return plan().hidden_dim; }
@@ -31,6 +32,7 @@ struct AllToAllObject {
   std::mutex in_use;                     // one caller at a time
   moe::AllToAll all_to_all;
   const int rank;
+  const uint32_t communicator;
 
   // Handles between the halves, by their first step: moe::AllToAll writes to them until they are
   // received, so they must live, and a compiler may hand the second half a copy.
