@@ -57,6 +57,8 @@ def wire_bytes(
     """Exactly what the NICs carry for one source, all headers included.
 
     `num_steps` is the number of chunks the call runs in; `scalars` whether combine returns them.
+    With several, dispatch closes its steps with empty combines, and combine opens its own with
+    empty dispatches: a header each.
     """
     topology, tokens = routing.topology, routing.tokens[source]
     topk = tokens.topk_idx.shape[1]
@@ -66,9 +68,10 @@ def wire_bytes(
     item = torch.empty(0, dtype=combine_dtype).element_size()
     row = align(tokens.x.shape[1] * item + (4 * topk if scalars else 0), LINE)
     slots = len(_node_pairs(routing, source))
+    empty = LINE if num_steps > 1 else 0
     return WireBytes(
-        dispatch=num_steps * others * (LINE + counts) + slots * slot,
-        combine=num_steps * others * LINE + slots * row,
+        dispatch=num_steps * others * (LINE + counts + empty) + slots * slot,
+        combine=num_steps * others * (LINE + empty) + slots * row,
     )
 
 

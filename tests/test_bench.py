@@ -68,9 +68,13 @@ class Wrong:
     """A system that answers from the reference, with one thing wrong."""
 
     name = "wrong"
+    num_steps = 1
 
     def __init__(self, what: str, right: Rows, out: torch.Tensor) -> None:
         self.what, self.rows, self.out = what, right, out
+
+    def begin(self, max_tokens: int) -> None:
+        pass
 
     def dispatch(self, tokens: Tokens) -> Rows:
         x, weights, counts = (

@@ -244,6 +244,10 @@ def test_bytes_by_hand() -> None:
     assert (flat.dispatch, flat.combine) == (3 * 256, 3 * 128)
     scalars = reference_wire.wire_bytes(routing, 0, combine_dtype=torch.bfloat16, scalars=True)
     assert scalars.combine == 128 + 2 * 256  # 128 + 2 scalars of 4 bytes, in lines
+    steps = reference_wire.wire_bytes(routing, 0, combine_dtype=torch.bfloat16, num_steps=3)
+    # Each further step repeats header and counts; with several, each has an empty other half.
+    assert steps.dispatch == got.dispatch + 2 * 256 + 3 * 128
+    assert steps.combine == got.combine + 2 * 128 + 3 * 128
     silent = reference_wire.wire_bytes(routing, 1, combine_dtype=torch.bfloat16)
     assert silent.pair == 128 + 128 + 128
 

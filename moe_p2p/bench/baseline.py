@@ -23,6 +23,7 @@ from moe_p2p.reference import FP8, Tokens, quantize
 
 class TorchAllToAll:
     name = "torch"
+    num_steps = 1
 
     def __init__(self, options: Options, job: Job) -> None:
         self.quantize = options.quantize
@@ -44,6 +45,9 @@ class TorchAllToAll:
         self.recv_y = torch.empty(pairs, hidden, dtype=options.x_dtype)
         self.send_counts = torch.empty(self.num_experts, dtype=torch.int64)
         self.recv_counts = torch.empty(self.num_experts, dtype=torch.int64)
+
+    def begin(self, max_tokens: int) -> None:
+        pass
 
     def dispatch(self, tokens: Tokens) -> Rows:
         weights = tokens.topk_weights

@@ -29,6 +29,11 @@ class Rows:
 
 class System(Protocol):
     name: str
+    num_steps: int  # that a call takes
+
+    def begin(self, max_tokens: int) -> None:
+        """From now on no rank dispatches more tokens in a call."""
+        ...
 
     def dispatch(self, tokens: Tokens) -> Rows: ...
 
@@ -44,6 +49,8 @@ class System(Protocol):
 
 
 class MoeP2p:
+    """The package. Calls of more steps than are in flight cannot be halves, nor reuse buffers."""
+
     name = "moe_p2p"
 
     def __init__(self, options: Options, job: Job) -> None:
@@ -64,23 +71,43 @@ class MoeP2p:
                 wait=options.wait,
             ),
         )
+        self.begin(max(options.tokens))
+
+    def begin(self, max_tokens: int) -> None:
+        config = self.all_to_all.config
+        self.max_tokens = max_tokens
+        self.num_steps = -(-max_tokens // config.step_tokens)
+        self.halves = self.num_steps <= config.steps_in_flight
         self.received: Dispatched | None = None
         self.out: dict[int, Tensor] = {}
 
     def dispatch(self, tokens: Tokens) -> Rows:
-        pending = self.all_to_all.dispatch_send(
-            tokens.x,
-            tokens.topk_idx,
-            tokens.topk_weights,
-            quantize=self.quantize,
-            layout="grouped",
-        )
-        got = self.all_to_all.dispatch_recv(pending, out=self.received)
+        if self.halves:
+            pending = self.all_to_all.dispatch_send(
+                tokens.x,
+                tokens.topk_idx,
+                tokens.topk_weights,
+                max_tokens=self.max_tokens,
+                quantize=self.quantize,
+                layout="grouped",
+            )
+            got = self.all_to_all.dispatch_recv(pending, out=self.received)
+        else:
+            got = self.all_to_all.dispatch(
+                tokens.x,
+                tokens.topk_idx,
+                tokens.topk_weights,
+                max_tokens=self.max_tokens,
+                quantize=self.quantize,
+                layout="grouped",
+            )
         self.received = got
         return Rows(x=got.x, scales=got.scales, row_weights=got.row_weights, counts=got.counts)
 
     def combine(self, y: Tensor) -> Tensor:
         assert self.received is not None, "combine follows dispatch"
+        if not self.halves:
+            return self.all_to_all.combine(y, self.received)
         pending = self.all_to_all.combine_send(y, self.received)
         num_tokens = self.received.topk_idx.shape[0]
         out = self.all_to_all.combine_recv(pending, out=self.out.get(num_tokens))
