@@ -19,7 +19,11 @@ using u64 = unsigned long long;
 }  // namespace moe_p2p::abi
 #else
 #include <cstdint>
+#if defined(__CUDACC__)
+#define MOE_P2P_HD __host__ __device__ inline
+#else
 #define MOE_P2P_HD inline
+#endif
 namespace moe_p2p::abi {
 using i32 = std::int32_t;
 using u16 = std::uint16_t;
@@ -152,12 +156,17 @@ MOE_P2P_HD constexpr u64 partial_bytes(const Shape& s) {
          static_cast<u64>(s.chunk_tokens) * align_up(s.max_partial_bytes, kLine);
 }
 
+MOE_P2P_HD constexpr u64 partial_flags_bytes(const Shape& s) {
+  return align_up(4 * static_cast<u64>(s.chunk_tokens), kLine);
+}
+
 // Offsets in a rank's data memory of step slot 0; add slot * step_bytes. Order: dispatch, combine.
 struct Regions {
   u64 inbox;            // [L]     written by own-node sources, read by this rank
   u64 outbox;           // [N-1]   written by this rank, read by its NICs
   u64 landing;          // [N-1]   written by NICs, read by every rank of this node
   u64 partial_inbox;    // [L]     written by own-node expert ranks, read by this rank
+  u64 partial_flags;    // [L]     u32 per slot of it, low half of step + 1: devices start on the first row
   u64 gather;           // [N-1][L] written by own-node expert ranks, read by the last of them
   u64 combine_outbox;   // [N-1]   written by that last rank, read by this rank's NICs
   u64 combine_landing;  // [N-1]   written by NICs, read by this rank
@@ -174,6 +183,7 @@ MOE_P2P_HD constexpr Regions make_regions(const Shape& s) {
   r.outbox = at, at += others * outbox_bytes(s);
   r.landing = at, at += others * outbox_bytes(s);
   r.partial_inbox = at, at += local * partial_bytes(s);
+  r.partial_flags = at, at += local * partial_flags_bytes(s);
   r.gather = at, at += others * local * partial_bytes(s);
   r.combine_outbox = at, at += others * partial_bytes(s);
   r.combine_landing = at, at += others * partial_bytes(s);

@@ -1,0 +1,23 @@
+// The CUDA driver, opened with dlopen: the package builds and runs without CUDA. Only what the data
+// path needs; memory and kernels are made by moe_p2p/memory.py and moe_p2p/jit.py.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace moe_p2p::platform {
+
+struct Launch {
+  uint64_t kernel = 0;  // CUfunction or CUkernel
+  unsigned num_blocks = 0;
+  unsigned num_threads = 0;
+  void* stream = nullptr;
+  // May start before the kernel ahead of it in the stream has ended (it waits by itself).
+  bool overlap_previous = false;
+};
+
+// `params` is the kernel's one argument. Throws Error{kUnavailable} when there is no driver, and
+// Error{kTransport} with the driver's own text when it refuses.
+void launch_kernel(const Launch& launch, const void* params);
+
+}  // namespace moe_p2p::platform

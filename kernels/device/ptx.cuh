@@ -1,0 +1,104 @@
+// The only inline PTX of the package. Names are op_order_scope_type.
+#pragma once
+
+#include "kernels/abi/layout.h"
+
+namespace moe_p2p::device {
+
+using namespace abi;
+
+struct alignas(16) Vec {  // 16 bytes, the widest access of one thread
+  u32 word[4];
+};
+
+// --- words shared between devices and the host ---
+
+__device__ __forceinline__ void st_release_sys_u32(u32* p, u32 v) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+__device__ __forceinline__ void st_release_sys_u64(u64* p, u64 v) {
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
+__device__ __forceinline__ u32 ld_acquire_sys_u32(const u32* p) {
+  u32 v;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ u64 ld_acquire_sys_u64(const u64* p) {
+  u64 v;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ u32 ld_relaxed_sys_u32(const u32* p) {
+  u32 v;
+  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ u32 atom_add_acq_rel_gpu_u32(u32* p, u32 v) {
+  u32 old;
+  asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(v) : "memory");
+  return old;
+}
+__device__ __forceinline__ u32 atom_cas_relaxed_sys_u32(u32* p, u32 expected, u32 v) {
+  u32 old;
+  asm volatile("atom.cas.relaxed.sys.global.b32 %0, [%1], %2, %3;"
+               : "=r"(old) : "l"(p), "r"(expected), "r"(v) : "memory");
+  return old;
+}
+
+// --- rows: read once or written for somebody else, so not worth a place in the first-level cache ---
+
+// For memory that nobody writes while the kernel runs.
+__device__ __forceinline__ Vec ld_nc_v4(const void* p) {
+  Vec v;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3]) : "l"(p));
+  return v;
+}
+// For memory that peers wrote; ordered behind the acquire of its flag.
+__device__ __forceinline__ Vec ld_na_v4(const void* p) {
+  Vec v;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3]) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ void st_na_v4(void* p, const Vec& v) {
+  asm volatile("st.global.L1::no_allocate.v4.u32 [%0], {%1, %2, %3, %4};"
+               ::"l"(p), "r"(v.word[0]), "r"(v.word[1]), "r"(v.word[2]), "r"(v.word[3]) : "memory");
+}
+
+// --- time, and kernels that overlap ---
+
+__device__ __forceinline__ u64 globaltimer_ns() {
+  u64 v;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(v));
+  return v;
+}
+// Everything that this kernel reads of earlier kernels comes after this.
+__device__ __forceinline__ void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void griddepcontrol_launch_dependents() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+// Two fp32 to two e4m3, the first in the low byte; round to nearest even, saturating.
+__device__ __forceinline__ u16 cvt_rn_satfinite_e4m3x2(float low, float high) {
+  u16 v;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(v) : "f"(high), "f"(low));
+  return v;
+}
+__device__ __forceinline__ u32 cvt_rn_bf16x2(float low, float high) {
+  u32 v;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
+  return v;
+}
+__device__ __forceinline__ u32 cvt_rn_f16x2(float low, float high) {
+  u32 v;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
+  return v;
+}
+__device__ __forceinline__ float cvt_f32_f16(u16 x) {
+  float v;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(v) : "h"(x));
+  return v;
+}
+
+}  // namespace moe_p2p::device
