@@ -2,12 +2,15 @@
 
 MOE_P2P_TRANSPORT           provider behind transport="auto" (default: loopback)
 MOE_P2P_TRANSPORT_SETTINGS  settings for it where a configuration gives none
+MOE_P2P_CACHE               folder of compiled kernels (default: ~/.cache/moe_p2p)
+CUDA_HOME                   CUDA toolkit whose headers kernels may use (default: /usr/local/cuda)
 MOE_P2P_LOG                 error, warning, info or debug; read by C++ (csrc/base/log.cpp)
 """
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 
 def transport() -> str:
@@ -18,3 +21,13 @@ def transport() -> str:
 def transport_settings() -> str:
     """`key=value,...` for the provider."""
     return os.environ.get("MOE_P2P_TRANSPORT_SETTINGS", "")
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels are kept."""
+    return Path(os.environ.get("MOE_P2P_CACHE") or os.path.expanduser("~/.cache/moe_p2p"))
+
+
+def cuda_home() -> Path:
+    """The CUDA toolkit, which need not be there."""
+    return Path(os.environ.get("CUDA_HOME") or "/usr/local/cuda")

@@ -1,0 +1,381 @@
+"""Kernels: compiled by NVRTC at first use, kept on disk, loaded into a device's primary context.
+
+`compile_only` needs no GPU; `load` does. A kernel is looked up on disk by a hash over all that goes
+into it: its source, the files of kernels/ that it includes, the options and the version of NVRTC.
+One process of those that want the same kernel compiles it, the others wait for the file. Without a
+writable cache folder every process compiles for itself.
+
+Nothing here is on the data path: whoever launches a kernel keeps the handle that `load` returned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import importlib.util
+import os
+import re
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from moe_p2p import cuda_driver, env, errors
+
+_PACKAGE = Path(__file__).resolve().parent
+# Products are rounded before they are added: the order of operations is part of the specification.
+_OPTIONS = ("-std=c++20", "-fmad=false", "-lineinfo", "-default-device", "--ptxas-options=-v")
+# When it is too short, two processes compile the same kernel; nothing else happens.
+_LOCK_WAIT_S = 300.0
+_INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
+_ARCH = re.compile(r"sm_\d+[af]?")
+_ELF = b"\x7fELF"
+
+
+class Usage(NamedTuple):
+    """What the assembler says that one kernel needs, per thread and, for shared_bytes, per block.
+
+    A kernel that spills reads and writes registers through memory: spill bytes should be 0.
+    """
+
+    registers: int
+    shared_bytes: int
+    stack_bytes: int
+    spill_store_bytes: int
+    spill_load_bytes: int
+
+
+class Compiled(NamedTuple):
+    """A source compiled for one architecture. cached: it came from the cache folder."""
+
+    cubin: bytes
+    log: str
+    arch: str
+    cached: bool
+
+    @property
+    def usage(self) -> dict[str, Usage]:
+        """By entry; empty where the assembler's log has another form."""
+        return parse_usage(self.log)
+
+
+class Loaded(NamedTuple):
+    """One line of `report`. local_bytes: of one thread, spills and arrays that are indexed."""
+
+    device: int
+    source: str
+    entry: str
+    macros: dict[str, int]
+    arch: str
+    registers: int
+    shared_bytes: int
+    local_bytes: int
+    max_threads: int
+    usage: Usage | None
+    cached: bool
+    ready_s: float  # from the call of load until it could be launched
+
+
+_handles: dict[tuple[Any, ...], int] = {}
+_loaded: list[Loaded] = []
+_modules: list[Any] = []  # kept loaded as long as the process lives
+_load_lock = threading.Lock()
+
+
+def load(
+    device: int,
+    source: str | Path,
+    entry: str,
+    macros: Mapping[str, int],
+    *,
+    dynamic_shared_bytes: int = 0,
+) -> int:
+    """A CUfunction of `device`, as an int, valid in its primary context until the process ends.
+
+    device: number of the device, as torch counts.
+    source: a file name in kernels/, or the path of another file. It is read once per process.
+    entry: name of an extern "C" kernel.
+    macros: passed as -DNAME=VALUE.
+    dynamic_shared_bytes: the most that a launch will ask for.
+
+    A repeated call is a look-up. Raises UnavailableError when a package or the driver is missing,
+    the source does not compile (with the compiler's log) or the device cannot run it, and
+    InvalidArgumentError when there is no such source or entry.
+    """
+    key = (device, source, entry, frozenset(macros.items()), dynamic_shared_bytes)
+    found = _handles.get(key)
+    if found is not None:
+        return found
+    started = time.monotonic()
+    compiled = compile_only(source, macros, arch_of(device))
+    with _load_lock:
+        if key not in _handles:
+            function, facts = _load(device, entry, compiled, dynamic_shared_bytes)
+            _loaded.append(
+                Loaded(
+                    device=device,
+                    source=Path(source).name,
+                    entry=entry,
+                    macros=dict(macros),
+                    arch=compiled.arch,
+                    usage=compiled.usage.get(entry),
+                    cached=compiled.cached,
+                    ready_s=time.monotonic() - started,
+                    **facts,
+                )
+            )
+            _handles[key] = function
+        return _handles[key]
+
+
+def report() -> list[Loaded]:
+    """What this process has loaded, in order."""
+    with _load_lock:
+        return list(_loaded)
+
+
+def compile_only(source: str | Path, macros: Mapping[str, int], arch: str) -> Compiled:
+    """`source` compiled for `arch` ("sm_90a"), from the cache where it is there. Needs no GPU.
+
+    Raises UnavailableError when NVRTC is missing or the source does not compile (with its log).
+    """
+    errors.require(
+        _ARCH.fullmatch(arch) is not None, f"arch is {arch!r}, must be like sm_90a or sm_100a"
+    )
+    for name, value in macros.items():
+        errors.require(
+            name.isidentifier() and isinstance(value, int), f"macro {name} = {value!r} must be int"
+        )
+    path = source_path(source)
+    options = [
+        f"-arch={arch}",
+        *_OPTIONS,
+        *(f"-D{name}={int(value)}" for name, value in sorted(macros.items())),
+        *(f"-I{folder}" for folder in include_folders(path)),
+    ]
+    file = env.cache_folder() / cache_key(path, options)
+    if found := _read(file, arch):
+        return found
+    with _exclusive(file) as writable:
+        if found := _read(file, arch):
+            return found
+        cubin, log = _compile(path, options, arch)
+        if writable:
+            _write(file, cubin, log)
+    return Compiled(cubin, log, arch, cached=False)
+
+
+def arch_of(device: int) -> str:
+    """The architecture to compile for: "sm_90a" for an H200, with all that only it can do."""
+    major, minor = cuda_driver.capability(device)
+    return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
+
+
+def source_path(source: str | Path) -> Path:
+    """The file behind a name in kernels/ or a path. Raises InvalidArgumentError without one."""
+    path = (kernels_root() / "kernels" / source).absolute()  # a path that is absolute stays so
+    errors.require(path.is_file(), f"there is no kernel source {path}")
+    return path
+
+
+@functools.cache
+def kernels_root() -> Path:
+    """The folder that contains kernels/: the package, or the source tree around it."""
+    return _PACKAGE if (_PACKAGE / "kernels").is_dir() else _PACKAGE.parent
+
+
+def include_folders(source: Path) -> list[Path]:
+    """Where NVRTC looks: kernels/ and all below it, beside the source, then headers of CUDA."""
+    return [kernels_root(), source.parent, *_cuda_headers()]
+
+
+@functools.cache
+def _cuda_headers() -> tuple[Path, ...]:
+    """Headers of CUDA and of its C++ library: those of the pip packages, else of the toolkit."""
+    major = _nvrtc_version()[0]
+    spec = importlib.util.find_spec("nvidia")
+    places = [Path(place) for place in (spec.submodule_search_locations or ())] if spec else []
+    bases = [place / f"cu{major}" / "include" for place in places]
+    bases += [place / "cuda_runtime" / "include" for place in places]  # until CUDA 12
+    bases.append(env.cuda_home() / "include")
+    ccls = [place / "cuda_cccl" / "include" for place in places]
+    ccls += [folder for base in bases for folder in (base / "cccl", base)]
+    found = [next((b for b in bases if (b / "cuda_fp8.h").is_file()), None)]
+    found.append(next((c for c in ccls if (c / "cuda" / "atomic").is_file()), None))
+    return tuple(dict.fromkeys(folder for folder in found if folder is not None))
+
+
+def cache_key(source: Path, options: list[str]) -> str:
+    """Hash of the source, of all that it includes with quotes, the options and the compiler."""
+    root = kernels_root()
+    digest = hashlib.sha256(repr((_nvrtc_version(), source.name, options)).encode())
+    queue, seen = [source], {source}
+    while queue:
+        path = queue.pop()
+        text = path.read_bytes()
+        digest.update(f"{os.path.relpath(path, root)} {len(text)}\n".encode() + text)
+        for name in _INCLUDE.findall(text):
+            for folder in (path.parent, root, source.parent):
+                included = Path(os.path.normpath(folder / os.fsdecode(name)))
+                if included.is_file():
+                    if included not in seen:
+                        seen.add(included)
+                        queue.append(included)
+                    break
+    return digest.hexdigest()
+
+
+def parse_usage(log: str) -> dict[str, Usage]:
+    """Usage by entry, from what the assembler prints under -v.
+
+    A line "Compiling entry function 'k'" opens a part; functions that were not inlined have lines
+    of their own in it and are added up.
+    """
+    result = {}
+    for part in log.split("Compiling entry function '")[1:]:
+        frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill st\w+, (\d+) byte", part)
+        used = re.search(r"Used (\d+) registers", part)
+        shared = re.search(r"(\d+) bytes smem", part)
+        if used and frames:
+            stack, stores, loads = (sum(map(int, column)) for column in zip(*frames, strict=True))
+            result[part.split("'", 1)[0]] = Usage(
+                int(used[1]), int(shared[1]) if shared else 0, stack, stores, loads
+            )
+    return result
+
+
+def _load(
+    device: int, entry: str, compiled: Compiled, dynamic_shared_bytes: int
+) -> tuple[int, dict[str, int]]:
+    attributes = cuda_driver.module().CUfunction_attribute
+
+    def get(name: str) -> int:
+        return int(
+            cuda_driver.call(
+                "cuFuncGetAttribute", getattr(attributes, f"CU_FUNC_ATTRIBUTE_{name}"), function
+            )
+        )
+
+    with cuda_driver.primary_context(device):
+        module = cuda_driver.call("cuModuleLoadData", compiled.cubin)
+        try:
+            errors.require(
+                f".text.{entry}\0".encode() in compiled.cubin,
+                f'the source has no extern "C" kernel {entry}',
+            )
+            function = cuda_driver.call("cuModuleGetFunction", module, entry.encode())
+            if dynamic_shared_bytes:
+                cuda_driver.call(
+                    "cuFuncSetAttribute",
+                    function,
+                    attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                    dynamic_shared_bytes,
+                )
+            facts = {
+                "registers": get("NUM_REGS"),
+                "shared_bytes": get("SHARED_SIZE_BYTES"),
+                "local_bytes": get("LOCAL_SIZE_BYTES"),
+                "max_threads": get("MAX_THREADS_PER_BLOCK"),
+            }
+        except BaseException:
+            cuda_driver.call("cuModuleUnload", module)
+            raise
+        _modules.append(module)
+    return int(function), facts
+
+
+def _nvrtc(name: str, *args: Any) -> Any:
+    """The value of the NVRTC function `name`. Raises UnavailableError."""
+    nvrtc = cuda_driver.bindings("nvrtc")
+    try:
+        result, *values = getattr(nvrtc, name)(*args)
+    except RuntimeError as error:  # it did not find libnvrtc
+        raise errors.make(
+            errors.UnavailableError,
+            f"NVRTC cannot be opened ({error}): pip install nvidia-cuda-nvrtc",
+        ) from None
+    if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        raise errors.make(errors.UnavailableError, f"{name} failed: {result.name}")
+    return values[0] if len(values) == 1 else tuple(values) or None
+
+
+@functools.cache
+def _nvrtc_version() -> tuple[int, int]:
+    major, minor = _nvrtc("nvrtcVersion")
+    return int(major), int(minor)
+
+
+def _fetch(what: str, program: Any) -> bytes:
+    """nvrtcGet`what` of a program: NVRTC writes into the bytes that it is given."""
+    size = int(_nvrtc(f"nvrtcGet{what}Size", program))
+    buffer = bytes(size + 2)  # bytes of length 0 and 1 are shared by the whole interpreter
+    _nvrtc(f"nvrtcGet{what}", program, buffer)
+    return buffer[:size]
+
+
+def _compile(path: Path, options: list[str], arch: str) -> tuple[bytes, str]:
+    nvrtc = cuda_driver.bindings("nvrtc")
+    program = _nvrtc("nvrtcCreateProgram", path.read_bytes(), os.fsencode(path), 0, [], [])
+    try:
+        (result,) = nvrtc.nvrtcCompileProgram(
+            program, len(options), [option.encode() for option in options]
+        )
+        log = _fetch("ProgramLog", program).rstrip(b"\0 \n").decode(errors="replace")
+        if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            raise errors.make(
+                errors.UnavailableError,
+                f"{path} does not compile for {arch} ({result.name}), with "
+                f"{' '.join(options)}:\n{log}",
+            )
+        return _fetch("CUBIN", program), log
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+def _read(file: Path, arch: str) -> Compiled | None:
+    try:
+        cubin = file.with_suffix(".cubin").read_bytes()
+        log = file.with_suffix(".log").read_text()
+    except OSError:
+        return None
+    return Compiled(cubin, log, arch, cached=True) if cubin.startswith(_ELF) else None
+
+
+def _write(file: Path, cubin: bytes, log: str) -> None:
+    """Each file appears whole or not at all, the cubin last. Without room there is no cache."""
+    for suffix, data in ((".log", log.encode()), (".cubin", cubin)):
+        with contextlib.suppress(OSError):
+            descriptor, name = tempfile.mkstemp(prefix=file.name, dir=file.parent)
+            try:
+                with os.fdopen(descriptor, "wb") as out:
+                    out.write(data)
+                os.replace(name, file.with_suffix(suffix))
+            except BaseException:
+                os.unlink(name)
+                raise
+
+
+@contextlib.contextmanager
+def _exclusive(file: Path) -> Iterator[bool]:
+    """Holds the lock of one kernel. False: the folder cannot be written."""
+    with contextlib.ExitStack() as stack:
+        try:
+            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            lock = stack.enter_context(open(file.with_suffix(".lock"), "ab"))
+        except OSError:
+            yield False
+            return
+        end = time.monotonic() + _LOCK_WAIT_S
+        while time.monotonic() < end:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.01)
+            except OSError:  # a file system without locks
+                break
+        yield True
