@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "moe/calls.h"
+#include "moe/device_kernels.h"
 #include "moe/exchange.h"
 #include "moe/host_kernels.h"
 #include "moe/node_memory.h"
@@ -50,10 +51,11 @@ struct AllToAll::State {
         proxy(proxy_),
         options(options_),
         plan(make_plan(options_.plan)),
-        memory(plan, checked_rank()),
+        memory(plan, checked_rank(), !options_.device),
         kernels(plan, memory, options_.num_threads),
         ring(plan, kernels),
-        data(engine_.register_memory({memory.data().data(), memory.data().size()})) {}
+        data(options_.device ? nullptr
+                             : engine_.register_memory({memory.data().data(), memory.data().size()})) {}
 
   int checked_rank() const {
     MOE_P2P_CHECK(options.rank >= 0 && options.rank < plan.shape.world_size, Code::kInvalidArgument,
@@ -178,6 +180,7 @@ struct AllToAll::State {
   std::vector<const engine::Peer*> peers;
   std::vector<int> num_nics;  // [N] of the rank with our local index
   std::unique_ptr<Exchange> exchange;
+  std::unique_ptr<DeviceKernels> device;
   std::list<DispatchCall> dispatches;  // sent, not yet received
   std::list<CombineCall> combines;
   std::optional<Error> story;
@@ -199,7 +202,8 @@ base::Bytes AllToAll::address() const {
   base::WireWriter out;
   out.put(static_cast<int32_t>(state_->options.rank));
   out.put_bytes(state_->engine.address().serialize());
-  out.put_bytes(state_->engine.descriptor(state_->data).serialize());
+  out.put_bytes(state_->data ? state_->engine.descriptor(state_->data).serialize()
+                             : engine::MemoryDescriptor{}.serialize());
   out.put_string(state_->memory.name());
   out.put_string(state_->engine.waker_name());
   return out.take();
@@ -279,11 +283,22 @@ void AllToAll::close() noexcept {
       (void)s.exchange.release();  // the engine still holds its Requests: better lost than freed
       MOE_P2P_LOG(base::LogLevel::kError, "rank ", s.options.rank, ": writes did not end at close");
     }
-    s.engine.unregister_memory(s.data);
+    if (s.data) s.engine.unregister_memory(s.data);
   } catch (const std::exception& error) {
     if (s.exchange) (void)s.exchange.release();
     MOE_P2P_LOG(base::LogLevel::kWarning, "rank ", s.options.rank, ": closing: ", error.what());
   }
+}
+
+void AllToAll::use_device(const DeviceMemory& memory) {
+  State& s = *state_;
+  MOE_P2P_CHECK(s.options.device, Code::kInvalidArgument, "this communicator is for host tensors");
+  s.device = std::make_unique<DeviceKernels>(s.plan, s.options, memory);
+}
+
+DeviceKernels& AllToAll::device() {
+  MOE_P2P_CHECK(state_->device, Code::kInvalidArgument, "use_device() has not been called");
+  return *state_->device;
 }
 
 int64_t AllToAll::handle_words(int64_t num_rows, int64_t max_tokens) const {
@@ -316,6 +331,7 @@ typename std::list<Call>::iterator find_call(std::list<Call>& calls, Handle hand
 void AllToAll::dispatch(const DispatchSend& send, const DispatchRecv& recv) {
   State& s = *state_;
   s.require_usable();
+  if (s.device) return s.device->dispatch(&send, &recv, send.stream);
   DispatchCall call(s.plan, s.ring, s.kernels, s.options.communicator, send);
   call.check(recv);
   s.run([&] { return call.advance_recv(recv); }, [&] { return call.pending(); });
@@ -324,6 +340,7 @@ void AllToAll::dispatch(const DispatchSend& send, const DispatchRecv& recv) {
 void AllToAll::dispatch_send(const DispatchSend& send) {
   State& s = *state_;
   s.require_usable();
+  if (s.device) return s.device->dispatch(&send, nullptr, send.stream);
   check_halves(s.plan, s.plan.num_chunks(send.max_tokens));
   s.dispatches.emplace_back(s.plan, s.ring, s.kernels, s.options.communicator, send);
   DispatchCall& call = s.dispatches.back();
@@ -333,6 +350,7 @@ void AllToAll::dispatch_send(const DispatchSend& send) {
 void AllToAll::dispatch_recv(const DispatchRecv& recv) {
   State& s = *state_;
   s.require_usable();
+  if (s.device) return s.device->dispatch(nullptr, &recv, recv.stream);
   const auto call = find_call(s.dispatches, recv.handle, "dispatch");
   call->check(recv);
   s.run([&] { return call->advance_recv(recv); }, [&] { return call->pending(); });
@@ -342,6 +360,7 @@ void AllToAll::dispatch_recv(const DispatchRecv& recv) {
 void AllToAll::combine(const CombineSend& send, const CombineRecv& recv) {
   State& s = *state_;
   s.require_usable();
+  if (s.device) return s.device->combine(&send, &recv, send.stream);
   CombineCall call(s.plan, s.ring, s.kernels, s.options.communicator, send);
   s.run([&] { return call.advance_recv(recv); }, [&] { return call.pending(); });
 }
@@ -349,6 +368,7 @@ void AllToAll::combine(const CombineSend& send, const CombineRecv& recv) {
 void AllToAll::combine_send(const CombineSend& send) {
   State& s = *state_;
   s.require_usable();
+  if (s.device) return s.device->combine(&send, nullptr, send.stream);
   s.combines.emplace_back(s.plan, s.ring, s.kernels, s.options.communicator, send);
   CombineCall& call = s.combines.back();
   try {
@@ -363,14 +383,16 @@ void AllToAll::combine_send(const CombineSend& send) {
 void AllToAll::combine_recv(const CombineRecv& recv) {
   State& s = *state_;
   s.require_usable();
+  if (s.device) return s.device->combine(nullptr, &recv, recv.stream);
   const auto call = find_call(s.combines, recv.handle, "combine");
   s.run([&] { return call->advance_recv(recv); }, [&] { return call->pending(); });
   s.combines.erase(call);
 }
 
-void AllToAll::release(Handle handle) {
+void AllToAll::release(Handle handle, void* stream) {
   State& s = *state_;
   s.require_usable();
+  if (s.device) return s.device->release(handle, stream);
   const HandleView view = HandleView::open(s.plan.shape, s.options.communicator, handle);
   const uint64_t first = view.meta().first_step;
   if (view.meta().state == abi::kSent) {  // sent, not received: what comes is dropped

@@ -24,8 +24,10 @@
 
 namespace moe_p2p::moe {
 
+class DeviceKernels;
 class HostKernels;
 class StepRing;
+struct DeviceMemory;
 
 struct AllToAllOptions {
   PlanInput plan;
@@ -34,6 +36,7 @@ struct AllToAllOptions {
   platform::WaitPolicy wait;
   std::chrono::milliseconds timeout{30'000};  // of every wait
   int num_threads = 1;                        // of the host kernels
+  bool device = false;  // tensors are on a GPU; use_device() before connect()
 };
 
 // Rows of opaque bytes that travel with the tokens.
@@ -62,9 +65,12 @@ struct DispatchSend {
   const float* topk_weights = nullptr;  // [T, K]; null: 1
   int64_t num_rows = 0;            // T
   int64_t num_tokens = 0;          // rows that count, <= T
+  const void* device_num_tokens = nullptr;  // on a GPU: instead of num_tokens, read by the kernel
+  bool num_tokens_is_int64 = false;
   int64_t max_tokens = 0;          // of any rank in this call; all ranks give the same
   bool solo = false;
   Handle handle{};
+  void* stream = nullptr;          // on a GPU: where the call runs
 };
 
 struct DispatchRecv {
@@ -81,6 +87,7 @@ struct DispatchRecv {
   int32_t* counts = nullptr;       // [E_local]
   int32_t* offsets = nullptr;      // [E_local + 1] first row of each expert (padded: e * capacity)
   int32_t* source = nullptr;       // [rows, 2] source rank and its token; null: not wanted
+  void* stream = nullptr;
 };
 
 struct CombineSend {
@@ -91,6 +98,7 @@ struct CombineSend {
   const float* row_weights = nullptr;  // [y_rows]; null: plain sum
   const float* row_scalars = nullptr;  // [y_rows]: returned to their (token, k); null: none
   abi::DType out_dtype{};              // of partial sums on the wire and of the result
+  void* stream = nullptr;
 };
 
 struct CombineRecv {
@@ -98,6 +106,7 @@ struct CombineRecv {
   void* out = nullptr;                 // [T, H]; rows past num_tokens become zero
   abi::DType out_dtype{};
   float* out_scalars = nullptr;        // [T, K]
+  void* stream = nullptr;
 };
 
 class AllToAll {
@@ -115,6 +124,10 @@ class AllToAll {
   // Marks this rank closed for its neighbours and lets go of everything. Idempotent.
   void close() noexcept;
 
+  // For options.device: the GPU's side of it. Calls then return once their kernels are launched.
+  void use_device(const DeviceMemory& memory);
+  DeviceKernels& device();
+
   int64_t handle_words(int64_t num_rows, int64_t max_tokens) const;
 
   // Whole calls.
@@ -127,7 +140,7 @@ class AllToAll {
   void combine_send(const CombineSend& send);
   void combine_recv(const CombineRecv& recv);
   // Closes the step of a paired dispatch that gets no combine. All ranks release it.
-  void release(Handle handle);
+  void release(Handle handle, void* stream = nullptr);
 
   // Empty while the object is usable; else why it is not.
   std::string broken() const;

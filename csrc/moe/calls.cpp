@@ -85,12 +85,13 @@ std::vector<StepRing::Last> StepRing::last_steps() const {
 
 DispatchCall::DispatchCall(const Plan& plan, StepRing& ring, HostKernels& kernels,
                            uint32_t communicator, const DispatchSend& send)
-    : ring_(ring),
+    : plan_(plan),
+      ring_(ring),
       kernels_(kernels),
       send_(send),
       num_chunks_(plan.num_chunks(send.max_tokens)),
       handle_(HandleView::create(plan.shape, send.handle, send.num_rows, num_chunks_)),
-      parts_(kernels.send_parts(send)) {
+      parts_(send_parts(plan, send)) {
   MOE_P2P_CHECK(send.num_tokens >= 0 && send.num_tokens <= send.num_rows, Code::kInvalidArgument,
                 "num_tokens is ", send.num_tokens, ", x has ", send.num_rows, " rows");
   MOE_P2P_CHECK(send.num_tokens <= send.max_tokens, Code::kInvalidArgument, "this rank sends ",
@@ -109,7 +110,7 @@ DispatchCall::DispatchCall(const Plan& plan, StepRing& ring, HostKernels& kernel
 
 void DispatchCall::check(const DispatchRecv& recv) const {
   const abi::DType sent = send_.quantize ? abi::DType::kFloat8E4M3 : send_.x_dtype;
-  const abi::TokenParts parts = kernels_.recv_parts(recv);
+  const abi::TokenParts parts = recv_parts(plan_, recv);
   bool fits = recv.x_dtype == sent && parts.num_parts == parts_.num_parts;
   for (int i = 0; fits && i < parts.num_parts; ++i) fits = parts.bytes[i] == parts_.bytes[i];
   MOE_P2P_CHECK(fits, Code::kInvalidArgument,
@@ -165,11 +166,7 @@ CombineCall::CombineCall(const Plan& plan, StepRing& ring, HostKernels& kernels,
       paired_(ring.is_open(handle_.meta().first_step)) {
   MOE_P2P_CHECK(handle_.meta().state != abi::kSent, Code::kInvalidArgument,
                 "combine needs a dispatch that was received; call dispatch_recv first");
-  const uint64_t bytes = partial_stride(plan, send.out_dtype, send.row_scalars != nullptr);
-  MOE_P2P_CHECK(bytes <= abi::align_up(plan.shape.max_partial_bytes, abi::kLine),
-                Code::kInvalidArgument, "a combined row is ", bytes,
-                " bytes, the communicator was made for ", plan.shape.max_partial_bytes,
-                "; widen combine_dtype of its configuration");
+  check_partial(plan, send.out_dtype, send.row_scalars != nullptr);
   if (paired_) {
     in_flight_.push_back(ring.step_of(handle_.meta().first_step));
     num_begun_ = 1;

@@ -77,6 +77,7 @@ class DispatchCall {
   int64_t num_chunks() const noexcept { return num_chunks_; }
 
  private:
+  const Plan& plan_;
   StepRing& ring_;
   HostKernels& kernels_;
   DispatchSend send_;

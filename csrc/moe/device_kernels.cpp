@@ -3,7 +3,8 @@
 #include <algorithm>
 #include <atomic>
 
-#include "moe/host_kernels.h"
+#include "base/log.h"
+#include "moe/token_parts.h"
 #include "platform/cuda.h"
 
 namespace moe_p2p::moe {
@@ -12,6 +13,11 @@ using abi::DType;
 using base::Code;
 
 namespace {
+
+// Blocks of 448 threads, four of which fit on one of the 132 multiprocessors of an H200. A sender
+// block has whole tokens; receivers and adders have many small slots.
+constexpr int64_t kSendBlocks = 132;
+constexpr int64_t kRecvBlocks = 264;
 
 uint64_t address(const void* p) noexcept { return reinterpret_cast<uint64_t>(p); }
 
@@ -177,10 +183,7 @@ void DeviceKernels::combine(const CombineSend* send, const CombineRecv* recv, vo
   const bool scalars = send ? send->row_scalars != nullptr : recv->out_scalars != nullptr;
   const DType out_dtype = send ? send->out_dtype : recv->out_dtype;
   p.stride = partial_stride(plan_, out_dtype, scalars);
-  MOE_P2P_CHECK(p.stride <= abi::align_up(plan_.shape.max_partial_bytes, abi::kLine),
-                Code::kInvalidArgument, "a combined row is ", p.stride,
-                " bytes, the communicator was made for ", plan_.shape.max_partial_bytes,
-                "; widen combine_dtype of its configuration");
+  check_partial(plan_, out_dtype, scalars);
   DType y_dtype = out_dtype;
   unsigned num_recv_blocks = 0;
   if (send) {

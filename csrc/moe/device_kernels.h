@@ -55,7 +55,11 @@ class DeviceKernels {
   std::map<std::pair<int, bool>, Kernel> dispatch_;
   std::map<std::pair<int, int>, Kernel> combine_;
   // The halves of a call must agree; the receive half finds here what its send half was compiled for.
-  std::map<const int32_t*, std::pair<int, bool>> sent_dispatches_;
+  struct Sent {
+    std::pair<int, bool> key;
+    int32_t num_rows;
+  };
+  std::map<const int32_t*, Sent> sent_dispatches_;
   int num_open_ = 0;  // dispatches without their combine
 };
 

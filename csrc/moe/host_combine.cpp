@@ -35,12 +35,6 @@ void sum_scalars(float* sums, std::span<const Addend> rows, uint64_t offset, int
 
 }  // namespace
 
-uint64_t partial_stride(const Plan& plan, DType dtype, bool scalars) noexcept {
-  return abi::align_up(static_cast<uint64_t>(plan.hidden_dim) * abi::item_bytes(dtype) +
-                           (scalars ? 4 * static_cast<uint64_t>(plan.shape.topk) : 0),
-                       abi::kLine);
-}
-
 void HostKernels::combine_send(Step step, const CombineSend& call, const HandleView& handle,
                                int64_t chunk) {
   const bool scalars = call.row_scalars != nullptr;

@@ -24,29 +24,6 @@ std::string flags_text(uint32_t flags) {
   return base::concat(dtype_name(flags), flags & abi::kScalars ? " rows with scalars" : " rows");
 }
 
-abi::TokenParts make_parts(const Plan& plan, DType dtype, bool scales,
-                           std::span<const uint64_t> extra_bytes) {
-  MOE_P2P_CHECK(extra_bytes.size() <= abi::kMaxExtras, Code::kInvalidArgument, extra_bytes.size(),
-                " extras, at most ", abi::kMaxExtras, " can travel with a token");
-  abi::TokenParts parts{};
-  const auto hidden = static_cast<uint64_t>(plan.hidden_dim);
-  const uint64_t head = abi::slot_head_bytes(plan.shape.topk);
-  uint64_t at = head;
-  const auto add = [&](uint64_t bytes) {
-    parts.bytes[parts.num_parts] = bytes;
-    parts.offset[parts.num_parts++] = at;
-    at += abi::align_up(bytes, 16);
-  };
-  add(hidden * abi::item_bytes(dtype));
-  add(scales ? 4 * ((hidden + abi::kScaleBlock - 1) / abi::kScaleBlock) : 0);
-  for (const uint64_t bytes : extra_bytes) add(bytes);
-  MOE_P2P_CHECK(at - head <= plan.shape.max_token_bytes, Code::kInvalidArgument,
-                "a token of this dispatch is ", at - head, " bytes, the communicator was made for ",
-                plan.shape.max_token_bytes, "; widen dtype or extra_bytes of its configuration");
-  parts.slot_bytes = abi::slot_bytes(plan.shape.topk, at - head);
-  return parts;
-}
-
 int64_t expert_at(const DispatchSend& call, int64_t i) noexcept {
   return call.topk_is_int64 ? static_cast<const int64_t*>(call.topk_idx)[i]
                             : static_cast<const int32_t*>(call.topk_idx)[i];
@@ -56,19 +33,6 @@ int64_t expert_at(const DispatchSend& call, int64_t i) noexcept {
 
 HostKernels::HostKernels(const Plan& plan, NodeMemory& memory, int num_threads)
     : plan_(plan), shape_(plan.shape), memory_(memory), pool_(num_threads) {}
-
-abi::TokenParts HostKernels::send_parts(const DispatchSend& call) const {
-  std::vector<uint64_t> extras;
-  for (const auto& extra : call.extras) extras.push_back(extra.row_bytes);
-  return make_parts(plan_, call.quantize ? DType::kFloat8E4M3 : call.x_dtype,
-                    call.quantize || call.scales, extras);
-}
-
-abi::TokenParts HostKernels::recv_parts(const DispatchRecv& call) const {
-  std::vector<uint64_t> extras;
-  for (const auto& extra : call.extras) extras.push_back(extra.row_bytes);
-  return make_parts(plan_, call.x_dtype, call.scales != nullptr, extras);
-}
 
 // --- routing -----------------------------------------------------------------------------------
 

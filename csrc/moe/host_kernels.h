@@ -9,6 +9,7 @@
 #include "moe/all_to_all.h"
 #include "moe/handle.h"
 #include "moe/node_memory.h"
+#include "moe/token_parts.h"
 #include "platform/thread.h"
 
 namespace moe_p2p::moe {
@@ -46,8 +47,6 @@ class HostKernels {
 
   // Checks the expert ids, counts, and gives every token its slots (into the handle).
   Routing route(const DispatchSend& call, int64_t num_chunks, const HandleView& handle) const;
-  abi::TokenParts send_parts(const DispatchSend& call) const;
-  abi::TokenParts recv_parts(const DispatchRecv& call) const;
 
   void dispatch_send(Step step, const DispatchSend& call, const abi::TokenParts& parts,
                      const Routing& routing, const HandleView& handle, int64_t chunk);
@@ -98,13 +97,5 @@ class HostKernels {
   NodeMemory& memory_;
   platform::ThreadPool pool_;
 };
-
-// The part of RegionHeader::flags that says what the rows are.
-constexpr uint32_t dtype_flags(abi::DType dtype) {
-  return static_cast<uint32_t>(dtype) << abi::kDTypeShift;
-}
-
-// Bytes of a combined row on the wire.
-uint64_t partial_stride(const Plan& plan, abi::DType dtype, bool scalars) noexcept;
 
 }  // namespace moe_p2p::moe

@@ -4,12 +4,12 @@ namespace moe_p2p::moe {
 
 using abi::Phase;
 
-NodeMemory::NodeMemory(const Plan& plan, int rank)
+NodeMemory::NodeMemory(const Plan& plan, int rank, bool with_regions)
     : plan_(plan),
       rank_(rank),
       ranks_per_node_(plan.shape.ranks_per_node),
       own_(platform::SharedMemory::create(
-          "rank", plan.signals.total_bytes + plan.regions.total_bytes)) {}
+          "rank", plan.signals.total_bytes + (with_regions ? plan.regions.total_bytes : 0))) {}
 
 void NodeMemory::attach(const std::vector<Neighbour>& neighbours) {
   for (int l = 0; l < ranks_per_node_; ++l) {

@@ -1,0 +1,24 @@
+// How a token lies in a slot and a partial row in a region: what both kinds of kernels, host and
+// device, must agree on for one call.
+#pragma once
+
+#include "kernels/abi/layout.h"
+#include "moe/all_to_all.h"
+
+namespace moe_p2p::moe {
+
+// Throw Error{kInvalidArgument} when a token is larger than the communicator was made for.
+abi::TokenParts send_parts(const Plan& plan, const DispatchSend& call);
+abi::TokenParts recv_parts(const Plan& plan, const DispatchRecv& call);
+
+// The part of RegionHeader::flags that says what the rows are.
+constexpr uint32_t dtype_flags(abi::DType dtype) {
+  return static_cast<uint32_t>(dtype) << abi::kDTypeShift;
+}
+
+// Bytes from one combined row to the next.
+uint64_t partial_stride(const Plan& plan, abi::DType dtype, bool scalars) noexcept;
+// Throws Error{kInvalidArgument} when such a row is larger than the communicator was made for.
+void check_partial(const Plan& plan, abi::DType dtype, bool scalars);
+
+}  // namespace moe_p2p::moe
