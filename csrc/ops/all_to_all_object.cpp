@@ -18,7 +18,9 @@ ObjectTable<AllToAllObject>& communicators() {
 }
 
 Caller::Caller(int64_t comm)
-    : object_(communicators().get(comm)), lock_(object_->in_use, std::try_to_lock) {
+    : object_(communicators().get(comm)),
+      lock_(object_->in_use, std::try_to_lock),
+      on_device_(object_->device) {
   MOE_P2P_CHECK(lock_.owns_lock(), Code::kInvalidArgument, "communicator ", comm,
                 " is in a call of another thread; all calls must come in one order");
 }
@@ -34,16 +36,23 @@ T* optional_output(const std::optional<Tensor>& tensor, const Expected& expected
   return tensor ? output<T>(*tensor, expected) : nullptr;
 }
 
-int64_t count_from(const std::optional<Tensor>& num_tokens, int64_t host, int64_t num_rows) {
-  if (!num_tokens) return host < 0 ? num_rows : host;
+void set_num_tokens(moe::DispatchSend& send, const std::optional<Tensor>& num_tokens, int64_t host,
+                    bool on_device) {
+  send.num_tokens = host < 0 ? send.num_rows : host;
+  if (!num_tokens) return;
   check_placed(*num_tokens, "num_tokens");
   const ScalarType dtype = num_tokens->scalar_type();
   MOE_P2P_CHECK(num_tokens->numel() == 1 && (dtype == ScalarType::Int || dtype == ScalarType::Long),
                 Code::kInvalidArgument, "num_tokens is ", describe(*num_tokens),
                 ", must be one int32 or int64");
   const void* data = num_tokens->const_data_ptr();
-  return dtype == ScalarType::Int ? *static_cast<const int32_t*>(data)
-                                  : *static_cast<const int64_t*>(data);
+  if (on_device) {
+    send.device_num_tokens = data;
+    send.num_tokens_is_int64 = dtype == ScalarType::Long;
+  } else {
+    send.num_tokens = dtype == ScalarType::Int ? *static_cast<const int32_t*>(data)
+                                               : *static_cast<const int64_t*>(data);
+  }
 }
 
 uint64_t row_bytes(const Tensor& rows) {
@@ -98,12 +107,17 @@ uint64_t first_step_of(const Tensor& handle) {
 
 }  // namespace
 
-void remember_sent(AllToAllObject::SentHandles& sent, const Tensor& handle) {
+void remember_sent(const AllToAllObject& comm, AllToAllObject::SentHandles& sent,
+                   const Tensor& handle) {
+  if (comm.device >= 0) return;  // kernels write to the handle in stream order
   sent.insert_or_assign(first_step_of(handle), handle);
 }
 
-SentHandle::SentHandle(AllToAllObject::SentHandles& sent, const Tensor& given)
-    : all_(sent), given_(given), step_(first_step_of(given)) {
+SentHandle::SentHandle(const AllToAllObject& comm, AllToAllObject::SentHandles& sent,
+                       const Tensor& given)
+    : all_(sent), given_(given) {
+  if (comm.device >= 0) return;
+  step_ = first_step_of(given);
   const auto found = sent.find(step_);
   if (found != sent.end() && found->second.numel() == given.numel()) sent_ = found->second;
 }
@@ -120,6 +134,7 @@ void SentHandle::received() {
 moe::DispatchSend dispatch_send_from(AllToAllObject& comm, const DispatchArguments& in,
                                      const Tensor& handle) {
   moe::DispatchSend send;
+  send.stream = current_stream(comm.device);
   send.x = input<void>(in.x, {"x", kPayloadTypes, {kAny, comm.hidden_dim()}});
   send.x_dtype = payload_type(in.x.scalar_type(), "x");
   send.num_rows = in.x.size(0);
@@ -141,7 +156,7 @@ moe::DispatchSend dispatch_send_from(AllToAllObject& comm, const DispatchArgumen
   send.topk_is_int64 = in.topk_idx.scalar_type() == ScalarType::Long;
   send.topk_weights = optional_input<float>(
       in.topk_weights, {"topk_weights", {ScalarType::Float}, {send.num_rows, comm.topk()}});
-  send.num_tokens = count_from(in.num_tokens, in.num_tokens_host, send.num_rows);
+  set_num_tokens(send, in.num_tokens, in.num_tokens_host, comm.device >= 0);
   send.max_tokens = in.max_tokens;
   send.solo = in.solo;
   send.handle = handle_from(handle);
@@ -162,6 +177,7 @@ moe::DispatchRecv dispatch_recv_from(AllToAllObject& comm, const Layout& layout,
   const int64_t experts = comm.num_local_experts();
   const int64_t rows = layout.num_rows(experts);
   moe::DispatchRecv recv;
+  recv.stream = current_stream(comm.device);
   recv.handle = handle_from(handle);
   recv.grouped = layout.grouped;
   recv.capacity = layout.capacity;
@@ -190,6 +206,7 @@ moe::DispatchRecv dispatch_recv_from(AllToAllObject& comm, const Layout& layout,
 moe::CombineSend combine_send_from(AllToAllObject& comm, const CombineArguments& in,
                                    const Tensor& handle) {
   moe::CombineSend send;
+  send.stream = current_stream(comm.device);
   send.handle = handle_from(handle);
   const int64_t dims = in.y.dim();
   send.y_rows = dims >= 2 && comm.hidden_dim() > 0 ? in.y.numel() / comm.hidden_dim() : 0;
@@ -212,6 +229,7 @@ moe::CombineSend combine_send_from(AllToAllObject& comm, const CombineArguments&
 moe::CombineRecv combine_recv_from(AllToAllObject& comm, const Tensor& out,
                                    const std::optional<Tensor>& out_scalars, const Tensor& handle) {
   moe::CombineRecv recv;
+  recv.stream = current_stream(comm.device);
   recv.handle = handle_from(handle);
   recv.out = output<void>(out, {"out", kCombineTypes, {kAny, comm.hidden_dim()}});
   recv.out_dtype = payload_type(out.scalar_type(), "out");

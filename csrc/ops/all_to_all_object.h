@@ -32,9 +32,10 @@ struct AllToAllObject {
   std::mutex in_use;                     // one caller at a time
   moe::AllToAll all_to_all;
   const int rank;
+  int device = -1;  // CUDA ordinal; -1: host memory
   const uint32_t communicator;
 
-  // Handles between the halves, by their first step: moe::AllToAll writes to them until they are
+  // Host handles between the halves, by their first step: moe::AllToAll writes to them until they are
   // received, so they must live, and a compiler may hand the second half a copy.
   using SentHandles = std::map<uint64_t, Tensor>;
   SentHandles sent_dispatches;
@@ -45,7 +46,7 @@ struct AllToAllObject {
 // to `given` when that is another tensor.
 class SentHandle {
  public:
-  SentHandle(AllToAllObject::SentHandles& sent, const Tensor& given);
+  SentHandle(const AllToAllObject& comm, AllToAllObject::SentHandles& sent, const Tensor& given);
   const Tensor& tensor() const noexcept { return sent_ ? *sent_ : given_; }
   // After the second half: forgets the handle.
   void received();
@@ -56,7 +57,8 @@ class SentHandle {
   std::optional<Tensor> sent_;
   uint64_t step_ = 0;
 };
-void remember_sent(AllToAllObject::SentHandles& sent, const Tensor& handle);
+void remember_sent(const AllToAllObject& comm, AllToAllObject::SentHandles& sent,
+                   const Tensor& handle);
 
 ObjectTable<AllToAllObject>& communicators();
 
@@ -71,6 +73,7 @@ class Caller {
  private:
   std::shared_ptr<AllToAllObject> object_;
   std::unique_lock<std::mutex> lock_;
+  const OnDevice on_device_;
 };
 
 // What a caller gives to dispatch. The tensors must outlive the struct made of it.

@@ -1,6 +1,7 @@
 // torch.ops.moe_p2p: making communicators, and dispatch and combine in halves.
 #include <utility>
 
+#include "moe/device_kernels.h"
 #include "ops/all_to_all_object.h"
 
 namespace moe_p2p::ops {
@@ -48,7 +49,7 @@ int64_t all_to_all_create(int64_t engine, int64_t rank, int64_t communicator, in
                           int64_t steps_in_flight, int64_t payload_item_bytes,
                           int64_t combine_item_bytes, int64_t extra_bytes,
                           std::vector<int64_t> expert_rank, double timeout_s,
-                          const std::string& wait, int64_t num_threads) {
+                          const std::string& wait, int64_t num_threads, bool on_device) {
   MOE_P2P_CHECK(rank >= 0 && rank < world_size, Code::kInvalidArgument, "rank is ", rank,
                 ", must be from 0 to ", world_size - 1);
   MOE_P2P_CHECK(communicator >= 0 && communicator < engine::ImmKey::kMaxCommunicators,
@@ -64,8 +65,40 @@ int64_t all_to_all_create(int64_t engine, int64_t rank, int64_t communicator, in
       .communicator = static_cast<uint32_t>(communicator),
       .wait = wait_policy(wait),
       .timeout = timeout_from(timeout_s),
-      .num_threads = static_cast<int>(num_threads)};
+      .num_threads = static_cast<int>(num_threads),
+      .device = on_device};
   return communicators().add(std::make_shared<AllToAllObject>(engines().get(engine), options));
+}
+
+// Addresses and sizes are those of moe::DeviceMemory; the caller keeps the memory.
+void all_to_all_use_device(int64_t comm, int64_t device, std::vector<int64_t> data, int64_t state,
+                           int64_t expert_rank, int64_t expert_local, int64_t fault,
+                           int64_t fault_device, int64_t num_sms) {
+  const Caller caller(comm);
+  caller->all_to_all.use_device({.data = {data.begin(), data.end()},
+                                 .state = static_cast<uint64_t>(state),
+                                 .expert_rank = static_cast<uint64_t>(expert_rank),
+                                 .expert_local = static_cast<uint64_t>(expert_local),
+                                 .fault = reinterpret_cast<abi::Fault*>(fault),
+                                 .fault_device = static_cast<uint64_t>(fault_device),
+                                 .num_sms = static_cast<int>(num_sms)});
+  caller->device = static_cast<int>(device);
+}
+
+void all_to_all_set_dispatch_kernel(int64_t comm, ScalarType x_dtype, bool quantize, int64_t kernel,
+                                    int64_t num_threads) {
+  const Caller caller(comm);
+  caller->all_to_all.device().set_dispatch(
+      payload_type(x_dtype, "x_dtype"), quantize,
+      {static_cast<uint64_t>(kernel), static_cast<unsigned>(num_threads)});
+}
+
+void all_to_all_set_combine_kernel(int64_t comm, ScalarType y_dtype, ScalarType out_dtype,
+                                   int64_t kernel, int64_t num_threads) {
+  const Caller caller(comm);
+  caller->all_to_all.device().set_combine(
+      payload_type(y_dtype, "y_dtype"), payload_type(out_dtype, "out_dtype"),
+      {static_cast<uint64_t>(kernel), static_cast<unsigned>(num_threads)});
 }
 
 Tensor all_to_all_address(int64_t comm) {
@@ -112,7 +145,7 @@ void dispatch_send(int64_t comm, const Tensor& x, std::optional<Tensor> scales,
                          {x, scales, extras, topk_idx, topk_weights, num_tokens, num_tokens_host,
                           max_tokens, quantize, solo},
                          handle));
-  remember_sent(caller->sent_dispatches, handle);
+  remember_sent(*caller, caller->sent_dispatches, handle);
 }
 
 void dispatch_recv(int64_t comm, const Tensor& handle, const Tensor& x,
@@ -121,7 +154,7 @@ void dispatch_recv(int64_t comm, const Tensor& handle, const Tensor& x,
                    std::optional<Tensor> source, bool grouped, int64_t capacity, int64_t alignment,
                    bool zero_padding) {
   const Caller caller(comm);
-  SentHandle sent(caller->sent_dispatches, handle);
+  SentHandle sent(*caller, caller->sent_dispatches, handle);
   caller->all_to_all.dispatch_recv(
       dispatch_recv_from(*caller, {grouped, capacity, alignment, zero_padding},
                          {x, scales, extras, row_weights, counts, offsets, source}, sent.tensor()));
@@ -134,21 +167,21 @@ void combine_send(int64_t comm, const Tensor& handle, const Tensor& y,
   const Caller caller(comm);
   caller->all_to_all.combine_send(
       combine_send_from(*caller, {y, row_weights, row_scalars, out_dtype}, handle));
-  remember_sent(caller->sent_combines, handle);
+  remember_sent(*caller, caller->sent_combines, handle);
 }
 
 void combine_recv(int64_t comm, const Tensor& handle, const Tensor& out,
                   std::optional<Tensor> out_scalars) {
   const Caller caller(comm);
-  SentHandle sent(caller->sent_combines, handle);
+  SentHandle sent(*caller, caller->sent_combines, handle);
   caller->all_to_all.combine_recv(combine_recv_from(*caller, out, out_scalars, sent.tensor()));
   sent.received();
 }
 
 void release(int64_t comm, const Tensor& handle) {
   const Caller caller(comm);
-  SentHandle sent(caller->sent_dispatches, handle);
-  caller->all_to_all.release(handle_from(sent.tensor()));
+  SentHandle sent(*caller, caller->sent_dispatches, handle);
+  caller->all_to_all.release(handle_from(sent.tensor()), current_stream(caller->device));
   sent.received();
 }
 
@@ -157,6 +190,9 @@ void release(int64_t comm, const Tensor& handle) {
 STABLE_TORCH_LIBRARY_IMPL(moe_p2p, CompositeExplicitAutograd, m) {
   m.impl("plan", TORCH_BOX(&plan));
   m.impl("all_to_all_create", TORCH_BOX(&all_to_all_create));
+  m.impl("all_to_all_use_device", TORCH_BOX(&all_to_all_use_device));
+  m.impl("all_to_all_set_dispatch_kernel", TORCH_BOX(&all_to_all_set_dispatch_kernel));
+  m.impl("all_to_all_set_combine_kernel", TORCH_BOX(&all_to_all_set_combine_kernel));
   m.impl("all_to_all_address", TORCH_BOX(&all_to_all_address));
   m.impl("all_to_all_connect", TORCH_BOX(&all_to_all_connect));
   m.impl("all_to_all_close", TORCH_BOX(&all_to_all_close));

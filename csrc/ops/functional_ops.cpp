@@ -98,7 +98,8 @@ std::tuple<Tensor, Tensor> combine(int64_t comm_id, const Tensor& y,
   const Tensor out_scalars =
       make_tensor({row_scalars ? num_rows : 0, comm->topk()}, ScalarType::Float);
   const std::optional<Tensor> scalars_out = row_scalars ? std::optional(out_scalars) : std::nullopt;
-  const HandleGuard guard(send.handle);
+  std::optional<HandleGuard> guard;  // kernels of a GPU do not write to it in combine
+  if (comm->device < 0) guard.emplace(send.handle);
   comm->all_to_all.combine(send, combine_recv_from(*comm, out, scalars_out, handle));
   return {out, out_scalars};
 }

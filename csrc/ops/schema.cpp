@@ -65,7 +65,17 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
       "all_to_all_create(int engine, int rank, int communicator, int world_size, "
       "int ranks_per_node, int num_experts, int hidden_dim, int topk, int max_tokens, "
       "int chunk_tokens, int steps_in_flight, int payload_item_bytes, int combine_item_bytes, "
-      "int extra_bytes, int[] expert_rank, float timeout_s, str wait, int num_threads) -> int");
+      "int extra_bytes, int[] expert_rank, float timeout_s, str wait, int num_threads, "
+      "bool on_device) -> int");
+  m.def(
+      "all_to_all_use_device(int comm, int device, int[] data, int state, int expert_rank, "
+      "int expert_local, int fault, int fault_device, int num_sms) -> ()");
+  m.def(
+      "all_to_all_set_dispatch_kernel(int comm, ScalarType x_dtype, bool quantize, int kernel, "
+      "int num_threads) -> ()");
+  m.def(
+      "all_to_all_set_combine_kernel(int comm, ScalarType y_dtype, ScalarType out_dtype, "
+      "int kernel, int num_threads) -> ()");
   m.def("all_to_all_address(int comm) -> Tensor");
   m.def("all_to_all_connect(int comm, Tensor[] addresses) -> ()");
   m.def("all_to_all_close(int comm) -> ()");

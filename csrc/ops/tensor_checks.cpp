@@ -2,8 +2,11 @@
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
+#include <dlfcn.h>
+
 #include <algorithm>
 #include <cstring>
+#include <utility>
 #include <vector>
 
 #include "base/log.h"
@@ -39,11 +42,32 @@ bool fits(const Tensor& tensor, std::initializer_list<int64_t> sizes) {
                     [](int64_t size, int64_t must) { return must == kAny || size == must; });
 }
 
+thread_local int working_device = -1;
+
 int32_t shim_dtype(ScalarType dtype) {
   return torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
 }
 
 }  // namespace
+
+OnDevice::OnDevice(int device) : before_(std::exchange(working_device, device)) {}
+OnDevice::~OnDevice() { working_device = before_; }
+
+// The CUDA half of torch is not linked: one binary serves builds without it.
+void* current_stream(int device) {
+  if (device < 0) return nullptr;
+  using GetStream = int32_t (*)(int32_t device, void** stream);
+  static const auto get = [] {
+    void* library = dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_NOLOAD);
+    void* symbol = library ? dlsym(library, "aoti_torch_get_current_cuda_stream") : nullptr;
+    MOE_P2P_CHECK(symbol, Code::kUnavailable,
+                  "this torch has no CUDA (libtorch_cuda.so is not loaded)");
+    return reinterpret_cast<GetStream>(symbol);
+  }();
+  void* stream = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(get(device, &stream));
+  return stream;
+}
 
 const char* dtype_name(ScalarType dtype) {
   switch (dtype) {
@@ -73,8 +97,13 @@ std::string describe(const Tensor& tensor) {
 }
 
 void check_placed(const Tensor& tensor, const char* name) {
-  MOE_P2P_CHECK(tensor.is_cpu(), Code::kInvalidArgument, name,
-                " lies on an accelerator, must be on the CPU: this object works in host memory");
+  if (working_device < 0) {
+    MOE_P2P_CHECK(tensor.is_cpu(), Code::kInvalidArgument, name,
+                  " lies on an accelerator, must be on the CPU: this object works in host memory");
+  } else {
+    MOE_P2P_CHECK(tensor.is_cuda() && tensor.get_device() == working_device, Code::kInvalidArgument,
+                  name, " must be on cuda:", working_device, ", where this object works");
+  }
   MOE_P2P_CHECK(tensor.is_contiguous(), Code::kInvalidArgument, name, " is ", describe(tensor),
                 " with strides ", list(tensor.strides()),
                 ", must be contiguous; pass .contiguous()");
@@ -115,7 +144,10 @@ Tensor make_tensor(std::span<const int64_t> sizes, ScalarType dtype) {
   AtenTensorHandle made = nullptr;
   STABLE_TORCH_ERROR_CODE_CHECK(
       aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
-                               shim_dtype(dtype), aoti_torch_device_type_cpu(), 0, &made));
+                               shim_dtype(dtype),
+                               working_device < 0 ? aoti_torch_device_type_cpu()
+                                                  : aoti_torch_device_type_cuda(),
+                               std::max(working_device, 0), &made));
   return Tensor(made);
 }
 

@@ -28,7 +28,22 @@ struct Expected {
   std::initializer_list<int64_t> sizes;
 };
 
-// Throws Error{kInvalidArgument} unless `tensor` lies in host memory, is contiguous and fits.
+// Where the tensors of the running call must lie and are made: host memory, or a GPU while an object
+// of this class for one lives in this thread.
+class OnDevice {
+ public:
+  explicit OnDevice(int device);  // CUDA ordinal; -1: host memory
+  ~OnDevice();
+  OnDevice(const OnDevice&) = delete;
+  OnDevice& operator=(const OnDevice&) = delete;
+
+ private:
+  const int before_;
+};
+// The caller's current stream on a GPU; null for host memory.
+void* current_stream(int device);
+
+// Throws Error{kInvalidArgument} unless `tensor` lies where it must, is contiguous and fits.
 void check_tensor(const Tensor& tensor, const Expected& expected);
 // The checks that do not depend on the shape.
 void check_placed(const Tensor& tensor, const char* name);
@@ -55,7 +70,7 @@ inline constexpr std::initializer_list<ScalarType> kPayloadTypes = {
 inline constexpr std::initializer_list<ScalarType> kCombineTypes = {
     ScalarType::BFloat16, ScalarType::Half, ScalarType::Float};
 
-// A new contiguous tensor in host memory, not initialised.
+// A new contiguous tensor where the running call works, not initialised.
 Tensor make_tensor(std::span<const int64_t> sizes, ScalarType dtype);
 inline Tensor make_tensor(std::initializer_list<int64_t> sizes, ScalarType dtype) {
   return make_tensor(std::span(sizes.begin(), sizes.size()), dtype);
