@@ -3,6 +3,7 @@
 MOE_P2P_TRANSPORT           provider behind transport="auto" (default: loopback)
 MOE_P2P_TRANSPORT_SETTINGS  settings for it where a configuration gives none
 MOE_P2P_LOG                 error, warning, info or debug; read by C++ (csrc/base/log.cpp)
+LOCAL_WORLD_SIZE            ranks of this machine, set by torchrun
 """
 
 from __future__ import annotations
@@ -18,3 +19,8 @@ def transport() -> str:
 def transport_settings() -> str:
     """`key=value,...` for the provider."""
     return os.environ.get("MOE_P2P_TRANSPORT_SETTINGS", "")
+
+
+def local_world_size() -> int:
+    """Ranks that the launcher started on this machine."""
+    return int(os.environ["LOCAL_WORLD_SIZE"])
