@@ -111,7 +111,8 @@ class AllToAll(Communicator):
         capacity: rows of each expert, or of all when grouped. None: enough for any routing.
         with_source: also return where each row comes from.
         solo: no combine follows while other calls are under way (training does this by itself).
-        zero_padding: rows without a token become zero. None: only while autograd records.
+        zero_padding: rows without a token become zero. None: while gradients are enabled, because
+            the gradient of an expert's weights multiplies all rows, and 0 * NaN is NaN.
 
         Differentiable in x and topk_weights. Raises InvalidArgumentError before anything is sent;
         TimeoutError, PeerDeadError and ProtocolError break the object (`broken`).
@@ -135,7 +136,7 @@ class AllToAll(Communicator):
             tokens,
             quantize,
             *where,
-            records if zero_padding is None else zero_padding,
+            torch.is_grad_enabled() if zero_padding is None else zero_padding,
             with_source,
             solo or records,
         )

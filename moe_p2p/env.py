@@ -5,6 +5,7 @@ MOE_P2P_TRANSPORT_SETTINGS  settings for it where a configuration gives none
 MOE_P2P_CACHE               folder of compiled kernels (default: ~/.cache/moe_p2p)
 CUDA_HOME                   CUDA toolkit whose headers kernels may use (default: /usr/local/cuda)
 MOE_P2P_LOG                 error, warning, info or debug; read by C++ (csrc/base/log.cpp)
+LOCAL_WORLD_SIZE            ranks of this machine, set by torchrun
 """
 
 from __future__ import annotations
@@ -31,3 +32,8 @@ def cache_folder() -> Path:
 def cuda_home() -> Path:
     """The CUDA toolkit, which need not be there."""
     return Path(os.environ.get("CUDA_HOME") or "/usr/local/cuda")
+
+
+def local_world_size() -> int:
+    """Ranks that the launcher started on this machine."""
+    return int(os.environ["LOCAL_WORLD_SIZE"])

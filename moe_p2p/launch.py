@@ -20,6 +20,8 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from moe_p2p import env
+
 # Of every collective of the helpers' process group. A rank that imports torch on a busy machine
 # needs several seconds; a dead one is noticed by the agent long before this.
 GROUP_TIMEOUT = timedelta(seconds=120)
@@ -74,7 +76,7 @@ def threads_per_rank(num_ranks: int) -> int:
 
 
 def _enter(function: Callable[..., Any], *args: Any) -> Any:
-    torch.set_num_threads(threads_per_rank(int(os.environ["LOCAL_WORLD_SIZE"])))
+    torch.set_num_threads(threads_per_rank(env.local_world_size()))
     try:
         return function(*args)
     finally:

@@ -87,10 +87,6 @@ class DeviceMemory(_Owner):
             descriptor. Raises UnavailableError where that is not permitted.
         """
         errors.require(size_bytes > 0, f"size_bytes is {size_bytes}, must be positive")
-        if not attribute(device, "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED"):
-            raise errors.make(
-                errors.UnavailableError, f"device {device} has no virtual memory management"
-            )
         properties = _allocation_properties(device, fabric)
         with primary_context(device):
             minimum = module().CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM

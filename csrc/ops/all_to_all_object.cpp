@@ -185,16 +185,16 @@ moe::DispatchRecv dispatch_recv_from(AllToAllObject& comm, const Layout& layout,
   recv.zero_padding = layout.zero_padding;
   recv.x_dtype = payload_type(to.x.scalar_type(), "x");
   check_rows(to.x, "x", rows, comm.hidden_dim());
-  recv.x = to.x.mutable_data_ptr();
+  recv.x = mutable_data_of(to.x);
   if (to.scales) {
     check_rows(*to.scales, "scales", rows, comm.num_scales());
     MOE_P2P_CHECK(to.scales->scalar_type() == ScalarType::Float, Code::kInvalidArgument,
                   "scales is ", describe(*to.scales), ", must be float32");
-    recv.scales = static_cast<float*>(to.scales->mutable_data_ptr());
+    recv.scales = static_cast<float*>(mutable_data_of(*to.scales));
   }
   for (const Tensor& extra : to.extras) {
     check_rows(extra, "an extra", rows, kAny);
-    recv.extras.push_back({extra.mutable_data_ptr(), row_bytes(extra)});
+    recv.extras.push_back({mutable_data_of(extra), row_bytes(extra)});
   }
   recv.row_weights = output<float>(to.row_weights, {"row_weights", {ScalarType::Float}, {rows}});
   recv.counts = output<int32_t>(to.counts, {"counts", {ScalarType::Int}, {experts}});
@@ -212,7 +212,7 @@ moe::CombineSend combine_send_from(AllToAllObject& comm, const CombineArguments&
   send.y_rows = dims >= 2 && comm.hidden_dim() > 0 ? in.y.numel() / comm.hidden_dim() : 0;
   check_rows(in.y, "y", send.y_rows, comm.hidden_dim());
   send.y_dtype = payload_type(in.y.scalar_type(), "y");
-  send.y = in.y.const_data_ptr();
+  send.y = data_of(in.y);
   send.row_weights =
       optional_input<float>(in.row_weights, {"row_weights", {ScalarType::Float}, {send.y_rows}});
   send.row_scalars =

@@ -12,6 +12,19 @@ namespace moe_p2p::ops {
 
 namespace {
 
+// The handle of a solo dispatch names no step: it is closed already, and then equal calls give equal
+// handles. Any other number would come up again.
+constexpr uint64_t kNoStep = ~uint64_t{0};
+
+Tensor make_handle(AllToAllObject& comm, int64_t num_rows, int64_t max_tokens, bool solo) {
+  Tensor handle =
+      make_tensor({comm.all_to_all.handle_words(num_rows, max_tokens)}, ScalarType::Int);
+  if (solo)
+    std::memset(handle.mutable_data_ptr(), 0,
+                static_cast<size_t>(handle.numel()) * sizeof(int32_t));
+  return handle;
+}
+
 // [rows, width], or [E_local, capacity, width] when experts lie apart.
 Tensor make_rows(const Layout& layout, int64_t experts, int64_t width, ScalarType dtype) {
   return layout.grouped ? make_tensor({layout.capacity, width}, dtype)
@@ -34,8 +47,7 @@ Dispatched dispatch(int64_t comm_id, const Tensor& x, std::optional<Tensor> scal
   const int64_t rows = layout.num_rows(experts);
 
   const int64_t num_rows = x.dim() > 0 ? x.size(0) : 0;
-  const Tensor handle =
-      make_tensor({comm->all_to_all.handle_words(num_rows, max_tokens)}, ScalarType::Int);
+  const Tensor handle = make_handle(*comm, num_rows, max_tokens, solo);
   const auto send = dispatch_send_from(*comm,
                                        {x, scales, extras, topk_idx, topk_weights, num_tokens,
                                         num_tokens_host, max_tokens, quantize, solo},
@@ -61,6 +73,7 @@ Dispatched dispatch(int64_t comm_id, const Tensor& x, std::optional<Tensor> scal
       send, dispatch_recv_from(
                 *comm, layout,
                 {row_x, scales_out, row_extras, row_weights, counts, offsets, source_out}, handle));
+  if (solo) static_cast<abi::HandleMeta*>(handle.mutable_data_ptr())->first_step = kNoStep;
   return {row_x, row_scales, row_weights, counts, offsets, source, handle, std::move(row_extras)};
 }
 

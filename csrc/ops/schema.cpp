@@ -28,12 +28,12 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
       "int proxy_cpu) -> int");
   m.def("engine_close(int engine) -> ()");
   m.def("engine_address(int engine) -> Tensor");
-  m.def("engine_register(int engine, Tensor memory) -> int");
+  m.def("engine_register(int engine, Tensor memory) -> SymInt");
   m.def("engine_unregister(int engine, int memory) -> ()");
   m.def("engine_descriptor(int engine, int memory) -> Tensor");
-  m.def("engine_connect(int engine, Tensor address) -> int");
+  m.def("engine_connect(int engine, Tensor address) -> SymInt");
   m.def("engine_disconnect(int engine, int peer) -> ()");
-  m.def("engine_resolve(int engine, Tensor descriptor, int? peer=None) -> int");
+  m.def("engine_resolve(int engine, Tensor descriptor, int? peer=None) -> SymInt");
   m.def("engine_region_bytes(int engine, int region) -> int");
   m.def("engine_counters(int engine) -> Tensor");
   m.def("host_identity() -> str");
@@ -45,10 +45,10 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
   m.def(
       "engine_write_pages(int engine, int memory, int region, int page_bytes, Tensor pages, "
       "int stride, int offset, Tensor region_pages, int region_stride, int region_offset, "
-      "int? imm=None) -> int");
+      "int? imm=None) -> SymInt");
   m.def(
       "engine_scatter(int engine, int memory, Tensor slices, bool by_bytes, int? imm=None) "
-      "-> int");
+      "-> SymInt");
   m.def("engine_imm(int engine, int peer, int imm) -> int");
   m.def("engine_wait(int engine, int request, float timeout_s) -> ()");
   m.def("engine_poll(int engine, int request) -> bool");

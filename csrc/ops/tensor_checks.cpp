@@ -120,6 +120,20 @@ void check_tensor(const Tensor& tensor, const Expected& expected) {
   check_placed(tensor, expected.name);
 }
 
+namespace {
+alignas(64) std::byte nothing[64];
+}
+
+const void* data_of(const Tensor& tensor) {
+  const void* data = tensor.const_data_ptr();
+  return data ? data : nothing;
+}
+
+void* mutable_data_of(const Tensor& tensor) {
+  void* data = tensor.mutable_data_ptr();
+  return data ? data : nothing;
+}
+
 abi::DType payload_type(ScalarType dtype, const char* name) {
   switch (dtype) {
     case ScalarType::BFloat16:

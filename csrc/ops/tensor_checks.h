@@ -48,15 +48,20 @@ void check_tensor(const Tensor& tensor, const Expected& expected);
 // The checks that do not depend on the shape.
 void check_placed(const Tensor& tensor, const char* name);
 
+// Where the data lies. Never null: below the ops a null pointer means "not given", and a tensor
+// without elements is given.
+const void* data_of(const Tensor& tensor);
+void* mutable_data_of(const Tensor& tensor);
+
 template <typename T>
 const T* input(const Tensor& tensor, const Expected& expected) {
   check_tensor(tensor, expected);
-  return static_cast<const T*>(tensor.const_data_ptr());
+  return static_cast<const T*>(data_of(tensor));
 }
 template <typename T>
 T* output(const Tensor& tensor, const Expected& expected) {
   check_tensor(tensor, expected);
-  return static_cast<T*>(tensor.mutable_data_ptr());
+  return static_cast<T*>(mutable_data_of(tensor));
 }
 
 // "bfloat16 [3, 4]", for errors.

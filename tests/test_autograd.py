@@ -1,0 +1,273 @@
+"""Gradients of dispatch and combine against a dense layer in one process that knows no ranks.
+
+Tolerances: everything is fp32 and sums of at most a few dozen products of size one, in another
+order than the dense layer's, so 1e-5 is ten times what rounding can do.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from cases import HIDDEN_DIM, TOPK, make
+from moe_p2p import AllToAll
+from ranks import Rank, run_threads
+
+NUM_EXPERTS = 8
+COUNTS = [5, 0, 7, 2]
+
+
+class Inputs(NamedTuple):
+    x: Tensor  # [T, H]
+    topk_idx: Tensor  # [T, K]
+    topk_weights: Tensor  # [T, K]
+    grad: Tensor  # [T, H] of the output
+
+
+class Gradients(NamedTuple):
+    out: Tensor  # [T, H]
+    x: Tensor | None
+    topk_weights: Tensor | None
+    experts: Tensor | None  # [E_local, H, H]
+
+
+def expert_weights() -> Tensor:
+    """[E, H, H]"""
+    generator = torch.Generator().manual_seed(77)
+    return torch.randn(NUM_EXPERTS, HIDDEN_DIM, HIDDEN_DIM, generator=generator) / HIDDEN_DIM**0.5
+
+
+def inputs(rank: int, *, step: int = 0) -> Inputs:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    count = COUNTS[(rank + step) % len(COUNTS)]
+    scores = torch.rand(count, NUM_EXPERTS, generator=generator)
+    topk_idx = scores.topk(TOPK)[1]
+    topk_idx[torch.rand(topk_idx.shape, generator=generator) < 0.2] = -1
+    return Inputs(
+        x=torch.randn(count, HIDDEN_DIM, generator=generator),
+        topk_idx=topk_idx,
+        topk_weights=torch.rand(count, TOPK, generator=generator),
+        grad=torch.randn(count, HIDDEN_DIM, generator=generator),
+    )
+
+
+def dense(
+    world_size: int, *, num_tokens: int | None = None, layers: int = 1
+) -> tuple[list[Gradients], Tensor]:
+    """Results of every rank's tokens, and the gradient of all experts over all ranks' tokens."""
+    experts = expert_weights().requires_grad_()
+    results = []
+    for rank in range(world_size):
+        given = inputs(rank)
+        x = given.x.requires_grad_()
+        weights = given.topk_weights.requires_grad_()
+        present = given.topk_idx >= 0
+        if num_tokens is not None:
+            present = present & (torch.arange(len(x)) < num_tokens)[:, None]
+        out = x
+        for _ in range(layers):
+            y = torch.einsum("th,tkhf->tkf", out, experts[given.topk_idx.clamp_min(0)]).tanh()
+            out = (y * (weights * present)[..., None]).sum(1)
+        out.backward(given.grad)
+        results.append(Gradients(out.detach(), x.grad, weights.grad, None))
+    assert experts.grad is not None
+    return results, experts.grad
+
+
+def apply_experts(rows: Tensor, experts: Tensor, counts: Tensor, offsets: Tensor) -> Tensor:
+    """tanh(rows @ expert) on padded or grouped rows; garbage stays where no token is."""
+    if rows.dim() == 3:
+        return torch.bmm(rows, experts).tanh()
+    owner = torch.bucketize(torch.arange(len(rows)), offsets[1:].long(), right=True)
+    return torch.einsum("rh,rhf->rf", rows, experts[owner.clamp_max(len(experts) - 1)]).tanh()
+
+
+def layer(
+    comm: AllToAll, x: Tensor, given: Inputs, weights: Tensor, experts: Tensor, **options: Any
+) -> Tensor:
+    received = comm.dispatch(x, given.topk_idx, weights, **options)
+    y = apply_experts(received.x, experts, received.counts, received.offsets)
+    return comm.combine(y, received)
+
+
+def run(rank: Rank, config: dict[str, Any], options: dict[str, Any], layers: int) -> Gradients:
+    with make(rank, num_experts=NUM_EXPERTS, **config) as comm:
+        local = NUM_EXPERTS // rank.world_size
+        experts = expert_weights()[rank.rank * local :][:local].clone().requires_grad_()
+        given = inputs(rank.rank)
+        x = given.x.requires_grad_()
+        weights = given.topk_weights.requires_grad_()
+        out = x
+        for _ in range(layers):
+            out = layer(comm, out, given, weights, experts, **options)
+        out.backward(given.grad)
+        return Gradients(out.detach(), x.grad, weights.grad, experts.grad)
+
+
+def check(
+    world_size: int, config: dict[str, Any], options: dict[str, Any], layers: int = 1
+) -> None:
+    wanted, experts = dense(world_size, num_tokens=options.get("num_tokens"), layers=layers)
+    results = run_threads(world_size, run, config, options, layers)
+    local = NUM_EXPERTS // world_size
+    for rank, (got, want) in enumerate(zip(results, wanted, strict=True)):
+        torch.testing.assert_close(got.out, want.out, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(got.x, want.x, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(got.topk_weights, want.topk_weights, rtol=1e-5, atol=1e-5)
+        mine = experts[rank * local :][:local]
+        torch.testing.assert_close(got.experts, mine, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("world_size", "ranks_per_node"), [(1, 1), (2, 2), (4, 2), (4, 1)])
+@pytest.mark.parametrize(
+    "options", [{}, {"layout": "grouped", "alignment": 4}], ids=["", "grouped"]
+)
+def test_matches_a_dense_layer(
+    world_size: int, ranks_per_node: int, options: dict[str, Any]
+) -> None:
+    check(world_size, {"ranks_per_node": ranks_per_node}, options)
+
+
+def test_several_chunks() -> None:
+    check(4, {"ranks_per_node": 2, "chunk_tokens": 2}, {"layout": "grouped"})
+
+
+def test_several_layers_in_one_backward() -> None:
+    check(4, {"ranks_per_node": 1}, {}, layers=3)
+
+
+def test_rows_that_do_not_count_get_no_gradient() -> None:
+    def body(rank: Rank) -> Gradients:
+        with make(rank) as comm:
+            given = inputs(rank.rank)
+            x = given.x.requires_grad_()
+            weights = given.topk_weights.requires_grad_()
+            local = NUM_EXPERTS // rank.world_size
+            experts = expert_weights()[rank.rank * local :][:local]
+            count = min(1, len(x))
+            out = layer(comm, x, given, weights, experts, num_tokens=torch.tensor(count))
+            out.backward(given.grad)
+            return Gradients(out.detach(), x.grad, weights.grad, None)
+
+    wanted, _ = dense(2, num_tokens=1)
+    for got, want in zip(run_threads(2, body), wanted, strict=True):
+        torch.testing.assert_close(got.x, want.x, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(got.topk_weights, want.topk_weights, rtol=1e-5, atol=1e-5)
+
+
+def test_garbage_in_padding_never_reaches_a_gradient() -> None:
+    def body(rank: Rank) -> None:
+        with make(rank, ranks_per_node=1) as comm:
+            given = inputs(rank.rank)
+            weights = given.topk_weights.requires_grad_()
+            received = comm.dispatch(given.x, given.topk_idx, weights, zero_padding=True)
+            has_token = (received.row_weights > 0).view(received.x.shape[:2])
+            y = torch.where(has_token[..., None], received.x, torch.nan)
+            y = y.detach().requires_grad_()
+            # What dispatch leaves in row_weights of empty rows may be anything too.
+            unknown = torch.where(has_token.flatten(), received.row_weights, torch.nan)
+            out = comm.combine(y, received._replace(row_weights=unknown))
+            out.sum().backward()
+            assert weights.grad is not None
+            assert not out.isnan().any()
+            assert y.grad is not None
+            assert not y.grad.isnan().any()
+            assert not y.grad[~has_token].any()
+            assert not weights.grad.isnan().any()
+
+    run_threads(2, body)
+
+
+@pytest.mark.parametrize("which", ["x", "weights", "experts", "none"])
+def test_only_what_is_asked_for(which: str) -> None:
+    def body(rank: Rank) -> Gradients:
+        with make(rank, num_experts=NUM_EXPERTS) as comm:
+            given = inputs(rank.rank)
+            local = NUM_EXPERTS // rank.world_size
+            experts = expert_weights()[rank.rank * local :][:local].clone()
+            x, weights = given.x, given.topk_weights
+            chosen = {"x": x, "weights": weights, "experts": experts}.get(which)
+            if chosen is not None:
+                chosen.requires_grad_()
+            out = layer(comm, x, given, weights, experts)
+            assert out.requires_grad == (chosen is not None)
+            if chosen is not None:
+                out.backward(given.grad)
+            return Gradients(out.detach(), x.grad, weights.grad, experts.grad)
+
+    wanted, experts = dense(2)
+    for rank, (got, want) in enumerate(zip(run_threads(2, body), wanted, strict=True)):
+        torch.testing.assert_close(got.out, want.out, rtol=1e-5, atol=1e-5)
+        pairs = {
+            "x": (got.x, want.x),
+            "weights": (got.topk_weights, want.topk_weights),
+            "experts": (got.experts, experts[4 * rank :][:4]),
+        }
+        for name, (mine, theirs) in pairs.items():
+            if name == which:
+                torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+            else:
+                assert mine is None
+
+
+def test_weights_applied_by_the_experts() -> None:
+    def body(rank: Rank) -> tuple[Gradients, Gradients]:
+        with make(rank) as comm:
+            results = []
+            for weighted in (True, False):
+                given = inputs(rank.rank)
+                x, weights = given.x.requires_grad_(), given.topk_weights.requires_grad_()
+                received = comm.dispatch(x, given.topk_idx, weights)
+                y = received.x.square()
+                if not weighted:
+                    y = y * received.row_weights.view(*y.shape[:2], 1)
+                out = comm.combine(y, received, weighted=weighted)
+                out.backward(given.grad)
+                results.append(Gradients(out.detach(), x.grad, weights.grad, None))
+            return results[0], results[1]
+
+    for first, second in run_threads(2, body):
+        for a, b in zip(first[:3], second[:3], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_training_leaves_the_object_ready_for_inference() -> None:
+    def body(rank: Rank) -> None:
+        with make(rank, ranks_per_node=1) as comm:
+            for step in range(6):
+                given = inputs(rank.rank, step=step)
+                local = NUM_EXPERTS // rank.world_size
+                experts = expert_weights()[rank.rank * local :][:local].requires_grad_(
+                    step % 2 == 0
+                )
+                out = layer(comm, given.x, given, given.topk_weights, experts)
+                if step % 2 == 0:
+                    out.backward(given.grad)
+                with torch.no_grad():
+                    again = layer(comm, given.x, given, given.topk_weights, experts)
+                assert torch.equal(again, out)
+
+    run_threads(4, body)
+
+
+def test_bf16_keeps_its_type() -> None:
+    def body(rank: Rank) -> None:
+        with make(rank, dtype=torch.bfloat16) as comm:
+            given = inputs(rank.rank)
+            x = given.x.bfloat16().requires_grad_()
+            weights = given.topk_weights.requires_grad_()
+            received = comm.dispatch(x, given.topk_idx, weights)
+            out = comm.combine(received.x * 2, received)
+            out.backward(given.grad.bfloat16())
+            assert x.grad is not None
+            assert x.grad.dtype == torch.bfloat16
+            # Each step rounds to 8 bits; three roundings of sums of up to three terms.
+            total = (weights.detach() * (given.topk_idx >= 0)).sum(1, keepdim=True)
+            expected = 2 * given.grad * total
+            torch.testing.assert_close(x.grad.float(), expected, rtol=0.05, atol=0.05)
+            assert weights.grad is not None
+
+    run_threads(2, body)
