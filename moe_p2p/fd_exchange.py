@@ -11,6 +11,7 @@ same user, and a connection that does not know the key is dropped.
 
 from __future__ import annotations
 
+import array
 import hashlib
 import os
 import select
@@ -163,9 +164,7 @@ class _Meeting:
             return
         connection.settimeout(self._remaining_s())
         try:
-            data, fds, flags, _ = socket.recv_fds(
-                connection, _HEADER.size + 1, MAX_FDS, socket.MSG_CMSG_CLOEXEC
-            )
+            data, fds, truncated = _receive(connection)
         except (ConnectionError, TimeoutError):
             return
         known = len(data) == _HEADER.size and data[:16] == self._hash
@@ -175,7 +174,7 @@ class _Meeting:
                 os.close(fd)
             return
         self._received[peer] = fds
-        if flags & socket.MSG_CTRUNC or len(fds) != count:
+        if truncated or len(fds) != count:
             raise errors.make(
                 errors.ResourceExhaustedError,
                 f"local rank {self._local}: {len(fds)} of the {count} file descriptors of local "
@@ -208,6 +207,21 @@ class _Meeting:
                 "file descriptors",
             )
         self._unacknowledged.remove(peer)
+
+
+def _receive(connection: socket.socket) -> tuple[bytes, list[int], bool]:
+    """One message, its descriptors, and whether some were lost.
+
+    socket.recv_fds of Python 3.11 ignores its flags, so children would inherit the descriptors.
+    """
+    fds = array.array("i")
+    data, ancillary, flags, _ = connection.recvmsg(
+        _HEADER.size + 1, socket.CMSG_LEN(MAX_FDS * fds.itemsize), socket.MSG_CMSG_CLOEXEC
+    )
+    for level, kind, content in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
+    return data, list(fds), bool(flags & socket.MSG_CTRUNC)
 
 
 def _user_of(connection: socket.socket) -> int:

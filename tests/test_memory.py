@@ -1,0 +1,337 @@
+"""moe_p2p.memory: descriptors, pinned words and device memory shared by the ranks of a node."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import ranks
+from moe_p2p import cuda_driver, errors, fd_exchange, jit, memory
+
+WORD = ctypes.c_uint64
+
+
+@pytest.fixture(name="key")
+def exchange_key() -> Iterator[str]:
+    """A key of this test; nothing that the test opened may be left open here."""
+    before = _open_files()
+    yield f"test-{uuid.uuid4()}"
+    assert _open_files() == before
+
+
+def _open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def _memfd(text: str) -> int:
+    fd = os.memfd_create("test")
+    os.pwrite(fd, text.encode(), 0)
+    return fd
+
+
+def _exchange_texts(rank: ranks.Rank, key: str, timeout_s: float, num_local: int) -> list[str]:
+    """Rank r gives r files; what all ranks gave, as `rank.file` by the process that reads."""
+    fds = [_memfd(f"{rank.rank}.{number}") for number in range(rank.rank)]
+    deadline = time.monotonic() + timeout_s
+    try:
+        received = memory.exchange_fds(rank.rank, num_local, key=key, fds=fds, deadline=deadline)
+    finally:
+        for fd in fds:
+            os.close(fd)
+    texts = []
+    for group in received:
+        for fd in group:
+            assert not os.get_inheritable(fd)
+            texts.append(os.pread(fd, 100, 0).decode())
+            os.close(fd)
+    return texts
+
+
+@pytest.mark.parametrize("num_local", [1, 2, 5])
+def test_threads_exchange_descriptors(key: str, num_local: int) -> None:
+    expected = [f"{rank}.{number}" for rank in range(num_local) for number in range(rank)]
+    results = ranks.run_threads(num_local, _exchange_texts, key, 20.0, num_local)
+    assert results == [expected] * num_local
+
+
+def test_processes_exchange_descriptors() -> None:
+    expected = [f"{rank}.{number}" for rank in range(4) for number in range(rank)]
+    key = f"test-{uuid.uuid4()}"
+    assert ranks.run_processes(4, _exchange_texts, key, 20.0, 4) == [expected] * 4
+
+
+def test_the_same_key_serves_again_after_the_exchange(key: str) -> None:
+    for _ in range(20):
+        ranks.run_threads(3, _exchange_texts, key, 20.0, 3)
+
+
+@pytest.mark.parametrize(("num_local", "missing"), [(4, "rank 3"), (6, "ranks 3, 4, 5")])
+def test_missing_ranks_are_named(key: str, num_local: int, missing: str) -> None:
+    results = ranks.run_threads(3, _exchange_texts, key, 0.3, num_local, return_errors=True)
+    for rank, error in enumerate(results):
+        assert isinstance(error, errors.TimeoutError)
+        assert f"local rank {rank} of {num_local}" in str(error)
+        assert f"local {missing} did not come" in str(error)
+
+
+def test_a_key_in_use_is_refused(key: str) -> None:
+    deadline = time.monotonic() + 20
+    meeting = fd_exchange._Meeting(0, 2, key, [], deadline, {})
+    with meeting, pytest.raises(errors.InvalidArgumentError, match="in use on this host"):
+        memory.exchange_fds(0, 2, key=key, fds=[], deadline=deadline)
+
+
+class _Peer:
+    """Local rank 1 of 2, played by hand against an exchange of rank 0 on another thread."""
+
+    def __init__(self, key: str) -> None:
+        self.meeting = fd_exchange._Meeting(1, 2, key, [], time.monotonic() + 20, {1: []})
+        self.outcome: list[list[int]] | Exception | None = None
+        self._thread = threading.Thread(target=self._run, args=(key,))
+        self._thread.start()
+
+    def _run(self, key: str) -> None:
+        try:
+            self.outcome = memory.exchange_fds(
+                0, 2, key=key, fds=[], deadline=time.monotonic() + 20
+            )
+        except Exception as error:
+            self.outcome = error
+
+    def send(self, header: bytes, fds: list[int]) -> socket.socket:
+        """A connection to rank 0 on which this was sent, as soon as rank 0 listens."""
+        ends = time.monotonic() + 20
+        while time.monotonic() < ends:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            try:
+                connection.connect(self.meeting._address(0))
+            except ConnectionRefusedError:
+                connection.close()
+                continue
+            socket.send_fds(connection, [header], fds)
+            return connection
+        raise AssertionError("rank 0 does not listen")
+
+    def finish(self) -> list[list[int]] | Exception | None:
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+        return self.outcome
+
+
+def test_a_connection_without_the_key_is_dropped(key: str) -> None:
+    peer = _Peer(key)
+    fd = _memfd("junk")
+    try:
+        with peer.send(b"who is there?", [fd]) as one, peer.send(b"\0" * 24, [fd]) as other:
+            with peer.meeting:
+                peer.meeting.run()
+            assert one.recv(1) == b""
+            assert other.recv(1) == b""
+    finally:
+        os.close(fd)
+    assert peer.finish() == [[], []]
+
+
+def test_a_peer_that_goes_away_before_it_received_is_named(key: str) -> None:
+    peer = _Peer(key)
+    header = fd_exchange._HEADER.pack(peer.meeting._hash, 1, 0)
+    with peer.meeting, peer.send(header, []):
+        peer.meeting._listener.settimeout(20)
+        connection, _ = peer.meeting._listener.accept()
+        connection.close()
+        outcome = peer.finish()
+    assert isinstance(outcome, errors.PeerDeadError)
+    assert "local rank 1 went away" in str(outcome)
+
+
+def test_fewer_descriptors_than_announced_is_an_error(key: str) -> None:
+    peer = _Peer(key)
+    fd = _memfd("one of two")
+    with peer.meeting, peer.send(fd_exchange._HEADER.pack(peer.meeting._hash, 1, 2), [fd]):
+        os.close(fd)
+        outcome = peer.finish()
+    assert isinstance(outcome, errors.ResourceExhaustedError)
+    assert "1 of the 2 file descriptors of local rank 1" in str(outcome)
+
+
+def _barrier(rank: ranks.Rank, name: str) -> None:
+    rank.store.add(name, 1)
+    ends = time.monotonic() + ranks.DEADLINE_S
+    while rank.store.add(name, 0) < rank.world_size:
+        assert time.monotonic() < ends, f"{name}: not all ranks came"
+
+
+def _share_words(rank: ranks.Rank, key: str, device: int | None) -> memory.PinnedWords:
+    """One block of words of rank 0, opened by the others."""
+    words = memory.PinnedWords.create(device, 100) if rank.rank == 0 else None
+    received = memory.exchange_fds(
+        rank.rank,
+        rank.world_size,
+        key=key,
+        fds=[words.fd] if words else [],
+        deadline=time.monotonic() + 20,
+    )
+    if words is None:
+        words = memory.PinnedWords.open(received[0][0], 100, device)
+    for group in received:
+        for fd in group:
+            os.close(fd)
+    return words
+
+
+def _write_and_read_words(rank: ranks.Rank, key: str) -> list[int]:
+    with _share_words(rank, key, None) as words:
+        assert words.size == os.sysconf("SC_PAGE_SIZE")
+        values = (WORD * rank.world_size).from_address(words.host_address)
+        values[rank.rank] += 10 + rank.rank
+        _barrier(rank, "written")
+        return list(values)
+
+
+def test_processes_see_the_same_words() -> None:
+    key = f"test-{uuid.uuid4()}"
+    assert ranks.run_processes(3, _write_and_read_words, key) == [[10, 11, 12]] * 3
+
+
+def test_threads_see_the_same_words(key: str) -> None:
+    assert ranks.run_threads(3, _write_and_read_words, key) == [[10, 11, 12]] * 3
+
+
+def test_words_are_closed_once(key: str) -> None:
+    words = memory.PinnedWords.create(None, 8)
+    words.close()
+    words.close()
+
+
+def test_a_file_that_is_too_short_for_the_words_is_refused(key: str) -> None:
+    fd = _memfd("short")
+    with pytest.raises(errors.InvalidArgumentError, match="has 5 bytes"):
+        memory.PinnedWords.open(fd, 8, None)
+    os.close(fd)
+
+
+STORE_WORD = """
+extern "C" __global__ void store_word(unsigned long long* words, int at, int from) {
+  words[at] = words[from] + 100;
+}
+"""
+
+
+def _words_through_gpu(rank: ranks.Rank, key: str, source: str, num_devices: int) -> list[int]:
+    device = rank.rank % num_devices
+    function = jit.load(device, Path(source), "store_word", {})
+    with _share_words(rank, key, device) as words:
+        values = (WORD * (2 * rank.world_size)).from_address(words.host_address)
+        values[rank.rank] = rank.rank + 1
+        _barrier(rank, "written")
+        # The GPU of each rank reads the word of the next rank's host and answers beside it.
+        at = rank.world_size + rank.rank
+        kinds = (ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
+        arguments = (words.device_address, at, (rank.rank + 1) % rank.world_size)
+        with cuda_driver.primary_context(device):
+            shape = (1, 1, 1, 1, 1, 1)
+            cuda_driver.call("cuLaunchKernel", function, *shape, 0, 0, (arguments, kinds), 0)
+            cuda_driver.call("cuCtxSynchronize")
+        _barrier(rank, "answered")
+        return list(values)
+
+
+@pytest.mark.gpu
+def test_gpus_and_hosts_see_the_same_words(tmp_path: Path) -> None:
+    source = tmp_path / "store_word.cu"
+    source.write_text(STORE_WORD)
+    key, devices = f"test-{uuid.uuid4()}", torch.cuda.device_count()
+    results = ranks.run_processes(2, _words_through_gpu, key, str(source), devices)
+    assert results == [[1, 2, 102, 101]] * 2
+
+
+def _copy_out(address: int, size: int) -> bytes:
+    data = bytearray(size)
+    cuda_driver.call("cuMemcpyDtoH", (ctypes.c_char * size).from_buffer(data), address, size)
+    return bytes(data)
+
+
+def _write_to_peers(rank: ranks.Rank, key: str, size_bytes: int, num_devices: int) -> bytes:
+    """Every rank writes its number + 1 into place r of every rank's memory; returns its own."""
+    device = rank.rank % num_devices
+    with memory.share_node_memory(
+        rank.rank,
+        rank.world_size,
+        key=key,
+        device=device,
+        size_bytes=size_bytes,
+        deadline=time.monotonic() + 60,
+    ) as shared:
+        assert shared.own.size >= size_bytes
+        assert shared.addresses[rank.rank] == shared.own.address
+        with cuda_driver.primary_context(device):
+            assert not any(_copy_out(shared.own.address, shared.own.size))
+            _barrier(rank, "looked")
+            for address in shared.addresses:
+                cuda_driver.call("cuMemsetD8", address + rank.rank, rank.rank + 1, 1)
+            cuda_driver.call("cuCtxSynchronize")
+            _barrier(rank, "written")
+            found = _copy_out(shared.own.address, rank.world_size + 1)
+        _barrier(rank, "read")
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size_bytes", [1, 5 << 20])
+def test_processes_write_into_each_others_device_memory(size_bytes: int) -> None:
+    key = f"test-{uuid.uuid4()}"
+    assert ranks.run_processes(2, _write_to_peers, key, size_bytes, 1) == [b"\1\2\0"] * 2
+
+
+@pytest.mark.gpu
+def test_threads_write_into_each_others_device_memory() -> None:
+    key = f"test-{uuid.uuid4()}"
+    assert ranks.run_threads(2, _write_to_peers, key, 1 << 20, 1) == [b"\1\2\0"] * 2
+
+
+@pytest.mark.multi_gpu
+def test_gpus_write_into_each_others_memory() -> None:
+    count, key = torch.cuda.device_count(), f"test-{uuid.uuid4()}"
+    expected = bytes(range(1, count + 1)) + b"\0"
+    assert ranks.run_processes(count, _write_to_peers, key, 4 << 20, count) == [expected] * count
+
+
+@pytest.mark.gpu
+def test_device_memory_is_given_back() -> None:
+    size = 256 << 20
+    with memory.DeviceMemory.allocate(0, size):
+        pass
+    torch.cuda.synchronize()
+    free, _ = torch.cuda.mem_get_info(0)
+    for _ in range(3):
+        with memory.DeviceMemory.allocate(0, size) as one:
+            os.close(one.export_fd())
+    assert torch.cuda.mem_get_info(0)[0] > free - size
+
+
+@pytest.mark.gpu
+def test_more_memory_than_there_is_is_refused() -> None:
+    with pytest.raises(errors.ResourceExhaustedError, match="cuMemCreate"):
+        memory.DeviceMemory.allocate(0, 1 << 44)
+
+
+@pytest.mark.gpu
+def test_fabric_handles_work_or_say_what_they_need() -> None:
+    try:
+        own = memory.DeviceMemory.allocate(0, 1 << 20, fabric=True)
+    except errors.UnavailableError as error:
+        text = str(error)
+    else:
+        with own, memory.DeviceMemory.import_fabric(own.export_fabric(), own.size, 0) as peer:
+            assert peer.address != own.address
+            return
+    assert "share by file descriptor" in text
