@@ -69,13 +69,15 @@ class DeviceMemory(_Owner):
         access = module().CUmemAccessDesc()
         _set_location(access, device)
         access.flags = module().CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        with primary_context(device), ExitStack() as undo:
+        with ExitStack() as undo:
             undo.callback(call, "cuMemRelease", handle)
-            reserved = call("cuMemAddressReserve", size_bytes, 0, 0, 0)
-            undo.callback(call, "cuMemAddressFree", reserved, size_bytes)
-            call("cuMemMap", reserved, size_bytes, 0, handle, 0)
-            undo.callback(call, "cuMemUnmap", reserved, size_bytes)
-            call("cuMemSetAccess", reserved, size_bytes, [access], 1)
+            with primary_context(device), ExitStack() as mapping:
+                reserved = call("cuMemAddressReserve", size_bytes, 0, 0, 0)
+                mapping.callback(call, "cuMemAddressFree", reserved, size_bytes)
+                call("cuMemMap", reserved, size_bytes, 0, handle, 0)
+                mapping.callback(call, "cuMemUnmap", reserved, size_bytes)
+                call("cuMemSetAccess", reserved, size_bytes, [access], 1)
+                undo.push(mapping.pop_all())
             self.address = int(reserved)
             self._undo = undo.pop_all()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import functools
 import os
 import socket
 import threading
@@ -10,6 +12,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -219,6 +222,82 @@ def test_a_file_that_is_too_short_for_the_words_is_refused(key: str) -> None:
     os.close(fd)
 
 
+OPENS = {  # of the driver's calls: what takes something, and what gives it back
+    "cuMemCreate": "cuMemRelease",
+    "cuMemImportFromShareableHandle": "cuMemRelease",
+    "cuMemAddressReserve": "cuMemAddressFree",
+    "cuMemMap": "cuMemUnmap",
+    "cuMemHostRegister": "cuMemHostUnregister",
+    "cuCtxPushCurrent": "cuCtxPopCurrent",
+}
+VALUES = {
+    "cuMemGetAllocationGranularity": 2 << 20,
+    "cuDeviceGetAttribute": 1,
+    "cuMemAddressReserve": 1 << 40,
+    "cuMemHostGetDevicePointer": 1 << 41,
+    "cuGetErrorString": b"as the test wants",
+}
+SILENT = ("cuMemMap", "cuMemSetAccess", "cuMemsetD8", "cuCtxSynchronize", "cuMemHostRegister")
+
+
+class _FakeDriver:
+    """Records calls in place of the driver; the one numbered `failing` runs out of memory."""
+
+    def __init__(self, failing: int) -> None:
+        self.real = pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
+        self.failing, self.calls = failing, 0
+        self.held: list[str] = []
+        self.log: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return functools.partial(self._call, name) if name[:2] == "cu" else getattr(self.real, name)
+
+    def _call(self, name: str, *_: object) -> tuple[Any, ...]:
+        results = self.real.CUresult
+        self.log.append(name)
+        if name in OPENS.values():
+            self.held.remove(name)
+            return (results.CUDA_SUCCESS,)
+        may_fail = name not in ("cuGetErrorString", "cuCtxPushCurrent")
+        self.calls += may_fail
+        if may_fail and self.calls == self.failing:
+            return results.CUDA_ERROR_OUT_OF_MEMORY, None
+        if name in OPENS:
+            self.held.append(OPENS[name])
+        if name == "cuMemExportToShareableHandle":
+            return results.CUDA_SUCCESS, _memfd("device memory")
+        value = () if name in SILENT else (VALUES.get(name, 7),)
+        return (results.CUDA_SUCCESS, *value)
+
+
+def _open_all(key: str) -> None:
+    with (
+        memory.share_node_memory(
+            0, 1, key=key, device=0, size_bytes=3, deadline=time.monotonic() + 20
+        ) as shared,
+        memory.PinnedWords.create(0, 8) as words,
+        memory.DeviceMemory.import_fd(words.fd, shared.own.size, 0) as peer,
+    ):
+        assert (shared.own.size, shared.addresses) == (2 << 20, [1 << 40])
+        assert (words.device_address, peer.address) == (1 << 41, 1 << 40)
+
+
+def test_what_was_done_is_undone_wherever_it_fails(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_driver, "_retain", lambda device: device)
+    for failing in range(1, 100):
+        fake = _FakeDriver(failing)
+        monkeypatch.setattr(cuda_driver, "module", lambda fake=fake: fake)
+        monkeypatch.setattr(memory, "module", lambda fake=fake: fake)
+        with contextlib.suppress(errors.ResourceExhaustedError):
+            _open_all(key)
+        assert fake.held == [], f"call {failing} failed: {fake.log}"
+        if fake.calls < failing:
+            return  # there were fewer calls than that: this time nothing failed
+    raise AssertionError("the calls have no end")
+
+
 STORE_WORD = """
 extern "C" __global__ void store_word(unsigned long long* words, int at, int from) {
   words[at] = words[from] + 100;
@@ -255,9 +334,9 @@ def test_gpus_and_hosts_see_the_same_words(tmp_path: Path) -> None:
 
 
 def _copy_out(address: int, size: int) -> bytes:
-    data = bytearray(size)
-    cuda_driver.call("cuMemcpyDtoH", (ctypes.c_char * size).from_buffer(data), address, size)
-    return bytes(data)
+    data = ctypes.create_string_buffer(size)
+    cuda_driver.call("cuMemcpyDtoH", ctypes.addressof(data), address, size)
+    return data.raw
 
 
 def _write_to_peers(rank: ranks.Rank, key: str, size_bytes: int, num_devices: int) -> bytes:
