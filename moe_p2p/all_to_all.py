@@ -120,6 +120,8 @@ class AllToAll(Communicator):
         tokens = self.config.max_tokens if max_tokens is None else max_tokens
         where = self._layout(layout, capacity, alignment, tokens)
         count, count_on_host = _split_count(num_tokens)
+        if self._device is not None and not torch.compiler.is_compiling():
+            self._device.prepare_dispatch(x.dtype, quantize=quantize)
         records = _records(x, topk_weights, *extras)
         if records and quantize and x.requires_grad:
             raise errors.make(errors.InvalidArgumentError, _NO_FP8_GRADIENT)
@@ -196,6 +198,8 @@ class AllToAll(Communicator):
         Raises as dispatch does.
         """
         row_weights = dispatched.row_weights if weighted else None
+        if self._device is not None and not torch.compiler.is_compiling():
+            self._device.prepare_combine(y.dtype, y.dtype if out_dtype is None else out_dtype)
         records = _records(y, row_weights, row_scalars)
         out, scalars = call(
             _ops.combine.default if records else _ops.combine_inference.default,
@@ -240,6 +244,8 @@ class AllToAll(Communicator):
         tokens = self.config.max_tokens if max_tokens is None else max_tokens
         where = self._layout(layout, capacity, alignment, tokens)
         count, count_on_host = _split_count(num_tokens)
+        if self._device is not None:
+            self._device.prepare_dispatch(x.dtype, quantize=quantize)
         words = self._shape.handle_words(x.shape[0], tokens)
         handle = torch.empty(words, dtype=torch.int32, device=x.device)
         call(
@@ -308,6 +314,8 @@ class AllToAll(Communicator):
         row_weights = dispatched.row_weights if weighted else None
         _refuse_gradient(y=y, row_weights=row_weights)
         dtype = y.dtype if out_dtype is None else out_dtype
+        if self._device is not None:
+            self._device.prepare_combine(y.dtype, dtype)
         send, handle = _ops.combine_send.default, dispatched.handle
         call(send, self._comm, handle, y, row_weights, None, dtype)
         return PendingCombine(handle, dispatched.topk_idx.shape[0], dtype)

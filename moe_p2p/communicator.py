@@ -6,6 +6,8 @@ Control path only. Symbols: W ranks, L ranks per node, E_local experts of this r
 from __future__ import annotations
 
 import os
+import secrets
+import time
 import weakref
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -18,6 +20,7 @@ from moe_p2p import ops
 from moe_p2p.agreement import Facts, conclude
 from moe_p2p.bootstrap import Bootstrap
 from moe_p2p.config import AllToAllConfig
+from moe_p2p.device_kernels import DeviceSide
 from moe_p2p.engine import Engine, NicCounters, bytes_from, tensor_from
 from moe_p2p.ops import call
 
@@ -27,9 +30,11 @@ if TYPE_CHECKING:
 _ops = torch.ops.moe_p2p
 
 
-def _close(comm: int, engine: Engine | None) -> None:
+def _close(comm: int, engine: Engine | None, device: DeviceSide | None) -> None:
     _ops.all_to_all_close.default(comm)
     ops.forget_shape(comm)
+    if device is not None:
+        device.close()
     if engine is not None:
         engine.close()
 
@@ -61,9 +66,10 @@ class Communicator:
                 if own_engine:
                     self.engine.close()
                 raise
+            self._device = self._make_device(meeting)
             # Also runs when the object is collected and when the interpreter ends.
             self._finalizer = weakref.finalize(
-                self, _close, self._comm, self.engine if own_engine else None
+                self, _close, self._comm, self.engine if own_engine else None, self._device
             )
             try:
                 address = bytes_from(call(_ops.all_to_all_address.default, self._comm))
@@ -77,6 +83,29 @@ class Communicator:
             except BaseException:
                 self.close()
                 raise
+
+    def _make_device(self, meeting: Bootstrap) -> DeviceSide | None:
+        config = self.config
+        if config.device != "cuda":
+            return None
+        offer = secrets.token_hex(8).encode()
+        first = self.rank // self.ranks_per_node * self.ranks_per_node
+        key = meeting.exchange(offer, "keys for device memory")[first].decode()
+        device = DeviceSide(
+            self._comm,
+            config,
+            device=torch.cuda.current_device(),
+            rank=self.rank,
+            world_size=self.world_size,
+            ranks_per_node=self.ranks_per_node,
+            key=key,
+            deadline=time.monotonic() + config.timeout_s,
+        )
+        device.prepare_dispatch(config.dtype, quantize=False)
+        device.prepare_combine(config.widest_combine_dtype, config.widest_combine_dtype)
+        if config.dtype.itemsize > 1:
+            device.prepare_dispatch(config.dtype, quantize=True)
+        return device
 
     def _make_engine(self) -> Engine:
         return Engine(
@@ -114,6 +143,7 @@ class Communicator:
                 config.timeout_s,
                 config.wait,
                 num_threads,
+                config.device == "cuda",
             )
         )
         self._shape = ops.CommunicatorShape(

@@ -19,8 +19,9 @@ COMBINE_DTYPES = PAYLOAD_DTYPES[:3]
 DEFAULT_CHUNK_TOKENS = 512
 MAX_NICS = 8
 WAITS = ("spin", "yield", "sleep")
+DEVICES = ("cpu", "cuda")
 # Each rank may choose these for itself; all other fields must be equal on all ranks.
-LOCAL_FIELDS = frozenset({"timeout_s", "wait", "num_threads", "proxy_cpu"})
+LOCAL_FIELDS = frozenset({"timeout_s", "wait", "num_threads", "proxy_cpu", "num_sms"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +47,9 @@ class AllToAllConfig:
     wait: how waiting threads wait: "spin", "yield" or "sleep".
     num_threads: threads of the host kernels. None: CPUs of this process / ranks on this host.
     proxy_cpu: CPU that the proxy thread stays on. None: any.
+    device: "cpu", or "cuda" for tensors on the current CUDA device of each rank. All ranks must
+        then be of one node, and a call takes up to chunk_tokens.
+    num_sms: thread blocks that each half of a call may use on a GPU. None: as many as help.
 
     Raises InvalidArgumentError naming the field, its value and the limit.
     """
@@ -68,6 +72,8 @@ class AllToAllConfig:
     wait: str = "sleep"
     num_threads: int | None = None
     proxy_cpu: int | None = None
+    device: str = "cpu"
+    num_sms: int | None = None
 
     def __post_init__(self) -> None:
         self._check_range("num_experts", 1, 32768)
@@ -84,7 +90,9 @@ class AllToAllConfig:
         self._check_choice("dtype", PAYLOAD_DTYPES)
         if self.combine_dtype is not None:
             self._check_choice("combine_dtype", COMBINE_DTYPES)
+        self._check_range("num_sms", 1, 1024)
         self._check_choice("wait", WAITS)
+        self._check_choice("device", DEVICES)
         errors.require(
             isinstance(self.timeout_s, (int, float)) and self.timeout_s > 0,
             f"timeout_s is {self.timeout_s!r}, must be a positive number of seconds",
@@ -145,6 +153,13 @@ class AllToAllConfig:
         if self.expert_rank is None:
             return self.num_experts // world_size
         return self.expert_rank.count(rank)
+
+    def expert_owners(self, world_size: int) -> list[int]:
+        """The rank that owns each expert, [E]."""
+        if self.expert_rank is not None:
+            return list(self.expert_rank)
+        each = self.num_experts // world_size
+        return [expert // each for expert in range(self.num_experts)]
 
     def agreed(self) -> dict[str, str]:
         """The fields that must be equal on all ranks, as text."""

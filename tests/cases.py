@@ -110,7 +110,10 @@ def assert_received(got: Dispatched, expected: Received) -> None:
 
 
 def check_step(comm: AllToAll, tokens: list[Tokens], **options: Any) -> tuple[Dispatched, Tensor]:
-    """Dispatch and combine of `tokens` (of all ranks), bit for bit as the reference has them."""
+    """Dispatch and combine of `tokens` (of all ranks), bit for bit as the reference has them.
+
+    The results lie on the CPU, wherever `comm` works.
+    """
     topology, mine = topology_of(comm), tokens[comm.rank]
     layout = options.get("layout", "padded")
     max_tokens = options.pop("max_tokens", comm.config.max_tokens)
@@ -124,17 +127,23 @@ def check_step(comm: AllToAll, tokens: list[Tokens], **options: Any) -> tuple[Di
         quantized=options.get("quantize", False),
     )
     expected = [reference.dispatch(routing, rank) for rank in range(comm.world_size)]
-    got = comm.dispatch(
-        mine.x,
-        mine.topk_idx,
-        mine.topk_weights,
-        scales=mine.scales,
-        extras=mine.extras,
-        num_tokens=mine.num_tokens,
+    device = comm.config.device
+
+    def there(tensor: Tensor | int | None) -> Any:
+        return tensor.to(device) if isinstance(tensor, Tensor) else tensor
+
+    live = comm.dispatch(
+        there(mine.x),
+        there(mine.topk_idx),
+        there(mine.topk_weights),
+        scales=there(mine.scales),
+        extras=[there(extra) for extra in mine.extras],
+        num_tokens=there(mine.num_tokens),
         max_tokens=max_tokens,
         with_source=True,
         **options,
     )
+    got = _on_cpu(live)
     assert_received(got, expected[comm.rank])
     out_dtype = mine.x.dtype
     if out_dtype == torch.float8_e4m3fn or options.get("quantize"):
@@ -143,10 +152,17 @@ def check_step(comm: AllToAll, tokens: list[Tokens], **options: Any) -> tuple[Di
         apply_experts(topology, rank, _decoded(received, out_dtype))
         for rank, received in enumerate(expected)
     ]
-    out = comm.combine(y[comm.rank].reshape(got.x.shape), got, out_dtype=out_dtype)
+    out = comm.combine(there(y[comm.rank].reshape(got.x.shape)), live, out_dtype=out_dtype).cpu()
     want = reference.combine(routing, comm.rank, y, out_dtype=out_dtype)
     assert torch.equal(out, want)
     return got, out
+
+
+def _on_cpu(got: Dispatched) -> Dispatched:
+    moved = {
+        name: value.cpu() for name, value in got._asdict().items() if isinstance(value, Tensor)
+    }
+    return got._replace(**moved, extras=tuple(extra.cpu() for extra in got.extras))
 
 
 def _decoded(received: Received, dtype: torch.dtype) -> Received:

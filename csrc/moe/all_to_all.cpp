@@ -23,7 +23,7 @@ namespace {
 struct RankAddress {
   int32_t rank;
   engine::EngineAddress engine;
-  engine::MemoryDescriptor data;
+  base::Bytes data;  // a serialized MemoryDescriptor; empty where the regions are on a GPU
   NodeMemory::Neighbour memory;
 
   static RankAddress parse(std::span<const std::byte> bytes) {
@@ -31,7 +31,8 @@ struct RankAddress {
     RankAddress a;
     a.rank = in.get<int32_t>();
     a.engine = engine::EngineAddress::parse(in.get_bytes());
-    a.data = engine::MemoryDescriptor::parse(in.get_bytes());
+    const auto data = in.get_bytes();
+    a.data.assign(data.begin(), data.end());
     a.memory.memory_name = in.get_string();
     a.memory.waker_name = in.get_string();
     in.expect_end();
@@ -203,7 +204,7 @@ base::Bytes AllToAll::address() const {
   out.put(static_cast<int32_t>(state_->options.rank));
   out.put_bytes(state_->engine.address().serialize());
   out.put_bytes(state_->data ? state_->engine.descriptor(state_->data).serialize()
-                             : engine::MemoryDescriptor{}.serialize());
+                             : base::Bytes{});
   out.put_string(state_->memory.name());
   out.put_string(state_->engine.waker_name());
   return out.take();
@@ -230,7 +231,7 @@ void AllToAll::connect(std::span<const base::Bytes> addresses) {
       s.peers.push_back(peer);
       const auto nics = static_cast<int>(address.engine.nics.size());
       s.num_nics[static_cast<size_t>(node)] = nics;
-      remotes.push_back({node, s.engine.resolve(address.data, peer), nics});
+      remotes.push_back({node, s.engine.resolve(engine::MemoryDescriptor::parse(address.data), peer), nics});
     }
   }
   s.memory.attach(neighbours);

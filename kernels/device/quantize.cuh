@@ -6,8 +6,12 @@
 
 namespace moe_p2p::device {
 
+// Of one Vec. The general form is for types that are only copied.
 template <DType kType>
-struct Values;  // of one Vec
+struct Values {
+  static constexpr i32 kCount = 16;
+  __device__ static void load(const Vec&, float*) {}
+};
 
 template <>
 struct Values<DType::kBFloat16> {
