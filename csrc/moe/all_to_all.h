@@ -38,11 +38,11 @@ struct AllToAllOptions {
 
 // Rows of opaque bytes that travel with the tokens.
 struct ExtraPart {
-  const void* data;      // [T, row_bytes] at the sender
+  const void* data;  // [T, row_bytes] at the sender
   uint64_t row_bytes;
 };
 struct ExtraOutput {
-  void* data;            // [rows, row_bytes] at the receiver
+  void* data;  // [rows, row_bytes] at the receiver
   uint64_t row_bytes;
 };
 
@@ -52,40 +52,40 @@ struct Handle {
 };
 
 struct DispatchSend {
-  const void* x = nullptr;         // [T, H] of x_dtype, contiguous
+  const void* x = nullptr;  // [T, H] of x_dtype, contiguous
   abi::DType x_dtype{};
-  bool quantize = false;           // x to fp8 e4m3 with one fp32 scale per 128 values
-  const float* scales = nullptr;   // [T, ceil(H / 128)] for x of fp8; null: fp8 without scales
+  bool quantize = false;          // x to fp8 e4m3 with one fp32 scale per 128 values
+  const float* scales = nullptr;  // [T, ceil(H / 128)] for x of fp8; null: fp8 without scales
   std::vector<ExtraPart> extras;
   const void* topk_idx = nullptr;  // [T, K] int32 or int64, -1 = none
   bool topk_is_int64 = true;
   const float* topk_weights = nullptr;  // [T, K]; null: 1
-  int64_t num_rows = 0;            // T
-  int64_t num_tokens = 0;          // rows that count, <= T
-  int64_t max_tokens = 0;          // of any rank in this call; all ranks give the same
+  int64_t num_rows = 0;                 // T
+  int64_t num_tokens = 0;               // rows that count, <= T
+  int64_t max_tokens = 0;               // of any rank in this call; all ranks give the same
   bool solo = false;
   Handle handle{};
 };
 
 struct DispatchRecv {
   Handle handle{};
-  bool grouped = false;     // rows of all experts one after the other; else [E_local, capacity]
-  int64_t capacity = 0;     // rows per expert, or rows in all when grouped
-  int64_t alignment = 1;    // grouped: each expert starts at a multiple of this
+  bool grouped = false;       // rows of all experts one after the other; else [E_local, capacity]
+  int64_t capacity = 0;       // rows per expert, or rows in all when grouped
+  int64_t alignment = 1;      // grouped: each expert starts at a multiple of this
   bool zero_padding = false;  // rows that hold no token become zero; else they keep what they held
-  abi::DType x_dtype{};     // of `x` below: the payload type on the wire
+  abi::DType x_dtype{};       // of `x` below: the payload type on the wire
   void* x = nullptr;
   float* scales = nullptr;  // [rows, ceil(H / 128)]; null when the dispatch has none
   std::vector<ExtraOutput> extras;
-  float* row_weights = nullptr;    // [rows]
-  int32_t* counts = nullptr;       // [E_local]
-  int32_t* offsets = nullptr;      // [E_local + 1] first row of each expert (padded: e * capacity)
-  int32_t* source = nullptr;       // [rows, 2] source rank and its token; null: not wanted
+  float* row_weights = nullptr;  // [rows]
+  int32_t* counts = nullptr;     // [E_local]
+  int32_t* offsets = nullptr;    // [E_local + 1] first row of each expert (padded: e * capacity)
+  int32_t* source = nullptr;     // [rows, 2] source rank and its token; null: not wanted
 };
 
 struct CombineSend {
   Handle handle{};
-  const void* y = nullptr;             // [y_rows, H] of y_dtype, laid out as x was received
+  const void* y = nullptr;  // [y_rows, H] of y_dtype, laid out as x was received
   abi::DType y_dtype{};
   int64_t y_rows = 0;
   const float* row_weights = nullptr;  // [y_rows]; null: plain sum
@@ -95,15 +95,16 @@ struct CombineSend {
 
 struct CombineRecv {
   Handle handle{};
-  void* out = nullptr;                 // [T, H]; rows past num_tokens become zero
+  void* out = nullptr;  // [T, H]; rows past num_tokens become zero
   abi::DType out_dtype{};
-  float* out_scalars = nullptr;        // [T, K]
+  float* out_scalars = nullptr;  // [T, K]
 };
 
 class AllToAll {
  public:
   // `proxy` is the thread that polls `engine`; null when the caller turns the loop (simulations).
-  AllToAll(engine::TransferEngine& engine, proxy::ProxyThread* proxy, const AllToAllOptions& options);
+  AllToAll(engine::TransferEngine& engine, proxy::ProxyThread* proxy,
+           const AllToAllOptions& options);
   ~AllToAll();  // close()
 
   const Plan& plan() const noexcept;
