@@ -35,6 +35,11 @@ _NO_FP8_GRADIENT = (
     "x requires grad, but what is dispatched as float8_e4m3fn has no gradient; dispatch x.detach() "
     "or do not quantize"
 )
+_PADDING_IS_NOT_ZERO = (
+    "y requires grad, but rows without a token were not zeroed, and gradients of expert weights "
+    "multiply them (0 * NaN is NaN); pass zero_padding=True to dispatch, "
+    "or run under torch.no_grad() if nothing trains"
+)
 _NO_HALF_GRADIENT = (
     "{} requires grad, but halves are not differentiable; use the whole call, or torch.no_grad()"
 )
@@ -111,8 +116,8 @@ class AllToAll(Communicator):
         capacity: rows of each expert, or of all when grouped. None: enough for any routing.
         with_source: also return where each row comes from.
         solo: no combine follows while other calls are under way (training does this by itself).
-        zero_padding: rows without a token become zero. None: while gradients are enabled, because
-            the gradient of an expert's weights multiplies all rows, and 0 * NaN is NaN.
+        zero_padding: rows without a token become zero. None: when autograd records this call.
+            Experts that train need it: the gradient of their weights multiplies all rows.
 
         Differentiable in x and topk_weights. Raises InvalidArgumentError before anything is sent;
         TimeoutError, PeerDeadError and ProtocolError break the object (`broken`).
@@ -123,6 +128,7 @@ class AllToAll(Communicator):
         records = _records(x, topk_weights, *extras)
         if records and quantize and x.requires_grad:
             raise errors.make(errors.InvalidArgumentError, _NO_FP8_GRADIENT)
+        zeroed = records if zero_padding is None else zero_padding
         rows, row_scales, row_weights, counts, offsets, source, handle, row_extras = call(
             _ops.dispatch.default if records else _ops.dispatch_inference.default,
             self._comm,
@@ -136,7 +142,7 @@ class AllToAll(Communicator):
             tokens,
             quantize,
             *where,
-            torch.is_grad_enabled() if zero_padding is None else zero_padding,
+            zeroed,
             with_source,
             solo or records,
         )
@@ -152,6 +158,7 @@ class AllToAll(Communicator):
             topk_idx,
             tokens,
             where,
+            zeroed,
         )
 
     @overload
@@ -197,6 +204,8 @@ class AllToAll(Communicator):
         """
         row_weights = dispatched.row_weights if weighted else None
         records = _records(y, row_weights, row_scalars)
+        if records and not dispatched.zero_padding:
+            raise errors.make(errors.InvalidArgumentError, _PADDING_IS_NOT_ZERO)
         out, scalars = call(
             _ops.combine.default if records else _ops.combine_inference.default,
             self._comm,
@@ -294,6 +303,7 @@ class AllToAll(Communicator):
             topk_idx=pending.topk_idx,
             max_tokens=pending.max_tokens,
             layout=pending.layout,
+            zero_padding=pending.zero_padding,
         )
 
     def combine_send(
@@ -346,6 +356,7 @@ class AllToAll(Communicator):
             topk_idx=pending.topk_idx,
             max_tokens=pending.max_tokens,
             layout=pending.layout,
+            zero_padding=pending.zero_padding,
         )
 
     def _layout(self, layout: str, capacity: int | None, alignment: int, max_tokens: int) -> Layout:
