@@ -89,6 +89,7 @@ class NinjaBuild(build_ext):
 
 
 setup(
+    license="Apache-2.0",
     ext_modules=[
         Extension(
             "moe_p2p._C",

@@ -228,6 +228,20 @@ def test_training_on_rows_that_are_not_zeroed_is_refused() -> None:
     run_threads(2, body)
 
 
+def test_errors_of_a_backward_have_their_type() -> None:
+    def body(rank: Rank) -> None:
+        comm = make(rank)
+        given = inputs(rank.rank)
+        x = given.x.requires_grad_()
+        received = comm.dispatch(x, given.topk_idx, given.topk_weights)
+        out = comm.combine(received.x, received)
+        comm.close()
+        with pytest.raises(moe_p2p.ClosedError, match="is closed"):
+            out.backward(given.grad)
+
+    run_threads(2, body)
+
+
 def test_weights_applied_by_the_experts() -> None:
     def body(rank: Rank) -> tuple[Gradients, Gradients]:
         with make(rank) as comm:
