@@ -40,7 +40,7 @@ bench: build
 test: lint pytest
 
 pytest: build doctest
-	$(PY) -m pytest $(PYTEST_ARGS)
+	$(PY) -m pytest -rs --durations=8 $(PYTEST_ARGS)
 
 lint: $(ENVIRONMENT)
 	$(PY) tests/lint.py

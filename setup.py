@@ -1,7 +1,7 @@
 """Builds moe_p2p/_C.abi3.so: csrc/ against torch's stable ABI, with ninja and g++, no CUDA toolkit.
 
 One binary serves every Python from 3.10 and every torch from 2.10 on, CPU and CUDA builds alike:
-it needs only C symbols of torch and none of Python (tests/test_ops.py looks). torch is found, not
+it needs only C symbols of torch and none of Python (tests/test_wheel.py looks). torch is found, not
 imported, so a build with nothing to do takes half a second. CXX chooses the compiler.
 """
 
@@ -89,6 +89,7 @@ class NinjaBuild(build_ext):
 
 
 setup(
+    license="Apache-2.0",
     ext_modules=[
         Extension(
             "moe_p2p._C",

@@ -35,6 +35,11 @@ _NO_FP8_GRADIENT = (
     "x requires grad, but what is dispatched as float8_e4m3fn has no gradient; dispatch x.detach() "
     "or do not quantize"
 )
+_PADDING_IS_NOT_ZERO = (
+    "y requires grad, but rows without a token were not zeroed, and gradients of expert weights "
+    "multiply them (0 * NaN is NaN); pass zero_padding=True to dispatch, "
+    "or run under torch.no_grad() if nothing trains"
+)
 _NO_HALF_GRADIENT = (
     "{} requires grad, but halves are not differentiable; use the whole call, or torch.no_grad()"
 )
@@ -55,6 +60,9 @@ def _records(*tensors: Tensor | None) -> bool:
     if not torch.is_grad_enabled():
         return False
     return any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+_NO_GPU_GRADIENT = "training on a GPU is not there yet: run under torch.no_grad()"
 
 
 def _refuse_gradient(**tensors: Tensor | None) -> None:
@@ -111,8 +119,8 @@ class AllToAll(Communicator):
         capacity: rows of each expert, or of all when grouped. None: enough for any routing.
         with_source: also return where each row comes from.
         solo: no combine follows while other calls are under way (training does this by itself).
-        zero_padding: rows without a token become zero. None: while gradients are enabled, because
-            the gradient of an expert's weights multiplies all rows, and 0 * NaN is NaN.
+        zero_padding: rows without a token become zero. None: when autograd records this call.
+            Experts that train need it: the gradient of their weights multiplies all rows.
 
         Differentiable in x and topk_weights. Raises InvalidArgumentError before anything is sent;
         TimeoutError, PeerDeadError and ProtocolError break the object (`broken`).
@@ -120,11 +128,13 @@ class AllToAll(Communicator):
         tokens = self.config.max_tokens if max_tokens is None else max_tokens
         where = self._layout(layout, capacity, alignment, tokens)
         count, count_on_host = _split_count(num_tokens)
-        if self._device is not None and not torch.compiler.is_compiling():
-            self._device.prepare_dispatch(x.dtype, quantize=quantize)
         records = _records(x, topk_weights, *extras)
+        if self._device is not None and not torch.compiler.is_compiling():
+            errors.require(not records, _NO_GPU_GRADIENT)
+            self._device.prepare_dispatch(x.dtype, quantize=quantize)
         if records and quantize and x.requires_grad:
             raise errors.make(errors.InvalidArgumentError, _NO_FP8_GRADIENT)
+        zeroed = records if zero_padding is None else zero_padding
         rows, row_scales, row_weights, counts, offsets, source, handle, row_extras = call(
             _ops.dispatch.default if records else _ops.dispatch_inference.default,
             self._comm,
@@ -138,7 +148,7 @@ class AllToAll(Communicator):
             tokens,
             quantize,
             *where,
-            torch.is_grad_enabled() if zero_padding is None else zero_padding,
+            zeroed,
             with_source,
             solo or records,
         )
@@ -154,6 +164,7 @@ class AllToAll(Communicator):
             topk_idx,
             tokens,
             where,
+            zeroed,
         )
 
     @overload
@@ -201,6 +212,8 @@ class AllToAll(Communicator):
         if self._device is not None and not torch.compiler.is_compiling():
             self._device.prepare_combine(y.dtype, y.dtype if out_dtype is None else out_dtype)
         records = _records(y, row_weights, row_scalars)
+        if records and not dispatched.zero_padding:
+            raise errors.make(errors.InvalidArgumentError, _PADDING_IS_NOT_ZERO)
         out, scalars = call(
             _ops.combine.default if records else _ops.combine_inference.default,
             self._comm,
@@ -300,6 +313,7 @@ class AllToAll(Communicator):
             topk_idx=pending.topk_idx,
             max_tokens=pending.max_tokens,
             layout=pending.layout,
+            zero_padding=pending.zero_padding,
         )
 
     def combine_send(
@@ -354,6 +368,7 @@ class AllToAll(Communicator):
             topk_idx=pending.topk_idx,
             max_tokens=pending.max_tokens,
             layout=pending.layout,
+            zero_padding=pending.zero_padding,
         )
 
     def _layout(self, layout: str, capacity: int | None, alignment: int, max_tokens: int) -> Layout:

@@ -38,6 +38,7 @@ class Dispatched(NamedTuple):
     topk_idx: Tensor  # [T, K], as it was given
     max_tokens: int  # of this call
     layout: Layout
+    zero_padding: bool  # rows without a token are zero
 
 
 class PendingDispatch(NamedTuple):

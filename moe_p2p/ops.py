@@ -219,7 +219,8 @@ def _dispatch_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         grad_row_weights = torch.zeros(num_rows, device=topk_idx.device)  # [R]
     else:
         grad_row_weights = grad_row_weights.contiguous()
-    grad_x, grad_topk_weights = _ops.combine(
+    grad_x, grad_topk_weights = call(
+        _ops.combine.default,
         ctx.comm,
         grad_rows.contiguous(),
         None,
@@ -258,7 +259,8 @@ def _combine_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...])
 def _combine_backward(ctx: Any, grad_out: Tensor | None, _: Any) -> tuple[Any, ...]:
     y, row_weights, handle, topk_idx = ctx.saved_tensors
     assert grad_out is not None  # the scalars have no gradient
-    g, _, present, *_ = _ops.dispatch(
+    g, _, present, *_ = call(
+        _ops.dispatch.default,
         ctx.comm,
         grad_out.contiguous(),  # [T, H]
         None,

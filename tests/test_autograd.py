@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import moe_p2p
 from cases import HIDDEN_DIM, TOPK, make
 from moe_p2p import AllToAll
 from ranks import Rank, run_threads
@@ -192,7 +193,9 @@ def test_only_what_is_asked_for(which: str) -> None:
             chosen = {"x": x, "weights": weights, "experts": experts}.get(which)
             if chosen is not None:
                 chosen.requires_grad_()
-            out = layer(comm, x, given, weights, experts)
+            # Dispatch cannot see that only the experts train.
+            zeroed = True if which == "experts" else None
+            out = layer(comm, x, given, weights, experts, zero_padding=zeroed)
             assert out.requires_grad == (chosen is not None)
             if chosen is not None:
                 out.backward(given.grad)
@@ -211,6 +214,32 @@ def test_only_what_is_asked_for(which: str) -> None:
                 torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
             else:
                 assert mine is None
+
+
+def test_training_on_rows_that_are_not_zeroed_is_refused() -> None:
+    def body(rank: Rank) -> None:
+        with make(rank) as comm:
+            given = inputs(rank.rank)
+            received = comm.dispatch(given.x, given.topk_idx, given.topk_weights)
+            with pytest.raises(moe_p2p.InvalidArgumentError, match="pass zero_padding=True"):
+                comm.combine(received.x * torch.ones(1, requires_grad=True), received)
+            comm.combine(received.x, received)
+
+    run_threads(2, body)
+
+
+def test_errors_of_a_backward_have_their_type() -> None:
+    def body(rank: Rank) -> None:
+        comm = make(rank)
+        given = inputs(rank.rank)
+        x = given.x.requires_grad_()
+        received = comm.dispatch(x, given.topk_idx, given.topk_weights)
+        out = comm.combine(received.x, received)
+        comm.close()
+        with pytest.raises(moe_p2p.ClosedError, match="is closed"):
+            out.backward(given.grad)
+
+    run_threads(2, body)
 
 
 def test_weights_applied_by_the_experts() -> None:
@@ -243,7 +272,9 @@ def test_training_leaves_the_object_ready_for_inference() -> None:
                 experts = expert_weights()[rank.rank * local :][:local].requires_grad_(
                     step % 2 == 0
                 )
-                out = layer(comm, given.x, given, given.topk_weights, experts)
+                out = layer(
+                    comm, given.x, given, given.topk_weights, experts, zero_padding=step % 2 == 0
+                )
                 if step % 2 == 0:
                     out.backward(given.grad)
                 with torch.no_grad():

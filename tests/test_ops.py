@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -286,35 +283,3 @@ def test_other_errors_stay_what_they_are() -> None:
     assert errors.typed(other) is other
     assert issubclass(moe_p2p.TimeoutError, __builtins__["TimeoutError"])
     assert issubclass(moe_p2p.InvalidArgumentError, ValueError)
-
-
-# --- the binary ---
-
-
-def library() -> Path:
-    return Path(moe_p2p.__file__).with_name("_C.abi3.so")
-
-
-def test_needs_only_c_symbols_of_torch_and_none_of_python() -> None:
-    nm = shutil.which("nm")
-    if nm is None:
-        pytest.skip("nm is not installed (binutils)")
-    listed = subprocess.run(
-        [nm, "-D", "--undefined-only", str(library())], capture_output=True, text=True, check=True
-    ).stdout
-    symbols = [line.split()[-1].split("@")[0] for line in listed.splitlines()]
-    torch_symbols = [s for s in symbols if re.search(r"torch|c10|aten|N2at", s, re.IGNORECASE)]
-    assert torch_symbols
-    assert [s for s in torch_symbols if not re.fullmatch(r"(aoti_)?torch_\w+", s)] == []
-    assert [s for s in symbols if re.match(r"_?Py[A-Z_]", s)] == []
-    assert [s for s in symbols if "moe_p2p" in s] == []
-
-
-def test_exports_nothing() -> None:
-    nm = shutil.which("nm")
-    if nm is None:
-        pytest.skip("nm is not installed (binutils)")
-    listed = subprocess.run(
-        [nm, "-D", "--defined-only", str(library())], capture_output=True, text=True, check=True
-    ).stdout
-    assert "moe_p2p" not in listed

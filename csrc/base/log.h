@@ -25,14 +25,14 @@ std::string concat(const Parts&... parts) {
 }  // namespace moe_p2p::base
 
 // MOE_P2P_CHECK(bytes > 0, Code::kInvalidArgument, "bytes is ", bytes, ", must be positive")
-#define MOE_P2P_CHECK(condition, code, ...)                                 \
-  do {                                                                      \
-    if (!(condition)) [[unlikely]]                                          \
+#define MOE_P2P_CHECK(condition, code, ...)                                     \
+  do {                                                                          \
+    if (!(condition)) [[unlikely]]                                              \
       throw ::moe_p2p::base::Error(code, ::moe_p2p::base::concat(__VA_ARGS__)); \
   } while (false)
 
-#define MOE_P2P_LOG(level, ...)                                              \
-  do {                                                                       \
-    if (::moe_p2p::base::log_enabled(level))                                 \
+#define MOE_P2P_LOG(level, ...)                                               \
+  do {                                                                        \
+    if (::moe_p2p::base::log_enabled(level))                                  \
       ::moe_p2p::base::log_line(level, ::moe_p2p::base::concat(__VA_ARGS__)); \
   } while (false)

@@ -7,10 +7,10 @@ namespace moe_p2p::base {
 
 enum class Mutation {
   kNone,
-  kReuseSlotEarly,         // dispatch(e + S) without waiting for combine(e)
-  kSkipEmptyPeer,          // combine does not wait for ranks that got no token of ours
-  kCountWithoutSource,     // immediates of all sources in one counter
-  kPublishBeforePayload,   // an arrival after the first immediate of several
+  kReuseSlotEarly,        // dispatch(e + S) without waiting for combine(e)
+  kSkipEmptyPeer,         // combine does not wait for ranks that got no token of ours
+  kCountWithoutSource,    // immediates of all sources in one counter
+  kPublishBeforePayload,  // an arrival after the first immediate of several
 };
 inline Mutation active_mutation = Mutation::kNone;
 

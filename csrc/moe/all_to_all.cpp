@@ -47,16 +47,18 @@ constexpr const char* phase_name(Phase phase) {
 }  // namespace
 
 struct AllToAll::State {
-  State(engine::TransferEngine& engine_, proxy::ProxyThread* proxy_, const AllToAllOptions& options_)
-      : engine(engine_),
-        proxy(proxy_),
-        options(options_),
-        plan(make_plan(options_.plan)),
-        memory(plan, checked_rank(), !options_.device),
-        kernels(plan, memory, options_.num_threads),
+  State(engine::TransferEngine& with_engine, proxy::ProxyThread* with_proxy,
+        const AllToAllOptions& with_options)
+      : engine(with_engine),
+        proxy(with_proxy),
+        options(with_options),
+        plan(make_plan(with_options.plan)),
+        memory(plan, checked_rank(), !with_options.device),
+        kernels(plan, memory, with_options.num_threads),
         ring(plan, kernels),
-        data(options_.device ? nullptr
-                             : engine_.register_memory({memory.data().data(), memory.data().size()})) {}
+        data(with_options.device
+                 ? nullptr
+                 : with_engine.register_memory({memory.data().data(), memory.data().size()})) {}
 
   int checked_rank() const {
     MOE_P2P_CHECK(options.rank >= 0 && options.rank < plan.shape.world_size, Code::kInvalidArgument,
@@ -95,8 +97,9 @@ struct AllToAll::State {
     if (failure.node >= 0)
       fail(failure.status.code,
            base::concat("a ", phase_name(failure.phase), " write to rank ",
-                        rank_of(failure.node, memory.local()), " (node ", failure.node, ") failed: ",
-                        base::code_name(failure.status.code), ", detail ", failure.status.detail));
+                        rank_of(failure.node, memory.local()), " (node ", failure.node,
+                        ") failed: ", base::code_name(failure.status.code), ", detail ",
+                        failure.status.detail));
     fail(Code::kAborted, base::concat("rank ", word - 1, " of this node gave up; see its error"));
   }
 
@@ -106,10 +109,13 @@ struct AllToAll::State {
   void check_neighbours(const Pending& pending) {
     for (int source = 0; source < plan.shape.world_size; ++source) {
       if (kernels.arrived(pending.step, pending.phase, source)) continue;
-      const int local = source % plan.shape.ranks_per_node;  // of the source, or of its gateway here
-      const bool gone = std::atomic_ref(memory.head(local).closed).load(std::memory_order_acquire) != 0;
+      const int local =
+          source % plan.shape.ranks_per_node;  // of the source, or of its gateway here
+      const bool gone =
+          std::atomic_ref(memory.head(local).closed).load(std::memory_order_acquire) != 0;
       if (!gone && memory.alive(local)) continue;
-      if (kernels.arrived(pending.step, pending.phase, source)) continue;  // it said so before leaving
+      if (kernels.arrived(pending.step, pending.phase, source))
+        continue;  // it said so before leaving
       fail(Code::kPeerDead,
            base::concat("rank ", rank_of(memory.node(), local),
                         gone ? " has closed its communicator" : "'s process has ended", "; ",
@@ -118,8 +124,8 @@ struct AllToAll::State {
   }
 
   std::string waiting_for(const Pending& pending) const {
-    std::string text = base::concat(phase_name(pending.phase), " of step ", pending.step.index,
-                                    " waits for");
+    std::string text =
+        base::concat(phase_name(pending.phase), " of step ", pending.step.index, " waits for");
     for (int source = 0; source < plan.shape.world_size; ++source) {
       if (kernels.arrived(pending.step, pending.phase, source)) continue;
       const int node = source / plan.shape.ranks_per_node;
@@ -127,9 +133,9 @@ struct AllToAll::State {
       if (node != memory.node() && source % plan.shape.ranks_per_node == memory.local()) {
         const auto uses = pending.step.index / static_cast<uint64_t>(plan.shape.steps_in_flight);
         const auto nics = static_cast<uint64_t>(num_nics[static_cast<size_t>(node)]);
-        text += base::concat(", ",
-                             exchange->immediates(pending.phase, pending.step.slot, node) - uses * nics,
-                             " of ", nics, " immediates came");
+        text += base::concat(
+            ", ", exchange->immediates(pending.phase, pending.step.slot, node) - uses * nics,
+            " of ", nics, " immediates came");
       }
       text += ")";
     }
@@ -149,7 +155,8 @@ struct AllToAll::State {
         for (;;) {
           waiter.prepare();
           if (advance()) return;
-          if (get_pending().step.index != pending.step.index || get_pending().phase != pending.phase)
+          if (get_pending().step.index != pending.step.index ||
+              get_pending().phase != pending.phase)
             break;
           check_abort();
           if (platform::Clock::now() >= next_look) {
@@ -157,8 +164,8 @@ struct AllToAll::State {
             next_look = platform::Clock::now() + kLookAtNeighbours;
           }
           if (!waiter.pause())
-            fail(Code::kTimeout, base::concat("timed out after ", options.timeout.count(), " ms: ",
-                                              waiting_for(pending)));
+            fail(Code::kTimeout, base::concat("timed out after ", options.timeout.count(),
+                                              " ms: ", waiting_for(pending)));
         }
       }
     } catch (const Error& error) {
@@ -195,9 +202,7 @@ AllToAll::AllToAll(engine::TransferEngine& engine, proxy::ProxyThread* proxy,
 AllToAll::~AllToAll() { close(); }
 
 const Plan& AllToAll::plan() const noexcept { return state_->plan; }
-std::string AllToAll::broken() const {
-  return state_->story ? state_->story->what() : "";
-}
+std::string AllToAll::broken() const { return state_->story ? state_->story->what() : ""; }
 
 base::Bytes AllToAll::address() const {
   base::WireWriter out;
@@ -235,9 +240,11 @@ void AllToAll::connect(std::span<const base::Bytes> addresses) {
     }
   }
   s.memory.attach(neighbours);
-  s.exchange = std::make_unique<Exchange>(s.plan, s.memory, s.engine, s.data, s.options.communicator,
-                                          std::move(remotes));
-  const auto attach = [&s] { s.engine.imm_table().set_sink(s.options.communicator, s.exchange.get()); };
+  s.exchange = std::make_unique<Exchange>(s.plan, s.memory, s.engine, s.data,
+                                          s.options.communicator, std::move(remotes));
+  const auto attach = [&s] {
+    s.engine.imm_table().set_sink(s.options.communicator, s.exchange.get());
+  };
   if (s.proxy) {
     s.engine.run_on_poller(attach, platform::Clock::now() + s.options.timeout);
     s.proxy->add_task(s.exchange.get());
@@ -303,8 +310,8 @@ DeviceKernels& AllToAll::device() {
 }
 
 int64_t AllToAll::handle_words(int64_t num_rows, int64_t max_tokens) const {
-  const auto layout = abi::HandleLayout::make(state_->plan.shape, num_rows,
-                                              state_->plan.num_chunks(max_tokens));
+  const auto layout =
+      abi::HandleLayout::make(state_->plan.shape, num_rows, state_->plan.num_chunks(max_tokens));
   return static_cast<int64_t>(layout.total);
 }
 
@@ -320,11 +327,13 @@ void check_halves(const Plan& plan, int64_t num_chunks) {
 }
 
 template <typename Call>
-typename std::list<Call>::iterator find_call(std::list<Call>& calls, Handle handle, const char* what) {
+typename std::list<Call>::iterator find_call(std::list<Call>& calls, Handle handle,
+                                             const char* what) {
   for (auto call = calls.begin(); call != calls.end(); ++call)
     if (&call->meta() == reinterpret_cast<const abi::HandleMeta*>(handle.words)) return call;
-  throw Error(Code::kInvalidArgument, base::concat(what, "_recv: this handle has no ", what,
-                                                   "_send waiting; each send half is received once"));
+  throw Error(Code::kInvalidArgument,
+              base::concat(what, "_recv: this handle has no ", what,
+                           "_send waiting; each send half is received once"));
 }
 
 }  // namespace

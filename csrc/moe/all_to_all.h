@@ -41,11 +41,11 @@ struct AllToAllOptions {
 
 // Rows of opaque bytes that travel with the tokens.
 struct ExtraPart {
-  const void* data;      // [T, row_bytes] at the sender
+  const void* data;  // [T, row_bytes] at the sender
   uint64_t row_bytes;
 };
 struct ExtraOutput {
-  void* data;            // [rows, row_bytes] at the receiver
+  void* data;  // [rows, row_bytes] at the receiver
   uint64_t row_bytes;
 };
 
@@ -55,10 +55,10 @@ struct Handle {
 };
 
 struct DispatchSend {
-  const void* x = nullptr;         // [T, H] of x_dtype, contiguous
+  const void* x = nullptr;  // [T, H] of x_dtype, contiguous
   abi::DType x_dtype{};
-  bool quantize = false;           // x to fp8 e4m3 with one fp32 scale per 128 values
-  const float* scales = nullptr;   // [T, ceil(H / 128)] for x of fp8; null: fp8 without scales
+  bool quantize = false;          // x to fp8 e4m3 with one fp32 scale per 128 values
+  const float* scales = nullptr;  // [T, ceil(H / 128)] for x of fp8; null: fp8 without scales
   std::vector<ExtraPart> extras;
   const void* topk_idx = nullptr;  // [T, K] int32 or int64, -1 = none
   bool topk_is_int64 = true;
@@ -75,11 +75,11 @@ struct DispatchSend {
 
 struct DispatchRecv {
   Handle handle{};
-  bool grouped = false;     // rows of all experts one after the other; else [E_local, capacity]
-  int64_t capacity = 0;     // rows per expert, or rows in all when grouped
-  int64_t alignment = 1;    // grouped: each expert starts at a multiple of this
+  bool grouped = false;       // rows of all experts one after the other; else [E_local, capacity]
+  int64_t capacity = 0;       // rows per expert, or rows in all when grouped
+  int64_t alignment = 1;      // grouped: each expert starts at a multiple of this
   bool zero_padding = false;  // rows that hold no token become zero; else they keep what they held
-  abi::DType x_dtype{};     // of `x` below: the payload type on the wire
+  abi::DType x_dtype{};       // of `x` below: the payload type on the wire
   void* x = nullptr;
   float* scales = nullptr;  // [rows, ceil(H / 128)]; null when the dispatch has none
   std::vector<ExtraOutput> extras;
@@ -92,7 +92,7 @@ struct DispatchRecv {
 
 struct CombineSend {
   Handle handle{};
-  const void* y = nullptr;             // [y_rows, H] of y_dtype, laid out as x was received
+  const void* y = nullptr;  // [y_rows, H] of y_dtype, laid out as x was received
   abi::DType y_dtype{};
   int64_t y_rows = 0;
   const float* row_weights = nullptr;  // [y_rows]; null: plain sum
@@ -103,7 +103,7 @@ struct CombineSend {
 
 struct CombineRecv {
   Handle handle{};
-  void* out = nullptr;                 // [T, H]; rows past num_tokens become zero
+  void* out = nullptr;  // [T, H]; rows past num_tokens become zero
   abi::DType out_dtype{};
   float* out_scalars = nullptr;        // [T, K]
   void* stream = nullptr;
@@ -112,7 +112,8 @@ struct CombineRecv {
 class AllToAll {
  public:
   // `proxy` is the thread that polls `engine`; null when the caller turns the loop (simulations).
-  AllToAll(engine::TransferEngine& engine, proxy::ProxyThread* proxy, const AllToAllOptions& options);
+  AllToAll(engine::TransferEngine& engine, proxy::ProxyThread* proxy,
+           const AllToAllOptions& options);
   ~AllToAll();  // close()
 
   const Plan& plan() const noexcept;

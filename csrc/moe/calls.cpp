@@ -75,8 +75,8 @@ std::vector<StepRing::Last> StepRing::last_steps() const {
   std::vector<Last> steps;
   for (uint64_t i = 0; i < slots_.size() && i < next_; ++i) {
     const Slot& slot = slots_[(next_ - 1 - i) % slots_.size()];
-    steps.push_back({step_of(slot.step),
-                     slot.state == State::kClosed || slot.state == State::kAcknowledged});
+    steps.push_back(
+        {step_of(slot.step), slot.state == State::kClosed || slot.state == State::kAcknowledged});
   }
   return steps;
 }
@@ -113,9 +113,10 @@ void DispatchCall::check(const DispatchRecv& recv) const {
   const abi::TokenParts parts = recv_parts(plan_, recv);
   bool fits = recv.x_dtype == sent && parts.num_parts == parts_.num_parts;
   for (int i = 0; fits && i < parts.num_parts; ++i) fits = parts.bytes[i] == parts_.bytes[i];
-  MOE_P2P_CHECK(fits, Code::kInvalidArgument,
-                "the outputs of this dispatch do not fit its inputs: payload type, scales and extras "
-                "must be those that were sent");
+  MOE_P2P_CHECK(
+      fits, Code::kInvalidArgument,
+      "the outputs of this dispatch do not fit its inputs: payload type, scales and extras "
+      "must be those that were sent");
   MOE_P2P_CHECK(recv.capacity >= 0 && recv.alignment >= 1, Code::kInvalidArgument, "capacity is ",
                 recv.capacity, " and alignment ", recv.alignment, ", must be at least 0 and 1");
 }

@@ -32,14 +32,14 @@ class StepRing {
   void check_room(int64_t num_steps) const;
   // Closes what can be closed without waiting. False: the next step must wait for pending().
   bool can_begin();
-  Step begin();  // after can_begin()
+  Step begin();             // after can_begin()
   Pending pending() const;  // when can_begin() was false
 
   // The paired dispatch that opened `step` left it open.
   bool is_open(uint64_t step) const noexcept;
-  void leave_open(Step step) noexcept;     // paired dispatch: the caller will combine or release
-  void acknowledge(Step step);             // sends the empty combine; nobody waits for its answer yet
-  void close(Step step) noexcept;          // its combine has arrived
+  void leave_open(Step step) noexcept;  // paired dispatch: the caller will combine or release
+  void acknowledge(Step step);          // sends the empty combine; nobody waits for its answer yet
+  void close(Step step) noexcept;       // its combine has arrived
   bool arrived(Step step, abi::Phase phase) const noexcept;  // from everybody
   Step step_of(uint64_t index) const noexcept;
   // Steps whose writes may still be on their way: the last one of each slot.
@@ -94,7 +94,7 @@ class CombineCall {
  public:
   CombineCall(const Plan& plan, StepRing& ring, HostKernels& kernels, uint32_t communicator,
               const CombineSend& send);
-  bool advance_send();  // true once all partial sums are handed in
+  bool advance_send();                         // true once all partial sums are handed in
   bool advance_recv(const CombineRecv& recv);  // true once all sums are here; sends the rest
   Pending pending() const;
   const abi::HandleMeta& meta() const noexcept { return handle_.meta(); }

@@ -30,7 +30,8 @@ Exchange::Exchange(const Plan& plan, NodeMemory& memory, engine::TransferEngine&
 }
 
 Exchange::Lane& Exchange::lane(Phase phase, int slot, int index) const noexcept {
-  const auto row = static_cast<size_t>(static_cast<int>(phase) * plan_.shape.steps_in_flight + slot);
+  const auto row =
+      static_cast<size_t>(static_cast<int>(phase) * plan_.shape.steps_in_flight + slot);
   return lanes_[row * remotes_.size() + static_cast<size_t>(index)];
 }
 
@@ -52,15 +53,15 @@ bool Exchange::take(Lane& lane) noexcept {
   const uint64_t base = dispatch ? plan_.regions.landing : plan_.regions.combine_landing;
   const uint64_t stride =
       dispatch ? abi::outbox_bytes(plan_.shape) : abi::partial_bytes(plan_.shape);
-  const Remote& remote =
-      remotes_[static_cast<size_t>(abi::other_index(lane.node, memory_.node()))];
+  const Remote& remote = remotes_[static_cast<size_t>(abi::other_index(lane.node, memory_.node()))];
   const engine::ImmKey key{communicator_, static_cast<uint32_t>(lane.phase),
                            static_cast<uint32_t>(lane.slot), static_cast<uint32_t>(memory_.rank())};
   lane.request.operation = engine::Write{
       .source = data_,
       .source_offset = memory_.offset(from),
       .target = remote.region,
-      .target_offset = static_cast<uint64_t>(lane.slot) * plan_.regions.step_bytes + base + index * stride,
+      .target_offset =
+          static_cast<uint64_t>(lane.slot) * plan_.regions.step_bytes + base + index * stride,
       .bytes = bell.bytes,
       .imm = key.pack(),
   };
@@ -112,8 +113,10 @@ void Exchange::on_imm(const engine::ImmKey& key) noexcept {
                      node < plan_.shape.num_nodes() && node != memory_.node() &&
                      local == memory_.local();
   if (!valid) return;  // not from a rank of this communicator
-  lane(static_cast<Phase>(key.phase), static_cast<int>(key.slot), abi::other_index(node, memory_.node()))
-      .immediates.fetch_add(1, std::memory_order_relaxed);  // other threads read it for stories only
+  lane(static_cast<Phase>(key.phase), static_cast<int>(key.slot),
+       abi::other_index(node, memory_.node()))
+      .immediates.fetch_add(1,
+                            std::memory_order_relaxed);  // other threads read it for stories only
   dirty_ = true;
 }
 
@@ -124,7 +127,8 @@ void Exchange::publish(Lane& lane) noexcept {
   const int source = lane.node * plan_.shape.ranks_per_node + memory_.local();
   // release: pairs with the acquire in HostKernels::arrived(). The payload is visible to this thread
   // (provider.h, assumption 1), so it is to whoever acquires the flag.
-  memory_.flag(memory_.local(), lane.phase, lane.slot, source).store(word, std::memory_order_release);
+  memory_.flag(memory_.local(), lane.phase, lane.slot, source)
+      .store(word, std::memory_order_release);
   const bool whole_node = lane.phase == Phase::kDispatch;
   for (int l = 0; l < memory_.num_local(); ++l)
     if (whole_node || l == memory_.local()) platform::notify_all(memory_.bell(l));
@@ -138,8 +142,8 @@ bool Exchange::publish_arrivals() noexcept {
     Lane& lane = lanes_[i];
     const Remote& remote =
         remotes_[static_cast<size_t>(abi::other_index(lane.node, memory_.node()))];
-    const auto per_step = static_cast<uint64_t>(
-        MOE_P2P_MUTATED(kPublishBeforePayload) ? 1 : remote.num_nics);
+    const auto per_step =
+        static_cast<uint64_t>(MOE_P2P_MUTATED(kPublishBeforePayload) ? 1 : remote.num_nics);
     while (lane.immediates.load(std::memory_order_relaxed) >= (lane.published + 1) * per_step) {
       publish(lane);
       moved = true;

@@ -58,11 +58,11 @@ class Exchange final : public proxy::ProxyTask, public engine::ImmSink {
     int slot = 0;
     abi::Phase phase{};
     engine::Request request;
-    bool busy = false;              // request is with the engine
-    uint64_t word = 0;              // last doorbell taken
+    bool busy = false;                      // request is with the engine
+    uint64_t word = 0;                      // last doorbell taken
     std::atomic<uint64_t> acknowledged{0};  // last doorbell whose write completed
     std::atomic<uint64_t> immediates{0};    // received from that node
-    uint64_t published = 0;         // uses of the slot whose flag is up
+    uint64_t published = 0;                 // uses of the slot whose flag is up
   };
   Lane& lane(abi::Phase phase, int slot, int index) const noexcept;
   bool take(Lane& lane) noexcept;
@@ -76,8 +76,8 @@ class Exchange final : public proxy::ProxyTask, public engine::ImmSink {
   const uint32_t communicator_;
   const std::vector<Remote> remotes_;  // [N-1] by node
   const size_t num_lanes_;
-  std::unique_ptr<Lane[]> lanes_;      // [phase][slot][N-1]
-  bool dirty_ = false;                 // an immediate came since the last publish_arrivals()
+  std::unique_ptr<Lane[]> lanes_;  // [phase][slot][N-1]
+  bool dirty_ = false;             // an immediate came since the last publish_arrivals()
   Failure failure_;
   std::atomic<bool> failed_{false};
 };

@@ -30,9 +30,7 @@ class HandleView {
     return create(shape, handle, meta->num_rows, meta->num_chunks);
   }
 
-  abi::HandleMeta& meta() const noexcept {
-    return *reinterpret_cast<abi::HandleMeta*>(words_);
-  }
+  abi::HandleMeta& meta() const noexcept { return *reinterpret_cast<abi::HandleMeta*>(words_); }
   // [L + N] of token t
   int32_t* send_slots(int64_t token) const noexcept {
     return words_ + layout_.send_slots +

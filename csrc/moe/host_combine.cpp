@@ -45,8 +45,8 @@ void HostKernels::combine_send(Step step, const CombineSend& call, const HandleV
   const uint64_t out_bytes = hidden * abi::item_bytes(call.out_dtype);
   for (int s = 0; s < shape_.world_size; ++s) {
     const int node = s / shape_.ranks_per_node, local = s % shape_.ranks_per_node;
-    RegionHeader& region =
-        node == memory_.node() ? memory_.partial_inbox(local, step.slot, memory_.local())
+    RegionHeader& region = node == memory_.node()
+                               ? memory_.partial_inbox(local, step.slot, memory_.local())
                                : memory_.gather(local, step.slot, node, memory_.local());
     const int32_t count = handle.slot_count(chunk, s);
     fill_header(region, step, static_cast<uint32_t>(count), flags, stride);
@@ -76,9 +76,8 @@ void HostKernels::combine_send(Step step, const CombineSend& call, const HandleV
 void HostKernels::send_empty_combine(Step step) {
   for (int s = 0; s < shape_.world_size; ++s) {
     const int node = s / shape_.ranks_per_node, local = s % shape_.ranks_per_node;
-    fill_header(node == memory_.node()
-                    ? memory_.partial_inbox(local, step.slot, memory_.local())
-                    : memory_.gather(local, step.slot, node, memory_.local()),
+    fill_header(node == memory_.node() ? memory_.partial_inbox(local, step.slot, memory_.local())
+                                       : memory_.gather(local, step.slot, node, memory_.local()),
                 step, 0, abi::kEmpty, 0);
   }
   hand_in(step, nullptr, nullptr, 0);
@@ -92,8 +91,8 @@ void HostKernels::hand_in(Step step, const CombineSend* call, const HandleView* 
     for (int i = 0; i < shape_.num_other_nodes(); ++i) {
       const int node = abi::other_node(i, memory_.node());
       // acq_rel: releases this rank's partial sums, and for the last one acquires all the others'.
-      const uint64_t before = memory_.gather_count(gateway, step.slot, node)
-                                  .fetch_add(1, std::memory_order_acq_rel);
+      const uint64_t before =
+          memory_.gather_count(gateway, step.slot, node).fetch_add(1, std::memory_order_acq_rel);
       if (before + 1 == full) add_up(step, call, handle, chunk, gateway, node);
     }
   }
@@ -144,8 +143,8 @@ RegionHeader& HostKernels::combine_region(Step step, int source) const noexcept 
 
 void HostKernels::check_combine(Step step, uint32_t flags, uint64_t stride) const {
   for (int s = 0; s < shape_.world_size; ++s) {
-    const bool speaks = s / shape_.ranks_per_node == memory_.node() ||
-                        s % shape_.ranks_per_node == memory_.local();
+    const bool speaks =
+        s / shape_.ranks_per_node == memory_.node() || s % shape_.ranks_per_node == memory_.local();
     if (speaks) check_header(combine_region(step, s), step, flags, stride, s, "combine");
   }
 }
@@ -162,9 +161,8 @@ void HostKernels::combine_recv(Step step, const CombineRecv& call, const HandleV
   const uint64_t row_bytes = hidden * abi::item_bytes(call.out_dtype);
   const int64_t begin = chunk * shape_.chunk_tokens;
   const bool last = chunk + 1 == handle.meta().num_chunks;
-  const int64_t end =
-      last ? handle.meta().num_rows
-           : std::min<int64_t>(begin + shape_.chunk_tokens, handle.meta().num_rows);
+  const int64_t end = last ? handle.meta().num_rows
+                           : std::min<int64_t>(begin + shape_.chunk_tokens, handle.meta().num_rows);
   pool_.parallel_for(static_cast<size_t>(std::max<int64_t>(0, end - begin)), [&](size_t i) {
     const int64_t token = begin + static_cast<int64_t>(i);
     const int32_t* slots = handle.send_slots(token);

@@ -30,7 +30,8 @@ void HostKernels::build_slot(std::byte* slot, Step step, const DispatchSend& cal
     weights[k] = call.topk_weights ? call.topk_weights[t * topk + k] : 1.0f;
   }
   const auto hidden = static_cast<uint64_t>(plan_.hidden_dim);
-  const auto* x = static_cast<const std::byte*>(call.x) + t * hidden * abi::item_bytes(call.x_dtype);
+  const auto* x =
+      static_cast<const std::byte*>(call.x) + t * hidden * abi::item_bytes(call.x_dtype);
   auto* scales = reinterpret_cast<float*>(slot + parts.offset[1]);
   if (call.quantize) {
     quantize_row(x, call.x_dtype, slot + parts.offset[0], scales, hidden);
@@ -134,11 +135,11 @@ void HostKernels::place(Step step, const DispatchRecv& call, Placement& placemen
       const bool own_node = s / shape_.ranks_per_node == memory_.node();
       const auto* counts = reinterpret_cast<const int32_t*>(
           region_bytes(dispatch_region(step, s), sizeof(RegionHeader)));
-      const int32_t count =
-          counts[(own_node ? 0 : memory_.local() * shape_.max_local_experts) + e];
+      const int32_t count = counts[(own_node ? 0 : memory_.local() * shape_.max_local_experts) + e];
       const size_t i = static_cast<size_t>(e) * sources + static_cast<size_t>(s);
       MOE_P2P_CHECK(count >= 0 && count <= plan_.max_tokens, Code::kProtocol, "rank ",
-                    memory_.rank(), ": rank ", s, " announced ", count, " tokens for local expert ", e);
+                    memory_.rank(), ": rank ", s, " announced ", count, " tokens for local expert ",
+                    e);
       placement.first_row[i] = static_cast<int32_t>(at);
       placement.num_rows[i] = count;
       at += count;
@@ -146,8 +147,8 @@ void HostKernels::place(Step step, const DispatchRecv& call, Placement& placemen
     call.counts[e] = static_cast<int32_t>(at - first);
     call.offsets[e] = static_cast<int32_t>(first);
     row = call.grouped ? (at + call.alignment - 1) / call.alignment * call.alignment : 0;
-    MOE_P2P_CHECK((call.grouped ? at : at - first) <= call.capacity, Code::kResourceExhausted, "rank ",
-                  memory_.rank(), ": local expert ", e, " ends at row ",
+    MOE_P2P_CHECK((call.grouped ? at : at - first) <= call.capacity, Code::kResourceExhausted,
+                  "rank ", memory_.rank(), ": local expert ", e, " ends at row ",
                   call.grouped ? at : at - first, ", capacity is ", call.capacity,
                   call.grouped ? " rows for all experts" : " rows per expert");
   }
@@ -189,9 +190,10 @@ void HostKernels::read_heads(Step step, const abi::TokenParts& parts, const Hand
         const size_t place = static_cast<size_t>(plan_.expert_local[ids[k]]) *
                                  static_cast<size_t>(shape_.world_size) +
                              static_cast<size_t>(s);
-        MOE_P2P_CHECK(positions[k] >= 0 && positions[k] < placement.num_rows[place], Code::kProtocol,
-                      "rank ", memory_.rank(), ": rank ", s, " sent token ", positions[k],
-                      " for expert ", ids[k], " and announced ", placement.num_rows[place]);
+        MOE_P2P_CHECK(positions[k] >= 0 && positions[k] < placement.num_rows[place],
+                      Code::kProtocol, "rank ", memory_.rank(), ": rank ", s, " sent token ",
+                      positions[k], " for expert ", ids[k], " and announced ",
+                      placement.num_rows[place]);
         rows[k] = placement.first_row[place] + positions[k];
         mine = true;
       }
@@ -214,8 +216,8 @@ void HostKernels::copy_rows(Step step, const DispatchRecv& call, const abi::Toke
     const auto* weights = reinterpret_cast<const float*>(slot + abi::weights_offset(shape_.topk));
     const int32_t* rows = handle.slot_rows(chunk, source, index);
     const auto copy = [&](void* base, int part, uint64_t row) {
-      std::memcpy(static_cast<std::byte*>(base) + row * parts.bytes[part], slot + parts.offset[part],
-                  parts.bytes[part]);
+      std::memcpy(static_cast<std::byte*>(base) + row * parts.bytes[part],
+                  slot + parts.offset[part], parts.bytes[part]);
     };
     for (int k = 0; k < shape_.topk; ++k) {
       if (rows[k] < 0) continue;

@@ -54,8 +54,8 @@ Routing HostKernels::route(const DispatchSend& call, int64_t num_chunks,
     int32_t* next = &routing.num_slots[static_cast<size_t>(t / shape_.chunk_tokens) * width];
     for (int64_t k = 0; k < topk; ++k) {
       const int64_t expert = expert_at(call, t * topk + k);
-      MOE_P2P_CHECK(expert >= -1 && expert < shape_.num_experts, Code::kInvalidArgument, "topk_idx[",
-                    t, ", ", k, "] is ", expert, ", must be -1 (none) or from 0 to ",
+      MOE_P2P_CHECK(expert >= -1 && expert < shape_.num_experts, Code::kInvalidArgument,
+                    "topk_idx[", t, ", ", k, "] is ", expert, ", must be -1 (none) or from 0 to ",
                     shape_.num_experts - 1);
       const auto i = static_cast<size_t>(t * topk + k);
       routing.experts[i] = static_cast<int32_t>(expert);
@@ -116,7 +116,8 @@ void HostKernels::write_counts(RegionHeader& region, const Routing& routing, int
 
 // release: pairs with the acquire in arrived() of the rank that waits.
 void HostKernels::raise_flag(Step step, Phase phase, int local) noexcept {
-  memory_.flag(local, phase, step.slot, memory_.rank()).store(step.word(), std::memory_order_release);
+  memory_.flag(local, phase, step.slot, memory_.rank())
+      .store(step.word(), std::memory_order_release);
   platform::notify_all(memory_.bell(local));
 }
 

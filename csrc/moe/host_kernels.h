@@ -26,7 +26,7 @@ struct Routing {
   std::vector<int32_t> experts;        // [T', K] global ids, -1 = none
   std::vector<int32_t> positions;      // [T', K] earlier tokens of the call with that expert
   std::vector<int32_t> expert_counts;  // [E] tokens of the whole call
-  std::vector<int32_t> num_slots;      // [C][L + N] slots of each chunk, per own-node rank, per node
+  std::vector<int32_t> num_slots;  // [C][L + N] slots of each chunk, per own-node rank, per node
 };
 
 // Where the rows of each (expert, source) lie; made from the counts in the first chunk.
@@ -37,7 +37,7 @@ struct Placement {
     int32_t source;
     int32_t slot;
   };
-  std::vector<Item> items;        // scratch: slots of this chunk that hold rows of ours
+  std::vector<Item> items;  // scratch: slots of this chunk that hold rows of ours
 };
 
 class HostKernels {
@@ -78,7 +78,8 @@ class HostKernels {
   void write_counts(abi::RegionHeader& region, const Routing& routing, int first_rank,
                     int num_ranks) const noexcept;
   void build_slot(std::byte* slot, Step step, const DispatchSend& call,
-                  const abi::TokenParts& parts, const Routing& routing, int64_t token) const noexcept;
+                  const abi::TokenParts& parts, const Routing& routing,
+                  int64_t token) const noexcept;
   void place(Step step, const DispatchRecv& call, Placement& placement) const;
   void read_heads(Step step, const abi::TokenParts& parts, const HandleView& handle, int64_t chunk,
                   Placement& placement) const;

@@ -33,8 +33,8 @@ abi::SignalHead& NodeMemory::head(int local) const noexcept {
 }
 
 NodeMemory::Word NodeMemory::flag(int local, Phase phase, int slot, int source) const noexcept {
-  return Word(*reinterpret_cast<uint64_t*>(signals(local) +
-                                           plan_.signals.flag(phase, slot, source)));
+  return Word(
+      *reinterpret_cast<uint64_t*>(signals(local) + plan_.signals.flag(phase, slot, source)));
 }
 
 abi::Doorbell& NodeMemory::doorbell(int local, Phase phase, int slot, int node) const noexcept {
@@ -62,13 +62,15 @@ NodeMemory::Region& NodeMemory::region(int local, int slot, uint64_t at) const n
 }
 
 NodeMemory::Region& NodeMemory::inbox(int local, int slot, int source_local) const noexcept {
-  return region(local, slot,
-                plan_.regions.inbox + static_cast<uint64_t>(source_local) * abi::inbox_bytes(plan_.shape));
+  return region(
+      local, slot,
+      plan_.regions.inbox + static_cast<uint64_t>(source_local) * abi::inbox_bytes(plan_.shape));
 }
 
 NodeMemory::Region& NodeMemory::outbox(int local, int slot, int node) const noexcept {
-  return region(local, slot,
-                plan_.regions.outbox + static_cast<uint64_t>(other(node)) * abi::outbox_bytes(plan_.shape));
+  return region(
+      local, slot,
+      plan_.regions.outbox + static_cast<uint64_t>(other(node)) * abi::outbox_bytes(plan_.shape));
 }
 
 NodeMemory::Region& NodeMemory::landing(int local, int slot, int source_node) const noexcept {
@@ -77,7 +79,8 @@ NodeMemory::Region& NodeMemory::landing(int local, int slot, int source_node) co
                     static_cast<uint64_t>(other(source_node)) * abi::outbox_bytes(plan_.shape));
 }
 
-NodeMemory::Region& NodeMemory::partial_inbox(int local, int slot, int expert_local) const noexcept {
+NodeMemory::Region& NodeMemory::partial_inbox(int local, int slot,
+                                              int expert_local) const noexcept {
   return region(local, slot,
                 plan_.regions.partial_inbox +
                     static_cast<uint64_t>(expert_local) * abi::partial_bytes(plan_.shape));
@@ -89,13 +92,15 @@ NodeMemory::Region& NodeMemory::gather(int local, int slot, int source_node,
   return region(local, slot, plan_.regions.gather + index * abi::partial_bytes(plan_.shape));
 }
 
-NodeMemory::Region& NodeMemory::combine_outbox(int local, int slot, int source_node) const noexcept {
+NodeMemory::Region& NodeMemory::combine_outbox(int local, int slot,
+                                               int source_node) const noexcept {
   return region(local, slot,
                 plan_.regions.combine_outbox +
                     static_cast<uint64_t>(other(source_node)) * abi::partial_bytes(plan_.shape));
 }
 
-NodeMemory::Region& NodeMemory::combine_landing(int local, int slot, int expert_node) const noexcept {
+NodeMemory::Region& NodeMemory::combine_landing(int local, int slot,
+                                                int expert_node) const noexcept {
   return region(local, slot,
                 plan_.regions.combine_landing +
                     static_cast<uint64_t>(other(expert_node)) * abi::partial_bytes(plan_.shape));

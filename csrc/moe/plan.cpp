@@ -27,8 +27,8 @@ void check(const PlanInput& in) {
   check_range("steps_in_flight", in.steps_in_flight, 2, 16);
   check_range("hidden_dim", in.hidden_dim, 1, 1 << 20);
   check_range("extra_bytes", in.extra_bytes, 0, 1 << 20);
-  for (const auto& [name, bytes] : {std::pair{"payload", in.payload_item_bytes},
-                                    std::pair{"combine", in.combine_item_bytes}})
+  for (const auto& [name, bytes] :
+       {std::pair{"payload", in.payload_item_bytes}, std::pair{"combine", in.combine_item_bytes}})
     MOE_P2P_CHECK(bytes == 1 || bytes == 2 || bytes == 4, Code::kInvalidArgument, name,
                   " item size is ", bytes, " bytes, must be 1, 2 or 4");
 }

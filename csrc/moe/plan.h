@@ -23,9 +23,9 @@ struct PlanInput {
   int64_t max_tokens = 0;    // per rank and call
   int64_t chunk_tokens = 0;  // per step; a larger call runs as several steps
   int64_t steps_in_flight = 2;
-  int64_t payload_item_bytes = 2;  // of the widest payload type that will be dispatched
-  int64_t combine_item_bytes = 2;  // of the widest type that will be combined
-  int64_t extra_bytes = 0;         // per token, the parts rounded up to 16 each
+  int64_t payload_item_bytes = 2;    // of the widest payload type that will be dispatched
+  int64_t combine_item_bytes = 2;    // of the widest type that will be combined
+  int64_t extra_bytes = 0;           // per token, the parts rounded up to 16 each
   std::vector<int64_t> expert_rank;  // [E] owner of each expert; empty: equal blocks
 };
 

@@ -68,8 +68,7 @@ void add(float* acc, const std::byte* row, DType dtype, size_t from, float w, bo
       return add_bf16(acc, reinterpret_cast<const uint16_t*>(row) + from, w, weighted, n);
     case DType::kFloat16:
       return add_f16(acc, reinterpret_cast<const _Float16*>(row) + from, w, weighted, n);
-    default:
-      return add_f32(acc, reinterpret_cast<const float*>(row) + from, w, weighted, n);
+    default: return add_f32(acc, reinterpret_cast<const float*>(row) + from, w, weighted, n);
   }
 }
 
@@ -94,8 +93,7 @@ MOE_P2P_VECTOR void quantize_block(const float* x, float multiplier, uint8_t* ou
     // steps in the low mantissa bits.
     const float shifted = std::bit_cast<float>(magnitude) + 16384.0f;
     const uint32_t denormal = std::bit_cast<uint32_t>(shifted) - 0x46800000u;
-    const uint32_t normal =
-        (magnitude - (120u << 23) + 0x7ffffu + (magnitude >> 20 & 1u)) >> 20;
+    const uint32_t normal = (magnitude - (120u << 23) + 0x7ffffu + (magnitude >> 20 & 1u)) >> 20;
     uint32_t code = magnitude < 0x3c800000u ? denormal : normal;
     code = magnitude > 0x43e00000u ? 0x7eu : code;  // saturate at 448
     code = magnitude > 0x7f800000u ? 0x7fu : code;  // NaN

@@ -73,7 +73,8 @@ Dispatched dispatch(int64_t comm_id, const Tensor& x, std::optional<Tensor> scal
       send, dispatch_recv_from(
                 *comm, layout,
                 {row_x, scales_out, row_extras, row_weights, counts, offsets, source_out}, handle));
-  if (solo) static_cast<abi::HandleMeta*>(handle.mutable_data_ptr())->first_step = kNoStep;
+  if (solo && comm->device < 0)
+    static_cast<abi::HandleMeta*>(handle.mutable_data_ptr())->first_step = kNoStep;
   return {row_x, row_scales, row_weights, counts, offsets, source, handle, std::move(row_extras)};
 }
 

@@ -71,24 +71,15 @@ void* current_stream(int device) {
 
 const char* dtype_name(ScalarType dtype) {
   switch (dtype) {
-    case ScalarType::BFloat16:
-      return "bfloat16";
-    case ScalarType::Half:
-      return "float16";
-    case ScalarType::Float:
-      return "float32";
-    case ScalarType::Double:
-      return "float64";
-    case ScalarType::Float8_e4m3fn:
-      return "float8_e4m3fn";
-    case ScalarType::Int:
-      return "int32";
-    case ScalarType::Long:
-      return "int64";
-    case ScalarType::Byte:
-      return "uint8";
-    default:
-      return torch::headeronly::toString(dtype);
+    case ScalarType::BFloat16: return "bfloat16";
+    case ScalarType::Half: return "float16";
+    case ScalarType::Float: return "float32";
+    case ScalarType::Double: return "float64";
+    case ScalarType::Float8_e4m3fn: return "float8_e4m3fn";
+    case ScalarType::Int: return "int32";
+    case ScalarType::Long: return "int64";
+    case ScalarType::Byte: return "uint8";
+    default: return torch::headeronly::toString(dtype);
   }
 }
 
@@ -136,16 +127,11 @@ void* mutable_data_of(const Tensor& tensor) {
 
 abi::DType payload_type(ScalarType dtype, const char* name) {
   switch (dtype) {
-    case ScalarType::BFloat16:
-      return abi::DType::kBFloat16;
-    case ScalarType::Half:
-      return abi::DType::kFloat16;
-    case ScalarType::Float:
-      return abi::DType::kFloat32;
-    case ScalarType::Float8_e4m3fn:
-      return abi::DType::kFloat8E4M3;
-    default:
-      break;
+    case ScalarType::BFloat16: return abi::DType::kBFloat16;
+    case ScalarType::Half: return abi::DType::kFloat16;
+    case ScalarType::Float: return abi::DType::kFloat32;
+    case ScalarType::Float8_e4m3fn: return abi::DType::kFloat8E4M3;
+    default: break;
   }
   throw base::Error(Code::kInvalidArgument, base::concat(name, " is ", dtype_name(dtype),
                                                          ", must be ", names(kPayloadTypes)));

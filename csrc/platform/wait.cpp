@@ -66,7 +66,8 @@ bool Waiter::pause() noexcept {
   if (sleeping_) {
     // A bounded nap even without a deadline in sight: a peer that died cannot notify.
     constexpr std::chrono::nanoseconds kLongestNap = std::chrono::milliseconds(100);
-    futex_wait(event_.sequence, seen_, std::min<std::chrono::nanoseconds>(deadline_ - now, kLongestNap));
+    futex_wait(event_.sequence, seen_,
+               std::min<std::chrono::nanoseconds>(deadline_ - now, kLongestNap));
   } else if (policy_.mode == WaitMode::kSpin || now - start_ < policy_.spin) {
     relax_cpu();
   } else {

@@ -57,8 +57,8 @@ struct WorkRequest {
 struct Completion {
   enum class Kind : uint8_t { kWrite, kImmediate };
   Kind kind = Kind::kWrite;
-  uint32_t imm = 0;    // kImmediate
-  uint64_t wr_id = 0;  // kWrite
+  uint32_t imm = 0;     // kImmediate
+  uint64_t wr_id = 0;   // kWrite
   base::Status status;  // kWrite
 };
 

@@ -36,7 +36,7 @@ using u64 = std::uint64_t;
 namespace moe_p2p::abi {
 
 inline constexpr i32 kMaxTopk = 32;
-inline constexpr i32 kMaxExperts = 32768;  // expert ids travel in 16 bits, one value means "none"
+inline constexpr i32 kMaxExperts = 32768;    // expert ids travel in 16 bits, one value means "none"
 inline constexpr i32 kMaxRanksPerNode = 64;  // a set of local ranks is one 64-bit word
 inline constexpr i32 kMaxExtras = 8;
 inline constexpr u16 kNoExpert = 0xffff;
@@ -62,8 +62,8 @@ struct Shape {
   i32 num_experts;
   i32 max_local_experts;  // of the rank that owns most
   i32 topk;
-  i32 chunk_tokens;       // M
-  i32 steps_in_flight;    // S
+  i32 chunk_tokens;     // M
+  i32 steps_in_flight;  // S
   i32 reserved;
   u64 max_token_bytes;    // payload + scales + extras of one token, each part 16-byte aligned
   u64 max_partial_bytes;  // one combined row, with its K scalars
@@ -112,9 +112,9 @@ MOE_P2P_HD constexpr u64 slot_bytes(i32 topk, u64 token_bytes) {
 // --- regions ---------------------------------------------------------------------------------
 
 enum RegionFlags : u32 {
-  kEmpty = 1u << 0,     // this half of the step carries nothing (see docs/protocol.md, solo calls)
-  kScalars = 1u << 1,   // combine rows are followed by K fp32 scalars
-  kDTypeShift = 8,      // payload type, 4 bits
+  kEmpty = 1u << 0,    // this half of the step carries nothing (see docs/protocol.md, solo calls)
+  kScalars = 1u << 1,  // combine rows are followed by K fp32 scalars
+  kDTypeShift = 8,     // payload type, 4 bits
 };
 
 // Every region of every phase starts with one, and it travels in the same write as the slots.
@@ -171,7 +171,7 @@ struct Regions {
   u64 combine_outbox;   // [N-1]   written by that last rank, read by this rank's NICs
   u64 combine_landing;  // [N-1]   written by NICs, read by this rank
   u64 step_bytes;
-  u64 total_bytes;      // S * step_bytes
+  u64 total_bytes;  // S * step_bytes
 };
 
 MOE_P2P_HD constexpr Regions make_regions(const Shape& s) {
@@ -228,8 +228,8 @@ struct HandleLayout {
     const u64 slots = sources * static_cast<u64>(s.chunk_tokens);
     HandleLayout h{};
     h.send_slots = sizeof(HandleMeta) / 4;
-    h.slot_counts = h.send_slots + static_cast<u64>(num_rows) *
-                                       static_cast<u64>(s.ranks_per_node + s.num_nodes());
+    h.slot_counts = h.send_slots +
+                    static_cast<u64>(num_rows) * static_cast<u64>(s.ranks_per_node + s.num_nodes());
     h.slot_rows = h.slot_counts + sources;
     h.slot_ranks = align_up(h.slot_rows + slots * static_cast<u64>(s.topk), 2);
     h.total = h.slot_ranks + 2 * slots;

@@ -40,22 +40,24 @@ struct Signals {
     g.steps_in_flight = s.steps_in_flight;
     g.flags = sizeof(SignalHead);
     g.doorbell = align_up(g.flags + 8 * kNumPhases * slots * static_cast<u64>(s.world_size), kLine);
-    g.gather_count =
-        align_up(g.doorbell + sizeof(Doorbell) * kNumPhases * slots * static_cast<u64>(s.num_nodes()),
-                 kLine);
+    g.gather_count = align_up(
+        g.doorbell + sizeof(Doorbell) * kNumPhases * slots * static_cast<u64>(s.num_nodes()),
+        kLine);
     g.total_bytes = align_up(g.gather_count + 8 * slots * static_cast<u64>(s.num_nodes()), 4096);
     return g;
   }
   MOE_P2P_HD constexpr u64 flag(Phase phase, i32 slot, i32 source) const {
     return flags + 8 * ((static_cast<u64>(phase) * static_cast<u64>(steps_in_flight) +
-                         static_cast<u64>(slot)) * static_cast<u64>(world_size) +
+                         static_cast<u64>(slot)) *
+                            static_cast<u64>(world_size) +
                         static_cast<u64>(source));
   }
   MOE_P2P_HD constexpr u64 bell(Phase phase, i32 slot, i32 node) const {
     return doorbell +
            sizeof(Doorbell) * ((static_cast<u64>(phase) * static_cast<u64>(steps_in_flight) +
-                            static_cast<u64>(slot)) * static_cast<u64>(num_nodes) +
-                           static_cast<u64>(node));
+                                static_cast<u64>(slot)) *
+                                   static_cast<u64>(num_nodes) +
+                               static_cast<u64>(node));
   }
   MOE_P2P_HD constexpr u64 gathered(i32 slot, i32 node) const {
     return gather_count +

@@ -68,11 +68,12 @@ TEST_CASE("protocol: broken rules are caught") {
     Mutation mutation;
     std::string nic_settings;
   };
-  for (const Case& c : {Case{"slot reused one step early", Mutation::kReuseSlotEarly, ""},
-                        Case{"no wait for an empty peer", Mutation::kSkipEmptyPeer, ""},
-                        Case{"immediates counted without source", Mutation::kCountWithoutSource, ""},
-                        Case{"arrival published before its payload", Mutation::kPublishBeforePayload, ""},
-                        Case{"NIC delivers immediates early", Mutation::kNone, "mutate=early_imm"}}) {
+  for (const Case& c :
+       {Case{"slot reused one step early", Mutation::kReuseSlotEarly, ""},
+        Case{"no wait for an empty peer", Mutation::kSkipEmptyPeer, ""},
+        Case{"immediates counted without source", Mutation::kCountWithoutSource, ""},
+        Case{"arrival published before its payload", Mutation::kPublishBeforePayload, ""},
+        Case{"NIC delivers immediates early", Mutation::kNone, "mutate=early_imm"}}) {
     CAPTURE(c.name);
     const uint64_t seed = seeds_until_caught(c.mutation, c.nic_settings, 300);
     CHECK(seed > 0);

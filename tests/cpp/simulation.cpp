@@ -26,9 +26,9 @@ enum class Kind { kPaired, kSolo, kReleased };
 struct Call {
   Kind kind{};
   int64_t max_tokens = 0;
-  std::vector<int64_t> num_tokens;            // [W]
-  std::vector<std::vector<int32_t>> topk;     // [W][T * K]
-  std::vector<std::vector<float>> weights;    // [W][T * K]
+  std::vector<int64_t> num_tokens;          // [W]
+  std::vector<std::vector<int32_t>> topk;   // [W][T * K]
+  std::vector<std::vector<float>> weights;  // [W][T * K]
 };
 
 enum class Action { kDispatchSend, kDispatchRecv, kCombineSend, kCombineRecv, kRelease };
@@ -39,7 +39,9 @@ struct Item {
 
 float payload(size_t call, int rank, int64_t token, int column) {
   return static_cast<float>((call * 7 + static_cast<size_t>(rank) * 13 +
-                             static_cast<size_t>(token) * 3 + static_cast<size_t>(column)) % 61 + 1);
+                             static_cast<size_t>(token) * 3 + static_cast<size_t>(column)) %
+                                61 +
+                            1);
 }
 float expert_factor(int expert) { return static_cast<float>(expert % 29 + 1); }
 
@@ -51,7 +53,9 @@ struct Program {
 Call draw_call(const World& world, std::mt19937_64& random) {
   const int num_ranks = world.num_nodes * world.ranks_per_node;
   const int num_experts = num_ranks * world.experts_per_rank;
-  const auto below = [&](int64_t n) { return static_cast<int64_t>(random() % static_cast<uint64_t>(n)); };
+  const auto below = [&](int64_t n) {
+    return static_cast<int64_t>(random() % static_cast<uint64_t>(n));
+  };
   Call call;
   const int64_t style = below(8);
   call.kind = style < 5 ? Kind::kPaired : style < 7 ? Kind::kSolo : Kind::kReleased;
@@ -59,8 +63,9 @@ Call draw_call(const World& world, std::mt19937_64& random) {
   call.max_tokens = chunks * world.chunk_tokens;
   const int64_t crowd = below(6);  // 0: everybody empty, 1: one expert takes all
   for (int rank = 0; rank < num_ranks; ++rank) {
-    const int64_t tokens =
-        crowd == 0 || below(5) == 0 ? 0 : below(4) == 0 ? call.max_tokens : below(call.max_tokens + 1);
+    const int64_t tokens = crowd == 0 || below(5) == 0 ? 0
+                           : below(4) == 0             ? call.max_tokens
+                                                       : below(call.max_tokens + 1);
     call.num_tokens.push_back(tokens);
     std::vector<int32_t> topk;
     std::vector<float> weights;
@@ -125,8 +130,9 @@ class Rank {
       : world_(world), program_(program), rank_(rank), buffers_(program.calls.size()) {
     engine::EngineOptions engine;
     engine.num_nics = world.num_nics;
-    engine.settings = base::concat("ring_kib=16,channels=64,seed=", seed * 1000 + static_cast<uint64_t>(rank) + 1,
-                                   world.nic_settings.empty() ? "" : ",", world.nic_settings);
+    engine.settings =
+        base::concat("ring_kib=16,channels=64,seed=", seed * 1000 + static_cast<uint64_t>(rank) + 1,
+                     world.nic_settings.empty() ? "" : ",", world.nic_settings);
     engine_ = std::make_unique<engine::TransferEngine>(engine);
     moe::AllToAllOptions options;
     options.plan = {.world_size = world.num_nodes * world.ranks_per_node,
@@ -150,8 +156,8 @@ class Rank {
   bool finished() const { return next_ == program_.items.size(); }
   std::string where() const {
     const Item& item = program_.items[next_];
-    return base::concat("rank ", rank_, " at item ", next_, " (action ", static_cast<int>(item.action),
-                        " of call ", item.call, ")");
+    return base::concat("rank ", rank_, " at item ", next_, " (action ",
+                        static_cast<int>(item.action), " of call ", item.call, ")");
   }
 
   bool turn_proxy() {
@@ -187,7 +193,8 @@ class Rank {
         check_rows(item.call, b);
         return true;
       case Action::kCombineSend:
-        if (!combine_) combine_.emplace(plan, ring, kernels, kCommunicator, combine_send(item.call, b));
+        if (!combine_)
+          combine_.emplace(plan, ring, kernels, kCommunicator, combine_send(item.call, b));
         return combine_->advance_send() || program_.calls[item.call].kind == Kind::kSolo;
       case Action::kCombineRecv:
         if (!combine_->advance_recv(combine_recv(item.call, b))) return false;
@@ -227,7 +234,9 @@ class Rank {
     return send;
   }
 
-  int64_t capacity() const { return all_to_all_->plan().max_tokens * all_to_all_->plan().shape.world_size; }
+  int64_t capacity() const {
+    return all_to_all_->plan().max_tokens * all_to_all_->plan().shape.world_size;
+  }
 
   moe::DispatchRecv dispatch_recv(Buffers& b) const {
     moe::DispatchRecv recv;
@@ -262,8 +271,10 @@ class Rank {
   moe::CombineRecv combine_recv(size_t c, Buffers& b) const {
     const auto tokens = program_.calls[c].num_tokens[static_cast<size_t>(rank_)];
     if (b.out.empty()) b.out.assign(static_cast<size_t>(tokens) * kHidden, -1.0f);
-    return {{b.handle.data(), static_cast<int64_t>(b.handle.size())}, b.out.data(),
-            abi::DType::kFloat32, nullptr};
+    return {{b.handle.data(), static_cast<int64_t>(b.handle.size())},
+            b.out.data(),
+            abi::DType::kFloat32,
+            nullptr};
   }
 
   // Rows of an expert: by source rank, then token; each once, with its own payload and weight.
@@ -282,14 +293,14 @@ class Rank {
                        b.row_weights[row] == call.weights[s][i];
           for (int h = 0; right && h < kHidden; ++h)
             right = b.rows[row * kHidden + static_cast<size_t>(h)] == payload(c, source, token, h);
-          MOE_P2P_CHECK(right, base::Code::kProtocol, "rank ", rank_, " call ", c, ": token ", token,
-                        " of rank ", source, " is not in row ", row, " of local expert ", e);
+          MOE_P2P_CHECK(right, base::Code::kProtocol, "rank ", rank_, " call ", c, ": token ",
+                        token, " of rank ", source, " is not in row ", row, " of local expert ", e);
           ++row;
           ++tokens_checked_;
         }
       }
-      MOE_P2P_CHECK(row == end, base::Code::kProtocol, "rank ", rank_, " call ", c, ": local expert ",
-                    e, " has ", end - row, " rows too many");
+      MOE_P2P_CHECK(row == end, base::Code::kProtocol, "rank ", rank_, " call ", c,
+                    ": local expert ", e, " has ", end - row, " rows too many");
     }
   }
 
@@ -356,7 +367,8 @@ Outcome run(const World& world, uint64_t seed) {
       const bool was_finished = rank.finished();
       const bool moved = draw >> 61 & 1 ? rank.turn_proxy() : rank.advance();
       if (!was_finished && rank.finished()) --unfinished;
-      outcome.trace = (outcome.trace ^ (index * 4 + (draw >> 61 & 1) * 2 + moved)) * 0x100000001b3ull;
+      outcome.trace =
+          (outcome.trace ^ (index * 4 + (draw >> 61 & 1) * 2 + moved)) * 0x100000001b3ull;
     }
   } catch (const base::Error& error) {
     outcome.fault = error.what();

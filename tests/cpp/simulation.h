@@ -21,9 +21,9 @@ struct World {
 };
 
 struct Outcome {
-  std::string fault;      // empty: every token came once, whole, in its place, and back
-  uint64_t trace = 0;     // hash of every scheduling decision and what it moved
-  uint64_t tokens = 0;    // (token, expert) pairs checked
+  std::string fault;    // empty: every token came once, whole, in its place, and back
+  uint64_t trace = 0;   // hash of every scheduling decision and what it moved
+  uint64_t tokens = 0;  // (token, expert) pairs checked
   uint64_t turns = 0;
 };
 

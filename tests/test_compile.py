@@ -1,0 +1,209 @@
+"""torch.compile of a layer over dispatch and combine: one graph each way, and the same results.
+
+`aot_eager` runs all that concerns ops (tracing, functionalization, partitioning) in a second;
+inductor, which generates code on top, is tried once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from cases import HIDDEN_DIM, TOPK, make, make_tokens
+from moe_p2p import AllToAll
+from ranks import Rank, run_processes
+
+NUM_EXPERTS = 8
+
+
+class Layer(nn.Module):
+    """Router, dispatch, one matrix per expert, combine."""
+
+    def __init__(self, comm: AllToAll, **options: Any) -> None:
+        super().__init__()
+        self.comm = comm
+        self.options = options
+        generator = torch.Generator().manual_seed(3)
+        self.router = nn.Parameter(torch.randn(NUM_EXPERTS, HIDDEN_DIM, generator=generator))
+        experts = torch.randn(NUM_EXPERTS, HIDDEN_DIM, HIDDEN_DIM, generator=generator)
+        local = comm.num_local_experts
+        self.experts = nn.Parameter(experts[comm.rank * local :][:local] / HIDDEN_DIM**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [T, H] -> [T, H]."""
+        weights, topk_idx = (x @ self.router.t()).softmax(-1).topk(TOPK)
+        received = self.comm.dispatch(x, topk_idx, weights, **self.options)
+        y = torch.bmm(received.x, self.experts).relu()
+        return x + self.comm.combine(y, received)
+
+
+def gradients(layer: Layer, x: Tensor, run: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """The result of `run` on x, and the gradients of x and of the layer's weights."""
+    layer.zero_grad()
+    x = x.detach().requires_grad_()
+    out = run(x)
+    out.square().sum().backward()
+    grads = [x.grad, layer.router.grad, layer.experts.grad]
+    assert all(grad is not None for grad in grads)
+    return [out.detach(), *[grad.clone() for grad in grads if grad is not None]]
+
+
+@pytest.fixture
+def alone() -> Iterator[AllToAll]:
+    torch._dynamo.reset()
+    with make(Rank(0, 1, dist.HashStore()), steps_in_flight=4) as comm:
+        yield comm
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_layer_is_one_graph_forward_and_backward(alone: AllToAll, backend: str) -> None:
+    layer = Layer(alone)
+    counter = CompileCounterWithBackend(backend)
+    compiled = torch.compile(layer, fullgraph=True, backend=counter)
+    x = torch.randn(7, HIDDEN_DIM)
+    wanted = gradients(layer, x, layer)
+    # Inductor reorders the sums of the layer's own matrix products.
+    tolerance = {"rtol": 1e-4, "atol": 1e-4} if backend == "inductor" else {"rtol": 0, "atol": 0}
+    for got, want in zip(gradients(layer, x, compiled), wanted, strict=True):
+        torch.testing.assert_close(got, want, **tolerance)
+    assert counter.frame_count == 1
+    assert [node.name for node in counter.graphs[0].graph.nodes if "dispatch" in node.name]
+
+
+def test_number_of_tokens_may_change_without_compiling_again(alone: AllToAll) -> None:
+    layer = Layer(alone)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, fullgraph=True, backend=counter, dynamic=True)
+    for count in (7, 5, 3, 12, 2):
+        x = torch.randn(count, HIDDEN_DIM)
+        wanted = gradients(layer, x, layer)
+        for got, want in zip(gradients(layer, x, compiled), wanted, strict=True):
+            torch.testing.assert_close(got, want)
+    assert counter.frame_count == 1
+
+
+def test_options_and_inference(alone: AllToAll) -> None:
+    tokens = make_tokens(0, 0, 6)
+
+    def step(x: Tensor, idx: Tensor, weights: Tensor, count: Tensor) -> tuple[Tensor, ...]:
+        received = alone.dispatch(
+            x, idx, weights, quantize=True, layout="grouped", alignment=4, num_tokens=count,
+            with_source=True, zero_padding=True,
+        )  # fmt: skip
+        assert received.scales is not None
+        assert received.source is not None
+        scales = received.scales.repeat_interleave(128, dim=-1)[:, :HIDDEN_DIM]
+        out = alone.combine(received.x.float() * scales, received)
+        return out, received.counts, received.offsets
+
+    given = (tokens.x, tokens.topk_idx, tokens.topk_weights, torch.tensor(4))
+    with torch.no_grad():
+        compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+        for got, want in zip(compiled(*given), step(*given), strict=True):
+            torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+def test_halves_are_one_graph(alone: AllToAll) -> None:
+    tokens = make_tokens(1, 0, 6)
+
+    def step(x: Tensor, idx: Tensor, weights: Tensor) -> Tensor:
+        pending = alone.dispatch_send(x, idx, weights)
+        shared = x.tanh()  # the time between the halves
+        received = alone.dispatch_recv(pending)
+        combining = alone.combine_send(received.x * 2, received)
+        shared = shared @ shared.t() @ x
+        return alone.combine_recv(combining) + shared
+
+    given = (tokens.x, tokens.topk_idx, tokens.topk_weights)
+    with torch.no_grad():
+        wanted = step(*given)
+        for backend in ("aot_eager", "inductor"):
+            compiled = torch.compile(step, fullgraph=True, backend=backend)
+            for _ in range(3):
+                torch.testing.assert_close(compiled(*given), wanted)
+
+
+def next_step(comm: AllToAll) -> int:
+    """How many steps the communicator has made."""
+    tokens = make_tokens(0, 0, 1)
+    received = comm.dispatch(tokens.x, tokens.topk_idx)
+    comm.release(received)
+    return int(received.handle.view(torch.int32)[2])
+
+
+def test_a_call_that_nobody_reads_still_runs(alone: AllToAll) -> None:
+    tokens = make_tokens(0, 0, 4)
+
+    def step(x: Tensor, idx: Tensor) -> Tensor:
+        alone.dispatch(x, idx, solo=True)
+        alone.dispatch(x, idx, solo=True)  # alike, and yet a second one
+        return x + 1
+
+    before = next_step(alone)
+    torch.compile(step, fullgraph=True, backend="aot_eager")(tokens.x, tokens.topk_idx)
+    assert next_step(alone) == before + 3
+
+
+def test_calls_keep_their_order(alone: AllToAll) -> None:
+    first, second = make_tokens(0, 0, 4), make_tokens(1, 0, 4)
+    order: list[str] = []
+
+    def record(graph: torch.fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
+        for node in graph.graph.nodes:
+            text = f"{node.target} {node.args}"
+            for op in ("dispatch", "combine"):
+                if f"moe_p2p.{op}" in text and "getitem" not in node.name:
+                    order.append(op)
+        return graph.forward
+
+    def step(x1: Tensor, x2: Tensor) -> tuple[Tensor, Tensor]:
+        one = alone.dispatch(x1, first.topk_idx)
+        two = alone.dispatch(x2, second.topk_idx)
+        # The second combine is needed first.
+        return alone.combine(two.x, two), alone.combine(one.x, one)
+
+    with torch.no_grad():
+        compiled = torch.compile(step, fullgraph=True, backend=aot_autograd(fw_compiler=record))
+        compiled(first.x, second.x)
+    assert order == ["dispatch", "dispatch", "combine", "combine"]
+
+
+def test_errors_come_through_with_their_text(alone: AllToAll) -> None:
+    tokens = make_tokens(0, 0, 4)
+
+    def step(x: Tensor, idx: Tensor) -> Tensor:
+        return alone.dispatch(x, idx, solo=True).x
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    bad = tokens.topk_idx.clone()
+    bad[1, 2] = 99
+    with pytest.raises(RuntimeError, match=r"moe_p2p \[invalid argument\] topk_idx\[1, 2\] is 99"):
+        compiled(tokens.x, bad)
+    assert alone.broken == ""
+
+
+def run_compiled(rank: Rank) -> list[Tensor]:
+    with make(rank, ranks_per_node=1) as comm:
+        layer = Layer(comm)
+        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
+        results = []
+        for count in (5 + rank.rank, 3, 2 + 4 * rank.rank):
+            x = torch.randn(count, HIDDEN_DIM, generator=torch.Generator().manual_seed(count))
+            wanted = gradients(layer, x, layer)
+            for got, want in zip(gradients(layer, x, compiled), wanted, strict=True):
+                torch.testing.assert_close(got, want)
+            results.append(wanted[0])
+        return results
+
+
+def test_ranks_compile_alike_with_tokens_of_their_own() -> None:
+    first, second = run_processes(2, run_compiled)
+    assert [len(out) for out in first] == [5, 3, 2]
+    assert [len(out) for out in second] == [6, 3, 6]
