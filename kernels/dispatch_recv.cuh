@@ -90,10 +90,10 @@ __device__ inline void copy_row(char* to, const char* from, u64 bytes) {
 __device__ inline void recv_slot(const DispatchParams& p, u64 step, i32 slot, i32 source, i32 index,
                                  RecvShared& s, const HandleArrays& handle) {
   const i32 thread = static_cast<i32>(threadIdx.x);
-  const char* from = inbox_at(p.comm.data[p.comm.rank % kLocal], slot, source) +
-                     kInboxSlots + static_cast<u64>(index) * p.parts.slot_bytes;
+  const u64 own = p.comm.data[p.comm.rank % kLocal];
+  const char* from = inbox_at(own, slot, source) + kInboxSlots + static_cast<u64>(index) * p.parts.slot_bytes;
   if (thread == 0)
-    s.arrived = wait_word(reinterpret_cast<const u32*>(from), static_cast<u32>(step + 1), p.comm,
+    s.arrived = wait_word(inbox_flags_at(own, slot, source) + index, static_cast<u32>(step + 1), p.comm,
                           Phase::kDispatch, source, step);
   __syncthreads();
   if (thread < kTopk) {

@@ -126,11 +126,12 @@ __device__ __forceinline__ Vec load_payload(const DispatchParams& p, i32 token, 
 }
 
 // Everything of the slot but its payload and flag into shared memory.
-__device__ inline void build_head(const DispatchParams& p, i32 token, SendShared& s,
+__device__ inline void build_head(const DispatchParams& p, u64 step, i32 token, SendShared& s,
                                   const HandleArrays& handle) {
   const i32 thread = static_cast<i32>(threadIdx.x);
   auto* head = reinterpret_cast<char*>(s.head);
-  if (thread < kHeadWords) s.head[thread] = thread == 1 ? static_cast<u32>(token) : 0;
+  if (thread < kHeadWords)
+    s.head[thread] = thread == 0 ? static_cast<u32>(step + 1) : thread == 1 ? static_cast<u32>(token) : 0;
   if (thread < kLocal) {
     const bool goes = s.has[thread][token / 32] >> (token % 32) & 1;
     const i32 slot = goes ? tokens_before(s.has[thread], token) : -1;
@@ -165,7 +166,7 @@ __device__ inline void send_token(const DispatchParams& p, u64 step, i32 slot, i
 #pragma unroll
   for (i32 r = 0; r < kRounds; ++r)
     payload[r] = load_payload(p, token, static_cast<i32>(threadIdx.x) + r * kThreads, s);
-  build_head(p, token, s, handle);
+  build_head(p, step, token, s, handle);
   __syncthreads();
   const i32 own = p.comm.rank % kLocal;
 #pragma unroll 1
@@ -179,7 +180,7 @@ __device__ inline void send_token(const DispatchParams& p, u64 step, i32 slot, i
       const i32 at = static_cast<i32>(threadIdx.x) + r * kThreads;
       if (at < kPayloadVecs) st_na_v4(to + kHeadBytes + at * 16, payload[r]);
     }
-    if (threadIdx.x > 0 && threadIdx.x < kHeadWords)
+    if (threadIdx.x < kHeadWords)
       reinterpret_cast<u32*>(to)[threadIdx.x] = s.head[threadIdx.x];
     if (p.parts.bytes[1]) {
       const auto* scales = kQuantize ? reinterpret_cast<const char*>(s.scale)
@@ -197,10 +198,7 @@ __device__ inline void send_token(const DispatchParams& p, u64 step, i32 slot, i
   // The slot's flag, after every thread's stores; pairs with the wait in recv_slot() of rank l.
   const i32 l = static_cast<i32>(threadIdx.x);
   if (l < kLocal && s.slot[l] >= 0)
-    st_release_sys_u32(reinterpret_cast<u32*>(inbox_at(p.comm.data[l], slot, own) +
-                                              kInboxSlots +
-                                              static_cast<u64>(s.slot[l]) * p.parts.slot_bytes),
-                       static_cast<u32>(step + 1));
+    st_release_sys_u32(inbox_flags_at(p.comm.data[l], slot, own) + s.slot[l], static_cast<u32>(step + 1));
 }
 
 __device__ inline void dispatch_send(const DispatchParams& p, u64 step, i32 block, i32 num_blocks) {

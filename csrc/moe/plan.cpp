@@ -103,7 +103,8 @@ int64_t Plan::num_chunks(int64_t max_tokens_of_call) const {
 
 std::vector<std::pair<std::string, uint64_t>> Plan::table() const {
   const auto steps = static_cast<uint64_t>(shape.steps_in_flight);
-  return {{"inbox", steps * (regions.outbox - regions.inbox)},
+  return {{"inbox", steps * (regions.inbox_flags - regions.inbox)},
+          {"inbox_flags", steps * (regions.outbox - regions.inbox_flags)},
           {"outbox", steps * (regions.landing - regions.outbox)},
           {"landing", steps * (regions.partial_inbox - regions.landing)},
           {"partial_inbox", steps * (regions.partial_flags - regions.partial_inbox)},

@@ -79,7 +79,7 @@ struct Shape {
 // in the header this is the row), K fp32 weights, padded to a line; then payload, scales and extras,
 // each 16-byte aligned.
 struct SlotHead {
-  u32 step;   // low 32 bits of step + 1; stored last inside a node, where it is the slot's flag
+  u32 step;   // low 32 bits of step + 1: a stale slot cannot pass for a new one
   u32 token;  // row at the source
 };
 static_assert(sizeof(SlotHead) == 8, "slots travel between machines");
@@ -156,17 +156,20 @@ MOE_P2P_HD constexpr u64 partial_bytes(const Shape& s) {
          static_cast<u64>(s.chunk_tokens) * align_up(s.max_partial_bytes, kLine);
 }
 
-MOE_P2P_HD constexpr u64 partial_flags_bytes(const Shape& s) {
+// u32 per slot or row, low half of step + 1, so that a device starts on the first one to come. Apart
+// from the slots, whose places depend on the call: a word must always be the same word.
+MOE_P2P_HD constexpr u64 flags_bytes(const Shape& s) {
   return align_up(4 * static_cast<u64>(s.chunk_tokens), kLine);
 }
 
 // Offsets in a rank's data memory of step slot 0; add slot * step_bytes. Order: dispatch, combine.
 struct Regions {
   u64 inbox;            // [L]     written by own-node sources, read by this rank
+  u64 inbox_flags;      // [L]     a flag for each slot of it
   u64 outbox;           // [N-1]   written by this rank, read by its NICs
   u64 landing;          // [N-1]   written by NICs, read by every rank of this node
   u64 partial_inbox;    // [L]     written by own-node expert ranks, read by this rank
-  u64 partial_flags;    // [L]     u32 per slot of it, low half of step + 1: devices start on the first row
+  u64 partial_flags;    // [L]     a flag for each row of it
   u64 gather;           // [N-1][L] written by own-node expert ranks, read by the last of them
   u64 combine_outbox;   // [N-1]   written by that last rank, read by this rank's NICs
   u64 combine_landing;  // [N-1]   written by NICs, read by this rank
@@ -180,10 +183,11 @@ MOE_P2P_HD constexpr Regions make_regions(const Shape& s) {
   Regions r{};
   u64 at = 0;
   r.inbox = at, at += local * inbox_bytes(s);
+  r.inbox_flags = at, at += local * flags_bytes(s);
   r.outbox = at, at += others * outbox_bytes(s);
   r.landing = at, at += others * outbox_bytes(s);
   r.partial_inbox = at, at += local * partial_bytes(s);
-  r.partial_flags = at, at += local * partial_flags_bytes(s);
+  r.partial_flags = at, at += local * flags_bytes(s);
   r.gather = at, at += others * local * partial_bytes(s);
   r.combine_outbox = at, at += others * partial_bytes(s);
   r.combine_landing = at, at += others * partial_bytes(s);

@@ -21,7 +21,7 @@ inline constexpr Shape kShape{
 inline constexpr Regions kRegions = make_regions(kShape);
 inline constexpr u64 kInboxBytes = inbox_bytes(kShape);
 inline constexpr u64 kPartialBytes = partial_bytes(kShape);
-inline constexpr u64 kPartialFlagsBytes = partial_flags_bytes(kShape);
+inline constexpr u64 kFlagsBytes = flags_bytes(kShape);
 inline constexpr u64 kInboxSlots = inbox_slots_offset(kShape);
 inline constexpr i32 kHidden = MOE_P2P_HIDDEN_DIM;
 inline constexpr i32 kTopk = kShape.topk;
@@ -42,12 +42,15 @@ __device__ __forceinline__ char* region_at(u64 data, i32 slot, u64 first, u64 by
 __device__ __forceinline__ char* inbox_at(u64 data, i32 slot, i32 source) {
   return region_at(data, slot, kRegions.inbox, kInboxBytes, source);
 }
+__device__ __forceinline__ u32* inbox_flags_at(u64 data, i32 slot, i32 source) {
+  return reinterpret_cast<u32*>(region_at(data, slot, kRegions.inbox_flags, kFlagsBytes, source));
+}
 __device__ __forceinline__ char* partial_at(u64 data, i32 slot, i32 expert_rank) {
   return region_at(data, slot, kRegions.partial_inbox, kPartialBytes, expert_rank);
 }
 __device__ __forceinline__ u32* partial_flags_at(u64 data, i32 slot, i32 expert_rank) {
   return reinterpret_cast<u32*>(
-      region_at(data, slot, kRegions.partial_flags, kPartialFlagsBytes, expert_rank));
+      region_at(data, slot, kRegions.partial_flags, kFlagsBytes, expert_rank));
 }
 
 // The handle's arrays for one chunk (HandleLayout).
