@@ -18,13 +18,7 @@ def main(arguments: list[str]) -> int:
         asked = arguments[0] if arguments else "--help"
         print("\n".join(["usage: python -m moe_p2p COMMAND [OPTIONS]", "", *lines]))
         return 0 if asked in ("-h", "--help") else 2
-    try:
-        command = importlib.import_module(COMMANDS[arguments[0]][0])
-    except ModuleNotFoundError as error:
-        if error.name != "tqdm":
-            raise
-        print("tqdm is not installed: pip install 'moe_p2p[bench]'", file=sys.stderr)
-        return 2
+    command = importlib.import_module(COMMANDS[arguments[0]][0])
     return int(command.main(arguments[1:]))
 
 

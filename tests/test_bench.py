@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -37,8 +38,12 @@ def test_checks_measures_and_writes(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert row["wire_bytes"] >= row["floor_bytes"] > 0
         assert row["flat_floor_bytes"] >= row["floor_bytes"]
         assert (row["ranks"], row["hidden"], row["dtype"]) == (2, 256, "bf16")
-    assert png.stat().st_size > 10_000
-    assert "pair" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    if importlib.util.find_spec("matplotlib"):
+        assert png.stat().st_size > 10_000
+    else:
+        assert "no plot: matplotlib" in printed
+    assert "pair" in printed
 
 
 def test_a_failing_rank_fails_the_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,5 +9,5 @@ with a baseline that does the same job over torch.distributed.all_to_all_single.
     systems     what is timed: the package;  baseline: torch.distributed
     check       comparison with the reference
     worker      one rank: check, then measure
-    report      rows as a table, JSON and a plot
+    report      rows as a table, JSON and a plot;  progress: the bar on a terminal
 """

@@ -9,20 +9,19 @@ Buffers are reused, inputs change from one iteration to the next.
 
 from __future__ import annotations
 
-import sys
 import time
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from tqdm import tqdm
 
 from moe_p2p import launch, reference, reference_wire
 from moe_p2p.bench.baseline import TorchAllToAll
 from moe_p2p.bench.cases import Job, changing_counts, make_job
 from moe_p2p.bench.check import expect, verify
 from moe_p2p.bench.options import Options
+from moe_p2p.bench.progress import bar
 from moe_p2p.bench.report import Latency, Row
 from moe_p2p.bench.systems import MoeP2p, Rows, System
 from moe_p2p.reference import Tokens
@@ -56,8 +55,7 @@ def run(options: Options) -> list[Row]:
 def _run(options: Options, job: Job, rank: int, *, systems: list[System]) -> list[Row]:
     rows: list[Row] = []
     total = len(options.tokens) * (options.checks + 1)
-    hidden = None if rank == 0 else True  # None: shown on a terminal only
-    with tqdm(total=total, disable=hidden, file=sys.stderr, leave=False) as progress:
+    with bar(total, shown=rank == 0) as progress:
         for tokens in options.tokens:
             wrong: dict[str, list[str]] = {system.name: [] for system in systems}
             for system in systems:
