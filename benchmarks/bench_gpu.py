@@ -12,12 +12,13 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from moe_p2p import AllToAll, AllToAllConfig
+from moe_p2p import AllToAll, AllToAllConfig, Dispatched
 
 
 def routing(tokens: int, topk: int, experts: int, rank: int) -> torch.Tensor:
@@ -35,6 +36,51 @@ def period_us(run: Any, repeats: int) -> float:
     end.record()
     torch.cuda.synchronize()
     return begin.elapsed_time(end) * 1000 / repeats
+
+
+def measure_calls(
+    comm: AllToAll, tokens: int, arguments: argparse.Namespace, meet: Callable[[], None]
+) -> tuple[list[float], list[float], list[tuple[float, float]]]:
+    """Pair periods, eager and replayed, then (dispatch, combine) apart; all in microseconds."""
+    x = torch.randn(tokens, arguments.hidden, device="cuda").bfloat16()
+    idx = routing(tokens, arguments.topk, arguments.experts, comm.rank).cuda()
+    weights = torch.full(idx.shape, 1 / arguments.topk, device="cuda")
+    shape = comm.dispatch(x, idx, weights, quantize=arguments.fp8)
+    y = torch.zeros(shape.x.shape, dtype=torch.bfloat16, device="cuda")
+    comm.combine(y, shape)
+
+    def dispatch() -> Dispatched:
+        return comm.dispatch(x, idx, weights, quantize=arguments.fp8)
+
+    def pair() -> None:
+        comm.combine(y, dispatch())
+
+    for _ in range(5):
+        pair()
+    torch.cuda.synchronize()
+    meet()
+    eager = [period_us(pair, 20) for _ in range(9)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(20):
+            pair()
+    torch.cuda.synchronize()
+    meet()
+    replayed = [period_us(graph.replay, 1) / 20 for _ in range(15)]
+    apart = []
+    for _ in range(15):
+        begin, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+        torch.cuda._sleep(400_000)
+        meet()
+        begin.record()
+        got = dispatch()
+        middle.record()
+        comm.combine(y, got)
+        end.record()
+        torch.cuda.synchronize()
+        apart.append((begin.elapsed_time(middle) * 1000, middle.elapsed_time(end) * 1000))
+    meet()
+    return sorted(eager), sorted(replayed), apart
 
 
 def measure(rank: int, port: int, arguments: argparse.Namespace, results: Any) -> None:
@@ -60,57 +106,7 @@ def measure(rank: int, port: int, arguments: argparse.Namespace, results: Any) -
             num_sms=arguments.sms,
         )
         with AllToAll(store, config, rank=rank, world_size=arguments.ranks) as comm:
-            x = torch.randn(tokens, arguments.hidden, device="cuda").bfloat16()
-            idx = routing(tokens, arguments.topk, arguments.experts, rank).cuda()
-            weights = torch.full(idx.shape, 1 / arguments.topk, device="cuda")
-            got = comm.dispatch(x, idx, weights, quantize=arguments.fp8)
-            y = torch.zeros(got.x.shape, dtype=torch.bfloat16, device="cuda")
-            into, out = got, comm.combine(y, got)
-
-            def dispatch() -> Any:
-                sent = comm.dispatch(x, idx, weights, quantize=arguments.fp8)
-                return sent
-
-            def pair() -> None:
-                comm.combine(y, dispatch())
-
-            for _ in range(5):
-                pair()
-            torch.cuda.synchronize()
-            meet()
-            eager = [period_us(pair, 20) for _ in range(9)]
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                for _ in range(20):
-                    pair()
-            torch.cuda.synchronize()
-            meet()
-            replayed = [period_us(graph.replay, 1) / 20 for _ in range(15)]
-            meet()
-
-            def timed(first: Any, second: Any) -> list[tuple[float, float]]:
-                spans = []
-                for _ in range(15):
-                    events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
-                    torch.cuda._sleep(400_000)
-                    meet()
-                    events[0].record()
-                    value = first()
-                    events[1].record()
-                    second(value)
-                    events[2].record()
-                    torch.cuda.synchronize()
-                    spans.append(
-                        (
-                            events[0].elapsed_time(events[1]) * 1000,
-                            events[1].elapsed_time(events[2]) * 1000,
-                        )
-                    )
-                return spans
-
-            apart = timed(dispatch, lambda value: comm.combine(y, value))
-            results.put((rank, tokens, sorted(eager), sorted(replayed), apart))
-            del into, out, graph
+            results.put((rank, tokens, *measure_calls(comm, tokens, arguments, meet)))
             meet()
 
 

@@ -11,13 +11,14 @@ inline constexpr DType kYType = static_cast<DType>(MOE_P2P_Y_DTYPE);
 inline constexpr DType kOutType = static_cast<DType>(MOE_P2P_OUT_DTYPE);
 // A thread works on kValues neighbouring values: one Vec of the narrower type.
 inline constexpr i32 kValues = Values<kYType>::kCount > Values<kOutType>::kCount
-                                   ? Values<kYType>::kCount : Values<kOutType>::kCount;
+                                   ? Values<kYType>::kCount
+                                   : Values<kOutType>::kCount;
 inline constexpr i32 kGroups = kHidden / kValues;
 static_assert(kHidden % kValues == 0);
 
 template <DType kType>
-__device__ __forceinline__ void add_values(float* acc, const char* row, i32 group, float weight, bool weighted,
-                                           bool constant) {
+__device__ __forceinline__ void add_values(float* acc, const char* row, i32 group, float weight,
+                                           bool weighted, bool constant) {
   constexpr i32 kPerVec = Values<kType>::kCount;
 #pragma unroll
   for (i32 i = 0; i < kValues / kPerVec; ++i) {
@@ -26,7 +27,8 @@ __device__ __forceinline__ void add_values(float* acc, const char* row, i32 grou
     Values<kType>::load(constant ? ld_nc_v4(at) : ld_na_v4(at), f);
 #pragma unroll
     for (i32 j = 0; j < kPerVec; ++j)
-      acc[i * kPerVec + j] = __fadd_rn(acc[i * kPerVec + j], weighted ? __fmul_rn(weight, f[j]) : f[j]);
+      acc[i * kPerVec + j] =
+          __fadd_rn(acc[i * kPerVec + j], weighted ? __fmul_rn(weight, f[j]) : f[j]);
   }
 }
 
@@ -34,7 +36,8 @@ __device__ __forceinline__ void store_values(char* row, i32 group, const float* 
   constexpr i32 kPerVec = Values<kOutType>::kCount;
 #pragma unroll
   for (i32 i = 0; i < kValues / kPerVec; ++i)
-    st_na_v4(row + (group * (kValues / kPerVec) + i) * 16, Values<kOutType>::store(acc + i * kPerVec));
+    st_na_v4(row + (group * (kValues / kPerVec) + i) * 16,
+             Values<kOutType>::store(acc + i * kPerVec));
 }
 
 inline constexpr u64 kOutBytes = kHidden * item_bytes(kOutType);
@@ -49,9 +52,10 @@ __device__ inline void combine_send(const CombineParams& p, u64 step, i32 block,
   // This rank has read all of the step's dispatch, tokens or not: whoever sent may use the slot again
   // (protocol.md, section 9). Pairs with the wait for headers in combine_recv().
   if (block == 0 && thread < kLocal)
-    st_release_sys_u64(
-        &reinterpret_cast<RegionHeader*>(partial_at(p.comm.data[thread], slot, p.comm.rank % kLocal))->step,
-        step + 1);
+    st_release_sys_u64(&reinterpret_cast<RegionHeader*>(
+                            partial_at(p.comm.data[thread], slot, p.comm.rank % kLocal))
+                            ->step,
+                       step + 1);
   if (p.empty) return;
   i32 most = 0;
   for (i32 source = 0; source < kWorld; ++source) most = max(most, handle.slot_counts[source]);
@@ -62,7 +66,8 @@ __device__ inline void combine_send(const CombineParams& p, u64 step, i32 block,
     if (thread < kTopk) {
       const i32 r = handle.rows_of(source, index)[thread];
       row[thread] = r;
-      weight[thread] = r >= 0 && p.row_weights ? reinterpret_cast<const float*>(p.row_weights)[r] : 1.0f;
+      weight[thread] =
+          r >= 0 && p.row_weights ? reinterpret_cast<const float*>(p.row_weights)[r] : 1.0f;
     }
     __syncthreads();
     char* to = partial_at(p.comm.data[source % kLocal], slot, p.comm.rank % kLocal) +
@@ -72,10 +77,11 @@ __device__ inline void combine_send(const CombineParams& p, u64 step, i32 block,
 #pragma unroll
       for (i32 k = 0; k < kTopk; ++k)
         if (row[k] >= 0)
-          add_values<kYType>(acc,
-                             reinterpret_cast<const char*>(p.y) +
-                                 static_cast<i64>(row[k]) * kHidden * static_cast<i64>(item_bytes(kYType)),
-                             group, weight[k], p.row_weights != 0, true);
+          add_values<kYType>(
+              acc,
+              reinterpret_cast<const char*>(p.y) +
+                  static_cast<i64>(row[k]) * kHidden * static_cast<i64>(item_bytes(kYType)),
+              group, weight[k], p.row_weights != 0, true);
       store_values(to, group, acc);
     }
     if (p.row_scalars && thread < kTopk)
@@ -84,8 +90,9 @@ __device__ inline void combine_send(const CombineParams& p, u64 step, i32 block,
     __syncthreads();
     // The row's flag, after every thread's stores; pairs with the wait in combine_recv() there.
     if (thread == 0)
-      st_release_sys_u32(partial_flags_at(p.comm.data[source % kLocal], slot, p.comm.rank % kLocal) + index,
-                         static_cast<u32>(step + 1));
+      st_release_sys_u32(
+          partial_flags_at(p.comm.data[source % kLocal], slot, p.comm.rank % kLocal) + index,
+          static_cast<u32>(step + 1));
   }
 }
 
@@ -101,8 +108,9 @@ __device__ inline void combine_recv(const CombineParams& p, u64 step, i32 block,
     if (thread < kLocal) {
       const i32 index = handle.send_slots[token * kColumns + thread];
       partial[thread] = nullptr;
-      if (index >= 0 && wait_word(partial_flags_at(own, slot, thread) + index, static_cast<u32>(step + 1), p.comm,
-                                  Phase::kCombine, thread, step))
+      if (index >= 0 &&
+          wait_word(partial_flags_at(own, slot, thread) + index, static_cast<u32>(step + 1), p.comm,
+                    Phase::kCombine, thread, step))
         partial[thread] = partial_at(own, slot, thread) + combine_slots_offset() +
                           static_cast<u64>(index) * p.stride;
     }
@@ -118,7 +126,8 @@ __device__ inline void combine_recv(const CombineParams& p, u64 step, i32 block,
     if (p.out_scalars && thread < kTopk) {
       float sum = 0.0f;
       for (i32 l = 0; l < kLocal; ++l)
-        if (partial[l]) sum = __fadd_rn(sum, reinterpret_cast<const float*>(partial[l] + kOutBytes)[thread]);
+        if (partial[l])
+          sum = __fadd_rn(sum, reinterpret_cast<const float*>(partial[l] + kOutBytes)[thread]);
       reinterpret_cast<float*>(p.out_scalars)[token * kTopk + thread] = sum;
     }
     __syncthreads();
@@ -142,6 +151,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   if (block < p.num_send_blocks) {
     combine_send(p, step, block, p.num_send_blocks);
   } else {
-    combine_recv(p, step, block - p.num_send_blocks, static_cast<i32>(gridDim.x) - p.num_send_blocks);
+    combine_recv(p, step, block - p.num_send_blocks,
+                 static_cast<i32>(gridDim.x) - p.num_send_blocks);
   }
 }

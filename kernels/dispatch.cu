@@ -12,8 +12,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const i32 block = static_cast<i32>(blockIdx.x);
   const i32 num_send = p.num_send_blocks;
   // A receive half alone finds its step in the handle, which its send half wrote.
-  const u64 step = num_send > 0 ? state.next_step
-                                : reinterpret_cast<const HandleMeta*>(p.handle)->first_step;
+  const u64 step =
+      num_send > 0 ? state.next_step : reinterpret_cast<const HandleMeta*>(p.handle)->first_step;
   if (block < num_send) {
     dispatch_send(p, step, block, num_send);
   } else {
@@ -21,6 +21,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   }
   if (last_block(state) && threadIdx.x == 0) {
     if (num_send > 0) state.next_step = step + 1;
-    if (static_cast<i32>(gridDim.x) > num_send) reinterpret_cast<HandleMeta*>(p.handle)->state = kReceived;
+    if (static_cast<i32>(gridDim.x) > num_send)
+      reinterpret_cast<HandleMeta*>(p.handle)->state = kReceived;
   }
 }

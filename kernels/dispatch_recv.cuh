@@ -10,12 +10,13 @@ struct RecvShared {
   i32 first_row[MOE_P2P_MAX_LOCAL_EXPERTS][kWorld];  // of each local expert and source
   i32 num_rows[MOE_P2P_MAX_LOCAL_EXPERTS];
   i32 num_slots[kWorld];
-  i32 row[kTopk];                                    // of the slot at hand
+  i32 row[kTopk];  // of the slot at hand
   bool arrived;
 };
 
 // Waits for all headers, then places the rows of every (expert, source).
-__device__ inline void place_rows(const DispatchParams& p, u64 step, i32 slot, i32 block, RecvShared& s) {
+__device__ inline void place_rows(const DispatchParams& p, u64 step, i32 slot, i32 block,
+                                  RecvShared& s) {
   const i32 thread = static_cast<i32>(threadIdx.x);
   const u64 own = p.comm.data[p.comm.rank % kLocal];
   for (i32 source = thread; source < kWorld; source += kThreads) {
@@ -54,7 +55,8 @@ __device__ inline void place_rows(const DispatchParams& p, u64 step, i32 slot, i
     i64 at = 0;
     for (i32 e = 0; e < p.comm.num_local_experts; ++e) {
       const i64 rows = s.num_rows[e];
-      for (i32 source = 0; source < kWorld; ++source) s.first_row[e][source] += static_cast<i32>(at);
+      for (i32 source = 0; source < kWorld; ++source)
+        s.first_row[e][source] += static_cast<i32>(at);
       at = (at + rows + p.alignment - 1) / p.alignment * p.alignment;
     }
   }
@@ -72,8 +74,8 @@ __device__ inline void place_rows(const DispatchParams& p, u64 step, i32 slot, i
     reinterpret_cast<i32*>(p.counts)[e] = s.num_rows[e];
     reinterpret_cast<i32*>(p.offsets)[e] = s.first_row[e][0];
     if (e + 1 == p.comm.num_local_experts)
-      reinterpret_cast<i32*>(p.offsets)[e + 1] = static_cast<i32>(
-          p.grouped ? (end + p.alignment - 1) / p.alignment * p.alignment : most);
+      reinterpret_cast<i32*>(p.offsets)[e + 1] =
+          static_cast<i32>(p.grouped ? (end + p.alignment - 1) / p.alignment * p.alignment : most);
   }
   const HandleArrays handle = HandleArrays::of(p.handle, p.num_rows);
   if (block == 0)
@@ -91,10 +93,11 @@ __device__ inline void recv_slot(const DispatchParams& p, u64 step, i32 slot, i3
                                  RecvShared& s, const HandleArrays& handle) {
   const i32 thread = static_cast<i32>(threadIdx.x);
   const u64 own = p.comm.data[p.comm.rank % kLocal];
-  const char* from = inbox_at(own, slot, source) + kInboxSlots + static_cast<u64>(index) * p.parts.slot_bytes;
+  const char* from =
+      inbox_at(own, slot, source) + kInboxSlots + static_cast<u64>(index) * p.parts.slot_bytes;
   if (thread == 0)
-    s.arrived = wait_word(inbox_flags_at(own, slot, source) + index, static_cast<u32>(step + 1), p.comm,
-                          Phase::kDispatch, source, step);
+    s.arrived = wait_word(inbox_flags_at(own, slot, source) + index, static_cast<u32>(step + 1),
+                          p.comm, Phase::kDispatch, source, step);
   __syncthreads();
   if (thread < kTopk) {
     const u16 e = reinterpret_cast<const u16*>(from + expert_ids_offset())[thread];
@@ -105,7 +108,8 @@ __device__ inline void recv_slot(const DispatchParams& p, u64 step, i32 slot, i3
       const i32 local = reinterpret_cast<const i32*>(p.comm.expert_local)[e];
       row = s.first_row[local][source] +
             reinterpret_cast<const i32*>(from + positions_offset(kTopk))[thread];
-      if (row >= (p.grouped ? p.capacity : (local + 1) * p.capacity)) row = -1;  // told in place_rows()
+      if (row >= (p.grouped ? p.capacity : (local + 1) * p.capacity))
+        row = -1;  // told in place_rows()
     }
     s.row[thread] = static_cast<i32>(row);
     handle.rows_of(source, index)[thread] = static_cast<i32>(row);
@@ -125,7 +129,9 @@ __device__ inline void recv_slot(const DispatchParams& p, u64 step, i32 slot, i3
 #pragma unroll
       for (i32 k = 0; k < kTopk; ++k)
         if (s.row[k] >= 0)
-          st_na_v4(reinterpret_cast<char*>(p.out_x) + (static_cast<i64>(s.row[k]) * kPayloadVecs + at) * 16, v);
+          st_na_v4(reinterpret_cast<char*>(p.out_x) +
+                       (static_cast<i64>(s.row[k]) * kPayloadVecs + at) * 16,
+                   v);
     }
     for (i32 k = 0; k < kTopk; ++k) {
       if (s.row[k] < 0) continue;
@@ -142,11 +148,13 @@ __device__ inline void recv_slot(const DispatchParams& p, u64 step, i32 slot, i3
 }
 
 // Rows without a token, when asked for: weight 0, source -1, values 0.
-__device__ inline void clear_padding(const DispatchParams& p, i32 block, i32 num_blocks, const RecvShared& s) {
+__device__ inline void clear_padding(const DispatchParams& p, i32 block, i32 num_blocks,
+                                     const RecvShared& s) {
   for (i32 e = 0; e < p.comm.num_local_experts; ++e) {
     const i64 begin = s.first_row[e][0] + s.num_rows[e];
-    const i64 end = !p.grouped ? (e + 1) * p.capacity
-                    : e + 1 < p.comm.num_local_experts ? s.first_row[e + 1][0] : p.capacity;
+    const i64 end = !p.grouped                         ? (e + 1) * p.capacity
+                    : e + 1 < p.comm.num_local_experts ? s.first_row[e + 1][0]
+                                                       : p.capacity;
     for (i64 row = begin + block; row < end; row += num_blocks) {
       for (i32 at = static_cast<i32>(threadIdx.x); at < kPayloadVecs; at += kThreads)
         st_na_v4(reinterpret_cast<char*>(p.out_x) + (row * kPayloadVecs + at) * 16, Vec{});
@@ -155,7 +163,8 @@ __device__ inline void clear_padding(const DispatchParams& p, i32 block, i32 num
           reinterpret_cast<float*>(p.out_scales)[row * kScales + i] = 0.0f;
       for (i32 x = 0; x < p.num_extras; ++x)
         for (u64 b = threadIdx.x; b < p.parts.bytes[2 + x]; b += kThreads)
-          reinterpret_cast<char*>(p.out_extras[x].data)[static_cast<u64>(row) * p.parts.bytes[2 + x] + b] = 0;
+          reinterpret_cast<char*>(
+              p.out_extras[x].data)[static_cast<u64>(row) * p.parts.bytes[2 + x] + b] = 0;
       if (threadIdx.x == 0) {
         reinterpret_cast<float*>(p.row_weights)[row] = 0.0f;
         if (p.source) reinterpret_cast<i64*>(p.source)[row] = -1;  // both words

@@ -17,11 +17,11 @@ inline constexpr i32 kHeadBytes = static_cast<i32>(slot_head_bytes(kTopk));
 inline constexpr i32 kHeadWords = kHeadBytes / 4;
 
 struct SendShared {
-  u16 expert[kChunk * kTopk];      // global ids
-  u32 has[kLocal][kChunkWords];    // bit t: token t goes to that rank
-  u32 head[kHeadWords];            // of the token at hand
+  u16 expert[kChunk * kTopk];    // global ids
+  u32 has[kLocal][kChunkWords];  // bit t: token t goes to that rank
+  u32 head[kHeadWords];          // of the token at hand
   float scale[kScales];
-  i32 slot[kLocal];                // of the token at hand; -1 = not for that rank
+  i32 slot[kLocal];  // of the token at hand; -1 = not for that rank
   i32 count[MOE_P2P_MAX_LOCAL_EXPERTS];
   i32 num_tokens;
 };
@@ -77,8 +77,10 @@ __device__ inline i32 tokens_before(const u32* has, i32 token) {
 }
 
 // Header and expert counts for own-node rank `l`: early, because receivers place rows by them.
-__device__ inline void send_header(const DispatchParams& p, u64 step, i32 slot, i32 l, SendShared& s) {
-  for (i32 e = static_cast<i32>(threadIdx.x); e < kShape.max_local_experts; e += kThreads) s.count[e] = 0;
+__device__ inline void send_header(const DispatchParams& p, u64 step, i32 slot, i32 l,
+                                   SendShared& s) {
+  for (i32 e = static_cast<i32>(threadIdx.x); e < kShape.max_local_experts; e += kThreads)
+    s.count[e] = 0;
   __syncthreads();
   const auto* expert_rank = reinterpret_cast<const i32*>(p.comm.expert_rank);
   const auto* expert_local = reinterpret_cast<const i32*>(p.comm.expert_local);
@@ -105,7 +107,8 @@ __device__ inline void send_header(const DispatchParams& p, u64 step, i32 slot, 
 }
 
 // The 16 payload bytes of this thread at position `at` of the row.
-__device__ __forceinline__ Vec load_payload(const DispatchParams& p, i32 token, i32 at, SendShared& s) {
+__device__ __forceinline__ Vec load_payload(const DispatchParams& p, i32 token, i32 at,
+                                            SendShared& s) {
   const char* row = reinterpret_cast<const char*>(p.x) +
                     static_cast<i64>(token) * kHidden * static_cast<i64>(item_bytes(kXType));
   if constexpr (!kQuantize) {
@@ -131,7 +134,9 @@ __device__ inline void build_head(const DispatchParams& p, u64 step, i32 token, 
   const i32 thread = static_cast<i32>(threadIdx.x);
   auto* head = reinterpret_cast<char*>(s.head);
   if (thread < kHeadWords)
-    s.head[thread] = thread == 0 ? static_cast<u32>(step + 1) : thread == 1 ? static_cast<u32>(token) : 0;
+    s.head[thread] = thread == 0   ? static_cast<u32>(step + 1)
+                     : thread == 1 ? static_cast<u32>(token)
+                                   : 0;
   if (thread < kLocal) {
     const bool goes = s.has[thread][token / 32] >> (token % 32) & 1;
     const i32 slot = goes ? tokens_before(s.has[thread], token) : -1;
@@ -142,7 +147,8 @@ __device__ inline void build_head(const DispatchParams& p, u64 step, i32 token, 
   if (thread < kTopk) {
     reinterpret_cast<u16*>(head + expert_ids_offset())[thread] = s.expert[token * kTopk + thread];
     reinterpret_cast<float*>(head + weights_offset(kTopk))[thread] =
-        p.topk_weights ? reinterpret_cast<const float*>(p.topk_weights)[token * kTopk + thread] : 1.0f;
+        p.topk_weights ? reinterpret_cast<const float*>(p.topk_weights)[token * kTopk + thread]
+                       : 1.0f;
   }
   auto* position = reinterpret_cast<i32*>(head + positions_offset(kTopk));
   for (i32 i = thread; i < token * kTopk; i += kThreads) {
@@ -159,8 +165,8 @@ __device__ inline void copy_words(char* to, const char* from, u64 bytes) {
     *reinterpret_cast<u32*>(to + i) = *reinterpret_cast<const u32*>(from + i);
 }
 
-__device__ inline void send_token(const DispatchParams& p, u64 step, i32 slot, i32 token, SendShared& s,
-                                  const HandleArrays& handle) {
+__device__ inline void send_token(const DispatchParams& p, u64 step, i32 slot, i32 token,
+                                  SendShared& s, const HandleArrays& handle) {
   constexpr i32 kRounds = (kPayloadVecs + kThreads - 1) / kThreads;
   Vec payload[kRounds];
 #pragma unroll
@@ -180,8 +186,7 @@ __device__ inline void send_token(const DispatchParams& p, u64 step, i32 slot, i
       const i32 at = static_cast<i32>(threadIdx.x) + r * kThreads;
       if (at < kPayloadVecs) st_na_v4(to + kHeadBytes + at * 16, payload[r]);
     }
-    if (threadIdx.x < kHeadWords)
-      reinterpret_cast<u32*>(to)[threadIdx.x] = s.head[threadIdx.x];
+    if (threadIdx.x < kHeadWords) reinterpret_cast<u32*>(to)[threadIdx.x] = s.head[threadIdx.x];
     if (p.parts.bytes[1]) {
       const auto* scales = kQuantize ? reinterpret_cast<const char*>(s.scale)
                                      : reinterpret_cast<const char*>(p.scales) +
@@ -190,7 +195,8 @@ __device__ inline void send_token(const DispatchParams& p, u64 step, i32 slot, i
     }
     for (i32 e = 0; e < p.num_extras; ++e) {
       const u64 bytes = p.parts.bytes[2 + e];
-      const auto* from = reinterpret_cast<const char*>(p.extras[e].data) + static_cast<u64>(token) * bytes;
+      const auto* from =
+          reinterpret_cast<const char*>(p.extras[e].data) + static_cast<u64>(token) * bytes;
       for (u64 b = threadIdx.x; b < bytes; b += kThreads) to[p.parts.offset[2 + e] + b] = from[b];
     }
   }
@@ -198,7 +204,8 @@ __device__ inline void send_token(const DispatchParams& p, u64 step, i32 slot, i
   // The slot's flag, after every thread's stores; pairs with the wait in recv_slot() of rank l.
   const i32 l = static_cast<i32>(threadIdx.x);
   if (l < kLocal && s.slot[l] >= 0)
-    st_release_sys_u32(inbox_flags_at(p.comm.data[l], slot, own) + s.slot[l], static_cast<u32>(step + 1));
+    st_release_sys_u32(inbox_flags_at(p.comm.data[l], slot, own) + s.slot[l],
+                       static_cast<u32>(step + 1));
 }
 
 __device__ inline void dispatch_send(const DispatchParams& p, u64 step, i32 block, i32 num_blocks) {
@@ -208,7 +215,8 @@ __device__ inline void dispatch_send(const DispatchParams& p, u64 step, i32 bloc
   if (threadIdx.x == 0) s.num_tokens = read_num_tokens(p, step);
   __syncthreads();
   if (block == 0 && threadIdx.x == 0)
-    *handle.meta = {HandleMeta::kMagic, p.comm.communicator, step, 1, s.num_tokens, p.num_rows, kSent, {}};
+    *handle.meta = {HandleMeta::kMagic, p.comm.communicator, step,  1,
+                    s.num_tokens,       p.num_rows,          kSent, {}};
   read_routing(p, step, s);
   for (i32 l = block; l < kLocal; l += num_blocks) send_header(p, step, slot, l, s);
   for (i32 token = block; token < p.num_rows; token += num_blocks) {

@@ -27,6 +27,11 @@ _FAULT_BYTES = 64  # kernels/abi/params.h, Fault
 _REGIONS = "signals"  # the line of the plan that is host memory
 
 
+def _up(value: int, step: int) -> int:
+    """value, or the next multiple of step."""
+    return -(-value // step) * step
+
+
 def num_threads(row_bytes: int) -> int:
     """Threads of a block for rows of 16-byte pieces: as few rounds as fit, equally full.
 
@@ -34,13 +39,13 @@ def num_threads(row_bytes: int) -> int:
     """
     pieces = row_bytes // 16
     rounds = -(-pieces // _MAX_THREADS)
-    return max(128, -(-(-(-pieces // rounds)) // 32) * 32)
+    return max(128, _up(-(-pieces // rounds), 32))
 
 
 def shape_macros(config: AllToAllConfig, *, world_size: int, ranks_per_node: int) -> dict[str, int]:
     """What every kernel of a communicator is compiled with (kernels/device/shape.cuh)."""
     hidden, item = config.hidden_dim, config.dtype.itemsize
-    scales = -(-hidden // 128) * 4 if item == 1 else 0
+    scales = _up(hidden, 128) // 128 * 4 if item == 1 else 0
     combine_item = config.widest_combine_dtype.itemsize
     return {
         "MOE_P2P_WORLD_SIZE": world_size,
@@ -52,8 +57,8 @@ def shape_macros(config: AllToAllConfig, *, world_size: int, ranks_per_node: int
         "MOE_P2P_TOPK": config.topk,
         "MOE_P2P_CHUNK_TOKENS": config.step_tokens,
         "MOE_P2P_STEPS_IN_FLIGHT": config.steps_in_flight,
-        "MOE_P2P_MAX_TOKEN_BYTES": hidden * item + -(-scales // 16) * 16 + config.extra_bytes,
-        "MOE_P2P_MAX_PARTIAL_BYTES": -(-hidden * combine_item // 16) * 16 + 4 * config.topk,
+        "MOE_P2P_MAX_TOKEN_BYTES": hidden * item + _up(scales, 16) + config.extra_bytes,
+        "MOE_P2P_MAX_PARTIAL_BYTES": _up(hidden * combine_item, 16) + 4 * config.topk,
         "MOE_P2P_HIDDEN_DIM": hidden,
     }
 
@@ -90,7 +95,10 @@ def variants() -> Iterator[tuple[str, dict[str, int]]]:
 
     usual = shape(8, num_experts=256, hidden_dim=7168, topk=8, max_tokens=128)
     floats = (torch.bfloat16, torch.float16, torch.float32)
-    for dtype, quantize in [*itertools.product(floats, (False, True)), (torch.float8_e4m3fn, False)]:
+    for dtype, quantize in [
+        *itertools.product(floats, (False, True)),
+        (torch.float8_e4m3fn, False),
+    ]:
         yield "dispatch.cu", dispatch_macros(usual, dtype, quantize=quantize)
     for y_dtype, out_dtype in itertools.product(floats, (torch.bfloat16, torch.float32)):
         yield "combine.cu", combine_macros(usual, y_dtype, out_dtype)

@@ -208,8 +208,7 @@ base::Bytes AllToAll::address() const {
   base::WireWriter out;
   out.put(static_cast<int32_t>(state_->options.rank));
   out.put_bytes(state_->engine.address().serialize());
-  out.put_bytes(state_->data ? state_->engine.descriptor(state_->data).serialize()
-                             : base::Bytes{});
+  out.put_bytes(state_->data ? state_->engine.descriptor(state_->data).serialize() : base::Bytes{});
   out.put_string(state_->memory.name());
   out.put_string(state_->engine.waker_name());
   return out.take();
@@ -236,7 +235,8 @@ void AllToAll::connect(std::span<const base::Bytes> addresses) {
       s.peers.push_back(peer);
       const auto nics = static_cast<int>(address.engine.nics.size());
       s.num_nics[static_cast<size_t>(node)] = nics;
-      remotes.push_back({node, s.engine.resolve(engine::MemoryDescriptor::parse(address.data), peer), nics});
+      remotes.push_back(
+          {node, s.engine.resolve(engine::MemoryDescriptor::parse(address.data), peer), nics});
     }
   }
   s.memory.attach(neighbours);

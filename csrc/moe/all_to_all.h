@@ -36,7 +36,7 @@ struct AllToAllOptions {
   platform::WaitPolicy wait;
   std::chrono::milliseconds timeout{30'000};  // of every wait
   int num_threads = 1;                        // of the host kernels
-  bool device = false;  // tensors are on a GPU; use_device() before connect()
+  bool device = false;                        // tensors are on a GPU; use_device() before connect()
 };
 
 // Rows of opaque bytes that travel with the tokens.
@@ -62,15 +62,15 @@ struct DispatchSend {
   std::vector<ExtraPart> extras;
   const void* topk_idx = nullptr;  // [T, K] int32 or int64, -1 = none
   bool topk_is_int64 = true;
-  const float* topk_weights = nullptr;  // [T, K]; null: 1
-  int64_t num_rows = 0;            // T
-  int64_t num_tokens = 0;          // rows that count, <= T
+  const float* topk_weights = nullptr;      // [T, K]; null: 1
+  int64_t num_rows = 0;                     // T
+  int64_t num_tokens = 0;                   // rows that count, <= T
   const void* device_num_tokens = nullptr;  // on a GPU: instead of num_tokens, read by the kernel
   bool num_tokens_is_int64 = false;
-  int64_t max_tokens = 0;          // of any rank in this call; all ranks give the same
+  int64_t max_tokens = 0;  // of any rank in this call; all ranks give the same
   bool solo = false;
   Handle handle{};
-  void* stream = nullptr;          // on a GPU: where the call runs
+  void* stream = nullptr;  // on a GPU: where the call runs
 };
 
 struct DispatchRecv {
@@ -83,10 +83,10 @@ struct DispatchRecv {
   void* x = nullptr;
   float* scales = nullptr;  // [rows, ceil(H / 128)]; null when the dispatch has none
   std::vector<ExtraOutput> extras;
-  float* row_weights = nullptr;    // [rows]
-  int32_t* counts = nullptr;       // [E_local]
-  int32_t* offsets = nullptr;      // [E_local + 1] first row of each expert (padded: e * capacity)
-  int32_t* source = nullptr;       // [rows, 2] source rank and its token; null: not wanted
+  float* row_weights = nullptr;  // [rows]
+  int32_t* counts = nullptr;     // [E_local]
+  int32_t* offsets = nullptr;    // [E_local + 1] first row of each expert (padded: e * capacity)
+  int32_t* source = nullptr;     // [rows, 2] source rank and its token; null: not wanted
   void* stream = nullptr;
 };
 
@@ -105,7 +105,7 @@ struct CombineRecv {
   Handle handle{};
   void* out = nullptr;  // [T, H]; rows past num_tokens become zero
   abi::DType out_dtype{};
-  float* out_scalars = nullptr;        // [T, K]
+  float* out_scalars = nullptr;  // [T, K]
   void* stream = nullptr;
 };
 

@@ -74,30 +74,31 @@ void DeviceKernels::check_fault() const {
     case abi::kTimedOut:
       throw base::Error(Code::kTimeout,
                         base::concat("rank ", comm_.rank, ": ", phase, " of step ", fault->step,
-                                     " timed out waiting for rank ", fault->source, ": expected word ",
-                                     fault->expected, ", got ", fault->got));
+                                     " timed out waiting for rank ", fault->source,
+                                     ": expected word ", fault->expected, ", got ", fault->got));
     case abi::kCapacity:
       throw base::Error(Code::kResourceExhausted,
                         base::concat("rank ", comm_.rank, ": step ", fault->step, ": local expert ",
                                      fault->source, " needs ", fault->got, " rows, capacity is ",
                                      fault->expected));
     case abi::kBadExpert:
-      throw base::Error(Code::kInvalidArgument,
-                        base::concat("rank ", comm_.rank, ": step ", fault->step, ": topk_idx of token ",
-                                     fault->expected, " names expert ",
-                                     static_cast<int64_t>(fault->got), ", must be -1 (none) or from 0 to ",
-                                     plan_.shape.num_experts - 1));
+      throw base::Error(
+          Code::kInvalidArgument,
+          base::concat("rank ", comm_.rank, ": step ", fault->step, ": topk_idx of token ",
+                       fault->expected, " names expert ", static_cast<int64_t>(fault->got),
+                       ", must be -1 (none) or from 0 to ", plan_.shape.num_experts - 1));
     case abi::kTooManyTokens:
-      throw base::Error(Code::kInvalidArgument,
-                        base::concat("rank ", comm_.rank, ": step ", fault->step, ": num_tokens is ",
-                                     static_cast<int64_t>(fault->got), ", at most ", fault->expected,
-                                     " fit"));
+      throw base::Error(
+          Code::kInvalidArgument,
+          base::concat("rank ", comm_.rank, ": step ", fault->step, ": num_tokens is ",
+                       static_cast<int64_t>(fault->got), ", at most ", fault->expected, " fit"));
     default:
-      throw base::Error(Code::kProtocol,
-                        base::concat("rank ", comm_.rank, ": ", phase, " of step ", fault->step,
-                                     ": rank ", fault->source, " sent rows of another type or size (",
-                                     fault->got, " bytes a slot, expected ", fault->expected,
-                                     "); all ranks must make the same calls"));
+      throw base::Error(
+          Code::kProtocol,
+          base::concat("rank ", comm_.rank, ": ", phase, " of step ", fault->step, ": rank ",
+                       fault->source, " sent rows of another type or size (", fault->got,
+                       " bytes a slot, expected ", fault->expected,
+                       "); all ranks must make the same calls"));
   }
 }
 
@@ -114,10 +115,11 @@ void DeviceKernels::dispatch(const DispatchSend* send, const DispatchRecv* recv,
   p.comm = comm_;
   std::pair<int, bool> key;
   if (send) {
-    MOE_P2P_CHECK(send->num_rows <= plan_.shape.chunk_tokens && send->max_tokens <= plan_.shape.chunk_tokens,
-                  Code::kInvalidArgument, "a GPU dispatch takes up to chunk_tokens = ",
-                  plan_.shape.chunk_tokens, " rows, x has ", send->num_rows, " and max_tokens is ",
-                  send->max_tokens);
+    MOE_P2P_CHECK(
+        send->num_rows <= plan_.shape.chunk_tokens && send->max_tokens <= plan_.shape.chunk_tokens,
+        Code::kInvalidArgument,
+        "a GPU dispatch takes up to chunk_tokens = ", plan_.shape.chunk_tokens, " rows, x has ",
+        send->num_rows, " and max_tokens is ", send->max_tokens);
     key = {static_cast<int>(send->x_dtype), send->quantize};
     p.parts = send_parts(plan_, *send);
     p.x = address(send->x);
@@ -160,7 +162,8 @@ void DeviceKernels::dispatch(const DispatchSend* send, const DispatchRecv* recv,
     p.zero_padding = recv->zero_padding;
     p.capacity = recv->capacity;
     p.alignment = recv->alignment;
-    num_recv_blocks = blocks(int64_t{plan_.shape.chunk_tokens} * plan_.shape.world_size, kRecvBlocks);
+    num_recv_blocks =
+        blocks(int64_t{plan_.shape.chunk_tokens} * plan_.shape.world_size, kRecvBlocks);
   }
   const auto kernel = dispatch_.find(key);
   MOE_P2P_CHECK(kernel != dispatch_.end(), Code::kUnavailable,
@@ -213,7 +216,8 @@ void DeviceKernels::combine(const CombineSend* send, const CombineRecv* recv, vo
 
 void DeviceKernels::release(Handle handle, void* stream) {
   check_fault();
-  MOE_P2P_CHECK(!combine_.empty(), Code::kUnavailable, "no combine kernel is compiled; call prepare()");
+  MOE_P2P_CHECK(!combine_.empty(), Code::kUnavailable,
+                "no combine kernel is compiled; call prepare()");
   abi::CombineParams p{};
   p.comm = comm_;
   p.handle = address(handle.words);

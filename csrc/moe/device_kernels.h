@@ -15,10 +15,10 @@
 namespace moe_p2p::moe {
 
 struct DeviceMemory {
-  std::vector<uint64_t> data;  // [L] regions of each rank of the node, zeroed, as mapped here
-  uint64_t state = 0;          // abi::DeviceState on this device, zeroed
-  uint64_t expert_rank = 0;    // i32 [E] on this device
-  uint64_t expert_local = 0;   // i32 [E]
+  std::vector<uint64_t> data;   // [L] regions of each rank of the node, zeroed, as mapped here
+  uint64_t state = 0;           // abi::DeviceState on this device, zeroed
+  uint64_t expert_rank = 0;     // i32 [E] on this device
+  uint64_t expert_local = 0;    // i32 [E]
   abi::Fault* fault = nullptr;  // pinned host memory, zeroed
   uint64_t fault_device = 0;    // the same as the device sees it
   int num_sms = 0;              // blocks that may be resident; 0: as many as help

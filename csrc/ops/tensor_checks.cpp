@@ -142,12 +142,10 @@ Tensor make_tensor(std::span<const int64_t> sizes, ScalarType dtype) {
   for (size_t i = sizes.size(); i-- > 1;)
     strides[i - 1] = strides[i] * std::max<int64_t>(sizes[i], 1);
   AtenTensorHandle made = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(
-      aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
-                               shim_dtype(dtype),
-                               working_device < 0 ? aoti_torch_device_type_cpu()
-                                                  : aoti_torch_device_type_cuda(),
-                               std::max(working_device, 0), &made));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+      static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), shim_dtype(dtype),
+      working_device < 0 ? aoti_torch_device_type_cpu() : aoti_torch_device_type_cuda(),
+      std::max(working_device, 0), &made));
   return Tensor(made);
 }
 

@@ -59,17 +59,18 @@ void launch_kernel(const Launch& launch, const void* params) {
   LaunchAttribute attribute{};
   attribute.id = kProgrammaticStreamSerialization;
   attribute.value.allowed = 1;
-  const LaunchConfig config{{launch.num_blocks, 1, 1}, {launch.num_threads, 1, 1}, 0, launch.stream,
-                            &attribute, launch.overlap_previous ? 1u : 0u};
+  const LaunchConfig config{
+      {launch.num_blocks, 1, 1},        {launch.num_threads, 1, 1}, 0, launch.stream, &attribute,
+      launch.overlap_previous ? 1u : 0u};
   void* arguments[] = {const_cast<void*>(params)};
   const int error =
       driver().launch(&config, reinterpret_cast<void*>(launch.kernel), arguments, nullptr);
   if (error == 0) return;
   const char* text = "unknown error";
   driver().error_string(error, &text);
-  throw base::Error(Code::kTransport, base::concat("launching a kernel of ", launch.num_blocks,
-                                                   " blocks of ", launch.num_threads,
-                                                   " threads: ", text, " (", error, ")"));
+  throw base::Error(Code::kTransport,
+                    base::concat("launching a kernel of ", launch.num_blocks, " blocks of ",
+                                 launch.num_threads, " threads: ", text, " (", error, ")"));
 }
 
 }  // namespace moe_p2p::platform

@@ -10,9 +10,9 @@ inline constexpr i32 kMaxDomainRanks = 64;  // ranks whose memory a device maps:
 // The first wait of a communicator that ended without its word, for the host to tell. In pinned
 // host memory; `raised` is taken by compare-and-swap, so one story is told.
 struct Fault {
-  u32 raised;    // FaultKind
+  u32 raised;  // FaultKind
   i32 phase;
-  i32 source;    // rank that was waited for, or local expert for kCapacity
+  i32 source;  // rank that was waited for, or local expert for kCapacity
   i32 reserved;
   u64 step;
   u64 expected;
@@ -24,9 +24,9 @@ static_assert(sizeof(Fault) == 48, "shared between host and device");
 enum FaultKind : u32 {
   kNoFault = 0,
   kTimedOut = 1,
-  kCapacity = 2,      // expected: rows there are, got: rows needed
-  kBadExpert = 3,     // expected: token, got: expert id
-  kWrongHeader = 4,   // expected, got: flags or slot bytes
+  kCapacity = 2,       // expected: rows there are, got: rows needed
+  kBadExpert = 3,      // expected: token, got: expert id
+  kWrongHeader = 4,    // expected, got: flags or slot bytes
   kTooManyTokens = 5,  // expected: at most, got: tokens
 };
 
@@ -66,19 +66,19 @@ struct DispatchParams {
   u64 topk_weights;  // f32 [T, K] or 0
   u64 num_tokens;    // i32 or i64 on the device, or 0
   i32 num_tokens_host;
-  i32 num_rows;      // T
+  i32 num_rows;  // T
   i32 topk_is_int64;
   i32 num_tokens_is_int64;
   DevicePart extras[kMaxExtras];
-  u64 handle;        // i32 words
+  u64 handle;  // i32 words
   // receiver
   u64 out_x;
   u64 out_scales;
   DevicePart out_extras[kMaxExtras];
-  u64 row_weights;   // f32 [rows]
-  u64 counts;        // i32 [E_local]
-  u64 offsets;       // i32 [E_local + 1]
-  u64 source;        // i32 [rows, 2] or 0
+  u64 row_weights;  // f32 [rows]
+  u64 counts;       // i32 [E_local]
+  u64 offsets;      // i32 [E_local + 1]
+  u64 source;       // i32 [rows, 2] or 0
   i32 grouped;
   i32 zero_padding;
   i64 capacity;
@@ -99,7 +99,7 @@ struct CombineParams {
   u64 out_scalars;  // f32 [T, K] or 0
   u64 stride;       // of partial rows
   i32 num_send_blocks;
-  i32 empty;        // release: headers only
+  i32 empty;  // release: headers only
 };
 
 }  // namespace moe_p2p::abi

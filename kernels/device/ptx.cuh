@@ -36,13 +36,18 @@ __device__ __forceinline__ u32 ld_relaxed_sys_u32(const u32* p) {
 }
 __device__ __forceinline__ u32 atom_add_acq_rel_gpu_u32(u32* p, u32 v) {
   u32 old;
-  asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(v) : "memory");
+  asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;"
+               : "=r"(old)
+               : "l"(p), "r"(v)
+               : "memory");
   return old;
 }
 __device__ __forceinline__ u32 atom_cas_relaxed_sys_u32(u32* p, u32 expected, u32 v) {
   u32 old;
   asm volatile("atom.cas.relaxed.sys.global.b32 %0, [%1], %2, %3;"
-               : "=r"(old) : "l"(p), "r"(expected), "r"(v) : "memory");
+               : "=r"(old)
+               : "l"(p), "r"(expected), "r"(v)
+               : "memory");
   return old;
 }
 
@@ -52,19 +57,23 @@ __device__ __forceinline__ u32 atom_cas_relaxed_sys_u32(u32* p, u32 expected, u3
 __device__ __forceinline__ Vec ld_nc_v4(const void* p) {
   Vec v;
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3]) : "l"(p));
+               : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
+               : "l"(p));
   return v;
 }
 // For memory that peers wrote; ordered behind the acquire of its flag.
 __device__ __forceinline__ Vec ld_na_v4(const void* p) {
   Vec v;
   asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3]) : "l"(p) : "memory");
+               : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
+               : "l"(p)
+               : "memory");
   return v;
 }
 __device__ __forceinline__ void st_na_v4(void* p, const Vec& v) {
-  asm volatile("st.global.L1::no_allocate.v4.u32 [%0], {%1, %2, %3, %4};"
-               ::"l"(p), "r"(v.word[0]), "r"(v.word[1]), "r"(v.word[2]), "r"(v.word[3]) : "memory");
+  asm volatile("st.global.L1::no_allocate.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.word[0]),
+               "r"(v.word[1]), "r"(v.word[2]), "r"(v.word[3])
+               : "memory");
 }
 
 // --- time, and kernels that overlap ---
@@ -75,7 +84,9 @@ __device__ __forceinline__ u64 globaltimer_ns() {
   return v;
 }
 // Everything that this kernel reads of earlier kernels comes after this.
-__device__ __forceinline__ void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void griddepcontrol_wait() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
 __device__ __forceinline__ void griddepcontrol_launch_dependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
