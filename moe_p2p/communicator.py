@@ -103,7 +103,7 @@ class Communicator:
         )
         device.prepare_dispatch(config.dtype, quantize=False)
         device.prepare_combine(config.widest_combine_dtype, config.widest_combine_dtype)
-        if config.dtype.itemsize > 1:
+        if config.dtype.itemsize > 1 and config.hidden_dim % 16 == 0:
             device.prepare_dispatch(config.dtype, quantize=True)
         return device
 

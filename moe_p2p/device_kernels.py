@@ -45,7 +45,7 @@ def num_threads(row_bytes: int) -> int:
 def shape_macros(config: AllToAllConfig, *, world_size: int, ranks_per_node: int) -> dict[str, int]:
     """What every kernel of a communicator is compiled with (kernels/device/shape.cuh)."""
     hidden, item = config.hidden_dim, config.dtype.itemsize
-    scales = _up(hidden, 128) // 128 * 4 if item == 1 else 0
+    fp8 = _up(hidden, 16) + _up(_up(hidden, 128) // 128 * 4, 16)
     combine_item = config.widest_combine_dtype.itemsize
     return {
         "MOE_P2P_WORLD_SIZE": world_size,
@@ -57,7 +57,7 @@ def shape_macros(config: AllToAllConfig, *, world_size: int, ranks_per_node: int
         "MOE_P2P_TOPK": config.topk,
         "MOE_P2P_CHUNK_TOKENS": config.step_tokens,
         "MOE_P2P_STEPS_IN_FLIGHT": config.steps_in_flight,
-        "MOE_P2P_MAX_TOKEN_BYTES": hidden * item + _up(scales, 16) + config.extra_bytes,
+        "MOE_P2P_MAX_TOKEN_BYTES": max(hidden * item, fp8) + config.extra_bytes,
         "MOE_P2P_MAX_PARTIAL_BYTES": _up(hidden * combine_item, 16) + 4 * config.topk,
         "MOE_P2P_HIDDEN_DIM": hidden,
     }
@@ -172,6 +172,11 @@ class DeviceSide:
         """Compiles and hands over the kernel of such a dispatch; at once when that was done."""
         if ("dispatch", x_dtype, quantize) in self._ready:
             return
+        hidden = self._shape["MOE_P2P_HIDDEN_DIM"]
+        errors.require(
+            not quantize or hidden % 16 == 0,
+            f"hidden_dim is {hidden}, must be a multiple of 16 to quantize on a GPU",
+        )
         macros = dispatch_macros(self._shape, x_dtype, quantize=quantize)
         kernel = jit.load(self._device, "dispatch.cu", "moe_p2p_dispatch", macros)
         call(

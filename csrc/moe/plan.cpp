@@ -66,12 +66,10 @@ Plan make_plan(const PlanInput& in) {
   MOE_P2P_CHECK(payload % 16 == 0, Code::kInvalidArgument, "hidden_dim ", in.hidden_dim, " of ",
                 in.payload_item_bytes, "-byte values is ", payload,
                 " bytes a token, must be a multiple of 16");
-  // Room for fp8 rows with their scales too: never more than a 16-bit row of the same length, but
-  // counted for configurations whose widest type is fp8.
-  const uint64_t scales =
-      in.payload_item_bytes == 1
-          ? abi::align_up(4 * ((static_cast<uint64_t>(in.hidden_dim) + 127) / abi::kScaleBlock), 16)
-          : 0;
+  // Any type may be quantized, and a row of few values is then larger by its scale.
+  const auto hidden = static_cast<uint64_t>(in.hidden_dim);
+  const uint64_t fp8 = abi::align_up(hidden, 16) +
+                       abi::align_up(4 * ((hidden + abi::kScaleBlock - 1) / abi::kScaleBlock), 16);
   plan.hidden_dim = in.hidden_dim;
   plan.max_tokens = in.max_tokens;
   abi::Shape& s = plan.shape;
@@ -81,7 +79,7 @@ Plan make_plan(const PlanInput& in) {
   s.topk = static_cast<int32_t>(in.topk);
   s.chunk_tokens = static_cast<int32_t>(in.chunk_tokens);
   s.steps_in_flight = static_cast<int32_t>(in.steps_in_flight);
-  s.max_token_bytes = payload + scales + static_cast<uint64_t>(in.extra_bytes);
+  s.max_token_bytes = std::max(payload, fp8) + static_cast<uint64_t>(in.extra_bytes);
   s.max_partial_bytes =
       abi::align_up(static_cast<uint64_t>(in.hidden_dim * in.combine_item_bytes), 16) +
       4 * static_cast<uint64_t>(in.topk);
