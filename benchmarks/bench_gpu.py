@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_p2p import AllToAll, AllToAllConfig, Dispatched
+from moe_p2p import AllToAll, AllToAllConfig, Dispatched, device_kernels
 
 
 def routing(tokens: int, topk: int, experts: int, rank: int) -> torch.Tensor:
@@ -85,6 +85,7 @@ def measure_calls(
 
 def measure(rank: int, port: int, arguments: argparse.Namespace, results: Any) -> None:
     torch.cuda.set_device(rank)
+    device_kernels.NUM_TOKEN_BLOCKS, device_kernels.NUM_SLOT_BLOCKS = arguments.blocks
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     rounds = 0
 
@@ -121,6 +122,12 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=256)
     parser.add_argument("--sms", type=int)
     parser.add_argument("--bf16", dest="fp8", action="store_false")
+    parser.add_argument(
+        "--blocks",
+        type=lambda text: [int(n) for n in text.split(",")],
+        default=[device_kernels.NUM_TOKEN_BLOCKS, device_kernels.NUM_SLOT_BLOCKS],
+        help="most blocks of the token half and of the slot half of a kernel",
+    )
     parser.add_argument("--json")
     arguments = parser.parse_args()
     context = multiprocessing.get_context("spawn")
@@ -147,6 +154,7 @@ def main() -> None:
             "ranks": arguments.ranks,
             "fp8": arguments.fp8,
             "sms": arguments.sms,
+            "blocks": arguments.blocks,
             "eager_pair_us": round(slowest(2), 2),
             "graph_pair_us": round(slowest(3), 2),
             "dispatch_us": round(apart(0), 2),

@@ -16,21 +16,33 @@ inline constexpr i32 kValues = Values<kYType>::kCount > Values<kOutType>::kCount
 inline constexpr i32 kGroups = kHidden / kValues;
 static_assert(kHidden % kValues == 0);
 
-template <DType kType>
-__device__ __forceinline__ void add_values(float* acc, const char* row, i32 group, float weight,
-                                           bool weighted, bool constant) {
-  constexpr i32 kPerVec = Values<kType>::kCount;
+// kValues values of one row; `constant`: nobody writes them while the kernel runs.
+template <DType kType, bool kConstant>
+struct Piece {
+  static constexpr i32 kVecs = kValues / Values<kType>::kCount;
+  Vec vec[kVecs];
+
+  // A null row is a row of zeros: adding them changes no sum, because no sum is ever -0.0.
+  __device__ __forceinline__ void load(const char* row, i32 group) {
 #pragma unroll
-  for (i32 i = 0; i < kValues / kPerVec; ++i) {
-    const char* at = row + (group * (kValues / kPerVec) + i) * 16;
-    float f[kPerVec];
-    Values<kType>::load(constant ? ld_nc_v4(at) : ld_na_v4(at), f);
-#pragma unroll
-    for (i32 j = 0; j < kPerVec; ++j)
-      acc[i * kPerVec + j] =
-          __fadd_rn(acc[i * kPerVec + j], weighted ? __fmul_rn(weight, f[j]) : f[j]);
+    for (i32 i = 0; i < kVecs; ++i) {
+      const char* at = row + (group * kVecs + i) * 16;
+      vec[i] = row == nullptr ? Vec{} : kConstant ? ld_nc_v4(at) : ld_na_v4(at);
+    }
   }
-}
+  __device__ __forceinline__ void add_to(float* acc, float weight, bool weighted) const {
+    constexpr i32 kPerVec = Values<kType>::kCount;
+#pragma unroll
+    for (i32 i = 0; i < kVecs; ++i) {
+      float f[kPerVec];
+      Values<kType>::load(vec[i], f);
+#pragma unroll
+      for (i32 j = 0; j < kPerVec; ++j)
+        acc[i * kPerVec + j] =
+            __fadd_rn(acc[i * kPerVec + j], weighted ? __fmul_rn(weight, f[j]) : f[j]);
+    }
+  }
+};
 
 __device__ __forceinline__ void store_values(char* row, i32 group, const float* acc) {
   constexpr i32 kPerVec = Values<kOutType>::kCount;
@@ -40,11 +52,15 @@ __device__ __forceinline__ void store_values(char* row, i32 group, const float* 
              Values<kOutType>::store(acc + i * kPerVec));
 }
 
+// Rows whose loads are under way together: more hide more latency and cost registers.
+inline constexpr i32 kRowsAtOnce = kTopk < 2 ? 1 : 2;
+inline constexpr i32 kRanksAtOnce = kLocal < 4 ? kLocal : 4;
 inline constexpr u64 kOutBytes = kHidden * item_bytes(kOutType);
 
 __device__ inline void combine_send(const CombineParams& p, u64 step, i32 block, i32 num_blocks) {
-  __shared__ i32 row[kTopk];
+  __shared__ const char* row[kTopk];  // those of this rank, k ascending, one after the other
   __shared__ float weight[kTopk];
+  __shared__ i32 num_rows;
   const i32 thread = static_cast<i32>(threadIdx.x);
   const auto slot = static_cast<i32>(step % static_cast<u64>(kShape.steps_in_flight));
   const HandleArrays handle =
@@ -63,30 +79,37 @@ __device__ inline void combine_send(const CombineParams& p, u64 step, i32 block,
     const i32 source = (i + p.comm.rank) % kWorld;
     const i32 index = i / kWorld;
     if (index >= handle.slot_counts[source]) continue;
-    if (thread < kTopk) {
-      const i32 r = handle.rows_of(source, index)[thread];
-      row[thread] = r;
-      weight[thread] =
-          r >= 0 && p.row_weights ? reinterpret_cast<const float*>(p.row_weights)[r] : 1.0f;
+    const i32* rows = handle.rows_of(source, index);
+    const i32 mine = thread < kTopk ? rows[thread] : -1;
+    if (thread < 32) {
+      const u32 have = __ballot_sync(~0u, mine >= 0);
+      const i32 at = __popc(have & ((1u << thread) - 1));
+      if (mine >= 0) {
+        row[at] = reinterpret_cast<const char*>(p.y) +
+                  static_cast<i64>(mine) * kHidden * static_cast<i64>(item_bytes(kYType));
+        weight[at] = p.row_weights ? reinterpret_cast<const float*>(p.row_weights)[mine] : 1.0f;
+      }
+      if (thread == 0) num_rows = __popc(have);
     }
     __syncthreads();
     char* to = partial_at(p.comm.data[source % kLocal], slot, p.comm.rank % kLocal) +
                combine_slots_offset() + static_cast<u64>(index) * p.stride;
     for (i32 group = thread; group < kGroups; group += kThreads) {
       float acc[kValues] = {};
+      for (i32 i = 0; i < num_rows; i += kRowsAtOnce) {  // several loads under way
+        Piece<kYType, true> piece[kRowsAtOnce];
 #pragma unroll
-      for (i32 k = 0; k < kTopk; ++k)
-        if (row[k] >= 0)
-          add_values<kYType>(
-              acc,
-              reinterpret_cast<const char*>(p.y) +
-                  static_cast<i64>(row[k]) * kHidden * static_cast<i64>(item_bytes(kYType)),
-              group, weight[k], p.row_weights != 0, true);
+        for (i32 j = 0; j < kRowsAtOnce; ++j)
+          piece[j].load(i + j < num_rows ? row[i + j] : nullptr, group);
+#pragma unroll
+        for (i32 j = 0; j < kRowsAtOnce; ++j)
+          if (i + j < num_rows) piece[j].add_to(acc, weight[i + j], p.row_weights != 0);
+      }
       store_values(to, group, acc);
     }
     if (p.row_scalars && thread < kTopk)
       reinterpret_cast<float*>(to + kOutBytes)[thread] =
-          row[thread] >= 0 ? reinterpret_cast<const float*>(p.row_scalars)[row[thread]] : 0.0f;
+          mine >= 0 ? reinterpret_cast<const float*>(p.row_scalars)[mine] : 0.0f;
     __syncthreads();
     // The row's flag, after every thread's stores; pairs with the wait in combine_recv() there.
     if (thread == 0)
@@ -119,8 +142,14 @@ __device__ inline void combine_recv(const CombineParams& p, u64 step, i32 block,
     for (i32 group = thread; group < kGroups; group += kThreads) {
       float acc[kValues] = {};
 #pragma unroll
-      for (i32 l = 0; l < kLocal; ++l)
-        if (partial[l]) add_values<kOutType>(acc, partial[l], group, 1.0f, false, false);
+      for (i32 first = 0; first < kLocal; first += kRanksAtOnce) {
+        Piece<kOutType, false> piece[kRanksAtOnce];
+#pragma unroll
+        for (i32 j = 0; j < kRanksAtOnce; ++j)
+          piece[j].load(first + j < kLocal ? partial[first + j] : nullptr, group);
+#pragma unroll
+        for (i32 j = 0; j < kRanksAtOnce; ++j) piece[j].add_to(acc, 1.0f, false);
+      }
       store_values(out, group, acc);
     }
     if (p.out_scalars && thread < kTopk) {

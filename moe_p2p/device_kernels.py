@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 _ops = torch.ops.moe_p2p
 
 _CODES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.float8_e4m3fn: 3}
+# Most blocks of the half that works on this rank's tokens, and of the half that works on received
+# slots. Four blocks of 448 threads fit on each of the 132 multiprocessors of an H200.
+NUM_TOKEN_BLOCKS = 264
+NUM_SLOT_BLOCKS = 264
 _MAX_THREADS = 512  # of a block; four blocks share a multiprocessor
 _STATE_WORDS = 4  # int64; kernels/abi/params.h, DeviceState
 _FAULT_BYTES = 64  # kernels/abi/params.h, Fault
@@ -186,6 +190,8 @@ class DeviceSide:
             quantize,
             kernel,
             macros["MOE_P2P_THREADS"],
+            NUM_TOKEN_BLOCKS,
+            NUM_SLOT_BLOCKS,
         )
         self._ready.add(("dispatch", x_dtype, quantize))
 
@@ -202,6 +208,8 @@ class DeviceSide:
             out_dtype,
             kernel,
             macros["MOE_P2P_THREADS"],
+            NUM_TOKEN_BLOCKS,
+            NUM_SLOT_BLOCKS,
         )
         self._ready.add(("combine", y_dtype, out_dtype))
 

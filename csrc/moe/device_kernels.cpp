@@ -14,11 +14,6 @@ using base::Code;
 
 namespace {
 
-// Blocks of 448 threads, four of which fit on one of the 132 multiprocessors of an H200. A sender
-// block has whole tokens; receivers and adders have many small slots.
-constexpr int64_t kSendBlocks = 132;
-constexpr int64_t kRecvBlocks = 264;
-
 uint64_t address(const void* p) noexcept { return reinterpret_cast<uint64_t>(p); }
 
 }  // namespace
@@ -109,18 +104,33 @@ void DeviceKernels::open_step() {
   ++num_open_;
 }
 
+DeviceKernels::Sent DeviceKernels::take_sent(Handle handle) {
+  const auto found = sent_dispatches_.find(handle.words);
+  MOE_P2P_CHECK(found != sent_dispatches_.end(), Code::kInvalidArgument,
+                "dispatch_recv: this handle has no dispatch_send waiting");
+  const Sent sent = found->second;
+  sent_dispatches_.erase(found);
+  return sent;
+}
+
 void DeviceKernels::dispatch(const DispatchSend* send, const DispatchRecv* recv, void* stream) {
   check_fault();
   abi::DispatchParams p{};
   p.comm = comm_;
-  std::pair<int, bool> key;
+  const Sent sent = send ? Sent{{static_cast<int>(send->x_dtype), send->quantize},
+                                static_cast<int32_t>(send->num_rows)}
+                         : take_sent(recv->handle);
+  const auto found = dispatch_.find(sent.key);
+  MOE_P2P_CHECK(found != dispatch_.end(), Code::kUnavailable,
+                "dispatch is not compiled for this type; call prepare() with it first");
+  const Kernel kernel = found->second;
+  p.num_rows = sent.num_rows;
   if (send) {
     MOE_P2P_CHECK(
         send->num_rows <= plan_.shape.chunk_tokens && send->max_tokens <= plan_.shape.chunk_tokens,
         Code::kInvalidArgument,
         "a GPU dispatch takes up to chunk_tokens = ", plan_.shape.chunk_tokens, " rows, x has ",
         send->num_rows, " and max_tokens is ", send->max_tokens);
-    key = {static_cast<int>(send->x_dtype), send->quantize};
     p.parts = send_parts(plan_, *send);
     p.x = address(send->x);
     p.scales = address(send->scales);
@@ -129,23 +139,16 @@ void DeviceKernels::dispatch(const DispatchSend* send, const DispatchRecv* recv,
     p.num_tokens = address(send->device_num_tokens);
     p.num_tokens_is_int64 = send->num_tokens_is_int64;
     p.num_tokens_host = static_cast<int32_t>(send->num_tokens);
-    p.num_rows = static_cast<int32_t>(send->num_rows);
     p.topk_is_int64 = send->topk_is_int64;
     p.num_extras = static_cast<int32_t>(send->extras.size());
     for (size_t i = 0; i < send->extras.size(); ++i)
       p.extras[i] = {address(send->extras[i].data), send->extras[i].row_bytes};
     p.handle = address(send->handle.words);
-    p.num_send_blocks = static_cast<int32_t>(blocks(send->num_rows, kSendBlocks));
+    p.num_send_blocks = static_cast<int32_t>(blocks(send->num_rows, kernel.num_token_blocks));
   }
   unsigned num_recv_blocks = 0;
   if (recv) {
     if (!send) {
-      const auto sent = sent_dispatches_.find(recv->handle.words);
-      MOE_P2P_CHECK(sent != sent_dispatches_.end(), Code::kInvalidArgument,
-                    "dispatch_recv: this handle has no dispatch_send waiting");
-      key = sent->second.key;
-      p.num_rows = sent->second.num_rows;
-      sent_dispatches_.erase(sent);
       p.parts = recv_parts(plan_, *recv);
       p.num_extras = static_cast<int32_t>(recv->extras.size());
       p.handle = address(recv->handle.words);
@@ -163,20 +166,16 @@ void DeviceKernels::dispatch(const DispatchSend* send, const DispatchRecv* recv,
     p.capacity = recv->capacity;
     p.alignment = recv->alignment;
     num_recv_blocks =
-        blocks(int64_t{plan_.shape.chunk_tokens} * plan_.shape.world_size, kRecvBlocks);
+        blocks(int64_t{plan_.shape.chunk_tokens} * plan_.shape.world_size, kernel.num_slot_blocks);
   }
-  const auto kernel = dispatch_.find(key);
-  MOE_P2P_CHECK(kernel != dispatch_.end(), Code::kUnavailable,
-                "dispatch is not compiled for this type; call prepare() with it first");
   if (send) open_step();
-  platform::launch_kernel({.kernel = kernel->second.handle,
+  platform::launch_kernel({.kernel = kernel.handle,
                            .num_blocks = static_cast<unsigned>(p.num_send_blocks) + num_recv_blocks,
-                           .num_threads = kernel->second.num_threads,
+                           .num_threads = kernel.num_threads,
                            .stream = stream,
                            .overlap_previous = true},
                           &p);
-  if (send && !recv)
-    sent_dispatches_[send->handle.words] = {key, static_cast<int32_t>(send->num_rows)};
+  if (send && !recv) sent_dispatches_[send->handle.words] = sent;
 }
 
 void DeviceKernels::combine(const CombineSend* send, const CombineRecv* recv, void* stream) {
@@ -187,24 +186,22 @@ void DeviceKernels::combine(const CombineSend* send, const CombineRecv* recv, vo
   const DType out_dtype = send ? send->out_dtype : recv->out_dtype;
   p.stride = partial_stride(plan_, out_dtype, scalars);
   check_partial(plan_, out_dtype, scalars);
-  DType y_dtype = out_dtype;
+  const Kernel kernel = find_combine(send ? send->y_dtype : out_dtype, out_dtype);
   unsigned num_recv_blocks = 0;
   if (send) {
-    y_dtype = send->y_dtype;
     p.handle = address(send->handle.words);
     p.y = address(send->y);
     p.row_weights = address(send->row_weights);
     p.row_scalars = address(send->row_scalars);
     p.num_send_blocks = static_cast<int32_t>(
-        blocks(int64_t{plan_.shape.chunk_tokens} * plan_.shape.world_size, kRecvBlocks));
+        blocks(int64_t{plan_.shape.chunk_tokens} * plan_.shape.world_size, kernel.num_slot_blocks));
   }
   if (recv) {
     p.handle = address(recv->handle.words);
     p.out = address(recv->out);
     p.out_scalars = address(recv->out_scalars);
-    num_recv_blocks = blocks(plan_.shape.chunk_tokens, kSendBlocks);
+    num_recv_blocks = blocks(plan_.shape.chunk_tokens, kernel.num_token_blocks);
   }
-  const Kernel kernel = find_combine(y_dtype, out_dtype);
   platform::launch_kernel({.kernel = kernel.handle,
                            .num_blocks = static_cast<unsigned>(p.num_send_blocks) + num_recv_blocks,
                            .num_threads = kernel.num_threads,

@@ -31,6 +31,8 @@ class DeviceKernels {
   struct Kernel {
     uint64_t handle = 0;
     unsigned num_threads = 0;
+    int num_token_blocks = 1;  // most blocks of the half that works on own tokens
+    int num_slot_blocks = 1;   // and of the half that works on received slots
   };
   // Compiled for (payload type of the caller, quantize) and for (type of y, type of out).
   void set_dispatch(abi::DType x_dtype, bool quantize, Kernel kernel);
@@ -45,9 +47,14 @@ class DeviceKernels {
   void check_fault() const;
 
  private:
+  struct Sent {
+    std::pair<int, bool> key;
+    int32_t num_rows;
+  };
   Kernel find_combine(abi::DType y_dtype, abi::DType out_dtype) const;
   unsigned blocks(int64_t items, int64_t most) const noexcept;
   void open_step();
+  Sent take_sent(Handle handle);
 
   const Plan& plan_;
   const DeviceMemory memory_;
@@ -55,10 +62,6 @@ class DeviceKernels {
   std::map<std::pair<int, bool>, Kernel> dispatch_;
   std::map<std::pair<int, int>, Kernel> combine_;
   // The halves of a call must agree; the receive half finds here what its send half was compiled for.
-  struct Sent {
-    std::pair<int, bool> key;
-    int32_t num_rows;
-  };
   std::map<const int32_t*, Sent> sent_dispatches_;
   int num_open_ = 0;  // dispatches without their combine
 };

@@ -86,19 +86,23 @@ void all_to_all_use_device(int64_t comm, int64_t device, std::vector<int64_t> da
 }
 
 void all_to_all_set_dispatch_kernel(int64_t comm, ScalarType x_dtype, bool quantize, int64_t kernel,
-                                    int64_t num_threads) {
+                                    int64_t num_threads, int64_t num_token_blocks,
+                                    int64_t num_slot_blocks) {
   const Caller caller(comm);
   caller->all_to_all.device().set_dispatch(
       payload_type(x_dtype, "x_dtype"), quantize,
-      {static_cast<uint64_t>(kernel), static_cast<unsigned>(num_threads)});
+      {static_cast<uint64_t>(kernel), static_cast<unsigned>(num_threads),
+       static_cast<int>(num_token_blocks), static_cast<int>(num_slot_blocks)});
 }
 
 void all_to_all_set_combine_kernel(int64_t comm, ScalarType y_dtype, ScalarType out_dtype,
-                                   int64_t kernel, int64_t num_threads) {
+                                   int64_t kernel, int64_t num_threads, int64_t num_token_blocks,
+                                   int64_t num_slot_blocks) {
   const Caller caller(comm);
   caller->all_to_all.device().set_combine(
       payload_type(y_dtype, "y_dtype"), payload_type(out_dtype, "out_dtype"),
-      {static_cast<uint64_t>(kernel), static_cast<unsigned>(num_threads)});
+      {static_cast<uint64_t>(kernel), static_cast<unsigned>(num_threads),
+       static_cast<int>(num_token_blocks), static_cast<int>(num_slot_blocks)});
 }
 
 Tensor all_to_all_address(int64_t comm) {

@@ -72,10 +72,10 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
       "int expert_local, int fault, int fault_device, int num_sms) -> ()");
   m.def(
       "all_to_all_set_dispatch_kernel(int comm, ScalarType x_dtype, bool quantize, int kernel, "
-      "int num_threads) -> ()");
+      "int num_threads, int num_token_blocks, int num_slot_blocks) -> ()");
   m.def(
       "all_to_all_set_combine_kernel(int comm, ScalarType y_dtype, ScalarType out_dtype, "
-      "int kernel, int num_threads) -> ()");
+      "int kernel, int num_threads, int num_token_blocks, int num_slot_blocks) -> ()");
   m.def("all_to_all_address(int comm) -> Tensor");
   m.def("all_to_all_connect(int comm, Tensor[] addresses) -> ()");
   m.def("all_to_all_close(int comm) -> ()");
