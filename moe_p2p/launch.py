@@ -7,6 +7,7 @@ are ended, and the failure comes back with the rank and its traceback.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import multiprocessing
 import os
@@ -27,6 +28,9 @@ from moe_p2p import env
 GROUP_TIMEOUT = timedelta(seconds=120)
 
 
+_CONFIG_FIELDS = {field.name for field in dataclasses.fields(LaunchConfig)}
+
+
 class RanksFailedError(RuntimeError):
     """A rank raised or died; the text is the story of the first one."""
 
@@ -37,6 +41,8 @@ def run_ranks(function: Callable[..., Any], *args: Any, num_ranks: int) -> list[
     `function` must be importable by name, args and results must pickle. Inside, `process_group()`
     gives the gloo group. Raises RanksFailedError.
     """
+    # torch before 2.12 waits for its own time when it ends ranks.
+    shutdown = {"shutdown_timeout": 5} if "shutdown_timeout" in _CONFIG_FIELDS else {}
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -48,7 +54,7 @@ def run_ranks(function: Callable[..., Any], *args: Any, num_ranks: int) -> list[
         max_restarts=0,
         monitor_interval=0.05,
         start_method="forkserver",
-        shutdown_timeout=5,
+        **shutdown,
     )
     # Ranks are forked from a server that has imported all this once: 2 s instead of 2 s each.
     multiprocessing.set_forkserver_preload([function.__module__])
