@@ -42,7 +42,9 @@ def run_ranks(function: Callable[..., Any], *args: Any, num_ranks: int) -> list[
     gives the gloo group. Raises RanksFailedError.
     """
     # torch before 2.12 waits for its own time when it ends ranks.
-    shutdown = {"shutdown_timeout": 5} if "shutdown_timeout" in _CONFIG_FIELDS else {}
+    shutdown: dict[str, Any] = (
+        {"shutdown_timeout": 5} if "shutdown_timeout" in _CONFIG_FIELDS else {}
+    )
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

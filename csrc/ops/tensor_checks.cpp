@@ -65,7 +65,8 @@ void* current_stream(int device) {
     return reinterpret_cast<GetStream>(symbol);
   }();
   void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(get(device, &stream));
+  MOE_P2P_CHECK(get(device, &stream) == AOTI_TORCH_SUCCESS, Code::kUnavailable,
+                "torch gives no current stream for cuda:", device);
   return stream;
 }
 
@@ -142,10 +143,12 @@ Tensor make_tensor(std::span<const int64_t> sizes, ScalarType dtype) {
   for (size_t i = sizes.size(); i-- > 1;)
     strides[i - 1] = strides[i] * std::max<int64_t>(sizes[i], 1);
   AtenTensorHandle made = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+  const auto error = aoti_torch_empty_strided(
       static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), shim_dtype(dtype),
       working_device < 0 ? aoti_torch_device_type_cpu() : aoti_torch_device_type_cuda(),
-      std::max(working_device, 0), &made));
+      std::max(working_device, 0), &made);
+  MOE_P2P_CHECK(error == AOTI_TORCH_SUCCESS, Code::kResourceExhausted, "torch could not make a ",
+                dtype_name(dtype), " tensor of shape ", list(sizes));
   return Tensor(made);
 }
 
