@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -49,6 +50,18 @@ def find_ninja() -> str:
     return ninja
 
 
+def shared_cxx_library(cxx: str) -> list[str]:
+    """What a compiler that comes with a static libstdc++ only must be told.
+
+    torch has the shared one in the process. With a second copy inside this library, streams and
+    exceptions of one meet the other's locales and types, and the first number printed crashes.
+    """
+    found = subprocess.run(
+        [*shlex.split(cxx), "-print-file-name=libstdc++.so"], capture_output=True, text=True
+    )
+    return ["-l:libstdc++.so.6"] if found.stdout.strip() == "libstdc++.so" else []
+
+
 def build_file(sources: list[Path], output: Path) -> str:
     """The text of a build.ninja that makes `output`."""
     torch = find_torch()
@@ -58,16 +71,18 @@ def build_file(sources: list[Path], output: Path) -> str:
         f"-isystem {torch / 'include'}",
         f"-isystem {torch / 'include/torch/csrc/api/include'}",
     ]
+    cxx = os.environ.get("CXX", "g++")
+    libraries = [*shared_cxx_library(cxx), f"-L{torch / 'lib'}", "-ltorch_cpu"]
     objects = [str(source.relative_to(ROOT).with_suffix(".o")) for source in sources]
     lines = [
-        f"cxx = {os.environ.get('CXX', 'g++')}",
+        f"cxx = {cxx}",
         f"flags = {' '.join(CXX_FLAGS + include)}",
         "rule compile",
         "  command = $cxx $flags -MMD -MF $out.d -c $in -o $out",
         "  depfile = $out.d",
         "  deps = gcc",
         "rule link",
-        f"  command = $cxx -shared -o $out $in -L{torch / 'lib'} -ltorch_cpu -lrt -ldl -lpthread",
+        f"  command = $cxx -shared -o $out $in {' '.join(libraries)} -lrt -ldl -lpthread",
         *(f"build {o}: compile {s}" for o, s in zip(objects, sources, strict=True)),
         f"build {output}: link {' '.join(objects)}",
     ]
