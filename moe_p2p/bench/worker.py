@@ -144,6 +144,7 @@ def _iteration(
         answer = y[system.name]
         clock = time.perf_counter
 
+        dist.barrier()  # ranks leave the first barrier after other work milliseconds apart
         bytes_0 = system.wire_bytes()
         dist.barrier()
         t0 = clock()
