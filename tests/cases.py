@@ -6,6 +6,7 @@ Symbols: W ranks, T rows of one rank's x, K top-k, E experts, H hidden size.
 from __future__ import annotations
 
 import math
+import os
 from typing import Any
 
 import torch
@@ -173,3 +174,10 @@ def _decoded(received: Received, dtype: torch.dtype) -> Received:
     if received.scales is not None:
         x = reference.dequantize(received.x, received.scales)
     return Received(**{**received.__dict__, "x": x.to(dtype)})
+
+
+def memfd(text: str) -> int:
+    """A new anonymous file that holds `text`."""
+    fd = os.memfd_create("test")
+    os.pwrite(fd, text.encode(), 0)
+    return fd

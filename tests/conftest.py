@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,3 +25,15 @@ def _why_not(item: pytest.Item) -> str | None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if reason := _why_not(item):
         pytest.skip(reason)
+
+
+@pytest.fixture(name="key")
+def exchange_key() -> Iterator[str]:
+    """A key of this test; nothing that the test opened may be left open here."""
+    before = _open_files()
+    yield f"test-{uuid.uuid4()}"
+    assert _open_files() == before
+
+
+def _open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))

@@ -7,35 +7,17 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterator
 
 import pytest
 
 import ranks
+from cases import memfd
 from moe_p2p import errors, fd_exchange
-
-
-@pytest.fixture(name="key")
-def exchange_key() -> Iterator[str]:
-    """A key of this test; nothing that the test opened may be left open here."""
-    before = _open_files()
-    yield f"test-{uuid.uuid4()}"
-    assert _open_files() == before
-
-
-def _open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
-def _memfd(text: str) -> int:
-    fd = os.memfd_create("test")
-    os.pwrite(fd, text.encode(), 0)
-    return fd
 
 
 def _exchange_texts(rank: ranks.Rank, key: str, timeout_s: float, num_local: int) -> list[str]:
     """Rank r gives r files; what all ranks gave, as `rank.file` by the process that reads."""
-    fds = [_memfd(f"{rank.rank}.{number}") for number in range(rank.rank)]
+    fds = [memfd(f"{rank.rank}.{number}") for number in range(rank.rank)]
     deadline = time.monotonic() + timeout_s
     try:
         received = fd_exchange.exchange_fds(
@@ -126,7 +108,7 @@ class _Peer:
 
 def test_a_connection_without_the_key_is_dropped(key: str) -> None:
     peer = _Peer(key)
-    fd = _memfd("junk")
+    fd = memfd("junk")
     try:
         with peer.send(b"who is there?", [fd]) as one, peer.send(b"\0" * 24, [fd]) as other:
             with peer.meeting:
@@ -152,7 +134,7 @@ def test_a_peer_that_goes_away_before_it_received_is_named(key: str) -> None:
 
 def test_fewer_descriptors_than_announced_is_an_error(key: str) -> None:
     peer = _Peer(key)
-    fd = _memfd("one of two")
+    fd = memfd("one of two")
     with peer.meeting, peer.send(fd_exchange._HEADER.pack(peer.meeting._hash, 1, 2), [fd]):
         os.close(fd)
         outcome = peer.finish()

@@ -8,7 +8,6 @@ import functools
 import os
 import time
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,27 +15,10 @@ import pytest
 import torch
 
 import ranks
+from cases import memfd
 from moe_p2p import cuda_driver, errors, jit, memory
 
 WORD = ctypes.c_uint64
-
-
-@pytest.fixture(name="key")
-def exchange_key() -> Iterator[str]:
-    """A key of this test; nothing that the test opened may be left open here."""
-    before = _open_files()
-    yield f"test-{uuid.uuid4()}"
-    assert _open_files() == before
-
-
-def _open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
-def _memfd(text: str) -> int:
-    fd = os.memfd_create("test")
-    os.pwrite(fd, text.encode(), 0)
-    return fd
 
 
 def _barrier(rank: ranks.Rank, name: str) -> None:
@@ -89,7 +71,7 @@ def test_words_are_closed_once(key: str) -> None:
 
 
 def test_a_file_that_is_too_short_for_the_words_is_refused(key: str) -> None:
-    fd = _memfd("short")
+    fd = memfd("short")
     with pytest.raises(errors.InvalidArgumentError, match="has 5 bytes"):
         memory.PinnedWords.open(fd, 8, None)
     os.close(fd)
@@ -138,7 +120,7 @@ class _FakeDriver:
         if name in OPENS:
             self.held.append(OPENS[name])
         if name == "cuMemExportToShareableHandle":
-            return results.CUDA_SUCCESS, _memfd("device memory")
+            return results.CUDA_SUCCESS, memfd("device memory")
         value = () if name in SILENT else (VALUES.get(name, 7),)
         return (results.CUDA_SUCCESS, *value)
 
