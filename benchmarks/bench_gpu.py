@@ -40,8 +40,8 @@ def period_us(run: Any, repeats: int) -> float:
 
 def measure_calls(
     comm: AllToAll, tokens: int, arguments: argparse.Namespace, meet: Callable[[], None]
-) -> tuple[list[float], list[float], list[tuple[float, float]]]:
-    """Pair periods, eager and replayed, then (dispatch, combine) apart; all in microseconds."""
+) -> tuple[list[float], list[float]]:
+    """Periods of a pair in microseconds, eager and replayed from a graph."""
     x = torch.randn(tokens, arguments.hidden, device="cuda").bfloat16()
     idx = routing(tokens, arguments.topk, arguments.experts, comm.rank).cuda()
     weights = torch.full(idx.shape, 1 / arguments.topk, device="cuda")
@@ -67,20 +67,8 @@ def measure_calls(
     torch.cuda.synchronize()
     meet()
     replayed = [period_us(graph.replay, 1) / 20 for _ in range(15)]
-    apart = []
-    for _ in range(15):
-        begin, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
-        torch.cuda._sleep(400_000)
-        meet()
-        begin.record()
-        got = dispatch()
-        middle.record()
-        comm.combine(y, got)
-        end.record()
-        torch.cuda.synchronize()
-        apart.append((begin.elapsed_time(middle) * 1000, middle.elapsed_time(end) * 1000))
     meet()
-    return sorted(eager), sorted(replayed), apart
+    return sorted(eager), sorted(replayed)
 
 
 def measure(rank: int, port: int, arguments: argparse.Namespace, results: Any) -> None:
@@ -146,9 +134,6 @@ def main() -> None:
         def slowest(which: int, got: list[Any] = got) -> float:
             return max(r[which][len(r[which]) // 2] for r in got)
 
-        def apart(which: int, got: list[Any] = got) -> float:
-            return max(sorted(span[which] for span in r[4])[7] for r in got)
-
         row = {
             "tokens": tokens,
             "ranks": arguments.ranks,
@@ -157,8 +142,6 @@ def main() -> None:
             "blocks": arguments.blocks,
             "eager_pair_us": round(slowest(2), 2),
             "graph_pair_us": round(slowest(3), 2),
-            "dispatch_us": round(apart(0), 2),
-            "combine_us": round(apart(1), 2),
         }
         print(json.dumps(row), flush=True)
         rows.append(row)
