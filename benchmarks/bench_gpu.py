@@ -80,9 +80,9 @@ def measure(rank: int, port: int, arguments: argparse.Namespace, results: Any) -
     def meet() -> None:
         nonlocal rounds
         rounds += 1
-        store.add(f"meet/{rounds}", 1)
-        while store.add(f"meet/{rounds}", 0) < arguments.ranks:
-            pass
+        if store.add(f"come/{rounds}", 1) == arguments.ranks:
+            store.set(f"go/{rounds}", "")
+        store.wait([f"go/{rounds}"])  # as long as the store waits: five minutes
 
     for tokens in arguments.tokens:
         config = AllToAllConfig(
