@@ -202,7 +202,16 @@ AllToAll::AllToAll(engine::TransferEngine& engine, proxy::ProxyThread* proxy,
 AllToAll::~AllToAll() { close(); }
 
 const Plan& AllToAll::plan() const noexcept { return state_->plan; }
-std::string AllToAll::broken() const { return state_->story ? state_->story->what() : ""; }
+
+std::string AllToAll::broken() const {
+  if (state_->story) return state_->story->what();
+  try {
+    if (state_->device) state_->device->check_fault();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "";
+}
 
 base::Bytes AllToAll::address() const {
   base::WireWriter out;

@@ -50,8 +50,9 @@ void DeviceKernels::set_combine(DType y_dtype, DType out_dtype, Kernel kernel) {
 
 DeviceKernels::Kernel DeviceKernels::find_combine(DType y_dtype, DType out_dtype) const {
   const auto found = combine_.find({static_cast<int>(y_dtype), static_cast<int>(out_dtype)});
-  MOE_P2P_CHECK(found != combine_.end(), Code::kUnavailable,
-                "combine is not compiled for these types; call prepare() with them first");
+  MOE_P2P_CHECK(
+      found != combine_.end(), Code::kUnavailable,
+      "combine is not compiled for these types; make the same call once outside torch.compile");
   return found->second;
 }
 
@@ -121,8 +122,9 @@ void DeviceKernels::dispatch(const DispatchSend* send, const DispatchRecv* recv,
                                 static_cast<int32_t>(send->num_rows)}
                          : take_sent(recv->handle);
   const auto found = dispatch_.find(sent.key);
-  MOE_P2P_CHECK(found != dispatch_.end(), Code::kUnavailable,
-                "dispatch is not compiled for this type; call prepare() with it first");
+  MOE_P2P_CHECK(
+      found != dispatch_.end(), Code::kUnavailable,
+      "dispatch is not compiled for this type; make the same call once outside torch.compile");
   const Kernel kernel = found->second;
   p.num_rows = sent.num_rows;
   if (send) {
@@ -214,7 +216,7 @@ void DeviceKernels::combine(const CombineSend* send, const CombineRecv* recv, vo
 void DeviceKernels::release(Handle handle, void* stream) {
   check_fault();
   MOE_P2P_CHECK(!combine_.empty(), Code::kUnavailable,
-                "no combine kernel is compiled; call prepare()");
+                "no combine kernel is compiled for this communicator");
   abi::CombineParams p{};
   p.comm = comm_;
   p.handle = address(handle.words);
