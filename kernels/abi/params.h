@@ -28,28 +28,62 @@ enum FaultKind : u32 {
   kBadExpert = 3,      // expected: token, got: expert id
   kWrongHeader = 4,    // expected, got: flags or slot bytes
   kTooManyTokens = 5,  // expected: at most, got: tokens
+  kAborted = 6,        // the abort word of the signal memory; got: that word
+  kBadHandle = 7,      // expected, got: communicator
 };
 
-// Device memory of one communicator that only its own kernels use.
+// Device memory of one communicator that only its own kernels use: DeviceState, then the words.
 struct DeviceState {
-  u64 next_step;
-  u32 blocks_done;  // of the running kernel; back to 0 at its end
-  u32 aborted;      // 1 once a wait failed: nobody waits any more
+  // Every block of a kernel that opens steps adds its share at its end, kLaunch in all: the upper
+  // part counts such kernels and changes only when the last block has added.
+  u64 launches;
+  u64 next_step[2];  // kernel number n reads [n mod 2] and writes the other
+  u32 aborted;       // 1 once a wait failed: nobody waits any more
+  u32 reserved[25];
+};
+static_assert(sizeof(DeviceState) == kLine, "the words start on a line");
+inline constexpr u64 kLaunch = 65536;  // most blocks of a kernel
+
+// Offsets in bytes from DeviceState.
+struct DeviceWords {
+  u64 arrivals;   // u64 [2][S][W]  flags of other nodes (signal.h), relayed here by one block
+  u64 outbox;     // u32 [S][N]     what is written of an outbox: slots, and the header
+  u64 received;   // u32 [S]        workers that have read a solo dispatch
+  u64 total_bytes;
+
+  MOE_P2P_HD static constexpr DeviceWords make(const Shape& s) {
+    const u64 slots = static_cast<u64>(s.steps_in_flight);
+    DeviceWords w{};
+    w.arrivals = sizeof(DeviceState);
+    w.outbox = w.arrivals + 8 * kNumPhases * slots * static_cast<u64>(s.world_size);
+    w.received = w.outbox + 4 * slots * static_cast<u64>(s.num_nodes());
+    w.total_bytes = align_up(w.received + 4 * slots, kLine);
+    return w;
+  }
 };
 
 // Fixed for a communicator.
 struct DeviceComm {
-  u64 data[kMaxDomainRanks];  // regions of each rank of the node, as this device maps them
-  u64 state;                  // DeviceState
-  u64 fault;                  // Fault, device address of pinned host memory
-  u64 expert_rank;            // i32 [E]
-  u64 expert_local;           // i32 [E]
+  u64 data[kMaxDomainRanks];     // regions of each rank of the node, as this device maps them
+  u64 signals[kMaxDomainRanks];  // signal memory of each rank of the node, likewise
+  u64 state;                     // DeviceState and DeviceWords
+  u64 fault;                     // Fault, device address of pinned host memory
+  u64 expert_rank;               // i32 [E]
+  u64 expert_local;              // i32 [E]
   u64 timeout_ns;
-  Regions regions;
   i32 rank;
   i32 num_local_experts;
   u32 communicator;
   i32 reserved;
+};
+
+// Who does what in a kernel: one relaying block when there are other nodes, then sending blocks,
+// then receiving ones. Without blocks a half is left out.
+struct Grid {
+  i32 num_send_blocks;
+  i32 num_recv_blocks;
+
+  MOE_P2P_HD static constexpr i32 relay_blocks(const Shape& s) { return s.num_nodes() > 1; }
 };
 
 struct DevicePart {
@@ -67,6 +101,8 @@ struct DispatchParams {
   u64 num_tokens;    // i32 or i64 on the device, or 0
   i32 num_tokens_host;
   i32 num_rows;  // T
+  i32 num_chunks;
+  i32 solo;  // the receiving half answers with the empty combine
   i32 topk_is_int64;
   i32 num_tokens_is_int64;
   DevicePart extras[kMaxExtras];
@@ -85,8 +121,8 @@ struct DispatchParams {
   i64 alignment;
   TokenParts parts;
   i32 num_extras;
-  // blocks [0, num_send_blocks) send, the others receive
-  i32 num_send_blocks;
+  i32 reserved;
+  Grid grid;
 };
 
 struct CombineParams {
@@ -98,8 +134,11 @@ struct CombineParams {
   u64 out;          // [T, H]
   u64 out_scalars;  // f32 [T, K] or 0
   u64 stride;       // of partial rows
-  i32 num_send_blocks;
-  i32 empty;  // release: headers only
+  i32 with_scalars;  // on all ranks alike
+  i32 solo;          // opens steps of its own, with an empty dispatch each
+  i32 empty;         // release: headers only, once the dispatch has arrived
+  i32 reserved;
+  Grid grid;
 };
 
 }  // namespace moe_p2p::abi
