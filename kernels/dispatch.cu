@@ -1,27 +1,34 @@
-// One kernel for both halves of dispatch: blocks [0, num_send_blocks) send, the others receive.
-// Senders never wait, so the receivers behind them cannot keep them from running.
+// One kernel for both halves of dispatch. Blocks that send come before those that receive and wait for
+// earlier steps only, so the receivers behind them cannot keep them from running; a call of more
+// chunks than steps in flight needs all its blocks at once.
 #include "kernels/dispatch_recv.cuh"
 
 using namespace moe_p2p::device;
 
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kBlockThreads, MOE_P2P_BLOCKS_PER_SM)
     moe_p2p_dispatch(const __grid_constant__ DispatchParams p) {
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
-  DeviceState& state = state_of(p.comm);
-  const i32 block = static_cast<i32>(blockIdx.x);
-  const i32 num_send = p.num_send_blocks;
-  // A receive half alone finds its step in the handle, which its send half wrote.
-  const u64 step =
-      num_send > 0 ? state.next_step : reinterpret_cast<const HandleMeta*>(p.handle)->first_step;
-  if (block < num_send) {
-    dispatch_send(p, step, block, num_send);
+  const Role role = Role::of(p.grid);
+  if (p.grid.num_send_blocks == 0) {
+    // A receive half alone finds its step in the handle, which its send half wrote.
+    const u64 first = reinterpret_cast<const HandleMeta*>(p.handle)->first_step;
+    if (role.relay) {
+      relay(p.comm, first, p.num_chunks, {.free = false, .dispatch = true, .combine = false});
+    } else {
+      dispatch_recv(p, first, role.recv);
+    }
+    return;
+  }
+  const OpenedSteps steps = OpenedSteps::read(p.comm);
+  if (role.relay) {
+    const bool receives = p.grid.num_recv_blocks > 0;
+    relay(p.comm, steps.first, p.num_chunks,
+          {.free = true, .dispatch = receives, .combine = false});
+  } else if (role.send >= 0) {
+    dispatch_send(p, steps.first, role.send);
   } else {
-    dispatch_recv(p, step, block - num_send, static_cast<i32>(gridDim.x) - num_send);
+    dispatch_recv(p, steps.first, role.recv);
   }
-  if (last_block(state) && threadIdx.x == 0) {
-    if (num_send > 0) state.next_step = step + 1;
-    if (static_cast<i32>(gridDim.x) > num_send)
-      reinterpret_cast<HandleMeta*>(p.handle)->state = kReceived;
-  }
+  steps.close(p.comm, p.num_chunks);
 }

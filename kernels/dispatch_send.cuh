@@ -1,29 +1,52 @@
-// Dispatch, sending half: each token once to every rank of the node that owns one of its experts, by
-// stores over NVLink. Every block works out every slot number by itself from the routing table, so
-// blocks never wait for each other and the result does not depend on their order.
+// Dispatch, sending half: each token once into the outbox for every other node that owns one of its
+// experts, and once to every rank of the own node that does, by stores over NVLink. Every block works
+// out slot numbers and positions by itself from the routing table, so blocks never wait for each other
+// and the result does not depend on their order.
 #pragma once
 
 #include "kernels/device/quantize.cuh"
-#include "kernels/device/shape.cuh"
-#include "kernels/device/wait.cuh"
+#include "kernels/device/steps.cuh"
+#include "kernels/device/worker.cuh"
 
 namespace moe_p2p::device {
 
 inline constexpr DType kXType = static_cast<DType>(MOE_P2P_X_DTYPE);  // as the caller gives it
 inline constexpr bool kQuantize = MOE_P2P_QUANTIZE;
 inline constexpr DType kWireType = kQuantize ? DType::kFloat8E4M3 : kXType;
+inline constexpr u32 kWireFlags = static_cast<u32>(kWireType) << kDTypeShift;
 inline constexpr i32 kPayloadVecs = static_cast<i32>(kHidden * item_bytes(kWireType) / sizeof(Vec));
 inline constexpr i32 kHeadBytes = static_cast<i32>(slot_head_bytes(kTopk));
 inline constexpr i32 kHeadWords = kHeadBytes / 4;
 
-struct SendShared {
-  u16 expert[kChunk * kTopk];    // global ids
-  u32 has[kLocal][kChunkWords];  // bit t: token t goes to that rank
-  u32 head[kHeadWords];          // of the token at hand
+// A payload passes through the registers of a worker in kPieces rounds of kVecs vectors per thread.
+template <typename W>
+struct Rounds {
+  static constexpr i32 kAll = (kPayloadVecs + W::kThreads - 1) / W::kThreads;
+  static constexpr i32 kPieces = (kAll + 7) / 8;
+  static constexpr i32 kVecs = (kAll + kPieces - 1) / kPieces;
+
+  __device__ __forceinline__ static i32 at(const W& worker, i32 piece, i32 i) {
+    return (piece * kVecs + i) * W::kThreads + worker.thread;
+  }
+};
+
+struct SendScratch {
+  i32 seen[kExperts];    // how many earlier tokens of the call name the expert
+  u32 head[kHeadWords];  // of the token at hand
   float scale[kScales];
-  i32 slot[kLocal];  // of the token at hand; -1 = not for that rank
-  i32 count[MOE_P2P_MAX_LOCAL_EXPERTS];
-  i32 num_tokens;
+  i32 slot[kColumns];  // -1 = does not go there
+};
+struct SendShared {
+  u32 has[kColumns][kChunkWords];  // bit t: token t of the chunk goes there
+  SendScratch worker[SendWorker::kCount];
+};
+
+struct Sender {
+  const DispatchParams& p;
+  const Self self;
+  const HandleArrays handle;
+  const i32 num_tokens;
+  SendShared& s;
 };
 
 // num_tokens of this call; 0 after telling a fault.
@@ -32,42 +55,57 @@ __device__ inline i32 read_num_tokens(const DispatchParams& p, u64 step) {
   if (p.num_tokens)
     n = p.num_tokens_is_int64 ? *reinterpret_cast<const i64*>(p.num_tokens)
                               : *reinterpret_cast<const i32*>(p.num_tokens);
-  const i64 most = p.num_rows < kChunk ? p.num_rows : kChunk;
+  const i64 room = static_cast<i64>(p.num_chunks) * kChunk;
+  const i64 most = p.num_rows < room ? p.num_rows : room;
   if (n >= 0 && n <= most) return static_cast<i32>(n);
-  raise_fault(p.comm, kTooManyTokens, Phase::kDispatch, p.comm.rank, step, static_cast<u64>(most),
-              static_cast<u64>(n));
+  if (threadIdx.x == 0)
+    raise_fault(p.comm, kTooManyTokens, Phase::kDispatch, p.comm.rank, step, static_cast<u64>(most),
+                static_cast<u64>(n));
   return 0;
 }
 
-// The routing table into shared memory, with ids out of range told and dropped.
-__device__ inline void read_routing(const DispatchParams& p, u64 step, SendShared& s) {
-  const i32 num_ids = s.num_tokens * kTopk;
-  for (i32 i = static_cast<i32>(threadIdx.x); i < num_ids; i += kThreads) {
-    const i64 id = p.topk_is_int64 ? reinterpret_cast<const i64*>(p.topk_idx)[i]
-                                   : reinterpret_cast<const i32*>(p.topk_idx)[i];
-    const bool valid = id >= 0 && id < kShape.num_experts;
-    if (!valid && id != -1)
-      raise_fault(p.comm, kBadExpert, Phase::kDispatch, p.comm.rank, step,
-                  static_cast<u64>(i / kTopk), static_cast<u64>(id));
-    s.expert[i] = valid ? static_cast<u16>(id) : kNoExpert;
-  }
+// Entry i of topk_idx; -1 = none. Entries out of range were told by route_chunk().
+__device__ __forceinline__ i64 raw_expert(const DispatchParams& p, i64 i) {
+  return p.topk_is_int64 ? __ldg(reinterpret_cast<const i64*>(p.topk_idx) + i)
+                         : __ldg(reinterpret_cast<const i32*>(p.topk_idx) + i);
+}
+__device__ __forceinline__ i32 expert_at(const DispatchParams& p, i64 i) {
+  const i64 id = raw_expert(p, i);
+  return id >= 0 && id < kExperts ? static_cast<i32>(id) : -1;
+}
+
+__device__ __forceinline__ i32 column_of(const Self& self, i32 rank) {
+  return self.same_node(rank) ? rank % kLocal : kLocal + rank / kLocal;
+}
+
+// Where the chunk's tokens go. False: the slot of the step did not get free.
+__device__ inline bool route_chunk(const Sender& a, u64 step, i32 chunk, bool tell) {
+  const i32 thread = static_cast<i32>(threadIdx.x);
+  auto* has = &a.s.has[0][0];
+  for (i32 i = thread; i < kColumns * kChunkWords; i += kBlockThreads) has[i] = 0;
   __syncthreads();
-  const auto* expert_rank = reinterpret_cast<const i32*>(p.comm.expert_rank);
-  for (i32 first = 0; first < kChunkWords * 32; first += kThreads) {
-    const i32 token = first + static_cast<i32>(threadIdx.x);
-    u64 ranks = 0;
-    if (token < s.num_tokens)
-      for (i32 k = 0; k < kTopk; ++k) {
-        const u16 e = s.expert[token * kTopk + k];
-        if (e != kNoExpert) ranks |= u64{1} << (expert_rank[e] % kLocal);
-      }
-#pragma unroll
-    for (i32 l = 0; l < kLocal; ++l) {
-      const u32 bits = __ballot_sync(~0u, ranks >> l & 1);
-      if (threadIdx.x % 32 == 0 && token / 32 < kChunkWords) s.has[l][token / 32] = bits;
+  const i32 begin = chunk * kChunk;
+  const i32 count = min(max(a.num_tokens - begin, 0), kChunk);
+  for (i32 i = thread; i < count * kTopk; i += kBlockThreads) {
+    const i64 id = raw_expert(a.p, static_cast<i64>(begin) * kTopk + i);
+    const i32 token = i / kTopk;
+    if (id >= 0 && id < kExperts) {
+      const i32 column = column_of(a.self, owner_of(a.p.comm, static_cast<i32>(id)).rank);
+      atomicOr(&a.s.has[column][token / 32], 1u << (token % 32));
+    } else if (id != -1 && tell) {
+      raise_fault(a.p.comm, kBadExpert, Phase::kDispatch, a.self.rank, step,
+                  static_cast<u64>(begin + token), static_cast<u64>(id));
     }
   }
-  __syncthreads();
+  return wait_free(a.p.comm, a.self, step);
+}
+
+// Adds the experts of tokens [from, to) of the call to `seen`.
+__device__ inline void count_experts(const DispatchParams& p, i32* seen, i32 from, i32 to,
+                                     i32 thread, i32 num_threads) {
+  for (i64 i = static_cast<i64>(from) * kTopk + thread; i < static_cast<i64>(to) * kTopk;
+       i += num_threads)
+    if (const i32 e = expert_at(p, i); e >= 0) atomicAdd(&seen[e], 1);
 }
 
 __device__ inline i32 tokens_before(const u32* has, i32 token) {
@@ -75,156 +113,253 @@ __device__ inline i32 tokens_before(const u32* has, i32 token) {
   for (i32 w = 0; w < token / 32; ++w) count += __popc(has[w]);
   return count + __popc(has[token / 32] & ((1u << (token % 32)) - 1));
 }
-
-// Header and expert counts for own-node rank `l`: early, because receivers place rows by them.
-__device__ inline void send_header(const DispatchParams& p, u64 step, i32 slot, i32 l,
-                                   SendShared& s) {
-  for (i32 e = static_cast<i32>(threadIdx.x); e < kShape.max_local_experts; e += kThreads)
-    s.count[e] = 0;
-  __syncthreads();
-  const auto* expert_rank = reinterpret_cast<const i32*>(p.comm.expert_rank);
-  const auto* expert_local = reinterpret_cast<const i32*>(p.comm.expert_local);
-  for (i32 i = static_cast<i32>(threadIdx.x); i < s.num_tokens * kTopk; i += kThreads) {
-    const u16 e = s.expert[i];
-    if (e != kNoExpert && expert_rank[e] % kLocal == l) atomicAdd(&s.count[expert_local[e]], 1);
-  }
-  __syncthreads();
-  char* region = inbox_at(p.comm.data[l], slot, p.comm.rank % kLocal);
-  auto* counts = reinterpret_cast<i32*>(region + sizeof(RegionHeader));
-  for (i32 e = static_cast<i32>(threadIdx.x); e < kShape.max_local_experts; e += kThreads)
-    counts[e] = s.count[e];
-  auto* header = reinterpret_cast<RegionHeader*>(region);
-  if (threadIdx.x == 0) {
-    i32 tokens = 0;
-    for (i32 w = 0; w < kChunkWords; ++w) tokens += __popc(s.has[l][w]);
-    header->num_tokens = static_cast<u32>(tokens);
-    header->flags = static_cast<u32>(kWireType) << kDTypeShift;
-    header->slot_bytes = p.parts.slot_bytes;
-  }
-  __syncthreads();
-  // The flag of the counts; pairs with the wait in place_rows() of rank l.
-  if (threadIdx.x == 0) st_release_sys_u64(&header->step, step + 1);
+__device__ inline i32 tokens_in(const u32* has) {
+  i32 count = 0;
+  for (i32 w = 0; w < kChunkWords; ++w) count += __popc(has[w]);
+  return count;
 }
 
-// The 16 payload bytes of this thread at position `at` of the row.
-__device__ __forceinline__ Vec load_payload(const DispatchParams& p, i32 token, i32 at,
-                                            SendShared& s) {
-  const char* row = reinterpret_cast<const char*>(p.x) +
-                    static_cast<i64>(token) * kHidden * static_cast<i64>(item_bytes(kXType));
-  if constexpr (!kQuantize) {
-    return at < kPayloadVecs ? ld_nc_v4(row + at * 16) : Vec{};
-  } else {
-    constexpr i32 kPerVec = Values<kXType>::kCount;
-    float f[16];
-#pragma unroll
-    for (i32 i = 0; i < 16 / kPerVec; ++i) {
-      const Vec v = at < kPayloadVecs ? ld_nc_v4(row + (at * (16 / kPerVec) + i) * 16) : Vec{};
-      Values<kXType>::load(v, f + i * kPerVec);
+// One of the parts of an outbox is written: a slot, or header and counts. The last one rings.
+__device__ inline void outbox_part(const Sender& a, u64 step, i32 node) {
+  auto* words = reinterpret_cast<u32*>(a.p.comm.state + kWords.outbox);
+  const i32 num_slots = tokens_in(a.s.has[kLocal + node]);
+  const u32 last = static_cast<u32>(num_slots);  // of num_slots + 1 parts
+  if (atom_inc_acq_rel_gpu_u32(&words[slot_of(step) * kNodes + node], last) != last) return;
+  ring(a.p.comm, Phase::kDispatch, step, a.self.local, node,
+       kOutboxSlots + static_cast<u64>(num_slots) * a.p.parts.slot_bytes);
+}
+
+// Headers for all columns, from one block, and with the first chunk the expert counts of the whole
+// call. Early, because receivers place rows by them.
+__device__ inline void send_headers(const Sender& a, u64 step, i32 chunk) {
+  const i32 thread = static_cast<i32>(threadIdx.x), slot = slot_of(step);
+  const u64 own = a.p.comm.data[a.self.local];
+  i32* seen = a.s.worker[0].seen;
+  if (chunk == 0) {
+    for (i32 e = thread; e < kExperts; e += kBlockThreads) seen[e] = 0;
+    __syncthreads();
+    count_experts(a.p, seen, 0, a.num_tokens, thread, kBlockThreads);
+    __syncthreads();
+    for (i32 e = thread; e < kExperts; e += kBlockThreads) {
+      const Owner owner = owner_of(a.p.comm, e);
+      const bool near = a.self.same_node(owner.rank);
+      const i32 l = owner.rank % kLocal, node = owner.rank / kLocal;
+      char* region = near ? inbox_at(a.p.comm.data[l], slot, a.self.local)
+                          : outbox_at(own, slot, other_index(node, a.self.node));
+      auto* counts = reinterpret_cast<i32*>(region + sizeof(RegionHeader));
+      counts[(near ? 0 : l * kMaxLocalExperts) + owner.local] = seen[e];
     }
-    float scale;
-    const Vec v = quantize16(f, scale);
-    if (at % 8 == 0 && at < kPayloadVecs) s.scale[at / 8] = scale;
-    return v;
   }
-}
-
-// Everything of the slot but its payload and flag into shared memory.
-__device__ inline void build_head(const DispatchParams& p, u64 step, i32 token, SendShared& s,
-                                  const HandleArrays& handle) {
-  const i32 thread = static_cast<i32>(threadIdx.x);
-  auto* head = reinterpret_cast<char*>(s.head);
-  if (thread < kHeadWords)
-    s.head[thread] = thread == 0   ? static_cast<u32>(step + 1)
-                     : thread == 1 ? static_cast<u32>(token)
-                                   : 0;
-  if (thread < kLocal) {
-    const bool goes = s.has[thread][token / 32] >> (token % 32) & 1;
-    const i32 slot = goes ? tokens_before(s.has[thread], token) : -1;
-    s.slot[thread] = slot;
-    handle.send_slots[token * kColumns + thread] = slot;
+  for (i32 i = thread; i < kSpeakers; i += kBlockThreads) {
+    const i32 column = i < kLocal ? i : kLocal + other_node(i - kLocal, a.self.node);
+    char* region = i < kLocal ? inbox_at(a.p.comm.data[i], slot, a.self.local)
+                              : outbox_at(own, slot, i - kLocal);
+    fill_header(region, static_cast<u32>(tokens_in(a.s.has[column])), kWireFlags,
+                a.p.parts.slot_bytes);
   }
   __syncthreads();
-  if (thread < kTopk) {
-    reinterpret_cast<u16*>(head + expert_ids_offset())[thread] = s.expert[token * kTopk + thread];
-    reinterpret_cast<float*>(head + weights_offset(kTopk))[thread] =
-        p.topk_weights ? reinterpret_cast<const float*>(p.topk_weights)[token * kTopk + thread]
-                       : 1.0f;
+  for (i32 i = thread; i < kSpeakers; i += kBlockThreads) {
+    if (i < kLocal) {
+      // The flag of header and counts; pairs with wait_dispatch() of rank i.
+      st_release_sys_u64(header_word(inbox_at(a.p.comm.data[i], slot, a.self.local)), step + 1);
+    } else {
+      *header_word(outbox_at(own, slot, i - kLocal)) = step + 1;
+      outbox_part(a, step, other_node(i - kLocal, a.self.node));
+    }
   }
-  auto* position = reinterpret_cast<i32*>(head + positions_offset(kTopk));
-  for (i32 i = thread; i < token * kTopk; i += kThreads) {
-    const u16 e = s.expert[i];
-    if (e == kNoExpert) continue;
-#pragma unroll
-    for (i32 k = 0; k < kTopk; ++k)
-      if (s.expert[token * kTopk + k] == e) atomicAdd(&position[k], 1);
-  }
+  if (chunk == 0)
+    for (i32 e = thread; e < kExperts; e += kBlockThreads) seen[e] = 0;
+  __syncthreads();
 }
 
-__device__ inline void copy_words(char* to, const char* from, u64 bytes) {
-  for (u64 i = threadIdx.x * 4; i < bytes; i += kThreads * 4)
+// The payload bytes of this thread in one piece of the row.
+struct Payload {
+  using R = Rounds<SendWorker>;
+  static constexpr i32 kVecs = R::kVecs;
+  Vec vec[kVecs];
+
+  __device__ __forceinline__ void load(const DispatchParams& p, const SendWorker& worker, i32 token,
+                                       i32 piece, float* scales) {
+    const char* row = reinterpret_cast<const char*>(p.x) +
+                      static_cast<i64>(token) * kHidden * static_cast<i64>(item_bytes(kXType));
+    if constexpr (!kQuantize) {
+#pragma unroll
+      for (i32 i = 0; i < kVecs; ++i)
+        vec[i] = R::at(worker, piece, i) < kPayloadVecs ? ld_nc_v4(row + R::at(worker, piece, i) * 16)
+                                                     : Vec{};
+    } else {
+      constexpr i32 kPerVec = Values<kXType>::kCount, kSources = 16 / kPerVec;
+      constexpr i32 kAtOnce = kVecs < 2 ? 1 : 2;  // vectors whose loads are under way together
+#pragma unroll
+      for (i32 first = 0; first < kVecs; first += kAtOnce) {
+        Vec raw[kAtOnce][kSources];
+#pragma unroll
+        for (i32 i = 0; i < kAtOnce; ++i)
+#pragma unroll
+          for (i32 j = 0; j < kSources; ++j)
+            if (const i32 where = R::at(worker, piece, first + i); where < kPayloadVecs) {
+              raw[i][j] = ld_nc_v4(row + (where * kSources + j) * 16);
+            } else {
+              raw[i][j] = Vec{};
+            }
+#pragma unroll
+        for (i32 i = 0; i < kAtOnce && first + i < kVecs; ++i) {
+          float f[16], scale;
+#pragma unroll
+          for (i32 j = 0; j < kSources; ++j) Values<kXType>::load(raw[i][j], f + j * kPerVec);
+          vec[first + i] = quantize16(f, scale);
+          const i32 where = R::at(worker, piece, first + i);
+          if (where % 8 == 0 && where < kPayloadVecs) scales[where / 8] = scale;
+        }
+      }
+    }
+  }
+  __device__ __forceinline__ void store(const SendWorker& worker, i32 piece, char* to) const {
+#pragma unroll
+    for (i32 i = 0; i < kVecs; ++i)
+      if (R::at(worker, piece, i) < kPayloadVecs) st_na_v4(to + R::at(worker, piece, i) * 16, vec[i]);
+  }
+};
+
+// Everything of a slot but payload and scales, in shared memory. `seen` counts the tokens before it.
+__device__ inline void build_head(const Sender& a, const SendWorker& worker, u64 step, i32 token,
+                                  SendScratch& w) {
+  const i32 thread = worker.thread;
+  auto* head = reinterpret_cast<char*>(w.head);
+  if (thread < kTopk) {
+    const i64 i = static_cast<i64>(token) * kTopk + thread;
+    const i32 e = expert_at(a.p, i);
+    reinterpret_cast<u16*>(head + expert_ids_offset())[thread] =
+        e < 0 ? kNoExpert : static_cast<u16>(e);
+    reinterpret_cast<i32*>(head + positions_offset(kTopk))[thread] = e < 0 ? 0 : w.seen[e];
+    reinterpret_cast<float*>(head + weights_offset(kTopk))[thread] =
+        a.p.topk_weights ? reinterpret_cast<const float*>(a.p.topk_weights)[i] : 1.0f;
+  }
+  if (thread == 32) *reinterpret_cast<SlotHead*>(head) = {static_cast<u32>(step + 1),
+                                                          static_cast<u32>(token)};
+}
+
+template <typename W>
+__device__ inline void copy_words(const W& worker, char* to, const char* from, u64 bytes) {
+  for (u64 i = static_cast<u64>(worker.thread) * 4; i < bytes; i += W::kThreads * 4)
     *reinterpret_cast<u32*>(to + i) = *reinterpret_cast<const u32*>(from + i);
 }
 
-__device__ inline void send_token(const DispatchParams& p, u64 step, i32 slot, i32 token,
-                                  SendShared& s, const HandleArrays& handle) {
-  constexpr i32 kRounds = (kPayloadVecs + kThreads - 1) / kThreads;
-  Vec payload[kRounds];
-#pragma unroll
-  for (i32 r = 0; r < kRounds; ++r)
-    payload[r] = load_payload(p, token, static_cast<i32>(threadIdx.x) + r * kThreads, s);
-  build_head(p, step, token, s, handle);
-  __syncthreads();
-  const i32 own = p.comm.rank % kLocal;
-#pragma unroll 1
-  for (i32 i = 0; i < kLocal; ++i) {
-    const i32 l = (own + i) % kLocal;  // not all sources to rank 0 first
-    if (s.slot[l] < 0) continue;
-    char* to = inbox_at(p.comm.data[l], slot, own) + kInboxSlots +
-               static_cast<u64>(s.slot[l]) * p.parts.slot_bytes;
-#pragma unroll
-    for (i32 r = 0; r < kRounds; ++r) {
-      const i32 at = static_cast<i32>(threadIdx.x) + r * kThreads;
-      if (at < kPayloadVecs) st_na_v4(to + kHeadBytes + at * 16, payload[r]);
-    }
-    if (threadIdx.x < kHeadWords) reinterpret_cast<u32*>(to)[threadIdx.x] = s.head[threadIdx.x];
-    if (p.parts.bytes[1]) {
-      const auto* scales = kQuantize ? reinterpret_cast<const char*>(s.scale)
-                                     : reinterpret_cast<const char*>(p.scales) +
-                                           static_cast<i64>(token) * kScales * 4;
-      copy_words(to + p.parts.offset[1], scales, p.parts.bytes[1]);
-    }
-    for (i32 e = 0; e < p.num_extras; ++e) {
-      const u64 bytes = p.parts.bytes[2 + e];
-      const auto* from =
-          reinterpret_cast<const char*>(p.extras[e].data) + static_cast<u64>(token) * bytes;
-      for (u64 b = threadIdx.x; b < bytes; b += kThreads) to[p.parts.offset[2 + e] + b] = from[b];
-    }
+// Head, scales and extras.
+__device__ inline void store_rest(const Sender& a, const SendWorker& worker, i32 token, char* to,
+                                  const SendScratch& w) {
+  const DispatchParams& p = a.p;
+  for (i32 i = worker.thread; i < kHeadWords; i += SendWorker::kThreads)
+    reinterpret_cast<u32*>(to)[i] = w.head[i];
+  if (p.parts.bytes[1]) {
+    const auto* scales = kQuantize ? reinterpret_cast<const char*>(w.scale)
+                                   : reinterpret_cast<const char*>(p.scales) +
+                                         static_cast<i64>(token) * kScales * 4;
+    copy_words(worker, to + p.parts.offset[1], scales, p.parts.bytes[1]);
   }
-  __syncthreads();
-  // The slot's flag, after every thread's stores; pairs with the wait in recv_slot() of rank l.
-  const i32 l = static_cast<i32>(threadIdx.x);
-  if (l < kLocal && s.slot[l] >= 0)
-    st_release_sys_u32(inbox_flags_at(p.comm.data[l], slot, own) + s.slot[l],
-                       static_cast<u32>(step + 1));
+  for (i32 e = 0; e < p.num_extras; ++e) {
+    const u64 bytes = p.parts.bytes[2 + e];
+    const auto* from =
+        reinterpret_cast<const char*>(p.extras[e].data) + static_cast<u64>(token) * bytes;
+    for (u64 b = static_cast<u64>(worker.thread); b < bytes; b += SendWorker::kThreads)
+      to[p.parts.offset[2 + e] + b] = from[b];
+  }
 }
 
-__device__ inline void dispatch_send(const DispatchParams& p, u64 step, i32 block, i32 num_blocks) {
-  __shared__ SendShared s;
-  const auto slot = static_cast<i32>(step % static_cast<u64>(kShape.steps_in_flight));
-  const HandleArrays handle = HandleArrays::of(p.handle, p.num_rows);
-  if (threadIdx.x == 0) s.num_tokens = read_num_tokens(p, step);
-  __syncthreads();
-  if (block == 0 && threadIdx.x == 0)
-    *handle.meta = {HandleMeta::kMagic, p.comm.communicator, step,  1,
-                    s.num_tokens,       p.num_rows,          kSent, {}};
-  read_routing(p, step, s);
-  for (i32 l = block; l < kLocal; l += num_blocks) send_header(p, step, slot, l, s);
-  for (i32 token = block; token < p.num_rows; token += num_blocks) {
-    if (token < s.num_tokens) {
-      send_token(p, step, slot, token, s, handle);
-    } else if (threadIdx.x < kLocal) {
-      handle.send_slots[token * kColumns + static_cast<i32>(threadIdx.x)] = -1;
+// The token into its slots in columns [first, last). `payload` holds its first piece.
+template <typename SlotAt>
+__device__ inline void store_slots(const Sender& a, const SendWorker& worker, i32 token, i32 count,
+                                   const SlotAt& slot_at, Payload& payload, SendScratch& w) {
+#pragma unroll
+  for (i32 piece = 0; piece < Rounds<SendWorker>::kPieces; ++piece) {
+    if (Rounds<SendWorker>::kPieces > 1) payload.load(a.p, worker, token, piece, w.scale);
+#pragma unroll 1
+    for (i32 i = 0; i < count; ++i)
+      if (char* to = slot_at(i)) payload.store(worker, piece, to + kHeadBytes);
+  }
+  if (Rounds<SendWorker>::kPieces > 1 && kQuantize) worker.sync();  // all scales are there
+#pragma unroll 1
+  for (i32 i = 0; i < count; ++i)
+    if (char* to = slot_at(i)) store_rest(a, worker, token, to, w);
+}
+
+__device__ inline void send_token(const Sender& a, const SendWorker& worker, u64 step, i32 chunk,
+                                  i32 token, i32& counted) {
+  const i32 thread = worker.thread, slot = slot_of(step);
+  const DispatchParams& p = a.p;
+  SendScratch& w = a.s.worker[worker.place];
+  const auto slot_in = [&](char* region, u64 offset, i32 column) {
+    return w.slot[column] < 0 ? nullptr
+                              : region + offset +
+                                    static_cast<u64>(w.slot[column]) * p.parts.slot_bytes;
+  };
+  Payload payload;
+  if (Rounds<SendWorker>::kPieces == 1) payload.load(p, worker, token, 0, w.scale);
+  count_experts(p, w.seen, counted, token, thread, SendWorker::kThreads);
+  counted = token;
+  for (i32 column = thread; column < kColumns; column += SendWorker::kThreads) {
+    const u32* has = a.s.has[column];
+    const i32 at = token - chunk * kChunk;
+    const i32 place = has[at / 32] >> (at % 32) & 1 ? tokens_before(has, at) : -1;
+    w.slot[column] = place;
+    a.handle.send_slots[static_cast<i64>(token) * kColumns + column] = place;
+  }
+  worker.sync();
+  build_head(a, worker, step, token, w);
+  worker.sync();
+  if constexpr (kOthers > 0) {
+    store_slots(
+        a, worker, token, kOthers,
+        [&](i32 i) {
+          return slot_in(outbox_at(p.comm.data[a.self.local], slot, i), kOutboxSlots,
+                         kLocal + other_node(i, a.self.node));
+        },
+        payload, w);
+    worker.sync();
+    for (i32 i = thread; i < kOthers; i += SendWorker::kThreads)
+      if (const i32 node = other_node(i, a.self.node); w.slot[kLocal + node] >= 0)
+        outbox_part(a, step, node);
+  }
+  store_slots(
+      a, worker, token, kLocal,
+      [&](i32 i) {
+        const i32 l = (a.self.local + i) % kLocal;  // not all sources to rank 0 first
+        return slot_in(inbox_at(p.comm.data[l], slot, a.self.local), kInboxSlots, l);
+      },
+      payload, w);
+  worker.sync();
+  // The slot's flag, after every thread's stores; pairs with the wait in recv_slot() of rank l.
+  for (i32 l = thread; l < kLocal; l += SendWorker::kThreads)
+    if (w.slot[l] >= 0)
+      st_release_sys_u32(inbox_flags_at(p.comm.data[l], slot, a.self.local) + w.slot[l],
+                         static_cast<u32>(step + 1));
+}
+
+__device__ inline void dispatch_send(const DispatchParams& p, u64 first_step, i32 block) {
+  const i32 num_blocks = p.grid.num_send_blocks, thread = static_cast<i32>(threadIdx.x);
+  const Sender a{p, Self(p.comm), HandleArrays::of(p.handle, p.num_rows, p.num_chunks),
+                 read_num_tokens(p, first_step), shared<SendShared>()};
+  const SendWorker worker = SendWorker::of(block, num_blocks);
+  if (block == 0 && thread == 0)
+    *a.handle.meta = {HandleMeta::kMagic, p.comm.communicator, first_step, p.num_chunks,
+                      a.num_tokens,       p.num_rows,          kSent,      {}};
+  for (i32 i = thread; i < SendWorker::kCount * kExperts; i += kBlockThreads)
+    a.s.worker[i / kExperts].seen[i % kExperts] = 0;
+  i32 counted = 0;  // tokens in `seen`
+  for (i32 chunk = 0; chunk < p.num_chunks; ++chunk) {
+    const u64 step = first_step + static_cast<u64>(chunk);
+    if (!route_chunk(a, step, chunk, block == 0)) return;
+    if (block == num_blocks - 1) send_headers(a, step, chunk);  // it has the fewest tokens
+    const i32 end = min((chunk + 1) * kChunk, p.num_rows);
+    for (i32 token = chunk * kChunk + worker.id; token < end; token += worker.count) {
+      if (token < a.num_tokens) {
+        send_token(a, worker, step, chunk, token, counted);
+        continue;
+      }
+      for (i32 column = worker.thread; column < kColumns; column += SendWorker::kThreads)
+        a.handle.send_slots[static_cast<i64>(token) * kColumns + column] = -1;
     }
+    __syncthreads();  // the next chunk's routing takes the place of this one's
   }
 }
 

@@ -34,11 +34,31 @@ __device__ __forceinline__ u32 ld_relaxed_sys_u32(const u32* p) {
   asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
   return v;
 }
-__device__ __forceinline__ u32 atom_add_acq_rel_gpu_u32(u32* p, u32 v) {
+__device__ __forceinline__ u64 ld_relaxed_sys_u64(const u64* p) {
+  u64 v;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ void st_release_gpu_u64(u64* p, u64 v) {
+  asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
+__device__ __forceinline__ void red_add_relaxed_gpu_u64(u64* p, u64 v) {
+  asm volatile("red.add.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
+// Adds 1, or goes back to 0 from `last`; returns what was there.
+__device__ __forceinline__ u32 atom_inc_acq_rel_gpu_u32(u32* p, u32 last) {
   u32 old;
-  asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;"
+  asm volatile("atom.inc.acq_rel.gpu.global.u32 %0, [%1], %2;"
                : "=r"(old)
-               : "l"(p), "r"(v)
+               : "l"(p), "r"(last)
+               : "memory");
+  return old;
+}
+__device__ __forceinline__ u32 atom_inc_acq_rel_sys_u32(u32* p, u32 last) {
+  u32 old;
+  asm volatile("atom.inc.acq_rel.sys.global.u32 %0, [%1], %2;"
+               : "=r"(old)
+               : "l"(p), "r"(last)
                : "memory");
   return old;
 }
@@ -89,6 +109,10 @@ __device__ __forceinline__ void griddepcontrol_wait() {
 }
 __device__ __forceinline__ void griddepcontrol_launch_dependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+// Waits until `num_threads` threads of the block, a multiple of 32, have come to barrier `id`.
+__device__ __forceinline__ void bar_sync(i32 id, i32 num_threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
 }
 // Two fp32 to two e4m3, the first in the low byte; round to nearest even, saturating.
 __device__ __forceinline__ u16 cvt_rn_satfinite_e4m3x2(float low, float high) {

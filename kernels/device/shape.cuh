@@ -1,7 +1,9 @@
-// The numbers that a kernel is compiled for, from macros (moe_p2p/device_kernels.py sets them).
+// The numbers that a kernel is compiled for, from macros (moe_p2p/device_kernels.py sets them), and
+// where things lie in the memory of a rank.
 #pragma once
 
 #include "kernels/abi/params.h"
+#include "kernels/abi/signal.h"
 #include "kernels/device/ptx.cuh"
 
 namespace moe_p2p::device {
@@ -19,20 +21,28 @@ inline constexpr Shape kShape{
     .max_partial_bytes = MOE_P2P_MAX_PARTIAL_BYTES,
 };
 inline constexpr Regions kRegions = make_regions(kShape);
+inline constexpr Signals kSignals = Signals::make(kShape);
+inline constexpr DeviceWords kWords = DeviceWords::make(kShape);
 inline constexpr u64 kInboxBytes = inbox_bytes(kShape);
+inline constexpr u64 kOutboxBytes = outbox_bytes(kShape);
 inline constexpr u64 kPartialBytes = partial_bytes(kShape);
 inline constexpr u64 kFlagsBytes = flags_bytes(kShape);
+inline constexpr u64 kGatherWordsBytes = gather_words_bytes(kShape);
 inline constexpr u64 kInboxSlots = inbox_slots_offset(kShape);
+inline constexpr u64 kOutboxSlots = outbox_slots_offset(kShape);
 inline constexpr i32 kHidden = MOE_P2P_HIDDEN_DIM;
+inline constexpr i32 kExperts = kShape.num_experts;
+inline constexpr i32 kMaxLocalExperts = kShape.max_local_experts;
 inline constexpr i32 kTopk = kShape.topk;
 inline constexpr i32 kWorld = kShape.world_size;
 inline constexpr i32 kLocal = kShape.ranks_per_node;
-inline constexpr i32 kColumns = kLocal + kShape.num_nodes();  // of HandleMeta's send_slots
+inline constexpr i32 kNodes = kShape.num_nodes();
+inline constexpr i32 kOthers = kShape.num_other_nodes();
+inline constexpr i32 kColumns = kLocal + kNodes;  // of HandleMeta's send_slots
 inline constexpr i32 kChunk = kShape.chunk_tokens;
 inline constexpr i32 kChunkWords = (kChunk + 31) / 32;
-inline constexpr i32 kThreads = MOE_P2P_THREADS;
+inline constexpr i32 kSteps = kShape.steps_in_flight;
 inline constexpr i32 kScales = (kHidden + kScaleBlock - 1) / kScaleBlock;
-static_assert(kShape.num_nodes() == 1, "between nodes a gateway relays; not compiled here");
 
 // Region `index` of step slot `slot` in the memory at `data`.
 __device__ __forceinline__ char* region_at(u64 data, i32 slot, u64 first, u64 bytes, i32 index) {
@@ -52,36 +62,87 @@ __device__ __forceinline__ u32* partial_flags_at(u64 data, i32 slot, i32 expert_
   return reinterpret_cast<u32*>(
       region_at(data, slot, kRegions.partial_flags, kFlagsBytes, expert_rank));
 }
+// `other` counts nodes without the own one (other_index).
+__device__ __forceinline__ char* outbox_at(u64 data, i32 slot, i32 other) {
+  return region_at(data, slot, kRegions.outbox, kOutboxBytes, other);
+}
+__device__ __forceinline__ char* landing_at(u64 data, i32 slot, i32 other) {
+  return region_at(data, slot, kRegions.landing, kOutboxBytes, other);
+}
+__device__ __forceinline__ char* gather_at(u64 data, i32 slot, i32 other, i32 expert_rank) {
+  return region_at(data, slot, kRegions.gather, kPartialBytes, other * kLocal + expert_rank);
+}
+// [0]: of the region; [kLine / 4 + row]: of a row.
+__device__ __forceinline__ u32* gather_words_at(u64 data, i32 slot, i32 other) {
+  return reinterpret_cast<u32*>(
+      region_at(data, slot, kRegions.gather_words, kGatherWordsBytes, other));
+}
+__device__ __forceinline__ char* combine_outbox_at(u64 data, i32 slot, i32 other) {
+  return region_at(data, slot, kRegions.combine_outbox, kPartialBytes, other);
+}
+__device__ __forceinline__ char* combine_landing_at(u64 data, i32 slot, i32 other) {
+  return region_at(data, slot, kRegions.combine_landing, kPartialBytes, other);
+}
 
-// The handle's arrays for one chunk (HandleLayout).
+// A rank as itself sees it.
+struct Self {
+  i32 rank, node, local;
+
+  __device__ explicit Self(const DeviceComm& comm)
+      : rank(comm.rank), node(comm.rank / kLocal), local(comm.rank % kLocal) {}
+  __device__ bool same_node(i32 source) const { return kNodes == 1 || source / kLocal == node; }
+};
+
+// Where this rank finds what `source` dispatched to it or its node.
+__device__ __forceinline__ char* dispatch_region(const DeviceComm& comm, const Self& self, i32 slot,
+                                                 i32 source) {
+  return self.same_node(source)
+             ? inbox_at(comm.data[self.local], slot, source % kLocal)
+             : landing_at(comm.data[source % kLocal], slot,
+                          other_index(source / kLocal, self.node));
+}
+
+__device__ __forceinline__ i32 slot_of(u64 step) {
+  return static_cast<i32>(step % static_cast<u64>(kSteps));
+}
+
+struct Owner {
+  i32 rank;
+  i32 local;  // among the experts of that rank
+};
+__device__ __forceinline__ Owner owner_of(const DeviceComm& comm, i32 expert) {
+#if MOE_P2P_UNIFORM_EXPERTS
+  return {expert / kMaxLocalExperts, expert % kMaxLocalExperts};
+#else
+  return {__ldg(reinterpret_cast<const i32*>(comm.expert_rank) + expert),
+          __ldg(reinterpret_cast<const i32*>(comm.expert_local) + expert)};
+#endif
+}
+
+// The handle's arrays (HandleLayout).
 struct HandleArrays {
   HandleMeta* meta;
   i32* send_slots;
   i32* slot_counts;
   i32* slot_rows;
+  i32* slot_ranks;
 
-  __device__ static HandleArrays of(u64 handle, i32 num_rows) {
+  __device__ static HandleArrays of(u64 handle, i32 num_rows, i32 num_chunks) {
     const Shape shape = kShape;  // a constant of the compiler has no address on the device
-    const HandleLayout layout = HandleLayout::make(shape, num_rows, 1);
+    const HandleLayout layout = HandleLayout::make(shape, num_rows, num_chunks);
     auto* words = reinterpret_cast<i32*>(handle);
     return {reinterpret_cast<HandleMeta*>(words), words + layout.send_slots,
-            words + layout.slot_counts, words + layout.slot_rows};
+            words + layout.slot_counts, words + layout.slot_rows, words + layout.slot_ranks};
   }
-  __device__ i32* rows_of(i32 source, i32 slot) const {
-    return slot_rows + (static_cast<i64>(source) * kChunk + slot) * kTopk;
+  __device__ i64 slot_index(i32 chunk, i32 source, i32 index) const {
+    return (static_cast<i64>(chunk) * kWorld + source) * kChunk + index;
+  }
+  __device__ i32* rows_of(i32 chunk, i32 source, i32 index) const {
+    return slot_rows + slot_index(chunk, source, index) * kTopk;
+  }
+  __device__ u64* ranks_of(i32 chunk, i32 source, i32 index) const {
+    return reinterpret_cast<u64*>(slot_ranks + slot_index(chunk, source, index) * 2);
   }
 };
-
-// The last block of a kernel to call this returns true, with all others' work behind it.
-__device__ inline bool last_block(DeviceState& state) {
-  __shared__ bool last;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    last = atom_add_acq_rel_gpu_u32(&state.blocks_done, 1) == gridDim.x - 1;
-    if (last) state.blocks_done = 0;
-  }
-  __syncthreads();
-  return last;
-}
 
 }  // namespace moe_p2p::device

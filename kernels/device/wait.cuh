@@ -1,10 +1,10 @@
-// Waiting on a device: every wait has a deadline and looks at the abort word. A wait that fails is
+// Waiting on a device: every wait has a deadline and looks at the abort words. A wait that fails is
 // told once, in the communicator's Fault, and returns false; callers then leave out what they waited
 // for, so the kernel ends and the context stays usable.
 #pragma once
 
 #include "kernels/abi/params.h"
-#include "kernels/device/ptx.cuh"
+#include "kernels/device/shape.cuh"
 
 namespace moe_p2p::device {
 
@@ -12,7 +12,7 @@ __device__ inline DeviceState& state_of(const DeviceComm& comm) {
   return *reinterpret_cast<DeviceState*>(comm.state);
 }
 
-__device__ inline void raise_fault(const DeviceComm& comm, FaultKind kind, Phase phase, i32 source,
+__device__ __noinline__ void raise_fault(const DeviceComm& comm, FaultKind kind, Phase phase, i32 source,
                                    u64 step, u64 expected, u64 got) {
   atomicExch(&state_of(comm).aborted, 1u);
   auto* fault = reinterpret_cast<Fault*>(comm.fault);
@@ -25,22 +25,117 @@ __device__ inline void raise_fault(const DeviceComm& comm, FaultKind kind, Phase
   st_release_sys_u32(&fault->complete, 1);  // pairs with the host's look at the fault
 }
 
+// What a wait is for, for the story of its end.
+struct Awaited {
+  Phase phase;
+  i32 source;
+  u64 step;
+};
+
 // Until the word reaches `want`. Words are the low 32 bits of a count that only grows.
-__device__ inline bool wait_word(const u32* word, u32 want, const DeviceComm& comm, Phase phase,
-                                 i32 source, u64 step) {
+__device__ inline bool wait_word(const DeviceComm& comm, const void* word, u32 want,
+                                 const Awaited& what) {
   constexpr u32 kLooksBetweenClocks = 256;  // fewer: the clock costs as much as the look
   u64 deadline = 0;
   for (u32 looks = 0;; ++looks) {
-    const u32 got = ld_acquire_sys_u32(word);
+    const u32 got = ld_acquire_sys_u32(static_cast<const u32*>(word));
     if (static_cast<i32>(got - want) >= 0) return true;
     if (looks % kLooksBetweenClocks != kLooksBetweenClocks - 1) continue;
     if (ld_relaxed_sys_u32(&state_of(comm).aborted)) return false;
+    const auto* head = reinterpret_cast<const SignalHead*>(comm.signals[comm.rank % kLocal]);
+    if (const u64 abort = ld_relaxed_sys_u64(&head->abort)) {
+      raise_fault(comm, kAborted, what.phase, what.source, what.step, want, abort);
+      return false;
+    }
     const u64 now = globaltimer_ns();
     if (deadline == 0) deadline = now + comm.timeout_ns;
     if (now < deadline) continue;
-    raise_fault(comm, kTimedOut, phase, source, step, want, got);
+    raise_fault(comm, kTimedOut, what.phase, what.source, what.step, want, got);
     return false;
   }
+}
+
+// --- what ranks of the own node say: the step in a region's header ---
+
+__device__ inline u64* header_word(char* region) {
+  return &reinterpret_cast<RegionHeader*>(region)->step;
+}
+
+// --- what other nodes say: flags in the node's signal memory, which one block relays to this device.
+// All blocks at the host's memory would wait for each other on the bus. ---
+
+__device__ inline u64* arrival_word(const DeviceComm& comm, Phase phase, i32 slot, i32 source) {
+  const i32 index = (static_cast<i32>(phase) * kSteps + slot) * kWorld + source;
+  return reinterpret_cast<u64*>(comm.state + kWords.arrivals) + index;
+}
+
+__device__ inline void relay_word(const DeviceComm& comm, Phase phase, u64 step, i32 source) {
+  const i32 slot = slot_of(step);
+  u64* here = arrival_word(comm, phase, slot, source);
+  if (*here > step) return;  // only this block writes it
+  const Signals signals = kSignals;
+  const u64 there = comm.signals[source % kLocal] + signals.flag(phase, slot, source);
+  // Pairs with Exchange::publish(); the release, with wait_arrival().
+  if (wait_word(comm, reinterpret_cast<const void*>(there), static_cast<u32>(step + 1),
+                {phase, source, step}))
+    st_release_gpu_u64(here, step + 1);
+}
+
+// Whether what `source` sends this rank or its node in a phase of `step` is here.
+__device__ inline bool wait_dispatch(const DeviceComm& comm, const Self& self, u64 step,
+                                     i32 source) {
+  const i32 slot = slot_of(step);
+  const void* word = self.same_node(source)
+                         ? header_word(inbox_at(comm.data[self.local], slot, source % kLocal))
+                         : arrival_word(comm, Phase::kDispatch, slot, source);
+  return wait_word(comm, word, static_cast<u32>(step + 1), {Phase::kDispatch, source, step});
+}
+// Speaker i: a rank of this node, or after those the rank with our local index on another one. Of its
+// own node's ranks this only says that they have read the dispatch; rows have flags of their own.
+inline constexpr i32 kSpeakers = kLocal + kOthers;
+__device__ inline i32 speaker_rank(const Self& self, i32 i) {
+  return i < kLocal ? self.node * kLocal + i
+                    : other_node(i - kLocal, self.node) * kLocal + self.local;
+}
+__device__ inline bool wait_combine(const DeviceComm& comm, const Self& self, u64 step, i32 i) {
+  const i32 slot = slot_of(step), source = speaker_rank(self, i);
+  const void* word = i < kLocal ? header_word(partial_at(comm.data[self.local], slot, i))
+                                : arrival_word(comm, Phase::kCombine, slot, source);
+  return wait_word(comm, word, static_cast<u32>(step + 1), {Phase::kCombine, source, step});
+}
+
+// Rule (R1) of docs/protocol.md: the slot of `step` is free once the combine of its last use has
+// come from everybody. All threads of a block call it together; false: it has not.
+__device__ inline bool wait_free(const DeviceComm& comm, const Self& self, u64 step) {
+  bool is_free = true;
+  if (step >= static_cast<u64>(kSteps))
+    // The last threads, which have the least to do beside it.
+    for (i32 i = static_cast<i32>(blockDim.x - 1 - threadIdx.x); i < kSpeakers;
+         i += static_cast<i32>(blockDim.x))
+      is_free = wait_combine(comm, self, step - static_cast<u64>(kSteps), i) && is_free;
+  return __syncthreads_and(is_free);
+}
+
+// Which arrivals the blocks of a kernel wait for.
+struct Relayed {
+  bool free;  // the combine of each slot's last use
+  bool dispatch;
+  bool combine;
+};
+
+__device__ inline void relay(const DeviceComm& comm, u64 first_step, i32 num_chunks,
+                             const Relayed& what) {
+  const Self self(comm);
+  for (u64 step = first_step; step < first_step + static_cast<u64>(num_chunks); ++step)
+    for (i32 source = static_cast<i32>(threadIdx.x); source < kWorld;
+         source += static_cast<i32>(blockDim.x)) {
+      if (self.same_node(source)) continue;
+      const bool partner = source % kLocal == self.local;
+      if (what.free && partner && step >= static_cast<u64>(kSteps))
+        relay_word(comm, Phase::kCombine, step - static_cast<u64>(kSteps), source);
+      if (what.dispatch) relay_word(comm, Phase::kDispatch, step, source);
+      if (what.combine && partner) relay_word(comm, Phase::kCombine, step, source);
+    }
 }
 
 }  // namespace moe_p2p::device

@@ -1,0 +1,110 @@
+// Combine, receiving half: adds the partial rows of each own token, as soon as those it needs are here.
+// Nodes ascending; the own node contributes its ranks one after the other, any other node one row.
+#pragma once
+
+#include "kernels/combine_send.cuh"
+
+namespace moe_p2p::device {
+
+struct CombineRecvShared {
+  struct {
+    const char* partial[kSpeakers];  // in the order of the sum; null = none
+    i32 num_partials;
+  } worker[RecvWorker::kCount];
+};
+
+// Place of speaker i in the order of the sum.
+__device__ __forceinline__ i32 order_of(const Self& self, i32 i) {
+  if (i < kLocal) return self.node + i;
+  const i32 node = other_node(i - kLocal, self.node);
+  return node < self.node ? node : node + kLocal - 1;
+}
+
+// The row that speaker i sent for a token; null when there is none, or it did not come.
+__device__ inline const char* wait_partial(const CombineParams& p, const Self& self, u64 step, i32 i,
+                                           i32 index) {
+  if (index < 0) return nullptr;
+  const i32 slot = slot_of(step);
+  const u64 own = p.comm.data[self.local];
+  const bool near = i < kLocal;
+  const bool came =
+      near ? wait_word(p.comm, partial_flags_at(own, slot, i) + index, static_cast<u32>(step + 1),
+                       {Phase::kCombine, speaker_rank(self, i), step})
+           : wait_combine(p.comm, self, step, i);
+  if (!came) return nullptr;
+  return (near ? partial_at(own, slot, i) : combine_landing_at(own, slot, i - kLocal)) +
+         combine_slots_offset() + static_cast<u64>(index) * p.stride;
+}
+
+__device__ inline void recv_token(const CombineParams& p, const Self& self, const RecvWorker& worker,
+                                  u64 step, const i32* send_slots, i64 token,
+                                  CombineRecvShared& s) {
+  auto& w = s.worker[worker.place];
+  for (i32 i = worker.thread; i < kSpeakers; i += RecvWorker::kThreads) {
+    const i32 column = i < kLocal ? i : kLocal + other_node(i - kLocal, self.node);
+    w.partial[order_of(self, i)] = wait_partial(p, self, step, i, send_slots[column]);
+  }
+  worker.sync();
+  if (worker.thread < 32) {  // the rows that there are, one after the other
+    i32 num = 0;
+    for (i32 first = 0; first < kSpeakers; first += 32) {
+      const i32 i = first + worker.thread;
+      const char* partial = i < kSpeakers ? w.partial[i] : nullptr;
+      const u32 have = __ballot_sync(~0u, partial != nullptr);
+      if (partial) w.partial[num + __popc(have & ((1u << worker.thread) - 1))] = partial;
+      num += __popc(have);
+      __syncwarp();
+    }
+    if (worker.thread == 0) w.num_partials = num;
+  }
+  worker.sync();
+  constexpr i32 kRowsAtOnce = kSpeakers < 4 ? kSpeakers : 4;
+  sum_rows<kOutType, false, kRowsAtOnce>(
+      worker, reinterpret_cast<char*>(p.out) + static_cast<u64>(token) * kOutBytes, w.num_partials,
+      [&](i32 r) { return w.partial[r]; }, false, [](i32) { return 1.0f; });
+  if (p.out_scalars && worker.thread < kTopk) {
+    float sum = 0.0f;
+    for (i32 r = 0; r < w.num_partials; ++r)
+      sum = __fadd_rn(sum, reinterpret_cast<const float*>(w.partial[r] + kOutBytes)[worker.thread]);
+    reinterpret_cast<float*>(p.out_scalars)[token * kTopk + worker.thread] = sum;
+  }
+  worker.sync();
+}
+
+// Everybody has said what belongs to this step; before that it is not over.
+__device__ inline void end_step(const CombineParams& p, const Self& self, u64 step) {
+  for (i32 i = static_cast<i32>(threadIdx.x); i < kSpeakers; i += kBlockThreads) {
+    if (!wait_combine(p.comm, self, step, i)) continue;
+    const i32 slot = slot_of(step);
+    const u64 own = p.comm.data[self.local];
+    const auto* header = reinterpret_cast<const RegionHeader*>(
+        i < kLocal ? partial_at(own, slot, i) : combine_landing_at(own, slot, i - kLocal));
+    const u32 flags = p.empty ? kEmpty
+                              : static_cast<u32>(kOutType) << kDTypeShift |
+                                    (p.with_scalars ? kScalars : 0u);
+    if (header->flags != flags || header->slot_bytes != (p.empty ? 0 : p.stride))
+      raise_fault(p.comm, kWrongHeader, Phase::kCombine, speaker_rank(self, i), step, p.stride,
+                  header->slot_bytes);
+  }
+}
+
+__device__ inline void combine_recv(const CombineParams& p, const HandleMeta& meta, u64 first_step,
+                                    i32 block) {
+  const Self self(p.comm);
+  const HandleArrays handle = HandleArrays::of(p.handle, meta.num_rows, meta.num_chunks);
+  const RecvWorker worker = RecvWorker::of(block, p.grid.num_recv_blocks);
+  auto& s = shared<CombineRecvShared>();
+  for (i32 chunk = 0; chunk < meta.num_chunks; ++chunk) {
+    const u64 step = first_step + static_cast<u64>(chunk);
+    const bool last = chunk + 1 == meta.num_chunks;
+    const i32 end = p.empty  ? 0
+                    : last   ? meta.num_rows  // those past the last chunk become zero
+                             : min((chunk + 1) * kChunk, meta.num_rows);
+    for (i64 token = static_cast<i64>(chunk) * kChunk + worker.id; token < end;
+         token += worker.count)
+      recv_token(p, self, worker, step, handle.send_slots + token * kColumns, token, s);
+    if (block == 0) end_step(p, self, step);
+  }
+}
+
+}  // namespace moe_p2p::device

@@ -1,0 +1,304 @@
+// Combine, sending half: adds up this rank's experts for each received slot. For a token of the own node
+// the partial row goes to its source. For one of another node it goes to the gateway; whichever rank of
+// the node hands in the last partial of a row adds them, and with the last row rings. Sums are in fp32
+// in a fixed order (docs/protocol.md, section 10), so the result does not depend on arrival.
+#pragma once
+
+#include "kernels/device/quantize.cuh"
+#include "kernels/device/steps.cuh"
+#include "kernels/device/worker.cuh"
+
+namespace moe_p2p::device {
+
+inline constexpr DType kYType = static_cast<DType>(MOE_P2P_Y_DTYPE);
+inline constexpr DType kOutType = static_cast<DType>(MOE_P2P_OUT_DTYPE);
+inline constexpr u64 kOutBytes = kHidden * item_bytes(kOutType);
+inline constexpr u64 kYBytes = kHidden * item_bytes(kYType);
+// A thread works on kValues neighbouring values: one Vec of the narrower type.
+inline constexpr i32 kValues = Values<kYType>::kCount > Values<kOutType>::kCount
+                                   ? Values<kYType>::kCount
+                                   : Values<kOutType>::kCount;
+inline constexpr i32 kGroups = kHidden / kValues;
+static_assert(kHidden % kValues == 0);
+
+// kValues values of one row; `constant`: nobody writes them while the kernel runs.
+template <DType kType, bool kConstant>
+struct Piece {
+  static constexpr i32 kVecs = kValues / Values<kType>::kCount;
+  Vec vec[kVecs];
+
+  __device__ __forceinline__ void load(const char* row, i32 group) {
+#pragma unroll
+    for (i32 i = 0; i < kVecs; ++i) {
+      const char* at = row + (group * kVecs + i) * 16;
+      vec[i] = kConstant ? ld_nc_v4(at) : ld_na_v4(at);
+    }
+  }
+  // Adding zeros changes no sum, because no sum is ever -0.0.
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (i32 i = 0; i < kVecs; ++i) vec[i] = Vec{};
+  }
+  __device__ __forceinline__ void add_to(float* acc, float weight, bool weighted) const {
+    constexpr i32 kPerVec = Values<kType>::kCount;
+#pragma unroll
+    for (i32 i = 0; i < kVecs; ++i) {
+      float f[kPerVec];
+      Values<kType>::load(vec[i], f);
+#pragma unroll
+      for (i32 j = 0; j < kPerVec; ++j)
+        acc[i * kPerVec + j] =
+            __fadd_rn(acc[i * kPerVec + j], weighted ? __fmul_rn(weight, f[j]) : f[j]);
+    }
+  }
+};
+
+__device__ __forceinline__ void store_values(char* row, i32 group, const float* acc) {
+  constexpr i32 kPerVec = Values<kOutType>::kCount;
+#pragma unroll
+  for (i32 i = 0; i < kValues / kPerVec; ++i)
+    st_na_v4(row + (group * (kValues / kPerVec) + i) * 16,
+             Values<kOutType>::store(acc + i * kPerVec));
+}
+
+// to = sum of `num_rows` rows in their order, times weight_of(i) when `weighted`. Rows are loaded
+// kRowsAtOnce at a time.
+template <DType kType, bool kConstant, i32 kRowsAtOnce, typename W, typename RowAt,
+          typename WeightOf>
+__device__ __forceinline__ void sum_rows(const W& worker, char* to, i32 num_rows,
+                                         const RowAt& row_at, bool weighted,
+                                         const WeightOf& weight_of) {
+  // Groups of a thread that are under way together. More hide more latency and cost registers.
+  constexpr i32 kGroupsAtOnce = kGroups <= W::kThreads ? 1 : 2;
+  for (i32 first = worker.thread; first < kGroups; first += W::kThreads * kGroupsAtOnce) {
+    float acc[kGroupsAtOnce][kValues] = {};
+    for (i32 r = 0; r < num_rows; r += kRowsAtOnce) {
+      Piece<kType, kConstant> piece[kRowsAtOnce][kGroupsAtOnce];
+#pragma unroll
+      for (i32 j = 0; j < kRowsAtOnce; ++j)
+#pragma unroll
+        for (i32 g = 0; g < kGroupsAtOnce; ++g)
+          if (const i32 group = first + g * W::kThreads; r + j < num_rows && group < kGroups) {
+            piece[j][g].load(row_at(r + j), group);
+          } else {
+            piece[j][g].clear();
+          }
+#pragma unroll
+      for (i32 j = 0; j < kRowsAtOnce; ++j)
+        if (r + j < num_rows)
+#pragma unroll
+          for (i32 g = 0; g < kGroupsAtOnce; ++g)
+            piece[j][g].add_to(acc[g], weighted ? weight_of(r + j) : 1.0f, weighted);
+    }
+#pragma unroll
+    for (i32 g = 0; g < kGroupsAtOnce; ++g)
+      if (const i32 group = first + g * W::kThreads; group < kGroups)
+        store_values(to, group, acc[g]);
+  }
+}
+
+// Items are looked up in batches, kLanes threads for each: one latency for all of them.
+inline constexpr i32 kLanes = kTopk <= 1   ? 1
+                              : kTopk <= 2 ? 2
+                              : kTopk <= 4 ? 4
+                              : kTopk <= 8 ? 8
+                              : kTopk <= 16 ? 16
+                                            : 32;
+inline constexpr i32 kBatch = SendWorker::kThreads / kLanes;
+
+struct CombineScratch {
+  i32 row[kBatch][kLanes];  // rows of y of one slot, k ascending, one after the other
+  float weight[kBatch][kLanes];
+  i32 num_rows[kBatch];
+  u64 ranks[kOthers > 0 ? kBatch : 1];  // own-node ranks that hold a partial, of slots of other nodes
+  bool last;
+};
+struct CombineSendShared {
+  CombineScratch worker[SendWorker::kCount];
+};
+
+struct Adder {
+  const CombineParams& p;
+  const Self self;
+  const HandleArrays handle;
+  CombineSendShared& s;
+
+  __device__ CombineHeader header_of(i32 chunk, i32 source) const {
+    return {static_cast<u32>(handle.slot_counts[chunk * kWorld + source]),
+            static_cast<u32>(kOutType) << kDTypeShift | (p.with_scalars ? kScalars : 0u), p.stride};
+  }
+};
+
+// The rows and weights of items i, i + count, ...: of each slot those of this rank.
+__device__ inline void look_up(const Adder& a, const SendWorker& worker, i32 chunk, i32 i,
+                               i32 num_items) {
+  CombineScratch& w = a.s.worker[worker.place];
+  const i32 lane = worker.thread % kLanes, place = worker.thread / kLanes;
+  i += place * worker.count;
+  const i32 source = (i + a.self.rank) % kWorld, index = i / kWorld;
+  bool mine = i < num_items && index < a.handle.slot_counts[chunk * kWorld + source];
+  if (kOthers > 0 && mine && !a.self.same_node(source)) {
+    const u64 ranks = *a.handle.ranks_of(chunk, source, index);
+    if (lane == 0) w.ranks[place] = ranks;
+    mine = ranks >> a.self.local & 1;
+  }
+  const i32 row = mine && lane < kTopk ? a.handle.rows_of(chunk, source, index)[lane] : -1;
+  const u32 have = __ballot_sync(~0u, row >= 0);
+  const u32 ours = kLanes == 32 ? ~0u : (1u << kLanes % 32) - 1;
+  const u32 bits = have >> (worker.thread % 32 / kLanes * kLanes) & ours;
+  if (row >= 0) {
+    const i32 at = __popc(bits & ((1u << lane) - 1));
+    w.row[place][at] = row;
+    w.weight[place][at] =
+        a.p.row_weights ? reinterpret_cast<const float*>(a.p.row_weights)[row] : 1.0f;
+  }
+  if (lane == 0) w.num_rows[place] = mine ? __popc(bits) : -1;
+}
+
+// This rank's rows of one slot, added up at `to`.
+__device__ inline void store_partial(const Adder& a, const SendWorker& worker, i32 place, i32 chunk,
+                                     i32 source, i32 index, char* to) {
+  const CombineScratch& w = a.s.worker[worker.place];
+  sum_rows<kYType, true, kTopk < 2 ? 1 : 2>(
+      worker, to, w.num_rows[place],
+      [&](i32 r) {
+        return reinterpret_cast<const char*>(a.p.y) + static_cast<u64>(w.row[place][r]) * kYBytes;
+      },
+      a.p.row_weights != 0, [&](i32 r) { return w.weight[place][r]; });
+  if (a.p.with_scalars && worker.thread < kTopk) {
+    const i32 row = a.handle.rows_of(chunk, source, index)[worker.thread];
+    reinterpret_cast<float*>(to + kOutBytes)[worker.thread] =
+        row >= 0 ? reinterpret_cast<const float*>(a.p.row_scalars)[row] : 0.0f;
+  }
+}
+
+// The node's partials of one row, added up into the gateway's combine_outbox.
+__device__ inline void add_partials(const Adder& a, const SendWorker& worker, u64 ranks, u64 data,
+                                    i32 slot, i32 other, u64 offset) {
+  const auto nth = [&](i32 n) {
+    u64 left = ranks;
+    for (; n > 0; --n) left &= left - 1;
+    return gather_at(data, slot, other, __ffsll(static_cast<long long>(left)) - 1) + offset;
+  };
+  char* to = combine_outbox_at(data, slot, other) + offset;
+  const i32 num_ranks = __popcll(ranks);
+  sum_rows<kOutType, false, 2>(worker, to, num_ranks, nth, false, [](i32) { return 1.0f; });
+  if (a.p.with_scalars && worker.thread < kTopk) {
+    float sum = 0.0f;
+    for (i32 r = 0; r < num_ranks; ++r)
+      sum = __fadd_rn(sum, reinterpret_cast<const float*>(nth(r) + kOutBytes)[worker.thread]);
+    reinterpret_cast<float*>(to + kOutBytes)[worker.thread] = sum;
+  }
+}
+
+// A token of another node: where a single rank of this node holds rows for it, its partial is the sum.
+__device__ inline void send_to_gateway(const Adder& a, const SendWorker& worker, u64 step, i32 chunk,
+                                       i32 place, i32 source, i32 index) {
+  CombineScratch& w = a.s.worker[worker.place];
+  const i32 slot = slot_of(step), gateway = source % kLocal;
+  const i32 other = other_index(source / kLocal, a.self.node);
+  const u64 data = a.p.comm.data[gateway], ranks = w.ranks[place];
+  const u64 offset = combine_slots_offset() + static_cast<u64>(index) * a.p.stride;
+  const bool alone = (ranks & (ranks - 1)) == 0;
+  store_partial(a, worker, place, chunk, source, index,
+                (alone ? combine_outbox_at(data, slot, other)
+                       : gather_at(data, slot, other, a.self.local)) +
+                    offset);
+  worker.sync();
+  if (!alone) {
+    const auto last = static_cast<u32>(__popcll(ranks) - 1);
+    u32* count = gather_words_at(data, slot, other) + kLine / 4 + index;
+    // Release: this partial; acquire, for the last one: all others.
+    if (worker.thread == 0) w.last = atom_inc_acq_rel_sys_u32(count, last) == last;
+    worker.sync();
+    if (!w.last) return;
+    add_partials(a, worker, ranks, data, slot, other, offset);
+    worker.sync();
+  }
+  if (worker.thread == 0)
+    hand_in(a.p.comm, a.self, step, gateway, other, a.header_of(chunk, source));
+}
+
+__device__ inline void combine_chunk(const Adder& a, const SendWorker& worker, u64 step, i32 chunk) {
+  const CombineParams& p = a.p;
+  const CombineScratch& w = a.s.worker[worker.place];
+  const i32 slot = slot_of(step);
+  i32 most = 0;
+  for (i32 source = 0; source < kWorld; ++source)
+    most = max(most, a.handle.slot_counts[chunk * kWorld + source]);
+  const i32 num_items = most * kWorld;
+  for (i32 first = worker.id; first < num_items; first += worker.count * kBatch) {
+    look_up(a, worker, chunk, first, num_items);
+    worker.sync();
+    for (i32 place = 0, i = first; place < kBatch && i < num_items; ++place, i += worker.count) {
+      if (w.num_rows[place] < 0) continue;
+      const i32 source = (i + a.self.rank) % kWorld, index = i / kWorld;
+      if (!a.self.same_node(source)) {
+        send_to_gateway(a, worker, step, chunk, place, source, index);
+        continue;
+      }
+      const u64 data = p.comm.data[source % kLocal];
+      store_partial(a, worker, place, chunk, source, index,
+                    partial_at(data, slot, a.self.local) + combine_slots_offset() +
+                        static_cast<u64>(index) * p.stride);
+      worker.sync();
+      // The row's flag, after every thread's stores; pairs with the wait in combine_recv() there.
+      if (worker.thread == 0)
+        st_release_sys_u32(partial_flags_at(data, slot, a.self.local) + index,
+                           static_cast<u32>(step + 1));
+    }
+    worker.sync();  // the next batch takes the place of this one
+  }
+}
+
+// A combine that opens steps of its own begins each with an empty dispatch, and with everybody's.
+// False: somebody's did not come.
+__device__ inline bool open_solo(const Adder& a, u64 step, i32 block) {
+  const DeviceComm& comm = a.p.comm;
+  if (block == 0) {
+    if (!wait_free(comm, a.self, step)) return false;
+    send_empty_dispatch(comm, a.self, step);
+  }
+  bool came = true;
+  for (i32 source = static_cast<i32>(threadIdx.x); source < kWorld; source += kBlockThreads) {
+    if (!wait_dispatch(comm, a.self, step, source)) {
+      came = false;
+      continue;
+    }
+    const auto* header = reinterpret_cast<const RegionHeader*>(
+        dispatch_region(comm, a.self, slot_of(step), source));
+    if (header->flags == kEmpty) continue;
+    raise_fault(comm, kWrongHeader, Phase::kDispatch, source, step, 0, header->slot_bytes);
+    came = false;
+  }
+  return __syncthreads_and(came);
+}
+
+// Release: whatever was dispatched has to be here before its source may send again.
+__device__ inline void send_release(const CombineParams& p, u64 step) {
+  const Self self(p.comm);
+  bool came = true;
+  for (i32 source = static_cast<i32>(threadIdx.x); source < kWorld; source += kBlockThreads)
+    came = wait_dispatch(p.comm, self, step, source) && came;
+  if (__syncthreads_and(came))
+    say_read(p.comm, self, step, static_cast<i32>(threadIdx.x), kBlockThreads, EmptyHeader{});
+}
+
+__device__ inline void combine_send(const CombineParams& p, const HandleMeta& meta, u64 first_step,
+                                    i32 block) {
+  const Adder a{p, Self(p.comm), HandleArrays::of(p.handle, meta.num_rows, meta.num_chunks),
+                shared<CombineSendShared>()};
+  const SendWorker worker = SendWorker::of(block, p.grid.num_send_blocks);
+  for (i32 chunk = 0; chunk < meta.num_chunks; ++chunk) {
+    const u64 step = first_step + static_cast<u64>(chunk);
+    if (p.solo && !open_solo(a, step, block)) return;
+    // This rank has read all of the step's dispatch, tokens or not: whoever sent may use the slot
+    // again (protocol.md, section 9).
+    if (block == 0)
+      say_read(p.comm, a.self, step, static_cast<i32>(threadIdx.x), kBlockThreads,
+               [&](i32 source) { return a.header_of(chunk, source); });
+    combine_chunk(a, worker, step, chunk);
+  }
+}
+
+}  // namespace moe_p2p::device

@@ -1,0 +1,106 @@
+// Steps that kernels open, and what they say to other ranks without tokens: empty halves, doorbells.
+#pragma once
+
+#include "kernels/device/wait.cuh"
+
+namespace moe_p2p::device {
+
+// The step that this kernel opens first, and which kernel it is. Every thread reads it before the
+// block ends with close_steps().
+struct OpenedSteps {
+  u64 launch;
+  u64 first;
+
+  __device__ static OpenedSteps read(const DeviceComm& comm) {
+    const DeviceState& state = state_of(comm);
+    const u64 launch = ld_relaxed_sys_u64(&state.launches) / kLaunch;
+    return {launch, state.next_step[launch % 2]};
+  }
+  // The last block to add makes it the next kernel's turn, so no block has to find out who is last.
+  __device__ void close(const DeviceComm& comm, i32 num_steps) const {
+    __syncthreads();  // all threads have read
+    if (threadIdx.x != 0) return;
+    DeviceState& state = state_of(comm);
+    const bool first_block = blockIdx.x == 0;
+    if (first_block) state.next_step[(launch + 1) % 2] = first + static_cast<u64>(num_steps);
+    red_add_relaxed_gpu_u64(&state.launches, first_block ? kLaunch - (gridDim.x - 1) : 1);
+  }
+};
+
+__device__ inline void fill_header(char* region, u32 num_tokens, u32 flags, u64 slot_bytes) {
+  auto* header = reinterpret_cast<RegionHeader*>(region);
+  header->num_tokens = num_tokens;
+  header->flags = flags;
+  header->slot_bytes = slot_bytes;
+}
+
+// Pairs with the acquire in Exchange::take(): the region and its length are complete.
+__device__ inline void ring(const DeviceComm& comm, Phase phase, u64 step, i32 gateway, i32 node,
+                            u64 bytes) {
+  const Signals signals = kSignals;
+  auto* bell = reinterpret_cast<Doorbell*>(comm.signals[gateway] +
+                                           signals.bell(phase, slot_of(step), node));
+  bell->bytes = bytes;
+  st_release_sys_u64(&bell->word, step + 1);
+}
+
+// One of `num_units` parts of what gateway `gateway` sends to another node is in its combine_outbox.
+// Whoever hands in the last one writes the header and rings.
+struct CombineHeader {
+  u32 num_tokens;
+  u32 flags;
+  u64 stride;
+};
+__device__ inline void hand_in(const DeviceComm& comm, const Self& self, u64 step, i32 gateway,
+                               i32 other, const CombineHeader& header) {
+  const i32 slot = slot_of(step);
+  const u64 data = comm.data[gateway];
+  const u32 last = header.num_tokens + kLocal - 1;  // the rows, and each rank's word
+  // Release: what this worker stored; acquire, for the last one: what all others stored.
+  if (atom_inc_acq_rel_sys_u32(gather_words_at(data, slot, other), last) != last) return;
+  char* region = combine_outbox_at(data, slot, other);
+  fill_header(region, header.num_tokens, header.flags, header.stride);
+  *header_word(region) = step + 1;
+  ring(comm, Phase::kCombine, step, gateway, other_node(other, self.node),
+       combine_slots_offset() + header.num_tokens * header.stride);
+}
+
+// "I have read the dispatch of this step", to all ranks that sent some. `header_of(source)` is what
+// goes with it: nothing but flags for an empty half. Threads 0 to kBlockThreads - 1 of a block, or
+// of a worker, call it with their number.
+template <typename HeaderOf>
+__device__ inline void say_read(const DeviceComm& comm, const Self& self, u64 step, i32 thread,
+                                i32 num_threads, const HeaderOf& header_of) {
+  const i32 slot = slot_of(step);
+  for (i32 l = thread; l < kLocal; l += num_threads) {
+    char* region = partial_at(comm.data[l], slot, self.local);
+    const CombineHeader header = header_of(self.node * kLocal + l);
+    fill_header(region, header.num_tokens, header.flags, header.stride);
+    st_release_sys_u64(header_word(region), step + 1);  // pairs with wait_combine() there
+  }
+  for (i32 i = thread; i < kOthers * kLocal; i += num_threads) {
+    const i32 gateway = i % kLocal, other = i / kLocal;
+    const i32 source = other_node(other, self.node) * kLocal + gateway;
+    hand_in(comm, self, step, gateway, other, header_of(source));
+  }
+}
+
+struct EmptyHeader {
+  __device__ CombineHeader operator()(i32) const { return {0, kEmpty, 0}; }
+};
+
+// The dispatch of a step that carries none, from one block.
+__device__ inline void send_empty_dispatch(const DeviceComm& comm, const Self& self, u64 step) {
+  const i32 slot = slot_of(step);
+  for (i32 i = static_cast<i32>(threadIdx.x); i < kSpeakers; i += static_cast<i32>(blockDim.x)) {
+    char* region = i < kLocal ? inbox_at(comm.data[i], slot, self.local)
+                              : outbox_at(comm.data[self.local], slot, i - kLocal);
+    fill_header(region, 0, kEmpty, 0);
+    st_release_sys_u64(header_word(region), step + 1);  // pairs with wait_dispatch() there
+    if (i >= kLocal)
+      ring(comm, Phase::kDispatch, step, self.local, other_node(i - kLocal, self.node),
+           sizeof(RegionHeader));
+  }
+}
+
+}  // namespace moe_p2p::device

@@ -1,0 +1,63 @@
+// Who does what: a block is divided into workers, each of which carries one token or slot at a time. Few large workers hide the latency of one token, many small ones keep more tokens
+// under way per multiprocessor.
+#pragma once
+
+#include "kernels/device/shape.cuh"
+
+namespace moe_p2p::device {
+
+inline constexpr i32 kBlockThreads = MOE_P2P_BLOCK_THREADS;
+
+// One of kPerBlock workers of a block. The halves of a kernel may divide their blocks differently.
+template <i32 kPerBlock>
+struct Worker {
+  static constexpr i32 kCount = kPerBlock;
+  static constexpr i32 kThreads = kBlockThreads / kPerBlock;
+  static_assert(kThreads % 32 == 0 && kThreads * kPerBlock == kBlockThreads && kPerBlock <= 15 &&
+                    kBlockThreads <= 1024,
+                "barrier 0 is the block's, 1 to 15 are those of its workers");
+
+  i32 thread;  // in the worker
+  i32 place;   // in the block
+  i32 id;      // among all workers of this half
+  i32 count;   // of them
+
+  __device__ static Worker of(i32 block, i32 num_blocks) {
+    const i32 place = static_cast<i32>(threadIdx.x) / kThreads;
+    return {static_cast<i32>(threadIdx.x) % kThreads, place, block * kPerBlock + place,
+            num_blocks * kPerBlock};
+  }
+  __device__ void sync() const {
+    if constexpr (kPerBlock == 1) {
+      __syncthreads();
+    } else {
+      bar_sync(place + 1, kThreads);
+    }
+  }
+};
+using SendWorker = Worker<MOE_P2P_SEND_WORKERS>;
+using RecvWorker = Worker<MOE_P2P_RECV_WORKERS>;
+
+// What a block is in its grid; -1: not that.
+struct Role {
+  i32 send = -1;
+  i32 recv = -1;
+  bool relay = false;
+
+  __device__ static Role of(const Grid& grid) {
+    const i32 block = static_cast<i32>(blockIdx.x) - Grid::relay_blocks(kShape);
+    if (block < 0) return {-1, -1, true};
+    if (block < grid.num_send_blocks) return {block, -1, false};
+    return {-1, block - grid.num_send_blocks, false};
+  }
+};
+
+// The block's shared memory, as one role lays it out.
+template <typename T>
+__device__ __forceinline__ T& shared() {
+  extern __shared__ __align__(16) char bytes[];
+  static_assert(sizeof(T) <= MOE_P2P_SHARED_BYTES, "moe_p2p/device_kernels.py asks for too little");
+  return *reinterpret_cast<T*>(bytes);
+}
+
+}  // namespace moe_p2p::device
