@@ -130,4 +130,11 @@ void DomainGroup::unregister_memory(const std::vector<provider::MemoryKey>& keys
   });
 }
 
+void DomainGroup::map_remote(const RemoteRegion& region, const provider::MemorySpan& local) {
+  for_all(domains_.size(), [&](size_t nic) {
+    with_context(base::concat(label_, ": mapping ", describe(local), " of a peer at NIC ", nic),
+                 [&] { domains_[nic]->map_remote(region.rails[nic].remote_key, local); });
+  });
+}
+
 }  // namespace moe_p2p::engine

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "engine/memory_region.h"
+#include "engine/request.h"
 #include "provider/provider.h"
 
 namespace moe_p2p::engine {
@@ -35,6 +36,9 @@ class DomainGroup {
   std::vector<provider::MemoryKey> register_memory(const provider::MemorySpan& span);
   // As disconnect().
   void unregister_memory(const std::vector<provider::MemoryKey>& keys);
+  // Gives every NIC the window under the key of its rail; or drops it, when `local` has no bytes.
+  // Reaches every NIC, as disconnect().
+  void map_remote(const RemoteRegion& region, const provider::MemorySpan& local);
   // Closes all NICs; nothing completes any more.
   void close() noexcept { domains_.clear(); }
 

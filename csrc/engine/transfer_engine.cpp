@@ -185,6 +185,7 @@ void TransferEngine::disconnect(const Peer* peer) {
     const std::lock_guard lock(s.mutex);
     entry = std::move(s.peers.extract(peer).mapped());
   }
+  for (const auto& [descriptor, region] : entry.regions) s.group.map_remote(*region, {});
   s.group.disconnect(entry.peer->rails());
 }
 
@@ -223,6 +224,10 @@ const RemoteRegion* TransferEngine::resolve(const MemoryDescriptor& descriptor, 
   MOE_P2P_CHECK(peer->address() == descriptor.owner, Code::kInvalidArgument, label,
                 ": the memory descriptor belongs to another peer than the one given");
   return state_->find_or_add_region(peer, descriptor);
+}
+
+void TransferEngine::map_region(const RemoteRegion* region, const provider::MemorySpan& local) {
+  state_->group.map_remote(*region, local);
 }
 
 // --- submission ---

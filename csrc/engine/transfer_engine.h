@@ -61,6 +61,9 @@ class TransferEngine {
   // disconnected; the same descriptor yields the same region. Throws when the descriptor does not
   // belong to the peer.
   const RemoteRegion* resolve(const MemoryDescriptor& descriptor, const Peer* peer = nullptr);
+  // GPU memory of a peer on this host, mapped here at `local`: for NICs that are software and write
+  // through it, the others ignore it. One window per region; dropped with the peer.
+  void map_region(const RemoteRegion* region, const provider::MemorySpan& local);
 
   // Throws Error{kInvalidArgument} for a range outside the registered memory or a Request that is
   // still in use, before anything is sent.

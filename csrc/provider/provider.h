@@ -96,6 +96,11 @@ class Domain {
   // When this returns no peer's write reaches the span any more; later ones fail kRemoteAccess at
   // their poster.
   virtual void unregister_memory(const MemoryKey& key) = 0;
+  // GPU memory of a peer on this host, the one registered there under remote_key, is mapped here at
+  // `local`: a window. Providers without a NIC write through it, others ignore it. A span without
+  // bytes drops the window; when that returns nothing is written through it any more. The peer must
+  // not take the memory back (unregister_memory() over there) before that.
+  virtual void map_remote(uint64_t /*remote_key*/, const MemorySpan& /*local*/) {}
 
   // --- data ---
   // Takes the first n requests and returns n; fewer than all when queues are full (try again after

@@ -82,20 +82,27 @@ void ProxyThread::run() noexcept {
     if (!run_turn()) wait_for_work();
 }
 
+bool ProxyThread::must_poll() const noexcept {
+  return std::ranges::any_of(tasks_, [](const ProxyTask* task) { return task->must_poll(); });
+}
+
 // Returns after a turn that moved something. Sleeps only while the engine is idle: a NIC with work
-// in flight needs polling to make progress, so then it yields, and naps when that takes long.
+// in flight needs polling to make progress, so then it yields, and naps when that takes long. While
+// a task must be polled it yields only.
 void ProxyThread::wait_for_work() noexcept {
   platform::Waiter waiter(engine_.waker(), options_.wait, platform::Deadline::max());
   const auto start = Clock::now();
   for (;;) {
     // Only an idle engine prepares to sleep: while somebody is counted as a sleeper, every
     // notification costs its sender a system call.
-    const bool idle = engine_.idle();
+    const bool idle = engine_.idle() && !must_poll();
     if (idle) waiter.prepare();
     if (run_turn() || stop_.load(std::memory_order_acquire)) return;  // pairs with the destructor
-    if ((idle && engine_.idle()) || options_.wait.mode == WaitMode::kSpin) {
+    const bool awake = must_poll();
+    if ((idle && !awake && engine_.idle()) || options_.wait.mode == WaitMode::kSpin) {
       waiter.pause();
-    } else if (options_.wait.mode == WaitMode::kYield || Clock::now() - start < kPatience) {
+    } else if (awake || options_.wait.mode == WaitMode::kYield ||
+               Clock::now() - start < kPatience) {
       sched_yield();
     } else {
       const platform::WaitPolicy nap{WaitMode::kSleep, {}, {}};

@@ -21,6 +21,10 @@ class ProxyTask {
   virtual bool take_doorbells() noexcept = 0;
   // Publishes what came in since the last call. True when it published something.
   virtual bool publish_arrivals() noexcept = 0;
+  // True while something may come without a notification: a doorbell that a GPU rings, which cannot
+  // wake a thread. The proxy then yields instead of sleeping. Asked between turns; whoever makes it
+  // true from another thread notifies the engine's waker.
+  virtual bool must_poll() const noexcept { return false; }
 };
 
 struct ProxyOptions {
@@ -49,6 +53,7 @@ class ProxyThread {
  private:
   void run() noexcept;
   bool run_turn() noexcept;
+  bool must_poll() const noexcept;
   void wait_for_work() noexcept;
 
   engine::TransferEngine& engine_;

@@ -30,7 +30,7 @@ bool eventually(Ready&& ready) {
 }
 
 // A doorbell that sends one immediate per ring.
-class RingTask final : public ProxyTask {
+class RingTask : public ProxyTask {
  public:
   RingTask(TransferEngine& engine, const Peer* peer, uint32_t imm)
       : engine_(engine), request_(Imm{peer, imm}) {}
@@ -107,6 +107,37 @@ TEST_CASE("proxy: a sleeping thread makes no turns") {
   while (Clock::now() < end) std::this_thread::yield();
   CHECK(task.turns.load(std::memory_order_relaxed) - before < 20);
   proxy.remove_task(&task);
+}
+
+// Rung by a device, which cannot notify anybody.
+TEST_CASE("proxy: a doorbell rung without a notification is taken while its task must be polled") {
+  class DeviceTask final : public RingTask {
+   public:
+    using RingTask::RingTask;
+    bool must_poll() const noexcept override { return polled.load(std::memory_order_relaxed); }
+    std::atomic<bool> polled{true};
+  };
+  FakeNetwork network;
+  Engines engines(network, {1, 1});
+  const auto* peer = engines[0].connect(engines[1].address());
+  ProxyThread first(engines[0], {.wait = {.mode = WaitMode::kSleep}});
+  ProxyThread second(engines[1], {});
+  DeviceTask task(engines[0], peer, 4);
+  first.add_task(&task);
+  auto& waiters = engines[0].waker().num_waiters;
+  REQUIRE(eventually([&] { return waiters.load(std::memory_order_relaxed) == 0; }));
+  size_t num_asleep = 0;
+  for (uint64_t i = 1; i <= 20; ++i) {
+    // Longer than the thread would stay awake by its policy, and than its patience.
+    const auto end = Clock::now() + std::chrono::milliseconds(2);
+    while (Clock::now() < end) num_asleep += waiters.load(std::memory_order_relaxed);
+    task.rings.store(i, std::memory_order_release);
+    REQUIRE(engines[1].imm_table().find_or_add(4)->wait(i, soon()));
+  }
+  CHECK(num_asleep == 0);
+  task.polled.store(false, std::memory_order_relaxed);
+  CHECK(eventually([&] { return waiters.load(std::memory_order_relaxed) != 0; }));
+  first.remove_task(&task);
 }
 
 TEST_CASE("proxy: a task is never called again once remove_task returned") {
