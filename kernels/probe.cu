@@ -75,7 +75,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const u64 pieces = p.bytes / kPieceBytes * others;
   const moe_p2p::device::Vec value{{threadIdx.x, blockIdx.x, 0, 0}};
   for (u64 piece = blockIdx.x; piece < pieces; piece += gridDim.x) {
-    const u64 peer = (static_cast<u64>(p.rank) + 1 + piece % others) % static_cast<u64>(p.num_ranks);
+    const u64 peer =
+        (static_cast<u64>(p.rank) + 1 + piece % others) % static_cast<u64>(p.num_ranks);
     char* out = reinterpret_cast<char*>(p.data[peer] + kPushed) +
                 static_cast<u64>(p.rank) * p.bytes + piece / others * kPieceBytes;
     for (u64 i = 0; i < kStores; ++i)

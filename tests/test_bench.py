@@ -18,7 +18,7 @@ from moe_p2p.bench.options import Options, parse
 from moe_p2p.bench.systems import Rows
 from moe_p2p.reference import Tokens
 
-TINY = ["--ranks=2", "--ranks-per-node=1", "--tokens=1,4", "--hidden=256"]
+TINY = ["--device=cpu", "--ranks=2", "--ranks-per-node=1", "--tokens=1,4", "--hidden=256"]
 TINY += ["--topk=2", "--experts=4", "--checks=2", "--seconds=0.05"]
 OPTIONS = Options(ranks=2, ranks_per_node=1, tokens=(4,), hidden=256, topk=2, experts=4)
 
@@ -144,7 +144,7 @@ def test_counts_change_and_leave_each_rank_out_once() -> None:
 
 
 def test_expert_major_order() -> None:
-    assert baseline._expert_major(torch.tensor([[1, 2], [1, 0]])).tolist() == [0, 3, 1, 2]
+    assert baseline._expert_major(torch.tensor([[1, 2], [1, 0]]), 4).tolist() == [0, 3, 1, 2]
 
 
 def test_quantiles() -> None:
@@ -160,15 +160,17 @@ def test_quantiles() -> None:
         ["--topk", "65"],
         ["--tokens", "0"],
         ["--seed", "1", "--gbps", "10"],
+        ["--num-sms", "24"],
     ],
 )
 def test_refuses_nonsense(arguments: list[str]) -> None:
     with pytest.raises(SystemExit):
-        parse(arguments)
+        parse(["--device=cpu", *arguments])
 
 
 def test_quick_leaves_what_was_asked_for() -> None:
-    options = parse(["--quick", "--tokens", "3,5", "--dtype", "fp8", "--plot", ""])
+    arguments = ["--device=cpu", "--quick", "--tokens", "3,5", "--dtype", "fp8", "--plot", ""]
+    (options,) = parse(arguments)
     assert options.tokens == (3, 5)
     assert options.quantize
     assert options.plot is None

@@ -133,14 +133,29 @@ def nic_bytes(
     )
 
 
-def floor_us(nvlink: PhaseBytes, nic: PhaseBytes, *, push_gbs: float, gbps: float) -> list[float]:
-    """Of dispatch, combine and pair: the slower of NVLink and NICs. 0: nothing is known.
+@dataclass(frozen=True, kw_only=True)
+class Floor:
+    """Microseconds; 0: nothing is known."""
+
+    dispatch: float
+    combine: float
+
+    @property
+    def pair(self) -> float:
+        return self.dispatch + self.combine
+
+
+def floor_us(nvlink: PhaseBytes, nic: PhaseBytes, *, push_gbs: float, gbps: float) -> Floor:
+    """The slower of NVLink and NICs in each phase.
 
     push_gbs: GB/s of NVLink, gbps: Gbit/s of all NICs of a GPU; 0: not known or not limited.
     """
-    floors = []
-    for phase in ("dispatch", "combine"):
-        links = getattr(nvlink, phase) / (push_gbs * 1e3) if push_gbs else 0.0
-        wire = getattr(nic, phase) * 8 / (gbps * 1e3) if gbps else 0.0
-        floors.append(max(links, wire))
-    return [*floors, sum(floors)]
+
+    def slower(nvlink_bytes: int, nic_bytes: int) -> float:
+        links = nvlink_bytes / (push_gbs * 1e3) if push_gbs else 0.0
+        return max(links, nic_bytes * 8 / (gbps * 1e3) if gbps else 0.0)
+
+    return Floor(
+        dispatch=slower(nvlink.dispatch, nic.dispatch),
+        combine=slower(nvlink.combine, nic.combine),
+    )

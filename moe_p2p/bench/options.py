@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 DType = Literal["bf16", "fp16", "fp32", "fp8"]
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+SWEEP = tuple(1 << i for i in range(14))  # 1 to 8192
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
+    """One world of ranks. The defaults are those of CPU ranks; ON_CUDA has those of GPUs."""
+
+    device: str = "cpu"
     ranks: int = 4
     ranks_per_node: int = 2
     tokens: tuple[int, ...] = (1, 8, 32, 128)  # per rank
@@ -34,6 +38,13 @@ class Options:
     baseline: bool = True
     json: str | None = "bench_out/bench.json"
     plot: str | None = "bench_out/bench.png"
+    # GPUs only
+    chunks: tuple[str, ...] = ()  # chunk_tokens: "default", "T" (one chunk) or a number
+    sms: tuple[int, ...] = ()  # num_sms; 0: all
+    layout: str = "auto"  # padded up to 512 tokens, grouped above
+    flush: bool = False  # the caches before each part that is measured apart
+    layer: bool = False  # dispatch, experts and combine too
+    ffn: int = 2048  # width of an expert of the layer
 
     @property
     def x_dtype(self) -> torch.dtype:
@@ -56,51 +67,117 @@ class Options:
         return ""
 
 
-# Ends within 30 s on two cores, start of the ranks included.
-QUICK = Options(tokens=(8, 128), checks=3, seconds=3.5)
+# Both end within 30 s, start of the ranks included: on two cores, and on a host of GPUs.
+QUICK = {"tokens": (8, 128), "checks": 3, "seconds": 3.5}
+QUICK_ON_CUDA: dict[str, Any] = {"tokens": (8, 128), "checks": 2, "seconds": 0.2}
+ON_CUDA: dict[str, Any] = {
+    "device": "cuda",
+    "tokens": (8, 32, 128, 4096),
+    "experts": 256,
+    "dtype": "fp8",
+    "seconds": 0.5,
+    "chunks": ("default", "T"),
+    "sms": (0,),
+    "wait": "spin",
+}
+GBPS_OF_A_GPU = 400.0  # what the NICs of a GPU have together between emulated nodes, unless said
+_CUDA_ONLY = ("chunks", "sms", "layout", "flush", "layer", "ffn")
 
 
-def parse(arguments: list[str]) -> Options:
-    """Exits with a message for wrong input, as argparse does."""
+def parse(arguments: list[str]) -> list[Options]:
+    """One for each world that was asked for. Exits with a message for wrong input, as argparse."""
     parser = _parser()
-    given = parser.parse_args(arguments)
-    quick = given.__dict__.pop("quick")
-    base = dict(vars(QUICK if quick else Options()))
-    base.update({key: value for key, value in vars(given).items() if value is not None})
+    given = {k: v for k, v in vars(parser.parse_args(arguments)).items() if v is not None}
+    quick, sweep = given.pop("quick"), given.pop("sweep")
+    device = given.pop("device")
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    base = vars(Options()) | (ON_CUDA if device == "cuda" else {})
+    if quick:
+        base |= QUICK_ON_CUDA if device == "cuda" else QUICK
+    if sweep:
+        base["tokens"] = SWEEP
+    for name in _CUDA_ONLY:
+        if device == "cpu" and name in given:
+            parser.error(f"--{name.replace('_', '-')} is for GPUs")
+    num_devices = torch.cuda.device_count() if device == "cuda" else 0
+    worlds = _worlds(parser, base, given, num_devices)
+    options = [
+        Options(**_completed(base | given | {"ranks": ranks, "ranks_per_node": local}, given))
+        for ranks, local in worlds
+    ]
+    for each in options:
+        _refuse_nonsense(parser, each)
+    return options
+
+
+def _worlds(
+    parser: argparse.ArgumentParser, base: dict[str, Any], given: dict[str, Any], num_devices: int
+) -> list[tuple[int, int]]:
+    """(ranks, ranks per node) of each world; without devices, ranks are processes on CPUs."""
+    all_ranks = given.pop("ranks", (num_devices or base["ranks"],))
+    per_node = given.pop("ranks_per_node", None)
+    worlds = []
+    for ranks in all_ranks:
+        if num_devices and ranks > num_devices:
+            parser.error(f"--ranks {ranks} is more than the {num_devices} GPUs of this machine")
+        wanted = per_node or ((ranks,) if num_devices else (base["ranks_per_node"],))
+        fitting = [(ranks, local) for local in wanted if ranks % local == 0]
+        if not fitting:
+            parser.error(
+                f"--ranks {ranks} is not a multiple of --ranks-per-node "
+                f"{', '.join(map(str, wanted))}"
+            )
+        worlds += fitting
+    return worlds
+
+
+def _completed(base: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     for key in ("json", "plot", "trace"):
         base[key] = base[key] or None
-    options = Options(**base)
-    _refuse_nonsense(parser, options)
-    return options
+    emulated = base["device"] == "cuda" and base["ranks_per_node"] < base["ranks"]
+    if emulated and not given.keys() & {"gbps", "seed"}:
+        base["gbps"] = GBPS_OF_A_GPU / base["nics"]
+    return base
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m moe_p2p bench",
         description="Correctness against the reference, then latency and bytes on the wire.",
+        epilog="Defaults in parentheses: of CPU ranks, then of GPUs where they differ.",
     )
     add = parser.add_argument
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: GPUs if any")
     add("--quick", action="store_true", help="two token counts, within 30 s on two cores")
-    add("--ranks", type=int, help="processes (4)")
-    add("--ranks-per-node", type=int, help="ranks that share memory as one node (2)")
+    add("--ranks", type=_counts, help="processes, several worlds with commas (4; all GPUs)")
+    add("--ranks-per-node", type=_counts, help="ranks of a node, several with commas (2; all)")
     add("--tokens", type=_counts, help="tokens per rank, several with commas (1,8,32,128)")
+    add("--sweep", action="store_true", help="tokens 1 to 8192, powers of two")
     add("--hidden", type=int, help="hidden size (7168)")
     add("--topk", type=int, help="experts per token (8)")
-    add("--experts", type=int, help="experts of all ranks (64)")
-    add("--dtype", choices=["bf16", "fp16", "fp32", "fp8"], help="rows on the wire (bf16)")
+    add("--experts", type=int, help="experts of all ranks (64; 256)")
+    add("--dtype", choices=["bf16", "fp16", "fp32", "fp8"], help="rows on the wire (bf16; fp8)")
     add("--routing", choices=["uniform", "skewed"], help="how experts are chosen (uniform)")
     add("--trace", metavar="FILE", help="replay a routing that the demo recorded")
     add("--checks", type=int, help="compared steps per token count (4)")
-    add("--seconds", type=float, help="timing per token count (6)")
+    add("--seconds", type=float, help="timing per token count (6; 0.5 for each thing measured)")
     add("--nics", type=int, help="NICs per rank (2)")
-    add("--gbps", type=float, help="link model: rate of one NIC, Gbit/s (0: memory speed)")
+    add("--gbps", type=float, help="link model: Gbit/s of one NIC, 0: memory speed (0; 400 / NICs)")
     add("--latency-us", type=float, help="link model: one way, microseconds (0)")
     add("--seed", type=int, help="not 0: the software NIC reorders what it may, from this seed")
-    add("--wait", choices=["sleep", "yield", "spin"], help="how ranks wait (sleep)")
+    add("--wait", choices=["sleep", "yield", "spin"], help="how ranks wait (sleep; spin)")
     add("--timeout-s", type=float, help="deadline of every wait, seconds (30)")
     add("--no-baseline", dest="baseline", action="store_const", const=False, help="leave it out")
     add("--json", metavar="FILE", help="rows as JSON (bench_out/bench.json; '' for none)")
     add("--plot", metavar="FILE", help="PNG (bench_out/bench.png; '' for none)")
+    gpu = parser.add_argument_group("GPUs only").add_argument
+    gpu("--chunk-tokens", dest="chunks", type=_names, help="numbers, default or T (default,T)")
+    gpu("--num-sms", dest="sms", type=_counts, help="blocks of each half, 0: all (0)")
+    gpu("--layout", choices=["auto", "padded", "grouped"], help="auto: padded up to 512 tokens")
+    gpu("--flush", action="store_const", const=True, help="caches, before parts measured apart")
+    gpu("--layer", action="store_const", const=True, help="dispatch, experts and combine too")
+    gpu("--ffn", type=int, help="width of an expert of the layer (2048)")
     return parser
 
 
@@ -108,12 +185,14 @@ def _counts(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
 
 
+def _names(text: str) -> tuple[str, ...]:
+    for name in (names := tuple(text.split(","))):
+        if name not in ("default", "T") and not name.isdecimal():
+            raise argparse.ArgumentTypeError(f"{name!r} is neither a number, default nor T")
+    return names
+
+
 def _refuse_nonsense(parser: argparse.ArgumentParser, options: Options) -> None:
-    if options.ranks % options.ranks_per_node:
-        parser.error(
-            f"--ranks {options.ranks} is not a multiple of --ranks-per-node "
-            f"{options.ranks_per_node}"
-        )
     if not options.trace and options.experts % options.ranks:
         parser.error(f"--experts {options.experts} is not a multiple of --ranks {options.ranks}")
     if not options.trace and options.topk > options.experts:

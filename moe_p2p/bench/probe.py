@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import secrets
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ import torch.distributed as dist
 
 from moe_p2p import cuda_driver, errors, jit
 from moe_p2p.bench.floors import Links
+from moe_p2p.bench.gpu_timing import timed_us
 from moe_p2p.memory import share_node_memory
 
 MAX_RANKS = 64
@@ -25,7 +25,6 @@ PUSHED_AT = 65536  # kernels/probe.cu, kPushed
 PUSH_THREADS = 512  # kThreads
 BLOCKS_OF_FEW_SMS = 24
 ROUND_TRIPS = 1000
-HEAD_START_CYCLES = 4_000_000  # about 2 ms: the host has queued everything before the GPU begins
 _HOST_WORDS, _RESULT_AT = 64, 32  # 64-bit words of pinned memory; the results behind the words
 
 
@@ -182,19 +181,3 @@ class Probe:
 
     def _kernel(self, name: str) -> int:
         return jit.load(self.device, "probe.cu", f"moe_p2p_probe_{name}", macros())
-
-
-def timed_us(run: Callable[[], object], align: Callable[[], None], *, repeats: int = 1) -> float:
-    """Microseconds of run(), mean of a chain of `repeats`, from events on the current stream.
-
-    The GPU first sleeps, so that it never waits for the host, then meets the others.
-    """
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(HEAD_START_CYCLES)
-    align()
-    begin.record()
-    for _ in range(repeats):
-        run()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end) * 1e3 / repeats

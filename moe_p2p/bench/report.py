@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,12 +76,6 @@ class Row:
         flat["tokens_per_s"] = round(self.tokens_per_s)
         flat["boundary"] = BOUNDARY
         return flat
-
-
-def write_json(rows: list[Row], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    body = ",\n".join("  " + json.dumps(row.as_json()) for row in rows)
-    path.write_text(f"[\n{body}\n]\n")
 
 
 def table(rows: list[Row]) -> str:

@@ -48,36 +48,50 @@ class System(Protocol):
     def close(self) -> None: ...
 
 
+def make_config(
+    options: Options, job: Job, *, chunk_tokens: int | None = None, num_sms: int | None = None
+) -> AllToAllConfig:
+    return AllToAllConfig(
+        num_experts=job.topology.num_experts,
+        hidden_dim=job.hidden_dim,
+        topk=job.topk,
+        max_tokens=max(options.tokens),
+        chunk_tokens=chunk_tokens,
+        dtype=options.wire_dtype,
+        combine_dtype=options.x_dtype,
+        ranks_per_node=options.ranks_per_node,
+        nics_per_rank=options.nics,
+        transport_settings=options.transport_settings,
+        timeout_s=options.timeout_s,
+        wait=options.wait,
+        device=options.device,
+        num_sms=num_sms,
+    )
+
+
 class MoeP2p:
-    """The package. Calls of more steps than are in flight cannot be halves, nor reuse buffers."""
+    """The package. Whole calls on GPUs; on CPUs halves, which reuse buffers, where they can be."""
 
     name = "moe_p2p"
 
-    def __init__(self, options: Options, job: Job) -> None:
+    def __init__(
+        self,
+        options: Options,
+        job: Job,
+        *,
+        chunk_tokens: int | None = None,
+        num_sms: int | None = None,
+    ) -> None:
         self.quantize = options.quantize
-        self.all_to_all = AllToAll(
-            None,
-            AllToAllConfig(
-                num_experts=job.topology.num_experts,
-                hidden_dim=job.hidden_dim,
-                topk=job.topk,
-                max_tokens=max(options.tokens),
-                dtype=options.wire_dtype,
-                combine_dtype=options.x_dtype,
-                ranks_per_node=options.ranks_per_node,
-                nics_per_rank=options.nics,
-                transport_settings=options.transport_settings,
-                timeout_s=options.timeout_s,
-                wait=options.wait,
-            ),
-        )
+        config = make_config(options, job, chunk_tokens=chunk_tokens, num_sms=num_sms)
+        self.all_to_all = AllToAll(None, config)
         self.begin(max(options.tokens))
 
     def begin(self, max_tokens: int) -> None:
         config = self.all_to_all.config
         self.max_tokens = max_tokens
         self.num_steps = -(-max_tokens // config.step_tokens)
-        self.halves = self.num_steps <= config.steps_in_flight
+        self.halves = config.device == "cpu" and self.num_steps <= config.steps_in_flight
         self.received: Dispatched | None = None
         self.out: dict[int, Tensor] = {}
 
@@ -123,4 +137,5 @@ class MoeP2p:
 
 def experts_of_rows(job: Job, rank: int, counts: Tensor) -> Tensor:
     """Global expert of each row that holds a token, [R]."""
-    return job.topology.local_experts(rank).repeat_interleave(counts.to(torch.int64))
+    experts = job.topology.local_experts(rank).to(counts.device)
+    return experts.repeat_interleave(counts.to(torch.int64))

@@ -1,0 +1,267 @@
+"""DeepEP on the same inputs, where `deep_ep` can be imported: V1 low-latency, V1 normal and V2.
+
+Each is called as its documentation shows, and its sums are compared with the closed form before it
+is timed. Rows that V1 normal and V2 exchange arrive quantized: they take what the caller quantized,
+so their figures leave that out, while V1 low-latency and this package quantize inside.
+
+Shapes: n ranks, T tokens, K top-k, E experts, H hidden size, R rows at this rank's experts.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_p2p import reference
+from moe_p2p.bench.cases import Job
+from moe_p2p.bench.check import verify_sums
+from moe_p2p.bench.gpu_calls import Calls, answer_like
+from moe_p2p.bench.options import Options
+from moe_p2p.reference import Tokens
+
+LOW_LATENCY_TOKENS = 511  # of a call: the depth of its queues by default
+NORMAL_SMS = 24
+NVLINK_BYTES = 2_000_000_000  # buffers of V1 normal
+
+Exchange = tuple[Calls, Callable[[], Tensor]]  # and one step with real experts, for the check
+
+
+def missing() -> str | None:
+    """Why there is no DeepEP, or None."""
+    return None if importlib.util.find_spec("deep_ep") else "deep_ep is not installed"
+
+
+def systems(
+    options: Options,
+    job: Job,
+    tokens: Tokens,
+    *,
+    group: dist.ProcessGroup,
+    stack: ExitStack,
+    notes: list[str],
+) -> Iterator[tuple[Calls, list[str]]]:
+    """The interfaces that take this call, each with what is wrong with its sums on this rank."""
+    module = importlib.import_module("deep_ep")
+    for make in (_low_latency, _normal, _elastic):
+        name = f"deep_ep{make.__name__}"
+        try:
+            made = make(module, options, job, tokens, group, stack)
+            if isinstance(made, str):
+                problem = made
+            else:
+                story = verify_sums(name, job, options, tokens=tokens, got=made[1]())
+                problem = ""
+        except Exception as error:  # another project's errors have no common type
+            problem = f"{type(error).__name__}: {str(error)[:300]}"
+        problems: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(problems, problem)
+        if any(problems):
+            notes.append(f"{name}: " + next(text for text in problems if text))
+        else:
+            assert not isinstance(made, str)
+            yield made[0], story
+
+
+def _low_latency(
+    module: Any,
+    options: Options,
+    job: Job,
+    tokens: Tokens,
+    group: dist.ProcessGroup,
+    stack: ExitStack,
+) -> Exchange | str:
+    """Rows per (token, expert), padded; quantizes inside, weights at the source."""
+    (num_tokens, hidden), experts = tokens.x.shape, job.topology.num_experts
+    if num_tokens > LOW_LATENCY_TOKENS or options.dtype not in ("fp8", "bf16"):
+        return f"takes up to {LOW_LATENCY_TOKENS} tokens of bf16 rows"
+    ranks, rank, fp8 = options.ranks, group.rank(), options.quantize
+    buffer = module.Buffer(
+        group,
+        num_rdma_bytes=module.Buffer.get_low_latency_rdma_size_hint(
+            num_tokens, hidden, ranks, experts
+        ),
+        low_latency_mode=True,
+        num_qps_per_rank=experts // ranks,
+        allow_nvlink_for_low_latency_mode=True,
+        explicitly_destroy=True,
+    )
+    stack.callback(buffer.destroy)
+    idx, weights = tokens.topk_idx.to(module.topk_idx_t), tokens.topk_weights
+    out = torch.empty_like(tokens.x)
+    sync: dict[str, Any] = {"async_finish": False, "return_recv_hook": False}
+    state: list[Any] = []
+
+    def dispatch() -> object:
+        state[:] = buffer.low_latency_dispatch(
+            tokens.x, idx, num_tokens, experts, use_fp8=fp8, **sync
+        )
+        return state
+
+    def combine_of(y: Tensor) -> Tensor:
+        buffer.low_latency_combine(y, idx, weights, state[2], out=out, **sync)
+        return out
+
+    def step() -> Tensor:
+        dispatch()
+        rows = state[0]  # [E / n, n * T, H], with scales when fp8
+        wide = reference.dequantize(rows[0], rows[1].contiguous()) if fp8 else rows.float()
+        e = job.topology.local_experts(rank).to(wide.device)[:, None, None].float() / experts
+        return combine_of((wide * (0.5 + e) + (e - 0.25)).to(torch.bfloat16))
+
+    dispatch()
+    y = answer_like(state[0][0] if fp8 else state[0], torch.bfloat16)
+    combine_of(y)
+    calls = Calls(
+        system="deep_ep v1 low-latency",
+        dispatch=dispatch,
+        combine=lambda: combine_of(y),
+        capturable=True,
+        layout="padded",
+    )
+    return calls, step
+
+
+def _normal(
+    module: Any,
+    options: Options,
+    job: Job,
+    tokens: Tokens,
+    group: dist.ProcessGroup,
+    stack: ExitStack,
+) -> Exchange | str:
+    """Rows per (token, rank); the host waits for the counts in dispatch; sums without weights."""
+    if options.dtype not in ("fp8", "bf16"):
+        return "takes fp8 or bf16 rows"
+    module.Buffer.set_num_sms(NORMAL_SMS)
+    buffer = module.Buffer(
+        group, NVLINK_BYTES, 0, low_latency_mode=False, num_qps_per_rank=1, explicitly_destroy=True
+    )
+    stack.callback(buffer.destroy)
+    experts, idx = job.topology.num_experts, tokens.topk_idx.to(module.topk_idx_t)
+    x = _as_sent(options, tokens)
+    state: list[Any] = []
+
+    def dispatch() -> object:
+        per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, experts)
+        state[:] = buffer.dispatch(
+            x,
+            num_tokens_per_rank=per_rank,
+            is_token_in_rank=in_rank,
+            num_tokens_per_expert=per_expert,
+            topk_idx=idx,
+            topk_weights=tokens.topk_weights,
+        )
+        return state
+
+    def combine_of(y: Tensor) -> Tensor:
+        out: Tensor = buffer.combine(y, state[4])[0]
+        return out
+
+    def step() -> Tensor:
+        dispatch()
+        return combine_of(_weighted(job, group.rank(), state[0], state[1], state[2]))
+
+    dispatch()
+    y = answer_like(_rows(state[0]), torch.bfloat16)
+    calls = Calls(
+        system="deep_ep v1 normal",
+        dispatch=dispatch,
+        combine=lambda: combine_of(y),
+        capturable=False,
+        num_sms=NORMAL_SMS,
+    )
+    return calls, step
+
+
+def _elastic(
+    module: Any,
+    options: Options,
+    job: Job,
+    tokens: Tokens,
+    group: dist.ProcessGroup,
+    stack: ExitStack,
+) -> Exchange | str:
+    """V2 without a wait on the host: rows per (token, rank), room for the worst case."""
+    if not hasattr(module, "ElasticBuffer") or options.dtype not in ("fp8", "bf16"):
+        return "this deep_ep has no V2, or the rows are neither fp8 nor bf16"
+    (num_tokens, hidden), experts = tokens.x.shape, job.topology.num_experts
+    buffer = module.ElasticBuffer(
+        group,
+        num_max_tokens_per_rank=num_tokens,
+        hidden=hidden,
+        num_topk=job.topk,
+        use_fp8_dispatch=False,
+        allow_hybrid_mode=False,
+        allow_multiple_reduction=True,
+        prefer_overlap_with_compute=False,
+        explicitly_destroy=True,
+    )
+    stack.callback(buffer.destroy)
+    num_sms = buffer.get_theoretical_num_sms(experts, job.topk)
+    idx, x = tokens.topk_idx.to(module.topk_idx_t), _as_sent(options, tokens)
+    state: list[Any] = []
+
+    def dispatch() -> object:
+        state[:] = buffer.dispatch(
+            x,
+            topk_idx=idx,
+            topk_weights=tokens.topk_weights,
+            num_experts=experts,
+            num_max_tokens_per_rank=num_tokens,
+            num_sms=num_sms,
+            do_cpu_sync=False,
+        )
+        return state
+
+    def combine_of(y: Tensor) -> Tensor:
+        out: Tensor = buffer.combine(y, handle=state[3], num_sms=num_sms)[0]
+        return out
+
+    def step() -> Tensor:
+        dispatch()
+        received = int(state[3].psum_num_recv_tokens_per_scaleup_rank[-1])
+        answer = _weighted(job, group.rank(), state[0], state[1], state[2])
+        answer[received:] = 0  # rows past the count are whatever the memory held
+        return combine_of(answer)
+
+    dispatch()
+    y = answer_like(_rows(state[0]), torch.bfloat16)
+    calls = Calls(
+        system="deep_ep v2",
+        dispatch=dispatch,
+        combine=lambda: combine_of(y),
+        capturable=True,
+        num_sms=num_sms,
+    )
+    return calls, step
+
+
+def _as_sent(options: Options, tokens: Tokens) -> Any:
+    return reference.quantize(tokens.x) if options.quantize else tokens.x
+
+
+def _rows(received: Any) -> Tensor:
+    rows: Tensor = received[0] if isinstance(received, tuple) else received
+    return rows
+
+
+def _weighted(job: Job, rank: int, received: Any, local_idx: Tensor, weights: Tensor) -> Tensor:
+    """What this rank's experts answer to rows [R, H] together, as check.apply_experts has it.
+
+    local_idx [R, K]: experts of this rank, -1: another rank's.
+    """
+    wide = reference.dequantize(*received) if isinstance(received, tuple) else received.float()
+    mine = local_idx >= 0
+    first = int(job.topology.local_experts(rank)[0])
+    e = (local_idx.float() + first) / job.topology.num_experts
+    w = torch.where(mine, weights, torch.zeros_like(weights))
+    scale = (w * (0.5 + e)).sum(1, keepdim=True)
+    shift = (w * (e - 0.25)).sum(1, keepdim=True)
+    return (wide * scale + shift).to(torch.bfloat16)

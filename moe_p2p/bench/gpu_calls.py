@@ -1,0 +1,104 @@
+"""What is timed on a GPU: calls on tensors that stay where they are, of the package and of others.
+
+Shapes: T tokens, K top-k, H hidden size, R rows at this rank's experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_p2p import Dispatched
+from moe_p2p.bench.options import Options
+from moe_p2p.bench.systems import MoeP2p, System
+from moe_p2p.reference import Tokens
+
+PADDED_UP_TO = 512  # tokens of a call for which layout "auto" is padded, as decoding wants it
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Calls:
+    """combine follows dispatch; both are repeated at will, in CUDA graphs where capturable."""
+
+    system: str
+    dispatch: Callable[[], object]
+    combine: Callable[[], object]
+    capturable: bool
+    chunk_tokens: int = 0  # 0: it has no chunks
+    num_steps: int = 1
+    num_sms: int = 0  # that it was limited to; 0: not limited
+    layout: str = "grouped"
+    layer: Callable[[], object] | None = None  # dispatch, experts and combine
+
+    def pair(self) -> None:
+        self.dispatch()
+        self.combine()
+
+
+def on_device(tokens: Tokens) -> Tokens:
+    assert tokens.topk_weights is not None
+    return Tokens(
+        x=tokens.x.cuda(),
+        topk_idx=tokens.topk_idx.cuda(),
+        topk_weights=tokens.topk_weights.cuda(),
+    )
+
+
+def layout_of(options: Options, tokens: int) -> str:
+    if options.layout != "auto":
+        return options.layout
+    return "padded" if tokens <= PADDED_UP_TO else "grouped"
+
+
+def answer_like(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """What experts answer while the clock runs: not zeros, which links and memory favour."""
+    row = torch.randn(x.shape[-1], device=x.device).to(dtype)
+    return row.expand(x.shape).contiguous()
+
+
+def package_calls(system: MoeP2p, options: Options, tokens: Tokens, *, num_sms: int) -> Calls:
+    comm, layout = system.all_to_all, layout_of(options, tokens.x.shape[0])
+    received: Dispatched | None = None
+
+    def dispatch() -> Dispatched:
+        nonlocal received
+        received = comm.dispatch(
+            tokens.x,
+            tokens.topk_idx,
+            tokens.topk_weights,
+            quantize=options.quantize,
+            layout="padded" if layout == "padded" else "grouped",
+        )
+        return received
+
+    y = answer_like(dispatch().x, options.x_dtype)
+
+    def combine() -> Tensor:
+        assert received is not None
+        return comm.combine(y, received)
+
+    combine()
+    return Calls(
+        system=system.name,
+        dispatch=dispatch,
+        combine=combine,
+        capturable=True,
+        chunk_tokens=comm.config.step_tokens,
+        num_steps=system.num_steps,
+        num_sms=num_sms,
+        layout=layout,
+    )
+
+
+def baseline_calls(system: System, options: Options, tokens: Tokens) -> Calls:
+    y = answer_like(system.dispatch(tokens).x, options.x_dtype)
+    system.combine(y)
+    return Calls(
+        system=system.name,
+        dispatch=lambda: system.dispatch(tokens),
+        combine=lambda: system.combine(y),
+        capturable=False,
+    )

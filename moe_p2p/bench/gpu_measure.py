@@ -1,0 +1,78 @@
+"""The ways in which everything is timed on a GPU, all systems taking turns in each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from moe_p2p.bench.gpu_calls import Calls
+from moe_p2p.bench.gpu_timing import (
+    Align,
+    apart_us,
+    captured,
+    chain_length,
+    interleaved,
+    timed_us,
+)
+
+Run = Callable[[], object]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    calls: Calls
+    what: str  # gpu_report.WAYS
+    chain: int  # runs between two events
+    spans_us: Tensor  # [rounds]
+
+
+def measure(
+    systems: Sequence[Calls], align: Align, *, seconds: float, flushed: Tensor | None
+) -> list[Timed]:
+    """Graphs come last, so that a capture that fails does not spoil the other figures."""
+    timed = _chained("pair", {c: c.pair for c in systems}, align, seconds=seconds, replayed=False)
+    timed += _apart(systems, align, seconds=seconds, flushed=flushed)
+    layers = {c: c.layer for c in systems if c.layer is not None}
+    timed += _chained("layer", layers, align, seconds=seconds, replayed=False)
+    for what, runs in (("pair", {c: c.pair for c in systems}), ("layer", layers)):
+        capturable = {c: run for c, run in runs.items() if c.capturable}
+        timed += _chained(what, capturable, align, seconds=seconds, replayed=True)
+    return timed
+
+
+def _chained(
+    what: str, runs: dict[Calls, Run], align: Align, *, seconds: float, replayed: bool
+) -> list[Timed]:
+    """Period of runs one after the other, with nothing in between."""
+    chains = {calls: chain_length(run, align) for calls, run in runs.items()}
+
+    def eager(run: Run, chain: int) -> Callable[[], tuple[float]]:
+        return lambda: (timed_us(run, align, repeats=chain),)
+
+    def graph(run: Run, chain: int) -> Callable[[], tuple[float]]:
+        replay = captured(run, repeats=chain)
+        return lambda: (timed_us(replay, align) / chain,)
+
+    way = graph if replayed else eager
+    spans = interleaved({c: way(run, chains[c]) for c, run in runs.items()}, seconds=seconds)
+    name = f"{what} {'graph' if replayed else 'eager'}"
+    return [
+        Timed(calls=calls, what=name, chain=chains[calls], spans_us=values[:, 0])
+        for calls, values in spans.items()
+    ]
+
+
+def _apart(
+    systems: Sequence[Calls], align: Align, *, seconds: float, flushed: Tensor | None
+) -> list[Timed]:
+    def run(calls: Calls) -> Callable[[], tuple[float, ...]]:
+        return lambda: apart_us(calls.dispatch, calls.combine, align, flushed=flushed)
+
+    spans = interleaved({calls: run(calls) for calls in systems}, seconds=seconds)
+    return [
+        Timed(calls=calls, what=what, chain=1, spans_us=values[:, i])
+        for calls, values in spans.items()
+        for i, what in enumerate(("dispatch", "combine"))
+    ]

@@ -1,0 +1,111 @@
+"""Time on GPUs, from events. Every span begins when all GPUs have met, and the slowest rank counts.
+
+Collective: all ranks of the default process group (gloo) make the same calls.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+HEAD_START_CYCLES = 4_000_000  # about 2 ms: the host has queued everything before the GPU begins
+CHAIN_US = 10_000.0  # of pairs between two events
+MIN_CHAIN, MAX_CHAIN = 2, 20
+MIN_ROUNDS, MAX_ROUNDS = 10, 200
+FLUSH_BYTES = 256 << 20  # more than the second-level cache holds
+
+cuda: Any = torch.cuda  # events and graphs have no types there
+T = TypeVar("T")
+Align = Callable[[], None]  # queues a meeting of all GPUs on the current stream
+
+
+def timed_us(run: Callable[[], object], align: Align, *, repeats: int = 1) -> float:
+    """Microseconds of run() on this rank, mean of a chain of `repeats`."""
+    begin, end = (cuda.Event(enable_timing=True) for _ in range(2))
+    cuda._sleep(HEAD_START_CYCLES)
+    align()
+    begin.record()
+    for _ in range(repeats):
+        run()
+    end.record()
+    cuda.synchronize()
+    return float(begin.elapsed_time(end)) * 1e3 / repeats
+
+
+def apart_us(
+    dispatch: Callable[[], object],
+    combine: Callable[[], object],
+    align: Align,
+    *,
+    flushed: Tensor | None,
+) -> tuple[float, float]:
+    """One dispatch and one combine on this rank, all GPUs meeting before each.
+
+    flushed: memory that is zeroed before each part, so that nothing else is in the caches.
+    """
+    spans = []
+    for run in (dispatch, combine):
+        if flushed is not None:
+            flushed.zero_()
+        spans.append(timed_us(run, align))
+    return spans[0], spans[1]
+
+
+def captured(run: Callable[[], object], *, repeats: int) -> Callable[[], None]:
+    """A CUDA graph of `repeats` calls, as a function that replays it."""
+    cuda.synchronize()
+    dist.barrier()
+    graph = cuda.CUDAGraph()
+    with cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(repeats):
+            run()
+    cuda.synchronize()
+    dist.barrier()
+    replay: Callable[[], None] = graph.replay
+    return replay
+
+
+def chain_length(run: Callable[[], object], align: Align) -> int:
+    """How often to run it between two events, so that this takes about CHAIN_US."""
+    timed_us(run, align)
+    once = agreed_max(timed_us(run, align, repeats=2))
+    return max(MIN_CHAIN, min(MAX_CHAIN, int(CHAIN_US / max(once, 1.0))))
+
+
+def interleaved(
+    runs: Mapping[T, Callable[[], tuple[float, ...]]], *, seconds: float
+) -> dict[T, Tensor]:
+    """The same keys -> [rounds, values], the slowest rank of each round; all runs take turns.
+
+    seconds: for each run. The order is turned round from one round to the next.
+    """
+    names = list(runs)
+    if not names:
+        return {}
+    started = time.perf_counter()
+    for name in names:
+        runs[name]()
+    each = agreed_max(time.perf_counter() - started)
+    rounds = max(MIN_ROUNDS, min(MAX_ROUNDS, int(seconds * len(names) / each)))
+    spans: dict[T, list[tuple[float, ...]]] = {name: [] for name in names}
+    for i in range(rounds):
+        for name in names if i % 2 == 0 else names[::-1]:
+            spans[name].append(runs[name]())
+    result = {}
+    for name in names:
+        mine = torch.tensor(spans[name], dtype=torch.float64)
+        dist.all_reduce(mine, dist.ReduceOp.MAX)
+        result[name] = mine
+    return result
+
+
+def agreed_max(value: float) -> float:
+    """The largest of what the ranks give."""
+    shared = torch.tensor([value], dtype=torch.float64)
+    dist.all_reduce(shared, dist.ReduceOp.MAX)
+    return float(shared)

@@ -1,0 +1,250 @@
+"""One rank of the benchmark on a GPU: check first, then measure.
+
+For each number of tokens all systems are made and compared with the reference, then timed in turns:
+the package in every form that was asked for, and the baselines.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from moe_p2p import errors, launch
+from moe_p2p.bench import deep_ep, floors
+from moe_p2p.bench.baseline import TorchAllToAll
+from moe_p2p.bench.cases import changing_counts, make_job
+from moe_p2p.bench.check import expect, verify, verify_whole
+from moe_p2p.bench.gpu_calls import Calls, baseline_calls, on_device, package_calls
+from moe_p2p.bench.gpu_measure import Timed, measure
+from moe_p2p.bench.gpu_report import GpuRow, Machine, Spread
+from moe_p2p.bench.gpu_timing import FLUSH_BYTES
+from moe_p2p.bench.options import Options
+from moe_p2p.bench.probe import Probe
+from moe_p2p.bench.progress import Progress, bar
+from moe_p2p.bench.systems import MoeP2p, System, make_config
+from moe_p2p.reference import Tokens
+
+CHECKED_TOKENS = 48  # of a rank in steps that are compared bit for bit: the reference is slow
+MEMORY_PART = 0.25  # of a GPU that the regions of one communicator may take
+COUNTED_PAIRS = 8
+SETTLED_S = 0.02  # without a write: nothing of the last call is still to come
+
+
+@dataclass(frozen=True, kw_only=True)
+class Results:
+    rows: list[GpuRow]
+    notes: list[str]  # what was left out, and why
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contestant:
+    calls: Calls
+    story: list[str]  # what is wrong with its results on this rank
+    wire_bytes: int | None = None  # of all ranks and a pair, as counted
+
+
+def run(options: Options) -> Results:
+    """The whole job of one rank; the results are the same on every rank."""
+    with launch.process_group() as (rank, _), ExitStack() as stack:
+        torch.cuda.set_device(rank)
+        torch.manual_seed(rank)
+        probe = Probe(timeout_s=options.timeout_s)
+        stack.callback(probe.close)
+        world = World(options, rank, probe)
+        with bar(len(options.tokens), shown=rank == 0) as progress:
+            for tokens in options.tokens:
+                world.measure(tokens, progress)
+                progress.update()
+        return Results(rows=world.rows, notes=world.notes)
+
+
+def forms(options: Options) -> list[tuple[int, int]]:
+    """(chunk_tokens, num_sms) of every form of the package for a call of options.tokens[0]."""
+    (tokens,) = options.tokens
+    names = {"default": make_config(options, make_job(options)).step_tokens, "T": tokens}
+    chunks = dict.fromkeys(min(names.get(c) or int(c), tokens) for c in options.chunks)
+    return [(chunk, num_sms) for chunk in chunks for num_sms in options.sms]
+
+
+class World:
+    """What the measurements of a run have in common. rows and notes are its results."""
+
+    def __init__(self, options: Options, rank: int, probe: Probe) -> None:
+        self.options, self.rank, self.probe = options, rank, probe
+        self.job = make_job(options)
+        self.machine, self.links = Machine.here(), probe.links()
+        self.rows: list[GpuRow] = []
+        self.notes: list[str] = []
+        one_node = options.ranks_per_node == options.ranks
+        self.group = dist.new_group(backend="nccl") if options.baseline and one_node else None
+        if options.baseline and not one_node:
+            self.notes.append("no baselines: theirs would not pass the links between these nodes")
+        if self.group is not None and (reason := deep_ep.missing()):
+            self.notes.append(f"no DeepEP: {reason}")
+        self.flushed = (
+            torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda") if options.flush else None
+        )
+
+    def measure(self, tokens: int, progress: Progress) -> None:
+        options = replace(self.options, tokens=(tokens,))
+        everyone = self.job.tokens(1_000, [tokens] * options.ranks)
+        mine = on_device(everyone[self.rank])
+        with ExitStack() as stack:
+            progress.set_description(f"T {tokens}: against the reference")
+            found = [*self._packages(options, mine, stack), *self._baselines(options, mine, stack)]
+            progress.set_description(f"T {tokens}: timing")
+            timed = measure(
+                [one.calls for one in found],
+                self.probe.barrier,
+                seconds=options.seconds,
+                flushed=self.flushed,
+            )
+            self.probe.check()
+            topk_idx = [each.topk_idx for each in everyone]
+            for one in found:
+                mine_of = [each for each in timed if each.calls is one.calls]
+                self.rows += self._rows(options, one, mine_of, topk_idx)
+            torch.cuda.synchronize()
+            dist.barrier()  # nobody closes what another one still uses
+
+    def _packages(self, options: Options, mine: Tokens, stack: ExitStack) -> Iterator[Contestant]:
+        """The package in every form that fits this GPU."""
+        limit = MEMORY_PART * torch.cuda.get_device_properties(self.rank).total_memory
+        for chunk_tokens, num_sms in forms(options):
+            config = make_config(options, self.job, chunk_tokens=chunk_tokens)
+            plan = config.plan(world_size=options.ranks, ranks_per_node=options.ranks_per_node)
+            what = f"T {options.tokens[0]}, chunk_tokens {chunk_tokens}"
+            if sum(plan.values()) > limit:
+                self.notes.append(f"{what}: left out, {sum(plan.values()) >> 20} MiB of regions")
+                continue
+            try:
+                system = MoeP2p(
+                    options, self.job, chunk_tokens=chunk_tokens, num_sms=num_sms or None
+                )
+            except (errors.InvalidArgumentError, errors.ResourceExhaustedError) as error:
+                self.notes.append(f"{what}: left out, {error}")
+                continue
+            stack.callback(system.close)
+            story = self._check(options, mine, system, exact=True)
+            calls = package_calls(system, options, mine, num_sms=num_sms)
+            yield Contestant(calls=calls, story=story, wire_bytes=counted_bytes(system, calls))
+
+    def _baselines(self, options: Options, mine: Tokens, stack: ExitStack) -> Iterator[Contestant]:
+        if self.group is None:
+            return
+        system = TorchAllToAll(options, self.job, group=self.group)
+        story = self._check(options, mine, system, exact=False)
+        yield Contestant(calls=baseline_calls(system, options, mine), story=story)
+        if deep_ep.missing() is None:
+            for calls, story in deep_ep.systems(
+                options, self.job, mine, group=self.group, stack=stack, notes=self.notes
+            ):
+                yield Contestant(calls=calls, story=story)
+
+    def _check(self, options: Options, mine: Tokens, system: System, *, exact: bool) -> list[str]:
+        """Small steps with changing counts against the reference, then the call to be timed."""
+        (tokens,), wrong = options.tokens, []
+        for step in range(options.checks):
+            counts = changing_counts(step, options.ranks, min(tokens, CHECKED_TOKENS))
+            everyone = self.job.tokens(step, counts)
+            expected = expect(self.job, options, self.rank, everyone)
+            found = verify(system, on_device(everyone[self.rank]), expected, exact=exact)
+            wrong += [f"step {step}, {text}" for text in found]
+        wrong += verify_whole(system, self.job, options, self.rank, mine)
+        return [f"T {tokens}, rank {self.rank}: {text}" for text in wrong]
+
+    def _rows(
+        self, options: Options, one: Contestant, timed: list[Timed], topk_idx: list[torch.Tensor]
+    ) -> list[GpuRow]:
+        calls, topology = one.calls, self.job.topology
+        item = options.x_dtype.itemsize
+        sizes = floors.Sizes.of(
+            options.hidden,
+            topk=self.job.topk,
+            x_item=item,
+            quantize=options.quantize,
+            y_item=item,
+        )
+        nvlink = floors.nvlink_bytes(floors.token_copies(topk_idx, topology), topology, sizes)
+        nic, nics = floors.nic_bytes(
+            floors.node_copies(topk_idx, topology), topology, sizes, num_steps=calls.num_steps
+        )
+        floor = floors.floor_us(
+            nvlink, nic, push_gbs=self.links.push_gbs, gbps=options.gbps * options.nics
+        )
+        story = everyones(one.story)
+        if one.wire_bytes not in (None, nics.pair):
+            story.append(
+                f"T {options.tokens[0]}: a pair sent {one.wire_bytes} bytes between nodes, "
+                f"the routing wants {nics.pair}"
+            )
+        rows = []
+        for each in timed:
+            phase = "pair" if "layer" in each.what else each.what.split()[0]
+            rows.append(
+                GpuRow(
+                    system=calls.system,
+                    what=each.what,
+                    ranks=options.ranks,
+                    ranks_per_node=options.ranks_per_node,
+                    tokens=options.tokens[0],
+                    chunk_tokens=calls.chunk_tokens,
+                    num_steps=calls.num_steps,
+                    num_sms=calls.num_sms,
+                    layout=calls.layout,
+                    hidden=options.hidden,
+                    topk=self.job.topk,
+                    experts=topology.num_experts,
+                    dtype=options.dtype,
+                    routing=options.trace or options.routing,
+                    settings=options.transport_settings,
+                    nics=options.nics,
+                    rounds=len(each.spans_us),
+                    chain=each.chain,
+                    spread=Spread.of(each.spans_us),
+                    nvlink_bytes=getattr(nvlink, phase),
+                    nic_bytes=getattr(nic, phase),
+                    wire_bytes=one.wire_bytes if phase == "pair" else None,
+                    expected_wire_bytes=getattr(nics, phase),
+                    floor_us=round(getattr(floor, phase), 2),
+                    links=self.links,
+                    machine=self.machine,
+                    correct=not story,
+                    story=story,
+                )
+            )
+        return rows
+
+
+def counted_bytes(system: MoeP2p, calls: Calls) -> int:
+    """Bytes between nodes of all ranks in one pair, as the engines counted them."""
+    before = _settled(system)
+    dist.barrier()
+    for _ in range(COUNTED_PAIRS):
+        calls.pair()
+    torch.cuda.synchronize()
+    dist.barrier()
+    sent = torch.tensor([_settled(system) - before])
+    dist.all_reduce(sent)
+    return int(sent) // COUNTED_PAIRS
+
+
+def _settled(system: MoeP2p) -> int:
+    """What this rank has sent, once a moment has passed without more of it."""
+    seen = -1
+    while (now := system.wire_bytes()) != seen:
+        seen = now
+        time.sleep(SETTLED_S)
+    return seen
+
+
+def everyones(story: list[str]) -> list[str]:
+    """What is wrong on any rank."""
+    stories: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(stories, story)
+    return [text for one in stories for text in one]

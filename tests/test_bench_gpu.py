@@ -1,0 +1,368 @@
+"""The benchmark on GPUs without the device: arithmetic of floors, options, report, a whole run.
+
+The run has ranks on CPUs where GPUs belong and a clock in place of events, so that everything else
+is what runs on GPUs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe_p2p import errors, jit, launch, reference, reference_wire
+from moe_p2p.bench import (
+    cases,
+    check,
+    floors,
+    gpu_calls,
+    gpu_measure,
+    gpu_plot,
+    gpu_report,
+    gpu_timing,
+    gpu_worker,
+    options,
+    probe,
+)
+from moe_p2p.bench.floors import Links, PhaseBytes, Sizes
+from moe_p2p.bench.gpu_report import GpuRow, Machine, Spread
+from moe_p2p.bench.options import Options
+from moe_p2p.reference import Tokens, Topology
+
+LINKS = Links(push_gbs=300.0, push_24_gbs=250.0, flag_us=2.0, pinned_us=3.0, relayed_us=4.0)
+MACHINE = Machine(device="a clock", driver="13.0", torch=torch.__version__, nccl="none")
+TINY = Options(
+    ranks=2, ranks_per_node=2, tokens=(6,), hidden=256, topk=2, experts=4, checks=2, seconds=0.01,
+    chunks=("default", "T"), sms=(0,),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_the_probe_compiles(arch: str) -> None:
+    try:
+        compiled = jit.compile_only("probe.cu", probe.macros(), arch)
+    except errors.UnavailableError as error:
+        if "NVRTC" in str(error) or "cannot be imported" in str(error):
+            pytest.skip(str(error))
+        raise
+    for name in ("barrier", "push", "flags", "host"):
+        assert f".text.moe_p2p_probe_{name}\0".encode() in compiled.cubin
+    assert all(usage.spill_store_bytes == 0 for usage in compiled.usage.values())
+
+
+def draw(world_size: int, num_experts: int, topk: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        torch.rand(20 + rank, num_experts, generator=generator).topk(topk, dim=1).indices
+        for rank in range(world_size)
+    ]
+
+
+@pytest.mark.parametrize(("world_size", "local"), [(4, 4), (4, 2), (6, 2), (4, 1)])
+@pytest.mark.parametrize("quantize", [False, True])
+def test_bytes_are_those_of_the_reference(world_size: int, local: int, quantize: bool) -> None:
+    topology = Topology(world_size=world_size, ranks_per_node=local, num_experts=12)
+    topk_idx = draw(world_size, 12, 3)
+    tokens = [
+        Tokens(x=torch.ones(len(idx), 256, dtype=torch.bfloat16), topk_idx=idx) for idx in topk_idx
+    ]
+    routing = reference.route(topology, tokens, layout="grouped", quantized=quantize)
+    copies = floors.token_copies(topk_idx, topology)
+    for source in range(world_size):
+        mine = routing.source == source
+        pairs = torch.stack([routing.token[mine], routing.rank[mine]], dim=1).unique(dim=0)
+        assert copies[source].tolist() == pairs[:, 1].bincount(minlength=world_size).tolist()
+
+    sizes = Sizes.of(256, topk=3, x_item=2, quantize=quantize, y_item=2)
+    to_nodes = floors.node_copies(topk_idx, topology)
+    for num_steps in (1, 3):
+        busiest, total = floors.nic_bytes(to_nodes, topology, sizes, num_steps=num_steps)
+        wire = [
+            reference_wire.wire_bytes(
+                routing, source, combine_dtype=torch.bfloat16, num_steps=num_steps
+            )
+            for source in range(world_size)
+        ]
+        assert total == PhaseBytes(
+            dispatch=sum(w.dispatch for w in wire), combine=sum(w.combine for w in wire)
+        )
+        assert busiest.dispatch == max(w.dispatch for w in wire)
+        assert total.combine / world_size <= busiest.combine <= total.combine
+
+
+def test_what_leaves_a_gpu_is_counted_by_hand() -> None:
+    # An expert a rank. Token by token: rank 0 -> {1, 2}, {0, 1}; rank 1 -> {3}; others none.
+    none = torch.empty(0, 2, dtype=torch.int64)
+    topk_idx = [torch.tensor([[1, 2], [0, 1]]), torch.tensor([[3, -1]]), none, none]
+    sizes = Sizes(slot=1000, row=500)
+    whole = Topology(world_size=4, ranks_per_node=4, num_experts=4)
+    header, counts = 128, 128
+    copies = floors.token_copies(topk_idx, whole)
+    assert copies.tolist() == [[1, 2, 1, 0], [0, 0, 0, 1], [0] * 4, [0] * 4]
+    assert floors.nvlink_bytes(copies, whole, sizes) == PhaseBytes(
+        dispatch=3000 + 3 * (header + counts),  # rank 0: two to rank 1, one to rank 2
+        combine=1000 + 3 * header,  # rank 1 answers two
+    )
+    nodes = Topology(world_size=4, ranks_per_node=2, num_experts=4)
+    # Rank 0 -> 1 twice inside; 0 -> 2 lands at rank 2 itself, 1 -> 3 at rank 3 itself.
+    assert floors.nvlink_bytes(copies, nodes, sizes) == PhaseBytes(
+        dispatch=2000 + header + counts, combine=1000 + header
+    )
+    to_nodes = floors.node_copies(topk_idx, nodes)
+    assert to_nodes.tolist() == [[2, 1], [0, 1], [0, 0], [0, 0]]
+    busiest, total = floors.nic_bytes(to_nodes, nodes, sizes, num_steps=1)
+    assert busiest == PhaseBytes(dispatch=1000 + header + counts, combine=500 + header)
+    assert total == PhaseBytes(dispatch=2000 + 4 * (header + counts), combine=1000 + 4 * header)
+
+
+def test_a_floor_is_the_slower_link() -> None:
+    nvlink, nic = PhaseBytes(dispatch=300_000, combine=600_000), PhaseBytes(dispatch=1, combine=0)
+    floor = floors.floor_us(nvlink, nic, push_gbs=300.0, gbps=400.0)
+    assert (floor.dispatch, floor.combine, floor.pair) == (1.0, 2.0, 3.0)
+    slow = floors.floor_us(nvlink, PhaseBytes(dispatch=500_000, combine=0), push_gbs=0, gbps=400.0)
+    assert (slow.dispatch, slow.combine) == (10.0, 0.0)
+
+
+def test_an_arrival_is_the_relayed_way_without_the_way_back() -> None:
+    assert LINKS.arrival_us == 2.5
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_the_closed_form_is_the_reference(dtype: Any) -> None:
+    given = replace(TINY, dtype=dtype)
+    job = cases.make_job(given)
+    tokens = job.tokens(0, [6, 5])
+    for rank in range(2):
+        expected = check.expect(job, given, rank, tokens)
+        found = check.verify_sums("sums", job, given, tokens=tokens[rank], got=expected.out)
+        assert found == []
+        expected.out[3, 7] += 1
+        (story,) = check.verify_sums("sums", job, given, tokens=tokens[rank], got=expected.out)
+        assert "1 values beyond rounding, first in row 3 at 7" in story
+
+
+# --- options ---
+
+
+@pytest.fixture
+def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_gpus_are_taken_where_there_are_any() -> None:
+    (found,) = options.parse([])
+    assert (found.device, found.ranks, found.ranks_per_node) == ("cuda", 4, 4)
+    assert (found.dtype, found.experts, found.transport_settings) == ("fp8", 256, "")
+    (found,) = options.parse(["--device", "cpu"])
+    assert (found.device, found.ranks_per_node, found.dtype) == ("cpu", 2, "bf16")
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_emulated_nodes_share_the_rate_of_a_gpu() -> None:
+    found = options.parse(["--ranks=2,4", "--ranks-per-node=4,2,1", "--nics=4"])
+    worlds = [(o.ranks, o.ranks_per_node, o.gbps) for o in found]
+    assert worlds == [(2, 2, 0), (2, 1, 100), (4, 4, 0), (4, 2, 100), (4, 1, 100)]
+    assert options.parse(["--ranks-per-node=2", "--gbps=0"])[0].gbps == 0
+    assert options.parse(["--ranks-per-node=2", "--seed=3"])[0].transport_settings == "seed=3"
+
+
+@pytest.mark.usefixtures("four_gpus")
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--ranks", "8"], "--ranks 8 is more than the 4 GPUs"),
+        (["--ranks-per-node", "3"], "--ranks 4 is not a multiple of --ranks-per-node 3"),
+        (["--chunk-tokens", "half"], "'half' is neither a number, default nor T"),
+    ],
+)
+def test_says_what_does_not_fit_the_machine(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        options.parse(arguments)
+    assert said in capsys.readouterr().err
+
+
+def test_forms_of_a_call_come_once() -> None:
+    base = replace(TINY, chunks=("default", "T", "64"), sms=(0, 24))
+    assert gpu_worker.forms(replace(base, tokens=(32,))) == [(32, 0), (32, 24)]
+    chunks = [chunk for chunk, _ in gpu_worker.forms(replace(base, tokens=(4096,), sms=(0,)))]
+    assert chunks == [512, 4096, 64]
+
+
+# --- a whole run ---
+
+
+class Events:
+    """torch.cuda as gpu_timing uses it, by the host's clock."""
+
+    class Event:
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = time.perf_counter()
+
+        def elapsed_time(self, end: Any) -> float:
+            return float(end.at - self.at) * 1e3
+
+    @staticmethod
+    def _sleep(_: int) -> None:
+        pass
+
+    @staticmethod
+    def synchronize() -> None:
+        pass
+
+
+class Meeting:
+    """Probe without links."""
+
+    def __init__(self, *, timeout_s: float) -> None:
+        assert timeout_s > 0
+
+    barrier = staticmethod(dist.barrier)
+
+    def links(self) -> Links:
+        return LINKS
+
+    def check(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def run_by_the_clock(given: Options) -> gpu_worker.Results:
+    patch = pytest.MonkeyPatch()
+    nothing: Any = lambda *_: None  # noqa: E731
+    new_group = dist.new_group
+    patch.setattr(gpu_timing, "cuda", Events)
+    patch.setattr(gpu_worker, "Probe", Meeting)
+    patch.setattr(gpu_worker, "on_device", lambda tokens: tokens)
+    patch.setattr(Machine, "here", staticmethod(lambda: MACHINE))
+    patch.setattr(dist, "new_group", lambda backend: new_group(backend="gloo"))
+    patch.setattr(torch.cuda, "set_device", nothing)
+    patch.setattr(torch.cuda, "synchronize", nothing)
+    device = type("Device", (), {"total_memory": 1 << 40})
+    patch.setattr(torch.cuda, "get_device_properties", lambda _: device)
+
+    def unrolled(run: Any, *, repeats: int) -> Any:
+        return lambda: [run() for _ in range(repeats)]
+
+    patch.setattr(gpu_measure, "captured", unrolled)
+    return gpu_worker.run(given)
+
+
+def the_run(given: Options) -> gpu_worker.Results:
+    results: gpu_worker.Results = launch.run_ranks(run_by_the_clock, given, num_ranks=given.ranks)[
+        0
+    ]
+    return results
+
+
+def test_a_run_checks_and_times_everything() -> None:
+    given = replace(TINY, tokens=(3, 6), chunks=("default", "4"), dtype="fp8")
+    results = the_run(given)
+    assert [note for note in results.notes if "DeepEP" not in note] == []
+    seen = {(row.system, row.tokens, row.chunk_tokens, row.what) for row in results.rows}
+    ways = ("pair graph", "pair eager", "dispatch", "combine")
+    assert seen == {
+        *(("moe_p2p", tokens, chunk, way) for tokens, chunk in ((3, 3), (6, 6), (6, 4))
+          for way in ways),
+        *(("torch", tokens, 0, way) for tokens in (3, 6) for way in ways[1:]),
+    }  # fmt: skip
+    for row in results.rows:
+        assert row.correct, row.story
+        assert 0 < row.spread.min_us <= row.spread.p50_us <= row.spread.p99_us
+        assert row.nvlink_bytes > 0
+        assert row.wire_bytes in (None, 0)
+        assert row.rounds >= gpu_timing.MIN_ROUNDS
+    text = gpu_report.table(results.rows)
+    assert len(text.splitlines()) == 1 + 3 + 2
+    assert "NO" not in text
+
+
+@pytest.mark.parametrize("chunks", [("T",), ("2",)])
+def test_a_run_over_nodes_counts_the_bytes(chunks: tuple[str, ...]) -> None:
+    results = the_run(replace(TINY, ranks_per_node=1, chunks=chunks))
+    assert any("no baselines" in note for note in results.notes)
+    pairs = [row for row in results.rows if row.what == "pair graph"]
+    assert [row.story for row in pairs] == [[]]
+    assert pairs[0].wire_bytes == pairs[0].expected_wire_bytes > 0
+
+
+# --- report ---
+
+
+def row(what: str, p50_us: float, **changes: Any) -> GpuRow:
+    given: dict[str, Any] = {
+        "system": "moe_p2p", "what": what, "ranks": 4, "ranks_per_node": 4, "tokens": 128,
+        "chunk_tokens": 128, "num_steps": 1, "num_sms": 0, "layout": "padded", "hidden": 7168,
+        "topk": 8, "experts": 256, "dtype": "fp8", "routing": "uniform", "settings": "", "nics": 2,
+        "rounds": 10, "chain": 20, "nvlink_bytes": 6_000_000, "nic_bytes": 0, "wire_bytes": None,
+        "expected_wire_bytes": 0, "floor_us": 20.0, "links": LINKS, "machine": MACHINE,
+        "correct": True,
+        "spread": Spread(p50_us=p50_us, p90_us=p50_us, p99_us=p50_us + 1, min_us=p50_us),
+    }  # fmt: skip
+    return GpuRow(**(given | changes))
+
+
+def test_percent_counts_bytes_over_time() -> None:
+    assert row("pair graph", 40.0).percent_of_push == pytest.approx(50.0)
+    assert row("pair graph", 40.0, ranks_per_node=2).percent_of_push is None
+    assert row("layer graph", 40.0).percent_of_push is None
+    assert row("pair graph", 40.0, links=Links()).percent_of_push is None
+
+
+def test_the_table_has_a_line_per_system() -> None:
+    rows = [
+        row("pair graph", 40.0), row("pair eager", 50.0), row("dispatch", 18.0),
+        row("combine", 24.0), row("pair eager", 200.0, system="torch", chunk_tokens=0),
+        row("pair graph", 80.0, num_sms=24, correct=False),
+    ]  # fmt: skip
+    head, ours, theirs, few = gpu_report.table(rows).splitlines()
+    assert ours.split() == [
+        "128", "128", "all", "moe_p2p", "40.0", "41.0", "50.0", "18.0", "24.0", "20.0", "50", "%",
+        "5.0x", "-", "yes",
+    ]  # fmt: skip
+    assert theirs.split()[:7] == ["128", "-", "all", "torch", "-", "-", "200.0"]
+    assert few.split()[2] == "24"
+    assert few.split()[-1] == "NO"
+    assert head.split()[0] == "T"
+
+
+def test_a_row_is_flat_in_json() -> None:
+    found = row("pair graph", 40.0).as_json()
+    assert found["p50_us"] == 40.0
+    assert found["push_gbs"] == 300.0
+    assert found["arrival_us"] == 2.5
+    assert found["percent_of_push"] == 50.0
+    assert found["device"] == "a clock"
+    assert not any(isinstance(value, dict) for value in found.values())
+
+
+def test_the_plot_has_every_world(tmp_path: Path) -> None:
+    rows = [row("pair graph", 10.0 * t, tokens=t) for t in (8, 32)]
+    rows += [row("pair graph", 99.0, ranks_per_node=2), row("pair eager", 70.0, system="torch")]
+    assert list(gpu_plot.lines(rows)) == ["moe_p2p EP4", "moe_p2p EP4 2x2", "torch EP4"]
+    path = tmp_path / "deep" / "rows.png"
+    reason = gpu_plot.plot(rows, path)
+    if importlib.util.find_spec("matplotlib"):
+        assert path.stat().st_size > 10_000
+    else:
+        assert reason == "matplotlib is not installed"
+
+
+def test_padded_is_for_small_calls() -> None:
+    assert gpu_calls.layout_of(TINY, 512) == "padded"
+    assert gpu_calls.layout_of(TINY, 513) == "grouped"
+    assert gpu_calls.layout_of(replace(TINY, layout="grouped"), 8) == "grouped"
