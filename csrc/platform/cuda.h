@@ -1,5 +1,4 @@
-// The CUDA driver, opened with dlopen: the package builds and runs without CUDA. Only what the data
-// path needs; memory and kernels are made by moe_p2p/memory.py and moe_p2p/jit.py.
+// Launching kernels that moe_p2p/jit.py made.
 #pragma once
 
 #include <cstddef>
@@ -11,6 +10,7 @@ struct Launch {
   uint64_t kernel = 0;  // CUfunction or CUkernel
   unsigned num_blocks = 0;
   unsigned num_threads = 0;
+  unsigned shared_bytes = 0;  // dynamic, of a block
   void* stream = nullptr;
   // May start before the kernel ahead of it in the stream has ended (it waits by itself).
   bool overlap_previous = false;

@@ -13,6 +13,7 @@
 
 #include "base/log.h"
 #include "doctest/doctest.h"
+#include "fake_driver.h"
 #include "provider/provider.h"
 
 namespace moe_p2p::provider_test {
@@ -22,6 +23,8 @@ using provider::Completion;
 using provider::Domain;
 using provider::DomainOptions;
 using provider::MemoryKey;
+using provider::MemoryKind;
+using provider::MemorySpan;
 using provider::PeerId;
 using provider::WorkRequest;
 
@@ -45,14 +48,19 @@ inline bool all_zero(std::span<const std::byte> bytes) {
 
 class Node {
  public:
-  Node(const std::string& provider, const std::string& settings, int nic = 0) {
+  // kCuda: its Memory passes for that of GPU 0 (fake_driver.h).
+  Node(const std::string& provider, const std::string& settings, int nic = 0,
+       MemoryKind memory = MemoryKind::kHost)
+      : memory_kind(memory) {
+    if (memory == MemoryKind::kCuda) test::FakeDriver::install();
     DomainOptions options;
     options.nic = nic;
     options.settings = settings;
     domain = provider::open_domain(provider, options);
   }
 
-  std::unique_ptr<Domain> domain;
+  const MemoryKind memory_kind;
+  std::shared_ptr<Domain> domain;
   std::vector<uint32_t> imms;                     // in the order seen
   std::vector<uint64_t> done;                     // wr_ids in the order seen
   std::map<uint64_t, base::Status> status;        // by wr_id
@@ -87,7 +95,8 @@ class Node {
   }
 };
 
-// Memory registered at one node, zero at first; given back at the end.
+// Memory registered at one node, zero at first; given back at the end. A node that writes to GPU
+// memory of another has to map it; here both are one memory.
 class Memory {
  public:
   Memory(Node& node, size_t bytes) : node_(node), own_(bytes), data(own_), key(add()) {}
@@ -98,15 +107,32 @@ class Memory {
     if (registered_ && node_.domain) unregister();
   }
   void unregister() {
+    for (const auto& mapped : windows_)
+      if (const auto domain = mapped.lock()) domain->map_remote(key.remote_key, {});
     node_.domain->unregister_memory(key);
     registered_ = false;
   }
+  MemorySpan span() const {
+    const bool host = node_.memory_kind == MemoryKind::kHost;
+    return {data.data(), data.size(), node_.memory_kind, host ? -1 : 0};
+  }
+  // For writes of memory `from`, once per node.
+  void map_for(const Memory& from) const {
+    if (span().kind != MemoryKind::kCuda || from.span().kind != MemoryKind::kCuda) return;
+    const auto& domain = from.node_.domain;
+    for (const auto& mapped : windows_)
+      if (mapped.lock() == domain) return;
+    if (!registered_) return;
+    domain->map_remote(key.remote_key, span());
+    windows_.emplace_back(domain);
+  }
 
  private:
-  MemoryKey add() { return node_.domain->register_memory({data.data(), data.size()}); }
+  MemoryKey add() { return node_.domain->register_memory(span()); }
 
   Node& node_;
   bool registered_ = true;
+  mutable std::vector<std::weak_ptr<Domain>> windows_;
   std::vector<std::byte> own_;
 
  public:
@@ -116,6 +142,7 @@ class Memory {
 
 inline WorkRequest make_write(uint64_t wr_id, PeerId peer, const Memory& from, size_t from_offset,
                               const Memory& to, size_t to_offset, size_t bytes) {
+  to.map_for(from);
   WorkRequest request;
   request.wr_id = wr_id;
   request.local = from.data.data() + from_offset;

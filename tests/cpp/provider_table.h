@@ -11,6 +11,7 @@ struct ProviderUnderTest {
   const char* name;
   const char* settings;
   bool reorders = false;  // has an adversary: order must really change, and replay from the seed
+  MemoryKind memory = MemoryKind::kHost;
 };
 
 inline const ProviderUnderTest kProviders[] = {
@@ -19,10 +20,14 @@ inline const ProviderUnderTest kProviders[] = {
     {"loopback", "seed=1", true},
     {"loopback", "seed=2,ring_kib=4", true},
     {"loopback", "seed=3,ring_kib=16,max_in_flight=64", true},
+    {"loopback", "", false, MemoryKind::kCuda},
+    {"loopback", "ring_kib=4,max_in_flight=20", false, MemoryKind::kCuda},
+    {"loopback", "seed=4", true, MemoryKind::kCuda},
+    {"loopback", "seed=5,ring_kib=4", true, MemoryKind::kCuda},
 };
 
 inline Node open(const ProviderUnderTest& provider, int nic = 0) {
-  return Node(provider.name, provider.settings, nic);
+  return Node(provider.name, provider.settings, nic, provider.memory);
 }
 
 // Why the provider cannot run here; empty when it can.
@@ -41,7 +46,8 @@ inline std::string why_unavailable(const ProviderUnderTest& provider) {
 template <typename Body>
 void for_each_provider(Body&& body) {
   for (const ProviderUnderTest& provider : kProviders) {
-    const std::string label = base::concat(provider.name, " ", provider.settings);
+    const char* memory = provider.memory == MemoryKind::kCuda ? " GPU memory" : "";
+    const std::string label = base::concat(provider.name, " ", provider.settings, memory);
     SUBCASE(label.c_str()) {
       INFO("provider ", label);
       const std::string reason = why_unavailable(provider);

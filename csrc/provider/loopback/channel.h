@@ -5,7 +5,9 @@
 //   header | record[channels] | block[channels]        block = claim | acks | partials | ring
 //
 // A payload ring carries fragments: a 64-byte Fragment and its payload, padded to 64 bytes. Payload
-// never wraps: a fragment ends at the ring's end and the write goes on in the next one.
+// never wraps: a fragment ends at the ring's end and the write goes on in the next one. The payload
+// of GPU memory does not come this way: the sender has copied it to where it belongs before it puts
+// the fragment into the ring.
 #pragma once
 
 #include <atomic>
@@ -16,7 +18,7 @@ namespace moe_p2p::provider::loopback {
 
 inline constexpr uint64_t kLine = 64;
 inline constexpr uint64_t kPage = 4096;
-inline constexpr uint64_t kSegmentMagic = 0x6d6f655f70327031;  // changes with this file
+inline constexpr uint64_t kSegmentMagic = 0x6d6f655f70327032;  // changes with this file
 // Longest shared memory name that a claim can carry, with its terminating zero.
 inline constexpr size_t kMaxName = 128;
 
@@ -72,13 +74,16 @@ struct Ack {
 // it lies here because a poll may not allocate when a new peer shows up.
 struct Partial {
   uint32_t bytes_received;
-  uint16_t failed;
+  uint16_t failed;         // base::Code of the first fragment that was refused
   uint16_t imm_delivered;  // mutate=early_imm only
 };
 
 struct alignas(kLine) Fragment {
   static constexpr uint32_t kHasImm = 1;
   static constexpr uint32_t kAbort = 2;  // the sender gives this write up; nothing more comes of it
+  // The payload is in the GPU memory that it is for. With kAbort: it would be, if the sender had that
+  // memory mapped; the receiver says what is wrong with the address.
+  static constexpr uint32_t kInPlace = 4;
 
   uint64_t remote_addr;  // of the whole write, like remote_key and write_bytes
   uint64_t remote_key;
@@ -96,8 +101,12 @@ static_assert(std::atomic<uint64_t>::is_always_lock_free);
 constexpr uint64_t align_up(uint64_t bytes, uint64_t unit) noexcept {
   return (bytes + unit - 1) / unit * unit;
 }
+// What follows the header in the ring.
+constexpr uint32_t payload_bytes(const Fragment& fragment) noexcept {
+  return fragment.flags & Fragment::kInPlace ? 0 : fragment.bytes;
+}
 constexpr uint64_t ring_bytes_of(const Fragment& fragment) noexcept {
-  return kLine + align_up(fragment.bytes, kLine);
+  return kLine + align_up(payload_bytes(fragment), kLine);
 }
 
 // Where things are, from the three numbers in the header.

@@ -59,76 +59,144 @@ void Connection::finish(uint32_t slot) noexcept {
   --num_in_flight_;
 }
 
-bool Connection::pump(const RegionTable& regions, LinkModel& link) noexcept {
+bool Connection::pump(const SendContext& context) noexcept {
   ++round_;
-  return chaos_.on() ? pump_shuffled(regions, link) : pump_in_order(regions, link);
-}
-
-bool Connection::pump_in_order(const RegionTable& regions, LinkModel& link) noexcept {
   const uint64_t head_before = head_;
-  while (!unsent_.empty()) {
-    OutgoingWrite& write = writes_[unsent_[0]];
-    while (!write.all_sent())
-      if (!send_fragment(write, unsent_[0], regions, link)) return head_ != head_before;
-    unsent_.pop();
+  if (chaos_.on()) {
+    pump_shuffled(context);
+  } else {
+    pump_in_order(context);
   }
   return head_ != head_before;
 }
 
-// Any fragment of any write may be next. One time in four it is the newest write, so that short
-// ones overtake everything; held writes wait for their round while the others go on.
-bool Connection::pump_shuffled(const RegionTable& regions, LinkModel& link) noexcept {
-  const uint64_t head_before = head_;
+void Connection::pump_in_order(const SendContext& context) noexcept {
+  while (!unsent_.empty()) {
+    const uint32_t slot = unsent_[0];
+    while (!writes_[slot].all_sent())
+      if (!send_part(slot, context)) return;
+    unsent_.pop();
+  }
+}
+
+// Any part of any write may be next. One time in four it is of the newest write, so that short ones
+// overtake everything; held writes wait for their round while the others go on.
+void Connection::pump_shuffled(const SendContext& context) noexcept {
   for (uint32_t budget = 1 + chaos_.below(32); budget > 0 && !unsent_.empty(); --budget) {
     const size_t newest = unsent_.size() - 1;
     const size_t i = chaos_.one_in(4) ? newest : chaos_.below(unsent_.size());
-    OutgoingWrite& write = writes_[unsent_[i]];
-    if (round_ < write.hold_until) continue;
-    if (!send_fragment(write, unsent_[i], regions, link)) break;
-    if (write.all_sent()) unsent_.take(i);
+    const uint32_t slot = unsent_[i];
+    if (round_ < writes_[slot].hold_until) continue;
+    if (!send_part(slot, context)) return;
+    if (writes_[slot].all_sent()) unsent_.take(i);
   }
-  return head_ != head_before;
 }
 
-// Copies the next part of the piece under way. False when the ring has no room for it.
-bool Connection::send_fragment(OutgoingWrite& write, uint32_t slot, const RegionTable& regions,
-                               LinkModel& link) noexcept {
-  const WorkRequest& request = write.request;
+// The next part of the piece under way. False when it has to wait for room.
+bool Connection::send_part(uint32_t slot, const SendContext& context) noexcept {
+  OutgoingWrite& write = writes_[slot];
+  if (write.abort_flags != 0) return send_abort(slot);
   if (write.cursor == write.cursor_end && write.pieces != 0) choose_piece(write);
+  if (write.request.bytes == 0) return send_fragment(slot, context);
+  const auto kind = context.regions.find_local(
+      write.request.local_key, write.request.local + write.cursor, write.cursor_end - write.cursor);
+  if (!kind) {
+    abort(write, Fragment::kAbort, {base::Code::kInvalidArgument, 0});
+    return send_abort(slot);
+  }
+  return *kind == MemoryKind::kCuda ? start_copy(slot, context) : send_fragment(slot, context);
+}
+
+bool Connection::send_fragment(uint32_t slot, const SendContext& context) noexcept {
+  OutgoingWrite& write = writes_[slot];
   const uint64_t payload_at = (head_ + kLine) & channel_.ring_mask;
-  uint32_t bytes = static_cast<uint32_t>(
+  const auto bytes = static_cast<uint32_t>(
       std::min<uint64_t>(std::min(write.cursor_end - write.cursor, max_fragment_bytes_),
                          channel_.ring_mask + 1 - payload_at));
   if (!has_room(kLine + align_up(bytes, kLine))) return false;
+  if (bytes > 0) std::memcpy(channel_.ring + payload_at, write.request.local + write.cursor, bytes);
+  publish(begin_fragment(slot, bytes, 0, context.link));
+  return true;
+}
 
-  uint32_t flags = request.has_imm ? Fragment::kHasImm : 0;
-  const std::byte* source = request.local + write.cursor;
-  if (bytes > 0 && !regions.find_local(request.local_key, source, bytes)) {
-    write.status = {base::Code::kInvalidArgument, 0};
-    write.pieces = 0;
-    write.cursor = write.cursor_end;
-    flags = Fragment::kAbort;
-    bytes = 0;
+// All of the piece at once: the payload takes no room in the ring.
+bool Connection::start_copy(uint32_t slot, const SendContext& context) noexcept {
+  OutgoingWrite& write = writes_[slot];
+  const WorkRequest& request = write.request;
+  std::byte* const window =
+      context.regions.find_window(request.remote_key, request.remote_addr, request.bytes);
+  if (!window) {
+    abort(write, Fragment::kAbort | Fragment::kInPlace, {});
+    return send_abort(slot);
   }
-  if (bytes > 0) std::memcpy(channel_.ring + payload_at, source, bytes);
-  auto* fragment = reinterpret_cast<Fragment*>(channel_.ring + (head_ & channel_.ring_mask));
-  *fragment = {.remote_addr = request.remote_addr,
-               .remote_key = request.remote_key,
-               .arrival_ns = 0,
-               .write_bytes = request.bytes,
-               .offset = write.cursor,
-               .bytes = bytes,
-               .slot = slot,
-               .imm = request.imm,
-               .flags = flags};
+  if (context.copies.full()) return false;
+  std::byte* const to = window + write.cursor;
+  const std::byte* const from = request.local + write.cursor;
+  const Fragment fragment =
+      begin_fragment(slot, write.cursor_end - write.cursor, Fragment::kInPlace, context.link);
+  const base::Status status = context.copies.start(*this, fragment, to, from);
+  if (status.ok()) return true;
+  abort(write, Fragment::kAbort, status);
+  return send_abort(slot);
+}
+
+bool Connection::publish_copied(const Fragment& fragment) noexcept {
+  if (!has_room(kLine)) return false;
+  publish(fragment);
+  return true;
+}
+
+bool Connection::send_abort(uint32_t slot) noexcept {
+  if (!has_room(kLine)) return false;
+  OutgoingWrite& write = writes_[slot];
+  publish({.remote_addr = write.request.remote_addr,
+           .remote_key = write.request.remote_key,
+           .arrival_ns = 0,
+           .write_bytes = write.request.bytes,
+           .offset = 0,
+           .bytes = 0,
+           .slot = slot,
+           .imm = 0,
+           .flags = write.abort_flags});
+  write.begun = true;
+  return true;
+}
+
+// What was copied and waits is dropped by Copies::look_at.
+void Connection::abort(OutgoingWrite& write, uint32_t flags, base::Status status) noexcept {
+  write.abort_flags = flags;
+  write.status = status;
+  write.pieces = 0;
+  write.cursor_end = write.cursor;
+  write.begun = false;
+}
+
+void Connection::give_up(uint32_t slot, base::Status status) noexcept {
+  OutgoingWrite& write = writes_[slot];
+  if (write.all_sent()) unsent_.push(slot);
+  abort(write, Fragment::kAbort, status);
+}
+
+// The header of the next `bytes` of the piece under way, which count as sent from here on.
+Fragment Connection::begin_fragment(uint32_t slot, uint32_t bytes, uint32_t flags,
+                                    LinkModel& link) noexcept {
+  OutgoingWrite& write = writes_[slot];
+  Fragment fragment{.remote_addr = write.request.remote_addr,
+                    .remote_key = write.request.remote_key,
+                    .arrival_ns = 0,
+                    .write_bytes = write.request.bytes,
+                    .offset = write.cursor,
+                    .bytes = bytes,
+                    .slot = slot,
+                    .imm = write.request.imm,
+                    .flags = flags | (write.request.has_imm ? Fragment::kHasImm : 0)};
   if (link.on()) {
-    fragment->arrival_ns = link.transmit(now_ns(), kLine + bytes);
-    write.complete_after_ns = fragment->arrival_ns + link.latency_ns();
+    fragment.arrival_ns = link.transmit(now_ns(), kLine + bytes);
+    write.complete_after_ns = fragment.arrival_ns + link.latency_ns();
   }
   write.begun = true;
   write.cursor += bytes;
-  publish(*fragment);
-  return true;
+  return fragment;
 }
 
 void Connection::choose_piece(OutgoingWrite& write) noexcept {
@@ -150,6 +218,7 @@ bool Connection::has_room(uint64_t bytes) noexcept {
 }
 
 void Connection::publish(const Fragment& fragment) noexcept {
+  *reinterpret_cast<Fragment*>(channel_.ring + (head_ & channel_.ring_mask)) = fragment;
   head_ += ring_bytes_of(fragment);
   // release: pairs with the acquire in Receiver::poll_channel: header and payload are written.
   channel_.record->head.store(head_, std::memory_order_release);

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "provider/loopback/chaos.h"
+#include "provider/loopback/copies.h"
 #include "provider/loopback/link_model.h"
 #include "provider/loopback/pool.h"
 #include "provider/loopback/region_table.h"
@@ -27,9 +28,17 @@ struct OutgoingWrite {
   int64_t complete_after_ns = 0;  // link model: when the acknowledgement can be back
   bool begun = false;
   bool in_use = false;
-  base::Status status;  // why the sender gave it up
+  uint32_t abort_flags = 0;  // not 0: given up; of the fragment that says so
+  base::Status status;       // why; ok: the receiver knows
 
   bool all_sent() const noexcept { return begun && pieces == 0 && cursor == cursor_end; }
+};
+
+// What all connections of a NIC send with.
+struct SendContext {
+  const RegionTable& regions;
+  LinkModel& link;
+  Copies& copies;
 };
 
 class Connection {
@@ -47,8 +56,13 @@ class Connection {
 
   // Takes a write into a free slot; it leaves with pump().
   void enqueue(const WorkRequest& request) noexcept;
-  // Puts fragments into the ring while there is room. True when it put any.
-  bool pump(const RegionTable& regions, LinkModel& link) noexcept;
+  // Puts fragments into the ring while there is room, and starts copies. True when it put any.
+  bool pump(const SendContext& context) noexcept;
+  // The payload of this one, given to Copies before, is in place. False when there is no room.
+  bool publish_copied(const Fragment& fragment) noexcept;
+  // Nothing more is sent of the write but that it was given up.
+  void give_up(uint32_t slot, base::Status status) noexcept;
+  bool given_up(uint32_t slot) const noexcept { return writes_[slot].abort_flags != 0; }
 
   // The next acknowledgement, if one is there; next_ack() without pop_ack() gives the same again.
   const Ack* next_ack() noexcept;
@@ -76,13 +90,17 @@ class Connection {
   int64_t next_look_ns = 0;    // when to ask again whether the peer lives
 
  private:
-  bool send_fragment(OutgoingWrite& write, uint32_t slot, const RegionTable& regions,
-                     LinkModel& link) noexcept;
+  void pump_in_order(const SendContext& context) noexcept;
+  void pump_shuffled(const SendContext& context) noexcept;
+  bool send_part(uint32_t slot, const SendContext& context) noexcept;
+  bool send_fragment(uint32_t slot, const SendContext& context) noexcept;
+  bool start_copy(uint32_t slot, const SendContext& context) noexcept;
+  bool send_abort(uint32_t slot) noexcept;
+  void abort(OutgoingWrite& write, uint32_t flags, base::Status status) noexcept;
   void choose_piece(OutgoingWrite& write) noexcept;
+  Fragment begin_fragment(uint32_t slot, uint32_t bytes, uint32_t flags, LinkModel& link) noexcept;
   bool has_room(uint64_t bytes) noexcept;
   void publish(const Fragment& fragment) noexcept;
-  bool pump_in_order(const RegionTable& regions, LinkModel& link) noexcept;
-  bool pump_shuffled(const RegionTable& regions, LinkModel& link) noexcept;
 
   const PeerId id_;
   const std::shared_ptr<Segment> segment_;  // keeps the mapping; the data path uses channel_

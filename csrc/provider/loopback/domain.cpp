@@ -32,8 +32,9 @@ LoopbackDomain::LoopbackDomain(const DomainOptions& options)
       waker_name_(options.waker_name),
       segment_(Segment::create(config_)),
       regions_(key_owner(segment_->name()), config_.offset_addressing),
+      copies_(config_, nic_),
       receiver_(config_, nic_, *segment_, regions_),
-      sender_(config_, nic_, regions_) {
+      sender_(config_, nic_, regions_, copies_) {
   MOE_P2P_CHECK(waker_name_.size() < kMaxName, Code::kInvalidArgument, describe(), ": waker name ",
                 waker_name_, " is longer than ", kMaxName - 1, " characters");
 }
@@ -71,14 +72,26 @@ void LoopbackDomain::disconnect(PeerId peer) {
 }
 
 MemoryKey LoopbackDomain::register_memory(const MemorySpan& span) {
-  MOE_P2P_CHECK(span.kind == MemoryKind::kHost, Code::kInvalidArgument, describe(),
-                " registers host memory only");
   MOE_P2P_CHECK(span.data != nullptr && span.bytes > 0, Code::kInvalidArgument, describe(),
                 ": registering ", span.bytes, " bytes at ", static_cast<const void*>(span.data));
+  if (span.kind == MemoryKind::kCuda) copies_.open(span.device);
   return regions_.add(span);
 }
 
-void LoopbackDomain::unregister_memory(const MemoryKey& key) { regions_.remove(key); }
+void LoopbackDomain::unregister_memory(const MemoryKey& key) {
+  if (regions_.remove(key) == MemoryKind::kCuda) copies_.drain();
+}
+
+void LoopbackDomain::map_remote(uint64_t remote_key, const MemorySpan& local) {
+  if (local.bytes == 0) {
+    if (regions_.unmap(remote_key)) copies_.drain();
+    return;
+  }
+  MOE_P2P_CHECK(local.kind == MemoryKind::kCuda && local.data != nullptr, Code::kInvalidArgument,
+                describe(), ": memory of a peer must be GPU memory that is mapped here");
+  copies_.open(local.device);
+  regions_.map(remote_key, local);
+}
 
 void LoopbackDomain::kill() noexcept {
   segment_->close();

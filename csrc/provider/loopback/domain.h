@@ -1,7 +1,10 @@
 // The software NIC: ranks are processes of one host or threads of one process, by one mechanism.
 // Each NIC owns a shared memory segment to receive in; a sender claims a channel there, puts payload
 // into its ring, and the *receiver's* poll() copies it into registered memory, which may therefore be
-// any host memory. It runs in order and fast, or (setting seed=N) as an adversary that reorders all
+// any host memory. Between GPUs of one host the *sender* copies, with its GPU's copy engine, into the
+// peer's memory that map_remote() named; only headers go through the ring (copies.h). Host memory
+// cannot be written to a GPU or the other way round: such a write fails kInvalidArgument, and one to
+// GPU memory that is not mapped here kRemoteAccess. It runs in order and fast, or (setting seed=N) as an adversary that reorders all
 // that the contract of provider.h leaves open. Settings: config.h. Hooks for tests: control.h.
 //
 // This file and domain.cpp are the control path, datapath.cpp is the data path.
@@ -14,6 +17,7 @@
 
 #include "provider/loopback/config.h"
 #include "provider/loopback/control.h"
+#include "provider/loopback/copies.h"
 #include "provider/loopback/receiver.h"
 #include "provider/loopback/sender.h"
 #include "provider/provider.h"
@@ -38,6 +42,7 @@ class LoopbackDomain final : public Domain, public LoopbackControl {
   void disconnect(PeerId peer) override;
   MemoryKey register_memory(const MemorySpan& span) override;
   void unregister_memory(const MemoryKey& key) override;
+  void map_remote(uint64_t remote_key, const MemorySpan& local) override;
 
   size_t post(std::span<const WorkRequest> requests) noexcept override;
   size_t poll(std::span<Completion> completions) noexcept override;
@@ -54,6 +59,7 @@ class LoopbackDomain final : public Domain, public LoopbackControl {
   const std::string waker_name_;
   const std::shared_ptr<Segment> segment_;
   RegionTable regions_;
+  Copies copies_;
   Receiver receiver_;
   Sender sender_;
   // Store by kill(), release; acquire by the polling thread.

@@ -129,7 +129,7 @@ void Receiver::poll_channel(Incoming& incoming, Output& output) noexcept {
 bool Receiver::well_formed(const Incoming& incoming, const Fragment& fragment) const noexcept {
   const uint64_t payload_at = (incoming.tail + kLine) & incoming.channel.ring_mask;
   return fragment.slot <= incoming.channel.window_mask &&
-         fragment.bytes <= incoming.channel.ring_mask + 1 - payload_at &&
+         payload_bytes(fragment) <= incoming.channel.ring_mask + 1 - payload_at &&
          uint64_t{fragment.offset} + fragment.bytes <= fragment.write_bytes;
 }
 
@@ -138,18 +138,18 @@ void Receiver::take(Incoming& incoming, const Fragment& fragment, const std::byt
   Partial& partial = incoming.channel.partials[fragment.slot];
   if (fragment.flags & Fragment::kAbort) {
     partial = {};
-    return finish(incoming, fragment, Code::kAborted, false, output);
+    return finish(incoming, fragment, why_aborted(fragment), false, output);
   }
   const bool show_imm = (fragment.flags & Fragment::kHasImm) && !partial.imm_delivered;
-  const bool placed = place(fragment, payload);
+  const Code placed = place(fragment, payload);
   if (fragment.bytes == fragment.write_bytes) {  // all of it: no account needed
     if (early_imm_) partial = {};
-    return finish(incoming, fragment, placed ? Code::kOk : Code::kRemoteAccess, show_imm, output);
+    return finish(incoming, fragment, placed, show_imm, output);
   }
   partial.bytes_received += fragment.bytes;
-  if (!placed) partial.failed = 1;
+  if (partial.failed == 0) partial.failed = static_cast<uint16_t>(placed);
   if (partial.bytes_received != fragment.write_bytes) return;
-  const Code code = partial.failed ? Code::kRemoteAccess : Code::kOk;
+  const auto code = static_cast<Code>(partial.failed);
   partial = {};
   finish(incoming, fragment, code, show_imm, output);
 }
@@ -163,13 +163,22 @@ void Receiver::finish(Incoming& incoming, const Fragment& fragment, Code code, b
 }
 
 // The range of the whole write is checked, so one that does not fit leaves no byte behind.
-bool Receiver::place(const Fragment& fragment, const std::byte* payload) noexcept {
-  if (fragment.write_bytes == 0) return true;  // carries an immediate only; has no address
-  std::byte* target =
+Code Receiver::place(const Fragment& fragment, const std::byte* payload) noexcept {
+  if (fragment.write_bytes == 0) return Code::kOk;  // carries an immediate only; has no address
+  const auto target =
       regions_.find_remote(fragment.remote_key, fragment.remote_addr, fragment.write_bytes);
-  if (!target) return false;
-  std::memcpy(target + fragment.offset, payload, fragment.bytes);
-  return true;
+  if (!target.data) return Code::kRemoteAccess;
+  const bool in_place = fragment.flags & Fragment::kInPlace;
+  if (in_place != (target.kind == MemoryKind::kCuda)) return Code::kInvalidArgument;
+  if (!in_place) std::memcpy(target.data + fragment.offset, payload, fragment.bytes);
+  return Code::kOk;
+}
+
+// A write of GPU memory that the sender does not find among its windows.
+Code Receiver::why_aborted(const Fragment& fragment) noexcept {
+  if (!(fragment.flags & Fragment::kInPlace)) return Code::kAborted;
+  const Code code = place(fragment, nullptr);
+  return code == Code::kOk ? Code::kRemoteAccess : code;
 }
 
 void Receiver::publish(Incoming& incoming) noexcept {

@@ -1,5 +1,5 @@
 // The receiving half of a NIC: walks the channels that peers claimed in our segment, checks each
-// fragment against the registered memory, copies it there, answers, and counts the write complete
+// fragment against the registered memory, copies it there (if the sender has not), answers, and counts the write complete
 // when its last byte is in place. Only then is its immediate shown. Data path, polling thread only.
 #pragma once
 
@@ -47,7 +47,8 @@ class Receiver {
             Output& output) noexcept;
   void finish(Incoming& incoming, const Fragment& fragment, base::Code code, bool show_imm,
               Output& output) noexcept;
-  bool place(const Fragment& fragment, const std::byte* payload) noexcept;
+  base::Code place(const Fragment& fragment, const std::byte* payload) noexcept;
+  base::Code why_aborted(const Fragment& fragment) noexcept;
   void show(uint32_t imm, Output& output) noexcept;
   void show_held(Output& output) noexcept;
   bool has_room(const Output& output) const noexcept;

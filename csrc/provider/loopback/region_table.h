@@ -1,5 +1,6 @@
-// The registered memory of one NIC. Any thread adds and removes regions while the polling thread
-// looks them up and copies; the polling thread never waits.
+// The registered memory of one NIC, and its windows: GPU memory of peers that is mapped here. Any
+// thread adds and removes both while the polling thread looks them up and copies; the polling thread
+// never waits.
 //
 // A key is  1 remote | 23 owner | 28 generation | 12 index : one that was given back, one of another
 // NIC, and a local key where a remote one belongs are all refused.
@@ -9,6 +10,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
+#include <optional>
 #include <vector>
 
 #include "provider/provider.h"
@@ -19,28 +21,34 @@ class RegionTable {
  public:
   // Too small: a KV cache that registers its layers one by one is refused.
   static constexpr uint32_t kMaxRegions = 1u << 12;
+  // Too small: a NIC with more peers on this host is refused. They are searched in order.
+  static constexpr uint32_t kMaxWindows = 256;
 
   // `owner` tells the keys of different NICs apart. Remote addresses are virtual, or count from the
-  // region's start.
+  // region's start; those of GPU memory always do, because it is mapped elsewhere at a peer.
   RegionTable(uint32_t owner, bool offset_addressing);
 
   // --- any thread ---
   // Throws Error{kResourceExhausted} when all are taken.
   MemoryKey add(const MemorySpan& span);
-  // When it returns the polling thread touches the region no more. Throws Error{kInvalidArgument}
-  // for a key that is not here.
-  void remove(const MemoryKey& key);
+  // When it returns the polling thread touches the region no more; yields its kind. Throws
+  // Error{kInvalidArgument} for a key that is not here.
+  MemoryKind remove(const MemoryKey& key);
+  // Likewise for windows, by the key of the peer. unmap() is false for a key that is not here.
+  void map(uint64_t remote_key, const MemorySpan& local);
+  bool unmap(uint64_t remote_key);
 
   // --- polling thread ---
-  // Around all use of pointers from find_*: remove() waits for the end of a pass that is under way.
+  // Around all use of what find_*() says: remove() and unmap() wait for the end of a pass that is
+  // under way.
   class Pass {
    public:
     explicit Pass(RegionTable& table) noexcept : pass_(table.pass_) {
-      // seq_cst: with the load in matches() on one side and remove() on the other; see remove().
+      // seq_cst: with the load in matches() on one side and retire() on the other; see retire().
       pass_.store(pass_.load(std::memory_order_relaxed) + 1, std::memory_order_seq_cst);
     }
     ~Pass() {
-      // release: pairs with the acquire in remove(): copies of this pass come before its return.
+      // release: pairs with the acquire in retire(): copies of this pass come before its return.
       pass_.store(pass_.load(std::memory_order_relaxed) + 1, std::memory_order_release);
     }
     Pass(const Pass&) = delete;
@@ -50,19 +58,33 @@ class RegionTable {
     std::atomic<uint64_t>& pass_;
   };
 
-  // Where a peer's write of `bytes` goes, or null.
-  std::byte* find_remote(uint64_t key, uint64_t addr, uint64_t bytes) const noexcept {
+  // Where a peer's write of `bytes` goes; null when it may not.
+  struct Target {
+    std::byte* data = nullptr;
+    MemoryKind kind = MemoryKind::kHost;
+  };
+  Target find_remote(uint64_t key, uint64_t addr, uint64_t bytes) const noexcept {
     const Region& region = regions_[key & kIndexMask];
-    if ((key & kRemoteBit) == 0 || !matches(region, key & ~kRemoteBit)) return nullptr;
+    if ((key & kRemoteBit) == 0 || !matches(region, key & ~kRemoteBit)) return {};
     const uint64_t offset = addr - region.remote_addr;
-    return contains(region, offset, bytes) ? region.data + offset : nullptr;
+    if (!contains(region, offset, bytes)) return {};
+    return {region.data + offset, region.kind};
   }
-  // May [local, local + bytes) be read under this local key?
-  bool find_local(uint64_t key, const std::byte* local, uint64_t bytes) const noexcept {
+  // What [local, local + bytes) is under this local key; nothing when it may not be read.
+  std::optional<MemoryKind> find_local(uint64_t key, const std::byte* local,
+                                       uint64_t bytes) const noexcept {
     const Region& region = regions_[key & kIndexMask];
-    if (!matches(region, key)) return false;
+    if (!matches(region, key)) return std::nullopt;
     const auto offset = reinterpret_cast<uint64_t>(local) - reinterpret_cast<uint64_t>(region.data);
-    return contains(region, offset, bytes);
+    if (!contains(region, offset, bytes)) return std::nullopt;
+    return region.kind;
+  }
+  // Where GPU memory of a peer is mapped here; null when it is not, or not all of it.
+  std::byte* find_window(uint64_t remote_key, uint64_t addr, uint64_t bytes) const noexcept {
+    for (const Region& window : windows_)
+      if (matches(window, remote_key))
+        return contains(window, addr, bytes) ? window.data + addr : nullptr;
+    return nullptr;
   }
 
  private:
@@ -74,16 +96,20 @@ class RegionTable {
   static constexpr uint64_t kRemoteBit = uint64_t{1} << 63;
 
   struct Region {
-    // The local key, 0 while free. seq_cst store by add() and remove(), seq_cst load by matches().
+    // The local key, or that of the peer; 0 while free. seq_cst store by publish() and retire(),
+    // seq_cst load by matches().
     std::atomic<uint64_t> key{0};
     std::byte* data = nullptr;  // the rest changes only while no pass can see the key
     uint64_t bytes = 0;
     uint64_t remote_addr = 0;
     uint64_t generation = 0;
+    MemoryKind kind = MemoryKind::kHost;
   };
 
-  static bool matches(const Region& region, uint64_t local_key) noexcept {
-    return local_key != 0 && region.key.load(std::memory_order_seq_cst) == local_key;
+  static void publish(Region& region, uint64_t key, const MemorySpan& span, uint64_t remote_addr);
+  void retire(Region& region);
+  static bool matches(const Region& region, uint64_t key) noexcept {
+    return key != 0 && region.key.load(std::memory_order_seq_cst) == key;
   }
   static bool contains(const Region& region, uint64_t offset, uint64_t bytes) noexcept {
     return offset <= region.bytes && bytes <= region.bytes - offset;
@@ -91,9 +117,10 @@ class RegionTable {
 
   const uint64_t owner_;
   const bool offset_addressing_;
-  std::vector<Region> regions_;
+  std::vector<Region> regions_;  // [kMaxRegions]
+  std::vector<Region> windows_;  // [kMaxWindows], the first free one is taken
   std::vector<uint32_t> free_;
-  std::mutex mutex_;               // add() and remove() of several threads
+  std::mutex mutex_;               // control calls among each other
   std::atomic<uint64_t> pass_{0};  // odd while the polling thread is in a pass
 };
 

@@ -24,11 +24,12 @@ Completion completion_of(const WorkRequest& request, base::Status status) noexce
 
 }  // namespace
 
-Sender::Sender(const Config& config, int nic, RegionTable& regions)
+Sender::Sender(const Config& config, int nic, RegionTable& regions, Copies& copies)
     : config_(config),
       stream_(static_cast<uint64_t>(nic) << 8 | 1),
-      regions_(regions),
       link_(config.gbps, config.latency_us),
+      copies_(copies),
+      context_{regions, link_, copies},
       chaos_(config.seed, stream_ ^ 2),
       owned_(kMaxPeers),
       table_(std::make_unique<std::atomic<Connection*>[]>(kMaxPeers)),
@@ -115,7 +116,7 @@ bool Sender::accept(const WorkRequest& request) noexcept {
     return true;
   }
   connection->enqueue(request);
-  if (!chaos_.on() && connection->pump(regions_, link_)) touch(*connection);
+  if (!chaos_.on() && connection->pump(context_)) touch(*connection);
   return true;
 }
 
@@ -135,12 +136,15 @@ void Sender::notify_touched() noexcept {
 }
 
 void Sender::pump() noexcept {
+  // First, also when nothing is in flight: what waits of a write that was given up has to be gone
+  // before its slot is used again.
+  copies_.publish([this](Connection& connection) { touch(connection); });
+  notify_touched();
   if (in_flight_ == 0) return;
   const uint32_t end = table_end_.load(std::memory_order_acquire);
   for (uint32_t i = 0; i < end; ++i) {
     Connection* connection = table_[i].load(std::memory_order_acquire);
-    if (connection && connection->has_unsent() && connection->pump(regions_, link_))
-      connection->notify();
+    if (connection && connection->has_unsent() && connection->pump(context_)) connection->notify();
   }
 }
 
@@ -214,6 +218,7 @@ int64_t Sender::poll_time_ns() noexcept {
 
 void Sender::fail_all(Connection& connection, Code code) noexcept {
   connection.drop_unsent();
+  copies_.forget(connection);
   const uint32_t window = connection.segment().layout().window;
   for (uint32_t slot = 0; slot < window; ++slot) {
     OutgoingWrite& write = connection.write(slot);

@@ -21,7 +21,7 @@ class Sender {
   // Too small: a rank cannot connect to all others. A power of two; the rest of a PeerId counts up.
   static constexpr uint32_t kMaxPeers = 4096;
 
-  Sender(const Config& config, int nic, RegionTable& regions);
+  Sender(const Config& config, int nic, RegionTable& regions, Copies& copies);
   ~Sender();  // gives all channels back
 
   // --- any thread ---
@@ -36,7 +36,7 @@ class Sender {
   // --- polling thread ---
   size_t post(std::span<const WorkRequest> requests) noexcept;
   void complete_writes(Output& output) noexcept;  // acknowledgements, failures
-  void pump() noexcept;                           // unsent bytes
+  void pump() noexcept;                           // unsent bytes, copies that are done
   // This NIC is dead: fails what is under way and gives every channel back, once.
   void abandon() noexcept;
   bool idle() const noexcept;
@@ -58,8 +58,9 @@ class Sender {
 
   const Config config_;
   const uint64_t stream_;
-  RegionTable& regions_;
   LinkModel link_;
+  Copies& copies_;
+  const SendContext context_;
   Chaos chaos_;  // order of completions
 
   std::mutex mutex_;                                // control calls among each other

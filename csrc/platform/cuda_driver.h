@@ -1,0 +1,46 @@
+// The CUDA driver's functions that csrc calls, opened with dlopen: the package builds and runs without
+// CUDA. Only what the data path needs; memory and kernels are made by moe_p2p/memory.py and
+// moe_p2p/jit.py. Whoever needs another function adds a line here and one in cuda_driver.cpp.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+namespace moe_p2p::platform {
+
+// Named without the driver's prefix and version; each returns a CUresult.
+struct DriverTable {
+  int (*error_string)(int error, const char** text);
+  int (*init)(unsigned flags);
+  int (*device_get)(int* device, int ordinal);
+  int (*context_retain)(void** context, int device);  // the primary one
+  int (*context_release)(int device);
+  int (*context_set)(void* context);
+  int (*context_push)(void* context);
+  int (*context_pop)(void** context);
+  int (*capture_mode)(int* mode);  // exchanges that of the calling thread
+  int (*priority_range)(int* least, int* greatest);
+  int (*stream_create)(void** stream, unsigned flags, int priority);
+  int (*stream_destroy)(void* stream);
+  int (*event_create)(void** event, unsigned flags);
+  int (*event_record)(void* event, void* stream);
+  int (*event_query)(void* event);
+  int (*event_destroy)(void* event);
+  int (*copy_async)(uint64_t to, uint64_t from, size_t bytes, void* stream);  // within GPU memory
+  int (*launch)(const void* config, void* kernel, void** params, void** extra);
+};
+
+inline constexpr int kDriverNotReady = 600;  // an event query: not yet
+
+// Loaded by the first call. Throws Error{kUnavailable} when there is no driver or it is too old.
+const DriverTable& driver();
+// "out of memory (2)"
+std::string driver_error(int error);
+
+#if defined(MOE_P2P_TESTING)
+// Stands in for the driver from now on; null: the real one again.
+void set_driver_for_tests(const DriverTable* table) noexcept;
+#endif
+
+}  // namespace moe_p2p::platform

@@ -1,0 +1,78 @@
+#include "provider/loopback/copies.h"
+
+#include <chrono>
+
+#include "base/log.h"
+#include "provider/loopback/connection.h"
+
+namespace moe_p2p::provider::loopback {
+
+using base::Code;
+using platform::CopyQueue;
+
+namespace {
+
+constexpr auto kDrainTimeout = std::chrono::seconds(10);
+
+}  // namespace
+
+Copies::Copies(const Config& config, int nic)
+    : early_imm_(config.early_imm), chaos_(config.seed, static_cast<uint64_t>(nic) << 8 | 8) {
+  waiting_.reserve(CopyQueue::kCapacity);
+}
+
+Copies::~Copies() = default;
+
+void Copies::open(int device) {
+  const std::lock_guard lock(mutex_);
+  if (!queue_) queue_ = std::make_unique<CopyQueue>(device);
+  MOE_P2P_CHECK(queue_->device() == device, Code::kInvalidArgument,
+                "a loopback NIC serves one GPU: ", "memory of device ", device,
+                " does not go with that of device ", queue_->device());
+}
+
+void Copies::drain() {
+  const std::lock_guard lock(mutex_);
+  if (!queue_) return;
+  const auto deadline = platform::Clock::now() + kDrainTimeout;
+  MOE_P2P_CHECK(queue_->drain(deadline), Code::kTimeout, "copies of device ", queue_->device(),
+                " are not done after ", kDrainTimeout.count(),
+                " s; the memory may still be in use");
+}
+
+bool Copies::full() noexcept {
+  if (queue_->full()) queue_->poll();  // forgotten copies may be done
+  return queue_->full() || waiting_.size() == CopyQueue::kCapacity;
+}
+
+base::Status Copies::start(Connection& connection, const Fragment& fragment, std::byte* to,
+                           const std::byte* from) noexcept {
+  const CopyQueue::Started started = queue_->copy(to, from, fragment.bytes);
+  if (started.status.ok()) waiting_.push_back({&connection, started.ticket, fragment});
+  return started.status;
+}
+
+bool Copies::poll() noexcept {
+  if (waiting_.empty()) return false;
+  queue_->poll();
+  return true;
+}
+
+Copies::Fate Copies::look_at(Waiting& waiting) noexcept {
+  Connection& connection = *waiting.connection;
+  if (connection.given_up(waiting.fragment.slot)) return Fate::kDropped;
+  // mutate=early_imm, a fault on purpose: the fragment does not wait for its payload.
+  if (!early_imm_ && !queue_->done(waiting.ticket)) {
+    if (queue_->status().ok()) return Fate::kWaits;
+    connection.give_up(waiting.fragment.slot, queue_->status());
+    return Fate::kDropped;
+  }
+  if (chaos_.on() && chaos_.one_in(4)) return Fate::kWaits;
+  return connection.publish_copied(waiting.fragment) ? Fate::kLeft : Fate::kWaits;
+}
+
+void Copies::forget(const Connection& connection) noexcept {
+  std::erase_if(waiting_, [&](const Waiting& w) { return w.connection == &connection; });
+}
+
+}  // namespace moe_p2p::provider::loopback

@@ -1,0 +1,70 @@
+// A CUDA driver for machines without one: what passes for GPU memory is memory of the host, and a
+// stream does its copies late, while somebody asks for one of its events. How late is drawn from a
+// seed, so a reader that believes an immediate before the copy sees old bytes, each time the same.
+//
+// It refuses what would be wrong on a device: copies on a thread without a context, event queries
+// that may break a stream capture, events that are recorded again before they are done.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <mutex>
+#include <random>
+
+#include "platform/cuda_driver.h"
+
+namespace moe_p2p::test {
+
+class FakeDriver {
+ public:
+  // Stands in for the driver from now on, for the whole process; the same one at each call.
+  static FakeDriver& install();
+
+  // A copy takes up to so many queries after those before it. At first 12.
+  void set_max_queries(uint32_t max_queries);
+  void hold(bool held);  // no copy is done
+  // What each copy or event query returns from now on; 0: what is right.
+  void fail_copies(int error);
+  void fail_queries(int error);
+  // Since install() was first called.
+  uint64_t num_copies();  // begun
+  int num_contexts();     // retained and not released
+  // Streams that were destroyed with copies left.
+  int num_broken_off();
+
+  // What the driver's functions do; see fake_driver.cpp.
+  struct Copy {
+    uint64_t to, from;
+    size_t bytes;
+  };
+  struct Event;
+  struct Operation {
+    Copy copy;
+    Event* event;  // null: a copy
+  };
+  struct Stream {
+    std::deque<Operation> operations;
+    std::mt19937_64 random{1};  // each its own, so that a run of one thread repeats exactly
+    int64_t queries_left = -1;  // of the copy at the front; -1: not drawn
+  };
+  struct Event {
+    Stream* stream = nullptr;
+    bool pending = false;
+  };
+  template <typename Step>
+  auto locked(Step&& step) {
+    const std::lock_guard lock(mutex_);
+    return step(*this);
+  }
+  void advance(Stream& stream);
+
+  bool held = false;
+  uint32_t max_queries = 12;
+  int copy_error = 0, query_error = 0, contexts = 0, broken_off = 0;
+  uint64_t copies = 0;
+
+ private:
+  std::mutex mutex_;
+};
+
+}  // namespace moe_p2p::test
