@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -110,56 +112,104 @@ def assert_received(got: Dispatched, expected: Received) -> None:
         assert torch.equal(got.source[rows], expected.source[rows])
 
 
-def check_step(comm: AllToAll, tokens: list[Tokens], **options: Any) -> tuple[Dispatched, Tensor]:
-    """Dispatch and combine of `tokens` (of all ranks), bit for bit as the reference has them.
+@dataclass(frozen=True)
+class Wanted:
+    """One call of all ranks, and what the reference says comes of it, in rank order.
 
-    The results lie on the CPU, wherever `comm` works.
+    Ranks that are threads share one: working it out takes longer than the call.
     """
-    topology, mine = topology_of(comm), tokens[comm.rank]
-    layout = options.get("layout", "padded")
-    max_tokens = options.pop("max_tokens", comm.config.max_tokens)
+
+    tokens: list[Tokens]
+    options: dict[str, Any]  # of dispatch
+    received: list[Received]
+    y: list[Tensor]  # rows of combine, flat
+    out: list[Tensor]
+    out_dtype: torch.dtype
+
+
+def expect(
+    topology: Topology,
+    tokens: list[Tokens],
+    *,
+    max_tokens: int,
+    experts: Callable[[Topology, int, Received], Tensor] = apply_experts,
+    **options: Any,
+) -> Wanted:
+    """`experts`: (topology, rank, rows in a type that it can compute with) -> rows of combine."""
     routing = reference.route(
         topology,
         tokens,
-        layout=layout,
+        layout=options.get("layout", "padded"),
         capacity=options.get("capacity"),
         alignment=options.get("alignment", 1),
         max_tokens=max_tokens,
         quantized=options.get("quantize", False),
     )
-    expected = [reference.dispatch(routing, rank) for rank in range(comm.world_size)]
-    device = comm.config.device
-
-    def there(tensor: Tensor | int | None) -> Any:
-        return tensor.to(device) if isinstance(tensor, Tensor) else tensor
-
-    live = comm.dispatch(
-        there(mine.x),
-        there(mine.topk_idx),
-        there(mine.topk_weights),
-        scales=there(mine.scales),
-        extras=[there(extra) for extra in mine.extras],
-        num_tokens=there(mine.num_tokens),
-        max_tokens=max_tokens,
-        with_source=True,
-        **options,
-    )
-    got = _on_cpu(live)
-    assert_received(got, expected[comm.rank])
-    out_dtype = mine.x.dtype
+    ranks = range(topology.world_size)
+    received = [reference.dispatch(routing, rank) for rank in ranks]
+    out_dtype = tokens[0].x.dtype
     if out_dtype == torch.float8_e4m3fn or options.get("quantize"):
         out_dtype = torch.bfloat16
-    y = [
-        apply_experts(topology, rank, _decoded(received, out_dtype))
-        for rank, received in enumerate(expected)
-    ]
-    out = comm.combine(there(y[comm.rank].reshape(got.x.shape)), live, out_dtype=out_dtype).cpu()
-    want = reference.combine(routing, comm.rank, y, out_dtype=out_dtype)
-    assert torch.equal(out, want)
+    y = [experts(topology, rank, _decoded(received[rank], out_dtype)) for rank in ranks]
+    out = [reference.combine(routing, rank, y, out_dtype=out_dtype) for rank in ranks]
+    return Wanted(tokens, options | {"max_tokens": max_tokens}, received, y, out, out_dtype)
+
+
+def on_device(comm: AllToAll, value: Any) -> Any:
+    return value.to(comm.config.device) if isinstance(value, Tensor) else value
+
+
+def dispatch_arguments(comm: AllToAll, wanted: Wanted) -> dict[str, Any]:
+    """What this rank passes to dispatch or dispatch_send."""
+    mine = wanted.tokens[comm.rank]
+    return {
+        "x": on_device(comm, mine.x),
+        "topk_idx": on_device(comm, mine.topk_idx),
+        "topk_weights": on_device(comm, mine.topk_weights),
+        "scales": on_device(comm, mine.scales),
+        "extras": [on_device(comm, extra) for extra in mine.extras],
+        "num_tokens": mine.num_tokens,
+        "with_source": True,
+        **wanted.options,
+    }
+
+
+def combine_rows(comm: AllToAll, wanted: Wanted, got: Dispatched) -> Tensor:
+    """y of this rank, in the shape in which its rows came."""
+    rows: Tensor = on_device(comm, wanted.y[comm.rank]).reshape(got.x.shape)
+    return rows
+
+
+def finish(comm: AllToAll) -> None:
+    """What this rank has asked for is done, without an error."""
+    if comm.config.device == "cuda":
+        torch.cuda.current_stream().synchronize()
+    assert comm.broken == "", comm.broken
+
+
+def run_step(comm: AllToAll, wanted: Wanted, **arguments: Any) -> tuple[Dispatched, Tensor]:
+    """Dispatch and combine, bit for bit as `wanted`; the results lie on the CPU.
+
+    arguments: of dispatch, in place of what `wanted` has.
+    """
+    live = comm.dispatch(**(dispatch_arguments(comm, wanted) | arguments))
+    finish(comm)
+    got = on_cpu(live)
+    assert_received(got, wanted.received[comm.rank])
+    out = comm.combine(combine_rows(comm, wanted, live), live, out_dtype=wanted.out_dtype)
+    finish(comm)
+    out = out.cpu()
+    assert torch.equal(out, wanted.out[comm.rank])
     return got, out
 
 
-def _on_cpu(got: Dispatched) -> Dispatched:
+def check_step(comm: AllToAll, tokens: list[Tokens], **options: Any) -> tuple[Dispatched, Tensor]:
+    """Dispatch and combine of `tokens` (of all ranks), bit for bit as the reference has them."""
+    max_tokens = options.pop("max_tokens", comm.config.max_tokens)
+    return run_step(comm, expect(topology_of(comm), tokens, max_tokens=max_tokens, **options))
+
+
+def on_cpu(got: Dispatched) -> Dispatched:
     moved = {
         name: value.cpu() for name, value in got._asdict().items() if isinstance(value, Tensor)
     }

@@ -1,188 +1,217 @@
-"""Dispatch and combine on GPUs of one node, bit for bit as the reference has them.
+"""Dispatch and combine on a GPU, bit for bit as the reference has them: types, shapes, counts.
 
-Each rank is a process with a device of its own; worlds larger than the machine are skipped.
+Ranks are threads that share one GPU (gpu_ranks.py); test_gpu_processes.py runs the same bodies with
+a GPU per rank.
 """
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from cases import check_step, make, make_tokens
-from moe_p2p import errors
-from ranks import Rank, run_processes
+from cases import TOPK, Wanted, expect, make_tokens, run_step
+from gpu_ranks import HIDDEN_DIM, MAX_TOKENS, World, make, prepare, run, worlds
+from moe_p2p import reference
+from moe_p2p.reference import Tokens
+from ranks import Rank
 
-NUM_DEVICES = torch.cuda.device_count() if torch.cuda.is_available() else 0
+pytestmark = pytest.mark.gpu
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NUM_DEVICES == 0, reason="no CUDA device")]
-
-WORLDS = [
-    pytest.param(
-        size,
-        marks=pytest.mark.skipif(size > NUM_DEVICES, reason=f"needs {size} CUDA devices"),
-    )
-    for size in (1, 2, 3, 4, 8)
-]
-
-
-def on_device(rank: Rank, body: Any, *arguments: Any) -> Any:
-    torch.cuda.set_device(rank.rank)
-    return body(rank, *arguments)
+ALL_WORLDS = [
+    (1, 1), (2, 2), (2, 1), (4, 2), (4, 1), (4, 4), (8, 4), (8, 2), (8, 8), (3, 3), (6, 3), (6, 2),
+]  # fmt: skip
+FEW_WORLDS = [(2, 2), (2, 1), (4, 2)]
+# Tokens of rank r in step s: all of them somewhere, none at some ranks, at all, one, the most.
+COUNTS = [
+    [5, 3, 0, 12, 1, 7, 2, 9], [0] * 8, [12] * 8, [0, 0, 0, 1, 0, 0, 0, 0], [1] * 8,
+]  # fmt: skip
+Change = Callable[[Tokens, int], Tokens]  # (tokens, rank) -> tokens
 
 
-def run(world_size: int, body: Any, *arguments: Any, **options: Any) -> list[Any]:
-    return run_processes(world_size, on_device, body, *arguments, **options)
+def call(world: World, seed: int, change: Change | None = None, **options: Any) -> Wanted:
+    """A call of all ranks; options: dtype and hidden_dim, of the topology, and of dispatch."""
+    dtype = options.pop("dtype", torch.float32)
+    hidden_dim = options.pop("hidden_dim", HIDDEN_DIM)
+    topk = options.pop("topk", TOPK)
+    counts = options.pop("counts", COUNTS[seed % len(COUNTS)])
+    fields = {k: options.pop(k) for k in ("num_experts", "expert_rank") if k in options}
+    topology = world.topology(**fields)
+    tokens = [
+        make_tokens(
+            seed,
+            rank,
+            counts[rank],
+            dtype=dtype,
+            topk=topk,
+            num_experts=topology.num_experts,
+            hidden_dim=hidden_dim,
+        )
+        for rank in range(world.ranks)
+    ]
+    if change is not None:
+        tokens = [change(t, rank) for rank, t in enumerate(tokens)]
+    return expect(topology, tokens, **({"max_tokens": MAX_TOKENS} | options))
 
 
-def gpu(rank: Rank, **overrides: Any) -> Any:
-    experts = 8 * rank.world_size
-    return make(rank, **({"device": "cuda", "num_experts": experts} | overrides))
+def in_fp8(with_scales: bool) -> Change:
+    def change(t: Tokens, rank: int) -> Tokens:
+        q, scales = reference.quantize(t.x)
+        return replace(t, x=q, scales=scales if with_scales else None)
+
+    return change
 
 
-def every_format(rank: Rank) -> None:
-    experts, world = 8 * rank.world_size, rank.world_size
+def with_extras(t: Tokens, rank: int) -> Tokens:
+    """Three extras, of 24, 1 and 10 bytes."""
+    count = len(t.x)
+    numbers = torch.arange(count * 3, dtype=torch.int64).reshape(count, 3) + 100 * rank
+    flags = (numbers % 2 == 0)[:, :1].contiguous()
+    return replace(t, extras=(numbers, flags, torch.full((count, 5), float(rank)).half()))
 
-    def tokens(seed: int, dtype: torch.dtype, hidden: int) -> list[Any]:
-        return [
-            make_tokens(
-                seed,
-                r,
-                (seed * 5 + r * 3) % 13,
-                dtype=dtype,
-                num_experts=experts,
-                hidden_dim=hidden,
+
+def int32_ids(t: Tokens, rank: int) -> Tokens:
+    return replace(t, topk_idx=t.topk_idx.int())
+
+
+def to_one_expert(expert: int) -> Change:
+    def change(t: Tokens, rank: int) -> Tokens:
+        t.topk_idx[:] = -1
+        t.topk_idx[:, expert % t.topk_idx.shape[1]] = expert
+        return t
+
+    return change
+
+
+def every_format(world: World) -> list[Wanted]:
+    grouped = {"layout": "grouped", "alignment": 4}
+    return [
+        call(world, 0),
+        call(world, 1),
+        call(world, 2, **grouped),
+        call(world, 3, int32_ids, layout="grouped"),
+        call(world, 4, dtype=torch.bfloat16),
+        call(world, 0, with_extras, dtype=torch.bfloat16, **grouped),
+        call(world, 2, dtype=torch.float16),
+        call(world, 0, int32_ids, dtype=torch.float16, layout="grouped", alignment=16),
+        call(world, 0, quantize=True),
+        call(world, 2, dtype=torch.bfloat16, quantize=True, **grouped),
+        call(world, 0, with_extras, dtype=torch.float16, quantize=True),
+        call(world, 0, in_fp8(True)),
+        call(world, 2, in_fp8(False), **grouped),
+        call(world, 2, to_one_expert(1), layout="grouped"),
+    ]
+
+
+def steps(rank: Rank, world: World, wanted: list[Wanted], config: dict[str, Any]) -> None:
+    """All of `wanted`, one after the other."""
+    with make(rank, world, **config) as comm:
+        prepare(rank, comm, wanted)
+        for step in wanted:
+            run_step(comm, step)
+
+
+@pytest.mark.parametrize("world", worlds(*ALL_WORLDS))
+def test_every_format_is_the_reference_bit_for_bit(world: World) -> None:
+    run(world, steps, every_format(world), {"transport_settings": f"seed={world.ranks}"})
+
+
+@pytest.mark.parametrize("seed", range(1, 7))
+def test_a_hostile_network_changes_nothing(seed: int) -> None:
+    world = World(4, 2) if seed % 2 else World(3, 1)
+    wanted = [call(world, step, dtype=torch.float32) for step in range(15)]
+    run(world, steps, wanted, {"transport_settings": f"seed={seed}", "nics_per_rank": 3})
+
+
+@pytest.mark.parametrize("world", worlds((2, 2), (4, 2)))
+def test_two_hundred_steps_of_changing_counts(world: World) -> None:
+    wanted = []
+    for step in range(200):
+        counts = [(step * 7 + rank * 11) % (MAX_TOKENS + 1) for rank in range(world.ranks)]
+        change = to_one_expert(step % world.num_experts) if step % 20 == 3 else None
+        wanted.append(call(world, step, change, counts=counts, layout="grouped"))
+    run(world, steps, wanted, {}, deadline_s=100.0)
+
+
+@pytest.mark.parametrize("world", worlds(*FEW_WORLDS))
+def test_rows_of_seven_thousand_values(world: World) -> None:
+    wide = {"hidden_dim": 7168, "layout": "grouped", "dtype": torch.bfloat16}
+    wanted = [call(world, step, **wide, quantize=step % 2 == 1) for step in range(4)]
+    config = {"hidden_dim": 7168, "dtype": torch.bfloat16, "extra_bytes": 0}
+    run(world, steps, wanted, config)
+
+
+# Fields of the configuration that change what is compiled; hidden_dim 48: less than one scale block.
+SHAPES: dict[str, tuple[World, dict[str, Any]]] = {
+    "one expert for each token": (World(4, 2), {"topk": 1}),
+    "thirty-two experts for each token": (World(4, 2), {"topk": 32, "num_experts": 40}),
+    "all experts": (World(2, 1), {"topk": 8, "num_experts": 8}),
+    "a thousand experts": (World(4, 2), {"num_experts": 1024}),
+    "experts anywhere": (World(3, 1), {"num_experts": 7, "expert_rank": (2, 0, 0, 2, 0, 2, 0)}),
+    "experts anywhere on one node": (
+        World(4, 4),
+        {"num_experts": 9, "expert_rank": (3, 3, 1, 3, 0, 3, 1, 3, 0)},
+    ),
+    "rows of one line": (World(4, 2), {"hidden_dim": 16}),
+    "three steps in flight": (World(4, 2), {"steps_in_flight": 3}),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shape(name: str) -> None:
+    world, config = SHAPES[name]
+    fields = {k: v for k, v in config.items() if k != "steps_in_flight"}
+    wanted = [
+        call(world, 0, **fields),
+        call(world, 2, layout="grouped", **fields),
+        call(world, 0, quantize=True, **fields),
+        call(world, 3, layout="grouped", alignment=8, **fields),
+    ]
+    run(world, steps, wanted, config)
+
+
+def counts_on_the_device(
+    rank: Rank, world: World, wanted: list[Wanted], dtype: torch.dtype | None
+) -> None:
+    with make(rank, world) as comm:
+        for step in wanted:
+            count = step.tokens[rank.rank].num_tokens
+            given = (
+                torch.tensor([count], dtype=dtype, device=comm.config.device) if dtype else count
             )
-            for r in range(world)
-        ]
-
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        for hidden in (48, 7168):
-            with gpu(rank, dtype=dtype, combine_dtype=torch.float32, hidden_dim=hidden) as comm:
-                for step in range(6):
-                    options: dict[str, Any] = {"quantize": step % 3 == 2}
-                    if step % 2:
-                        options |= {"layout": "grouped", "alignment": 4}
-                    check_step(comm, tokens(step, dtype, hidden), **options)
+            _, out = run_step(comm, step, num_tokens=given)
+            assert not out[count:].any()
 
 
-@pytest.mark.parametrize("world_size", WORLDS)
-def test_every_format_is_the_reference_bit_for_bit(world_size: int) -> None:
-    run(world_size, every_format, deadline_s=240.0)
+@pytest.mark.parametrize("dtype", [None, torch.int32, torch.int64])
+@pytest.mark.parametrize("world", worlds((2, 2), (4, 2)))
+def test_counts_only_the_first_rows(world: World, dtype: torch.dtype | None) -> None:
+    def count(step: int) -> Change:
+        return lambda t, rank: replace(t, num_tokens=(5 * step + 3 * rank) % (len(t.x) + 1))
+
+    wanted = [call(world, step, count(step), counts=[9] * 8) for step in range(6)]
+    run(world, counts_on_the_device, wanted, dtype)
 
 
-def two_hundred_steps(rank: Rank) -> None:
-    experts = 8 * rank.world_size
-    with gpu(rank, dtype=torch.bfloat16, max_tokens=40) as comm:
-        for step in range(200):
-            counts = [(step * 7 + r * 11) % 41 for r in range(rank.world_size)]
-            tokens = [
-                make_tokens(step, r, n, dtype=torch.bfloat16, num_experts=experts)
-                for r, n in enumerate(counts)
-            ]
-            if step % 20 == 3:  # all to one expert
-                for t in tokens:
-                    t.topk_idx[:] = -1
-                    t.topk_idx[:, 0] = step % experts
-            check_step(comm, tokens)
+def padding(rank: Rank, world: World, wanted: list[Wanted]) -> None:
+    with make(rank, world) as comm:
+        prepare(rank, comm, wanted)
+        for step in wanted:
+            got, _ = run_step(comm, step, zero_padding=True)
+            theirs = step.received[rank.rank]
+            assert torch.equal(got.x.view(torch.uint8), theirs.x.view(torch.uint8))
+            assert torch.equal(got.row_weights, theirs.row_weights)
 
 
-@pytest.mark.parametrize("world_size", WORLDS)
-def test_two_hundred_steps_of_changing_counts(world_size: int) -> None:
-    run(world_size, two_hundred_steps, deadline_s=240.0)
-
-
-def graph(rank: Rank) -> None:
-    experts = 8 * rank.world_size
-    with gpu(rank, dtype=torch.bfloat16, max_tokens=32) as comm:
-        x = torch.zeros(32, 48, dtype=torch.bfloat16, device="cuda")
-        idx = torch.full((32, 3), -1, dtype=torch.int64, device="cuda")
-        count = torch.zeros(1, dtype=torch.int32, device="cuda")
-
-        def pair() -> torch.Tensor:
-            got = comm.dispatch(x, idx, num_tokens=count)
-            return comm.combine(got.x, got)
-
-        pair()
-        torch.cuda.synchronize()
-        captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured, capture_error_mode="thread_local"):
-            out = pair()
-        for step in range(20):
-            n = (step * 5 + rank.rank) % 33
-            made = make_tokens(step, rank.rank, n, dtype=torch.bfloat16, num_experts=experts)
-            x[:n].copy_(made.x)
-            idx[:n].copy_(made.topk_idx)
-            count.fill_(n)
-            captured.replay()
-            times = (made.topk_idx >= 0).sum(1, keepdim=True)
-            # Up to three equal values: the sum of two is exact, that of three rounds once in fp32
-            # and once to bfloat16, whatever the order.
-            torch.testing.assert_close(
-                out[:n].cpu().float(), made.x.float() * times, rtol=2**-7, atol=0
-            )
-            assert not out[n:].any()
-
-
-@pytest.mark.parametrize("world_size", WORLDS)
-def test_a_captured_graph_follows_inputs_and_counts(world_size: int) -> None:
-    run(world_size, graph, deadline_s=120.0)
-
-
-def halves_and_release(rank: Rank) -> None:
-    with gpu(rank, dtype=torch.bfloat16) as comm:
-        for step in range(10):
-            made = [
-                make_tokens(
-                    2 * step + i,
-                    rank.rank,
-                    7,
-                    dtype=torch.bfloat16,
-                    num_experts=8 * rank.world_size,
-                )
-                for i in range(2)
-            ]
-            sent = [comm.dispatch_send(m.x.cuda(), m.topk_idx.cuda()) for m in made]
-            got = [comm.dispatch_recv(s) for s in sent]
-            pending = [comm.combine_send(g.x, g) for g in got]
-            outs = [comm.combine_recv(p) for p in pending]
-            for m, out in zip(made, outs, strict=True):
-                times = (m.topk_idx >= 0).sum(1, keepdim=True)
-                torch.testing.assert_close(
-                    out.cpu().float(), m.x.float() * times, rtol=2**-7, atol=0
-                )
-            dropped = comm.dispatch(made[0].x.cuda(), made[0].topk_idx.cuda())
-            comm.release(dropped)
-
-
-@pytest.mark.parametrize("world_size", WORLDS)
-def test_two_steps_in_flight_and_released_ones(world_size: int) -> None:
-    run(world_size, halves_and_release, deadline_s=120.0)
-
-
-def lonely(rank: Rank) -> str:
-    comm = gpu(rank, timeout_s=2.0)
-    x = torch.zeros(1, 48, device="cuda")
-    idx = torch.zeros(1, 3, dtype=torch.int64, device="cuda")
-    idx[:, 1:] = -1
-    rank.store.add("ready", 1)
-    if rank.rank == rank.world_size - 1:
-        while rank.store.add("told", 0) < rank.world_size - 1:
-            time.sleep(0.01)
-        return ""
-    comm.dispatch(x, idx)
-    torch.cuda.synchronize()
-    with pytest.raises(errors.TimeoutError) as caught:
-        comm.dispatch(x, idx)
-    assert torch.ones(3, device="cuda").sum().item() == 3  # the context lives
-    rank.store.add("told", 1)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("world_size", WORLDS[1:])
-def test_a_rank_that_does_not_come_is_named(world_size: int) -> None:
-    stories = run(world_size, lonely, deadline_s=60.0)
-    for story in stories[:-1]:
-        assert f"waiting for rank {world_size - 1}" in story
+@pytest.mark.parametrize("world", worlds(*FEW_WORLDS))
+def test_empty_padding_is_zero_when_asked(world: World) -> None:
+    wanted = [
+        call(world, 2),
+        call(world, 0, dtype=torch.bfloat16),
+        call(world, 0, layout="grouped", alignment=8),
+        call(world, 1, layout="grouped"),
+    ]
+    run(world, padding, wanted)
