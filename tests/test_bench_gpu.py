@@ -79,7 +79,7 @@ def test_bytes_are_those_of_the_reference(world_size: int, local: int, quantize:
         pairs = torch.stack([routing.token[mine], routing.rank[mine]], dim=1).unique(dim=0)
         assert copies[source].tolist() == pairs[:, 1].bincount(minlength=world_size).tolist()
 
-    sizes = Sizes.of(256, topk=3, x_item=2, quantize=quantize, y_item=2)
+    sizes = Sizes.of(256, topk=3, item=2, quantize=quantize)
     to_nodes = floors.node_copies(topk_idx, topology)
     for num_steps in (1, 3):
         busiest, total = floors.nic_bytes(to_nodes, topology, sizes, num_steps=num_steps)
@@ -94,13 +94,18 @@ def test_bytes_are_those_of_the_reference(world_size: int, local: int, quantize:
         )
         assert busiest.dispatch == max(w.dispatch for w in wire)
         assert total.combine / world_size <= busiest.combine <= total.combine
+    least = [
+        reference_wire.floor_bytes(routing, source, combine_dtype=torch.bfloat16).pair
+        for source in range(world_size)
+    ]
+    assert int(to_nodes.sum()) * sizes.payload == sum(least)
 
 
 def test_what_leaves_a_gpu_is_counted_by_hand() -> None:
     # An expert a rank. Token by token: rank 0 -> {1, 2}, {0, 1}; rank 1 -> {3}; others none.
     none = torch.empty(0, 2, dtype=torch.int64)
     topk_idx = [torch.tensor([[1, 2], [0, 1]]), torch.tensor([[3, -1]]), none, none]
-    sizes = Sizes(slot=1000, row=500)
+    sizes = Sizes(slot=1000, row=500, payload=1400)
     whole = Topology(world_size=4, ranks_per_node=4, num_experts=4)
     header, counts = 128, 128
     copies = floors.token_copies(topk_idx, whole)
@@ -115,7 +120,7 @@ def test_what_leaves_a_gpu_is_counted_by_hand() -> None:
         dispatch=2000 + header + counts, combine=1000 + header
     )
     to_nodes = floors.node_copies(topk_idx, nodes)
-    assert to_nodes.tolist() == [[2, 1], [0, 1], [0, 0], [0, 0]]
+    assert to_nodes.tolist() == [[0, 1], [0, 1], [0, 0], [0, 0]]
     busiest, total = floors.nic_bytes(to_nodes, nodes, sizes, num_steps=1)
     assert busiest == PhaseBytes(dispatch=1000 + header + counts, combine=500 + header)
     assert total == PhaseBytes(dispatch=2000 + 4 * (header + counts), combine=1000 + 4 * header)
@@ -309,8 +314,8 @@ def row(what: str, p50_us: float, **changes: Any) -> GpuRow:
         "chunk_tokens": 128, "num_steps": 1, "num_sms": 0, "layout": "padded", "hidden": 7168,
         "topk": 8, "experts": 256, "dtype": "fp8", "routing": "uniform", "settings": "", "nics": 2,
         "rounds": 10, "chain": 20, "nvlink_bytes": 6_000_000, "nic_bytes": 0, "wire_bytes": None,
-        "expected_wire_bytes": 0, "floor_us": 20.0, "links": LINKS, "machine": MACHINE,
-        "correct": True,
+        "expected_wire_bytes": 0, "payload_wire_bytes": 0, "floor_us": 20.0, "links": LINKS,
+        "machine": MACHINE, "correct": True,
         "spread": Spread(p50_us=p50_us, p90_us=p50_us, p99_us=p50_us + 1, min_us=p50_us),
     }  # fmt: skip
     return GpuRow(**(given | changes))
@@ -331,13 +336,32 @@ def test_the_table_has_a_line_per_system() -> None:
     ]  # fmt: skip
     head, ours, theirs, few = gpu_report.table(rows).splitlines()
     assert ours.split() == [
-        "128", "128", "all", "moe_p2p", "40.0", "41.0", "50.0", "18.0", "24.0", "20.0", "50", "%",
-        "5.0x", "-", "yes",
+        "128", "128", "all", "moe_p2p", "40.0", "41.0", "50.0", "18.0", "24.0", "20.0", "50%",
+        "5.0x", "yes",
     ]  # fmt: skip
     assert theirs.split()[:7] == ["128", "-", "all", "torch", "-", "-", "200.0"]
     assert few.split()[2] == "24"
     assert few.split()[-1] == "NO"
     assert head.split()[0] == "T"
+
+
+def test_the_table_of_nodes_has_the_wire() -> None:
+    wire = {"ranks_per_node": 2, "wire_bytes": 8 << 20, "payload_wire_bytes": 6 << 20}
+    head, line = gpu_report.table(
+        [row("pair graph", 40.0, **wire), row("layer graph", 90.0, **wire)]
+    ).splitlines()
+    found = dict(
+        zip(
+            head.replace("graph p50", "pair")
+            .replace("rows alone", "least")
+            .replace("eager p50", "eager")
+            .split(),
+            line.split(),
+            strict=True,
+        )
+    )
+    assert (found["limit"], found["KiB/NIC"], found["least"]) == ("55.0", "1,024.0", "768.0")
+    assert found["layer"] == "90.0"
 
 
 def test_a_row_is_flat_in_json() -> None:

@@ -57,13 +57,13 @@ class Job:
 
     def tokens(self, step: int, counts: list[int]) -> list[Tokens]:
         """Input of every rank in one step; `counts` tokens of each."""
-        made = []
-        for rank, count in enumerate(counts):
-            generator = _generator(step, rank)
-            topk_idx, topk_weights = self.routing(step, rank, count)
-            x = torch.randn(count, self.hidden_dim, generator=generator).to(self.x_dtype)
-            made.append(Tokens(x=x, topk_idx=topk_idx, topk_weights=topk_weights))
-        return made
+        return [self.tokens_of(step, rank, count) for rank, count in enumerate(counts)]
+
+    def tokens_of(self, step: int, rank: int, count: int) -> Tokens:
+        """Input of one rank."""
+        topk_idx, topk_weights = self.routing(step, rank, count)
+        x = torch.randn(count, self.hidden_dim, generator=_generator(step, rank))
+        return Tokens(x=x.to(self.x_dtype), topk_idx=topk_idx, topk_weights=topk_weights)
 
 
 def make_job(options: Options) -> Job:

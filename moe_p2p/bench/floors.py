@@ -40,14 +40,17 @@ class Sizes:
 
     slot: int  # a token in dispatch
     row: int  # a partial sum in combine
+    payload: int  # of both, without heads and padding
 
     @staticmethod
-    def of(hidden_dim: int, *, topk: int, x_item: int, quantize: bool, y_item: int) -> Sizes:
-        payload = align(hidden_dim * (1 if quantize else x_item), 16)
-        scales = align(4 * -(-hidden_dim // 128), 16) if quantize else 0
+    def of(hidden_dim: int, *, topk: int, item: int, quantize: bool) -> Sizes:
+        """item: bytes of a value, in dispatch unless it is quantized, and in combine."""
+        values = hidden_dim * (1 if quantize else item)
+        scales = 4 * -(-hidden_dim // 128) if quantize else 0
         return Sizes(
-            slot=align(slot_head_bytes(topk) + payload + scales, LINE),
-            row=align(hidden_dim * y_item, LINE),
+            slot=align(slot_head_bytes(topk) + align(values, 16) + align(scales, 16), LINE),
+            row=align(hidden_dim * item, LINE),
+            payload=values + scales + hidden_dim * item,
         )
 
 
@@ -76,7 +79,7 @@ def token_copies(topk_idx: Sequence[Tensor], topology: Topology) -> Tensor:
 
 
 def node_copies(topk_idx: Sequence[Tensor], topology: Topology) -> Tensor:
-    """[W, N] int64: tokens of the source that have an expert on the node."""
+    """[W, N] int64: tokens of the source that have an expert on the node; 0 for its own node."""
     local = topology.ranks_per_node
     nodes = Topology(
         world_size=topology.num_nodes,
@@ -84,7 +87,9 @@ def node_copies(topk_idx: Sequence[Tensor], topology: Topology) -> Tensor:
         num_experts=topology.num_experts,
         expert_rank=tuple((topology.owner() // local).tolist()),
     )
-    return token_copies(topk_idx, nodes)
+    own = torch.arange(topology.world_size) // local
+    away = torch.arange(topology.num_nodes)[None, :] != own[:, None]
+    return token_copies(topk_idx, nodes) * away
 
 
 def nvlink_bytes(copies: Tensor, topology: Topology, sizes: Sizes) -> PhaseBytes:
@@ -110,17 +115,14 @@ def nvlink_bytes(copies: Tensor, topology: Topology, sizes: Sizes) -> PhaseBytes
 
 
 def nic_bytes(
-    to_nodes: Tensor, topology: Topology, sizes: Sizes, *, num_steps: int
+    sent: Tensor, topology: Topology, sizes: Sizes, *, num_steps: int
 ) -> tuple[PhaseBytes, PhaseBytes]:
     """What leaves the NICs of one GPU between nodes: of the busiest one, and of all together.
 
-    to_nodes: what node_copies says. num_steps: chunks of the call; with several each phase also
-    carries the empty half of the steps that it closes or opens.
+    sent: what node_copies says. num_steps: chunks of the call; with several each phase also carries
+    the empty half of the steps that it closes or opens.
     """
     local, others = topology.ranks_per_node, topology.num_nodes - 1
-    own = torch.arange(topology.world_size) // local
-    away = torch.arange(topology.num_nodes)[None, :] != own[:, None]
-    sent = to_nodes * away  # [W, N]
     # Combine: the rank of the source's local index on each node sends that node's sums back.
     back = sent.view(topology.num_nodes, local, topology.num_nodes).sum(0).t().flatten()
     counts = align(4 * local * topology.max_local_experts(), LINE)
@@ -158,4 +160,37 @@ def floor_us(nvlink: PhaseBytes, nic: PhaseBytes, *, push_gbs: float, gbps: floa
     return Floor(
         dispatch=slower(nvlink.dispatch, nic.dispatch),
         combine=slower(nvlink.combine, nic.combine),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """What one call has to move, and how long that takes at least."""
+
+    nvlink: PhaseBytes  # out of the busiest GPU
+    nic: PhaseBytes  # out of the NICs of the busiest GPU
+    wire: PhaseBytes  # between nodes, all ranks
+    payload: int  # of those, of a pair: rows and scales alone
+    floor: Floor
+
+
+def bounds(
+    topk_idx: Sequence[Tensor],
+    topology: Topology,
+    sizes: Sizes,
+    *,
+    num_steps: int,
+    push_gbs: float,
+    gbps: float,
+) -> Bounds:
+    """topk_idx: [T, K] of each source. The rest as in the functions above."""
+    sent = node_copies(topk_idx, topology)
+    nvlink = nvlink_bytes(token_copies(topk_idx, topology), topology, sizes)
+    nic, wire = nic_bytes(sent, topology, sizes, num_steps=num_steps)
+    return Bounds(
+        nvlink=nvlink,
+        nic=nic,
+        wire=wire,
+        payload=int(sent.sum()) * sizes.payload,
+        floor=floor_us(nvlink, nic, push_gbs=push_gbs, gbps=gbps),
     )

@@ -84,6 +84,7 @@ class GpuRow:
     nic_bytes: int  # that leave the NICs of the busiest GPU
     wire_bytes: int | None  # between nodes, all ranks, as the engines counted; None: not counted
     expected_wire_bytes: int  # the same as it must be: once per (token, node)
+    payload_wire_bytes: int  # of a pair: rows and scales alone, once per (token, node)
     floor_us: float  # 0: not known
     links: Links
     machine: Machine
@@ -98,6 +99,13 @@ class GpuRow:
         return self.nvlink_bytes / self.spread.p50_us / 1e3 / self.links.push_gbs * 100
 
     @property
+    def limit_us(self) -> float | None:
+        """What a pair between nodes may take: half as long again as the wire alone, and 25 us."""
+        if self.ranks_per_node == self.ranks or not self.what.startswith("pair"):
+            return None
+        return 1.5 * self.floor_us + 25.0 if self.floor_us else None
+
+    @property
     def case(self) -> tuple[int, int, int, int, str]:
         """One line of the table."""
         return self.ranks_per_node, self.tokens, self.chunk_tokens, self.num_sms, self.system
@@ -109,50 +117,68 @@ class GpuRow:
         flat["arrival_us"] = round(self.links.arrival_us, 2)
         percent = self.percent_of_push
         flat["percent_of_push"] = None if percent is None else round(percent, 1)
+        flat["limit_us"] = None if self.limit_us is None else round(self.limit_us, 1)
         flat["boundary"] = BOUNDARY
         return flat
 
 
 def table(rows: list[GpuRow]) -> str:
-    """One line per system and case; microseconds."""
-    head = (
-        "T", "chunk", "SMs", "system", "graph p50", "p99", "eager p50", "dispatch", "combine",
-        "floor", "of push", "vs torch", "layer", "correct",
-    )  # fmt: skip
-    lines = [head, *(_line(rows, case) for case in dict.fromkeys(row.case for row in rows))]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    """One line per system and case of one world; microseconds."""
+    columns = [_columns(rows, case) for case in dict.fromkeys(row.case for row in rows)]
+    lines = [tuple(columns[0]), *(tuple(line.values()) for line in columns)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     return "\n".join(
         "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
         for line in lines
     )
 
 
-def _line(rows: list[GpuRow], case: tuple[int, int, int, int, str]) -> tuple[str, ...]:
+def _columns(rows: list[GpuRow], case: tuple[int, int, int, int, str]) -> dict[str, str]:
+    """Cells by heading."""
     ways = {row.what: row for row in rows if row.case == case}
     pair = headline(ways.values())
     assert pair is not None
-    theirs = headline(row for row in rows if row.case[:2] == case[:2] and row.system == "torch")
+    graph = ways.get("pair graph")
 
     def p50(what: str) -> str:
         return f"{ways[what].spread.p50_us:,.1f}" if what in ways else "-"
 
+    cells = {
+        "T": f"{pair.tokens}",
+        "chunk": f"{pair.chunk_tokens}" if pair.chunk_tokens else "-",
+        "SMs": f"{pair.num_sms}" if pair.num_sms else "all",
+        "system": pair.system,
+        "graph p50": p50("pair graph"),
+        "p99": f"{graph.spread.p99_us:,.1f}" if graph else "-",
+        "eager p50": p50("pair eager"),
+        "dispatch": p50("dispatch"),
+        "combine": p50("combine"),
+        "floor": f"{pair.floor_us:,.1f}" if pair.floor_us else "-",
+    }
+    cells |= _against_one_node(rows, pair) if pair.ranks_per_node == pair.ranks else _wire(pair)
+    if any("layer" in row.what for row in rows):
+        cells["layer"] = p50("layer graph" if "layer graph" in ways else "layer eager")
+    return cells | {"correct": "yes" if all(row.correct for row in ways.values()) else "NO"}
+
+
+def _against_one_node(rows: list[GpuRow], pair: GpuRow) -> dict[str, str]:
     percent = pair.percent_of_push
-    return (
-        f"{pair.tokens}",
-        f"{pair.chunk_tokens}" if pair.chunk_tokens else "-",
-        f"{pair.num_sms}" if pair.num_sms else "all",
-        pair.system,
-        p50("pair graph"),
-        f"{ways['pair graph'].spread.p99_us:,.1f}" if "pair graph" in ways else "-",
-        p50("pair eager"),
-        p50("dispatch"),
-        p50("combine"),
-        f"{pair.floor_us:,.1f}" if pair.floor_us else "-",
-        f"{percent:.0f} %" if percent is not None else "-",
-        f"{theirs.spread.p50_us / pair.spread.p50_us:.1f}x" if theirs else "-",
-        p50("layer graph" if "layer graph" in ways else "layer eager"),
-        "yes" if all(row.correct for row in ways.values()) else "NO",
-    )
+    same_call = [row for row in rows if row.case[:2] == pair.case[:2]]
+    theirs = headline(row for row in same_call if row.system == "torch")
+    return {
+        "of push": f"{percent:.0f}%" if percent is not None else "-",
+        "vs torch": f"{theirs.spread.p50_us / pair.spread.p50_us:.1f}x" if theirs else "-",
+    }
+
+
+def _wire(pair: GpuRow) -> dict[str, str]:
+    """A NIC's mean share of a pair, as it was counted and without heads and padding."""
+    kib = 1024 * pair.ranks * pair.nics
+    return {
+        "limit": f"{pair.limit_us:,.1f}" if pair.limit_us else "-",
+        "KiB/NIC": f"{pair.wire_bytes / kib:,.1f}" if pair.wire_bytes is not None else "-",
+        "rows alone": f"{pair.payload_wire_bytes / kib:,.1f}",
+    }
 
 
 def headline(rows: Iterable[GpuRow]) -> GpuRow | None:

@@ -29,6 +29,7 @@ from moe_p2p.bench.progress import Progress, bar
 from moe_p2p.bench.systems import MoeP2p, System, make_config
 from moe_p2p.reference import Tokens
 
+TIMED_STEP = 1_000  # its routing and rows are those that are timed
 CHECKED_TOKENS = 48  # of a rank in steps that are compared bit for bit: the reference is slow
 MEMORY_PART = 0.25  # of a GPU that the regions of one communicator may take
 COUNTED_PAIRS = 8
@@ -50,16 +51,16 @@ class Contestant:
 
 def run(options: Options) -> Results:
     """The whole job of one rank; the results are the same on every rank."""
-    with launch.process_group() as (rank, _), ExitStack() as stack:
+    with launch.process_group() as (rank, _):
         torch.cuda.set_device(rank)
         torch.manual_seed(rank)
         probe = Probe(timeout_s=options.timeout_s)
-        stack.callback(probe.close)
         world = World(options, rank, probe)
         with bar(len(options.tokens), shown=rank == 0) as progress:
             for tokens in options.tokens:
                 world.measure(tokens, progress)
                 progress.update()
+        probe.close()  # not after a failure: it waits for the others
         return Results(rows=world.rows, notes=world.notes)
 
 
@@ -92,8 +93,7 @@ class World:
 
     def measure(self, tokens: int, progress: Progress) -> None:
         options = replace(self.options, tokens=(tokens,))
-        everyone = self.job.tokens(1_000, [tokens] * options.ranks)
-        mine = on_device(everyone[self.rank])
+        mine = on_device(self.job.tokens_of(TIMED_STEP, self.rank, tokens))
         with ExitStack() as stack:
             progress.set_description(f"T {tokens}: against the reference")
             found = [*self._packages(options, mine, stack), *self._baselines(options, mine, stack)]
@@ -105,10 +105,9 @@ class World:
                 flushed=self.flushed,
             )
             self.probe.check()
-            topk_idx = [each.topk_idx for each in everyone]
             for one in found:
-                mine_of = [each for each in timed if each.calls is one.calls]
-                self.rows += self._rows(options, one, mine_of, topk_idx)
+                of_one = [each for each in timed if each.calls is one.calls]
+                self.rows += self._rows(options, one, of_one)
             torch.cuda.synchronize()
             dist.barrier()  # nobody closes what another one still uses
 
@@ -158,30 +157,25 @@ class World:
         wrong += verify_whole(system, self.job, options, self.rank, mine)
         return [f"T {tokens}, rank {self.rank}: {text}" for text in wrong]
 
-    def _rows(
-        self, options: Options, one: Contestant, timed: list[Timed], topk_idx: list[torch.Tensor]
-    ) -> list[GpuRow]:
-        calls, topology = one.calls, self.job.topology
-        item = options.x_dtype.itemsize
-        sizes = floors.Sizes.of(
-            options.hidden,
-            topk=self.job.topk,
-            x_item=item,
-            quantize=options.quantize,
-            y_item=item,
+    def _bounds(self, options: Options, calls: Calls) -> floors.Bounds:
+        (tokens,), job = options.tokens, self.job
+        return floors.bounds(
+            [job.routing(TIMED_STEP, rank, tokens)[0] for rank in range(options.ranks)],
+            job.topology,
+            floors.Sizes.of(
+                job.hidden_dim, topk=job.topk, item=job.x_dtype.itemsize, quantize=options.quantize
+            ),
+            num_steps=calls.num_steps,
+            push_gbs=self.links.push_gbs,
+            gbps=options.gbps * options.nics,
         )
-        nvlink = floors.nvlink_bytes(floors.token_copies(topk_idx, topology), topology, sizes)
-        nic, nics = floors.nic_bytes(
-            floors.node_copies(topk_idx, topology), topology, sizes, num_steps=calls.num_steps
-        )
-        floor = floors.floor_us(
-            nvlink, nic, push_gbs=self.links.push_gbs, gbps=options.gbps * options.nics
-        )
-        story = everyones(one.story)
-        if one.wire_bytes not in (None, nics.pair):
+
+    def _rows(self, options: Options, one: Contestant, timed: list[Timed]) -> list[GpuRow]:
+        calls, bounds, story = one.calls, self._bounds(options, one.calls), everyones(one.story)
+        if one.wire_bytes not in (None, bounds.wire.pair):
             story.append(
                 f"T {options.tokens[0]}: a pair sent {one.wire_bytes} bytes between nodes, "
-                f"the routing wants {nics.pair}"
+                f"the routing wants {bounds.wire.pair}"
             )
         rows = []
         for each in timed:
@@ -197,9 +191,9 @@ class World:
                     num_steps=calls.num_steps,
                     num_sms=calls.num_sms,
                     layout=calls.layout,
-                    hidden=options.hidden,
+                    hidden=self.job.hidden_dim,
                     topk=self.job.topk,
-                    experts=topology.num_experts,
+                    experts=self.job.topology.num_experts,
                     dtype=options.dtype,
                     routing=options.trace or options.routing,
                     settings=options.transport_settings,
@@ -207,11 +201,12 @@ class World:
                     rounds=len(each.spans_us),
                     chain=each.chain,
                     spread=Spread.of(each.spans_us),
-                    nvlink_bytes=getattr(nvlink, phase),
-                    nic_bytes=getattr(nic, phase),
+                    nvlink_bytes=getattr(bounds.nvlink, phase),
+                    nic_bytes=getattr(bounds.nic, phase),
                     wire_bytes=one.wire_bytes if phase == "pair" else None,
-                    expected_wire_bytes=getattr(nics, phase),
-                    floor_us=round(getattr(floor, phase), 2),
+                    expected_wire_bytes=getattr(bounds.wire, phase),
+                    payload_wire_bytes=bounds.payload,
+                    floor_us=round(getattr(bounds.floor, phase), 2),
                     links=self.links,
                     machine=self.machine,
                     correct=not story,
