@@ -174,10 +174,9 @@ def dispatch_arguments(comm: AllToAll, wanted: Wanted) -> dict[str, Any]:
     }
 
 
-def combine_rows(comm: AllToAll, wanted: Wanted, got: Dispatched) -> Tensor:
-    """y of this rank, in the shape in which its rows came."""
-    rows: Tensor = on_device(comm, wanted.y[comm.rank]).reshape(got.x.shape)
-    return rows
+def combine_arguments(comm: AllToAll, wanted: Wanted) -> dict[str, Any]:
+    """What this rank passes to combine or combine_send, beside what it received."""
+    return {"y": on_device(comm, wanted.y[comm.rank]), "out_dtype": wanted.out_dtype}
 
 
 def finish(comm: AllToAll) -> None:
@@ -196,7 +195,7 @@ def run_step(comm: AllToAll, wanted: Wanted, **arguments: Any) -> tuple[Dispatch
     finish(comm)
     got = on_cpu(live)
     assert_received(got, wanted.received[comm.rank])
-    out = comm.combine(combine_rows(comm, wanted, live), live, out_dtype=wanted.out_dtype)
+    out = comm.combine(dispatched=live, **combine_arguments(comm, wanted))
     finish(comm)
     out = out.cpu()
     assert torch.equal(out, wanted.out[comm.rank])

@@ -14,7 +14,7 @@ it does not happen here:
   happens on the CPU. What allocates later (a graph's capture) is done by one rank at a time,
   between two meetings.
 
-Should one slip through, every wait of a kernel ends at `timeout_s`, and the test fails with a story.
+Should one slip through, each wait of a kernel ends at `timeout_s`, and the test fails with a story.
 
 Processes. Rank r has device r; where there are fewer devices than ranks they share them, and the
 GPU gives each process a slice of time in turn: right, but slow, so with few steps.
@@ -78,7 +78,7 @@ def worlds(*shapes: tuple[int, int], devices: bool = False) -> list[Any]:
 
 
 def make(rank: Rank, world: World, **overrides: Any) -> AllToAll:
-    """A small communicator for any payload type; other tests of the same world reuse its kernels."""
+    """A small communicator for any payload type; tests of one world share its kernels."""
     config = {
         "device": DEVICE,
         "num_experts": world.num_experts,

@@ -144,7 +144,7 @@ def test_rows_of_seven_thousand_values(world: World) -> None:
     run(world, steps, wanted, config)
 
 
-# Fields of the configuration that change what is compiled; hidden_dim 48: less than one scale block.
+# Fields of the configuration that change what is compiled.
 SHAPES: dict[str, tuple[World, dict[str, Any]]] = {
     "one expert for each token": (World(4, 2), {"topk": 1}),
     "thirty-two experts for each token": (World(4, 2), {"topk": 32, "num_experts": 40}),
