@@ -1,4 +1,5 @@
-# make bench    correctness, table, plot and JSON of the main job, into bench_out/
+# make bench    correctness, table, plot and JSON of the main job, into bench_out/: on the GPUs of
+#               this machine if there are any, else CPU ranks over the software NIC; BENCH_ARGS="..."
 # make test     lint, build, C++ tests (plain, ASan+UBSan, TSan), Python tests
 # make lint     ruff, mypy, clang-format, clang-tidy; `make format` mends what can be mended
 # make wheel    dist/*.whl

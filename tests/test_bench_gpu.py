@@ -46,11 +46,10 @@ TINY = Options(
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_the_probe_compiles(arch: str) -> None:
     try:
-        compiled = jit.compile_only("probe.cu", probe.macros(), arch)
+        jit._nvrtc_version()
     except errors.UnavailableError as error:
-        if "NVRTC" in str(error) or "cannot be imported" in str(error):
-            pytest.skip(str(error))
-        raise
+        pytest.skip(str(error))
+    compiled = jit.compile_only("probe.cu", probe.macros(), arch)
     for name in ("barrier", "push", "flags", "host"):
         assert f".text.moe_p2p_probe_{name}\0".encode() in compiled.cubin
     assert all(usage.spill_store_bytes == 0 for usage in compiled.usage.values())
