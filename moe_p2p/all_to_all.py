@@ -62,9 +62,6 @@ def _records(*tensors: Tensor | None) -> bool:
     return any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
-_NO_GPU_GRADIENT = "training on a GPU is not there yet: run under torch.no_grad()"
-
-
 def _refuse_gradient(**tensors: Tensor | None) -> None:
     for name, tensor in tensors.items():
         errors.require(not _records(tensor), _NO_HALF_GRADIENT.format(name))
@@ -130,8 +127,9 @@ class AllToAll(Communicator):
         count, count_on_host = _split_count(num_tokens)
         records = _records(x, topk_weights, *extras)
         if self._device is not None and not torch.compiler.is_compiling():
-            errors.require(not records, _NO_GPU_GRADIENT)
             self._device.prepare_dispatch(x.dtype, quantize=quantize)
+            if records and not quantize and x.dtype != torch.float8_e4m3fn:
+                self._device.prepare_combine(x.dtype, x.dtype)  # its gradient
         if records and quantize and x.requires_grad:
             raise errors.make(errors.InvalidArgumentError, _NO_FP8_GRADIENT)
         zeroed = records if zero_padding is None else zero_padding
@@ -209,9 +207,12 @@ class AllToAll(Communicator):
         Raises as dispatch does.
         """
         row_weights = dispatched.row_weights if weighted else None
-        if self._device is not None and not torch.compiler.is_compiling():
-            self._device.prepare_combine(y.dtype, y.dtype if out_dtype is None else out_dtype)
+        sum_dtype = y.dtype if out_dtype is None else out_dtype
         records = _records(y, row_weights, row_scalars)
+        if self._device is not None and not torch.compiler.is_compiling():
+            self._device.prepare_combine(y.dtype, sum_dtype)
+            if records:
+                self._device.prepare_dispatch(sum_dtype, quantize=False)  # its gradient
         if records and not dispatched.zero_padding:
             raise errors.make(errors.InvalidArgumentError, _PADDING_IS_NOT_ZERO)
         out, scalars = call(
@@ -223,7 +224,7 @@ class AllToAll(Communicator):
             dispatched.handle,
             dispatched.topk_idx,
             dispatched.max_tokens,
-            y.dtype if out_dtype is None else out_dtype,
+            sum_dtype,
             *dispatched.layout,
         )
         return out if row_scalars is None else (out, scalars)
@@ -331,7 +332,7 @@ class AllToAll(Communicator):
         if self._device is not None:
             self._device.prepare_combine(y.dtype, dtype)
         send, handle = _ops.combine_send.default, dispatched.handle
-        call(send, self._comm, handle, y, row_weights, None, dtype)
+        call(send, self._comm, handle, y, row_weights, None, dtype, dispatched.max_tokens)
         return PendingCombine(handle, dispatched.topk_idx.shape[0], dtype)
 
     def combine_recv(self, pending: PendingCombine, out: Tensor | None = None) -> Tensor:

@@ -9,6 +9,7 @@ import os
 import secrets
 import time
 import weakref
+from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -16,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from moe_p2p import ops
+from moe_p2p import env, ops
 from moe_p2p.agreement import Facts, conclude
 from moe_p2p.bootstrap import Bootstrap
 from moe_p2p.config import AllToAllConfig
-from moe_p2p.device_kernels import DeviceSide
+from moe_p2p.device_kernels import DeviceSide, Partners
 from moe_p2p.engine import Engine, NicCounters, bytes_from, tensor_from
 from moe_p2p.ops import call
 
@@ -31,12 +32,18 @@ _ops = torch.ops.moe_p2p
 
 
 def _close(comm: int, engine: Engine | None, device: DeviceSide | None) -> None:
-    _ops.all_to_all_close.default(comm)
-    ops.forget_shape(comm)
-    if device is not None:
-        device.close()
-    if engine is not None:
-        engine.close()
+    with ExitStack() as undo:
+        if engine is not None:
+            undo.callback(engine.close)
+        if device is not None:
+            undo.callback(device.close)  # NICs read its memory until the communicator is closed
+        undo.callback(ops.forget_shape, comm)
+        num_steps = 0
+        try:
+            if device is not None:
+                num_steps = device.finish()
+        finally:
+            _ops.all_to_all_close.default(comm, num_steps)
 
 
 class Communicator:
@@ -66,7 +73,11 @@ class Communicator:
                 if own_engine:
                     self.engine.close()
                 raise
-            self._device = self._make_device(meeting)
+            try:
+                self._device = self._make_device(meeting)
+            except BaseException:
+                _close(self._comm, self.engine if own_engine else None, None)
+                raise
             # Also runs when the object is collected and when the interpreter ends.
             self._finalizer = weakref.finalize(
                 self, _close, self._comm, self.engine if own_engine else None, self._device
@@ -79,33 +90,41 @@ class Communicator:
                     self._comm,
                     [tensor_from(data) for data in addresses],
                 )
+                if self._device is not None:
+                    self._device.use_signals()
+                    self._device.prepare(config)
                 meeting.exchange(b"", "all ranks to be connected")
             except BaseException:
                 self.close()
                 raise
 
     def _make_device(self, meeting: Bootstrap) -> DeviceSide | None:
-        config = self.config
+        config, num_local = self.config, self.ranks_per_node
         if config.device != "cuda":
             return None
-        offer = secrets.token_hex(8).encode()
-        first = self.rank // self.ranks_per_node * self.ranks_per_node
-        key = meeting.exchange(offer, "keys for device memory")[first].decode()
-        device = DeviceSide(
+        node, local = divmod(self.rank, num_local)
+        num_nodes, first = self.world_size // num_local, node * num_local
+        keys = meeting.exchange(secrets.token_hex(8).encode(), "keys for device memory")
+
+        def among_node(data: bytes) -> list[bytes]:
+            return meeting.exchange(data, "fabric handles")[first : first + num_local]
+
+        # Only NICs that are software write through a mapping of the peer's memory.
+        windows = num_nodes > 1 and config.provider == "loopback"
+        return DeviceSide(
             self._comm,
             config,
             device=torch.cuda.current_device(),
             rank=self.rank,
             world_size=self.world_size,
-            ranks_per_node=self.ranks_per_node,
-            key=key,
+            ranks_per_node=num_local,
+            key=keys[first].decode(),
+            partners=Partners(node, num_nodes, f"{keys[local].decode()}.partners")
+            if windows
+            else None,
+            exchange=among_node if env.fabric() else None,
             deadline=time.monotonic() + config.timeout_s,
         )
-        device.prepare_dispatch(config.dtype, quantize=False)
-        device.prepare_combine(config.widest_combine_dtype, config.widest_combine_dtype)
-        if config.dtype.itemsize > 1 and config.hidden_dim % 16 == 0:
-            device.prepare_dispatch(config.dtype, quantize=True)
-        return device
 
     def _make_engine(self) -> Engine:
         return Engine(

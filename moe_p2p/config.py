@@ -47,9 +47,8 @@ class AllToAllConfig:
     wait: how waiting threads wait: "spin", "yield" or "sleep".
     num_threads: threads of the host kernels. None: CPUs of this process / ranks on this host.
     proxy_cpu: CPU that the proxy thread stays on. None: any.
-    device: "cpu", or "cuda" for tensors on the current CUDA device of each rank. All ranks must
-        then be of one node, and a call takes up to chunk_tokens.
-    num_sms: thread blocks that each half of a call may use on a GPU. None: as many as help.
+    device: "cpu", or "cuda" for tensors on the current CUDA device of each rank.
+    num_sms: thread blocks that a call may use on a GPU. None: as many as help.
 
     Raises InvalidArgumentError naming the field, its value and the limit.
     """
@@ -173,6 +172,7 @@ class AllToAllConfig:
             "combine_dtype": str(self.widest_combine_dtype),
             "transport": self.provider,
             "transport_settings": self.provider_settings,
+            "MOE_P2P_FABRIC": str(env.fabric()),
         }
 
     def plan_arguments(self, world_size: int, ranks_per_node: int) -> tuple[Any, ...]:

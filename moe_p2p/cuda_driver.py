@@ -113,3 +113,15 @@ def capability(device: int) -> tuple[int, int]:
         attribute(device, "COMPUTE_CAPABILITY_MAJOR"),
         attribute(device, "COMPUTE_CAPABILITY_MINOR"),
     )
+
+
+def max_resident_blocks(device: int, kernel: int, num_threads: int, shared_bytes: int) -> int:
+    """Blocks of a loaded kernel (jit.load) that `device` can hold at once."""
+    with primary_context(device):
+        per_multiprocessor = call(
+            "cuOccupancyMaxActiveBlocksPerMultiprocessor",
+            module().CUfunction(kernel),
+            num_threads,
+            shared_bytes,
+        )
+    return int(per_multiprocessor) * attribute(device, "MULTIPROCESSOR_COUNT")

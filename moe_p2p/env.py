@@ -3,6 +3,7 @@
 MOE_P2P_TRANSPORT           provider behind transport="auto" (default: loopback)
 MOE_P2P_TRANSPORT_SETTINGS  settings for it where a configuration gives none
 MOE_P2P_CACHE               folder of compiled kernels (default: ~/.cache/moe_p2p)
+MOE_P2P_FABRIC              1: ranks of a node share GPU memory by fabric handle (all ranks alike)
 CUDA_HOME                   CUDA toolkit whose headers kernels may use (default: /usr/local/cuda)
 MOE_P2P_LOG                 error, warning, info or debug; read by C++ (csrc/base/log.cpp)
 LOCAL_WORLD_SIZE            ranks of this machine, set by torchrun
@@ -27,6 +28,11 @@ def transport_settings() -> str:
 def cache_folder() -> Path:
     """Where compiled kernels are kept."""
     return Path(os.environ.get("MOE_P2P_CACHE") or os.path.expanduser("~/.cache/moe_p2p"))
+
+
+def fabric() -> bool:
+    """Whether GPU memory is shared by fabric handle instead of by file descriptor."""
+    return os.environ.get("MOE_P2P_FABRIC") == "1"
 
 
 def cuda_home() -> Path:

@@ -1,4 +1,4 @@
-"""Memory that the processes of a node share: of a GPU (CUDA VMM) and of the host (pinned words).
+"""Memory that processes share: of a GPU (CUDA VMM), and of the host for GPUs (pinned pages).
 
 Control path only: what stays is addresses, which the C++ side and the kernels are given. Plain
 pinned device memory: neither managed nor multicast. Whoever closes memory has made sure that no
@@ -8,9 +8,9 @@ kernel and no NIC uses it any more; the memory itself lives until the last proce
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import mmap
+import functools
 import os
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DeviceMemory",
-    "NodeDeviceMemory",
-    "PinnedWords",
+    "PinnedPages",
+    "SharedDeviceMemory",
     "exchange_fds",
+    "share_memory",
     "share_node_memory",
 ]
 
@@ -33,7 +34,7 @@ __all__ = [
 class _Owner:
     """Something that is undone in reverse order, once, with the device's context current."""
 
-    def __init__(self, device: int | None) -> None:
+    def __init__(self, device: int) -> None:
         self.device = device
         self._undo = ExitStack()
 
@@ -45,12 +46,8 @@ class _Owner:
 
     def close(self) -> None:
         """Unmaps and frees. A second call does nothing."""
-        with _context(self.device):
+        with primary_context(self.device):
             self._undo.close()
-
-
-def _context(device: int | None) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext() if device is None else primary_context(device)
 
 
 class DeviceMemory(_Owner):
@@ -139,7 +136,7 @@ class DeviceMemory(_Owner):
         return bytes(self._export().data)
 
     def _export(self) -> Any:
-        with _context(self.device):
+        with primary_context(self.device):
             return call(
                 "cuMemExportToShareableHandle", self._handle, _handle_type(fabric=self._fabric), 0
             )
@@ -185,72 +182,27 @@ def _fabric_explained(device: int, fabric: bool) -> Any:
         ) from None
 
 
-class PinnedWords(_Owner):
-    """Host memory that all processes of a node and all their GPUs see: doorbells and arrivals.
+class PinnedPages(_Owner):
+    """Host memory of this process that `device` may use while this object is open.
 
-    host_address: where this process finds it. device_address: where kernels of `device` find it, 0
-    without a device. size: bytes, a multiple of the page. fd: the memory as an open file, passed on
-    with `exchange_fds`; it belongs to this object. Zeros at first.
-
-    device: its GPU may use the words. None: only the host does.
+    host_address, size_bytes: whole pages, mapped until this object is closed; other processes may
+    map them too. device_address: where kernels of `device` find them.
     """
 
-    def __init__(self, fd: int, size_bytes: int, device: int | None) -> None:
+    def __init__(self, device: int, host_address: int, size_bytes: int) -> None:
         super().__init__(device)
-        self.size = _pages(size_bytes)
-        errors.require(
-            os.fstat(fd).st_size >= self.size,
-            f"the file of the words has {os.fstat(fd).st_size} bytes, not {self.size}",
-        )
-        with _context(device), ExitStack() as undo:
-            self.fd = os.dup(fd)
-            undo.callback(os.close, self.fd)
-            memory = mmap.mmap(self.fd, self.size)
-            undo.callback(memory.close)
-            self.host_address = _address_of(memory)
-            self.device_address = 0
-            if device is not None:
-                flags = module().CU_MEMHOSTREGISTER_PORTABLE | module().CU_MEMHOSTREGISTER_DEVICEMAP
-                call("cuMemHostRegister", self.host_address, self.size, flags)
-                undo.callback(call, "cuMemHostUnregister", self.host_address)
-                self.device_address = int(call("cuMemHostGetDevicePointer", self.host_address, 0))
+        flags = module().CU_MEMHOSTREGISTER_PORTABLE | module().CU_MEMHOSTREGISTER_DEVICEMAP
+        with primary_context(device), ExitStack() as undo:
+            call("cuMemHostRegister", host_address, size_bytes, flags)
+            undo.callback(call, "cuMemHostUnregister", host_address)
+            self.device_address = int(call("cuMemHostGetDevicePointer", host_address, 0))
             self._undo = undo.pop_all()
 
-    @classmethod
-    def create(cls, device: int | None, size_bytes: int) -> Self:
-        """New words, at least `size_bytes`. Raises ResourceExhaustedError when memory is short."""
-        errors.require(size_bytes > 0, f"size_bytes is {size_bytes}, must be positive")
-        fd = os.memfd_create("moe_p2p_words", os.MFD_CLOEXEC)
-        try:
-            # Not ftruncate: a page that is missing later would be a bus error.
-            os.posix_fallocate(fd, 0, _pages(size_bytes))
-            return cls(fd, size_bytes, device)
-        except OSError as error:
-            raise errors.make(
-                errors.ResourceExhaustedError, f"{size_bytes} bytes of shared memory: {error}"
-            ) from None
-        finally:
-            os.close(fd)
 
-    @classmethod
-    def open(cls, fd: int, size_bytes: int, device: int | None) -> Self:
-        """The words behind a peer's `fd`, which may be closed afterwards."""
-        return cls(fd, size_bytes, device)
+class SharedDeviceMemory(_Owner):
+    """The memory of several ranks, each one's own, mapped for `device`.
 
-
-def _pages(size_bytes: int) -> int:
-    return -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-
-
-def _address_of(memory: mmap.mmap) -> int:
-    # The ctypes object goes away at once: while it lives, the mapping cannot be closed.
-    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
-
-
-class NodeDeviceMemory(_Owner):
-    """One allocation per local rank, all of them mapped for `device`.
-
-    own: this rank's. addresses: of each local rank's memory, in order, as `device` sees it.
+    own: this rank's. addresses: of each rank's, in order, as `device` sees it.
     """
 
     def __init__(
@@ -262,37 +214,78 @@ class NodeDeviceMemory(_Owner):
 
 
 def share_node_memory(
-    local: int, num_local: int, *, key: str, device: int, size_bytes: int, deadline: float
-) -> NodeDeviceMemory:
+    local: int,
+    num_local: int,
+    *,
+    key: str,
+    device: int,
+    size_bytes: int,
+    deadline: float,
+    exchange: Callable[[bytes], list[bytes]] | None = None,
+) -> SharedDeviceMemory:
     """Allocates `size_bytes` of zeros on `device` and maps those of all ranks of the node.
 
     size_bytes: equal on all ranks. The other arguments and the errors are those of exchange_fds
     and DeviceMemory. A rank that fails before it has passed its memory on is missed by the others
     at the deadline; one that fails later is not: let ranks meet again before they use the memory.
+
+    exchange: what every rank of the node passed to it, in order. With it memory is shared by fabric
+        handle, through `exchange`, instead of by file descriptor.
+    """
+    with ExitStack() as undo:
+        own = undo.enter_context(
+            DeviceMemory.allocate(device, size_bytes, fabric=exchange is not None)
+        )
+        if exchange is None:
+            shared = share_memory(own, local, num_local, key=key, deadline=deadline)
+            addresses = undo.enter_context(shared).addresses
+        else:
+            handles = exchange(own.export_fabric())
+            addresses = _map_others(
+                own,
+                local,
+                [functools.partial(DeviceMemory.import_fabric, handle) for handle in handles],
+                undo,
+            )
+        return SharedDeviceMemory(device, own, addresses, undo.pop_all())
+
+
+def share_memory(
+    own: DeviceMemory, place: int, count: int, *, key: str, deadline: float
+) -> SharedDeviceMemory:
+    """Maps the memory of `count` ranks of this host, this one at `place`, each of own.size bytes.
+
+    `own` stays open when the result is closed. Otherwise like share_node_memory.
     """
     with ExitStack() as undo, ExitStack() as descriptors:
-        own = undo.enter_context(DeviceMemory.allocate(device, size_bytes))
         fd = own.export_fd()
         descriptors.callback(os.close, fd)
-        received = exchange_fds(local, num_local, key=key, fds=[fd], deadline=deadline)
+        received = exchange_fds(place, count, key=key, fds=[fd], deadline=deadline)
         for group in received:
             for copy in group:
                 descriptors.callback(os.close, copy)
-        addresses = []
-        for rank, group in enumerate(received):
-            if rank != local:
-                addresses.append(
-                    undo.enter_context(_import_of(rank, group, own.size, device)).address
-                )
-            else:
-                addresses.append(own.address)
-        return NodeDeviceMemory(device, own, addresses, undo.pop_all())
+        imports = [functools.partial(DeviceMemory.import_fd, group[0]) for group in received]
+        addresses = _map_others(own, place, imports, undo)
+        return SharedDeviceMemory(own.device, own, addresses, undo.pop_all())
 
 
-def _import_of(rank: int, fds: list[int], size_bytes: int, device: int) -> DeviceMemory:
-    try:
-        return DeviceMemory.import_fd(fds[0], size_bytes, device)
-    except errors.MoeP2pError as error:
-        raise errors.make(
-            type(error), f"device {device} cannot map the memory of local rank {rank}: {error}"
-        ) from None
+def _map_others(
+    own: DeviceMemory,
+    place: int,
+    imports: Sequence[Callable[[int, int], DeviceMemory]],
+    undo: ExitStack,
+) -> list[int]:
+    """Addresses of all; imports[i](size_bytes, device) maps that of rank i."""
+    addresses = []
+    for rank, import_it in enumerate(imports):
+        if rank == place:
+            addresses.append(own.address)
+            continue
+        try:
+            addresses.append(undo.enter_context(import_it(own.size, own.device)).address)
+        except errors.MoeP2pError as error:
+            raise errors.make(
+                type(error),
+                f"device {own.device} cannot map the memory of local rank {rank}: {error}",
+            ) from None
+    return addresses

@@ -18,13 +18,17 @@ DTYPES = {
 }
 ABOUT = {
     "inbox": "tokens from ranks of this node",
+    "inbox_flags": "a flag for each of them, on GPUs",
     "outbox": "tokens for other nodes, read by the NICs",
     "landing": "tokens from other nodes, read by every rank of this node",
     "partial_inbox": "sums from ranks of this node",
+    "partial_flags": "a flag for each of them, on GPUs",
     "gather": "sums of this node's ranks for tokens from other nodes",
     "combine_outbox": "their totals, read by the NICs",
     "combine_landing": "totals from other nodes",
+    "gather_words": "counts of those sums, on GPUs",
     "signals": "doorbells, arrivals and flags",
+    "device_state": "words of a GPU's own kernels, on GPUs",
 }
 
 

@@ -191,6 +191,7 @@ def test_combine_send_and_recv(alone: AllToAll, util: str) -> None:
             received[5],
             torch.zeros(ROWS),
             torch.float32,
+            5,
         )
         recv = (comm_number(alone), handle, torch.zeros(5, HIDDEN_DIM), torch.zeros(5, TOPK))
         if op is ops.combine_send.default:

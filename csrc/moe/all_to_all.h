@@ -19,6 +19,7 @@
 
 #include "base/wire.h"
 #include "engine/transfer_engine.h"
+#include "kernels/abi/params.h"
 #include "moe/plan.h"
 #include "proxy/proxy_thread.h"
 
@@ -27,7 +28,6 @@ namespace moe_p2p::moe {
 class DeviceKernels;
 class HostKernels;
 class StepRing;
-struct DeviceMemory;
 
 struct AllToAllOptions {
   PlanInput plan;
@@ -36,7 +36,22 @@ struct AllToAllOptions {
   platform::WaitPolicy wait;
   std::chrono::milliseconds timeout{30'000};  // of every wait
   int num_threads = 1;                        // of the host kernels
-  bool device = false;                        // tensors are on a GPU; use_device() before connect()
+  bool device =
+      false;  // tensors are on a GPU; use_device() before address(), use_signals() after connect()
+};
+
+// What a rank of options.device was given on its GPU; the caller keeps the memory until close().
+struct DeviceMemory {
+  int ordinal = 0;             // of the CUDA device
+  std::vector<uint64_t> data;  // [L] regions of each rank of the node, zeroed, as mapped here
+  std::vector<uint64_t>
+      peer_data;                // [N] those of the rank with our local index; 0 = not mapped here
+  uint64_t state = 0;           // abi::DeviceState and DeviceWords on this device, zeroed
+  uint64_t expert_rank = 0;     // i32 [E] on this device
+  uint64_t expert_local = 0;    // i32 [E]
+  abi::Fault* fault = nullptr;  // pinned host memory, zeroed
+  uint64_t fault_device = 0;    // the same as the device sees it
+  int num_sms = 0;              // most blocks of a kernel; 0: as many as help
 };
 
 // Rows of opaque bytes that travel with the tokens.
@@ -98,6 +113,7 @@ struct CombineSend {
   const float* row_weights = nullptr;  // [y_rows]; null: plain sum
   const float* row_scalars = nullptr;  // [y_rows]: returned to their (token, k); null: none
   abi::DType out_dtype{};              // of partial sums on the wire and of the result
+  int64_t max_tokens = 0;              // on a GPU: that of the dispatch
   void* stream = nullptr;
 };
 
@@ -123,11 +139,15 @@ class AllToAll {
   // have returned from connect() (the bootstrap's barrier).
   void connect(std::span<const base::Bytes> addresses);
   // Marks this rank closed for its neighbours and lets go of everything. Idempotent.
-  void close() noexcept;
+  // num_device_steps: for options.device, the steps that its GPU has opened; no kernel runs any more.
+  void close(uint64_t num_device_steps = 0) noexcept;
 
   // For options.device: the GPU's side of it. Calls then return once their kernels are launched.
   void use_device(const DeviceMemory& memory);
   DeviceKernels& device();
+  // The node's signal memory as this process maps it, [L]; the GPU's addresses of it come back.
+  std::vector<std::span<std::byte>> signals() const;
+  void use_signals(const std::vector<uint64_t>& device_addresses);
 
   int64_t handle_words(int64_t num_rows, int64_t max_tokens) const;
 

@@ -16,220 +16,329 @@ namespace {
 
 uint64_t address(const void* p) noexcept { return reinterpret_cast<uint64_t>(p); }
 
+template <typename Kernels>
+const DeviceKernel& find_kernel(const Kernels& kernels, const std::pair<int, int>& key,
+                                const char* what) {
+  const auto found = kernels.find(key);
+  MOE_P2P_CHECK(found != kernels.end(), Code::kUnavailable, what,
+                " is not compiled for these types; make the same call once outside torch.compile");
+  return found->second;
+}
+
 }  // namespace
+
+// --- set-up --------------------------------------------------------------------------------------
 
 DeviceKernels::DeviceKernels(const Plan& plan, const AllToAllOptions& options,
                              const DeviceMemory& memory)
     : plan_(plan), memory_(memory) {
-  MOE_P2P_CHECK(plan.shape.num_nodes() == 1, Code::kUnavailable,
-                "GPU tensors need ranks_per_node equal to world_size ", plan.shape.world_size,
-                ", it is ", plan.shape.ranks_per_node, "; between nodes use host tensors");
   MOE_P2P_CHECK(memory.data.size() == static_cast<size_t>(plan.shape.ranks_per_node) &&
                     memory.data.size() <= abi::kMaxDomainRanks,
                 Code::kInvalidArgument, memory.data.size(), " ranks' memory for ",
                 plan.shape.ranks_per_node, " ranks of a node");
+  MOE_P2P_CHECK(memory.peer_data.size() == static_cast<size_t>(plan.shape.num_nodes()),
+                Code::kInvalidArgument, memory.peer_data.size(), " addresses of peers for ",
+                plan.shape.num_nodes(), " nodes");
   std::copy(memory.data.begin(), memory.data.end(), comm_.data);
   comm_.state = memory.state;
   comm_.fault = memory.fault_device;
   comm_.expert_rank = memory.expert_rank;
   comm_.expert_local = memory.expert_local;
   comm_.timeout_ns = static_cast<uint64_t>(std::chrono::nanoseconds(options.timeout).count());
-  comm_.regions = plan.regions;
   comm_.rank = options.rank;
   comm_.num_local_experts = plan.num_local_experts(options.rank);
   comm_.communicator = options.communicator;
 }
 
-void DeviceKernels::set_dispatch(DType x_dtype, bool quantize, Kernel kernel) {
-  dispatch_[{static_cast<int>(x_dtype), quantize}] = kernel;
+void DeviceKernels::set_signals(const std::vector<uint64_t>& addresses) {
+  MOE_P2P_CHECK(addresses.size() == memory_.data.size(), Code::kInvalidArgument, addresses.size(),
+                " addresses of signal memory for ", memory_.data.size(), " ranks of a node");
+  std::copy(addresses.begin(), addresses.end(), comm_.signals);
 }
 
-void DeviceKernels::set_combine(DType y_dtype, DType out_dtype, Kernel kernel) {
-  combine_[{static_cast<int>(y_dtype), static_cast<int>(out_dtype)}] = kernel;
+void DeviceKernels::set_dispatch(DType x_dtype, bool quantize, const DeviceKernel& kernel) {
+  dispatch_kernels_[{static_cast<int>(x_dtype), quantize}] = kernel;
 }
 
-DeviceKernels::Kernel DeviceKernels::find_combine(DType y_dtype, DType out_dtype) const {
-  const auto found = combine_.find({static_cast<int>(y_dtype), static_cast<int>(out_dtype)});
-  MOE_P2P_CHECK(
-      found != combine_.end(), Code::kUnavailable,
-      "combine is not compiled for these types; make the same call once outside torch.compile");
-  return found->second;
+void DeviceKernels::set_combine(DType y_dtype, DType out_dtype, const DeviceKernel& kernel) {
+  combine_kernels_[{static_cast<int>(y_dtype), static_cast<int>(out_dtype)}] = kernel;
 }
 
-unsigned DeviceKernels::blocks(int64_t items, int64_t most) const noexcept {
-  if (memory_.num_sms > 0) most = std::min<int64_t>(most, memory_.num_sms);
-  return static_cast<unsigned>(std::clamp<int64_t>(items, 1, most));
-}
+// --- faults --------------------------------------------------------------------------------------
 
-void DeviceKernels::check_fault() const {
-  auto* fault = memory_.fault;
+const abi::Fault* DeviceKernels::fault() const noexcept {
   // acquire: pairs with raise_fault() of the device.
-  if (std::atomic_ref(fault->complete).load(std::memory_order_acquire) == 0) return;
-  const char* phase = fault->phase == 0 ? "dispatch" : "combine";
-  switch (fault->raised) {
+  const bool told = std::atomic_ref(memory_.fault->complete).load(std::memory_order_acquire) != 0;
+  return told ? memory_.fault : nullptr;
+}
+
+base::Error DeviceKernels::error_of(const abi::Fault& fault, const std::string& gone) const {
+  const char* phase = fault.phase == 0 ? "dispatch" : "combine";
+  const std::string head = base::concat("rank ", comm_.rank, ": ", phase, " of step ", fault.step);
+  const auto got = static_cast<int64_t>(fault.got);
+  switch (fault.raised) {
     case abi::kTimedOut:
-      throw base::Error(Code::kTimeout,
-                        base::concat("rank ", comm_.rank, ": ", phase, " of step ", fault->step,
-                                     " timed out waiting for rank ", fault->source,
-                                     ": expected word ", fault->expected, ", got ", fault->got));
+      return {gone.empty() ? Code::kTimeout : Code::kPeerDead,
+              base::concat(head, " timed out waiting for rank ", fault.source, ": expected word ",
+                           fault.expected, ", got ", fault.got, gone.empty() ? "" : "; ", gone)};
     case abi::kCapacity:
-      throw base::Error(Code::kResourceExhausted,
-                        base::concat("rank ", comm_.rank, ": step ", fault->step, ": local expert ",
-                                     fault->source, " needs ", fault->got, " rows, capacity is ",
-                                     fault->expected));
+      return {Code::kResourceExhausted,
+              base::concat(head, ": local expert ", fault.source, " needs ", got,
+                           " rows, capacity is ", fault.expected)};
     case abi::kBadExpert:
-      throw base::Error(
-          Code::kInvalidArgument,
-          base::concat("rank ", comm_.rank, ": step ", fault->step, ": topk_idx of token ",
-                       fault->expected, " names expert ", static_cast<int64_t>(fault->got),
-                       ", must be -1 (none) or from 0 to ", plan_.shape.num_experts - 1));
+      return {Code::kInvalidArgument,
+              base::concat(head, ": topk_idx of token ", fault.expected, " names expert ", got,
+                           ", must be -1 (none) or from 0 to ", plan_.shape.num_experts - 1)};
     case abi::kTooManyTokens:
-      throw base::Error(
-          Code::kInvalidArgument,
-          base::concat("rank ", comm_.rank, ": step ", fault->step, ": num_tokens is ",
-                       static_cast<int64_t>(fault->got), ", at most ", fault->expected, " fit"));
+      return {Code::kInvalidArgument,
+              base::concat(head, ": num_tokens is ", got, ", at most ", fault.expected, " fit")};
+    case abi::kBadHandle:
+      return {Code::kInvalidArgument,
+              base::concat(head, ": the handle was not made by a dispatch of communicator ",
+                           fault.expected)};
     default:
-      throw base::Error(
-          Code::kProtocol,
-          base::concat("rank ", comm_.rank, ": ", phase, " of step ", fault->step, ": rank ",
-                       fault->source, " sent rows of another type or size (", fault->got,
-                       " bytes a slot, expected ", fault->expected,
-                       "); all ranks must make the same calls"));
+      return {Code::kProtocol,
+              base::concat(head, ": rank ", fault.source, " sent rows of another type or size (",
+                           got, " bytes a slot, expected ", fault.expected,
+                           "); all ranks must make the same calls")};
   }
 }
 
-void DeviceKernels::open_step() {
-  MOE_P2P_CHECK(num_open_ < plan_.shape.steps_in_flight, Code::kInvalidArgument, num_open_,
-                " dispatches are open and steps_in_flight is ", plan_.shape.steps_in_flight,
-                "; combine or release earlier ones first");
-  ++num_open_;
+// --- open calls ----------------------------------------------------------------------------------
+
+DeviceKernels::OpenCalls::iterator DeviceKernels::find_open(Handle handle, Stage stage) noexcept {
+  // The newest first: memory of a handle that was dropped may be that of another one now.
+  const auto found = std::find_if(open_.rbegin(), open_.rend(), [&](const Open& open) {
+    return open.handle == handle.words && open.stage == stage;
+  });
+  return found == open_.rend() ? open_.end() : std::prev(found.base());
 }
 
-DeviceKernels::Sent DeviceKernels::take_sent(Handle handle) {
-  const auto found = sent_dispatches_.find(handle.words);
-  MOE_P2P_CHECK(found != sent_dispatches_.end(), Code::kInvalidArgument,
-                "dispatch_recv: this handle has no dispatch_send waiting");
-  const Sent sent = found->second;
-  sent_dispatches_.erase(found);
-  return sent;
+// The steps of this call must not come to wait for one that the caller himself holds open.
+void DeviceKernels::check_room(int64_t num_steps) const {
+  const auto steps = static_cast<uint64_t>(plan_.shape.steps_in_flight);
+  const uint64_t last = next_step_ + static_cast<uint64_t>(num_steps) - 1;
+  for (const Open& open : open_)
+    MOE_P2P_CHECK(last < open.first_step + steps, Code::kInvalidArgument,
+                  "an earlier call is still open and this call needs ", num_steps,
+                  " of steps_in_flight ", steps, "; combine or release the earlier dispatch first");
+}
+
+void DeviceKernels::check_half(int64_t num_steps) const {
+  MOE_P2P_CHECK(num_steps <= plan_.shape.steps_in_flight, Code::kInvalidArgument, "this call has ",
+                num_steps, " chunks, send and receive halves take at most steps_in_flight = ",
+                plan_.shape.steps_in_flight, "; use the whole call or raise chunk_tokens");
+}
+
+std::vector<StepRing::Last> DeviceKernels::last_steps(uint64_t num_steps) const {
+  const auto slots = static_cast<uint64_t>(plan_.shape.steps_in_flight);
+  std::vector<StepRing::Last> steps;
+  for (uint64_t back = 1; back <= std::min(slots, num_steps); ++back) {
+    const uint64_t index = num_steps - back;
+    const bool waits = std::ranges::any_of(open_, [&](const Open& open) {
+      return open.stage != Stage::kCombineSent && !open.solo &&
+             next_step_ - open.first_step == back;
+    });
+    steps.push_back({{index, static_cast<int>(index % slots)}, !waits});
+  }
+  return steps;
+}
+
+// --- launching -----------------------------------------------------------------------------------
+
+abi::Grid DeviceKernels::grid_of(const DeviceKernel& kernel, GridInput input) const {
+  input.relay_blocks = abi::Grid::relay_blocks(plan_.shape);
+  input.num_sms = memory_.num_sms;
+  return choose_grid(kernel, input);
+}
+
+template <typename Params>
+void DeviceKernels::launch(const DeviceKernel& kernel, const Params& params, void* stream) const {
+  const int num_blocks = abi::Grid::relay_blocks(plan_.shape) + params.grid.num_send_blocks +
+                         params.grid.num_recv_blocks;
+  platform::launch_kernel({.kernel = kernel.handle,
+                           .num_blocks = static_cast<unsigned>(num_blocks),
+                           .num_threads = kernel.num_threads,
+                           .shared_bytes = kernel.shared_bytes,
+                           .stream = stream,
+                           .overlap_previous = true},
+                          &params);
+}
+
+// --- dispatch ------------------------------------------------------------------------------------
+
+DeviceKernels::Open DeviceKernels::begin_dispatch(const DispatchSend& send) const {
+  const int64_t num_chunks = plan_.num_chunks(send.max_tokens);
+  MOE_P2P_CHECK(send.num_tokens >= 0 && send.num_tokens <= send.num_rows, Code::kInvalidArgument,
+                "num_tokens is ", send.num_tokens, ", x has ", send.num_rows, " rows");
+  // A count on the device is checked there, against the rows of x and the chunks of the call.
+  MOE_P2P_CHECK(send.device_num_tokens || send.num_tokens <= send.max_tokens,
+                Code::kInvalidArgument, "this rank sends ", send.num_tokens,
+                " tokens, max_tokens of this call is ", send.max_tokens);
+  const auto layout = abi::HandleLayout::make(plan_.shape, send.num_rows, num_chunks);
+  MOE_P2P_CHECK(static_cast<uint64_t>(send.handle.num_words) >= layout.total,
+                Code::kInvalidArgument, "handle has ", send.handle.num_words,
+                " words, this dispatch needs ", layout.total, " (handle_words)");
+  check_room(num_chunks);
+  return {.handle = send.handle.words,
+          .first_step = next_step_,
+          .num_steps = num_chunks,
+          .solo = send.solo || num_chunks > 1,
+          .stage = Stage::kDispatchSent,
+          .key = {static_cast<int>(send.x_dtype), send.quantize},
+          .parts = send_parts(plan_, send),
+          .num_extras = static_cast<int32_t>(send.extras.size()),
+          .num_rows = static_cast<int32_t>(send.num_rows)};
+}
+
+void DeviceKernels::fill(abi::DispatchParams& p, const DispatchSend& send) const {
+  p.x = address(send.x);
+  p.scales = address(send.scales);
+  p.topk_idx = address(send.topk_idx);
+  p.topk_weights = address(send.topk_weights);
+  p.num_tokens = address(send.device_num_tokens);
+  p.num_tokens_host = static_cast<int32_t>(send.num_tokens);
+  p.topk_is_int64 = send.topk_is_int64;
+  p.num_tokens_is_int64 = send.num_tokens_is_int64;
+  for (size_t i = 0; i < send.extras.size(); ++i)
+    p.extras[i] = {address(send.extras[i].data), send.extras[i].row_bytes};
+}
+
+void DeviceKernels::fill(abi::DispatchParams& p, const DispatchRecv& recv) const {
+  const abi::TokenParts parts = recv_parts(plan_, recv);
+  bool fits = parts.num_parts == p.parts.num_parts;
+  for (int i = 0; fits && i < parts.num_parts; ++i) fits = parts.bytes[i] == p.parts.bytes[i];
+  MOE_P2P_CHECK(
+      fits, Code::kInvalidArgument,
+      "the outputs of this dispatch do not fit its inputs: payload type, scales and extras "
+      "must be those that were sent");
+  p.out_x = address(recv.x);
+  p.out_scales = address(recv.scales);
+  for (size_t i = 0; i < recv.extras.size(); ++i)
+    p.out_extras[i] = {address(recv.extras[i].data), recv.extras[i].row_bytes};
+  p.row_weights = address(recv.row_weights);
+  p.counts = address(recv.counts);
+  p.offsets = address(recv.offsets);
+  p.source = address(recv.source);
+  p.grouped = recv.grouped;
+  p.zero_padding = recv.zero_padding;
+  p.capacity = recv.capacity;
+  p.alignment = recv.alignment;
 }
 
 void DeviceKernels::dispatch(const DispatchSend* send, const DispatchRecv* recv, void* stream) {
-  check_fault();
+  auto waiting = open_.end();
+  if (!send) {
+    waiting = find_open(recv->handle, Stage::kDispatchSent);
+    MOE_P2P_CHECK(waiting != open_.end(), Code::kInvalidArgument,
+                  "dispatch_recv: this handle has no dispatch_send waiting; each send half is "
+                  "received once");
+  }
+  Open call = send ? begin_dispatch(*send) : *waiting;
+  if (!recv) check_half(call.num_steps);
+  const DeviceKernel& kernel = find_kernel(dispatch_kernels_, call.key, "dispatch");
   abi::DispatchParams p{};
   p.comm = comm_;
-  const Sent sent = send ? Sent{{static_cast<int>(send->x_dtype), send->quantize},
-                                static_cast<int32_t>(send->num_rows)}
-                         : take_sent(recv->handle);
-  const auto found = dispatch_.find(sent.key);
-  MOE_P2P_CHECK(
-      found != dispatch_.end(), Code::kUnavailable,
-      "dispatch is not compiled for this type; make the same call once outside torch.compile");
-  const Kernel kernel = found->second;
-  p.num_rows = sent.num_rows;
-  if (send) {
-    MOE_P2P_CHECK(
-        send->num_rows <= plan_.shape.chunk_tokens && send->max_tokens <= plan_.shape.chunk_tokens,
-        Code::kInvalidArgument,
-        "a GPU dispatch takes up to chunk_tokens = ", plan_.shape.chunk_tokens, " rows, x has ",
-        send->num_rows, " and max_tokens is ", send->max_tokens);
-    p.parts = send_parts(plan_, *send);
-    p.x = address(send->x);
-    p.scales = address(send->scales);
-    p.topk_idx = address(send->topk_idx);
-    p.topk_weights = address(send->topk_weights);
-    p.num_tokens = address(send->device_num_tokens);
-    p.num_tokens_is_int64 = send->num_tokens_is_int64;
-    p.num_tokens_host = static_cast<int32_t>(send->num_tokens);
-    p.topk_is_int64 = send->topk_is_int64;
-    p.num_extras = static_cast<int32_t>(send->extras.size());
-    for (size_t i = 0; i < send->extras.size(); ++i)
-      p.extras[i] = {address(send->extras[i].data), send->extras[i].row_bytes};
-    p.handle = address(send->handle.words);
-    p.num_send_blocks = static_cast<int32_t>(blocks(send->num_rows, kernel.num_token_blocks));
-  }
-  unsigned num_recv_blocks = 0;
-  if (recv) {
-    if (!send) {
-      p.parts = recv_parts(plan_, *recv);
-      p.num_extras = static_cast<int32_t>(recv->extras.size());
-      p.handle = address(recv->handle.words);
-    }
-    p.out_x = address(recv->x);
-    p.out_scales = address(recv->scales);
-    for (size_t i = 0; i < recv->extras.size(); ++i)
-      p.out_extras[i] = {address(recv->extras[i].data), recv->extras[i].row_bytes};
-    p.row_weights = address(recv->row_weights);
-    p.counts = address(recv->counts);
-    p.offsets = address(recv->offsets);
-    p.source = address(recv->source);
-    p.grouped = recv->grouped;
-    p.zero_padding = recv->zero_padding;
-    p.capacity = recv->capacity;
-    p.alignment = recv->alignment;
-    num_recv_blocks =
-        blocks(int64_t{plan_.shape.chunk_tokens} * plan_.shape.world_size, kernel.num_slot_blocks);
-  }
-  if (send) open_step();
-  platform::launch_kernel({.kernel = kernel.handle,
-                           .num_blocks = static_cast<unsigned>(p.num_send_blocks) + num_recv_blocks,
-                           .num_threads = kernel.num_threads,
-                           .stream = stream,
-                           .overlap_previous = true},
-                          &p);
-  if (send && !recv) sent_dispatches_[send->handle.words] = sent;
+  p.num_rows = call.num_rows;
+  p.num_chunks = static_cast<int32_t>(call.num_steps);
+  p.solo = call.solo;
+  p.parts = call.parts;
+  p.num_extras = call.num_extras;
+  p.handle = address(call.handle);
+  if (send) fill(p, *send);
+  if (recv) fill(p, *recv);
+  const int64_t chunk = plan_.shape.chunk_tokens;
+  p.grid = grid_of(
+      kernel, {.send_items = send ? std::min<int64_t>(call.num_rows, chunk) + 1 : 0,  // + headers
+               .recv_items = recv ? chunk * plan_.shape.world_size : 0,
+               .num_chunks = call.num_steps});
+  launch(kernel, p, stream);
+  if (send) next_step_ += static_cast<uint64_t>(call.num_steps);
+  if (!send) open_.erase(waiting);
+  if (recv) call.stage = Stage::kDispatched;
+  if (!recv || !call.solo) open_.push_back(call);
+}
+
+// --- combine -------------------------------------------------------------------------------------
+
+DeviceKernels::Open DeviceKernels::begin_combine(const CombineSend& send) const {
+  const int64_t num_chunks = plan_.num_chunks(send.max_tokens);
+  check_room(num_chunks);
+  return {.handle = send.handle.words,
+          .first_step = next_step_,
+          .num_steps = num_chunks,
+          .solo = true,
+          .stage = Stage::kCombineSent,
+          .key = {}};
 }
 
 void DeviceKernels::combine(const CombineSend* send, const CombineRecv* recv, void* stream) {
-  check_fault();
+  const Handle handle = send ? send->handle : recv->handle;
+  MOE_P2P_CHECK(!send || find_open(handle, Stage::kDispatchSent) == open_.end(),
+                Code::kInvalidArgument,
+                "combine needs a dispatch that was received; call dispatch_recv first");
+  const auto open = find_open(handle, send ? Stage::kDispatched : Stage::kCombineSent);
+  const bool was_open = open != open_.end();
+  MOE_P2P_CHECK(send || was_open, Code::kInvalidArgument,
+                "combine_recv: this handle has no combine_send waiting; each send half is received "
+                "once");
+  Open call = was_open ? *open : begin_combine(*send);
+  const bool opens = send && call.solo;
+  if (send) {
+    call.stage = Stage::kCombineSent;
+    call.key = {static_cast<int>(send->y_dtype), static_cast<int>(send->out_dtype)};
+    call.with_scalars = send->row_scalars != nullptr;
+  }
+  const auto out_dtype = static_cast<DType>(call.key.second);
+  check_partial(plan_, out_dtype, call.with_scalars);
+  if (!recv) check_half(call.num_steps);
+  MOE_P2P_CHECK(!recv || (recv->out_dtype == out_dtype &&
+                          (call.with_scalars || recv->out_scalars == nullptr)),
+                Code::kInvalidArgument,
+                "out must be of the out_dtype that combine_send was given, and scalars come back "
+                "only where row_scalars were sent");
+  const DeviceKernel& kernel = find_kernel(combine_kernels_, call.key, "combine");
   abi::CombineParams p{};
   p.comm = comm_;
-  const bool scalars = send ? send->row_scalars != nullptr : recv->out_scalars != nullptr;
-  const DType out_dtype = send ? send->out_dtype : recv->out_dtype;
-  p.stride = partial_stride(plan_, out_dtype, scalars);
-  check_partial(plan_, out_dtype, scalars);
-  const Kernel kernel = find_combine(send ? send->y_dtype : out_dtype, out_dtype);
-  unsigned num_recv_blocks = 0;
+  p.handle = address(handle.words);
+  p.stride = partial_stride(plan_, out_dtype, call.with_scalars);
+  p.with_scalars = call.with_scalars;
+  p.solo = call.solo;
   if (send) {
-    p.handle = address(send->handle.words);
     p.y = address(send->y);
     p.row_weights = address(send->row_weights);
     p.row_scalars = address(send->row_scalars);
-    p.num_send_blocks = static_cast<int32_t>(
-        blocks(int64_t{plan_.shape.chunk_tokens} * plan_.shape.world_size, kernel.num_slot_blocks));
   }
   if (recv) {
-    p.handle = address(recv->handle.words);
     p.out = address(recv->out);
     p.out_scalars = address(recv->out_scalars);
-    num_recv_blocks = blocks(plan_.shape.chunk_tokens, kernel.num_token_blocks);
   }
-  platform::launch_kernel({.kernel = kernel.handle,
-                           .num_blocks = static_cast<unsigned>(p.num_send_blocks) + num_recv_blocks,
-                           .num_threads = kernel.num_threads,
-                           .stream = stream,
-                           .overlap_previous = true},
-                          &p);
-  if (recv && num_open_ > 0) --num_open_;
+  const int64_t chunk = plan_.shape.chunk_tokens;
+  p.grid = grid_of(kernel, {.send_items = send ? chunk * plan_.shape.world_size : 0,
+                            .recv_items = recv ? chunk : 0,
+                            .num_chunks = call.num_steps});
+  launch(kernel, p, stream);
+  if (opens) next_step_ += static_cast<uint64_t>(call.num_steps);
+  if (was_open) open_.erase(open);
+  if (!recv) open_.push_back(call);
 }
 
+// A handle that holds no step, of a solo dispatch or combined already, needs nothing.
 void DeviceKernels::release(Handle handle, void* stream) {
-  check_fault();
-  MOE_P2P_CHECK(!combine_.empty(), Code::kUnavailable,
+  auto open = find_open(handle, Stage::kDispatched);
+  if (open == open_.end()) open = find_open(handle, Stage::kDispatchSent);
+  if (open == open_.end()) return;
+  MOE_P2P_CHECK(open->num_steps == 1, Code::kInvalidArgument, "a dispatch of ", open->num_steps,
+                " chunks ends when it is received; call dispatch_recv instead of release");
+  MOE_P2P_CHECK(!combine_kernels_.empty(), Code::kUnavailable,
                 "no combine kernel is compiled for this communicator");
   abi::CombineParams p{};
   p.comm = comm_;
   p.handle = address(handle.words);
-  p.num_send_blocks = 1;
   p.empty = 1;
-  const Kernel kernel = combine_.begin()->second;
-  platform::launch_kernel({.kernel = kernel.handle,
-                           .num_blocks = 2,
-                           .num_threads = kernel.num_threads,
-                           .stream = stream,
-                           .overlap_previous = true},
-                          &p);
-  if (num_open_ > 0) --num_open_;
+  p.grid = {1, 1};
+  launch(combine_kernels_.begin()->second, p, stream);
+  open_.erase(open);
 }
 
 }  // namespace moe_p2p::moe

@@ -1,69 +1,83 @@
 // The calls of one rank on a GPU: fills the kernels' parameters (kernels/abi/params.h) and launches
 // them on the caller's stream. Nothing here waits for the device; what a kernel has to tell comes
 // back through the Fault, which every later call looks at. Capturable in CUDA graphs.
+//
+// Which steps a kernel opens is counted on the device. The host keeps account of the calls that hold
+// some, by their handle's address, to tell paired from solo combines and to refuse what would wait
+// for itself. A graph's replay opens and closes the same number, so it changes nothing here.
 #pragma once
 
 #include <cstdint>
 #include <map>
-#include <string>
 #include <utility>
 #include <vector>
 
 #include "kernels/abi/params.h"
-#include "moe/all_to_all.h"
+#include "moe/calls.h"
+#include "moe/device_grid.h"
 
 namespace moe_p2p::moe {
-
-struct DeviceMemory {
-  std::vector<uint64_t> data;   // [L] regions of each rank of the node, zeroed, as mapped here
-  uint64_t state = 0;           // abi::DeviceState on this device, zeroed
-  uint64_t expert_rank = 0;     // i32 [E] on this device
-  uint64_t expert_local = 0;    // i32 [E]
-  abi::Fault* fault = nullptr;  // pinned host memory, zeroed
-  uint64_t fault_device = 0;    // the same as the device sees it
-  int num_sms = 0;              // blocks that may be resident; 0: as many as help
-};
 
 class DeviceKernels {
  public:
   DeviceKernels(const Plan& plan, const AllToAllOptions& options, const DeviceMemory& memory);
+  // [L] signal memory of the node's ranks, as the device sees it; before the first call.
+  void set_signals(const std::vector<uint64_t>& addresses);
 
-  struct Kernel {
-    uint64_t handle = 0;
-    unsigned num_threads = 0;
-    int num_token_blocks = 1;  // most blocks of the half that works on own tokens
-    int num_slot_blocks = 1;   // and of the half that works on received slots
-  };
   // Compiled for (payload type of the caller, quantize) and for (type of y, type of out).
-  void set_dispatch(abi::DType x_dtype, bool quantize, Kernel kernel);
-  void set_combine(abi::DType y_dtype, abi::DType out_dtype, Kernel kernel);
+  void set_dispatch(abi::DType x_dtype, bool quantize, const DeviceKernel& kernel);
+  void set_combine(abi::DType y_dtype, abi::DType out_dtype, const DeviceKernel& kernel);
 
-  // Either half or both (one kernel); null leaves a half out.
+  // Either half or both (one kernel); null leaves a half out. They throw before anything is launched.
   void dispatch(const DispatchSend* send, const DispatchRecv* recv, void* stream);
   void combine(const CombineSend* send, const CombineRecv* recv, void* stream);
   void release(Handle handle, void* stream);
 
-  // Throws what a kernel had to tell: Error{kTimeout}, {kInvalidArgument}, {kProtocol}.
-  void check_fault() const;
+  // What the first kernel that failed has to tell; null while none did.
+  const abi::Fault* fault() const noexcept;
+  // Of any fault but kAborted. `gone`: why the rank that was waited for will not come, if it is known.
+  base::Error error_of(const abi::Fault& fault, const std::string& gone) const;
+
+  // The last step of each slot, when the device has opened `num_steps` and runs none of our kernels.
+  std::vector<StepRing::Last> last_steps(uint64_t num_steps) const;
 
  private:
-  struct Sent {
-    std::pair<int, bool> key;
-    int32_t num_rows;
+  using Key = std::pair<int, int>;  // types, or type and quantize
+  enum class Stage : uint8_t { kDispatchSent, kDispatched, kCombineSent };
+  // A call that holds steps: a dispatch that was not received, a paired one that was not combined,
+  // a combine that was not received. The halves that follow find here what they must agree with.
+  struct Open {
+    const int32_t* handle;
+    uint64_t first_step;  // as the host counts them
+    int64_t num_steps;
+    bool solo;
+    Stage stage;
+    Key key;  // of the kernel that runs the second half
+    abi::TokenParts parts{};
+    int32_t num_extras = 0;
+    int32_t num_rows = 0;
+    bool with_scalars = false;
   };
-  Kernel find_combine(abi::DType y_dtype, abi::DType out_dtype) const;
-  unsigned blocks(int64_t items, int64_t most) const noexcept;
-  void open_step();
-  Sent take_sent(Handle handle);
+  using OpenCalls = std::vector<Open>;  // a handful, oldest first
+
+  Open begin_dispatch(const DispatchSend& send) const;
+  Open begin_combine(const CombineSend& send) const;
+  OpenCalls::iterator find_open(Handle handle, Stage stage) noexcept;
+  void check_room(int64_t num_steps) const;
+  void check_half(int64_t num_steps) const;
+  void fill(abi::DispatchParams& p, const DispatchSend& send) const;
+  void fill(abi::DispatchParams& p, const DispatchRecv& recv) const;
+  abi::Grid grid_of(const DeviceKernel& kernel, GridInput input) const;
+  template <typename Params>
+  void launch(const DeviceKernel& kernel, const Params& params, void* stream) const;
 
   const Plan& plan_;
   const DeviceMemory memory_;
   abi::DeviceComm comm_{};
-  std::map<std::pair<int, bool>, Kernel> dispatch_;
-  std::map<std::pair<int, int>, Kernel> combine_;
-  // The halves of a call must agree; the receive half finds here what its send half was compiled for.
-  std::map<const int32_t*, Sent> sent_dispatches_;
-  int num_open_ = 0;  // dispatches without their combine
+  std::map<Key, DeviceKernel> dispatch_kernels_;
+  std::map<Key, DeviceKernel> combine_kernels_;
+  OpenCalls open_;
+  uint64_t next_step_ = 0;
 };
 
 }  // namespace moe_p2p::moe

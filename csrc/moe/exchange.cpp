@@ -8,13 +8,14 @@ using abi::Phase;
 
 Exchange::Exchange(const Plan& plan, NodeMemory& memory, engine::TransferEngine& engine,
                    const engine::MemoryHandle* data, uint32_t communicator,
-                   std::vector<Remote> remotes)
+                   std::vector<Remote> remotes, bool device)
     : plan_(plan),
       memory_(memory),
       engine_(engine),
       data_(data),
       communicator_(communicator),
       remotes_(std::move(remotes)),
+      device_(device),
       num_lanes_(static_cast<size_t>(abi::kNumPhases * plan.shape.steps_in_flight) *
                  remotes_.size()),
       lanes_(std::make_unique<Lane[]>(num_lanes_)) {
@@ -43,25 +44,23 @@ bool Exchange::take(Lane& lane) noexcept {
   const uint64_t word = std::atomic_ref(bell.word).load(std::memory_order_acquire);
   if (word == lane.word) return false;
   lane.word = word;
+  // By the plan, because a GPU's regions have no address here. All ranks share one plan, so the other
+  // end is computed as that rank would: this node's place among the nodes other than *its* own.
   const bool dispatch = lane.phase == Phase::kDispatch;
-  const int own = memory_.local();
-  const abi::RegionHeader& from = dispatch ? memory_.outbox(own, lane.slot, lane.node)
-                                           : memory_.combine_outbox(own, lane.slot, lane.node);
-  // Where this node's region lies over there. All ranks share one plan, so the offset is computed as
-  // that rank would: among the nodes other than *its* own.
-  const auto index = static_cast<uint64_t>(abi::other_index(memory_.node(), lane.node));
-  const uint64_t base = dispatch ? plan_.regions.landing : plan_.regions.combine_landing;
+  const abi::Regions& r = plan_.regions;
+  const uint64_t slot = static_cast<uint64_t>(lane.slot) * r.step_bytes;
   const uint64_t stride =
       dispatch ? abi::outbox_bytes(plan_.shape) : abi::partial_bytes(plan_.shape);
-  const Remote& remote = remotes_[static_cast<size_t>(abi::other_index(lane.node, memory_.node()))];
+  const auto from = static_cast<uint64_t>(abi::other_index(lane.node, memory_.node()));
+  const auto to = static_cast<uint64_t>(abi::other_index(memory_.node(), lane.node));
+  const Remote& remote = remotes_[from];
   const engine::ImmKey key{communicator_, static_cast<uint32_t>(lane.phase),
                            static_cast<uint32_t>(lane.slot), static_cast<uint32_t>(memory_.rank())};
   lane.request.operation = engine::Write{
       .source = data_,
-      .source_offset = memory_.offset(from),
+      .source_offset = slot + (dispatch ? r.outbox : r.combine_outbox) + from * stride,
       .target = remote.region,
-      .target_offset =
-          static_cast<uint64_t>(lane.slot) * plan_.regions.step_bytes + base + index * stride,
+      .target_offset = slot + (dispatch ? r.landing : r.combine_landing) + to * stride,
       .bytes = bell.bytes,
       .imm = key.pack(),
   };

@@ -26,11 +26,16 @@ class Exchange final : public proxy::ProxyTask, public engine::ImmSink {
     const engine::RemoteRegion* region;  // its data memory
     int num_nics;                        // it sends that many immediates per phase
   };
+  // device: a GPU rings the doorbells, and its memory holds the regions; `data` is null where there
+  // are no remotes.
   Exchange(const Plan& plan, NodeMemory& memory, engine::TransferEngine& engine,
-           const engine::MemoryHandle* data, uint32_t communicator, std::vector<Remote> remotes);
+           const engine::MemoryHandle* data, uint32_t communicator, std::vector<Remote> remotes,
+           bool device = false);
 
   bool take_doorbells() noexcept override;
   bool publish_arrivals() noexcept override;
+  // A GPU cannot wake the thread that runs this.
+  bool must_poll() const noexcept override { return device_ && !remotes_.empty(); }
   void on_imm(const engine::ImmKey& key) noexcept override;
 
   // Once no thread runs this task any more and the peers are disconnected: waits until the engine
@@ -75,6 +80,7 @@ class Exchange final : public proxy::ProxyTask, public engine::ImmSink {
   const engine::MemoryHandle* data_;
   const uint32_t communicator_;
   const std::vector<Remote> remotes_;  // [N-1] by node
+  const bool device_;
   const size_t num_lanes_;
   std::unique_ptr<Lane[]> lanes_;  // [phase][slot][N-1]
   bool dirty_ = false;             // an immediate came since the last publish_arrivals()

@@ -110,8 +110,4 @@ std::span<std::byte> NodeMemory::data() const noexcept {
   return own_.bytes().subspan(plan_.signals.total_bytes);
 }
 
-uint64_t NodeMemory::offset(const Region& region) const noexcept {
-  return static_cast<uint64_t>(reinterpret_cast<const std::byte*>(&region) - data().data());
-}
-
 }  // namespace moe_p2p::moe

@@ -56,12 +56,12 @@ class NodeMemory {
   Region& combine_outbox(int local, int slot, int source_node) const noexcept;
   Region& combine_landing(int local, int slot, int expert_node) const noexcept;
 
-  // This rank's regions, the span that its NICs are given, and a region's offset in it.
+  // This rank's regions, the span that its NICs are given.
   std::span<std::byte> data() const noexcept;
-  uint64_t offset(const Region& region) const noexcept;
+  // The signal memory of a local rank, for a GPU to map.
+  std::byte* signals(int local) const noexcept;
 
  private:
-  std::byte* signals(int local) const noexcept;
   Region& region(int local, int slot, uint64_t at) const noexcept;
   int other(int node) const noexcept;  // index of another node, of this node's point of view
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "base/log.h"
+#include "kernels/abi/params.h"
 
 namespace moe_p2p::moe {
 
@@ -107,10 +108,12 @@ std::vector<std::pair<std::string, uint64_t>> Plan::table() const {
           {"landing", steps * (regions.partial_inbox - regions.landing)},
           {"partial_inbox", steps * (regions.partial_flags - regions.partial_inbox)},
           {"partial_flags", steps * (regions.gather - regions.partial_flags)},
-          {"gather", steps * (regions.combine_outbox - regions.gather)},
+          {"gather", steps * (regions.gather_words - regions.gather)},
+          {"gather_words", steps * (regions.combine_outbox - regions.gather_words)},
           {"combine_outbox", steps * (regions.combine_landing - regions.combine_outbox)},
           {"combine_landing", steps * (regions.step_bytes - regions.combine_landing)},
-          {"signals", signals.total_bytes}};
+          {"signals", signals.total_bytes},
+          {"device_state", abi::DeviceWords::make(shape).total_bytes}};
 }
 
 }  // namespace moe_p2p::moe

@@ -218,6 +218,7 @@ moe::CombineSend combine_send_from(AllToAllObject& comm, const CombineArguments&
   send.row_scalars =
       optional_input<float>(in.row_scalars, {"row_scalars", {ScalarType::Float}, {send.y_rows}});
   send.out_dtype = payload_type(in.out_dtype, "out_dtype");
+  send.max_tokens = in.max_tokens;
   MOE_P2P_CHECK(send.y_dtype != abi::DType::kFloat8E4M3, Code::kInvalidArgument, "y is ",
                 describe(in.y), ", must be bfloat16, float16 or float32");
   if (comm.device < 0) check_rows_of_handle(comm, send.handle, send.y_rows);

@@ -123,6 +123,7 @@ struct CombineArguments {
   const std::optional<Tensor>& row_weights;
   const std::optional<Tensor>& row_scalars;
   ScalarType out_dtype;
+  int64_t max_tokens;  // of the dispatch
 };
 moe::CombineSend combine_send_from(AllToAllObject& comm, const CombineArguments& arguments,
                                    const Tensor& handle);

@@ -71,11 +71,14 @@ int64_t all_to_all_create(int64_t engine, int64_t rank, int64_t communicator, in
 }
 
 // Addresses and sizes are those of moe::DeviceMemory; the caller keeps the memory.
-void all_to_all_use_device(int64_t comm, int64_t device, std::vector<int64_t> data, int64_t state,
-                           int64_t expert_rank, int64_t expert_local, int64_t fault,
-                           int64_t fault_device, int64_t num_sms) {
+void all_to_all_use_device(int64_t comm, int64_t device, std::vector<int64_t> data,
+                           std::vector<int64_t> peer_data, int64_t state, int64_t expert_rank,
+                           int64_t expert_local, int64_t fault, int64_t fault_device,
+                           int64_t num_sms) {
   const Caller caller(comm);
-  caller->all_to_all.use_device({.data = {data.begin(), data.end()},
+  caller->all_to_all.use_device({.ordinal = static_cast<int>(device),
+                                 .data = {data.begin(), data.end()},
+                                 .peer_data = {peer_data.begin(), peer_data.end()},
                                  .state = static_cast<uint64_t>(state),
                                  .expert_rank = static_cast<uint64_t>(expert_rank),
                                  .expert_local = static_cast<uint64_t>(expert_local),
@@ -85,24 +88,51 @@ void all_to_all_use_device(int64_t comm, int64_t device, std::vector<int64_t> da
   caller->device = static_cast<int>(device);
 }
 
-void all_to_all_set_dispatch_kernel(int64_t comm, ScalarType x_dtype, bool quantize, int64_t kernel,
-                                    int64_t num_threads, int64_t num_token_blocks,
-                                    int64_t num_slot_blocks) {
+// [L] host addresses of the node's signal memory, then its bytes.
+std::vector<int64_t> all_to_all_signals(int64_t comm) {
   const Caller caller(comm);
-  caller->all_to_all.device().set_dispatch(
-      payload_type(x_dtype, "x_dtype"), quantize,
-      {static_cast<uint64_t>(kernel), static_cast<unsigned>(num_threads),
-       static_cast<int>(num_token_blocks), static_cast<int>(num_slot_blocks)});
+  std::vector<int64_t> numbers;
+  const auto spans = caller->all_to_all.signals();
+  for (const auto& span : spans) numbers.push_back(reinterpret_cast<int64_t>(span.data()));
+  numbers.push_back(static_cast<int64_t>(spans.front().size()));
+  return numbers;
+}
+
+void all_to_all_use_signals(int64_t comm, std::vector<int64_t> device_addresses) {
+  const Caller caller(comm);
+  caller->all_to_all.use_signals({device_addresses.begin(), device_addresses.end()});
+}
+
+// The numbers of moe::DeviceKernel, in its order.
+moe::DeviceKernel kernel_from(const std::vector<int64_t>& numbers) {
+  MOE_P2P_CHECK(numbers.size() == 8, Code::kInvalidArgument, "a kernel has 8 numbers, ",
+                numbers.size(), " are given");
+  const auto at = [&](size_t i) { return static_cast<int>(numbers[i]); };
+  for (size_t i = 3; i < numbers.size(); ++i)
+    MOE_P2P_CHECK(at(i) >= 1, Code::kInvalidArgument, "number ", i, " of a kernel is ", at(i),
+                  ", must be at least 1");
+  return {.handle = static_cast<uint64_t>(numbers[0]),
+          .num_threads = static_cast<unsigned>(at(1)),
+          .shared_bytes = static_cast<unsigned>(at(2)),
+          .num_send_workers = at(3),
+          .num_recv_workers = at(4),
+          .max_send_blocks = at(5),
+          .max_recv_blocks = at(6),
+          .max_resident_blocks = at(7)};
+}
+
+void all_to_all_set_dispatch_kernel(int64_t comm, ScalarType x_dtype, bool quantize,
+                                    std::vector<int64_t> kernel) {
+  const Caller caller(comm);
+  caller->all_to_all.device().set_dispatch(payload_type(x_dtype, "x_dtype"), quantize,
+                                           kernel_from(kernel));
 }
 
 void all_to_all_set_combine_kernel(int64_t comm, ScalarType y_dtype, ScalarType out_dtype,
-                                   int64_t kernel, int64_t num_threads, int64_t num_token_blocks,
-                                   int64_t num_slot_blocks) {
+                                   std::vector<int64_t> kernel) {
   const Caller caller(comm);
   caller->all_to_all.device().set_combine(
-      payload_type(y_dtype, "y_dtype"), payload_type(out_dtype, "out_dtype"),
-      {static_cast<uint64_t>(kernel), static_cast<unsigned>(num_threads),
-       static_cast<int>(num_token_blocks), static_cast<int>(num_slot_blocks)});
+      payload_type(y_dtype, "y_dtype"), payload_type(out_dtype, "out_dtype"), kernel_from(kernel));
 }
 
 Tensor all_to_all_address(int64_t comm) {
@@ -120,11 +150,11 @@ void all_to_all_connect(int64_t comm, std::vector<Tensor> addresses) {
 }
 
 // Waits for a running call: at most its deadline.
-void all_to_all_close(int64_t comm) {
+void all_to_all_close(int64_t comm, int64_t num_device_steps) {
   const auto object = communicators().take(comm);
   if (object == nullptr) return;
   const std::lock_guard lock(object->in_use);
-  object->all_to_all.close();
+  object->all_to_all.close(static_cast<uint64_t>(num_device_steps));
 }
 
 // Empty while a call of another thread runs: what will become of it is not known yet.
@@ -167,10 +197,10 @@ void dispatch_recv(int64_t comm, const Tensor& handle, const Tensor& x,
 
 void combine_send(int64_t comm, const Tensor& handle, const Tensor& y,
                   std::optional<Tensor> row_weights, std::optional<Tensor> row_scalars,
-                  ScalarType out_dtype) {
+                  ScalarType out_dtype, int64_t max_tokens) {
   const Caller caller(comm);
   caller->all_to_all.combine_send(
-      combine_send_from(*caller, {y, row_weights, row_scalars, out_dtype}, handle));
+      combine_send_from(*caller, {y, row_weights, row_scalars, out_dtype, max_tokens}, handle));
   remember_sent(*caller, caller->sent_combines, handle);
 }
 
@@ -195,6 +225,8 @@ STABLE_TORCH_LIBRARY_IMPL(moe_p2p, CompositeExplicitAutograd, m) {
   m.impl("plan", TORCH_BOX(&plan));
   m.impl("all_to_all_create", TORCH_BOX(&all_to_all_create));
   m.impl("all_to_all_use_device", TORCH_BOX(&all_to_all_use_device));
+  m.impl("all_to_all_signals", TORCH_BOX(&all_to_all_signals));
+  m.impl("all_to_all_use_signals", TORCH_BOX(&all_to_all_use_signals));
   m.impl("all_to_all_set_dispatch_kernel", TORCH_BOX(&all_to_all_set_dispatch_kernel));
   m.impl("all_to_all_set_combine_kernel", TORCH_BOX(&all_to_all_set_combine_kernel));
   m.impl("all_to_all_address", TORCH_BOX(&all_to_all_address));

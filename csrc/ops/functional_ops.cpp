@@ -19,7 +19,7 @@ constexpr uint64_t kNoStep = ~uint64_t{0};
 Tensor make_handle(AllToAllObject& comm, int64_t num_rows, int64_t max_tokens, bool solo) {
   Tensor handle =
       make_tensor({comm.all_to_all.handle_words(num_rows, max_tokens)}, ScalarType::Int);
-  if (solo)
+  if (solo && comm.device < 0)  // a kernel writes it otherwise
     std::memset(handle.mutable_data_ptr(), 0,
                 static_cast<size_t>(handle.numel()) * sizeof(int32_t));
   return handle;
@@ -101,12 +101,12 @@ class HandleGuard {
 std::tuple<Tensor, Tensor> combine(int64_t comm_id, const Tensor& y,
                                    std::optional<Tensor> row_weights,
                                    std::optional<Tensor> row_scalars, const Tensor& handle,
-                                   const Tensor& topk_idx, int64_t /*max_tokens*/,
-                                   ScalarType out_dtype, bool /*grouped*/, int64_t /*capacity*/,
-                                   int64_t /*alignment*/) {
+                                   const Tensor& topk_idx, int64_t max_tokens, ScalarType out_dtype,
+                                   bool /*grouped*/, int64_t /*capacity*/, int64_t /*alignment*/) {
   const Caller comm(comm_id);
   check_tensor(topk_idx, {"topk_idx", {ScalarType::Int, ScalarType::Long}, {kAny, comm->topk()}});
-  const auto send = combine_send_from(*comm, {y, row_weights, row_scalars, out_dtype}, handle);
+  const auto send =
+      combine_send_from(*comm, {y, row_weights, row_scalars, out_dtype, max_tokens}, handle);
   const int64_t num_rows = topk_idx.size(0);
   const Tensor out = make_tensor({num_rows, comm->hidden_dim()}, out_dtype);
   const Tensor out_scalars =

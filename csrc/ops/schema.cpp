@@ -68,17 +68,19 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
       "int extra_bytes, int[] expert_rank, float timeout_s, str wait, int num_threads, "
       "bool on_device=False) -> int");
   m.def(
-      "all_to_all_use_device(int comm, int device, int[] data, int state, int expert_rank, "
-      "int expert_local, int fault, int fault_device, int num_sms) -> ()");
+      "all_to_all_use_device(int comm, int device, int[] data, int[] peer_data, int state, "
+      "int expert_rank, int expert_local, int fault, int fault_device, int num_sms) -> ()");
+  m.def("all_to_all_signals(int comm) -> int[]");
+  m.def("all_to_all_use_signals(int comm, int[] device_addresses) -> ()");
   m.def(
-      "all_to_all_set_dispatch_kernel(int comm, ScalarType x_dtype, bool quantize, int kernel, "
-      "int num_threads, int num_token_blocks, int num_slot_blocks) -> ()");
+      "all_to_all_set_dispatch_kernel(int comm, ScalarType x_dtype, bool quantize, int[] kernel) "
+      "-> ()");
   m.def(
       "all_to_all_set_combine_kernel(int comm, ScalarType y_dtype, ScalarType out_dtype, "
-      "int kernel, int num_threads, int num_token_blocks, int num_slot_blocks) -> ()");
+      "int[] kernel) -> ()");
   m.def("all_to_all_address(int comm) -> Tensor");
   m.def("all_to_all_connect(int comm, Tensor[] addresses) -> ()");
-  m.def("all_to_all_close(int comm) -> ()");
+  m.def("all_to_all_close(int comm, int num_device_steps=0) -> ()");
   m.def("all_to_all_broken(int comm) -> str");
   m.def("handle_words(int comm, int num_rows, int max_tokens) -> int");
 
@@ -93,7 +95,7 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
       "Tensor(h!)? source, bool grouped, int capacity, int alignment, bool zero_padding) -> ()");
   m.def(
       "combine_send(int comm, Tensor(a!) handle, Tensor y, Tensor? row_weights, "
-      "Tensor? row_scalars, ScalarType out_dtype) -> ()");
+      "Tensor? row_scalars, ScalarType out_dtype, int max_tokens) -> ()");
   m.def("combine_recv(int comm, Tensor(a!) handle, Tensor(b!) out, Tensor(c!)? out_scalars) -> ()");
   m.def("release(int comm, Tensor(a!) handle) -> ()");
 

@@ -1,0 +1,270 @@
+// The calls of an AllToAll, and the stories of what went wrong in them.
+#include <utility>
+
+#include "moe/all_to_all_state.h"
+
+namespace moe_p2p::moe {
+
+using abi::Phase;
+using base::Code;
+using base::Error;
+
+namespace {
+
+constexpr const char* phase_name(Phase phase) {
+  return phase == Phase::kDispatch ? "dispatch" : "combine";
+}
+
+}  // namespace
+
+// --- failures ------------------------------------------------------------------------------------
+
+void AllToAll::State::require_usable() const {
+  MOE_P2P_CHECK(!closed, Code::kClosed, "rank ", options.rank, ": the communicator is closed");
+  if (story) throw *story;
+  MOE_P2P_CHECK(exchange, Code::kInvalidArgument, "rank ", options.rank,
+                ": connect() has not been called");
+  MOE_P2P_CHECK(has_signals || !options.device, Code::kInvalidArgument, "rank ", options.rank,
+                ": use_signals() has not been called");
+}
+
+void AllToAll::State::fail(Code code, const std::string& message) const {
+  throw Error(code, base::concat("rank ", options.rank, ": ", message));
+}
+void AllToAll::State::latch(const Error& error) {
+  story = error;
+  for (int l = 0; l < memory.num_local(); ++l) {
+    uint64_t none = 0;
+    // release: pairs with the acquire in check_abort() of the neighbours.
+    std::atomic_ref(memory.head(l).abort)
+        .compare_exchange_strong(none, 1 + static_cast<uint64_t>(options.rank),
+                                 std::memory_order_release, std::memory_order_relaxed);
+    platform::notify_all(memory.bell(l));
+  }
+}
+
+void AllToAll::State::check_abort() const {
+  const uint64_t word =
+      std::atomic_ref(memory.head(memory.local()).abort).load(std::memory_order_acquire);
+  if (word == 0) return;
+  const auto failure = exchange->failure();
+  if (failure.node >= 0)
+    fail(failure.status.code,
+         base::concat("a ", phase_name(failure.phase), " write to rank ",
+                      rank_of(failure.node, memory.local()), " (node ", failure.node, ") failed: ",
+                      base::code_name(failure.status.code), ", detail ", failure.status.detail));
+  fail(Code::kAborted, base::concat("rank ", word - 1, " of this node gave up; see its error"));
+}
+
+std::string AllToAll::State::gone(int local) const {
+  const auto rank = rank_of(memory.node(), local);
+  if (std::atomic_ref(memory.head(local).closed).load(std::memory_order_acquire) != 0)
+    return base::concat("rank ", rank, " has closed its communicator");
+  return memory.alive(local) ? "" : base::concat("rank ", rank, "'s process has ended");
+}
+
+void AllToAll::State::check_neighbours(const Pending& pending) const {
+  for (int source = 0; source < plan.shape.world_size; ++source) {
+    if (kernels.arrived(pending.step, pending.phase, source)) continue;
+    // Of the source, or of its gateway here.
+    const std::string why = gone(source % plan.shape.ranks_per_node);
+    if (why.empty()) continue;
+    if (kernels.arrived(pending.step, pending.phase, source))
+      continue;  // it said so before leaving
+    fail(Code::kPeerDead, base::concat(why, "; ", waiting_for(pending)));
+  }
+}
+
+std::string AllToAll::State::waiting_for(const Pending& pending) const {
+  std::string text =
+      base::concat(phase_name(pending.phase), " of step ", pending.step.index, " waits for");
+  for (int source = 0; source < plan.shape.world_size; ++source) {
+    if (kernels.arrived(pending.step, pending.phase, source)) continue;
+    const int node = source / plan.shape.ranks_per_node;
+    text += base::concat(" rank ", source, " (node ", node);
+    if (node != memory.node() && source % plan.shape.ranks_per_node == memory.local()) {
+      const auto uses = pending.step.index / static_cast<uint64_t>(plan.shape.steps_in_flight);
+      const auto nics = static_cast<uint64_t>(num_nics[static_cast<size_t>(node)]);
+      text += base::concat(
+          ", ", exchange->immediates(pending.phase, pending.step.slot, node) - uses * nics, " of ",
+          nics, " immediates came");
+    }
+    text += ")";
+  }
+  return text;
+}
+
+void AllToAll::State::check_device() const {
+  const abi::Fault* fault = device->fault();
+  if (fault == nullptr || fault->raised == abi::kAborted) check_abort();
+  if (fault == nullptr) return;
+  const int local = fault->source % plan.shape.ranks_per_node;  // of whom it waited for
+  throw device->error_of(*fault, fault->raised == abi::kTimedOut ? gone(local) : "");
+}
+
+std::string AllToAll::broken() const {
+  if (state_->story) return state_->story->what();
+  try {
+    if (state_->device) state_->check_device();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "";
+}
+
+// --- running -------------------------------------------------------------------------------------
+
+template <typename Advance, typename GetPending>
+void AllToAll::State::run(Advance&& advance, GetPending&& get_pending) {
+  try {
+    if (advance()) return;
+    for (;;) {
+      const Pending pending = get_pending();
+      const auto deadline = platform::Clock::now() + options.timeout;
+      platform::Waiter waiter(memory.bell(memory.local()), options.wait, deadline);
+      auto next_look = platform::Clock::now() + kLookAtNeighbours;
+      for (;;) {
+        waiter.prepare();
+        if (advance()) return;
+        if (get_pending().step.index != pending.step.index || get_pending().phase != pending.phase)
+          break;
+        check_abort();
+        if (platform::Clock::now() >= next_look) {
+          check_neighbours(pending);
+          next_look = platform::Clock::now() + kLookAtNeighbours;
+        }
+        if (!waiter.pause())
+          fail(Code::kTimeout, base::concat("timed out after ", options.timeout.count(),
+                                            " ms: ", waiting_for(pending)));
+      }
+    }
+  } catch (const Error& error) {
+    if (error.code() != Code::kInvalidArgument) latch(error);
+    throw;
+  }
+}
+
+template <typename Call>
+void AllToAll::State::launch(Call&& call) {
+  try {
+    check_device();
+  } catch (const Error& error) {
+    latch(error);
+    throw;
+  }
+  try {
+    call();
+  } catch (const Error& error) {
+    if (error.code() == Code::kTransport) latch(error);  // anything else is the caller's
+    throw;
+  }
+}
+
+// --- calls ---------------------------------------------------------------------------------------
+
+namespace {
+
+// The halves hold no inputs between them, so all chunks must fit the slots at once.
+void check_halves(const Plan& plan, int64_t num_chunks) {
+  MOE_P2P_CHECK(num_chunks <= plan.shape.steps_in_flight, Code::kInvalidArgument, "this call has ",
+                num_chunks, " chunks, send and receive halves take at most steps_in_flight = ",
+                plan.shape.steps_in_flight, "; use the whole call or raise chunk_tokens");
+}
+
+template <typename Call>
+typename std::list<Call>::iterator find_call(std::list<Call>& calls, Handle handle,
+                                             const char* what) {
+  for (auto call = calls.begin(); call != calls.end(); ++call)
+    if (&call->meta() == reinterpret_cast<const abi::HandleMeta*>(handle.words)) return call;
+  throw Error(Code::kInvalidArgument,
+              base::concat(what, "_recv: this handle has no ", what,
+                           "_send waiting; each send half is received once"));
+}
+
+}  // namespace
+
+void AllToAll::dispatch(const DispatchSend& send, const DispatchRecv& recv) {
+  State& s = *state_;
+  s.require_usable();
+  if (s.device) return s.launch([&] { s.device->dispatch(&send, &recv, send.stream); });
+  DispatchCall call(s.plan, s.ring, s.kernels, s.options.communicator, send);
+  call.check(recv);
+  s.run([&] { return call.advance_recv(recv); }, [&] { return call.pending(); });
+}
+
+void AllToAll::dispatch_send(const DispatchSend& send) {
+  State& s = *state_;
+  s.require_usable();
+  if (s.device) return s.launch([&] { s.device->dispatch(&send, nullptr, send.stream); });
+  check_halves(s.plan, s.plan.num_chunks(send.max_tokens));
+  s.dispatches.emplace_back(s.plan, s.ring, s.kernels, s.options.communicator, send);
+  DispatchCall& call = s.dispatches.back();
+  s.run([&] { return call.advance_send(); }, [&] { return call.pending(); });
+}
+
+void AllToAll::dispatch_recv(const DispatchRecv& recv) {
+  State& s = *state_;
+  s.require_usable();
+  if (s.device) return s.launch([&] { s.device->dispatch(nullptr, &recv, recv.stream); });
+  const auto call = find_call(s.dispatches, recv.handle, "dispatch");
+  call->check(recv);
+  s.run([&] { return call->advance_recv(recv); }, [&] { return call->pending(); });
+  s.dispatches.erase(call);
+}
+
+void AllToAll::combine(const CombineSend& send, const CombineRecv& recv) {
+  State& s = *state_;
+  s.require_usable();
+  if (s.device) return s.launch([&] { s.device->combine(&send, &recv, send.stream); });
+  CombineCall call(s.plan, s.ring, s.kernels, s.options.communicator, send);
+  s.run([&] { return call.advance_recv(recv); }, [&] { return call.pending(); });
+}
+
+void AllToAll::combine_send(const CombineSend& send) {
+  State& s = *state_;
+  s.require_usable();
+  if (s.device) return s.launch([&] { s.device->combine(&send, nullptr, send.stream); });
+  s.combines.emplace_back(s.plan, s.ring, s.kernels, s.options.communicator, send);
+  CombineCall& call = s.combines.back();
+  try {
+    check_halves(s.plan, call.num_chunks());
+  } catch (...) {
+    s.combines.pop_back();
+    throw;
+  }
+  s.run([&] { return call.advance_send(); }, [&] { return call.pending(); });
+}
+
+void AllToAll::combine_recv(const CombineRecv& recv) {
+  State& s = *state_;
+  s.require_usable();
+  if (s.device) return s.launch([&] { s.device->combine(nullptr, &recv, recv.stream); });
+  const auto call = find_call(s.combines, recv.handle, "combine");
+  s.run([&] { return call->advance_recv(recv); }, [&] { return call->pending(); });
+  s.combines.erase(call);
+}
+
+void AllToAll::release(Handle handle, void* stream) {
+  State& s = *state_;
+  s.require_usable();
+  if (s.device) return s.launch([&] { s.device->release(handle, stream); });
+  const HandleView view = HandleView::open(s.plan.shape, s.options.communicator, handle);
+  const uint64_t first = view.meta().first_step;
+  if (view.meta().state == abi::kSent) {  // sent, not received: what comes is dropped
+    const auto call = find_call(s.dispatches, handle, "dispatch");
+    for (int64_t chunk = 0; chunk < call->num_chunks(); ++chunk) {
+      const Step step = s.ring.step_of(first + static_cast<uint64_t>(chunk));
+      s.run([&] { return s.ring.arrived(step, Phase::kDispatch); },
+            [&] { return Pending{step, Phase::kDispatch}; });
+      s.ring.acknowledge(step);
+    }
+    s.dispatches.erase(call);
+  } else if (s.ring.is_open(first)) {
+    s.ring.acknowledge(s.ring.step_of(first));
+  } else {
+    return;  // a solo dispatch, or combined already
+  }
+  view.meta().state = abi::kReleased;
+}
+
+}  // namespace moe_p2p::moe

@@ -1,0 +1,70 @@
+// What an AllToAll holds, for the two files that implement it: all_to_all.cpp makes and ends it,
+// all_to_all_calls.cpp has the calls and the stories of their failures.
+#pragma once
+
+#include <atomic>
+#include <list>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "moe/calls.h"
+#include "moe/device_kernels.h"
+#include "moe/exchange.h"
+#include "moe/host_kernels.h"
+#include "moe/node_memory.h"
+
+namespace moe_p2p::moe {
+
+struct AllToAll::State {
+  State(engine::TransferEngine& engine, proxy::ProxyThread* proxy, const AllToAllOptions& options);
+
+  int checked_rank() const;
+  int rank_of(int node, int local) const { return node * plan.shape.ranks_per_node + local; }
+  void require_usable() const;
+
+  // --- failures ---
+  [[noreturn]] void fail(base::Code code, const std::string& message) const;
+  // The first failure stays, and stops everybody on this node who waits.
+  void latch(const base::Error& error);
+  void check_abort() const;
+  // Why a local rank will say nothing more: "rank 3's process has ended"; empty while it may.
+  std::string gone(int local) const;
+  // Ranks of this node whose signal memory or process the wait depends on.
+  void check_neighbours(const Pending& pending) const;
+  std::string waiting_for(const Pending& pending) const;
+  // Throws what kernels of this rank's GPU, or others of the node, have failed with.
+  void check_device() const;
+
+  // Advances until done; every time something moved the deadline starts anew.
+  template <typename Advance, typename GetPending>
+  void run(Advance&& advance, GetPending&& get_pending);
+  // A call that launches kernels.
+  template <typename Call>
+  void launch(Call&& call);
+
+  // Small next to any timeout, large next to its own cost (one flock per neighbour).
+  static constexpr std::chrono::milliseconds kLookAtNeighbours{50};
+
+  engine::TransferEngine& engine;
+  proxy::ProxyThread* proxy;
+  const AllToAllOptions options;
+  const Plan plan;
+  NodeMemory memory;
+  HostKernels kernels;
+  StepRing ring;
+  const engine::MemoryHandle* data;  // null where a GPU has no other nodes to talk to
+  std::vector<const engine::Peer*> peers;
+  std::vector<int> num_nics;  // [N] of the rank with our local index
+  std::unique_ptr<Exchange> exchange;
+  DeviceMemory device_memory;
+  std::unique_ptr<DeviceKernels> device;
+  bool has_signals = false;            // the device's addresses of them are known
+  std::list<DispatchCall> dispatches;  // sent, not yet received
+  std::list<CombineCall> combines;
+  std::optional<base::Error> story;
+  bool closed = false;
+};
+
+}  // namespace moe_p2p::moe

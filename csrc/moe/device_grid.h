@@ -1,0 +1,35 @@
+// How many blocks of a device kernel send and receive: a pure function of the call.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/abi/params.h"
+
+namespace moe_p2p::moe {
+
+// A kernel as it was compiled and loaded (moe_p2p/device_kernels.py).
+struct DeviceKernel {
+  uint64_t handle = 0;       // CUfunction
+  unsigned num_threads = 0;  // of a block
+  unsigned shared_bytes = 0;
+  int num_send_workers = 1;  // workers of a sending block
+  int num_recv_workers = 1;
+  int max_send_blocks = 1;  // more would not make it faster
+  int max_recv_blocks = 1;
+  int max_resident_blocks = 0;  // that fit on the device at once
+};
+
+struct GridInput {
+  int64_t send_items = 0;  // what the sending workers of one chunk have to carry; 0: no such half
+  int64_t recv_items = 0;
+  int64_t num_chunks = 1;
+  int relay_blocks = 0;  // abi::Grid::relay_blocks
+  int num_sms = 0;       // most blocks of the whole grid; 0: as many as help
+};
+
+// A worker for each item, as far as blocks may be had; what one half does not need the other gets.
+// Each half that there is has a block, whatever num_sms says. A call of several chunks stays within
+// max_resident_blocks: its senders wait for what other ranks' receivers do in the same call.
+abi::Grid choose_grid(const DeviceKernel& kernel, const GridInput& input) noexcept;
+
+}  // namespace moe_p2p::moe
