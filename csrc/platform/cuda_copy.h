@@ -40,7 +40,8 @@ class CopyQueue {
     base::Status status;  // kTransport, detail = CUresult: nothing was started
     uint64_t ticket = 0;
   };
-  bool full() const noexcept { return num_started_ - num_done_ == kCapacity; }
+  // Never once the queue has failed: copy() then says so.
+  bool full() const noexcept { return status_.ok() && num_started_ - num_done_ == kCapacity; }
   // Must not be full.
   Started copy(std::byte* to, const std::byte* from, uint64_t bytes) noexcept;
   // Asks the driver which copies are done. Cheap when there are none.

@@ -98,8 +98,8 @@ int event_record(void* event, void* stream) {
   return fake().locked([&](FakeDriver&) {
     auto* const it = static_cast<Event*>(event);
     if (contexts.empty()) return kInvalidContext;
-    if (it->pending) return kInvalidValue;
-    *it = {static_cast<Stream*>(stream), true};
+    it->stream = static_cast<Stream*>(stream);
+    ++it->num_pending;
     it->stream->operations.push_back({{}, it});
     return 0;
   });
@@ -109,8 +109,8 @@ int event_query(void* event) {
   return fake().locked([&](FakeDriver& f) {
     if (f.query_error != 0) return f.query_error;
     auto* const it = static_cast<Event*>(event);
-    if (it->pending) f.advance(*it->stream);
-    return it->pending ? platform::kDriverNotReady : 0;
+    if (it->num_pending > 0) f.advance(*it->stream);
+    return it->num_pending > 0 ? platform::kDriverNotReady : 0;
   });
 }
 int copy_async(uint64_t to, uint64_t from, size_t bytes, void* stream) {
@@ -158,7 +158,7 @@ void FakeDriver::advance(Stream& stream) {
       std::memcpy(reinterpret_cast<void*>(operation.copy.to),
                   reinterpret_cast<const void*>(operation.copy.from), operation.copy.bytes);
     } else {
-      operation.event->pending = false;
+      --operation.event->num_pending;
     }
     stream.operations.pop_front();
   }

@@ -2,8 +2,8 @@
 // stream does its copies late, while somebody asks for one of its events. How late is drawn from a
 // seed, so a reader that believes an immediate before the copy sees old bytes, each time the same.
 //
-// It refuses what would be wrong on a device: copies on a thread without a context, event queries
-// that may break a stream capture, events that are recorded again before they are done.
+// It refuses what would be wrong on a device: copies on a thread without a context, and event queries
+// that may break a stream capture.
 #pragma once
 
 #include <cstdint>
@@ -49,7 +49,7 @@ class FakeDriver {
   };
   struct Event {
     Stream* stream = nullptr;
-    bool pending = false;
+    int num_pending = 0;  // times it was recorded and not reached
   };
   template <typename Step>
   auto locked(Step&& step) {

@@ -106,9 +106,13 @@ class Memory {
   ~Memory() {
     if (registered_ && node_.domain) unregister();
   }
-  void unregister() {
+  void unmap() {
     for (const auto& mapped : windows_)
       if (const auto domain = mapped.lock()) domain->map_remote(key.remote_key, {});
+    windows_.clear();
+  }
+  void unregister() {
+    unmap();
     node_.domain->unregister_memory(key);
     registered_ = false;
   }

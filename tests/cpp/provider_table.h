@@ -85,4 +85,21 @@ struct Pair {
   PeerId peer;
 };
 
+// Of 50 immediates, how many are seen before their payload.
+inline size_t num_early(const ProviderUnderTest& provider) {
+  Pair pair(provider, 50 * 3000);
+  size_t num_wrong = 0;
+  pair.b.on_imm = [&](uint32_t imm) {
+    if (!holds(pair.target.data.subspan(imm * 3000, 3000), imm)) ++num_wrong;
+  };
+  for (uint32_t i = 0; i < 50; ++i) {
+    fill(pair.source.data.subspan(i * 3000, 3000), i);
+    pair.post(with_imm(pair.write(i, i * 3000, 3000), i));
+  }
+  CHECK(pair.pump_until_seen(50));
+  CHECK(pair.pump_until_done(50));
+  CHECK(pair.b.imms.size() == 50);  // still exactly once
+  return num_wrong;
+}
+
 }  // namespace moe_p2p::provider_test

@@ -1,0 +1,331 @@
+// The software NIC with GPU memory beyond the contract: what is refused, what a failing driver
+// becomes, who waits for copies under way, the link model. The driver is fake_driver.h.
+#include <algorithm>
+#include <atomic>
+#include <thread>
+
+#include "provider/loopback/control.h"
+#include "provider_table.h"
+
+namespace moe_p2p::provider_test {
+namespace {
+
+using test::FakeDriver;
+
+// Put back to what it was at first, or other tests would see what this one did.
+struct Driver {
+  FakeDriver& fake = FakeDriver::install();
+  ~Driver() {
+    fake.hold(false);
+    fake.fail_copies(0);
+    fake.fail_queries(0);
+    fake.set_max_queries(12);
+  }
+};
+
+constexpr const char* kSettings[] = {"", "seed=6", "seed=7,ring_kib=4"};
+
+ProviderUnderTest gpu(const std::string& settings) {
+  return {"loopback", settings.c_str(), false, MemoryKind::kCuda};
+}
+std::string error_of(const std::function<void()>& action) {
+  try {
+    action();
+  } catch (const base::Error& error) {
+    return error.what();
+  }
+  return "";
+}
+bool contains(const std::string& text, const char* part) {
+  return text.find(part) != std::string::npos;
+}
+void drop_window(Node& node, const Memory& memory) {
+  node.domain->map_remote(memory.key.remote_key, {});
+}
+
+TEST_CASE("loopback GPU: an immediate never comes before its payload, however slow the copies") {
+  const Driver driver;
+  for (uint32_t seed = 0; seed <= 30; ++seed) {
+    driver.fake.set_max_queries(seed % 3 * 40);
+    const auto settings = base::concat("seed=", seed, ",ring_kib=", 4 << seed % 3);
+    CAPTURE(settings);
+    CHECK(num_early(gpu(settings)) == 0);
+  }
+}
+
+TEST_CASE("loopback GPU: without an adversary each write is one copy") {
+  const Driver driver;
+  Pair pair(gpu(""), 1'000'000);
+  const uint64_t before = driver.fake.num_copies();
+  fill(pair.source.data, 1);
+  pair.post(with_imm(pair.write(0, 0, 1'000'000), 1));
+  for (uint32_t i = 1; i < 10; ++i) pair.post(with_imm(pair.write(i, i, 0), i));  // nothing to copy
+  CHECK(pair.pump_until_done(10));
+  CHECK(driver.fake.num_copies() == before + 1);
+  CHECK(holds(pair.target.data, 1));
+}
+
+TEST_CASE("loopback GPU: memory that is not mapped here cannot be written") {
+  for (const char* settings : kSettings) {
+    Pair pair(gpu(settings), 4000);
+    const auto request = with_imm(pair.write(0, 0, 4000), 1);
+    drop_window(pair.a, pair.target);
+    drop_window(pair.a, pair.target);  // dropping it again does nothing
+    fill(pair.source.data, 3);
+    pair.post(request);
+    CHECK(pair.pump_until_done(1));
+    CHECK(pair.a.code(0) == Code::kRemoteAccess);
+    CHECK(all_zero(pair.target.data));
+    pair.a.domain->map_remote(pair.target.key.remote_key, pair.target.span());
+    pair.post(request);
+    CHECK(pair.pump_until_seen(1));
+    CHECK(holds(pair.target.data, 3));
+  }
+}
+
+TEST_CASE("loopback GPU: host memory and GPU memory do not mix") {
+  for (const char* settings : kSettings) {
+    Node gpu_node = open(gpu(settings)), host_node("loopback", settings);
+    const PeerId to_host = gpu_node.connect(host_node), to_gpu = host_node.connect(gpu_node);
+    Memory on_gpu(gpu_node, 4000), on_host(host_node, 4000);
+    fill(on_host.data, 3);
+    post_all(host_node, {&gpu_node, &host_node},
+             with_imm(make_write(0, to_gpu, on_host, 0, on_gpu, 0, 4000), 1));
+    post_all(gpu_node, {&gpu_node, &host_node},
+             with_imm(make_write(0, to_host, on_gpu, 0, on_host, 0, 4000), 1));
+    CHECK(pump({&gpu_node, &host_node},
+               [&] { return gpu_node.done.size() == 1 && host_node.done.size() == 1; }));
+    CHECK(host_node.code(0) == Code::kInvalidArgument);
+    CHECK(gpu_node.code(0) == Code::kInvalidArgument);
+    CHECK(all_zero(on_gpu.data));
+    CHECK(holds(on_host.data, 3));
+    settle({&gpu_node, &host_node}, 500);
+    CHECK(gpu_node.imms.size() + host_node.imms.size() == 0);
+  }
+}
+
+TEST_CASE("loopback GPU: no copy leaves its window, even where the peer would allow it") {
+  const Driver driver;
+  Pair pair(gpu(""), 4000);
+  pair.a.domain->map_remote(pair.target.key.remote_key,
+                            {pair.target.data.data(), 1000, MemoryKind::kCuda, 0});
+  fill(pair.source.data, 3);
+  const uint64_t before = driver.fake.num_copies();
+  uint64_t wr_id = 0;
+  for (const auto& [offset, bytes] : {std::pair{0u, 1001u}, {999u, 2u}, {2000u, 1u}}) {
+    WorkRequest request;
+    request.wr_id = wr_id++;
+    request.local = pair.source.data.data();
+    request.local_key = pair.source.key.local_key;
+    request.remote_addr = pair.target.key.remote_addr + offset;
+    request.remote_key = pair.target.key.remote_key;
+    request.bytes = bytes;
+    request.peer = pair.peer;
+    pair.post(request);
+  }
+  CHECK(pair.pump_until_done(wr_id));
+  for (uint64_t i = 0; i < wr_id; ++i) CHECK(pair.a.code(i) == Code::kRemoteAccess);
+  CHECK(driver.fake.num_copies() == before);
+  CHECK(all_zero(pair.target.data));
+  drop_window(pair.a, pair.target);
+}
+
+TEST_CASE("loopback GPU: a second device, host windows and a second window for a key are refused") {
+  Node node = open(gpu(""));
+  Memory memory(node, 64);
+  std::byte bytes[64];
+  const auto refused = [&](MemoryKind kind, int device, uint64_t key) {
+    return error_of([&] { node.domain->map_remote(key, {bytes, 64, kind, device}); });
+  };
+  CHECK(contains(refused(MemoryKind::kHost, -1, 5), "GPU memory"));
+  CHECK(contains(refused(MemoryKind::kCuda, 1, 5), "device 1"));
+  CHECK(contains(refused(MemoryKind::kCuda, 0, 0), "none"));
+  CHECK(refused(MemoryKind::kCuda, 0, 5).empty());
+  CHECK(contains(refused(MemoryKind::kCuda, 0, 5), "already"));
+  CHECK(contains(error_of([&] { node.domain->register_memory({bytes, 64, MemoryKind::kCuda, 1}); }),
+                 "device 0"));
+}
+
+// --- giving memory back ---
+
+TEST_CASE("loopback GPU: no copy reads a source that was given back, or writes a dropped window") {
+  for (const char* settings : kSettings) {
+    for (const bool drop_target : {false, true}) {
+      CAPTURE(drop_target);
+      constexpr size_t kBytes = 20'000;
+      Node a = open(gpu(settings)), b = open(gpu(settings));
+      const PeerId peer = a.connect(b);
+      Memory target(b, kBytes);
+      // One thread posts and polls, so that copies are under way while this one gives memory back.
+      std::atomic<bool> stop{false};
+      std::atomic<const WorkRequest*> next{nullptr};
+      std::atomic<size_t> num_done{0};
+      std::thread polling([&] {
+        Patience patience;
+        while (!stop.load()) {
+          if (const WorkRequest* request = next.exchange(nullptr))
+            for (int i = 0; i < 8; ++i) post_all(a, {&a, &b}, *request);
+          patience.polled(a.poll() + b.poll());
+          num_done.store(a.done.size());
+        }
+      });
+      for (size_t turn = 1; turn <= 30; ++turn) {
+        Memory source(a, kBytes);
+        fill(source.data, turn);
+        const auto request = make_write(turn, peer, source, 0, target, 0, kBytes);
+        next.store(&request);
+        while (num_done.load() < 8 * (turn - 1) + turn % 4) std::this_thread::yield();
+        while (next.load() != nullptr) std::this_thread::yield();
+        if (drop_target) {
+          target.unmap();
+          std::ranges::fill(target.data, std::byte{0});  // a copy under way would be a data race
+        } else {
+          source.unregister();
+          std::ranges::fill(source.data, std::byte{0});
+        }
+        while (num_done.load() < 8 * turn) std::this_thread::yield();
+        if (drop_target) CHECK(all_zero(target.data));
+      }
+      stop.store(true);
+      polling.join();
+    }
+  }
+}
+
+TEST_CASE("loopback GPU: disconnecting and dying do not wait for copies, the NIC's end does") {
+  const Driver driver;
+  const int broken_off = driver.fake.num_broken_off();
+  for (const char* settings : kSettings) {
+    for (const bool die : {false, true}) {
+      driver.fake.hold(true);
+      Pair pair(gpu(settings), 50'000);
+      fill(pair.source.data, 1);
+      for (uint64_t i = 0; i < 8; ++i) pair.post(with_imm(pair.write(i, i * 5000, 5000), 1));
+      settle({&pair.a, &pair.b}, 300);
+      CHECK(pair.a.done.empty());
+      if (die) {
+        dynamic_cast<provider::LoopbackControl&>(*pair.a.domain).kill();
+      } else {
+        pair.a.domain->disconnect(pair.peer);
+      }
+      CHECK(pump({&pair.a, &pair.b}, [&] { return pair.a.done.size() == 8; }));
+      CHECK(pair.a.num_failed() == 8);
+      CHECK(pair.a.domain->idle());
+      CHECK(pair.b.imms.empty());
+      driver.fake.hold(false);
+    }
+  }
+  CHECK(driver.fake.num_broken_off() == broken_off);
+}
+
+TEST_CASE("loopback GPU: a new connection is not disturbed by what an old one left") {
+  const Driver driver;
+  for (const char* settings : kSettings) {
+    Pair pair(gpu(settings), 60'000);
+    for (uint64_t turn = 0; turn < 40; ++turn) {
+      fill(pair.source.data.first(5000), turn);
+      const PeerId left = pair.peer;
+      pair.post(with_imm(pair.write(2 * turn, 5000, 50'000), 7));
+      if (turn % 2) pair.a.poll();
+      pair.a.domain->disconnect(left);
+      pair.peer = pair.a.connect(pair.b);
+      pair.post(with_imm(pair.write(2 * turn + 1, 0, 5000), 8));
+      CHECK(pair.pump_until_done(2 * (turn + 1)));
+      CHECK(pump({&pair.a, &pair.b}, [&] {
+        return std::ranges::count(pair.b.imms, 8) == static_cast<int64_t>(turn + 1);
+      }));
+      CHECK(pair.a.code(2 * turn + 1) == Code::kOk);
+      CHECK(holds(pair.target.data.first(5000), turn));
+    }
+  }
+}
+
+// --- a driver that fails ---
+
+TEST_CASE("loopback GPU: a copy that the driver refuses fails its write with the driver's number") {
+  const Driver driver;
+  for (const char* settings : kSettings) {
+    Pair pair(gpu(settings), 64 * 3000);
+    fill(pair.source.data, 1);
+    const auto post = [&](uint64_t first) {
+      for (uint64_t i = first; i < first + 20; ++i)
+        pair.post(with_imm(pair.write(i, i * 3000, 3000), static_cast<uint32_t>(i)));
+    };
+    post(0);
+    pair.a.poll();
+    driver.fake.fail_copies(719);  // some are under way, of others a part
+    post(20);
+    CHECK(pair.pump_until_done(40));
+    driver.fake.fail_copies(0);
+    for (uint64_t i = 20; i < 40; ++i)
+      CHECK(pair.a.status[i] == base::Status{Code::kTransport, 719});
+    const size_t num_good = 40 - pair.a.num_failed();
+    post(40);  // the slots are clean again
+    CHECK(pair.pump_until_done(60));
+    settle({&pair.a, &pair.b}, 500);
+    for (uint64_t i = 40; i < 60; ++i) CHECK(pair.a.code(i) == Code::kOk);
+    CHECK(pair.b.imms.size() == num_good + 20);
+    for (const uint32_t imm : pair.b.imms) CHECK(pair.a.code(imm) == Code::kOk);
+  }
+}
+
+TEST_CASE("loopback GPU: a device that fails fails all that is under way and all that comes") {
+  const Driver driver;
+  for (const char* settings : kSettings) {
+    Pair pair(gpu(settings), 64 * 3000);
+    driver.fake.hold(true);
+    for (uint32_t i = 0; i < 20; ++i) pair.post(with_imm(pair.write(i, i * 3000, 3000), i));
+    settle({&pair.a, &pair.b}, 50);
+    driver.fake.fail_queries(700);
+    CHECK(pair.pump_until_done(20));
+    driver.fake.fail_queries(0);
+    driver.fake.hold(false);
+    pair.post(with_imm(pair.write(20, 0, 3000), 20));
+    CHECK(pair.pump_until_done(21));
+    for (uint64_t i = 0; i <= 20; ++i)
+      CHECK(pair.a.status[i] == base::Status{Code::kTransport, 700});
+    pair.post(make_imm(21, pair.peer, 21));  // needs no copy
+    CHECK(pair.pump_until_seen(1));
+    CHECK(pair.b.imms == std::vector<uint32_t>{21});
+  }
+}
+
+// --- the link model ---
+
+TEST_CASE("loopback GPU: an immediate comes neither before its time nor before the copy is done") {
+  const Driver driver;
+  using std::chrono::microseconds;
+  Pair pair(gpu("gbps=8,latency_us=300"), 1'000'000);  // 1 byte per ns
+  const auto start = platform::Clock::now();
+  pair.post(with_imm(pair.write(0, 0, 1'000'000), 1));
+  CHECK(pair.pump_until_seen(1));
+  const auto arrived = platform::Clock::now() - start;
+  CHECK(pair.pump_until_done(1));
+  CHECK(arrived >= microseconds(1300));  // a bound from below cannot be flaky
+  CHECK(platform::Clock::now() - start >= microseconds(1600));  // and the way back
+
+  driver.fake.hold(true);
+  fill(pair.source.data, 2);
+  pair.post(with_imm(pair.write(1, 0, 1000), 2));
+  const auto end = platform::Clock::now() + microseconds(1000);
+  while (platform::Clock::now() < end) settle({&pair.a, &pair.b}, 1);
+  CHECK(pair.b.imms.size() == 1);
+  driver.fake.hold(false);
+  CHECK(pair.pump_until_seen(2));
+  CHECK(holds(pair.target.data.first(1000), 2));
+}
+
+// The link's time counts from the post, so what the copies take must not be added to it.
+TEST_CASE("loopback GPU: with a link model all copies begin at once and arrive at its rate") {
+  const Driver driver;
+  Pair pair(gpu("gbps=8"), 100'000);  // 100 us each
+  const uint64_t before = driver.fake.num_copies();
+  const auto start = platform::Clock::now();
+  for (uint32_t i = 0; i < 10; ++i) pair.post(with_imm(pair.write(i, 0, 100'000), i));
+  CHECK(driver.fake.num_copies() == before + 10);
+  CHECK(pair.pump_until_seen(10));
+  CHECK(platform::Clock::now() - start >= std::chrono::microseconds(1000));
+}
+
+}  // namespace
+}  // namespace moe_p2p::provider_test
