@@ -1,0 +1,193 @@
+"""CUDA graphs that hold dispatch and combine: captured once, replayed with changing inputs.
+
+Ranks are threads that share one GPU (gpu_ranks.py). Experts double their rows, which is exact, so
+results are those of the reference bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from cases import TOPK, Wanted, assert_received, expect, finish, make_tokens, on_cpu
+from gpu_ranks import DEVICE, HIDDEN_DIM, MAX_TOKENS, World, in_turn, make, meet, run, worlds
+from moe_p2p import AllToAll, Dispatched
+from moe_p2p.reference import Received, Tokens, Topology
+from ranks import Rank
+
+pytestmark = pytest.mark.gpu
+
+WORLDS = worlds((1, 1), (2, 2), (2, 1), (4, 2), (4, 4), (6, 2))
+
+
+def doubled(topology: Topology, rank: int, received: Received) -> Tensor:
+    return received.x.reshape(-1, received.x.shape[-1]) * 2
+
+
+def call(world: World, seed: int, max_tokens: int = MAX_TOKENS) -> Wanted:
+    """A call whose tensors have all rows, of which a number that changes counts."""
+
+    def tokens(rank: int) -> Tokens:
+        made = make_tokens(
+            seed,
+            rank,
+            max_tokens,
+            dtype=torch.bfloat16,
+            num_experts=world.num_experts,
+            hidden_dim=HIDDEN_DIM,
+        )
+        return replace(made, num_tokens=(5 * seed + 3 * rank) % (max_tokens + 1))
+
+    made = [tokens(rank) for rank in range(world.ranks)]
+    return expect(world.topology(), made, max_tokens=max_tokens, experts=doubled, layout="grouped")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Where a captured graph finds its inputs."""
+
+    x: Tensor
+    topk_idx: Tensor
+    topk_weights: Tensor
+    num_tokens: Tensor
+
+    @classmethod
+    def make(cls, max_tokens: int) -> Inputs:
+        return cls(
+            torch.zeros(max_tokens, HIDDEN_DIM, dtype=torch.bfloat16, device=DEVICE),
+            torch.full((max_tokens, TOPK), -1, dtype=torch.int64, device=DEVICE),
+            torch.zeros(max_tokens, TOPK, device=DEVICE),
+            torch.zeros(1, dtype=torch.int32, device=DEVICE),
+        )
+
+    def set(self, tokens: Tokens) -> None:
+        assert tokens.topk_weights is not None
+        self.x.copy_(tokens.x)
+        self.topk_idx.copy_(tokens.topk_idx)
+        self.topk_weights.copy_(tokens.topk_weights)
+        self.num_tokens.copy_(torch.tensor([tokens.count], dtype=torch.int32))
+
+    def arguments(self, max_tokens: int) -> dict[str, object]:
+        return {
+            "x": self.x,
+            "topk_idx": self.topk_idx,
+            "topk_weights": self.topk_weights,
+            "num_tokens": self.num_tokens,
+            "max_tokens": max_tokens,
+            "layout": "grouped",
+            "with_source": True,
+        }
+
+
+Result = tuple[Dispatched, Tensor]
+
+
+def capture(
+    rank: Rank, body: Callable[[], list[Result]]
+) -> tuple[torch.cuda.CUDAGraph, list[Result]]:
+    """body() once as it is, so that all it needs is loaded, then captured."""
+    body()
+    graph = torch.cuda.CUDAGraph()
+
+    def record() -> list[Result]:
+        stream = torch.cuda.current_stream()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            return body()
+
+    return graph, in_turn(rank, "capture", record)
+
+
+def replay(
+    rank: Rank,
+    comm: AllToAll,
+    body: Callable[[], list[Result]],
+    inputs: list[Inputs],
+    steps: list[list[Wanted]],
+) -> None:
+    """Every replay has other tokens, and results that are those of the reference."""
+    graph, results = capture(rank, body)
+    for step in steps:
+        for place, wanted in zip(inputs, step, strict=True):
+            place.set(wanted.tokens[rank.rank])
+        graph.replay()
+        finish(comm)
+        for (got, out), wanted in zip(results, step, strict=True):
+            assert_received(on_cpu(got), wanted.received[rank.rank])
+            assert torch.equal(out.cpu(), wanted.out[rank.rank])
+    meet(rank, "replayed")
+
+
+def pair(rank: Rank, world: World, steps: list[list[Wanted]], max_tokens: int) -> None:
+    with make(rank, world, chunk_tokens=MAX_TOKENS, max_tokens=max_tokens) as comm:
+        comm_inputs = Inputs.make(max_tokens)
+
+        def body() -> list[Result]:
+            got = comm.dispatch(**comm_inputs.arguments(max_tokens))
+            return [(got, comm.combine(got.x * 2, got))]
+
+        prepare_bf16(rank, comm)
+        replay(rank, comm, body, [comm_inputs], steps)
+
+
+def prepare_bf16(rank: Rank, comm: AllToAll) -> None:
+    if comm._device is not None:
+        comm._device.prepare_dispatch(torch.bfloat16, quantize=False)
+        comm._device.prepare_combine(torch.bfloat16, torch.bfloat16)
+    meet(rank, "prepared")
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_captured_graph_follows_inputs_and_counts(world: World) -> None:
+    run(world, pair, [[call(world, seed)] for seed in range(20)], MAX_TOKENS)
+
+
+@pytest.mark.parametrize("world", worlds((2, 2), (4, 2)))
+def test_a_captured_call_of_several_chunks(world: World) -> None:
+    long = 3 * MAX_TOKENS + 1
+    run(world, pair, [[call(world, seed, long)] for seed in range(8)], long)
+
+
+def micro_batches(rank: Rank, world: World, steps: list[list[Wanted]], apart: bool) -> None:
+    """apart: the compute runs on a stream of its own."""
+    with make(rank, world) as comm:
+        inputs = [Inputs.make(MAX_TOKENS) for _ in range(2)]
+        weights = torch.eye(256, device=DEVICE)
+        side = torch.cuda.Stream() if apart else torch.cuda.current_stream()
+        computed: list[Tensor] = []
+
+        def compute() -> None:
+            main = torch.cuda.current_stream()
+            side.wait_stream(main)
+            with torch.cuda.stream(side):
+                computed.append(weights @ weights)
+
+        def body() -> list[Result]:
+            computed.clear()
+            sent = [comm.dispatch_send(**place.arguments(MAX_TOKENS)) for place in inputs]
+            compute()
+            got, combining = [], []
+            for pending in sent:
+                received = comm.dispatch_recv(pending)
+                got.append(received)
+                combining.append(comm.combine_send(received.x * 2, received))
+                compute()
+            outs = [comm.combine_recv(pending) for pending in combining]
+            torch.cuda.current_stream().wait_stream(side)
+            return list(zip(got, outs, strict=True))
+
+        in_turn(rank, "product", compute)  # cuBLAS allocates at its first call on a stream
+        torch.cuda.current_stream().wait_stream(side)
+        prepare_bf16(rank, comm)
+        replay(rank, comm, body, inputs, steps)
+        assert all(torch.equal(product.cpu(), torch.eye(256)) for product in computed)
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["same stream", "side stream"])
+@pytest.mark.parametrize("world", worlds((2, 2), (2, 1), (4, 2)))
+def test_two_micro_batches_in_flight_within_a_graph(world: World, apart: bool) -> None:
+    steps = [[call(world, 2 * seed + i) for i in range(2)] for seed in range(10)]
+    run(world, micro_batches, steps, apart)
