@@ -56,13 +56,16 @@ def _one_node(rows: list[GpuRow]) -> list[GpuRow]:
 
 
 def _latency(axis: Any, rows: list[GpuRow]) -> None:
+    with_floor = set()
     for i, (label, points) in enumerate(lines(_one_node(rows)).items()):
         points = sorted(points, key=lambda row: row.tokens)
         tokens = [row.tokens for row in points]
         axis.plot(tokens, [row.spread.p50_us for row in points], "o-", color=f"C{i}", label=label)
-        if points[0].system == "moe_p2p" and all(row.floor_us for row in points):
+        ranks = points[0].ranks
+        if ranks not in with_floor and all(row.floor_us for row in points):
             floors = [row.floor_us for row in points]
-            axis.plot(tokens, floors, ":", color=f"C{i}", label=f"floor EP{points[0].ranks}")
+            axis.plot(tokens, floors, ":", color=f"C{i}", label=f"floor EP{ranks}")
+            with_floor.add(ranks)
     axis.set(xlabel="tokens per rank", ylabel="pair p50, us", title="one node")
     _finish(axis, log=True)
 

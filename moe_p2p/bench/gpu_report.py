@@ -96,6 +96,8 @@ class GpuRow:
         """NVLink bytes over the time, as part of what a push alone reaches."""
         if not self.links.push_gbs or self.ranks_per_node < self.ranks or "layer" in self.what:
             return None
+        if self.system != "moe_p2p":
+            return None  # others send other bytes
         return self.nvlink_bytes / self.spread.p50_us / 1e3 / self.links.push_gbs * 100
 
     @property

@@ -78,7 +78,6 @@ ON_CUDA: dict[str, Any] = {
     "seconds": 0.5,
     "chunks": ("default", "T"),
     "sms": (0,),
-    "wait": "spin",
 }
 GBPS_OF_A_GPU = 400.0  # what the NICs of a GPU have together between emulated nodes, unless said
 _CUDA_ONLY = ("chunks", "sms", "layout", "flush", "layer", "ffn")
@@ -138,6 +137,8 @@ def _completed(base: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     emulated = base["device"] == "cuda" and base["ranks_per_node"] < base["ranks"]
     if emulated and not given.keys() & {"gbps", "seed"}:
         base["gbps"] = GBPS_OF_A_GPU / base["nics"]
+    if emulated and "wait" not in given:
+        base["wait"] = "spin"  # the proxies have work, and cores: a GPU comes with several
     return base
 
 
@@ -166,7 +167,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--gbps", type=float, help="link model: Gbit/s of one NIC, 0: memory speed (0; 400 / NICs)")
     add("--latency-us", type=float, help="link model: one way, microseconds (0)")
     add("--seed", type=int, help="not 0: the software NIC reorders what it may, from this seed")
-    add("--wait", choices=["sleep", "yield", "spin"], help="how ranks wait (sleep; spin)")
+    add(
+        "--wait",
+        choices=["sleep", "yield", "spin"],
+        help="how ranks wait (sleep; spin where NICs are)",
+    )
     add("--timeout-s", type=float, help="deadline of every wait, seconds (30)")
     add("--no-baseline", dest="baseline", action="store_const", const=False, help="leave it out")
     add("--json", metavar="FILE", help="rows as JSON (bench_out/bench.json; '' for none)")
