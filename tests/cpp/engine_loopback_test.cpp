@@ -1,9 +1,11 @@
 // Engine, proxy and the software NIC together: what the layers above rely on, in order and under the
 // adversary. The seed of a failing run is in the message.
+#include <algorithm>
 #include <numeric>
 #include <thread>
 
 #include "engine_pair.h"
+#include "fake_driver.h"
 #include "proxy/proxy_thread.h"
 
 namespace moe_p2p::test {
@@ -64,6 +66,48 @@ TEST_CASE("engine over loopback: every kind of request arrives, in order and reo
       std::ranges::fill(target.data, std::byte{0});
     }
     CHECK(to.imm_table().discarded() == 0);
+  }
+}
+
+// A buffer that passes for memory of GPU 0 (fake_driver.h).
+struct GpuBuffer {
+  GpuBuffer(TransferEngine& engine, size_t bytes)
+      : data(bytes), handle(engine.register_memory(span())) {}
+  provider::MemorySpan span() { return {data.data(), data.size(), provider::MemoryKind::kCuda, 0}; }
+  std::vector<std::byte> data;
+  const MemoryHandle* handle;
+};
+
+TEST_CASE("engine over loopback: GPU memory is written through every NIC's window, until it goes") {
+  FakeDriver::install();
+  for (const int seed : {0, 1, 2}) {
+    CAPTURE(seed);
+    const auto settings = base::concat("seed=", seed, ",ring_kib=64,channels=8");
+    TransferEngine from(loopback_options(settings, 3)), to(loopback_options(settings, 2));
+    proxy::ProxyThread first(from, {}), second(to, {});
+    GpuBuffer source(from, 50'000), target(to, 50'000);
+    std::ranges::copy(pattern(50'000), source.data.begin());
+    const auto descriptor = to.descriptor(target.handle);
+    for (uint64_t round = 1; round <= 3; ++round) {
+      const auto* region = from.resolve(descriptor);
+      Request write(Write{source.handle, 0, region, 0, 50'000, 1});
+      from.submit(write);
+      REQUIRE(write.wait(soon()));
+      CHECK(write.status().code == base::Code::kRemoteAccess);  // not mapped here
+
+      from.map_region(region, target.span());
+      const uint64_t before = to.imm_table().find_or_add(1)->count.load(std::memory_order_acquire);
+      from.submit(write);
+      REQUIRE(write.wait(soon()));
+      CHECK(write.status().ok());
+      REQUIRE(to.imm_table().find_or_add(1)->wait(before + 3, soon()));
+      CHECK(target.data == source.data);
+      CHECK_THROWS_AS(from.map_region(region, target.span()), base::Error);  // mapped already
+      from.disconnect(region->owner);  // drops the windows: the next round finds none
+      std::ranges::fill(target.data, std::byte{0});
+    }
+    to.unregister_memory(target.handle);
+    from.unregister_memory(source.handle);
   }
 }
 
