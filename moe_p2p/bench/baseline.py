@@ -14,6 +14,8 @@ Shapes: W ranks, T tokens, K top-k, P = T * K pairs, R rows at this rank's exper
 from __future__ import annotations
 
 import functools
+import importlib.util
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -34,7 +36,7 @@ class TorchAllToAll:
         self, options: Options, job: Job, *, group: dist.ProcessGroup | None = None
     ) -> None:
         self.group = group
-        self.quantize = options.quantize
+        self.quantize = quantizer(options.device) if options.quantize else None
         self.num_experts = job.topology.num_experts
         self.world_size = job.topology.world_size
         self.num_local = self.num_experts // self.world_size
@@ -73,8 +75,8 @@ class TorchAllToAll:
         extra = self.send_extra[:sent]
         extra[:, 0] = weights.flatten()[order]
         x = tokens.x
-        if self.quantize:
-            q, scales = quantize(x)
+        if self.quantize is not None:
+            q, scales = self.quantize(x)
             x = q.view(torch.uint8)
             extra[:, 1:] = scales[token]
         torch.index_select(x, 0, token, out=self.send_x[:sent])
@@ -123,6 +125,15 @@ class TorchAllToAll:
     ) -> Tensor:
         dist.all_to_all_single(out, rows, out_splits, row_splits, group=self.group)
         return out
+
+
+def quantizer(device: str) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """One kernel on GPUs where there is Triton; the same bits in plain torch elsewhere."""
+    if device == "cuda" and importlib.util.find_spec("triton") is not None:
+        from moe_p2p.kernels.triton.quantize import quantize as fused  # importing needs Triton
+
+        return fused
+    return quantize
 
 
 def _expert_major(counts: Tensor, total: int) -> Tensor:

@@ -59,6 +59,7 @@ def run(options: Options) -> Results:
         with bar(len(options.tokens), shown=rank == 0) as progress:
             for tokens in options.tokens:
                 world.measure(tokens, progress)
+                torch.cuda.empty_cache()  # regions do not come out of torch's memory
                 progress.update()
         probe.close()  # not after a failure: it waits for the others
         return Results(rows=world.rows, notes=world.notes)
