@@ -312,7 +312,7 @@ def row(what: str, p50_us: float, **changes: Any) -> GpuRow:
         "system": "moe_p2p", "what": what, "ranks": 4, "ranks_per_node": 4, "tokens": 128,
         "chunk_tokens": 128, "num_steps": 1, "num_sms": 0, "layout": "padded", "hidden": 7168,
         "topk": 8, "experts": 256, "dtype": "fp8", "routing": "uniform", "settings": "", "nics": 2,
-        "rounds": 10, "chain": 20, "nvlink_bytes": 6_000_000, "nic_bytes": 0, "wire_bytes": None,
+        "rounds": 10, "chain": 20, "flushed": False, "nvlink_bytes": 6_000_000, "nic_bytes": 0, "wire_bytes": None,
         "expected_wire_bytes": 0, "payload_wire_bytes": 0, "floor_us": 20.0, "links": LINKS,
         "machine": MACHINE, "correct": True,
         "spread": Spread(p50_us=p50_us, p90_us=p50_us, p99_us=p50_us + 1, min_us=p50_us),

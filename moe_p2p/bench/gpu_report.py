@@ -79,6 +79,7 @@ class GpuRow:
     nics: int
     rounds: int
     chain: int  # pairs between two events
+    flushed: bool  # caches, before each part that was measured apart
     spread: Spread
     nvlink_bytes: int  # that leave the busiest GPU inside its node
     nic_bytes: int  # that leave the NICs of the busiest GPU

@@ -201,6 +201,7 @@ class World:
                     nics=options.nics,
                     rounds=len(each.spans_us),
                     chain=each.chain,
+                    flushed=options.flush and each.what in ("dispatch", "combine"),
                     spread=Spread.of(each.spans_us),
                     nvlink_bytes=getattr(bounds.nvlink, phase),
                     nic_bytes=getattr(bounds.nic, phase),
