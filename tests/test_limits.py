@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cases import check_step, make, make_tokens, topology_of
-from moe_p2p import Engine, reference, reference_wire
+from moe_p2p import AllToAllConfig, Engine, device_kernels, errors, reference, reference_wire
 from ranks import Rank, run_threads
 
 EDGES = [
@@ -98,3 +98,42 @@ def test_bytes_on_the_wire_are_the_floor_plus_headers_to_the_byte(
     written, expected, floor = (sum(column) for column in zip(*counted, strict=True))
     assert written == expected
     assert floor < written
+
+
+MEMORY = [
+    pytest.param(8, 8, 64, id="8 GPUs of one node"),
+    pytest.param(64, 8, 450, id="8 nodes of 8"),
+]
+
+
+@pytest.mark.parametrize(("world_size", "local", "mib"), MEMORY)
+def test_a_gpu_gives_little_memory_for_the_main_job(world_size: int, local: int, mib: int) -> None:
+    config = AllToAllConfig(num_experts=256, hidden_dim=7168, topk=8, max_tokens=128)
+    plan = config.plan(world_size=world_size, ranks_per_node=local)
+    assert sum(plan.values()) <= mib << 20, plan
+
+
+def macros(num_sms: int | None = None, **fields: Any) -> dict[str, int]:
+    job: dict[str, Any] = {"num_experts": 256, "hidden_dim": 7168, "topk": 8, "max_tokens": 128}
+    shape = device_kernels.shape_macros(
+        AllToAllConfig(**job | fields), world_size=8, ranks_per_node=8
+    )
+    return device_kernels.dispatch_macros(shape, torch.bfloat16, quantize=True, num_sms=num_sms)
+
+
+def workers(made: dict[str, int]) -> tuple[int, int]:
+    return made["MOE_P2P_SEND_WORKERS"], made["MOE_P2P_BLOCK_THREADS"]
+
+
+def test_few_blocks_have_many_workers_as_far_as_shared_memory_goes() -> None:
+    assert workers(macros()) == workers(macros(num_sms=49)) == (1, 448)
+    assert workers(macros(num_sms=48)) == (8, 1024)
+    many = macros(num_sms=24, num_experts=8192)  # a count for each expert and worker
+    assert workers(many) == (4, 512)
+    assert many["MOE_P2P_SHARED_BYTES"] <= 200 << 10
+
+
+def test_a_shape_beyond_shared_memory_is_refused() -> None:
+    assert macros(num_experts=32768)["MOE_P2P_SHARED_BYTES"] <= 227 << 10
+    with pytest.raises(errors.InvalidArgumentError, match="shared memory"):
+        macros(max_tokens=1 << 20, chunk_tokens=1 << 20)

@@ -1,10 +1,11 @@
-"""moe_p2p.memory: pinned words and device memory shared by the ranks of a node."""
+"""moe_p2p.memory: device memory shared by ranks, and pages of the host that GPUs use."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import functools
+import mmap
 import os
 import time
 import uuid
@@ -18,63 +19,12 @@ import ranks
 from cases import memfd
 from moe_p2p import cuda_driver, errors, jit, memory
 
-WORD = ctypes.c_uint64
-
 
 def _barrier(rank: ranks.Rank, name: str) -> None:
     rank.store.add(name, 1)
     ends = time.monotonic() + ranks.DEADLINE_S
     while rank.store.add(name, 0) < rank.world_size:
         assert time.monotonic() < ends, f"{name}: not all ranks came"
-
-
-def _share_words(rank: ranks.Rank, key: str, device: int | None) -> memory.PinnedWords:
-    """One block of words of rank 0, opened by the others."""
-    words = memory.PinnedWords.create(device, 100) if rank.rank == 0 else None
-    received = memory.exchange_fds(
-        rank.rank,
-        rank.world_size,
-        key=key,
-        fds=[words.fd] if words else [],
-        deadline=time.monotonic() + 20,
-    )
-    if words is None:
-        words = memory.PinnedWords.open(received[0][0], 100, device)
-    for group in received:
-        for fd in group:
-            os.close(fd)
-    return words
-
-
-def _write_and_read_words(rank: ranks.Rank, key: str) -> list[int]:
-    with _share_words(rank, key, None) as words:
-        assert words.size == os.sysconf("SC_PAGE_SIZE")
-        values = (WORD * rank.world_size).from_address(words.host_address)
-        values[rank.rank] += 10 + rank.rank
-        _barrier(rank, "written")
-        return list(values)
-
-
-def test_processes_see_the_same_words() -> None:
-    key = f"test-{uuid.uuid4()}"
-    assert ranks.run_processes(3, _write_and_read_words, key) == [[10, 11, 12]] * 3
-
-
-def test_threads_see_the_same_words(key: str) -> None:
-    assert ranks.run_threads(3, _write_and_read_words, key) == [[10, 11, 12]] * 3
-
-
-def test_words_are_closed_once(key: str) -> None:
-    words = memory.PinnedWords.create(None, 8)
-    words.close()
-    words.close()
-
-
-def test_a_file_that_is_too_short_for_the_words_is_refused(key: str) -> None:
-    fd = memfd("short")
-    with pytest.raises(errors.InvalidArgumentError, match="has 5 bytes"):
-        memory.PinnedWords.open(fd, 8, None)
-    os.close(fd)
 
 
 OPENS = {  # of the driver's calls: what takes something, and what gives it back
@@ -126,15 +76,20 @@ class _FakeDriver:
 
 
 def _open_all(key: str) -> None:
+    deadline = time.monotonic() + 20
+    fd = memfd("device memory")
     with (
+        contextlib.closing(open(fd, "rb")),
         memory.share_node_memory(
-            0, 1, key=key, device=0, size_bytes=3, deadline=time.monotonic() + 20
+            0, 1, key=key, device=0, size_bytes=3, deadline=deadline
         ) as shared,
-        memory.PinnedWords.create(0, 8) as words,
-        memory.DeviceMemory.import_fd(words.fd, shared.own.size, 0) as peer,
+        memory.share_memory(shared.own, 0, 1, key=key, deadline=deadline) as windows,
+        memory.PinnedPages(0, 4096, 8192) as pages,
+        memory.DeviceMemory.import_fd(fd, shared.own.size, 0) as peer,
     ):
         assert (shared.own.size, shared.addresses) == (2 << 20, [1 << 40])
-        assert (words.device_address, peer.address) == (1 << 41, 1 << 40)
+        assert windows.addresses == shared.addresses
+        assert (pages.device_address, peer.address) == (1 << 41, 1 << 40)
 
 
 def test_what_was_done_is_undone_wherever_it_fails(
@@ -160,32 +115,23 @@ extern "C" __global__ void store_word(unsigned long long* words, int at, int fro
 """
 
 
-def _words_through_gpu(rank: ranks.Rank, key: str, source: str, num_devices: int) -> list[int]:
-    device = rank.rank % num_devices
-    function = jit.load(device, Path(source), "store_word", {})
-    with _share_words(rank, key, device) as words:
-        values = (WORD * (2 * rank.world_size)).from_address(words.host_address)
-        values[rank.rank] = rank.rank + 1
-        _barrier(rank, "written")
-        # The GPU of each rank reads the word of the next rank's host and answers beside it.
-        at = rank.world_size + rank.rank
-        kinds = (ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
-        arguments = (words.device_address, at, (rank.rank + 1) % rank.world_size)
-        with cuda_driver.primary_context(device):
-            shape = (1, 1, 1, 1, 1, 1)
-            cuda_driver.call("cuLaunchKernel", function, *shape, 0, 0, (arguments, kinds), 0)
-            cuda_driver.call("cuCtxSynchronize")
-        _barrier(rank, "answered")
-        return list(values)
-
-
 @pytest.mark.gpu
-def test_gpus_and_hosts_see_the_same_words(tmp_path: Path) -> None:
+def test_gpu_and_host_see_the_same_pages(tmp_path: Path) -> None:
     source = tmp_path / "store_word.cu"
     source.write_text(STORE_WORD)
-    key, devices = f"test-{uuid.uuid4()}", torch.cuda.device_count()
-    results = ranks.run_processes(2, _words_through_gpu, key, str(source), devices)
-    assert results == [[1, 2, 102, 101]] * 2
+    function = jit.load(0, source, "store_word", {})
+    with mmap.mmap(-1, mmap.PAGESIZE) as pages:
+        # The ctypes object goes away at once: while it lives, the mapping cannot be closed.
+        host = ctypes.addressof(ctypes.c_char.from_buffer(pages))
+        with memory.PinnedPages(0, host, mmap.PAGESIZE) as pinned:
+            pages[:8] = (7).to_bytes(8, "little")
+            kinds = (ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
+            with cuda_driver.primary_context(0):
+                shape = (1, 1, 1, 1, 1, 1)
+                arguments = ((pinned.device_address, 1, 0), kinds)
+                cuda_driver.call("cuLaunchKernel", function, *shape, 0, 0, arguments, 0)
+                cuda_driver.call("cuCtxSynchronize")
+            assert int.from_bytes(pages[8:16], "little") == 107
 
 
 def _copy_out(address: int, size: int) -> bytes:
@@ -258,14 +204,38 @@ def test_more_memory_than_there_is_is_refused() -> None:
         memory.DeviceMemory.allocate(0, 1 << 44)
 
 
+def _fabric_exchange(rank: ranks.Rank, data: bytes) -> list[bytes]:
+    rank.store.set(f"fabric {rank.rank}", data)
+    return [bytes(rank.store.get(f"fabric {other}")) for other in range(rank.world_size)]
+
+
+def _share_by_fabric(rank: ranks.Rank) -> list[bytes]:
+    """What each rank finds in the memory of the others."""
+    with memory.share_node_memory(
+        rank.rank,
+        rank.world_size,
+        key="unused",
+        device=0,
+        size_bytes=1 << 20,
+        deadline=time.monotonic() + 60,
+        exchange=functools.partial(_fabric_exchange, rank),
+    ) as shared:
+        with cuda_driver.primary_context(0):
+            cuda_driver.call("cuMemsetD8", shared.own.address, rank.rank + 1, 1)
+            cuda_driver.call("cuCtxSynchronize")
+            _barrier(rank, "written")
+            found = [_copy_out(address, 1) for address in shared.addresses]
+        _barrier(rank, "read")
+    return found
+
+
 @pytest.mark.gpu
 def test_fabric_handles_work_or_say_what_they_need() -> None:
     try:
-        own = memory.DeviceMemory.allocate(0, 1 << 20, fabric=True)
+        memory.DeviceMemory.allocate(0, 1 << 20, fabric=True).close()
     except errors.UnavailableError as error:
-        text = str(error)
+        refused = str(error)
     else:
-        with own, memory.DeviceMemory.import_fabric(own.export_fabric(), own.size, 0) as peer:
-            assert peer.address != own.address
-            return
-    assert "share by file descriptor" in text
+        assert ranks.run_threads(2, _share_by_fabric) == [[b"\1", b"\2"]] * 2
+        return
+    assert "share by file descriptor" in refused
