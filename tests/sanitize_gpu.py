@@ -1,23 +1,18 @@
-"""A small case for compute-sanitizer: two ranks as threads on one GPU, on one node and on two.
+"""Small cases for compute-sanitizer: one rank alone, and two as threads on one GPU.
 
-    compute-sanitizer --error-exitcode 9 python tests/sanitize_gpu.py
-    compute-sanitizer --tool racecheck --kernel-regex kns=moe_p2p python tests/sanitize_gpu.py
+    PYTHONPATH=. compute-sanitizer --error-exitcode 9 python tests/sanitize_gpu.py
+    PYTHONPATH=. compute-sanitizer --tool racecheck --kernel-regex kns=moe_p2p \\
+        --error-exitcode 9 python tests/sanitize_gpu.py alone
 
-Exit code 0: right results and no error; 1: a wrong result; 9, as asked for: the tool found something.
-Not a test of the suite: kernels run many times slower under the tool.
-
-  --nodes N     only with both ranks on 1 node, or each on its own of 2
-  --timeout S   deadline of a wait; kernels of both ranks must run at the same time, which a tool
-                that runs one kernel after the other turns into a timeout
+Exit code 0: right results and no error; 1: a wrong result; 9, as asked for: the tool found
+something. Not a test of the suite: kernels run many times slower under the tool. Kernels of two
+ranks wait for each other; with a tool that lets only one run at a time they time out, and only
+"alone" can be checked.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
-from pathlib import Path
-
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
 import torch
 
@@ -37,8 +32,10 @@ def body(rank: Rank, world: World, wanted: list[Wanted], timeout_s: float) -> No
             run_step(comm, step, zero_padding=True)
 
 
-def check(num_nodes: int, timeout_s: float) -> None:
-    world = World(2, 2 // num_nodes)
+WORLDS = {"alone": World(1, 1), "node": World(2, 2), "nodes": World(2, 1)}
+
+
+def check(world: World, timeout_s: float) -> None:
     wanted = [
         call(world, 0),
         call(world, 2, quantize=True, layout="grouped", alignment=4),
@@ -47,16 +44,16 @@ def check(num_nodes: int, timeout_s: float) -> None:
         call(world, 0),
     ]
     run(world, body, wanted, timeout_s, deadline_s=60 + 20 * timeout_s)
-    print(f"{num_nodes} node(s): {len(wanted)} calls, results are those of the reference")
+    print(f"{world}: {len(wanted)} calls, results are those of the reference")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--nodes", type=int, choices=(1, 2))
-    parser.add_argument("--timeout", type=float, default=60.0)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("worlds", nargs="*", help=f"of {', '.join(WORLDS)}; none: all")
+    parser.add_argument("--timeout", type=float, default=60.0, help="seconds that a kernel waits")
     given = parser.parse_args()
-    for num_nodes in (given.nodes,) if given.nodes else (1, 2):
-        check(num_nodes, given.timeout)
+    for name in given.worlds or WORLDS:
+        check(WORLDS[name], given.timeout)
 
 
 if __name__ == "__main__":
