@@ -1,0 +1,308 @@
+// What the host decides about calls on a GPU: how many blocks, which steps, paired or solo. Launches are
+// recorded in place of the driver, so no kernel runs.
+#include "moe/device_kernels.h"
+
+#include <doctest/doctest.h>
+
+#include <cstring>
+#include <optional>
+
+#include "fake_driver.h"
+
+namespace moe_p2p::test {
+namespace {
+
+using namespace moe;
+using abi::DType;
+using base::Code;
+
+struct Launched {
+  unsigned num_blocks, num_threads, shared_bytes;
+  union {
+    abi::DispatchParams dispatch;
+    abi::CombineParams combine;
+  };
+};
+std::optional<Launched> launched;
+
+constexpr uint64_t kDispatchKernel = 1, kCombineKernel = 2;
+
+int record_launch(const void* config, void* kernel, void** params, void**) {
+  unsigned sizes[7];  // grid, block, shared bytes
+  std::memcpy(sizes, config, sizeof sizes);
+  Launched& l = launched.emplace();
+  l.num_blocks = sizes[0], l.num_threads = sizes[3], l.shared_bytes = sizes[6];
+  if (reinterpret_cast<uint64_t>(kernel) == kDispatchKernel)
+    std::memcpy(&l.dispatch, params[0], sizeof l.dispatch);
+  else
+    std::memcpy(&l.combine, params[0], sizeof l.combine);
+  return 0;
+}
+
+// The error of step(), and nothing launched.
+template <typename Step>
+Code refused(Step&& step) {
+  launched.reset();
+  try {
+    step();
+  } catch (const base::Error& error) {
+    CHECK(!launched);
+    return error.code();
+  }
+  return Code::kOk;
+}
+
+AllToAllOptions options() {
+  AllToAllOptions made;
+  made.rank = 1;
+  made.device = true;
+  return made;
+}
+
+// One rank of 2 nodes of 2, chunks of 8 tokens, calls of up to 40.
+class Rank {
+ public:
+  explicit Rank(int64_t steps_in_flight = 2, int num_sms = 0)
+      : plan_(make_plan({.world_size = 4,
+                         .ranks_per_node = 2,
+                         .num_experts = 8,
+                         .hidden_dim = 64,
+                         .topk = 2,
+                         .max_tokens = 40,
+                         .chunk_tokens = 8,
+                         .steps_in_flight = steps_in_flight,
+                         .expert_rank = {}})),
+        kernels_(plan_, options(),
+                 {.data = {64, 128}, .peer_data = {0, 0}, .fault = &fault_, .num_sms = num_sms}),
+        words_(static_cast<size_t>(abi::HandleLayout::make(plan_.shape, 40, 5).total)) {
+    FakeDriver::install();
+    driver_ = &platform::driver();
+    table_ = *driver_;
+    table_.launch = record_launch;
+    platform::set_driver_for_tests(&table_);
+    DeviceKernel kernel{.handle = kDispatchKernel,
+                        .num_threads = 448,
+                        .shared_bytes = 5000,
+                        .max_send_blocks = 100,
+                        .max_recv_blocks = 100,
+                        .max_resident_blocks = 24};
+    kernels_.set_dispatch(DType::kBFloat16, false, kernel);
+    kernel.handle = kCombineKernel;
+    kernels_.set_combine(DType::kBFloat16, DType::kBFloat16, kernel);
+  }
+  ~Rank() { platform::set_driver_for_tests(driver_); }
+
+  DispatchSend send(int64_t max_tokens, int which = 0, bool solo = false) {
+    DispatchSend call;
+    call.x_dtype = DType::kBFloat16;
+    call.num_rows = call.num_tokens = 3;
+    call.max_tokens = max_tokens;
+    call.solo = solo;
+    call.handle = handle(which);
+    return call;
+  }
+  DispatchRecv recv(int which = 0) {
+    DispatchRecv call;
+    call.handle = handle(which);
+    call.capacity = 40;
+    call.x_dtype = DType::kBFloat16;
+    return call;
+  }
+  CombineSend combine_send(int64_t max_tokens, int which = 0) {
+    return {.handle = handle(which),
+            .y_dtype = DType::kBFloat16,
+            .out_dtype = DType::kBFloat16,
+            .max_tokens = max_tokens};
+  }
+  CombineRecv combine_recv(int which = 0) {
+    return {.handle = handle(which), .out_dtype = DType::kBFloat16};
+  }
+  void dispatch(int64_t max_tokens, int which = 0, bool solo = false) {
+    const auto sent = send(max_tokens, which, solo);
+    const auto received = recv(which);
+    kernels_.dispatch(&sent, &received, nullptr);
+  }
+  void combine(int64_t max_tokens, int which = 0) {
+    const auto sent = combine_send(max_tokens, which);
+    const auto received = combine_recv(which);
+    kernels_.combine(&sent, &received, nullptr);
+  }
+  Handle handle(int which) {
+    return {words_.data() + which * 16, static_cast<int64_t>(words_.size()) - which * 16};
+  }
+
+  abi::Fault fault_{};
+  const Plan plan_;
+  DeviceKernels kernels_;
+
+ private:
+  std::vector<int32_t> words_;
+  const platform::DriverTable* driver_;
+  platform::DriverTable table_;
+};
+
+constexpr DeviceKernel kWide{.num_send_workers = 4,
+                             .num_recv_workers = 2,
+                             .max_send_blocks = 50,
+                             .max_recv_blocks = 60,
+                             .max_resident_blocks = 70};
+
+TEST_CASE("device grid: a worker for each item, as far as more blocks help") {
+  const abi::Grid few = choose_grid(kWide, {.send_items = 9, .recv_items = 3});
+  CHECK(few.num_send_blocks == 3);
+  CHECK(few.num_recv_blocks == 2);
+  const abi::Grid many = choose_grid(kWide, {.send_items = 1000, .recv_items = 1000});
+  CHECK(many.num_send_blocks == 50);
+  CHECK(many.num_recv_blocks == 60);
+  const abi::Grid half = choose_grid(kWide, {.recv_items = 1000});
+  CHECK(half.num_send_blocks == 0);
+  CHECK(half.num_recv_blocks == 60);
+}
+
+TEST_CASE("device grid: the whole of it stays within num_sms, and each half has a block") {
+  for (int num_sms = 1; num_sms < 130; ++num_sms)
+    for (int relay = 0; relay < 2; ++relay)
+      for (const int64_t send : {0, 5, 1000})
+        for (const int64_t recv : {0, 5, 1000}) {
+          CAPTURE(num_sms);
+          CAPTURE(relay);
+          CAPTURE(send);
+          CAPTURE(recv);
+          const abi::Grid grid = choose_grid(
+              kWide,
+              {.send_items = send, .recv_items = recv, .relay_blocks = relay, .num_sms = num_sms});
+          CHECK((grid.num_send_blocks > 0) == (send > 0));
+          CHECK((grid.num_recv_blocks > 0) == (recv > 0));
+          const int least = relay + (send > 0) + (recv > 0);
+          CHECK(relay + grid.num_send_blocks + grid.num_recv_blocks <= std::max(num_sms, least));
+        }
+  // What one half does not need, the other gets.
+  const abi::Grid grid = choose_grid(kWide, {.send_items = 5, .recv_items = 1000, .num_sms = 20});
+  CHECK(grid.num_send_blocks == 2);
+  CHECK(grid.num_recv_blocks == 18);
+}
+
+TEST_CASE("device grid: a call of several chunks fits on the device at once") {
+  const GridInput one{.send_items = 1000, .recv_items = 1000, .relay_blocks = 1};
+  GridInput several = one;
+  several.num_chunks = 2;
+  CHECK(choose_grid(kWide, one).num_send_blocks == 50);
+  const abi::Grid grid = choose_grid(kWide, several);
+  CHECK(1 + grid.num_send_blocks + grid.num_recv_blocks == 70);
+  CHECK(grid.num_send_blocks == 34);
+}
+
+TEST_CASE("device calls: one chunk is paired, with the handle's combine") {
+  Rank rank;
+  rank.dispatch(8);
+  CHECK(launched->dispatch.solo == 0);
+  CHECK(launched->dispatch.num_chunks == 1);
+  CHECK(launched->dispatch.grid.num_send_blocks == 4);  // three rows and the headers
+  CHECK(launched->dispatch.grid.num_recv_blocks == 32);
+  CHECK(launched->num_blocks == 1 + 4 + 32);  // one relays
+  CHECK(launched->num_threads == 448);
+  CHECK(launched->shared_bytes == 5000);
+  rank.combine(8);
+  CHECK(launched->combine.solo == 0);
+  rank.combine(8);  // of the same handle again: its step is closed
+  CHECK(launched->combine.solo == 1);
+}
+
+TEST_CASE("device calls: several chunks are solo, and so is their combine") {
+  Rank rank;
+  rank.dispatch(40);
+  CHECK(launched->dispatch.solo == 1);
+  CHECK(launched->dispatch.num_chunks == 5);
+  CHECK(launched->num_blocks == 24);
+  rank.combine(40);
+  CHECK(launched->combine.solo == 1);
+  CHECK(launched->num_blocks == 24);
+  for (int i = 0; i < 5; ++i) rank.dispatch(8, 0, true);  // nothing stays open
+  CHECK(launched->dispatch.solo == 1);
+}
+
+TEST_CASE("device calls: what would wait for a step that the caller holds is refused") {
+  Rank rank;
+  rank.dispatch(8, 0);
+  CHECK(refused([&] { rank.dispatch(40, 1); }) == Code::kInvalidArgument);
+  rank.dispatch(8, 1);
+  CHECK(refused([&] { rank.dispatch(8, 2); }) == Code::kInvalidArgument);
+  CHECK(refused([&] { rank.combine(8, 2); }) == Code::kInvalidArgument);  // solo
+  rank.kernels_.release(rank.handle(0), nullptr);
+  CHECK(launched->combine.empty == 1);
+  rank.combine(8, 1);
+  CHECK(launched->combine.solo == 0);
+  rank.dispatch(40, 2);
+  launched.reset();
+  rank.kernels_.release(rank.handle(2), nullptr);
+  CHECK(!launched);  // a solo dispatch holds nothing
+}
+
+TEST_CASE("device calls: halves are received once, and agree") {
+  Rank rank(4);
+  auto sent = rank.send(16);
+  auto received = rank.recv();
+  CHECK(refused([&] { rank.kernels_.dispatch(nullptr, &received, nullptr); }) ==
+        Code::kInvalidArgument);
+  rank.kernels_.dispatch(&sent, nullptr, nullptr);
+  CHECK(launched->dispatch.grid.num_recv_blocks == 0);
+  CHECK(refused([&] { rank.combine(16); }) == Code::kInvalidArgument);  // not received
+  received.x_dtype = DType::kFloat32;
+  CHECK(refused([&] { rank.kernels_.dispatch(nullptr, &received, nullptr); }) ==
+        Code::kInvalidArgument);
+  received.x_dtype = DType::kBFloat16;
+  rank.kernels_.dispatch(nullptr, &received, nullptr);
+  CHECK(launched->dispatch.solo == 1);
+  CHECK(launched->dispatch.num_chunks == 2);
+  CHECK(launched->dispatch.num_rows == 3);
+  CHECK(refused([&] { rank.kernels_.dispatch(nullptr, &received, nullptr); }) ==
+        Code::kInvalidArgument);
+
+  float scalars[2] = {};
+  auto partials = rank.combine_send(16);
+  partials.row_scalars = scalars;
+  auto sums = rank.combine_recv();
+  sums.out_scalars = scalars;
+  CHECK(refused([&] { rank.kernels_.combine(nullptr, &sums, nullptr); }) == Code::kInvalidArgument);
+  rank.kernels_.combine(&partials, nullptr, nullptr);
+  CHECK(launched->combine.with_scalars == 1);
+  rank.kernels_.combine(nullptr, &sums, nullptr);
+  CHECK(launched->combine.with_scalars == 1);
+  CHECK(launched->combine.solo == 1);
+  auto whole = rank.send(40);
+  CHECK(refused([&] { rank.kernels_.dispatch(&whole, nullptr, nullptr); }) ==
+        Code::kInvalidArgument);  // five chunks, four steps
+}
+
+TEST_CASE("device calls: types that were not compiled are refused") {
+  Rank rank;
+  auto sent = rank.send(8);
+  sent.quantize = true;
+  CHECK(refused([&] { rank.kernels_.dispatch(&sent, nullptr, nullptr); }) == Code::kUnavailable);
+  rank.dispatch(8);
+  auto partials = rank.combine_send(8);
+  partials.y_dtype = DType::kFloat32;
+  const auto sums = rank.combine_recv();
+  CHECK(refused([&] { rank.kernels_.combine(&partials, &sums, nullptr); }) == Code::kUnavailable);
+  rank.combine(8);
+  CHECK(launched->combine.solo == 0);  // the refused one has not closed the step
+}
+
+TEST_CASE(
+    "device calls: closing waits for the last step of each slot but combines that never came") {
+  Rank rank(3);
+  rank.dispatch(8, 0);
+  rank.combine(8, 0);
+  rank.dispatch(8, 1);
+  const auto last = rank.kernels_.last_steps(102);  // a graph was replayed a hundred times
+  REQUIRE(last.size() == 3);
+  CHECK(last[0].step.index == 101);
+  CHECK(last[0].step.slot == 101 % 3);
+  CHECK(!last[0].combine_sent);
+  CHECK(last[1].step.index == 100);
+  CHECK(last[1].combine_sent);
+  CHECK(rank.kernels_.last_steps(0).empty());
+}
+
+}  // namespace
+}  // namespace moe_p2p::test
