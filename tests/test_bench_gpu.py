@@ -245,6 +245,16 @@ class Meeting:
         pass
 
 
+def scaled_by(factor: int) -> Any:
+    """Experts of a layer."""
+
+    def experts(x: torch.Tensor, scales: torch.Tensor | None, _: torch.Tensor) -> torch.Tensor:
+        rows = x.float() if scales is None else reference.dequantize(x, scales)
+        return (rows.nan_to_num() * factor).bfloat16()
+
+    return experts
+
+
 def run_by_the_clock(given: Options) -> gpu_worker.Results:
     patch = pytest.MonkeyPatch()
     nothing: Any = lambda *_: None  # noqa: E731
@@ -263,6 +273,7 @@ def run_by_the_clock(given: Options) -> gpu_worker.Results:
         return lambda: [run() for _ in range(repeats)]
 
     patch.setattr(gpu_measure, "captured", unrolled)
+    patch.setattr(gpu_worker, "make_experts", lambda options, *_: scaled_by(options.ffn))
     return gpu_worker.run(given)
 
 
@@ -304,6 +315,38 @@ def test_a_run_over_nodes_counts_the_bytes(chunks: tuple[str, ...]) -> None:
     assert pairs[0].wire_bytes == pairs[0].expected_wire_bytes > 0
 
 
+def test_a_run_times_the_layer() -> None:
+    results = the_run(replace(TINY, layer=True, ffn=3, chunks=("T",)))
+    seen = {(row.system, row.what) for row in results.rows if row.what.startswith("layer")}
+    assert seen == {
+        ("moe_p2p", "layer eager"),
+        ("moe_p2p", "layer graph"),
+        ("torch", "layer eager"),
+    }
+    assert all(row.correct for row in results.rows)
+
+
+def test_layers_that_differ_are_told() -> None:
+    def layer(value: float) -> gpu_worker.Contestant:
+        calls = gpu_calls.Calls(
+            system=f"times {value}",
+            dispatch=lambda: None,
+            combine=lambda: None,
+            capturable=False,
+            layer=lambda: torch.full((4,), value),
+        )
+        return gpu_worker.Contestant(calls=calls, story=[])
+
+    found = [layer(1.0), layer(1.1), layer(float("nan")), layer(1.01)]
+    gpu_worker._compare_layers(found)
+    assert [one.story for one in found] == [
+        [],
+        ["times 1.1: layer is 0.089 of its length away"],
+        ["times nan: layer is nan of its length away"],
+        [],
+    ]
+
+
 # --- report ---
 
 
@@ -312,9 +355,9 @@ def row(what: str, p50_us: float, **changes: Any) -> GpuRow:
         "system": "moe_p2p", "what": what, "ranks": 4, "ranks_per_node": 4, "tokens": 128,
         "chunk_tokens": 128, "num_steps": 1, "num_sms": 0, "layout": "padded", "hidden": 7168,
         "topk": 8, "experts": 256, "dtype": "fp8", "routing": "uniform", "settings": "", "nics": 2,
-        "rounds": 10, "chain": 20, "flushed": False, "nvlink_bytes": 6_000_000, "nic_bytes": 0, "wire_bytes": None,
-        "expected_wire_bytes": 0, "payload_wire_bytes": 0, "floor_us": 20.0, "links": LINKS,
-        "machine": MACHINE, "correct": True,
+        "rounds": 10, "chain": 20, "flushed": False, "nvlink_bytes": 6_000_000, "nic_bytes": 0,
+        "wire_bytes": None, "expected_wire_bytes": 0, "payload_wire_bytes": 0, "floor_us": 20.0,
+        "links": LINKS, "machine": MACHINE, "correct": True,
         "spread": Spread(p50_us=p50_us, p90_us=p50_us, p99_us=p50_us + 1, min_us=p50_us),
     }  # fmt: skip
     return GpuRow(**(given | changes))

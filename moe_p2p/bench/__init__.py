@@ -15,6 +15,7 @@ On GPUs:
 
     gpu_worker  one rank: check, then measure;  gpu_measure: in which ways;  gpu_timing: by events
     gpu_calls   the package and the baseline on device tensors;  deep_ep: DeepEP, if it is there
+    gpu_layer   experts for the full layer
     probe       what the links do (kernels/probe.cu);  floors: what follows for the job
     gpu_report  rows as a table and JSON;  gpu_plot: as plots
 """

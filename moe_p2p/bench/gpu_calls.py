@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_p2p import Dispatched
+from moe_p2p.bench.gpu_layer import Experts
 from moe_p2p.bench.options import Options
 from moe_p2p.bench.systems import MoeP2p, System
 from moe_p2p.reference import Tokens
@@ -31,7 +32,7 @@ class Calls:
     num_steps: int = 1
     num_sms: int = 0  # that it was limited to; 0: not limited
     layout: str = "grouped"
-    layer: Callable[[], object] | None = None  # dispatch, experts and combine
+    layer: Callable[[], Tensor] | None = None  # dispatch, experts and combine
 
     def pair(self) -> None:
         self.dispatch()
@@ -59,7 +60,9 @@ def answer_like(x: Tensor, dtype: torch.dtype) -> Tensor:
     return row.expand(x.shape).contiguous()
 
 
-def package_calls(system: MoeP2p, options: Options, tokens: Tokens, *, num_sms: int) -> Calls:
+def package_calls(
+    system: MoeP2p, options: Options, tokens: Tokens, *, num_sms: int, experts: Experts | None
+) -> Calls:
     comm, layout = system.all_to_all, layout_of(options, tokens.x.shape[0])
     received: Dispatched | None = None
 
@@ -80,12 +83,18 @@ def package_calls(system: MoeP2p, options: Options, tokens: Tokens, *, num_sms: 
         assert received is not None
         return comm.combine(y, received)
 
+    def layer() -> Tensor:
+        assert experts is not None
+        got = dispatch()
+        return comm.combine(experts(got.x, got.scales, got.counts), got)
+
     combine()
     return Calls(
         system=system.name,
         dispatch=dispatch,
         combine=combine,
         capturable=True,
+        layer=None if experts is None else layer,
         chunk_tokens=comm.config.step_tokens,
         num_steps=system.num_steps,
         num_sms=num_sms,
@@ -93,7 +102,14 @@ def package_calls(system: MoeP2p, options: Options, tokens: Tokens, *, num_sms: 
     )
 
 
-def baseline_calls(system: System, options: Options, tokens: Tokens) -> Calls:
+def baseline_calls(
+    system: System, options: Options, tokens: Tokens, *, experts: Experts | None
+) -> Calls:
+    def layer() -> Tensor:
+        assert experts is not None
+        got = system.dispatch(tokens)
+        return system.combine(experts(got.x, got.scales, got.counts))
+
     y = answer_like(system.dispatch(tokens).x, options.x_dtype)
     system.combine(y)
     return Calls(
@@ -101,4 +117,5 @@ def baseline_calls(system: System, options: Options, tokens: Tokens) -> Calls:
         dispatch=lambda: system.dispatch(tokens),
         combine=lambda: system.combine(y),
         capturable=False,
+        layer=None if experts is None else layer,
     )

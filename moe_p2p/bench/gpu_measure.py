@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -36,14 +36,15 @@ def measure(
     timed += _apart(systems, align, seconds=seconds, flushed=flushed)
     layers = {c: c.layer for c in systems if c.layer is not None}
     timed += _chained("layer", layers, align, seconds=seconds, replayed=False)
-    for what, runs in (("pair", {c: c.pair for c in systems}), ("layer", layers)):
+    ways: dict[str, Mapping[Calls, Run]] = {"pair": {c: c.pair for c in systems}, "layer": layers}
+    for what, runs in ways.items():
         capturable = {c: run for c, run in runs.items() if c.capturable}
         timed += _chained(what, capturable, align, seconds=seconds, replayed=True)
     return timed
 
 
 def _chained(
-    what: str, runs: dict[Calls, Run], align: Align, *, seconds: float, replayed: bool
+    what: str, runs: Mapping[Calls, Run], align: Align, *, seconds: float, replayed: bool
 ) -> list[Timed]:
     """Period of runs one after the other, with nothing in between."""
     chains = {calls: chain_length(run, align) for calls, run in runs.items()}

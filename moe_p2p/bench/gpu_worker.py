@@ -20,6 +20,7 @@ from moe_p2p.bench.baseline import TorchAllToAll
 from moe_p2p.bench.cases import changing_counts, make_job
 from moe_p2p.bench.check import expect, verify, verify_whole
 from moe_p2p.bench.gpu_calls import Calls, baseline_calls, on_device, package_calls
+from moe_p2p.bench.gpu_layer import MAX_DIFFERENCE, difference, make_experts
 from moe_p2p.bench.gpu_measure import Timed, measure
 from moe_p2p.bench.gpu_report import GpuRow, Machine, Spread
 from moe_p2p.bench.gpu_timing import FLUSH_BYTES
@@ -88,6 +89,7 @@ class World:
             self.notes.append("no baselines: theirs would not pass the links between these nodes")
         if self.group is not None and (reason := deep_ep.missing()):
             self.notes.append(f"no DeepEP: {reason}")
+        self.experts = make_experts(options, self.job, rank) if options.layer else None
         self.flushed = (
             torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda") if options.flush else None
         )
@@ -98,6 +100,7 @@ class World:
         with ExitStack() as stack:
             progress.set_description(f"T {tokens}: against the reference")
             found = [*self._packages(options, mine, stack), *self._baselines(options, mine, stack)]
+            _compare_layers(found)
             progress.set_description(f"T {tokens}: timing")
             timed = measure(
                 [one.calls for one in found],
@@ -131,7 +134,7 @@ class World:
                 continue
             stack.callback(system.close)
             story = self._check(options, mine, system, exact=True)
-            calls = package_calls(system, options, mine, num_sms=num_sms)
+            calls = package_calls(system, options, mine, num_sms=num_sms, experts=self.experts)
             yield Contestant(calls=calls, story=story, wire_bytes=counted_bytes(system, calls))
 
     def _baselines(self, options: Options, mine: Tokens, stack: ExitStack) -> Iterator[Contestant]:
@@ -139,7 +142,8 @@ class World:
             return
         system = TorchAllToAll(options, self.job, group=self.group)
         story = self._check(options, mine, system, exact=False)
-        yield Contestant(calls=baseline_calls(system, options, mine), story=story)
+        calls = baseline_calls(system, options, mine, experts=self.experts)
+        yield Contestant(calls=calls, story=story)
         if deep_ep.missing() is None:
             for calls, story in deep_ep.systems(
                 options, self.job, mine, group=self.group, stack=stack, notes=self.notes
@@ -216,6 +220,15 @@ class World:
                 )
             )
         return rows
+
+
+def _compare_layers(found: list[Contestant]) -> None:
+    """All of them against the last one, the baseline where there is one."""
+    layers = [(one, one.calls.layer()) for one in found if one.calls.layer is not None]
+    for one, out in layers[:-1]:
+        apart = difference(out, layers[-1][1])
+        if not apart <= MAX_DIFFERENCE:  # NaN is apart
+            one.story.append(f"{one.calls.system}: layer is {apart:.3f} of its length away")
 
 
 def counted_bytes(system: MoeP2p, calls: Calls) -> int:
