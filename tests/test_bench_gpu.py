@@ -315,6 +315,12 @@ def test_a_run_over_nodes_counts_the_bytes(chunks: tuple[str, ...]) -> None:
     assert pairs[0].wire_bytes == pairs[0].expected_wire_bytes > 0
 
 
+def test_a_run_without_anything_to_measure_fails() -> None:
+    refused = replace(TINY, nics=99)  # by the configuration, on all ranks
+    with pytest.raises(launch.RanksFailedError, match="nics_per_rank is 99"):
+        the_run(refused)
+
+
 def test_a_run_times_the_layer() -> None:
     results = the_run(replace(TINY, layer=True, ffn=3, chunks=("T",)))
     seen = {(row.system, row.what) for row in results.rows if row.what.startswith("layer")}

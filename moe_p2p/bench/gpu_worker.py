@@ -99,7 +99,9 @@ class World:
         mine = on_device(self.job.tokens_of(TIMED_STEP, self.rank, tokens))
         with ExitStack() as stack:
             progress.set_description(f"T {tokens}: against the reference")
-            found = [*self._packages(options, mine, stack), *self._baselines(options, mine, stack)]
+            found = [*self._packages(options, mine, stack)]
+            errors.require(bool(found), f"nothing to measure: {'; '.join(self.notes)}")
+            found += self._baselines(options, mine, stack)
             _compare_layers(found)
             progress.set_description(f"T {tokens}: timing")
             timed = measure(
