@@ -1,0 +1,228 @@
+"""Matrix products of rows that are grouped by expert, in Triton: the kernels and their tiles.
+
+grouped_ops.py makes torch operators of them. Which expert a tile belongs to is found on the device,
+from the counts, by a fixed number of programs that take tiles in turn. So the host never waits, a
+launch can be captured in a graph, and room for more rows than came costs nothing.
+
+Shapes: R rows, E experts; A [R, K], B [E, K, N], C [R, N]. Expert e has the rows starts[e] up to
+starts[e] + counts[e]; other rows are neither read nor written.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from moe_p2p.kernels.triton.precision import dot, to_nearest
+from moe_p2p.kernels.triton.quantize import quantize_block
+
+_FEW_ROWS = 256  # room for so few rows per expert: reading weights is what takes the time
+
+
+class Tiles(NamedTuple):
+    """How a product is cut. Chosen for the shared memory and registers of sm_90 and sm_100."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+def choose_tiles(dtype: torch.dtype, rows_per_expert: int, *, gated: bool) -> Tiles:
+    """Tiles for operands of dtype. gated: two products share the tile of A.
+
+    Scales of fp8 weights belong to 128 x 128 of them, so a tile lies within one. A sum of
+    64 x 128 for each 128 threads takes 64 of their 255 registers, and so does a product that waits
+    for its scales; two sums and a product do not fit beside all else, and are spread over 256.
+    """
+    if dtype == torch.float32:  # without tensor cores, so that it is fp32: for tests and demos
+        return Tiles(32, 64, 32, num_warps=4, num_stages=2)
+    fp8 = dtype == torch.float8_e4m3fn
+    block_k = 128 if fp8 else 64
+    num_stages = 3 if gated else 4
+    if rows_per_expert <= _FEW_ROWS or (fp8 and gated):
+        return Tiles(64, 128, block_k, num_warps=8 if gated else 4, num_stages=num_stages)
+    return Tiles(128, 128, block_k, num_warps=8, num_stages=num_stages)
+
+
+def grad_tiles(dtype: torch.dtype) -> Tiles:
+    """Tiles for the gradient of a weight, [block_k, block_n] of it; block_m rows are added up."""
+    if dtype == torch.float32:
+        return Tiles(32, 32, 32, num_warps=4, num_stages=2)
+    return Tiles(64, 128, 128, num_warps=8, num_stages=3)
+
+
+@functools.cache
+def num_programs(device: torch.device) -> int:
+    """How many programs take tiles in turn: what the GPU runs at once (a few when interpreted)."""
+    if device.type != "cuda":
+        return 3
+    return 2 * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@triton.jit
+def _load(pointers, mask, EVEN: tl.constexpr):
+    """Without a mask where tiles fill the matrix, which saves registers."""
+    if EVEN:
+        loaded = tl.load(pointers)
+    else:
+        loaded = tl.load(pointers, mask=mask, other=0.0)
+    return loaded
+
+
+@triton.jit
+def _add_product(a, b, total, a_scale, b_scale_ptr):
+    """total + a @ b, the product times the scales of its blocks if there are any."""
+    if b_scale_ptr is None:
+        total = dot(a, b, total)
+    else:
+        product = tl.dot(a, b, out_dtype=tl.float32)
+        total += product * (a_scale * tl.load(b_scale_ptr))[:, None]
+    return total
+
+
+@triton.jit
+def grouped_gemm_kernel(
+    a_ptr,
+    a_scales_ptr,
+    b_ptr,
+    b_scales_ptr,
+    up_ptr,
+    up_scales_ptr,
+    c_ptr,
+    c_scales_ptr,
+    starts_ptr,
+    counts_ptr,
+    num_experts,
+    n,
+    k,
+    stride_be,
+    stride_bk,
+    stride_bn,
+    EXPERTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """C = A @ B[e], or silu(A @ B[e]) * (A @ up[e]) with `up`, for the rows of each expert e.
+
+    With scales (fp8) one per 128 values of a row of A and per 128 x 128 of B; with c_scales C is
+    written as fp8 with scales too. A tile of C has one expert; those of an expert that share their
+    columns of B are neighbours, so that B is read once.
+
+    Example: counts [3, 0, 70], BLOCK_M 64, N two tiles wide: tiles 0..1 are expert 0, tiles 2..5
+    expert 2, namely rows 0..63 and 64..69 of it by columns of the first block, then of the second.
+    """
+    experts = tl.arange(0, EXPERTS)
+    counts = tl.load(counts_ptr + experts, mask=experts < num_experts, other=0).to(tl.int32)
+    tiles = tl.cdiv(counts, BLOCK_M) * tl.cdiv(n, BLOCK_N)
+    ends = tl.cumsum(tiles, axis=0)
+    num_tiles = tl.sum(tiles, axis=0)
+    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        # --- which tile
+        expert = tl.sum((ends <= tile).to(tl.int32), axis=0)
+        in_expert = tile - tl.max(tl.where(ends <= tile, ends, 0), axis=0)
+        count = tl.load(counts_ptr + expert).to(tl.int32)
+        num_row_tiles = tl.cdiv(count, BLOCK_M)
+        column_tile = in_expert // num_row_tiles
+        first = (in_expert % num_row_tiles) * BLOCK_M
+        # 64 bits only where matrices begin: within a tile 32 are enough, and half the registers.
+        first_row = tl.load(starts_ptr + expert).to(tl.int64) + first
+        expert = expert.to(tl.int64)
+        stored = tl.arange(0, BLOCK_M) < count - first
+        # Rows past the last read the last again and are not stored.
+        row = tl.minimum(tl.arange(0, BLOCK_M), count - first - 1)
+        column = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+
+        # --- sums over K
+        inner = tl.arange(0, BLOCK_K)
+        num_blocks = tl.cdiv(k, BLOCK_K)
+        num_columns = tl.cdiv(n, BLOCK_N)
+        a_tile_ptr = a_ptr + first_row * k
+        b_tile_ptr = b_ptr + expert * stride_be
+        a_at = row[:, None] * k + inner[None, :]
+        b_at = inner[:, None] * stride_bk + column[None, :] * stride_bn
+        scale_at = expert * num_blocks * num_columns + column_tile
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        total_up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for block in range(num_blocks):
+            left = k - block * BLOCK_K
+            b_mask = (inner < left)[:, None] & (column < n)[None, :]
+            a = _load(a_tile_ptr + a_at, (inner < left)[None, :], EVEN)
+            a_scale = None
+            b_scale_ptr = None
+            up_scale_ptr = None
+            if b_scales_ptr is not None:
+                a_scale = tl.load(a_scales_ptr + first_row * num_blocks + row * num_blocks + block)
+                b_scale_ptr = b_scales_ptr + scale_at + block * num_columns
+            total = _add_product(
+                a, _load(b_tile_ptr + b_at, b_mask, EVEN), total, a_scale, b_scale_ptr
+            )
+            if up_ptr is not None:
+                if b_scales_ptr is not None:
+                    up_scale_ptr = up_scales_ptr + scale_at + block * num_columns
+                up = _load(up_ptr + expert * stride_be + b_at, b_mask, EVEN)
+                total_up = _add_product(a, up, total_up, a_scale, up_scale_ptr)
+            a_at += BLOCK_K
+            b_at += BLOCK_K * stride_bk
+
+        # --- out
+        if up_ptr is not None:
+            total = total * tl.sigmoid(total) * total_up
+        if c_scales_ptr is not None:
+            total, scale = quantize_block(total)  # BLOCK_N is 128: a row of the tile is a block
+            c_scale_at = first_row * num_columns + row * num_columns + column_tile
+            tl.store(c_scales_ptr + c_scale_at, scale, mask=stored)
+        else:
+            total = to_nearest(total, c_ptr.dtype.element_ty)
+        c_at = first_row * n + row[:, None] * n + column[None, :]
+        c_mask = stored[:, None] & (column < n)[None, :]
+        tl.store(c_ptr + c_at, total, mask=c_mask)
+
+
+@triton.jit
+def weight_grad_kernel(
+    a_ptr,
+    grad_ptr,
+    out_ptr,
+    starts_ptr,
+    counts_ptr,
+    n,
+    k,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """out[e] = A[rows of e].T @ grad[rows of e], one tile [BLOCK_K, BLOCK_N] of one expert.
+
+    Example: an expert without rows gets a gradient of zeros; with one, the outer product.
+    """
+    expert = tl.program_id(1)
+    num_columns = tl.cdiv(n, BLOCK_N)
+    inner = (tl.program_id(0) // num_columns) * BLOCK_K + tl.arange(0, BLOCK_K)
+    column = (tl.program_id(0) % num_columns) * BLOCK_N + tl.arange(0, BLOCK_N)
+    start = tl.load(starts_ptr + expert).to(tl.int64)
+    count = tl.load(counts_ptr + expert).to(tl.int32)
+    total = tl.zeros((BLOCK_K, BLOCK_N), tl.float32)
+    for first in range(0, count, BLOCK_M):
+        nth = first + tl.arange(0, BLOCK_M)
+        row = start + nth
+        mask = (nth < count)[:, None]
+        a = tl.load(
+            a_ptr + row[:, None] * k + inner[None, :], mask=mask & (inner < k)[None, :], other=0.0
+        )
+        grad = tl.load(
+            grad_ptr + row[:, None] * n + column[None, :],
+            mask=mask & (column < n)[None, :],
+            other=0.0,
+        )
+        total = dot(tl.trans(a), grad, total)
+    at = expert.to(tl.int64) * k * n + inner.to(tl.int64)[:, None] * n + column[None, :]
+    mask = (inner < k)[:, None] & (column < n)[None, :]
+    tl.store(out_ptr + at, to_nearest(total, out_ptr.dtype.element_ty), mask=mask)

@@ -1,0 +1,279 @@
+"""Matrix products of rows that are grouped by expert: torch operators over grouped_gemm.py.
+
+    y = grouped_gemm(x, weight, counts)                  # x [R, K], weight [E, K, N] -> [R, N]
+    h = grouped_swiglu(x, w_gate, w_up, counts)          # silu(x w_gate) * (x w_up), one kernel
+
+No host synchronisation: counts and offsets stay on the device. They work in CUDA graphs and under
+torch.compile, where each is one node. Importing this needs Triton; `import moe_p2p` does not.
+
+Shapes: R rows (of any expert), E experts, weights [E, K, N]. Rows are [R, K] or padded
+[E, capacity, K]. Expert e has counts[e] rows from offsets[e] on.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from moe_p2p import errors
+from moe_p2p.kernels.triton import grouped_gemm as kernels
+from moe_p2p.kernels.triton.quantize import num_scales
+
+_FP8 = torch.float8_e4m3fn
+
+
+class Fp8(NamedTuple):
+    """Values with one scale per 128 of a row, or per 128 x 128 of a weight."""
+
+    values: Tensor  # e4m3 [..., K] or [E, K, N]
+    scales: Tensor  # fp32 [..., ceil(K / 128)] or [E, ceil(K / 128), ceil(N / 128)]
+
+
+def grouped_gemm(
+    x: Tensor | Fp8,
+    weight: Tensor | Fp8,
+    counts: Tensor,
+    *,
+    offsets: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    zero_padding: bool = False,
+) -> Tensor:
+    """x @ weight[e] for the rows of each expert e, [..., N], summed in fp32.
+
+    x, weight: both bf16, fp16 or fp32, or both Fp8. Weights may be views, e.g. transposed.
+    counts: [E] int32 or int64 rows of each expert.
+    offsets: [E] or longer, first row of each. None: one after the other; padded: e * capacity.
+    out_dtype: None: that of x; bf16 for Fp8.
+    zero_padding: other rows become zero. Else they are undefined.
+
+    Differentiable in x and weight (not Fp8), for out_dtype None. Raises InvalidArgumentError when
+    shapes or types do not fit. Example: counts [2, 1] multiply rows 0 and 1 with weight[0], row 2
+    with weight[1].
+    """
+    rows, row_scales, weights, weight_scales = *_parts(x), *_parts(weight)
+    _check(rows, row_scales, weights, weight_scales, counts)
+    dtype = out_dtype or (torch.bfloat16 if rows.dtype == _FP8 else rows.dtype)
+    starts = _starts(rows, counts, offsets)
+    tensors = (rows.flatten(0, -2), row_scales, weights, weight_scales, starts, counts)
+    out: Tensor = _gemm(*tensors, dtype, zero_padding)
+    return out.unflatten(0, rows.shape[:-1])
+
+
+def grouped_swiglu(
+    x: Tensor | Fp8,
+    gate: Tensor | Fp8,
+    up: Tensor | Fp8,
+    counts: Tensor,
+    *,
+    offsets: Tensor | None = None,
+) -> Tensor | Fp8:
+    """silu(x @ gate[e]) * (x @ up[e]) for the rows of each expert e, [..., N], of the type of x.
+
+    All of one type; Fp8 in, Fp8 out, quantized from the fp32 sums. Other rows are undefined. No
+    gradient: to train, use grouped_gemm twice. Else as grouped_gemm.
+    """
+    rows, row_scales, gates, gate_scales = *_parts(x), *_parts(gate)
+    ups, up_scales = _parts(up)
+    for weights, scales in ((gates, gate_scales), (ups, up_scales)):
+        _check(rows, row_scales, weights, scales, counts)
+    errors.require(
+        gates.shape == ups.shape and gates.stride() == ups.stride(),
+        f"gate {tuple(gates.shape)} {gates.stride()} and up {tuple(ups.shape)} {ups.stride()} must "
+        "be of one shape and order in memory",
+    )
+    starts = _starts(rows, counts, offsets)
+    flat = rows.flatten(0, -2)
+    made = _swiglu(flat, row_scales, gates, gate_scales, ups, up_scales, starts, counts)
+    out, out_scales = (part.unflatten(0, rows.shape[:-1]) for part in made)
+    return out if row_scales is None else Fp8(out, out_scales)
+
+
+# --- operators -----------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("moe_p2p::grouped_gemm", mutates_args=())
+def _gemm(
+    x: Tensor,
+    x_scales: Tensor | None,
+    weight: Tensor,
+    weight_scales: Tensor | None,
+    starts: Tensor,
+    counts: Tensor,
+    out_dtype: torch.dtype,
+    zero_padding: bool,
+) -> Tensor:
+    make = x.new_zeros if zero_padding else x.new_empty
+    out = make((x.shape[0], weight.shape[2]), dtype=out_dtype)
+    _launch(x, x_scales, (weight, weight_scales), (None, None), (out, None), starts, counts)
+    return out
+
+
+@_gemm.register_fake
+def _gemm_like(x: Tensor, x_scales: Tensor | None, weight: Tensor, *args: Any) -> Tensor:
+    return x.new_empty((x.shape[0], weight.shape[2]), dtype=args[3])  # out_dtype
+
+
+@torch.library.custom_op("moe_p2p::grouped_swiglu", mutates_args=())
+def _swiglu(
+    x: Tensor,
+    x_scales: Tensor | None,
+    gate: Tensor,
+    gate_scales: Tensor | None,
+    up: Tensor,
+    up_scales: Tensor | None,
+    starts: Tensor,
+    counts: Tensor,
+) -> tuple[Tensor, Tensor]:
+    out, out_scales = _swiglu_like(x, x_scales, gate)
+    to = (out, None if x_scales is None else out_scales)
+    _launch(x, x_scales, (gate, gate_scales), (up, up_scales), to, starts, counts)
+    return out, out_scales
+
+
+@_swiglu.register_fake
+def _swiglu_like(
+    x: Tensor, x_scales: Tensor | None, gate: Tensor, *args: Any
+) -> tuple[Tensor, Tensor]:
+    num_rows, n = x.shape[0], gate.shape[2]
+    width = 0 if x_scales is None else num_scales(n)
+    return x.new_empty((num_rows, n)), x.new_empty((num_rows, width), dtype=torch.float32)
+
+
+@torch.library.custom_op("moe_p2p::grouped_weight_grad", mutates_args=())
+def _weight_grad(x: Tensor, grad: Tensor, starts: Tensor, counts: Tensor) -> Tensor:
+    out: Tensor = _weight_grad_like(x, grad, starts, counts)
+    num_experts, k, n = out.shape
+    if out.numel() == 0:
+        return out
+    tiles = kernels.grad_tiles(x.dtype)
+    grid = (triton.cdiv(k, tiles.block_k) * triton.cdiv(n, tiles.block_n), num_experts)
+    with torch.cuda.device_of(x):
+        kernels.weight_grad_kernel[grid](
+            x.contiguous(),
+            grad.contiguous(),
+            out,
+            starts,
+            counts,
+            n,
+            k,
+            BLOCK_M=tiles.block_m,
+            BLOCK_N=tiles.block_n,
+            BLOCK_K=tiles.block_k,
+            num_warps=tiles.num_warps,
+            num_stages=tiles.num_stages,
+        )
+    return out
+
+
+@_weight_grad.register_fake
+def _weight_grad_like(x: Tensor, grad: Tensor, starts: Tensor, counts: Tensor) -> Tensor:
+    return x.new_empty((counts.shape[0], x.shape[1], grad.shape[1]))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, x_scales, weight, _, starts, counts, out_dtype, ctx.zero_padding = inputs
+    needs_grad = x.requires_grad or weight.requires_grad
+    errors.require(
+        not needs_grad or (x_scales is None and out_dtype == x.dtype),
+        f"no gradient through a grouped_gemm of {x.dtype} to {out_dtype}: run it under "
+        "torch.no_grad(), or in bf16, fp16 or fp32 without out_dtype",
+    )
+    ctx.save_for_backward(x, weight, starts, counts)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, starts, counts = ctx.saved_tensors
+    need_x, _, need_weight = ctx.needs_input_grad[:3]
+    grad_x = grad_weight = None
+    if need_x:
+        back = weight.transpose(1, 2)
+        grad_x = _gemm(grad, None, back, None, starts, counts, x.dtype, ctx.zero_padding)
+    if need_weight:
+        grad_weight = _weight_grad(x, grad, starts, counts)
+    return grad_x, None, grad_weight, None, None, None, None, None
+
+
+_gemm.register_autograd(_backward, setup_context=_save)
+
+
+# --- parts ---------------------------------------------------------------------------------------
+
+
+def _parts(x: Tensor | Fp8) -> tuple[Tensor, Tensor | None]:
+    return (x, None) if isinstance(x, Tensor) else (x.values, x.scales)
+
+
+def _starts(x: Tensor, counts: Tensor, offsets: Tensor | None) -> Tensor:
+    """First row of each expert, [E] or longer."""
+    if offsets is not None:
+        return offsets.contiguous()
+    if x.dim() == 3:
+        return torch.arange(x.shape[0], device=x.device) * x.shape[1]
+    return counts.cumsum(0) - counts
+
+
+def _check(
+    x: Tensor, x_scales: Tensor | None, weight: Tensor, weight_scales: Tensor | None, counts: Tensor
+) -> None:
+    """Raises InvalidArgumentError when the shapes or types of one product do not fit."""
+    num_experts, k, n = weight.shape
+    fits = x.shape[-1] == k and counts.shape == (num_experts,)
+    fits = fits and (x.dim() == 2 or (x.dim() == 3 and x.shape[0] == num_experts))
+    errors.require(
+        fits,
+        f"x {tuple(x.shape)} and counts {tuple(counts.shape)} do not go with weights "
+        f"{tuple(weight.shape)}: must be [R, {k}] or [{num_experts}, capacity, {k}] and "
+        f"[{num_experts}]",
+    )
+    errors.require(x.dtype == weight.dtype, f"x is {x.dtype}, weights are {weight.dtype}")
+    if x.dtype != _FP8:
+        return
+    errors.require(
+        x_scales is not None
+        and weight_scales is not None
+        and x_scales.shape == (*x.shape[:-1], num_scales(k))
+        and weight_scales.shape == (num_experts, num_scales(k), num_scales(n)),
+        f"fp8 needs scales: [..., {num_scales(k)}] for x, "
+        f"[{num_experts}, {num_scales(k)}, {num_scales(n)}] for weights; pass Fp8(values, scales)",
+    )
+
+
+def _launch(
+    x: Tensor,
+    x_scales: Tensor | None,
+    weight: tuple[Tensor, Tensor | None],
+    up: tuple[Tensor | None, Tensor | None],
+    out: tuple[Tensor, Tensor | None],
+    starts: Tensor,
+    counts: Tensor,
+) -> None:
+    num_experts, k, n = weight[0].shape
+    if out[0].numel() == 0 or num_experts == 0:
+        return
+    gated = up[0] is not None
+    tiles = kernels.choose_tiles(x.dtype, x.shape[0] // num_experts, gated=gated)
+    with torch.cuda.device_of(x):
+        kernels.grouped_gemm_kernel[(kernels.num_programs(x.device),)](
+            x.contiguous(),
+            None if x_scales is None else x_scales.contiguous(),
+            weight[0],
+            weight[1],
+            *up,
+            *out,
+            starts,
+            counts.contiguous(),
+            num_experts,
+            n,
+            k,
+            *weight[0].stride(),
+            EXPERTS=triton.next_power_of_2(num_experts),
+            BLOCK_M=tiles.block_m,
+            BLOCK_N=tiles.block_n,
+            BLOCK_K=tiles.block_k,
+            EVEN=k % tiles.block_k == 0 and n % tiles.block_n == 0,
+            num_warps=tiles.num_warps,
+            num_stages=tiles.num_stages,
+        )

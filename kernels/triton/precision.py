@@ -1,0 +1,52 @@
+"""Rounding and products that are the same on the GPU and under Triton's interpreter.
+
+On the GPU these are a cast and a dot. The interpreter (TRITON_INTERPRET=1, as the tests on CPU run
+it) truncates to bf16, loses carries to the exponent of e4m3 and multiplies the bits of bf16 as
+integers. There, and only there, values are prepared so that what it does is exact.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def _drop_bits(x, DROPPED: tl.constexpr):
+    """fp32 x without its last mantissa bits. Example: 1.75 without 22 is 2.0, 1.25 is 1.0."""
+    bits = x.to(tl.uint32, bitcast=True)
+    odd = (bits >> DROPPED) & 1
+    bits = (bits + odd + ((1 << (DROPPED - 1)) - 1)) >> DROPPED << DROPPED
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _to_e4m3_values(x):
+    """The nearest values that e4m3 has. Example: 17 is 16, -0.001 is -0.0."""
+    # Below 2**-6 they are multiples of 2**-9, which is the last bit of fp32 near 24576.
+    small = (tl.abs(x) + 24576.0) - 24576.0
+    size = tl.where(tl.abs(x) < 0.015625, small, _drop_bits(tl.abs(x), 20))
+    sign = x.to(tl.uint32, bitcast=True) & 0x80000000
+    return (size.to(tl.uint32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def to_nearest(x, dtype: tl.constexpr):
+    """fp32 x as dtype; what is past the largest e4m3 was clamped. Example: 1.01 is bf16 1.0078."""
+    if _INTERPRETED:
+        if dtype == tl.bfloat16:
+            x = _drop_bits(x, 16)
+        elif dtype == tl.float8e4nv:
+            x = _to_e4m3_values(x)
+    return x.to(dtype)
+
+
+@triton.jit
+def dot(a, b, total):
+    """total + a @ b, in fp32; fp32 operands are not shortened to tf32."""
+    if _INTERPRETED and a.dtype == tl.bfloat16:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, total, input_precision="ieee")

@@ -1,0 +1,162 @@
+"""fp8 with block scales in Triton: rows as dispatch sends them, and back; weights in square blocks.
+
+For users who quantize outside of dispatch, for the example layer and for baselines. Same bits as
+moe_p2p/reference.py. Importing this needs Triton; `import moe_p2p` does not.
+
+Shapes: [..., H] rows of H values; E experts, K and N the sizes of a weight.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_p2p import errors
+from moe_p2p.kernels.triton.precision import to_nearest
+
+SCALE_BLOCK = 128  # values of a row that share a scale; weights: the side of a square
+FP8_MAX = 448.0  # largest finite float8_e4m3fn
+MIN_AMAX = 1e-4  # keeps the scale of an all-zero block finite and non-zero
+_FP8 = torch.float8_e4m3fn
+_BLOCK_ROWS = 16  # 16 x 128 values keep one warp group busy with 16-byte loads
+
+
+@triton.jit
+def quantize_block(x):
+    """fp32 [rows, 128] -> (e4m3 [rows, 128], fp32 scales [rows]).
+
+    Example: a row whose largest value is 2.0 has scale 0.004464, and 1.0 becomes 224.
+    """
+    # Divisions are rounded to nearest: Triton's `/` is not, and one bit off is another result.
+    amax = tl.maximum(tl.max(tl.abs(x), axis=1), 1e-4)
+    largest = tl.full(amax.shape, 448.0, tl.float32)
+    scaled = x * tl.div_rn(largest, amax)[:, None]
+    q = to_nearest(tl.minimum(tl.maximum(scaled, -448.0), 448.0), tl.float8e4nv)
+    return q, tl.div_rn(amax, largest)
+
+
+@triton.jit
+def _quantize_kernel(x_ptr, q_ptr, scales_ptr, count_ptr, num_rows, hidden_dim, ROWS: tl.constexpr):
+    """One tile [ROWS, 128]. Example: H = 200 has tiles of columns 0..127 and 128..199."""
+    if count_ptr is not None:
+        num_rows = tl.minimum(tl.load(count_ptr).to(tl.int32), num_rows)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * 128 + tl.arange(0, 128)
+    mask = (row < num_rows)[:, None] & (column < hidden_dim)[None, :]
+    at = row.to(tl.int64)[:, None] * hidden_dim + column[None, :]
+    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    q, scale = quantize_block(x)
+    tl.store(q_ptr + at, q, mask=mask)
+    scale_at = row.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    tl.store(scales_ptr + scale_at, scale, mask=row < num_rows)
+
+
+@triton.jit
+def _dequantize_kernel(
+    q_ptr, scales_ptr, x_ptr, count_ptr, num_rows, hidden_dim, ROWS: tl.constexpr
+):
+    """One tile [ROWS, 128]. Example: q = 224 with scale 0.004464 becomes 1.0."""
+    if count_ptr is not None:
+        num_rows = tl.minimum(tl.load(count_ptr).to(tl.int32), num_rows)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * 128 + tl.arange(0, 128)
+    mask = (row < num_rows)[:, None] & (column < hidden_dim)[None, :]
+    at = row.to(tl.int64)[:, None] * hidden_dim + column[None, :]
+    scale_at = row.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    scale = tl.load(scales_ptr + scale_at, mask=row < num_rows, other=0.0)
+    x = tl.load(q_ptr + at, mask=mask, other=0.0).to(tl.float32) * scale[:, None]
+    tl.store(x_ptr + at, to_nearest(x, x_ptr.dtype.element_ty), mask=mask)
+
+
+def num_scales(hidden_dim: int) -> int:
+    """Scales of a row of that many values."""
+    return -(-hidden_dim // SCALE_BLOCK)
+
+
+@torch.library.custom_op("moe_p2p::fp8_quantize", mutates_args=())
+def _quantize(x: Tensor, num_rows: Tensor | None) -> tuple[Tensor, Tensor]:
+    x = x.contiguous()
+    q, scales = _quantized_like(x, num_rows)
+    _launch(_quantize_kernel, x, (x, q, scales), num_rows)
+    return q, scales
+
+
+@_quantize.register_fake
+def _quantized_like(x: Tensor, num_rows: Tensor | None) -> tuple[Tensor, Tensor]:
+    scales = x.new_empty((*x.shape[:-1], num_scales(x.shape[-1])), dtype=torch.float32)
+    return x.new_empty(x.shape, dtype=_FP8), scales
+
+
+def quantize(x: Tensor, *, num_rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """e4m3 [..., H] and fp32 scales [..., ceil(H / 128)] of bf16, fp16 or fp32 x [..., H].
+
+    num_rows: one int on the device of x; rows of the result from there on are undefined. None: all.
+
+    amax = max(|x|, 1e-4) of 128 values, scale = amax / 448, q = e4m3(x * (448 / amax)), to nearest
+    even. x is finite. No gradient. Example: quantize(torch.ones(1, 256)) gives q = 448 everywhere
+    and scales [[1 / 448, 1 / 448]].
+    """
+    quantized: tuple[Tensor, Tensor] = _quantize(x.detach(), num_rows)
+    return quantized
+
+
+def dequantize(
+    q: Tensor,
+    scales: Tensor,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    num_rows: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """q * scales, [..., H] of dtype, from e4m3 [..., H] and scales [..., ceil(H / 128)].
+
+    num_rows: one int on the device of q; rows from there on are left as they are. None: all.
+    out: contiguous, to write into; its type is the one that counts. None: a new tensor.
+
+    Raises InvalidArgumentError when shapes do not fit.
+    """
+    want = (*q.shape[:-1], num_scales(q.shape[-1]))
+    errors.require(
+        scales.shape == want, f"scales is {tuple(scales.shape)}, must be {want} for this q"
+    )
+    if out is None:
+        out = q.new_empty(q.shape, dtype=dtype)
+    errors.require(
+        out.shape == q.shape and out.is_contiguous(),
+        f"out is {tuple(out.shape)}, must be {tuple(q.shape)} and contiguous",
+    )
+    _launch(_dequantize_kernel, q, (q.contiguous(), scales.contiguous(), out), num_rows)
+    return out
+
+
+def quantize_weights(weights: Tensor) -> tuple[Tensor, Tensor]:
+    """e4m3 [E, K, N] and fp32 scales [E, ceil(K / 128), ceil(N / 128)], one per 128 x 128 block.
+
+    Once per weight, so in plain torch. K is contiguous in the result (a view of [E, N, K]): the
+    tensor cores read fp8 in that order only.
+    """
+    num_experts, k, n = weights.shape
+    padded = weights.new_zeros(
+        num_experts, *(num_scales(side) * SCALE_BLOCK for side in (k, n)), dtype=torch.float32
+    )
+    padded[:, :k, :n] = weights.detach()
+    blocks = padded.unflatten(2, (-1, SCALE_BLOCK)).unflatten(1, (-1, SCALE_BLOCK))
+    amax = blocks.abs().amax(dim=(2, 4), keepdim=True).clamp_min(MIN_AMAX)
+    q = (blocks * (FP8_MAX / amax)).clamp(-FP8_MAX, FP8_MAX).flatten(3).flatten(1, 2)
+    q = q[:, :k, :n].transpose(1, 2).contiguous().to(_FP8)
+    return q.transpose(1, 2), (amax / FP8_MAX)[:, :, 0, :, 0].contiguous()
+
+
+def _launch(
+    kernel: triton.JITFunction, like: Tensor, tensors: tuple[Tensor, ...], num_rows: Tensor | None
+) -> None:
+    """Runs a kernel over tiles of `like` [..., H]."""
+    if like.numel() == 0:
+        return
+    hidden_dim = like.shape[-1]
+    rows = like.numel() // hidden_dim
+    grid = (triton.cdiv(rows, _BLOCK_ROWS), num_scales(hidden_dim))
+    with torch.cuda.device_of(like):
+        kernel[grid](*tensors, num_rows, rows, hidden_dim, ROWS=_BLOCK_ROWS)
