@@ -315,10 +315,15 @@ def test_a_run_over_nodes_counts_the_bytes(chunks: tuple[str, ...]) -> None:
     assert pairs[0].wire_bytes == pairs[0].expected_wire_bytes > 0
 
 
+def without_memory(given: Options) -> gpu_worker.Results:
+    pytest.MonkeyPatch().setattr(gpu_worker, "MEMORY_PART", 0)
+    return run_by_the_clock(given)
+
+
 def test_a_run_without_anything_to_measure_fails() -> None:
-    refused = replace(TINY, nics=99)  # by the configuration, on all ranks
-    with pytest.raises(launch.RanksFailedError, match="nics_per_rank is 99"):
-        the_run(refused)
+    said = "nothing to measure: .*T 6, chunk_tokens 6: left out, . MiB of regions"
+    with pytest.raises(launch.RanksFailedError, match=said):
+        launch.run_ranks(without_memory, TINY, num_ranks=2)
 
 
 def test_a_run_times_the_layer() -> None:
