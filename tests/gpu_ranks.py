@@ -1,9 +1,10 @@
 """Worlds of ranks on GPUs: several ranks as threads on one GPU, or one process per rank.
 
 Threads. Each rank has a stream of its own, and few thread blocks (`num_sms`), so that the blocks of
-all ranks, and of the kernels that wait behind them, are on the device together. A kernel waits for
-kernels that other threads launch, so no thread may be kept from launching. What keeps it, and why
-it does not happen here:
+all ranks are on the device together, and with them those of the kernels queued behind, which start
+early and wait in place: ranks x queued calls x num_sms stays below 132, one block for each
+multiprocessor of an H200. A kernel waits for kernels that other threads launch, so no thread may be
+kept from launching. What keeps it, and why it does not happen here:
 
 - Work of another rank ahead in the same hardware queue: there are more queues than streams.
 - Waiting for the whole device, which would wait for a kernel that waits for this thread: bodies
@@ -23,9 +24,12 @@ GPU gives each process a slice of time in turn: right, but slow, so with few ste
 from __future__ import annotations
 
 import functools
+import itertools
+import multiprocessing
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -36,7 +40,7 @@ import torch
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 import cases
-from moe_p2p import AllToAll
+from moe_p2p import AllToAll, AllToAllConfig, device_kernels, jit
 from moe_p2p.reference import Topology
 from ranks import Rank, run_processes, run_threads
 
@@ -77,9 +81,9 @@ def worlds(*shapes: tuple[int, int], devices: bool = False) -> list[Any]:
     return params
 
 
-def make(rank: Rank, world: World, **overrides: Any) -> AllToAll:
-    """A small communicator for any payload type; tests of one world share its kernels."""
-    config = {
+def fields_of(world: World, **overrides: Any) -> dict[str, Any]:
+    """Of a configuration for small calls of any payload type."""
+    fields = {
         "device": DEVICE,
         "num_experts": world.num_experts,
         "ranks_per_node": world.per_node,
@@ -87,10 +91,57 @@ def make(rank: Rank, world: World, **overrides: Any) -> AllToAll:
         "max_tokens": MAX_TOKENS,
         "combine_dtype": torch.float32,
         "extra_bytes": 64,
-        "num_sms": 8 if world.ranks <= 4 else 4,
+        "num_sms": 8 if world.ranks <= 2 else 4,
         "nics_per_rank": 2 if world.ranks <= 4 else 1,
     }
-    return cases.make(rank, **(config | overrides))
+    return fields | overrides
+
+
+def make(rank: Rank, world: World, **overrides: Any) -> AllToAll:
+    return cases.make(rank, **fields_of(world, **overrides))
+
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+PAYLOADS = [*itertools.product(FLOATS, (False, True)), (torch.float8_e4m3fn, False)]
+
+
+def compile_ahead(
+    shapes: Iterable[tuple[World, dict[str, Any]]],
+    payloads: Iterable[tuple[torch.dtype, bool]] = PAYLOADS,
+) -> None:
+    """Fills the cache with kernels of (world, overrides), on all CPUs; a rank compiles on one.
+
+    payloads: (type of x, quantize); sums are of the same types, quantized ones in bfloat16.
+    """
+    if DEVICE == "cpu":
+        return
+    arch = jit.arch_of(0)
+    sums = dict.fromkeys(torch.bfloat16 if x.itemsize == 1 or q else x for x, q in payloads)
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("forkserver")) as pool:
+        waiting = []
+        for world, overrides in shapes:
+            config = AllToAllConfig(**(cases.SMALL | fields_of(world, **overrides)))
+            waiting += [pool.submit(_compile, arch, world, config, x, q) for x, q in payloads]
+            waiting += [pool.submit(_compile, arch, world, config, y, None) for y in sums]
+        for done in waiting:
+            done.result()
+
+
+def _compile(
+    arch: str, world: World, config: AllToAllConfig, dtype: torch.dtype, quantize: bool | None
+) -> None:
+    """quantize: of a dispatch; None: a combine."""
+    shape = device_kernels.shape_macros(
+        config, world_size=world.ranks, ranks_per_node=world.per_node
+    )
+    if quantize is None:
+        macros = device_kernels.combine_macros(shape, dtype, dtype, num_sms=config.num_sms)
+        jit.compile_only("combine.cu", macros, arch)
+    else:
+        macros = device_kernels.dispatch_macros(
+            shape, dtype, quantize=quantize, num_sms=config.num_sms
+        )
+        jit.compile_only("dispatch.cu", macros, arch)
 
 
 def prepare(rank: Rank, comm: AllToAll, wanted: list[cases.Wanted], name: str = "prepared") -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from cases import TOPK, Wanted, expect, make_tokens, run_step
-from gpu_ranks import HIDDEN_DIM, MAX_TOKENS, World, make, prepare, run, worlds
+from gpu_ranks import HIDDEN_DIM, MAX_TOKENS, World, compile_ahead, make, prepare, run, worlds
 from moe_p2p import reference
 from moe_p2p.reference import Tokens
 from ranks import Rank
@@ -29,7 +29,27 @@ FEW_WORLDS = [(2, 2), (2, 1), (4, 2)]
 COUNTS = [
     [5, 3, 0, 12, 1, 7, 2, 9], [0] * 8, [12] * 8, [0, 0, 0, 1, 0, 0, 0, 0], [1] * 8,
 ]  # fmt: skip
+# Fields of the configuration that change what is compiled.
+SHAPES: dict[str, tuple[World, dict[str, Any]]] = {
+    "one expert for each token": (World(4, 2), {"topk": 1}),
+    "thirty-two experts for each token": (World(4, 2), {"topk": 32, "num_experts": 40}),
+    "all experts": (World(2, 1), {"topk": 8, "num_experts": 8}),
+    "a thousand experts": (World(4, 2), {"num_experts": 1024}),
+    "experts anywhere": (World(3, 1), {"num_experts": 7, "expert_rank": (2, 0, 0, 2, 0, 2, 0)}),
+    "experts anywhere on one node": (
+        World(4, 4),
+        {"num_experts": 9, "expert_rank": (3, 3, 1, 3, 0, 3, 1, 3, 0)},
+    ),
+    "rows of one line": (World(4, 2), {"hidden_dim": 16}),
+    "three steps in flight": (World(4, 2), {"steps_in_flight": 3}),
+}
 Change = Callable[[Tokens, int], Tokens]  # (tokens, rank) -> tokens
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    compile_ahead([(World(*shape), {}) for shape in ALL_WORLDS])
+    compile_ahead(SHAPES.values(), [(torch.float32, False), (torch.float32, True)])
 
 
 def call(world: World, seed: int, change: Change | None = None, **options: Any) -> Wanted:
@@ -142,22 +162,6 @@ def test_rows_of_seven_thousand_values(world: World) -> None:
     wanted = [call(world, step, **wide, quantize=step % 2 == 1) for step in range(4)]
     config = {"hidden_dim": 7168, "dtype": torch.bfloat16, "extra_bytes": 0}
     run(world, steps, wanted, config)
-
-
-# Fields of the configuration that change what is compiled.
-SHAPES: dict[str, tuple[World, dict[str, Any]]] = {
-    "one expert for each token": (World(4, 2), {"topk": 1}),
-    "thirty-two experts for each token": (World(4, 2), {"topk": 32, "num_experts": 40}),
-    "all experts": (World(2, 1), {"topk": 8, "num_experts": 8}),
-    "a thousand experts": (World(4, 2), {"num_experts": 1024}),
-    "experts anywhere": (World(3, 1), {"num_experts": 7, "expert_rank": (2, 0, 0, 2, 0, 2, 0)}),
-    "experts anywhere on one node": (
-        World(4, 4),
-        {"num_experts": 9, "expert_rank": (3, 3, 1, 3, 0, 3, 1, 3, 0)},
-    ),
-    "rows of one line": (World(4, 2), {"hidden_dim": 16}),
-    "three steps in flight": (World(4, 2), {"steps_in_flight": 3}),
-}
 
 
 @pytest.mark.parametrize("name", SHAPES)

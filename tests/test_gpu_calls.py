@@ -22,7 +22,7 @@ from cases import (
     on_device,
     run_step,
 )
-from gpu_ranks import World, make, prepare, run, worlds
+from gpu_ranks import World, compile_ahead, make, prepare, run, worlds
 from moe_p2p import AllToAll, Dispatched, InvalidArgumentError, reference
 from ranks import Rank
 from test_gpu import call, to_one_expert
@@ -30,18 +30,26 @@ from test_gpu import call, to_one_expert
 pytestmark = pytest.mark.gpu
 
 WORLDS = worlds((2, 2), (2, 1), (4, 2), (3, 3), (6, 2))
+CHUNKED_WORLDS = [(1, 1), (2, 2), (2, 1), (4, 2), (3, 3), (6, 2), (8, 4)]
 LONG = 27  # tokens of nine chunks
+CHUNKED = {"chunk_tokens": 3, "max_tokens": LONG}
 LONG_COUNTS = [27, 1, 14, 0, 8, 27, 3, 20]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    payloads = [(torch.float32, False), (torch.bfloat16, False), (torch.float32, True)]
+    compile_ahead([(World(*shape), CHUNKED) for shape in CHUNKED_WORLDS], payloads)
+
+
 def chunks(rank: Rank, world: World, wanted: list[Wanted]) -> None:
-    with make(rank, world, chunk_tokens=3, max_tokens=LONG) as comm:
+    with make(rank, world, **CHUNKED) as comm:
         prepare(rank, comm, wanted)
         for step in wanted:
             run_step(comm, step)
 
 
-@pytest.mark.parametrize("world", worlds((1, 1), (2, 2), (2, 1), (4, 2), (3, 3), (6, 2), (8, 4)))
+@pytest.mark.parametrize("world", worlds(*CHUNKED_WORLDS))
 def test_long_calls_run_in_chunks(world: World) -> None:
     wanted = [
         call(world, 0, max_tokens=LONG, counts=LONG_COUNTS),
@@ -111,7 +119,7 @@ def halves(rank: Rank, world: World, pairs: list[list[Wanted]]) -> None:
         run_step(comm, pairs[0][0])
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", worlds((2, 2), (2, 1), (4, 2), (3, 3)))  # eight calls queued
 @pytest.mark.parametrize("seed", [0, 5])
 def test_halves_of_two_steps_overlap(world: World, seed: int) -> None:
     options = {"layout": "grouped"} if seed else {}
