@@ -5,11 +5,16 @@ None all experts live in this process and the same mathematics runs without comm
 train. Gradients of an expert sum over the tokens of all ranks, as they do in one process; gradients
 of the router, like those of any replicated weight, are this rank's and the caller's to reduce.
 
+On a GPU the experts are Triton kernels (kernels/triton), in bf16, fp16 or, for inference, fp8:
+`quantize_experts`. The host waits for nothing, so a layer runs in CUDA graphs and torch.compile.
+
 Shapes: T tokens, H hidden size, F width of an expert, E experts, E_local of this rank, K top-k,
 R rows at this rank's experts.
 """
 
 from __future__ import annotations
+
+import functools
 
 import torch
 from torch import Tensor, nn
@@ -60,8 +65,14 @@ class Experts(nn.Module):
                 std = weight.shape[1] ** -0.5
                 nn.init.normal_(weight.data[i], std=std, generator=generator)
 
-    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """rows [R, H], counts [E_local] rows of each expert, one after the other -> [R, H]."""
+    def forward(self, rows: Tensor, counts: Tensor, offsets: Tensor | None = None) -> Tensor:
+        """rows [R, H], counts [E_local] rows of each expert, one after the other -> [R, H].
+
+        offsets: [E_local] or longer, first row of each expert; the CPU does without. Rows of no
+        expert become zero; on a GPU without autograd they are undefined.
+        """
+        if rows.is_cuda:
+            return self._with_kernels(rows, counts, offsets)
         sizes = counts.tolist()
         *mine, unused = torch.split(rows, [*sizes, rows.shape[0] - sum(sizes)])
         out = []
@@ -69,6 +80,61 @@ class Experts(nn.Module):
             gate = functional.silu(x @ self.w_gate[i].to(x.dtype))
             out.append((gate * (x @ self.w_up[i].to(x.dtype))) @ self.w_down[i].to(x.dtype))
         return torch.cat([*out, torch.zeros_like(unused)])
+
+    def _with_kernels(self, rows: Tensor, counts: Tensor, offsets: Tensor | None) -> Tensor:
+        """The same without waiting for counts, so that it can be captured in a graph."""
+        from moe_p2p.kernels.triton.grouped_ops import grouped_gemm, grouped_swiglu
+
+        starts = counts.cumsum(0) - counts if offsets is None else offsets
+        w_gate, w_up, w_down = (w.to(rows.dtype) for w in (self.w_gate, self.w_up, self.w_down))
+        if not torch.is_grad_enabled():
+            h = grouped_swiglu(rows, w_gate, w_up, counts, offsets=starts)
+            return grouped_gemm(h, w_down, counts, offsets=starts)
+        product = functools.partial(grouped_gemm, counts=counts, offsets=starts, zero_padding=True)
+        return product(functional.silu(product(rows, w_gate)) * product(rows, w_up), w_down)
+
+
+class Fp8Experts(nn.Module):
+    """The same experts with weights in fp8, one scale per 128 x 128 of them: inference on a GPU.
+
+    Rows are multiplied in fp8 as they come from dispatch, and so are those between the matrices.
+    """
+
+    w_gate: Tensor  # e4m3 [E_local, H, F], and fp32 scales [E_local, ceil(H / 128), ceil(F / 128)]
+    w_gate_scales: Tensor
+    w_up: Tensor
+    w_up_scales: Tensor
+    w_down: Tensor  # [E_local, F, H]
+    w_down_scales: Tensor
+
+    def __init__(self, experts: Experts) -> None:
+        from moe_p2p.kernels.triton.quantize import quantize_weights
+
+        super().__init__()
+        self.dtype = experts.w_down.dtype
+        for name in ("w_gate", "w_up", "w_down"):
+            weights, scales = quantize_weights(getattr(experts, name))
+            self.register_buffer(name, weights)
+            self.register_buffer(f"{name}_scales", scales)
+
+    def forward(
+        self,
+        rows: Tensor,
+        counts: Tensor,
+        offsets: Tensor | None = None,
+        *,
+        scales: Tensor | None = None,
+    ) -> Tensor:
+        """As Experts. scales: [R, ceil(H / 128)] of rows in fp8; None: quantizes the rows."""
+        from moe_p2p.kernels.triton.grouped_ops import Fp8, grouped_gemm, grouped_swiglu
+        from moe_p2p.kernels.triton.quantize import quantize
+
+        starts = counts.cumsum(0) - counts if offsets is None else offsets
+        x = Fp8(*quantize(rows)) if scales is None else Fp8(rows, scales)
+        gate, up = Fp8(self.w_gate, self.w_gate_scales), Fp8(self.w_up, self.w_up_scales)
+        h = grouped_swiglu(x, gate, up, counts, offsets=starts)
+        down = Fp8(self.w_down, self.w_down_scales)
+        return grouped_gemm(h, down, counts, offsets=starts, out_dtype=self.dtype)
 
 
 class MoELayer(nn.Module):
@@ -89,21 +155,38 @@ class MoELayer(nn.Module):
         self.all_to_all = all_to_all
         self.router = Router(hidden_dim, num_experts, topk=topk)
         mine = list(range(num_experts)) if all_to_all is None else local_experts(all_to_all)
-        self.experts = Experts(mine, hidden_dim, ffn_dim=ffn_dim, seed=seed)
+        self.experts: Experts | Fp8Experts = Experts(mine, hidden_dim, ffn_dim=ffn_dim, seed=seed)
+
+    def quantize_experts(self) -> MoELayer:
+        """Experts in fp8 from now on, and tokens to them: for inference, on a GPU.
+
+        The last step of making a layer: after weights are loaded, of their type and on the device.
+        """
+        if isinstance(self.experts, Experts):
+            self.experts = Fp8Experts(self.experts)
+        return self.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, H] of this rank -> [T, H]."""
-        topk_idx, topk_weights = self.router(x)
+        return self.apply_experts(x, *self.router(x))
+
+    def apply_experts(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
+        """forward with a routing, [T, K] each, that was made elsewhere."""
         if self.all_to_all is None:
             return self._one_process(x, topk_idx, topk_weights)
-        received = self.all_to_all.dispatch(x, topk_idx, topk_weights, layout="grouped")
-        y = self.experts(received.x, received.counts)
+        fp8 = isinstance(self.experts, Fp8Experts)
+        received = self.all_to_all.dispatch(
+            x, topk_idx, topk_weights, layout="grouped", quantize=fp8
+        )
+        scales = {"scales": received.scales} if fp8 else {}
+        y = self.experts(received.x, received.counts, received.offsets, **scales)
         return self.all_to_all.combine(y, received)
 
     def _one_process(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
         expert, order = topk_idx.flatten().sort(stable=True)  # (token, k) pairs, expert by expert
         token = order // topk_idx.shape[1]
-        counts = torch.bincount(expert, minlength=self.num_experts)
+        # Not bincount: on a GPU that waits for the largest value.
+        counts = expert.new_zeros(self.num_experts).scatter_add(0, expert, torch.ones_like(expert))
         y = self.experts(x[token], counts) * topk_weights.flatten()[order, None]
         out: Tensor = y.new_zeros(x.shape).index_add(0, token, y).to(x.dtype)
         return out

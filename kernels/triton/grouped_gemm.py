@@ -68,11 +68,7 @@ def num_programs(device: torch.device) -> int:
 @triton.jit
 def _load(pointers, mask, EVEN: tl.constexpr):
     """Without a mask where tiles fill the matrix, which saves registers."""
-    if EVEN:
-        loaded = tl.load(pointers)
-    else:
-        loaded = tl.load(pointers, mask=mask, other=0.0)
-    return loaded
+    return tl.load(pointers) if EVEN else tl.load(pointers, mask=mask, other=0.0)
 
 
 @triton.jit

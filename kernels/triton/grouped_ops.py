@@ -58,8 +58,8 @@ def grouped_gemm(
     dtype = out_dtype or (torch.bfloat16 if rows.dtype == _FP8 else rows.dtype)
     starts = _starts(rows, counts, offsets)
     tensors = (rows.flatten(0, -2), row_scales, weights, weight_scales, starts, counts)
-    out: Tensor = _gemm(*tensors, dtype, zero_padding)
-    return out.unflatten(0, rows.shape[:-1])
+    out: Tensor = _gemm(*tensors, dtype, zero_padding).unflatten(0, rows.shape[:-1])
+    return out
 
 
 def grouped_swiglu(
