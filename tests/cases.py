@@ -20,7 +20,7 @@ from ranks import Rank
 
 HIDDEN_DIM = 48
 TOPK = 3
-SMALL = {
+SMALL: dict[str, Any] = {
     "num_experts": 8,
     "hidden_dim": HIDDEN_DIM,
     "topk": TOPK,

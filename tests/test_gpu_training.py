@@ -98,7 +98,7 @@ def train(layer: MoELayer, ranks: list[int], device: str, reduce: Any) -> list[T
         with torch.no_grad():
             for parameter in layer.parameters():
                 if parameter.grad is not None:
-                    parameter -= 0.01 * parameter.grad
+                    parameter -= 0.001 * parameter.grad
         outs.append(out.detach().cpu())
     return outs
 
