@@ -31,12 +31,12 @@ def _permute_kernel(
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     source = tl.load(index_ptr + row).to(tl.int64)
     inside = (source >= 0) & (source < num_source_rows)
-    mask = column < hidden_dim
-    x = tl.load(x_ptr + source * hidden_dim + column, mask=mask & inside, other=0)
+    width = tl.where(inside, hidden_dim, 0)  # of the row to read
+    x = tl.load(x_ptr + source * hidden_dim + column, mask=column < width, other=0)
     if weights_ptr is not None:
         x = x.to(tl.float32) * tl.load(weights_ptr + row)
         x = to_nearest(x, out_ptr.dtype.element_ty)
-    tl.store(out_ptr + row * hidden_dim + column, x, mask=mask)
+    tl.store(out_ptr + row * hidden_dim + column, x, mask=column < hidden_dim)
 
 
 @triton.jit
@@ -56,19 +56,18 @@ def _unpermute_kernel(
     """
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    mask = column < hidden_dim
     total = tl.zeros((COLUMNS,), tl.float32)
     for k in range(TOPK):
         source = tl.load(index_ptr + token * TOPK + k).to(tl.int64)
         inside = (source >= 0) & (source < num_source_rows)
-        x = tl.load(rows_ptr + source * hidden_dim + column, mask=mask & inside, other=0)
+        width = tl.where(inside, hidden_dim, 0)
+        x = tl.load(rows_ptr + source * hidden_dim + column, mask=column < width, other=0)
         x = x.to(tl.float32)
         if weights_ptr is not None:
-            weight = tl.load(weights_ptr + token * TOPK + k)
-            x = tl.where(inside, x * weight, 0.0)
+            x *= tl.load(weights_ptr + token * TOPK + k, mask=inside, other=0.0)
         total += x
     total = to_nearest(total, out_ptr.dtype.element_ty)
-    tl.store(out_ptr + token * hidden_dim + column, total, mask=mask)
+    tl.store(out_ptr + token * hidden_dim + column, total, mask=column < hidden_dim)
 
 
 def permute_rows(
