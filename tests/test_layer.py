@@ -52,12 +52,13 @@ def inputs(rank: int, step: int) -> tuple[Tensor, Tensor]:
     return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
 
 
-def run_layer(layer: MoELayer, ranks: list[int]) -> Result:
+def run_layer(layer: MoELayer, ranks: list[int], *, device: str = "cpu") -> Result:
     """Forward and backward of all steps on the tokens of `ranks`, gradients summed over steps."""
     out, grad_x = [], []
     for step in range(len(COUNTS)):
         x, grad = (
-            torch.cat(parts) for parts in zip(*(inputs(r, step) for r in ranks), strict=True)
+            torch.cat(parts).to(device)
+            for parts in zip(*(inputs(r, step) for r in ranks), strict=True)
         )
         x.requires_grad_()
         y = layer(x)
@@ -144,3 +145,41 @@ def test_inference_in_bf16() -> None:
                 want = layer(inputs(rank, step)[0].to(torch.bfloat16))
             # Sums of values up to 2 rounded three times to 8 bits: 3 half steps of 2**-7.
             torch.testing.assert_close(results[rank][step], want, rtol=0.02, atol=0.03)
+
+
+# --- on a GPU: experts are Triton kernels --------------------------------------------------------
+
+
+def on_cpu(result: Result) -> Result:
+    parts = dataclasses.asdict(result).values()
+    return Result(*([t.cpu() for t in p] if isinstance(p, list) else p.cpu() for p in parts))
+
+
+@pytest.mark.gpu
+def test_gpu_equals_cpu_forward_and_backward() -> None:
+    want = run_layer(make_layer(None), list(range(WORLD)))
+    got = on_cpu(run_layer(make_layer(None).cuda(), list(range(WORLD)), device="cuda"))
+    for step in range(len(COUNTS)):
+        assert_close(got.out[step], want.out[step])
+        assert_close(got.grad_x[step], want.grad_x[step])
+    assert_close(got.grad_router, want.grad_router)
+    assert_close(got.grad_gate, want.grad_gate)
+    assert_close(got.grad_down, want.grad_down)
+
+
+@pytest.mark.gpu
+def test_gpu_layer_in_a_graph_and_compiled() -> None:
+    """Neither allows the host to look at what is on the device."""
+    layer = make_layer(None).cuda().bfloat16()
+    x = inputs(0, 0)[0].cuda().bfloat16()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        # index_add sums the K rows of a token in any order: a bit of bf16 may differ.
+        torch.testing.assert_close(compiled(x), layer(x), rtol=2**-7, atol=2**-9)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = layer(x)
+        for change in (0.5, -1.0):
+            x.mul_(change)
+            graph.replay()
+            torch.testing.assert_close(out, layer(x), rtol=2**-7, atol=2**-9)

@@ -186,3 +186,92 @@ def test_small_kernels_compile(dtype: torch.dtype, capability: int) -> None:
         assert "div.full" not in made.asm["ptx"]
         if "permute" in launch.kernel.fn.__name__:
             assert not re.search(r"\b(mul|add|fma\.rn)\.f32", made.asm["ptx"])
+
+
+# --- at the size of a real layer -----------------------------------------------------------------
+
+NUM_EXPERTS, HIDDEN_DIM, FFN_DIM, NUM_ROWS = 32, 7168, 2048, 8192
+
+
+def random_counts() -> Tensor:
+    """Rows of each expert, some without, in all at most NUM_ROWS."""
+    share = torch.rand(NUM_EXPERTS) * (torch.arange(NUM_EXPERTS) % 5 != 2)
+    return (share / share.sum() * (NUM_ROWS - 100)).to(torch.int32).cuda()
+
+
+def by_hand(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """fp32 [rows with an expert, N]."""
+    sizes = counts.tolist()
+    parts = torch.split(x[: sum(sizes)], sizes)
+    return torch.cat([part.float() @ w.float() for part, w in zip(parts, weight, strict=True)])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_of_a_real_layer(dtype: torch.dtype) -> None:
+    from moe_p2p.kernels.triton.grouped_ops import grouped_gemm
+
+    torch.manual_seed(2)
+    counts = random_counts()
+    x = torch.randn(NUM_ROWS, HIDDEN_DIM, device="cuda", dtype=dtype).requires_grad_()
+    weight = torch.randn(NUM_EXPERTS, HIDDEN_DIM, FFN_DIM, device="cuda", dtype=dtype)
+    weight = (weight * HIDDEN_DIM**-0.5).requires_grad_()
+    y = grouped_gemm(x, weight, counts, zero_padding=True)
+    want = by_hand(x, weight, counts)
+    # One rounding to 8 bits or more; fp32 sums of 7168 products of size 1 / 85 in another order.
+    torch.testing.assert_close(y[: len(want)].float(), want, rtol=2**-8, atol=1e-3)
+    assert not y[len(want) :].any()
+    grad = torch.randn_like(y)
+    got = torch.autograd.grad(y, (x, weight), grad)
+    want_x, want_weight = torch.autograd.grad(want, (x, weight), grad[: len(want)].float())
+    # Gradients of weights are sums of up to a thousand products of size 1.
+    torch.testing.assert_close(got[0].float(), want_x.float(), rtol=2**-7, atol=2e-3)
+    torch.testing.assert_close(got[1].float(), want_weight.float(), rtol=2**-7, atol=2e-2)
+
+
+@pytest.mark.gpu
+def test_fp8_of_a_real_layer() -> None:
+    from moe_p2p import reference
+    from moe_p2p.kernels.triton import quantize
+    from moe_p2p.kernels.triton.grouped_ops import Fp8, grouped_gemm
+
+    torch.manual_seed(2)
+    counts = random_counts()
+    plain = torch.randn(NUM_ROWS, HIDDEN_DIM).bfloat16() * torch.logspace(-6, 3, NUM_ROWS)[:, None]
+    x = Fp8(*quantize.quantize(plain.cuda()))
+    want_q, want_scales = reference.quantize(plain)
+    assert torch.equal(x.scales.cpu(), want_scales)
+    assert torch.equal(x.values.cpu().view(torch.uint8), want_q.view(torch.uint8))
+    del want_q, want_scales
+    x = Fp8(*quantize.quantize(torch.randn(NUM_ROWS, HIDDEN_DIM, device="cuda")))
+    weight = torch.randn(NUM_EXPERTS, HIDDEN_DIM, FFN_DIM, device="cuda") * HIDDEN_DIM**-0.5
+    weights = Fp8(*quantize.quantize_weights(weight))
+    scales = weights.scales.repeat_interleave(128, 1).repeat_interleave(128, 2)
+    want = by_hand(
+        quantize.dequantize(*x, dtype=torch.float32), weights.values.float() * scales, counts
+    )
+    got = grouped_gemm(x, weights, counts)[: len(want)]
+    # The tensor cores keep 14 bits or so of each of 56 sums of 128 products.
+    torch.testing.assert_close(got.float(), want, rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_captured_layer_takes_the_counts_of_each_replay(fp8: bool) -> None:
+    from moe_p2p.layer import Experts, Fp8Experts
+
+    torch.manual_seed(2)
+    plain = Experts(list(range(8)), 1024, ffn_dim=512, seed=1).cuda().bfloat16()
+    experts = Fp8Experts(plain) if fp8 else plain
+    rows = torch.randn(600, 1024, device="cuda", dtype=torch.bfloat16)
+    counts = torch.zeros(8, dtype=torch.int32, device="cuda")
+    with torch.no_grad():
+        experts(rows, counts)  # compiled before the capture
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = experts(rows, counts)
+        for sizes in ([600, 0, 0, 0, 0, 0, 0, 0], [1, 70, 0, 64, 128, 200, 0, 9], [0] * 8):
+            counts.copy_(torch.tensor(sizes))
+            graph.replay()
+            used = sum(sizes)
+            assert torch.equal(y[:used], experts(rows, counts)[:used])

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from moe_p2p import InvalidArgumentError, reference
+from moe_p2p import AllToAll, AllToAllConfig, InvalidArgumentError, reference
 from moe_p2p.layer import Experts, Fp8Experts, MoELayer
 
 triton = pytest.importorskip("triton")
@@ -334,12 +335,26 @@ def test_experts_are_one_graph() -> None:
     assert all(torch.equal(got, want) for got, want in zip(*gradients, strict=True))
 
 
-def test_fp8_layer_is_close_to_the_plain_one() -> None:
+@pytest.mark.parametrize("over", ["nothing", "dispatch and combine"])
+def test_fp8_layer_is_close_to_the_plain_one(over: str) -> None:
     layer = MoELayer(144, 6, topk=2, ffn_dim=72)
     x = rand(40, 144)
     with torch.no_grad():
         want = layer(x.cpu()).to(DEVICE)
-    got = layer.to(DEVICE).quantize_experts()(x)
+    layer.to(DEVICE).quantize_experts()
+    if over == "nothing":
+        got = layer(x)
+    else:
+        config = AllToAllConfig(
+            num_experts=6,
+            hidden_dim=144,
+            topk=2,
+            max_tokens=40,
+            dtype=torch.float32,
+            device=DEVICE,
+        )
+        with AllToAll(dist.HashStore(), config, rank=0, world_size=1) as layer.all_to_all:
+            got = layer(x).clone()
     assert not got.requires_grad
     # Four roundings of up to a 16th, uniform between that and nothing, in sums of many signs.
     distance = (got - want).norm() / want.norm()
