@@ -288,6 +288,8 @@ def test_what_does_not_fit_is_refused() -> None:
     fp8 = Fp8(*quantize.quantize(x)), Fp8(*quantize.quantize_weights(weight))
     with pytest.raises(InvalidArgumentError, match=r"do not go with weights \(2, 64, 40\)"):
         grouped_gemm(x, weight, ints(1, 2, 3))
+    with pytest.raises(InvalidArgumentError, match=r"offsets is \(1,\), must be \[2\] or longer"):
+        grouped_gemm(x, weight, ints(1, 2), offsets=ints(0))
     with pytest.raises(InvalidArgumentError, match=r"x is torch.float32, weights are"):
         grouped_gemm(x, weight.half(), ints(1, 2))
     with pytest.raises(InvalidArgumentError, match=r"fp8 needs scales"):

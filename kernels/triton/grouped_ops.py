@@ -203,12 +203,16 @@ _gemm.register_autograd(_backward, setup_context=_save)
 
 
 def _parts(x: Tensor | Fp8) -> tuple[Tensor, Tensor | None]:
-    return (x, None) if isinstance(x, Tensor) else (x.values, x.scales)
+    return (x, None) if isinstance(x, Tensor) else (x.values, x.scales.contiguous())
 
 
 def _starts(x: Tensor, counts: Tensor, offsets: Tensor | None) -> Tensor:
     """First row of each expert, [E] or longer."""
     if offsets is not None:
+        errors.require(
+            offsets.dim() == 1 and len(offsets) >= len(counts),
+            f"offsets is {tuple(offsets.shape)}, must be [{len(counts)}] or longer",
+        )
         return offsets.contiguous()
     if x.dim() == 3:
         return torch.arange(x.shape[0], device=x.device) * x.shape[1]
@@ -258,7 +262,7 @@ def _launch(
     with torch.cuda.device_of(x):
         kernels.grouped_gemm_kernel[(kernels.num_programs(x.device),)](
             x.contiguous(),
-            None if x_scales is None else x_scales.contiguous(),
+            x_scales,
             weight[0],
             weight[1],
             *up,
