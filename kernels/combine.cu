@@ -19,27 +19,30 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, MOE_P2P_BLOCKS_PER_S
   griddepcontrol_wait();
   const auto& meta = *reinterpret_cast<const HandleMeta*>(p.handle);
   const Role role = Role::of(p.grid);
-  if (meta.magic != HandleMeta::kMagic || meta.communicator != p.comm.communicator) {
-    raise_fault(p.comm, kBadHandle, Phase::kCombine, p.comm.rank, 0, p.comm.communicator,
-                meta.communicator);
-    return;
-  }
   const bool sends = p.grid.num_send_blocks > 0, receives = p.grid.num_recv_blocks > 0;
-  const bool opens = p.solo && sends;
-  const OpenedSteps steps = OpenedSteps::read(p.comm);
-  const u64 first = opens ? steps.first : p.solo ? solo_step(p) : meta.first_step;
-  if (role.relay) {
-    relay(p.comm, first, meta.num_chunks,
+  const bool opens = p.solo && sends && !p.empty;
+  const OpenedSteps steps = opens ? OpenedSteps::read(p.comm) : OpenedSteps{};
+  const bool valid = meta.magic == HandleMeta::kMagic && meta.communicator == p.comm.communicator &&
+                     meta.num_chunks == p.num_chunks &&
+                     (!receives || p.empty || meta.num_rows == p.num_rows);
+  const u64 first = opens ? steps.first : p.solo && !p.empty ? solo_step(p) : meta.first_step;
+  if (role.send >= 0 && !p.empty) {
+    combine_send(p, valid, first, role.send);
+  } else if (!valid) {
+    // Nothing in it can be believed.
+  } else if (role.relay) {
+    relay(p.comm, first, p.num_chunks,
           {.free = opens, .dispatch = opens || p.empty, .combine = receives});
-    if (opens && !receives && threadIdx.x == 0) solo_step(p) = first;
-  } else if (role.send >= 0 && p.empty) {
-    if (role.send == 0) send_release(p, first);
-  } else if (role.send >= 0) {
-    if (kOthers == 0 && opens && !receives && role.send == 0 && threadIdx.x == 0)
-      solo_step(p) = first;
-    combine_send(p, meta, first, role.send);
-  } else {
-    combine_recv(p, meta, first, role.recv);
+  } else if (role.send == 0) {
+    send_release(p, first);
+  } else if (role.recv >= 0) {
+    combine_recv(p, first, role.recv);
   }
-  if (opens) steps.close(p.comm, meta.num_chunks);
+  if (blockIdx.x == 0 && threadIdx.x == 0) {
+    if (!valid)
+      raise_fault(p.comm, kBadHandle, Phase::kCombine, p.comm.rank, 0, p.comm.communicator,
+                  meta.communicator);
+    if (opens && !receives && valid) solo_step(p) = first;
+  }
+  if (opens) steps.close(p.comm, p.num_chunks);
 }

@@ -88,22 +88,32 @@ __device__ inline void end_step(const CombineParams& p, const Self& self, u64 st
   }
 }
 
-__device__ inline void combine_recv(const CombineParams& p, const HandleMeta& meta, u64 first_step,
-                                    i32 block) {
+// Once all workers have read the sums of a step, block 0 may open the slot's next one.
+__device__ inline void say_sums_read(const CombineParams& p, const RecvWorker& worker, u64 step) {
+  auto* received = reinterpret_cast<u32*>(p.comm.state + kWords.received) + slot_of(step);
+  const auto last = static_cast<u32>(worker.count - 1);
+  worker.sync();
+  // Pairs with the wait in open_solo().
+  if (worker.thread == 0 && atom_inc_acq_rel_gpu_u32(received, last) == last)
+    st_release_gpu_u64(read_word(p.comm, step), step + 1);
+}
+
+__device__ inline void combine_recv(const CombineParams& p, u64 first_step, i32 block) {
   const Self self(p.comm);
-  const HandleArrays handle = HandleArrays::of(p.handle, meta.num_rows, meta.num_chunks);
+  const HandleArrays handle(p.handle, p.num_chunks);
   const RecvWorker worker = RecvWorker::of(block, p.grid.num_recv_blocks);
   auto& s = shared<CombineRecvShared>();
-  for (i32 chunk = 0; chunk < meta.num_chunks; ++chunk) {
+  for (i32 chunk = 0; chunk < p.num_chunks; ++chunk) {
     const u64 step = first_step + static_cast<u64>(chunk);
-    const bool last = chunk + 1 == meta.num_chunks;
-    const i32 end = p.empty  ? 0
-                    : last   ? meta.num_rows  // those past the last chunk become zero
-                             : min((chunk + 1) * kChunk, meta.num_rows);
+    const bool last = chunk + 1 == p.num_chunks;
+    const i32 end = p.empty ? 0
+                    : last  ? p.num_rows  // those past the last chunk become zero
+                            : min((chunk + 1) * kChunk, p.num_rows);
     for (i64 token = static_cast<i64>(chunk) * kChunk + worker.id; token < end;
          token += worker.count)
-      recv_token(p, self, worker, step, handle.send_slots + token * kColumns, token, s);
+      recv_token(p, self, worker, step, handle.send_slots(token), token, s);
     if (block == 0) end_step(p, self, step);
+    if (p.num_chunks > kSteps) say_sums_read(p, worker, step);
   }
 }
 

@@ -121,28 +121,32 @@ struct Adder {
   const CombineParams& p;
   const Self self;
   const HandleArrays handle;
+  const bool valid;  // the handle is one
   CombineSendShared& s;
 
   __device__ CombineHeader header_of(i32 chunk, i32 source) const {
-    return {static_cast<u32>(handle.slot_counts[chunk * kWorld + source]),
+    return {static_cast<u32>(handle.slot_count(chunk, source)),
             static_cast<u32>(kOutType) << kDTypeShift | (p.with_scalars ? kScalars : 0u), p.stride};
   }
 };
 
-// The rows and weights of items i, i + count, ...: of each slot those of this rank.
-__device__ inline void look_up(const Adder& a, const SendWorker& worker, i32 chunk, i32 i,
-                               i32 num_items) {
+// The rows and weights of items i, i + count, ...: of each slot those of this rank. All that lies in
+// the handle is asked for at once, wanted or not.
+__device__ inline void look_up(const Adder& a, const SendWorker& worker, i32 chunk, i32 i) {
   CombineScratch& w = a.s.worker[worker.place];
   const i32 lane = worker.thread % kLanes, place = worker.thread / kLanes;
   i += place * worker.count;
   const i32 source = (i + a.self.rank) % kWorld, index = i / kWorld;
-  bool mine = i < num_items && index < a.handle.slot_counts[chunk * kWorld + source];
+  const bool inside = index < kChunk;
+  const i32 count = a.handle.slot_count(chunk, source);
+  const i32 found = inside && lane < kTopk ? a.handle.rows_of(chunk, source, index)[lane] : -1;
+  const u64 ranks = kOthers > 0 && inside ? *a.handle.ranks_of(chunk, source, index) : 0;
+  bool mine = a.valid && inside && index < count;
   if (kOthers > 0 && mine && !a.self.same_node(source)) {
-    const u64 ranks = *a.handle.ranks_of(chunk, source, index);
     if (lane == 0) w.ranks[place] = ranks;
     mine = ranks >> a.self.local & 1;
   }
-  const i32 row = mine && lane < kTopk ? a.handle.rows_of(chunk, source, index)[lane] : -1;
+  const i32 row = mine ? found : -1;
   const u32 have = __ballot_sync(~0u, row >= 0);
   const u32 ours = kLanes == 32 ? ~0u : (1u << kLanes % 32) - 1;
   const u32 bits = have >> (worker.thread % 32 / kLanes * kLanes) & ours;
@@ -225,10 +229,10 @@ __device__ inline void combine_chunk(const Adder& a, const SendWorker& worker, u
   const i32 slot = slot_of(step);
   i32 most = 0;
   for (i32 source = 0; source < kWorld; ++source)
-    most = max(most, a.handle.slot_counts[chunk * kWorld + source]);
+    most = max(most, a.handle.slot_count(chunk, source));
   const i32 num_items = most * kWorld;
   for (i32 first = worker.id; first < num_items; first += worker.count * kBatch) {
-    look_up(a, worker, chunk, first, num_items);
+    if (first != worker.id) look_up(a, worker, chunk, first);  // combine_send() did the first
     worker.sync();
     for (i32 place = 0, i = first; place < kBatch && i < num_items; ++place, i += worker.count) {
       if (w.num_rows[place] < 0) continue;
@@ -251,12 +255,24 @@ __device__ inline void combine_chunk(const Adder& a, const SendWorker& worker, u
   }
 }
 
+// e + 1: a combine of several chunks has read the sums of step e.
+__device__ inline u64* read_word(const DeviceComm& comm, u64 step) {
+  return reinterpret_cast<u64*>(comm.state + kWords.read) + slot_of(step);
+}
+
 // A combine that opens steps of its own begins each with an empty dispatch, and with everybody's.
-// False: somebody's did not come.
-__device__ inline bool open_solo(const Adder& a, u64 step, i32 block) {
+// False: somebody's did not come. The first kSteps steps of a call use slots of earlier kernels.
+__device__ inline bool open_solo(const Adder& a, u64 step, i32 chunk, i32 block) {
   const DeviceComm& comm = a.p.comm;
   if (block == 0) {
-    if (!wait_free(comm, a.self, step)) return false;
+    const i32 thread = static_cast<i32>(threadIdx.x);
+    bool is_free = thread >= 32 || wait_free(comm, a.self, step, thread);
+    if (chunk >= kSteps && thread == 32) {
+      const u64 last = step - static_cast<u64>(kSteps);
+      is_free = wait_word(comm, read_word(comm, last), static_cast<u32>(last + 1),
+                          {Phase::kCombine, a.self.rank, last});
+    }
+    if (!__syncthreads_and(is_free)) return false;
     send_empty_dispatch(comm, a.self, step);
   }
   bool came = true;
@@ -275,29 +291,32 @@ __device__ inline bool open_solo(const Adder& a, u64 step, i32 block) {
 }
 
 // Release: whatever was dispatched has to be here before its source may send again.
-__device__ inline void send_release(const CombineParams& p, u64 step) {
+__device__ inline void send_release(const CombineParams& p, u64 first_step) {
   const Self self(p.comm);
-  bool came = true;
-  for (i32 source = static_cast<i32>(threadIdx.x); source < kWorld; source += kBlockThreads)
-    came = wait_dispatch(p.comm, self, step, source) && came;
-  if (__syncthreads_and(came))
+  for (u64 step = first_step; step < first_step + static_cast<u64>(p.num_chunks); ++step) {
+    bool came = true;
+    for (i32 source = static_cast<i32>(threadIdx.x); source < kWorld; source += kBlockThreads)
+      came = wait_dispatch(p.comm, self, step, source) && came;
+    if (!__syncthreads_and(came)) return;
     say_read(p.comm, self, step, static_cast<i32>(threadIdx.x), kBlockThreads, EmptyHeader{});
+  }
 }
 
-__device__ inline void combine_send(const CombineParams& p, const HandleMeta& meta, u64 first_step,
-                                    i32 block) {
-  const Adder a{p, Self(p.comm), HandleArrays::of(p.handle, meta.num_rows, meta.num_chunks),
+__device__ inline void combine_send(const CombineParams& p, bool valid, u64 first_step, i32 block) {
+  const Adder a{p, Self(p.comm), HandleArrays(p.handle, p.num_chunks), valid,
                 shared<CombineSendShared>()};
   const SendWorker worker = SendWorker::of(block, p.grid.num_send_blocks);
-  for (i32 chunk = 0; chunk < meta.num_chunks; ++chunk) {
+  for (i32 chunk = 0; chunk < p.num_chunks; ++chunk) {
     const u64 step = first_step + static_cast<u64>(chunk);
-    if (p.solo && !open_solo(a, step, block)) return;
+    look_up(a, worker, chunk, worker.id);
+    if (!valid || (p.solo && !open_solo(a, step, chunk, block))) return;
     // This rank has read all of the step's dispatch, tokens or not: whoever sent may use the slot
     // again (protocol.md, section 9).
     if (block == 0)
       say_read(p.comm, a.self, step, static_cast<i32>(threadIdx.x), kBlockThreads,
                [&](i32 source) { return a.header_of(chunk, source); });
     combine_chunk(a, worker, step, chunk);
+    worker.sync();  // the next chunk's first batch takes the place of this one's last
   }
 }
 

@@ -47,7 +47,7 @@ __device__ inline void read_headers(const Receiver& a, u64 step, i32 chunk) {
       }
     }
     a.s.num_slots[source] = slots;
-    if (a.tells) a.handle.slot_counts[chunk * kWorld + source] = max(slots, 0);
+    if (a.tells) a.handle.slot_count(chunk, source) = max(slots, 0);
   }
   __syncthreads();
 }
@@ -103,6 +103,7 @@ __device__ inline void place_rows(const Receiver& a, u64 step) {
   for (i32 i = thread; i < num_experts * kWorld; i += kBlockThreads)
     s.first_row[i / kWorld][i % kWorld] += s.start[i / kWorld];
   if (!a.tells) return;
+  if (num_experts == 0 && thread == 0) reinterpret_cast<i32*>(p.offsets)[0] = 0;
   for (i32 e = thread; e < num_experts; e += kBlockThreads) {
     const i64 end = static_cast<i64>(s.start[e]) + s.num_rows[e];
     if (end > (p.grouped ? p.capacity : (e + 1) * p.capacity))
@@ -120,8 +121,8 @@ __device__ inline void place_rows(const Receiver& a, u64 step) {
 __device__ inline void clear_padding(const Receiver& a, const RecvWorker& worker) {
   const DispatchParams& p = a.p;
   const i32 num_experts = p.comm.num_local_experts;
-  for (i32 e = 0; e < num_experts; ++e) {
-    const i64 begin = static_cast<i64>(a.s.start[e]) + a.s.num_rows[e];
+  for (i32 e = num_experts > 0 ? 0 : -1; e < num_experts; ++e) {  // -1: this rank owns none
+    const i64 begin = e < 0 ? 0 : static_cast<i64>(a.s.start[e]) + a.s.num_rows[e];
     const i64 end = !p.grouped            ? (e + 1) * p.capacity
                     : e + 1 < num_experts ? a.s.start[e + 1]
                                           : p.capacity;
@@ -141,8 +142,6 @@ __device__ inline void clear_padding(const Receiver& a, const RecvWorker& worker
       }
     }
   }
-  if (num_experts == 0 && p.grouped && worker.id == 0 && worker.thread == 0)
-    reinterpret_cast<i32*>(p.offsets)[0] = 0;
 }
 
 __device__ inline void copy_row(const RecvWorker& worker, char* to, const char* from, u64 bytes) {
@@ -216,6 +215,12 @@ __device__ inline void recv_slot(const Receiver& a, const RecvWorker& worker, u6
         payload[i] = ld_na_v4(from + kHeadBytes + at * 16);
   };
   load(0);
+  // So is a word of the scales for each thread, where that is all of them.
+  constexpr bool kScaleEarly = kScales <= RecvWorker::kThreads;
+  const bool scaled = kScaleEarly && p.parts.bytes[1] > 0 && worker.thread < kScales;
+  float scale = 0.0f;
+  if (scaled)
+    scale = reinterpret_cast<const float*>(from + p.parts.offset[1])[worker.thread];
   if (worker.thread < 32) find_rows(a, worker.thread, chunk, item, from, buffer, w);
   worker.sync();
   const i32 num_rows = w.num_rows[buffer];
@@ -231,7 +236,8 @@ __device__ inline void recv_slot(const Receiver& a, const RecvWorker& worker, u6
   }
   for (i32 r = 0; r < num_rows; ++r) {
     const auto row = static_cast<u64>(w.row[buffer][r]);
-    if (p.parts.bytes[1])
+    if (scaled) reinterpret_cast<float*>(p.out_scales)[row * kScales + worker.thread] = scale;
+    if (!kScaleEarly && p.parts.bytes[1])
       copy_words(worker, reinterpret_cast<char*>(p.out_scales) + row * p.parts.bytes[1],
                  from + p.parts.offset[1], p.parts.bytes[1]);
     for (i32 e = 0; e < p.num_extras; ++e)
@@ -306,7 +312,7 @@ __device__ inline void acknowledge(const Receiver& a, const RecvWorker& worker, 
 }
 
 __device__ inline void dispatch_recv(const DispatchParams& p, u64 first_step, i32 block) {
-  const Receiver a{p, Self(p.comm), HandleArrays::of(p.handle, p.num_rows, p.num_chunks),
+  const Receiver a{p, Self(p.comm), HandleArrays(p.handle, p.num_chunks),
                    block == 0, shared<RecvShared>()};
   const RecvWorker worker = RecvWorker::of(block, p.grid.num_recv_blocks);
   for (i32 chunk = 0; chunk < p.num_chunks; ++chunk) {

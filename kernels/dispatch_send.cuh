@@ -84,20 +84,33 @@ __device__ inline bool route_chunk(const Sender& a, u64 step, i32 chunk, bool te
   auto* has = &a.s.has[0][0];
   for (i32 i = thread; i < kColumns * kChunkWords; i += kBlockThreads) has[i] = 0;
   __syncthreads();
+  // The last warp looks whether the step's slot is free, the others at the routing table.
+  constexpr i32 kRouters = kBlockThreads - 32;
+  if (thread >= kRouters)
+    return __syncthreads_and(wait_free(a.p.comm, a.self, step, thread - kRouters));
   const i32 begin = chunk * kChunk;
-  const i32 count = min(max(a.num_tokens - begin, 0), kChunk);
-  for (i32 i = thread; i < count * kTopk; i += kBlockThreads) {
-    const i64 id = raw_expert(a.p, static_cast<i64>(begin) * kTopk + i);
-    const i32 token = i / kTopk;
-    if (id >= 0 && id < kExperts) {
-      const i32 column = column_of(a.self, owner_of(a.p.comm, static_cast<i32>(id)).rank);
-      atomicOr(&a.s.has[column][token / 32], 1u << (token % 32));
-    } else if (id != -1 && tell) {
-      raise_fault(a.p.comm, kBadExpert, Phase::kDispatch, a.self.rank, step,
-                  static_cast<u64>(begin + token), static_cast<u64>(id));
+  const i32 num_ids = min(max(a.num_tokens - begin, 0), kChunk) * kTopk;
+  constexpr i32 kAtOnce = 4;  // loads under way together
+  for (i32 first = thread; first < num_ids; first += kRouters * kAtOnce) {
+    i64 id[kAtOnce];
+#pragma unroll
+    for (i32 j = 0; j < kAtOnce; ++j)
+      if (const i32 i = first + j * kRouters; i < num_ids)
+        id[j] = raw_expert(a.p, static_cast<i64>(begin) * kTopk + i);
+#pragma unroll
+    for (i32 j = 0; j < kAtOnce; ++j) {
+      const i32 i = first + j * kRouters, token = i / kTopk;
+      if (i >= num_ids) continue;
+      if (id[j] >= 0 && id[j] < kExperts) {
+        const i32 column = column_of(a.self, owner_of(a.p.comm, static_cast<i32>(id[j])).rank);
+        atomicOr(&a.s.has[column][token / 32], 1u << (token % 32));
+      } else if (id[j] != -1 && tell) {
+        raise_fault(a.p.comm, kBadExpert, Phase::kDispatch, a.self.rank, step,
+                    static_cast<u64>(begin + token), static_cast<u64>(id[j]));
+      }
     }
   }
-  return wait_free(a.p.comm, a.self, step);
+  return __syncthreads_and(true);
 }
 
 // Adds the experts of tokens [from, to) of the call to `seen`.
@@ -176,19 +189,34 @@ __device__ inline void send_headers(const Sender& a, u64 step, i32 chunk) {
 struct Payload {
   using R = Rounds<SendWorker>;
   static constexpr i32 kVecs = R::kVecs;
+  static constexpr i32 kSources = kQuantize ? 16 / Values<kXType>::kCount : 1;  // vectors of x in one
+  // A thread with a single vector asks for its part of x before it has looked at the routing.
+  static constexpr bool kEarly = R::kPieces == 1 && kVecs == 1;
   Vec vec[kVecs];
+  Vec early[kEarly ? kSources : 1];
+
+  __device__ __forceinline__ static const char* row_of(const DispatchParams& p, i32 token) {
+    return reinterpret_cast<const char*>(p.x) +
+           static_cast<i64>(token) * kHidden * static_cast<i64>(item_bytes(kXType));
+  }
+  __device__ __forceinline__ static Vec read(const char* row, i32 where, i32 source) {
+    return where < kPayloadVecs ? ld_nc_v4(row + (where * kSources + source) * 16) : Vec{};
+  }
+  __device__ __forceinline__ void ask(const DispatchParams& p, const SendWorker& worker,
+                                      i32 token) {
+    if constexpr (kEarly)
+#pragma unroll
+      for (i32 j = 0; j < kSources; ++j) early[j] = read(row_of(p, token), worker.thread, j);
+  }
 
   __device__ __forceinline__ void load(const DispatchParams& p, const SendWorker& worker, i32 token,
                                        i32 piece, float* scales) {
-    const char* row = reinterpret_cast<const char*>(p.x) +
-                      static_cast<i64>(token) * kHidden * static_cast<i64>(item_bytes(kXType));
+    const char* row = row_of(p, token);
     if constexpr (!kQuantize) {
 #pragma unroll
       for (i32 i = 0; i < kVecs; ++i)
-        vec[i] = R::at(worker, piece, i) < kPayloadVecs ? ld_nc_v4(row + R::at(worker, piece, i) * 16)
-                                                     : Vec{};
+        vec[i] = kEarly ? early[0] : read(row, R::at(worker, piece, i), 0);
     } else {
-      constexpr i32 kPerVec = Values<kXType>::kCount, kSources = 16 / kPerVec;
       constexpr i32 kAtOnce = kVecs < 2 ? 1 : 2;  // vectors whose loads are under way together
 #pragma unroll
       for (i32 first = 0; first < kVecs; first += kAtOnce) {
@@ -197,13 +225,10 @@ struct Payload {
         for (i32 i = 0; i < kAtOnce; ++i)
 #pragma unroll
           for (i32 j = 0; j < kSources; ++j)
-            if (const i32 where = R::at(worker, piece, first + i); where < kPayloadVecs) {
-              raw[i][j] = ld_nc_v4(row + (where * kSources + j) * 16);
-            } else {
-              raw[i][j] = Vec{};
-            }
+            raw[i][j] = kEarly ? early[j] : read(row, R::at(worker, piece, first + i), j);
 #pragma unroll
         for (i32 i = 0; i < kAtOnce && first + i < kVecs; ++i) {
+          constexpr i32 kPerVec = Values<kXType>::kCount;
           float f[16], scale;
 #pragma unroll
           for (i32 j = 0; j < kSources; ++j) Values<kXType>::load(raw[i][j], f + j * kPerVec);
@@ -283,8 +308,9 @@ __device__ inline void store_slots(const Sender& a, const SendWorker& worker, i3
     if (char* to = slot_at(i)) store_rest(a, worker, token, to, w);
 }
 
+// `payload` has been asked for.
 __device__ inline void send_token(const Sender& a, const SendWorker& worker, u64 step, i32 chunk,
-                                  i32 token, i32& counted) {
+                                  i32 token, i32& counted, Payload& payload) {
   const i32 thread = worker.thread, slot = slot_of(step);
   const DispatchParams& p = a.p;
   SendScratch& w = a.s.worker[worker.place];
@@ -293,8 +319,8 @@ __device__ inline void send_token(const Sender& a, const SendWorker& worker, u64
                               : region + offset +
                                     static_cast<u64>(w.slot[column]) * p.parts.slot_bytes;
   };
-  Payload payload;
-  if (Rounds<SendWorker>::kPieces == 1) payload.load(p, worker, token, 0, w.scale);
+  if (!Payload::kEarly && Rounds<SendWorker>::kPieces == 1)
+    payload.load(p, worker, token, 0, w.scale);
   count_experts(p, w.seen, counted, token, thread, SendWorker::kThreads);
   counted = token;
   for (i32 column = thread; column < kColumns; column += SendWorker::kThreads) {
@@ -302,8 +328,9 @@ __device__ inline void send_token(const Sender& a, const SendWorker& worker, u64
     const i32 at = token - chunk * kChunk;
     const i32 place = has[at / 32] >> (at % 32) & 1 ? tokens_before(has, at) : -1;
     w.slot[column] = place;
-    a.handle.send_slots[static_cast<i64>(token) * kColumns + column] = place;
+    a.handle.send_slots(token)[column] = place;
   }
+  if (Payload::kEarly) payload.load(p, worker, token, 0, w.scale);
   worker.sync();
   build_head(a, worker, step, token, w);
   worker.sync();
@@ -337,11 +364,13 @@ __device__ inline void send_token(const Sender& a, const SendWorker& worker, u64
 
 __device__ inline void dispatch_send(const DispatchParams& p, u64 first_step, i32 block) {
   const i32 num_blocks = p.grid.num_send_blocks, thread = static_cast<i32>(threadIdx.x);
-  const Sender a{p, Self(p.comm), HandleArrays::of(p.handle, p.num_rows, p.num_chunks),
-                 read_num_tokens(p, first_step), shared<SendShared>()};
   const SendWorker worker = SendWorker::of(block, num_blocks);
+  Payload payload;
+  if (worker.id < p.num_rows) payload.ask(p, worker, worker.id);
+  const Sender a{p, Self(p.comm), HandleArrays(p.handle, p.num_chunks),
+                 read_num_tokens(p, first_step), shared<SendShared>()};
   if (block == 0 && thread == 0)
-    *a.handle.meta = {HandleMeta::kMagic, p.comm.communicator, first_step, p.num_chunks,
+    a.handle.meta() = {HandleMeta::kMagic, p.comm.communicator, first_step, p.num_chunks,
                       a.num_tokens,       p.num_rows,          kSent,      {}};
   for (i32 i = thread; i < SendWorker::kCount * kExperts; i += kBlockThreads)
     a.s.worker[i / kExperts].seen[i % kExperts] = 0;
@@ -350,14 +379,16 @@ __device__ inline void dispatch_send(const DispatchParams& p, u64 first_step, i3
     const u64 step = first_step + static_cast<u64>(chunk);
     if (!route_chunk(a, step, chunk, block == 0)) return;
     if (block == num_blocks - 1) send_headers(a, step, chunk);  // it has the fewest tokens
-    const i32 end = min((chunk + 1) * kChunk, p.num_rows);
+    // Rows past the last chunk are sent nowhere, like those past num_tokens.
+    const i32 end = chunk + 1 == p.num_chunks ? p.num_rows : min((chunk + 1) * kChunk, p.num_rows);
     for (i32 token = chunk * kChunk + worker.id; token < end; token += worker.count) {
       if (token < a.num_tokens) {
-        send_token(a, worker, step, chunk, token, counted);
+        if (chunk > 0 || token != worker.id) payload.ask(p, worker, token);
+        send_token(a, worker, step, chunk, token, counted, payload);
         continue;
       }
       for (i32 column = worker.thread; column < kColumns; column += SendWorker::kThreads)
-        a.handle.send_slots[static_cast<i64>(token) * kColumns + column] = -1;
+        a.handle.send_slots(token)[column] = -1;
     }
     __syncthreads();  // the next chunk's routing takes the place of this one's
   }

@@ -14,6 +14,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from moe_p2p import cuda_driver, errors, jit
+from moe_p2p.launch_shape import (
+    LaunchShape,
+    choose,
+    combine_shared_bytes,
+    dispatch_shared_bytes,
+    up,
+)
 from moe_p2p.memory import PinnedPages, share_memory, share_node_memory
 from moe_p2p.ops import call
 
@@ -23,101 +30,15 @@ if TYPE_CHECKING:
 _ops = torch.ops.moe_p2p
 
 _CODES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.float8_e4m3fn: 3}
-# Most blocks of the half that works on this rank's tokens, and of the half that works on received
-# slots, two a multiprocessor of an H200; more are not faster.
-NUM_TOKEN_BLOCKS = 264
-NUM_SLOT_BLOCKS = 264
-_MAX_THREADS = 512  # of a block with one worker; four such blocks share a multiprocessor
-_FEW_SMS = 48  # up to here blocks are large, each alone on its multiprocessor
-_WORKERS, _WORKER_THREADS = 8, 128  # of such a block
-# A multiprocessor has 227 KiB for a block; what blocks with several workers may take of it.
-_MAX_SHARED_BYTES, _WORKERS_SHARED_BYTES = 227 << 10, 200 << 10
 _LAUNCH = 65536  # kernels/abi/params.h, kLaunch
 _FAULT_BYTES = 64  # kernels/abi/params.h, Fault
 _NO_REGIONS = ("signals", "device_state")  # lines of the plan that lie elsewhere
 
 
-def _up(value: int, step: int) -> int:
-    """value, or the next multiple of step."""
-    return -(-value // step) * step
-
-
-def num_threads(row_bytes: int) -> int:
-    """Threads of a worker for rows of 16-byte pieces: as few rounds as fit, equally full.
-
-    For example rows of 7168 bytes: 448 pieces, 448 threads, one round.
-    """
-    pieces = row_bytes // 16
-    rounds = -(-pieces // _MAX_THREADS)
-    return max(128, _up(-(-pieces // rounds), 32))
-
-
-class LaunchShape(NamedTuple):
-    """Threads of a worker (one token at a time), workers of a block, blocks of a multiprocessor."""
-
-    threads: int
-    workers: int
-    blocks_per_sm: int
-
-    def macros(self, shared_bytes: int) -> dict[str, int]:
-        return {
-            "MOE_P2P_BLOCK_THREADS": self.threads * self.workers,
-            "MOE_P2P_SEND_WORKERS": self.workers,
-            "MOE_P2P_RECV_WORKERS": self.workers,
-            "MOE_P2P_BLOCKS_PER_SM": self.blocks_per_sm,
-            "MOE_P2P_SHARED_BYTES": shared_bytes,
-        }
-
-
-def launch_macros(
-    row_bytes: int, num_sms: int | None, shared_bytes: Callable[[int, int], int]
-) -> dict[str, int]:
-    """How a kernel divides its blocks. shared_bytes(threads, workers): what a block then needs.
-
-    One large worker hides the latency of one token. Several small ones keep more tokens under way
-    where blocks are few.
-    """
-    one = LaunchShape(num_threads(row_bytes), 1, 2)
-    shapes = [one]
-    if num_sms is not None and num_sms <= _FEW_SMS:
-        few = (LaunchShape(_WORKER_THREADS, workers, 1) for workers in (_WORKERS, 4, 2))
-        shapes = [
-            *(f for f in few if shared_bytes(f.threads, f.workers) <= _WORKERS_SHARED_BYTES),
-            one,
-        ]
-    best = shapes[0]
-    needed = shared_bytes(best.threads, best.workers)
-    errors.require(
-        needed <= _MAX_SHARED_BYTES,
-        f"a block needs {needed} bytes of shared memory, a GPU has {_MAX_SHARED_BYTES}: choose a "
-        "smaller chunk_tokens, or fewer experts",
-    )
-    return best.macros(needed)
-
-
-def dispatch_shared_bytes(shape: dict[str, int], threads: int, workers: int) -> int:
-    """At least what dispatch.cu asks for; SendShared and RecvShared there are compared with it."""
-    world, local = shape["MOE_P2P_WORLD_SIZE"], shape["MOE_P2P_RANKS_PER_NODE"]
-    experts, topk = shape["MOE_P2P_NUM_EXPERTS"], shape["MOE_P2P_TOPK"]
-    columns = local + world // local
-    head = _up(8 + 10 * topk + 2 * (topk % 2), 128)
-    scales = 4 * _up(shape["MOE_P2P_HIDDEN_DIM"], 128) // 128
-    words = 4 * columns * (_up(shape["MOE_P2P_CHUNK_TOKENS"], 32) // 32)
-    send = words + workers * (4 * experts + head + scales + 16 * columns + 256)
-    table = 4 * shape["MOE_P2P_MAX_LOCAL_EXPERTS"] * (world + 2) + 8 * world
-    return max(send, table + workers * (8 * topk + threads + 256)) + 1024
-
-
-def combine_shared_bytes(shape: dict[str, int], threads: int, workers: int) -> int:
-    """The same for combine.cu: rows, weights, counts and ranks of a batch, or addresses of rows."""
-    world, local = shape["MOE_P2P_WORLD_SIZE"], shape["MOE_P2P_RANKS_PER_NODE"]
-    return workers * (threads * 20 + 8 * (local + world // local) + 512) + 1024
-
-
 def shape_macros(config: AllToAllConfig, *, world_size: int, ranks_per_node: int) -> dict[str, int]:
     """What every kernel of a communicator is compiled with (kernels/device/shape.cuh)."""
     hidden, item = config.hidden_dim, config.dtype.itemsize
-    fp8 = _up(hidden, 16) + _up(_up(hidden, 128) // 128 * 4, 16)
+    fp8 = up(hidden, 16) + up(up(hidden, 128) // 128 * 4, 16)
     combine_item = config.widest_combine_dtype.itemsize
     return {
         "MOE_P2P_WORLD_SIZE": world_size,
@@ -130,36 +51,67 @@ def shape_macros(config: AllToAllConfig, *, world_size: int, ranks_per_node: int
         "MOE_P2P_CHUNK_TOKENS": config.step_tokens,
         "MOE_P2P_STEPS_IN_FLIGHT": config.steps_in_flight,
         "MOE_P2P_MAX_TOKEN_BYTES": max(hidden * item, fp8) + config.extra_bytes,
-        "MOE_P2P_MAX_PARTIAL_BYTES": _up(hidden * combine_item, 16) + 4 * config.topk,
+        "MOE_P2P_MAX_PARTIAL_BYTES": up(hidden * combine_item, 16) + 4 * config.topk,
         "MOE_P2P_HIDDEN_DIM": hidden,
         "MOE_P2P_UNIFORM_EXPERTS": int(config.expert_rank is None),
     }
 
 
-def dispatch_macros(
+class Kernel(NamedTuple):
+    """A kernel as it is compiled, and the most blocks of its halves."""
+
+    source: str
+    macros: dict[str, int]
+    max_send_blocks: int
+    max_recv_blocks: int
+
+
+def dispatch_kernel(
     shape: dict[str, int], x_dtype: torch.dtype, *, quantize: bool, num_sms: int | None = None
-) -> dict[str, int]:
+) -> Kernel:
+    """Of x_dtype as the caller has it. It sends tokens and receives slots."""
     row_bytes = shape["MOE_P2P_HIDDEN_DIM"] * (1 if quantize else x_dtype.itemsize)
-    kind = {"MOE_P2P_X_DTYPE": _CODES[x_dtype], "MOE_P2P_QUANTIZE": int(quantize)}
     shared = functools.partial(dispatch_shared_bytes, shape)
-    return shape | kind | launch_macros(row_bytes, num_sms, shared)
+    launch = choose(row_bytes, shape["MOE_P2P_CHUNK_TOKENS"], num_sms, shared)
+    macros = {
+        "MOE_P2P_X_DTYPE": _CODES[x_dtype],
+        "MOE_P2P_QUANTIZE": int(quantize),
+        "MOE_P2P_SEND_WORKERS": launch.token_workers,
+        "MOE_P2P_RECV_WORKERS": launch.slot_workers,
+    } | _block_macros(launch, shared(launch))
+    return Kernel("dispatch.cu", shape | macros, launch.token_blocks, launch.slot_blocks)
 
 
-def combine_macros(
+def combine_kernel(
     shape: dict[str, int],
     y_dtype: torch.dtype,
     out_dtype: torch.dtype,
     *,
     num_sms: int | None = None,
-) -> dict[str, int]:
+) -> Kernel:
+    """It sends slots and receives tokens."""
     row_bytes = shape["MOE_P2P_HIDDEN_DIM"] * max(y_dtype.itemsize, out_dtype.itemsize)
-    kind = {"MOE_P2P_Y_DTYPE": _CODES[y_dtype], "MOE_P2P_OUT_DTYPE": _CODES[out_dtype]}
     shared = functools.partial(combine_shared_bytes, shape)
-    return shape | kind | launch_macros(row_bytes, num_sms, shared)
+    launch = choose(row_bytes, shape["MOE_P2P_CHUNK_TOKENS"], num_sms, shared)
+    macros = {
+        "MOE_P2P_Y_DTYPE": _CODES[y_dtype],
+        "MOE_P2P_OUT_DTYPE": _CODES[out_dtype],
+        "MOE_P2P_SEND_WORKERS": launch.slot_workers,
+        "MOE_P2P_RECV_WORKERS": launch.token_workers,
+    } | _block_macros(launch, shared(launch))
+    return Kernel("combine.cu", shape | macros, launch.slot_blocks, launch.token_blocks)
 
 
-def variants() -> Iterator[tuple[str, dict[str, int]]]:
-    """(source, macros) of kernels that must compile: every type, and shapes at the edges."""
+def _block_macros(launch: LaunchShape, shared_bytes: int) -> dict[str, int]:
+    return {
+        "MOE_P2P_BLOCK_THREADS": launch.block_threads,
+        "MOE_P2P_BLOCKS_PER_SM": launch.blocks_per_sm,
+        "MOE_P2P_SHARED_BYTES": shared_bytes,
+    }
+
+
+def variants() -> Iterator[Kernel]:
+    """Kernels that must compile: every type, and shapes at the edges."""
     from moe_p2p.config import AllToAllConfig  # the configuration imports the ops
 
     def shape(world_size: int, local: int | None = None, **fields: Any) -> dict[str, int]:
@@ -173,9 +125,9 @@ def variants() -> Iterator[tuple[str, dict[str, int]]]:
         *itertools.product(floats, (False, True)),
         (torch.float8_e4m3fn, False),
     ]:
-        yield "dispatch.cu", dispatch_macros(usual, dtype, quantize=quantize)
+        yield dispatch_kernel(usual, dtype, quantize=quantize)
     for y_dtype, out_dtype in itertools.product(floats, (torch.bfloat16, torch.float32)):
-        yield "combine.cu", combine_macros(usual, y_dtype, out_dtype)
+        yield combine_kernel(usual, y_dtype, out_dtype)
     uneven = tuple(min(expert // 50, 7) for expert in range(256))
     others = [
         (shape(1, num_experts=1, hidden_dim=16, topk=1, max_tokens=1), None),
@@ -189,11 +141,8 @@ def variants() -> Iterator[tuple[str, dict[str, int]]]:
         (usual, 24),
     ]
     for other, num_sms in others:
-        yield "dispatch.cu", dispatch_macros(other, torch.bfloat16, quantize=True, num_sms=num_sms)
-        yield (
-            "combine.cu",
-            combine_macros(other, torch.bfloat16, torch.bfloat16, num_sms=num_sms),
-        )
+        yield dispatch_kernel(other, torch.bfloat16, quantize=True, num_sms=num_sms)
+        yield combine_kernel(other, torch.bfloat16, torch.bfloat16, num_sms=num_sms)
 
 
 class Partners(NamedTuple):
@@ -318,8 +267,9 @@ class DeviceSide:
             not quantize or hidden % 16 == 0,
             f"hidden_dim is {hidden}, must be a multiple of 16 to quantize on a GPU",
         )
-        macros = dispatch_macros(self._shape, x_dtype, quantize=quantize, num_sms=self._num_sms)
-        kernel = self._load("dispatch", macros, NUM_TOKEN_BLOCKS, NUM_SLOT_BLOCKS)
+        kernel = self._load(
+            dispatch_kernel(self._shape, x_dtype, quantize=quantize, num_sms=self._num_sms)
+        )
         call(_ops.all_to_all_set_dispatch_kernel.default, self._comm, x_dtype, quantize, kernel)
         self._ready.add(("dispatch", x_dtype, quantize))
 
@@ -327,28 +277,29 @@ class DeviceSide:
         """The same for a combine."""
         if ("combine", y_dtype, out_dtype) in self._ready:
             return
-        macros = combine_macros(self._shape, y_dtype, out_dtype, num_sms=self._num_sms)
-        kernel = self._load("combine", macros, NUM_SLOT_BLOCKS, NUM_TOKEN_BLOCKS)
+        kernel = self._load(
+            combine_kernel(self._shape, y_dtype, out_dtype, num_sms=self._num_sms)
+        )
         call(_ops.all_to_all_set_combine_kernel.default, self._comm, y_dtype, out_dtype, kernel)
         self._ready.add(("combine", y_dtype, out_dtype))
 
-    def _load(
-        self, name: str, macros: dict[str, int], max_send_blocks: int, max_recv_blocks: int
-    ) -> list[int]:
+    def _load(self, kernel: Kernel) -> list[int]:
         """The numbers of csrc/moe/device_grid.h, DeviceKernel."""
+        macros = kernel.macros
         threads, shared = macros["MOE_P2P_BLOCK_THREADS"], macros["MOE_P2P_SHARED_BYTES"]
-        kernel = jit.load(
-            self._device, f"{name}.cu", f"moe_p2p_{name}", macros, dynamic_shared_bytes=shared
+        entry = f"moe_p2p_{kernel.source.removesuffix('.cu')}"
+        function = jit.load(
+            self._device, kernel.source, entry, macros, dynamic_shared_bytes=shared
         )
         return [
-            kernel,
+            function,
             threads,
             shared,
             macros["MOE_P2P_SEND_WORKERS"],
             macros["MOE_P2P_RECV_WORKERS"],
-            max_send_blocks,
-            max_recv_blocks,
-            cuda_driver.max_resident_blocks(self._device, kernel, threads, shared),
+            kernel.max_send_blocks,
+            kernel.max_recv_blocks,
+            cuda_driver.max_resident_blocks(self._device, function, threads, shared),
         ]
 
     def finish(self) -> int:

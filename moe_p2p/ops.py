@@ -70,13 +70,9 @@ class CommunicatorShape:
         num_chunks = max(1, -(-max_tokens // self.chunk_tokens))
         num_sources = num_chunks * self.world_size
         num_slots = num_sources * self.chunk_tokens
-        before_ranks = (
-            _HANDLE_META_WORDS
-            + num_rows * (self.ranks_per_node + num_nodes)
-            + num_sources
-            + num_slots * self.topk
-        )
-        return (before_ranks + 1) // 2 * 2 + 2 * num_slots
+        before_ranks = _HANDLE_META_WORDS + num_sources + num_slots * self.topk
+        send_slots = num_rows * (self.ranks_per_node + num_nodes)
+        return (before_ranks + 1) // 2 * 2 + 2 * num_slots + send_slots
 
 
 _shapes: dict[int, CommunicatorShape] = {}

@@ -135,13 +135,12 @@ def _compile(
         config, world_size=world.ranks, ranks_per_node=world.per_node
     )
     if quantize is None:
-        macros = device_kernels.combine_macros(shape, dtype, dtype, num_sms=config.num_sms)
-        jit.compile_only("combine.cu", macros, arch)
+        kernel = device_kernels.combine_kernel(shape, dtype, dtype, num_sms=config.num_sms)
     else:
-        macros = device_kernels.dispatch_macros(
+        kernel = device_kernels.dispatch_kernel(
             shape, dtype, quantize=quantize, num_sms=config.num_sms
         )
-        jit.compile_only("dispatch.cu", macros, arch)
+    jit.compile_only(kernel.source, kernel.macros, arch)
 
 
 def prepare(rank: Rank, comm: AllToAll, wanted: list[cases.Wanted], name: str = "prepared") -> None:

@@ -233,8 +233,8 @@ def test_every_variant_of_every_kernel_compiles(
     # (file name in kernels/, macros) of all that a user's configuration can ask for, by sample.
     variants = list(device_kernels.variants())
     kernels = {path.name for path in (jit.kernels_root() / "kernels").glob("*.cu")}
-    assert {source for source, _ in variants} == kernels - {"probe.cu"}  # of the benchmark
-    jobs = [(source, macros, arch) for source, macros in variants for arch in ARCHS]
+    assert {kernel.source for kernel in variants} == kernels - {"probe.cu"}  # of the benchmark
+    jobs = [(kernel.source, kernel.macros, arch) for kernel in variants for arch in ARCHS]
     with ThreadPoolExecutor(ranks.cpu_count()) as pool:
         outcomes = list(pool.map(_compile_error, jobs))
     failures = [text for text in outcomes if text]

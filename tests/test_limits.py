@@ -118,7 +118,8 @@ def macros(num_sms: int | None = None, **fields: Any) -> dict[str, int]:
     shape = device_kernels.shape_macros(
         AllToAllConfig(**job | fields), world_size=8, ranks_per_node=8
     )
-    return device_kernels.dispatch_macros(shape, torch.bfloat16, quantize=True, num_sms=num_sms)
+    kernel = device_kernels.dispatch_kernel(shape, torch.bfloat16, quantize=True, num_sms=num_sms)
+    return kernel.macros
 
 
 def workers(made: dict[str, int]) -> tuple[int, int]:
@@ -130,7 +131,7 @@ def test_few_blocks_have_many_workers_as_far_as_shared_memory_goes() -> None:
     assert workers(macros(num_sms=48)) == (8, 1024)
     many = macros(num_sms=24, num_experts=8192)  # a count for each expert and worker
     assert workers(many) == (4, 512)
-    assert many["MOE_P2P_SHARED_BYTES"] <= 200 << 10
+    assert many["MOE_P2P_SHARED_BYTES"] <= 227 << 10
 
 
 def test_a_shape_beyond_shared_memory_is_refused() -> None:

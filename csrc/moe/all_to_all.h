@@ -119,6 +119,7 @@ struct CombineSend {
 
 struct CombineRecv {
   Handle handle{};
+  int64_t num_rows = 0;  // T
   void* out = nullptr;  // [T, H]; rows past num_tokens become zero
   abi::DType out_dtype{};
   float* out_scalars = nullptr;  // [T, K]

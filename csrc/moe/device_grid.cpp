@@ -20,7 +20,10 @@ abi::Grid choose_grid(const DeviceKernel& kernel, const GridInput& in) noexcept 
   if (in.num_chunks > 1) most = std::min<int64_t>(most, kernel.max_resident_blocks);
   const int64_t least = (send > 0) + (recv > 0);
   const int64_t budget = std::max<int64_t>(most - in.relay_blocks, least);
-  send = std::min(send, std::max(budget / 2, budget - recv));
+  const int64_t all = int64_t{kernel.max_send_blocks} + kernel.max_recv_blocks;
+  const int64_t share =
+      std::clamp<int64_t>(budget * kernel.max_send_blocks / all, 1, std::max<int64_t>(budget - 1, 1));
+  send = std::min(send, std::max(share, budget - recv));
   recv = std::min(recv, budget - send);
   return {static_cast<int32_t>(send), static_cast<int32_t>(recv)};
 }

@@ -27,7 +27,8 @@ struct GridInput {
   int num_sms = 0;       // most blocks of the whole grid; 0: as many as help
 };
 
-// A worker for each item, as far as blocks may be had; what one half does not need the other gets.
+// A worker for each item, as far as blocks may be had; few blocks are divided in the proportion of
+// the most that each half may have, and what one half does not need the other gets.
 // Each half that there is has a block, whatever num_sms says. A call of several chunks stays within
 // max_resident_blocks: its senders wait for what other ranks' receivers do in the same call.
 abi::Grid choose_grid(const DeviceKernel& kernel, const GridInput& input) noexcept;

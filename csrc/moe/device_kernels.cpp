@@ -302,6 +302,7 @@ void DeviceKernels::combine(const CombineSend* send, const CombineRecv* recv, vo
   p.comm = comm_;
   p.handle = address(handle.words);
   p.stride = partial_stride(plan_, out_dtype, call.with_scalars);
+  p.num_chunks = static_cast<int32_t>(call.num_steps);
   p.with_scalars = call.with_scalars;
   p.solo = call.solo;
   if (send) {
@@ -310,6 +311,7 @@ void DeviceKernels::combine(const CombineSend* send, const CombineRecv* recv, vo
     p.row_scalars = address(send->row_scalars);
   }
   if (recv) {
+    p.num_rows = static_cast<int32_t>(recv->num_rows);
     p.out = address(recv->out);
     p.out_scalars = address(recv->out_scalars);
   }
@@ -328,13 +330,12 @@ void DeviceKernels::release(Handle handle, void* stream) {
   auto open = find_open(handle, Stage::kDispatched);
   if (open == open_.end()) open = find_open(handle, Stage::kDispatchSent);
   if (open == open_.end()) return;
-  MOE_P2P_CHECK(open->num_steps == 1, Code::kInvalidArgument, "a dispatch of ", open->num_steps,
-                " chunks ends when it is received; call dispatch_recv instead of release");
   MOE_P2P_CHECK(!combine_kernels_.empty(), Code::kUnavailable,
                 "no combine kernel is compiled for this communicator");
   abi::CombineParams p{};
   p.comm = comm_;
   p.handle = address(handle.words);
+  p.num_chunks = static_cast<int32_t>(open->num_steps);
   p.empty = 1;
   p.grid = {1, 1};
   launch(combine_kernels_.begin()->second, p, stream);

@@ -233,6 +233,7 @@ moe::CombineRecv combine_recv_from(AllToAllObject& comm, const Tensor& out,
   recv.stream = current_stream(comm.device);
   recv.handle = handle_from(handle);
   recv.out = output<void>(out, {"out", kCombineTypes, {kAny, comm.hidden_dim()}});
+  recv.num_rows = out.size(0);
   recv.out_dtype = payload_type(out.scalar_type(), "out");
   recv.out_scalars = optional_output<float>(
       out_scalars, {"out_scalars", {ScalarType::Float}, {out.size(0), comm.topk()}});

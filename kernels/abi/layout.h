@@ -211,10 +211,10 @@ MOE_P2P_HD constexpr i32 other_node(i32 index, i32 own) { return index < own ? i
 
 // What a dispatch leaves behind for its combine: one int32 tensor. C chunks, T rows at the source.
 //   meta        HandleMeta
-//   send_slots  [T][L + N]     slot of token t at own-node rank l, then in outbox of node n; -1 = none
 //   slot_counts [C][W]         slots received from each source
 //   slot_rows   [C][W][M][K]   row of the expert-major output; -1 = not an expert of this rank
 //   slot_ranks  [C][W][M][2]   bits of the own-node ranks that hold a partial (other-node sources)
+//   send_slots  [T][L + N]     slot of token t at own-node rank l, then in outbox of node n; -1 = none
 struct HandleMeta {
   static constexpr u32 kMagic = 0x4d503270;
   u32 magic;
@@ -230,19 +230,19 @@ enum HandleState : u32 { kSent = 1, kReceived = 2, kCombineSent = 3, kCombined =
 static_assert(sizeof(HandleMeta) == 64, "16 int32 words");
 
 struct HandleLayout {
-  u64 send_slots, slot_counts, slot_rows, slot_ranks, total;  // in int32 words
+  u64 slot_counts, slot_rows, slot_ranks, send_slots, total;  // in int32 words
 
   MOE_P2P_HD static constexpr HandleLayout make(const Shape& s, i64 num_rows, i64 num_chunks) {
     const u64 chunks = static_cast<u64>(num_chunks);
     const u64 sources = chunks * static_cast<u64>(s.world_size);
     const u64 slots = sources * static_cast<u64>(s.chunk_tokens);
     HandleLayout h{};
-    h.send_slots = sizeof(HandleMeta) / 4;
-    h.slot_counts = h.send_slots +
-                    static_cast<u64>(num_rows) * static_cast<u64>(s.ranks_per_node + s.num_nodes());
+    h.slot_counts = sizeof(HandleMeta) / 4;
     h.slot_rows = h.slot_counts + sources;
     h.slot_ranks = align_up(h.slot_rows + slots * static_cast<u64>(s.topk), 2);
-    h.total = h.slot_ranks + 2 * slots;
+    h.send_slots = h.slot_ranks + 2 * slots;
+    h.total = h.send_slots +
+              static_cast<u64>(num_rows) * static_cast<u64>(s.ranks_per_node + s.num_nodes());
     return h;
   }
 };

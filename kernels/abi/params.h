@@ -48,7 +48,8 @@ inline constexpr u64 kLaunch = 65536;  // most blocks of a kernel
 struct DeviceWords {
   u64 arrivals;   // u64 [2][S][W]  flags of other nodes (signal.h), relayed here by one block
   u64 outbox;     // u32 [S][N]     what is written of an outbox: slots, and the header
-  u64 received;   // u32 [S]        workers that have read a solo dispatch
+  u64 read;       // u64 [S]        e + 1: the sums of a solo combine of step e are read
+  u64 received;   // u32 [S]        workers that have read a solo dispatch, or combine
   u64 total_bytes;
 
   MOE_P2P_HD static constexpr DeviceWords make(const Shape& s) {
@@ -56,7 +57,8 @@ struct DeviceWords {
     DeviceWords w{};
     w.arrivals = sizeof(DeviceState);
     w.outbox = w.arrivals + 8 * kNumPhases * slots * static_cast<u64>(s.world_size);
-    w.received = w.outbox + 4 * slots * static_cast<u64>(s.num_nodes());
+    w.read = align_up(w.outbox + 4 * slots * static_cast<u64>(s.num_nodes()), 8);
+    w.received = w.read + 8 * slots;
     w.total_bytes = align_up(w.received + 4 * slots, kLine);
     return w;
   }
@@ -134,6 +136,8 @@ struct CombineParams {
   u64 out;          // [T, H]
   u64 out_scalars;  // f32 [T, K] or 0
   u64 stride;       // of partial rows
+  i32 num_rows;     // T; where only the sending half runs, 0
+  i32 num_chunks;
   i32 with_scalars;  // on all ranks alike
   i32 solo;          // opens steps of its own, with an empty dispatch each
   i32 empty;         // release: headers only, once the dispatch has arrived

@@ -119,29 +119,32 @@ __device__ __forceinline__ Owner owner_of(const DeviceComm& comm, i32 expert) {
 #endif
 }
 
-// The handle's arrays (HandleLayout).
+// The handle's arrays (HandleLayout). What they need in registers is an address and a number.
 struct HandleArrays {
-  HandleMeta* meta;
-  i32* send_slots;
-  i32* slot_counts;
-  i32* slot_rows;
-  i32* slot_ranks;
+  i32* words;
+  i32 num_chunks;
 
-  __device__ static HandleArrays of(u64 handle, i32 num_rows, i32 num_chunks) {
+  __device__ HandleArrays(u64 handle, i32 chunks)
+      : words(reinterpret_cast<i32*>(handle)), num_chunks(chunks) {}
+  __device__ HandleLayout layout() const {
     const Shape shape = kShape;  // a constant of the compiler has no address on the device
-    const HandleLayout layout = HandleLayout::make(shape, num_rows, num_chunks);
-    auto* words = reinterpret_cast<i32*>(handle);
-    return {reinterpret_cast<HandleMeta*>(words), words + layout.send_slots,
-            words + layout.slot_counts, words + layout.slot_rows, words + layout.slot_ranks};
+    return HandleLayout::make(shape, 0, num_chunks);
   }
-  __device__ i64 slot_index(i32 chunk, i32 source, i32 index) const {
-    return (static_cast<i64>(chunk) * kWorld + source) * kChunk + index;
+  __device__ HandleMeta& meta() const { return *reinterpret_cast<HandleMeta*>(words); }
+  __device__ i32& slot_count(i32 chunk, i32 source) const {
+    return words[layout().slot_counts + static_cast<u64>(chunk * kWorld + source)];
+  }
+  __device__ u64 slot_index(i32 chunk, i32 source, i32 index) const {
+    return static_cast<u64>(chunk * kWorld + source) * kChunk + static_cast<u64>(index);
   }
   __device__ i32* rows_of(i32 chunk, i32 source, i32 index) const {
-    return slot_rows + slot_index(chunk, source, index) * kTopk;
+    return words + layout().slot_rows + slot_index(chunk, source, index) * kTopk;
   }
   __device__ u64* ranks_of(i32 chunk, i32 source, i32 index) const {
-    return reinterpret_cast<u64*>(slot_ranks + slot_index(chunk, source, index) * 2);
+    return reinterpret_cast<u64*>(words + layout().slot_ranks) + slot_index(chunk, source, index);
+  }
+  __device__ i32* send_slots(i64 token) const {
+    return words + layout().send_slots + static_cast<u64>(token) * kColumns;
   }
 };
 

@@ -13,8 +13,9 @@ struct OpenedSteps {
 
   __device__ static OpenedSteps read(const DeviceComm& comm) {
     const DeviceState& state = state_of(comm);
+    const u64 even = state.next_step[0], odd = state.next_step[1];  // under way together
     const u64 launch = ld_relaxed_sys_u64(&state.launches) / kLaunch;
-    return {launch, state.next_step[launch % 2]};
+    return {launch, launch % 2 ? odd : even};
   }
   // The last block to add makes it the next kernel's turn, so no block has to find out who is last.
   __device__ void close(const DeviceComm& comm, i32 num_steps) const {

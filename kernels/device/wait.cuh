@@ -105,15 +105,13 @@ __device__ inline bool wait_combine(const DeviceComm& comm, const Self& self, u6
 }
 
 // Rule (R1) of docs/protocol.md: the slot of `step` is free once the combine of its last use has
-// come from everybody. All threads of a block call it together; false: it has not.
-__device__ inline bool wait_free(const DeviceComm& comm, const Self& self, u64 step) {
+// come from everybody. The lanes of one warp share the looking.
+__device__ inline bool wait_free(const DeviceComm& comm, const Self& self, u64 step, i32 lane) {
   bool is_free = true;
   if (step >= static_cast<u64>(kSteps))
-    // The last threads, which have the least to do beside it.
-    for (i32 i = static_cast<i32>(blockDim.x - 1 - threadIdx.x); i < kSpeakers;
-         i += static_cast<i32>(blockDim.x))
+    for (i32 i = lane; i < kSpeakers; i += 32)
       is_free = wait_combine(comm, self, step - static_cast<u64>(kSteps), i) && is_free;
-  return __syncthreads_and(is_free);
+  return is_free;
 }
 
 // Which arrivals the blocks of a kernel wait for.

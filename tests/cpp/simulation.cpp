@@ -271,10 +271,10 @@ class Rank {
   moe::CombineRecv combine_recv(size_t c, Buffers& b) const {
     const auto tokens = program_.calls[c].num_tokens[static_cast<size_t>(rank_)];
     if (b.out.empty()) b.out.assign(static_cast<size_t>(tokens) * kHidden, -1.0f);
-    return {{b.handle.data(), static_cast<int64_t>(b.handle.size())},
-            b.out.data(),
-            abi::DType::kFloat32,
-            nullptr};
+    return {.handle = {b.handle.data(), static_cast<int64_t>(b.handle.size())},
+            .num_rows = tokens,
+            .out = b.out.data(),
+            .out_dtype = abi::DType::kFloat32};
   }
 
   // Rows of an expert: by source rank, then token; each once, with its own payload and weight.
