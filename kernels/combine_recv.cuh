@@ -51,6 +51,7 @@ __device__ inline void recv_token(const CombineParams& p, const Self& self, cons
       const i32 i = first + worker.thread;
       const char* partial = i < kSpeakers ? w.partial[i] : nullptr;
       const u32 have = __ballot_sync(~0u, partial != nullptr);
+      __syncwarp();  // all have read before one writes
       if (partial) w.partial[num + __popc(have & ((1u << worker.thread) - 1))] = partial;
       num += __popc(have);
       __syncwarp();
@@ -88,12 +89,13 @@ __device__ inline void end_step(const CombineParams& p, const Self& self, u64 st
   }
 }
 
-// Once all workers have read the sums of a step, block 0 may open the slot's next one.
+// Once all workers have read the sums of a step, the first sending block may open the slot's next
+// one, and they themselves may count for it: one without tokens would otherwise be far ahead.
 __device__ inline void say_sums_read(const CombineParams& p, const RecvWorker& worker, u64 step) {
   auto* received = reinterpret_cast<u32*>(p.comm.state + kWords.received) + slot_of(step);
   const auto last = static_cast<u32>(worker.count - 1);
   worker.sync();
-  // Pairs with the wait in open_solo().
+  // Pairs with wait_sums_read().
   if (worker.thread == 0 && atom_inc_acq_rel_gpu_u32(received, last) == last)
     st_release_gpu_u64(read_word(p.comm, step), step + 1);
 }
@@ -109,6 +111,10 @@ __device__ inline void combine_recv(const CombineParams& p, u64 first_step, i32 
     const i32 end = p.empty ? 0
                     : last  ? p.num_rows  // those past the last chunk become zero
                             : min((chunk + 1) * kChunk, p.num_rows);
+    if (chunk >= kSteps) {
+      if (worker.thread == 0) wait_sums_read(p.comm, step - static_cast<u64>(kSteps));
+      worker.sync();
+    }
     for (i64 token = static_cast<i64>(chunk) * kChunk + worker.id; token < end;
          token += worker.count)
       recv_token(p, self, worker, step, handle.send_slots(token), token, s);

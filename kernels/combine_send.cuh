@@ -260,6 +260,11 @@ __device__ inline u64* read_word(const DeviceComm& comm, u64 step) {
   return reinterpret_cast<u64*>(comm.state + kWords.read) + slot_of(step);
 }
 
+__device__ inline bool wait_sums_read(const DeviceComm& comm, u64 step) {
+  return wait_word(comm, read_word(comm, step), static_cast<u32>(step + 1),
+                   {Phase::kCombine, comm.rank, step});
+}
+
 // A combine that opens steps of its own begins each with an empty dispatch, and with everybody's.
 // False: somebody's did not come. The first kSteps steps of a call use slots of earlier kernels.
 __device__ inline bool open_solo(const Adder& a, u64 step, i32 chunk, i32 block) {
@@ -267,11 +272,8 @@ __device__ inline bool open_solo(const Adder& a, u64 step, i32 chunk, i32 block)
   if (block == 0) {
     const i32 thread = static_cast<i32>(threadIdx.x);
     bool is_free = thread >= 32 || wait_free(comm, a.self, step, thread);
-    if (chunk >= kSteps && thread == 32) {
-      const u64 last = step - static_cast<u64>(kSteps);
-      is_free = wait_word(comm, read_word(comm, last), static_cast<u32>(last + 1),
-                          {Phase::kCombine, a.self.rank, last});
-    }
+    if (chunk >= kSteps && thread == 32)
+      is_free = wait_sums_read(comm, step - static_cast<u64>(kSteps));
     if (!__syncthreads_and(is_free)) return false;
     send_empty_dispatch(comm, a.self, step);
   }
@@ -283,7 +285,8 @@ __device__ inline bool open_solo(const Adder& a, u64 step, i32 chunk, i32 block)
     }
     const auto* header = reinterpret_cast<const RegionHeader*>(
         dispatch_region(comm, a.self, slot_of(step), source));
-    if (header->flags == kEmpty) continue;
+    // By the block that will say that this was read: then the header may be another one.
+    if (block != 0 || header->flags == kEmpty) continue;
     raise_fault(comm, kWrongHeader, Phase::kDispatch, source, step, 0, header->slot_bytes);
     came = false;
   }

@@ -49,6 +49,7 @@ __device__ inline void read_headers(const Receiver& a, u64 step, i32 chunk) {
     a.s.num_slots[source] = slots;
     if (a.tells) a.handle.slot_count(chunk, source) = max(slots, 0);
   }
+  __syncwarp();
   __syncthreads();
 }
 
