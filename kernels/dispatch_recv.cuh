@@ -18,7 +18,7 @@ struct RecvShared {
   i32 first_row[kMaxLocalExperts][kWorld];  // of each local expert and source
   i32 num_rows[kMaxLocalExperts];
   i32 start[kMaxLocalExperts];
-  i32 num_slots[kWorld];  // of this chunk; -1 = did not arrive
+  i32 num_slots[2][kWorld];  // of this chunk and the one before; -1 = did not arrive
   RecvScratch worker[RecvWorker::kCount];
 };
 
@@ -46,7 +46,7 @@ __device__ inline void read_headers(const Receiver& a, u64 step, i32 chunk) {
         slots = -1;
       }
     }
-    a.s.num_slots[source] = slots;
+    a.s.num_slots[chunk % 2][source] = slots;
     if (a.tells) a.handle.slot_count(chunk, source) = max(slots, 0);
   }
   __syncwarp();
@@ -83,7 +83,7 @@ __device__ inline void place_rows(const Receiver& a, u64 step) {
     const char* region = dispatch_region(p.comm, a.self, slot_of(step), source);
     const auto* counts = reinterpret_cast<const i32*>(region + sizeof(RegionHeader));
     const i32 first = a.self.same_node(source) ? 0 : a.self.local * kMaxLocalExperts;
-    s.first_row[e][source] = s.num_slots[source] < 0 ? 0 : counts[first + e];
+    s.first_row[e][source] = s.num_slots[0][source] < 0 ? 0 : counts[first + e];
   }
   __syncthreads();
   for (i32 e = thread; e < num_experts; e += kBlockThreads) {
@@ -268,12 +268,13 @@ __device__ inline bool slot_is_mine(const Receiver& a, u64 step, i32 chunk, cons
 
 __device__ inline void recv_slots(const Receiver& a, const RecvWorker& worker, u64 step, i32 chunk) {
   RecvScratch& w = a.s.worker[worker.place];
+  const i32* num_slots = a.s.num_slots[chunk % 2];
   i32 most = 0, buffer = 0;
-  for (i32 source = 0; source < kWorld; ++source) most = max(most, a.s.num_slots[source]);
+  for (i32 source = 0; source < kWorld; ++source) most = max(most, num_slots[source]);
   if constexpr (kOthers == 0) {
     for (i32 i = worker.id; i < most * kWorld; i += worker.count) {
       const Item item = item_of(a.self, i);
-      if (item.index >= a.s.num_slots[item.source]) continue;
+      if (item.index >= num_slots[item.source]) continue;
       recv_slot(a, worker, step, chunk, item, buffer);
       buffer ^= 1;
     }
@@ -284,7 +285,7 @@ __device__ inline void recv_slots(const Receiver& a, const RecvWorker& worker, u
   for (i32 first = worker.id; first < most * kWorld; first += worker.count * RecvWorker::kThreads) {
     const i32 i = first + worker.thread * worker.count;
     const Item item = item_of(a.self, i);
-    bool mine = i < most * kWorld && item.index < a.s.num_slots[item.source];
+    bool mine = i < most * kWorld && item.index < num_slots[item.source];
     if (mine && !a.self.same_node(item.source)) mine = slot_is_mine(a, step, chunk, item);
     const u32 bits = __ballot_sync(~0u, mine);
     if (worker.thread % 32 == 0) w.mine[worker.thread / 32] = bits;

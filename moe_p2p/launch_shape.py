@@ -98,7 +98,7 @@ def dispatch_shared_bytes(macros: dict[str, int], launch: LaunchShape) -> int:
     words = 4 * columns * (up(macros["MOE_P2P_CHUNK_TOKENS"], 32) // 32)
     worker = 4 * macros["MOE_P2P_NUM_EXPERTS"] + head + scales + 16 * columns + 256
     send = words + launch.token_workers * worker
-    table = 4 * macros["MOE_P2P_MAX_LOCAL_EXPERTS"] * (world + 2) + 8 * world
+    table = 4 * macros["MOE_P2P_MAX_LOCAL_EXPERTS"] * (world + 2) + 16 * world
     recv = table + launch.slot_workers * (8 * topk + 256) + launch.block_threads
     return max(send, recv) + 1024
 

@@ -104,12 +104,12 @@ def _process(
     world_size: int,
     port: int,
     pipe: Connection,
-    body: Callable[..., Any],
-    arguments: Any,
+    call: bytes,
 ) -> None:
     torch.set_num_threads(1)
     try:
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        body, arguments = pickle.loads(call)
         outcome = body(Rank(rank, world_size, store), *arguments)
     except BaseException as error:
         outcome = _told(error)
@@ -138,13 +138,15 @@ def run_processes(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["moe_p2p", "pytest"])
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    # As bytes: multiprocessing would pass each tensor as a file descriptor, and not many of those.
+    call = pickle.dumps((body, arguments))
     receivers: dict[Connection, int] = {}
     processes = []
     for rank in range(world_size):
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(
             target=_process,
-            args=(rank, world_size, server.port, sender, body, arguments),
+            args=(rank, world_size, server.port, sender, call),
             daemon=True,
         )
         process.start()
