@@ -15,6 +15,7 @@ return_errors=True exceptions are returned in place of results instead.
 from __future__ import annotations
 
 import faulthandler
+import io
 import multiprocessing
 import os
 import pickle
@@ -109,7 +110,7 @@ def _process(
     torch.set_num_threads(1)
     try:
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
-        body, arguments = pickle.loads(call)
+        body, arguments = torch.load(io.BytesIO(call), weights_only=False)
         outcome = body(Rank(rank, world_size, store), *arguments)
     except BaseException as error:
         outcome = _told(error)
@@ -139,14 +140,16 @@ def run_processes(
     context.set_forkserver_preload(["moe_p2p", "pytest"])
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     # As bytes: multiprocessing would pass each tensor as a file descriptor, and not many of those.
-    call = pickle.dumps((body, arguments))
+    # By torch: pickle alone does not know fp8.
+    call = io.BytesIO()
+    torch.save((body, arguments), call)
     receivers: dict[Connection, int] = {}
     processes = []
     for rank in range(world_size):
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(
             target=_process,
-            args=(rank, world_size, server.port, sender, call),
+            args=(rank, world_size, server.port, sender, call.getvalue()),
             daemon=True,
         )
         process.start()
