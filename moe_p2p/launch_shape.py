@@ -52,11 +52,7 @@ def up(value: int, step: int) -> int:
 
 
 def candidates(row_bytes: int, step_tokens: int, num_sms: int | None) -> list[LaunchShape]:
-    """The best first; later ones need less shared memory.
-
-    Figures of 4 H200, pair of T 8 / 32 / 128 / 4096 a rank in microseconds (fp8, H 7168, K 8 of
-    256): see the table in docs/tuning.md.
-    """
+    """The best first; later ones need less shared memory. Figures are in docs/tuning.md."""
     threads = num_threads(row_bytes)
     single = LaunchShape(threads, 1, 1, 2, _SMS, _SMS)
     if num_sms is not None and num_sms <= _FEW_SMS:
