@@ -75,11 +75,6 @@ std::string Settings::text(std::string_view key, std::string_view fallback) cons
   return given ? *given : std::string(fallback);
 }
 
-std::string Settings::text(std::string_view key, std::string_view fallback) const {
-  const std::string* text = find(key);
-  return text ? *text : std::string(fallback);
-}
-
 const std::string* Settings::find(std::string_view key) const {
   const auto it = values_.find(key);
   return it == values_.end() ? nullptr : &it->second;
