@@ -45,6 +45,8 @@ DriverTable load_driver() {
   load(library, "cuEventDestroy_v2", table.event_destroy);
   load(library, "cuMemcpyDtoDAsync_v2", table.copy_async);
   load(library, "cuLaunchKernelEx", table.launch);
+  table.export_dmabuf = reinterpret_cast<decltype(table.export_dmabuf)>(
+      dlsym(library, "cuMemGetHandleForAddressRange"));
   return table;
 }
 

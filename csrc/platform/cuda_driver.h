@@ -29,7 +29,12 @@ struct DriverTable {
   int (*event_destroy)(void* event);
   int (*copy_async)(uint64_t to, uint64_t from, size_t bytes, void* stream);  // within GPU memory
   int (*launch)(const void* config, void* kernel, void** params, void** extra);
+  // Null in drivers that cannot. `kind` is kDmabufHandle; address and bytes are multiples of 4096.
+  int (*export_dmabuf)(int* fd, uint64_t address, size_t bytes, int kind,
+                       unsigned long long flags) = nullptr;
 };
+
+inline constexpr int kDmabufHandle = 1;
 
 inline constexpr int kDriverNotReady = 600;  // an event query: not yet
 
