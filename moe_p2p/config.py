@@ -23,7 +23,16 @@ DEVICES = ("cpu", "cuda")
 # Each rank may choose these for itself; all other fields must be equal on all ranks.
 # `transport` is compared by agreement.py: ranks may come to the same one in different ways.
 LOCAL_FIELDS = frozenset(
-    {"timeout_s", "wait", "num_threads", "proxy_cpu", "num_sms", "transport", "nics_per_rank", "nics"}
+    {
+        "timeout_s",
+        "wait",
+        "num_threads",
+        "proxy_cpu",
+        "num_sms",
+        "transport",
+        "nics_per_rank",
+        "nics",
+    }
 )
 
 

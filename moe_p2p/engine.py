@@ -176,11 +176,8 @@ class Engine:
         choice = transport.choose(provider, nics=nics)
         self.opening = transport.open_with(
             choice.provider,
-            num_nics=num_nics,
-            settings=settings or env.transport_settings(),
-            nics=nics,
-            pci="" if gpu is None else transport.pci_of(gpu),
-            share=share,
+            settings or env.transport_settings(),
+            transport.Wish(num_nics, nics, "" if gpu is None else transport.pci_of(gpu), share),
         )
         if choice.automatic:
             transport.announce(label, choice, self.opening)

@@ -12,6 +12,7 @@ the machine says nothing (a flattened VM), all distances are equal and all GPUs 
 from __future__ import annotations
 
 import enum
+import itertools
 import os
 import re
 from collections.abc import Sequence
@@ -20,7 +21,9 @@ from typing import NamedTuple, TypeVar
 
 T = TypeVar("T")
 _NVIDIA, _DISPLAY = "0x10de", ("0x0300", "0x0302")  # PCI vendor; classes of GPUs
-_PCI_PART = re.compile(r"pci[0-9a-f]{4,}:[0-9a-f]{2}|[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f]")
+_PCI_PART = re.compile(
+    r"pci[0-9a-f]{4,}:[0-9a-f]{2}|[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f]"
+)
 _IWARP = "4"  # node_type of devices whose writes carry no immediate
 # A NIC slower than this share of the fastest one is there for something else (management, storage).
 _SLOW = 0.5
@@ -48,12 +51,11 @@ class Gpu(NamedTuple):
 
 
 class Nic(NamedTuple):
-    """An RDMA device. Devices with several ports are judged by the first active one."""
+    """An RDMA device, judged by its first port, which is the one that providers use."""
 
     name: str  # "mlx5_0"
     place: Place
     kind: str  # "efa" (libfabric) or "verbs"
-    port: int
     state: str  # "ACTIVE"
     link_layer: str
     rate_gbps: float
@@ -68,7 +70,6 @@ class Host(NamedTuple):
 
 
 class _Port(NamedTuple):
-    number: int
     state: str
     link_layer: str
     rate_gbps: float
@@ -120,14 +121,13 @@ def _nic(root: Path, entry: Path) -> Nic:
     if parent:
         device, interfaces = root / "sys/class/net" / parent / "device", (parent,)
     ports = [_port(path) for path in _entries(entry / "ports")]
-    port = next((port for port in ports if not port.problem), ports[0] if ports else None)
+    port = ports[0] if ports else None
     kind = "efa" if Path(os.path.realpath(device / "driver")).name == "efa" else "verbs"
     problem = _device_problem(root, entry) or (port.problem if port else "it has no port")
     return Nic(
         name=entry.name,
         place=_place(device),
         kind=kind,
-        port=port.number if port else 0,
         state=port.state if port else "",
         link_layer=port.link_layer if port else "",
         rate_gbps=port.rate_gbps if port else 0.0,
@@ -150,9 +150,7 @@ def _port(path: Path) -> _Port:
         problem = f"port {path.name} has no GID; give its interface an address"
     elif link_layer == "Ethernet" and types and "RoCE v2" not in types:
         problem = f"port {path.name} has no RoCE v2 GID"
-    return _Port(
-        int(path.name), state, link_layer, float(rate or 0), gids[0] if gids else "", problem
-    )
+    return _Port(state, link_layer, float(rate or 0), gids[0] if gids else "", problem)
 
 
 def _device_problem(root: Path, entry: Path) -> str:
@@ -172,7 +170,7 @@ def _device_problem(root: Path, entry: Path) -> str:
 
 def distance(a: Place, b: Place) -> Distance:
     """How far `a` and `b` are apart."""
-    common = len(os.path.commonprefix([a.path, b.path]))
+    common = _num_common(a, b)
     if common >= 2:  # beyond the root complex they share a root port, so a switch below it
         return Distance.SWITCH
     if common == 1:
@@ -180,10 +178,16 @@ def distance(a: Place, b: Place) -> Distance:
     return Distance.NUMA if a.numa_node == b.numa_node != -1 else Distance.FAR
 
 
+def _num_common(a: Place, b: Place) -> int:
+    """Parts of their paths that lead to both."""
+    parts = zip(a.path, b.path, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda part: part[0] == part[1], parts))
+
+
 def _farness(a: Place, b: Place) -> tuple[int, int]:
     """As distance(); of switches in a row, the one deeper down is nearer."""
     far = distance(a, b)
-    shared = len(os.path.commonprefix([a.path, b.path])) if far == Distance.SWITCH else 0
+    shared = _num_common(a, b) if far == Distance.SWITCH else 0
     return far, -shared
 
 
@@ -213,9 +217,7 @@ def _own(host: Host, nics: Sequence[Nic], place: Place) -> list[Nic]:
     least = min((_farness(place, nic.place) for nic in nics), default=(0, 0))
     nearest = [nic for nic in nics if _farness(place, nic.place) == least]
     owned = [
-        nic
-        for nic in nearest
-        if all(_farness(gpu.place, nic.place) >= least for gpu in host.gpus)
+        nic for nic in nearest if all(_farness(gpu.place, nic.place) >= least for gpu in host.gpus)
     ]
     return owned or nearest
 

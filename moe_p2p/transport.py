@@ -1,11 +1,12 @@
 """Which provider and which NICs an engine is opened with.
 
 transport="auto" is libfabric where there are EFA devices, else verbs where there is another usable
-RDMA device, else loopback, which reaches the ranks of one host. TCP is never chosen, only asked for.
+RDMA device, else loopback, which reaches the ranks of one host. Nothing but a setting chooses TCP.
 
 Two steps, because ranks must agree between them: `choose` names the provider of this rank, and
-agreement.py compares it with that of the others; `open_with` then picks the NICs. Providers are told them
-by rail in one setting, devices=mlx5_0:mlx5_1; NIC i of the engine is the i-th name.
+agreement.py compares it with that of the others; `open_with` then picks the NICs. Providers are
+told them by one setting each, devices=mlx5_0:mlx5_1 or interfaces=rdmap79s0-rdm:rdmap80s0-rdm: NIC
+i of the engine is the i-th name, and begins anew after the last.
 """
 
 from __future__ import annotations
@@ -22,8 +23,18 @@ from moe_p2p.topology import Host
 LOOPBACK, LIBFABRIC, VERBS = "loopback", "libfabric", "verbs"
 MAX_NICS = 8  # kMaxNics of csrc/engine/memory_region.h
 DEFAULT_NICS = 2  # of providers without devices
-LIBRARIES = {LIBFABRIC: "libfabric.so.1", VERBS: "libibverbs.so.1"}
-_OF_ONE_HOST = ("devices", "interfaces", "addresses")
+# Where each provider looks for its library (the api.cpp of its folder), in this order.
+LIBRARIES = {
+    LIBFABRIC: (
+        "libfabric.so.1",
+        "/opt/amazon/efa/lib/libfabric.so.1",
+        "/opt/amazon/efa/lib64/libfabric.so.1",
+    ),
+    VERBS: ("libibverbs.so.1",),
+}
+_KINDS = {"efa": "EFA", "verbs": "RDMA"}
+_NAMES_KEY = {LIBFABRIC: "interfaces", VERBS: "devices"}
+_OF_ONE_HOST = ("devices", "interfaces", "host", "gid_index", "gid_address")
 _DOCTOR = "`python -m moe_p2p doctor` says more"
 
 
@@ -35,6 +46,15 @@ class Choice(NamedTuple):
     automatic: bool
 
 
+class Wish(NamedTuple):
+    """What an engine says about the NICs that it wants."""
+
+    num_nics: int | None = None  # None: what the topology gives
+    nics: str = ""  # names in rail order; empty: the environment's, else the nearest
+    pci: str = ""  # address of the rank's GPU; empty: none
+    share: tuple[int, int] = (0, 1)  # the i-th of n ranks of this host; counts without a GPU
+
+
 class Opening(NamedTuple):
     """What an engine is opened with."""
 
@@ -43,13 +63,17 @@ class Opening(NamedTuple):
     settings: str
 
 
-def load_problem(library: str) -> str:
-    """Why a shared library cannot be loaded; empty when it can."""
-    try:
-        ctypes.CDLL(library)
-    except OSError as error:
-        return str(error)
-    return ""
+def load_problem(provider: str) -> str:
+    """Why the library of a provider cannot be loaded; empty when it can."""
+    problem = ""
+    for name in LIBRARIES[provider]:
+        try:
+            ctypes.CDLL(name)
+        except OSError as error:
+            problem = problem or str(error)
+        else:
+            return ""
+    return problem
 
 
 def choose(transport: str, *, nics: str = "", root: Path = Path("/")) -> Choice:
@@ -67,61 +91,59 @@ def choose(transport: str, *, nics: str = "", root: Path = Path("/")) -> Choice:
 def prefer(host: Host) -> Choice:
     """The best provider of a machine, with the reason against each better one."""
     against: list[str] = []
-    for provider, kind, name in ((LIBFABRIC, "efa", "EFA"), (VERBS, "verbs", "RDMA")):
+    for provider, kind in ((LIBFABRIC, "efa"), (VERBS, "verbs")):
         nics = topology.usable(host, kind)
-        problem = load_problem(LIBRARIES[provider]) if nics else ""
+        problem = load_problem(provider) if nics else ""
         if nics and not problem:
-            found = f"{len(nics)} {name} devices ({', '.join(nic.name for nic in nics[:8])})"
+            found = (
+                f"{len(nics)} {_KINDS[kind]} devices ({', '.join(nic.name for nic in nics[:8])})"
+            )
             return Choice(provider, "; ".join([found, *against]), automatic=True)
-        against.append(f"no {provider}: {problem or why_none(host, kind, name)}")
+        against.append(f"no {provider}: {problem or why_none(host, kind)}")
     return Choice(LOOPBACK, "; ".join(against), automatic=True)
 
 
-def why_none(host: Host, kind: str, name: str) -> str:
+def why_none(host: Host, kind: str) -> str:
     """Why a machine has no usable NIC of a kind."""
     problems = [f"{nic.name}: {nic.problem}" for nic in host.nics if nic.kind == kind]
-    return "; ".join(problems[:8]) or f"there is no {name} device"
+    return "; ".join(problems[:8]) or f"there is no {_KINDS[kind]} device"
 
 
-def open_with(
-    provider: str,
-    *,
-    num_nics: int | None,
-    settings: str,
-    nics: str = "",
-    pci: str = "",
-    share: tuple[int, int] = (0, 1),
-    root: Path = Path("/"),
-) -> Opening:
-    """What the engine of one rank is opened with.
+def open_with(provider: str, settings: str, wish: Wish, *, root: Path = Path("/")) -> Opening:
+    """What the engine of one rank is opened with; settings that name devices are left alone.
 
-    num_nics: None: what the topology gives. nics: names, in rail order; empty: the environment's,
-    else the nearest. pci: address of the rank's GPU; empty: none. share: (index, number) of the
-    rank on its host. Raises InvalidArgumentError when the numbers do not fit, UnavailableError
-    when all devices have a problem.
+    Raises InvalidArgumentError for a name that is not there, UnavailableError when no device can
+    be used.
     """
-    names = _setting(settings, "devices").split(":") if _setting(settings, "devices") else []
-    if not names and provider in LIBRARIES:
-        names = names_of(nics or env.nics())
-        host, kind = topology.read_host(root), _kind(provider, settings)
-        if names and kind:
-            _named(host, names)
-        elif kind:
-            names = _nearest(host, kind, pci, share, num_nics)
-        if names:
-            settings = ",".join(filter(None, [settings, f"devices={':'.join(names)}"]))
-    if names:
-        errors.require(
-            num_nics in (None, len(names)),
-            f"{num_nics} NICs are asked for, but {len(names)} are named: {', '.join(names)}",
-        )
-        num_nics = len(names)
-    errors.require(
-        num_nics is None or 1 <= num_nics <= MAX_NICS,
-        f"num_nics is {num_nics}, must be from 1 to {MAX_NICS}",
-    )
-    few = 1 if provider in LIBRARIES else DEFAULT_NICS
-    return Opening(provider, num_nics or few, settings)
+    key, names = _NAMES_KEY.get(provider), named_in(provider, settings)
+    if key and not names:
+        names = _rails(provider, settings, wish, root)
+        named = f"{key}={':'.join(names)}" if names else ""
+        settings = ",".join(filter(None, [settings, named]))
+    found = len(names[:MAX_NICS]) or (1 if key else DEFAULT_NICS)
+    return Opening(provider, found if wish.num_nics is None else wish.num_nics, settings)
+
+
+def _rails(provider: str, settings: str, wish: Wish, root: Path) -> list[str]:
+    """Names that the provider is to be told; none where it finds its own."""
+    asked = names_of(wish.nics or env.nics())
+    kind = _kind(provider, settings)
+    if not kind:
+        return asked
+    host = topology.read_host(root)
+    if asked:
+        chosen = _named(host, asked)
+    elif any(nic.kind == kind for nic in host.nics):
+        nics = topology.usable(host, kind)
+        if not nics:
+            why = why_none(host, kind)
+            raise errors.make(errors.UnavailableError, f"no {kind} device can be used: {why}")
+        chosen = topology.pick(host, nics, pci=wish.pci, share=wish.share, wanted=wish.num_nics)[
+            :MAX_NICS
+        ]
+    else:
+        chosen = []  # the provider itself says best what is not there
+    return [f"{nic.name}-rdm" if nic.kind == "efa" else nic.name for nic in chosen]
 
 
 def _kind(provider: str, settings: str) -> str:
@@ -131,25 +153,10 @@ def _kind(provider: str, settings: str) -> str:
     return "verbs"
 
 
-def _nearest(
-    host: Host, kind: str, pci: str, share: tuple[int, int], wanted: int | None
-) -> list[str]:
-    nics = topology.usable(host, kind)
-    if not nics:
-        # Without any device the provider itself says best what it lacks.
-        if not any(nic.kind == kind for nic in host.nics):
-            return []
-        raise errors.make(
-            errors.UnavailableError,
-            f"no device can be used: {why_none(host, kind, kind)}; {_DOCTOR}",
-        )
-    chosen = topology.pick(host, nics, pci=pci, share=share, wanted=wanted)[:MAX_NICS]
-    errors.require(
-        wanted is None or len(chosen) == wanted,
-        f"{wanted} NICs are asked for, but only {len(nics)} can be used "
-        f"({', '.join(nic.name for nic in nics)}); {_DOCTOR}",
-    )
-    return [nic.name for nic in chosen]
+def named_in(provider: str, settings: str) -> list[str]:
+    """The devices that settings name for a provider, by rail."""
+    named = _setting(settings, _NAMES_KEY.get(provider, "devices"))
+    return named.split(":") if named else []
 
 
 def names_of(text: str) -> list[str]:
@@ -197,7 +204,7 @@ def announce(label: str, choice: Choice, opening: Opening) -> None:
     """One line about a choice, in the form of csrc/base/log.cpp, when MOE_P2P_LOG wants it."""
     if env.log_level() not in ("info", "debug"):
         return
-    names = _setting(opening.settings, "devices").replace(":", ", ")
+    names = ", ".join(named_in(opening.provider, opening.settings))
     line = (
         f"{label}: transport {opening.provider} over {names or f'{opening.num_nics} NICs'}: "
         f"{choice.why}"
