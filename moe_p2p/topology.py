@@ -16,6 +16,7 @@ import itertools
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -38,7 +39,8 @@ class Distance(enum.IntEnum):
     FAR = 3  # another socket, or nothing is known
 
 
-class Place(NamedTuple):
+@dataclass(frozen=True, order=True)
+class Place:
     """Where a device is."""
 
     pci: str = ""  # "0000:18:00.0"; empty for software devices
@@ -46,11 +48,13 @@ class Place(NamedTuple):
     numa_node: int = -1
 
 
-class Gpu(NamedTuple):
+@dataclass(frozen=True, order=True)
+class Gpu:
     place: Place
 
 
-class Nic(NamedTuple):
+@dataclass(frozen=True)
+class Nic:
     """An RDMA device, judged by its first port, which is the one that providers use."""
 
     name: str  # "mlx5_0"
@@ -64,7 +68,8 @@ class Nic(NamedTuple):
     problem: str  # why it cannot be used; empty when it can
 
 
-class Host(NamedTuple):
+@dataclass(frozen=True)
+class Host:
     gpus: tuple[Gpu, ...]
     nics: tuple[Nic, ...]
 

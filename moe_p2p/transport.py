@@ -12,13 +12,14 @@ i of the engine is the i-th name, and begins anew after the last.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import os
 import sys
 from pathlib import Path
 from typing import NamedTuple
 
 from moe_p2p import cuda_driver, env, errors, topology
-from moe_p2p.topology import Host
+from moe_p2p.topology import Host, Nic
 
 LOOPBACK, LIBFABRIC, VERBS = "loopback", "libfabric", "verbs"
 MAX_NICS = 8  # kMaxNics of csrc/engine/memory_region.h
@@ -84,7 +85,7 @@ def choose(transport: str, *, nics: str = "", root: Path = Path("/")) -> Choice:
         return Choice(asked, "MOE_P2P_TRANSPORT asks for it", automatic=False)
     host = topology.read_host(root)
     if named := names_of(nics or env.nics()):
-        host = host._replace(nics=tuple(_named(host, named)))
+        host = dataclasses.replace(host, nics=tuple(_named(host, named)))
     return prefer(host)
 
 
@@ -101,6 +102,11 @@ def prefer(host: Host) -> Choice:
             return Choice(provider, "; ".join([found, *against]), automatic=True)
         against.append(f"no {provider}: {problem or why_none(host, kind)}")
     return Choice(LOOPBACK, "; ".join(against), automatic=True)
+
+
+def rail_nics(host: Host) -> list[Nic]:
+    """The NICs that rails are made of: EFA devices, else other RDMA devices."""
+    return topology.usable(host, "efa") or topology.usable(host, "verbs")
 
 
 def why_none(host: Host, kind: str) -> str:
@@ -164,7 +170,7 @@ def names_of(text: str) -> list[str]:
     return [name for name in (part.strip() for part in text.split(",")) if name]
 
 
-def _named(host: Host, names: list[str]) -> list[topology.Nic]:
+def _named(host: Host, names: list[str]) -> list[Nic]:
     """The NICs of these names. Raises when one is not there or cannot be used."""
     found = {nic.name: nic for nic in host.nics}
     for name in names:
