@@ -1,0 +1,14 @@
+// What libfabric's error numbers mean to the engine. Status::detail keeps the number, so that whoever
+// reports it can say more; EFA's own number counts where it is more exact than the general one.
+#pragma once
+
+#include <string>
+
+#include "base/status.h"
+#include "provider/libfabric/api.h"
+
+namespace moe_p2p::provider::libfabric {
+
+base::Status status_of(int error, int prov_errno = 0, bool is_efa = false) noexcept;
+
+}  // namespace moe_p2p::provider::libfabric
