@@ -101,6 +101,9 @@ class Domain {
   // bytes drops the window; when that returns nothing is written through it any more. The peer must
   // not take the memory back (unregister_memory() over there) before that.
   virtual void map_remote(uint64_t /*remote_key*/, const MemorySpan& /*local*/) {}
+  // What failed first at this NIC, in words for whoever has to mend it: device, peer, write, likely
+  // cause. Empty while nothing has.
+  virtual std::string failure() const { return {}; }
 
   // --- data ---
   // Takes the first n requests and returns n; fewer than all when queues are full (try again after
