@@ -35,6 +35,7 @@ LIBRARIES = {
 LIBRARY_OF = {"efa": "libfabric", "verbs": "libibverbs"}  # by kind of NIC
 MIN_SHM_BYTES = 1 << 30
 MIN_MEMLOCK_BYTES = 1 << 32  # what is registered is locked: regions, and KV caches of users
+CAP_IPC_LOCK = 14  # linux/capability.h
 WRITE_BYTES, NUM_WRITES = 4 << 20, 4
 WRITE_TIMEOUT_S = 10.0
 
@@ -76,6 +77,7 @@ class Report:
     machine: dict[str, str | int]
     gpus: list[GpuFacts]
     nics: list[Nic]
+    rail_nics: list[str]  # those of which rails are made
     distances: dict[str, dict[str, str]]  # GPU, NIC: distance
     transport: dict[str, str]  # what "auto" is here: provider, why; no provider: an error
     libraries: dict[str, str]  # version and path; empty where it cannot be loaded
@@ -115,6 +117,7 @@ def examine(root: Path = Path("/"), *, writes: bool = True) -> Report:
         },
         gpus=_gpus(root, host),
         nics=list(host.nics),
+        rail_nics=[nic.name for nic in transport.rail_nics(host)],
         distances={
             gpu.place.pci: {
                 nic.name: topology.distance(gpu.place, nic.place).name.lower() for nic in host.nics
@@ -124,7 +127,7 @@ def examine(root: Path = Path("/"), *, writes: bool = True) -> Report:
         transport=_choice(root),
         libraries={name: _library(files) for name, files in LIBRARIES.items()},
         packages={name: _package(name) for name in PACKAGES},
-        memlock_bytes=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+        memlock_bytes=_memlock_bytes(),
         shm_bytes=shm.f_frsize * shm.f_blocks if shm else 0,
         shm_free_bytes=shm.f_frsize * shm.f_bavail if shm else 0,
         peer_memory=any(
@@ -231,6 +234,15 @@ def _mapped(stem: str) -> str:
     maps = Path("/proc/self/maps").read_text()
     found = re.search(rf"\s(/\S*/{re.escape(stem)}\.so\S*)$", maps, re.MULTILINE)
     return os.path.realpath(found[1]) if found else ""
+
+
+def _memlock_bytes() -> int:
+    """How much this process may lock; -1: all, also because it is privileged to."""
+    status = Path("/proc/self/status").read_text()
+    effective = re.search(r"^CapEff:\s*(\w+)", status, re.MULTILINE)
+    if effective and int(effective[1], 16) >> CAP_IPC_LOCK & 1:
+        return -1
+    return resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
 
 
 def _package(name: str) -> str:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from moe_p2p.doctor import Report
+    from moe_p2p.topology import Nic
 
 _ORDERING = {0: "none", 100: "owner", 200: "all devices"}
 
@@ -80,11 +81,17 @@ def _nics(report: Report) -> list[str]:
             nic.link_layer,
             " ".join(nic.interfaces),
             nic.gid,
-            f"not used: {nic.problem}" if nic.problem else "",
+            _use(report, nic),
         )
         for nic in report.nics
     ]
     return table(rows)
+
+
+def _use(report: Report, nic: Nic) -> str:
+    if nic.problem:
+        return f"not used: {nic.problem}"
+    return "" if nic.name in report.rail_nics else "not used: others are preferred"
 
 
 def _distances(report: Report) -> list[str]:
