@@ -145,17 +145,22 @@ def _nic(root: Path, entry: Path) -> Nic:
 def _port(path: Path) -> _Port:
     state = _text(path / "state").partition(": ")[2] or "unknown"  # "4: ACTIVE"
     rate = _text(path / "rate").split(" ")[0]  # "400 Gb/sec (4X NDR)"
-    gids = [gid for entry in _entries(path / "gids") if (gid := _text(entry)).strip("0:")]
-    types = {_text(entry) for entry in _entries(path / "gid_attrs/types")} - {""}
+    gids = (_text(entry) for entry in _entries(path / "gids"))
+    gid = next((gid for gid in gids if gid.strip("0:")), "")  # some NICs have 256, most of them 0
     link_layer = _text(path / "link_layer")
     problem = ""
     if state != "ACTIVE":
         problem = f"port {path.name} is {state}"
-    elif not gids:
+    elif not gid:
         problem = f"port {path.name} has no GID; give its interface an address"
-    elif link_layer == "Ethernet" and types and "RoCE v2" not in types:
+    elif link_layer == "Ethernet" and not _has_roce_v2(path):
         problem = f"port {path.name} has no RoCE v2 GID"
-    return _Port(state, link_layer, float(rate or 0), gids[0] if gids else "", problem)
+    return _Port(state, link_layer, float(rate or 0), gid, problem)
+
+
+def _has_roce_v2(port: Path) -> bool:
+    types = (_text(entry) for entry in _entries(port / "gid_attrs/types"))
+    return "RoCE v2" in types
 
 
 def _device_problem(root: Path, entry: Path) -> str:

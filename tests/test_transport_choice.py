@@ -95,6 +95,16 @@ def test_the_rails_of_the_gpu_become_settings(tmp_path: Path) -> None:
     assert found == Opening("verbs", 1, "devices=mlx5_1")
 
 
+def test_a_cuda_device_is_found_in_sysfs_by_its_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = {"PCI_DOMAIN_ID": 0, "PCI_BUS_ID": 0xCA, "PCI_DEVICE_ID": 0}
+    monkeypatch.setattr(transport.cuda_driver, "attribute", lambda device, name: told[name])
+    machines.p5(tmp_path)
+    found = open_with("libfabric", "", Wish(pci=transport.pci_of(3)), root=tmp_path)
+    assert found.settings.startswith("interfaces=rdmap198s0-rdm:")
+
+
 def test_a_rank_without_gpu_has_its_part_of_the_nics_and_at_most_eight(tmp_path: Path) -> None:
     machines.p5(tmp_path)
     assert open_with("libfabric", "", Wish(), root=tmp_path).num_nics == 8
