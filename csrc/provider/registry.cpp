@@ -7,7 +7,6 @@
 #include "provider/null/domain.h"
 #include "provider/provider.h"
 #include "provider/verbs/domain.h"
-#include "provider/verbs/domain.h"
 
 namespace moe_p2p::provider {
 namespace {
@@ -21,7 +20,6 @@ constexpr Entry kProviders[] = {
     {"libfabric", make_libfabric_domain},
     {"loopback", make_loopback_domain},
     {"null", make_null_domain},
-    {"verbs", make_verbs_domain},
     {"verbs", make_verbs_domain},
 };
 
