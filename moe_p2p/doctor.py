@@ -261,7 +261,7 @@ def _write_everywhere(report: Report) -> list[Write]:
     for nic in report.nics:
         if nic.problem or not report.libraries[LIBRARY_OF[nic.kind]]:
             continue  # judge() says so
-        provider = transport.LIBFABRIC if nic.kind == "efa" else transport.VERBS
+        provider = transport.PROVIDERS[nic.kind]
         done.append(_write(provider, nic.name, "host"))
         done.extend(
             _write(provider, nic.name, f"cuda:{gpu.cuda_device}")

@@ -33,6 +33,8 @@ LIBRARIES = {
     ),
     VERBS: ("libibverbs.so.1",),
 }
+# By kind of NIC, the better one first.
+PROVIDERS = {"efa": LIBFABRIC, "verbs": VERBS}
 _KINDS = {"efa": "EFA", "verbs": "RDMA"}
 _NAMES_KEY = {LIBFABRIC: "interfaces", VERBS: "devices"}
 _OF_ONE_HOST = ("devices", "interfaces", "host", "gid_index", "gid_address")
@@ -92,7 +94,7 @@ def choose(transport: str, *, nics: str = "", root: Path = Path("/")) -> Choice:
 def prefer(host: Host) -> Choice:
     """The best provider of a machine, with the reason against each better one."""
     against: list[str] = []
-    for provider, kind in ((LIBFABRIC, "efa"), (VERBS, "verbs")):
+    for kind, provider in PROVIDERS.items():
         nics = topology.usable(host, kind)
         problem = load_problem(provider) if nics else ""
         if nics and not problem:
@@ -144,12 +146,15 @@ def _rails(provider: str, settings: str, wish: Wish, root: Path) -> list[str]:
         if not nics:
             why = why_none(host, kind)
             raise errors.make(errors.UnavailableError, f"no {kind} device can be used: {why}")
-        chosen = topology.pick(host, nics, pci=wish.pci, share=wish.share, wanted=wish.num_nics)[
-            :MAX_NICS
-        ]
+        chosen = topology.pick(host, nics, pci=wish.pci, share=wish.share, wanted=wish.num_nics)
     else:
         chosen = []  # the provider itself says best what is not there
-    return [f"{nic.name}-rdm" if nic.kind == "efa" else nic.name for nic in chosen]
+    for nic in chosen:
+        errors.require(
+            nic.kind == kind,
+            f"nics names {nic.name}, which {provider} cannot use; it is for {PROVIDERS[nic.kind]}",
+        )
+    return [f"{nic.name}-rdm" if kind == "efa" else nic.name for nic in chosen[:MAX_NICS]]
 
 
 def _kind(provider: str, settings: str) -> str:

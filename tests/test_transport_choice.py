@@ -149,6 +149,13 @@ def test_names_that_cannot_be_used(
         choose("auto", nics=nics, root=tmp_path)
 
 
+def test_efa_devices_are_not_for_verbs(tmp_path: Path) -> None:
+    machines.p5(tmp_path)
+    match = "rdmap79s0, which verbs cannot use; it is for libfabric"
+    with pytest.raises(moe_p2p.InvalidArgumentError, match=match):
+        open_with("verbs", "", Wish(nics="rdmap79s0"), root=tmp_path)
+
+
 def test_devices_that_are_all_down_are_an_error_before_the_provider(tmp_path: Path) -> None:
     Machine(tmp_path).nic("mlx5_0", "pci0000:15/0000:15:01.0/0000:16:00.0", state="1: DOWN")
     with pytest.raises(moe_p2p.UnavailableError, match="mlx5_0: port 1 is DOWN"):
