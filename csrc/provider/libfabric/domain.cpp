@@ -108,6 +108,12 @@ void LibfabricDomain::unregister_memory(const MemoryKey& key) {
   poll_until(Clock::now() + kDrain, [&] { return ++polls > kSettlePolls; });
 }
 
+std::string LibfabricDomain::failure() const {
+  const Gate::Control inside(gate_);
+  const auto& first = writes_.first_failure();
+  return first ? base::concat(name_, ": ", libfabric::describe(*first)) : "";
+}
+
 template <typename Ready>
 bool LibfabricDomain::poll_until(platform::Deadline deadline, Ready&& ready) {
   std::array<Completion, kEntries> completions;

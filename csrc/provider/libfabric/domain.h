@@ -40,6 +40,7 @@ class LibfabricDomain final : public Domain {
   void disconnect(PeerId peer) override;
   MemoryKey register_memory(const MemorySpan& span) override;
   void unregister_memory(const MemoryKey& key) override;
+  std::string failure() const override;
 
   size_t post(std::span<const WorkRequest> requests) noexcept override;
   size_t poll(std::span<Completion> completions) noexcept override;

@@ -2,6 +2,8 @@
 
 #include <cerrno>
 
+#include "base/log.h"
+
 namespace moe_p2p::provider::libfabric {
 
 using base::Code;
@@ -38,7 +40,27 @@ Code code_of(int error) noexcept {
   }
 }
 
+const char* cause_of(Code code) noexcept {
+  switch (code) {
+    case Code::kPeerDead:
+      return "its process or host is gone, or a firewall or security group drops what is sent to it";
+    case Code::kRemoteAccess:
+      return "it has given that memory back, or the key is that of another NIC";
+    case Code::kInvalidArgument:
+      return "the source is not memory that is registered at this NIC";
+    default:
+      return "FI_LOG_LEVEL=warn makes libfabric say more";
+  }
+}
+
 }  // namespace
+
+std::string describe(const Failure& failure) {
+  return base::concat("a write of ", failure.bytes, " bytes to peer ", failure.peer, " failed: ",
+                      base::code_name(failure.status.code), ", ",
+                      error_text(failure.status.detail), ", device status ", failure.prov_errno,
+                      "; likely cause: ", cause_of(failure.status.code));
+}
 
 base::Status status_of(int error, int prov_errno, bool is_efa) noexcept {
   if (is_efa && (prov_errno == kEfaRemoteBadAddress || prov_errno == kEfaRemoteBadLength))

@@ -4,8 +4,6 @@
 #include <cerrno>
 #include <utility>
 
-#include "provider/libfabric/errors.h"
-
 namespace moe_p2p::provider::libfabric {
 
 using base::Code;
@@ -30,6 +28,8 @@ Writes::Writes(const Session& session, const Config& config, Regions& regions, P
     : session_(session),
       max_in_flight_(config.max_in_flight),
       timeout_(config.timeout),
+      // shm of libfabric 1.17 delivers an empty write and then never completes it.
+      bytes_when_empty_(config.provider == "shm" ? 1 : 0),
       completion_flags_(kCompletion | (session.info->tx_attr->op_flags & kDeliveryComplete)),
       regions_(regions),
       peers_(peers),
@@ -81,6 +81,7 @@ void Writes::accept(const WorkRequest& request, Slot& slot) noexcept {
   if (request.bytes == 0) {
     slot.region = &regions_.scratch();  // at both ends
     slot.request.local = slot.region->span.data;
+    slot.request.bytes = bytes_when_empty_;
     slot.request.remote_addr = slot.peer->address.scratch_addr;
     slot.request.remote_key = slot.peer->address.scratch_key;
   } else {
@@ -172,7 +173,14 @@ bool Writes::has_given_up(Peer& peer, std::chrono::milliseconds patience) noexce
 
 // --- completing ---
 
+// What the caller asked for itself is no failure of the NIC.
+void Writes::note(const Slot& slot, Status status, int prov_errno) noexcept {
+  if (status.ok() || status.code == Code::kClosed || first_failure_) return;
+  first_failure_ = {status, prov_errno, slot.request.bytes, slot.request.peer};
+}
+
 void Writes::show(const Slot& slot, Status status) noexcept {
+  note(slot, status, 0);
   --num_in_flight_;
   ready_.push_back({.wr_id = slot.request.wr_id, .status = status});  // within its capacity
 }
@@ -187,9 +195,11 @@ bool Writes::owns(const void* op_context) const noexcept {
   return std::ranges::any_of(slots_, [&](const Slot& slot) { return &slot == op_context; });
 }
 
-std::optional<Completion> Writes::finish(void* op_context, Status status) noexcept {
+std::optional<Completion> Writes::finish(void* op_context, Status status,
+                                         int prov_errno) noexcept {
   Slot& slot = *static_cast<Slot*>(op_context);
   const bool wanted = slot.state == Slot::State::kPosted;
+  if (wanted) note(slot, status, prov_errno);
   const uint64_t wr_id = slot.request.wr_id;
   --slot.region->num_writes;
   release(slot);

@@ -11,6 +11,7 @@
 #include <optional>
 #include <vector>
 
+#include "provider/libfabric/errors.h"
 #include "provider/libfabric/peers.h"
 #include "provider/libfabric/regions.h"
 
@@ -39,7 +40,8 @@ class Writes {
   // Offers what waits to libfabric.
   void pump() noexcept;
   // libfabric returned op_context. The engine's completion of it, unless it has had one.
-  std::optional<Completion> finish(void* op_context, base::Status status) noexcept;
+  std::optional<Completion> finish(void* op_context, base::Status status,
+                                   int prov_errno = 0) noexcept;
   bool owns(const void* op_context) const noexcept;
   // Completes what is under way to the peer, from the memory, or at all, with `status`.
   void fail(Peer& peer, base::Status status) noexcept;
@@ -48,6 +50,7 @@ class Writes {
   // Control: makes up for slots that were abandoned and may never come back.
   void refill();
 
+  const std::optional<Failure>& first_failure() const noexcept { return first_failure_; }
   uint32_t num_in_flight() const noexcept { return num_in_flight_; }
   uint32_t num_posted() const noexcept { return num_posted_; }  // without abandoned ones
 
@@ -60,6 +63,7 @@ class Writes {
   bool has_given_up(Peer& peer, std::chrono::milliseconds patience) noexcept;
   template <typename Concerns>
   void fail_if(base::Status status, Concerns&& concerns) noexcept;
+  void note(const Slot& slot, base::Status status, int prov_errno) noexcept;
   void show(const Slot& slot, base::Status status) noexcept;
   void complete(Slot& slot, base::Status status) noexcept;
   void release(Slot& slot) noexcept;
@@ -67,6 +71,7 @@ class Writes {
   const Session& session_;
   const uint32_t max_in_flight_;
   const std::chrono::milliseconds timeout_;
+  const uint32_t bytes_when_empty_;
   const uint64_t completion_flags_;
   Regions& regions_;
   Peers& peers_;
@@ -78,6 +83,7 @@ class Writes {
   bool chain_open_ = false;  // the last write that libfabric took has FI_MORE
   uint32_t num_in_flight_ = 0;  // accepted, no completion yet
   uint32_t num_posted_ = 0;
+  std::optional<Failure> first_failure_;
 };
 
 }  // namespace moe_p2p::provider::libfabric
