@@ -2,7 +2,8 @@
 
 #include <dlfcn.h>
 
-#include <cstdlib>
+#include <atomic>
+#include <mutex>
 
 #include "base/log.h"
 
@@ -16,20 +17,28 @@ namespace {
 const Library* stand_in = nullptr;
 #endif
 
+// What the process has loaded. Providers register themselves with their library: a second one would
+// not see the devices of the first.
+struct {
+  std::mutex mutex;
+  std::string file;
+  Library owned;
+  std::atomic<const Library*> library{nullptr};
+} loading;
+
 // The machine's own library first; then the folder in which AWS's installer puts its own.
 constexpr const char* kNames[] = {"libfabric.so.1", "/opt/amazon/efa/lib/libfabric.so.1",
                                   "/opt/amazon/efa/lib64/libfabric.so.1"};
 
-void* open_library() {
-  const char* asked = std::getenv("MOE_P2P_LIBFABRIC");
+void* open_file(const std::string& file) {
   std::string reason;
   const auto open = [&](const char* name) {
     void* handle = dlopen(name, RTLD_NOW | RTLD_LOCAL);
     if (!handle && reason.empty()) reason = dlerror();
     return handle;
   };
-  if (asked && *asked) {
-    if (void* handle = open(asked)) return handle;
+  if (!file.empty()) {
+    if (void* handle = open(file.c_str())) return handle;
   } else {
     for (const char* name : kNames)
       if (void* handle = open(name)) return handle;
@@ -37,7 +46,7 @@ void* open_library() {
   throw base::Error(Code::kUnavailable,
                     base::concat("libfabric cannot be opened: ", reason,
                                  "; install it (Debian, Ubuntu: apt-get install libfabric1; on EC2 "
-                                 "the EFA installer) or name the file in MOE_P2P_LIBFABRIC"));
+                                 "the EFA installer) or name the file with library="));
 }
 
 template <typename Function>
@@ -47,8 +56,8 @@ void load(void* handle, const char* name, Function& function) {
                 "; it must be release 1.10 or newer");
 }
 
-Library load_library() {
-  void* handle = open_library();  // stays open: providers have threads and exit handlers
+Library load_library(const std::string& file) {
+  void* handle = open_file(file);  // stays open: providers have threads and exit handlers
   Library library{};
   load(handle, "fi_getinfo", library.getinfo);
   load(handle, "fi_freeinfo", library.freeinfo);
@@ -61,12 +70,29 @@ Library load_library() {
 
 }  // namespace
 
+void open_library(const std::string& file) {
+#if defined(MOE_P2P_TESTING)
+  if (stand_in) return;
+#endif
+  const std::lock_guard lock(loading.mutex);
+  if (!loading.library) {
+    loading.owned = load_library(file);
+    loading.file = file;
+    loading.library.store(&loading.owned, std::memory_order_release);  // pairs with library()
+  }
+  MOE_P2P_CHECK(file.empty() || file == loading.file, Code::kInvalidArgument, "libfabric: library=",
+                file, ", but this process already uses ",
+                loading.file.empty() ? "the machine's own" : loading.file);
+}
+
 const Library& library() {
 #if defined(MOE_P2P_TESTING)
   if (stand_in) return *stand_in;
 #endif
-  static const Library loaded = load_library();
-  return loaded;
+  const Library* open = loading.library.load(std::memory_order_acquire);  // open_library()
+  if (open) return *open;
+  open_library("");
+  return *loading.library.load(std::memory_order_acquire);
 }
 
 std::string error_text(int64_t error) {

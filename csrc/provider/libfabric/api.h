@@ -257,7 +257,11 @@ struct Library {
   uint32_t (*version)();
 };
 
-// Loaded by the first call. Throws Error{kUnavailable} that says how to get it.
+// Opens `file`, or, when it is empty, the machine's own library or that of AWS's installer. One library
+// serves the process: another file later is an Error{kInvalidArgument}. Throws Error{kUnavailable} that
+// says how to get it.
+void open_library(const std::string& file);
+// The one that is open; opens the machine's own when none is.
 const Library& library();
 
 // "Connection refused (111)"; takes either sign.

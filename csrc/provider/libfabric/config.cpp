@@ -9,10 +9,11 @@ namespace moe_p2p::provider::libfabric {
 Config parse_config(const std::string& text) {
   const Settings settings(
       "libfabric", text,
-      {"provider", "interfaces", "max_in_flight", "max_write_bytes", "timeout_ms", "hmem"});
+      {"provider", "interfaces", "library", "max_in_flight", "max_write_bytes", "timeout_ms", "hmem"});
   Config config;
   config.provider = settings.word("provider", "efa",
                                   {"efa", "tcp", "net", "shm", "sockets", "verbs;ofi_rxm"});
+  config.library = settings.text("library", "");
   std::istringstream names(settings.text("interfaces", ""));
   for (std::string name; std::getline(names, name, ':');) config.interfaces.push_back(name);
   config.max_in_flight =

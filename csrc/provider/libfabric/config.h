@@ -5,6 +5,7 @@
 //   interfaces=         a:b:...: what NIC 0, 1, ... of a rank uses, each a domain name (rdmap0s6-rdm),
 //                       an interface name (eth0) or an IPv4 address. Without: all domains in turn,
 //                       the loopback interface only where there is no other
+//   library=            file of libfabric; without: libfabric.so.1, or that of AWS's installer
 //   max_in_flight=1024  accepted and not yet completed writes
 //   max_write_bytes=1073741824
 //   timeout_ms=10000    a peer that takes nothing for so long is given up (kPeerDead)
@@ -22,6 +23,7 @@ struct Config {
   enum class Hmem { kAuto, kOn, kOff };
 
   std::string provider;
+  std::string library;
   std::vector<std::string> interfaces;
   uint32_t max_in_flight = 0;
   uint32_t max_write_bytes = 0;

@@ -139,6 +139,7 @@ void set_environment(const Config& config) {
 
 OwnedInfo select_info(const Config& config, int nic) {
   set_environment(config);
+  open_library(config.library);
   const OwnedInfo all = ask(config);
   OwnedInfo own(library().dupinfo(choose(config, nic, all.get())));
   MOE_P2P_CHECK(own, Code::kResourceExhausted, "libfabric: out of memory");
