@@ -536,4 +536,10 @@ void FakeVerbs::raise(const char* device, int event_type) {
   });
 }
 
+Context* FakeVerbs::newest_context() {
+  return test::locked([](FakeVerbs&, World& w) -> Context* {
+    return w.contexts.empty() ? nullptr : w.contexts.back();
+  });
+}
+
 }  // namespace moe_p2p::test

@@ -46,6 +46,8 @@ class FakeVerbs {
   std::mt19937_64 random{1};
   // The link of a device goes down or comes up: its event, not its effect (Faults::link_down).
   void raise(const char* device, int event_type);
+  // The context that was opened last; null when there is none.
+  static provider::verbs::Context* newest_context();
 
  private:
   std::mutex mutex_;

@@ -10,6 +10,7 @@ for kind in all default; do
   echo 0 >/proc/sys/net/ipv6/conf/$kind/accept_dad
 done
 for limit in rmem_max wmem_max rmem_default; do echo 8388608 >/proc/sys/net/core/$limit; done
+echo 20000 >/proc/sys/net/core/netdev_max_backlog # packets that are dropped cost a timeout each
 for share in $SHARES; do
   mkdir -p "${share#*=}"
   mount -t 9p -o trans=virtio,version=9p2000.L,msize=507904,cache=none "${share%%=*}" "${share#*=}"
