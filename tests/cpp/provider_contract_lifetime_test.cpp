@@ -148,8 +148,8 @@ TEST_CASE("provider contract: a peer that closes fails what it owes with kPeerDe
     if (provider.notices_death) {
       CHECK(pump({&a}, [&] { return a.done.size() == 10; }));
       for (uint64_t i = 0; i < 10; ++i)
-        CHECK((a.code(i) == Code::kPeerDead ||
-               (provider.takes_unpolled && a.code(i) == Code::kOk)));
+        CHECK(
+            (a.code(i) == Code::kPeerDead || (provider.takes_unpolled && a.code(i) == Code::kOk)));
       post_all(a, {&a}, make_imm(10, peer, 1));
       CHECK(pump({&a}, [&] { return a.done.size() == 11; }));
       CHECK(a.code(10) == Code::kPeerDead);
