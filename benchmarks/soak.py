@@ -1,13 +1,13 @@
 """Dispatch and combine for a long time over a network that misbehaves: nothing lost, memory flat.
 
-    python benchmarks/soak.py --minutes 30                 two hosts, two interfaces, links that flap
-    python benchmarks/soak.py --minutes 5 --settings provider=shm      on this host, without hosts
+    python benchmarks/soak.py --minutes 30              two hosts, two interfaces, links that flap
+    python benchmarks/soak.py --minutes 5 --settings provider=shm     on this host, without hosts
 
-With tcp and as root, hosts are network namespaces (tests/hosts.py), and every few seconds an interface
-goes down for a moment. Ranks pause at random. Every result is compared with what the rank works out
-alone: experts differ by a factor, so wrong rows, weights and stale slots show. Ends with exit status 1
-when a step was wrong or failed, or when a rank's memory grew by more than --max-growth-mib after the
-first quarter. Run by tests/test_soak.py for some seconds.
+With tcp and as root, hosts are network namespaces (tests/hosts.py), and every few seconds an
+interface goes down for a moment. Ranks pause at random. Every result is compared with what the rank
+works out alone: experts differ by a factor, so wrong rows, weights and stale slots show. Ends with
+exit status 1 when a step was wrong or failed, or when a rank's memory grew by more than
+--max-growth-mib after the first quarter. Run by tests/test_soak.py for some seconds.
 """
 
 from __future__ import annotations
@@ -169,7 +169,9 @@ def run_all(arguments: argparse.Namespace) -> int:
                     subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
                 )
         num_flaps = flap_until_done(network, processes, arguments) if with_hosts else 0
-        texts = [process.communicate(timeout=60 * arguments.minutes + 180)[0] for process in processes]
+        texts = [
+            process.communicate(timeout=60 * arguments.minutes + 180)[0] for process in processes
+        ]
     print("".join(texts), end="")
     print(f"{num_flaps} flaps")
     results = [json.loads(line) for text in texts for line in text.splitlines() if line[:1] == "{"]

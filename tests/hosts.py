@@ -1,11 +1,11 @@
-"""Hosts that are network namespaces of this machine, with network interfaces and /dev/shm of their own.
+"""Hosts that are network namespaces of this machine, with interfaces and /dev/shm of their own.
 
     with Hosts(2, num_interfaces=2) as hosts:
         hosts.start(0, ["python", "program.py"])      # eth0 has 10.77.0.1, eth1 10.77.1.1
         hosts.flap(1, "eth1", down_s=0.5)
 
-Interface i of all hosts is one link layer: a bridge in a namespace of its own. Needs root and iproute2;
-what is missing is said by why_not().
+Interface i of all hosts is one link layer: a bridge in a namespace of its own. Needs root and
+iproute2; what is missing is said by why_not().
 """
 
 from __future__ import annotations
@@ -77,8 +77,11 @@ class Hosts:
     def start(self, host: int, command: list[str], **options: Any) -> subprocess.Popen[str]:
         """Starts a program on a host; its standard output and error are one pipe."""
         process = subprocess.Popen(
-            ["ip", "netns", "exec", self.names[host], "unshare", "--mount", "sh", "-c"]
-            + [f'{_SHM} "$@"', "sh", *command],
+            [
+                *("ip", "netns", "exec", self.names[host], "unshare", "--mount"),
+                *("sh", "-c", f'{_SHM} "$@"', "sh"),
+                *command,
+            ],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -1,4 +1,4 @@
-"""Two hosts with two ranks each and two network interfaces per rank: torchrun across them, over tcp.
+"""Two hosts with two ranks each and two interfaces per rank: torchrun across them, over tcp.
 
 The hosts are network namespaces (hosts.py). This file is also the program that their ranks run.
 """
@@ -60,7 +60,7 @@ def _run(*arguments: str, deadline_s: float) -> list[str]:
                 process.kill()
                 output = f"did not end within {deadline_s} s\n{process.communicate()[0]}"
             outputs.append(output)
-    for process, output in zip(processes, outputs, strict=True):
+    for process in processes:
         assert process.returncode == 0, "\n---\n".join(outputs)
     return outputs
 

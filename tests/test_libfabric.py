@@ -1,4 +1,4 @@
-"""Dispatch and combine through libfabric, between processes, over its tcp and shm; and what goes wrong.
+"""Dispatch and combine through libfabric, over its tcp and shm, and what goes wrong.
 
 These move bytes as EFA does, with other hardware below: csrc/provider/libfabric is the same code.
 Contract, engine and a fake of EFA: tests/cpp/libfabric_*.cpp. Several hosts: test_hosts.py.

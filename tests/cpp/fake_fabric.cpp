@@ -184,8 +184,8 @@ ssize_t writemsg(Endpoint* object, const RmaMessage* message, uint64_t flags) {
   Network& n = network();
   const uint64_t wanted = kCompletion | kDeliveryComplete;
   if (message->iov_count != 1 || message->rma_iov_count != 1 || (flags & wanted) != wanted ||
-      message->data >> 32 != 0 || message->addr >= endpoint.av->ids.size() ||
-      !message->desc || !message->desc[0])
+      message->data >> 32 != 0 || message->addr >= endpoint.av->ids.size() || !message->desc ||
+      !message->desc[0])
     return -EINVAL;
   const uint64_t target = endpoint.av->ids[message->addr];
   if (target == 0) return -EINVAL;
@@ -256,8 +256,7 @@ int close_endpoint(Fid* fid) {
   {
     const Call call(*endpoint->domain);
     network().endpoints.erase(endpoint->id);
-    std::erase_if(network().wire,
-                  [&](const Operation& op) { return op.source == endpoint; });
+    std::erase_if(network().wire, [&](const Operation& op) { return op.source == endpoint; });
   }
   delete endpoint;
   return 0;

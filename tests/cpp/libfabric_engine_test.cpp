@@ -1,5 +1,5 @@
-// Engine, proxy and libfabric together: every kind of request over tcp, shm and the fake of EFA, with
-// different numbers of NICs at both ends, and a peer that closes.
+// Engine, proxy and libfabric together: every kind of request over tcp, shm and the fake of EFA,
+// with different numbers of NICs at both ends, and a peer that closes.
 #include <numeric>
 
 #include "engine_pair.h"
@@ -25,9 +25,8 @@ EngineOptions fabric_options(const std::string& settings, int num_nics) {
 // Runs body(settings) for each provider that is here.
 template <typename Body>
 void for_each_fabric(Body&& body) {
-  for (const char* settings :
-       {"provider=efa,interfaces=efa1:efa2:efa3", "provider=tcp,timeout_ms=5000",
-        "provider=shm,timeout_ms=5000"}) {
+  for (const char* settings : {"provider=efa,interfaces=efa1:efa2:efa3",
+                               "provider=tcp,timeout_ms=5000", "provider=shm,timeout_ms=5000"}) {
     SUBCASE(settings) {
       FakeFabric::use_for(settings);
       try {

@@ -1,5 +1,5 @@
-// The libfabric provider beyond the contract: over the fake of EFA what a device cannot be asked to do,
-// and over the real library what goes wrong while a NIC is opened. The contract itself:
+// The libfabric provider beyond the contract: over the fake of EFA what a device cannot be asked to
+// do, and over the real library what goes wrong while a NIC is opened. The contract itself:
 // provider_contract_test.cpp; engine and several processes: libfabric_engine_test.cpp and
 // tests/test_libfabric.py.
 #include "provider/libfabric/config.h"
@@ -11,9 +11,8 @@ namespace {
 
 using test::FakeFabric;
 
-constexpr ProviderUnderTest kEfa = {.name = "libfabric",
-                                    .settings = "provider=efa,interfaces=efa7",
-                                    .takes_unpolled = true};
+constexpr ProviderUnderTest kEfa = {
+    .name = "libfabric", .settings = "provider=efa,interfaces=efa7", .takes_unpolled = true};
 
 std::string error_of(const std::string& settings, Code code) {
   FakeFabric::use_for(settings);
@@ -74,8 +73,8 @@ TEST_CASE("libfabric on efa: numbers of the device become statuses") {
   const struct {
     int err, prov_errno;
     Code code;
-  } cases[] = {{EINVAL, 7, Code::kRemoteAccess}, {EMSGSIZE, 11, Code::kRemoteAccess},
-               {EINVAL, 5, Code::kTransport},    {ECONNABORTED, 13, Code::kPeerDead},
+  } cases[] = {{EINVAL, 7, Code::kRemoteAccess},    {EMSGSIZE, 11, Code::kRemoteAccess},
+               {EINVAL, 5, Code::kTransport},       {ECONNABORTED, 13, Code::kPeerDead},
                {EHOSTUNREACH, 15, Code::kPeerDead}, {ECANCELED, 1, Code::kPeerDead},
                {EIO, 0, Code::kTransport}};
   Pair pair(kEfa, 100);
@@ -96,7 +95,9 @@ TEST_CASE("libfabric on efa: GPU memory is registered by dma-buf, and refused wi
   test::FakeDriver::install();
   FakeFabric::use_for(kEfa.settings);
   Node node(kEfa.name, kEfa.settings, 0, MemoryKind::kCuda);
-  { const Memory memory(node, 100'000); }
+  {
+    const Memory memory(node, 100'000);
+  }
   CHECK(FakeFabric::counts().dmabufs == 1);
   Node without(kEfa.name, std::string(kEfa.settings) + ",hmem=off", 0, MemoryKind::kCuda);
   CHECK_THROWS_WITH_AS(Memory(without, 64), doctest::Contains("hmem=off"), base::Error);

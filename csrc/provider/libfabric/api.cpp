@@ -80,8 +80,8 @@ void open_library(const std::string& file) {
     loading.file = file;
     loading.library.store(&loading.owned, std::memory_order_release);  // pairs with library()
   }
-  MOE_P2P_CHECK(file.empty() || file == loading.file, Code::kInvalidArgument, "libfabric: library=",
-                file, ", but this process already uses ",
+  MOE_P2P_CHECK(file.empty() || file == loading.file, Code::kInvalidArgument,
+                "libfabric: library=", file, ", but this process already uses ",
                 loading.file.empty() ? "the machine's own" : loading.file);
 }
 

@@ -1,8 +1,9 @@
-// libfabric's binary interface, as far as this folder uses it. The library is opened with dlopen, so
-// that the package builds and loads where it is not installed; six functions are symbols, everything
-// else is reached through the tables of functions that its objects carry. Layouts are those of
-// <rdma/fabric.h> 1.17; later releases only append. tests/cpp/libfabric_abi_test.cpp compares them
-// with the header where there is one. Functions and fields that nobody here uses have no type.
+// libfabric's binary interface, as far as this folder uses it. The library is opened with dlopen,
+// so that the package builds and loads where it is not installed; six functions are symbols,
+// everything else is reached through the tables of functions that its objects carry. Layouts are
+// those of <rdma/fabric.h> 1.17; later releases only append. tests/cpp/libfabric_abi_test.cpp
+// compares them with the header where there is one. Functions and fields that nobody here uses have
+// no type.
 #pragma once
 
 #include <sys/types.h>
@@ -24,10 +25,9 @@ constexpr uint32_t make_version(uint32_t major, uint32_t minor) noexcept {
 // Capabilities and flags.
 inline constexpr uint64_t kMsg = 1ull << 1, kRma = 1ull << 2, kRead = 1ull << 8, kWrite = 1ull << 9,
                           kRecv = 1ull << 10, kTransmit = 1ull << 11, kRemoteRead = 1ull << 12,
-                          kRemoteWrite = 1ull << 13, kRemoteCqData = 1ull << 17,
-                          kMore = 1ull << 18, kCompletion = 1ull << 24,
-                          kDeliveryComplete = 1ull << 28, kMrDmabuf = 1ull << 40,
-                          kHmem = 1ull << 47;
+                          kRemoteWrite = 1ull << 13, kRemoteCqData = 1ull << 17, kMore = 1ull << 18,
+                          kCompletion = 1ull << 24, kDeliveryComplete = 1ull << 28,
+                          kMrDmabuf = 1ull << 40, kHmem = 1ull << 47;
 // Modes.
 inline constexpr uint64_t kContext = 1ull << 59, kContext2 = 1ull << 52;
 // Memory registration modes.
@@ -257,9 +257,9 @@ struct Library {
   uint32_t (*version)();
 };
 
-// Opens `file`, or, when it is empty, the machine's own library or that of AWS's installer. One library
-// serves the process: another file later is an Error{kInvalidArgument}. Throws Error{kUnavailable} that
-// says how to get it.
+// Opens `file`, or, when it is empty, the machine's own library or that of AWS's installer. One
+// library serves the process: another file later is an Error{kInvalidArgument}. Throws
+// Error{kUnavailable} that says how to get it.
 void open_library(const std::string& file);
 // The one that is open; opens the machine's own when none is.
 const Library& library();

@@ -1,9 +1,9 @@
 // The settings of the libfabric provider, parsed once when a Domain is opened.
 //
-//   provider=efa        libfabric's provider: efa, tcp, net, shm, sockets, verbs;ofi_rxm. All but efa
-//                       and verbs are software: the CPU copies every byte
-//   interfaces=         a:b:...: what NIC 0, 1, ... of a rank uses, each a domain name (rdmap0s6-rdm),
-//                       an interface name (eth0) or an IPv4 address. Without: all domains in turn,
+//   provider=efa        libfabric's provider: efa, tcp, net, shm, sockets, verbs;ofi_rxm. All but
+//                       efa and verbs are software: the CPU copies every byte
+//   interfaces=         a:b:...: what NIC 0, 1, ... of a rank uses, each a domain name
+//                       (rdmap0s6-rdm), an interface name (eth0) or an IPv4 address. Without: all domains in turn,
 //                       the loopback interface only where there is no other
 //   library=            file of libfabric; without: libfabric.so.1, or that of AWS's installer
 //   max_in_flight=1024  accepted and not yet completed writes

@@ -18,9 +18,9 @@ using platform::Clock;
 
 namespace {
 
-// How long a control call waits for writes that are under way: for those that read from memory which is
-// given back, and at the end for all. Too small: a slow peer loses them. Too large: closing beside a
-// dead peer takes as long.
+// How long a control call waits for writes that are under way: for those that read from memory
+// which is given back, and at the end for all. Too small: a slow peer loses them. Too large:
+// closing beside a dead peer takes as long.
 constexpr auto kDrain = std::chrono::milliseconds(500);
 // Polls after memory was given back, for writes that a software provider has received by half.
 constexpr int kSettlePolls = 64;
@@ -60,9 +60,8 @@ LibfabricDomain::~LibfabricDomain() {
   try {
     const Gate::Control inside(gate_);
     int quiet = 0;
-    poll_until(Clock::now() + kDrain, [&] {
-      return writes_.num_posted() == 0 && ++quiet > kSettlePolls;
-    });
+    poll_until(Clock::now() + kDrain,
+               [&] { return writes_.num_posted() == 0 && ++quiet > kSettlePolls; });
   } catch (const std::exception& error) {
     MOE_P2P_LOG(base::LogLevel::kWarning, name_, ": closing: ", error.what());
   }
@@ -70,8 +69,7 @@ LibfabricDomain::~LibfabricDomain() {
 
 DomainLimits LibfabricDomain::limits() const noexcept {
   const size_t most = session_.info->ep_attr->max_msg_size;
-  return {.max_write_bytes =
-              static_cast<uint32_t>(std::min<size_t>(config_.max_write_bytes, most)),
+  return {.max_write_bytes = static_cast<uint32_t>(std::min<size_t>(config_.max_write_bytes, most)),
           .max_in_flight = config_.max_in_flight};
 }
 

@@ -1,14 +1,15 @@
-// libfabric's NICs: EFA first, and the same code over its software providers (tcp between hosts without
-// RDMA, shm within one) for those who ask for them. One endpoint of the reliable-datagram kind per
-// Domain; peers are entries of its address vector, nobody shakes hands. Settings: config.h.
+// libfabric's NICs: EFA first, and the same code over its software providers (tcp between hosts
+// without RDMA, shm within one) for those who ask for them. One endpoint of the reliable-datagram
+// kind per Domain; peers are entries of its address vector, nobody shakes hands. Settings:
+// config.h.
 //
-// Every domain is opened without locks inside (FI_THREAD_DOMAIN); the gate lets one control call or the
-// polling thread in. Progress is manual: a target that is not polled receives nothing, and no provider
-// wakes anybody, so a Domain that was given a waker is never idle.
+// Every domain is opened without locks inside (FI_THREAD_DOMAIN); the gate lets one control call or
+// the polling thread in. Progress is manual: a target that is not polled receives nothing, and no
+// provider wakes anybody, so a Domain that was given a waker is never idle.
 //
-// tcp, net and shm differ from a NIC in what follows a refused write: the whole connection goes down, so
-// other writes to that peer fail with it (kPeerDead), and the next one connects again. A write that has
-// been received by half when its memory is given back is finished into it.
+// tcp, net and shm differ from a NIC in what follows a refused write: the whole connection goes
+// down, so other writes to that peer fail with it (kPeerDead), and the next one connects again. A
+// write that has been received by half when its memory is given back is finished into it.
 //
 // This file and domain.cpp are the control path, datapath.cpp is the data path.
 #pragma once
@@ -47,7 +48,8 @@ class LibfabricDomain final : public Domain {
   bool idle() const noexcept override;
 
  private:
-  // Polls on behalf of a control call until ready() or the deadline; what completes is kept for poll().
+  // Polls on behalf of a control call until ready() or the deadline; what completes is kept for
+  // poll().
   template <typename Ready>
   bool poll_until(platform::Deadline deadline, Ready&& ready);
   size_t take_ready(std::span<Completion> completions) noexcept;

@@ -20,8 +20,7 @@ Code code_of(int error) noexcept {
     case EKEYREJECTED:
     case EPERM:
     case EREMOTEIO:
-    case kErrorNoKey:
-      return Code::kRemoteAccess;
+    case kErrorNoKey: return Code::kRemoteAccess;
     case ECANCELED:  // flushed, because the connection went down
     case ECONNABORTED:
     case ECONNREFUSED:
@@ -33,31 +32,28 @@ Code code_of(int error) noexcept {
     case ENOTCONN:
     case EPIPE:
     case ESHUTDOWN:
-    case ETIMEDOUT:
-      return Code::kPeerDead;
-    default:
-      return Code::kTransport;
+    case ETIMEDOUT: return Code::kPeerDead;
+    default: return Code::kTransport;
   }
 }
 
 const char* cause_of(Code code) noexcept {
   switch (code) {
     case Code::kPeerDead:
-      return "its process or host is gone, or a firewall or security group drops what is sent to it";
+      return "its process or host is gone, or a firewall or security group drops what is sent to "
+             "it";
     case Code::kRemoteAccess:
       return "it has given that memory back, or the key is that of another NIC";
-    case Code::kInvalidArgument:
-      return "the source is not memory that is registered at this NIC";
-    default:
-      return "FI_LOG_LEVEL=warn makes libfabric say more";
+    case Code::kInvalidArgument: return "the source is not memory that is registered at this NIC";
+    default: return "FI_LOG_LEVEL=warn makes libfabric say more";
   }
 }
 
 }  // namespace
 
 std::string describe(const Failure& failure) {
-  return base::concat("a write of ", failure.bytes, " bytes to peer ", failure.peer, " failed: ",
-                      base::code_name(failure.status.code), ", ",
+  return base::concat("a write of ", failure.bytes, " bytes to peer ", failure.peer,
+                      " failed: ", base::code_name(failure.status.code), ", ",
                       error_text(failure.status.detail), ", device status ", failure.prov_errno,
                       "; likely cause: ", cause_of(failure.status.code));
 }

@@ -1,5 +1,6 @@
-// What libfabric's error numbers mean to the engine. Status::detail keeps the number, so that whoever
-// reports it can say more; EFA's own number counts where it is more exact than the general one.
+// What libfabric's error numbers mean to the engine. Status::detail keeps the number, so that
+// whoever reports it can say more; EFA's own number counts where it is more exact than the general
+// one.
 #pragma once
 
 #include <string>

@@ -1,7 +1,8 @@
 // Keeps control calls and the polling thread out of libfabric at the same time: domains are opened
-// with FI_THREAD_DOMAIN, which has no locks inside and leaves that to the caller. The polling thread
-// never waits here: it finds the gate taken, reports that nothing happened, and comes again. A control
-// call announces itself first, or a thread that polls without a pause would never let it in.
+// with FI_THREAD_DOMAIN, which has no locks inside and leaves that to the caller. The polling
+// thread never waits here: it finds the gate taken, reports that nothing happened, and comes again.
+// A control call announces itself first, or a thread that polls without a pause would never let it
+// in.
 #pragma once
 
 #include <sched.h>

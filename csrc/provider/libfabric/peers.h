@@ -1,5 +1,5 @@
-// The peers of one NIC and their places in libfabric's address vector. Changed by control calls, looked
-// at by the polling thread; the gate of the Domain keeps them apart.
+// The peers of one NIC and their places in libfabric's address vector. Changed by control calls,
+// looked at by the polling thread; the gate of the Domain keeps them apart.
 #pragma once
 
 #include <deque>
@@ -14,8 +14,8 @@ namespace moe_p2p::provider::libfabric {
 
 struct Slot;
 
-// What a NIC tells its peers. Writes of no bytes go to the scratch region: providers check address and
-// key of those too.
+// What a NIC tells its peers. Writes of no bytes go to the scratch region: providers check address
+// and key of those too.
 struct Address {
   base::Bytes name;  // of the endpoint, as libfabric gives it
   uint64_t scratch_addr = 0;

@@ -24,7 +24,8 @@ class ExportedMemory {
     const auto export_dmabuf = platform::driver().export_dmabuf;
     if (!export_dmabuf) return;
     const auto begin = reinterpret_cast<uint64_t>(span.data) / kPage * kPage;
-    const auto end = (reinterpret_cast<uint64_t>(span.data) + span.bytes + kPage - 1) / kPage * kPage;
+    const auto end =
+        (reinterpret_cast<uint64_t>(span.data) + span.bytes + kPage - 1) / kPage * kPage;
     if (export_dmabuf(&dmabuf_.fd, begin, end - begin, platform::kDmabufHandle, 0) != 0) return;
     dmabuf_.offset = reinterpret_cast<uint64_t>(span.data) - begin;
     dmabuf_.len = span.bytes;
@@ -48,8 +49,8 @@ class ExportedMemory {
 Regions::Regions(const Session& session, std::string name)
     : session_(session), name_(std::move(name)) {}
 
-// Where keys are ours to choose they are chosen at random: a key of another NIC, or one that was given
-// back, must not fit.
+// Where keys are ours to choose they are chosen at random: a key of another NIC, or one that was
+// given back, must not fit.
 uint64_t Regions::next_key() {
   if (session_.mr_mode(kMrProvKey)) return 0;
   const size_t bytes = session_.info->domain_attr->mr_key_size;
@@ -82,10 +83,10 @@ Owned<MemoryRegion> Regions::open(const MemorySpan& span) {
     }
   }
   if (error != 0) error = reg(0, &region);
-  MOE_P2P_CHECK(error == 0, Code::kTransport, name_, ": registering ", span.bytes,
-                span.kind == MemoryKind::kCuda ? " bytes of GPU memory: " : " bytes: ",
-                error_text(error),
-                error == -ENOMEM ? "; is the limit of locked memory too small? (ulimit -l)" : "");
+  MOE_P2P_CHECK(
+      error == 0, Code::kTransport, name_, ": registering ", span.bytes,
+      span.kind == MemoryKind::kCuda ? " bytes of GPU memory: " : " bytes: ", error_text(error),
+      error == -ENOMEM ? "; is the limit of locked memory too small? (ulimit -l)" : "");
   return Owned<MemoryRegion>(region);
 }
 
@@ -101,14 +102,14 @@ MemoryKey Regions::add(const MemorySpan& span) {
     const auto& ops = *mr->fid.ops;
     int error = ops.bind(&mr->fid, &session_.endpoint->fid, 0);
     if (error == 0) error = ops.control(&mr->fid, kControlEnable, nullptr);
-    MOE_P2P_CHECK(error == 0, Code::kTransport, name_, ": enabling registered memory: ",
-                  error_text(error));
+    MOE_P2P_CHECK(error == 0, Code::kTransport, name_,
+                  ": enabling registered memory: ", error_text(error));
   }
-  const MemoryKey key{
-      .local_key = first_key_ + regions_.size(),
-      .remote_key = mr->key,
-      .remote_addr =
-          session_.mr_mode(kMrVirtAddr) ? reinterpret_cast<uint64_t>(span.data) : uint64_t{0}};
+  const MemoryKey key{.local_key = first_key_ + regions_.size(),
+                      .remote_key = mr->key,
+                      .remote_addr = session_.mr_mode(kMrVirtAddr)
+                                         ? reinterpret_cast<uint64_t>(span.data)
+                                         : uint64_t{0}};
   void* descriptor = mr->mem_desc;
   regions_.push_back({span, std::move(mr), descriptor});
   return key;

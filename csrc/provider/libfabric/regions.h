@@ -1,5 +1,5 @@
-// Registered memory of one NIC. Changed by control calls, looked at by the polling thread; the gate of
-// the Domain keeps them apart.
+// Registered memory of one NIC. Changed by control calls, looked at by the polling thread; the gate
+// of the Domain keeps them apart.
 #pragma once
 
 #include <deque>
@@ -46,7 +46,7 @@ class Regions {
   const std::string name_;
   std::mt19937_64 random_{std::random_device{}()};
   const uint64_t first_key_ = random_() >> 1;  // keys of another NIC must not be found here
-  std::deque<Region> regions_;  // stays in place: posted writes point into it
+  std::deque<Region> regions_;                 // stays in place: posted writes point into it
 };
 
 }  // namespace moe_p2p::provider::libfabric

@@ -28,8 +28,8 @@ std::string ipv4_of(const Info& info) {
 
 std::string_view domain_of(const Info& info) { return info.domain_attr->name; }
 
-// What every provider is asked for. Memory modes: all that we can live with; the answer says which of
-// them count. Manual progress: no threads of the provider's own beside the polling thread.
+// What every provider is asked for. Memory modes: all that we can live with; the answer says which
+// of them count. Manual progress: no threads of the provider's own beside the polling thread.
 OwnedInfo make_hints(const Config& config, bool hmem, uint64_t completion_level) {
   OwnedInfo hints(library().dupinfo(nullptr));
   MOE_P2P_CHECK(hints, Code::kResourceExhausted, "libfabric: out of memory");
@@ -37,8 +37,8 @@ OwnedInfo make_hints(const Config& config, bool hmem, uint64_t completion_level)
   hints->mode = kContext | kContext2;
   hints->ep_attr->type = kEndpointRdm;
   hints->tx_attr->op_flags = completion_level;
-  hints->domain_attr->mr_mode = kMrLocal | kMrVirtAddr | kMrAllocated | kMrProvKey | kMrEndpoint |
-                                (hmem ? kMrHmem : 0);
+  hints->domain_attr->mr_mode =
+      kMrLocal | kMrVirtAddr | kMrAllocated | kMrProvKey | kMrEndpoint | (hmem ? kMrHmem : 0);
   hints->domain_attr->threading = kThreadDomain;
   hints->domain_attr->control_progress = kProgressManual;
   hints->domain_attr->data_progress = kProgressManual;
@@ -54,8 +54,8 @@ OwnedInfo ask(const Config& config) {
   int error = 0;
   for (const bool hmem : {true, false}) {
     if (hmem ? !want_hmem : config.hmem == Config::Hmem::kOn) continue;
-    // Where a provider has no level above transmit-complete, that one already means that the target's
-    // NIC has answered (reliable connections).
+    // Where a provider has no level above transmit-complete, that one already means that the
+    // target's NIC has answered (reliable connections).
     for (const uint64_t level : {kDeliveryComplete, uint64_t{0}}) {
       if (level == 0 && config.is_software()) continue;
       const OwnedInfo hints = make_hints(config, hmem, level);
@@ -82,7 +82,8 @@ std::vector<Info*> usable(Info* first) {
   const auto add = [&](bool ipv4_only) {
     for (Info* info = first; info; info = info->next) {
       if (ipv4_only != (info->addr_format == kFormatSockaddrIn)) continue;
-      if (std::strcmp(info->fabric_attr->name, "efa-direct") == 0) continue;  // needs receives posted
+      if (std::strcmp(info->fabric_attr->name, "efa-direct") == 0)
+        continue;  // needs receives posted
       const auto same = [&](const Info* other) { return domain_of(*other) == domain_of(*info); };
       if (std::ranges::none_of(found, same)) found.push_back(info);
     }
@@ -127,8 +128,8 @@ Info* choose(const Config& config, int nic, Info* first) {
   return found;
 }
 
-// EFA writes to ranks of the same host through shared memory unless told not to; its own writes then
-// follow rules of another provider. Read by libfabric when it first looks for EFA devices.
+// EFA writes to ranks of the same host through shared memory unless told not to; its own writes
+// then follow rules of another provider. Read by libfabric when it first looks for EFA devices.
 void set_environment(const Config& config) {
   static std::once_flag once;
   if (config.is_efa())

@@ -53,8 +53,7 @@ void bind(const Opening& opening, Session& session) {
   bind_to(session.av->fid, 0, "binding the address vector");
   bind_to(session.cq->fid, kTransmit | kRecv, "binding the completion queue");
   Fid& endpoint = session.endpoint->fid;
-  opening.check(endpoint.ops->control(&endpoint, kControlEnable, nullptr),
-                "enabling the endpoint");
+  opening.check(endpoint.ops->control(&endpoint, kControlEnable, nullptr), "enabling the endpoint");
 }
 
 }  // namespace

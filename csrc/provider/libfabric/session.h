@@ -1,5 +1,5 @@
-// What one NIC has open in libfabric, from the choice of the domain to the enabled endpoint. Control
-// path only. Opened by LibfabricDomain, closed in the reverse order.
+// What one NIC has open in libfabric, from the choice of the domain to the enabled endpoint.
+// Control path only. Opened by LibfabricDomain, closed in the reverse order.
 #pragma once
 
 #include "provider/libfabric/api.h"

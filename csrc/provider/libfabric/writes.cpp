@@ -12,13 +12,13 @@ using platform::Clock;
 
 namespace {
 
-// Posts per doorbell. Too small: the NIC is rung for every few writes. Too large: the first of a chain
-// waits for the last, and a chain must fit the smallest send queue (256) several times.
+// Posts per doorbell. Too small: the NIC is rung for every few writes. Too large: the first of a
+// chain waits for the last, and a chain must fit the smallest send queue (256) several times.
 constexpr uint32_t kChain = 16;
 
-// A connection that went down is noticed by the write that finds it so, and made again while that one
-// waits. Too small: the write fails although the peer is there. Too large: so long until it is said that
-// a peer is dead.
+// A connection that went down is noticed by the write that finds it so, and made again while that
+// one waits. Too small: the write fails although the peer is there. Too large: so long until it is
+// said that a peer is dead.
 constexpr auto kReconnect = std::chrono::milliseconds(1000);
 
 }  // namespace
@@ -60,7 +60,8 @@ void Writes::release(Slot& slot) noexcept {
 
 size_t Writes::accept(std::span<const WorkRequest> requests) noexcept {
   const size_t used = num_in_flight_ + ready_.size();
-  const size_t room = std::min<size_t>(num_free_, max_in_flight_ - std::min<size_t>(used, max_in_flight_));
+  const size_t room =
+      std::min<size_t>(num_free_, max_in_flight_ - std::min<size_t>(used, max_in_flight_));
   const size_t count = std::min(requests.size(), room);
   for (const WorkRequest& request : requests.first(count)) {
     Slot& slot = *free_;
@@ -195,8 +196,7 @@ bool Writes::owns(const void* op_context) const noexcept {
   return std::ranges::any_of(slots_, [&](const Slot& slot) { return &slot == op_context; });
 }
 
-std::optional<Completion> Writes::finish(void* op_context, Status status,
-                                         int prov_errno) noexcept {
+std::optional<Completion> Writes::finish(void* op_context, Status status, int prov_errno) noexcept {
   Slot& slot = *static_cast<Slot*>(op_context);
   const bool wanted = slot.state == Slot::State::kPosted;
   if (wanted) note(slot, status, prov_errno);

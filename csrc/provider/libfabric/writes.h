@@ -1,10 +1,10 @@
-// The sending side of one NIC: accepted writes, in a list per peer until libfabric takes them. A peer
-// that takes nothing (not connected yet, its queue full) holds up only itself; pump() offers again at
-// every poll. Data path, inside the Domain's gate; what allocates is marked as control.
+// The sending side of one NIC: accepted writes, in a list per peer until libfabric takes them. A
+// peer that takes nothing (not connected yet, its queue full) holds up only itself; pump() offers
+// again at every poll. Data path, inside the Domain's gate; what allocates is marked as control.
 //
-// Writes of one peer go out in chains with FI_MORE, which lets the NIC be rung once per chain. A chain
-// that libfabric cut short by EAGAIN would not be rung at all, so the next write to get through, to
-// whichever peer, goes without the flag.
+// Writes of one peer go out in chains with FI_MORE, which lets the NIC be rung once per chain. A
+// chain that libfabric cut short by EAGAIN would not be rung at all, so the next write to get
+// through, to whichever peer, goes without the flag.
 #pragma once
 
 #include <deque>
@@ -79,8 +79,8 @@ class Writes {
   std::deque<Slot> slots_;
   Slot* free_ = nullptr;
   uint32_t num_free_ = 0;
-  Peer* waiting_ = nullptr;  // peers with a list, by Peer::next_waiting
-  bool chain_open_ = false;  // the last write that libfabric took has FI_MORE
+  Peer* waiting_ = nullptr;     // peers with a list, by Peer::next_waiting
+  bool chain_open_ = false;     // the last write that libfabric took has FI_MORE
   uint32_t num_in_flight_ = 0;  // accepted, no completion yet
   uint32_t num_posted_ = 0;
   std::optional<Failure> first_failure_;
