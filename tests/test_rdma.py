@@ -75,7 +75,8 @@ def test_links_processes_and_limits_over_soft_roce(program: str) -> None:
 
 
 @pytest.mark.timeout(RUN_DEADLINE_S)
-def test_exchange_over_soft_roce_equals_the_reference() -> None:
+def test_exchange_over_soft_roce_equals_the_reference_and_survivors_are_told() -> None:
     python = str(Path(sys.executable).resolve().parent / Path(sys.executable).name)
     told = in_machine(python, str(ROOT / "tests/rdma/exchange.py"), "50")
     assert "50 steps equal the reference" in told
+    assert "told after" in told  # of the rank that was killed then
