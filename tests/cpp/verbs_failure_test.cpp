@@ -172,6 +172,21 @@ TEST_CASE("verbs: a repair that is not answered ends the peer at its deadline") 
   for (uint64_t i = 1; i < 10; ++i) CHECK(pair.a.code(i) == Code::kTransport);
 }
 
+TEST_CASE("verbs: a peer whose process ended is named, one that was disconnected is not") {
+  FakeVerbs::install();
+  Node a("verbs", "library=fake");
+  auto b = std::make_unique<Node>("verbs", "library=fake,devices=fake1");
+  const PeerId left = a.connect(*b), lost = a.connect(*b);
+  a.domain->disconnect(left);
+  CHECK(a.domain->failure() == "");
+  b.reset();
+  REQUIRE(a.post(make_imm(1, lost, 1)));
+  CHECK(pump({&a}, [&] { return a.done.size() == 1; }));
+  CHECK(a.code(1) == Code::kPeerDead);
+  CHECK(pump({&a}, [&] { return !a.domain->failure().empty(); }));
+  CHECK(a.domain->failure().find("fake1 of ") != std::string::npos);
+}
+
 TEST_CASE("verbs: a device that dies fails what is under way") {
   FakePair pair("receives=1");
   CHECK(pair.a.domain->post(pair.writes(30, 8)) == 30);  // most wait for receives

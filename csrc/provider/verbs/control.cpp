@@ -137,7 +137,8 @@ void Control::read_device_events() {
     } else if (event.type == kEventDeviceFatal) {
       MOE_P2P_LOG(base::LogLevel::kError, nic_.name(), ": the device reports a fatal error");
       const std::lock_guard lock(mutex_);
-      for (auto& [id, peer] : peers_) end_peer(*peer, Code::kTransport);
+      for (auto& [id, peer] : peers_)
+        end_peer(*peer, Code::kTransport, "the own device reports a fatal error");
     }
   }
 }
@@ -300,7 +301,7 @@ void Control::disconnect(PeerId id) {
                 ": disconnecting a peer that is not connected");
   Peer& peer = *found->second;
   peer.leaving.store(true, std::memory_order_release);  // pairs with Sender::look_at
-  end_peer(peer, Code::kClosed);
+  end_peer(peer, Code::kClosed, "");
   peer.link = Socket();
 }
 
@@ -308,6 +309,11 @@ std::string Control::peer_label(PeerId id) const {
   const std::lock_guard lock(mutex_);
   const auto found = peers_.find(id);
   return found == peers_.end() ? "a peer that was disconnected" : found->second->address.label;
+}
+
+std::string Control::first_loss() const {
+  const std::lock_guard lock(mutex_);
+  return first_loss_;
 }
 
 // --- with the mutex held ---
@@ -319,7 +325,8 @@ void Control::hear(Peer& peer) {
     if (got == Socket::Got::kNothing) return;
     if (got == Socket::Got::kEnd) {
       peer.link = Socket();
-      return end_peer(peer, Code::kPeerDead);
+      return end_peer(peer, Code::kPeerDead,
+                      "its process has ended or closed the NIC: the handshake's connection closed");
     }
     try {
       const Answer answer = Answer::decode(message);
@@ -334,15 +341,17 @@ void Control::hear(Peer& peer) {
       changed();
     } catch (const Error& error) {
       MOE_P2P_LOG(base::LogLevel::kError, error.what());
-      return end_peer(peer, Code::kTransport);
+      return end_peer(peer, Code::kTransport, "a connection could not be made anew");
     }
   }
 }
 
-void Control::end_peer(Peer& peer, Code why) {
+void Control::end_peer(Peer& peer, Code why, const char* sign) {
   Code none = Code::kOk;
   // release: pairs with the acquire in Sender::look_at; before the queue pairs break.
   peer.end.compare_exchange_strong(none, why, std::memory_order_release, std::memory_order_relaxed);
+  if (none == Code::kOk && why != Code::kClosed && first_loss_.empty())
+    first_loss_ = base::concat(nic_.name(), ": lost ", peer.address.label, ": ", sign);
   for (const auto& lane : peer.lanes) break_qp(nic_, *lane->owner);
   peer.answer_by = Deadline::max();
   changed();
@@ -375,10 +384,11 @@ void Control::begin_repair(Peer& peer, Lane& lane) {
     lane.repair.store(Lane::Repair::kRepairing, std::memory_order_relaxed);
     peer.answer_by = Clock::now() + nic_.config.handshake_timeout;
     Lane* const lanes[] = {&lane};
-    if (!peer.link.send(hello_for(peer, lanes))) end_peer(peer, Code::kPeerDead);
+    if (!peer.link.send(hello_for(peer, lanes)))
+      end_peer(peer, Code::kPeerDead, "it cannot be asked for a new connection");
   } catch (const Error& error) {
     MOE_P2P_LOG(base::LogLevel::kError, error.what());
-    end_peer(peer, Code::kTransport);
+    end_peer(peer, Code::kTransport, "a connection could not be made anew");
   }
 }
 
@@ -386,9 +396,7 @@ void Control::give_up_late_repairs() {
   const auto now = Clock::now();
   for (auto& [id, peer] : peers_) {
     if (peer->answer_by > now) continue;
-    MOE_P2P_LOG(base::LogLevel::kError, nic_.name(), ": ", peer->address.label,
-                " did not answer when a connection had to be made anew");
-    end_peer(*peer, Code::kPeerDead);
+    end_peer(*peer, Code::kPeerDead, "it did not answer when a connection had to be made anew");
   }
 }
 

@@ -39,6 +39,8 @@ class Control {
   void disconnect(PeerId peer);
   // "mlx5_0 of host7 (pid 12)"; says so when it is not connected any more.
   std::string peer_label(PeerId peer) const;
+  // Which peer ended first without being disconnected, and what that looks like; empty: none.
+  std::string first_loss() const;
 
  private:
   // A NIC that connected to us, and our ends of its lanes.
@@ -64,7 +66,7 @@ class Control {
 
   // These expect mutex_ to be held.
   void hear(Peer& peer);
-  void end_peer(Peer& peer, base::Code why);
+  void end_peer(Peer& peer, base::Code why, const char* sign);
   void look_at_peers();
   void begin_repair(Peer& peer, Lane& lane);
   void give_up_late_repairs();
@@ -84,6 +86,7 @@ class Control {
   mutable std::mutex mutex_;  // guards the peers; never held during a handshake
   std::map<PeerId, std::unique_ptr<Peer>> peers_;
   PeerId next_id_ = 0;
+  std::string first_loss_;
 
   std::map<uint32_t, Session> sessions_;  // control thread only
   uint32_t next_session_ = 0;

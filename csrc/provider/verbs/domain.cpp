@@ -67,7 +67,7 @@ std::string VerbsDomain::failure() const {
     return base::concat(nic_.name(), ": the GPU does not flush what the NIC wrote: ",
                         platform::driver_error(error), "; its immediates are kept back");
   const Failure* failure = failure_.get();
-  if (!failure) return "";
+  if (!failure) return control_.first_loss();
   return base::concat(nic_.name(), ": a write of ", failure->bytes, " bytes to ",
                       control_.peer_label(failure->peer), " (address 0x", std::hex,
                       failure->remote_addr, ", key 0x", failure->remote_key, std::dec,
