@@ -40,7 +40,7 @@ inline const ProviderUnderTest kProviders[] = {
     {.name = "libfabric", .settings = "provider=efa,interfaces=efa3", .takes_unpolled = true},
     {.name = "libfabric", .settings = "provider=tcp,timeout_ms=3000", .drops_connection = true},
     {.name = "libfabric",
-     .settings = "provider=shm,timeout_ms=3000",
+     .settings = "provider=shm,timeout_ms=500",
      .drops_connection = true,
      .notices_death = false,
      .recovers = false},
