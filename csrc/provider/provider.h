@@ -116,8 +116,9 @@ class Domain {
   virtual bool idle() const noexcept = 0;
 };
 
-// Opens NIC options.nic of the named provider ("libfabric", "verbs", "loopback", "null"). Throws Error{kUnavailable} with
-// the list of providers when the name is unknown, or with the reason when it cannot run here.
+// Opens NIC options.nic of the named provider ("libfabric", "verbs", "loopback", "null"). Throws
+// Error{kUnavailable} with the list of providers when the name is unknown, or with the reason when it
+// cannot run here.
 std::unique_ptr<Domain> open_domain(const std::string& provider, const DomainOptions& options);
 
 }  // namespace moe_p2p::provider
