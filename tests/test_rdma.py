@@ -25,10 +25,11 @@ sys.path.pop(0)
 pytestmark = pytest.mark.skipif(bool(vm.why_not()), reason=vm.why_not() or "")
 
 
-def in_machine(*command: str) -> str:
-    """The output of a command that ends well in there."""
+def in_machine(*command: str, netem: str = "") -> str:
+    """The output of a command that ends well in there. `netem` is what the links do to packets."""
+    options = ["--timeout", str(RUN_DEADLINE_S - 60), "--netem", netem]
     done = subprocess.run(
-        [sys.executable, str(VM), "--timeout", str(RUN_DEADLINE_S - 60), "--", *command],
+        [sys.executable, str(VM), *options, "--", *command],
         cwd=ROOT,
         env={**os.environ, "MOE_P2P_RDMA_MACHINE": "1"},
         capture_output=True,
@@ -70,6 +71,18 @@ def test_contract_suite_over_soft_roce(program: str) -> None:
 @pytest.mark.timeout(BUILD_DEADLINE_S + RUN_DEADLINE_S)
 def test_links_processes_and_limits_over_soft_roce(program: str) -> None:
     told = in_machine(program, "-tc=verbs devices*")
+    assert "skipped:" not in told
+    assert "Status: SUCCESS" in told
+
+
+@pytest.mark.timeout(BUILD_DEADLINE_S + RUN_DEADLINE_S)
+def test_links_that_lose_and_reorder_packets(program: str) -> None:
+    told = in_machine(
+        program,
+        "-tc=verbs devices: every kind*,provider contract: payload*,provider contract: a wrong*",
+        "-sc=verbs devices*",
+        netem="loss 1% delay 200us 100us reorder 25%",
+    )
     assert "skipped:" not in told
     assert "Status: SUCCESS" in told
 
