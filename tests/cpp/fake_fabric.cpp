@@ -13,6 +13,8 @@
 #include <utility>
 #include <vector>
 
+#include "fake_fabric_info.h"
+
 namespace moe_p2p::test {
 
 using namespace provider::libfabric;  // NOLINT(google-build-using-namespace): all of the ABI
@@ -390,74 +392,18 @@ int open_fabric(FabricAttr*, Fabric** out, void*) {
   return 0;
 }
 
-// --- info ---
-
-// An Info and all that it points to.
-struct FullInfo : Info {
-  TxAttr tx{};
-  RxAttr rx{};
-  EpAttr ep{};
-  DomainAttr domain{};
-  FabricAttr fabric{};
-
-  FullInfo() : Info{} { link(); }
-  explicit FullInfo(const Info& other) : Info(other) {
-    tx = *other.tx_attr;
-    rx = *other.rx_attr;
-    ep = *other.ep_attr;
-    domain = *other.domain_attr;
-    fabric = *other.fabric_attr;
-    link();
-    next = nullptr;
-    for (char** text : {&domain.name, &fabric.name, &fabric.prov_name})
-      if (*text) *text = strdup(*text);
-  }
-  FullInfo(const FullInfo&) = delete;
-  FullInfo& operator=(const FullInfo&) = delete;
-  ~FullInfo() {
-    for (char* text : {domain.name, fabric.name, fabric.prov_name}) std::free(text);
-  }
-
- private:
-  void link() {
-    tx_attr = &tx;
-    rx_attr = &rx;
-    ep_attr = &ep;
-    domain_attr = &domain;
-    fabric_attr = &fabric;
-  }
-};
-
-Info* dup_info(const Info* info) { return info ? new FullInfo(*info) : new FullInfo; }
-
-void free_info(Info* info) {
-  while (info) delete static_cast<FullInfo*>(std::exchange(info, info->next));
-}
-
 int get_info(uint32_t, const char*, const char*, uint64_t, const Info* hints, Info** out) {
   if (std::strcmp(hints->fabric_attr->prov_name, "efa") != 0) return -kNoData;
   const char* shm = std::getenv("FI_EFA_ENABLE_SHM_TRANSFER");
   if (!shm || std::strcmp(shm, "0") != 0) ++network().counts.shm_transfers;
-  for (int nic = 9; nic >= 0; --nic) {
-    auto* info = new FullInfo(*hints);
-    info->fabric.name = strdup("efa");
-    info->domain.name = strdup(("efa" + std::to_string(nic)).c_str());
-    info->domain.mr_mode &= kMrLocal | kMrVirtAddr | kMrAllocated | kMrProvKey | kMrHmem;
-    info->domain.cq_data_size = 4;
-    info->domain.mr_key_size = 4;
-    info->tx.size = kQueue;
-    info->tx.rma_iov_limit = 1;
-    info->ep.max_msg_size = size_t{1} << 30;
-    info->next = *out;
-    *out = info;
-  }
+  *out = make_efa_infos(*hints, kQueue);
   return 0;
 }
 
 const char* error_name(int error) { return std::strerror(error); }
 uint32_t version() { return make_version(1, 20); }
 
-constexpr Library kLibrary{get_info, free_info, dup_info, open_fabric, error_name, version};
+constexpr Library kLibrary{get_info, free_efa_info, dup_efa_info, open_fabric, error_name, version};
 
 }  // namespace
 
