@@ -31,7 +31,7 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 SOURCES := $(shell find csrc kernels -type f -not -name '*.pyc') setup.py pyproject.toml
 
-.PHONY: bench test pytest lint format build wheel clean distclean doctest force
+.PHONY: bench test pytest lint format build wheel clean distclean doctest libfabric force
 .NOTPARALLEL:
 
 bench: build
@@ -40,7 +40,7 @@ bench: build
 # Two prerequisites and no recipe, so that `make -k test` runs the tests of badly formatted code too.
 test: lint pytest
 
-pytest: build doctest
+pytest: build doctest libfabric
 	$(PY) -m pytest -rs --durations=8 $(PYTEST_ARGS)
 
 lint: $(ENVIRONMENT)
@@ -98,5 +98,17 @@ doctest:
 	      || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y doctest-dev > /dev/null; } \
 	      || echo "doctest-dev could not be installed: the C++ tests will be skipped"; \
 	  else echo "doctest is missing: the C++ tests will be skipped (apt-get install doctest-dev)"; fi; }
+
+# The tests of the libfabric provider run over its tcp and shm; namespaces as hosts need iproute2. Without
+# them tests/test_libfabric.py and tests/test_hosts.py are skipped and say so.
+libfabric:
+	@{ $(PY) -c 'import ctypes; ctypes.CDLL("libfabric.so.1")' 2> /dev/null && command -v ip > /dev/null; } || { \
+	  if [ -z '$(PYTHON)' ] && [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
+	    echo "installing libfabric1, libfabric-dev and iproute2"; \
+	    packages="libfabric1 libfabric-dev iproute2"; export DEBIAN_FRONTEND=noninteractive; \
+	    apt-get install -qq -y --no-install-recommends $$packages > /dev/null 2>&1 \
+	      || { apt-get update -qq && apt-get install -qq -y --no-install-recommends $$packages > /dev/null; } \
+	      || echo "libfabric could not be installed: its tests will be skipped"; \
+	  else echo "libfabric or ip is missing: their tests will be skipped (apt-get install libfabric1 libfabric-dev iproute2)"; fi; }
 
 force:

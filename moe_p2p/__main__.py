@@ -1,4 +1,4 @@
-"""`python -m moe_p2p bench | demo | plan`. Each command explains itself with --help."""
+"""`python -m moe_p2p bench | demo | doctor | plan`. Each command explains itself with --help."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 COMMANDS = {
     "bench": ("moe_p2p.bench.command", "correctness, then latency and bytes on the wire"),
     "demo": ("moe_p2p.demo", "train a small language model with experts spread over ranks"),
+    "doctor": ("moe_p2p.doctor", "what this machine has and lacks: GPUs, NICs, rails, libraries"),
     "plan": ("moe_p2p.plan", "memory of every region for given shapes"),
 }
 

@@ -9,6 +9,22 @@ import json
 from typing import NamedTuple
 
 from moe_p2p import errors
+from moe_p2p.transport import LOOPBACK, Choice
+
+
+class Offer(NamedTuple):
+    """The transport that a rank would use, before there is an engine."""
+
+    host: str  # equal for ranks that can share memory
+    choice: Choice
+
+    def encode(self) -> bytes:
+        return json.dumps(self).encode()
+
+    @staticmethod
+    def decode(data: bytes) -> Offer:
+        host, choice = json.loads(data)
+        return Offer(host, Choice(*choice))
 
 
 class Facts(NamedTuple):
@@ -30,6 +46,44 @@ class Agreement(NamedTuple):
     ranks_per_node: int
     communicator: int
     ranks_on_host: int  # of the rank that asks
+
+
+def agree_on_transport(offers: list[Offer], wanted_ranks_per_node: int | None) -> Choice:
+    """The transport of all ranks. Raises InvalidArgumentError when they would use several, and
+    UnavailableError when theirs does not reach from host to host.
+    """
+    hosts = {offer.host for offer in offers}
+    automatic = all(offer.choice.automatic for offer in offers)
+    if automatic and len(hosts) == 1 and wanted_ranks_per_node in (None, len(offers)):
+        return Choice(LOOPBACK, "all ranks are of one node, no write leaves it", automatic=True)
+    chosen = offers[0].choice
+    if any(offer.choice.provider != chosen.provider for offer in offers):
+        raise errors.make(
+            errors.InvalidArgumentError,
+            f"transport differs between ranks: {_by_choice(offers)}. Name one with transport=, or "
+            "compare the hosts with `python -m moe_p2p doctor`",
+        )
+    if chosen.provider == LOOPBACK and len(hosts) > 1:
+        raise errors.make(
+            errors.UnavailableError,
+            f"ranks are on {len(hosts)} hosts, and loopback stays on one: {_by_choice(offers)}. "
+            "`python -m moe_p2p doctor` says what each host lacks",
+        )
+    return chosen
+
+
+def _by_choice(offers: list[Offer]) -> str:
+    """Who would use what and why; ranks in a row that say the same are one entry."""
+    starts = [
+        rank
+        for rank, offer in enumerate(offers)
+        if rank == 0 or offer.choice != offers[rank - 1].choice
+    ]
+    parts = []
+    for start, after in zip(starts, [*starts[1:], len(offers)], strict=True):
+        ranks = f"rank {start} has" if after == start + 1 else f"ranks {start} to {after - 1} have"
+        parts.append(f"{ranks} {offers[start].choice.provider} ({offers[start].choice.why})")
+    return "; ".join(parts[:8])
 
 
 def check_fields(facts: list[Facts]) -> None:

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from moe_p2p import env, ops
-from moe_p2p.agreement import Facts, conclude
+from moe_p2p import env, ops, transport
+from moe_p2p.agreement import Facts, Offer, agree_on_transport, conclude
 from moe_p2p.bootstrap import Bootstrap
 from moe_p2p.config import AllToAllConfig
 from moe_p2p.device_kernels import DeviceSide, Partners
@@ -66,7 +66,7 @@ class Communicator:
         self.world_size = meeting.world_size
         with meeting:
             own_engine = engine is None
-            self.engine = self._make_engine() if engine is None else engine
+            self.engine = self._choose_engine(meeting, engine)
             try:
                 self._comm = self._create(meeting)
             except BaseException:
@@ -110,7 +110,7 @@ class Communicator:
             return meeting.exchange(data, "fabric handles")[first : first + num_local]
 
         # Only NICs that are software write through a mapping of the peer's memory.
-        windows = num_nodes > 1 and config.provider == "loopback"
+        windows = num_nodes > 1 and self.engine.provider == "loopback"
         return DeviceSide(
             self._comm,
             config,
@@ -126,16 +126,35 @@ class Communicator:
             deadline=time.monotonic() + config.timeout_s,
         )
 
-    def _make_engine(self) -> Engine:
-        return Engine(
-            self.config.provider,
-            self.config.nics_per_rank,
-            settings=self.config.provider_settings,
-            label=f"rank {self.rank}",
-            wait=self.config.wait,
-            proxy_cpu=self.config.proxy_cpu,
-            timeout_s=self.config.timeout_s,
+    def _choose_engine(self, meeting: Bootstrap, given: Engine | None) -> Engine:
+        """The engine given, or one over the transport that all ranks agree on."""
+        config = self.config
+        if given is None:
+            mine = transport.choose(config.transport, nics=config.nics)
+        else:
+            mine = transport.Choice(given.provider, "an engine was given", automatic=False)
+        offer = Offer(call(_ops.host_identity.default), mine)
+        offers = [Offer.decode(d) for d in meeting.exchange(offer.encode(), "the transports")]
+        choice = agree_on_transport(offers, config.ranks_per_node)
+        if given is not None:
+            return given
+        neighbours = [rank for rank, other in enumerate(offers) if other.host == offer.host]
+        label = f"rank {self.rank}"
+        engine = Engine(
+            choice.provider,
+            config.nics_per_rank,
+            settings=config.provider_settings,
+            label=label,
+            wait=config.wait,
+            proxy_cpu=config.proxy_cpu,
+            timeout_s=config.timeout_s,
+            nics=config.nics,
+            gpu=torch.cuda.current_device() if config.device == "cuda" else None,
+            share=(neighbours.index(self.rank), len(neighbours)),
         )
+        if choice.automatic:
+            transport.announce(label, choice, engine.opening)
+        return engine
 
     def _create(self, meeting: Bootstrap) -> int:
         config = self.config

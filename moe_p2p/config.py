@@ -13,15 +13,27 @@ from typing import Any
 import torch
 
 from moe_p2p import env, errors, ops
+from moe_p2p.transport import MAX_NICS, shared_settings
 
 PAYLOAD_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
 COMBINE_DTYPES = PAYLOAD_DTYPES[:3]
 DEFAULT_CHUNK_TOKENS = 512
-MAX_NICS = 8
 WAITS = ("spin", "yield", "sleep")
 DEVICES = ("cpu", "cuda")
 # Each rank may choose these for itself; all other fields must be equal on all ranks.
-LOCAL_FIELDS = frozenset({"timeout_s", "wait", "num_threads", "proxy_cpu", "num_sms"})
+# `transport` is compared by agreement.py: ranks may come to the same one in different ways.
+LOCAL_FIELDS = frozenset(
+    {
+        "timeout_s",
+        "wait",
+        "num_threads",
+        "proxy_cpu",
+        "num_sms",
+        "transport",
+        "nics_per_rank",
+        "nics",
+    }
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +52,11 @@ class AllToAllConfig:
     steps_in_flight: S, 2 to 16: dispatches that may be under way before their combines.
     expert_rank: owner of each expert. None: equal blocks in order.
     ranks_per_node: L. None: ranks whose host is the same; they must be consecutive.
-    transport: "auto" (environment, else "loopback"), "loopback" or another provider.
-    nics_per_rank: NICs that every rank uses, 1 to 8.
+    transport: "auto", "libfabric", "verbs", "loopback" or another provider. "auto": environment,
+        else libfabric where EFA devices are, verbs where other RDMA devices are, loopback where
+        all ranks are of one node or the host has no RDMA.
+    nics_per_rank: NICs that this rank uses, 1 to 8. None: those nearest to its GPU; of loopback 2.
+    nics: RDMA devices to use instead, "mlx5_0,mlx5_1": the NICs of the rank in this order.
     transport_settings: "key=value,..." for the provider, for example "seed=7,gbps=400".
     timeout_s: deadline of every wait, in seconds.
     wait: how waiting threads wait: "spin", "yield" or "sleep".
@@ -65,7 +80,8 @@ class AllToAllConfig:
     expert_rank: tuple[int, ...] | None = None
     ranks_per_node: int | None = None
     transport: str = "auto"
-    nics_per_rank: int = 2
+    nics_per_rank: int | None = None
+    nics: str = ""
     transport_settings: str = ""
     timeout_s: float = 30.0
     wait: str = "sleep"
@@ -96,7 +112,7 @@ class AllToAllConfig:
             isinstance(self.timeout_s, (int, float)) and self.timeout_s > 0,
             f"timeout_s is {self.timeout_s!r}, must be a positive number of seconds",
         )
-        for name in ("transport", "transport_settings"):
+        for name in ("transport", "transport_settings", "nics"):
             value = getattr(self, name)
             errors.require(isinstance(value, str), f"{name} is {value!r}, must be a string")
         errors.require(
@@ -138,11 +154,6 @@ class AllToAllConfig:
         return torch.bfloat16 if self.dtype == torch.float8_e4m3fn else self.dtype
 
     @property
-    def provider(self) -> str:
-        """transport, or what "auto" stands for."""
-        return env.transport() if self.transport == "auto" else self.transport
-
-    @property
     def provider_settings(self) -> str:
         """transport_settings, or those of the environment."""
         return self.transport_settings or env.transport_settings()
@@ -170,8 +181,7 @@ class AllToAllConfig:
         return values | {
             "chunk_tokens": str(self.step_tokens),
             "combine_dtype": str(self.widest_combine_dtype),
-            "transport": self.provider,
-            "transport_settings": self.provider_settings,
+            "transport_settings": shared_settings(self.provider_settings),
             "MOE_P2P_FABRIC": str(env.fabric()),
         }
 

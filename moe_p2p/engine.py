@@ -23,7 +23,7 @@ from typing import NamedTuple, TypedDict
 import torch
 from torch import Tensor
 
-from moe_p2p import env, errors
+from moe_p2p import env, errors, transport
 from moe_p2p.ops import call
 
 _ops = torch.ops.moe_p2p
@@ -146,11 +146,15 @@ class Request:
 class Engine:
     """NICs of one GPU or CPU rank, with the thread that owns them.
 
-    provider: "auto" (environment, else "loopback"), "loopback" or another one.
-    num_nics: 1 to 8. settings: "key=value,..." for the provider. label: stands in errors.
+    provider: "auto" (environment, else the best that this machine has), "loopback" or another one.
+    num_nics: 1 to 8. None: the NICs nearest to `gpu`; of "loopback" 2.
+    settings: "key=value,..." for the provider. label: stands in errors.
     wait: how its thread and waiters wait: "spin", "yield" or "sleep".
     proxy_cpu: CPU of its thread. None: any.
     timeout_s: deadline of waits that give none, in seconds.
+    nics: names of RDMA devices to use, "mlx5_0,mlx5_1". Empty: the environment's, else the nearest.
+    gpu: CUDA device whose memory will be registered. None: host memory.
+    share: (i, n): the i-th of n engines that divide this host's NICs where `gpu` does not say it.
 
     Any thread may call it. Raises UnavailableError when the provider cannot run here.
     """
@@ -158,29 +162,40 @@ class Engine:
     def __init__(
         self,
         provider: str = "auto",
-        num_nics: int = 2,
+        num_nics: int | None = None,
         *,
         settings: str = "",
         label: str = "engine",
         wait: str = "sleep",
         proxy_cpu: int | None = None,
         timeout_s: float = 30.0,
+        nics: str = "",
+        gpu: int | None = None,
+        share: tuple[int, int] = (0, 1),
     ) -> None:
-        self.provider = env.transport() if provider == "auto" else provider
+        choice = transport.choose(provider, nics=nics)
+        self.opening = transport.open_with(
+            choice.provider,
+            settings or env.transport_settings(),
+            transport.Wish(num_nics, nics, "" if gpu is None else transport.pci_of(gpu), share),
+        )
+        if choice.automatic:
+            transport.announce(label, choice, self.opening)
+        self.provider = choice.provider
         self.label = label
         self.timeout_s = timeout_s
         self.number = int(
             call(
                 _ops.engine_create.default,
                 self.provider,
-                num_nics,
-                settings or env.transport_settings(),
+                self.opening.num_nics,
+                self.opening.settings,
                 label,
                 wait,
                 -1 if proxy_cpu is None else proxy_cpu,
             )
         )
-        self.num_nics = num_nics
+        self.num_nics = self.opening.num_nics
         self.next_communicator = 0  # numbers below it were used by communicators on this engine
         # Also runs when the object is collected and when the interpreter ends.
         self._finalizer = weakref.finalize(self, _ops.engine_close.default, self.number)

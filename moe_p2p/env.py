@@ -1,11 +1,12 @@
 """The one place that reads the environment. Values are read when they are asked for.
 
-MOE_P2P_TRANSPORT           provider behind transport="auto" (default: loopback)
+MOE_P2P_TRANSPORT           provider behind transport="auto" (default: what the machine has)
 MOE_P2P_TRANSPORT_SETTINGS  settings for it where a configuration gives none
+MOE_P2P_NICS                RDMA devices in rail order where a configuration names none
 MOE_P2P_CACHE               folder of compiled kernels (default: ~/.cache/moe_p2p)
 MOE_P2P_FABRIC              1: ranks of a node share GPU memory by fabric handle (all ranks alike)
 CUDA_HOME                   CUDA toolkit whose headers kernels may use (default: /usr/local/cuda)
-MOE_P2P_LOG                 error, warning, info or debug; read by C++ (csrc/base/log.cpp)
+MOE_P2P_LOG                 error, warning, info or debug; also read by csrc/base/log.cpp
 LOCAL_WORLD_SIZE            ranks of this machine, set by torchrun
 """
 
@@ -16,13 +17,23 @@ from pathlib import Path
 
 
 def transport() -> str:
-    """The provider that transport="auto" stands for."""
-    return os.environ.get("MOE_P2P_TRANSPORT", "loopback")
+    """The provider that transport="auto" stands for; empty: the machine decides."""
+    return os.environ.get("MOE_P2P_TRANSPORT", "")
 
 
 def transport_settings() -> str:
     """`key=value,...` for the provider."""
     return os.environ.get("MOE_P2P_TRANSPORT_SETTINGS", "")
+
+
+def nics() -> str:
+    """`mlx5_0,mlx5_1`: the devices to use; empty: the topology decides."""
+    return os.environ.get("MOE_P2P_NICS", "")
+
+
+def log_level() -> str:
+    """What is logged."""
+    return os.environ.get("MOE_P2P_LOG", "warning")
 
 
 def cache_folder() -> Path:

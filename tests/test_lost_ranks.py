@@ -29,7 +29,6 @@ from ranks import DiedError, Rank, run_processes, run_threads
         ("max_tokens", (12, 16)),
         ("dtype", (torch.float32, torch.bfloat16)),
         ("steps_in_flight", (2, 3)),
-        ("nics_per_rank", (2, 1)),
         ("expert_rank", ((0, 1) * 4, (1, 0) * 4)),
         ("ranks_per_node", (2, 1)),
     ],

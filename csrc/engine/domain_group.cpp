@@ -137,4 +137,13 @@ void DomainGroup::map_remote(const RemoteRegion& region, const provider::MemoryS
   });
 }
 
+std::string DomainGroup::failure() const {
+  std::string all;
+  for (const auto& domain : domains_) {
+    const std::string one = domain->failure();
+    if (!one.empty()) all += (all.empty() ? "" : "; ") + one;
+  }
+  return all;
+}
+
 }  // namespace moe_p2p::engine

@@ -39,6 +39,8 @@ class DomainGroup {
   // Gives every NIC the window under the key of its rail; or drops it, when `local` has no bytes.
   // Reaches every NIC, as disconnect().
   void map_remote(const RemoteRegion& region, const provider::MemorySpan& local);
+  // What failed first at each NIC, in the providers' words; empty while nothing has.
+  std::string failure() const;
   // Closes all NICs; nothing completes any more.
   void close() noexcept { domains_.clear(); }
 

@@ -274,6 +274,11 @@ void TransferEngine::detach_poller() noexcept {
   state_->polling_thread.store(nullptr, std::memory_order_release);
 }
 
+std::string TransferEngine::first_failure() const {
+  const std::string text = state_->group.failure();
+  return text.empty() ? text : "; first failure of the NICs: " + text;
+}
+
 std::vector<NicCounters> TransferEngine::counters() const {
   std::vector<NicCounters> counters;
   for (int nic = 0; nic < num_nics(); ++nic) counters.push_back(state_->poller.nic(nic).counters());

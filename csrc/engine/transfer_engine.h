@@ -74,6 +74,8 @@ class TransferEngine {
   void run_on_poller(const Closure& closure, platform::Deadline deadline);
   ImmTable& imm_table() noexcept;
   std::vector<NicCounters> counters() const;
+  // "; first failure of the NICs: ..." for the end of an error's text; empty while there is none.
+  std::string first_failure() const;
   // Says that the polling thread has ended. Until some thread calls progress() again, disconnect()
   // and unregister_memory() do its part themselves instead of waiting for it.
   void detach_poller() noexcept;

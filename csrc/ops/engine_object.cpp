@@ -173,7 +173,8 @@ void EngineObject::wait_request(int64_t request_id, double timeout_s) {
   }
   const base::Status status = record->request.status();
   MOE_P2P_CHECK(status.ok(), status.code, label_, ": ", record->what, " failed (",
-                base::code_name(status.code), ", provider code ", status.detail, ")");
+                base::code_name(status.code), ", provider code ", status.detail, ")",
+                engine_.first_failure());
 }
 
 uint64_t EngineObject::wait_imm(uint32_t imm, uint64_t count, double timeout_s) {

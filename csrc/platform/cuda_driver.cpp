@@ -30,6 +30,7 @@ DriverTable load_driver() {
   load(library, "cuGetErrorString", table.error_string);
   load(library, "cuInit", table.init);
   load(library, "cuDeviceGet", table.device_get);
+  load(library, "cuDeviceGetAttribute", table.device_attribute);
   load(library, "cuDevicePrimaryCtxRetain", table.context_retain);
   load(library, "cuDevicePrimaryCtxRelease_v2", table.context_release);
   load(library, "cuCtxSetCurrent", table.context_set);
@@ -45,6 +46,10 @@ DriverTable load_driver() {
   load(library, "cuEventDestroy_v2", table.event_destroy);
   load(library, "cuMemcpyDtoDAsync_v2", table.copy_async);
   load(library, "cuLaunchKernelEx", table.launch);
+  table.flush_writes =
+      reinterpret_cast<decltype(table.flush_writes)>(dlsym(library, "cuFlushGPUDirectRDMAWrites"));
+  table.export_dmabuf = reinterpret_cast<decltype(table.export_dmabuf)>(
+      dlsym(library, "cuMemGetHandleForAddressRange"));
   return table;
 }
 

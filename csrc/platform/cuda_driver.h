@@ -14,6 +14,7 @@ struct DriverTable {
   int (*error_string)(int error, const char** text);
   int (*init)(unsigned flags);
   int (*device_get)(int* device, int ordinal);
+  int (*device_attribute)(int* value, int attribute, int device);
   int (*context_retain)(void** context, int device);  // the primary one
   int (*context_release)(int device);
   int (*context_set)(void* context);
@@ -29,7 +30,13 @@ struct DriverTable {
   int (*event_destroy)(void* event);
   int (*copy_async)(uint64_t to, uint64_t from, size_t bytes, void* stream);  // within GPU memory
   int (*launch)(const void* config, void* kernel, void** params, void** extra);
+  int (*flush_writes)(int target, int scope) = nullptr;  // null before CUDA 11.3
+  // Null in drivers that cannot. `kind` is kDmabufHandle; address and bytes are multiples of 4096.
+  int (*export_dmabuf)(int* fd, uint64_t address, size_t bytes, int kind,
+                       unsigned long long flags) = nullptr;
 };
+
+inline constexpr int kDmabufHandle = 1;
 
 inline constexpr int kDriverNotReady = 600;  // an event query: not yet
 

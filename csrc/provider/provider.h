@@ -101,6 +101,9 @@ class Domain {
   // bytes drops the window; when that returns nothing is written through it any more. The peer must
   // not take the memory back (unregister_memory() over there) before that.
   virtual void map_remote(uint64_t /*remote_key*/, const MemorySpan& /*local*/) {}
+  // What failed first at this NIC, in words for whoever has to mend it: device, peer, write, likely
+  // cause. Empty while nothing has.
+  virtual std::string failure() const { return {}; }
 
   // --- data ---
   // Takes the first n requests and returns n; fewer than all when queues are full (try again after
@@ -108,12 +111,15 @@ class Domain {
   virtual size_t post(std::span<const WorkRequest> requests) noexcept = 0;
   // Makes progress; fills at most completions.size() entries and returns how many.
   virtual size_t poll(std::span<Completion> completions) noexcept = 0;
-  // True when nothing is in flight from here, so that a poller which is notified of arrivals may sleep.
+  // True when nothing is in flight from here, so that a poller which is notified of arrivals may
+  // sleep. A NIC that was given a waker and cannot have it notified is never idle: it has to be
+  // polled.
   virtual bool idle() const noexcept = 0;
 };
 
-// Opens NIC options.nic of the named provider ("loopback", "null"). Throws Error{kUnavailable} with
-// the list of providers when the name is unknown, or with the reason when it cannot run here.
+// Opens NIC options.nic of the named provider ("libfabric", "verbs", "loopback", "null"). Throws
+// Error{kUnavailable} with the list of providers when the name is unknown, or with the reason when
+// it cannot run here.
 std::unique_ptr<Domain> open_domain(const std::string& provider, const DomainOptions& options);
 
 }  // namespace moe_p2p::provider

@@ -2,9 +2,11 @@
 #include <string_view>
 
 #include "base/log.h"
+#include "provider/libfabric/domain.h"
 #include "provider/loopback/domain.h"
 #include "provider/null/domain.h"
 #include "provider/provider.h"
+#include "provider/verbs/domain.h"
 
 namespace moe_p2p::provider {
 namespace {
@@ -15,8 +17,10 @@ struct Entry {
 };
 
 constexpr Entry kProviders[] = {
+    {"libfabric", make_libfabric_domain},
     {"loopback", make_loopback_domain},
     {"null", make_null_domain},
+    {"verbs", make_verbs_domain},
 };
 
 }  // namespace

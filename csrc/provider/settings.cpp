@@ -70,6 +70,11 @@ std::string Settings::word(std::string_view key, std::string_view fallback,
   return *text;
 }
 
+std::string Settings::text(std::string_view key, std::string_view fallback) const {
+  const std::string* given = find(key);
+  return given ? *given : std::string(fallback);
+}
+
 const std::string* Settings::find(std::string_view key) const {
   const auto it = values_.find(key);
   return it == values_.end() ? nullptr : &it->second;

@@ -23,6 +23,8 @@ class Settings {
   double real(std::string_view key, double fallback, double low, double high) const;
   std::string word(std::string_view key, std::string_view fallback,
                    std::initializer_list<std::string_view> choices) const;
+  // Any text without a comma.
+  std::string text(std::string_view key, std::string_view fallback) const;
 
  private:
   const std::string* find(std::string_view key) const;

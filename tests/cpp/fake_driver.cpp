@@ -1,5 +1,7 @@
 #include "fake_driver.h"
 
+#include <fcntl.h>
+
 #include <cstring>
 #include <vector>
 
@@ -34,6 +36,24 @@ int init(unsigned) { return 0; }
 int device_get(int* device, int ordinal) {
   *device = ordinal + 70;  // not the ordinal: they must not be mixed up
   return ordinal >= 0 && ordinal < kNumDevices ? 0 : kInvalidDevice;
+}
+int device_attribute(int* value, int attribute, int) {
+  constexpr int kWritesOrdering = 118;
+  *value = fake().locked([&](FakeDriver& f) {
+    return attribute == kWritesOrdering ? f.writes_ordering : f.flush_options;
+  });
+  return 0;
+}
+int flush_writes(int, int) {
+  if (contexts.empty()) return kInvalidContext;
+  return fake().locked([](FakeDriver& f) { return ++f.flushes, f.flush_error; });
+}
+// A descriptor that says nothing: what passes for GPU memory has an address already.
+int export_dmabuf(int* fd, uint64_t address, size_t bytes, int, unsigned long long) {
+  if (address % 4096 != 0 || bytes % 4096 != 0) return kInvalidValue;
+  const int error = fake().locked([](FakeDriver& f) { return f.dmabuf_error; });
+  if (error == 0) *fd = open("/dev/null", O_RDONLY | O_CLOEXEC);
+  return error;
 }
 int context_retain(void** context, int device) {
   static char primary[kNumDevices];
@@ -127,6 +147,7 @@ constexpr platform::DriverTable kTable = {
     .error_string = error_string,
     .init = init,
     .device_get = device_get,
+    .device_attribute = device_attribute,
     .context_retain = context_retain,
     .context_release = context_release,
     .context_set = context_set,
@@ -142,6 +163,8 @@ constexpr platform::DriverTable kTable = {
     .event_destroy = event_destroy,
     .copy_async = copy_async,
     .launch = nullptr,
+    .flush_writes = flush_writes,
+    .export_dmabuf = export_dmabuf,
 };
 
 }  // namespace

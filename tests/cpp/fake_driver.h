@@ -62,6 +62,9 @@ class FakeDriver {
   uint32_t max_queries = 12;
   int copy_error = 0, query_error = 0, contexts = 0, broken_off = 0;
   uint64_t copies = 0;
+  // Writes of NICs: how far they are ordered, what flushes and exports return, flushes so far.
+  int writes_ordering = 200, flush_options = 1, flush_error = 0, dmabuf_error = 0;
+  uint64_t flushes = 0;
 
  private:
   std::mutex mutex_;

@@ -3,6 +3,7 @@
 // name:  moe_p2p_tests -tc="provider contract*" -sc="*seed=3*"
 #pragma once
 
+#include "fake_fabric.h"
 #include "provider_harness.h"
 
 namespace moe_p2p::provider_test {
@@ -12,6 +13,14 @@ struct ProviderUnderTest {
   const char* settings;
   bool reorders = false;  // has an adversary: order must really change, and replay from the seed
   MemoryKind memory = MemoryKind::kHost;
+  bool takes_unpolled = false;  // its target takes writes while nobody polls there
+  // A refused write takes the connection down with it: others under way fail too, all that the poster
+  // learns is that the peer was lost, and it takes a moment until writes get through again.
+  bool drops_connection = false;
+  // shm of libfabric 1.17 does neither: it has no notion of a dead peer, and a refused write never
+  // completes and stops those after it.
+  bool notices_death = true;
+  bool recovers = true;
 };
 
 inline const ProviderUnderTest kProviders[] = {
@@ -24,9 +33,30 @@ inline const ProviderUnderTest kProviders[] = {
     {"loopback", "ring_kib=4,max_in_flight=20", false, MemoryKind::kCuda},
     {"loopback", "seed=4", true, MemoryKind::kCuda},
     {"loopback", "seed=5,ring_kib=4", true, MemoryKind::kCuda},
+    {.name = "libfabric", .settings = "provider=efa,interfaces=efa1", .takes_unpolled = true},
+    {.name = "libfabric",
+     .settings = "provider=efa,interfaces=efa2,max_in_flight=20",
+     .takes_unpolled = true},
+    {.name = "libfabric", .settings = "provider=efa,interfaces=efa3", .takes_unpolled = true},
+    {.name = "libfabric", .settings = "provider=tcp,timeout_ms=3000", .drops_connection = true},
+    {.name = "libfabric",
+     .settings = "provider=shm,timeout_ms=500",
+     .drops_connection = true,
+     .notices_death = false,
+     .recovers = false},
+    {.name = "verbs", .settings = "library=fake", .takes_unpolled = true},
+    {.name = "verbs",
+     .settings = "library=fake,qps_per_peer=3,max_in_flight=20,receives=10",
+     .takes_unpolled = true},
+    {.name = "verbs",
+     .settings = "library=fake",
+     .memory = MemoryKind::kCuda,
+     .takes_unpolled = true},
+    {.name = "verbs", .settings = "devices=rxe0,timeout=16", .takes_unpolled = true},
 };
 
 inline Node open(const ProviderUnderTest& provider, int nic = 0) {
+  test::FakeFabric::use_for(provider.settings);
   return Node(provider.name, provider.settings, nic, provider.memory);
 }
 
@@ -60,6 +90,10 @@ void for_each_provider(Body&& body) {
   }
 }
 
+inline bool is_refusal(const ProviderUnderTest& provider, Code code) {
+  return code == Code::kRemoteAccess || (provider.drops_connection && code == Code::kPeerDead);
+}
+
 // Two nodes with memory on both sides, connected from `a` to `b`.
 struct Pair {
   Pair(const ProviderUnderTest& provider, size_t bytes)
@@ -75,6 +109,15 @@ struct Pair {
   void post(const WorkRequest& request) { post_all(a, {&a, &b}, request); }
   bool pump_until_done(size_t num) {
     return pump({&a, &b}, [&] { return a.done.size() >= num; });
+  }
+  // Posts anew until one gets through; for connections that have to be made again.
+  bool write_until_done(WorkRequest request) {
+    const size_t first = a.done.size();
+    return pump({&a, &b}, [&] {
+      if (a.done.size() > first && a.code(a.done.back()) == Code::kOk) return true;
+      if (a.domain->idle()) a.post(request);
+      return false;
+    });
   }
   bool pump_until_seen(size_t num_imms) {
     return pump({&a, &b}, [&] { return b.imms.size() >= num_imms; });

@@ -1,0 +1,129 @@
+"""libfabric's providers: the Domain beside a raw loop over the same provider, then whole engines.
+
+The first, by tests/cpp/libfabric_benchmark.cpp, takes turns between the two in one run. Goals:
+large writes at least 0.95 of the raw loop, posting 8 KiB at most 1.2 times its cost. The others are
+what a user gets between two engines of one process, in Python, with a thread each. Over tcp and shm
+the CPU copies every byte: the numbers are those of this machine's cores.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from pytest_benchmark.fixture import BenchmarkFixture
+
+from moe_p2p import Engine, UnavailableError
+from moe_p2p.engine import Region, Slice
+
+ROOT = Path(__file__).resolve().parents[1]
+SETTINGS = {"tcp": "provider=tcp,interfaces=lo", "shm": "provider=shm"}
+TARGET_BYTES = 64 << 20
+
+
+class Route:
+    """Two engines of one process and memory at both ends."""
+
+    def __init__(self, settings: str, num_nics: int) -> None:
+        self.here = Engine("libfabric", num_nics, settings=settings, wait="yield")
+        self.there = Engine("libfabric", num_nics, settings=settings, wait="yield")
+        self.source = self.here.register(torch.ones(TARGET_BYTES, dtype=torch.uint8))
+        self.target = self.there.register(torch.zeros(TARGET_BYTES, dtype=torch.uint8))
+        self.region: Region = self.here.resolve(self.target.descriptor)
+
+
+@pytest.fixture(params=["tcp 1", "tcp 2", "shm 1"], ids=lambda name: f"{name} NICs")
+def route(request: pytest.FixtureRequest) -> Iterator[Route]:
+    provider, num_nics = request.param.split()
+    try:
+        made = Route(SETTINGS[provider], int(num_nics))
+    except UnavailableError as error:
+        pytest.skip(str(error))
+    yield made
+    made.here.close()
+    made.there.close()
+
+
+@pytest.mark.parametrize("nbytes", [8 << 10, 64 << 10, 1 << 20, 16 << 20], ids=lambda n: f"{n} B")
+def test_bandwidth(benchmark: BenchmarkFixture, route: Route, nbytes: int) -> None:
+    """Single writes, 16 under way (4 of 16 MiB)."""
+    in_flight = 4 if nbytes > 1 << 20 else 16
+
+    def write() -> None:
+        requests = [
+            route.here.write(route.source, route.region, nbytes=nbytes, region_offset=i * nbytes)
+            for i in range(in_flight)
+        ]
+        for request in requests:
+            request.wait(30.0)
+
+    benchmark.pedantic(write, rounds=30, warmup_rounds=3)
+    benchmark.extra_info["gigabytes_per_s"] = in_flight * nbytes / _median(benchmark) / 1e9
+
+
+@pytest.mark.parametrize("page_bytes", [4 << 10, 32 << 10], ids=lambda n: f"{n} B")
+def test_pages(benchmark: BenchmarkFixture, route: Route, page_bytes: int) -> None:
+    """1000 pages in a random order."""
+    pages = torch.randperm(1000, generator=torch.Generator().manual_seed(1))
+
+    def write() -> None:
+        route.here.write_pages(
+            route.source,
+            route.region,
+            page_bytes=page_bytes,
+            pages=pages,
+            region_pages=pages.flip(0),
+        ).wait(30.0)
+
+    benchmark.pedantic(write, rounds=30, warmup_rounds=3)
+    benchmark.extra_info["us_per_page"] = _median(benchmark) / 1000 * 1e6
+
+
+def test_scatter(benchmark: BenchmarkFixture, route: Route) -> None:
+    """64 slices of 64 KiB in one call."""
+    nbytes = 64 << 10
+    slices = [Slice(i * nbytes, route.region, (63 - i) * nbytes, nbytes) for i in range(64)]
+    benchmark.pedantic(
+        lambda: route.here.scatter(route.source, slices).wait(30.0), rounds=30, warmup_rounds=3
+    )
+    benchmark.extra_info["gigabytes_per_s"] = 64 * nbytes / _median(benchmark) / 1e9
+
+
+def test_beside_a_raw_loop(benchmark: BenchmarkFixture) -> None:
+    build = subprocess.run(
+        [sys.executable, "tests/cpp/build.py", "--optimize"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=400,
+    )
+    if build.returncode:
+        pytest.skip(f"the C++ tests cannot be built: {(build.stdout + build.stderr)[-300:]}")
+    program = build.stdout.strip().splitlines()[-1]
+
+    def run() -> str:
+        return subprocess.run(
+            [program, "--no-skip", "-tc=benchmark: libfabric*"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=120,
+        ).stdout
+
+    printed = benchmark.pedantic(run, rounds=1)
+    lines = re.findall(r"MESSAGE: (.+)", printed)
+    assert lines, printed
+    benchmark.extra_info["beside a raw loop"] = lines
+    print("\n" + "\n".join(lines))
+
+
+def _median(benchmark: BenchmarkFixture) -> float:
+    assert benchmark.stats is not None
+    return float(benchmark.stats.stats.median)

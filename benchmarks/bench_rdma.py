@@ -1,0 +1,73 @@
+"""The verbs provider beside perftest and a bare loop of the library's own calls, over soft-RoCE.
+
+In the machine that tests/rdma/vm.py boots, between two devices on one wire, all in one run:
+ib_write_bw and ib_write_lat (which know no write with immediate), then
+tests/cpp/verbs_benchmark.cpp, where bare loop and provider take turns. Goals: 95% of the bare loop
+for large writes, 1.2 times its cost per posted page of 8 KiB.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pytest_benchmark.fixture import BenchmarkFixture
+
+ROOT = Path(__file__).resolve().parents[1]
+VM = ROOT / "tests/rdma/vm.py"
+RUN_DEADLINE_S = 500
+SIZES = {8192: 1000, 65536: 200, 1 << 20: 40}  # bytes of a write: how many
+
+sys.path.insert(0, str(VM.parent))
+import vm  # type: ignore[import-not-found]  # noqa: E402
+
+sys.path.pop(0)
+
+
+def perftest(tool: str, size: int, number: int) -> str:
+    """A shell command that prints `tool size result`, with result in the tool's own unit."""
+    options = f"-x 1 -s {size} -n {number} -F"
+    column = 4 if tool.endswith("bw") else 5  # average MiB/s; typical us
+    return (
+        f"{tool} -d rxe1 {options} >/dev/null 2>&1 & "
+        "for i in $(seq 100); do ss -ltn | grep -q :18515 && break; done; "
+        f"timeout 60 {tool} -d rxe0 {options} 10.77.0.2 2>/dev/null | "
+        f"awk '$1 == {size} {{print \"{tool}\", $1, ${column}}}'; wait"
+    )
+
+
+@pytest.mark.skipif(bool(vm.why_not()), reason=vm.why_not() or "")
+def test_verbs_beside_perftest_and_a_bare_loop(benchmark: BenchmarkFixture) -> None:
+    build = subprocess.run(
+        [sys.executable, "tests/cpp/build.py", "--optimize"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=900,
+    )
+    if build.returncode:
+        pytest.skip(f"the C++ tests cannot be built: {(build.stdout + build.stderr)[-300:]}")
+    program = build.stdout.strip().splitlines()[-1]
+    commands = [perftest("ib_write_bw", size, number) for size, number in SIZES.items()]
+    commands += [perftest("ib_write_lat", 8, 200), f"{program} --no-skip '-tc=benchmark: verbs*'"]
+
+    def run() -> str:
+        return subprocess.run(
+            [sys.executable, str(VM), "--", "bash", "-c", "\n".join(commands)],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=RUN_DEADLINE_S,
+        ).stdout
+
+    printed = benchmark.pedantic(run, rounds=1)
+    lines = re.findall(r"^(?:ib_write_\w+ .+|.*MESSAGE: .+)$", printed, re.MULTILINE)
+    lines = [line.partition("MESSAGE: ")[2] or line for line in lines]
+    assert any("bare" in line for line in lines), printed
+    benchmark.extra_info["verbs"] = lines
+    print("\n" + "\n".join(lines))

@@ -1,0 +1,52 @@
+#include "platform/gpu_writes.h"
+
+#include "base/log.h"
+
+namespace moe_p2p::platform {
+
+using base::Code;
+
+namespace {
+
+// As in cuda.h of CUDA 11.3 and later.
+constexpr int kFlushOptions = 117, kWritesOrdering = 118;
+constexpr int kFlushByHost = 1;
+constexpr int kTargetCurrentContext = 0;
+constexpr int kAllDevices = 200;
+
+}  // namespace
+
+GpuWriteFlush::GpuWriteFlush(int device) : driver_(driver()) {
+  const auto check = [device](int error, const char* what) {
+    MOE_P2P_CHECK(error == 0, Code::kUnavailable, what, " of GPU ", device, ": ",
+                  driver_error(error));
+  };
+  int handle = 0, ordering = 0, options = 0;
+  check(driver_.init(0), "starting the CUDA driver");
+  check(driver_.device_get(&handle, device), "looking up the device");
+  check(driver_.device_attribute(&ordering, kWritesOrdering, handle), "asking for the write order");
+  check(driver_.device_attribute(&options, kFlushOptions, handle), "asking for ways to flush");
+  needed_ = ordering < kAllDevices;
+  if (!needed_) return;
+  MOE_P2P_CHECK((options & kFlushByHost) != 0 && driver_.flush_writes, Code::kUnavailable, "GPU ",
+                device, " neither orders what a NIC writes (ordering ", ordering,
+                ") nor can it be told to flush; it cannot receive from a NIC");
+  check(driver_.context_retain(&context_, handle), "retaining the primary context");
+  handle_ = handle;
+}
+
+GpuWriteFlush::~GpuWriteFlush() {
+  if (handle_ >= 0) driver_.context_release(handle_);
+}
+
+int GpuWriteFlush::flush() const noexcept {
+  if (!needed_) return 0;
+  const int error = driver_.context_push(context_);
+  if (error != 0) return error;
+  const int flushed = driver_.flush_writes(kTargetCurrentContext, kAllDevices);
+  void* context = nullptr;
+  driver_.context_pop(&context);
+  return flushed;
+}
+
+}  // namespace moe_p2p::platform

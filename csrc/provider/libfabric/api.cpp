@@ -1,0 +1,107 @@
+#include "provider/libfabric/api.h"
+
+#include <dlfcn.h>
+
+#include <atomic>
+#include <mutex>
+
+#include "base/log.h"
+
+namespace moe_p2p::provider::libfabric {
+
+using base::Code;
+
+namespace {
+
+#if defined(MOE_P2P_TESTING)
+const Library* stand_in = nullptr;
+#endif
+
+// What the process has loaded. Providers register themselves with their library: a second one would
+// not see the devices of the first.
+struct {
+  std::mutex mutex;
+  std::string file;
+  Library owned;
+  std::atomic<const Library*> library{nullptr};
+} loading;
+
+// The machine's own library first; then the folder in which AWS's installer puts its own.
+constexpr const char* kNames[] = {"libfabric.so.1", "/opt/amazon/efa/lib/libfabric.so.1",
+                                  "/opt/amazon/efa/lib64/libfabric.so.1"};
+
+void* open_file(const std::string& file) {
+  std::string reason;
+  const auto open = [&](const char* name) {
+    void* handle = dlopen(name, RTLD_NOW | RTLD_LOCAL);
+    if (!handle && reason.empty()) reason = dlerror();
+    return handle;
+  };
+  if (!file.empty()) {
+    if (void* handle = open(file.c_str())) return handle;
+  } else {
+    for (const char* name : kNames)
+      if (void* handle = open(name)) return handle;
+  }
+  throw base::Error(Code::kUnavailable,
+                    base::concat("libfabric cannot be opened: ", reason,
+                                 "; install it (Debian, Ubuntu: apt-get install libfabric1; on EC2 "
+                                 "the EFA installer) or name the file with library="));
+}
+
+template <typename Function>
+void load(void* handle, const char* name, Function& function) {
+  function = reinterpret_cast<Function>(dlsym(handle, name));
+  MOE_P2P_CHECK(function, Code::kUnavailable, "libfabric.so.1 has no ", name,
+                "; it must be release 1.10 or newer");
+}
+
+Library load_library(const std::string& file) {
+  void* handle = open_file(file);  // stays open: providers have threads and exit handlers
+  Library library{};
+  load(handle, "fi_getinfo", library.getinfo);
+  load(handle, "fi_freeinfo", library.freeinfo);
+  load(handle, "fi_dupinfo", library.dupinfo);
+  load(handle, "fi_fabric", library.fabric);
+  load(handle, "fi_strerror", library.strerror);
+  load(handle, "fi_version", library.version);
+  return library;
+}
+
+}  // namespace
+
+void open_library(const std::string& file) {
+#if defined(MOE_P2P_TESTING)
+  if (stand_in) return;
+#endif
+  const std::lock_guard lock(loading.mutex);
+  if (!loading.library) {
+    loading.owned = load_library(file);
+    loading.file = file;
+    loading.library.store(&loading.owned, std::memory_order_release);  // pairs with library()
+  }
+  MOE_P2P_CHECK(file.empty() || file == loading.file, Code::kInvalidArgument,
+                "libfabric: library=", file, ", but this process already uses ",
+                loading.file.empty() ? "the machine's own" : loading.file);
+}
+
+const Library& library() {
+#if defined(MOE_P2P_TESTING)
+  if (stand_in) return *stand_in;
+#endif
+  const Library* open = loading.library.load(std::memory_order_acquire);  // open_library()
+  if (open) return *open;
+  open_library("");
+  return *loading.library.load(std::memory_order_acquire);
+}
+
+std::string error_text(int64_t error) {
+  const int number = static_cast<int>(error < 0 ? -error : error);
+  return base::concat(library().strerror(number), " (", number, ")");
+}
+
+#if defined(MOE_P2P_TESTING)
+void set_library_for_tests(const Library* library) noexcept { stand_in = library; }
+#endif
+
+}  // namespace moe_p2p::provider::libfabric

@@ -1,0 +1,31 @@
+#include "provider/libfabric/config.h"
+
+#include <sstream>
+
+#include "provider/settings.h"
+
+namespace moe_p2p::provider::libfabric {
+
+Config parse_config(const std::string& text) {
+  const Settings settings("libfabric", text,
+                          {"provider", "interfaces", "library", "max_in_flight", "max_write_bytes",
+                           "timeout_ms", "hmem"});
+  Config config;
+  config.provider =
+      settings.word("provider", "efa", {"efa", "tcp", "net", "shm", "sockets", "verbs;ofi_rxm"});
+  config.library = settings.text("library", "");
+  std::istringstream names(settings.text("interfaces", ""));
+  for (std::string name; std::getline(names, name, ':');) config.interfaces.push_back(name);
+  config.max_in_flight =
+      static_cast<uint32_t>(settings.integer("max_in_flight", 1024, 1, 1u << 14));
+  config.max_write_bytes =
+      static_cast<uint32_t>(settings.integer("max_write_bytes", 1u << 30, 1, 1u << 30));
+  config.timeout = std::chrono::milliseconds(settings.integer("timeout_ms", 10'000, 1, 3'600'000));
+  const std::string hmem = settings.word("hmem", "auto", {"auto", "on", "off"});
+  config.hmem = hmem == "on"    ? Config::Hmem::kOn
+                : hmem == "off" ? Config::Hmem::kOff
+                                : Config::Hmem::kAuto;
+  return config;
+}
+
+}  // namespace moe_p2p::provider::libfabric

@@ -1,0 +1,91 @@
+#include "provider/libfabric/peers.h"
+
+#include <utility>
+
+#include "base/log.h"
+
+namespace moe_p2p::provider::libfabric {
+
+using base::Code;
+
+namespace {
+
+constexpr uint32_t kAddressMagic = 0x31424146;  // "FAB1"
+
+}  // namespace
+
+base::Bytes Address::serialize(const std::string& provider) const {
+  base::WireWriter out;
+  out.put(kAddressMagic);
+  out.put_string(provider);
+  out.put_bytes(name);
+  out.put(scratch_addr);
+  out.put(scratch_key);
+  return out.take();
+}
+
+Address Address::parse(std::span<const std::byte> bytes, const std::string& provider) {
+  base::WireReader in(bytes, "libfabric address");
+  MOE_P2P_CHECK(in.get<uint32_t>() == kAddressMagic, Code::kInvalidArgument,
+                "libfabric: the address to connect to was made by another transport or version");
+  const std::string theirs = in.get_string();
+  MOE_P2P_CHECK(theirs == provider, Code::kInvalidArgument, "libfabric: the peer uses provider ",
+                theirs, ", this NIC ", provider);
+  Address address;
+  const auto name = in.get_bytes();
+  address.name.assign(name.begin(), name.end());
+  address.scratch_addr = in.get<uint64_t>();
+  address.scratch_key = in.get<uint64_t>();
+  in.expect_end();
+  return address;
+}
+
+Peers::Peers(const Session& session, std::string name)
+    : session_(session), name_(std::move(name)) {}
+
+Address Peers::own_address() const {
+  Address address;
+  Endpoint& endpoint = *session_.endpoint;
+  size_t length = 0;
+  endpoint.cm->getname(&endpoint.fid, nullptr, &length);  // says how long it is
+  address.name.resize(length);
+  const int error = endpoint.cm->getname(&endpoint.fid, address.name.data(), &length);
+  MOE_P2P_CHECK(error == 0, Code::kTransport, name_, ": has no address: ", error_text(error));
+  address.name.resize(length);
+  return address;
+}
+
+PeerId Peers::connect(Address address) {
+  auto entry = entries_.find(address.name);
+  if (entry == entries_.end()) {
+    uint64_t fi_addr = kAddressNotAvailable;
+    AddressVector& av = *session_.av;
+    const int inserted = av.ops->insert(&av, address.name.data(), 1, &fi_addr, 0, nullptr);
+    MOE_P2P_CHECK(inserted == 1, Code::kTransport, name_, ": cannot use the peer's address: ",
+                  inserted < 0 ? error_text(inserted) : std::string("it was not accepted"));
+    entry = entries_.emplace(address.name, Entry{fi_addr, 0}).first;
+  }
+  ++entry->second.num_peers;
+  peers_.push_back({.address = std::move(address), .fi_addr = entry->second.fi_addr});
+  return static_cast<PeerId>(peers_.size() - 1);
+}
+
+Peer& Peers::at(PeerId id) {
+  Peer* peer = find(id);
+  MOE_P2P_CHECK(peer, Code::kInvalidArgument, name_, ": peer ", id, " is not connected");
+  return *peer;
+}
+
+void Peers::disconnect(PeerId id) {
+  Peer& peer = at(id);
+  peer.connected = false;
+  const auto entry = entries_.find(peer.address.name);
+  if (--entry->second.num_peers != 0) return;
+  AddressVector& av = *session_.av;
+  const int error = av.ops->remove(&av, &entry->second.fi_addr, 1, 0);
+  entries_.erase(entry);
+  if (error != 0)
+    MOE_P2P_LOG(base::LogLevel::kWarning, name_, ": removing a peer: ", error_text(error));
+}
+
+}  // namespace moe_p2p::provider::libfabric

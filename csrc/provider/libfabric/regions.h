@@ -1,0 +1,52 @@
+// Registered memory of one NIC. Changed by control calls, looked at by the polling thread; the gate
+// of the Domain keeps them apart.
+#pragma once
+
+#include <deque>
+#include <random>
+
+#include "provider/libfabric/session.h"
+#include "provider/provider.h"
+
+namespace moe_p2p::provider::libfabric {
+
+struct Region {
+  MemorySpan span;
+  Owned<MemoryRegion> mr;  // null: given back, the key is not used again
+  void* descriptor = nullptr;
+  uint32_t num_writes = 0;  // from here, accepted and not returned by libfabric
+
+  bool contains(const std::byte* data, uint64_t bytes) const noexcept {
+    return mr != nullptr && data >= span.data && bytes <= span.bytes &&
+           static_cast<uint64_t>(data - span.data) <= span.bytes - bytes;
+  }
+};
+
+class Regions {
+ public:
+  Regions(const Session& session, std::string name);
+
+  MemoryKey add(const MemorySpan& span);
+  void remove(const MemoryKey& key);
+  // For key.local_key; throws Error{kInvalidArgument} when it is not registered.
+  Region& at(const MemoryKey& key);
+
+  // Null: not a key of this NIC.
+  Region* find(uint64_t local_key) noexcept {
+    const uint64_t index = local_key - first_key_;
+    return index < regions_.size() ? &regions_[index] : nullptr;
+  }
+  Region& scratch() noexcept { return regions_.front(); }  // whatever was added first
+
+ private:
+  Owned<MemoryRegion> open(const MemorySpan& span);
+  uint64_t next_key();
+
+  const Session& session_;
+  const std::string name_;
+  std::mt19937_64 random_{std::random_device{}()};
+  const uint64_t first_key_ = random_() >> 1;  // keys of another NIC must not be found here
+  std::deque<Region> regions_;                 // stays in place: posted writes point into it
+};
+
+}  // namespace moe_p2p::provider::libfabric

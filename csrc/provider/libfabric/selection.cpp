@@ -1,0 +1,155 @@
+#include "provider/libfabric/selection.h"
+
+#include <arpa/inet.h>
+#include <netinet/in.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+#include <string_view>
+#include <vector>
+
+#include "base/log.h"
+
+namespace moe_p2p::provider::libfabric {
+
+using base::Code;
+
+namespace {
+
+std::string ipv4_of(const Info& info) {
+  if (info.addr_format != kFormatSockaddrIn || info.src_addrlen < sizeof(sockaddr_in)) return "";
+  const auto& address = *static_cast<const sockaddr_in*>(info.src_addr);
+  char text[INET_ADDRSTRLEN] = "";
+  inet_ntop(AF_INET, &address.sin_addr, text, sizeof(text));
+  return text;
+}
+
+std::string_view domain_of(const Info& info) { return info.domain_attr->name; }
+
+// What every provider is asked for. Memory modes: all that we can live with; the answer says which
+// of them count. Manual progress: no threads of the provider's own beside the polling thread.
+OwnedInfo make_hints(const Config& config, bool hmem, uint64_t completion_level) {
+  OwnedInfo hints(library().dupinfo(nullptr));
+  MOE_P2P_CHECK(hints, Code::kResourceExhausted, "libfabric: out of memory");
+  hints->caps = kMsg | kRma | kWrite | kRemoteWrite | (hmem ? kHmem : 0);
+  hints->mode = kContext | kContext2;
+  hints->ep_attr->type = kEndpointRdm;
+  hints->tx_attr->op_flags = completion_level;
+  hints->domain_attr->mr_mode =
+      kMrLocal | kMrVirtAddr | kMrAllocated | kMrProvKey | kMrEndpoint | (hmem ? kMrHmem : 0);
+  hints->domain_attr->threading = kThreadDomain;
+  hints->domain_attr->control_progress = kProgressManual;
+  hints->domain_attr->data_progress = kProgressManual;
+  hints->fabric_attr->prov_name = strdup(config.provider.c_str());
+  return hints;
+}
+
+OwnedInfo ask(const Config& config) {
+  // 1.20 is the first release with dma-buf registration; an older library is asked for its own.
+  const uint32_t version = std::min(library().version(), make_version(1, 20));
+  const bool want_hmem = config.hmem == Config::Hmem::kOn ||
+                         (config.hmem == Config::Hmem::kAuto && !config.is_software());
+  int error = 0;
+  for (const bool hmem : {true, false}) {
+    if (hmem ? !want_hmem : config.hmem == Config::Hmem::kOn) continue;
+    // Where a provider has no level above transmit-complete, that one already means that the
+    // target's NIC has answered (reliable connections).
+    for (const uint64_t level : {kDeliveryComplete, uint64_t{0}}) {
+      if (level == 0 && config.is_software()) continue;
+      const OwnedInfo hints = make_hints(config, hmem, level);
+      Info* found = nullptr;
+      error = library().getinfo(version, nullptr, nullptr, 0, hints.get(), &found);
+      if (error == 0) return OwnedInfo(found);
+    }
+  }
+  throw base::Error(
+      Code::kUnavailable,
+      base::concat("libfabric has no provider \"", config.provider, "\" that can write with ",
+                   "immediates here: ", error_text(error),
+                   config.is_efa() ? "; is this an EC2 instance with EFA, and its driver loaded? "
+                                     "(fi_info -p efa)"
+                                   : "; see what fi_info lists",
+                   config.hmem == Config::Hmem::kOn ? "; hmem=on asks for GPU memory" : ""));
+}
+
+bool is_loopback(const Info& info) { return domain_of(info) == "lo"; }
+
+// One info per domain, IPv4 before other addresses, the loopback interface only where it is alone.
+std::vector<Info*> usable(Info* first) {
+  std::vector<Info*> found;
+  const auto add = [&](bool ipv4_only) {
+    for (Info* info = first; info; info = info->next) {
+      if (ipv4_only != (info->addr_format == kFormatSockaddrIn)) continue;
+      if (std::strcmp(info->fabric_attr->name, "efa-direct") == 0)
+        continue;  // needs receives posted
+      const auto same = [&](const Info* other) { return domain_of(*other) == domain_of(*info); };
+      if (std::ranges::none_of(found, same)) found.push_back(info);
+    }
+  };
+  add(true);
+  add(false);
+  const auto real = std::ranges::count_if(found, [](Info* info) { return !is_loopback(*info); });
+  if (real > 0) std::erase_if(found, [](Info* info) { return is_loopback(*info); });
+  return found;
+}
+
+Info* find_named(Info* first, const std::string& name) {
+  Info* other = nullptr;
+  for (Info* info = first; info; info = info->next) {
+    if (ipv4_of(*info) == name) return info;
+    if (domain_of(*info) != name) continue;
+    if (info->addr_format == kFormatSockaddrIn) return info;
+    if (!other) other = info;
+  }
+  return other;
+}
+
+std::string list(Info* first) {
+  std::vector<std::string> names;
+  for (Info* info = first; info; info = info->next)
+    if (std::ranges::count(names, describe(*info)) == 0) names.push_back(describe(*info));
+  std::string text;
+  for (const auto& name : names) text += (text.empty() ? "" : ", ") + name;
+  return text;
+}
+
+Info* choose(const Config& config, int nic, Info* first) {
+  const auto index = static_cast<size_t>(nic);
+  if (config.interfaces.empty()) {
+    const auto domains = usable(first);
+    return domains[index % domains.size()];
+  }
+  const std::string& name = config.interfaces[index % config.interfaces.size()];
+  Info* found = find_named(first, name);
+  MOE_P2P_CHECK(found, Code::kUnavailable, "libfabric NIC ", nic, ": interfaces names \"", name,
+                "\", provider ", config.provider, " has: ", list(first));
+  return found;
+}
+
+// EFA writes to ranks of the same host through shared memory unless told not to; its own writes
+// then follow rules of another provider. Read by libfabric when it first looks for EFA devices.
+void set_environment(const Config& config) {
+  static std::once_flag once;
+  if (config.is_efa())
+    std::call_once(once, [] { ::setenv("FI_EFA_ENABLE_SHM_TRANSFER", "0", /*overwrite=*/0); });
+}
+
+}  // namespace
+
+OwnedInfo select_info(const Config& config, int nic) {
+  set_environment(config);
+  open_library(config.library);
+  const OwnedInfo all = ask(config);
+  OwnedInfo own(library().dupinfo(choose(config, nic, all.get())));
+  MOE_P2P_CHECK(own, Code::kResourceExhausted, "libfabric: out of memory");
+  return own;
+}
+
+std::string describe(const Info& info) {
+  const std::string address = ipv4_of(info);
+  return base::concat(domain_of(info), address.empty() ? "" : " ", address);
+}
+
+}  // namespace moe_p2p::provider::libfabric

@@ -1,0 +1,246 @@
+#include "provider/libfabric/writes.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <utility>
+
+namespace moe_p2p::provider::libfabric {
+
+using base::Code;
+using base::Status;
+using platform::Clock;
+
+namespace {
+
+// Posts per doorbell. Too small: the NIC is rung for every few writes. Too large: the first of a
+// chain waits for the last, and a chain must fit the smallest send queue (256) several times.
+constexpr uint32_t kChain = 16;
+
+// A connection that went down is noticed by the write that finds it so, and made again while that
+// one waits. Too small: the write fails although the peer is there. Too large: so long until it is
+// said that a peer is dead.
+constexpr auto kReconnect = std::chrono::milliseconds(1000);
+
+}  // namespace
+
+Writes::Writes(const Session& session, const Config& config, Regions& regions, Peers& peers,
+               std::vector<Completion>& ready)
+    : session_(session),
+      max_in_flight_(config.max_in_flight),
+      timeout_(config.timeout),
+      // shm of libfabric 1.17 delivers an empty write and then never completes it.
+      bytes_when_empty_(config.provider == "shm" ? 1 : 0),
+      completion_flags_(kCompletion | (session.info->tx_attr->op_flags & kDeliveryComplete)),
+      regions_(regions),
+      peers_(peers),
+      ready_(ready) {
+  // Twice: peers that are given up on the data path keep theirs until libfabric returns them.
+  add_slots(size_t{2} * max_in_flight_);
+}
+
+void Writes::add_slots(size_t count) {
+  for (size_t i = 0; i < count; ++i) {
+    slots_.emplace_back();
+    release(slots_.back());
+  }
+}
+
+void Writes::refill() {
+  if (num_free_ < max_in_flight_) add_slots(max_in_flight_ - num_free_);
+}
+
+void Writes::release(Slot& slot) noexcept {
+  slot.state = Slot::State::kFree;
+  slot.next = free_;
+  free_ = &slot;
+  ++num_free_;
+}
+
+// --- accepting ---
+
+size_t Writes::accept(std::span<const WorkRequest> requests) noexcept {
+  const size_t used = num_in_flight_ + ready_.size();
+  const size_t room =
+      std::min<size_t>(num_free_, max_in_flight_ - std::min<size_t>(used, max_in_flight_));
+  const size_t count = std::min(requests.size(), room);
+  for (const WorkRequest& request : requests.first(count)) {
+    Slot& slot = *free_;
+    free_ = slot.next;
+    --num_free_;
+    ++num_in_flight_;
+    accept(request, slot);
+  }
+  return count;
+}
+
+void Writes::accept(const WorkRequest& request, Slot& slot) noexcept {
+  slot.request = request;
+  slot.state = Slot::State::kWaiting;
+  slot.region = nullptr;
+  slot.peer = peers_.find(request.peer);
+  if (!slot.peer) return complete(slot, {Code::kClosed, 0});
+  if (request.bytes == 0) {
+    slot.region = &regions_.scratch();  // at both ends
+    slot.request.local = slot.region->span.data;
+    slot.request.bytes = bytes_when_empty_;
+    slot.request.remote_addr = slot.peer->address.scratch_addr;
+    slot.request.remote_key = slot.peer->address.scratch_key;
+  } else {
+    Region* region = regions_.find(request.local_key);
+    if (!region || !region->contains(request.local, request.bytes))
+      return complete(slot, {Code::kInvalidArgument, 0});
+    slot.region = region;
+  }
+  enqueue(slot);
+}
+
+void Writes::enqueue(Slot& slot) noexcept {
+  Peer& peer = *slot.peer;
+  slot.next = nullptr;
+  (peer.first ? peer.last->next : peer.first) = &slot;
+  peer.last = &slot;
+  ++slot.region->num_writes;
+  if (std::exchange(peer.listed, true)) return;
+  peer.next_waiting = waiting_;
+  waiting_ = &peer;
+}
+
+// --- posting ---
+
+void Writes::pump() noexcept {
+  for (Peer** link = &waiting_; *link;) {
+    Peer& peer = **link;
+    if (push(peer)) {
+      peer.listed = false;
+      *link = peer.next_waiting;
+    } else {
+      link = &peer.next_waiting;
+    }
+  }
+}
+
+// True when nothing waits any more.
+bool Writes::push(Peer& peer) noexcept {
+  uint32_t chained = chain_open_ ? kChain : 0;
+  while (Slot* slot = peer.first) {
+    const bool more = slot->next != nullptr && ++chained < kChain;
+    const ssize_t result = post(*slot, more ? kMore : 0);
+    const Status status = result == 0 ? Status{} : status_of(static_cast<int>(-result));
+    if (result == -EAGAIN || status.code == Code::kPeerDead) {
+      if (!has_given_up(peer, result == -EAGAIN ? timeout_ : std::min(timeout_, kReconnect)))
+        return false;
+      fail(peer, result == -EAGAIN ? Status{Code::kPeerDead, ETIMEDOUT} : status);
+      return true;
+    }
+    peer.refused_since.reset();
+    peer.first = slot->next;
+    if (result == 0) {
+      chain_open_ = more;
+      if (!more) chained = 0;
+      slot->state = Slot::State::kPosted;
+      ++num_posted_;
+    } else {
+      complete(*slot, status);
+      chained = chain_open_ ? kChain : 0;
+      if (chain_open_ && !peer.first) fail(peer, status);  // nothing left that rings the NIC
+    }
+  }
+  return true;
+}
+
+ssize_t Writes::post(Slot& slot, uint64_t flags) noexcept {
+  const WorkRequest& request = slot.request;
+  const iovec local{const_cast<std::byte*>(request.local), request.bytes};
+  const RmaIov remote{request.remote_addr, request.bytes, request.remote_key};
+  const RmaMessage message{.msg_iov = &local,
+                           .desc = &slot.region->descriptor,
+                           .iov_count = 1,
+                           .addr = slot.peer->fi_addr,
+                           .rma_iov = &remote,
+                           .rma_iov_count = 1,
+                           .context = &slot.context,
+                           .data = request.imm};
+  if (request.has_imm) flags |= kRemoteCqData;
+  Endpoint& endpoint = *session_.endpoint;
+  return endpoint.rma->writemsg(&endpoint, &message, flags | completion_flags_);
+}
+
+// `patience` counts from the first refusal.
+bool Writes::has_given_up(Peer& peer, std::chrono::milliseconds patience) noexcept {
+  const auto now = Clock::now();
+  if (!peer.refused_since) peer.refused_since = now;
+  return now - *peer.refused_since >= patience;
+}
+
+// --- completing ---
+
+// What the caller asked for itself is no failure of the NIC.
+void Writes::note(const Slot& slot, Status status, int prov_errno) noexcept {
+  if (status.ok() || status.code == Code::kClosed || first_failure_) return;
+  first_failure_ = {status, prov_errno, slot.request.bytes, slot.request.peer};
+}
+
+void Writes::show(const Slot& slot, Status status) noexcept {
+  note(slot, status, 0);
+  --num_in_flight_;
+  ready_.push_back({.wr_id = slot.request.wr_id, .status = status});  // within its capacity
+}
+
+void Writes::complete(Slot& slot, Status status) noexcept {
+  show(slot, status);
+  if (slot.region) --slot.region->num_writes;
+  release(slot);
+}
+
+bool Writes::owns(const void* op_context) const noexcept {
+  return std::ranges::any_of(slots_, [&](const Slot& slot) { return &slot == op_context; });
+}
+
+std::optional<Completion> Writes::finish(void* op_context, Status status, int prov_errno) noexcept {
+  Slot& slot = *static_cast<Slot*>(op_context);
+  const bool wanted = slot.state == Slot::State::kPosted;
+  if (wanted) note(slot, status, prov_errno);
+  const uint64_t wr_id = slot.request.wr_id;
+  --slot.region->num_writes;
+  release(slot);
+  if (!wanted) return std::nullopt;
+  --num_posted_;
+  --num_in_flight_;
+  return Completion{.wr_id = wr_id, .status = status};
+}
+
+template <typename Concerns>
+void Writes::fail_if(Status status, Concerns&& concerns) noexcept {
+  for (Peer* peer = waiting_; peer; peer = peer->next_waiting) {
+    Slot* kept = nullptr;
+    for (Slot *slot = peer->first, *next = nullptr; slot; slot = next) {
+      next = slot->next;
+      if (concerns(*slot)) {
+        (kept ? kept->next : peer->first) = next;
+        complete(*slot, status);
+      } else {
+        kept = slot;
+      }
+    }
+    peer->last = kept;
+  }
+  for (Slot& slot : slots_) {
+    if (slot.state != Slot::State::kPosted || !concerns(slot)) continue;
+    slot.state = Slot::State::kAbandoned;
+    --num_posted_;
+    show(slot, status);
+  }
+}
+
+void Writes::fail(Peer& peer, Status status) noexcept {
+  peer.refused_since.reset();
+  fail_if(status, [&](const Slot& slot) { return slot.peer == &peer; });
+}
+void Writes::fail(const Region& region, Status status) noexcept {
+  fail_if(status, [&](const Slot& slot) { return slot.region == &region; });
+}
+void Writes::fail_all(Status status) noexcept {
+  fail_if(status, [](const Slot&) { return true; });
+}
+
+}  // namespace moe_p2p::provider::libfabric

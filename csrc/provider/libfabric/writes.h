@@ -1,0 +1,89 @@
+// The sending side of one NIC: accepted writes, in a list per peer until libfabric takes them. A
+// peer that takes nothing (not connected yet, its queue full) holds up only itself; pump() offers
+// again at every poll. Data path, inside the Domain's gate; what allocates is marked as control.
+//
+// Writes of one peer go out in chains with FI_MORE, which lets the NIC be rung once per chain. A
+// chain that libfabric cut short by EAGAIN would not be rung at all, so the next write to get
+// through, to whichever peer, goes without the flag.
+#pragma once
+
+#include <deque>
+#include <optional>
+#include <vector>
+
+#include "provider/libfabric/errors.h"
+#include "provider/libfabric/peers.h"
+#include "provider/libfabric/regions.h"
+
+namespace moe_p2p::provider::libfabric {
+
+// One accepted write. libfabric has the address of `context` while the write is posted.
+struct Slot {
+  // kAbandoned: completed toward the engine, libfabric still has to return it.
+  enum class State : uint8_t { kFree, kWaiting, kPosted, kAbandoned };
+
+  Context context{};  // first: a completion's op_context is the slot's address
+  WorkRequest request;
+  Peer* peer = nullptr;
+  Region* region = nullptr;
+  Slot* next = nullptr;  // in the list of the peer, or of free slots
+  State state = State::kFree;
+};
+
+class Writes {
+ public:
+  Writes(const Session& session, const Config& config, Regions& regions, Peers& peers,
+         std::vector<Completion>& ready);
+
+  // Takes the first n requests and returns n.
+  size_t accept(std::span<const WorkRequest> requests) noexcept;
+  // Offers what waits to libfabric.
+  void pump() noexcept;
+  // libfabric returned op_context. The engine's completion of it, unless it has had one.
+  std::optional<Completion> finish(void* op_context, base::Status status,
+                                   int prov_errno = 0) noexcept;
+  bool owns(const void* op_context) const noexcept;
+  // Completes what is under way to the peer, from the memory, or at all, with `status`.
+  void fail(Peer& peer, base::Status status) noexcept;
+  void fail(const Region& region, base::Status status) noexcept;
+  void fail_all(base::Status status) noexcept;
+  // Control: makes up for slots that were abandoned and may never come back.
+  void refill();
+
+  const std::optional<Failure>& first_failure() const noexcept { return first_failure_; }
+  uint32_t num_in_flight() const noexcept { return num_in_flight_; }
+  uint32_t num_posted() const noexcept { return num_posted_; }  // without abandoned ones
+
+ private:
+  void add_slots(size_t count);
+  void accept(const WorkRequest& request, Slot& slot) noexcept;
+  void enqueue(Slot& slot) noexcept;
+  bool push(Peer& peer) noexcept;
+  ssize_t post(Slot& slot, uint64_t flags) noexcept;
+  bool has_given_up(Peer& peer, std::chrono::milliseconds patience) noexcept;
+  template <typename Concerns>
+  void fail_if(base::Status status, Concerns&& concerns) noexcept;
+  void note(const Slot& slot, base::Status status, int prov_errno) noexcept;
+  void show(const Slot& slot, base::Status status) noexcept;
+  void complete(Slot& slot, base::Status status) noexcept;
+  void release(Slot& slot) noexcept;
+
+  const Session& session_;
+  const uint32_t max_in_flight_;
+  const std::chrono::milliseconds timeout_;
+  const uint32_t bytes_when_empty_;
+  const uint64_t completion_flags_;
+  Regions& regions_;
+  Peers& peers_;
+  std::vector<Completion>& ready_;
+  std::deque<Slot> slots_;
+  Slot* free_ = nullptr;
+  uint32_t num_free_ = 0;
+  Peer* waiting_ = nullptr;     // peers with a list, by Peer::next_waiting
+  bool chain_open_ = false;     // the last write that libfabric took has FI_MORE
+  uint32_t num_in_flight_ = 0;  // accepted, no completion yet
+  uint32_t num_posted_ = 0;
+  std::optional<Failure> first_failure_;
+};
+
+}  // namespace moe_p2p::provider::libfabric

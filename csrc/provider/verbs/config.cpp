@@ -1,0 +1,64 @@
+#include "provider/verbs/config.h"
+
+#include <sstream>
+
+#include "base/log.h"
+#include "provider/settings.h"
+
+namespace moe_p2p::provider::verbs {
+namespace {
+
+std::vector<std::string> split(const std::string& text) {
+  std::vector<std::string> parts;
+  std::istringstream in(text);
+  for (std::string part; std::getline(in, part, ':');)
+    if (!part.empty()) parts.push_back(part);
+  return parts;
+}
+
+}  // namespace
+
+Config parse_config(const std::string& text) {
+  const Settings settings(
+      "verbs", text,
+      {"devices",       "port",          "gid_index",        "gid_type",      "gid_address",
+       "traffic_class", "service_level", "pkey_index",       "mtu",           "timeout",
+       "retries",       "rnr_timer",     "qps_per_peer",     "max_in_flight", "max_write_bytes",
+       "receives",      "inline_bytes",  "relaxed_ordering", "dmabuf",        "host",
+       "handshake_ms",  "library"});
+  const auto number = [&]<typename T>(std::string_view key, T& value, uint64_t fallback,
+                                      uint64_t low, uint64_t high) {
+    value = static_cast<T>(settings.integer(key, fallback, low, high));
+  };
+  Config config;
+  config.library = settings.text("library", "libibverbs.so.1");
+  config.devices = split(settings.text("devices", ""));
+  config.roce_v1 = settings.word("gid_type", "v2", {"v1", "v2"}) == "v1";
+  config.gid_address = settings.text("gid_address", "");
+  config.host = settings.text("host", "");
+  if (!settings.text("gid_index", "").empty()) number("gid_index", config.gid_index, 0, 0, 255);
+  number("port", config.port, 1, 1, 255);
+  number("traffic_class", config.traffic_class, 0, 0, 255);
+  number("service_level", config.service_level, 0, 0, 15);
+  number("pkey_index", config.pkey_index, 0, 0, 65535);
+  number("mtu", config.mtu_bytes, 0, 0, 4096);
+  number("timeout", config.timeout, 18, 1, 31);
+  number("retries", config.retries, 6, 0, 7);
+  number("rnr_timer", config.rnr_timer, 12, 1, 31);
+  number("qps_per_peer", config.qps_per_peer, 1, 1, 16);
+  number("max_in_flight", config.max_in_flight, 1024, 1, 1u << 14);
+  number("max_write_bytes", config.max_write_bytes, 1u << 30, 1, 1u << 30);
+  number("receives", config.num_receives, 8192, 1, 1u << 15);
+  number("inline_bytes", config.inline_bytes, 64, 0, 1024);
+  number("relaxed_ordering", config.relaxed_ordering, 1, 0, 1);
+  number("dmabuf", config.dmabuf, 1, 0, 1);
+  config.handshake_timeout =
+      std::chrono::milliseconds(settings.integer("handshake_ms", 10'000, 1, 3'600'000));
+  const uint32_t mtu = config.mtu_bytes;
+  MOE_P2P_CHECK(mtu == 0 || (mtu >= 256 && (mtu & (mtu - 1)) == 0), base::Code::kInvalidArgument,
+                "verbs settings: mtu=", mtu,
+                " is refused; it must be 256, 512, 1024, 2048 or 4096");
+  return config;
+}
+
+}  // namespace moe_p2p::provider::verbs

@@ -1,0 +1,62 @@
+// The settings of the verbs provider, parsed once when a Domain is opened.
+//
+//   devices=            names separated by ":", one per NIC of this engine; NIC i takes the i-th, and
+//                       begins anew after the last. Not given: all with an active port, by name
+//   port=1              of the device
+//   gid_index=          not given: chosen (gid.h) by the two that follow
+//   gid_type=v2         v2 or v1: which kind of RoCE; InfiniBand has neither
+//   gid_address=        the GID that carries this IP address
+//   traffic_class=0     service_level=0     pkey_index=0
+//   mtu=0               path MTU in bytes; 0: the largest that both ports allow
+//   timeout=18          of an acknowledgement: 4.096 us * 2^timeout (18: about a second)
+//   retries=6           after that many more timeouts the peer counts as dead. 7 is endless on some NICs
+//   rnr_timer=12        how long the peer waits when we have no receive posted (12: 0.64 ms)
+//   qps_per_peer=1      more let one peer use several engines of the NIC
+//   max_in_flight=1024  accepted and not yet completed writes
+//   max_write_bytes=1073741824
+//   receives=8192       immediates that may arrive between two polls. More than that wait at the
+//                       sender's NIC, which tries again without end; nothing is lost
+//   inline_bytes=64     writes from host memory up to this size travel inside their work request
+//   relaxed_ordering=1  let PCIe reorder payload (never behind its own completion)
+//   dmabuf=1            0: GPU memory through the peer memory module only
+//   host=               IP address or name under which peers reach this process; not given: all it has
+//   handshake_ms=10000  how long connect() tries
+//   library=libibverbs.so.1
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace moe_p2p::provider::verbs {
+
+struct Config {
+  std::string library;
+  std::vector<std::string> devices;
+  uint8_t port = 1;
+  int gid_index = -1;
+  bool roce_v1 = false;
+  std::string gid_address;
+  uint8_t traffic_class = 0;
+  uint8_t service_level = 0;
+  uint16_t pkey_index = 0;
+  uint32_t mtu_bytes = 0;
+  uint8_t timeout = 0;
+  uint8_t retries = 0;
+  uint8_t rnr_timer = 0;
+  uint32_t qps_per_peer = 1;
+  uint32_t max_in_flight = 0;
+  uint32_t max_write_bytes = 0;
+  uint32_t num_receives = 0;
+  uint32_t inline_bytes = 0;
+  bool relaxed_ordering = true;
+  bool dmabuf = true;
+  std::string host;
+  std::chrono::milliseconds handshake_timeout{};
+};
+
+// Throws Error{kInvalidArgument} that names the key and what it may be.
+Config parse_config(const std::string& settings);
+
+}  // namespace moe_p2p::provider::verbs

@@ -1,0 +1,80 @@
+// NICs that speak RDMA through libibverbs: ConnectX over RoCE or InfiniBand, and soft-RoCE. One reliable
+// connection (or several, qps_per_peer) leads to each peer; writes with immediates, one shared receive
+// queue. Settings: config.h. How peers meet: wire.h and control.h. What happens when a write is refused:
+// peer.h. GPU memory: memory.h.
+//
+// This file and domain.cpp are the control path, datapath.cpp is the data path.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "platform/gpu_writes.h"
+#include "provider/provider.h"
+#include "provider/verbs/control.h"
+#include "provider/verbs/memory.h"
+#include "provider/verbs/sender.h"
+
+namespace moe_p2p::provider {
+
+// Throws Error{kUnavailable} when the library, the device or a fitting GID is not there,
+// Error{kInvalidArgument} for settings that it does not know.
+std::unique_ptr<Domain> make_verbs_domain(const DomainOptions& options);
+
+namespace verbs {
+
+class VerbsDomain final : public Domain {
+ public:
+  explicit VerbsDomain(const DomainOptions& options);
+
+  const char* provider_name() const noexcept override { return "verbs"; }
+  DomainLimits limits() const noexcept override;
+  base::Bytes address() const override { return control_.address().encode(); }
+  PeerId connect(std::span<const std::byte> address) override { return control_.connect(address); }
+  void disconnect(PeerId peer) override { control_.disconnect(peer); }
+  MemoryKey register_memory(const MemorySpan& span) override;
+  void unregister_memory(const MemoryKey& key) override { memory_.remove(key); }
+  std::string failure() const override;
+
+  size_t post(std::span<const WorkRequest> requests) noexcept override;
+  size_t poll(std::span<Completion> completions) noexcept override;
+  bool idle() const noexcept override;
+
+ private:
+  void take_changes(Output& output) noexcept;
+  bool poll_queue(Output& output) noexcept;
+  void receive(const Wc& wc, bool visible, Output& output) noexcept;
+  bool keep_flush_error(int error) noexcept;
+  void refill() noexcept;
+  void prepare_sleep() noexcept;
+
+  const Nic nic_;
+  const Kick kick_;
+  PeerTable peers_;
+  Changes changes_;
+  FirstFailure failure_;
+  std::mutex flush_mutex_;  // guards the making of flush_owner_
+  std::unique_ptr<const platform::GpuWriteFlush> flush_owner_;
+  // Stored once GPU memory is registered whose writes need a flush (release; acquire in poll).
+  std::atomic<const platform::GpuWriteFlush*> flush_{nullptr};
+  std::atomic<int> flush_error_{0};
+  Sender sender_;
+  Registrations memory_;
+  Control control_;  // last: its thread ends first
+
+  // Polling thread.
+  const bool may_sleep_;
+  const uint32_t refill_batch_;
+  std::vector<RecvWr> receives_;  // [refill_batch_], chained; each the same empty receive
+  uint64_t num_owed_ = 0;         // receives to post
+  uint64_t seen_changes_ = 0;
+  uint64_t seen_lost_receives_ = 0;
+  uint32_t num_empty_polls_ = 0;
+  bool armed_ = false;  // the next completion wakes the poller
+};
+
+}  // namespace verbs
+}  // namespace moe_p2p::provider

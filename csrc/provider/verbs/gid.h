@@ -1,0 +1,25 @@
+// Which of a port's addresses (GIDs) to speak from. A RoCE port has several: one per IP address and
+// version of RoCE. The wrong one is the usual reason why nothing arrives, so errors list them all.
+// Pure functions over a table; nic.cpp reads it.
+#pragma once
+
+#include <span>
+#include <string>
+#include <vector>
+
+#include "provider/verbs/api.h"
+#include "provider/verbs/config.h"
+
+namespace moe_p2p::provider::verbs {
+
+// Throws Error{kUnavailable} naming `device`, the wish and the table when nothing fits. Without a
+// wish: RoCE v2 with an IPv4 address, then one with a routable IPv6 address, then any.
+GidTableEntry choose_gid(std::span<const GidTableEntry> table, const Config& wish, bool ethernet,
+                         const std::string& device);
+
+// "10.0.0.1", "fe80::1"
+std::string gid_text(const Gid& gid);
+bool gid_is_ipv4(const Gid& gid) noexcept;
+bool gid_is_link_local(const Gid& gid) noexcept;
+
+}  // namespace moe_p2p::provider::verbs

@@ -1,0 +1,102 @@
+#include "provider/verbs/memory.h"
+
+#include <unistd.h>
+
+#include <cerrno>
+
+#include "base/log.h"
+#include "platform/cuda_driver.h"
+#include "provider/verbs/sender.h"
+
+namespace moe_p2p::provider::verbs {
+
+using base::Code;
+
+namespace {
+
+constexpr int kAccess = kAccessLocalWrite | kAccessRemoteWrite;
+
+int access_of(const Nic& nic) {
+  return kAccess | (nic.config.relaxed_ordering ? kAccessRelaxedOrdering : 0);
+}
+
+}  // namespace
+
+MemoryKey Registrations::add(const MemorySpan& span) {
+  MOE_P2P_CHECK(span.data != nullptr && span.bytes > 0, Code::kInvalidArgument, nic_.name(),
+                ": registering ", span.bytes, " bytes at ", static_cast<const void*>(span.data));
+  const bool cuda = span.kind == MemoryKind::kCuda;
+  Owned<Mr> mr = cuda ? register_cuda(span) : register_host(span);
+  const MemoryKey key{.local_key = mr->lkey | (cuda ? kCudaKey : 0),
+                      .remote_key = mr->rkey,
+                      .remote_addr = reinterpret_cast<uint64_t>(span.data)};
+  const std::lock_guard lock(mutex_);
+  regions_.insert_or_assign(key.local_key, std::move(mr));
+  return key;
+}
+
+void Registrations::remove(const MemoryKey& key) {
+  const std::lock_guard lock(mutex_);
+  const auto found = regions_.find(key.local_key);
+  MOE_P2P_CHECK(found != regions_.end(), Code::kInvalidArgument, nic_.name(),
+                ": unregistering memory that is not registered here");
+  regions_.erase(found);
+}
+
+// The older call would take the wish for relaxed order as an order, and old kernels refuse it.
+Owned<Mr> Registrations::register_address(const MemorySpan& span) const {
+  const auto address = reinterpret_cast<uint64_t>(span.data);
+  Mr* mr = nic_.api.reg_mr_iova2
+               ? nic_.api.reg_mr_iova2(nic_.pd.get(), span.data, span.bytes, address,
+                                       static_cast<unsigned>(access_of(nic_)))
+               : nic_.api.reg_mr(nic_.pd.get(), span.data, span.bytes, kAccess);
+  return {mr, nic_.api.dereg_mr};
+}
+
+Owned<Mr> Registrations::register_host(const MemorySpan& span) const {
+  Owned<Mr> mr = register_address(span);
+  MOE_P2P_CHECK(mr, Code::kResourceExhausted, nic_.name(), ": registering ", span.bytes,
+                " bytes of host memory: ", error_text(errno));
+  return mr;
+}
+
+Owned<Mr> Registrations::register_cuda(const MemorySpan& span) const {
+  std::string why = "dmabuf=0 was asked for";
+  if (nic_.config.dmabuf)
+    if (Owned<Mr> mr = register_dmabuf(span, why)) return mr;
+  Owned<Mr> mr = register_address(span);
+  MOE_P2P_CHECK(mr, Code::kResourceExhausted, nic_.name(), ": registering ", span.bytes,
+                " bytes of GPU ", span.device, ": as a dma-buf: ", why,
+                "; through peer memory: ", error_text(errno),
+                ". One of them is needed: a driver with open kernel modules and a kernel from 5.12 "
+                "on for dma-buf, or `modprobe nvidia-peermem`");
+  return mr;
+}
+
+// Null when some part of the way does not know dma-bufs; `why` says which.
+Owned<Mr> Registrations::register_dmabuf(const MemorySpan& span, std::string& why) const {
+  Owned<Mr> none(nullptr, nic_.api.dereg_mr);
+  const auto& driver = platform::driver();
+  if (!nic_.api.reg_dmabuf_mr || !driver.export_dmabuf) {
+    why = driver.export_dmabuf ? "libibverbs is too old" : "the CUDA driver is too old";
+    return none;
+  }
+  const auto page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));  // exported are whole pages
+  const auto address = reinterpret_cast<uint64_t>(span.data);
+  const uint64_t begin = address / page * page;
+  const uint64_t end = (address + span.bytes + page - 1) / page * page;
+  int fd = -1;
+  const int error = driver.export_dmabuf(&fd, begin, end - begin, platform::kDmabufHandle, 0);
+  if (error != 0) {
+    why = platform::driver_error(error);
+    return none;
+  }
+  Owned<Mr> mr(nic_.api.reg_dmabuf_mr(nic_.pd.get(), address - begin, span.bytes, address, fd,
+                                      access_of(nic_)),
+               nic_.api.dereg_mr);
+  if (!mr) why = error_text(errno);
+  close(fd);  // the registration keeps the buffer
+  return mr;
+}
+
+}  // namespace moe_p2p::provider::verbs

@@ -1,0 +1,47 @@
+// One opened device: its port, address, protection domain, completion queue and shared receive queue.
+// Made and destroyed on the control path; the data path reads it. Everything here outlives the queue
+// pairs and memory registered with it.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "provider/verbs/api.h"
+#include "provider/verbs/config.h"
+
+namespace moe_p2p::provider::verbs {
+
+template <typename T>
+using Owned = std::unique_ptr<T, int (*)(T*)>;
+
+// wr_id of every posted receive. Sends carry the index of their slot.
+inline constexpr uint64_t kReceiveId = ~uint64_t{0};
+
+struct Nic {
+  // Throws Error{kUnavailable} that says which devices there are, Error{kResourceExhausted} when the
+  // device or the limit on locked memory does not allow the queues.
+  Nic(const Config& config, int nic, bool with_events);
+
+  std::string name() const;  // "mlx5_0 port 1"
+
+  const Config config;
+  const Api& api;
+  Owned<Context> context;
+  PortAttr port{};
+  GidTableEntry gid{};
+  bool ethernet = false;
+  uint32_t num_receives = 0;  // posted at most; immediates that fit into the completion queue
+  Owned<Pd> pd;
+  Owned<CompChannel> channel;  // null without events
+  Owned<Cq> cq;
+  Owned<Srq> srq;
+
+ private:
+  void open_port();
+  void make_queues(bool with_events);
+};
+
+// "Cannot allocate memory (12)", and for what smells of it, the limit on locked memory.
+std::string error_text(int error);
+
+}  // namespace moe_p2p::provider::verbs

@@ -1,0 +1,122 @@
+#include "provider/verbs/queue_pair.h"
+
+#include <algorithm>
+#include <bit>
+#include <cerrno>
+#include <random>
+
+#include "base/log.h"
+#include "provider/verbs/gid.h"
+
+namespace moe_p2p::provider::verbs {
+
+using base::Code;
+
+namespace {
+
+constexpr uint8_t kHopLimit = 64;
+constexpr uint8_t kEndlessRnrRetries = 7;  // a busy receiver is not a dead one
+
+// Also of a library that returns -1 and sets errno.
+int error_of(int result) { return result < 0 ? errno : result; }
+
+AhAttr path_to(const Nic& nic, const PortAddress& peer) {
+  AhAttr path{};
+  path.dgid = peer.gid;
+  path.sgid_index = static_cast<uint8_t>(nic.gid.index);
+  path.hop_limit = kHopLimit;
+  path.traffic_class = nic.config.traffic_class;
+  path.dlid = peer.lid;
+  path.sl = nic.config.service_level;
+  path.is_global = nic.ethernet || nic.config.gid_index >= 0 ? 1 : 0;
+  path.port_num = nic.config.port;
+  return path;
+}
+
+}  // namespace
+
+PortAddress own_port(const Nic& nic) {
+  int mtu = nic.port.active_mtu;
+  if (nic.config.mtu_bytes != 0)
+    mtu = std::min(mtu, static_cast<int>(std::countr_zero(nic.config.mtu_bytes)) - 7);
+  return {.gid = nic.gid.gid,
+          .lid = nic.port.lid,
+          .mtu = static_cast<uint8_t>(mtu),
+          .ethernet = static_cast<uint8_t>(nic.ethernet ? 1 : 0)};
+}
+
+uint32_t random_psn() {
+  static thread_local std::random_device random;
+  return random() & 0xffffff;
+}
+
+Owned<Qp> make_qp(const Nic& nic, bool sends) {
+  QpInitAttr init{};
+  init.send_cq = init.recv_cq = nic.cq.get();
+  init.srq = nic.srq.get();
+  init.qp_type = kQpReliable;
+  init.cap.max_send_wr = sends ? nic.config.max_in_flight : 1;
+  init.cap.max_send_sge = 1;
+  init.cap.max_inline_data = sends ? nic.config.inline_bytes : 0;
+  Owned<Qp> qp(nic.api.create_qp(nic.pd.get(), &init), nic.api.destroy_qp);
+  MOE_P2P_CHECK(qp, Code::kResourceExhausted, nic.name(), ": making a queue pair of ",
+                init.cap.max_send_wr, " writes: ", error_text(errno),
+                "; lower max_in_flight, qps_per_peer or inline_bytes");
+  QpAttr attr{};
+  attr.qp_state = kQpInit;
+  attr.pkey_index = nic.config.pkey_index;
+  attr.port_num = nic.config.port;
+  attr.qp_access_flags = kAccessRemoteWrite;
+  const int error = error_of(
+      nic.api.modify_qp(qp.get(), &attr, kMaskState | kMaskPkey | kMaskPort | kMaskAccess));
+  MOE_P2P_CHECK(error == 0, Code::kTransport, nic.name(),
+                ": preparing a queue pair: ", error_text(error),
+                "; is pkey_index=", nic.config.pkey_index, " in the table?");
+  return qp;
+}
+
+void make_ready_to_receive(const Nic& nic, Qp& qp, const PortAddress& from, const QpAddress& peer,
+                           const std::string& label) {
+  MOE_P2P_CHECK((from.ethernet != 0) == nic.ethernet, Code::kTransport, nic.name(), " and ", label,
+                ": one is Ethernet, the other InfiniBand; they cannot be connected");
+  QpAttr attr{};
+  attr.qp_state = kQpReadyToReceive;
+  attr.path_mtu = std::min(from.mtu, own_port(nic).mtu);
+  attr.dest_qp_num = peer.qp_num;
+  attr.rq_psn = peer.psn;
+  attr.max_dest_rd_atomic = 1;
+  attr.min_rnr_timer = nic.config.rnr_timer;
+  attr.ah_attr = path_to(nic, from);
+  const int error =
+      error_of(nic.api.modify_qp(&qp, &attr,
+                                 kMaskState | kMaskAddress | kMaskMtu | kMaskPeerQp |
+                                     kMaskReceivePsn | kMaskMaxPeerReads | kMaskRnrTimer));
+  MOE_P2P_CHECK(error == 0, Code::kTransport, nic.name(), ": no path from ", gid_text(nic.gid.gid),
+                " (gid_index ", nic.gid.index, ") to ", gid_text(from.gid), " of ", label, ": ",
+                error_text(error),
+                "; are both addresses in networks that reach each other? Choose with gid_index, "
+                "gid_type or gid_address");
+}
+
+void make_ready_to_send(const Nic& nic, Qp& qp, uint32_t psn) {
+  QpAttr attr{};
+  attr.qp_state = kQpReadyToSend;
+  attr.timeout = nic.config.timeout;
+  attr.retry_cnt = nic.config.retries;
+  attr.rnr_retry = kEndlessRnrRetries;
+  attr.sq_psn = psn;
+  attr.max_rd_atomic = 1;
+  const int error = error_of(nic.api.modify_qp(
+      &qp, &attr,
+      kMaskState | kMaskTimeout | kMaskRetries | kMaskRnrRetries | kMaskSendPsn | kMaskMaxReads));
+  MOE_P2P_CHECK(error == 0, Code::kTransport, nic.name(),
+                ": starting a queue pair: ", error_text(error));
+}
+
+void break_qp(const Nic& nic, Qp& qp) noexcept {
+  QpAttr attr{};
+  attr.qp_state = kQpError;
+  static_cast<void>(nic.api.modify_qp(&qp, &attr, kMaskState));  // fails on a device that is gone
+}
+
+}  // namespace moe_p2p::provider::verbs

@@ -1,0 +1,38 @@
+// Queue pairs, one way each: the writer's, which goes to "ready to send", and the target's, which only
+// receives and takes its immediates from the NIC's shared receive queue. Control path.
+#pragma once
+
+#include <cstdint>
+
+#include "provider/verbs/nic.h"
+
+namespace moe_p2p::provider::verbs {
+
+// How to reach a port and what it can take. Travels in the handshake.
+struct PortAddress {
+  Gid gid{};
+  uint16_t lid = 0;
+  uint8_t mtu = 0;  // as the library numbers them: 1 = 256 ... 5 = 4096
+  uint8_t ethernet = 0;
+};
+// One end of a connection; `lane` says which of the peer's connections it is.
+struct QpAddress {
+  uint32_t lane = 0;
+  uint32_t qp_num = 0;
+  uint32_t psn = 0;
+};
+
+PortAddress own_port(const Nic& nic);
+
+// All throw Error{kTransport}, or {kResourceExhausted}, naming device, peer and likely cause.
+Owned<Qp> make_qp(const Nic& nic, bool sends);
+// `label` names the peer.
+void make_ready_to_receive(const Nic& nic, Qp& qp, const PortAddress& from, const QpAddress& peer,
+                           const std::string& label);
+void make_ready_to_send(const Nic& nic, Qp& qp, uint32_t psn);
+// What is posted completes as flushed.
+void break_qp(const Nic& nic, Qp& qp) noexcept;
+
+uint32_t random_psn();
+
+}  // namespace moe_p2p::provider::verbs

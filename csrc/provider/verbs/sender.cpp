@@ -1,0 +1,302 @@
+#include "provider/verbs/sender.h"
+
+#include <arpa/inet.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "base/log.h"
+
+namespace moe_p2p::provider::verbs {
+
+using base::Code;
+using base::Status;
+
+namespace {
+
+// Writes given to the NIC with one doorbell. Too small: a doorbell per few writes. Too large: the
+// first completion of a long backlog comes late.
+constexpr uint32_t kMaxChain = 64;
+// What one poll may add to the backlog beside the completions of writes.
+constexpr size_t kMaxImmediates = 64;
+
+bool is_full(int error) noexcept { return error == ENOMEM || error == EAGAIN || error == EBUSY; }
+
+}  // namespace
+
+Kick::Kick() : fd_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
+  MOE_P2P_CHECK(fd_ >= 0, Code::kResourceExhausted,
+                "verbs: making an eventfd: ", std::strerror(errno));
+}
+Kick::~Kick() { close(fd_); }
+void Kick::operator()() const noexcept {
+  const uint64_t one = 1;
+  [[maybe_unused]] const ssize_t written = write(fd_, &one, sizeof one);
+}
+void Kick::clear() const noexcept {
+  uint64_t count = 0;
+  [[maybe_unused]] const ssize_t got = read(fd_, &count, sizeof count);
+}
+
+Sender::Sender(const Nic& nic, PeerTable& peers, const Kick& kick, FirstFailure& failure)
+    : nic_(nic),
+      ops_(nic.context->ops),
+      peers_(peers),
+      kick_(kick),
+      failure_(failure),
+      inline_bytes_(nic.config.inline_bytes),
+      slots_(nic.config.max_in_flight),
+      backlog_(nic.config.max_in_flight + kMaxImmediates) {
+  for (size_t i = slots_.size(); i > 0; --i) {
+    Slot& slot = slots_[i - 1];
+    slot.wr.wr_id = i - 1;
+    slot.wr.sg_list = &slot.sge;
+    slot.wr.next = reinterpret_cast<SendWr*>(free_);
+    free_ = &slot;
+  }
+}
+
+size_t Sender::post(std::span<const WorkRequest> requests) noexcept {
+  Output output({}, backlog_);  // what fails at once is shown by the next poll
+  size_t num = 0;
+  for (; num < requests.size(); ++num) {
+    if (free_ == nullptr || num_open_ == slots_.size()) break;
+    const WorkRequest& request = requests[num];
+    Peer* peer = peers_.find(request.peer);
+    ++num_open_;
+    if (peer == nullptr) {
+      output.write(request.wr_id, {Code::kClosed, 0});
+      continue;
+    }
+    Lane& lane = *peer->lanes[peer->next_lane];
+    if (lane.dead) {
+      output.write(request.wr_id, lane.failure);
+      continue;
+    }
+    accept(lane, request);
+    // The next lane after a few: each change of lane is a doorbell.
+    if (peer->lanes.size() > 1 && lane.num_unposted % 8 == 0)
+      peer->next_lane = (peer->next_lane + 1) % static_cast<uint32_t>(peer->lanes.size());
+  }
+  post_waiting(output);
+  return num;
+}
+
+void Sender::accept(Lane& lane, const WorkRequest& request) noexcept {
+  Slot& slot = *free_;
+  free_ = slot.next();
+  slot.wr_id = request.wr_id;
+  slot.lane = &lane;
+  slot.sge = {reinterpret_cast<uint64_t>(request.local), request.bytes,
+              static_cast<uint32_t>(request.local_key)};
+  SendWr& wr = slot.wr;
+  wr.next = nullptr;
+  wr.num_sge = request.bytes > 0 ? 1 : 0;
+  wr.opcode = request.has_imm ? kOpWriteImm : kOpWrite;
+  wr.imm_data = htonl(request.imm);
+  const bool small = request.bytes > 0 && request.bytes <= inline_bytes_;
+  wr.send_flags = small && !(request.local_key & kCudaKey) ? unsigned{kSendInline} : 0;
+  wr.remote_addr = request.remote_addr;
+  wr.rkey = static_cast<uint32_t>(request.remote_key);
+  if (lane.head == nullptr) {
+    lane.head = &slot;
+  } else {
+    lane.tail->wr.next = &wr;
+  }
+  lane.tail = &slot;
+  if (lane.unposted == nullptr) lane.unposted = &slot;
+  ++lane.num_unposted;
+  queue_for_posting(lane);
+}
+
+void Sender::queue_for_posting(Lane& lane) noexcept {
+  if (lane.waiting) return;
+  lane.waiting = true;
+  lane.next_waiting = waiting_;
+  waiting_ = &lane;
+}
+
+void Sender::post_waiting(Output& output) noexcept {
+  Lane* lane = std::exchange(waiting_, nullptr);
+  while (lane != nullptr) {
+    Lane* next = lane->next_waiting;
+    lane->waiting = false;
+    post_lane(*lane, output);
+    lane = next;
+  }
+}
+
+void Sender::post_lane(Lane& lane, Output& output) noexcept {
+  while (lane.unposted != nullptr && !lane.broken) {
+    const int error = post_chain(lane);
+    if (error == 0) continue;
+    if (is_full(error)) {
+      queue_for_posting(lane);  // again at the next poll
+      return;
+    }
+    const Status status{Code::kTransport, -error};
+    keep_failure(*lane.unposted, status, 0);
+    abandon(lane, status, output);
+  }
+}
+
+// What the driver takes is counted, also of a chain that it refuses half way.
+int Sender::post_chain(Lane& lane) noexcept {
+  Slot* const first = lane.unposted;
+  Slot* last = lane.tail;
+  uint32_t num = lane.num_unposted;
+  if (num > kMaxChain) {
+    last = first;
+    for (num = 1; num < kMaxChain; ++num) last = last->next();
+  }
+  last->wr.send_flags |= kSendSignaled;
+  Slot* const rest = last->next();
+  last->wr.next = nullptr;
+  SendWr* bad = nullptr;
+  const int error = ops_.post_send(lane.qp, &first->wr, &bad);
+  last->wr.next = reinterpret_cast<SendWr*>(rest);
+  Slot* next = rest;
+  if (error != 0) {
+    num = 0;
+    for (next = first; &next->wr != bad; next = next->next()) ++num;
+  }
+  if (num > 0) lane.open_tail = error != 0;
+  lane.unposted = next;
+  lane.num_unposted -= num;
+  lane.num_posted += num;
+  return error < 0 ? errno : error;
+}
+
+void Sender::finish_head(Lane& lane, Status status, Output& output) noexcept {
+  Slot& slot = *lane.head;
+  lane.head = slot.next();
+  if (lane.unposted == &slot) {
+    lane.unposted = lane.head;
+    --lane.num_unposted;
+  }
+  output.write(slot.wr_id, status);
+  slot.lane = nullptr;
+  slot.wr.next = reinterpret_cast<SendWr*>(free_);
+  free_ = &slot;
+}
+
+void Sender::fail_all(Lane& lane, Status status, Output& output) noexcept {
+  lane.dead = true;
+  lane.failure = status;
+  while (lane.head != nullptr) finish_head(lane, status, output);
+  lane.num_posted = 0;
+  must_look_ = true;  // the peer may be ready to be forgotten
+}
+
+void Sender::complete(const Wc& wc, Output& output) noexcept {
+  Slot& slot = slots_[wc.wr_id];
+  if (slot.lane == nullptr) return;  // abandoned
+  Lane& lane = *slot.lane;
+  if (wc.status != kWcSuccess) {
+    if (!lane.broken) begin_break(lane, wc, output);
+    given_back(lane, output);
+    return;
+  }
+  for (bool last = false; !last; --lane.num_posted) {
+    last = lane.head == &slot;
+    finish_head(lane, {}, output);
+  }
+  if (lane.num_posted == 0 && lane.peer->end.load(std::memory_order_relaxed) != Code::kOk)
+    must_look_ = true;
+}
+
+// The first completion of a lane that is not good: all before it were carried out. Those behind it are
+// given back one by one.
+void Sender::begin_break(Lane& lane, const Wc& wc, Output& output) noexcept {
+  while (lane.head != &slots_[wc.wr_id]) {
+    finish_head(lane, {}, output);
+    --lane.num_posted;
+  }
+  lane.broken = true;
+  // acquire: pairs with the release in Control, which broke the queue pair after it.
+  lane.failure = status_of(wc.status, lane.peer->end.load(std::memory_order_acquire));
+  if (wc.status != kWcFlushed) keep_failure(*lane.head, lane.failure, wc.vendor_err);
+  if (refused_only(lane.failure.code)) finish_head(lane, lane.failure, output);
+}
+
+// One more posted write came back. After the last, the lane is repaired or everything fails.
+void Sender::given_back(Lane& lane, Output& output) noexcept {
+  if (--lane.num_posted > 0) return;
+  const Code end = lane.peer->end.load(std::memory_order_acquire);  // as in begin_break
+  if (end != Code::kOk || !refused_only(lane.failure.code)) {
+    fail_all(lane, end == Code::kOk ? lane.failure : Status{end, lane.failure.detail}, output);
+    return;
+  }
+  lane.num_unposted = 0;
+  for (Slot* slot = lane.head; slot != nullptr; slot = slot->next()) {
+    slot->wr.send_flags &= ~kSendSignaled;
+    ++lane.num_unposted;
+  }
+  lane.unposted = lane.head;
+  lane.open_tail = false;
+  lane.repair.store(Lane::Repair::kWanted, std::memory_order_release);  // Control::look_at_peers
+  kick_();
+}
+
+// Without waiting for what the driver has taken: nobody knows whether that ever comes back, so its
+// slots are not used again.
+void Sender::abandon(Lane& lane, Status status, Output& output) noexcept {
+  lane.broken = true;
+  lane.dead = true;
+  lane.failure = status;
+  for (; lane.head != nullptr && lane.head != lane.unposted; lane.head = lane.head->next()) {
+    output.write(lane.head->wr_id, status);
+    lane.head->lane = nullptr;
+  }
+  fail_all(lane, status, output);
+  lane.repair.store(Lane::Repair::kBreak, std::memory_order_release);  // Control::look_at_peers
+  kick_();
+}
+
+void Sender::look_at_peers(Output& output) noexcept {
+  must_look_ = false;
+  for (auto& entry : peers_.entries) {
+    Peer* peer = entry.load(std::memory_order_acquire);
+    if (peer == nullptr || !look_at(*peer, output)) continue;
+    entry.store(nullptr, std::memory_order_release);
+    peer->released.store(true, std::memory_order_release);  // pairs with Control::look_at_peers
+    kick_();
+  }
+}
+
+// True when the peer can be forgotten.
+bool Sender::look_at(Peer& peer, Output& output) noexcept {
+  // acquire: pairs with the release of the control side.
+  const Code end = peer.end.load(std::memory_order_acquire);
+  bool all_dead = true;
+  for (const auto& owned : peer.lanes) {
+    Lane& lane = *owned;
+    if (end != Code::kOk && !lane.dead) {
+      if (lane.open_tail && lane.num_posted > 0) {
+        abandon(lane, {end, 0}, output);
+      } else if (lane.num_posted == 0) {
+        fail_all(lane, {end, 0}, output);
+      }
+    } else if (lane.repair.load(std::memory_order_acquire) == Lane::Repair::kRepaired) {
+      lane.repair.store(Lane::Repair::kNone, std::memory_order_relaxed);
+      lane.broken = false;
+      queue_for_posting(lane);
+    }
+    all_dead = all_dead && lane.dead;
+  }
+  return all_dead && peer.leaving.load(std::memory_order_acquire);
+}
+
+void Sender::keep_failure(const Slot& slot, Status status, uint32_t vendor_error) noexcept {
+  failure_.keep({.status = status,
+                 .vendor_error = vendor_error,
+                 .peer = slot.lane->peer->id,
+                 .remote_addr = slot.wr.remote_addr,
+                 .remote_key = slot.wr.rkey,
+                 .bytes = slot.sge.length});
+}
+
+}  // namespace moe_p2p::provider::verbs

@@ -1,0 +1,41 @@
+// A libfabric for machines without EFA: the table of functions answers as the efa provider does,
+// and harder than a device would. Completions and immediates come in any order, requests are
+// refused with EAGAIN (at first contact until the peers have shaken hands, when the queue is full,
+// and now and then), immediates have four bytes, memory has to be registered at both ends, and
+// nothing inside has a lock of its own: a second thread in one domain is counted. What was posted
+// with FI_MORE does not leave until a post without it.
+//
+// Its NICs are named after the seed that they draw from: interfaces=efa7. Endpoints of one process
+// reach each other.
+#pragma once
+
+#include <cstdint>
+#include <string_view>
+
+#include "provider/libfabric/api.h"
+
+namespace moe_p2p::test {
+
+struct FakeFabric {
+  // Since use_for() installed it last.
+  struct Counts {
+    uint64_t refused = 0;        // EAGAIN
+    uint64_t chained = 0;        // posts with FI_MORE
+    uint64_t left_open = 0;      // polls that found a chain open which no EAGAIN had cut
+    uint64_t intruders = 0;      // calls into a domain while another thread was inside
+    uint64_t dmabufs = 0;        // registrations by dma-buf
+    uint64_t failed = 0;         // error completions
+    uint64_t shm_transfers = 0;  // looks for devices with EFA's own shared memory not switched off
+  };
+  static Counts counts();
+
+  // Stands in for libfabric when the settings ask for efa, else the real one is used again.
+  static void use_for(std::string_view settings);
+
+  // The status of the device that the next write completes with, and libfabric's number; 0: none.
+  static void fail_next(int err, int prov_errno);
+  // No post gets through to anybody.
+  static void refuse_all(bool refuse);
+};
+
+}  // namespace moe_p2p::test

@@ -1,0 +1,151 @@
+// The libfabric provider beyond the contract: over the fake of EFA what a device cannot be asked to
+// do, and over the real library what goes wrong while a NIC is opened. The contract itself:
+// provider_contract_test.cpp; engine and several processes: libfabric_engine_test.cpp and
+// tests/test_libfabric.py.
+#include "provider/libfabric/config.h"
+#include "provider/libfabric/errors.h"
+#include "provider_table.h"
+
+namespace moe_p2p::provider_test {
+namespace {
+
+using test::FakeFabric;
+
+constexpr ProviderUnderTest kEfa = {
+    .name = "libfabric", .settings = "provider=efa,interfaces=efa7", .takes_unpolled = true};
+
+std::string error_of(const std::string& settings, Code code) {
+  FakeFabric::use_for(settings);
+  try {
+    Node("libfabric", settings);
+  } catch (const base::Error& error) {
+    CHECK(error.code() == code);
+    return error.what();
+  }
+  return "no error";
+}
+
+bool has(const std::string& text, const char* part) { return text.find(part) != text.npos; }
+
+TEST_CASE("libfabric on efa: chains are rung, calls are alone, shared memory of its own is off") {
+  Pair pair(kEfa, 64 * 100);
+  for (uint32_t i = 0; i < 4000; i += 40) {
+    std::vector<WorkRequest> batch;
+    for (uint32_t k = i; k < i + 40; ++k)
+      batch.push_back(with_imm(pair.write(k, k % 64 * 100, 100), k));
+    size_t posted = 0;
+    CHECK(pump({&pair.a, &pair.b}, [&] {
+      posted += pair.a.domain->post(std::span(batch).subspan(posted));
+      return posted == batch.size();
+    }));
+  }
+  CHECK(pair.pump_until_done(4000));
+  CHECK(pair.pump_until_seen(4000));
+  CHECK(pair.a.num_failed() == 0);
+  const auto counts = FakeFabric::counts();
+  CHECK(counts.chained > 500);
+  CHECK(counts.refused > 100);
+  CHECK(counts.left_open == 0);
+  CHECK(counts.intruders == 0);
+  CHECK(counts.shm_transfers == 0);
+  CHECK(num_inversions(pair.b.imms) > 1000);  // the fake is worth its name
+  CHECK(num_inversions(pair.a.done) > 1000);
+}
+
+TEST_CASE("libfabric on efa: a peer that takes nothing is given up, and only that one") {
+  const ProviderUnderTest impatient = {.name = "libfabric",
+                                       .settings = "provider=efa,interfaces=efa7,timeout_ms=50"};
+  Pair pair(impatient, 1000);
+  FakeFabric::refuse_all(true);
+  for (uint64_t i = 0; i < 30; ++i) pair.post(pair.write(i, 0, 1000));
+  CHECK(pair.pump_until_done(30));
+  for (uint64_t i = 0; i < 30; ++i) {
+    CHECK(pair.a.code(i) == Code::kPeerDead);
+    CHECK(pair.a.status[i].detail == ETIMEDOUT);
+  }
+  FakeFabric::refuse_all(false);
+  pair.post(pair.write(30, 0, 1000));  // the peer is back
+  CHECK(pair.pump_until_done(31));
+  CHECK(pair.a.code(30) == Code::kOk);
+}
+
+TEST_CASE("libfabric on efa: numbers of the device become statuses") {
+  const struct {
+    int err, prov_errno;
+    Code code;
+  } cases[] = {{EINVAL, 7, Code::kRemoteAccess},    {EMSGSIZE, 11, Code::kRemoteAccess},
+               {EINVAL, 5, Code::kTransport},       {ECONNABORTED, 13, Code::kPeerDead},
+               {EHOSTUNREACH, 15, Code::kPeerDead}, {ECANCELED, 1, Code::kPeerDead},
+               {EIO, 0, Code::kTransport}};
+  Pair pair(kEfa, 100);
+  uint64_t wr_id = 0;
+  for (const auto& one : cases) {
+    CAPTURE(one.prov_errno);
+    FakeFabric::fail_next(one.err, one.prov_errno);
+    pair.post(pair.write(wr_id, 0, 100));
+    CHECK(pair.pump_until_done(wr_id + 1));
+    CHECK(pair.a.code(wr_id) == one.code);
+    CHECK(pair.a.status[wr_id++].detail == one.err);
+  }
+  CHECK(has(pair.a.domain->failure(), "efa7"));
+  CHECK(has(pair.a.domain->failure(), "remote"));
+}
+
+TEST_CASE("libfabric on efa: GPU memory is registered by dma-buf, and refused with hmem=off") {
+  test::FakeDriver::install();
+  FakeFabric::use_for(kEfa.settings);
+  Node node(kEfa.name, kEfa.settings, 0, MemoryKind::kCuda);
+  {
+    const Memory memory(node, 100'000);
+  }
+  CHECK(FakeFabric::counts().dmabufs == 1);
+  Node without(kEfa.name, std::string(kEfa.settings) + ",hmem=off", 0, MemoryKind::kCuda);
+  CHECK_THROWS_WITH_AS(Memory(without, 64), doctest::Contains("hmem=off"), base::Error);
+}
+
+TEST_CASE("libfabric on efa: a node that was given a waker is never idle") {
+  FakeFabric::use_for(kEfa.settings);
+  platform::EventCount waker{};
+  DomainOptions options;
+  options.settings = kEfa.settings;
+  options.waker = &waker;
+  CHECK_FALSE(provider::open_domain("libfabric", options)->idle());
+}
+
+TEST_CASE("libfabric: what cannot be opened says why and what there is") {
+  CHECK(has(error_of("provider=ethernet", Code::kInvalidArgument), "verbs;ofi_rxm"));
+  CHECK(has(error_of("interfaces=efa1", Code::kUnavailable), "EFA"));
+  CHECK(has(error_of("provider=efa,interfaces=ens5", Code::kUnavailable), "efa0, efa1"));
+  const std::string no_interface = error_of("provider=tcp,interfaces=nic77", Code::kUnavailable);
+  CHECK((has(no_interface, "lo 127.0.0.1") || has(no_interface, "cannot be opened")));
+}
+
+TEST_CASE("libfabric: addresses of another provider or transport are refused") {
+  FakeFabric::use_for(kEfa.settings);
+  Node efa(kEfa.name, kEfa.settings);
+  base::Bytes wrong = efa.domain->address();
+  wrong[8] = std::byte{'x'};  // first letter of the provider's name
+  CHECK_THROWS_WITH_AS(efa.domain->connect(wrong), doctest::Contains("provider"), base::Error);
+  wrong[0] = std::byte{0};
+  CHECK_THROWS_WITH_AS(efa.domain->connect(wrong), doctest::Contains("transport"), base::Error);
+}
+
+TEST_CASE("libfabric: NICs by interface and by address") {
+  const ProviderUnderTest by_address = {.name = "libfabric",
+                                        .settings = "provider=tcp,interfaces=127.0.0.1:lo"};
+  const std::string reason = why_unavailable(by_address);
+  if (!reason.empty()) {
+    MESSAGE("skipped: ", reason);
+    return;
+  }
+  Node first = open(by_address, 0), second = open(by_address, 1);
+  Memory source(first, 500), target(second, 500);
+  fill(source.data, 1);
+  const PeerId peer = first.connect(second);
+  post_all(first, {&first, &second}, make_write(0, peer, source, 0, target, 0, 500));
+  CHECK(pump({&first, &second}, [&] { return first.done.size() == 1; }));
+  CHECK(holds(target.data, 1));
+}
+
+}  // namespace
+}  // namespace moe_p2p::provider_test

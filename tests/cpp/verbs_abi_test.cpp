@@ -1,0 +1,96 @@
+// csrc/provider/verbs/api.h against the library's own header, where that is installed: sizes and
+// offsets are compared while this file compiles.
+#if __has_include(<infiniband/verbs.h>)
+#include <infiniband/verbs.h>
+
+#include "provider/verbs/api.h"
+
+namespace moe_p2p::provider::verbs {
+namespace {
+
+#define SAME_SIZE(ours, theirs) static_assert(sizeof(ours) == sizeof(theirs))
+#define SAME_PLACE(ours, field, theirs, their_field)                      \
+  static_assert(offsetof(ours, field) == offsetof(theirs, their_field) && \
+                sizeof(ours::field) == sizeof(theirs::their_field))
+
+SAME_SIZE(Gid, ibv_gid);
+SAME_SIZE(VerbsDevice, ibv_device);
+SAME_PLACE(VerbsDevice, ibdev_path, ibv_device, ibdev_path);
+SAME_PLACE(VerbsDevice, name, ibv_device, name);
+SAME_SIZE(Mr, ibv_mr);
+SAME_PLACE(Mr, rkey, ibv_mr, rkey);
+SAME_SIZE(CompChannel, ibv_comp_channel);
+SAME_SIZE(Cq, ibv_cq);
+SAME_PLACE(Cq, cqe, ibv_cq, cqe);
+SAME_SIZE(Srq, ibv_srq);
+SAME_SIZE(Qp, ibv_qp);
+SAME_PLACE(Qp, qp_num, ibv_qp, qp_num);
+SAME_SIZE(DeviceAttr, ibv_device_attr);
+SAME_PLACE(DeviceAttr, max_qp_wr, ibv_device_attr, max_qp_wr);
+SAME_PLACE(DeviceAttr, max_cqe, ibv_device_attr, max_cqe);
+SAME_PLACE(DeviceAttr, max_srq_wr, ibv_device_attr, max_srq_wr);
+SAME_PLACE(DeviceAttr, phys_port_cnt, ibv_device_attr, phys_port_cnt);
+SAME_SIZE(PortAttr, ibv_port_attr);
+SAME_PLACE(PortAttr, lid, ibv_port_attr, lid);
+SAME_PLACE(PortAttr, link_layer, ibv_port_attr, link_layer);
+SAME_SIZE(SrqInitAttr, ibv_srq_init_attr);
+SAME_SIZE(QpInitAttr, ibv_qp_init_attr);
+SAME_PLACE(QpInitAttr, qp_type, ibv_qp_init_attr, qp_type);
+SAME_SIZE(AhAttr, ibv_ah_attr);
+SAME_PLACE(AhAttr, port_num, ibv_ah_attr, port_num);
+SAME_PLACE(AhAttr, dlid, ibv_ah_attr, dlid);
+SAME_SIZE(QpAttr, ibv_qp_attr);
+SAME_PLACE(QpAttr, ah_attr, ibv_qp_attr, ah_attr);
+SAME_PLACE(QpAttr, pkey_index, ibv_qp_attr, pkey_index);
+SAME_PLACE(QpAttr, timeout, ibv_qp_attr, timeout);
+SAME_PLACE(QpAttr, rnr_retry, ibv_qp_attr, rnr_retry);
+SAME_SIZE(Sge, ibv_sge);
+SAME_SIZE(SendWr, ibv_send_wr);
+SAME_PLACE(SendWr, imm_data, ibv_send_wr, imm_data);
+SAME_PLACE(SendWr, remote_addr, ibv_send_wr, wr.rdma.remote_addr);
+SAME_PLACE(SendWr, rkey, ibv_send_wr, wr.rdma.rkey);
+SAME_SIZE(RecvWr, ibv_recv_wr);
+SAME_SIZE(Wc, ibv_wc);
+SAME_PLACE(Wc, imm_data, ibv_wc, imm_data);
+SAME_PLACE(Wc, wc_flags, ibv_wc, wc_flags);
+SAME_SIZE(AsyncEvent, ibv_async_event);
+SAME_SIZE(ContextOps, ibv_context_ops);
+SAME_PLACE(ContextOps, poll_cq, ibv_context_ops, poll_cq);
+SAME_PLACE(ContextOps, req_notify_cq, ibv_context_ops, req_notify_cq);
+SAME_PLACE(ContextOps, post_srq_recv, ibv_context_ops, post_srq_recv);
+SAME_PLACE(ContextOps, post_send, ibv_context_ops, post_send);
+SAME_SIZE(Context, ibv_context);
+SAME_PLACE(Context, async_fd, ibv_context, async_fd);
+
+static_assert(kPortActive == IBV_PORT_ACTIVE && kLinkEthernet == IBV_LINK_LAYER_ETHERNET);
+static_assert(kQpReliable == IBV_QPT_RC);
+static_assert(kQpInit == +IBV_QPS_INIT && kQpReadyToReceive == +IBV_QPS_RTR);
+static_assert(kQpReadyToSend == +IBV_QPS_RTS && kQpError == +IBV_QPS_ERR);
+static_assert(kMaskState == +IBV_QP_STATE && kMaskAccess == +IBV_QP_ACCESS_FLAGS);
+static_assert(kMaskPkey == +IBV_QP_PKEY_INDEX && kMaskPort == +IBV_QP_PORT);
+static_assert(kMaskAddress == +IBV_QP_AV && kMaskMtu == +IBV_QP_PATH_MTU);
+static_assert(kMaskTimeout == +IBV_QP_TIMEOUT && kMaskRetries == +IBV_QP_RETRY_CNT);
+static_assert(kMaskRnrRetries == +IBV_QP_RNR_RETRY && kMaskReceivePsn == +IBV_QP_RQ_PSN);
+static_assert(kMaskMaxReads == +IBV_QP_MAX_QP_RD_ATOMIC && kMaskRnrTimer == +IBV_QP_MIN_RNR_TIMER);
+static_assert(kMaskSendPsn == +IBV_QP_SQ_PSN && kMaskMaxPeerReads == +IBV_QP_MAX_DEST_RD_ATOMIC);
+static_assert(kMaskPeerQp == +IBV_QP_DEST_QPN);
+static_assert(kAccessLocalWrite == +IBV_ACCESS_LOCAL_WRITE);
+static_assert(kAccessRemoteWrite == +IBV_ACCESS_REMOTE_WRITE);
+static_assert(kAccessRelaxedOrdering == +IBV_ACCESS_RELAXED_ORDERING);
+static_assert(kOpWrite == +IBV_WR_RDMA_WRITE && kOpWriteImm == +IBV_WR_RDMA_WRITE_WITH_IMM);
+static_assert(kSendSignaled == +IBV_SEND_SIGNALED && kSendInline == +IBV_SEND_INLINE);
+static_assert(kWcLocalLength == +IBV_WC_LOC_LEN_ERR && kWcFlushed == +IBV_WC_WR_FLUSH_ERR);
+static_assert(kWcLocalQpOperation == +IBV_WC_LOC_QP_OP_ERR);
+static_assert(kWcLocalProtection == +IBV_WC_LOC_PROT_ERR);
+static_assert(kWcRemoteInvalidRequest == +IBV_WC_REM_INV_REQ_ERR);
+static_assert(kWcRemoteAccess == +IBV_WC_REM_ACCESS_ERR);
+static_assert(kWcRemoteOperation == +IBV_WC_REM_OP_ERR);
+static_assert(kWcRetriesExceeded == +IBV_WC_RETRY_EXC_ERR);
+static_assert(kWcRnrRetriesExceeded == +IBV_WC_RNR_RETRY_EXC_ERR);
+static_assert(kWcWithImm == +IBV_WC_WITH_IMM);
+static_assert(kEventDeviceFatal == +IBV_EVENT_DEVICE_FATAL);
+static_assert(kEventPortActive == +IBV_EVENT_PORT_ACTIVE && kEventPortError == +IBV_EVENT_PORT_ERR);
+
+}  // namespace
+}  // namespace moe_p2p::provider::verbs
+#endif

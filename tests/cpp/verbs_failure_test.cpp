@@ -1,0 +1,263 @@
+// The data path of the verbs provider over a fake libibverbs: queues that are full, drivers that refuse,
+// completions that are not good, and how GPU memory is flushed.
+#include <cerrno>
+
+#include "provider_harness.h"
+#include "verbs_fake.h"
+
+namespace moe_p2p::provider_test {
+namespace {
+
+using test::FakeDriver;
+using test::FakeVerbs;
+
+struct FakePair {
+  explicit FakePair(const std::string& settings = "", MemoryKind memory = MemoryKind::kHost)
+      : fake(FakeVerbs::install()),
+        a("verbs", "library=fake," + settings, 0, memory),
+        b("verbs", "library=fake," + settings, 1, memory),
+        source(a, kBytes),
+        target(b, kBytes),
+        peer(a.connect(b)) {
+    fill(source.data, 1);
+  }
+  ~FakePair() { FakeVerbs::install(); }
+
+  // `num` writes with immediates 0.., given to the NIC together.
+  std::vector<WorkRequest> writes(uint32_t num, size_t bytes) const {
+    std::vector<WorkRequest> all;
+    for (uint32_t i = 0; i < num; ++i)
+      all.push_back(with_imm(make_write(i, peer, source, i * bytes, target, i * bytes, bytes), i));
+    return all;
+  }
+  bool pump_until_done(size_t num) {
+    return pump({&a, &b}, [&] { return a.done.size() >= num; });
+  }
+  void set(const FakeVerbs::Faults& faults) {
+    fake.locked([&](FakeVerbs& f) { f.faults = faults; });
+  }
+  FakeVerbs::Counters counters() {
+    return fake.locked([](FakeVerbs& f) { return f.counters; });
+  }
+
+  static constexpr size_t kBytes = 100'000;
+  FakeVerbs& fake;
+  Node a, b;
+  Memory source, target;
+  PeerId peer;
+};
+
+std::vector<uint32_t> sorted(std::vector<uint32_t> values) {
+  std::sort(values.begin(), values.end());
+  return values;
+}
+std::vector<uint32_t> all_but(uint32_t num, uint32_t missing) {
+  std::vector<uint32_t> values;
+  for (uint32_t i = 0; i < num; ++i)
+    if (i != missing) values.push_back(i);
+  return values;
+}
+
+TEST_CASE("verbs: a batch to one peer is one doorbell and one signal, small writes travel inline") {
+  FakePair pair;
+  CHECK(pair.a.domain->post(pair.writes(64, 100)) == 64);
+  CHECK(pair.counters().doorbells == 1);
+  CHECK(pair.counters().inlined == 0);
+  CHECK(pair.pump_until_done(64));
+  CHECK(pair.a.domain->post(pair.writes(10, 64)) == 10);
+  CHECK(pair.counters().inlined == 10);
+  CHECK(pair.pump_until_done(74));
+  CHECK(pair.a.num_failed() == 0);
+  CHECK(pair.counters().overruns == 0);
+}
+
+TEST_CASE("verbs: GPU memory is never read for inlining") {
+  FakePair pair("", MemoryKind::kCuda);
+  CHECK(pair.a.domain->post(pair.writes(10, 64)) == 10);
+  CHECK(pair.counters().inlined == 0);
+  CHECK(pair.pump_until_done(10));
+}
+
+TEST_CASE("verbs: immediates beyond the receives wait, none is lost") {
+  FakePair pair("receives=7,max_in_flight=500");
+  CHECK(pair.a.domain->post(pair.writes(200, 8)) == 200);
+  for (int i = 0; i < 50; ++i) pair.a.poll();  // nobody polls at the target
+  CHECK(pair.counters().receiver_waits > 0);
+  CHECK(pair.pump_until_done(200));
+  CHECK(pump({&pair.a, &pair.b}, [&] { return pair.b.imms.size() == 200; }));
+  CHECK(sorted(pair.b.imms) == all_but(200, 200));
+  CHECK(pair.counters().overruns == 0);
+}
+
+TEST_CASE("verbs: a queue that is full half way takes the rest later") {
+  for (const int error : {EAGAIN, ENOMEM}) {
+    CAPTURE(error);
+    FakePair pair;
+    pair.set({.post_error = error, .num_post_errors = 5, .posts_taken = 3});
+    CHECK(pair.a.domain->post(pair.writes(40, 100)) == 40);
+    CHECK(pair.pump_until_done(40));
+    CHECK(pair.a.num_failed() == 0);
+    CHECK(pump({&pair.a, &pair.b}, [&] { return pair.b.imms.size() == 40; }));
+    CHECK(sorted(pair.b.imms) == all_but(40, 40));
+  }
+}
+
+TEST_CASE("verbs: a driver that refuses to post fails that peer, says why, and no other") {
+  FakePair pair;
+  const PeerId other = pair.a.connect(pair.b);
+  pair.set({.post_error = EIO, .num_post_errors = 1, .posts_taken = 2});
+  CHECK(pair.a.domain->post(pair.writes(10, 100)) == 10);
+  CHECK(pair.pump_until_done(10));
+  for (uint64_t i = 0; i < 10; ++i) CHECK(pair.a.code(i) == Code::kTransport);
+  CHECK(pair.a.domain->failure().find("Input/output error") != std::string::npos);
+  post_all(pair.a, {&pair.a, &pair.b}, make_imm(20, pair.peer, 1));
+  post_all(pair.a, {&pair.a, &pair.b}, make_imm(21, other, 1000));
+  CHECK(pair.pump_until_done(12));
+  CHECK(pair.a.code(20) == Code::kTransport);
+  CHECK(pair.a.code(21) == Code::kOk);
+  pair.a.domain->disconnect(pair.peer);
+  CHECK(pump({&pair.a, &pair.b}, [&] { return pair.counters().queue_pairs == 2; }));
+}
+
+TEST_CASE("verbs: a refused write fails alone, those behind it arrive once over a new connection") {
+  for (const int status : {provider::verbs::kWcRemoteAccess, provider::verbs::kWcLocalProtection}) {
+    FakePair pair;
+    auto writes = pair.writes(60, 1000);
+    (status == provider::verbs::kWcRemoteAccess ? writes[25].remote_key : writes[25].local_key) ^=
+        1;
+    CHECK(pair.a.domain->post(writes) == 60);
+    CHECK(pair.pump_until_done(60));
+    CHECK(pump({&pair.a, &pair.b}, [&] { return pair.b.imms.size() == 59; }));
+    settle({&pair.a, &pair.b}, 200);
+    CHECK(pair.b.imms == all_but(60, 25));
+    CHECK(pair.a.num_failed() == 1);
+    CHECK(pair.a.status[25].detail == status);
+    const std::string told = pair.a.domain->failure();
+    CHECK(told.find("fake0 port 1: a write of 1000 bytes to fake1 of ") != std::string::npos);
+  }
+}
+
+TEST_CASE("verbs: a peer that does not answer fails what it owes, with a likely cause") {
+  const struct {
+    int status;
+    Code code;
+    const char* cause;
+  } cases[] = {{provider::verbs::kWcRetriesExceeded, Code::kPeerDead, "no acknowledgement"},
+               {provider::verbs::kWcRnrRetriesExceeded, Code::kPeerDead, "no receive posted"},
+               {provider::verbs::kWcRemoteOperation, Code::kTransport, "kernel log"}};
+  for (const auto& c : cases) {
+    FakePair pair;
+    const PeerId other = pair.a.connect(pair.b);
+    pair.set({.next_status = c.status});
+    CHECK(pair.a.domain->post(pair.writes(30, 1000)) == 30);
+    CHECK(pair.pump_until_done(30));
+    for (uint64_t i = 0; i < 30; ++i) CHECK(pair.a.code(i) == c.code);
+    CHECK(pair.a.domain->failure().find(c.cause) != std::string::npos);
+    post_all(pair.a, {&pair.a, &pair.b}, make_imm(40, pair.peer, 1));
+    post_all(pair.a, {&pair.a, &pair.b}, make_imm(41, other, 2));
+    CHECK(pair.pump_until_done(32));
+    CHECK(pair.a.code(40) == c.code);
+    CHECK(pair.a.code(41) == Code::kOk);
+  }
+}
+
+TEST_CASE("verbs: a repair that is not answered ends the peer at its deadline") {
+  FakePair pair("handshake_ms=300");
+  auto writes = pair.writes(10, 1000);
+  writes[0].remote_key ^= 1;
+  pair.fake.locked([](FakeVerbs& f) { f.faults.queue_error = ENOMEM; });
+  CHECK(pair.a.domain->post(writes) == 10);
+  CHECK(pair.pump_until_done(10));
+  CHECK(pair.a.code(0) == Code::kRemoteAccess);
+  for (uint64_t i = 1; i < 10; ++i) CHECK(pair.a.code(i) == Code::kTransport);
+}
+
+TEST_CASE("verbs: a peer whose process ended is named, one that was disconnected is not") {
+  FakeVerbs::install();
+  Node a("verbs", "library=fake");
+  auto b = std::make_unique<Node>("verbs", "library=fake,devices=fake1");
+  const PeerId left = a.connect(*b), lost = a.connect(*b);
+  a.domain->disconnect(left);
+  CHECK(a.domain->failure() == "");
+  b.reset();
+  REQUIRE(a.post(make_imm(1, lost, 1)));
+  CHECK(pump({&a}, [&] { return a.done.size() == 1; }));
+  CHECK(a.code(1) == Code::kPeerDead);
+  CHECK(pump({&a}, [&] { return !a.domain->failure().empty(); }));
+  CHECK(a.domain->failure().find("fake1 of ") != std::string::npos);
+}
+
+TEST_CASE("verbs: a device that dies fails what is under way") {
+  FakePair pair("receives=1");
+  CHECK(pair.a.domain->post(pair.writes(30, 8)) == 30);  // most wait for receives
+  for (int i = 0; i < 20; ++i) pair.a.poll();
+  pair.fake.raise("fake0", provider::verbs::kEventPortError);
+  pair.fake.raise("fake0", provider::verbs::kEventDeviceFatal);
+  CHECK(pump({&pair.a}, [&] { return pair.a.done.size() == 30; }));
+  CHECK(pair.a.code(29) == Code::kTransport);
+}
+
+TEST_CASE("verbs: before an immediate is shown the GPU flushes, when its order does not suffice") {
+  FakeDriver& driver = FakeDriver::install();
+  for (const int ordering : {100, 200}) {
+    const uint64_t before = driver.locked([&](FakeDriver& f) {
+      f.writes_ordering = ordering;
+      return f.flushes;
+    });
+    const auto flushes = [&] { return driver.locked([](FakeDriver& f) { return f.flushes; }); };
+    FakePair pair("", MemoryKind::kCuda);
+    bool flushed_first = true;
+    pair.b.on_imm = [&](uint32_t) { flushed_first = flushed_first && flushes() > before; };
+    CHECK(pair.a.domain->post(pair.writes(20, 1000)) == 20);
+    CHECK(pump({&pair.a, &pair.b}, [&] { return pair.b.imms.size() == 20; }));
+    CHECK(flushed_first == (ordering == 100));
+    CHECK((flushes() > before) == (ordering == 100));
+  }
+  driver.locked([](FakeDriver& f) { f.writes_ordering = 200; });
+}
+
+TEST_CASE("verbs: a GPU that cannot flush keeps its immediates back and says so") {
+  FakeDriver& driver = FakeDriver::install();
+  driver.locked([](FakeDriver& f) { f.writes_ordering = 100, f.flush_error = 700; });
+  {
+    FakePair pair("", MemoryKind::kCuda);
+    CHECK(pair.a.domain->post(pair.writes(5, 1000)) == 5);
+    CHECK(pair.pump_until_done(5));
+    settle({&pair.b}, 100);
+    CHECK(pair.b.imms.empty());
+    CHECK(pair.b.domain->failure().find("fake error (700)") != std::string::npos);
+  }
+  driver.locked([](FakeDriver& f) { f.flush_error = 0, f.flush_options = 0; });
+  Node c("verbs", "library=fake", 0, MemoryKind::kCuda);
+  CHECK_THROWS_AS(Memory(c, 100), base::Error);
+  driver.locked([](FakeDriver& f) { f.writes_ordering = 200, f.flush_options = 1; });
+}
+
+TEST_CASE("verbs: a poller that sleeps is woken by what arrives") {
+  FakeVerbs::install();
+  platform::EventCount waker{};
+  DomainOptions options;
+  options.settings = "library=fake";
+  options.waker = &waker;
+  const auto sleeper = provider::open_domain("verbs", options);
+  Node a("verbs", "library=fake");
+  const PeerId peer = a.domain->connect(sleeper->address());
+  Completion completions[4];
+  for (uint32_t round = 0; round < 20; ++round) {
+    CHECK(pump({&a}, [&] { return sleeper->poll(completions) == 0 && sleeper->idle(); }));
+    REQUIRE(a.post(make_imm(round, peer, round)));
+    // The poster's NIC carries it out; only the event may tell the sleeper.
+    const auto deadline = platform::Clock::now() + std::chrono::seconds(20);
+    const uint32_t seen = waker.sequence.load();
+    std::thread poster([&] { CHECK(pump({&a}, [&] { return a.done.size() == round + 1; })); });
+    const bool woken = platform::wait_until(waker, {.mode = platform::WaitMode::kSleep}, deadline,
+                                            [&] { return waker.sequence.load() != seen; });
+    poster.join();
+    CHECK(woken);
+    REQUIRE(sleeper->poll(completions) == 1);
+    CHECK(completions[0].imm == round);
+  }
+}
+
+}  // namespace
+}  // namespace moe_p2p::provider_test

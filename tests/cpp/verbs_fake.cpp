@@ -1,0 +1,545 @@
+#include "verbs_fake.h"
+
+#include <arpa/inet.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace moe_p2p::test {
+
+using namespace provider::verbs;
+
+namespace {
+
+struct FakePipe {
+  FakePipe() {
+    if (pipe(ends) != 0) ends[0] = ends[1] = -1;
+  }
+  ~FakePipe() {
+    close(ends[0]);
+    close(ends[1]);
+  }
+  void put(const void* data, size_t bytes) const {
+    [[maybe_unused]] const ssize_t put = write(ends[1], data, bytes);
+  }
+  int get(void* data, size_t bytes) const {
+    return read(ends[0], data, bytes) == static_cast<ssize_t>(bytes) ? 0 : -1;
+  }
+  int ends[2];
+};
+
+struct FakeContext : Context {
+  FakePipe events;
+};
+struct FakePd {
+  FakeContext* context;
+};
+struct FakeChannel : CompChannel {
+  FakePipe events;
+};
+struct FakeMr : Mr {};
+struct Pending {
+  SendWr wr;
+  Sge sge;
+  std::vector<std::byte> inlined;
+};
+struct FakeQp;
+struct FakeCq : Cq {
+  struct Entry {
+    Wc wc;
+    uint32_t send_qp;  // its writes up to `sequence` have left the queue
+    uint64_t sequence;
+  };
+  std::deque<Entry> entries;
+  std::set<FakeQp*> senders;
+  bool armed = false;
+};
+struct FakeSrq : Srq {
+  uint32_t max_wr = 0, num = 0;
+};
+struct FakeQp : Qp {
+  QpInitAttr init;
+  uint32_t peer_qp = 0;
+  uint64_t num_posted = 0, num_started = 0, num_freed = 0;
+  std::deque<Pending> pending;
+};
+
+struct World {
+  std::map<uint32_t, FakeQp*> qps;
+  std::map<uint32_t, FakeMr*> regions;  // by key, lkey == rkey
+  std::vector<FakeContext*> contexts;
+  uint32_t next_qp = 100, next_key = 0x1000;
+};
+
+FakeVerbs& fake() {
+  static FakeVerbs verbs;
+  return verbs;
+}
+World& world() {
+  static World world;
+  return world;
+}
+
+VerbsDevice* devices() {
+  static VerbsDevice all[3] = {};
+  for (int i = 0; i < 3; ++i) {
+    std::snprintf(all[i].name, sizeof all[i].name, "fake%d", i);
+    std::snprintf(all[i].dev_name, sizeof all[i].dev_name, "uverbs%d", i);
+  }
+  return all;
+}
+int index_of(const Context* context) { return static_cast<int>(context->device - devices()); }
+
+// GID 0 is link-local, 1 RoCE v1, 2 RoCE v2 of the same IPv4 address.
+Gid gid_of(int device, int index) {
+  Gid gid{};
+  if (index == 0) {
+    gid.raw[0] = 0xfe, gid.raw[1] = 0x80, gid.raw[15] = static_cast<uint8_t>(device + 1);
+  } else {
+    gid.raw[10] = gid.raw[11] = 0xff;
+    gid.raw[12] = 127, gid.raw[15] = static_cast<uint8_t>(device + 1);
+  }
+  return gid;
+}
+
+template <typename Step>
+auto locked(Step&& step) {
+  return fake().locked([&](FakeVerbs& f) { return step(f, world()); });
+}
+
+// --- completions ---
+
+void add_completion(FakeVerbs& f, Cq* cq, const FakeCq::Entry& entry) {
+  auto* queue = static_cast<FakeCq*>(cq);
+  if (queue->entries.size() >= static_cast<size_t>(queue->cqe)) ++f.counters.overruns;
+  queue->entries.push_back(entry);
+  if (!queue->armed || !queue->channel) return;
+  queue->armed = false;
+  const char event = 1;
+  static_cast<FakeChannel*>(queue->channel)->events.put(&event, 1);
+}
+
+void complete_send(FakeVerbs& f, FakeQp& qp, const SendWr& wr, int status) {
+  ++qp.num_started;
+  if (status == kWcSuccess && !(wr.send_flags & kSendSignaled)) return;
+  Wc wc{};
+  wc.wr_id = wr.wr_id;
+  wc.status = status;
+  wc.qp_num = qp.qp_num;
+  wc.vendor_err = status == kWcSuccess ? 0 : 7;
+  add_completion(f, qp.send_cq, {wc, qp.qp_num, qp.num_started});
+}
+
+void break_queue(FakeVerbs& f, FakeQp& qp) {
+  qp.state = kQpError;
+  for (; !qp.pending.empty(); qp.pending.pop_front())
+    complete_send(f, qp, qp.pending.front().wr, kWcFlushed);
+}
+
+// --- writes ---
+
+bool covered(World& w, uint32_t key, const Pd* pd, uint64_t addr, uint64_t bytes) {
+  const auto found = w.regions.find(key);
+  if (found == w.regions.end() || found->second->pd != pd) return false;
+  const auto begin = reinterpret_cast<uint64_t>(found->second->addr);
+  return addr >= begin && bytes <= found->second->length &&
+         addr - begin <= found->second->length - bytes;
+}
+
+// The status of the write at the front; -1: the target has no receive, later.
+int carry_out(FakeVerbs& f, World& w, FakeQp& qp, FakeQp*& target) {
+  const Pending& write = qp.pending.front();
+  const SendWr& wr = write.wr;
+  const uint32_t bytes = wr.num_sge > 0 ? write.sge.length : 0;
+  if (f.faults.link_down) return kWcRetriesExceeded;
+  if (f.faults.next_status != 0) return std::exchange(f.faults.next_status, 0);
+  const bool inlined = (wr.send_flags & kSendInline) != 0;
+  if (bytes > 0 && !inlined && !covered(w, write.sge.lkey, qp.pd, write.sge.addr, bytes))
+    return kWcLocalProtection;
+  const auto found = w.qps.find(qp.peer_qp);
+  if (found == w.qps.end() || found->second->peer_qp != qp.qp_num ||
+      (found->second->state != kQpReadyToReceive && found->second->state != kQpReadyToSend))
+    return kWcRetriesExceeded;
+  target = found->second;
+  if (bytes > 0 && !covered(w, wr.rkey, target->pd, wr.remote_addr, bytes)) return kWcRemoteAccess;
+  auto* receives = static_cast<FakeSrq*>(target->srq);
+  if (wr.opcode == kOpWriteImm && receives->num == 0) {
+    ++f.counters.receiver_waits;
+    return -1;
+  }
+  if (bytes > 0)
+    std::memcpy(reinterpret_cast<void*>(wr.remote_addr),
+                inlined ? write.inlined.data() : reinterpret_cast<const void*>(write.sge.addr),
+                bytes);
+  if (wr.opcode == kOpWriteImm) {
+    --receives->num;
+    Wc wc{};
+    wc.wr_id = ~uint64_t{0};
+    wc.imm_data = wr.imm_data;
+    wc.wc_flags = kWcWithImm;
+    wc.qp_num = target->qp_num;
+    add_completion(f, target->recv_cq, {wc, 0, 0});
+  }
+  return kWcSuccess;
+}
+
+void run_queue(FakeVerbs& f, World& w, FakeQp& qp) {
+  for (uint64_t budget = 1 + f.random() % 16; budget > 0 && !qp.pending.empty(); --budget) {
+    FakeQp* target = nullptr;
+    const int status = carry_out(f, w, qp, target);
+    if (status < 0) return;
+    ++f.counters.writes;
+    complete_send(f, qp, qp.pending.front().wr, status);
+    qp.pending.pop_front();
+    if (status == kWcSuccess) continue;
+    break_queue(f, qp);
+    if (status == kWcRemoteAccess) target->state = kQpError;
+  }
+}
+
+int post_send(Qp* plain, SendWr* wr, SendWr** bad) {
+  return locked([&](FakeVerbs& f, World&) {
+    auto& qp = *static_cast<FakeQp*>(plain);
+    const bool fails = f.faults.post_error != 0 && f.faults.num_post_errors > 0;
+    if (fails) --f.faults.num_post_errors;
+    ++f.counters.doorbells;
+    for (uint32_t taken = 0; wr != nullptr; wr = wr->next, ++taken) {
+      int error = fails && taken == f.faults.posts_taken ? f.faults.post_error : 0;
+      if (qp.num_posted - qp.num_freed >= qp.init.cap.max_send_wr) error = ENOMEM;
+      if (qp.state != kQpReadyToSend && qp.state != kQpError) error = EINVAL;
+      if (error != 0) {
+        *bad = wr;
+        return error;
+      }
+      ++qp.num_posted;
+      Pending write{*wr, wr->num_sge > 0 ? *wr->sg_list : Sge{}, {}};
+      if (wr->send_flags & kSendInline) {
+        ++f.counters.inlined;
+        const auto* from = reinterpret_cast<const std::byte*>(write.sge.addr);
+        write.inlined.assign(from, from + write.sge.length);
+      }
+      if (qp.state == kQpError) {
+        complete_send(f, qp, *wr, kWcFlushed);
+      } else {
+        qp.pending.push_back(std::move(write));
+      }
+    }
+    return 0;
+  });
+}
+
+int poll_cq(Cq* plain, int num_entries, Wc* wcs) {
+  return locked([&](FakeVerbs& f, World& w) {
+    auto& cq = *static_cast<FakeCq*>(plain);
+    std::vector<FakeQp*> order(cq.senders.begin(), cq.senders.end());
+    std::ranges::shuffle(order, f.random);
+    for (FakeQp* qp : order) run_queue(f, w, *qp);
+    int num = 0;
+    for (; num < num_entries && !cq.entries.empty(); ++num) {
+      const auto entry = cq.entries.front();
+      cq.entries.pop_front();
+      wcs[num] = entry.wc;
+      const auto sender = w.qps.find(entry.send_qp);
+      if (sender != w.qps.end()) sender->second->num_freed = entry.sequence;
+    }
+    return num;
+  });
+}
+
+int req_notify_cq(Cq* cq, int) {
+  return locked([&](FakeVerbs&, World&) { return static_cast<FakeCq*>(cq)->armed = true, 0; });
+}
+
+int post_srq_recv(Srq* plain, RecvWr* wr, RecvWr** bad) {
+  return locked([&](FakeVerbs&, World&) {
+    auto& srq = *static_cast<FakeSrq*>(plain);
+    for (; wr != nullptr; wr = wr->next, ++srq.num) {
+      if (srq.num < srq.max_wr) continue;
+      *bad = wr;
+      return ENOMEM;
+    }
+    return 0;
+  });
+}
+
+// --- control ---
+
+VerbsDevice** get_device_list(int* num) {
+  auto** list = new VerbsDevice*[3]{devices(), devices() + 1, devices() + 2};
+  *num = 3;
+  return list;
+}
+void free_device_list(VerbsDevice** list) { delete[] list; }
+
+Context* open_device(VerbsDevice* device) {
+  auto* context = new FakeContext{};
+  context->device = device;
+  context->ops.poll_cq = poll_cq;
+  context->ops.req_notify_cq = req_notify_cq;
+  context->ops.post_srq_recv = post_srq_recv;
+  context->ops.post_send = post_send;
+  context->async_fd = context->events.ends[0];
+  return locked([&](FakeVerbs&, World& w) -> Context* {
+    w.contexts.push_back(context);
+    return context;
+  });
+}
+int close_device(Context* context) {
+  return locked([&](FakeVerbs&, World& w) {
+    std::erase(w.contexts, context);
+    delete static_cast<FakeContext*>(context);
+    return 0;
+  });
+}
+int query_device(Context*, DeviceAttr* attr) {
+  *attr = {};
+  attr->max_qp_wr = 1 << 14;
+  attr->max_cqe = attr->max_srq_wr = 1 << 16;
+  return 0;
+}
+int query_port(Context* context, uint8_t port, PortAttr* attr) {
+  if (port != 1) return EINVAL;
+  *attr = {};
+  attr->state = index_of(context) == 2 ? 1 : kPortActive;
+  attr->active_mtu = 5;
+  attr->gid_tbl_len = 8;
+  attr->max_msg_sz = 1u << 31;
+  attr->link_layer = kLinkEthernet;
+  return 0;
+}
+int query_gid(Context* context, uint8_t, int index, Gid* gid) {
+  *gid = index < 3 ? gid_of(index_of(context), index) : Gid{};
+  return 0;
+}
+ssize_t query_gid_table(Context* context, GidTableEntry* table, size_t, uint32_t, size_t) {
+  for (uint32_t i = 0; i < 3; ++i)
+    table[i] = {gid_of(index_of(context), static_cast<int>(i)), i, 1, i == 1 ? 1u : 2u, 0};
+  return 3;
+}
+
+Pd* alloc_pd(Context* context) {
+  return reinterpret_cast<Pd*>(new FakePd{static_cast<FakeContext*>(context)});
+}
+int dealloc_pd(Pd* pd) {
+  delete reinterpret_cast<FakePd*>(pd);
+  return 0;
+}
+
+Mr* add_region(Pd* pd, void* addr, size_t bytes) {
+  auto* mr = new FakeMr{};
+  mr->pd = pd;
+  mr->addr = addr;
+  mr->length = bytes;
+  return locked([&](FakeVerbs&, World& w) -> Mr* {
+    mr->lkey = mr->rkey = w.next_key += 0x100;
+    w.regions[mr->rkey] = mr;
+    return mr;
+  });
+}
+Mr* fail_region(int error) {
+  errno = error;
+  return nullptr;
+}
+Mr* reg_mr_iova2(Pd* pd, void* addr, size_t bytes, uint64_t, unsigned) {
+  const int error = locked([](FakeVerbs& f, World&) {
+    ++f.counters.address_regions;
+    return f.faults.register_error;
+  });
+  return error != 0 ? fail_region(error) : add_region(pd, addr, bytes);
+}
+Mr* reg_mr(Pd* pd, void* addr, size_t bytes, int access) {
+  if (access & kAccessRelaxedOrdering) return fail_region(EINVAL);
+  return reg_mr_iova2(pd, addr, bytes, 0, 0);
+}
+Mr* reg_dmabuf_mr(Pd* pd, uint64_t, size_t bytes, uint64_t iova, int fd, int) {
+  const int error = locked([&](FakeVerbs& f, World&) {
+    ++f.counters.dmabuf_regions;
+    return fd < 0 ? EBADF : f.faults.dmabuf_error;
+  });
+  return error != 0 ? fail_region(error) : add_region(pd, reinterpret_cast<void*>(iova), bytes);
+}
+int dereg_mr(Mr* mr) {
+  return locked([&](FakeVerbs&, World& w) {
+    w.regions.erase(mr->rkey);
+    delete static_cast<FakeMr*>(mr);
+    return 0;
+  });
+}
+
+CompChannel* create_comp_channel(Context* context) {
+  auto* channel = new FakeChannel{};
+  channel->context = context;
+  channel->fd = channel->events.ends[0];
+  return channel;
+}
+int destroy_comp_channel(CompChannel* channel) {
+  delete static_cast<FakeChannel*>(channel);
+  return 0;
+}
+int queue_error() {
+  return locked([](FakeVerbs& f, World&) { return errno = f.faults.queue_error; });
+}
+Cq* create_cq(Context* context, int num_entries, void*, CompChannel* channel, int) {
+  if (queue_error() != 0) return nullptr;
+  auto* cq = new FakeCq{};
+  cq->context = context;
+  cq->channel = channel;
+  cq->cqe = num_entries;
+  return cq;
+}
+int destroy_cq(Cq* cq) {
+  delete static_cast<FakeCq*>(cq);
+  return 0;
+}
+int get_cq_event(CompChannel* channel, Cq**, void**) {
+  char event = 0;
+  return static_cast<FakeChannel*>(channel)->events.get(&event, 1);
+}
+void ack_cq_events(Cq*, unsigned) {}
+Srq* create_srq(Pd* pd, SrqInitAttr* attr) {
+  auto* srq = new FakeSrq{};
+  srq->pd = pd;
+  srq->max_wr = attr->max_wr;
+  return srq;
+}
+int destroy_srq(Srq* srq) {
+  delete static_cast<FakeSrq*>(srq);
+  return 0;
+}
+
+Qp* create_qp(Pd* pd, QpInitAttr* init) {
+  if (queue_error() != 0) return nullptr;
+  auto* qp = new FakeQp{};
+  qp->pd = pd;
+  qp->init = *init;
+  qp->send_cq = init->send_cq;
+  qp->recv_cq = init->recv_cq;
+  qp->srq = init->srq;
+  return locked([&](FakeVerbs& f, World& w) -> Qp* {
+    qp->qp_num = w.next_qp++;
+    w.qps[qp->qp_num] = qp;
+    static_cast<FakeCq*>(qp->send_cq)->senders.insert(qp);
+    ++f.counters.queue_pairs;
+    return qp;
+  });
+}
+bool gid_exists(const Gid& gid) {
+  for (int device = 0; device < 3; ++device)
+    for (int i = 0; i < 3; ++i)
+      if (std::memcmp(gid_of(device, i).raw, gid.raw, 16) == 0) return true;
+  return false;
+}
+int modify_qp(Qp* plain, QpAttr* attr, int mask) {
+  return locked([&](FakeVerbs& f, World&) {
+    auto& qp = *static_cast<FakeQp*>(plain);
+    if (attr->qp_state == kQpError) {
+      break_queue(f, qp);
+      return 0;
+    }
+    if (attr->qp_state != qp.state + 1) return EINVAL;  // reset, init, receive, send
+    if (mask & kMaskPeerQp) {
+      if (!gid_exists(attr->ah_attr.dgid)) return ENETUNREACH;
+      // Link-local addresses and others do not reach each other.
+      if ((attr->ah_attr.dgid.raw[0] == 0xfe) != (attr->ah_attr.sgid_index == 0))
+        return ENETUNREACH;
+      qp.peer_qp = attr->dest_qp_num;
+    }
+    qp.state = attr->qp_state;
+    return 0;
+  });
+}
+int destroy_qp(Qp* plain) {
+  return locked([&](FakeVerbs& f, World& w) {
+    auto* qp = static_cast<FakeQp*>(plain);
+    static_cast<FakeCq*>(qp->send_cq)->senders.erase(qp);
+    w.qps.erase(qp->qp_num);
+    --f.counters.queue_pairs;
+    delete qp;
+    return 0;
+  });
+}
+int get_async_event(Context* context, AsyncEvent* event) {
+  return static_cast<FakeContext*>(context)->events.get(event, sizeof *event);
+}
+void ack_async_event(AsyncEvent*) {}
+
+Api make_table() {
+  return {.get_device_list = get_device_list,
+          .free_device_list = free_device_list,
+          .open_device = open_device,
+          .close_device = close_device,
+          .query_device = query_device,
+          .query_port = query_port,
+          .query_gid = query_gid,
+          .query_gid_table = query_gid_table,
+          .alloc_pd = alloc_pd,
+          .dealloc_pd = dealloc_pd,
+          .reg_mr = reg_mr,
+          .reg_mr_iova2 = reg_mr_iova2,
+          .reg_dmabuf_mr = reg_dmabuf_mr,
+          .dereg_mr = dereg_mr,
+          .create_comp_channel = create_comp_channel,
+          .destroy_comp_channel = destroy_comp_channel,
+          .create_cq = create_cq,
+          .destroy_cq = destroy_cq,
+          .get_cq_event = get_cq_event,
+          .ack_cq_events = ack_cq_events,
+          .create_srq = create_srq,
+          .destroy_srq = destroy_srq,
+          .create_qp = create_qp,
+          .modify_qp = modify_qp,
+          .destroy_qp = destroy_qp,
+          .get_async_event = get_async_event,
+          .ack_async_event = ack_async_event};
+}
+
+// There for every test program: the contract suite opens library=fake by its name.
+[[maybe_unused]] const bool kInstalled = (FakeVerbs::install(), true);
+
+}  // namespace
+
+FakeVerbs& FakeVerbs::install(const std::string& old_sysfs) {
+  static const Api table = make_table();
+  static Api old = make_table();
+  old.query_gid_table = nullptr;
+  old.reg_mr_iova2 = nullptr;
+  old.reg_dmabuf_mr = nullptr;
+  set_fake_api_for_tests(old_sysfs.empty() ? &table : &old);
+  for (int i = 0; i < 3; ++i)
+    std::snprintf(devices()[i].ibdev_path, sizeof devices()[i].ibdev_path, "%s/%s",
+                  old_sysfs.c_str(), devices()[i].name);
+  fake().locked([](FakeVerbs& f) {
+    f.faults = {};
+    const uint64_t alive = f.counters.queue_pairs;
+    f.counters = {};
+    f.counters.queue_pairs = alive;
+  });
+  return fake();
+}
+
+void FakeVerbs::raise(const char* device, int event_type) {
+  locked([&](FakeVerbs&) {
+    for (FakeContext* context : world().contexts) {
+      if (std::string(context->device->name) != device) continue;
+      AsyncEvent event{};
+      event.type = event_type;
+      context->events.put(&event, sizeof event);
+    }
+  });
+}
+
+Context* FakeVerbs::newest_context() {
+  return test::locked([](FakeVerbs&, World& w) -> Context* {
+    return w.contexts.empty() ? nullptr : w.contexts.back();
+  });
+}
+
+}  // namespace moe_p2p::test

@@ -1,0 +1,56 @@
+// libibverbs for machines without RDMA: devices fake0 and fake1 (ports up) and fake2 (down), reliable
+// queue pairs, a shared receive queue, completion and event queues, in this process's memory. A write is
+// carried out while somebody polls the writer's completion queue, in the order of its queue pair, the
+// queue pairs among each other in an order drawn from a seed. Like a real NIC it says nothing of
+// unsignalled writes, flushes what a broken queue pair holds, waits when the target has no receive, and
+// keeps completions of queue pairs that are gone. Faults are set by tests.
+#pragma once
+
+#include <cstdint>
+#include <mutex>
+#include <random>
+#include <string>
+
+#include "provider/verbs/api.h"
+
+namespace moe_p2p::test {
+
+class FakeVerbs {
+ public:
+  // What the setting library=fake opens from now on; the same one at each call, without faults. With
+  // `old_sysfs` a library as it was in 2018: no query_gid_table (types of GIDs stand in files below that
+  // folder), no reg_mr_iova2, no dma-bufs.
+  static FakeVerbs& install(const std::string& old_sysfs = "");
+
+  struct Faults {
+    int post_error = 0;             // what post_send returns, after taking posts_taken of the chain
+    int num_post_errors = 1 << 30;  // so often
+    uint32_t posts_taken = 0;
+    int next_status = 0;     // how the next write that is carried out fails (a WcStatus)
+    int register_error = 0;  // errno of every registration of addresses
+    int dmabuf_error = 0;    // errno of every registration of dma-bufs
+    int queue_error = 0;     // errno of making queues
+    bool link_down = false;  // nothing is acknowledged: retries run out
+  };
+  struct Counters {
+    uint64_t doorbells = 0, writes = 0, inlined = 0, overruns = 0, receiver_waits = 0;
+    uint64_t address_regions = 0, dmabuf_regions = 0, queue_pairs = 0;
+  };
+  template <typename Step>
+  auto locked(Step&& step) {
+    const std::lock_guard lock(mutex_);
+    return step(*this);
+  }
+  Faults faults;      // set in locked()
+  Counters counters;  // queue_pairs: alive; the others since install()
+  std::mt19937_64 random{1};
+  // The link of a device goes down or comes up: its event, not its effect (Faults::link_down).
+  void raise(const char* device, int event_type);
+  // The context that was opened last; null when there is none.
+  static provider::verbs::Context* newest_context();
+
+ private:
+  std::mutex mutex_;
+};
+
+}  // namespace moe_p2p::test

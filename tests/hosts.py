@@ -1,0 +1,118 @@
+"""Hosts that are network namespaces of this machine, with interfaces and /dev/shm of their own.
+
+    with Hosts(2, num_interfaces=2) as hosts:
+        hosts.start(0, ["python", "program.py"])      # eth0 has 10.77.0.1, eth1 10.77.1.1
+        hosts.flap(1, "eth1", down_s=0.5)
+
+Interface i of all hosts is one link layer: a bridge in a namespace of its own. Needs root and
+iproute2; what is missing is said by why_not().
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from types import TracebackType
+from typing import Any
+
+_SHM = "mount -t tmpfs -o size=4g tmpfs /dev/shm && exec"
+
+
+def why_not() -> str:
+    """Why there can be no hosts here; empty when there can."""
+    for program in ("ip", "unshare", "mount"):
+        if shutil.which(program) is None:
+            return f"{program} is not installed (apt-get install iproute2 util-linux)"
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    name = f"moe_p2p_{os.getpid()}_probe"
+    tried = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
+    if tried.returncode:
+        return f"ip netns add: {tried.stderr.strip()}"
+    subprocess.run(["ip", "netns", "del", name], check=True)
+    return ""
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+
+
+class Hosts:
+    """Made by the constructor, taken down at the end of the `with`, with all that was started."""
+
+    def __init__(self, num_hosts: int, *, num_interfaces: int = 1) -> None:
+        stem = f"moe_p2p_{os.getpid()}_{time.monotonic_ns() % 10**6}"
+        self.names = [f"{stem}_{host}" for host in range(num_hosts)]
+        self._switch = f"{stem}_switch"
+        self._processes: list[subprocess.Popen[str]] = []
+        try:
+            self._build(num_interfaces)
+        except subprocess.CalledProcessError as error:
+            self.close()
+            raise RuntimeError(f"{' '.join(error.cmd)}: {error.stderr}") from error
+
+    def _build(self, num_interfaces: int) -> None:
+        for name in [self._switch, *self.names]:
+            _ip("netns", "add", name)
+            _ip("-n", name, "link", "set", "lo", "up")
+        for i in range(num_interfaces):
+            _ip("-n", self._switch, "link", "add", f"bridge{i}", "type", "bridge")
+            _ip("-n", self._switch, "link", "set", f"bridge{i}", "up")
+            for host, name in enumerate(self.names):
+                port = f"port{i}_{host}"
+                _ip(
+                    *("-n", self._switch, "link", "add", port, "type", "veth"),
+                    *("peer", "name", f"eth{i}", "netns", name),
+                )
+                _ip("-n", self._switch, "link", "set", port, "master", f"bridge{i}", "up")
+                _ip("-n", name, "addr", "add", f"{self.address(host, i)}/24", "dev", f"eth{i}")
+                _ip("-n", name, "link", "set", f"eth{i}", "up")
+
+    @staticmethod
+    def address(host: int, interface: int = 0) -> str:
+        return f"10.77.{interface}.{host + 1}"
+
+    def start(self, host: int, command: list[str], **options: Any) -> subprocess.Popen[str]:
+        """Starts a program on a host; its standard output and error are one pipe."""
+        process = subprocess.Popen(
+            [
+                *("ip", "netns", "exec", self.names[host], "unshare", "--mount"),
+                *("sh", "-c", f'{_SHM} "$@"', "sh"),
+                *command,
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            **options,
+        )
+        self._processes.append(process)
+        return process
+
+    def flap(self, host: int, interface: str, *, down_s: float) -> None:
+        """Takes an interface down and up again."""
+        _ip("-n", self.names[host], "link", "set", interface, "down")
+        try:
+            time.sleep(down_s)
+        finally:
+            _ip("-n", self.names[host], "link", "set", interface, "up")
+
+    def close(self) -> None:
+        for process in self._processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+        for name in [*self.names, self._switch]:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+    def __enter__(self) -> Hosts:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -1,0 +1,22 @@
+#!/bin/busybox sh
+# First process of the machine that vm.py boots: loads the modules of /m in order, puts a writable layer
+# over the host's root file system (9p, read-only) and goes on there with guest.sh.
+b=/bin/busybox
+$b mount -t devtmpfs dev /dev
+$b mount -t proc proc /proc
+$b mount -t sysfs sys /sys
+while read -r module; do $b insmod "/m/$module" || echo "vm: no module $module" >/dev/kmsg; done </m/order
+share() { $b mount -t 9p -o "trans=virtio,version=9p2000.L,msize=507904,$1" "$2" "$3"; }
+share cache=loose,ro host /lower || { echo "vm: no root file system" >/dev/kmsg; $b reboot -f; }
+$b mount -t tmpfs -o size=80% tmpfs /upper
+$b mkdir -p /upper/files /upper/work
+$b mount -t overlay -o lowerdir=/lower,upperdir=/upper/files,workdir=/upper/work,index=off,xino=off \
+  overlay /root || { echo "vm: no overlay" >/dev/kmsg; $b reboot -f; }
+for kind in proc sys dev; do $b mount -o move /$kind /root/$kind; done
+$b mkdir -p /root/dev/shm /root/dev/pts
+$b mount -t tmpfs -o mode=1777 tmpfs /root/dev/shm
+$b mount -t devpts devpts /root/dev/pts
+$b mount -t tmpfs tmpfs /root/run
+$b mkdir -p /root/run/vm
+share cache=none control /root/run/vm
+exec $b switch_root /root /bin/bash /run/vm/guest.sh </root/dev/null >/root/dev/ttyS0 2>&1

@@ -1,0 +1,95 @@
+"""The verbs provider over a real RDMA stack: soft-RoCE, in a machine that tests/rdma/vm.py boots.
+
+Skipped with the reason where that machine cannot run. CI and `make test` install what it needs.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+VM = ROOT / "tests/rdma/vm.py"
+RUN_DEADLINE_S = 600
+BUILD_DEADLINE_S = 1200
+
+sys.path.insert(0, str(VM.parent))
+import vm  # type: ignore[import-not-found]  # noqa: E402
+
+sys.path.pop(0)
+
+pytestmark = pytest.mark.skipif(bool(vm.why_not()), reason=vm.why_not() or "")
+
+
+def in_machine(*command: str, netem: str = "") -> str:
+    """The output of a command that ends well in there. `netem` is what the links do to packets."""
+    options = ["--timeout", str(RUN_DEADLINE_S - 60), "--netem", netem]
+    done = subprocess.run(
+        [sys.executable, str(VM), *options, "--", *command],
+        cwd=ROOT,
+        env={**os.environ, "MOE_P2P_RDMA_MACHINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=RUN_DEADLINE_S,
+        check=False,
+    )
+    if done.returncode == vm.BROKEN:
+        pytest.skip(f"the RDMA machine did not come up: {done.stderr[-2000:]}")
+    assert done.returncode == 0, (
+        f"exit status {done.returncode}:\n{done.stdout[-8000:]}{done.stderr}"
+    )
+    return done.stdout
+
+
+@pytest.fixture(name="program", scope="module")
+def cpp_program() -> str:
+    """The C++ tests, built as tests/test_cpp.py builds them."""
+    built = subprocess.run(
+        [sys.executable, str(ROOT / "tests/cpp/build.py")],
+        capture_output=True,
+        text=True,
+        timeout=BUILD_DEADLINE_S,
+        check=False,
+    )
+    if "doctest-dev" in built.stderr:
+        pytest.skip("doctest is not installed (apt-get install doctest-dev)")
+    assert built.returncode == 0, f"build failed:\n{built.stderr[-8000:]}"
+    return built.stdout.strip().splitlines()[-1]
+
+
+@pytest.mark.timeout(BUILD_DEADLINE_S + RUN_DEADLINE_S)
+def test_contract_suite_over_soft_roce(program: str) -> None:
+    told = in_machine(program, "-tc=provider contract*", "-sc=verbs devices*")
+    assert "skipped:" not in told
+    assert "Status: SUCCESS" in told
+
+
+@pytest.mark.timeout(BUILD_DEADLINE_S + RUN_DEADLINE_S)
+def test_links_processes_and_limits_over_soft_roce(program: str) -> None:
+    told = in_machine(program, "-tc=verbs devices*")
+    assert "skipped:" not in told
+    assert "Status: SUCCESS" in told
+
+
+@pytest.mark.timeout(BUILD_DEADLINE_S + RUN_DEADLINE_S)
+def test_links_that_lose_and_reorder_packets(program: str) -> None:
+    told = in_machine(
+        program,
+        "-tc=verbs devices: every kind*,provider contract: payload*,provider contract: a wrong*",
+        "-sc=verbs devices*",
+        netem="loss 1% delay 200us 100us reorder 25%",
+    )
+    assert "skipped:" not in told
+    assert "Status: SUCCESS" in told
+
+
+@pytest.mark.timeout(RUN_DEADLINE_S)
+def test_exchange_over_soft_roce_equals_the_reference_and_survivors_are_told() -> None:
+    python = str(Path(sys.executable).resolve().parent / Path(sys.executable).name)
+    told = in_machine(python, str(ROOT / "tests/rdma/exchange.py"), "50")
+    assert "50 steps equal the reference" in told
+    assert "told after" in told  # of the rank that was killed then
