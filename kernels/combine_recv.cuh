@@ -21,8 +21,8 @@ __device__ __forceinline__ i32 order_of(const Self& self, i32 i) {
 }
 
 // The row that speaker i sent for a token; null when there is none, or it did not come.
-__device__ inline const char* wait_partial(const CombineParams& p, const Self& self, u64 step, i32 i,
-                                           i32 index) {
+__device__ inline const char* wait_partial(const CombineParams& p, const Self& self, u64 step,
+                                           i32 i, i32 index) {
   if (index < 0) return nullptr;
   const i32 slot = slot_of(step);
   const u64 own = p.comm.data[self.local];
@@ -36,9 +36,9 @@ __device__ inline const char* wait_partial(const CombineParams& p, const Self& s
          combine_slots_offset() + static_cast<u64>(index) * p.stride;
 }
 
-__device__ inline void recv_token(const CombineParams& p, const Self& self, const RecvWorker& worker,
-                                  u64 step, const i32* send_slots, i64 token,
-                                  CombineRecvShared& s) {
+__device__ inline void recv_token(const CombineParams& p, const Self& self,
+                                  const RecvWorker& worker, u64 step, const i32* send_slots,
+                                  i64 token, CombineRecvShared& s) {
   auto& w = s.worker[worker.place];
   for (i32 i = worker.thread; i < kSpeakers; i += RecvWorker::kThreads) {
     const i32 column = i < kLocal ? i : kLocal + other_node(i - kLocal, self.node);
@@ -80,9 +80,9 @@ __device__ inline void end_step(const CombineParams& p, const Self& self, u64 st
     const u64 own = p.comm.data[self.local];
     const auto* header = reinterpret_cast<const RegionHeader*>(
         i < kLocal ? partial_at(own, slot, i) : combine_landing_at(own, slot, i - kLocal));
-    const u32 flags = p.empty ? kEmpty
-                              : static_cast<u32>(kOutType) << kDTypeShift |
-                                    (p.with_scalars ? kScalars : 0u);
+    const u32 flags =
+        p.empty ? kEmpty
+                : static_cast<u32>(kOutType) << kDTypeShift | (p.with_scalars ? kScalars : 0u);
     if (header->flags != flags || header->slot_bytes != (p.empty ? 0 : p.stride))
       raise_fault(p.comm, kWrongHeader, Phase::kCombine, speaker_rank(self, i), step, p.stride,
                   header->slot_bytes);

@@ -98,10 +98,10 @@ __device__ __forceinline__ void sum_rows(const W& worker, char* to, i32 num_rows
 }
 
 // Items are looked up in batches, kLanes threads for each: one latency for all of them.
-inline constexpr i32 kLanes = kTopk <= 1   ? 1
-                              : kTopk <= 2 ? 2
-                              : kTopk <= 4 ? 4
-                              : kTopk <= 8 ? 8
+inline constexpr i32 kLanes = kTopk <= 1    ? 1
+                              : kTopk <= 2  ? 2
+                              : kTopk <= 4  ? 4
+                              : kTopk <= 8  ? 8
                               : kTopk <= 16 ? 16
                                             : 32;
 inline constexpr i32 kBatch = SendWorker::kThreads / kLanes;
@@ -110,7 +110,8 @@ struct CombineScratch {
   i32 row[kBatch][kLanes];  // rows of y of one slot, k ascending, one after the other
   float weight[kBatch][kLanes];
   i32 num_rows[kBatch];
-  u64 ranks[kOthers > 0 ? kBatch : 1];  // own-node ranks that hold a partial, of slots of other nodes
+  u64 ranks[kOthers > 0 ? kBatch
+                        : 1];  // own-node ranks that hold a partial, of slots of other nodes
   bool last;
 };
 struct CombineSendShared {
@@ -163,12 +164,14 @@ __device__ inline void look_up(const Adder& a, const SendWorker& worker, i32 chu
 __device__ inline void store_partial(const Adder& a, const SendWorker& worker, i32 place, i32 chunk,
                                      i32 source, i32 index, char* to) {
   const CombineScratch& w = a.s.worker[worker.place];
-  sum_rows<kYType, true, kTopk < 2 ? 1 : 2>(
-      worker, to, w.num_rows[place],
-      [&](i32 r) {
-        return reinterpret_cast<const char*>(a.p.y) + static_cast<u64>(w.row[place][r]) * kYBytes;
-      },
-      a.p.row_weights != 0, [&](i32 r) { return w.weight[place][r]; });
+  sum_rows < kYType, true,
+      kTopk<2 ? 1 : 2>(
+          worker, to, w.num_rows[place],
+          [&](i32 r) {
+            return reinterpret_cast<const char*>(a.p.y) +
+                   static_cast<u64>(w.row[place][r]) * kYBytes;
+          },
+          a.p.row_weights != 0, [&](i32 r) { return w.weight[place][r]; });
   if (a.p.with_scalars && worker.thread < kTopk) {
     const i32 row = a.handle.rows_of(chunk, source, index)[worker.thread];
     reinterpret_cast<float*>(to + kOutBytes)[worker.thread] =
@@ -196,18 +199,18 @@ __device__ inline void add_partials(const Adder& a, const SendWorker& worker, u6
 }
 
 // A token of another node: where a single rank of this node holds rows for it, its partial is the sum.
-__device__ inline void send_to_gateway(const Adder& a, const SendWorker& worker, u64 step, i32 chunk,
-                                       i32 place, i32 source, i32 index) {
+__device__ inline void send_to_gateway(const Adder& a, const SendWorker& worker, u64 step,
+                                       i32 chunk, i32 place, i32 source, i32 index) {
   CombineScratch& w = a.s.worker[worker.place];
   const i32 slot = slot_of(step), gateway = source % kLocal;
   const i32 other = other_index(source / kLocal, a.self.node);
   const u64 data = a.p.comm.data[gateway], ranks = w.ranks[place];
   const u64 offset = combine_slots_offset() + static_cast<u64>(index) * a.p.stride;
   const bool alone = (ranks & (ranks - 1)) == 0;
-  store_partial(a, worker, place, chunk, source, index,
-                (alone ? combine_outbox_at(data, slot, other)
-                       : gather_at(data, slot, other, a.self.local)) +
-                    offset);
+  store_partial(
+      a, worker, place, chunk, source, index,
+      (alone ? combine_outbox_at(data, slot, other) : gather_at(data, slot, other, a.self.local)) +
+          offset);
   worker.sync();
   if (!alone) {
     const auto last = static_cast<u32>(__popcll(ranks) - 1);
@@ -223,7 +226,8 @@ __device__ inline void send_to_gateway(const Adder& a, const SendWorker& worker,
     hand_in(a.p.comm, a.self, step, gateway, other, a.header_of(chunk, source));
 }
 
-__device__ inline void combine_chunk(const Adder& a, const SendWorker& worker, u64 step, i32 chunk) {
+__device__ inline void combine_chunk(const Adder& a, const SendWorker& worker, u64 step,
+                                     i32 chunk) {
   const CombineParams& p = a.p;
   const CombineScratch& w = a.s.worker[worker.place];
   const i32 slot = slot_of(step);
@@ -283,8 +287,8 @@ __device__ inline bool open_solo(const Adder& a, u64 step, i32 chunk, i32 block)
       came = false;
       continue;
     }
-    const auto* header = reinterpret_cast<const RegionHeader*>(
-        dispatch_region(comm, a.self, slot_of(step), source));
+    const auto* header =
+        reinterpret_cast<const RegionHeader*>(dispatch_region(comm, a.self, slot_of(step), source));
     // By the block that will say that this was read: then the header may be another one.
     if (block != 0 || header->flags == kEmpty) continue;
     raise_fault(comm, kWrongHeader, Phase::kDispatch, source, step, 0, header->slot_bytes);

@@ -134,7 +134,8 @@ __device__ inline void clear_padding(const Receiver& a, const RecvWorker& worker
         for (i32 i = worker.thread; i < kScales; i += RecvWorker::kThreads)
           reinterpret_cast<float*>(p.out_scales)[row * kScales + i] = 0.0f;
       for (i32 x = 0; x < p.num_extras; ++x)
-        for (u64 b = static_cast<u64>(worker.thread); b < p.parts.bytes[2 + x]; b += RecvWorker::kThreads)
+        for (u64 b = static_cast<u64>(worker.thread); b < p.parts.bytes[2 + x];
+             b += RecvWorker::kThreads)
           reinterpret_cast<char*>(
               p.out_extras[x].data)[static_cast<u64>(row) * p.parts.bytes[2 + x] + b] = 0;
       if (worker.thread == 0) {
@@ -147,7 +148,8 @@ __device__ inline void clear_padding(const Receiver& a, const RecvWorker& worker
 
 __device__ inline void copy_row(const RecvWorker& worker, char* to, const char* from, u64 bytes) {
   if (bytes % 4 == 0) return copy_words(worker, to, from, bytes);
-  for (u64 b = static_cast<u64>(worker.thread); b < bytes; b += RecvWorker::kThreads) to[b] = from[b];
+  for (u64 b = static_cast<u64>(worker.thread); b < bytes; b += RecvWorker::kThreads)
+    to[b] = from[b];
 }
 
 // A slot of a step: `index` of those of `source`.
@@ -220,8 +222,7 @@ __device__ inline void recv_slot(const Receiver& a, const RecvWorker& worker, u6
   constexpr bool kScaleEarly = kScales <= RecvWorker::kThreads;
   const bool scaled = kScaleEarly && p.parts.bytes[1] > 0 && worker.thread < kScales;
   float scale = 0.0f;
-  if (scaled)
-    scale = reinterpret_cast<const float*>(from + p.parts.offset[1])[worker.thread];
+  if (scaled) scale = reinterpret_cast<const float*>(from + p.parts.offset[1])[worker.thread];
   if (worker.thread < 32) find_rows(a, worker.thread, chunk, item, from, buffer, w);
   worker.sync();
   const i32 num_rows = w.num_rows[buffer];
@@ -249,8 +250,7 @@ __device__ inline void recv_slot(const Receiver& a, const RecvWorker& worker, u6
 
 // Which own-node ranks the slot of another node's source is for; the handle keeps it for combine.
 __device__ inline bool slot_is_mine(const Receiver& a, u64 step, i32 chunk, const Item& item) {
-  const auto* ids =
-      reinterpret_cast<const u32*>(slot_at(a, step, item) + expert_ids_offset());
+  const auto* ids = reinterpret_cast<const u32*>(slot_at(a, step, item) + expert_ids_offset());
   u32 pairs[(kTopk + 1) / 2];  // all under way at once
 #pragma unroll
   for (i32 i = 0; i < (kTopk + 1) / 2; ++i) pairs[i] = ids[i];
@@ -266,7 +266,8 @@ __device__ inline bool slot_is_mine(const Receiver& a, u64 step, i32 chunk, cons
   return ranks >> a.self.local & 1;
 }
 
-__device__ inline void recv_slots(const Receiver& a, const RecvWorker& worker, u64 step, i32 chunk) {
+__device__ inline void recv_slots(const Receiver& a, const RecvWorker& worker, u64 step,
+                                  i32 chunk) {
   RecvScratch& w = a.s.worker[worker.place];
   const i32* num_slots = a.s.num_slots[chunk % 2];
   i32 most = 0, buffer = 0;
@@ -309,13 +310,14 @@ __device__ inline void acknowledge(const Receiver& a, const RecvWorker& worker, 
   if (worker.thread == 0)
     w.arrived[0] = atom_inc_acq_rel_gpu_u32(&received[slot_of(step)], last) == last;
   worker.sync();
-  if (w.arrived[0]) say_read(a.p.comm, a.self, step, worker.thread, RecvWorker::kThreads, EmptyHeader{});
+  if (w.arrived[0])
+    say_read(a.p.comm, a.self, step, worker.thread, RecvWorker::kThreads, EmptyHeader{});
   worker.sync();
 }
 
 __device__ inline void dispatch_recv(const DispatchParams& p, u64 first_step, i32 block) {
-  const Receiver a{p, Self(p.comm), HandleArrays(p.handle, p.num_chunks),
-                   block == 0, shared<RecvShared>()};
+  const Receiver a{p, Self(p.comm), HandleArrays(p.handle, p.num_chunks), block == 0,
+                   shared<RecvShared>()};
   const RecvWorker worker = RecvWorker::of(block, p.grid.num_recv_blocks);
   for (i32 chunk = 0; chunk < p.num_chunks; ++chunk) {
     const u64 step = first_step + static_cast<u64>(chunk);

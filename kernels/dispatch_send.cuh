@@ -189,7 +189,8 @@ __device__ inline void send_headers(const Sender& a, u64 step, i32 chunk) {
 struct Payload {
   using R = Rounds<SendWorker>;
   static constexpr i32 kVecs = R::kVecs;
-  static constexpr i32 kSources = kQuantize ? 16 / Values<kXType>::kCount : 1;  // vectors of x in one
+  static constexpr i32 kSources =
+      kQuantize ? 16 / Values<kXType>::kCount : 1;  // vectors of x in one
   // A thread with a single vector asks for its part of x before it has looked at the routing.
   static constexpr bool kEarly = R::kPieces == 1 && kVecs == 1;
   Vec vec[kVecs];
@@ -242,7 +243,8 @@ struct Payload {
   __device__ __forceinline__ void store(const SendWorker& worker, i32 piece, char* to) const {
 #pragma unroll
     for (i32 i = 0; i < kVecs; ++i)
-      if (R::at(worker, piece, i) < kPayloadVecs) st_na_v4(to + R::at(worker, piece, i) * 16, vec[i]);
+      if (R::at(worker, piece, i) < kPayloadVecs)
+        st_na_v4(to + R::at(worker, piece, i) * 16, vec[i]);
   }
 };
 
@@ -260,8 +262,8 @@ __device__ inline void build_head(const Sender& a, const SendWorker& worker, u64
     reinterpret_cast<float*>(head + weights_offset(kTopk))[thread] =
         a.p.topk_weights ? reinterpret_cast<const float*>(a.p.topk_weights)[i] : 1.0f;
   }
-  if (thread == 32) *reinterpret_cast<SlotHead*>(head) = {static_cast<u32>(step + 1),
-                                                          static_cast<u32>(token)};
+  if (thread == 32)
+    *reinterpret_cast<SlotHead*>(head) = {static_cast<u32>(step + 1), static_cast<u32>(token)};
 }
 
 template <typename W>
@@ -277,9 +279,9 @@ __device__ inline void store_rest(const Sender& a, const SendWorker& worker, i32
   for (i32 i = worker.thread; i < kHeadWords; i += SendWorker::kThreads)
     reinterpret_cast<u32*>(to)[i] = w.head[i];
   if (p.parts.bytes[1]) {
-    const auto* scales = kQuantize ? reinterpret_cast<const char*>(w.scale)
-                                   : reinterpret_cast<const char*>(p.scales) +
-                                         static_cast<i64>(token) * kScales * 4;
+    const auto* scales =
+        kQuantize ? reinterpret_cast<const char*>(w.scale)
+                  : reinterpret_cast<const char*>(p.scales) + static_cast<i64>(token) * kScales * 4;
     copy_words(worker, to + p.parts.offset[1], scales, p.parts.bytes[1]);
   }
   for (i32 e = 0; e < p.num_extras; ++e) {
@@ -315,9 +317,9 @@ __device__ inline void send_token(const Sender& a, const SendWorker& worker, u64
   const DispatchParams& p = a.p;
   SendScratch& w = a.s.worker[worker.place];
   const auto slot_in = [&](char* region, u64 offset, i32 column) {
-    return w.slot[column] < 0 ? nullptr
-                              : region + offset +
-                                    static_cast<u64>(w.slot[column]) * p.parts.slot_bytes;
+    return w.slot[column] < 0
+               ? nullptr
+               : region + offset + static_cast<u64>(w.slot[column]) * p.parts.slot_bytes;
   };
   if (!Payload::kEarly && Rounds<SendWorker>::kPieces == 1)
     payload.load(p, worker, token, 0, w.scale);
@@ -371,7 +373,7 @@ __device__ inline void dispatch_send(const DispatchParams& p, u64 first_step, i3
                  read_num_tokens(p, first_step), shared<SendShared>()};
   if (block == 0 && thread == 0)
     a.handle.meta() = {HandleMeta::kMagic, p.comm.communicator, first_step, p.num_chunks,
-                      a.num_tokens,       p.num_rows,          kSent,      {}};
+                       a.num_tokens,       p.num_rows,          kSent,      {}};
   for (i32 i = thread; i < SendWorker::kCount * kExperts; i += kBlockThreads)
     a.s.worker[i / kExperts].seen[i % kExperts] = 0;
   i32 counted = 0;  // tokens in `seen`

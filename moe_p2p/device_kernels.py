@@ -277,9 +277,7 @@ class DeviceSide:
         """The same for a combine."""
         if ("combine", y_dtype, out_dtype) in self._ready:
             return
-        kernel = self._load(
-            combine_kernel(self._shape, y_dtype, out_dtype, num_sms=self._num_sms)
-        )
+        kernel = self._load(combine_kernel(self._shape, y_dtype, out_dtype, num_sms=self._num_sms))
         call(_ops.all_to_all_set_combine_kernel.default, self._comm, y_dtype, out_dtype, kernel)
         self._ready.add(("combine", y_dtype, out_dtype))
 
@@ -288,9 +286,7 @@ class DeviceSide:
         macros = kernel.macros
         threads, shared = macros["MOE_P2P_BLOCK_THREADS"], macros["MOE_P2P_SHARED_BYTES"]
         entry = f"moe_p2p_{kernel.source.removesuffix('.cu')}"
-        function = jit.load(
-            self._device, kernel.source, entry, macros, dynamic_shared_bytes=shared
-        )
+        function = jit.load(self._device, kernel.source, entry, macros, dynamic_shared_bytes=shared)
         return [
             function,
             threads,

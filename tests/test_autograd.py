@@ -82,7 +82,9 @@ def apply_experts(rows: Tensor, experts: Tensor, counts: Tensor, offsets: Tensor
     """tanh(rows @ expert) on padded or grouped rows; garbage stays where no token is."""
     if rows.dim() == 3:
         return torch.bmm(rows, experts).tanh()
-    owner = torch.bucketize(torch.arange(len(rows), device=rows.device), offsets[1:].long(), right=True)
+    owner = torch.bucketize(
+        torch.arange(len(rows), device=rows.device), offsets[1:].long(), right=True
+    )
     return torch.einsum("rh,rhf->rf", rows, experts[owner.clamp_max(len(experts) - 1)]).tanh()
 
 

@@ -120,7 +120,7 @@ struct CombineSend {
 struct CombineRecv {
   Handle handle{};
   int64_t num_rows = 0;  // T
-  void* out = nullptr;  // [T, H]; rows past num_tokens become zero
+  void* out = nullptr;   // [T, H]; rows past num_tokens become zero
   abi::DType out_dtype{};
   float* out_scalars = nullptr;  // [T, K]
   void* stream = nullptr;

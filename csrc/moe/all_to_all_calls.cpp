@@ -51,9 +51,9 @@ void AllToAll::State::check_abort() const {
   if (failure.node >= 0)
     fail(failure.status.code,
          base::concat("a ", phase_name(failure.phase), " write to rank ",
-                      rank_of(failure.node, memory.local()), " (node ", failure.node, ") failed: ",
-                      base::code_name(failure.status.code), ", detail ", failure.status.detail,
-                      engine.first_failure()));
+                      rank_of(failure.node, memory.local()), " (node ", failure.node,
+                      ") failed: ", base::code_name(failure.status.code), ", detail ",
+                      failure.status.detail, engine.first_failure()));
   fail(Code::kAborted, base::concat("rank ", word - 1, " of this node gave up; see its error"));
 }
 

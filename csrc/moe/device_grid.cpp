@@ -21,8 +21,8 @@ abi::Grid choose_grid(const DeviceKernel& kernel, const GridInput& in) noexcept 
   const int64_t least = (send > 0) + (recv > 0);
   const int64_t budget = std::max<int64_t>(most - in.relay_blocks, least);
   const int64_t all = int64_t{kernel.max_send_blocks} + kernel.max_recv_blocks;
-  const int64_t share =
-      std::clamp<int64_t>(budget * kernel.max_send_blocks / all, 1, std::max<int64_t>(budget - 1, 1));
+  const int64_t share = std::clamp<int64_t>(budget * kernel.max_send_blocks / all, 1,
+                                            std::max<int64_t>(budget - 1, 1));
   send = std::min(send, std::max(share, budget - recv));
   recv = std::min(recv, budget - send);
   return {static_cast<int32_t>(send), static_cast<int32_t>(recv)};

@@ -46,10 +46,10 @@ inline constexpr u64 kLaunch = 65536;  // most blocks of a kernel
 
 // Offsets in bytes from DeviceState.
 struct DeviceWords {
-  u64 arrivals;   // u64 [2][S][W]  flags of other nodes (signal.h), relayed here by one block
-  u64 outbox;     // u32 [S][N]     what is written of an outbox: slots, and the header
-  u64 read;       // u64 [S]        e + 1: the sums of a solo combine of step e are read
-  u64 received;   // u32 [S]        workers that have read a solo dispatch, or combine
+  u64 arrivals;  // u64 [2][S][W]  flags of other nodes (signal.h), relayed here by one block
+  u64 outbox;    // u32 [S][N]     what is written of an outbox: slots, and the header
+  u64 read;      // u64 [S]        e + 1: the sums of a solo combine of step e are read
+  u64 received;  // u32 [S]        workers that have read a solo dispatch, or combine
   u64 total_bytes;
 
   MOE_P2P_HD static constexpr DeviceWords make(const Shape& s) {

@@ -96,10 +96,9 @@ struct Self {
 // Where this rank finds what `source` dispatched to it or its node.
 __device__ __forceinline__ char* dispatch_region(const DeviceComm& comm, const Self& self, i32 slot,
                                                  i32 source) {
-  return self.same_node(source)
-             ? inbox_at(comm.data[self.local], slot, source % kLocal)
-             : landing_at(comm.data[source % kLocal], slot,
-                          other_index(source / kLocal, self.node));
+  return self.same_node(source) ? inbox_at(comm.data[self.local], slot, source % kLocal)
+                                : landing_at(comm.data[source % kLocal], slot,
+                                             other_index(source / kLocal, self.node));
 }
 
 __device__ __forceinline__ i32 slot_of(u64 step) {

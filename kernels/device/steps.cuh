@@ -39,8 +39,8 @@ __device__ inline void fill_header(char* region, u32 num_tokens, u32 flags, u64 
 __device__ inline void ring(const DeviceComm& comm, Phase phase, u64 step, i32 gateway, i32 node,
                             u64 bytes) {
   const Signals signals = kSignals;
-  auto* bell = reinterpret_cast<Doorbell*>(comm.signals[gateway] +
-                                           signals.bell(phase, slot_of(step), node));
+  auto* bell =
+      reinterpret_cast<Doorbell*>(comm.signals[gateway] + signals.bell(phase, slot_of(step), node));
   bell->bytes = bytes;
   st_release_sys_u64(&bell->word, step + 1);
 }

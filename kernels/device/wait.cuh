@@ -12,8 +12,8 @@ __device__ inline DeviceState& state_of(const DeviceComm& comm) {
   return *reinterpret_cast<DeviceState*>(comm.state);
 }
 
-__device__ __noinline__ void raise_fault(const DeviceComm& comm, FaultKind kind, Phase phase, i32 source,
-                                   u64 step, u64 expected, u64 got) {
+__device__ __noinline__ void raise_fault(const DeviceComm& comm, FaultKind kind, Phase phase,
+                                         i32 source, u64 step, u64 expected, u64 got) {
   atomicExch(&state_of(comm).aborted, 1u);
   auto* fault = reinterpret_cast<Fault*>(comm.fault);
   if (atom_cas_relaxed_sys_u32(&fault->raised, kNoFault, kind) != kNoFault) return;

@@ -63,18 +63,18 @@ AllToAllOptions options() {
 class Rank {
  public:
   explicit Rank(int64_t steps_in_flight = 2, int num_sms = 0)
-      : plan_(make_plan({.world_size = 4,
-                         .ranks_per_node = 2,
-                         .num_experts = 8,
-                         .hidden_dim = 64,
-                         .topk = 2,
-                         .max_tokens = 40,
-                         .chunk_tokens = 8,
-                         .steps_in_flight = steps_in_flight,
-                         .expert_rank = {}})),
-        kernels_(plan_, options(),
-                 {.data = {64, 128}, .peer_data = {0, 0}, .fault = &fault_, .num_sms = num_sms}),
-        words_(static_cast<size_t>(abi::HandleLayout::make(plan_.shape, 40, 5).total)) {
+      : plan(make_plan({.world_size = 4,
+                        .ranks_per_node = 2,
+                        .num_experts = 8,
+                        .hidden_dim = 64,
+                        .topk = 2,
+                        .max_tokens = 40,
+                        .chunk_tokens = 8,
+                        .steps_in_flight = steps_in_flight,
+                        .expert_rank = {}})),
+        kernels(plan, options(),
+                {.data = {64, 128}, .peer_data = {0, 0}, .fault = &fault, .num_sms = num_sms}),
+        words_(static_cast<size_t>(abi::HandleLayout::make(plan.shape, 40, 5).total)) {
     FakeDriver::install();
     driver_ = &platform::driver();
     table_ = *driver_;
@@ -86,9 +86,9 @@ class Rank {
                         .max_send_blocks = 100,
                         .max_recv_blocks = 100,
                         .max_resident_blocks = 24};
-    kernels_.set_dispatch(DType::kBFloat16, false, kernel);
+    kernels.set_dispatch(DType::kBFloat16, false, kernel);
     kernel.handle = kCombineKernel;
-    kernels_.set_combine(DType::kBFloat16, DType::kBFloat16, kernel);
+    kernels.set_combine(DType::kBFloat16, DType::kBFloat16, kernel);
   }
   ~Rank() { platform::set_driver_for_tests(driver_); }
 
@@ -120,20 +120,20 @@ class Rank {
   void dispatch(int64_t max_tokens, int which = 0, bool solo = false) {
     const auto sent = send(max_tokens, which, solo);
     const auto received = recv(which);
-    kernels_.dispatch(&sent, &received, nullptr);
+    kernels.dispatch(&sent, &received, nullptr);
   }
   void combine(int64_t max_tokens, int which = 0) {
     const auto sent = combine_send(max_tokens, which);
     const auto received = combine_recv(which);
-    kernels_.combine(&sent, &received, nullptr);
+    kernels.combine(&sent, &received, nullptr);
   }
   Handle handle(int which) {
     return {words_.data() + which * 16, static_cast<int64_t>(words_.size()) - which * 16};
   }
 
-  abi::Fault fault_{};
-  const Plan plan_;
-  DeviceKernels kernels_;
+  abi::Fault fault{};
+  const Plan plan;
+  DeviceKernels kernels;
 
  private:
   std::vector<int32_t> words_;
@@ -228,13 +228,13 @@ TEST_CASE("device calls: what would wait for a step that the caller holds is ref
   rank.dispatch(8, 1);
   CHECK(refused([&] { rank.dispatch(8, 2); }) == Code::kInvalidArgument);
   CHECK(refused([&] { rank.combine(8, 2); }) == Code::kInvalidArgument);  // solo
-  rank.kernels_.release(rank.handle(0), nullptr);
+  rank.kernels.release(rank.handle(0), nullptr);
   CHECK(launched->combine.empty == 1);
   rank.combine(8, 1);
   CHECK(launched->combine.solo == 0);
   rank.dispatch(40, 2);
   launched.reset();
-  rank.kernels_.release(rank.handle(2), nullptr);
+  rank.kernels.release(rank.handle(2), nullptr);
   CHECK(!launched);  // a solo dispatch holds nothing
 }
 
@@ -242,20 +242,20 @@ TEST_CASE("device calls: halves are received once, and agree") {
   Rank rank(4);
   auto sent = rank.send(16);
   auto received = rank.recv();
-  CHECK(refused([&] { rank.kernels_.dispatch(nullptr, &received, nullptr); }) ==
+  CHECK(refused([&] { rank.kernels.dispatch(nullptr, &received, nullptr); }) ==
         Code::kInvalidArgument);
-  rank.kernels_.dispatch(&sent, nullptr, nullptr);
+  rank.kernels.dispatch(&sent, nullptr, nullptr);
   CHECK(launched->dispatch.grid.num_recv_blocks == 0);
   CHECK(refused([&] { rank.combine(16); }) == Code::kInvalidArgument);  // not received
   received.x_dtype = DType::kFloat32;
-  CHECK(refused([&] { rank.kernels_.dispatch(nullptr, &received, nullptr); }) ==
+  CHECK(refused([&] { rank.kernels.dispatch(nullptr, &received, nullptr); }) ==
         Code::kInvalidArgument);
   received.x_dtype = DType::kBFloat16;
-  rank.kernels_.dispatch(nullptr, &received, nullptr);
+  rank.kernels.dispatch(nullptr, &received, nullptr);
   CHECK(launched->dispatch.solo == 1);
   CHECK(launched->dispatch.num_chunks == 2);
   CHECK(launched->dispatch.num_rows == 3);
-  CHECK(refused([&] { rank.kernels_.dispatch(nullptr, &received, nullptr); }) ==
+  CHECK(refused([&] { rank.kernels.dispatch(nullptr, &received, nullptr); }) ==
         Code::kInvalidArgument);
 
   float scalars[2] = {};
@@ -263,14 +263,14 @@ TEST_CASE("device calls: halves are received once, and agree") {
   partials.row_scalars = scalars;
   auto sums = rank.combine_recv();
   sums.out_scalars = scalars;
-  CHECK(refused([&] { rank.kernels_.combine(nullptr, &sums, nullptr); }) == Code::kInvalidArgument);
-  rank.kernels_.combine(&partials, nullptr, nullptr);
+  CHECK(refused([&] { rank.kernels.combine(nullptr, &sums, nullptr); }) == Code::kInvalidArgument);
+  rank.kernels.combine(&partials, nullptr, nullptr);
   CHECK(launched->combine.with_scalars == 1);
-  rank.kernels_.combine(nullptr, &sums, nullptr);
+  rank.kernels.combine(nullptr, &sums, nullptr);
   CHECK(launched->combine.with_scalars == 1);
   CHECK(launched->combine.solo == 1);
   auto whole = rank.send(40);
-  CHECK(refused([&] { rank.kernels_.dispatch(&whole, nullptr, nullptr); }) ==
+  CHECK(refused([&] { rank.kernels.dispatch(&whole, nullptr, nullptr); }) ==
         Code::kInvalidArgument);  // five chunks, four steps
 }
 
@@ -278,12 +278,12 @@ TEST_CASE("device calls: types that were not compiled are refused") {
   Rank rank;
   auto sent = rank.send(8);
   sent.quantize = true;
-  CHECK(refused([&] { rank.kernels_.dispatch(&sent, nullptr, nullptr); }) == Code::kUnavailable);
+  CHECK(refused([&] { rank.kernels.dispatch(&sent, nullptr, nullptr); }) == Code::kUnavailable);
   rank.dispatch(8);
   auto partials = rank.combine_send(8);
   partials.y_dtype = DType::kFloat32;
   const auto sums = rank.combine_recv();
-  CHECK(refused([&] { rank.kernels_.combine(&partials, &sums, nullptr); }) == Code::kUnavailable);
+  CHECK(refused([&] { rank.kernels.combine(&partials, &sums, nullptr); }) == Code::kUnavailable);
   rank.combine(8);
   CHECK(launched->combine.solo == 0);  // the refused one has not closed the step
 }
@@ -294,14 +294,14 @@ TEST_CASE(
   rank.dispatch(8, 0);
   rank.combine(8, 0);
   rank.dispatch(8, 1);
-  const auto last = rank.kernels_.last_steps(102);  // a graph was replayed a hundred times
+  const auto last = rank.kernels.last_steps(102);  // a graph was replayed a hundred times
   REQUIRE(last.size() == 3);
   CHECK(last[0].step.index == 101);
   CHECK(last[0].step.slot == 101 % 3);
   CHECK(!last[0].combine_sent);
   CHECK(last[1].step.index == 100);
   CHECK(last[1].combine_sent);
-  CHECK(rank.kernels_.last_steps(0).empty());
+  CHECK(rank.kernels.last_steps(0).empty());
 }
 
 }  // namespace

@@ -170,8 +170,7 @@ Code Receiver::place(const Fragment& fragment, const std::byte* payload) noexcep
   if (!target.data) return Code::kRemoteAccess;
   const bool in_place = fragment.flags & Fragment::kInPlace;
   if (in_place != (target.kind == MemoryKind::kCuda)) return Code::kInvalidArgument;
-  if (payload && !in_place)
-    std::memcpy(target.data + fragment.offset, payload, fragment.bytes);
+  if (payload && !in_place) std::memcpy(target.data + fragment.offset, payload, fragment.bytes);
   return Code::kOk;
 }
 
