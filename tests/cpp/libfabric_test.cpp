@@ -6,7 +6,7 @@
 #include "provider/libfabric/errors.h"
 #include "provider_table.h"
 
-// Connections that were refused while they were made again stay allocated in libfabric 1.17 (tcp).
+// libfabric 1.17 leaves 376 bytes of its own allocated after the contract suite.
 // NOLINTBEGIN(bugprone-reserved-identifier,readability-identifier-naming): LeakSanitizer's name
 extern "C" const char* __lsan_default_suppressions();
 const char* __lsan_default_suppressions() { return "leak:libfabric.so.1\n"; }
