@@ -90,10 +90,14 @@ World& world() {
 
 VerbsDevice* devices() {
   static VerbsDevice all[3] = {};
-  for (int i = 0; i < 3; ++i) {
-    std::snprintf(all[i].name, sizeof all[i].name, "fake%d", i);
-    std::snprintf(all[i].dev_name, sizeof all[i].dev_name, "uverbs%d", i);
-  }
+  static const bool named = [] {
+    for (int i = 0; i < 3; ++i) {
+      std::snprintf(all[i].name, sizeof all[i].name, "fake%d", i);
+      std::snprintf(all[i].dev_name, sizeof all[i].dev_name, "uverbs%d", i);
+    }
+    return true;
+  }();
+  static_cast<void>(named);
   return all;
 }
 int index_of(const Context* context) { return static_cast<int>(context->device - devices()); }
@@ -513,7 +517,7 @@ FakeVerbs& FakeVerbs::install(const std::string& old_sysfs) {
   old.reg_mr_iova2 = nullptr;
   old.reg_dmabuf_mr = nullptr;
   set_fake_api_for_tests(old_sysfs.empty() ? &table : &old);
-  for (int i = 0; i < 3; ++i)
+  for (int i = 0; i < 3 && !old_sysfs.empty(); ++i)
     std::snprintf(devices()[i].ibdev_path, sizeof devices()[i].ibdev_path, "%s/%s",
                   old_sysfs.c_str(), devices()[i].name);
   fake().locked([](FakeVerbs& f) {
