@@ -24,8 +24,8 @@ pytestmark = pytest.mark.gpu
 
 HIDDEN_DIM, FFN_DIM, TOPK = test_autograd.HIDDEN_DIM, 32, test_autograd.TOPK
 NUM_EXPERTS = test_autograd.NUM_EXPERTS
-# Matrix products on a GPU add up in another order, in fp32 (no TF32): sums of up to 48 products that
-# are up to 20, so 48 * 20 * 2^-24 = 6e-5.
+# Matrix products on a GPU add up in another order, in fp32 (no TF32): sums of up to 48 products of
+# up to 20, so 48 * 20 * 2^-24 = 6e-5.
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 

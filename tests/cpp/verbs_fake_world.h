@@ -1,0 +1,100 @@
+// The state behind the fake libibverbs: its objects, and what both of its halves share.
+#pragma once
+
+#include <unistd.h>
+
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <set>
+#include <vector>
+
+#include "verbs_fake.h"
+
+namespace moe_p2p::test::verbs_world {
+
+using namespace provider::verbs;
+
+struct FakePipe {
+  FakePipe() {
+    if (pipe(ends) != 0) ends[0] = ends[1] = -1;
+  }
+  ~FakePipe() {
+    close(ends[0]);
+    close(ends[1]);
+  }
+  void put(const void* data, size_t bytes) const {
+    [[maybe_unused]] const ssize_t put = write(ends[1], data, bytes);
+  }
+  int get(void* data, size_t bytes) const {
+    return read(ends[0], data, bytes) == static_cast<ssize_t>(bytes) ? 0 : -1;
+  }
+  int ends[2];
+};
+
+struct FakeContext : Context {
+  FakePipe events;
+};
+struct FakePd {
+  FakeContext* context;
+};
+struct FakeChannel : CompChannel {
+  FakePipe events;
+};
+struct FakeMr : Mr {};
+struct Pending {
+  SendWr wr;
+  Sge sge;
+  std::vector<std::byte> inlined;
+};
+struct FakeQp;
+struct FakeCq : Cq {
+  struct Entry {
+    Wc wc;
+    uint32_t send_qp;  // its writes up to `sequence` have left the queue
+    uint64_t sequence;
+  };
+  std::deque<Entry> entries;
+  std::set<FakeQp*> senders;
+  bool armed = false;
+};
+struct FakeSrq : Srq {
+  uint32_t max_wr = 0, num = 0;
+};
+struct FakeQp : Qp {
+  QpInitAttr init;
+  uint32_t peer_qp = 0;
+  uint64_t num_posted = 0, num_started = 0, num_freed = 0;
+  std::deque<Pending> pending;
+};
+
+struct World {
+  std::map<uint32_t, FakeQp*> qps;
+  std::map<uint32_t, FakeMr*> regions;  // by key, lkey == rkey
+  std::vector<FakeContext*> contexts;
+  uint32_t next_qp = 100, next_key = 0x1000;
+};
+
+inline FakeVerbs& fake() {
+  static FakeVerbs verbs;
+  return verbs;
+}
+inline World& world() {
+  static World world;
+  return world;
+}
+
+template <typename Step>
+auto locked(Step&& step) {
+  return fake().locked([&](FakeVerbs& f) { return step(f, world()); });
+}
+
+// --- data path, verbs_fake_datapath.cpp ---
+
+void break_queue(FakeVerbs& f, FakeQp& qp);
+int post_send(Qp* plain, SendWr* wr, SendWr** bad);
+int poll_cq(Cq* plain, int num_entries, Wc* wcs);
+int req_notify_cq(Cq* cq, int);
+int post_srq_recv(Srq* plain, RecvWr* wr, RecvWr** bad);
+
+}  // namespace moe_p2p::test::verbs_world
