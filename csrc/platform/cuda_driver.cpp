@@ -1,12 +1,9 @@
 #include "platform/cuda_driver.h"
 
-#include <dlfcn.h>
-
 #include "base/log.h"
+#include "platform/library.h"
 
 namespace moe_p2p::platform {
-
-using base::Code;
 
 namespace {
 
@@ -14,42 +11,34 @@ namespace {
 const DriverTable* stand_in = nullptr;
 #endif
 
-template <typename Function>
-void load(void* library, const char* name, Function& function) {
-  function = reinterpret_cast<Function>(dlsym(library, name));
-  MOE_P2P_CHECK(function, Code::kUnavailable, "libcuda.so.1 has no ", name,
-                "; the driver is older than CUDA 11.8");
-}
-
 // A suffix is the version of the interface that cuda.h of CUDA 11.8 and later gives the plain name.
 DriverTable load_driver() {
-  void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
-  MOE_P2P_CHECK(library, Code::kUnavailable, "libcuda.so.1 cannot be opened: ", dlerror(),
-                "; is the NVIDIA driver installed?");
+  const Library library({"libcuda.so.1"}, {.what = "libcuda.so.1",
+                                           .install = "is the NVIDIA driver installed?",
+                                           .name = "libcuda.so.1",
+                                           .needed = "the driver is older than CUDA 11.8"});
   DriverTable table{};
-  load(library, "cuGetErrorString", table.error_string);
-  load(library, "cuInit", table.init);
-  load(library, "cuDeviceGet", table.device_get);
-  load(library, "cuDeviceGetAttribute", table.device_attribute);
-  load(library, "cuDevicePrimaryCtxRetain", table.context_retain);
-  load(library, "cuDevicePrimaryCtxRelease_v2", table.context_release);
-  load(library, "cuCtxSetCurrent", table.context_set);
-  load(library, "cuCtxPushCurrent_v2", table.context_push);
-  load(library, "cuCtxPopCurrent_v2", table.context_pop);
-  load(library, "cuThreadExchangeStreamCaptureMode", table.capture_mode);
-  load(library, "cuCtxGetStreamPriorityRange", table.priority_range);
-  load(library, "cuStreamCreateWithPriority", table.stream_create);
-  load(library, "cuStreamDestroy_v2", table.stream_destroy);
-  load(library, "cuEventCreate", table.event_create);
-  load(library, "cuEventRecord", table.event_record);
-  load(library, "cuEventQuery", table.event_query);
-  load(library, "cuEventDestroy_v2", table.event_destroy);
-  load(library, "cuMemcpyDtoDAsync_v2", table.copy_async);
-  load(library, "cuLaunchKernelEx", table.launch);
-  table.flush_writes =
-      reinterpret_cast<decltype(table.flush_writes)>(dlsym(library, "cuFlushGPUDirectRDMAWrites"));
-  table.export_dmabuf = reinterpret_cast<decltype(table.export_dmabuf)>(
-      dlsym(library, "cuMemGetHandleForAddressRange"));
+  library.load("cuGetErrorString", table.error_string);
+  library.load("cuInit", table.init);
+  library.load("cuDeviceGet", table.device_get);
+  library.load("cuDeviceGetAttribute", table.device_attribute);
+  library.load("cuDevicePrimaryCtxRetain", table.context_retain);
+  library.load("cuDevicePrimaryCtxRelease_v2", table.context_release);
+  library.load("cuCtxSetCurrent", table.context_set);
+  library.load("cuCtxPushCurrent_v2", table.context_push);
+  library.load("cuCtxPopCurrent_v2", table.context_pop);
+  library.load("cuThreadExchangeStreamCaptureMode", table.capture_mode);
+  library.load("cuCtxGetStreamPriorityRange", table.priority_range);
+  library.load("cuStreamCreateWithPriority", table.stream_create);
+  library.load("cuStreamDestroy_v2", table.stream_destroy);
+  library.load("cuEventCreate", table.event_create);
+  library.load("cuEventRecord", table.event_record);
+  library.load("cuEventQuery", table.event_query);
+  library.load("cuEventDestroy_v2", table.event_destroy);
+  library.load("cuMemcpyDtoDAsync_v2", table.copy_async);
+  library.load("cuLaunchKernelEx", table.launch);
+  library.load_if_there("cuFlushGPUDirectRDMAWrites", table.flush_writes);
+  library.load_if_there("cuMemGetHandleForAddressRange", table.export_dmabuf);
   return table;
 }
 

@@ -1,11 +1,10 @@
 #include "provider/libfabric/api.h"
 
-#include <dlfcn.h>
-
 #include <atomic>
 #include <mutex>
 
 #include "base/log.h"
+#include "platform/library.h"
 
 namespace moe_p2p::provider::libfabric {
 
@@ -26,45 +25,24 @@ struct {
   std::atomic<const Library*> library{nullptr};
 } loading;
 
-// The machine's own library first; then the folder in which AWS's installer puts its own.
-constexpr const char* kNames[] = {"libfabric.so.1", "/opt/amazon/efa/lib/libfabric.so.1",
-                                  "/opt/amazon/efa/lib64/libfabric.so.1"};
-
-void* open_file(const std::string& file) {
-  std::string reason;
-  const auto open = [&](const char* name) {
-    void* handle = dlopen(name, RTLD_NOW | RTLD_LOCAL);
-    if (!handle && reason.empty()) reason = dlerror();
-    return handle;
-  };
-  if (!file.empty()) {
-    if (void* handle = open(file.c_str())) return handle;
-  } else {
-    for (const char* name : kNames)
-      if (void* handle = open(name)) return handle;
-  }
-  throw base::Error(Code::kUnavailable,
-                    base::concat("libfabric cannot be opened: ", reason,
-                                 "; install it (Debian, Ubuntu: apt-get install libfabric1; on EC2 "
-                                 "the EFA installer) or name the file with library="));
-}
-
-template <typename Function>
-void load(void* handle, const char* name, Function& function) {
-  function = reinterpret_cast<Function>(dlsym(handle, name));
-  MOE_P2P_CHECK(function, Code::kUnavailable, "libfabric.so.1 has no ", name,
-                "; it must be release 1.10 or newer");
-}
-
 Library load_library(const std::string& file) {
-  void* handle = open_file(file);  // stays open: providers have threads and exit handlers
+  // The machine's own library first; then the folder in which AWS's installer puts its own.
+  const std::vector<std::string> files = {"libfabric.so.1", "/opt/amazon/efa/lib/libfabric.so.1",
+                                          "/opt/amazon/efa/lib64/libfabric.so.1"};
+  const platform::Library opened(
+      file.empty() ? files : std::vector{file},
+      {.what = "libfabric",
+       .install = "install it (Debian, Ubuntu: apt-get install libfabric1; on EC2 the EFA "
+                  "installer) or name the file with library=",
+       .name = "libfabric.so.1",
+       .needed = "it must be release 1.10 or newer"});
   Library library{};
-  load(handle, "fi_getinfo", library.getinfo);
-  load(handle, "fi_freeinfo", library.freeinfo);
-  load(handle, "fi_dupinfo", library.dupinfo);
-  load(handle, "fi_fabric", library.fabric);
-  load(handle, "fi_strerror", library.strerror);
-  load(handle, "fi_version", library.version);
+  opened.load("fi_getinfo", library.getinfo);
+  opened.load("fi_freeinfo", library.freeinfo);
+  opened.load("fi_dupinfo", library.dupinfo);
+  opened.load("fi_fabric", library.fabric);
+  opened.load("fi_strerror", library.strerror);
+  opened.load("fi_version", library.version);
   return library;
 }
 

@@ -1,15 +1,11 @@
 #include "provider/verbs/api.h"
 
-#include <dlfcn.h>
-
 #include <map>
 #include <mutex>
 
-#include "base/log.h"
+#include "platform/library.h"
 
 namespace moe_p2p::provider::verbs {
-
-using base::Code;
 
 namespace {
 
@@ -17,59 +13,49 @@ namespace {
 const Api* fake_api = nullptr;
 #endif
 
-// The library still carries an older interface under the same names, which a plain dlsym may give.
-template <typename Function>
-void load_if_there(void* library, const char* name, Function& function) {
-  void* symbol = dlvsym(library, name, "IBVERBS_1.1");
-  function = reinterpret_cast<Function>(symbol ? symbol : dlsym(library, name));
-}
-
-template <typename Function>
-void load(void* library, const char* name, Function& function) {
-  load_if_there(library, name, function);
-  MOE_P2P_CHECK(function, Code::kUnavailable, "libibverbs has no ", name,
-                "; a version of rdma-core from 2017 or later is needed");
-}
-
-Api open_library(const std::string& name) {
-  void* library = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);
-  MOE_P2P_CHECK(library, Code::kUnavailable, "the RDMA library cannot be opened: ", dlerror(),
-                "; install it (Debian, Ubuntu: libibverbs1 ibverbs-providers; RHEL: libibverbs), "
-                "or choose another transport");
+Api open_library(const std::string& file) {
+  // The version of symbols: the library still carries an older interface under the same names.
+  const platform::Library library(
+      {file},
+      {.what = "the RDMA library",
+       .install = "install it (Debian, Ubuntu: libibverbs1 ibverbs-providers; RHEL: libibverbs), "
+                  "or choose another transport",
+       .name = "libibverbs",
+       .needed = "a version of rdma-core from 2017 or later is needed"},
+      "IBVERBS_1.1");
   Api api{};
-  load(library, "ibv_get_device_list", api.get_device_list);
-  load(library, "ibv_free_device_list", api.free_device_list);
-  load(library, "ibv_open_device", api.open_device);
-  load(library, "ibv_close_device", api.close_device);
-  load(library, "ibv_query_device", api.query_device);
-  load(library, "ibv_query_port", api.query_port);
-  load(library, "ibv_query_gid", api.query_gid);
-  load_if_there(library, "_ibv_query_gid_table", api.query_gid_table);
-  load(library, "ibv_alloc_pd", api.alloc_pd);
-  load(library, "ibv_dealloc_pd", api.dealloc_pd);
-  load(library, "ibv_reg_mr", api.reg_mr);
-  load_if_there(library, "ibv_reg_mr_iova2", api.reg_mr_iova2);
-  load_if_there(library, "ibv_reg_dmabuf_mr", api.reg_dmabuf_mr);
-  load(library, "ibv_dereg_mr", api.dereg_mr);
-  load(library, "ibv_create_comp_channel", api.create_comp_channel);
-  load(library, "ibv_destroy_comp_channel", api.destroy_comp_channel);
-  load(library, "ibv_create_cq", api.create_cq);
-  load(library, "ibv_destroy_cq", api.destroy_cq);
-  load(library, "ibv_get_cq_event", api.get_cq_event);
-  load(library, "ibv_ack_cq_events", api.ack_cq_events);
-  load(library, "ibv_create_srq", api.create_srq);
-  load(library, "ibv_destroy_srq", api.destroy_srq);
-  load(library, "ibv_create_qp", api.create_qp);
-  load(library, "ibv_modify_qp", api.modify_qp);
-  load(library, "ibv_destroy_qp", api.destroy_qp);
-  load(library, "ibv_get_async_event", api.get_async_event);
-  load(library, "ibv_ack_async_event", api.ack_async_event);
+  library.load("ibv_get_device_list", api.get_device_list);
+  library.load("ibv_free_device_list", api.free_device_list);
+  library.load("ibv_open_device", api.open_device);
+  library.load("ibv_close_device", api.close_device);
+  library.load("ibv_query_device", api.query_device);
+  library.load("ibv_query_port", api.query_port);
+  library.load("ibv_query_gid", api.query_gid);
+  library.load_if_there("_ibv_query_gid_table", api.query_gid_table);
+  library.load("ibv_alloc_pd", api.alloc_pd);
+  library.load("ibv_dealloc_pd", api.dealloc_pd);
+  library.load("ibv_reg_mr", api.reg_mr);
+  library.load_if_there("ibv_reg_mr_iova2", api.reg_mr_iova2);
+  library.load_if_there("ibv_reg_dmabuf_mr", api.reg_dmabuf_mr);
+  library.load("ibv_dereg_mr", api.dereg_mr);
+  library.load("ibv_create_comp_channel", api.create_comp_channel);
+  library.load("ibv_destroy_comp_channel", api.destroy_comp_channel);
+  library.load("ibv_create_cq", api.create_cq);
+  library.load("ibv_destroy_cq", api.destroy_cq);
+  library.load("ibv_get_cq_event", api.get_cq_event);
+  library.load("ibv_ack_cq_events", api.ack_cq_events);
+  library.load("ibv_create_srq", api.create_srq);
+  library.load("ibv_destroy_srq", api.destroy_srq);
+  library.load("ibv_create_qp", api.create_qp);
+  library.load("ibv_modify_qp", api.modify_qp);
+  library.load("ibv_destroy_qp", api.destroy_qp);
+  library.load("ibv_get_async_event", api.get_async_event);
+  library.load("ibv_ack_async_event", api.ack_async_event);
   return api;
 }
 
 }  // namespace
 
-// Never closed: drivers of the library keep threads and fork handlers.
 const Api& load_api(const std::string& library) {
 #if defined(MOE_P2P_TESTING)
   if (library == kFakeLibrary && fake_api) return *fake_api;
