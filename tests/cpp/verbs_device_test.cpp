@@ -11,17 +11,18 @@
 #include <cstdlib>
 #include <numeric>
 
-#include "engine_pair.h"
+#include "engine_traffic.h"
 #include "provider_harness.h"
 #include "proxy/proxy_thread.h"
 
 namespace moe_p2p::provider_test {
 namespace {
 
-using engine::EngineOptions;
 using engine::Request;
 using engine::TransferEngine;
 using platform::Clock;
+using test::engine_options;
+using test::soon;
 
 std::string why_no_devices() {
   if (std::getenv("MOE_P2P_RDMA_MACHINE") == nullptr)
@@ -46,21 +47,11 @@ void set_link(const char* state) {
   REQUIRE(std::system(command.c_str()) == 0);
 }
 
-platform::Deadline soon() { return Clock::now() + std::chrono::seconds(60); }
-
-EngineOptions engine_options(const std::string& settings, int num_nics) {
-  EngineOptions options;
-  options.provider = "verbs";
-  options.settings = settings;
-  options.num_nics = num_nics;
-  return options;
-}
-
 // Between an engine of two NICs and one of one, several turns of all kinds of requests.
 void run_requests(const std::string& two, const std::string& one) {
   const std::string small = ",max_write_bytes=7000,max_in_flight=64";
-  TransferEngine from(engine_options(two + small, 2));
-  TransferEngine to(engine_options(one + ",qps_per_peer=2" + small, 1));
+  TransferEngine from(engine_options("verbs", two + small, 2));
+  TransferEngine to(engine_options("verbs", one + ",qps_per_peer=2" + small, 1));
   proxy::ProxyThread first(from, {}), second(to, {});
   test::Buffer source(from, test::pattern(500'000)), target(to, std::vector<std::byte>(500'000));
   const auto* region = from.resolve(to.descriptor(target.handle));
