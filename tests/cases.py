@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 import os
+import signal
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_p2p import AllToAll, AllToAllConfig, Dispatched, reference
+from moe_p2p import AllToAll, AllToAllConfig, Dispatched, MoeP2pError, reference
 from moe_p2p.reference import Received, Tokens, Topology
 from ranks import Rank
 
@@ -206,6 +208,26 @@ def check_step(comm: AllToAll, tokens: list[Tokens], **options: Any) -> tuple[Di
     """Dispatch and combine of `tokens` (of all ranks), bit for bit as the reference has them."""
     max_tokens = options.pop("max_tokens", comm.config.max_tokens)
     return run_step(comm, expect(topology_of(comm), tokens, max_tokens=max_tokens, **options))
+
+
+def lose_a_rank(comm: AllToAll, tokens: Tokens, lost: int) -> tuple[float, str, str]:
+    """Rank `lost` is killed between dispatch and combine, while the others go on with steps.
+
+    They are given: seconds until they were told, the error, and what `broken` says; then closed.
+    """
+    received = comm.dispatch(tokens.x, tokens.topk_idx, tokens.topk_weights)
+    if comm.rank == lost:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    try:
+        for _ in range(100):
+            comm.combine(received.x, received)
+            received = comm.dispatch(tokens.x, tokens.topk_idx, tokens.topk_weights)
+    except MoeP2pError as error:
+        took, broken = time.monotonic() - began, comm.broken
+        comm.close()
+        return took, f"{type(error).__name__}: {error}", broken
+    return time.monotonic() - began, "never noticed", ""
 
 
 def on_cpu(got: Dispatched) -> Dispatched:

@@ -6,9 +6,7 @@ Contract, engine and a fake of EFA: tests/cpp/libfabric_*.cpp. Several hosts: te
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 import subprocess
 import sys
 import time
@@ -19,7 +17,7 @@ import pytest
 import torch
 
 import moe_p2p
-from cases import SMALL, check_step, make, make_tokens
+from cases import SMALL, check_step, lose_a_rank, make, make_tokens
 from moe_p2p import Engine
 from ranks import DiedError, Rank, run_processes, run_threads
 
@@ -96,7 +94,7 @@ def test_a_peer_that_cannot_be_reached() -> None:
         assert time.monotonic() - began < 10
 
 
-def run_until_killed(rank: Rank) -> tuple[float, str]:
+def run_until_killed(rank: Rank) -> tuple[float, str, str]:
     comm = make(
         rank,
         transport="libfabric",
@@ -104,27 +102,14 @@ def run_until_killed(rank: Rank) -> tuple[float, str]:
         ranks_per_node=1,
         timeout_s=4.0,
     )
-    t = make_tokens(0, rank.rank, 6)
-    received = comm.dispatch(t.x, t.topk_idx, t.topk_weights)
-    if rank.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    began = time.monotonic()
-    try:
-        for _ in range(100):
-            comm.combine(received.x, received)
-            received = comm.dispatch(t.x, t.topk_idx, t.topk_weights)
-    except moe_p2p.MoeP2pError as error:
-        took = time.monotonic() - began
-        comm.close()
-        return took, str(error)
-    return time.monotonic() - began, "never noticed"
+    return lose_a_rank(comm, make_tokens(0, rank.rank, 6), 1)
 
 
 @needs_libfabric
 def test_a_peer_that_is_killed() -> None:
     results = run_processes(2, run_until_killed, return_errors=True)
     assert isinstance(results[1], DiedError)
-    took, text = results[0]
+    took, text, _ = results[0]
     assert took < 15, text
     assert "rank 1" in text, text
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import moe_p2p
-from cases import check_step, make, make_tokens
+from cases import check_step, lose_a_rank, make, make_tokens
 from moe_p2p import Engine, agreement
 from moe_p2p.agreement import find_ranks_per_node
 from ranks import DiedError, Rank, run_processes, run_threads
@@ -154,20 +154,7 @@ def run_until_killed(rank: Rank, ranks_per_node: int) -> tuple[float, str, str]:
     for _ in range(3):
         received = comm.dispatch(t.x, t.topk_idx, t.topk_weights)
         comm.combine(received.x, received)
-    received = comm.dispatch(t.x, t.topk_idx, t.topk_weights)
-    if rank.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    began = time.monotonic()
-    try:
-        for _ in range(100):
-            comm.combine(received.x, received)
-            received = comm.dispatch(t.x, t.topk_idx, t.topk_weights)
-    except moe_p2p.MoeP2pError as error:
-        took = time.monotonic() - began
-        broken = comm.broken
-        comm.close()
-        return took, f"{type(error).__name__}: {error}", broken
-    return time.monotonic() - began, "never noticed", ""
+    return lose_a_rank(comm, t, 1)
 
 
 @pytest.mark.parametrize("ranks_per_node", [3, 1])
