@@ -7,7 +7,7 @@ MOE_P2P_CACHE               folder of compiled kernels (default: ~/.cache/moe_p2
 MOE_P2P_FABRIC              1: ranks of a node share GPU memory by fabric handle (all ranks alike)
 CUDA_HOME                   CUDA toolkit whose headers kernels may use (default: /usr/local/cuda)
 MOE_P2P_LOG                 error, warning, info or debug; also read by csrc/base/log.cpp
-LOCAL_WORLD_SIZE            ranks of this machine, set by torchrun
+RANK, LOCAL_WORLD_SIZE      this rank, and ranks of this machine, set by torchrun
 """
 
 from __future__ import annotations
@@ -49,6 +49,11 @@ def fabric() -> bool:
 def cuda_home() -> Path:
     """The CUDA toolkit, which need not be there."""
     return Path(os.environ.get("CUDA_HOME") or "/usr/local/cuda")
+
+
+def rank() -> int:
+    """The number that the launcher gave this process."""
+    return int(os.environ["RANK"])
 
 
 def local_world_size() -> int:

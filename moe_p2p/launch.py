@@ -1,7 +1,7 @@
 """Starts one process per rank on this machine, with torchrun's own machinery, and joins them.
 
 Used by the commands of `python -m moe_p2p`. The agent watches the ranks: when one fails the others
-are ended, and the failure comes back with the rank and its traceback.
+are ended, and the failure comes back with the tracebacks of all ranks that raised, causes first.
 """
 
 from __future__ import annotations
@@ -12,8 +12,12 @@ import logging
 import multiprocessing
 import os
 import sys
+import tempfile
+import time
+import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,18 +25,22 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from moe_p2p import env
+from moe_p2p import env, errors
 
 # Of every collective of the helpers' process group. A rank that imports torch on a busy machine
 # needs several seconds; a dead one is noticed by the agent long before this.
 GROUP_TIMEOUT = timedelta(seconds=120)
-
+# The agent ends all ranks once the first has left, so one that failed stays for the stories of
+# others: a moment, or long enough for the cause while only results of it are told. (Who began it
+# closes what it holds before its error comes here.) Too short: nobody learns why.
+STORIES_TIMEOUT_S, CAUSE_TIMEOUT_S = 1.0, 10.0
+STORIES_LOOK_S = 0.02
 
 _CONFIG_FIELDS = {field.name for field in dataclasses.fields(LaunchConfig)}
 
 
 class RanksFailedError(RuntimeError):
-    """A rank raised or died; the text is the story of the first one."""
+    """Ranks raised or died; the text has the story of each, those that began it first."""
 
 
 def run_ranks(function: Callable[..., Any], *args: Any, num_ranks: int) -> list[Any]:
@@ -61,10 +69,11 @@ def run_ranks(function: Callable[..., Any], *args: Any, num_ranks: int) -> list[
     # Ranks are forked from a server that has imported all this once: 2 s instead of 2 s each.
     multiprocessing.set_forkserver_preload([function.__module__])
     logging.getLogger("torch").setLevel(logging.CRITICAL)  # the error raised here says it once
-    try:
-        results = elastic_launch(config, _enter)(function, *args)
-    except ChildFailedError as error:
-        raise RanksFailedError(_story(error)) from None
+    with tempfile.TemporaryDirectory(prefix="moe_p2p_ranks_") as stories:
+        try:
+            results = elastic_launch(config, _enter)(Path(stories), function, *args)
+        except ChildFailedError as error:
+            raise RanksFailedError(_story(error, Path(stories))) from None
     return [results[rank] for rank in range(num_ranks)]
 
 
@@ -83,16 +92,52 @@ def threads_per_rank(num_ranks: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) // num_ranks)
 
 
-def _enter(function: Callable[..., Any], *args: Any) -> Any:
+def _enter(stories: Path, function: Callable[..., Any], *args: Any) -> Any:
     torch.set_num_threads(threads_per_rank(env.local_world_size()))
     try:
         return function(*args)
+    except Exception as error:
+        _tell(stories, error)
+        raise
     finally:
         sys.stdout.flush()
 
 
-def _story(error: ChildFailedError) -> str:
-    rank, failure = error.get_first_failure()
+# Files of ranks that raised: `cause.<rank>`, or `result.<rank>` where another rank failed first.
+
+
+def _is_result(error: Exception) -> bool:
+    """Whether another rank's failure led to this one: ours, or that of a collective it has left."""
+    return isinstance(error, errors.AbortedError) or "/gloo/" in str(error)
+
+
+def _tell(stories: Path, error: Exception) -> None:
+    """Leaves the story for run_ranks, and waits for those of other ranks."""
+    unfinished = stories / f"unfinished.{env.rank()}"
+    unfinished.write_text("".join(traceback.format_exception(error)).strip())
+    unfinished.rename(stories / f"{'result' if _is_result(error) else 'cause'}.{env.rank()}")
+    started = time.monotonic()
+    while len(kinds := [path.stem for path in stories.iterdir()]) < env.local_world_size():
+        timeout_s = STORIES_TIMEOUT_S if "cause" in kinds else CAUSE_TIMEOUT_S
+        if time.monotonic() - started > timeout_s:
+            return
+        time.sleep(STORIES_LOOK_S)
+
+
+def _story(error: ChildFailedError, stories: Path) -> str:
+    told = {
+        int(path.suffix[1:]): path.read_text()
+        for kind in ("cause", "result")
+        for path in sorted(stories.glob(f"{kind}.*"), key=lambda path: path.stat().st_mtime_ns)
+    }
+    # A rank that died without a word comes first: the others may have failed because of it.
+    died = [_end_of(rank, error) for rank in sorted(error.failures) if rank not in told]
+    return "\n".join(died + [f"rank {rank} failed:\n{text}" for rank, text in told.items()])
+
+
+def _end_of(rank: int, error: ChildFailedError) -> str:
+    """What the agent knows of a rank that failed."""
+    failure = error.failures[rank]
     message = failure.message
     if isinstance(message, dict):
         extra = message.get("extraInfo", {})

@@ -6,12 +6,13 @@ import importlib.util
 import json
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from moe_p2p import launch
+from moe_p2p import errors, launch
 from moe_p2p.bench import baseline, cases, command, report
 from moe_p2p.bench.check import apply_experts, expect, verify
 from moe_p2p.bench.options import Options, parse
@@ -63,6 +64,39 @@ def test_a_killed_rank_ends_the_others() -> None:
     # Whichever the agent sees first: the dead rank, or the one that lost its peer.
     with pytest.raises(launch.RanksFailedError, match=r"rank [01] failed"):
         launch.run_ranks(die, 1, num_ranks=2)
+
+
+def give_up(seconds_to_close: float) -> None:
+    with launch.process_group() as (rank, _):
+        torch.distributed.barrier()
+        if rank == 0:
+            raise errors.make(errors.AbortedError, "rank 1 of this node gave up; see its error")
+        if rank == 1:
+            time.sleep(seconds_to_close)  # the agent looks far more often
+            raise errors.make(errors.TimeoutError, "the cause")
+        torch.distributed.barrier()  # fails when another rank leaves
+
+
+def test_ranks_that_fail_tell_the_cause_first() -> None:
+    with pytest.raises(launch.RanksFailedError) as caught:
+        launch.run_ranks(give_up, 1.5, num_ranks=3)
+    story = str(caught.value)
+    assert story.startswith("rank 1 failed:\nTraceback")
+    assert story.index("[timeout] the cause") < story.index("rank 0 failed:\nTraceback")
+    assert "[aborted] rank 1 of this node gave up" in story
+
+
+def fail_alone() -> None:
+    with launch.process_group() as (rank, _):
+        torch.distributed.barrier()
+        if rank == 0:
+            raise errors.make(errors.TransportError, "no NIC")
+        signal.pause()  # until the agent ends it
+
+
+def test_a_rank_that_fails_alone_ends_the_world() -> None:
+    with pytest.raises(launch.RanksFailedError, match=r"^rank 0 failed:\n(.*\n)*.*no NIC$"):
+        launch.run_ranks(fail_alone, num_ranks=2)
 
 
 def test_results_come_in_rank_order() -> None:
