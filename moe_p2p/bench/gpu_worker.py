@@ -27,7 +27,7 @@ from moe_p2p.bench.gpu_timing import FLUSH_BYTES
 from moe_p2p.bench.options import Options
 from moe_p2p.bench.probe import Probe
 from moe_p2p.bench.progress import Progress, bar
-from moe_p2p.bench.systems import MoeP2p, System, make_config
+from moe_p2p.bench.systems import MoeP2p, System, finish, make_config
 from moe_p2p.reference import Tokens
 
 TIMED_STEP = 1_000  # its routing and rows are those that are timed
@@ -226,7 +226,11 @@ class World:
 
 def _compare_layers(found: list[Contestant]) -> None:
     """All of them against the last one, the baseline where there is one."""
-    layers = [(one, one.calls.layer()) for one in found if one.calls.layer is not None]
+    layers = []
+    for one in found:
+        if one.calls.layer is not None:
+            layers.append((one, one.calls.layer()))
+            finish(layers[-1][1].device)
     for one, out in layers[:-1]:
         apart = difference(out, layers[-1][1])
         if not apart <= MAX_DIFFERENCE:  # NaN is apart

@@ -69,8 +69,22 @@ def make_config(
     )
 
 
+def finish(device: torch.device | str) -> None:
+    """On a GPU, waits for what was launched: the results of a call may then be looked at.
+
+    While a kernel waits for another node, the software NIC has to reach the driver. A copy to
+    pageable memory (.cpu(), .tolist()) and the first launch of a kernel keep its lock until that
+    kernel ends, which then ends by its deadline. Waiting for the device does not.
+    """
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize()
+
+
 class MoeP2p:
-    """The package. Whole calls on GPUs; on CPUs halves, which reuse buffers, where they can be."""
+    """The package. Whole calls on GPUs; on CPUs halves, which reuse buffers, where they can be.
+
+    On GPUs dispatch and combine wait for their results; calls to be timed are those of gpu_calls.
+    """
 
     name = "moe_p2p"
 
@@ -116,12 +130,15 @@ class MoeP2p:
                 layout="grouped",
             )
         self.received = got
+        finish(self.all_to_all.config.device)
         return Rows(x=got.x, scales=got.scales, row_weights=got.row_weights, counts=got.counts)
 
     def combine(self, y: Tensor) -> Tensor:
         assert self.received is not None, "combine follows dispatch"
         if not self.halves:
-            return self.all_to_all.combine(y, self.received)
+            out = self.all_to_all.combine(y, self.received)
+            finish(self.all_to_all.config.device)
+            return out
         pending = self.all_to_all.combine_send(y, self.received)
         num_tokens = self.received.topk_idx.shape[0]
         out = self.all_to_all.combine_recv(pending, out=self.out.get(num_tokens))

@@ -1,0 +1,66 @@
+"""What the benchmark asks of a GPU while a call runs there: nothing."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moe_p2p.bench import cases, check, gpu_calls, systems
+from moe_p2p.bench.options import Options
+
+TINY = Options(ranks=2, ranks_per_node=1, tokens=(6,), hidden=256, topk=2, experts=4)
+
+
+class Launches(TorchDispatchMode):
+    """A communicator of a GPU that does nothing, and what is asked of the device, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[str] = []
+        self.config = SimpleNamespace(device="cuda", step_tokens=6, steps_in_flight=2)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.log.append("torch")
+        return func(*args, **kwargs or {})
+
+    def dispatch(self, x: torch.Tensor, *_: Any, **__: Any) -> Any:
+        rows, weights = x.new_zeros(12, x.shape[1]), torch.zeros(12)
+        counts = torch.zeros(2, dtype=torch.int32)
+        self.log.append("call")
+        return SimpleNamespace(x=rows, scales=None, row_weights=weights, counts=counts)
+
+    def combine(self, y: torch.Tensor, _: Any) -> torch.Tensor:
+        out = y.new_zeros(6, y.shape[1])
+        self.log.append("call")
+        return out
+
+    def synchronize(self) -> None:
+        self.log.append("wait")
+
+
+def test_nothing_is_asked_of_a_gpu_before_a_call_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A copy or a first launch would keep the software NIC from the driver, and the call would
+    # end by its deadline.
+    launches = Launches()
+    monkeypatch.setattr(systems, "AllToAll", lambda *_: launches)
+    monkeypatch.setattr(torch.cuda, "synchronize", launches.synchronize)
+    job = cases.make_job(TINY)
+    tokens = job.tokens(0, [6, 6])
+    system = systems.MoeP2p(TINY, job)
+    with launches:
+        check.verify(system, tokens[0], check.expect(job, TINY, 0, tokens), exact=True)
+        check.verify_whole(system, job, TINY, 0, tokens[0])
+        calls = gpu_calls.package_calls(
+            system, TINY, tokens[0], num_sms=0, experts=lambda x, *_: 2 * x
+        )
+    log = launches.log
+    assert log.count("call") == 6
+    assert all(log[i + 1] == "wait" for i, what in enumerate(log) if what == "call")
+
+    del log[:]  # while the clock runs nobody waits
+    calls.pair()
+    assert log == ["call", "call"]
