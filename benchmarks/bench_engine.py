@@ -6,19 +6,16 @@ Goals: 150 ns per page of a 10,000-page write, 1 us at the median from a doorbel
 
 from __future__ import annotations
 
-import re
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
+import cpp_program
 import pytest
 import torch
+from cpp_program import median_s
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from moe_p2p import Engine
 
-ROOT = Path(__file__).resolve().parents[1]
 NUM_PAGES, PAGE_BYTES = 10_000, 4096
 
 
@@ -47,7 +44,7 @@ def test_write_pages(benchmark: BenchmarkFixture, null_engine: Engine) -> None:
         ).wait()
 
     benchmark.pedantic(write, rounds=100, warmup_rounds=5)
-    benchmark.extra_info["ns_per_page"] = _median(benchmark) / NUM_PAGES * 1e9
+    benchmark.extra_info["ns_per_page"] = median_s(benchmark) / NUM_PAGES * 1e9
 
 
 def test_one_write(benchmark: BenchmarkFixture, null_engine: Engine) -> None:
@@ -75,40 +72,11 @@ def test_loopback_bandwidth(benchmark: BenchmarkFixture, nbytes: int) -> None:
 
         benchmark.pedantic(write, rounds=30, warmup_rounds=3)
         assert bool(target.tensor.all())
-    benchmark.extra_info["gigabytes_per_s"] = in_flight * nbytes / _median(benchmark) / 1e9
+    benchmark.extra_info["gigabytes_per_s"] = in_flight * nbytes / median_s(benchmark) / 1e9
 
 
 def test_engine_alone(benchmark: BenchmarkFixture) -> None:
     """The same and the doorbell without Python, by tests/cpp/engine_benchmark.cpp."""
-    build = subprocess.run(
-        [sys.executable, "tests/cpp/build.py", "--optimize"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=280,
-    )
-    if build.returncode:
-        pytest.skip(f"the C++ tests cannot be built: {(build.stdout + build.stderr)[-300:]}")
-    program = build.stdout.strip().splitlines()[-1]
-
-    def run() -> str:
-        return subprocess.run(
-            [program, "--no-skip", "-tc=benchmark: engine*"],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=120,
-        ).stdout
-
-    printed = benchmark.pedantic(run, rounds=1)
-    lines = re.findall(r"MESSAGE: (.+)", printed)
-    assert lines, printed
-    benchmark.extra_info["engine"] = lines
-    print("\n" + "\n".join(lines))
-
-
-def _median(benchmark: BenchmarkFixture) -> float:
-    assert benchmark.stats is not None
-    return float(benchmark.stats.stats.median)
+    program = cpp_program.build(timeout_s=280)
+    command = [program, "--no-skip", "-tc=benchmark: engine*"]
+    cpp_program.run(benchmark, command, name="engine")

@@ -8,20 +8,17 @@ the CPU copies every byte: the numbers are those of this machine's cores.
 
 from __future__ import annotations
 
-import re
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
+import cpp_program
 import pytest
 import torch
+from cpp_program import median_s
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from moe_p2p import Engine, UnavailableError
 from moe_p2p.engine import Region, Slice
 
-ROOT = Path(__file__).resolve().parents[1]
 SETTINGS = {"tcp": "provider=tcp,interfaces=lo", "shm": "provider=shm"}
 TARGET_BYTES = 64 << 20
 
@@ -63,7 +60,7 @@ def test_bandwidth(benchmark: BenchmarkFixture, route: Route, nbytes: int) -> No
             request.wait(30.0)
 
     benchmark.pedantic(write, rounds=30, warmup_rounds=3)
-    benchmark.extra_info["gigabytes_per_s"] = in_flight * nbytes / _median(benchmark) / 1e9
+    benchmark.extra_info["gigabytes_per_s"] = in_flight * nbytes / median_s(benchmark) / 1e9
 
 
 @pytest.mark.parametrize("page_bytes", [4 << 10, 32 << 10], ids=lambda n: f"{n} B")
@@ -81,7 +78,7 @@ def test_pages(benchmark: BenchmarkFixture, route: Route, page_bytes: int) -> No
         ).wait(30.0)
 
     benchmark.pedantic(write, rounds=30, warmup_rounds=3)
-    benchmark.extra_info["us_per_page"] = _median(benchmark) / 1000 * 1e6
+    benchmark.extra_info["us_per_page"] = median_s(benchmark) / 1000 * 1e6
 
 
 def test_scatter(benchmark: BenchmarkFixture, route: Route) -> None:
@@ -91,39 +88,10 @@ def test_scatter(benchmark: BenchmarkFixture, route: Route) -> None:
     benchmark.pedantic(
         lambda: route.here.scatter(route.source, slices).wait(30.0), rounds=30, warmup_rounds=3
     )
-    benchmark.extra_info["gigabytes_per_s"] = 64 * nbytes / _median(benchmark) / 1e9
+    benchmark.extra_info["gigabytes_per_s"] = 64 * nbytes / median_s(benchmark) / 1e9
 
 
 def test_beside_a_raw_loop(benchmark: BenchmarkFixture) -> None:
-    build = subprocess.run(
-        [sys.executable, "tests/cpp/build.py", "--optimize"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=400,
-    )
-    if build.returncode:
-        pytest.skip(f"the C++ tests cannot be built: {(build.stdout + build.stderr)[-300:]}")
-    program = build.stdout.strip().splitlines()[-1]
-
-    def run() -> str:
-        return subprocess.run(
-            [program, "--no-skip", "-tc=benchmark: libfabric*"],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=120,
-        ).stdout
-
-    printed = benchmark.pedantic(run, rounds=1)
-    lines = re.findall(r"MESSAGE: (.+)", printed)
-    assert lines, printed
-    benchmark.extra_info["beside a raw loop"] = lines
-    print("\n" + "\n".join(lines))
-
-
-def _median(benchmark: BenchmarkFixture) -> float:
-    assert benchmark.stats is not None
-    return float(benchmark.stats.stats.median)
+    program = cpp_program.build(timeout_s=400)
+    command = [program, "--no-skip", "-tc=benchmark: libfabric*"]
+    cpp_program.run(benchmark, command, name="beside a raw loop")

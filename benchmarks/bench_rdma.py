@@ -8,16 +8,13 @@ for large writes, 1.2 times its cost per posted page of 8 KiB.
 
 from __future__ import annotations
 
-import re
-import subprocess
 import sys
-from pathlib import Path
 
+import cpp_program
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-ROOT = Path(__file__).resolve().parents[1]
-VM = ROOT / "tests/rdma/vm.py"
+VM = cpp_program.ROOT / "tests/rdma/vm.py"
 RUN_DEADLINE_S = 500
 SIZES = {8192: 1000, 65536: 200, 1 << 20: 40}  # bytes of a write: how many
 
@@ -41,33 +38,14 @@ def perftest(tool: str, size: int, number: int) -> str:
 
 @pytest.mark.skipif(bool(vm.why_not()), reason=vm.why_not() or "")
 def test_verbs_beside_perftest_and_a_bare_loop(benchmark: BenchmarkFixture) -> None:
-    build = subprocess.run(
-        [sys.executable, "tests/cpp/build.py", "--optimize"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=900,
-    )
-    if build.returncode:
-        pytest.skip(f"the C++ tests cannot be built: {(build.stdout + build.stderr)[-300:]}")
-    program = build.stdout.strip().splitlines()[-1]
+    program = cpp_program.build(timeout_s=900)
     commands = [perftest("ib_write_bw", size, number) for size, number in SIZES.items()]
     commands += [perftest("ib_write_lat", 8, 200), f"{program} --no-skip '-tc=benchmark: verbs*'"]
-
-    def run() -> str:
-        return subprocess.run(
-            [sys.executable, str(VM), "--", "bash", "-c", "\n".join(commands)],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=RUN_DEADLINE_S,
-        ).stdout
-
-    printed = benchmark.pedantic(run, rounds=1)
-    lines = re.findall(r"^(?:ib_write_\w+ .+|.*MESSAGE: .+)$", printed, re.MULTILINE)
-    lines = [line.partition("MESSAGE: ")[2] or line for line in lines]
-    assert any("bare" in line for line in lines), printed
-    benchmark.extra_info["verbs"] = lines
-    print("\n" + "\n".join(lines))
+    lines = cpp_program.run(
+        benchmark,
+        [sys.executable, str(VM), "--", "bash", "-c", "\n".join(commands)],
+        name="verbs",
+        timeout_s=RUN_DEADLINE_S,
+        also=r"ib_write_\w+ .+",
+    )
+    assert any("bare" in line for line in lines), lines
