@@ -11,12 +11,12 @@ share cache=loose,ro host /lower || { echo "vm: no root file system" >/dev/kmsg;
 $b mount -t tmpfs -o size=80% tmpfs /upper
 $b mkdir -p /upper/files /upper/work
 $b mount -t overlay -o lowerdir=/lower,upperdir=/upper/files,workdir=/upper/work,index=off,xino=off \
-  overlay /root || { echo "vm: no overlay" >/dev/kmsg; $b reboot -f; }
-for kind in proc sys dev; do $b mount -o move /$kind /root/$kind; done
-$b mkdir -p /root/dev/shm /root/dev/pts
-$b mount -t tmpfs -o mode=1777 tmpfs /root/dev/shm
-$b mount -t devpts devpts /root/dev/pts
-$b mount -t tmpfs tmpfs /root/run
-$b mkdir -p /root/run/vm
-share cache=none control /root/run/vm
-exec $b switch_root /root /bin/bash /run/vm/guest.sh </root/dev/null >/root/dev/ttyS0 2>&1
+  overlay /target || { echo "vm: no overlay" >/dev/kmsg; $b reboot -f; }
+for kind in proc sys dev; do $b mount -o move /$kind /target/$kind; done
+$b mkdir -p /target/dev/shm /target/dev/pts
+$b mount -t tmpfs -o mode=1777 tmpfs /target/dev/shm
+$b mount -t devpts devpts /target/dev/pts
+$b mount -t tmpfs tmpfs /target/run
+$b mkdir -p /target/run/vm
+share cache=none control /target/run/vm
+exec $b switch_root /target /bin/bash /run/vm/guest.sh </target/dev/null >/target/dev/ttyS0 2>&1

@@ -164,7 +164,7 @@ def build_initrd(kernel: Path) -> Path:
         return image
     with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
         root = Path(scratch)
-        for name in ("bin", "m", "proc", "sys", "dev", "lower", "upper", "root"):
+        for name in ("bin", "m", "proc", "sys", "dev", "lower", "upper", "target"):
             (root / name).mkdir()
         busybox = shutil.which("busybox", path=path())
         assert busybox is not None
