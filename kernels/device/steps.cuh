@@ -67,8 +67,8 @@ __device__ inline void hand_in(const DeviceComm& comm, const Self& self, u64 ste
 }
 
 // "I have read the dispatch of this step", to all ranks that sent some. `header_of(source)` is what
-// goes with it: nothing but flags for an empty half. Threads 0 to kBlockThreads - 1 of a block, or
-// of a worker, call it with their number.
+// goes with it: nothing but flags for an empty half. All threads of a block or of a worker call it,
+// each with its number.
 template <typename HeaderOf>
 __device__ inline void say_read(const DeviceComm& comm, const Self& self, u64 step, i32 thread,
                                 i32 num_threads, const HeaderOf& header_of) {
