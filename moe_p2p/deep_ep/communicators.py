@@ -1,0 +1,159 @@
+"""Which AllToAll serves a call of DeepEP's API.
+
+DeepEP's buffers learn the shape of a call when it is made; an AllToAll is made for one shape. So a
+buffer has one of these, which makes an AllToAll the first time that a shape comes, and keeps it.
+Making one is collective. That holds by itself: all ranks make the same calls in the same order.
+
+Symbols: W ranks, L ranks per node, K top-k, E experts, H hidden size, M tokens per step.
+"""
+
+from __future__ import annotations
+
+import socket
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store, TCPStore
+
+from moe_p2p import errors
+from moe_p2p.agreement import find_ranks_per_node
+from moe_p2p.all_to_all import AllToAll
+from moe_p2p.bootstrap import Bootstrap
+from moe_p2p.config import AllToAllConfig
+from moe_p2p.ops import call
+
+TIMEOUT_S = 100.0  # of every wait, as in DeepEP
+# Tokens of a step, by what fits. Powers of two, so that batches of usual sizes are whole steps.
+_CHUNKS = (8192, 4096, 2048, 1024, 512, 256, 128, 64)
+
+
+class MpiComm(Protocol):
+    """What is used of an mpi4py communicator."""
+
+    def Get_rank(self) -> int: ...  # noqa: N802
+    def Get_size(self) -> int: ...  # noqa: N802
+    def bcast(self, obj: Any, root: int = 0) -> Any: ...
+
+
+class Communicators:
+    """The AllToAll objects of one rank of a group, by shape. Making this is collective.
+
+    group: a ProcessGroup of any backend, or None for `comm` or the default group. Its store is used
+        whenever a communicator is made, so it has to outlive this object.
+    comm: an mpi4py communicator, in place of a group.
+    timeout_s: deadline of every wait, in seconds.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        *,
+        comm: MpiComm | None = None,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        if group is None and comm is not None:
+            self._store, self.rank, self.world_size = _store_over(comm)
+        else:
+            self._store, self.rank, self.world_size = _store_of(group)
+        self.timeout_s = timeout_s
+        hosts = self.meet("the hosts", call(torch.ops.moe_p2p.host_identity.default))
+        self.ranks_per_node = find_ranks_per_node(hosts, None)
+        self._made: dict[tuple[object, ...], AllToAll] = {}
+
+    def get(
+        self,
+        *,
+        num_experts: int,
+        hidden_dim: int,
+        topk: int,
+        max_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        combine_dtype: torch.dtype | None = None,
+        extra_bytes: int = 0,
+        chunk_tokens: int | None = None,
+        steps_in_flight: int = 2,
+        num_sms: int | None = None,
+    ) -> AllToAll:
+        """The AllToAll for this shape; the arguments are fields of AllToAllConfig."""
+        key = (
+            num_experts,
+            hidden_dim,
+            topk,
+            max_tokens,
+            dtype,
+            device.type,
+            combine_dtype,
+            extra_bytes,
+            chunk_tokens,
+            steps_in_flight,
+            num_sms,
+        )
+        made = self._made.get(key)
+        if made is None:
+            config = AllToAllConfig(
+                num_experts=num_experts,
+                hidden_dim=hidden_dim,
+                topk=topk,
+                max_tokens=max_tokens,
+                dtype=dtype,
+                device=device.type,
+                combine_dtype=combine_dtype,
+                extra_bytes=extra_bytes,
+                chunk_tokens=chunk_tokens,
+                steps_in_flight=steps_in_flight,
+                num_sms=num_sms,
+                timeout_s=self.timeout_s,
+            )
+            made = AllToAll(self._store, config, rank=self.rank, world_size=self.world_size)
+            self._made[key] = made
+        return made
+
+    def chunk_tokens(self, num_bytes: int, **fields: Any) -> int | None:
+        """M for a communicator of at most num_bytes; None (the default M) when no M is that small.
+
+        fields: of AllToAllConfig.
+        """
+        for chunk in _CHUNKS:
+            config = AllToAllConfig(**fields, chunk_tokens=chunk)
+            plan = config.plan(world_size=self.world_size, ranks_per_node=self.ranks_per_node)
+            if sum(plan.values()) <= num_bytes:
+                return chunk
+        return None
+
+    def meet(self, what: str, said: str = "") -> list[str]:
+        """Returns when all ranks have come, with what each of them says. `what` is for errors."""
+        meeting = Bootstrap(
+            self._store, rank=self.rank, world_size=self.world_size, timeout_s=self.timeout_s
+        )
+        with meeting:
+            return [data.decode() for data in meeting.exchange(said.encode(), what)]
+
+    def close(self) -> None:
+        """Closes what was made. Idempotent; each rank closes on its own."""
+        while self._made:
+            self._made.popitem()[1].close()
+
+
+def _store_of(group: dist.ProcessGroup | None) -> tuple[Store, int, int]:
+    if group is None:
+        errors.require(
+            dist.is_initialized(),
+            "group is None and there is no default group: call "
+            "torch.distributed.init_process_group first, or pass comm",
+        )
+        group = dist.group.WORLD
+    assert group is not None
+    return group.get_group_store(), group.rank(), group.size()
+
+
+def _store_over(comm: MpiComm) -> tuple[Store, int, int]:
+    """A store of its own for ranks that know each other through MPI only."""
+    rank, host = comm.Get_rank(), socket.gethostname()
+    if rank == 0:
+        server = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        comm.bcast((host, server.port), root=0)
+        return server, rank, comm.Get_size()
+    host, port = comm.bcast(None, root=0)
+    return TCPStore(host, port, is_master=False), rank, comm.Get_size()

@@ -1,0 +1,80 @@
+"""Config: how DeepEP's users say how many SMs a call may use, and ask how much memory it wants."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from moe_p2p.deep_ep.base import NODE_RANKS
+
+_ALIGNMENT_BYTES = 128
+# Beside its values a token may carry 128 expert ids (i64), 128 weights and 128 scales.
+_TOKEN_EXTRA_BYTES = 128 * (8 + 4 + 4) + 16
+
+
+@dataclass(frozen=True)
+class Config:
+    """num_sms: thread blocks that a call may use. The chunk sizes have no meaning here."""
+
+    num_sms: int = 20
+    num_max_nvl_chunked_send_tokens: int = 6
+    num_max_nvl_chunked_recv_tokens: int = 256
+    num_max_rdma_chunked_send_tokens: int = 6
+    num_max_rdma_chunked_recv_tokens: int = 256
+
+    def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        """Bytes for num_nvl_bytes: about what DeepEP takes. Buffer says what comes of them."""
+        return self._size(
+            hidden_bytes, min(num_ranks, NODE_RANKS), self.num_max_nvl_chunked_recv_tokens
+        )
+
+    def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        """Bytes for num_rdma_bytes; 0 up to 8 ranks."""
+        if num_ranks <= NODE_RANKS:
+            return 0
+        # To send from and to receive into.
+        tokens = 2 * self.num_max_rdma_chunked_recv_tokens
+        return self._size(hidden_bytes, num_ranks // NODE_RANKS, tokens)
+
+    def _size(self, hidden_bytes: int, num_peers: int, num_tokens: int) -> int:
+        """Two SMs are a channel, and each channel holds num_tokens of each peer."""
+        rows = self.num_sms // 2 * num_peers * num_tokens
+        return -(-rows * (hidden_bytes + _TOKEN_EXTRA_BYTES) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
+class _Chunks(NamedTuple):
+    """Sizes that DeepEP recommends to a number of ranks."""
+
+    dispatch_send: int
+    combine_send: int
+    nvl_recv: int
+    dispatch_rdma_send: int
+    combine_rdma_send: int
+
+
+_RECOMMENDED = {
+    2: _Chunks(24, 10, 256, 6, 6),
+    4: _Chunks(6, 9, 256, 6, 6),
+    8: _Chunks(6, 4, 256, 6, 6),
+    16: _Chunks(36, 4, 288, 20, 12),
+    24: _Chunks(32, 1, 288, 8, 8),
+    32: _Chunks(32, 1, 288, 8, 8),
+    48: _Chunks(32, 1, 288, 8, 8),
+    64: _Chunks(32, 1, 288, 8, 8),
+    96: _Chunks(20, 1, 480, 12, 8),
+    128: _Chunks(20, 1, 560, 12, 8),
+    144: _Chunks(32, 2, 720, 12, 8),
+    160: _Chunks(28, 2, 720, 12, 8),
+}
+_RDMA_RECV = 128
+
+
+def recommend(num_ranks: int, num_sms: int, *, combine: bool) -> Config:
+    """The Config for a number of ranks. Where DeepEP has none, that of the next larger number."""
+    known = min((n for n in _RECOMMENDED if n >= num_ranks), default=max(_RECOMMENDED))
+    chunks = _RECOMMENDED[known]
+    if combine:
+        send, rdma_send = chunks.combine_send, chunks.combine_rdma_send
+    else:
+        send, rdma_send = chunks.dispatch_send, chunks.dispatch_rdma_send
+    return Config(num_sms, send, chunks.nvl_recv, rdma_send, _RDMA_RECV)

@@ -1,0 +1,126 @@
+"""On which stream a call of DeepEP's API runs, and what waits for what.
+
+A synchronous call runs on the current stream, an asynchronous one on the communication stream.
+Calls of one buffer run one after the other, whatever streams they are on: an AllToAll wants its
+calls in one order. Without a GPU nothing of this is needed, and nothing is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from moe_p2p import errors
+from moe_p2p.deep_ep.event import EventHandle, EventOverlap
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class Streams:
+    """The communication stream of one buffer, and the stream of its latest call."""
+
+    def __init__(self) -> None:
+        self._comm: torch.cuda.Stream | None = None
+        self._latest: torch.cuda.Stream | None = None
+
+    @property
+    def comm(self) -> torch.cuda.Stream:
+        if self._comm is None:
+            self._comm = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        return self._comm
+
+    def turn(
+        self,
+        device: torch.device,
+        previous_event: EventOverlap | EventHandle | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> Turn:
+        """A block whose work comes after previous_event; without one, after the current stream."""
+        errors.require(
+            not allocate_on_comm_stream or (previous_event is not None and async_finish),
+            "allocate_on_comm_stream needs previous_event and async_finish: what is allocated on "
+            "the communication stream can only be used after an event",
+        )
+        event = previous_event.event if isinstance(previous_event, EventOverlap) else previous_event
+        if device.type == "cuda":
+            return CudaTurn(self, event, async_finish)
+        return Turn(async_finish)
+
+    def follow(self, stream: torch.cuda.Stream) -> None:
+        """`stream` runs the next call: after the latest one."""
+        latest, self._latest = self._latest, stream
+        # Nothing outside a graph's capture can be waited for in it; the user orders whole graphs.
+        if latest not in (None, stream) and _is_capturing(latest) == _is_capturing(stream):
+            stream.wait_stream(latest)
+
+
+def _is_capturing(stream: torch.cuda.Stream | None) -> bool:
+    with torch.cuda.stream(stream):
+        return torch.cuda.is_current_stream_capturing()
+
+
+class Turn:
+    """One call, as a context manager. `event` is what the call returns; it is set at the end."""
+
+    def __init__(self, async_finish: bool) -> None:
+        self._async_finish = async_finish
+        self.event = EventOverlap()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None
+    ) -> None:
+        if self._async_finish:
+            self.event.event = EventHandle()
+
+    def uses(self, tensors: Iterable[Tensor | None]) -> None:
+        """Arguments and results of the call, which two streams use: say so before the end."""
+
+
+class CudaTurn(Turn):
+    """One call on a GPU."""
+
+    def __init__(self, streams: Streams, after: EventHandle | None, async_finish: bool) -> None:
+        super().__init__(async_finish)
+        self._callers = torch.cuda.current_stream()
+        self._stream = streams.comm if async_finish else self._callers
+        self._scope = torch.cuda.stream(self._stream) if async_finish else None
+        self._streams = streams
+        self._after = after
+
+    def __enter__(self) -> Self:
+        if self._scope is not None:
+            self._scope.__enter__()  # type: ignore[no-untyped-call]
+        if self._after is not None:
+            self._after.current_stream_wait()
+        elif self._scope is not None:
+            self._stream.wait_stream(self._callers)
+        self._streams.follow(self._stream)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        if self._scope is not None:
+            self._scope.__exit__(kind, error, trace)
+
+    def uses(self, tensors: Iterable[Tensor | None]) -> None:
+        if self._scope is None:
+            return
+        for tensor in tensors:
+            if tensor is not None:
+                # Arguments belong to the caller's stream, results to that of the call.
+                tensor.record_stream(self._stream)
+                tensor.record_stream(self._callers)
