@@ -21,6 +21,7 @@ from moe_p2p.agreement import find_ranks_per_node
 from moe_p2p.all_to_all import AllToAll
 from moe_p2p.bootstrap import Bootstrap
 from moe_p2p.config import AllToAllConfig
+from moe_p2p.deep_ep.releasing import ReleasingAllToAll
 from moe_p2p.ops import call
 
 TIMEOUT_S = 100.0  # of every wait, as in DeepEP
@@ -106,7 +107,9 @@ class Communicators:
                 num_sms=num_sms,
                 timeout_s=self.timeout_s,
             )
-            made = AllToAll(self._store, config, rank=self.rank, world_size=self.world_size)
+            made = ReleasingAllToAll(
+                self._store, config, rank=self.rank, world_size=self.world_size
+            )
             self._made[key] = made
         return made
 

@@ -1,0 +1,85 @@
+"""An AllToAll whose dispatches need no combine: a call that needs an open one's step releases it.
+
+DeepEP's callers dispatch without combining (a backward pass, a benchmark) and combine one dispatch
+several times. Here a paired dispatch holds one of `steps_in_flight` steps until its combine, so the
+oldest are released when their steps come up again; a later combine of theirs opens a step of its
+own. All ranks make the same calls, so all release the same ones at the same call.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_p2p.all_to_all import AllToAll
+from moe_p2p.dispatched import Dispatched, PendingCombine, PendingDispatch
+from moe_p2p.ops import call
+
+_ops = torch.ops.moe_p2p
+
+
+class ReleasingAllToAll(AllToAll):
+    """Takes and returns what AllToAll does; options by keyword."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._next_step = 0
+        # Oldest first: the first word of a handle that is kept alive, its step.
+        self._open: dict[int, tuple[Tensor, int]] = {}
+
+    def dispatch(self, *args: Any, **options: Any) -> Dispatched:
+        num_steps = self._make_room(options.get("max_tokens"))
+        received = super().dispatch(*args, **options)
+        self._opened(received.handle, num_steps, solo=options.get("solo", False))
+        return received
+
+    def dispatch_send(self, *args: Any, **options: Any) -> PendingDispatch:
+        num_steps = self._make_room(options.get("max_tokens"))
+        pending = super().dispatch_send(*args, **options)
+        self._opened(pending.handle, num_steps, solo=options.get("solo", False))
+        return pending
+
+    def combine(self, y: Tensor, dispatched: Dispatched, **options: Any) -> Any:
+        num_steps = self._steps_of_combine(dispatched)
+        result = super().combine(y, dispatched, **options)
+        self._combined(dispatched, num_steps)
+        return result
+
+    def combine_send(self, y: Tensor, dispatched: Dispatched, **options: Any) -> PendingCombine:
+        num_steps = self._steps_of_combine(dispatched)
+        pending = super().combine_send(y, dispatched, **options)
+        self._combined(dispatched, num_steps)
+        return pending
+
+    def release(self, given: Dispatched | PendingDispatch) -> None:
+        super().release(given)
+        self._open.pop(given.handle.data_ptr(), None)
+
+    def _make_room(self, max_tokens: int | None) -> int:
+        """Releases the dispatches whose steps a call of so many tokens needs; its steps."""
+        tokens = self.config.max_tokens if max_tokens is None else max_tokens
+        num_steps = max(1, -(-tokens // self._shape.chunk_tokens))
+        reused = self._next_step + num_steps - self.config.steps_in_flight  # steps below this
+        for key, (handle, step) in tuple(self._open.items()):
+            if step >= reused:
+                break
+            call(_ops.release.default, self._comm, handle)
+            del self._open[key]
+        return num_steps
+
+    def _opened(self, handle: Tensor, num_steps: int, *, solo: bool) -> None:
+        if num_steps == 1 and not solo:
+            self._open[handle.data_ptr()] = (handle, self._next_step)
+        self._next_step += num_steps
+
+    def _steps_of_combine(self, dispatched: Dispatched) -> int:
+        """Steps that a combine opens: none while its dispatch holds one."""
+        if dispatched.handle.data_ptr() in self._open:
+            return 0
+        return self._make_room(dispatched.max_tokens)
+
+    def _combined(self, dispatched: Dispatched, num_steps: int) -> None:
+        self._open.pop(dispatched.handle.data_ptr(), None)
+        self._next_step += num_steps
