@@ -1,7 +1,7 @@
 """What dispatch returns and what its halves pass on, as named tuples for torch.compile.
 
-Shapes: T tokens, K top-k, H hidden size, E_local experts of this rank, R rows (padded: E_local *
-capacity, grouped: capacity); [rows] stands for [E_local, capacity] or [R].
+Shapes: W ranks, T tokens, K top-k, H hidden size, E_local experts of this rank, R rows (padded:
+E_local * capacity, else capacity); [rows] stands for [E_local, capacity] or [R].
 """
 
 from __future__ import annotations
@@ -11,34 +11,41 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+LAYOUTS = ("padded", "grouped", "by_rank")  # kernels/abi/layout.h, RowLayout
+SCALE_FORMATS = ("float32", "power_of_two", "ue8m0")  # ScaleFormat
+PADDED, GROUPED, BY_RANK = range(3)
+
 
 class Layout(NamedTuple):
     """How received rows lie."""
 
-    grouped: bool  # all experts one after the other; else [E_local, capacity]
-    capacity: int  # rows of each expert, or of all when grouped
+    rows: int  # PADDED, GROUPED or BY_RANK
+    capacity: int  # rows of each expert when padded, else of all
     alignment: int  # grouped: an expert starts at a multiple of it
 
 
 class Dispatched(NamedTuple):
     """Rows for this rank's experts, and what their combine needs.
 
-    Rows of an expert are in the order of (source rank, token). Rows past an expert's count hold
-    whatever the memory held, or zeros with zero_padding.
+    Rows of an expert are in the order of (source rank, token), and so are all rows by rank. Rows
+    past the last hold whatever the memory held, or zeros with zero_padding.
     """
 
     x: Tensor  # [rows, H], type of the dispatched x, or float8_e4m3fn with quantize
-    scales: Tensor | None  # [rows, ceil(H / 128)] fp32; None unless fp8 came with scales
+    scales: Tensor | None  # [rows, P]; None unless fp8 came with scales
     extras: tuple[Tensor, ...]  # each [rows, n]
-    row_weights: Tensor  # [R] fp32: weight of the (token, expert) that a row stands for
-    counts: Tensor  # [E_local] int32: rows of each expert
-    offsets: Tensor  # [E_local + 1] int32: first row of each expert, in [R]
+    row_weights: Tensor  # [R] fp32: weight of the (token, expert) of a row; by rank [R, K]
+    counts: Tensor  # [E_local] int32: tokens of each expert
+    offsets: Tensor  # [E_local + 1] int32: first row of each expert in [R]; by rank [W + 1]: source
     source: Tensor | None  # [R, 2] int32: source rank and its token; with_source only
     handle: Tensor  # int32, opaque
     topk_idx: Tensor  # [T, K], as it was given
     max_tokens: int  # of this call
     layout: Layout
     zero_padding: bool  # rows without a token are zero
+    ranges: Tensor | None = None  # [E_local, W] int64; with_ranges only
+    wait_ticks: Tensor | None = None  # [W] int64; with_wait_ticks only
+    row_topk: Tensor | None = None  # by rank: [R, K] local expert ids, -1: none of this rank
 
 
 class PendingDispatch(NamedTuple):
@@ -49,9 +56,13 @@ class PendingDispatch(NamedTuple):
     max_tokens: int
     layout: Layout
     dtype: torch.dtype  # of the rows
-    with_scales: bool
+    scales: tuple[int, torch.dtype] | None  # how many of a row, and their type
+    scale_format: int  # position in SCALE_FORMATS
+    column_scales: bool
     extras: tuple[tuple[int, torch.dtype], ...]  # width and type of each
     with_source: bool
+    with_ranges: bool
+    with_wait_ticks: bool
     zero_padding: bool
 
 
@@ -61,3 +72,4 @@ class PendingCombine(NamedTuple):
     handle: Tensor
     num_rows: int  # T
     out_dtype: torch.dtype
+    with_scalars: bool

@@ -24,8 +24,11 @@ from torch import Tensor
 from torch.fx.node import has_side_effect
 
 from moe_p2p import errors
+from moe_p2p.dispatched import BY_RANK, PADDED, SCALE_FORMATS
 
 SCALE_BLOCK = 128  # values that share one fp8 scale
+WITH_SOURCE, WITH_RANGES, WITH_WAIT_TICKS = 1, 2, 4  # `outputs` of dispatch
+UE8M0 = SCALE_FORMATS.index("ue8m0")
 _HANDLE_META_WORDS = 16
 _HANDLE_NUM_TOKENS = 5  # position of num_tokens in it (kernels/abi/layout.h, HandleMeta)
 
@@ -74,6 +77,26 @@ class CommunicatorShape:
         send_slots = num_rows * (self.ranks_per_node + num_nodes)
         return (before_ranks + 1) // 2 * 2 + 2 * num_slots + send_slots
 
+    def scales_of(self, given: Tensor | None, scale_format: int) -> tuple[Any, torch.dtype]:
+        """How many scales a row is delivered with, and their type: as given, or of quantize."""
+        if given is not None:
+            return given.shape[1], given.dtype
+        num_scales = -(-self.hidden_dim // SCALE_BLOCK)
+        if scale_format == UE8M0:
+            return -(-num_scales // 4), torch.int32
+        return num_scales, torch.float32
+
+
+def new_scales(
+    like: Tensor, lead: tuple[int, ...], width: Any, dtype: torch.dtype, column_scales: bool
+) -> Tensor:
+    """Rows of scales [*lead, width]; by columns of a multiple of 4 rows with column_scales."""
+    if not column_scales:
+        return like.new_empty((*lead, width), dtype=dtype)
+    ld = -(-lead[-1] // 4) * 4
+    strides = (width * ld, 1, ld)[-1 - len(lead) :]
+    return like.new_empty_strided((*lead, width), strides, dtype=dtype)
+
 
 _shapes: dict[int, CommunicatorShape] = {}
 
@@ -108,28 +131,40 @@ def _fake_dispatch(
     num_tokens_host: int,
     max_tokens: int,
     quantize: bool,
-    grouped: bool,
+    scale_format: int,
+    layout: int,
     capacity: int,
     alignment: int,
+    column_scales: bool,
     zero_padding: bool,
-    with_source: bool,
+    outputs: int,
     solo: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     shape = _shape(comm)
-    experts = shape.num_local_experts
-    lead = (capacity,) if grouped else (experts, capacity)
-    num_rows = capacity if grouped else experts * capacity
-    num_scales = -(-shape.hidden_dim // SCALE_BLOCK)
-    has_scales = quantize or scales is not None
+    experts, topk, by_rank = shape.num_local_experts, shape.topk, layout == BY_RANK
+    lead = (experts, capacity) if layout == PADDED else (capacity,)
+    num_rows = experts * capacity if layout == PADDED else capacity
+    row_scales = x.new_empty((0,), dtype=torch.float32)
+    if scales is not None or quantize:
+        width, dtype = shape.scales_of(scales, scale_format)
+        row_scales = new_scales(x, lead, width, dtype, column_scales)
+    more = []
+    if outputs & WITH_SOURCE:
+        more.append(x.new_empty((num_rows, 2), dtype=torch.int32))
+    if outputs & WITH_RANGES:
+        more.append(x.new_empty((experts, shape.world_size), dtype=torch.int64))
+    if outputs & WITH_WAIT_TICKS:
+        more.append(x.new_empty((shape.world_size,), dtype=torch.int64))
+    if by_rank:
+        more.append(topk_idx.new_empty((num_rows, topk)))
     return (
         x.new_empty((*lead, shape.hidden_dim), dtype=torch.float8_e4m3fn if quantize else x.dtype),
-        x.new_empty((*lead, num_scales) if has_scales else (0,), dtype=torch.float32),
-        x.new_empty((num_rows,), dtype=torch.float32),
+        row_scales,
+        x.new_empty((num_rows, topk) if by_rank else (num_rows,), dtype=torch.float32),
         x.new_empty((experts,), dtype=torch.int32),
-        x.new_empty((experts + 1,), dtype=torch.int32),
-        x.new_empty((num_rows if with_source else 0, 2), dtype=torch.int32),
+        x.new_empty(((shape.world_size if by_rank else experts) + 1,), dtype=torch.int32),
         x.new_empty((shape.handle_words(x.shape[0], max_tokens),), dtype=torch.int32),
-        [extra.new_empty((*lead, extra.shape[1])) for extra in extras],
+        more + [extra.new_empty((*lead, extra.shape[1])) for extra in extras],
     )
 
 
@@ -138,20 +173,25 @@ def _fake_combine(
     y: Tensor,  # [R, H], or [E_local, capacity, H]
     row_weights: Tensor | None,
     row_scalars: Tensor | None,
+    topk_weights: Tensor | None,
+    bias: list[Tensor],
     handle: Tensor,
     topk_idx: Tensor,
     max_tokens: int,
     out_dtype: torch.dtype,
-    grouped: bool,
+    layout: int,
     capacity: int,
     alignment: int,
-) -> tuple[Tensor, Tensor]:
+    with_wait_ticks: bool,
+) -> tuple[Tensor, list[Tensor]]:
     shape = _shape(comm)
     num_rows = topk_idx.shape[0]
-    return (
-        y.new_empty((num_rows, shape.hidden_dim), dtype=out_dtype),
-        y.new_empty((0 if row_scalars is None else num_rows, shape.topk), dtype=torch.float32),
-    )
+    more = []
+    if row_scalars is not None:
+        more.append(y.new_empty((num_rows, shape.topk), dtype=torch.float32))
+    if with_wait_ticks:
+        more.append(y.new_empty((shape.world_size,), dtype=torch.int64))
+    return y.new_empty((num_rows, shape.hidden_dim), dtype=out_dtype), more
 
 
 def _fake_nothing(*args: Any) -> None:
@@ -178,7 +218,7 @@ for _name in ("register", "connect", "resolve", "write_pages", "scatter"):
 
 def _dispatch_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     (comm, x, _, extras, topk_idx, topk_weights, _, _, max_tokens, quantize) = inputs[:10]
-    _, row_scales, _, _, _, _, handle, row_extras = output
+    _, row_scales, _, _, _, handle, more = output
     if x.requires_grad and (quantize or x.dtype == torch.float8_e4m3fn):
         raise errors.make(
             errors.InvalidArgumentError,
@@ -191,13 +231,14 @@ def _dispatch_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]
             "an extra requires grad, but extras travel as bytes and have no gradient; detach it",
         )
     ctx.save_for_backward(handle, topk_idx)
-    ctx.mark_non_differentiable(row_scales, *row_extras)
+    ctx.mark_non_differentiable(row_scales, *more)
     ctx.set_materialize_grads(False)
     ctx.comm = comm
     ctx.max_tokens = max_tokens
-    ctx.layout = inputs[10:13]
+    ctx.layout = inputs[11:14]
     ctx.x_dtype = x.dtype
     ctx.rows_shape = output[0].shape
+    ctx.row_weights_shape = output[2].shape
     ctx.num_extras = len(extras)
     # Every rank must return scalars or none, whatever became of its own rows.
     ctx.with_weights = topk_weights is not None and topk_weights.requires_grad
@@ -211,42 +252,50 @@ def _dispatch_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
     if not ctx.with_weights:
         grad_row_weights = None
     elif grad_row_weights is None:
-        num_rows = grad_rows.numel() // grad_rows.shape[-1]
-        grad_row_weights = torch.zeros(num_rows, device=topk_idx.device)  # [R]
+        grad_row_weights = torch.zeros(ctx.row_weights_shape, device=topk_idx.device)
     else:
         grad_row_weights = grad_row_weights.contiguous()
-    grad_x, grad_topk_weights = call(
+    grad_x, scalars = call(
         _ops.combine.default,
         ctx.comm,
         grad_rows.contiguous(),
         None,
         grad_row_weights,
+        None,
+        [],
         handle,
         topk_idx,
         ctx.max_tokens,
         ctx.x_dtype,
         *ctx.layout,
+        False,
     )
-    weights = grad_topk_weights if ctx.with_weights else None  # [T, K]
+    weights = scalars[0] if ctx.with_weights else None  # [T, K]
     no_extras = [None] * ctx.num_extras
-    return (None, grad_x, None, no_extras, None, weights, *(None,) * 10)
+    return (None, grad_x, None, no_extras, None, weights, *(None,) * 12)
 
 
 def _combine_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    comm, y, row_weights, row_scalars, handle, topk_idx, max_tokens, _ = inputs[:8]
+    (comm, y, row_weights, row_scalars, topk_weights, bias, handle, topk_idx) = inputs[:8]
     if row_scalars is not None and row_scalars.requires_grad:
         raise errors.make(
             errors.InvalidArgumentError,
             "row_scalars requires grad, but scalars that combine returns have no gradient "
             "(nor has a gradient of dispatch a second one); detach it",
         )
+    if topk_weights is not None:
+        raise errors.make(
+            errors.InvalidArgumentError,
+            "a combine that is given topk_weights has no gradient; give them to dispatch",
+        )
     ctx.weights_need_grad = row_weights is not None and row_weights.requires_grad
     ctx.save_for_backward(y if ctx.weights_need_grad else None, row_weights, handle, topk_idx)
-    ctx.mark_non_differentiable(output[1])
+    ctx.mark_non_differentiable(*output[1])
     ctx.set_materialize_grads(False)
     ctx.comm = comm
-    ctx.max_tokens = max_tokens
-    ctx.layout = inputs[8:11]
+    ctx.max_tokens = inputs[8]
+    ctx.layout = inputs[10:13]
+    ctx.bias_needs_grad = [term.requires_grad for term in bias]
     ctx.y_shape = y.shape
     ctx.y_dtype = y.dtype
     ctx.y_needs_grad = y.requires_grad
@@ -267,13 +316,15 @@ def _combine_backward(ctx: Any, grad_out: Tensor | None, _: Any) -> tuple[Any, .
         -1,
         ctx.max_tokens,
         False,
+        0,
         *ctx.layout,
-        True,  # zero_padding
         False,
+        True,  # zero_padding
+        0,
         True,  # solo
     )
     g = g.view(-1, g.shape[-1])  # [R, H]
-    has_token = present > 0  # [R]
+    has_token = present > 0  # [R]; by rank there are no row_weights
     grad_y = grad_weights = None
     if ctx.y_needs_grad:
         # Weights of rows without a token may be anything, also NaN.
@@ -285,7 +336,8 @@ def _combine_backward(ctx: Any, grad_out: Tensor | None, _: Any) -> tuple[Any, .
     if ctx.weights_need_grad:
         product = (g.float() * y.reshape(g.shape).float()).sum(-1)  # [R]
         grad_weights = product.where(has_token, 0.0)
-    return (None, grad_y, grad_weights, *(None,) * 8)
+    grad_bias = [grad_out if needed else None for needed in ctx.bias_needs_grad]
+    return (None, grad_y, grad_weights, None, None, grad_bias, *(None,) * 8)
 
 
 torch.library.register_autograd(

@@ -63,7 +63,7 @@ def wire_bytes(
     topology, tokens = routing.topology, routing.tokens[source]
     topk = tokens.topk_idx.shape[1]
     others = topology.num_nodes - 1
-    counts = align(4 * topology.ranks_per_node * topology.max_local_experts(), LINE)
+    counts = align(4 * topology.ranks_per_node * (topology.max_local_experts() + 1), LINE)
     slot = align(slot_head_bytes(topk) + sum(align(b, 16) for b in token_bytes(tokens)), LINE)
     item = torch.empty(0, dtype=combine_dtype).element_size()
     row = align(tokens.x.shape[1] * item + (4 * topk if scalars else 0), LINE)

@@ -14,7 +14,9 @@ from torch.library import opcheck
 import moe_p2p
 from cases import HIDDEN_DIM, TOPK, make, make_tokens
 from moe_p2p import AllToAll, Engine, errors
+from moe_p2p.dispatched import GROUPED, PADDED
 from moe_p2p.engine import tensor_from
+from moe_p2p.ops import WITH_SOURCE
 from ranks import Rank
 
 ops = torch.ops.moe_p2p
@@ -52,11 +54,13 @@ def dispatch_arguments(comm: AllToAll, **change: Any) -> tuple[Any, ...]:
         "num_tokens_host": -1,
         "max_tokens": MAX_TOKENS,
         "quantize": False,
-        "grouped": False,
+        "scale_format": 0,
+        "layout": PADDED,
         "capacity": MAX_TOKENS,
         "alignment": 1,
+        "column_scales": False,
         "zero_padding": True,
-        "with_source": False,
+        "outputs": 0,
         "solo": True,
     }
     return tuple((arguments | change).values())
@@ -64,12 +68,12 @@ def dispatch_arguments(comm: AllToAll, **change: Any) -> tuple[Any, ...]:
 
 DISPATCHES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "grouped": {"grouped": True, "capacity": 40, "alignment": 4},
+    "grouped": {"layout": GROUPED, "capacity": 40, "alignment": 4},
     "quantized": {"quantize": True},
     "all options": {
         "extras": [torch.ones(5, 3, dtype=torch.int64), torch.ones(5, 1, dtype=torch.uint8)],
         "num_tokens": torch.tensor(4),
-        "with_source": True,
+        "outputs": WITH_SOURCE,
     },
     "no weights": {"topk_weights": None, "num_tokens_host": 2},
     "float8": {
@@ -113,11 +117,14 @@ def combine_arguments(comm: AllToAll, *, grad: bool, scalars: bool) -> tuple[Any
         received.x.clone().requires_grad_(grad),
         received.row_weights.clone().requires_grad_(grad),
         torch.rand(received.row_weights.shape) if scalars else None,
+        None,
+        [],
         received.handle,
         tokens.topk_idx,
         received.max_tokens,
         torch.float32,
         *received.layout,
+        False,
     )
 
 
@@ -132,7 +139,7 @@ def test_combine(alone: AllToAll, grad: bool, scalars: bool) -> None:
 def send_arguments(comm: AllToAll) -> tuple[Any, ...]:
     arguments = dispatch_arguments(comm)
     handle = torch.zeros(ops.handle_words(comm_number(comm), 5, MAX_TOKENS), dtype=torch.int32)
-    return (*arguments[:10], False, handle)
+    return (*arguments[:12], False, handle)
 
 
 def sent(comm: AllToAll) -> torch.Tensor:
@@ -152,9 +159,14 @@ def recv_arguments(comm: AllToAll, handle: torch.Tensor) -> tuple[Any, ...]:
         torch.zeros(8, dtype=torch.int32),
         torch.zeros(9, dtype=torch.int32),
         torch.zeros(ROWS, 2, dtype=torch.int32),
-        False,
+        None,
+        None,
+        None,
+        0,
+        PADDED,
         MAX_TOKENS,
         1,
+        False,
         True,
     )
 
@@ -190,10 +202,12 @@ def test_combine_send_and_recv(alone: AllToAll, util: str) -> None:
             received[2],
             received[5],
             torch.zeros(ROWS),
+            None,
             torch.float32,
             5,
         )
-        recv = (comm_number(alone), handle, torch.zeros(5, HIDDEN_DIM), torch.zeros(5, TOPK))
+        out, scalars = torch.zeros(5, HIDDEN_DIM), torch.zeros(5, TOPK)
+        recv = (comm_number(alone), handle, out, scalars, [], None)
         if op is ops.combine_send.default:
             opcheck(op, send, test_utils=util)
             ops.combine_recv(*recv)

@@ -96,6 +96,8 @@ DispatchCall::DispatchCall(const Plan& plan, StepRing& ring, HostKernels& kernel
                 "num_tokens is ", send.num_tokens, ", x has ", send.num_rows, " rows");
   MOE_P2P_CHECK(send.num_tokens <= send.max_tokens, Code::kInvalidArgument, "this rank sends ",
                 send.num_tokens, " tokens, max_tokens of this call is ", send.max_tokens);
+  MOE_P2P_CHECK(!send.by_rank && send.scale_format == abi::ScaleFormat::kFloat32,
+                Code::kUnavailable, "by_rank and scale formats are not on the CPU yet");
   abi::HandleMeta& meta = handle_.meta();
   meta = {};
   meta.num_chunks = static_cast<int32_t>(num_chunks_);
@@ -117,6 +119,9 @@ void DispatchCall::check(const DispatchRecv& recv) const {
       fits, Code::kInvalidArgument,
       "the outputs of this dispatch do not fit its inputs: payload type, scales and extras "
       "must be those that were sent");
+  MOE_P2P_CHECK(recv.layout != abi::RowLayout::kByRank && !recv.column_scales && !recv.ranges &&
+                    !recv.wait_ticks,
+                Code::kUnavailable, "these outputs of dispatch are not on the CPU yet");
   MOE_P2P_CHECK(recv.capacity >= 0 && recv.alignment >= 1, Code::kInvalidArgument, "capacity is ",
                 recv.capacity, " and alignment ", recv.alignment, ", must be at least 0 and 1");
 }
@@ -168,6 +173,8 @@ CombineCall::CombineCall(const Plan& plan, StepRing& ring, HostKernels& kernels,
   MOE_P2P_CHECK(handle_.meta().state != abi::kSent, Code::kInvalidArgument,
                 "combine needs a dispatch that was received; call dispatch_recv first");
   check_partial(plan, send.out_dtype, send.row_scalars != nullptr);
+  MOE_P2P_CHECK(!send.topk_weights && !send.scalars_by_rank, Code::kUnavailable,
+                "weights given to combine and scalars by rank are not on the CPU yet");
   if (paired_) {
     in_flight_.push_back(ring.step_of(handle_.meta().first_step));
     num_begun_ = 1;
@@ -211,6 +218,8 @@ bool CombineCall::advance_send() {
 }
 
 bool CombineCall::advance_recv(const CombineRecv& recv) {
+  MOE_P2P_CHECK(!recv.bias[0] && !recv.wait_ticks, Code::kUnavailable,
+                "bias and wait_ticks of combine are not on the CPU yet");
   advance_send();
   while (num_received_ < num_sent_ && heard_from_all(in_flight_.front(), num_received_)) {
     kernels_.combine_recv(in_flight_.front(), recv, handle_, num_received_++);

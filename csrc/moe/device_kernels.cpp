@@ -175,6 +175,8 @@ DeviceKernels::Open DeviceKernels::begin_dispatch(const DispatchSend& send) cons
   MOE_P2P_CHECK(send.device_num_tokens || send.num_tokens <= send.max_tokens,
                 Code::kInvalidArgument, "this rank sends ", send.num_tokens,
                 " tokens, max_tokens of this call is ", send.max_tokens);
+  MOE_P2P_CHECK(!send.by_rank && send.scale_format == abi::ScaleFormat::kFloat32,
+                Code::kUnavailable, "by_rank and scale formats are not on GPUs yet");
   const auto layout = abi::HandleLayout::make(plan_.shape, send.num_rows, num_chunks);
   MOE_P2P_CHECK(static_cast<uint64_t>(send.handle.num_words) >= layout.total,
                 Code::kInvalidArgument, "handle has ", send.handle.num_words,
@@ -212,6 +214,9 @@ void DeviceKernels::fill(abi::DispatchParams& p, const DispatchRecv& recv) const
       fits, Code::kInvalidArgument,
       "the outputs of this dispatch do not fit its inputs: payload type, scales and extras "
       "must be those that were sent");
+  MOE_P2P_CHECK(recv.layout != abi::RowLayout::kByRank && !recv.column_scales && !recv.ranges &&
+                    !recv.wait_ticks,
+                Code::kUnavailable, "these outputs of dispatch are not on GPUs yet");
   p.out_x = address(recv.x);
   p.out_scales = address(recv.scales);
   for (size_t i = 0; i < recv.extras.size(); ++i)
@@ -220,7 +225,7 @@ void DeviceKernels::fill(abi::DispatchParams& p, const DispatchRecv& recv) const
   p.counts = address(recv.counts);
   p.offsets = address(recv.offsets);
   p.source = address(recv.source);
-  p.grouped = recv.grouped;
+  p.grouped = recv.layout == abi::RowLayout::kGrouped;
   p.zero_padding = recv.zero_padding;
   p.capacity = recv.capacity;
   p.alignment = recv.alignment;
@@ -282,6 +287,10 @@ void DeviceKernels::combine(const CombineSend* send, const CombineRecv* recv, vo
   MOE_P2P_CHECK(send || was_open, Code::kInvalidArgument,
                 "combine_recv: this handle has no combine_send waiting; each send half is received "
                 "once");
+  MOE_P2P_CHECK(!send || (!send->topk_weights && !send->scalars_by_rank), Code::kUnavailable,
+                "weights given to combine and scalars by rank are not on GPUs yet");
+  MOE_P2P_CHECK(!recv || (!recv->bias[0] && !recv->wait_ticks), Code::kUnavailable,
+                "bias and wait_ticks of combine are not on GPUs yet");
   Open call = was_open ? *open : begin_combine(*send);
   const bool opens = send && call.solo;
   if (send) {

@@ -37,7 +37,9 @@ void HostKernels::build_slot(std::byte* slot, Step step, const DispatchSend& cal
     quantize_row(x, call.x_dtype, slot + parts.offset[0], scales, hidden);
   } else {
     std::memcpy(slot + parts.offset[0], x, parts.bytes[0]);
-    if (call.scales) std::memcpy(scales, call.scales + t * (parts.bytes[1] / 4), parts.bytes[1]);
+    if (call.scales)
+      std::memcpy(scales, static_cast<const std::byte*>(call.scales) + t * parts.bytes[1],
+                  parts.bytes[1]);
   }
   for (size_t i = 0; i < call.extras.size(); ++i) {
     const uint64_t bytes = parts.bytes[2 + i];
@@ -127,15 +129,18 @@ void HostKernels::place(Step step, const DispatchRecv& call, Placement& placemen
   const auto sources = static_cast<size_t>(shape_.world_size);
   placement.first_row.resize(static_cast<size_t>(num_experts) * sources);
   placement.num_rows.resize(placement.first_row.size());
+  const bool grouped = call.layout == abi::RowLayout::kGrouped;
   int64_t row = 0;
   for (int e = 0; e < num_experts; ++e) {
-    const int64_t first = call.grouped ? row : e * call.capacity;
+    const int64_t first = grouped ? row : e * call.capacity;
     int64_t at = first;
     for (int s = 0; s < shape_.world_size; ++s) {
       const bool own_node = s / shape_.ranks_per_node == memory_.node();
       const auto* counts = reinterpret_cast<const int32_t*>(
           region_bytes(dispatch_region(step, s), sizeof(RegionHeader)));
-      const int32_t count = counts[(own_node ? 0 : memory_.local() * shape_.max_local_experts) + e];
+      const int32_t count =
+          counts[(own_node ? 0 : memory_.local() * abi::counts_per_rank(shape_.max_local_experts)) +
+                 e];
       const size_t i = static_cast<size_t>(e) * sources + static_cast<size_t>(s);
       MOE_P2P_CHECK(count >= 0 && count <= plan_.max_tokens, Code::kProtocol, "rank ",
                     memory_.rank(), ": rank ", s, " announced ", count, " tokens for local expert ",
@@ -146,14 +151,13 @@ void HostKernels::place(Step step, const DispatchRecv& call, Placement& placemen
     }
     call.counts[e] = static_cast<int32_t>(at - first);
     call.offsets[e] = static_cast<int32_t>(first);
-    row = call.grouped ? (at + call.alignment - 1) / call.alignment * call.alignment : 0;
-    MOE_P2P_CHECK((call.grouped ? at : at - first) <= call.capacity, Code::kResourceExhausted,
-                  "rank ", memory_.rank(), ": local expert ", e, " ends at row ",
-                  call.grouped ? at : at - first, ", capacity is ", call.capacity,
-                  call.grouped ? " rows for all experts" : " rows per expert");
+    row = grouped ? (at + call.alignment - 1) / call.alignment * call.alignment : 0;
+    MOE_P2P_CHECK((grouped ? at : at - first) <= call.capacity, Code::kResourceExhausted, "rank ",
+                  memory_.rank(), ": local expert ", e, " ends at row ", grouped ? at : at - first,
+                  ", capacity is ", call.capacity,
+                  grouped ? " rows for all experts" : " rows per expert");
   }
-  call.offsets[num_experts] =
-      static_cast<int32_t>(call.grouped ? row : num_experts * call.capacity);
+  call.offsets[num_experts] = static_cast<int32_t>(grouped ? row : num_experts * call.capacity);
 }
 
 void HostKernels::read_heads(Step step, const abi::TokenParts& parts, const HandleView& handle,
@@ -254,7 +258,7 @@ void HostKernels::clear_padding(const DispatchRecv& call) const noexcept {
   };
   for (int e = 0; e < num_experts; ++e)
     clear(call.offsets[e] + call.counts[e], call.offsets[e + 1]);
-  if (call.grouped) clear(call.offsets[num_experts], call.capacity);
+  if (call.layout == abi::RowLayout::kGrouped) clear(call.offsets[num_experts], call.capacity);
 }
 
 void HostKernels::dispatch_recv(Step step, const DispatchRecv& call, const abi::TokenParts& parts,

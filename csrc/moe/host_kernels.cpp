@@ -108,7 +108,8 @@ void HostKernels::write_counts(RegionHeader& region, const Routing& routing, int
   for (size_t e = 0; e < plan_.expert_rank.size(); ++e) {
     const int at = plan_.expert_rank[e] - first_rank;
     if (at >= 0 && at < num_ranks)
-      counts[at * shape_.max_local_experts + plan_.expert_local[e]] = routing.expert_counts[e];
+      counts[at * abi::counts_per_rank(shape_.max_local_experts) + plan_.expert_local[e]] =
+          routing.expert_counts[e];
   }
 }
 
@@ -134,7 +135,7 @@ bool HostKernels::arrived(Step step, Phase phase, int source) const noexcept {
   const int local = source % shape_.ranks_per_node;
   int keeper = memory_.local();  // whose signal memory holds the flag
   if (node != memory_.node()) {
-    if (phase == Phase::kDispatch) {
+    if (phase != Phase::kCombine) {
       keeper = local;
     } else if (local != memory_.local()) {
       return true;  // that node's sum comes from the rank with our local index

@@ -11,7 +11,7 @@ using base::Code;
 
 namespace {
 
-abi::TokenParts make_parts(const Plan& plan, DType dtype, bool scales,
+abi::TokenParts make_parts(const Plan& plan, DType dtype, uint64_t scale_bytes,
                            std::span<const uint64_t> extra_bytes) {
   MOE_P2P_CHECK(extra_bytes.size() <= abi::kMaxExtras, Code::kInvalidArgument, extra_bytes.size(),
                 " extras, at most ", abi::kMaxExtras, " can travel with a token");
@@ -25,7 +25,7 @@ abi::TokenParts make_parts(const Plan& plan, DType dtype, bool scales,
     at += abi::align_up(bytes, 16);
   };
   add(hidden * abi::item_bytes(dtype));
-  add(scales ? 4 * ((hidden + abi::kScaleBlock - 1) / abi::kScaleBlock) : 0);
+  add(scale_bytes);
   for (const uint64_t bytes : extra_bytes) add(bytes);
   MOE_P2P_CHECK(at - head <= plan.shape.max_token_bytes, Code::kInvalidArgument,
                 "a token of this dispatch is ", at - head, " bytes, the communicator was made for ",
@@ -41,15 +41,28 @@ std::vector<uint64_t> row_bytes(const Extras& extras) {
   return bytes;
 }
 
+// fp32, as they travel.
+uint64_t block_scale_bytes(const Plan& plan) {
+  return 4 * ((static_cast<uint64_t>(plan.hidden_dim) + abi::kScaleBlock - 1) / abi::kScaleBlock);
+}
+
 }  // namespace
 
 abi::TokenParts send_parts(const Plan& plan, const DispatchSend& call) {
-  return make_parts(plan, call.quantize ? DType::kFloat8E4M3 : call.x_dtype,
-                    call.quantize || call.scales, row_bytes(call.extras));
+  if (call.quantize)
+    return make_parts(plan, DType::kFloat8E4M3, block_scale_bytes(plan), row_bytes(call.extras));
+  return make_parts(plan, call.x_dtype, call.scales ? call.scale_bytes : 0, row_bytes(call.extras));
 }
 
 abi::TokenParts recv_parts(const Plan& plan, const DispatchRecv& call) {
-  return make_parts(plan, call.x_dtype, call.scales != nullptr, row_bytes(call.extras));
+  uint64_t bytes = call.scales ? call.scale_bytes : 0;
+  if (call.scales && call.scale_format == abi::ScaleFormat::kUe8m0) {
+    const uint64_t packed = abi::align_up(block_scale_bytes(plan) / 4, 4);
+    MOE_P2P_CHECK(bytes == packed, Code::kInvalidArgument, "scales of a row are ", bytes,
+                  " bytes, must be ", packed, " in ue8m0");
+    bytes = block_scale_bytes(plan);
+  }
+  return make_parts(plan, call.x_dtype, bytes, row_bytes(call.extras));
 }
 
 uint64_t partial_stride(const Plan& plan, DType dtype, bool scalars) noexcept {

@@ -55,6 +55,18 @@ void set_num_tokens(moe::DispatchSend& send, const std::optional<Tensor>& num_to
   }
 }
 
+template <typename Enum>
+Enum enum_from(int64_t value, const char* name) {
+  constexpr int64_t kLast = 2;  // of both enums
+  MOE_P2P_CHECK(value >= 0 && value <= kLast, Code::kInvalidArgument, name, " is ", value,
+                ", must be from 0 to ", kLast);
+  return static_cast<Enum>(value);
+}
+abi::RowLayout row_layout_from(int64_t value) { return enum_from<abi::RowLayout>(value, "layout"); }
+abi::ScaleFormat scale_format_from(int64_t value) {
+  return enum_from<abi::ScaleFormat>(value, "scale_format");
+}
+
 uint64_t row_bytes(const Tensor& rows) {
   return static_cast<uint64_t>(rows.size(rows.dim() - 1)) * rows.element_size();
 }
@@ -70,6 +82,23 @@ void check_rows(const Tensor& rows, const char* name, int64_t num_rows, int64_t 
   MOE_P2P_CHECK(have == num_rows, Code::kInvalidArgument, name, " is ", describe(rows),
                 ", must hold ", num_rows, " rows",
                 width == kAny ? std::string() : base::concat(" of ", width, " values"));
+}
+
+// The 4-byte scales of column_scales: [.., capacity, P] with the rows of a scale side by side.
+void check_column_scales(const Tensor& scales, const Layout& layout, int64_t experts) {
+  check_on_device(scales, "scales");
+  const int64_t dims = layout.padded() ? 3 : 2, ld = layout.scale_stride();
+  const bool fits = scales.dim() == dims && scales.size(dims - 2) == layout.capacity &&
+                    (dims == 2 || scales.size(0) == experts);
+  const int64_t width = fits ? scales.size(dims - 1) : 0;
+  const auto strides_of = [&](int64_t dim, int64_t stride) {
+    return scales.size(dim) <= 1 || scales.stride(dim) == stride;
+  };
+  MOE_P2P_CHECK(fits && strides_of(dims - 1, ld) && strides_of(dims - 2, 1) &&
+                    (dims == 2 || strides_of(0, width * ld)),
+                Code::kInvalidArgument, "scales is ", describe(scales), ", must hold ",
+                layout.capacity, " rows", layout.padded() ? " for each expert" : "",
+                ", with column_scales in columns of stride ", ld);
 }
 
 // The rows that this handle's combine will read must be there.
@@ -140,12 +169,20 @@ moe::DispatchSend dispatch_send_from(AllToAllObject& comm, const DispatchArgumen
   send.num_rows = in.x.size(0);
   const bool is_fp8 = send.x_dtype == abi::DType::kFloat8E4M3;
   send.quantize = in.quantize;
+  send.scale_format = scale_format_from(in.scale_format);
+  MOE_P2P_CHECK(in.quantize || send.scale_format == abi::ScaleFormat::kFloat32,
+                Code::kInvalidArgument,
+                "scale_format says how scales of quantize are rounded; pass quantize=True");
+  send.by_rank = row_layout_from(in.layout) == abi::RowLayout::kByRank;
   MOE_P2P_CHECK(!in.quantize || !is_fp8, Code::kInvalidArgument, "x is ", describe(in.x),
                 ", quantize makes fp8 of bfloat16, float16 or float32");
   MOE_P2P_CHECK(!in.scales || is_fp8, Code::kInvalidArgument, "scales are given for x of ",
                 dtype_name(in.x.scalar_type()), ", must go with float8_e4m3fn");
-  send.scales = optional_input<float>(
-      in.scales, {"scales", {ScalarType::Float}, {send.num_rows, comm.num_scales()}});
+  send.scales = optional_input<void>(
+      in.scales, {"scales", {ScalarType::Float, ScalarType::Int}, {send.num_rows, kAny}});
+  if (in.scales) send.scale_bytes = row_bytes(*in.scales);
+  MOE_P2P_CHECK(!in.scales || send.scale_bytes > 0, Code::kInvalidArgument, "scales is ",
+                describe(*in.scales), ", must have at least one column");
   MOE_P2P_CHECK(in.extras.size() <= abi::kMaxExtras, Code::kInvalidArgument, in.extras.size(),
                 " extras are given, must be at most ", abi::kMaxExtras);
   for (const Tensor& extra : in.extras)
@@ -163,23 +200,29 @@ moe::DispatchSend dispatch_send_from(AllToAllObject& comm, const DispatchArgumen
   return send;
 }
 
-void Layout::check() const {
+Layout make_layout(int64_t scale_format, int64_t layout, int64_t capacity, int64_t alignment,
+                   bool column_scales, bool zero_padding) {
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max();  // rows are numbered in 32 bits
   MOE_P2P_CHECK(capacity >= 0 && capacity <= kMost, Code::kInvalidArgument, "capacity is ",
                 capacity, ", must be from 0 to ", kMost);
   MOE_P2P_CHECK(alignment >= 1 && alignment <= kMost, Code::kInvalidArgument, "alignment is ",
                 alignment, ", must be from 1 to ", kMost);
+  return {row_layout_from(layout),
+          scale_format_from(scale_format),
+          capacity,
+          alignment,
+          column_scales,
+          zero_padding};
 }
 
 moe::DispatchRecv dispatch_recv_from(AllToAllObject& comm, const Layout& layout,
                                      const DispatchOutputs& to, const Tensor& handle) {
-  layout.check();
-  const int64_t experts = comm.num_local_experts();
+  const int64_t experts = comm.num_local_experts(), world_size = comm.plan().shape.world_size;
   const int64_t rows = layout.num_rows(experts);
   moe::DispatchRecv recv;
   recv.stream = current_stream(comm.device);
   recv.handle = handle_from(handle);
-  recv.grouped = layout.grouped;
+  recv.layout = layout.rows;
   recv.capacity = layout.capacity;
   recv.alignment = layout.alignment;
   recv.zero_padding = layout.zero_padding;
@@ -187,19 +230,42 @@ moe::DispatchRecv dispatch_recv_from(AllToAllObject& comm, const Layout& layout,
   check_rows(to.x, "x", rows, comm.hidden_dim());
   recv.x = mutable_data_of(to.x);
   if (to.scales) {
-    check_rows(*to.scales, "scales", rows, comm.num_scales());
-    MOE_P2P_CHECK(to.scales->scalar_type() == ScalarType::Float, Code::kInvalidArgument,
-                  "scales is ", describe(*to.scales), ", must be float32");
-    recv.scales = static_cast<float*>(mutable_data_of(*to.scales));
+    if (layout.column_scales) {
+      check_column_scales(*to.scales, layout, experts);
+    } else {
+      check_rows(*to.scales, "scales", rows, kAny);
+    }
+    MOE_P2P_CHECK(to.scales->element_size() == 4, Code::kInvalidArgument, "scales is ",
+                  describe(*to.scales), ", must be float32 or int32");
+    recv.scale_format = layout.scale_format;
+    recv.scales = mutable_data_of(*to.scales);
+    recv.scale_bytes = row_bytes(*to.scales);
+    recv.column_scales = layout.column_scales;
+    recv.scale_stride = layout.scale_stride();
   }
   for (const Tensor& extra : to.extras) {
     check_rows(extra, "an extra", rows, kAny);
     recv.extras.push_back({mutable_data_of(extra), row_bytes(extra)});
   }
-  recv.row_weights = output<float>(to.row_weights, {"row_weights", {ScalarType::Float}, {rows}});
+  const Expected by_topk{"row_weights", {ScalarType::Float}, {rows, comm.topk()}};
+  recv.row_weights = output<float>(
+      to.row_weights,
+      layout.by_rank() ? by_topk : Expected{"row_weights", {ScalarType::Float}, {rows}});
   recv.counts = output<int32_t>(to.counts, {"counts", {ScalarType::Int}, {experts}});
-  recv.offsets = output<int32_t>(to.offsets, {"offsets", {ScalarType::Int}, {experts + 1}});
+  recv.offsets = output<int32_t>(
+      to.offsets, {"offsets", {ScalarType::Int}, {(layout.by_rank() ? world_size : experts) + 1}});
   recv.source = optional_output<int32_t>(to.source, {"source", {ScalarType::Int}, {rows, 2}});
+  recv.ranges =
+      optional_output<int64_t>(to.ranges, {"ranges", {ScalarType::Long}, {experts, world_size}});
+  MOE_P2P_CHECK(!recv.ranges || layout.padded(), Code::kInvalidArgument,
+                "ranges are of rows within an expert's; they need layout padded");
+  recv.wait_ticks =
+      optional_output<int64_t>(to.wait_ticks, {"wait_ticks", {ScalarType::Long}, {world_size}});
+  MOE_P2P_CHECK(to.row_topk.has_value() == layout.by_rank(), Code::kInvalidArgument,
+                "row_topk goes with layout by_rank, and only with it");
+  recv.row_topk = optional_output<void>(
+      to.row_topk, {"row_topk", {ScalarType::Int, ScalarType::Long}, {rows, comm.topk()}});
+  recv.topk_is_int64 = to.row_topk && to.row_topk->scalar_type() == ScalarType::Long;
   return recv;
 }
 
@@ -215,8 +281,16 @@ moe::CombineSend combine_send_from(AllToAllObject& comm, const CombineArguments&
   send.y = data_of(in.y);
   send.row_weights =
       optional_input<float>(in.row_weights, {"row_weights", {ScalarType::Float}, {send.y_rows}});
-  send.row_scalars =
-      optional_input<float>(in.row_scalars, {"row_scalars", {ScalarType::Float}, {send.y_rows}});
+  send.scalars_by_rank = in.row_scalars && in.row_scalars->dim() == 2;
+  const Expected by_topk{"row_scalars", {ScalarType::Float}, {send.y_rows, comm.topk()}};
+  send.row_scalars = optional_input<float>(
+      in.row_scalars,
+      send.scalars_by_rank ? by_topk : Expected{"row_scalars", {ScalarType::Float}, {send.y_rows}});
+  send.topk_weights = optional_input<float>(
+      in.topk_weights, {"topk_weights", {ScalarType::Float}, {kAny, comm.topk()}});
+  MOE_P2P_CHECK(!in.row_weights || !in.topk_weights, Code::kInvalidArgument,
+                "row_weights and topk_weights are given, must be one of them");
+  if (in.topk_weights) send.num_rows = in.topk_weights->size(0);
   send.out_dtype = payload_type(in.out_dtype, "out_dtype");
   send.max_tokens = in.max_tokens;
   MOE_P2P_CHECK(send.y_dtype != abi::DType::kFloat8E4M3, Code::kInvalidArgument, "y is ",
@@ -227,16 +301,23 @@ moe::CombineSend combine_send_from(AllToAllObject& comm, const CombineArguments&
   return send;
 }
 
-moe::CombineRecv combine_recv_from(AllToAllObject& comm, const Tensor& out,
-                                   const std::optional<Tensor>& out_scalars, const Tensor& handle) {
+moe::CombineRecv combine_recv_from(AllToAllObject& comm, const CombineOutputs& to,
+                                   const Tensor& handle) {
   moe::CombineRecv recv;
   recv.stream = current_stream(comm.device);
   recv.handle = handle_from(handle);
-  recv.out = output<void>(out, {"out", kCombineTypes, {kAny, comm.hidden_dim()}});
-  recv.num_rows = out.size(0);
-  recv.out_dtype = payload_type(out.scalar_type(), "out");
+  recv.out = output<void>(to.out, {"out", kCombineTypes, {kAny, comm.hidden_dim()}});
+  recv.num_rows = to.out.size(0);
+  recv.out_dtype = payload_type(to.out.scalar_type(), "out");
   recv.out_scalars = optional_output<float>(
-      out_scalars, {"out_scalars", {ScalarType::Float}, {out.size(0), comm.topk()}});
+      to.out_scalars, {"out_scalars", {ScalarType::Float}, {recv.num_rows, comm.topk()}});
+  MOE_P2P_CHECK(to.bias.size() <= std::size(recv.bias), Code::kInvalidArgument, to.bias.size(),
+                " tensors of bias are given, must be at most ", std::size(recv.bias));
+  for (size_t i = 0; i < to.bias.size(); ++i)
+    recv.bias[i] = input<void>(
+        to.bias[i], {"bias", {to.out.scalar_type()}, {recv.num_rows, comm.hidden_dim()}});
+  recv.wait_ticks = optional_output<int64_t>(
+      to.wait_ticks, {"wait_ticks", {ScalarType::Long}, {comm.plan().shape.world_size}});
   return recv;
 }
 

@@ -87,24 +87,33 @@ struct DispatchArguments {
   int64_t num_tokens_host;  // used without num_tokens; -1: all rows
   int64_t max_tokens;
   bool quantize;
+  int64_t scale_format;  // abi::ScaleFormat
+  int64_t layout;        // abi::RowLayout
   bool solo;
 };
 moe::DispatchSend dispatch_send_from(AllToAllObject& comm, const DispatchArguments& arguments,
                                      const Tensor& handle);
 
-// How received rows are laid out.
+// How received rows and their scales are laid out.
 struct Layout {
-  bool grouped;
+  abi::RowLayout rows;
+  abi::ScaleFormat scale_format;
   int64_t capacity;
   int64_t alignment;
+  bool column_scales;
   bool zero_padding;
 
-  // Throws Error{kInvalidArgument} when a number is out of range.
-  void check() const;
+  bool padded() const { return rows == abi::RowLayout::kPadded; }
+  bool by_rank() const { return rows == abi::RowLayout::kByRank; }
   int64_t num_rows(int64_t num_local_experts) const {
-    return grouped ? capacity : num_local_experts * capacity;
+    return padded() ? num_local_experts * capacity : capacity;
   }
+  // Column scales: from one scale of a row to the next.
+  int64_t scale_stride() const { return (capacity + 3) / 4 * 4; }
 };
+// Throws Error{kInvalidArgument} when a number is out of range.
+Layout make_layout(int64_t scale_format, int64_t layout, int64_t capacity, int64_t alignment,
+                   bool column_scales, bool zero_padding);
 
 struct DispatchOutputs {
   const Tensor& x;
@@ -114,6 +123,9 @@ struct DispatchOutputs {
   const Tensor& counts;
   const Tensor& offsets;
   const std::optional<Tensor>& source;
+  const std::optional<Tensor>& ranges;
+  const std::optional<Tensor>& wait_ticks;
+  const std::optional<Tensor>& row_topk;
 };
 moe::DispatchRecv dispatch_recv_from(AllToAllObject& comm, const Layout& layout,
                                      const DispatchOutputs& outputs, const Tensor& handle);
@@ -122,13 +134,20 @@ struct CombineArguments {
   const Tensor& y;
   const std::optional<Tensor>& row_weights;
   const std::optional<Tensor>& row_scalars;
+  const std::optional<Tensor>& topk_weights;
   ScalarType out_dtype;
   int64_t max_tokens;  // of the dispatch
 };
 moe::CombineSend combine_send_from(AllToAllObject& comm, const CombineArguments& arguments,
                                    const Tensor& handle);
-moe::CombineRecv combine_recv_from(AllToAllObject& comm, const Tensor& out,
-                                   const std::optional<Tensor>& out_scalars, const Tensor& handle);
+struct CombineOutputs {
+  const Tensor& out;
+  const std::optional<Tensor>& out_scalars;
+  const std::vector<Tensor>& bias;
+  const std::optional<Tensor>& wait_ticks;
+};
+moe::CombineRecv combine_recv_from(AllToAllObject& comm, const CombineOutputs& outputs,
+                                   const Tensor& handle);
 
 // The handle as the calls below mutate it.
 moe::Handle handle_from(const Tensor& handle);

@@ -171,13 +171,13 @@ int64_t handle_words(int64_t comm, int64_t num_rows, int64_t max_tokens) {
 void dispatch_send(int64_t comm, const Tensor& x, std::optional<Tensor> scales,
                    std::vector<Tensor> extras, const Tensor& topk_idx,
                    std::optional<Tensor> topk_weights, std::optional<Tensor> num_tokens,
-                   int64_t num_tokens_host, int64_t max_tokens, bool quantize, bool solo,
-                   const Tensor& handle) {
+                   int64_t num_tokens_host, int64_t max_tokens, bool quantize, int64_t scale_format,
+                   int64_t layout, bool solo, const Tensor& handle) {
   const Caller caller(comm);
   caller->all_to_all.dispatch_send(
       dispatch_send_from(*caller,
                          {x, scales, extras, topk_idx, topk_weights, num_tokens, num_tokens_host,
-                          max_tokens, quantize, solo},
+                          max_tokens, quantize, scale_format, layout, solo},
                          handle));
   remember_sent(*caller, caller->sent_dispatches, handle);
 }
@@ -185,30 +185,36 @@ void dispatch_send(int64_t comm, const Tensor& x, std::optional<Tensor> scales,
 void dispatch_recv(int64_t comm, const Tensor& handle, const Tensor& x,
                    std::optional<Tensor> scales, std::vector<Tensor> extras,
                    const Tensor& row_weights, const Tensor& counts, const Tensor& offsets,
-                   std::optional<Tensor> source, bool grouped, int64_t capacity, int64_t alignment,
-                   bool zero_padding) {
+                   std::optional<Tensor> source, std::optional<Tensor> ranges,
+                   std::optional<Tensor> wait_ticks, std::optional<Tensor> row_topk,
+                   int64_t scale_format, int64_t layout, int64_t capacity, int64_t alignment,
+                   bool column_scales, bool zero_padding) {
   const Caller caller(comm);
   SentHandle sent(*caller, caller->sent_dispatches, handle);
-  caller->all_to_all.dispatch_recv(
-      dispatch_recv_from(*caller, {grouped, capacity, alignment, zero_padding},
-                         {x, scales, extras, row_weights, counts, offsets, source}, sent.tensor()));
+  caller->all_to_all.dispatch_recv(dispatch_recv_from(
+      *caller, make_layout(scale_format, layout, capacity, alignment, column_scales, zero_padding),
+      {x, scales, extras, row_weights, counts, offsets, source, ranges, wait_ticks, row_topk},
+      sent.tensor()));
   sent.received();
 }
 
 void combine_send(int64_t comm, const Tensor& handle, const Tensor& y,
                   std::optional<Tensor> row_weights, std::optional<Tensor> row_scalars,
-                  ScalarType out_dtype, int64_t max_tokens) {
+                  std::optional<Tensor> topk_weights, ScalarType out_dtype, int64_t max_tokens) {
   const Caller caller(comm);
-  caller->all_to_all.combine_send(
-      combine_send_from(*caller, {y, row_weights, row_scalars, out_dtype, max_tokens}, handle));
+  caller->all_to_all.combine_send(combine_send_from(
+      *caller, {y, row_weights, row_scalars, topk_weights, out_dtype, max_tokens}, handle));
   remember_sent(*caller, caller->sent_combines, handle);
 }
 
 void combine_recv(int64_t comm, const Tensor& handle, const Tensor& out,
-                  std::optional<Tensor> out_scalars) {
+                  std::optional<Tensor> out_scalars, std::vector<Tensor> bias,
+                  std::optional<Tensor> wait_ticks) {
   const Caller caller(comm);
   SentHandle sent(*caller, caller->sent_combines, handle);
-  caller->all_to_all.combine_recv(combine_recv_from(*caller, out, out_scalars, sent.tensor()));
+  caller->all_to_all.combine_recv(
+      combine_recv_from(*caller, {out, out_scalars, bias, wait_ticks}, sent.tensor()));
+
   sent.received();
 }
 

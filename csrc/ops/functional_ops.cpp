@@ -27,55 +27,85 @@ Tensor make_handle(AllToAllObject& comm, int64_t num_rows, int64_t max_tokens, b
 
 // [rows, width], or [E_local, capacity, width] when experts lie apart.
 Tensor make_rows(const Layout& layout, int64_t experts, int64_t width, ScalarType dtype) {
-  return layout.grouped ? make_tensor({layout.capacity, width}, dtype)
-                        : make_tensor({experts, layout.capacity, width}, dtype);
+  return layout.padded() ? make_tensor({experts, layout.capacity, width}, dtype)
+                         : make_tensor({layout.capacity, width}, dtype);
 }
 
-using Dispatched =
-    std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, std::vector<Tensor>>;
+Tensor make_scales(const Layout& layout, int64_t experts, int64_t width, ScalarType dtype) {
+  if (!layout.column_scales) return make_rows(layout, experts, width, dtype);
+  const int64_t ld = layout.scale_stride();
+  const int64_t sizes[] = {experts, layout.capacity, width}, strides[] = {width * ld, 1, ld};
+  const size_t skip = layout.padded() ? 0 : 1;
+  return make_tensor(std::span(sizes).subspan(skip), std::span(strides).subspan(skip), dtype);
+}
+
+// Scales as they are delivered: those of the caller, or of quantize.
+std::optional<Tensor> make_scales(const AllToAllObject& comm, const Layout& layout, int64_t experts,
+                                  const std::optional<Tensor>& given, bool quantize) {
+  if (given) return make_scales(layout, experts, given->size(1), given->scalar_type());
+  if (!quantize) return std::nullopt;
+  if (layout.scale_format != abi::ScaleFormat::kUe8m0)
+    return make_scales(layout, experts, comm.num_scales(), ScalarType::Float);
+  return make_scales(layout, experts, (comm.num_scales() + 3) / 4, ScalarType::Int);
+}
+
+// The bits of `outputs` in the schema.
+enum Outputs : int64_t { kSource = 1, kRanges = 2, kWaitTicks = 4 };
+
+using Dispatched = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, std::vector<Tensor>>;
 
 Dispatched dispatch(int64_t comm_id, const Tensor& x, std::optional<Tensor> scales,
                     std::vector<Tensor> extras, const Tensor& topk_idx,
                     std::optional<Tensor> topk_weights, std::optional<Tensor> num_tokens,
-                    int64_t num_tokens_host, int64_t max_tokens, bool quantize, bool grouped,
-                    int64_t capacity, int64_t alignment, bool zero_padding, bool with_source,
+                    int64_t num_tokens_host, int64_t max_tokens, bool quantize,
+                    int64_t scale_format, int64_t layout_number, int64_t capacity,
+                    int64_t alignment, bool column_scales, bool zero_padding, int64_t outputs,
                     bool solo) {
   const Caller comm(comm_id);
-  const Layout layout{grouped, capacity, alignment, zero_padding};
-  layout.check();
-  const int64_t experts = comm->num_local_experts();
-  const int64_t rows = layout.num_rows(experts);
+  const Layout layout =
+      make_layout(scale_format, layout_number, capacity, alignment, column_scales, zero_padding);
+  const int64_t experts = comm->num_local_experts(), topk = comm->topk();
+  const int64_t rows = layout.num_rows(experts), world_size = comm->plan().shape.world_size;
 
   const int64_t num_rows = x.dim() > 0 ? x.size(0) : 0;
   const Tensor handle = make_handle(*comm, num_rows, max_tokens, solo);
-  const auto send = dispatch_send_from(*comm,
-                                       {x, scales, extras, topk_idx, topk_weights, num_tokens,
-                                        num_tokens_host, max_tokens, quantize, solo},
-                                       handle);
+  const auto send =
+      dispatch_send_from(*comm,
+                         {x, scales, extras, topk_idx, topk_weights, num_tokens, num_tokens_host,
+                          max_tokens, quantize, scale_format, layout_number, solo},
+                         handle);
 
   const Tensor row_x = make_rows(layout, experts, comm->hidden_dim(),
                                  quantize ? ScalarType::Float8_e4m3fn : x.scalar_type());
-  const bool has_scales = quantize || scales.has_value();
-  const Tensor row_scales = has_scales
-                                ? make_rows(layout, experts, comm->num_scales(), ScalarType::Float)
-                                : make_tensor({0}, ScalarType::Float);
-  std::vector<Tensor> row_extras;
+  const auto row_scales = make_scales(*comm, layout, experts, scales, quantize);
+  const Tensor row_weights = layout.by_rank() ? make_tensor({rows, topk}, ScalarType::Float)
+                                              : make_tensor({rows}, ScalarType::Float);
+  const Tensor counts = make_tensor({experts}, ScalarType::Int);
+  const Tensor offsets =
+      make_tensor({(layout.by_rank() ? world_size : experts) + 1}, ScalarType::Int);
+  std::vector<Tensor> more, row_extras;
+  const auto make_more = [&](bool wanted, std::initializer_list<int64_t> sizes, ScalarType dtype) {
+    return wanted ? std::optional(more.emplace_back(make_tensor(sizes, dtype))) : std::nullopt;
+  };
+  const auto source = make_more(outputs & kSource, {rows, 2}, ScalarType::Int);
+  const auto ranges = make_more(outputs & kRanges, {experts, world_size}, ScalarType::Long);
+  const auto wait_ticks = make_more(outputs & kWaitTicks, {world_size}, ScalarType::Long);
+  const auto row_topk = make_more(layout.by_rank(), {rows, topk}, topk_idx.scalar_type());
   for (const Tensor& extra : extras)
     row_extras.push_back(make_rows(layout, experts, extra.size(1), extra.scalar_type()));
-  const Tensor row_weights = make_tensor({rows}, ScalarType::Float);
-  const Tensor counts = make_tensor({experts}, ScalarType::Int);
-  const Tensor offsets = make_tensor({experts + 1}, ScalarType::Int);
-  const Tensor source = make_tensor({with_source ? rows : 0, 2}, ScalarType::Int);
 
-  const std::optional<Tensor> scales_out = has_scales ? std::optional(row_scales) : std::nullopt;
-  const std::optional<Tensor> source_out = with_source ? std::optional(source) : std::nullopt;
   comm->all_to_all.dispatch(
-      send, dispatch_recv_from(
-                *comm, layout,
-                {row_x, scales_out, row_extras, row_weights, counts, offsets, source_out}, handle));
+      send, dispatch_recv_from(*comm, layout,
+                               {row_x, row_scales, row_extras, row_weights, counts, offsets, source,
+                                ranges, wait_ticks, row_topk},
+                               handle));
   if (solo && comm->device < 0)
     static_cast<abi::HandleMeta*>(handle.mutable_data_ptr())->first_step = kNoStep;
-  return {row_x, row_scales, row_weights, counts, offsets, source, handle, std::move(row_extras)};
+  more.insert(more.end(), row_extras.begin(), row_extras.end());
+  return {row_x,          row_scales ? *row_scales : make_tensor({0}, ScalarType::Float),
+          row_weights,    counts,
+          offsets,        handle,
+          std::move(more)};
 }
 
 // The schema says that combine leaves the handle alone, and so it does: a compiler may then use one
@@ -98,24 +128,28 @@ class HandleGuard {
   std::array<int32_t, sizeof(abi::HandleMeta) / sizeof(int32_t)> saved_{};
 };
 
-std::tuple<Tensor, Tensor> combine(int64_t comm_id, const Tensor& y,
-                                   std::optional<Tensor> row_weights,
-                                   std::optional<Tensor> row_scalars, const Tensor& handle,
-                                   const Tensor& topk_idx, int64_t max_tokens, ScalarType out_dtype,
-                                   bool /*grouped*/, int64_t /*capacity*/, int64_t /*alignment*/) {
+std::tuple<Tensor, std::vector<Tensor>> combine(
+    int64_t comm_id, const Tensor& y, std::optional<Tensor> row_weights,
+    std::optional<Tensor> row_scalars, std::optional<Tensor> topk_weights, std::vector<Tensor> bias,
+    const Tensor& handle, const Tensor& topk_idx, int64_t max_tokens, ScalarType out_dtype,
+    int64_t /*layout*/, int64_t /*capacity*/, int64_t /*alignment*/, bool with_wait_ticks) {
   const Caller comm(comm_id);
   check_tensor(topk_idx, {"topk_idx", {ScalarType::Int, ScalarType::Long}, {kAny, comm->topk()}});
-  const auto send =
-      combine_send_from(*comm, {y, row_weights, row_scalars, out_dtype, max_tokens}, handle);
+  const auto send = combine_send_from(
+      *comm, {y, row_weights, row_scalars, topk_weights, out_dtype, max_tokens}, handle);
   const int64_t num_rows = topk_idx.size(0);
   const Tensor out = make_tensor({num_rows, comm->hidden_dim()}, out_dtype);
-  const Tensor out_scalars =
-      make_tensor({row_scalars ? num_rows : 0, comm->topk()}, ScalarType::Float);
-  const std::optional<Tensor> scalars_out = row_scalars ? std::optional(out_scalars) : std::nullopt;
+  std::vector<Tensor> more;
+  std::optional<Tensor> scalars, wait_ticks;
+  if (row_scalars)
+    scalars = more.emplace_back(make_tensor({num_rows, comm->topk()}, ScalarType::Float));
+  if (with_wait_ticks)
+    wait_ticks = more.emplace_back(make_tensor({comm->plan().shape.world_size}, ScalarType::Long));
   std::optional<HandleGuard> guard;  // kernels of a GPU do not write to it in combine
   if (comm->device < 0) guard.emplace(send.handle);
-  comm->all_to_all.combine(send, combine_recv_from(*comm, out, scalars_out, handle));
-  return {out, out_scalars};
+  comm->all_to_all.combine(send,
+                           combine_recv_from(*comm, {out, scalars, bias, wait_ticks}, handle));
+  return {out, std::move(more)};
 }
 
 }  // namespace

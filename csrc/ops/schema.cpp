@@ -6,18 +6,24 @@
 
 namespace {
 
+// scale_format and layout are numbers of kernels/abi/layout.h. `outputs` adds up what is wanted: 1
+// source, 2 ranges, 4 wait_ticks. `more` holds these in this order, then row_topk where rows lie by
+// rank, then the extras; that of combine holds the scalars, then the wait_ticks.
+//
 // Whole calls come twice. The `_inference` ones have no autograd: torch.library puts a Python
 // function in front of the others, which doubles what a call of few tokens costs.
 const std::string kDispatch =
     "(int comm, Tensor x, Tensor? scales, Tensor[] extras, Tensor topk_idx, "
     "Tensor? topk_weights, Tensor? num_tokens, int num_tokens_host, int max_tokens, "
-    "bool quantize, bool grouped, int capacity, int alignment, bool zero_padding, "
-    "bool with_source, bool solo) -> (Tensor rows, Tensor row_scales, Tensor row_weights, "
-    "Tensor counts, Tensor offsets, Tensor source, Tensor handle, Tensor[] row_extras)";
+    "bool quantize, int scale_format, int layout, int capacity, int alignment, "
+    "bool column_scales, bool zero_padding, int outputs, bool solo) -> (Tensor rows, "
+    "Tensor row_scales, Tensor row_weights, Tensor counts, Tensor offsets, Tensor handle, "
+    "Tensor[] more)";
 const std::string kCombine =
-    "(int comm, Tensor y, Tensor? row_weights, Tensor? row_scalars, Tensor handle, "
-    "Tensor topk_idx, int max_tokens, ScalarType out_dtype, bool grouped, int capacity, "
-    "int alignment) -> (Tensor out, Tensor out_scalars)";
+    "(int comm, Tensor y, Tensor? row_weights, Tensor? row_scalars, Tensor? topk_weights, "
+    "Tensor[] bias, Tensor handle, Tensor topk_idx, int max_tokens, ScalarType out_dtype, "
+    "int layout, int capacity, int alignment, bool with_wait_ticks) -> (Tensor out, "
+    "Tensor[] more)";
 
 }  // namespace
 
@@ -88,15 +94,19 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
   m.def(
       "dispatch_send(int comm, Tensor x, Tensor? scales, Tensor[] extras, Tensor topk_idx, "
       "Tensor? topk_weights, Tensor? num_tokens, int num_tokens_host, int max_tokens, "
-      "bool quantize, bool solo, Tensor(a!) handle) -> ()");
+      "bool quantize, int scale_format, int layout, bool solo, Tensor(a!) handle) -> ()");
   m.def(
       "dispatch_recv(int comm, Tensor(a!) handle, Tensor(b!) x, Tensor(c!)? scales, "
       "Tensor(d!)[] extras, Tensor(e!) row_weights, Tensor(f!) counts, Tensor(g!) offsets, "
-      "Tensor(h!)? source, bool grouped, int capacity, int alignment, bool zero_padding) -> ()");
+      "Tensor(h!)? source, Tensor(i!)? ranges, Tensor(j!)? wait_ticks, Tensor(k!)? row_topk, "
+      "int scale_format, int layout, int capacity, int alignment, bool column_scales, "
+      "bool zero_padding) -> ()");
   m.def(
       "combine_send(int comm, Tensor(a!) handle, Tensor y, Tensor? row_weights, "
-      "Tensor? row_scalars, ScalarType out_dtype, int max_tokens) -> ()");
-  m.def("combine_recv(int comm, Tensor(a!) handle, Tensor(b!) out, Tensor(c!)? out_scalars) -> ()");
+      "Tensor? row_scalars, Tensor? topk_weights, ScalarType out_dtype, int max_tokens) -> ()");
+  m.def(
+      "combine_recv(int comm, Tensor(a!) handle, Tensor(b!) out, Tensor(c!)? out_scalars, "
+      "Tensor[] bias, Tensor(d!)? wait_ticks) -> ()");
   m.def("release(int comm, Tensor(a!) handle) -> ()");
 
   // --- all to all: whole calls ---

@@ -88,7 +88,7 @@ std::string describe(const Tensor& tensor) {
   return std::string(dtype_name(tensor.scalar_type())) + " " + list(tensor.sizes());
 }
 
-void check_placed(const Tensor& tensor, const char* name) {
+void check_on_device(const Tensor& tensor, const char* name) {
   if (working_device < 0) {
     MOE_P2P_CHECK(tensor.is_cpu(), Code::kInvalidArgument, name,
                   " lies on an accelerator, must be on the CPU: this object works in host memory");
@@ -96,6 +96,10 @@ void check_placed(const Tensor& tensor, const char* name) {
     MOE_P2P_CHECK(tensor.is_cuda() && tensor.get_device() == working_device, Code::kInvalidArgument,
                   name, " must be on cuda:", working_device, ", where this object works");
   }
+}
+
+void check_placed(const Tensor& tensor, const char* name) {
+  check_on_device(tensor, name);
   MOE_P2P_CHECK(tensor.is_contiguous(), Code::kInvalidArgument, name, " is ", describe(tensor),
                 " with strides ", list(tensor.strides()),
                 ", must be contiguous; pass .contiguous()");
@@ -139,9 +143,15 @@ abi::DType payload_type(ScalarType dtype, const char* name) {
 }
 
 Tensor make_tensor(std::span<const int64_t> sizes, ScalarType dtype) {
-  std::vector<int64_t> strides(sizes.size(), 1);
-  for (size_t i = sizes.size(); i-- > 1;)
-    strides[i - 1] = strides[i] * std::max<int64_t>(sizes[i], 1);
+  constexpr size_t kMostDims = 3;
+  int64_t strides[kMostDims] = {1, 1, 1};
+  const size_t dims = sizes.size();
+  for (size_t i = dims; i-- > 1;) strides[i - 1] = strides[i] * std::max<int64_t>(sizes[i], 1);
+  return make_tensor(sizes, {strides, dims}, dtype);
+}
+
+Tensor make_tensor(std::span<const int64_t> sizes, std::span<const int64_t> strides,
+                   ScalarType dtype) {
   AtenTensorHandle made = nullptr;
   const auto error = aoti_torch_empty_strided(
       static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), shim_dtype(dtype),

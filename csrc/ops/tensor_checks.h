@@ -47,6 +47,8 @@ void* current_stream(int device);
 void check_tensor(const Tensor& tensor, const Expected& expected);
 // The checks that do not depend on the shape.
 void check_placed(const Tensor& tensor, const char* name);
+// Those of them that any strides pass.
+void check_on_device(const Tensor& tensor, const char* name);
 
 // Where the data lies. Never null: below the ops a null pointer means "not given", and a tensor
 // without elements is given.
@@ -75,7 +77,9 @@ inline constexpr std::initializer_list<ScalarType> kPayloadTypes = {
 inline constexpr std::initializer_list<ScalarType> kCombineTypes = {
     ScalarType::BFloat16, ScalarType::Half, ScalarType::Float};
 
-// A new contiguous tensor where the running call works, not initialised.
+// A new tensor where the running call works, not initialised: of these strides, or contiguous.
+Tensor make_tensor(std::span<const int64_t> sizes, std::span<const int64_t> strides,
+                   ScalarType dtype);
 Tensor make_tensor(std::span<const int64_t> sizes, ScalarType dtype);
 inline Tensor make_tensor(std::initializer_list<int64_t> sizes, ScalarType dtype) {
   return make_tensor(std::span(sizes.begin(), sizes.size()), dtype);

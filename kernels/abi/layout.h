@@ -51,6 +51,14 @@ inline constexpr i32 kNumPhases = 2;
 
 enum class DType : i32 { kBFloat16 = 0, kFloat16 = 1, kFloat32 = 2, kFloat8E4M3 = 3 };
 
+// How received rows lie: those of each expert in room of its own, those of all experts one after the
+// other, or one row for each (source token, receiving rank), source after source.
+enum class RowLayout : i32 { kPadded = 0, kGrouped = 1, kByRank = 2 };
+
+// What a quantizing dispatch delivers as scales; on the wire they are fp32 always.
+//   kPowerOfTwo: fp32, rounded up to a power of two; kUe8m0: its exponent byte, four in an i32
+enum class ScaleFormat : i32 { kFloat32 = 0, kPowerOfTwo = 1, kUe8m0 = 2 };
+
 MOE_P2P_HD constexpr u64 item_bytes(DType dtype) {
   return dtype == DType::kFloat32 ? 4 : dtype == DType::kFloat8E4M3 ? 1 : 2;
 }
@@ -75,9 +83,9 @@ struct Shape {
 // --- slots -----------------------------------------------------------------------------------
 
 // A slot describes itself: SlotHead, then K expert ids (u16, global, kNoExpert = none), K positions
-// (u32: how many earlier tokens of this source, in the whole call, name that expert; with the counts
-// in the header this is the row), K fp32 weights, padded to a line; then payload, scales and extras,
-// each 16-byte aligned.
+// (u32: how many earlier tokens of this source, in the whole call, name that expert, or in kByRank go
+// to the rank that owns it; with the counts in the header this is the row), K fp32 weights, padded to
+// a line; then payload, scales and extras, each 16-byte aligned.
 struct SlotHead {
   u32 step;   // low 32 bits of step + 1: a stale slot cannot pass for a new one
   u32 token;  // row at the source
@@ -129,10 +137,14 @@ static_assert(sizeof(RegionHeader) == kLine, "regions travel between machines");
 
 // A dispatch region: header, expert counts, slots. The counts are those of the whole call (all its
 // chunks), so a receiver can place rows before the last chunk is there.
-//   inbox:           counts[max_local_experts], of the receiving rank
-//   outbox, landing: counts[L][max_local_experts], of every rank of the receiving node
+//   inbox:           counts[max_local_experts + 1], of the receiving rank
+//   outbox, landing: counts[L][max_local_experts + 1], of every rank of the receiving node
+// The last count of a rank is that of the tokens for it, whichever of its experts they name.
+MOE_P2P_HD constexpr i32 counts_per_rank(i32 max_local_experts) { return max_local_experts + 1; }
 MOE_P2P_HD constexpr u64 counts_bytes(i32 num_ranks, i32 max_local_experts) {
-  return align_up(4 * static_cast<u64>(num_ranks) * static_cast<u64>(max_local_experts), kLine);
+  return align_up(
+      4 * static_cast<u64>(num_ranks) * static_cast<u64>(counts_per_rank(max_local_experts)),
+      kLine);
 }
 MOE_P2P_HD constexpr u64 inbox_slots_offset(const Shape& s) {
   return sizeof(RegionHeader) + counts_bytes(1, s.max_local_experts);
@@ -212,7 +224,8 @@ MOE_P2P_HD constexpr i32 other_node(i32 index, i32 own) { return index < own ? i
 // What a dispatch leaves behind for its combine: one int32 tensor. C chunks, T rows at the source.
 //   meta        HandleMeta
 //   slot_counts [C][W]         slots received from each source
-//   slot_rows   [C][W][M][K]   row of the expert-major output; -1 = not an expert of this rank
+//   slot_rows   [C][W][M][K]   row of the output; -1 = not an expert of this rank. In kByRank the row
+//                              is at the first k of this rank, and -1 at its others
 //   slot_ranks  [C][W][M][2]   bits of the own-node ranks that hold a partial (other-node sources)
 //   send_slots  [T][L + N]     slot of token t at own-node rank l, then in outbox of node n; -1 = none
 struct HandleMeta {

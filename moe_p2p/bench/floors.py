@@ -107,7 +107,7 @@ def nvlink_bytes(copies: Tensor, topology: Topology, sizes: Sizes) -> PhaseBytes
     gateway = node[None, :] * topology.ranks_per_node + local[:, None]  # [source, expert rank]
     leaves.scatter_add_(0, gateway.flatten(), crossing.flatten())
     neighbours = topology.ranks_per_node - 1
-    counts = align(4 * topology.max_local_experts(), LINE)
+    counts = align(4 * (topology.max_local_experts() + 1), LINE)
     return PhaseBytes(
         dispatch=int(leaves.max()) * sizes.slot + neighbours * (LINE + counts),
         combine=int(crossing.sum(0).max()) * sizes.row + neighbours * LINE,
@@ -125,7 +125,7 @@ def nic_bytes(
     local, others = topology.ranks_per_node, topology.num_nodes - 1
     # Combine: the rank of the source's local index on each node sends that node's sums back.
     back = sent.view(topology.num_nodes, local, topology.num_nodes).sum(0).t().flatten()
-    counts = align(4 * local * topology.max_local_experts(), LINE)
+    counts = align(4 * local * (topology.max_local_experts() + 1), LINE)
     empty = LINE if num_steps > 1 else 0
     dispatch = sent.sum(1) * sizes.slot + num_steps * others * (LINE + counts + empty)
     combine = back * sizes.row + num_steps * others * (LINE + empty)

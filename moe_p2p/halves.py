@@ -1,0 +1,223 @@
+"""Dispatch and combine in halves: between them other work may run while bytes travel.
+
+A mixin of AllToAll, which has the whole calls. Shapes: as in all_to_all.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from moe_p2p import arguments
+from moe_p2p.communicator import Communicator
+from moe_p2p.dispatched import (
+    BY_RANK,
+    PADDED,
+    Dispatched,
+    PendingCombine,
+    PendingDispatch,
+)
+from moe_p2p.ops import call, new_scales
+
+_ops = torch.ops.moe_p2p
+
+
+class Halves(Communicator):
+    """See AllToAll."""
+
+    def dispatch_send(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor | None = None,
+        *,
+        scales: Tensor | None = None,
+        extras: Sequence[Tensor] = (),
+        num_tokens: int | Tensor | None = None,
+        max_tokens: int | None = None,
+        quantize: bool = False,
+        scale_format: Literal["float32", "power_of_two", "ue8m0"] = "float32",
+        layout: Literal["padded", "grouped", "by_rank"] = "padded",
+        capacity: int | None = None,
+        alignment: int = 1,
+        column_scales: bool = False,
+        with_source: bool = False,
+        with_ranges: bool = False,
+        with_wait_ticks: bool = False,
+        solo: bool = False,
+        zero_padding: bool = False,
+    ) -> PendingDispatch:
+        """The first half of dispatch: returns once the inputs may be overwritten.
+
+        Takes what dispatch takes. max_tokens may span at most steps_in_flight chunks. Not
+        differentiable.
+        """
+        arguments.refuse_gradient(arguments.NO_HALF_GRADIENT, x=x, topk_weights=topk_weights)
+        tokens = self.config.max_tokens if max_tokens is None else max_tokens
+        where = arguments.make_layout(self._shape, layout, capacity, alignment, tokens)
+        arguments.check_ranges(where, with_ranges)
+        count, count_on_host = arguments.split_count(num_tokens)
+        format_number = arguments.scale_format_number(scale_format)
+        if self._device is not None:
+            self._device.prepare_dispatch(x.dtype, quantize=quantize)
+        words = self._shape.handle_words(x.shape[0], tokens)
+        handle = torch.empty(words, dtype=torch.int32, device=x.device)
+        call(
+            _ops.dispatch_send.default,
+            self._comm,
+            x,
+            scales,
+            list(extras),
+            topk_idx,
+            topk_weights,
+            count,
+            count_on_host,
+            tokens,
+            quantize,
+            format_number,
+            where.rows,
+            solo,
+            handle,
+        )
+        has_scales = quantize or scales is not None
+        return PendingDispatch(
+            handle,
+            topk_idx,
+            tokens,
+            where,
+            torch.float8_e4m3fn if quantize else x.dtype,
+            self._shape.scales_of(scales, format_number) if has_scales else None,
+            format_number,
+            column_scales,
+            tuple((extra.shape[1], extra.dtype) for extra in extras),
+            with_source,
+            with_ranges,
+            with_wait_ticks,
+            zero_padding,
+        )
+
+    def dispatch_recv(self, pending: PendingDispatch, out: Dispatched | None = None) -> Dispatched:
+        """The second half of dispatch: waits for the rows.
+
+        out: an earlier result of the same layout and options, to receive into. None: new tensors.
+        """
+        into = self._make_outputs(pending) if out is None else out
+        call(
+            _ops.dispatch_recv.default,
+            self._comm,
+            pending.handle,
+            into.x,
+            into.scales,
+            list(into.extras),
+            into.row_weights,
+            into.counts,
+            into.offsets,
+            into.source,
+            into.ranges,
+            into.wait_ticks,
+            into.row_topk,
+            pending.scale_format,
+            *pending.layout,
+            pending.column_scales,
+            pending.zero_padding,
+        )
+        return into._replace(
+            handle=pending.handle,
+            topk_idx=pending.topk_idx,
+            max_tokens=pending.max_tokens,
+            layout=pending.layout,
+            zero_padding=pending.zero_padding,
+        )
+
+    def combine_send(
+        self,
+        y: Tensor,
+        dispatched: Dispatched,
+        *,
+        weighted: bool | None = None,
+        out_dtype: torch.dtype | None = None,
+        row_scalars: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+    ) -> PendingCombine:
+        """The first half of combine: returns once y may be overwritten. Not differentiable."""
+        row_weights = arguments.row_weights_of(dispatched, weighted, topk_weights)
+        arguments.refuse_gradient(
+            arguments.NO_HALF_GRADIENT, y=y, row_weights=row_weights, topk_weights=topk_weights
+        )
+        dtype = y.dtype if out_dtype is None else out_dtype
+        if self._device is not None:
+            self._device.prepare_combine(y.dtype, dtype)
+        handle = dispatched.handle
+        call(
+            _ops.combine_send.default,
+            self._comm,
+            handle,
+            y,
+            row_weights,
+            row_scalars,
+            topk_weights,
+            dtype,
+            dispatched.max_tokens,
+        )
+        num_rows = dispatched.topk_idx.shape[0]
+        return PendingCombine(handle, num_rows, dtype, row_scalars is not None)
+
+    def combine_recv(
+        self,
+        pending: PendingCombine,
+        out: Tensor | None = None,
+        *,
+        bias: Tensor | tuple[Tensor, Tensor] | None = None,
+        with_wait_ticks: bool = False,
+    ) -> Tensor | tuple[Tensor, ...]:
+        """The second half of combine: waits for the sums and returns what combine does.
+
+        out: [T, H] of out_dtype, to receive into. None: a new tensor.
+        """
+        new, num_rows = pending.handle.new_empty, pending.num_rows
+        if out is None:
+            out = new((num_rows, self.config.hidden_dim), dtype=pending.out_dtype)
+        scalars = ticks = None
+        if pending.with_scalars:
+            scalars = new((num_rows, self.config.topk), dtype=torch.float32)
+        if with_wait_ticks:
+            ticks = new((self.world_size,), dtype=torch.int64)
+        terms = arguments.bias_list(bias)
+        call(_ops.combine_recv.default, self._comm, pending.handle, out, scalars, terms, ticks)
+        more = [tensor for tensor in (scalars, ticks) if tensor is not None]
+        return (out, *more) if more else out
+
+    def release(self, given: Dispatched | PendingDispatch) -> None:
+        """Ends a dispatch that gets no combine. All ranks release it, in one order of calls."""
+        call(_ops.release.default, self._comm, given.handle)
+
+    def _make_outputs(self, pending: PendingDispatch) -> Dispatched:
+        experts, world_size, topk = self.num_local_experts, self.world_size, self.config.topk
+        rows, capacity, _ = pending.layout
+        by_rank = rows == BY_RANK
+        lead = (experts, capacity) if rows == PADDED else (capacity,)
+        num_rows = experts * capacity if rows == PADDED else capacity
+        handle = pending.handle
+        new, fp32, int32, int64 = handle.new_empty, torch.float32, torch.int32, torch.int64
+        return Dispatched(
+            x=new((*lead, self.config.hidden_dim), dtype=pending.dtype),
+            scales=None
+            if pending.scales is None
+            else new_scales(handle, lead, *pending.scales, pending.column_scales),
+            extras=tuple(new((*lead, width), dtype=dtype) for width, dtype in pending.extras),
+            row_weights=new((num_rows, topk) if by_rank else (num_rows,), dtype=fp32),
+            counts=new((experts,), dtype=int32),
+            offsets=new(((world_size if by_rank else experts) + 1,), dtype=int32),
+            source=new((num_rows, 2), dtype=int32) if pending.with_source else None,
+            handle=handle,
+            topk_idx=pending.topk_idx,
+            max_tokens=pending.max_tokens,
+            layout=pending.layout,
+            zero_padding=pending.zero_padding,
+            ranges=new((experts, world_size), dtype=int64) if pending.with_ranges else None,
+            wait_ticks=new((world_size,), dtype=int64) if pending.with_wait_ticks else None,
+            row_topk=new((num_rows, topk), dtype=pending.topk_idx.dtype) if by_rank else None,
+        )
