@@ -18,7 +18,6 @@ from torch._C._distributed_c10d import Store, TCPStore
 
 from moe_p2p import errors
 from moe_p2p.agreement import find_ranks_per_node
-from moe_p2p.all_to_all import AllToAll
 from moe_p2p.bootstrap import Bootstrap
 from moe_p2p.config import AllToAllConfig
 from moe_p2p.deep_ep.releasing import ReleasingAllToAll
@@ -60,7 +59,7 @@ class Communicators:
         self.timeout_s = timeout_s
         hosts = self.meet("the hosts", call(torch.ops.moe_p2p.host_identity.default))
         self.ranks_per_node = find_ranks_per_node(hosts, None)
-        self._made: dict[tuple[object, ...], AllToAll] = {}
+        self._made: dict[tuple[object, ...], ReleasingAllToAll] = {}
 
     def get(
         self,
@@ -76,7 +75,7 @@ class Communicators:
         chunk_tokens: int | None = None,
         steps_in_flight: int = 2,
         num_sms: int | None = None,
-    ) -> AllToAll:
+    ) -> ReleasingAllToAll:
         """The AllToAll for this shape; the arguments are fields of AllToAllConfig."""
         key = (
             num_experts,

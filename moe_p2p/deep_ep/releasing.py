@@ -18,6 +18,7 @@ from moe_p2p.dispatched import Dispatched, PendingCombine, PendingDispatch
 from moe_p2p.ops import call
 
 _ops = torch.ops.moe_p2p
+NO_ROWS = torch.empty(0)  # in place of rows that a handle would keep alive
 
 
 class ReleasingAllToAll(AllToAll):
@@ -40,6 +41,10 @@ class ReleasingAllToAll(AllToAll):
         pending = super().dispatch_send(*args, **options)
         self._opened(pending.handle, num_steps, solo=options.get("solo", False))
         return pending
+
+    def make_outputs(self, pending: PendingDispatch) -> Dispatched:
+        """Tensors for dispatch_recv, where the caller wants them before they are filled."""
+        return self._make_outputs(pending)
 
     def combine(self, y: Tensor, dispatched: Dispatched, **options: Any) -> Any:
         num_steps = self._steps_of_combine(dispatched)

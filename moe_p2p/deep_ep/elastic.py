@@ -1,0 +1,196 @@
+"""V2's ElasticBuffer: DeepEP's newer dispatch and combine over AllToAll.
+
+Symbols: W ranks, T the bound on a rank's tokens, t tokens of this rank, K top-k, E experts, E_local
+of this rank, H hidden size, P scale packs of a token, R rows received.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from moe_p2p.deep_ep.elastic_base import ElasticBase
+from moe_p2p.deep_ep.elastic_handle import EPHandle, RowCounts
+from moe_p2p.deep_ep.event import EventHandle, EventOverlap
+from moe_p2p.deep_ep.host_counts import agree_on_extent
+from moe_p2p.deep_ep.layout import count_routing
+from moe_p2p.deep_ep.releasing import NO_ROWS, ReleasingAllToAll
+from moe_p2p.dispatched import Dispatched
+
+_Values = Tensor | tuple[Tensor, Tensor]
+_Event = EventOverlap | EventHandle
+
+
+class ElasticBuffer(ElasticBase):
+    """Dispatch and combine of one rank; elastic_base.py says what the constructor takes."""
+
+    def dispatch(
+        self,
+        x: _Values,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        cumulative_local_expert_recv_stats: Tensor | None = None,
+        num_experts: int | None = None,
+        num_max_tokens_per_rank: int | None = None,
+        expert_alignment: int | None = None,
+        num_sms: int = 0,
+        num_qps: int = 0,
+        previous_event: _Event | None = None,
+        previous_event_before_epilogue: _Event | None = None,
+        async_with_compute_stream: bool = False,
+        allocate_on_comm_stream: bool = False,
+        handle: EPHandle | None = None,
+        do_handle_copy: bool = True,
+        do_cpu_sync: bool | None = None,
+        do_expand: bool = False,
+        do_zero_padding: bool = False,
+        use_tma_aligned_col_major_sf: bool = False,
+    ) -> tuple[_Values, Tensor | None, Tensor | None, EPHandle, EventOverlap]:
+        """Sends tokens to the ranks of their experts.
+
+        x: [t, H], or a pair of float8_e4m3fn [t, H] and scale packs [t, P] of 4 bytes, which travel
+            as they are.
+        topk_idx, topk_weights: [t, K]; -1: none. num_experts: E.
+        cumulative_local_expert_recv_stats: [E_local] int32; tokens of each expert are added.
+        num_max_tokens_per_rank: T, equal on all ranks.
+        num_sms: thread blocks of this call and its combine. 0: of get_theoretical_num_sms.
+        previous_event, previous_event_before_epilogue: the call comes after both.
+        async_with_compute_stream: on the communication stream; wait for the event.
+        handle: of an earlier dispatch: the same routing again, other values.
+        do_handle_copy: the handle's topk_idx is a copy, so that the caller may write over his.
+        do_cpu_sync: the host waits for all ranks' counts, and there are as many rows as come; else
+            as many as could come. None: yes, but not with a handle.
+        do_expand: a row for each (token, expert), in groups by expert that begin at multiples of
+            expert_alignment; else a row for each token, in the order of (source rank, token).
+        do_zero_padding: with do_expand; rows without a token are zero. Otherwise they are not set.
+        use_tma_aligned_col_major_sf: received packs lie column by column.
+
+        Returns rows (a pair if a pair was given), their local expert ids [R, K] with -1 elsewhere
+        (None with do_expand), their weights ([R, K], with do_expand [R], None without
+        topk_weights), the handle and the event.
+        """
+        values, packs = x if isinstance(x, tuple) else (x, None)
+        sync = handle is None if do_cpu_sync is None else do_cpu_sync
+        assert not do_zero_padding or do_expand, "do_zero_padding needs do_expand"
+        with self._streams.turn(values.device, previous_event, async_with_compute_stream) as turn:
+            _wait_for(previous_event_before_epilogue)
+            if handle is None:
+                assert topk_idx is not None, "topk_idx is missing, and there is no handle"
+                assert num_experts is not None, "num_experts is missing, and there is no handle"
+                alignment = expert_alignment or 1
+                num_tokens = num_max_tokens_per_rank or self.num_max_tokens_per_rank
+                assert num_tokens > 0, "num_max_tokens_per_rank was given neither here nor before"
+                all_to_all = self._all_to_all(
+                    values, packs, topk_idx.shape[1], num_experts, num_tokens, num_sms
+                )
+                topk = topk_idx.clone() if do_handle_copy else topk_idx
+                if sync:
+                    counts = self._count(all_to_all, topk, alignment)
+                else:
+                    counts = _most(all_to_all, num_tokens, alignment)
+            else:
+                assert topk_idx is None, "a handle was given with topk_idx; give one of them"
+                assert not sync, "a handle brings its counts: there is no CPU sync with it"
+                assert handle.do_expand == do_expand, "the handle's do_expand differs"
+                all_to_all, alignment = handle.all_to_all, handle.expert_alignment
+                topk, num_tokens = handle.topk_idx, handle.num_max_tokens_per_rank
+                counts = handle.row_counts
+            received = all_to_all.dispatch(
+                values.detach(),
+                topk,
+                None if topk_weights is None else topk_weights.detach(),
+                scales=None if packs is None else packs.contiguous(),
+                max_tokens=num_tokens,
+                layout="grouped" if do_expand else "by_rank",
+                capacity=counts.num_expanded_tokens if do_expand else counts.num_recv_tokens,
+                alignment=alignment if do_expand else 1,
+                column_scales=use_tma_aligned_col_major_sf,
+                with_source=True,
+                zero_padding=do_zero_padding,
+            )
+            if cumulative_local_expert_recv_stats is not None:
+                cumulative_local_expert_recv_stats.add_(received.counts)
+            if async_with_compute_stream:
+                turn.uses((values, packs, topk_idx, topk_weights, *_tensors(received)))
+                turn.uses((cumulative_local_expert_recv_stats,))
+        kept = received._replace(x=NO_ROWS, scales=None)
+        if handle is None:
+            assert num_experts is not None
+            handle = EPHandle(
+                all_to_all,
+                kept,
+                counts,
+                do_expand=do_expand,
+                num_experts=num_experts,
+                expert_alignment=alignment,
+                num_sms=num_sms or self.get_theoretical_num_sms(num_experts, topk.shape[1]),
+            )
+        else:
+            handle.received = kept  # the step that is open, for the next combine
+        return (
+            received.x if received.scales is None else (received.x, received.scales),
+            received.row_topk,
+            None if topk_weights is None else received.row_weights,
+            handle,
+            turn.event,
+        )
+
+    def combine(
+        self,
+        x: Tensor,
+        handle: EPHandle,
+        topk_weights: Tensor | None = None,
+        bias: Tensor | tuple[Tensor, Tensor] | None = None,
+        num_sms: int = 0,
+        num_qps: int = 0,
+        previous_event: _Event | None = None,
+        previous_event_before_epilogue: _Event | None = None,
+        async_with_compute_stream: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensor, Tensor | None, EventOverlap]:
+        """Adds up the rows of each token, without weights.
+
+        x: [R, H] where dispatch put the rows.
+        topk_weights: [R, K], with do_expand [R]; they come back beside the sums.
+        bias: one or two [t, H] to begin each sum with.
+        num_sms: that of the dispatch is used.
+
+        Returns [t, H] of x's type, [t, K] or None, and the event.
+        """
+        received = handle.received
+        with self._streams.turn(x.device, previous_event, async_with_compute_stream) as turn:
+            _wait_for(previous_event_before_epilogue)
+            result = handle.all_to_all.combine(
+                x.detach(),
+                received,
+                weighted=False,
+                row_scalars=None if topk_weights is None else topk_weights.detach(),
+                bias=bias,
+            )
+            sums, weights = (result, None) if topk_weights is None else result
+            if async_with_compute_stream:
+                terms = bias if isinstance(bias, tuple) else (bias,)
+                turn.uses((x, topk_weights, *terms, sums, weights, received.handle))
+        return sums, weights, turn.event
+
+    def _count(self, all_to_all: ReleasingAllToAll, topk: Tensor, alignment: int) -> RowCounts:
+        """The rows that come, once all ranks have said how many they send."""
+        routing = count_routing(topk, all_to_all.config.num_experts, self.num_ranks)
+        mine = self._host_counts.read(routing.num_tokens_per_rank, routing.num_tokens_per_expert)
+        extent = agree_on_extent(all_to_all, mine, topk.shape[0], alignment)
+        return RowCounts(extent.num_rows, sum(extent.counts), extent.counts)
+
+
+def _most(all_to_all: ReleasingAllToAll, num_tokens: int, alignment: int) -> RowCounts:
+    """The most rows that can come."""
+    tokens, experts = all_to_all.world_size * num_tokens, all_to_all.num_local_experts
+    expanded = tokens * min(all_to_all.config.topk, experts) + (alignment - 1) * experts
+    return RowCounts(tokens, expanded, [])
+
+
+def _wait_for(event: _Event | None) -> None:
+    if event is not None:
+        event.current_stream_wait()
+
+
+def _tensors(received: Dispatched) -> list[Tensor]:
+    return [value for value in received if isinstance(value, Tensor)]

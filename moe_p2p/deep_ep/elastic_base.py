@@ -1,0 +1,291 @@
+"""What ElasticBuffer is beside its calls: group, communicators, sizes, and what it does not serve.
+
+Symbols: W ranks, T the bound on a rank's tokens, K top-k, E experts, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_p2p.config import DEFAULT_CHUNK_TOKENS, AllToAllConfig
+from moe_p2p.deep_ep.communicators import Communicators
+from moe_p2p.deep_ep.event import EventHandle
+from moe_p2p.deep_ep.host_counts import HostCounts
+from moe_p2p.deep_ep.releasing import ReleasingAllToAll
+from moe_p2p.deep_ep.streams import Streams
+
+_MAX_TOKENS = 1 << 24  # of a communicator: it sizes nothing, what a call brings does
+_OVERLAP_SMS = 24  # with which both calls come near what the links carry; docs/tuning.md
+_MAX_LOCAL_EXPERTS = 256  # DeepEP's limit, for sizes without experts
+_MAX_EXPERTS = 32768
+_SIZE_ALIGNMENT = 2 << 20
+_SCALE_BLOCK = 128
+
+
+class ElasticBase:
+    """A rank's end of its group, under DeepEP's newer names.
+
+    Making one is collective.
+
+    group: of any backend.
+    num_bytes: what a communicator may take; it bounds the tokens of a step. None: as much as steps
+        of 512 tokens need. Memory is taken by the first call of a shape.
+    num_max_tokens_per_rank: T of calls that give none.
+    use_fp8_dispatch: x of float8_e4m3fn get a communicator of half the size.
+    prefer_overlap_with_compute: calls without num_sms use 24 thread blocks, not all that help.
+    num_gpu_timeout_secs: deadline of every wait, of the host too. A wait that passes it raises.
+    explicitly_destroy: destroy() will be called. Otherwise memory goes back with the object.
+
+    Without meaning here, and accepted: num_cpu_bytes, deterministic (results always are),
+    allow_hybrid_mode, allow_multiple_reduction (each rank adds up before it sends), sl_idx,
+    num_allocated_qps, num_cpu_timeout_secs.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        num_bytes: int | None = None,
+        num_cpu_bytes: int = 0,
+        num_max_tokens_per_rank: int = 0,
+        hidden: int = 0,
+        num_topk: int = 0,
+        use_fp8_dispatch: bool = False,
+        deterministic: bool = False,
+        allow_hybrid_mode: bool = True,
+        allow_multiple_reduction: bool = True,
+        prefer_overlap_with_compute: bool = True,
+        sl_idx: int = 3,
+        num_allocated_qps: int = 0,
+        num_cpu_timeout_secs: float = 300,
+        num_gpu_timeout_secs: float = 100,
+        explicitly_destroy: bool = False,
+    ) -> None:
+        self._communicators = Communicators(group, timeout_s=num_gpu_timeout_secs)
+        self._streams = Streams()
+        self._host_counts = HostCounts()
+        self._made: dict[tuple[object, ...], ReleasingAllToAll] = {}
+        self.group = group
+        self.rank_idx = self._communicators.rank
+        self.num_ranks = self._communicators.world_size
+        self.num_bytes = num_bytes
+        self.num_max_tokens_per_rank = num_max_tokens_per_rank
+        self.use_fp8_dispatch = use_fp8_dispatch
+        self.deterministic = deterministic
+        self.allow_hybrid_mode = allow_hybrid_mode
+        self.allow_multiple_reduction = allow_multiple_reduction
+        self.prefer_overlap_with_compute = prefer_overlap_with_compute
+        self.num_allocated_qps = num_allocated_qps
+        self.explicitly_destroy = explicitly_destroy
+        self.num_scaleout_ranks, self.num_scaleup_ranks = self.get_logical_domain_size()
+        self.scaleout_rank_idx, self.scaleup_rank_idx = 0, self.rank_idx
+        self.num_rdma_ranks, self.num_nvlink_ranks = self.get_physical_domain_size()
+        self.runtime: Communicators | None = self._communicators
+
+    def destroy(self) -> None:
+        """Gives everything back, once all ranks are here: collective."""
+        assert self.explicitly_destroy, "destroy() needs explicitly_destroy=True at construction"
+        if self.runtime is None:
+            return
+        self._communicators.meet("all ranks to destroy their buffers")
+        self._made.clear()
+        self._communicators.close()
+        self.runtime = None
+
+    def barrier(
+        self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True
+    ) -> None:
+        """What the current stream does next comes after what those of all ranks did so far.
+
+        Later calls of this buffer come after it too, whatever stream they are on.
+        """
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if with_cpu_sync and device.type == "cuda":
+            torch.cuda.synchronize()
+        smallest = self._communicators.get(
+            num_experts=self.num_ranks,
+            hidden_dim=_SCALE_BLOCK,
+            topk=1,
+            max_tokens=1,
+            dtype=torch.bfloat16,
+            device=device,
+        )
+        with self._streams.turn(device):
+            nothing = torch.empty((0, _SCALE_BLOCK), dtype=torch.bfloat16, device=device)
+            topk = torch.empty((0, 1), dtype=torch.int64, device=device)
+            received = smallest.dispatch(nothing, topk)
+            smallest.combine(received.x, received)
+        if with_cpu_sync and device.type == "cuda":
+            torch.cuda.synchronize()
+
+    @staticmethod
+    def capture() -> EventHandle:
+        """An event of the current stream."""
+        return EventHandle()
+
+    def get_comm_stream(self) -> torch.cuda.Stream:
+        """The stream of asynchronous calls."""
+        return self._streams.comm
+
+    def get_physical_domain_size(self) -> tuple[int, int]:
+        """Nodes, and ranks of a node: those that share memory."""
+        per_node = self._communicators.ranks_per_node
+        return self.num_ranks // per_node, per_node
+
+    def get_logical_domain_size(self) -> tuple[int, int]:
+        """(1, W): counts are by rank, wherever a rank is."""
+        return 1, self.num_ranks
+
+    def get_theoretical_num_sms(
+        self,
+        num_experts: int,
+        num_topk: int,
+        num_scaleout_topk: int = 0,
+        rdma_gbs: float = 0,
+        nvlink_gbs: float = 0,
+        sm_read_gbs: float = 0,
+        sm_write_gbs: float = 0,
+    ) -> int:
+        """Thread blocks of a call without num_sms. It does not depend on the routing here."""
+        if self.prefer_overlap_with_compute or not torch.cuda.is_available():
+            return _OVERLAP_SMS
+        return torch.cuda.get_device_properties().multi_processor_count
+
+    def get_theoretical_num_qps(self, num_sms: int) -> int:
+        """0: one thread per GPU owns its NICs, however many blocks a call has."""
+        return 0
+
+    @staticmethod
+    def get_buffer_size_hint(
+        group: dist.ProcessGroup,
+        num_max_tokens_per_rank: int,
+        hidden: int,
+        num_topk: int = 0,
+        use_fp8_dispatch: bool = False,
+        allow_hybrid_mode: bool = True,
+        allow_multiple_reduction: bool = True,
+    ) -> int:
+        """Bytes of one rank that such calls take, a multiple of 2 MiB. Collective."""
+        communicators = Communicators(group)
+        world_size = communicators.world_size
+        config = AllToAllConfig(
+            num_experts=min(_MAX_LOCAL_EXPERTS, _MAX_EXPERTS // world_size) * world_size,
+            hidden_dim=hidden,
+            topk=num_topk or 1,
+            max_tokens=num_max_tokens_per_rank,
+            dtype=torch.float8_e4m3fn if use_fp8_dispatch else torch.bfloat16,
+        )
+        regions = config.plan(
+            world_size=world_size, ranks_per_node=communicators.ranks_per_node
+        ).values()
+        return -(-sum(regions) // _SIZE_ALIGNMENT) * _SIZE_ALIGNMENT
+
+    def _all_to_all(
+        self,
+        values: Tensor,
+        packs: Tensor | None,
+        topk: int,
+        num_experts: int,
+        num_tokens: int,
+        num_sms: int,
+    ) -> ReleasingAllToAll:
+        num_packs = 0 if packs is None else packs.shape[1]
+        tokens = self.num_max_tokens_per_rank or num_tokens
+        key = (
+            values.device,
+            values.dtype,
+            values.shape[1],
+            num_packs,
+            topk,
+            num_experts,
+            tokens,
+            num_sms,
+        )
+        made = self._made.get(key)
+        if made is None:
+            made = self._make(values, num_packs, topk, num_experts, tokens, num_sms)
+            self._made[key] = made
+        return made
+
+    def _make(
+        self,
+        values: Tensor,
+        num_packs: int,
+        topk: int,
+        num_experts: int,
+        num_tokens: int,
+        num_sms: int,
+    ) -> ReleasingAllToAll:
+        hidden = values.shape[1]
+        dtype = values.dtype
+        if dtype == torch.float8_e4m3fn and not self.use_fp8_dispatch:
+            dtype = torch.bfloat16
+        more_packs = num_packs - -(-hidden // _SCALE_BLOCK)
+        fields: dict[str, Any] = {
+            "num_experts": num_experts,
+            "hidden_dim": hidden,
+            "topk": topk,
+            "max_tokens": _MAX_TOKENS,
+            "dtype": dtype,
+            "extra_bytes": max(0, -(-4 * more_packs // 16) * 16),
+        }
+        if self.num_bytes is None:
+            chunk = min(num_tokens, DEFAULT_CHUNK_TOKENS)
+        else:
+            fits = self._communicators.chunk_tokens(self.num_bytes, **fields)
+            chunk = min(num_tokens, fits or DEFAULT_CHUNK_TOKENS)
+        on_gpu = values.is_cuda and (num_sms > 0 or self.prefer_overlap_with_compute)
+        return self._communicators.get(
+            **fields,
+            device=values.device,
+            chunk_tokens=chunk,
+            num_sms=(num_sms or _OVERLAP_SMS) if on_gpu else None,
+        )
+
+
+def _not_served(name: str) -> Callable[..., NoReturn]:
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"ElasticBuffer.{name} is an experiment of DeepEP that has no part in dispatch and "
+            "combine; moe_p2p does not have it"
+        )
+
+    return refuse
+
+
+for _name in (
+    "engram_write",
+    "engram_fetch",
+    "pp_set_config",
+    "pp_send",
+    "pp_recv",
+    "create_agrs_session",
+    "destroy_agrs_session",
+    "agrs_new_session",
+    "agrs_set_config",
+    "agrs_get_inplace_tensor",
+    "all_gather",
+    "get_engram_storage_size_hint",
+    "get_pp_buffer_size_hint",
+    "get_agrs_num_max_session_bytes",
+    "get_agrs_buffer_size_hint",
+):
+    setattr(ElasticBase, _name, _not_served(_name))
+
+
+def get_physical_domain_size(group: dist.ProcessGroup) -> tuple[int, int]:
+    """Nodes of the group, and ranks of a node: those that share memory. Collective."""
+    communicators = Communicators(group)
+    per_node = communicators.ranks_per_node
+    return communicators.world_size // per_node, per_node
+
+
+def get_logical_domain_size(
+    group: dist.ProcessGroup, allow_hybrid_mode: bool = True
+) -> tuple[int, int]:
+    """(1, W): counts are by rank, wherever a rank is."""
+    return 1, group.size()

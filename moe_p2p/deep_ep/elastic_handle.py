@@ -1,0 +1,141 @@
+"""EPHandle: what a dispatch of ElasticBuffer leaves for its combine and for the next dispatches.
+
+Its fields are DeepEP's. Those that the calls themselves do not need are worked out when somebody
+reads them, on the current stream, and the host waits for nothing.
+
+Symbols: W ranks, T the bound on a rank's tokens, t tokens of this rank, K top-k, E_local experts of
+this rank, M tokens per step, C chunks of a call. R rows by rank: received tokens, each once, in the
+order of (source rank, token), or W * T where the host does not know how many.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_p2p.deep_ep.releasing import ReleasingAllToAll
+from moe_p2p.dispatched import Dispatched
+
+_HANDLE_META_WORDS = 16  # kernels/abi/layout.h, HandleMeta
+
+
+class RowCounts(NamedTuple):
+    """Of a dispatch, as the host knows them: the most there can be, where it has not asked."""
+
+    num_recv_tokens: int
+    num_expanded_tokens: int  # rows of all experts, each rounded up to expert_alignment
+    per_expert: list[int]  # [E_local], rounded up likewise; empty: not known
+
+
+class EPHandle:
+    """Of one routing. A dispatch that is given it sends other tokens along the same routes."""
+
+    # Of DeepEP's own transport; nothing here has these.
+    token_metadata_at_forward: Tensor | None = None
+    channel_linked_list: Tensor | None = None
+
+    def __init__(
+        self,
+        all_to_all: ReleasingAllToAll,
+        received: Dispatched,
+        counts: RowCounts,
+        *,
+        do_expand: bool,
+        num_experts: int,
+        expert_alignment: int,
+        num_sms: int,
+    ) -> None:
+        """received: without its rows, which may go before this does."""
+        self.all_to_all = all_to_all
+        self.received = received
+        self.do_expand = do_expand
+        self.num_experts = num_experts
+        self.expert_alignment = expert_alignment
+        self.num_max_tokens_per_rank = received.max_tokens
+        self.num_sms = num_sms
+        self.topk_idx = received.topk_idx  # [t, K]
+        self.row_counts = counts
+        self.num_recv_tokens = counts.num_recv_tokens
+        self.num_expanded_tokens = counts.num_expanded_tokens
+        self.num_recv_tokens_per_expert_list = counts.per_expert
+
+    @cached_property
+    def psum_num_recv_tokens_per_scaleup_rank(self) -> Tensor:
+        """[W] int32: tokens of each source rank, added up; all ranks are one domain."""
+        if not self.do_expand:
+            return self.received.offsets[1:]
+        return self._token_rows.ge(0).any(2).sum(1).cumsum(0).int()
+
+    @cached_property
+    def psum_num_recv_tokens_per_expert(self) -> Tensor:
+        """[E_local] int32: rows of the experts up to each, rounded up to expert_alignment.
+
+        With do_expand the expert's own rows count as they are: where they end.
+        """
+        if self.do_expand:
+            return self.received.offsets[:-1] + self.received.counts
+        ends = self.received.counts + (self.expert_alignment - 1)
+        return (ends // self.expert_alignment * self.expert_alignment).cumsum(0).int()
+
+    @property
+    def num_unaligned_recv_tokens_per_expert(self) -> Tensor:
+        """[E_local] int32: tokens of each expert."""
+        return self.received.counts
+
+    @property
+    def dst_buffer_slot_idx(self) -> Tensor:
+        """[t, L + N] int32: the slot of each token at each rank of its node and for each node."""
+        words, num_tokens = self.received.handle, self.topk_idx.shape[0]
+        shape = self.all_to_all._shape
+        width = shape.ranks_per_node + shape.world_size // shape.ranks_per_node
+        return words[words.shape[0] - num_tokens * width :].view(num_tokens, width)
+
+    @cached_property
+    def recv_src_metadata(self) -> Tensor:
+        """[R, K + 2] int32 of each token received: source rank * T + token there, source rank * K +
+        its first k with an expert here, and its row for each k (-1: none). Past the last: not set.
+        """
+        rows = self._rows_by_token if self.do_expand else self._rows_by_rank
+        here = rows >= 0
+        first_row = rows.amax(1).clamp(min=0)  # all rows of a token are of one source
+        assert self.received.source is not None
+        rank, token = self.received.source[first_row].unbind(1)
+        first_k = here.int().argmax(1)
+        head = (rank * self.num_max_tokens_per_rank + token, rank * rows.shape[1] + first_k)
+        return torch.cat((torch.stack(head, 1), rows), 1).int()
+
+    @property
+    def _rows_by_rank(self) -> Tensor:
+        """[R, K]: the row itself for each k with an expert here."""
+        assert self.received.row_topk is not None
+        topk = self.received.row_topk
+        row = torch.arange(topk.shape[0], device=topk.device).unsqueeze(1)
+        return torch.where(topk >= 0, row, -1)
+
+    @property
+    def _rows_by_token(self) -> Tensor:
+        """[R, K]: rows of each token received, in the order of (source rank, token)."""
+        rows = self._token_rows.flatten(0, 1)
+        ours = (rows >= 0).any(1)
+        # Slots for other ranks of the node all go to one place more than there are.
+        place = torch.where(ours, ours.cumsum(0) - 1, self.num_recv_tokens)
+        gathered = rows.new_full((self.num_recv_tokens + 1, rows.shape[1]), -1)
+        return gathered.index_copy_(0, place, rows)[:-1]
+
+    @cached_property
+    def _token_rows(self) -> Tensor:
+        """[W, C * M, K] int32: the row of each slot and k, -1 where there is none of this rank."""
+        shape, words = self.all_to_all._shape, self.received.handle
+        num_ranks, chunk, topk = shape.world_size, shape.chunk_tokens, shape.topk
+        num_chunks = max(1, -(-self.num_max_tokens_per_rank // chunk))
+        num_sources = num_chunks * num_ranks
+        counts, rows = words[_HANDLE_META_WORDS:].split_with_sizes(
+            (num_sources, words.shape[0] - _HANDLE_META_WORDS - num_sources)
+        )
+        rows = rows[: num_sources * chunk * topk].view(num_sources, chunk, topk)
+        used = torch.arange(chunk, device=words.device) < counts.unsqueeze(1)  # [C * W, M]
+        rows = rows.where(used.unsqueeze(2), -1).view(num_chunks, num_ranks, chunk, topk)
+        return rows.transpose(0, 1).reshape(num_ranks, num_chunks * chunk, topk)

@@ -1,0 +1,303 @@
+"""The low-latency calls of `Buffer`: rows of each expert one after the other, padded, for decoding.
+
+A dispatch is one kernel that writes the caller's layout directly; with a hook it is two, and other
+work runs between them. Weights are known at combine only: each rank sends those of its own tokens
+to the ranks of their experts, which add up before anything travels back.
+
+Symbols: W ranks, T the bound on a rank's tokens, t tokens of this rank, K top-k, E experts, E_local
+of this rank, H hidden size, P scales of a token.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_p2p.config import AllToAllConfig
+from moe_p2p.deep_ep.base import NODE_RANKS, BufferBase
+from moe_p2p.deep_ep.event import EventOverlap
+from moe_p2p.deep_ep.releasing import NO_ROWS, ReleasingAllToAll
+from moe_p2p.dispatched import Dispatched, PendingCombine
+
+Hook = Callable[[], None]
+
+_NUM_TOPK_OF_HINT = 32  # the most there can be; a slot of 8 is as large as one of 12
+_SIZE_ALIGNMENT = 128  # DeepEP's Buffer asks for it
+
+
+class LowLatencyHandle(tuple[Any, ...]):
+    """(src_info [E_local, W * T] int32, layout_range [E_local, W] int64, T, H, E) of a dispatch.
+
+    src_info: the token at its source, of each row. layout_range: of each source, the first of its
+    rows << 32 | how many. Carries what combine needs, so pass on this object, not a copy.
+    """
+
+    all_to_all: ReleasingAllToAll
+    received: Dispatched  # without the rows, which may go before this does
+    combine_buffer: Tensor | None
+
+
+class LowLatencyCalls(BufferBase):
+    """What `Buffer` inherits."""
+
+    _mask_status: Tensor | None = None  # [W] int32; 1: masked
+
+    def low_latency_dispatch(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        num_max_dispatch_tokens_per_rank: int,
+        num_experts: int,
+        cumulative_local_expert_recv_stats: Tensor | None = None,
+        dispatch_wait_recv_cost_stats: Tensor | None = None,
+        use_fp8: bool = True,
+        round_scale: bool = False,
+        use_ue8m0: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+    ) -> tuple[Tensor | tuple[Tensor, Tensor], Tensor, LowLatencyHandle, EventOverlap, Hook | None]:
+        """Sends tokens to the ranks of their experts.
+
+        x: [t, H] bfloat16. topk_idx: [t, K] int64 or int32; -1: none.
+        num_max_dispatch_tokens_per_rank: T, equal on all ranks.
+        cumulative_local_expert_recv_stats: [E_local] int32; tokens of each expert are added.
+        dispatch_wait_recv_cost_stats: [W] int64; time waited for each source is added.
+        use_fp8: x becomes float8_e4m3fn with a scale per 128 values. round_scale: scales are powers
+            of two; use_ue8m0: and come as bytes, four in an int32.
+        async_finish: on the communication stream; wait for the event.
+        return_recv_hook: only send; the returned hook receives, into the tensors returned here.
+
+        Returns (rows, counts [E_local] int32, handle, event, hook): rows [E_local, W * T, H], with
+        use_fp8 a pair with scales of logical shape [E_local, W * T, P], stored column by column.
+        Rows of an expert are in the order of (source rank, token); rows past its count are not set.
+        """
+        _check_waiting(async_finish, return_recv_hook)
+        assert use_fp8 or not round_scale, "round_scale needs use_fp8"
+        assert round_scale or not use_ue8m0, "use_ue8m0 needs round_scale"
+        num_tokens, hidden = num_max_dispatch_tokens_per_rank, x.shape[1]
+        all_to_all = self._low_latency(x, topk_idx.shape[1], num_tokens, num_experts)
+        stats = (cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats)
+        options = {
+            "max_tokens": num_tokens,
+            "quantize": use_fp8,
+            "scale_format": "ue8m0" if use_ue8m0 else "power_of_two" if round_scale else "float32",
+            "column_scales": use_fp8,
+            "with_source": True,
+            "with_ranges": True,
+            "with_wait_ticks": dispatch_wait_recv_cost_stats is not None,
+        }
+        hook: Hook | None = None
+        with self._streams.turn(x.device, None, async_finish) as turn:
+            if self.enable_shrink:
+                topk_idx = self._without_masked(topk_idx, num_experts)
+            if return_recv_hook:
+                pending = all_to_all.dispatch_send(x.detach(), topk_idx, **options)
+                received = all_to_all.make_outputs(pending)
+                hook = self._hook(
+                    x, lambda: _count(all_to_all.dispatch_recv(pending, received), *stats)
+                )
+            else:
+                received = all_to_all.dispatch(x.detach(), topk_idx, **options)
+                _count(received, *stats)
+            if async_finish:
+                turn.uses((x, topk_idx, *stats, *_tensors(received)))
+        handle = _make_handle(all_to_all, received, num_tokens, hidden, num_experts)
+        rows = received.x if received.scales is None else (received.x, received.scales)
+        return rows, received.counts, handle, turn.event, hook
+
+    def low_latency_combine(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        handle: LowLatencyHandle,
+        use_logfmt: bool = False,
+        zero_copy: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        out: Tensor | None = None,
+        combine_wait_recv_cost_stats: Tensor | None = None,
+    ) -> tuple[Tensor, EventOverlap, Hook | None]:
+        """Brings rows back to their tokens, each times its weight, and adds them up in fp32.
+
+        x: [E_local, W * T, H] bfloat16, where dispatch put the rows.
+        topk_idx: [t, K] as at dispatch; the ids given there are the ones that are used.
+        topk_weights: [t, K] float32.
+        use_logfmt: accepted; bfloat16 travels, which is more precise.
+        zero_copy: the rows are in the buffer of get_next_low_latency_combine_buffer, if one was
+            asked for. No call copies rows.
+        out: [t, H] bfloat16 to write to. None: a new tensor.
+        combine_wait_recv_cost_stats: [W] int64; time waited for each rank is added.
+
+        Returns (sums [t, H], event, hook).
+        """
+        _check_waiting(async_finish, return_recv_hook)
+        assert isinstance(handle, LowLatencyHandle), (
+            "the handle is not one that low_latency_dispatch of this package returned; "
+            "pass the object itself, not a tuple of its elements"
+        )
+        all_to_all, received, stats = (
+            handle.all_to_all,
+            handle.received,
+            combine_wait_recv_cost_stats,
+        )
+        y = handle.combine_buffer if zero_copy and handle.combine_buffer is not None else x.detach()
+        weights = topk_weights.detach()
+        hook: Hook | None = None
+        with self._streams.turn(x.device, None, async_finish) as turn:
+            if out is None and not return_recv_hook:
+                result = all_to_all.combine(
+                    y, received, topk_weights=weights, with_wait_ticks=stats is not None
+                )
+                out = _sums(result, stats)
+            else:
+                pending = all_to_all.combine_send(y, received, topk_weights=weights)
+                out = y.new_empty((topk_idx.shape[0], y.shape[-1])) if out is None else out
+                receive = functools.partial(_receive_sums, all_to_all, pending, out, stats)
+                if return_recv_hook:
+                    hook = self._hook(x, receive)
+                else:
+                    receive()
+            if async_finish:
+                turn.uses((y, weights, received.handle, stats, out))
+        return out, turn.event, hook
+
+    def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:
+        """A tensor [E_local, W * T, H] bfloat16 for the rows of a combine with zero_copy.
+
+        It is the handle's own: there is no ring of buffers that a later call would overwrite.
+        """
+        if handle.combine_buffer is None:
+            src_info, _, _, hidden, _ = handle
+            shape = (*src_info.shape, hidden)
+            handle.combine_buffer = src_info.new_empty(shape, dtype=torch.bfloat16)
+        return handle.combine_buffer
+
+    def clean_low_latency_buffer(
+        self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
+    ) -> None:
+        """Does nothing: no call reads what another left behind."""
+
+    @staticmethod
+    def get_low_latency_rdma_size_hint(
+        num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
+    ) -> int:
+        """Bytes of one rank that calls of this shape take, a multiple of 128.
+
+        For nodes of 8 ranks and any top-k. Memory is taken at the first call, whatever
+        num_rdma_bytes was.
+        """
+        config = AllToAllConfig(
+            num_experts=num_experts,
+            hidden_dim=hidden,
+            topk=min(_NUM_TOPK_OF_HINT, num_experts),
+            max_tokens=num_max_dispatch_tokens_per_rank,
+            chunk_tokens=num_max_dispatch_tokens_per_rank,
+        )
+        regions = config.plan(world_size=num_ranks, ranks_per_node=math.gcd(num_ranks, NODE_RANKS))
+        return -(-sum(regions.values()) // _SIZE_ALIGNMENT) * _SIZE_ALIGNMENT
+
+    # --- masks: tokens for a masked rank are dropped at their source ---
+
+    def low_latency_update_mask_buffer(self, rank: int, mask: bool = False) -> None:
+        """From now on this rank's tokens leave out `rank`'s experts, or no longer do.
+
+        All ranks still make every call, the masked one too: a rank that is gone ends the calls of
+        the others with an error, by their deadline, instead of being masked by them.
+        """
+        self._masks()[rank] = int(mask)
+
+    def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:
+        """Writes 1 for each masked rank, else 0, to mask_status [W] int32."""
+        mask_status.copy_(self._masks())
+
+    def low_latency_clean_mask_buffer(self) -> None:
+        """Masks no rank."""
+        self._masks().zero_()
+
+    def _masks(self) -> Tensor:
+        assert self.enable_shrink, "masks need a Buffer made with enable_shrink=True"
+        if self._mask_status is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            self._mask_status = torch.zeros(self.group_size, dtype=torch.int32, device=device)
+        return self._mask_status
+
+    def _without_masked(self, topk_idx: Tensor, num_experts: int) -> Tensor:
+        """topk_idx [t, K] with -1 for experts of masked ranks; the host looks at nothing."""
+        masks = self._masks().to(topk_idx.device)
+        owners = topk_idx.clamp(min=0) // (num_experts // self.group_size)
+        return topk_idx.masked_fill(masks[owners] != 0, -1)
+
+    def _low_latency(
+        self, x: Tensor, topk: int, num_tokens: int, num_experts: int
+    ) -> ReleasingAllToAll:
+        return self._communicators.get(
+            num_experts=num_experts,
+            hidden_dim=x.shape[1],
+            topk=topk,
+            max_tokens=num_tokens,
+            chunk_tokens=num_tokens,
+            dtype=x.dtype,
+            device=x.device,
+        )
+
+    def _hook(self, x: Tensor, receive: Callable[[], None]) -> Hook:
+        def hook() -> None:
+            with self._streams.turn(x.device):
+                receive()
+
+        return hook
+
+
+def _check_waiting(async_finish: bool, return_recv_hook: bool) -> None:
+    assert not (async_finish and return_recv_hook), (
+        "async_finish and return_recv_hook exclude each other: a hook is called where the result "
+        "is needed, an event is waited for"
+    )
+
+
+def _tensors(received: Dispatched) -> list[Tensor]:
+    return [value for value in received if isinstance(value, Tensor)]
+
+
+def _count(received: Dispatched, tokens: Tensor | None, waited: Tensor | None) -> None:
+    """Adds to the statistics of a dispatch."""
+    if tokens is not None:
+        tokens.add_(received.counts)
+    if waited is not None and received.wait_ticks is not None:
+        waited.add_(received.wait_ticks)
+
+
+def _sums(result: Any, waited: Tensor | None) -> Tensor:
+    """The tensor in what a combine returned; the time that it waited is added to `waited`."""
+    if waited is None:
+        return result  # type: ignore[no-any-return]
+    sums, ticks = result
+    waited.add_(ticks)
+    return sums  # type: ignore[no-any-return]
+
+
+def _receive_sums(
+    all_to_all: ReleasingAllToAll, pending: PendingCombine, out: Tensor, waited: Tensor | None
+) -> None:
+    _sums(all_to_all.combine_recv(pending, out, with_wait_ticks=waited is not None), waited)
+
+
+def _make_handle(
+    all_to_all: ReleasingAllToAll,
+    received: Dispatched,
+    num_tokens: int,
+    hidden: int,
+    num_experts: int,
+) -> LowLatencyHandle:
+    assert received.source is not None
+    tokens = received.source.view(*received.x.shape[:2], 2).select(2, 1)  # of (rank, token)
+    handle = LowLatencyHandle((tokens, received.ranges, num_tokens, hidden, num_experts))
+    handle.all_to_all, handle.combine_buffer = all_to_all, None
+    handle.received = received._replace(x=NO_ROWS, scales=None)
+    return handle
