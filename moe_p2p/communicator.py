@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from moe_p2p import env, ops, transport
@@ -207,6 +208,17 @@ class Communicator:
     def counters(self) -> list[NicCounters]:
         """What each NIC of this rank's engine wrote and received since the engine was made."""
         return self.engine.counters()
+
+    def gather_counts(self, values: Tensor) -> Tensor:
+        """The same number of int32 [n] from every rank, [W, n] on each, in host memory.
+
+        For numbers that the host must know ahead. All ranks call it, in the one order of their
+        calls; it waits for them, but neither uses a GPU nor waits for one. n: at most
+        num_experts + W + 16. Raises InvalidArgumentError before anything is sent; TimeoutError and
+        PeerDeadError, naming who is missing, and ProtocolError for another n break the object.
+        """
+        gathered: Tensor = call(_ops.all_to_all_gather_counts.default, self._comm, values)
+        return gathered
 
     def close(self) -> None:
         """Idempotent. Ranks close on their own; what they have sent still arrives."""

@@ -27,7 +27,7 @@ ABOUT = {
     "combine_outbox": "their totals, read by the NICs",
     "combine_landing": "totals from other nodes",
     "gather_words": "counts of those sums, on GPUs",
-    "signals": "doorbells, arrivals and flags",
+    "signals": "doorbells, arrivals and flags; what gather_counts brings",
     "device_state": "words of a GPU's own kernels, on GPUs",
 }
 

@@ -15,7 +15,8 @@ namespace {
 struct RankAddress {
   int32_t rank;
   engine::EngineAddress engine;
-  base::Bytes data;  // a serialized MemoryDescriptor; empty where the regions are on a GPU
+  base::Bytes data;   // a serialized MemoryDescriptor; empty where the regions are on a GPU
+  base::Bytes board;  // the same of HostGather; empty without other nodes
   NodeMemory::Neighbour memory;
 
   static RankAddress parse(std::span<const std::byte> bytes) {
@@ -25,6 +26,8 @@ struct RankAddress {
     a.engine = engine::EngineAddress::parse(in.get_bytes());
     const auto data = in.get_bytes();
     a.data.assign(data.begin(), data.end());
+    const auto board = in.get_bytes();
+    a.board.assign(board.begin(), board.end());
     a.memory.memory_name = in.get_string();
     a.memory.waker_name = in.get_string();
     in.expect_end();
@@ -50,6 +53,7 @@ AllToAll::State::State(engine::TransferEngine& with_engine, proxy::ProxyThread* 
       memory(plan, checked_rank(), !with_options.device),
       kernels(plan, memory, with_options.num_threads),
       ring(plan, kernels),
+      gather(plan, memory, with_engine, with_options.communicator),
       data(with_options.device
                ? nullptr
                : with_engine.register_memory({memory.data().data(), memory.data().size()})) {}
@@ -73,6 +77,7 @@ base::Bytes AllToAll::address() const {
   out.put(static_cast<int32_t>(state_->options.rank));
   out.put_bytes(state_->engine.address().serialize());
   out.put_bytes(state_->data ? state_->engine.descriptor(state_->data).serialize() : base::Bytes{});
+  out.put_bytes(state_->gather.descriptor());
   out.put_string(state_->memory.name());
   out.put_string(state_->engine.waker_name());
   return out.take();
@@ -88,6 +93,7 @@ void AllToAll::connect(std::span<const base::Bytes> addresses) {
                 "use_device() has not been called");
   std::vector<NodeMemory::Neighbour> neighbours;
   std::vector<Exchange::Remote> remotes;
+  std::vector<HostGather::Remote> boards;
   s.num_nics.assign(static_cast<size_t>(s.plan.shape.num_nodes()), 0);
   for (int rank = 0; rank < s.plan.shape.world_size; ++rank) {
     const auto address = RankAddress::parse(addresses[static_cast<size_t>(rank)]);
@@ -103,17 +109,18 @@ void AllToAll::connect(std::span<const base::Bytes> addresses) {
       s.num_nics[static_cast<size_t>(node)] = nics;
       const auto* region = s.engine.resolve(engine::MemoryDescriptor::parse(address.data), peer);
       remotes.push_back({node, region, nics});
+      const auto board = engine::MemoryDescriptor::parse(address.board);
+      boards.push_back({node, s.engine.resolve(board, peer), nics});
       if (const uint64_t here = s.device ? s.device_memory.peer_data[node] : 0)
         s.engine.map_region(region, device_span(s.plan, here, s.device_memory.ordinal));
     }
   }
   s.memory.attach(neighbours);
+  s.gather.connect(boards);
   s.exchange =
       std::make_unique<Exchange>(s.plan, s.memory, s.engine, s.data, s.options.communicator,
                                  std::move(remotes), s.options.device);
-  const auto attach = [&s] {
-    s.engine.imm_table().set_sink(s.options.communicator, s.exchange.get());
-  };
+  const auto attach = [&s] { s.engine.imm_table().set_sink(s.options.communicator, &s); };
   if (s.proxy) {
     s.engine.run_on_poller(attach, platform::Clock::now() + s.options.timeout);
     s.proxy->add_task(s.exchange.get());
@@ -162,6 +169,7 @@ void AllToAll::close(uint64_t num_device_steps) noexcept {
       MOE_P2P_LOG(base::LogLevel::kError, "rank ", s.options.rank, ": writes did not end at close");
     }
     if (s.data) s.engine.unregister_memory(s.data);
+    s.gather.close(end);
   } catch (const std::exception& error) {
     if (s.exchange) (void)s.exchange.release();
     MOE_P2P_LOG(base::LogLevel::kWarning, "rank ", s.options.rank, ": closing: ", error.what());

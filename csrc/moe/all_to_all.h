@@ -186,6 +186,10 @@ class AllToAll {
   // Closes the step of a paired dispatch that gets no combine. All ranks release it.
   void release(Handle handle, void* stream = nullptr);
 
+  // The same number of values from every rank, [W, n] on each; waits for all ranks. On the host, with
+  // or without options.device: what kernels do at that time does not matter.
+  void gather_counts(std::span<const int32_t> values, std::span<int32_t> gathered);
+
   // Empty while the object is usable; else why it is not.
   std::string broken() const;
 

@@ -64,35 +64,44 @@ std::string AllToAll::State::gone(int local) const {
   return memory.alive(local) ? "" : base::concat("rank ", rank, "'s process has ended");
 }
 
-void AllToAll::State::check_neighbours(const Pending& pending) const {
+template <typename Arrived, typename Story>
+void AllToAll::State::check_neighbours(Arrived&& arrived, Story&& waiting_for) const {
   for (int source = 0; source < plan.shape.world_size; ++source) {
-    if (kernels.arrived(pending.step, pending.phase, source)) continue;
+    if (arrived(source)) continue;
     // Of the source, or of its gateway here.
     const std::string why = gone(source % plan.shape.ranks_per_node);
     if (why.empty()) continue;
-    if (kernels.arrived(pending.step, pending.phase, source))
-      continue;  // it said so before leaving
-    fail(Code::kPeerDead, base::concat(why, "; ", waiting_for(pending)));
+    if (arrived(source)) continue;  // it said so before leaving
+    fail(Code::kPeerDead, base::concat(why, "; ", waiting_for()));
   }
 }
 
-std::string AllToAll::State::waiting_for(const Pending& pending) const {
-  std::string text =
-      base::concat(phase_name(pending.phase), " of step ", pending.step.index, " waits for");
+template <typename Arrived, typename Progress>
+std::string AllToAll::State::missing(Arrived&& arrived, Progress&& progress) const {
+  std::string text;
   for (int source = 0; source < plan.shape.world_size; ++source) {
-    if (kernels.arrived(pending.step, pending.phase, source)) continue;
+    if (arrived(source)) continue;
     const int node = source / plan.shape.ranks_per_node;
     text += base::concat(" rank ", source, " (node ", node);
-    if (node != memory.node() && source % plan.shape.ranks_per_node == memory.local()) {
-      const auto uses = pending.step.index / static_cast<uint64_t>(plan.shape.steps_in_flight);
-      const auto nics = static_cast<uint64_t>(num_nics[static_cast<size_t>(node)]);
-      text += base::concat(
-          ", ", exchange->immediates(pending.phase, pending.step.slot, node) - uses * nics, " of ",
-          nics, " immediates came");
-    }
+    if (node != memory.node() && source % plan.shape.ranks_per_node == memory.local())
+      text += base::concat(", ", progress(node));
     text += ")";
   }
   return text;
+}
+
+std::string AllToAll::State::waiting_for(const Pending& pending) const {
+  const auto arrived = [&](int source) {
+    return kernels.arrived(pending.step, pending.phase, source);
+  };
+  const auto progress = [&](int node) {
+    const auto uses = pending.step.index / static_cast<uint64_t>(plan.shape.steps_in_flight);
+    const auto nics = static_cast<uint64_t>(num_nics[static_cast<size_t>(node)]);
+    return base::concat(exchange->immediates(pending.phase, pending.step.slot, node) - uses * nics,
+                        " of ", nics, " immediates came");
+  };
+  return base::concat(phase_name(pending.phase), " of step ", pending.step.index, " waits for",
+                      missing(arrived, progress));
 }
 
 void AllToAll::State::check_device() const {
@@ -101,6 +110,15 @@ void AllToAll::State::check_device() const {
   if (fault == nullptr) return;
   const int local = fault->source % plan.shape.ranks_per_node;  // of whom it waited for
   throw device->error_of(*fault, fault->raised == abi::kTimedOut ? gone(local) : "");
+}
+
+void AllToAll::State::check_device_once() {
+  try {
+    check_device();
+  } catch (const Error& error) {
+    latch(error);
+    throw;
+  }
 }
 
 std::string AllToAll::broken() const {
@@ -115,44 +133,56 @@ std::string AllToAll::broken() const {
 
 // --- running -------------------------------------------------------------------------------------
 
-template <typename Advance, typename GetPending>
-void AllToAll::State::run(Advance&& advance, GetPending&& get_pending) {
+template <typename Call>
+void AllToAll::State::latching(Call&& call) {
   try {
-    if (advance()) return;
-    for (;;) {
-      const Pending pending = get_pending();
-      const auto deadline = platform::Clock::now() + options.timeout;
-      platform::Waiter waiter(memory.bell(memory.local()), options.wait, deadline);
-      auto next_look = platform::Clock::now() + kLookAtNeighbours;
-      for (;;) {
-        waiter.prepare();
-        if (advance()) return;
-        if (get_pending().step.index != pending.step.index || get_pending().phase != pending.phase)
-          break;
-        check_abort();
-        if (platform::Clock::now() >= next_look) {
-          check_neighbours(pending);
-          next_look = platform::Clock::now() + kLookAtNeighbours;
-        }
-        if (!waiter.pause())
-          fail(Code::kTimeout, base::concat("timed out after ", options.timeout.count(),
-                                            " ms: ", waiting_for(pending)));
-      }
-    }
+    call();
   } catch (const Error& error) {
     if (error.code() != Code::kInvalidArgument) latch(error);
     throw;
   }
 }
 
+template <typename Ready, typename Arrived, typename Story>
+void AllToAll::State::wait(Ready&& ready, Arrived&& arrived, Story&& waiting_for) {
+  const auto deadline = platform::Clock::now() + options.timeout;
+  platform::Waiter waiter(memory.bell(memory.local()), options.wait, deadline);
+  auto next_look = platform::Clock::now() + kLookAtNeighbours;
+  for (;;) {
+    waiter.prepare();
+    if (ready()) return;
+    check_abort();
+    if (platform::Clock::now() >= next_look) {
+      check_neighbours(arrived, waiting_for);
+      next_look = platform::Clock::now() + kLookAtNeighbours;
+    }
+    if (!waiter.pause())
+      fail(Code::kTimeout,
+           base::concat("timed out after ", options.timeout.count(), " ms: ", waiting_for()));
+  }
+}
+
+template <typename Advance, typename GetPending>
+void AllToAll::State::run(Advance&& advance, GetPending&& get_pending) {
+  latching([&] {
+    bool done = advance();
+    while (!done) {
+      const Pending pending = get_pending();
+      const auto moved = [&] {
+        done = advance();
+        return done || get_pending().step.index != pending.step.index ||
+               get_pending().phase != pending.phase;
+      };
+      wait(
+          moved, [&](int source) { return kernels.arrived(pending.step, pending.phase, source); },
+          [&] { return this->waiting_for(pending); });
+    }
+  });
+}
+
 template <typename Call>
 void AllToAll::State::launch(Call&& call) {
-  try {
-    check_device();
-  } catch (const Error& error) {
-    latch(error);
-    throw;
-  }
+  check_device_once();
   try {
     call();
   } catch (const Error& error) {
@@ -243,6 +273,22 @@ void AllToAll::combine_recv(const CombineRecv& recv) {
   const auto call = find_call(s.combines, recv.handle, "combine");
   s.run([&] { return call->advance_recv(recv); }, [&] { return call->pending(); });
   s.combines.erase(call);
+}
+
+void AllToAll::gather_counts(std::span<const int32_t> values, std::span<int32_t> gathered) {
+  State& s = *state_;
+  s.require_usable();
+  if (s.device) s.check_device_once();
+  s.latching([&] {
+    s.gather.send(values);
+    const auto arrived = [&s](int source) { return s.gather.arrived(source); };
+    const auto story = [&] {
+      const auto progress = [&s](int node) { return s.gather.progress(node); };
+      return base::concat(s.gather.call(), " waits for", s.missing(arrived, progress));
+    };
+    s.wait([&s] { return s.gather.complete(); }, arrived, story);
+    s.gather.read(gathered, platform::Clock::now() + s.options.timeout);
+  });
 }
 
 void AllToAll::release(Handle handle, void* stream) {

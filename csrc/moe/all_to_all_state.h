@@ -12,12 +12,13 @@
 #include "moe/calls.h"
 #include "moe/device_kernels.h"
 #include "moe/exchange.h"
+#include "moe/host_gather.h"
 #include "moe/host_kernels.h"
 #include "moe/node_memory.h"
 
 namespace moe_p2p::moe {
 
-struct AllToAll::State {
+struct AllToAll::State final : engine::ImmSink {
   State(engine::TransferEngine& engine, proxy::ProxyThread* proxy, const AllToAllOptions& options);
 
   int checked_rank() const;
@@ -31,12 +32,31 @@ struct AllToAll::State {
   void check_abort() const;
   // Why a local rank will say nothing more: "rank 3's process has ended"; empty while it may.
   std::string gone(int local) const;
-  // Ranks of this node whose signal memory or process the wait depends on.
-  void check_neighbours(const Pending& pending) const;
+  // Ranks of this node whose signal memory or process a wait depends on.
+  template <typename Arrived, typename Story>
+  void check_neighbours(Arrived&& arrived, Story&& waiting_for) const;
+  // " rank 2 (node 1) rank 3 (node 1, ...)": who has not arrived(source), with progress(node) of this
+  // rank's partners.
+  template <typename Arrived, typename Progress>
+  std::string missing(Arrived&& arrived, Progress&& progress) const;
   std::string waiting_for(const Pending& pending) const;
   // Throws what kernels of this rank's GPU, or others of the node, have failed with.
   void check_device() const;
+  void check_device_once();  // the same, and latches it
 
+  void on_imm(const engine::ImmKey& key) noexcept override {
+    if (key.phase == HostGather::kPhase)
+      gather.on_imm(key);
+    else
+      exchange->on_imm(key);
+  }
+
+  // What breaks the communicator is latched.
+  template <typename Call>
+  void latching(Call&& call);
+  // Until ready(), with a deadline; gives up when whoever has not arrived() is gone.
+  template <typename Ready, typename Arrived, typename Story>
+  void wait(Ready&& ready, Arrived&& arrived, Story&& waiting_for);
   // Advances until done; every time something moved the deadline starts anew.
   template <typename Advance, typename GetPending>
   void run(Advance&& advance, GetPending&& get_pending);
@@ -54,6 +74,7 @@ struct AllToAll::State {
   NodeMemory memory;
   HostKernels kernels;
   StepRing ring;
+  HostGather gather;
   const engine::MemoryHandle* data;  // null where a GPU has no other nodes to talk to
   std::vector<const engine::Peer*> peers;
   std::vector<int> num_nics;  // [N] of the rank with our local index

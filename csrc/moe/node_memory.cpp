@@ -8,8 +8,8 @@ NodeMemory::NodeMemory(const Plan& plan, int rank, bool with_regions)
     : plan_(plan),
       rank_(rank),
       ranks_per_node_(plan.shape.ranks_per_node),
-      own_(platform::SharedMemory::create(
-          "rank", plan.signals.total_bytes + (with_regions ? plan.regions.total_bytes : 0))) {}
+      board_(plan.signals.total_bytes + (with_regions ? plan.regions.total_bytes : 0)),
+      own_(platform::SharedMemory::create("rank", board_ + plan.gather.total_bytes)) {}
 
 void NodeMemory::attach(const std::vector<Neighbour>& neighbours) {
   for (int l = 0; l < ranks_per_node_; ++l) {
@@ -107,7 +107,7 @@ NodeMemory::Region& NodeMemory::combine_landing(int local, int slot,
 }
 
 std::span<std::byte> NodeMemory::data() const noexcept {
-  return own_.bytes().subspan(plan_.signals.total_bytes);
+  return own_.bytes().subspan(plan_.signals.total_bytes, board_ - plan_.signals.total_bytes);
 }
 
 }  // namespace moe_p2p::moe

@@ -60,6 +60,8 @@ class NodeMemory {
   std::span<std::byte> data() const noexcept;
   // The signal memory of a local rank, for a GPU to map.
   std::byte* signals(int local) const noexcept;
+  // Where a local rank keeps what gather_counts brings.
+  std::byte* board(int local) const noexcept { return signals(local) + board_; }
 
  private:
   Region& region(int local, int slot, uint64_t at) const noexcept;
@@ -68,6 +70,7 @@ class NodeMemory {
   const Plan plan_;
   const int rank_;
   const int ranks_per_node_;
+  const uint64_t board_;  // behind signals and regions
   platform::SharedMemory own_;
   std::vector<platform::SharedMemory> mapped_;  // [L]; empty for this rank
   std::vector<platform::SharedMemory> wakers_;  // [L]

@@ -86,7 +86,20 @@ Plan make_plan(const PlanInput& in) {
       4 * static_cast<uint64_t>(in.topk);
   plan.regions = abi::make_regions(s);
   plan.signals = abi::Signals::make(s);
+  plan.gather = GatherLayout::make(s);
   return plan;
+}
+
+GatherLayout GatherLayout::make(const abi::Shape& shape) {
+  const auto nodes = static_cast<uint64_t>(shape.num_nodes());
+  GatherLayout g{};
+  // Counts of every expert, of every rank, and a few numbers more.
+  g.max_values =
+      static_cast<uint64_t>(shape.num_experts) + static_cast<uint64_t>(shape.world_size) + 16;
+  g.rows = abi::align_up(8 * nodes, abi::kLine);
+  g.row_bytes = abi::align_up(4 * (1 + g.max_values), abi::kLine);
+  g.total_bytes = g.rows + 2 * nodes * g.row_bytes;
+  return g;
 }
 
 int Plan::num_local_experts(int rank) const {
@@ -112,7 +125,7 @@ std::vector<std::pair<std::string, uint64_t>> Plan::table() const {
           {"gather_words", steps * (regions.combine_outbox - regions.gather_words)},
           {"combine_outbox", steps * (regions.combine_landing - regions.combine_outbox)},
           {"combine_landing", steps * (regions.step_bytes - regions.combine_landing)},
-          {"signals", signals.total_bytes},
+          {"signals", signals.total_bytes + gather.total_bytes},
           {"device_state", abi::DeviceWords::make(shape).total_bytes}};
 }
 

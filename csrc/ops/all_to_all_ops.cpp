@@ -164,6 +164,21 @@ std::string all_to_all_broken(int64_t comm) {
   return lock.owns_lock() ? object->all_to_all.broken() : std::string();
 }
 
+// [W, n] of each rank's values; host memory, whatever the communicator's tensors are.
+Tensor all_to_all_gather_counts(int64_t comm, const Tensor& values) {
+  const Caller caller(comm);
+  const OnDevice host(-1);
+  const Expected expected{"values", {ScalarType::Int}, {kAny}};
+  const auto count = static_cast<size_t>(values.numel());
+  const std::span given(input<int32_t>(values, expected), count);
+  const int64_t world_size = caller->plan().shape.world_size;
+  const Tensor gathered = make_tensor({world_size, values.numel()}, ScalarType::Int);
+  const size_t total = count * static_cast<size_t>(world_size);
+  caller->all_to_all.gather_counts(given,
+                                   {static_cast<int32_t*>(mutable_data_of(gathered)), total});
+  return gathered;
+}
+
 int64_t handle_words(int64_t comm, int64_t num_rows, int64_t max_tokens) {
   return communicators().get(comm)->all_to_all.handle_words(num_rows, max_tokens);
 }
@@ -239,6 +254,7 @@ STABLE_TORCH_LIBRARY_IMPL(moe_p2p, CompositeExplicitAutograd, m) {
   m.impl("all_to_all_connect", TORCH_BOX(&all_to_all_connect));
   m.impl("all_to_all_close", TORCH_BOX(&all_to_all_close));
   m.impl("all_to_all_broken", TORCH_BOX(&all_to_all_broken));
+  m.impl("all_to_all_gather_counts", TORCH_BOX(&all_to_all_gather_counts));
   m.impl("handle_words", TORCH_BOX(&handle_words));
   m.impl("dispatch_send", TORCH_BOX(&dispatch_send));
   m.impl("dispatch_recv", TORCH_BOX(&dispatch_recv));
