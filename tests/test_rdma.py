@@ -1,5 +1,6 @@
-"""The verbs provider over a real RDMA stack: soft-RoCE, in a machine that tests/rdma/vm.py boots.
+"""Both providers over a real RDMA stack: soft-RoCE, in a machine that tests/rdma/vm.py boots.
 
+libfabric runs over its verbs;ofi_rxm, which has the same rules of memory registration as efa.
 Skipped with the reason where that machine cannot run. CI and `make test` install what it needs.
 """
 
@@ -16,6 +17,9 @@ ROOT = Path(__file__).resolve().parents[1]
 VM = ROOT / "tests/rdma/vm.py"
 RUN_DEADLINE_S = 600
 BUILD_DEADLINE_S = 1200
+UNIVERSE_SIZE = (
+    "8"  # peers that verbs;ofi_rxm makes its queues for; for its 256 rxe's are too small
+)
 
 sys.path.insert(0, str(VM.parent))
 import vm  # type: ignore[import-not-found]  # noqa: E402
@@ -31,7 +35,7 @@ def in_machine(*command: str, netem: str = "") -> str:
     done = subprocess.run(
         [sys.executable, str(VM), *options, "--", *command],
         cwd=ROOT,
-        env={**os.environ, "MOE_P2P_RDMA_MACHINE": "1"},
+        env={**os.environ, "MOE_P2P_RDMA_MACHINE": "1", "FI_UNIVERSE_SIZE": UNIVERSE_SIZE},
         capture_output=True,
         text=True,
         timeout=RUN_DEADLINE_S,
@@ -62,8 +66,16 @@ def cpp_program() -> str:
 
 
 @pytest.mark.timeout(BUILD_DEADLINE_S + RUN_DEADLINE_S)
-def test_contract_suite_over_soft_roce(program: str) -> None:
-    told = in_machine(program, "-tc=provider contract*", "-sc=verbs devices*")
+@pytest.mark.parametrize(
+    ("cases", "provider"),
+    [
+        ("provider contract*", "verbs devices*"),
+        ("provider contract*", "*ofi_rxm*"),
+        ("engine over libfabric*", "*ofi_rxm*"),
+    ],
+)
+def test_suites_over_soft_roce(program: str, cases: str, provider: str) -> None:
+    told = in_machine(program, f"-tc={cases}", f"-sc={provider}")
     assert "skipped:" not in told
     assert "Status: SUCCESS" in told
 
@@ -88,8 +100,11 @@ def test_links_that_lose_and_reorder_packets(program: str) -> None:
 
 
 @pytest.mark.timeout(RUN_DEADLINE_S)
-def test_exchange_over_soft_roce_equals_the_reference_and_survivors_are_told() -> None:
+@pytest.mark.parametrize("transport", ["verbs", "libfabric"])
+def test_exchange_over_soft_roce_equals_the_reference_and_survivors_are_told(
+    transport: str,
+) -> None:
     python = sys.executable  # not a shim in front of it, which takes many seconds there
-    told = in_machine(python, str(ROOT / "tests/rdma/exchange.py"), "50")
+    told = in_machine(python, str(ROOT / "tests/rdma/exchange.py"), transport, "50")
     assert "50 steps equal the reference" in told
     assert "told after" in told  # of the rank that was killed then

@@ -16,8 +16,10 @@ EngineOptions fabric_options(const std::string& settings, int num_nics) {
 // Runs body(settings) for each provider that is here.
 template <typename Body>
 void for_each_fabric(Body&& body) {
-  for (const char* settings : {"provider=efa,interfaces=efa1:efa2:efa3",
-                               "provider=tcp,timeout_ms=5000", "provider=shm,timeout_ms=5000"}) {
+  for (const char* settings :
+       {"provider=efa,interfaces=efa1:efa2:efa3", "provider=tcp,timeout_ms=5000",
+        "provider=shm,timeout_ms=5000",
+        "provider=verbs;ofi_rxm,interfaces=10.77.0.1:10.77.0.2,timeout_ms=5000"}) {
     SUBCASE(settings) {
       FakeFabric::use_for(settings);
       try {

@@ -17,8 +17,8 @@ struct ProviderUnderTest {
   // A refused write takes the connection down with it: others under way fail too, all that the poster
   // learns is that the peer was lost, and it takes a moment until writes get through again.
   bool drops_connection = false;
-  // shm of libfabric 1.17 does neither: it has no notion of a dead peer, and a refused write never
-  // completes and stops those after it.
+  // Of libfabric 1.17: shm has no notion of a dead peer; over shm a refused write never completes and
+  // stops those after it, over verbs;ofi_rxm the connection that it broke is not made again.
   bool notices_death = true;
   bool recovers = true;
 };
@@ -43,6 +43,10 @@ inline const ProviderUnderTest kProviders[] = {
      .settings = "provider=shm,timeout_ms=500",
      .drops_connection = true,
      .notices_death = false,
+     .recovers = false},
+    {.name = "libfabric",
+     .settings = "provider=verbs;ofi_rxm,interfaces=10.77.0.1,timeout_ms=5000",
+     .drops_connection = true,
      .recovers = false},
     {.name = "verbs", .settings = "library=fake", .takes_unpolled = true},
     {.name = "verbs",

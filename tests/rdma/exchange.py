@@ -1,10 +1,11 @@
 """Dispatch and combine over RDMA devices, against the reference: run in the machine of vm.py.
 
-    python tests/rdma/exchange.py [steps]
+    python tests/rdma/exchange.py verbs|libfabric [steps]
 
-Two ranks, each a process and a node of its own, at the ends of the wire between rxe0 and rxe1. Rank
-0 has both devices as NICs and rank 1 has one: rails are matched, not required equal. Then again,
-and rank 1 is killed: rank 0 is told at once by whom, not at its deadline.
+Two ranks, each a process and a node of its own. With verbs they are at the ends of the wire between
+rxe0 and rxe1, rank 0 has both devices as NICs and rank 1 has one: rails are matched, not required
+equal. libfabric's verbs;ofi_rxm connects within one device only, so both ranks have both. Then
+again, and rank 1 is killed: rank 0 is told at once by whom, not at its deadline.
 """
 
 from __future__ import annotations
@@ -24,18 +25,23 @@ from moe_p2p import AllToAll, PeerDeadError  # noqa: E402
 from moe_p2p.reference import Tokens  # noqa: E402
 from ranks import DiedError, Rank, run_processes  # noqa: E402
 
-DEVICES = ("rxe0:rxe1", "rxe1")
+# Settings and number of NICs of each rank.
+NICS = {
+    "verbs": [("timeout=16,devices=rxe0:rxe1", 2), ("timeout=16,devices=rxe1", 1)],
+    "libfabric": [("provider=verbs;ofi_rxm,interfaces=10.77.0.1:10.77.0.2", 2)] * 2,
+}
+WORLD_SIZE = 2
 MAX_TOKENS = 12
 TIMEOUT_S = 60.0
 
 
-def open_rank(rank: Rank) -> AllToAll:
-    devices = DEVICES[rank.rank]
+def open_rank(rank: Rank, transport: str) -> AllToAll:
+    settings, num_nics = NICS[transport][rank.rank]
     return make(
         rank,
-        transport="verbs",
-        transport_settings=f"timeout=16,devices={devices}",
-        nics_per_rank=devices.count(":") + 1,
+        transport=transport,
+        transport_settings=settings,
+        nics_per_rank=num_nics,
         ranks_per_node=1,
         timeout_s=TIMEOUT_S,
     )
@@ -47,20 +53,21 @@ def steps(num_steps: int) -> Iterator[list[Tokens]]:
     for seed in range(num_steps):
         yield [
             make_tokens(seed, rank, counts.choice([0, 1, counts.randint(0, MAX_TOKENS)]))
-            for rank in range(len(DEVICES))
+            for rank in range(WORLD_SIZE)
         ]
 
 
-def exchange(rank: Rank, num_steps: int) -> None:
-    with open_rank(rank) as comm:
+def exchange(rank: Rank, transport: str, num_steps: int) -> None:
+    with open_rank(rank, transport) as comm:
         for tokens in steps(num_steps):
             check_step(comm, tokens)
         assert comm.broken == ""
+        assert all(nic["bytes_written"] > 0 for nic in comm.counters())
 
 
-def lose_a_rank(rank: Rank) -> tuple[float, str]:
+def lose_a_rank(rank: Rank, transport: str) -> tuple[float, str]:
     """Rank 1 is killed after some steps; how long rank 0 took to notice, and its story."""
-    comm = open_rank(rank)
+    comm = open_rank(rank, transport)
     for tokens in steps(5):
         check_step(comm, tokens)
     began = time.monotonic()
@@ -75,11 +82,12 @@ def lose_a_rank(rank: Rank) -> tuple[float, str]:
 
 
 if __name__ == "__main__":
-    number = int(sys.argv[1]) if len(sys.argv) > 1 else 50
-    run_processes(len(DEVICES), exchange, number, deadline_s=300.0)
+    used = sys.argv[1]
+    number = int(sys.argv[2]) if len(sys.argv) > 2 else 50
+    run_processes(WORLD_SIZE, exchange, used, number, deadline_s=300.0)
     print(f"{number} steps equal the reference")
     survivor, killed = run_processes(
-        len(DEVICES), lose_a_rank, deadline_s=200.0, return_errors=True
+        WORLD_SIZE, lose_a_rank, used, deadline_s=200.0, return_errors=True
     )
     assert isinstance(killed, DiedError), killed
     assert not isinstance(survivor, BaseException), survivor

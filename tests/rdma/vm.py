@@ -44,8 +44,8 @@ TOOLS = {
 }
 DRIVER, DRIVER_PACKAGE = "/usr/lib/*/libibverbs/librxe-rdmav*.so", "ibverbs-providers"
 MODULES = (
-    "virtio_pci virtio_console 9pnet_virtio 9p overlay crc32_generic ib_uverbs rdma_rxe veth"
-    " bridge sch_netem"
+    "virtio_pci virtio_console 9pnet_virtio 9p overlay crc32_generic ib_uverbs rdma_ucm rdma_rxe"
+    " veth bridge sch_netem"
 )
 # What QEMU's translator does slowly is left out: byte-wise string moves, carry-less multiplication.
 CPU = "max,-la57,-pclmulqdq,-smap,-erms,-fsrm"

@@ -31,8 +31,9 @@ struct Config {
   Hmem hmem = Hmem::kAuto;
 
   bool is_efa() const { return provider == "efa"; }
+  bool is_verbs() const { return provider.starts_with("verbs"); }
   // The CPU moves the bytes, and only while the owner of the memory polls.
-  bool is_software() const { return !is_efa() && !provider.starts_with("verbs"); }
+  bool is_software() const { return !is_efa() && !is_verbs(); }
 };
 
 // Throws Error{kInvalidArgument} that names the key and what it may be.

@@ -86,7 +86,7 @@ size_t LibfabricDomain::read_error(std::span<Completion> completions) noexcept {
   }
   // Also a peer's write that was refused here; that one has no context, or one that is not ours.
   if (!writes_.owns(error.op_context)) return 0;
-  const auto status = status_of(error.err, error.prov_errno, config_.is_efa());
+  const auto status = status_of(error.err, error.prov_errno, config_);
   const auto done = writes_.finish(error.op_context, status, error.prov_errno);
   if (!done) return 0;
   completions[0] = *done;

@@ -10,8 +10,10 @@ using base::Code;
 
 namespace {
 
-// Completion statuses of the EFA device that the general number hides.
+// Completion statuses of the device that the general number hides: EFA's, and those of libibverbs.
 constexpr int kEfaRemoteBadAddress = 7, kEfaRemoteBadLength = 11;
+constexpr int kWcFlushed = 5, kWcRemoteInvalidRequest = 9, kWcRemoteAccess = 10,
+              kWcRetriesExceeded = 12, kWcRnrRetriesExceeded = 13;
 
 Code code_of(int error) noexcept {
   switch (error) {
@@ -58,10 +60,22 @@ std::string describe(const Failure& failure) {
                       "; likely cause: ", cause_of(failure.status.code));
 }
 
-base::Status status_of(int error, int prov_errno, bool is_efa) noexcept {
-  if (is_efa && (prov_errno == kEfaRemoteBadAddress || prov_errno == kEfaRemoteBadLength))
+base::Status status_of(int error) noexcept { return {code_of(error), error}; }
+
+base::Status status_of(int error, int prov_errno, const Config& config) noexcept {
+  if (config.is_efa() && (prov_errno == kEfaRemoteBadAddress || prov_errno == kEfaRemoteBadLength))
     return {Code::kRemoteAccess, error};
-  return {code_of(error), error};
+  if (config.is_verbs()) {
+    switch (prov_errno) {
+      case kWcRemoteInvalidRequest:
+      case kWcRemoteAccess: return {Code::kRemoteAccess, error};
+      case kWcFlushed:
+      case kWcRetriesExceeded:
+      case kWcRnrRetriesExceeded: return {Code::kPeerDead, error};
+      default: break;
+    }
+  }
+  return status_of(error);
 }
 
 }  // namespace moe_p2p::provider::libfabric

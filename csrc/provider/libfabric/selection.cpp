@@ -128,12 +128,16 @@ Info* choose(const Config& config, int nic, Info* first) {
   return found;
 }
 
-// EFA writes to ranks of the same host through shared memory unless told not to; its own writes
-// then follow rules of another provider. Read by libfabric when it first looks for EFA devices.
+// Both are read by libfabric once, when it is asked for the first time. EFA writes to ranks of the
+// same host through shared memory unless told not to; those writes follow the rules of another
+// provider. verbs keeps registrations in a cache after they are closed: peers could go on writing to
+// memory that was given back, and beside a region that lies in an older one.
 void set_environment(const Config& config) {
-  static std::once_flag once;
+  static std::once_flag efa, verbs;
   if (config.is_efa())
-    std::call_once(once, [] { ::setenv("FI_EFA_ENABLE_SHM_TRANSFER", "0", /*overwrite=*/0); });
+    std::call_once(efa, [] { ::setenv("FI_EFA_ENABLE_SHM_TRANSFER", "0", /*overwrite=*/0); });
+  if (config.is_verbs())
+    std::call_once(verbs, [] { ::setenv("FI_MR_CACHE_MAX_COUNT", "0", /*overwrite=*/0); });
 }
 
 }  // namespace
