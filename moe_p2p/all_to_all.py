@@ -102,9 +102,13 @@ class AllToAll(Halves):
         where = arguments.make_layout(self._shape, layout, capacity, alignment, tokens)
         arguments.check_ranges(where, with_ranges)
         count, count_on_host = arguments.split_count(num_tokens)
+        format_number = arguments.scale_format_number(scale_format)
         grad = arguments.records(x, topk_weights, *extras)
         if self._device is not None and not torch.compiler.is_compiling():
-            self._device.prepare_dispatch(x.dtype, quantize=quantize)
+            by_rank = where.rows == BY_RANK
+            self._device.prepare_dispatch(
+                x.dtype, quantize=quantize, scale_format=format_number, by_rank=by_rank
+            )
             if grad and not quantize and x.dtype != torch.float8_e4m3fn:
                 self._device.prepare_combine(x.dtype, x.dtype)  # its gradient
         if grad and quantize and x.requires_grad:
@@ -123,7 +127,7 @@ class AllToAll(Halves):
             count_on_host,
             tokens,
             quantize,
-            arguments.scale_format_number(scale_format),
+            format_number,
             *where,
             column_scales,
             zeroed,
@@ -218,7 +222,10 @@ class AllToAll(Halves):
         if self._device is not None and not torch.compiler.is_compiling():
             self._device.prepare_combine(y.dtype, sum_dtype)
             if grad:
-                self._device.prepare_dispatch(sum_dtype, quantize=False)  # its gradient
+                by_rank = dispatched.layout.rows == BY_RANK
+                self._device.prepare_dispatch(
+                    sum_dtype, quantize=False, by_rank=by_rank
+                )  # gradient
         if grad and not dispatched.zero_padding:
             raise errors.make(errors.InvalidArgumentError, arguments.PADDING_IS_NOT_ZERO)
         out, more = call(

@@ -67,15 +67,26 @@ class Kernel(NamedTuple):
 
 
 def dispatch_kernel(
-    shape: dict[str, int], x_dtype: torch.dtype, *, quantize: bool, num_sms: int | None = None
+    shape: dict[str, int],
+    x_dtype: torch.dtype,
+    *,
+    quantize: bool,
+    scale_format: int = 0,
+    by_rank: bool = False,
+    num_sms: int | None = None,
 ) -> Kernel:
-    """Of x_dtype as the caller has it. It sends tokens and receives slots."""
+    """Of x_dtype as the caller has it. It sends tokens and receives slots.
+
+    scale_format: of a quantizing one (kernels/abi/layout.h, ScaleFormat).
+    """
     row_bytes = shape["MOE_P2P_HIDDEN_DIM"] * (1 if quantize else x_dtype.itemsize)
-    shared = functools.partial(dispatch_shared_bytes, shape)
+    shared = functools.partial(dispatch_shared_bytes, shape, by_rank)
     launch = choose(row_bytes, shape["MOE_P2P_CHUNK_TOKENS"], num_sms, shared)
     macros = {
         "MOE_P2P_X_DTYPE": _CODES[x_dtype],
         "MOE_P2P_QUANTIZE": int(quantize),
+        "MOE_P2P_SCALE_FORMAT": scale_format,
+        "MOE_P2P_BY_RANK": int(by_rank),
         "MOE_P2P_SEND_WORKERS": launch.token_workers,
         "MOE_P2P_RECV_WORKERS": launch.slot_workers,
     } | _block_macros(launch, shared(launch))
@@ -126,6 +137,11 @@ def variants() -> Iterator[Kernel]:
         (torch.float8_e4m3fn, False),
     ]:
         yield dispatch_kernel(usual, dtype, quantize=quantize)
+        yield dispatch_kernel(usual, dtype, quantize=quantize, by_rank=True)
+    for scale_format, by_rank in itertools.product((1, 2), (False, True)):
+        yield dispatch_kernel(
+            usual, torch.bfloat16, quantize=True, scale_format=scale_format, by_rank=by_rank
+        )
     for y_dtype, out_dtype in itertools.product(floats, (torch.bfloat16, torch.float32)):
         yield combine_kernel(usual, y_dtype, out_dtype)
     uneven = tuple(min(expert // 50, 7) for expert in range(256))
@@ -142,6 +158,7 @@ def variants() -> Iterator[Kernel]:
     ]
     for other, num_sms in others:
         yield dispatch_kernel(other, torch.bfloat16, quantize=True, num_sms=num_sms)
+        yield dispatch_kernel(other, torch.bfloat16, quantize=False, by_rank=True, num_sms=num_sms)
         yield combine_kernel(other, torch.bfloat16, torch.bfloat16, num_sms=num_sms)
 
 
@@ -181,7 +198,7 @@ class DeviceSide:
         """
         self._comm, self._device, self._num_sms = comm, device, config.num_sms
         self._shape = shape_macros(config, world_size=world_size, ranks_per_node=ranks_per_node)
-        self._ready: set[tuple[str, torch.dtype, object]] = set()
+        self._ready: set[tuple[object, ...]] = set()  # kernels of the op, by what they are for
         self._undo, self._signals = ExitStack(), ExitStack()
         plan = config.plan(world_size=world_size, ranks_per_node=ranks_per_node)
         try:
@@ -258,28 +275,45 @@ class DeviceSide:
         if config.dtype != torch.float8_e4m3fn and config.hidden_dim % 16 == 0:
             self.prepare_dispatch(config.dtype, quantize=True)
 
-    def prepare_dispatch(self, x_dtype: torch.dtype, *, quantize: bool) -> None:
-        """Compiles and hands over the kernel of such a dispatch; at once when that was done."""
-        if ("dispatch", x_dtype, quantize) in self._ready:
+    def prepare_dispatch(
+        self,
+        x_dtype: torch.dtype,
+        *,
+        quantize: bool,
+        scale_format: int = 0,
+        by_rank: bool = False,
+    ) -> None:
+        """Compiles and hands over the kernel of such a dispatch; at once when that was done.
+
+        scale_format: position in dispatched.SCALE_FORMATS.
+        """
+        key = (x_dtype, quantize, scale_format, by_rank)
+        if key in self._ready:
             return
         hidden = self._shape["MOE_P2P_HIDDEN_DIM"]
         errors.require(
             not quantize or hidden % 16 == 0,
             f"hidden_dim is {hidden}, must be a multiple of 16 to quantize on a GPU",
         )
-        kernel = self._load(
-            dispatch_kernel(self._shape, x_dtype, quantize=quantize, num_sms=self._num_sms)
+        kernel = dispatch_kernel(
+            self._shape,
+            x_dtype,
+            quantize=quantize,
+            scale_format=scale_format,
+            by_rank=by_rank,
+            num_sms=self._num_sms,
         )
-        call(_ops.all_to_all_set_dispatch_kernel.default, self._comm, x_dtype, quantize, kernel)
-        self._ready.add(("dispatch", x_dtype, quantize))
+        loaded = self._load(kernel)
+        call(_ops.all_to_all_set_dispatch_kernel.default, self._comm, *key, loaded)
+        self._ready.add(key)
 
     def prepare_combine(self, y_dtype: torch.dtype, out_dtype: torch.dtype) -> None:
         """The same for a combine."""
-        if ("combine", y_dtype, out_dtype) in self._ready:
+        if (y_dtype, out_dtype) in self._ready:
             return
         kernel = self._load(combine_kernel(self._shape, y_dtype, out_dtype, num_sms=self._num_sms))
         call(_ops.all_to_all_set_combine_kernel.default, self._comm, y_dtype, out_dtype, kernel)
-        self._ready.add(("combine", y_dtype, out_dtype))
+        self._ready.add((y_dtype, out_dtype))
 
     def _load(self, kernel: Kernel) -> list[int]:
         """The numbers of csrc/moe/device_grid.h, DeviceKernel."""

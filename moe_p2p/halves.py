@@ -62,7 +62,10 @@ class Halves(Communicator):
         count, count_on_host = arguments.split_count(num_tokens)
         format_number = arguments.scale_format_number(scale_format)
         if self._device is not None:
-            self._device.prepare_dispatch(x.dtype, quantize=quantize)
+            by_rank = where.rows == BY_RANK
+            self._device.prepare_dispatch(
+                x.dtype, quantize=quantize, scale_format=format_number, by_rank=by_rank
+            )
         words = self._shape.handle_words(x.shape[0], tokens)
         handle = torch.empty(words, dtype=torch.int32, device=x.device)
         call(

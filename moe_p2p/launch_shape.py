@@ -85,17 +85,18 @@ def choose(
     return last
 
 
-def dispatch_shared_bytes(macros: dict[str, int], launch: LaunchShape) -> int:
+def dispatch_shared_bytes(macros: dict[str, int], by_rank: bool, launch: LaunchShape) -> int:
     """At least what dispatch.cu asks for; SendShared and RecvShared there are compared with it."""
     world, local = macros["MOE_P2P_WORLD_SIZE"], macros["MOE_P2P_RANKS_PER_NODE"]
     topk, columns = macros["MOE_P2P_TOPK"], local + world // local
     head = up(8 + 10 * topk + 2 * (topk % 2), 128)
     scales = 4 * up(macros["MOE_P2P_HIDDEN_DIM"], 128) // 128
-    words = 4 * columns * (up(macros["MOE_P2P_CHUNK_TOKENS"], 32) // 32)
-    worker = 4 * macros["MOE_P2P_NUM_EXPERTS"] + head + scales + 16 * columns + 256
-    send = words + launch.token_workers * worker
+    ranks = world if by_rank else 0  # what by_rank keeps of each
+    words = 4 * (columns + ranks) * (up(macros["MOE_P2P_CHUNK_TOKENS"], 32) // 32) + 4 * ranks
+    counts = 4 * (macros["MOE_P2P_NUM_EXPERTS"] + ranks)
+    send = words + launch.token_workers * (counts + head + scales + 16 * columns + 256)
     table = 4 * macros["MOE_P2P_MAX_LOCAL_EXPERTS"] * (world + 2) + 16 * world
-    recv = table + launch.slot_workers * (8 * topk + 256) + launch.block_threads
+    recv = table + launch.slot_workers * (24 * topk + 256) + launch.block_threads
     return max(send, recv) + 1024
 
 

@@ -16,13 +16,22 @@ namespace {
 
 uint64_t address(const void* p) noexcept { return reinterpret_cast<uint64_t>(p); }
 
-template <typename Kernels>
-const DeviceKernel& find_kernel(const Kernels& kernels, const std::pair<int, int>& key,
+template <typename Key>
+const DeviceKernel& find_kernel(const std::map<Key, DeviceKernel>& kernels, const Key& key,
                                 const char* what) {
   const auto found = kernels.find(key);
   MOE_P2P_CHECK(found != kernels.end(), Code::kUnavailable, what,
                 " is not compiled for these types; make the same call once outside torch.compile");
   return found->second;
+}
+
+abi::ScalePlace scale_place(const DispatchRecv& recv) noexcept {
+  const auto words = static_cast<int64_t>(recv.scale_bytes / 4);
+  if (!recv.column_scales) return {.row = words, .expert = 0, .word = 1};
+  const bool padded = recv.layout == abi::RowLayout::kPadded;
+  return {.row = 1,
+          .expert = padded ? words * recv.scale_stride - recv.capacity : 0,
+          .word = recv.scale_stride};
 }
 
 }  // namespace
@@ -56,8 +65,8 @@ void DeviceKernels::set_signals(const std::vector<uint64_t>& addresses) {
   std::copy(addresses.begin(), addresses.end(), comm_.signals);
 }
 
-void DeviceKernels::set_dispatch(DType x_dtype, bool quantize, const DeviceKernel& kernel) {
-  dispatch_kernels_[{static_cast<int>(x_dtype), quantize}] = kernel;
+void DeviceKernels::set_dispatch(const DispatchVariant& variant, const DeviceKernel& kernel) {
+  dispatch_kernels_[variant] = kernel;
 }
 
 void DeviceKernels::set_combine(DType y_dtype, DType out_dtype, const DeviceKernel& kernel) {
@@ -83,12 +92,17 @@ base::Error DeviceKernels::error_of(const abi::Fault& fault, const std::string& 
                            fault.expected, ", got ", fault.got, gone.empty() ? "" : "; ", gone)};
     case abi::kCapacity:
       return {Code::kResourceExhausted,
-              base::concat(head, ": local expert ", fault.source, " needs ", got,
-                           " rows, capacity is ", fault.expected)};
+              base::concat(head, ": ",
+                           fault.source < 0 ? std::string("this rank")
+                                            : base::concat("local expert ", fault.source),
+                           " needs ", got, " rows, capacity is ", fault.expected)};
     case abi::kBadExpert:
       return {Code::kInvalidArgument,
               base::concat(head, ": topk_idx of token ", fault.expected, " names expert ", got,
                            ", must be -1 (none) or from 0 to ", plan_.shape.num_experts - 1)};
+    case abi::kDuplicateExpert:
+      return {Code::kInvalidArgument, base::concat(head, ": topk_idx of token ", fault.expected,
+                                                   " names expert ", got, " twice")};
     case abi::kTooManyTokens:
       return {Code::kInvalidArgument,
               base::concat(head, ": num_tokens is ", got, ", at most ", fault.expected, " fit")};
@@ -175,8 +189,6 @@ DeviceKernels::Open DeviceKernels::begin_dispatch(const DispatchSend& send) cons
   MOE_P2P_CHECK(send.device_num_tokens || send.num_tokens <= send.max_tokens,
                 Code::kInvalidArgument, "this rank sends ", send.num_tokens,
                 " tokens, max_tokens of this call is ", send.max_tokens);
-  MOE_P2P_CHECK(!send.by_rank && send.scale_format == abi::ScaleFormat::kFloat32,
-                Code::kUnavailable, "by_rank and scale formats are not on GPUs yet");
   const auto layout = abi::HandleLayout::make(plan_.shape, send.num_rows, num_chunks);
   MOE_P2P_CHECK(static_cast<uint64_t>(send.handle.num_words) >= layout.total,
                 Code::kInvalidArgument, "handle has ", send.handle.num_words,
@@ -187,7 +199,10 @@ DeviceKernels::Open DeviceKernels::begin_dispatch(const DispatchSend& send) cons
           .num_steps = num_chunks,
           .solo = send.solo || num_chunks > 1,
           .stage = Stage::kDispatchSent,
-          .key = {static_cast<int>(send.x_dtype), send.quantize},
+          .variant = {.x_dtype = send.x_dtype,
+                      .quantize = send.quantize,
+                      .scale_format = send.scale_format,
+                      .by_rank = send.by_rank},
           .parts = send_parts(plan_, send),
           .num_extras = static_cast<int32_t>(send.extras.size()),
           .num_rows = static_cast<int32_t>(send.num_rows)};
@@ -214,17 +229,19 @@ void DeviceKernels::fill(abi::DispatchParams& p, const DispatchRecv& recv) const
       fits, Code::kInvalidArgument,
       "the outputs of this dispatch do not fit its inputs: payload type, scales and extras "
       "must be those that were sent");
-  MOE_P2P_CHECK(recv.layout != abi::RowLayout::kByRank && !recv.column_scales && !recv.ranges &&
-                    !recv.wait_ticks,
-                Code::kUnavailable, "these outputs of dispatch are not on GPUs yet");
   p.out_x = address(recv.x);
   p.out_scales = address(recv.scales);
+  p.scale_place = scale_place(recv);
   for (size_t i = 0; i < recv.extras.size(); ++i)
     p.out_extras[i] = {address(recv.extras[i].data), recv.extras[i].row_bytes};
   p.row_weights = address(recv.row_weights);
   p.counts = address(recv.counts);
   p.offsets = address(recv.offsets);
+  p.row_topk = address(recv.row_topk);
+  if (recv.row_topk) p.topk_is_int64 = recv.topk_is_int64;
   p.source = address(recv.source);
+  p.ranges = address(recv.ranges);
+  p.wait_ticks = address(recv.wait_ticks);
   p.grouped = recv.layout == abi::RowLayout::kGrouped;
   p.zero_padding = recv.zero_padding;
   p.capacity = recv.capacity;
@@ -241,7 +258,14 @@ void DeviceKernels::dispatch(const DispatchSend* send, const DispatchRecv* recv,
   }
   Open call = send ? begin_dispatch(*send) : *waiting;
   if (!recv) check_half(call.num_steps);
-  const DeviceKernel& kernel = find_kernel(dispatch_kernels_, call.key, "dispatch");
+  MOE_P2P_CHECK(!recv || (recv->layout == abi::RowLayout::kByRank) == call.variant.by_rank,
+                Code::kInvalidArgument,
+                "layout is by_rank for one half and not for the other; give dispatch_recv that of "
+                "dispatch_send");
+  MOE_P2P_CHECK(!recv || !recv->scales || recv->scale_format == call.variant.scale_format,
+                Code::kInvalidArgument,
+                "scale_format is not that of dispatch_send; give dispatch_recv the same");
+  const DeviceKernel& kernel = find_kernel(dispatch_kernels_, call.variant, "dispatch");
   abi::DispatchParams p{};
   p.comm = comm_;
   p.num_rows = call.num_rows;
@@ -273,8 +297,7 @@ DeviceKernels::Open DeviceKernels::begin_combine(const CombineSend& send) const 
           .first_step = next_step_,
           .num_steps = num_chunks,
           .solo = true,
-          .stage = Stage::kCombineSent,
-          .key = {}};
+          .stage = Stage::kCombineSent};
 }
 
 void DeviceKernels::combine(const CombineSend* send, const CombineRecv* recv, void* stream) {

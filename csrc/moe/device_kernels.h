@@ -18,14 +18,24 @@
 
 namespace moe_p2p::moe {
 
+// What a dispatch kernel is compiled for.
+struct DispatchVariant {
+  abi::DType x_dtype{};  // of the caller's payload
+  bool quantize = false;
+  abi::ScaleFormat scale_format = abi::ScaleFormat::kFloat32;
+  bool by_rank = false;
+
+  auto operator<=>(const DispatchVariant&) const = default;
+};
+
 class DeviceKernels {
  public:
   DeviceKernels(const Plan& plan, const AllToAllOptions& options, const DeviceMemory& memory);
   // [L] signal memory of the node's ranks, as the device sees it; before the first call.
   void set_signals(const std::vector<uint64_t>& addresses);
 
-  // Compiled for (payload type of the caller, quantize) and for (type of y, type of out).
-  void set_dispatch(abi::DType x_dtype, bool quantize, const DeviceKernel& kernel);
+  void set_dispatch(const DispatchVariant& variant, const DeviceKernel& kernel);
+  // Compiled for (type of y, type of out).
   void set_combine(abi::DType y_dtype, abi::DType out_dtype, const DeviceKernel& kernel);
 
   // Either half or both (one kernel); null leaves a half out. They throw before anything is launched.
@@ -42,7 +52,7 @@ class DeviceKernels {
   std::vector<StepRing::Last> last_steps(uint64_t num_steps) const;
 
  private:
-  using Key = std::pair<int, int>;  // types, or type and quantize
+  using Key = std::pair<int, int>;  // types
   enum class Stage : uint8_t { kDispatchSent, kDispatched, kCombineSent };
   // A call that holds steps: a dispatch that was not received, a paired one that was not combined,
   // a combine that was not received. The halves that follow find here what they must agree with.
@@ -52,7 +62,8 @@ class DeviceKernels {
     int64_t num_steps;
     bool solo;
     Stage stage;
-    Key key;  // of the kernel that runs the second half
+    DispatchVariant variant{};  // of a dispatch
+    Key key{};                  // of the kernel of a combine
     abi::TokenParts parts{};
     int32_t num_extras = 0;
     int32_t num_rows = 0;
@@ -74,7 +85,7 @@ class DeviceKernels {
   const Plan& plan_;
   const DeviceMemory memory_;
   abi::DeviceComm comm_{};
-  std::map<Key, DeviceKernel> dispatch_kernels_;
+  std::map<DispatchVariant, DeviceKernel> dispatch_kernels_;
   std::map<Key, DeviceKernel> combine_kernels_;
   OpenCalls open_;
   uint64_t next_step_ = 0;

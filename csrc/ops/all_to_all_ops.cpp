@@ -122,10 +122,14 @@ moe::DeviceKernel kernel_from(const std::vector<int64_t>& numbers) {
 }
 
 void all_to_all_set_dispatch_kernel(int64_t comm, ScalarType x_dtype, bool quantize,
+                                    int64_t scale_format, bool by_rank,
                                     std::vector<int64_t> kernel) {
   const Caller caller(comm);
-  caller->all_to_all.device().set_dispatch(payload_type(x_dtype, "x_dtype"), quantize,
-                                           kernel_from(kernel));
+  const moe::DispatchVariant variant{.x_dtype = payload_type(x_dtype, "x_dtype"),
+                                     .quantize = quantize,
+                                     .scale_format = static_cast<abi::ScaleFormat>(scale_format),
+                                     .by_rank = by_rank};
+  caller->all_to_all.device().set_dispatch(variant, kernel_from(kernel));
 }
 
 void all_to_all_set_combine_kernel(int64_t comm, ScalarType y_dtype, ScalarType out_dtype,

@@ -79,7 +79,8 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
   m.def("all_to_all_signals(int comm) -> int[]");
   m.def("all_to_all_use_signals(int comm, int[] device_addresses) -> ()");
   m.def(
-      "all_to_all_set_dispatch_kernel(int comm, ScalarType x_dtype, bool quantize, int[] kernel) "
+      "all_to_all_set_dispatch_kernel(int comm, ScalarType x_dtype, bool quantize, "
+      "int scale_format, bool by_rank, int[] kernel) "
       "-> ()");
   m.def(
       "all_to_all_set_combine_kernel(int comm, ScalarType y_dtype, ScalarType out_dtype, "

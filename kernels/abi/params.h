@@ -12,7 +12,7 @@ inline constexpr i32 kMaxDomainRanks = 64;  // ranks whose memory a device maps:
 struct Fault {
   u32 raised;  // FaultKind
   i32 phase;
-  i32 source;  // rank that was waited for, or local expert for kCapacity
+  i32 source;  // rank that was waited for; for kCapacity local expert, or -1: of all together
   i32 reserved;
   u64 step;
   u64 expected;
@@ -24,12 +24,13 @@ static_assert(sizeof(Fault) == 48, "shared between host and device");
 enum FaultKind : u32 {
   kNoFault = 0,
   kTimedOut = 1,
-  kCapacity = 2,       // expected: rows there are, got: rows needed
-  kBadExpert = 3,      // expected: token, got: expert id
-  kWrongHeader = 4,    // expected, got: flags or slot bytes
-  kTooManyTokens = 5,  // expected: at most, got: tokens
-  kAborted = 6,        // the abort word of the signal memory; got: that word
-  kBadHandle = 7,      // expected, got: communicator
+  kCapacity = 2,         // expected: rows there are, got: rows needed
+  kBadExpert = 3,        // expected: token, got: expert id
+  kWrongHeader = 4,      // expected, got: flags or slot bytes
+  kTooManyTokens = 5,    // expected: at most, got: tokens
+  kAborted = 6,          // the abort word of the signal memory; got: that word
+  kBadHandle = 7,        // expected, got: communicator
+  kDuplicateExpert = 8,  // expected: token, got: expert id
 };
 
 // Device memory of one communicator that only its own kernels use: DeviceState, then the words.
@@ -93,11 +94,17 @@ struct DevicePart {
   u64 row_bytes;
 };
 
+// Where scales lie: word b of those of row r of local expert e at r * row + e * expert + b * word, in
+// words of 4 bytes. `expert` is 0 but for columns in the padded layout.
+struct ScalePlace {
+  i64 row, expert, word;
+};
+
 struct DispatchParams {
   DeviceComm comm;
   // sender; all rows contiguous
   u64 x;             // [T, H]
-  u64 scales;        // f32 [T, ceil(H / 128)] or 0
+  u64 scales;        // f32 [T, ceil(H / 128)], or 4-byte words of the caller's own, or 0
   u64 topk_idx;      // i32 or i64 [T, K]
   u64 topk_weights;  // f32 [T, K] or 0
   u64 num_tokens;    // i32 or i64 on the device, or 0
@@ -113,14 +120,18 @@ struct DispatchParams {
   u64 out_x;
   u64 out_scales;
   DevicePart out_extras[kMaxExtras];
-  u64 row_weights;  // f32 [rows]
+  u64 row_weights;  // f32 [rows], by_rank: [rows, K]
+  u64 row_topk;     // by_rank: i32 or i64, as topk_idx, [rows, K]
   u64 counts;       // i32 [E_local]
-  u64 offsets;      // i32 [E_local + 1]
+  u64 offsets;      // i32 [E_local + 1], by_rank: [W + 1]
   u64 source;       // i32 [rows, 2] or 0
+  u64 ranges;       // i64 [E_local, W] or 0; not with by_rank
+  u64 wait_ticks;   // i64 [W] or 0
   i32 grouped;
   i32 zero_padding;
   i64 capacity;
   i64 alignment;
+  ScalePlace scale_place;
   TokenParts parts;
   i32 num_extras;
   i32 reserved;

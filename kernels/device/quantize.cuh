@@ -64,8 +64,14 @@ struct Values<DType::kFloat32> {
   }
 };
 
+// The smallest power of two that is not less than x; x is positive and normal.
+__device__ __forceinline__ float power_of_two_from(float x) {
+  return __uint_as_float((__float_as_uint(x) + 0x7fffffu) & 0x7f800000u);
+}
+
 // 16 values of a row to 16 e4m3. The 8 neighbouring threads of a warp hold one scale block; all 32
 // threads must call this (with zeros past the end of the row). Returns the block's scale in `scale`.
+template <ScaleFormat kFormat>
 __device__ __forceinline__ Vec quantize16(const float* f, float& scale) {
   float amax = 0.0f;
 #pragma unroll
@@ -74,7 +80,11 @@ __device__ __forceinline__ Vec quantize16(const float* f, float& scale) {
   for (i32 lane = 4; lane > 0; lane >>= 1) amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, lane));
   amax = fmaxf(amax, 1e-4f);
   scale = __fdiv_rn(amax, 448.0f);
-  const float multiplier = __fdiv_rn(448.0f, amax);
+  if constexpr (kFormat != ScaleFormat::kFloat32) scale = power_of_two_from(scale);
+  const float multiplier =
+      kFormat == ScaleFormat::kFloat32
+          ? __fdiv_rn(448.0f, amax)
+          : __uint_as_float(0x7f000000u - __float_as_uint(scale));  // 1 / scale
   Vec v;
 #pragma unroll
   for (i32 i = 0; i < 4; ++i) {

@@ -86,7 +86,7 @@ class Rank {
                         .max_send_blocks = 100,
                         .max_recv_blocks = 100,
                         .max_resident_blocks = 24};
-    kernels.set_dispatch(DType::kBFloat16, false, kernel);
+    kernels.set_dispatch({.x_dtype = DType::kBFloat16}, kernel);
     kernel.handle = kCombineKernel;
     kernels.set_combine(DType::kBFloat16, DType::kBFloat16, kernel);
   }

@@ -1,0 +1,244 @@
+// Dispatch, receiving half: where rows go, from the counts in the headers. Each receiving block works
+// it out for itself; one tells the caller.
+#pragma once
+
+#include "kernels/dispatch_send.cuh"
+
+namespace moe_p2p::device {
+
+// Rows are placed by groups: one for each local expert, or with kByRank one for all.
+inline constexpr i32 kRowGroups = kByRank ? 1 : kMaxLocalExperts;
+inline constexpr bool kScaled = kWireType == DType::kFloat8E4M3;  // there may be scales
+
+struct RecvScratch {
+  i32 row[2][kTopk];  // rows of the slot at hand that are ours, and of the one before
+  i64 scales[2][kScaled ? kTopk : 1];  // where theirs begin (ScalePlace)
+  i32 num_rows[2];
+  bool arrived[2];
+  u32 mine[RecvWorker::kThreads / 32];  // bit j: item j of the batch has rows of ours
+};
+struct RecvShared {
+  i32 first_row[kRowGroups][kWorld];  // of each source
+  i32 num_rows[kRowGroups];
+  i32 start[kRowGroups];
+  i32 num_slots[2][kWorld];  // of this chunk and the one before; -1 = did not arrive
+  RecvScratch worker[RecvWorker::kCount];
+};
+
+struct Receiver {
+  const DispatchParams& p;
+  const Self self;
+  const HandleArrays handle;
+  const bool tells;  // one block writes what all find out
+  RecvShared& s;
+
+  __device__ i32 num_groups() const { return kByRank ? 1 : p.comm.num_local_experts; }
+  // Row behind the last one that there is room for.
+  __device__ i64 end_of(i32 group) const {
+    return p.grouped ? p.capacity : (group + 1) * p.capacity;
+  }
+};
+
+// How long a wait took, in cycles of the GPU; a call of several chunks adds up.
+__device__ inline void tell_ticks(const Receiver& a, i32 chunk, i32 source, i64 ticks) {
+  auto* told = reinterpret_cast<i64*>(a.p.wait_ticks) + source;
+  *told = chunk == 0 ? ticks : *told + ticks;
+}
+
+// Waits for the headers of a step from everybody. wait_ticks are those of these waits: slots of the own
+// node may come later than their header, but no single place waits for all of them.
+__device__ inline void read_headers(const Receiver& a, u64 step, i32 chunk) {
+  const DispatchParams& p = a.p;
+  // Threads of one warp end a wait together, so where ticks count they are as far apart as can be.
+  constexpr i32 kEach = kBlockThreads / kWorld;  // threads that there are for a source
+  constexpr i32 kApart = kEach > 32 ? 32 : kEach < 1 ? 1 : kEach;
+  const bool timed = a.tells && p.wait_ticks;
+  const i32 apart = timed ? kApart : 1;
+  if (const i32 thread = static_cast<i32>(threadIdx.x); thread % apart == 0)
+    for (i32 source = thread / apart; source < kWorld; source += kBlockThreads / apart) {
+      i32 slots = -1;
+      const i64 began = clock64();
+      const bool here = wait_dispatch(p.comm, a.self, step, source);
+      if (timed) tell_ticks(a, chunk, source, clock64() - began);
+      if (here) {
+        const auto* header = reinterpret_cast<const RegionHeader*>(
+            dispatch_region(p.comm, a.self, slot_of(step), source));
+        slots = static_cast<i32>(header->num_tokens);
+        if (header->flags != kWireFlags || header->slot_bytes != p.parts.slot_bytes ||
+            slots > kChunk) {
+          raise_fault(p.comm, kWrongHeader, Phase::kDispatch, source, step, p.parts.slot_bytes,
+                      header->slot_bytes);
+          slots = -1;
+        }
+      }
+      a.s.num_slots[chunk % 2][source] = slots;
+      if (a.tells) a.handle.slot_count(chunk, source) = max(slots, 0);
+    }
+  __syncwarp();
+  __syncthreads();
+}
+
+// First rows of grouped experts: a prefix sum of their aligned numbers of rows, by one warp.
+__device__ inline void place_groups(const Receiver& a) {
+  const i32 lane = static_cast<i32>(threadIdx.x), num_experts = a.num_groups();
+  i32 before = 0;
+  for (i32 first = 0; first < num_experts; first += 32) {
+    const i32 e = first + lane;
+    const auto alignment = static_cast<i32>(a.p.alignment);
+    const i32 rows =
+        e < num_experts ? (a.s.num_rows[e] + alignment - 1) / alignment * alignment : 0;
+    i32 sum = rows;
+#pragma unroll
+    for (i32 d = 1; d < 32; d *= 2) {
+      const i32 left = __shfl_up_sync(~0u, sum, d);
+      if (lane >= d) sum += left;
+    }
+    if (e < num_experts) a.s.start[e] = before + sum - rows;
+    before += __shfl_sync(~0u, sum, 31);
+  }
+}
+
+// What `source` said about the call to this rank.
+__device__ __forceinline__ const i32* counts_from(const Receiver& a, u64 step, i32 source) {
+  const char* region = dispatch_region(a.p.comm, a.self, slot_of(step), source);
+  return reinterpret_cast<const i32*>(region + sizeof(RegionHeader)) +
+         (a.self.same_node(source) ? 0 : a.self.local * kCountsPerRank);
+}
+
+__device__ inline void raise_capacity(const Receiver& a, u64 step, i32 expert, i64 needed) {
+  raise_fault(a.p.comm, kCapacity, Phase::kDispatch, expert, step, static_cast<u64>(a.p.capacity),
+              static_cast<u64>(needed));
+}
+
+// Counts and offsets of experts.
+__device__ inline void tell_experts(const Receiver& a, u64 step) {
+  const DispatchParams& p = a.p;
+  const RecvShared& s = a.s;
+  const i32 thread = static_cast<i32>(threadIdx.x), num_experts = p.comm.num_local_experts;
+  auto* offsets = reinterpret_cast<i32*>(p.offsets);
+  if (num_experts == 0 && thread == 0) offsets[0] = 0;
+  for (i32 e = thread; e < num_experts; e += kBlockThreads) {
+    const i64 end = static_cast<i64>(s.start[e]) + s.num_rows[e];
+    if (end > a.end_of(e)) raise_capacity(a, step, e, p.grouped ? end : s.num_rows[e]);
+    reinterpret_cast<i32*>(p.counts)[e] = s.num_rows[e];
+    offsets[e] = s.start[e];
+    if (e + 1 == num_experts)
+      offsets[e + 1] = static_cast<i32>(
+          p.grouped ? (end + p.alignment - 1) / p.alignment * p.alignment : a.end_of(e));
+  }
+}
+
+// kByRank: counts of experts, offsets of sources.
+__device__ inline void tell_sources(const Receiver& a, u64 step) {
+  const RecvShared& s = a.s;
+  const i32 thread = static_cast<i32>(threadIdx.x);
+  auto* offsets = reinterpret_cast<i32*>(a.p.offsets);
+  for (i32 source = thread; source < kWorld; source += kBlockThreads)
+    offsets[source] = s.first_row[0][source];
+  if (thread == 0) {
+    offsets[kWorld] = s.num_rows[0];
+    if (s.num_rows[0] > a.p.capacity) raise_capacity(a, step, -1, s.num_rows[0]);
+  }
+  for (i32 e = thread; e < a.p.comm.num_local_experts; e += kBlockThreads) {
+    i32 sum = 0;
+    for (i32 source = 0; source < kWorld; ++source)
+      if (s.num_slots[0][source] >= 0) sum += counts_from(a, step, source)[e];
+    reinterpret_cast<i32*>(a.p.counts)[e] = sum;
+  }
+}
+
+// The rows of every (group, source), from the counts of the whole call.
+__device__ inline void place_rows(const Receiver& a, u64 step) {
+  const DispatchParams& p = a.p;
+  RecvShared& s = a.s;
+  const i32 thread = static_cast<i32>(threadIdx.x), num_groups = a.num_groups();
+  for (i32 i = thread; i < num_groups * kWorld; i += kBlockThreads) {
+    const i32 source = i / num_groups, g = i % num_groups;
+    s.first_row[g][source] = s.num_slots[0][source] < 0
+                                 ? 0
+                                 : counts_from(a, step, source)[kByRank ? kMaxLocalExperts : g];
+  }
+  __syncthreads();
+  for (i32 g = thread; g < num_groups; g += kBlockThreads) {
+    i32 at = 0;
+    for (i32 source = 0; source < kWorld; ++source) {
+      const i32 count = s.first_row[g][source];
+      if (!kByRank && a.tells && p.ranges)
+        reinterpret_cast<i64*>(p.ranges)[g * kWorld + source] = static_cast<i64>(at) << 32 | count;
+      s.first_row[g][source] = at;
+      at += count;
+    }
+    s.num_rows[g] = at;
+    s.start[g] = static_cast<i32>(g * p.capacity);  // padded
+  }
+  __syncthreads();
+  if (!kByRank && p.grouped) {
+    if (thread < 32) place_groups(a);
+    __syncthreads();
+  }
+  if constexpr (!kByRank)
+    for (i32 i = thread; i < num_groups * kWorld; i += kBlockThreads)
+      s.first_row[i / kWorld][i % kWorld] += s.start[i / kWorld];
+  if (!a.tells) return;
+  if constexpr (kByRank) {
+    tell_sources(a, step);
+  } else {
+    tell_experts(a, step);
+  }
+}
+
+__device__ __forceinline__ void store_topk(const DispatchParams& p, i64 at, i32 expert) {
+  if (p.topk_is_int64) {
+    reinterpret_cast<i64*>(p.row_topk)[at] = expert;
+  } else {
+    reinterpret_cast<i32*>(p.row_topk)[at] = expert;
+  }
+}
+
+// kByRank: rows without a token name no expert, whether padding is cleared or not.
+__device__ inline void clear_topk(const Receiver& a, const RecvWorker& worker) {
+  const i64 end = a.p.capacity * kTopk, stride = worker.count * RecvWorker::kThreads;
+  i64 i = static_cast<i64>(a.s.num_rows[0]) * kTopk + worker.id * RecvWorker::kThreads;
+  for (i += worker.thread; i < end; i += stride) {
+    store_topk(a.p, i, -1);
+    reinterpret_cast<float*>(a.p.row_weights)[i] = 0.0f;
+  }
+}
+
+inline constexpr i32 kOutScales =  // 4-byte words that a quantizing dispatch delivers
+    kScaleFormat == ScaleFormat::kUe8m0 ? (kScales + 3) / 4 : kScales;
+__device__ __forceinline__ i32 num_scales(const DispatchParams& p) {
+  return kQuantize ? kOutScales : kScaled ? static_cast<i32>(p.parts.bytes[1] / 4) : 0;
+}
+__device__ __forceinline__ i64 scales_of(const DispatchParams& p, i64 row, i32 expert) {
+  return row * p.scale_place.row + expert * p.scale_place.expert;
+}
+
+// Rows without a token, when asked for: weight 0, source -1, values 0.
+__device__ inline void clear_padding(const Receiver& a, const RecvWorker& worker) {
+  const DispatchParams& p = a.p;
+  const i32 num_groups = a.num_groups();
+  for (i32 g = num_groups > 0 ? 0 : -1; g < num_groups; ++g) {  // -1: this rank owns none
+    const i64 begin = g < 0 ? 0 : static_cast<i64>(a.s.start[g]) + a.s.num_rows[g];
+    const i64 room = a.end_of(g);  // too many rows were told of in place_rows()
+    const i64 end = p.grouped && g + 1 < num_groups ? min(i64{a.s.start[g + 1]}, room) : room;
+    for (i64 row = begin + worker.id; row < end; row += worker.count) {
+      for (i32 at = worker.thread; at < kPayloadVecs; at += RecvWorker::kThreads)
+        st_na_v4(reinterpret_cast<char*>(p.out_x) + (row * kPayloadVecs + at) * 16, Vec{});
+      if constexpr (kScaled)
+        for (i32 i = worker.thread; i < num_scales(p); i += RecvWorker::kThreads)
+          reinterpret_cast<u32*>(p.out_scales)[scales_of(p, row, g) + i * p.scale_place.word] = 0;
+      for (i32 x = 0; x < p.num_extras; ++x)
+        for (u64 b = static_cast<u64>(worker.thread); b < p.parts.bytes[2 + x];
+             b += RecvWorker::kThreads)
+          reinterpret_cast<char*>(
+              p.out_extras[x].data)[static_cast<u64>(row) * p.parts.bytes[2 + x] + b] = 0;
+      if (worker.thread == 0) {
+        if (!kByRank) reinterpret_cast<float*>(p.row_weights)[row] = 0.0f;
+        if (p.source) reinterpret_cast<i64*>(p.source)[row] = -1;  // both words
+      }
+    }
+  }
+}
+
+}  // namespace moe_p2p::device

@@ -1,0 +1,235 @@
+// Dispatch, sending half: where tokens go, and what receivers are told about the whole call. Every
+// block works out slot numbers and positions by itself from the routing table, so blocks never wait
+// for each other and the result does not depend on their order.
+#pragma once
+
+#include "kernels/device/quantize.cuh"
+#include "kernels/device/steps.cuh"
+#include "kernels/device/worker.cuh"
+
+namespace moe_p2p::device {
+
+inline constexpr DType kXType = static_cast<DType>(MOE_P2P_X_DTYPE);  // as the caller gives it
+inline constexpr bool kQuantize = MOE_P2P_QUANTIZE;
+inline constexpr ScaleFormat kScaleFormat = static_cast<ScaleFormat>(MOE_P2P_SCALE_FORMAT);
+static_assert(kQuantize || kScaleFormat == ScaleFormat::kFloat32, "given scales are left alone");
+inline constexpr bool kByRank = MOE_P2P_BY_RANK;  // RowLayout::kByRank; else one of the others
+inline constexpr DType kWireType = kQuantize ? DType::kFloat8E4M3 : kXType;
+inline constexpr u32 kWireFlags = static_cast<u32>(kWireType) << kDTypeShift;
+inline constexpr i32 kPayloadVecs = static_cast<i32>(kHidden * item_bytes(kWireType) / sizeof(Vec));
+inline constexpr i32 kHeadBytes = static_cast<i32>(slot_head_bytes(kTopk));
+inline constexpr i32 kHeadWords = kHeadBytes / 4;
+inline constexpr i32 kCountsPerRank = counts_per_rank(kMaxLocalExperts);
+
+struct SendScratch {
+  // How many earlier tokens of the call name the expert. With kByRank only send_headers() counts here:
+  // tokens for each expert, and behind those for each rank.
+  i32 seen[kExperts + (kByRank ? kWorld : 0)];
+  u32 head[kHeadWords];  // of the token at hand
+  float scale[kScales];
+  i32 slot[kColumns];  // -1 = does not go there
+};
+struct SendShared {
+  u32 has[kColumns][kChunkWords];  // bit t: token t of the chunk goes there
+  // With kByRank: tokens of earlier chunks for each rank, and `has` of ranks on other nodes.
+  i32 before[kByRank ? kWorld : 1];
+  u32 far_has[kByRank && kOthers > 0 ? kWorld : 1][kByRank && kOthers > 0 ? kChunkWords : 1];
+  SendScratch worker[SendWorker::kCount];
+};
+
+struct Sender {
+  const DispatchParams& p;
+  const Self self;
+  const HandleArrays handle;
+  const i32 num_tokens;
+  SendShared& s;
+};
+
+// num_tokens of this call; 0 after telling a fault.
+__device__ inline i32 read_num_tokens(const DispatchParams& p, u64 step) {
+  i64 n = p.num_tokens_host;
+  if (p.num_tokens)
+    n = p.num_tokens_is_int64 ? *reinterpret_cast<const i64*>(p.num_tokens)
+                              : *reinterpret_cast<const i32*>(p.num_tokens);
+  const i64 room = static_cast<i64>(p.num_chunks) * kChunk;
+  const i64 most = p.num_rows < room ? p.num_rows : room;
+  if (n >= 0 && n <= most) return static_cast<i32>(n);
+  if (threadIdx.x == 0)
+    raise_fault(p.comm, kTooManyTokens, Phase::kDispatch, p.comm.rank, step, static_cast<u64>(most),
+                static_cast<u64>(n));
+  return 0;
+}
+
+// Entry i of topk_idx; -1 = none. Entries out of range were told by route_chunk().
+__device__ __forceinline__ i64 raw_expert(const DispatchParams& p, i64 i) {
+  return p.topk_is_int64 ? __ldg(reinterpret_cast<const i64*>(p.topk_idx) + i)
+                         : __ldg(reinterpret_cast<const i32*>(p.topk_idx) + i);
+}
+__device__ __forceinline__ i32 expert_at(const DispatchParams& p, i64 i) {
+  const i64 id = raw_expert(p, i);
+  return id >= 0 && id < kExperts ? static_cast<i32>(id) : -1;
+}
+
+__device__ __forceinline__ i32 rank_at(const DispatchParams& p, i64 i) {
+  const i32 e = expert_at(p, i);
+  return e < 0 ? -1 : owner_of(p.comm, e).rank;
+}
+
+__device__ __forceinline__ i32 column_of(const Self& self, i32 rank) {
+  return self.same_node(rank) ? rank % kLocal : kLocal + rank / kLocal;
+}
+
+// Where the chunk's tokens go. False: the slot of the step did not get free.
+__device__ inline bool route_chunk(const Sender& a, u64 step, i32 chunk, bool tell) {
+  const i32 thread = static_cast<i32>(threadIdx.x);
+  auto* has = &a.s.has[0][0];
+  for (i32 i = thread; i < kColumns * kChunkWords; i += kBlockThreads) has[i] = 0;
+  if constexpr (kByRank && kOthers > 0)
+    for (i32 i = thread; i < kWorld * kChunkWords; i += kBlockThreads) (&a.s.far_has[0][0])[i] = 0;
+  __syncthreads();
+  // The last warp looks whether the step's slot is free, the others at the routing table.
+  constexpr i32 kRouters = kBlockThreads - 32;
+  if (thread >= kRouters)
+    return __syncthreads_and(wait_free(a.p.comm, a.self, step, thread - kRouters));
+  const i32 begin = chunk * kChunk;
+  const i32 num_ids = min(max(a.num_tokens - begin, 0), kChunk) * kTopk;
+  constexpr i32 kAtOnce = 4;  // loads under way together
+  for (i32 first = thread; first < num_ids; first += kRouters * kAtOnce) {
+    i64 id[kAtOnce];
+#pragma unroll
+    for (i32 j = 0; j < kAtOnce; ++j)
+      if (const i32 i = first + j * kRouters; i < num_ids)
+        id[j] = raw_expert(a.p, static_cast<i64>(begin) * kTopk + i);
+#pragma unroll
+    for (i32 j = 0; j < kAtOnce; ++j) {
+      const i32 i = first + j * kRouters, token = i / kTopk;
+      if (i >= num_ids) continue;
+      if (id[j] >= 0 && id[j] < kExperts) {
+        const i32 rank = owner_of(a.p.comm, static_cast<i32>(id[j])).rank;
+        const u32 bit = 1u << (token % 32);
+        atomicOr(&a.s.has[column_of(a.self, rank)][token / 32], bit);
+        if constexpr (kByRank && kOthers > 0)
+          if (!a.self.same_node(rank)) atomicOr(&a.s.far_has[rank][token / 32], bit);
+      } else if (id[j] != -1 && tell) {
+        raise_fault(a.p.comm, kBadExpert, Phase::kDispatch, a.self.rank, step,
+                    static_cast<u64>(begin + token), static_cast<u64>(id[j]));
+      }
+    }
+  }
+  return __syncthreads_and(true);
+}
+
+// Adds the experts of tokens [from, to) of the call to `seen`.
+__device__ inline void count_experts(const DispatchParams& p, i32* seen, i32 from, i32 to,
+                                     i32 thread, i32 num_threads) {
+  for (i64 i = static_cast<i64>(from) * kTopk + thread; i < static_cast<i64>(to) * kTopk;
+       i += num_threads)
+    if (const i32 e = expert_at(p, i); e >= 0) atomicAdd(&seen[e], 1);
+}
+
+// Adds to `tokens` how many of the call's first tokens are for each rank.
+__device__ inline void count_tokens(const DispatchParams& p, i32* tokens, i32 num_tokens) {
+  const i64 num_ids = static_cast<i64>(num_tokens) * kTopk;
+  for (i64 i = threadIdx.x; i < num_ids; i += kBlockThreads) {
+    const i32 rank = rank_at(p, i), k = static_cast<i32>(i % kTopk);
+    bool first = rank >= 0;
+    for (i32 j = 1; j <= k; ++j) first &= rank_at(p, i - j) != rank;
+    if (first) atomicAdd(&tokens[rank], 1);
+  }
+}
+
+__device__ inline i32 tokens_before(const u32* has, i32 token) {
+  i32 count = 0;
+  for (i32 w = 0; w < token / 32; ++w) count += __popc(has[w]);
+  return count + __popc(has[token / 32] & ((1u << (token % 32)) - 1));
+}
+__device__ inline i32 tokens_in(const u32* has) {
+  i32 count = 0;
+  for (i32 w = 0; w < kChunkWords; ++w) count += __popc(has[w]);
+  return count;
+}
+
+// With kByRank: tokens of the call for `rank` before token `at` of the chunk, which has `slot` in the
+// inbox of a rank of the own node.
+__device__ inline i32 rank_position(const Sender& a, i32 rank, i32 at, i32 slot) {
+  if constexpr (kOthers > 0)
+    if (!a.self.same_node(rank)) slot = tokens_before(a.s.far_has[rank], at);
+  return a.s.before[rank] + slot;
+}
+// What the chunk adds for the next one. Between two barriers of the block.
+__device__ inline void add_chunk(const Sender& a) {
+  for (i32 rank = static_cast<i32>(threadIdx.x); rank < kWorld; rank += kBlockThreads) {
+    const u32* has = a.s.has[rank % kLocal];
+    if constexpr (kOthers > 0)
+      if (!a.self.same_node(rank)) has = a.s.far_has[rank];
+    a.s.before[rank] += tokens_in(has);
+  }
+}
+
+// One of the parts of an outbox is written: a slot, or header and counts. The last one rings.
+__device__ inline void outbox_part(const Sender& a, u64 step, i32 node) {
+  auto* words = reinterpret_cast<u32*>(a.p.comm.state + kWords.outbox);
+  const i32 num_slots = tokens_in(a.s.has[kLocal + node]);
+  const u32 last = static_cast<u32>(num_slots);  // of num_slots + 1 parts
+  if (atom_inc_acq_rel_gpu_u32(&words[slot_of(step) * kNodes + node], last) != last) return;
+  ring(a.p.comm, Phase::kDispatch, step, a.self.local, node,
+       kOutboxSlots + static_cast<u64>(num_slots) * a.p.parts.slot_bytes);
+}
+
+// Where `rank` finds the counts of this call.
+__device__ __forceinline__ i32* counts_for(const Sender& a, i32 slot, i32 rank) {
+  const bool near = a.self.same_node(rank);
+  const i32 l = rank % kLocal, other = other_index(rank / kLocal, a.self.node);
+  char* region = near ? inbox_at(a.p.comm.data[l], slot, a.self.local)
+                      : outbox_at(a.p.comm.data[a.self.local], slot, other);
+  return reinterpret_cast<i32*>(region + sizeof(RegionHeader)) + (near ? 0 : l * kCountsPerRank);
+}
+
+// With the first chunk, the counts of the whole call. Only kByRank needs those of ranks.
+__device__ inline void send_counts(const Sender& a, i32 slot) {
+  const i32 thread = static_cast<i32>(threadIdx.x);
+  SendScratch& w = a.s.worker[0];
+  constexpr i32 kSeen = sizeof(w.seen) / sizeof(w.seen[0]);
+  for (i32 i = thread; i < kSeen; i += kBlockThreads) w.seen[i] = 0;
+  __syncthreads();
+  count_experts(a.p, w.seen, 0, a.num_tokens, thread, kBlockThreads);
+  if constexpr (kByRank) count_tokens(a.p, w.seen + kExperts, a.num_tokens);
+  __syncthreads();
+  for (i32 e = thread; e < kExperts; e += kBlockThreads) {
+    const Owner owner = owner_of(a.p.comm, e);
+    counts_for(a, slot, owner.rank)[owner.local] = w.seen[e];
+  }
+  if constexpr (kByRank)
+    for (i32 rank = thread; rank < kWorld; rank += kBlockThreads)
+      counts_for(a, slot, rank)[kMaxLocalExperts] = w.seen[kExperts + rank];
+  __syncthreads();
+  for (i32 i = thread; i < kSeen; i += kBlockThreads) w.seen[i] = 0;
+}
+
+// Headers for all columns, from one block, and with the first chunk the counts. Early, because
+// receivers place rows by them.
+__device__ inline void send_headers(const Sender& a, u64 step, i32 chunk) {
+  const i32 thread = static_cast<i32>(threadIdx.x), slot = slot_of(step);
+  const u64 own = a.p.comm.data[a.self.local];
+  if (chunk == 0) send_counts(a, slot);
+  for (i32 i = thread; i < kSpeakers; i += kBlockThreads) {
+    const i32 column = i < kLocal ? i : kLocal + other_node(i - kLocal, a.self.node);
+    char* region = i < kLocal ? inbox_at(a.p.comm.data[i], slot, a.self.local)
+                              : outbox_at(own, slot, i - kLocal);
+    fill_header(region, static_cast<u32>(tokens_in(a.s.has[column])), kWireFlags,
+                a.p.parts.slot_bytes);
+  }
+  __syncthreads();
+  for (i32 i = thread; i < kSpeakers; i += kBlockThreads) {
+    if (i < kLocal) {
+      // The flag of header and counts; pairs with wait_dispatch() of rank i.
+      st_release_sys_u64(header_word(inbox_at(a.p.comm.data[i], slot, a.self.local)), step + 1);
+    } else {
+      *header_word(outbox_at(own, slot, i - kLocal)) = step + 1;
+      outbox_part(a, step, other_node(i - kLocal, a.self.node));
+    }
+  }
+  __syncthreads();
+}
+
+}  // namespace moe_p2p::device
