@@ -1,8 +1,10 @@
 """MoE dispatch and combine over one-sided writes, and a transfer engine for KV pages and weights.
 
-Importing loads the extension and does nothing else.
+Importing loads the extension and does nothing else, unless MOE_P2P_AS_DEEP_EP=1 asks for
+moe_p2p.deep_ep in the place of deep_ep.
 """
 
+from moe_p2p import env
 from moe_p2p.all_to_all import AllToAll
 from moe_p2p.config import AllToAllConfig
 from moe_p2p.dispatched import Dispatched, PendingCombine, PendingDispatch
@@ -43,3 +45,8 @@ __all__ = [
     "UnavailableError",
     "__version__",
 ]
+
+if env.as_deep_ep():
+    from moe_p2p.deep_ep import install
+
+    install()

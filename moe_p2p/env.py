@@ -5,6 +5,7 @@ MOE_P2P_TRANSPORT_SETTINGS  settings for it where a configuration gives none
 MOE_P2P_NICS                RDMA devices in rail order where a configuration names none
 MOE_P2P_CACHE               folder of compiled kernels (default: ~/.cache/moe_p2p)
 MOE_P2P_FABRIC              1: ranks of a node share GPU memory by fabric handle (all ranks alike)
+MOE_P2P_AS_DEEP_EP          1: importing moe_p2p makes `import deep_ep` give moe_p2p.deep_ep
 CUDA_HOME                   CUDA toolkit whose headers kernels may use (default: /usr/local/cuda)
 MOE_P2P_LOG                 error, warning, info or debug; also read by csrc/base/log.cpp
 RANK, LOCAL_WORLD_SIZE      this rank, and ranks of this machine, set by torchrun
@@ -44,6 +45,11 @@ def cache_folder() -> Path:
 def fabric() -> bool:
     """Whether GPU memory is shared by fabric handle instead of by file descriptor."""
     return os.environ.get("MOE_P2P_FABRIC") == "1"
+
+
+def as_deep_ep() -> bool:
+    """Whether `import deep_ep` is to give moe_p2p.deep_ep."""
+    return os.environ.get("MOE_P2P_AS_DEEP_EP") == "1"
 
 
 def cuda_home() -> Path:

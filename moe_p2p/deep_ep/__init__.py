@@ -1,7 +1,34 @@
-"""DeepEP's Python API over AllToAll.
+"""DeepEP's Python API over AllToAll: V1's Buffer and V2's ElasticBuffer.
 
     import moe_p2p.deep_ep as deep_ep            # change the import, or change none:
     moe_p2p.deep_ep.install()                    # from now on `import deep_ep` gives this package
 
-install.py has more ways to change none.
+installation.py has more ways to change none. Names, arguments, shapes and meanings are DeepEP's.
+What they need is in AllToAll, so these modules translate and compute nothing. CPU tensors work too.
 """
+
+import torch
+
+from moe_p2p.deep_ep.buffer import Buffer
+from moe_p2p.deep_ep.config import Config
+from moe_p2p.deep_ep.elastic import ElasticBuffer
+from moe_p2p.deep_ep.elastic_base import get_logical_domain_size, get_physical_domain_size
+from moe_p2p.deep_ep.elastic_handle import EPHandle
+from moe_p2p.deep_ep.event import EventHandle, EventOverlap
+from moe_p2p.deep_ep.installation import install, uninstall
+
+topk_idx_t = torch.int64  # what DeepEP's users make; int32 will do as well
+
+__all__ = [
+    "Buffer",
+    "Config",
+    "EPHandle",
+    "ElasticBuffer",
+    "EventHandle",
+    "EventOverlap",
+    "get_logical_domain_size",
+    "get_physical_domain_size",
+    "install",
+    "topk_idx_t",
+    "uninstall",
+]

@@ -1,0 +1,40 @@
+"""`python -m moe_p2p.deep_ep SCRIPT [ARGS]` or `... -m MODULE [ARGS]`: with this as deep_ep.
+
+Processes that it starts have it too, through PYTHONPATH. `--path` prints what to put there.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from pathlib import Path
+
+from moe_p2p.deep_ep.installation import PATH, install
+
+_USAGE = "usage: python -m moe_p2p.deep_ep SCRIPT [ARGS] | -m MODULE [ARGS] | --path"
+
+
+def main(arguments: list[str]) -> int:
+    if arguments == ["--path"]:
+        print(PATH)
+        return 0
+    as_module = arguments[:1] == ["-m"]
+    program = arguments[1:] if as_module else arguments
+    if not program or program[0].startswith("-"):
+        print(_USAGE, file=sys.stderr)
+        return 2
+    install()
+    inherited = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(PATH), *([inherited] if inherited else [])])
+    sys.argv = program
+    if as_module:
+        runpy.run_module(program[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = str(Path(program[0]).resolve().parent)
+        runpy.run_path(program[0], run_name="__main__")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,40 @@
+"""V1's Buffer: DeepEP's normal and low-latency calls over AllToAll."""
+
+from __future__ import annotations
+
+from moe_p2p.deep_ep.config import Config, recommend
+from moe_p2p.deep_ep.event import EventHandle, EventOverlap
+from moe_p2p.deep_ep.low_latency import LowLatencyCalls
+from moe_p2p.deep_ep.normal import NormalCalls
+
+
+class Buffer(NormalCalls, LowLatencyCalls):
+    """All calls of one rank; base.py says what the constructor takes.
+
+    num_sms: thread blocks of normal calls without a Config, of all buffers.
+    """
+
+    @staticmethod
+    def is_sm90_compiled() -> bool:
+        """True: what a GPU can do is found out when its kernels are compiled."""
+        return True
+
+    @staticmethod
+    def set_num_sms(new_num_sms: int) -> None:
+        assert new_num_sms % 2 == 0, f"num_sms is {new_num_sms}, must be even"
+        Buffer.num_sms = new_num_sms
+
+    @staticmethod
+    def capture() -> EventOverlap:
+        """An event of the current stream."""
+        return EventOverlap(EventHandle())
+
+    @staticmethod
+    def get_dispatch_config(num_ranks: int) -> Config:
+        """What dispatch does without a Config; for every number of ranks."""
+        return recommend(num_ranks, Buffer.num_sms, combine=False)
+
+    @staticmethod
+    def get_combine_config(num_ranks: int) -> Config:
+        """What combine does without a Config; for every number of ranks."""
+        return recommend(num_ranks, Buffer.num_sms, combine=True)

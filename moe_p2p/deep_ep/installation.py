@@ -1,0 +1,67 @@
+"""How `import deep_ep` comes to mean this package.
+
+In a program:         import moe_p2p.deep_ep; moe_p2p.deep_ep.install()
+Through a plugin:     MOE_P2P_AS_DEEP_EP=1, and `import moe_p2p` installs. vLLM imports it by itself
+                      (entry point `vllm.general_plugins`).
+A program as it is:   python -m moe_p2p.deep_ep script.py ...    or    -m module ...
+Any process:          PYTHONPATH=$(python -m moe_p2p.deep_ep --path)
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+
+PATH = Path(__file__).with_name("path")  # a folder where `import deep_ep` finds a module
+# DeepEP's modules that users import, in the spellings of both versions.
+_ALIASES = {
+    "deep_ep": "moe_p2p.deep_ep",
+    "deep_ep.buffer": "moe_p2p.deep_ep.buffer",
+    "deep_ep.utils": "moe_p2p.deep_ep.utils",
+    "deep_ep.utils.event": "moe_p2p.deep_ep.event",
+}
+_replaced: dict[str, ModuleType] = {}
+
+
+def install(*, force: bool = False) -> None:
+    """From now on `import deep_ep` gives this package. Once or often.
+
+    force: also where the real one was imported already; who has it keeps it.
+
+    Raises ImportError when the real one was imported and force is not set.
+    """
+    theirs = {name: module for name, module in sys.modules.items() if _is_theirs(name, module)}
+    if theirs and not force:
+        file = getattr(next(iter(theirs.values())), "__file__", None)
+        raise ImportError(
+            f"deep_ep is imported already, from {file}: call moe_p2p.deep_ep.install() before, "
+            "or install(force=True) if nobody has to get the same module"
+        )
+    _replaced.update(theirs)
+    for name in theirs:
+        del sys.modules[name]
+    for alias, name in _ALIASES.items():
+        sys.modules[alias] = importlib.import_module(name)
+
+
+def uninstall() -> None:
+    """Undoes install: `import deep_ep` gives again what it gave before."""
+    for alias in _ALIASES:
+        if not _is_theirs(alias, sys.modules.get(alias)):
+            sys.modules.pop(alias, None)
+    sys.modules.update(_replaced)
+    _replaced.clear()
+
+
+def plugin() -> None:
+    """For engines that call what an entry point names. Importing this did what there is to do."""
+
+
+def _is_theirs(name: str, module: ModuleType | None) -> bool:
+    """Whether this is a module of the real deep_ep."""
+    if module is None or name.partition(".")[0] != "deep_ep":
+        return False
+    file = getattr(module, "__file__", None)
+    return file is None or Path(__file__).parent not in Path(file).parents

@@ -1,0 +1,260 @@
+"""DeepEP's normal calls: one row for each (token, rank), in the order of source rank and token.
+
+All of them are solo calls of AllToAll: DeepEP's users dispatch and combine in any number and order
+with one handle, forward and backward.
+
+Symbols: T tokens, K top-k, E experts, H hidden size, W ranks, R rows received, P scales of a token.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from moe_p2p import errors
+from moe_p2p.all_to_all import AllToAll
+from moe_p2p.deep_ep.base import BufferBase
+from moe_p2p.deep_ep.config import Config
+from moe_p2p.deep_ep.event import EventHandle, EventOverlap
+from moe_p2p.deep_ep.handle import Handle
+from moe_p2p.deep_ep.host_counts import Extent, agree_on_extent, worst_extent
+from moe_p2p.deep_ep.layout import count_routing
+from moe_p2p.dispatched import Dispatched
+
+_MAX_TOKENS = 1 << 24  # of a communicator: it sizes nothing, what a call brings does
+_Event = EventOverlap | EventHandle
+_Values = Tensor | tuple[Tensor, Tensor]
+_Result = tuple[
+    _Values, Tensor | None, Tensor | None, list[int] | None, Handle | None, EventOverlap
+]
+
+
+class NormalCalls(BufferBase):
+    """get_dispatch_layout, dispatch and combine.
+
+    Every one takes previous_event (the work comes after it, not after the current stream),
+    async_finish (the work is on the communication stream; wait for the returned event) and
+    allocate_on_comm_stream, which needs both and changes nothing: results are safe on both streams.
+    """
+
+    num_sms: ClassVar[int] = 20
+
+    def get_dispatch_layout(
+        self,
+        topk_idx: Tensor,
+        num_experts: int,
+        previous_event: _Event | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, EventOverlap]:
+        """Where the tokens of topk_idx [T, K] go; -1: nowhere.
+
+        Returns num_tokens_per_rank [W] int32, num_tokens_per_rdma_rank [W / 8] int32 or None up to
+        8 ranks, num_tokens_per_expert [E] int32, is_token_in_rank [T, W] bool, and the event.
+        """
+        turn = self._streams.turn(
+            topk_idx.device, previous_event, async_finish, allocate_on_comm_stream
+        )
+        with turn:
+            counts = count_routing(topk_idx, num_experts, self.group_size)
+            turn.uses((topk_idx, *counts))
+        return *counts, turn.event
+
+    def dispatch(
+        self,
+        x: _Values,
+        handle: Handle | None = None,
+        num_tokens_per_rank: Tensor | None = None,
+        num_tokens_per_rdma_rank: Tensor | None = None,
+        is_token_in_rank: Tensor | None = None,
+        num_tokens_per_expert: Tensor | None = None,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        expert_alignment: int = 1,
+        num_worst_tokens: int = 0,
+        config: Config | None = None,
+        previous_event: _Event | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> _Result:
+        """Sends each token once to each rank that owns one of its experts.
+
+        x: [T, H], or a pair of float8_e4m3fn [T, H] and its scales [T, P], float32 or int32.
+        handle: of an earlier dispatch: the same routing again. No counts, no top-k, no waiting.
+        num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert: of get_dispatch_layout.
+        topk_idx, topk_weights: [T, K]. Without topk_idx, rows go where is_token_in_rank says.
+        expert_alignment: counts in the list are rounded up to it.
+        num_worst_tokens: more than 0: there are so many rows, and the host waits for nobody, so the
+            call can be captured in a graph. It must be W times the largest T of any rank, or more,
+            and the same on all ranks: no rank may bring more than its W-th part.
+        config: its num_sms is for this dispatch and for what is called with its handle.
+
+        Returns x of R rows (a pair if a pair was given), their top-k as local experts [R, K] with
+        -1 elsewhere, their weights [R, K], tokens of each local expert as a list (empty with
+        num_worst_tokens), the handle and the event; with a handle None for all but rows and event.
+        Rows past the last have -1 for all experts, weights of 0 and any values.
+        """
+        values, scales = x if isinstance(x, tuple) else (x, None)
+        turn = self._streams.turn(
+            values.device, previous_event, async_finish, allocate_on_comm_stream
+        )
+        with torch.no_grad(), turn:
+            if handle is not None:
+                errors.require(
+                    topk_idx is None and topk_weights is None,
+                    "a handle was given with topk_idx or topk_weights; give one or the other: a "
+                    "handle brings the routing of its own dispatch",
+                )
+                again = _send(
+                    handle.all_to_all, values, scales, handle.extent, handle.dispatched.topk_idx
+                )
+                turn.uses((values, scales, again.x, again.scales))
+                return _rows_of(again, scales), None, None, None, None, turn.event
+            assert is_token_in_rank is not None, "is_token_in_rank is missing"
+            assert num_tokens_per_rank is not None, "num_tokens_per_rank is missing"
+            assert num_tokens_per_expert is not None, "num_tokens_per_expert is missing"
+            num_experts = num_tokens_per_expert.shape[0]
+            if topk_idx is None:
+                topk = _ranks_as_topk(is_token_in_rank, num_experts)
+            else:
+                topk = topk_idx.clone()  # the handle's: the caller may write over topk_idx
+            all_to_all = self._all_to_all(num_experts, topk.shape[1], values, config)
+            if num_worst_tokens > 0:
+                assert topk_idx is not None, "num_worst_tokens needs topk_idx"
+                extent = worst_extent(num_worst_tokens, values.shape[0], self.group_size)
+            else:
+                counts = self._host_counts.read(num_tokens_per_rank, num_tokens_per_expert)
+                extent = agree_on_extent(all_to_all, counts, values.shape[0], expert_alignment)
+            received = _send(
+                all_to_all, values, scales, extent, topk, topk_weights, with_source=True
+            )
+            new_handle = Handle.make(all_to_all, received, extent, is_token_in_rank)
+            turn.uses((values, scales, topk_idx, topk_weights, is_token_in_rank))
+            turn.uses((num_tokens_per_rank, num_tokens_per_expert, topk))
+            turn.uses((received.x, received.scales, received.row_topk, received.row_weights))
+            turn.uses((received.handle, *new_handle))
+        return (
+            _rows_of(received, scales),
+            None if topk_idx is None else received.row_topk,
+            None if topk_weights is None else received.row_weights,
+            extent.counts,
+            new_handle,
+            turn.event,
+        )
+
+    def combine(
+        self,
+        x: Tensor,
+        handle: Handle,
+        topk_weights: Tensor | None = None,
+        bias: Tensor | tuple[Tensor, Tensor] | None = None,
+        config: Config | None = None,
+        previous_event: _Event | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensor, Tensor | None, EventOverlap]:
+        """Adds up the rows of each token of the dispatch that left `handle`, without weights.
+
+        x: [R, H], a row for each that was dispatched here.
+        topk_weights: [R, K] float32, added up over the ranks of each token as well.
+        bias: one or two [T, H] to begin each sum with.
+
+        Returns [T, H] of x's type, [T, K] or None, and the event.
+        """
+        turn = self._streams.turn(x.device, previous_event, async_finish, allocate_on_comm_stream)
+        with torch.no_grad(), turn:
+            all_to_all, dispatched = handle.all_to_all, handle.dispatched
+            scalars = _widened(topk_weights, dispatched.topk_idx.shape[1])
+            result = all_to_all.combine(
+                x.contiguous(), dispatched, weighted=False, row_scalars=scalars, bias=bias
+            )
+            out, summed = result if isinstance(result, tuple) else (result, None)
+            if summed is not None and topk_weights is not None:
+                summed = summed[:, : topk_weights.shape[1]]
+            given = bias if isinstance(bias, tuple) else (bias,)
+            turn.uses((x, topk_weights, *given, out, summed, dispatched.handle))
+        return out, summed, turn.event
+
+    internode_dispatch = dispatch
+    internode_combine = combine
+
+    def _all_to_all(
+        self, num_experts: int, topk: int, values: Tensor, config: Config | None
+    ) -> AllToAll:
+        """The communicator of these shapes; of bfloat16 also for float8_e4m3fn."""
+        narrow = values.dtype.itemsize == 1
+        fields: dict[str, Any] = {
+            "num_experts": num_experts,
+            "hidden_dim": values.shape[1],
+            "topk": topk,
+            "max_tokens": _MAX_TOKENS,
+            "dtype": torch.bfloat16 if narrow else values.dtype,
+        }
+        num_sms = (config.num_sms if config else self.num_sms) if values.is_cuda else None
+        key = (*fields.values(), values.device, num_sms)
+        made = self._normal.get(key)
+        if made is None:
+            num_bytes = self.num_nvl_bytes + self.num_rdma_bytes
+            chunk = self._communicators.chunk_tokens(num_bytes, **fields)
+            made = self._communicators.get(
+                **fields, device=values.device, chunk_tokens=chunk, num_sms=num_sms
+            )
+            self._normal[key] = made
+        return made
+
+
+def _send(
+    all_to_all: AllToAll,
+    values: Tensor,
+    scales: Tensor | None,
+    extent: Extent,
+    topk_idx: Tensor,
+    topk_weights: Tensor | None = None,
+    *,
+    with_source: bool = False,
+) -> Dispatched:
+    if scales is not None:
+        scales = scales.reshape(values.shape[0], -1).contiguous()
+    return all_to_all.dispatch(
+        values.contiguous(),
+        topk_idx,
+        topk_weights,
+        scales=scales,
+        max_tokens=extent.max_tokens,
+        layout="by_rank",
+        capacity=extent.num_rows,
+        with_source=with_source,
+        solo=True,
+    )
+
+
+def _rows_of(received: Dispatched, scales: Tensor | None) -> _Values:
+    """In the shape in which x was given; scales may have come as [T]."""
+    if scales is None:
+        return received.x
+    assert received.scales is not None
+    return received.x, received.scales.squeeze(1) if scales.dim() == 1 else received.scales
+
+
+def _ranks_as_topk(is_token_in_rank: Tensor, num_experts: int) -> Tensor:
+    """[T, W] int64: the first expert of each rank that a token goes to, else -1."""
+    num_ranks = is_token_in_rank.shape[1]
+    first = torch.arange(0, num_experts, num_experts // num_ranks, device=is_token_in_rank.device)
+    return torch.where(is_token_in_rank, first, -1)
+
+
+def _widened(topk_weights: Tensor | None, topk: int) -> Tensor | None:
+    """With as many columns as the dispatch had."""
+    if topk_weights is None:
+        return None
+    if topk_weights.shape[1] == topk:
+        return topk_weights.contiguous()
+    missing = topk - topk_weights.shape[1]
+    errors.require(
+        missing > 0,
+        f"topk_weights has {topk_weights.shape[1]} columns, the dispatch of this handle had {topk}",
+    )
+    return functional.pad(topk_weights, (0, missing))
