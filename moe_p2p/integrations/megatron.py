@@ -1,0 +1,157 @@
+"""Megatron's dispatch manager over AllToAll, for training.
+
+    from moe_p2p.integrations import megatron
+    megatron.install()   # before the model is made; then --moe-token-dispatcher-type flex
+                         # and --moe-flex-dispatcher-backend deepep
+
+Rows come expert by expert, so that nothing is left to permute, and exactly as many as there are.
+Gradients of tokens and probabilities take the same way back; Megatron's experts apply the latter.
+
+Symbols: T tokens, K top-k, E experts, E_local of this rank, H hidden size, R rows received.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_p2p.all_to_all import AllToAll
+from moe_p2p.deep_ep.communicators import Communicators
+from moe_p2p.dispatched import Dispatched
+from moe_p2p.integrations import derived, put, required
+from moe_p2p.integrations.sizes import exchange_sizes
+
+_DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
+_MAX_TOKENS = 1 << 20  # of a call, which is cut into steps: a bound without cost
+
+
+class Manager:
+    """The arguments are those of Megatron's manager for DeepEP, of newer and older versions."""
+
+    _shared: dict[Any, Communicators] = {}  # noqa: RUF012  # by group: layers share the memory
+
+    def __init__(
+        self,
+        group: Any,
+        num_local_experts: int,
+        router_topk: int,
+        num_experts: int,
+        config: Any = None,
+        **older: Any,
+    ) -> None:
+        self.group = group
+        self.router_topk, self.num_experts = router_topk, num_experts
+        self._config = config
+        self._router_dtype = older.get("router_dtype", getattr(config, "moe_router_dtype", None))
+        self._token_probs: Tensor | None = None  # [T, K]
+        self._token_indices: Tensor | None = None  # [T, K], -1: dropped
+        self._received: tuple[AllToAll, Dispatched] | None = None
+        self._tokens_per_expert: Tensor | None = None
+
+    def setup_metadata(self, routing_map: Tensor, probs: Tensor) -> None:
+        """routing_map [T, E] bool, probs [T, E]; both may have more dimensions behind T."""
+        shape = (routing_map.shape[0], self.num_experts)
+        chosen, probs = routing_map.reshape(shape).bool(), probs.reshape(shape)
+        # Chosen ones first: a probability may be 0, and of those that capacity dropped it is.
+        order = probs.detach().masked_fill(~chosen, -1.0)
+        indices = order.topk(self.router_topk, dim=-1).indices
+        kept = chosen.gather(1, indices)
+        self._token_probs = torch.where(kept, probs.gather(1, indices), 0.0)
+        self._token_indices = indices.masked_fill(~kept, -1)
+
+    def dispatch(
+        self,
+        hidden_states: Tensor,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> Tensor:
+        """[T, H] -> [R, H], on the current stream whatever the options say."""
+        assert self._token_indices is not None, "dispatch follows setup_metadata"
+        assert self._token_probs is not None
+        all_to_all, alignment = self._all_to_all(hidden_states), self._alignment()
+        sizes = exchange_sizes(all_to_all, self._token_indices, alignment=alignment)
+        got = all_to_all.dispatch(
+            hidden_states.contiguous(),
+            self._token_indices,
+            self._token_probs.float(),
+            layout="grouped",
+            max_tokens=sizes.max_tokens,
+            capacity=sizes.capacity,
+            alignment=alignment,
+            zero_padding=alignment > 1 or None,
+        )
+        self._received = all_to_all, got
+        self._tokens_per_expert = sizes.counts.to(torch.int64)
+        return got.x
+
+    def combine(
+        self,
+        hidden_states: Tensor,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> Tensor:
+        """[R, H] -> [T, H]: the sum of each token's rows."""
+        (all_to_all, got), self._received = self._got(), None
+        return all_to_all.combine(hidden_states, got, weighted=False)
+
+    def get_permuted_hidden_states_by_experts(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows as they are, and the probability of each, [R]."""
+        weights = self._got()[1].row_weights
+        return hidden_states, weights.double() if self._router_dtype == "fp64" else weights
+
+    def get_restored_hidden_states_by_experts(self, hidden_states: Tensor) -> Tensor:
+        return hidden_states
+
+    def get_number_of_tokens_per_expert(self) -> Tensor:
+        """[E_local] int64 on the CPU, padding included where rows are padded."""
+        assert self._tokens_per_expert is not None, "it is known after dispatch"
+        return self._tokens_per_expert
+
+    def get_dispached_metadata(self) -> tuple[Tensor, Tensor]:
+        """Older versions' name: local expert and probability of each row, [R, 1]."""
+        got = self._got()[1]
+        counts = self.get_number_of_tokens_per_expert()
+        experts = torch.arange(len(counts)).repeat_interleave(counts).to(got.x.device)
+        return experts[:, None], got.row_weights[:, None]
+
+    def _got(self) -> tuple[AllToAll, Dispatched]:
+        assert self._received is not None, "it follows dispatch, and combine ends it"
+        return self._received
+
+    def _alignment(self) -> int:
+        """Rows that each expert's rows are padded to, for quantized GEMMs."""
+        if not getattr(self._config, "moe_router_padding_for_quantization", False):
+            return 1
+        utils = required("megatron.core.transformer.moe.moe_utils", "megatron")
+        return int(utils.get_align_size_for_quantization(self._config))
+
+    def _all_to_all(self, x: Tensor) -> AllToAll:
+        if self.group not in self._shared:
+            self._shared[self.group] = Communicators(self.group)
+        return self._shared[self.group].get(
+            num_experts=self.num_experts,
+            hidden_dim=x.shape[1],
+            topk=self.router_topk,
+            max_tokens=_MAX_TOKENS,
+            dtype=x.dtype,
+            device=x.device,
+        )
+
+
+@functools.cache
+def manager_class() -> Any:
+    """Manager as a class of Megatron. Raises ImportError where there is no Megatron."""
+    dispatcher = required(_DISPATCHER, "megatron")
+    return derived(Manager, dispatcher._DispatchManager)
+
+
+def install() -> None:
+    """Puts it in the place of the manager for DeepEP. Also makes `deep_ep` importable."""
+    from moe_p2p import deep_ep
+
+    required("megatron", "megatron")
+    deep_ep.install()  # before the module below, which imports it
+    put({_DISPATCHER: required(_DISPATCHER, "megatron")}, {"_DeepepManager": manager_class()})

@@ -1,0 +1,272 @@
+"""SGLang's token dispatcher over AllToAll.
+
+    from moe_p2p.integrations import sglang
+    sglang.install()     # before the model is made; then --moe-a2a-backend deepep
+
+The two modes answer in the formats that SGLang's MoE runners know. low_latency: padded rows of each
+expert, [E_local, W * max_tokens, H], in CUDA graphs; weights travel with dispatch and combine
+applies them. normal: exactly the rows that come, one for each (token, expert) and expert by expert;
+the runner applies the weights. Both modes and all layers share one memory of each shape.
+
+Symbols: T tokens, K top-k, E experts, E_local of this rank, H hidden size, R rows received.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_p2p import errors
+from moe_p2p.all_to_all import AllToAll
+from moe_p2p.deep_ep.communicators import Communicators
+from moe_p2p.dispatched import Dispatched, PendingDispatch
+from moe_p2p.integrations import derived, optional, put, required
+from moe_p2p.integrations.sizes import exchange_sizes
+
+_DISPATCHERS = "sglang.srt.layers.moe.token_dispatcher"
+# Where DeepEPDispatcher is looked up, in newer and older versions.
+_USERS = (
+    f"{_DISPATCHERS}.deepep",
+    _DISPATCHERS,
+    "sglang.srt.batch_overlap.two_batch_overlap",
+    "sglang.srt.two_batch_overlap",
+)
+_MAX_TOKENS = 1 << 20  # of a normal call, which is cut into steps: a bound without cost
+_GEMM_ROWS = 128  # DeepGEMM wants each expert's rows to begin at a multiple of it
+_LOW_LATENCY_TOKENS = 128  # where SGLang does not say
+
+
+class Dispatcher:
+    """The arguments are those of DeepEPDispatcher; what is for DeepEP alone is ignored."""
+
+    _shared: dict[Any, Communicators] = {}  # noqa: RUF012  # by group: layers share the memory
+
+    def __init__(
+        self,
+        group: Any,
+        router_topk: int,
+        permute_fusion: bool = False,
+        num_experts: int | None = None,
+        num_local_experts: int | None = None,
+        hidden_size: int | None = None,
+        params_dtype: torch.dtype | None = None,
+        deepep_mode: Any = None,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        self.quant_config: dict[str, Any] = {}
+        self.deepep_mode = deepep_mode
+        errors.require(num_experts is not None, "num_experts is None, must be their number")
+        self._num_experts = num_experts or 0
+        self._max_tokens = _low_latency_tokens()
+        self._group = group
+        self._hooks: list[Callable[[Any], None]] = []
+        self._dispatching: Callable[[], Any] | None = None
+        self._combining: Callable[[], Tensor] | None = None
+        self._received: tuple[AllToAll, Dispatched] | None = None
+
+    # --- SGLang's interface ---
+
+    def dispatch(self, hidden_states: Tensor, topk_output: Any, **_: Any) -> Any:
+        self.dispatch_a(hidden_states, topk_output)
+        for hook in list(self._hooks):
+            hook(self)
+        return self.dispatch_b()
+
+    def dispatch_a(self, hidden_states: Tensor, topk_output: Any, **_: Any) -> None:
+        """Sends, in low_latency mode; normal calls begin in dispatch_b."""
+        begin = self._low_latency if self._is_low_latency() else self._normal
+        self._dispatching = begin(
+            hidden_states.contiguous(),
+            topk_output.topk_ids.to(torch.int64),
+            topk_output.topk_weights.float(),
+        )
+
+    def dispatch_b(self, **_: Any) -> Any:
+        assert self._dispatching is not None, "dispatch_b follows dispatch_a"
+        finish, self._dispatching = self._dispatching, None
+        return finish()
+
+    def combine(self, combine_input: Any, **_: Any) -> Tensor:
+        self.combine_a(combine_input)
+        return self.combine_b()
+
+    def combine_a(self, combine_input: Any, **_: Any) -> None:
+        """Sends, in low_latency mode; normal calls begin in combine_b."""
+        assert self._received is not None, "combine_a follows dispatch_b"
+        (all_to_all, got), self._received = self._received, None
+        y: Tensor = combine_input.hidden_states
+        if got.x.dim() == 3:
+            pending = all_to_all.combine_send(y, got)
+            self._combining = lambda: all_to_all.combine_recv(pending)
+        else:
+            self._combining = lambda: all_to_all.combine(y, got, weighted=False)
+
+    def combine_b(self, **_: Any) -> Tensor:
+        assert self._combining is not None, "combine_b follows combine_a"
+        finish, self._combining = self._combining, None
+        return finish()
+
+    def set_quant_config(self, quant_config: dict[str, Any]) -> None:
+        self.quant_config = quant_config
+
+    def set_overlap_args(self, combine_overlap_args: Any, meta_overlap_args: Any) -> None:
+        raise errors.make(
+            errors.UnavailableError,
+            "combine cannot begin before the experts have finished: "
+            "start SGLang without --enable-single-batch-overlap",
+        )
+
+    def register_deepep_dispatch_hook(self, hook: Callable[[Any], None]) -> Any:
+        """hook(dispatcher) runs between the halves of dispatch. The result has remove()."""
+        self._hooks.append(hook)
+        return _Registered(self._hooks, hook)
+
+    # --- the two modes ---
+
+    def _low_latency(self, x: Tensor, ids: Tensor, weights: Tensor) -> Callable[[], Any]:
+        all_to_all = self._all_to_all(x, ids, low_latency=True)
+        pending = all_to_all.dispatch_send(x, ids, weights, layout="padded", **self._options())
+        # Rows of an expert if all ranks have as many tokens, rounded up.
+        expected = -(-x.shape[0] * all_to_all.world_size * ids.shape[1] // self._num_experts)
+        return functools.partial(self._low_latency_rows, all_to_all, pending, weights, expected)
+
+    def _low_latency_rows(
+        self, all_to_all: AllToAll, pending: PendingDispatch, weights: Tensor, expected: int
+    ) -> Any:
+        got = all_to_all.dispatch_recv(pending)
+        self._received = all_to_all, got
+        return _made(
+            ("DeepEPLLDispatchOutput", "DeepEPLLOutput"),
+            hidden_states=got.x,
+            hidden_states_scale=got.scales,
+            hidden_states_fp8=(got.x, got.scales),
+            topk_ids=got.topk_idx,
+            topk_idx=got.topk_idx,
+            topk_weights=weights,
+            masked_m=got.counts,
+            expected_m=max(expected, 1),
+        )
+
+    def _normal(self, x: Tensor, ids: Tensor, weights: Tensor) -> Callable[[], Any]:
+        return functools.partial(self._normal_rows, x, ids, weights)
+
+    def _normal_rows(self, x: Tensor, ids: Tensor, weights: Tensor) -> Any:
+        all_to_all = self._all_to_all(x, ids, low_latency=False)
+        sizes = exchange_sizes(all_to_all, ids)
+        got = all_to_all.dispatch(
+            x,
+            ids,
+            weights,
+            layout="grouped",
+            max_tokens=sizes.max_tokens,
+            capacity=sizes.capacity,
+            **self._options(),
+        )
+        self._received = all_to_all, got
+        experts = torch.arange(len(got.counts), device=x.device)
+        row_experts = experts.repeat_interleave(got.counts, output_size=sizes.capacity)
+        counts = sizes.counts.to(torch.int64)
+        rounded = (counts + _GEMM_ROWS - 1) // _GEMM_ROWS * _GEMM_ROWS
+        return _made(
+            ("DeepEPNormalDispatchOutput", "DeepEPNormalOutput"),
+            hidden_states=got.x,
+            hidden_states_scale=got.scales,
+            topk_ids=row_experts[:, None],
+            topk_idx=row_experts[:, None],
+            topk_weights=got.row_weights[:, None],
+            num_recv_tokens_per_expert=(rounded if _uses_deep_gemm() else counts).tolist(),
+        )
+
+    def _all_to_all(self, x: Tensor, ids: Tensor, *, low_latency: bool) -> AllToAll:
+        if self._group not in self._shared:
+            self._shared[self._group] = Communicators(self._group)
+        return self._shared[self._group].get(
+            num_experts=self._num_experts,
+            hidden_dim=x.shape[1],
+            topk=ids.shape[1],
+            max_tokens=self._max_tokens if low_latency else _MAX_TOKENS,
+            dtype=x.dtype,
+            device=x.device,
+            chunk_tokens=self._max_tokens if low_latency else None,
+        )
+
+    def _is_low_latency(self) -> bool:
+        attention = required("sglang.srt.layers.dp_attention", "sglang")
+        mode = self.deepep_mode.resolve(attention.get_is_extend_in_batch())
+        return bool(mode.is_low_latency())
+
+    def _options(self) -> dict[str, Any]:
+        """Options of dispatch for what the runner's kernels take."""
+        utils = required("sglang.srt.layers.moe.utils", "sglang")
+        choose = getattr(utils, "get_deepep_output_dtype", None)
+        dtype = "fp8" if choose is None else choose(self).value
+        errors.require(
+            dtype in ("bf16", "fp8"),
+            f"the runner wants rows of {dtype}; bf16 and fp8 are dispatched: start SGLang with "
+            "--deepep-dispatcher-output-dtype bf16",
+        )
+        if dtype == "bf16":
+            return {}
+        packed = _uses_deep_gemm() and getattr(_deep_gemm(), "DEEPGEMM_SCALE_UE8M0", False)
+        return {
+            "quantize": True,
+            "scale_format": "ue8m0" if packed else "float32",
+            "column_scales": True,
+        }
+
+
+class _Registered:
+    """A hook that can be removed."""
+
+    def __init__(self, hooks: list[Callable[[Any], None]], hook: Callable[[Any], None]) -> None:
+        self._hooks, self._hook = hooks, hook
+
+    def remove(self) -> None:
+        if self._hook in self._hooks:
+            self._hooks.remove(self._hook)
+
+
+@functools.cache
+def dispatcher_class() -> Any:
+    """Dispatcher as a class of SGLang. Raises ImportError where there is no SGLang."""
+    return derived(Dispatcher, required(_DISPATCHERS, "sglang").BaseDispatcher)
+
+
+def install() -> None:
+    """Puts it in the place of DeepEPDispatcher. Also makes `deep_ep` importable."""
+    from moe_p2p import deep_ep
+
+    required("sglang", "sglang")
+    deep_ep.install()  # before the modules below, which import it
+    ours = dispatcher_class()
+    users = {name: module for name in _USERS if (module := optional(name)) is not None}
+    put(users, {"DeepEPDispatcher": ours})
+
+
+def _made(names: tuple[str, ...], **values: Any) -> Any:
+    """The named tuple that this version of SGLang has under one of `names`, with its fields."""
+    module = required(_DISPATCHERS, "sglang")
+    kind = next(found for name in names if (found := getattr(module, name, None)) is not None)
+    return kind(**{field: values[field] for field in kind._fields})
+
+
+def _deep_gemm() -> Any:
+    return optional("sglang.srt.layers.deep_gemm_wrapper")
+
+
+def _uses_deep_gemm() -> bool:
+    return bool(getattr(_deep_gemm(), "ENABLE_JIT_DEEPGEMM", False))
+
+
+def _low_latency_tokens() -> int:
+    """Most tokens of a rank in a low_latency call, from SGLang's environment."""
+    envs = getattr(optional("sglang.srt.environ"), "envs", None)
+    setting = getattr(envs, "SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK", None)
+    return _LOW_LATENCY_TOKENS if setting is None else int(setting.get())
