@@ -78,6 +78,9 @@ class Buffer:
 
     def dispatch(self, x: Any, **given: Any) -> tuple[Any, ...]:
         assert not self.low_latency
+        if "handle" in given:
+            assert given == {"handle": "handle"}
+            return x, None, None, None, None, None
         assert given["is_token_in_rank"].all()
         return x, given["topk_idx"], given["topk_weights"], [], "handle", None
 
@@ -128,20 +131,31 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[dist.ProcessGroup]:
     dist.destroy_process_group()
 
 
-def run(group: dist.ProcessGroup, options: Options) -> tuple[list[Any], list[str]]:
+def run(group: dist.ProcessGroup, options: Options, **changes: Any) -> tuple[list[Any], list[str]]:
     job, notes = cases.make_job(options), list[str]()
     (tokens,) = job.tokens(0, [options.tokens[0]])
     with ExitStack() as stack:
-        found = list(deep_ep.systems(options, job, tokens, group=group, stack=stack, notes=notes))
+        api = deep_ep.Api(
+            module=sys.modules["deep_ep"],
+            label="deep_ep",
+            options=options,
+            job=job,
+            tokens=tokens,
+            group=group,
+            stack=stack,
+            **changes,
+        )
+        found = list(deep_ep.systems(api, notes))
         for calls, _ in found:
             calls.pair()
     return found, notes
 
 
+@pytest.mark.parametrize("cached", [False, True])
 @pytest.mark.parametrize("dtype", ["fp8", "bf16"])
-def test_every_interface_gives_the_sums(group: dist.ProcessGroup, dtype: Any) -> None:
+def test_every_interface_gives_the_sums(group: dist.ProcessGroup, dtype: Any, cached: bool) -> None:
     options = Options(**(vars(GIVEN) | {"dtype": dtype}))
-    found, notes = run(group, options)
+    found, notes = run(group, options, cached=cached)
     assert notes == []
     assert [(calls.system, calls.capturable, story) for calls, story in found] == [
         ("deep_ep v1 low-latency", True, []),
@@ -160,11 +174,10 @@ def test_wrong_sums_are_told(group: dist.ProcessGroup, monkeypatch: pytest.Monke
 def test_what_it_cannot_do_is_left_out_with_a_note(
     group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deep_ep, "LOW_LATENCY_TOKENS", 4)
     monkeypatch.delattr(sys.modules["deep_ep"], "ElasticBuffer")
-    found, notes = run(group, GIVEN)
+    found, notes = run(group, GIVEN, low_latency_tokens=4)
     assert [calls.system for calls, _ in found] == ["deep_ep v1 normal"]
-    assert notes[0] == "deep_ep_low_latency: takes up to 4 tokens of bf16 rows"
+    assert notes[0] == "deep_ep low-latency: takes up to 4 tokens of bf16 rows"
     assert "no V2" in notes[1]
 
 

@@ -14,8 +14,13 @@ they are timed, interleaved with baselines that do the same job.
 On GPUs:
 
     gpu_worker  one rank: check, then measure;  gpu_measure: in which ways;  gpu_timing: by events
-    gpu_calls   the package and the baseline on device tensors;  deep_ep: DeepEP, if it is there
+    gpu_calls   the package and the baseline on device tensors;  deep_ep: DeepEP's calls
     gpu_layer   experts for the full layer
     probe       what the links do (kernels/probe.cu);  floors: what follows for the job
     gpu_report  rows as a table and JSON;  gpu_plot: as plots
+
+Through DeepEP's calls (--api deep_ep), on CPUs and GPUs:
+
+    api_worker  one rank: the shim, AllToAll and, if named, another module with those calls
+    api_report  rows as a table and JSON
 """

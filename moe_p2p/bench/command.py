@@ -5,12 +5,21 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from moe_p2p import launch
-from moe_p2p.bench import gpu_plot, gpu_report, gpu_worker, report, worker
+from moe_p2p.bench import (
+    api_report,
+    api_worker,
+    gpu_plot,
+    gpu_report,
+    gpu_worker,
+    report,
+    worker,
+)
+from moe_p2p.bench.api_report import ApiRow
 from moe_p2p.bench.gpu_report import GpuRow
 from moe_p2p.bench.options import Options, parse
 from moe_p2p.bench.report import Row
@@ -25,7 +34,7 @@ def main(arguments: list[str]) -> int:
     rows: list[Any] = []
     for options in worlds:
         try:
-            rows += _gpu_world(options) if on_cuda else _cpu_world(options)
+            rows += _world(options)(options)
         except launch.RanksFailedError as error:
             print(f"bench: {error}", file=sys.stderr)
             failed = True
@@ -36,6 +45,24 @@ def main(arguments: list[str]) -> int:
     for text in stories:
         print(f"WRONG: {text}", file=sys.stderr)
     return 2 if failed else 1 if stories else 0
+
+
+def _world(options: Options) -> Callable[[Options], list[Any]]:
+    if options.api == "deep_ep":
+        return _deep_ep_world
+    return _gpu_world if options.device == "cuda" else _cpu_world
+
+
+def _deep_ep_world(options: Options) -> list[ApiRow]:
+    results: api_worker.Results = launch.run_ranks(
+        api_worker.run, options, num_ranks=options.ranks
+    )[0]
+    print(api_report.title(results.rows[0]))
+    print(api_report.table(results.rows))
+    print(f"microseconds, p50: {api_report.BOUNDARY[options.device]}")
+    for note in results.notes:
+        print(note)
+    return results.rows
 
 
 def _cpu_world(options: Options) -> list[Row]:

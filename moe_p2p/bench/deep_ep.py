@@ -1,4 +1,4 @@
-"""DeepEP on the same inputs, where `deep_ep` can be imported: V1 low-latency, V1 normal and V2.
+"""DeepEP's API on the same inputs: V1 low-latency, V1 normal and V2, of any module that has it.
 
 Each is called as its documentation shows, and its sums are compared with the closed form before it
 is timed. Rows that V1 normal and V2 exchange arrive quantized: they take what the caller quantized,
@@ -9,10 +9,10 @@ Shapes: n ranks, T tokens, K top-k, E experts, H hidden size, R rows at this ran
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,11 +26,32 @@ from moe_p2p.bench.gpu_calls import Calls, answer_like
 from moe_p2p.bench.options import Options
 from moe_p2p.reference import Tokens
 
-LOW_LATENCY_TOKENS = 511  # of a call: the depth of its queues by default
+LOW_LATENCY_TOKENS = 511  # of a call of DeepEP: the depth of its queues by default
 NORMAL_SMS = 24
 # Of bf16: an fp8 step is 16 of them, and where one quantizes itself it may round a value otherwise.
 STEPS = 20
 NVLINK_BYTES = 2_000_000_000  # buffers of V1 normal
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Api:
+    """A module with DeepEP's names, and what to call it with."""
+
+    module: Any
+    label: str
+    options: Options
+    job: Job
+    tokens: Tokens  # of this rank
+    group: dist.ProcessGroup
+    stack: ExitStack  # destroys buffers
+    low_latency_tokens: int = LOW_LATENCY_TOKENS  # most that low-latency calls take
+    cached: bool = False  # V1 normal dispatches by the handle of an earlier call
+    num_sms: int | None = None  # of V2; None: what it advises
+
+    @property
+    def job_and_tokens(self) -> tuple[Options, Job, Tokens]:
+        return self.options, self.job, self.tokens
+
 
 Exchange = tuple[Calls, Callable[[], Tensor]]  # and one step with real experts, for the check
 
@@ -41,24 +62,20 @@ def missing() -> str | None:
 
 
 def systems(
-    options: Options,
-    job: Job,
-    tokens: Tokens,
-    *,
-    group: dist.ProcessGroup,
-    stack: ExitStack,
-    notes: list[str],
+    api: Api, notes: list[str], *, interfaces: Iterable[str] = ("low-latency", "normal", "v2")
 ) -> Iterator[tuple[Calls, list[str]]]:
     """The interfaces that take this call, each with what is wrong with its sums on this rank."""
-    module = importlib.import_module("deep_ep")
-    for make in (_low_latency, _normal, _elastic):
-        name = f"deep_ep{make.__name__}"
+    makers = {"low-latency": low_latency, "normal": normal, "v2": elastic}
+    for interface in interfaces:
+        name = f"{api.label} {interface}"
         try:
-            made = make(module, options, job, tokens, group, stack)
+            made = makers[interface](api)
             if isinstance(made, str):
                 problem = made
             else:
-                story = verify_sums(name, job, options, tokens=tokens, got=made[1](), steps=STEPS)
+                story = verify_sums(
+                    name, api.job, api.options, tokens=api.tokens, got=made[1](), steps=STEPS
+                )
                 problem = ""
         except Exception as error:  # another project's errors have no common type
             problem = f"{type(error).__name__}: {str(error)[:300]}"
@@ -71,21 +88,15 @@ def systems(
             yield made[0], story
 
 
-def _low_latency(
-    module: Any,
-    options: Options,
-    job: Job,
-    tokens: Tokens,
-    group: dist.ProcessGroup,
-    stack: ExitStack,
-) -> Exchange | str:
+def low_latency(api: Api) -> Exchange | str:
     """Rows per (token, expert), padded; quantizes inside, weights at the source."""
+    module, (options, job, tokens), rank = api.module, api.job_and_tokens, api.group.rank()
     (num_tokens, hidden), experts = tokens.x.shape, job.topology.num_experts
-    if num_tokens > LOW_LATENCY_TOKENS or options.dtype not in ("fp8", "bf16"):
-        return f"takes up to {LOW_LATENCY_TOKENS} tokens of bf16 rows"
-    ranks, rank, fp8 = options.ranks, group.rank(), options.quantize
+    if num_tokens > api.low_latency_tokens or options.dtype not in ("fp8", "bf16"):
+        return f"takes up to {api.low_latency_tokens} tokens of bf16 rows"
+    ranks, fp8 = options.ranks, options.quantize
     buffer = module.Buffer(
-        group,
+        api.group,
         num_rdma_bytes=module.Buffer.get_low_latency_rdma_size_hint(
             num_tokens, hidden, ranks, experts
         ),
@@ -94,7 +105,7 @@ def _low_latency(
         allow_nvlink_for_low_latency_mode=True,
         explicitly_destroy=True,
     )
-    stack.callback(buffer.destroy)
+    api.stack.callback(buffer.destroy)
     idx, weights = tokens.topk_idx.to(module.topk_idx_t), tokens.topk_weights
     out = torch.empty_like(tokens.x)
     sync: dict[str, Any] = {"async_finish": False, "return_recv_hook": False}
@@ -121,7 +132,7 @@ def _low_latency(
     y = answer_like(state[0][0] if fp8 else state[0], torch.bfloat16)
     combine_of(y)
     calls = Calls(
-        system="deep_ep v1 low-latency",
+        system=f"{api.label} v1 low-latency",
         dispatch=dispatch,
         combine=lambda: combine_of(y),
         capturable=True,
@@ -130,22 +141,24 @@ def _low_latency(
     return calls, step
 
 
-def _normal(
-    module: Any,
-    options: Options,
-    job: Job,
-    tokens: Tokens,
-    group: dist.ProcessGroup,
-    stack: ExitStack,
-) -> Exchange | str:
-    """Rows per (token, rank); the host waits for the counts in dispatch; sums without weights."""
+def normal(api: Api) -> Exchange | str:
+    """Rows per (token, rank); sums without weights.
+
+    The host waits for the counts in dispatch, unless that goes by the handle of an earlier one.
+    """
+    module, (options, job, tokens), rank = api.module, api.job_and_tokens, api.group.rank()
     if options.dtype not in ("fp8", "bf16"):
         return "takes fp8 or bf16 rows"
     module.Buffer.set_num_sms(NORMAL_SMS)
     buffer = module.Buffer(
-        group, NVLINK_BYTES, 0, low_latency_mode=False, num_qps_per_rank=1, explicitly_destroy=True
+        api.group,
+        NVLINK_BYTES,
+        0,
+        low_latency_mode=False,
+        num_qps_per_rank=1,
+        explicitly_destroy=True,
     )
-    stack.callback(buffer.destroy)
+    api.stack.callback(buffer.destroy)
     experts, idx = job.topology.num_experts, tokens.topk_idx.to(module.topk_idx_t)
     x = _as_sent(options, tokens)
     state: list[Any] = []
@@ -162,19 +175,27 @@ def _normal(
         )
         return state
 
+    def cached() -> object:
+        state[0] = buffer.dispatch(x, handle=state[4])[0]
+        return state
+
     def combine_of(y: Tensor) -> Tensor:
         out: Tensor = buffer.combine(y, state[4])[0]
         return out
 
     def step() -> Tensor:
         dispatch()
-        return combine_of(_weighted(job, group.rank(), state[0], state[1], state[2]))
+        if api.cached:
+            combine_of(answer_like(_rows(state[0]), torch.bfloat16))
+            cached()
+        return combine_of(_weighted(job, rank, state[0], state[1], state[2]))
 
     dispatch()
     y = answer_like(_rows(state[0]), torch.bfloat16)
+    combine_of(y)
     calls = Calls(
-        system="deep_ep v1 normal",
-        dispatch=dispatch,
+        system=f"{api.label} v1 normal",
+        dispatch=cached if api.cached else dispatch,
         combine=lambda: combine_of(y),
         capturable=False,
         num_sms=NORMAL_SMS,
@@ -182,20 +203,14 @@ def _normal(
     return calls, step
 
 
-def _elastic(
-    module: Any,
-    options: Options,
-    job: Job,
-    tokens: Tokens,
-    group: dist.ProcessGroup,
-    stack: ExitStack,
-) -> Exchange | str:
+def elastic(api: Api) -> Exchange | str:
     """V2 without a wait on the host: rows per (token, rank), room for the worst case."""
+    module, (options, job, tokens), rank = api.module, api.job_and_tokens, api.group.rank()
     if not hasattr(module, "ElasticBuffer") or options.dtype not in ("fp8", "bf16"):
         return "this deep_ep has no V2, or the rows are neither fp8 nor bf16"
     (num_tokens, hidden), experts = tokens.x.shape, job.topology.num_experts
     buffer = module.ElasticBuffer(
-        group,
+        api.group,
         num_max_tokens_per_rank=num_tokens,
         hidden=hidden,
         num_topk=job.topk,
@@ -205,8 +220,8 @@ def _elastic(
         prefer_overlap_with_compute=False,
         explicitly_destroy=True,
     )
-    stack.callback(buffer.destroy)
-    num_sms = buffer.get_theoretical_num_sms(experts, job.topk)
+    api.stack.callback(buffer.destroy)
+    num_sms = api.num_sms or buffer.get_theoretical_num_sms(experts, job.topk)
     idx, x = tokens.topk_idx.to(module.topk_idx_t), _as_sent(options, tokens)
     state: list[Any] = []
 
@@ -229,14 +244,15 @@ def _elastic(
     def step() -> Tensor:
         dispatch()
         received = int(state[3].psum_num_recv_tokens_per_scaleup_rank[-1])
-        answer = _weighted(job, group.rank(), state[0], state[1], state[2])
+        answer = _weighted(job, rank, state[0], state[1], state[2])
         answer[received:] = 0  # rows past the count are whatever the memory held
         return combine_of(answer)
 
     dispatch()
     y = answer_like(_rows(state[0]), torch.bfloat16)
+    combine_of(y)
     calls = Calls(
-        system="deep_ep v2",
+        system=f"{api.label} v2",
         dispatch=dispatch,
         combine=lambda: combine_of(y),
         capturable=True,

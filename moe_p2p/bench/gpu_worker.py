@@ -6,6 +6,7 @@ the package in every form that was asked for, and the baselines.
 
 from __future__ import annotations
 
+import importlib
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -147,9 +148,16 @@ class World:
         calls = baseline_calls(system, options, mine, experts=self.experts)
         yield Contestant(calls=calls, story=story)
         if deep_ep.missing() is None:
-            for calls, story in deep_ep.systems(
-                options, self.job, mine, group=self.group, stack=stack, notes=self.notes
-            ):
+            api = deep_ep.Api(
+                module=importlib.import_module("deep_ep"),
+                label="deep_ep",
+                options=options,
+                job=self.job,
+                tokens=mine,
+                group=self.group,
+                stack=stack,
+            )
+            for calls, story in deep_ep.systems(api, self.notes):
                 yield Contestant(calls=calls, story=story)
 
     def _check(self, options: Options, mine: Tokens, system: System, *, exact: bool) -> list[str]:

@@ -36,6 +36,8 @@ class Options:
     wait: str = "sleep"
     timeout_s: float = 30.0
     baseline: bool = True
+    api: str = "all_to_all"  # or "deep_ep": through DeepEP's calls
+    deep_ep_module: str | None = None  # another module with those calls, beside ours
     json: str | None = "bench_out/bench.json"
     plot: str | None = "bench_out/bench.png"
     # GPUs only
@@ -79,6 +81,15 @@ ON_CUDA: dict[str, Any] = {
     "chunks": ("default", "T"),
     "sms": (0,),
 }
+# Tokens of each of DeepEP's interfaces where none are given, and the rest of such a run.
+INTERFACES = {"low-latency": (8, 32), "normal": (64,), "v2": (32,)}
+INTERFACES_ON_CUDA = {"low-latency": (8, 32, 128), "normal": (512, 4096), "v2": (128,)}
+DEEP_EP: dict[str, Any] = {
+    "tokens": (),
+    "dtype": "fp8",
+    "json": "bench_out/deep_ep.json",
+    "plot": None,
+}
 GBPS_OF_A_GPU = 400.0  # what the NICs of a GPU have together between emulated nodes, unless said
 _CUDA_ONLY = ("chunks", "sms", "layout", "flush", "layer", "ffn")
 
@@ -92,15 +103,18 @@ def parse(arguments: list[str]) -> list[Options]:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     base = vars(Options()) | (ON_CUDA if device == "cuda" else {})
+    through_deep_ep = given.get("api") == "deep_ep"
     if quick:
         base |= QUICK_ON_CUDA if device == "cuda" else QUICK
+    if through_deep_ep:
+        base |= DEEP_EP
     if sweep:
         base["tokens"] = SWEEP
     for name in _CUDA_ONLY:
         if device == "cpu" and name in given:
             parser.error(f"--{name.replace('_', '-')} is for GPUs")
     num_devices = torch.cuda.device_count() if device == "cuda" else 0
-    worlds = _worlds(parser, base, given, num_devices)
+    worlds = _worlds(parser, base, given, num_devices, one_node=through_deep_ep)
     options = [
         Options(**_completed(base | given | {"ranks": ranks, "ranks_per_node": local}, given))
         for ranks, local in worlds
@@ -111,16 +125,27 @@ def parse(arguments: list[str]) -> list[Options]:
 
 
 def _worlds(
-    parser: argparse.ArgumentParser, base: dict[str, Any], given: dict[str, Any], num_devices: int
+    parser: argparse.ArgumentParser,
+    base: dict[str, Any],
+    given: dict[str, Any],
+    num_devices: int,
+    *,
+    one_node: bool,
 ) -> list[tuple[int, int]]:
-    """(ranks, ranks per node) of each world; without devices, ranks are processes on CPUs."""
+    """(ranks, ranks per node) of each world; without devices, ranks are processes on CPUs.
+
+    one_node: DeepEP's calls find the nodes by themselves, and this is one machine.
+    """
     all_ranks = given.pop("ranks", (num_devices or base["ranks"],))
     per_node = given.pop("ranks_per_node", None)
+    if one_node and per_node:
+        parser.error("--ranks-per-node: with --api deep_ep the ranks of this machine are one node")
     worlds = []
     for ranks in all_ranks:
         if num_devices and ranks > num_devices:
             parser.error(f"--ranks {ranks} is more than the {num_devices} GPUs of this machine")
-        wanted = per_node or ((ranks,) if num_devices else (base["ranks_per_node"],))
+        whole = one_node or num_devices > 0
+        wanted = per_node or ((ranks,) if whole else (base["ranks_per_node"],))
         fitting = [(ranks, local) for local in wanted if ranks % local == 0]
         if not fitting:
             parser.error(
@@ -173,6 +198,8 @@ def _parser() -> argparse.ArgumentParser:
         help="how ranks wait (sleep; spin where NICs are)",
     )
     add("--timeout-s", type=float, help="deadline of every wait, seconds (30)")
+    add("--api", choices=["all_to_all", "deep_ep"], help="the calls that are timed (all_to_all)")
+    add("--deep-ep-module", metavar="NAME", help="run DeepEP's calls of this module too, in turns")
     add("--no-baseline", dest="baseline", action="store_const", const=False, help="leave it out")
     add("--json", metavar="FILE", help="rows as JSON (bench_out/bench.json; '' for none)")
     add("--plot", metavar="FILE", help="PNG (bench_out/bench.png; '' for none)")
@@ -202,7 +229,11 @@ def _refuse_nonsense(parser: argparse.ArgumentParser, options: Options) -> None:
         parser.error(f"--experts {options.experts} is not a multiple of --ranks {options.ranks}")
     if not options.trace and options.topk > options.experts:
         parser.error(f"--topk {options.topk} is more than --experts {options.experts}")
-    if min(options.tokens) < 1:
+    if options.deep_ep_module and options.api != "deep_ep":
+        parser.error("--deep-ep-module is for --api deep_ep")
+    if options.api == "deep_ep" and options.dtype not in ("fp8", "bf16"):
+        parser.error(f"--dtype {options.dtype}: DeepEP's calls take fp8 and bf16")
+    if any(tokens < 1 for tokens in options.tokens):
         parser.error("--tokens must be at least 1")
     if options.seed and (options.gbps or options.latency_us):
         parser.error("--seed reorders at will: it excludes the link model (--gbps, --latency-us)")

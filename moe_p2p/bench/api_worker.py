@@ -1,0 +1,190 @@
+"""One rank of `--api deep_ep`: the shim through DeepEP's calls, AllToAll beside it, on CPU or GPU.
+
+For each interface and number of tokens all systems are made, each result is compared with the
+closed form, and they are timed in turns: on GPUs in the ways of gpu_measure, and the host alone; on
+CPUs by the clock from a barrier to a rank's own result.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from moe_p2p import launch
+from moe_p2p.bench import deep_ep
+from moe_p2p.bench.api_report import ApiRow
+from moe_p2p.bench.cases import Job, make_job
+from moe_p2p.bench.check import verify_whole
+from moe_p2p.bench.gpu_calls import Calls, on_device, package_calls
+from moe_p2p.bench.gpu_measure import Timed, measure
+from moe_p2p.bench.gpu_timing import interleaved
+from moe_p2p.bench.gpu_worker import TIMED_STEP, everyones
+from moe_p2p.bench.options import INTERFACES, INTERFACES_ON_CUDA, Options
+from moe_p2p.bench.probe import Probe
+from moe_p2p.bench.progress import bar
+from moe_p2p.bench.systems import MoeP2p, finish
+from moe_p2p.reference import Tokens
+
+OURS = "moe_p2p.deep_ep"
+HOST_ROUNDS = 100  # eager pairs on an idle device
+
+
+@dataclass(frozen=True, kw_only=True)
+class Results:
+    rows: list[ApiRow]
+    notes: list[str]  # what was left out, and why
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Clock:
+    """How systems are timed on this device."""
+
+    measure: Callable[[Sequence[Calls]], list[Timed]]
+    host_us: Callable[[Calls], float | None]
+    close: Callable[[], None]
+
+
+def run(options: Options) -> Results:
+    """The whole job of one rank; the results are the same on every rank."""
+    with launch.process_group() as (rank, _):
+        on_cuda = options.device == "cuda"
+        torch.manual_seed(rank)
+        clock = _gpu_clock(options, rank) if on_cuda else _cpu_clock(options)
+        group = dist.new_group(backend="nccl") if on_cuda else dist.group.WORLD
+        assert group is not None
+        job, notes, rows = make_job(options), list[str](), list[ApiRow]()
+        cases = list(_cases(options))
+        with bar(len(cases), shown=rank == 0) as progress:
+            for interface, tokens in cases:
+                progress.set_description(f"{interface}, T {tokens}")
+                case = replace(options, tokens=(tokens,))
+                rows += _case(case, job, interface, group=group, clock=clock, notes=notes)
+                progress.update()
+        clock.close()
+        return Results(rows=rows, notes=notes)
+
+
+def _cases(options: Options) -> Iterator[tuple[str, int]]:
+    defaults = INTERFACES_ON_CUDA if options.device == "cuda" else INTERFACES
+    for interface, counts in defaults.items():
+        for tokens in options.tokens or counts:
+            yield interface, tokens
+
+
+def _case(
+    options: Options,
+    job: Job,
+    interface: str,
+    *,
+    group: dist.ProcessGroup,
+    clock: Clock,
+    notes: list[str],
+) -> list[ApiRow]:
+    (num_tokens,), rank = options.tokens, dist.get_rank()
+    tokens = job.tokens_of(TIMED_STEP, rank, num_tokens)
+    if options.device == "cuda":
+        tokens = on_device(tokens)
+    modules = [OURS] + ([options.deep_ep_module] if options.deep_ep_module else [])
+    with ExitStack() as stack:
+        num_sms = None if interface == "low-latency" else deep_ep.NORMAL_SMS
+        found = [_all_to_all(options, job, tokens, stack, num_sms=num_sms)]
+        for name in modules:
+            api = deep_ep.Api(
+                module=importlib.import_module(name),
+                label=name,
+                options=options,
+                job=job,
+                tokens=tokens,
+                group=group,
+                stack=stack,
+                low_latency_tokens=num_tokens if name == OURS else deep_ep.LOW_LATENCY_TOKENS,
+                cached=True,
+                num_sms=num_sms,
+            )
+            found += deep_ep.systems(api, notes, interfaces=[interface])
+        timed = clock.measure([calls for calls, _ in found])
+        host_us = {calls: clock.host_us(calls) for calls, _ in found}
+        stories = {calls: everyones(story) for calls, story in found}
+        finish(options.device)
+        dist.barrier()  # nobody closes what another one still uses
+    return [
+        ApiRow.of(options, job, interface, each, host_us=host_us[each.calls], story=story)
+        for each in timed
+        for story in (stories[each.calls],)
+    ]
+
+
+def _all_to_all(
+    options: Options, job: Job, tokens: Tokens, stack: ExitStack, *, num_sms: int | None
+) -> tuple[Calls, list[str]]:
+    """This package's own calls."""
+    system = MoeP2p(options, job, num_sms=num_sms)
+    stack.callback(system.close)
+    story = verify_whole(system, job, options, dist.get_rank(), tokens)
+    return package_calls(system, options, tokens, num_sms=num_sms or 0, experts=None), story
+
+
+# --- GPUs ---
+
+
+def _gpu_clock(options: Options, rank: int) -> Clock:
+    torch.cuda.set_device(rank)
+    probe = Probe(timeout_s=options.timeout_s)
+
+    def timed(systems: Sequence[Calls]) -> list[Timed]:
+        found = measure(systems, probe.barrier, seconds=options.seconds, flushed=None)
+        probe.check()
+        return found
+
+    return Clock(measure=timed, host_us=_host_us, close=probe.close)
+
+
+def _host_us(calls: Calls) -> float:
+    """Until the calls of an eager pair return, the device idle before: median, slowest rank."""
+    spans = []
+    for _ in range(HOST_ROUNDS):
+        torch.cuda.synchronize()
+        dist.barrier()
+        started = time.perf_counter()
+        calls.pair()
+        spans.append(time.perf_counter() - started)
+    torch.cuda.synchronize()
+    median = torch.tensor(spans, dtype=torch.float64).median() * 1e6
+    dist.all_reduce(median, dist.ReduceOp.MAX)
+    return float(median)
+
+
+# --- CPUs ---
+
+
+def _cpu_clock(options: Options) -> Clock:
+    measure_all = functools.partial(_by_wall, seconds=options.seconds / 4)
+    return Clock(measure=measure_all, host_us=lambda _: None, close=lambda: None)
+
+
+def _by_wall(systems: Sequence[Calls], *, seconds: float) -> list[Timed]:
+    spans = interleaved(
+        {calls: functools.partial(_wall_us, calls) for calls in systems}, seconds=seconds
+    )
+    return [
+        Timed(calls=calls, what=what, chain=1, spans_us=values[:, i])
+        for calls, values in spans.items()
+        for i, what in enumerate(("pair eager", "dispatch", "combine"))
+    ]
+
+
+def _wall_us(calls: Calls) -> tuple[float, ...]:
+    def span(call: Callable[[], object]) -> float:
+        dist.barrier()
+        started = time.perf_counter()
+        call()
+        return (time.perf_counter() - started) * 1e6
+
+    return span(calls.pair), span(calls.dispatch), span(calls.combine)
