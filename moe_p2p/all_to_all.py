@@ -222,10 +222,8 @@ class AllToAll(Halves):
         if self._device is not None and not torch.compiler.is_compiling():
             self._device.prepare_combine(y.dtype, sum_dtype)
             if grad:
-                by_rank = dispatched.layout.rows == BY_RANK
-                self._device.prepare_dispatch(
-                    sum_dtype, quantize=False, by_rank=by_rank
-                )  # gradient
+                by_rank = dispatched.layout.rows == BY_RANK  # its gradient is a dispatch
+                self._device.prepare_dispatch(sum_dtype, quantize=False, by_rank=by_rank)
         if grad and not dispatched.zero_padding:
             raise errors.make(errors.InvalidArgumentError, arguments.PADDING_IS_NOT_ZERO)
         out, more = call(

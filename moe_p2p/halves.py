@@ -6,7 +6,7 @@ A mixin of AllToAll, which has the whole calls. Shapes: as in all_to_all.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -167,6 +167,26 @@ class Halves(Communicator):
         )
         num_rows = dispatched.topk_idx.shape[0]
         return PendingCombine(handle, num_rows, dtype, row_scalars is not None)
+
+    @overload
+    def combine_recv(
+        self,
+        pending: PendingCombine,
+        out: Tensor | None = None,
+        *,
+        bias: Tensor | tuple[Tensor, Tensor] | None = None,
+        with_wait_ticks: Literal[False] = False,
+    ) -> Tensor: ...  # or a tuple, where the first half was given row_scalars
+
+    @overload
+    def combine_recv(
+        self,
+        pending: PendingCombine,
+        out: Tensor | None = None,
+        *,
+        bias: Tensor | tuple[Tensor, Tensor] | None = None,
+        with_wait_ticks: bool = False,
+    ) -> tuple[Tensor, ...]: ...
 
     def combine_recv(
         self,

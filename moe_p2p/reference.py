@@ -24,12 +24,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Layout = Literal["padded", "grouped"]
+from moe_p2p.reference_fp8 import FP8 as FP8
+from moe_p2p.reference_fp8 import ScaleFormat, pack_ue8m0
+from moe_p2p.reference_fp8 import dequantize as dequantize
+from moe_p2p.reference_fp8 import quantize as quantize
 
-SCALE_BLOCK = 128  # values that share one fp8 scale
-FP8_MAX = 448.0  # largest finite float8_e4m3fn
-MIN_AMAX = 1e-4  # keeps the scale of an all-zero block finite and non-zero
-FP8 = torch.float8_e4m3fn
+Layout = Literal["padded", "grouped", "by_rank"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ class Tokens:
     x: Tensor  # [T, H] bf16, fp16, fp32 or e4m3
     topk_idx: Tensor  # [T, K] int, -1 = none
     topk_weights: Tensor | None = None  # [T, K] fp32; None: 1
-    scales: Tensor | None = None  # [T, ceil(H / 128)] fp32, for x of fp8
+    scales: Tensor | None = None  # [T, P] fp32 or int32, for x of fp8
     extras: tuple[Tensor, ...] = ()  # [T, ...] each, carried as they are
     num_tokens: int | None = None  # rows that count; None: T
 
@@ -95,16 +95,21 @@ class Tokens:
 class Received:
     """What one expert rank gets. Rows that hold no token are zero here, source -1."""
 
-    x: Tensor  # padded [E_local, capacity, H], grouped [capacity, H]
-    scales: Tensor | None  # same rows, [..., ceil(H / 128)]
+    x: Tensor  # padded [E_local, capacity, H], else [capacity, H]
+    scales: Tensor | None  # same rows, [..., P]
     extras: tuple[Tensor, ...]
-    row_weights: Tensor  # [R] fp32
-    counts: Tensor  # [E_local] int32
-    offsets: Tensor  # [E_local + 1] int32 first row of each expert, then the end of the last
+    row_weights: Tensor  # [R] fp32, by_rank [R, K]
+    counts: Tensor  # [E_local] int32 tokens of each expert
+    # [E_local + 1] int32 first row of each expert, by_rank [W + 1] of each source; then the end
+    offsets: Tensor
     source: Tensor  # [R, 2] int32 (source rank, its token)
+    ranges: Tensor  # [E_local, W] int64 first row of a source within the expert's << 32 | its rows
+    row_topk: Tensor | None  # by_rank: [R, K] local expert ids, -1: none of this rank
 
     def rows(self) -> Tensor:
-        """Indices of the rows that hold a token, expert by expert."""
+        """Indices of the rows that hold a token, in order."""
+        if self.row_topk is not None:
+            return torch.arange(int(self.offsets[-1]))
         spans = zip(self.offsets.tolist(), self.counts.tolist(), strict=False)
         parts = [torch.arange(start, start + count) for start, count in spans]
         return torch.cat([torch.empty(0, dtype=torch.int64), *parts])
@@ -117,48 +122,29 @@ class Routing:
     topology: Topology
     tokens: tuple[Tokens, ...]  # as they travel: already quantized where that was asked
     layout: Layout
-    capacity: tuple[int, ...]  # [W] rows per expert (padded) or in all (grouped), of each rank
+    scale_format: ScaleFormat
+    capacity: tuple[int, ...]  # [W] rows per expert (padded) or in all, of each rank
     source: Tensor  # [P] int64
     token: Tensor  # [P]
     k: Tensor  # [P]
     rank: Tensor  # [P] owner of the pair's expert
-    row: Tensor  # [P] row at that owner
+    local: Tensor  # [P] local index of the expert there
+    row: Tensor  # [P] row at that owner; by_rank the same for all pairs of a token there
+    first: Tensor  # [P] by_rank: the first pair of its token there; else always true
     counts: tuple[Tensor, ...] = field(repr=False)  # [W] of [E_local]
-    offsets: tuple[Tensor, ...] = field(repr=False)  # [W] of [E_local + 1]
+    offsets: tuple[Tensor, ...] = field(repr=False)  # [W] of [E_local + 1], by_rank [W + 1]
 
     def table(self, source: int) -> tuple[Tensor, Tensor]:
-        """(rank, row) of each top-k entry of one source, [T, K] each; rank -1: no expert."""
-        mine = self.source == source
+        """(rank, row) of each top-k entry of one source, [T, K] each; rank -1: no row.
+
+        by_rank a row stands at the first entry of its rank.
+        """
+        mine = (self.source == source) & self.first
         rank = torch.full(self.tokens[source].topk_idx.shape, -1, dtype=torch.int64)
         row = torch.zeros_like(rank)
         rank[self.token[mine], self.k[mine]] = self.rank[mine]
         row[self.token[mine], self.k[mine]] = self.row[mine]
         return rank, row
-
-
-def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """fp8 e4m3 with one fp32 scale per 128 values of a row (the last block may be shorter).
-
-    amax = max(|x|, 1e-4) of the block, scale = amax / 448, q = e4m3(x * (448 / amax)), rounded to
-    nearest even, saturating. x is about q * scale.
-
-    Example: a block whose largest value is 2.0 has scale 0.004464, and 1.0 becomes q = 224.
-    """
-    num_rows, hidden_dim = x.shape
-    num_blocks = -(-hidden_dim // SCALE_BLOCK)
-    blocks = x.new_zeros(num_rows, num_blocks * SCALE_BLOCK, dtype=torch.float32)
-    blocks[:, :hidden_dim] = x
-    blocks = blocks.view(num_rows, num_blocks, SCALE_BLOCK)
-    amax = blocks.abs().amax(dim=-1, keepdim=True).clamp_min(MIN_AMAX)
-    scaled = blocks * (torch.full_like(amax, FP8_MAX) / amax)
-    q = scaled.clamp(-FP8_MAX, FP8_MAX).to(FP8).flatten(1)[:, :hidden_dim]
-    return q.contiguous(), (amax / FP8_MAX).squeeze(-1)
-
-
-def dequantize(q: Tensor, scales: Tensor) -> Tensor:
-    """fp32 [..., H] from e4m3 [..., H] and scales [..., ceil(H / 128)]."""
-    spread = scales.repeat_interleave(SCALE_BLOCK, dim=-1)[..., : q.shape[-1]]
-    return q.to(torch.float32) * spread
 
 
 def route(
@@ -170,32 +156,43 @@ def route(
     alignment: int = 1,
     max_tokens: int | None = None,
     quantized: bool = False,
+    scale_format: ScaleFormat = "float32",
 ) -> Routing:
     """Places every (token, expert) pair of a call.
 
-    Rows of an expert are ordered by (source rank, token). `capacity` None is the worst case for
-    `max_tokens` (None: the largest T). Raises ValueError when rows do not fit `capacity`.
+    Rows of an expert, or by_rank all rows, are ordered by (source rank, token). `capacity` None is
+    the worst case for `max_tokens` (None: the largest T). Raises ValueError when rows do not fit
+    `capacity`.
     """
     if quantized:
-        tokens = [_quantized(t) for t in tokens]
+        tokens = [_quantized(t, scale_format) for t in tokens]
     limit = max([t.count for t in tokens] + [1]) if max_tokens is None else max_tokens
     source, token, k, expert = _pairs(topology, tokens)
     rank = topology.owner()[expert]
-    row = torch.zeros_like(source)
+    local, row = torch.zeros_like(source), torch.zeros_like(source)
+    first = torch.ones_like(source, dtype=torch.bool)
     capacities, counts, offsets = [], [], []
     for owner in range(topology.world_size):
         experts = topology.local_experts(owner)
         mine = (rank == owner).nonzero().flatten()
-        local = torch.searchsorted(experts, expert[mine])
-        count = torch.bincount(local, minlength=len(experts))
+        local[mine] = torch.searchsorted(experts, expert[mine])
+        count = torch.bincount(local[mine], minlength=len(experts))
         room = capacity
         if room is None:
             room = _worst_case(topology, tokens[0], layout, alignment, limit, len(experts))
-        offset = _offsets(count, layout, room, alignment)
+        if layout == "by_rank":
+            key = torch.stack([source[mine], token[mine]])  # sorted
+            new = torch.ones(len(mine), dtype=torch.bool)
+            new[1:] = (key[:, 1:] != key[:, :-1]).any(dim=0)
+            first[mine], row[mine] = new, torch.cumsum(new, 0) - 1
+            per_source = torch.bincount(source[mine][new], minlength=topology.world_size)
+            offset = torch.cat([torch.zeros(1, dtype=torch.int64), torch.cumsum(per_source, 0)])
+        else:
+            offset = _offsets(count, layout, room, alignment)
+            order = torch.argsort(local[mine], stable=True)
+            nth = torch.arange(len(mine)) - (torch.cumsum(count, 0) - count)[local[mine][order]]
+            row[mine[order]] = offset[local[mine][order]] + nth
         _check_fits(owner, count, offset, layout, room)
-        order = torch.argsort(local, stable=True)
-        nth = torch.arange(len(mine)) - (torch.cumsum(count, 0) - count)[local[order]]
-        row[mine[order]] = offset[local[order]] + nth
         capacities.append(room)
         counts.append(count.to(torch.int32))
         offsets.append(offset.to(torch.int32))
@@ -203,12 +200,15 @@ def route(
         topology=topology,
         tokens=tuple(tokens),
         layout=layout,
+        scale_format=scale_format,
         capacity=tuple(capacities),
         source=source,
         token=token,
         k=k,
         rank=rank,
+        local=local,
         row=row,
+        first=first,
         counts=tuple(counts),
         offsets=tuple(offsets),
     )
@@ -217,8 +217,8 @@ def route(
 def dispatch(routing: Routing, rank: int) -> Received:
     """What `rank` receives."""
     mine = routing.rank == rank
-    source, token, k, row = (
-        a[mine] for a in (routing.source, routing.token, routing.k, routing.row)
+    source, token, k, local, row = (
+        a[mine] for a in (routing.source, routing.token, routing.k, routing.local, routing.row)
     )
     num_local = len(routing.counts[rank])
     capacity = routing.capacity[rank]
@@ -237,8 +237,17 @@ def dispatch(routing: Routing, rank: int) -> Received:
 
     first = routing.tokens[0]
     scales = [t.scales for t in routing.tokens if t.scales is not None]
-    row_weights = torch.zeros(num_rows)
-    row_weights[row] = torch.cat([_weights(t) for t in routing.tokens])[index, k]
+    if routing.scale_format == "ue8m0":
+        scales = [pack_ue8m0(s) for s in scales]
+    weights = torch.cat([_weights(t) for t in routing.tokens])[index, k]
+    row_topk = None
+    if routing.layout == "by_rank":
+        shape = (num_rows, first.topk_idx.shape[1])
+        row_weights, row_topk = torch.zeros(shape), first.topk_idx.new_full(shape, -1)
+        row_weights[row, k], row_topk[row, k] = weights, local.to(row_topk.dtype)
+    else:
+        row_weights = torch.zeros(num_rows)
+        row_weights[row] = weights
     where = torch.full((num_rows, 2), -1, dtype=torch.int32)
     where[row] = torch.stack([source, token], dim=1).to(torch.int32)
     return Received(
@@ -251,6 +260,8 @@ def dispatch(routing: Routing, rank: int) -> Received:
         counts=routing.counts[rank],
         offsets=routing.offsets[rank],
         source=where,
+        ranges=_ranges(local, source, num_local, routing.topology.world_size),
+        row_topk=row_topk,
     )
 
 
@@ -260,19 +271,27 @@ def combine(
     y: Sequence[Tensor],
     *,
     out_dtype: torch.dtype,
-    weighted: bool = True,
+    weighted: bool | None = None,
+    bias: Sequence[Tensor] = (),
 ) -> Tensor:
     """The combined rows of one source, [T, H] of out_dtype; `y` holds the rows of every rank.
+
+    `weighted` None: but for by_rank, whose rows are partial sums already. `bias` [T, H] each.
 
     Sums in fp32, multiply then add, each from zero, rounded to out_dtype after each stage:
     1. expert rank: over the rank's experts among the token's top-k, k ascending;
     2. for tokens from another node, there: over its ranks that hold a partial, ascending;
-    3. source: over nodes ascending, the own node contributing rank by rank, others their sum.
+    3. source: bias, then over nodes ascending, the own node contributing rank by rank, others
+        their sum.
     """
+    if weighted is None:
+        weighted = routing.layout != "by_rank"
     topology, local = routing.topology, routing.topology.ranks_per_node
     rank_tk, row_tk = routing.table(source)
     weights = _weights(routing.tokens[source]) if weighted else None
     out = torch.zeros(rank_tk.shape[0], y[0].shape[-1])
+    for term in bias:
+        out += term.to(torch.float32)
     for node in range(topology.num_nodes):
         own = node == source // local
         total = out if own else torch.zeros_like(out)
@@ -284,20 +303,33 @@ def combine(
 
 
 def combine_scalars(routing: Routing, source: int, row_scalars: Sequence[Tensor]) -> Tensor:
-    """Scalars of the rows, back at their (token, k): fp32 [T, K], zero: no expert."""
+    """Scalars of the rows, back at their (token, k): fp32 [T, K], zero: no expert.
+
+    by_rank: all K of a row go back, and add up over the ranks of the token, in combine's order.
+    """
+    local = routing.topology.ranks_per_node
     rank_tk, row_tk = routing.table(source)
     out = torch.zeros(rank_tk.shape)
-    for rank, scalars in enumerate(row_scalars):
-        hit = rank_tk == rank
-        out[hit] = scalars.flatten()[row_tk[hit]]
+    for node in range(routing.topology.num_nodes):
+        own = node == source // local
+        total = out if own else torch.zeros_like(out)
+        for rank in range(node * local, (node + 1) * local):
+            hit, scalars = rank_tk == rank, row_scalars[rank]
+            if routing.layout == "by_rank":
+                token, k = hit.nonzero(as_tuple=True)
+                total[token] += scalars[row_tk[token, k]]
+            else:
+                total[hit] += scalars.flatten()[row_tk[hit]]
+        if not own:
+            out += total
     return out
 
 
 # --- parts ---------------------------------------------------------------------------------------
 
 
-def _quantized(tokens: Tokens) -> Tokens:
-    q, scales = quantize(tokens.x)
+def _quantized(tokens: Tokens, scale_format: ScaleFormat) -> Tokens:
+    q, scales = quantize(tokens.x, scale_format)
     return Tokens(
         x=q,
         scales=scales,
@@ -333,7 +365,7 @@ def _worst_case(
     topology: Topology, first: Tokens, layout: Layout, alignment: int, max_tokens: int, experts: int
 ) -> int:
     tokens = topology.world_size * max_tokens
-    if layout == "padded":
+    if layout != "grouped":
         return tokens
     return tokens * min(first.topk_idx.shape[1], experts) + (alignment - 1) * experts
 
@@ -360,6 +392,12 @@ def _partial(hit: Tensor, row_tk: Tensor, y: Tensor, weights: Tensor | None) -> 
         rows = flat.index_select(0, row_tk[token, k]).to(torch.float32)
         total[token] += rows if weights is None else weights[token, k, None] * rows
     return total
+
+
+def _ranges(local: Tensor, source: Tensor, num_local: int, world_size: int) -> Tensor:
+    flat = torch.bincount(local * world_size + source, minlength=num_local * world_size)
+    count = flat.view(num_local, world_size)
+    return (torch.cumsum(count, 1) - count) << 32 | count
 
 
 def _raw(x: Tensor) -> torch.dtype:

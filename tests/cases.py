@@ -76,6 +76,9 @@ def apply_experts(topology: Topology, rank: int, received: Received) -> Tensor:
     """Expert outputs in the rows of `received`; the other rows hold one that must not leak."""
     y = torch.full_like(received.x.reshape(-1, received.x.shape[-1]), 1e4)
     flat = received.x.reshape(y.shape)
+    if received.row_topk is not None:
+        y[received.rows()] = sum_of_experts(topology, rank, received)
+        return y
     for i, number in enumerate(topology.local_experts(rank).tolist()):
         start = int(received.offsets[i])
         rows = slice(start, start + int(received.counts[i]))
@@ -83,12 +86,24 @@ def apply_experts(topology: Topology, rank: int, received: Received) -> Tensor:
     return y
 
 
+def sum_of_experts(topology: Topology, rank: int, received: Received) -> Tensor:
+    """Of rows by rank that hold a token: the weighted sum over this rank's experts, k ascending."""
+    assert received.row_topk is not None
+    rows = received.rows()
+    x, total = received.x[rows], torch.zeros(len(rows), received.x.shape[-1])
+    for k in range(received.row_topk.shape[1]):
+        for i, number in enumerate(topology.local_experts(rank).tolist()):
+            hit = (received.row_topk[rows, k] == i).nonzero().flatten()
+            total[hit] += received.row_weights[rows[hit], k, None] * expert(number, x[hit]).float()
+    return total.to(x.dtype)
+
+
 def bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
 def flat_rows(tensor: Tensor, like: Tensor) -> Tensor:
-    return tensor.reshape(like.numel(), tensor.shape[-1])
+    return tensor.reshape(like.shape[0], tensor.shape[-1])
 
 
 def assert_received(got: Dispatched, expected: Received) -> None:
@@ -112,6 +127,12 @@ def assert_received(got: Dispatched, expected: Received) -> None:
         )
     if got.source is not None:
         assert torch.equal(got.source[rows], expected.source[rows])
+    if got.ranges is not None:
+        assert torch.equal(got.ranges, expected.ranges)
+    assert (got.row_topk is None) == (expected.row_topk is None)
+    if got.row_topk is not None and expected.row_topk is not None:  # also of rows without a token
+        assert torch.equal(got.row_topk, expected.row_topk.to(got.row_topk.dtype))
+        assert torch.equal(got.row_weights, expected.row_weights)
 
 
 @dataclass(frozen=True)
@@ -146,6 +167,7 @@ def expect(
         alignment=options.get("alignment", 1),
         max_tokens=max_tokens,
         quantized=options.get("quantize", False),
+        scale_format=options.get("scale_format", "float32"),
     )
     ranks = range(topology.world_size)
     received = [reference.dispatch(routing, rank) for rank in ranks]
@@ -208,6 +230,21 @@ def check_step(comm: AllToAll, tokens: list[Tokens], **options: Any) -> tuple[Di
     """Dispatch and combine of `tokens` (of all ranks), bit for bit as the reference has them."""
     max_tokens = options.pop("max_tokens", comm.config.max_tokens)
     return run_step(comm, expect(topology_of(comm), tokens, max_tokens=max_tokens, **options))
+
+
+def check_received(comm: AllToAll, tokens: list[Tokens], **options: Any) -> None:
+    """Dispatch alone, for rows that no expert can compute with."""
+    routing = reference.route(
+        topology_of(comm),
+        tokens,
+        layout=options.get("layout", "padded"),
+        max_tokens=comm.config.max_tokens,
+    )
+    mine = tokens[comm.rank]
+    got = comm.dispatch(mine.x, mine.topk_idx, mine.topk_weights, scales=mine.scales, **options)
+    finish(comm)
+    assert_received(on_cpu(got), reference.dispatch(routing, comm.rank))
+    comm.release(got)
 
 
 def lose_a_rank(comm: AllToAll, tokens: Tokens, lost: int) -> tuple[float, str, str]:

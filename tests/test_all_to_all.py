@@ -6,6 +6,8 @@ with changing token counts: one step cannot see stale slots.
 
 from __future__ import annotations
 
+import threading
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -14,10 +16,23 @@ import torch
 import torch.distributed as dist
 
 import moe_p2p
-from cases import HIDDEN_DIM, TOPK, check_step, make, make_tokens, topology_of
+from cases import (
+    HIDDEN_DIM,
+    TOPK,
+    assert_received,
+    check_received,
+    check_step,
+    combine_arguments,
+    dispatch_arguments,
+    expect,
+    make,
+    make_tokens,
+    topology_of,
+)
 from moe_p2p import AllToAll, AllToAllConfig, Engine, reference
 from ranks import Rank, run_processes, run_threads
 
+LAYOUTS = ["padded", "grouped", "by_rank"]
 GROUPS = [(1, 1), (2, 2), (2, 1), (4, 2), (4, 1), (6, 3)]
 # Tokens of rank r in step s: COUNTS[s][r]. None at some ranks, at all, the most at all.
 COUNTS = [[5, 3, 0, 12, 1, 7], [0] * 6, [12] * 6, [0, 0, 9, 0, 0, 0], [1, 2, 3, 4, 5, 6]]
@@ -40,10 +55,11 @@ def run_steps(rank: Rank, config: dict[str, Any], options: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize(("world_size", "ranks_per_node"), GROUPS)
-@pytest.mark.parametrize("layout", ["padded", "grouped"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_matches_the_reference(world_size: int, ranks_per_node: int, layout: str) -> None:
     config = {"ranks_per_node": ranks_per_node, "num_experts": max(4, 2 * world_size)}
-    run_threads(world_size, run_steps, config, {"layout": layout})
+    options = {"layout": layout, "with_ranges": layout == "padded"}
+    run_threads(world_size, run_steps, config, options)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -53,9 +69,40 @@ def test_types_and_alignment(dtype: torch.dtype, alignment: int) -> None:
     run_threads(4, run_steps, {"ranks_per_node": 2, "dtype": dtype}, options)
 
 
-def test_quantizes_as_the_reference_does() -> None:
-    config = {"ranks_per_node": 2, "dtype": torch.bfloat16}
-    run_threads(4, run_steps, config, {"quantize": True, "dtype": torch.bfloat16})
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rows_by_rank_of_other_types(dtype: torch.dtype) -> None:
+    config = {"ranks_per_node": 2, "dtype": dtype}
+    run_threads(4, run_steps, config, {"layout": "by_rank", "dtype": dtype})
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("scale_format", ["float32", "power_of_two", "ue8m0"])
+@pytest.mark.parametrize("column_scales", [False, True])
+def test_quantizes_as_the_reference_does(
+    layout: str, scale_format: str, column_scales: bool
+) -> None:
+    # 5 blocks, the last one short: the second word of ue8m0 has one byte and three zeros.
+    config = {"ranks_per_node": 2, "dtype": torch.bfloat16, "hidden_dim": 560}
+    options = {"quantize": True, "scale_format": scale_format, "column_scales": column_scales}
+
+    def body(rank: Rank) -> None:
+        with make(rank, **config) as comm:
+            for seed, counts in enumerate(COUNTS):
+                tokens = [
+                    make_tokens(seed, r, counts[r], dtype=torch.bfloat16, hidden_dim=560)
+                    for r in range(4)
+                ]
+                for zero_padding in (False, True):
+                    got, _ = check_step(
+                        comm, tokens, layout=layout, zero_padding=zero_padding, **options
+                    )
+                    assert got.scales is not None
+                    *lead, capacity, width = got.scales.shape
+                    ld = -(-capacity // 4) * 4
+                    stride = (width * ld, 1, ld) if column_scales else (capacity * width, width, 1)
+                    assert got.scales.stride() == stride[-len(lead) - 2 :]
+
+    run_threads(4, body)
 
 
 def test_float8_of_the_caller_with_scales_and_without() -> None:
@@ -72,7 +119,25 @@ def test_float8_of_the_caller_with_scales_and_without() -> None:
     run_threads(2, body)
 
 
-def test_extras_travel_as_bytes() -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("column_scales", [False, True])
+def test_scales_of_the_caller_may_be_opaque_words(layout: str, column_scales: bool) -> None:
+    def body(rank: Rank) -> None:
+        with make(rank, ranks_per_node=1, dtype=torch.float8_e4m3fn, extra_bytes=64) as comm:
+            for width in (1, 3, 7):
+                tokens = []
+                for r in range(2):
+                    t = make_tokens(width, r, 5 + r)
+                    words = torch.arange(t.x.shape[0] * width, dtype=torch.int32) - (1 << 30) * r
+                    q, _ = reference.quantize(t.x)
+                    tokens.append(replace(t, x=q, scales=words.reshape(-1, width)))
+                check_received(comm, tokens, layout=layout, column_scales=column_scales)
+
+    run_threads(2, body)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_extras_travel_as_bytes(layout: str) -> None:
     def body(rank: Rank) -> None:
         with make(rank, ranks_per_node=2, extra_bytes=64) as comm:
             tokens = []
@@ -83,7 +148,7 @@ def test_extras_travel_as_bytes() -> None:
                 flags = (numbers % 2 == 0)[:, :1].contiguous()
                 halves = torch.full((count, 2), float(r), dtype=torch.float16)
                 tokens.append(replace(t, extras=(numbers, flags, halves)))
-            got, _ = check_step(comm, tokens, layout="grouped")
+            got, _ = check_step(comm, tokens, layout=layout)
             assert [extra.dtype for extra in got.extras] == [
                 torch.int64,
                 torch.bool,
@@ -120,24 +185,109 @@ def test_counts_only_the_first_rows(kind: str) -> None:
     run_threads(2, body)
 
 
-def test_long_calls_run_in_chunks() -> None:
+@pytest.mark.parametrize("layout", ["grouped", "by_rank"])
+def test_long_calls_run_in_chunks(layout: str) -> None:
     config = {"ranks_per_node": 2, "chunk_tokens": 3, "max_tokens": 12}
-    run_threads(4, run_steps, config, {"layout": "grouped"})
+    run_threads(4, run_steps, config, {"layout": layout})
 
 
-def test_experts_may_be_anywhere() -> None:
+@pytest.mark.parametrize("layout", ["grouped", "by_rank"])
+def test_experts_may_be_anywhere(layout: str) -> None:
     config = {
         "ranks_per_node": 1,
         "num_experts": 7,
         "topk": TOPK,
         "expert_rank": (2, 0, 0, 2, 0, 2, 0),
     }
-    run_threads(3, run_steps, config, {"layout": "grouped"})
+    run_threads(3, run_steps, config, {"layout": layout})
 
 
 def test_one_configuration_many_nics_and_a_hostile_network() -> None:
     config = {"ranks_per_node": 1, "nics_per_rank": 3, "transport_settings": "seed=11"}
     run_threads(3, run_steps, config | {"num_experts": 6}, {})
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_halves_have_all_that_the_whole_call_has(layout: str) -> None:
+    config = {"dtype": torch.bfloat16, "ranks_per_node": 1, "extra_bytes": 16}
+    options = {"layout": layout, "quantize": True, "scale_format": "ue8m0", "column_scales": True}
+
+    def body(rank: Rank) -> None:
+        with make(rank, **config) as comm:
+            reused = None
+            for seed in range(3):
+                tokens = []
+                for r in range(2):
+                    t = make_tokens(seed, r, 3 + seed + r, dtype=torch.bfloat16)
+                    number = torch.arange(t.x.shape[0]).reshape(-1, 1) + 100 * r
+                    tokens.append(replace(t, topk_idx=t.topk_idx.int(), extras=(number,)))
+                wanted = expect(topology_of(comm), tokens, max_tokens=12, **options)
+                sent = comm.dispatch_send(
+                    **dispatch_arguments(comm, wanted),
+                    with_ranges=layout == "padded",
+                    with_wait_ticks=True,
+                )
+                reused = comm.dispatch_recv(sent, out=reused)
+                assert_received(reused, wanted.received[rank.rank])
+                assert reused.wait_ticks is not None
+                assert bool((reused.wait_ticks >= 0).all())
+                pending = comm.combine_send(dispatched=reused, **combine_arguments(comm, wanted))
+                out = comm.combine_recv(pending)
+                assert isinstance(out, torch.Tensor)
+                assert torch.equal(out, wanted.out[rank.rank])
+
+    run_threads(2, body)
+
+
+def test_tells_how_long_it_waited_for_each_source() -> None:
+    late = threading.Event()
+
+    def body(rank: Rank) -> None:
+        with make(rank) as comm:
+            t = make_tokens(1, rank.rank, 4)
+            if rank.rank == 1:
+                assert late.wait(20)
+            if rank.rank == 0:
+                sent = comm.dispatch_send(t.x, t.topk_idx, with_wait_ticks=True)
+                threading.Timer(0.2, late.set).start()
+                began = time.monotonic_ns()
+                received = comm.dispatch_recv(sent)
+                took = time.monotonic_ns() - began
+                assert received.wait_ticks is not None
+                own, other = received.wait_ticks.tolist()
+                assert own == 0 < other <= took
+            else:
+                received = comm.dispatch(t.x, t.topk_idx)
+            comm.combine(received.x, received)
+
+    run_threads(2, body)
+
+
+@pytest.mark.parametrize(("world_size", "ranks_per_node"), GROUPS)
+def test_scalars_of_rows_by_rank_add_up(world_size: int, ranks_per_node: int) -> None:
+    def body(rank: Rank) -> None:
+        with make(rank, ranks_per_node=ranks_per_node, num_experts=12) as comm:
+            for seed, counts in enumerate(COUNTS):
+                tokens = [
+                    make_tokens(seed, r, counts[r], num_experts=12) for r in range(world_size)
+                ]
+                wanted = expect(topology_of(comm), tokens, max_tokens=12, layout="by_rank")
+                routing = reference.route(
+                    topology_of(comm), tokens, layout="by_rank", max_tokens=12
+                )
+                received = comm.dispatch(**dispatch_arguments(comm, wanted))
+                scalars = [
+                    torch.rand(r.row_weights.shape, generator=torch.Generator().manual_seed(i))
+                    for i, r in enumerate(wanted.received)
+                ]
+                arguments = combine_arguments(comm, wanted)
+                out, back = comm.combine(
+                    dispatched=received, row_scalars=scalars[rank.rank], **arguments
+                )
+                assert torch.equal(out, wanted.out[rank.rank])
+                assert torch.equal(back, reference.combine_scalars(routing, rank.rank, scalars))
+
+    run_threads(world_size, body)
 
 
 def test_halves_of_two_batches_overlap() -> None:
@@ -217,7 +367,7 @@ def test_empty_padding_is_zero_when_asked() -> None:
     def body(rank: Rank) -> None:
         with make(rank) as comm:
             t = make_tokens(2, rank.rank, 4)
-            for layout in ("padded", "grouped"):
+            for layout in LAYOUTS:
                 got = comm.dispatch(
                     t.x, t.topk_idx, t.topk_weights, layout=layout, zero_padding=True, solo=True
                 )

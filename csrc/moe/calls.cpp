@@ -96,8 +96,6 @@ DispatchCall::DispatchCall(const Plan& plan, StepRing& ring, HostKernels& kernel
                 "num_tokens is ", send.num_tokens, ", x has ", send.num_rows, " rows");
   MOE_P2P_CHECK(send.num_tokens <= send.max_tokens, Code::kInvalidArgument, "this rank sends ",
                 send.num_tokens, " tokens, max_tokens of this call is ", send.max_tokens);
-  MOE_P2P_CHECK(!send.by_rank && send.scale_format == abi::ScaleFormat::kFloat32,
-                Code::kUnavailable, "by_rank and scale formats are not on the CPU yet");
   abi::HandleMeta& meta = handle_.meta();
   meta = {};
   meta.num_chunks = static_cast<int32_t>(num_chunks_);
@@ -113,15 +111,15 @@ DispatchCall::DispatchCall(const Plan& plan, StepRing& ring, HostKernels& kernel
 void DispatchCall::check(const DispatchRecv& recv) const {
   const abi::DType sent = send_.quantize ? abi::DType::kFloat8E4M3 : send_.x_dtype;
   const abi::TokenParts parts = recv_parts(plan_, recv);
-  bool fits = recv.x_dtype == sent && parts.num_parts == parts_.num_parts;
+  bool fits = recv.x_dtype == sent && parts.num_parts == parts_.num_parts &&
+              recv.scale_format == send_.scale_format;
   for (int i = 0; fits && i < parts.num_parts; ++i) fits = parts.bytes[i] == parts_.bytes[i];
   MOE_P2P_CHECK(
       fits, Code::kInvalidArgument,
       "the outputs of this dispatch do not fit its inputs: payload type, scales and extras "
       "must be those that were sent");
-  MOE_P2P_CHECK(recv.layout != abi::RowLayout::kByRank && !recv.column_scales && !recv.ranges &&
-                    !recv.wait_ticks,
-                Code::kUnavailable, "these outputs of dispatch are not on the CPU yet");
+  MOE_P2P_CHECK((recv.layout == abi::RowLayout::kByRank) == send_.by_rank, Code::kInvalidArgument,
+                "layout by_rank goes with both halves of a dispatch, or with none");
   MOE_P2P_CHECK(recv.capacity >= 0 && recv.alignment >= 1, Code::kInvalidArgument, "capacity is ",
                 recv.capacity, " and alignment ", recv.alignment, ", must be at least 0 and 1");
 }
@@ -139,7 +137,14 @@ bool DispatchCall::advance_send() {
 
 bool DispatchCall::advance_recv(const DispatchRecv& recv) {
   advance_send();
-  while (!in_flight_.empty() && ring_.arrived(in_flight_.front(), Phase::kDispatch)) {
+  const std::span ticks(recv.wait_ticks,
+                        recv.wait_ticks ? static_cast<size_t>(plan_.shape.world_size) : 0);
+  const auto arrived = [&](Step step) {
+    const bool all = ring_.arrived(step, Phase::kDispatch);
+    waits_.look(kernels_, step, Phase::kDispatch, ticks);
+    return all;
+  };
+  while (!in_flight_.empty() && arrived(in_flight_.front())) {
     const Step step = in_flight_.front();
     kernels_.dispatch_recv(step, recv, parts_, handle_, num_received_++, placement_);
     in_flight_.pop_front();

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "moe/host_kernels.h"
+#include "moe/wait_clock.h"
 
 namespace moe_p2p::moe {
 
@@ -87,6 +88,7 @@ class DispatchCall {
   Routing routing_;
   Placement placement_;
   std::deque<Step> in_flight_;
+  WaitClock waits_;
   int64_t num_sent_ = 0, num_received_ = 0;
 };
 

@@ -4,6 +4,7 @@
 
 #include "moe/host_kernels.h"
 #include "moe/rows.h"
+#include "moe/scale_rows.h"
 
 namespace moe_p2p::moe {
 
@@ -11,6 +12,24 @@ using abi::DType;
 using abi::Phase;
 using abi::RegionHeader;
 using base::Code;
+
+namespace {
+
+uint32_t dispatch_flags(DType dtype, bool by_rank) {
+  return dtype_flags(dtype) | (by_rank ? uint32_t{abi::kRowsByRank} : 0u);
+}
+
+bool is_by_rank(const DispatchRecv& call) { return call.layout == abi::RowLayout::kByRank; }
+
+void store_id(const DispatchRecv& call, uint64_t at, int32_t id) noexcept {
+  if (call.topk_is_int64) {
+    static_cast<int64_t*>(call.row_topk)[at] = id;
+  } else {
+    static_cast<int32_t*>(call.row_topk)[at] = id;
+  }
+}
+
+}  // namespace
 
 // --- sending ---
 
@@ -34,7 +53,8 @@ void HostKernels::build_slot(std::byte* slot, Step step, const DispatchSend& cal
       static_cast<const std::byte*>(call.x) + t * hidden * abi::item_bytes(call.x_dtype);
   auto* scales = reinterpret_cast<float*>(slot + parts.offset[1]);
   if (call.quantize) {
-    quantize_row(x, call.x_dtype, slot + parts.offset[0], scales, hidden);
+    quantize_row(x, call.x_dtype, call.scale_format != abi::ScaleFormat::kFloat32,
+                 slot + parts.offset[0], scales, hidden);
   } else {
     std::memcpy(slot + parts.offset[0], x, parts.bytes[0]);
     if (call.scales)
@@ -54,7 +74,8 @@ void HostKernels::dispatch_send(Step step, const DispatchSend& call, const abi::
   const int num_columns = num_local + shape_.num_nodes();
   const int32_t* num_slots =
       &routing.num_slots[static_cast<size_t>(chunk) * static_cast<size_t>(num_columns)];
-  const uint32_t flags = dtype_flags(call.quantize ? DType::kFloat8E4M3 : call.x_dtype);
+  const uint32_t flags =
+      dispatch_flags(call.quantize ? DType::kFloat8E4M3 : call.x_dtype, call.by_rank);
   // Column c < L is the inbox of own-node rank c, column L + n the outbox for node n.
   std::vector<std::byte*> slots(static_cast<size_t>(num_columns), nullptr);
   for (int c = 0; c < num_columns; ++c) {
@@ -124,6 +145,14 @@ void HostKernels::recv_empty_dispatch(Step step) const {
     check_header(dispatch_region(step, s), step, abi::kEmpty, 0, s, "dispatch");
 }
 
+// [max_local_experts + 1] of this rank.
+const int32_t* HostKernels::counts_from(Step step, int source) const noexcept {
+  const bool own_node = source / shape_.ranks_per_node == memory_.node();
+  const auto* counts = reinterpret_cast<const int32_t*>(
+      region_bytes(dispatch_region(step, source), sizeof(RegionHeader)));
+  return counts + (own_node ? 0 : memory_.local() * abi::counts_per_rank(shape_.max_local_experts));
+}
+
 void HostKernels::place(Step step, const DispatchRecv& call, Placement& placement) const {
   const int num_experts = plan_.num_local_experts(memory_.rank());
   const auto sources = static_cast<size_t>(shape_.world_size);
@@ -135,18 +164,14 @@ void HostKernels::place(Step step, const DispatchRecv& call, Placement& placemen
     const int64_t first = grouped ? row : e * call.capacity;
     int64_t at = first;
     for (int s = 0; s < shape_.world_size; ++s) {
-      const bool own_node = s / shape_.ranks_per_node == memory_.node();
-      const auto* counts = reinterpret_cast<const int32_t*>(
-          region_bytes(dispatch_region(step, s), sizeof(RegionHeader)));
-      const int32_t count =
-          counts[(own_node ? 0 : memory_.local() * abi::counts_per_rank(shape_.max_local_experts)) +
-                 e];
+      const int32_t count = counts_from(step, s)[e];
       const size_t i = static_cast<size_t>(e) * sources + static_cast<size_t>(s);
       MOE_P2P_CHECK(count >= 0 && count <= plan_.max_tokens, Code::kProtocol, "rank ",
                     memory_.rank(), ": rank ", s, " announced ", count, " tokens for local expert ",
                     e);
       placement.first_row[i] = static_cast<int32_t>(at);
       placement.num_rows[i] = count;
+      if (call.ranges) call.ranges[i] = (at - first) << 32 | count;
       at += count;
     }
     call.counts[e] = static_cast<int32_t>(at - first);
@@ -160,8 +185,31 @@ void HostKernels::place(Step step, const DispatchRecv& call, Placement& placemen
   call.offsets[num_experts] = static_cast<int32_t>(grouped ? row : num_experts * call.capacity);
 }
 
-void HostKernels::read_heads(Step step, const abi::TokenParts& parts, const HandleView& handle,
-                             int64_t chunk, Placement& placement) const {
+void HostKernels::place_by_rank(Step step, const DispatchRecv& call, Placement& placement) const {
+  const int num_experts = plan_.num_local_experts(memory_.rank());
+  placement.first_row.resize(static_cast<size_t>(shape_.world_size));
+  placement.num_rows.resize(placement.first_row.size());
+  std::fill_n(call.counts, num_experts, 0);
+  int64_t row = 0;
+  for (int s = 0; s < shape_.world_size; ++s) {
+    const int32_t* counts = counts_from(step, s);
+    for (int e = 0; e < num_experts; ++e) call.counts[e] += counts[e];
+    const int32_t count = counts[shape_.max_local_experts];
+    MOE_P2P_CHECK(count >= 0 && count <= plan_.max_tokens, Code::kProtocol, "rank ", memory_.rank(),
+                  ": rank ", s, " announced ", count, " tokens");
+    placement.first_row[static_cast<size_t>(s)] = static_cast<int32_t>(row);
+    placement.num_rows[static_cast<size_t>(s)] = count;
+    call.offsets[s] = static_cast<int32_t>(row);
+    row += count;
+  }
+  MOE_P2P_CHECK(row <= call.capacity, Code::kResourceExhausted, "rank ", memory_.rank(),
+                ": the rows of all ranks are ", row, ", capacity is ", call.capacity);
+  call.offsets[shape_.world_size] = static_cast<int32_t>(row);
+}
+
+void HostKernels::read_heads(Step step, const DispatchRecv& call, const abi::TokenParts& parts,
+                             const HandleView& handle, int64_t chunk, Placement& placement) const {
+  const bool by_rank = is_by_rank(call);
   const int num_local = shape_.ranks_per_node;
   const auto topk = static_cast<size_t>(shape_.topk);
   placement.items.clear();
@@ -190,8 +238,8 @@ void HostKernels::read_heads(Step step, const abi::TokenParts& parts, const Hand
         const int rank = plan_.expert_rank[ids[k]];
         if (rank / num_local != memory_.node()) continue;
         ranks |= uint64_t{1} << (rank % num_local);
-        if (rank != memory_.rank()) continue;
-        const size_t place = static_cast<size_t>(plan_.expert_local[ids[k]]) *
+        if (rank != memory_.rank() || (by_rank && mine)) continue;
+        const size_t place = static_cast<size_t>(by_rank ? 0 : plan_.expert_local[ids[k]]) *
                                  static_cast<size_t>(shape_.world_size) +
                              static_cast<size_t>(s);
         MOE_P2P_CHECK(positions[k] >= 0 && positions[k] < placement.num_rows[place],
@@ -209,6 +257,7 @@ void HostKernels::read_heads(Step step, const abi::TokenParts& parts, const Hand
 
 void HostKernels::copy_rows(Step step, const DispatchRecv& call, const abi::TokenParts& parts,
                             const HandleView& handle, int64_t chunk, const Placement& placement) {
+  const ScaleRows scales(call);
   pool_.parallel_for(placement.items.size(), [&](size_t n) {
     const auto [source, index] = placement.items[n];
     const bool own_node = source / shape_.ranks_per_node == memory_.node();
@@ -227,10 +276,14 @@ void HostKernels::copy_rows(Step step, const DispatchRecv& call, const abi::Toke
       if (rows[k] < 0) continue;
       const auto row = static_cast<uint64_t>(rows[k]);
       copy(call.x, 0, row);
-      if (call.scales) copy(call.scales, 1, row);
+      if (call.scales) scales.store(row, slot + parts.offset[1], parts.bytes[1]);
       for (size_t i = 0; i < call.extras.size(); ++i)
         copy(call.extras[i].data, 2 + static_cast<int>(i), row);
-      call.row_weights[row] = weights[k];
+      if (is_by_rank(call)) {
+        fill_topk(call, slot, row);
+      } else {
+        call.row_weights[row] = weights[k];
+      }
       if (call.source) {
         call.source[2 * row] = source;
         call.source[2 * row + 1] = static_cast<int32_t>(head.token);
@@ -239,23 +292,41 @@ void HostKernels::copy_rows(Step step, const DispatchRecv& call, const abi::Toke
   });
 }
 
-// Rows that hold no token: weight 0 and source -1 always, zero values when asked for.
+// The experts of this rank that a token by rank has, and their weights.
+void HostKernels::fill_topk(const DispatchRecv& call, const std::byte* slot,
+                            uint64_t row) const noexcept {
+  const auto topk = static_cast<size_t>(shape_.topk);
+  const auto* ids = reinterpret_cast<const uint16_t*>(slot + abi::expert_ids_offset());
+  const auto* weights = reinterpret_cast<const float*>(slot + abi::weights_offset(shape_.topk));
+  for (size_t k = 0; k < topk; ++k) {
+    const bool mine = ids[k] != abi::kNoExpert && plan_.expert_rank[ids[k]] == memory_.rank();
+    store_id(call, row * topk + k, mine ? plan_.expert_local[ids[k]] : -1);
+    call.row_weights[row * topk + k] = mine ? weights[k] : 0.0f;
+  }
+}
+
+// Rows that hold no token: weight 0, source and experts -1 always, zero values when asked for.
 void HostKernels::clear_padding(const DispatchRecv& call) const noexcept {
-  const int num_experts = plan_.num_local_experts(memory_.rank());
+  const bool by_rank = is_by_rank(call);
+  const auto per_row = static_cast<uint64_t>(by_rank ? shape_.topk : 1);
+  const ScaleRows scales(call);
   const auto clear = [&](int64_t from, int64_t to) {
     if (from >= to) return;
     const auto first = static_cast<uint64_t>(from), rows = static_cast<uint64_t>(to - from);
-    std::fill_n(call.row_weights + first, rows, 0.0f);
+    std::fill_n(call.row_weights + first * per_row, rows * per_row, 0.0f);
+    for (uint64_t i = first * per_row; by_rank && i < (first + rows) * per_row; ++i)
+      store_id(call, i, -1);
     if (call.source) std::fill_n(call.source + 2 * first, 2 * rows, -1);
     if (!call.zero_padding) return;
-    const auto hidden = static_cast<uint64_t>(plan_.hidden_dim);
     const auto zero = [&](void* base, uint64_t row_bytes) {
       std::memset(static_cast<std::byte*>(base) + first * row_bytes, 0, rows * row_bytes);
     };
-    zero(call.x, hidden * abi::item_bytes(call.x_dtype));
-    if (call.scales) zero(call.scales, 4 * ((hidden + abi::kScaleBlock - 1) / abi::kScaleBlock));
+    zero(call.x, static_cast<uint64_t>(plan_.hidden_dim) * abi::item_bytes(call.x_dtype));
+    for (uint64_t row = first; call.scales && row < first + rows; ++row) scales.clear(row);
     for (const auto& extra : call.extras) zero(extra.data, extra.row_bytes);
   };
+  if (by_rank) return clear(call.offsets[shape_.world_size], call.capacity);
+  const int num_experts = plan_.num_local_experts(memory_.rank());
   for (int e = 0; e < num_experts; ++e)
     clear(call.offsets[e] + call.counts[e], call.offsets[e + 1]);
   if (call.layout == abi::RowLayout::kGrouped) clear(call.offsets[num_experts], call.capacity);
@@ -264,13 +335,13 @@ void HostKernels::clear_padding(const DispatchRecv& call) const noexcept {
 void HostKernels::dispatch_recv(Step step, const DispatchRecv& call, const abi::TokenParts& parts,
                                 const HandleView& handle, int64_t chunk, Placement& placement) {
   for (int s = 0; s < shape_.world_size; ++s)
-    check_header(dispatch_region(step, s), step, dtype_flags(call.x_dtype), parts.slot_bytes, s,
-                 "dispatch");
+    check_header(dispatch_region(step, s), step, dispatch_flags(call.x_dtype, is_by_rank(call)),
+                 parts.slot_bytes, s, "dispatch");
   if (chunk == 0) {
-    place(step, call, placement);
+    is_by_rank(call) ? place_by_rank(step, call, placement) : place(step, call, placement);
     clear_padding(call);
   }
-  read_heads(step, parts, handle, chunk, placement);
+  read_heads(step, call, parts, handle, chunk, placement);
   copy_rows(step, call, parts, handle, chunk, placement);
 }
 

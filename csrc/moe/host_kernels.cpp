@@ -21,7 +21,8 @@ const char* dtype_name(uint32_t flags) {
 // What a header's flags say, for errors.
 std::string flags_text(uint32_t flags) {
   if (flags & abi::kEmpty) return "an empty half (a solo call or a release)";
-  return base::concat(dtype_name(flags), flags & abi::kScalars ? " rows with scalars" : " rows");
+  return base::concat(dtype_name(flags), flags & abi::kScalars ? " rows with scalars" : " rows",
+                      flags & abi::kRowsByRank ? " by rank" : "");
 }
 
 int64_t expert_at(const DispatchSend& call, int64_t i) noexcept {
@@ -45,8 +46,10 @@ Routing HostKernels::route(const DispatchSend& call, int64_t num_chunks,
   routing.experts.resize(static_cast<size_t>(call.num_tokens * topk));
   routing.positions.assign(routing.experts.size(), 0);
   routing.expert_counts.assign(static_cast<size_t>(shape_.num_experts), 0);
+  routing.rank_counts.assign(static_cast<size_t>(shape_.world_size), 0);
   routing.num_slots.assign(static_cast<size_t>(num_chunks) * width, 0);
   std::vector<int64_t> last_token(static_cast<size_t>(shape_.num_experts), -1);
+  std::vector<int64_t> last_of_rank(static_cast<size_t>(shape_.world_size), -1);
   for (int64_t t = 0; t < call.num_rows; ++t) {
     int32_t* slots = handle.send_slots(t);
     std::fill_n(slots, width, -1);
@@ -64,8 +67,12 @@ Routing HostKernels::route(const DispatchSend& call, int64_t num_chunks,
       MOE_P2P_CHECK(last_token[e] != t, Code::kInvalidArgument, "topk_idx[", t, "] names expert ",
                     expert, " twice");
       last_token[e] = t;
-      routing.positions[i] = routing.expert_counts[e]++;
       const int rank = plan_.expert_rank[e];
+      const auto r = static_cast<size_t>(rank);
+      if (last_of_rank[r] != t) ++routing.rank_counts[r];
+      last_of_rank[r] = t;
+      const int32_t earlier = routing.expert_counts[e]++;
+      routing.positions[i] = call.by_rank ? routing.rank_counts[r] - 1 : earlier;
       const int node = rank / num_local;
       const int column = node == memory_.node() ? rank % num_local : num_local + node;
       if (slots[column] < 0) slots[column] = next[column]++;
@@ -105,12 +112,15 @@ void HostKernels::check_header(const RegionHeader& header, Step step, uint32_t f
 void HostKernels::write_counts(RegionHeader& region, const Routing& routing, int first_rank,
                                int num_ranks) const noexcept {
   auto* counts = reinterpret_cast<int32_t*>(region_bytes(region, sizeof region));
+  const int per_rank = abi::counts_per_rank(shape_.max_local_experts);
   for (size_t e = 0; e < plan_.expert_rank.size(); ++e) {
     const int at = plan_.expert_rank[e] - first_rank;
     if (at >= 0 && at < num_ranks)
-      counts[at * abi::counts_per_rank(shape_.max_local_experts) + plan_.expert_local[e]] =
-          routing.expert_counts[e];
+      counts[at * per_rank + plan_.expert_local[e]] = routing.expert_counts[e];
   }
+  for (int i = 0; i < num_ranks; ++i)
+    counts[i * per_rank + shape_.max_local_experts] =
+        routing.rank_counts[static_cast<size_t>(first_rank + i)];
 }
 
 // --- signals -----------------------------------------------------------------------------------

@@ -23,16 +23,18 @@ struct Step {
 
 // What a dispatch knows of its routing: made once per call, before anything is sent.
 struct Routing {
-  std::vector<int32_t> experts;        // [T', K] global ids, -1 = none
-  std::vector<int32_t> positions;      // [T', K] earlier tokens of the call with that expert
+  std::vector<int32_t> experts;    // [T', K] global ids, -1 = none
+  std::vector<int32_t> positions;  // [T', K] earlier tokens of the call with that expert, or rank
   std::vector<int32_t> expert_counts;  // [E] tokens of the whole call
+  std::vector<int32_t> rank_counts;    // [W] the same
   std::vector<int32_t> num_slots;  // [C][L + N] slots of each chunk, per own-node rank, per node
 };
 
-// Where the rows of each (expert, source) lie; made from the counts in the first chunk.
+// Where the rows of each (expert, source) lie, by rank of each source; made from the counts in the
+// first chunk.
 struct Placement {
-  std::vector<int32_t> first_row;  // [E_local][W]
-  std::vector<int32_t> num_rows;   // [E_local][W]
+  std::vector<int32_t> first_row;  // [E_local][W], by rank [W]
+  std::vector<int32_t> num_rows;   // the same
   struct Item {
     int32_t source;
     int32_t slot;
@@ -80,11 +82,14 @@ class HostKernels {
   void build_slot(std::byte* slot, Step step, const DispatchSend& call,
                   const abi::TokenParts& parts, const Routing& routing,
                   int64_t token) const noexcept;
+  const int32_t* counts_from(Step step, int source) const noexcept;
   void place(Step step, const DispatchRecv& call, Placement& placement) const;
-  void read_heads(Step step, const abi::TokenParts& parts, const HandleView& handle, int64_t chunk,
-                  Placement& placement) const;
+  void place_by_rank(Step step, const DispatchRecv& call, Placement& placement) const;
+  void read_heads(Step step, const DispatchRecv& call, const abi::TokenParts& parts,
+                  const HandleView& handle, int64_t chunk, Placement& placement) const;
   void copy_rows(Step step, const DispatchRecv& call, const abi::TokenParts& parts,
                  const HandleView& handle, int64_t chunk, const Placement& placement);
+  void fill_topk(const DispatchRecv& call, const std::byte* slot, uint64_t row) const noexcept;
   void clear_padding(const DispatchRecv& call) const noexcept;
   // Raises flags of own-node peers, hands the node's partial sums in and adds them up when last.
   void hand_in(Step step, const CombineSend* call, const HandleView* handle, int64_t chunk);

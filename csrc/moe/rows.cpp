@@ -81,6 +81,7 @@ void store(std::byte* out, DType dtype, size_t from, const float* acc, size_t n)
 }
 
 constexpr float kMaxE4M3 = 448.0f;
+constexpr int kMantissaBits = 23;       // of fp32
 constexpr float kSmallestAmax = 1e-4f;  // an all-zero block would divide by zero
 
 MOE_P2P_VECTOR void quantize_block(const float* x, float multiplier, uint8_t* out, size_t n) {
@@ -108,6 +109,12 @@ MOE_P2P_VECTOR float absolute_max(const float* x, size_t n) {
   return std::bit_cast<float>(largest);
 }
 
+// x is positive and normal.
+float round_up_to_power_of_two(float x) noexcept {
+  constexpr uint32_t kMantissa = (1u << kMantissaBits) - 1;
+  return std::bit_cast<float>((std::bit_cast<uint32_t>(x) + kMantissa) & ~kMantissa);
+}
+
 }  // namespace
 
 void sum_rows(std::byte* out, DType out_dtype, const Addend* addends, size_t num_addends,
@@ -122,17 +129,29 @@ void sum_rows(std::byte* out, DType out_dtype, const Addend* addends, size_t num
   }
 }
 
-void quantize_row(const std::byte* row, DType dtype, std::byte* values, float* scales,
-                  size_t length) noexcept {
+void quantize_row(const std::byte* row, DType dtype, bool power_of_two, std::byte* values,
+                  float* scales, size_t length) noexcept {
   float x[abi::kScaleBlock];
   for (size_t from = 0; from < length; from += abi::kScaleBlock) {
     const size_t n = std::min<size_t>(abi::kScaleBlock, length - from);
     std::memset(x, 0, sizeof x);
     add(x, row, dtype, from, 1.0f, false, n);
     const float amax = std::max(absolute_max(x, n), kSmallestAmax);
-    scales[from / abi::kScaleBlock] = amax / kMaxE4M3;
-    quantize_block(x, kMaxE4M3 / amax, reinterpret_cast<uint8_t*>(values) + from, n);
+    float scale = amax / kMaxE4M3, multiplier = kMaxE4M3 / amax;
+    if (power_of_two) {
+      scale = round_up_to_power_of_two(scale);
+      multiplier = 1.0f / scale;
+    }
+    scales[from / abi::kScaleBlock] = scale;
+    quantize_block(x, multiplier, reinterpret_cast<uint8_t*>(values) + from, n);
   }
+}
+
+uint32_t pack_ue8m0(const float* scales, size_t count) noexcept {
+  uint32_t word = 0;
+  for (size_t i = 0; i < count; ++i)
+    word |= std::bit_cast<uint32_t>(scales[i]) >> kMantissaBits << (8 * i);
+  return word;
 }
 
 }  // namespace moe_p2p::moe

@@ -23,7 +23,11 @@ void sum_rows(std::byte* out, abi::DType out_dtype, const Addend* addends, size_
 
 // e4m3 values and one fp32 scale per kScaleBlock of them (the last block may be shorter):
 // scale = max(|x|, 1e-4) / 448, value = round_to_nearest_even(x * (448 / max(|x|, 1e-4))).
-void quantize_row(const std::byte* row, abi::DType dtype, std::byte* values, float* scales,
-                  size_t length) noexcept;
+// `power_of_two`: the scale is rounded up to one, and value = round_to_nearest_even(x / scale).
+void quantize_row(const std::byte* row, abi::DType dtype, bool power_of_two, std::byte* values,
+                  float* scales, size_t length) noexcept;
+
+// The exponent bytes of up to 4 powers of two, the first one lowest.
+uint32_t pack_ue8m0(const float* scales, size_t count) noexcept;
 
 }  // namespace moe_p2p::moe

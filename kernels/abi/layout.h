@@ -122,6 +122,7 @@ MOE_P2P_HD constexpr u64 slot_bytes(i32 topk, u64 token_bytes) {
 enum RegionFlags : u32 {
   kEmpty = 1u << 0,    // this half of the step carries nothing (see docs/protocol.md, solo calls)
   kScalars = 1u << 1,  // combine rows are followed by K fp32 scalars
+  kRowsByRank = 1u << 2,  // positions count the tokens for a rank, not for an expert
   kDTypeShift = 8,     // payload type, 4 bits
 };
 
