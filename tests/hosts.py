@@ -54,6 +54,8 @@ class Hosts:
             raise RuntimeError(f"{' '.join(error.cmd)}: {error.stderr}") from error
 
     def _build(self, num_interfaces: int) -> None:
+        if not self.names:
+            return
         for name in [self._switch, *self.names]:
             _ip("netns", "add", name)
             _ip("-n", name, "link", "set", "lo", "up")

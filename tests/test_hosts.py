@@ -1,6 +1,7 @@
 """Two hosts with two ranks each and two interfaces per rank: torchrun across them, over tcp.
 
-The hosts are network namespaces (hosts.py). This file is also the program that their ranks run.
+One run is left in peace, in another an interface is lost for good. The hosts are network namespaces
+(hosts.py). This file is also the program that their ranks run.
 """
 
 from __future__ import annotations
@@ -12,15 +13,21 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 import hosts
 
+if TYPE_CHECKING:
+    from moe_p2p import AllToAll
+
 ROOT = Path(__file__).resolve().parents[1]
 PORT = 29533
 NUM_STEPS = 50
 SETTINGS = "provider=tcp,interfaces=eth0:eth1,timeout_ms=10000"
+TIMEOUT_S = 60.0
+LOSS_TIMEOUT_S = 8.0  # of ranks that lose an interface
 
 
 def _why_not() -> str:
@@ -74,11 +81,55 @@ def test_ranks_of_two_hosts_with_two_interfaces_each() -> None:
             assert f"rank {rank}: {NUM_STEPS} steps, nodes of 2" in output, outputs
 
 
-def _rank() -> None:
-    """One rank: its host's ranks are found by host identity, and both interfaces carry bytes."""
+def test_an_interface_that_stays_down_is_told_to_every_rank() -> None:
+    if reason := _why_not():
+        pytest.skip(reason)
+    outputs = _run("lose eth1", deadline_s=170.0)
+    for host, output in enumerate(outputs):
+        for rank in (2 * host, 2 * host + 1):
+            told = next(line for line in output.splitlines() if line.startswith(f"rank {rank}: "))
+            took_s = float(told.split(" after ")[1].split(" s: ")[0])
+            assert took_s < 3 * LOSS_TIMEOUT_S, told
+            # Whose part did not come, or could not be sent: never only that something failed.
+            assert any(f"rank {other}" in told.split(" s: ")[1] for other in range(4)), told
+
+
+def _exchange(comm: AllToAll) -> str:
+    """All steps, over both interfaces."""
+    from cases import check_step, make_tokens
+
+    counts = random.Random(3)
+    for seed in range(NUM_STEPS):
+        sizes = [counts.choice([0, 12, counts.randint(0, 12)]) for _ in range(comm.world_size)]
+        check_step(comm, [make_tokens(seed, r, size) for r, size in enumerate(sizes)])
+    written = [nic["bytes_written"] for nic in comm.counters()]
+    assert min(written) > 0, written
+    return f"{NUM_STEPS} steps, nodes of {comm.ranks_per_node}"
+
+
+def _lose_interface(comm: AllToAll) -> str:
+    """Rank 0 takes its host's second interface down after a step; then until the story is told."""
+    from cases import check_step, make_tokens
+    from moe_p2p import MoeP2pError
+
+    tokens = [make_tokens(1, r, 12) for r in range(comm.world_size)]
+    check_step(comm, tokens)
+    if comm.rank == 0:
+        subprocess.run(["ip", "link", "set", "eth1", "down"], check=True)
+    began = time.monotonic()
+    try:
+        for _ in range(10_000):
+            check_step(comm, tokens)
+    except MoeP2pError as error:
+        return f"told after {time.monotonic() - began:.1f} s: {error}".replace("\n", " ")
+    raise AssertionError("10000 steps over an interface that is down")
+
+
+def _rank(is_lossy: bool) -> None:
+    """One rank: its host's ranks are found by host identity."""
     import torch.distributed as dist
 
-    from cases import check_step, make, make_tokens
+    from cases import make
     from ranks import Rank
 
     number, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -89,25 +140,19 @@ def _rank() -> None:
         is_master=number == 0,
         timeout=timedelta(seconds=60),
     )
-    rank = Rank(number, world_size, store)
-    counts = random.Random(3)
     with make(
-        rank,
+        Rank(number, world_size, store),
         transport="libfabric",
         transport_settings=SETTINGS,
         nics_per_rank=2,
-        timeout_s=60.0,
+        timeout_s=LOSS_TIMEOUT_S if is_lossy else TIMEOUT_S,
     ) as comm:
-        for seed in range(NUM_STEPS):
-            sizes = [counts.choice([0, 12, counts.randint(0, 12)]) for _ in range(world_size)]
-            check_step(comm, [make_tokens(seed, r, size) for r, size in enumerate(sizes)])
-        written = [nic["bytes_written"] for nic in comm.counters()]
-        assert min(written) > 0, written
-        print(f"rank {number}: {NUM_STEPS} steps, nodes of {comm.ranks_per_node}", flush=True)
+        outcome = _lose_interface(comm) if is_lossy else _exchange(comm)
+        print(f"rank {number}: {outcome}", flush=True)
     store.set(f"done {number}", "")
     if number == 0:  # the store lives here: its rank leaves last
         store.wait([f"done {r}" for r in range(world_size)], timedelta(seconds=60))
 
 
 if __name__ == "__main__":
-    _rank()
+    _rank(is_lossy=len(sys.argv) > 1)

@@ -64,6 +64,7 @@ struct FakeCq : CompletionQueue {
   FakeEndpoint* endpoint = nullptr;
   std::vector<CqEntry> entries;
   std::vector<CqError> errors;
+  bool broken = false;
 };
 
 struct FakeEndpoint : Endpoint {
@@ -84,7 +85,7 @@ struct Network {
   std::vector<Operation> wire;
   uint64_t next_id = 1, next_key = 1000;
   FakeFabric::Counts counts;
-  int next_err = 0, next_prov_errno = 0;
+  int next_err = 0, next_prov_errno = 0, registration_err = 0;
   bool refuse_all = false;
 };
 Network& network() {
@@ -213,6 +214,7 @@ ssize_t writemsg(Endpoint* object, const RmaMessage* message, uint64_t flags) {
 ssize_t cq_read(CompletionQueue* object, void* out, size_t count) {
   auto& cq = *static_cast<FakeCq*>(object);
   const Call call(*cq.domain);
+  if (cq.broken) return -EIO;
   if (!cq.endpoint->unrung.empty() && !cq.endpoint->cut) ++network().counts.left_open;
   for (auto& [peer, polls] : cq.endpoint->handshakes) polls -= polls > 0 ? 1 : 0;
   advance(*cq.domain);
@@ -229,6 +231,7 @@ ssize_t cq_read(CompletionQueue* object, void* out, size_t count) {
 ssize_t cq_readerr(CompletionQueue* object, CqError* error, uint64_t) {
   auto& cq = *static_cast<FakeCq*>(object);
   const Call call(*cq.domain);
+  if (cq.broken) return -EIO;
   if (cq.errors.empty()) return -EAGAIN;
   *error = cq.errors.back();
   cq.errors.pop_back();
@@ -362,6 +365,7 @@ int register_memory(Fid* fid, const MrAttr* attr, uint64_t flags, MemoryRegion**
     region->bytes = whole.iov_len;
   }
   const Call call(*domain);
+  if (network().registration_err != 0) return -network().registration_err;
   network().counts.dmabufs += flags & kMrDmabuf ? 1 : 0;
   region->fid = {4, nullptr, fid_ops<close_region>()};
   region->domain = domain;
@@ -423,6 +427,16 @@ void FakeFabric::fail_next(int err, int prov_errno) {
   const std::lock_guard lock(network().mutex);
   network().next_err = err;
   network().next_prov_errno = prov_errno;
+}
+
+void FakeFabric::fail_registration(int err) {
+  const std::lock_guard lock(network().mutex);
+  network().registration_err = err;
+}
+
+void FakeFabric::lose_devices() {
+  const std::lock_guard lock(network().mutex);
+  for (const auto& [id, endpoint] : network().endpoints) endpoint->cq->broken = true;
 }
 
 void FakeFabric::refuse_all(bool refuse) {

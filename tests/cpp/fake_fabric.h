@@ -36,6 +36,10 @@ struct FakeFabric {
   static void fail_next(int err, int prov_errno);
   // No post gets through to anybody.
   static void refuse_all(bool refuse);
+  // What registering memory is answered with; 0: it works.
+  static void fail_registration(int err);
+  // The device is gone: completion queues that exist are answered with EIO, also for the reason.
+  static void lose_devices();
 };
 
 }  // namespace moe_p2p::test

@@ -2,6 +2,8 @@
 // do, and over the real library what goes wrong while a NIC is opened. The contract itself:
 // provider_contract_test.cpp; engine and several processes: libfabric_engine_test.cpp and
 // tests/test_libfabric.py.
+#include <sys/resource.h>
+
 #include "provider/libfabric/config.h"
 #include "provider/libfabric/errors.h"
 #include "provider_table.h"
@@ -95,6 +97,53 @@ TEST_CASE("libfabric on efa: numbers of the device become statuses") {
   }
   CHECK(has(pair.a.domain->failure(), "efa7"));
   CHECK(has(pair.a.domain->failure(), "remote"));
+}
+
+TEST_CASE("libfabric on efa: a device that dies fails what is under way, and every later write") {
+  Pair pair(kEfa, 1000);
+  FakeFabric::refuse_all(true);  // they wait
+  for (uint64_t i = 0; i < 20; ++i) pair.post(pair.write(i, 0, 1000));
+  FakeFabric::lose_devices();
+  FakeFabric::refuse_all(false);
+  CHECK(pump({&pair.a}, [&] { return pair.a.done.size() == 20; }));
+  for (uint64_t i = 20; i < 4000; ++i)
+    pair.post(pair.write(i, 0, 1000));  // more than there are slots
+  CHECK(pair.pump_until_done(4000));
+  CHECK(pair.a.num_failed() == 4000);
+  CHECK(pair.a.code(0) == Code::kTransport);
+  CHECK(pair.a.code(3999) == Code::kTransport);
+  CHECK(has(pair.a.domain->failure(), "efa7"));
+  CHECK(has(pair.a.domain->failure(), "Input/output error"));
+}
+
+TEST_CASE("libfabric on efa: memory that cannot be registered says how much and the limit") {
+  FakeFabric::use_for(kEfa.settings);
+  Node node(kEfa.name, kEfa.settings);
+  const auto refusal = [&](int err) {
+    FakeFabric::fail_registration(err);
+    std::string told;
+    try {
+      const Memory memory(node, 1000);
+    } catch (const base::Error& error) {
+      CHECK(error.code() == Code::kResourceExhausted);
+      told = error.what();
+    }
+    FakeFabric::fail_registration(0);
+    return told;
+  };
+  rlimit before{};
+  getrlimit(RLIMIT_MEMLOCK, &before);
+  const rlimit small{65536, before.rlim_max};
+  setrlimit(RLIMIT_MEMLOCK, &small);
+  const std::string locked = refusal(ENOMEM), other = refusal(EINVAL);
+  setrlimit(RLIMIT_MEMLOCK, &before);
+  CHECK(has(locked, "efa7"));
+  CHECK(has(locked, "registering 1000 bytes"));
+  CHECK(has(locked, "64 KiB"));
+  CHECK(has(locked, "ulimit -l"));
+  CHECK(has(other, "Invalid argument (22)"));
+  CHECK_FALSE(has(other, "ulimit"));
+  const Memory memory(node, 1000);  // the NIC goes on
 }
 
 TEST_CASE("libfabric on efa: GPU memory is registered by dma-buf, and refused with hmem=off") {

@@ -219,13 +219,14 @@ TEST_CASE("verbs devices: a process that is killed fails what it owes, soon") {
 }
 
 // The child: may lock 256 KiB, and is not privileged to lock more. What registering then says.
-[[noreturn]] void register_too_much(int out) {
+[[noreturn]] void register_too_much(const std::string& provider, const std::string& settings,
+                                    int out) {
   const rlimit limit{256 * 1024, 256 * 1024};
   __user_cap_header_struct head{_LINUX_CAPABILITY_VERSION_3, 0};
   __user_cap_data_struct none[2] = {};
   std::string told = "nothing";
   try {
-    Node node("verbs", "devices=rxe0");
+    Node node(provider, settings);
     if (setrlimit(RLIMIT_MEMLOCK, &limit) != 0 || syscall(SYS_capset, &head, none) != 0) _exit(2);
     Memory memory(node, 64 << 20);
   } catch (const base::Error& error) {
@@ -234,22 +235,28 @@ TEST_CASE("verbs devices: a process that is killed fails what it owes, soon") {
   _exit(write(out, told.data(), told.size()) == static_cast<ssize_t>(told.size()) ? 0 : 1);
 }
 
-TEST_CASE("verbs devices: memory beyond the limit on locked memory is refused with the limit") {
-  NEEDS_DEVICES();
+void check_limit_is_told(const std::string& provider, const std::string& settings) {
   int ends[2];
   REQUIRE(pipe(ends) == 0);
   const pid_t child = fork();
-  if (child == 0) register_too_much(ends[1]);
+  if (child == 0) register_too_much(provider, settings, ends[1]);
   close(ends[1]);
   std::string told(2000, '\0');
   told.resize(static_cast<size_t>(std::max<ssize_t>(read(ends[0], told.data(), told.size()), 0)));
   INFO("told: ", told);
+  CHECK(told.find("rxe0") != std::string::npos);
   CHECK(told.find("registering 67108864 bytes") != std::string::npos);
   CHECK(told.find("256 KiB") != std::string::npos);
   CHECK(told.find("ulimit -l") != std::string::npos);
   int status = 0;
   CHECK(waitpid(child, &status, 0) == child);
   close(ends[0]);
+}
+
+TEST_CASE("verbs devices: memory beyond the limit on locked memory is refused with the limit") {
+  NEEDS_DEVICES();
+  check_limit_is_told("verbs", "devices=rxe0");
+  check_limit_is_told("libfabric", "provider=verbs;ofi_rxm,interfaces=10.77.0.1");
 }
 
 }  // namespace

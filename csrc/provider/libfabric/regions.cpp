@@ -7,6 +7,7 @@
 
 #include "base/log.h"
 #include "platform/cuda_driver.h"
+#include "provider/locked_memory.h"
 
 namespace moe_p2p::provider::libfabric {
 
@@ -83,10 +84,9 @@ Owned<MemoryRegion> Regions::open(const MemorySpan& span) {
     }
   }
   if (error != 0) error = reg(0, &region);
-  MOE_P2P_CHECK(
-      error == 0, Code::kTransport, name_, ": registering ", span.bytes,
-      span.kind == MemoryKind::kCuda ? " bytes of GPU memory: " : " bytes: ", error_text(error),
-      error == -ENOMEM ? "; is the limit of locked memory too small? (ulimit -l)" : "");
+  MOE_P2P_CHECK(error == 0, Code::kResourceExhausted, name_, ": registering ", span.bytes,
+                span.kind == MemoryKind::kCuda ? " bytes of GPU memory: " : " bytes: ",
+                error_text(error), locked_memory_hint(-error));
   return Owned<MemoryRegion>(region);
 }
 

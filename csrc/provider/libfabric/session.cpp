@@ -2,6 +2,7 @@
 
 #include "base/log.h"
 #include "provider/libfabric/selection.h"
+#include "provider/locked_memory.h"
 
 namespace moe_p2p::provider::libfabric {
 
@@ -21,7 +22,7 @@ class Opening {
                            ")")) {}
   void check(int error, const char* step) const {
     MOE_P2P_CHECK(error == 0, Code::kUnavailable, name_, ": ", step, ": ", error_text(error),
-                  error == -ENOMEM ? "; is the limit of locked memory too small? (ulimit -l)" : "");
+                  locked_memory_hint(-error));
   }
   const std::string& name() const { return name_; }
 

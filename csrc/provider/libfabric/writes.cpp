@@ -78,6 +78,7 @@ void Writes::accept(const WorkRequest& request, Slot& slot) noexcept {
   slot.state = Slot::State::kWaiting;
   slot.region = nullptr;
   slot.peer = peers_.find(request.peer);
+  if (!broken_.ok()) return complete(slot, broken_);
   if (!slot.peer) return complete(slot, {Code::kClosed, 0});
   if (request.bytes == 0) {
     slot.region = &regions_.scratch();  // at both ends
@@ -240,6 +241,7 @@ void Writes::fail(const Region& region, Status status) noexcept {
   fail_if(status, [&](const Slot& slot) { return slot.region == &region; });
 }
 void Writes::fail_all(Status status) noexcept {
+  broken_ = status;
   fail_if(status, [](const Slot&) { return true; });
 }
 

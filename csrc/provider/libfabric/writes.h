@@ -43,9 +43,10 @@ class Writes {
   std::optional<Completion> finish(void* op_context, base::Status status,
                                    int prov_errno = 0) noexcept;
   bool owns(const void* op_context) const noexcept;
-  // Completes what is under way to the peer, from the memory, or at all, with `status`.
+  // Completes what is under way to the peer, or from the memory, with `status`.
   void fail(Peer& peer, base::Status status) noexcept;
   void fail(const Region& region, base::Status status) noexcept;
+  // Completes everything with `status`, from now on: the NIC is lost.
   void fail_all(base::Status status) noexcept;
   // Control: makes up for slots that were abandoned and may never come back.
   void refill();
@@ -84,6 +85,7 @@ class Writes {
   uint32_t num_in_flight_ = 0;  // accepted, no completion yet
   uint32_t num_posted_ = 0;
   std::optional<Failure> first_failure_;
+  base::Status broken_;  // what every write ends with
 };
 
 }  // namespace moe_p2p::provider::libfabric

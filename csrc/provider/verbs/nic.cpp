@@ -1,7 +1,6 @@
 #include "provider/verbs/nic.h"
 
 #include <fcntl.h>
-#include <sys/resource.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -10,6 +9,7 @@
 #include <vector>
 
 #include "base/log.h"
+#include "provider/locked_memory.h"
 #include "provider/verbs/gid.h"
 
 namespace moe_p2p::provider::verbs {
@@ -106,13 +106,7 @@ void check_limit(const std::string& name, const char* setting, uint64_t wanted, 
 }  // namespace
 
 std::string error_text(int error) {
-  std::string text = base::concat(std::strerror(error), " (", error, ")");
-  rlimit limit{};
-  if ((error == ENOMEM || error == EAGAIN || error == EPERM) &&
-      getrlimit(RLIMIT_MEMLOCK, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY)
-    text += base::concat("; this process may lock ", limit.rlim_cur / 1024,
-                         " KiB of memory only (ulimit -l): raise it to unlimited");
-  return text;
+  return base::concat(std::strerror(error), " (", error, ")", locked_memory_hint(error));
 }
 
 Nic::Nic(const Config& settings, int nic, bool with_events)
