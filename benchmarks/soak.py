@@ -1,10 +1,12 @@
 """Dispatch and combine for a long time over a network that misbehaves: nothing lost, memory flat.
 
     python benchmarks/soak.py --minutes 30              two hosts, two interfaces, links that flap
-    python benchmarks/soak.py --minutes 5 --settings provider=shm     on this host, without hosts
+    python benchmarks/soak.py --minutes 5 --over lo     on this host; or shm; no flaps
+    python tests/rdma/vm.py --devices 4 --timeout 2400 -- python benchmarks/soak.py --over roce
 
-With tcp and as root, hosts are network namespaces (tests/hosts.py), and every few seconds an
-interface goes down for a moment. Ranks pause at random. Every result is compared with what the rank
+Over tcp, as root, hosts are network namespaces (tests/hosts.py); over roce they are pairs of
+soft-RoCE devices in the machine of tests/rdma/vm.py, used through libibverbs. Every few seconds a
+link goes down for a moment. Ranks pause at random. Every result is compared with what the rank
 works out alone: experts differ by a factor, so wrong rows, weights and stale slots show. Ends with
 exit status 1 when a step was wrong or failed, or when a rank's memory grew by more than
 --max-growth-mib after the first quarter. Run by tests/test_soak.py for some seconds.
@@ -19,6 +21,7 @@ import random
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -35,13 +38,21 @@ from moe_p2p import AllToAll, AllToAllConfig  # noqa: E402
 STEPS_PER_ROUND = 50
 NUM_EXPERTS, TOPK, HIDDEN_DIM, MAX_TOKENS = 16, 4, 256, 64
 PAGE_MIB = os.sysconf("SC_PAGE_SIZE") / 2**20
+START_S = 400.0  # most that ranks need before their first step and after the last
+# Transport and the settings of each host's ranks.
+OVER = {
+    "tcp": ("libfabric", ["provider=tcp,interfaces=eth0:eth1,timeout_ms=20000"] * 2),
+    "lo": ("libfabric", ["provider=tcp,interfaces=lo"] * 2),
+    "shm": ("libfabric", ["provider=shm"] * 2),
+    "roce": ("verbs", ["timeout=18,devices=rxe0:rxe1", "timeout=18,devices=rxe2:rxe3"]),
+}
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--ranks-per-host", type=int, default=1)
-    parser.add_argument("--settings", default="provider=tcp,interfaces=eth0:eth1,timeout_ms=20000")
+    parser.add_argument("--over", choices=OVER, default="tcp")
     parser.add_argument("--flap-every-s", type=float, default=10.0)
     parser.add_argument("--max-growth-mib", type=float, default=8.0)
     parser.add_argument("--seed", type=int, default=1)
@@ -75,12 +86,13 @@ def step(comm: AllToAll, generator: torch.Generator) -> None:
 def run_rank(arguments: argparse.Namespace, world_size: int) -> None:
     """Rounds of steps until rank 0 says that time is up; prints one line of JSON."""
     rank = arguments.rank
+    transport, settings = OVER[arguments.over]
     store = dist.TCPStore(
         arguments.address,
         arguments.port,
         world_size,
         is_master=rank == 0,
-        timeout=timedelta(seconds=120),
+        timeout=timedelta(seconds=START_S),
     )
     config = AllToAllConfig(
         num_experts=NUM_EXPERTS,
@@ -89,8 +101,8 @@ def run_rank(arguments: argparse.Namespace, world_size: int) -> None:
         max_tokens=MAX_TOKENS,
         dtype=torch.float32,
         ranks_per_node=arguments.ranks_per_host,
-        transport="libfabric",
-        transport_settings=arguments.settings,
+        transport=transport,
+        transport_settings=settings[rank // arguments.ranks_per_host],
         nics_per_rank=2,
         timeout_s=60.0,
         num_threads=1,
@@ -129,53 +141,81 @@ def run_rank(arguments: argparse.Namespace, world_size: int) -> None:
     )
 
 
+def flap_device(device: int, down_s: float) -> None:
+    """Takes the far end of a soft-RoCE device's cable down and up again."""
+    subprocess.run(["ip", "link", "set", f"rp{device}", "down"], check=True)
+    time.sleep(down_s)
+    subprocess.run(["ip", "link", "set", f"rp{device}", "up"], check=True)
+
+
 def flap_until_done(
-    network: hosts.Hosts, processes: list[subprocess.Popen[str]], arguments: argparse.Namespace
+    flap: Callable[[random.Random], None],
+    processes: list[subprocess.Popen[str]],
+    arguments: argparse.Namespace,
 ) -> int:
-    """Takes interfaces down for a moment until the ranks have ended; returns how often."""
+    """Takes links down for a moment until the ranks have ended; returns how often."""
     choices = random.Random(arguments.seed)
-    ends = time.monotonic() + 60 * arguments.minutes + 180
+    ends = time.monotonic() + 60 * arguments.minutes + START_S
     next_flap = time.monotonic() + arguments.flap_every_s
     num_flaps = 0
     while any(process.poll() is None for process in processes) and time.monotonic() < ends:
         if time.monotonic() > next_flap:
-            network.flap(
-                choices.randrange(2), f"eth{choices.randrange(2)}", down_s=choices.random()
-            )
+            flap(choices)
             num_flaps += 1
             next_flap = time.monotonic() + arguments.flap_every_s
         time.sleep(0.1)
     return num_flaps
 
 
-def run_all(arguments: argparse.Namespace) -> int:
+def why_not(over: str) -> str:
+    """Why there are no links to take down here; empty when there are, or none are needed."""
+    if over == "roce" and not os.environ.get("MOE_P2P_RDMA_MACHINE"):
+        return "links of devices go down only in the machine of tests/rdma/vm.py"
+    if over == "tcp" and (reason := hosts.why_not()):
+        return f"{reason}; without hosts: --over lo"
+    return ""
+
+
+def start_ranks(network: hosts.Hosts, arguments: argparse.Namespace) -> list[subprocess.Popen[str]]:
     own = [sys.executable, *sys.argv]
-    num_ranks = 2 * arguments.ranks_per_host
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    with_hosts = "tcp" in arguments.settings and "eth" in arguments.settings
-    if with_hosts and (reason := hosts.why_not()):
-        print(f"no hosts, so no flaps: {reason}; give --settings provider=tcp,interfaces=lo")
+    processes = []
+    for rank in range(2 * arguments.ranks_per_host):
+        command = [*own, f"--rank={rank}"]
+        if arguments.over == "tcp":
+            command.append(f"--address={hosts.Hosts.address(0)}")
+            host = rank // arguments.ranks_per_host
+            processes.append(network.start(host, command, env=environment))
+        else:
+            processes.append(
+                subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+            )
+    return processes
+
+
+def run_all(arguments: argparse.Namespace) -> int:
+    if reason := why_not(arguments.over):
+        print(reason)
         return 2
-    with hosts.Hosts(2 if with_hosts else 0, num_interfaces=2) as network:
-        processes = []
-        for rank in range(num_ranks):
-            command = [*own, f"--rank={rank}"]
-            if with_hosts:
-                command.append(f"--address={hosts.Hosts.address(0)}")
-                host = rank // arguments.ranks_per_host
-                processes.append(network.start(host, command, env=environment))
-            else:
-                processes.append(
-                    subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-                )
-        num_flaps = flap_until_done(network, processes, arguments) if with_hosts else 0
+    num_flaps = 0
+    with hosts.Hosts(2 if arguments.over == "tcp" else 0, num_interfaces=2) as network:
+        flaps: dict[str, Callable[[random.Random], None]] = {
+            "tcp": lambda draw: network.flap(
+                draw.randrange(2), f"eth{draw.randrange(2)}", down_s=draw.random()
+            ),
+            "roce": lambda draw: flap_device(draw.randrange(4), draw.random()),
+        }
+        processes = start_ranks(network, arguments)
+        if arguments.over in flaps:
+            num_flaps = flap_until_done(flaps[arguments.over], processes, arguments)
         texts = [
-            process.communicate(timeout=60 * arguments.minutes + 180)[0] for process in processes
+            process.communicate(timeout=60 * arguments.minutes + START_S)[0]
+            for process in processes
         ]
     print("".join(texts), end="")
     print(f"{num_flaps} flaps")
     results = [json.loads(line) for text in texts for line in text.splitlines() if line[:1] == "{"]
-    failed = any(process.returncode for process in processes) or len(results) != num_ranks
+    failed = any(process.returncode for process in processes) or len(results) != len(processes)
     grown = any(result["growth_mib"] > arguments.max_growth_mib for result in results)
     print("FAILED" if failed else "memory grew" if grown else "ok")
     return int(failed or grown)
