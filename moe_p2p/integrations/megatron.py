@@ -82,6 +82,7 @@ class Manager:
             capacity=sizes.capacity,
             alignment=alignment,
             zero_padding=alignment > 1 or None,
+            solo=True,  # pipelines dispatch other micro-batches before they combine this one
         )
         self._received = all_to_all, got
         self._tokens_per_expert = sizes.counts.to(torch.int64)
