@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
+import torch
 
 import deep_ep_cases as cases
 from deep_ep_cases import Place, Setting
+from moe_p2p import InvalidArgumentError
+from moe_p2p.deep_ep.layout import count_routing
 from ranks import Rank, run_threads
 
 _Check = Callable[[Place, Setting], None]
@@ -28,5 +32,73 @@ def test_in_worlds_of_any_size(check: _Check, world_size: int) -> None:
 @pytest.mark.parametrize("name", [name for name in cases.SETTINGS if name != "bf16"])
 @pytest.mark.parametrize("check", cases.CHECKS, ids=lambda check: check.__name__[6:])
 def test_with_tokens_of_any_kind(check: _Check, name: str) -> None:
+    world_size = 4 if name == "wide" else 3
     # Little memory: 64 tokens a step, so that some settings take several.
-    run_threads(3, _body, check, cases.SETTINGS[name], 1 << 20)
+    run_threads(world_size, _body, check, cases.SETTINGS[name], 1 << 20)
+
+
+def _chunks(rank: Rank) -> list[int]:
+    chunks = []
+    for num_bytes in (1 << 20, 16 << 20, 0):
+        place = cases.open_buffer(rank, "cpu", num_nvl_bytes=num_bytes)
+        config = cases.send(place, cases.SETTINGS["bf16"]).handle.all_to_all.config
+        chunks.append(config.step_tokens)
+        plan = config.plan(world_size=rank.world_size, ranks_per_node=rank.world_size)
+        assert num_bytes == 0 or sum(plan.values()) <= num_bytes
+        place.buffer.destroy()
+    return chunks
+
+
+def test_a_step_is_as_large_as_the_memory_that_was_asked_for() -> None:
+    small, large, default = run_threads(2, _chunks)[0]
+    assert small == 128
+    assert large == 2048
+    assert default == 512
+
+
+def _two_shapes(rank: Rank) -> None:
+    """Calls of both take turns, and handles of one stay good while the other is used."""
+    place = cases.open_buffer(rank, "cpu")
+    narrow, wide = cases.SETTINGS["bf16"], replace(cases.SETTINGS["fp8"], hidden_dim=512, topk=2)
+    sent = cases.send(place, narrow)
+    cases.check_cached(place, wide)
+    again, *_ = place.buffer.dispatch(sent.x, handle=sent.handle)
+    cases.check_rows(sent, again)
+    cases.check_combine(place, narrow)
+    place.buffer.destroy()
+
+
+def test_one_buffer_serves_several_shapes() -> None:
+    run_threads(2, _two_shapes)
+
+
+def _refusals(rank: Rank) -> None:
+    place = cases.open_buffer(rank, "cpu")
+    setting = cases.SETTINGS["bf16"]
+    sent = cases.send(place, setting)
+    with pytest.raises(InvalidArgumentError, match="give one or the other"):
+        place.buffer.dispatch(sent.x, handle=sent.handle, topk_idx=sent.topk_idx)
+    with pytest.raises(InvalidArgumentError, match=r"x has \d tokens.* each of the 2 ranks may"):
+        cases.send(place, setting, num_worst_tokens=4)
+    with pytest.raises(InvalidArgumentError, match="needs previous_event and async_finish"):
+        place.buffer.combine(sent.rows, sent.handle, allocate_on_comm_stream=True)
+    with pytest.raises(InvalidArgumentError, match=r"topk_weights has 4 columns.* had 3"):
+        place.buffer.combine(sent.rows, sent.handle, torch.zeros(sent.rows.shape[0], 4))
+    with pytest.raises(InvalidArgumentError, match="multiple of the number of ranks 2"):
+        place.buffer.get_dispatch_layout(sent.topk_idx, 13)
+    with pytest.raises(AssertionError, match="is_token_in_rank is missing"):
+        place.buffer.dispatch(sent.x, topk_idx=sent.topk_idx)
+    cases.check_dispatch(place, setting)  # nothing of this was sent
+    place.buffer.destroy()
+
+
+def test_refuses_before_anything_is_sent() -> None:
+    run_threads(2, _refusals)
+
+
+def test_counts_tokens_for_nodes_of_eight_ranks() -> None:
+    topk_idx = torch.tensor([[0, 5, 17], [9, 31, -1], [-1, -1, -1], [16, 17, 30]])
+    counts = count_routing(topk_idx, 32, 16)
+    assert counts.num_tokens_per_rdma_rank is not None
+    assert counts.num_tokens_per_rdma_rank.tolist() == [2, 3]
+    assert counts.num_tokens_per_rank.nonzero().flatten().tolist() == [0, 2, 4, 8, 15]

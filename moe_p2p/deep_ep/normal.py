@@ -217,7 +217,7 @@ def _send(
     with_source: bool = False,
 ) -> Dispatched:
     if scales is not None:
-        scales = scales.reshape(values.shape[0], -1).contiguous()
+        scales = (scales.unsqueeze(1) if scales.dim() == 1 else scales).contiguous()
     return all_to_all.dispatch(
         values.contiguous(),
         topk_idx,
