@@ -22,9 +22,8 @@ from tests.fakes import sglang as fake_sglang
 from tests.fakes import vllm as fake_vllm
 from tests.ranks import Rank, run_processes
 
-WORLD, EXPERTS, HIDDEN, TOPK, TOKENS = 3, 6, 256, 3, 20
-LOCAL = EXPERTS // WORLD
-COUNTS = ([20, 0, 7], [1, 13, 20], [0, 0, 1])  # tokens of each rank, step by step
+WORLD, EXPERTS, HIDDEN, TOPK, TOKENS = 3, 12, 256, 3, 20
+COUNTS = ([20, 0, 7, 11], [1, 13, 20, 0], [0, 0, 1, 0])  # tokens of each rank, step by step
 # Three roundings to bf16 (row, partial sum, sum), each 2^-9 of a value, and sums that cancel.
 BF16 = {"rtol": 2e-2, "atol": 2e-2}
 FP32 = {"rtol": 1e-5, "atol": 1e-5}  # the order of sums is another one
@@ -39,7 +38,7 @@ class Shape:
 
 
 def inputs(
-    rank: int, step: int, dtype: torch.dtype, *, topk: int = TOPK
+    rank: int, step: int, dtype: torch.dtype, *, topk: int = TOPK, device: str = "cpu"
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x [T, H], ids [T, K] and weights [T, K] of one rank."""
     generator = torch.Generator().manual_seed(100 * step + rank)
@@ -47,7 +46,7 @@ def inputs(
     x = torch.randn(num_tokens, HIDDEN, generator=generator).to(dtype)
     scores = torch.rand(num_tokens, EXPERTS, generator=generator)
     weights, ids = scores.topk(topk, dim=-1)
-    return x, ids, weights
+    return x.to(device), ids.to(device), weights.to(device)
 
 
 def expert(x: Tensor, ids: Tensor) -> Tensor:
@@ -66,9 +65,15 @@ def as_sent(x: Tensor) -> Tensor:
     return reference.dequantize(*reference.quantize(x))
 
 
-def join(rank: Rank) -> Any:
+def join(rank: Rank, device: str) -> Any:
+    if device == "cuda":
+        torch.cuda.set_device(rank.rank)
     dist.init_process_group("gloo", store=rank.store, rank=rank.rank, world_size=rank.world_size)
     return dist.group.WORLD
+
+
+def first_expert(rank: Rank) -> int:
+    return rank.rank * EXPERTS // rank.world_size
 
 
 # --- vLLM ---
@@ -81,31 +86,35 @@ def wide(rows: Tensor, scales: Tensor | None) -> Tensor:
     return (rows.float().unflatten(-1, (scales.shape[-1], -1)) * scales[..., None]).flatten(-2)
 
 
-def batched_experts(rank: int, dtype: torch.dtype) -> Any:
+def batched_experts(rank: Rank, dtype: torch.dtype) -> Any:
     """As vLLM's batched experts: all rows up to each count, weights left to finalize."""
+    num_local = EXPERTS // rank.world_size
 
     def run(rows: Tensor, scales: Any, metadata: Any, weights: Tensor, ids: Tensor) -> Any:
-        assert rows.shape == (LOCAL, WORLD * TOKENS, HIDDEN)
+        assert rows.shape == (num_local, rank.world_size * TOKENS, HIDDEN)
         assert metadata.expert_num_tokens_cpu is None
-        local = torch.arange(LOCAL)[:, None].expand(rows.shape[:2])
-        y = expert(wide(rows, scales), local + rank * LOCAL)
-        for e, count in enumerate(metadata.expert_num_tokens.tolist()):
-            y[e, count:] = float("nan")  # nobody may look at them
+        place = torch.arange(rows.shape[1], device=rows.device)
+        local = torch.arange(num_local, device=rows.device)[:, None].expand(rows.shape[:2])
+        y = expert(wide(rows, scales), local + first_expert(rank))
+        # Nobody may look at rows past the count.
+        unused = place >= metadata.expert_num_tokens[:, None]
+        y = y.masked_fill(unused[..., None], float("nan"))
         return y.to(dtype), fake_vllm.TopKWeightAndReduceDelegate()
 
     return run
 
 
-def standard_experts(rank: int, dtype: torch.dtype, *, delegates: bool) -> Any:
+def standard_experts(rank: Rank, dtype: torch.dtype, *, delegates: bool) -> Any:
     """As vLLM's experts on rows: top-1 with global ids."""
+    mine = slice(first_expert(rank), first_expert(rank) + EXPERTS // rank.world_size)
 
     def run(rows: Tensor, scales: Any, metadata: Any, weights: Tensor, ids: Tensor) -> Any:
         assert ids.shape == weights.shape == (rows.shape[0], 1)
-        mine = ids[:, 0].bincount(minlength=EXPERTS)
-        assert int(mine.sum()) == int(mine[rank * LOCAL : (rank + 1) * LOCAL].sum())
-        counts = mine[rank * LOCAL : (rank + 1) * LOCAL].to(torch.int32)
-        assert torch.equal(metadata.expert_num_tokens.cpu(), counts)
-        assert torch.equal(metadata.expert_num_tokens_cpu, counts)
+        if metadata.expert_num_tokens_cpu is not None:  # not while a graph is captured
+            counts = ids[:, 0].bincount(minlength=EXPERTS).to(torch.int32)
+            assert int(counts.sum()) == int(counts[mine].sum())
+            assert torch.equal(metadata.expert_num_tokens, counts[mine])
+            assert torch.equal(metadata.expert_num_tokens_cpu, counts[mine].cpu())
         y = expert(wide(rows, scales), ids[:, 0])
         if delegates:
             return y[:, None].to(dtype), fake_vllm.TopKWeightAndReduceDelegate()
@@ -121,69 +130,64 @@ QUANTIZED = {
 }
 
 
-def run_vllm(rank: Rank, backend: str, quantized: str, delegates: bool, older: bool) -> None:
+def make_vllm(rank: Rank, backend: str, device: str, older: bool = False) -> tuple[Any, Any]:
+    """A manager, and a layer's prepare-finalize, as vLLM makes them once ours are installed."""
     base = fake_vllm.OlderAll2AllManagerBase if older else fake_vllm.All2AllManagerBase
     fake_vllm.put(scheduled_tokens=TOKENS, manager_base=base)
     from moe_p2p.integrations import vllm
 
     vllm.install()
-    dtype = torch.float32 if quantized == "none" else torch.bfloat16
-    manager, layer = fake_vllm.make_layer(backend, join(rank), Shape())
+    manager, layer = fake_vllm.make_layer(backend, join(rank, device), Shape())
     assert isinstance(manager, base)
     assert isinstance(layer, fake_vllm.FusedMoEPrepareAndFinalizeModular)
-    assert layer.num_dispatchers() == WORLD
-    assert type(layer).maybe_roundup_layer_hidden_size(2880, torch.bfloat16) == 2880
+    return manager, layer
+
+
+def vllm_experts(rank: Rank, layer: Any, dtype: torch.dtype, *, delegates: bool = True) -> Any:
     batched = layer.activation_format is fake_vllm.FusedMoEActivationFormat.BatchedExperts
-    assert batched == (backend == "deepep_low_latency")
-    experts = (
-        batched_experts(rank.rank, dtype)
-        if batched
-        else standard_experts(rank.rank, dtype, delegates=delegates)
-    )
-    for step in range(len(COUNTS)):
-        x, ids, weights = inputs(rank.rank, step, dtype)
-        out = fake_vllm.run_layer(
-            layer, experts, x, weights, ids,
-            num_experts=EXPERTS, quant_config=QUANTIZED[quantized],
-        )  # fmt: skip
-        expected = plain(as_sent(x) if quantized == "blocks" else x, ids, weights)
-        # A step of e4m3 is 2^-4 of a value where rows are rounded after dispatch.
-        near = {"rtol": 0.1, "atol": 0.15} if quantized == "rows" else BF16
-        torch.testing.assert_close(out.float(), expected, **(FP32 if quantized == "none" else near))
+    if batched:
+        return batched_experts(rank, dtype)
+    return standard_experts(rank, dtype, delegates=delegates)
+
+
+def run_vllm(rank: Rank, backend: str, delegates: bool, older: bool, device: str) -> None:
+    manager, layer = make_vllm(rank, backend, device, older)
+    assert layer.num_dispatchers() == rank.world_size
+    assert type(layer).maybe_roundup_layer_hidden_size(2880, torch.bfloat16) == 2880
+    for quantized, quant_config in QUANTIZED.items():
+        dtype = torch.float32 if quantized == "none" else torch.bfloat16
+        experts = vllm_experts(rank, layer, dtype, delegates=delegates)
+        for step in range(len(COUNTS)):
+            x, ids, weights = inputs(rank.rank, step, dtype, device=device)
+            out = fake_vllm.run_layer(
+                layer, experts, x, weights, ids, num_experts=EXPERTS, quant_config=quant_config
+            )
+            expected = plain(as_sent(x) if quantized == "blocks" else x, ids, weights)
+            # A step of e4m3 is 2^-4 of a value where rows are rounded after dispatch.
+            near = {"rtol": 0.1, "atol": 0.15} if quantized == "rows" else BF16
+            torch.testing.assert_close(
+                out.float(), expected, **(FP32 if quantized == "none" else near)
+            )
     manager.destroy()
 
 
-@pytest.mark.parametrize("quantized", ["none", "blocks", "rows"])
-@pytest.mark.parametrize("backend", ["deepep_low_latency", "deepep_high_throughput"])
-def test_vllm_layer_computes_a_plain_moe(backend: str, quantized: str) -> None:
-    run_processes(WORLD, run_vllm, backend, quantized, True, False)
+@pytest.mark.parametrize("backend", ["deepep_low_latency", "deepep_v2"])
+def test_vllm_layer_computes_a_plain_moe(backend: str) -> None:
+    run_processes(WORLD, run_vllm, backend, True, False, "cpu")
 
 
-def test_vllm_experts_may_apply_the_weights() -> None:
-    run_processes(WORLD, run_vllm, "deepep_v2", "none", False, False)
-
-
-def test_vllm_managers_of_older_versions() -> None:
-    run_processes(WORLD, run_vllm, "deepep_high_throughput", "none", True, True)
+def test_vllm_experts_may_apply_the_weights_and_managers_be_older() -> None:
+    run_processes(WORLD, run_vllm, "deepep_high_throughput", False, True, "cpu")
 
 
 def run_vllm_top1(rank: Rank, backend: str) -> None:
-    fake_vllm.put(scheduled_tokens=TOKENS)
-    from moe_p2p.integrations import vllm
-
-    vllm.install()
-    manager, layer = fake_vllm.make_layer(backend, join(rank), Shape())
-    dtype = torch.float32
-    experts = (
-        batched_experts(rank.rank, dtype)
-        if backend == "deepep_low_latency"
-        else standard_experts(rank.rank, dtype, delegates=True)
-    )
+    manager, layer = make_vllm(rank, backend, "cpu")
+    experts = vllm_experts(rank, layer, torch.float32)
     given: dict[str, Any] = {"num_experts": EXPERTS, "quant_config": QUANTIZED["none"]}
-    x, ids, weights = inputs(rank.rank, 0, dtype)
+    x, ids, weights = inputs(rank.rank, 0, torch.float32)
     with pytest.raises(InvalidArgumentError, match="top-3: it is for top-1"):
         fake_vllm.run_layer(layer, experts, x, weights, ids, on_input=True, **given)
-    x, ids, weights = inputs(rank.rank, 1, dtype, topk=1)
+    x, ids, weights = inputs(rank.rank, 1, torch.float32, topk=1)
     out = fake_vllm.run_layer(layer, experts, x, weights, ids, on_input=True, **given)
     torch.testing.assert_close(out, plain(x * weights, ids, torch.ones_like(weights)), **FP32)
     manager.destroy()
@@ -200,12 +204,12 @@ def run_vllm_placement(rank: Rank) -> None:
 
     vllm.install()
     batched, _ = vllm.prepare_and_finalize_classes()
-    handle = vllm.Handle(join(rank), TOKENS)
-    physical = torch.tensor([4, 0, 5, 1, 3, 2])
+    handle = vllm.Handle(join(rank, "cpu"), TOKENS)
+    physical = torch.randperm(EXPERTS, generator=torch.Generator().manual_seed(1))
     layer = batched(handle, num_dispatchers=WORLD, global_to_physical=physical)
     x, ids, weights = inputs(rank.rank, 0, torch.float32)
     out = fake_vllm.run_layer(
-        layer, batched_experts(rank.rank, torch.float32), x, weights, ids,
+        layer, batched_experts(rank, torch.float32), x, weights, ids,
         num_experts=EXPERTS, quant_config=QUANTIZED["none"],
     )  # fmt: skip
     torch.testing.assert_close(out, plain(x, physical[ids], weights), **FP32)
@@ -219,46 +223,46 @@ def test_vllm_experts_may_lie_in_another_order() -> None:
 # --- SGLang ---
 
 
-def low_latency_experts(rank: int, got: Any) -> Tensor:
+def low_latency_experts(rank: Rank, got: Any) -> Tensor:
     """[E_local, rows, H], weights left to combine."""
     rows, scales = (
         got.hidden_states_fp8
         if hasattr(got, "hidden_states_fp8")
         else (got.hidden_states, got.hidden_states_scale)
     )
-    local = torch.arange(LOCAL)[:, None].expand(rows.shape[:2])
-    y = expert(wide(rows, scales), local + rank * LOCAL)
+    local = torch.arange(len(rows), device=rows.device)[:, None].expand(rows.shape[:2])
+    y = expert(wide(rows, scales), local + first_expert(rank))
     for e, count in enumerate(got.masked_m.tolist()):
         y[e, count:] = float("nan")
     return y.to(torch.bfloat16)
 
 
-def normal_experts(rank: int, got: Any) -> Tensor:
+def normal_experts(rank: Rank, got: Any) -> Tensor:
     """As the runner: scatters rows to their experts by id, applies weights, gathers them again."""
     rows = wide(got.hidden_states, got.hidden_states_scale)
     ids, weights = got.topk_ids, got.topk_weights
     assert ids.dtype == torch.int64
     assert [len(ids), 1] == list(ids.shape) == list(weights.shape)
-    counts = ids[:, 0].bincount(minlength=LOCAL)
+    counts = ids[:, 0].bincount(minlength=EXPERTS // rank.world_size)
     assert got.num_recv_tokens_per_expert == ((counts + 127) // 128 * 128).tolist()
-    return (expert(rows, ids[:, 0] + rank * LOCAL) * weights).to(torch.bfloat16)
+    return (expert(rows, ids[:, 0] + first_expert(rank)) * weights).to(torch.bfloat16)
 
 
-def run_sglang(rank: Rank, dtype: str, older: bool) -> None:
+def run_sglang(rank: Rank, dtype: str, older: bool, device: str) -> None:
     fake_sglang.put(max_tokens=TOKENS, older=older)
     fake_sglang.State.dtype = fake_sglang.OutputDtype(dtype)
     from moe_p2p.integrations import sglang
 
     sglang.install()
     made = sys.modules["sglang.srt.batch_overlap.two_batch_overlap"].DeepEPDispatcher
-    group = join(rank)
+    group = join(rank, device)
     two = [
         made(
             group=group,
             router_topk=TOPK,
             permute_fusion=True,
             num_experts=EXPERTS,
-            num_local_experts=LOCAL,
+            num_local_experts=EXPERTS // rank.world_size,
             hidden_size=HIDDEN,
             params_dtype=torch.bfloat16,
             deepep_mode=fake_sglang.DeepEPMode.AUTO,
@@ -272,23 +276,23 @@ def run_sglang(rank: Rank, dtype: str, older: bool) -> None:
     registered = two[0].register_deepep_dispatch_hook(between.append)
     for step in range(len(COUNTS)):
         fake_sglang.State.extend = step % 2 == 1
-        x, ids, weights = inputs(rank.rank, step, torch.bfloat16)
+        x, ids, weights = inputs(rank.rank, step, torch.bfloat16, device=device)
         topk = fake_sglang.TopKOutput(weights, ids)
         got = two[0].dispatch(x, topk)
         experts = normal_experts if fake_sglang.State.extend else low_latency_experts
-        y = experts(rank.rank, got)
+        y = experts(rank, got)
         out = two[0].combine(fake_sglang.CombineInput(y, ids, weights))
         expected = plain(as_sent(x) if dtype == "fp8" else x, ids, weights)
         torch.testing.assert_close(out.float(), expected, **BF16)
     assert between == [two[0]] * len(COUNTS)
     registered.remove()
-    _two_batches(rank.rank, two, dtype)
+    _two_batches(rank, two, dtype, device)
 
 
-def _two_batches(rank: int, two: list[Any], dtype: str) -> None:
+def _two_batches(rank: Rank, two: list[Any], dtype: str, device: str) -> None:
     """Halves of two micro-batches take turns."""
     fake_sglang.State.extend = False
-    batches = [inputs(rank, step, torch.bfloat16) for step in (0, 1)]
+    batches = [inputs(rank.rank, step, torch.bfloat16, device=device) for step in (0, 1)]
     for one, (x, ids, weights) in zip(two, batches, strict=True):
         one.dispatch_a(x, fake_sglang.TopKOutput(weights, ids))
     for one, (_, ids, weights) in zip(two, batches, strict=True):
@@ -301,11 +305,11 @@ def _two_batches(rank: int, two: list[Any], dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
 def test_sglang_layer_computes_a_plain_moe_in_both_modes(dtype: str) -> None:
-    run_processes(WORLD, run_sglang, dtype, False)
+    run_processes(WORLD, run_sglang, dtype, False, "cpu")
 
 
 def test_sglang_outputs_of_older_versions() -> None:
-    run_processes(WORLD, run_sglang, "fp8", True)
+    run_processes(WORLD, run_sglang, "fp8", True, "cpu")
 
 
 def run_sglang_refused(rank: Rank) -> None:
@@ -314,7 +318,7 @@ def run_sglang_refused(rank: Rank) -> None:
     from moe_p2p.integrations import sglang
 
     one = sglang.dispatcher_class()(
-        join(rank), TOPK, num_experts=EXPERTS, deepep_mode=fake_sglang.DeepEPMode.LOW_LATENCY
+        join(rank, "cpu"), TOPK, num_experts=EXPERTS, deepep_mode=fake_sglang.DeepEPMode.LOW_LATENCY
     )
     with pytest.raises(UnavailableError, match="--enable-single-batch-overlap"):
         one.set_overlap_args(object(), {})
@@ -330,53 +334,55 @@ def test_sglang_refuses_what_it_cannot_do() -> None:
 # --- Megatron ---
 
 
-def megatron_inputs(rank: int, step: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def megatron_inputs(rank: int, step: int, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x [T, H], probabilities [T, E], routing map [T, E], and ids [T, K] as the router had them."""
-    x, ids, weights = inputs(rank, step, torch.float32)
+    x, ids, weights = inputs(rank, step, torch.float32, device=device)
     weights[:1, 0] = 0.0  # chosen all the same: it has a gradient
-    chosen = torch.zeros(len(x), EXPERTS, dtype=torch.bool).scatter_(1, ids, True)
+    probs = x.new_zeros(len(x), EXPERTS).scatter_(1, ids, weights)
+    chosen = torch.zeros_like(probs, dtype=torch.bool).scatter_(1, ids, True)
     chosen[: len(x) // 2, 0] = False  # dropped
-    return x, torch.zeros(len(x), EXPERTS).scatter_(1, ids, weights), chosen, ids
+    return x, probs, chosen, ids
 
 
-def run_megatron(rank: Rank, alignment: int) -> None:
+def run_megatron(rank: Rank, alignment: int, device: str) -> None:
     fake_megatron.put(alignment=alignment)
     from moe_p2p.integrations import megatron
 
     megatron.install()
     made = sys.modules[f"{fake_megatron.MOE}.token_dispatcher"]._DeepepManager
     manager = made(
-        group=join(rank),
-        num_local_experts=LOCAL,
+        group=join(rank, device),
+        num_local_experts=EXPERTS // rank.world_size,
         router_topk=TOPK,
         num_experts=EXPERTS,
         config=fake_megatron.config(padding=alignment > 1),
     )
     assert isinstance(manager, fake_megatron._DispatchManager)
-    wanted = torch.zeros(LOCAL, dtype=torch.int64)  # rows of each expert in this step
+    num_local = EXPERTS // rank.world_size
+    wanted = torch.zeros(num_local, dtype=torch.int64)  # rows of each expert in this step
 
     def experts(rows: Tensor, counts: Tensor, probs: Tensor) -> Tensor:
         assert torch.equal(counts, wanted)
         assert int(counts.sum()) == len(rows) == len(probs)
-        local = torch.arange(LOCAL).repeat_interleave(counts)
+        local = torch.arange(num_local).repeat_interleave(counts).to(device)
         ids, dispatched_probs = manager.get_dispached_metadata()
         assert torch.equal(ids[:, 0], local)
         assert torch.equal(dispatched_probs[:, 0], probs)
-        return expert(rows, local + rank.rank * LOCAL) * probs[:, None]
+        return expert(rows, local + first_expert(rank)) * probs[:, None]
 
     for step in range(len(COUNTS)):
-        everyone = [megatron_inputs(source, step)[2] for source in range(WORLD)]
-        mine = slice(rank.rank * LOCAL, (rank.rank + 1) * LOCAL)
+        everyone = [megatron_inputs(r, step, "cpu")[2] for r in range(rank.world_size)]
+        mine = slice(first_expert(rank), first_expert(rank) + num_local)
         rows = torch.cat(everyone)[:, mine].sum(dim=0)
         wanted.copy_((rows + alignment - 1) // alignment * alignment)
-        x, probs, chosen, ids = megatron_inputs(rank.rank, step)
+        x, probs, chosen, ids = megatron_inputs(rank.rank, step, device)
         x_1, x_2, probs_1, probs_2 = (
             leaf.clone().requires_grad_() for leaf in (x, x, probs, probs)
         )
         out = fake_megatron.run_layer(manager, experts, x_1, chosen, probs_1)
         expected = plain(x_2, ids, torch.where(chosen, probs_2, 0.0).gather(1, ids))
         torch.testing.assert_close(out, expected, **FP32)
-        grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(step))
+        grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(step)).to(device)
         out.backward(grad)
         expected.backward(grad)
         torch.testing.assert_close(x_1.grad, x_2.grad, **FP32)
@@ -386,7 +392,7 @@ def run_megatron(rank: Rank, alignment: int) -> None:
 
 @pytest.mark.parametrize("alignment", [1, 16])
 def test_megatron_layer_trains_as_a_plain_moe(alignment: int) -> None:
-    run_processes(WORLD, run_megatron, alignment)
+    run_processes(WORLD, run_megatron, alignment, "cpu")
 
 
 # --- without the other project ---

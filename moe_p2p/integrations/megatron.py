@@ -22,7 +22,7 @@ from moe_p2p.all_to_all import AllToAll
 from moe_p2p.deep_ep.communicators import Communicators
 from moe_p2p.dispatched import Dispatched
 from moe_p2p.integrations import derived, put, required
-from moe_p2p.integrations.sizes import exchange_sizes
+from moe_p2p.integrations.sizes import SizeExchange
 
 _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
 _MAX_TOKENS = 1 << 20  # of a call, which is cut into steps: a bound without cost
@@ -44,7 +44,7 @@ class Manager:
     ) -> None:
         self.group = group
         self.router_topk, self.num_experts = router_topk, num_experts
-        self._config = config
+        self._config, self._sizes = config, SizeExchange()
         self._router_dtype = older.get("router_dtype", getattr(config, "moe_router_dtype", None))
         self._token_probs: Tensor | None = None  # [T, K]
         self._token_indices: Tensor | None = None  # [T, K], -1: dropped
@@ -72,7 +72,7 @@ class Manager:
         assert self._token_indices is not None, "dispatch follows setup_metadata"
         assert self._token_probs is not None
         all_to_all, alignment = self._all_to_all(hidden_states), self._alignment()
-        sizes = exchange_sizes(all_to_all, self._token_indices, alignment=alignment)
+        sizes = self._sizes.ask(all_to_all, self._token_indices, alignment=alignment)
         got = all_to_all.dispatch(
             hidden_states.contiguous(),
             self._token_indices,

@@ -25,7 +25,7 @@ from moe_p2p.all_to_all import AllToAll
 from moe_p2p.deep_ep.communicators import Communicators
 from moe_p2p.dispatched import Dispatched, PendingDispatch
 from moe_p2p.integrations import derived, optional, put, required
-from moe_p2p.integrations.sizes import exchange_sizes
+from moe_p2p.integrations.sizes import SizeExchange
 
 _DISPATCHERS = "sglang.srt.layers.moe.token_dispatcher"
 # Where DeepEPDispatcher is looked up, in newer and older versions.
@@ -65,7 +65,7 @@ class Dispatcher:
         errors.require(num_experts is not None, "num_experts is None, must be their number")
         self._num_experts = num_experts or 0
         self._max_tokens = _low_latency_tokens()
-        self._group = group
+        self._group, self._sizes = group, SizeExchange()
         self._hooks: list[Callable[[Any], None]] = []
         self._dispatching: Callable[[], Any] | None = None
         self._combining: Callable[[], Tensor] | None = None
@@ -132,7 +132,10 @@ class Dispatcher:
 
     def _low_latency(self, x: Tensor, ids: Tensor, weights: Tensor) -> Callable[[], Any]:
         all_to_all = self._all_to_all(x, ids, low_latency=True)
-        pending = all_to_all.dispatch_send(x, ids, weights, layout="padded", **self._options())
+        options = self._options()
+        pending = all_to_all.dispatch_send(
+            x, ids, weights, layout="padded", column_scales=bool(options), **options
+        )
         # Rows of an expert if all ranks have as many tokens, rounded up.
         expected = -(-x.shape[0] * all_to_all.world_size * ids.shape[1] // self._num_experts)
         return functools.partial(self._low_latency_rows, all_to_all, pending, weights, expected)
@@ -159,7 +162,7 @@ class Dispatcher:
 
     def _normal_rows(self, x: Tensor, ids: Tensor, weights: Tensor) -> Any:
         all_to_all = self._all_to_all(x, ids, low_latency=False)
-        sizes = exchange_sizes(all_to_all, ids)
+        sizes = self._sizes.ask(all_to_all, ids)
         got = all_to_all.dispatch(
             x,
             ids,
@@ -215,11 +218,7 @@ class Dispatcher:
         if dtype == "bf16":
             return {}
         packed = _uses_deep_gemm() and getattr(_deep_gemm(), "DEEPGEMM_SCALE_UE8M0", False)
-        return {
-            "quantize": True,
-            "scale_format": "ue8m0" if packed else "float32",
-            "column_scales": True,
-        }
+        return {"quantize": True, "scale_format": "ue8m0" if packed else "float32"}
 
 
 class _Registered:

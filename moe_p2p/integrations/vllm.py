@@ -27,7 +27,7 @@ from moe_p2p.all_to_all import AllToAll
 from moe_p2p.deep_ep.communicators import Communicators
 from moe_p2p.dispatched import Dispatched
 from moe_p2p.integrations import derived, optional, put, required
-from moe_p2p.integrations.sizes import capturing, exchange_sizes
+from moe_p2p.integrations.sizes import SizeExchange, capturing
 
 _MANAGERS = "vllm.distributed.device_communicators.base_device_communicator"
 _FUSED_MOE = "vllm.model_executor.layers.fused_moe"
@@ -45,6 +45,7 @@ class Handle:
     def __init__(self, group: Any, max_tokens: int, num_sms: int | None = None) -> None:
         self.max_tokens = max_tokens
         self._num_sms = num_sms
+        self.sizes = SizeExchange()
         self._communicators = Communicators(group)
 
     def all_to_all(
@@ -162,7 +163,7 @@ class _PrepareAndFinalize:
         )
         if not quantize:
             return {}
-        return {"quantize": True, "scale_format": self._scale_format, "column_scales": True}
+        return {"quantize": True, "scale_format": self._scale_format}
 
 
 class Batched(_PrepareAndFinalize):
@@ -192,7 +193,9 @@ class Batched(_PrepareAndFinalize):
         x, weights, ids = self._inputs(a1, topk_weights, topk_ids, apply_router_weight_on_input)
         all_to_all = self._handle.all_to_all(x, ids, num_experts, one_step=True)
         options = self._options(quant_config, defer_input_quant)
-        pending = all_to_all.dispatch_send(x, ids, weights, layout="padded", **options)
+        pending = all_to_all.dispatch_send(
+            x, ids, weights, layout="padded", column_scales=bool(options), **options
+        )
         batch = _micro_batch()
 
         def hook() -> None:
@@ -262,7 +265,7 @@ class Standard(_PrepareAndFinalize):
         x, weights, ids = self._inputs(a1, topk_weights, topk_ids, apply_router_weight_on_input)
         all_to_all = self._handle.all_to_all(x, ids, num_experts, one_step=False)
         options = self._options(quant_config, defer_input_quant)
-        sizes = None if capturing(x) else exchange_sizes(all_to_all, ids)
+        sizes = None if capturing(x) else self._handle.sizes.ask(all_to_all, ids)
         got = all_to_all.dispatch(
             x,
             ids,
