@@ -41,6 +41,7 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 import cases
 from moe_p2p import AllToAll, AllToAllConfig, device_kernels, jit
+from moe_p2p.dispatched import SCALE_FORMATS
 from moe_p2p.reference import Topology
 from ranks import Rank, run_processes, run_threads
 
@@ -101,57 +102,80 @@ def make(rank: Rank, world: World, **overrides: Any) -> AllToAll:
     return cases.make(rank, **fields_of(world, **overrides))
 
 
+class Payload(NamedTuple):
+    """What a dispatch kernel is compiled for, beside the shape of its communicator."""
+
+    dtype: torch.dtype  # of x
+    quantize: bool = False
+    scale_format: int = 0
+    by_rank: bool = False
+
+    @classmethod
+    def of(cls, wanted: cases.Wanted) -> Payload:
+        options = wanted.options
+        return cls(
+            wanted.tokens[0].x.dtype,
+            options.get("quantize", False),
+            SCALE_FORMATS.index(options.get("scale_format", "float32")),
+            options.get("layout") == "by_rank",
+        )
+
+    @property
+    def sums(self) -> torch.dtype:
+        """Type of y and of the sums in tests: that of x, of fp8 rows bfloat16."""
+        return torch.bfloat16 if self.quantize or self.dtype.itemsize == 1 else self.dtype
+
+    def fields(self) -> dict[str, Any]:
+        return {name: value for name, value in self._asdict().items() if name != "dtype"}
+
+
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-PAYLOADS = [*itertools.product(FLOATS, (False, True)), (torch.float8_e4m3fn, False)]
+PAYLOADS = [
+    *[Payload(dtype, quantize) for dtype, quantize in itertools.product(FLOATS, (False, True))],
+    Payload(torch.float8_e4m3fn),
+]
 
 
 def compile_ahead(
-    shapes: Iterable[tuple[World, dict[str, Any]]],
-    payloads: Iterable[tuple[torch.dtype, bool]] = PAYLOADS,
+    shapes: Iterable[tuple[World, dict[str, Any]]], payloads: Iterable[Payload] = PAYLOADS
 ) -> None:
-    """Fills the cache with kernels of (world, overrides), on all CPUs; a rank compiles on one.
-
-    payloads: (type of x, quantize); sums are of the same types, quantized ones in bfloat16.
-    """
+    """Fills the cache with kernels of (world, overrides), on all CPUs; a rank compiles on one."""
     if DEVICE == "cpu":
         return
     arch = jit.arch_of(0)
-    sums = dict.fromkeys(torch.bfloat16 if x.itemsize == 1 or q else x for x, q in payloads)
+    sums = dict.fromkeys(payload.sums for payload in payloads)
     with ProcessPoolExecutor(mp_context=multiprocessing.get_context("forkserver")) as pool:
         waiting = []
         for world, overrides in shapes:
             config = AllToAllConfig(**(cases.SMALL | fields_of(world, **overrides)))
-            waiting += [pool.submit(_compile, arch, world, config, x, q) for x, q in payloads]
-            waiting += [pool.submit(_compile, arch, world, config, y, None) for y in sums]
+            waiting += [pool.submit(_compile, arch, world, config, each) for each in payloads]
+            waiting += [pool.submit(_compile, arch, world, config, each) for each in sums]
         for done in waiting:
             done.result()
 
 
 def _compile(
-    arch: str, world: World, config: AllToAllConfig, dtype: torch.dtype, quantize: bool | None
+    arch: str, world: World, config: AllToAllConfig, wanted: Payload | torch.dtype
 ) -> None:
-    """quantize: of a dispatch; None: a combine."""
+    """wanted: of a dispatch, or the type of a combine."""
     shape = device_kernels.shape_macros(
         config, world_size=world.ranks, ranks_per_node=world.per_node
     )
-    if quantize is None:
-        kernel = device_kernels.combine_kernel(shape, dtype, dtype, num_sms=config.num_sms)
-    else:
+    if isinstance(wanted, Payload):
         kernel = device_kernels.dispatch_kernel(
-            shape, dtype, quantize=quantize, num_sms=config.num_sms
+            shape, wanted.dtype, **wanted.fields(), num_sms=config.num_sms
         )
+    else:
+        kernel = device_kernels.combine_kernel(shape, wanted, wanted, num_sms=config.num_sms)
     jit.compile_only(kernel.source, kernel.macros, arch)
 
 
 def prepare(rank: Rank, comm: AllToAll, wanted: list[cases.Wanted], name: str = "prepared") -> None:
     """Loads the kernels of all calls in `wanted`; each rank begins at another one."""
     if comm._device is not None:
-        types = dict.fromkeys(
-            (w.tokens[0].x.dtype, w.options.get("quantize", False)) for w in wanted
-        )
         kernels = [
-            functools.partial(comm._device.prepare_dispatch, dtype, quantize=quantize)
-            for dtype, quantize in types
+            functools.partial(comm._device.prepare_dispatch, payload.dtype, **payload.fields())
+            for payload in dict.fromkeys(Payload.of(w) for w in wanted)
         ]
         kernels += [
             functools.partial(comm._device.prepare_combine, dtype, dtype)
@@ -233,6 +257,7 @@ def _warm_up() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.int32, torch.int64):
         filled = torch.full((64, 64), 2, dtype=dtype, device=DEVICE)
         (filled * 2 + filled).zero_().copy_(filled)
+        filled[:, ::2].t().cpu()
     for dtype in (torch.float32, torch.bfloat16):
         torch.mm(*[torch.ones(64, 64, dtype=dtype, device=DEVICE)] * 2)
     torch.cuda.current_stream().synchronize()

@@ -14,7 +14,17 @@ import pytest
 import torch
 
 from cases import TOPK, Wanted, expect, make_tokens, run_step
-from gpu_ranks import HIDDEN_DIM, MAX_TOKENS, World, compile_ahead, make, prepare, run, worlds
+from gpu_ranks import (
+    HIDDEN_DIM,
+    MAX_TOKENS,
+    Payload,
+    World,
+    compile_ahead,
+    make,
+    prepare,
+    run,
+    worlds,
+)
 from moe_p2p import reference
 from moe_p2p.reference import Tokens
 from ranks import Rank
@@ -49,7 +59,7 @@ Change = Callable[[Tokens, int], Tokens]  # (tokens, rank) -> tokens
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
     compile_ahead([(World(*shape), {}) for shape in ALL_WORLDS])
-    compile_ahead(SHAPES.values(), [(torch.float32, False), (torch.float32, True)])
+    compile_ahead(SHAPES.values(), [Payload(torch.float32), Payload(torch.float32, True)])
 
 
 def call(world: World, seed: int, change: Change | None = None, **options: Any) -> Wanted:

@@ -22,7 +22,7 @@ from cases import (
     on_device,
     run_step,
 )
-from gpu_ranks import World, compile_ahead, make, prepare, run, worlds
+from gpu_ranks import Payload, World, compile_ahead, make, prepare, run, worlds
 from moe_p2p import AllToAll, Dispatched, InvalidArgumentError, reference
 from ranks import Rank
 from test_gpu import call, to_one_expert
@@ -38,7 +38,7 @@ LONG_COUNTS = [27, 1, 14, 0, 8, 27, 3, 20]
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
-    payloads = [(torch.float32, False), (torch.bfloat16, False), (torch.float32, True)]
+    payloads = [Payload(torch.float32), Payload(torch.bfloat16), Payload(torch.float32, True)]
     compile_ahead([(World(*shape), CHUNKED) for shape in CHUNKED_WORLDS], payloads)
 
 

@@ -158,6 +158,10 @@ def negative_expert(arguments: dict[str, Any]) -> None:
     arguments["topk_idx"][0, 2] = -7
 
 
+def expert_twice(arguments: dict[str, Any]) -> None:
+    arguments["topk_idx"][3] = torch.tensor([5, -1, 5])
+
+
 def too_many_tokens(arguments: dict[str, Any]) -> None:
     arguments["num_tokens"] = torch.tensor(13)
 
@@ -177,6 +181,11 @@ def other_type(arguments: dict[str, Any]) -> None:
 BAD: dict[str, tuple[Callable[[dict[str, Any]], None], type[Exception], str]] = {
     "expert too large": (bad_expert, moe_p2p.InvalidArgumentError, "expert 4000"),
     "expert too small": (negative_expert, moe_p2p.InvalidArgumentError, "expert -7"),
+    "expert twice": (
+        expert_twice,
+        moe_p2p.InvalidArgumentError,
+        "token 3 names expert 5 twice",
+    ),
     "more tokens than rows": (too_many_tokens, moe_p2p.InvalidArgumentError, "num_tokens is 13"),
     "fewer than no tokens": (negative_count, moe_p2p.InvalidArgumentError, "num_tokens is -1"),
     "capacity too small": (little_capacity, moe_p2p.ResourceExhaustedError, "capacity is 1"),
@@ -184,16 +193,20 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], None], type[Exception], str]] = 
 }
 
 
-def bad_call(rank: Rank, world: World, name: str, wanted: Wanted) -> tuple[str, type[Exception]]:
+def bad_call(
+    rank: Rank, world: World, name: str, wanted: Wanted, layout: str
+) -> tuple[str, type[Exception]]:
     change, _, _ = BAD[name]
     with make(rank, world, timeout_s=SOON_S) as comm:
         mine = wanted.tokens[rank.rank]
         arguments: dict[str, Any] = {"x": mine.x, "topk_idx": mine.topk_idx.clone()}
+        arguments["layout"] = layout
         if rank.rank == 0:
             change(arguments)
         arguments = {name: on_device(comm, value) for name, value in arguments.items()}
         if comm._device is not None:
-            comm._device.prepare_dispatch(arguments["x"].dtype, quantize=False)
+            by_rank = layout == "by_rank"
+            comm._device.prepare_dispatch(arguments["x"].dtype, quantize=False, by_rank=by_rank)
         meet(rank, "prepared")
         try:
             comm.dispatch(**arguments)
@@ -210,10 +223,14 @@ def bad_call(rank: Rank, world: World, name: str, wanted: Wanted) -> tuple[str, 
 
 
 @pytest.mark.parametrize("name", BAD)
-@pytest.mark.parametrize("world", worlds((2, 2), (2, 1)))
-def test_a_bad_call_gives_a_typed_error(world: World, name: str) -> None:
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [(World(2, 2), "padded"), (World(2, 1), "padded"), (World(2, 1), "by_rank")],
+    ids=str,
+)
+def test_a_bad_call_gives_a_typed_error(world: World, layout: str, name: str) -> None:
     wanted = call(world, 2)
-    results = run(world, bad_call, name, wanted)
+    results = run(world, bad_call, name, wanted, layout)
     _, kind, match = BAD[name]
     # A wrong header is seen by whoever reads it; the rest by the rank that makes the call.
     who = results if name == "another type" else results[:1]

@@ -28,7 +28,7 @@ def doubled(topology: Topology, rank: int, received: Received) -> Tensor:
     return received.x.reshape(-1, received.x.shape[-1]) * 2
 
 
-def call(world: World, seed: int, max_tokens: int = MAX_TOKENS) -> Wanted:
+def call(world: World, seed: int, max_tokens: int = MAX_TOKENS, layout: str = "grouped") -> Wanted:
     """A call whose tensors have all rows, of which a number that changes counts."""
 
     def tokens(rank: int) -> Tokens:
@@ -43,7 +43,7 @@ def call(world: World, seed: int, max_tokens: int = MAX_TOKENS) -> Wanted:
         return replace(made, num_tokens=(5 * seed + 3 * rank) % (max_tokens + 1))
 
     made = [tokens(rank) for rank in range(world.ranks)]
-    return expect(world.topology(), made, max_tokens=max_tokens, experts=doubled, layout="grouped")
+    return expect(world.topology(), made, max_tokens=max_tokens, experts=doubled, layout=layout)
 
 
 @dataclass(frozen=True)
@@ -71,14 +71,14 @@ class Inputs:
         self.topk_weights.copy_(tokens.topk_weights)
         self.num_tokens.copy_(torch.tensor([tokens.count], dtype=torch.int32))
 
-    def arguments(self, max_tokens: int) -> dict[str, object]:
+    def arguments(self, max_tokens: int, layout: str = "grouped") -> dict[str, object]:
         return {
             "x": self.x,
             "topk_idx": self.topk_idx,
             "topk_weights": self.topk_weights,
             "num_tokens": self.num_tokens,
             "max_tokens": max_tokens,
-            "layout": "grouped",
+            "layout": layout,
             "with_source": True,
         }
 
@@ -121,34 +121,37 @@ def replay(
     meet(rank, "replayed")
 
 
-def pair(rank: Rank, world: World, steps: list[list[Wanted]], max_tokens: int) -> None:
+def pair(rank: Rank, world: World, steps: list[list[Wanted]], max_tokens: int, layout: str) -> None:
     with make(rank, world, chunk_tokens=MAX_TOKENS, max_tokens=max_tokens) as comm:
         comm_inputs = Inputs.make(max_tokens)
 
         def body() -> list[Result]:
-            got = comm.dispatch(**comm_inputs.arguments(max_tokens))
+            got = comm.dispatch(**comm_inputs.arguments(max_tokens, layout))
             return [(got, comm.combine(got.x * 2, got))]
 
-        prepare_bf16(rank, comm)
+        prepare_bf16(rank, comm, by_rank=layout == "by_rank")
         replay(rank, comm, body, [comm_inputs], steps)
 
 
-def prepare_bf16(rank: Rank, comm: AllToAll) -> None:
+def prepare_bf16(rank: Rank, comm: AllToAll, *, by_rank: bool = False) -> None:
     if comm._device is not None:
-        comm._device.prepare_dispatch(torch.bfloat16, quantize=False)
+        comm._device.prepare_dispatch(torch.bfloat16, quantize=False, by_rank=by_rank)
         comm._device.prepare_combine(torch.bfloat16, torch.bfloat16)
     meet(rank, "prepared")
 
 
+@pytest.mark.parametrize("layout", ["grouped", "by_rank"])
 @pytest.mark.parametrize("world", WORLDS)
-def test_a_captured_graph_follows_inputs_and_counts(world: World) -> None:
-    run(world, pair, [[call(world, seed)] for seed in range(20)], MAX_TOKENS)
+def test_a_captured_graph_follows_inputs_and_counts(world: World, layout: str) -> None:
+    steps = [[call(world, seed, layout=layout)] for seed in range(20)]
+    run(world, pair, steps, MAX_TOKENS, layout)
 
 
+@pytest.mark.parametrize("layout", ["grouped", "by_rank"])
 @pytest.mark.parametrize("world", worlds((2, 2), (4, 2)))
-def test_a_captured_call_of_several_chunks(world: World) -> None:
+def test_a_captured_call_of_several_chunks(world: World, layout: str) -> None:
     long = 3 * MAX_TOKENS + 1
-    run(world, pair, [[call(world, seed, long)] for seed in range(8)], long)
+    run(world, pair, [[call(world, seed, long, layout)] for seed in range(8)], long, layout)
 
 
 def micro_batches(rank: Rank, world: World, steps: list[list[Wanted]], apart: bool) -> None:
