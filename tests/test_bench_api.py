@@ -65,6 +65,7 @@ def test_defaults_are_those_of_the_targets() -> None:
     ("arguments", "text"),
     [
         (["--deep-ep-module=x"], "--deep-ep-module is for --api deep_ep"),
+        (["--api=deep_ep", "--deep-ep-module=no.such"], "no module is named no.such"),
         (["--api=deep_ep", "--dtype=fp16"], "DeepEP's calls take fp8 and bf16"),
         (["--api=deep_ep", "--ranks-per-node=2"], "ranks of this machine are one node"),
     ],

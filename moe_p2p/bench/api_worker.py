@@ -66,6 +66,7 @@ def run(options: Options) -> Results:
                 progress.set_description(f"{interface}, T {tokens}")
                 case = replace(options, tokens=(tokens,))
                 rows += _case(case, job, interface, group=group, clock=clock, notes=notes)
+                torch.cuda.empty_cache()  # regions do not come out of torch's memory
                 progress.update()
         clock.close()
         return Results(rows=rows, notes=notes)

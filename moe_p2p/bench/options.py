@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -231,9 +232,18 @@ def _refuse_nonsense(parser: argparse.ArgumentParser, options: Options) -> None:
         parser.error(f"--topk {options.topk} is more than --experts {options.experts}")
     if options.deep_ep_module and options.api != "deep_ep":
         parser.error("--deep-ep-module is for --api deep_ep")
+    if options.deep_ep_module and not _is_there(options.deep_ep_module):
+        parser.error(f"--deep-ep-module: no module is named {options.deep_ep_module}")
     if options.api == "deep_ep" and options.dtype not in ("fp8", "bf16"):
         parser.error(f"--dtype {options.dtype}: DeepEP's calls take fp8 and bf16")
     if any(tokens < 1 for tokens in options.tokens):
         parser.error("--tokens must be at least 1")
     if options.seed and (options.gbps or options.latency_us):
         parser.error("--seed reorders at will: it excludes the link model (--gbps, --latency-us)")
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # a package above it
+        return False
