@@ -1,9 +1,10 @@
 """libfabric's providers: the Domain beside a raw loop over the same provider, then whole engines.
 
-The first, by tests/cpp/libfabric_benchmark.cpp, takes turns between the two in one run. Goals:
-large writes at least 0.95 of the raw loop, posting 8 KiB at most 1.2 times its cost. The others are
-what a user gets between two engines of one process, in Python, with a thread each. Over tcp and shm
-the CPU copies every byte: the numbers are those of this machine's cores.
+The first two, by tests/cpp/libfabric_benchmark.cpp and transfer_benchmark.cpp (pages by size and
+scatter to n peers, also over the software NIC), take turns between the two in one run. Goals: large
+writes at least 0.95 of the raw loop, posting 8 KiB at most 1.2 times its cost. The others are what
+a user gets between two engines of one process, in Python, with a thread each. Over tcp and shm the
+CPU copies every byte: the numbers are those of this machine's cores.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from cpp_program import median_s
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from moe_p2p import Engine, UnavailableError
-from moe_p2p.engine import Region, Slice
+from moe_p2p.engine import Region
 
 SETTINGS = {"tcp": "provider=tcp,interfaces=lo", "shm": "provider=shm"}
 TARGET_BYTES = 64 << 20
@@ -81,17 +82,10 @@ def test_pages(benchmark: BenchmarkFixture, route: Route, page_bytes: int) -> No
     benchmark.extra_info["us_per_page"] = median_s(benchmark) / 1000 * 1e6
 
 
-def test_scatter(benchmark: BenchmarkFixture, route: Route) -> None:
-    """64 slices of 64 KiB in one call."""
-    nbytes = 64 << 10
-    slices = [Slice(i * nbytes, route.region, (63 - i) * nbytes, nbytes) for i in range(64)]
-    benchmark.pedantic(
-        lambda: route.here.scatter(route.source, slices).wait(30.0), rounds=30, warmup_rounds=3
-    )
-    benchmark.extra_info["gigabytes_per_s"] = 64 * nbytes / median_s(benchmark) / 1e9
-
-
-def test_beside_a_raw_loop(benchmark: BenchmarkFixture) -> None:
+@pytest.mark.parametrize(
+    "cases", ["libfabric*", "transfers*"], ids=["providers", "pages and scatter"]
+)
+def test_beside_a_raw_loop(benchmark: BenchmarkFixture, cases: str) -> None:
     program = cpp_program.build(timeout_s=400)
-    command = [program, "--no-skip", "-tc=benchmark: libfabric*"]
+    command = [program, "--no-skip", f"-tc=benchmark: {cases}"]
     cpp_program.run(benchmark, command, name="beside a raw loop")

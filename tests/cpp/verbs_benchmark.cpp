@@ -3,113 +3,20 @@
 //   $(python tests/cpp/build.py --optimize) --no-skip -tc="benchmark: verbs*"
 // Targets: large writes at least 95% of the bare loop's rate; posting a page of 8 KiB at most 1.2 times a
 // bare post_send.
-#include <arpa/inet.h>
-
 #include <algorithm>
 #include <utility>
 
-#include "provider/verbs/queue_pair.h"
-#include "provider_harness.h"
+#include "verbs_bare.h"
 #include "verbs_fake.h"
 
 namespace moe_p2p::provider_test {
 namespace {
 
-using namespace provider::verbs;
-using platform::Clock;
+using namespace verbs_bare;  // NOLINT(google-build-using-namespace)
 
 constexpr const char* kDevices[] = {"rxe0", "rxe1"};
-constexpr size_t kMemoryBytes = 16 << 20;
-constexpr uint32_t kWindow = 64;
-
-double seconds_since(Clock::time_point start) {
-  return std::chrono::duration<double>(Clock::now() - start).count();
-}
 // Of several rounds: what others do on the machine only ever adds.
 double best(const std::vector<double>& values) { return *std::ranges::min_element(values); }
-
-// One end of the bare loop: everything but the set-up is the library's own interface.
-struct BareEnd {
-  explicit BareEnd(const char* device)
-      : nic(parse_config(base::concat("timeout=16,devices=", device)), 0, false),
-        bytes(kMemoryBytes),
-        mr(nic.api.reg_mr(nic.pd.get(), bytes.data(), bytes.size(), 3), nic.api.dereg_mr),
-        qp(make_qp(nic, true)) {
-    add_receives(nic.num_receives);
-  }
-  void connect(BareEnd& to) {
-    make_ready_to_receive(nic, *qp, own_port(to.nic), {0, to.qp->qp_num, 0}, "peer");
-    make_ready_to_send(nic, *qp, 0);
-  }
-  void add_receives(uint32_t num) {
-    RecvWr wr{kReceiveId, nullptr, nullptr, 0}, *bad = nullptr;
-    for (; num > 0; --num) REQUIRE(nic.context->ops.post_srq_recv(nic.srq.get(), &wr, &bad) == 0);
-  }
-  int post(BareEnd& to, uint64_t offset, uint32_t size, bool imm) {
-    Sge sge{reinterpret_cast<uint64_t>(bytes.data() + offset), size, mr->lkey};
-    SendWr wr{}, *bad = nullptr;
-    wr.sg_list = &sge;
-    wr.num_sge = 1;
-    wr.opcode = imm ? kOpWriteImm : kOpWrite;
-    wr.send_flags = kSendSignaled | (size <= 64 ? unsigned{kSendInline} : 0u);
-    wr.imm_data = htonl(7);
-    wr.remote_addr = reinterpret_cast<uint64_t>(to.bytes.data() + offset);
-    wr.rkey = to.mr->rkey;
-    return nic.context->ops.post_send(qp.get(), &wr, &bad);
-  }
-  void poll() {
-    Wc wcs[32];
-    const int num = nic.context->ops.poll_cq(nic.cq.get(), 32, wcs);
-    uint64_t received = 0;
-    for (int i = 0; i < num; ++i) {
-      REQUIRE(wcs[i].status == 0);
-      (wcs[i].wr_id == kReceiveId ? received : sent) += 1;
-    }
-    seen += received;
-    add_receives(static_cast<uint32_t>(received));
-  }
-  Nic nic;
-  std::vector<std::byte> bytes;
-  Owned<Mr> mr;
-  Owned<Qp> qp;
-  uint64_t sent = 0, seen = 0;
-};
-
-struct Bare {
-  Bare() : a(kDevices[0]), b(kDevices[1]) { a.connect(b), b.connect(a); }
-  double run(uint32_t num, uint32_t size, bool imm) {
-    const uint64_t sent = a.sent + num, seen = b.seen + (imm ? num : 0);
-    const auto start = Clock::now();
-    for (uint32_t posted = 0; a.sent < sent || b.seen < seen;) {
-      while (posted < num && posted - (a.sent + num - sent) < kWindow)
-        REQUIRE(a.post(b, (uint64_t{posted++} * size) % (kMemoryBytes - size), size, imm) == 0);
-      a.poll();
-      if (imm) b.poll();
-    }
-    return seconds_since(start);
-  }
-  double ping_pong(uint32_t num) {
-    const auto start = Clock::now();
-    for (uint32_t i = 0; i < num; ++i) {
-      const uint64_t at_b = b.seen + 1, at_a = a.seen + 1;
-      REQUIRE(a.post(b, 0, 8, true) == 0);
-      while (b.seen < at_b) b.poll();
-      REQUIRE(b.post(a, 0, 8, true) == 0);
-      while (a.seen < at_a) a.poll();
-    }
-    while (a.sent < num) a.poll();
-    return seconds_since(start) / num / 2;
-  }
-  double post_pages(uint32_t num) {
-    const uint64_t sent = a.sent + num;
-    const auto start = Clock::now();
-    for (uint32_t i = 0; i < num; ++i) REQUIRE(a.post(b, i * 8192, 8192, false) == 0);
-    const double seconds = seconds_since(start);
-    while (a.sent < sent) a.poll();
-    return seconds / num;
-  }
-  BareEnd a, b;
-};
 
 struct Ours {
   Ours()
@@ -150,9 +57,9 @@ struct Ours {
     }
     return seconds_since(start);
   }
-  double ping_pong(uint32_t num) {
-    const WorkRequest forth = write(0, 8, true);
-    const WorkRequest reply = with_imm(make_write(0, back, to, 0, from, 0, 8), 1);
+  double ping_pong(uint32_t num, uint32_t size) {
+    const WorkRequest forth = write(0, size, true);
+    const WorkRequest reply = with_imm(make_write(0, back, to, 0, from, 0, size), 1);
     const auto start = Clock::now();
     for (uint32_t i = 0; i < num; ++i) {
       const uint64_t at_b = b_seen + 1, at_a = a_seen + 1;
@@ -192,7 +99,7 @@ bool devices_there() {
 
 TEST_CASE("benchmark: verbs, beside a bare loop on the same devices" * doctest::skip()) {
   if (!devices_there()) return;
-  Bare bare;
+  Bare bare(kDevices[0], kDevices[1]);
   Ours ours;
   const auto in_turns = [](int rounds, auto&& first, auto&& second) {
     std::vector<double> a, b;
@@ -209,9 +116,12 @@ TEST_CASE("benchmark: verbs, beside a bare loop on the same devices" * doctest::
               bytes / theirs, " MB/s, provider ", bytes / own, " MB/s, ", 100 * theirs / own, " %");
     }
   }
-  const auto [bare_s, own_s] =
-      in_turns(7, [&] { return bare.ping_pong(100); }, [&] { return ours.ping_pong(100); });
-  MESSAGE("8 B there, one way: bare ", bare_s * 1e6, " us, provider ", own_s * 1e6, " us");
+  for (const uint32_t size : {8u, 8192u, 65536u}) {
+    const auto [theirs, own] = in_turns(
+        7, [&] { return bare.ping_pong(50, size); }, [&] { return ours.ping_pong(50, size); });
+    MESSAGE(size, " B with immediate, one way: bare ", theirs * 1e6, " us, provider ", own * 1e6,
+            " us, ", own / theirs, " times");
+  }
   const auto [bare_post, own_post] =
       in_turns(15, [&] { return bare.post_pages(64); }, [&] { return ours.post_pages(64); });
   MESSAGE("posting a page of 8 KiB, 64 at a time: bare ", bare_post * 1e9, " ns, provider ",
