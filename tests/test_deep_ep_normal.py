@@ -11,6 +11,7 @@ import torch
 import deep_ep_cases as cases
 from deep_ep_cases import Place, Setting
 from moe_p2p import InvalidArgumentError
+from moe_p2p.deep_ep import communicators
 from moe_p2p.deep_ep.layout import count_routing
 from ranks import Rank, run_threads
 
@@ -35,6 +36,16 @@ def test_with_tokens_of_any_kind(check: _Check, name: str) -> None:
     world_size = 4 if name == "wide" else 3
     # Little memory: 64 tokens a step, so that some settings take several.
     run_threads(world_size, _body, check, cases.SETTINGS[name], 1 << 20)
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (4, 2)], ids=["2-nodes-of-1", "2-nodes-of-2"])
+@pytest.mark.parametrize("name", ["bf16", "fp8", "many-steps"])
+def test_between_nodes(shape: tuple[int, int], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks of this host as several nodes; many-steps has partial sums rounded on the way."""
+    world_size, per_node = shape
+    monkeypatch.setattr(communicators, "find_ranks_per_node", lambda *_: per_node)
+    for check in (cases.check_dispatch, cases.check_combine, cases.check_worst):
+        run_threads(world_size, _body, check, cases.SETTINGS[name], 1 << 20)
 
 
 def _chunks(rank: Rank) -> list[int]:

@@ -8,6 +8,7 @@ Symbols: T tokens, K top-k, E experts, H hidden size, R rows received.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -163,3 +164,25 @@ def test_gradients_are_those_of_a_model_without_ranks(world_size: int, later: bo
         for mine, wanted in zip(got, expected, strict=True):
             # fp32 sums of the same terms in another order.
             torch.testing.assert_close(mine, wanted, rtol=1e-5, atol=1e-5)
+
+
+def _unrecorded(rank: Rank) -> None:
+    group = dist.ProcessGroup(rank.store, rank.rank, rank.world_size)
+    buffer = Buffer(group, explicitly_destroy=True, timeout_s=20.0)
+    x, routes, probs, _ = make_tokens(0)
+    rows, _, row_probs, handle = Dispatch.forward(
+        SimpleNamespace(mark_non_differentiable=lambda _: None),
+        x.requires_grad_(),
+        routes[0],
+        probs[0].requires_grad_(),
+        buffer,
+        False,
+    )
+    out, _, _ = buffer.combine(rows, handle, row_probs)
+    assert torch.is_grad_enabled()
+    assert not any(tensor.requires_grad for tensor in (rows, row_probs, out))
+    buffer.destroy()
+
+
+def test_calls_themselves_are_not_recorded() -> None:
+    run_threads(1, _unrecorded)

@@ -104,6 +104,7 @@ class Communicators:
                 chunk_tokens=chunk_tokens,
                 steps_in_flight=steps_in_flight,
                 num_sms=num_sms,
+                ranks_per_node=self.ranks_per_node,
                 timeout_s=self.timeout_s,
             )
             made = ReleasingAllToAll(

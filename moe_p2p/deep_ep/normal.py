@@ -101,7 +101,7 @@ class NormalCalls(BufferBase):
         turn = self._streams.turn(
             values.device, previous_event, async_finish, allocate_on_comm_stream
         )
-        with torch.no_grad(), turn:
+        with turn:
             if handle is not None:
                 errors.require(
                     topk_idx is None and topk_weights is None,
@@ -165,7 +165,7 @@ class NormalCalls(BufferBase):
         Returns [T, H] of x's type, [T, K] or None, and the event.
         """
         turn = self._streams.turn(x.device, previous_event, async_finish, allocate_on_comm_stream)
-        with torch.no_grad(), turn:
+        with turn:
             all_to_all, dispatched = handle.all_to_all, handle.dispatched
             scalars = _widened(topk_weights, dispatched.topk_idx.shape[1])
             result = all_to_all.combine(

@@ -66,18 +66,26 @@ def _is_capturing(stream: torch.cuda.Stream | None) -> bool:
 
 
 class Turn:
-    """One call, as a context manager. `event` is what the call returns; it is set at the end."""
+    """One call, as a context manager. `event` is what the call returns; it is set at the end.
+
+    Autograd records nothing of a call: who trains puts functions of his own around calls.
+    """
 
     def __init__(self, async_finish: bool) -> None:
         self._async_finish = async_finish
+        self._records = torch.is_grad_enabled()
         self.event = EventOverlap()
 
     def __enter__(self) -> Self:
+        if self._records:
+            torch.set_grad_enabled(False)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None
     ) -> None:
+        if self._records:
+            torch.set_grad_enabled(True)
         if self._async_finish:
             self.event.event = EventHandle()
 
@@ -104,7 +112,7 @@ class CudaTurn(Turn):
         elif self._scope is not None:
             self._stream.wait_stream(self._callers)
         self._streams.follow(self._stream)
-        return self
+        return super().__enter__()
 
     def __exit__(
         self,
