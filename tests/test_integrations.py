@@ -176,7 +176,7 @@ def test_vllm_layer_computes_a_plain_moe(backend: str) -> None:
     run_processes(WORLD, run_vllm, backend, True, False, "cpu")
 
 
-def test_vllm_experts_may_apply_the_weights_and_managers_be_older() -> None:
+def test_vllm_experts_may_apply_the_weights_and_versions_be_older() -> None:
     run_processes(WORLD, run_vllm, "deepep_high_throughput", False, True, "cpu")
 
 

@@ -12,6 +12,7 @@ module here takes no other project. Where versions of a project differ, what exi
 
 from __future__ import annotations
 
+import functools
 import importlib
 from typing import Any
 
@@ -27,6 +28,7 @@ def required(name: str, project: str) -> Any:
         ) from error
 
 
+@functools.cache  # to look for a module in vain takes long, and some are asked for in every call
 def optional(name: str) -> Any:
     """The module `name`, or None where this version of the project does not have it."""
     try:

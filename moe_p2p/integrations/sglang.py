@@ -66,6 +66,7 @@ class Dispatcher:
         self._num_experts = num_experts or 0
         self._max_tokens = _low_latency_tokens()
         self._group, self._sizes = group, SizeExchange()
+        self._options: dict[str, Any] | None = None  # of dispatch; None: not chosen yet
         self._hooks: list[Callable[[Any], None]] = []
         self._dispatching: Callable[[], Any] | None = None
         self._combining: Callable[[], Tensor] | None = None
@@ -114,7 +115,7 @@ class Dispatcher:
         return finish()
 
     def set_quant_config(self, quant_config: dict[str, Any]) -> None:
-        self.quant_config = quant_config
+        self.quant_config, self._options = quant_config, None
 
     def set_overlap_args(self, combine_overlap_args: Any, meta_overlap_args: Any) -> None:
         raise errors.make(
@@ -132,7 +133,7 @@ class Dispatcher:
 
     def _low_latency(self, x: Tensor, ids: Tensor, weights: Tensor) -> Callable[[], Any]:
         all_to_all = self._all_to_all(x, ids, low_latency=True)
-        options = self._options()
+        options = self._dispatch_options()
         pending = all_to_all.dispatch_send(
             x, ids, weights, layout="padded", column_scales=bool(options), **options
         )
@@ -170,7 +171,7 @@ class Dispatcher:
             layout="grouped",
             max_tokens=sizes.max_tokens,
             capacity=sizes.capacity,
-            **self._options(),
+            **self._dispatch_options(),
         )
         self._received = all_to_all, got
         experts = torch.arange(len(got.counts), device=x.device)
@@ -205,20 +206,10 @@ class Dispatcher:
         mode = self.deepep_mode.resolve(attention.get_is_extend_in_batch())
         return bool(mode.is_low_latency())
 
-    def _options(self) -> dict[str, Any]:
-        """Options of dispatch for what the runner's kernels take."""
-        utils = required("sglang.srt.layers.moe.utils", "sglang")
-        choose = getattr(utils, "get_deepep_output_dtype", None)
-        dtype = "fp8" if choose is None else choose(self).value
-        errors.require(
-            dtype in ("bf16", "fp8"),
-            f"the runner wants rows of {dtype}; bf16 and fp8 are dispatched: start SGLang with "
-            "--deepep-dispatcher-output-dtype bf16",
-        )
-        if dtype == "bf16":
-            return {}
-        packed = _uses_deep_gemm() and getattr(_deep_gemm(), "DEEPGEMM_SCALE_UE8M0", False)
-        return {"quantize": True, "scale_format": "ue8m0" if packed else "float32"}
+    def _dispatch_options(self) -> dict[str, Any]:
+        if self._options is None:
+            self._options = _options_for(self)
+        return self._options
 
 
 class _Registered:
@@ -254,6 +245,22 @@ def _made(names: tuple[str, ...], **values: Any) -> Any:
     module = required(_DISPATCHERS, "sglang")
     kind = next(found for name in names if (found := getattr(module, name, None)) is not None)
     return kind(**{field: values[field] for field in kind._fields})
+
+
+def _options_for(dispatcher: Dispatcher) -> dict[str, Any]:
+    """Options of dispatch for what the runner's kernels take."""
+    utils = required("sglang.srt.layers.moe.utils", "sglang")
+    choose = getattr(utils, "get_deepep_output_dtype", None)
+    dtype = "fp8" if choose is None else choose(dispatcher).value
+    errors.require(
+        dtype in ("bf16", "fp8"),
+        f"the runner wants rows of {dtype}; bf16 and fp8 are dispatched: start SGLang with "
+        "--deepep-dispatcher-output-dtype bf16",
+    )
+    if dtype == "bf16":
+        return {}
+    packed = _uses_deep_gemm() and getattr(_deep_gemm(), "DEEPGEMM_SCALE_UE8M0", False)
+    return {"quantize": True, "scale_format": "ue8m0" if packed else "float32"}
 
 
 def _deep_gemm() -> Any:

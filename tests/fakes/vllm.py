@@ -242,9 +242,12 @@ def put(*, scheduled_tokens: int, manager_base: Any = All2AllManagerBase) -> Non
     module("vllm.config", get_current_vllm_config=lambda: config)
     module(f"{COMMUNICATORS}.base_device_communicator", All2AllManagerBase=manager_base)
     module(f"{COMMUNICATORS}.all2all", All2AllManagerBase=manager_base)
+    # Versions with the older manager know one class for both kinds of kernels.
+    older = manager_base is OlderAll2AllManagerBase
+    base = f"FusedMoEPrepareAndFinalize{'' if older else 'Modular'}"
     module(
         f"{FUSED_MOE}.modular_kernel",
-        FusedMoEPrepareAndFinalizeModular=FusedMoEPrepareAndFinalizeModular,
+        **{base: FusedMoEPrepareAndFinalizeModular},
         FusedMoEActivationFormat=FusedMoEActivationFormat,
         ExpertTokensMetadata=ExpertTokensMetadata,
     )
