@@ -1,5 +1,6 @@
 // One kernel for both halves of combine, and for release. Blocks that send come before those that
-// receive; what they wait for, the dispatches of this step, does not depend on any receiver.
+// receive; what they wait for, the dispatches of this step and the weights that other ranks' senders
+// push first of all, does not depend on any receiver.
 #include "kernels/combine_recv.cuh"
 
 using namespace moe_p2p::device;
@@ -24,7 +25,7 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, MOE_P2P_BLOCKS_PER_S
   const OpenedSteps steps = opens ? OpenedSteps::read(p.comm) : OpenedSteps{};
   const bool valid = meta.magic == HandleMeta::kMagic && meta.communicator == p.comm.communicator &&
                      meta.num_chunks == p.num_chunks &&
-                     (!receives || p.empty || meta.num_rows == p.num_rows);
+                     (p.empty || !(receives || p.topk_weights) || meta.num_rows == p.num_rows);
   const u64 first = opens ? steps.first : p.solo && !p.empty ? solo_step(p) : meta.first_step;
   if (role.send >= 0 && !p.empty) {
     combine_send(p, valid, first, role.send);
@@ -32,7 +33,10 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, MOE_P2P_BLOCKS_PER_S
     // Nothing in it can be believed.
   } else if (role.relay) {
     relay(p.comm, first, p.num_chunks,
-          {.free = opens, .dispatch = opens || p.empty, .combine = receives});
+          {.free = opens,
+           .dispatch = opens || p.empty,
+           .weights = sends && p.topk_weights != 0,
+           .combine = receives});
   } else if (role.send == 0) {
     send_release(p, first);
   } else if (role.recv >= 0) {

@@ -1,15 +1,18 @@
 // Combine, receiving half: adds the partial rows of each own token, as soon as those it needs are here.
-// Nodes ascending; the own node contributes its ranks one after the other, any other node one row.
+// The caller's bias first, then nodes ascending; the own node contributes its ranks one after the other,
+// any other node one row.
 #pragma once
 
 #include "kernels/combine_send.cuh"
 
 namespace moe_p2p::device {
 
+inline constexpr i32 kBiases = 2;
+
 struct CombineRecvShared {
   struct {
-    const char* partial[kSpeakers];  // in the order of the sum; null = none
-    i32 num_partials;
+    const char* row[kBiases + kSpeakers];  // in the order of the sum; null = none
+    i32 num_rows;
   } worker[RecvWorker::kCount];
 };
 
@@ -40,33 +43,38 @@ __device__ inline void recv_token(const CombineParams& p, const Self& self,
                                   const RecvWorker& worker, u64 step, const i32* send_slots,
                                   i64 token, CombineRecvShared& s) {
   auto& w = s.worker[worker.place];
+  const u64 offset = static_cast<u64>(token) * kOutBytes;
   for (i32 i = worker.thread; i < kSpeakers; i += RecvWorker::kThreads) {
     const i32 column = i < kLocal ? i : kLocal + other_node(i - kLocal, self.node);
-    w.partial[order_of(self, i)] = wait_partial(p, self, step, i, send_slots[column]);
+    w.row[kBiases + order_of(self, i)] = wait_partial(p, self, step, i, send_slots[column]);
+  }
+  if (worker.thread < kBiases) {
+    const u64 bias = p.bias[worker.thread];
+    w.row[worker.thread] = bias ? reinterpret_cast<const char*>(bias + offset) : nullptr;
   }
   worker.sync();
   if (worker.thread < 32) {  // the rows that there are, one after the other
     i32 num = 0;
-    for (i32 first = 0; first < kSpeakers; first += 32) {
+    for (i32 first = 0; first < kBiases + kSpeakers; first += 32) {
       const i32 i = first + worker.thread;
-      const char* partial = i < kSpeakers ? w.partial[i] : nullptr;
-      const u32 have = __ballot_sync(~0u, partial != nullptr);
+      const char* row = i < kBiases + kSpeakers ? w.row[i] : nullptr;
+      const u32 have = __ballot_sync(~0u, row != nullptr);
       __syncwarp();  // all have read before one writes
-      if (partial) w.partial[num + __popc(have & ((1u << worker.thread) - 1))] = partial;
+      if (row) w.row[num + __popc(have & ((1u << worker.thread) - 1))] = row;
       num += __popc(have);
       __syncwarp();
     }
-    if (worker.thread == 0) w.num_partials = num;
+    if (worker.thread == 0) w.num_rows = num;
   }
   worker.sync();
   constexpr i32 kRowsAtOnce = kSpeakers < 4 ? kSpeakers : 4;
   sum_rows<kOutType, false, kRowsAtOnce>(
-      worker, reinterpret_cast<char*>(p.out) + static_cast<u64>(token) * kOutBytes, w.num_partials,
-      [&](i32 r) { return w.partial[r]; }, false, [](i32) { return 1.0f; });
+      worker, reinterpret_cast<char*>(p.out) + offset, w.num_rows, [&](i32 r) { return w.row[r]; },
+      false, [](i32) { return 1.0f; });
   if (p.out_scalars && worker.thread < kTopk) {
     float sum = 0.0f;
-    for (i32 r = 0; r < w.num_partials; ++r)
-      sum = __fadd_rn(sum, reinterpret_cast<const float*>(w.partial[r] + kOutBytes)[worker.thread]);
+    for (i32 r = (p.bias[0] != 0) + (p.bias[1] != 0); r < w.num_rows; ++r)
+      sum = __fadd_rn(sum, reinterpret_cast<const float*>(w.row[r] + kOutBytes)[worker.thread]);
     reinterpret_cast<float*>(p.out_scalars)[token * kTopk + worker.thread] = sum;
   }
   worker.sync();
@@ -86,6 +94,21 @@ __device__ inline void end_step(const CombineParams& p, const Self& self, u64 st
     if (header->flags != flags || header->slot_bytes != (p.empty ? 0 : p.stride))
       raise_fault(p.comm, kWrongHeader, Phase::kCombine, speaker_rank(self, i), step, p.stride,
                   header->slot_bytes);
+  }
+}
+
+// How long this rank waits for each speaker to be heard; the ranks of other nodes that do not speak to
+// it have no time of their own. Of its own node's ranks this is the word with which they begin to send.
+__device__ __noinline__ void tell_waits(const CombineParams& p, const Self& self, u64 step,
+                                        bool first) {
+  auto* ticks = reinterpret_cast<i64*>(p.wait_ticks);
+  if (first)
+    for (i32 i = static_cast<i32>(threadIdx.x); i < kWorld; i += kBlockThreads) ticks[i] = 0;
+  __syncthreads();
+  for (i32 i = static_cast<i32>(threadIdx.x); i < kSpeakers; i += kBlockThreads) {
+    const i64 begin = clock64();
+    wait_combine(p.comm, self, step, i);
+    ticks[speaker_rank(self, i)] += clock64() - begin;
   }
 }
 
@@ -115,6 +138,7 @@ __device__ inline void combine_recv(const CombineParams& p, u64 first_step, i32 
       if (worker.thread == 0) wait_sums_read(p.comm, step - static_cast<u64>(kSteps));
       worker.sync();
     }
+    if (p.wait_ticks && block == 0) tell_waits(p, self, step, chunk == 0);
     for (i64 token = static_cast<i64>(chunk) * kChunk + worker.id; token < end;
          token += worker.count)
       recv_token(p, self, worker, step, handle.send_slots(token), token, s);

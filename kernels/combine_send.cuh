@@ -7,6 +7,7 @@
 #include "kernels/device/quantize.cuh"
 #include "kernels/device/steps.cuh"
 #include "kernels/device/worker.cuh"
+#include "kernels/late_weights.cuh"
 
 namespace moe_p2p::device {
 
@@ -131,9 +132,17 @@ struct Adder {
   }
 };
 
+// The weight of row `row` of y, which is the k-th expert of a slot.
+__device__ __forceinline__ float weight_of_row(const Adder& a, u64 step, i32 source, i32 index,
+                                               i32 k, i32 row) {
+  if (a.p.topk_weights) return slot_weights(a.p.comm, a.self, slot_of(step), source, index)[k];
+  return a.p.row_weights ? reinterpret_cast<const float*>(a.p.row_weights)[row] : 1.0f;
+}
+
 // The rows and weights of items i, i + count, ...: of each slot those of this rank. All that lies in
 // the handle is asked for at once, wanted or not.
-__device__ inline void look_up(const Adder& a, const SendWorker& worker, i32 chunk, i32 i) {
+__device__ inline void look_up(const Adder& a, const SendWorker& worker, u64 step, i32 chunk,
+                               i32 i) {
   CombineScratch& w = a.s.worker[worker.place];
   const i32 lane = worker.thread % kLanes, place = worker.thread / kLanes;
   i += place * worker.count;
@@ -154,8 +163,7 @@ __device__ inline void look_up(const Adder& a, const SendWorker& worker, i32 chu
   if (row >= 0) {
     const i32 at = __popc(bits & ((1u << lane) - 1));
     w.row[place][at] = row;
-    w.weight[place][at] =
-        a.p.row_weights ? reinterpret_cast<const float*>(a.p.row_weights)[row] : 1.0f;
+    w.weight[place][at] = weight_of_row(a, step, source, index, lane, row);
   }
   if (lane == 0) w.num_rows[place] = mine ? __popc(bits) : -1;
 }
@@ -171,11 +179,13 @@ __device__ inline void store_partial(const Adder& a, const SendWorker& worker, i
             return reinterpret_cast<const char*>(a.p.y) +
                    static_cast<u64>(w.row[place][r]) * kYBytes;
           },
-          a.p.row_weights != 0, [&](i32 r) { return w.weight[place][r]; });
+          a.p.row_weights != 0 || a.p.topk_weights != 0, [&](i32 r) { return w.weight[place][r]; });
   if (a.p.with_scalars && worker.thread < kTopk) {
-    const i32 row = a.handle.rows_of(chunk, source, index)[worker.thread];
-    reinterpret_cast<float*>(to + kOutBytes)[worker.thread] =
-        row >= 0 ? reinterpret_cast<const float*>(a.p.row_scalars)[row] : 0.0f;
+    const auto* scalars = reinterpret_cast<const float*>(a.p.row_scalars);
+    const i32 k = worker.thread;
+    i64 at = a.handle.rows_of(chunk, source, index)[k];
+    if (a.p.scalars_by_rank) at = static_cast<i64>(w.row[place][0]) * kTopk + k;
+    reinterpret_cast<float*>(to + kOutBytes)[k] = at >= 0 ? scalars[at] : 0.0f;
   }
 }
 
@@ -236,7 +246,8 @@ __device__ inline void combine_chunk(const Adder& a, const SendWorker& worker, u
     most = max(most, a.handle.slot_count(chunk, source));
   const i32 num_items = most * kWorld;
   for (i32 first = worker.id; first < num_items; first += worker.count * kBatch) {
-    if (first != worker.id) look_up(a, worker, chunk, first);  // combine_send() did the first
+    // combine_send() did the first, unless weights had to be here before.
+    if (first != worker.id || p.topk_weights) look_up(a, worker, step, chunk, first);
     worker.sync();
     for (i32 place = 0, i = first; place < kBatch && i < num_items; ++place, i += worker.count) {
       if (w.num_rows[place] < 0) continue;
@@ -315,8 +326,9 @@ __device__ inline void combine_send(const CombineParams& p, bool valid, u64 firs
   const SendWorker worker = SendWorker::of(block, p.grid.num_send_blocks);
   for (i32 chunk = 0; chunk < p.num_chunks; ++chunk) {
     const u64 step = first_step + static_cast<u64>(chunk);
-    look_up(a, worker, chunk, worker.id);
+    if (!p.topk_weights) look_up(a, worker, step, chunk, worker.id);
     if (!valid || (p.solo && !open_solo(a, step, chunk, block))) return;
+    if (p.topk_weights && !exchange_weights(p, step, chunk, block)) return;
     // This rank has read all of the step's dispatch, tokens or not: whoever sent may use the slot
     // again (protocol.md, section 9).
     if (block == 0)

@@ -11,6 +11,8 @@ enum class Mutation {
   kSkipEmptyPeer,         // combine does not wait for ranks that got no token of ours
   kCountWithoutSource,    // immediates of all sources in one counter
   kPublishBeforePayload,  // an arrival after the first immediate of several
+  kSumBeforeWeights,      // partial sums without waiting for the weights that they need
+  kWeightsInEveryStep,  // weights are taken for those of the slot's next use, whichever step has some
 };
 inline Mutation active_mutation = Mutation::kNone;
 

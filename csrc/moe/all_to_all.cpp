@@ -141,7 +141,8 @@ void AllToAll::close(uint64_t num_device_steps) noexcept {
   const auto sent = [&s, &last] {
     for (const auto& [step, combine_sent] : last)
       if (!s.exchange->sent(Phase::kDispatch, step.slot, step.word()) ||
-          (combine_sent && !s.exchange->sent(Phase::kCombine, step.slot, step.word())))
+          (combine_sent && !s.exchange->sent(Phase::kCombine, step.slot, step.word())) ||
+          !s.exchange->sent_weights(step.slot))
         return false;
     return true;
   };

@@ -9,14 +9,6 @@ using abi::Phase;
 using base::Code;
 using base::Error;
 
-namespace {
-
-constexpr const char* phase_name(Phase phase) {
-  return phase == Phase::kDispatch ? "dispatch" : "combine";
-}
-
-}  // namespace
-
 // --- failures ------------------------------------------------------------------------------------
 
 void AllToAll::State::require_usable() const {
@@ -95,10 +87,8 @@ std::string AllToAll::State::waiting_for(const Pending& pending) const {
     return kernels.arrived(pending.step, pending.phase, source);
   };
   const auto progress = [&](int node) {
-    const auto uses = pending.step.index / static_cast<uint64_t>(plan.shape.steps_in_flight);
-    const auto nics = static_cast<uint64_t>(num_nics[static_cast<size_t>(node)]);
-    return base::concat(exchange->immediates(pending.phase, pending.step.slot, node) - uses * nics,
-                        " of ", nics, " immediates came");
+    return base::concat(exchange->immediates(pending.phase, pending.step.slot, node), " of ",
+                        num_nics[static_cast<size_t>(node)], " immediates came");
   };
   return base::concat(phase_name(pending.phase), " of step ", pending.step.index, " waits for",
                       missing(arrived, progress));

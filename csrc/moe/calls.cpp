@@ -178,8 +178,9 @@ CombineCall::CombineCall(const Plan& plan, StepRing& ring, HostKernels& kernels,
   MOE_P2P_CHECK(handle_.meta().state != abi::kSent, Code::kInvalidArgument,
                 "combine needs a dispatch that was received; call dispatch_recv first");
   check_partial(plan, send.out_dtype, send.row_scalars != nullptr);
-  MOE_P2P_CHECK(!send.topk_weights && !send.scalars_by_rank, Code::kUnavailable,
-                "weights given to combine and scalars by rank are not on the CPU yet");
+  MOE_P2P_CHECK(!send.topk_weights || send.num_rows == handle_.meta().num_rows,
+                Code::kInvalidArgument, "topk_weights has ", send.num_rows,
+                " rows, the dispatch had ", handle_.meta().num_rows);
   if (paired_) {
     in_flight_.push_back(ring.step_of(handle_.meta().first_step));
     num_begun_ = 1;
@@ -203,6 +204,19 @@ bool CombineCall::heard_from_all(Step step, int64_t chunk) const {
   return true;
 }
 
+// Whether everything that the partial sums of `step` need is here.
+bool CombineCall::may_sum(Step step) const {
+  if (!paired_) {
+    if (!ring_.arrived(step, Phase::kDispatch)) return false;
+    kernels_.recv_empty_dispatch(step);
+  }
+  if (send_.topk_weights && !MOE_P2P_MUTATED(kSumBeforeWeights)) {
+    if (!ring_.arrived(step, Phase::kWeights)) return false;
+    kernels_.recv_weights(step);
+  }
+  return true;
+}
+
 bool CombineCall::advance_send() {
   while (num_begun_ < num_chunks_ && ring_.can_begin()) {
     const Step step = ring_.begin();
@@ -210,12 +224,12 @@ bool CombineCall::advance_send() {
     in_flight_.push_back(step);
     ++num_begun_;
   }
+  for (; send_.topk_weights && num_pushed_ < num_begun_; ++num_pushed_)
+    kernels_.push_weights(in_flight_[static_cast<size_t>(num_pushed_ - num_received_)], send_,
+                          handle_, num_pushed_);
   while (num_sent_ < num_begun_) {
     const Step step = in_flight_[static_cast<size_t>(num_sent_ - num_received_)];
-    if (!paired_) {
-      if (!ring_.arrived(step, Phase::kDispatch)) return false;
-      kernels_.recv_empty_dispatch(step);
-    }
+    if (!may_sum(step)) return false;
     kernels_.combine_send(step, send_, handle_, num_sent_++);
   }
   handle_.meta().state = abi::kCombineSent;
@@ -223,14 +237,20 @@ bool CombineCall::advance_send() {
 }
 
 bool CombineCall::advance_recv(const CombineRecv& recv) {
-  MOE_P2P_CHECK(!recv.bias[0] && !recv.wait_ticks, Code::kUnavailable,
-                "bias and wait_ticks of combine are not on the CPU yet");
   advance_send();
+  const std::span ticks(recv.wait_ticks,
+                        recv.wait_ticks ? static_cast<size_t>(plan_.shape.world_size) : 0);
+  const auto look = [&] {
+    if (num_received_ < num_sent_)
+      waits_.look(kernels_, in_flight_.front(), Phase::kCombine, ticks);
+  };
+  look();
   while (num_received_ < num_sent_ && heard_from_all(in_flight_.front(), num_received_)) {
     kernels_.combine_recv(in_flight_.front(), recv, handle_, num_received_++);
     ring_.close(in_flight_.front());
     in_flight_.pop_front();
     advance_send();
+    look();
   }
   if (num_received_ < num_chunks_) return false;
   handle_.meta().state = abi::kCombined;
@@ -240,7 +260,8 @@ bool CombineCall::advance_recv(const CombineRecv& recv) {
 Pending CombineCall::pending() const {
   if (in_flight_.empty()) return ring_.pending();
   if (num_sent_ > num_received_) return {in_flight_.front(), Phase::kCombine};
-  return {in_flight_.front(), Phase::kDispatch};
+  const bool opened = paired_ || ring_.arrived(in_flight_.front(), Phase::kDispatch);
+  return {in_flight_.front(), opened ? Phase::kWeights : Phase::kDispatch};
 }
 
 }  // namespace moe_p2p::moe

@@ -6,6 +6,8 @@
 //   paired combine    that step: send partial sums, receive sums
 //   solo combine      C steps:   empty dispatch, send partial sums, receive sums
 //   release           that step: empty combine
+// A combine that is given weights pushes them with the beginning of each step, and sends partial sums
+// once everybody's are here.
 #pragma once
 
 #include <deque>
@@ -21,6 +23,12 @@ struct Pending {
   Step step;
   abi::Phase phase{};
 };
+
+constexpr const char* phase_name(abi::Phase phase) {
+  return phase == abi::Phase::kDispatch  ? "dispatch"
+         : phase == abi::Phase::kCombine ? "combine"
+                                         : "late weights";
+}
 
 // Which steps are open. Step e may begin when step e - S has seen its combine arrive, which is the
 // whole of flow control (docs/protocol.md, "Why no barrier is needed").
@@ -103,6 +111,7 @@ class CombineCall {
   int64_t num_chunks() const noexcept { return num_chunks_; }
 
  private:
+  bool may_sum(Step step) const;
   bool heard_from_all(Step step, int64_t chunk) const;
 
   const Plan& plan_;
@@ -113,7 +122,8 @@ class CombineCall {
   int64_t num_chunks_;
   bool paired_;
   std::deque<Step> in_flight_;
-  int64_t num_begun_ = 0, num_sent_ = 0, num_received_ = 0;
+  WaitClock waits_;
+  int64_t num_begun_ = 0, num_pushed_ = 0, num_sent_ = 0, num_received_ = 0;
 };
 
 }  // namespace moe_p2p::moe

@@ -82,7 +82,7 @@ const abi::Fault* DeviceKernels::fault() const noexcept {
 }
 
 base::Error DeviceKernels::error_of(const abi::Fault& fault, const std::string& gone) const {
-  const char* phase = fault.phase == 0 ? "dispatch" : "combine";
+  const char* phase = phase_name(static_cast<abi::Phase>(fault.phase));
   const std::string head = base::concat("rank ", comm_.rank, ": ", phase, " of step ", fault.step);
   const auto got = static_cast<int64_t>(fault.got);
   switch (fault.raised) {
@@ -300,6 +300,25 @@ DeviceKernels::Open DeviceKernels::begin_combine(const CombineSend& send) const 
           .stage = Stage::kCombineSent};
 }
 
+void DeviceKernels::fill(abi::CombineParams& p, const CombineSend& send) {
+  p.y = address(send.y);
+  p.row_weights = address(send.row_weights);
+  p.row_scalars = address(send.row_scalars);
+  p.scalars_by_rank = send.scalars_by_rank;
+  p.topk_weights = address(send.topk_weights);
+  p.num_rows = static_cast<int32_t>(send.num_rows);
+}
+
+void DeviceKernels::fill(abi::CombineParams& p, const CombineRecv& recv) {
+  MOE_P2P_CHECK(!p.topk_weights || p.num_rows == recv.num_rows, Code::kInvalidArgument,
+                "topk_weights has ", p.num_rows, " rows, the dispatch had ", recv.num_rows);
+  p.num_rows = static_cast<int32_t>(recv.num_rows);
+  p.out = address(recv.out);
+  p.out_scalars = address(recv.out_scalars);
+  std::ranges::transform(recv.bias, p.bias, address);
+  p.wait_ticks = address(recv.wait_ticks);
+}
+
 void DeviceKernels::combine(const CombineSend* send, const CombineRecv* recv, void* stream) {
   const Handle handle = send ? send->handle : recv->handle;
   MOE_P2P_CHECK(!send || find_open(handle, Stage::kDispatchSent) == open_.end(),
@@ -310,10 +329,6 @@ void DeviceKernels::combine(const CombineSend* send, const CombineRecv* recv, vo
   MOE_P2P_CHECK(send || was_open, Code::kInvalidArgument,
                 "combine_recv: this handle has no combine_send waiting; each send half is received "
                 "once");
-  MOE_P2P_CHECK(!send || (!send->topk_weights && !send->scalars_by_rank), Code::kUnavailable,
-                "weights given to combine and scalars by rank are not on GPUs yet");
-  MOE_P2P_CHECK(!recv || (!recv->bias[0] && !recv->wait_ticks), Code::kUnavailable,
-                "bias and wait_ticks of combine are not on GPUs yet");
   Open call = was_open ? *open : begin_combine(*send);
   const bool opens = send && call.solo;
   if (send) {
@@ -337,16 +352,8 @@ void DeviceKernels::combine(const CombineSend* send, const CombineRecv* recv, vo
   p.num_chunks = static_cast<int32_t>(call.num_steps);
   p.with_scalars = call.with_scalars;
   p.solo = call.solo;
-  if (send) {
-    p.y = address(send->y);
-    p.row_weights = address(send->row_weights);
-    p.row_scalars = address(send->row_scalars);
-  }
-  if (recv) {
-    p.num_rows = static_cast<int32_t>(recv->num_rows);
-    p.out = address(recv->out);
-    p.out_scalars = address(recv->out_scalars);
-  }
+  if (send) fill(p, *send);
+  if (recv) fill(p, *recv);
   const int64_t chunk = plan_.shape.chunk_tokens;
   p.grid = grid_of(kernel, {.send_items = send ? chunk * plan_.shape.world_size : 0,
                             .recv_items = recv ? chunk : 0,

@@ -78,6 +78,8 @@ class DeviceKernels {
   void check_half(int64_t num_steps) const;
   void fill(abi::DispatchParams& p, const DispatchSend& send) const;
   void fill(abi::DispatchParams& p, const DispatchRecv& recv) const;
+  static void fill(abi::CombineParams& p, const CombineSend& send);
+  static void fill(abi::CombineParams& p, const CombineRecv& recv);
   abi::Grid grid_of(const DeviceKernel& kernel, GridInput input) const;
   template <typename Params>
   void launch(const DeviceKernel& kernel, const Params& params, void* stream) const;

@@ -36,7 +36,33 @@ Exchange::Lane& Exchange::lane(Phase phase, int slot, int index) const noexcept 
   return lanes_[row * remotes_.size() + static_cast<size_t>(index)];
 }
 
+const Exchange::Remote& Exchange::remote_of(const Lane& lane) const noexcept {
+  return remotes_[static_cast<size_t>(abi::other_index(lane.node, memory_.node()))];
+}
+
 // --- sending -----------------------------------------------------------------------------------
+
+namespace {
+
+// Where a phase's regions begin at the sender and at the receiver, and their size.
+struct Road {
+  uint64_t outbox;
+  uint64_t landing;
+  uint64_t region_bytes;
+};
+
+Road road_of(const Plan& plan, Phase phase) noexcept {
+  const abi::Regions& r = plan.regions;
+  switch (phase) {
+    case Phase::kDispatch: return {r.outbox, r.landing, abi::outbox_bytes(plan.shape)};
+    case Phase::kCombine:
+      return {r.combine_outbox, r.combine_landing, abi::partial_bytes(plan.shape)};
+    case Phase::kWeights: break;
+  }
+  return {r.weights_outbox, r.weights_landing, abi::weights_bytes(plan.shape)};
+}
+
+}  // namespace
 
 bool Exchange::take(Lane& lane) noexcept {
   abi::Doorbell& bell = memory_.doorbell(memory_.local(), lane.phase, lane.slot, lane.node);
@@ -46,21 +72,17 @@ bool Exchange::take(Lane& lane) noexcept {
   lane.word = word;
   // By the plan, because a GPU's regions have no address here. All ranks share one plan, so the other
   // end is computed as that rank would: this node's place among the nodes other than *its* own.
-  const bool dispatch = lane.phase == Phase::kDispatch;
-  const abi::Regions& r = plan_.regions;
-  const uint64_t slot = static_cast<uint64_t>(lane.slot) * r.step_bytes;
-  const uint64_t stride =
-      dispatch ? abi::outbox_bytes(plan_.shape) : abi::partial_bytes(plan_.shape);
+  const Road road = road_of(plan_, lane.phase);
+  const uint64_t slot = static_cast<uint64_t>(lane.slot) * plan_.regions.step_bytes;
   const auto from = static_cast<uint64_t>(abi::other_index(lane.node, memory_.node()));
   const auto to = static_cast<uint64_t>(abi::other_index(memory_.node(), lane.node));
-  const Remote& remote = remotes_[from];
   const engine::ImmKey key{communicator_, static_cast<uint32_t>(lane.phase),
                            static_cast<uint32_t>(lane.slot), static_cast<uint32_t>(memory_.rank())};
   lane.request.operation = engine::Write{
       .source = data_,
-      .source_offset = slot + (dispatch ? r.outbox : r.combine_outbox) + from * stride,
-      .target = remote.region,
-      .target_offset = slot + (dispatch ? r.landing : r.combine_landing) + to * stride,
+      .source_offset = slot + road.outbox + from * road.region_bytes,
+      .target = remote_of(lane).region,
+      .target_offset = slot + road.landing + to * road.region_bytes,
       .bytes = bell.bytes,
       .imm = key.pack(),
   };
@@ -119,16 +141,29 @@ void Exchange::on_imm(const engine::ImmKey& key) noexcept {
   dirty_ = true;
 }
 
-void Exchange::publish(Lane& lane) noexcept {
-  ++lane.published;
+// Of the step whose immediates are complete. Dispatch and combine come with every use of a slot. Not
+// every step has weights, but the combine of the slot's last use has left here, because the source had
+// it before it began this one, and that of this one waits for the weights: so it is the use that
+// follows the last doorbell of combine.
+uint64_t Exchange::next_word(const Lane& lane) const noexcept {
+  const auto slot = static_cast<uint64_t>(lane.slot);
   const auto steps = static_cast<uint64_t>(plan_.shape.steps_in_flight);
-  const uint64_t word = static_cast<uint64_t>(lane.slot) + (lane.published - 1) * steps + 1;
+  if (lane.phase != Phase::kWeights || MOE_P2P_MUTATED(kWeightsInEveryStep))
+    return slot + lane.published * steps + 1;
+  const uint64_t combined =
+      this->lane(Phase::kCombine, lane.slot, abi::other_index(lane.node, memory_.node())).word;
+  return combined == 0 ? slot + 1 : combined + steps;
+}
+
+void Exchange::publish(Lane& lane) noexcept {
+  const uint64_t word = next_word(lane);
+  ++lane.published;
   const int source = lane.node * plan_.shape.ranks_per_node + memory_.local();
   // release: pairs with the acquire in HostKernels::arrived(). The payload is visible to this thread
   // (provider.h, assumption 1), so it is to whoever acquires the flag.
   memory_.flag(memory_.local(), lane.phase, lane.slot, source)
       .store(word, std::memory_order_release);
-  const bool whole_node = lane.phase == Phase::kDispatch;
+  const bool whole_node = lane.phase != Phase::kCombine;
   for (int l = 0; l < memory_.num_local(); ++l)
     if (whole_node || l == memory_.local()) platform::notify_all(memory_.bell(l));
 }
@@ -139,10 +174,8 @@ bool Exchange::publish_arrivals() noexcept {
   bool moved = false;
   for (size_t i = 0; i < num_lanes_; ++i) {
     Lane& lane = lanes_[i];
-    const Remote& remote =
-        remotes_[static_cast<size_t>(abi::other_index(lane.node, memory_.node()))];
-    const auto per_step =
-        static_cast<uint64_t>(MOE_P2P_MUTATED(kPublishBeforePayload) ? 1 : remote.num_nics);
+    const auto per_step = static_cast<uint64_t>(
+        MOE_P2P_MUTATED(kPublishBeforePayload) ? 1 : remote_of(lane).num_nics);
     while (lane.immediates.load(std::memory_order_relaxed) >= (lane.published + 1) * per_step) {
       publish(lane);
       moved = true;
@@ -169,14 +202,28 @@ Exchange::Failure Exchange::failure() const noexcept {
 }
 
 uint64_t Exchange::immediates(Phase phase, int slot, int node) const noexcept {
-  return lane(phase, slot, abi::other_index(node, memory_.node()))
-      .immediates.load(std::memory_order_relaxed);
+  const Lane& from = lane(phase, slot, abi::other_index(node, memory_.node()));
+  return from.immediates.load(std::memory_order_relaxed) %
+         static_cast<uint64_t>(remote_of(from).num_nics);
 }
 
 bool Exchange::sent(Phase phase, int slot, uint64_t word) const noexcept {
   for (size_t i = 0; i < remotes_.size(); ++i)
     if (lane(phase, slot, static_cast<int>(i)).acknowledged.load(std::memory_order_acquire) < word)
       return false;  // acquire: pairs with finish()
+  return true;
+}
+
+bool Exchange::sent_weights(int slot) const noexcept {
+  for (size_t i = 0; i < remotes_.size(); ++i) {
+    abi::Doorbell& bell =
+        memory_.doorbell(memory_.local(), Phase::kWeights, slot, remotes_[i].node);
+    // relaxed: whoever rang is done with it.
+    const uint64_t rung = std::atomic_ref(bell.word).load(std::memory_order_relaxed);
+    if (lane(Phase::kWeights, slot, static_cast<int>(i))
+            .acknowledged.load(std::memory_order_acquire) < rung)
+      return false;  // acquire: pairs with finish()
+  }
   return true;
 }
 

@@ -1,8 +1,8 @@
 // The network half of the protocol: doorbells in, writes out; immediates in, arrivals out. Runs on
 // the proxy thread, once per turn, and never waits. One Exchange per communicator and rank.
 //
-// Sending: a doorbell word of step e says that outbox (or combine_outbox) for a node is complete;
-// one Write takes the region, as many bytes as stand beside the word, to the landing of the rank with the same
+// Sending: a doorbell word of step e says that the outbox of a phase for a node is complete; one Write
+// takes the region, as many bytes as stand beside the word, to the landing of the rank with the same
 // local index there, cut over all NICs, an immediate on each piece.
 // Receiving: when the immediates of a (phase, step slot, source) reach the next multiple of the
 // source's NIC count, all pieces of that step are visible, and its flag goes up.
@@ -24,7 +24,7 @@ class Exchange final : public proxy::ProxyTask, public engine::ImmSink {
   struct Remote {
     int node;
     const engine::RemoteRegion* region;  // its data memory
-    int num_nics;                        // it sends that many immediates per phase
+    int num_nics;                        // it sends that many immediates at a time
   };
   // device: a GPU rings the doorbells, and its memory holds the regions; `data` is null where there
   // are no remotes.
@@ -51,10 +51,12 @@ class Exchange final : public proxy::ProxyTask, public engine::ImmSink {
     base::Status status;
   };
   Failure failure() const noexcept;
-  // Immediates counted so far, for the story of a timeout.
+  // Immediates that came of a step whose flag is not up, for the story of a timeout.
   uint64_t immediates(abi::Phase phase, int slot, int node) const noexcept;
   // Doorbells of `word` and older for this slot are on the wire and acknowledged.
   bool sent(abi::Phase phase, int slot, uint64_t word) const noexcept;
+  // The same for the last weights that were rung; not every step has some.
+  bool sent_weights(int slot) const noexcept;
 
  private:
   // One (phase, step slot, other node); everything but the atomics belongs to the proxy thread.
@@ -70,6 +72,8 @@ class Exchange final : public proxy::ProxyTask, public engine::ImmSink {
     uint64_t published = 0;                 // uses of the slot whose flag is up
   };
   Lane& lane(abi::Phase phase, int slot, int index) const noexcept;
+  const Remote& remote_of(const Lane& lane) const noexcept;
+  uint64_t next_word(const Lane& lane) const noexcept;
   bool take(Lane& lane) noexcept;
   void finish(Lane& lane) noexcept;
   void publish(Lane& lane) noexcept;

@@ -24,6 +24,42 @@ uint32_t combine_flags(DType dtype, bool scalars) {
   return dtype_flags(dtype) | (scalars ? uint32_t{abi::kScalars} : 0u);
 }
 
+float* weights_at(RegionHeader& region, int64_t slot, int topk) noexcept {
+  return reinterpret_cast<float*>(region_bytes(region, sizeof region)) + slot * topk;
+}
+
+// Bytes of a slot's weights, which a header of weights names as its slots'.
+uint64_t slot_weights_bytes(const abi::Shape& shape) noexcept {
+  return sizeof(float) * static_cast<uint64_t>(shape.topk);
+}
+
+// The rows of y that a slot needs, and their weights.
+struct SlotRows {
+  std::array<Addend, abi::kMaxTopk> addends;
+  size_t num_addends = 0;
+
+  // late: [K] of the slot; null: those of the rows, or none.
+  SlotRows(const CombineSend& call, const int32_t* rows, const float* late, int topk,
+           uint64_t row_bytes) noexcept {
+    for (int k = 0; k < topk; ++k) {
+      if (rows[k] < 0) continue;
+      const auto row = static_cast<uint64_t>(rows[k]);
+      const float weight = late ? late[k] : call.row_weights ? call.row_weights[row] : 1.0f;
+      addends[num_addends++] = {static_cast<const std::byte*>(call.y) + row * row_bytes, weight};
+    }
+  }
+};
+
+// The scalars that go back with a slot: one of each row, or by rank all K of the slot's only row.
+void copy_scalars(float* out, const CombineSend& call, const int32_t* rows, int topk) noexcept {
+  if (call.scalars_by_rank) {
+    const int64_t row = *std::max_element(rows, rows + topk);
+    std::memcpy(out, call.row_scalars + row * topk, sizeof(float) * static_cast<size_t>(topk));
+  } else {
+    for (int k = 0; k < topk; ++k) out[k] = rows[k] < 0 ? 0.0f : call.row_scalars[rows[k]];
+  }
+}
+
 // sums[k] = the K scalars at `offset` of each row, added up.
 void sum_scalars(float* sums, std::span<const Addend> rows, uint64_t offset, int topk) noexcept {
   std::fill_n(sums, topk, 0.0f);
@@ -34,6 +70,49 @@ void sum_scalars(float* sums, std::span<const Addend> rows, uint64_t offset, int
 }
 
 }  // namespace
+
+// --- weights that come with combine ---
+
+RegionHeader& HostKernels::weights_region(Step step, int source) const noexcept {
+  const int node = source / shape_.ranks_per_node, local = source % shape_.ranks_per_node;
+  return node == memory_.node() ? memory_.weights_inbox(memory_.local(), step.slot, local)
+                                : memory_.weights_landing(local, step.slot, node);
+}
+
+void HostKernels::push_weights(Step step, const CombineSend& call, const HandleView& handle,
+                               int64_t chunk) {
+  const int num_local = shape_.ranks_per_node, topk = shape_.topk;
+  const int64_t begin = chunk * shape_.chunk_tokens;
+  const int64_t end = std::min<int64_t>(begin + shape_.chunk_tokens, handle.meta().num_tokens);
+  for (int c = 0; c < num_local + shape_.num_nodes(); ++c) {  // columns of send_slots
+    const int node = c - num_local;
+    if (node == memory_.node()) continue;
+    RegionHeader& region = c < num_local ? memory_.weights_inbox(c, step.slot, memory_.local())
+                                         : memory_.weights_outbox(memory_.local(), step.slot, node);
+    int num_slots = 0;
+    for (int64_t t = begin; t < end; ++t) {
+      const int32_t slot = handle.send_slots(t)[c];
+      if (slot < 0) continue;
+      std::copy_n(call.topk_weights + t * topk, topk, weights_at(region, slot, topk));
+      ++num_slots;
+    }
+    fill_header(region, step, static_cast<uint32_t>(num_slots), dtype_flags(DType::kFloat32),
+                slot_weights_bytes(shape_));
+    if (c < num_local) {
+      raise_flag(step, Phase::kWeights, c);
+    } else {
+      ring(step, Phase::kWeights, memory_.local(), node, abi::weights_bytes(shape_, num_slots));
+    }
+  }
+}
+
+void HostKernels::recv_weights(Step step) const {
+  for (int s = 0; s < shape_.world_size; ++s)
+    check_header(weights_region(step, s), step, dtype_flags(DType::kFloat32),
+                 slot_weights_bytes(shape_), s, "late weights");
+}
+
+// --- sending ---
 
 void HostKernels::combine_send(Step step, const CombineSend& call, const HandleView& handle,
                                int64_t chunk) {
@@ -53,21 +132,15 @@ void HostKernels::combine_send(Step step, const CombineSend& call, const HandleV
     pool_.parallel_for(static_cast<size_t>(count), [&](size_t i) {
       const auto slot = static_cast<int64_t>(i);
       const int32_t* rows = handle.slot_rows(chunk, s, slot);
-      std::array<Addend, abi::kMaxTopk> addends;
-      size_t num_addends = 0;
-      for (int k = 0; k < shape_.topk; ++k) {
-        if (rows[k] < 0) continue;
-        const auto row = static_cast<uint64_t>(rows[k]);
-        addends[num_addends++] = {static_cast<const std::byte*>(call.y) + row * y_bytes,
-                                  call.row_weights ? call.row_weights[row] : 1.0f};
-      }
-      if (num_addends == 0) return;  // a token of this node, but not of this rank
+      const float* late =
+          call.topk_weights ? weights_at(weights_region(step, s), slot, shape_.topk) : nullptr;
+      const SlotRows mine(call, rows, late, shape_.topk, y_bytes);
+      if (mine.num_addends == 0) return;  // a token of this node, but not of this rank
       std::byte* partial = partial_at(region, slot, stride);
-      sum_rows(partial, call.out_dtype, addends.data(), num_addends, call.y_dtype,
-               call.row_weights != nullptr, hidden);
-      if (!scalars) return;
-      auto* out = reinterpret_cast<float*>(partial + out_bytes);
-      for (int k = 0; k < shape_.topk; ++k) out[k] = rows[k] < 0 ? 0.0f : call.row_scalars[rows[k]];
+      sum_rows(partial, call.out_dtype, mine.addends.data(), mine.num_addends, call.y_dtype,
+               call.row_weights || call.topk_weights, hidden);
+      if (scalars)
+        copy_scalars(reinterpret_cast<float*>(partial + out_bytes), call, rows, shape_.topk);
     });
   }
   hand_in(step, &call, &handle, chunk);
@@ -166,8 +239,14 @@ void HostKernels::combine_recv(Step step, const CombineRecv& call, const HandleV
   pool_.parallel_for(static_cast<size_t>(std::max<int64_t>(0, end - begin)), [&](size_t i) {
     const int64_t token = begin + static_cast<int64_t>(i);
     const int32_t* slots = handle.send_slots(token);
-    std::array<Addend, abi::kMaxTopk> addends;  // each contributor holds one of the K experts
+    // Each contributor holds one of the K experts.
+    std::array<Addend, std::size(CombineRecv{}.bias) + abi::kMaxTopk> addends;
     size_t num_addends = 0;
+    for (const void* bias : call.bias)
+      if (bias)
+        addends[num_addends++] = {
+            static_cast<const std::byte*>(bias) + static_cast<uint64_t>(token) * row_bytes, 1.0f};
+    const size_t num_biases = num_addends;
     const auto add = [&](RegionHeader& region, int32_t slot) {
       addends[num_addends++] = {partial_at(region, slot, stride), 1.0f};
     };
@@ -183,8 +262,8 @@ void HostKernels::combine_recv(Step step, const CombineRecv& call, const HandleV
     std::byte* out = static_cast<std::byte*>(call.out) + static_cast<uint64_t>(token) * row_bytes;
     sum_rows(out, call.out_dtype, addends.data(), num_addends, call.out_dtype, false, hidden);
     if (scalars)
-      sum_scalars(call.out_scalars + token * shape_.topk, {addends.data(), num_addends}, row_bytes,
-                  shape_.topk);
+      sum_scalars(call.out_scalars + token * shape_.topk,
+                  {addends.data() + num_biases, num_addends - num_biases}, row_bytes, shape_.topk);
   });
 }
 

@@ -55,6 +55,9 @@ class HostKernels {
   // Chunk 0 also lays out the output.
   void dispatch_recv(Step step, const DispatchRecv& call, const abi::TokenParts& parts,
                      const HandleView& handle, int64_t chunk, Placement& placement);
+  // call.topk_weights to the ranks that hold the tokens; combine_send() then needs everybody's.
+  void push_weights(Step step, const CombineSend& call, const HandleView& handle, int64_t chunk);
+  void recv_weights(Step step) const;
   void combine_send(Step step, const CombineSend& call, const HandleView& handle, int64_t chunk);
   void combine_recv(Step step, const CombineRecv& call, const HandleView& handle, int64_t chunk);
 
@@ -72,6 +75,7 @@ class HostKernels {
   // Where this rank reads what `source` sent.
   abi::RegionHeader& dispatch_region(Step step, int source) const noexcept;
   abi::RegionHeader& combine_region(Step step, int source) const noexcept;
+  abi::RegionHeader& weights_region(Step step, int source) const noexcept;
   void check_combine(Step step, uint32_t flags, uint64_t stride) const;
   void check_header(const abi::RegionHeader& header, Step step, uint32_t flags, uint64_t slot_bytes,
                     int source, const char* phase) const;

@@ -106,6 +106,26 @@ NodeMemory::Region& NodeMemory::combine_landing(int local, int slot,
                     static_cast<uint64_t>(other(expert_node)) * abi::partial_bytes(plan_.shape));
 }
 
+NodeMemory::Region& NodeMemory::weights_inbox(int local, int slot,
+                                              int source_local) const noexcept {
+  return region(local, slot,
+                plan_.regions.weights_inbox +
+                    static_cast<uint64_t>(source_local) * abi::weights_bytes(plan_.shape));
+}
+
+NodeMemory::Region& NodeMemory::weights_outbox(int local, int slot, int node) const noexcept {
+  return region(local, slot,
+                plan_.regions.weights_outbox +
+                    static_cast<uint64_t>(other(node)) * abi::weights_bytes(plan_.shape));
+}
+
+NodeMemory::Region& NodeMemory::weights_landing(int local, int slot,
+                                                int source_node) const noexcept {
+  return region(local, slot,
+                plan_.regions.weights_landing +
+                    static_cast<uint64_t>(other(source_node)) * abi::weights_bytes(plan_.shape));
+}
+
 std::span<std::byte> NodeMemory::data() const noexcept {
   return own_.bytes().subspan(plan_.signals.total_bytes, board_ - plan_.signals.total_bytes);
 }

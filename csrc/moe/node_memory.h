@@ -55,6 +55,9 @@ class NodeMemory {
   Region& gather(int local, int slot, int source_node, int expert_local) const noexcept;
   Region& combine_outbox(int local, int slot, int source_node) const noexcept;
   Region& combine_landing(int local, int slot, int expert_node) const noexcept;
+  Region& weights_inbox(int local, int slot, int source_local) const noexcept;
+  Region& weights_outbox(int local, int slot, int node) const noexcept;
+  Region& weights_landing(int local, int slot, int source_node) const noexcept;
 
   // This rank's regions, the span that its NICs are given.
   std::span<std::byte> data() const noexcept;

@@ -124,7 +124,10 @@ std::vector<std::pair<std::string, uint64_t>> Plan::table() const {
           {"gather", steps * (regions.gather_words - regions.gather)},
           {"gather_words", steps * (regions.combine_outbox - regions.gather_words)},
           {"combine_outbox", steps * (regions.combine_landing - regions.combine_outbox)},
-          {"combine_landing", steps * (regions.step_bytes - regions.combine_landing)},
+          {"combine_landing", steps * (regions.weights_inbox - regions.combine_landing)},
+          {"weights_inbox", steps * (regions.weights_outbox - regions.weights_inbox)},
+          {"weights_outbox", steps * (regions.weights_landing - regions.weights_outbox)},
+          {"weights_landing", steps * (regions.step_bytes - regions.weights_landing)},
           {"signals", signals.total_bytes + gather.total_bytes},
           {"device_state", abi::DeviceWords::make(shape).total_bytes}};
 }

@@ -46,8 +46,9 @@ inline constexpr i32 kScaleBlock = 128;  // values that share one fp8 scale
 
 MOE_P2P_HD constexpr u64 align_up(u64 value, u64 to) { return (value + to - 1) / to * to; }
 
-enum class Phase : i32 { kDispatch = 0, kCombine = 1 };
-inline constexpr i32 kNumPhases = 2;
+// kWeights: weights that a source tells with combine, because it did not know them at dispatch.
+enum class Phase : i32 { kDispatch = 0, kCombine = 1, kWeights = 2 };
+inline constexpr i32 kNumPhases = 3;
 
 enum class DType : i32 { kBFloat16 = 0, kFloat16 = 1, kFloat32 = 2, kFloat8E4M3 = 3 };
 
@@ -123,7 +124,7 @@ enum RegionFlags : u32 {
   kEmpty = 1u << 0,    // this half of the step carries nothing (see docs/protocol.md, solo calls)
   kScalars = 1u << 1,  // combine rows are followed by K fp32 scalars
   kRowsByRank = 1u << 2,  // positions count the tokens for a rank, not for an expert
-  kDTypeShift = 8,     // payload type, 4 bits
+  kDTypeShift = 8,        // payload type, 4 bits
 };
 
 // Every region of every phase starts with one, and it travels in the same write as the slots.
@@ -169,6 +170,14 @@ MOE_P2P_HD constexpr u64 partial_bytes(const Shape& s) {
          static_cast<u64>(s.chunk_tokens) * align_up(s.max_partial_bytes, kLine);
 }
 
+// Weights of a source's tokens: header, then [M][K] fp32, those of a token at the slot that it has in
+// the inbox of that rank or the outbox for that node. `num_slots` of them travel.
+MOE_P2P_HD constexpr u64 weights_bytes(const Shape& s, i32 num_slots) {
+  return align_up(sizeof(RegionHeader) + 4 * static_cast<u64>(num_slots) * static_cast<u64>(s.topk),
+                  kLine);
+}
+MOE_P2P_HD constexpr u64 weights_bytes(const Shape& s) { return weights_bytes(s, s.chunk_tokens); }
+
 // u32 per slot or row, low half of step + 1, so that a device starts on the first one to come. Apart
 // from the slots, whose places depend on the call: a word must always be the same word.
 MOE_P2P_HD constexpr u64 flags_bytes(const Shape& s) {
@@ -179,7 +188,8 @@ MOE_P2P_HD constexpr u64 flags_bytes(const Shape& s) {
 // one counts the partials of each row. Each wraps to 0 when it is complete.
 MOE_P2P_HD constexpr u64 gather_words_bytes(const Shape& s) { return kLine + flags_bytes(s); }
 
-// Offsets in a rank's data memory of step slot 0; add slot * step_bytes. Order: dispatch, combine.
+// Offsets in a rank's data memory of step slot 0; add slot * step_bytes. Order: dispatch, combine,
+// weights.
 struct Regions {
   u64 inbox;            // [L]     written by own-node sources, read by this rank
   u64 inbox_flags;      // [L]     a flag for each slot of it
@@ -191,6 +201,9 @@ struct Regions {
   u64 gather_words;     // [N-1]   on GPUs: added to by own-node expert ranks
   u64 combine_outbox;   // [N-1]   written by that last rank, read by this rank's NICs
   u64 combine_landing;  // [N-1]   written by NICs, read by this rank
+  u64 weights_inbox;    // [L]     written by own-node sources, read by this rank
+  u64 weights_outbox;   // [N-1]   written by this rank, read by its NICs
+  u64 weights_landing;  // [N-1]   written by NICs, read by every rank of this node
   u64 step_bytes;
   u64 total_bytes;  // S * step_bytes
 };
@@ -210,6 +223,9 @@ MOE_P2P_HD constexpr Regions make_regions(const Shape& s) {
   r.gather_words = at, at += others * gather_words_bytes(s);
   r.combine_outbox = at, at += others * partial_bytes(s);
   r.combine_landing = at, at += others * partial_bytes(s);
+  r.weights_inbox = at, at += local * weights_bytes(s);
+  r.weights_outbox = at, at += others * weights_bytes(s);
+  r.weights_landing = at, at += others * weights_bytes(s);
   r.step_bytes = at;
   r.total_bytes = at * static_cast<u64>(s.steps_in_flight);
   return r;

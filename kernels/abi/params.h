@@ -47,7 +47,7 @@ inline constexpr u64 kLaunch = 65536;  // most blocks of a kernel
 
 // Offsets in bytes from DeviceState.
 struct DeviceWords {
-  u64 arrivals;  // u64 [2][S][W]  flags of other nodes (signal.h), relayed here by one block
+  u64 arrivals;  // u64 [3][S][W]  flags of other nodes (signal.h), relayed here by one block
   u64 outbox;    // u32 [S][N]     what is written of an outbox: slots, and the header
   u64 read;      // u64 [S]        e + 1: the sums of a solo combine of step e are read
   u64 received;  // u32 [S]        workers that have read a solo dispatch, or combine
@@ -141,18 +141,21 @@ struct DispatchParams {
 struct CombineParams {
   DeviceComm comm;
   u64 handle;
-  u64 y;            // [rows, H]
-  u64 row_weights;  // f32 [rows] or 0
-  u64 row_scalars;  // f32 [rows] or 0
-  u64 out;          // [T, H]
-  u64 out_scalars;  // f32 [T, K] or 0
-  u64 stride;       // of partial rows
-  i32 num_rows;     // T; where only the sending half runs, 0
+  u64 y;             // [rows, H]
+  u64 row_weights;   // f32 [rows] or 0
+  u64 row_scalars;   // f32 [rows] or [rows, K], or 0
+  u64 topk_weights;  // f32 [T, K] of the own tokens, for the expert ranks, or 0; on all ranks alike
+  u64 out;           // [T, H]
+  u64 out_scalars;   // f32 [T, K] or 0
+  u64 bias[2];       // [T, H] as `out` or 0, the first addends
+  u64 wait_ticks;    // i64 [W] or 0
+  u64 stride;        // of partial rows
+  i32 num_rows;      // T; where only the sending half runs, without topk_weights, 0
   i32 num_chunks;
-  i32 with_scalars;  // on all ranks alike
-  i32 solo;          // opens steps of its own, with an empty dispatch each
-  i32 empty;         // release: headers only, once the dispatch has arrived
-  i32 reserved;
+  i32 with_scalars;     // on all ranks alike
+  i32 scalars_by_rank;  // row_scalars has K for each row, and all of them travel
+  i32 solo;             // opens steps of its own, with an empty dispatch each
+  i32 empty;            // release: headers only, once the dispatch has arrived
   Grid grid;
 };
 

@@ -3,7 +3,8 @@
 //
 //   flags[phase][slot][source]   value e + 1: what `source` sent in `phase` of step e is visible here.
 //       Own-node sources store it themselves; for others the gateway's proxy does (an *arrival*).
-//       Dispatch arrivals of (n, l) lie at the gateway with local index l and are read by its node.
+//       Arrivals of what (n, l) dispatched, and of its weights, lie at the gateway with local index l
+//       and are read by its node.
 //   doorbell[phase][slot][node]  value e + 1: the outbox for `node` is complete; rung by kernels.
 //       Beside it the bytes to send, because the proxy cannot look into a GPU's outbox.
 //   gather_count[slot][node]     partial sums handed in for `node`; the L-th of a step adds them up

@@ -26,6 +26,7 @@ inline constexpr DeviceWords kWords = DeviceWords::make(kShape);
 inline constexpr u64 kInboxBytes = inbox_bytes(kShape);
 inline constexpr u64 kOutboxBytes = outbox_bytes(kShape);
 inline constexpr u64 kPartialBytes = partial_bytes(kShape);
+inline constexpr u64 kWeightsBytes = weights_bytes(kShape);
 inline constexpr u64 kFlagsBytes = flags_bytes(kShape);
 inline constexpr u64 kGatherWordsBytes = gather_words_bytes(kShape);
 inline constexpr u64 kInboxSlots = inbox_slots_offset(kShape);
@@ -83,6 +84,15 @@ __device__ __forceinline__ char* combine_outbox_at(u64 data, i32 slot, i32 other
 __device__ __forceinline__ char* combine_landing_at(u64 data, i32 slot, i32 other) {
   return region_at(data, slot, kRegions.combine_landing, kPartialBytes, other);
 }
+__device__ __forceinline__ char* weights_inbox_at(u64 data, i32 slot, i32 source) {
+  return region_at(data, slot, kRegions.weights_inbox, kWeightsBytes, source);
+}
+__device__ __forceinline__ char* weights_outbox_at(u64 data, i32 slot, i32 other) {
+  return region_at(data, slot, kRegions.weights_outbox, kWeightsBytes, other);
+}
+__device__ __forceinline__ char* weights_landing_at(u64 data, i32 slot, i32 other) {
+  return region_at(data, slot, kRegions.weights_landing, kWeightsBytes, other);
+}
 
 // A rank as itself sees it.
 struct Self {
@@ -99,6 +109,13 @@ __device__ __forceinline__ char* dispatch_region(const DeviceComm& comm, const S
   return self.same_node(source) ? inbox_at(comm.data[self.local], slot, source % kLocal)
                                 : landing_at(comm.data[source % kLocal], slot,
                                              other_index(source / kLocal, self.node));
+}
+// The same for the weights that come with combine.
+__device__ __forceinline__ char* weights_region(const DeviceComm& comm, const Self& self, i32 slot,
+                                                i32 source) {
+  return self.same_node(source) ? weights_inbox_at(comm.data[self.local], slot, source % kLocal)
+                                : weights_landing_at(comm.data[source % kLocal], slot,
+                                                     other_index(source / kLocal, self.node));
 }
 
 __device__ __forceinline__ i32 slot_of(u64 step) {

@@ -109,6 +109,14 @@ __device__ inline bool wait_combine(const DeviceComm& comm, const Self& self, u6
                                 : arrival_word(comm, Phase::kCombine, slot, source);
   return wait_word(comm, word, static_cast<u32>(step + 1), {Phase::kCombine, source, step});
 }
+// Whether the weights that `source` sends with its combine of `step` are here.
+__device__ inline bool wait_weights(const DeviceComm& comm, const Self& self, u64 step,
+                                    i32 source) {
+  const i32 slot = slot_of(step);
+  const void* word = self.same_node(source) ? header_word(weights_region(comm, self, slot, source))
+                                            : arrival_word(comm, Phase::kWeights, slot, source);
+  return wait_word(comm, word, static_cast<u32>(step + 1), {Phase::kWeights, source, step});
+}
 
 // Rule (R1) of docs/protocol.md: the slot of `step` is free once the combine of its last use has
 // come from everybody. The lanes of one warp share the looking.
@@ -122,24 +130,31 @@ __device__ inline bool wait_free(const DeviceComm& comm, const Self& self, u64 s
 
 // Which arrivals the blocks of a kernel wait for.
 struct Relayed {
-  bool free;  // the combine of each slot's last use
-  bool dispatch;
-  bool combine;
+  bool free = false;  // the combine of each slot's last use
+  bool dispatch = false;
+  bool weights = false;
+  bool combine = false;
 };
+
+// What all ranks of other nodes say in a phase of `step`; in combine, those that speak to this one.
+__device__ inline void relay_phase(const DeviceComm& comm, const Self& self, Phase phase,
+                                   u64 step) {
+  for (i32 source = static_cast<i32>(threadIdx.x); source < kWorld;
+       source += static_cast<i32>(blockDim.x))
+    if (!self.same_node(source) && (phase != Phase::kCombine || source % kLocal == self.local))
+      relay_word(comm, phase, step, source);
+}
 
 __device__ inline void relay(const DeviceComm& comm, u64 first_step, i32 num_chunks,
                              const Relayed& what) {
   const Self self(comm);
-  for (u64 step = first_step; step < first_step + static_cast<u64>(num_chunks); ++step)
-    for (i32 source = static_cast<i32>(threadIdx.x); source < kWorld;
-         source += static_cast<i32>(blockDim.x)) {
-      if (self.same_node(source)) continue;
-      const bool partner = source % kLocal == self.local;
-      if (what.free && partner && step >= static_cast<u64>(kSteps))
-        relay_word(comm, Phase::kCombine, step - static_cast<u64>(kSteps), source);
-      if (what.dispatch) relay_word(comm, Phase::kDispatch, step, source);
-      if (what.combine && partner) relay_word(comm, Phase::kCombine, step, source);
-    }
+  for (u64 step = first_step; step < first_step + static_cast<u64>(num_chunks); ++step) {
+    if (what.free && step >= static_cast<u64>(kSteps))
+      relay_phase(comm, self, Phase::kCombine, step - static_cast<u64>(kSteps));
+    if (what.dispatch) relay_phase(comm, self, Phase::kDispatch, step);
+    if (what.weights) relay_phase(comm, self, Phase::kWeights, step);
+    if (what.combine) relay_phase(comm, self, Phase::kCombine, step);
+  }
 }
 
 }  // namespace moe_p2p::device

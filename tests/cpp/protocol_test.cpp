@@ -73,6 +73,8 @@ TEST_CASE("protocol: broken rules are caught") {
         Case{"no wait for an empty peer", Mutation::kSkipEmptyPeer, ""},
         Case{"immediates counted without source", Mutation::kCountWithoutSource, ""},
         Case{"arrival published before its payload", Mutation::kPublishBeforePayload, ""},
+        Case{"sums before the weights are here", Mutation::kSumBeforeWeights, ""},
+        Case{"weights taken for an earlier step's", Mutation::kWeightsInEveryStep, ""},
         Case{"NIC delivers immediates early", Mutation::kNone, "mutate=early_imm"}}) {
     CAPTURE(c.name);
     const uint64_t seed = seeds_until_caught(c.mutation, c.nic_settings, 300);

@@ -25,6 +25,7 @@ enum class Kind { kPaired, kSolo, kReleased };
 // One dispatch (and combine) that all ranks make; the same on all of them.
 struct Call {
   Kind kind{};
+  bool late_weights = false;  // combine is given them, dispatch is not
   int64_t max_tokens = 0;
   std::vector<int64_t> num_tokens;          // [W]
   std::vector<std::vector<int32_t>> topk;   // [W][T * K]
@@ -59,6 +60,7 @@ Call draw_call(const World& world, std::mt19937_64& random) {
   Call call;
   const int64_t style = below(8);
   call.kind = style < 5 ? Kind::kPaired : style < 7 ? Kind::kSolo : Kind::kReleased;
+  call.late_weights = below(3) == 0;
   const int64_t chunks = call.kind == Kind::kSolo ? 1 + below(3 * world.steps_in_flight) : 1;
   call.max_tokens = chunks * world.chunk_tokens;
   const int64_t crowd = below(6);  // 0: everybody empty, 1: one expert takes all
@@ -220,7 +222,7 @@ class Rank {
     send.x_dtype = abi::DType::kFloat32;
     send.topk_idx = call.topk[r].data();
     send.topk_is_int64 = false;
-    send.topk_weights = call.weights[r].data();
+    send.topk_weights = call.late_weights ? nullptr : call.weights[r].data();
     send.num_rows = send.num_tokens = tokens;
     send.max_tokens = call.max_tokens;
     send.solo = call.kind == Kind::kSolo;
@@ -251,7 +253,8 @@ class Rank {
     return recv;
   }
 
-  moe::CombineSend combine_send(size_t, Buffers& b) {
+  moe::CombineSend combine_send(size_t c, Buffers& b) {
+    const Call& call = program_.calls[c];
     b.y.assign(b.rows.size(), std::numeric_limits<float>::quiet_NaN());
     for (int e = 0; e < world_.experts_per_rank; ++e) {
       const auto first = static_cast<size_t>(b.offsets[static_cast<size_t>(e)]) * kHidden;
@@ -264,7 +267,14 @@ class Rank {
     send.y = b.y.data();
     send.y_dtype = send.out_dtype = abi::DType::kFloat32;
     send.y_rows = static_cast<int64_t>(b.y.size() / kHidden);
-    send.row_weights = b.row_weights.data();
+    if (call.late_weights) {
+      static const float none = 0;  // null would mean that none are given
+      const auto& weights = call.weights[static_cast<size_t>(rank_)];
+      send.topk_weights = weights.empty() ? &none : weights.data();
+      send.num_rows = call.num_tokens[static_cast<size_t>(rank_)];
+    } else {
+      send.row_weights = b.row_weights.data();
+    }
     return send;
   }
 
@@ -290,7 +300,7 @@ class Rank {
           if (call.topk[s][i] != rank_ * world_.experts_per_rank + e) continue;
           const auto token = static_cast<int64_t>(i) / world_.topk;
           bool right = row < end && b.source[2 * row] == source && b.source[2 * row + 1] == token &&
-                       b.row_weights[row] == call.weights[s][i];
+                       b.row_weights[row] == (call.late_weights ? 1.0f : call.weights[s][i]);
           for (int h = 0; right && h < kHidden; ++h)
             right = b.rows[row * kHidden + static_cast<size_t>(h)] == payload(c, source, token, h);
           MOE_P2P_CHECK(right, base::Code::kProtocol, "rank ", rank_, " call ", c, ": token ",

@@ -27,8 +27,9 @@ struct Outcome {
   uint64_t turns = 0;
 };
 
-// Runs a program of calls drawn from the seed: paired, solo, chunked, released, two in flight, token
-// counts from zero to the maximum, all tokens to one expert, tokens without any.
+// Runs a program of calls drawn from the seed: paired, solo, chunked, released, two in flight, with
+// weights from dispatch or from combine, token counts from zero to the maximum, all tokens to one
+// expert, tokens without any.
 Outcome run(const World& world, uint64_t seed);
 
 // "4x2 ranks, 2 NICs, S 2, seed 17": what to put into MOE_P2P_SIMULATE to run it alone.

@@ -1,0 +1,76 @@
+// Weights that a source did not know at dispatch and tells with combine: every rank pushes those of its
+// own tokens to the expert ranks, and each sending block waits for everybody's before it sums.
+//
+// So senders wait for senders here. Destinations are dealt to the first blocks of a grid, which are on
+// the device before any other, and no block waits before it has pushed: what is waited for is under way
+// wherever the same call has been launched (docs/protocol.md, section 9).
+#pragma once
+
+#include "kernels/device/steps.cuh"
+
+namespace moe_p2p::device {
+
+inline constexpr u64 kSlotWeightsBytes = 4 * kTopk;
+inline constexpr u32 kWeightsFlags = static_cast<u32>(DType::kFloat32) << kDTypeShift;
+
+// Destination d: a rank of this node, or after those another node, by way of the outbox for it.
+__device__ inline void push_weights_to(const CombineParams& p, const Self& self, u64 step,
+                                       i32 chunk, i32 d) {
+  const HandleArrays handle(p.handle, p.num_chunks);
+  const i32 slot = slot_of(step);
+  const bool near = d < kLocal;
+  const i32 column = near ? d : kLocal + other_node(d - kLocal, self.node);
+  char* region = near ? weights_inbox_at(p.comm.data[d], slot, self.local)
+                      : weights_outbox_at(p.comm.data[self.local], slot, d - kLocal);
+  auto* to = reinterpret_cast<float*>(region + sizeof(RegionHeader));
+  const auto* from = reinterpret_cast<const float*>(p.topk_weights);
+  const i32 begin = chunk * kChunk;
+  const i32 num_items = (min(begin + kChunk, handle.meta().num_tokens) - begin) * kTopk;
+  i32 num_slots = 0;
+  for (i32 first = 0; first < num_items; first += kBlockThreads) {
+    const i32 i = first + static_cast<i32>(threadIdx.x), token = begin + i / kTopk, k = i % kTopk;
+    const i32 at = i < num_items ? handle.send_slots(token)[column] : -1;
+    if (at >= 0) to[at * kTopk + k] = from[static_cast<i64>(token) * kTopk + k];
+    num_slots += __syncthreads_count(at >= 0 && k == 0);  // and all have stored
+  }
+  if (threadIdx.x != 0) return;
+  fill_header(region, static_cast<u32>(num_slots), kWeightsFlags, kSlotWeightsBytes);
+  st_release_sys_u64(header_word(region), step + 1);  // pairs with wait_weights() there
+  if (!near)
+    ring(p.comm, Phase::kWeights, step, self.local, other_node(d - kLocal, self.node),
+         weights_bytes(Shape{kShape}, num_slots));
+}
+
+// Pushes this block's share of one chunk, and waits for all that this rank needs. False: some did not
+// come.
+__device__ __noinline__ bool exchange_weights(const CombineParams& p, u64 step, i32 chunk,
+                                              i32 block) {
+  const Self self(p.comm);
+  for (i32 d = block; d < kSpeakers; d += p.grid.num_send_blocks)
+    push_weights_to(p, self, step, chunk, d);
+  bool came = true;
+  for (i32 source = static_cast<i32>(threadIdx.x); source < kWorld; source += kBlockThreads) {
+    if (!wait_weights(p.comm, self, step, source)) {
+      came = false;
+      continue;
+    }
+    const auto* header =
+        reinterpret_cast<const RegionHeader*>(weights_region(p.comm, self, slot_of(step), source));
+    // By the block that has not yet said that this rank has read: then the header may be another one.
+    if (block != 0 || (header->flags == kWeightsFlags && header->slot_bytes == kSlotWeightsBytes))
+      continue;
+    raise_fault(p.comm, kWrongHeader, Phase::kWeights, source, step, kSlotWeightsBytes,
+                header->slot_bytes);
+    came = false;
+  }
+  return __syncthreads_and(came);
+}
+
+// Those of one slot from `source`, [K].
+__device__ inline const float* slot_weights(const DeviceComm& comm, const Self& self, i32 slot,
+                                            i32 source, i32 index) {
+  const char* region = weights_region(comm, self, slot, source);
+  return reinterpret_cast<const float*>(region + sizeof(RegionHeader)) + index * kTopk;
+}
+
+}  // namespace moe_p2p::device
