@@ -95,9 +95,9 @@ class ElasticBuffer(ElasticBase):
                 topk, num_tokens = handle.topk_idx, handle.num_max_tokens_per_rank
                 counts = handle.row_counts
             received = all_to_all.dispatch(
-                values.detach(),
+                values,
                 topk,
-                None if topk_weights is None else topk_weights.detach(),
+                topk_weights,
                 scales=None if packs is None else packs.contiguous(),
                 max_tokens=num_tokens,
                 layout="grouped" if do_expand else "by_rank",
@@ -160,10 +160,10 @@ class ElasticBuffer(ElasticBase):
         with self._streams.turn(x.device, previous_event, async_with_compute_stream) as turn:
             _wait_for(previous_event_before_epilogue)
             result = handle.all_to_all.combine(
-                x.detach(),
+                x,
                 received,
                 weighted=False,
-                row_scalars=None if topk_weights is None else topk_weights.detach(),
+                row_scalars=topk_weights,
                 bias=bias,
             )
             sums, weights = (result, None) if topk_weights is None else result

@@ -96,13 +96,13 @@ class LowLatencyCalls(BufferBase):
             if self.enable_shrink:
                 topk_idx = self._without_masked(topk_idx, num_experts)
             if return_recv_hook:
-                pending = all_to_all.dispatch_send(x.detach(), topk_idx, **options)
+                pending = all_to_all.dispatch_send(x, topk_idx, **options)
                 received = all_to_all.make_outputs(pending)
                 hook = self._hook(
                     x, lambda: _count(all_to_all.dispatch_recv(pending, received), *stats)
                 )
             else:
-                received = all_to_all.dispatch(x.detach(), topk_idx, **options)
+                received = all_to_all.dispatch(x, topk_idx, **options)
                 _count(received, *stats)
             if async_finish:
                 turn.uses((x, topk_idx, *stats, *_tensors(received)))
@@ -146,17 +146,16 @@ class LowLatencyCalls(BufferBase):
             handle.received,
             combine_wait_recv_cost_stats,
         )
-        y = handle.combine_buffer if zero_copy and handle.combine_buffer is not None else x.detach()
-        weights = topk_weights.detach()
+        y = handle.combine_buffer if zero_copy and handle.combine_buffer is not None else x
         hook: Hook | None = None
         with self._streams.turn(x.device, None, async_finish) as turn:
             if out is None and not return_recv_hook:
                 result = all_to_all.combine(
-                    y, received, topk_weights=weights, with_wait_ticks=stats is not None
+                    y, received, topk_weights=topk_weights, with_wait_ticks=stats is not None
                 )
                 out = _sums(result, stats)
             else:
-                pending = all_to_all.combine_send(y, received, topk_weights=weights)
+                pending = all_to_all.combine_send(y, received, topk_weights=topk_weights)
                 out = y.new_empty((topk_idx.shape[0], y.shape[-1])) if out is None else out
                 receive = functools.partial(_receive_sums, all_to_all, pending, out, stats)
                 if return_recv_hook:
@@ -164,7 +163,7 @@ class LowLatencyCalls(BufferBase):
                 else:
                     receive()
             if async_finish:
-                turn.uses((y, weights, received.handle, stats, out))
+                turn.uses((y, topk_weights, received.handle, stats, out))
         return out, turn.event, hook
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:
@@ -296,8 +295,10 @@ def _make_handle(
     num_experts: int,
 ) -> LowLatencyHandle:
     assert received.source is not None
-    tokens = received.source.view(*received.x.shape[:2], 2).select(2, 1)  # of (rank, token)
-    handle = LowLatencyHandle((tokens, received.ranges, num_tokens, hidden, num_experts))
+    experts, capacity = received.x.shape[:2]
+    # [E_local, W * T, 2] of (rank, token): the tokens. One view instead of two.
+    src_info = received.source.as_strided((experts, capacity), (2 * capacity, 2), 1)
+    handle = LowLatencyHandle((src_info, received.ranges, num_tokens, hidden, num_experts))
     handle.all_to_all, handle.combine_buffer = all_to_all, None
     handle.received = received._replace(x=NO_ROWS, scales=None)
     return handle
