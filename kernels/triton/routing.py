@@ -15,7 +15,9 @@ from torch import Tensor
 _BLOCK_TOKENS = 64
 
 
-@triton.jit
+# One compilation for all batches: else T = 1 and multiples of 16 would have kernels of their own,
+# and the first of each could come while a graph is captured.
+@triton.jit(do_not_specialize=["num_tokens"])
 def _count_kernel(
     topk_idx_ptr,
     per_rank_ptr,

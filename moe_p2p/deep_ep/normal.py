@@ -111,7 +111,7 @@ class NormalCalls(BufferBase):
                 again = _send(
                     handle.all_to_all, values, scales, handle.extent, handle.dispatched.topk_idx
                 )
-                turn.uses((values, scales, again.x, again.scales))
+                turn.uses((values, scales, handle.dispatched.topk_idx, again.x, again.scales))
                 return _rows_of(again, scales), None, None, None, None, turn.event
             assert is_token_in_rank is not None, "is_token_in_rank is missing"
             assert num_tokens_per_rank is not None, "num_tokens_per_rank is missing"
