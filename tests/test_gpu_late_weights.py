@@ -42,7 +42,7 @@ from moe_p2p.reference import Tokens
 from ranks import Rank
 from test_gpu import call
 from test_gpu_calls import CHUNKED, LONG, LONG_COUNTS
-from test_gpu_failures import SOON_S, settle
+from test_gpu_failures import SOON_S, story_of
 from test_gpu_graphs import Inputs, capture, doubled, prepare_bf16
 from test_late_weights import biased, biases_of, late_combine, late_dispatch
 
@@ -292,8 +292,7 @@ def without_weights(rank: Rank, world: World, wanted: Wanted) -> str:
         meet(rank, "dispatched")
         story = ""
         if rank.rank == 0:
-            comm.combine(**late)
-            story = settle(comm)
+            story = story_of(comm, lambda: comm.combine(**late))
         meet(rank, "told")
         return story
 
