@@ -15,7 +15,8 @@ inline constexpr ScaleFormat kScaleFormat = static_cast<ScaleFormat>(MOE_P2P_SCA
 static_assert(kQuantize || kScaleFormat == ScaleFormat::kFloat32, "given scales are left alone");
 inline constexpr bool kByRank = MOE_P2P_BY_RANK;  // RowLayout::kByRank; else one of the others
 inline constexpr DType kWireType = kQuantize ? DType::kFloat8E4M3 : kXType;
-inline constexpr u32 kWireFlags = static_cast<u32>(kWireType) << kDTypeShift;
+inline constexpr u32 kWireFlags =
+    static_cast<u32>(kWireType) << kDTypeShift | (kByRank ? static_cast<u32>(kRowsByRank) : 0);
 inline constexpr i32 kPayloadVecs = static_cast<i32>(kHidden * item_bytes(kWireType) / sizeof(Vec));
 inline constexpr i32 kHeadBytes = static_cast<i32>(slot_head_bytes(kTopk));
 inline constexpr i32 kHeadWords = kHeadBytes / 4;

@@ -178,6 +178,10 @@ def other_type(arguments: dict[str, Any]) -> None:
     arguments["x"] = arguments["x"].half()
 
 
+def other_layout(arguments: dict[str, Any]) -> None:
+    arguments["layout"] = "padded" if arguments["layout"] == "by_rank" else "by_rank"
+
+
 BAD: dict[str, tuple[Callable[[dict[str, Any]], None], type[Exception], str]] = {
     "expert too large": (bad_expert, moe_p2p.InvalidArgumentError, "expert 4000"),
     "expert too small": (negative_expert, moe_p2p.InvalidArgumentError, "expert -7"),
@@ -190,6 +194,7 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], None], type[Exception], str]] = 
     "fewer than no tokens": (negative_count, moe_p2p.InvalidArgumentError, "num_tokens is -1"),
     "capacity too small": (little_capacity, moe_p2p.ResourceExhaustedError, "capacity is 1"),
     "another type": (other_type, moe_p2p.ProtocolError, "all ranks must make the same calls"),
+    "another layout": (other_layout, moe_p2p.ProtocolError, "all ranks must make the same calls"),
 }
 
 
@@ -205,7 +210,7 @@ def bad_call(
             change(arguments)
         arguments = {name: on_device(comm, value) for name, value in arguments.items()}
         if comm._device is not None:
-            by_rank = layout == "by_rank"
+            by_rank = arguments["layout"] == "by_rank"
             comm._device.prepare_dispatch(arguments["x"].dtype, quantize=False, by_rank=by_rank)
         meet(rank, "prepared")
         try:
@@ -233,7 +238,7 @@ def test_a_bad_call_gives_a_typed_error(world: World, layout: str, name: str) ->
     results = run(world, bad_call, name, wanted, layout)
     _, kind, match = BAD[name]
     # A wrong header is seen by whoever reads it; the rest by the rank that makes the call.
-    who = results if name == "another type" else results[:1]
+    who = results if name.startswith("another") else results[:1]
     assert any(match in text and issubclass(got, kind) for text, got in who), results
 
 
