@@ -111,10 +111,10 @@ base::Error DeviceKernels::error_of(const abi::Fault& fault, const std::string& 
               base::concat(head, ": the handle was not made by a dispatch of communicator ",
                            fault.expected)};
     default:
-      return {Code::kProtocol,
-              base::concat(head, ": rank ", fault.source, " sent rows of another type or size (",
-                           got, " bytes a slot, expected ", fault.expected,
-                           "); all ranks must make the same calls")};
+      return {Code::kProtocol, base::concat(head, ": rank ", fault.source,
+                                            " sent rows of another type, layout or size (", got,
+                                            " bytes a slot, expected ", fault.expected,
+                                            "); all ranks must make the same calls")};
   }
 }
 
