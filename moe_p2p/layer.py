@@ -6,7 +6,9 @@ train. Gradients of an expert sum over the tokens of all ranks, as they do in on
 of the router, like those of any replicated weight, are this rank's and the caller's to reduce.
 
 On a GPU the experts are Triton kernels (kernels/triton), in bf16, fp16 or, for inference, fp8:
-`quantize_experts`. The host waits for nothing, so a layer runs in CUDA graphs and torch.compile.
+`quantize_experts`. The host waits for nothing, so a layer runs in CUDA graphs. torch.compile makes
+one graph of it, on a CPU too; mark its tokens as unbacked (torch._dynamo.decorators.mark_unbacked)
+and that graph serves 0 and 1 of them as well.
 
 Shapes: T tokens, H hidden size, F width of an expert, E experts, E_local of this rank, K top-k,
 R rows at this rank's experts.
@@ -15,11 +17,13 @@ R rows at this rank's experts.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from moe_p2p import cpu_experts
 from moe_p2p.all_to_all import AllToAll
 
 
@@ -71,26 +75,21 @@ class Experts(nn.Module):
         offsets: [E_local] or longer, first row of each expert; the CPU does without. Rows of no
         expert become zero; on a GPU without autograd they are undefined.
         """
-        if rows.is_cuda:
-            return self._with_kernels(rows, counts, offsets)
-        sizes = counts.tolist()
-        *mine, unused = torch.split(rows, [*sizes, rows.shape[0] - sum(sizes)])
-        out = []
-        for i, x in enumerate(mine):
-            gate = functional.silu(x @ self.w_gate[i].to(x.dtype))
-            out.append((gate * (x @ self.w_up[i].to(x.dtype))) @ self.w_down[i].to(x.dtype))
-        return torch.cat([*out, torch.zeros_like(unused)])
-
-    def _with_kernels(self, rows: Tensor, counts: Tensor, offsets: Tensor | None) -> Tensor:
-        """The same without waiting for counts, so that it can be captured in a graph."""
-        from moe_p2p.kernels.triton.grouped_ops import grouped_gemm, grouped_swiglu
-
-        starts = counts.cumsum(0) - counts if offsets is None else offsets
         w_gate, w_up, w_down = (w.to(rows.dtype) for w in (self.w_gate, self.w_up, self.w_down))
-        if not torch.is_grad_enabled():
-            h = grouped_swiglu(rows, w_gate, w_up, counts, offsets=starts)
-            return grouped_gemm(h, w_down, counts, offsets=starts)
-        product = functools.partial(grouped_gemm, counts=counts, offsets=starts, zero_padding=True)
+        product: Callable[[Tensor, Tensor], Tensor]
+        if rows.is_cuda:
+            from moe_p2p.kernels.triton.grouped_ops import grouped_gemm, grouped_swiglu
+
+            # Nothing waits for counts, so that all of it can be captured in a graph.
+            starts = counts.cumsum(0) - counts if offsets is None else offsets
+            if not torch.is_grad_enabled():
+                h = grouped_swiglu(rows, w_gate, w_up, counts, offsets=starts)
+                return grouped_gemm(h, w_down, counts, offsets=starts)
+            product = functools.partial(
+                grouped_gemm, counts=counts, offsets=starts, zero_padding=True
+            )
+        else:
+            product = functools.partial(cpu_experts.grouped_gemm, counts=counts)
         return product(functional.silu(product(rows, w_gate)) * product(rows, w_up), w_down)
 
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
 
 import test_autograd
-from cases import finish, topology_of
+import test_training
+from cases import finish
 from gpu_ranks import DEVICE, World, make, run, worlds
 from moe_p2p import AllToAll
 from moe_p2p.layer import MoELayer
@@ -22,7 +22,7 @@ from ranks import Rank
 
 pytestmark = pytest.mark.gpu
 
-HIDDEN_DIM, FFN_DIM, TOPK = test_autograd.HIDDEN_DIM, 32, test_autograd.TOPK
+HIDDEN_DIM, TOPK = test_autograd.HIDDEN_DIM, test_autograd.TOPK
 NUM_EXPERTS = test_autograd.NUM_EXPERTS
 # Matrix products on a GPU add up in another order, in fp32 (no TF32): sums of up to 48 products of
 # up to 20, so 48 * 20 * 2^-24 = 6e-5.
@@ -35,51 +35,56 @@ def communicator(rank: Rank, world: World, **config: Any) -> AllToAll:
 
 
 def gradients(
-    rank: Rank, world: World, config: dict[str, Any], options: dict[str, Any], layers: int
+    rank: Rank, world: World, config: dict[str, Any], name: str, layers: int
 ) -> test_autograd.Gradients:
     with communicator(rank, world, **config) as comm:
-        local = topology_of(comm).local_experts(rank.rank)
-        experts = test_autograd.expert_weights()[local].to(DEVICE).requires_grad_()
-        given = test_autograd.Inputs(*(t.to(DEVICE) for t in test_autograd.inputs(rank.rank)))
-        x, weights = given.x.requires_grad_(), given.topk_weights.requires_grad_()
-        out = x
-        for _ in range(layers):
-            out = test_autograd.layer(comm, out, given, weights, experts, **options)
-        out.backward(given.grad)
+        found = test_training.gradients(comm, *FORMS[name], layers=layers)
         finish(comm)
-        found = (out.detach(), x.grad, weights.grad, experts.grad)
-        return test_autograd.Gradients(*(t.cpu() if t is not None else None for t in found))
+        return found
 
 
-GRADIENTS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
-    "padded": ({}, {}, 1),
-    "grouped": ({}, {"layout": "grouped", "alignment": 4}, 1),
-    "chunks": ({"chunk_tokens": 2}, {}, 1),
-    "three layers": ({}, {}, 3),
+FORMS: dict[str, tuple[test_training.Form, dict[str, Any]]] = {
+    "padded": (test_autograd.layer, {}),
+    "grouped": (test_autograd.layer, {"layout": "grouped", "alignment": 4}),
+    "by rank": (test_autograd.layer, {"layout": "by_rank"}),
+    **test_training.FORMS,
 }
+LAYOUTS = ("padded", "grouped", "by rank")
+CHUNKS = {"chunk_tokens": 2}
 
 
-@pytest.mark.parametrize("name", GRADIENTS)
+@pytest.mark.parametrize(
+    ("name", "config", "layers"),
+    [(name, {}, 3) for name in LAYOUTS] + [("padded", CHUNKS, 1), ("by rank", CHUNKS, 1)],
+    ids=[*LAYOUTS, "padded, chunks", "by rank, chunks"],
+)
 @pytest.mark.parametrize("world", worlds((2, 2), (2, 1)) + worlds((4, 2), devices=True))
-def test_gradients_are_those_of_a_dense_layer(world: World, name: str) -> None:
-    config, options, layers = GRADIENTS[name]
-    wanted, experts = test_autograd.dense(world.ranks, layers=layers)
-    results = run(world, gradients, config, options, layers, processes=True)
-    for rank, (got, want) in enumerate(zip(results, wanted, strict=True)):
-        mine = experts[world.topology(num_experts=NUM_EXPERTS).local_experts(rank)]
-        pairs = zip(got, want._replace(experts=mine), strict=True)
-        for found, expected in pairs:
-            torch.testing.assert_close(found, expected, **CLOSE)
+def test_gradients_are_those_of_a_dense_layer(
+    world: World, name: str, config: dict[str, Any], layers: int
+) -> None:
+    results = run(world, gradients, config, name, layers, processes=True)
+    test_training.assert_dense(results, layers=layers, **CLOSE)
+
+
+@pytest.mark.parametrize("name", test_training.FORMS)
+def test_every_form_has_the_gradients_of_a_dense_layer(name: str) -> None:
+    results = run(World(2, 2), gradients, {}, name, 2, processes=True)
+    test_training.assert_dense(results, layers=2, **CLOSE)
+
+
+def accumulated(rank: Rank, world: World, name: str) -> Tensor:
+    form, options = FORMS[name]
+    with communicator(rank, world) as comm:
+        return test_training.accumulated(comm, form, {"zero_padding": True} | options)
+
+
+@pytest.mark.parametrize("name", ["padded", "by rank", "side stream"])
+def test_gradients_of_micro_batches_add_up(name: str) -> None:
+    results = run(World(2, 2), accumulated, name, processes=True)
+    test_training.assert_accumulated(results, **CLOSE)
 
 
 # --- the layer ---
-
-
-def make_layer(comm: AllToAll | None) -> MoELayer:
-    layer = MoELayer(HIDDEN_DIM, NUM_EXPERTS, topk=TOPK, ffn_dim=FFN_DIM, all_to_all=comm, seed=3)
-    generator = torch.Generator().manual_seed(1)
-    torch.nn.init.normal_(layer.router.score.weight.data, generator=generator)
-    return layer
 
 
 def tokens_of(rank: int, step: int) -> Tensor:
@@ -106,7 +111,7 @@ def train(layer: MoELayer, ranks: list[int], device: str, reduce: Any) -> list[T
 
 def trained(rank: Rank, world: World) -> list[Tensor]:
     with communicator(rank, world) as comm:
-        layer = make_layer(comm).to(DEVICE)
+        layer = test_training.make_layer(comm).to(DEVICE)
 
         def reduce(weight: Tensor, step: int) -> None:
             """Adds up the gradients of what all ranks have, as a data-parallel engine does."""
@@ -125,7 +130,9 @@ def trained(rank: Rank, world: World) -> list[Tensor]:
 
 @pytest.mark.parametrize("world", worlds((2, 2), (2, 1)) + worlds((4, 2), devices=True))
 def test_ranks_train_as_one_process_does(world: World) -> None:
-    alone = train(make_layer(None), list(range(world.ranks)), "cpu", lambda weight, step: None)
+    alone = train(
+        test_training.make_layer(None), list(range(world.ranks)), "cpu", lambda weight, step: None
+    )
     results = run(world, trained, processes=True, deadline_s=100.0)
     assert alone[2].square().mean() < alone[0].square().mean()  # of the same tokens
     for step, want in enumerate(alone):
@@ -134,39 +141,53 @@ def test_ranks_train_as_one_process_does(world: World) -> None:
         torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
 
 
-def layer_gradients(layer: MoELayer, run_layer: Any, x: Tensor) -> list[Tensor]:
-    layer.zero_grad()
-    x = x.detach().requires_grad_()
-    out = run_layer(x)
-    out.square().sum().backward()
-    grads = [x.grad, *(parameter.grad for parameter in layer.parameters())]
-    return [out.detach().cpu(), *(grad.cpu() for grad in grads if grad is not None)]
-
-
-def compiled(rank: Rank, world: World, backend: str) -> int:
+def compiled(rank: Rank, world: World, backend: str, checkpoints: bool) -> int:
     with communicator(rank, world, steps_in_flight=4) as comm:
-        layer = make_layer(comm).to(DEVICE)
-        counter = CompileCounterWithBackend(backend)
-        fast = torch.compile(layer, fullgraph=True, backend=counter, dynamic=True)
-        for step in range(3):
-            x = tokens_of(rank.rank, step).to(DEVICE)
-            wanted = layer_gradients(layer, layer, x)
-            for got, want in zip(layer_gradients(layer, fast, x), wanted, strict=True):
-                torch.testing.assert_close(got, want, **CLOSE)
-        with torch.no_grad():
-            x = tokens_of(rank.rank, 5).to(DEVICE)
-            torch.testing.assert_close(fast(x).cpu(), layer(x).cpu(), **CLOSE)
-        return counter.frame_count
+        return test_training.compiled(comm, backend, checkpoints=checkpoints, **CLOSE)
 
 
 @pytest.mark.parametrize(
-    ("world", "backend"),
+    ("world", "backend", "checkpoints"),
     [
-        pytest.param(World(1, 1), "inductor", id="1rank-inductor"),
-        pytest.param(World(2, 2), "aot_eager", id="2ranks-2pernode"),
-        pytest.param(World(2, 1), "aot_eager", id="2ranks-1pernode"),
+        pytest.param(World(1, 1), "inductor", False, id="1rank-inductor"),
+        pytest.param(World(2, 2), "aot_eager", False, id="2ranks-2pernode"),
+        pytest.param(World(2, 2), "aot_eager", True, id="2ranks-2pernode-checkpoints"),
+        pytest.param(World(2, 1), "aot_eager", False, id="2ranks-1pernode"),
     ],
 )
-def test_a_compiled_layer_is_one_graph_and_equals_eager(world: World, backend: str) -> None:
-    frames = run(world, compiled, backend, processes=True, deadline_s=110.0)
+def test_one_graph_serves_every_number_of_tokens(
+    world: World, backend: str, checkpoints: bool
+) -> None:
+    frames = run(world, compiled, backend, checkpoints, processes=True, deadline_s=110.0)
     assert frames == [2] * world.ranks  # with gradients and without
+
+
+def replayed(rank: Rank, world: World) -> int:
+    """Trains and infers with CUDA graphs of torch.compile; how often one was given up."""
+    num_tokens = 5 + rank.rank
+    with communicator(rank, world, steps_in_flight=4) as comm:
+        layer = test_training.make_layer(comm).to(DEVICE)
+        fast = torch.compile(layer, fullgraph=True, mode="reduce-overhead")
+        for step in range(5):  # a warm-up, a capture, replays
+            x = test_training.random_tokens(comm, step, count=num_tokens)
+            wanted = test_training.layer_gradients(layer, layer, x)
+            torch.compiler.cudagraph_mark_step_begin()
+            found = test_training.layer_gradients(layer, fast, x, any_count=False)
+            for got, want in zip(found, wanted, strict=True):
+                torch.testing.assert_close(got, want, **CLOSE)
+        with torch.no_grad():
+            for step in range(5):
+                x = test_training.random_tokens(comm, step, count=num_tokens)
+                want = layer(x)
+                torch.compiler.cudagraph_mark_step_begin()
+                out = fast(x)
+                finish(comm)
+                torch.testing.assert_close(out.cpu(), want.cpu(), **CLOSE)
+        return int(torch._dynamo.utils.counters["inductor"]["cudagraph_skips"])
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("world", worlds((1, 1), (2, 2)))
+def test_a_compiled_layer_runs_in_cuda_graphs(world: World) -> None:
+    skips = run(world, replayed, processes=True, deadline_s=200.0)
+    assert skips == [0] * world.ranks
