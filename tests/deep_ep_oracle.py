@@ -6,20 +6,17 @@ Symbols: W ranks, T tokens of a rank, K top-k, E experts, H hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 import gpu_ranks
-from moe_p2p.deep_ep.communicators import Communicators
-from ranks import Rank, run_threads
+from ranks import Rank
 
-Body = Callable[..., Any]
 # 1 - 2<x,y> / (<x,x> + <y,y>) of sums of bf16 rows, as DeepEP's own tests ask for.
 BF16_DIFFERENCE = 1e-5
-_GPU_BLOCKS = 4  # of each rank, so that those of all are on the device together
 
 
 class StoreGroup:
@@ -39,33 +36,9 @@ class StoreGroup:
         return store
 
 
-def ranks_of(device: str) -> Body:
-    """run_ranks(W, body, *arguments): body(rank, device, *arguments) of each rank, as threads."""
-    if device == "cpu":
-        return lambda ranks, body, *arguments: run_threads(ranks, body, device, *arguments)
-
-    def run(ranks: int, body: Body, *arguments: Any) -> list[Any]:
-        # One rank first, so that torch's kernels are loaded before ranks wait for each other.
-        for num_ranks in (1, ranks):
-            world = gpu_ranks.World(num_ranks, num_ranks)
-            results = gpu_ranks.run(world, _on_gpu, body, *arguments, deadline_s=120.0)
-        return results
-
-    return run
-
-
-def _on_gpu(rank: Rank, world: gpu_ranks.World, body: Body, *arguments: Any) -> Any:
-    return body(rank, "cuda", *arguments)
-
-
-def few_blocks(communicators: Communicators) -> None:
-    """Whatever is asked of these, ranks that share a device fit on it together."""
-    get = communicators.get
-    few: Any = lambda **fields: get(**fields | {"num_sms": _GPU_BLOCKS})  # noqa: E731
-    communicators.get = few  # type: ignore[method-assign]
-
-
-def captured(rank: Rank, body: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+def captured(
+    rank: Rank, name: str, body: Callable[[], Tensor]
+) -> tuple[torch.cuda.CUDAGraph, Tensor]:
     """body() once as it is, so that all it needs is there, then as a graph, with its result."""
     body()
     graph = torch.cuda.CUDAGraph()
@@ -75,14 +48,14 @@ def captured(rank: Rank, body: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGra
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             return body()
 
-    return graph, gpu_ranks.in_turn(rank, "capture", record)
+    return graph, gpu_ranks.in_turn(rank, f"capture of {name}", record)
 
 
-def replay(rank: Rank, shape: Shape, body: Callable[[Batch], Tensor]) -> None:
+def replay(rank: Rank, name: str, shape: Shape, body: Callable[[Batch], Tensor]) -> None:
     """A graph of body(batch), which doubles each row for its k, follows what lies in the batch."""
     counts = [shape.max_tokens] * rank.world_size
     place = make_batches(0, counts, shape)[rank.rank].on("cuda")
-    graph, out = captured(rank, lambda: body(place))
+    graph, out = captured(rank, name, lambda: body(place))
     for seed in range(1, 6):
         batch = make_batches(seed, counts, shape)[rank.rank]
         for tensor, value in zip(place, batch, strict=True):

@@ -1,443 +1,92 @@
-"""DeepEP's low-latency calls through moe_p2p.deep_ep, compared with plain torch.
-
-The oracle is deep_ep_oracle.py. Ranks are threads; on a GPU they share the device, with few blocks
-each, as gpu_ranks.py explains.
-"""
+"""DeepEP's low-latency calls on ranks of the CPU, which are threads, against plain torch."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from deep_ep_oracle import (
-    BF16_DIFFERENCE,
-    Batch,
-    Body,
-    Shape,
-    StoreGroup,
-    assert_quantized,
-    combined,
-    difference,
-    expert,
-    few_blocks,
-    gather,
-    host,
-    largest_of_blocks,
-    make_batches,
-    ranks_of,
-    replay,
-    rows_of,
-)
-from moe_p2p.deep_ep import Buffer
+import low_latency_cases as cases
+from deep_ep_oracle import make_batches
+from low_latency_cases import FORMATS, SHAPE, SHAPES, Place, make_buffer
+from moe_p2p.deep_ep import Buffer, communicators
 from ranks import Rank, run_threads
 
-SHAPE = Shape()
-# Tokens of rank r in step s: COUNTS[s][r]. None at some ranks, at all, the most at all.
-COUNTS = [[5, 3, 0, 12], [12] * 4, [0] * 4, [0, 0, 9, 0], [1, 2, 3, 4]]
-FORMATS = {
-    "bf16": {"use_fp8": False},
-    "fp8": {},
-    "round_scale": {"round_scale": True},
-    "ue8m0": {"round_scale": True, "use_ue8m0": True},
-}
-FP8_DIFFERENCE = 9e-4  # like BF16_DIFFERENCE, of rows that were rounded to e4m3
 
+def run(num_ranks: int, check: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """What it returns, of each rank."""
 
-def make_buffer(rank: Rank, device: str, **options: Any) -> Buffer:
-    group: Any = StoreGroup(rank)
-    buffer = Buffer(
-        group, low_latency_mode=True, explicitly_destroy=True, timeout_s=20.0, **options
-    )
-    if device == "cuda":
-        few_blocks(buffer._communicators)
-    return buffer
+    def body(rank: Rank) -> Any:
+        place = Place(rank, "cpu", make_buffer(rank))
+        result = check(place, *arguments)
+        place.buffer.destroy()
+        return result
 
-
-@pytest.fixture(
-    name="run_ranks", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)], scope="module"
-)
-def make_run_ranks(request: pytest.FixtureRequest) -> Body:
-    """run_ranks(W, body, *arguments): body(rank, device, *arguments) of each rank."""
-    return ranks_of(request.param)
-
-
-# --- one call, checked ---
-
-
-def dispatch(
-    buffer: Buffer, mine: Batch, shape: Shape, mode: str = "sync", **options: Any
-) -> tuple[Any, Tensor, Any]:
-    """Rows, counts and handle, received."""
-    rows, counts, handle, event, hook = buffer.low_latency_dispatch(
-        mine.x,
-        mine.topk_idx,
-        shape.max_tokens,
-        shape.num_experts,
-        async_finish=mode == "async",
-        return_recv_hook=mode == "hook",
-        **options,
-    )
-    finish(mode, event, hook)
-    return rows, counts, handle
-
-
-def combine(
-    buffer: Buffer, y: Tensor, mine: Batch, handle: Any, mode: str = "sync", **options: Any
-) -> Tensor:
-    out, event, hook = buffer.low_latency_combine(
-        y,
-        mine.topk_idx,
-        mine.weights,
-        handle,
-        async_finish=mode == "async",
-        return_recv_hook=mode == "hook",
-        **options,
-    )
-    finish(mode, event, hook)
-    return out
-
-
-def finish(mode: str, event: Any, hook: Any) -> None:
-    assert (hook is not None) == (mode == "hook")
-    assert (event.event is not None) == (mode == "async")
-    if hook is not None:
-        hook()
-    if mode == "async":
-        event.current_stream_wait()
-
-
-def unpacked(packs: Tensor, num_scales: int) -> Tensor:
-    """Scales [n, P] of int32 packs; bytes past the last scale are zero."""
-    data = (packs.unsqueeze(2) >> torch.tensor([0, 8, 16, 24]) & 255).flatten(1)
-    assert not data[:, num_scales:].any()
-    return torch.exp2(data[:, :num_scales].float() - 127)
-
-
-def check_scales(x: Tensor, q: Tensor, scales: Tensor, options: dict[str, Any]) -> Tensor:
-    """q and scales of one expert's rows are those of x; returns the scales in float32."""
-    smallest = largest_of_blocks(x) / 448
-    if options.get("use_ue8m0"):
-        assert scales.dtype == torch.int32
-        assert scales.shape[1] == -(-x.shape[1] // 512)
-        scales = unpacked(scales, smallest.shape[1])
-    assert scales.dtype == torch.float32
-    if options.get("round_scale"):
-        assert torch.equal(scales, torch.exp2(torch.log2(smallest).ceil()))
-    else:
-        torch.testing.assert_close(scales, smallest, rtol=1e-6, atol=0.0)
-    assert_quantized(x, q, scales)
-    return scales
-
-
-def check_rows(
-    batches: list[Batch],
-    rank: int,
-    shape: Shape,
-    got: Any,
-    counts: Tensor,
-    handle: Any,
-    **options: Any,
-) -> Tensor:
-    """Everything that dispatch returned; returns [E_local, W * T, H] for combine."""
-    num_ranks, num_local = len(batches), shape.num_experts // len(batches)
-    capacity = num_ranks * shape.max_tokens
-    values, scales = got if options.get("use_fp8", True) else (got, None)
-    assert values.shape == (num_local, capacity, shape.hidden_dim)
-    if scales is not None:
-        assert scales.shape[:2] == (num_local, capacity)
-        assert scales.stride(1) == 1
-        assert scales.stride(2) == -(-capacity // 4) * 4
-        assert scales.stride(0) == scales.stride(2) * scales.shape[2]
-        scales = host(scales)
-    values, counts = host(values), host(counts)
-    src_info, ranges = host(handle[0]), host(handle[1])
-    assert handle[2:] == (shape.max_tokens, shape.hidden_dim, shape.num_experts)
-    y = torch.full((num_local, capacity, shape.hidden_dim), 1e4, dtype=torch.bfloat16)
-    for i in range(num_local):
-        number = rank * num_local + i
-        rows = rows_of(batches, number)
-        count = rows.shape[0]
-        assert int(counts[i]) == count
-        assert torch.equal(src_info[i, :count].long(), rows[:, 1])
-        check_ranges(ranges[i], rows[:, 0], num_ranks)
-        x = gather(batches, rows)
-        received = values[i, :count]
-        if scales is None:
-            assert torch.equal(received, x)
-        else:
-            factors = check_scales(x, received, scales[i, :count], options)
-            wide = factors.repeat_interleave(128, dim=1)[:, : shape.hidden_dim]
-            received = (received.float() * wide).bfloat16()
-        y[i, :count] = expert(number, received)
-    return y
-
-
-def check_ranges(ranges: Tensor, sources: Tensor, num_ranks: int) -> None:
-    """(first << 32 | count) of each source, for one expert's rows in order."""
-    first = 0
-    for source, word in enumerate(ranges.tolist()):
-        count = int((sources == source).sum())
-        assert word & 0xFFFFFFFF == count
-        assert count == 0 or word >> 32 == first
-        first += count
-    assert len(ranges) == num_ranks
-
-
-def check_step(
-    rank: Rank,
-    device: str,
-    buffer: Buffer,
-    batches: list[Batch],
-    shape: Shape,
-    mode: str,
-    **options: Any,
-) -> tuple[Tensor, Tensor]:
-    mine = batches[rank.rank].on(device)
-    rows, counts, handle = dispatch(buffer, mine, shape, mode, **options)
-    y = check_rows(batches, rank.rank, shape, rows, counts, handle, **options)
-    out = host(combine(buffer, y.to(device), mine, handle, mode))
-    limit = FP8_DIFFERENCE if options.get("use_fp8", True) else BF16_DIFFERENCE
-    wanted = combined(batches[rank.rank], batches[rank.rank].weights)
-    assert difference(out, wanted) < limit
-    return counts, out
-
-
-def steps(rank: Rank, device: str, shape: Shape, mode: str, options: dict[str, Any]) -> None:
-    buffer = make_buffer(rank, device)
-    num_local = shape.num_experts // rank.world_size
-    stats = torch.zeros(num_local, dtype=torch.int32, device=device)
-    wanted = torch.zeros(num_local, dtype=torch.int32)
-    for seed, counts in enumerate(COUNTS):
-        batches = make_batches(seed, counts[: rank.world_size], shape)
-        more = {**options, "cumulative_local_expert_recv_stats": stats}
-        got, _ = check_step(rank, device, buffer, batches, shape, mode, **more)
-        wanted += host(got)
-    assert torch.equal(host(stats), wanted)
-    buffer.destroy()
-
-
-# --- what they give ---
+    return run_threads(num_ranks, body)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("form", FORMATS)
-def test_rows_and_sums_of_every_format(run_ranks: Body, num_ranks: int, form: str) -> None:
-    run_ranks(num_ranks, steps, SHAPE, "sync", FORMATS[form])
+def test_rows_and_sums_of_every_format(num_ranks: int, form: str) -> None:
+    run(num_ranks, cases.steps, form)
 
 
 @pytest.mark.parametrize("mode", ["hook", "async"])
 @pytest.mark.parametrize("form", ["bf16", "ue8m0"])
-def test_hooks_and_events(run_ranks: Body, mode: str, form: str) -> None:
-    run_ranks(4, steps, SHAPE, mode, FORMATS[form])
+def test_hooks_and_events(mode: str, form: str) -> None:
+    run(4, cases.steps, form, mode)
 
 
-SHAPES = {
-    "many tokens": (Shape(max_tokens=768, hidden_dim=128), [768, 700], "fp8"),
-    "many experts": (Shape(896, 3584, 16, 6), [6, 4], "ue8m0"),
-    "short blocks": (Shape(hidden_dim=208), [12, 7], "ue8m0"),
-    "K of 32": (Shape(num_experts=64, topk=32), [3, 12], "fp8"),
-    "an empty rank": (SHAPE, [0, 12, 12], "round_scale"),
-}
+@pytest.mark.parametrize("shape", [(2, 1), (4, 2)], ids=["2-nodes-of-1", "2-nodes-of-2"])
+@pytest.mark.parametrize("mode", ["sync", "hook"])
+def test_between_nodes(shape: tuple[int, int], mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks of this host as several nodes."""
+    num_ranks, per_node = shape
+    monkeypatch.setattr(communicators, "find_ranks_per_node", lambda *_: per_node)
+    run(num_ranks, cases.steps, "fp8", mode)
+    run(num_ranks, cases.never_or_again)
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_shapes_that_deep_ep_refuses(run_ranks: Body, name: str) -> None:
+def test_shapes_that_deep_ep_refuses(name: str) -> None:
     shape, counts, form = SHAPES[name]
-    options = FORMATS[form]
-
-    def body(rank: Rank, device: str) -> None:
-        buffer = make_buffer(rank, device)
-        batches = make_batches(1, counts[: rank.world_size], shape)
-        check_step(rank, device, buffer, batches, shape, "sync", **options)
-        buffer.destroy()
-
-    run_ranks(len(counts), body)
+    run(len(counts), cases.one_step, shape, counts, form)
 
 
-def test_ids_may_be_of_32_bits(run_ranks: Body) -> None:
-    def body(rank: Rank, device: str) -> None:
-        buffer = make_buffer(rank, device)
-        batches = make_batches(3, [4, 9][: rank.world_size], SHAPE)
-        narrow = [batch._replace(topk_idx=batch.topk_idx.int()) for batch in batches]
-        check_step(rank, device, buffer, narrow, SHAPE, "sync", use_fp8=False)
-        buffer.destroy()
-
-    run_ranks(2, body)
+def test_ids_may_be_of_32_bits() -> None:
+    run(2, cases.narrow_ids)
 
 
-def test_repeats_give_the_same_bits(run_ranks: Body) -> None:
-    def body(rank: Rank, device: str) -> None:
-        buffer = make_buffer(rank, device)
-        batches = make_batches(7, [12] * rank.world_size, SHAPE)
-        results = [
-            check_step(rank, device, buffer, batches, SHAPE, mode)[1]
-            for mode in ("sync", "hook", "sync", "async")
-        ]
-        for again in results[1:]:
-            assert torch.equal(results[0], again)
-        buffer.destroy()
-
-    run_ranks(3, body)
+def test_repeats_give_the_same_bits() -> None:
+    run(3, cases.repeats)
 
 
-# --- in what order they may be made ---
+def test_two_calls_in_flight() -> None:
+    run(3, cases.two_in_flight)
 
 
-def two_in_flight(rank: Rank, device: str) -> None:
-    buffer = make_buffer(rank, device)
-    pair = [make_batches(seed, [12, 5, 9][: rank.world_size], SHAPE) for seed in (1, 2)]
-    mine = [batches[rank.rank].on(device) for batches in pair]
-    sent = [
-        buffer.low_latency_dispatch(
-            m.x, m.topk_idx, SHAPE.max_tokens, SHAPE.num_experts, return_recv_hook=True
-        )
-        for m in mine
-    ]
-    between = mine[0].x @ mine[0].x.T  # other work while bytes travel
-    ys = []
-    for (rows, counts, handle, _, hook), batches in zip(sent, pair, strict=True):
-        assert hook is not None
-        hook()
-        ys.append(check_rows(batches, rank.rank, SHAPE, rows, counts, handle).to(device))
-    back = [
-        buffer.low_latency_combine(y, m.topk_idx, m.weights, s[2], return_recv_hook=True)
-        for y, m, s in zip(ys, mine, sent, strict=True)
-    ]
-    for (out, _, hook), batches in zip(back, pair, strict=True):
-        assert hook is not None
-        hook()
-        batch = batches[rank.rank]
-        assert difference(host(out), combined(batch, batch.weights)) < FP8_DIFFERENCE
-    assert host(between).shape[0] == mine[0].x.shape[0]
-    buffer.destroy()
+def test_a_dispatch_may_be_combined_never_or_again() -> None:
+    run(2, cases.never_or_again)
 
 
-def test_two_calls_in_flight(run_ranks: Body) -> None:
-    run_ranks(3, two_in_flight)
+def test_where_results_go() -> None:
+    run(2, cases.results_go)
 
 
-def test_a_dispatch_may_be_combined_never_or_again(run_ranks: Body) -> None:
-    def body(rank: Rank, device: str) -> None:
-        buffer = make_buffer(rank, device)
-        batches = make_batches(5, [12, 8][: rank.world_size], SHAPE)
-        mine = batches[rank.rank].on(device)
-        rows, counts, handle = dispatch(buffer, mine, SHAPE)
-        y = check_rows(batches, rank.rank, SHAPE, rows, counts, handle).to(device)
-        first = host(combine(buffer, y, mine, handle))
-        for _ in range(5):
-            dispatch(buffer, mine, SHAPE)
-        assert torch.equal(host(combine(buffer, y, mine, handle)), first)
-        assert torch.equal(host(combine(buffer, y, mine, handle, "hook")), first)
-        buffer.destroy()
-
-    run_ranks(2, body)
+def test_time_waited_is_added() -> None:
+    waited = sum(run(2, cases.times_waited))
+    assert (waited.sum(1) > 0).all()
 
 
-def test_where_results_go(run_ranks: Body) -> None:
-    """`out`, and rows in the zero-copy buffer, whatever x says."""
-
-    def body(rank: Rank, device: str) -> None:
-        buffer = make_buffer(rank, device)
-        batches = make_batches(6, [12, 8][: rank.world_size], SHAPE)
-        mine = batches[rank.rank].on(device)
-        rows, counts, handle = dispatch(buffer, mine, SHAPE)
-        y = check_rows(batches, rank.rank, SHAPE, rows, counts, handle).to(device)
-        wanted = host(combine(buffer, y, mine, handle, use_logfmt=True))
-        place = buffer.get_next_low_latency_combine_buffer(handle)
-        assert place.shape == y.shape
-        place.copy_(y)
-        for mode in ("sync", "hook"):
-            out = torch.empty_like(mine.x)
-            given = combine(
-                buffer, torch.zeros_like(y), mine, handle, mode, zero_copy=True, out=out
-            )
-            assert given.data_ptr() == out.data_ptr()
-            assert torch.equal(host(out), wanted)
-        buffer.destroy()
-
-    run_ranks(2, body)
-
-
-def test_time_waited_is_added(run_ranks: Body) -> None:
-    def body(rank: Rank, device: str) -> None:
-        buffer = make_buffer(rank, device)
-        waited = torch.zeros(2, rank.world_size, dtype=torch.int64, device=device)
-        for seed, mode in enumerate(("sync", "hook", "sync", "hook")):
-            batches = make_batches(seed, [12, 8][: rank.world_size], SHAPE)
-            mine = batches[rank.rank].on(device)
-            before = host(waited).clone()
-            rows, counts, handle = dispatch(
-                buffer, mine, SHAPE, mode, dispatch_wait_recv_cost_stats=waited[0]
-            )
-            y = check_rows(batches, rank.rank, SHAPE, rows, counts, handle).to(device)
-            combine(buffer, y, mine, handle, mode, combine_wait_recv_cost_stats=waited[1])
-            assert (host(waited) >= before).all()
-        assert (host(waited).sum(1) > 0).all()
-        buffer.destroy()
-
-    run_ranks(2, body)
-
-
-def graphs(rank: Rank, device: str, mode: str) -> None:
-    buffer = make_buffer(rank, device)
-
-    def pair(place: Batch) -> Tensor:
-        rows, _, handle = dispatch(buffer, place, SHAPE, mode, use_fp8=False)
-        return combine(buffer, rows * 2, place, handle, mode)
-
-    replay(rank, SHAPE, pair)
-    buffer.destroy()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("mode", ["sync", "hook", "async"])
-def test_captured_graphs_follow_their_inputs(mode: str) -> None:
-    ranks_of("cuda")(4, graphs, mode)
-
-
-# --- masks ---
-
-
-def masked(rank: Rank, device: str) -> None:
-    """Rank 0 leaves out the last rank, then no longer."""
-    buffer = make_buffer(rank, device, enable_shrink=True)
-    last = rank.world_size - 1
-    local = SHAPE.num_experts // rank.world_size
-    status = torch.full((rank.world_size,), -1, dtype=torch.int32, device=device)
-    for mask in (True, False):
-        batches = make_batches(8, [12, 8, 6][: rank.world_size], SHAPE)
-        if rank.rank == 0:
-            buffer.low_latency_update_mask_buffer(last, mask)
-            buffer.low_latency_query_mask_buffer(status)
-            assert host(status).tolist() == [0] * last + [int(mask)]
-        seen = list(batches)
-        if mask:
-            idx = batches[0].topk_idx
-            seen[0] = batches[0]._replace(topk_idx=idx.masked_fill(idx // local == last, -1))
-        mine = batches[rank.rank].on(device)
-        rows, counts, handle = dispatch(buffer, mine, SHAPE, use_fp8=False)
-        y = check_rows(seen, rank.rank, SHAPE, rows, counts, handle, use_fp8=False)
-        out = host(combine(buffer, y.to(device), mine, handle))
-        wanted = combined(seen[rank.rank], batches[rank.rank].weights)
-        assert difference(out, wanted) < BF16_DIFFERENCE
-    if rank.rank == 0:
-        buffer.low_latency_update_mask_buffer(last, True)
-        buffer.low_latency_clean_mask_buffer()
-        buffer.low_latency_query_mask_buffer(status)
-        assert host(status).tolist() == [0] * rank.world_size
-    buffer.destroy()
-
-
-def test_tokens_for_a_masked_rank_are_dropped(run_ranks: Body) -> None:
-    run_ranks(3, masked)
+def test_tokens_for_a_masked_rank_are_dropped() -> None:
+    run(3, cases.masked)
 
 
 def test_masks_must_be_enabled() -> None:
     def body(rank: Rank) -> None:
-        buffer = make_buffer(rank, "cpu")
+        buffer = make_buffer(rank)
         with pytest.raises(AssertionError, match="enable_shrink"):
             buffer.low_latency_clean_mask_buffer()
         buffer.destroy()
@@ -450,7 +99,7 @@ def test_masks_must_be_enabled() -> None:
 
 def test_arguments_that_exclude_each_other() -> None:
     def body(rank: Rank) -> None:
-        buffer: Any = make_buffer(rank, "cpu")
+        buffer: Any = make_buffer(rank)
         mine = make_batches(1, [3], SHAPE)[0]
         arguments: Any = (mine.x, mine.topk_idx, SHAPE.max_tokens, SHAPE.num_experts)
         with pytest.raises(AssertionError, match="exclude each other"):
@@ -469,7 +118,7 @@ def test_arguments_that_exclude_each_other() -> None:
 
 def test_an_expert_named_twice_is_refused() -> None:
     def body(rank: Rank) -> None:
-        buffer = make_buffer(rank, "cpu")
+        buffer = make_buffer(rank)
         x = torch.randn(1, SHAPE.hidden_dim).bfloat16()
         twice = torch.tensor([[4, 4, 1]])
         with pytest.raises(RuntimeError, match="twice"):
