@@ -12,6 +12,7 @@ the machine says nothing (a flattened VM), all distances are equal and all GPUs 
 from __future__ import annotations
 
 import enum
+import ipaddress
 import itertools
 import os
 import re
@@ -145,22 +146,31 @@ def _nic(root: Path, entry: Path) -> Nic:
 def _port(path: Path) -> _Port:
     state = _text(path / "state").partition(": ")[2] or "unknown"  # "4: ACTIVE"
     rate = _text(path / "rate").split(" ")[0]  # "400 Gb/sec (4X NDR)"
-    gids = (_text(entry) for entry in _entries(path / "gids"))
-    gid = next((gid for gid in gids if gid.strip("0:")), "")  # some NICs have 256, most of them 0
     link_layer = _text(path / "link_layer")
+    gid = _gid(path, link_layer == "Ethernet")
     problem = ""
     if state != "ACTIVE":
         problem = f"port {path.name} is {state}"
     elif not gid:
-        problem = f"port {path.name} has no GID; give its interface an address"
-    elif link_layer == "Ethernet" and not _has_roce_v2(path):
-        problem = f"port {path.name} has no RoCE v2 GID"
+        kind = "RoCE v2 GID" if link_layer == "Ethernet" else "GID"
+        problem = f"port {path.name} has no {kind}; give its interface an address"
     return _Port(state, link_layer, float(rate or 0), gid, problem)
 
 
-def _has_roce_v2(port: Path) -> bool:
-    types = (_text(entry) for entry in _entries(port / "gid_attrs/types"))
-    return "RoCE v2" in types
+def _gid(port: Path, ethernet: bool) -> str:
+    """The one that provider verbs takes when nothing is set, as csrc/provider/verbs/gid.cpp."""
+    found = []
+    for entry in _entries(port / "gids"):
+        text = _text(entry)
+        if not text.strip("0:"):  # some NICs have 256, most of them 0
+            continue
+        address = ipaddress.IPv6Address(text)
+        if not ethernet:
+            return str(address)
+        if _text(port / "gid_attrs/types" / entry.name) == "RoCE v2":
+            found.append(address.ipv4_mapped or address)
+    best = min(found, key=lambda gid: (gid.version, gid.is_link_local), default="")
+    return str(best)
 
 
 def _device_problem(root: Path, entry: Path) -> str:

@@ -89,6 +89,29 @@ def test_soft_roce_is_at_its_interface(tmp_path: Path) -> None:
     assert host.nics[0].place == Place()
 
 
+def test_the_gid_shown_is_the_one_that_verbs_takes(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    link_local = "fe80:0000:0000:0000:0000:0aff:fe4d:0001"
+    machine.nic(
+        "mlx5_0",
+        "pci0000:15/0000:15:01.0/0000:16:00.0",
+        link_layer="Ethernet",
+        gid=link_local,
+        gid_type="RoCE v2",
+    )
+    port = "sys/class/infiniband/mlx5_0/ports/1"
+
+    def add(index: int, gid: str, gid_type: str) -> str:
+        machine.write(f"{port}/gids/{index}", gid)
+        machine.write(f"{port}/gid_attrs/types/{index}", gid_type)
+        return topology.read_host(tmp_path).nics[0].gid
+
+    assert topology.read_host(tmp_path).nics[0].gid == "fe80::aff:fe4d:1"
+    assert add(2, "0000:0000:0000:0000:0000:ffff:0a4d:0001", "IB/RoCE v1") == "fe80::aff:fe4d:1"
+    assert add(3, "2001:0db8:0000:0000:0000:0000:0000:0001", "RoCE v2") == "2001:db8::1"
+    assert add(4, "0000:0000:0000:0000:0000:ffff:0a4d:0001", "RoCE v2") == "10.77.0.1"
+
+
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
