@@ -35,7 +35,7 @@ def in_machine(*command: str, netem: str = "") -> str:
     done = subprocess.run(
         [sys.executable, str(VM), *options, "--", *command],
         cwd=ROOT,
-        env={**os.environ, "MOE_P2P_RDMA_MACHINE": "1", "FI_UNIVERSE_SIZE": UNIVERSE_SIZE},
+        env={**os.environ, "FI_UNIVERSE_SIZE": UNIVERSE_SIZE},
         capture_output=True,
         text=True,
         timeout=RUN_DEADLINE_S,
