@@ -46,7 +46,7 @@ void check_answer(const Opening& opening, const Info& info) {
                 Code::kUnavailable, opening.name(), ": takes no remote writes");
 }
 
-void bind(const Opening& opening, Session& session) {
+void bind(const Opening& opening, const Config& config, Session& session) {
   const auto bind_to = [&](Fid& to, uint64_t flags, const char* step) {
     Fid& endpoint = session.endpoint->fid;
     opening.check(endpoint.ops->bind(&endpoint, &to, flags), step);
@@ -54,7 +54,11 @@ void bind(const Opening& opening, Session& session) {
   bind_to(session.av->fid, 0, "binding the address vector");
   bind_to(session.cq->fid, kTransmit | kRecv, "binding the completion queue");
   Fid& endpoint = session.endpoint->fid;
-  opening.check(endpoint.ops->control(&endpoint, kControlEnable, nullptr), "enabling the endpoint");
+  const int error = endpoint.ops->control(&endpoint, kControlEnable, nullptr);
+  // ofi_rxm makes its queues for as many peers as the environment says.
+  opening.check(error, config.is_verbs() ? "enabling the endpoint (if the device's queues are too "
+                                           "small for 256 peers: FI_UNIVERSE_SIZE=8)"
+                                         : "enabling the endpoint");
 }
 
 }  // namespace
@@ -85,7 +89,7 @@ Session open_session(const Config& config, int nic) {
   s.endpoint = own<Endpoint>(opening, "opening the endpoint", [&](Endpoint** out) {
     return s.domain->ops->endpoint(s.domain.get(), s.info.get(), out, nullptr);
   });
-  bind(opening, s);
+  bind(opening, config, s);
   MOE_P2P_LOG(base::LogLevel::kInfo, opening.name(), ": open, ", s.info->fabric_attr->prov_name,
               s.has_hmem() ? ", with GPU memory" : "");
   return s;
