@@ -334,7 +334,7 @@ def cached(place: Place, call: Call) -> None:
     check = check_expanded if call.do_expand else check_by_rank
     y = check(first, batches, rank.rank, SHAPE, call)
     sums = check_combine(buffer, y, first, batches[rank.rank], device, call)
-    x: Any = packed(mine.x) if call.fp8 else mine.x
+    x: Any = packed(mine.x) if call.fp8 else mine.x.T.contiguous().T  # of any strides
     for _ in range(3):
         again = buffer.dispatch(
             x, topk_weights=mine.weights, handle=handle, do_expand=call.do_expand

@@ -97,7 +97,14 @@ def with_gloo(rank: Rank) -> None:
     assert hint % (2 << 20) == 0
     steps_of = 2 * rank.world_size * 512 * 2 * 2 * 7168  # both ways, two steps of 512 tokens
     assert steps_of < hint < 1.2 * steps_of
-    buffer = ElasticBuffer(group, num_max_tokens_per_rank=SHAPE.max_tokens, explicitly_destroy=True)
+    buffer = ElasticBuffer(
+        group,
+        num_max_tokens_per_rank=SHAPE.max_tokens,
+        hidden=SHAPE.hidden_dim,
+        num_topk=SHAPE.topk,
+        explicitly_destroy=True,
+    )
+    assert 0 < buffer.num_bytes < hint
     assert buffer.get_physical_domain_size() == (1, rank.world_size)
     assert buffer.get_logical_domain_size() == (1, rank.world_size)
     assert (buffer.rank_idx, buffer.num_ranks) == (rank.rank, rank.world_size)

@@ -95,7 +95,7 @@ class ElasticBuffer(ElasticBase):
                 topk, num_tokens = handle.topk_idx, handle.num_max_tokens_per_rank
                 counts = handle.row_counts
             received = all_to_all.dispatch(
-                values,
+                values.contiguous(),
                 topk,
                 topk_weights,
                 scales=None if packs is None else packs.contiguous(),
@@ -160,7 +160,7 @@ class ElasticBuffer(ElasticBase):
         with self._streams.turn(x.device, previous_event, async_with_compute_stream) as turn:
             _wait_for(previous_event_before_epilogue)
             result = handle.all_to_all.combine(
-                x,
+                x.contiguous(),
                 received,
                 weighted=False,
                 row_scalars=topk_weights,

@@ -35,7 +35,8 @@ class ElasticBase:
     group: of any backend.
     num_bytes: what a communicator may take; it bounds the tokens of a step. None: as much as steps
         of 512 tokens need. Memory is taken by the first call of a shape.
-    num_max_tokens_per_rank: T of calls that give none.
+    num_max_tokens_per_rank: T of calls that give none. hidden, num_topk: for `num_bytes` as it is
+        read later, nothing else.
     use_fp8_dispatch: x of float8_e4m3fn get a communicator of half the size.
     prefer_overlap_with_compute: calls without num_sms use 24 thread blocks, not all that help.
     num_gpu_timeout_secs: deadline of every wait, of the host too. A wait that passes it raises.
@@ -72,7 +73,12 @@ class ElasticBase:
         self.group = group
         self.rank_idx = self._communicators.rank
         self.num_ranks = self._communicators.world_size
-        self.num_bytes = num_bytes
+        self._limit_bytes = num_bytes
+        if num_bytes is None and hidden > 0 and num_max_tokens_per_rank > 0:
+            num_bytes = _size(
+                self._communicators, num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch
+            )
+        self.num_bytes = num_bytes or 0
         self.num_max_tokens_per_rank = num_max_tokens_per_rank
         self.use_fp8_dispatch = use_fp8_dispatch
         self.deterministic = deterministic
@@ -171,18 +177,7 @@ class ElasticBase:
     ) -> int:
         """Bytes of one rank that such calls take, a multiple of 2 MiB. Collective."""
         communicators = Communicators(group)
-        world_size = communicators.world_size
-        config = AllToAllConfig(
-            num_experts=min(_MAX_LOCAL_EXPERTS, _MAX_EXPERTS // world_size) * world_size,
-            hidden_dim=hidden,
-            topk=num_topk or 1,
-            max_tokens=num_max_tokens_per_rank,
-            dtype=torch.float8_e4m3fn if use_fp8_dispatch else torch.bfloat16,
-        )
-        regions = config.plan(
-            world_size=world_size, ranks_per_node=communicators.ranks_per_node
-        ).values()
-        return -(-sum(regions) // _SIZE_ALIGNMENT) * _SIZE_ALIGNMENT
+        return _size(communicators, num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch)
 
     def _all_to_all(
         self,
@@ -233,10 +228,10 @@ class ElasticBase:
             "dtype": dtype,
             "extra_bytes": max(0, -(-4 * more_packs // 16) * 16),
         }
-        if self.num_bytes is None:
+        if self._limit_bytes is None:
             chunk = min(num_tokens, DEFAULT_CHUNK_TOKENS)
         else:
-            fits = self._communicators.chunk_tokens(self.num_bytes, **fields)
+            fits = self._communicators.chunk_tokens(self._limit_bytes, **fields)
             chunk = min(num_tokens, fits or DEFAULT_CHUNK_TOKENS)
         on_gpu = values.is_cuda and (num_sms > 0 or self.prefer_overlap_with_compute)
         return self._communicators.get(
@@ -245,6 +240,22 @@ class ElasticBase:
             chunk_tokens=chunk,
             num_sms=(num_sms or _OVERLAP_SMS) if on_gpu else None,
         )
+
+
+def _size(
+    communicators: Communicators, num_tokens: int, hidden: int, topk: int, use_fp8: bool
+) -> int:
+    """Bytes of a communicator in steps of the usual size."""
+    world_size = communicators.world_size
+    config = AllToAllConfig(
+        num_experts=min(_MAX_LOCAL_EXPERTS, _MAX_EXPERTS // world_size) * world_size,
+        hidden_dim=hidden,
+        topk=topk or 1,
+        max_tokens=num_tokens,
+        dtype=torch.float8_e4m3fn if use_fp8 else torch.bfloat16,
+    )
+    regions = config.plan(world_size=world_size, ranks_per_node=communicators.ranks_per_node)
+    return -(-sum(regions.values()) // _SIZE_ALIGNMENT) * _SIZE_ALIGNMENT
 
 
 def _not_served(name: str) -> Callable[..., NoReturn]:

@@ -141,11 +141,8 @@ class LowLatencyCalls(BufferBase):
             "the handle is not one that low_latency_dispatch of this package returned; "
             "pass the object itself, not a tuple of its elements"
         )
-        all_to_all, received, stats = (
-            handle.all_to_all,
-            handle.received,
-            combine_wait_recv_cost_stats,
-        )
+        all_to_all, received = handle.all_to_all, handle.received
+        stats = combine_wait_recv_cost_stats
         y = handle.combine_buffer if zero_copy and handle.combine_buffer is not None else x
         hook: Hook | None = None
         with self._streams.turn(x.device, None, async_finish) as turn:
