@@ -50,8 +50,10 @@ def split_count(num_tokens: int | Tensor | None) -> tuple[Tensor | None, int]:
 
 def number_of(value: str, name: str, among: tuple[str, ...]) -> int:
     """The position of a named choice, which is its number in the ops."""
-    errors.require(value in among, f"{name} is {value!r}, must be one of {among}")
-    return among.index(value)
+    if value in among:
+        return among.index(value)
+    text = f"{name} is {value!r}, must be one of {among}"
+    raise errors.make(errors.InvalidArgumentError, text)
 
 
 def scale_format_number(scale_format: str) -> int:

@@ -194,6 +194,10 @@ def _fake_combine(
     return y.new_empty((num_rows, shape.hidden_dim), dtype=out_dtype), more
 
 
+def _fake_gather_counts(comm: int, values: Tensor) -> Tensor:
+    return values.new_empty((_shape(comm).world_size, values.numel()))
+
+
 def _fake_nothing(*args: Any) -> None:
     """For ops that only write into what they are given."""
 
@@ -209,6 +213,7 @@ for _suffix in ("", "_inference"):
 for _name in ("dispatch_send", "dispatch_recv", "combine_send", "combine_recv", "release"):
     torch.library.register_fake(f"moe_p2p::{_name}")(_fake_nothing)
 torch.library.register_fake("moe_p2p::all_to_all_connect")(_fake_nothing)
+torch.library.register_fake("moe_p2p::all_to_all_gather_counts")(_fake_gather_counts)
 for _name in ("register", "connect", "resolve", "write_pages", "scatter"):
     torch.library.register_fake(f"moe_p2p::engine_{_name}")(_fake_number)
 
@@ -230,12 +235,14 @@ def _dispatch_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]
             errors.InvalidArgumentError,
             "an extra requires grad, but extras travel as bytes and have no gradient; detach it",
         )
-    ctx.save_for_backward(handle, topk_idx)
+    ctx.layout = inputs[11:14]
+    # Entries of row_weights by rank that stand for no expert here are constants.
+    row_topk = more[len(more) - len(extras) - 1] if ctx.layout[0] == BY_RANK else None
+    ctx.save_for_backward(handle, topk_idx, row_topk)
     ctx.mark_non_differentiable(row_scales, *more)
     ctx.set_materialize_grads(False)
     ctx.comm = comm
     ctx.max_tokens = max_tokens
-    ctx.layout = inputs[11:14]
     ctx.x_dtype = x.dtype
     ctx.rows_shape = output[0].shape
     ctx.row_weights_shape = output[2].shape
@@ -245,7 +252,7 @@ def _dispatch_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]
 
 
 def _dispatch_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-    handle, topk_idx = ctx.saved_tensors
+    handle, topk_idx, row_topk = ctx.saved_tensors
     grad_rows, _, grad_row_weights = grads[:3]
     if grad_rows is None:
         grad_rows = torch.zeros(ctx.rows_shape, dtype=ctx.x_dtype, device=topk_idx.device)
@@ -254,6 +261,8 @@ def _dispatch_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
     elif grad_row_weights is None:
         grad_row_weights = torch.zeros(ctx.row_weights_shape, device=topk_idx.device)
     else:
+        if row_topk is not None:
+            grad_row_weights = grad_row_weights.where(row_topk >= 0, 0.0)
         grad_row_weights = grad_row_weights.contiguous()
     grad_x, scalars = call(
         _ops.combine.default,
@@ -364,6 +373,7 @@ def _mark_effect(name: str) -> None:
         register(f"moe_p2p::{name}", ordered)
 
 
+_mark_effect("all_to_all_gather_counts")
 for _suffix in ("", "_inference"):
     _mark_effect(f"dispatch{_suffix}")
     _mark_effect(f"combine{_suffix}")

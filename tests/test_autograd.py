@@ -14,7 +14,7 @@ from torch import Tensor
 
 import moe_p2p
 from cases import HIDDEN_DIM, TOPK, make
-from moe_p2p import AllToAll
+from moe_p2p import AllToAll, Dispatched
 from ranks import Rank, run_threads
 
 NUM_EXPERTS = 8
@@ -56,13 +56,13 @@ def inputs(rank: int, *, step: int = 0) -> Inputs:
 
 
 def dense(
-    world_size: int, *, num_tokens: int | None = None, layers: int = 1
+    world_size: int, *, num_tokens: int | None = None, layers: int = 1, step: int = 0
 ) -> tuple[list[Gradients], Tensor]:
     """Results of every rank's tokens, and the gradient of all experts over all ranks' tokens."""
     experts = expert_weights().requires_grad_()
     results = []
     for rank in range(world_size):
-        given = inputs(rank)
+        given = inputs(rank, step=step)
         x = given.x.requires_grad_()
         weights = given.topk_weights.requires_grad_()
         present = given.topk_idx >= 0
@@ -78,8 +78,14 @@ def dense(
     return results, experts.grad
 
 
-def apply_experts(rows: Tensor, experts: Tensor, counts: Tensor, offsets: Tensor) -> Tensor:
-    """tanh(rows @ expert) on padded or grouped rows; garbage stays where no token is."""
+def apply_experts(received: Dispatched, experts: Tensor) -> Tensor:
+    """tanh(rows @ expert), by rank its weighted sum; garbage stays where no token is."""
+    rows, offsets = received.x, received.offsets
+    if received.row_topk is not None:
+        # Entries of other ranks meet an expert too: their weight is 0, and has no gradient.
+        chosen = experts[received.row_topk.clamp_min(0).long()]  # [R, K, H, H]
+        y = torch.einsum("rh,rkhf->rkf", rows, chosen).tanh()
+        return (y * received.row_weights[..., None]).sum(1)
     if rows.dim() == 3:
         return torch.bmm(rows, experts).tanh()
     owner = torch.bucketize(
@@ -92,7 +98,7 @@ def layer(
     comm: AllToAll, x: Tensor, given: Inputs, weights: Tensor, experts: Tensor, **options: Any
 ) -> Tensor:
     received = comm.dispatch(x, given.topk_idx, weights, **options)
-    y = apply_experts(received.x, experts, received.counts, received.offsets)
+    y = apply_experts(received, experts)
     return comm.combine(y, received)
 
 
@@ -126,7 +132,9 @@ def check(
 
 @pytest.mark.parametrize(("world_size", "ranks_per_node"), [(1, 1), (2, 2), (4, 2), (4, 1)])
 @pytest.mark.parametrize(
-    "options", [{}, {"layout": "grouped", "alignment": 4}], ids=["", "grouped"]
+    "options",
+    [{}, {"layout": "grouped", "alignment": 4}, {"layout": "by_rank"}],
+    ids=["", "grouped", "by_rank"],
 )
 def test_matches_a_dense_layer(
     world_size: int, ranks_per_node: int, options: dict[str, Any]
@@ -134,12 +142,44 @@ def test_matches_a_dense_layer(
     check(world_size, {"ranks_per_node": ranks_per_node}, options)
 
 
-def test_several_chunks() -> None:
-    check(4, {"ranks_per_node": 2, "chunk_tokens": 2}, {"layout": "grouped"})
+@pytest.mark.parametrize("layout", ["grouped", "by_rank"])
+def test_several_chunks(layout: str) -> None:
+    check(4, {"ranks_per_node": 2, "chunk_tokens": 2}, {"layout": layout})
 
 
-def test_several_layers_in_one_backward() -> None:
-    check(4, {"ranks_per_node": 1}, {}, layers=3)
+@pytest.mark.parametrize("layout", ["padded", "by_rank"])
+def test_several_layers_in_one_backward(layout: str) -> None:
+    check(4, {"ranks_per_node": 1}, {"layout": layout}, layers=3)
+
+
+def test_bias_gets_the_gradient_of_the_result() -> None:
+    def body(rank: Rank) -> None:
+        with make(rank) as comm:
+            given = inputs(rank.rank)
+            bias = tuple(torch.randn_like(given.x).requires_grad_() for _ in range(2))
+            received = comm.dispatch(given.x, given.topk_idx, zero_padding=True)
+            without = comm.combine(received.x, received)
+            out = comm.combine(received.x, received, bias=bias)
+            torch.testing.assert_close(out, without + bias[0] + bias[1])
+            out.backward(given.grad)
+            for term in bias:
+                assert term.grad is not None
+                assert torch.equal(term.grad, given.grad)
+
+    run_threads(2, body)
+
+
+def test_a_combine_with_weights_of_its_own_has_no_gradient() -> None:
+    def body(rank: Rank) -> None:
+        with make(rank) as comm:
+            given = inputs(rank.rank)
+            received = comm.dispatch(given.x, given.topk_idx, zero_padding=True)
+            weights = given.topk_weights.requires_grad_()
+            with pytest.raises(moe_p2p.InvalidArgumentError, match="give them to dispatch"):
+                comm.combine(received.x, received, topk_weights=weights)
+            comm.combine(received.x, received, topk_weights=weights.detach())
+
+    run_threads(2, body)
 
 
 def test_rows_that_do_not_count_get_no_gradient() -> None:

@@ -7,7 +7,7 @@ inductor, which generates code on top, is tried once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -110,11 +110,72 @@ def test_options_and_inference(alone: AllToAll) -> None:
             torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
-def test_halves_are_one_graph(alone: AllToAll) -> None:
+class LayerByRank(Layer):
+    """The same, with rows by rank: the experts of a token are added up before combine."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [T, H] -> [T, H]."""
+        weights, topk_idx = (x @ self.router.t()).softmax(-1).topk(TOPK)
+        received = self.comm.dispatch(x, topk_idx, weights, layout="by_rank")
+        assert received.row_topk is not None
+        chosen = self.experts[received.row_topk.clamp_min(0)]  # [R, K, H, H]
+        y = torch.einsum("rh,rkhf->rkf", received.x, chosen).relu()
+        return x + self.comm.combine((y * received.row_weights[..., None]).sum(1), received)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_rows_by_rank_are_one_graph_whatever_the_number_of_tokens(
+    alone: AllToAll, backend: str
+) -> None:
+    layer, padded = LayerByRank(alone), Layer(alone)
+    counter = CompileCounterWithBackend(backend)
+    compiled = torch.compile(layer, fullgraph=True, backend=counter, dynamic=True)
+    for count in (7, 3, 12):
+        x = torch.randn(count, HIDDEN_DIM)
+        wanted = gradients(padded, x, padded)
+        for got, want in zip(gradients(layer, x, compiled), wanted, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)  # sums in another order
+    assert counter.frame_count == 1
+
+
+def test_every_output_of_dispatch_and_combine_is_in_the_graph(alone: AllToAll) -> None:
+    tokens = make_tokens(2, 0, 6)
+
+    def step(x: Tensor, idx: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
+        padded = alone.dispatch(
+            x, idx, quantize=True, scale_format="ue8m0", column_scales=True, with_ranges=True,
+            with_wait_ticks=True, zero_padding=True,
+        )  # fmt: skip
+        assert padded.scales is not None
+        assert padded.ranges is not None
+        assert padded.wait_ticks is not None
+        out, ticks = alone.combine(
+            padded.x.float(), padded, topk_weights=weights, bias=(x, x), with_wait_ticks=True
+        )
+        by_rank = alone.dispatch(x, idx, weights, layout="by_rank", zero_padding=True)
+        assert by_rank.row_topk is not None
+        sums, back = alone.combine(by_rank.x, by_rank, row_scalars=by_rank.row_weights)
+        waited = (padded.wait_ticks.numel() + ticks.numel()) * torch.ones(1)
+        return out, padded.scales, padded.ranges, by_rank.row_topk, sums, back, waited
+
+    assert tokens.topk_weights is not None
+    given = (tokens.x, tokens.topk_idx, tokens.topk_weights)
+    with torch.no_grad():
+        wanted = step(*given)
+        assert wanted[1].stride() == (12, 1, 12)
+        for backend in ("aot_eager", "inductor"):
+            compiled = torch.compile(step, fullgraph=True, backend=backend)
+            for got, want in zip(compiled(*given), wanted, strict=True):
+                assert torch.equal(got, want)
+                assert got.stride() == want.stride()
+
+
+@pytest.mark.parametrize("layout", ["padded", "by_rank"])
+def test_halves_are_one_graph(alone: AllToAll, layout: Literal["padded", "by_rank"]) -> None:
     tokens = make_tokens(1, 0, 6)
 
     def step(x: Tensor, idx: Tensor, weights: Tensor) -> Tensor:
-        pending = alone.dispatch_send(x, idx, weights)
+        pending = alone.dispatch_send(x, idx, weights, layout=layout)
         shared = x.tanh()  # the time between the halves
         received = alone.dispatch_recv(pending)
         combining = alone.combine_send(received.x * 2, received)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -14,9 +14,9 @@ from torch.library import opcheck
 import moe_p2p
 from cases import HIDDEN_DIM, TOPK, make, make_tokens
 from moe_p2p import AllToAll, Engine, errors
-from moe_p2p.dispatched import GROUPED, PADDED
+from moe_p2p.dispatched import BY_RANK, GROUPED, PADDED
 from moe_p2p.engine import tensor_from
-from moe_p2p.ops import WITH_SOURCE
+from moe_p2p.ops import UE8M0, WITH_RANGES, WITH_SOURCE
 from ranks import Rank
 
 ops = torch.ops.moe_p2p
@@ -76,6 +76,17 @@ DISPATCHES: dict[str, dict[str, Any]] = {
         "outputs": WITH_SOURCE,
     },
     "no weights": {"topk_weights": None, "num_tokens_host": 2},
+    "by rank": {
+        "layout": BY_RANK,
+        "outputs": WITH_SOURCE,
+        "extras": [torch.ones(5, 3, dtype=torch.int64)],
+    },
+    "packed scales": {
+        "quantize": True,
+        "scale_format": UE8M0,
+        "column_scales": True,
+        "outputs": WITH_RANGES,
+    },
     "float8": {
         "x": torch.ones(5, HIDDEN_DIM).to(torch.float8_e4m3fn),
         "scales": torch.ones(5, 1),
@@ -95,10 +106,12 @@ def test_dispatch(alone: AllToAll, name: str, suffix: str) -> None:
     opcheck(getattr(ops, f"dispatch{suffix}").default, arguments, test_utils=utils)
 
 
-def test_dispatch_with_gradients(alone: AllToAll) -> None:
+@pytest.mark.parametrize("layout", [PADDED, BY_RANK])
+def test_dispatch_with_gradients(alone: AllToAll, layout: int) -> None:
     tokens = make_tokens(0, 0, 5)
     arguments = dispatch_arguments(
         alone,
+        layout=layout,
         x=tokens.x.requires_grad_(),
         topk_weights=tokens.topk_weights.requires_grad_()
         if tokens.topk_weights is not None
@@ -107,18 +120,26 @@ def test_dispatch_with_gradients(alone: AllToAll) -> None:
     opcheck(ops.dispatch.default, arguments)
 
 
-def combine_arguments(comm: AllToAll, *, grad: bool, scalars: bool) -> tuple[Any, ...]:
+def combine_arguments(
+    comm: AllToAll,
+    *,
+    grad: bool = False,
+    scalars: bool = False,
+    late: bool = False,
+    layout: Literal["padded", "by_rank"] = "padded",
+) -> tuple[Any, ...]:
     tokens = make_tokens(0, 0, 5)
     received = comm.dispatch(
-        tokens.x, tokens.topk_idx, tokens.topk_weights, solo=True, zero_padding=True
+        tokens.x, tokens.topk_idx, tokens.topk_weights, layout=layout, solo=True, zero_padding=True
     )
+    weighted = layout == "padded" and not late
     return (
         comm_number(comm),
         received.x.clone().requires_grad_(grad),
-        received.row_weights.clone().requires_grad_(grad),
+        received.row_weights.clone().requires_grad_(grad) if weighted else None,
         torch.rand(received.row_weights.shape) if scalars else None,
-        None,
-        [],
+        tokens.topk_weights if late else None,
+        [torch.ones(5, HIDDEN_DIM).requires_grad_(grad)],
         received.handle,
         tokens.topk_idx,
         received.max_tokens,
@@ -128,11 +149,22 @@ def combine_arguments(comm: AllToAll, *, grad: bool, scalars: bool) -> tuple[Any
     )
 
 
-@pytest.mark.parametrize(("grad", "scalars"), [(False, True), (True, False), (False, False)])
-def test_combine(alone: AllToAll, grad: bool, scalars: bool) -> None:
-    arguments = combine_arguments(alone, grad=grad, scalars=scalars)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"grad": True},
+        {"scalars": True},
+        {"late": True, "scalars": True},
+        {"layout": "by_rank", "grad": True},
+        {"layout": "by_rank", "scalars": True},
+    ],
+    ids=str,
+)
+def test_combine(alone: AllToAll, options: dict[str, Any]) -> None:
+    arguments = combine_arguments(alone, **options)
     opcheck(ops.combine.default, arguments)
-    if not grad:
+    if not options.get("grad"):
         opcheck(ops.combine_inference.default, arguments)
 
 
@@ -220,6 +252,11 @@ def test_release(alone: AllToAll) -> None:
     handle = sent(alone)
     ops.dispatch_recv(*recv_arguments(alone, handle))
     opcheck(ops.release.default, (comm_number(alone), handle))
+
+
+def test_gather_counts(alone: AllToAll) -> None:
+    values = torch.arange(3, dtype=torch.int32)
+    opcheck(ops.all_to_all_gather_counts.default, (comm_number(alone), values))
 
 
 def test_engine_ops(engines: tuple[Engine, Engine]) -> None:
