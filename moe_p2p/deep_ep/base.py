@@ -13,6 +13,7 @@ import torch.distributed as dist
 from moe_p2p.all_to_all import AllToAll
 from moe_p2p.deep_ep.communicators import Communicators, MpiComm
 from moe_p2p.deep_ep.host_counts import HostCounts
+from moe_p2p.deep_ep.releasing import ReleasingAllToAll
 from moe_p2p.deep_ep.streams import Streams
 
 NODE_RANKS = 8  # DeepEP's calls speak of nodes of 8 ranks, whatever the machine is
@@ -58,6 +59,7 @@ class BufferBase:
         self._streams = Streams()
         self._host_counts = HostCounts()
         self._normal: dict[tuple[Any, ...], AllToAll] = {}  # by what a normal call brings
+        self._low_latency_made: dict[tuple[Any, ...], ReleasingAllToAll] = {}
         self.rank = self._communicators.rank
         self.group_size = self._communicators.world_size
         self.group = comm if group is None and comm is not None else group
@@ -76,6 +78,7 @@ class BufferBase:
         self._communicators.meet("all ranks to destroy their buffers")
         self._communicators.close()
         self._normal.clear()
+        self._low_latency_made.clear()
         self.runtime = None
 
     def get_comm_stream(self) -> torch.cuda.Stream:

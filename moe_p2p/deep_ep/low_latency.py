@@ -232,15 +232,19 @@ class LowLatencyCalls(BufferBase):
     def _low_latency(
         self, x: Tensor, topk: int, num_tokens: int, num_experts: int
     ) -> ReleasingAllToAll:
-        return self._communicators.get(
-            num_experts=num_experts,
-            hidden_dim=x.shape[1],
-            topk=topk,
-            max_tokens=num_tokens,
-            chunk_tokens=num_tokens,
-            dtype=x.dtype,
-            device=x.device,
-        )
+        key = (x.shape[1], topk, num_tokens, num_experts, x.dtype, x.device)
+        made = self._low_latency_made.get(key)
+        if made is None:
+            made = self._low_latency_made[key] = self._communicators.get(
+                num_experts=num_experts,
+                hidden_dim=x.shape[1],
+                topk=topk,
+                max_tokens=num_tokens,
+                chunk_tokens=num_tokens,
+                dtype=x.dtype,
+                device=x.device,
+            )
+        return made
 
     def _hook(self, x: Tensor, receive: Callable[[], None]) -> Hook:
         def hook() -> None:

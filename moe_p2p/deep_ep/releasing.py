@@ -27,7 +27,7 @@ class ReleasingAllToAll(AllToAll):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._next_step = 0
-        # Oldest first: the first word of a handle that is kept alive, its step.
+        # Oldest first, by the identity of a handle that is kept alive: the handle, its step.
         self._open: dict[int, tuple[Tensor, int]] = {}
 
     def dispatch(self, *args: Any, **options: Any) -> Dispatched:
@@ -60,12 +60,14 @@ class ReleasingAllToAll(AllToAll):
 
     def release(self, given: Dispatched | PendingDispatch) -> None:
         super().release(given)
-        self._open.pop(given.handle.data_ptr(), None)
+        self._open.pop(id(given.handle), None)
 
     def _make_room(self, max_tokens: int | None) -> int:
         """Releases the dispatches whose steps a call of so many tokens needs; its steps."""
         tokens = self.config.max_tokens if max_tokens is None else max_tokens
         num_steps = max(1, -(-tokens // self._shape.chunk_tokens))
+        if not self._open:
+            return num_steps
         reused = self._next_step + num_steps - self.config.steps_in_flight  # steps below this
         for key, (handle, step) in tuple(self._open.items()):
             if step >= reused:
@@ -76,15 +78,15 @@ class ReleasingAllToAll(AllToAll):
 
     def _opened(self, handle: Tensor, num_steps: int, *, solo: bool) -> None:
         if num_steps == 1 and not solo:
-            self._open[handle.data_ptr()] = (handle, self._next_step)
+            self._open[id(handle)] = (handle, self._next_step)
         self._next_step += num_steps
 
     def _steps_of_combine(self, dispatched: Dispatched) -> int:
         """Steps that a combine opens: none while its dispatch holds one."""
-        if dispatched.handle.data_ptr() in self._open:
+        if id(dispatched.handle) in self._open:
             return 0
         return self._make_room(dispatched.max_tokens)
 
     def _combined(self, dispatched: Dispatched, num_steps: int) -> None:
-        self._open.pop(dispatched.handle.data_ptr(), None)
+        self._open.pop(id(dispatched.handle), None)
         self._next_step += num_steps
