@@ -296,7 +296,7 @@ def _make_handle(
     num_experts: int,
 ) -> LowLatencyHandle:
     assert received.source is not None
-    experts, capacity = received.x.shape[:2]
+    experts, capacity = all_to_all.num_local_experts, all_to_all.world_size * num_tokens
     # [E_local, W * T, 2] of (rank, token): the tokens. One view instead of two.
     src_info = received.source.as_strided((experts, capacity), (2 * capacity, 2), 1)
     handle = LowLatencyHandle((src_info, received.ranges, num_tokens, hidden, num_experts))
