@@ -86,9 +86,18 @@ BAD_DISPATCH: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         r"topk_weights is float32 \[4, 4\], must have shape \[4, 3\]",
     ),
     "scales without fp8": (lambda: {"scales": torch.zeros(4, 1)}, "scales are given for x of bf"),
+    "no scales": (
+        lambda: {"x": torch.zeros(4, 48).to(torch.float8_e4m3fn), "scales": torch.zeros(4, 0)},
+        "must have at least one column",
+    ),
+    "layout of ranges": (
+        lambda: {"layout": "by_rank", "with_ranges": True},
+        "it needs layout='padded'",
+    ),
+    "scale format without quantize": (lambda: {"scale_format": "ue8m0"}, "pass quantize=True"),
     "shape of scales": (
-        lambda: {"x": torch.zeros(4, 48).to(torch.float8_e4m3fn), "scales": torch.zeros(4, 2)},
-        r"scales is float32 \[4, 2\], must have shape \[4, 1\]",
+        lambda: {"x": torch.zeros(4, 48).to(torch.float8_e4m3fn), "scales": torch.zeros(3, 2)},
+        r"scales is float32 \[3, 2\], must have shape \[4",
     ),
     "quantize of fp8": (
         lambda: {"x": torch.zeros(4, 48).to(torch.float8_e4m3fn), "quantize": True},
