@@ -21,7 +21,7 @@ inline double seconds_since(Clock::time_point start) {
 
 struct BareEnd {
   explicit BareEnd(const char* device)
-      : nic(parse_config(base::concat("timeout=16,devices=", device)), 0, false),
+      : nic(parse_config(base::concat("timeout=18,devices=", device)), 0, false),
         bytes(kMemoryBytes),
         mr(nic.api.reg_mr(nic.pd.get(), bytes.data(), bytes.size(), 3), nic.api.dereg_mr),
         qp(make_qp(nic, true)) {

@@ -20,8 +20,8 @@ double best(const std::vector<double>& values) { return *std::ranges::min_elemen
 
 struct Ours {
   Ours()
-      : a("verbs", base::concat("timeout=16,devices=", kDevices[0])),
-        b("verbs", base::concat("timeout=16,devices=", kDevices[1])),
+      : a("verbs", base::concat("timeout=18,devices=", kDevices[0])),
+        b("verbs", base::concat("timeout=18,devices=", kDevices[1])),
         from(a, kMemoryBytes),
         to(b, kMemoryBytes),
         peer(a.connect(b)),
