@@ -191,7 +191,7 @@ constexpr Fan kFans[] = {
     {"libfabric", "provider=shm", "provider=shm"},
     {"libfabric", "provider=verbs;ofi_rxm,interfaces=10.77.0.1",
      "provider=verbs;ofi_rxm,interfaces=10.77.0.1"},
-    {"verbs", "timeout=18,devices=rxe0", "timeout=16,devices=rxe1"},
+    {"verbs", "timeout=18,devices=rxe0", "timeout=18,devices=rxe1"},
 };
 
 Bare bare_of(const Fan& fan) {
