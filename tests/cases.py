@@ -32,6 +32,11 @@ SMALL: dict[str, Any] = {
     "num_threads": 1,
 }
 
+LAYOUTS = ["padded", "grouped", "by_rank"]
+GROUPS = [(1, 1), (2, 2), (2, 1), (4, 2), (4, 1), (6, 3)]
+# Tokens of rank r in step s: COUNTS[s][r]. None at some ranks, at all, the most at all.
+COUNTS = [[5, 3, 0, 12, 1, 7], [0] * 6, [12] * 6, [0, 0, 9, 0, 0, 0], [1, 2, 3, 4, 5, 6]]
+
 
 def make(rank: Rank, **overrides: Any) -> AllToAll:
     """A small communicator of all ranks."""
@@ -230,6 +235,24 @@ def check_step(comm: AllToAll, tokens: list[Tokens], **options: Any) -> tuple[Di
     """Dispatch and combine of `tokens` (of all ranks), bit for bit as the reference has them."""
     max_tokens = options.pop("max_tokens", comm.config.max_tokens)
     return run_step(comm, expect(topology_of(comm), tokens, max_tokens=max_tokens, **options))
+
+
+def steps(comm: AllToAll, **options: Any) -> None:
+    """Several calls, with other tokens at each rank each time."""
+    dtype = options.pop("dtype", torch.float32)
+    for seed, counts in enumerate(COUNTS):
+        tokens = [
+            make_tokens(seed, rank, counts[rank], dtype=dtype, num_experts=comm.config.num_experts)
+            for rank in range(comm.world_size)
+        ]
+        check_step(comm, tokens, **options)
+
+
+def run_steps(rank: Rank, config: dict[str, Any], options: dict[str, Any]) -> None:
+    """What a rank does that only makes steps: (config, options) of make and of dispatch."""
+    with make(rank, **config) as comm:
+        steps(comm, **options)
+        assert comm.broken == ""
 
 
 def check_received(comm: AllToAll, tokens: list[Tokens], **options: Any) -> None:

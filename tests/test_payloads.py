@@ -1,0 +1,189 @@
+"""What travels with tokens and comes back: types, fp8 and its scales, extras, scalars of rows.
+
+As in test_all_to_all.py ranks are threads, compared with the reference bit for bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cases import (
+    COUNTS,
+    GROUPS,
+    HIDDEN_DIM,
+    LAYOUTS,
+    check_received,
+    check_step,
+    combine_arguments,
+    dispatch_arguments,
+    expect,
+    make,
+    make_tokens,
+    run_steps,
+    topology_of,
+)
+from moe_p2p import reference
+from ranks import Rank, run_threads
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("alignment", [1, 4])
+def test_types_and_alignment(dtype: torch.dtype, alignment: int) -> None:
+    options = {"layout": "grouped", "alignment": alignment, "dtype": dtype}
+    run_threads(4, run_steps, {"ranks_per_node": 2, "dtype": dtype}, options)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rows_by_rank_of_other_types(dtype: torch.dtype) -> None:
+    config = {"ranks_per_node": 2, "dtype": dtype}
+    run_threads(4, run_steps, config, {"layout": "by_rank", "dtype": dtype})
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("scale_format", ["float32", "power_of_two", "ue8m0"])
+@pytest.mark.parametrize("column_scales", [False, True])
+def test_quantizes_as_the_reference_does(
+    layout: str, scale_format: str, column_scales: bool
+) -> None:
+    # 5 blocks, the last one short: the second word of ue8m0 has one byte and three zeros.
+    config = {"ranks_per_node": 2, "dtype": torch.bfloat16, "hidden_dim": 560}
+    options = {"quantize": True, "scale_format": scale_format, "column_scales": column_scales}
+
+    def body(rank: Rank) -> None:
+        with make(rank, **config) as comm:
+            for seed, counts in enumerate(COUNTS):
+                tokens = [
+                    make_tokens(seed, r, counts[r], dtype=torch.bfloat16, hidden_dim=560)
+                    for r in range(4)
+                ]
+                got, _ = check_step(
+                    comm, tokens, layout=layout, zero_padding=bool(seed % 2), **options
+                )
+                assert got.scales is not None
+                *lead, capacity, width = got.scales.shape
+                ld = -(-capacity // 4) * 4
+                stride = (width * ld, 1, ld) if column_scales else (capacity * width, width, 1)
+                assert got.scales.stride() == stride[-len(lead) - 2 :]
+
+    run_threads(4, body)
+
+
+def test_float8_of_the_caller_with_scales_and_without() -> None:
+    def body(rank: Rank) -> None:
+        with make(rank, ranks_per_node=1, dtype=torch.float8_e4m3fn) as comm:
+            for seed, with_scales in enumerate([True, False]):
+                tokens = []
+                for r in range(2):
+                    t = make_tokens(seed, r, 5 + r)
+                    q, scales = reference.quantize(t.x)
+                    tokens.append(replace(t, x=q, scales=scales if with_scales else None))
+                check_step(comm, tokens)
+
+    run_threads(2, body)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("column_scales", [False, True])
+def test_scales_of_the_caller_may_be_opaque_words(layout: str, column_scales: bool) -> None:
+    def body(rank: Rank) -> None:
+        with make(rank, ranks_per_node=1, dtype=torch.float8_e4m3fn, extra_bytes=64) as comm:
+            for width in (1, 3, 7):
+                tokens = []
+                for r in range(2):
+                    t = make_tokens(width, r, 5 + r)
+                    words = torch.arange(t.x.shape[0] * width, dtype=torch.int32) - (1 << 30) * r
+                    q, _ = reference.quantize(t.x)
+                    tokens.append(replace(t, x=q, scales=words.reshape(-1, width)))
+                check_received(comm, tokens, layout=layout, column_scales=column_scales)
+
+    run_threads(2, body)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_extras_travel_as_bytes(layout: str) -> None:
+    def body(rank: Rank) -> None:
+        with make(rank, ranks_per_node=2, extra_bytes=64) as comm:
+            tokens = []
+            for r in range(4):
+                t = make_tokens(1, r, 4 + r)
+                count = t.x.shape[0]
+                numbers = torch.arange(count * 3, dtype=torch.int64).reshape(count, 3) + 100 * r
+                flags = (numbers % 2 == 0)[:, :1].contiguous()
+                halves = torch.full((count, 2), float(r), dtype=torch.float16)
+                tokens.append(replace(t, extras=(numbers, flags, halves)))
+            got, _ = check_step(comm, tokens, layout=layout)
+            assert [extra.dtype for extra in got.extras] == [
+                torch.int64,
+                torch.bool,
+                torch.float16,
+            ]
+
+    run_threads(4, body)
+
+
+def test_empty_padding_is_zero_when_asked() -> None:
+    def body(rank: Rank) -> None:
+        with make(rank) as comm:
+            t = make_tokens(2, rank.rank, 4)
+            for layout in LAYOUTS:
+                got = comm.dispatch(
+                    t.x, t.topk_idx, t.topk_weights, layout=layout, zero_padding=True, solo=True
+                )
+                tokens = [make_tokens(2, r, 4) for r in range(2)]
+                routing = reference.route(topology_of(comm), tokens, layout=layout, max_tokens=12)
+                want = reference.dispatch(routing, rank.rank)
+                assert torch.equal(got.x, want.x)
+                assert torch.equal(got.row_weights, want.row_weights)
+
+    run_threads(2, body)
+
+
+@pytest.mark.parametrize(("world_size", "ranks_per_node"), GROUPS)
+def test_scalars_of_rows_by_rank_add_up(world_size: int, ranks_per_node: int) -> None:
+    def body(rank: Rank) -> None:
+        with make(rank, ranks_per_node=ranks_per_node, num_experts=12) as comm:
+            for seed, counts in enumerate(COUNTS):
+                tokens = [
+                    make_tokens(seed, r, counts[r], num_experts=12) for r in range(world_size)
+                ]
+                wanted = expect(topology_of(comm), tokens, max_tokens=12, layout="by_rank")
+                routing = reference.route(
+                    topology_of(comm), tokens, layout="by_rank", max_tokens=12
+                )
+                received = comm.dispatch(**dispatch_arguments(comm, wanted))
+                scalars = [
+                    torch.rand(r.row_weights.shape, generator=torch.Generator().manual_seed(i))
+                    for i, r in enumerate(wanted.received)
+                ]
+                arguments = combine_arguments(comm, wanted)
+                out, back = comm.combine(
+                    dispatched=received, row_scalars=scalars[rank.rank], **arguments
+                )
+                assert torch.equal(out, wanted.out[rank.rank])
+                assert torch.equal(back, reference.combine_scalars(routing, rank.rank, scalars))
+
+    run_threads(world_size, body)
+
+
+def test_combine_returns_scalars_to_their_place() -> None:
+    def body(rank: Rank) -> None:
+        with make(rank, ranks_per_node=2) as comm:
+            tokens = [make_tokens(5, r, 3 + r) for r in range(4)]
+            mine = tokens[rank.rank]
+            routing = reference.route(topology_of(comm), tokens, max_tokens=12)
+            rows = [reference.dispatch(routing, r) for r in range(4)]
+            scalars = [r.x.reshape(-1, HIDDEN_DIM)[:, 0].contiguous() for r in rows]
+            received = comm.dispatch(mine.x, mine.topk_idx, mine.topk_weights)
+            out, back = comm.combine(
+                rows[rank.rank].x, received, weighted=False, row_scalars=scalars[rank.rank]
+            )
+            assert torch.equal(back, reference.combine_scalars(routing, rank.rank, scalars))
+            want = reference.combine(
+                routing, rank.rank, [r.x for r in rows], out_dtype=torch.float32, weighted=False
+            )
+            assert torch.equal(out, want)
+
+    run_threads(4, body)
