@@ -1,4 +1,4 @@
-"""The one place that reads the environment. Values are read when they are asked for.
+"""The one place that reads or sets the environment. Values are read when they are asked for.
 
 MOE_P2P_TRANSPORT           provider behind transport="auto" (default: what the machine has)
 MOE_P2P_TRANSPORT_SETTINGS  settings for it where a configuration gives none
@@ -8,6 +8,7 @@ MOE_P2P_FABRIC              1: ranks of a node share GPU memory by fabric handle
 MOE_P2P_AS_DEEP_EP          1: importing moe_p2p makes `import deep_ep` give moe_p2p.deep_ep
 CUDA_HOME                   CUDA toolkit whose headers kernels may use (default: /usr/local/cuda)
 MOE_P2P_LOG                 error, warning, info or debug; also read by csrc/base/log.cpp
+PYTHONPATH                  prolonged for the processes that a program starts
 RANK, LOCAL_WORLD_SIZE      this rank, and ranks of this machine, set by torchrun
 """
 
@@ -50,6 +51,12 @@ def fabric() -> bool:
 def as_deep_ep() -> bool:
     """Whether `import deep_ep` is to give moe_p2p.deep_ep."""
     return os.environ.get("MOE_P2P_AS_DEEP_EP") == "1"
+
+
+def prepend_to_python_path(folder: Path) -> None:
+    """Processes started from now on look for modules in `folder` first."""
+    rest = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *([rest] if rest else [])])
 
 
 def cuda_home() -> Path:

@@ -5,11 +5,11 @@ Processes that it starts have it too, through PYTHONPATH. `--path` prints what t
 
 from __future__ import annotations
 
-import os
 import runpy
 import sys
 from pathlib import Path
 
+from moe_p2p import env
 from moe_p2p.deep_ep.installation import PATH, install
 
 _USAGE = "usage: python -m moe_p2p.deep_ep SCRIPT [ARGS] | -m MODULE [ARGS] | --path"
@@ -25,8 +25,7 @@ def main(arguments: list[str]) -> int:
         print(_USAGE, file=sys.stderr)
         return 2
     install()
-    inherited = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(PATH), *([inherited] if inherited else [])])
+    env.prepend_to_python_path(PATH)
     sys.argv = program
     if as_module:
         runpy.run_module(program[0], run_name="__main__", alter_sys=True)
