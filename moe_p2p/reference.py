@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -330,14 +330,7 @@ def combine_scalars(routing: Routing, source: int, row_scalars: Sequence[Tensor]
 
 def _quantized(tokens: Tokens, scale_format: ScaleFormat) -> Tokens:
     q, scales = quantize(tokens.x, scale_format)
-    return Tokens(
-        x=q,
-        scales=scales,
-        topk_idx=tokens.topk_idx,
-        topk_weights=tokens.topk_weights,
-        extras=tokens.extras,
-        num_tokens=tokens.num_tokens,
-    )
+    return replace(tokens, x=q, scales=scales)
 
 
 def _weights(tokens: Tokens) -> Tensor:
