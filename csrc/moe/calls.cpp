@@ -240,17 +240,16 @@ bool CombineCall::advance_recv(const CombineRecv& recv) {
   advance_send();
   const std::span ticks(recv.wait_ticks,
                         recv.wait_ticks ? static_cast<size_t>(plan_.shape.world_size) : 0);
-  const auto look = [&] {
-    if (num_received_ < num_sent_)
-      waits_.look(kernels_, in_flight_.front(), Phase::kCombine, ticks);
+  const auto heard = [&](Step step) {
+    const bool all = heard_from_all(step, num_received_);
+    waits_.look(kernels_, step, Phase::kCombine, ticks);
+    return all;
   };
-  look();
-  while (num_received_ < num_sent_ && heard_from_all(in_flight_.front(), num_received_)) {
+  while (num_received_ < num_sent_ && heard(in_flight_.front())) {
     kernels_.combine_recv(in_flight_.front(), recv, handle_, num_received_++);
     ring_.close(in_flight_.front());
     in_flight_.pop_front();
     advance_send();
-    look();
   }
   if (num_received_ < num_chunks_) return false;
   handle_.meta().state = abi::kCombined;
