@@ -26,7 +26,7 @@ def edge(rank: Rank, shape: dict[str, int], quantize: bool) -> None:
             tokens = [
                 make_tokens(seed, r, n, dtype=torch.bfloat16, **shape) for r, n in enumerate(counts)
             ]
-            check_step(comm, tokens, quantize=quantize)
+            check_step(comm, tokens, layout="grouped", quantize=quantize)
 
 
 @pytest.mark.parametrize("shape", EDGES)
