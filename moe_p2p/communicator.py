@@ -220,6 +220,31 @@ class Communicator:
         gathered: Tensor = call(_ops.all_to_all_gather_counts.default, self._comm, values)
         return gathered
 
+    # What must be compiled before a call runs on a GPU. A compiler runs these while it traces, for
+    # the gradients too, and leaves nothing of them in its graph.
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _prepare_dispatch(
+        self, x_dtype: torch.dtype, quantize: bool, scale_format: int, by_rank: bool, trains: bool
+    ) -> None:
+        if self._device is None:
+            return
+        self._device.prepare_dispatch(
+            x_dtype, quantize=quantize, scale_format=scale_format, by_rank=by_rank
+        )
+        if trains and not quantize and x_dtype != torch.float8_e4m3fn:
+            self._device.prepare_combine(x_dtype, x_dtype)
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _prepare_combine(
+        self, y_dtype: torch.dtype, out_dtype: torch.dtype, by_rank: bool, trains: bool
+    ) -> None:
+        if self._device is None:
+            return
+        self._device.prepare_combine(y_dtype, out_dtype)
+        if trains:
+            self._device.prepare_dispatch(out_dtype, quantize=False, by_rank=by_rank)
+
     def close(self) -> None:
         """Idempotent. Ranks close on their own; what they have sent still arrives."""
         self._finalizer()
