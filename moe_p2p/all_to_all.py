@@ -24,7 +24,7 @@ from torch import Tensor
 
 from moe_p2p import arguments, errors
 from moe_p2p.dispatched import BY_RANK, Dispatched
-from moe_p2p.halves import Halves
+from moe_p2p.halves import Halves, with_more
 from moe_p2p.ops import WITH_RANGES, WITH_SOURCE, WITH_WAIT_TICKS, call
 
 _ops = torch.ops.moe_p2p
@@ -104,13 +104,8 @@ class AllToAll(Halves):
         count, count_on_host = arguments.split_count(num_tokens)
         format_number = arguments.scale_format_number(scale_format)
         grad = arguments.records(x, topk_weights, *extras)
-        if self._device is not None and not torch.compiler.is_compiling():
-            by_rank = where.rows == BY_RANK
-            self._device.prepare_dispatch(
-                x.dtype, quantize=quantize, scale_format=format_number, by_rank=by_rank
-            )
-            if grad and not quantize and x.dtype != torch.float8_e4m3fn:
-                self._device.prepare_combine(x.dtype, x.dtype)  # its gradient
+        by_rank = where.rows == BY_RANK
+        self._prepare_dispatch(x.dtype, quantize, format_number, by_rank, grad)
         if grad and quantize and x.requires_grad:
             raise errors.make(errors.InvalidArgumentError, arguments.NO_FP8_GRADIENT)
         zeroed = grad if zero_padding is None else zero_padding
@@ -138,7 +133,7 @@ class AllToAll(Halves):
         source = next(rest) if with_source else None
         ranges = next(rest) if with_ranges else None
         wait_ticks = next(rest) if with_wait_ticks else None
-        row_topk = next(rest) if where.rows == BY_RANK else None
+        row_topk = next(rest) if by_rank else None
         return Dispatched(
             rows,
             row_scales if quantize or scales is not None else None,
@@ -168,6 +163,7 @@ class AllToAll(Halves):
         row_scalars: None = None,
         topk_weights: Tensor | None = None,
         bias: Tensor | tuple[Tensor, Tensor] | None = None,
+        out: Tensor | None = None,
         with_wait_ticks: Literal[False] = False,
     ) -> Tensor: ...
 
@@ -182,6 +178,7 @@ class AllToAll(Halves):
         row_scalars: Tensor | None = None,
         topk_weights: Tensor | None = None,
         bias: Tensor | tuple[Tensor, Tensor] | None = None,
+        out: Tensor | None = None,
         with_wait_ticks: bool = False,
     ) -> tuple[Tensor, ...]: ...
 
@@ -195,6 +192,7 @@ class AllToAll(Halves):
         row_scalars: Tensor | None = None,
         topk_weights: Tensor | None = None,
         bias: Tensor | tuple[Tensor, Tensor] | None = None,
+        out: Tensor | None = None,
         with_wait_ticks: bool = False,
     ) -> Tensor | tuple[Tensor, ...]:
         """Adds up each token's rows at its own rank, in fp32 and in one order, and returns [T, H].
@@ -207,6 +205,7 @@ class AllToAll(Halves):
         topk_weights: [T, K] float32 of this rank's own tokens, where dispatch did not have them:
             times these, `weighted` is ignored. On all ranks or none. Not differentiable.
         bias: [T, H] of out_dtype, or two of them: the first addends of the result.
+        out: [T, H] to write the result to, of out_dtype where that is given. Not differentiable.
         with_wait_ticks: also return, last, how long each source was waited for, as dispatch does.
 
         Rows of x past num_tokens give zeros, plus bias. Differentiable in y, bias and the
@@ -217,15 +216,33 @@ class AllToAll(Halves):
         if topk_weights is not None:
             text = arguments.NO_LATE_GRADIENT
             arguments.refuse_gradient(text, y=y, topk_weights=topk_weights)
-        sum_dtype = y.dtype if out_dtype is None else out_dtype
         grad = arguments.records(y, row_weights, row_scalars, *terms)
-        if self._device is not None and not torch.compiler.is_compiling():
-            self._device.prepare_combine(y.dtype, sum_dtype)
-            if grad:
-                by_rank = dispatched.layout.rows == BY_RANK  # its gradient is a dispatch
-                self._device.prepare_dispatch(sum_dtype, quantize=False, by_rank=by_rank)
+        if out is not None:
+            arguments.check_out(out, out_dtype, dispatched.topk_idx.shape[0], grad)
+            out_dtype = out.dtype
+        sum_dtype = y.dtype if out_dtype is None else out_dtype
+        self._prepare_combine(y.dtype, sum_dtype, dispatched.layout.rows == BY_RANK, grad)
         if grad and not dispatched.zero_padding:
             raise errors.make(errors.InvalidArgumentError, arguments.PADDING_IS_NOT_ZERO)
+        if out is not None:
+            scalars, ticks = self._beside_sums(
+                y, out.shape[0], row_scalars is not None, with_wait_ticks
+            )
+            call(
+                _ops.combine_out.default,
+                self._comm,
+                y,
+                row_weights,
+                row_scalars,
+                topk_weights,
+                terms,
+                dispatched.handle,
+                dispatched.max_tokens,
+                out,
+                scalars,
+                ticks,
+            )
+            return with_more(out, scalars, ticks)
         out, more = call(
             _ops.combine.default if grad else _ops.combine_inference.default,
             self._comm,

@@ -32,6 +32,10 @@ PADDING_IS_NOT_ZERO = (
 NO_HALF_GRADIENT = (
     "{} requires grad, but halves are not differentiable; use the whole call, or torch.no_grad()"
 )
+NO_OUT_GRADIENT = (
+    "an input of combine requires grad, but with `out` it is not differentiable; leave out `out`, "
+    "or use torch.no_grad()"
+)
 NO_LATE_GRADIENT = (
     "{} requires grad, but a combine that is given topk_weights is not differentiable; give them "
     "to dispatch, or use torch.no_grad()"
@@ -99,6 +103,17 @@ def bias_list(bias: Tensor | tuple[Tensor, Tensor] | None) -> list[Tensor]:
     if bias is None:
         return []
     return [bias] if isinstance(bias, Tensor) else list(bias)
+
+
+def check_out(out: Tensor, out_dtype: torch.dtype | None, num_rows: int, grad: bool) -> None:
+    """Whether a combine of num_rows tokens may write into `out`."""
+    errors.require(not grad, NO_OUT_GRADIENT)
+    errors.require(
+        out.shape[0] == num_rows, f"out has {out.shape[0]} rows, the dispatch had {num_rows}"
+    )
+    errors.require(
+        out_dtype in (None, out.dtype), f"out_dtype is {out_dtype}, but out is of {out.dtype}"
+    )
 
 
 def records(*tensors: Tensor | None) -> bool:

@@ -25,6 +25,12 @@ from moe_p2p.ops import call, new_scales
 _ops = torch.ops.moe_p2p
 
 
+def with_more(out: Tensor, *more: Tensor | None) -> Tensor | tuple[Tensor, ...]:
+    """What a combine returns: its result, with what was asked for beside it."""
+    given = tuple(tensor for tensor in more if tensor is not None)
+    return (out, *given) if given else out
+
+
 class Halves(Communicator):
     """See AllToAll."""
 
@@ -61,11 +67,7 @@ class Halves(Communicator):
         arguments.check_ranges(where, with_ranges)
         count, count_on_host = arguments.split_count(num_tokens)
         format_number = arguments.scale_format_number(scale_format)
-        if self._device is not None:
-            by_rank = where.rows == BY_RANK
-            self._device.prepare_dispatch(
-                x.dtype, quantize=quantize, scale_format=format_number, by_rank=by_rank
-            )
+        self._prepare_dispatch(x.dtype, quantize, format_number, where.rows == BY_RANK, False)
         words = self._shape.handle_words(x.shape[0], tokens)
         handle = torch.empty(words, dtype=torch.int32, device=x.device)
         call(
@@ -151,8 +153,7 @@ class Halves(Communicator):
             arguments.NO_HALF_GRADIENT, y=y, row_weights=row_weights, topk_weights=topk_weights
         )
         dtype = y.dtype if out_dtype is None else out_dtype
-        if self._device is not None:
-            self._device.prepare_combine(y.dtype, dtype)
+        self._prepare_combine(y.dtype, dtype, dispatched.layout.rows == BY_RANK, False)
         handle = dispatched.handle
         call(
             _ops.combine_send.default,
@@ -200,22 +201,32 @@ class Halves(Communicator):
 
         out: [T, H] of out_dtype, to receive into. None: a new tensor.
         """
-        new, num_rows = pending.handle.new_empty, pending.num_rows
+        num_rows = pending.num_rows
         if out is None:
-            out = new((num_rows, self.config.hidden_dim), dtype=pending.out_dtype)
-        scalars = ticks = None
-        if pending.with_scalars:
-            scalars = new((num_rows, self.config.topk), dtype=torch.float32)
-        if with_wait_ticks:
-            ticks = new((self.world_size,), dtype=torch.int64)
+            out = pending.handle.new_empty(
+                (num_rows, self.config.hidden_dim), dtype=pending.out_dtype
+            )
+        scalars, ticks = self._beside_sums(
+            pending.handle, num_rows, pending.with_scalars, with_wait_ticks
+        )
         terms = arguments.bias_list(bias)
         call(_ops.combine_recv.default, self._comm, pending.handle, out, scalars, terms, ticks)
-        more = [tensor for tensor in (scalars, ticks) if tensor is not None]
-        return (out, *more) if more else out
+        return with_more(out, scalars, ticks)
 
     def release(self, given: Dispatched | PendingDispatch) -> None:
         """Ends a dispatch that gets no combine. All ranks release it, in one order of calls."""
         call(_ops.release.default, self._comm, given.handle)
+
+    def _beside_sums(
+        self, like: Tensor, num_rows: int, with_scalars: bool, with_wait_ticks: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """New tensors for the scalars and the wait_ticks of a combine."""
+        scalars = ticks = None
+        if with_scalars:
+            scalars = like.new_empty((num_rows, self.config.topk), dtype=torch.float32)
+        if with_wait_ticks:
+            ticks = like.new_empty((self.world_size,), dtype=torch.int64)
+        return scalars, ticks
 
     def _make_outputs(self, pending: PendingDispatch) -> Dispatched:
         experts, world_size, topk = self.num_local_experts, self.world_size, self.config.topk

@@ -210,7 +210,9 @@ def _fake_number(*args: Any) -> torch.SymInt:
 for _suffix in ("", "_inference"):
     torch.library.register_fake(f"moe_p2p::dispatch{_suffix}")(_fake_dispatch)
     torch.library.register_fake(f"moe_p2p::combine{_suffix}")(_fake_combine)
-for _name in ("dispatch_send", "dispatch_recv", "combine_send", "combine_recv", "release"):
+for _name in (
+    *("dispatch_send", "dispatch_recv", "combine_send", "combine_recv", "release", "combine_out"),
+):
     torch.library.register_fake(f"moe_p2p::{_name}")(_fake_nothing)
 torch.library.register_fake("moe_p2p::all_to_all_connect")(_fake_nothing)
 torch.library.register_fake("moe_p2p::all_to_all_gather_counts")(_fake_gather_counts)

@@ -124,6 +124,31 @@ def test_halves_have_all_that_the_whole_call_has(layout: str) -> None:
     run_threads(2, body)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sums_go_into_a_tensor_of_the_caller(layout: str) -> None:
+    def body(rank: Rank) -> None:
+        with make(rank, ranks_per_node=1) as comm:
+            for seed in range(3):
+                tokens = [make_tokens(seed, r, 3 + seed + r) for r in range(2)]
+                wanted = expect(topology_of(comm), tokens, max_tokens=12, layout=layout)
+                received = comm.dispatch(**dispatch_arguments(comm, wanted))
+                memory = torch.full((20, HIDDEN_DIM), 7.0)
+                out = memory[2 : 2 + 3 + seed + rank.rank]
+                sums, ticks = comm.combine(
+                    dispatched=received,
+                    **combine_arguments(comm, wanted),
+                    out=out,
+                    with_wait_ticks=True,
+                )
+                assert sums is out
+                assert torch.equal(out, wanted.out[rank.rank])
+                assert bool((memory[:2] == 7).all())
+                assert bool((memory[2 + len(out) :] == 7).all())
+                assert ticks.shape == (2,)
+
+    run_threads(2, body)
+
+
 def test_tells_how_long_it_waited_for_each_source() -> None:
     late = threading.Event()
 

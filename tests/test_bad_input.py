@@ -217,6 +217,29 @@ def test_outputs_that_do_not_fit(alone: AllToAll) -> None:
     alone.release(alone.dispatch_recv(pending))
 
 
+def test_sums_that_do_not_fit(alone: AllToAll) -> None:
+    received = alone.dispatch(**good())
+    num_rows, y = len(received.topk_idx), received.x
+    for rows in (num_rows - 1, num_rows + 1):
+        out = y.new_empty(rows, y.shape[-1])
+        match = f"out has {rows} rows, the dispatch had {num_rows}"
+        with pytest.raises(moe_p2p.InvalidArgumentError, match=match):
+            alone.combine(y, received, out=out)
+        given = (alone._comm, y, None, None, None, [], received.handle, 12, out, None, None)
+        with pytest.raises(RuntimeError, match=match):
+            torch.ops.moe_p2p.combine_out(*given)
+    out = y.new_empty(num_rows, y.shape[-1])
+    with pytest.raises(moe_p2p.InvalidArgumentError, match=r"out_dtype is torch\.float16"):
+        alone.combine(y, received, out=out, out_dtype=torch.float16)
+    with pytest.raises(moe_p2p.InvalidArgumentError, match="with `out` it is not differentiable"):
+        alone.combine(y.clone().requires_grad_(), received, out=out)
+    pending = alone.combine_send(y, received)
+    with pytest.raises(moe_p2p.InvalidArgumentError, match="out has 1 rows"):
+        alone.combine_recv(pending, out=out[:1])
+    alone.combine_recv(pending, out=out)
+    assert torch.equal(out, alone.combine(y, received))
+
+
 def test_too_many_open_steps(alone: AllToAll) -> None:
     opened = [alone.dispatch(**good()) for _ in range(2)]
     with pytest.raises(moe_p2p.InvalidArgumentError, match="steps_in_flight 2"):

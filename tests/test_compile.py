@@ -191,6 +191,79 @@ def test_halves_are_one_graph(alone: AllToAll, layout: Literal["padded", "by_ran
                 torch.testing.assert_close(compiled(*given), wanted)
 
 
+def test_sums_into_a_given_tensor_are_in_the_graph(alone: AllToAll) -> None:
+    tokens = make_tokens(1, 0, 6)
+
+    def step(x: Tensor, idx: Tensor, weights: Tensor, out: Tensor) -> Tensor:
+        received = alone.dispatch(x, idx, weights)
+        alone.combine(received.x * 2, received, out=out)
+        return out.tanh()
+
+    given = (tokens.x, tokens.topk_idx, tokens.topk_weights)
+    with torch.no_grad():
+        want_out = torch.empty_like(tokens.x)
+        wanted = step(*given, want_out)
+        for backend in ("aot_eager", "inductor"):
+            compiled = torch.compile(step, fullgraph=True, backend=backend)
+            out = torch.empty_like(tokens.x)
+            torch.testing.assert_close(compiled(*given, out), wanted)
+            assert torch.equal(out, want_out)
+
+
+class Kernels:
+    """In place of a GPU's side: what a communicator asks it to compile."""
+
+    def __init__(self) -> None:
+        self.asked: set[tuple[object, ...]] = set()
+
+    def prepare_dispatch(
+        self, x_dtype: torch.dtype, *, quantize: bool, scale_format: int = 0, by_rank: bool = False
+    ) -> None:
+        self.asked.add((x_dtype, quantize, scale_format, by_rank))
+
+    def prepare_combine(self, y_dtype: torch.dtype, out_dtype: torch.dtype) -> None:
+        self.asked.add((y_dtype, out_dtype))
+
+
+def test_kernels_of_a_graph_are_prepared_while_it_is_traced(
+    alone: AllToAll, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are those of the eager calls, and of their gradients."""
+    tokens, kernels = make_tokens(0, 0, 6), Kernels()
+    monkeypatch.setattr(alone, "_device", kernels)
+
+    def train(x: Tensor) -> Tensor:
+        received = alone.dispatch(x, tokens.topk_idx, layout="by_rank", zero_padding=True)
+        return alone.combine(received.x, received).sum()
+
+    def infer(x: Tensor) -> Tensor:
+        options = {"quantize": True, "scale_format": "ue8m0"}
+        received = alone.dispatch(x, tokens.topk_idx, **options)  # type: ignore[arg-type]
+        return alone.combine(received.x.half(), received, out_dtype=torch.float32)
+
+    def halves(x: Tensor) -> Tensor:
+        received = alone.dispatch_recv(alone.dispatch_send(x, tokens.topk_idx, layout="grouped"))
+        return alone.combine_recv(alone.combine_send(received.x, received))
+
+    fp32, half = torch.float32, torch.float16
+    for step, asked in (
+        (train, {(fp32, False, 0, True), (fp32, fp32)}),
+        (infer, {(fp32, True, 2, False), (half, fp32)}),
+        (halves, {(fp32, False, 0, False), (fp32, fp32)}),
+    ):
+        x = tokens.x.clone().requires_grad_(step is train)
+        compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+        for run in (step, compiled):
+            run(x)
+            assert kernels.asked == asked
+            kernels.asked.clear()
+        compiled(x)
+        assert not kernels.asked  # nothing of it is left in the graph
+        if step is train:
+            compiled(x).backward()
+            assert not kernels.asked
+
+
 def next_step(comm: AllToAll) -> int:
     """How many steps the communicator has made."""
     tokens = make_tokens(0, 0, 1)

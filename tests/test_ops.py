@@ -248,6 +248,18 @@ def test_combine_send_and_recv(alone: AllToAll, util: str) -> None:
             opcheck(op, recv, test_utils=util)
 
 
+@pytest.mark.parametrize("more", [False, True])
+def test_combine_out(alone: AllToAll, more: bool) -> None:
+    comm, y, weights, scalars, _, bias, handle, _, max_tokens, *_ = combine_arguments(
+        alone, scalars=more
+    )
+    out = torch.zeros(5, HIDDEN_DIM)
+    beside = (torch.zeros(5, TOPK), torch.zeros(1, dtype=torch.int64)) if more else (None, None)
+    utils = ONCE if more else ALL  # two runs do not wait as long
+    arguments = (comm, y, weights, scalars, None, bias, handle, max_tokens, out, *beside)
+    opcheck(ops.combine_out.default, arguments, test_utils=utils)
+
+
 def test_release(alone: AllToAll) -> None:
     handle = sent(alone)
     ops.dispatch_recv(*recv_arguments(alone, handle))

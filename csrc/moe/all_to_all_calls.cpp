@@ -202,6 +202,12 @@ typename std::list<Call>::iterator find_call(std::list<Call>& calls, Handle hand
                            "_send waiting; each send half is received once"));
 }
 
+// Sums are written by the tokens of the dispatch, whatever `out` is.
+void check_out(const CombineRecv& recv, const abi::HandleMeta& meta) {
+  MOE_P2P_CHECK(recv.num_rows == meta.num_rows, Code::kInvalidArgument, "out has ", recv.num_rows,
+                " rows, the dispatch had ", meta.num_rows);
+}
+
 }  // namespace
 
 void AllToAll::dispatch(const DispatchSend& send, const DispatchRecv& recv) {
@@ -238,6 +244,7 @@ void AllToAll::combine(const CombineSend& send, const CombineRecv& recv) {
   s.require_usable();
   if (s.device) return s.launch([&] { s.device->combine(&send, &recv, send.stream); });
   CombineCall call(s.plan, s.ring, s.kernels, s.options.communicator, send);
+  check_out(recv, call.meta());
   s.run([&] { return call.advance_recv(recv); }, [&] { return call.pending(); });
 }
 
@@ -261,6 +268,7 @@ void AllToAll::combine_recv(const CombineRecv& recv) {
   s.require_usable();
   if (s.device) return s.launch([&] { s.device->combine(nullptr, &recv, recv.stream); });
   const auto call = find_call(s.combines, recv.handle, "combine");
+  check_out(recv, call->meta());
   s.run([&] { return call->advance_recv(recv); }, [&] { return call->pending(); });
   s.combines.erase(call);
 }

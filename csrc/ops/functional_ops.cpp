@@ -1,5 +1,5 @@
 // torch.ops.moe_p2p.dispatch and combine: whole calls that make their results, so that autograd and
-// torch.compile see functions of tensors.
+// torch.compile see functions of tensors. combine_out is given where they go.
 #include <array>
 #include <cstring>
 #include <span>
@@ -128,6 +128,14 @@ class HandleGuard {
   std::array<int32_t, sizeof(abi::HandleMeta) / sizeof(int32_t)> saved_{};
 };
 
+void combine_into(AllToAllObject& comm, const CombineArguments& in, const CombineOutputs& to,
+                  const Tensor& handle) {
+  const auto send = combine_send_from(comm, in, handle);
+  std::optional<HandleGuard> guard;  // kernels of a GPU do not write to it in combine
+  if (comm.device < 0) guard.emplace(send.handle);
+  comm.all_to_all.combine(send, combine_recv_from(comm, to, handle));
+}
+
 std::tuple<Tensor, std::vector<Tensor>> combine(
     int64_t comm_id, const Tensor& y, std::optional<Tensor> row_weights,
     std::optional<Tensor> row_scalars, std::optional<Tensor> topk_weights, std::vector<Tensor> bias,
@@ -135,8 +143,6 @@ std::tuple<Tensor, std::vector<Tensor>> combine(
     int64_t /*layout*/, int64_t /*capacity*/, int64_t /*alignment*/, bool with_wait_ticks) {
   const Caller comm(comm_id);
   check_tensor(topk_idx, {"topk_idx", {ScalarType::Int, ScalarType::Long}, {kAny, comm->topk()}});
-  const auto send = combine_send_from(
-      *comm, {y, row_weights, row_scalars, topk_weights, out_dtype, max_tokens}, handle);
   const int64_t num_rows = topk_idx.size(0);
   const Tensor out = make_tensor({num_rows, comm->hidden_dim()}, out_dtype);
   std::vector<Tensor> more;
@@ -145,11 +151,19 @@ std::tuple<Tensor, std::vector<Tensor>> combine(
     scalars = more.emplace_back(make_tensor({num_rows, comm->topk()}, ScalarType::Float));
   if (with_wait_ticks)
     wait_ticks = more.emplace_back(make_tensor({comm->plan().shape.world_size}, ScalarType::Long));
-  std::optional<HandleGuard> guard;  // kernels of a GPU do not write to it in combine
-  if (comm->device < 0) guard.emplace(send.handle);
-  comm->all_to_all.combine(send,
-                           combine_recv_from(*comm, {out, scalars, bias, wait_ticks}, handle));
+  combine_into(*comm, {y, row_weights, row_scalars, topk_weights, out_dtype, max_tokens},
+               {out, scalars, bias, wait_ticks}, handle);
   return {out, std::move(more)};
+}
+
+void combine_out(int64_t comm_id, const Tensor& y, std::optional<Tensor> row_weights,
+                 std::optional<Tensor> row_scalars, std::optional<Tensor> topk_weights,
+                 std::vector<Tensor> bias, const Tensor& handle, int64_t max_tokens,
+                 const Tensor& out, std::optional<Tensor> out_scalars,
+                 std::optional<Tensor> wait_ticks) {
+  const Caller comm(comm_id);
+  combine_into(*comm, {y, row_weights, row_scalars, topk_weights, out.scalar_type(), max_tokens},
+               {out, out_scalars, bias, wait_ticks}, handle);
 }
 
 }  // namespace
@@ -159,6 +173,7 @@ STABLE_TORCH_LIBRARY_IMPL(moe_p2p, CompositeExplicitAutograd, m) {
   m.impl("dispatch_inference", TORCH_BOX(&dispatch));
   m.impl("combine", TORCH_BOX(&combine));
   m.impl("combine_inference", TORCH_BOX(&combine));
+  m.impl("combine_out", TORCH_BOX(&combine_out));
 }
 
 }  // namespace moe_p2p::ops

@@ -116,4 +116,8 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
   m.def(("dispatch_inference" + kDispatch).c_str());
   m.def(("combine" + kCombine).c_str());
   m.def(("combine_inference" + kCombine).c_str());
+  m.def(
+      "combine_out(int comm, Tensor y, Tensor? row_weights, Tensor? row_scalars, "
+      "Tensor? topk_weights, Tensor[] bias, Tensor handle, int max_tokens, Tensor(a!) out, "
+      "Tensor(b!)? out_scalars, Tensor(c!)? wait_ticks) -> ()");
 }

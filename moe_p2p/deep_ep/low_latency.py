@@ -146,19 +146,21 @@ class LowLatencyCalls(BufferBase):
         y = handle.combine_buffer if zero_copy and handle.combine_buffer is not None else x
         hook: Hook | None = None
         with self._streams.turn(x.device, None, async_finish) as turn:
-            if out is None and not return_recv_hook:
-                result = all_to_all.combine(
-                    y, received, topk_weights=topk_weights, with_wait_ticks=stats is not None
-                )
-                out = _sums(result, stats)
-            else:
+            if return_recv_hook:
                 pending = all_to_all.combine_send(y, received, topk_weights=topk_weights)
                 out = y.new_empty((topk_idx.shape[0], y.shape[-1])) if out is None else out
-                receive = functools.partial(_receive_sums, all_to_all, pending, out, stats)
-                if return_recv_hook:
-                    hook = self._hook(x, receive)
-                else:
-                    receive()
+                hook = self._hook(
+                    x, functools.partial(_receive_sums, all_to_all, pending, out, stats)
+                )
+            else:
+                result = all_to_all.combine(
+                    y,
+                    received,
+                    topk_weights=topk_weights,
+                    out=out,
+                    with_wait_ticks=stats is not None,
+                )
+                out = _sums(result, stats)
             if async_finish:
                 turn.uses((y, topk_weights, received.handle, stats, out))
         return out, turn.event, hook
