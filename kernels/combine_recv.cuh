@@ -123,6 +123,27 @@ __device__ inline void say_sums_read(const CombineParams& p, const RecvWorker& w
     st_release_gpu_u64(read_word(p.comm, step), step + 1);
 }
 
+__device__ inline i32 end_of_chunk(const CombineParams& p, i32 chunk) {
+  if (p.empty) return 0;
+  // Tokens past the last chunk become zero.
+  return chunk + 1 == p.num_chunks ? p.num_rows : min((chunk + 1) * kChunk, p.num_rows);
+}
+
+__device__ inline void begin_chunk(const CombineParams& p, const Self& self,
+                                   const RecvWorker& worker, u64 step, i32 chunk, i32 block) {
+  if (chunk >= kSteps) {
+    if (worker.thread == 0) wait_sums_read(p.comm, step - static_cast<u64>(kSteps));
+    worker.sync();
+  }
+  if (p.wait_ticks && block == 0) tell_waits(p, self, step, chunk == 0);
+}
+
+__device__ inline void end_chunk(const CombineParams& p, const Self& self, const RecvWorker& worker,
+                                 u64 step, i32 block) {
+  if (block == 0) end_step(p, self, step);
+  if (p.num_chunks > kSteps) say_sums_read(p, worker, step);
+}
+
 __device__ inline void combine_recv(const CombineParams& p, u64 first_step, i32 block) {
   const Self self(p.comm);
   const HandleArrays handle(p.handle, p.num_chunks);
@@ -130,20 +151,11 @@ __device__ inline void combine_recv(const CombineParams& p, u64 first_step, i32 
   auto& s = shared<CombineRecvShared>();
   for (i32 chunk = 0; chunk < p.num_chunks; ++chunk) {
     const u64 step = first_step + static_cast<u64>(chunk);
-    const bool last = chunk + 1 == p.num_chunks;
-    const i32 end = p.empty ? 0
-                    : last  ? p.num_rows  // those past the last chunk become zero
-                            : min((chunk + 1) * kChunk, p.num_rows);
-    if (chunk >= kSteps) {
-      if (worker.thread == 0) wait_sums_read(p.comm, step - static_cast<u64>(kSteps));
-      worker.sync();
-    }
-    if (p.wait_ticks && block == 0) tell_waits(p, self, step, chunk == 0);
-    for (i64 token = static_cast<i64>(chunk) * kChunk + worker.id; token < end;
+    begin_chunk(p, self, worker, step, chunk, block);
+    for (i64 token = static_cast<i64>(chunk) * kChunk + worker.id; token < end_of_chunk(p, chunk);
          token += worker.count)
       recv_token(p, self, worker, step, handle.send_slots(token), token, s);
-    if (block == 0) end_step(p, self, step);
-    if (p.num_chunks > kSteps) say_sums_read(p, worker, step);
+    end_chunk(p, self, worker, step, block);
   }
 }
 

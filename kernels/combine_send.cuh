@@ -35,6 +35,10 @@ struct Piece {
       vec[i] = kConstant ? ld_nc_v4(at) : ld_na_v4(at);
     }
   }
+  __device__ __forceinline__ void load_shared(const char* row, i32 group) {
+#pragma unroll
+    for (i32 i = 0; i < kVecs; ++i) vec[i] = reinterpret_cast<const Vec*>(row)[group * kVecs + i];
+  }
   // Adding zeros changes no sum, because no sum is ever -0.0.
   __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -60,6 +64,14 @@ __device__ __forceinline__ void store_values(char* row, i32 group, const float* 
   for (i32 i = 0; i < kValues / kPerVec; ++i)
     st_na_v4(row + (group * (kValues / kPerVec) + i) * 16,
              Values<kOutType>::store(acc + i * kPerVec));
+}
+
+__device__ __forceinline__ void store_values_shared(char* row, i32 group, const float* acc) {
+  constexpr i32 kPerVec = Values<kOutType>::kCount;
+#pragma unroll
+  for (i32 i = 0; i < kValues / kPerVec; ++i)
+    reinterpret_cast<Vec*>(row)[group * (kValues / kPerVec) + i] =
+        Values<kOutType>::store(acc + i * kPerVec);
 }
 
 // to = sum of `num_rows` rows in their order, times weight_of(i) when `weighted`. Rows are loaded
@@ -107,12 +119,15 @@ inline constexpr i32 kLanes = kTopk <= 1    ? 1
                                             : 32;
 inline constexpr i32 kBatch = SendWorker::kThreads / kLanes;
 
-struct CombineScratch {
-  i32 row[kBatch][kLanes];  // rows of y of one slot, k ascending, one after the other
-  float weight[kBatch][kLanes];
-  i32 num_rows[kBatch];
-  u64 ranks[kOthers > 0 ? kBatch
+template <i32 kItems>
+struct Rows {
+  i32 row[kItems][kLanes];  // rows of y of one slot, k ascending, one after the other
+  float weight[kItems][kLanes];
+  i32 num_rows[kItems];
+  u64 ranks[kOthers > 0 ? kItems
                         : 1];  // own-node ranks that hold a partial, of slots of other nodes
+};
+struct CombineScratch : Rows<kBatch> {
   bool last;
 };
 struct CombineSendShared {
@@ -126,6 +141,7 @@ struct Adder {
   const bool valid;  // the handle is one
   CombineSendShared& s;
 
+  __device__ bool weighted() const { return p.row_weights != 0 || p.topk_weights != 0; }
   __device__ CombineHeader header_of(i32 chunk, i32 source) const {
     return {static_cast<u32>(handle.slot_count(chunk, source)),
             static_cast<u32>(kOutType) << kDTypeShift | (p.with_scalars ? kScalars : 0u), p.stride};
@@ -141,9 +157,10 @@ __device__ __forceinline__ float weight_of_row(const Adder& a, u64 step, i32 sou
 
 // The rows and weights of items i, i + count, ...: of each slot those of this rank. All that lies in
 // the handle is asked for at once, wanted or not.
-__device__ inline void look_up(const Adder& a, const SendWorker& worker, u64 step, i32 chunk,
-                               i32 i) {
-  CombineScratch& w = a.s.worker[worker.place];
+template <typename W, i32 kItems>
+__device__ inline void look_up(const Adder& a, const W& worker, u64 step, i32 chunk, i32 i,
+                               Rows<kItems>& w) {
+  static_assert(kItems == W::kThreads / kLanes);
   const i32 lane = worker.thread % kLanes, place = worker.thread / kLanes;
   i += place * worker.count;
   const i32 source = (i + a.self.rank) % kWorld, index = i / kWorld;
@@ -168,6 +185,14 @@ __device__ inline void look_up(const Adder& a, const SendWorker& worker, u64 ste
   if (lane == 0) w.num_rows[place] = mine ? __popc(bits) : -1;
 }
 
+// Scalar k behind the sum at `to`, of a slot whose rows of y are `rows` and begin with `first`.
+__device__ __forceinline__ void store_scalar(const Adder& a, char* to, const i32* rows, i32 first,
+                                             i32 k) {
+  const i64 at = a.p.scalars_by_rank ? static_cast<i64>(first) * kTopk + k : rows[k];
+  reinterpret_cast<float*>(to + kOutBytes)[k] =
+      at >= 0 ? reinterpret_cast<const float*>(a.p.row_scalars)[at] : 0.0f;
+}
+
 // This rank's rows of one slot, added up at `to`.
 __device__ inline void store_partial(const Adder& a, const SendWorker& worker, i32 place, i32 chunk,
                                      i32 source, i32 index, char* to) {
@@ -179,14 +204,9 @@ __device__ inline void store_partial(const Adder& a, const SendWorker& worker, i
             return reinterpret_cast<const char*>(a.p.y) +
                    static_cast<u64>(w.row[place][r]) * kYBytes;
           },
-          a.p.row_weights != 0 || a.p.topk_weights != 0, [&](i32 r) { return w.weight[place][r]; });
-  if (a.p.with_scalars && worker.thread < kTopk) {
-    const auto* scalars = reinterpret_cast<const float*>(a.p.row_scalars);
-    const i32 k = worker.thread;
-    i64 at = a.handle.rows_of(chunk, source, index)[k];
-    if (a.p.scalars_by_rank) at = static_cast<i64>(w.row[place][0]) * kTopk + k;
-    reinterpret_cast<float*>(to + kOutBytes)[k] = at >= 0 ? scalars[at] : 0.0f;
-  }
+          a.weighted(), [&](i32 r) { return w.weight[place][r]; });
+  if (a.p.with_scalars && worker.thread < kTopk)
+    store_scalar(a, to, a.handle.rows_of(chunk, source, index), w.row[place][0], worker.thread);
 }
 
 // The node's partials of one row, added up into the gateway's combine_outbox.
@@ -247,7 +267,8 @@ __device__ inline void combine_chunk(const Adder& a, const SendWorker& worker, u
   const i32 num_items = most * kWorld;
   for (i32 first = worker.id; first < num_items; first += worker.count * kBatch) {
     // combine_send() did the first, unless weights had to be here before.
-    if (first != worker.id || p.topk_weights) look_up(a, worker, step, chunk, first);
+    if (first != worker.id || p.topk_weights)
+      look_up(a, worker, step, chunk, first, a.s.worker[worker.place]);
     worker.sync();
     for (i32 place = 0, i = first; place < kBatch && i < num_items; ++place, i += worker.count) {
       if (w.num_rows[place] < 0) continue;
@@ -320,20 +341,26 @@ __device__ inline void send_release(const CombineParams& p, u64 first_step) {
   }
 }
 
+// What comes before the sums of a chunk, by the whole block. False: somebody did not come.
+__device__ inline bool open_chunk(const Adder& a, u64 step, i32 chunk, i32 block) {
+  if (!a.valid || (a.p.solo && !open_solo(a, step, chunk, block))) return false;
+  if (a.p.topk_weights && !exchange_weights(a.p, step, chunk, block)) return false;
+  // This rank has read all of the step's dispatch, tokens or not: whoever sent may use the slot
+  // again (protocol.md, section 9).
+  if (block == 0)
+    say_read(a.p.comm, a.self, step, static_cast<i32>(threadIdx.x), kBlockThreads,
+             [&](i32 source) { return a.header_of(chunk, source); });
+  return true;
+}
+
 __device__ inline void combine_send(const CombineParams& p, bool valid, u64 first_step, i32 block) {
   const Adder a{p, Self(p.comm), HandleArrays(p.handle, p.num_chunks), valid,
                 shared<CombineSendShared>()};
   const SendWorker worker = SendWorker::of(block, p.grid.num_send_blocks);
   for (i32 chunk = 0; chunk < p.num_chunks; ++chunk) {
     const u64 step = first_step + static_cast<u64>(chunk);
-    if (!p.topk_weights) look_up(a, worker, step, chunk, worker.id);
-    if (!valid || (p.solo && !open_solo(a, step, chunk, block))) return;
-    if (p.topk_weights && !exchange_weights(p, step, chunk, block)) return;
-    // This rank has read all of the step's dispatch, tokens or not: whoever sent may use the slot
-    // again (protocol.md, section 9).
-    if (block == 0)
-      say_read(p.comm, a.self, step, static_cast<i32>(threadIdx.x), kBlockThreads,
-               [&](i32 source) { return a.header_of(chunk, source); });
+    if (!p.topk_weights) look_up(a, worker, step, chunk, worker.id, a.s.worker[worker.place]);
+    if (!open_chunk(a, step, chunk, block)) return;
     combine_chunk(a, worker, step, chunk);
     worker.sync();  // the next chunk's first batch takes the place of this one's last
   }

@@ -1,9 +1,34 @@
 // One kernel for both halves of dispatch. Blocks that send come before those that receive and wait for
 // earlier steps only, so the receivers behind them cannot keep them from running; a call of more
 // chunks than steps in flight needs all its blocks at once.
+#if MOE_P2P_BULK
+#include "kernels/dispatch_bulk.cuh"
+#else
 #include "kernels/dispatch_recv.cuh"
+#endif
 
 using namespace moe_p2p::device;
+
+namespace {
+
+// Either way of both halves (moe_p2p/launch_shape.py chooses).
+__device__ __forceinline__ void send_half(const DispatchParams& p, u64 first, i32 block) {
+#if MOE_P2P_BULK
+  dispatch_send_bulk(p, first, block);
+#else
+  dispatch_send(p, first, block);
+#endif
+}
+
+__device__ __forceinline__ void recv_half(const DispatchParams& p, u64 first, i32 block) {
+#if MOE_P2P_BULK
+  dispatch_recv_bulk(p, first, block);
+#else
+  dispatch_recv(p, first, block);
+#endif
+}
+
+}  // namespace
 
 extern "C" __global__ void __launch_bounds__(kBlockThreads, MOE_P2P_BLOCKS_PER_SM)
     moe_p2p_dispatch(const __grid_constant__ DispatchParams p) {
@@ -16,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, MOE_P2P_BLOCKS_PER_S
     if (role.relay) {
       relay(p.comm, first, p.num_chunks, {.free = false, .dispatch = true, .combine = false});
     } else {
-      dispatch_recv(p, first, role.recv);
+      recv_half(p, first, role.recv);
     }
     return;
   }
@@ -26,9 +51,9 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, MOE_P2P_BLOCKS_PER_S
     relay(p.comm, steps.first, p.num_chunks,
           {.free = true, .dispatch = receives, .combine = false});
   } else if (role.send >= 0) {
-    dispatch_send(p, steps.first, role.send);
+    send_half(p, steps.first, role.send);
   } else {
-    dispatch_recv(p, steps.first, role.recv);
+    recv_half(p, steps.first, role.recv);
   }
   steps.close(p.comm, p.num_chunks);
 }

@@ -10,11 +10,13 @@ namespace moe_p2p::device {
 inline constexpr i32 kRowGroups = kByRank ? 1 : kMaxLocalExperts;
 inline constexpr bool kScaled = kWireType == DType::kFloat8E4M3;  // there may be scales
 
-struct RecvScratch {
+struct FoundRows {
   i32 row[2][kTopk];  // rows of the slot at hand that are ours, and of the one before
   i64 scales[2][kScaled ? kTopk : 1];  // where theirs begin (ScalePlace)
   i32 num_rows[2];
   bool arrived[2];
+};
+struct RecvScratch : FoundRows {
   u32 mine[RecvWorker::kThreads / 32];  // bit j: item j of the batch has rows of ours
 };
 struct RecvShared {

@@ -8,10 +8,18 @@
 
 namespace moe_p2p::device {
 
-__device__ inline void copy_row(const RecvWorker& worker, char* to, const char* from, u64 bytes) {
+template <typename W>
+__device__ inline void copy_row(const W& worker, char* to, const char* from, u64 bytes) {
   if (bytes % 4 == 0) return copy_words(worker, to, from, bytes);
-  for (u64 b = static_cast<u64>(worker.thread); b < bytes; b += RecvWorker::kThreads)
-    to[b] = from[b];
+  for (u64 b = static_cast<u64>(worker.thread); b < bytes; b += W::kThreads) to[b] = from[b];
+}
+
+template <typename W>
+__device__ inline void copy_extras(const DispatchParams& p, const W& worker, u64 row,
+                                   const char* slot) {
+  for (i32 e = 0; e < p.num_extras; ++e)
+    copy_row(worker, reinterpret_cast<char*>(p.out_extras[e].data) + row * p.parts.bytes[2 + e],
+             slot + p.parts.offset[2 + e], p.parts.bytes[2 + e]);
 }
 
 // Word i of a row's scales as this rank keeps them, from a slot.
@@ -24,6 +32,15 @@ __device__ __forceinline__ u32 scale_word(const char* scales, i32 i) {
     if (const i32 block = 4 * i + j; block < kScales)
       packed |= (words[block] >> 23 & 0xff) << 8 * j;
   return packed;
+}
+
+// Words first, first + kThreads, ... of the scales of a row.
+template <typename W>
+__device__ inline void store_scales(const DispatchParams& p, const W&, i64 at, const char* scales,
+                                    i32 first) {
+  u32* to = reinterpret_cast<u32*>(p.out_scales) + at;
+  for (i32 i = first; i < num_scales(p); i += W::kThreads)
+    to[i * p.scale_place.word] = scale_word(scales, i);
 }
 
 // A slot of a step: `index` of those of `source`.
@@ -46,7 +63,7 @@ __device__ inline void store_entries(const DispatchParams& p, i32 lane, i64 row,
 
 // Which rows of this rank the slot at `from` fills, into w.row[buffer]; the first warp calls it.
 __device__ inline void find_rows(const Receiver& a, i32 lane, i32 chunk, const Item& item,
-                                 const char* from, i32 buffer, RecvScratch& w) {
+                                 const char* from, i32 buffer, FoundRows& w) {
   const DispatchParams& p = a.p;
   i64 row = -1;
   i32 expert = -1;  // of this rank
@@ -135,13 +152,9 @@ __device__ inline void recv_slot(const Receiver& a, const RecvWorker& worker, u6
     if constexpr (kScaled) {
       u32* to = reinterpret_cast<u32*>(p.out_scales) + w.scales[buffer][r];
       if (worker.thread < num_scales(p)) to[worker.thread * p.scale_place.word] = scale;
-      for (i32 i = worker.thread + RecvWorker::kThreads; i < num_scales(p);
-           i += RecvWorker::kThreads)
-        to[i * p.scale_place.word] = scale_word(scales, i);
+      store_scales(p, worker, w.scales[buffer][r], scales, worker.thread + RecvWorker::kThreads);
     }
-    for (i32 e = 0; e < p.num_extras; ++e)
-      copy_row(worker, reinterpret_cast<char*>(p.out_extras[e].data) + row * p.parts.bytes[2 + e],
-               from + p.parts.offset[2 + e], p.parts.bytes[2 + e]);
+    copy_extras(p, worker, row, from);
   }
 }
 
@@ -212,19 +225,23 @@ __device__ inline void acknowledge(const Receiver& a, const RecvWorker& worker, 
   worker.sync();
 }
 
+__device__ inline void begin_chunk(const Receiver& a, const RecvWorker& worker, u64 step,
+                                   i32 chunk) {
+  read_headers(a, step, chunk);
+  if (chunk > 0) return;
+  place_rows(a, step);
+  __syncthreads();
+  if constexpr (kByRank) clear_topk(a, worker);
+  if (a.p.zero_padding) clear_padding(a, worker);
+}
+
 __device__ inline void dispatch_recv(const DispatchParams& p, u64 first_step, i32 block) {
   const Receiver a{p, Self(p.comm), HandleArrays(p.handle, p.num_chunks), block == 0,
                    shared<RecvShared>()};
   const RecvWorker worker = RecvWorker::of(block, p.grid.num_recv_blocks);
   for (i32 chunk = 0; chunk < p.num_chunks; ++chunk) {
     const u64 step = first_step + static_cast<u64>(chunk);
-    read_headers(a, step, chunk);
-    if (chunk == 0) {
-      place_rows(a, step);
-      __syncthreads();
-      if constexpr (kByRank) clear_topk(a, worker);
-      if (p.zero_padding) clear_padding(a, worker);
-    }
+    begin_chunk(a, worker, step, chunk);
     recv_slots(a, worker, step, chunk);
     if (p.solo) acknowledge(a, worker, step);
     __syncthreads();  // the next chunk's headers take the place of this one's

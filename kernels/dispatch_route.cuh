@@ -28,7 +28,8 @@ struct SendScratch {
   i32 seen[kExperts + (kByRank ? kWorld : 0)];
   u32 head[kHeadWords];  // of the token at hand
   float scale[kScales];
-  i32 slot[kColumns];  // -1 = does not go there
+  i32 slot[kColumns];    // -1 = does not go there
+  i32 passed[kColumns];  // slots taken before the token looked at last
 };
 struct SendShared {
   u32 has[kColumns][kChunkWords];  // bit t: token t of the chunk goes there
@@ -123,9 +124,18 @@ __device__ inline bool route_chunk(const Sender& a, u64 step, i32 chunk, bool te
 // Adds the experts of tokens [from, to) of the call to `seen`.
 __device__ inline void count_experts(const DispatchParams& p, i32* seen, i32 from, i32 to,
                                      i32 thread, i32 num_threads) {
-  for (i64 i = static_cast<i64>(from) * kTopk + thread; i < static_cast<i64>(to) * kTopk;
-       i += num_threads)
-    if (const i32 e = expert_at(p, i); e >= 0) atomicAdd(&seen[e], 1);
+  constexpr i32 kAtOnce = 4;  // loads under way together
+  const i64 end = static_cast<i64>(to) * kTopk;
+  for (i64 first = static_cast<i64>(from) * kTopk + thread; first < end;
+       first += num_threads * kAtOnce) {
+    i32 e[kAtOnce];
+#pragma unroll
+    for (i32 j = 0; j < kAtOnce; ++j)
+      e[j] = first + j * num_threads < end ? expert_at(p, first + j * num_threads) : -1;
+#pragma unroll
+    for (i32 j = 0; j < kAtOnce; ++j)
+      if (e[j] >= 0) atomicAdd(&seen[e[j]], 1);
+  }
 }
 
 // Adds to `tokens` how many of the call's first tokens are for each rank.
@@ -139,6 +149,17 @@ __device__ inline void count_tokens(const DispatchParams& p, i32* tokens, i32 nu
   }
 }
 
+// Tokens [from, to) of the chunk that go there.
+__device__ inline i32 tokens_between(const u32* has, i32 from, i32 to) {
+  i32 count = 0;
+  for (i32 w = from / 32; w <= to / 32; ++w) {
+    u32 bits = has[w];
+    if (w == from / 32) bits &= ~0u << (from % 32);
+    if (w == to / 32) bits &= (1u << (to % 32)) - 1;
+    count += __popc(bits);
+  }
+  return count;
+}
 __device__ inline i32 tokens_before(const u32* has, i32 token) {
   i32 count = 0;
   for (i32 w = 0; w < token / 32; ++w) count += __popc(has[w]);
@@ -148,6 +169,21 @@ __device__ inline i32 tokens_in(const u32* has) {
   i32 count = 0;
   for (i32 w = 0; w < kChunkWords; ++w) count += __popc(has[w]);
   return count;
+}
+
+// The slots of a token, by the threads of its worker; `before`: the token they looked at last.
+template <typename W>
+__device__ inline void find_slots(const Sender& a, const W& worker, i32 chunk, i32 before,
+                                  i32 token, SendScratch& w) {
+  const i32 at = token - chunk * kChunk, from = max(before - chunk * kChunk, 0);
+  for (i32 column = worker.thread; column < kColumns; column += W::kThreads) {
+    const u32* has = a.s.has[column];
+    const i32 passed = (from > 0 ? w.passed[column] : 0) + tokens_between(has, from, at);
+    const i32 slot = has[at / 32] >> (at % 32) & 1 ? passed : -1;
+    w.passed[column] = passed;
+    w.slot[column] = slot;
+    a.handle.send_slots(token)[column] = slot;
+  }
 }
 
 // With kByRank: tokens of the call for `rank` before token `at` of the chunk, which has `slot` in the

@@ -84,8 +84,9 @@ struct Payload {
 
 // Everything of a slot but payload and scales, in shared memory. `seen` counts the tokens before it;
 // it is token `at` of the chunk.
-__device__ inline void build_head(const Sender& a, const SendWorker& worker, u64 step, i32 token,
-                                  i32 at, SendScratch& w) {
+template <typename W>
+__device__ inline void build_head(const Sender& a, const W& worker, u64 step, i32 token, i32 at,
+                                  SendScratch& w) {
   const i32 thread = worker.thread;
   auto* head = reinterpret_cast<char*>(w.head);
   if (thread < kTopk) {
@@ -127,6 +128,17 @@ __device__ inline void copy_words(const W& worker, char* to, const char* from, u
     *reinterpret_cast<u32*>(to + i) = *reinterpret_cast<const u32*>(from + i);
 }
 
+template <typename W>
+__device__ inline void store_extras(const DispatchParams& p, const W& worker, i32 token, char* to) {
+  for (i32 e = 0; e < p.num_extras; ++e) {
+    const u64 bytes = p.parts.bytes[2 + e];
+    const auto* from =
+        reinterpret_cast<const char*>(p.extras[e].data) + static_cast<u64>(token) * bytes;
+    for (u64 b = static_cast<u64>(worker.thread); b < bytes; b += W::kThreads)
+      to[p.parts.offset[2 + e] + b] = from[b];
+  }
+}
+
 // Head, scales and extras.
 __device__ inline void store_rest(const Sender& a, const SendWorker& worker, i32 token, char* to,
                                   const SendScratch& w) {
@@ -139,13 +151,7 @@ __device__ inline void store_rest(const Sender& a, const SendWorker& worker, i32
                                          static_cast<u64>(token) * p.parts.bytes[1];
     copy_words(worker, to + p.parts.offset[1], scales, p.parts.bytes[1]);
   }
-  for (i32 e = 0; e < p.num_extras; ++e) {
-    const u64 bytes = p.parts.bytes[2 + e];
-    const auto* from =
-        reinterpret_cast<const char*>(p.extras[e].data) + static_cast<u64>(token) * bytes;
-    for (u64 b = static_cast<u64>(worker.thread); b < bytes; b += SendWorker::kThreads)
-      to[p.parts.offset[2 + e] + b] = from[b];
-  }
+  store_extras(p, worker, token, to);
 }
 
 // The token into its slots in columns [first, last). `payload` holds its first piece.
@@ -179,17 +185,11 @@ __device__ inline void send_token(const Sender& a, const SendWorker& worker, u64
   if (!Payload::kEarly && Rounds<SendWorker>::kPieces == 1)
     payload.load(p, worker, token, 0, w.scale);
   if constexpr (!kByRank) count_experts(p, w.seen, counted, token, thread, SendWorker::kThreads);
+  find_slots(a, worker, chunk, counted, token, w);
   counted = token;
-  const i32 at = token - chunk * kChunk;
-  for (i32 column = thread; column < kColumns; column += SendWorker::kThreads) {
-    const u32* has = a.s.has[column];
-    const i32 place = has[at / 32] >> (at % 32) & 1 ? tokens_before(has, at) : -1;
-    w.slot[column] = place;
-    a.handle.send_slots(token)[column] = place;
-  }
   if (Payload::kEarly) payload.load(p, worker, token, 0, w.scale);
   worker.sync();
-  build_head(a, worker, step, token, at, w);
+  build_head(a, worker, step, token, token - chunk * kChunk, w);
   worker.sync();
   if constexpr (kOthers > 0) {
     store_slots(
@@ -220,29 +220,45 @@ __device__ inline void send_token(const Sender& a, const SendWorker& worker, u64
   if (kTopk > 1 && thread < kTopk) check_experts(a, step, token, thread, w);
 }
 
-__device__ inline void dispatch_send(const DispatchParams& p, u64 first_step, i32 block) {
-  const i32 num_blocks = p.grid.num_send_blocks, thread = static_cast<i32>(threadIdx.x);
-  const SendWorker worker = SendWorker::of(block, num_blocks);
-  Payload payload;
-  if (worker.id < p.num_rows) payload.ask(p, worker, worker.id);
-  const Sender a{p, Self(p.comm), HandleArrays(p.handle, p.num_chunks),
-                 read_num_tokens(p, first_step), shared<SendShared>()};
+__device__ inline void begin_send(const Sender& a, u64 first_step, i32 block) {
+  const i32 thread = static_cast<i32>(threadIdx.x);
   if (block == 0 && thread == 0)
-    a.handle.meta() = {HandleMeta::kMagic, p.comm.communicator, first_step, p.num_chunks,
-                       a.num_tokens,       p.num_rows,          kSent,      {}};
+    a.handle.meta() = {HandleMeta::kMagic, a.p.comm.communicator, first_step, a.p.num_chunks,
+                       a.num_tokens,       a.p.num_rows,          kSent,      {}};
   if constexpr (kByRank) {
     for (i32 rank = thread; rank < kWorld; rank += kBlockThreads) a.s.before[rank] = 0;
   } else {
     for (i32 i = thread; i < SendWorker::kCount * kExperts; i += kBlockThreads)
       a.s.worker[i / kExperts].seen[i % kExperts] = 0;
   }
+}
+
+// Rows past the last chunk are sent nowhere, like those past num_tokens.
+__device__ inline i32 end_of_chunk(const DispatchParams& p, i32 chunk) {
+  return chunk + 1 == p.num_chunks ? p.num_rows : min((chunk + 1) * kChunk, p.num_rows);
+}
+
+__device__ inline void end_chunk(const Sender& a) {
+  __syncthreads();  // the next chunk's routing takes the place of this one's
+  if constexpr (!kByRank) return;
+  add_chunk(a);
+  __syncthreads();
+}
+
+__device__ inline void dispatch_send(const DispatchParams& p, u64 first_step, i32 block) {
+  const i32 num_blocks = p.grid.num_send_blocks;
+  const SendWorker worker = SendWorker::of(block, num_blocks);
+  Payload payload;
+  if (worker.id < p.num_rows) payload.ask(p, worker, worker.id);
+  const Sender a{p, Self(p.comm), HandleArrays(p.handle, p.num_chunks),
+                 read_num_tokens(p, first_step), shared<SendShared>()};
+  begin_send(a, first_step, block);
   i32 counted = 0;  // tokens in `seen`
   for (i32 chunk = 0; chunk < p.num_chunks; ++chunk) {
     const u64 step = first_step + static_cast<u64>(chunk);
     if (!route_chunk(a, step, chunk, block == 0)) return;
     if (block == num_blocks - 1) send_headers(a, step, chunk);  // it has the fewest tokens
-    // Rows past the last chunk are sent nowhere, like those past num_tokens.
-    const i32 end = chunk + 1 == p.num_chunks ? p.num_rows : min((chunk + 1) * kChunk, p.num_rows);
+    const i32 end = end_of_chunk(p, chunk);
     for (i32 token = chunk * kChunk + worker.id; token < end; token += worker.count) {
       if (token < a.num_tokens) {
         if (chunk > 0 || token != worker.id) payload.ask(p, worker, token);
@@ -252,11 +268,7 @@ __device__ inline void dispatch_send(const DispatchParams& p, u64 first_step, i3
       for (i32 column = worker.thread; column < kColumns; column += SendWorker::kThreads)
         a.handle.send_slots(token)[column] = -1;
     }
-    __syncthreads();  // the next chunk's routing takes the place of this one's
-    if constexpr (kByRank) {
-      add_chunk(a);
-      __syncthreads();
-    }
+    end_chunk(a);
   }
 }
 

@@ -15,10 +15,14 @@ import torch
 
 from moe_p2p import cuda_driver, errors, jit
 from moe_p2p.launch_shape import (
-    LaunchShape,
+    NO_BULK,
+    Bulk,
+    bulk_combine,
+    bulk_dispatch,
     choose,
     combine_shared_bytes,
     dispatch_shared_bytes,
+    goes_in_bulk,
     up,
 )
 from moe_p2p.memory import PinnedPages, share_memory, share_node_memory
@@ -32,6 +36,7 @@ _ops = torch.ops.moe_p2p
 _CODES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.float8_e4m3fn: 3}
 _LAUNCH = 65536  # kernels/abi/params.h, kLaunch
 _FAULT_BYTES = 64  # kernels/abi/params.h, Fault
+_ANY_SLOT = 1 << 30  # bytes
 _NO_REGIONS = ("signals", "device_state")  # lines of the plan that lie elsewhere
 
 
@@ -53,6 +58,7 @@ def shape_macros(config: AllToAllConfig, *, world_size: int, ranks_per_node: int
         "MOE_P2P_MAX_TOKEN_BYTES": max(hidden * item, fp8) + config.extra_bytes,
         "MOE_P2P_MAX_PARTIAL_BYTES": up(hidden * combine_item, 16) + 4 * config.topk,
         "MOE_P2P_HIDDEN_DIM": hidden,
+        "MOE_P2P_EXTRA_BYTES": config.extra_bytes,
         "MOE_P2P_UNIFORM_EXPERTS": int(config.expert_rank is None),
     }
 
@@ -79,9 +85,22 @@ def dispatch_kernel(
 
     scale_format: of a quantizing one (kernels/abi/layout.h, ScaleFormat).
     """
-    row_bytes = shape["MOE_P2P_HIDDEN_DIM"] * (1 if quantize else x_dtype.itemsize)
-    shared = functools.partial(dispatch_shared_bytes, shape, by_rank)
-    launch = choose(row_bytes, shape["MOE_P2P_CHUNK_TOKENS"], num_sms, shared)
+    hidden = shape["MOE_P2P_HIDDEN_DIM"]
+    row_bytes = hidden * (1 if quantize else x_dtype.itemsize)
+    bulk = None
+    if goes_in_bulk(shape, num_sms):
+        bulk = bulk_dispatch(
+            shape,
+            by_rank=by_rank,
+            x_bytes=hidden * x_dtype.itemsize,
+            row_bytes=row_bytes,
+            quantize=quantize,
+        )
+    if bulk is None:
+        shared = functools.partial(dispatch_shared_bytes, shape, by_rank)
+        launch = choose(row_bytes, shape["MOE_P2P_CHUNK_TOKENS"], num_sms, shared)
+        bulk = Bulk(launch, NO_BULK, shared(launch))
+    launch = bulk.launch
     macros = {
         "MOE_P2P_X_DTYPE": _CODES[x_dtype],
         "MOE_P2P_QUANTIZE": int(quantize),
@@ -89,7 +108,7 @@ def dispatch_kernel(
         "MOE_P2P_BY_RANK": int(by_rank),
         "MOE_P2P_SEND_WORKERS": launch.token_workers,
         "MOE_P2P_RECV_WORKERS": launch.slot_workers,
-    } | _block_macros(launch, shared(launch))
+    } | _block_macros(bulk)
     return Kernel("dispatch.cu", shape | macros, launch.token_blocks, launch.slot_blocks)
 
 
@@ -102,22 +121,28 @@ def combine_kernel(
 ) -> Kernel:
     """It sends slots and receives tokens."""
     row_bytes = shape["MOE_P2P_HIDDEN_DIM"] * max(y_dtype.itemsize, out_dtype.itemsize)
-    shared = functools.partial(combine_shared_bytes, shape)
-    launch = choose(row_bytes, shape["MOE_P2P_CHUNK_TOKENS"], num_sms, shared)
+    bulk = None
+    if goes_in_bulk(shape, num_sms):
+        bulk = bulk_combine(shape, y_item=y_dtype.itemsize, out_item=out_dtype.itemsize)
+    if bulk is None:
+        shared = functools.partial(combine_shared_bytes, shape)
+        launch = choose(row_bytes, shape["MOE_P2P_CHUNK_TOKENS"], num_sms, shared)
+        bulk = Bulk(launch, NO_BULK, shared(launch))
+    launch = bulk.launch
     macros = {
         "MOE_P2P_Y_DTYPE": _CODES[y_dtype],
         "MOE_P2P_OUT_DTYPE": _CODES[out_dtype],
         "MOE_P2P_SEND_WORKERS": launch.slot_workers,
         "MOE_P2P_RECV_WORKERS": launch.token_workers,
-    } | _block_macros(launch, shared(launch))
+    } | _block_macros(bulk)
     return Kernel("combine.cu", shape | macros, launch.slot_blocks, launch.token_blocks)
 
 
-def _block_macros(launch: LaunchShape, shared_bytes: int) -> dict[str, int]:
-    return {
-        "MOE_P2P_BLOCK_THREADS": launch.block_threads,
-        "MOE_P2P_BLOCKS_PER_SM": launch.blocks_per_sm,
-        "MOE_P2P_SHARED_BYTES": shared_bytes,
+def _block_macros(bulk: Bulk) -> dict[str, int]:
+    return bulk.macros | {
+        "MOE_P2P_BLOCK_THREADS": bulk.launch.block_threads,
+        "MOE_P2P_BLOCKS_PER_SM": bulk.launch.blocks_per_sm,
+        "MOE_P2P_SHARED_BYTES": bulk.shared_bytes,
     }
 
 
@@ -155,11 +180,18 @@ def variants() -> Iterator[Kernel]:
         (shape(4, 1, **job | {"topk": 1}), None),
         (shape(64, 8, **job), 24),
         (usual, 24),
+        (shape(8, **job | {"max_tokens": 2048, "chunk_tokens": 2048}), 24),
+        (shape(3, num_experts=1023, hidden_dim=3584, topk=32, max_tokens=300), 24),
+        (shape(2, num_experts=4, hidden_dim=16, topk=2, max_tokens=300), 24),
     ]
     for other, num_sms in others:
         yield dispatch_kernel(other, torch.bfloat16, quantize=True, num_sms=num_sms)
         yield dispatch_kernel(other, torch.bfloat16, quantize=False, by_rank=True, num_sms=num_sms)
         yield combine_kernel(other, torch.bfloat16, torch.bfloat16, num_sms=num_sms)
+    long = shape(8, **job | {"max_tokens": 2048, "chunk_tokens": 2048})
+    yield dispatch_kernel(long, torch.float32, quantize=True, num_sms=24)
+    yield dispatch_kernel(long, torch.float8_e4m3fn, quantize=False, num_sms=24)
+    yield combine_kernel(long, torch.float32, torch.float32, num_sms=24)
 
 
 class Partners(NamedTuple):
@@ -330,6 +362,7 @@ class DeviceSide:
             kernel.max_send_blocks,
             kernel.max_recv_blocks,
             cuda_driver.max_resident_blocks(self._device, function, threads, shared),
+            macros.get("MOE_P2P_IMAGE_BYTES", _ANY_SLOT),
         ]
 
     def finish(self) -> int:

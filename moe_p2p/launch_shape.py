@@ -19,6 +19,12 @@ _SMS = 132  # of an H200; elsewhere blocks wait for each other or leave some idl
 _FEW_SMS = 48  # up to here blocks are large, each alone on its multiprocessor
 _SMALL_STEP, _LARGE_STEP = 16, 512  # tokens of a step; between them slots are shared by halves
 _MAX_SHARED_BYTES = 227 << 10  # of a multiprocessor, for one block
+_PIPE_THREADS, _COMPUTE_THREADS = 192, 128  # kernels/device/bulk.cuh
+_IMAGES, _RING_IMAGES = 3, 4  # kernels/dispatch_bulk.cuh, kImages and kRingImages
+_PIECES_OUT, _DEEP = 3, 4  # kernels/combine_bulk.cuh, kOuts and the most of kDeep
+_FLAG_BYTES = 128  # kernels/device/bulk.cuh, LateFlags
+BULK_STEP = 256  # tokens of a step up to which rows go through registers
+_MAX_BULK_RANKS = 32  # a lane of a warp for each rank
 
 
 class LaunchShape(NamedTuple):
@@ -106,3 +112,65 @@ def combine_shared_bytes(macros: dict[str, int], launch: LaunchShape) -> int:
     speakers = 8 * (local + world // local)
     workers = max(launch.token_workers, launch.slot_workers)
     return launch.block_threads * 20 + workers * (speakers + 512) + 1024
+
+
+class Bulk(NamedTuple):
+    """A kernel that carries rows through shared memory (kernels/device/bulk.cuh)."""
+
+    launch: LaunchShape
+    macros: dict[str, int]
+    shared_bytes: int
+
+
+NO_BULK = {"MOE_P2P_BULK": 0}
+
+
+def goes_in_bulk(macros: dict[str, int], num_sms: int | None) -> bool:
+    """Few multiprocessors, no other node, and not too many ranks."""
+    alone = macros["MOE_P2P_WORLD_SIZE"] == macros["MOE_P2P_RANKS_PER_NODE"]
+    few = num_sms is not None and num_sms <= _FEW_SMS
+    few = few and macros["MOE_P2P_CHUNK_TOKENS"] > BULK_STEP
+    return alone and few and macros["MOE_P2P_WORLD_SIZE"] <= _MAX_BULK_RANKS
+
+
+def bulk_dispatch(
+    macros: dict[str, int], *, by_rank: bool, x_bytes: int, row_bytes: int, quantize: bool
+) -> Bulk | None:
+    """x_bytes: of a row as the caller has it, row_bytes: as it travels. None: it does not fit."""
+    topk, scales = macros["MOE_P2P_TOPK"], up(macros["MOE_P2P_HIDDEN_DIM"], 128) // 32
+    head = up(8 + 10 * topk + 2 * (topk % 2), 128)
+    token = up(row_bytes, 16) + up(scales, 16) + macros["MOE_P2P_EXTRA_BYTES"]
+    image = up(head + min(token, macros["MOE_P2P_MAX_TOKEN_BYTES"]), 128)
+    ring = up(_RING_IMAGES * (image + 16) + 32 * topk + 128, 16)
+    ranks = macros["MOE_P2P_RANKS_PER_NODE"]
+    pipe = _IMAGES * (image + 4 * ranks + 16) + _FLAG_BYTES * ranks + 256
+    if quantize:
+        pipe += 2 * x_bytes
+    for workers in (4, 3, 2, 1):
+        launch = LaunchShape(_PIPE_THREADS * workers, workers, workers, 1, 5 * _SMS, 6 * _SMS)
+        base = dispatch_shared_bytes(macros, by_rank, launch)
+        rings = min((_MAX_SHARED_BYTES - base) // ring, launch.block_threads // 32)
+        if base + workers * pipe <= _MAX_SHARED_BYTES and rings >= 1:
+            needed = base + max(workers * pipe, rings * ring)
+            bulk = {"MOE_P2P_BULK": 1, "MOE_P2P_RINGS": rings, "MOE_P2P_IMAGE_BYTES": image}
+            return Bulk(launch, bulk, needed)
+    return None
+
+
+def bulk_combine(macros: dict[str, int], *, y_item: int, out_item: int) -> Bulk | None:
+    """Bytes of a value of y and of a partial sum. None: it does not fit."""
+    values = 16 // min(y_item, out_item)
+    deep = -(-macros["MOE_P2P_HIDDEN_DIM"] // (values * _COMPUTE_THREADS))
+    deep = -(-deep // -(-deep // _DEEP))
+    piece = _COMPUTE_THREADS * deep * values
+    addends = max(macros["MOE_P2P_TOPK"], macros["MOE_P2P_RANKS_PER_NODE"] + 2)
+    sums = 4 * (8 * addends + 4 * macros["MOE_P2P_TOPK"] + 64)
+    piece_in = piece * max(y_item, out_item) + 16
+    rest = _PIECES_OUT * (piece * out_item + 16) + sums + 1024
+    for workers in (3, 2, 1):
+        pieces = min((_MAX_SHARED_BYTES // workers - rest) // piece_in, 16)
+        if pieces >= 4 or (workers == 1 and pieces >= 1):
+            launch = LaunchShape(_PIPE_THREADS * workers, workers, workers, 1, 2 * _SMS, 5 * _SMS)
+            bulk = {"MOE_P2P_BULK": 1, "MOE_P2P_PIECES_IN": pieces}
+            return Bulk(launch, bulk, workers * (pieces * piece_in + rest))
+    return None

@@ -40,7 +40,7 @@ import torch
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 import cases
-from moe_p2p import AllToAll, AllToAllConfig, device_kernels, jit
+from moe_p2p import AllToAll, AllToAllConfig, device_kernels, jit, launch_shape
 from moe_p2p.dispatched import SCALE_FORMATS
 from moe_p2p.reference import Topology
 from ranks import Rank, run_processes, run_threads
@@ -148,16 +148,21 @@ def compile_ahead(
         waiting = []
         for world, overrides in shapes:
             config = AllToAllConfig(**(cases.SMALL | fields_of(world, **overrides)))
-            waiting += [pool.submit(_compile, arch, world, config, each) for each in payloads]
-            waiting += [pool.submit(_compile, arch, world, config, each) for each in sums]
+            given = arch, launch_shape.BULK_STEP, world, config
+            waiting += [pool.submit(_compile, *given, each) for each in (*payloads, *sums)]
         for done in waiting:
             done.result()
 
 
 def _compile(
-    arch: str, world: World, config: AllToAllConfig, wanted: Payload | torch.dtype
+    arch: str,
+    bulk_step: int,
+    world: World,
+    config: AllToAllConfig,
+    wanted: Payload | torch.dtype,
 ) -> None:
     """wanted: of a dispatch, or the type of a combine."""
+    launch_shape.BULK_STEP = bulk_step
     shape = device_kernels.shape_macros(
         config, world_size=world.ranks, ranks_per_node=world.per_node
     )

@@ -17,6 +17,7 @@ struct DeviceKernel {
   int max_send_blocks = 1;  // more would not make it faster
   int max_recv_blocks = 1;
   int max_resident_blocks = 0;  // that fit on the device at once
+  uint64_t max_slot_bytes = 0;  // of a dispatch: what its buffers hold
 };
 
 struct GridInput {

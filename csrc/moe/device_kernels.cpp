@@ -266,6 +266,10 @@ void DeviceKernels::dispatch(const DispatchSend* send, const DispatchRecv* recv,
                 Code::kInvalidArgument,
                 "scale_format is not that of dispatch_send; give dispatch_recv the same");
   const DeviceKernel& kernel = find_kernel(dispatch_kernels_, call.variant, "dispatch");
+  MOE_P2P_CHECK(call.parts.slot_bytes <= kernel.max_slot_bytes, Code::kInvalidArgument,
+                "a token of this call takes ", call.parts.slot_bytes,
+                " bytes with its scales and extras, a kernel of so few multiprocessors holds ",
+                kernel.max_slot_bytes, "; raise extra_bytes of the configuration");
   abi::DispatchParams p{};
   p.comm = comm_;
   p.num_rows = call.num_rows;

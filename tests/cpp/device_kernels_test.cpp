@@ -85,7 +85,8 @@ class Rank {
                         .shared_bytes = 5000,
                         .max_send_blocks = 100,
                         .max_recv_blocks = 100,
-                        .max_resident_blocks = 24};
+                        .max_resident_blocks = 24,
+                        .max_slot_bytes = 1 << 20};
     kernels.set_dispatch({.x_dtype = DType::kBFloat16}, kernel);
     kernel.handle = kCombineKernel;
     kernels.set_combine(DType::kBFloat16, DType::kBFloat16, kernel);

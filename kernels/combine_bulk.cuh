@@ -1,0 +1,363 @@
+// Both halves of combine where few multiprocessors do it (kernels/device/bulk.cuh): rows are added piece
+// by piece in shared memory. The loading warp asks for the pieces of every row of a sum in turn, the
+// computing warps add them in registers, the storing warp carries the sum away and raises its flag.
+#pragma once
+
+#include "kernels/combine_recv.cuh"
+#include "kernels/device/bulk.cuh"
+
+namespace moe_p2p::device {
+
+// Looks rows up for a whole worker.
+struct LoadWarp {
+  static constexpr i32 kThreads = 32;
+  i32 thread, id, count;
+};
+inline constexpr i32 kLookedUp = LoadWarp::kThreads / kLanes;
+inline constexpr i32 kMaxAddends = kTopk > kBiases + kSpeakers ? kTopk : kBiases + kSpeakers;
+
+// A sum: rows in their order, where it goes, and the word that says so.
+struct Sum {
+  i32 num_rows;   // kEnd: no more in this chunk
+  i32 first_row;  // of y
+  i32 token;      // at its source
+  char* to;
+  u32* flag;        // null: none
+  const i32* rows;  // of the slot, in the handle
+  const char* row[kMaxAddends];
+  float weight[kTopk];
+};
+inline constexpr i32 kEnd = -1;
+
+// A piece of a row: kDeep groups of kValues values for each thread. Fewer would wait more often than they
+// add, more would not fit in registers.
+inline constexpr i32 kAllDeep = (kGroups + kComputeThreads - 1) / kComputeThreads;
+inline constexpr i32 kPieces = (kAllDeep + 3) / 4;
+inline constexpr i32 kDeep = (kAllDeep + kPieces - 1) / kPieces;
+inline constexpr i32 kPieceGroups = kDeep * kComputeThreads;
+template <DType kType>
+inline constexpr i32 kPieceBytes =
+    kPieceGroups * kValues * static_cast<i32>(item_bytes(kType));  // of a row of that type
+inline constexpr i32 kInBytes =
+    kPieceBytes<kYType> > kPieceBytes<kOutType> ? kPieceBytes<kYType> : kPieceBytes<kOutType>;
+inline constexpr i32 kIns = MOE_P2P_PIECES_IN, kOuts = 3, kSums = 4;
+inline constexpr i32 kUnread = kOuts - 2;  // pieces whose copies may still read
+
+struct SumPipe {
+  alignas(16) char in[kIns][kInBytes];
+  alignas(16) char out[kOuts][kPieceBytes<kOutType>];
+  Sum sum[kSums];
+  Ring<kIns> ins;
+  Ring<kOuts> outs;
+  Ring<kSums> sums;
+  Rows<kLookedUp> looked_up;
+  u32* flags[2 * kBatchOfFlags];
+};
+struct BulkShared {
+  SumPipe worker[SendWorker::kCount];
+};
+
+// Bytes of piece `piece` of a row.
+template <DType kType>
+__device__ __forceinline__ u32 piece_bytes(i32 piece) {
+  const i32 groups = min(kPieceGroups, kGroups - piece * kPieceGroups);
+  return static_cast<u32>(groups * kValues * static_cast<i32>(item_bytes(kType)));
+}
+
+__device__ inline void init_pipes(BulkShared& s) {
+  if (threadIdx.x < SendWorker::kCount) {
+    SumPipe& pipe = s.worker[threadIdx.x];
+    pipe.ins.init(1, kComputeWarps);
+    pipe.outs.init(kComputeWarps, 1);
+    pipe.sums.init(1, kComputeWarps + 1);
+    fence_barrier_init();
+  }
+  __syncthreads();
+}
+
+// --- the loading warp ---
+
+struct Loader {
+  SumPipe& pipe;
+  i32 lane;
+  Turn<kIns> in;
+  Turn<kSums> sum;
+
+  // The place of the next sum, for all lanes to fill; put() follows.
+  __device__ Sum& next() {
+    sum.wait_empty(pipe.sums);
+    return pipe.sum[sum.at];
+  }
+  template <DType kType>
+  __device__ void put() {
+    __syncwarp();
+    const Sum& s = pipe.sum[sum.at];
+    if (lane == 0) barrier_arrive(&pipe.sums.full[sum.at]);
+    if (lane == 0)
+      for (i32 piece = 0; piece < kPieces; ++piece) {
+        const u32 bytes = piece_bytes<kType>(piece);
+        for (i32 r = 0; r < s.num_rows; ++r, in.next()) {
+          in.wait_empty(pipe.ins);
+          u64* full = &pipe.ins.full[in.at];
+          barrier_expect(full, bytes);
+          bulk_load(pipe.in[in.at], s.row[r] + piece * kPieceBytes<kType>, bytes, full);
+        }
+      }
+    __syncwarp();
+    sum.next();
+  }
+  __device__ void end() {
+    Sum& s = next();
+    if (lane == 0) s.num_rows = kEnd;
+    __syncwarp();
+    if (lane == 0) barrier_arrive(&pipe.sums.full[sum.at]);
+    sum.next();
+  }
+};
+
+// --- the computing warps ---
+
+struct Summer {
+  SumPipe& pipe;
+  i32 thread;
+  Turn<kIns> in;
+  Turn<kOuts> out;
+  Turn<kSums> sum;
+
+  template <DType kType, typename StoreScalars>
+  __device__ void run(bool weighted, const StoreScalars& store_scalars) {
+    for (;; sum.next()) {
+      sum.wait_full(pipe.sums);
+      const Sum& s = pipe.sum[sum.at];
+      const i32 num_rows = s.num_rows;
+      if (num_rows != kEnd) {
+        store_scalars(s);
+        for (i32 piece = 0; piece < kPieces; ++piece) {
+          const i32 groups = kGroups - piece * kPieceGroups;
+          float acc[kDeep][kValues] = {};
+          for (i32 r = 0; r < num_rows; ++r, in.next()) {
+            const float weight = weighted ? s.weight[r] : 1.0f;
+            in.wait_full(pipe.ins);
+#pragma unroll
+            for (i32 d = 0; d < kDeep; ++d)
+              if (const i32 group = d * kComputeThreads + thread; group < groups) {
+                Piece<kType, false> values;
+                values.load_shared(pipe.in[in.at], group);
+                values.add_to(acc[d], weight, weighted);
+              }
+            arrive_warp(&pipe.ins.empty[in.at], thread);
+          }
+          out.wait_empty(pipe.outs);
+#pragma unroll
+          for (i32 d = 0; d < kDeep; ++d)
+            if (const i32 group = d * kComputeThreads + thread; group < groups)
+              store_values_shared(pipe.out[out.at], group, acc[d]);
+          fence_shared_for_bulk();
+          arrive_warp(&pipe.outs.full[out.at], thread);
+          out.next();
+        }
+      }
+      arrive_warp(&pipe.sums.empty[sum.at], thread);
+      if (num_rows == kEnd) break;
+    }
+    sum.next();
+  }
+};
+
+// --- the storing warp, of which one thread works: it is the one that knows of its copies ---
+
+struct Storer {
+  SumPipe& pipe;
+  Turn<kOuts> out;
+  Turn<kSums> sum;
+  i32 num_unread = 0;  // pieces whose copies may still read
+  Turn<kOuts> read;
+
+  __device__ void run(u32 word) {
+    LateFlags<kPieces> flags{pipe.flags};
+    for (;; sum.next()) {
+      if (!sum.is_full(pipe.sums)) flags.raise_all(word);
+      sum.wait_full(pipe.sums);
+      const Sum& s = pipe.sum[sum.at];
+      const bool end = s.num_rows == kEnd;
+      u32* const flag = s.flag;
+      char* const to = s.to;
+      barrier_arrive(&pipe.sums.empty[sum.at]);
+      if (end) break;
+      for (i32 piece = 0; piece < kPieces; ++piece, out.next()) {
+        out.wait_full(pipe.outs);
+        bulk_store(to + piece * kPieceBytes<kOutType>, pipe.out[out.at],
+                   piece_bytes<kOutType>(piece));
+        bulk_commit();
+        if (num_unread == kUnread) {
+          bulk_wait_read<kUnread>();
+          give_back();
+        }
+        ++num_unread;
+      }
+      // Pairs with the wait in wait_partial() there.
+      if (flag) flags.add(flag, word);
+    }
+    sum.next();
+    flags.raise_all(word);
+    bulk_wait<0>();
+    while (num_unread > 0) give_back();
+  }
+  __device__ void give_back() {
+    barrier_arrive(&pipe.outs.empty[read.at]);
+    read.next();
+    --num_unread;
+  }
+};
+
+// --- sending ---
+
+__device__ inline void load_slots(const Adder& a, Loader& loader, const LoadWarp& warp, u64 step,
+                                  i32 chunk) {
+  Rows<kLookedUp>& found = loader.pipe.looked_up;
+  const i32 slot = slot_of(step);
+  i32 most = 0;
+  for (i32 source = 0; source < kWorld; ++source)
+    most = max(most, a.handle.slot_count(chunk, source));
+  const i32 num_items = most * kWorld;
+  for (i32 first = warp.id; first < num_items; first += warp.count * kLookedUp) {
+    look_up(a, warp, step, chunk, first, found);
+    __syncwarp();
+    for (i32 place = 0, i = first; place < kLookedUp && i < num_items; ++place, i += warp.count) {
+      const i32 num_rows = found.num_rows[place];
+      if (num_rows < 0) continue;
+      const i32 source = (i + a.self.rank) % kWorld, index = i / kWorld;
+      const u64 data = a.p.comm.data[source % kLocal];
+      Sum& sum = loader.next();
+      if (warp.thread == 0) {
+        sum.num_rows = num_rows;
+        sum.first_row = found.row[place][0];
+        sum.rows = a.handle.rows_of(chunk, source, index);
+        sum.to = partial_at(data, slot, a.self.local) + combine_slots_offset() +
+                 static_cast<u64>(index) * a.p.stride;
+        sum.flag = partial_flags_at(data, slot, a.self.local) + index;
+      }
+      for (i32 r = warp.thread; r < num_rows; r += 32) {
+        sum.row[r] =
+            reinterpret_cast<const char*>(a.p.y) + static_cast<u64>(found.row[place][r]) * kYBytes;
+        sum.weight[r] = found.weight[place][r];
+      }
+      loader.put<kYType>();
+    }
+    __syncwarp();  // the next batch takes the place of this one
+  }
+  loader.end();
+}
+
+__device__ inline void combine_send_bulk(const CombineParams& p, bool valid, u64 first_step,
+                                         i32 block) {
+  auto& s = shared<BulkShared>();
+  const PipeRole role = PipeRole::of();
+  SumPipe& pipe = s.worker[role.place];
+  const Adder a{p, Self(p.comm), HandleArrays(p.handle, p.num_chunks), valid,
+                shared<CombineSendShared>()};  // which nothing here uses
+  const LoadWarp warp{role.thread, block * SendWorker::kCount + role.place,
+                      p.grid.num_send_blocks * SendWorker::kCount};
+  Loader loader{pipe, role.thread};
+  Summer summer{pipe, role.thread};
+  Storer storer{pipe};
+  init_pipes(s);
+  for (i32 chunk = 0; chunk < p.num_chunks; ++chunk) {
+    const u64 step = first_step + static_cast<u64>(chunk);
+    if (!open_chunk(a, step, chunk, block)) return;
+    if (role.loads) {
+      load_slots(a, loader, warp, step, chunk);
+    } else if (role.stores) {
+      if (role.thread == 0) storer.run(static_cast<u32>(step + 1));
+    } else {
+      summer.run<kYType>(a.weighted(), [&](const Sum& sum) {
+        if (p.with_scalars && role.thread < kTopk)
+          store_scalar(a, sum.to, sum.rows, sum.first_row, role.thread);
+      });
+    }
+    __syncthreads();  // the next chunk opens with the whole block
+  }
+}
+
+// --- receiving ---
+
+// Tokens whose rows a warp waits for together: one wait for all of them, but the first of a short chunk
+// should not wait for others.
+inline constexpr i32 kSpeakerLanes = kSpeakers <= 2    ? 2
+                                     : kSpeakers <= 4  ? 4
+                                     : kSpeakers <= 8  ? 8
+                                     : kSpeakers <= 16 ? 16
+                                                       : 32;
+inline constexpr i32 kTokenLanes = kChunk > 512 ? kSpeakerLanes : 32;  // of one token
+inline constexpr i32 kTokensAtOnce = 32 / kTokenLanes;
+
+// Tokens first, first + stride, ... up to kTokensAtOnce of them.
+__device__ inline void load_tokens(const CombineParams& p, const Self& self,
+                                   const HandleArrays& handle, Loader& loader, u64 step, i32 first,
+                                   i32 end, i32 stride) {
+  const i32 lane = loader.lane, mine = lane / kTokenLanes, speaker = lane % kTokenLanes;
+  const i32 token = first + mine * stride;
+  const char* row = nullptr;
+  if (token < end && speaker < kSpeakers)
+    row = wait_partial(p, self, step, speaker, handle.send_slots(token)[speaker]);
+  fence_global_for_bulk();
+  const u32 have = __ballot_sync(~0u, row != nullptr);
+  const i32 num_biases = (p.bias[0] != 0) + (p.bias[1] != 0);
+  for (i32 t = 0; t < kTokensAtOnce && first + t * stride < end; ++t) {
+    const u32 bits = have >> (t * kTokenLanes) & (~0u >> (32 - kTokenLanes));
+    const u64 offset = static_cast<u64>(first + t * stride) * kOutBytes;
+    Sum& sum = loader.next();
+    if (lane == 0) {
+      i32 num = 0;
+      for (i32 b = 0; b < kBiases; ++b)
+        if (p.bias[b]) sum.row[num++] = reinterpret_cast<const char*>(p.bias[b] + offset);
+      sum.num_rows = num + __popc(bits);
+      sum.token = first + t * stride;
+      sum.to = reinterpret_cast<char*>(p.out) + offset;
+      sum.flag = nullptr;
+    }
+    if (mine == t && row) sum.row[num_biases + __popc(bits & ((1u << speaker) - 1))] = row;
+    loader.put<kOutType>();
+  }
+}
+
+__device__ inline void sum_scalars(const CombineParams& p, const Sum& sum, i32 k) {
+  float total = 0.0f;
+  for (i32 r = (p.bias[0] != 0) + (p.bias[1] != 0); r < sum.num_rows; ++r)
+    total = __fadd_rn(total, reinterpret_cast<const float*>(sum.row[r] + kOutBytes)[k]);
+  reinterpret_cast<float*>(p.out_scalars)[static_cast<i64>(sum.token) * kTopk + k] = total;
+}
+
+__device__ inline void combine_recv_bulk(const CombineParams& p, u64 first_step, i32 block) {
+  auto& s = shared<BulkShared>();
+  const PipeRole role = PipeRole::of();
+  SumPipe& pipe = s.worker[role.place];
+  const Self self(p.comm);
+  const HandleArrays handle(p.handle, p.num_chunks);
+  const RecvWorker worker = RecvWorker::of(block, p.grid.num_recv_blocks);
+  Loader loader{pipe, role.thread};
+  Summer summer{pipe, role.thread};
+  Storer storer{pipe};
+  init_pipes(s);
+  for (i32 chunk = 0; chunk < p.num_chunks; ++chunk) {
+    const u64 step = first_step + static_cast<u64>(chunk);
+    begin_chunk(p, self, worker, step, chunk, block);
+    if (role.loads) {
+      const i32 end = end_of_chunk(p, chunk);
+      for (i32 token = chunk * kChunk + worker.id; token < end;
+           token += worker.count * kTokensAtOnce)
+        load_tokens(p, self, handle, loader, step, token, end, worker.count);
+      loader.end();
+    } else if (role.stores) {
+      if (role.thread == 0) storer.run(0);
+    } else {
+      summer.run<kOutType>(false, [&](const Sum& sum) {
+        if (p.out_scalars && role.thread < kTopk) sum_scalars(p, sum, role.thread);
+      });
+    }
+    __syncthreads();
+    end_chunk(p, self, worker, step, block);
+  }
+}
+
+}  // namespace moe_p2p::device

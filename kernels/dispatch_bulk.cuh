@@ -1,0 +1,336 @@
+// Both halves of dispatch where few multiprocessors do it (kernels/device/bulk.cuh). Sending, a whole slot
+// is made in shared memory and goes to every rank as one copy; receiving, a whole slot is fetched by one
+// copy and its payload goes to every row as another.
+#pragma once
+
+#include "kernels/device/bulk.cuh"
+#include "kernels/dispatch_recv.cuh"
+
+namespace moe_p2p::device {
+
+inline constexpr i32 kImageBytes = MOE_P2P_IMAGE_BYTES;  // the host sends no larger slots
+inline constexpr i32 kPayloadBytes = kPayloadVecs * static_cast<i32>(sizeof(Vec));
+inline constexpr i32 kRowBytes = kHidden * static_cast<i32>(item_bytes(kXType));  // of x
+
+// --- sending ---
+
+// One image is made while others leave. Rows of x that are quantized come through buffers of their own,
+// others straight into the image.
+inline constexpr i32 kImages = 3, kXs = kQuantize ? 2 : kImages;
+static_assert(kLocal <= 32, "a lane for each rank");
+
+struct SlotPipe {
+  alignas(16) char image[kImages][kImageBytes];
+  alignas(16) char x[kQuantize ? kXs : 1][kQuantize ? kRowBytes : 16];
+  i32 slot[kImages][kLocal];
+  u32* flags[kLocal][2 * kBatchOfFlags];
+  Ring<kImages> images;
+  Ring<kXs> xs;  // `empty` with kQuantize only
+};
+struct BulkSendShared {
+  SendShared routes;
+  SlotPipe worker[SendWorker::kCount];
+};
+
+// The computing threads of a worker.
+struct ComputeWorker {
+  static constexpr i32 kThreads = kComputeThreads;
+  i32 thread;
+};
+
+// Whose tokens a worker's three parts go through, in step with each other.
+struct Tokens {
+  i32 first, end, stride;
+};
+
+__device__ inline void load_rows(const DispatchParams& p, SlotPipe& pipe, const Tokens& tokens,
+                                 Turn<kImages>& image, Turn<kXs>& x) {
+  const auto* rows = reinterpret_cast<const char*>(p.x);
+  for (i32 token = tokens.first; token < tokens.end; token += tokens.stride) {
+    if constexpr (kQuantize) {
+      x.wait_empty(pipe.xs);
+    } else {
+      image.wait_empty(pipe.images);
+    }
+    char* to = kQuantize ? pipe.x[kQuantize ? x.at : 0] : pipe.image[image.at] + kHeadBytes;
+    barrier_expect(&pipe.xs.full[x.at], kRowBytes);
+    bulk_load(to, rows + static_cast<i64>(token) * kRowBytes, kRowBytes, &pipe.xs.full[x.at]);
+    x.next();
+    image.next();
+  }
+}
+
+// Row to payload and scales of an image.
+__device__ inline void quantize_row(const char* row, i32 thread, char* payload, float* scales) {
+  constexpr i32 kPerVec = Values<kXType>::kCount, kSources = 16 / kPerVec;
+  for (i32 first = 0; first < kPayloadVecs; first += kComputeThreads) {
+    const i32 where = first + thread;
+    float f[16] = {}, scale;
+    if (where < kPayloadVecs)
+#pragma unroll
+      for (i32 j = 0; j < kSources; ++j)
+        Values<kXType>::load(reinterpret_cast<const Vec*>(row)[where * kSources + j],
+                             f + j * kPerVec);
+    const Vec vec = quantize16<kScaleFormat>(f, scale);
+    if (where >= kPayloadVecs) continue;
+    reinterpret_cast<Vec*>(payload)[where] = vec;
+    if (where % 8 == 0) scales[where / 8] = scale;
+  }
+}
+
+__device__ inline void make_image(const Sender& a, const PipeRole& role, u64 step, i32 chunk,
+                                  i32 token, i32& counted, SlotPipe& pipe, Turn<kImages>& image,
+                                  Turn<kXs>& x) {
+  const DispatchParams& p = a.p;
+  const ComputeWorker worker{role.thread};
+  const i32 thread = role.thread;
+  SendScratch& w = a.s.worker[role.place];
+  if constexpr (!kByRank) count_experts(p, w.seen, counted, token, thread, kComputeThreads);
+  find_slots(a, worker, chunk, counted, token, w);
+  counted = token;
+  image.wait_empty(pipe.images);
+  role.sync();
+  if (thread < kLocal) pipe.slot[image.at][thread] = w.slot[thread];
+  build_head(a, worker, step, token, token - chunk * kChunk, w);
+  role.sync();
+  char* to = pipe.image[image.at];
+  for (i32 i = thread; i < kHeadWords; i += kComputeThreads)
+    reinterpret_cast<u32*>(to)[i] = w.head[i];
+  x.wait_full(pipe.xs);
+  if constexpr (kQuantize) {
+    quantize_row(pipe.x[x.at], thread, to + kHeadBytes,
+                 reinterpret_cast<float*>(to + p.parts.offset[1]));
+    arrive_warp(&pipe.xs.empty[x.at], thread);
+  } else if (p.parts.bytes[1]) {
+    copy_words(worker, to + p.parts.offset[1],
+               reinterpret_cast<const char*>(p.scales) + static_cast<u64>(token) * p.parts.bytes[1],
+               p.parts.bytes[1]);
+  }
+  store_extras(p, worker, token, to);
+  fence_shared_for_bulk();
+  arrive_warp(&pipe.images.full[image.at], thread);
+  if (kTopk > 1 && thread < kTopk) check_experts(a, step, token, thread, w);
+  x.next();
+  image.next();
+}
+
+// Each lane carries the images to its ranks.
+__device__ inline void store_images(const Sender& a, SlotPipe& pipe, i32 lane, u64 step,
+                                    const Tokens& tokens, Turn<kImages>& image) {
+  const DispatchParams& p = a.p;
+  const i32 slot = slot_of(step);
+  const auto word = static_cast<u32>(step + 1);
+  // Lanes without a rank have no flags, and count with the others.
+  LateFlags<1> flags{pipe.flags[lane < kLocal ? lane : 0]};
+  i32 before = -1;  // the image whose copies may still read
+  for (i32 token = tokens.first; token < tokens.end; token += tokens.stride) {
+    if (lane < kLocal && !image.is_full(pipe.images)) flags.raise_all(word);
+    __syncwarp();
+    image.wait_full(pipe.images);
+    if (lane < kLocal) {
+      const i32 l = (a.self.local + lane) % kLocal;  // not all sources to rank 0 first
+      const i32 at = pipe.slot[image.at][l];
+      if (at >= 0)
+        bulk_store(inbox_at(p.comm.data[l], slot, a.self.local) + kInboxSlots +
+                       static_cast<u64>(at) * p.parts.slot_bytes,
+                   pipe.image[image.at], static_cast<u32>(p.parts.slot_bytes));
+      bulk_commit();
+      // Pairs with the wait for the flag at the receiver.
+      flags.add(at < 0 ? nullptr : inbox_flags_at(p.comm.data[l], slot, a.self.local) + at, word);
+      bulk_wait_read<1>();
+    }
+    __syncwarp();
+    if (before >= 0 && lane == 0) barrier_arrive(&pipe.images.empty[before]);
+    before = image.at;
+    image.next();
+  }
+  if (lane < kLocal) {
+    flags.raise_all(word);
+    bulk_wait<0>();
+  }
+  __syncwarp();
+  if (before >= 0 && lane == 0) barrier_arrive(&pipe.images.empty[before]);
+}
+
+__device__ inline void dispatch_send_bulk(const DispatchParams& p, u64 first_step, i32 block) {
+  auto& s = shared<BulkSendShared>();
+  const i32 num_blocks = p.grid.num_send_blocks;
+  const PipeRole role = PipeRole::of();
+  SlotPipe& pipe = s.worker[role.place];
+  const i32 id = block * SendWorker::kCount + role.place;
+  const Sender a{p, Self(p.comm), HandleArrays(p.handle, p.num_chunks),
+                 read_num_tokens(p, first_step), s.routes};
+  if (threadIdx.x < SendWorker::kCount) {
+    s.worker[threadIdx.x].images.init(kComputeWarps, 1);
+    s.worker[threadIdx.x].xs.init(1, kComputeWarps);
+    fence_barrier_init();
+  }
+  begin_send(a, first_step, block);
+  Turn<kImages> image;
+  Turn<kXs> x;
+  i32 counted = 0;
+  for (i32 chunk = 0; chunk < p.num_chunks; ++chunk) {
+    const u64 step = first_step + static_cast<u64>(chunk);
+    if (!route_chunk(a, step, chunk, block == 0)) return;
+    if (block == num_blocks - 1) send_headers(a, step, chunk);
+    const i32 last = end_of_chunk(p, chunk);
+    const Tokens tokens{chunk * kChunk + id, min(last, a.num_tokens),
+                        num_blocks * SendWorker::kCount};
+    if (role.loads) {
+      if (role.thread == 0) load_rows(p, pipe, tokens, image, x);
+    } else if (role.stores) {
+      store_images(a, pipe, role.thread, step, tokens, image);
+    } else {
+      i32 token = tokens.first;
+      for (; token < tokens.end; token += tokens.stride)
+        make_image(a, role, step, chunk, token, counted, pipe, image, x);
+      for (; token < last; token += tokens.stride)
+        for (i32 column = role.thread; column < kColumns; column += kComputeThreads)
+          a.handle.send_slots(token)[column] = -1;
+    }
+    end_chunk(a);
+  }
+}
+
+// --- receiving: every warp has a ring of its own, as far as shared memory goes ---
+
+inline constexpr i32 kRings = MOE_P2P_RINGS, kRingImages = 4;
+inline constexpr i32 kAhead = kRingImages - 2;  // slots that are fetched while one is taken
+
+struct WarpWorker {
+  static constexpr i32 kThreads = 32;
+  i32 thread;
+};
+
+struct RecvRing {
+  alignas(16) char image[kRingImages][kImageBytes];
+  u64 full[kRingImages];
+  Item item[kRingImages];
+  FoundRows found;
+};
+struct BulkRecvShared {
+  RecvShared places;
+  RecvRing ring[kRings];
+};
+
+struct Fetcher {
+  const Receiver& a;
+  RecvRing& ring;
+  const i32 lane;
+  Turn<kRingImages> fetched, taken;
+  i32 num_ahead = 0;  // fetched and not taken
+  i32 buffer = 0;
+
+  // Of a slot whose flag is up.
+  __device__ void fetch(u64 step, i32 chunk, const Item& item) {
+    if (num_ahead == kAhead) take(chunk);
+    bulk_wait_read<1>();  // the copies out of the image that is next
+    __syncwarp();
+    if (lane == 0) {
+      const auto bytes = static_cast<u32>(a.p.parts.slot_bytes);
+      ring.item[fetched.at] = item;
+      fence_global_for_bulk();
+      barrier_expect(&ring.full[fetched.at], bytes);
+      bulk_load(ring.image[fetched.at], slot_at(a, step, item), bytes, &ring.full[fetched.at]);
+    }
+    fetched.next();
+    ++num_ahead;
+  }
+
+  __device__ void take(i32 chunk) {
+    const DispatchParams& p = a.p;
+    FoundRows& w = ring.found;
+    const WarpWorker worker{lane};
+    barrier_wait(&ring.full[taken.at], taken.parity);
+    const char* from = ring.image[taken.at];
+    if (lane == 0) w.arrived[buffer] = true;
+    __syncwarp();
+    find_rows(a, lane, chunk, ring.item[taken.at], from, buffer, w);
+    __syncwarp();
+    const i32 num_rows = w.num_rows[buffer];
+    for (i32 r = lane; r < num_rows; r += 32)
+      bulk_store(
+          reinterpret_cast<char*>(p.out_x) + static_cast<i64>(w.row[buffer][r]) * kPayloadBytes,
+          from + kHeadBytes, kPayloadBytes);
+    bulk_commit();
+    for (i32 r = 0; r < num_rows; ++r) {
+      if constexpr (kScaled)
+        store_scales(p, worker, w.scales[buffer][r], from + p.parts.offset[1], lane);
+      copy_extras(p, worker, static_cast<u64>(w.row[buffer][r]), from);
+    }
+    taken.next();
+    buffer ^= 1;
+    --num_ahead;
+  }
+
+  __device__ void take_all(i32 chunk) {
+    while (num_ahead > 0) take(chunk);
+  }
+};
+
+// The rows of a slot that did not come are none.
+__device__ inline void leave_out(const Receiver& a, Fetcher& fetcher, i32 chunk, const Item& item) {
+  if (fetcher.lane < kTopk) a.handle.rows_of(chunk, item.source, item.index)[fetcher.lane] = -1;
+}
+
+// Slots i, i + stride, ... up to 32 of them, in the order in which they come.
+__device__ inline void fetch_batch(const Receiver& a, Fetcher& fetcher, u64 step, i32 chunk,
+                                   i32 first, i32 end, i32 stride) {
+  const auto want = static_cast<u32>(step + 1);
+  const i32 i = first + fetcher.lane * stride;
+  const Item mine = item_of(a.self, i);
+  const bool valid = i < end && mine.index < a.s.num_slots[chunk % 2][mine.source];
+  const u32* flag =
+      inbox_flags_at(a.p.comm.data[a.self.local], slot_of(step), valid ? mine.source : 0) +
+      (valid ? mine.index : 0);
+  u32 left = __ballot_sync(~0u, valid);
+  while (left != 0) {
+    const bool waits = left >> fetcher.lane & 1;
+    u32 ready = __ballot_sync(~0u, waits && static_cast<i32>(ld_acquire_sys_u32(flag) - want) >= 0);
+    if (ready == 0) {
+      fetcher.take_all(chunk);
+      const i32 next = __ffs(left) - 1;
+      bool came = true;
+      if (fetcher.lane == next)
+        came = wait_word(a.p.comm, flag, want, {Phase::kDispatch, mine.source, step});
+      if (__all_sync(~0u, came)) continue;
+      leave_out(a, fetcher, chunk, item_of(a.self, first + next * stride));
+      left &= left - 1;
+      continue;
+    }
+    left &= ~ready;
+    for (; ready != 0; ready &= ready - 1)
+      fetcher.fetch(step, chunk, item_of(a.self, first + (__ffs(ready) - 1) * stride));
+  }
+}
+
+__device__ inline void dispatch_recv_bulk(const DispatchParams& p, u64 first_step, i32 block) {
+  auto& s = shared<BulkRecvShared>();
+  const i32 warp = static_cast<i32>(threadIdx.x) / 32, lane = static_cast<i32>(threadIdx.x) % 32;
+  const Receiver a{p, Self(p.comm), HandleArrays(p.handle, p.num_chunks), block == 0, s.places};
+  const RecvWorker worker = RecvWorker::of(block, p.grid.num_recv_blocks);
+  Fetcher fetcher{a, s.ring[warp < kRings ? warp : 0], lane};
+  if (warp < kRings && lane == 0) {
+    for (i32 i = 0; i < kRingImages; ++i) barrier_init(&s.ring[warp].full[i], 1);
+    fence_barrier_init();
+  }
+  for (i32 chunk = 0; chunk < p.num_chunks; ++chunk) {
+    const u64 step = first_step + static_cast<u64>(chunk);
+    begin_chunk(a, worker, step, chunk);
+    const i32* num_slots = s.places.num_slots[chunk % 2];
+    i32 most = 0;
+    for (i32 source = 0; source < kWorld; ++source) most = max(most, num_slots[source]);
+    if (warp < kRings) {
+      const i32 stride = p.grid.num_recv_blocks * kRings;
+      for (i32 i = block * kRings + warp; i < most * kWorld; i += 32 * stride)
+        fetch_batch(a, fetcher, step, chunk, i, most * kWorld, stride);
+      fetcher.take_all(chunk);
+      bulk_wait<0>();
+    }
+    __syncthreads();
+    if (p.solo) acknowledge(a, worker, step);
+    __syncthreads();  // the next chunk's headers take the place of this one's
+  }
+}
+
+}  // namespace moe_p2p::device
