@@ -38,9 +38,7 @@ def gradients(
     rank: Rank, world: World, config: dict[str, Any], name: str, layers: int
 ) -> test_autograd.Gradients:
     with communicator(rank, world, **config) as comm:
-        found = test_training.gradients(comm, *FORMS[name], layers=layers)
-        finish(comm)
-        return found
+        return test_training.gradients(comm, *FORMS[name], layers=layers)
 
 
 FORMS: dict[str, tuple[test_training.Form, dict[str, Any]]] = {

@@ -160,6 +160,7 @@ def gradients(comm: AllToAll, form: Form, options: dict[str, Any], *, layers: in
     for _ in range(layers):
         out = form(comm, out, given, weights, experts, **options)
     out.backward(given.grad)
+    finish(comm)
     found = (out.detach(), x.grad, weights.grad, experts.grad)
     return Gradients(*(t.cpu() if t is not None else None for t in found))
 
@@ -188,6 +189,7 @@ def accumulated(comm: AllToAll, form: Form, options: dict[str, Any]) -> Tensor:
     for last, grad in under_way:
         last.backward(grad)
     assert experts.grad is not None
+    finish(comm)
     return experts.grad.cpu()
 
 
