@@ -108,12 +108,12 @@ def bias_list(bias: Tensor | tuple[Tensor, Tensor] | None) -> list[Tensor]:
 def check_out(out: Tensor, out_dtype: torch.dtype | None, num_rows: int, grad: bool) -> None:
     """Whether a combine of num_rows tokens may write into `out`."""
     errors.require(not grad, NO_OUT_GRADIENT)
-    errors.require(
-        out.shape[0] == num_rows, f"out has {out.shape[0]} rows, the dispatch had {num_rows}"
-    )
-    errors.require(
-        out_dtype in (None, out.dtype), f"out_dtype is {out_dtype}, but out is of {out.dtype}"
-    )
+    text = ""
+    if out.shape[0] != num_rows:
+        text = f"out has {out.shape[0]} rows, the dispatch had {num_rows}"
+    elif out_dtype not in (None, out.dtype):
+        text = f"out_dtype is {out_dtype}, but out is of {out.dtype}"
+    errors.require(not text, text)
 
 
 def records(*tensors: Tensor | None) -> bool:
@@ -124,5 +124,7 @@ def records(*tensors: Tensor | None) -> bool:
 
 
 def refuse_gradient(text: str, **tensors: Tensor | None) -> None:
+    if not torch.is_grad_enabled():
+        return
     for name, tensor in tensors.items():
         errors.require(not records(tensor), text.format(name))

@@ -10,7 +10,8 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ import torch.distributed as dist
 
 import deep_ep_cases as cases
 import moe_p2p.deep_ep
-from moe_p2p.deep_ep import Buffer, Config, EventHandle, EventOverlap, installation
+from moe_p2p.deep_ep import Buffer, Config, EventHandle, EventOverlap, installation, streams
 from moe_p2p.deep_ep.__main__ import main
 from ranks import Rank, run_processes, run_threads
 
@@ -154,6 +155,41 @@ def test_an_event_keeps_its_tensors() -> None:
     event = EventOverlap(EventHandle(), tensors)
     assert event.extra_tensors is tensors
     assert EventOverlap().event is None
+
+
+class OnGpu:
+    """As much of a tensor on cuda:0 as a turn looks at."""
+
+    def get_device(self) -> int:
+        return 0
+
+
+def test_a_call_on_the_stream_of_the_latest_one_switches_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    current, made, x = 5, list[tuple[Any, ...]](), cast(torch.Tensor, OnGpu())
+
+    def cuda_turn(*arguments: Any) -> streams.Turn:
+        made.append(arguments[1:])
+        return streams.Turn(False)
+
+    monkeypatch.setattr(streams, "_current_raw", lambda _: current)
+    monkeypatch.setattr(streams, "CudaTurn", cuda_turn)
+    ours = streams.Streams()
+    ours.turn(x)
+    assert made.pop() == (None, False)  # the first call, on a stream that is not known yet
+    ours.follow(cast(torch.cuda.Stream, SimpleNamespace(cuda_stream=current)))
+    ours.turn(x)
+    ours.turn(x, EventOverlap())  # of a synchronous call
+    assert not made
+    event = EventHandle()
+    ours.turn(x, event)
+    assert made.pop() == (event, False)
+    ours.turn(x, None, True)
+    assert made.pop() == (None, True)
+    current = 6
+    ours.turn(x)
+    assert made.pop() == (None, False)
 
 
 def test_size_hints_are_of_the_size_that_users_know() -> None:

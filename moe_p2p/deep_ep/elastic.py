@@ -13,7 +13,7 @@ from moe_p2p.deep_ep.elastic_handle import EPHandle, RowCounts
 from moe_p2p.deep_ep.event import EventHandle, EventOverlap
 from moe_p2p.deep_ep.host_counts import agree_on_extent
 from moe_p2p.deep_ep.layout import count_routing
-from moe_p2p.deep_ep.releasing import NO_ROWS, ReleasingAllToAll
+from moe_p2p.deep_ep.releasing import ReleasingAllToAll, without_rows
 from moe_p2p.dispatched import Dispatched
 
 _Values = Tensor | tuple[Tensor, Tensor]
@@ -71,7 +71,7 @@ class ElasticBuffer(ElasticBase):
         values, packs = x if isinstance(x, tuple) else (x, None)
         sync = handle is None if do_cpu_sync is None else do_cpu_sync
         assert not do_zero_padding or do_expand, "do_zero_padding needs do_expand"
-        with self._streams.turn(values.device, previous_event, async_with_compute_stream) as turn:
+        with self._streams.turn(values, previous_event, async_with_compute_stream) as turn:
             _wait_for(previous_event_before_epilogue)
             if handle is None:
                 assert topk_idx is not None, "topk_idx is missing, and there is no handle"
@@ -112,7 +112,7 @@ class ElasticBuffer(ElasticBase):
             if async_with_compute_stream:
                 turn.uses((values, packs, topk_idx, topk_weights, *_tensors(received)))
                 turn.uses((cumulative_local_expert_recv_stats,))
-        kept = received._replace(x=NO_ROWS, scales=None)
+        kept = without_rows(received)
         if handle is None:
             assert num_experts is not None
             handle = EPHandle(
@@ -157,7 +157,7 @@ class ElasticBuffer(ElasticBase):
         Returns [t, H] of x's type, [t, K] or None, and the event.
         """
         received = handle.received
-        with self._streams.turn(x.device, previous_event, async_with_compute_stream) as turn:
+        with self._streams.turn(x, previous_event, async_with_compute_stream) as turn:
             _wait_for(previous_event_before_epilogue)
             result = handle.all_to_all.combine(
                 x.contiguous(),

@@ -120,8 +120,8 @@ class ElasticBase:
             dtype=torch.bfloat16,
             device=device,
         )
-        with self._streams.turn(device):
-            nothing = torch.empty((0, _SCALE_BLOCK), dtype=torch.bfloat16, device=device)
+        nothing = torch.empty((0, _SCALE_BLOCK), dtype=torch.bfloat16, device=device)
+        with self._streams.turn(nothing):
             topk = torch.empty((0, 1), dtype=torch.int64, device=device)
             received = smallest.dispatch(nothing, topk)
             smallest.combine(received.x, received)

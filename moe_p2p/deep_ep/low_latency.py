@@ -21,7 +21,7 @@ from torch import Tensor
 from moe_p2p.config import AllToAllConfig
 from moe_p2p.deep_ep.base import NODE_RANKS, BufferBase
 from moe_p2p.deep_ep.event import EventOverlap
-from moe_p2p.deep_ep.releasing import NO_ROWS, ReleasingAllToAll
+from moe_p2p.deep_ep.releasing import ReleasingAllToAll, without_rows
 from moe_p2p.dispatched import Dispatched, PendingCombine
 
 Hook = Callable[[], None]
@@ -92,7 +92,7 @@ class LowLatencyCalls(BufferBase):
             "with_wait_ticks": dispatch_wait_recv_cost_stats is not None,
         }
         hook: Hook | None = None
-        with self._streams.turn(x.device, None, async_finish) as turn:
+        with self._streams.turn(x, None, async_finish) as turn:
             if self.enable_shrink:
                 topk_idx = self._without_masked(topk_idx, num_experts)
             if return_recv_hook:
@@ -145,7 +145,7 @@ class LowLatencyCalls(BufferBase):
         stats = combine_wait_recv_cost_stats
         y = handle.combine_buffer if zero_copy and handle.combine_buffer is not None else x
         hook: Hook | None = None
-        with self._streams.turn(x.device, None, async_finish) as turn:
+        with self._streams.turn(x, None, async_finish) as turn:
             if return_recv_hook:
                 pending = all_to_all.combine_send(y, received, topk_weights=topk_weights)
                 out = y.new_empty((topk_idx.shape[0], y.shape[-1])) if out is None else out
@@ -250,7 +250,7 @@ class LowLatencyCalls(BufferBase):
 
     def _hook(self, x: Tensor, receive: Callable[[], None]) -> Hook:
         def hook() -> None:
-            with self._streams.turn(x.device):
+            with self._streams.turn(x):
                 receive()
 
         return hook
@@ -303,5 +303,5 @@ def _make_handle(
     src_info = received.source.as_strided((experts, capacity), (2 * capacity, 2), 1)
     handle = LowLatencyHandle((src_info, received.ranges, num_tokens, hidden, num_experts))
     handle.all_to_all, handle.combine_buffer = all_to_all, None
-    handle.received = received._replace(x=NO_ROWS, scales=None)
+    handle.received = without_rows(received)
     return handle

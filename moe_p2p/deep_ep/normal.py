@@ -55,12 +55,11 @@ class NormalCalls(BufferBase):
         Returns num_tokens_per_rank [W] int32, num_tokens_per_rdma_rank [W / 8] int32 or None up to
         8 ranks, num_tokens_per_expert [E] int32, is_token_in_rank [T, W] bool, and the event.
         """
-        turn = self._streams.turn(
-            topk_idx.device, previous_event, async_finish, allocate_on_comm_stream
-        )
+        turn = self._streams.turn(topk_idx, previous_event, async_finish, allocate_on_comm_stream)
         with turn:
             counts = count_routing(topk_idx, num_experts, self.group_size)
-            turn.uses((topk_idx, *counts))
+            if async_finish:
+                turn.uses((topk_idx, *counts))
         return *counts, turn.event
 
     def dispatch(
@@ -98,9 +97,7 @@ class NormalCalls(BufferBase):
         Rows past the last have -1 for all experts, weights of 0 and any values.
         """
         values, scales = x if isinstance(x, tuple) else (x, None)
-        turn = self._streams.turn(
-            values.device, previous_event, async_finish, allocate_on_comm_stream
-        )
+        turn = self._streams.turn(values, previous_event, async_finish, allocate_on_comm_stream)
         with turn:
             if handle is not None:
                 errors.require(
@@ -111,7 +108,8 @@ class NormalCalls(BufferBase):
                 again = _send(
                     handle.all_to_all, values, scales, handle.extent, handle.dispatched.topk_idx
                 )
-                turn.uses((values, scales, handle.dispatched.topk_idx, again.x, again.scales))
+                if async_finish:
+                    turn.uses((values, scales, handle.dispatched.topk_idx, again.x, again.scales))
                 return _rows_of(again, scales), None, None, None, None, turn.event
             assert is_token_in_rank is not None, "is_token_in_rank is missing"
             assert num_tokens_per_rank is not None, "num_tokens_per_rank is missing"
@@ -132,10 +130,11 @@ class NormalCalls(BufferBase):
                 all_to_all, values, scales, extent, topk, topk_weights, with_source=True
             )
             new_handle = Handle.make(all_to_all, received, extent, is_token_in_rank)
-            turn.uses((values, scales, topk_idx, topk_weights, is_token_in_rank))
-            turn.uses((num_tokens_per_rank, num_tokens_per_expert, topk))
-            turn.uses((received.x, received.scales, received.row_topk, received.row_weights))
-            turn.uses((received.handle, *new_handle))
+            if async_finish:
+                turn.uses((values, scales, topk_idx, topk_weights, is_token_in_rank))
+                turn.uses((num_tokens_per_rank, num_tokens_per_expert, topk))
+                turn.uses((received.x, received.scales, received.row_topk, received.row_weights))
+                turn.uses((received.handle, *new_handle))
         return (
             _rows_of(received, scales),
             None if topk_idx is None else received.row_topk,
@@ -164,7 +163,7 @@ class NormalCalls(BufferBase):
 
         Returns [T, H] of x's type, [T, K] or None, and the event.
         """
-        turn = self._streams.turn(x.device, previous_event, async_finish, allocate_on_comm_stream)
+        turn = self._streams.turn(x, previous_event, async_finish, allocate_on_comm_stream)
         with turn:
             all_to_all, dispatched = handle.all_to_all, handle.dispatched
             scalars = _widened(topk_weights, dispatched.topk_idx.shape[1])
@@ -174,8 +173,9 @@ class NormalCalls(BufferBase):
             out, summed = result if isinstance(result, tuple) else (result, None)
             if summed is not None and topk_weights is not None:
                 summed = summed[:, : topk_weights.shape[1]]
-            given = bias if isinstance(bias, tuple) else (bias,)
-            turn.uses((x, topk_weights, *given, out, summed, dispatched.handle))
+            if async_finish:
+                given = bias if isinstance(bias, tuple) else (bias,)
+                turn.uses((x, topk_weights, *given, out, summed, dispatched.handle))
         return out, summed, turn.event
 
     internode_dispatch = dispatch

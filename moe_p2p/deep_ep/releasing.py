@@ -21,6 +21,11 @@ _ops = torch.ops.moe_p2p
 NO_ROWS = torch.empty(0)  # in place of rows that a handle would keep alive
 
 
+def without_rows(received: Dispatched) -> Dispatched:
+    """What a handle keeps: all but x and its scales, the first two."""
+    return Dispatched(NO_ROWS, None, *received[2:])
+
+
 class ReleasingAllToAll(AllToAll):
     """Takes and returns what AllToAll does; options by keyword."""
 

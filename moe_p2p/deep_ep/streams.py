@@ -27,6 +27,7 @@ class Streams:
     def __init__(self) -> None:
         self._comm: torch.cuda.Stream | None = None
         self._latest: torch.cuda.Stream | None = None
+        self._latest_raw = -1  # its CUstream; -1: none
 
     @property
     def comm(self) -> torch.cuda.Stream:
@@ -36,28 +37,40 @@ class Streams:
 
     def turn(
         self,
-        device: torch.device,
+        like: Tensor,
         previous_event: EventOverlap | EventHandle | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> Turn:
-        """A block whose work comes after previous_event; without one, after the current stream."""
+        """A block whose work comes after previous_event; without one, after the current stream.
+
+        like: a tensor of the call, for its device.
+        """
         errors.require(
             not allocate_on_comm_stream or (previous_event is not None and async_finish),
             "allocate_on_comm_stream needs previous_event and async_finish: what is allocated on "
             "the communication stream can only be used after an event",
         )
+        ordinal = like.get_device()  # -1: host memory
+        if ordinal < 0:
+            return Turn(async_finish)
         event = previous_event.event if isinstance(previous_event, EventOverlap) else previous_event
-        if device.type == "cuda":
-            return CudaTurn(self, event, async_finish)
-        return Turn(async_finish)
+        # What most calls are, without a stream's object: on the stream of the latest call.
+        if event is None and not async_finish and self._latest_raw == _current_raw(ordinal):
+            return Turn(False)
+        return CudaTurn(self, event, async_finish)
 
     def follow(self, stream: torch.cuda.Stream) -> None:
-        """`stream` runs the next call: after the latest one."""
+        """`stream`, the current one, runs the next call: after the latest one."""
         latest, self._latest = self._latest, stream
+        self._latest_raw = stream.cuda_stream
         # Nothing outside a graph's capture can be waited for in it; the user orders whole graphs.
         if latest not in (None, stream) and _is_capturing(latest) == _is_capturing(stream):
             stream.wait_stream(latest)
+
+
+def _current_raw(ordinal: int) -> int:
+    return torch._C._cuda_getCurrentRawStream(ordinal)
 
 
 def _is_capturing(stream: torch.cuda.Stream | None) -> bool:
@@ -78,14 +91,14 @@ class Turn:
 
     def __enter__(self) -> Self:
         if self._records:
-            torch.set_grad_enabled(False)
+            torch._C._set_grad_enabled(False)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None
     ) -> None:
         if self._records:
-            torch.set_grad_enabled(True)
+            torch._C._set_grad_enabled(True)
         if self._async_finish:
             self.event.event = EventHandle()
 
