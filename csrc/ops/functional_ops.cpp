@@ -16,6 +16,15 @@ namespace {
 // handles. Any other number would come up again.
 constexpr uint64_t kNoStep = ~uint64_t{0};
 
+Tensor make_handle(AllToAllObject& comm, int64_t num_rows, int64_t max_tokens, bool solo) {
+  Tensor handle =
+      make_tensor({comm.all_to_all.handle_words(num_rows, max_tokens)}, ScalarType::Int);
+  if (solo && comm.device < 0)  // a kernel writes it otherwise
+    std::memset(handle.mutable_data_ptr(), 0,
+                static_cast<size_t>(handle.numel()) * sizeof(int32_t));
+  return handle;
+}
+
 // [rows, width], or [E_local, capacity, width] when experts lie apart.
 Tensor make_rows(const Layout& layout, int64_t experts, int64_t width, ScalarType dtype) {
   return layout.padded() ? make_tensor({experts, layout.capacity, width}, dtype)
@@ -59,15 +68,7 @@ Dispatched dispatch(int64_t comm_id, const Tensor& x, std::optional<Tensor> scal
   const int64_t rows = layout.num_rows(experts), world_size = comm->plan().shape.world_size;
 
   const int64_t num_rows = x.dim() > 0 ? x.size(0) : 0;
-  std::vector<std::vector<int64_t>> shapes{{comm->all_to_all.handle_words(num_rows, max_tokens)},
-                                           {experts},
-                                           {(layout.by_rank() ? world_size : experts) + 1}};
-  if (outputs & kSource) shapes.push_back({rows, 2});
-  const std::vector<Tensor> int32 = make_int32_tensors(shapes);
-  const Tensor &handle = int32[0], &counts = int32[1], &offsets = int32[2];
-  if (solo && comm->device < 0)  // a kernel writes it otherwise
-    std::memset(handle.mutable_data_ptr(), 0,
-                static_cast<size_t>(handle.numel()) * sizeof(int32_t));
+  const Tensor handle = make_handle(*comm, num_rows, max_tokens, solo);
   const auto send =
       dispatch_send_from(*comm,
                          {x, scales, extras, topk_idx, topk_weights, num_tokens, num_tokens_host,
@@ -79,12 +80,14 @@ Dispatched dispatch(int64_t comm_id, const Tensor& x, std::optional<Tensor> scal
   const auto row_scales = make_scales(*comm, layout, experts, scales, quantize);
   const Tensor row_weights = layout.by_rank() ? make_tensor({rows, topk}, ScalarType::Float)
                                               : make_tensor({rows}, ScalarType::Float);
+  const Tensor counts = make_tensor({experts}, ScalarType::Int);
+  const Tensor offsets =
+      make_tensor({(layout.by_rank() ? world_size : experts) + 1}, ScalarType::Int);
   std::vector<Tensor> more, row_extras;
-  std::optional<Tensor> source;
-  if (outputs & kSource) source = more.emplace_back(int32[3]);
   const auto make_more = [&](bool wanted, std::initializer_list<int64_t> sizes, ScalarType dtype) {
     return wanted ? std::optional(more.emplace_back(make_tensor(sizes, dtype))) : std::nullopt;
   };
+  const auto source = make_more(outputs & kSource, {rows, 2}, ScalarType::Int);
   const auto ranges = make_more(outputs & kRanges, {experts, world_size}, ScalarType::Long);
   const auto wait_ticks = make_more(outputs & kWaitTicks, {world_size}, ScalarType::Long);
   const auto row_topk = make_more(layout.by_rank(), {rows, topk}, topk_idx.scalar_type());

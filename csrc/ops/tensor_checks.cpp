@@ -5,10 +5,7 @@
 #include <dlfcn.h>
 
 #include <algorithm>
-#include <array>
 #include <cstring>
-#include <functional>
-#include <numeric>
 #include <utility>
 #include <vector>
 
@@ -145,53 +142,12 @@ abi::DType payload_type(ScalarType dtype, const char* name) {
                                                          ", must be ", names(kPayloadTypes)));
 }
 
-namespace {
-
-constexpr size_t kMostDims = 3;
-std::array<int64_t, kMostDims> contiguous_strides(std::span<const int64_t> sizes) {
-  std::array<int64_t, kMostDims> strides{1, 1, 1};
-  for (size_t i = sizes.size(); i-- > 1;)
-    strides[i - 1] = strides[i] * std::max<int64_t>(sizes[i], 1);
-  return strides;
-}
-
-// Part of a one-dimensional tensor, from `offset` on.
-Tensor part_of(const Tensor& all, std::span<const int64_t> sizes, int64_t offset) {
-  const auto strides = contiguous_strides(sizes);
-  AtenTensorHandle made = nullptr;
-  const auto error = aoti_torch__reinterpret_tensor(all.get(), static_cast<int64_t>(sizes.size()),
-                                                    sizes.data(), strides.data(), offset, &made);
-  MOE_P2P_CHECK(error == AOTI_TORCH_SUCCESS, Code::kResourceExhausted,
-                "torch could not make a tensor of shape ", list(sizes), " in another one");
-  return Tensor(made);
-}
-
-}  // namespace
-
 Tensor make_tensor(std::span<const int64_t> sizes, ScalarType dtype) {
-  const auto strides = contiguous_strides(sizes);
-  return make_tensor(sizes, {strides.data(), sizes.size()}, dtype);
-}
-
-std::vector<Tensor> make_int32_tensors(const std::vector<std::vector<int64_t>>& shapes) {
-  // Where torch's own allocations begin: compilers count on it for the tensors that an op makes.
-  constexpr int64_t kAlignment = 512 / sizeof(int32_t);
-  std::vector<Tensor> made;
-  if (working_device < 0) {
-    for (const auto& sizes : shapes) made.push_back(make_tensor(sizes, ScalarType::Int));
-    return made;
-  }
-  std::vector<int64_t> offsets;
-  int64_t total = 0;
-  for (const auto& sizes : shapes) {
-    offsets.push_back(total);
-    const int64_t words =
-        std::accumulate(sizes.begin(), sizes.end(), int64_t{1}, std::multiplies());
-    total += (words + kAlignment - 1) / kAlignment * kAlignment;
-  }
-  const Tensor all = make_tensor({total}, ScalarType::Int);
-  for (size_t i = 0; i < shapes.size(); ++i) made.push_back(part_of(all, shapes[i], offsets[i]));
-  return made;
+  constexpr size_t kMostDims = 3;
+  int64_t strides[kMostDims] = {1, 1, 1};
+  const size_t dims = sizes.size();
+  for (size_t i = dims; i-- > 1;) strides[i - 1] = strides[i] * std::max<int64_t>(sizes[i], 1);
+  return make_tensor(sizes, {strides, dims}, dtype);
 }
 
 Tensor make_tensor(std::span<const int64_t> sizes, std::span<const int64_t> strides,

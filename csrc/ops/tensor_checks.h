@@ -10,7 +10,6 @@
 #include <initializer_list>
 #include <span>
 #include <string>
-#include <vector>
 
 #include "base/wire.h"
 #include "kernels/abi/layout.h"
@@ -85,9 +84,6 @@ Tensor make_tensor(std::span<const int64_t> sizes, ScalarType dtype);
 inline Tensor make_tensor(std::initializer_list<int64_t> sizes, ScalarType dtype) {
   return make_tensor(std::span(sizes.begin(), sizes.size()), dtype);
 }
-// New int32 tensors of these shapes. On a GPU they are parts of one allocation, whose cost to the
-// host is most of what a tensor costs. In host memory that is little, and they are apart.
-std::vector<Tensor> make_int32_tensors(const std::vector<std::vector<int64_t>>& shapes);
 // Opaque bytes, which the bootstrap carries as uint8 tensors.
 Tensor bytes_tensor(const base::Bytes& bytes);
 std::span<const std::byte> bytes_of(const Tensor& tensor, const char* name);
