@@ -20,6 +20,7 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -59,6 +60,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--port", type=int, default=29571)
     parser.add_argument("--rank", type=int, default=-1, help="used by the ranks themselves")
     parser.add_argument("--address", default="127.0.0.1", help="of rank 0")
+    parser.add_argument("--connected", type=Path, help="a file that the rank makes, likewise")
     return parser.parse_args()
 
 
@@ -112,6 +114,7 @@ def run_rank(arguments: argparse.Namespace, world_size: int) -> None:
     memory_mib: list[float] = []
     ends = time.monotonic() + 60 * arguments.minutes
     with AllToAll(store, config, rank=rank, world_size=world_size) as comm:
+        arguments.connected.touch()
         for number in range(10**9):
             if rank == 0:
                 store.set(f"round {number}", "stop" if time.monotonic() > ends else "go")
@@ -151,14 +154,20 @@ def flap_device(device: int, down_s: float) -> None:
 def flap_until_done(
     flap: Callable[[random.Random], None],
     processes: list[subprocess.Popen[str]],
+    connected: list[Path],
     arguments: argparse.Namespace,
 ) -> int:
-    """Takes links down for a moment until the ranks have ended; returns how often."""
+    """Takes links down for a moment until the ranks have ended; returns how often.
+
+    Not before all ranks are connected: a NIC without a link cannot be opened.
+    """
     choices = random.Random(arguments.seed)
     ends = time.monotonic() + 60 * arguments.minutes + START_S
     next_flap = time.monotonic() + arguments.flap_every_s
     num_flaps = 0
     while any(process.poll() is None for process in processes) and time.monotonic() < ends:
+        if not all(file.exists() for file in connected):
+            next_flap = time.monotonic() + arguments.flap_every_s
         if time.monotonic() > next_flap:
             flap(choices)
             num_flaps += 1
@@ -176,12 +185,14 @@ def why_not(over: str) -> str:
     return ""
 
 
-def start_ranks(network: hosts.Hosts, arguments: argparse.Namespace) -> list[subprocess.Popen[str]]:
+def start_ranks(
+    network: hosts.Hosts, connected: list[Path], arguments: argparse.Namespace
+) -> list[subprocess.Popen[str]]:
     own = [sys.executable, *sys.argv]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     processes = []
-    for rank in range(2 * arguments.ranks_per_host):
-        command = [*own, f"--rank={rank}"]
+    for rank, file in enumerate(connected):
+        command = [*own, f"--rank={rank}", f"--connected={file}"]
         if arguments.over == "tcp":
             command.append(f"--address={hosts.Hosts.address(0)}")
             host = rank // arguments.ranks_per_host
@@ -198,16 +209,21 @@ def run_all(arguments: argparse.Namespace) -> int:
         print(reason)
         return 2
     num_flaps = 0
-    with hosts.Hosts(2 if arguments.over == "tcp" else 0, num_interfaces=2) as network:
+    num_hosts = 2 if arguments.over == "tcp" else 0
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        hosts.Hosts(num_hosts, num_interfaces=2) as network,
+    ):
+        connected = [Path(folder, str(rank)) for rank in range(2 * arguments.ranks_per_host)]
         flaps: dict[str, Callable[[random.Random], None]] = {
             "tcp": lambda draw: network.flap(
                 draw.randrange(2), f"eth{draw.randrange(2)}", down_s=draw.random()
             ),
             "roce": lambda draw: flap_device(draw.randrange(4), draw.random()),
         }
-        processes = start_ranks(network, arguments)
+        processes = start_ranks(network, connected, arguments)
         if arguments.over in flaps:
-            num_flaps = flap_until_done(flaps[arguments.over], processes, arguments)
+            num_flaps = flap_until_done(flaps[arguments.over], processes, connected, arguments)
         texts = [
             process.communicate(timeout=60 * arguments.minutes + START_S)[0]
             for process in processes
