@@ -9,6 +9,7 @@ from typing import Any, Literal
 import pytest
 import torch
 import torch.distributed as dist
+from torch._library.custom_ops import OPDEFS
 from torch.library import opcheck
 
 import moe_p2p
@@ -296,6 +297,8 @@ def test_every_op_that_takes_tensors_is_checked_here() -> None:
     schemas = [s for s in torch._C._jit_get_all_schemas() if s.name.startswith("moe_p2p::")]
     assert len(schemas) > 30
     for schema in schemas:
+        if schema.name in OPDEFS:  # in Python; there once somebody has imported the experts
+            continue
         if any("Tensor" in str(argument.type) for argument in schema.arguments):
             name = schema.name.removeprefix("moe_p2p::").removesuffix("_inference")
             assert f"ops.{name}" in source, f"{schema} has no opcheck"
