@@ -1,10 +1,12 @@
 // One kernel for both halves of combine, and for release. Blocks that send come before those that
 // receive; what they wait for, the dispatches of this step and the weights that other ranks' senders
 // push first of all, does not depend on any receiver.
-#if MOE_P2P_BULK
+#if MOE_P2P_BULK  // moe_p2p/launch_shape.py chooses
 #include "kernels/combine_bulk.cuh"
+namespace way = moe_p2p::device::bulk;
 #else
 #include "kernels/combine_recv.cuh"
+namespace way = moe_p2p::device;
 #endif
 
 using namespace moe_p2p::device;
@@ -14,24 +16,6 @@ namespace {
 // Steps of a receiving half alone: its sending half left them in the handle.
 __device__ u64& solo_step(const CombineParams& p) {
   return reinterpret_cast<u64*>(&reinterpret_cast<HandleMeta*>(p.handle)->reserved)[0];
-}
-
-// Either way of both halves (moe_p2p/launch_shape.py chooses).
-__device__ __forceinline__ void send_half(const CombineParams& p, bool valid, u64 first,
-                                          i32 block) {
-#if MOE_P2P_BULK
-  combine_send_bulk(p, valid, first, block);
-#else
-  combine_send(p, valid, first, block);
-#endif
-}
-
-__device__ __forceinline__ void recv_half(const CombineParams& p, u64 first, i32 block) {
-#if MOE_P2P_BULK
-  combine_recv_bulk(p, first, block);
-#else
-  combine_recv(p, first, block);
-#endif
 }
 
 }  // namespace
@@ -50,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, MOE_P2P_BLOCKS_PER_S
                      (p.empty || !(receives || p.topk_weights) || meta.num_rows == p.num_rows);
   const u64 first = opens ? steps.first : p.solo && !p.empty ? solo_step(p) : meta.first_step;
   if (role.send >= 0 && !p.empty) {
-    send_half(p, valid, first, role.send);
+    way::combine_send(p, valid, first, role.send);
   } else if (!valid) {
     // Nothing in it can be believed.
   } else if (role.relay) {
@@ -62,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, MOE_P2P_BLOCKS_PER_S
   } else if (role.send == 0) {
     send_release(p, first);
   } else if (role.recv >= 0) {
-    recv_half(p, first, role.recv);
+    way::combine_recv(p, first, role.recv);
   }
   if (blockIdx.x == 0 && threadIdx.x == 0) {
     if (!valid)

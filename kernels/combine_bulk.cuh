@@ -6,7 +6,7 @@
 #include "kernels/combine_recv.cuh"
 #include "kernels/device/bulk.cuh"
 
-namespace moe_p2p::device {
+namespace moe_p2p::device::bulk {
 
 // Looks rows up for a whole worker.
 struct LoadWarp {
@@ -216,10 +216,7 @@ __device__ inline void load_slots(const Adder& a, Loader& loader, const LoadWarp
                                   i32 chunk) {
   Rows<kLookedUp>& found = loader.pipe.looked_up;
   const i32 slot = slot_of(step);
-  i32 most = 0;
-  for (i32 source = 0; source < kWorld; ++source)
-    most = max(most, a.handle.slot_count(chunk, source));
-  const i32 num_items = most * kWorld;
+  const i32 num_items = a.num_items(chunk);
   for (i32 first = warp.id; first < num_items; first += warp.count * kLookedUp) {
     look_up(a, warp, step, chunk, first, found);
     __syncwarp();
@@ -249,13 +246,11 @@ __device__ inline void load_slots(const Adder& a, Loader& loader, const LoadWarp
   loader.end();
 }
 
-__device__ inline void combine_send_bulk(const CombineParams& p, bool valid, u64 first_step,
-                                         i32 block) {
+__device__ inline void combine_send(const CombineParams& p, bool valid, u64 first_step, i32 block) {
   auto& s = shared<BulkShared>();
   const PipeRole role = PipeRole::of();
   SumPipe& pipe = s.worker[role.place];
-  const Adder a{p, Self(p.comm), HandleArrays(p.handle, p.num_chunks), valid,
-                shared<CombineSendShared>()};  // which nothing here uses
+  const Adder a{p, Self(p.comm), HandleArrays(p.handle, p.num_chunks), valid};
   const LoadWarp warp{role.thread, block * SendWorker::kCount + role.place,
                       p.grid.num_send_blocks * SendWorker::kCount};
   Loader loader{pipe, role.thread};
@@ -328,7 +323,7 @@ __device__ inline void sum_scalars(const CombineParams& p, const Sum& sum, i32 k
   reinterpret_cast<float*>(p.out_scalars)[static_cast<i64>(sum.token) * kTopk + k] = total;
 }
 
-__device__ inline void combine_recv_bulk(const CombineParams& p, u64 first_step, i32 block) {
+__device__ inline void combine_recv(const CombineParams& p, u64 first_step, i32 block) {
   auto& s = shared<BulkShared>();
   const PipeRole role = PipeRole::of();
   SumPipe& pipe = s.worker[role.place];
@@ -360,4 +355,4 @@ __device__ inline void combine_recv_bulk(const CombineParams& p, u64 first_step,
   }
 }
 
-}  // namespace moe_p2p::device
+}  // namespace moe_p2p::device::bulk

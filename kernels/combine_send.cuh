@@ -134,13 +134,23 @@ struct CombineSendShared {
   CombineScratch worker[SendWorker::kCount];
 };
 
+__device__ __forceinline__ CombineScratch& scratch_of(const SendWorker& worker) {
+  return shared<CombineSendShared>().worker[worker.place];
+}
+
 struct Adder {
   const CombineParams& p;
   const Self self;
   const HandleArrays handle;
   const bool valid;  // the handle is one
-  CombineSendShared& s;
 
+  // Slots of a chunk, the sources in turns; those behind a source's last are left out.
+  __device__ i32 num_items(i32 chunk) const {
+    i32 most = 0;
+    for (i32 source = 0; source < kWorld; ++source)
+      most = max(most, handle.slot_count(chunk, source));
+    return most * kWorld;
+  }
   __device__ bool weighted() const { return p.row_weights != 0 || p.topk_weights != 0; }
   __device__ CombineHeader header_of(i32 chunk, i32 source) const {
     return {static_cast<u32>(handle.slot_count(chunk, source)),
@@ -196,7 +206,7 @@ __device__ __forceinline__ void store_scalar(const Adder& a, char* to, const i32
 // This rank's rows of one slot, added up at `to`.
 __device__ inline void store_partial(const Adder& a, const SendWorker& worker, i32 place, i32 chunk,
                                      i32 source, i32 index, char* to) {
-  const CombineScratch& w = a.s.worker[worker.place];
+  const CombineScratch& w = scratch_of(worker);
   sum_rows < kYType, true,
       kTopk<2 ? 1 : 2>(
           worker, to, w.num_rows[place],
@@ -231,7 +241,7 @@ __device__ inline void add_partials(const Adder& a, const SendWorker& worker, u6
 // A token of another node: where a single rank of this node holds rows for it, its partial is the sum.
 __device__ inline void send_to_gateway(const Adder& a, const SendWorker& worker, u64 step,
                                        i32 chunk, i32 place, i32 source, i32 index) {
-  CombineScratch& w = a.s.worker[worker.place];
+  CombineScratch& w = scratch_of(worker);
   const i32 slot = slot_of(step), gateway = source % kLocal;
   const i32 other = other_index(source / kLocal, a.self.node);
   const u64 data = a.p.comm.data[gateway], ranks = w.ranks[place];
@@ -259,16 +269,13 @@ __device__ inline void send_to_gateway(const Adder& a, const SendWorker& worker,
 __device__ inline void combine_chunk(const Adder& a, const SendWorker& worker, u64 step,
                                      i32 chunk) {
   const CombineParams& p = a.p;
-  const CombineScratch& w = a.s.worker[worker.place];
+  const CombineScratch& w = scratch_of(worker);
   const i32 slot = slot_of(step);
-  i32 most = 0;
-  for (i32 source = 0; source < kWorld; ++source)
-    most = max(most, a.handle.slot_count(chunk, source));
-  const i32 num_items = most * kWorld;
+  const i32 num_items = a.num_items(chunk);
   for (i32 first = worker.id; first < num_items; first += worker.count * kBatch) {
     // combine_send() did the first, unless weights had to be here before.
     if (first != worker.id || p.topk_weights)
-      look_up(a, worker, step, chunk, first, a.s.worker[worker.place]);
+      look_up(a, worker, step, chunk, first, scratch_of(worker));
     worker.sync();
     for (i32 place = 0, i = first; place < kBatch && i < num_items; ++place, i += worker.count) {
       if (w.num_rows[place] < 0) continue;
@@ -354,12 +361,11 @@ __device__ inline bool open_chunk(const Adder& a, u64 step, i32 chunk, i32 block
 }
 
 __device__ inline void combine_send(const CombineParams& p, bool valid, u64 first_step, i32 block) {
-  const Adder a{p, Self(p.comm), HandleArrays(p.handle, p.num_chunks), valid,
-                shared<CombineSendShared>()};
+  const Adder a{p, Self(p.comm), HandleArrays(p.handle, p.num_chunks), valid};
   const SendWorker worker = SendWorker::of(block, p.grid.num_send_blocks);
   for (i32 chunk = 0; chunk < p.num_chunks; ++chunk) {
     const u64 step = first_step + static_cast<u64>(chunk);
-    if (!p.topk_weights) look_up(a, worker, step, chunk, worker.id, a.s.worker[worker.place]);
+    if (!p.topk_weights) look_up(a, worker, step, chunk, worker.id, scratch_of(worker));
     if (!open_chunk(a, step, chunk, block)) return;
     combine_chunk(a, worker, step, chunk);
     worker.sync();  // the next chunk's first batch takes the place of this one's last

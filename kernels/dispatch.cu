@@ -1,34 +1,15 @@
 // One kernel for both halves of dispatch. Blocks that send come before those that receive and wait for
 // earlier steps only, so the receivers behind them cannot keep them from running; a call of more
 // chunks than steps in flight needs all its blocks at once.
-#if MOE_P2P_BULK
+#if MOE_P2P_BULK  // moe_p2p/launch_shape.py chooses
 #include "kernels/dispatch_bulk.cuh"
+namespace way = moe_p2p::device::bulk;
 #else
 #include "kernels/dispatch_recv.cuh"
+namespace way = moe_p2p::device;
 #endif
 
 using namespace moe_p2p::device;
-
-namespace {
-
-// Either way of both halves (moe_p2p/launch_shape.py chooses).
-__device__ __forceinline__ void send_half(const DispatchParams& p, u64 first, i32 block) {
-#if MOE_P2P_BULK
-  dispatch_send_bulk(p, first, block);
-#else
-  dispatch_send(p, first, block);
-#endif
-}
-
-__device__ __forceinline__ void recv_half(const DispatchParams& p, u64 first, i32 block) {
-#if MOE_P2P_BULK
-  dispatch_recv_bulk(p, first, block);
-#else
-  dispatch_recv(p, first, block);
-#endif
-}
-
-}  // namespace
 
 extern "C" __global__ void __launch_bounds__(kBlockThreads, MOE_P2P_BLOCKS_PER_SM)
     moe_p2p_dispatch(const __grid_constant__ DispatchParams p) {
@@ -41,7 +22,7 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, MOE_P2P_BLOCKS_PER_S
     if (role.relay) {
       relay(p.comm, first, p.num_chunks, {.free = false, .dispatch = true, .combine = false});
     } else {
-      recv_half(p, first, role.recv);
+      way::dispatch_recv(p, first, role.recv);
     }
     return;
   }
@@ -51,9 +32,9 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, MOE_P2P_BLOCKS_PER_S
     relay(p.comm, steps.first, p.num_chunks,
           {.free = true, .dispatch = receives, .combine = false});
   } else if (role.send >= 0) {
-    send_half(p, steps.first, role.send);
+    way::dispatch_send(p, steps.first, role.send);
   } else {
-    recv_half(p, steps.first, role.recv);
+    way::dispatch_recv(p, steps.first, role.recv);
   }
   steps.close(p.comm, p.num_chunks);
 }

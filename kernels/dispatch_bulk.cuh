@@ -6,7 +6,7 @@
 #include "kernels/device/bulk.cuh"
 #include "kernels/dispatch_recv.cuh"
 
-namespace moe_p2p::device {
+namespace moe_p2p::device::bulk {
 
 inline constexpr i32 kImageBytes = MOE_P2P_IMAGE_BYTES;  // the host sends no larger slots
 inline constexpr i32 kPayloadBytes = kPayloadVecs * static_cast<i32>(sizeof(Vec));
@@ -152,7 +152,7 @@ __device__ inline void store_images(const Sender& a, SlotPipe& pipe, i32 lane, u
   if (before >= 0 && lane == 0) barrier_arrive(&pipe.images.empty[before]);
 }
 
-__device__ inline void dispatch_send_bulk(const DispatchParams& p, u64 first_step, i32 block) {
+__device__ inline void dispatch_send(const DispatchParams& p, u64 first_step, i32 block) {
   auto& s = shared<BulkSendShared>();
   const i32 num_blocks = p.grid.num_send_blocks;
   const PipeRole role = PipeRole::of();
@@ -304,7 +304,7 @@ __device__ inline void fetch_batch(const Receiver& a, Fetcher& fetcher, u64 step
   }
 }
 
-__device__ inline void dispatch_recv_bulk(const DispatchParams& p, u64 first_step, i32 block) {
+__device__ inline void dispatch_recv(const DispatchParams& p, u64 first_step, i32 block) {
   auto& s = shared<BulkRecvShared>();
   const i32 warp = static_cast<i32>(threadIdx.x) / 32, lane = static_cast<i32>(threadIdx.x) % 32;
   const Receiver a{p, Self(p.comm), HandleArrays(p.handle, p.num_chunks), block == 0, s.places};
@@ -333,4 +333,4 @@ __device__ inline void dispatch_recv_bulk(const DispatchParams& p, u64 first_ste
   }
 }
 
-}  // namespace moe_p2p::device
+}  // namespace moe_p2p::device::bulk

@@ -126,11 +126,11 @@ NO_BULK = {"MOE_P2P_BULK": 0}
 
 
 def goes_in_bulk(macros: dict[str, int], num_sms: int | None) -> bool:
-    """Few multiprocessors, no other node, and not too many ranks."""
-    alone = macros["MOE_P2P_WORLD_SIZE"] == macros["MOE_P2P_RANKS_PER_NODE"]
-    few = num_sms is not None and num_sms <= _FEW_SMS
-    few = few and macros["MOE_P2P_CHUNK_TOKENS"] > BULK_STEP
-    return alone and few and macros["MOE_P2P_WORLD_SIZE"] <= _MAX_BULK_RANKS
+    """Few multiprocessors, long steps, no other node, and not too many ranks."""
+    if num_sms is None or num_sms > _FEW_SMS or macros["MOE_P2P_CHUNK_TOKENS"] <= BULK_STEP:
+        return False
+    ranks = macros["MOE_P2P_WORLD_SIZE"]
+    return ranks == macros["MOE_P2P_RANKS_PER_NODE"] and ranks <= _MAX_BULK_RANKS
 
 
 def bulk_dispatch(

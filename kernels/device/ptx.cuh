@@ -1,4 +1,4 @@
-// The only inline PTX of the package. Names are op_order_scope_type.
+// Inline PTX; that of bulk copies is in bulk.cuh. Names are op_order_scope_type.
 #pragma once
 
 #include "kernels/abi/layout.h"
