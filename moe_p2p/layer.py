@@ -76,22 +76,27 @@ class Experts(nn.Module):
         offsets: [E_local] or longer, first row of each expert; the CPU does without. Rows of no
         expert become zero; on a GPU without autograd they are undefined.
         """
-        w_gate, w_up, w_down = (w.to(rows.dtype) for w in (self.w_gate, self.w_up, self.w_down))
-        product: Callable[[Tensor, Tensor], Tensor]
         if rows.is_cuda:
-            from moe_p2p.kernels.triton.grouped_ops import grouped_gemm, grouped_swiglu
+            return self._with_kernels(rows, counts, offsets)
+        return self._by_products(rows, functools.partial(cpu_experts.grouped_gemm, counts=counts))
 
-            # Nothing waits for counts, so that all of it can be captured in a graph.
-            starts = counts.cumsum(0) - counts if offsets is None else offsets
-            if not torch.is_grad_enabled():
-                h = grouped_swiglu(rows, w_gate, w_up, counts, offsets=starts)
-                return grouped_gemm(h, w_down, counts, offsets=starts)
-            product = functools.partial(
-                grouped_gemm, counts=counts, offsets=starts, zero_padding=True
-            )
-        else:
-            product = functools.partial(cpu_experts.grouped_gemm, counts=counts)
+    def _with_kernels(self, rows: Tensor, counts: Tensor, offsets: Tensor | None) -> Tensor:
+        """Nothing waits for counts, so that all of it can be captured in a graph."""
+        from moe_p2p.kernels.triton.grouped_ops import grouped_gemm, grouped_swiglu
+
+        starts = counts.cumsum(0) - counts if offsets is None else offsets
+        product = functools.partial(grouped_gemm, counts=counts, offsets=starts)
+        if torch.is_grad_enabled():
+            return self._by_products(rows, functools.partial(product, zero_padding=True))
+        w_gate, w_up, w_down = self._weights(rows.dtype)
+        return product(grouped_swiglu(rows, w_gate, w_up, counts, offsets=starts), w_down)
+
+    def _by_products(self, rows: Tensor, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        w_gate, w_up, w_down = self._weights(rows.dtype)
         return product(functional.silu(product(rows, w_gate)) * product(rows, w_up), w_down)
+
+    def _weights(self, dtype: torch.dtype) -> list[Tensor]:
+        return [w.to(dtype) for w in (self.w_gate, self.w_up, self.w_down)]
 
 
 class Fp8Experts(nn.Module):

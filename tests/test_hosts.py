@@ -20,6 +20,8 @@ import pytest
 import hosts
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from moe_p2p import AllToAll
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -107,14 +109,19 @@ def _exchange(comm: AllToAll) -> str:
     return f"{NUM_STEPS} steps, nodes of {comm.ranks_per_node}"
 
 
-def _lose_interface(comm: AllToAll) -> str:
-    """Rank 0 takes its host's second interface down after a step; then until the story is told."""
+def _lose_interface(comm: AllToAll, store: dist.Store) -> str:
+    """Rank 0 takes its host's second interface down after everybody's first step.
+
+    Then until the story is told.
+    """
     from cases import check_step, make_tokens
     from moe_p2p import MoeP2pError
 
     tokens = [make_tokens(1, r, 12) for r in range(comm.world_size)]
     check_step(comm, tokens)
+    store.set(f"connected {comm.rank}", "")
     if comm.rank == 0:
+        store.wait([f"connected {r}" for r in range(comm.world_size)])
         subprocess.run(["ip", "link", "set", "eth1", "down"], check=True)
     began = time.monotonic()
     try:
@@ -147,7 +154,7 @@ def _rank(is_lossy: bool) -> None:
         nics_per_rank=2,
         timeout_s=LOSS_TIMEOUT_S if is_lossy else TIMEOUT_S,
     ) as comm:
-        outcome = _lose_interface(comm) if is_lossy else _exchange(comm)
+        outcome = _lose_interface(comm, store) if is_lossy else _exchange(comm)
         print(f"rank {number}: {outcome}", flush=True)
     store.set(f"done {number}", "")
     if number == 0:  # the store lives here: its rank leaves last
