@@ -148,7 +148,7 @@ def test_what_is_refused() -> None:
             dispatch(buffer, mine, SHAPE, Call(), handle=handle, do_cpu_sync=None)
         with pytest.raises(AssertionError, match="no CPU sync"):
             buffer.dispatch(mine.x, handle=handle, do_cpu_sync=True)
-        with pytest.raises(AssertionError, match="do_expand differs"):
+        with pytest.raises(AssertionError, match="do_expand is True, the handle.s is False"):
             buffer.dispatch(mine.x, handle=handle, do_expand=True)
         with pytest.raises(AssertionError, match="needs do_expand"):
             dispatch(buffer, mine, SHAPE, Call(), do_zero_padding=True)

@@ -25,9 +25,10 @@ class BufferBase:
     Making one is collective. Memory is taken later, when the first call of a shape comes.
 
     group: of any backend, also of the CPU; None for `comm` or the default group.
-    num_nvl_bytes, num_rdma_bytes: their sum is what a communicator of normal calls may take. 0, or
-        less than 64 tokens of a step need: as much as steps of 512 tokens need.
-    low_latency_mode: kept; both kinds of calls work in any case, also side by side.
+    num_nvl_bytes, num_rdma_bytes: what normal calls may take, of all shapes; the first shape has
+        steps of as many tokens as fit, others of what is left. 0: steps of 512 tokens.
+    low_latency_mode: num_rdma_bytes are for low-latency calls, and normal ones take none of them.
+        Both kinds of calls work in any case, also side by side.
     explicitly_destroy: destroy() will be called. Otherwise memory goes back with the object.
     enable_shrink: ranks can be masked (low_latency.py).
     comm: an mpi4py communicator, in place of a group.

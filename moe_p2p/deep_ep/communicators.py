@@ -9,7 +9,9 @@ Symbols: W ranks, L ranks per node, K top-k, E experts, H hidden size, M tokens 
 
 from __future__ import annotations
 
+import dataclasses
 import socket
+from bisect import bisect_right
 from typing import Any, Protocol
 
 import torch
@@ -24,8 +26,8 @@ from moe_p2p.deep_ep.releasing import ReleasingAllToAll
 from moe_p2p.ops import call
 
 TIMEOUT_S = 100.0  # of every wait, as in DeepEP
-# Tokens of a step, by what fits. Powers of two, so that batches of usual sizes are whole steps.
-_CHUNKS = (8192, 4096, 2048, 1024, 512, 256, 128, 64)
+_MOST_TOKENS = 8192  # of a step whose size memory decides; more would make no call faster
+_WHOLE_TOKENS = 64  # such a step is a multiple of it, where so many fit
 
 
 class MpiComm(Protocol):
@@ -60,6 +62,7 @@ class Communicators:
         hosts = self.meet("the hosts", call(torch.ops.moe_p2p.host_identity.default))
         self.ranks_per_node = find_ranks_per_node(hosts, None)
         self._made: dict[tuple[object, ...], ReleasingAllToAll] = {}
+        self._limited_bytes = 0  # of those made within a limit
 
     def get(
         self,
@@ -75,8 +78,15 @@ class Communicators:
         chunk_tokens: int | None = None,
         steps_in_flight: int = 2,
         num_sms: int | None = None,
+        limit_bytes: int = 0,
     ) -> ReleasingAllToAll:
-        """The AllToAll for this shape; the arguments are fields of AllToAllConfig."""
+        """The AllToAll for this shape; the arguments are fields of AllToAllConfig.
+
+        limit_bytes: what all that are made with a limit may take together. A step then has as many
+            tokens as there is memory left for, and chunk_tokens are the most. 0: no limit.
+
+        Raises ResourceExhaustedError when not even a step of one token fits.
+        """
         key = (
             num_experts,
             hidden_dim,
@@ -107,23 +117,39 @@ class Communicators:
                 ranks_per_node=self.ranks_per_node,
                 timeout_s=self.timeout_s,
             )
+            if limit_bytes:
+                config = self._within(limit_bytes, config)
             made = ReleasingAllToAll(
                 self._store, config, rank=self.rank, world_size=self.world_size
             )
             self._made[key] = made
+            if limit_bytes:
+                self._limited_bytes += self._size(config)
         return made
 
-    def chunk_tokens(self, num_bytes: int, **fields: Any) -> int | None:
-        """M for a communicator of at most num_bytes; None (the default M) when no M is that small.
+    def _within(self, limit_bytes: int, config: AllToAllConfig) -> AllToAllConfig:
+        """With as many tokens of a step as fit into what is left, at most those of `config`."""
+        left, most = limit_bytes - self._limited_bytes, config.chunk_tokens or _MOST_TOKENS
 
-        fields: of AllToAllConfig.
-        """
-        for chunk in _CHUNKS:
-            config = AllToAllConfig(**fields, chunk_tokens=chunk)
-            plan = config.plan(world_size=self.world_size, ranks_per_node=self.ranks_per_node)
-            if sum(plan.values()) <= num_bytes:
-                return chunk
-        return None
+        def size(tokens: int) -> int:
+            return self._size(dataclasses.replace(config, chunk_tokens=tokens))
+
+        tokens = bisect_right(range(1, most + 1), left, key=size)
+        if tokens == 0:
+            text = (
+                f"of the {limit_bytes} bytes that this buffer may take {left} are left, and calls "
+                f"with {config.num_experts} experts, hidden size {config.hidden_dim} and top-"
+                f"{config.topk} need {size(1)} for steps of one token, {size(512)} for steps of "
+                "512: make the buffer with more bytes, or with none given"
+            )
+            raise errors.make(errors.ResourceExhaustedError, text)
+        if _WHOLE_TOKENS <= tokens < most:
+            tokens -= tokens % _WHOLE_TOKENS
+        return dataclasses.replace(config, chunk_tokens=tokens)
+
+    def _size(self, config: AllToAllConfig) -> int:
+        plan = config.plan(world_size=self.world_size, ranks_per_node=self.ranks_per_node)
+        return sum(plan.values())
 
     def meet(self, what: str, said: str = "") -> list[str]:
         """Returns when all ranks have come, with what each of them says. `what` is for errors."""

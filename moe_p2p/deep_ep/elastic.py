@@ -6,14 +6,17 @@ of this rank, H hidden size, P scale packs of a token, R rows received.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from moe_p2p.arguments import bias_list
 from moe_p2p.deep_ep.elastic_base import ElasticBase
 from moe_p2p.deep_ep.elastic_handle import EPHandle, RowCounts
 from moe_p2p.deep_ep.event import EventHandle, EventOverlap
 from moe_p2p.deep_ep.host_counts import agree_on_extent
 from moe_p2p.deep_ep.layout import count_routing
 from moe_p2p.deep_ep.releasing import ReleasingAllToAll, without_rows
+from moe_p2p.deep_ep.streams import wait_for
 from moe_p2p.dispatched import Dispatched
 
 _Values = Tensor | tuple[Tensor, Tensor]
@@ -55,7 +58,8 @@ class ElasticBuffer(ElasticBase):
         num_sms: thread blocks of this call and its combine. 0: of get_theoretical_num_sms.
         previous_event, previous_event_before_epilogue: the call comes after both.
         async_with_compute_stream: on the communication stream; wait for the event.
-        handle: of an earlier dispatch: the same routing again, other values.
+        handle: of an earlier dispatch: the same routing again, other values. do_expand and what is
+            given of the numbers must be what they were.
         do_handle_copy: the handle's topk_idx is a copy, so that the caller may write over his.
         do_cpu_sync: the host waits for all ranks' counts, and there are as many rows as come; else
             as many as could come. None: yes, but not with a handle.
@@ -72,7 +76,7 @@ class ElasticBuffer(ElasticBase):
         sync = handle is None if do_cpu_sync is None else do_cpu_sync
         assert not do_zero_padding or do_expand, "do_zero_padding needs do_expand"
         with self._streams.turn(values, previous_event, async_with_compute_stream) as turn:
-            _wait_for(previous_event_before_epilogue)
+            wait_for(previous_event_before_epilogue, values)
             if handle is None:
                 assert topk_idx is not None, "topk_idx is missing, and there is no handle"
                 assert num_experts is not None, "num_experts is missing, and there is no handle"
@@ -90,7 +94,12 @@ class ElasticBuffer(ElasticBase):
             else:
                 assert topk_idx is None, "a handle was given with topk_idx; give one of them"
                 assert not sync, "a handle brings its counts: there is no CPU sync with it"
-                assert handle.do_expand == do_expand, "the handle's do_expand differs"
+                handle.check_same(
+                    do_expand=do_expand,
+                    num_experts=num_experts,
+                    expert_alignment=expert_alignment,
+                    num_max_tokens_per_rank=num_max_tokens_per_rank,
+                )
                 all_to_all, alignment = handle.all_to_all, handle.expert_alignment
                 topk, num_tokens = handle.topk_idx, handle.num_max_tokens_per_rank
                 counts = handle.row_counts
@@ -156,19 +165,24 @@ class ElasticBuffer(ElasticBase):
 
         Returns [t, H] of x's type, [t, K] or None, and the event.
         """
-        received = handle.received
+        received, terms = handle.received, bias_list(bias)
         with self._streams.turn(x, previous_event, async_with_compute_stream) as turn:
-            _wait_for(previous_event_before_epilogue)
+            wait_for(previous_event_before_epilogue, x)
+            # A rank that sends the row it is given rounds nothing.
+            adds_on_the_way = handle.do_expand or self.num_rdma_ranks > 1
+            exact = adds_on_the_way and not self.allow_multiple_reduction
             result = handle.all_to_all.combine(
                 x.contiguous(),
                 received,
                 weighted=False,
                 row_scalars=topk_weights,
-                bias=bias,
+                bias=tuple(term.float() for term in terms) if exact else bias,
+                out_dtype=torch.float32 if exact else None,
             )
             sums, weights = (result, None) if topk_weights is None else result
+            if exact:
+                sums = sums.to(x.dtype)
             if async_with_compute_stream:
-                terms = bias if isinstance(bias, tuple) else (bias,)
                 turn.uses((x, topk_weights, *terms, sums, weights, received.handle))
         return sums, weights, turn.event
 
@@ -185,11 +199,6 @@ def _most(all_to_all: ReleasingAllToAll, num_tokens: int, alignment: int) -> Row
     tokens, experts = all_to_all.world_size * num_tokens, all_to_all.num_local_experts
     expanded = tokens * min(all_to_all.config.topk, experts) + (alignment - 1) * experts
     return RowCounts(tokens, expanded, [])
-
-
-def _wait_for(event: _Event | None) -> None:
-    if event is not None:
-        event.current_stream_wait()
 
 
 def _tensors(received: Dispatched) -> list[Tensor]:

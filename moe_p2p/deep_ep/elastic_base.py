@@ -33,17 +33,19 @@ class ElasticBase:
     Making one is collective.
 
     group: of any backend.
-    num_bytes: what a communicator may take; it bounds the tokens of a step. None: as much as steps
-        of 512 tokens need. Memory is taken by the first call of a shape.
+    num_bytes: what calls may take, of all shapes; the first shape has steps of as many tokens as
+        fit, others of what is left. None: steps of 512 tokens. The first call of a shape takes it.
     num_max_tokens_per_rank: T of calls that give none. hidden, num_topk: for `num_bytes` as it is
         read later, nothing else.
     use_fp8_dispatch: x of float8_e4m3fn get a communicator of half the size.
+    allow_multiple_reduction: partial sums are rounded to x's type where they travel. False: sums
+        are rounded once, at the end; partial ones travel as float32, which are twice the bytes.
     prefer_overlap_with_compute: calls without num_sms use 24 thread blocks, not all that help.
     num_gpu_timeout_secs: deadline of every wait, of the host too. A wait that passes it raises.
     explicitly_destroy: destroy() will be called. Otherwise memory goes back with the object.
 
     Without meaning here, and accepted: num_cpu_bytes, deterministic (results always are),
-    allow_hybrid_mode, allow_multiple_reduction (each rank adds up before it sends), sl_idx,
+    allow_hybrid_mode (each rank and each node adds up before it sends), sl_idx,
     num_allocated_qps, num_cpu_timeout_secs.
     """
 
@@ -73,10 +75,15 @@ class ElasticBase:
         self.group = group
         self.rank_idx = self._communicators.rank
         self.num_ranks = self._communicators.world_size
-        self._limit_bytes = num_bytes
+        self._limit_bytes = num_bytes or 0
         if num_bytes is None and hidden > 0 and num_max_tokens_per_rank > 0:
             num_bytes = _size(
-                self._communicators, num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch
+                self._communicators,
+                num_max_tokens_per_rank,
+                hidden,
+                num_topk,
+                use_fp8_dispatch,
+                allow_multiple_reduction,
             )
         self.num_bytes = num_bytes or 0
         self.num_max_tokens_per_rank = num_max_tokens_per_rank
@@ -176,8 +183,14 @@ class ElasticBase:
         allow_multiple_reduction: bool = True,
     ) -> int:
         """Bytes of one rank that such calls take, a multiple of 2 MiB. Collective."""
-        communicators = Communicators(group)
-        return _size(communicators, num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch)
+        return _size(
+            Communicators(group),
+            num_max_tokens_per_rank,
+            hidden,
+            num_topk,
+            use_fp8_dispatch,
+            allow_multiple_reduction,
+        )
 
     def _all_to_all(
         self,
@@ -226,24 +239,27 @@ class ElasticBase:
             "topk": topk,
             "max_tokens": _MAX_TOKENS,
             "dtype": dtype,
+            "combine_dtype": None if self.allow_multiple_reduction else torch.float32,
             "extra_bytes": max(0, -(-4 * more_packs // 16) * 16),
         }
-        if self._limit_bytes is None:
-            chunk = min(num_tokens, DEFAULT_CHUNK_TOKENS)
-        else:
-            fits = self._communicators.chunk_tokens(self._limit_bytes, **fields)
-            chunk = min(num_tokens, fits or DEFAULT_CHUNK_TOKENS)
+        limited = self._limit_bytes > 0
         on_gpu = values.is_cuda and (num_sms > 0 or self.prefer_overlap_with_compute)
         return self._communicators.get(
             **fields,
             device=values.device,
-            chunk_tokens=chunk,
+            chunk_tokens=num_tokens if limited else min(num_tokens, DEFAULT_CHUNK_TOKENS),
+            limit_bytes=self._limit_bytes,
             num_sms=(num_sms or _OVERLAP_SMS) if on_gpu else None,
         )
 
 
 def _size(
-    communicators: Communicators, num_tokens: int, hidden: int, topk: int, use_fp8: bool
+    communicators: Communicators,
+    num_tokens: int,
+    hidden: int,
+    topk: int,
+    use_fp8: bool,
+    allow_multiple_reduction: bool,
 ) -> int:
     """Bytes of a communicator in steps of the usual size."""
     world_size = communicators.world_size
@@ -253,6 +269,7 @@ def _size(
         topk=topk or 1,
         max_tokens=num_tokens,
         dtype=torch.float8_e4m3fn if use_fp8 else torch.bfloat16,
+        combine_dtype=None if allow_multiple_reduction else torch.float32,
     )
     regions = config.plan(world_size=world_size, ranks_per_node=communicators.ranks_per_node)
     return -(-sum(regions.values()) // _SIZE_ALIGNMENT) * _SIZE_ALIGNMENT

@@ -62,6 +62,12 @@ class EPHandle:
         self.num_expanded_tokens = counts.num_expanded_tokens
         self.num_recv_tokens_per_expert_list = counts.per_expert
 
+    def check_same(self, **given: int | None) -> None:
+        """Whether a dispatch with this handle is given what it was made with; None: not given."""
+        for name, value in given.items():
+            mine = getattr(self, name)
+            assert value in (None, mine), f"{name} is {value}, the handle's is {mine}"
+
     @cached_property
     def psum_num_recv_tokens_per_scaleup_rank(self) -> Tensor:
         """[W] int32: tokens of each source rank, added up; all ranks are one domain."""

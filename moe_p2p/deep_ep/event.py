@@ -30,6 +30,11 @@ class EventHandle:
         if self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
 
+    def synchronize(self) -> None:
+        """Returns when what came before that point is done."""
+        if self._event is not None:
+            self._event.synchronize()
+
 
 class EventOverlap:
     """The event of a call, to wait for later.

@@ -184,25 +184,24 @@ class NormalCalls(BufferBase):
     def _all_to_all(
         self, num_experts: int, topk: int, values: Tensor, config: Config | None
     ) -> AllToAll:
-        """The communicator of these shapes; of bfloat16 also for float8_e4m3fn."""
-        narrow = values.dtype.itemsize == 1
+        """The communicator of these shapes; types of 1 and 2 bytes share one."""
+        narrow = values.dtype.itemsize <= 2
         fields: dict[str, Any] = {
             "num_experts": num_experts,
             "hidden_dim": values.shape[1],
             "topk": topk,
-            "max_tokens": _MAX_TOKENS,
             "dtype": torch.bfloat16 if narrow else values.dtype,
+            "device": values.device,
+            "num_sms": (config.num_sms if config else self.num_sms) if values.is_cuda else None,
         }
-        num_sms = (config.num_sms if config else self.num_sms) if values.is_cuda else None
-        key = (*fields.values(), values.device, num_sms)
+        key = tuple(fields.values())
         made = self._normal.get(key)
         if made is None:
-            num_bytes = self.num_nvl_bytes + self.num_rdma_bytes
-            chunk = self._communicators.chunk_tokens(num_bytes, **fields)
-            made = self._communicators.get(
-                **fields, device=values.device, chunk_tokens=chunk, num_sms=num_sms
+            # Low-latency calls of the same buffer take num_rdma_bytes.
+            rdma_bytes = 0 if self.low_latency_mode else self.num_rdma_bytes
+            made = self._normal[key] = self._communicators.get(
+                **fields, max_tokens=_MAX_TOKENS, limit_bytes=self.num_nvl_bytes + rdma_bytes
             )
-            self._normal[key] = made
         return made
 
 

@@ -32,6 +32,9 @@ class Streams:
     @property
     def comm(self) -> torch.cuda.Stream:
         if self._comm is None:
+            if not torch.cuda.is_available():
+                text = "there is no GPU, so there is no communication stream: calls on CPU tensors "
+                raise errors.make(errors.UnavailableError, text + "are done when they return")
             self._comm = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         return self._comm
 
@@ -51,10 +54,11 @@ class Streams:
             "allocate_on_comm_stream needs previous_event and async_finish: what is allocated on "
             "the communication stream can only be used after an event",
         )
+        event = previous_event.event if isinstance(previous_event, EventOverlap) else previous_event
         ordinal = like.get_device()  # -1: host memory
         if ordinal < 0:
+            wait_for(event, like)
             return Turn(async_finish)
-        event = previous_event.event if isinstance(previous_event, EventOverlap) else previous_event
         # What most calls are, without a stream's object: on the stream of the latest call.
         if event is None and not async_finish and self._latest_raw == _current_raw(ordinal):
             return Turn(False)
@@ -67,6 +71,17 @@ class Streams:
         # Nothing outside a graph's capture can be waited for in it; the user orders whole graphs.
         if latest not in (None, stream) and _is_capturing(latest) == _is_capturing(stream):
             stream.wait_stream(latest)
+
+
+def wait_for(event: EventOverlap | EventHandle | None, like: Tensor) -> None:
+    """What is done with tensors like this one comes after the event."""
+    handle = event.event if isinstance(event, EventOverlap) else event
+    if handle is None:
+        return
+    if like.is_cuda:
+        handle.current_stream_wait()
+    else:
+        handle.synchronize()  # a GPU may be writing to them
 
 
 def _current_raw(ordinal: int) -> int:

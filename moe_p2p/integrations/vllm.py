@@ -303,7 +303,7 @@ class Standard(_PrepareAndFinalize):
                 apply_router_weight_on_input=apply_router_weight_on_input,
             )
         rows = y.reshape(-1, output.shape[1])
-        output.copy_(all_to_all.combine(rows, got, weighted=weighted, out_dtype=output.dtype))
+        all_to_all.combine(rows, got, weighted=weighted, out=output)
 
 
 @functools.cache

@@ -66,8 +66,9 @@ PeerId Peers::connect(Address address) {
     entry = entries_.emplace(address.name, Entry{fi_addr, 0}).first;
   }
   ++entry->second.num_peers;
-  peers_.push_back({.address = std::move(address), .fi_addr = entry->second.fi_addr});
-  return static_cast<PeerId>(peers_.size() - 1);
+  const auto id = static_cast<PeerId>(peers_.size());
+  peers_.push_back(std::make_unique<Peer>(id, std::move(address), entry->second.fi_addr));
+  return id;
 }
 
 Peer& Peers::at(PeerId id) {

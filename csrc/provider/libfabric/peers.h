@@ -2,9 +2,10 @@
 // looked at by the polling thread; the gate of the Domain keeps them apart.
 #pragma once
 
-#include <deque>
 #include <map>
+#include <memory>
 #include <optional>
+#include <vector>
 
 #include "platform/wait.h"
 #include "provider/libfabric/session.h"
@@ -27,6 +28,7 @@ struct Address {
 };
 
 struct Peer {
+  PeerId id;
   Address address;
   uint64_t fi_addr = kAddressNotAvailable;
   bool connected = true;
@@ -50,7 +52,7 @@ class Peers {
 
   // Null: not connected (any more).
   Peer* find(PeerId id) noexcept {
-    return id < peers_.size() && peers_[id].connected ? &peers_[id] : nullptr;
+    return id < peers_.size() && peers_[id]->connected ? peers_[id].get() : nullptr;
   }
 
  private:
@@ -62,7 +64,7 @@ class Peers {
 
   const Session& session_;
   const std::string name_;
-  std::deque<Peer> peers_;  // by id; ids are not used again
+  std::vector<std::unique_ptr<Peer>> peers_;  // by id; ids are not used again
   std::map<base::Bytes, Entry> entries_;
 };
 

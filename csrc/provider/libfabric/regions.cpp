@@ -111,7 +111,7 @@ MemoryKey Regions::add(const MemorySpan& span) {
                                          ? reinterpret_cast<uint64_t>(span.data)
                                          : uint64_t{0}};
   void* descriptor = mr->mem_desc;
-  regions_.push_back({span, std::move(mr), descriptor});
+  regions_.push_back(std::make_unique<Region>(span, std::move(mr), descriptor));
   return key;
 }
 

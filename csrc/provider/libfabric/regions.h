@@ -2,8 +2,9 @@
 // of the Domain keeps them apart.
 #pragma once
 
-#include <deque>
+#include <memory>
 #include <random>
+#include <vector>
 
 #include "provider/libfabric/session.h"
 #include "provider/provider.h"
@@ -34,9 +35,9 @@ class Regions {
   // Null: not a key of this NIC.
   Region* find(uint64_t local_key) noexcept {
     const uint64_t index = local_key - first_key_;
-    return index < regions_.size() ? &regions_[index] : nullptr;
+    return index < regions_.size() ? regions_[index].get() : nullptr;
   }
-  Region& scratch() noexcept { return regions_.front(); }  // whatever was added first
+  Region& scratch() noexcept { return *regions_.front(); }  // whatever was added first
 
  private:
   Owned<MemoryRegion> open(const MemorySpan& span);
@@ -46,7 +47,8 @@ class Regions {
   const std::string name_;
   std::mt19937_64 random_{std::random_device{}()};
   const uint64_t first_key_ = random_() >> 1;  // keys of another NIC must not be found here
-  std::deque<Region> regions_;                 // stays in place: posted writes point into it
+  std::vector<std::unique_ptr<Region>>
+      regions_;  // each stays in place: posted writes point into it
 };
 
 }  // namespace moe_p2p::provider::libfabric

@@ -39,6 +39,7 @@ Writes::Writes(const Session& session, const Config& config, Regions& regions, P
 }
 
 void Writes::add_slots(size_t count) {
+  free_.reserve(slots_.size() + count);
   for (size_t i = 0; i < count; ++i) {
     slots_.emplace_back();
     release(slots_.back());
@@ -46,14 +47,12 @@ void Writes::add_slots(size_t count) {
 }
 
 void Writes::refill() {
-  if (num_free_ < max_in_flight_) add_slots(max_in_flight_ - num_free_);
+  if (free_.size() < max_in_flight_) add_slots(max_in_flight_ - free_.size());
 }
 
 void Writes::release(Slot& slot) noexcept {
   slot.state = Slot::State::kFree;
-  slot.next = free_;
-  free_ = &slot;
-  ++num_free_;
+  free_.push_back(&slot);  // within its capacity
 }
 
 // --- accepting ---
@@ -61,12 +60,11 @@ void Writes::release(Slot& slot) noexcept {
 size_t Writes::accept(std::span<const WorkRequest> requests) noexcept {
   const size_t used = num_in_flight_ + ready_.size();
   const size_t room =
-      std::min<size_t>(num_free_, max_in_flight_ - std::min<size_t>(used, max_in_flight_));
+      std::min<size_t>(free_.size(), max_in_flight_ - std::min<size_t>(used, max_in_flight_));
   const size_t count = std::min(requests.size(), room);
   for (const WorkRequest& request : requests.first(count)) {
-    Slot& slot = *free_;
-    free_ = slot.next;
-    --num_free_;
+    Slot& slot = *free_.back();
+    free_.pop_back();
     ++num_in_flight_;
     accept(request, slot);
   }
@@ -74,29 +72,35 @@ size_t Writes::accept(std::span<const WorkRequest> requests) noexcept {
 }
 
 void Writes::accept(const WorkRequest& request, Slot& slot) noexcept {
-  slot.request = request;
-  slot.state = Slot::State::kWaiting;
+  slot.wr_id = request.wr_id;
   slot.region = nullptr;
-  slot.peer = peers_.find(request.peer);
+  slot.bytes = request.bytes;
+  slot.imm = request.imm;
+  slot.peer = request.peer;
+  slot.has_imm = request.has_imm;
+  slot.state = Slot::State::kWaiting;
+  Peer* peer = peers_.find(request.peer);
   if (!broken_.ok()) return complete(slot, broken_);
-  if (!slot.peer) return complete(slot, {Code::kClosed, 0});
+  if (!peer) return complete(slot, {Code::kClosed, 0});
   if (request.bytes == 0) {
     slot.region = &regions_.scratch();  // at both ends
-    slot.request.local = slot.region->span.data;
-    slot.request.bytes = bytes_when_empty_;
-    slot.request.remote_addr = slot.peer->address.scratch_addr;
-    slot.request.remote_key = slot.peer->address.scratch_key;
+    slot.bytes = bytes_when_empty_;
+    slot.local = slot.region->span.data;
+    slot.remote_addr = peer->address.scratch_addr;
+    slot.remote_key = peer->address.scratch_key;
   } else {
     Region* region = regions_.find(request.local_key);
     if (!region || !region->contains(request.local, request.bytes))
       return complete(slot, {Code::kInvalidArgument, 0});
     slot.region = region;
+    slot.local = request.local;
+    slot.remote_addr = request.remote_addr;
+    slot.remote_key = request.remote_key;
   }
-  enqueue(slot);
+  enqueue(slot, *peer);
 }
 
-void Writes::enqueue(Slot& slot) noexcept {
-  Peer& peer = *slot.peer;
+void Writes::enqueue(Slot& slot, Peer& peer) noexcept {
   slot.next = nullptr;
   (peer.first ? peer.last->next : peer.first) = &slot;
   peer.last = &slot;
@@ -125,7 +129,7 @@ bool Writes::push(Peer& peer) noexcept {
   uint32_t chained = chain_open_ ? kChain : 0;
   while (Slot* slot = peer.first) {
     const bool more = slot->next != nullptr && ++chained < kChain;
-    const ssize_t result = post(*slot, more ? kMore : 0);
+    const ssize_t result = post(*slot, peer, more ? kMore : 0);
     const Status status = result == 0 ? Status{} : status_of(static_cast<int>(-result));
     if (result == -EAGAIN || status.code == Code::kPeerDead) {
       if (!has_given_up(peer, result == -EAGAIN ? timeout_ : std::min(timeout_, kReconnect)))
@@ -149,19 +153,18 @@ bool Writes::push(Peer& peer) noexcept {
   return true;
 }
 
-ssize_t Writes::post(Slot& slot, uint64_t flags) noexcept {
-  const WorkRequest& request = slot.request;
-  const iovec local{const_cast<std::byte*>(request.local), request.bytes};
-  const RmaIov remote{request.remote_addr, request.bytes, request.remote_key};
+ssize_t Writes::post(Slot& slot, const Peer& peer, uint64_t flags) noexcept {
+  const iovec local{const_cast<std::byte*>(slot.local), slot.bytes};
+  const RmaIov remote{slot.remote_addr, slot.bytes, slot.remote_key};
   const RmaMessage message{.msg_iov = &local,
                            .desc = &slot.region->descriptor,
                            .iov_count = 1,
-                           .addr = slot.peer->fi_addr,
+                           .addr = peer.fi_addr,
                            .rma_iov = &remote,
                            .rma_iov_count = 1,
                            .context = &slot.context,
-                           .data = request.imm};
-  if (request.has_imm) flags |= kRemoteCqData;
+                           .data = slot.imm};
+  if (slot.has_imm) flags |= kRemoteCqData;
   Endpoint& endpoint = *session_.endpoint;
   return endpoint.rma->writemsg(&endpoint, &message, flags | completion_flags_);
 }
@@ -178,13 +181,13 @@ bool Writes::has_given_up(Peer& peer, std::chrono::milliseconds patience) noexce
 // What the caller asked for itself is no failure of the NIC.
 void Writes::note(const Slot& slot, Status status, int prov_errno) noexcept {
   if (status.ok() || status.code == Code::kClosed || first_failure_) return;
-  first_failure_ = {status, prov_errno, slot.request.bytes, slot.request.peer};
+  first_failure_ = {status, prov_errno, slot.bytes, slot.peer};
 }
 
 void Writes::show(const Slot& slot, Status status) noexcept {
   note(slot, status, 0);
   --num_in_flight_;
-  ready_.push_back({.wr_id = slot.request.wr_id, .status = status});  // within its capacity
+  ready_.push_back({.wr_id = slot.wr_id, .status = status});  // within its capacity
 }
 
 void Writes::complete(Slot& slot, Status status) noexcept {
@@ -201,7 +204,7 @@ std::optional<Completion> Writes::finish(void* op_context, Status status, int pr
   Slot& slot = *static_cast<Slot*>(op_context);
   const bool wanted = slot.state == Slot::State::kPosted;
   if (wanted) note(slot, status, prov_errno);
-  const uint64_t wr_id = slot.request.wr_id;
+  const uint64_t wr_id = slot.wr_id;
   --slot.region->num_writes;
   release(slot);
   if (!wanted) return std::nullopt;
@@ -235,7 +238,7 @@ void Writes::fail_if(Status status, Concerns&& concerns) noexcept {
 
 void Writes::fail(Peer& peer, Status status) noexcept {
   peer.refused_since.reset();
-  fail_if(status, [&](const Slot& slot) { return slot.peer == &peer; });
+  fail_if(status, [&](const Slot& slot) { return slot.peer == peer.id; });
 }
 void Writes::fail(const Region& region, Status status) noexcept {
   fail_if(status, [&](const Slot& slot) { return slot.region == &region; });

@@ -17,18 +17,26 @@
 
 namespace moe_p2p::provider::libfabric {
 
-// One accepted write. libfabric has the address of `context` while the write is posted.
-struct Slot {
+// One accepted write. libfabric has the address of `context` while the write is posted. The rest is
+// one cache line: between two batches of writes, caches forget what the last one touched.
+struct alignas(64) Slot {
   // kAbandoned: completed toward the engine, libfabric still has to return it.
   enum class State : uint8_t { kFree, kWaiting, kPosted, kAbandoned };
 
   Context context{};  // first: a completion's op_context is the slot's address
-  WorkRequest request;
-  Peer* peer = nullptr;
+  uint64_t wr_id = 0;
+  const std::byte* local = nullptr;
   Region* region = nullptr;
-  Slot* next = nullptr;  // in the list of the peer, or of free slots
+  uint64_t remote_addr = 0;
+  uint64_t remote_key = 0;
+  Slot* next = nullptr;  // in the list of the peer
+  uint32_t bytes = 0;
+  uint32_t imm = 0;
+  PeerId peer = 0;
+  bool has_imm = false;
   State state = State::kFree;
 };
+static_assert(sizeof(Slot) == sizeof(Context) + 64);
 
 class Writes {
  public:
@@ -58,9 +66,9 @@ class Writes {
  private:
   void add_slots(size_t count);
   void accept(const WorkRequest& request, Slot& slot) noexcept;
-  void enqueue(Slot& slot) noexcept;
+  void enqueue(Slot& slot, Peer& peer) noexcept;
   bool push(Peer& peer) noexcept;
-  ssize_t post(Slot& slot, uint64_t flags) noexcept;
+  ssize_t post(Slot& slot, const Peer& peer, uint64_t flags) noexcept;
   bool has_given_up(Peer& peer, std::chrono::milliseconds patience) noexcept;
   template <typename Concerns>
   void fail_if(base::Status status, Concerns&& concerns) noexcept;
@@ -78,8 +86,7 @@ class Writes {
   Peers& peers_;
   std::vector<Completion>& ready_;
   std::deque<Slot> slots_;
-  Slot* free_ = nullptr;
-  uint32_t num_free_ = 0;
+  std::vector<Slot*> free_;     // no list: each link would be a miss that the next one waits for
   Peer* waiting_ = nullptr;     // peers with a list, by Peer::next_waiting
   bool chain_open_ = false;     // the last write that libfabric took has FI_MORE
   uint32_t num_in_flight_ = 0;  // accepted, no completion yet
