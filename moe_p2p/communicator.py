@@ -9,9 +9,10 @@ import os
 import secrets
 import time
 import weakref
+from collections.abc import Callable
 from contextlib import ExitStack
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _ops = torch.ops.moe_p2p
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def _close(comm: int, engine: Engine | None, device: DeviceSide | None) -> None:
@@ -45,6 +47,15 @@ def _close(comm: int, engine: Engine | None, device: DeviceSide | None) -> None:
                 num_steps = device.finish()
         finally:
             _ops.all_to_all_close.default(comm, num_steps)
+
+
+def _when_traced(function: _Function) -> _Function:
+    """torch.compile runs it while it traces, and leaves nothing of it in its graph.
+
+    What torch.compiler.assume_constant_result does, without importing the compiler for it.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 class Communicator:
@@ -220,10 +231,9 @@ class Communicator:
         gathered: Tensor = call(_ops.all_to_all_gather_counts.default, self._comm, values)
         return gathered
 
-    # What must be compiled before a call runs on a GPU. A compiler runs these while it traces, for
-    # the gradients too, and leaves nothing of them in its graph.
+    # What must be compiled before a call runs on a GPU.
 
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    @_when_traced
     def _prepare_dispatch(
         self, x_dtype: torch.dtype, quantize: bool, scale_format: int, by_rank: bool, trains: bool
     ) -> None:
@@ -235,7 +245,7 @@ class Communicator:
         if trains and not quantize and x_dtype != torch.float8_e4m3fn:
             self._device.prepare_combine(x_dtype, x_dtype)
 
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    @_when_traced
     def _prepare_combine(
         self, y_dtype: torch.dtype, out_dtype: torch.dtype, by_rank: bool, trains: bool
     ) -> None:
