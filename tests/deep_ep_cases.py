@@ -69,7 +69,7 @@ class Place:
 
 def open_buffer(rank: Rank, device: str, **options: Any) -> Place:
     group = dist.ProcessGroup(rank.store, rank.rank, rank.world_size)
-    options = {"num_nvl_bytes": 16 << 20, "explicitly_destroy": True} | options
+    options = {"explicitly_destroy": True} | options
     buffer = deep_ep.Buffer(group, timeout_s=20.0 if device == "cpu" else 100.0, **options)
     return Place(rank.rank, rank.world_size, device, buffer)
 

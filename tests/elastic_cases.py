@@ -363,6 +363,36 @@ def zero_padding(place: Place) -> None:
         assert any(end % call.expert_alignment for end in ends)
 
 
+def one_rounding(place: Place, do_expand: bool) -> None:
+    """256 + 1 + 1 in bfloat16 is 258, or 256 where 256 + 1 is rounded on the way.
+
+    Two experts of rank 0 add up there; by rank, the second of two nodes adds up for the first.
+    """
+    rank, device, _ = place
+    num_ranks, local = rank.world_size, SHAPE.num_experts // rank.world_size
+    last = num_ranks - 1
+    experts = [0, 1, SHAPE.num_experts - 1]
+    if not do_expand:
+        experts = [num_ranks // 2 * local, last * local, 0]
+    large = 0 if do_expand else num_ranks // 2  # the rank of the first expert
+    x = torch.zeros((1, SHAPE.hidden_dim), dtype=torch.bfloat16)
+    mine = Batch(x, torch.tensor([experts]), torch.ones((1, 3))).on(device)
+    for allowed in (False, True):
+        buffer = make_buffer(rank, allow_multiple_reduction=allowed)
+        rows, *_, handle, _ = dispatch(buffer, mine, SHAPE, Call(do_expand=do_expand))
+        y = torch.ones_like(rows)
+        if rank.rank == large:
+            y[: num_ranks if do_expand else None] = 256
+        for bias, extra in ((None, 0.0), (torch.full_like(x, 4.0).to(device), 4.0)):
+            out = host(buffer.combine(y, handle, bias=bias)[0])
+            assert out.dtype == torch.bfloat16
+            if not allowed:
+                assert (out == 258 + extra).all()
+            elif num_ranks > 1 and rank.rank == (last if do_expand else 0):
+                assert (out == 256 + extra).all()
+        buffer.destroy()
+
+
 def graphs(place: Place, call: Call) -> None:
     def pair(mine: Batch) -> Tensor:
         rows, idx, weights, handle, _ = dispatch(place.buffer, mine, SHAPE, call)

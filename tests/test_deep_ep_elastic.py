@@ -49,6 +49,19 @@ def test_between_nodes(shape: tuple[int, int], name: str, monkeypatch: pytest.Mo
     run(num_ranks, cases.any_order)
 
 
+def test_sums_are_rounded_once_where_no_more_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    run(2, cases.one_rounding, True)
+    monkeypatch.setattr(communicators, "find_ranks_per_node", lambda *_: 2)
+    run(4, cases.one_rounding, False)
+
+
+@pytest.mark.parametrize("num_ranks", [5, 6, 7])
+def test_in_worlds_that_deep_ep_refuses(num_ranks: int) -> None:
+    shape = SHAPE._replace(num_experts=2 * num_ranks)
+    for call in (Call(), Call(do_expand=True, do_cpu_sync=False)):
+        run(num_ranks, cases.steps, call, shape, [[5, 3, 0, 12, 1, 0, 7]])
+
+
 @pytest.mark.parametrize("call", [Call(do_cpu_sync=False), Call(do_expand=True)])
 def test_many_experts_and_many_k(call: Call) -> None:
     run(2, cases.steps, call, Shape(896, 3584, 16, 6), [[6, 4]])
@@ -148,8 +161,11 @@ def test_what_is_refused() -> None:
             dispatch(buffer, mine, SHAPE, Call(), handle=handle, do_cpu_sync=None)
         with pytest.raises(AssertionError, match="no CPU sync"):
             buffer.dispatch(mine.x, handle=handle, do_cpu_sync=True)
-        with pytest.raises(AssertionError, match="do_expand is True, the handle.s is False"):
+        with pytest.raises(AssertionError, match="do_expand is True, the handle's is"):
             buffer.dispatch(mine.x, handle=handle, do_expand=True)
+        for name, value in (("num_experts", 6), ("expert_alignment", 4)):
+            with pytest.raises(AssertionError, match=f"{name} is {value}, the handle"):
+                buffer.dispatch(mine.x, handle=handle, **{name: value})
         with pytest.raises(AssertionError, match="needs do_expand"):
             dispatch(buffer, mine, SHAPE, Call(), do_zero_padding=True)
         with pytest.raises(NotImplementedError, match="engram_fetch"):

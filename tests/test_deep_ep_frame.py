@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -192,6 +194,27 @@ def test_a_call_on_the_stream_of_the_latest_one_switches_nothing(
     assert made.pop() == (None, False)
 
 
+@pytest.mark.parametrize("wrap", [EventOverlap, lambda handle: handle])
+def test_host_memory_is_used_after_the_event(wrap: Callable[[EventHandle], Any]) -> None:
+    waited: list[str] = []
+    event = EventHandle()
+    event._event = cast(
+        torch.cuda.Event, SimpleNamespace(synchronize=lambda: waited.append("host"))
+    )
+    with streams.Streams().turn(torch.zeros(1), wrap(event), True, True) as turn:
+        assert waited == ["host"]
+    assert turn.event.event is not None
+    turn.event.current_stream_wait()
+    streams.wait_for(wrap(event), torch.zeros(1))
+    assert waited == ["host"] * 2
+
+
+def test_without_a_gpu_there_is_no_communication_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(moe_p2p.UnavailableError, match="no communication stream"):
+        _ = streams.Streams().comm
+
+
 def test_size_hints_are_of_the_size_that_users_know() -> None:
     config = Buffer.get_dispatch_config(8)
     # 320 MiB for 8 ranks of hidden size 7168 in bfloat16 at 20 SMs.
@@ -305,9 +328,13 @@ def _implicit(rank: Rank) -> None:
     place = cases.open_buffer(rank, "cpu", explicitly_destroy=False)
     with pytest.raises(AssertionError, match="explicitly_destroy=True"):
         place.buffer.destroy()
+    communicator = weakref.ref(cases.send(place, cases.SETTINGS["bf16"]).handle.all_to_all)
+    del place
+    gc.collect()
+    assert communicator() is None
 
 
-def test_destroy_is_for_those_who_said_so() -> None:
+def test_who_does_not_destroy_lets_go() -> None:
     run_threads(1, _implicit)
 
 

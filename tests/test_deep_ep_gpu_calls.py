@@ -45,6 +45,7 @@ ELASTIC: list[tuple[Any, ...]] = [
     (elastic.columns, 24, False),
     (elastic.columns, 3, True),
     (elastic.repeats, False),
+    (elastic.one_rounding, True),
     *((elastic.graphs, elastic.Call(do_expand=e, do_cpu_sync=False)) for e in (False, True)),
 ]
 

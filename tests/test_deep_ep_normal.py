@@ -10,7 +10,7 @@ import torch
 
 import deep_ep_cases as cases
 from deep_ep_cases import Place, Setting
-from moe_p2p import InvalidArgumentError
+from moe_p2p import AllToAllConfig, InvalidArgumentError, ResourceExhaustedError
 from moe_p2p.deep_ep import communicators
 from moe_p2p.deep_ep.layout import count_routing
 from ranks import Rank, run_threads
@@ -30,12 +30,19 @@ def test_in_worlds_of_any_size(check: _Check, world_size: int) -> None:
     run_threads(world_size, _body, check, cases.SETTINGS["bf16"], 16 << 20)
 
 
+@pytest.mark.parametrize("world_size", [5, 6, 7])
+def test_in_worlds_that_deep_ep_refuses(world_size: int) -> None:
+    setting = Setting(num_tokens=(3, 1, 4, 0, 5, 2, 6), num_experts=2 * world_size)
+    for check in (cases.check_dispatch, cases.check_combine, cases.check_worst):
+        run_threads(world_size, _body, check, setting, 1 << 20)
+
+
 @pytest.mark.parametrize("name", [name for name in cases.SETTINGS if name != "bf16"])
 @pytest.mark.parametrize("check", cases.CHECKS, ids=lambda check: check.__name__[6:])
 def test_with_tokens_of_any_kind(check: _Check, name: str) -> None:
     world_size = 4 if name == "wide" else 3
-    # Little memory: 64 tokens a step, so that some settings take several.
-    run_threads(world_size, _body, check, cases.SETTINGS[name], 1 << 20)
+    # Little memory, so that some settings take several steps.
+    run_threads(world_size, _body, check, cases.SETTINGS[name], (4 if name == "wide" else 1) << 20)
 
 
 @pytest.mark.parametrize("shape", [(2, 1), (4, 2)], ids=["2-nodes-of-1", "2-nodes-of-2"])
@@ -49,22 +56,59 @@ def test_between_nodes(shape: tuple[int, int], name: str, monkeypatch: pytest.Mo
 
 
 def _chunks(rank: Rank) -> list[int]:
+    """Tokens of a step for some sizes of memory, most of which they take."""
     chunks = []
-    for num_bytes in (1 << 20, 16 << 20, 0):
-        place = cases.open_buffer(rank, "cpu", num_nvl_bytes=num_bytes)
+    for nvl, rdma, low_latency in ((1, 0, False), (8, 8, False), (8, 8, True), (0, 0, False)):
+        place = cases.open_buffer(
+            rank,
+            "cpu",
+            num_nvl_bytes=nvl << 20,
+            num_rdma_bytes=rdma << 20,
+            low_latency_mode=low_latency,
+        )
         config = cases.send(place, cases.SETTINGS["bf16"]).handle.all_to_all.config
         chunks.append(config.step_tokens)
-        plan = config.plan(world_size=rank.world_size, ranks_per_node=rank.world_size)
-        assert num_bytes == 0 or sum(plan.values()) <= num_bytes
+        given = (nvl if low_latency else nvl + rdma) << 20
+        if given:
+            assert _size(rank, config) <= given
+            assert (
+                _size(rank, replace(config, chunk_tokens=config.step_tokens + 64))
+                > given * 15 // 16
+            )
         place.buffer.destroy()
     return chunks
 
 
-def test_a_step_is_as_large_as_the_memory_that_was_asked_for() -> None:
-    small, large, default = run_threads(2, _chunks)[0]
-    assert small == 128
-    assert large == 2048
+def _size(rank: Rank, config: AllToAllConfig) -> int:
+    regions = config.plan(world_size=rank.world_size, ranks_per_node=rank.world_size)
+    return sum(regions.values())
+
+
+def test_a_step_is_as_large_as_the_memory_that_was_given() -> None:
+    small, large, reserved, default = run_threads(2, _chunks)[0]
+    assert 64 < small < reserved < large
+    assert small % 64 == reserved % 64 == large % 64 == 0
     assert default == 512
+
+
+def _exhausted(rank: Rank) -> None:
+    """Shapes share what was given: the first may take nearly all of it, then an error says so."""
+    given = 2 << 20
+    place = cases.open_buffer(rank, "cpu", num_nvl_bytes=given)
+    first, fp8 = cases.SETTINGS["bf16"], cases.SETTINGS["fp8"]
+    taken = []
+    for setting in (first, fp8, replace(first, topk=2)):
+        taken.append(cases.send(place, setting).handle.all_to_all)
+    assert taken[0] is taken[1]  # another type of values is no other shape
+    assert sum(_size(rank, each.config) for each in taken[1:]) <= given
+    with pytest.raises(ResourceExhaustedError, match=r"of the 2097152 bytes .* are left, .*7168"):
+        cases.send(place, replace(first, hidden_dim=7168))
+    cases.check_dispatch(place, first)
+    place.buffer.destroy()
+
+
+def test_all_shapes_together_take_no_more_than_was_given() -> None:
+    run_threads(2, _exhausted)
 
 
 def _two_shapes(rank: Rank) -> None:

@@ -25,8 +25,9 @@ class BufferBase:
     Making one is collective. Memory is taken later, when the first call of a shape comes.
 
     group: of any backend, also of the CPU; None for `comm` or the default group.
-    num_nvl_bytes, num_rdma_bytes: what normal calls may take, of all shapes; the first shape has
-        steps of as many tokens as fit, others of what is left. 0: steps of 512 tokens.
+    num_nvl_bytes, num_rdma_bytes: their sum is what normal calls may take. The first shape has
+        steps of as many tokens as fit into 15/16 of it, the next one into 15/16 of what is left.
+        0: steps of 512 tokens, whatever they take.
     low_latency_mode: num_rdma_bytes are for low-latency calls, and normal ones take none of them.
         Both kinds of calls work in any case, also side by side.
     explicitly_destroy: destroy() will be called. Otherwise memory goes back with the object.

@@ -28,6 +28,7 @@ from moe_p2p.ops import call
 TIMEOUT_S = 100.0  # of every wait, as in DeepEP
 _MOST_TOKENS = 8192  # of a step whose size memory decides; more would make no call faster
 _WHOLE_TOKENS = 64  # such a step is a multiple of it, where so many fit
+_KEPT_SHARE = 16  # this part of what is left is left to other shapes
 
 
 class MpiComm(Protocol):
@@ -82,8 +83,8 @@ class Communicators:
     ) -> ReleasingAllToAll:
         """The AllToAll for this shape; the arguments are fields of AllToAllConfig.
 
-        limit_bytes: what all that are made with a limit may take together. A step then has as many
-            tokens as there is memory left for, and chunk_tokens are the most. 0: no limit.
+        limit_bytes: what all that are made with a limit may take together; 0: no limit. A step then
+            has as many tokens as fit into 15/16 of what is left, at most chunk_tokens.
 
         Raises ResourceExhaustedError when not even a step of one token fits.
         """
@@ -128,13 +129,14 @@ class Communicators:
         return made
 
     def _within(self, limit_bytes: int, config: AllToAllConfig) -> AllToAllConfig:
-        """With as many tokens of a step as fit into what is left, at most those of `config`."""
+        """With a step of as many tokens as there is memory for, at most those of `config`."""
         left, most = limit_bytes - self._limited_bytes, config.chunk_tokens or _MOST_TOKENS
+        room = left - left // _KEPT_SHARE
 
         def size(tokens: int) -> int:
             return self._size(dataclasses.replace(config, chunk_tokens=tokens))
 
-        tokens = bisect_right(range(1, most + 1), left, key=size)
+        tokens = bisect_right(range(1, most + 1), room, key=size)
         if tokens == 0:
             text = (
                 f"of the {limit_bytes} bytes that this buffer may take {left} are left, and calls "

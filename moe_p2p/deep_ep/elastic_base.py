@@ -33,8 +33,8 @@ class ElasticBase:
     Making one is collective.
 
     group: of any backend.
-    num_bytes: what calls may take, of all shapes; the first shape has steps of as many tokens as
-        fit, others of what is left. None: steps of 512 tokens. The first call of a shape takes it.
+    num_bytes: what calls may take. The first shape has steps of as many tokens as fit into 15/16 of
+        it, the next one into 15/16 of what is left. None: steps of 512 tokens, whatever they take.
     num_max_tokens_per_rank: T of calls that give none. hidden, num_topk: for `num_bytes` as it is
         read later, nothing else.
     use_fp8_dispatch: x of float8_e4m3fn get a communicator of half the size.
@@ -160,8 +160,8 @@ class ElasticBase:
         num_scaleout_topk: int = 0,
         rdma_gbs: float = 0,
         nvlink_gbs: float = 0,
-        sm_read_gbs: float = 0,
-        sm_write_gbs: float = 0,
+        sm_read_gbs: float = 200,
+        sm_write_gbs: float = 50,
     ) -> int:
         """Thread blocks of a call without num_sms. It does not depend on the routing here."""
         if self.prefer_overlap_with_compute or not torch.cuda.is_available():
