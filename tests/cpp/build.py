@@ -24,8 +24,8 @@ FLAGS = [
     "-ffp-contract=off",
     "-DMOE_P2P_TESTING",
 ]
-# The reports want line numbers, no variables. Optimizing all of ASan's checks would take longer than
-# the tests, then faster, save.
+# The reports want line numbers, no variables. Optimizing all of ASan's checks takes longer than the
+# tests, then faster, save.
 SANITIZERS = {
     "address": ["-g1", "-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"],
     "thread": ["-g1", "-O1", "-fsanitize=thread"],
