@@ -100,10 +100,14 @@ class AllToAll(Halves):
         """
         tokens = self.config.max_tokens if max_tokens is None else max_tokens
         where = arguments.make_layout(self._shape, layout, capacity, alignment, tokens)
-        arguments.check_ranges(where, with_ranges)
-        count, count_on_host = arguments.split_count(num_tokens)
-        format_number = arguments.scale_format_number(scale_format)
-        grad = arguments.records(x, topk_weights, *extras)
+        count, count_on_host, format_number = None, arguments.ALL_ROWS, 0
+        if num_tokens is not None:
+            count, count_on_host = arguments.split_count(num_tokens)
+        if scale_format != "float32":
+            format_number = arguments.scale_format_number(scale_format)
+        if with_ranges:
+            arguments.check_ranges(where)
+        grad = torch.is_grad_enabled() and arguments.require_grad(x, topk_weights, *extras)
         by_rank = where.rows == BY_RANK
         self._prepare_dispatch(x.dtype, quantize, format_number, by_rank, grad)
         if grad and quantize and x.requires_grad:
@@ -212,11 +216,13 @@ class AllToAll(Halves):
         dispatched row_weights. Raises as dispatch does.
         """
         row_weights = arguments.row_weights_of(dispatched, weighted, topk_weights)
-        terms = arguments.bias_list(bias)
-        if topk_weights is not None:
-            text = arguments.NO_LATE_GRADIENT
-            arguments.refuse_gradient(text, y=y, topk_weights=topk_weights)
-        grad = arguments.records(y, row_weights, row_scalars, *terms)
+        terms = [] if bias is None else arguments.bias_list(bias)
+        grad = False
+        if torch.is_grad_enabled():
+            if topk_weights is not None:
+                text = arguments.NO_LATE_GRADIENT
+                arguments.refuse_gradient(text, y=y, topk_weights=topk_weights)
+            grad = arguments.require_grad(y, row_weights, row_scalars, *terms)
         if out is not None:
             arguments.check_out(out, out_dtype, dispatched.topk_idx.shape[0], grad)
             out_dtype = out.dtype

@@ -20,6 +20,7 @@ from moe_p2p.dispatched import (
 )
 from moe_p2p.ops import CommunicatorShape
 
+ALL_ROWS = -1  # as a number of tokens
 NO_FP8_GRADIENT = (
     "x requires grad, but what is dispatched as float8_e4m3fn has no gradient; dispatch x.detach() "
     "or do not quantize"
@@ -42,12 +43,10 @@ NO_LATE_GRADIENT = (
 )
 
 
-def split_count(num_tokens: int | Tensor | None) -> tuple[Tensor | None, int]:
-    """The count as a tensor, and as a number that is used without the tensor (-1: all rows)."""
+def split_count(num_tokens: int | Tensor) -> tuple[Tensor | None, int]:
+    """The count as a tensor, and as a number that is used without the tensor."""
     if isinstance(num_tokens, Tensor):
-        return num_tokens, -1
-    if num_tokens is None:
-        return None, -1
+        return num_tokens, ALL_ROWS
     errors.require(num_tokens >= 0, f"num_tokens is {num_tokens}, must be at least 0")
     return None, num_tokens
 
@@ -77,9 +76,10 @@ def make_layout(
     return Layout(rows, capacity, alignment)
 
 
-def check_ranges(layout: Layout, with_ranges: bool) -> None:
+def check_ranges(layout: Layout) -> None:
+    """Whether there are ranges of such rows."""
     errors.require(
-        not with_ranges or layout.rows == PADDED,
+        layout.rows == PADDED,
         "with_ranges tells rows within an expert's own, it needs layout='padded'",
     )
 
@@ -88,43 +88,39 @@ def row_weights_of(
     dispatched: Dispatched, weighted: bool | None, topk_weights: Tensor | None
 ) -> Tensor | None:
     """What combine multiplies rows with; None: nothing that dispatch has brought."""
-    by_rank = dispatched.layout.rows == BY_RANK
-    errors.require(
-        not by_rank or (not weighted and topk_weights is None),
-        "rows by rank are sums over experts already, combine adds them as they are; "
-        "pass neither weighted=True nor topk_weights",
-    )
-    if by_rank or weighted is False or topk_weights is not None:
+    if dispatched.layout.rows == BY_RANK:
+        errors.require(
+            not weighted and topk_weights is None,
+            "rows by rank are sums over experts already, combine adds them as they are; "
+            "pass neither weighted=True nor topk_weights",
+        )
         return None
-    return dispatched.row_weights
+    return dispatched.row_weights if weighted is not False and topk_weights is None else None
 
 
-def bias_list(bias: Tensor | tuple[Tensor, Tensor] | None) -> list[Tensor]:
-    if bias is None:
-        return []
+def bias_list(bias: Tensor | tuple[Tensor, Tensor]) -> list[Tensor]:
     return [bias] if isinstance(bias, Tensor) else list(bias)
 
 
 def check_out(out: Tensor, out_dtype: torch.dtype | None, num_rows: int, grad: bool) -> None:
     """Whether a combine of num_rows tokens may write into `out`."""
-    errors.require(not grad, NO_OUT_GRADIENT)
-    text = ""
-    if out.shape[0] != num_rows:
+    if grad:
+        text = NO_OUT_GRADIENT
+    elif out.shape[0] != num_rows:
         text = f"out has {out.shape[0]} rows, the dispatch had {num_rows}"
     elif out_dtype not in (None, out.dtype):
         text = f"out_dtype is {out_dtype}, but out is of {out.dtype}"
-    errors.require(not text, text)
+    else:
+        return
+    raise errors.make(errors.InvalidArgumentError, text)
 
 
-def records(*tensors: Tensor | None) -> bool:
-    """Whether autograd records what is done with one of these."""
-    if not torch.is_grad_enabled():
-        return False
+def require_grad(*tensors: Tensor | None) -> bool:
+    """Whether autograd, where it is on, records what is done with one of these."""
     return any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def refuse_gradient(text: str, **tensors: Tensor | None) -> None:
-    if not torch.is_grad_enabled():
-        return
+    """For calls without a gradient, where autograd is on."""
     for name, tensor in tensors.items():
-        errors.require(not records(tensor), text.format(name))
+        errors.require(not require_grad(tensor), text.format(name))

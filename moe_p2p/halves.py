@@ -25,10 +25,13 @@ from moe_p2p.ops import call, new_scales
 _ops = torch.ops.moe_p2p
 
 
-def with_more(out: Tensor, *more: Tensor | None) -> Tensor | tuple[Tensor, ...]:
+def with_more(
+    out: Tensor, scalars: Tensor | None, ticks: Tensor | None
+) -> Tensor | tuple[Tensor, ...]:
     """What a combine returns: its result, with what was asked for beside it."""
-    given = tuple(tensor for tensor in more if tensor is not None)
-    return (out, *given) if given else out
+    if scalars is None and ticks is None:
+        return out
+    return out, *(tensor for tensor in (scalars, ticks) if tensor is not None)
 
 
 class Halves(Communicator):
@@ -61,11 +64,15 @@ class Halves(Communicator):
         Takes what dispatch takes. max_tokens may span at most steps_in_flight chunks. Not
         differentiable.
         """
-        arguments.refuse_gradient(arguments.NO_HALF_GRADIENT, x=x, topk_weights=topk_weights)
+        if torch.is_grad_enabled():
+            arguments.refuse_gradient(arguments.NO_HALF_GRADIENT, x=x, topk_weights=topk_weights)
         tokens = self.config.max_tokens if max_tokens is None else max_tokens
         where = arguments.make_layout(self._shape, layout, capacity, alignment, tokens)
-        arguments.check_ranges(where, with_ranges)
-        count, count_on_host = arguments.split_count(num_tokens)
+        count, count_on_host = None, arguments.ALL_ROWS
+        if num_tokens is not None:
+            count, count_on_host = arguments.split_count(num_tokens)
+        if with_ranges:
+            arguments.check_ranges(where)
         format_number = arguments.scale_format_number(scale_format)
         self._prepare_dispatch(x.dtype, quantize, format_number, where.rows == BY_RANK, False)
         words = self._shape.handle_words(x.shape[0], tokens)
@@ -129,6 +136,8 @@ class Halves(Communicator):
             pending.column_scales,
             pending.zero_padding,
         )
+        if out is None or out.handle is pending.handle:
+            return into  # made for this dispatch
         return into._replace(
             handle=pending.handle,
             topk_idx=pending.topk_idx,
@@ -149,9 +158,10 @@ class Halves(Communicator):
     ) -> PendingCombine:
         """The first half of combine: returns once y may be overwritten. Not differentiable."""
         row_weights = arguments.row_weights_of(dispatched, weighted, topk_weights)
-        arguments.refuse_gradient(
-            arguments.NO_HALF_GRADIENT, y=y, row_weights=row_weights, topk_weights=topk_weights
-        )
+        if torch.is_grad_enabled():
+            arguments.refuse_gradient(
+                arguments.NO_HALF_GRADIENT, y=y, row_weights=row_weights, topk_weights=topk_weights
+            )
         dtype = y.dtype if out_dtype is None else out_dtype
         self._prepare_combine(y.dtype, dtype, dispatched.layout.rows == BY_RANK, False)
         handle = dispatched.handle
@@ -209,7 +219,7 @@ class Halves(Communicator):
         scalars, ticks = self._beside_sums(
             pending.handle, num_rows, pending.with_scalars, with_wait_ticks
         )
-        terms = arguments.bias_list(bias)
+        terms = [] if bias is None else arguments.bias_list(bias)
         call(_ops.combine_recv.default, self._comm, pending.handle, out, scalars, terms, ticks)
         return with_more(out, scalars, ticks)
 

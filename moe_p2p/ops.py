@@ -48,11 +48,11 @@ _ops = torch.ops.moe_p2p
 
 def call(op: Callable[..., Any], *args: Any) -> Any:
     """op(*args), with errors of C++ as the types of moe_p2p.errors."""
-    if torch.compiler.is_compiling():
-        return op(*args)
     try:
         return op(*args)
     except RuntimeError as error:
+        if torch.compiler.is_compiling():
+            raise
         raise errors.typed(error) from None
 
 

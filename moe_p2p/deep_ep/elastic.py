@@ -131,7 +131,7 @@ class ElasticBuffer(ElasticBase):
                 do_expand=do_expand,
                 num_experts=num_experts,
                 expert_alignment=alignment,
-                num_sms=num_sms or self.get_theoretical_num_sms(num_experts, topk.shape[1]),
+                num_sms=num_sms or self._usual_num_sms,
             )
         else:
             handle.received = kept  # the step that is open, for the next combine
@@ -165,7 +165,7 @@ class ElasticBuffer(ElasticBase):
 
         Returns [t, H] of x's type, [t, K] or None, and the event.
         """
-        received, terms = handle.received, bias_list(bias)
+        received, terms = handle.received, [] if bias is None else bias_list(bias)
         with self._streams.turn(x, previous_event, async_with_compute_stream) as turn:
             wait_for(previous_event_before_epilogue, x)
             # A rank that sends the row it is given rounds nothing.

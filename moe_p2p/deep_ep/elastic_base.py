@@ -6,6 +6,7 @@ Symbols: W ranks, T the bound on a rank's tokens, K top-k, E experts, H hidden s
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, NoReturn
 
 import torch
@@ -164,6 +165,10 @@ class ElasticBase:
         sm_write_gbs: float = 50,
     ) -> int:
         """Thread blocks of a call without num_sms. It does not depend on the routing here."""
+        return self._usual_num_sms
+
+    @cached_property
+    def _usual_num_sms(self) -> int:
         if self.prefer_overlap_with_compute or not torch.cuda.is_available():
             return _OVERLAP_SMS
         return torch.cuda.get_device_properties().multi_processor_count
@@ -204,7 +209,7 @@ class ElasticBase:
         num_packs = 0 if packs is None else packs.shape[1]
         tokens = self.num_max_tokens_per_rank or num_tokens
         key = (
-            values.device,
+            values.get_device(),
             values.dtype,
             values.shape[1],
             num_packs,

@@ -54,13 +54,29 @@ class EPHandle:
         self.do_expand = do_expand
         self.num_experts = num_experts
         self.expert_alignment = expert_alignment
-        self.num_max_tokens_per_rank = received.max_tokens
         self.num_sms = num_sms
-        self.topk_idx = received.topk_idx  # [t, K]
         self.row_counts = counts
-        self.num_recv_tokens = counts.num_recv_tokens
-        self.num_expanded_tokens = counts.num_expanded_tokens
-        self.num_recv_tokens_per_expert_list = counts.per_expert
+
+    @property
+    def num_max_tokens_per_rank(self) -> int:
+        return self.received.max_tokens
+
+    @property
+    def topk_idx(self) -> Tensor:
+        """[t, K]"""
+        return self.received.topk_idx
+
+    @property
+    def num_recv_tokens(self) -> int:
+        return self.row_counts.num_recv_tokens
+
+    @property
+    def num_expanded_tokens(self) -> int:
+        return self.row_counts.num_expanded_tokens
+
+    @property
+    def num_recv_tokens_per_expert_list(self) -> list[int]:
+        return self.row_counts.per_expert
 
     def check_same(self, **given: int | None) -> None:
         """Whether a dispatch with this handle is given what it was made with; None: not given."""

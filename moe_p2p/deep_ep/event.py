@@ -46,13 +46,14 @@ class EventOverlap:
     extra_tensors: kept as long as this is, so that nobody reuses their memory before.
     """
 
+    _hook: Callable[[], Any] | None = None
+    _releases = False
+
     def __init__(
         self, event: EventHandle | None = None, extra_tensors: Sequence[Tensor] | None = None
     ) -> None:
         self.event = event
         self.extra_tensors = extra_tensors
-        self._hook: Callable[[], Any] | None = None
-        self._releases = False
 
     def current_stream_wait(self, release_handle: bool = False) -> Any:
         """Waits on the current stream, then calls the hook, once, and returns what it returned.

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
 
 from torch import Tensor
 
 from moe_p2p.all_to_all import AllToAll
 from moe_p2p.deep_ep.base import NODE_RANKS
 from moe_p2p.deep_ep.host_counts import Extent
+from moe_p2p.deep_ep.releasing import without_rows
 from moe_p2p.dispatched import Dispatched
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
-
-class Handle(tuple[Tensor, ...]):
+class Handle(Sequence[Tensor]):
     """The tensors of DeepEP's handle that users look at, in its places; empty ones elsewhere.
 
     Up to 8 ranks: (rank_prefix_matrix, -, -, recv_src_idx, is_token_in_rank, -).
@@ -25,36 +25,42 @@ class Handle(tuple[Tensor, ...]):
         did not wait for counts, all columns show that of this rank.
     recv_src_idx [R] int32: the token at its source. recv_gbl_rank_prefix_sum [W]: rows of this rank
         from ranks 0 to i.
+
+    They are made when somebody looks, on the current stream.
     """
 
-    all_to_all: AllToAll
-    extent: Extent
-    dispatched: Dispatched  # without its rows
-
-    @classmethod
-    def make(
-        cls,
+    def __init__(
+        self,
         all_to_all: AllToAll,
         dispatched: Dispatched,
         extent: Extent,
         is_token_in_rank: Tensor,
-    ) -> Self:
-        source = dispatched.source
+    ) -> None:
+        self.all_to_all = all_to_all
+        self.dispatched = without_rows(dispatched)
+        self.extent = extent
+        self._is_token_in_rank = is_token_in_rank
+
+    @cached_property
+    def _elements(self) -> list[Tensor]:
+        dispatched, source = self.dispatched, self.dispatched.source
         assert source is not None
-        nothing = dispatched.counts[:0]
-        of_rank = dispatched.offsets[1:]
-        if all_to_all.world_size > NODE_RANKS:
-            places = [nothing] * 10
-            places[0], places[6], places[7] = is_token_in_rank, of_rank, source[:, 1]
+        nothing, of_rank = dispatched.counts[:0], dispatched.offsets[1:]
+        if self.all_to_all.world_size > NODE_RANKS:
+            elements = [nothing] * 10
+            elements[0], elements[6] = self._is_token_in_rank, of_rank
+            elements[7] = source[:, 1]
         else:
-            places = [nothing] * 6
-            places[0] = _prefix_matrix(of_rank, extent)
-            places[3], places[4] = source[:, 1], is_token_in_rank
-        handle = cls(places)
-        handle.all_to_all = all_to_all
-        handle.extent = extent
-        handle.dispatched = dispatched._replace(x=nothing, scales=None, source=None)
-        return handle
+            elements = [nothing] * 6
+            elements[0] = _prefix_matrix(of_rank, self.extent)
+            elements[3], elements[4] = source[:, 1], self._is_token_in_rank
+        return elements
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._elements[index]
+
+    def __len__(self) -> int:
+        return len(self._elements)
 
 
 def _prefix_matrix(of_rank: Tensor, extent: Extent) -> Tensor:

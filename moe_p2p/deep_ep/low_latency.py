@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,16 +30,35 @@ _NUM_TOPK_OF_HINT = 32  # the most there can be; a slot of 8 is as large as one 
 _SIZE_ALIGNMENT = 128  # DeepEP's Buffer asks for it
 
 
-class LowLatencyHandle(tuple[Any, ...]):
+class LowLatencyHandle(Sequence[Any]):
     """(src_info [E_local, W * T] int32, layout_range [E_local, W] int64, T, H, E) of a dispatch.
 
     src_info: the token at its source, of each row. layout_range: of each source, the first of its
     rows << 32 | how many. Carries what combine needs, so pass on this object, not a copy.
     """
 
-    all_to_all: ReleasingAllToAll
-    received: Dispatched  # without the rows, which may go before this does
-    combine_buffer: Tensor | None
+    combine_buffer: Tensor | None = None
+
+    def __init__(
+        self, all_to_all: ReleasingAllToAll, received: Dispatched, hidden: int, num_experts: int
+    ) -> None:
+        self.all_to_all = all_to_all
+        self.received = without_rows(received)
+        self._sizes = (received.max_tokens, hidden, num_experts)
+
+    @functools.cached_property
+    def _elements(self) -> tuple[Any, ...]:
+        source, ranges = self.received.source, self.received.ranges
+        assert source is not None
+        assert ranges is not None
+        src_info = source[:, 1].view(ranges.shape[0], -1)
+        return (src_info, ranges, *self._sizes)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._elements[index]
+
+    def __len__(self) -> int:
+        return len(self._elements)
 
 
 class LowLatencyCalls(BufferBase):
@@ -79,7 +98,7 @@ class LowLatencyCalls(BufferBase):
         _check_waiting(async_finish, return_recv_hook)
         assert use_fp8 or not round_scale, "round_scale needs use_fp8"
         assert round_scale or not use_ue8m0, "use_ue8m0 needs round_scale"
-        num_tokens, hidden = num_max_dispatch_tokens_per_rank, x.shape[1]
+        num_tokens = num_max_dispatch_tokens_per_rank
         all_to_all = self._low_latency(x, topk_idx.shape[1], num_tokens, num_experts)
         stats = (cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats)
         options = {
@@ -106,7 +125,7 @@ class LowLatencyCalls(BufferBase):
                 _count(received, *stats)
             if async_finish:
                 turn.uses((x, topk_idx, *stats, *_tensors(received)))
-        handle = _make_handle(all_to_all, received, num_tokens, hidden, num_experts)
+        handle = LowLatencyHandle(all_to_all, received, x.shape[1], num_experts)
         rows = received.x if received.scales is None else (received.x, received.scales)
         return rows, received.counts, handle, turn.event, hook
 
@@ -234,7 +253,7 @@ class LowLatencyCalls(BufferBase):
     def _low_latency(
         self, x: Tensor, topk: int, num_tokens: int, num_experts: int
     ) -> ReleasingAllToAll:
-        key = (x.shape[1], topk, num_tokens, num_experts, x.dtype, x.device)
+        key = (x.shape[1], topk, num_tokens, num_experts, x.dtype, x.get_device())
         made = self._low_latency_made.get(key)
         if made is None:
             made = self._low_latency_made[key] = self._communicators.get(
@@ -288,20 +307,3 @@ def _receive_sums(
     all_to_all: ReleasingAllToAll, pending: PendingCombine, out: Tensor, waited: Tensor | None
 ) -> None:
     _sums(all_to_all.combine_recv(pending, out, with_wait_ticks=waited is not None), waited)
-
-
-def _make_handle(
-    all_to_all: ReleasingAllToAll,
-    received: Dispatched,
-    num_tokens: int,
-    hidden: int,
-    num_experts: int,
-) -> LowLatencyHandle:
-    assert received.source is not None
-    experts, capacity = all_to_all.num_local_experts, all_to_all.world_size * num_tokens
-    # [E_local, W * T, 2] of (rank, token): the tokens. One view instead of two.
-    src_info = received.source.as_strided((experts, capacity), (2 * capacity, 2), 1)
-    handle = LowLatencyHandle((src_info, received.ranges, num_tokens, hidden, num_experts))
-    handle.all_to_all, handle.combine_buffer = all_to_all, None
-    handle.received = without_rows(received)
-    return handle

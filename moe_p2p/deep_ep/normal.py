@@ -129,12 +129,12 @@ class NormalCalls(BufferBase):
             received = _send(
                 all_to_all, values, scales, extent, topk, topk_weights, with_source=True
             )
-            new_handle = Handle.make(all_to_all, received, extent, is_token_in_rank)
+            new_handle = Handle(all_to_all, received, extent, is_token_in_rank)
             if async_finish:
                 turn.uses((values, scales, topk_idx, topk_weights, is_token_in_rank))
                 turn.uses((num_tokens_per_rank, num_tokens_per_expert, topk))
                 turn.uses((received.x, received.scales, received.row_topk, received.row_weights))
-                turn.uses((received.handle, *new_handle))
+                turn.uses((received.handle, received.source, received.offsets))
         return (
             _rows_of(received, scales),
             None if topk_idx is None else received.row_topk,

@@ -37,14 +37,14 @@ class ReleasingAllToAll(AllToAll):
 
     def dispatch(self, *args: Any, **options: Any) -> Dispatched:
         num_steps = self._make_room(options.get("max_tokens"))
-        received = super().dispatch(*args, **options)
-        self._opened(received.handle, num_steps, solo=options.get("solo", False))
+        received = AllToAll.dispatch(self, *args, **options)
+        self._opened(received.handle, num_steps, options)
         return received
 
     def dispatch_send(self, *args: Any, **options: Any) -> PendingDispatch:
         num_steps = self._make_room(options.get("max_tokens"))
-        pending = super().dispatch_send(*args, **options)
-        self._opened(pending.handle, num_steps, solo=options.get("solo", False))
+        pending = AllToAll.dispatch_send(self, *args, **options)
+        self._opened(pending.handle, num_steps, options)
         return pending
 
     def make_outputs(self, pending: PendingDispatch) -> Dispatched:
@@ -53,13 +53,13 @@ class ReleasingAllToAll(AllToAll):
 
     def combine(self, y: Tensor, dispatched: Dispatched, **options: Any) -> Any:
         num_steps = self._steps_of_combine(dispatched)
-        result = super().combine(y, dispatched, **options)
+        result = AllToAll.combine(self, y, dispatched, **options)
         self._combined(dispatched, num_steps)
         return result
 
     def combine_send(self, y: Tensor, dispatched: Dispatched, **options: Any) -> PendingCombine:
         num_steps = self._steps_of_combine(dispatched)
-        pending = super().combine_send(y, dispatched, **options)
+        pending = AllToAll.combine_send(self, y, dispatched, **options)
         self._combined(dispatched, num_steps)
         return pending
 
@@ -70,19 +70,18 @@ class ReleasingAllToAll(AllToAll):
     def _make_room(self, max_tokens: int | None) -> int:
         """Releases the dispatches whose steps a call of so many tokens needs; its steps."""
         tokens = self.config.max_tokens if max_tokens is None else max_tokens
-        num_steps = max(1, -(-tokens // self._shape.chunk_tokens))
-        if not self._open:
-            return num_steps
-        reused = self._next_step + num_steps - self.config.steps_in_flight  # steps below this
-        for key, (handle, step) in tuple(self._open.items()):
-            if step >= reused:
-                break
-            call(_ops.release.default, self._comm, handle)
-            del self._open[key]
+        num_steps = -(-tokens // self._shape.chunk_tokens) or 1
+        if self._open:
+            reused = self._next_step + num_steps - self.config.steps_in_flight  # steps below this
+            for key, (handle, step) in tuple(self._open.items()):
+                if step >= reused:
+                    break
+                call(_ops.release.default, self._comm, handle)
+                del self._open[key]
         return num_steps
 
-    def _opened(self, handle: Tensor, num_steps: int, *, solo: bool) -> None:
-        if num_steps == 1 and not solo:
+    def _opened(self, handle: Tensor, num_steps: int, options: dict[str, Any]) -> None:
+        if num_steps == 1 and not options.get("solo"):
             self._open[id(handle)] = (handle, self._next_step)
         self._next_step += num_steps
 

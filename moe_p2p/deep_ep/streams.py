@@ -21,6 +21,12 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+_NO_OWNER = (
+    "allocate_on_comm_stream needs previous_event and async_finish: what is allocated on the "
+    "communication stream can only be used after an event"
+)
+
+
 class Streams:
     """The communication stream of one buffer, and the stream of its latest call."""
 
@@ -49,16 +55,14 @@ class Streams:
 
         like: a tensor of the call, for its device.
         """
-        errors.require(
-            not allocate_on_comm_stream or (previous_event is not None and async_finish),
-            "allocate_on_comm_stream needs previous_event and async_finish: what is allocated on "
-            "the communication stream can only be used after an event",
-        )
-        event = previous_event.event if isinstance(previous_event, EventOverlap) else previous_event
+        if allocate_on_comm_stream and (previous_event is None or not async_finish):
+            raise errors.make(errors.InvalidArgumentError, _NO_OWNER)
         ordinal = like.get_device()  # -1: host memory
         if ordinal < 0:
-            wait_for(event, like)
+            if previous_event is not None:
+                wait_for(previous_event, like)
             return Turn(async_finish)
+        event = previous_event.event if isinstance(previous_event, EventOverlap) else previous_event
         # What most calls are, without a stream's object: on the stream of the latest call.
         if event is None and not async_finish and self._latest_raw == _current_raw(ordinal):
             return Turn(False)

@@ -1,0 +1,222 @@
+"""What Python takes of a dispatch and its combine: of AllToAll, and of DeepEP's names above it.
+
+One rank on the CPU. Ops are replaced by what returns the tensors of an earlier call at once, so
+what is measured is Python alone, without allocations, launches and what torch takes to call an op
+with so many arguments (about 5 us each). Rows "as ..." are the calls of AllToAll to which the
+DeepEP call of that name comes down: the difference is what its names cost.
+
+hot: pairs in a loop. cold: between two pairs the caches of the core are filled with other things,
+as models and waiting for a GPU do; what counts then is how much code and data a pair touches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from pytest_benchmark.fixture import BenchmarkFixture
+
+from moe_p2p import AllToAll, AllToAllConfig
+from moe_p2p.deep_ep import Buffer, ElasticBuffer
+
+TOKENS, HIDDEN, TOPK, EXPERTS = 16, 512, 8, 64
+OPS = ("dispatch_inference", "combine_inference", "combine_out", "release")
+HALVES = ("dispatch_send", "dispatch_recv", "combine_send", "combine_recv")
+
+
+class Place(NamedTuple):
+    """A rank that is alone, with everything that calls can be made on."""
+
+    all_to_all: AllToAll
+    buffer: Buffer
+    elastic: ElasticBuffer
+    x: torch.Tensor
+    idx: torch.Tensor
+    weights: torch.Tensor
+    out: torch.Tensor
+    padded: torch.Tensor  # [E, T, H], what experts make of rows by expert
+    by_rank: torch.Tensor  # [T, H]
+
+
+Pair = Callable[[], object]
+
+
+@pytest.fixture(name="place", scope="module")
+def _place() -> Iterator[Place]:
+    store = dist.HashStore()
+    group = dist.ProcessGroup(store, 0, 1)
+    config = AllToAllConfig(num_experts=EXPERTS, hidden_dim=HIDDEN, topk=TOPK, max_tokens=TOKENS)
+    x = torch.randn(TOKENS, HIDDEN).bfloat16()
+    with AllToAll(store, config, rank=0, world_size=1) as all_to_all:
+        buffer = Buffer(group, explicitly_destroy=True)
+        elastic = ElasticBuffer(group, num_max_tokens_per_rank=TOKENS, explicitly_destroy=True)
+        yield Place(
+            all_to_all,
+            buffer,
+            elastic,
+            x,
+            torch.rand(TOKENS, EXPERTS).topk(TOPK).indices,
+            torch.rand(TOKENS, TOPK),
+            torch.empty_like(x),
+            torch.randn(EXPERTS, TOKENS, HIDDEN).bfloat16(),
+            torch.randn(TOKENS, HIDDEN).bfloat16(),
+        )
+        buffer.destroy()
+        elastic.destroy()
+
+
+# --- pairs ---
+
+
+def padded(place: Place) -> Pair:
+    def pair() -> object:
+        received = place.all_to_all.dispatch(place.x, place.idx, place.weights)
+        return place.all_to_all.combine(place.padded, received)
+
+    return pair
+
+
+def as_low_latency(place: Place) -> Pair:
+    def pair() -> object:
+        received = place.all_to_all.dispatch(
+            place.x,
+            place.idx,
+            quantize=True,
+            column_scales=True,
+            with_source=True,
+            with_ranges=True,
+        )
+        return place.all_to_all.combine(
+            place.padded, received, topk_weights=place.weights, out=place.out
+        )
+
+    return pair
+
+
+def low_latency(place: Place) -> Pair:
+    def pair() -> object:
+        handle = place.buffer.low_latency_dispatch(place.x, place.idx, TOKENS, EXPERTS)[2]
+        return place.buffer.low_latency_combine(
+            place.padded, place.idx, place.weights, handle, out=place.out
+        )
+
+    return pair
+
+
+def low_latency_hooks(place: Place) -> Pair:
+    def pair() -> None:
+        _, _, handle, _, receive = place.buffer.low_latency_dispatch(
+            place.x, place.idx, TOKENS, EXPERTS, return_recv_hook=True
+        )
+        receive()
+        _, _, receive = place.buffer.low_latency_combine(
+            place.padded, place.idx, place.weights, handle, out=place.out, return_recv_hook=True
+        )
+        receive()
+
+    return pair
+
+
+def as_by_rank(place: Place) -> Pair:
+    def pair() -> object:
+        received = place.all_to_all.dispatch(
+            place.x, place.idx, layout="by_rank", capacity=TOKENS, with_source=True, solo=True
+        )
+        return place.all_to_all.combine(place.by_rank, received, weighted=False)
+
+    return pair
+
+
+def _dispatch_normal(place: Place) -> Any:
+    per_rank, _, per_expert, in_rank, _ = place.buffer.get_dispatch_layout(place.idx, EXPERTS)
+    return place.buffer.dispatch(
+        place.x,
+        num_tokens_per_rank=per_rank,
+        is_token_in_rank=in_rank,
+        num_tokens_per_expert=per_expert,
+        topk_idx=place.idx,
+        topk_weights=place.weights,
+    )[4]
+
+
+def normal_cached(place: Place) -> Pair:
+    handle = _dispatch_normal(place)
+
+    def pair() -> object:
+        place.buffer.dispatch(place.x, handle=handle)
+        return place.buffer.combine(place.by_rank, handle)
+
+    return pair
+
+
+def _dispatch_elastic(place: Place, do_handle_copy: bool = True) -> Any:
+    return place.elastic.dispatch(
+        place.x,
+        topk_idx=place.idx,
+        topk_weights=place.weights,
+        num_experts=EXPERTS,
+        num_max_tokens_per_rank=TOKENS,
+        do_cpu_sync=False,
+        do_handle_copy=do_handle_copy,
+    )[3]
+
+
+def elastic(place: Place) -> Pair:
+    return lambda: place.elastic.combine(place.by_rank, _dispatch_elastic(place))
+
+
+def elastic_no_copy(place: Place) -> Pair:
+    return lambda: place.elastic.combine(place.by_rank, _dispatch_elastic(place, False))
+
+
+def elastic_cached(place: Place) -> Pair:
+    handle = _dispatch_elastic(place)
+
+    def pair() -> object:
+        place.elastic.dispatch(place.x, topk_weights=place.weights, handle=handle)
+        return place.elastic.combine(place.by_rank, handle)
+
+    return pair
+
+
+PAIRS = (
+    *(padded, as_low_latency, low_latency, low_latency_hooks),
+    *(as_by_rank, normal_cached, elastic, elastic_no_copy, elastic_cached),
+)
+
+
+def touch(others: torch.Tensor) -> None:
+    others.add_(1)
+
+
+@pytest.mark.parametrize("caches", ["hot", "cold"])
+@pytest.mark.parametrize("make", PAIRS, ids=lambda make: make.__name__)
+def test_python_of_a_pair(
+    benchmark: BenchmarkFixture,
+    place: Place,
+    monkeypatch: pytest.MonkeyPatch,
+    make: Any,
+    caches: str,
+) -> None:
+    def remember(op: Any) -> None:
+        real, latest = op._op, []
+
+        def call(*arguments: Any) -> Any:
+            if len(latest) < 2:  # the first time memory and kernels are made ready
+                latest.append(real(*arguments))
+            return latest[-1]
+
+        monkeypatch.setattr(op, "_op", call)
+
+    with torch.no_grad():
+        pair = make(place)
+        for name in (*OPS, *HALVES):
+            remember(getattr(torch.ops.moe_p2p, name).default)
+        if caches == "hot":
+            benchmark.pedantic(pair, rounds=100, iterations=200, warmup_rounds=2)
+        else:
+            others = torch.zeros(24 << 20, dtype=torch.uint8)
+            benchmark.pedantic(pair, setup=lambda: touch(others), rounds=300, warmup_rounds=2)
