@@ -141,7 +141,8 @@ static_assert(sizeof(RegionHeader) == kLine, "regions travel between machines");
 // chunks), so a receiver can place rows before the last chunk is there.
 //   inbox:           counts[max_local_experts + 1], of the receiving rank
 //   outbox, landing: counts[L][max_local_experts + 1], of every rank of the receiving node
-// The last count of a rank is that of the tokens for it, whichever of its experts they name.
+// The last count of a rank is that of the tokens for it, whichever of its experts they name. GPUs
+// write it in calls by rank, which alone read it.
 MOE_P2P_HD constexpr i32 counts_per_rank(i32 max_local_experts) { return max_local_experts + 1; }
 MOE_P2P_HD constexpr u64 counts_bytes(i32 num_ranks, i32 max_local_experts) {
   return align_up(
