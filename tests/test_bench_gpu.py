@@ -31,7 +31,7 @@ from moe_p2p.bench import (
     probe,
 )
 from moe_p2p.bench.floors import Links, PhaseBytes, Sizes
-from moe_p2p.bench.gpu_report import GpuRow, Machine, Spread
+from moe_p2p.bench.gpu_report import HALVES, GpuRow, Machine, Spread
 from moe_p2p.bench.options import Options
 from moe_p2p.reference import Tokens, Topology
 
@@ -335,6 +335,17 @@ def test_a_run_times_the_layer() -> None:
         ("torch", "layer eager"),
     }
     assert all(row.correct for row in results.rows)
+
+
+def test_a_run_times_the_halves_of_calls_that_have_them() -> None:
+    results = the_run(replace(TINY, halves=True, chunks=("T", "2"), baseline=False))
+    seen = {(row.chunk_tokens, row.what): row for row in results.rows if row.what in HALVES}
+    assert seen.keys() == {(6, what) for what in HALVES}  # chunks of 2: more steps than are open
+    assert all(row.correct for row in results.rows)
+    assert seen[6, "dispatch send"].percent_of_push is not None
+    assert seen[6, "dispatch receive"].percent_of_push is None
+    whole, cut = gpu_report.table(results.rows).splitlines()[1:]
+    assert cut.split().count("-") == whole.split().count("-") + len(HALVES)
 
 
 def test_layers_that_differ_are_told() -> None:

@@ -5,14 +5,16 @@ Shapes: T tokens, K top-k, H hidden size, R rows at this rank's experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from moe_p2p import Dispatched
+from moe_p2p import AllToAll, Dispatched
 from moe_p2p.bench.gpu_layer import Experts
+from moe_p2p.bench.gpu_report import HALVES
 from moe_p2p.bench.options import Options
 from moe_p2p.bench.systems import MoeP2p, System, finish
 from moe_p2p.reference import Tokens
@@ -33,6 +35,7 @@ class Calls:
     num_sms: int = 0  # that it was limited to; 0: not limited
     layout: str = "grouped"
     layer: Callable[[], Tensor] | None = None  # dispatch, experts and combine
+    halves: Mapping[str, Callable[[], object]] = field(default_factory=dict)  # gpu_report.HALVES
 
     def pair(self) -> None:
         self.dispatch()
@@ -48,16 +51,41 @@ def on_device(tokens: Tokens) -> Tokens:
     )
 
 
-def layout_of(options: Options, tokens: int) -> str:
-    if options.layout != "auto":
-        return options.layout
-    return "padded" if tokens <= PADDED_UP_TO else "grouped"
+def layout_of(options: Options, tokens: int) -> Literal["padded", "grouped"]:
+    small = tokens <= PADDED_UP_TO if options.layout == "auto" else options.layout == "padded"
+    return "padded" if small else "grouped"
 
 
 def answer_like(x: Tensor, dtype: torch.dtype) -> Tensor:
     """What experts answer while the clock runs: not zeros, which links and memory favour."""
     row = torch.randn(x.shape[-1], device=x.device).to(dtype)
     return row.expand(x.shape).contiguous()
+
+
+class Halves:
+    """Those of a pair, called in this order."""
+
+    def __init__(self, comm: AllToAll, tokens: Tokens, y: Tensor, **options: Any) -> None:
+        self._comm, self._tokens, self._y, self._options = comm, tokens, y, options
+
+    def dispatch_send(self) -> None:
+        tokens = self._tokens
+        self._sent = self._comm.dispatch_send(
+            tokens.x, tokens.topk_idx, tokens.topk_weights, **self._options
+        )
+
+    def dispatch_recv(self) -> None:
+        self._received = self._comm.dispatch_recv(self._sent)
+
+    def combine_send(self) -> None:
+        self._answered = self._comm.combine_send(self._y, self._received)
+
+    def combine_recv(self) -> None:
+        self._comm.combine_recv(self._answered)
+
+    def by_name(self) -> dict[str, Callable[[], object]]:
+        steps = (self.dispatch_send, self.dispatch_recv, self.combine_send, self.combine_recv)
+        return dict(zip(HALVES, steps, strict=True))
 
 
 def package_calls(
@@ -73,7 +101,7 @@ def package_calls(
             tokens.topk_idx,
             tokens.topk_weights,
             quantize=options.quantize,
-            layout="padded" if layout == "padded" else "grouped",
+            layout=layout,
         )
         return received
 
@@ -94,12 +122,15 @@ def package_calls(
 
     combine()
     finish(comm.config.device)
+    halves = Halves(comm, tokens, y, quantize=options.quantize, layout=layout)
+    halved = options.halves and system.num_steps <= comm.config.steps_in_flight
     return Calls(
         system=system.name,
         dispatch=dispatch,
         combine=combine,
         capturable=True,
         layer=None if experts is None else layer,
+        halves=halves.by_name() if halved else {},
         chunk_tokens=comm.config.step_tokens,
         num_steps=system.num_steps,
         num_sms=num_sms,

@@ -33,7 +33,11 @@ def measure(
 ) -> list[Timed]:
     """Graphs come last, so that a capture that fails does not spoil the other figures."""
     timed = _chained("pair", {c: c.pair for c in systems}, align, seconds=seconds, replayed=False)
-    timed += _apart(systems, align, seconds=seconds, flushed=flushed)
+    for parts in (
+        {c: {"dispatch": c.dispatch, "combine": c.combine} for c in systems},
+        {c: c.halves for c in systems if c.halves},
+    ):
+        timed += _apart(parts, align, seconds=seconds, flushed=flushed)
     layers = {c: c.layer for c in systems if c.layer is not None}
     timed += _chained("layer", layers, align, seconds=seconds, replayed=False)
     ways: dict[str, Mapping[Calls, Run]] = {"pair": {c: c.pair for c in systems}, "layer": layers}
@@ -66,14 +70,20 @@ def _chained(
 
 
 def _apart(
-    systems: Sequence[Calls], align: Align, *, seconds: float, flushed: Tensor | None
+    parts: Mapping[Calls, Mapping[str, Run]],
+    align: Align,
+    *,
+    seconds: float,
+    flushed: Tensor | None,
 ) -> list[Timed]:
-    def run(calls: Calls) -> Callable[[], tuple[float, ...]]:
-        return lambda: apart_us(calls.dispatch, calls.combine, align, flushed=flushed)
+    """Parts of a pair by name, in the order in which they make one."""
 
-    spans = interleaved({calls: run(calls) for calls in systems}, seconds=seconds)
+    def run(calls: Calls) -> Callable[[], tuple[float, ...]]:
+        return lambda: apart_us(parts[calls].values(), align, flushed=flushed)
+
+    spans = interleaved({calls: run(calls) for calls in parts}, seconds=seconds)
     return [
         Timed(calls=calls, what=what, chain=1, spans_us=values[:, i])
         for calls, values in spans.items()
-        for i, what in enumerate(("dispatch", "combine"))
+        for i, what in enumerate(parts[calls])
     ]

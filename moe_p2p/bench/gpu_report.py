@@ -21,7 +21,8 @@ BASELINE = (
     "torch: all_to_all_single over NCCL, one row per (token, expert), permutations and exchange of "
     "counts included; its host waits for the GPU in dispatch, so a graph cannot hold it"
 )
-WAYS = ("pair graph", "pair eager", "dispatch", "combine", "layer graph", "layer eager")
+HALVES = ("dispatch send", "dispatch receive", "combine send", "combine receive")
+WAYS = ("pair graph", "pair eager", "dispatch", "combine", *HALVES, "layer graph", "layer eager")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,8 +98,8 @@ class GpuRow:
         """NVLink bytes over the time, as part of what a push alone reaches."""
         if not self.links.push_gbs or self.ranks_per_node < self.ranks or "layer" in self.what:
             return None
-        if self.system != "moe_p2p":
-            return None  # others send other bytes
+        if self.system != "moe_p2p" or "receive" in self.what:
+            return None  # others send other bytes, and a receiving half none
         return self.nvlink_bytes / self.spread.p50_us / 1e3 / self.links.push_gbs * 100
 
     @property
@@ -159,6 +160,8 @@ def _columns(rows: list[GpuRow], case: tuple[int, int, int, int, str]) -> dict[s
         "floor": f"{pair.floor_us:,.1f}" if pair.floor_us else "-",
     }
     cells |= _against_one_node(rows, pair) if pair.ranks_per_node == pair.ranks else _wire(pair)
+    if any(row.what in HALVES for row in rows):
+        cells |= {what: p50(what) for what in HALVES}
     if any("layer" in row.what for row in rows):
         cells["layer"] = p50("layer graph" if "layer graph" in ways else "layer eager")
     return cells | {"correct": "yes" if all(row.correct for row in ways.values()) else "NO"}

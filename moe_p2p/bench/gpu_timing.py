@@ -6,7 +6,7 @@ Collective: all ranks of the default process group (gloo) make the same calls.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -38,22 +38,18 @@ def timed_us(run: Callable[[], object], align: Align, *, repeats: int = 1) -> fl
 
 
 def apart_us(
-    dispatch: Callable[[], object],
-    combine: Callable[[], object],
-    align: Align,
-    *,
-    flushed: Tensor | None,
-) -> tuple[float, float]:
-    """One dispatch and one combine on this rank, all GPUs meeting before each.
+    parts: Iterable[Callable[[], object]], align: Align, *, flushed: Tensor | None
+) -> tuple[float, ...]:
+    """Each part once on this rank, all GPUs meeting before each.
 
     flushed: memory that is zeroed before each part, so that nothing else is in the caches.
     """
     spans = []
-    for run in (dispatch, combine):
+    for run in parts:
         if flushed is not None:
             flushed.zero_()
         spans.append(timed_us(run, align))
-    return spans[0], spans[1]
+    return tuple(spans)
 
 
 def captured(run: Callable[[], object], *, repeats: int) -> Callable[[], None]:

@@ -47,6 +47,7 @@ class Options:
     layout: str = "auto"  # padded up to 512 tokens, grouped above
     flush: bool = False  # the caches before each part that is measured apart
     layer: bool = False  # dispatch, experts and combine too
+    halves: bool = False  # of dispatch and combine, each by itself
     ffn: int = 2048  # width of an expert of the layer
 
     @property
@@ -92,7 +93,7 @@ DEEP_EP: dict[str, Any] = {
     "plot": None,
 }
 GBPS_OF_A_GPU = 400.0  # what the NICs of a GPU have together between emulated nodes, unless said
-_CUDA_ONLY = ("chunks", "sms", "layout", "flush", "layer", "ffn")
+_CUDA_ONLY = ("chunks", "sms", "layout", "flush", "layer", "halves", "ffn")
 
 
 def parse(arguments: list[str]) -> list[Options]:
@@ -210,6 +211,7 @@ def _parser() -> argparse.ArgumentParser:
     gpu("--layout", choices=["auto", "padded", "grouped"], help="auto: padded up to 512 tokens")
     gpu("--flush", action="store_const", const=True, help="caches, before parts measured apart")
     gpu("--layer", action="store_const", const=True, help="dispatch, experts and combine too")
+    gpu("--halves", action="store_const", const=True, help="of both calls too, each by itself")
     gpu("--ffn", type=int, help="width of an expert of the layer (2048)")
     return parser
 
