@@ -88,6 +88,18 @@ def waited(mode: str, result: tuple[Any, ...]) -> tuple[Any, ...]:
     return result
 
 
+def later(buffer: Any, mode: str) -> dict[str, Any]:
+    """Options of an asynchronous call that comes after everything so far."""
+    if mode == "sync":
+        return {}
+    return {
+        "previous_event": buffer.capture(),
+        "previous_event_before_epilogue": buffer.capture(),
+        "async_with_compute_stream": True,
+        "allocate_on_comm_stream": True,
+    }
+
+
 def dispatch(buffer: Any, mine: Batch, shape: Shape, call: Call, **options: Any) -> tuple[Any, ...]:
     arguments = {
         "x": packed(mine.x) if call.fp8 else mine.x,
@@ -98,7 +110,7 @@ def dispatch(buffer: Any, mine: Batch, shape: Shape, call: Call, **options: Any)
         "expert_alignment": call.expert_alignment,
         "do_cpu_sync": call.do_cpu_sync,
         "do_expand": call.do_expand,
-        "async_with_compute_stream": call.mode == "async",
+        **later(buffer, call.mode),
     }
     return waited(call.mode, buffer.dispatch(**(arguments | options)))
 
@@ -210,7 +222,7 @@ def check_combine(
             handle,
             topk_weights=recv_weights,
             bias=bias,
-            async_with_compute_stream=call.mode == "async",
+            **later(buffer, call.mode),
         ),
     )
     out, weights = host(out), host(weights)

@@ -20,7 +20,12 @@ from elastic_cases import (
     dispatch,
     make_buffer,
 )
-from moe_p2p.deep_ep import ElasticBuffer, communicators
+from moe_p2p.deep_ep import (
+    ElasticBuffer,
+    communicators,
+    get_logical_domain_size,
+    get_physical_domain_size,
+)
 from ranks import Rank, run_processes, run_threads
 
 
@@ -121,6 +126,13 @@ def with_gloo(rank: Rank) -> None:
     assert buffer.get_physical_domain_size() == (1, rank.world_size)
     assert buffer.get_logical_domain_size() == (1, rank.world_size)
     assert (buffer.rank_idx, buffer.num_ranks) == (rank.rank, rank.world_size)
+    assert (buffer.num_scaleout_ranks, buffer.num_scaleup_ranks) == (1, rank.world_size)
+    assert (buffer.scaleout_rank_idx, buffer.scaleup_rank_idx) == (0, rank.rank)
+    assert (buffer.num_rdma_ranks, buffer.num_nvlink_ranks) == (1, rank.world_size)
+    assert buffer.num_max_tokens_per_rank == SHAPE.max_tokens
+    assert buffer.group is group
+    assert buffer.runtime is not None
+    assert get_physical_domain_size(group) == get_logical_domain_size(group) == (1, 2)
     buffer.barrier()
     buffer.barrier(use_comm_stream=False, with_cpu_sync=True)
     batches = make_batches(1, [12, 8], SHAPE)

@@ -11,6 +11,7 @@ import torch
 import low_latency_cases as cases
 from deep_ep_oracle import make_batches
 from low_latency_cases import FORMATS, SHAPE, SHAPES, Place, make_buffer
+from moe_p2p import InvalidArgumentError
 from moe_p2p.deep_ep import Buffer, communicators
 from ranks import Rank, run_threads
 
@@ -108,6 +109,8 @@ def test_arguments_that_exclude_each_other() -> None:
             buffer.low_latency_dispatch(*arguments, use_ue8m0=True)
         with pytest.raises(AssertionError, match="needs use_fp8"):
             buffer.low_latency_dispatch(*arguments, use_fp8=False, round_scale=True)
+        with pytest.raises(InvalidArgumentError, match="max_tokens of this call is 2"):
+            buffer.low_latency_dispatch(mine.x, mine.topk_idx, 2, SHAPE.num_experts)
         rows, _, handle, _, _ = buffer.low_latency_dispatch(*arguments, use_fp8=False)
         with pytest.raises(AssertionError, match="pass the object itself"):
             buffer.low_latency_combine(rows, mine.topk_idx, mine.weights, tuple(handle))

@@ -151,6 +151,31 @@ def test_refuses_before_anything_is_sent() -> None:
     run_threads(2, _refusals)
 
 
+def _two_domains(rank: Rank) -> None:
+    place = cases.open_buffer(rank, "cpu")
+    setting = Setting(num_tokens=(2, 1) * 8, num_experts=32)
+    sent = cases.send(place, setting)
+    cases.check_rows(sent, sent.rows)
+    source = sent.expected.source
+    in_rank, per_node = sent.layout["is_token_in_rank"], sent.layout["num_tokens_per_rdma_rank"]
+    assert in_rank is not None
+    assert per_node is not None
+    assert per_node.tolist() == in_rank.view(-1, 2, 8).any(2).sum(0).tolist()
+    assert len(sent.handle) == 10
+    assert sent.handle[0] is in_rank
+    assert sent.handle[6].tolist() == [int((source[:, 0] <= i).sum()) for i in range(16)]
+    assert torch.equal(sent.handle[7], source[:, 1])
+    rows, *_ = place.buffer.internode_dispatch(sent.x, handle=sent.handle)
+    cases.check_rows(sent, rows)
+    out, _, _ = place.buffer.internode_combine(cases.expert_rows(place, sent), sent.handle)
+    assert cases.difference(out, cases.expect_sum(place, setting, sent)) < 5e-6
+    place.buffer.destroy()
+
+
+def test_more_than_eight_ranks_have_the_other_handle() -> None:
+    run_threads(16, _two_domains)
+
+
 def test_counts_tokens_for_nodes_of_eight_ranks() -> None:
     topk_idx = torch.tensor([[0, 5, 17], [9, 31, -1], [-1, -1, -1], [16, 17, 30]])
     counts = count_routing(topk_idx, 32, 16)
