@@ -26,7 +26,7 @@ class BufferBase:
 
     group: of any backend, also of the CPU; None for `comm` or the default group.
     num_nvl_bytes, num_rdma_bytes: their sum is what normal calls may take. The first shape has
-        steps of as many tokens as fit into 15/16 of it, the next one into 15/16 of what is left.
+        steps of as many tokens as fit into 31/32 of it, the next one into 31/32 of what is left.
         0: steps of 512 tokens, whatever they take.
     low_latency_mode: num_rdma_bytes are for low-latency calls, and normal ones take none of them.
         Both kinds of calls work in any case, also side by side.

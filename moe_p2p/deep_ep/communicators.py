@@ -28,7 +28,7 @@ from moe_p2p.ops import call
 TIMEOUT_S = 100.0  # of every wait, as in DeepEP
 _MOST_TOKENS = 8192  # of a step whose size memory decides; more would make no call faster
 _WHOLE_TOKENS = 64  # such a step is a multiple of it, where so many fit
-_KEPT_SHARE = 16  # this part of what is left is left to other shapes
+_KEPT_SHARE = 32  # this part of what is left is left to other shapes
 
 
 class MpiComm(Protocol):
@@ -84,7 +84,7 @@ class Communicators:
         """The AllToAll for this shape; the arguments are fields of AllToAllConfig.
 
         limit_bytes: what all that are made with a limit may take together; 0: no limit. A step then
-            has as many tokens as fit into 15/16 of what is left, at most chunk_tokens.
+            has as many tokens as fit into 31/32 of what is left, at most chunk_tokens.
 
         Raises ResourceExhaustedError when not even a step of one token fits.
         """

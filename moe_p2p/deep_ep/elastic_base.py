@@ -34,8 +34,8 @@ class ElasticBase:
     Making one is collective.
 
     group: of any backend.
-    num_bytes: what calls may take. The first shape has steps of as many tokens as fit into 15/16 of
-        it, the next one into 15/16 of what is left. None: steps of 512 tokens, whatever they take.
+    num_bytes: what calls may take. The first shape has steps of as many tokens as fit into 31/32 of
+        it, the next one into 31/32 of what is left. None: steps of 512 tokens, whatever they take.
     num_max_tokens_per_rank: T of calls that give none. hidden, num_topk: for `num_bytes` as it is
         read later, nothing else.
     use_fp8_dispatch: x of float8_e4m3fn get a communicator of half the size.
