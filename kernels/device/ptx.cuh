@@ -1,4 +1,5 @@
-// Inline PTX; that of bulk copies is in bulk.cuh. Names are op_order_scope_type.
+// All of the package that only a GPU has: inline PTX, and shared memory. Names are op_order_scope_type.
+// tests/emulation has the same names for a CPU.
 #pragma once
 
 #include "kernels/abi/layout.h"
@@ -41,6 +42,12 @@ __device__ __forceinline__ u64 ld_relaxed_sys_u64(const u64* p) {
 }
 __device__ __forceinline__ void st_release_gpu_u64(u64* p, u64 v) {
   asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
+__device__ __forceinline__ void st_relaxed_sys_u32(u32* p, u32 v) {
+  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+__device__ __forceinline__ void fence_acq_rel_sys() {
+  asm volatile("fence.acq_rel.sys;" ::: "memory");
 }
 __device__ __forceinline__ void red_add_relaxed_gpu_u64(u64* p, u64 v) {
   asm volatile("red.add.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
@@ -134,6 +141,105 @@ __device__ __forceinline__ float cvt_f32_f16(u16 x) {
   float v;
   asm("cvt.f32.f16 %0, %1;" : "=f"(v) : "h"(x));
   return v;
+}
+
+// --- shared memory of a block ---
+
+// All of it, as the launch asked for it.
+__device__ __forceinline__ char* shared_memory() {
+  extern __shared__ __align__(16) char bytes[];
+  return bytes;
+}
+__device__ __forceinline__ u32 shared_address(const void* p) {
+  return static_cast<u32>(__cvta_generic_to_shared(p));
+}
+
+// --- barriers ---
+
+__device__ __forceinline__ void barrier_init(u64* barrier, u32 num_arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
+               "r"(num_arrivals)
+               : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(u64* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
+               : "memory");
+}
+// Arrives, and lets the barrier wait for that many bytes of bulk_load() too.
+__device__ __forceinline__ void barrier_expect(u64* barrier, u32 bytes) {
+  asm volatile(
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+      "r"(bytes)
+      : "memory");
+}
+// Until the phase of that parity is over. It waits for this block and its copies only, never for a peer.
+__device__ __forceinline__ void barrier_wait(u64* barrier, u32 parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "look:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra over;\n"
+      "bra look;\n"
+      "over:\n"
+      "}" ::"r"(shared_address(barrier)),
+      "r"(parity)
+      : "memory");
+}
+
+// Whether that phase is over.
+__device__ __forceinline__ bool barrier_test(u64* barrier, u32 parity) {
+  u32 over;
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, done;\n"
+      "}"
+      : "=r"(over)
+      : "r"(shared_address(barrier)), "r"(parity)
+      : "memory");
+  return over != 0;
+}
+
+// --- copies; addresses and bytes are multiples of 16 ---
+
+__device__ __forceinline__ void bulk_load(void* to, const void* from, u32 bytes, u64* barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(shared_address(to)),
+      "l"(from), "r"(bytes), "r"(shared_address(barrier))
+      : "memory");
+}
+__device__ __forceinline__ void bulk_store(void* to, const void* from, u32 bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
+               "r"(shared_address(from)), "r"(bytes)
+               : "memory");
+}
+// What this thread has stored since its last bulk_commit() is one group.
+__device__ __forceinline__ void bulk_commit() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+// Until all of this thread's groups but the last kNumLeft are written.
+template <i32 kNumLeft>
+__device__ __forceinline__ void bulk_wait() {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kNumLeft) : "memory");
+}
+// Until they are read, so that their shared memory may be used again.
+template <i32 kNumLeft>
+__device__ __forceinline__ void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kNumLeft) : "memory");
+}
+// Copies of this thread come behind the stores to shared memory that it has seen.
+__device__ __forceinline__ void fence_shared_for_bulk() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+// And behind what peers stored to global memory, once their flag is acquired.
+__device__ __forceinline__ void fence_global_for_bulk() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+__device__ __forceinline__ void fence_barrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
 }  // namespace moe_p2p::device

@@ -55,9 +55,8 @@ struct Role {
 // The block's shared memory, as one role lays it out.
 template <typename T>
 __device__ __forceinline__ T& shared() {
-  extern __shared__ __align__(16) char bytes[];
   static_assert(sizeof(T) <= MOE_P2P_SHARED_BYTES, "moe_p2p/device_kernels.py asks for too little");
-  return *reinterpret_cast<T*>(bytes);
+  return *reinterpret_cast<T*>(shared_memory());
 }
 
 }  // namespace moe_p2p::device
