@@ -33,7 +33,7 @@ from deep_ep import Buffer, Config, ElasticBuffer, EPHandle, EventOverlap, topk_
 from deep_ep.utils import EventHandle, EventOverlap as Again
 assert importlib.util.find_spec("deep_ep") is not None
 assert deep_ep.__name__ == "moe_p2p.deep_ep" and Again is EventOverlap
-assert deep_ep.buffer.Buffer is Buffer
+assert deep_ep.buffer.Buffer is Buffer and deep_ep.__version__.startswith("2.")
 """
 
 

@@ -59,7 +59,6 @@ V1 = {
         "async_finish=False, return_recv_hook=False, out=None, combine_wait_recv_cost_stats=None"
     ),
     "get_next_low_latency_combine_buffer": "self, handle",
-    "low_latency_update_mask_buffer": "self, rank, mask=False",
     "low_latency_query_mask_buffer": "self, mask_status",
     "low_latency_clean_mask_buffer": "self",
 }
@@ -107,7 +106,7 @@ CONFIG = {
 EVENTS = {
     "__init__": "self, event=None, extra_tensors=None",
     "current_stream_wait": "self, release_handle=False",
-    "register_hook_after_wait": "self, hook",
+    "register_hook_after_wait": "self, hook_after_wait",
     "__call__": "self, release_handle=False",
 }
 SIGNATURES = {

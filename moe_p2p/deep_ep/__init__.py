@@ -17,6 +17,7 @@ from moe_p2p.deep_ep.elastic_handle import EPHandle
 from moe_p2p.deep_ep.event import EventHandle, EventOverlap
 from moe_p2p.deep_ep.installation import install, uninstall
 
+__version__ = "2.1.0"  # the newest DeepEP whose calls these are
 topk_idx_t = torch.int64  # what DeepEP's users make; int32 will do as well
 
 __all__ = [

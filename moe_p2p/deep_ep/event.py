@@ -46,7 +46,7 @@ class EventOverlap:
     extra_tensors: kept as long as this is, so that nobody reuses their memory before.
     """
 
-    _hook: Callable[[], Any] | None = None
+    hook_after_wait: Callable[[], Any] | None = None
     _releases = False
 
     def __init__(
@@ -63,7 +63,7 @@ class EventOverlap:
         """
         if self.event is not None:
             self.event.current_stream_wait()
-        hook, self._hook = self._hook, None
+        hook, self.hook_after_wait = self.hook_after_wait, None
         result = None if hook is None else hook()
         if release_handle:
             self.event = None
@@ -71,10 +71,10 @@ class EventOverlap:
 
     wait = current_stream_wait
 
-    def register_hook_after_wait(self, hook: Callable[[], Any]) -> None:
-        """`hook` is called at the end of the next wait. One at a time."""
-        assert self._hook is None, "this EventOverlap has a hook already"
-        self._hook = hook
+    def register_hook_after_wait(self, hook_after_wait: Callable[[], Any]) -> None:
+        """It is called at the end of the next wait. One at a time."""
+        assert self.hook_after_wait is None, "this EventOverlap has a hook already"
+        self.hook_after_wait = hook_after_wait
 
     def __call__(self, release_handle: bool = False) -> Self:
         self._releases = release_handle
