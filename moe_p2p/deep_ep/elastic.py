@@ -191,7 +191,9 @@ class ElasticBuffer(ElasticBase):
         routing = count_routing(topk, all_to_all.config.num_experts, self.num_ranks)
         mine = self._host_counts.read(routing.num_tokens_per_rank, routing.num_tokens_per_expert)
         extent = agree_on_extent(all_to_all, mine, topk.shape[0], alignment)
-        return RowCounts(extent.num_rows, sum(extent.counts), extent.counts)
+        assert extent.prefix is not None
+        by_rank = extent.prefix[:, self.rank_idx].contiguous()
+        return RowCounts(extent.num_rows, sum(extent.counts), extent.counts, by_rank)
 
 
 def _most(all_to_all: ReleasingAllToAll, num_tokens: int, alignment: int) -> RowCounts:

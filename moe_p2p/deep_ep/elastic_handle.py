@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from moe_p2p.deep_ep.host_counts import to_device
 from moe_p2p.deep_ep.releasing import ReleasingAllToAll
 from moe_p2p.dispatched import Dispatched
 
@@ -28,6 +29,7 @@ class RowCounts(NamedTuple):
     num_recv_tokens: int
     num_expanded_tokens: int  # rows of all experts, each rounded up to expert_alignment
     per_expert: list[int]  # [E_local], rounded up likewise; empty: not known
+    by_rank: Tensor | None = None  # [W] int32, on the host: tokens of each source, added up
 
 
 class EPHandle:
@@ -89,6 +91,8 @@ class EPHandle:
         """[W] int32: tokens of each source rank, added up; all ranks are one domain."""
         if not self.do_expand:
             return self.received.offsets[1:]
+        if self.row_counts.by_rank is not None:
+            return to_device(self.row_counts.by_rank, self.received.counts)
         return self._token_rows.ge(0).any(2).sum(1).cumsum(0).int()
 
     @cached_property

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_p2p.all_to_all import AllToAll
 from moe_p2p.deep_ep.base import NODE_RANKS
-from moe_p2p.deep_ep.host_counts import Extent
+from moe_p2p.deep_ep.host_counts import Extent, to_device
 from moe_p2p.deep_ep.releasing import without_rows
 from moe_p2p.dispatched import Dispatched
 
@@ -67,6 +67,4 @@ def _prefix_matrix(of_rank: Tensor, extent: Extent) -> Tensor:
     """[W, W], on the device of of_rank [W], this rank's column."""
     if extent.prefix is None:
         return of_rank.unsqueeze(1).expand(-1, of_rank.shape[0])
-    if of_rank.is_cuda:
-        return extent.prefix.pin_memory().to(of_rank.device, non_blocking=True)
-    return extent.prefix
+    return to_device(extent.prefix, of_rank)

@@ -88,3 +88,8 @@ def worst_extent(num_worst_tokens: int, num_tokens: int, world_size: int) -> Ext
         "rank times the number of ranks",
     )
     return Extent(num_worst_tokens, max_tokens, [], None)
+
+
+def to_device(counts: Tensor, like: Tensor) -> Tensor:
+    """Counts of the host where `like` lies, on the current stream; the host waits for nothing."""
+    return counts.pin_memory().to(like.device, non_blocking=True) if like.is_cuda else counts
