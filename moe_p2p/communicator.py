@@ -112,7 +112,7 @@ class Communicator:
 
     def _make_device(self, meeting: Bootstrap) -> DeviceSide | None:
         config, num_local = self.config, self.ranks_per_node
-        if config.device != "cuda":
+        if not self._on_gpu:
             return None
         node, local = divmod(self.rank, num_local)
         num_nodes, first = self.world_size // num_local, node * num_local
@@ -193,7 +193,7 @@ class Communicator:
                 config.timeout_s,
                 config.wait,
                 num_threads,
-                config.device == "cuda",
+                self._on_gpu,
             )
         )
         self._shape = ops.CommunicatorShape(
@@ -206,6 +206,10 @@ class Communicator:
         )
         ops.remember_shape(comm, self._shape)
         return comm
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self.config.device == "cuda"
 
     @property
     def closed(self) -> bool:

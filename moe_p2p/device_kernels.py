@@ -255,7 +255,8 @@ class DeviceSide:
                     deadline=deadline,
                 )
                 peers = self._undo.enter_context(windows).addresses
-            self._use(config, world_size, plan["device_state"], memory.addresses, peers)
+            state_bytes, on_device = plan["device_state"], torch.device("cuda", device)
+            self._use(config, world_size, state_bytes, on_device, memory.addresses, peers)
         except BaseException:
             self._undo.close()
             raise
@@ -265,21 +266,22 @@ class DeviceSide:
         config: AllToAllConfig,
         world_size: int,
         state_bytes: int,
+        on_device: torch.device,
         addresses: list[int],
         peers: list[int],
     ) -> None:
-        on_device = torch.device("cuda", self._device)
         owners = config.expert_owners(world_size)
         local = [owners[:expert].count(owner) for expert, owner in enumerate(owners)]
         self._state = torch.zeros(state_bytes // 8, dtype=torch.int64, device=on_device)
         self._owners = torch.tensor(owners, dtype=torch.int32, device=on_device)
         self._local = torch.tensor(local, dtype=torch.int32, device=on_device)
-        self._fault = torch.zeros(_FAULT_BYTES, dtype=torch.uint8).pin_memory()
-        torch.cuda.synchronize(self._device)
+        pinned = on_device.type == "cuda"
+        self._fault = torch.zeros(_FAULT_BYTES, dtype=torch.uint8, pin_memory=pinned)
+        self._wait()
         call(
             _ops.all_to_all_use_device.default,
             self._comm,
-            self._device,
+            -1 if on_device.index is None else on_device.index,
             addresses,
             peers,
             self._state.data_ptr(),
@@ -350,27 +352,36 @@ class DeviceSide:
     def _load(self, kernel: Kernel) -> list[int]:
         """The numbers of csrc/moe/device_grid.h, DeviceKernel."""
         macros = kernel.macros
-        threads, shared = macros["MOE_P2P_BLOCK_THREADS"], macros["MOE_P2P_SHARED_BYTES"]
-        entry = f"moe_p2p_{kernel.source.removesuffix('.cu')}"
-        function = jit.load(self._device, kernel.source, entry, macros, dynamic_shared_bytes=shared)
+        function, resident_blocks = self._open(kernel)
         return [
             function,
-            threads,
-            shared,
+            macros["MOE_P2P_BLOCK_THREADS"],
+            macros["MOE_P2P_SHARED_BYTES"],
             macros["MOE_P2P_SEND_WORKERS"],
             macros["MOE_P2P_RECV_WORKERS"],
             kernel.max_send_blocks,
             kernel.max_recv_blocks,
-            cuda_driver.max_resident_blocks(self._device, function, threads, shared),
+            resident_blocks,
             macros.get("MOE_P2P_IMAGE_BYTES", _ANY_SLOT),
         ]
+
+    def _open(self, kernel: Kernel) -> tuple[int, int]:
+        """A function of the driver, and how many of its blocks fit on the device at once."""
+        macros, entry = kernel.macros, f"moe_p2p_{kernel.source.removesuffix('.cu')}"
+        threads, shared = macros["MOE_P2P_BLOCK_THREADS"], macros["MOE_P2P_SHARED_BYTES"]
+        function = jit.load(self._device, kernel.source, entry, macros, dynamic_shared_bytes=shared)
+        return function, cuda_driver.max_resident_blocks(self._device, function, threads, shared)
+
+    def _wait(self) -> None:
+        """For all that was asked of the device."""
+        torch.cuda.synchronize(self._device)
 
     def finish(self) -> int:
         """Waits for the kernels and lets go of the signal memory, which the communicator unmaps.
 
         How many steps the kernels have opened, for the communicator to close with.
         """
-        torch.cuda.synchronize(self._device)
+        self._wait()
         launches, *next_step = self._state[:3].tolist()  # kernels/abi/params.h, DeviceState
         self._signals.close()
         return int(next_step[launches // _LAUNCH % 2])

@@ -1,0 +1,181 @@
+"""GPUs for tests where there are none: kernels/ compiled for the CPU, run by tests/emulation.
+
+Communicators of CPU tensors then call the device kernels, through everything of the package but the
+driver. As a pytest plugin it runs tests of GPUs that have their ranks as threads (gpu_ranks.run):
+
+    pytest -p emulated_gpu tests/test_gpu_bulk.py
+
+x86-64 only, and slow: about a hundred thousand times slower than an H200.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe_p2p import communicator
+from moe_p2p.config import AllToAllConfig
+from moe_p2p.device_kernels import (
+    _NO_REGIONS,
+    DeviceSide,
+    Kernel,
+    Partners,
+    shape_macros,
+)
+from moe_p2p.ops import call
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "build" / "emulation"
+FLAGS = ["-std=c++20", "-O2", "-w", "-ffp-contract=off", "-fPIC", "-shared"]
+INCLUDE = [f"-I{ROOT / 'tests/emulation'}", f"-I{ROOT}"]  # the first hides kernels/device/ptx.cuh
+RESIDENT_BLOCKS = 8  # of a kernel; more are only more to run
+_ops = torch.ops.moe_p2p
+_compiling = threading.Lock()
+_meeting = threading.Condition()
+_regions: dict[tuple[str, int], int] = {}  # address by (key of the node, local rank)
+
+
+def why_not() -> str:
+    """Why it cannot run here; empty when it can."""
+    if platform.machine() != "x86_64":
+        return "the emulated GPU runs on x86-64 only"
+    compiler = os.environ.get("CXX", "g++")
+    return "" if shutil.which(compiler) else f"no C++ compiler: {compiler} is not installed"
+
+
+def build(source: str, *arguments: str) -> Path:
+    """A shared library of this text, made once for all that goes into it."""
+    text = hashlib.sha256(repr((source, arguments, FLAGS)).encode())
+    for path in sorted(
+        [*(ROOT / "kernels").rglob("*.[ch]*"), *(ROOT / "tests/emulation").rglob("*.*")]
+    ):
+        text.update(path.read_bytes())
+    library = FOLDER / f"{text.hexdigest()[:24]}.so"
+    with _compiling:
+        if not library.exists():
+            FOLDER.mkdir(parents=True, exist_ok=True)
+            made = library.with_suffix(f".{os.getpid()}.cpp")
+            made.write_text(source)
+            command = [os.environ.get("CXX", "g++"), *FLAGS, *INCLUDE, str(made), *arguments]
+            unfinished = made.with_suffix(".so")
+            done = subprocess.run(
+                [*command, "-o", str(unfinished)], capture_output=True, text=True, check=False
+            )
+            assert done.returncode == 0, done.stderr
+            unfinished.rename(library)
+            made.unlink()
+    return library
+
+
+@functools.cache
+def machine() -> Path:
+    """The machine, open in this process under the driver's name."""
+    library = build('#include "tests/emulation/machine.cpp"\n', "-Wl,-soname,libcuda.so.1")
+    ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    return library
+
+
+@functools.cache
+def _function(source: str, macros: tuple[tuple[str, int], ...]) -> tuple[ctypes.CDLL, int]:
+    name = source.removesuffix(".cu")
+    defines = "".join(f"#define {macro} {value}\n" for macro, value in macros)
+    text = (
+        f'{defines}#include "tests/emulation/cuda.h"\n#include "kernels/{source}"\n'
+        'extern "C" void moe_p2p_emulated(const void* params) {\n'
+        f"  using Params = moe_p2p::abi::{name.capitalize()}Params;\n"
+        f"  moe_p2p_{name}(*static_cast<const Params*>(params));\n}}\n"
+    )
+    library = ctypes.CDLL(str(build(text, str(machine()))))
+    address = ctypes.cast(library.moe_p2p_emulated, ctypes.c_void_p).value
+    assert address is not None
+    return library, address
+
+
+def _meet(key: str, local: int, count: int, address: int, deadline: float) -> list[int]:
+    """The addresses of all `count` ranks that come with this key."""
+    with _meeting:
+        _regions[key, local] = address
+        _meeting.notify_all()
+        came = _meeting.wait_for(
+            lambda: all((key, other) in _regions for other in range(count)),
+            timeout=deadline - time.monotonic(),
+        )
+        assert came, "ranks of an emulated GPU are threads of one process; some did not come"
+        return [_regions[key, other] for other in range(count)]
+
+
+class EmulatedDevice(DeviceSide):
+    def __init__(
+        self,
+        comm: int,
+        config: AllToAllConfig,
+        *,
+        rank: int,
+        world_size: int,
+        ranks_per_node: int,
+        key: str,
+        partners: Partners | None,
+        deadline: float,
+        **_: Any,
+    ) -> None:
+        self._comm, self._num_sms = comm, config.num_sms
+        self._shape = shape_macros(config, world_size=world_size, ranks_per_node=ranks_per_node)
+        self._ready, self._undo, self._signals = set(), ExitStack(), ExitStack()
+        plan = config.plan(world_size=world_size, ranks_per_node=ranks_per_node)
+        size = sum(value for name, value in plan.items() if name not in _NO_REGIONS)
+        self._memory = torch.zeros(size + 4096, dtype=torch.uint8)
+        own = (self._memory.data_ptr() + 4095) // 4096 * 4096
+        local = rank % ranks_per_node
+        addresses = _meet(key, local, ranks_per_node, own, deadline)
+        peers = [0] * (world_size // ranks_per_node)
+        if partners is not None:
+            peers = _meet(partners.key, partners.node, partners.num_nodes, own, deadline)
+        machine()
+        self._use(config, world_size, plan["device_state"], torch.device("cpu"), addresses, peers)
+
+    def use_signals(self) -> None:
+        *hosts, _ = call(_ops.all_to_all_signals.default, self._comm)
+        call(_ops.all_to_all_use_signals.default, self._comm, hosts)
+
+    def _load(self, kernel: Kernel) -> list[int]:
+        half = RESIDENT_BLOCKS // 2
+        few = kernel._replace(
+            max_send_blocks=min(kernel.max_send_blocks, half),
+            max_recv_blocks=min(kernel.max_recv_blocks, half),
+        )
+        return super()._load(few)
+
+    def _open(self, kernel: Kernel) -> tuple[int, int]:
+        _, function = _function(kernel.source, tuple(kernel.macros.items()))
+        return function, RESIDENT_BLOCKS
+
+    def _wait(self) -> None:
+        """Launches have ended when they return."""
+
+
+def install(patch: pytest.MonkeyPatch) -> None:
+    """From now on communicators of CPU tensors have an emulated GPU."""
+    patch.setattr(communicator, "DeviceSide", EmulatedDevice)
+    patch.setattr(communicator.Communicator, "_on_gpu", True)
+    patch.setattr(torch.cuda, "current_device", lambda: 0)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    import gpu_ranks
+
+    os.environ["MOE_P2P_EMULATED_GPU"] = "1"
+    install(pytest.MonkeyPatch())
+    gpu_ranks.DEVICE = "cpu"

@@ -1,0 +1,154 @@
+// kernels/device/ptx.cuh for a CPU: the same names, on the machine of tests/emulation.
+#pragma once
+
+#include <chrono>
+
+#include "kernels/abi/layout.h"
+#include "tests/emulation/cuda.h"
+
+namespace moe_p2p::device {
+
+using namespace abi;
+
+struct alignas(16) Vec {
+  u32 word[4];
+};
+
+// --- words shared between devices and the host. Who looks lets others go on. ---
+
+template <typename T>
+T ld_word(const T* p) {
+  return __atomic_load_n(p, __ATOMIC_SEQ_CST);
+}
+template <typename T>
+void st_word(T* p, T v) {
+  __atomic_store_n(p, v, __ATOMIC_SEQ_CST);
+}
+inline void st_release_sys_u32(u32* p, u32 v) { st_word(p, v); }
+inline void st_release_sys_u64(u64* p, u64 v) { st_word(p, v); }
+inline void st_release_gpu_u64(u64* p, u64 v) { st_word(p, v); }
+inline void st_relaxed_sys_u32(u32* p, u32 v) { st_word(p, v); }
+inline void fence_acq_rel_sys() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+inline u32 ld_acquire_sys_u32(const u32* p) {
+  emulation::moe_p2p_pause();
+  return ld_word(p);
+}
+inline u64 ld_acquire_sys_u64(const u64* p) {
+  emulation::moe_p2p_pause();
+  return ld_word(p);
+}
+inline u32 ld_relaxed_sys_u32(const u32* p) { return ld_word(p); }
+inline u64 ld_relaxed_sys_u64(const u64* p) { return ld_word(p); }
+inline void red_add_relaxed_gpu_u64(u64* p, u64 v) { __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST); }
+inline u32 atom_cas_relaxed_sys_u32(u32* p, u32 expected, u32 v) {
+  __atomic_compare_exchange_n(p, &expected, v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+  return expected;
+}
+inline u32 atom_inc_acq_rel_sys_u32(u32* p, u32 last) {
+  u32 old = ld_word(p);
+  while (!__atomic_compare_exchange_n(p, &old, old >= last ? 0 : old + 1, false, __ATOMIC_SEQ_CST,
+                                      __ATOMIC_SEQ_CST)) {
+  }
+  return old;
+}
+inline u32 atom_inc_acq_rel_gpu_u32(u32* p, u32 last) { return atom_inc_acq_rel_sys_u32(p, last); }
+
+// --- rows ---
+
+inline Vec ld_nc_v4(const void* p) { return *static_cast<const Vec*>(p); }
+inline Vec ld_na_v4(const void* p) { return *static_cast<const Vec*>(p); }
+inline void st_na_v4(void* p, const Vec& v) { *static_cast<Vec*>(p) = v; }
+
+// --- time; kernels do not overlap here ---
+
+inline u64 globaltimer_ns() {
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();
+  return static_cast<u64>(std::chrono::nanoseconds(now).count());
+}
+inline void griddepcontrol_wait() {}
+inline void griddepcontrol_launch_dependents() {}
+inline void bar_sync(i32 id, i32 num_threads) {
+  emulation::moe_p2p_meet(id, static_cast<unsigned>(num_threads), true);
+}
+
+// --- numbers ---
+
+// Rounds |x| to `bits` bits of mantissa behind the first, to nearest even, no finer than 2^least.
+inline float round_to(float x, int bits, int least) {
+  int exponent;
+  std::frexp(x, &exponent);
+  const int unit = max(exponent - 1 - bits, least);
+  return std::ldexp(std::nearbyint(std::ldexp(x, -unit)), unit);
+}
+inline u32 to_e4m3(float x) {
+  const u32 sign = __float_as_uint(x) >> 24 & 0x80;
+  if (std::isnan(x)) return sign | 0x7f;
+  const float size = min(round_to(std::fabs(x), 3, -9), 448.0f);
+  if (size < 0x1p-6f) return sign | static_cast<u32>(size * 0x1p9f);
+  const u32 bits = __float_as_uint(size);
+  return sign | ((bits >> 20) - (120 << 3));
+}
+inline u16 cvt_rn_satfinite_e4m3x2(float low, float high) {
+  return static_cast<u16>(to_e4m3(low) | to_e4m3(high) << 8);
+}
+inline u32 to_bf16(float x) {
+  const u32 bits = __float_as_uint(x);
+  if (std::isnan(x)) return 0x7fff;
+  return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+inline u32 cvt_rn_bf16x2(float low, float high) { return to_bf16(low) | to_bf16(high) << 16; }
+inline u32 to_f16(float x) { return std::bit_cast<u16>(static_cast<_Float16>(x)); }
+inline u32 cvt_rn_f16x2(float low, float high) { return to_f16(low) | to_f16(high) << 16; }
+inline float cvt_f32_f16(u16 x) { return static_cast<float>(std::bit_cast<_Float16>(x)); }
+
+// --- shared memory of a block ---
+
+inline char* shared_memory() { return emulation::moe_p2p_thread().shared; }
+
+// --- barriers ---
+
+inline emulation::Barrier& barrier_at(u64* barrier) {
+  return *reinterpret_cast<emulation::Barrier*>(barrier);
+}
+inline void barrier_init(u64* barrier, u32 num_arrivals) {
+  const auto count = static_cast<u16>(num_arrivals);
+  barrier_at(barrier) = {.bytes = 0, .pending = count, .expected = count};
+}
+inline void barrier_expect(u64* barrier, u32 bytes) {
+  emulation::Barrier& b = barrier_at(barrier);
+  b.bytes += static_cast<i32>(bytes);
+  --b.pending;
+  b.settle();
+}
+inline void barrier_arrive(u64* barrier) { barrier_expect(barrier, 0); }
+inline bool barrier_test(u64* barrier, u32 parity) {
+  emulation::moe_p2p_pause();
+  return barrier_at(barrier).parity() != (parity != 0);
+}
+inline void barrier_wait(u64* barrier, u32 parity) {
+  while (!barrier_test(barrier, parity)) {
+  }
+}
+
+// --- copies ---
+
+inline void bulk_load(void* to, const void* from, u32 bytes, u64* barrier) {
+  emulation::moe_p2p_load(to, from, bytes, barrier);
+}
+inline void bulk_store(void* to, const void* from, u32 bytes) {
+  emulation::moe_p2p_store(to, from, bytes);
+}
+inline void bulk_commit() { emulation::moe_p2p_commit(); }
+template <i32 kNumLeft>
+void bulk_wait() {
+  emulation::moe_p2p_wait_stores(kNumLeft, /*written=*/true);
+}
+template <i32 kNumLeft>
+void bulk_wait_read() {
+  emulation::moe_p2p_wait_stores(kNumLeft, /*written=*/false);
+}
+inline void fence_shared_for_bulk() {}
+inline void fence_global_for_bulk() {}
+inline void fence_barrier_init() {}
+
+}  // namespace moe_p2p::device

@@ -1,0 +1,419 @@
+// The machine of machine.h, in the place of the driver's library: built as libcuda.so.1, it has the
+// functions that csrc/platform/cuda_driver.h loads. Only x86-64.
+#include "tests/emulation/machine.h"
+
+#include <sched.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <list>
+#include <map>
+#include <memory>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+// Saves the registers that a call keeps and its stack, and goes on where `to` was left.
+extern "C" void moe_p2p_switch(void** from, void* to);
+asm(R"(
+.globl moe_p2p_switch
+moe_p2p_switch:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  ret
+)");
+
+namespace moe_p2p::emulation {
+namespace {
+
+constexpr size_t kStackBytes = 64 << 10;
+constexpr size_t kGuardBytes = 256;  // behind shared memory
+constexpr std::byte kGarbage{0xa5};
+constexpr auto kPatience = std::chrono::seconds(60);  // for what no peer can bring
+
+using Kernel = void (*)(const void* params);
+
+struct Config {  // cuLaunchKernelEx
+  unsigned grid[3], block[3], shared_bytes;
+  void* stream;
+};
+
+[[noreturn]] void fail(const std::string& story) {
+  std::fprintf(stderr, "emulated GPU: %s\n", story.c_str());
+  std::abort();
+}
+
+struct Copy {
+  std::byte* to;
+  const std::byte* from;
+  size_t bytes;
+  uint64_t* barrier;           // of a load
+  std::vector<std::byte> read;  // of a store, between its halves
+  bool is_read = false;
+};
+
+struct Block;
+struct Fiber : Thread {
+  void* stack = nullptr;
+  Block* owner = nullptr;
+  unsigned generation = 0;  // of its calls of moe_p2p_warp
+  bool blocked = false, ended = false;
+  std::vector<std::shared_ptr<Copy>> open;                // stores that are not committed
+  std::deque<std::vector<std::shared_ptr<Copy>>> groups;  // committed, oldest first
+};
+
+struct Meeting {
+  unsigned come = 0, count = 0;
+  bool all = true;
+  Votes result{};
+  std::vector<Fiber*> waiting;
+};
+struct Warp {
+  struct Gathering {
+    uint32_t come = 0;
+    uint64_t values[2][32];  // in turns: who is late still reads the last ones
+    std::vector<Fiber*> waiting;
+  };
+  std::map<uint32_t, Gathering> by_mask;
+  std::map<uint32_t, std::array<uint8_t, 32>> turns;
+};
+
+struct Block {
+  std::vector<Fiber> fibers;
+  std::vector<Warp> warps;
+  std::array<Meeting, 16> meetings;
+  std::vector<std::shared_ptr<Copy>> copies;  // under way
+  std::unique_ptr<std::byte[], decltype(&std::free)> shared{nullptr, std::free};
+  size_t shared_bytes = 0;
+  unsigned num_live = 0;
+};
+
+// One launch, on the thread that asked for it.
+class Launch {
+ public:
+  Launch(const Config& config, Kernel kernel, const void* params)
+      : config_(config), kernel_(kernel), params_(params), random_(seed()) {}
+  void run();
+  static Launch* current() { return current_; }
+
+  void pause() { leave(/*blocked=*/false); }
+  const uint64_t* warp(uint32_t mask, uint64_t value);
+  Votes meet(int id, unsigned num_threads, bool vote);
+  void load(const Copy& copy) { fiber_->owner->copies.push_back(std::make_shared<Copy>(copy)); }
+  void store(const Copy& copy);
+  void commit();
+  void wait_stores(unsigned num_left, bool written);
+  const Fiber& fiber() const { return *fiber_; }
+
+ private:
+  static uint32_t seed() {
+    static std::atomic<uint32_t> next{1};
+    return next++;
+  }
+  static void enter();
+  void start(unsigned index);
+  bool turn(Block& block);
+  void advance_copies(Block& block, bool all);
+  void end(Block& block);
+  void leave(bool blocked);
+  void wake(std::vector<Fiber*>& fibers);
+  void settle(Block& block, Meeting& meeting, unsigned num_threads);
+
+  const Config& config_;
+  const Kernel kernel_;
+  const void* const params_;
+  std::mt19937 random_;
+  std::list<Block> blocks_;
+  std::vector<char*> stacks_;  // free
+  Fiber* fiber_ = nullptr;     // that runs
+  void* scheduler_ = nullptr;
+  bool progress_ = false;
+  static thread_local Launch* current_;
+};
+thread_local Launch* Launch::current_ = nullptr;
+
+unsigned most_blocks() {
+  const char* given = std::getenv("MOE_P2P_EMULATED_BLOCKS");
+  return given ? static_cast<unsigned>(std::atoi(given)) : ~0u;
+}
+
+void Launch::run() {
+  Launch* const outer = std::exchange(current_, this);
+  const unsigned most = most_blocks(), num_blocks = config_.grid[0];
+  unsigned started = 0;
+  auto last_progress = std::chrono::steady_clock::now();
+  while (started < num_blocks || !blocks_.empty()) {
+    while (started < num_blocks && blocks_.size() < most) start(started++);
+    progress_ = false;
+    bool any = false;
+    for (Block& block : blocks_) any = turn(block) || any;
+    for (auto block = blocks_.begin(); block != blocks_.end();) {
+      if (block->num_live > 0) {
+        ++block;
+        continue;
+      }
+      end(*block);
+      block = blocks_.erase(block);
+      progress_ = true;
+    }
+    const auto now = std::chrono::steady_clock::now();
+    if (progress_) {
+      last_progress = now;
+    } else {
+      if (!any) fail("all threads wait for each other: some of a warp or a block do not come");
+      if (now - last_progress > kPatience) fail("nothing has happened for a minute");
+      sched_yield();
+    }
+  }
+  for (char* stack : stacks_) munmap(stack, kStackBytes);
+  current_ = outer;
+}
+
+void Launch::start(unsigned index) {
+  Block& block = blocks_.emplace_back();
+  const unsigned count = config_.block[0];
+  block.shared_bytes = config_.shared_bytes;
+  const size_t bytes = (block.shared_bytes + kGuardBytes + 1023) / 1024 * 1024;
+  block.shared.reset(static_cast<std::byte*>(std::aligned_alloc(1024, bytes)));
+  std::fill_n(block.shared.get(), bytes, kGarbage);
+  block.fibers = std::vector<Fiber>(count);
+  block.warps.resize((count + 31) / 32);
+  block.num_live = count;
+  for (unsigned i = 0; i < count; ++i) {
+    Fiber& fiber = block.fibers[i];
+    fiber.thread = {i};
+    fiber.block = {index};
+    fiber.block_dim = {count};
+    fiber.grid_dim = {config_.grid[0]};
+    fiber.shared = reinterpret_cast<char*>(block.shared.get());
+    fiber.owner = &block;
+    void* memory = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED) fail("no memory for the stacks of threads");
+    stacks_.push_back(static_cast<char*>(memory));
+    // As moe_p2p_switch leaves a stack: six registers, then where to go on; aligned as after a call.
+    void** top = reinterpret_cast<void**>(stacks_.back() + kStackBytes) - 8;
+    std::fill_n(top, 8, nullptr);
+    top[6] = reinterpret_cast<void*>(&Launch::enter);
+    fiber.stack = top;
+  }
+}
+
+void Launch::enter() {
+  Launch& launch = *current_;
+  launch.kernel_(launch.params_);
+  Fiber& fiber = *launch.fiber_;
+  Block& block = *fiber.owner;
+  if (!fiber.open.empty()) fail("a thread ended with copies that belong to no group");
+  fiber.ended = true;
+  --block.num_live;
+  launch.progress_ = true;
+  Meeting& meeting = block.meetings[0];
+  if (meeting.come > 0) launch.settle(block, meeting, block.num_live);
+  launch.leave(/*blocked=*/true);
+}
+
+// Each thread of the block that can go on does, from a random one on. False: none can.
+bool Launch::turn(Block& block) {
+  const size_t count = block.fibers.size(), first = random_() % count;
+  const bool backwards = random_() % 2;
+  bool any = false;
+  for (size_t i = 0; i < count; ++i) {
+    Fiber& fiber = block.fibers[(backwards ? count - 1 - i + first : i + first) % count];
+    if (fiber.blocked || fiber.ended) continue;
+    any = true;
+    fiber_ = &fiber;
+    moe_p2p_switch(&scheduler_, fiber.stack);
+  }
+  advance_copies(block, /*all=*/false);
+  return any || !block.copies.empty();
+}
+
+void Launch::leave(bool blocked) {
+  Fiber& fiber = *fiber_;
+  fiber.blocked = blocked;
+  moe_p2p_switch(&fiber.stack, scheduler_);
+}
+
+void Launch::wake(std::vector<Fiber*>& fibers) {
+  for (Fiber* fiber : fibers) fiber->blocked = false;
+  fibers.clear();
+  progress_ = true;
+}
+
+const uint64_t* Launch::warp(uint32_t mask, uint64_t value) {
+  Fiber& fiber = *fiber_;
+  Warp& warp = fiber.owner->warps[fiber.thread.x / 32];
+  const unsigned lane = fiber.thread.x % 32;
+  if (!(mask >> lane & 1)) fail("a lane that is not of the mask takes part");
+  Warp::Gathering& gathering = warp.by_mask[mask];
+  uint64_t* values = gathering.values[warp.turns[mask][lane]++ % 2];
+  values[lane] = value;
+  gathering.come |= 1u << lane;
+  if (gathering.come == mask) {
+    gathering.come = 0;
+    wake(gathering.waiting);
+  } else {
+    gathering.waiting.push_back(&fiber);
+    leave(/*blocked=*/true);
+  }
+  return values;
+}
+
+void Launch::settle(Block&, Meeting& meeting, unsigned num_threads) {
+  if (meeting.come < num_threads) return;
+  if (meeting.come > num_threads) fail("more threads at a barrier than it is for");
+  meeting.result = {meeting.count, meeting.all};
+  meeting.come = meeting.count = 0;
+  meeting.all = true;
+  wake(meeting.waiting);
+}
+
+Votes Launch::meet(int id, unsigned num_threads, bool vote) {
+  Fiber& fiber = *fiber_;
+  Block& block = *fiber.owner;
+  Meeting& meeting = block.meetings.at(static_cast<size_t>(id));
+  ++meeting.come;
+  meeting.count += vote;
+  meeting.all = meeting.all && vote;
+  meeting.waiting.push_back(&fiber);
+  fiber.blocked = true;
+  settle(block, meeting, num_threads ? num_threads : block.num_live);
+  if (fiber.blocked) leave(/*blocked=*/true);
+  return meeting.result;
+}
+
+// --- copies in bulk ---
+
+void Launch::store(const Copy& copy) {
+  fiber_->open.push_back(std::make_shared<Copy>(copy));
+  fiber_->owner->copies.push_back(fiber_->open.back());
+}
+
+void Launch::commit() {
+  fiber_->groups.push_back(std::move(fiber_->open));
+  fiber_->open.clear();
+}
+
+void Launch::wait_stores(unsigned num_left, bool written) {
+  Fiber& fiber = *fiber_;
+  const auto is_done = [&](const std::vector<std::shared_ptr<Copy>>& group) {
+    return std::ranges::all_of(group, [&](const std::shared_ptr<Copy>& copy) {
+      return written ? copy->to == nullptr : copy->is_read;
+    });
+  };
+  while (fiber.groups.size() > num_left &&
+         !std::all_of(fiber.groups.begin(), fiber.groups.end() - num_left, is_done))
+    pause();
+  if (!written) return;
+  while (fiber.groups.size() > num_left) fiber.groups.pop_front();
+}
+
+// A store is read, and some time later written; `to` is null once a copy is done.
+void Launch::advance_copies(Block& block, bool all) {
+  for (size_t i = 0; i < block.copies.size(); ++i) {
+    if (!all && random_() % 4 != 0) continue;
+    Copy& copy = *block.copies[i];
+    progress_ = true;
+    if (copy.barrier) {
+      std::memcpy(copy.to, copy.from, copy.bytes);
+      auto& barrier = *reinterpret_cast<Barrier*>(copy.barrier);
+      barrier.bytes -= static_cast<int32_t>(copy.bytes);
+      barrier.settle();
+    } else if (!copy.is_read) {
+      copy.read.assign(copy.from, copy.from + copy.bytes);
+      copy.is_read = true;
+      continue;
+    } else {
+      std::memcpy(copy.to, copy.read.data(), copy.bytes);
+    }
+    copy.to = nullptr;
+    std::swap(block.copies[i--], block.copies.back());
+    block.copies.pop_back();
+  }
+}
+
+void Launch::end(Block& block) {
+  for (const auto& copy : block.copies)
+    if (copy->barrier || !copy->is_read) fail("a block ended while copies used its shared memory");
+  advance_copies(block, /*all=*/true);
+  const std::byte* guard = block.shared.get() + block.shared_bytes;
+  if (std::any_of(guard, guard + kGuardBytes, [](std::byte b) { return b != kGarbage; }))
+    fail("a block wrote behind its shared memory");
+}
+
+}  // namespace
+
+extern "C" {
+
+const Thread& moe_p2p_thread() { return Launch::current()->fiber(); }
+void moe_p2p_pause() { Launch::current()->pause(); }
+const uint64_t* moe_p2p_warp(uint32_t mask, uint64_t value) {
+  return Launch::current()->warp(mask, value);
+}
+Votes moe_p2p_meet(int id, unsigned num_threads, bool vote) {
+  return Launch::current()->meet(id, num_threads, vote);
+}
+void moe_p2p_load(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
+  Launch::current()->load({static_cast<std::byte*>(to), static_cast<const std::byte*>(from), bytes,
+                           barrier, {}});
+}
+void moe_p2p_store(void* to, const void* from, uint32_t bytes) {
+  Launch::current()->store({static_cast<std::byte*>(to), static_cast<const std::byte*>(from), bytes,
+                            nullptr, {}});
+}
+void moe_p2p_commit() { Launch::current()->commit(); }
+void moe_p2p_wait_stores(unsigned num_left, bool written) {
+  Launch::current()->wait_stores(num_left, written);
+}
+
+// --- the driver ---
+
+int cuLaunchKernelEx(const Config* config, void* kernel, void** params, void**) {
+  Launch(*config, reinterpret_cast<Kernel>(kernel), params[0]).run();
+  return 0;
+}
+int cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t bytes, void*) {
+  std::memmove(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes);
+  return 0;
+}
+int cuGetErrorString(int, const char** text) { return *text = "of an emulated GPU", 0; }
+int cuDeviceGet(int* device, int) { return *device = 0; }
+int cuDeviceGetAttribute(int* value, int, int) { return *value = 0; }
+int cuDevicePrimaryCtxRetain(void** context, int) { return *context = nullptr, 0; }
+int cuCtxPopCurrent_v2(void** context) { return *context = nullptr, 0; }
+int cuCtxGetStreamPriorityRange(int* least, int* greatest) { return *least = *greatest = 0; }
+int cuStreamCreateWithPriority(void** stream, unsigned, int) { return *stream = nullptr, 0; }
+int cuEventCreate(void** event, unsigned) { return *event = nullptr, 0; }
+int cuInit(unsigned) { return 0; }
+int cuDevicePrimaryCtxRelease_v2(int) { return 0; }
+int cuCtxSetCurrent(void*) { return 0; }
+int cuCtxPushCurrent_v2(void*) { return 0; }
+int cuThreadExchangeStreamCaptureMode(int*) { return 0; }
+int cuStreamDestroy_v2(void*) { return 0; }
+int cuEventRecord(void*, void*) { return 0; }
+int cuEventQuery(void*) { return 0; }
+int cuEventDestroy_v2(void*) { return 0; }
+}
+
+}  // namespace moe_p2p::emulation

@@ -1,0 +1,59 @@
+// A GPU's threads on one of the host's, for the kernels of kernels/: each is a fiber that runs until it
+// waits, for its warp, its block, a barrier, a copy or a peer. Launches run to their end inside
+// cuLaunchKernelEx; ranks are threads of one process and see each other's memory.
+//
+// What is as on a GPU, or worse: the order of threads is random, copies in bulk happen late, shared
+// memory starts full of garbage, and only so many blocks are there at once. What is not: memory is that of
+// the host, so an acquire or a fence that is missing is not found out.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace moe_p2p::emulation {
+
+struct Index {
+  unsigned x;
+};
+// What a kernel knows of the thread that runs it.
+struct Thread {
+  Index thread, block, block_dim, grid_dim;
+  char* shared;
+};
+struct Votes {
+  unsigned count;  // of true ones
+  bool all;
+};
+
+extern "C" {
+const Thread& moe_p2p_thread();
+// Nothing new was seen: others go on first.
+void moe_p2p_pause();
+// The values of all lanes of the mask, by lane, once all have come. Good until the lane's next call.
+const uint64_t* moe_p2p_warp(uint32_t mask, uint64_t value);
+// Barrier `id` of the block, once so many threads have come; 0: all that have not ended.
+Votes moe_p2p_meet(int id, unsigned num_threads, bool vote);
+// A copy that happens some time, and then takes its bytes off a barrier of shared memory.
+void moe_p2p_load(void* to, const void* from, uint32_t bytes, uint64_t* barrier);
+// One that belongs to the thread's open group; commit closes the group.
+void moe_p2p_store(void* to, const void* from, uint32_t bytes);
+void moe_p2p_commit();
+// Until of this thread's closed groups only the last `num_left` are not read, or written.
+void moe_p2p_wait_stores(unsigned num_left, bool written);
+}
+
+// mbarrier: who is awaited in this phase. 64 bits, as on a GPU.
+struct Barrier {
+  int32_t bytes;  // of copies under way
+  uint16_t pending, expected;
+
+  uint16_t left() const { return pending & 0x7fff; }
+  bool parity() const { return pending >> 15; }
+  void settle() {
+    if (left() == 0 && bytes == 0)
+      pending = static_cast<uint16_t>((parity() ? 0 : 0x8000) | expected);
+  }
+};
+static_assert(sizeof(Barrier) == sizeof(uint64_t));
+
+}  // namespace moe_p2p::emulation
