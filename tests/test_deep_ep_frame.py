@@ -209,6 +209,24 @@ def test_host_memory_is_used_after_the_event(wrap: Callable[[EventHandle], Any])
     assert waited == ["host"] * 2
 
 
+class Recorded:
+    """As much of a tensor as two streams share."""
+
+    def __init__(self) -> None:
+        self.streams: list[str] = []
+
+    def record_stream(self, stream: str) -> None:
+        self.streams.append(stream)
+
+
+def test_what_two_streams_use_is_kept_for_the_one_it_was_not_made_on() -> None:
+    turn: Any = object.__new__(streams.CudaTurn)
+    turn._stream, turn._callers = "of communication", "of the caller"
+    argument, result = Recorded(), Recorded()
+    turn.uses((argument, None), [result])
+    assert (argument.streams, result.streams) == (["of communication"], ["of the caller"])
+
+
 def test_without_a_gpu_there_is_no_communication_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(moe_p2p.UnavailableError, match="no communication stream"):

@@ -15,9 +15,8 @@ from moe_p2p.deep_ep.elastic_handle import EPHandle, RowCounts
 from moe_p2p.deep_ep.event import EventHandle, EventOverlap
 from moe_p2p.deep_ep.host_counts import agree_on_extent
 from moe_p2p.deep_ep.layout import count_routing
-from moe_p2p.deep_ep.releasing import ReleasingAllToAll, without_rows
+from moe_p2p.deep_ep.releasing import ReleasingAllToAll, tensors_of, without_rows
 from moe_p2p.deep_ep.streams import wait_for
-from moe_p2p.dispatched import Dispatched
 
 _Values = Tensor | tuple[Tensor, Tensor]
 _Event = EventOverlap | EventHandle
@@ -119,8 +118,10 @@ class ElasticBuffer(ElasticBase):
             if cumulative_local_expert_recv_stats is not None:
                 cumulative_local_expert_recv_stats.add_(received.counts)
             if async_with_compute_stream:
-                turn.uses((values, packs, topk_idx, topk_weights, *_tensors(received)))
-                turn.uses((cumulative_local_expert_recv_stats,))
+                stats = cumulative_local_expert_recv_stats
+                turn.uses(
+                    (values, packs, topk_idx, topk, topk_weights, stats), tensors_of(received)
+                )
         kept = without_rows(received)
         if handle is None:
             assert num_experts is not None
@@ -183,7 +184,7 @@ class ElasticBuffer(ElasticBase):
             if exact:
                 sums = sums.to(x.dtype)
             if async_with_compute_stream:
-                turn.uses((x, topk_weights, *terms, sums, weights, received.handle))
+                turn.uses((x, topk_weights, *terms, received.handle), (sums, weights))
         return sums, weights, turn.event
 
     def _count(self, all_to_all: ReleasingAllToAll, topk: Tensor, alignment: int) -> RowCounts:
@@ -201,7 +202,3 @@ def _most(all_to_all: ReleasingAllToAll, num_tokens: int, alignment: int) -> Row
     tokens, experts = all_to_all.world_size * num_tokens, all_to_all.num_local_experts
     expanded = tokens * min(all_to_all.config.topk, experts) + (alignment - 1) * experts
     return RowCounts(tokens, expanded, [])
-
-
-def _tensors(received: Dispatched) -> list[Tensor]:
-    return [value for value in received if isinstance(value, Tensor)]

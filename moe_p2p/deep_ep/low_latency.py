@@ -21,7 +21,7 @@ from torch import Tensor
 from moe_p2p.config import AllToAllConfig
 from moe_p2p.deep_ep.base import NODE_RANKS, BufferBase
 from moe_p2p.deep_ep.event import EventOverlap
-from moe_p2p.deep_ep.releasing import ReleasingAllToAll, without_rows
+from moe_p2p.deep_ep.releasing import ReleasingAllToAll, tensors_of, without_rows
 from moe_p2p.dispatched import Dispatched, PendingCombine
 
 Hook = Callable[[], None]
@@ -124,7 +124,7 @@ class LowLatencyCalls(BufferBase):
                 received = all_to_all.dispatch(x, topk_idx, **options)
                 _count(received, *stats)
             if async_finish:
-                turn.uses((x, topk_idx, *stats, *_tensors(received)))
+                turn.uses((x, topk_idx, *stats), tensors_of(received))
         handle = LowLatencyHandle(all_to_all, received, x.shape[1], num_experts)
         rows = received.x if received.scales is None else (received.x, received.scales)
         return rows, received.counts, handle, turn.event, hook
@@ -181,7 +181,7 @@ class LowLatencyCalls(BufferBase):
                 )
                 out = _sums(result, stats)
             if async_finish:
-                turn.uses((y, topk_weights, received.handle, stats, out))
+                turn.uses((y, topk_weights, received.handle, stats, out), (out,))
         return out, turn.event, hook
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:
@@ -280,10 +280,6 @@ def _check_waiting(async_finish: bool, return_recv_hook: bool) -> None:
         "async_finish and return_recv_hook exclude each other: a hook is called where the result "
         "is needed, an event is waited for"
     )
-
-
-def _tensors(received: Dispatched) -> list[Tensor]:
-    return [value for value in received if isinstance(value, Tensor)]
 
 
 def _count(received: Dispatched, tokens: Tensor | None, waited: Tensor | None) -> None:

@@ -22,6 +22,7 @@ from moe_p2p.deep_ep.event import EventHandle, EventOverlap
 from moe_p2p.deep_ep.handle import Handle
 from moe_p2p.deep_ep.host_counts import Extent, agree_on_extent, worst_extent
 from moe_p2p.deep_ep.layout import count_routing
+from moe_p2p.deep_ep.releasing import tensors_of
 from moe_p2p.dispatched import Dispatched
 
 _MAX_TOKENS = 1 << 24  # of a communicator: it sizes nothing, what a call brings does
@@ -59,7 +60,7 @@ class NormalCalls(BufferBase):
         with turn:
             counts = count_routing(topk_idx, num_experts, self.group_size)
             if async_finish:
-                turn.uses((topk_idx, *counts))
+                turn.uses((topk_idx,), counts)
         return *counts, turn.event
 
     def dispatch(
@@ -109,7 +110,7 @@ class NormalCalls(BufferBase):
                     handle.all_to_all, values, scales, handle.extent, handle.dispatched.topk_idx
                 )
                 if async_finish:
-                    turn.uses((values, scales, handle.dispatched.topk_idx, again.x, again.scales))
+                    turn.uses((values, scales, again.topk_idx), (again.x, again.scales))
                 return _rows_of(again, scales), None, None, None, None, turn.event
             assert is_token_in_rank is not None, "is_token_in_rank is missing"
             assert num_tokens_per_rank is not None, "num_tokens_per_rank is missing"
@@ -131,10 +132,9 @@ class NormalCalls(BufferBase):
             )
             new_handle = Handle(all_to_all, received, extent, is_token_in_rank)
             if async_finish:
-                turn.uses((values, scales, topk_idx, topk_weights, is_token_in_rank))
-                turn.uses((num_tokens_per_rank, num_tokens_per_expert, topk))
-                turn.uses((received.x, received.scales, received.row_topk, received.row_weights))
-                turn.uses((received.handle, received.source, received.offsets))
+                layout = (num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank)
+                given = (values, scales, topk_idx, topk_weights, *layout)
+                turn.uses(given, tensors_of(received))
         return (
             _rows_of(received, scales),
             None if topk_idx is None else received.row_topk,
@@ -174,8 +174,8 @@ class NormalCalls(BufferBase):
             if summed is not None and topk_weights is not None:
                 summed = summed[:, : topk_weights.shape[1]]
             if async_finish:
-                given = bias if isinstance(bias, tuple) else (bias,)
-                turn.uses((x, topk_weights, *given, out, summed, dispatched.handle))
+                terms = bias if isinstance(bias, tuple) else (bias,)
+                turn.uses((x, topk_weights, *terms, dispatched.handle), (out, summed))
         return out, summed, turn.event
 
     internode_dispatch = dispatch

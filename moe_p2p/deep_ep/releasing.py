@@ -26,6 +26,10 @@ def without_rows(received: Dispatched) -> Dispatched:
     return Dispatched(NO_ROWS, None, *received[2:])
 
 
+def tensors_of(received: Dispatched) -> list[Tensor]:
+    return [part for part in received if isinstance(part, Tensor)]
+
+
 class ReleasingAllToAll(AllToAll):
     """Takes and returns what AllToAll does; options by keyword."""
 

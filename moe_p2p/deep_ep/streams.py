@@ -121,7 +121,7 @@ class Turn:
         if self._async_finish:
             self.event.event = EventHandle()
 
-    def uses(self, tensors: Iterable[Tensor | None]) -> None:
+    def uses(self, given: Iterable[Tensor | None], made: Iterable[Tensor | None]) -> None:
         """Arguments and results of the call, which two streams use: say so before the end."""
 
 
@@ -156,11 +156,9 @@ class CudaTurn(Turn):
         if self._scope is not None:
             self._scope.__exit__(kind, error, trace)
 
-    def uses(self, tensors: Iterable[Tensor | None]) -> None:
-        if self._scope is None:
-            return
-        for tensor in tensors:
-            if tensor is not None:
-                # Arguments belong to the caller's stream, results to that of the call.
-                tensor.record_stream(self._stream)
-                tensor.record_stream(self._callers)
+    def uses(self, given: Iterable[Tensor | None], made: Iterable[Tensor | None]) -> None:
+        # What is given was allocated elsewhere and is used here, what is made the other way round.
+        for tensors, stream in ((given, self._stream), (made, self._callers)):
+            for tensor in tensors:
+                if tensor is not None:
+                    tensor.record_stream(stream)
