@@ -190,11 +190,13 @@ class ElasticBuffer(ElasticBase):
     def _count(self, all_to_all: ReleasingAllToAll, topk: Tensor, alignment: int) -> RowCounts:
         """The rows that come, once all ranks have said how many they send."""
         routing = count_routing(topk, all_to_all.config.num_experts, self.num_ranks)
-        mine = self._host_counts.read(routing.num_tokens_per_rank, routing.num_tokens_per_expert)
-        extent = agree_on_extent(all_to_all, mine, topk.shape[0], alignment)
-        assert extent.prefix is not None
-        by_rank = extent.prefix[:, self.rank_idx].contiguous()
-        return RowCounts(extent.num_rows, sum(extent.counts), extent.counts, by_rank)
+        mine = self._host_counts.read(
+            routing.num_tokens_per_rank, routing.num_tokens_per_expert, topk.shape[0]
+        )
+        extent = agree_on_extent(all_to_all, mine, alignment)
+        assert extent.gathered is not None
+        from_rank = extent.gathered[:, self.rank_idx]
+        return RowCounts(extent.num_rows, sum(extent.counts), extent.counts, from_rank)
 
 
 def _most(all_to_all: ReleasingAllToAll, num_tokens: int, alignment: int) -> RowCounts:

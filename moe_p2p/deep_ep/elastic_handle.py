@@ -29,7 +29,7 @@ class RowCounts(NamedTuple):
     num_recv_tokens: int
     num_expanded_tokens: int  # rows of all experts, each rounded up to expert_alignment
     per_expert: list[int]  # [E_local], rounded up likewise; empty: not known
-    by_rank: Tensor | None = None  # [W] int32, on the host: tokens of each source, added up
+    from_rank: Tensor | None = None  # [W] int32, on the host: tokens of each source
 
 
 class EPHandle:
@@ -91,8 +91,9 @@ class EPHandle:
         """[W] int32: tokens of each source rank, added up; all ranks are one domain."""
         if not self.do_expand:
             return self.received.offsets[1:]
-        if self.row_counts.by_rank is not None:
-            return to_device(self.row_counts.by_rank, self.received.counts)
+        from_rank = self.row_counts.from_rank
+        if from_rank is not None:
+            return to_device(from_rank.cumsum(0, dtype=torch.int32), self.received.counts)
         return self._token_rows.ge(0).any(2).sum(1).cumsum(0).int()
 
     @cached_property

@@ -65,6 +65,7 @@ class Handle(Sequence[Tensor]):
 
 def _prefix_matrix(of_rank: Tensor, extent: Extent) -> Tensor:
     """[W, W], on the device of of_rank [W], this rank's column."""
-    if extent.prefix is None:
+    prefix = extent.prefix
+    if prefix is None:
         return of_rank.unsqueeze(1).expand(-1, of_rank.shape[0])
-    return to_device(extent.prefix, of_rank)
+    return to_device(prefix, of_rank)

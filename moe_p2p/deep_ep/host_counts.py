@@ -28,22 +28,23 @@ class HostCounts:
     def __init__(self) -> None:
         self._pinned = torch.empty(0, dtype=torch.int32)
 
-    def read(self, *counts: Tensor) -> Tensor:
-        """int32 tensors, one after the other, on the host. The result is good until the next call.
+    def read(self, per_rank: Tensor, per_expert: Tensor, num_tokens: int) -> Tensor:
+        """[W + E + 1] int32 on the host: both, then the number. Good until the next call.
 
         Runs on the current stream.
         """
-        if not counts[0].is_cuda:
-            return torch.cat(counts)
+        if not per_rank.is_cuda:
+            return torch.cat((per_rank, per_expert, torch.tensor([num_tokens], dtype=torch.int32)))
         errors.require(not torch.cuda.is_current_stream_capturing(), _CAPTURED)
-        sizes = [count.numel() for count in counts]
-        if self._pinned.numel() < sum(sizes):
-            self._pinned = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=True)
-        together = self._pinned[: sum(sizes)]
-        for part, count in zip(torch.split(together, sizes), counts, strict=True):
-            part.copy_(count, non_blocking=True)
+        num_ranks, end = per_rank.shape[0], per_rank.shape[0] + per_expert.shape[0]
+        if self._pinned.shape[0] != end + 1:
+            self._pinned = torch.empty(end + 1, dtype=torch.int32, pin_memory=True)
+        together = self._pinned
+        together[:num_ranks].copy_(per_rank, non_blocking=True)
+        together[num_ranks:end].copy_(per_expert, non_blocking=True)
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         copied.record()
+        together[end] = num_tokens
         copied.synchronize()
         return together
 
@@ -54,28 +55,30 @@ class Extent(NamedTuple):
     num_rows: int  # R
     max_tokens: int  # T of any rank, or a bound
     counts: list[int]  # tokens of each local expert, rounded up; empty where nobody counted
-    prefix: Tensor | None  # [W, W] int32, on the host: rows of rank j from ranks 0 to i
+    gathered: Tensor | None  # [W, W + ..] int32, on the host: rows of rank j from each rank i
+
+    @property
+    def prefix(self) -> Tensor | None:
+        """[W, W] int32, on the host: rows of rank j from ranks 0 to i."""
+        if self.gathered is None:
+            return None
+        return self.gathered[:, : self.gathered.shape[0]].cumsum(0, dtype=torch.int32)
 
 
-def agree_on_extent(
-    all_to_all: AllToAll, counts: Tensor, num_tokens: int, alignment: int
-) -> Extent:
+def agree_on_extent(all_to_all: AllToAll, counts: Tensor, alignment: int) -> Extent:
     """Exact, from what all ranks count; all ranks call this.
 
-    counts: [W + E] int32 on the host: of this rank's tokens, for each rank and each expert.
+    counts: what HostCounts has read of this rank's tokens.
     """
-    world_size, experts = all_to_all.world_size, all_to_all.num_local_experts
-    mine = torch.cat((counts, torch.tensor([num_tokens], dtype=torch.int32)))
-    gathered = all_to_all.gather_counts(mine)  # [W, W + E + 1]
-    prefix = gathered[:, :world_size].cumsum(0, dtype=torch.int32)
-    first = world_size + all_to_all.rank * experts
-    per_expert = gathered[:, first : first + experts].sum(0).tolist()
-    return Extent(
-        num_rows=int(prefix[-1, all_to_all.rank]),
-        max_tokens=max(1, int(gathered[:, -1].max())),
-        counts=[-(-count // alignment) * alignment for count in per_expert],
-        prefix=prefix,
-    )
+    gathered = all_to_all.gather_counts(counts)  # [W, W + E + 1]
+    # A GPU waits for what follows: few operations, and lists instead of small tensors.
+    totals = gathered.sum(0, dtype=torch.int32).tolist()
+    max_tokens = max(1, *gathered.select(1, -1).tolist())
+    first = all_to_all.world_size + all_to_all.rank * all_to_all.num_local_experts
+    per_expert = totals[first : first + all_to_all.num_local_experts]
+    if alignment > 1:
+        per_expert = [-(-count // alignment) * alignment for count in per_expert]
+    return Extent(totals[all_to_all.rank], max_tokens, per_expert, gathered)
 
 
 def worst_extent(num_worst_tokens: int, num_tokens: int, world_size: int) -> Extent:

@@ -125,8 +125,10 @@ class NormalCalls(BufferBase):
                 assert topk_idx is not None, "num_worst_tokens needs topk_idx"
                 extent = worst_extent(num_worst_tokens, values.shape[0], self.group_size)
             else:
-                counts = self._host_counts.read(num_tokens_per_rank, num_tokens_per_expert)
-                extent = agree_on_extent(all_to_all, counts, values.shape[0], expert_alignment)
+                counts = self._host_counts.read(
+                    num_tokens_per_rank, num_tokens_per_expert, values.shape[0]
+                )
+                extent = agree_on_extent(all_to_all, counts, expert_alignment)
             received = _send(
                 all_to_all, values, scales, extent, topk, topk_weights, with_source=True
             )

@@ -33,8 +33,10 @@ class SizeExchange:
     def ask(self, all_to_all: AllToAll, topk_idx: Tensor, *, alignment: int = 1) -> Sizes:
         """Sizes of the next dispatch. All ranks call it, each with the topk_idx [T, K] of his."""
         routing = count_routing(topk_idx, all_to_all.config.num_experts, all_to_all.world_size)
-        mine = self._host_counts.read(routing.num_tokens_per_rank, routing.num_tokens_per_expert)
-        extent = agree_on_extent(all_to_all, mine, topk_idx.shape[0], alignment)
+        mine = self._host_counts.read(
+            routing.num_tokens_per_rank, routing.num_tokens_per_expert, topk_idx.shape[0]
+        )
+        extent = agree_on_extent(all_to_all, mine, alignment)
         counts = torch.tensor(extent.counts, dtype=torch.int32)
         return Sizes(extent.max_tokens, sum(extent.counts), counts)
 
