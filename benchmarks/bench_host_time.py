@@ -24,6 +24,7 @@ from moe_p2p.deep_ep import Buffer, ElasticBuffer
 
 TOKENS, HIDDEN, TOPK, EXPERTS = 16, 512, 8, 64
 OPS = ("dispatch_inference", "combine_inference", "combine_out", "release")
+GATHER = "all_to_all_gather_counts"
 HALVES = ("dispatch_send", "dispatch_recv", "combine_send", "combine_recv")
 
 
@@ -130,8 +131,8 @@ def as_by_rank(place: Place) -> Pair:
     return pair
 
 
-def _dispatch_normal(place: Place) -> Any:
-    per_rank, _, per_expert, in_rank, _ = place.buffer.get_dispatch_layout(place.idx, EXPERTS)
+def _dispatch_normal(place: Place, layout: tuple[Any, ...]) -> Any:
+    per_rank, _, per_expert, in_rank, _ = layout
     return place.buffer.dispatch(
         place.x,
         num_tokens_per_rank=per_rank,
@@ -142,8 +143,15 @@ def _dispatch_normal(place: Place) -> Any:
     )[4]
 
 
+def normal(place: Place) -> Pair:
+    """With the counts, which are there at once."""
+    layout = place.buffer.get_dispatch_layout(place.idx, EXPERTS)
+    return lambda: place.buffer.combine(place.by_rank, _dispatch_normal(place, layout))
+
+
 def normal_cached(place: Place) -> Pair:
-    handle = _dispatch_normal(place)
+    layout = place.buffer.get_dispatch_layout(place.idx, EXPERTS)
+    handle = _dispatch_normal(place, layout)
 
     def pair() -> object:
         place.buffer.dispatch(place.x, handle=handle)
@@ -184,7 +192,7 @@ def elastic_cached(place: Place) -> Pair:
 
 PAIRS = (
     *(padded, as_low_latency, low_latency, low_latency_hooks),
-    *(as_by_rank, normal_cached, elastic, elastic_no_copy, elastic_cached),
+    *(as_by_rank, normal, normal_cached, elastic, elastic_no_copy, elastic_cached),
 )
 
 
@@ -213,7 +221,7 @@ def test_python_of_a_pair(
 
     with torch.no_grad():
         pair = make(place)
-        for name in (*OPS, *HALVES):
+        for name in (*OPS, *HALVES, GATHER):
             remember(getattr(torch.ops.moe_p2p, name).default)
         if caches == "hot":
             benchmark.pedantic(pair, rounds=100, iterations=200, warmup_rounds=2)
