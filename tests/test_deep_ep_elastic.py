@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import elastic_cases as cases
@@ -58,6 +59,32 @@ def test_sums_are_rounded_once_where_no_more_is_allowed(monkeypatch: pytest.Monk
     run(2, cases.one_rounding, True)
     monkeypatch.setattr(communicators, "find_ranks_per_node", lambda *_: 2)
     run(4, cases.one_rounding, False)
+
+
+def stale_slots(place: Place) -> None:
+    """A handle looks at no slot of another rank, where a GPU leaves what the memory held."""
+    batches = make_batches(3, [12] * 4, SHAPE)
+    call = Call(do_expand=True, do_cpu_sync=False)
+    handle = dispatch(place.buffer, batches[place.rank.rank], SHAPE, call)[3]
+    cases.check_handle(handle, batches, place.rank.rank, SHAPE, call)
+    wanted = handle.recv_src_metadata
+    shape, words = handle.all_to_all._shape, handle.received.handle
+    sizes = (16 + 4, 4 * shape.chunk_tokens * SHAPE.topk)  # words before rows, and of rows
+    rows = words[sizes[0] : sum(sizes)].view(4, shape.chunk_tokens, SHAPE.topk)
+    others = (rows == -1).all(2)
+    others[place.rank.rank // 2 * 2 :][:2] = False  # the own node's
+    assert others.any()
+    rows[others] = 0
+    for name in ("_token_rows", "recv_src_metadata", "psum_num_recv_tokens_per_scaleup_rank"):
+        vars(handle).pop(name, None)
+    count = int(handle.psum_num_recv_tokens_per_scaleup_rank[-1])
+    assert torch.equal(handle.recv_src_metadata[:count], wanted[:count])
+    cases.check_handle(handle, batches, place.rank.rank, SHAPE, call)
+
+
+def test_slots_of_other_ranks_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(communicators, "find_ranks_per_node", lambda *_: 2)
+    run(4, stale_slots)
 
 
 @pytest.mark.parametrize("num_ranks", [5, 6, 7])

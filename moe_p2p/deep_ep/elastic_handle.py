@@ -158,11 +158,19 @@ class EPHandle:
         shape, words = self.all_to_all._shape, self.received.handle
         num_ranks, chunk, topk = shape.world_size, shape.chunk_tokens, shape.topk
         num_chunks = max(1, -(-self.num_max_tokens_per_rank // chunk))
-        num_sources = num_chunks * num_ranks
-        counts, rows = words[_HANDLE_META_WORDS:].split_with_sizes(
-            (num_sources, words.shape[0] - _HANDLE_META_WORDS - num_sources)
-        )
-        rows = rows[: num_sources * chunk * topk].view(num_sources, chunk, topk)
-        used = torch.arange(chunk, device=words.device) < counts.unsqueeze(1)  # [C * W, M]
-        rows = rows.where(used.unsqueeze(2), -1).view(num_chunks, num_ranks, chunk, topk)
+        num_sources, num_slots = num_chunks * num_ranks, num_chunks * num_ranks * chunk
+        begin = _HANDLE_META_WORDS + num_sources
+        end = begin + num_slots * topk
+        counts, rows = words[_HANDLE_META_WORDS:begin], words[begin:end]
+        ours = torch.arange(chunk, device=words.device) < counts.unsqueeze(1)  # [C * W, M]
+        if shape.ranks_per_node < num_ranks:
+            # Of another node's tokens there are also those for our neighbours alone.
+            node, local = divmod(self.all_to_all.rank, shape.ranks_per_node)
+            sources = torch.arange(num_ranks, device=words.device).repeat(num_chunks)
+            near = sources // shape.ranks_per_node == node
+            end += end % 2  # the bits of the own node's ranks, 64 for each slot
+            ranks = words[end : end + 2 * num_slots].view(torch.int64).view(num_sources, chunk)
+            ours &= near.unsqueeze(1) | ((ranks >> local & 1) != 0)
+        rows = rows.view(num_sources, chunk, topk).where(ours.unsqueeze(2), -1)
+        rows = rows.view(num_chunks, num_ranks, chunk, topk)
         return rows.transpose(0, 1).reshape(num_ranks, num_chunks * chunk, topk)
