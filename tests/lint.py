@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-NATIVE_FOLDERS = ("csrc", "kernels", "tests/cpp")
+NATIVE_FOLDERS = ("csrc", "kernels", "tests/cpp", "tests/emulation")
 
 
 @dataclass(frozen=True)

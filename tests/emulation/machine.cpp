@@ -2,8 +2,8 @@
 // functions that csrc/platform/cuda_driver.h loads. Only x86-64.
 #include "tests/emulation/machine.h"
 
-#include <sched.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -49,6 +49,7 @@ namespace {
 constexpr size_t kStackBytes = 64 << 10;
 constexpr size_t kGuardBytes = 256;  // behind shared memory
 constexpr std::byte kGarbage{0xa5};
+constexpr unsigned kIdleUs = 20;  // for peers, which are other threads of this machine
 constexpr auto kPatience = std::chrono::seconds(60);  // for what no peer can bring
 
 using Kernel = void (*)(const void* params);
@@ -67,9 +68,10 @@ struct Copy {
   std::byte* to;
   const std::byte* from;
   size_t bytes;
-  uint64_t* barrier;           // of a load
+  uint64_t* barrier;            // of a load
   std::vector<std::byte> read;  // of a store, between its halves
   bool is_read = false;
+  bool is_slow = false;  // goes on when nothing else does
 };
 
 struct Block;
@@ -108,19 +110,21 @@ struct Block {
   unsigned num_live = 0;
 };
 
+class Launch;
+thread_local Launch* current = nullptr;
+
 // One launch, on the thread that asked for it.
 class Launch {
  public:
   Launch(const Config& config, Kernel kernel, const void* params)
       : config_(config), kernel_(kernel), params_(params), random_(seed()) {}
   void run();
-  static Launch* current() { return current_; }
 
   void pause() { leave(/*blocked=*/false); }
   const uint64_t* warp(uint32_t mask, uint64_t value);
   Votes meet(int id, unsigned num_threads, bool vote);
-  void load(const Copy& copy) { fiber_->owner->copies.push_back(std::make_shared<Copy>(copy)); }
-  void store(const Copy& copy);
+  std::shared_ptr<Copy> copy(const Copy& given);
+  void store(const Copy& given) { fiber_->open.push_back(copy(given)); }
   void commit();
   void wait_stores(unsigned num_left, bool written);
   const Fiber& fiber() const { return *fiber_; }
@@ -148,9 +152,7 @@ class Launch {
   Fiber* fiber_ = nullptr;     // that runs
   void* scheduler_ = nullptr;
   bool progress_ = false;
-  static thread_local Launch* current_;
 };
-thread_local Launch* Launch::current_ = nullptr;
 
 unsigned most_blocks() {
   const char* given = std::getenv("MOE_P2P_EMULATED_BLOCKS");
@@ -158,7 +160,7 @@ unsigned most_blocks() {
 }
 
 void Launch::run() {
-  Launch* const outer = std::exchange(current_, this);
+  Launch* const outer = std::exchange(current, this);
   const unsigned most = most_blocks(), num_blocks = config_.grid[0];
   unsigned started = 0;
   auto last_progress = std::chrono::steady_clock::now();
@@ -182,11 +184,11 @@ void Launch::run() {
     } else {
       if (!any) fail("all threads wait for each other: some of a warp or a block do not come");
       if (now - last_progress > kPatience) fail("nothing has happened for a minute");
-      sched_yield();
+      usleep(kIdleUs);
     }
   }
   for (char* stack : stacks_) munmap(stack, kStackBytes);
-  current_ = outer;
+  current = outer;
 }
 
 void Launch::start(unsigned index) {
@@ -220,7 +222,7 @@ void Launch::start(unsigned index) {
 }
 
 void Launch::enter() {
-  Launch& launch = *current_;
+  Launch& launch = *current;
   launch.kernel_(launch.params_);
   Fiber& fiber = *launch.fiber_;
   Block& block = *fiber.owner;
@@ -305,9 +307,10 @@ Votes Launch::meet(int id, unsigned num_threads, bool vote) {
 
 // --- copies in bulk ---
 
-void Launch::store(const Copy& copy) {
-  fiber_->open.push_back(std::make_shared<Copy>(copy));
-  fiber_->owner->copies.push_back(fiber_->open.back());
+std::shared_ptr<Copy> Launch::copy(const Copy& given) {
+  const auto made = std::make_shared<Copy>(given);
+  made->is_slow = random_() % 2;
+  return fiber_->owner->copies.emplace_back(made);
 }
 
 void Launch::commit() {
@@ -332,8 +335,8 @@ void Launch::wait_stores(unsigned num_left, bool written) {
 // A store is read, and some time later written; `to` is null once a copy is done.
 void Launch::advance_copies(Block& block, bool all) {
   for (size_t i = 0; i < block.copies.size(); ++i) {
-    if (!all && random_() % 4 != 0) continue;
     Copy& copy = *block.copies[i];
+    if (!all && ((copy.is_slow && progress_) || random_() % 4 != 0)) continue;
     progress_ = true;
     if (copy.barrier) {
       std::memcpy(copy.to, copy.from, copy.bytes);
@@ -366,28 +369,27 @@ void Launch::end(Block& block) {
 
 extern "C" {
 
-const Thread& moe_p2p_thread() { return Launch::current()->fiber(); }
-void moe_p2p_pause() { Launch::current()->pause(); }
-const uint64_t* moe_p2p_warp(uint32_t mask, uint64_t value) {
-  return Launch::current()->warp(mask, value);
-}
+const Thread& moe_p2p_thread() { return current->fiber(); }
+void moe_p2p_pause() { current->pause(); }
+const uint64_t* moe_p2p_warp(uint32_t mask, uint64_t value) { return current->warp(mask, value); }
 Votes moe_p2p_meet(int id, unsigned num_threads, bool vote) {
-  return Launch::current()->meet(id, num_threads, vote);
+  return current->meet(id, num_threads, vote);
 }
 void moe_p2p_load(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
-  Launch::current()->load({static_cast<std::byte*>(to), static_cast<const std::byte*>(from), bytes,
-                           barrier, {}});
+  current->copy(
+      {static_cast<std::byte*>(to), static_cast<const std::byte*>(from), bytes, barrier, {}});
 }
 void moe_p2p_store(void* to, const void* from, uint32_t bytes) {
-  Launch::current()->store({static_cast<std::byte*>(to), static_cast<const std::byte*>(from), bytes,
-                            nullptr, {}});
+  current->store(
+      {static_cast<std::byte*>(to), static_cast<const std::byte*>(from), bytes, nullptr, {}});
 }
-void moe_p2p_commit() { Launch::current()->commit(); }
+void moe_p2p_commit() { current->commit(); }
 void moe_p2p_wait_stores(unsigned num_left, bool written) {
-  Launch::current()->wait_stores(num_left, written);
+  current->wait_stores(num_left, written);
 }
 
 // --- the driver ---
+// NOLINTBEGIN(readability-identifier-naming): its names
 
 int cuLaunchKernelEx(const Config* config, void* kernel, void** params, void**) {
   Launch(*config, reinterpret_cast<Kernel>(kernel), params[0]).run();
@@ -414,6 +416,7 @@ int cuStreamDestroy_v2(void*) { return 0; }
 int cuEventRecord(void*, void*) { return 0; }
 int cuEventQuery(void*) { return 0; }
 int cuEventDestroy_v2(void*) { return 0; }
+// NOLINTEND(readability-identifier-naming)
 }
 
 }  // namespace moe_p2p::emulation

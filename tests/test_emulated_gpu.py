@@ -1,0 +1,61 @@
+"""The device kernels where there is no GPU: a part of their tests, on an emulated one.
+
+In a process of its own, which believes that it has a driver. All of them run the same way, but for
+those of CUDA graphs and of processes: `pytest -p emulated_gpu tests/test_gpu_layouts.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import emulated_gpu
+
+ROOT = Path(__file__).resolve().parents[1]
+DEADLINE_S = 600
+# One node, several of several ranks, ranks that are nodes; both ways of carrying rows; all layouts.
+CASES = {
+    "calls": [
+        "test_gpu.py::test_every_format_is_the_reference_bit_for_bit[4ranks-2pernode]",
+        "test_gpu.py::test_every_format_is_the_reference_bit_for_bit[3ranks-3pernode]",
+        "test_gpu.py::test_a_hostile_network_changes_nothing[3]",
+        "test_gpu_calls.py::test_long_calls_run_in_chunks[4ranks-2pernode]",
+        "test_gpu_calls.py::test_halves_of_two_steps_overlap[0-2ranks-1pernode]",
+        "test_gpu_layouts.py::test_all_outputs_of_one_call",
+        "test_gpu_layouts.py::test_rows_by_rank_are_the_reference_bit_for_bit[4ranks-2pernode]",
+        "test_gpu_late_weights.py::test_one_handle_takes_other_late_weights_each_time[4ranks-2pernode]",
+        "test_gpu_failures.py::test_a_rank_that_does_not_come_is_named[3ranks-3pernode]",
+    ],
+    "in bulk": [
+        "test_gpu_bulk.py::test_every_format_is_the_reference_bit_for_bit[3ranks-3pernode]",
+        "test_gpu_bulk.py::test_rows_by_rank_are_the_reference_bit_for_bit[2ranks-2pernode]",
+        "test_gpu_bulk.py::test_rows_of_seven_thousand_values[2ranks-2pernode]",
+        "test_gpu_bulk.py::test_long_calls_run_in_chunks[4ranks-4pernode]",
+        "test_gpu_bulk.py::test_halves_of_two_steps_overlap[2ranks-2pernode]",
+    ],
+}
+
+
+@pytest.mark.timeout(DEADLINE_S + 10)
+@pytest.mark.skipif(bool(emulated_gpu.why_not()), reason=emulated_gpu.why_not() or "it can run")
+@pytest.mark.parametrize("cases", CASES.values(), ids=CASES.keys())
+def test_kernels_on_an_emulated_gpu(cases: list[str]) -> None:
+    options = ["-p", "emulated_gpu", "-p", "no:cacheprovider", "-q", "--durations=3"]
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, *[f"tests/{case}" for case in cases]],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=DEADLINE_S,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    passed = re.search(r"^(\d+) passed in", ran.stdout.splitlines()[-1])  # and none skipped
+    assert passed is not None, ran.stdout
+    assert int(passed[1]) >= len(cases), ran.stdout
