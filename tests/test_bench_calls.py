@@ -1,7 +1,8 @@
-"""What the benchmark asks of a GPU while a call runs there: nothing."""
+"""The calls that the benchmark times on GPUs: while one runs, it asks the GPU for nothing."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -64,3 +65,9 @@ def test_nothing_is_asked_of_a_gpu_before_a_call_is_done(monkeypatch: pytest.Mon
     del log[:]  # while the clock runs nobody waits
     calls.pair()
     assert log == ["call", "call"]
+
+
+def test_padded_is_for_small_calls() -> None:
+    assert gpu_calls.layout_of(TINY, 512) == "padded"
+    assert gpu_calls.layout_of(TINY, 513) == "grouped"
+    assert gpu_calls.layout_of(replace(TINY, layout="grouped"), 8) == "grouped"

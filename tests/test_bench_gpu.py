@@ -448,9 +448,3 @@ def test_the_plot_has_every_world(tmp_path: Path) -> None:
         assert path.stat().st_size > 10_000
     else:
         assert reason == "matplotlib is not installed"
-
-
-def test_padded_is_for_small_calls() -> None:
-    assert gpu_calls.layout_of(TINY, 512) == "padded"
-    assert gpu_calls.layout_of(TINY, 513) == "grouped"
-    assert gpu_calls.layout_of(replace(TINY, layout="grouped"), 8) == "grouped"
