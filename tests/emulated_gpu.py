@@ -50,6 +50,8 @@ _regions: dict[tuple[str, int], int] = {}  # address by (key of the node, local 
 
 def why_not() -> str:
     """Why it cannot run here; empty when it can."""
+    if torch.cuda.is_available():
+        return "there is a GPU, which runs the kernels itself"
     if platform.machine() != "x86_64":
         return "the emulated GPU runs on x86-64 only"
     compiler = os.environ.get("CXX", "g++")
