@@ -1,7 +1,7 @@
 // One kernel for both halves of combine, and for release. Blocks that send come before those that
 // receive; what they wait for, the dispatches of this step and the weights that other ranks' senders
 // push first of all, does not depend on any receiver.
-#if MOE_P2P_BULK  // moe_p2p/launch_shape.py chooses
+#if MOE_P2P_BULK  // moe_p2p/launch_shape.py chooses; never with masks
 #include "kernels/combine_bulk.cuh"
 namespace way = moe_p2p::device::bulk;
 #else

@@ -179,6 +179,8 @@ __device__ inline void look_up(const Adder& a, const W& worker, u64 step, i32 ch
   const i32 found = inside && lane < kTopk ? a.handle.rows_of(chunk, source, index)[lane] : -1;
   const u64 ranks = kOthers > 0 && inside ? *a.handle.ranks_of(chunk, source, index) : 0;
   bool mine = a.valid && inside && index < count;
+  // Its weights may not have come.
+  if constexpr (kMasks) mine = mine && !is_masked(a.p.comm, source);
   if (kOthers > 0 && mine && !a.self.same_node(source)) {
     if (lane == 0) w.ranks[place] = ranks;
     mine = ranks >> a.self.local & 1;
@@ -323,7 +325,7 @@ __device__ inline bool open_solo(const Adder& a, u64 step, i32 chunk, i32 block)
   bool came = true;
   for (i32 source = static_cast<i32>(threadIdx.x); source < kWorld; source += kBlockThreads) {
     if (!wait_dispatch(comm, a.self, step, source)) {
-      came = false;
+      came = came && is_masked(comm, source);
       continue;
     }
     const auto* header =
@@ -342,7 +344,7 @@ __device__ inline void send_release(const CombineParams& p, u64 first_step) {
   for (u64 step = first_step; step < first_step + static_cast<u64>(p.num_chunks); ++step) {
     bool came = true;
     for (i32 source = static_cast<i32>(threadIdx.x); source < kWorld; source += kBlockThreads)
-      came = wait_dispatch(p.comm, self, step, source) && came;
+      came = (wait_dispatch(p.comm, self, step, source) || is_masked(p.comm, source)) && came;
     if (!__syncthreads_and(came)) return;
     say_read(p.comm, self, step, static_cast<i32>(threadIdx.x), kBlockThreads, EmptyHeader{});
   }

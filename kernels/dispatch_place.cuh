@@ -47,6 +47,42 @@ __device__ inline void tell_ticks(const Receiver& a, i32 chunk, i32 source, i64 
   *told = chunk == 0 ? ticks : *told + ticks;
 }
 
+// --- masks: whether a source has come is decided once, by the block that tells, because all blocks
+// place rows by it. It has when all of its slots have: rows of one that ends in between are absent. ---
+
+__device__ inline u64* came_word(const Receiver& a, u64 step, i32 source) {
+  return reinterpret_cast<u64*>(a.p.comm.state + kWords.came) + slot_of(step) * kWorld + source;
+}
+
+__device__ inline bool hear(const Receiver& a, u64 step, i32 source) {
+  const DeviceComm& comm = a.p.comm;
+  if constexpr (!kMasks) return wait_dispatch(comm, a.self, step, source);
+  if (a.tells) return wait_dispatch(comm, a.self, step, source) && !is_masked(comm, source);
+  const u64* word = came_word(a, step, source);
+  return wait_word(comm, word, static_cast<u32>(2 * (step + 1)),
+                   {Phase::kDispatch, comm.rank, step}) &&
+         (ld_acquire_sys_u64(word) & 1);
+}
+
+// By the block that tells: waits for the slots of the own node, and says what became of each source.
+__device__ inline void decide(const Receiver& a, u64 step, i32* num_slots) {
+  const DeviceComm& comm = a.p.comm;
+  const i32 thread = static_cast<i32>(threadIdx.x);
+  for (i32 i = thread; i < kLocal * kChunk; i += kBlockThreads) {
+    const i32 l = i % kLocal, index = i / kLocal, source = a.self.node * kLocal + l;
+    if (index < num_slots[source] &&
+        !wait_word(comm, inbox_flags_at(comm.data[a.self.local], slot_of(step), l) + index,
+                   static_cast<u32>(step + 1), {Phase::kDispatch, source, step}))
+      atomicExch(&num_slots[source], -1);
+  }
+  __syncthreads();
+  for (i32 source = thread; source < kWorld; source += kBlockThreads) {
+    a.handle.slot_count(0, source) = max(num_slots[source], 0);
+    // Pairs with the wait in hear(); behind it lie the header and the slots.
+    st_release_gpu_u64(came_word(a, step, source), 2 * (step + 1) + (num_slots[source] >= 0));
+  }
+}
+
 // Waits for the headers of a step from everybody. wait_ticks are those of these waits: slots of the own
 // node may come later than their header, but no single place waits for all of them.
 __device__ inline void read_headers(const Receiver& a, u64 step, i32 chunk) {
@@ -60,7 +96,7 @@ __device__ inline void read_headers(const Receiver& a, u64 step, i32 chunk) {
     for (i32 source = thread / apart; source < kWorld; source += kBlockThreads / apart) {
       i32 slots = -1;
       const i64 began = clock64();
-      const bool here = wait_dispatch(p.comm, a.self, step, source);
+      const bool here = hear(a, step, source);
       if (timed) tell_ticks(a, chunk, source, clock64() - began);
       if (here) {
         const auto* header = reinterpret_cast<const RegionHeader*>(
@@ -78,6 +114,8 @@ __device__ inline void read_headers(const Receiver& a, u64 step, i32 chunk) {
     }
   __syncwarp();
   __syncthreads();
+  if constexpr (kMasks)
+    if (a.tells) decide(a, step, a.s.num_slots[chunk % 2]);
 }
 
 // First rows of grouped experts: a prefix sum of their aligned numbers of rows, by one warp.

@@ -115,7 +115,7 @@ __device__ inline void recv_slot(const Receiver& a, const RecvWorker& worker, u6
   const char* from = slot_at(a, step, item);
   if (worker.thread == 0)
     w.arrived[buffer] =
-        !a.self.same_node(item.source) ||
+        kMasks || !a.self.same_node(item.source) ||
         wait_word(p.comm,
                   inbox_flags_at(p.comm.data[a.self.local], slot_of(step), item.source % kLocal) +
                       item.index,

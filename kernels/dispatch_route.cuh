@@ -121,6 +121,17 @@ __device__ inline bool route_chunk(const Sender& a, u64 step, i32 chunk, bool te
   return __syncthreads_and(true);
 }
 
+// Tokens for masked ranks go nowhere. Blocks that see a mask at different times differ in what they do
+// for that rank only: it gets slots without a header, or an outbox that is never complete.
+__device__ inline void drop_masked(const Sender& a) {
+  for (i32 i = static_cast<i32>(threadIdx.x); i < kSpeakers; i += kBlockThreads) {
+    const i32 rank = speaker_rank(a.self, i);
+    if (!is_masked(a.p.comm, rank)) continue;
+    for (i32 w = 0; w < kChunkWords; ++w) a.s.has[column_of(a.self, rank)][w] = 0;
+  }
+  __syncthreads();
+}
+
 // Adds the experts of tokens [from, to) of the call to `seen`.
 __device__ inline void count_experts(const DispatchParams& p, i32* seen, i32 from, i32 to,
                                      i32 thread, i32 num_threads) {
@@ -234,11 +245,14 @@ __device__ inline void send_counts(const Sender& a, i32 slot) {
   __syncthreads();
   for (i32 e = thread; e < kExperts; e += kBlockThreads) {
     const Owner owner = owner_of(a.p.comm, e);
+    if constexpr (kMasks)
+      if (is_masked(a.p.comm, owner.rank)) continue;
     counts_for(a, slot, owner.rank)[owner.local] = w.seen[e];
   }
   if constexpr (kByRank)
     for (i32 rank = thread; rank < kWorld; rank += kBlockThreads)
-      counts_for(a, slot, rank)[kMaxLocalExperts] = w.seen[kExperts + rank];
+      if (!is_masked(a.p.comm, rank))
+        counts_for(a, slot, rank)[kMaxLocalExperts] = w.seen[kExperts + rank];
   __syncthreads();
   for (i32 i = thread; i < kSeen; i += kBlockThreads) w.seen[i] = 0;
 }
@@ -250,6 +264,8 @@ __device__ inline void send_headers(const Sender& a, u64 step, i32 chunk) {
   const u64 own = a.p.comm.data[a.self.local];
   if (chunk == 0) send_counts(a, slot);
   for (i32 i = thread; i < kSpeakers; i += kBlockThreads) {
+    if constexpr (kMasks)
+      if (speaker_masked(a.p.comm, a.self, i)) continue;
     const i32 column = i < kLocal ? i : kLocal + other_node(i - kLocal, a.self.node);
     char* region = i < kLocal ? inbox_at(a.p.comm.data[i], slot, a.self.local)
                               : outbox_at(own, slot, i - kLocal);
@@ -258,6 +274,8 @@ __device__ inline void send_headers(const Sender& a, u64 step, i32 chunk) {
   }
   __syncthreads();
   for (i32 i = thread; i < kSpeakers; i += kBlockThreads) {
+    if constexpr (kMasks)
+      if (speaker_masked(a.p.comm, a.self, i)) continue;
     if (i < kLocal) {
       // The flag of header and counts; pairs with wait_dispatch() of rank i.
       st_release_sys_u64(header_word(inbox_at(a.p.comm.data[i], slot, a.self.local)), step + 1);

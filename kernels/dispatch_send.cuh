@@ -257,6 +257,7 @@ __device__ inline void dispatch_send(const DispatchParams& p, u64 first_step, i3
   for (i32 chunk = 0; chunk < p.num_chunks; ++chunk) {
     const u64 step = first_step + static_cast<u64>(chunk);
     if (!route_chunk(a, step, chunk, block == 0)) return;
+    if constexpr (kMasks) drop_masked(a);
     if (block == num_blocks - 1) send_headers(a, step, chunk);  // it has the fewest tokens
     const i32 end = end_of_chunk(p, chunk);
     for (i32 token = chunk * kChunk + worker.id; token < end; token += worker.count) {

@@ -16,6 +16,8 @@ inline constexpr u32 kWeightsFlags = static_cast<u32>(DType::kFloat32) << kDType
 // Destination d: a rank of this node, or after those another node, by way of the outbox for it.
 __device__ inline void push_weights_to(const CombineParams& p, const Self& self, u64 step,
                                        i32 chunk, i32 d) {
+  if constexpr (kMasks)
+    if (!__syncthreads_and(!speaker_masked(p.comm, self, d))) return;
   const HandleArrays handle(p.handle, p.num_chunks);
   const i32 slot = slot_of(step);
   const bool near = d < kLocal;
@@ -51,7 +53,7 @@ __device__ __noinline__ bool exchange_weights(const CombineParams& p, u64 step, 
   bool came = true;
   for (i32 source = static_cast<i32>(threadIdx.x); source < kWorld; source += kBlockThreads) {
     if (!wait_weights(p.comm, self, step, source)) {
-      came = false;
+      came = came && is_masked(p.comm, source);
       continue;
     }
     const auto* header =

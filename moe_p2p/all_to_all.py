@@ -38,6 +38,8 @@ class AllToAll(Halves):
         share a HashStore; other stores are one object per rank.
     config: equal on all ranks but for timeout_s, wait, num_threads and proxy_cpu.
     engine: NICs to use; None: an engine of its own, closed with this object.
+    masked: with mask_lost_ranks, the tensor [W] of `masked`; objects that share one mask together.
+        None: one of its own.
 
     Raises on all ranks alike InvalidArgumentError when a field of the configurations differs
     (naming it, two ranks and both values), and TimeoutError naming the ranks that did not come.

@@ -9,7 +9,7 @@ import os
 import secrets
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from moe_p2p import env, ops, transport
+from moe_p2p import env, errors, ops, transport
 from moe_p2p.agreement import Facts, Offer, agree_on_transport, conclude
 from moe_p2p.bootstrap import Bootstrap
 from moe_p2p.config import AllToAllConfig
@@ -69,6 +69,7 @@ class Communicator:
         rank: int | None = None,
         world_size: int | None = None,
         engine: Engine | None = None,
+        masked: Tensor | None = None,
     ) -> None:
         self.config = config
         meeting = Bootstrap(
@@ -76,6 +77,7 @@ class Communicator:
         )
         self.rank = meeting.rank
         self.world_size = meeting.world_size
+        self._masks = self._make_masks(masked)
         with meeting:
             own_engine = engine is None
             self.engine = self._choose_engine(meeting, engine)
@@ -110,6 +112,22 @@ class Communicator:
                 self.close()
                 raise
 
+    def _make_masks(self, given: Tensor | None) -> tuple[Tensor, Tensor] | None:
+        """Those of the calls, and those of the NICs: the same on the CPU, apart on a GPU."""
+        if not self.config.mask_lost_ranks:
+            errors.require(given is None, "masked is given, and mask_lost_ranks is False")
+            return None
+        on_host = torch.zeros(self.world_size, dtype=torch.int32)
+        if given is None:
+            given = on_host.to(self.config.device)
+        fits = given.shape == (self.world_size,) and given.dtype == torch.int32
+        errors.require(
+            fits and given.is_contiguous() and given.device.type == self.config.device,
+            f"masked is {given.dtype} {tuple(given.shape)} on {given.device}, must be int32 "
+            f"({self.world_size},) on {self.config.device}, contiguous",
+        )
+        return given, on_host if self._on_gpu else given
+
     def _make_device(self, meeting: Bootstrap) -> DeviceSide | None:
         config, num_local = self.config, self.ranks_per_node
         if not self._on_gpu:
@@ -135,6 +153,7 @@ class Communicator:
             if windows
             else None,
             exchange=among_node if env.fabric() else None,
+            masks=self._masks,
             deadline=time.monotonic() + config.timeout_s,
         )
 
@@ -194,6 +213,7 @@ class Communicator:
                 config.wait,
                 num_threads,
                 self._on_gpu,
+                self._masks[1] if self._masks is not None else None,
             )
         )
         self._shape = ops.CommunicatorShape(
@@ -224,6 +244,35 @@ class Communicator:
         """What each NIC of this rank's engine wrote and received since the engine was made."""
         return self.engine.counters()
 
+    @property
+    def masked(self) -> Tensor:
+        """[W] int32 on the device of the calls: 1 for each rank that is masked here, else 0.
+
+        The memory itself, which calls and the polling thread set: copy it (on a GPU in stream
+        order, which waits for nothing). Ranks mask each other on their own, so theirs may differ
+        for as long as a deadline. A masked rank does not come back in this object; make a new one
+        with all ranks, or without it. Raises InvalidArgumentError without mask_lost_ranks.
+        """
+        if self._masks is None:
+            text = "this communicator has no masks; make it with mask_lost_ranks=True"
+            raise errors.make(errors.InvalidArgumentError, text)
+        return self._masks[0]
+
+    def mask_ranks(self, ranks: Iterable[int]) -> None:
+        """Masks these ranks at once; on a GPU in stream order. All ranks had better do so: one that
+        does not waits for the masked ones, and one that is masked waits for those who masked it.
+
+        Raises InvalidArgumentError for this rank itself and for numbers that no rank has.
+        """
+        masked, chosen = self.masked, list(ranks)
+        for rank in chosen:
+            errors.require(
+                0 <= rank < self.world_size and rank != self.rank,
+                f"rank {rank} cannot be masked by rank {self.rank} of {self.world_size}",
+            )
+        for rank in chosen:
+            masked[rank].fill_(1)
+
     def gather_counts(self, values: Tensor) -> Tensor:
         """The same number of int32 [n] from every rank, [W, n] on each, in host memory.
 
@@ -231,6 +280,7 @@ class Communicator:
         calls; it waits for them, but neither uses a GPU nor waits for one. n: at most
         num_experts + W + 16. Raises InvalidArgumentError before anything is sent; TimeoutError and
         PeerDeadError, naming who is missing, and ProtocolError for another n break the object.
+        Not with mask_lost_ranks.
         """
         gathered: Tensor = call(_ops.all_to_all_gather_counts.default, self._comm, values)
         return gathered

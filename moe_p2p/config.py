@@ -45,7 +45,7 @@ class AllToAllConfig:
     topk: K, at most 32.
     max_tokens: largest T of any rank and call.
     chunk_tokens: M; memory grows with it, a call with more tokens runs as several steps. None:
-        min(max_tokens, 512).
+        min(max_tokens, 512), with mask_lost_ranks max_tokens, which is the least then.
     dtype: widest type that will be dispatched: bfloat16, float16, float32 or float8_e4m3fn.
     combine_dtype: widest type that will be combined. None: dtype, or bfloat16 for float8_e4m3fn.
     extra_bytes: bytes of all extras of one token, each rounded up to 16.
@@ -64,6 +64,8 @@ class AllToAllConfig:
     proxy_cpu: CPU that the proxy thread stays on. None: any.
     device: "cpu", or "cuda" for tensors on the current CUDA device of each rank.
     num_sms: thread blocks that a call may use on a GPU. None: as many as help.
+    mask_lost_ranks: a rank that does not come within timeout_s, or is gone, is masked: calls go on
+        without it (AllToAll.masked). For ranks of one node, or ranks_per_node=1.
 
     Raises InvalidArgumentError naming the field, its value and the limit.
     """
@@ -89,6 +91,7 @@ class AllToAllConfig:
     proxy_cpu: int | None = None
     device: str = "cpu"
     num_sms: int | None = None
+    mask_lost_ranks: bool = False
 
     def __post_init__(self) -> None:
         self._check_range("num_experts", 1, 32768)
@@ -108,6 +111,7 @@ class AllToAllConfig:
         self._check_range("num_sms", 1, 1024)
         self._check_choice("wait", WAITS)
         self._check_choice("device", DEVICES)
+        self._check_choice("mask_lost_ranks", (False, True))
         errors.require(
             isinstance(self.timeout_s, (int, float)) and self.timeout_s > 0,
             f"timeout_s is {self.timeout_s!r}, must be a positive number of seconds",
@@ -144,6 +148,8 @@ class AllToAllConfig:
     @property
     def step_tokens(self) -> int:
         """M: chunk_tokens, or what None stands for."""
+        if self.chunk_tokens is None and self.mask_lost_ranks:
+            return self.max_tokens
         return self.chunk_tokens or min(self.max_tokens, DEFAULT_CHUNK_TOKENS)
 
     @property

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from moe_p2p import cuda_driver, errors, jit
 from moe_p2p.launch_shape import (
@@ -35,6 +36,7 @@ _ops = torch.ops.moe_p2p
 
 _CODES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.float8_e4m3fn: 3}
 _LAUNCH = 65536  # kernels/abi/params.h, kLaunch
+_MASKS_WORD = 4  # kernels/abi/params.h, offset of DeviceState::masks in words of 64 bits
 _FAULT_BYTES = 64  # kernels/abi/params.h, Fault
 _ANY_SLOT = 1 << 30  # bytes
 _NO_REGIONS = ("signals", "device_state")  # lines of the plan that lie elsewhere
@@ -60,6 +62,7 @@ def shape_macros(config: AllToAllConfig, *, world_size: int, ranks_per_node: int
         "MOE_P2P_HIDDEN_DIM": hidden,
         "MOE_P2P_EXTRA_BYTES": config.extra_bytes,
         "MOE_P2P_UNIFORM_EXPERTS": int(config.expert_rank is None),
+        "MOE_P2P_MASKS": int(config.mask_lost_ranks),
     }
 
 
@@ -183,6 +186,8 @@ def variants() -> Iterator[Kernel]:
         (shape(8, **job | {"max_tokens": 2048, "chunk_tokens": 2048}), 24),
         (shape(3, num_experts=1023, hidden_dim=3584, topk=32, max_tokens=300), 24),
         (shape(2, num_experts=4, hidden_dim=16, topk=2, max_tokens=300), 24),
+        (shape(8, mask_lost_ranks=True, **job), None),
+        (shape(4, 1, mask_lost_ranks=True, **job | {"max_tokens": 600}), 24),
     ]
     for other, num_sms in others:
         yield dispatch_kernel(other, torch.bfloat16, quantize=True, num_sms=num_sms)
@@ -221,14 +226,17 @@ class DeviceSide:
         key: str,
         partners: Partners | None,
         exchange: Callable[[bytes], list[bytes]] | None,
+        masks: tuple[Tensor, Tensor] | None,
         deadline: float,
     ) -> None:
         """key: of this node's exchange of file descriptors; `partners`, of that with them.
 
         exchange: carries bytes among the ranks of this node; memory is then shared by fabric
             handle.
+        masks: those of the kernels, on the device, and of the host; None: without.
         """
         self._comm, self._device, self._num_sms = comm, device, config.num_sms
+        self._masks = masks
         self._shape = shape_macros(config, world_size=world_size, ranks_per_node=ranks_per_node)
         self._ready: set[tuple[object, ...]] = set()  # kernels of the op, by what they are for
         self._undo, self._signals = ExitStack(), ExitStack()
@@ -275,6 +283,8 @@ class DeviceSide:
         self._state = torch.zeros(state_bytes // 8, dtype=torch.int64, device=on_device)
         self._owners = torch.tensor(owners, dtype=torch.int32, device=on_device)
         self._local = torch.tensor(local, dtype=torch.int32, device=on_device)
+        if self._masks is not None:
+            self._state[_MASKS_WORD] = self._masks[0].data_ptr()
         pinned = on_device.type == "cuda"
         self._fault = torch.zeros(_FAULT_BYTES, dtype=torch.uint8, pin_memory=pinned)
         self._wait()
@@ -382,6 +392,9 @@ class DeviceSide:
         How many steps the kernels have opened, for the communicator to close with.
         """
         self._wait()
+        if self._masks is not None:  # the host then waits for no write to a rank that is masked
+            on_device, on_host = self._masks
+            on_host.copy_(on_device)
         launches, *next_step = self._state[:3].tolist()  # kernels/abi/params.h, DeviceState
         self._signals.close()
         return int(next_step[launches // _LAUNCH % 2])

@@ -126,7 +126,9 @@ NO_BULK = {"MOE_P2P_BULK": 0}
 
 
 def goes_in_bulk(macros: dict[str, int], num_sms: int | None) -> bool:
-    """Few multiprocessors, long steps, no other node, and not too many ranks."""
+    """Few multiprocessors, long steps, no other node, not too many ranks, and no masks."""
+    if macros["MOE_P2P_MASKS"]:
+        return False
     if num_sms is None or num_sms > _FEW_SMS or macros["MOE_P2P_CHUNK_TOKENS"] <= BULK_STEP:
         return False
     ranks = macros["MOE_P2P_WORLD_SIZE"]

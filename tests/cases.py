@@ -40,9 +40,9 @@ COUNTS = [[5, 3, 0, 12, 1, 7], [0] * 6, [12] * 6, [0, 0, 9, 0, 0, 0], [1, 2, 3, 
 
 def make(rank: Rank, **overrides: Any) -> AllToAll:
     """A small communicator of all ranks."""
-    engine = overrides.pop("engine", None)
+    more = {name: overrides.pop(name, None) for name in ("engine", "masked")}
     config = AllToAllConfig(**(SMALL | overrides))
-    return AllToAll(rank.store, config, rank=rank.rank, world_size=rank.world_size, engine=engine)
+    return AllToAll(rank.store, config, rank=rank.rank, world_size=rank.world_size, **more)
 
 
 def topology_of(comm: AllToAll) -> Topology:

@@ -129,10 +129,11 @@ class EmulatedDevice(DeviceSide):
         ranks_per_node: int,
         key: str,
         partners: Partners | None,
+        masks: tuple[torch.Tensor, torch.Tensor] | None,
         deadline: float,
         **_: Any,
     ) -> None:
-        self._comm, self._num_sms = comm, config.num_sms
+        self._comm, self._num_sms, self._masks = comm, config.num_sms, masks
         self._shape = shape_macros(config, world_size=world_size, ranks_per_node=ranks_per_node)
         self._ready, self._undo, self._signals = set(), ExitStack(), ExitStack()
         plan = config.plan(world_size=world_size, ranks_per_node=ranks_per_node)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -326,32 +327,55 @@ def graphs(place: Place, mode: str) -> None:
     replay(place.rank, f"low latency, {mode}", SHAPE, pair)
 
 
+def without(batches: list[Batch], gone: list[int]) -> list[Batch]:
+    """What is left of a call's tokens without these ranks and their experts."""
+    each = SHAPE.num_experts // len(batches)
+    left = []
+    for rank, batch in enumerate(batches):
+        lost = torch.isin(batch.topk_idx // each, torch.tensor(gone))
+        kept = batch._replace(topk_idx=batch.topk_idx.masked_fill(lost, -1))
+        left.append(Batch(*(value[:0] for value in batch)) if rank in gone else kept)
+    return left
+
+
+def step_without(place: Place, seed: int, gone: list[int], mode: str = "sync") -> None:
+    """All ranks' tokens are given, and what comes is that of the ranks that are left."""
+    rank, device, buffer = place
+    batches = make_batches(seed, SOME[: rank.world_size], SHAPE)
+    seen = without(batches, gone)
+    mine = batches[rank.rank].on(device)
+    rows, counts, handle = dispatch(buffer, mine, SHAPE, mode, use_fp8=False)
+    y = check_rows(seen, rank.rank, SHAPE, rows, counts, handle, use_fp8=False)
+    out = host(combine(buffer, y.to(device), mine, handle, mode))
+    wanted = combined(seen[rank.rank], batches[rank.rank].weights)
+    assert difference(out, wanted) < BF16_DIFFERENCE
+
+
+def check_masks(place: Place, masked: list[int]) -> None:
+    ranks = range(place.rank.world_size)
+    status = torch.full((len(ranks),), -1, dtype=torch.int32, device=place.device)
+    place.buffer.low_latency_query_mask_buffer(status)
+    assert host(status).tolist() == [int(rank in masked) for rank in ranks]
+
+
 def masked(place: Place) -> None:
-    """Rank 0 leaves out the last rank, then no longer."""
-    rank, device, _ = place
-    buffer = make_buffer(rank, enable_shrink=True)
+    """The last rank and the others leave each other out, until all clean their masks."""
+    rank = place.rank
+    place = place._replace(buffer=make_buffer(rank, enable_shrink=True))
     last = rank.world_size - 1
-    local = SHAPE.num_experts // rank.world_size
-    status = torch.full((rank.world_size,), -1, dtype=torch.int32, device=device)
-    for mask in (True, False):
-        batches = make_batches(8, SOME[: rank.world_size], SHAPE)
-        if rank.rank == 0:
-            buffer.low_latency_update_mask_buffer(last, mask)
-            buffer.low_latency_query_mask_buffer(status)
-            assert host(status).tolist() == [0] * last + [int(mask)]
-        seen = list(batches)
-        if mask:
-            idx = batches[0].topk_idx
-            seen[0] = batches[0]._replace(topk_idx=idx.masked_fill(idx // local == last, -1))
-        mine = batches[rank.rank].on(device)
-        rows, counts, handle = dispatch(buffer, mine, SHAPE, use_fp8=False)
-        y = check_rows(seen, rank.rank, SHAPE, rows, counts, handle, use_fp8=False)
-        out = host(combine(buffer, y.to(device), mine, handle))
-        wanted = combined(seen[rank.rank], batches[rank.rank].weights)
-        assert difference(out, wanted) < BF16_DIFFERENCE
-    if rank.rank == 0:
-        buffer.low_latency_update_mask_buffer(last, True)
-        buffer.low_latency_clean_mask_buffer()
-        buffer.low_latency_query_mask_buffer(status)
-        assert host(status).tolist() == [0] * rank.world_size
-    buffer.destroy()
+    gone = list(range(last)) if rank.rank == last else [last]
+    check_masks(place, [])
+    place.buffer.low_latency_update_mask_buffer(gone[0], True)
+    place.buffer.low_latency_update_mask_buffer(gone[0], False)  # no call has missed it
+    for other in gone:
+        place.buffer.low_latency_update_mask_buffer(other, True)
+    check_masks(place, gone)
+    for seed, mode in enumerate(("sync", "hook", "sync", "async")):
+        step_without(place, seed, gone, mode)
+    with pytest.raises(AssertionError, match="has missed calls; low_latency_clean_mask_buffer"):
+        place.buffer.low_latency_update_mask_buffer(gone[0], False)
+    place.buffer.low_latency_clean_mask_buffer()
+    check_masks(place, [])
+    for seed in range(3):
+        step_without(place, seed, [])
+    place.buffer.destroy()

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import low_latency_cases as cases
-from deep_ep_oracle import make_batches
+from deep_ep_oracle import StoreGroup, make_batches
 from low_latency_cases import FORMATS, SHAPE, SHAPES, Place, make_buffer
-from moe_p2p import InvalidArgumentError
+from moe_p2p import InvalidArgumentError, MoeP2pError
 from moe_p2p.deep_ep import Buffer, communicators
 from ranks import Rank, run_threads
 
@@ -81,8 +81,35 @@ def test_time_waited_is_added() -> None:
     assert (waited.sum(1) > 0).all()
 
 
-def test_tokens_for_a_masked_rank_are_dropped() -> None:
+def test_ranks_leave_each_other_out_until_the_masks_are_cleaned() -> None:
     run(3, cases.masked)
+
+
+@pytest.mark.parametrize("per_node", [3, 1])
+def test_a_rank_that_is_gone_is_masked(per_node: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(communicators, "find_ranks_per_node", lambda *_: per_node)
+
+    def body(rank: Rank) -> None:
+        group: Any = StoreGroup(rank)
+        buffer = Buffer(group, enable_shrink=True, explicitly_destroy=True, timeout_s=3.0)
+        place = Place(rank, "cpu", buffer)
+        cases.step_without(place, 0, [])
+        buffer._communicators.meet("all to have combined")
+        if rank.rank == 1:
+            buffer._communicators.close()  # as the end of a process does
+            return
+        for seed, mode in enumerate(("sync", "hook") * 3):
+            cases.step_without(place, seed, [1], mode)
+        cases.check_masks(place, [1])
+        if per_node == 3:
+            buffer.destroy()  # waits for nobody
+            return
+        buffer.low_latency_clean_mask_buffer()
+        with pytest.raises(MoeP2pError, match="rank 1 did not come"):
+            cases.step_without(place, 7, [])
+        buffer._communicators.close()
+
+    run_threads(3, body)
 
 
 def test_masks_must_be_enabled() -> None:

@@ -38,6 +38,15 @@ CASES = {
         "test_gpu_bulk.py::test_long_calls_run_in_chunks[4ranks-4pernode]",
         "test_gpu_bulk.py::test_halves_of_two_steps_overlap[2ranks-2pernode]",
     ],
+    "masks": [
+        "test_gpu_masks.py::test_nothing_changes_while_all_are_there[4ranks-1pernode]",
+        "test_gpu_masks.py::test_masks_set_by_hand_are_not_waited_for[4ranks-4pernode]",
+        "test_gpu_masks.py::test_a_slow_rank_is_masked_and_masks_the_others[2ranks-2pernode]",
+        "test_gpu_masks.py::test_a_rank_stops_behind_a_half[3ranks-3pernode-dispatch_send]",
+        "test_gpu_masks.py::test_a_rank_stops_behind_a_half[4ranks-1pernode-dispatch]",
+        "test_gpu_masks.py::test_a_rank_that_ends_within_its_sending_is_absent_as_a_whole",
+        "test_gpu_masks.py::test_halves_in_flight_and_releases[3ranks-3pernode]",
+    ],
 }
 
 

@@ -12,6 +12,7 @@ enum class Mutation {
   kCountWithoutSource,    // immediates of all sources in one counter
   kPublishBeforePayload,  // an arrival after the first immediate of several
   kSumBeforeWeights,      // partial sums without waiting for the weights that they need
+  kWriteToMasked,         // what is said to a masked rank although its slots may be in use
   kWeightsInEveryStep,  // weights are taken for those of the slot's next use, whichever step has some
 };
 inline Mutation active_mutation = Mutation::kNone;

@@ -50,8 +50,9 @@ AllToAll::State::State(engine::TransferEngine& with_engine, proxy::ProxyThread* 
       proxy(with_proxy),
       options(with_options),
       plan(make_plan(with_options.plan)),
+      masks(checked_masks()),
       memory(plan, checked_rank(), !with_options.device),
-      kernels(plan, memory, with_options.num_threads),
+      kernels(plan, memory, with_options.num_threads, masks),
       ring(plan, kernels),
       gather(plan, memory, with_engine, with_options.communicator),
       data(with_options.device
@@ -62,6 +63,18 @@ int AllToAll::State::checked_rank() const {
   MOE_P2P_CHECK(options.rank >= 0 && options.rank < plan.shape.world_size, Code::kInvalidArgument,
                 "rank is ", options.rank, ", must be from 0 to ", plan.shape.world_size - 1);
   return options.rank;
+}
+
+int32_t* AllToAll::State::checked_masks() const {
+  if (!options.masks) return nullptr;
+  MOE_P2P_CHECK(plan.shape.num_nodes() == 1 || plan.shape.ranks_per_node == 1,
+                Code::kInvalidArgument, "masks are for ranks of one node, or of one rank a node; ",
+                plan.shape.num_nodes(), " nodes of ", plan.shape.ranks_per_node,
+                " ranks lose a gateway with each rank that is gone. Pass ranks_per_node=1");
+  MOE_P2P_CHECK(plan.shape.chunk_tokens >= plan.max_tokens, Code::kInvalidArgument,
+                "chunk_tokens is ", plan.shape.chunk_tokens, ", with masks it must be at least ",
+                "max_tokens ", plan.max_tokens, ": a rank is there for a whole call or not at all");
+  return options.masks;
 }
 
 AllToAll::AllToAll(engine::TransferEngine& engine, proxy::ProxyThread* proxy,
@@ -119,7 +132,7 @@ void AllToAll::connect(std::span<const base::Bytes> addresses) {
   s.gather.connect(boards);
   s.exchange =
       std::make_unique<Exchange>(s.plan, s.memory, s.engine, s.data, s.options.communicator,
-                                 std::move(remotes), s.options.device);
+                                 std::move(remotes), s.masks, s.options.device);
   const auto attach = [&s] { s.engine.imm_table().set_sink(s.options.communicator, &s); };
   if (s.proxy) {
     s.engine.run_on_poller(attach, platform::Clock::now() + s.options.timeout);

@@ -7,7 +7,8 @@
 //
 // One caller thread at a time per object. Bad input throws Error{kInvalidArgument} before anything
 // is sent, and the object stays usable. Timeouts, dead peers and protocol errors break it: the story
-// is latched and every later call throws it again.
+// is latched and every later call throws it again. With options.masks a rank that does not come in
+// time, or is gone, is left out instead, of that call and of all later ones.
 #pragma once
 
 #include <chrono>
@@ -38,6 +39,9 @@ struct AllToAllOptions {
   int num_threads = 1;                        // of the host kernels
   bool device =
       false;  // tensors are on a GPU; use_device() before address(), use_signals() after connect()
+  // [W] words of moe/masks.h in host memory, which outlive the object. A rank that does not come, or
+  // is gone, is then masked instead of breaking this one. null: no masks.
+  int32_t* masks = nullptr;
 };
 
 // What a rank of options.device was given on its GPU; the caller keeps the memory until close().

@@ -1,4 +1,5 @@
 // The calls of an AllToAll, and the stories of what went wrong in them.
+#include <algorithm>
 #include <utility>
 
 #include "moe/all_to_all_state.h"
@@ -26,6 +27,7 @@ void AllToAll::State::fail(Code code, const std::string& message) const {
 void AllToAll::State::latch(const Error& error) {
   story = error;
   for (int l = 0; l < memory.num_local(); ++l) {
+    if (masks.enabled() && l != memory.local()) continue;  // they mask this rank: see gone()
     uint64_t none = 0;
     // release: pairs with the acquire in check_abort() of the neighbours.
     std::atomic_ref(memory.head(l).abort)
@@ -53,6 +55,9 @@ std::string AllToAll::State::gone(int local) const {
   const auto rank = rank_of(memory.node(), local);
   if (std::atomic_ref(memory.head(local).closed).load(std::memory_order_acquire) != 0)
     return base::concat("rank ", rank, " has closed its communicator");
+  if (masks.enabled() &&
+      std::atomic_ref(memory.head(local).abort).load(std::memory_order_acquire) != 0)
+    return base::concat("rank ", rank, " gave up; see its error");
   return memory.alive(local) ? "" : base::concat("rank ", rank, "'s process has ended");
 }
 
@@ -64,8 +69,36 @@ void AllToAll::State::check_neighbours(Arrived&& arrived, Story&& waiting_for) c
     const std::string why = gone(source % plan.shape.ranks_per_node);
     if (why.empty()) continue;
     if (arrived(source)) continue;  // it said so before leaving
-    fail(Code::kPeerDead, base::concat(why, "; ", waiting_for()));
+    if (!masks.enabled()) fail(Code::kPeerDead, base::concat(why, "; ", waiting_for()));
+    MOE_P2P_LOG(base::LogLevel::kWarning, "rank ", options.rank, ": rank ", source,
+                " is masked: ", why);
+    masks.add(source);
   }
+}
+
+// T (2 - 1/n) for n ranks that are missing, masked or not. A rank that dies may have said the same
+// thing to some and not to others; those wait for it, and the rest soon wait for them and for it, or
+// have masked it already. So whoever misses fewer masks first, and is heard in time by the others.
+template <typename Arrived>
+std::chrono::milliseconds AllToAll::State::patience(Arrived&& arrived) const {
+  int missing = 0;
+  for (int source = 0; source < plan.shape.world_size; ++source)
+    missing += !arrived(source) || masks.has(source);
+  return options.timeout + options.timeout * (std::max(missing, 1) - 1) / std::max(missing, 1);
+}
+
+template <typename Arrived, typename Story>
+bool AllToAll::State::mask_missing(Arrived&& arrived, Story&& waiting_for) const {
+  if (!masks.enabled() || !arrived(options.rank)) return false;
+  bool masked = false;
+  MOE_P2P_LOG(base::LogLevel::kWarning, "rank ", options.rank, ": masks ranks after ",
+              options.timeout.count(), " ms: ", waiting_for());
+  for (int source = 0; source < plan.shape.world_size; ++source) {
+    if (arrived(source)) continue;
+    masks.add(source);
+    masked = true;
+  }
+  return masked;
 }
 
 template <typename Arrived, typename Progress>
@@ -135,20 +168,35 @@ void AllToAll::State::latching(Call&& call) {
 
 template <typename Ready, typename Arrived, typename Story>
 void AllToAll::State::wait(Ready&& ready, Arrived&& arrived, Story&& waiting_for) {
-  const auto deadline = platform::Clock::now() + options.timeout;
+  auto began = platform::Clock::now();
+  auto deadline = began + options.timeout;
+  while (!wait_until(deadline, ready, arrived, waiting_for)) {
+    if (masks.enabled() && began + patience(arrived) > deadline) {
+      deadline = began + patience(arrived);
+    } else if (mask_missing(arrived, waiting_for)) {
+      began = platform::Clock::now();
+      deadline = began + options.timeout;
+    } else {
+      fail(Code::kTimeout,
+           base::concat("timed out after ", options.timeout.count(), " ms: ", waiting_for()));
+    }
+  }
+}
+
+template <typename Ready, typename Arrived, typename Story>
+bool AllToAll::State::wait_until(platform::Deadline deadline, Ready&& ready, Arrived&& arrived,
+                                 Story&& waiting_for) {
   platform::Waiter waiter(memory.bell(memory.local()), options.wait, deadline);
   auto next_look = platform::Clock::now() + kLookAtNeighbours;
   for (;;) {
     waiter.prepare();
-    if (ready()) return;
+    if (ready()) return true;
     check_abort();
     if (platform::Clock::now() >= next_look) {
       check_neighbours(arrived, waiting_for);
       next_look = platform::Clock::now() + kLookAtNeighbours;
     }
-    if (!waiter.pause())
-      fail(Code::kTimeout,
-           base::concat("timed out after ", options.timeout.count(), " ms: ", waiting_for()));
+    if (!waiter.pause()) return false;
   }
 }
 
@@ -276,6 +324,9 @@ void AllToAll::combine_recv(const CombineRecv& recv) {
 void AllToAll::gather_counts(std::span<const int32_t> values, std::span<int32_t> gathered) {
   State& s = *state_;
   s.require_usable();
+  MOE_P2P_CHECK(!s.masks.enabled(), Code::kInvalidArgument,
+                "gather_counts is for all ranks, and this communicator goes on without those that "
+                "are masked; use one without masks");
   if (s.device) s.check_device_once();
   s.latching([&] {
     s.gather.send(values);

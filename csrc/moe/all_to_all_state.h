@@ -22,6 +22,7 @@ struct AllToAll::State final : engine::ImmSink {
   State(engine::TransferEngine& engine, proxy::ProxyThread* proxy, const AllToAllOptions& options);
 
   int checked_rank() const;
+  int32_t* checked_masks() const;
   int rank_of(int node, int local) const { return node * plan.shape.ranks_per_node + local; }
   void require_usable() const;
 
@@ -35,6 +36,12 @@ struct AllToAll::State final : engine::ImmSink {
   // Ranks of this node whose signal memory or process a wait depends on.
   template <typename Arrived, typename Story>
   void check_neighbours(Arrived&& arrived, Story&& waiting_for) const;
+  // How long a wait lasts before it masks.
+  template <typename Arrived>
+  std::chrono::milliseconds patience(Arrived&& arrived) const;
+  // Masks who has not arrived(source); false when nobody can be masked.
+  template <typename Arrived, typename Story>
+  bool mask_missing(Arrived&& arrived, Story&& waiting_for) const;
   // " rank 2 (node 1) rank 3 (node 1, ...)": who has not arrived(source), with progress(node) of this
   // rank's partners.
   template <typename Arrived, typename Progress>
@@ -54,9 +61,13 @@ struct AllToAll::State final : engine::ImmSink {
   // What breaks the communicator is latched.
   template <typename Call>
   void latching(Call&& call);
-  // Until ready(), with a deadline; gives up when whoever has not arrived() is gone.
+  // Until ready(), with a deadline; gives up when whoever has not arrived() is gone, or masks it.
   template <typename Ready, typename Arrived, typename Story>
   void wait(Ready&& ready, Arrived&& arrived, Story&& waiting_for);
+  // False when the deadline passed.
+  template <typename Ready, typename Arrived, typename Story>
+  bool wait_until(platform::Deadline deadline, Ready&& ready, Arrived&& arrived,
+                  Story&& waiting_for);
   // Advances until done; every time something moved the deadline starts anew.
   template <typename Advance, typename GetPending>
   void run(Advance&& advance, GetPending&& get_pending);
@@ -71,6 +82,7 @@ struct AllToAll::State final : engine::ImmSink {
   proxy::ProxyThread* proxy;
   const AllToAllOptions options;
   const Plan plan;
+  const Masks masks;
   NodeMemory memory;
   HostKernels kernels;
   StepRing ring;

@@ -49,7 +49,8 @@ class StepRing {
   void leave_open(Step step) noexcept;  // paired dispatch: the caller will combine or release
   void acknowledge(Step step);          // sends the empty combine; nobody waits for its answer yet
   void close(Step step) noexcept;       // its combine has arrived
-  bool arrived(Step step, abi::Phase phase) const noexcept;  // from everybody
+  // From everybody; looks at the masks first.
+  bool arrived(Step step, abi::Phase phase) const;
   Step step_of(uint64_t index) const noexcept;
   // Steps whose writes may still be on their way: the last one of each slot.
   struct Last {

@@ -8,13 +8,14 @@ using abi::Phase;
 
 Exchange::Exchange(const Plan& plan, NodeMemory& memory, engine::TransferEngine& engine,
                    const engine::MemoryHandle* data, uint32_t communicator,
-                   std::vector<Remote> remotes, bool device)
+                   std::vector<Remote> remotes, const Masks& masks, bool device)
     : plan_(plan),
       memory_(memory),
       engine_(engine),
       data_(data),
       communicator_(communicator),
       remotes_(std::move(remotes)),
+      masks_(masks),
       device_(device),
       num_lanes_(static_cast<size_t>(abi::kNumPhases * plan.shape.steps_in_flight) *
                  remotes_.size()),
@@ -38,6 +39,10 @@ Exchange::Lane& Exchange::lane(Phase phase, int slot, int index) const noexcept 
 
 const Exchange::Remote& Exchange::remote_of(const Lane& lane) const noexcept {
   return remotes_[static_cast<size_t>(abi::other_index(lane.node, memory_.node()))];
+}
+
+int Exchange::rank_of(const Lane& lane) const noexcept {
+  return lane.node * plan_.shape.ranks_per_node + memory_.local();
 }
 
 // --- sending -----------------------------------------------------------------------------------
@@ -70,6 +75,7 @@ bool Exchange::take(Lane& lane) noexcept {
   const uint64_t word = std::atomic_ref(bell.word).load(std::memory_order_acquire);
   if (word == lane.word) return false;
   lane.word = word;
+  if (masks_.has(rank_of(lane))) return false;
   // By the plan, because a GPU's regions have no address here. All ranks share one plan, so the other
   // end is computed as that rank would: this node's place among the nodes other than *its* own.
   const Road road = road_of(plan_, lane.phase);
@@ -96,6 +102,11 @@ void Exchange::finish(Lane& lane) noexcept {
   if (lane.request.status().ok()) {
     // release: pairs with the acquire in sent().
     lane.acknowledged.store(lane.word, std::memory_order_release);
+    return;
+  }
+  if (masks_.enabled()) {
+    masks_.add(rank_of(lane));
+    platform::notify_all(memory_.bell(memory_.local()));
     return;
   }
   if (failed_.load(std::memory_order_relaxed)) return;  // only this thread writes it
@@ -158,7 +169,7 @@ uint64_t Exchange::next_word(const Lane& lane) const noexcept {
 void Exchange::publish(Lane& lane) noexcept {
   const uint64_t word = next_word(lane);
   ++lane.published;
-  const int source = lane.node * plan_.shape.ranks_per_node + memory_.local();
+  const int source = rank_of(lane);
   // release: pairs with the acquire in HostKernels::arrived(). The payload is visible to this thread
   // (provider.h, assumption 1), so it is to whoever acquires the flag.
   memory_.flag(memory_.local(), lane.phase, lane.slot, source)
@@ -208,9 +219,11 @@ uint64_t Exchange::immediates(Phase phase, int slot, int node) const noexcept {
 }
 
 bool Exchange::sent(Phase phase, int slot, uint64_t word) const noexcept {
-  for (size_t i = 0; i < remotes_.size(); ++i)
-    if (lane(phase, slot, static_cast<int>(i)).acknowledged.load(std::memory_order_acquire) < word)
+  for (size_t i = 0; i < remotes_.size(); ++i) {
+    const Lane& to = lane(phase, slot, static_cast<int>(i));
+    if (to.acknowledged.load(std::memory_order_acquire) < word && !masks_.has(rank_of(to)))
       return false;  // acquire: pairs with finish()
+  }
   return true;
 }
 
@@ -220,8 +233,8 @@ bool Exchange::sent_weights(int slot) const noexcept {
         memory_.doorbell(memory_.local(), Phase::kWeights, slot, remotes_[i].node);
     // relaxed: whoever rang is done with it.
     const uint64_t rung = std::atomic_ref(bell.word).load(std::memory_order_relaxed);
-    if (lane(Phase::kWeights, slot, static_cast<int>(i))
-            .acknowledged.load(std::memory_order_acquire) < rung)
+    const Lane& to = lane(Phase::kWeights, slot, static_cast<int>(i));
+    if (to.acknowledged.load(std::memory_order_acquire) < rung && !masks_.has(rank_of(to)))
       return false;  // acquire: pairs with finish()
   }
   return true;

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "engine/transfer_engine.h"
+#include "moe/masks.h"
 #include "moe/node_memory.h"
 #include "proxy/proxy_thread.h"
 
@@ -30,7 +31,7 @@ class Exchange final : public proxy::ProxyTask, public engine::ImmSink {
   // are no remotes.
   Exchange(const Plan& plan, NodeMemory& memory, engine::TransferEngine& engine,
            const engine::MemoryHandle* data, uint32_t communicator, std::vector<Remote> remotes,
-           bool device = false);
+           const Masks& masks, bool device = false);
 
   bool take_doorbells() noexcept override;
   bool publish_arrivals() noexcept override;
@@ -44,7 +45,8 @@ class Exchange final : public proxy::ProxyTask, public engine::ImmSink {
   bool settle(bool turn, platform::Deadline deadline) noexcept;
 
   // --- any thread ---
-  // The first failed write: its status and the node it was for; -1 while there is none.
+  // The first failed write: its status and the node it was for; -1 while there is none. With masks
+  // there never is: the rank is masked.
   struct Failure {
     int node = -1;
     abi::Phase phase{};
@@ -53,7 +55,8 @@ class Exchange final : public proxy::ProxyTask, public engine::ImmSink {
   Failure failure() const noexcept;
   // Immediates that came of a step whose flag is not up, for the story of a timeout.
   uint64_t immediates(abi::Phase phase, int slot, int node) const noexcept;
-  // Doorbells of `word` and older for this slot are on the wire and acknowledged.
+  // Doorbells of `word` and older for this slot are on the wire and acknowledged, or for a rank that
+  // is masked.
   bool sent(abi::Phase phase, int slot, uint64_t word) const noexcept;
   // The same for the last weights that were rung; not every step has some.
   bool sent_weights(int slot) const noexcept;
@@ -73,6 +76,7 @@ class Exchange final : public proxy::ProxyTask, public engine::ImmSink {
   };
   Lane& lane(abi::Phase phase, int slot, int index) const noexcept;
   const Remote& remote_of(const Lane& lane) const noexcept;
+  int rank_of(const Lane& lane) const noexcept;
   uint64_t next_word(const Lane& lane) const noexcept;
   bool take(Lane& lane) noexcept;
   void finish(Lane& lane) noexcept;
@@ -84,6 +88,7 @@ class Exchange final : public proxy::ProxyTask, public engine::ImmSink {
   const engine::MemoryHandle* data_;
   const uint32_t communicator_;
   const std::vector<Remote> remotes_;  // [N-1] by node
+  const Masks masks_;
   const bool device_;
   const size_t num_lanes_;
   std::unique_ptr<Lane[]> lanes_;  // [phase][slot][N-1]

@@ -86,7 +86,7 @@ void HostKernels::push_weights(Step step, const CombineSend& call, const HandleV
   const int64_t end = std::min<int64_t>(begin + shape_.chunk_tokens, handle.meta().num_tokens);
   for (int c = 0; c < num_local + shape_.num_nodes(); ++c) {  // columns of send_slots
     const int node = c - num_local;
-    if (node == memory_.node()) continue;
+    if (node == memory_.node() || skips(rank_of_column(c))) continue;
     RegionHeader& region = c < num_local ? memory_.weights_inbox(c, step.slot, memory_.local())
                                          : memory_.weights_outbox(memory_.local(), step.slot, node);
     int num_slots = 0;
@@ -123,6 +123,7 @@ void HostKernels::combine_send(Step step, const CombineSend& call, const HandleV
   const uint64_t y_bytes = hidden * abi::item_bytes(call.y_dtype);
   const uint64_t out_bytes = hidden * abi::item_bytes(call.out_dtype);
   for (int s = 0; s < shape_.world_size; ++s) {
+    if (skips(s)) continue;
     const int node = s / shape_.ranks_per_node, local = s % shape_.ranks_per_node;
     RegionHeader& region = node == memory_.node()
                                ? memory_.partial_inbox(local, step.slot, memory_.local())
@@ -148,6 +149,7 @@ void HostKernels::combine_send(Step step, const CombineSend& call, const HandleV
 
 void HostKernels::send_empty_combine(Step step) {
   for (int s = 0; s < shape_.world_size; ++s) {
+    if (skips(s)) continue;
     const int node = s / shape_.ranks_per_node, local = s % shape_.ranks_per_node;
     fill_header(node == memory_.node() ? memory_.partial_inbox(local, step.slot, memory_.local())
                                        : memory_.gather(local, step.slot, node, memory_.local()),
@@ -163,6 +165,7 @@ void HostKernels::hand_in(Step step, const CombineSend* call, const HandleView* 
   for (int gateway = 0; gateway < shape_.ranks_per_node; ++gateway) {
     for (int i = 0; i < shape_.num_other_nodes(); ++i) {
       const int node = abi::other_node(i, memory_.node());
+      if (skips(rank_of(node, gateway))) continue;
       // acq_rel: releases this rank's partial sums, and for the last one acquires all the others'.
       const uint64_t before =
           memory_.gather_count(gateway, step.slot, node).fetch_add(1, std::memory_order_acq_rel);
@@ -252,12 +255,13 @@ void HostKernels::combine_recv(Step step, const CombineRecv& call, const HandleV
     };
     for (int n = 0; n < shape_.num_nodes(); ++n) {
       if (n != memory_.node()) {
-        if (slots[num_local + n] >= 0)
+        if (slots[num_local + n] >= 0 && !silent(rank_of(n, memory_.local())))
           add(memory_.combine_landing(memory_.local(), step.slot, n), slots[num_local + n]);
         continue;
       }
       for (int l = 0; l < num_local; ++l)
-        if (slots[l] >= 0) add(memory_.partial_inbox(memory_.local(), step.slot, l), slots[l]);
+        if (slots[l] >= 0 && !silent(rank_of(n, l)))
+          add(memory_.partial_inbox(memory_.local(), step.slot, l), slots[l]);
     }
     std::byte* out = static_cast<std::byte*>(call.out) + static_cast<uint64_t>(token) * row_bytes;
     sum_rows(out, call.out_dtype, addends.data(), num_addends, call.out_dtype, false, hidden);

@@ -32,13 +32,29 @@ int64_t expert_at(const DispatchSend& call, int64_t i) noexcept {
 
 }  // namespace
 
-HostKernels::HostKernels(const Plan& plan, NodeMemory& memory, int num_threads)
-    : plan_(plan), shape_(plan.shape), memory_(memory), pool_(num_threads) {}
+HostKernels::HostKernels(const Plan& plan, NodeMemory& memory, int num_threads, const Masks& masks)
+    : plan_(plan),
+      shape_(plan.shape),
+      memory_(memory),
+      masks_(masks),
+      silent_(static_cast<size_t>(shape_.world_size)),
+      empty_(abi::outbox_slots_offset(shape_) / sizeof(uint64_t)),
+      pool_(num_threads) {}
+
+void HostKernels::look_at_masks() {
+  for (int rank = 0; masks_.enabled() && rank < shape_.world_size; ++rank)
+    silent_[static_cast<size_t>(rank)] = rank != memory_.rank() && masks_.has(rank);
+}
+
+int HostKernels::rank_of_column(int column) const noexcept {
+  const int node = column - shape_.ranks_per_node;
+  return node < 0 ? rank_of(memory_.node(), column) : rank_of(node, memory_.local());
+}
 
 // --- routing -----------------------------------------------------------------------------------
 
-Routing HostKernels::route(const DispatchSend& call, int64_t num_chunks,
-                           const HandleView& handle) const {
+Routing HostKernels::route(const DispatchSend& call, int64_t num_chunks, const HandleView& handle) {
+  look_at_masks();
   const int num_local = shape_.ranks_per_node;
   const auto width = static_cast<size_t>(num_local + shape_.num_nodes());
   const int64_t topk = shape_.topk;
@@ -61,13 +77,15 @@ Routing HostKernels::route(const DispatchSend& call, int64_t num_chunks,
                     "topk_idx[", t, ", ", k, "] is ", expert, ", must be -1 (none) or from 0 to ",
                     shape_.num_experts - 1);
       const auto i = static_cast<size_t>(t * topk + k);
-      routing.experts[i] = static_cast<int32_t>(expert);
+      routing.experts[i] = -1;
       if (expert < 0) continue;
       const auto e = static_cast<size_t>(expert);
       MOE_P2P_CHECK(last_token[e] != t, Code::kInvalidArgument, "topk_idx[", t, "] names expert ",
                     expert, " twice");
       last_token[e] = t;
       const int rank = plan_.expert_rank[e];
+      if (silent(rank)) continue;
+      routing.experts[i] = static_cast<int32_t>(expert);
       const auto r = static_cast<size_t>(rank);
       if (last_of_rank[r] != t) ++routing.rank_counts[r];
       last_of_rank[r] = t;
@@ -93,6 +111,7 @@ void HostKernels::fill_header(RegionHeader& header, Step step, uint32_t num_toke
 
 void HostKernels::check_header(const RegionHeader& header, Step step, uint32_t flags,
                                uint64_t slot_bytes, int source, const char* phase) const {
+  if (silent(source)) return;
   MOE_P2P_CHECK(header.step == step.word(), Code::kProtocol, "rank ", memory_.rank(), ": ", phase,
                 " of step ", step.index, " found word ", header.step, " from rank ", source,
                 ", expected ", step.word());
@@ -127,6 +146,7 @@ void HostKernels::write_counts(RegionHeader& region, const Routing& routing, int
 
 // release: pairs with the acquire in arrived() of the rank that waits.
 void HostKernels::raise_flag(Step step, Phase phase, int local) noexcept {
+  if (skips(rank_of(memory_.node(), local))) return;
   memory_.flag(local, phase, step.slot, memory_.rank())
       .store(step.word(), std::memory_order_release);
   platform::notify_all(memory_.bell(local));
@@ -134,6 +154,7 @@ void HostKernels::raise_flag(Step step, Phase phase, int local) noexcept {
 
 // release: pairs with the acquire in Exchange::take() of the gateway, for the region and the bytes.
 void HostKernels::ring(Step step, Phase phase, int gateway, int node, uint64_t bytes) noexcept {
+  if (skips(rank_of(node, gateway))) return;
   abi::Doorbell& bell = memory_.doorbell(gateway, phase, step.slot, node);
   bell.bytes = bytes;
   std::atomic_ref(bell.word).store(step.word(), std::memory_order_release);
@@ -141,6 +162,7 @@ void HostKernels::ring(Step step, Phase phase, int gateway, int node, uint64_t b
 }
 
 bool HostKernels::arrived(Step step, Phase phase, int source) const noexcept {
+  if (silent(source)) return true;
   const int node = source / shape_.ranks_per_node;
   const int local = source % shape_.ranks_per_node;
   int keeper = memory_.local();  // whose signal memory holds the flag

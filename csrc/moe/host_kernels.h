@@ -6,8 +6,10 @@
 #include <cstdint>
 #include <vector>
 
+#include "base/mutation.h"
 #include "moe/all_to_all.h"
 #include "moe/handle.h"
+#include "moe/masks.h"
 #include "moe/node_memory.h"
 #include "moe/token_parts.h"
 #include "platform/thread.h"
@@ -44,11 +46,15 @@ struct Placement {
 
 class HostKernels {
  public:
-  HostKernels(const Plan& plan, NodeMemory& memory, int num_threads);
+  HostKernels(const Plan& plan, NodeMemory& memory, int num_threads, const Masks& masks);
   int rank() const noexcept { return memory_.rank(); }
 
+  // Which ranks are masked is looked at here, and stays for all kernels until the next look. Nothing
+  // is written for them; what they would say counts as said, and is empty.
+  void look_at_masks();
+
   // Checks the expert ids, counts, and gives every token its slots (into the handle).
-  Routing route(const DispatchSend& call, int64_t num_chunks, const HandleView& handle) const;
+  Routing route(const DispatchSend& call, int64_t num_chunks, const HandleView& handle);
 
   void dispatch_send(Step step, const DispatchSend& call, const abi::TokenParts& parts,
                      const Routing& routing, const HandleView& handle, int64_t chunk);
@@ -67,12 +73,18 @@ class HostKernels {
   void send_empty_combine(Step step);
   void recv_empty_combine(Step step) const;
 
-  // Whether what `source` sends this rank in a phase is visible. In combine another node speaks
+  // Whether what `source` sends this rank in a phase is visible, or it is masked. In combine another node speaks
   // through its rank with this local index only; for its other ranks this is always true.
   bool arrived(Step step, abi::Phase phase, int source) const noexcept;
 
  private:
-  // Where this rank reads what `source` sent.
+  bool silent(int rank) const noexcept { return silent_[static_cast<size_t>(rank)]; }
+  // Nothing is written for this rank: it may still read what it was told before.
+  bool skips(int rank) const noexcept { return silent(rank) && !MOE_P2P_MUTATED(kWriteToMasked); }
+  int rank_of(int node, int local) const noexcept { return node * shape_.ranks_per_node + local; }
+  // That a column of send_slots stands for: of this node, or our partner on another one.
+  int rank_of_column(int column) const noexcept;
+  // Where this rank reads what `source` sent; no tokens and no counts when it is silent.
   abi::RegionHeader& dispatch_region(Step step, int source) const noexcept;
   abi::RegionHeader& combine_region(Step step, int source) const noexcept;
   abi::RegionHeader& weights_region(Step step, int source) const noexcept;
@@ -105,6 +117,9 @@ class HostKernels {
   const Plan& plan_;
   const abi::Shape& shape_;
   NodeMemory& memory_;
+  const Masks masks_;
+  std::vector<bool> silent_;     // [W] masked at the last look
+  std::vector<uint64_t> empty_;  // what a silent rank dispatches: a header and counts, of zeros
   platform::ThreadPool pool_;
 };
 

@@ -14,8 +14,10 @@
 namespace moe_p2p::ops {
 
 struct AllToAllObject {
-  AllToAllObject(std::shared_ptr<EngineObject> on, const moe::AllToAllOptions& options)
+  AllToAllObject(std::shared_ptr<EngineObject> on, const moe::AllToAllOptions& options,
+                 std::optional<Tensor> with_masks)
       : engine(std::move(on)),
+        masks(std::move(with_masks)),
         all_to_all(engine->engine(), &engine->proxy(), options),
         rank(options.rank),
         communicator(options.communicator) {}
@@ -30,6 +32,7 @@ struct AllToAllObject {
 
   std::shared_ptr<EngineObject> engine;  // outlives all_to_all
   std::mutex in_use;                     // one caller at a time
+  const std::optional<Tensor> masks;     // keeps options.masks alive
   moe::AllToAll all_to_all;
   const int rank;
   int device = -1;  // CUDA ordinal; -1: host memory

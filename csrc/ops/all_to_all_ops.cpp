@@ -49,7 +49,8 @@ int64_t all_to_all_create(int64_t engine, int64_t rank, int64_t communicator, in
                           int64_t steps_in_flight, int64_t payload_item_bytes,
                           int64_t combine_item_bytes, int64_t extra_bytes,
                           std::vector<int64_t> expert_rank, double timeout_s,
-                          const std::string& wait, int64_t num_threads, bool on_device) {
+                          const std::string& wait, int64_t num_threads, bool on_device,
+                          std::optional<Tensor> masks) {
   MOE_P2P_CHECK(rank >= 0 && rank < world_size, Code::kInvalidArgument, "rank is ", rank,
                 ", must be from 0 to ", world_size - 1);
   MOE_P2P_CHECK(communicator >= 0 && communicator < engine::ImmKey::kMaxCommunicators,
@@ -57,6 +58,8 @@ int64_t all_to_all_create(int64_t engine, int64_t rank, int64_t communicator, in
                 communicator, "; make another engine");
   MOE_P2P_CHECK(num_threads >= 1 && num_threads <= 1024, Code::kInvalidArgument, "num_threads is ",
                 num_threads, ", must be from 1 to 1024");
+  const OnDevice host(-1);
+  const Expected expected{"masks", {ScalarType::Int}, {world_size}};
   const moe::AllToAllOptions options{
       .plan = plan_input(world_size, ranks_per_node, num_experts, hidden_dim, topk, max_tokens,
                          chunk_tokens, steps_in_flight, payload_item_bytes, combine_item_bytes,
@@ -66,8 +69,10 @@ int64_t all_to_all_create(int64_t engine, int64_t rank, int64_t communicator, in
       .wait = wait_policy(wait),
       .timeout = timeout_from(timeout_s),
       .num_threads = static_cast<int>(num_threads),
-      .device = on_device};
-  return communicators().add(std::make_shared<AllToAllObject>(engines().get(engine), options));
+      .device = on_device,
+      .masks = masks ? output<int32_t>(*masks, expected) : nullptr};
+  return communicators().add(
+      std::make_shared<AllToAllObject>(engines().get(engine), options, std::move(masks)));
 }
 
 // Addresses and sizes are those of moe::DeviceMemory; the caller keeps the memory.

@@ -40,7 +40,9 @@ struct DeviceState {
   u64 launches;
   u64 next_step[2];  // kernel number n reads [n mod 2] and writes the other
   u32 aborted;       // 1 once a wait failed: nobody waits any more
-  u32 reserved[25];
+  u32 padding;
+  u64 masks;  // i32 [W] on this device, not 0 for ranks that are masked (csrc/moe/masks.h); or null
+  u32 reserved[22];
 };
 static_assert(sizeof(DeviceState) == kLine, "the words start on a line");
 inline constexpr u64 kLaunch = 65536;  // most blocks of a kernel
@@ -51,6 +53,7 @@ struct DeviceWords {
   u64 outbox;    // u32 [S][N]     what is written of an outbox: slots, and the header
   u64 read;      // u64 [S]        e + 1: the sums of a solo combine of step e are read
   u64 received;  // u32 [S]        workers that have read a solo dispatch, or combine
+  u64 came;      // u64 [S][W]     with masks, 2 (e + 1) + whether the dispatch of step e came
   u64 total_bytes;
 
   MOE_P2P_HD static constexpr DeviceWords make(const Shape& s) {
@@ -60,7 +63,8 @@ struct DeviceWords {
     w.outbox = w.arrivals + 8 * kNumPhases * slots * static_cast<u64>(s.world_size);
     w.read = align_up(w.outbox + 4 * slots * static_cast<u64>(s.num_nodes()), 8);
     w.received = w.read + 8 * slots;
-    w.total_bytes = align_up(w.received + 4 * slots, kLine);
+    w.came = align_up(w.received + 4 * slots, 8);
+    w.total_bytes = align_up(w.came + 8 * slots * static_cast<u64>(s.world_size), kLine);
     return w;
   }
 };

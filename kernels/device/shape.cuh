@@ -31,6 +31,7 @@ inline constexpr u64 kFlagsBytes = flags_bytes(kShape);
 inline constexpr u64 kGatherWordsBytes = gather_words_bytes(kShape);
 inline constexpr u64 kInboxSlots = inbox_slots_offset(kShape);
 inline constexpr u64 kOutboxSlots = outbox_slots_offset(kShape);
+inline constexpr bool kMasks = MOE_P2P_MASKS;  // ranks that are gone are masked
 inline constexpr i32 kHidden = MOE_P2P_HIDDEN_DIM;
 inline constexpr i32 kExperts = kShape.num_experts;
 inline constexpr i32 kMaxLocalExperts = kShape.max_local_experts;

@@ -74,6 +74,8 @@ __device__ inline void say_read(const DeviceComm& comm, const Self& self, u64 st
                                 i32 num_threads, const HeaderOf& header_of) {
   const i32 slot = slot_of(step);
   for (i32 l = thread; l < kLocal; l += num_threads) {
+    if constexpr (kMasks)
+      if (is_masked(comm, self.node * kLocal + l)) continue;
     char* region = partial_at(comm.data[l], slot, self.local);
     const CombineHeader header = header_of(self.node * kLocal + l);
     fill_header(region, header.num_tokens, header.flags, header.stride);
@@ -82,6 +84,8 @@ __device__ inline void say_read(const DeviceComm& comm, const Self& self, u64 st
   for (i32 i = thread; i < kOthers * kLocal; i += num_threads) {
     const i32 gateway = i % kLocal, other = i / kLocal;
     const i32 source = other_node(other, self.node) * kLocal + gateway;
+    if constexpr (kMasks)
+      if (is_masked(comm, source)) continue;
     hand_in(comm, self, step, gateway, other, header_of(source));
   }
 }
@@ -94,6 +98,8 @@ struct EmptyHeader {
 __device__ inline void send_empty_dispatch(const DeviceComm& comm, const Self& self, u64 step) {
   const i32 slot = slot_of(step);
   for (i32 i = static_cast<i32>(threadIdx.x); i < kSpeakers; i += static_cast<i32>(blockDim.x)) {
+    if constexpr (kMasks)
+      if (speaker_masked(comm, self, i)) continue;
     char* region = i < kLocal ? inbox_at(comm.data[i], slot, self.local)
                               : outbox_at(comm.data[self.local], slot, i - kLocal);
     fill_header(region, 0, kEmpty, 0);

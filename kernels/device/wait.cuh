@@ -1,6 +1,7 @@
 // Waiting on a device: every wait has a deadline and looks at the abort words. A wait that fails is
 // told once, in the communicator's Fault, and returns false; callers then leave out what they waited
-// for, so the kernel ends and the context stays usable.
+// for, so the kernel ends and the context stays usable. With masks it is told nobody: the rank that it
+// waited for is masked, and callers go on without it.
 #pragma once
 
 #include "kernels/abi/params.h"
@@ -32,6 +33,26 @@ struct Awaited {
   u64 step;
 };
 
+// --- masks (docs/protocol.md, section 11). Whoever has seen a mask sees it from then on. ---
+
+__device__ inline bool is_masked(const DeviceComm& comm, i32 rank) {
+  if constexpr (!kMasks) return false;
+  const auto* masks = reinterpret_cast<const u32*>(state_of(comm).masks);
+  return rank != comm.rank && ld_relaxed_sys_u32(masks + rank) != 0;
+}
+
+__device__ inline i32 num_missing(const DeviceComm& comm, const Awaited& what);
+
+// What to do about a rank that has not come by the deadline; false: it is to be waited for still.
+// That lasts T (2 - 1/n) in all where n are missing, as on the host (AllToAll::State::patience).
+__device__ __noinline__ bool mask_late(const DeviceComm& comm, const Awaited& what, u64 late_ns) {
+  if (late_ns < comm.timeout_ns - comm.timeout_ns / static_cast<u64>(num_missing(comm, what)))
+    return false;
+  auto* masks = reinterpret_cast<u32*>(state_of(comm).masks);
+  atomicExch(masks + what.source, 1u);
+  return true;
+}
+
 // Until the word reaches `want`. Words are the low 32 bits of a count that only grows.
 __device__ inline bool wait_word(const DeviceComm& comm, const void* word, u32 want,
                                  const Awaited& what) {
@@ -44,8 +65,10 @@ __device__ inline bool wait_word(const DeviceComm& comm, const void* word, u32 w
   for (u32 looks = 0;; ++looks) {
     const u32 got = ld_acquire_sys_u32(static_cast<const u32*>(word));
     if (static_cast<i32>(got - want) >= 0) return true;
+    if (looks == 0 && is_masked(comm, what.source)) return false;
     if (looks % kLooksBetweenClocks != kLooksBetweenClocks - 1) continue;
     if (ld_relaxed_sys_u32(&state_of(comm).aborted)) return false;
+    if (is_masked(comm, what.source)) return false;
     if (looks % looks_between_aborts == looks_between_aborts - 1) {
       const auto* head = reinterpret_cast<const SignalHead*>(comm.signals[comm.rank % kLocal]);
       if (const u64 abort = ld_relaxed_sys_u64(&head->abort)) {
@@ -54,8 +77,15 @@ __device__ inline bool wait_word(const DeviceComm& comm, const void* word, u32 w
       }
     }
     const u64 now = globaltimer_ns();
-    if (deadline == 0) deadline = now + comm.timeout_ns;
+    // With masks this rank's own blocks may be late because they wait for other ranks.
+    if (deadline == 0)
+      deadline = now + comm.timeout_ns * (kMasks && what.source == comm.rank ? 8 : 1);
     if (now < deadline) continue;
+    if constexpr (kMasks)
+      if (what.source != comm.rank) {
+        if (!mask_late(comm, what, now - deadline)) continue;
+        return false;
+      }
     raise_fault(comm, kTimedOut, what.phase, what.source, what.step, want, got);
     return false;
   }
@@ -87,6 +117,28 @@ __device__ inline void relay_word(const DeviceComm& comm, Phase phase, u64 step,
     st_release_gpu_u64(here, step + 1);
 }
 
+// The word with which `source` says that it has come to a phase.
+__device__ inline const void* word_of(const DeviceComm& comm, const Self& self, Phase phase,
+                                      i32 slot, i32 source) {
+  if (!self.same_node(source)) return arrival_word(comm, phase, slot, source);
+  const u64 own = comm.data[self.local];
+  return header_word(phase == Phase::kDispatch  ? inbox_at(own, slot, source % kLocal)
+                     : phase == Phase::kCombine ? partial_at(own, slot, source % kLocal)
+                                                : weights_inbox_at(own, slot, source % kLocal));
+}
+
+// Ranks that have not come to this phase, masked or not; at least 1.
+__device__ inline i32 num_missing(const DeviceComm& comm, const Awaited& what) {
+  const Self self(comm);
+  i32 missing = 0;
+  for (i32 source = 0; source < kWorld; ++source) {
+    const void* word = word_of(comm, self, what.phase, slot_of(what.step), source);
+    const u32 got = ld_acquire_sys_u32(static_cast<const u32*>(word));
+    missing += static_cast<i32>(got - static_cast<u32>(what.step + 1)) < 0;
+  }
+  return max(missing, 1);
+}
+
 // Whether what `source` sends this rank or its node in a phase of `step` is here.
 __device__ inline bool wait_dispatch(const DeviceComm& comm, const Self& self, u64 step,
                                      i32 source) {
@@ -102,6 +154,10 @@ inline constexpr i32 kSpeakers = kLocal + kOthers;
 __device__ inline i32 speaker_rank(const Self& self, i32 i) {
   return i < kLocal ? self.node * kLocal + i
                     : other_node(i - kLocal, self.node) * kLocal + self.local;
+}
+__device__ inline bool speaker_masked(const DeviceComm& comm, const Self& self, i32 i) {
+  if constexpr (!kMasks) return false;
+  return is_masked(comm, speaker_rank(self, i));
 }
 __device__ inline bool wait_combine(const DeviceComm& comm, const Self& self, u64 step, i32 i) {
   const i32 slot = slot_of(step), source = speaker_rank(self, i);
@@ -123,8 +179,14 @@ __device__ inline bool wait_weights(const DeviceComm& comm, const Self& self, u6
 __device__ inline bool wait_free(const DeviceComm& comm, const Self& self, u64 step, i32 lane) {
   bool is_free = true;
   if (step >= static_cast<u64>(kSteps))
-    for (i32 i = lane; i < kSpeakers; i += 32)
-      is_free = wait_combine(comm, self, step - static_cast<u64>(kSteps), i) && is_free;
+    for (i32 i = lane; i < kSpeakers; i += 32) {
+      const bool heard = wait_combine(comm, self, step - static_cast<u64>(kSteps), i);
+      if constexpr (kMasks) {
+        is_free = (heard || speaker_masked(comm, self, i)) && is_free;
+      } else {
+        is_free = heard && is_free;
+      }
+    }
   return is_free;
 }
 
@@ -136,9 +198,33 @@ struct Relayed {
   bool combine = false;
 };
 
+// With masks, looks at all in turn: threads of a warp end a wait together, and a rank that is gone
+// must not hold up what the others say. Who waits for it masks it, which ends this too.
+__device__ inline void relay_present(const DeviceComm& comm, const Self& self, Phase phase,
+                                     u64 step) {
+  const i32 slot = slot_of(step);
+  const Signals signals = kSignals;
+  for (bool waits = true; waits && !ld_relaxed_sys_u32(&state_of(comm).aborted);) {
+    waits = false;
+    for (i32 source = static_cast<i32>(threadIdx.x); source < kWorld;
+         source += static_cast<i32>(blockDim.x)) {
+      u64* here = arrival_word(comm, phase, slot, source);
+      if (self.same_node(source) || *here > step || is_masked(comm, source)) continue;
+      const u64 there = comm.signals[source % kLocal] + signals.flag(phase, slot, source);
+      // As in relay_word().
+      if (ld_acquire_sys_u64(reinterpret_cast<const u64*>(there)) > step) {
+        st_release_gpu_u64(here, step + 1);
+      } else {
+        waits = true;
+      }
+    }
+  }
+}
+
 // What all ranks of other nodes say in a phase of `step`; in combine, those that speak to this one.
 __device__ inline void relay_phase(const DeviceComm& comm, const Self& self, Phase phase,
                                    u64 step) {
+  if constexpr (kMasks) return relay_present(comm, self, phase, step);
   for (i32 source = static_cast<i32>(threadIdx.x); source < kWorld;
        source += static_cast<i32>(blockDim.x))
     if (!self.same_node(source) && (phase != Phase::kCombine || source % kLocal == self.local))

@@ -80,11 +80,14 @@ class Communicators:
         steps_in_flight: int = 2,
         num_sms: int | None = None,
         limit_bytes: int = 0,
+        masked: torch.Tensor | None = None,
     ) -> ReleasingAllToAll:
         """The AllToAll for this shape; the arguments are fields of AllToAllConfig.
 
         limit_bytes: what all that are made with a limit may take together; 0: no limit. A step then
             has as many tokens as fit into 31/32 of what is left, at most chunk_tokens.
+        masked: makes one that masks ranks, here (AllToAll.masked); without limit_bytes. On several
+            hosts each of its ranks is a node.
 
         Raises ResourceExhaustedError when not even a step of one token fits.
         """
@@ -100,9 +103,13 @@ class Communicators:
             chunk_tokens,
             steps_in_flight,
             num_sms,
+            masked is not None,
         )
         made = self._made.get(key)
         if made is None:
+            ranks_per_node = self.ranks_per_node
+            if masked is not None and ranks_per_node < self.world_size:
+                ranks_per_node = 1
             config = AllToAllConfig(
                 num_experts=num_experts,
                 hidden_dim=hidden_dim,
@@ -115,13 +122,14 @@ class Communicators:
                 chunk_tokens=chunk_tokens,
                 steps_in_flight=steps_in_flight,
                 num_sms=num_sms,
-                ranks_per_node=self.ranks_per_node,
+                ranks_per_node=ranks_per_node,
                 timeout_s=self.timeout_s,
+                mask_lost_ranks=masked is not None,
             )
             if limit_bytes:
                 config = self._within(limit_bytes, config)
             made = ReleasingAllToAll(
-                self._store, config, rank=self.rank, world_size=self.world_size
+                self._store, config, rank=self.rank, world_size=self.world_size, masked=masked
             )
             self._made[key] = made
             if limit_bytes:
@@ -160,6 +168,12 @@ class Communicators:
         )
         with meeting:
             return [data.decode() for data in meeting.exchange(said.encode(), what)]
+
+    def close_masking(self) -> None:
+        """Closes those that mask ranks; the next call of each shape makes a new one."""
+        for key, made in tuple(self._made.items()):
+            if made.config.mask_lost_ranks:
+                self._made.pop(key).close()
 
     def close(self) -> None:
         """Closes what was made. Idempotent; each rank closes on its own."""

@@ -64,7 +64,7 @@ class LowLatencyHandle(Sequence[Any]):
 class LowLatencyCalls(BufferBase):
     """What `Buffer` inherits."""
 
-    _mask_status: Tensor | None = None  # [W] int32; 1: masked
+    _mask_status: Tensor | None = None  # [W] int32; 1: masked. That of all its communicators
 
     def low_latency_dispatch(
         self,
@@ -112,8 +112,6 @@ class LowLatencyCalls(BufferBase):
         }
         hook: Hook | None = None
         with self._streams.turn(x, None, async_finish) as turn:
-            if self.enable_shrink:
-                topk_idx = self._without_masked(topk_idx, num_experts)
             if return_recv_hook:
                 pending = all_to_all.dispatch_send(x, topk_idx, **options)
                 received = all_to_all.make_outputs(pending)
@@ -219,36 +217,51 @@ class LowLatencyCalls(BufferBase):
         regions = config.plan(world_size=num_ranks, ranks_per_node=math.gcd(num_ranks, NODE_RANKS))
         return -(-sum(regions.values()) // _SIZE_ALIGNMENT) * _SIZE_ALIGNMENT
 
-    # --- masks: tokens for a masked rank are dropped at their source ---
+    # --- masks: ranks that the calls above leave out, where enable_shrink is set ---
 
     def low_latency_update_mask_buffer(self, rank: int, mask: bool = False) -> None:
-        """From now on this rank's tokens leave out `rank`'s experts, or no longer do.
+        """Masks `rank`: low-latency calls neither wait for it nor send it tokens any more.
 
-        All ranks still make every call, the masked one too: a rank that is gone ends the calls of
-        the others with an error, by their deadline, instead of being masked by them.
+        So they do by themselves with a rank that does not come in time (`timeout_s`) or is gone.
+        All ranks had better mask alike: those who do not wait for the masked rank, and it for those
+        who do. mask=False is for a rank that is not masked since a call was made; one that is has
+        missed what was said meanwhile, and comes back by low_latency_clean_mask_buffer.
         """
-        self._masks()[rank] = int(mask)
+        masks = self._masks()
+        assert mask or not self._low_latency_made or int(masks[rank]) == 0, (
+            f"rank {rank} is masked and has missed calls; low_latency_clean_mask_buffer, called by "
+            "all ranks, takes it back"
+        )
+        masks[rank].fill_(int(mask))
 
     def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:
-        """Writes 1 for each masked rank, else 0, to mask_status [W] int32."""
+        """Writes 1 for each masked rank, else 0, to mask_status [W] int32; waits for no GPU."""
         mask_status.copy_(self._masks())
 
     def low_latency_clean_mask_buffer(self) -> None:
-        """Masks no rank."""
-        self._masks().zero_()
+        """Masks no rank. Collective: all ranks of the group call it, those that were masked too.
 
-    def _masks(self) -> Tensor:
+        The next low-latency call of each shape makes a new communicator, where all of them have to
+        come: if one is gone, that call ends with a TimeoutError that names it. Handles of earlier
+        dispatches are of no use any more.
+        """
+        masks = self._masks()
+        self._communicators.close_masking()
+        self._low_latency_made.clear()
+        masks.zero_()
+
+    def _masks_some(self) -> bool:
+        return self._mask_status is not None and bool(self._mask_status.any())
+
+    def _masks(self, device: torch.device | None = None) -> Tensor:
+        """The masks, on the device that the first call named."""
         assert self.enable_shrink, "masks need a Buffer made with enable_shrink=True"
         if self._mask_status is None:
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-            self._mask_status = torch.zeros(self.group_size, dtype=torch.int32, device=device)
+            at_first = "cuda" if torch.cuda.is_available() else "cpu"
+            self._mask_status = torch.zeros(self.group_size, dtype=torch.int32, device=at_first)
+        if device is not None and not self._low_latency_made:
+            self._mask_status = self._mask_status.to(device)
         return self._mask_status
-
-    def _without_masked(self, topk_idx: Tensor, num_experts: int) -> Tensor:
-        """topk_idx [t, K] with -1 for experts of masked ranks; the host looks at nothing."""
-        masks = self._masks().to(topk_idx.device)
-        owners = topk_idx.clamp(min=0) // (num_experts // self.group_size)
-        return topk_idx.masked_fill(masks[owners] != 0, -1)
 
     def _low_latency(
         self, x: Tensor, topk: int, num_tokens: int, num_experts: int
@@ -264,6 +277,7 @@ class LowLatencyCalls(BufferBase):
                 chunk_tokens=num_tokens,
                 dtype=x.dtype,
                 device=x.device,
+                masked=self._masks(x.device) if self.enable_shrink else None,
             )
         return made
 

@@ -24,7 +24,8 @@ uint64_t seeds_until_caught(Mutation mutation, const std::string& nic_settings, 
   base::active_mutation = mutation;
   uint64_t caught = 0;
   for (uint64_t seed = 1; seed <= limit && !caught; ++seed) {
-    auto world = simulation::world_of_seed(seed);
+    auto world = mutation == Mutation::kWriteToMasked ? simulation::masking_world_of_seed(seed)
+                                                      : simulation::world_of_seed(seed);
     world.nic_settings = nic_settings;
     if (seed % 100 != 99 && !simulation::run(world, seed).fault.empty()) caught = seed;
   }
@@ -32,23 +33,31 @@ uint64_t seeds_until_caught(Mutation mutation, const std::string& nic_settings, 
   return caught;
 }
 
-}  // namespace
-
-TEST_CASE("protocol: no schedule loses, doubles, delays or misplaces a token") {
+void check_seeds(simulation::World (*world_of)(uint64_t seed), uint64_t num_seeds) {
   const char* only = std::getenv("MOE_P2P_SIMULATE");
   const uint64_t first = only ? std::strtoull(only, nullptr, 10) : 1;
-  const uint64_t last = only ? first : kNumSeeds;
+  const uint64_t last = only ? first : num_seeds;
   uint64_t tokens = 0;
   for (uint64_t seed = first; seed <= last; ++seed) {
-    const auto world = simulation::world_of_seed(seed);
+    const auto world = world_of(seed);
     const auto outcome = simulation::run(world, seed);
     tokens += outcome.tokens;
     INFO("replay with MOE_P2P_SIMULATE=", seed, ": ", simulation::describe(world, seed));
     REQUIRE_MESSAGE(outcome.fault.empty(), outcome.fault);
   }
-  const uint64_t num_seeds = last - first + 1;
-  MESSAGE(num_seeds, " seeds, ", tokens, " (token, expert) pairs checked");
+  const uint64_t ran = last - first + 1;
+  MESSAGE(ran, " seeds, ", tokens, " (token, expert) pairs checked");
   CHECK(tokens > 0);
+}
+
+}  // namespace
+
+TEST_CASE("protocol: no schedule loses, doubles, delays or misplaces a token") {
+  check_seeds(simulation::world_of_seed, kNumSeeds);
+}
+
+TEST_CASE("protocol: no schedule of ranks that mask each other corrupts a token") {
+  check_seeds(simulation::masking_world_of_seed, kNumSeeds / 3);
 }
 
 TEST_CASE("protocol: a seed replays exactly and another one does not") {
@@ -75,6 +84,7 @@ TEST_CASE("protocol: broken rules are caught") {
         Case{"arrival published before its payload", Mutation::kPublishBeforePayload, ""},
         Case{"sums before the weights are here", Mutation::kSumBeforeWeights, ""},
         Case{"weights taken for an earlier step's", Mutation::kWeightsInEveryStep, ""},
+        Case{"writes to ranks that are masked", Mutation::kWriteToMasked, ""},
         Case{"NIC delivers immediates early", Mutation::kNone, "mutate=early_imm"}}) {
     CAPTURE(c.name);
     const uint64_t seed = seeds_until_caught(c.mutation, c.nic_settings, 300);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <map>
 #include <memory>
 #include <optional>
 #include <random>
@@ -9,6 +10,7 @@
 #include "moe/all_to_all.h"
 #include "moe/calls.h"
 #include "proxy/proxy_thread.h"
+#include "simulation_program.h"
 
 namespace moe_p2p::simulation {
 namespace {
@@ -20,24 +22,6 @@ using moe::DispatchCall;
 constexpr int kHidden = 4;
 constexpr uint32_t kCommunicator = 5;
 
-enum class Kind { kPaired, kSolo, kReleased };
-
-// One dispatch (and combine) that all ranks make; the same on all of them.
-struct Call {
-  Kind kind{};
-  bool late_weights = false;  // combine is given them, dispatch is not
-  int64_t max_tokens = 0;
-  std::vector<int64_t> num_tokens;          // [W]
-  std::vector<std::vector<int32_t>> topk;   // [W][T * K]
-  std::vector<std::vector<float>> weights;  // [W][T * K]
-};
-
-enum class Action { kDispatchSend, kDispatchRecv, kCombineSend, kCombineRecv, kRelease };
-struct Item {
-  Action action;
-  size_t call;
-};
-
 float payload(size_t call, int rank, int64_t token, int column) {
   return static_cast<float>((call * 7 + static_cast<size_t>(rank) * 13 +
                              static_cast<size_t>(token) * 3 + static_cast<size_t>(column)) %
@@ -45,81 +29,6 @@ float payload(size_t call, int rank, int64_t token, int column) {
                             1);
 }
 float expert_factor(int expert) { return static_cast<float>(expert % 29 + 1); }
-
-struct Program {
-  std::vector<Call> calls;
-  std::vector<Item> items;
-};
-
-Call draw_call(const World& world, std::mt19937_64& random) {
-  const int num_ranks = world.num_nodes * world.ranks_per_node;
-  const int num_experts = num_ranks * world.experts_per_rank;
-  const auto below = [&](int64_t n) {
-    return static_cast<int64_t>(random() % static_cast<uint64_t>(n));
-  };
-  Call call;
-  const int64_t style = below(8);
-  call.kind = style < 5 ? Kind::kPaired : style < 7 ? Kind::kSolo : Kind::kReleased;
-  call.late_weights = below(3) == 0;
-  const int64_t chunks = call.kind == Kind::kSolo ? 1 + below(3 * world.steps_in_flight) : 1;
-  call.max_tokens = chunks * world.chunk_tokens;
-  const int64_t crowd = below(6);  // 0: everybody empty, 1: one expert takes all
-  for (int rank = 0; rank < num_ranks; ++rank) {
-    const int64_t tokens = crowd == 0 || below(5) == 0 ? 0
-                           : below(4) == 0             ? call.max_tokens
-                                                       : below(call.max_tokens + 1);
-    call.num_tokens.push_back(tokens);
-    std::vector<int32_t> topk;
-    std::vector<float> weights;
-    for (int64_t i = 0; i < tokens; ++i) {
-      std::vector<int32_t> chosen;
-      for (int k = 0; k < world.topk; ++k) {
-        auto expert = static_cast<int32_t>(crowd == 1 ? 0 : below(num_experts));
-        const bool again = std::find(chosen.begin(), chosen.end(), expert) != chosen.end();
-        if (again || below(6) == 0) expert = -1;
-        chosen.push_back(expert);
-        weights.push_back(static_cast<float>(1 << below(3)));
-      }
-      topk.insert(topk.end(), chosen.begin(), chosen.end());
-    }
-    call.topk.push_back(std::move(topk));
-    call.weights.push_back(std::move(weights));
-  }
-  return call;
-}
-
-// Paired calls stay open up to S at a time, so that sends of one overlap receives of another.
-Program draw_program(const World& world, std::mt19937_64& random) {
-  Program program;
-  std::vector<size_t> open;
-  const auto close = [&](size_t call) {
-    if (program.calls[call].kind == Kind::kReleased) {
-      program.items.push_back({Action::kRelease, call});
-    } else {
-      program.items.push_back({Action::kCombineSend, call});
-      program.items.push_back({Action::kCombineRecv, call});
-    }
-  };
-  const auto close_all = [&] {
-    for (const size_t call : open) close(call);
-    open.clear();
-  };
-  for (int i = 0; i < world.num_calls; ++i) {
-    program.calls.push_back(draw_call(world, random));
-    const size_t call = program.calls.size() - 1;
-    if (program.calls[call].kind == Kind::kSolo) close_all();
-    if (open.size() == static_cast<size_t>(world.steps_in_flight)) {
-      close(open.front());
-      open.erase(open.begin());
-    }
-    program.items.push_back({Action::kDispatchSend, call});
-    program.items.push_back({Action::kDispatchRecv, call});
-    open.push_back(call);
-    if (program.calls[call].kind == Kind::kSolo || random() % 2 == 0) close_all();
-  }
-  close_all();
-  return program;
-}
 
 struct Buffers {
   std::vector<int32_t> handle, counts, offsets, source;
@@ -129,7 +38,12 @@ struct Buffers {
 class Rank {
  public:
   Rank(const World& world, const Program& program, int rank, uint64_t seed)
-      : world_(world), program_(program), rank_(rank), buffers_(program.calls.size()) {
+      : world_(world),
+        program_(program),
+        rank_(rank),
+        end_(program.items.size()),
+        masks_(static_cast<size_t>(world.num_nodes * world.ranks_per_node)),
+        buffers_(program.calls.size()) {
     engine::EngineOptions engine;
     engine.num_nics = world.num_nics;
     engine.settings =
@@ -142,7 +56,8 @@ class Rank {
                     .num_experts = world.num_nodes * world.ranks_per_node * world.experts_per_rank,
                     .hidden_dim = kHidden,
                     .topk = world.topk,
-                    .max_tokens = int64_t{3} * world.steps_in_flight * world.chunk_tokens,
+                    .max_tokens = int64_t{world.patience > 0 ? 1 : 3 * world.steps_in_flight} *
+                                  world.chunk_tokens,
                     .chunk_tokens = world.chunk_tokens,
                     .steps_in_flight = world.steps_in_flight,
                     .payload_item_bytes = 4,
@@ -151,11 +66,17 @@ class Rank {
                     .expert_rank = {}};
     options.rank = rank;
     options.communicator = kCommunicator;
+    if (world.patience > 0) options.masks = masks_.data();
     all_to_all_ = std::make_unique<moe::AllToAll>(*engine_, nullptr, options);
   }
 
   moe::AllToAll& all_to_all() { return *all_to_all_; }
-  bool finished() const { return next_ == program_.items.size(); }
+  bool finished() const { return next_ >= end_; }
+  // From item `item` on this rank does nothing any more, and its NICs do not if `nics`.
+  void lose(size_t item, bool nics) {
+    end_ = item;
+    nics_end_ = nics;
+  }
   std::string where() const {
     const Item& item = program_.items[next_];
     return base::concat("rank ", rank_, " at item ", next_, " (action ",
@@ -163,6 +84,7 @@ class Rank {
   }
 
   bool turn_proxy() {
+    if (nics_end_ && finished()) return false;
     proxy::ProxyTask* const tasks[] = {all_to_all_->parts().task};
     return proxy::ProxyThread::turn(*engine_, tasks);
   }
@@ -171,7 +93,11 @@ class Rank {
   bool advance() {
     if (finished()) return false;
     const Item item = program_.items[next_];
-    if (!perform(item)) return false;
+    if (!perform(item)) {
+      if (world_.patience > 0 && ++idle_ % world_.patience == 0) mask_missing();
+      return false;
+    }
+    idle_ = 0;
     ++next_;
     return true;
   }
@@ -179,6 +105,16 @@ class Rank {
   uint64_t tokens_checked() const { return tokens_checked_; }
 
  private:
+  bool masked(int rank) const { return masks_[static_cast<size_t>(rank)] != 0; }
+
+  void mask_missing() {
+    const moe::Pending pending = dispatch_ ? dispatch_->pending() : combine_->pending();
+    for (size_t source = 0; source < masks_.size(); ++source)
+      if (!all_to_all_->parts().kernels.arrived(pending.step, pending.phase,
+                                                static_cast<int>(source)))
+        masks_[source] = 1;
+  }
+
   bool perform(const Item& item) {
     auto [ring, kernels, task] = all_to_all_->parts();
     const moe::Plan& plan = all_to_all_->plan();
@@ -296,6 +232,7 @@ class Rank {
       const size_t end = row + static_cast<size_t>(b.counts[static_cast<size_t>(e)]);
       for (int source = 0; source < num_ranks; ++source) {
         const auto s = static_cast<size_t>(source);
+        if (masked(source) && (row == end || b.source[2 * row] != source)) continue;
         for (size_t i = 0; i < call.topk[s].size(); ++i) {
           if (call.topk[s][i] != rank_ * world_.experts_per_rank + e) continue;
           const auto token = static_cast<int64_t>(i) / world_.topk;
@@ -317,29 +254,43 @@ class Rank {
   void check_sums(size_t c, const Buffers& b) const {
     const Call& call = program_.calls[c];
     const auto r = static_cast<size_t>(rank_);
-    for (int64_t t = 0; t < call.num_tokens[r]; ++t)
-      for (int h = 0; h < kHidden; ++h) {
-        float want = 0;
-        for (int k = 0; k < world_.topk; ++k) {
-          const auto i = static_cast<size_t>(t * world_.topk + k);
-          if (call.topk[r][i] >= 0)
-            want += call.weights[r][i] * payload(c, rank_, t, h) * expert_factor(call.topk[r][i]);
-        }
-        const float got = b.out[static_cast<size_t>(t * kHidden + h)];
-        MOE_P2P_CHECK(got == want, base::Code::kProtocol, "rank ", rank_, " call ", c, " token ", t,
-                      ": sum is ", got, ", should be ", want);
+    for (int64_t t = 0; t < call.num_tokens[r]; ++t) {
+      float want = 0;                 // for a payload of 1: what must be there,
+      std::map<int, float> may_lack;  // and what comes from masked ranks, all of it or nothing
+      for (int k = 0; k < world_.topk; ++k) {
+        const auto i = static_cast<size_t>(t * world_.topk + k);
+        if (call.topk[r][i] < 0) continue;
+        const int owner = call.topk[r][i] / world_.experts_per_rank;
+        const float part = call.weights[r][i] * expert_factor(call.topk[r][i]);
+        (masked(owner) ? may_lack[owner] : want) += part;
       }
+      std::vector<float> right{want};
+      for (const auto& [owner, part] : may_lack)
+        for (size_t i = right.size(); i-- > 0;) right.push_back(right[i] + part);
+      const float* got = &b.out[static_cast<size_t>(t * kHidden)];
+      const bool found = std::any_of(right.begin(), right.end(), [&](float sum) {
+        bool same = true;
+        for (int h = 0; h < kHidden; ++h) same = same && got[h] == sum * payload(c, rank_, t, h);
+        return same;
+      });
+      MOE_P2P_CHECK(found, base::Code::kProtocol, "rank ", rank_, " call ", c, " token ", t,
+                    ": sum begins with ", got[0], ", should with ", want * payload(c, rank_, t, 0));
+    }
   }
 
   const World& world_;
   const Program& program_;
   const int rank_;
+  size_t end_;             // of its items
+  bool nics_end_ = false;  // with it
+  std::vector<int32_t> masks_;
   std::unique_ptr<engine::TransferEngine> engine_;
   std::unique_ptr<moe::AllToAll> all_to_all_;
   std::vector<Buffers> buffers_;
   std::optional<DispatchCall> dispatch_;
   std::optional<CombineCall> combine_;
   size_t next_ = 0;
+  int idle_ = 0;  // turns in vain
   uint64_t tokens_checked_ = 0;
 };
 
@@ -361,6 +312,8 @@ Outcome run(const World& world, uint64_t seed) {
     addresses.push_back(ranks.back()->all_to_all().address());
   }
   for (auto& rank : ranks) rank->all_to_all().connect(addresses);
+  for (int i = 0; i < world.num_lost; ++i)
+    ranks[random() % ranks.size()]->lose(1 + random() % program.items.size(), random() % 2 == 0);
   try {
     size_t unfinished = ranks.size();
     while (unfinished > 0) {
@@ -402,9 +355,22 @@ World world_of_seed(uint64_t seed) {
   return world;
 }
 
+World masking_world_of_seed(uint64_t seed) {
+  constexpr int kShapes[][2] = {{1, 4}, {3, 1}, {1, 3}, {5, 1}, {1, 2}, {4, 1}, {1, 6}, {2, 1}};
+  World world = world_of_seed(seed);
+  world.num_nodes = kShapes[seed % 8][0];
+  world.ranks_per_node = kShapes[seed % 8][1];
+  world.num_calls = 10;
+  // More than any wait in a world without losses, or so few that ranks mask each other at random.
+  world.patience = seed % 3 == 0 ? 40 + static_cast<int>(seed % 200) : 2000;
+  world.num_lost = static_cast<int>(seed / 8 % 3);
+  return world;
+}
+
 std::string describe(const World& world, uint64_t seed) {
   return base::concat(world.num_nodes, "x", world.ranks_per_node, " ranks, ", world.num_nics,
-                      " NICs, S ", world.steps_in_flight, ", K ", world.topk, ", seed ", seed);
+                      " NICs, S ", world.steps_in_flight, ", K ", world.topk, ", patience ",
+                      world.patience, ", seed ", seed);
 }
 
 }  // namespace moe_p2p::simulation
