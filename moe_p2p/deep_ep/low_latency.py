@@ -219,8 +219,8 @@ class LowLatencyCalls(BufferBase):
 
     # --- masks: ranks that the calls above leave out, where enable_shrink is set ---
 
-    def low_latency_update_mask_buffer(self, rank: int, mask: bool = False) -> None:
-        """Masks `rank`: low-latency calls neither wait for it nor send it tokens any more.
+    def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
+        """Masks a rank: low-latency calls neither wait for it nor send it tokens any more.
 
         So they do by themselves with a rank that does not come in time (`timeout_s`) or is gone.
         All ranks had better mask alike: those who do not wait for the masked rank, and it for those
@@ -228,11 +228,11 @@ class LowLatencyCalls(BufferBase):
         missed what was said meanwhile, and comes back by low_latency_clean_mask_buffer.
         """
         masks = self._masks()
-        assert mask or not self._low_latency_made or int(masks[rank]) == 0, (
-            f"rank {rank} is masked and has missed calls; low_latency_clean_mask_buffer, called by "
+        assert mask or not self._low_latency_made or int(masks[rank_to_mask]) == 0, (
+            f"rank {rank_to_mask} is masked and has missed calls; low_latency_clean_mask_buffer, called by "
             "all ranks, takes it back"
         )
-        masks[rank].fill_(int(mask))
+        masks[rank_to_mask].fill_(int(mask))
 
     def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:
         """Writes 1 for each masked rank, else 0, to mask_status [W] int32; waits for no GPU."""
