@@ -59,6 +59,7 @@ V1 = {
         "async_finish=False, return_recv_hook=False, out=None, combine_wait_recv_cost_stats=None"
     ),
     "get_next_low_latency_combine_buffer": "self, handle",
+    "low_latency_update_mask_buffer": "self, rank_to_mask, mask=False",
     "low_latency_query_mask_buffer": "self, mask_status",
     "low_latency_clean_mask_buffer": "self",
 }

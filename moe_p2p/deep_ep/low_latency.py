@@ -229,8 +229,8 @@ class LowLatencyCalls(BufferBase):
         """
         masks = self._masks()
         assert mask or not self._low_latency_made or int(masks[rank_to_mask]) == 0, (
-            f"rank {rank_to_mask} is masked and has missed calls; low_latency_clean_mask_buffer, called by "
-            "all ranks, takes it back"
+            f"rank {rank_to_mask} is masked and has missed calls; low_latency_clean_mask_buffer, "
+            "called by all ranks, takes it back"
         )
         masks[rank_to_mask].fill_(int(mask))
 
