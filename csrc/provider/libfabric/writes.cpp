@@ -71,7 +71,8 @@ size_t Writes::accept(std::span<const WorkRequest> requests) noexcept {
   return count;
 }
 
-void Writes::accept(const WorkRequest& request, Slot& slot) noexcept {
+// Inline, as are the next two: a write costs less than 80 ns on shm, calls are a part of that.
+inline void Writes::accept(const WorkRequest& request, Slot& slot) noexcept {
   slot.wr_id = request.wr_id;
   slot.region = nullptr;
   slot.bytes = request.bytes;
@@ -100,7 +101,7 @@ void Writes::accept(const WorkRequest& request, Slot& slot) noexcept {
   enqueue(slot, *peer);
 }
 
-void Writes::enqueue(Slot& slot, Peer& peer) noexcept {
+inline void Writes::enqueue(Slot& slot, Peer& peer) noexcept {
   slot.next = nullptr;
   (peer.first ? peer.last->next : peer.first) = &slot;
   peer.last = &slot;
@@ -153,7 +154,7 @@ bool Writes::push(Peer& peer) noexcept {
   return true;
 }
 
-ssize_t Writes::post(Slot& slot, const Peer& peer, uint64_t flags) noexcept {
+inline ssize_t Writes::post(Slot& slot, const Peer& peer, uint64_t flags) noexcept {
   const iovec local{const_cast<std::byte*>(slot.local), slot.bytes};
   const RmaIov remote{slot.remote_addr, slot.bytes, slot.remote_key};
   const RmaMessage message{.msg_iov = &local,
