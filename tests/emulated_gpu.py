@@ -5,7 +5,7 @@ driver. As a pytest plugin it runs tests of GPUs that have their ranks as thread
 
     pytest -p emulated_gpu tests/test_gpu_bulk.py
 
-x86-64 only, and slow.
+MOE_P2P_EMULATED_BLOCKS is the most blocks of a kernel that are there at once. x86-64 only.
 """
 
 from __future__ import annotations
@@ -84,7 +84,10 @@ def build(source: str, *arguments: str) -> Path:
 @functools.cache
 def machine() -> Path:
     """The machine, open in this process under the driver's name."""
-    library = build('#include "tests/emulation/machine.cpp"\n', "-Wl,-soname,libcuda.so.1")
+    library = build(
+        '#include "tests/emulation/machine.cpp"\n#include "tests/emulation/driver.cpp"\n',
+        "-Wl,-soname,libcuda.so.1",
+    )
     ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     return library
 

@@ -1,5 +1,4 @@
-// The machine of machine.h, in the place of the driver's library: built as libcuda.so.1, it has the
-// functions that csrc/platform/cuda_driver.h loads. Only x86-64.
+// Fibers, and a launch that runs on them. Only x86-64.
 #include "tests/emulation/machine.h"
 
 #include <sys/mman.h>
@@ -51,13 +50,6 @@ constexpr size_t kGuardBytes = 256;  // behind shared memory
 constexpr std::byte kGarbage{0xa5};
 constexpr unsigned kIdleUs = 20;  // for peers, which are other threads of this machine
 constexpr auto kPatience = std::chrono::seconds(60);  // for what no peer can bring
-
-using Kernel = void (*)(const void* params);
-
-struct Config {  // cuLaunchKernelEx
-  unsigned grid[3], block[3], shared_bytes;
-  void* stream;
-};
 
 [[noreturn]] void fail(const std::string& story) {
   std::fprintf(stderr, "emulated GPU: %s\n", story.c_str());
@@ -161,7 +153,7 @@ unsigned most_blocks() {
 
 void Launch::run() {
   Launch* const outer = std::exchange(current, this);
-  const unsigned most = most_blocks(), num_blocks = config_.grid[0];
+  const unsigned most = most_blocks(), num_blocks = config_.num_blocks;
   unsigned started = 0;
   auto last_progress = std::chrono::steady_clock::now();
   while (started < num_blocks || !blocks_.empty()) {
@@ -193,7 +185,7 @@ void Launch::run() {
 
 void Launch::start(unsigned index) {
   Block& block = blocks_.emplace_back();
-  const unsigned count = config_.block[0];
+  const unsigned count = config_.num_threads;
   block.shared_bytes = config_.shared_bytes;
   const size_t bytes = (block.shared_bytes + kGuardBytes + 1023) / 1024 * 1024;
   block.shared.reset(static_cast<std::byte*>(std::aligned_alloc(1024, bytes)));
@@ -206,7 +198,7 @@ void Launch::start(unsigned index) {
     fiber.thread = {i};
     fiber.block = {index};
     fiber.block_dim = {count};
-    fiber.grid_dim = {config_.grid[0]};
+    fiber.grid_dim = {config_.num_blocks};
     fiber.shared = reinterpret_cast<char*>(block.shared.get());
     fiber.owner = &block;
     void* memory = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE,
@@ -367,6 +359,10 @@ void Launch::end(Block& block) {
 
 }  // namespace
 
+void run(const Config& config, Kernel kernel, const void* params) {
+  Launch(config, kernel, params).run();
+}
+
 extern "C" {
 
 const Thread& moe_p2p_thread() { return current->fiber(); }
@@ -387,36 +383,6 @@ void moe_p2p_commit() { current->commit(); }
 void moe_p2p_wait_stores(unsigned num_left, bool written) {
   current->wait_stores(num_left, written);
 }
-
-// --- the driver ---
-// NOLINTBEGIN(readability-identifier-naming): its names
-
-int cuLaunchKernelEx(const Config* config, void* kernel, void** params, void**) {
-  Launch(*config, reinterpret_cast<Kernel>(kernel), params[0]).run();
-  return 0;
-}
-int cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t bytes, void*) {
-  std::memmove(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes);
-  return 0;
-}
-int cuGetErrorString(int, const char** text) { return *text = "of an emulated GPU", 0; }
-int cuDeviceGet(int* device, int) { return *device = 0; }
-int cuDeviceGetAttribute(int* value, int, int) { return *value = 0; }
-int cuDevicePrimaryCtxRetain(void** context, int) { return *context = nullptr, 0; }
-int cuCtxPopCurrent_v2(void** context) { return *context = nullptr, 0; }
-int cuCtxGetStreamPriorityRange(int* least, int* greatest) { return *least = *greatest = 0; }
-int cuStreamCreateWithPriority(void** stream, unsigned, int) { return *stream = nullptr, 0; }
-int cuEventCreate(void** event, unsigned) { return *event = nullptr, 0; }
-int cuInit(unsigned) { return 0; }
-int cuDevicePrimaryCtxRelease_v2(int) { return 0; }
-int cuCtxSetCurrent(void*) { return 0; }
-int cuCtxPushCurrent_v2(void*) { return 0; }
-int cuThreadExchangeStreamCaptureMode(int*) { return 0; }
-int cuStreamDestroy_v2(void*) { return 0; }
-int cuEventRecord(void*, void*) { return 0; }
-int cuEventQuery(void*) { return 0; }
-int cuEventDestroy_v2(void*) { return 0; }
-// NOLINTEND(readability-identifier-naming)
 }
 
 }  // namespace moe_p2p::emulation

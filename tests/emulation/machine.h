@@ -25,6 +25,14 @@ struct Votes {
   bool all;
 };
 
+using Kernel = void (*)(const void* params);
+struct Config {
+  unsigned num_blocks, num_threads, shared_bytes;
+};
+// Returns when all threads have ended.
+void run(const Config& config, Kernel kernel, const void* params);
+
+// What kernels call.
 extern "C" {
 const Thread& moe_p2p_thread();
 // Nothing new was seen: others go on first.
