@@ -89,6 +89,7 @@ def by_hand(rank: Rank, world: World) -> None:
     with masking(rank, world) as comm:
         for seed in range(3):
             step(comm, seed, [])
+        meet(rank, "all have combined", world.ranks)  # a mask drops what is still on its way
         if rank.rank != lost:
             comm.mask_ranks([lost])
             began = time.monotonic()
@@ -164,6 +165,7 @@ def test_a_rank_stops_behind_a_half(world: World, last_half: str) -> None:
 def halves(rank: Rank, world: World) -> None:
     with masking(rank, world) as comm:
         step(comm, 0, [])
+        meet(rank, "all have combined", world.ranks)
         if rank.rank != 0:
             comm.mask_ranks([0])
             for seed in range(1, 1 + STEPS):
