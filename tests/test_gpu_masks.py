@@ -35,7 +35,7 @@ from test_gpu import call
 
 pytestmark = pytest.mark.gpu
 
-SOON_S = 3.0  # timeout_s of calls that are meant to time out
+SOON_S = 6.0  # timeout_s of calls that are meant to time out
 STEPS = 21  # after a rank is gone
 SHAPES = [(2, 2), (2, 1), (3, 3), (4, 1), (4, 4), (8, 8)]
 PAYLOADS = [
