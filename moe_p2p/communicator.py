@@ -261,6 +261,7 @@ class Communicator:
     def mask_ranks(self, ranks: Iterable[int]) -> None:
         """Masks these ranks at once; on a GPU in stream order. All ranks had better do so: one that
         does not waits for the masked ones, and one that is masked waits for those who masked it.
+        What is still on its way to a masked rank need not come there.
 
         Raises InvalidArgumentError for this rank itself and for numbers that no rank has.
         """

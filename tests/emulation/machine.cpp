@@ -70,7 +70,6 @@ struct Block;
 struct Fiber : Thread {
   void* stack = nullptr;
   Block* owner = nullptr;
-  unsigned generation = 0;  // of its calls of moe_p2p_warp
   bool blocked = false, ended = false;
   std::vector<std::shared_ptr<Copy>> open;                // stores that are not committed
   std::deque<std::vector<std::shared_ptr<Copy>>> groups;  // committed, oldest first
@@ -86,10 +85,10 @@ struct Warp {
   struct Gathering {
     uint32_t come = 0;
     uint64_t values[2][32];  // in turns: who is late still reads the last ones
+    std::array<uint8_t, 32> turns{};
     std::vector<Fiber*> waiting;
   };
   std::map<uint32_t, Gathering> by_mask;
-  std::map<uint32_t, std::array<uint8_t, 32>> turns;
 };
 
 struct Block {
@@ -133,7 +132,7 @@ class Launch {
   void end(Block& block);
   void leave(bool blocked);
   void wake(std::vector<Fiber*>& fibers);
-  void settle(Block& block, Meeting& meeting, unsigned num_threads);
+  void settle(Meeting& meeting, unsigned num_threads);
 
   const Config& config_;
   const Kernel kernel_;
@@ -223,7 +222,7 @@ void Launch::enter() {
   --block.num_live;
   launch.progress_ = true;
   Meeting& meeting = block.meetings[0];
-  if (meeting.come > 0) launch.settle(block, meeting, block.num_live);
+  if (meeting.come > 0) launch.settle(meeting, block.num_live);
   launch.leave(/*blocked=*/true);
 }
 
@@ -261,7 +260,7 @@ const uint64_t* Launch::warp(uint32_t mask, uint64_t value) {
   const unsigned lane = fiber.thread.x % 32;
   if (!(mask >> lane & 1)) fail("a lane that is not of the mask takes part");
   Warp::Gathering& gathering = warp.by_mask[mask];
-  uint64_t* values = gathering.values[warp.turns[mask][lane]++ % 2];
+  uint64_t* values = gathering.values[gathering.turns[lane]++ % 2];
   values[lane] = value;
   gathering.come |= 1u << lane;
   if (gathering.come == mask) {
@@ -274,7 +273,7 @@ const uint64_t* Launch::warp(uint32_t mask, uint64_t value) {
   return values;
 }
 
-void Launch::settle(Block&, Meeting& meeting, unsigned num_threads) {
+void Launch::settle(Meeting& meeting, unsigned num_threads) {
   if (meeting.come < num_threads) return;
   if (meeting.come > num_threads) fail("more threads at a barrier than it is for");
   meeting.result = {meeting.count, meeting.all};
@@ -292,7 +291,7 @@ Votes Launch::meet(int id, unsigned num_threads, bool vote) {
   meeting.all = meeting.all && vote;
   meeting.waiting.push_back(&fiber);
   fiber.blocked = true;
-  settle(block, meeting, num_threads ? num_threads : block.num_live);
+  settle(meeting, num_threads ? num_threads : block.num_live);
   if (fiber.blocked) leave(/*blocked=*/true);
   return meeting.result;
 }
