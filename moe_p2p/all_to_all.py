@@ -17,17 +17,20 @@ P scales of a token, R rows received (padded: E_local * capacity, else capacity)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from moe_p2p import arguments, errors
-from moe_p2p.dispatched import BY_RANK, Dispatched
+from moe_p2p.dispatched import BY_RANK, Dispatched, DispatchOptions
 from moe_p2p.halves import Halves, with_more
 from moe_p2p.ops import WITH_RANGES, WITH_SOURCE, WITH_WAIT_TICKS, call
 
 _ops = torch.ops.moe_p2p
+_DISPATCH, _DISPATCH_INFERENCE = _ops.dispatch.default, _ops.dispatch_inference.default
+_COMBINE, _COMBINE_INFERENCE = _ops.combine.default, _ops.combine_inference.default
+_COMBINE_OUT = _ops.combine_out.default
 
 
 class AllToAll(Halves):
@@ -100,24 +103,52 @@ class AllToAll(Halves):
         Differentiable in x and topk_weights. Raises InvalidArgumentError before anything is sent;
         TimeoutError, PeerDeadError and ProtocolError break the object (`broken`).
         """
-        tokens = self.config.max_tokens if max_tokens is None else max_tokens
-        where = arguments.make_layout(self._shape, layout, capacity, alignment, tokens)
-        count, count_on_host, format_number = None, arguments.ALL_ROWS, 0
+        options = arguments.dispatch_options(
+            self._shape,
+            self.config.max_tokens if max_tokens is None else max_tokens,
+            quantize,
+            scale_format,
+            layout,
+            capacity,
+            alignment,
+            column_scales,
+            with_source,
+            with_ranges,
+            with_wait_ticks,
+            solo,
+            zero_padding,
+        )
+        count, count_on_host = None, arguments.ALL_ROWS
         if num_tokens is not None:
             count, count_on_host = arguments.split_count(num_tokens)
-        if scale_format != "float32":
-            format_number = arguments.scale_format_number(scale_format)
-        if with_ranges:
-            arguments.check_ranges(where)
+        return Dispatched._make(
+            self.dispatch_with(
+                options, x, topk_idx, topk_weights, scales, extras, count, count_on_host
+            )
+        )
+
+    def dispatch_with(
+        self,
+        options: DispatchOptions,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor | None = None,
+        scales: Tensor | None = None,
+        extras: Sequence[Tensor] = (),
+        count: Tensor | None = None,
+        count_on_host: int = arguments.ALL_ROWS,
+    ) -> tuple[Any, ...]:
+        """The fields of Dispatched. `options` are of arguments.dispatch_options, for many calls."""
+        tokens, quantize, scale_format, layout, column_scales, zero_padding, outputs, solo = options
         grad = torch.is_grad_enabled() and arguments.require_grad(x, topk_weights, *extras)
-        by_rank = where.rows == BY_RANK
-        self._prepare_dispatch(x.dtype, quantize, format_number, by_rank, grad)
+        row_layout, capacity, alignment = layout
+        by_rank = row_layout == BY_RANK
+        self._prepare_dispatch(x.dtype, quantize, scale_format, by_rank, grad)
         if grad and quantize and x.requires_grad:
             raise errors.make(errors.InvalidArgumentError, arguments.NO_FP8_GRADIENT)
         zeroed = grad if zero_padding is None else zero_padding
-        outputs = with_source * WITH_SOURCE + with_ranges * WITH_RANGES
         rows, row_scales, row_weights, counts, offsets, handle, more = call(
-            _ops.dispatch.default if grad else _ops.dispatch_inference.default,
+            _DISPATCH if grad else _DISPATCH_INFERENCE,
             self._comm,
             x,
             scales,
@@ -128,19 +159,21 @@ class AllToAll(Halves):
             count_on_host,
             tokens,
             quantize,
-            format_number,
-            *where,
+            scale_format,
+            row_layout,
+            capacity,
+            alignment,
             column_scales,
             zeroed,
-            outputs + with_wait_ticks * WITH_WAIT_TICKS,
+            outputs,
             solo or grad,
         )
         rest = iter(more)
-        source = next(rest) if with_source else None
-        ranges = next(rest) if with_ranges else None
-        wait_ticks = next(rest) if with_wait_ticks else None
+        source = next(rest) if outputs & WITH_SOURCE else None
+        ranges = next(rest) if outputs & WITH_RANGES else None
+        wait_ticks = next(rest) if outputs & WITH_WAIT_TICKS else None
         row_topk = next(rest) if by_rank else None
-        return Dispatched(
+        return (
             rows,
             row_scales if quantize or scales is not None else None,
             tuple(rest),
@@ -151,7 +184,7 @@ class AllToAll(Halves):
             handle,
             topk_idx,
             tokens,
-            where,
+            layout,
             zeroed,
             ranges,
             wait_ticks,
@@ -225,11 +258,39 @@ class AllToAll(Halves):
                 text = arguments.NO_LATE_GRADIENT
                 arguments.refuse_gradient(text, y=y, topk_weights=topk_weights)
             grad = arguments.require_grad(y, row_weights, row_scalars, *terms)
+        return self.combine_with(
+            y,
+            dispatched,
+            row_weights,
+            row_scalars,
+            topk_weights,
+            terms,
+            out_dtype,
+            out,
+            with_wait_ticks,
+            grad,
+        )
+
+    def combine_with(
+        self,
+        y: Tensor,
+        dispatched: Dispatched,
+        row_weights: Tensor | None = None,
+        row_scalars: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        terms: Sequence[Tensor] = (),
+        out_dtype: torch.dtype | None = None,
+        out: Tensor | None = None,
+        with_wait_ticks: bool = False,
+        grad: bool = False,
+    ) -> Tensor | tuple[Tensor, ...]:
+        """A combine of what `combine` has looked at. grad: autograd records it."""
         if out is not None:
             arguments.check_out(out, out_dtype, dispatched.topk_idx.shape[0], grad)
             out_dtype = out.dtype
         sum_dtype = y.dtype if out_dtype is None else out_dtype
-        self._prepare_combine(y.dtype, sum_dtype, dispatched.layout.rows == BY_RANK, grad)
+        row_layout, capacity, alignment = dispatched.layout
+        self._prepare_combine(y.dtype, sum_dtype, row_layout == BY_RANK, grad)
         if grad and not dispatched.zero_padding:
             raise errors.make(errors.InvalidArgumentError, arguments.PADDING_IS_NOT_ZERO)
         if out is not None:
@@ -237,7 +298,7 @@ class AllToAll(Halves):
                 y, out.shape[0], row_scalars is not None, with_wait_ticks
             )
             call(
-                _ops.combine_out.default,
+                _COMBINE_OUT,
                 self._comm,
                 y,
                 row_weights,
@@ -252,7 +313,7 @@ class AllToAll(Halves):
             )
             return with_more(out, scalars, ticks)
         out, more = call(
-            _ops.combine.default if grad else _ops.combine_inference.default,
+            _COMBINE if grad else _COMBINE_INFERENCE,
             self._comm,
             y,
             row_weights,
@@ -263,7 +324,9 @@ class AllToAll(Halves):
             dispatched.topk_idx,
             dispatched.max_tokens,
             sum_dtype,
-            *dispatched.layout,
+            row_layout,
+            capacity,
+            alignment,
             with_wait_ticks,
         )
         return (out, *more) if more else out

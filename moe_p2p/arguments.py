@@ -16,9 +16,10 @@ from moe_p2p.dispatched import (
     PADDED,
     SCALE_FORMATS,
     Dispatched,
+    DispatchOptions,
     Layout,
 )
-from moe_p2p.ops import CommunicatorShape
+from moe_p2p.ops import WITH_RANGES, WITH_SOURCE, WITH_WAIT_TICKS, CommunicatorShape
 
 ALL_ROWS = -1  # as a number of tokens
 NO_FP8_GRADIENT = (
@@ -59,13 +60,21 @@ def number_of(value: str, name: str, among: tuple[str, ...]) -> int:
     raise errors.make(errors.InvalidArgumentError, text)
 
 
-def scale_format_number(scale_format: str) -> int:
-    return number_of(scale_format, "scale_format", SCALE_FORMATS)
-
-
-def make_layout(
-    shape: CommunicatorShape, layout: str, capacity: int | None, alignment: int, max_tokens: int
-) -> Layout:
+def dispatch_options(
+    shape: CommunicatorShape,
+    max_tokens: int,
+    quantize: bool = False,
+    scale_format: str = "float32",
+    layout: str = "padded",
+    capacity: int | None = None,
+    alignment: int = 1,
+    column_scales: bool = False,
+    with_source: bool = False,
+    with_ranges: bool = False,
+    with_wait_ticks: bool = False,
+    solo: bool = False,
+    zero_padding: bool | None = None,
+) -> DispatchOptions:
     """`capacity` None: enough for any routing."""
     rows = number_of(layout, "layout", LAYOUTS)
     if capacity is None:
@@ -73,14 +82,20 @@ def make_layout(
         if rows == GROUPED:
             experts = shape.num_local_experts
             capacity = capacity * min(shape.topk, experts) + (alignment - 1) * experts
-    return Layout(rows, capacity, alignment)
-
-
-def check_ranges(layout: Layout) -> None:
-    """Whether there are ranges of such rows."""
-    errors.require(
-        layout.rows == PADDED,
-        "with_ranges tells rows within an expert's own, it needs layout='padded'",
+    if with_ranges:
+        errors.require(
+            rows == PADDED,
+            "with_ranges tells rows within an expert's own, it needs layout='padded'",
+        )
+    return (
+        max_tokens,
+        quantize,
+        number_of(scale_format, "scale_format", SCALE_FORMATS),
+        Layout(rows, capacity, alignment),
+        column_scales,
+        zero_padding,
+        with_source * WITH_SOURCE + with_ranges * WITH_RANGES + with_wait_ticks * WITH_WAIT_TICKS,
+        solo,
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -320,7 +321,13 @@ class Communicator:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except Exception as failed:
+            if error is None:
+                raise
+            # An ExitStack on the way has cut `error` off, which says what went wrong first.
+            warnings.warn(f"closing {self} failed too: {failed}", RuntimeWarning, stacklevel=2)
 
     def __repr__(self) -> str:
         broken = self.broken

@@ -24,6 +24,14 @@ class Layout(NamedTuple):
     alignment: int  # grouped: an expert starts at a multiple of it
 
 
+# What a dispatch is asked for beside its tensors, as its op takes it: max_tokens, quantize, scale
+# format as its position in SCALE_FORMATS, layout, column_scales, zero_padding (None: when autograd
+# records the call), sum of WITH_SOURCE, WITH_RANGES and WITH_WAIT_TICKS (ops.py), solo. Without
+# names, for every dispatch of AllToAll makes one: with them a pair takes 0.25 us more of 3.5 (two
+# shared cores, benchmarks/bench_host_time.py).
+DispatchOptions = tuple[int, bool, int, Layout, bool, bool | None, int, bool]
+
+
 class Dispatched(NamedTuple):
     """Rows for this rank's experts, and what their combine needs.
 
@@ -53,17 +61,10 @@ class PendingDispatch(NamedTuple):
 
     handle: Tensor
     topk_idx: Tensor  # [T, K]
-    max_tokens: int
-    layout: Layout
+    options: DispatchOptions
     dtype: torch.dtype  # of the rows
     scales: tuple[int, torch.dtype] | None  # how many of a row, and their type
-    scale_format: int  # position in SCALE_FORMATS
-    column_scales: bool
     extras: tuple[tuple[int, torch.dtype], ...]  # width and type of each
-    with_source: bool
-    with_ranges: bool
-    with_wait_ticks: bool
-    zero_padding: bool
 
 
 class PendingCombine(NamedTuple):

@@ -17,10 +17,11 @@ from moe_p2p.dispatched import (
     BY_RANK,
     PADDED,
     Dispatched,
+    DispatchOptions,
     PendingCombine,
     PendingDispatch,
 )
-from moe_p2p.ops import call, new_scales
+from moe_p2p.ops import WITH_RANGES, WITH_SOURCE, WITH_WAIT_TICKS, call, new_scales
 
 _ops = torch.ops.moe_p2p
 
@@ -66,15 +67,42 @@ class Halves(Communicator):
         """
         if torch.is_grad_enabled():
             arguments.refuse_gradient(arguments.NO_HALF_GRADIENT, x=x, topk_weights=topk_weights)
-        tokens = self.config.max_tokens if max_tokens is None else max_tokens
-        where = arguments.make_layout(self._shape, layout, capacity, alignment, tokens)
+        options = arguments.dispatch_options(
+            self._shape,
+            self.config.max_tokens if max_tokens is None else max_tokens,
+            quantize,
+            scale_format,
+            layout,
+            capacity,
+            alignment,
+            column_scales,
+            with_source,
+            with_ranges,
+            with_wait_ticks,
+            solo,
+            zero_padding,
+        )
         count, count_on_host = None, arguments.ALL_ROWS
         if num_tokens is not None:
             count, count_on_host = arguments.split_count(num_tokens)
-        if with_ranges:
-            arguments.check_ranges(where)
-        format_number = arguments.scale_format_number(scale_format)
-        self._prepare_dispatch(x.dtype, quantize, format_number, where.rows == BY_RANK, False)
+        return self.dispatch_send_with(
+            options, x, topk_idx, topk_weights, scales, extras, count, count_on_host
+        )
+
+    def dispatch_send_with(
+        self,
+        options: DispatchOptions,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor | None = None,
+        scales: Tensor | None = None,
+        extras: Sequence[Tensor] = (),
+        count: Tensor | None = None,
+        count_on_host: int = arguments.ALL_ROWS,
+    ) -> PendingDispatch:
+        """As AllToAll.dispatch_with."""
+        tokens, quantize, scale_format, layout, _, _, _, solo = options
+        self._prepare_dispatch(x.dtype, quantize, scale_format, layout.rows == BY_RANK, False)
         words = self._shape.handle_words(x.shape[0], tokens)
         handle = torch.empty(words, dtype=torch.int32, device=x.device)
         call(
@@ -89,8 +117,8 @@ class Halves(Communicator):
             count_on_host,
             tokens,
             quantize,
-            format_number,
-            where.rows,
+            scale_format,
+            layout.rows,
             solo,
             handle,
         )
@@ -98,17 +126,10 @@ class Halves(Communicator):
         return PendingDispatch(
             handle,
             topk_idx,
-            tokens,
-            where,
+            options,
             torch.float8_e4m3fn if quantize else x.dtype,
-            self._shape.scales_of(scales, format_number) if has_scales else None,
-            format_number,
-            column_scales,
+            self._shape.scales_of(scales, scale_format) if has_scales else None,
             tuple((extra.shape[1], extra.dtype) for extra in extras),
-            with_source,
-            with_ranges,
-            with_wait_ticks,
-            zero_padding,
         )
 
     def dispatch_recv(self, pending: PendingDispatch, out: Dispatched | None = None) -> Dispatched:
@@ -117,6 +138,7 @@ class Halves(Communicator):
         out: an earlier result of the same layout and options, to receive into. None: new tensors.
         """
         into = self._make_outputs(pending) if out is None else out
+        tokens, _, scale_format, layout, column_scales, zero_padding, _, _ = pending.options
         call(
             _ops.dispatch_recv.default,
             self._comm,
@@ -131,19 +153,19 @@ class Halves(Communicator):
             into.ranges,
             into.wait_ticks,
             into.row_topk,
-            pending.scale_format,
-            *pending.layout,
-            pending.column_scales,
-            pending.zero_padding,
+            scale_format,
+            *layout,
+            column_scales,
+            bool(zero_padding),
         )
         if out is None or out.handle is pending.handle:
             return into  # made for this dispatch
         return into._replace(
             handle=pending.handle,
             topk_idx=pending.topk_idx,
-            max_tokens=pending.max_tokens,
-            layout=pending.layout,
-            zero_padding=pending.zero_padding,
+            max_tokens=tokens,
+            layout=layout,
+            zero_padding=bool(zero_padding),
         )
 
     def combine_send(
@@ -240,7 +262,8 @@ class Halves(Communicator):
 
     def _make_outputs(self, pending: PendingDispatch) -> Dispatched:
         experts, world_size, topk = self.num_local_experts, self.world_size, self.config.topk
-        rows, capacity, _ = pending.layout
+        tokens, _, _, layout, column_scales, zero_padding, outputs, _ = pending.options
+        rows, capacity, _ = layout
         by_rank = rows == BY_RANK
         lead = (experts, capacity) if rows == PADDED else (capacity,)
         num_rows = experts * capacity if rows == PADDED else capacity
@@ -250,18 +273,18 @@ class Halves(Communicator):
             x=new((*lead, self.config.hidden_dim), dtype=pending.dtype),
             scales=None
             if pending.scales is None
-            else new_scales(handle, lead, *pending.scales, pending.column_scales),
+            else new_scales(handle, lead, *pending.scales, column_scales),
             extras=tuple(new((*lead, width), dtype=dtype) for width, dtype in pending.extras),
             row_weights=new((num_rows, topk) if by_rank else (num_rows,), dtype=fp32),
             counts=new((experts,), dtype=int32),
             offsets=new(((world_size if by_rank else experts) + 1,), dtype=int32),
-            source=new((num_rows, 2), dtype=int32) if pending.with_source else None,
+            source=new((num_rows, 2), dtype=int32) if outputs & WITH_SOURCE else None,
             handle=handle,
             topk_idx=pending.topk_idx,
-            max_tokens=pending.max_tokens,
-            layout=pending.layout,
-            zero_padding=pending.zero_padding,
-            ranges=new((experts, world_size), dtype=int64) if pending.with_ranges else None,
-            wait_ticks=new((world_size,), dtype=int64) if pending.with_wait_ticks else None,
+            max_tokens=tokens,
+            layout=layout,
+            zero_padding=bool(zero_padding),
+            ranges=new((experts, world_size), dtype=int64) if outputs & WITH_RANGES else None,
+            wait_ticks=new((world_size,), dtype=int64) if outputs & WITH_WAIT_TICKS else None,
             row_topk=new((num_rows, topk), dtype=pending.topk_idx.dtype) if by_rank else None,
         )

@@ -8,8 +8,9 @@ of the router, like those of any replicated weight, are this rank's and the call
 On a GPU the experts are Triton kernels (kernels/triton), in bf16, fp16 or, for inference, fp8:
 `quantize_experts`. The host waits for nothing, so a layer runs in CUDA graphs. torch.compile makes
 one graph of it, on a CPU too; mark its tokens as unbacked (torch._dynamo.decorators.mark_unbacked)
-and that graph serves 0 and 1 of them as well. Checkpoints (torch.utils.checkpoint) go around the
-compiled layer: inside, torch 2.13 fails on operators whose order counts.
+and that graph serves 0 and 1 of them as well (not 0 in inductor of torch 2.11 on a GPU: its grids
+divide by their number). Checkpoints (torch.utils.checkpoint) go around the compiled layer: inside,
+torch 2.13 fails on operators whose order counts.
 
 Shapes: T tokens, H hidden size, F width of an expert, E experts, E_local of this rank, K top-k,
 R rows at this rank's experts.

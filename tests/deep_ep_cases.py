@@ -391,6 +391,12 @@ def check_events(place: Place, setting: Setting) -> None:
     sent = send(place, setting)
     assert sent.event.event is None
     check_rows(sent, rows)
+    again, *_, event = place.buffer.dispatch(
+        given, handle=handle, previous_event=place.buffer.capture(), **later
+    )
+    assert event.event is not None
+    event.current_stream_wait()
+    check_rows(sent, again)
     y = expert_rows(place, sent._replace(rows=rows))
     out, _, event = place.buffer.combine(y, handle, previous_event=place.buffer.capture(), **later)
     event.current_stream_wait()

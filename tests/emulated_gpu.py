@@ -40,6 +40,7 @@ from moe_p2p.ops import call
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "build" / "emulation"
 FLAGS = ["-std=c++20", "-O2", "-w", "-ffp-contract=off", "-fPIC", "-shared"]
+FLAGS += ["-fsanitize=alignment", "-fno-sanitize-recover=alignment"]  # a GPU refuses such too
 INCLUDE = [f"-I{ROOT / 'tests/emulation'}", f"-I{ROOT}"]  # the first hides kernels/device/ptx.cuh
 RESIDENT_BLOCKS = 8  # of a kernel; more are only more to run
 _ops = torch.ops.moe_p2p

@@ -281,6 +281,29 @@ def test_says_what_it_is() -> None:
     run_threads(2, body)
 
 
+def test_an_error_is_not_hidden_by_a_close_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    close = Engine.close
+
+    def fail(engine: Engine) -> None:
+        close(engine)
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(Engine, "close", fail)
+    config = AllToAllConfig(num_experts=8, hidden_dim=64, topk=2, max_tokens=4)
+    alone: dict[str, Any] = {"rank": 0, "world_size": 1}
+    with (
+        pytest.warns(RuntimeWarning, match="closing .* failed too: the device is gone"),
+        pytest.raises(ValueError, match="first"),
+        AllToAll(dist.HashStore(), config, **alone),
+    ):
+        raise ValueError("first")
+    with (
+        pytest.raises(RuntimeError, match="the device is gone"),
+        AllToAll(dist.HashStore(), config, **alone),
+    ):
+        pass
+
+
 def test_plan_needs_no_ranks() -> None:
     config = AllToAllConfig(num_experts=256, hidden_dim=7168, topk=8, max_tokens=128)
     table = config.plan(world_size=8, ranks_per_node=8)

@@ -6,8 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
-from moe_p2p.bench import command
+from moe_p2p.bench import api_worker, command
+from moe_p2p.bench.api_report import ApiRow, HostTime, table
+from moe_p2p.bench.cases import make_job
+from moe_p2p.bench.gpu_calls import Calls
+from moe_p2p.bench.gpu_measure import Timed
 from moe_p2p.bench.options import INTERFACES, INTERFACES_ON_CUDA, parse
 
 TINY = ["--api=deep_ep", "--device=cpu", "--ranks=2", "--hidden=512", "--topk=2", "--experts=4"]
@@ -31,7 +36,7 @@ def test_checks_and_measures_every_interface(
     for row in rows:
         assert row["correct"] is True
         assert 0 < row["min_us"] <= row["p50_us"] <= row["p99_us"]
-        assert row["host_us"] is None
+        assert row["host_us"] is row["host_alone_us"] is None
         assert (row["dtype"], row["device"], row["hidden"]) == ("fp8", "cpu", 512)
     assert "low-latency" in capsys.readouterr().out
 
@@ -76,3 +81,38 @@ def test_refuses_what_makes_no_sense(
     with pytest.raises(SystemExit):
         parse(["--device=cpu", *arguments])
     assert text in capsys.readouterr().err
+
+
+def test_host_time_is_of_pairs_in_a_row_and_of_one_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a host whose first two pairs after it has waited take longer."""
+    now, waited, since = 0.0, 0, 0
+
+    def synchronize() -> None:
+        nonlocal waited, since
+        waited, since = waited + 1, 0
+
+    def dispatch() -> None:
+        nonlocal now, since
+        now += 50e-6 if since < 2 else 3e-6
+        since += 1
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(api_worker.dist, "barrier", lambda: None)
+    monkeypatch.setattr(api_worker.dist, "all_reduce", lambda median, _: median.add_(1))
+    monkeypatch.setattr(api_worker.time, "perf_counter", lambda: now)
+    calls = Calls(system="any", dispatch=dispatch, combine=lambda: None, capturable=False)
+    host = api_worker._host_time(calls)
+    assert host == HostTime(us=4.0, alone_us=51.0)  # the slowest rank's is 1 us more
+    assert waited == 2 * (api_worker.HOST_ROUNDS + 1)
+
+
+def test_the_table_has_both_host_times() -> None:
+    (options,) = parse(["--api=deep_ep", "--device=cpu", "--tokens=4"])
+    calls = Calls(system="ours", dispatch=int, combine=int, capturable=False)
+    timed = Timed(calls=calls, what="dispatch", chain=1, spans_us=torch.tensor([7.0]))
+    host = HostTime(us=12.5, alone_us=90.0)
+    row = ApiRow.of(options, make_job(options), "normal", timed, host=host, story=[])
+    head, line = (text.split() for text in table([row]).splitlines())
+    assert head[-4:] == ["host", "host", "alone", "correct"]
+    assert line[-3:] == ["12.5", "90.0", "yes"]
+    assert (row.as_json()["host_us"], row.as_json()["host_alone_us"]) == (12.5, 90.0)

@@ -45,6 +45,14 @@ def test_rows_sums_and_handles(num_ranks: int, name: str) -> None:
     run(num_ranks, cases.steps, CALLS[name])
 
 
+def test_what_is_asked_may_change_from_call_to_call() -> None:
+    def all_calls(place: Place) -> None:
+        for call in (*CALLS.values(), *CALLS.values()):
+            cases.steps(place, call)
+
+    run(2, all_calls)
+
+
 @pytest.mark.parametrize("shape", [(2, 1), (4, 2)], ids=["2-nodes-of-1", "2-nodes-of-2"])
 @pytest.mark.parametrize("name", ["rows by rank", "expanded, fp8, biases"])
 def test_between_nodes(shape: tuple[int, int], name: str, monkeypatch: pytest.MonkeyPatch) -> None:

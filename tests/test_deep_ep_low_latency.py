@@ -34,6 +34,14 @@ def test_rows_and_sums_of_every_format(num_ranks: int, form: str) -> None:
     run(num_ranks, cases.steps, form)
 
 
+def test_the_format_may_change_from_call_to_call() -> None:
+    def all_formats(place: Place) -> None:
+        for form in (*FORMATS, *FORMATS):
+            cases.steps(place, form)
+
+    run(2, all_formats)
+
+
 @pytest.mark.parametrize("mode", ["hook", "async"])
 @pytest.mark.parametrize("form", ["bf16", "ue8m0"])
 def test_hooks_and_events(mode: str, form: str) -> None:

@@ -42,6 +42,11 @@ CASES = {
         "test_gpu.py::test_every_format_is_the_reference_bit_for_bit[3ranks-3pernode]",
         "test_gpu_bulk.py::test_every_format_is_the_reference_bit_for_bit[2ranks-2pernode]",
     ],
+    "training": [
+        "test_gpu_training.py::test_gradients_are_those_of_a_dense_layer[2ranks-1pernode-padded]",
+        "test_gpu_training.py::test_gradients_are_those_of_a_dense_layer[2ranks-2pernode-by rank]",
+        "test_gpu_training.py::test_ranks_train_as_one_process_does[2ranks-2pernode]",
+    ],
     "masks": [
         "test_gpu_masks.py::test_nothing_changes_while_all_are_there[4ranks-1pernode]",
         "test_gpu_masks.py::test_masks_set_by_hand_are_not_waited_for[4ranks-4pernode]",

@@ -1,15 +1,17 @@
 """Training on GPUs: gradients of dispatch and combine, the example layer, torch.compile.
 
-Ranks are processes (on one GPU they take turns): backward of all threads of a process would run in
-one thread per device.
+Ranks are processes (on one GPU they take turns), because backward of all threads of a process would
+run in one thread per device. On the CPU, where GPUs are emulated, it runs in the caller's.
 """
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import test_autograd
@@ -22,6 +24,7 @@ from ranks import Rank
 
 pytestmark = pytest.mark.gpu
 
+PROCESSES = "MOE_P2P_EMULATED_GPU" not in os.environ
 HIDDEN_DIM, TOPK = test_autograd.HIDDEN_DIM, test_autograd.TOPK
 NUM_EXPERTS = test_autograd.NUM_EXPERTS
 # Matrix products on a GPU add up in another order, in fp32 (no TF32): sums of up to 48 products of
@@ -34,9 +37,22 @@ def communicator(rank: Rank, world: World, **config: Any) -> AllToAll:
     return make(rank, world, **(fixed | config))
 
 
+def load_kernels(name: str) -> None:
+    """Loads what torch needs for this form, on a communicator of one rank.
+
+    At its first use a kernel of torch is loaded when those that run have ended. They may wait for
+    the software NIC between nodes, whose copies wait for that load.
+    """
+    alone = Rank(0, 1, dist.HashStore())
+    with communicator(alone, World(1, 1)) as comm:
+        test_training.gradients(comm, *FORMS[name], layers=1)
+
+
 def gradients(
     rank: Rank, world: World, config: dict[str, Any], name: str, layers: int
 ) -> test_autograd.Gradients:
+    if world.per_node < world.ranks:
+        load_kernels(name)
     with communicator(rank, world, **config) as comm:
         return test_training.gradients(comm, *FORMS[name], layers=layers)
 
@@ -60,13 +76,13 @@ CHUNKS = {"chunk_tokens": 2}
 def test_gradients_are_those_of_a_dense_layer(
     world: World, name: str, config: dict[str, Any], layers: int
 ) -> None:
-    results = run(world, gradients, config, name, layers, processes=True)
+    results = run(world, gradients, config, name, layers, processes=PROCESSES)
     test_training.assert_dense(results, layers=layers, **CLOSE)
 
 
 @pytest.mark.parametrize("name", test_training.FORMS)
 def test_every_form_has_the_gradients_of_a_dense_layer(name: str) -> None:
-    results = run(World(2, 2), gradients, {}, name, 2, processes=True)
+    results = run(World(2, 2), gradients, {}, name, 2, processes=PROCESSES)
     test_training.assert_dense(results, layers=2, **CLOSE)
 
 
@@ -78,7 +94,7 @@ def accumulated(rank: Rank, world: World, name: str) -> Tensor:
 
 @pytest.mark.parametrize("name", ["padded", "by rank", "side stream"])
 def test_gradients_of_micro_batches_add_up(name: str) -> None:
-    results = run(World(2, 2), accumulated, name, processes=True)
+    results = run(World(2, 2), accumulated, name, processes=PROCESSES)
     test_training.assert_accumulated(results, **CLOSE)
 
 
@@ -131,7 +147,7 @@ def test_ranks_train_as_one_process_does(world: World) -> None:
     alone = train(
         test_training.make_layer(None), list(range(world.ranks)), "cpu", lambda weight, step: None
     )
-    results = run(world, trained, processes=True, deadline_s=100.0)
+    results = run(world, trained, processes=PROCESSES, deadline_s=100.0)
     assert alone[2].square().mean() < alone[0].square().mean()  # of the same tokens
     for step, want in enumerate(alone):
         got = torch.cat([outs[step] for outs in results])
@@ -141,7 +157,9 @@ def test_ranks_train_as_one_process_does(world: World) -> None:
 
 def compiled(rank: Rank, world: World, backend: str, checkpoints: bool) -> int:
     with communicator(rank, world, steps_in_flight=4) as comm:
-        return test_training.compiled(comm, backend, checkpoints=checkpoints, **CLOSE)
+        # Grids of torch 2.11's inductor divide by the number of tokens.
+        none = backend != "inductor"
+        return test_training.compiled(comm, backend, checkpoints=checkpoints, none=none, **CLOSE)
 
 
 @pytest.mark.parametrize(

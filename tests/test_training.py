@@ -231,9 +231,7 @@ def make_layer(comm: AllToAll | None) -> MoELayer:
     return layer
 
 
-def random_tokens(comm: AllToAll, step: int, *, count: int | None = None) -> Tensor:
-    if count is None:
-        count = NUM_TOKENS[(step + comm.rank) % len(NUM_TOKENS)]
+def random_tokens(comm: AllToAll, step: int, *, count: int) -> Tensor:
     generator = torch.Generator().manual_seed(100 * step + comm.rank)
     return torch.randn(count, HIDDEN_DIM, generator=generator).to(comm.config.device)
 
@@ -258,9 +256,18 @@ def layer_gradients(
 
 
 def compiled(
-    comm: AllToAll, backend: str, *, checkpoints: bool, rtol: float = 1e-5, atol: float = 1e-5
+    comm: AllToAll,
+    backend: str,
+    *,
+    checkpoints: bool,
+    none: bool = True,
+    rtol: float = 1e-5,
+    atol: float = 1e-5,
 ) -> int:
-    """How many graphs a compiled layer needs that trains, and then infers, as an eager one does."""
+    """How many graphs a compiled layer needs that trains, and then infers, as an eager one does.
+
+    none: in one step this rank has no tokens.
+    """
     layer = make_layer(comm).to(comm.config.device)
     counter = CompileCounterWithBackend(backend)
     fast = torch.compile(layer, fullgraph=True, backend=counter)
@@ -269,14 +276,18 @@ def compiled(
         out: Tensor = checkpoint(fast, x, use_reentrant=False) if checkpoints else fast(x)
         return out
 
+    def tokens(step: int) -> Tensor:
+        count = NUM_TOKENS[(step + comm.rank) % len(NUM_TOKENS)]
+        return random_tokens(comm, step, count=count if none else max(count, 1))
+
     for step in range(len(NUM_TOKENS)):
-        x = random_tokens(comm, step)
+        x = tokens(step)
         wanted = layer_gradients(layer, layer, x)
         for got, want in zip(layer_gradients(layer, forward, x), wanted, strict=True):
             torch.testing.assert_close(got, want, rtol=rtol, atol=atol)
     with torch.no_grad():
         for step in range(len(NUM_TOKENS)):
-            x = random_tokens(comm, step)
+            x = tokens(step)
             torch._dynamo.decorators.mark_unbacked(x, 0)
             out, want = fast(x), layer(x)
             finish(comm)

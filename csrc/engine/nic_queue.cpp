@@ -89,27 +89,30 @@ size_t NicQueue::post() noexcept {
   if (num_staged_ == 0) return 0;
   const auto now = platform::Clock::now().time_since_epoch();
   const std::span<const provider::WorkRequest> staged(staged_.data(), num_staged_);
+  // First, so that nobody who has received something finds it not counted.
+  count(staged, 1);
   const size_t taken = domain_->post(staged);
+  count(staged.subspan(taken), -1);
   if (taken == 0) return 0;
   counters_.last_post_ns.store(static_cast<uint64_t>(std::chrono::nanoseconds(now).count()),
                                std::memory_order_relaxed);
-  count_posted(staged.first(taken));
   in_flight_ += taken;
   num_staged_ -= taken;
   std::copy_n(staged_.begin() + static_cast<std::ptrdiff_t>(taken), num_staged_, staged_.begin());
   return taken;
 }
 
-void NicQueue::count_posted(std::span<const provider::WorkRequest> posted) noexcept {
-  uint64_t bytes = 0;
-  uint64_t immediates = 0;
+void NicQueue::count(std::span<const provider::WorkRequest> posted, int sign) noexcept {
+  if (posted.empty()) return;
+  int64_t bytes = 0;
+  int64_t immediates = 0;
   for (const auto& work : posted) {
-    bytes += work.bytes;
+    bytes += static_cast<int64_t>(work.bytes);
     immediates += work.has_imm ? 1 : 0;
   }
-  add(counters_.bytes_written, bytes);
-  add(counters_.writes, posted.size());
-  add(counters_.immediates_sent, immediates);
+  add(counters_.bytes_written, static_cast<uint64_t>(sign * bytes));
+  add(counters_.writes, static_cast<uint64_t>(sign * std::ssize(posted)));
+  add(counters_.immediates_sent, static_cast<uint64_t>(sign * immediates));
 }
 
 void NicQueue::complete(Request& request) noexcept {

@@ -64,7 +64,7 @@ class NicQueue {
   void remove(Request& request) noexcept;
   size_t cut_next(Request& request, std::span<provider::WorkRequest> out) const noexcept;
   Request::Rail& rail(Request& request) const noexcept { return request.rails_[nic_]; }
-  void count_posted(std::span<const provider::WorkRequest> posted) noexcept;
+  void count(std::span<const provider::WorkRequest> posted, int sign) noexcept;  // sign: 1 or -1
 
   provider::Domain* domain_ = nullptr;
   size_t nic_ = 0;

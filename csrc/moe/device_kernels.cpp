@@ -40,7 +40,7 @@ abi::ScalePlace scale_place(const DispatchRecv& recv) noexcept {
 
 DeviceKernels::DeviceKernels(const Plan& plan, const AllToAllOptions& options,
                              const DeviceMemory& memory)
-    : plan_(plan), memory_(memory) {
+    : plan_(plan), memory_(memory), context_(memory.ordinal) {
   MOE_P2P_CHECK(memory.data.size() == static_cast<size_t>(plan.shape.ranks_per_node) &&
                     memory.data.size() <= abi::kMaxDomainRanks,
                 Code::kInvalidArgument, memory.data.size(), " ranks' memory for ",
@@ -170,6 +170,7 @@ template <typename Params>
 void DeviceKernels::launch(const DeviceKernel& kernel, const Params& params, void* stream) const {
   const int num_blocks = abi::Grid::relay_blocks(plan_.shape) + params.grid.num_send_blocks +
                          params.grid.num_recv_blocks;
+  const platform::ContextGuard current(context_);
   platform::launch_kernel({.kernel = kernel.handle,
                            .num_blocks = static_cast<unsigned>(num_blocks),
                            .num_threads = kernel.num_threads,

@@ -15,6 +15,7 @@
 #include "kernels/abi/params.h"
 #include "moe/calls.h"
 #include "moe/device_grid.h"
+#include "platform/cuda_context.h"
 
 namespace moe_p2p::moe {
 
@@ -86,6 +87,7 @@ class DeviceKernels {
 
   const Plan& plan_;
   const DeviceMemory memory_;
+  const platform::PrimaryContext context_;
   abi::DeviceComm comm_{};
   std::map<DispatchVariant, DeviceKernel> dispatch_kernels_;
   std::map<Key, DeviceKernel> combine_kernels_;

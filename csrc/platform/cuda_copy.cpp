@@ -20,29 +20,23 @@ constexpr int kRelaxedCapture = 2;
 constexpr auto kCloseTimeout = std::chrono::seconds(10);
 
 // Makes a context current on a control thread for a while and leaves no trace there.
-class ContextGuard {
+class ControlGuard {
  public:
-  ContextGuard(const DriverTable& driver, void* context) noexcept : driver_(driver) {
-    pushed_ = driver_.context_push(context) == 0;
-    driver_.capture_mode(&mode_);
+  explicit ControlGuard(const PrimaryContext& context) noexcept : current_(context) {
+    driver().capture_mode(&mode_);
   }
-  ~ContextGuard() {
-    driver_.capture_mode(&mode_);
-    void* context = nullptr;
-    if (pushed_) driver_.context_pop(&context);
-  }
-  ContextGuard(const ContextGuard&) = delete;
-  ContextGuard& operator=(const ContextGuard&) = delete;
+  ~ControlGuard() { driver().capture_mode(&mode_); }
+  ControlGuard(const ControlGuard&) = delete;
+  ControlGuard& operator=(const ControlGuard&) = delete;
 
  private:
-  const DriverTable& driver_;
+  const ContextGuard current_;
   int mode_ = kRelaxedCapture;
-  bool pushed_ = false;
 };
 
 }  // namespace
 
-CopyQueue::CopyQueue(int device) : driver_(driver()), device_(device) {
+CopyQueue::CopyQueue(int device) : driver_(driver()), device_(device), context_(device) {
   try {
     open();
   } catch (...) {
@@ -63,12 +57,7 @@ void CopyQueue::open() {
     MOE_P2P_CHECK(error == 0, Code::kTransport, what, " for copies on device ", device_, ": ",
                   driver_error(error));
   };
-  check(driver_.init(0), "starting the CUDA driver");
-  int handle = 0;
-  check(driver_.device_get(&handle, device_), "looking up the device");
-  check(driver_.context_retain(&context_, handle), "retaining the primary context");
-  handle_ = handle;
-  const ContextGuard guard(driver_, context_);
+  const ControlGuard guard(context_);
   int least = 0, greatest = 0;
   check(driver_.priority_range(&least, &greatest), "asking for stream priorities");
   check(driver_.stream_create(&stream_, kNonBlockingStream, greatest), "making a stream");
@@ -79,20 +68,16 @@ void CopyQueue::open() {
 }
 
 void CopyQueue::close() noexcept {
-  if (handle_ < 0) return;
-  {
-    const ContextGuard guard(driver_, context_);
-    events_.push_back(drain_event_);
-    for (void* event : events_)
-      if (event) driver_.event_destroy(event);
-    if (stream_) driver_.stream_destroy(stream_);
-  }
-  driver_.context_release(handle_);
+  const ControlGuard guard(context_);
+  events_.push_back(drain_event_);
+  for (void* event : events_)
+    if (event) driver_.event_destroy(event);
+  if (stream_) driver_.stream_destroy(stream_);
 }
 
 bool CopyQueue::drain(Deadline deadline) noexcept {
   const std::lock_guard lock(drain_mutex_);
-  const ContextGuard guard(driver_, context_);
+  const ControlGuard guard(context_);
   if (driver_.event_record(drain_event_, stream_) != 0) return true;
   while (driver_.event_query(drain_event_) == kDriverNotReady) {
     if (Clock::now() > deadline) return false;
@@ -104,11 +89,11 @@ bool CopyQueue::drain(Deadline deadline) noexcept {
 // Once per thread, as long as it polls for one device.
 void CopyQueue::enter() const noexcept {
   static thread_local const void* current = nullptr;
-  if (current == context_) return;
-  if (driver_.context_set(context_) != 0) return;  // the call that follows says what is wrong
+  if (current == context_.get()) return;
+  if (driver_.context_set(context_.get()) != 0) return;  // the call that follows says what is wrong
   int mode = kRelaxedCapture;
   driver_.capture_mode(&mode);
-  current = context_;
+  current = context_.get();
 }
 
 CopyQueue::Started CopyQueue::copy(std::byte* to, const std::byte* from, uint64_t bytes) noexcept {

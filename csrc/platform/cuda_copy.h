@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "base/status.h"
+#include "platform/cuda_context.h"
 #include "platform/cuda_driver.h"
 #include "platform/wait.h"
 
@@ -57,8 +58,7 @@ class CopyQueue {
 
   const DriverTable& driver_;
   const int device_;
-  int handle_ = -1;  // the driver's name of the device; -1: the context is not ours to release
-  void* context_ = nullptr;
+  const PrimaryContext context_;
   void* stream_ = nullptr;
   std::vector<void*> events_;  // [kCapacity], behind copy number i: events_[i % kCapacity]
   std::mutex drain_mutex_;     // guards drain_event_

@@ -26,27 +26,18 @@ GpuWriteFlush::GpuWriteFlush(int device) : driver_(driver()) {
   check(driver_.device_get(&handle, device), "looking up the device");
   check(driver_.device_attribute(&ordering, kWritesOrdering, handle), "asking for the write order");
   check(driver_.device_attribute(&options, kFlushOptions, handle), "asking for ways to flush");
-  needed_ = ordering < kAllDevices;
-  if (!needed_) return;
+  if (ordering >= kAllDevices) return;
   MOE_P2P_CHECK((options & kFlushByHost) != 0 && driver_.flush_writes, Code::kUnavailable, "GPU ",
                 device, " neither orders what a NIC writes (ordering ", ordering,
                 ") nor can it be told to flush; it cannot receive from a NIC");
-  check(driver_.context_retain(&context_, handle), "retaining the primary context");
-  handle_ = handle;
-}
-
-GpuWriteFlush::~GpuWriteFlush() {
-  if (handle_ >= 0) driver_.context_release(handle_);
+  context_.emplace(device);
 }
 
 int GpuWriteFlush::flush() const noexcept {
-  if (!needed_) return 0;
-  const int error = driver_.context_push(context_);
-  if (error != 0) return error;
-  const int flushed = driver_.flush_writes(kTargetCurrentContext, kAllDevices);
-  void* context = nullptr;
-  driver_.context_pop(&context);
-  return flushed;
+  if (!context_) return 0;
+  const ContextGuard current(*context_);
+  return current.error() != 0 ? current.error()
+                              : driver_.flush_writes(kTargetCurrentContext, kAllDevices);
 }
 
 }  // namespace moe_p2p::platform

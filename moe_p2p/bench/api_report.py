@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,9 +15,17 @@ from moe_p2p.bench.options import Options
 
 _COLUMNS = ("pair graph", "pair eager", "dispatch", "combine")
 BOUNDARY = {
-    "cuda": f"{GPU_BOUNDARY}; host: until the calls of an eager pair return, device idle before",
+    "cuda": f"{GPU_BOUNDARY}; host: until the calls of an eager pair return, of pairs in a row; "
+    "host alone: of one, the device idle before",
     "cpu": "slowest rank of each round, from a barrier to its own result",
 }
+
+
+class HostTime(NamedTuple):
+    """Until the calls of an eager pair return; None on CPUs, where the calls are the work."""
+
+    us: float | None  # of pairs in a row, as an engine issues them
+    alone_us: float | None  # of one when the ranks have met: caches are cold, the CPU has slept
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +45,8 @@ class ApiRow:
     rounds: int
     chain: int  # pairs between two events
     spread: Spread
-    host_us: float | None  # of an eager pair; None on CPUs, where the calls are the work
+    host_us: float | None  # as in HostTime
+    host_alone_us: float | None
     correct: bool
     story: list[str] = field(default_factory=list)  # what is not
 
@@ -48,7 +57,7 @@ class ApiRow:
         interface: str,
         timed: Timed,
         *,
-        host_us: float | None,
+        host: HostTime,
         story: list[str],
     ) -> ApiRow:
         device = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
@@ -68,7 +77,8 @@ class ApiRow:
             rounds=len(timed.spans_us),
             chain=timed.chain,
             spread=Spread.of(timed.spans_us),
-            host_us=None if host_us is None else round(host_us, 1),
+            host_us=host.us,
+            host_alone_us=host.alone_us,
             correct=not story,
             story=story,
         )
@@ -89,11 +99,13 @@ def title(row: ApiRow) -> str:
 def table(rows: list[ApiRow]) -> str:
     """One line per system of an interface and a number of tokens; microseconds, p50."""
     cases = dict.fromkeys((row.interface, row.tokens, row.system) for row in rows)
-    lines: list[tuple[str, ...]] = [("calls", "T", "SMs", "system", *_COLUMNS, "host", "correct")]
+    columns = ("calls", "T", "SMs", "system", *_COLUMNS, "host", "host alone", "correct")
+    lines: list[tuple[str, ...]] = [columns]
     for case in cases:
         mine = [row for row in rows if (row.interface, row.tokens, row.system) == case]
         p50 = {row.what: f"{row.spread.p50_us:,.1f}" for row in mine}
         first = mine[0]
+        host = (first.host_us, first.host_alone_us)
         lines.append(
             (
                 first.interface,
@@ -101,7 +113,7 @@ def table(rows: list[ApiRow]) -> str:
                 f"{first.num_sms}" if first.num_sms else "all",
                 first.system,
                 *(p50.get(what, "-") for what in _COLUMNS),
-                "-" if first.host_us is None else f"{first.host_us:,.1f}",
+                *("-" if us is None else f"{us:,.1f}" for us in host),
                 "yes" if all(row.correct for row in mine) else "NO",
             )
         )

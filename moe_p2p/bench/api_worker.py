@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from moe_p2p import launch
 from moe_p2p.bench import deep_ep
-from moe_p2p.bench.api_report import ApiRow
+from moe_p2p.bench.api_report import ApiRow, HostTime
 from moe_p2p.bench.cases import Job, make_job
 from moe_p2p.bench.check import verify_whole
 from moe_p2p.bench.gpu_calls import Calls, on_device, package_calls
@@ -33,7 +33,10 @@ from moe_p2p.bench.systems import MoeP2p, finish
 from moe_p2p.reference import Tokens
 
 OURS = "moe_p2p.deep_ep"
-HOST_ROUNDS = 100  # eager pairs on an idle device
+HOST_ROUNDS = 100  # each begins on an idle device
+# Pairs of a row: before the clock starts, and by the clock. More might fill the queue of launches,
+# and the host would wait for the device.
+WARM_PAIRS, TIMED_PAIRS = 4, 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +50,7 @@ class Clock:
     """How systems are timed on this device."""
 
     measure: Callable[[Sequence[Calls]], list[Timed]]
-    host_us: Callable[[Calls], float | None]
+    host: Callable[[Calls], HostTime]
     close: Callable[[], None]
 
 
@@ -111,12 +114,12 @@ def _case(
             )
             found += deep_ep.systems(api, notes, interfaces=[interface])
         timed = clock.measure([calls for calls, _ in found])
-        host_us = {calls: clock.host_us(calls) for calls, _ in found}
+        host = {calls: clock.host(calls) for calls, _ in found}
         stories = {calls: everyones(story) for calls, story in found}
         finish(options.device)
         dist.barrier()  # nobody closes what another one still uses
     return [
-        ApiRow.of(options, job, interface, each, host_us=host_us[each.calls], story=story)
+        ApiRow.of(options, job, interface, each, host=host[each.calls], story=story)
         for each in timed
         for story in (stories[each.calls],)
     ]
@@ -144,22 +147,30 @@ def _gpu_clock(options: Options, rank: int) -> Clock:
         probe.check()
         return found
 
-    return Clock(measure=timed, host_us=_host_us, close=probe.close)
+    return Clock(measure=timed, host=_host_time, close=probe.close)
 
 
-def _host_us(calls: Calls) -> float:
-    """Until the calls of an eager pair return, the device idle before: median, slowest rank."""
+def _host_time(calls: Calls) -> HostTime:
+    row = _until_issued(calls, warm=WARM_PAIRS, timed=TIMED_PAIRS)
+    return HostTime(us=row, alone_us=_until_issued(calls, warm=0, timed=1))
+
+
+def _until_issued(calls: Calls, *, warm: int, timed: int) -> float:
+    """Microseconds until the calls of an eager pair return: median, slowest rank."""
     spans = []
     for _ in range(HOST_ROUNDS):
         torch.cuda.synchronize()
         dist.barrier()
+        for _ in range(warm):
+            calls.pair()
         started = time.perf_counter()
-        calls.pair()
-        spans.append(time.perf_counter() - started)
+        for _ in range(timed):
+            calls.pair()
+        spans.append((time.perf_counter() - started) / timed)
     torch.cuda.synchronize()
     median = torch.tensor(spans, dtype=torch.float64).median() * 1e6
     dist.all_reduce(median, dist.ReduceOp.MAX)
-    return float(median)
+    return round(float(median), 1)
 
 
 # --- CPUs ---
@@ -167,7 +178,7 @@ def _host_us(calls: Calls) -> float:
 
 def _cpu_clock(options: Options) -> Clock:
     measure_all = functools.partial(_by_wall, seconds=options.seconds / 4)
-    return Clock(measure=measure_all, host_us=lambda _: None, close=lambda: None)
+    return Clock(measure=measure_all, host=lambda _: HostTime(None, None), close=lambda: None)
 
 
 def _by_wall(systems: Sequence[Calls], *, seconds: float) -> list[Timed]:

@@ -10,12 +10,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_p2p.all_to_all import AllToAll
 from moe_p2p.deep_ep.communicators import Communicators, MpiComm
 from moe_p2p.deep_ep.host_counts import HostCounts
 from moe_p2p.deep_ep.releasing import ReleasingAllToAll
 from moe_p2p.deep_ep.streams import Streams
+from moe_p2p.dispatched import DispatchOptions
 
+# What a low-latency dispatch brings: type, device, H, K, T, E, use_fp8, round_scale, use_ue8m0,
+# whether it adds up what it waited.
+LowLatencyKey = tuple[torch.dtype, int, int, int, int, int, bool, bool, bool, bool]
 NODE_RANKS = 8  # DeepEP's calls speak of nodes of 8 ranks, whatever the machine is
 
 
@@ -61,8 +64,8 @@ class BufferBase:
         self._communicators = Communicators(group, comm=comm, **options)
         self._streams = Streams()
         self._host_counts = HostCounts()
-        self._normal: dict[tuple[Any, ...], AllToAll] = {}  # by what a normal call brings
-        self._low_latency_made: dict[tuple[Any, ...], ReleasingAllToAll] = {}
+        self._normal: dict[tuple[Any, ...], ReleasingAllToAll] = {}  # by what a normal call brings
+        self._low_latency_made: dict[LowLatencyKey, tuple[ReleasingAllToAll, DispatchOptions]] = {}
         self.rank = self._communicators.rank
         self.group_size = self._communicators.world_size
         self.group = comm if group is None and comm is not None else group

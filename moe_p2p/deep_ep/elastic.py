@@ -76,20 +76,30 @@ class ElasticBuffer(ElasticBase):
         assert not do_zero_padding or do_expand, "do_zero_padding needs do_expand"
         with self._streams.turn(values, previous_event, async_with_compute_stream) as turn:
             wait_for(previous_event_before_epilogue, values)
+            form = (do_expand, do_zero_padding, use_tma_aligned_col_major_sf)
             if handle is None:
                 assert topk_idx is not None, "topk_idx is missing, and there is no handle"
                 assert num_experts is not None, "num_experts is missing, and there is no handle"
                 alignment = expert_alignment or 1
                 num_tokens = num_max_tokens_per_rank or self.num_max_tokens_per_rank
                 assert num_tokens > 0, "num_max_tokens_per_rank was given neither here nor before"
-                all_to_all = self._all_to_all(
-                    values, packs, topk_idx.shape[1], num_experts, num_tokens, num_sms
+                key = (
+                    values.dtype,
+                    values.get_device(),
+                    values.shape[1],
+                    0 if packs is None else packs.shape[1],
+                    topk_idx.shape[1],
+                    num_experts,
+                    num_tokens,
+                    num_sms,
+                    alignment,
+                    form,
                 )
+                all_to_all, counts, options = self._made.get(key) or self._make(values, key)
                 topk = topk_idx.clone() if do_handle_copy else topk_idx
                 if sync:
                     counts = self._count(all_to_all, topk, alignment)
-                else:
-                    counts = _most(all_to_all, num_tokens, alignment)
+                    options = counts.options(all_to_all, num_tokens, alignment, form)
             else:
                 assert topk_idx is None, "a handle was given with topk_idx; give one of them"
                 assert not sync, "a handle brings its counts: there is no CPU sync with it"
@@ -102,32 +112,25 @@ class ElasticBuffer(ElasticBase):
                 all_to_all, alignment = handle.all_to_all, handle.expert_alignment
                 topk, num_tokens = handle.topk_idx, handle.num_max_tokens_per_rank
                 counts = handle.row_counts
-            received = all_to_all.dispatch(
+                options = counts.options(all_to_all, num_tokens, alignment, form)
+            fields = all_to_all.dispatch_with(
+                options,
                 values.contiguous(),
                 topk,
                 topk_weights,
-                scales=None if packs is None else packs.contiguous(),
-                max_tokens=num_tokens,
-                layout="grouped" if do_expand else "by_rank",
-                capacity=counts.num_expanded_tokens if do_expand else counts.num_recv_tokens,
-                alignment=alignment if do_expand else 1,
-                column_scales=use_tma_aligned_col_major_sf,
-                with_source=True,
-                zero_padding=do_zero_padding,
+                None if packs is None else packs.contiguous(),
             )
+            received = without_rows(fields)
             if cumulative_local_expert_recv_stats is not None:
                 cumulative_local_expert_recv_stats.add_(received.counts)
             if async_with_compute_stream:
                 stats = cumulative_local_expert_recv_stats
-                turn.uses(
-                    (values, packs, topk_idx, topk, topk_weights, stats), tensors_of(received)
-                )
-        kept = without_rows(received)
+                turn.uses((values, packs, topk_idx, topk, topk_weights, stats), tensors_of(fields))
         if handle is None:
             assert num_experts is not None
             handle = EPHandle(
                 all_to_all,
-                kept,
+                received,
                 counts,
                 do_expand=do_expand,
                 num_experts=num_experts,
@@ -135,9 +138,10 @@ class ElasticBuffer(ElasticBase):
                 num_sms=num_sms or self._usual_num_sms,
             )
         else:
-            handle.received = kept  # the step that is open, for the next combine
+            handle.received = received  # the step that is open, for the next combine
+        rows, scales = fields[:2]
         return (
-            received.x if received.scales is None else (received.x, received.scales),
+            rows if scales is None else (rows, scales),
             received.row_topk,
             None if topk_weights is None else received.row_weights,
             handle,
@@ -172,12 +176,11 @@ class ElasticBuffer(ElasticBase):
             # A rank that sends the row it is given rounds nothing.
             adds_on_the_way = handle.do_expand or self.num_rdma_ranks > 1
             exact = adds_on_the_way and not self.allow_multiple_reduction
-            result = handle.all_to_all.combine(
+            result = handle.all_to_all.combine_with(
                 x.contiguous(),
                 received,
-                weighted=False,
                 row_scalars=topk_weights,
-                bias=tuple(term.float() for term in terms) if exact else bias,
+                terms=[term.float() for term in terms] if exact else terms,
                 out_dtype=torch.float32 if exact else None,
             )
             sums, weights = (result, None) if topk_weights is None else result
@@ -197,10 +200,3 @@ class ElasticBuffer(ElasticBase):
         assert extent.gathered is not None
         from_rank = extent.gathered[:, self.rank_idx]
         return RowCounts(extent.num_rows, sum(extent.counts), extent.counts, from_rank)
-
-
-def _most(all_to_all: ReleasingAllToAll, num_tokens: int, alignment: int) -> RowCounts:
-    """The most rows that can come."""
-    tokens, experts = all_to_all.world_size * num_tokens, all_to_all.num_local_experts
-    expanded = tokens * min(all_to_all.config.topk, experts) + (alignment - 1) * experts
-    return RowCounts(tokens, expanded, [])

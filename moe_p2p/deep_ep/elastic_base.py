@@ -15,10 +15,12 @@ from torch import Tensor
 
 from moe_p2p.config import DEFAULT_CHUNK_TOKENS, AllToAllConfig
 from moe_p2p.deep_ep.communicators import Communicators
+from moe_p2p.deep_ep.elastic_handle import Form, RowCounts
 from moe_p2p.deep_ep.event import EventHandle
 from moe_p2p.deep_ep.host_counts import HostCounts
 from moe_p2p.deep_ep.releasing import ReleasingAllToAll
 from moe_p2p.deep_ep.streams import Streams
+from moe_p2p.dispatched import DispatchOptions
 
 _MAX_TOKENS = 1 << 24  # of a communicator: it sizes nothing, what a call brings does
 _OVERLAP_SMS = 24  # with which both calls come near what the links carry; docs/tuning.md
@@ -26,6 +28,10 @@ _MAX_LOCAL_EXPERTS = 256  # DeepEP's limit, for sizes without experts
 _MAX_EXPERTS = 32768
 _SIZE_ALIGNMENT = 2 << 20
 _SCALE_BLOCK = 128
+# What a dispatch brings: type, device, H, P, K, E, T, blocks, alignment of experts, form.
+_Key = tuple[torch.dtype, int, int, int, int, int, int, int, int, Form]
+# The communicator of such calls, the most rows that can come, the options of a dispatch of them.
+_Made = tuple[ReleasingAllToAll, RowCounts, DispatchOptions]
 
 
 class ElasticBase:
@@ -72,7 +78,7 @@ class ElasticBase:
         self._communicators = Communicators(group, timeout_s=num_gpu_timeout_secs)
         self._streams = Streams()
         self._host_counts = HostCounts()
-        self._made: dict[tuple[object, ...], ReleasingAllToAll] = {}
+        self._made: dict[_Key, _Made] = {}
         self.group = group
         self.rank_idx = self._communicators.rank
         self.num_ranks = self._communicators.world_size
@@ -197,44 +203,9 @@ class ElasticBase:
             allow_multiple_reduction,
         )
 
-    def _all_to_all(
-        self,
-        values: Tensor,
-        packs: Tensor | None,
-        topk: int,
-        num_experts: int,
-        num_tokens: int,
-        num_sms: int,
-    ) -> ReleasingAllToAll:
-        num_packs = 0 if packs is None else packs.shape[1]
-        tokens = self.num_max_tokens_per_rank or num_tokens
-        key = (
-            values.get_device(),
-            values.dtype,
-            values.shape[1],
-            num_packs,
-            topk,
-            num_experts,
-            tokens,
-            num_sms,
-        )
-        made = self._made.get(key)
-        if made is None:
-            made = self._make(values, num_packs, topk, num_experts, tokens, num_sms)
-            self._made[key] = made
-        return made
-
-    def _make(
-        self,
-        values: Tensor,
-        num_packs: int,
-        topk: int,
-        num_experts: int,
-        num_tokens: int,
-        num_sms: int,
-    ) -> ReleasingAllToAll:
-        hidden = values.shape[1]
-        dtype = values.dtype
+    def _make(self, values: Tensor, key: _Key) -> _Made:
+        dtype, _, hidden, num_packs, topk, num_experts, num_tokens, num_sms, alignment, form = key
+        step_tokens = self.num_max_tokens_per_rank or num_tokens
         if dtype == torch.float8_e4m3fn and not self.use_fp8_dispatch:
             dtype = torch.bfloat16
         more_packs = num_packs - -(-hidden // _SCALE_BLOCK)
@@ -249,13 +220,17 @@ class ElasticBase:
         }
         limited = self._limit_bytes > 0
         on_gpu = values.is_cuda and (num_sms > 0 or self.prefer_overlap_with_compute)
-        return self._communicators.get(
+        all_to_all = self._communicators.get(
             **fields,
             device=values.device,
-            chunk_tokens=num_tokens if limited else min(num_tokens, DEFAULT_CHUNK_TOKENS),
+            chunk_tokens=step_tokens if limited else min(step_tokens, DEFAULT_CHUNK_TOKENS),
             limit_bytes=self._limit_bytes,
             num_sms=(num_sms or _OVERLAP_SMS) if on_gpu else None,
         )
+        most = RowCounts.most(all_to_all, num_tokens, alignment)
+        made = all_to_all, most, most.options(all_to_all, num_tokens, alignment, form)
+        self._made[key] = made
+        return made
 
 
 def _size(

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from moe_p2p.deep_ep.host_counts import to_device
 from moe_p2p.deep_ep.releasing import ReleasingAllToAll
-from moe_p2p.dispatched import Dispatched
+from moe_p2p.dispatched import Dispatched, DispatchOptions
 
 _HANDLE_META_WORDS = 16  # kernels/abi/layout.h, HandleMeta
+Form = tuple[bool, bool, bool]  # do_expand, do_zero_padding, use_tma_aligned_col_major_sf
 
 
 class RowCounts(NamedTuple):
@@ -30,6 +31,28 @@ class RowCounts(NamedTuple):
     num_expanded_tokens: int  # rows of all experts, each rounded up to expert_alignment
     per_expert: list[int]  # [E_local], rounded up likewise; empty: not known
     from_rank: Tensor | None = None  # [W] int32, on the host: tokens of each source
+
+    @staticmethod
+    def most(all_to_all: ReleasingAllToAll, num_tokens: int, alignment: int) -> RowCounts:
+        """The most that can come."""
+        tokens, experts = all_to_all.world_size * num_tokens, all_to_all.num_local_experts
+        expanded = tokens * min(all_to_all.config.topk, experts) + (alignment - 1) * experts
+        return RowCounts(tokens, expanded, [])
+
+    def options(
+        self, all_to_all: ReleasingAllToAll, num_tokens: int, alignment: int, form: Form
+    ) -> DispatchOptions:
+        """Those of a dispatch that brings so many rows, in this form."""
+        do_expand, zero_padding, column_scales = form
+        return all_to_all.options(
+            num_tokens,
+            layout="grouped" if do_expand else "by_rank",
+            capacity=self.num_expanded_tokens if do_expand else self.num_recv_tokens,
+            alignment=alignment if do_expand else 1,
+            column_scales=column_scales,
+            with_source=True,
+            zero_padding=zero_padding,
+        )
 
 
 class EPHandle:
@@ -78,7 +101,7 @@ class EPHandle:
 
     @property
     def num_recv_tokens_per_expert_list(self) -> list[int]:
-        return self.row_counts.per_expert
+        return list(self.row_counts.per_expert)  # handles of one shape share theirs
 
     def check_same(self, **given: int | None) -> None:
         """Whether a dispatch with this handle is given what it was made with; None: not given."""

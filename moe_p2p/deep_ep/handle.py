@@ -8,11 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from moe_p2p.all_to_all import AllToAll
 from moe_p2p.deep_ep.base import NODE_RANKS
 from moe_p2p.deep_ep.host_counts import Extent, to_device
-from moe_p2p.deep_ep.releasing import without_rows
-from moe_p2p.dispatched import Dispatched
+from moe_p2p.deep_ep.releasing import ReleasingAllToAll
+from moe_p2p.dispatched import Dispatched, DispatchOptions
 
 
 class Handle(Sequence[Tensor]):
@@ -31,15 +30,21 @@ class Handle(Sequence[Tensor]):
 
     def __init__(
         self,
-        all_to_all: AllToAll,
+        all_to_all: ReleasingAllToAll,
         dispatched: Dispatched,
         extent: Extent,
         is_token_in_rank: Tensor,
     ) -> None:
+        """dispatched: without its rows, which may go before this does."""
         self.all_to_all = all_to_all
-        self.dispatched = without_rows(dispatched)
+        self.dispatched = dispatched
         self.extent = extent
         self._is_token_in_rank = is_token_in_rank
+
+    @cached_property
+    def options_again(self) -> DispatchOptions:
+        """Those of a dispatch of other values along the same routes."""
+        return by_rank_options(self.all_to_all, self.extent)
 
     @cached_property
     def _elements(self) -> list[Tensor]:
@@ -61,6 +66,19 @@ class Handle(Sequence[Tensor]):
 
     def __len__(self) -> int:
         return len(self._elements)
+
+
+def by_rank_options(
+    all_to_all: ReleasingAllToAll, extent: Extent, *, with_source: bool = False
+) -> DispatchOptions:
+    """Of a dispatch of so much."""
+    return all_to_all.options(
+        extent.max_tokens,
+        layout="by_rank",
+        capacity=extent.num_rows,
+        with_source=with_source,
+        solo=True,
+    )
 
 
 def _prefix_matrix(of_rank: Tensor, extent: Extent) -> Tensor:

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from moe_p2p.config import AllToAllConfig
-from moe_p2p.deep_ep.base import NODE_RANKS, BufferBase
+from moe_p2p.deep_ep.base import NODE_RANKS, BufferBase, LowLatencyKey
 from moe_p2p.deep_ep.event import EventOverlap
 from moe_p2p.deep_ep.releasing import ReleasingAllToAll, tensors_of, without_rows
-from moe_p2p.dispatched import Dispatched, PendingCombine
+from moe_p2p.dispatched import Dispatched, DispatchOptions, PendingCombine, PendingDispatch
 
 Hook = Callable[[], None]
 
@@ -43,7 +43,7 @@ class LowLatencyHandle(Sequence[Any]):
         self, all_to_all: ReleasingAllToAll, received: Dispatched, hidden: int, num_experts: int
     ) -> None:
         self.all_to_all = all_to_all
-        self.received = without_rows(received)
+        self.received = received  # without its rows, which may go before this does
         self._sizes = (received.max_tokens, hidden, num_experts)
 
     @functools.cached_property
@@ -96,36 +96,40 @@ class LowLatencyCalls(BufferBase):
         Rows of an expert are in the order of (source rank, token); rows past its count are not set.
         """
         _check_waiting(async_finish, return_recv_hook)
-        assert use_fp8 or not round_scale, "round_scale needs use_fp8"
-        assert round_scale or not use_ue8m0, "use_ue8m0 needs round_scale"
-        num_tokens = num_max_dispatch_tokens_per_rank
-        all_to_all = self._low_latency(x, topk_idx.shape[1], num_tokens, num_experts)
+        key = (
+            x.dtype,
+            x.get_device(),
+            x.shape[1],
+            topk_idx.shape[1],
+            num_max_dispatch_tokens_per_rank,
+            num_experts,
+            use_fp8,
+            round_scale,
+            use_ue8m0,
+            dispatch_wait_recv_cost_stats is not None,
+        )
+        all_to_all, options = self._low_latency_made.get(key) or self._make_low_latency(x, key)
         stats = (cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats)
-        options = {
-            "max_tokens": num_tokens,
-            "quantize": use_fp8,
-            "scale_format": "ue8m0" if use_ue8m0 else "power_of_two" if round_scale else "float32",
-            "column_scales": use_fp8,
-            "with_source": True,
-            "with_ranges": True,
-            "with_wait_ticks": dispatch_wait_recv_cost_stats is not None,
-        }
         hook: Hook | None = None
+        fields: tuple[Any, ...]  # of a Dispatched
         with self._streams.turn(x, None, async_finish) as turn:
             if return_recv_hook:
-                pending = all_to_all.dispatch_send(x, topk_idx, **options)
-                received = all_to_all.make_outputs(pending)
+                pending = all_to_all.dispatch_send_with(options, x, topk_idx)
+                fields = outputs = all_to_all.make_outputs(pending)
                 hook = self._hook(
-                    x, lambda: _count(all_to_all.dispatch_recv(pending, received), *stats)
+                    x, functools.partial(_receive_rows, all_to_all, pending, outputs, stats)
                 )
             else:
-                received = all_to_all.dispatch(x, topk_idx, **options)
-                _count(received, *stats)
+                fields = all_to_all.dispatch_with(options, x, topk_idx)
+            received = without_rows(fields)
+            if hook is None:
+                _count(received, stats)
             if async_finish:
-                turn.uses((x, topk_idx, *stats), tensors_of(received))
+                turn.uses((x, topk_idx, *stats), tensors_of(fields))
+        rows, scales = fields[:2]
+        got = rows if scales is None else (rows, scales)
         handle = LowLatencyHandle(all_to_all, received, x.shape[1], num_experts)
-        rows = received.x if received.scales is None else (received.x, received.scales)
-        return rows, received.counts, handle, turn.event, hook
+        return got, received.counts, handle, turn.event, hook
 
     def low_latency_combine(
         self,
@@ -170,7 +174,7 @@ class LowLatencyCalls(BufferBase):
                     x, functools.partial(_receive_sums, all_to_all, pending, out, stats)
                 )
             else:
-                result = all_to_all.combine(
+                result = all_to_all.combine_with(
                     y,
                     received,
                     topk_weights=topk_weights,
@@ -263,23 +267,33 @@ class LowLatencyCalls(BufferBase):
             self._mask_status = self._mask_status.to(device)
         return self._mask_status
 
-    def _low_latency(
-        self, x: Tensor, topk: int, num_tokens: int, num_experts: int
-    ) -> ReleasingAllToAll:
-        key = (x.shape[1], topk, num_tokens, num_experts, x.dtype, x.get_device())
-        made = self._low_latency_made.get(key)
-        if made is None:
-            made = self._low_latency_made[key] = self._communicators.get(
-                num_experts=num_experts,
-                hidden_dim=x.shape[1],
-                topk=topk,
-                max_tokens=num_tokens,
-                chunk_tokens=num_tokens,
-                dtype=x.dtype,
-                device=x.device,
-                masked=self._masks(x.device) if self.enable_shrink else None,
-            )
-        return made
+    def _make_low_latency(
+        self, x: Tensor, key: LowLatencyKey
+    ) -> tuple[ReleasingAllToAll, DispatchOptions]:
+        _, _, hidden, topk, num_tokens, num_experts, use_fp8, round_scale, use_ue8m0, timed = key
+        assert use_fp8 or not round_scale, "round_scale needs use_fp8"
+        assert round_scale or not use_ue8m0, "use_ue8m0 needs round_scale"
+        all_to_all = self._communicators.get(
+            num_experts=num_experts,
+            hidden_dim=hidden,
+            topk=topk,
+            max_tokens=num_tokens,
+            chunk_tokens=num_tokens,
+            dtype=x.dtype,
+            device=x.device,
+            masked=self._masks(x.device) if self.enable_shrink else None,
+        )
+        options = all_to_all.options(
+            num_tokens,
+            quantize=use_fp8,
+            scale_format="ue8m0" if use_ue8m0 else "power_of_two" if round_scale else "float32",
+            column_scales=use_fp8,
+            with_source=True,
+            with_ranges=True,
+            with_wait_ticks=timed,
+        )
+        self._low_latency_made[key] = all_to_all, options
+        return all_to_all, options
 
     def _hook(self, x: Tensor, receive: Callable[[], None]) -> Hook:
         def hook() -> None:
@@ -296,8 +310,9 @@ def _check_waiting(async_finish: bool, return_recv_hook: bool) -> None:
     )
 
 
-def _count(received: Dispatched, tokens: Tensor | None, waited: Tensor | None) -> None:
+def _count(received: Dispatched, stats: tuple[Tensor | None, Tensor | None]) -> None:
     """Adds to the statistics of a dispatch."""
+    tokens, waited = stats
     if tokens is not None:
         tokens.add_(received.counts)
     if waited is not None and received.wait_ticks is not None:
@@ -311,6 +326,15 @@ def _sums(result: Any, waited: Tensor | None) -> Tensor:
     sums, ticks = result
     waited.add_(ticks)
     return sums  # type: ignore[no-any-return]
+
+
+def _receive_rows(
+    all_to_all: ReleasingAllToAll,
+    pending: PendingDispatch,
+    outputs: Dispatched,
+    stats: tuple[Tensor | None, Tensor | None],
+) -> None:
+    _count(all_to_all.dispatch_recv(pending, outputs), stats)
 
 
 def _receive_sums(

@@ -15,15 +15,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from moe_p2p import errors
-from moe_p2p.all_to_all import AllToAll
+from moe_p2p.arguments import bias_list
 from moe_p2p.deep_ep.base import BufferBase
 from moe_p2p.deep_ep.config import Config
 from moe_p2p.deep_ep.event import EventHandle, EventOverlap
-from moe_p2p.deep_ep.handle import Handle
-from moe_p2p.deep_ep.host_counts import Extent, agree_on_extent, worst_extent
+from moe_p2p.deep_ep.handle import Handle, by_rank_options
+from moe_p2p.deep_ep.host_counts import agree_on_extent, worst_extent
 from moe_p2p.deep_ep.layout import count_routing
-from moe_p2p.deep_ep.releasing import tensors_of
-from moe_p2p.dispatched import Dispatched
+from moe_p2p.deep_ep.releasing import ReleasingAllToAll, tensors_of, without_rows
+from moe_p2p.dispatched import DispatchOptions
 
 _MAX_TOKENS = 1 << 24  # of a communicator: it sizes nothing, what a call brings does
 _Event = EventOverlap | EventHandle
@@ -99,19 +99,19 @@ class NormalCalls(BufferBase):
         """
         values, scales = x if isinstance(x, tuple) else (x, None)
         turn = self._streams.turn(values, previous_event, async_finish, allocate_on_comm_stream)
-        with turn:
-            if handle is not None:
-                errors.require(
-                    topk_idx is None and topk_weights is None,
-                    "a handle was given with topk_idx or topk_weights; give one or the other: a "
-                    "handle brings the routing of its own dispatch",
-                )
-                again = _send(
-                    handle.all_to_all, values, scales, handle.extent, handle.dispatched.topk_idx
-                )
+        if handle is not None:
+            errors.require(
+                topk_idx is None and topk_weights is None,
+                "a handle was given with topk_idx or topk_weights; give one or the other: a "
+                "handle brings the routing of its own dispatch",
+            )
+            with turn:
+                options, topk = handle.options_again, handle.dispatched.topk_idx
+                again = _send(handle.all_to_all, options, values, scales, topk)
                 if async_finish:
-                    turn.uses((values, scales, again.topk_idx), (again.x, again.scales))
-                return _rows_of(again, scales), None, None, None, None, turn.event
+                    turn.uses((values, scales, topk), again[:2])
+            return _rows_of(again, scales), None, None, None, None, turn.event
+        with turn:
             assert is_token_in_rank is not None, "is_token_in_rank is missing"
             assert num_tokens_per_rank is not None, "num_tokens_per_rank is missing"
             assert num_tokens_per_expert is not None, "num_tokens_per_expert is missing"
@@ -129,16 +129,16 @@ class NormalCalls(BufferBase):
                     num_tokens_per_rank, num_tokens_per_expert, values.shape[0]
                 )
                 extent = agree_on_extent(all_to_all, counts, expert_alignment)
-            received = _send(
-                all_to_all, values, scales, extent, topk, topk_weights, with_source=True
-            )
+            options = by_rank_options(all_to_all, extent, with_source=True)
+            fields = _send(all_to_all, options, values, scales, topk, topk_weights)
+            received = without_rows(fields)
             new_handle = Handle(all_to_all, received, extent, is_token_in_rank)
             if async_finish:
                 layout = (num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank)
                 given = (values, scales, topk_idx, topk_weights, *layout)
-                turn.uses(given, tensors_of(received))
+                turn.uses(given, tensors_of(fields))
         return (
-            _rows_of(received, scales),
+            _rows_of(fields, scales),
             None if topk_idx is None else received.row_topk,
             None if topk_weights is None else received.row_weights,
             extent.counts,
@@ -169,8 +169,11 @@ class NormalCalls(BufferBase):
         with turn:
             all_to_all, dispatched = handle.all_to_all, handle.dispatched
             scalars = _widened(topk_weights, dispatched.topk_idx.shape[1])
-            result = all_to_all.combine(
-                x.contiguous(), dispatched, weighted=False, row_scalars=scalars, bias=bias
+            result = all_to_all.combine_with(
+                x.contiguous(),
+                dispatched,
+                row_scalars=scalars,
+                terms=[] if bias is None else bias_list(bias),
             )
             out, summed = result if isinstance(result, tuple) else (result, None)
             if summed is not None and topk_weights is not None:
@@ -185,7 +188,7 @@ class NormalCalls(BufferBase):
 
     def _all_to_all(
         self, num_experts: int, topk: int, values: Tensor, config: Config | None
-    ) -> AllToAll:
+    ) -> ReleasingAllToAll:
         """The communicator of these shapes; types of 1 and 2 bytes share one."""
         narrow = values.dtype.itemsize <= 2
         fields: dict[str, Any] = {
@@ -208,36 +211,25 @@ class NormalCalls(BufferBase):
 
 
 def _send(
-    all_to_all: AllToAll,
+    all_to_all: ReleasingAllToAll,
+    options: DispatchOptions,
     values: Tensor,
     scales: Tensor | None,
-    extent: Extent,
     topk_idx: Tensor,
     topk_weights: Tensor | None = None,
-    *,
-    with_source: bool = False,
-) -> Dispatched:
+) -> tuple[Any, ...]:
+    """The fields of a Dispatched."""
     if scales is not None:
         scales = (scales.unsqueeze(1) if scales.dim() == 1 else scales).contiguous()
-    return all_to_all.dispatch(
-        values.contiguous(),
-        topk_idx,
-        topk_weights,
-        scales=scales,
-        max_tokens=extent.max_tokens,
-        layout="by_rank",
-        capacity=extent.num_rows,
-        with_source=with_source,
-        solo=True,
-    )
+    return all_to_all.dispatch_with(options, values.contiguous(), topk_idx, topk_weights, scales)
 
 
-def _rows_of(received: Dispatched, scales: Tensor | None) -> _Values:
+def _rows_of(fields: tuple[Any, ...], scales: Tensor | None) -> _Values:
     """In the shape in which x was given; scales may have come as [T]."""
+    rows: Tensor = fields[0]
     if scales is None:
-        return received.x
-    assert received.scales is not None
-    return received.x, received.scales.squeeze(1) if scales.dim() == 1 else received.scales
+        return rows
+    return rows, fields[1].squeeze(1) if scales.dim() == 1 else fields[1]
 
 
 def _ranks_as_topk(is_token_in_rank: Tensor, num_experts: int) -> Tensor:

@@ -14,24 +14,26 @@ import torch
 from torch import Tensor
 
 from moe_p2p.all_to_all import AllToAll
-from moe_p2p.dispatched import Dispatched, PendingCombine, PendingDispatch
+from moe_p2p.arguments import dispatch_options
+from moe_p2p.dispatched import Dispatched, DispatchOptions, PendingCombine, PendingDispatch
 from moe_p2p.ops import call
 
 _ops = torch.ops.moe_p2p
-NO_ROWS = torch.empty(0)  # in place of rows that a handle would keep alive
+_HANDLE = Dispatched._fields.index("handle")
+_NO_ROWS = (torch.empty(0), None)  # in place of x and its scales, which a handle would keep alive
 
 
-def without_rows(received: Dispatched) -> Dispatched:
-    """What a handle keeps: all but x and its scales, the first two."""
-    return Dispatched(NO_ROWS, None, *received[2:])
+def without_rows(received: tuple[Any, ...]) -> Dispatched:
+    """What a handle keeps of a Dispatched's fields: all but x and its scales, the first two."""
+    return Dispatched._make(_NO_ROWS + received[2:])
 
 
-def tensors_of(received: Dispatched) -> list[Tensor]:
+def tensors_of(received: tuple[Any, ...]) -> list[Tensor]:
     return [part for part in received if isinstance(part, Tensor)]
 
 
 class ReleasingAllToAll(AllToAll):
-    """Takes and returns what AllToAll does; options by keyword."""
+    """Takes and returns what AllToAll does."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -39,25 +41,31 @@ class ReleasingAllToAll(AllToAll):
         # Oldest first, by the identity of a handle that is kept alive: the handle, its step.
         self._open: dict[int, tuple[Tensor, int]] = {}
 
-    def dispatch(self, *args: Any, **options: Any) -> Dispatched:
-        num_steps = self._make_room(options.get("max_tokens"))
-        received = AllToAll.dispatch(self, *args, **options)
-        self._opened(received.handle, num_steps, options)
+    def options(
+        self, max_tokens: int, *, zero_padding: bool = False, **options: Any
+    ) -> DispatchOptions:
+        """For dispatch_with, where autograd is off; by the names that dispatch has."""
+        return dispatch_options(self._shape, max_tokens, zero_padding=zero_padding, **options)
+
+    def dispatch_with(self, options: DispatchOptions, *given: Any) -> tuple[Any, ...]:
+        num_steps = self._make_room(options[0])
+        received = AllToAll.dispatch_with(self, options, *given)
+        self._opened(received[_HANDLE], num_steps, options[-1])
         return received
 
-    def dispatch_send(self, *args: Any, **options: Any) -> PendingDispatch:
-        num_steps = self._make_room(options.get("max_tokens"))
-        pending = AllToAll.dispatch_send(self, *args, **options)
-        self._opened(pending.handle, num_steps, options)
+    def dispatch_send_with(self, options: DispatchOptions, *given: Any) -> PendingDispatch:
+        num_steps = self._make_room(options[0])
+        pending = AllToAll.dispatch_send_with(self, options, *given)
+        self._opened(pending.handle, num_steps, options[-1])
         return pending
 
     def make_outputs(self, pending: PendingDispatch) -> Dispatched:
         """Tensors for dispatch_recv, where the caller wants them before they are filled."""
         return self._make_outputs(pending)
 
-    def combine(self, y: Tensor, dispatched: Dispatched, **options: Any) -> Any:
+    def combine_with(self, y: Tensor, dispatched: Dispatched, *given: Any, **options: Any) -> Any:
         num_steps = self._steps_of_combine(dispatched)
-        result = AllToAll.combine(self, y, dispatched, **options)
+        result = AllToAll.combine_with(self, y, dispatched, *given, **options)
         self._combined(dispatched, num_steps)
         return result
 
@@ -71,10 +79,9 @@ class ReleasingAllToAll(AllToAll):
         super().release(given)
         self._open.pop(id(given.handle), None)
 
-    def _make_room(self, max_tokens: int | None) -> int:
+    def _make_room(self, max_tokens: int) -> int:
         """Releases the dispatches whose steps a call of so many tokens needs; its steps."""
-        tokens = self.config.max_tokens if max_tokens is None else max_tokens
-        num_steps = -(-tokens // self._shape.chunk_tokens) or 1
+        num_steps = -(-max_tokens // self._shape.chunk_tokens) or 1
         if self._open:
             reused = self._next_step + num_steps - self.config.steps_in_flight  # steps below this
             for key, (handle, step) in tuple(self._open.items()):
@@ -84,8 +91,8 @@ class ReleasingAllToAll(AllToAll):
                 del self._open[key]
         return num_steps
 
-    def _opened(self, handle: Tensor, num_steps: int, options: dict[str, Any]) -> None:
-        if num_steps == 1 and not options.get("solo"):
+    def _opened(self, handle: Tensor, num_steps: int, solo: bool) -> None:
+        if num_steps == 1 and not solo:
             self._open[id(handle)] = (handle, self._next_step)
         self._next_step += num_steps
 

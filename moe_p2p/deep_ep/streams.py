@@ -58,14 +58,14 @@ class Streams:
         if allocate_on_comm_stream and (previous_event is None or not async_finish):
             raise errors.make(errors.InvalidArgumentError, _NO_OWNER)
         ordinal = like.get_device()  # -1: host memory
-        if ordinal < 0:
-            if previous_event is not None:
-                wait_for(previous_event, like)
-            return Turn(async_finish)
         event = previous_event.event if isinstance(previous_event, EventOverlap) else previous_event
         # What most calls are, without a stream's object: on the stream of the latest call.
-        if event is None and not async_finish and self._latest_raw == _current_raw(ordinal):
-            return Turn(False)
+        on_latest = ordinal < 0 or self._latest_raw == _current_raw(ordinal)
+        if on_latest and event is None and not async_finish:
+            return Turn(False) if torch.is_grad_enabled() else _BARE
+        if ordinal < 0:
+            wait_for(event, like)
+            return Turn(async_finish)
         return CudaTurn(self, event, async_finish)
 
     def follow(self, stream: torch.cuda.Stream) -> None:
@@ -98,7 +98,7 @@ def _is_capturing(stream: torch.cuda.Stream | None) -> bool:
 
 
 class Turn:
-    """One call, as a context manager. `event` is what the call returns; it is set at the end.
+    """One call, as a context manager. `event`, after its end, is what the call returns.
 
     Autograd records nothing of a call: who trains puts functions of his own around calls.
     """
@@ -106,7 +106,7 @@ class Turn:
     def __init__(self, async_finish: bool) -> None:
         self._async_finish = async_finish
         self._records = torch.is_grad_enabled()
-        self.event = EventOverlap()
+        self._end: EventHandle | None = None
 
     def __enter__(self) -> Self:
         if self._records:
@@ -119,10 +119,18 @@ class Turn:
         if self._records:
             torch._C._set_grad_enabled(True)
         if self._async_finish:
-            self.event.event = EventHandle()
+            self._end = EventHandle()
+
+    @property
+    def event(self) -> EventOverlap:
+        return EventOverlap(self._end)
 
     def uses(self, given: Iterable[Tensor | None], made: Iterable[Tensor | None]) -> None:
         """Arguments and results of the call, which two streams use: say so before the end."""
+
+
+with torch.no_grad():
+    _BARE = Turn(False)  # of all calls with nothing to do before and after them
 
 
 class CudaTurn(Turn):

@@ -132,7 +132,7 @@ TEST_CASE("copy queue: a device that is not there is an error with the driver's 
   } catch (const base::Error& error) {
     text = error.what();
   }
-  CHECK(text.find("device 5") != std::string::npos);
+  CHECK(text.find("cuda:5") != std::string::npos);
   CHECK(text.find("(101)") != std::string::npos);
 }
 

@@ -18,6 +18,7 @@ using base::Code;
 
 struct Launched {
   unsigned num_blocks, num_threads, shared_bytes;
+  void* context;  // null: none was current
   union {
     abi::DispatchParams dispatch;
     abi::CombineParams combine;
@@ -26,18 +27,43 @@ struct Launched {
 std::optional<Launched> launched;
 
 constexpr uint64_t kDispatchKernel = 1, kCombineKernel = 2;
+constexpr int kDevice = 1;
+
+void* current_context() {
+  void* context = nullptr;
+  if (platform::driver().context_pop(&context) == 0) platform::driver().context_push(context);
+  return context;
+}
 
 int record_launch(const void* config, void* kernel, void** params, void**) {
   unsigned sizes[7];  // grid, block, shared bytes
   std::memcpy(sizes, config, sizeof sizes);
   Launched& l = launched.emplace();
   l.num_blocks = sizes[0], l.num_threads = sizes[3], l.shared_bytes = sizes[6];
+  l.context = current_context();
   if (reinterpret_cast<uint64_t>(kernel) == kDispatchKernel)
     std::memcpy(&l.dispatch, params[0], sizeof l.dispatch);
   else
     std::memcpy(&l.combine, params[0], sizeof l.combine);
   return 0;
 }
+
+// The fake driver, but for launches, while it lives.
+class RecordingDriver {
+ public:
+  RecordingDriver() {
+    FakeDriver::install();
+    before_ = &platform::driver();
+    table_ = *before_;
+    table_.launch = record_launch;
+    platform::set_driver_for_tests(&table_);
+  }
+  ~RecordingDriver() { platform::set_driver_for_tests(before_); }
+
+ private:
+  const platform::DriverTable* before_;
+  platform::DriverTable table_;
+};
 
 // The error of step(), and nothing launched.
 template <typename Step>
@@ -73,13 +99,12 @@ class Rank {
                         .steps_in_flight = steps_in_flight,
                         .expert_rank = {}})),
         kernels(plan, options(),
-                {.data = {64, 128}, .peer_data = {0, 0}, .fault = &fault, .num_sms = num_sms}),
+                {.ordinal = kDevice,
+                 .data = {64, 128},
+                 .peer_data = {0, 0},
+                 .fault = &fault,
+                 .num_sms = num_sms}),
         words_(static_cast<size_t>(abi::HandleLayout::make(plan.shape, 40, 5).total)) {
-    FakeDriver::install();
-    driver_ = &platform::driver();
-    table_ = *driver_;
-    table_.launch = record_launch;
-    platform::set_driver_for_tests(&table_);
     DeviceKernel kernel{.handle = kDispatchKernel,
                         .num_threads = 448,
                         .shared_bytes = 5000,
@@ -91,7 +116,6 @@ class Rank {
     kernel.handle = kCombineKernel;
     kernels.set_combine(DType::kBFloat16, DType::kBFloat16, kernel);
   }
-  ~Rank() { platform::set_driver_for_tests(driver_); }
 
   DispatchSend send(int64_t max_tokens, int which = 0, bool solo = false) {
     DispatchSend call;
@@ -132,14 +156,13 @@ class Rank {
     return {words_.data() + which * 16, static_cast<int64_t>(words_.size()) - which * 16};
   }
 
+  const RecordingDriver driver;
   abi::Fault fault{};
   const Plan plan;
   DeviceKernels kernels;
 
  private:
   std::vector<int32_t> words_;
-  const platform::DriverTable* driver_;
-  platform::DriverTable table_;
 };
 
 constexpr DeviceKernel kWide{.num_send_workers = 4,
@@ -207,6 +230,19 @@ TEST_CASE("device calls: one chunk is paired, with the handle's combine") {
   CHECK(launched->combine.solo == 0);
   rank.combine(8);  // of the same handle again: its step is closed
   CHECK(launched->combine.solo == 1);
+}
+
+TEST_CASE("device calls: the device is the communicator's, whatever is current in the thread") {
+  Rank rank;
+  const platform::PrimaryContext here(kDevice), elsewhere(0);
+  const void* const before = current_context();
+  rank.dispatch(8);
+  CHECK(launched->context == here.get());
+  CHECK(current_context() == before);
+  const platform::ContextGuard guard(elsewhere);
+  rank.combine(8);
+  CHECK(launched->context == here.get());
+  CHECK(current_context() == elsewhere.get());
 }
 
 TEST_CASE("device calls: several chunks are solo, and so is their combine") {

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <chrono>
+#include <cstdio>
+#include <cstdlib>
 
 #include "kernels/abi/layout.h"
 #include "tests/emulation/cuda.h"
@@ -120,7 +122,9 @@ inline void barrier_expect(u64* barrier, u32 bytes) {
   --b.pending;
   b.settle();
 }
-inline void barrier_arrive(u64* barrier) { barrier_expect(barrier, 0); }
+inline void barrier_arrive(u64* barrier, u32 num_arrivals = 1) {
+  for (u32 i = 0; i < num_arrivals; ++i) barrier_expect(barrier, 0);
+}
 inline bool barrier_test(u64* barrier, u32 parity) {
   emulation::moe_p2p_pause();
   return barrier_at(barrier).parity() != (parity != 0);
@@ -132,10 +136,18 @@ inline void barrier_wait(u64* barrier, u32 parity) {
 
 // --- copies ---
 
+inline void check_aligned(const void* to, const void* from, u32 bytes) {
+  const auto bits = reinterpret_cast<u64>(to) | reinterpret_cast<u64>(from) | bytes;
+  if (bits % 16 == 0) return;
+  std::fprintf(stderr, "a copy of %u bytes from %p to %p: not multiples of 16\n", bytes, from, to);
+  std::abort();
+}
 inline void bulk_load(void* to, const void* from, u32 bytes, u64* barrier) {
+  check_aligned(to, from, bytes);
   emulation::moe_p2p_load(to, from, bytes, barrier);
 }
 inline void bulk_store(void* to, const void* from, u32 bytes) {
+  check_aligned(to, from, bytes);
   emulation::moe_p2p_store(to, from, bytes);
 }
 inline void bulk_commit() { emulation::moe_p2p_commit(); }

@@ -1,0 +1,44 @@
+// Whose GPU the driver's calls of a thread mean. CUDA's runtime makes a context current by itself, the
+// driver does not: a thread of torch's that has run nothing of torch's yet has none, or another device's.
+#pragma once
+
+#include "platform/cuda_driver.h"
+
+namespace moe_p2p::platform {
+
+// The context that torch and this package share on a device, held open.
+class PrimaryContext {
+ public:
+  // Throws Error{kUnavailable} without a driver, Error{kTransport} with its text when it refuses.
+  explicit PrimaryContext(int device);
+  ~PrimaryContext();
+  PrimaryContext(const PrimaryContext&) = delete;
+  PrimaryContext& operator=(const PrimaryContext&) = delete;
+
+  void* get() const noexcept { return context_; }
+
+ private:
+  int handle_ = 0;  // the driver's name of the device
+  void* context_ = nullptr;
+};
+
+// Current in the calling thread while the guard lives; then what was current before.
+class ContextGuard {
+ public:
+  explicit ContextGuard(const PrimaryContext& context) noexcept
+      : error_(driver().context_push(context.get())) {}
+  ~ContextGuard() {
+    void* context = nullptr;
+    if (error_ == 0) driver().context_pop(&context);
+  }
+  ContextGuard(const ContextGuard&) = delete;
+  ContextGuard& operator=(const ContextGuard&) = delete;
+
+  // A CUresult. Whoever does not ask learns it from the driver's next call.
+  int error() const noexcept { return error_; }
+
+ private:
+  const int error_;
+};
+
+}  // namespace moe_p2p::platform
