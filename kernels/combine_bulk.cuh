@@ -1,6 +1,7 @@
 // Both halves of combine where few multiprocessors do it (kernels/device/bulk.cuh): rows are added piece
 // by piece in shared memory. The loading warp asks for the pieces of every row of a sum in turn, the
-// computing warps add them in registers, the storing warp carries the sum away and raises its flag.
+// computing warps add them in registers, the storing warp carries the sum away and raises its flag. A
+// sum that is a row as it stands goes straight from the one to the other.
 #pragma once
 
 #include "kernels/combine_recv.cuh"
@@ -21,6 +22,7 @@ struct Sum {
   i32 num_rows;   // kEnd: no more in this chunk
   i32 first_row;  // of y
   i32 token;      // at its source
+  bool is_row;    // the sum is its only row, bit for bit
   char* to;
   u32* flag;        // null: none
   const i32* rows;  // of the slot, in the handle
@@ -41,7 +43,9 @@ inline constexpr i32 kPieceBytes =
 inline constexpr i32 kInBytes =
     kPieceBytes<kYType> > kPieceBytes<kOutType> ? kPieceBytes<kYType> : kPieceBytes<kOutType>;
 inline constexpr i32 kIns = MOE_P2P_PIECES_IN, kOuts = 3, kSums = 4;
-inline constexpr i32 kUnread = kOuts - 2;  // pieces whose copies may still read
+// Pieces whose copies may still read: those of sums, and those of rows.
+inline constexpr i32 kUnreadOuts = kOuts - 2, kUnreadIns = kIns / 2;
+inline constexpr i32 kMostUnread = (kUnreadIns > kUnreadOuts ? kUnreadIns : kUnreadOuts) + 1;
 
 struct SumPipe {
   alignas(16) char in[kIns][kInBytes];
@@ -52,6 +56,7 @@ struct SumPipe {
   Ring<kSums> sums;
   Rows<kLookedUp> looked_up;
   u32* flags[2 * kBatchOfFlags];
+  u64* unread[kMostUnread];  // the barriers to arrive at
 };
 struct BulkShared {
   SumPipe worker[SendWorker::kCount];
@@ -67,7 +72,7 @@ __device__ __forceinline__ u32 piece_bytes(i32 piece) {
 __device__ inline void init_pipes(BulkShared& s) {
   if (threadIdx.x < SendWorker::kCount) {
     SumPipe& pipe = s.worker[threadIdx.x];
-    pipe.ins.init(1, kComputeWarps);
+    pipe.ins.init(1, kComputeWarps + 1);
     pipe.outs.init(kComputeWarps, 1);
     pipe.sums.init(1, kComputeWarps + 1);
     fence_barrier_init();
@@ -108,7 +113,10 @@ struct Loader {
   }
   __device__ void end() {
     Sum& s = next();
-    if (lane == 0) s.num_rows = kEnd;
+    if (lane == 0) {
+      s.num_rows = kEnd;
+      s.is_row = false;
+    }
     __syncwarp();
     if (lane == 0) barrier_arrive(&pipe.sums.full[sum.at]);
     sum.next();
@@ -129,38 +137,55 @@ struct Summer {
     for (;; sum.next()) {
       sum.wait_full(pipe.sums);
       const Sum& s = pipe.sum[sum.at];
-      const i32 num_rows = s.num_rows;
-      if (num_rows != kEnd) {
+      const bool end = s.num_rows == kEnd;
+      if (s.is_row) {
+        pass();
+      } else if (!end) {
         store_scalars(s);
-        for (i32 piece = 0; piece < kPieces; ++piece) {
-          const i32 groups = kGroups - piece * kPieceGroups;
-          float acc[kDeep][kValues] = {};
-          for (i32 r = 0; r < num_rows; ++r, in.next()) {
-            const float weight = weighted ? s.weight[r] : 1.0f;
-            in.wait_full(pipe.ins);
-#pragma unroll
-            for (i32 d = 0; d < kDeep; ++d)
-              if (const i32 group = d * kComputeThreads + thread; group < groups) {
-                Piece<kType, false> values;
-                values.load_shared(pipe.in[in.at], group);
-                values.add_to(acc[d], weight, weighted);
-              }
-            arrive_warp(&pipe.ins.empty[in.at], thread);
-          }
-          out.wait_empty(pipe.outs);
-#pragma unroll
-          for (i32 d = 0; d < kDeep; ++d)
-            if (const i32 group = d * kComputeThreads + thread; group < groups)
-              store_values_shared(pipe.out[out.at], group, acc[d]);
-          fence_shared_for_bulk();
-          arrive_warp(&pipe.outs.full[out.at], thread);
-          out.next();
-        }
+        add<kType>(s, weighted);
       }
       arrive_warp(&pipe.sums.empty[sum.at], thread);
-      if (num_rows == kEnd) break;
+      if (end) break;
     }
     sum.next();
+  }
+
+  // The storing warp takes the pieces, and these threads see every turn of theirs all the same: one
+  // that missed two could not tell them apart.
+  __device__ void pass() {
+    for (i32 piece = 0; piece < kPieces; ++piece, in.next()) {
+      in.wait_full(pipe.ins);
+      arrive_warp(&pipe.ins.empty[in.at], thread);
+    }
+  }
+
+  template <DType kType>
+  __device__ void add(const Sum& s, bool weighted) {
+    for (i32 piece = 0; piece < kPieces; ++piece) {
+      const i32 groups = kGroups - piece * kPieceGroups;
+      float acc[kDeep][kValues] = {};
+      for (i32 r = 0; r < s.num_rows; ++r, in.next()) {
+        const float weight = weighted ? s.weight[r] : 1.0f;
+        in.wait_full(pipe.ins);
+#pragma unroll
+        for (i32 d = 0; d < kDeep; ++d)
+          if (const i32 group = d * kComputeThreads + thread; group < groups) {
+            Piece<kType, false> values;
+            values.load_shared(pipe.in[in.at], group);
+            values.add_to(acc[d], weight, weighted);
+          }
+        arrive_warp(&pipe.ins.empty[in.at], thread,
+                    thread == 0 ? 2 : 1);  // for the storing warp too
+      }
+      out.wait_empty(pipe.outs);
+#pragma unroll
+      for (i32 d = 0; d < kDeep; ++d)
+        if (const i32 group = d * kComputeThreads + thread; group < groups)
+          store_values_shared(pipe.out[out.at], group, acc[d]);
+      fence_shared_for_bulk();
+      arrive_warp(&pipe.outs.full[out.at], thread);
+      out.next();
+    }
   }
 };
 
@@ -168,10 +193,11 @@ struct Summer {
 
 struct Storer {
   SumPipe& pipe;
+  Turn<kIns> in;
   Turn<kOuts> out;
   Turn<kSums> sum;
-  i32 num_unread = 0;  // pieces whose copies may still read
-  Turn<kOuts> read;
+  i32 num_stored = 0, num_read = 0;  // pieces; `unread` goes round
+  bool has_rows = false;             // buffers of rows may be among the unread
 
   __device__ void run(u32 word) {
     LateFlags<kPieces> flags{pipe.flags};
@@ -179,21 +205,29 @@ struct Storer {
       if (!sum.is_full(pipe.sums)) flags.raise_all(word);
       sum.wait_full(pipe.sums);
       const Sum& s = pipe.sum[sum.at];
-      const bool end = s.num_rows == kEnd;
+      const i32 num_rows = s.num_rows;
+      const bool is_row = s.is_row;
       u32* const flag = s.flag;
       char* const to = s.to;
       barrier_arrive(&pipe.sums.empty[sum.at]);
-      if (end) break;
-      for (i32 piece = 0; piece < kPieces; ++piece, out.next()) {
-        out.wait_full(pipe.outs);
-        bulk_store(to + piece * kPieceBytes<kOutType>, pipe.out[out.at],
-                   piece_bytes<kOutType>(piece));
-        bulk_commit();
-        if (num_unread == kUnread) {
-          bulk_wait_read<kUnread>();
-          give_back();
+      if (num_rows == kEnd) break;
+      // The rows of a sum may need every buffer.
+      if (has_rows && !is_row) give_back<0>();
+      has_rows = is_row;
+      for (i32 piece = 0; piece < kPieces; ++piece) {
+        char* const at = to + piece * kPieceBytes<kOutType>;
+        if (is_row) {
+          in.wait_full(pipe.ins);
+          store(at, pipe.in[in.at], piece, &pipe.ins.empty[in.at]);
+          in.next();
+          if (num_stored - num_read > kUnreadIns) give_back<kUnreadIns>();
+          continue;
         }
-        ++num_unread;
+        out.wait_full(pipe.outs);
+        store(at, pipe.out[out.at], piece, &pipe.outs.empty[out.at]);
+        out.next();
+        for (i32 r = 0; r < num_rows; ++r) in.next();
+        if (num_stored - num_read > kUnreadOuts) give_back<kUnreadOuts>();
       }
       // Pairs with the wait in wait_partial() there.
       if (flag) flags.add(flag, word);
@@ -201,12 +235,19 @@ struct Storer {
     sum.next();
     flags.raise_all(word);
     bulk_wait<0>();
-    while (num_unread > 0) give_back();
+    give_back<0>();
   }
+  __device__ void store(char* to, const char* from, i32 piece, u64* empty) {
+    bulk_store(to, from, piece_bytes<kOutType>(piece));
+    bulk_commit();
+    pipe.unread[num_stored++ % kMostUnread] = empty;
+  }
+  // All buffers but those of the last kNumLeft pieces.
+  template <i32 kNumLeft>
   __device__ void give_back() {
-    barrier_arrive(&pipe.outs.empty[read.at]);
-    read.next();
-    --num_unread;
+    bulk_wait_read<kNumLeft>();
+    for (; num_stored - num_read > kNumLeft; ++num_read)
+      barrier_arrive(pipe.unread[num_read % kMostUnread]);
   }
 };
 
@@ -217,6 +258,7 @@ __device__ inline void load_slots(const Adder& a, Loader& loader, const LoadWarp
   Rows<kLookedUp>& found = loader.pipe.looked_up;
   const i32 slot = slot_of(step);
   const i32 num_items = a.num_items(chunk);
+  const bool rows_stay = kYType == kOutType && !a.weighted() && !a.p.with_scalars;
   for (i32 first = warp.id; first < num_items; first += warp.count * kLookedUp) {
     look_up(a, warp, step, chunk, first, found);
     __syncwarp();
@@ -228,6 +270,7 @@ __device__ inline void load_slots(const Adder& a, Loader& loader, const LoadWarp
       Sum& sum = loader.next();
       if (warp.thread == 0) {
         sum.num_rows = num_rows;
+        sum.is_row = rows_stay && num_rows == 1;
         sum.first_row = found.row[place][0];
         sum.rows = a.handle.rows_of(chunk, source, index);
         sum.to = partial_at(data, slot, a.self.local) + combine_slots_offset() +
@@ -307,6 +350,7 @@ __device__ inline void load_tokens(const CombineParams& p, const Self& self,
       for (i32 b = 0; b < kBiases; ++b)
         if (p.bias[b]) sum.row[num++] = reinterpret_cast<const char*>(p.bias[b] + offset);
       sum.num_rows = num + __popc(bits);
+      sum.is_row = sum.num_rows == 1 && !p.out_scalars;
       sum.token = first + t * stride;
       sum.to = reinterpret_cast<char*>(p.out) + offset;
       sum.flag = nullptr;

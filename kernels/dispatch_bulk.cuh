@@ -16,7 +16,7 @@ inline constexpr i32 kRowBytes = kHidden * static_cast<i32>(item_bytes(kXType));
 
 // One image is made while others leave. Rows of x that are quantized come through buffers of their own,
 // others straight into the image.
-inline constexpr i32 kImages = 3, kXs = kQuantize ? 2 : kImages;
+inline constexpr i32 kImages = MOE_P2P_IMAGES, kXs = kQuantize ? 2 : kImages;
 static_assert(kLocal <= 32, "a lane for each rank");
 
 struct SlotPipe {
@@ -78,20 +78,66 @@ __device__ inline void quantize_row(const char* row, i32 thread, char* payload, 
   }
 }
 
+// What a thread needs of the caller's memory for a token, beside its row: asked for while the token
+// before is made, or each would take as long as a few reads one after the other.
+struct Ahead {
+  static constexpr i32 kCounted = kByRank ? 0 : 4;  // entries that are counted
+  Entry entry;
+  u32 scale;  // the thread's first word of those that are given
+  i64 ids[kByRank ? 1 : kCounted];
+
+  // `counted`: tokens that were counted before.
+  __device__ void ask(const DispatchParams& p, i32 counted, i32 token, i32 thread) {
+    entry.ask(p, token, thread);
+    if (!kQuantize && thread < num_given_scales(p)) scale = *given_scale(p, token, thread);
+    const i64 first = static_cast<i64>(counted) * kTopk + thread;
+#pragma unroll
+    for (i32 j = 0; j < kCounted; ++j)
+      if (const i64 i = first + j * kComputeThreads; i < static_cast<i64>(token) * kTopk)
+        ids[j] = raw_expert(p, i);
+  }
+  // Adds the experts of tokens [counted, token) to `seen`.
+  __device__ void count(const DispatchParams& p, i32* seen, i32 counted, i32 token,
+                        i32 thread) const {
+    const i64 first = static_cast<i64>(counted) * kTopk, end = static_cast<i64>(token) * kTopk;
+#pragma unroll
+    for (i32 j = 0; j < kCounted; ++j)
+      if (first + j * kComputeThreads + thread < end)
+        if (const i32 e = expert_of(ids[j]); e >= 0) atomicAdd(&seen[e], 1);
+    count_experts(p, seen, first + kCounted * kComputeThreads, end, thread, kComputeThreads);
+  }
+  __device__ void store_scales(const DispatchParams& p, i32 token, i32 thread, char* to) const {
+    auto* words = reinterpret_cast<u32*>(to);
+    if (thread < num_given_scales(p)) words[thread] = scale;
+    for (i32 i = thread + kComputeThreads; i < num_given_scales(p); i += kComputeThreads)
+      words[i] = *given_scale(p, token, i);
+  }
+  __device__ static i32 num_given_scales(const DispatchParams& p) {
+    return static_cast<i32>(p.parts.bytes[1] / 4);
+  }
+  __device__ static const u32* given_scale(const DispatchParams& p, i32 token, i32 i) {
+    return reinterpret_cast<const u32*>(reinterpret_cast<const char*>(p.scales) +
+                                        static_cast<u64>(token) * p.parts.bytes[1]) +
+           i;
+  }
+};
+
 __device__ inline void make_image(const Sender& a, const PipeRole& role, u64 step, i32 chunk,
-                                  i32 token, i32& counted, SlotPipe& pipe, Turn<kImages>& image,
-                                  Turn<kXs>& x) {
+                                  i32 token, const Tokens& tokens, i32& counted, Ahead& ahead,
+                                  SlotPipe& pipe, Turn<kImages>& image, Turn<kXs>& x) {
   const DispatchParams& p = a.p;
   const ComputeWorker worker{role.thread};
   const i32 thread = role.thread;
   SendScratch& w = a.s.worker[role.place];
-  if constexpr (!kByRank) count_experts(p, w.seen, counted, token, thread, kComputeThreads);
+  const Ahead now = ahead;
+  if (const i32 next = token + tokens.stride; next < tokens.end) ahead.ask(p, token, next, thread);
+  if constexpr (!kByRank) now.count(p, w.seen, counted, token, thread);
   find_slots(a, worker, chunk, counted, token, w);
   counted = token;
   image.wait_empty(pipe.images);
   role.sync();
   if (thread < kLocal) pipe.slot[image.at][thread] = w.slot[thread];
-  build_head(a, worker, step, token, token - chunk * kChunk, w);
+  build_head(a, worker, step, token, token - chunk * kChunk, now.entry, w);
   role.sync();
   char* to = pipe.image[image.at];
   for (i32 i = thread; i < kHeadWords; i += kComputeThreads)
@@ -101,10 +147,8 @@ __device__ inline void make_image(const Sender& a, const PipeRole& role, u64 ste
     quantize_row(pipe.x[x.at], thread, to + kHeadBytes,
                  reinterpret_cast<float*>(to + p.parts.offset[1]));
     arrive_warp(&pipe.xs.empty[x.at], thread);
-  } else if (p.parts.bytes[1]) {
-    copy_words(worker, to + p.parts.offset[1],
-               reinterpret_cast<const char*>(p.scales) + static_cast<u64>(token) * p.parts.bytes[1],
-               p.parts.bytes[1]);
+  } else {
+    now.store_scales(p, token, thread, to + p.parts.offset[1]);
   }
   store_extras(p, worker, token, to);
   fence_shared_for_bulk();
@@ -182,8 +226,10 @@ __device__ inline void dispatch_send(const DispatchParams& p, u64 first_step, i3
       store_images(a, pipe, role.thread, step, tokens, image);
     } else {
       i32 token = tokens.first;
+      Ahead ahead;
+      if (token < tokens.end) ahead.ask(p, counted, token, role.thread);
       for (; token < tokens.end; token += tokens.stride)
-        make_image(a, role, step, chunk, token, counted, pipe, image, x);
+        make_image(a, role, step, chunk, token, tokens, counted, ahead, pipe, image, x);
       for (; token < last; token += tokens.stride)
         for (i32 column = role.thread; column < kColumns; column += kComputeThreads)
           a.handle.send_slots(token)[column] = -1;
@@ -221,7 +267,7 @@ struct Fetcher {
   i32 num_ahead = 0;  // fetched and not taken
   i32 buffer = 0;
 
-  // Of a slot whose flag is up.
+  // Of a slot whose flag is up, behind a fence.
   __device__ void fetch(u64 step, i32 chunk, const Item& item) {
     if (num_ahead == kAhead) take(chunk);
     bulk_wait_read<1>();  // the copies out of the image that is next
@@ -229,7 +275,6 @@ struct Fetcher {
     if (lane == 0) {
       const auto bytes = static_cast<u32>(a.p.parts.slot_bytes);
       ring.item[fetched.at] = item;
-      fence_global_for_bulk();
       barrier_expect(&ring.full[fetched.at], bytes);
       bulk_load(ring.image[fetched.at], slot_at(a, step, item), bytes, &ring.full[fetched.at]);
     }
@@ -299,6 +344,8 @@ __device__ inline void fetch_batch(const Receiver& a, Fetcher& fetcher, u64 step
       continue;
     }
     left &= ~ready;
+    __syncwarp();
+    if (fetcher.lane == 0) fence_global_for_bulk();
     for (; ready != 0; ready &= ready - 1)
       fetcher.fetch(step, chunk, item_of(a.self, first + (__ffs(ready) - 1) * stride));
   }

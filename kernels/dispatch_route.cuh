@@ -67,9 +67,11 @@ __device__ __forceinline__ i64 raw_expert(const DispatchParams& p, i64 i) {
   return p.topk_is_int64 ? __ldg(reinterpret_cast<const i64*>(p.topk_idx) + i)
                          : __ldg(reinterpret_cast<const i32*>(p.topk_idx) + i);
 }
-__device__ __forceinline__ i32 expert_at(const DispatchParams& p, i64 i) {
-  const i64 id = raw_expert(p, i);
+__device__ __forceinline__ i32 expert_of(i64 id) {
   return id >= 0 && id < kExperts ? static_cast<i32>(id) : -1;
+}
+__device__ __forceinline__ i32 expert_at(const DispatchParams& p, i64 i) {
+  return expert_of(raw_expert(p, i));
 }
 
 __device__ __forceinline__ i32 rank_at(const DispatchParams& p, i64 i) {
@@ -132,13 +134,11 @@ __device__ inline void drop_masked(const Sender& a) {
   __syncthreads();
 }
 
-// Adds the experts of tokens [from, to) of the call to `seen`.
-__device__ inline void count_experts(const DispatchParams& p, i32* seen, i32 from, i32 to,
+// Adds the experts of entries [from, end) of the call's topk_idx to `seen`.
+__device__ inline void count_experts(const DispatchParams& p, i32* seen, i64 from, i64 end,
                                      i32 thread, i32 num_threads) {
   constexpr i32 kAtOnce = 4;  // loads under way together
-  const i64 end = static_cast<i64>(to) * kTopk;
-  for (i64 first = static_cast<i64>(from) * kTopk + thread; first < end;
-       first += num_threads * kAtOnce) {
+  for (i64 first = from + thread; first < end; first += num_threads * kAtOnce) {
     i32 e[kAtOnce];
 #pragma unroll
     for (i32 j = 0; j < kAtOnce; ++j)
@@ -151,12 +151,17 @@ __device__ inline void count_experts(const DispatchParams& p, i32* seen, i32 fro
 
 // Adds to `tokens` how many of the call's first tokens are for each rank.
 __device__ inline void count_tokens(const DispatchParams& p, i32* tokens, i32 num_tokens) {
-  const i64 num_ids = static_cast<i64>(num_tokens) * kTopk;
-  for (i64 i = threadIdx.x; i < num_ids; i += kBlockThreads) {
-    const i32 rank = rank_at(p, i), k = static_cast<i32>(i % kTopk);
-    bool first = rank >= 0;
-    for (i32 j = 1; j <= k; ++j) first &= rank_at(p, i - j) != rank;
-    if (first) atomicAdd(&tokens[rank], 1);
+  for (i32 token = static_cast<i32>(threadIdx.x); token < num_tokens; token += kBlockThreads) {
+    i32 rank[kTopk];
+#pragma unroll
+    for (i32 k = 0; k < kTopk; ++k) rank[k] = rank_at(p, static_cast<i64>(token) * kTopk + k);
+#pragma unroll
+    for (i32 k = 0; k < kTopk; ++k) {
+      bool first = rank[k] >= 0;
+#pragma unroll
+      for (i32 j = 0; j < k; ++j) first &= rank[j] != rank[k];
+      if (first) atomicAdd(&tokens[rank[k]], 1);
+    }
   }
 }
 
@@ -240,7 +245,7 @@ __device__ inline void send_counts(const Sender& a, i32 slot) {
   constexpr i32 kSeen = sizeof(w.seen) / sizeof(w.seen[0]);
   for (i32 i = thread; i < kSeen; i += kBlockThreads) w.seen[i] = 0;
   __syncthreads();
-  count_experts(a.p, w.seen, 0, a.num_tokens, thread, kBlockThreads);
+  count_experts(a.p, w.seen, 0, static_cast<i64>(a.num_tokens) * kTopk, thread, kBlockThreads);
   if constexpr (kByRank) count_tokens(a.p, w.seen + kExperts, a.num_tokens);
   __syncthreads();
   for (i32 e = thread; e < kExperts; e += kBlockThreads) {

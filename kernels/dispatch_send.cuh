@@ -82,16 +82,28 @@ struct Payload {
   }
 };
 
+// An entry of a token's routing, of each of its worker's first kTopk threads.
+struct Entry {
+  i64 id;
+  float weight;
+
+  __device__ __forceinline__ void ask(const DispatchParams& p, i32 token, i32 k) {
+    if (k >= kTopk) return;
+    const i64 i = static_cast<i64>(token) * kTopk + k;
+    id = raw_expert(p, i);
+    weight = p.topk_weights ? __ldg(reinterpret_cast<const float*>(p.topk_weights) + i) : 1.0f;
+  }
+};
+
 // Everything of a slot but payload and scales, in shared memory. `seen` counts the tokens before it;
 // it is token `at` of the chunk.
 template <typename W>
 __device__ inline void build_head(const Sender& a, const W& worker, u64 step, i32 token, i32 at,
-                                  SendScratch& w) {
+                                  const Entry& entry, SendScratch& w) {
   const i32 thread = worker.thread;
   auto* head = reinterpret_cast<char*>(w.head);
   if (thread < kTopk) {
-    const i64 i = static_cast<i64>(token) * kTopk + thread;
-    const i32 e = expert_at(a.p, i);
+    const i32 e = expert_of(entry.id);
     reinterpret_cast<u16*>(head + expert_ids_offset())[thread] =
         e < 0 ? kNoExpert : static_cast<u16>(e);
     i32 position = 0;
@@ -104,8 +116,7 @@ __device__ inline void build_head(const Sender& a, const W& worker, u64 step, i3
       position = w.seen[e];
     }
     reinterpret_cast<i32*>(head + positions_offset(kTopk))[thread] = position;
-    reinterpret_cast<float*>(head + weights_offset(kTopk))[thread] =
-        a.p.topk_weights ? reinterpret_cast<const float*>(a.p.topk_weights)[i] : 1.0f;
+    reinterpret_cast<float*>(head + weights_offset(kTopk))[thread] = entry.weight;
   }
   if (thread == 32)
     *reinterpret_cast<SlotHead*>(head) = {static_cast<u32>(step + 1), static_cast<u32>(token)};
@@ -184,12 +195,16 @@ __device__ inline void send_token(const Sender& a, const SendWorker& worker, u64
   };
   if (!Payload::kEarly && Rounds<SendWorker>::kPieces == 1)
     payload.load(p, worker, token, 0, w.scale);
-  if constexpr (!kByRank) count_experts(p, w.seen, counted, token, thread, SendWorker::kThreads);
+  if constexpr (!kByRank)
+    count_experts(p, w.seen, static_cast<i64>(counted) * kTopk, static_cast<i64>(token) * kTopk,
+                  thread, SendWorker::kThreads);
   find_slots(a, worker, chunk, counted, token, w);
   counted = token;
   if (Payload::kEarly) payload.load(p, worker, token, 0, w.scale);
   worker.sync();
-  build_head(a, worker, step, token, token - chunk * kChunk, w);
+  Entry entry;
+  entry.ask(p, token, thread);
+  build_head(a, worker, step, token, token - chunk * kChunk, entry, w);
   worker.sync();
   if constexpr (kOthers > 0) {
     store_slots(

@@ -67,12 +67,16 @@ def shape_macros(config: AllToAllConfig, *, world_size: int, ranks_per_node: int
 
 
 class Kernel(NamedTuple):
-    """A kernel as it is compiled, and the most blocks of its halves."""
+    """A kernel as it is compiled, and the most blocks of its halves.
+
+    max_copy_blocks: in place of max_send_blocks, of a combine whose rows need no sum.
+    """
 
     source: str
     macros: dict[str, int]
     max_send_blocks: int
     max_recv_blocks: int
+    max_copy_blocks: int
 
 
 def dispatch_kernel(
@@ -112,7 +116,8 @@ def dispatch_kernel(
         "MOE_P2P_SEND_WORKERS": launch.token_workers,
         "MOE_P2P_RECV_WORKERS": launch.slot_workers,
     } | _block_macros(bulk)
-    return Kernel("dispatch.cu", shape | macros, launch.token_blocks, launch.slot_blocks)
+    tokens, slots = launch.token_blocks, launch.slot_blocks
+    return Kernel("dispatch.cu", shape | macros, tokens, slots, tokens)
 
 
 def combine_kernel(
@@ -138,7 +143,9 @@ def combine_kernel(
         "MOE_P2P_SEND_WORKERS": launch.slot_workers,
         "MOE_P2P_RECV_WORKERS": launch.token_workers,
     } | _block_macros(bulk)
-    return Kernel("combine.cu", shape | macros, launch.slot_blocks, launch.token_blocks)
+    tokens, slots = launch.token_blocks, launch.slot_blocks
+    copies = tokens if macros["MOE_P2P_BULK"] else slots
+    return Kernel("combine.cu", shape | macros, slots, tokens, copies)
 
 
 def _block_macros(bulk: Bulk) -> dict[str, int]:
@@ -371,6 +378,7 @@ class DeviceSide:
             macros["MOE_P2P_RECV_WORKERS"],
             kernel.max_send_blocks,
             kernel.max_recv_blocks,
+            kernel.max_copy_blocks,
             resident_blocks,
             macros.get("MOE_P2P_IMAGE_BYTES", _ANY_SLOT),
         ]

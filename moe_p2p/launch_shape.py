@@ -20,7 +20,8 @@ _FEW_SMS = 48  # up to here blocks are large, each alone on its multiprocessor
 _SMALL_STEP, _LARGE_STEP = 16, 512  # tokens of a step; between them slots are shared by halves
 _MAX_SHARED_BYTES = 227 << 10  # of a multiprocessor, for one block
 _PIPE_THREADS, _COMPUTE_THREADS = 192, 128  # kernels/device/bulk.cuh
-_IMAGES, _RING_IMAGES = 3, 4  # kernels/dispatch_bulk.cuh, kImages and kRingImages
+_LEAST_IMAGES, _MOST_IMAGES = 3, 6  # kernels/dispatch_bulk.cuh, kImages
+_RING_IMAGES = 4  # and kRingImages
 _PIECES_OUT, _DEEP = 3, 4  # kernels/combine_bulk.cuh, kOuts and the most of kDeep
 _FLAG_BYTES = 128  # kernels/device/bulk.cuh, LateFlags
 BULK_STEP = 256  # tokens of a step up to which rows go through registers
@@ -145,17 +146,22 @@ def bulk_dispatch(
     image = up(head + min(token, macros["MOE_P2P_MAX_TOKEN_BYTES"]), 128)
     ring = up(_RING_IMAGES * (image + 16) + 32 * topk + 128, 16)
     ranks = macros["MOE_P2P_RANKS_PER_NODE"]
-    pipe = _IMAGES * (image + 4 * ranks + 16) + _FLAG_BYTES * ranks + 256
-    if quantize:
-        pipe += 2 * x_bytes
+    place = image + 4 * ranks + (16 if quantize else 32)
+    rest = _FLAG_BYTES * ranks + 256 + (2 * x_bytes if quantize else 0)
     for workers in (4, 3, 2, 1):
         launch = LaunchShape(_PIPE_THREADS * workers, workers, workers, 1, 5 * _SMS, 6 * _SMS)
         base = dispatch_shared_bytes(macros, by_rank, launch)
-        rings = min((_MAX_SHARED_BYTES - base) // ring, launch.block_threads // 32)
-        if base + workers * pipe <= _MAX_SHARED_BYTES and rings >= 1:
-            needed = base + max(workers * pipe, rings * ring)
-            bulk = {"MOE_P2P_BULK": 1, "MOE_P2P_RINGS": rings, "MOE_P2P_IMAGE_BYTES": image}
-            return Bulk(launch, bulk, needed)
+        room = _MAX_SHARED_BYTES - base
+        rings = min(room // ring, launch.block_threads // 32)
+        images = min((room // workers - rest) // place, _MOST_IMAGES)
+        if images >= _LEAST_IMAGES and rings >= 1:
+            bulk = {
+                "MOE_P2P_BULK": 1,
+                "MOE_P2P_IMAGES": images,
+                "MOE_P2P_IMAGE_BYTES": image,
+                "MOE_P2P_RINGS": rings,
+            }
+            return Bulk(launch, bulk, base + max(workers * (images * place + rest), rings * ring))
     return None
 
 

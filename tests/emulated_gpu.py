@@ -161,6 +161,7 @@ class EmulatedDevice(DeviceSide):
         few = kernel._replace(
             max_send_blocks=min(kernel.max_send_blocks, half),
             max_recv_blocks=min(kernel.max_recv_blocks, half),
+            max_copy_blocks=min(kernel.max_copy_blocks, half),
         )
         return super()._load(few)
 

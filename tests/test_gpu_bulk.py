@@ -6,12 +6,26 @@ The calls are those of other files: here they go that way however short their st
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
-from gpu_ranks import MAX_TOKENS, PAYLOADS, Payload, World, compile_ahead, run, worlds
+from cases import Wanted, combine_arguments, dispatch_arguments, finish
+from gpu_ranks import (
+    MAX_TOKENS,
+    PAYLOADS,
+    Payload,
+    World,
+    compile_ahead,
+    make,
+    prepare,
+    run,
+    worlds,
+)
 from moe_p2p import launch_shape
+from moe_p2p.reference import Tokens
+from ranks import Rank
 from test_gpu import call, every_format, steps, to_one_expert
 from test_gpu_calls import CHUNKED, LONG, LONG_COUNTS, chunks, halves
 from test_gpu_layouts import BY_RANK, rows_of_every_type
@@ -51,6 +65,36 @@ def test_rows_of_seven_thousand_values(world: World) -> None:
     wide = {"hidden_dim": 7168, "layout": "grouped", "dtype": torch.bfloat16}
     wanted = [call(world, step, **wide, quantize=step % 2 == 1) for step in range(4)]
     run(world, steps, wanted, WIDE)
+
+
+def with_weights_of_one(t: Tokens, rank: int) -> Tokens:
+    return replace(t, topk_weights=torch.ones_like(t.topk_weights))
+
+
+def unweighted(rank: Rank, world: World, wanted: list[Wanted]) -> None:
+    """Through one block for each half, so that a worker has many sums."""
+    with make(rank, world, **WIDE, topk=6, num_sms=2) as comm:
+        prepare(rank, comm, wanted)
+        for step in wanted:
+            live = comm.dispatch(**dispatch_arguments(comm, step))
+            out = comm.combine(dispatched=live, weighted=False, **combine_arguments(comm, step))
+            finish(comm)
+            assert torch.equal(out.cpu(), step.out[comm.rank])
+
+
+@pytest.mark.parametrize("world", worlds((2, 2), (4, 4)))
+def test_rows_that_need_no_sum_between_sums(world: World) -> None:
+    wide = {"hidden_dim": 7168, "dtype": torch.bfloat16, "topk": 6}
+    wide["counts"] = [MAX_TOKENS] * world.ranks
+    wanted = [
+        call(world, 0, with_weights_of_one, layout="grouped", **wide),
+        call(world, 1, with_weights_of_one, **BY_RANK, **wide),
+        call(world, 2, with_weights_of_one, **wide),
+    ]
+    owners = torch.cat([t.topk_idx for t in wanted[0].tokens]) // 4
+    alone = [(owners == rank).sum(1) == 1 for rank in range(world.ranks)]
+    assert all(0 < slots.sum() < (owners == rank).any(1).sum() for rank, slots in enumerate(alone))
+    run(world, unweighted, wanted)
 
 
 @pytest.mark.parametrize("world", WORLDS)

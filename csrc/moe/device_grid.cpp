@@ -7,22 +7,23 @@ namespace moe_p2p::moe {
 
 namespace {
 
-int64_t blocks_for(int64_t items, int num_workers, int most) noexcept {
+int64_t blocks_for(int64_t items, int num_workers, int64_t most) noexcept {
   return items == 0 ? 0 : std::clamp<int64_t>((items + num_workers - 1) / num_workers, 1, most);
 }
 
 }  // namespace
 
 abi::Grid choose_grid(const DeviceKernel& kernel, const GridInput& in) noexcept {
-  int64_t send = blocks_for(in.send_items, kernel.num_send_workers, kernel.max_send_blocks);
+  const int64_t most_send = in.copies ? kernel.max_copy_blocks : kernel.max_send_blocks;
+  int64_t send = blocks_for(in.send_items, kernel.num_send_workers, most_send);
   int64_t recv = blocks_for(in.recv_items, kernel.num_recv_workers, kernel.max_recv_blocks);
   int64_t most = in.num_sms > 0 ? in.num_sms : std::numeric_limits<int32_t>::max();
   if (in.num_chunks > 1) most = std::min<int64_t>(most, kernel.max_resident_blocks);
   const int64_t least = (send > 0) + (recv > 0);
   const int64_t budget = std::max<int64_t>(most - in.relay_blocks, least);
-  const int64_t all = int64_t{kernel.max_send_blocks} + kernel.max_recv_blocks;
-  const int64_t share = std::clamp<int64_t>(budget * kernel.max_send_blocks / all, 1,
-                                            std::max<int64_t>(budget - 1, 1));
+  const int64_t share =
+      std::clamp<int64_t>(budget * most_send / (most_send + kernel.max_recv_blocks), 1,
+                          std::max<int64_t>(budget - 1, 1));
   send = std::min(send, std::max(share, budget - recv));
   recv = std::min(recv, budget - send);
   return {static_cast<int32_t>(send), static_cast<int32_t>(recv)};

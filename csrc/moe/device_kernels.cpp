@@ -341,6 +341,8 @@ void DeviceKernels::combine(const CombineSend* send, const CombineRecv* recv, vo
     call.key = {static_cast<int>(send->y_dtype), static_cast<int>(send->out_dtype)};
     call.with_scalars = send->row_scalars != nullptr;
   }
+  const bool copies = send && send->y_dtype == send->out_dtype && !send->row_weights &&
+                      !send->topk_weights && !send->row_scalars;
   const auto out_dtype = static_cast<DType>(call.key.second);
   check_partial(plan_, out_dtype, call.with_scalars);
   if (!recv) check_half(call.num_steps);
@@ -362,7 +364,8 @@ void DeviceKernels::combine(const CombineSend* send, const CombineRecv* recv, vo
   const int64_t chunk = plan_.shape.chunk_tokens;
   p.grid = grid_of(kernel, {.send_items = send ? chunk * plan_.shape.world_size : 0,
                             .recv_items = recv ? chunk : 0,
-                            .num_chunks = call.num_steps});
+                            .num_chunks = call.num_steps,
+                            .copies = copies});
   launch(kernel, p, stream);
   if (opens) next_step_ += static_cast<uint64_t>(call.num_steps);
   if (was_open) open_.erase(open);

@@ -110,7 +110,7 @@ void all_to_all_use_signals(int64_t comm, std::vector<int64_t> device_addresses)
 
 // The numbers of moe::DeviceKernel, in its order.
 moe::DeviceKernel kernel_from(const std::vector<int64_t>& numbers) {
-  MOE_P2P_CHECK(numbers.size() == 9, Code::kInvalidArgument, "a kernel has 9 numbers, ",
+  MOE_P2P_CHECK(numbers.size() == 10, Code::kInvalidArgument, "a kernel has 10 numbers, ",
                 numbers.size(), " are given");
   const auto at = [&](size_t i) { return static_cast<int>(numbers[i]); };
   for (size_t i = 3; i < numbers.size(); ++i)
@@ -123,8 +123,9 @@ moe::DeviceKernel kernel_from(const std::vector<int64_t>& numbers) {
           .num_recv_workers = at(4),
           .max_send_blocks = at(5),
           .max_recv_blocks = at(6),
-          .max_resident_blocks = at(7),
-          .max_slot_bytes = static_cast<uint64_t>(at(8))};
+          .max_copy_blocks = at(7),
+          .max_resident_blocks = at(8),
+          .max_slot_bytes = static_cast<uint64_t>(at(9))};
 }
 
 void all_to_all_set_dispatch_kernel(int64_t comm, ScalarType x_dtype, bool quantize,

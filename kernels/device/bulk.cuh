@@ -106,10 +106,10 @@ struct PipeRole {
   __device__ __forceinline__ void sync() const { bar_sync(place + 1, kComputeThreads); }
 };
 
-// One arrival for each computing warp, after all of its threads.
-__device__ __forceinline__ void arrive_warp(u64* barrier, i32 thread) {
+// One arrival for each computing warp, after all of its threads, or as many as its first thread says.
+__device__ __forceinline__ void arrive_warp(u64* barrier, i32 thread, u32 num_arrivals = 1) {
   __syncwarp();
-  if (thread % 32 == 0) barrier_arrive(barrier);
+  if (thread % 32 == 0) barrier_arrive(barrier, num_arrivals);
 }
 
 }  // namespace moe_p2p::device

@@ -161,8 +161,9 @@ __device__ __forceinline__ void barrier_init(u64* barrier, u32 num_arrivals) {
                "r"(num_arrivals)
                : "memory");
 }
-__device__ __forceinline__ void barrier_arrive(u64* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
+__device__ __forceinline__ void barrier_arrive(u64* barrier, u32 num_arrivals = 1) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+               "r"(num_arrivals)
                : "memory");
 }
 // Arrives, and lets the barrier wait for that many bytes of bulk_load() too.

@@ -110,6 +110,7 @@ class Rank {
                         .shared_bytes = 5000,
                         .max_send_blocks = 100,
                         .max_recv_blocks = 100,
+                        .max_copy_blocks = 50,
                         .max_resident_blocks = 24,
                         .max_slot_bytes = 1 << 20};
     kernels.set_dispatch({.x_dtype = DType::kBFloat16}, kernel);
@@ -169,6 +170,7 @@ constexpr DeviceKernel kWide{.num_send_workers = 4,
                              .num_recv_workers = 2,
                              .max_send_blocks = 50,
                              .max_recv_blocks = 60,
+                             .max_copy_blocks = 30,
                              .max_resident_blocks = 70};
 
 TEST_CASE("device grid: a worker for each item, as far as more blocks help") {
@@ -206,6 +208,15 @@ TEST_CASE("device grid: the whole of it stays within num_sms, and each half has 
   CHECK(grid.num_recv_blocks == 18);
 }
 
+TEST_CASE("device grid: senders that only copy leave blocks to the receivers") {
+  const GridInput sums{.send_items = 1000, .recv_items = 1000, .num_sms = 22};
+  GridInput copies = sums;
+  copies.copies = true;
+  CHECK(choose_grid(kWide, sums).num_send_blocks == 10);
+  CHECK(choose_grid(kWide, copies).num_send_blocks == 7);
+  CHECK(choose_grid(kWide, copies).num_recv_blocks == 15);
+}
+
 TEST_CASE("device grid: a call of several chunks fits on the device at once") {
   const GridInput one{.send_items = 1000, .recv_items = 1000, .relay_blocks = 1};
   GridInput several = one;
@@ -230,6 +241,24 @@ TEST_CASE("device calls: one chunk is paired, with the handle's combine") {
   CHECK(launched->combine.solo == 0);
   rank.combine(8);  // of the same handle again: its step is closed
   CHECK(launched->combine.solo == 1);
+}
+
+TEST_CASE("device calls: rows that need no sum are sent by fewer blocks") {
+  Rank rank(2, 10);
+  const auto send_blocks = [&](const CombineSend& send) {
+    rank.dispatch(8);
+    const auto recv = rank.combine_recv();
+    rank.kernels.combine(&send, &recv, nullptr);
+    return launched->combine.grid.num_send_blocks;
+  };
+  const float number = 1.0f;
+  CombineSend send = rank.combine_send(8);
+  CHECK(send_blocks(send) == 3);  // 50 of 150, of all but one that relays
+  send.row_weights = &number;
+  CHECK(send_blocks(send) == 4);  // 100 of 200
+  send.row_weights = nullptr;
+  send.row_scalars = &number;
+  CHECK(send_blocks(send) == 4);
 }
 
 TEST_CASE("device calls: the device is the communicator's, whatever is current in the thread") {

@@ -49,6 +49,7 @@ constexpr size_t kStackBytes = 64 << 10;
 constexpr size_t kGuardBytes = 256;  // behind shared memory
 constexpr std::byte kGarbage{0xa5};
 constexpr unsigned kIdleUs = 20;  // for peers, which are other threads of this machine
+constexpr unsigned kAwake = 64;   // turns of a warp, on average, until it falls asleep
 constexpr auto kPatience = std::chrono::seconds(60);  // for what no peer can bring
 
 [[noreturn]] void fail(const std::string& story) {
@@ -89,6 +90,7 @@ struct Warp {
     std::vector<Fiber*> waiting;
   };
   std::map<uint32_t, Gathering> by_mask;
+  bool asleep = false;  // until nothing else goes on
 };
 
 struct Block {
@@ -142,7 +144,7 @@ class Launch {
   std::vector<char*> stacks_;  // free
   Fiber* fiber_ = nullptr;     // that runs
   void* scheduler_ = nullptr;
-  bool progress_ = false;
+  bool progress_ = false, had_progress_ = false;  // in this round, in the last one
 };
 
 unsigned most_blocks() {
@@ -157,7 +159,7 @@ void Launch::run() {
   auto last_progress = std::chrono::steady_clock::now();
   while (started < num_blocks || !blocks_.empty()) {
     while (started < num_blocks && blocks_.size() < most) start(started++);
-    progress_ = false;
+    had_progress_ = std::exchange(progress_, false);
     bool any = false;
     for (Block& block : blocks_) any = turn(block) || any;
     for (auto block = blocks_.begin(); block != blocks_.end();) {
@@ -226,8 +228,11 @@ void Launch::enter() {
   launch.leave(/*blocked=*/true);
 }
 
-// Each thread of the block that can go on does, from a random one on. False: none can.
+// Each thread of the block that can go on does, from a random one on, but for those of warps that
+// sleep: others get as far ahead of them as they can. False: none can.
 bool Launch::turn(Block& block) {
+  for (Warp& warp : block.warps)
+    warp.asleep = had_progress_ && (warp.asleep || random_() % kAwake == 0);
   const size_t count = block.fibers.size(), first = random_() % count;
   const bool backwards = random_() % 2;
   bool any = false;
@@ -235,6 +240,7 @@ bool Launch::turn(Block& block) {
     Fiber& fiber = block.fibers[(backwards ? count - 1 - i + first : i + first) % count];
     if (fiber.blocked || fiber.ended) continue;
     any = true;
+    if (block.warps[fiber.thread.x / 32].asleep) continue;
     fiber_ = &fiber;
     moe_p2p_switch(&scheduler_, fiber.stack);
   }
