@@ -109,6 +109,7 @@ struct Ahead {
   __device__ void store_scales(const DispatchParams& p, i32 token, i32 thread, char* to) const {
     auto* words = reinterpret_cast<u32*>(to);
     if (thread < num_given_scales(p)) words[thread] = scale;
+#pragma unroll 1  // seldom any
     for (i32 i = thread + kComputeThreads; i < num_given_scales(p); i += kComputeThreads)
       words[i] = *given_scale(p, token, i);
   }
@@ -140,6 +141,7 @@ __device__ inline void make_image(const Sender& a, const PipeRole& role, u64 ste
   build_head(a, worker, step, token, token - chunk * kChunk, now.entry, w);
   role.sync();
   char* to = pipe.image[image.at];
+#pragma unroll 1
   for (i32 i = thread; i < kHeadWords; i += kComputeThreads)
     reinterpret_cast<u32*>(to)[i] = w.head[i];
   x.wait_full(pipe.xs);

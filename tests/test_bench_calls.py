@@ -70,4 +70,4 @@ def test_nothing_is_asked_of_a_gpu_before_a_call_is_done(monkeypatch: pytest.Mon
 def test_padded_is_for_small_calls() -> None:
     assert gpu_calls.layout_of(TINY, 512) == "padded"
     assert gpu_calls.layout_of(TINY, 513) == "grouped"
-    assert gpu_calls.layout_of(replace(TINY, layout="grouped"), 8) == "grouped"
+    assert gpu_calls.layout_of(replace(TINY, layout="by_rank"), 8) == "by_rank"

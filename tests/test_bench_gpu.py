@@ -185,6 +185,7 @@ def test_emulated_nodes_share_the_rate_of_a_gpu() -> None:
         (["--ranks", "8"], "--ranks 8 is more than the 4 GPUs"),
         (["--ranks-per-node", "3"], "--ranks 4 is not a multiple of --ranks-per-node 3"),
         (["--chunk-tokens", "half"], "'half' is neither a number, default nor T"),
+        (["--layer", "--layout=by_rank"], "--layer needs rows by expert"),
     ],
 )
 def test_says_what_does_not_fit_the_machine(
@@ -337,8 +338,11 @@ def test_a_run_times_the_layer() -> None:
     assert all(row.correct for row in results.rows)
 
 
-def test_a_run_times_the_halves_of_calls_that_have_them() -> None:
-    results = the_run(replace(TINY, halves=True, chunks=("T", "2"), baseline=False))
+@pytest.mark.parametrize("layout", ["padded", "by_rank"])
+def test_a_run_times_the_halves_of_calls_that_have_them(layout: Any) -> None:
+    given = replace(TINY, halves=True, chunks=("T", "2"), baseline=False, layout=layout)
+    results = the_run(given)
+    assert {row.layout for row in results.rows} == {layout}
     seen = {(row.chunk_tokens, row.what): row for row in results.rows if row.what in HALVES}
     assert seen.keys() == {(6, what) for what in HALVES}  # chunks of 2: more steps than are open
     assert all(row.correct for row in results.rows)

@@ -6,18 +6,22 @@ What is too much for the reference is compared with the closed form that the exp
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_p2p import reference
+from moe_p2p import AllToAll, reference
 from moe_p2p.bench.cases import Job
 from moe_p2p.bench.options import Options
-from moe_p2p.bench.systems import Rows, System, experts_of_rows
+from moe_p2p.bench.systems import Rows, System, experts_of_rows, finish
 from moe_p2p.reference import Received, Routing, Tokens
 
 # Steps of x_dtype: weights, products and sums rounded once each, three stages, under 8 halves.
 _BOUND = 4
+# The same where partial sums are rounded on their way, or rows are quantized by others: an fp8 step
+# is 16 of bf16, and they may round a value otherwise.
+PARTIAL_STEPS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +99,44 @@ def verify_whole(
     y = torch.zeros(rows.x.shape, dtype=options.x_dtype, device=rows.x.device)
     y[: len(answer)] = answer
     return verify_sums(system.name, job, options, tokens=tokens, got=system.combine(y))
+
+
+def verify_by_rank(
+    comm: AllToAll, job: Job, options: Options, rank: int, tokens: Tokens
+) -> list[str]:
+    """verify_whole of rows by rank, whose answers are partial sums."""
+    got = comm.dispatch(
+        tokens.x,
+        tokens.topk_idx,
+        tokens.topk_weights,
+        quantize=options.quantize,
+        layout="by_rank",
+    )
+    finish(comm.config.device)
+    assert got.row_topk is not None
+    rows = got.x if got.scales is None else (got.x, got.scales)
+    y = answer_by_rank(job, rank, rows, got.row_topk, got.row_weights).to(options.x_dtype)
+    y[int(got.offsets[-1]) :] = 0  # rows past the count are whatever the memory held
+    out = comm.combine(y, got)
+    finish(comm.config.device)
+    return verify_sums("moe_p2p by rank", job, options, tokens=tokens, got=out, steps=PARTIAL_STEPS)
+
+
+def answer_by_rank(
+    job: Job, rank: int, received: Any, local_idx: Tensor, weights: Tensor
+) -> Tensor:
+    """What this rank's experts answer to rows [R, H] together, fp32, as apply_experts has it.
+
+    local_idx [R, K]: experts of this rank, -1: another rank's.
+    """
+    wide = reference.dequantize(*received) if isinstance(received, tuple) else received.float()
+    mine = local_idx >= 0
+    first = int(job.topology.local_experts(rank)[0])
+    e = (local_idx.float() + first) / job.topology.num_experts
+    w = torch.where(mine, weights, torch.zeros_like(weights))
+    scale = (w * (0.5 + e)).sum(1, keepdim=True)
+    shift = (w * (e - 0.25)).sum(1, keepdim=True)
+    return wide * scale + shift
 
 
 def verify_sums(

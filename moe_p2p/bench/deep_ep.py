@@ -21,15 +21,13 @@ from torch import Tensor
 
 from moe_p2p import reference
 from moe_p2p.bench.cases import Job
-from moe_p2p.bench.check import verify_sums
+from moe_p2p.bench.check import PARTIAL_STEPS, answer_by_rank, verify_sums
 from moe_p2p.bench.gpu_calls import Calls, answer_like
 from moe_p2p.bench.options import Options
 from moe_p2p.reference import Tokens
 
 LOW_LATENCY_TOKENS = 511  # of a call of DeepEP: the depth of its queues by default
 NORMAL_SMS = 24
-# Of bf16: an fp8 step is 16 of them, and where one quantizes itself it may round a value otherwise.
-STEPS = 20
 NVLINK_BYTES = 2_000_000_000  # buffers of V1 normal
 
 
@@ -74,7 +72,12 @@ def systems(
                 problem = made
             else:
                 story = verify_sums(
-                    name, api.job, api.options, tokens=api.tokens, got=made[1](), steps=STEPS
+                    name,
+                    api.job,
+                    api.options,
+                    tokens=api.tokens,
+                    got=made[1](),
+                    steps=PARTIAL_STEPS,
                 )
                 problem = ""
         except Exception as error:  # another project's errors have no common type
@@ -188,7 +191,7 @@ def normal(api: Api) -> Exchange | str:
         if api.cached:
             combine_of(answer_like(_rows(state[0]), torch.bfloat16))
             cached()
-        return combine_of(_weighted(job, rank, state[0], state[1], state[2]))
+        return combine_of(_answer(job, rank, state))
 
     dispatch()
     y = answer_like(_rows(state[0]), torch.bfloat16)
@@ -244,7 +247,7 @@ def elastic(api: Api) -> Exchange | str:
     def step() -> Tensor:
         dispatch()
         received = int(state[3].psum_num_recv_tokens_per_scaleup_rank[-1])
-        answer = _weighted(job, rank, state[0], state[1], state[2])
+        answer = _answer(job, rank, state)
         answer[received:] = 0  # rows past the count are whatever the memory held
         return combine_of(answer)
 
@@ -270,16 +273,6 @@ def _rows(received: Any) -> Tensor:
     return rows
 
 
-def _weighted(job: Job, rank: int, received: Any, local_idx: Tensor, weights: Tensor) -> Tensor:
-    """What this rank's experts answer to rows [R, H] together, as check.apply_experts has it.
-
-    local_idx [R, K]: experts of this rank, -1: another rank's.
-    """
-    wide = reference.dequantize(*received) if isinstance(received, tuple) else received.float()
-    mine = local_idx >= 0
-    first = int(job.topology.local_experts(rank)[0])
-    e = (local_idx.float() + first) / job.topology.num_experts
-    w = torch.where(mine, weights, torch.zeros_like(weights))
-    scale = (w * (0.5 + e)).sum(1, keepdim=True)
-    shift = (w * (e - 0.25)).sum(1, keepdim=True)
-    return (wide * scale + shift).to(torch.bfloat16)
+def _answer(job: Job, rank: int, state: list[Any]) -> Tensor:
+    """To rows by rank: state begins with these, their local experts and weights."""
+    return answer_by_rank(job, rank, *state[:3]).to(torch.bfloat16)

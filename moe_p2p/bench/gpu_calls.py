@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from moe_p2p.bench.gpu_layer import Experts
 from moe_p2p.bench.gpu_report import HALVES
 from moe_p2p.bench.options import Options
 from moe_p2p.bench.systems import MoeP2p, System, finish
-from moe_p2p.reference import Tokens
+from moe_p2p.reference import Layout, Tokens
 
 PADDED_UP_TO = 512  # tokens of a call for which layout "auto" is padded, as decoding wants it
 
@@ -51,9 +51,10 @@ def on_device(tokens: Tokens) -> Tokens:
     )
 
 
-def layout_of(options: Options, tokens: int) -> Literal["padded", "grouped"]:
-    small = tokens <= PADDED_UP_TO if options.layout == "auto" else options.layout == "padded"
-    return "padded" if small else "grouped"
+def layout_of(options: Options, tokens: int) -> Layout:
+    if options.layout != "auto":
+        return options.layout
+    return "padded" if tokens <= PADDED_UP_TO else "grouped"
 
 
 def answer_like(x: Tensor, dtype: torch.dtype) -> Tensor:

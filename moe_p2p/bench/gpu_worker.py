@@ -19,8 +19,8 @@ from moe_p2p import errors, launch
 from moe_p2p.bench import deep_ep, floors
 from moe_p2p.bench.baseline import TorchAllToAll
 from moe_p2p.bench.cases import changing_counts, make_job
-from moe_p2p.bench.check import expect, verify, verify_whole
-from moe_p2p.bench.gpu_calls import Calls, baseline_calls, on_device, package_calls
+from moe_p2p.bench.check import expect, verify, verify_by_rank, verify_whole
+from moe_p2p.bench.gpu_calls import Calls, baseline_calls, layout_of, on_device, package_calls
 from moe_p2p.bench.gpu_layer import MAX_DIFFERENCE, difference, make_experts
 from moe_p2p.bench.gpu_measure import Timed, measure
 from moe_p2p.bench.gpu_report import GpuRow, Machine, Spread
@@ -137,6 +137,8 @@ class World:
                 continue
             stack.callback(system.close)
             story = self._check(options, mine, system, exact=True)
+            if layout_of(options, options.tokens[0]) == "by_rank":
+                story += verify_by_rank(system.all_to_all, self.job, options, self.rank, mine)
             calls = package_calls(system, options, mine, num_sms=num_sms, experts=self.experts)
             yield Contestant(calls=calls, story=story, wire_bytes=counted_bytes(system, calls))
 

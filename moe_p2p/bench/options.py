@@ -44,7 +44,8 @@ class Options:
     # GPUs only
     chunks: tuple[str, ...] = ()  # chunk_tokens: "default", "T" (one chunk) or a number
     sms: tuple[int, ...] = ()  # num_sms; 0: all
-    layout: str = "auto"  # padded up to 512 tokens, grouped above
+    # auto: padded up to 512 tokens, grouped above
+    layout: Literal["auto", "padded", "grouped", "by_rank"] = "auto"
     flush: bool = False  # the caches before each part that is measured apart
     layer: bool = False  # dispatch, experts and combine too
     halves: bool = False  # of dispatch and combine, each by itself
@@ -208,7 +209,8 @@ def _parser() -> argparse.ArgumentParser:
     gpu = parser.add_argument_group("GPUs only").add_argument
     gpu("--chunk-tokens", dest="chunks", type=_names, help="numbers, default or T (default,T)")
     gpu("--num-sms", dest="sms", type=_counts, help="blocks of each half, 0: all (0)")
-    gpu("--layout", choices=["auto", "padded", "grouped"], help="auto: padded up to 512 tokens")
+    layouts = ["auto", "padded", "grouped", "by_rank"]
+    gpu("--layout", choices=layouts, help="auto: padded up to 512 tokens, grouped above")
     gpu("--flush", action="store_const", const=True, help="caches, before parts measured apart")
     gpu("--layer", action="store_const", const=True, help="dispatch, experts and combine too")
     gpu("--halves", action="store_const", const=True, help="of both calls too, each by itself")
@@ -238,6 +240,8 @@ def _refuse_nonsense(parser: argparse.ArgumentParser, options: Options) -> None:
         parser.error(f"--deep-ep-module: no module is named {options.deep_ep_module}")
     if options.api == "deep_ep" and options.dtype not in ("fp8", "bf16"):
         parser.error(f"--dtype {options.dtype}: DeepEP's calls take fp8 and bf16")
+    if options.layer and options.layout == "by_rank":
+        parser.error("--layer needs rows by expert: --layout padded or grouped")
     if any(tokens < 1 for tokens in options.tokens):
         parser.error("--tokens must be at least 1")
     if options.seed and (options.gbps or options.latency_us):
