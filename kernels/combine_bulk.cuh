@@ -174,8 +174,8 @@ struct Summer {
             values.load_shared(pipe.in[in.at], group);
             values.add_to(acc[d], weight, weighted);
           }
-        arrive_warp(&pipe.ins.empty[in.at], thread,
-                    thread == 0 ? 2 : 1);  // for the storing warp too
+        // The first warp arrives for the storing one too, which leaves these pieces alone.
+        arrive_warp(&pipe.ins.empty[in.at], thread, thread == 0 ? 2 : 1);
       }
       out.wait_empty(pipe.outs);
 #pragma unroll

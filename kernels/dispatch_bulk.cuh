@@ -78,8 +78,8 @@ __device__ inline void quantize_row(const char* row, i32 thread, char* payload, 
   }
 }
 
-// What a thread needs of the caller's memory for a token, beside its row: asked for while the token
-// before is made, or each would take as long as a few reads one after the other.
+// What a thread needs of the caller's memory for a token, beside its row. Asked for while the slot before
+// is made: several reads one after the other would take longer than all the rest.
 struct Ahead {
   static constexpr i32 kCounted = kByRank ? 0 : 4;  // entries that are counted
   Entry entry;
