@@ -79,7 +79,7 @@ __device__ inline void quantize_row(const char* row, i32 thread, char* payload, 
 }
 
 // What a thread needs of the caller's memory for a token, beside its row. Asked for while the slot before
-// is made: several reads one after the other would take longer than all the rest.
+// is made, so that the threads do not wait for one read after the other.
 struct Ahead {
   static constexpr i32 kCounted = kByRank ? 0 : 4;  // entries that are counted
   Entry entry;
