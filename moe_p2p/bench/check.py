@@ -5,6 +5,7 @@ What is too much for the reference is compared with the closed form that the exp
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +20,6 @@ from moe_p2p.reference import Received, Routing, Tokens
 
 # Steps of x_dtype: weights, products and sums rounded once each, three stages, under 8 halves.
 _BOUND = 4
-# The same where partial sums are rounded on their way, or rows are quantized by others: an fp8 step
-# is 16 of bf16, and they may round a value otherwise.
-PARTIAL_STEPS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,15 +32,20 @@ class Expected:
     bound: Tensor  # [T, H] how far a sum in another order may lie from it
 
 
+def answer(wide: Tensor, e: Tensor) -> Tensor:
+    """Of expert number e * E to rows [R, H], fp32: a different function for every expert."""
+    return wide * (0.5 + e) + (e - 0.25)
+
+
 def apply_experts(
     job: Job, options: Options, rank: int, *, x: Tensor, scales: Tensor | None, counts: Tensor
 ) -> Tensor:
-    """A different function for every expert, on the rows that hold tokens; [R, H] of x_dtype."""
+    """What experts answer to the rows that hold tokens, [R, H] of x_dtype."""
     expert = experts_of_rows(job, rank, counts)
     rows = x[: len(expert)]
     wide = rows.float() if scales is None else reference.dequantize(rows, scales[: len(expert)])
     e = expert.to(torch.float32)[:, None] / job.topology.num_experts
-    return (wide * (0.5 + e) + (e - 0.25)).to(options.x_dtype)
+    return answer(wide, e).to(options.x_dtype)
 
 
 def expect(job: Job, options: Options, rank: int, tokens: list[Tokens]) -> Expected:
@@ -84,9 +87,9 @@ def closed_form(job: Job, options: Options, tokens: Tokens) -> tuple[Tensor, Ten
     out, magnitude = torch.zeros_like(wide), torch.zeros_like(wide)
     for k in range(tokens.topk_idx.shape[1]):
         e = tokens.topk_idx[:, k, None].float() / job.topology.num_experts
-        answer = tokens.topk_weights[:, k, None] * (wide * (0.5 + e) + (e - 0.25))
-        out += answer
-        magnitude += answer.abs()
+        part = tokens.topk_weights[:, k, None] * answer(wide, e)
+        out += part
+        magnitude += part.abs()
     return out, magnitude
 
 
@@ -95,9 +98,9 @@ def verify_whole(
 ) -> list[str]:
     """Runs one step of any size on its device; says what is beyond rounding."""
     rows = system.dispatch(tokens)
-    answer = apply_experts(job, options, rank, x=rows.x, scales=rows.scales, counts=rows.counts)
+    answers = apply_experts(job, options, rank, x=rows.x, scales=rows.scales, counts=rows.counts)
     y = torch.zeros(rows.x.shape, dtype=options.x_dtype, device=rows.x.device)
-    y[: len(answer)] = answer
+    y[: len(answers)] = answers
     return verify_sums(system.name, job, options, tokens=tokens, got=system.combine(y))
 
 
@@ -119,24 +122,21 @@ def verify_by_rank(
     y[int(got.offsets[-1]) :] = 0  # rows past the count are whatever the memory held
     out = comm.combine(y, got)
     finish(comm.config.device)
-    return verify_sums("moe_p2p by rank", job, options, tokens=tokens, got=out, steps=PARTIAL_STEPS)
+    return verify_sums("moe_p2p by rank", job, options, tokens=tokens, got=out)
 
 
 def answer_by_rank(
     job: Job, rank: int, received: Any, local_idx: Tensor, weights: Tensor
 ) -> Tensor:
-    """What this rank's experts answer to rows [R, H] together, fp32, as apply_experts has it.
+    """What this rank's experts answer to rows [R, H] together, fp32.
 
     local_idx [R, K]: experts of this rank, -1: another rank's.
     """
     wide = reference.dequantize(*received) if isinstance(received, tuple) else received.float()
-    mine = local_idx >= 0
-    first = int(job.topology.local_experts(rank)[0])
-    e = (local_idx.float() + first) / job.topology.num_experts
-    w = torch.where(mine, weights, torch.zeros_like(weights))
-    scale = (w * (0.5 + e)).sum(1, keepdim=True)
-    shift = (w * (e - 0.25)).sum(1, keepdim=True)
-    return wide * scale + shift
+    e = (local_idx + job.topology.local_experts(rank)[0]).float() / job.topology.num_experts
+    w = torch.where(local_idx >= 0, weights, 0)
+    answers = [w[:, k, None] * answer(wide, e[:, k, None]) for k in range(e.shape[1])]
+    return functools.reduce(Tensor.add_, answers)
 
 
 def verify_sums(
