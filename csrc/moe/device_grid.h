@@ -16,7 +16,7 @@ struct DeviceKernel {
   int num_recv_workers = 1;
   int max_send_blocks = 1;  // more would not make it faster
   int max_recv_blocks = 1;
-  int max_copy_blocks = 1;      // in place of max_send_blocks where senders only copy
+  int max_copy_blocks = 1;      // in place of max_send_blocks, where senders only copy
   int max_resident_blocks = 0;  // that fit on the device at once
   uint64_t max_slot_bytes = 0;  // of a dispatch: what its buffers hold
 };
@@ -25,9 +25,9 @@ struct GridInput {
   int64_t send_items = 0;  // what the sending workers of one chunk have to carry; 0: no such half
   int64_t recv_items = 0;
   int64_t num_chunks = 1;
-  bool copies = false;   // rows to send need no sum
   int relay_blocks = 0;  // abi::Grid::relay_blocks
   int num_sms = 0;       // most blocks of the whole grid; 0: as many as help
+  bool copies = false;   // rows that senders carry need no sum
 };
 
 // A worker for each item, as far as blocks may be had; few blocks are divided in the proportion of

@@ -341,6 +341,7 @@ void DeviceKernels::combine(const CombineSend* send, const CombineRecv* recv, vo
     call.key = {static_cast<int>(send->y_dtype), static_cast<int>(send->out_dtype)};
     call.with_scalars = send->row_scalars != nullptr;
   }
+  // Rows of one expert or by rank go as they stand: rows_stay of kernels/combine_bulk.cuh.
   const bool copies = send && send->y_dtype == send->out_dtype && !send->row_weights &&
                       !send->topk_weights && !send->row_scalars;
   const auto out_dtype = static_cast<DType>(call.key.second);

@@ -2,9 +2,9 @@
 // waits, for its warp, its block, a barrier, a copy or a peer. Launches run to their end inside
 // cuLaunchKernelEx; ranks are threads of one process and see each other's memory.
 //
-// What is as on a GPU, or worse: the order of threads is random, warps sleep while others go on, copies in
-// bulk happen late, shared memory starts full of garbage, and only so many blocks are there at once. What is not: memory is that of
-// the host, so an acquire or a fence that is missing is not found out.
+// What is as on a GPU, or worse: the order of threads is random, warps sleep while others go on, copies
+// in bulk happen late, shared memory starts full of garbage, and only so many blocks are there at once.
+// What is not: memory is that of the host, so an acquire or a fence that is missing is not found out.
 #pragma once
 
 #include <cstddef>
