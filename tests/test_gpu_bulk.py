@@ -77,6 +77,7 @@ def unweighted(rank: Rank, world: World, wanted: list[Wanted]) -> None:
         prepare(rank, comm, wanted)
         for step in wanted:
             live = comm.dispatch(**dispatch_arguments(comm, step))
+            finish(comm)  # copies to the device wait for each other, across ranks
             out = comm.combine(dispatched=live, weighted=False, **combine_arguments(comm, step))
             finish(comm)
             assert torch.equal(out.cpu(), step.out[comm.rank])
