@@ -159,29 +159,28 @@ struct Summer {
     }
   }
 
+  // The last piece may end before its buffers do: what lies behind it is added and goes nowhere.
   template <DType kType>
   __device__ void add(const Sum& s, bool weighted) {
+    const i32 num_rows = s.num_rows;
     for (i32 piece = 0; piece < kPieces; ++piece) {
-      const i32 groups = kGroups - piece * kPieceGroups;
       float acc[kDeep][kValues] = {};
-      for (i32 r = 0; r < s.num_rows; ++r, in.next()) {
+      for (i32 r = 0; r < num_rows; ++r, in.next()) {
         const float weight = weighted ? s.weight[r] : 1.0f;
+        Piece<kType, false> values[kDeep];
         in.wait_full(pipe.ins);
 #pragma unroll
         for (i32 d = 0; d < kDeep; ++d)
-          if (const i32 group = d * kComputeThreads + thread; group < groups) {
-            Piece<kType, false> values;
-            values.load_shared(pipe.in[in.at], group);
-            values.add_to(acc[d], weight, weighted);
-          }
+          values[d].load_shared(pipe.in[in.at], d * kComputeThreads + thread);
         // The first warp arrives for the storing one too, which leaves these pieces alone.
         arrive_warp(&pipe.ins.empty[in.at], thread, thread == 0 ? 2 : 1);
+#pragma unroll
+        for (i32 d = 0; d < kDeep; ++d) values[d].add_to(acc[d], weight, weighted);
       }
       out.wait_empty(pipe.outs);
 #pragma unroll
       for (i32 d = 0; d < kDeep; ++d)
-        if (const i32 group = d * kComputeThreads + thread; group < groups)
-          store_values_shared(pipe.out[out.at], group, acc[d]);
+        store_values_shared(pipe.out[out.at], d * kComputeThreads + thread, acc[d]);
       fence_shared_for_bulk();
       arrive_warp(&pipe.outs.full[out.at], thread);
       out.next();

@@ -32,9 +32,10 @@ struct BulkSendShared {
   SlotPipe worker[SendWorker::kCount];
 };
 
-// The computing threads of a worker.
-struct ComputeWorker {
-  static constexpr i32 kThreads = kComputeThreads;
+// Threads that share the work on a token.
+template <i32 kCount>
+struct Threads {
+  static constexpr i32 kThreads = kCount;
   i32 thread;
 };
 
@@ -43,122 +44,165 @@ struct Tokens {
   i32 first, end, stride;
 };
 
-__device__ inline void load_rows(const DispatchParams& p, SlotPipe& pipe, const Tokens& tokens,
-                                 Turn<kImages>& image, Turn<kXs>& x) {
-  const auto* rows = reinterpret_cast<const char*>(p.x);
-  for (i32 token = tokens.first; token < tokens.end; token += tokens.stride) {
-    if constexpr (kQuantize) {
-      x.wait_empty(pipe.xs);
-    } else {
-      image.wait_empty(pipe.images);
-    }
+// --- sending: the loading warp, which makes the heads too ---
+
+// What a lane needs of the routing for a token, asked for while the head before is made.
+struct Ahead {
+  static constexpr i32 kCounted = kByRank ? 0 : 12;  // entries that are counted
+  Entry entry;
+  i64 asked[kByRank ? 1 : kCounted];
+
+  // `counted`: tokens that were counted before.
+  __device__ void ask(const DispatchParams& p, i32 counted, i32 token, i32 lane) {
+    entry.ask(p, token, lane);
+    const i64 first = static_cast<i64>(counted) * kTopk + lane;
+#pragma unroll
+    for (i32 j = 0; j < kCounted; ++j)
+      if (const i64 i = first + j * 32; i < static_cast<i64>(token) * kTopk)
+        asked[j] = ask_id(p, i);
+  }
+  // Adds the experts of tokens [counted, token) to `seen`.
+  __device__ void count(const DispatchParams& p, i32* seen, i32 counted, i32 token,
+                        i32 lane) const {
+    const i64 first = static_cast<i64>(counted) * kTopk, end = static_cast<i64>(token) * kTopk;
+#pragma unroll
+    for (i32 j = 0; j < kCounted; ++j)
+      if (first + j * 32 + lane < end)
+        if (const i32 e = expert_of(p, asked[j]); e >= 0) atomicAdd(&seen[e], 1);
+    count_experts(p, seen, first + kCounted * 32, end, lane, 32);
+  }
+};
+
+// Asks for a row of x: of `x` where it is quantized, else to the image it is part of.
+__device__ inline void load_row(const DispatchParams& p, SlotPipe& pipe, i32 token,
+                                const Turn<kImages>& image, Turn<kXs>& x, i32 lane) {
+  if (lane == 0) {
+    if constexpr (kQuantize) x.wait_empty(pipe.xs);
     char* to = kQuantize ? pipe.x[kQuantize ? x.at : 0] : pipe.image[image.at] + kHeadBytes;
     barrier_expect(&pipe.xs.full[x.at], kRowBytes);
-    bulk_load(to, rows + static_cast<i64>(token) * kRowBytes, kRowBytes, &pipe.xs.full[x.at]);
-    x.next();
+    bulk_load(to, reinterpret_cast<const char*>(p.x) + static_cast<i64>(token) * kRowBytes,
+              kRowBytes, &pipe.xs.full[x.at]);
+  }
+  __syncwarp();
+  x.next();
+}
+
+__device__ inline void make_heads(const Sender& a, const PipeRole& role, u64 step, i32 chunk,
+                                  const Tokens& tokens, i32& counted, SlotPipe& pipe,
+                                  Turn<kImages>& image, Turn<kXs>& x) {
+  const DispatchParams& p = a.p;
+  const Threads<32> warp{role.thread};
+  const i32 lane = role.thread;
+  SendScratch& w = a.s.worker[role.place];
+  if (tokens.first >= tokens.end) return;
+  if constexpr (kQuantize) load_row(p, pipe, tokens.first, image, x, lane);
+  Ahead ahead;
+  ahead.ask(p, counted, tokens.first, lane);
+  for (i32 token = tokens.first; token < tokens.end; token += tokens.stride) {
+    const Entry entry = ahead.entry;
+    if constexpr (!kByRank) ahead.count(p, w.seen, counted, token, lane);
+    if (const i32 next = token + tokens.stride; next < tokens.end) {
+      ahead.ask(p, token, next, lane);
+      if constexpr (kQuantize) load_row(p, pipe, next, image, x, lane);
+    }
+    find_slots(a, warp, chunk, counted, token, w);
+    counted = token;
+    image.wait_empty(pipe.images);
+    if constexpr (!kQuantize) load_row(p, pipe, token, image, x, lane);
+    __syncwarp();
+    if (lane < kLocal) pipe.slot[image.at][lane] = w.slot[lane];
+    char* head = pipe.image[image.at];
+    build_head(a, warp, step, token, token - chunk * kChunk, entry, w, head);
+    fence_shared_for_bulk();
+    arrive_warp(&pipe.images.full[image.at], lane);
+    if (kTopk > 1 && lane < kTopk) check_experts(a, step, token, lane, head);
+    __syncwarp();
     image.next();
   }
 }
 
+// --- sending: the computing warps ---
+
 // Row to payload and scales of an image.
 __device__ inline void quantize_row(const char* row, i32 thread, char* payload, float* scales) {
-  constexpr i32 kPerVec = Values<kXType>::kCount, kSources = 16 / kPerVec;
-  for (i32 first = 0; first < kPayloadVecs; first += kComputeThreads) {
-    const i32 where = first + thread;
-    float f[16] = {}, scale;
-    if (where < kPayloadVecs)
+  constexpr i32 kSources = 16 / Values<kXType>::kCount;
+  constexpr i32 kAtOnce = kSources > 2 ? 2 : 4;  // vectors of a thread; more would not fit in registers
+  for (i32 first = 0; first < kPayloadVecs; first += kAtOnce * kComputeThreads) {
+    Vec raw[kAtOnce][kSources];
+    float amax[kAtOnce];
+    const auto where = [&](i32 j) { return first + j * kComputeThreads + thread; };
 #pragma unroll
-      for (i32 j = 0; j < kSources; ++j)
-        Values<kXType>::load(reinterpret_cast<const Vec*>(row)[where * kSources + j],
-                             f + j * kPerVec);
-    const Vec vec = quantize16<kScaleFormat>(f, scale);
-    if (where >= kPayloadVecs) continue;
-    reinterpret_cast<Vec*>(payload)[where] = vec;
-    if (where % 8 == 0) scales[where / 8] = scale;
+    for (i32 j = 0; j < kAtOnce; ++j)
+#pragma unroll
+      for (i32 i = 0; i < kSources; ++i)
+        raw[j][i] = where(j) < kPayloadVecs
+                        ? reinterpret_cast<const Vec*>(row)[where(j) * kSources + i]
+                        : Vec{};
+#pragma unroll
+    for (i32 j = 0; j < kAtOnce; ++j) amax[j] = max_magnitude<kXType, kSources>(raw[j]);
+    const float scale = find_scales<kScaleFormat>(amax);
+#pragma unroll
+    for (i32 j = 0; j < kAtOnce; ++j) {
+      if (where(j) < kPayloadVecs)
+        reinterpret_cast<Vec*>(payload)[where(j)] = to_e4m3<kXType>(raw[j], amax[j]);
+      if (thread % 8 == 4 + j && where(j) / 8 * 8 < kPayloadVecs) scales[where(j) / 8] = scale;
+    }
   }
 }
 
-// What a thread needs of the caller's memory for a token, beside its row. Asked for while the slot before
-// is made, so that the threads do not wait for one read after the other.
-struct Ahead {
-  static constexpr i32 kCounted = kByRank ? 0 : 4;  // entries that are counted
-  Entry entry;
-  u32 scale;  // the thread's first word of those that are given
-  i64 ids[kByRank ? 1 : kCounted];
+// The scales that were given, of which a thread asks for its first word a token ahead.
+struct GivenScales {
+  u32 first = 0;
 
-  // `counted`: tokens that were counted before.
-  __device__ void ask(const DispatchParams& p, i32 counted, i32 token, i32 thread) {
-    entry.ask(p, token, thread);
-    if (!kQuantize && thread < num_given_scales(p)) scale = *given_scale(p, token, thread);
-    const i64 first = static_cast<i64>(counted) * kTopk + thread;
-#pragma unroll
-    for (i32 j = 0; j < kCounted; ++j)
-      if (const i64 i = first + j * kComputeThreads; i < static_cast<i64>(token) * kTopk)
-        ids[j] = raw_expert(p, i);
-  }
-  // Adds the experts of tokens [counted, token) to `seen`.
-  __device__ void count(const DispatchParams& p, i32* seen, i32 counted, i32 token,
-                        i32 thread) const {
-    const i64 first = static_cast<i64>(counted) * kTopk, end = static_cast<i64>(token) * kTopk;
-#pragma unroll
-    for (i32 j = 0; j < kCounted; ++j)
-      if (first + j * kComputeThreads + thread < end)
-        if (const i32 e = expert_of(ids[j]); e >= 0) atomicAdd(&seen[e], 1);
-    count_experts(p, seen, first + kCounted * kComputeThreads, end, thread, kComputeThreads);
-  }
-  __device__ void store_scales(const DispatchParams& p, i32 token, i32 thread, char* to) const {
-    auto* words = reinterpret_cast<u32*>(to);
-    if (thread < num_given_scales(p)) words[thread] = scale;
-#pragma unroll 1  // seldom any
-    for (i32 i = thread + kComputeThreads; i < num_given_scales(p); i += kComputeThreads)
-      words[i] = *given_scale(p, token, i);
-  }
-  __device__ static i32 num_given_scales(const DispatchParams& p) {
+  __device__ static i32 num(const DispatchParams& p) {
     return static_cast<i32>(p.parts.bytes[1] / 4);
   }
-  __device__ static const u32* given_scale(const DispatchParams& p, i32 token, i32 i) {
+  __device__ static u32 at(const DispatchParams& p, i32 token, i32 i) {
     return reinterpret_cast<const u32*>(reinterpret_cast<const char*>(p.scales) +
-                                        static_cast<u64>(token) * p.parts.bytes[1]) +
-           i;
+                                        static_cast<u64>(token) * p.parts.bytes[1])[i];
+  }
+  __device__ void ask(const DispatchParams& p, i32 token, i32 thread) {
+    if (thread < num(p)) first = at(p, token, thread);
+  }
+  __device__ void store(const DispatchParams& p, i32 token, i32 thread, char* to) const {
+    auto* words = reinterpret_cast<u32*>(to);
+    if (thread < num(p)) words[thread] = first;
+#pragma unroll 1  // seldom any
+    for (i32 i = thread + kComputeThreads; i < num(p); i += kComputeThreads)
+      words[i] = at(p, token, i);
   }
 };
 
-__device__ inline void make_image(const Sender& a, const PipeRole& role, u64 step, i32 chunk,
-                                  i32 token, const Tokens& tokens, i32& counted, Ahead& ahead,
+// Returns the token that would be next.
+__device__ inline i32 fill_images(const DispatchParams& p, i32 thread, const Tokens& tokens,
                                   SlotPipe& pipe, Turn<kImages>& image, Turn<kXs>& x) {
-  const DispatchParams& p = a.p;
-  const ComputeWorker worker{role.thread};
-  const i32 thread = role.thread;
-  SendScratch& w = a.s.worker[role.place];
-  const Ahead now = ahead;
-  if (const i32 next = token + tokens.stride; next < tokens.end) ahead.ask(p, token, next, thread);
-  if constexpr (!kByRank) now.count(p, w.seen, counted, token, thread);
-  find_slots(a, worker, chunk, counted, token, w);
-  counted = token;
-  image.wait_empty(pipe.images);
-  role.sync();
-  if (thread < kLocal) pipe.slot[image.at][thread] = w.slot[thread];
-  build_head(a, worker, step, token, token - chunk * kChunk, now.entry, w);
-  role.sync();
-  char* to = pipe.image[image.at];
-#pragma unroll 1
-  for (i32 i = thread; i < kHeadWords; i += kComputeThreads)
-    reinterpret_cast<u32*>(to)[i] = w.head[i];
-  x.wait_full(pipe.xs);
-  if constexpr (kQuantize) {
-    quantize_row(pipe.x[x.at], thread, to + kHeadBytes,
-                 reinterpret_cast<float*>(to + p.parts.offset[1]));
-    arrive_warp(&pipe.xs.empty[x.at], thread);
-  } else {
-    now.store_scales(p, token, thread, to + p.parts.offset[1]);
+  GivenScales ahead;
+  if (!kQuantize && tokens.first < tokens.end) ahead.ask(p, tokens.first, thread);
+  i32 token = tokens.first;
+  for (; token < tokens.end; token += tokens.stride) {
+    const GivenScales given = ahead;
+    if (const i32 next = token + tokens.stride; !kQuantize && next < tokens.end)
+      ahead.ask(p, next, thread);
+    image.wait_empty(pipe.images);
+    x.wait_full(pipe.xs);
+    char* to = pipe.image[image.at];
+    if constexpr (kQuantize) {
+      quantize_row(pipe.x[x.at], thread, to + kHeadBytes,
+                   reinterpret_cast<float*>(to + p.parts.offset[1]));
+      arrive_warp(&pipe.xs.empty[x.at], thread);
+    } else {
+      given.store(p, token, thread, to + p.parts.offset[1]);
+    }
+    store_extras(p, Threads<kComputeThreads>{thread}, token, to);
+    fence_shared_for_bulk();
+    arrive_warp(&pipe.images.full[image.at], thread);
+    x.next();
+    image.next();
   }
-  store_extras(p, worker, token, to);
-  fence_shared_for_bulk();
-  arrive_warp(&pipe.images.full[image.at], thread);
-  if (kTopk > 1 && thread < kTopk) check_experts(a, step, token, thread, w);
-  x.next();
-  image.next();
+  return token;
 }
+
+// --- sending: the storing warp ---
 
 // Each lane carries the images to its ranks.
 __device__ inline void store_images(const Sender& a, SlotPipe& pipe, i32 lane, u64 step,
@@ -207,7 +251,7 @@ __device__ inline void dispatch_send(const DispatchParams& p, u64 first_step, i3
   const Sender a{p, Self(p.comm), HandleArrays(p.handle, p.num_chunks),
                  read_num_tokens(p, first_step), s.routes};
   if (threadIdx.x < SendWorker::kCount) {
-    s.worker[threadIdx.x].images.init(kComputeWarps, 1);
+    s.worker[threadIdx.x].images.init(kComputeWarps + 1, 1);
     s.worker[threadIdx.x].xs.init(1, kComputeWarps);
     fence_barrier_init();
   }
@@ -223,15 +267,11 @@ __device__ inline void dispatch_send(const DispatchParams& p, u64 first_step, i3
     const Tokens tokens{chunk * kChunk + id, min(last, a.num_tokens),
                         num_blocks * SendWorker::kCount};
     if (role.loads) {
-      if (role.thread == 0) load_rows(p, pipe, tokens, image, x);
+      make_heads(a, role, step, chunk, tokens, counted, pipe, image, x);
     } else if (role.stores) {
       store_images(a, pipe, role.thread, step, tokens, image);
     } else {
-      i32 token = tokens.first;
-      Ahead ahead;
-      if (token < tokens.end) ahead.ask(p, counted, token, role.thread);
-      for (; token < tokens.end; token += tokens.stride)
-        make_image(a, role, step, chunk, token, tokens, counted, ahead, pipe, image, x);
+      i32 token = fill_images(p, role.thread, tokens, pipe, image, x);
       for (; token < last; token += tokens.stride)
         for (i32 column = role.thread; column < kColumns; column += kComputeThreads)
           a.handle.send_slots(token)[column] = -1;
@@ -244,11 +284,6 @@ __device__ inline void dispatch_send(const DispatchParams& p, u64 first_step, i3
 
 inline constexpr i32 kRings = MOE_P2P_RINGS, kRingImages = 4;
 inline constexpr i32 kAhead = kRingImages - 2;  // slots that are fetched while one is taken
-
-struct WarpWorker {
-  static constexpr i32 kThreads = 32;
-  i32 thread;
-};
 
 struct RecvRing {
   alignas(16) char image[kRingImages][kImageBytes];
@@ -287,7 +322,7 @@ struct Fetcher {
   __device__ void take(i32 chunk) {
     const DispatchParams& p = a.p;
     FoundRows& w = ring.found;
-    const WarpWorker worker{lane};
+    const Threads<32> worker{lane};
     barrier_wait(&ring.full[taken.at], taken.parity);
     const char* from = ring.image[taken.at];
     if (lane == 0) w.arrived[buffer] = true;

@@ -62,23 +62,19 @@ __device__ inline i32 read_num_tokens(const DispatchParams& p, u64 step) {
   return 0;
 }
 
-// Entry i of topk_idx; -1 = none. Entries out of range were told by route_chunk().
-__device__ __forceinline__ i64 raw_expert(const DispatchParams& p, i64 i) {
+// Entry i of topk_idx as it lies there: no thread waits for it before id_of().
+__device__ __forceinline__ i64 ask_id(const DispatchParams& p, i64 i) {
   return p.topk_is_int64 ? __ldg(reinterpret_cast<const i64*>(p.topk_idx) + i)
-                         : __ldg(reinterpret_cast<const i32*>(p.topk_idx) + i);
+                         : __ldg(reinterpret_cast<const u32*>(p.topk_idx) + i);
 }
-__device__ __forceinline__ i32 expert_of(i64 id) {
+__device__ __forceinline__ i64 id_of(const DispatchParams& p, i64 asked) {
+  return p.topk_is_int64 ? asked : static_cast<i32>(asked);
+}
+// -1 = none. Entries out of range were told by route_chunk().
+__device__ __forceinline__ i32 expert_of(const DispatchParams& p, i64 asked) {
+  const i64 id = id_of(p, asked);
   return id >= 0 && id < kExperts ? static_cast<i32>(id) : -1;
 }
-__device__ __forceinline__ i32 expert_at(const DispatchParams& p, i64 i) {
-  return expert_of(raw_expert(p, i));
-}
-
-__device__ __forceinline__ i32 rank_at(const DispatchParams& p, i64 i) {
-  const i32 e = expert_at(p, i);
-  return e < 0 ? -1 : owner_of(p.comm, e).rank;
-}
-
 __device__ __forceinline__ i32 column_of(const Self& self, i32 rank) {
   return self.same_node(rank) ? rank % kLocal : kLocal + rank / kLocal;
 }
@@ -99,24 +95,24 @@ __device__ inline bool route_chunk(const Sender& a, u64 step, i32 chunk, bool te
   const i32 num_ids = min(max(a.num_tokens - begin, 0), kChunk) * kTopk;
   constexpr i32 kAtOnce = 4;  // loads under way together
   for (i32 first = thread; first < num_ids; first += kRouters * kAtOnce) {
-    i64 id[kAtOnce];
+    i64 asked[kAtOnce];
 #pragma unroll
     for (i32 j = 0; j < kAtOnce; ++j)
       if (const i32 i = first + j * kRouters; i < num_ids)
-        id[j] = raw_expert(a.p, static_cast<i64>(begin) * kTopk + i);
+        asked[j] = ask_id(a.p, static_cast<i64>(begin) * kTopk + i);
 #pragma unroll
     for (i32 j = 0; j < kAtOnce; ++j) {
       const i32 i = first + j * kRouters, token = i / kTopk;
       if (i >= num_ids) continue;
-      if (id[j] >= 0 && id[j] < kExperts) {
-        const i32 rank = owner_of(a.p.comm, static_cast<i32>(id[j])).rank;
+      if (const i32 e = expert_of(a.p, asked[j]); e >= 0) {
+        const i32 rank = owner_of(a.p.comm, e).rank;
         const u32 bit = 1u << (token % 32);
         atomicOr(&a.s.has[column_of(a.self, rank)][token / 32], bit);
         if constexpr (kByRank && kOthers > 0)
           if (!a.self.same_node(rank)) atomicOr(&a.s.far_has[rank][token / 32], bit);
-      } else if (id[j] != -1 && tell) {
+      } else if (const i64 id = id_of(a.p, asked[j]); id != -1 && tell) {
         raise_fault(a.p.comm, kBadExpert, Phase::kDispatch, a.self.rank, step,
-                    static_cast<u64>(begin + token), static_cast<u64>(id[j]));
+                    static_cast<u64>(begin + token), static_cast<u64>(id));
       }
     }
   }
@@ -139,22 +135,29 @@ __device__ inline void count_experts(const DispatchParams& p, i32* seen, i64 fro
                                      i32 thread, i32 num_threads) {
   constexpr i32 kAtOnce = 4;  // loads under way together
   for (i64 first = from + thread; first < end; first += num_threads * kAtOnce) {
-    i32 e[kAtOnce];
+    i64 asked[kAtOnce];
 #pragma unroll
     for (i32 j = 0; j < kAtOnce; ++j)
-      e[j] = first + j * num_threads < end ? expert_at(p, first + j * num_threads) : -1;
+      if (const i64 i = first + j * num_threads; i < end) asked[j] = ask_id(p, i);
 #pragma unroll
     for (i32 j = 0; j < kAtOnce; ++j)
-      if (e[j] >= 0) atomicAdd(&seen[e[j]], 1);
+      if (first + j * num_threads < end)
+        if (const i32 e = expert_of(p, asked[j]); e >= 0) atomicAdd(&seen[e], 1);
   }
 }
 
 // Adds to `tokens` how many of the call's first tokens are for each rank.
 __device__ inline void count_tokens(const DispatchParams& p, i32* tokens, i32 num_tokens) {
   for (i32 token = static_cast<i32>(threadIdx.x); token < num_tokens; token += kBlockThreads) {
+    i64 asked[kTopk];
+#pragma unroll
+    for (i32 k = 0; k < kTopk; ++k) asked[k] = ask_id(p, static_cast<i64>(token) * kTopk + k);
     i32 rank[kTopk];
 #pragma unroll
-    for (i32 k = 0; k < kTopk; ++k) rank[k] = rank_at(p, static_cast<i64>(token) * kTopk + k);
+    for (i32 k = 0; k < kTopk; ++k) {
+      const i32 e = expert_of(p, asked[k]);
+      rank[k] = e < 0 ? -1 : owner_of(p.comm, e).rank;
+    }
 #pragma unroll
     for (i32 k = 0; k < kTopk; ++k) {
       bool first = rank[k] >= 0;

@@ -61,15 +61,15 @@ struct Payload {
 #pragma unroll
           for (i32 j = 0; j < kSources; ++j)
             raw[i][j] = kEarly ? early[j] : read(row, R::at(worker, piece, first + i), j);
+        float amax[kAtOnce];
+#pragma unroll
+        for (i32 i = 0; i < kAtOnce; ++i) amax[i] = max_magnitude<kXType, kSources>(raw[i]);
+        const float scale = find_scales<kScaleFormat>(amax);
 #pragma unroll
         for (i32 i = 0; i < kAtOnce && first + i < kVecs; ++i) {
-          constexpr i32 kPerVec = Values<kXType>::kCount;
-          float f[16], scale;
-#pragma unroll
-          for (i32 j = 0; j < kSources; ++j) Values<kXType>::load(raw[i][j], f + j * kPerVec);
-          vec[first + i] = quantize16<kScaleFormat>(f, scale);
+          vec[first + i] = to_e4m3<kXType>(raw[i], amax[i]);
           const i32 where = R::at(worker, piece, first + i);
-          if (where % 8 == 0 && where < kPayloadVecs) scales[where / 8] = scale;
+          if (where % 8 == 4 + i && where / 8 * 8 < kPayloadVecs) scales[where / 8] = scale;
         }
       }
     }
@@ -84,26 +84,25 @@ struct Payload {
 
 // An entry of a token's routing, of each of its worker's first kTopk threads.
 struct Entry {
-  i64 id;
+  i64 asked;
   float weight;
 
   __device__ __forceinline__ void ask(const DispatchParams& p, i32 token, i32 k) {
     if (k >= kTopk) return;
     const i64 i = static_cast<i64>(token) * kTopk + k;
-    id = raw_expert(p, i);
+    asked = ask_id(p, i);
     weight = p.topk_weights ? __ldg(reinterpret_cast<const float*>(p.topk_weights) + i) : 1.0f;
   }
 };
 
-// Everything of a slot but payload and scales, in shared memory. `seen` counts the tokens before it;
-// it is token `at` of the chunk.
+// Everything of a slot but payload and scales, to `head` in shared memory. `seen` counts the tokens
+// before it; it is token `at` of the chunk.
 template <typename W>
 __device__ inline void build_head(const Sender& a, const W& worker, u64 step, i32 token, i32 at,
-                                  const Entry& entry, SendScratch& w) {
+                                  const Entry& entry, const SendScratch& w, char* head) {
   const i32 thread = worker.thread;
-  auto* head = reinterpret_cast<char*>(w.head);
   if (thread < kTopk) {
-    const i32 e = expert_of(entry.id);
+    const i32 e = expert_of(a.p, entry.asked);
     reinterpret_cast<u16*>(head + expert_ids_offset())[thread] =
         e < 0 ? kNoExpert : static_cast<u16>(e);
     i32 position = 0;
@@ -118,15 +117,14 @@ __device__ inline void build_head(const Sender& a, const W& worker, u64 step, i3
     reinterpret_cast<i32*>(head + positions_offset(kTopk))[thread] = position;
     reinterpret_cast<float*>(head + weights_offset(kTopk))[thread] = entry.weight;
   }
-  if (thread == 32)
+  if (thread == W::kThreads - 1)
     *reinterpret_cast<SlotHead*>(head) = {static_cast<u32>(step + 1), static_cast<u32>(token)};
 }
 
 // Of a token whose slots are out, so that nobody waits for this. By the threads that built its head.
 __device__ inline void check_experts(const Sender& a, u64 step, i32 token, i32 thread,
-                                     const SendScratch& w) {
-  const auto* ids = reinterpret_cast<const char*>(w.head) + expert_ids_offset();
-  const u32 e = reinterpret_cast<const u16*>(ids)[thread];
+                                     const char* head) {
+  const u32 e = reinterpret_cast<const u16*>(head + expert_ids_offset())[thread];
   const u32 alike = __match_any_sync(~0u >> (32 - kTopk), e == kNoExpert ? e + 1 + thread : e);
   if (alike & ((1u << thread) - 1))
     raise_fault(a.p.comm, kDuplicateExpert, Phase::kDispatch, a.self.rank, step,
@@ -204,7 +202,8 @@ __device__ inline void send_token(const Sender& a, const SendWorker& worker, u64
   worker.sync();
   Entry entry;
   entry.ask(p, token, thread);
-  build_head(a, worker, step, token, token - chunk * kChunk, entry, w);
+  auto* head = reinterpret_cast<char*>(w.head);
+  build_head(a, worker, step, token, token - chunk * kChunk, entry, w, head);
   worker.sync();
   if constexpr (kOthers > 0) {
     store_slots(
@@ -232,7 +231,7 @@ __device__ inline void send_token(const Sender& a, const SendWorker& worker, u64
     if (w.slot[l] >= 0)
       st_release_sys_u32(inbox_flags_at(p.comm.data[l], slot, a.self.local) + w.slot[l],
                          static_cast<u32>(step + 1));
-  if (kTopk > 1 && thread < kTopk) check_experts(a, step, token, thread, w);
+  if (kTopk > 1 && thread < kTopk) check_experts(a, step, token, thread, head);
 }
 
 __device__ inline void begin_send(const Sender& a, u64 first_step, i32 block) {

@@ -127,6 +127,17 @@ __device__ __forceinline__ u16 cvt_rn_satfinite_e4m3x2(float low, float high) {
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(v) : "f"(high), "f"(low));
   return v;
 }
+__device__ __forceinline__ u32 abs_bf16x2(u32 x) {
+  u32 v;
+  asm("abs.bf16x2 %0, %1;" : "=r"(v) : "r"(x));
+  return v;
+}
+// NaN only of two.
+__device__ __forceinline__ u32 max_bf16x2(u32 a, u32 b) {
+  u32 v;
+  asm("max.bf16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
+  return v;
+}
 __device__ __forceinline__ u32 cvt_rn_bf16x2(float low, float high) {
   u32 v;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));

@@ -69,22 +69,64 @@ __device__ __forceinline__ float power_of_two_from(float x) {
   return __uint_as_float((__float_as_uint(x) + 0x7fffffu) & 0x7f800000u);
 }
 
-// 16 values of a row to 16 e4m3. The 8 neighbouring threads of a warp hold one scale block; all 32
-// threads must call this (with zeros past the end of the row). Returns the block's scale in `scale`.
-template <ScaleFormat kFormat>
-__device__ __forceinline__ Vec quantize16(const float* f, float& scale) {
-  float amax = 0.0f;
+// Of kNum Vecs: the largest magnitude; NaN is none.
+template <DType kType, i32 kNum>
+__device__ __forceinline__ float max_magnitude(const Vec* v) {
+  float most = 0.0f;
+  if constexpr (kType == DType::kBFloat16) {  // pairs as they are
+    u32 pair = 0;
 #pragma unroll
-  for (i32 i = 0; i < 16; ++i) amax = fmaxf(amax, fabsf(f[i]));
+    for (i32 i = 0; i < 4 * kNum; ++i)
+      pair = max_bf16x2(pair, abs_bf16x2(v[i / 4].word[i % 4]));
+    most = fmaxf(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
+  } else {
+    constexpr i32 kCount = Values<kType>::kCount;
 #pragma unroll
-  for (i32 lane = 4; lane > 0; lane >>= 1) amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, lane));
-  amax = fmaxf(amax, 1e-4f);
-  scale = __fdiv_rn(amax, 448.0f);
-  if constexpr (kFormat != ScaleFormat::kFloat32) scale = power_of_two_from(scale);
-  const float multiplier =
-      kFormat == ScaleFormat::kFloat32
-          ? __fdiv_rn(448.0f, amax)
-          : __uint_as_float(0x7f000000u - __float_as_uint(scale));  // 1 / scale
+    for (i32 i = 0; i < kNum; ++i) {
+      float f[kCount];
+      Values<kType>::load(v[i], f);
+#pragma unroll
+      for (i32 j = 0; j < kCount; ++j) most = fmaxf(most, fabsf(f[j]));
+    }
+  }
+  return most;
+}
+
+// Of kNum blocks of 128 values, each in the hands of the same 8 neighbouring threads: amax[j] is the
+// largest magnitude of this thread's values of block j, and becomes what they are multiplied with. A
+// thread divides once: of the eight, thread j for block j, and thread 4 + j for its scale, which it
+// returns. All 32 threads of a warp call this.
+template <ScaleFormat kFormat, i32 kNum>
+__device__ __forceinline__ float find_scales(float (&amax)[kNum]) {
+  static_assert(kNum == 1 || kNum == 2 || kNum == 4);
+#pragma unroll
+  for (i32 lane = 4; lane > 0; lane >>= 1)
+#pragma unroll
+    for (i32 j = 0; j < kNum; ++j)
+      amax[j] = fmaxf(amax[j], __shfl_xor_sync(~0u, amax[j], lane));
+  const i32 lane = static_cast<i32>(threadIdx.x) % 32;
+  const float even = lane & 2 ? amax[2 % kNum] : amax[0];
+  const float odd = lane & 2 ? amax[3 % kNum] : amax[1 % kNum];
+  const float mine = fmaxf(lane & 1 ? odd : even, 1e-4f);
+  const bool multiplies = kFormat == ScaleFormat::kFloat32 && lane % 8 < 4;
+  float found = __fdiv_rn(multiplies ? 448.0f : mine, multiplies ? mine : 448.0f);
+  if constexpr (kFormat != ScaleFormat::kFloat32) found = power_of_two_from(found);
+#pragma unroll
+  for (i32 j = 0; j < kNum; ++j) {
+    amax[j] = __shfl_sync(~0u, found, lane / 8 * 8 + j);
+    if constexpr (kFormat != ScaleFormat::kFloat32)
+      amax[j] = __uint_as_float(0x7f000000u - __float_as_uint(amax[j]));  // 1 / scale
+  }
+  return found;
+}
+
+// 16 values, in Vecs of their type, to 16 e4m3.
+template <DType kType>
+__device__ __forceinline__ Vec to_e4m3(const Vec* from, float multiplier) {
+  constexpr i32 kCount = Values<kType>::kCount;
+  float f[16];
+#pragma unroll
+  for (i32 i = 0; i < 16 / kCount; ++i) Values<kType>::load(from[i], f + i * kCount);
   Vec v;
 #pragma unroll
   for (i32 i = 0; i < 4; ++i) {

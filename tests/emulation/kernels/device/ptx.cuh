@@ -98,6 +98,13 @@ inline u32 to_bf16(float x) {
   if (std::isnan(x)) return 0x7fff;
   return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
+inline u32 abs_bf16x2(u32 x) { return x & 0x7fff7fff; }
+inline u32 max_bf16x2(u32 a, u32 b) {
+  const auto most = [](u32 x, u32 y) {
+    return __float_as_uint(std::fmax(__uint_as_float(x), __uint_as_float(y)));
+  };
+  return most(a & 0xffff0000, b & 0xffff0000) | most(a << 16, b << 16) >> 16;
+}
 inline u32 cvt_rn_bf16x2(float low, float high) { return to_bf16(low) | to_bf16(high) << 16; }
 inline u32 to_f16(float x) { return std::bit_cast<u16>(static_cast<_Float16>(x)); }
 inline u32 cvt_rn_f16x2(float low, float high) { return to_f16(low) | to_f16(high) << 16; }
