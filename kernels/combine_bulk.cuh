@@ -43,8 +43,9 @@ inline constexpr i32 kPieceBytes =
 inline constexpr i32 kInBytes =
     kPieceBytes<kYType> > kPieceBytes<kOutType> ? kPieceBytes<kYType> : kPieceBytes<kOutType>;
 inline constexpr i32 kIns = MOE_P2P_PIECES_IN, kOuts = 3, kSums = 4;
+inline constexpr i32 kBatchOfFlags = 8;
 // Pieces whose copies may still read: those of sums, and those of rows.
-inline constexpr i32 kUnreadOuts = kOuts - 2, kUnreadIns = kIns / 2;
+inline constexpr i32 kUnreadOuts = kOuts - 2, kUnreadIns = kIns / 3;
 inline constexpr i32 kMostUnread = (kUnreadIns > kUnreadOuts ? kUnreadIns : kUnreadOuts) + 1;
 
 struct SumPipe {
@@ -199,7 +200,7 @@ struct Storer {
   bool has_rows = false;             // buffers of rows may be among the unread
 
   __device__ void run(u32 word) {
-    LateFlags<kPieces> flags{pipe.flags};
+    LateFlags<kBatchOfFlags, kPieces> flags{pipe.flags};
     for (;; sum.next()) {
       if (!sum.is_full(pipe.sums)) flags.raise_all(word);
       sum.wait_full(pipe.sums);

@@ -17,6 +17,7 @@ inline constexpr i32 kRowBytes = kHidden * static_cast<i32>(item_bytes(kXType));
 // One image is made while others leave. Rows of x that are quantized come through buffers of their own,
 // others straight into the image.
 inline constexpr i32 kImages = MOE_P2P_IMAGES, kXs = kQuantize ? 2 : kImages;
+inline constexpr i32 kBatchOfFlags = 4;
 static_assert(kLocal <= 32, "a lane for each rank");
 
 struct SlotPipe {
@@ -48,9 +49,9 @@ struct Tokens {
 
 // What a lane needs of the routing for a token, asked for while the head before is made.
 struct Ahead {
-  static constexpr i32 kCounted = kByRank ? 0 : 12;  // entries that are counted
+  static constexpr i32 kCounted = kByRank ? 0 : 24;  // entries that are counted
   Entry entry;
-  i64 asked[kByRank ? 1 : kCounted];
+  i32 id[kByRank ? 1 : kCounted];
 
   // `counted`: tokens that were counted before.
   __device__ void ask(const DispatchParams& p, i32 counted, i32 token, i32 lane) {
@@ -59,7 +60,7 @@ struct Ahead {
 #pragma unroll
     for (i32 j = 0; j < kCounted; ++j)
       if (const i64 i = first + j * 32; i < static_cast<i64>(token) * kTopk)
-        asked[j] = ask_id(p, i);
+        id[j] = ask_id(p, i);
   }
   // Adds the experts of tokens [counted, token) to `seen`.
   __device__ void count(const DispatchParams& p, i32* seen, i32 counted, i32 token,
@@ -68,7 +69,7 @@ struct Ahead {
 #pragma unroll
     for (i32 j = 0; j < kCounted; ++j)
       if (first + j * 32 + lane < end)
-        if (const i32 e = expert_of(p, asked[j]); e >= 0) atomicAdd(&seen[e], 1);
+        if (const i32 e = expert_of(id[j]); e >= 0) atomicAdd(&seen[e], 1);
     count_experts(p, seen, first + kCounted * 32, end, lane, 32);
   }
 };
@@ -204,43 +205,64 @@ __device__ inline i32 fill_images(const DispatchParams& p, i32 thread, const Tok
 
 // --- sending: the storing warp ---
 
+// Images whose copies may still read while the next one is stored.
+inline constexpr i32 kUnreadImages = kImages / 3;
+// How long flags are kept back for an image that is not made yet: raising them takes about as long.
+inline constexpr i64 kPatience = 2000;  // clock cycles
+
 // Each lane carries the images to its ranks.
-__device__ inline void store_images(const Sender& a, SlotPipe& pipe, i32 lane, u64 step,
-                                    const Tokens& tokens, Turn<kImages>& image) {
-  const DispatchParams& p = a.p;
-  const i32 slot = slot_of(step);
-  const auto word = static_cast<u32>(step + 1);
-  // Lanes without a rank have no flags, and count with the others.
-  LateFlags<1> flags{pipe.flags[lane < kLocal ? lane : 0]};
-  i32 before = -1;  // the image whose copies may still read
-  for (i32 token = tokens.first; token < tokens.end; token += tokens.stride) {
-    if (lane < kLocal && !image.is_full(pipe.images)) flags.raise_all(word);
+struct Storer {
+  SlotPipe& pipe;
+  const i32 lane;
+  i32 num_stored = 0, num_read = 0;  // images; the ring is in step with them
+
+  // All images but the last kNumLeft.
+  template <i32 kNumLeft>
+  __device__ void give_back() {
+    bulk_wait_read<kNumLeft>();
     __syncwarp();
-    image.wait_full(pipe.images);
-    if (lane < kLocal) {
-      const i32 l = (a.self.local + lane) % kLocal;  // not all sources to rank 0 first
-      const i32 at = pipe.slot[image.at][l];
-      if (at >= 0)
-        bulk_store(inbox_at(p.comm.data[l], slot, a.self.local) + kInboxSlots +
-                       static_cast<u64>(at) * p.parts.slot_bytes,
-                   pipe.image[image.at], static_cast<u32>(p.parts.slot_bytes));
-      bulk_commit();
-      // Pairs with the wait for the flag at the receiver.
-      flags.add(at < 0 ? nullptr : inbox_flags_at(p.comm.data[l], slot, a.self.local) + at, word);
-      bulk_wait_read<1>();
+    for (; num_stored - num_read > kNumLeft; ++num_read)
+      if (lane == 0) barrier_arrive(&pipe.images.empty[num_read % kImages]);
+  }
+
+  __device__ void run(const Sender& a, u64 step, const Tokens& tokens, Turn<kImages>& image) {
+    const DispatchParams& p = a.p;
+    const i32 slot = slot_of(step);
+    const auto word = static_cast<u32>(step + 1);
+    const i32 l = lane < kLocal ? (a.self.local + lane) % kLocal : 0;  // not all to rank 0 first
+    // Lanes without a rank have no flags, and count with the others.
+    LateFlags<kBatchOfFlags, 1> flags{pipe.flags[lane < kLocal ? lane : 0]};
+    for (i32 token = tokens.first; token < tokens.end; token += tokens.stride) {
+      if (!__all_sync(~0u, image.is_full(pipe.images))) {
+        give_back<0>();
+        const i64 begin = clock64();
+        while (!image.is_full(pipe.images) && clock64() - begin < kPatience) {
+        }
+        if (lane < kLocal && !image.is_full(pipe.images)) flags.raise_all(word);
+        __syncwarp();
+      }
+      image.wait_full(pipe.images);
+      if (lane < kLocal) {
+        const i32 at = pipe.slot[image.at][l];
+        if (at >= 0)
+          bulk_store(inbox_at(p.comm.data[l], slot, a.self.local) + kInboxSlots +
+                         static_cast<u64>(at) * p.parts.slot_bytes,
+                     pipe.image[image.at], static_cast<u32>(p.parts.slot_bytes));
+        bulk_commit();
+        // Pairs with the wait for the flag at the receiver.
+        flags.add(at < 0 ? nullptr : inbox_flags_at(p.comm.data[l], slot, a.self.local) + at, word);
+      }
+      ++num_stored;
+      give_back<kUnreadImages>();
+      image.next();
     }
-    __syncwarp();
-    if (before >= 0 && lane == 0) barrier_arrive(&pipe.images.empty[before]);
-    before = image.at;
-    image.next();
+    if (lane < kLocal) {
+      flags.raise_all(word);
+      bulk_wait<0>();
+    }
+    give_back<0>();
   }
-  if (lane < kLocal) {
-    flags.raise_all(word);
-    bulk_wait<0>();
-  }
-  __syncwarp();
-  if (before >= 0 && lane == 0) barrier_arrive(&pipe.images.empty[before]);
-}
+};
 
 __device__ inline void dispatch_send(const DispatchParams& p, u64 first_step, i32 block) {
   auto& s = shared<BulkSendShared>();
@@ -258,6 +280,7 @@ __device__ inline void dispatch_send(const DispatchParams& p, u64 first_step, i3
   begin_send(a, first_step, block);
   Turn<kImages> image;
   Turn<kXs> x;
+  Storer storer{pipe, role.thread};
   i32 counted = 0;
   for (i32 chunk = 0; chunk < p.num_chunks; ++chunk) {
     const u64 step = first_step + static_cast<u64>(chunk);
@@ -269,7 +292,7 @@ __device__ inline void dispatch_send(const DispatchParams& p, u64 first_step, i3
     if (role.loads) {
       make_heads(a, role, step, chunk, tokens, counted, pipe, image, x);
     } else if (role.stores) {
-      store_images(a, pipe, role.thread, step, tokens, image);
+      storer.run(a, step, tokens, image);
     } else {
       i32 token = fill_images(p, role.thread, tokens, pipe, image, x);
       for (; token < last; token += tokens.stride)

@@ -62,58 +62,87 @@ __device__ inline i32 read_num_tokens(const DispatchParams& p, u64 step) {
   return 0;
 }
 
-// Entry i of topk_idx as it lies there: no thread waits for it before id_of().
-__device__ __forceinline__ i64 ask_id(const DispatchParams& p, i64 i) {
+// Entry i of topk_idx; -1 = none.
+__device__ __forceinline__ i64 id_at(const DispatchParams& p, i64 i) {
   return p.topk_is_int64 ? __ldg(reinterpret_cast<const i64*>(p.topk_idx) + i)
-                         : __ldg(reinterpret_cast<const u32*>(p.topk_idx) + i);
+                         : __ldg(reinterpret_cast<const i32*>(p.topk_idx) + i);
 }
-__device__ __forceinline__ i64 id_of(const DispatchParams& p, i64 asked) {
-  return p.topk_is_int64 ? asked : static_cast<i32>(asked);
+// Its low word: all that is needed once route_chunk() has told of entries out of range. No thread waits
+// for it before expert_of().
+__device__ __forceinline__ i32 ask_id(const DispatchParams& p, i64 i) {
+  return __ldg(reinterpret_cast<const i32*>(p.topk_idx) + (i << p.topk_is_int64));
 }
-// -1 = none. Entries out of range were told by route_chunk().
-__device__ __forceinline__ i32 expert_of(const DispatchParams& p, i64 asked) {
-  const i64 id = id_of(p, asked);
+__device__ __forceinline__ i32 expert_of(i64 id) {
   return id >= 0 && id < kExperts ? static_cast<i32>(id) : -1;
 }
+
 __device__ __forceinline__ i32 column_of(const Self& self, i32 rank) {
   return self.same_node(rank) ? rank % kLocal : kLocal + rank / kLocal;
 }
 
+// each(id) for the entries of a token, read together.
+template <typename Each>
+__device__ __forceinline__ void for_each_id(const DispatchParams& p, i32 token, const Each& each) {
+  constexpr i32 kAtOnce = kTopk < 8 ? kTopk : 8;
+  for (i32 first = 0; first < kTopk; first += kAtOnce) {
+    i64 id[kAtOnce];
+#pragma unroll
+    for (i32 k = 0; k < kAtOnce; ++k)
+      if (first + k < kTopk) id[k] = id_at(p, static_cast<i64>(token) * kTopk + first + k);
+#pragma unroll
+    for (i32 k = 0; k < kAtOnce; ++k)
+      if (first + k < kTopk) each(id[k]);
+  }
+}
+
+// A set of numbers below kCount, in registers.
+template <i32 kCount>
+struct Bits {
+  static constexpr i32 kWords = (kCount + 31) / 32;
+  u32 word[kWords] = {};
+
+  __device__ __forceinline__ void add(i32 i) {
+#pragma unroll
+    for (i32 w = 0; w < kWords; ++w)
+      if (i / 32 == w) word[w] |= 1u << (i % 32);
+  }
+  // Which lanes have i, a constant of an unrolled loop.
+  __device__ __forceinline__ u32 lanes_with(i32 i) const {
+    return __ballot_sync(~0u, word[i / 32] >> (i % 32) & 1);
+  }
+};
+
 // Where the chunk's tokens go. False: the slot of the step did not get free.
 __device__ inline bool route_chunk(const Sender& a, u64 step, i32 chunk, bool tell) {
-  const i32 thread = static_cast<i32>(threadIdx.x);
-  auto* has = &a.s.has[0][0];
-  for (i32 i = thread; i < kColumns * kChunkWords; i += kBlockThreads) has[i] = 0;
-  if constexpr (kByRank && kOthers > 0)
+  const i32 thread = static_cast<i32>(threadIdx.x), lane = thread % 32;
+  if constexpr (kByRank && kOthers > 0) {
     for (i32 i = thread; i < kWorld * kChunkWords; i += kBlockThreads) (&a.s.far_has[0][0])[i] = 0;
-  __syncthreads();
+    __syncthreads();
+  }
   // The last warp looks whether the step's slot is free, the others at the routing table.
-  constexpr i32 kRouters = kBlockThreads - 32;
-  if (thread >= kRouters)
-    return __syncthreads_and(wait_free(a.p.comm, a.self, step, thread - kRouters));
-  const i32 begin = chunk * kChunk;
-  const i32 num_ids = min(max(a.num_tokens - begin, 0), kChunk) * kTopk;
-  constexpr i32 kAtOnce = 4;  // loads under way together
-  for (i32 first = thread; first < num_ids; first += kRouters * kAtOnce) {
-    i64 asked[kAtOnce];
+  constexpr i32 kRouters = kBlockThreads / 32 - 1;
+  if (thread / 32 == kRouters)
+    return __syncthreads_and(wait_free(a.p.comm, a.self, step, lane));
+  for (i32 w = thread / 32; w < kChunkWords; w += kRouters) {
+    const i32 at = w * 32 + lane, token = chunk * kChunk + at;
+    Bits<kColumns> columns;
+    if (at < kChunk && token < a.num_tokens)
+      for_each_id(a.p, token, [&](i64 id) {
+        if (const i32 e = expert_of(id); e >= 0) {
+          const i32 rank = owner_of(a.p.comm, e).rank;
+          columns.add(column_of(a.self, rank));
+          if constexpr (kByRank && kOthers > 0)
+            if (!a.self.same_node(rank)) atomicOr(&a.s.far_has[rank][w], 1u << lane);
+        } else if (id != -1 && tell) {
+          raise_fault(a.p.comm, kBadExpert, Phase::kDispatch, a.self.rank, step,
+                      static_cast<u64>(token), static_cast<u64>(id));
+        }
+      });
+    __syncwarp();
 #pragma unroll
-    for (i32 j = 0; j < kAtOnce; ++j)
-      if (const i32 i = first + j * kRouters; i < num_ids)
-        asked[j] = ask_id(a.p, static_cast<i64>(begin) * kTopk + i);
-#pragma unroll
-    for (i32 j = 0; j < kAtOnce; ++j) {
-      const i32 i = first + j * kRouters, token = i / kTopk;
-      if (i >= num_ids) continue;
-      if (const i32 e = expert_of(a.p, asked[j]); e >= 0) {
-        const i32 rank = owner_of(a.p.comm, e).rank;
-        const u32 bit = 1u << (token % 32);
-        atomicOr(&a.s.has[column_of(a.self, rank)][token / 32], bit);
-        if constexpr (kByRank && kOthers > 0)
-          if (!a.self.same_node(rank)) atomicOr(&a.s.far_has[rank][token / 32], bit);
-      } else if (const i64 id = id_of(a.p, asked[j]); id != -1 && tell) {
-        raise_fault(a.p.comm, kBadExpert, Phase::kDispatch, a.self.rank, step,
-                    static_cast<u64>(begin + token), static_cast<u64>(id));
-      }
+    for (i32 c = 0; c < kColumns; ++c) {
+      const u32 has = columns.lanes_with(c);
+      if (lane == 0) a.s.has[c][w] = has;
     }
   }
   return __syncthreads_and(true);
@@ -135,37 +164,38 @@ __device__ inline void count_experts(const DispatchParams& p, i32* seen, i64 fro
                                      i32 thread, i32 num_threads) {
   constexpr i32 kAtOnce = 4;  // loads under way together
   for (i64 first = from + thread; first < end; first += num_threads * kAtOnce) {
-    i64 asked[kAtOnce];
+    i32 id[kAtOnce];
 #pragma unroll
     for (i32 j = 0; j < kAtOnce; ++j)
-      if (const i64 i = first + j * num_threads; i < end) asked[j] = ask_id(p, i);
+      if (const i64 i = first + j * num_threads; i < end) id[j] = ask_id(p, i);
 #pragma unroll
     for (i32 j = 0; j < kAtOnce; ++j)
       if (first + j * num_threads < end)
-        if (const i32 e = expert_of(p, asked[j]); e >= 0) atomicAdd(&seen[e], 1);
+        if (const i32 e = expert_of(id[j]); e >= 0) atomicAdd(&seen[e], 1);
   }
 }
 
 // Adds to `tokens` how many of the call's first tokens are for each rank.
 __device__ inline void count_tokens(const DispatchParams& p, i32* tokens, i32 num_tokens) {
-  for (i32 token = static_cast<i32>(threadIdx.x); token < num_tokens; token += kBlockThreads) {
-    i64 asked[kTopk];
+  const i32 thread = static_cast<i32>(threadIdx.x), lane = thread % 32;
+  i32 count[Bits<kWorld>::kWords] = {};  // of ranks lane, lane + 32, ...
+  for (i32 first = thread - lane; first < num_tokens; first += kBlockThreads) {
+    Bits<kWorld> ranks;
+    if (first + lane < num_tokens)
+      for_each_id(p, first + lane, [&](i64 id) {
+        if (const i32 e = expert_of(id); e >= 0) ranks.add(owner_of(p.comm, e).rank);
+      });
+    __syncwarp();
 #pragma unroll
-    for (i32 k = 0; k < kTopk; ++k) asked[k] = ask_id(p, static_cast<i64>(token) * kTopk + k);
-    i32 rank[kTopk];
-#pragma unroll
-    for (i32 k = 0; k < kTopk; ++k) {
-      const i32 e = expert_of(p, asked[k]);
-      rank[k] = e < 0 ? -1 : owner_of(p.comm, e).rank;
-    }
-#pragma unroll
-    for (i32 k = 0; k < kTopk; ++k) {
-      bool first = rank[k] >= 0;
-#pragma unroll
-      for (i32 j = 0; j < k; ++j) first &= rank[j] != rank[k];
-      if (first) atomicAdd(&tokens[rank[k]], 1);
+    for (i32 rank = 0; rank < kWorld; ++rank) {
+      const u32 with = ranks.lanes_with(rank);
+      if (lane == rank % 32) count[rank / 32] += __popc(with);
     }
   }
+#pragma unroll
+  for (i32 w = 0; w < Bits<kWorld>::kWords; ++w)
+    if (const i32 rank = w * 32 + lane; rank < kWorld && count[w] > 0)
+      atomicAdd(&tokens[rank], count[w]);
 }
 
 // Tokens [from, to) of the chunk that go there.

@@ -84,13 +84,13 @@ struct Payload {
 
 // An entry of a token's routing, of each of its worker's first kTopk threads.
 struct Entry {
-  i64 asked;
+  i32 id;
   float weight;
 
   __device__ __forceinline__ void ask(const DispatchParams& p, i32 token, i32 k) {
     if (k >= kTopk) return;
     const i64 i = static_cast<i64>(token) * kTopk + k;
-    asked = ask_id(p, i);
+    id = ask_id(p, i);
     weight = p.topk_weights ? __ldg(reinterpret_cast<const float*>(p.topk_weights) + i) : 1.0f;
   }
 };
@@ -102,7 +102,7 @@ __device__ inline void build_head(const Sender& a, const W& worker, u64 step, i3
                                   const Entry& entry, const SendScratch& w, char* head) {
   const i32 thread = worker.thread;
   if (thread < kTopk) {
-    const i32 e = expert_of(a.p, entry.asked);
+    const i32 e = expert_of(entry.id);
     reinterpret_cast<u16*>(head + expert_ids_offset())[thread] =
         e < 0 ? kNoExpert : static_cast<u16>(e);
     i32 position = 0;

@@ -148,7 +148,8 @@ def bulk_dispatch(
     ranks = macros["MOE_P2P_RANKS_PER_NODE"]
     place = image + 4 * ranks + (16 if quantize else 32)
     rest = _FLAG_BYTES * ranks + 256 + (2 * x_bytes if quantize else 0)
-    for workers in (4, 3, 2, 1):
+    # Counting experts takes registers.
+    for workers in (4, 3, 2, 1) if by_rank else (3, 2, 1):
         launch = LaunchShape(_PIPE_THREADS * workers, workers, workers, 1, 5 * _SMS, 6 * _SMS)
         base = dispatch_shared_bytes(macros, by_rank, launch)
         room = _MAX_SHARED_BYTES - base

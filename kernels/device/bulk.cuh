@@ -56,32 +56,29 @@ struct Turn {
 
 // A fence for the whole system takes longer than a row, so flags go up several at a time: those of one
 // batch once the copies of the next are on their way, or all when nothing else is to be done.
-inline constexpr i32 kBatchOfFlags = 8;
 
 // Of one thread, which has stored what they are for; kGroups groups of copies for each flag.
-template <i32 kGroups>
+template <i32 kBatch, i32 kGroups>
 struct LateFlags {
-  u32* (&flag)[2 * kBatchOfFlags];  // null: none
-  i32 num = 0;
+  static constexpr i32 kMost = 2 * kBatch;
+  u32* (&flag)[kMost];  // null: none
+  i32 num = 0, num_raised = 0;
 
   __device__ void raise(i32 count, u32 word) {
     fence_acq_rel_sys();
-    for (i32 i = 0; i < count; ++i)
-      if (flag[i]) st_relaxed_sys_u32(flag[i], word);
+    for (; count > 0; --count, ++num_raised)
+      if (u32* one = flag[num_raised % kMost]) st_relaxed_sys_u32(one, word);
   }
   __device__ void add(u32* one, u32 word) {
-    flag[num++] = one;
-    if (num < 2 * kBatchOfFlags) return;
-    bulk_wait<kBatchOfFlags * kGroups>();
-    raise(kBatchOfFlags, word);
-    for (i32 i = 0; i < kBatchOfFlags; ++i) flag[i] = flag[i + kBatchOfFlags];
-    num = kBatchOfFlags;
+    flag[num++ % kMost] = one;
+    if (num - num_raised < kMost) return;
+    bulk_wait<kBatch * kGroups>();
+    raise(kBatch, word);
   }
   __device__ void raise_all(u32 word) {
-    if (num == 0) return;
+    if (num == num_raised) return;
     bulk_wait<0>();
-    raise(num, word);
-    num = 0;
+    raise(num - num_raised, word);
   }
 };
 
