@@ -121,8 +121,7 @@ __device__ inline bool route_chunk(const Sender& a, u64 step, i32 chunk, bool te
   }
   // The last warp looks whether the step's slot is free, the others at the routing table.
   constexpr i32 kRouters = kBlockThreads / 32 - 1;
-  if (thread / 32 == kRouters)
-    return __syncthreads_and(wait_free(a.p.comm, a.self, step, lane));
+  if (thread / 32 == kRouters) return __syncthreads_and(wait_free(a.p.comm, a.self, step, lane));
   for (i32 w = thread / 32; w < kChunkWords; w += kRouters) {
     const i32 at = w * 32 + lane, token = chunk * kChunk + at;
     Bits<kColumns> columns;

@@ -20,10 +20,10 @@ _FEW_SMS = 48  # up to here blocks are large, each alone on its multiprocessor
 _SMALL_STEP, _LARGE_STEP = 16, 512  # tokens of a step; between them slots are shared by halves
 _MAX_SHARED_BYTES = 227 << 10  # of a multiprocessor, for one block
 _PIPE_THREADS, _COMPUTE_THREADS = 192, 128  # kernels/device/bulk.cuh
-_LEAST_IMAGES, _MOST_IMAGES = 3, 6  # kernels/dispatch_bulk.cuh, kImages
-_RING_IMAGES = 4  # and kRingImages
+_LEAST_IMAGES, _MOST_IMAGES = 3, 6  # kernels/dispatch_bulk_send.cuh, kImages
+_RING_IMAGES = 4  # kernels/dispatch_bulk_recv.cuh, kRingImages
 _PIECES_OUT, _DEEP = 3, 4  # kernels/combine_bulk.cuh, kOuts and the most of kDeep
-_FLAG_BYTES = 128  # kernels/device/bulk.cuh, LateFlags
+_FLAG_BYTES = 64  # and LateFlags, for each rank
 BULK_STEP = 256  # tokens of a step up to which rows go through registers
 _MAX_BULK_RANKS = 32  # a lane of a warp for each rank
 
@@ -148,9 +148,10 @@ def bulk_dispatch(
     ranks = macros["MOE_P2P_RANKS_PER_NODE"]
     place = image + 4 * ranks + (16 if quantize else 32)
     rest = _FLAG_BYTES * ranks + 256 + (2 * x_bytes if quantize else 0)
-    # Counting experts takes registers.
-    for workers in (4, 3, 2, 1) if by_rank else (3, 2, 1):
-        launch = LaunchShape(_PIPE_THREADS * workers, workers, workers, 1, 5 * _SMS, 6 * _SMS)
+    send, recv = (1, 1) if by_rank else (5, 6) if quantize else (2, 3)
+    for workers in (4, 3, 2, 1) if by_rank else (3, 2, 1):  # counting experts takes registers
+        threads = _PIPE_THREADS * workers
+        launch = LaunchShape(threads, workers, workers, 1, send * _SMS, recv * _SMS)
         base = dispatch_shared_bytes(macros, by_rank, launch)
         room = _MAX_SHARED_BYTES - base
         rings = min(room // ring, launch.block_threads // 32)
@@ -167,19 +168,26 @@ def bulk_dispatch(
 
 
 def bulk_combine(macros: dict[str, int], *, y_item: int, out_item: int) -> Bulk | None:
-    """Bytes of a value of y and of a partial sum. None: it does not fit."""
+    """Bytes of a value of y and of a partial sum. None: it does not fit.
+
+    Blocks are in the proportion of the rows that each half reads: of a token, one for each expert,
+    and one for each rank that has some of them.
+    """
     values = 16 // min(y_item, out_item)
     deep = -(-macros["MOE_P2P_HIDDEN_DIM"] // (values * _COMPUTE_THREADS))
     deep = -(-deep // -(-deep // _DEEP))
     piece = _COMPUTE_THREADS * deep * values
-    addends = max(macros["MOE_P2P_TOPK"], macros["MOE_P2P_RANKS_PER_NODE"] + 2)
-    sums = 4 * (8 * addends + 4 * macros["MOE_P2P_TOPK"] + 64)
+    topk, ranks = macros["MOE_P2P_TOPK"], macros["MOE_P2P_RANKS_PER_NODE"]
+    addends = max(topk, ranks + 2)
+    sums = 4 * (8 * addends + 4 * topk + 64)
+    partials = ranks * (1 - (1 - 1 / ranks) ** topk)
     piece_in = piece * max(y_item, out_item) + 16
     rest = _PIECES_OUT * (piece * out_item + 16) + sums + 1024
     for workers in (3, 2, 1):
         pieces = min((_MAX_SHARED_BYTES // workers - rest) // piece_in, 16)
         if pieces >= 4 or (workers == 1 and pieces >= 1):
-            launch = LaunchShape(_PIPE_THREADS * workers, workers, workers, 1, 2 * _SMS, 5 * _SMS)
+            threads, tokens = _PIPE_THREADS * workers, round(partials * _SMS)
+            launch = LaunchShape(threads, workers, workers, 1, tokens, topk * _SMS)
             bulk = {"MOE_P2P_BULK": 1, "MOE_P2P_PIECES_IN": pieces}
             return Bulk(launch, bulk, workers * (pieces * piece_in + rest))
     return None

@@ -76,8 +76,7 @@ __device__ __forceinline__ float max_magnitude(const Vec* v) {
   if constexpr (kType == DType::kBFloat16) {  // pairs as they are
     u32 pair = 0;
 #pragma unroll
-    for (i32 i = 0; i < 4 * kNum; ++i)
-      pair = max_bf16x2(pair, abs_bf16x2(v[i / 4].word[i % 4]));
+    for (i32 i = 0; i < 4 * kNum; ++i) pair = max_bf16x2(pair, abs_bf16x2(v[i / 4].word[i % 4]));
     most = fmaxf(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
   } else {
     constexpr i32 kCount = Values<kType>::kCount;
@@ -102,8 +101,7 @@ __device__ __forceinline__ float find_scales(float (&amax)[kNum]) {
 #pragma unroll
   for (i32 lane = 4; lane > 0; lane >>= 1)
 #pragma unroll
-    for (i32 j = 0; j < kNum; ++j)
-      amax[j] = fmaxf(amax[j], __shfl_xor_sync(~0u, amax[j], lane));
+    for (i32 j = 0; j < kNum; ++j) amax[j] = fmaxf(amax[j], __shfl_xor_sync(~0u, amax[j], lane));
   const i32 lane = static_cast<i32>(threadIdx.x) % 32;
   const float even = lane & 2 ? amax[2 % kNum] : amax[0];
   const float odd = lane & 2 ? amax[3 % kNum] : amax[1 % kNum];

@@ -1,18 +1,15 @@
-// Both halves of dispatch where few multiprocessors do it (kernels/device/bulk.cuh). Sending, a whole slot
-// is made in shared memory and goes to every rank as one copy; receiving, a whole slot is fetched by one
-// copy and its payload goes to every row as another.
+// Dispatch, sending half, where few multiprocessors do it (kernels/device/bulk.cuh): a whole slot is made
+// in shared memory and goes to every rank as one copy. The loading warp asks for the row and makes the
+// head, the computing warps make payload and scales, the storing warp carries the slot and raises flags.
 #pragma once
 
 #include "kernels/device/bulk.cuh"
-#include "kernels/dispatch_recv.cuh"
+#include "kernels/dispatch_send.cuh"
 
 namespace moe_p2p::device::bulk {
 
 inline constexpr i32 kImageBytes = MOE_P2P_IMAGE_BYTES;  // the host sends no larger slots
-inline constexpr i32 kPayloadBytes = kPayloadVecs * static_cast<i32>(sizeof(Vec));
 inline constexpr i32 kRowBytes = kHidden * static_cast<i32>(item_bytes(kXType));  // of x
-
-// --- sending ---
 
 // One image is made while others leave. Rows of x that are quantized come through buffers of their own,
 // others straight into the image.
@@ -45,7 +42,7 @@ struct Tokens {
   i32 first, end, stride;
 };
 
-// --- sending: the loading warp, which makes the heads too ---
+// --- the loading warp, which makes the heads too ---
 
 // What a lane needs of the routing for a token, asked for while the head before is made.
 struct Ahead {
@@ -59,8 +56,7 @@ struct Ahead {
     const i64 first = static_cast<i64>(counted) * kTopk + lane;
 #pragma unroll
     for (i32 j = 0; j < kCounted; ++j)
-      if (const i64 i = first + j * 32; i < static_cast<i64>(token) * kTopk)
-        id[j] = ask_id(p, i);
+      if (const i64 i = first + j * 32; i < static_cast<i64>(token) * kTopk) id[j] = ask_id(p, i);
   }
   // Adds the experts of tokens [counted, token) to `seen`.
   __device__ void count(const DispatchParams& p, i32* seen, i32 counted, i32 token,
@@ -122,12 +118,13 @@ __device__ inline void make_heads(const Sender& a, const PipeRole& role, u64 ste
   }
 }
 
-// --- sending: the computing warps ---
+// --- the computing warps ---
 
 // Row to payload and scales of an image.
 __device__ inline void quantize_row(const char* row, i32 thread, char* payload, float* scales) {
   constexpr i32 kSources = 16 / Values<kXType>::kCount;
-  constexpr i32 kAtOnce = kSources > 2 ? 2 : 4;  // vectors of a thread; more would not fit in registers
+  constexpr i32 kAtOnce =
+      kSources > 2 ? 2 : 4;  // vectors of a thread; more would not fit in registers
   for (i32 first = 0; first < kPayloadVecs; first += kAtOnce * kComputeThreads) {
     Vec raw[kAtOnce][kSources];
     float amax[kAtOnce];
@@ -203,7 +200,7 @@ __device__ inline i32 fill_images(const DispatchParams& p, i32 thread, const Tok
   return token;
 }
 
-// --- sending: the storing warp ---
+// --- the storing warp ---
 
 // Images whose copies may still read while the next one is stored.
 inline constexpr i32 kUnreadImages = kImages / 3;
@@ -300,143 +297,6 @@ __device__ inline void dispatch_send(const DispatchParams& p, u64 first_step, i3
           a.handle.send_slots(token)[column] = -1;
     }
     end_chunk(a);
-  }
-}
-
-// --- receiving: every warp has a ring of its own, as far as shared memory goes ---
-
-inline constexpr i32 kRings = MOE_P2P_RINGS, kRingImages = 4;
-inline constexpr i32 kAhead = kRingImages - 2;  // slots that are fetched while one is taken
-
-struct RecvRing {
-  alignas(16) char image[kRingImages][kImageBytes];
-  u64 full[kRingImages];
-  Item item[kRingImages];
-  FoundRows found;
-};
-struct BulkRecvShared {
-  RecvShared places;
-  RecvRing ring[kRings];
-};
-
-struct Fetcher {
-  const Receiver& a;
-  RecvRing& ring;
-  const i32 lane;
-  Turn<kRingImages> fetched, taken;
-  i32 num_ahead = 0;  // fetched and not taken
-  i32 buffer = 0;
-
-  // Of a slot whose flag is up, behind a fence.
-  __device__ void fetch(u64 step, i32 chunk, const Item& item) {
-    if (num_ahead == kAhead) take(chunk);
-    bulk_wait_read<1>();  // the copies out of the image that is next
-    __syncwarp();
-    if (lane == 0) {
-      const auto bytes = static_cast<u32>(a.p.parts.slot_bytes);
-      ring.item[fetched.at] = item;
-      barrier_expect(&ring.full[fetched.at], bytes);
-      bulk_load(ring.image[fetched.at], slot_at(a, step, item), bytes, &ring.full[fetched.at]);
-    }
-    fetched.next();
-    ++num_ahead;
-  }
-
-  __device__ void take(i32 chunk) {
-    const DispatchParams& p = a.p;
-    FoundRows& w = ring.found;
-    const Threads<32> worker{lane};
-    barrier_wait(&ring.full[taken.at], taken.parity);
-    const char* from = ring.image[taken.at];
-    if (lane == 0) w.arrived[buffer] = true;
-    __syncwarp();
-    find_rows(a, lane, chunk, ring.item[taken.at], from, buffer, w);
-    __syncwarp();
-    const i32 num_rows = w.num_rows[buffer];
-    for (i32 r = lane; r < num_rows; r += 32)
-      bulk_store(
-          reinterpret_cast<char*>(p.out_x) + static_cast<i64>(w.row[buffer][r]) * kPayloadBytes,
-          from + kHeadBytes, kPayloadBytes);
-    bulk_commit();
-    for (i32 r = 0; r < num_rows; ++r) {
-      if constexpr (kScaled)
-        store_scales(p, worker, w.scales[buffer][r], from + p.parts.offset[1], lane);
-      copy_extras(p, worker, static_cast<u64>(w.row[buffer][r]), from);
-    }
-    taken.next();
-    buffer ^= 1;
-    --num_ahead;
-  }
-
-  __device__ void take_all(i32 chunk) {
-    while (num_ahead > 0) take(chunk);
-  }
-};
-
-// The rows of a slot that did not come are none.
-__device__ inline void leave_out(const Receiver& a, Fetcher& fetcher, i32 chunk, const Item& item) {
-  if (fetcher.lane < kTopk) a.handle.rows_of(chunk, item.source, item.index)[fetcher.lane] = -1;
-}
-
-// Slots i, i + stride, ... up to 32 of them, in the order in which they come.
-__device__ inline void fetch_batch(const Receiver& a, Fetcher& fetcher, u64 step, i32 chunk,
-                                   i32 first, i32 end, i32 stride) {
-  const auto want = static_cast<u32>(step + 1);
-  const i32 i = first + fetcher.lane * stride;
-  const Item mine = item_of(a.self, i);
-  const bool valid = i < end && mine.index < a.s.num_slots[chunk % 2][mine.source];
-  const u32* flag =
-      inbox_flags_at(a.p.comm.data[a.self.local], slot_of(step), valid ? mine.source : 0) +
-      (valid ? mine.index : 0);
-  u32 left = __ballot_sync(~0u, valid);
-  while (left != 0) {
-    const bool waits = left >> fetcher.lane & 1;
-    u32 ready = __ballot_sync(~0u, waits && static_cast<i32>(ld_acquire_sys_u32(flag) - want) >= 0);
-    if (ready == 0) {
-      fetcher.take_all(chunk);
-      const i32 next = __ffs(left) - 1;
-      bool came = true;
-      if (fetcher.lane == next)
-        came = wait_word(a.p.comm, flag, want, {Phase::kDispatch, mine.source, step});
-      if (__all_sync(~0u, came)) continue;
-      leave_out(a, fetcher, chunk, item_of(a.self, first + next * stride));
-      left &= left - 1;
-      continue;
-    }
-    left &= ~ready;
-    __syncwarp();
-    if (fetcher.lane == 0) fence_global_for_bulk();
-    for (; ready != 0; ready &= ready - 1)
-      fetcher.fetch(step, chunk, item_of(a.self, first + (__ffs(ready) - 1) * stride));
-  }
-}
-
-__device__ inline void dispatch_recv(const DispatchParams& p, u64 first_step, i32 block) {
-  auto& s = shared<BulkRecvShared>();
-  const i32 warp = static_cast<i32>(threadIdx.x) / 32, lane = static_cast<i32>(threadIdx.x) % 32;
-  const Receiver a{p, Self(p.comm), HandleArrays(p.handle, p.num_chunks), block == 0, s.places};
-  const RecvWorker worker = RecvWorker::of(block, p.grid.num_recv_blocks);
-  Fetcher fetcher{a, s.ring[warp < kRings ? warp : 0], lane};
-  if (warp < kRings && lane == 0) {
-    for (i32 i = 0; i < kRingImages; ++i) barrier_init(&s.ring[warp].full[i], 1);
-    fence_barrier_init();
-  }
-  for (i32 chunk = 0; chunk < p.num_chunks; ++chunk) {
-    const u64 step = first_step + static_cast<u64>(chunk);
-    begin_chunk(a, worker, step, chunk);
-    const i32* num_slots = s.places.num_slots[chunk % 2];
-    i32 most = 0;
-    for (i32 source = 0; source < kWorld; ++source) most = max(most, num_slots[source]);
-    if (warp < kRings) {
-      const i32 stride = p.grid.num_recv_blocks * kRings;
-      for (i32 i = block * kRings + warp; i < most * kWorld; i += 32 * stride)
-        fetch_batch(a, fetcher, step, chunk, i, most * kWorld, stride);
-      fetcher.take_all(chunk);
-      bulk_wait<0>();
-    }
-    __syncthreads();
-    if (p.solo) acknowledge(a, worker, step);
-    __syncthreads();  // the next chunk's headers take the place of this one's
   }
 }
 
