@@ -1,13 +1,14 @@
 """Small cases for compute-sanitizer: one rank alone, and two as threads on one GPU.
 
-    PYTHONPATH=. compute-sanitizer --error-exitcode 9 python tests/sanitize_gpu.py
-    PYTHONPATH=. compute-sanitizer --tool racecheck --kernel-regex kns=moe_p2p \\
+    PYTHONPATH=. compute-sanitizer --report-api-errors no --kernel-name kns=moe_p2p \\
+        --error-exitcode 9 python tests/sanitize_gpu.py
+    PYTHONPATH=. compute-sanitizer --tool racecheck --kernel-name kns=moe_p2p \\
         --error-exitcode 9 python tests/sanitize_gpu.py alone
 
 Exit code 0: right results and no error; 1: a wrong result; 9, as asked for: the tool found
-something. Not a test of the suite: kernels run many times slower under the tool. Kernels of two
-ranks wait for each other; with a tool that lets only one run at a time they time out, and only
-"alone" can be checked.
+something. --bulk: as few multiprocessors carry long steps. Not a test of the suite: kernels run
+many times slower under the tool. Kernels of two ranks wait for each other; with a tool that lets
+only one run at a time they time out, and only "alone" can be checked.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ import torch
 
 from cases import Wanted, run_step
 from gpu_ranks import MAX_TOKENS, World, make, prepare, run
+from moe_p2p import launch_shape
 from ranks import Rank
 from test_gpu import call
+from test_gpu_layouts import BY_RANK
 
 LONG = 2 * MAX_TOKENS + 3
 
@@ -41,6 +44,7 @@ def check(world: World, timeout_s: float) -> None:
         call(world, 2, quantize=True, layout="grouped", alignment=4),
         call(world, 1, dtype=torch.bfloat16),
         call(world, 3, max_tokens=LONG, counts=[LONG, 5], layout="grouped"),
+        call(world, 4, **BY_RANK),
         call(world, 0),
     ]
     run(world, body, wanted, timeout_s, deadline_s=60 + 20 * timeout_s)
@@ -50,8 +54,12 @@ def check(world: World, timeout_s: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("worlds", nargs="*", help=f"of {', '.join(WORLDS)}; none: all")
+    parser.add_argument("--bulk", action="store_true", help="by copies of whole rows")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds that a kernel waits")
     given = parser.parse_args()
+    if given.bulk:
+        launch_shape.BULK_STEP = 0
+        WORLDS.pop("nodes")  # other nodes are not reached that way
     for name in given.worlds or WORLDS:
         check(WORLDS[name], given.timeout)
 
