@@ -123,8 +123,7 @@ __device__ inline void make_heads(const Sender& a, const PipeRole& role, u64 ste
 // Row to payload and scales of an image.
 __device__ inline void quantize_row(const char* row, i32 thread, char* payload, float* scales) {
   constexpr i32 kSources = 16 / Values<kXType>::kCount;
-  constexpr i32 kAtOnce =
-      kSources > 2 ? 2 : 4;  // vectors of a thread; more would not fit in registers
+  constexpr i32 kAtOnce = kSources > 2 ? 2 : 4;  // vectors of a thread, as registers allow
   for (i32 first = 0; first < kPayloadVecs; first += kAtOnce * kComputeThreads) {
     Vec raw[kAtOnce][kSources];
     float amax[kAtOnce];
@@ -202,11 +201,6 @@ __device__ inline i32 fill_images(const DispatchParams& p, i32 thread, const Tok
 
 // --- the storing warp ---
 
-// Images whose copies may still read while the next one is stored.
-inline constexpr i32 kUnreadImages = kImages / 3;
-// How long flags are kept back for an image that is not made yet: raising them takes about as long.
-inline constexpr i64 kPatience = 2000;  // clock cycles
-
 // Each lane carries the images to its ranks.
 struct Storer {
   SlotPipe& pipe;
@@ -232,9 +226,6 @@ struct Storer {
     for (i32 token = tokens.first; token < tokens.end; token += tokens.stride) {
       if (!__all_sync(~0u, image.is_full(pipe.images))) {
         give_back<0>();
-        const i64 begin = clock64();
-        while (!image.is_full(pipe.images) && clock64() - begin < kPatience) {
-        }
         if (lane < kLocal && !image.is_full(pipe.images)) flags.raise_all(word);
         __syncwarp();
       }
@@ -250,7 +241,7 @@ struct Storer {
         flags.add(at < 0 ? nullptr : inbox_flags_at(p.comm.data[l], slot, a.self.local) + at, word);
       }
       ++num_stored;
-      give_back<kUnreadImages>();
+      give_back<1>();
       image.next();
     }
     if (lane < kLocal) {

@@ -144,6 +144,7 @@ def combine_kernel(
         "MOE_P2P_RECV_WORKERS": launch.token_workers,
     } | _block_macros(bulk)
     tokens, slots = launch.token_blocks, launch.slot_blocks
+    # Copies of senders go over links, those of receivers do not.
     copies = 3 * tokens // 2 if macros["MOE_P2P_BULK"] else slots
     return Kernel("combine.cu", shape | macros, slots, tokens, copies)
 
