@@ -242,7 +242,7 @@ def _in_thread(rank: Rank, world: World, body: Callable[..., Any], *arguments: A
         return body(rank, world, *arguments)
     torch.cuda.set_device(0)
     with torch.cuda.stream(_stream(rank.rank)):
-        if rank.world_size > 1:
+        if rank.world_size > 1:  # one alone keeps nobody waiting
             with _one_at_a_time:
                 _warm_up()
             meet(rank, "warm")

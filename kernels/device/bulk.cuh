@@ -55,9 +55,8 @@ struct Turn {
 // --- flags that go up late ---
 
 // A fence for the whole system takes longer than a row, so flags go up several at a time: those of one
-// batch once the copies of the next are on their way, or all when nothing else is to be done.
-
-// Of one thread, which has stored what they are for; kGroups groups of copies for each flag.
+// batch once the copies of the next are on their way, or all when nothing else is to be done. Of one
+// thread, which has stored what they are for; kGroups groups of copies for each flag.
 template <i32 kBatch, i32 kGroups>
 struct LateFlags {
   static constexpr i32 kMost = 2 * kBatch;
