@@ -168,7 +168,7 @@ struct Summer {
       float acc[kDeep][kValues] = {};
       for (i32 r = 0; r < num_rows; ++r, in.next()) {
         const float weight = weighted ? s.weight[r] : 1.0f;
-        Piece<kType, false> values[kDeep];
+        Piece<kType, Written::kByPeers> values[kDeep];
         in.wait_full(pipe.ins);
 #pragma unroll
         for (i32 d = 0; d < kDeep; ++d)
@@ -310,7 +310,7 @@ __device__ inline void combine_send(const CombineParams& p, bool valid, u64 firs
     } else {
       summer.run<kYType>(a.weighted(), [&](const Sum& sum) {
         if (p.with_scalars && role.thread < kTopk)
-          store_scalar(a, sum.to, sum.rows, sum.first_row, role.thread);
+          store_scalar(a, sum.to, false, sum.rows, sum.first_row, role.thread);
       });
     }
     __syncthreads();  // the next chunk opens with the whole block

@@ -12,6 +12,7 @@ inline constexpr i32 kBiases = 2;
 struct CombineRecvShared {
   struct {
     const char* row[kBiases + kSpeakers];  // in the order of the sum; null = none
+    i32 source[kBiases + kSpeakers];       // of a self-flagged row: whose it is; else -1
     i32 num_rows;
   } worker[RecvWorker::kCount];
 };
@@ -23,7 +24,8 @@ __device__ __forceinline__ i32 order_of(const Self& self, i32 i) {
   return node < self.node ? node : node + kLocal - 1;
 }
 
-// The row that speaker i sent for a token; null when there is none, or it did not come.
+// The row that speaker i sent for a token; null when there is none, or it did not come. A row that flags
+// itself may be still to come.
 __device__ inline const char* wait_partial(const CombineParams& p, const Self& self, u64 step,
                                            i32 i, i32 index) {
   if (index < 0) return nullptr;
@@ -31,7 +33,8 @@ __device__ inline const char* wait_partial(const CombineParams& p, const Self& s
   const u64 own = p.comm.data[self.local];
   const bool near = i < kLocal;
   const bool came =
-      near ? wait_word(p.comm, partial_flags_at(own, slot, i) + index, static_cast<u32>(step + 1),
+      near ? kSelfFlagged ||
+                 wait_word(p.comm, partial_flags_at(own, slot, i) + index, static_cast<u32>(step + 1),
                        {Phase::kCombine, speaker_rank(self, i), step})
            : wait_combine(p.comm, self, step, i);
   if (!came) return nullptr;
@@ -46,11 +49,14 @@ __device__ inline void recv_token(const CombineParams& p, const Self& self,
   const u64 offset = static_cast<u64>(token) * kOutBytes;
   for (i32 i = worker.thread; i < kSpeakers; i += RecvWorker::kThreads) {
     const i32 column = i < kLocal ? i : kLocal + other_node(i - kLocal, self.node);
-    w.row[kBiases + order_of(self, i)] = wait_partial(p, self, step, i, send_slots[column]);
+    const i32 at = kBiases + order_of(self, i);
+    w.row[at] = wait_partial(p, self, step, i, send_slots[column]);
+    w.source[at] = kSelfFlagged && i < kLocal ? speaker_rank(self, i) : -1;
   }
   if (worker.thread < kBiases) {
     const u64 bias = p.bias[worker.thread];
     w.row[worker.thread] = bias ? reinterpret_cast<const char*>(bias + offset) : nullptr;
+    w.source[worker.thread] = -1;
   }
   worker.sync();
   if (worker.thread < 32) {  // the rows that there are, one after the other
@@ -58,24 +64,61 @@ __device__ inline void recv_token(const CombineParams& p, const Self& self,
     for (i32 first = 0; first < kBiases + kSpeakers; first += 32) {
       const i32 i = first + worker.thread;
       const char* row = i < kBiases + kSpeakers ? w.row[i] : nullptr;
+      const i32 source = row ? w.source[i] : -1;
       const u32 have = __ballot_sync(~0u, row != nullptr);
       __syncwarp();  // all have read before one writes
-      if (row) w.row[num + __popc(have & ((1u << worker.thread) - 1))] = row;
+      if (row) {
+        const i32 at = num + __popc(have & ((1u << worker.thread) - 1));
+        w.row[at] = row, w.source[at] = source;
+      }
       num += __popc(have);
       __syncwarp();
     }
     if (worker.thread == 0) w.num_rows = num;
   }
   worker.sync();
-  constexpr i32 kRowsAtOnce = kSpeakers < 4 ? kSpeakers : 4;
-  sum_rows<kOutType, false, kRowsAtOnce>(
-      worker, reinterpret_cast<char*>(p.out) + offset, w.num_rows, [&](i32 r) { return w.row[r]; },
-      false, [](i32) { return 1.0f; });
-  if (p.out_scalars && worker.thread < kTopk) {
+  // As many as registers hold where a thread has one group of each.
+  constexpr i32 kMost = kSelfFlagged && kGroups <= RecvWorker::kThreads ? 2 : 4;
+  constexpr i32 kRowsAtOnce = kSpeakers < kMost ? kSpeakers : kMost;
+  const auto settle = [&](const auto& each) {
+    if constexpr (!kSelfFlagged) return;
+    Awaited what{Phase::kCombine, -1, step};
+    const auto again = [&] {
+      what.source = -1;
+      each([&](auto& piece, i32 r, i32 group) {
+        if (w.source[r] >= 0 && piece.again(w.row[r], group)) what.source = w.source[r];
+      });
+      return what.source >= 0;
+    };
+    wait_flagged(p.comm, again, what);
+    each([&](auto& piece, i32 r, i32 group) {
+      if (w.source[r] >= 0) piece.take(w.row[r], group);
+    });
+  };
+  sum_rows<kOutType, kSelfFlagged ? Written::kNow : Written::kByPeers, kRowsAtOnce>(
+      worker, reinterpret_cast<char*>(p.out) + offset, false, w.num_rows,
+      [&](i32 r) { return w.row[r]; }, false, [](i32) { return 1.0f; }, settle);
+  if (p.with_scalars && worker.thread < kTopk) {
     float sum = 0.0f;
-    for (i32 r = (p.bias[0] != 0) + (p.bias[1] != 0); r < w.num_rows; ++r)
-      sum = __fadd_rn(sum, reinterpret_cast<const float*>(w.row[r] + kOutBytes)[worker.thread]);
-    reinterpret_cast<float*>(p.out_scalars)[token * kTopk + worker.thread] = sum;
+    const auto scalar_at = [&](i32 r) {
+      return reinterpret_cast<u32*>(const_cast<char*>(w.row[r]) + kOutBytes) + worker.thread;
+    };
+    for (i32 r = (p.bias[0] != 0) + (p.bias[1] != 0); r < w.num_rows; r += kRowsAtOnce) {
+      u32 scalar[kRowsAtOnce];
+#pragma unroll
+      for (i32 j = 0; j < kRowsAtOnce; ++j)
+        if (r + j < w.num_rows) scalar[j] = ld_relaxed_sys_u32(scalar_at(r + j));
+#pragma unroll
+      for (i32 j = 0; j < kRowsAtOnce; ++j) {
+        if (r + j >= w.num_rows) continue;
+        if (kSelfFlagged && w.source[r + j] >= 0)
+          scalar[j] = take_word(p.comm, scalar_at(r + j), scalar[j],
+                                {Phase::kCombine, w.source[r + j], step});
+        sum = __fadd_rn(sum, __uint_as_float(scalar[j]));
+      }
+    }
+    if (p.out_scalars)
+      reinterpret_cast<float*>(p.out_scalars)[token * kTopk + worker.thread] = sum;
   }
   worker.sync();
 }

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "kernels/device/quantize.cuh"
+#include "kernels/device/self_flag.cuh"
 #include "kernels/device/steps.cuh"
 #include "kernels/device/worker.cuh"
 #include "kernels/late_weights.cuh"
@@ -22,18 +23,37 @@ inline constexpr i32 kValues = Values<kYType>::kCount > Values<kOutType>::kCount
 inline constexpr i32 kGroups = kHidden / kValues;
 static_assert(kHidden % kValues == 0);
 
-// kValues values of one row; `constant`: nobody writes them while the kernel runs.
-template <DType kType, bool kConstant>
+// Who writes a row: nobody while the kernel runs, peers before its flag, or peers right now.
+enum class Written { kBefore, kByPeers, kNow };
+
+// kValues values of one row.
+template <DType kType, Written kWritten>
 struct Piece {
   static constexpr i32 kVecs = kValues / Values<kType>::kCount;
   Vec vec[kVecs];
 
+  __device__ __forceinline__ static const char* at(const char* row, i32 group, i32 i) {
+    return row + (group * kVecs + i) * 16;
+  }
   __device__ __forceinline__ void load(const char* row, i32 group) {
 #pragma unroll
-    for (i32 i = 0; i < kVecs; ++i) {
-      const char* at = row + (group * kVecs + i) * 16;
-      vec[i] = kConstant ? ld_nc_v4(at) : ld_na_v4(at);
-    }
+    for (i32 i = 0; i < kVecs; ++i)
+      vec[i] = kWritten == Written::kBefore    ? ld_nc_v4(at(row, group, i))
+               : kWritten == Written::kByPeers ? ld_na_v4(at(row, group, i))
+                                               : ld_relaxed_sys_v4(at(row, group, i));
+  }
+  // Of a self-flagged row: reads again what has not come, if any.
+  __device__ __forceinline__ bool again(const char* row, i32 group) {
+    bool any = false;
+#pragma unroll
+    for (i32 i = 0; i < kVecs; ++i)
+      if (!has_come(vec[i])) vec[i] = ld_relaxed_sys_v4(at(row, group, i)), any = true;
+    return any;
+  }
+  __device__ __forceinline__ void take(const char* row, i32 group) {
+#pragma unroll
+    for (i32 i = 0; i < kVecs; ++i)
+      vec[i] = take_vec(const_cast<char*>(at(row, group, i)), vec[i]);
   }
   __device__ __forceinline__ void load_shared(const char* row, i32 group) {
 #pragma unroll
@@ -58,12 +78,19 @@ struct Piece {
   }
 };
 
-__device__ __forceinline__ void store_values(char* row, i32 group, const float* acc) {
+// flag: into a self-flagged row.
+__device__ __forceinline__ void store_values(char* row, i32 group, const float* acc, bool flag) {
   constexpr i32 kPerVec = Values<kOutType>::kCount;
 #pragma unroll
-  for (i32 i = 0; i < kValues / kPerVec; ++i)
-    st_na_v4(row + (group * (kValues / kPerVec) + i) * 16,
-             Values<kOutType>::store(acc + i * kPerVec));
+  for (i32 i = 0; i < kValues / kPerVec; ++i) {
+    char* to = row + (group * (kValues / kPerVec) + i) * 16;
+    const Vec v = Values<kOutType>::store(acc + i * kPerVec);
+    if (kSelfFlagged && flag) {
+      st_flagged_v4(to, v);
+    } else {
+      st_na_v4(to, v);
+    }
+  }
 }
 
 __device__ __forceinline__ void store_values_shared(char* row, i32 group, const float* acc) {
@@ -74,28 +101,39 @@ __device__ __forceinline__ void store_values_shared(char* row, i32 group, const 
         Values<kOutType>::store(acc + i * kPerVec);
 }
 
+struct AllHaveCome {
+  template <typename Each>
+  __device__ void operator()(const Each&) const {}
+};
+
 // to = sum of `num_rows` rows in their order, times weight_of(i) when `weighted`. Rows are loaded
-// kRowsAtOnce at a time.
-template <DType kType, bool kConstant, i32 kRowsAtOnce, typename W, typename RowAt,
-          typename WeightOf>
-__device__ __forceinline__ void sum_rows(const W& worker, char* to, i32 num_rows,
+// kRowsAtOnce at a time. settle(each) then waits for what is still to come of them: each(f) calls
+// f(piece, i, group) for every piece.
+template <DType kType, Written kWritten, i32 kRowsAtOnce, typename W, typename RowAt,
+          typename WeightOf, typename Settle = AllHaveCome>
+__device__ __forceinline__ void sum_rows(const W& worker, char* to, bool flag, i32 num_rows,
                                          const RowAt& row_at, bool weighted,
-                                         const WeightOf& weight_of) {
+                                         const WeightOf& weight_of, const Settle& settle = {}) {
   // Groups of a thread that are under way together. More hide more latency and cost registers.
-  constexpr i32 kGroupsAtOnce = kGroups <= W::kThreads ? 1 : 2;
+  constexpr i32 kGroupsAtOnce = kGroups <= W::kThreads || kWritten == Written::kNow ? 1 : 2;
   for (i32 first = worker.thread; first < kGroups; first += W::kThreads * kGroupsAtOnce) {
     float acc[kGroupsAtOnce][kValues] = {};
     for (i32 r = 0; r < num_rows; r += kRowsAtOnce) {
-      Piece<kType, kConstant> piece[kRowsAtOnce][kGroupsAtOnce];
+      Piece<kType, kWritten> piece[kRowsAtOnce][kGroupsAtOnce];
+      const auto each = [&](const auto& f) {
+#pragma unroll
+        for (i32 j = 0; j < kRowsAtOnce; ++j)
+#pragma unroll
+          for (i32 g = 0; g < kGroupsAtOnce; ++g)
+            if (const i32 group = first + g * W::kThreads; r + j < num_rows && group < kGroups)
+              f(piece[j][g], r + j, group);
+      };
 #pragma unroll
       for (i32 j = 0; j < kRowsAtOnce; ++j)
 #pragma unroll
-        for (i32 g = 0; g < kGroupsAtOnce; ++g)
-          if (const i32 group = first + g * W::kThreads; r + j < num_rows && group < kGroups) {
-            piece[j][g].load(row_at(r + j), group);
-          } else {
-            piece[j][g].clear();
-          }
+        for (i32 g = 0; g < kGroupsAtOnce; ++g) piece[j][g].clear();
+      each([&](auto& piece, i32 i, i32 group) { piece.load(row_at(i), group); });
+      settle(each);
 #pragma unroll
       for (i32 j = 0; j < kRowsAtOnce; ++j)
         if (r + j < num_rows)
@@ -106,7 +144,7 @@ __device__ __forceinline__ void sum_rows(const W& worker, char* to, i32 num_rows
 #pragma unroll
     for (i32 g = 0; g < kGroupsAtOnce; ++g)
       if (const i32 group = first + g * W::kThreads; group < kGroups)
-        store_values(to, group, acc[g]);
+        store_values(to, group, acc[g], flag);
   }
 }
 
@@ -198,27 +236,33 @@ __device__ inline void look_up(const Adder& a, const W& worker, u64 step, i32 ch
 }
 
 // Scalar k behind the sum at `to`, of a slot whose rows of y are `rows` and begin with `first`.
-__device__ __forceinline__ void store_scalar(const Adder& a, char* to, const i32* rows, i32 first,
-                                             i32 k) {
+__device__ __forceinline__ void store_scalar(const Adder& a, char* to, bool flag, const i32* rows,
+                                             i32 first, i32 k) {
   const i64 at = a.p.scalars_by_rank ? static_cast<i64>(first) * kTopk + k : rows[k];
-  reinterpret_cast<float*>(to + kOutBytes)[k] =
-      at >= 0 ? reinterpret_cast<const float*>(a.p.row_scalars)[at] : 0.0f;
+  const float scalar = at >= 0 ? reinterpret_cast<const float*>(a.p.row_scalars)[at] : 0.0f;
+  auto* place = reinterpret_cast<float*>(to + kOutBytes) + k;
+  if (kSelfFlagged && flag) {
+    st_flagged_u32(place, __float_as_uint(scalar));
+  } else {
+    *place = scalar;
+  }
 }
 
 // This rank's rows of one slot, added up at `to`.
 __device__ inline void store_partial(const Adder& a, const SendWorker& worker, i32 place, i32 chunk,
-                                     i32 source, i32 index, char* to) {
+                                     i32 source, i32 index, char* to, bool flag) {
   const CombineScratch& w = scratch_of(worker);
-  sum_rows < kYType, true,
+  sum_rows < kYType, Written::kBefore,
       kTopk<2 ? 1 : 2>(
-          worker, to, w.num_rows[place],
+          worker, to, flag, w.num_rows[place],
           [&](i32 r) {
             return reinterpret_cast<const char*>(a.p.y) +
                    static_cast<u64>(w.row[place][r]) * kYBytes;
           },
           a.weighted(), [&](i32 r) { return w.weight[place][r]; });
   if (a.p.with_scalars && worker.thread < kTopk)
-    store_scalar(a, to, a.handle.rows_of(chunk, source, index), w.row[place][0], worker.thread);
+    store_scalar(a, to, flag, a.handle.rows_of(chunk, source, index), w.row[place][0],
+                 worker.thread);
 }
 
 // The node's partials of one row, added up into the gateway's combine_outbox.
@@ -231,7 +275,8 @@ __device__ inline void add_partials(const Adder& a, const SendWorker& worker, u6
   };
   char* to = combine_outbox_at(data, slot, other) + offset;
   const i32 num_ranks = __popcll(ranks);
-  sum_rows<kOutType, false, 2>(worker, to, num_ranks, nth, false, [](i32) { return 1.0f; });
+  sum_rows<kOutType, Written::kByPeers, 2>(worker, to, false, num_ranks, nth, false,
+                                           [](i32) { return 1.0f; });
   if (a.p.with_scalars && worker.thread < kTopk) {
     float sum = 0.0f;
     for (i32 r = 0; r < num_ranks; ++r)
@@ -252,7 +297,8 @@ __device__ inline void send_to_gateway(const Adder& a, const SendWorker& worker,
   store_partial(
       a, worker, place, chunk, source, index,
       (alone ? combine_outbox_at(data, slot, other) : gather_at(data, slot, other, a.self.local)) +
-          offset);
+          offset,
+      false);
   worker.sync();
   if (!alone) {
     const auto last = static_cast<u32>(__popcll(ranks) - 1);
@@ -289,7 +335,9 @@ __device__ inline void combine_chunk(const Adder& a, const SendWorker& worker, u
       const u64 data = p.comm.data[source % kLocal];
       store_partial(a, worker, place, chunk, source, index,
                     partial_at(data, slot, a.self.local) + combine_slots_offset() +
-                        static_cast<u64>(index) * p.stride);
+                        static_cast<u64>(index) * p.stride,
+                    true);
+      if constexpr (kSelfFlagged) continue;
       worker.sync();
       // The row's flag, after every thread's stores; pairs with the wait in combine_recv() there.
       if (worker.thread == 0)

@@ -102,7 +102,7 @@ __device__ inline void make_heads(const Sender& a, const PipeRole& role, u64 ste
       ahead.ask(p, token, next, lane);
       if constexpr (kQuantize) load_row(p, pipe, next, image, x, lane);
     }
-    find_slots(a, warp, chunk, counted, token, w);
+    find_slots(a, warp, chunk, counted, token, true, w);
     counted = token;
     image.wait_empty(pipe.images);
     if constexpr (!kQuantize) load_row(p, pipe, token, image, x, lane);

@@ -17,6 +17,9 @@ struct FoundRows {
   bool arrived[2];
 };
 struct RecvScratch : FoundRows {
+  // Of self-flagged slots: what lies before the payload, and behind it.
+  u32 head[2][kSelfFlagged ? kHeadWords : 1];
+  u32 scale[2][kSelfFlagged && kScaled ? kScales : 1];
   u32 mine[RecvWorker::kThreads / 32];  // bit j: item j of the batch has rows of ours
 };
 struct RecvShared {
@@ -83,6 +86,35 @@ __device__ inline void decide(const Receiver& a, u64 step, i32* num_slots) {
   }
 }
 
+// The slots of a chunk that `source` sends; -1 when it does not come.
+__device__ inline i32 hear_slots(const Receiver& a, u64 step, i32 source) {
+  const DispatchParams& p = a.p;
+  const auto* header = reinterpret_cast<const RegionHeader*>(
+      dispatch_region(p.comm, a.self, slot_of(step), source));
+  const u32 flags = wire_flags(p);
+  i32 slots;
+  u64 slot_bytes;
+  bool fits;
+  if (kSelfFlagged && a.self.same_node(source)) {
+    const Awaited what{Phase::kDispatch, source, step};
+    u64 told[2] = {ld_relaxed_sys_u64(&header->told[0]), ld_relaxed_sys_u64(&header->told[1])};
+    for (i32 i = 0; i < 2; ++i)
+      if (!wait_tagged(p.comm, &header->told[i], told[i], what)) return -1;
+    const auto shape = static_cast<u32>(told[1]);
+    slots = static_cast<i32>(static_cast<u32>(told[0]));
+    slot_bytes = (shape >> 16) * kLine;
+    fits = shape == told_shape(flags, p.parts.slot_bytes);
+  } else {
+    if (!hear(a, step, source)) return -1;
+    slots = static_cast<i32>(header->num_tokens);
+    slot_bytes = header->slot_bytes;
+    fits = header->flags == flags && slot_bytes == p.parts.slot_bytes;
+  }
+  if (fits && slots <= kChunk) return slots;
+  raise_fault(p.comm, kWrongHeader, Phase::kDispatch, source, step, p.parts.slot_bytes, slot_bytes);
+  return -1;
+}
+
 // Waits for the headers of a step from everybody. wait_ticks are those of these waits: slots of the own
 // node may come later than their header, but no single place waits for all of them.
 __device__ inline void read_headers(const Receiver& a, u64 step, i32 chunk) {
@@ -94,21 +126,9 @@ __device__ inline void read_headers(const Receiver& a, u64 step, i32 chunk) {
   const i32 apart = timed ? kApart : 1;
   if (const i32 thread = static_cast<i32>(threadIdx.x); thread % apart == 0)
     for (i32 source = thread / apart; source < kWorld; source += kBlockThreads / apart) {
-      i32 slots = -1;
       const i64 began = clock64();
-      const bool here = hear(a, step, source);
+      const i32 slots = hear_slots(a, step, source);
       if (timed) tell_ticks(a, chunk, source, clock64() - began);
-      if (here) {
-        const auto* header = reinterpret_cast<const RegionHeader*>(
-            dispatch_region(p.comm, a.self, slot_of(step), source));
-        slots = static_cast<i32>(header->num_tokens);
-        if (header->flags != kWireFlags || header->slot_bytes != p.parts.slot_bytes ||
-            slots > kChunk) {
-          raise_fault(p.comm, kWrongHeader, Phase::kDispatch, source, step, p.parts.slot_bytes,
-                      header->slot_bytes);
-          slots = -1;
-        }
-      }
       a.s.num_slots[chunk % 2][source] = slots;
       if (a.tells) a.handle.slot_count(chunk, source) = max(slots, 0);
     }
@@ -138,11 +158,24 @@ __device__ inline void place_groups(const Receiver& a) {
   }
 }
 
-// What `source` said about the call to this rank.
-__device__ __forceinline__ const i32* counts_from(const Receiver& a, u64 step, i32 source) {
-  const char* region = dispatch_region(a.p.comm, a.self, slot_of(step), source);
-  return reinterpret_cast<const i32*>(region + sizeof(RegionHeader)) +
-         (a.self.same_node(source) ? 0 : a.self.local * kCountsPerRank);
+// Count i of those that `source` tells this rank about the call, in two steps: loads of several can be
+// under way together.
+__device__ __forceinline__ const char* counts_from(const Receiver& a, u64 step, i32 source) {
+  return dispatch_region(a.p.comm, a.self, slot_of(step), source) + sizeof(RegionHeader);
+}
+__device__ __forceinline__ u64 ask_count(const Receiver& a, u64 step, i32 source, i32 i) {
+  const char* counts = counts_from(a, step, source);
+  const bool near = a.self.same_node(source);
+  if (kSelfFlagged && near) return ld_relaxed_sys_u64(reinterpret_cast<const u64*>(counts) + i);
+  return reinterpret_cast<const u32*>(counts)[(near ? 0 : a.self.local * kCountsPerRank) + i];
+}
+__device__ __forceinline__ i32 hear_count(const Receiver& a, u64 step, i32 source, i32 i,
+                                          u64 word) {
+  if (kSelfFlagged && a.self.same_node(source))
+    if (!wait_tagged(a.p.comm, reinterpret_cast<const u64*>(counts_from(a, step, source)) + i, word,
+                     {Phase::kDispatch, source, step}))
+      return 0;
+  return static_cast<i32>(static_cast<u32>(word));
 }
 
 __device__ inline void raise_capacity(const Receiver& a, u64 step, i32 expert, i64 needed) {
@@ -180,9 +213,18 @@ __device__ inline void tell_sources(const Receiver& a, u64 step) {
     if (s.num_rows[0] > a.p.capacity) raise_capacity(a, step, -1, s.num_rows[0]);
   }
   for (i32 e = thread; e < a.p.comm.num_local_experts; e += kBlockThreads) {
+    constexpr i32 kAtOnce = 8;
     i32 sum = 0;
-    for (i32 source = 0; source < kWorld; ++source)
-      if (s.num_slots[0][source] >= 0) sum += counts_from(a, step, source)[e];
+    for (i32 first = 0; first < kWorld; first += kAtOnce) {
+      u64 word[kAtOnce];
+#pragma unroll
+      for (i32 j = 0; j < kAtOnce; ++j)
+        if (first + j < kWorld) word[j] = ask_count(a, step, first + j, e);
+#pragma unroll
+      for (i32 j = 0; j < kAtOnce; ++j)
+        if (first + j < kWorld && s.num_slots[0][first + j] >= 0)
+          sum += hear_count(a, step, first + j, e, word[j]);
+    }
     reinterpret_cast<i32*>(a.p.counts)[e] = sum;
   }
 }
@@ -193,10 +235,11 @@ __device__ inline void place_rows(const Receiver& a, u64 step) {
   RecvShared& s = a.s;
   const i32 thread = static_cast<i32>(threadIdx.x), num_groups = a.num_groups();
   for (i32 i = thread; i < num_groups * kWorld; i += kBlockThreads) {
-    const i32 source = i / num_groups, g = i % num_groups;
-    s.first_row[g][source] = s.num_slots[0][source] < 0
-                                 ? 0
-                                 : counts_from(a, step, source)[kByRank ? kMaxLocalExperts : g];
+    const i32 source = i / num_groups, g = i % num_groups, count = kByRank ? kMaxLocalExperts : g;
+    s.first_row[g][source] =
+        s.num_slots[0][source] < 0
+            ? 0
+            : hear_count(a, step, source, count, ask_count(a, step, source, count));
   }
   __syncthreads();
   for (i32 g = thread; g < num_groups; g += kBlockThreads) {

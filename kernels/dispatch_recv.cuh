@@ -102,50 +102,118 @@ __device__ inline void find_rows(const Receiver& a, i32 lane, i32 chunk, const I
   }
 }
 
+// Of a self-flagged slot: its head, by the first warp, into shared memory.
+__device__ inline void take_head(const Receiver& a, i32 lane, char* from, i32 buffer,
+                                 const Awaited& what, RecvScratch& w) {
+  constexpr i32 kEach = (kHeadWords + 31) / 32;
+  const auto at = [&](i32 i) { return reinterpret_cast<u32*>(from) + i * 32 + lane; };
+  u32 word[kEach];
+#pragma unroll
+  for (i32 i = 0; i < kEach; ++i) word[i] = ld_relaxed_sys_u32(at(i));
+#pragma unroll
+  for (i32 i = 0; i < kEach; ++i)
+    w.head[buffer][i * 32 + lane] = take_word(a.p.comm, at(i), word[i], what);
+  __syncwarp();
+}
+
 __device__ inline char* slot_at(const Receiver& a, u64 step, const Item& item) {
   return dispatch_region(a.p.comm, a.self, slot_of(step), item.source) +
          (a.self.same_node(item.source) ? kInboxSlots : kOutboxSlots) +
          static_cast<u64>(item.index) * a.p.parts.slot_bytes;
 }
 
+// The words behind the payload of a self-flagged slot that none of them marks as come: its flag did.
+__device__ inline void clear_opaque(const DispatchParams& p, const RecvWorker& worker, char* from) {
+  worker.sync();  // all have read them
+  for (u64 at = p.parts.offset[1] + static_cast<u64>(worker.thread) * 16; at < p.parts.slot_bytes;
+       at += RecvWorker::kThreads * 16)
+    st_relaxed_sys_v4(from + at, Vec{});
+}
+
 __device__ inline void recv_slot(const Receiver& a, const RecvWorker& worker, u64 step, i32 chunk,
                                  const Item& item, i32 buffer) {
   const DispatchParams& p = a.p;
+  const DeviceComm& comm = p.comm;
   RecvScratch& w = a.s.worker[worker.place];
-  const char* from = slot_at(a, step, item);
-  if (worker.thread == 0)
-    w.arrived[buffer] =
-        kMasks || !a.self.same_node(item.source) ||
-        wait_word(p.comm,
-                  inbox_flags_at(p.comm.data[a.self.local], slot_of(step), item.source % kLocal) +
-                      item.index,
-                  static_cast<u32>(step + 1), {Phase::kDispatch, item.source, step});
-  worker.sync();
+  char* from = slot_at(a, step, item);
+  const bool near = a.self.same_node(item.source), takes = kSelfFlagged && near;
+  const Awaited what{Phase::kDispatch, item.source, step};
+  if (!takes || p.opaque) {
+    if (worker.thread == 0)
+      w.arrived[buffer] =
+          kMasks || !near ||
+          wait_word(comm,
+                    inbox_flags_at(comm.data[a.self.local], slot_of(step), item.source % kLocal) +
+                        item.index,
+                    static_cast<u32>(step + 1), what);
+    worker.sync();
+  }
   using R = Rounds<RecvWorker>;
   Vec payload[R::kVecs];  // under way while the rows are found
-  const auto load = [&](i32 piece) {
+  const auto each_vec = [&](i32 piece, const auto& each) {
 #pragma unroll
     for (i32 i = 0; i < R::kVecs; ++i)
       if (const i32 at = R::at(worker, piece, i); at < kPayloadVecs)
-        payload[i] = ld_na_v4(from + kHeadBytes + at * 16);
+        each(payload[i], from + kHeadBytes + at * 16);
+  };
+  const auto load = [&](i32 piece) {
+    each_vec(piece, [&](Vec& vec, const char* at) {
+      vec = takes ? ld_relaxed_sys_v4(at) : ld_na_v4(at);
+    });
+  };
+  const auto take = [&](i32 piece) {
+    if (!takes) return;
+    const auto again = [&] {
+      bool any = false;
+      each_vec(piece, [&](Vec& vec, const char* at) {
+        if (!has_come(vec)) vec = ld_relaxed_sys_v4(at), any = true;
+      });
+      return any;
+    };
+    wait_flagged(comm, again, what);
+    each_vec(piece, [&](Vec& vec, char* at) { vec = take_vec(at, vec); });
   };
   load(0);
   // So is a word of the scales for each thread.
-  const char* scales = from + p.parts.offset[1];
+  char* scales = from + p.parts.offset[1];
+  const bool takes_scales = kScaled && takes && !p.opaque;
+  const auto scale_at = [&](i32 i) { return reinterpret_cast<u32*>(scales) + i; };
+  const i32 num_taken = takes_scales ? static_cast<i32>(p.parts.bytes[1] / 4) : 0;
   u32 scale = 0;
-  if (kScaled && worker.thread < num_scales(p)) scale = scale_word(scales, worker.thread);
-  if (worker.thread < 32) find_rows(a, worker.thread, chunk, item, from, buffer, w);
+  if (takes_scales) {
+    if (worker.thread < num_taken) scale = ld_relaxed_sys_u32(scale_at(worker.thread));
+  } else if (kScaled && worker.thread < num_scales(p)) {
+    scale = scale_word(scales, worker.thread);
+  }
+  if (worker.thread < 32) {
+    const char* head = from;
+    if (takes) {
+      if (worker.thread == 0) w.arrived[buffer] = true;
+      take_head(a, worker.thread, from, buffer, what, w);
+      head = reinterpret_cast<const char*>(w.head[buffer]);
+    }
+    find_rows(a, worker.thread, chunk, item, head, buffer, w);
+  }
+  take(0);
+  for (i32 i = worker.thread; i < num_taken; i += RecvWorker::kThreads) {
+    if (i != worker.thread) scale = ld_relaxed_sys_u32(scale_at(i));
+    w.scale[buffer][i] = take_word(comm, scale_at(i), scale, what);
+  }
   worker.sync();
+  if (takes_scales) {
+    scales = reinterpret_cast<char*>(w.scale[buffer]);
+    if (worker.thread < num_scales(p)) scale = scale_word(scales, worker.thread);
+  }
   const i32 num_rows = w.num_rows[buffer];
   for (i32 piece = 0; piece < R::kPieces; ++piece) {
-    if (piece > 0) load(piece);
+    if (piece > 0) load(piece), take(piece);
     for (i32 r = 0; r < num_rows; ++r)
-#pragma unroll
-      for (i32 i = 0; i < R::kVecs; ++i)
-        if (const i32 at = R::at(worker, piece, i); at < kPayloadVecs)
-          st_na_v4(reinterpret_cast<char*>(p.out_x) +
-                       (static_cast<i64>(w.row[buffer][r]) * kPayloadVecs + at) * 16,
-                   payload[i]);
+      each_vec(piece, [&](const Vec& vec, const char* at) {
+        st_na_v4(reinterpret_cast<char*>(p.out_x) +
+                     static_cast<i64>(w.row[buffer][r]) * kPayloadVecs * 16 +
+                     (at - from - kHeadBytes),
+                 vec);
+      });
   }
   for (i32 r = 0; r < num_rows; ++r) {
     const auto row = static_cast<u64>(w.row[buffer][r]);
@@ -156,6 +224,7 @@ __device__ inline void recv_slot(const Receiver& a, const RecvWorker& worker, u6
     }
     copy_extras(p, worker, row, from);
   }
+  if (takes && p.opaque) clear_opaque(p, worker, from);
 }
 
 // Which own-node ranks the slot of another node's source is for; the handle keeps it for combine.
@@ -243,6 +312,11 @@ __device__ inline void dispatch_recv(const DispatchParams& p, u64 first_step, i3
     const u64 step = first_step + static_cast<u64>(chunk);
     begin_chunk(a, worker, step, chunk);
     recv_slots(a, worker, step, chunk);
+    // What the own node's ranks write into this rank's memory at combine comes behind what was read
+    // there in earlier steps (docs/protocol.md, section 10).
+    if (kSelfFlagged && a.tells)
+      for (i32 l = static_cast<i32>(threadIdx.x); l < kLocal; l += kBlockThreads)
+        wait_dispatch(p.comm, a.self, step, a.self.node * kLocal + l);
     if (p.solo) acknowledge(a, worker, step);
     __syncthreads();  // the next chunk's headers take the place of this one's
   }

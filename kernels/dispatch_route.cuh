@@ -4,6 +4,7 @@
 #pragma once
 
 #include "kernels/device/quantize.cuh"
+#include "kernels/device/self_flag.cuh"
 #include "kernels/device/steps.cuh"
 #include "kernels/device/worker.cuh"
 
@@ -15,8 +16,10 @@ inline constexpr ScaleFormat kScaleFormat = static_cast<ScaleFormat>(MOE_P2P_SCA
 static_assert(kQuantize || kScaleFormat == ScaleFormat::kFloat32, "given scales are left alone");
 inline constexpr bool kByRank = MOE_P2P_BY_RANK;  // RowLayout::kByRank; else one of the others
 inline constexpr DType kWireType = kQuantize ? DType::kFloat8E4M3 : kXType;
-inline constexpr u32 kWireFlags =
-    static_cast<u32>(kWireType) << kDTypeShift | (kByRank ? static_cast<u32>(kRowsByRank) : 0);
+__device__ __forceinline__ u32 wire_flags(const DispatchParams& p) {
+  return static_cast<u32>(kWireType) << kDTypeShift |
+         (kByRank ? static_cast<u32>(kRowsByRank) : 0) | (p.opaque ? static_cast<u32>(kOpaque) : 0);
+}
 inline constexpr i32 kPayloadVecs = static_cast<i32>(kHidden * item_bytes(kWireType) / sizeof(Vec));
 inline constexpr i32 kHeadBytes = static_cast<i32>(slot_head_bytes(kTopk));
 inline constexpr i32 kHeadWords = kHeadBytes / 4;
@@ -222,7 +225,7 @@ __device__ inline i32 tokens_in(const u32* has) {
 // The slots of a token, by the threads of its worker; `before`: the token they looked at last.
 template <typename W>
 __device__ inline void find_slots(const Sender& a, const W& worker, i32 chunk, i32 before,
-                                  i32 token, SendScratch& w) {
+                                  i32 token, bool tell, SendScratch& w) {
   const i32 at = token - chunk * kChunk, from = max(before - chunk * kChunk, 0);
   for (i32 column = worker.thread; column < kColumns; column += W::kThreads) {
     const u32* has = a.s.has[column];
@@ -230,7 +233,7 @@ __device__ inline void find_slots(const Sender& a, const W& worker, i32 chunk, i
     const i32 slot = has[at / 32] >> (at % 32) & 1 ? passed : -1;
     w.passed[column] = passed;
     w.slot[column] = slot;
-    a.handle.send_slots(token)[column] = slot;
+    if (tell) a.handle.send_slots(token)[column] = slot;
   }
 }
 
@@ -261,17 +264,25 @@ __device__ inline void outbox_part(const Sender& a, u64 step, i32 node) {
        kOutboxSlots + static_cast<u64>(num_slots) * a.p.parts.slot_bytes);
 }
 
-// Where `rank` finds the counts of this call.
-__device__ __forceinline__ i32* counts_for(const Sender& a, i32 slot, i32 rank) {
-  const bool near = a.self.same_node(rank);
-  const i32 l = rank % kLocal, other = other_index(rank / kLocal, a.self.node);
-  char* region = near ? inbox_at(a.p.comm.data[l], slot, a.self.local)
-                      : outbox_at(a.p.comm.data[a.self.local], slot, other);
-  return reinterpret_cast<i32*>(region + sizeof(RegionHeader)) + (near ? 0 : l * kCountsPerRank);
+// Puts count i of this call where `rank` finds it.
+__device__ __forceinline__ void tell_count(const Sender& a, u64 step, i32 rank, i32 i, i32 count) {
+  const i32 l = rank % kLocal, slot = slot_of(step);
+  if (!a.self.same_node(rank)) {
+    const i32 other = other_index(rank / kLocal, a.self.node);
+    char* region = outbox_at(a.p.comm.data[a.self.local], slot, other) + sizeof(RegionHeader);
+    reinterpret_cast<i32*>(region)[l * kCountsPerRank + i] = count;
+    return;
+  }
+  char* region = inbox_at(a.p.comm.data[l], slot, a.self.local) + sizeof(RegionHeader);
+  if constexpr (kSelfFlagged) {
+    st_tagged(reinterpret_cast<u64*>(region) + i, step, static_cast<u32>(count));
+  } else {
+    reinterpret_cast<i32*>(region)[i] = count;
+  }
 }
 
 // With the first chunk, the counts of the whole call. Only kByRank needs those of ranks.
-__device__ inline void send_counts(const Sender& a, i32 slot) {
+__device__ inline void send_counts(const Sender& a, u64 step) {
   const i32 thread = static_cast<i32>(threadIdx.x);
   SendScratch& w = a.s.worker[0];
   constexpr i32 kSeen = sizeof(w.seen) / sizeof(w.seen[0]);
@@ -284,12 +295,12 @@ __device__ inline void send_counts(const Sender& a, i32 slot) {
     const Owner owner = owner_of(a.p.comm, e);
     if constexpr (kMasks)
       if (is_masked(a.p.comm, owner.rank)) continue;
-    counts_for(a, slot, owner.rank)[owner.local] = w.seen[e];
+    tell_count(a, step, owner.rank, owner.local, w.seen[e]);
   }
   if constexpr (kByRank)
     for (i32 rank = thread; rank < kWorld; rank += kBlockThreads)
       if (!is_masked(a.p.comm, rank))
-        counts_for(a, slot, rank)[kMaxLocalExperts] = w.seen[kExperts + rank];
+        tell_count(a, step, rank, kMaxLocalExperts, w.seen[kExperts + rank]);
   __syncthreads();
   for (i32 i = thread; i < kSeen; i += kBlockThreads) w.seen[i] = 0;
 }
@@ -299,22 +310,29 @@ __device__ inline void send_counts(const Sender& a, i32 slot) {
 __device__ inline void send_headers(const Sender& a, u64 step, i32 chunk) {
   const i32 thread = static_cast<i32>(threadIdx.x), slot = slot_of(step);
   const u64 own = a.p.comm.data[a.self.local];
-  if (chunk == 0) send_counts(a, slot);
+  const u32 flags = wire_flags(a.p);
+  if (chunk == 0) send_counts(a, step);
   for (i32 i = thread; i < kSpeakers; i += kBlockThreads) {
     if constexpr (kMasks)
       if (speaker_masked(a.p.comm, a.self, i)) continue;
     const i32 column = i < kLocal ? i : kLocal + other_node(i - kLocal, a.self.node);
     char* region = i < kLocal ? inbox_at(a.p.comm.data[i], slot, a.self.local)
                               : outbox_at(own, slot, i - kLocal);
-    fill_header(region, static_cast<u32>(tokens_in(a.s.has[column])), kWireFlags,
-                a.p.parts.slot_bytes);
+    const auto num_tokens = static_cast<u32>(tokens_in(a.s.has[column]));
+    if (kSelfFlagged && i < kLocal) {
+      u64* told = reinterpret_cast<RegionHeader*>(region)->told;
+      st_tagged(&told[0], step, num_tokens);
+      st_tagged(&told[1], step, told_shape(flags, a.p.parts.slot_bytes));
+    }
+    fill_header(region, num_tokens, flags, a.p.parts.slot_bytes);
   }
   __syncthreads();
   for (i32 i = thread; i < kSpeakers; i += kBlockThreads) {
     if constexpr (kMasks)
       if (speaker_masked(a.p.comm, a.self, i)) continue;
     if (i < kLocal) {
-      // The flag of header and counts; pairs with wait_dispatch() of rank i.
+      // The flag of header and counts; pairs with wait_dispatch() of rank i. Where rows flag themselves
+      // it says no more than that this rank has read what rank i sent it in earlier steps.
       st_release_sys_u64(header_word(inbox_at(a.p.comm.data[i], slot, a.self.local)), step + 1);
     } else {
       *header_word(outbox_at(own, slot, i - kLocal)) = step + 1;

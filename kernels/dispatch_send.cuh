@@ -74,11 +74,19 @@ struct Payload {
       }
     }
   }
-  __device__ __forceinline__ void store(const SendWorker& worker, i32 piece, char* to) const {
+  // flag: into a self-flagged slot.
+  __device__ __forceinline__ void store(const SendWorker& worker, i32 piece, char* to,
+                                        bool flag) const {
 #pragma unroll
-    for (i32 i = 0; i < kVecs; ++i)
-      if (R::at(worker, piece, i) < kPayloadVecs)
-        st_na_v4(to + R::at(worker, piece, i) * 16, vec[i]);
+    for (i32 i = 0; i < kVecs; ++i) {
+      const i32 where = R::at(worker, piece, i);
+      if (where >= kPayloadVecs) continue;
+      if (kSelfFlagged && flag) {
+        st_flagged_v4(to + where * 16, vec[i]);
+      } else {
+        st_na_v4(to + where * 16, vec[i]);
+      }
+    }
   }
 };
 
@@ -148,41 +156,63 @@ __device__ inline void store_extras(const DispatchParams& p, const W& worker, i3
   }
 }
 
+template <typename W>
+__device__ inline void flag_words(const W& worker, char* to, const char* from, u64 bytes) {
+  for (u64 i = static_cast<u64>(worker.thread) * 4; i < bytes; i += W::kThreads * 4)
+    st_flagged_u32(to + i, *reinterpret_cast<const u32*>(from + i));
+}
+
 // Head, scales and extras.
 __device__ inline void store_rest(const Sender& a, const SendWorker& worker, i32 token, char* to,
-                                  const SendScratch& w) {
+                                  bool flag, const SendScratch& w) {
   const DispatchParams& p = a.p;
-  for (i32 i = worker.thread; i < kHeadWords; i += SendWorker::kThreads)
-    reinterpret_cast<u32*>(to)[i] = w.head[i];
-  if (p.parts.bytes[1]) {
-    const auto* scales = kQuantize ? reinterpret_cast<const char*>(w.scale)
-                                   : reinterpret_cast<const char*>(p.scales) +
-                                         static_cast<u64>(token) * p.parts.bytes[1];
-    copy_words(worker, to + p.parts.offset[1], scales, p.parts.bytes[1]);
+  const auto* head = reinterpret_cast<const char*>(w.head);
+  const auto* scales = kQuantize ? reinterpret_cast<const char*>(w.scale)
+                                 : reinterpret_cast<const char*>(p.scales) +
+                                       static_cast<u64>(token) * p.parts.bytes[1];
+  if (kSelfFlagged && flag) {
+    flag_words(worker, to, head, kHeadBytes);
+    if (!p.opaque) return flag_words(worker, to + p.parts.offset[1], scales, p.parts.bytes[1]);
+  } else {
+    copy_words(worker, to, head, kHeadBytes);
   }
+  copy_words(worker, to + p.parts.offset[1], scales, p.parts.bytes[1]);
   store_extras(p, worker, token, to);
 }
 
-// The token into its slots in columns [first, last). `payload` holds its first piece.
+// Workers that share a token, where they are more than tokens: each stores into every count-th slot.
+struct Part {
+  i32 index, count;
+
+  __device__ static Part of(const SendWorker& worker, i32 num_rows) {
+    const i32 most = (worker.count - SendWorker::kCount) / max(min(num_rows, kChunk), 1);
+    const i32 count = max(min(most, kColumns), 1);
+    return {worker.id % count, count};
+  }
+  __device__ bool has(i32 i) const { return i % count == index; }
+};
+
+// The token into `count` of its slots, this part of them. `payload` holds its first piece.
 template <typename SlotAt>
-__device__ inline void store_slots(const Sender& a, const SendWorker& worker, i32 token, i32 count,
-                                   const SlotAt& slot_at, Payload& payload, SendScratch& w) {
+__device__ inline void store_slots(const Sender& a, const SendWorker& worker, const Part& part,
+                                   i32 token, i32 count, const SlotAt& slot_at, bool flag,
+                                   Payload& payload, SendScratch& w) {
 #pragma unroll
   for (i32 piece = 0; piece < Rounds<SendWorker>::kPieces; ++piece) {
     if (Rounds<SendWorker>::kPieces > 1) payload.load(a.p, worker, token, piece, w.scale);
 #pragma unroll 1
-    for (i32 i = 0; i < count; ++i)
-      if (char* to = slot_at(i)) payload.store(worker, piece, to + kHeadBytes);
+    for (i32 i = part.index; i < count; i += part.count)
+      if (char* to = slot_at(i)) payload.store(worker, piece, to + kHeadBytes, flag);
   }
   if (Rounds<SendWorker>::kPieces > 1 && kQuantize) worker.sync();  // all scales are there
 #pragma unroll 1
-  for (i32 i = 0; i < count; ++i)
-    if (char* to = slot_at(i)) store_rest(a, worker, token, to, w);
+  for (i32 i = part.index; i < count; i += part.count)
+    if (char* to = slot_at(i)) store_rest(a, worker, token, to, flag, w);
 }
 
 // `payload` has been asked for.
-__device__ inline void send_token(const Sender& a, const SendWorker& worker, u64 step, i32 chunk,
-                                  i32 token, i32& counted, Payload& payload) {
+__device__ inline void send_token(const Sender& a, const SendWorker& worker, const Part& part,
+                                  u64 step, i32 chunk, i32 token, i32& counted, Payload& payload) {
   const i32 thread = worker.thread, slot = slot_of(step);
   const DispatchParams& p = a.p;
   SendScratch& w = a.s.worker[worker.place];
@@ -196,7 +226,7 @@ __device__ inline void send_token(const Sender& a, const SendWorker& worker, u64
   if constexpr (!kByRank)
     count_experts(p, w.seen, static_cast<i64>(counted) * kTopk, static_cast<i64>(token) * kTopk,
                   thread, SendWorker::kThreads);
-  find_slots(a, worker, chunk, counted, token, w);
+  find_slots(a, worker, chunk, counted, token, part.index == 0, w);
   counted = token;
   if (Payload::kEarly) payload.load(p, worker, token, 0, w.scale);
   worker.sync();
@@ -207,31 +237,33 @@ __device__ inline void send_token(const Sender& a, const SendWorker& worker, u64
   worker.sync();
   if constexpr (kOthers > 0) {
     store_slots(
-        a, worker, token, kOthers,
+        a, worker, part, token, kOthers,
         [&](i32 i) {
           return slot_in(outbox_at(p.comm.data[a.self.local], slot, i), kOutboxSlots,
                          kLocal + other_node(i, a.self.node));
         },
-        payload, w);
+        false, payload, w);
     worker.sync();
     for (i32 i = thread; i < kOthers; i += SendWorker::kThreads)
-      if (const i32 node = other_node(i, a.self.node); w.slot[kLocal + node] >= 0)
+      if (const i32 node = other_node(i, a.self.node); w.slot[kLocal + node] >= 0 && part.has(i))
         outbox_part(a, step, node);
   }
   store_slots(
-      a, worker, token, kLocal,
+      a, worker, part, token, kLocal,
       [&](i32 i) {
         const i32 l = (a.self.local + i) % kLocal;  // not all sources to rank 0 first
         return slot_in(inbox_at(p.comm.data[l], slot, a.self.local), kInboxSlots, l);
       },
-      payload, w);
+      true, payload, w);
   worker.sync();
-  // The slot's flag, after every thread's stores; pairs with the wait in recv_slot() of rank l.
-  for (i32 l = thread; l < kLocal; l += SendWorker::kThreads)
-    if (w.slot[l] >= 0)
-      st_release_sys_u32(inbox_flags_at(p.comm.data[l], slot, a.self.local) + w.slot[l],
-                         static_cast<u32>(step + 1));
-  if (kTopk > 1 && thread < kTopk) check_experts(a, step, token, thread, head);
+  // The slot's flag, after every thread's stores; pairs with the wait in recv_slot() of rank l. A thread
+  // looks at no other place of `slot` than it writes for the next token.
+  if (!kSelfFlagged || p.opaque)
+    for (i32 l = thread; l < kLocal; l += SendWorker::kThreads)
+      if (w.slot[l] >= 0 && part.has((l + kLocal - a.self.local) % kLocal))
+        st_release_sys_u32(inbox_flags_at(p.comm.data[l], slot, a.self.local) + w.slot[l],
+                           static_cast<u32>(step + 1));
+  if (kTopk > 1 && part.index == 0 && thread < kTopk) check_experts(a, step, token, thread, head);
 }
 
 __device__ inline void begin_send(const Sender& a, u64 first_step, i32 block) {
@@ -262,8 +294,10 @@ __device__ inline void end_chunk(const Sender& a) {
 __device__ inline void dispatch_send(const DispatchParams& p, u64 first_step, i32 block) {
   const i32 num_blocks = p.grid.num_send_blocks;
   const SendWorker worker = SendWorker::of(block, num_blocks);
+  const Part part = Part::of(worker, p.num_rows);
+  const i32 team = worker.id / part.count, num_teams = worker.count / part.count;
   Payload payload;
-  if (worker.id < p.num_rows) payload.ask(p, worker, worker.id);
+  if (team < p.num_rows) payload.ask(p, worker, team);
   const Sender a{p, Self(p.comm), HandleArrays(p.handle, p.num_chunks),
                  read_num_tokens(p, first_step), shared<SendShared>()};
   begin_send(a, first_step, block);
@@ -273,11 +307,11 @@ __device__ inline void dispatch_send(const DispatchParams& p, u64 first_step, i3
     if (!route_chunk(a, step, chunk, block == 0)) return;
     if constexpr (kMasks) drop_masked(a);
     if (block == num_blocks - 1) send_headers(a, step, chunk);  // it has the fewest tokens
-    const i32 end = end_of_chunk(p, chunk);
-    for (i32 token = chunk * kChunk + worker.id; token < end; token += worker.count) {
+    const i32 end = team < num_teams ? end_of_chunk(p, chunk) : 0;
+    for (i32 token = chunk * kChunk + team; token < end; token += num_teams) {
       if (token < a.num_tokens) {
-        if (chunk > 0 || token != worker.id) payload.ask(p, worker, token);
-        send_token(a, worker, step, chunk, token, counted, payload);
+        if (chunk > 0 || token != team) payload.ask(p, worker, token);
+        send_token(a, worker, part, step, chunk, token, counted, payload);
         continue;
       }
       for (i32 column = worker.thread; column < kColumns; column += SendWorker::kThreads)

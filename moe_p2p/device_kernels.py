@@ -105,7 +105,8 @@ def dispatch_kernel(
         )
     if bulk is None:
         shared = functools.partial(dispatch_shared_bytes, shape, by_rank)
-        launch = choose(row_bytes, shape["MOE_P2P_CHUNK_TOKENS"], num_sms, shared)
+        tokens = shape["MOE_P2P_CHUNK_TOKENS"]
+        launch = choose(row_bytes, tokens, num_sms, shared, shares_tokens=True)
         bulk = Bulk(launch, NO_BULK, shared(launch))
     launch = bulk.launch
     macros = {
@@ -134,7 +135,8 @@ def combine_kernel(
         bulk = bulk_combine(shape, y_item=y_dtype.itemsize, out_item=out_dtype.itemsize)
     if bulk is None:
         shared = functools.partial(combine_shared_bytes, shape)
-        launch = choose(row_bytes, shape["MOE_P2P_CHUNK_TOKENS"], num_sms, shared)
+        tokens = shape["MOE_P2P_CHUNK_TOKENS"]
+        launch = choose(row_bytes, tokens, num_sms, shared, shares_tokens=False)
         bulk = Bulk(launch, NO_BULK, shared(launch))
     launch = bulk.launch
     macros = {

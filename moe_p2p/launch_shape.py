@@ -17,7 +17,10 @@ from moe_p2p import errors
 _MAX_THREADS = 512  # of a block with one worker
 _SMS = 132  # of an H200; elsewhere blocks wait for each other or leave some idle
 _FEW_SMS = 48  # up to here blocks are large, each alone on its multiprocessor
-_SMALL_STEP, _LARGE_STEP = 16, 512  # tokens of a step; between them slots are shared by halves
+# Tokens of a step. Up to the second every block has a multiprocessor of its own, up to the first
+# workers share tokens, up to the third slots are shared by halves of a block.
+_TINY_STEP, _SMALL_STEP, _LARGE_STEP = 16, 32, 512
+_SHARING = 64  # workers that share the tokens of a tiny step
 _MAX_SHARED_BYTES = 227 << 10  # of a multiprocessor, for one block
 _PIPE_THREADS, _COMPUTE_THREADS = 192, 128  # kernels/device/bulk.cuh
 _LEAST_IMAGES, _MOST_IMAGES = 3, 6  # kernels/dispatch_bulk_send.cuh, kImages
@@ -43,13 +46,13 @@ class LaunchShape(NamedTuple):
     slot_blocks: int
 
 
-def num_threads(row_bytes: int) -> int:
+def num_threads(row_bytes: int, most: int = _MAX_THREADS) -> int:
     """Threads of a worker for rows of 16-byte pieces: as few rounds as fit, equally full.
 
     For example rows of 7168 bytes: 448 pieces, 448 threads, one round.
     """
     pieces = row_bytes // 16
-    rounds = -(-pieces // _MAX_THREADS)
+    rounds = -(-pieces // most)
     return max(128, up(-(-pieces // rounds), 64))
 
 
@@ -58,15 +61,24 @@ def up(value: int, step: int) -> int:
     return -(-value // step) * step
 
 
-def candidates(row_bytes: int, step_tokens: int, num_sms: int | None) -> list[LaunchShape]:
-    """The best first; later ones need less shared memory. Figures are in docs/tuning.md."""
+def candidates(
+    row_bytes: int, step_tokens: int, num_sms: int | None, *, shares_tokens: bool
+) -> list[LaunchShape]:
+    """The best first; later ones need less shared memory. Figures are in docs/tuning.md.
+
+    shares_tokens: several workers can work on one token, each for some of its slots.
+    """
     threads = num_threads(row_bytes)
     single = LaunchShape(threads, 1, 1, 2, _SMS, _SMS)
     if num_sms is not None and num_sms <= _FEW_SMS:
         few = [LaunchShape(128 * n, n, n, 1, _SMS, 2 * _SMS) for n in (8, 4, 2)]
         return [*few, single]
     if step_tokens <= _SMALL_STEP:
-        return [single]
+        tiny = step_tokens <= _TINY_STEP
+        tokens = 1 + (_SHARING if tiny and shares_tokens else step_tokens)
+        large = num_threads(row_bytes, most=1024)
+        slots = _SMS - 1 - tokens  # and a block that relays
+        return [LaunchShape(large, 1, 1 if tiny else 2, 1, tokens, slots), single]
     if step_tokens <= _LARGE_STEP:
         return [LaunchShape(threads, 1, 2, 2, _SMS, _SMS), single]
     return [LaunchShape(512, 4, 4, 2, _SMS, _SMS), single]
@@ -77,9 +89,11 @@ def choose(
     step_tokens: int,
     num_sms: int | None,
     shared_bytes: Callable[[LaunchShape], int],
+    *,
+    shares_tokens: bool,
 ) -> LaunchShape:
     """The first candidate whose blocks fit. Raises InvalidArgumentError when none does."""
-    for shape in candidates(row_bytes, step_tokens, num_sms):
+    for shape in candidates(row_bytes, step_tokens, num_sms, shares_tokens=shares_tokens):
         needed = shared_bytes(shape)
         if needed <= _MAX_SHARED_BYTES // shape.blocks_per_sm:
             return shape
@@ -103,7 +117,8 @@ def dispatch_shared_bytes(macros: dict[str, int], by_rank: bool, launch: LaunchS
     counts = 4 * (macros["MOE_P2P_NUM_EXPERTS"] + ranks)
     send = words + launch.token_workers * (counts + head + scales + 16 * columns + 256)
     table = 4 * macros["MOE_P2P_MAX_LOCAL_EXPERTS"] * (world + 2) + 16 * world
-    recv = table + launch.slot_workers * (24 * topk + 256) + launch.block_threads
+    taken = 2 * (head + scales)
+    recv = table + launch.slot_workers * (24 * topk + taken + 256) + launch.block_threads
     return max(send, recv) + 1024
 
 

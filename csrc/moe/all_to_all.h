@@ -81,6 +81,7 @@ struct DispatchSend {
   bool by_rank = false;          // the receivers' layout is kByRank; all ranks give the same
   const void* scales = nullptr;  // [T, scale_bytes] for x of fp8; null: fp8 without scales
   uint64_t scale_bytes = 0;      // of one token's given scales, a multiple of 4
+  bool opaque_scales = false;    // they may hold any words: not ceil(H / 128) fp32 numbers
   std::vector<ExtraPart> extras;
   const void* topk_idx = nullptr;  // [T, K] int32 or int64, -1 = none
   bool topk_is_int64 = true;

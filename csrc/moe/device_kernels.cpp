@@ -205,6 +205,7 @@ DeviceKernels::Open DeviceKernels::begin_dispatch(const DispatchSend& send) cons
                       .scale_format = send.scale_format,
                       .by_rank = send.by_rank},
           .parts = send_parts(plan_, send),
+          .opaque = send.opaque_scales || !send.extras.empty(),
           .num_extras = static_cast<int32_t>(send.extras.size()),
           .num_rows = static_cast<int32_t>(send.num_rows)};
 }
@@ -278,12 +279,16 @@ void DeviceKernels::dispatch(const DispatchSend* send, const DispatchRecv* recv,
   p.solo = call.solo;
   p.parts = call.parts;
   p.num_extras = call.num_extras;
+  p.opaque = call.opaque;
   p.handle = address(call.handle);
   if (send) fill(p, *send);
   if (recv) fill(p, *recv);
   const int64_t chunk = plan_.shape.chunk_tokens;
   p.grid = grid_of(
-      kernel, {.send_items = send ? std::min<int64_t>(call.num_rows, chunk) + 1 : 0,  // + headers
+      kernel, {.send_items = send ? std::min<int64_t>(call.num_rows, chunk) *
+                                            plan_.shape.ranks_per_node +
+                                        1  // headers
+                                  : 0,
                .recv_items = recv ? chunk * plan_.shape.world_size : 0,
                .num_chunks = call.num_steps});
   launch(kernel, p, stream);

@@ -66,6 +66,7 @@ class DeviceKernels {
     DispatchVariant variant{};  // of a dispatch
     Key key{};                  // of the kernel of a combine
     abi::TokenParts parts{};
+    bool opaque = false;  // RegionFlags::kOpaque
     int32_t num_extras = 0;
     int32_t num_rows = 0;
     bool with_scalars = false;

@@ -180,7 +180,11 @@ moe::DispatchSend dispatch_send_from(AllToAllObject& comm, const DispatchArgumen
                 dtype_name(in.x.scalar_type()), ", must go with float8_e4m3fn");
   send.scales = optional_input<void>(
       in.scales, {"scales", {ScalarType::Float, ScalarType::Int}, {send.num_rows, kAny}});
-  if (in.scales) send.scale_bytes = row_bytes(*in.scales);
+  if (in.scales) {
+    send.scale_bytes = row_bytes(*in.scales);
+    send.opaque_scales = in.scales->scalar_type() != ScalarType::Float ||
+                         in.scales->size(1) != comm.num_scales();
+  }
   MOE_P2P_CHECK(!in.scales || send.scale_bytes > 0, Code::kInvalidArgument, "scales is ",
                 describe(*in.scales), ", must have at least one column");
   MOE_P2P_CHECK(in.extras.size() <= abi::kMaxExtras, Code::kInvalidArgument, in.extras.size(),

@@ -39,7 +39,7 @@ inline constexpr i32 kMaxTopk = 32;
 inline constexpr i32 kMaxExperts = 32768;    // expert ids travel in 16 bits, one value means "none"
 inline constexpr i32 kMaxRanksPerNode = 64;  // a set of local ranks is one 64-bit word
 inline constexpr i32 kMaxExtras = 8;
-inline constexpr u16 kNoExpert = 0xffff;
+inline constexpr u16 kNoExpert = kMaxExperts;
 // A warp's store must cover whole 128-byte lines to use NVLink fully.
 inline constexpr u64 kLine = 128;
 inline constexpr i32 kScaleBlock = 128;  // values that share one fp8 scale
@@ -124,6 +124,7 @@ enum RegionFlags : u32 {
   kEmpty = 1u << 0,    // this half of the step carries nothing (see docs/protocol.md, solo calls)
   kScalars = 1u << 1,  // combine rows are followed by K fp32 scalars
   kRowsByRank = 1u << 2,  // positions count the tokens for a rank, not for an expert
+  kOpaque = 1u << 3,      // what follows the payload may hold any word, so slots have flags
   kDTypeShift = 8,        // payload type, 4 bits
 };
 
@@ -133,13 +134,21 @@ struct RegionHeader {
   u32 num_tokens;  // slots that follow
   u32 flags;       // RegionFlags
   u64 slot_bytes;  // stride the sender used
-  u64 reserved[13];
+  // On GPUs, where rows flag themselves: step + 1 in the upper halves of both, below it num_tokens and
+  // told_shape(), so that readers need not wait for the whole header and its flag.
+  u64 told[2];
+  u64 reserved[11];
 };
 static_assert(sizeof(RegionHeader) == kLine, "regions travel between machines");
 
+MOE_P2P_HD constexpr u32 told_shape(u32 flags, u64 slot_bytes) {
+  return flags | static_cast<u32>(slot_bytes / kLine) << 16;
+}
+
 // A dispatch region: header, expert counts, slots. The counts are those of the whole call (all its
 // chunks), so a receiver can place rows before the last chunk is there.
-//   inbox:           counts[max_local_experts + 1], of the receiving rank
+//   inbox:           counts[max_local_experts + 1], of the receiving rank; room for 64 bits each, in
+//                    which GPUs put them below step + 1 where rows flag themselves
 //   outbox, landing: counts[L][max_local_experts + 1], of every rank of the receiving node
 // The last count of a rank is that of the tokens for it, whichever of its experts they name. GPUs
 // write it in calls by rank, which alone read it.
@@ -150,7 +159,7 @@ MOE_P2P_HD constexpr u64 counts_bytes(i32 num_ranks, i32 max_local_experts) {
       kLine);
 }
 MOE_P2P_HD constexpr u64 inbox_slots_offset(const Shape& s) {
-  return sizeof(RegionHeader) + counts_bytes(1, s.max_local_experts);
+  return sizeof(RegionHeader) + counts_bytes(2, s.max_local_experts);
 }
 MOE_P2P_HD constexpr u64 outbox_slots_offset(const Shape& s) {
   return sizeof(RegionHeader) + counts_bytes(s.ranks_per_node, s.max_local_experts);

@@ -138,7 +138,7 @@ struct DispatchParams {
   ScalePlace scale_place;
   TokenParts parts;
   i32 num_extras;
-  i32 reserved;
+  i32 opaque;  // RegionFlags::kOpaque
   Grid grid;
 };
 

@@ -42,6 +42,10 @@ inline constexpr i32 kNodes = kShape.num_nodes();
 inline constexpr i32 kOthers = kShape.num_other_nodes();
 inline constexpr i32 kColumns = kLocal + kNodes;  // of HandleMeta's send_slots
 inline constexpr i32 kChunk = kShape.chunk_tokens;
+// Words from ranks of the own node say by themselves that they have come (device/self_flag.cuh). That
+// saves a fence and a look for each row, and costs a store for each that is read: worth it where a
+// step is short. Masked ranks could leave half a row behind.
+inline constexpr bool kSelfFlagged = kChunk <= 256 && !kMasks;
 inline constexpr i32 kChunkWords = (kChunk + 31) / 32;
 inline constexpr i32 kSteps = kShape.steps_in_flight;
 inline constexpr i32 kScales = (kHidden + kScaleBlock - 1) / kScaleBlock;

@@ -30,6 +30,7 @@ inline void st_release_sys_u32(u32* p, u32 v) { st_word(p, v); }
 inline void st_release_sys_u64(u64* p, u64 v) { st_word(p, v); }
 inline void st_release_gpu_u64(u64* p, u64 v) { st_word(p, v); }
 inline void st_relaxed_sys_u32(u32* p, u32 v) { st_word(p, v); }
+inline void st_relaxed_sys_u64(u64* p, u64 v) { st_word(p, v); }
 inline void fence_acq_rel_sys() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline u32 ld_acquire_sys_u32(const u32* p) {
   emulation::moe_p2p_pause();
@@ -39,8 +40,14 @@ inline u64 ld_acquire_sys_u64(const u64* p) {
   emulation::moe_p2p_pause();
   return ld_word(p);
 }
-inline u32 ld_relaxed_sys_u32(const u32* p) { return ld_word(p); }
-inline u64 ld_relaxed_sys_u64(const u64* p) { return ld_word(p); }
+inline u32 ld_relaxed_sys_u32(const u32* p) {
+  emulation::moe_p2p_pause();
+  return ld_word(p);
+}
+inline u64 ld_relaxed_sys_u64(const u64* p) {
+  emulation::moe_p2p_pause();
+  return ld_word(p);
+}
 inline void red_add_relaxed_gpu_u64(u64* p, u64 v) { __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST); }
 inline u32 atom_cas_relaxed_sys_u32(u32* p, u32 expected, u32 v) {
   __atomic_compare_exchange_n(p, &expected, v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
@@ -60,6 +67,15 @@ inline u32 atom_inc_acq_rel_gpu_u32(u32* p, u32 last) { return atom_inc_acq_rel_
 inline Vec ld_nc_v4(const void* p) { return *static_cast<const Vec*>(p); }
 inline Vec ld_na_v4(const void* p) { return *static_cast<const Vec*>(p); }
 inline void st_na_v4(void* p, const Vec& v) { *static_cast<Vec*>(p) = v; }
+
+inline Vec ld_relaxed_sys_v4(const void* p) {
+  const auto* words = static_cast<const u32*>(p);
+  emulation::moe_p2p_pause();
+  return {{ld_word(words), ld_word(words + 1), ld_word(words + 2), ld_word(words + 3)}};
+}
+inline void st_relaxed_sys_v4(void* p, const Vec& v) {
+  for (int i = 0; i < 4; ++i) st_word(static_cast<u32*>(p) + i, v.word[i]);
+}
 
 // --- time; kernels do not overlap here ---
 

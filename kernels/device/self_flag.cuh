@@ -1,0 +1,66 @@
+// Words that say by themselves that they have come, so that no flag has to follow them behind a fence
+// (docs/protocol.md, section 10). A word that is still to come is 0, as memory is at the start; who has
+// read it makes it 0 again. What travels is the complement. All ones, a NaN in every format of rows,
+// would be 0: another NaN travels in its place.
+#pragma once
+
+#include "kernels/device/wait.cuh"
+
+namespace moe_p2p::device {
+
+__device__ __forceinline__ u32 flagged(u32 word) { return word == ~0u ? 1u << 31 : ~word; }
+__device__ __forceinline__ bool has_come(const Vec& v) {
+  return v.word[0] != 0 && v.word[1] != 0 && v.word[2] != 0 && v.word[3] != 0;
+}
+
+__device__ __forceinline__ void st_flagged_u32(void* to, u32 word) {
+  st_relaxed_sys_u32(static_cast<u32*>(to), flagged(word));
+}
+__device__ __forceinline__ void st_flagged_v4(void* to, const Vec& v) {
+  st_relaxed_sys_v4(
+      to, {flagged(v.word[0]), flagged(v.word[1]), flagged(v.word[2]), flagged(v.word[3])});
+}
+
+// Reads again what has not come, by again() that says whether there was any.
+template <typename Again>
+__device__ __forceinline__ bool wait_flagged(const DeviceComm& comm, const Again& again,
+                                             const Awaited& what) {
+  for (Patience patience; again();)
+    if (!lasts(comm, patience, static_cast<u32>(what.step + 1), 0, what)) return false;
+  return true;
+}
+
+// Room for what comes next where `v` was read, and what it says.
+__device__ __forceinline__ Vec take_vec(void* from, const Vec& v) {
+  st_relaxed_sys_v4(from, Vec{});
+  return {~v.word[0], ~v.word[1], ~v.word[2], ~v.word[3]};
+}
+__device__ __forceinline__ u32 take_word(const DeviceComm& comm, u32* from, u32 word,
+                                         const Awaited& what) {
+  const auto again = [&] {
+    if (word != 0) return false;
+    word = ld_relaxed_sys_u32(from);
+    return true;
+  };
+  wait_flagged(comm, again, what);
+  st_relaxed_sys_u32(from, 0);
+  return ~word;
+}
+
+// --- words that many read: the number of the step comes in the upper half, and nobody clears them ---
+
+__device__ __forceinline__ void st_tagged(u64* to, u64 step, u32 value) {
+  st_relaxed_sys_u64(to, (step + 1) << 32 | value);
+}
+// `word` was read before.
+__device__ __forceinline__ bool wait_tagged(const DeviceComm& comm, const u64* from, u64& word,
+                                            const Awaited& what) {
+  const auto again = [&] {
+    if (static_cast<u32>(word >> 32) == static_cast<u32>(what.step + 1)) return false;
+    word = ld_relaxed_sys_u64(from);
+    return true;
+  };
+  return wait_flagged(comm, again, what);
+}
+
+}  // namespace moe_p2p::device
