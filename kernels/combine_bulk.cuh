@@ -43,7 +43,8 @@ inline constexpr i32 kPieceBytes =
 inline constexpr i32 kInBytes =
     kPieceBytes<kYType> > kPieceBytes<kOutType> ? kPieceBytes<kYType> : kPieceBytes<kOutType>;
 inline constexpr i32 kIns = MOE_P2P_PIECES_IN, kOuts = 3, kSums = 4;
-inline constexpr i32 kBatchOfFlags = 8;
+// Sums come slower than copies, so a fence may be for more of them; it holds up the whole multiprocessor.
+inline constexpr i32 kCopyFlags = 8, kSumFlags = 16;
 // Pieces whose copies may still read: those of sums, and those of rows.
 inline constexpr i32 kUnreadOuts = kOuts - 2, kUnreadIns = kIns / 3;
 inline constexpr i32 kMostUnread = (kUnreadIns > kUnreadOuts ? kUnreadIns : kUnreadOuts) + 1;
@@ -56,7 +57,7 @@ struct SumPipe {
   Ring<kOuts> outs;
   Ring<kSums> sums;
   Rows<kLookedUp> looked_up;
-  u32* flags[2 * kBatchOfFlags];
+  u32* flags[2 * kSumFlags];
   u64* unread[kMostUnread];  // the barriers to arrive at
 };
 struct BulkShared {
@@ -199,6 +200,7 @@ struct Storer {
   i32 num_stored = 0, num_read = 0;  // pieces; `unread` goes round
   bool has_rows = false;             // buffers of rows may be among the unread
 
+  template <i32 kBatchOfFlags>
   __device__ void run(u32 word) {
     LateFlags<kBatchOfFlags, kPieces> flags{pipe.flags};
     for (;; sum.next()) {
@@ -253,12 +255,16 @@ struct Storer {
 
 // --- sending ---
 
+// Whether sums of one row go as it stands.
+__device__ inline bool rows_stay(const Adder& a) {
+  return kYType == kOutType && !a.weighted() && !a.p.with_scalars;
+}
+
 __device__ inline void load_slots(const Adder& a, Loader& loader, const LoadWarp& warp, u64 step,
                                   i32 chunk) {
   Rows<kLookedUp>& found = loader.pipe.looked_up;
   const i32 slot = slot_of(step);
   const i32 num_items = a.num_items(chunk);
-  const bool rows_stay = kYType == kOutType && !a.weighted() && !a.p.with_scalars;
   for (i32 first = warp.id; first < num_items; first += warp.count * kLookedUp) {
     look_up(a, warp, step, chunk, first, found);
     __syncwarp();
@@ -270,7 +276,7 @@ __device__ inline void load_slots(const Adder& a, Loader& loader, const LoadWarp
       Sum& sum = loader.next();
       if (warp.thread == 0) {
         sum.num_rows = num_rows;
-        sum.is_row = rows_stay && num_rows == 1;
+        sum.is_row = num_rows == 1 && rows_stay(a);
         sum.first_row = found.row[place][0];
         sum.rows = a.handle.rows_of(chunk, source, index);
         sum.to = partial_at(data, slot, a.self.local) + combine_slots_offset() +
@@ -306,7 +312,9 @@ __device__ inline void combine_send(const CombineParams& p, bool valid, u64 firs
     if (role.loads) {
       load_slots(a, loader, warp, step, chunk);
     } else if (role.stores) {
-      if (role.thread == 0) storer.run(static_cast<u32>(step + 1));
+      const auto word = static_cast<u32>(step + 1);
+      if (role.thread == 0 && rows_stay(a)) storer.run<kCopyFlags>(word);
+      if (role.thread == 0 && !rows_stay(a)) storer.run<kSumFlags>(word);
     } else {
       summer.run<kYType>(a.weighted(), [&](const Sum& sum) {
         if (p.with_scalars && role.thread < kTopk)
@@ -388,7 +396,7 @@ __device__ inline void combine_recv(const CombineParams& p, u64 first_step, i32 
         load_tokens(p, self, handle, loader, step, token, end, worker.count);
       loader.end();
     } else if (role.stores) {
-      if (role.thread == 0) storer.run(0);
+      if (role.thread == 0) storer.run<kCopyFlags>(0);
     } else {
       summer.run<kOutType>(false, [&](const Sum& sum) {
         if (p.out_scalars && role.thread < kTopk) sum_scalars(p, sum, role.thread);

@@ -32,19 +32,18 @@ __device__ inline const char* wait_partial(const CombineParams& p, const Self& s
   const i32 slot = slot_of(step);
   const u64 own = p.comm.data[self.local];
   const bool near = i < kLocal;
-  const bool came =
-      near ? kSelfFlagged ||
-                 wait_word(p.comm, partial_flags_at(own, slot, i) + index, static_cast<u32>(step + 1),
-                       {Phase::kCombine, speaker_rank(self, i), step})
-           : wait_combine(p.comm, self, step, i);
+  const bool came = near ? kSelfFlagged || wait_word(p.comm, partial_flags_at(own, slot, i) + index,
+                                                     static_cast<u32>(step + 1),
+                                                     {Phase::kCombine, speaker_rank(self, i), step})
+                         : wait_combine(p.comm, self, step, i);
   if (!came) return nullptr;
   return (near ? partial_at(own, slot, i) : combine_landing_at(own, slot, i - kLocal)) +
          combine_slots_offset() + static_cast<u64>(index) * p.stride;
 }
 
 __device__ inline void recv_token(const CombineParams& p, const Self& self,
-                                  const RecvWorker& worker, u64 step, const i32* send_slots,
-                                  i64 token, CombineRecvShared& s) {
+                                  const RecvWorker& worker, const Part& share, u64 step,
+                                  const i32* send_slots, i64 token, CombineRecvShared& s) {
   auto& w = s.worker[worker.place];
   const u64 offset = static_cast<u64>(token) * kOutBytes;
   for (i32 i = worker.thread; i < kSpeakers; i += RecvWorker::kThreads) {
@@ -77,8 +76,7 @@ __device__ inline void recv_token(const CombineParams& p, const Self& self,
     if (worker.thread == 0) w.num_rows = num;
   }
   worker.sync();
-  // As many as registers hold where a thread has one group of each.
-  constexpr i32 kMost = kSelfFlagged && kGroups <= RecvWorker::kThreads ? 2 : 4;
+  constexpr i32 kMost = RecvWorker::kThreads > 512 ? 2 : 4;  // as registers allow
   constexpr i32 kRowsAtOnce = kSpeakers < kMost ? kSpeakers : kMost;
   const auto settle = [&](const auto& each) {
     if constexpr (!kSelfFlagged) return;
@@ -95,10 +93,11 @@ __device__ inline void recv_token(const CombineParams& p, const Self& self,
       if (w.source[r] >= 0) piece.take(w.row[r], group);
     });
   };
-  sum_rows<kOutType, kSelfFlagged ? Written::kNow : Written::kByPeers, kRowsAtOnce>(
-      worker, reinterpret_cast<char*>(p.out) + offset, false, w.num_rows,
-      [&](i32 r) { return w.row[r]; }, false, [](i32) { return 1.0f; }, settle);
-  if (p.with_scalars && worker.thread < kTopk) {
+  for (i32 part = share.index; part < kRowParts<RecvWorker>; part += share.count)
+    sum_rows<kOutType, kSelfFlagged ? Written::kNow : Written::kByPeers, kRowsAtOnce>(
+        worker, part, reinterpret_cast<char*>(p.out) + offset, false, w.num_rows,
+        [&](i32 r) { return w.row[r]; }, false, [](i32) { return 1.0f; }, settle);
+  if (p.with_scalars && share.index == 0 && worker.thread < kTopk) {
     float sum = 0.0f;
     const auto scalar_at = [&](i32 r) {
       return reinterpret_cast<u32*>(const_cast<char*>(w.row[r]) + kOutBytes) + worker.thread;
@@ -117,8 +116,7 @@ __device__ inline void recv_token(const CombineParams& p, const Self& self,
         sum = __fadd_rn(sum, __uint_as_float(scalar[j]));
       }
     }
-    if (p.out_scalars)
-      reinterpret_cast<float*>(p.out_scalars)[token * kTopk + worker.thread] = sum;
+    if (p.out_scalars) reinterpret_cast<float*>(p.out_scalars)[token * kTopk + worker.thread] = sum;
   }
   worker.sync();
 }
@@ -191,13 +189,15 @@ __device__ inline void combine_recv(const CombineParams& p, u64 first_step, i32 
   const Self self(p.comm);
   const HandleArrays handle(p.handle, p.num_chunks);
   const RecvWorker worker = RecvWorker::of(block, p.grid.num_recv_blocks);
+  const Part share = share_of_row(worker);
+  const RecvWorker team = share.team(worker);
   auto& s = shared<CombineRecvShared>();
   for (i32 chunk = 0; chunk < p.num_chunks; ++chunk) {
     const u64 step = first_step + static_cast<u64>(chunk);
     begin_chunk(p, self, worker, step, chunk, block);
-    for (i64 token = static_cast<i64>(chunk) * kChunk + worker.id; token < end_of_chunk(p, chunk);
-         token += worker.count)
-      recv_token(p, self, worker, step, handle.send_slots(token), token, s);
+    for (i64 token = static_cast<i64>(chunk) * kChunk + team.id; token < end_of_chunk(p, chunk);
+         token += team.count)
+      recv_token(p, self, team, share, step, handle.send_slots(token), token, s);
     end_chunk(p, self, worker, step, block);
   }
 }

@@ -52,8 +52,7 @@ struct Piece {
   }
   __device__ __forceinline__ void take(const char* row, i32 group) {
 #pragma unroll
-    for (i32 i = 0; i < kVecs; ++i)
-      vec[i] = take_vec(const_cast<char*>(at(row, group, i)), vec[i]);
+    for (i32 i = 0; i < kVecs; ++i) vec[i] = take_vec(const_cast<char*>(at(row, group, i)), vec[i]);
   }
   __device__ __forceinline__ void load_shared(const char* row, i32 group) {
 #pragma unroll
@@ -101,6 +100,17 @@ __device__ __forceinline__ void store_values_shared(char* row, i32 group, const 
         Values<kOutType>::store(acc + i * kPerVec);
 }
 
+// Parts of a row, one group for each thread of a worker, which several workers share where a step has few
+// rows.
+inline constexpr bool kFewRows = kSelfFlagged && kOthers == 0 && kChunk <= 16;
+template <typename W>
+inline constexpr i32 kRowParts = kFewRows ? (kGroups + W::kThreads - 1) / W::kThreads : 1;
+template <typename W>
+__device__ __forceinline__ Part share_of_row(const W& worker) {
+  const i32 count = min(kRowParts<W>, worker.count);
+  return {worker.id % count, count};
+}
+
 struct AllHaveCome {
   template <typename Each>
   __device__ void operator()(const Each&) const {}
@@ -111,12 +121,14 @@ struct AllHaveCome {
 // f(piece, i, group) for every piece.
 template <DType kType, Written kWritten, i32 kRowsAtOnce, typename W, typename RowAt,
           typename WeightOf, typename Settle = AllHaveCome>
-__device__ __forceinline__ void sum_rows(const W& worker, char* to, bool flag, i32 num_rows,
-                                         const RowAt& row_at, bool weighted,
+__device__ __forceinline__ void sum_rows(const W& worker, i32 part, char* to, bool flag,
+                                         i32 num_rows, const RowAt& row_at, bool weighted,
                                          const WeightOf& weight_of, const Settle& settle = {}) {
+  constexpr i32 kStride = W::kThreads * kRowParts<W>;
   // Groups of a thread that are under way together. More hide more latency and cost registers.
-  constexpr i32 kGroupsAtOnce = kGroups <= W::kThreads || kWritten == Written::kNow ? 1 : 2;
-  for (i32 first = worker.thread; first < kGroups; first += W::kThreads * kGroupsAtOnce) {
+  constexpr i32 kGroupsAtOnce = kGroups <= kStride || kWritten == Written::kNow ? 1 : 2;
+  for (i32 first = part * W::kThreads + worker.thread; first < kGroups;
+       first += kStride * kGroupsAtOnce) {
     float acc[kGroupsAtOnce][kValues] = {};
     for (i32 r = 0; r < num_rows; r += kRowsAtOnce) {
       Piece<kType, kWritten> piece[kRowsAtOnce][kGroupsAtOnce];
@@ -125,7 +137,7 @@ __device__ __forceinline__ void sum_rows(const W& worker, char* to, bool flag, i
         for (i32 j = 0; j < kRowsAtOnce; ++j)
 #pragma unroll
           for (i32 g = 0; g < kGroupsAtOnce; ++g)
-            if (const i32 group = first + g * W::kThreads; r + j < num_rows && group < kGroups)
+            if (const i32 group = first + g * kStride; r + j < num_rows && group < kGroups)
               f(piece[j][g], r + j, group);
       };
 #pragma unroll
@@ -143,7 +155,7 @@ __device__ __forceinline__ void sum_rows(const W& worker, char* to, bool flag, i
     }
 #pragma unroll
     for (i32 g = 0; g < kGroupsAtOnce; ++g)
-      if (const i32 group = first + g * W::kThreads; group < kGroups)
+      if (const i32 group = first + g * kStride; group < kGroups)
         store_values(to, group, acc[g], flag);
   }
 }
@@ -249,18 +261,18 @@ __device__ __forceinline__ void store_scalar(const Adder& a, char* to, bool flag
 }
 
 // This rank's rows of one slot, added up at `to`.
-__device__ inline void store_partial(const Adder& a, const SendWorker& worker, i32 place, i32 chunk,
-                                     i32 source, i32 index, char* to, bool flag) {
+__device__ inline void store_partial(const Adder& a, const SendWorker& worker, i32 part, i32 place,
+                                     i32 chunk, i32 source, i32 index, char* to, bool flag) {
   const CombineScratch& w = scratch_of(worker);
   sum_rows < kYType, Written::kBefore,
       kTopk<2 ? 1 : 2>(
-          worker, to, flag, w.num_rows[place],
+          worker, part, to, flag, w.num_rows[place],
           [&](i32 r) {
             return reinterpret_cast<const char*>(a.p.y) +
                    static_cast<u64>(w.row[place][r]) * kYBytes;
           },
           a.weighted(), [&](i32 r) { return w.weight[place][r]; });
-  if (a.p.with_scalars && worker.thread < kTopk)
+  if (a.p.with_scalars && part == 0 && worker.thread < kTopk)
     store_scalar(a, to, flag, a.handle.rows_of(chunk, source, index), w.row[place][0],
                  worker.thread);
 }
@@ -275,7 +287,7 @@ __device__ inline void add_partials(const Adder& a, const SendWorker& worker, u6
   };
   char* to = combine_outbox_at(data, slot, other) + offset;
   const i32 num_ranks = __popcll(ranks);
-  sum_rows<kOutType, Written::kByPeers, 2>(worker, to, false, num_ranks, nth, false,
+  sum_rows<kOutType, Written::kByPeers, 2>(worker, 0, to, false, num_ranks, nth, false,
                                            [](i32) { return 1.0f; });
   if (a.p.with_scalars && worker.thread < kTopk) {
     float sum = 0.0f;
@@ -295,7 +307,7 @@ __device__ inline void send_to_gateway(const Adder& a, const SendWorker& worker,
   const u64 offset = combine_slots_offset() + static_cast<u64>(index) * a.p.stride;
   const bool alone = (ranks & (ranks - 1)) == 0;
   store_partial(
-      a, worker, place, chunk, source, index,
+      a, worker, 0, place, chunk, source, index,
       (alone ? combine_outbox_at(data, slot, other) : gather_at(data, slot, other, a.self.local)) +
           offset,
       false);
@@ -314,8 +326,8 @@ __device__ inline void send_to_gateway(const Adder& a, const SendWorker& worker,
     hand_in(a.p.comm, a.self, step, gateway, other, a.header_of(chunk, source));
 }
 
-__device__ inline void combine_chunk(const Adder& a, const SendWorker& worker, u64 step,
-                                     i32 chunk) {
+__device__ inline void combine_chunk(const Adder& a, const SendWorker& worker, const Part& share,
+                                     u64 step, i32 chunk) {
   const CombineParams& p = a.p;
   const CombineScratch& w = scratch_of(worker);
   const i32 slot = slot_of(step);
@@ -333,10 +345,10 @@ __device__ inline void combine_chunk(const Adder& a, const SendWorker& worker, u
         continue;
       }
       const u64 data = p.comm.data[source % kLocal];
-      store_partial(a, worker, place, chunk, source, index,
-                    partial_at(data, slot, a.self.local) + combine_slots_offset() +
-                        static_cast<u64>(index) * p.stride,
-                    true);
+      char* to = partial_at(data, slot, a.self.local) + combine_slots_offset() +
+                 static_cast<u64>(index) * p.stride;
+      for (i32 part = share.index; part < kRowParts<SendWorker>; part += share.count)
+        store_partial(a, worker, part, place, chunk, source, index, to, true);
       if constexpr (kSelfFlagged) continue;
       worker.sync();
       // The row's flag, after every thread's stores; pairs with the wait in combine_recv() there.
@@ -412,12 +424,14 @@ __device__ inline bool open_chunk(const Adder& a, u64 step, i32 chunk, i32 block
 
 __device__ inline void combine_send(const CombineParams& p, bool valid, u64 first_step, i32 block) {
   const Adder a{p, Self(p.comm), HandleArrays(p.handle, p.num_chunks), valid};
-  const SendWorker worker = SendWorker::of(block, p.grid.num_send_blocks);
+  const SendWorker own = SendWorker::of(block, p.grid.num_send_blocks);
+  const Part share = share_of_row(own);
+  const SendWorker worker = share.team(own);
   for (i32 chunk = 0; chunk < p.num_chunks; ++chunk) {
     const u64 step = first_step + static_cast<u64>(chunk);
     if (!p.topk_weights) look_up(a, worker, step, chunk, worker.id, scratch_of(worker));
     if (!open_chunk(a, step, chunk, block)) return;
-    combine_chunk(a, worker, step, chunk);
+    combine_chunk(a, worker, share, step, chunk);
     worker.sync();  // the next chunk's first batch takes the place of this one's last
   }
 }

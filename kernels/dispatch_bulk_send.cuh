@@ -14,7 +14,7 @@ inline constexpr i32 kRowBytes = kHidden * static_cast<i32>(item_bytes(kXType));
 // One image is made while others leave. Rows of x that are quantized come through buffers of their own,
 // others straight into the image.
 inline constexpr i32 kImages = MOE_P2P_IMAGES, kXs = kQuantize ? 2 : kImages;
-inline constexpr i32 kBatchOfFlags = 4;
+inline constexpr i32 kBatchOfFlags = 2;
 static_assert(kLocal <= 32, "a lane for each rank");
 
 struct SlotPipe {
@@ -241,7 +241,7 @@ struct Storer {
         flags.add(at < 0 ? nullptr : inbox_flags_at(p.comm.data[l], slot, a.self.local) + at, word);
       }
       ++num_stored;
-      give_back<1>();
+      give_back<2>();
       image.next();
     }
     if (lane < kLocal) {

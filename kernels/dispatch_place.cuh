@@ -89,8 +89,8 @@ __device__ inline void decide(const Receiver& a, u64 step, i32* num_slots) {
 // The slots of a chunk that `source` sends; -1 when it does not come.
 __device__ inline i32 hear_slots(const Receiver& a, u64 step, i32 source) {
   const DispatchParams& p = a.p;
-  const auto* header = reinterpret_cast<const RegionHeader*>(
-      dispatch_region(p.comm, a.self, slot_of(step), source));
+  const auto* header =
+      reinterpret_cast<const RegionHeader*>(dispatch_region(p.comm, a.self, slot_of(step), source));
   const u32 flags = wire_flags(p);
   i32 slots;
   u64 slot_bytes;

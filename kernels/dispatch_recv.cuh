@@ -157,9 +157,8 @@ __device__ inline void recv_slot(const Receiver& a, const RecvWorker& worker, u6
         each(payload[i], from + kHeadBytes + at * 16);
   };
   const auto load = [&](i32 piece) {
-    each_vec(piece, [&](Vec& vec, const char* at) {
-      vec = takes ? ld_relaxed_sys_v4(at) : ld_na_v4(at);
-    });
+    each_vec(piece,
+             [&](Vec& vec, const char* at) { vec = takes ? ld_relaxed_sys_v4(at) : ld_na_v4(at); });
   };
   const auto take = [&](i32 piece) {
     if (!takes) return;

@@ -180,17 +180,12 @@ __device__ inline void store_rest(const Sender& a, const SendWorker& worker, i32
   store_extras(p, worker, token, to);
 }
 
-// Workers that share a token, where they are more than tokens: each stores into every count-th slot.
-struct Part {
-  i32 index, count;
-
-  __device__ static Part of(const SendWorker& worker, i32 num_rows) {
-    const i32 most = (worker.count - SendWorker::kCount) / max(min(num_rows, kChunk), 1);
-    const i32 count = max(min(most, kColumns), 1);
-    return {worker.id % count, count};
-  }
-  __device__ bool has(i32 i) const { return i % count == index; }
-};
+// Workers share a token where they are more than tokens: each stores into every count-th slot.
+__device__ inline Part part_of(const SendWorker& worker, i32 num_rows) {
+  const i32 most = (worker.count - SendWorker::kCount) / max(min(num_rows, kChunk), 1);
+  const i32 count = max(min(most, kColumns), 1);
+  return {worker.id % count, count};
+}
 
 // The token into `count` of its slots, this part of them. `payload` holds its first piece.
 template <typename SlotAt>
@@ -294,10 +289,10 @@ __device__ inline void end_chunk(const Sender& a) {
 __device__ inline void dispatch_send(const DispatchParams& p, u64 first_step, i32 block) {
   const i32 num_blocks = p.grid.num_send_blocks;
   const SendWorker worker = SendWorker::of(block, num_blocks);
-  const Part part = Part::of(worker, p.num_rows);
-  const i32 team = worker.id / part.count, num_teams = worker.count / part.count;
+  const Part part = part_of(worker, p.num_rows);
+  const SendWorker team = part.team(worker);
   Payload payload;
-  if (team < p.num_rows) payload.ask(p, worker, team);
+  if (team.id < p.num_rows) payload.ask(p, worker, team.id);
   const Sender a{p, Self(p.comm), HandleArrays(p.handle, p.num_chunks),
                  read_num_tokens(p, first_step), shared<SendShared>()};
   begin_send(a, first_step, block);
@@ -307,10 +302,10 @@ __device__ inline void dispatch_send(const DispatchParams& p, u64 first_step, i3
     if (!route_chunk(a, step, chunk, block == 0)) return;
     if constexpr (kMasks) drop_masked(a);
     if (block == num_blocks - 1) send_headers(a, step, chunk);  // it has the fewest tokens
-    const i32 end = team < num_teams ? end_of_chunk(p, chunk) : 0;
-    for (i32 token = chunk * kChunk + team; token < end; token += num_teams) {
+    const i32 end = end_of_chunk(p, chunk);
+    for (i32 token = chunk * kChunk + team.id; token < end; token += team.count) {
       if (token < a.num_tokens) {
-        if (chunk > 0 || token != team) payload.ask(p, worker, token);
+        if (chunk > 0 || token != team.id) payload.ask(p, worker, token);
         send_token(a, worker, part, step, chunk, token, counted, payload);
         continue;
       }

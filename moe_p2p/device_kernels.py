@@ -18,11 +18,13 @@ from moe_p2p import cuda_driver, errors, jit
 from moe_p2p.launch_shape import (
     NO_BULK,
     Bulk,
+    Job,
     bulk_combine,
     bulk_dispatch,
     choose,
     combine_shared_bytes,
     dispatch_shared_bytes,
+    flags_itself,
     goes_in_bulk,
     up,
 )
@@ -63,6 +65,7 @@ def shape_macros(config: AllToAllConfig, *, world_size: int, ranks_per_node: int
         "MOE_P2P_EXTRA_BYTES": config.extra_bytes,
         "MOE_P2P_UNIFORM_EXPERTS": int(config.expert_rank is None),
         "MOE_P2P_MASKS": int(config.mask_lost_ranks),
+        "MOE_P2P_SELF_FLAGGED": int(flags_itself(config.step_tokens, config.mask_lost_ranks)),
     }
 
 
@@ -105,8 +108,7 @@ def dispatch_kernel(
         )
     if bulk is None:
         shared = functools.partial(dispatch_shared_bytes, shape, by_rank)
-        tokens = shape["MOE_P2P_CHUNK_TOKENS"]
-        launch = choose(row_bytes, tokens, num_sms, shared, shares_tokens=True)
+        launch = choose(row_bytes, shape["MOE_P2P_CHUNK_TOKENS"], num_sms, Job(adds=False), shared)
         bulk = Bulk(launch, NO_BULK, shared(launch))
     launch = bulk.launch
     macros = {
@@ -135,8 +137,9 @@ def combine_kernel(
         bulk = bulk_combine(shape, y_item=y_dtype.itemsize, out_item=out_dtype.itemsize)
     if bulk is None:
         shared = functools.partial(combine_shared_bytes, shape)
-        tokens = shape["MOE_P2P_CHUNK_TOKENS"]
-        launch = choose(row_bytes, tokens, num_sms, shared, shares_tokens=False)
+        one_node = shape["MOE_P2P_WORLD_SIZE"] == shape["MOE_P2P_RANKS_PER_NODE"]
+        job = Job(adds=True, splits_rows=one_node and bool(shape["MOE_P2P_SELF_FLAGGED"]))
+        launch = choose(row_bytes, shape["MOE_P2P_CHUNK_TOKENS"], num_sms, job, shared)
         bulk = Bulk(launch, NO_BULK, shared(launch))
     launch = bulk.launch
     macros = {
@@ -147,7 +150,7 @@ def combine_kernel(
     } | _block_macros(bulk)
     tokens, slots = launch.token_blocks, launch.slot_blocks
     # Copies of senders go over links, those of receivers do not.
-    copies = 3 * tokens // 2 if macros["MOE_P2P_BULK"] else slots
+    copies = 6 * tokens // 5 if macros["MOE_P2P_BULK"] else slots
     return Kernel("combine.cu", shape | macros, slots, tokens, copies)
 
 

@@ -14,16 +14,14 @@ from typing import NamedTuple
 
 from moe_p2p import errors
 
-_MAX_THREADS = 512  # of a block with one worker
+_MAX_THREADS = 512  # of a block with one worker, two of them on a multiprocessor
+_MOST_THREADS = 1024  # of a block that is alone there
 _SMS = 132  # of an H200; elsewhere blocks wait for each other or leave some idle
 _FEW_SMS = 48  # up to here blocks are large, each alone on its multiprocessor
-# Tokens of a step. Up to the second every block has a multiprocessor of its own, up to the first
-# workers share tokens, up to the third slots are shared by halves of a block.
-_TINY_STEP, _SMALL_STEP, _LARGE_STEP = 16, 32, 512
-_SHARING = 64  # workers that share the tokens of a tiny step
+_TINY_STEP, _SMALL_STEP, _LARGE_STEP = 16, 32, 512  # tokens of a step
 _MAX_SHARED_BYTES = 227 << 10  # of a multiprocessor, for one block
 _PIPE_THREADS, _COMPUTE_THREADS = 192, 128  # kernels/device/bulk.cuh
-_LEAST_IMAGES, _MOST_IMAGES = 3, 6  # kernels/dispatch_bulk_send.cuh, kImages
+_LEAST_IMAGES, _MOST_IMAGES = 3, 8  # kernels/dispatch_bulk_send.cuh, kImages
 _RING_IMAGES = 4  # kernels/dispatch_bulk_recv.cuh, kRingImages
 _PIECES_OUT, _DEEP = 3, 4  # kernels/combine_bulk.cuh, kOuts and the most of kDeep
 _FLAG_BYTES = 64  # and LateFlags, for each rank
@@ -61,24 +59,35 @@ def up(value: int, step: int) -> int:
     return -(-value // step) * step
 
 
-def candidates(
-    row_bytes: int, step_tokens: int, num_sms: int | None, *, shares_tokens: bool
-) -> list[LaunchShape]:
-    """The best first; later ones need less shared memory. Figures are in docs/tuning.md.
+class Job(NamedTuple):
+    """What a kernel does. adds: it combines; splits_rows: workers share the rows of tiny steps."""
 
-    shares_tokens: several workers can work on one token, each for some of its slots.
-    """
+    adds: bool
+    splits_rows: bool = False
+
+
+def candidates(
+    row_bytes: int, step_tokens: int, num_sms: int | None, job: Job
+) -> list[LaunchShape]:
+    """The best first; later ones need less shared memory. Figures are in docs/tuning.md."""
     threads = num_threads(row_bytes)
     single = LaunchShape(threads, 1, 1, 2, _SMS, _SMS)
     if num_sms is not None and num_sms <= _FEW_SMS:
-        few = [LaunchShape(128 * n, n, n, 1, _SMS, 2 * _SMS) for n in (8, 4, 2)]
+        # Who adds up rows of a short step also clears them.
+        slots = _SMS if step_tokens <= BULK_STEP and job.adds else 2 * _SMS
+        few = [LaunchShape(128 * n, n, n, 1, _SMS, slots) for n in (8, 4, 2)]
         return [*few, single]
+    large, tiny = num_threads(row_bytes, most=_MOST_THREADS), step_tokens <= _TINY_STEP
+    if tiny and job.splits_rows:
+        tokens = 1 + 4 * _TINY_STEP
+        quarter = max(128, up(large // 4, 32))
+        return [LaunchShape(quarter, 1, 1, 2, tokens, 2 * _SMS - 1 - tokens), single]
     if step_tokens <= _SMALL_STEP:
-        tiny = step_tokens <= _TINY_STEP
-        tokens = 1 + (_SHARING if tiny and shares_tokens else step_tokens)
-        large = num_threads(row_bytes, most=1024)
+        tokens = 1 + _SMALL_STEP
         slots = _SMS - 1 - tokens  # and a block that relays
         return [LaunchShape(large, 1, 1 if tiny else 2, 1, tokens, slots), single]
+    if step_tokens <= BULK_STEP and job.adds:
+        return [LaunchShape(large, 1, 2, 1, _SMS // 2, _SMS // 2), single]
     if step_tokens <= _LARGE_STEP:
         return [LaunchShape(threads, 1, 2, 2, _SMS, _SMS), single]
     return [LaunchShape(512, 4, 4, 2, _SMS, _SMS), single]
@@ -88,12 +97,11 @@ def choose(
     row_bytes: int,
     step_tokens: int,
     num_sms: int | None,
+    job: Job,
     shared_bytes: Callable[[LaunchShape], int],
-    *,
-    shares_tokens: bool,
 ) -> LaunchShape:
     """The first candidate whose blocks fit. Raises InvalidArgumentError when none does."""
-    for shape in candidates(row_bytes, step_tokens, num_sms, shares_tokens=shares_tokens):
+    for shape in candidates(row_bytes, step_tokens, num_sms, job):
         needed = shared_bytes(shape)
         if needed <= _MAX_SHARED_BYTES // shape.blocks_per_sm:
             return shape
@@ -141,11 +149,20 @@ class Bulk(NamedTuple):
 NO_BULK = {"MOE_P2P_BULK": 0}
 
 
+def flags_itself(step_tokens: int, masks: bool) -> bool:
+    """Whether rows go without flags (kernels/device/self_flag.cuh): alike on all ranks.
+
+    That saves a fence and a look for each row, and costs a store for each that is read: worth it
+    where a step is short. Masked ranks could leave half a row behind.
+    """
+    return step_tokens <= BULK_STEP and not masks
+
+
 def goes_in_bulk(macros: dict[str, int], num_sms: int | None) -> bool:
     """Few multiprocessors, long steps, no other node, not too many ranks, and no masks."""
-    if macros["MOE_P2P_MASKS"]:
+    if macros["MOE_P2P_MASKS"] or macros["MOE_P2P_SELF_FLAGGED"]:
         return False
-    if num_sms is None or num_sms > _FEW_SMS or macros["MOE_P2P_CHUNK_TOKENS"] <= BULK_STEP:
+    if num_sms is None or num_sms > _FEW_SMS:
         return False
     ranks = macros["MOE_P2P_WORLD_SIZE"]
     return ranks == macros["MOE_P2P_RANKS_PER_NODE"] and ranks <= _MAX_BULK_RANKS
@@ -163,8 +180,8 @@ def bulk_dispatch(
     ranks = macros["MOE_P2P_RANKS_PER_NODE"]
     place = image + 4 * ranks + (16 if quantize else 32)
     rest = _FLAG_BYTES * ranks + 256 + (2 * x_bytes if quantize else 0)
-    send, recv = (1, 1) if by_rank else (5, 6) if quantize else (2, 3)
-    for workers in (4, 3, 2, 1) if by_rank else (3, 2, 1):  # counting experts takes registers
+    send, recv = (5, 6) if quantize or by_rank else (2, 3)
+    for workers in (3, 2, 1):
         threads = _PIPE_THREADS * workers
         launch = LaunchShape(threads, workers, workers, 1, send * _SMS, recv * _SMS)
         base = dispatch_shared_bytes(macros, by_rank, launch)

@@ -30,6 +30,9 @@ CASES = {
         "test_gpu_layouts.py::test_rows_by_rank_are_the_reference_bit_for_bit[4ranks-2pernode]",
         "test_gpu_late_weights.py::test_one_handle_takes_other_late_weights_each_time[4ranks-2pernode]",
         "test_gpu_failures.py::test_a_rank_that_does_not_come_is_named[3ranks-3pernode]",
+        "test_gpu_self_flag.py::test_rows_of_all_ones_arrive[2ranks-2pernode]",
+        "test_gpu_self_flag.py::test_scales_of_the_callers_own_may_be_any_words[4ranks-2pernode]",
+        "test_gpu_self_flag.py::test_workers_that_are_fewer_than_the_parts_of_a_row[3]",
     ],
     "in bulk": [
         "test_gpu_bulk.py::test_every_format_is_the_reference_bit_for_bit[3ranks-3pernode]",

@@ -14,6 +14,9 @@ using base::Code;
 
 namespace {
 
+// The most workers that share a token or a row (kernels/device/worker.cuh, Part).
+constexpr int64_t kMostShares = 8;
+
 uint64_t address(const void* p) noexcept { return reinterpret_cast<uint64_t>(p); }
 
 template <typename Key>
@@ -285,12 +288,11 @@ void DeviceKernels::dispatch(const DispatchSend* send, const DispatchRecv* recv,
   if (recv) fill(p, *recv);
   const int64_t chunk = plan_.shape.chunk_tokens;
   p.grid = grid_of(
-      kernel, {.send_items = send ? std::min<int64_t>(call.num_rows, chunk) *
-                                            plan_.shape.ranks_per_node +
-                                        1  // headers
-                                  : 0,
-               .recv_items = recv ? chunk * plan_.shape.world_size : 0,
-               .num_chunks = call.num_steps});
+      kernel,
+      {.send_items = send ? std::min<int64_t>(call.num_rows, chunk) * kMostShares + 1  // headers
+                          : 0,
+       .recv_items = recv ? chunk * plan_.shape.world_size : 0,
+       .num_chunks = call.num_steps});
   launch(kernel, p, stream);
   if (send) next_step_ += static_cast<uint64_t>(call.num_steps);
   if (!send) open_.erase(waiting);
@@ -369,7 +371,7 @@ void DeviceKernels::combine(const CombineSend* send, const CombineRecv* recv, vo
   if (recv) fill(p, *recv);
   const int64_t chunk = plan_.shape.chunk_tokens;
   p.grid = grid_of(kernel, {.send_items = send ? chunk * plan_.shape.world_size : 0,
-                            .recv_items = recv ? chunk : 0,
+                            .recv_items = recv ? chunk * kMostShares : 0,
                             .num_chunks = call.num_steps,
                             .copies = copies});
   launch(kernel, p, stream);

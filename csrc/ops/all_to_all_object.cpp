@@ -182,8 +182,8 @@ moe::DispatchSend dispatch_send_from(AllToAllObject& comm, const DispatchArgumen
       in.scales, {"scales", {ScalarType::Float, ScalarType::Int}, {send.num_rows, kAny}});
   if (in.scales) {
     send.scale_bytes = row_bytes(*in.scales);
-    send.opaque_scales = in.scales->scalar_type() != ScalarType::Float ||
-                         in.scales->size(1) != comm.num_scales();
+    send.opaque_scales =
+        in.scales->scalar_type() != ScalarType::Float || in.scales->size(1) != comm.num_scales();
   }
   MOE_P2P_CHECK(!in.scales || send.scale_bytes > 0, Code::kInvalidArgument, "scales is ",
                 describe(*in.scales), ", must have at least one column");

@@ -13,6 +13,7 @@ namespace moe_p2p::device {
 // Rows go through shared memory. Nodes with neighbours keep to the other way: their gateways add rows
 // that several ranks hand in.
 static_assert(kOthers == 0);
+static_assert(!kSelfFlagged);  // copies put no mark on words
 
 // --- rings ---
 
@@ -60,7 +61,7 @@ struct Turn {
 template <i32 kBatch, i32 kGroups>
 struct LateFlags {
   static constexpr i32 kMost = 2 * kBatch;
-  u32* (&flag)[kMost];  // null: none
+  u32** flag;  // [kMost], null: none
   i32 num = 0, num_raised = 0;
 
   __device__ void raise(i32 count, u32 word) {

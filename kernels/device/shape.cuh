@@ -32,6 +32,8 @@ inline constexpr u64 kGatherWordsBytes = gather_words_bytes(kShape);
 inline constexpr u64 kInboxSlots = inbox_slots_offset(kShape);
 inline constexpr u64 kOutboxSlots = outbox_slots_offset(kShape);
 inline constexpr bool kMasks = MOE_P2P_MASKS;  // ranks that are gone are masked
+// Rows from ranks of the own node say by themselves that they have come (device/self_flag.cuh).
+inline constexpr bool kSelfFlagged = MOE_P2P_SELF_FLAGGED;
 inline constexpr i32 kHidden = MOE_P2P_HIDDEN_DIM;
 inline constexpr i32 kExperts = kShape.num_experts;
 inline constexpr i32 kMaxLocalExperts = kShape.max_local_experts;
@@ -42,10 +44,6 @@ inline constexpr i32 kNodes = kShape.num_nodes();
 inline constexpr i32 kOthers = kShape.num_other_nodes();
 inline constexpr i32 kColumns = kLocal + kNodes;  // of HandleMeta's send_slots
 inline constexpr i32 kChunk = kShape.chunk_tokens;
-// Words from ranks of the own node say by themselves that they have come (device/self_flag.cuh). That
-// saves a fence and a look for each row, and costs a store for each that is read: worth it where a
-// step is short. Masked ranks could leave half a row behind.
-inline constexpr bool kSelfFlagged = kChunk <= 256 && !kMasks;
 inline constexpr i32 kChunkWords = (kChunk + 31) / 32;
 inline constexpr i32 kSteps = kShape.steps_in_flight;
 inline constexpr i32 kScales = (kHidden + kScaleBlock - 1) / kScaleBlock;

@@ -78,12 +78,10 @@ __device__ __noinline__ u64 look_around(const DeviceComm& comm, u32 looks, u64 d
   }
   const u64 now = globaltimer_ns();
   // With masks this rank's own blocks may be late because they wait for other ranks.
-  if (deadline == 0)
-    return now + comm.timeout_ns * (kMasks && what.source == comm.rank ? 8 : 1);
+  if (deadline == 0) return now + comm.timeout_ns * (kMasks && what.source == comm.rank ? 8 : 1);
   if (now < deadline) return deadline;
   if constexpr (kMasks)
-    if (what.source != comm.rank)
-      return mask_late(comm, what, now - deadline) ? 0 : deadline;
+    if (what.source != comm.rank) return mask_late(comm, what, now - deadline) ? 0 : deadline;
   raise_fault(comm, kTimedOut, what.phase, what.source, what.step, want, got);
   return 0;
 }

@@ -35,6 +35,21 @@ struct Worker {
     }
   }
 };
+
+// Workers that share each of their items, `count` of them; this one has part `index`.
+struct Part {
+  i32 index = 0, count = 1;
+
+  // `worker` as one of a team: the number of its team, and how many there are. One that is left over has
+  // a number behind all items.
+  template <typename W>
+  __device__ W team(W worker) const {
+    worker.count /= count;
+    worker.id = worker.id / count < worker.count ? worker.id / count : 1 << 24;
+    return worker;
+  }
+  __device__ bool has(i32 i) const { return i % count == index; }
+};
 using SendWorker = Worker<MOE_P2P_SEND_WORKERS>;
 using RecvWorker = Worker<MOE_P2P_RECV_WORKERS>;
 
