@@ -83,7 +83,8 @@ def opaque_scales(rank: Rank, world: World, wanted: list[Wanted]) -> None:
             finish(comm)
             filled = step.received[rank.rank].row_weights != 0
             scales = on_cpu(got).scales
-            assert scales is not None and scales.dtype == torch.int32
+            assert scales is not None
+            assert scales.dtype == torch.int32
             assert bool((scales[: len(filled)][filled] == -1).all())
             comm.combine(dispatched=got, **combine_arguments(comm, step))
             finish(comm)
