@@ -43,8 +43,7 @@ inline constexpr i32 kPieceBytes =
 inline constexpr i32 kInBytes =
     kPieceBytes<kYType> > kPieceBytes<kOutType> ? kPieceBytes<kYType> : kPieceBytes<kOutType>;
 inline constexpr i32 kIns = MOE_P2P_PIECES_IN, kOuts = 3, kSums = 4;
-// Sums come slower than copies, so a fence may be for more of them; it holds up the whole multiprocessor.
-inline constexpr i32 kCopyFlags = 8, kSumFlags = 16;
+inline constexpr i32 kCopyFlags = 8, kSumFlags = kManyRanks ? 16 : 8;  // of a fence
 // Pieces whose copies may still read: those of sums, and those of rows.
 inline constexpr i32 kUnreadOuts = kOuts - 2, kUnreadIns = kIns / 3;
 inline constexpr i32 kMostUnread = (kUnreadIns > kUnreadOuts ? kUnreadIns : kUnreadOuts) + 1;
@@ -76,7 +75,7 @@ __device__ inline void init_pipes(BulkShared& s) {
     SumPipe& pipe = s.worker[threadIdx.x];
     pipe.ins.init(1, kComputeWarps + 1);
     pipe.outs.init(kComputeWarps, 1);
-    pipe.sums.init(1, kComputeWarps + 1);
+    pipe.sums.init(32, kComputeWarps + 1);  // all lanes fill a sum
     fence_barrier_init();
   }
   __syncthreads();
@@ -99,7 +98,7 @@ struct Loader {
   __device__ void put() {
     __syncwarp();
     const Sum& s = pipe.sum[sum.at];
-    if (lane == 0) barrier_arrive(&pipe.sums.full[sum.at]);
+    barrier_arrive(&pipe.sums.full[sum.at]);
     if (lane == 0)
       for (i32 piece = 0; piece < kPieces; ++piece) {
         const u32 bytes = piece_bytes<kType>(piece);
@@ -119,8 +118,7 @@ struct Loader {
       s.num_rows = kEnd;
       s.is_row = false;
     }
-    __syncwarp();
-    if (lane == 0) barrier_arrive(&pipe.sums.full[sum.at]);
+    barrier_arrive(&pipe.sums.full[sum.at]);
     sum.next();
   }
 };

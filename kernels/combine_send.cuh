@@ -107,6 +107,7 @@ template <typename W>
 inline constexpr i32 kRowParts = kFewRows ? (kGroups + W::kThreads - 1) / W::kThreads : 1;
 template <typename W>
 __device__ __forceinline__ Part share_of_row(const W& worker) {
+  if constexpr (kRowParts<W> == 1) return {0, 1};
   const i32 count = min(kRowParts<W>, worker.count);
   return {worker.id % count, count};
 }

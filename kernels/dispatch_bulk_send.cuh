@@ -14,7 +14,8 @@ inline constexpr i32 kRowBytes = kHidden * static_cast<i32>(item_bytes(kXType));
 // One image is made while others leave. Rows of x that are quantized come through buffers of their own,
 // others straight into the image.
 inline constexpr i32 kImages = MOE_P2P_IMAGES, kXs = kQuantize ? 2 : kImages;
-inline constexpr i32 kBatchOfFlags = 2;
+inline constexpr i32 kBatchOfFlags = kManyRanks ? 2 : 4;
+inline constexpr i32 kUnread = kManyRanks ? 2 : 1;  // images whose copies may still read
 static_assert(kLocal <= 32, "a lane for each rank");
 
 struct SlotPipe {
@@ -241,7 +242,7 @@ struct Storer {
         flags.add(at < 0 ? nullptr : inbox_flags_at(p.comm.data[l], slot, a.self.local) + at, word);
       }
       ++num_stored;
-      give_back<2>();
+      give_back<kUnread>();
       image.next();
     }
     if (lane < kLocal) {

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from moe_p2p import cuda_driver, errors, jit
 from moe_p2p.launch_shape import (
+    MANY_RANKS,
     NO_BULK,
     Bulk,
-    Job,
     bulk_combine,
     bulk_dispatch,
     choose,
@@ -26,6 +26,7 @@ from moe_p2p.launch_shape import (
     dispatch_shared_bytes,
     flags_itself,
     goes_in_bulk,
+    job_of,
     up,
 )
 from moe_p2p.memory import PinnedPages, share_memory, share_node_memory
@@ -108,7 +109,8 @@ def dispatch_kernel(
         )
     if bulk is None:
         shared = functools.partial(dispatch_shared_bytes, shape, by_rank)
-        launch = choose(row_bytes, shape["MOE_P2P_CHUNK_TOKENS"], num_sms, Job(adds=False), shared)
+        job = job_of(shape, adds=False)
+        launch = choose(row_bytes, shape["MOE_P2P_CHUNK_TOKENS"], num_sms, job, shared)
         bulk = Bulk(launch, NO_BULK, shared(launch))
     launch = bulk.launch
     macros = {
@@ -137,8 +139,7 @@ def combine_kernel(
         bulk = bulk_combine(shape, y_item=y_dtype.itemsize, out_item=out_dtype.itemsize)
     if bulk is None:
         shared = functools.partial(combine_shared_bytes, shape)
-        one_node = shape["MOE_P2P_WORLD_SIZE"] == shape["MOE_P2P_RANKS_PER_NODE"]
-        job = Job(adds=True, splits_rows=one_node and bool(shape["MOE_P2P_SELF_FLAGGED"]))
+        job = job_of(shape, adds=True)
         launch = choose(row_bytes, shape["MOE_P2P_CHUNK_TOKENS"], num_sms, job, shared)
         bulk = Bulk(launch, NO_BULK, shared(launch))
     launch = bulk.launch
@@ -150,7 +151,8 @@ def combine_kernel(
     } | _block_macros(bulk)
     tokens, slots = launch.token_blocks, launch.slot_blocks
     # Copies of senders go over links, those of receivers do not.
-    copies = 6 * tokens // 5 if macros["MOE_P2P_BULK"] else slots
+    more, less = (6, 5) if shape["MOE_P2P_RANKS_PER_NODE"] > MANY_RANKS else (3, 2)
+    copies = more * tokens // less if macros["MOE_P2P_BULK"] else slots
     return Kernel("combine.cu", shape | macros, slots, tokens, copies)
 
 

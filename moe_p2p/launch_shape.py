@@ -27,6 +27,7 @@ _PIECES_OUT, _DEEP = 3, 4  # kernels/combine_bulk.cuh, kOuts and the most of kDe
 _FLAG_BYTES = 64  # and LateFlags, for each rank
 BULK_STEP = 256  # tokens of a step up to which rows go through registers
 _MAX_BULK_RANKS = 32  # a lane of a warp for each rank
+MANY_RANKS = 4  # of a node: beyond, other things limit (docs/tuning.md)
 
 
 class LaunchShape(NamedTuple):
@@ -60,10 +61,22 @@ def up(value: int, step: int) -> int:
 
 
 class Job(NamedTuple):
-    """What a kernel does. adds: it combines; splits_rows: workers share the rows of tiny steps."""
+    """What a kernel does.
+
+    adds: it combines. splits_rows: workers share the rows of tiny steps. many_ranks: of a node.
+    """
 
     adds: bool
-    splits_rows: bool = False
+    splits_rows: bool
+    many_ranks: bool
+
+
+def job_of(macros: dict[str, int], *, adds: bool) -> Job:
+    """That of a dispatch or a combine of this shape."""
+    ranks = macros["MOE_P2P_RANKS_PER_NODE"]
+    one_node = macros["MOE_P2P_WORLD_SIZE"] == ranks
+    splits_rows = adds and one_node and bool(macros["MOE_P2P_SELF_FLAGGED"])
+    return Job(adds, splits_rows, ranks > MANY_RANKS)
 
 
 def candidates(
@@ -73,9 +86,7 @@ def candidates(
     threads = num_threads(row_bytes)
     single = LaunchShape(threads, 1, 1, 2, _SMS, _SMS)
     if num_sms is not None and num_sms <= _FEW_SMS:
-        # Who adds up rows of a short step also clears them.
-        slots = _SMS if step_tokens <= BULK_STEP and job.adds else 2 * _SMS
-        few = [LaunchShape(128 * n, n, n, 1, _SMS, slots) for n in (8, 4, 2)]
+        few = [LaunchShape(128 * n, n, n, 1, _SMS, 2 * _SMS) for n in (8, 4, 2)]
         return [*few, single]
     large, tiny = num_threads(row_bytes, most=_MOST_THREADS), step_tokens <= _TINY_STEP
     if tiny and job.splits_rows:
@@ -86,7 +97,7 @@ def candidates(
         tokens = 1 + _SMALL_STEP
         slots = _SMS - 1 - tokens  # and a block that relays
         return [LaunchShape(large, 1, 1 if tiny else 2, 1, tokens, slots), single]
-    if step_tokens <= BULK_STEP and job.adds:
+    if step_tokens <= BULK_STEP and job.adds and job.many_ranks:
         return [LaunchShape(large, 1, 2, 1, _SMS // 2, _SMS // 2), single]
     if step_tokens <= _LARGE_STEP:
         return [LaunchShape(threads, 1, 2, 2, _SMS, _SMS), single]
@@ -180,8 +191,9 @@ def bulk_dispatch(
     ranks = macros["MOE_P2P_RANKS_PER_NODE"]
     place = image + 4 * ranks + (16 if quantize else 32)
     rest = _FLAG_BYTES * ranks + 256 + (2 * x_bytes if quantize else 0)
-    send, recv = (5, 6) if quantize or by_rank else (2, 3)
-    for workers in (3, 2, 1):
+    few = ranks <= MANY_RANKS
+    send, recv = (1, 1) if by_rank and few else (5, 6) if quantize or by_rank else (2, 3)
+    for workers in (4, 3, 2, 1) if by_rank and few else (3, 2, 1):
         threads = _PIPE_THREADS * workers
         launch = LaunchShape(threads, workers, workers, 1, send * _SMS, recv * _SMS)
         base = dispatch_shared_bytes(macros, by_rank, launch)

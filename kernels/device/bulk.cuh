@@ -15,6 +15,10 @@ namespace moe_p2p::device {
 static_assert(kOthers == 0);
 static_assert(!kSelfFlagged);  // copies put no mark on words
 
+// The more ranks, the longer copies take until they are written, and a fence with them: figures are in
+// docs/tuning.md.
+inline constexpr bool kManyRanks = kLocal > 4;
+
 // --- rings ---
 
 template <i32 kCount>
