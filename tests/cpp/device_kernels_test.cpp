@@ -232,7 +232,8 @@ TEST_CASE("device calls: one chunk is paired, with the handle's combine") {
   rank.dispatch(8);
   CHECK(launched->dispatch.solo == 0);
   CHECK(launched->dispatch.num_chunks == 1);
-  CHECK(launched->dispatch.grid.num_send_blocks == 25);  // eight for each of three rows, one for headers
+  CHECK(launched->dispatch.grid.num_send_blocks ==
+        25);  // eight for each of three rows, one for headers
   CHECK(launched->dispatch.grid.num_recv_blocks == 32);
   CHECK(launched->num_blocks == 1 + 25 + 32);  // one relays
   CHECK(launched->num_threads == 448);
