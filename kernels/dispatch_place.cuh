@@ -262,7 +262,7 @@ __device__ inline void place_rows(const Receiver& a, u64 step) {
   if constexpr (!kByRank)
     for (i32 i = thread; i < num_groups * kWorld; i += kBlockThreads)
       s.first_row[i / kWorld][i % kWorld] += s.start[i / kWorld];
-  if (!a.tells) return;
+  if (!a.tells || !p.offsets) return;  // without outputs nobody asks
   if constexpr (kByRank) {
     tell_sources(a, step);
   } else {

@@ -253,6 +253,19 @@ void DeviceKernels::fill(abi::DispatchParams& p, const DispatchRecv& recv) const
   p.alignment = recv.alignment;
 }
 
+abi::DispatchParams DeviceKernels::params_of(const Open& call) const {
+  abi::DispatchParams p{};
+  p.comm = comm_;
+  p.num_rows = call.num_rows;
+  p.num_chunks = static_cast<int32_t>(call.num_steps);
+  p.solo = call.solo;
+  p.parts = call.parts;
+  p.num_extras = call.num_extras;
+  p.opaque = call.opaque;
+  p.handle = address(call.handle);
+  return p;
+}
+
 void DeviceKernels::dispatch(const DispatchSend* send, const DispatchRecv* recv, void* stream) {
   auto waiting = open_.end();
   if (!send) {
@@ -275,15 +288,7 @@ void DeviceKernels::dispatch(const DispatchSend* send, const DispatchRecv* recv,
                 "a token of this call takes ", call.parts.slot_bytes,
                 " bytes with its scales and extras, a kernel of so few multiprocessors holds ",
                 kernel.max_slot_bytes, "; raise extra_bytes of the configuration");
-  abi::DispatchParams p{};
-  p.comm = comm_;
-  p.num_rows = call.num_rows;
-  p.num_chunks = static_cast<int32_t>(call.num_steps);
-  p.solo = call.solo;
-  p.parts = call.parts;
-  p.num_extras = call.num_extras;
-  p.opaque = call.opaque;
-  p.handle = address(call.handle);
+  abi::DispatchParams p = params_of(call);
   if (send) fill(p, *send);
   if (recv) fill(p, *recv);
   const int64_t chunk = plan_.shape.chunk_tokens;
@@ -380,11 +385,29 @@ void DeviceKernels::combine(const CombineSend* send, const CombineRecv* recv, vo
   if (!recv) open_.push_back(call);
 }
 
+// Receives a dispatch without outputs: slots that flag themselves have to be taken.
+void DeviceKernels::discard(const Open& call, void* stream) const {
+  const DeviceKernel& kernel = find_kernel(dispatch_kernels_, call.variant, "dispatch");
+  abi::DispatchParams p = params_of(call);
+  p.grouped = 1;
+  p.alignment = 1;
+  p.grid = grid_of(kernel, {.recv_items = plan_.shape.chunk_tokens * plan_.shape.world_size,
+                            .num_chunks = call.num_steps});
+  launch(kernel, p, stream);
+}
+
 // A handle that holds no step, of a solo dispatch or combined already, needs nothing.
 void DeviceKernels::release(Handle handle, void* stream) {
   auto open = find_open(handle, Stage::kDispatched);
-  if (open == open_.end()) open = find_open(handle, Stage::kDispatchSent);
-  if (open == open_.end()) return;
+  if (open == open_.end()) {
+    open = find_open(handle, Stage::kDispatchSent);
+    if (open == open_.end()) return;
+    discard(*open, stream);
+    if (open->solo) {  // the receiving half has said that all is read
+      open_.erase(open);
+      return;
+    }
+  }
   MOE_P2P_CHECK(!combine_kernels_.empty(), Code::kUnavailable,
                 "no combine kernel is compiled for this communicator");
   abi::CombineParams p{};

@@ -78,6 +78,8 @@ class DeviceKernels {
   OpenCalls::iterator find_open(Handle handle, Stage stage) noexcept;
   void check_room(int64_t num_steps) const;
   void check_half(int64_t num_steps) const;
+  abi::DispatchParams params_of(const Open& call) const;
+  void discard(const Open& call, void* stream) const;
   void fill(abi::DispatchParams& p, const DispatchSend& send) const;
   void fill(abi::DispatchParams& p, const DispatchRecv& recv) const;
   static void fill(abi::CombineParams& p, const CombineSend& send);

@@ -127,10 +127,10 @@ struct DispatchParams {
   u64 row_weights;  // f32 [rows], by_rank: [rows, K]
   u64 row_topk;     // by_rank: i32 or i64, as topk_idx, [rows, K]
   u64 counts;       // i32 [E_local]
-  u64 offsets;      // i32 [E_local + 1], by_rank: [W + 1]
-  u64 source;       // i32 [rows, 2] or 0
-  u64 ranges;       // i64 [E_local, W] or 0; not with by_rank
-  u64 wait_ticks;   // i64 [W] or 0
+  u64 offsets;  // i32 [E_local + 1], by_rank: [W + 1]; 0: there are no outputs, nor room for rows
+  u64 source;   // i32 [rows, 2] or 0
+  u64 ranges;   // i64 [E_local, W] or 0; not with by_rank
+  u64 wait_ticks;  // i64 [W] or 0
   i32 grouped;
   i32 zero_padding;
   i64 capacity;
