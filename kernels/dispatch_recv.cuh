@@ -312,7 +312,7 @@ __device__ inline void dispatch_recv(const DispatchParams& p, u64 first_step, i3
     begin_chunk(a, worker, step, chunk);
     recv_slots(a, worker, step, chunk);
     // What the own node's ranks write into this rank's memory at combine comes behind what was read
-    // there in earlier steps (docs/protocol.md, section 10).
+    // there in earlier steps (docs/protocol.md, section 11).
     if (kSelfFlagged && a.tells)
       for (i32 l = static_cast<i32>(threadIdx.x); l < kLocal; l += kBlockThreads)
         wait_dispatch(p.comm, a.self, step, a.self.node * kLocal + l);

@@ -1,5 +1,5 @@
 // Words that say by themselves that they have come, so that no flag has to follow them behind a fence
-// (docs/protocol.md, section 10). A word that is still to come is 0, as memory is at the start; who has
+// (docs/protocol.md, section 11). A word that is still to come is 0, as memory is at the start; who has
 // read it makes it 0 again. What travels is the complement. All ones, a NaN in every format of rows,
 // would be 0: another NaN travels in its place.
 #pragma once
