@@ -1,6 +1,6 @@
 // Both halves of combine where few multiprocessors do it (kernels/device/bulk.cuh): rows are added piece
 // by piece in shared memory. The loading warp asks for the pieces of every row of a sum in turn, the
-// computing warps add them in registers, the storing warp carries the sum away and raises its flag. A
+// computing warps add them in registers, the storing warp carries the sum away. A
 // sum that is a row as it stands goes straight from the one to the other.
 #pragma once
 
@@ -43,20 +43,19 @@ inline constexpr i32 kPieceBytes =
 inline constexpr i32 kInBytes =
     kPieceBytes<kYType> > kPieceBytes<kOutType> ? kPieceBytes<kYType> : kPieceBytes<kOutType>;
 inline constexpr i32 kIns = MOE_P2P_PIECES_IN, kOuts = 3, kSums = 4;
-inline constexpr i32 kCopyFlags = 8, kSumFlags = kManyRanks ? 16 : 8;  // of a fence
-// Pieces whose copies may still read: those of sums, and those of rows.
-inline constexpr i32 kUnreadOuts = kOuts - 2, kUnreadIns = kIns / 3;
+// Pieces whose copies may be under way: those of sums, and those of rows.
+inline constexpr i32 kUnreadOuts = kOuts - 2, kUnreadIns = kIns / 2;
 inline constexpr i32 kMostUnread = (kUnreadIns > kUnreadOuts ? kUnreadIns : kUnreadOuts) + 1;
 
 struct SumPipe {
-  alignas(16) char in[kIns][kInBytes];
-  alignas(16) char out[kOuts][kPieceBytes<kOutType>];
+  alignas(kBulkAlign) char in[kIns][kInBytes];
+  alignas(kBulkAlign) char out[kOuts][kPieceBytes<kOutType>];
   Sum sum[kSums];
   Ring<kIns> ins;
   Ring<kOuts> outs;
   Ring<kSums> sums;
   Rows<kLookedUp> looked_up;
-  u32* flags[2 * kSumFlags];
+  Progress<1> progress;
   u64* unread[kMostUnread];  // the barriers to arrive at
 };
 struct BulkShared {
@@ -76,6 +75,7 @@ __device__ inline void init_pipes(BulkShared& s) {
     pipe.ins.init(1, kComputeWarps + 1);
     pipe.outs.init(kComputeWarps, 1);
     pipe.sums.init(32, kComputeWarps + 1);  // all lanes fill a sum
+    pipe.progress.init();
     fence_barrier_init();
   }
   __syncthreads();
@@ -195,14 +195,14 @@ struct Storer {
   Turn<kIns> in;
   Turn<kOuts> out;
   Turn<kSums> sum;
-  i32 num_stored = 0, num_read = 0;  // pieces; `unread` goes round
+  u32 num_stored = 0, num_read = 0;  // pieces; `unread` goes round
   bool has_rows = false;             // buffers of rows may be among the unread
 
-  template <i32 kBatchOfFlags>
-  __device__ void run(u32 word) {
-    LateFlags<kBatchOfFlags, kPieces> flags{pipe.flags};
+  // kFlagged: others wait for the sums.
+  template <bool kFlagged>
+  __device__ void run(i32 chunk) {
     for (;; sum.next()) {
-      if (!sum.is_full(pipe.sums)) flags.raise_all(word);
+      if (kFlagged && !sum.is_full(pipe.sums)) give_back<kFlagged, 0>();
       sum.wait_full(pipe.sums);
       const Sum& s = pipe.sum[sum.at];
       const i32 num_rows = s.num_rows;
@@ -211,8 +211,14 @@ struct Storer {
       char* const to = s.to;
       barrier_arrive(&pipe.sums.empty[sum.at]);
       if (num_rows == kEnd) break;
+      if constexpr (kFlagged) {
+        const u32 num = num_stored / kPieces;
+        pipe.progress.wait_room(num);
+        // Pairs with the wait in wait_partial() there.
+        pipe.progress.flag[num % Progress<1>::kItems][0] = flag;
+      }
       // The rows of a sum may need every buffer.
-      if (has_rows && !is_row) give_back<0>();
+      if (has_rows && !is_row) give_back<kFlagged, 0>();
       has_rows = is_row;
       for (i32 piece = 0; piece < kPieces; ++piece) {
         char* const at = to + piece * kPieceBytes<kOutType>;
@@ -220,34 +226,33 @@ struct Storer {
           in.wait_full(pipe.ins);
           store(at, pipe.in[in.at], piece, &pipe.ins.empty[in.at]);
           in.next();
-          if (num_stored - num_read > kUnreadIns) give_back<kUnreadIns>();
+          give_back<kFlagged, kUnreadIns>();
           continue;
         }
         out.wait_full(pipe.outs);
         store(at, pipe.out[out.at], piece, &pipe.outs.empty[out.at]);
         out.next();
         for (i32 r = 0; r < num_rows; ++r) in.next();
-        if (num_stored - num_read > kUnreadOuts) give_back<kUnreadOuts>();
+        give_back<kFlagged, kUnreadOuts>();
       }
-      // Pairs with the wait in wait_partial() there.
-      if (flag) flags.add(flag, word);
     }
     sum.next();
-    flags.raise_all(word);
-    bulk_wait<0>();
-    give_back<0>();
+    give_back<kFlagged, 0>();
+    if (kFlagged) pipe.progress.tell_end(chunk);
   }
   __device__ void store(char* to, const char* from, i32 piece, u64* empty) {
     bulk_store(to, from, piece_bytes<kOutType>(piece));
     bulk_commit();
     pipe.unread[num_stored++ % kMostUnread] = empty;
   }
-  // All buffers but those of the last kNumLeft pieces.
-  template <i32 kNumLeft>
+  // All pieces but the last kNumLeft are written.
+  template <bool kFlagged, i32 kNumLeft>
   __device__ void give_back() {
-    bulk_wait_read<kNumLeft>();
+    if (num_stored - num_read <= kNumLeft) return;
+    bulk_wait<kNumLeft>();
     for (; num_stored - num_read > kNumLeft; ++num_read)
       barrier_arrive(pipe.unread[num_read % kMostUnread]);
+    if (kFlagged) pipe.progress.tell(num_read / kPieces);
   }
 };
 
@@ -269,7 +274,7 @@ __device__ inline void load_slots(const Adder& a, Loader& loader, const LoadWarp
     for (i32 place = 0, i = first; place < kLookedUp && i < num_items; ++place, i += warp.count) {
       const i32 num_rows = found.num_rows[place];
       if (num_rows < 0) continue;
-      const i32 source = (i + a.self.rank) % kWorld, index = i / kWorld;
+      const auto [source, index] = item_of(a.self, i);
       const u64 data = a.p.comm.data[source % kLocal];
       Sum& sum = loader.next();
       if (warp.thread == 0) {
@@ -310,9 +315,11 @@ __device__ inline void combine_send(const CombineParams& p, bool valid, u64 firs
     if (role.loads) {
       load_slots(a, loader, warp, step, chunk);
     } else if (role.stores) {
-      const auto word = static_cast<u32>(step + 1);
-      if (role.thread == 0 && rows_stay(a)) storer.run<kCopyFlags>(word);
-      if (role.thread == 0 && !rows_stay(a)) storer.run<kSumFlags>(word);
+      if (role.thread == 0) storer.run<true>(chunk);
+    } else if (role.flags) {
+      raise_flags<SendWorker::kCount, 1>(
+          [&](i32 w) -> Progress<1>& { return s.worker[w].progress; }, role.thread, chunk,
+          static_cast<u32>(step + 1));
     } else {
       summer.run<kYType>(a.weighted(), [&](const Sum& sum) {
         if (p.with_scalars && role.thread < kTopk)
@@ -380,6 +387,8 @@ __device__ inline void combine_recv(const CombineParams& p, u64 first_step, i32 
   const Self self(p.comm);
   const HandleArrays handle(p.handle, p.num_chunks);
   const RecvWorker worker = RecvWorker::of(block, p.grid.num_recv_blocks);
+  const i32 id = block * SendWorker::kCount + role.place;
+  const i32 count = p.grid.num_recv_blocks * SendWorker::kCount;
   Loader loader{pipe, role.thread};
   Summer summer{pipe, role.thread};
   Storer storer{pipe};
@@ -389,13 +398,12 @@ __device__ inline void combine_recv(const CombineParams& p, u64 first_step, i32 
     begin_chunk(p, self, worker, step, chunk, block);
     if (role.loads) {
       const i32 end = end_of_chunk(p, chunk);
-      for (i32 token = chunk * kChunk + worker.id; token < end;
-           token += worker.count * kTokensAtOnce)
-        load_tokens(p, self, handle, loader, step, token, end, worker.count);
+      for (i32 token = chunk * kChunk + id; token < end; token += count * kTokensAtOnce)
+        load_tokens(p, self, handle, loader, step, token, end, count);
       loader.end();
     } else if (role.stores) {
-      if (role.thread == 0) storer.run<kCopyFlags>(0);
-    } else {
+      if (role.thread == 0) storer.run<false>(chunk);
+    } else if (!role.flags) {
       summer.run<kOutType>(false, [&](const Sum& sum) {
         if (p.out_scalars && role.thread < kTopk) sum_scalars(p, sum, role.thread);
       });

@@ -224,7 +224,7 @@ __device__ inline void look_up(const Adder& a, const W& worker, u64 step, i32 ch
   static_assert(kItems == W::kThreads / kLanes);
   const i32 lane = worker.thread % kLanes, place = worker.thread / kLanes;
   i += place * worker.count;
-  const i32 source = (i + a.self.rank) % kWorld, index = i / kWorld;
+  const auto [source, index] = item_of(a.self, i);
   const bool inside = index < kChunk;
   const i32 count = a.handle.slot_count(chunk, source);
   const i32 found = inside && lane < kTopk ? a.handle.rows_of(chunk, source, index)[lane] : -1;
@@ -340,7 +340,7 @@ __device__ inline void combine_chunk(const Adder& a, const SendWorker& worker, c
     worker.sync();
     for (i32 place = 0, i = first; place < kBatch && i < num_items; ++place, i += worker.count) {
       if (w.num_rows[place] < 0) continue;
-      const i32 source = (i + a.self.rank) % kWorld, index = i / kWorld;
+      const auto [source, index] = item_of(a.self, i);
       if (!a.self.same_node(source)) {
         send_to_gateway(a, worker, step, chunk, place, source, index);
         continue;

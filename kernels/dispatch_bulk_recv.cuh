@@ -9,11 +9,14 @@
 namespace moe_p2p::device::bulk {
 
 inline constexpr i32 kPayloadBytes = kPayloadVecs * static_cast<i32>(sizeof(Vec));
-inline constexpr i32 kRings = MOE_P2P_RINGS, kRingImages = 4;
-inline constexpr i32 kAhead = kRingImages - 2;  // slots that are fetched while one is taken
+inline constexpr i32 kRings = MOE_P2P_RINGS, kRingImages = MOE_P2P_RING_IMAGES;
+// Slots that are fetched while one is taken. Rows by expert are several of a slot, whose copies need the
+// time of another image.
+inline constexpr i32 kAhead = kByRank ? kRingImages - 1 : kRingImages - 2;
+static_assert(kAhead >= 1);
 
 struct RecvRing {
-  alignas(16) char image[kRingImages][kImageBytes];
+  alignas(kBulkAlign) char image[kRingImages][kImageBytes];
   u64 full[kRingImages];
   Item item[kRingImages];
   FoundRows found;
@@ -82,36 +85,45 @@ __device__ inline void leave_out(const Receiver& a, Fetcher& fetcher, i32 chunk,
   if (fetcher.lane < kTopk) a.handle.rows_of(chunk, item.source, item.index)[fetcher.lane] = -1;
 }
 
-// Slots i, i + stride, ... up to 32 of them, in the order in which they come.
-__device__ inline void fetch_batch(const Receiver& a, Fetcher& fetcher, u64 step, i32 chunk,
+// Slots first, first + stride, ... before `end`, about in the order in which they come: each lane looks for
+// every 32nd.
+__device__ inline void fetch_slots(const Receiver& a, Fetcher& fetcher, u64 step, i32 chunk,
                                    i32 first, i32 end, i32 stride) {
   const auto want = static_cast<u32>(step + 1);
-  const i32 i = first + fetcher.lane * stride;
-  const Item mine = item_of(a.self, i);
-  const bool valid = i < end && mine.index < a.s.num_slots[chunk % 2][mine.source];
-  const u32* flag =
-      inbox_flags_at(a.p.comm.data[a.self.local], slot_of(step), valid ? mine.source : 0) +
-      (valid ? mine.index : 0);
-  u32 left = __ballot_sync(~0u, valid);
-  while (left != 0) {
-    const bool waits = left >> fetcher.lane & 1;
-    u32 ready = __ballot_sync(~0u, waits && static_cast<i32>(ld_acquire_sys_u32(flag) - want) >= 0);
-    if (ready == 0) {
-      fetcher.take_all(chunk);
-      const i32 next = __ffs(left) - 1;
+  const i32* num_slots = a.s.num_slots[chunk % 2];
+  i32 i = first + (fetcher.lane - 32) * stride;
+  Item mine{};
+  const u32* flag = nullptr;
+  const auto look_for_next = [&] {
+    do {
+      i += 32 * stride;
+      mine = item_of(a.self, i);
+    } while (i < end && mine.index >= num_slots[mine.source]);
+    flag = inbox_flags_at(a.p.comm.data[a.self.local], slot_of(step), mine.source) + mine.index;
+  };
+  const auto of_lane = [&](i32 lane) {
+    return Item{__shfl_sync(~0u, mine.source, lane), __shfl_sync(~0u, mine.index, lane)};
+  };
+  look_for_next();
+  for (u32 looks = 0, left; (left = __ballot_sync(~0u, i < end)) != 0;) {
+    const bool has_come = i < end && static_cast<i32>(ld_acquire_sys_u32(flag) - want) >= 0;
+    const u32 ready = __ballot_sync(~0u, has_come);
+    if (ready != 0) {
+      if (fetcher.lane == 0) fence_global_for_bulk();
+      for (u32 rest = ready; rest != 0; rest &= rest - 1)
+        fetcher.fetch(step, chunk, of_lane(__ffs(rest) - 1));
+      if (has_come) look_for_next();
+    } else if (fetcher.num_ahead > 0) {
+      fetcher.take(chunk);
+    } else if (++looks % kLooksBetweenClocks == 0) {
+      const i32 late = __ffs(left) - 1;
       bool came = true;
-      if (fetcher.lane == next)
+      if (fetcher.lane == late)
         came = wait_word(a.p.comm, flag, want, {Phase::kDispatch, mine.source, step});
       if (__all_sync(~0u, came)) continue;
-      leave_out(a, fetcher, chunk, item_of(a.self, first + next * stride));
-      left &= left - 1;
-      continue;
+      leave_out(a, fetcher, chunk, of_lane(late));
+      if (fetcher.lane == late) look_for_next();
     }
-    left &= ~ready;
-    __syncwarp();
-    if (fetcher.lane == 0) fence_global_for_bulk();
-    for (; ready != 0; ready &= ready - 1)
-      fetcher.fetch(step, chunk, item_of(a.self, first + (__ffs(ready) - 1) * stride));
   }
 }
 
@@ -133,8 +145,7 @@ __device__ inline void dispatch_recv(const DispatchParams& p, u64 first_step, i3
     for (i32 source = 0; source < kWorld; ++source) most = max(most, num_slots[source]);
     if (warp < kRings) {
       const i32 stride = p.grid.num_recv_blocks * kRings;
-      for (i32 i = block * kRings + warp; i < most * kWorld; i += 32 * stride)
-        fetch_batch(a, fetcher, step, chunk, i, most * kWorld, stride);
+      fetch_slots(a, fetcher, step, chunk, block * kRings + warp, most * kWorld, stride);
       fetcher.take_all(chunk);
       bulk_wait<0>();
     }

@@ -1,6 +1,6 @@
 // Dispatch, sending half, where few multiprocessors do it (kernels/device/bulk.cuh): a whole slot is made
 // in shared memory and goes to every rank as one copy. The loading warp asks for the row and makes the
-// head, the computing warps make payload and scales, the storing warp carries the slot and raises flags.
+// head, the computing warps make payload and scales, the storing warp carries the slot.
 #pragma once
 
 #include "kernels/device/bulk.cuh"
@@ -14,15 +14,14 @@ inline constexpr i32 kRowBytes = kHidden * static_cast<i32>(item_bytes(kXType));
 // One image is made while others leave. Rows of x that are quantized come through buffers of their own,
 // others straight into the image.
 inline constexpr i32 kImages = MOE_P2P_IMAGES, kXs = kQuantize ? 2 : kImages;
-inline constexpr i32 kBatchOfFlags = kManyRanks ? 2 : 4;
-inline constexpr i32 kUnread = kManyRanks ? 2 : 1;  // images whose copies may still read
+inline constexpr i32 kUnderWay = 1;  // images whose copies may be, beside those that are asked for
 static_assert(kLocal <= 32, "a lane for each rank");
 
 struct SlotPipe {
-  alignas(16) char image[kImages][kImageBytes];
-  alignas(16) char x[kQuantize ? kXs : 1][kQuantize ? kRowBytes : 16];
+  alignas(kBulkAlign) char image[kImages][kImageBytes];
+  alignas(kBulkAlign) char x[kQuantize ? kXs : 1][kQuantize ? kRowBytes : 16];
   i32 slot[kImages][kLocal];
-  u32* flags[kLocal][2 * kBatchOfFlags];
+  Progress<kLocal> progress;
   Ring<kImages> images;
   Ring<kXs> xs;  // `empty` with kQuantize only
 };
@@ -206,31 +205,28 @@ __device__ inline i32 fill_images(const DispatchParams& p, i32 thread, const Tok
 struct Storer {
   SlotPipe& pipe;
   const i32 lane;
-  i32 num_stored = 0, num_read = 0;  // images; the ring is in step with them
+  u32 num_stored = 0, num_read = 0;  // images; the ring is in step with them
 
-  // All images but the last kNumLeft.
+  // All images but the last kNumLeft are written.
   template <i32 kNumLeft>
   __device__ void give_back() {
-    bulk_wait_read<kNumLeft>();
+    bulk_wait<kNumLeft>();
     __syncwarp();
+    if (num_stored - num_read <= kNumLeft) return;
     for (; num_stored - num_read > kNumLeft; ++num_read)
       if (lane == 0) barrier_arrive(&pipe.images.empty[num_read % kImages]);
+    if (lane == 0) pipe.progress.tell(num_read);
   }
 
-  __device__ void run(const Sender& a, u64 step, const Tokens& tokens, Turn<kImages>& image) {
+  __device__ void run(const Sender& a, u64 step, i32 chunk, const Tokens& tokens,
+                      Turn<kImages>& image) {
     const DispatchParams& p = a.p;
     const i32 slot = slot_of(step);
-    const auto word = static_cast<u32>(step + 1);
     const i32 l = lane < kLocal ? (a.self.local + lane) % kLocal : 0;  // not all to rank 0 first
-    // Lanes without a rank have no flags, and count with the others.
-    LateFlags<kBatchOfFlags, 1> flags{pipe.flags[lane < kLocal ? lane : 0]};
     for (i32 token = tokens.first; token < tokens.end; token += tokens.stride) {
-      if (!__all_sync(~0u, image.is_full(pipe.images))) {
-        give_back<0>();
-        if (lane < kLocal && !image.is_full(pipe.images)) flags.raise_all(word);
-        __syncwarp();
-      }
+      if (!__all_sync(~0u, image.is_full(pipe.images))) give_back<0>();
       image.wait_full(pipe.images);
+      pipe.progress.wait_room(num_stored);
       if (lane < kLocal) {
         const i32 at = pipe.slot[image.at][l];
         if (at >= 0)
@@ -239,17 +235,15 @@ struct Storer {
                      pipe.image[image.at], static_cast<u32>(p.parts.slot_bytes));
         bulk_commit();
         // Pairs with the wait for the flag at the receiver.
-        flags.add(at < 0 ? nullptr : inbox_flags_at(p.comm.data[l], slot, a.self.local) + at, word);
+        pipe.progress.flag[num_stored % Progress<kLocal>::kItems][lane] =
+            at < 0 ? nullptr : inbox_flags_at(p.comm.data[l], slot, a.self.local) + at;
       }
       ++num_stored;
-      give_back<kUnread>();
+      give_back<kUnderWay>();
       image.next();
     }
-    if (lane < kLocal) {
-      flags.raise_all(word);
-      bulk_wait<0>();
-    }
     give_back<0>();
+    if (lane == 0) pipe.progress.tell_end(chunk);
   }
 };
 
@@ -264,6 +258,7 @@ __device__ inline void dispatch_send(const DispatchParams& p, u64 first_step, i3
   if (threadIdx.x < SendWorker::kCount) {
     s.worker[threadIdx.x].images.init(kComputeWarps + 1, 1);
     s.worker[threadIdx.x].xs.init(1, kComputeWarps);
+    s.worker[threadIdx.x].progress.init();
     fence_barrier_init();
   }
   begin_send(a, first_step, block);
@@ -281,7 +276,11 @@ __device__ inline void dispatch_send(const DispatchParams& p, u64 first_step, i3
     if (role.loads) {
       make_heads(a, role, step, chunk, tokens, counted, pipe, image, x);
     } else if (role.stores) {
-      storer.run(a, step, tokens, image);
+      storer.run(a, step, chunk, tokens, image);
+    } else if (role.flags) {
+      raise_flags<SendWorker::kCount, kLocal>(
+          [&](i32 w) -> Progress<kLocal>& { return s.worker[w].progress; }, role.thread, chunk,
+          static_cast<u32>(step + 1));
     } else {
       i32 token = fill_images(p, role.thread, tokens, pipe, image, x);
       for (; token < last; token += tokens.stride)

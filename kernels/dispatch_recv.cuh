@@ -43,15 +43,6 @@ __device__ inline void store_scales(const DispatchParams& p, const W&, i64 at, c
     to[i * p.scale_place.word] = scale_word(scales, i);
 }
 
-// A slot of a step: `index` of those of `source`.
-struct Item {
-  i32 source, index;
-};
-// Items in an order that takes the sources in turns, the own rank first.
-__device__ __forceinline__ Item item_of(const Self& self, i32 i) {
-  return {(i + self.rank) % kWorld, i / kWorld};
-}
-
 // kByRank: the K entries of a row, those of other ranks' experts as none.
 __device__ inline void store_entries(const DispatchParams& p, i32 lane, i64 row, i32 expert,
                                      const char* from) {

@@ -150,7 +150,9 @@ class Communicator:
             world_size=self.world_size,
             ranks_per_node=num_local,
             key=keys[first].decode(),
-            partners=Partners(node, num_nodes, f"{keys[local].decode()}.partners")
+            partners=Partners(
+                node, num_nodes, f"{keys[local].decode()}.partners", self.engine.num_nics
+            )
             if windows
             else None,
             exchange=among_node if env.fabric() else None,
@@ -172,10 +174,15 @@ class Communicator:
             return given
         neighbours = [rank for rank, other in enumerate(offers) if other.host == offer.host]
         label = f"rank {self.rank}"
+        settings = config.provider_settings or env.transport_settings()
+        if (config.ranks_per_node or self.world_size) < self.world_size and self._on_gpu:
+            settings = transport.with_copy_kernel(
+                choice.provider, settings, torch.cuda.current_device()
+            )
         engine = Engine(
             choice.provider,
             config.nics_per_rank,
-            settings=config.provider_settings,
+            settings=settings,
             label=label,
             wait=config.wait,
             proxy_cpu=config.proxy_cpu,

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from moe_p2p import cuda_driver, errors, jit
 from moe_p2p.launch_shape import (
-    MANY_RANKS,
     NO_BULK,
     Bulk,
     bulk_combine,
@@ -150,9 +149,7 @@ def combine_kernel(
         "MOE_P2P_RECV_WORKERS": launch.token_workers,
     } | _block_macros(bulk)
     tokens, slots = launch.token_blocks, launch.slot_blocks
-    # Copies of senders go over links, those of receivers do not.
-    more, less = (6, 5) if shape["MOE_P2P_RANKS_PER_NODE"] > MANY_RANKS else (3, 2)
-    copies = more * tokens // less if macros["MOE_P2P_BULK"] else slots
+    copies = tokens if macros["MOE_P2P_BULK"] else slots  # both halves then read as many rows
     return Kernel("combine.cu", shape | macros, slots, tokens, copies)
 
 
@@ -215,11 +212,15 @@ def variants() -> Iterator[Kernel]:
 
 
 class Partners(NamedTuple):
-    """The ranks with this local index on the other nodes, where they are on this host."""
+    """The ranks with this local index on the other nodes, where they are on this host.
+
+    num_nics: whose copy kernels take the place of a block each.
+    """
 
     node: int
     num_nodes: int
     key: str
+    num_nics: int
 
 
 class DeviceSide:
@@ -252,6 +253,7 @@ class DeviceSide:
         """
         self._comm, self._device, self._num_sms = comm, device, config.num_sms
         self._masks = masks
+        self._copy_blocks = 0 if partners is None else partners.num_nics
         self._shape = shape_macros(config, world_size=world_size, ranks_per_node=ranks_per_node)
         self._ready: set[tuple[object, ...]] = set()  # kernels of the op, by what they are for
         self._undo, self._signals = ExitStack(), ExitStack()
@@ -396,7 +398,8 @@ class DeviceSide:
         macros, entry = kernel.macros, f"moe_p2p_{kernel.source.removesuffix('.cu')}"
         threads, shared = macros["MOE_P2P_BLOCK_THREADS"], macros["MOE_P2P_SHARED_BYTES"]
         function = jit.load(self._device, kernel.source, entry, macros, dynamic_shared_bytes=shared)
-        return function, cuda_driver.max_resident_blocks(self._device, function, threads, shared)
+        resident = cuda_driver.max_resident_blocks(self._device, function, threads, shared)
+        return function, resident - self._copy_blocks
 
     def _wait(self) -> None:
         """For all that was asked of the device."""

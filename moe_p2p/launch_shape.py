@@ -20,11 +20,11 @@ _SMS = 132  # of an H200; elsewhere blocks wait for each other or leave some idl
 _FEW_SMS = 48  # up to here blocks are large, each alone on its multiprocessor
 _TINY_STEP, _SMALL_STEP, _LARGE_STEP = 16, 32, 512  # tokens of a step
 _MAX_SHARED_BYTES = 227 << 10  # of a multiprocessor, for one block
-_PIPE_THREADS, _COMPUTE_THREADS = 192, 128  # kernels/device/bulk.cuh
+# kernels/device/bulk.cuh: of a worker, of those that compute, and of the warp that raises flags
+_PIPE_THREADS, _COMPUTE_THREADS, _FLAG_THREADS = 192, 128, 32
 _LEAST_IMAGES, _MOST_IMAGES = 3, 8  # kernels/dispatch_bulk_send.cuh, kImages
-_RING_IMAGES = 4  # kernels/dispatch_bulk_recv.cuh, kRingImages
 _PIECES_OUT, _DEEP = 3, 4  # kernels/combine_bulk.cuh, kOuts and the most of kDeep
-_FLAG_BYTES = 64  # and LateFlags, for each rank
+_FLAG_BYTES = 128  # and Progress, for each rank
 BULK_STEP = 256  # tokens of a step up to which rows go through registers
 _MAX_BULK_RANKS = 32  # a lane of a warp for each rank
 MANY_RANKS = 4  # of a node: beyond, other things limit (docs/tuning.md)
@@ -45,14 +45,14 @@ class LaunchShape(NamedTuple):
     slot_blocks: int
 
 
-def num_threads(row_bytes: int, most: int = _MAX_THREADS) -> int:
+def num_threads(row_bytes: int, most: int = _MAX_THREADS, step: int = 64) -> int:
     """Threads of a worker for rows of 16-byte pieces: as few rounds as fit, equally full.
 
-    For example rows of 7168 bytes: 448 pieces, 448 threads, one round.
+    For example rows of 7168 bytes: 448 pieces, 448 threads, one round. step: of threads.
     """
     pieces = row_bytes // 16
     rounds = -(-pieces // most)
-    return max(128, up(-(-pieces // rounds), 64))
+    return max(128, up(-(-pieces // rounds), step))
 
 
 def up(value: int, step: int) -> int:
@@ -86,7 +86,10 @@ def candidates(
     threads = num_threads(row_bytes)
     single = LaunchShape(threads, 1, 1, 2, _SMS, _SMS)
     if num_sms is not None and num_sms <= _FEW_SMS:
-        few = [LaunchShape(128 * n, n, n, 1, _SMS, 2 * _SMS) for n in (8, 4, 2)]
+        # Workers whose rounds over a row are full, as many as a block holds.
+        worker, slots = num_threads(row_bytes, most=256, step=32), _SMS if job.adds else 2 * _SMS
+        most = _MOST_THREADS // worker
+        few = [LaunchShape(worker * n, n, n, 1, _SMS, slots) for n in (most, most // 2)]
         return [*few, single]
     large, tiny = num_threads(row_bytes, most=_MOST_THREADS), step_tokens <= _TINY_STEP
     if tiny and job.splits_rows:
@@ -187,15 +190,15 @@ def bulk_dispatch(
     head = up(8 + 10 * topk + 2 * (topk % 2), 128)
     token = up(row_bytes, 16) + up(scales, 16) + macros["MOE_P2P_EXTRA_BYTES"]
     image = up(head + min(token, macros["MOE_P2P_MAX_TOKEN_BYTES"]), 128)
-    ring = up(_RING_IMAGES * (image + 16) + 32 * topk + 128, 16)
+    ring_images = 3 if by_rank else 4
+    ring = up(ring_images * (image + 16) + 32 * topk + 128, 128)
     ranks = macros["MOE_P2P_RANKS_PER_NODE"]
     place = image + 4 * ranks + (16 if quantize else 32)
-    rest = _FLAG_BYTES * ranks + 256 + (2 * x_bytes if quantize else 0)
-    few = ranks <= MANY_RANKS
-    send, recv = (1, 1) if by_rank and few else (5, 6) if quantize or by_rank else (2, 3)
-    for workers in (4, 3, 2, 1) if by_rank and few else (3, 2, 1):
-        threads = _PIPE_THREADS * workers
-        launch = LaunchShape(threads, workers, workers, 1, send * _SMS, recv * _SMS)
+    rest = _FLAG_BYTES * ranks + 384 + (2 * x_bytes if quantize else 0)
+    send, recv = (5, 6) if quantize or by_rank else (2, 3)
+    for workers in (3, 2, 1):
+        threads = _PIPE_THREADS * workers + _FLAG_THREADS
+        launch = LaunchShape(threads, workers, 1, 1, send * _SMS, recv * _SMS)
         base = dispatch_shared_bytes(macros, by_rank, launch)
         room = _MAX_SHARED_BYTES - base
         rings = min(room // ring, launch.block_threads // 32)
@@ -206,6 +209,7 @@ def bulk_dispatch(
                 "MOE_P2P_IMAGES": images,
                 "MOE_P2P_IMAGE_BYTES": image,
                 "MOE_P2P_RINGS": rings,
+                "MOE_P2P_RING_IMAGES": ring_images,
             }
             return Bulk(launch, bulk, base + max(workers * (images * place + rest), rings * ring))
     return None
@@ -214,8 +218,8 @@ def bulk_dispatch(
 def bulk_combine(macros: dict[str, int], *, y_item: int, out_item: int) -> Bulk | None:
     """Bytes of a value of y and of a partial sum. None: it does not fit.
 
-    Blocks are in the proportion of the rows that each half reads: of a token, one for each expert,
-    and one for each rank that has some of them.
+    Blocks are in the proportion of the rows of a token that pass through: senders read one for
+    each expert and write one for each rank that has some of them, receivers read the latter.
     """
     values = 16 // min(y_item, out_item)
     deep = -(-macros["MOE_P2P_HIDDEN_DIM"] // (values * _COMPUTE_THREADS))
@@ -230,8 +234,8 @@ def bulk_combine(macros: dict[str, int], *, y_item: int, out_item: int) -> Bulk 
     for workers in (3, 2, 1):
         pieces = min((_MAX_SHARED_BYTES // workers - rest) // piece_in, 16)
         if pieces >= 4 or (workers == 1 and pieces >= 1):
-            threads, tokens = _PIPE_THREADS * workers, round(partials * _SMS)
-            launch = LaunchShape(threads, workers, workers, 1, tokens, topk * _SMS)
+            threads, tokens = _PIPE_THREADS * workers + _FLAG_THREADS, round(partials * _SMS)
+            launch = LaunchShape(threads, 1, workers, 1, tokens, tokens + topk * _SMS)
             bulk = {"MOE_P2P_BULK": 1, "MOE_P2P_PIECES_IN": pieces}
             return Bulk(launch, bulk, workers * (pieces * piece_in + rest))
     return None

@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from moe_p2p import cuda_driver, env, errors, topology
+from moe_p2p import cuda_driver, env, errors, jit, topology
 from moe_p2p.topology import Host, Nic
 
 LOOPBACK, LIBFABRIC, VERBS = "loopback", "libfabric", "verbs"
@@ -195,6 +195,17 @@ def _named(host: Host, names: list[str]) -> list[Nic]:
 def _setting(settings: str, key: str) -> str:
     pairs = (item.partition("=") for item in settings.split(","))
     return next((value for name, _, value in pairs if name == key), "")
+
+
+def with_copy_kernel(provider: str, settings: str, device: int) -> str:
+    """`settings` with a kernel that carries the software NIC's writes of memory of that GPU.
+
+    As they are for other providers, and where they say what carries them.
+    """
+    if provider != LOOPBACK or _setting(settings, "copy_kernel"):
+        return settings
+    kernel = jit.load(device, "copy.cu", "moe_p2p_copy", {})
+    return ",".join(filter(None, [settings, f"copy_kernel={kernel}"]))
 
 
 def shared_settings(settings: str) -> str:

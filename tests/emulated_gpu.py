@@ -26,7 +26,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_p2p import communicator
+from moe_p2p import communicator, transport
 from moe_p2p.config import AllToAllConfig
 from moe_p2p.device_kernels import (
     _NO_REGIONS,
@@ -178,6 +178,8 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(communicator, "DeviceSide", EmulatedDevice)
     patch.setattr(communicator.Communicator, "_on_gpu", True)
     patch.setattr(torch.cuda, "current_device", lambda: 0)
+    # Its memory is that of the host, which the software NIC copies by itself.
+    patch.setattr(transport, "with_copy_kernel", lambda provider, settings, device: settings)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -128,9 +128,9 @@ def workers(made: dict[str, int]) -> tuple[int, int]:
 
 def test_few_blocks_have_many_workers_as_far_as_shared_memory_goes() -> None:
     assert workers(macros()) == workers(macros(num_sms=49)) == (1, 448)
-    assert workers(macros(num_sms=48)) == (8, 1024)
-    many = macros(num_sms=24, num_experts=8192)  # a count for each expert and worker
-    assert workers(many) == (4, 512)
+    assert workers(macros(num_sms=48)) == (4, 896)
+    many = macros(num_sms=24, num_experts=16384)  # a count for each expert and worker
+    assert workers(many) == (2, 448)
     assert many["MOE_P2P_SHARED_BYTES"] <= 227 << 10
 
 

@@ -2,6 +2,7 @@
 
 #include <sched.h>
 
+#include <algorithm>
 #include <chrono>
 
 #include "base/log.h"
@@ -18,6 +19,11 @@ constexpr unsigned kEventWithoutTiming = 2;
 constexpr int kRelaxedCapture = 2;
 
 constexpr auto kCloseTimeout = std::chrono::seconds(10);
+// Longer copies take the engines less time than the kernel, whose multiprocessor is one of many. Too
+// large: they hold up what they would have to overlap with.
+constexpr uint64_t kMostByKernel = 128 << 10;
+// How often the driver is asked whether a device that copies by kernel has failed.
+constexpr uint32_t kLooksUntilQuery = 4096;
 
 // Makes a context current on a control thread for a while and leaves no trace there.
 class ControlGuard {
@@ -36,9 +42,10 @@ class ControlGuard {
 
 }  // namespace
 
-CopyQueue::CopyQueue(int device) : driver_(driver()), device_(device), context_(device) {
+CopyQueue::CopyQueue(int device, uint64_t copy_kernel)
+    : driver_(driver()), device_(device), context_(device) {
   try {
-    open();
+    open(copy_kernel);
   } catch (...) {
     close();
     throw;
@@ -46,13 +53,22 @@ CopyQueue::CopyQueue(int device) : driver_(driver()), device_(device), context_(
 }
 
 CopyQueue::~CopyQueue() {
-  if (!drain(Clock::now() + kCloseTimeout))
+  const auto deadline = Clock::now() + kCloseTimeout;
+  bool copies = false;
+  if (kernel_) {
+    const ControlGuard guard(context_);
+    while ((copies = kernel_->busy()) && Clock::now() < deadline) sched_yield();
+    num_taken_over_.store(kernel_->num_posted(), std::memory_order_release);  // by nobody any more
+  }
+  if (copies || !drain(deadline)) {
     MOE_P2P_LOG(base::LogLevel::kError, "device ", device_,
                 " still copies to memory of peers although its NIC is closed");
+    if (copies) static_cast<void>(kernel_.release());  // which still looks at it
+  }
   close();
 }
 
-void CopyQueue::open() {
+void CopyQueue::open(uint64_t copy_kernel) {
   const auto check = [this](int error, const char* what) {
     MOE_P2P_CHECK(error == 0, Code::kTransport, what, " for copies on device ", device_, ": ",
                   driver_error(error));
@@ -63,27 +79,38 @@ void CopyQueue::open() {
   check(driver_.stream_create(&stream_, kNonBlockingStream, greatest), "making a stream");
   check(driver_.event_create(&drain_event_, kEventWithoutTiming), "making an event");
   for (uint32_t i = 0; i < kCapacity; ++i)
-    check(driver_.event_create(&events_.emplace_back(nullptr), kEventWithoutTiming),
+    check(driver_.event_create(&copies_.emplace_back().event, kEventWithoutTiming),
           "making an event");
+  if (copy_kernel != 0) kernel_ = std::make_unique<CopyKernel>(device_, copy_kernel);
 }
 
 void CopyQueue::close() noexcept {
   const ControlGuard guard(context_);
-  events_.push_back(drain_event_);
-  for (void* event : events_)
-    if (event) driver_.event_destroy(event);
+  kernel_.reset();
+  if (drain_event_) driver_.event_destroy(drain_event_);
+  for (const Copy& copy : copies_)
+    if (copy.event) driver_.event_destroy(copy.event);
   if (stream_) driver_.stream_destroy(stream_);
 }
 
 bool CopyQueue::drain(Deadline deadline) noexcept {
   const std::lock_guard lock(drain_mutex_);
   const ControlGuard guard(context_);
+  const uint64_t num_posted = kernel_ ? kernel_->num_posted() : 0;
+  while (num_posted > num_settled() && kernel_->status().ok()) {
+    if (Clock::now() > deadline) return false;
+    sched_yield();
+  }
   if (driver_.event_record(drain_event_, stream_) != 0) return true;
   while (driver_.event_query(drain_event_) == kDriverNotReady) {
     if (Clock::now() > deadline) return false;
     sched_yield();
   }
   return true;
+}
+
+uint64_t CopyQueue::num_settled() const noexcept {
+  return std::max(kernel_->num_done(), num_taken_over_.load(std::memory_order_acquire));
 }
 
 // Once per thread, as long as it polls for one device.
@@ -99,28 +126,67 @@ void CopyQueue::enter() const noexcept {
 CopyQueue::Started CopyQueue::copy(std::byte* to, const std::byte* from, uint64_t bytes) noexcept {
   if (!status_.ok()) return {status_, 0};
   enter();
-  int error = driver_.copy_async(reinterpret_cast<uint64_t>(to), reinterpret_cast<uint64_t>(from),
-                                 bytes, stream_);
-  if (error != 0) return {{Code::kTransport, error}, 0};
-  error = driver_.event_record(events_[num_started_ % kCapacity], stream_);
-  if (error != 0) {  // the copy runs, and nobody can say until when
-    status_ = {Code::kTransport, error};
-    return {status_, 0};
-  }
+  Copy& copy = copies_[num_started_ % kCapacity];
+  copy = {.to = to, .from = from, .bytes = bytes, .event = copy.event};
+  if (!ask_kernel(copy))
+    if (const base::Status status = ask_engines(copy); !status.ok()) return {status, 0};
   return {{}, ++num_started_};
+}
+
+// False: the engines are to carry it, which they do until the kernel is on the device.
+bool CopyQueue::ask_kernel(Copy& copy) noexcept {
+  if (!kernel_ || copy.bytes > kMostByKernel) return false;
+  take_over();
+  if (!kernel_started_) {
+    kernel_started_ = kernel_->start().ok();  // else the next copy tries again
+    return false;
+  }
+  if (!kernel_->takes()) return false;
+  copy.by_kernel = true;
+  copy.number = kernel_->post(copy.to, copy.from, copy.bytes);
+  return true;
+}
+
+base::Status CopyQueue::ask_engines(Copy& copy) noexcept {
+  copy.by_kernel = false;
+  int error = driver_.copy_async(reinterpret_cast<uint64_t>(copy.to),
+                                 reinterpret_cast<uint64_t>(copy.from), copy.bytes, stream_);
+  if (error != 0) return {Code::kTransport, error};
+  error = driver_.event_record(copy.event, stream_);
+  if (error != 0) status_ = {Code::kTransport, error};  // it runs, and nobody can say until when
+  return status_;
+}
+
+// What a kernel that has left did not do: copies that it was given while it left.
+void CopyQueue::take_over() noexcept {
+  if (!kernel_started_ || !kernel_->left()) return;
+  const uint64_t num_done = kernel_->num_done();  // after it has left: no more will be
+  for (uint64_t i = num_done_; i != num_started_ && status_.ok(); ++i) {
+    Copy& copy = copies_[i % kCapacity];
+    if (!copy.by_kernel || copy.number < num_done) continue;
+    if (const base::Status status = ask_engines(copy); !status.ok()) status_ = status;
+  }
+  num_taken_over_.store(kernel_->num_posted(), std::memory_order_release);
+  kernel_started_ = false;
+}
+
+bool CopyQueue::done(const Copy& copy) noexcept {
+  int error = 0;
+  if (copy.by_kernel) {
+    if (copy.number < kernel_->num_done()) return true;
+    if (++num_looks_ % kLooksUntilQuery == 0) status_ = kernel_->status();
+    return false;
+  }
+  error = driver_.event_query(copy.event);
+  if (error != 0 && error != kDriverNotReady) status_ = {Code::kTransport, error};
+  return error == 0;
 }
 
 void CopyQueue::poll() noexcept {
   if (num_done_ == num_started_ || !status_.ok()) return;
   enter();
-  for (; num_done_ != num_started_; ++num_done_) {
-    const int error = driver_.event_query(events_[num_done_ % kCapacity]);
-    if (error == kDriverNotReady) return;
-    if (error != 0) {
-      status_ = {Code::kTransport, error};
-      return;
-    }
-  }
+  if (kernel_) take_over();
+  while (num_done_ != num_started_ && done(copies_[num_done_ % kCapacity])) ++num_done_;
 }
 
 }  // namespace moe_p2p::platform

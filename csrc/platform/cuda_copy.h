@@ -2,15 +2,21 @@
 // event behind each copy. The loopback NIC writes with it to memory of its peers that is mapped here.
 // Made and drained on the control path; copy() and poll() belong to one thread, which never waits.
 //
+// A copy kernel carries them instead while it is on the device: two calls of the driver for a copy and
+// more until it is done are most of what a short one takes. What it leaves behind the engines do.
+//
 // The polling thread's current context becomes that of the device, and its stream capture mode
 // relaxed: in any other mode an event query may break the capture of a CUDA graph elsewhere.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <vector>
 
 #include "base/status.h"
+#include "platform/copy_kernel.h"
 #include "platform/cuda_context.h"
 #include "platform/cuda_driver.h"
 #include "platform/wait.h"
@@ -22,9 +28,11 @@ class CopyQueue {
   // Copies under way at a time. Too small: short writes wait for an event although the copy engine
   // would take them. Too large: a failed stream takes longer to look through.
   static constexpr uint32_t kCapacity = 256;
+  static_assert(kCapacity <= abi::kCopyRequests);
 
-  // Throws Error{kUnavailable} without a driver, Error{kTransport} with its text when it refuses.
-  explicit CopyQueue(int device);
+  // copy_kernel: a function of the device, 0: the engines alone. Throws Error{kUnavailable} without
+  // a driver, Error{kTransport} with its text when it refuses.
+  explicit CopyQueue(int device, uint64_t copy_kernel = 0);
   ~CopyQueue();  // drains; what a device still copies after that is logged
   CopyQueue(const CopyQueue&) = delete;
   CopyQueue& operator=(const CopyQueue&) = delete;
@@ -52,19 +60,39 @@ class CopyQueue {
   base::Status status() const noexcept { return status_; }
 
  private:
-  void open();
+  struct Copy {
+    std::byte* to = nullptr;
+    const std::byte* from = nullptr;
+    uint64_t bytes = 0;
+    bool by_kernel = false;
+    uint64_t number = 0;    // of the kernel's
+    void* event = nullptr;  // behind the engines'
+  };
+
+  void open(uint64_t copy_kernel);
   void close() noexcept;
   void enter() const noexcept;
+  bool ask_kernel(Copy& copy) noexcept;
+  base::Status ask_engines(Copy& copy) noexcept;
+  void take_over() noexcept;
+  bool done(const Copy& copy) noexcept;
+  uint64_t num_settled() const noexcept;
 
   const DriverTable& driver_;
   const int device_;
   const PrimaryContext context_;
   void* stream_ = nullptr;
-  std::vector<void*> events_;  // [kCapacity], behind copy number i: events_[i % kCapacity]
-  std::mutex drain_mutex_;     // guards drain_event_
+  std::unique_ptr<CopyKernel> kernel_;  // null: the engines alone
+  std::vector<Copy> copies_;            // [kCapacity], number i: copies_[i % kCapacity]
+  std::mutex drain_mutex_;              // guards drain_event_
   void* drain_event_ = nullptr;
+  // The kernel's copies that it has done or the engines have taken over: so many, or num_done() of it.
+  // Stored behind the engines' calls, release; acquire by drain().
+  std::atomic<uint64_t> num_taken_over_{0};
 
   // Polling thread only.
+  bool kernel_started_ = false;  // and what it leaves behind not taken over yet
+  uint32_t num_looks_ = 0;       // at a copy of the kernel's
   uint64_t num_started_ = 0;
   uint64_t num_done_ = 0;
   base::Status status_;

@@ -29,6 +29,8 @@ struct DriverTable {
   int (*event_query)(void* event);
   int (*event_destroy)(void* event);
   int (*copy_async)(uint64_t to, uint64_t from, size_t bytes, void* stream);  // within GPU memory
+  int (*host_alloc)(void** memory, size_t bytes, unsigned flags);  // pinned, seen by devices
+  int (*host_free)(void* memory);
   int (*launch)(const void* config, void* kernel, void** params, void** extra);
   int (*flush_writes)(int target, int scope) = nullptr;  // null before CUDA 11.3
   // Null in drivers that cannot. `kind` is kDmabufHandle; address and bytes are multiples of 4096.

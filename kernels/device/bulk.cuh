@@ -15,9 +15,8 @@ namespace moe_p2p::device {
 static_assert(kOthers == 0);
 static_assert(!kSelfFlagged);  // copies put no mark on words
 
-// The more ranks, the longer copies take until they are written, and a fence with them: figures are in
-// docs/tuning.md.
-inline constexpr bool kManyRanks = kLocal > 4;
+// Buffers in shared memory lie at lines. Copies may begin at any 16 bytes, and are slower by a third then.
+inline constexpr i32 kBulkAlign = 128;
 
 // --- rings ---
 
@@ -57,51 +56,88 @@ struct Turn {
   }
 };
 
-// --- flags that go up late ---
+// --- flags, raised by a warp that does nothing else ---
 
-// A fence for the whole system takes longer than a row, so flags go up several at a time: those of one
-// batch once the copies of the next are on their way, or all when nothing else is to be done. Of one
-// thread, which has stored what they are for; kGroups groups of copies for each flag.
-template <i32 kBatch, i32 kGroups>
-struct LateFlags {
-  static constexpr i32 kMost = 2 * kBatch;
-  u32** flag;  // [kMost], null: none
-  i32 num = 0, num_raised = 0;
+// A fence for the whole system takes microseconds, and whoever asks for it issues no copy meanwhile. So the
+// storing warps only say how many of their items are written, and one warp of the block raises the flags of
+// all that it finds so, behind one fence: the longer fences take, the more flags share one.
+template <i32 kFlags>  // of an item
+struct Progress {
+  static constexpr i32 kItems = 16;  // whose flags are noted; a power of two
+  u32* flag[kItems][kFlags];         // null: none
+  u32 num_written, num_raised;       // items, in their order
+  u32 num_ended;                     // chunks that are written to their end
 
-  __device__ void raise(i32 count, u32 word) {
-    fence_acq_rel_sys();
-    for (; count > 0; --count, ++num_raised)
-      if (u32* one = flag[num_raised % kMost]) st_relaxed_sys_u32(one, word);
+  __device__ void init() { num_written = num_raised = num_ended = 0; }
+  // By the storing warp, until there is room for the flags of item number `num`.
+  __device__ void wait_room(u32 num) const {
+    while (num - ld_acquire_cta_u32(&num_raised) >= kItems) {
+    }
   }
-  __device__ void add(u32* one, u32 word) {
-    flag[num++ % kMost] = one;
-    if (num - num_raised < kMost) return;
-    bulk_wait<kBatch * kGroups>();
-    raise(kBatch, word);
-  }
-  __device__ void raise_all(u32 word) {
-    if (num == num_raised) return;
-    bulk_wait<0>();
-    raise(num - num_raised, word);
+  // By one thread of it, which has seen the copies written.
+  __device__ void tell(u32 num) { st_release_cta_u32(&num_written, num); }
+  __device__ void tell_end(i32 chunk) {
+    st_release_cta_u32(&num_ended, static_cast<u32>(chunk + 1));
   }
 };
 
-// --- a worker of three parts: one warp loads, one stores, and the others compute ---
+// All lanes of the warp, for one chunk. progress(w): that of worker w.
+template <i32 kWorkers, i32 kFlags, typename ProgressOf>
+__device__ inline void raise_flags(const ProgressOf& progress, i32 lane, i32 chunk, u32 word) {
+  static_assert(kFlags <= 32);
+  constexpr i32 kAtOnce = 32 / kFlags;  // items
+  for (bool ended = false; !ended;) {
+    ended = true;
+    u32 num[kWorkers];
+    bool any = false;
+#pragma unroll
+    for (i32 w = 0; w < kWorkers; ++w) {
+      // In this order: what ended has told all that it wrote.
+      ended = ld_acquire_cta_u32(&progress(w).num_ended) == static_cast<u32>(chunk + 1) && ended;
+      num[w] = ld_acquire_cta_u32(&progress(w).num_written);
+      any = num[w] != progress(w).num_raised || any;
+    }
+    // Lanes may have read at different times.
+    ended = __all_sync(~0u, ended);
+#pragma unroll
+    for (i32 w = 0; w < kWorkers; ++w) num[w] = __shfl_sync(~0u, num[w], 0);
+    if (!__shfl_sync(~0u, any, 0)) continue;
+    __syncwarp();  // what the first lane has acquired, all have
+    fence_acq_rel_sys();
+#pragma unroll
+    for (i32 w = 0; w < kWorkers; ++w) {
+      const u32 first = progress(w).num_raised;
+      for (u32 i = first + static_cast<u32>(lane / kFlags);
+           lane < kAtOnce * kFlags && static_cast<i32>(num[w] - i) > 0; i += kAtOnce)
+        if (u32* flag = progress(w).flag[i % Progress<kFlags>::kItems][lane % kFlags])
+          st_relaxed_sys_u32(flag, word);
+      __syncwarp();
+      if (lane == 0 && num[w] != first) st_release_cta_u32(&progress(w).num_raised, num[w]);
+    }
+    __syncwarp();
+  }
+}
+
+// --- a worker of three parts: one warp loads, one stores, and the others compute. Behind the workers one
+// warp raises the flags of all. ---
 
 inline constexpr i32 kComputeThreads = 128;
 inline constexpr i32 kComputeWarps = kComputeThreads / 32;
 inline constexpr i32 kPipeThreads = kComputeThreads + 64;
+static_assert(kBlockThreads == SendWorker::kCount * kPipeThreads + 32);
 
 struct PipeRole {
-  i32 place;   // of the worker in its block
+  i32 place;   // of the worker in its block; 0 of the warp that raises flags
   i32 thread;  // among the computing threads, or of the warp
-  bool loads, stores;
+  bool loads, stores, flags;
 
   __device__ static PipeRole of() {
     const i32 thread = static_cast<i32>(threadIdx.x) % kPipeThreads;
+    const i32 place = static_cast<i32>(threadIdx.x) / kPipeThreads;
+    if (place == SendWorker::kCount) return {0, thread, false, false, true};
     const bool computes = thread < kComputeThreads;
-    return {static_cast<i32>(threadIdx.x) / kPipeThreads, computes ? thread : thread % 32,
-            !computes && thread < kComputeThreads + 32, thread >= kComputeThreads + 32};
+    return {place, computes ? thread : thread % 32, !computes && thread < kComputeThreads + 32,
+            thread >= kComputeThreads + 32, false};
   }
   // Of the computing threads.
   __device__ __forceinline__ void sync() const { bar_sync(place + 1, kComputeThreads); }

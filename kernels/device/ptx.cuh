@@ -176,11 +176,25 @@ __device__ __forceinline__ float cvt_f32_f16(u16 x) {
 
 // All of it, as the launch asked for it.
 __device__ __forceinline__ char* shared_memory() {
-  extern __shared__ __align__(16) char bytes[];
+  extern __shared__ __align__(128) char bytes[];
   return bytes;
 }
 __device__ __forceinline__ u32 shared_address(const void* p) {
   return static_cast<u32>(__cvta_generic_to_shared(p));
+}
+
+// Words of the block.
+__device__ __forceinline__ void st_release_cta_u32(u32* p, u32 v) {
+  asm volatile("st.release.cta.shared::cta.u32 [%0], %1;" ::"r"(shared_address(p)), "r"(v)
+               : "memory");
+}
+__device__ __forceinline__ u32 ld_acquire_cta_u32(const u32* p) {
+  u32 v;
+  asm volatile("ld.acquire.cta.shared::cta.u32 %0, [%1];"
+               : "=r"(v)
+               : "r"(shared_address(p))
+               : "memory");
+  return v;
 }
 
 // --- barriers ---

@@ -106,6 +106,17 @@ struct Self {
   __device__ bool same_node(i32 source) const { return kNodes == 1 || source / kLocal == node; }
 };
 
+// A slot of a step: `index` of those of `source`.
+struct Item {
+  i32 source, index;
+};
+// Items in an order that takes the sources in turns, the own rank first, and begins each round with the
+// next: whoever takes every n-th item has all sources, whatever n is.
+__device__ __forceinline__ Item item_of(const Self& self, i32 i) {
+  const i32 index = i / kWorld;
+  return {(i + index + self.rank) % kWorld, index};
+}
+
 // Where this rank finds what `source` dispatched to it or its node.
 __device__ __forceinline__ char* dispatch_region(const DeviceComm& comm, const Self& self, i32 slot,
                                                  i32 source) {

@@ -12,8 +12,9 @@ inline constexpr i32 kBlockThreads = MOE_P2P_BLOCK_THREADS;
 template <i32 kPerBlock>
 struct Worker {
   static constexpr i32 kCount = kPerBlock;
-  static constexpr i32 kThreads = kBlockThreads / kPerBlock;
-  static_assert(kThreads % 32 == 0 && kThreads * kPerBlock == kBlockThreads && kPerBlock <= 15 &&
+  static constexpr i32 kThreads = kBlockThreads / kPerBlock / 32 * 32;
+  // Where rows go through shared memory a warp is over (kernels/device/bulk.cuh).
+  static_assert((kThreads * kPerBlock == kBlockThreads || MOE_P2P_BULK) && kPerBlock <= 15 &&
                     kBlockThreads <= 1024,
                 "barrier 0 is the block's, 1 to 15 are those of its workers");
 

@@ -2,6 +2,7 @@
 // libcuda.so.1. Streams and events are in order by themselves, because nothing returns before it is done.
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 
 #include "tests/emulation/machine.h"
@@ -22,6 +23,10 @@ int cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t bytes, void*) {
   std::memmove(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes);
   return 0;
 }
+int cuMemHostAlloc(void** memory, size_t bytes, unsigned) {
+  return *memory = std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096), 0;
+}
+int cuMemFreeHost(void* memory) { return std::free(memory), 0; }
 int cuGetErrorString(int, const char** text) { return *text = "of an emulated GPU", 0; }
 int cuDeviceGet(int* device, int) { return *device = 0; }
 int cuDeviceGetAttribute(int* value, int, int) { return *value = 0; }

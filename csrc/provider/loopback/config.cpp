@@ -10,9 +10,10 @@
 namespace moe_p2p::provider::loopback {
 
 Config parse_config(const std::string& text) {
-  const Settings settings("loopback", text,
-                          {"seed", "ring_kib", "channels", "max_in_flight", "max_write_bytes",
-                           "gbps", "latency_us", "fail_nth", "mutate", "addressing"});
+  const Settings settings(
+      "loopback", text,
+      {"seed", "ring_kib", "channels", "max_in_flight", "max_write_bytes", "gbps", "latency_us",
+       "fail_nth", "mutate", "copy_kernel", "addressing"});
   constexpr uint64_t kAny = std::numeric_limits<uint64_t>::max();
   Config config;
   config.seed = settings.integer("seed", 0, 0, kAny);
@@ -27,6 +28,7 @@ Config parse_config(const std::string& text) {
   config.gbps = settings.real("gbps", 0, 0, 1e6);
   config.latency_us = settings.real("latency_us", 0, 0, 1e6);
   config.fail_nth = settings.integer("fail_nth", 0, 0, kAny);
+  config.copy_kernel = settings.integer("copy_kernel", 0, 0, kAny);
   config.early_imm = settings.word("mutate", "none", {"none", "early_imm"}) == "early_imm";
   config.offset_addressing =
       settings.word("addressing", "virtual", {"virtual", "offset"}) == "offset";

@@ -9,6 +9,8 @@
 //   latency_us=0       one way, added to the link rate
 //   fail_nth=0         N: the N-th accepted write (from 1) fails with kTransport
 //   mutate=none        early_imm: BREAKS the contract, immediates come before their payload
+//   copy_kernel=0      CUfunction of moe_p2p_copy on the one GPU (platform/copy_kernel.h); 0: its copy
+//                      engines carry all writes of GPU memory
 //   addressing=virtual offset: peers count from the start of the region, as some fabrics do
 #pragma once
 
@@ -29,6 +31,7 @@ struct Config {
   double gbps = 0;
   double latency_us = 0;
   uint64_t fail_nth = 0;
+  uint64_t copy_kernel = 0;
   bool early_imm = false;
   bool offset_addressing = false;
 };

@@ -17,7 +17,9 @@ constexpr auto kDrainTimeout = std::chrono::seconds(10);
 }  // namespace
 
 Copies::Copies(const Config& config, int nic)
-    : early_imm_(config.early_imm), chaos_(config.seed, static_cast<uint64_t>(nic) << 8 | 8) {
+    : early_imm_(config.early_imm),
+      copy_kernel_(config.copy_kernel),
+      chaos_(config.seed, static_cast<uint64_t>(nic) << 8 | 8) {
   waiting_.reserve(CopyQueue::kCapacity);
 }
 
@@ -25,7 +27,7 @@ Copies::~Copies() = default;
 
 void Copies::open(int device) {
   const std::lock_guard lock(mutex_);
-  if (!queue_) queue_ = std::make_unique<CopyQueue>(device);
+  if (!queue_) queue_ = std::make_unique<CopyQueue>(device, copy_kernel_);
   MOE_P2P_CHECK(queue_->device() == device, Code::kInvalidArgument,
                 "a loopback NIC serves one GPU: ", "memory of device ", device,
                 " does not go with that of device ", queue_->device());

@@ -54,6 +54,7 @@ class Copies {
   bool poll() noexcept;
 
   const bool early_imm_;
+  const uint64_t copy_kernel_;
   Chaos chaos_;
   std::mutex mutex_;  // control calls among each other
   // Constant once made; the polling thread sees it through the key of a region or window.

@@ -48,6 +48,8 @@ inline u64 ld_relaxed_sys_u64(const u64* p) {
   emulation::moe_p2p_pause();
   return ld_word(p);
 }
+inline void st_release_cta_u32(u32* p, u32 v) { st_word(p, v); }
+inline u32 ld_acquire_cta_u32(const u32* p) { return ld_acquire_sys_u32(p); }
 inline void red_add_relaxed_gpu_u64(u64* p, u64 v) { __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST); }
 inline u32 atom_cas_relaxed_sys_u32(u32* p, u32 expected, u32 v) {
   __atomic_compare_exchange_n(p, &expected, v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
