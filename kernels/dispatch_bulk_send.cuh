@@ -147,9 +147,10 @@ __device__ inline void quantize_row(const char* row, i32 thread, char* payload, 
   }
 }
 
-// The scales that were given, of which a thread asks for its first word a token ahead.
+// The scales that were given, of which a thread asks for its first words a token ahead.
 struct GivenScales {
-  u32 first = 0;
+  static constexpr i32 kAsked = (kScales + kComputeThreads - 1) / kComputeThreads;
+  u32 word[kAsked];
 
   __device__ static i32 num(const DispatchParams& p) {
     return static_cast<i32>(p.parts.bytes[1] / 4);
@@ -159,13 +160,17 @@ struct GivenScales {
                                         static_cast<u64>(token) * p.parts.bytes[1])[i];
   }
   __device__ void ask(const DispatchParams& p, i32 token, i32 thread) {
-    if (thread < num(p)) first = at(p, token, thread);
+#pragma unroll
+    for (i32 j = 0; j < kAsked; ++j)
+      if (const i32 i = thread + j * kComputeThreads; i < num(p)) word[j] = at(p, token, i);
   }
   __device__ void store(const DispatchParams& p, i32 token, i32 thread, char* to) const {
     auto* words = reinterpret_cast<u32*>(to);
-    if (thread < num(p)) words[thread] = first;
+#pragma unroll
+    for (i32 j = 0; j < kAsked; ++j)
+      if (const i32 i = thread + j * kComputeThreads; i < num(p)) words[i] = word[j];
 #pragma unroll 1  // seldom any
-    for (i32 i = thread + kComputeThreads; i < num(p); i += kComputeThreads)
+    for (i32 i = thread + kAsked * kComputeThreads; i < num(p); i += kComputeThreads)
       words[i] = at(p, token, i);
   }
 };

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from moe_p2p import env, errors, ops
+from moe_p2p.launch_shape import few, flags_itself
 from moe_p2p.transport import MAX_NICS, shared_settings
 
 PAYLOAD_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
@@ -189,7 +190,14 @@ class AllToAllConfig:
             "combine_dtype": str(self.widest_combine_dtype),
             "transport_settings": shared_settings(self.provider_settings),
             "MOE_P2P_FABRIC": str(env.fabric()),
+            "num_sms": self._class_of_num_sms(),
         }
+
+    def _class_of_num_sms(self) -> str:
+        """Where it decides how rows travel."""
+        step, masks = self.step_tokens, self.mask_lost_ranks
+        ways = {flags_itself(step, masks, num_sms) for num_sms in (1, None)}
+        return "of any size" if len(ways) == 1 else "few" if few(self.num_sms) else "many"
 
     def plan_arguments(self, world_size: int, ranks_per_node: int) -> tuple[Any, ...]:
         """What the ops `plan` and `all_to_all_create` take, in their order."""

@@ -65,7 +65,9 @@ def shape_macros(config: AllToAllConfig, *, world_size: int, ranks_per_node: int
         "MOE_P2P_EXTRA_BYTES": config.extra_bytes,
         "MOE_P2P_UNIFORM_EXPERTS": int(config.expert_rank is None),
         "MOE_P2P_MASKS": int(config.mask_lost_ranks),
-        "MOE_P2P_SELF_FLAGGED": int(flags_itself(config.step_tokens, config.mask_lost_ranks)),
+        "MOE_P2P_SELF_FLAGGED": int(
+            flags_itself(config.step_tokens, config.mask_lost_ranks, config.num_sms)
+        ),
     }
 
 

@@ -143,20 +143,8 @@ def compile_only(source: str | Path, macros: Mapping[str, int], arch: str) -> Co
 
     Raises UnavailableError when NVRTC is missing or the source does not compile (with its log).
     """
-    errors.require(
-        _ARCH.fullmatch(arch) is not None, f"arch is {arch!r}, must be like sm_90a or sm_100a"
-    )
-    for name, value in macros.items():
-        errors.require(
-            name.isidentifier() and isinstance(value, int), f"macro {name} = {value!r} must be int"
-        )
     path = source_path(source)
-    options = [
-        f"-arch={arch}",
-        *_OPTIONS,
-        *(f"-D{name}={int(value)}" for name, value in sorted(macros.items())),
-        *(f"-I{folder}" for folder in include_folders(path)),
-    ]
+    options = _options(path, macros, arch)
     file = env.cache_folder() / cache_key(path, options)
     if found := _read(file, arch):
         return found
@@ -167,6 +155,29 @@ def compile_only(source: str | Path, macros: Mapping[str, int], arch: str) -> Co
         if writable:
             _write(file, cubin, log)
     return Compiled(cubin, log, arch, cached=False)
+
+
+def is_compiled(source: str | Path, macros: Mapping[str, int], arch: str) -> bool:
+    """Whether the cache has what `compile_only` would return."""
+    path = source_path(source)
+    key = cache_key(path, _options(path, macros, arch))
+    return _read(env.cache_folder() / key, arch) is not None
+
+
+def _options(path: Path, macros: Mapping[str, int], arch: str) -> list[str]:
+    errors.require(
+        _ARCH.fullmatch(arch) is not None, f"arch is {arch!r}, must be like sm_90a or sm_100a"
+    )
+    for name, value in macros.items():
+        errors.require(
+            name.isidentifier() and isinstance(value, int), f"macro {name} = {value!r} must be int"
+        )
+    return [
+        f"-arch={arch}",
+        *_OPTIONS,
+        *(f"-D{name}={int(value)}" for name, value in sorted(macros.items())),
+        *(f"-I{folder}" for folder in include_folders(path)),
+    ]
 
 
 def arch_of(device: int) -> str:

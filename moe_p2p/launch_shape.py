@@ -20,12 +20,14 @@ _SMS = 132  # of an H200; elsewhere blocks wait for each other or leave some idl
 _FEW_SMS = 48  # up to here blocks are large, each alone on its multiprocessor
 _TINY_STEP, _SMALL_STEP, _LARGE_STEP = 16, 32, 512  # tokens of a step
 _MAX_SHARED_BYTES = 227 << 10  # of a multiprocessor, for one block
-# kernels/device/bulk.cuh: of a worker, of those that compute, and of the warp that raises flags
-_PIPE_THREADS, _COMPUTE_THREADS, _FLAG_THREADS = 192, 128, 32
+# kernels/device/bulk.cuh: threads of a worker that load and store, of those that compute, and of the
+# warp that raises flags
+_CARRY_THREADS, _COMPUTE_THREADS, _FLAG_THREADS = 64, 128, 32
 _LEAST_IMAGES, _MOST_IMAGES = 3, 8  # kernels/dispatch_bulk_send.cuh, kImages
 _PIECES_OUT, _DEEP = 3, 4  # kernels/combine_bulk.cuh, kOuts and the most of kDeep
 _FLAG_BYTES = 128  # and Progress, for each rank
 BULK_STEP = 256  # tokens of a step up to which rows go through registers
+FEW_BULK_STEP = 64  # the same on few multiprocessors
 _MAX_BULK_RANKS = 32  # a lane of a warp for each rank
 MANY_RANKS = 4  # of a node: beyond, other things limit (docs/tuning.md)
 
@@ -85,12 +87,12 @@ def candidates(
     """The best first; later ones need less shared memory. Figures are in docs/tuning.md."""
     threads = num_threads(row_bytes)
     single = LaunchShape(threads, 1, 1, 2, _SMS, _SMS)
-    if num_sms is not None and num_sms <= _FEW_SMS:
+    if few(num_sms):
         # Workers whose rounds over a row are full, as many as a block holds.
         worker, slots = num_threads(row_bytes, most=256, step=32), _SMS if job.adds else 2 * _SMS
         most = _MOST_THREADS // worker
-        few = [LaunchShape(worker * n, n, n, 1, _SMS, slots) for n in (most, most // 2)]
-        return [*few, single]
+        large = [LaunchShape(worker * n, n, n, 1, _SMS, slots) for n in (most, most // 2)]
+        return [*large, single]
     large, tiny = num_threads(row_bytes, most=_MOST_THREADS), step_tokens <= _TINY_STEP
     if tiny and job.splits_rows:
         tokens = 1 + 4 * _TINY_STEP
@@ -163,20 +165,25 @@ class Bulk(NamedTuple):
 NO_BULK = {"MOE_P2P_BULK": 0}
 
 
-def flags_itself(step_tokens: int, masks: bool) -> bool:
+def flags_itself(step_tokens: int, masks: bool, num_sms: int | None) -> bool:
     """Whether rows go without flags (kernels/device/self_flag.cuh): alike on all ranks.
 
     That saves a fence and a look for each row, and costs a store for each that is read: worth it
-    where a step is short. Masked ranks could leave half a row behind.
+    where a step is short. Masked ranks could leave half a row behind. Rows that go in bulk cannot.
     """
-    return step_tokens <= BULK_STEP and not masks
+    return step_tokens <= min(BULK_STEP, FEW_BULK_STEP if few(num_sms) else BULK_STEP) and not masks
+
+
+def few(num_sms: int | None) -> bool:
+    """Whether blocks are large, each alone on its multiprocessor."""
+    return num_sms is not None and num_sms <= _FEW_SMS
 
 
 def goes_in_bulk(macros: dict[str, int], num_sms: int | None) -> bool:
     """Few multiprocessors, long steps, no other node, not too many ranks, and no masks."""
     if macros["MOE_P2P_MASKS"] or macros["MOE_P2P_SELF_FLAGGED"]:
         return False
-    if num_sms is None or num_sms > _FEW_SMS:
+    if not few(num_sms):
         return False
     ranks = macros["MOE_P2P_WORLD_SIZE"]
     return ranks == macros["MOE_P2P_RANKS_PER_NODE"] and ranks <= _MAX_BULK_RANKS
@@ -196,8 +203,10 @@ def bulk_dispatch(
     place = image + 4 * ranks + (16 if quantize else 32)
     rest = _FLAG_BYTES * ranks + 384 + (2 * x_bytes if quantize else 0)
     send, recv = (5, 6) if quantize or by_rank else (2, 3)
-    for workers in (3, 2, 1):
-        threads = _PIPE_THREADS * workers + _FLAG_THREADS
+    # Rows that are not quantized leave one warp of a worker little to do.
+    pipe, most = (_CARRY_THREADS + _COMPUTE_THREADS, 3) if quantize else (_CARRY_THREADS + 32, 6)
+    for workers in range(most, 0, -1):
+        threads = pipe * workers + _FLAG_THREADS
         launch = LaunchShape(threads, workers, 1, 1, send * _SMS, recv * _SMS)
         base = dispatch_shared_bytes(macros, by_rank, launch)
         room = _MAX_SHARED_BYTES - base
@@ -234,7 +243,8 @@ def bulk_combine(macros: dict[str, int], *, y_item: int, out_item: int) -> Bulk 
     for workers in (3, 2, 1):
         pieces = min((_MAX_SHARED_BYTES // workers - rest) // piece_in, 16)
         if pieces >= 4 or (workers == 1 and pieces >= 1):
-            threads, tokens = _PIPE_THREADS * workers + _FLAG_THREADS, round(partials * _SMS)
+            threads = (_CARRY_THREADS + _COMPUTE_THREADS) * workers + _FLAG_THREADS
+            tokens = round(partials * _SMS)
             launch = LaunchShape(threads, 1, workers, 1, tokens, tokens + topk * _SMS)
             bulk = {"MOE_P2P_BULK": 1, "MOE_P2P_PIECES_IN": pieces}
             return Bulk(launch, bulk, workers * (pieces * piece_in + rest))

@@ -40,7 +40,7 @@ import torch
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 import cases
-from moe_p2p import AllToAll, AllToAllConfig, device_kernels, jit, launch_shape
+from moe_p2p import AllToAll, AllToAllConfig, device_kernels, jit
 from moe_p2p.dispatched import SCALE_FORMATS
 from moe_p2p.reference import Topology
 from ranks import Rank, run_processes, run_threads
@@ -144,35 +144,31 @@ def compile_ahead(
         return
     arch = jit.arch_of(0)
     sums = dict.fromkeys(payload.sums for payload in payloads)
+    kernels = [
+        _kernel(AllToAllConfig(**(cases.SMALL | fields_of(world, **overrides))), world, wanted)
+        for world, overrides in shapes
+        for wanted in (*payloads, *sums)
+    ]
+    missing = [k for k in kernels if not jit.is_compiled(k.source, k.macros, arch)]
+    if not missing:  # a pool takes as long to start as some of them to compile
+        return
     with ProcessPoolExecutor(mp_context=multiprocessing.get_context("forkserver")) as pool:
-        waiting = []
-        for world, overrides in shapes:
-            config = AllToAllConfig(**(cases.SMALL | fields_of(world, **overrides)))
-            given = arch, launch_shape.BULK_STEP, world, config
-            waiting += [pool.submit(_compile, *given, each) for each in (*payloads, *sums)]
-        for done in waiting:
+        for done in [pool.submit(jit.compile_only, k.source, k.macros, arch) for k in missing]:
             done.result()
 
 
-def _compile(
-    arch: str,
-    bulk_step: int,
-    world: World,
-    config: AllToAllConfig,
-    wanted: Payload | torch.dtype,
-) -> None:
+def _kernel(
+    config: AllToAllConfig, world: World, wanted: Payload | torch.dtype
+) -> device_kernels.Kernel:
     """wanted: of a dispatch, or the type of a combine."""
-    launch_shape.BULK_STEP = bulk_step
     shape = device_kernels.shape_macros(
         config, world_size=world.ranks, ranks_per_node=world.per_node
     )
     if isinstance(wanted, Payload):
-        kernel = device_kernels.dispatch_kernel(
+        return device_kernels.dispatch_kernel(
             shape, wanted.dtype, **wanted.fields(), num_sms=config.num_sms
         )
-    else:
-        kernel = device_kernels.combine_kernel(shape, wanted, wanted, num_sms=config.num_sms)
-    jit.compile_only(kernel.source, kernel.macros, arch)
+    return device_kernels.combine_kernel(shape, wanted, wanted, num_sms=config.num_sms)
 
 
 def prepare(rank: Rank, comm: AllToAll, wanted: list[cases.Wanted], name: str = "prepared") -> None:

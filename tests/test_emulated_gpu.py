@@ -33,6 +33,7 @@ CASES = {
         "test_gpu_self_flag.py::test_rows_of_all_ones_arrive[2ranks-2pernode]",
         "test_gpu_self_flag.py::test_scales_of_the_callers_own_may_be_any_words[4ranks-2pernode]",
         "test_gpu_self_flag.py::test_workers_that_are_fewer_than_the_parts_of_a_row[3]",
+        "test_gpu_copy_kernel.py",
     ],
     "in bulk": [
         "test_gpu_bulk.py::test_every_format_is_the_reference_bit_for_bit[3ranks-3pernode]",

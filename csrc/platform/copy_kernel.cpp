@@ -1,6 +1,7 @@
 #include "platform/copy_kernel.h"
 
 #include <new>
+#include <utility>
 
 #include "base/log.h"
 #include "platform/cuda.h"
@@ -71,9 +72,10 @@ uint64_t CopyKernel::post(std::byte* to, const std::byte* from, uint64_t bytes) 
   const auto request = abi::CopyRequest::make(reinterpret_cast<uint64_t>(to),
                                               reinterpret_cast<uint64_t>(from), bytes, number);
   abi::CopyRequest& place = ring_->request[number % abi::kCopyRequests];
-  place.to = request.to;
-  place.from = request.from;
-  place.bytes = request.bytes;
+  for (auto [word, value] : {std::pair{&place.to, request.to},
+                             {&place.from, request.from},
+                             {&place.bytes, request.bytes}})
+    std::atomic_ref(*word).store(value, std::memory_order_relaxed);
   // release: what is to be copied was there before, as the polling thread knows.
   std::atomic_ref(place.check).store(request.check, std::memory_order_release);
   num_posted_.store(number + 1, std::memory_order_release);

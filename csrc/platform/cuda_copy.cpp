@@ -97,7 +97,7 @@ bool CopyQueue::drain(Deadline deadline) noexcept {
   const std::lock_guard lock(drain_mutex_);
   const ControlGuard guard(context_);
   const uint64_t num_posted = kernel_ ? kernel_->num_posted() : 0;
-  while (num_posted > num_settled() && kernel_->status().ok()) {
+  while (kernel_ && num_settled() < num_posted && kernel_->status().ok()) {
     if (Clock::now() > deadline) return false;
     sched_yield();
   }

@@ -121,10 +121,11 @@ __device__ inline void raise_flags(const ProgressOf& progress, i32 lane, i32 chu
 // --- a worker of three parts: one warp loads, one stores, and the others compute. Behind the workers one
 // warp raises the flags of all. ---
 
-inline constexpr i32 kComputeThreads = 128;
+inline constexpr i32 kPipeThreads = (kBlockThreads - 32) / SendWorker::kCount;
+inline constexpr i32 kComputeThreads = kPipeThreads - 64;
 inline constexpr i32 kComputeWarps = kComputeThreads / 32;
-inline constexpr i32 kPipeThreads = kComputeThreads + 64;
-static_assert(kBlockThreads == SendWorker::kCount * kPipeThreads + 32);
+static_assert(kBlockThreads == SendWorker::kCount * kPipeThreads + 32 && kPipeThreads % 32 == 0 &&
+              kComputeWarps >= 1);
 
 struct PipeRole {
   i32 place;   // of the worker in its block; 0 of the warp that raises flags
@@ -139,8 +140,6 @@ struct PipeRole {
     return {place, computes ? thread : thread % 32, !computes && thread < kComputeThreads + 32,
             thread >= kComputeThreads + 32, false};
   }
-  // Of the computing threads.
-  __device__ __forceinline__ void sync() const { bar_sync(place + 1, kComputeThreads); }
 };
 
 // One arrival for each computing warp, after all of its threads, or as many as its first thread says.

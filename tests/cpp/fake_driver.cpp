@@ -2,8 +2,13 @@
 
 #include <fcntl.h>
 
+#include <chrono>
+#include <cstdlib>
 #include <cstring>
+#include <thread>
 #include <vector>
+
+#include "kernels/abi/copy.h"
 
 namespace moe_p2p::test {
 namespace {
@@ -96,7 +101,7 @@ int stream_destroy(void* stream) {
   return fake().locked([&](FakeDriver& f) {
     auto* const it = static_cast<Stream*>(stream);
     for (const auto& operation : it->operations)
-      if (!operation.event) {
+      if (!operation.event && !(operation.ended && *operation.ended)) {
         ++f.broken_off;
         break;
       }
@@ -143,6 +148,63 @@ int copy_async(uint64_t to, uint64_t from, size_t bytes, void* stream) {
   });
 }
 
+int host_alloc(void** memory, size_t bytes, unsigned) {
+  if (contexts.empty()) return kInvalidContext;
+  return *memory = std::calloc(1, bytes), 0;
+}
+int host_free(void* memory) { return std::free(memory), 0; }
+
+// What kernels/copy.cu does, by one thread.
+void copy_kernel(const abi::CopyParams& p, const FakeDriver& f) {
+  using Clock = std::chrono::steady_clock;
+  auto& ring = *reinterpret_cast<abi::CopyRing*>(p.ring);
+  const auto tell = [&](uint64_t& word, uint64_t value) {
+    std::atomic_ref(word).store(value, std::memory_order_release);
+  };
+  while (f.kernels_out) std::this_thread::yield();
+  tell(ring.entered, p.launch);
+  auto idle_at = Clock::now() + std::chrono::nanoseconds(p.idle_ns);
+  for (uint64_t next = p.first; next - p.first < f.kernel_copies;) {
+    auto& place = ring.request[next % abi::kCopyRequests];
+    const auto word = [](uint64_t& w) {
+      return std::atomic_ref(w).load(std::memory_order_acquire);
+    };
+    const uint64_t check = word(place.check);
+    const abi::CopyRequest request{word(place.to), word(place.from), word(place.bytes), check};
+    if (!request.is(next)) {
+      if (Clock::now() > idle_at) break;
+      std::this_thread::yield();
+      continue;
+    }
+    std::memcpy(reinterpret_cast<void*>(request.to), reinterpret_cast<const void*>(request.from),
+                request.bytes);
+    tell(ring.done, ++next);
+    idle_at = Clock::now() + std::chrono::nanoseconds(p.idle_ns);
+  }
+  tell(ring.left, p.launch);
+}
+
+int launch(const void* config, void*, void** params, void**) {
+  struct Config {  // as in csrc/platform/cuda.cpp
+    unsigned grid[3], block[3], shared_bytes;
+    void* stream;
+  };
+  if (contexts.empty()) return kInvalidContext;
+  const auto p = *static_cast<const abi::CopyParams*>(params[0]);
+  const auto ended = std::make_shared<std::atomic<bool>>(false);
+  ++fake().launches;
+  fake().locked([&](FakeDriver&) {
+    auto* const stream = static_cast<Stream*>(static_cast<const Config*>(config)->stream);
+    stream->operations.push_back({{}, nullptr, ended});
+    return 0;
+  });
+  std::thread([p, ended] {
+    copy_kernel(p, fake());
+    *ended = true;
+  }).detach();
+  return 0;
+}
+
 constexpr platform::DriverTable kTable = {
     .error_string = error_string,
     .init = init,
@@ -162,7 +224,9 @@ constexpr platform::DriverTable kTable = {
     .event_query = event_query,
     .event_destroy = event_destroy,
     .copy_async = copy_async,
-    .launch = nullptr,
+    .host_alloc = host_alloc,
+    .host_free = host_free,
+    .launch = launch,
     .flush_writes = flush_writes,
     .export_dmabuf = export_dmabuf,
 };
@@ -173,7 +237,9 @@ constexpr platform::DriverTable kTable = {
 void FakeDriver::advance(Stream& stream) {
   while (!stream.operations.empty()) {
     const Operation operation = stream.operations.front();
-    if (!operation.event) {
+    if (operation.ended) {
+      if (!*operation.ended) return;
+    } else if (!operation.event) {
       if (held) return;
       if (stream.queries_left < 0)
         stream.queries_left = static_cast<int64_t>(stream.random() % (max_queries + 1));

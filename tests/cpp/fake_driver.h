@@ -3,11 +3,14 @@
 // seed, so a reader that believes an immediate before the copy sees old bytes, each time the same.
 //
 // It refuses what would be wrong on a device: copies on a thread without a context, and event queries
-// that may break a stream capture.
+// that may break a stream capture. A launch is of the copy kernel (kernels/copy.cu), whatever function
+// it names: a thread that keeps the same protocol.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <deque>
+#include <memory>
 #include <mutex>
 #include <random>
 
@@ -26,6 +29,11 @@ class FakeDriver {
   // What each copy or event query returns from now on; 0: what is right.
   void fail_copies(int error);
   void fail_queries(int error);
+  // Copy kernels wait for room on the device from now on, or no longer.
+  void keep_kernels_out(bool out) { kernels_out = out; }
+  // Each leaves once it has done so many copies, whatever is asked for by then.
+  void let_kernels_leave_after(uint64_t num_copies) { kernel_copies = num_copies; }
+  uint64_t num_launches() const { return launches; }
   // Since install() was first called.
   uint64_t num_copies();  // begun
   int num_contexts();     // retained and not released
@@ -40,7 +48,8 @@ class FakeDriver {
   struct Event;
   struct Operation {
     Copy copy;
-    Event* event;  // null: a copy
+    Event* event;                                        // null: a copy, or a kernel
+    std::shared_ptr<std::atomic<bool>> ended = nullptr;  // of a kernel
   };
   struct Stream {
     std::deque<Operation> operations;
@@ -62,6 +71,8 @@ class FakeDriver {
   uint32_t max_queries = 12;
   int copy_error = 0, query_error = 0, contexts = 0, broken_off = 0;
   uint64_t copies = 0;
+  std::atomic<bool> kernels_out{false};
+  std::atomic<uint64_t> kernel_copies{~uint64_t{0}}, launches{0};
   // Writes of NICs: how far they are ordered, what flushes and exports return, flushes so far.
   int writes_ordering = 200, flush_options = 1, flush_error = 0, dmabuf_error = 0;
   uint64_t flushes = 0;

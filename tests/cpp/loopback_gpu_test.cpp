@@ -47,7 +47,8 @@ TEST_CASE("loopback GPU: an immediate never comes before its payload, however sl
   const Driver driver;
   for (uint32_t seed = 0; seed <= 30; ++seed) {
     driver.fake.set_max_queries(seed % 3 * 40);
-    const auto settings = base::concat("seed=", seed, ",ring_kib=", 4 << seed % 3);
+    const auto settings =
+        base::concat("seed=", seed, ",ring_kib=", 4 << seed % 3, ",copy_kernel=", seed % 2);
     CAPTURE(settings);
     CHECK(num_early(gpu(settings)) == 0);
   }

@@ -31,6 +31,7 @@ inline const ProviderUnderTest kProviders[] = {
     {"loopback", "seed=3,ring_kib=16,max_in_flight=64", true},
     {"loopback", "", false, MemoryKind::kCuda},
     {"loopback", "ring_kib=4,max_in_flight=20", false, MemoryKind::kCuda},
+    {"loopback", "copy_kernel=1", false, MemoryKind::kCuda},
     {"loopback", "seed=4", true, MemoryKind::kCuda},
     {"loopback", "seed=5,ring_kib=4", true, MemoryKind::kCuda},
     {.name = "libfabric", .settings = "provider=efa,interfaces=efa1", .takes_unpolled = true},
