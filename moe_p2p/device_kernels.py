@@ -197,6 +197,7 @@ def variants() -> Iterator[Kernel]:
         (shape(4, 1, **job | {"topk": 1}), None),
         (shape(64, 8, **job), 24),
         (usual, 24),
+        (shape(8, **job | {"max_tokens": 32}), 24),
         (shape(8, **job | {"max_tokens": 2048, "chunk_tokens": 2048}), 24),
         (shape(3, num_experts=1023, hidden_dim=3584, topk=32, max_tokens=300), 24),
         (shape(2, num_experts=4, hidden_dim=16, topk=2, max_tokens=300), 24),

@@ -20,8 +20,7 @@ _SMS = 132  # of an H200; elsewhere blocks wait for each other or leave some idl
 _FEW_SMS = 48  # up to here blocks are large, each alone on its multiprocessor
 _TINY_STEP, _SMALL_STEP, _LARGE_STEP = 16, 32, 512  # tokens of a step
 _MAX_SHARED_BYTES = 227 << 10  # of a multiprocessor, for one block
-# kernels/device/bulk.cuh: threads of a worker that load and store, of those that compute, and of the
-# warp that raises flags
+# Threads that load and store for a worker, that compute, and that raise flags: device/bulk.cuh
 _CARRY_THREADS, _COMPUTE_THREADS, _FLAG_THREADS = 64, 128, 32
 _LEAST_IMAGES, _MOST_IMAGES = 3, 8  # kernels/dispatch_bulk_send.cuh, kImages
 _PIECES_OUT, _DEEP = 3, 4  # kernels/combine_bulk.cuh, kOuts and the most of kDeep
@@ -29,7 +28,7 @@ _FLAG_BYTES = 128  # and Progress, for each rank
 BULK_STEP = 256  # tokens of a step up to which rows go through registers
 FEW_BULK_STEP = 64  # the same on few multiprocessors
 _MAX_BULK_RANKS = 32  # a lane of a warp for each rank
-MANY_RANKS = 4  # of a node: beyond, other things limit (docs/tuning.md)
+_MANY_RANKS = 4  # of a node: beyond, short combines have large blocks
 
 
 class LaunchShape(NamedTuple):
@@ -78,7 +77,7 @@ def job_of(macros: dict[str, int], *, adds: bool) -> Job:
     ranks = macros["MOE_P2P_RANKS_PER_NODE"]
     one_node = macros["MOE_P2P_WORLD_SIZE"] == ranks
     splits_rows = adds and one_node and bool(macros["MOE_P2P_SELF_FLAGGED"])
-    return Job(adds, splits_rows, ranks > MANY_RANKS)
+    return Job(adds, splits_rows, ranks > _MANY_RANKS)
 
 
 def candidates(
@@ -91,8 +90,8 @@ def candidates(
         # Workers whose rounds over a row are full, as many as a block holds.
         worker, slots = num_threads(row_bytes, most=256, step=32), _SMS if job.adds else 2 * _SMS
         most = _MOST_THREADS // worker
-        large = [LaunchShape(worker * n, n, n, 1, _SMS, slots) for n in (most, most // 2)]
-        return [*large, single]
+        shapes = [LaunchShape(worker * n, n, n, 1, _SMS, slots) for n in (most, most // 2)]
+        return [*shapes, single]
     large, tiny = num_threads(row_bytes, most=_MOST_THREADS), step_tokens <= _TINY_STEP
     if tiny and job.splits_rows:
         tokens = 1 + 4 * _TINY_STEP
@@ -171,7 +170,8 @@ def flags_itself(step_tokens: int, masks: bool, num_sms: int | None) -> bool:
     That saves a fence and a look for each row, and costs a store for each that is read: worth it
     where a step is short. Masked ranks could leave half a row behind. Rows that go in bulk cannot.
     """
-    return step_tokens <= min(BULK_STEP, FEW_BULK_STEP if few(num_sms) else BULK_STEP) and not masks
+    longest = min(BULK_STEP, FEW_BULK_STEP) if few(num_sms) else BULK_STEP
+    return step_tokens <= longest and not masks
 
 
 def few(num_sms: int | None) -> bool:

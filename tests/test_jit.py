@@ -233,8 +233,10 @@ def test_every_variant_of_every_kernel_compiles(
     # (file name in kernels/, macros) of all that a user's configuration can ask for, by sample.
     variants = list(device_kernels.variants())
     kernels = {path.name for path in (jit.kernels_root() / "kernels").glob("*.cu")}
-    assert {kernel.source for kernel in variants} == kernels - {"probe.cu"}  # of the benchmark
-    jobs = [(kernel.source, kernel.macros, arch) for kernel in variants for arch in ARCHS]
+    # Of the benchmark, and of the software NIC.
+    assert {kernel.source for kernel in variants} == kernels - {"probe.cu", "copy.cu"}
+    asked = [(kernel.source, kernel.macros) for kernel in variants]
+    jobs = [(*each, arch) for each in [*asked, ("copy.cu", {})] for arch in ARCHS]
     with ThreadPoolExecutor(ranks.cpu_count()) as pool:
         outcomes = list(pool.map(_compile_error, jobs))
     failures = [text for text in outcomes if text]

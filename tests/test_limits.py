@@ -134,6 +134,22 @@ def test_few_blocks_have_many_workers_as_far_as_shared_memory_goes() -> None:
     assert many["MOE_P2P_SHARED_BYTES"] <= 227 << 10
 
 
+@pytest.mark.parametrize(
+    ("device", "tokens", "classes"),
+    [("cuda", 64, 1), ("cuda", 65, 2), ("cuda", 256, 2), ("cuda", 257, 1), ("cpu", 128, 1)],
+)
+def test_ranks_agree_on_num_sms_where_it_decides_how_rows_travel(
+    device: str, tokens: int, classes: int
+) -> None:
+    job: dict[str, Any] = {"num_experts": 8, "hidden_dim": 128, "topk": 2, "device": device}
+    said = [
+        AllToAllConfig(**job, max_tokens=tokens, num_sms=num_sms).agreed()["num_sms"]
+        for num_sms in (None, 1, 48, 49)
+    ]
+    assert len(set(said)) == classes
+    assert (said[0], said[1]) == (said[3], said[2])
+
+
 def test_a_shape_beyond_shared_memory_is_refused() -> None:
     assert macros(num_experts=32768)["MOE_P2P_SHARED_BYTES"] <= 227 << 10
     with pytest.raises(errors.InvalidArgumentError, match="shared memory"):
