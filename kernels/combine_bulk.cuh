@@ -1,7 +1,7 @@
 // Both halves of combine where few multiprocessors do it (kernels/device/bulk.cuh): rows are added piece
 // by piece in shared memory. The loading warp asks for the pieces of every row of a sum in turn, the
-// computing warps add them in registers, the storing warp carries the sum away. A
-// sum that is a row as it stands goes straight from the one to the other.
+// computing warps add them in registers, the storing warp carries the sum away. A sum that is a row as it
+// stands goes straight from the one to the other.
 #pragma once
 
 #include "kernels/combine_recv.cuh"

@@ -12,10 +12,7 @@ using base::Code;
 
 namespace {
 
-// As in cuda.h of CUDA 11.8 and later.
-constexpr unsigned kNonBlockingStream = 1;
-constexpr unsigned kEventWithoutTiming = 2;
-constexpr unsigned kPortableAndMapped = 3;
+constexpr unsigned kPortableAndMapped = 3;  // as in cuda.h
 
 // Too small: every pause of a program is followed by copies that wait for the driver. Too large:
 // whoever waits for the device waits so long for this kernel.

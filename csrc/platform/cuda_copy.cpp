@@ -13,10 +13,7 @@ using base::Code;
 
 namespace {
 
-// As in cuda.h of CUDA 11.8 and later.
-constexpr unsigned kNonBlockingStream = 1;
-constexpr unsigned kEventWithoutTiming = 2;
-constexpr int kRelaxedCapture = 2;
+constexpr int kRelaxedCapture = 2;  // as in cuda.h
 
 constexpr auto kCloseTimeout = std::chrono::seconds(10);
 // Longer copies take the engines less time than the kernel, whose multiprocessor is one of many. Too

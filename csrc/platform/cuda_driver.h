@@ -39,6 +39,9 @@ struct DriverTable {
 };
 
 inline constexpr int kDmabufHandle = 1;
+// As in cuda.h of CUDA 11.8 and later.
+inline constexpr unsigned kNonBlockingStream = 1;
+inline constexpr unsigned kEventWithoutTiming = 2;
 
 inline constexpr int kDriverNotReady = 600;  // an event query: not yet
 
