@@ -12,9 +12,7 @@ import torch
 import gpu_ranks
 from moe_p2p import cuda_driver, jit
 
-pytestmark = pytest.mark.skipif(
-    gpu_ranks.DEVICE == "cuda" and not torch.cuda.is_available(), reason="needs a GPU"
-)
+pytestmark = pytest.mark.gpu
 NUM_REQUESTS, WORD = 256, (1 << 64) - 1  # kernels/abi/copy.h
 IDLE_NS = 20_000_000
 

@@ -80,10 +80,10 @@ TEST_CASE("copy kernel: engines carry until it is on the device, then it does") 
 
 TEST_CASE("copy kernel: long copies are for the engines") {
   const Driver driver;
+  std::vector<std::byte> from(1 << 20, std::byte{3}), to(1 << 20);
   Job job(1);
   job.await_kernel(driver.fake);
   const uint64_t before = driver.fake.num_copies();
-  std::vector<std::byte> from(1 << 20, std::byte{3}), to(1 << 20);
   const auto started = job.queue.copy(to.data(), from.data(), from.size());
   REQUIRE(started.status.ok());
   job.finish(started.ticket);
@@ -141,9 +141,9 @@ TEST_CASE("copy kernel: draining waits for its copies, and closing for itself") 
 
 TEST_CASE("copy kernel: a device that fails ends the queue") {
   const Driver driver;
+  std::vector<std::byte> long_copy(1 << 20);  // as long as it may be copied
   Job job(1);
   job.await_kernel(driver.fake);
-  std::vector<std::byte> long_copy(1 << 20);
   const auto lost = job.queue.copy(long_copy.data(), long_copy.data(), long_copy.size());
   REQUIRE(lost.status.ok());
   driver.fake.fail_queries(700);

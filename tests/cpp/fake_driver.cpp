@@ -155,7 +155,7 @@ int host_alloc(void** memory, size_t bytes, unsigned) {
 int host_free(void* memory) { return std::free(memory), 0; }
 
 // What kernels/copy.cu does, by one thread.
-void copy_kernel(const abi::CopyParams& p, const FakeDriver& f) {
+void copy_kernel(const abi::CopyParams& p, FakeDriver& f) {
   using Clock = std::chrono::steady_clock;
   auto& ring = *reinterpret_cast<abi::CopyRing*>(p.ring);
   const auto tell = [&](uint64_t& word, uint64_t value) {
@@ -176,8 +176,10 @@ void copy_kernel(const abi::CopyParams& p, const FakeDriver& f) {
       std::this_thread::yield();
       continue;
     }
-    std::memcpy(reinterpret_cast<void*>(request.to), reinterpret_cast<const void*>(request.from),
-                request.bytes);
+    f.locked([&](FakeDriver&) {  // as copies of the engines: writes may be to the same place
+      return std::memcpy(reinterpret_cast<void*>(request.to),
+                         reinterpret_cast<const void*>(request.from), request.bytes);
+    });
     tell(ring.done, ++next);
     idle_at = Clock::now() + std::chrono::nanoseconds(p.idle_ns);
   }
