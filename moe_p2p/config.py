@@ -197,7 +197,7 @@ class AllToAllConfig:
     def _class_of_num_sms(self) -> str:
         """Where it decides how rows travel."""
         step, masks = self.step_tokens, self.mask_lost_ranks
-        ways = {flags_itself(step, masks, num_sms) for num_sms in (1, None)}
+        ways = {flags_itself(step, masks=masks, bulk=bulk) for bulk in (False, True)}
         if self.device == "cpu" or len(ways) == 1:
             return "any"
         return "few" if few(self.num_sms) else "many"

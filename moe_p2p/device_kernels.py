@@ -20,6 +20,7 @@ from moe_p2p.launch_shape import (
     Bulk,
     bulk_combine,
     bulk_dispatch,
+    can_go_in_bulk,
     choose,
     combine_shared_bytes,
     dispatch_shared_bytes,
@@ -66,7 +67,11 @@ def shape_macros(config: AllToAllConfig, *, world_size: int, ranks_per_node: int
         "MOE_P2P_UNIFORM_EXPERTS": int(config.expert_rank is None),
         "MOE_P2P_MASKS": int(config.mask_lost_ranks),
         "MOE_P2P_SELF_FLAGGED": int(
-            flags_itself(config.step_tokens, config.mask_lost_ranks, config.num_sms)
+            flags_itself(
+                config.step_tokens,
+                masks=config.mask_lost_ranks,
+                bulk=can_go_in_bulk(world_size, ranks_per_node, config.num_sms),
+            )
         ),
     }
 

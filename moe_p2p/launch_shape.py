@@ -164,13 +164,14 @@ class Bulk(NamedTuple):
 NO_BULK = {"MOE_P2P_BULK": 0}
 
 
-def flags_itself(step_tokens: int, masks: bool, num_sms: int | None) -> bool:
+def flags_itself(step_tokens: int, *, masks: bool, bulk: bool) -> bool:
     """Whether rows go without flags (kernels/device/self_flag.cuh): alike on all ranks.
 
     That saves a fence and a look for each row, and costs a store for each that is read: worth it
-    where a step is short. Masked ranks could leave half a row behind. Rows that go in bulk cannot.
+    where a step is short. Masked ranks could leave half a row behind. bulk: longer steps can go in
+    bulk, where rows cannot.
     """
-    longest = min(BULK_STEP, FEW_BULK_STEP) if few(num_sms) else BULK_STEP
+    longest = min(BULK_STEP, FEW_BULK_STEP) if bulk else BULK_STEP
     return step_tokens <= longest and not masks
 
 
@@ -179,14 +180,17 @@ def few(num_sms: int | None) -> bool:
     return num_sms is not None and num_sms <= _FEW_SMS
 
 
+def can_go_in_bulk(world_size: int, ranks_per_node: int, num_sms: int | None) -> bool:
+    """Few multiprocessors, no other node, not too many ranks."""
+    return few(num_sms) and world_size == ranks_per_node <= _MAX_BULK_RANKS
+
+
 def goes_in_bulk(macros: dict[str, int], num_sms: int | None) -> bool:
-    """Few multiprocessors, long steps, no other node, not too many ranks, and no masks."""
+    """If it can, long steps without masks."""
     if macros["MOE_P2P_MASKS"] or macros["MOE_P2P_SELF_FLAGGED"]:
         return False
-    if not few(num_sms):
-        return False
-    ranks = macros["MOE_P2P_WORLD_SIZE"]
-    return ranks == macros["MOE_P2P_RANKS_PER_NODE"] and ranks <= _MAX_BULK_RANKS
+    ranks, local = macros["MOE_P2P_WORLD_SIZE"], macros["MOE_P2P_RANKS_PER_NODE"]
+    return can_go_in_bulk(ranks, local, num_sms)
 
 
 def bulk_dispatch(

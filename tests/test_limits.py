@@ -150,6 +150,15 @@ def test_ranks_agree_on_num_sms_where_it_decides_how_rows_travel(
     assert (said[0], said[1]) == (said[3], said[2])
 
 
+@pytest.mark.parametrize(("local", "flagged"), [(8, 0), (4, 1)])
+def test_rows_that_cannot_go_in_bulk_flag_themselves(local: int, flagged: int) -> None:
+    config = AllToAllConfig(num_experts=8, hidden_dim=128, topk=2, max_tokens=128, num_sms=24)
+    shape = device_kernels.shape_macros(config, world_size=8, ranks_per_node=local)
+    kernel = device_kernels.combine_kernel(shape, torch.bfloat16, torch.bfloat16, num_sms=24)
+    assert shape["MOE_P2P_SELF_FLAGGED"] == flagged
+    assert kernel.macros["MOE_P2P_BULK"] == 1 - flagged
+
+
 def test_a_shape_beyond_shared_memory_is_refused() -> None:
     assert macros(num_experts=32768)["MOE_P2P_SHARED_BYTES"] <= 227 << 10
     with pytest.raises(errors.InvalidArgumentError, match="shared memory"):

@@ -168,13 +168,12 @@ void CopyQueue::take_over() noexcept {
 }
 
 bool CopyQueue::done(const Copy& copy) noexcept {
-  int error = 0;
   if (copy.by_kernel) {
     if (copy.number < kernel_->num_done()) return true;
     if (++num_looks_ % kLooksUntilQuery == 0) status_ = kernel_->status();
     return false;
   }
-  error = driver_.event_query(copy.event);
+  const int error = driver_.event_query(copy.event);
   if (error != 0 && error != kDriverNotReady) status_ = {Code::kTransport, error};
   return error == 0;
 }

@@ -69,7 +69,8 @@ struct Progress {
   u32 num_ended;                     // chunks that are written to their end
 
   __device__ void init() { num_written = num_raised = num_ended = 0; }
-  // By the storing warp, until there is room for the flags of item number `num`.
+  // By the storing warp, until there is room for the flags of item number `num`: it waits for its block
+  // only, as barrier_wait() does, and so does raise_flags().
   __device__ void wait_room(u32 num) const {
     while (num - ld_acquire_cta_u32(&num_raised) >= kItems) {
     }
