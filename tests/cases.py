@@ -290,6 +290,25 @@ def lose_a_rank(comm: AllToAll, tokens: Tokens, lost: int) -> tuple[float, str, 
     return time.monotonic() - began, "never noticed", ""
 
 
+def lose_an_idle_rank(
+    comm: AllToAll, lost: int, call: Callable[[], object]
+) -> tuple[float, str]:
+    """Rank `lost` is killed once it has all that the call of the others writes to it.
+
+    They are given: seconds until they were told, and the error.
+    """
+    if comm.rank == lost:
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    try:
+        call()
+    except MoeP2pError as error:
+        assert comm.broken
+        return time.monotonic() - began, f"{type(error).__name__}: {error}"
+    return time.monotonic() - began, "never noticed"
+
+
 def on_cpu(got: Dispatched) -> Dispatched:
     moved = {
         name: value.cpu() for name, value in got._asdict().items() if isinstance(value, Tensor)

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import moe_p2p
-from cases import SMALL, check_step, lose_a_rank, make, make_tokens
+from cases import SMALL, check_step, lose_a_rank, lose_an_idle_rank, make, make_tokens
 from moe_p2p import Engine
 from ranks import DiedError, Rank, run_processes, run_threads
 
@@ -112,6 +112,24 @@ def test_a_peer_that_is_killed() -> None:
     took, text, _ = results[0]
     assert took < 15, text
     assert "rank 1" in text, text
+
+
+def run_until_one_is_gone(rank: Rank) -> tuple[float, str]:
+    config = {"transport": "libfabric", "transport_settings": TCP, "timeout_s": 60.0}
+    comm = make(rank, ranks_per_node=1, **config)
+    tokens = [make_tokens(0, r, 6) for r in range(2)]
+    check_step(comm, tokens)
+    return lose_an_idle_rank(comm, 1, lambda: comm.dispatch(tokens[0].x, tokens[0].topk_idx))
+
+
+@needs_libfabric
+def test_a_peer_that_is_killed_while_nothing_is_under_way_to_it() -> None:
+    results = run_processes(2, run_until_one_is_gone, return_errors=True)
+    assert isinstance(results[1], DiedError)
+    took, text = results[0]
+    assert took < 30, text  # not 60
+    assert text.startswith("PeerDeadError"), text
+    assert "knocking at rank 1" in text
 
 
 def test_a_library_that_is_not_there() -> None:

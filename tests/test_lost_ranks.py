@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import moe_p2p
-from cases import check_step, lose_a_rank, make, make_tokens
+from cases import check_step, lose_a_rank, lose_an_idle_rank, make, make_tokens
 from moe_p2p import Engine, agreement
 from moe_p2p.agreement import find_ranks_per_node
 from ranks import DiedError, Rank, run_processes, run_threads
@@ -168,6 +168,27 @@ def test_a_rank_that_is_killed_within_a_step(ranks_per_node: int) -> None:
         assert broken, text
         assert "rank 1" in text or "gave up" in text, text
     assert any("rank 1" in text for _, text, _ in stories), stories
+
+
+def run_until_one_is_gone(rank: Rank, call: str) -> tuple[float, str]:
+    comm = make(rank, ranks_per_node=1, timeout_s=60.0)
+    tokens = [make_tokens(0, r, 6) for r in range(2)]
+    check_step(comm, tokens)
+    calls = {
+        "dispatch": lambda: comm.dispatch(tokens[0].x, tokens[0].topk_idx),
+        "gather_counts": lambda: comm.gather_counts(torch.ones(1, dtype=torch.int32)),
+    }
+    return lose_an_idle_rank(comm, 1, calls[call])
+
+
+@pytest.mark.parametrize("call", ["dispatch", "gather_counts"])
+def test_a_rank_that_is_killed_while_nothing_is_under_way_to_it(call: str) -> None:
+    results = run_processes(2, run_until_one_is_gone, call, return_errors=True)
+    assert isinstance(results[1], DiedError)
+    took, text = results[0]
+    assert took < 20, text  # not 60
+    assert text.startswith("PeerDeadError"), text
+    assert "knocking at rank 1 (node 1) failed: peer dead" in text
 
 
 def run_meet(rank: Rank) -> str:

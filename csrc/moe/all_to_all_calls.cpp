@@ -44,8 +44,9 @@ void AllToAll::State::check_abort() const {
   const auto failure = exchange->failure();
   if (failure.node >= 0)
     fail(failure.status.code,
-         base::concat("a ", phase_name(failure.phase), " write to rank ",
-                      rank_of(failure.node, memory.local()), " (node ", failure.node,
+         base::concat(failure.phase ? base::concat("a ", phase_name(*failure.phase), " write to")
+                                    : std::string("knocking at"),
+                      " rank ", rank_of(failure.node, memory.local()), " (node ", failure.node,
                       ") failed: ", base::code_name(failure.status.code), ", detail ",
                       failure.status.detail, engine.first_failure()));
   fail(Code::kAborted, base::concat("rank ", word - 1, " of this node gave up; see its error"));
@@ -85,6 +86,12 @@ std::chrono::milliseconds AllToAll::State::patience(Arrived&& arrived) const {
   for (int source = 0; source < plan.shape.world_size; ++source)
     missing += !arrived(source) || masks.has(source);
   return options.timeout + options.timeout * (std::max(missing, 1) - 1) / std::max(missing, 1);
+}
+
+template <typename Arrived>
+void AllToAll::State::knock(Arrived&& arrived) const {
+  for (int node = 0; node < plan.shape.num_nodes(); ++node)
+    if (node != memory.node() && !arrived(rank_of(node, memory.local()))) exchange->knock(node);
 }
 
 template <typename Arrived, typename Story>
@@ -188,13 +195,19 @@ bool AllToAll::State::wait_until(platform::Deadline deadline, Ready&& ready, Arr
                                  Story&& waiting_for) {
   platform::Waiter waiter(memory.bell(memory.local()), options.wait, deadline);
   auto next_look = platform::Clock::now() + kLookAtNeighbours;
+  auto next_knock = platform::Clock::now() + Exchange::kKnock;
   for (;;) {
     waiter.prepare();
     if (ready()) return true;
     check_abort();
-    if (platform::Clock::now() >= next_look) {
+    const auto now = platform::Clock::now();
+    if (now >= next_look) {
       check_neighbours(arrived, waiting_for);
-      next_look = platform::Clock::now() + kLookAtNeighbours;
+      next_look = now + kLookAtNeighbours;
+    }
+    if (now >= next_knock) {
+      knock(arrived);
+      next_knock = now + Exchange::kKnock;
     }
     if (!waiter.pause()) return false;
   }

@@ -36,6 +36,9 @@ struct AllToAll::State final : engine::ImmSink {
   // Ranks of this node whose signal memory or process a wait depends on.
   template <typename Arrived, typename Story>
   void check_neighbours(Arrived&& arrived, Story&& waiting_for) const;
+  // At this rank's partners on other nodes that have not arrived(source).
+  template <typename Arrived>
+  void knock(Arrived&& arrived) const;
   // How long a wait lasts before it masks.
   template <typename Arrived>
   std::chrono::milliseconds patience(Arrived&& arrived) const;

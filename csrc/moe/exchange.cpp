@@ -1,10 +1,19 @@
 #include "moe/exchange.h"
 
 #include "base/mutation.h"
+#include "moe/host_gather.h"
 
 namespace moe_p2p::moe {
 
 using abi::Phase;
+
+namespace {
+
+constexpr int kKnocks = 2;  // in vain
+// Of a thread that never sleeps, between two looks at the clock: they cost more than a turn.
+constexpr uint32_t kTurns = 1u << 12;
+
+}  // namespace
 
 Exchange::Exchange(const Plan& plan, NodeMemory& memory, engine::TransferEngine& engine,
                    const engine::MemoryHandle* data, uint32_t communicator,
@@ -19,7 +28,8 @@ Exchange::Exchange(const Plan& plan, NodeMemory& memory, engine::TransferEngine&
       device_(device),
       num_lanes_(static_cast<size_t>(abi::kNumPhases * plan.shape.steps_in_flight) *
                  remotes_.size()),
-      lanes_(std::make_unique<Lane[]>(num_lanes_)) {
+      lanes_(std::make_unique<Lane[]>(num_lanes_)),
+      knocks_(std::make_unique<Knock[]>(remotes_.size())) {
   size_t i = 0;
   for (int phase = 0; phase < abi::kNumPhases; ++phase)
     for (int slot = 0; slot < plan.shape.steps_in_flight; ++slot)
@@ -37,12 +47,16 @@ Exchange::Lane& Exchange::lane(Phase phase, int slot, int index) const noexcept 
   return lanes_[row * remotes_.size() + static_cast<size_t>(index)];
 }
 
-const Exchange::Remote& Exchange::remote_of(const Lane& lane) const noexcept {
-  return remotes_[static_cast<size_t>(abi::other_index(lane.node, memory_.node()))];
+Exchange::Knock& Exchange::knock_of(int node) const noexcept {
+  return knocks_[static_cast<size_t>(abi::other_index(node, memory_.node()))];
 }
 
-int Exchange::rank_of(const Lane& lane) const noexcept {
-  return lane.node * plan_.shape.ranks_per_node + memory_.local();
+const Exchange::Remote& Exchange::remote_of(int node) const noexcept {
+  return remotes_[static_cast<size_t>(abi::other_index(node, memory_.node()))];
+}
+
+int Exchange::rank_of(int node) const noexcept {
+  return node * plan_.shape.ranks_per_node + memory_.local();
 }
 
 // --- sending -----------------------------------------------------------------------------------
@@ -75,7 +89,7 @@ bool Exchange::take(Lane& lane) noexcept {
   const uint64_t word = std::atomic_ref(bell.word).load(std::memory_order_acquire);
   if (word == lane.word) return false;
   lane.word = word;
-  if (masks_.has(rank_of(lane))) return false;
+  if (masks_.has(rank_of(lane.node))) return false;
   // By the plan, because a GPU's regions have no address here. All ranks share one plan, so the other
   // end is computed as that rank would: this node's place among the nodes other than *its* own.
   const Road road = road_of(plan_, lane.phase);
@@ -87,7 +101,7 @@ bool Exchange::take(Lane& lane) noexcept {
   lane.request.operation = engine::Write{
       .source = data_,
       .source_offset = slot + road.outbox + from * road.region_bytes,
-      .target = remote_of(lane).region,
+      .target = remote_of(lane.node).region,
       .target_offset = slot + road.landing + to * road.region_bytes,
       .bytes = bell.bytes,
       .imm = key.pack(),
@@ -104,13 +118,17 @@ void Exchange::finish(Lane& lane) noexcept {
     lane.acknowledged.store(lane.word, std::memory_order_release);
     return;
   }
+  fail({lane.node, lane.phase, lane.request.status()});
+}
+
+void Exchange::fail(const Failure& failure) noexcept {
   if (masks_.enabled()) {
-    masks_.add(rank_of(lane));
+    masks_.add(rank_of(failure.node));
     platform::notify_all(memory_.bell(memory_.local()));
     return;
   }
   if (failed_.load(std::memory_order_relaxed)) return;  // only this thread writes it
-  failure_ = {lane.node, lane.phase, lane.request.status()};
+  failure_ = failure;
   failed_.store(true, std::memory_order_release);  // pairs with failure()
   for (int l = 0; l < memory_.num_local(); ++l) {
     // The whole node stops waiting: whom this rank cannot reach, its neighbours will miss too.
@@ -131,7 +149,57 @@ bool Exchange::take_doorbells() noexcept {
     }
     if (take(lane)) moved = true;
   }
+  take_knocks();
   return moved;
+}
+
+// --- knocking ------------------------------------------------------------------------------------
+
+void Exchange::knock(int node) noexcept {
+  knock_of(node).wanted.store(true, std::memory_order_relaxed);
+  knocking_.store(true, std::memory_order_release);  // pairs with take_knocks()
+  platform::notify_all(engine_.waker());
+}
+
+// What the node was sent of some step has not been answered in kind.
+bool Exchange::owes(int node) const noexcept {
+  for (const Phase phase : {Phase::kDispatch, Phase::kCombine})
+    for (int slot = 0; slot < plan_.shape.steps_in_flight; ++slot) {
+      const Lane& lane = this->lane(phase, slot, abi::other_index(node, memory_.node()));
+      if (next_word(lane) <= lane.word) return true;
+    }
+  return false;
+}
+
+void Exchange::take_knocks() noexcept {
+  if (device_ && ++turns_ % kTurns == 0 && platform::Clock::now() >= next_knock_) {
+    next_knock_ = platform::Clock::now() + kKnock;
+    for (const Remote& remote : remotes_)
+      if (owes(remote.node)) knock(remote.node);
+  }
+  if (!knocking_.load(std::memory_order_relaxed)) return;
+  bool busy = false;
+  knocking_.exchange(false, std::memory_order_acquire);  // pairs with knock()
+  for (const Remote& remote : remotes_) {
+    Knock& knock = knock_of(remote.node);
+    if (knock.busy) {
+      knock.busy = !knock.request.done();
+      busy |= knock.busy;
+      if (knock.busy) continue;
+      const base::Status status = knock.request.status();
+      knock.in_vain = status.ok() ? 0 : knock.in_vain + 1;
+      if (knock.in_vain == kKnocks) fail({remote.node, {}, status});
+    }
+    if (!knock.wanted.exchange(false, std::memory_order_relaxed)) continue;
+    if (masks_.has(rank_of(remote.node))) continue;
+    const engine::ImmKey key{communicator_, HostGather::kPhase, HostGather::kKnockSlot,
+                             static_cast<uint32_t>(memory_.rank())};
+    knock.request.operation =  // through every NIC
+        engine::Write{.source = data_, .target = remote.region, .bytes = 0, .imm = key.pack()};
+    knock.busy = busy = true;
+    engine_.submit_from_poller(knock.request);
+  }
+  if (busy) knocking_.store(true, std::memory_order_relaxed);
 }
 
 // --- receiving -----------------------------------------------------------------------------------
@@ -169,7 +237,7 @@ uint64_t Exchange::next_word(const Lane& lane) const noexcept {
 void Exchange::publish(Lane& lane) noexcept {
   const uint64_t word = next_word(lane);
   ++lane.published;
-  const int source = rank_of(lane);
+  const int source = rank_of(lane.node);
   // release: pairs with the acquire in HostKernels::arrived(). The payload is visible to this thread
   // (provider.h, assumption 1), so it is to whoever acquires the flag.
   memory_.flag(memory_.local(), lane.phase, lane.slot, source)
@@ -186,7 +254,7 @@ bool Exchange::publish_arrivals() noexcept {
   for (size_t i = 0; i < num_lanes_; ++i) {
     Lane& lane = lanes_[i];
     const auto per_step = static_cast<uint64_t>(
-        MOE_P2P_MUTATED(kPublishBeforePayload) ? 1 : remote_of(lane).num_nics);
+        MOE_P2P_MUTATED(kPublishBeforePayload) ? 1 : remote_of(lane.node).num_nics);
     while (lane.immediates.load(std::memory_order_relaxed) >= (lane.published + 1) * per_step) {
       publish(lane);
       moved = true;
@@ -196,13 +264,17 @@ bool Exchange::publish_arrivals() noexcept {
 }
 
 bool Exchange::settle(bool turn, platform::Deadline deadline) noexcept {
-  for (size_t i = 0; i < num_lanes_; ++i) {
-    engine::Request& request = lanes_[i].request;
-    while (lanes_[i].busy && !request.done()) {
+  const auto settled = [&](engine::Request& request) {
+    while (!request.done()) {
       if (turn) engine_.progress();
       if (turn ? platform::Clock::now() >= deadline : !request.wait(deadline)) return false;
     }
-  }
+    return true;
+  };
+  for (size_t i = 0; i < num_lanes_; ++i)
+    if (lanes_[i].busy && !settled(lanes_[i].request)) return false;
+  for (size_t i = 0; i < remotes_.size(); ++i)
+    if (knocks_[i].busy && !settled(knocks_[i].request)) return false;
   return true;
 }
 
@@ -215,13 +287,13 @@ Exchange::Failure Exchange::failure() const noexcept {
 uint64_t Exchange::immediates(Phase phase, int slot, int node) const noexcept {
   const Lane& from = lane(phase, slot, abi::other_index(node, memory_.node()));
   return from.immediates.load(std::memory_order_relaxed) %
-         static_cast<uint64_t>(remote_of(from).num_nics);
+         static_cast<uint64_t>(remote_of(node).num_nics);
 }
 
 bool Exchange::sent(Phase phase, int slot, uint64_t word) const noexcept {
   for (size_t i = 0; i < remotes_.size(); ++i) {
     const Lane& to = lane(phase, slot, static_cast<int>(i));
-    if (to.acknowledged.load(std::memory_order_acquire) < word && !masks_.has(rank_of(to)))
+    if (to.acknowledged.load(std::memory_order_acquire) < word && !masks_.has(rank_of(to.node)))
       return false;  // acquire: pairs with finish()
   }
   return true;
@@ -234,7 +306,7 @@ bool Exchange::sent_weights(int slot) const noexcept {
     // relaxed: whoever rang is done with it.
     const uint64_t rung = std::atomic_ref(bell.word).load(std::memory_order_relaxed);
     const Lane& to = lane(Phase::kWeights, slot, static_cast<int>(i));
-    if (to.acknowledged.load(std::memory_order_acquire) < rung && !masks_.has(rank_of(to)))
+    if (to.acknowledged.load(std::memory_order_acquire) < rung && !masks_.has(rank_of(to.node)))
       return false;  // acquire: pairs with finish()
   }
   return true;

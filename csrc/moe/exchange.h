@@ -6,10 +6,13 @@
 // local index there, cut over all NICs, an immediate on each piece.
 // Receiving: when the immediates of a (phase, step slot, source) reach the next multiple of the
 // source's NIC count, all pieces of that step are visible, and its flag goes up.
+// Knocking: a partner that is waited for, and to which nothing is under way, may be gone without any
+// write failing. So now and then it is sent immediates that it ignores.
 #pragma once
 
 #include <atomic>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "engine/transfer_engine.h"
@@ -49,7 +52,7 @@ class Exchange final : public proxy::ProxyTask, public engine::ImmSink {
   // there never is: the rank is masked.
   struct Failure {
     int node = -1;
-    abi::Phase phase{};
+    std::optional<abi::Phase> phase;  // none: it was a knock
     base::Status status;
   };
   Failure failure() const noexcept;
@@ -60,6 +63,13 @@ class Exchange final : public proxy::ProxyTask, public engine::ImmSink {
   bool sent(abi::Phase phase, int slot, uint64_t word) const noexcept;
   // The same for the last weights that were rung; not every step has some.
   bool sent_weights(int slot) const noexcept;
+  // For a host that waits for the partner on that node, every kKnock. In vain twice in a row, it counts as a failed
+  // write: once is not enough, the partner may have said what it had to and left in between. For a GPU
+  // this object knocks by itself.
+  void knock(int node) noexcept;
+  // Small next to any timeout, large next to some writes. A NIC may take longer to say that nobody is
+  // there.
+  static constexpr std::chrono::milliseconds kKnock{1000};
 
  private:
   // One (phase, step slot, other node); everything but the atomics belongs to the proxy thread.
@@ -74,13 +84,23 @@ class Exchange final : public proxy::ProxyTask, public engine::ImmSink {
     std::atomic<uint64_t> immediates{0};    // received from that node
     uint64_t published = 0;                 // uses of the slot whose flag is up
   };
+  struct Knock {  // at one node
+    std::atomic<bool> wanted{false};
+    engine::Request request;
+    bool busy = false;
+    int in_vain = 0;
+  };
   Lane& lane(abi::Phase phase, int slot, int index) const noexcept;
-  const Remote& remote_of(const Lane& lane) const noexcept;
-  int rank_of(const Lane& lane) const noexcept;
+  Knock& knock_of(int node) const noexcept;
+  const Remote& remote_of(int node) const noexcept;
+  int rank_of(int node) const noexcept;
   uint64_t next_word(const Lane& lane) const noexcept;
   bool take(Lane& lane) noexcept;
   void finish(Lane& lane) noexcept;
+  void fail(const Failure& failure) noexcept;
   void publish(Lane& lane) noexcept;
+  bool owes(int node) const noexcept;
+  void take_knocks() noexcept;
 
   const Plan& plan_;
   NodeMemory& memory_;
@@ -91,8 +111,12 @@ class Exchange final : public proxy::ProxyTask, public engine::ImmSink {
   const Masks masks_;
   const bool device_;
   const size_t num_lanes_;
-  std::unique_ptr<Lane[]> lanes_;  // [phase][slot][N-1]
-  bool dirty_ = false;             // an immediate came since the last publish_arrivals()
+  std::unique_ptr<Lane[]> lanes_;      // [phase][slot][N-1]
+  std::unique_ptr<Knock[]> knocks_;    // [N-1]
+  std::atomic<bool> knocking_{false};  // some knock is wanted or under way
+  uint32_t turns_ = 0;
+  platform::Clock::time_point next_knock_;
+  bool dirty_ = false;  // an immediate came since the last publish_arrivals()
   Failure failure_;
   std::atomic<bool> failed_{false};
 };

@@ -29,6 +29,8 @@ class HostGather final : public engine::ImmSink {
   // Of the immediates, beside those of the steps.
   static constexpr uint32_t kPhase = engine::ImmKey::kMaxPhases - 1;
   static_assert(abi::kNumPhases <= kPhase);
+  // No row has this slot: an immediate that says nothing, of a knock (exchange.h).
+  static constexpr uint32_t kKnockSlot = engine::ImmKey::kMaxSlots - 1;
 
   HostGather(const Plan& plan, NodeMemory& memory, engine::TransferEngine& engine,
              uint32_t communicator);

@@ -1,0 +1,140 @@
+// Knocking: what an Exchange learns of a partner to which nothing is under way.
+#include <chrono>
+
+#include "doctest/doctest.h"
+#include "engine_pair.h"
+#include "moe/exchange.h"
+
+namespace moe_p2p::moe {
+namespace {
+
+using abi::Phase;
+using base::Code;
+
+constexpr uint32_t kCommunicator = 5;
+
+Plan two_nodes() {
+  return make_plan({.world_size = 2,
+                    .ranks_per_node = 1,
+                    .num_experts = 2,
+                    .hidden_dim = 8,
+                    .topk = 1,
+                    .max_tokens = 4,
+                    .chunk_tokens = 4,
+                    .expert_rank = {}});
+}
+
+// Two ranks, a node each, with two NICs each. The test turns their threads.
+class Pair {
+ public:
+  explicit Pair(bool device) : engines_(network, {2, 2}) {
+    for (int rank = 0; rank < 2; ++rank) {
+      memory_.push_back(std::make_unique<NodeMemory>(plan_, rank));
+      const auto data = memory_.back()->data();
+      handles_.push_back(engine(rank).register_memory({data.data(), data.size()}));
+    }
+    for (int rank = 0; rank < 2; ++rank) {
+      const auto name = engine(rank).waker_name();
+      memory_[static_cast<size_t>(rank)]->attach({{memory(rank).name(), name}});
+      const auto* region = engine(rank).resolve(
+          engine(1 - rank).descriptor(handles_[static_cast<size_t>(1 - rank)]));
+      exchanges_.push_back(std::make_unique<Exchange>(
+          plan_, memory(rank), engine(rank), handles_[static_cast<size_t>(rank)], kCommunicator,
+          std::vector<Exchange::Remote>{{1 - rank, region, 2}}, Masks(nullptr), device));
+      engine(rank).imm_table().set_sink(kCommunicator, exchanges_.back().get());
+    }
+  }
+
+  Exchange& exchange(int rank) { return *exchanges_[static_cast<size_t>(rank)]; }
+  void ring(int rank, Phase phase, uint64_t step) {
+    const auto slot = static_cast<int>(step % 2);
+    abi::Doorbell& bell = memory(rank).doorbell(kLocal, phase, slot, 1 - rank);
+    bell.bytes = 64;
+    std::atomic_ref(bell.word).store(step + 1, std::memory_order_release);
+  }
+  void turn(int times = 1) {
+    for (int i = 0; i < times; ++i)
+      for (int rank = 0; rank < 2; ++rank) {
+        proxy::ProxyTask* const task = &exchange(rank);
+        proxy::ProxyThread::turn(engine(rank), {&task, 1});
+      }
+  }
+  // Writes of all NICs of a rank.
+  size_t num_posted(int rank) {
+    const auto first = static_cast<size_t>(2 * rank);
+    return network.nic(first).posted().size() + network.nic(first + 1).posted().size();
+  }
+  void fail_next(int rank) {
+    network.nic(static_cast<size_t>(2 * rank)).fail_next(1, {Code::kPeerDead, 7});
+  }
+  // Rank 0 knocks, and hears.
+  void knock() {
+    const size_t before = num_posted(0);
+    exchange(0).knock(1);
+    turn(100);
+    CHECK(num_posted(0) == before + 2);  // through both NICs
+  }
+
+  test::FakeNetwork network;
+
+ private:
+  static constexpr int kLocal = 0;
+
+  engine::TransferEngine& engine(int rank) { return engines_[static_cast<size_t>(rank)]; }
+  NodeMemory& memory(int rank) { return *memory_[static_cast<size_t>(rank)]; }
+
+  const Plan plan_ = two_nodes();
+  std::vector<std::unique_ptr<NodeMemory>> memory_;
+  test::Engines engines_;
+  std::vector<const engine::MemoryHandle*> handles_;
+  std::vector<std::unique_ptr<Exchange>> exchanges_;
+};
+
+}  // namespace
+
+TEST_CASE("exchange: a partner that is there does not notice that somebody knocks") {
+  Pair pair(false);
+  for (int i = 0; i < 3; ++i) pair.knock();
+  CHECK(pair.exchange(0).failure().node == -1);
+  for (const Phase phase : {Phase::kDispatch, Phase::kCombine, Phase::kWeights})
+    for (int slot = 0; slot < 2; ++slot) CHECK(pair.exchange(1).immediates(phase, slot, 0) == 0);
+}
+
+TEST_CASE("exchange: to knock in vain twice in a row is a failure") {
+  Pair pair(false);
+  for (int i = 0; i < 2; ++i) {
+    pair.fail_next(0);
+    pair.knock();
+    CHECK(pair.exchange(0).failure().node == -1);
+    pair.knock();
+  }
+  CHECK(pair.exchange(0).failure().node == -1);
+  for (int i = 0; i < 2; ++i) {
+    pair.fail_next(0);
+    pair.knock();
+  }
+  const Exchange::Failure failure = pair.exchange(0).failure();
+  CHECK(failure.node == 1);
+  CHECK(!failure.phase);
+  CHECK(failure.status == base::Status{Code::kPeerDead, 7});
+}
+
+TEST_CASE("exchange: for a GPU it knocks by itself while a step is not answered") {
+  Pair pair(true);
+  const auto knocks_within = [&](std::chrono::milliseconds time) {
+    const size_t before = pair.num_posted(0);
+    const auto end = platform::Clock::now() + time;
+    while (pair.num_posted(0) == before && platform::Clock::now() < end) pair.turn(1000);
+    return pair.num_posted(0) != before;
+  };
+  for (const Phase phase : {Phase::kDispatch, Phase::kCombine}) {
+    pair.ring(0, phase, 0);
+    pair.turn(100);
+    CHECK(knocks_within(20 * Exchange::kKnock));
+    pair.ring(1, phase, 0);
+    pair.turn(100);
+  }
+  CHECK(!knocks_within(Exchange::kKnock * 3 / 2));
+}
+
+}  // namespace moe_p2p::moe
