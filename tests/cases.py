@@ -290,9 +290,7 @@ def lose_a_rank(comm: AllToAll, tokens: Tokens, lost: int) -> tuple[float, str, 
     return time.monotonic() - began, "never noticed", ""
 
 
-def lose_an_idle_rank(
-    comm: AllToAll, lost: int, call: Callable[[], object]
-) -> tuple[float, str]:
+def lose_an_idle_rank(comm: AllToAll, lost: int, call: Callable[[], object]) -> tuple[float, str]:
     """Rank `lost` is killed once it has all that the call of the others writes to it.
 
     They are given: seconds until they were told, and the error.
