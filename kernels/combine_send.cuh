@@ -324,7 +324,8 @@ __device__ inline void send_to_gateway(const Adder& a, const SendWorker& worker,
     worker.sync();
   }
   if (worker.thread == 0)
-    hand_in(a.p.comm, a.self, step, gateway, other, a.header_of(chunk, source));
+    hand_in(a.p.comm, a.self, step, gateway, other, a.header_of(chunk, source),
+            part_of_slot(a.p.stride, index));
 }
 
 __device__ inline void combine_chunk(const Adder& a, const SendWorker& worker, const Part& share,

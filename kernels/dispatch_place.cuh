@@ -59,6 +59,8 @@ __device__ inline u64* came_word(const Receiver& a, u64 step, i32 source) {
 
 __device__ inline bool hear(const Receiver& a, u64 step, i32 source) {
   const DeviceComm& comm = a.p.comm;
+  if (kInParts && !a.self.same_node(source))  // header and counts come with the first
+    return wait_part(comm, Phase::kDispatch, step, source, 0);
   if constexpr (!kMasks) return wait_dispatch(comm, a.self, step, source);
   if (a.tells) return wait_dispatch(comm, a.self, step, source) && !is_masked(comm, source);
   const u64* word = came_word(a, step, source);

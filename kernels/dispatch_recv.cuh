@@ -217,8 +217,14 @@ __device__ inline void recv_slot(const Receiver& a, const RecvWorker& worker, u6
   if (takes && p.opaque) clear_opaque(p, worker, from);
 }
 
-// Which own-node ranks the slot of another node's source is for; the handle keeps it for combine.
-__device__ inline bool slot_is_mine(const Receiver& a, u64 step, i32 chunk, const Item& item) {
+// Which own-node ranks the slot of another node's source is for; the handle keeps it for combine. All
+// slots are looked at, so that the kernel does not end before all parts are here.
+__device__ inline bool slot_is_mine(const Receiver& a, u64 step, i32 chunk, const Item& item,
+                                    i32 part) {
+  if (kInParts && !wait_part(a.p.comm, Phase::kDispatch, step, item.source, part)) {
+    *a.handle.ranks_of(chunk, item.source, item.index) = 0;
+    return false;
+  }
   const auto* ids = reinterpret_cast<const u32*>(slot_at(a, step, item) + expert_ids_offset());
   u32 pairs[(kTopk + 1) / 2];  // all under way at once
 #pragma unroll
@@ -250,23 +256,32 @@ __device__ inline void recv_slots(const Receiver& a, const RecvWorker& worker, u
     }
     return;
   }
-  // In batches: each thread looks at the head of one slot, or the latency of NVLink adds up over
-  // the many that are for other ranks of the node.
-  for (i32 first = worker.id; first < most * kWorld; first += worker.count * RecvWorker::kThreads) {
-    const i32 i = first + worker.thread * worker.count;
-    const Item item = item_of(a.self, i);
-    bool mine = i < most * kWorld && item.index < num_slots[item.source];
-    if (mine && !a.self.same_node(item.source)) mine = slot_is_mine(a, step, chunk, item);
-    const u32 bits = __ballot_sync(~0u, mine);
-    if (worker.thread % 32 == 0) w.mine[worker.thread / 32] = bits;
-    worker.sync();
-    for (i32 j = 0; j < RecvWorker::kThreads; ++j) {
-      if (j % 32 == 0 && w.mine[j / 32] == 0) j += 31;
-      if (!(w.mine[j / 32] >> (j % 32) & 1)) continue;
-      recv_slot(a, worker, step, chunk, item_of(a.self, first + j * worker.count), buffer);
-      buffer ^= 1;
+  // Those of the own node with the first part of the others. In batches: each thread looks at the head
+  // of one slot, or the latency of NVLink adds up over the many that are for other ranks of the node.
+  const i32 each = slots_of_part(a.p.parts.slot_bytes);
+  for (i32 part = 0; part * each < most; ++part) {
+    const i32 begin = part * each * kWorld;
+    const i32 end = (part == 0 ? most : min(most, (part + 1) * each)) * kWorld;
+    for (i32 first = begin + worker.id; first < end; first += worker.count * RecvWorker::kThreads) {
+      const i32 i = first + worker.thread * worker.count;
+      const Item item = item_of(a.self, i);
+      bool mine = i < end && item.index < num_slots[item.source];
+      if (mine && a.self.same_node(item.source)) {
+        mine = part == 0;
+      } else if (mine) {
+        mine = (!kInParts || item.index / each == part) && slot_is_mine(a, step, chunk, item, part);
+      }
+      const u32 bits = __ballot_sync(~0u, mine);
+      if (worker.thread % 32 == 0) w.mine[worker.thread / 32] = bits;
+      worker.sync();
+      for (i32 j = 0; j < RecvWorker::kThreads; ++j) {
+        if (j % 32 == 0 && w.mine[j / 32] == 0) j += 31;
+        if (!(w.mine[j / 32] >> (j % 32) & 1)) continue;
+        recv_slot(a, worker, step, chunk, item_of(a.self, first + j * worker.count), buffer);
+        buffer ^= 1;
+      }
+      worker.sync();
     }
-    worker.sync();
   }
 }
 

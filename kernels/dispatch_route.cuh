@@ -254,14 +254,16 @@ __device__ inline void add_chunk(const Sender& a) {
   }
 }
 
-// One of the parts of an outbox is written: a slot, or header and counts. The last one rings.
-__device__ inline void outbox_part(const Sender& a, u64 step, i32 node) {
+// Something of part `index` of an outbox is written: a slot, or header and counts, which are of the
+// first. The last one rings.
+__device__ inline void outbox_part(const Sender& a, u64 step, i32 node, i32 index) {
   auto* words = reinterpret_cast<u32*>(a.p.comm.state + kWords.outbox);
-  const i32 num_slots = tokens_in(a.s.has[kLocal + node]);
-  const u32 last = static_cast<u32>(num_slots);  // of num_slots + 1 parts
-  if (atom_inc_acq_rel_gpu_u32(&words[slot_of(step) * kNodes + node], last) != last) return;
-  ring(a.p.comm, Phase::kDispatch, step, a.self.local, node,
-       kOutboxSlots + static_cast<u64>(num_slots) * a.p.parts.slot_bytes);
+  const RegionPart part =
+      region_part(kOutboxSlots, a.p.parts.slot_bytes, tokens_in(a.s.has[kLocal + node]), index);
+  const auto last = static_cast<u32>(part.num_slots - (index == 0 ? 0 : 1));
+  u32* word = &words[(slot_of(step) * kNodes + node) * kMaxParts + index];
+  if (atom_inc_acq_rel_gpu_u32(word, last) != last) return;
+  ring(a.p.comm, Phase::kDispatch, step, a.self.local, node, part);
 }
 
 // Puts count i of this call where `rank` finds it.
@@ -336,7 +338,7 @@ __device__ inline void send_headers(const Sender& a, u64 step, i32 chunk) {
       st_release_sys_u64(header_word(inbox_at(a.p.comm.data[i], slot, a.self.local)), step + 1);
     } else {
       *header_word(outbox_at(own, slot, i - kLocal)) = step + 1;
-      outbox_part(a, step, other_node(i - kLocal, a.self.node));
+      outbox_part(a, step, other_node(i - kLocal, a.self.node), 0);
     }
   }
   __syncthreads();

@@ -241,7 +241,7 @@ __device__ inline void send_token(const Sender& a, const SendWorker& worker, con
     worker.sync();
     for (i32 i = thread; i < kOthers; i += SendWorker::kThreads)
       if (const i32 node = other_node(i, a.self.node); w.slot[kLocal + node] >= 0 && part.has(i))
-        outbox_part(a, step, node);
+        outbox_part(a, step, node, part_of_slot(p.parts.slot_bytes, w.slot[kLocal + node]));
   }
   store_slots(
       a, worker, part, token, kLocal,

@@ -40,7 +40,7 @@ __device__ inline void push_weights_to(const CombineParams& p, const Self& self,
   st_release_sys_u64(header_word(region), step + 1);  // pairs with wait_weights() there
   if (!near)
     ring(p.comm, Phase::kWeights, step, self.local, other_node(d - kLocal, self.node),
-         weights_bytes(Shape{kShape}, num_slots));
+         region_part(weights_bytes(Shape{kShape}, num_slots), 0, 0, 0));
 }
 
 // Pushes this block's share of one chunk, and waits for all that this rank needs. False: some did not

@@ -50,6 +50,8 @@ class AllToAllConfig:
     dtype: widest type that will be dispatched: bfloat16, float16, float32 or float8_e4m3fn.
     combine_dtype: widest type that will be combined. None: dtype, or bfloat16 for float8_e4m3fn.
     extra_bytes: bytes of all extras of one token, each rounded up to 16.
+    part_bytes: between nodes, what a step sends leaves in up to four parts of at least so many
+        bytes, each as soon as it is written, and is received part by part. 0: as a whole.
     steps_in_flight: S, 2 to 16: dispatches that may be under way before their combines.
     expert_rank: owner of each expert. None: equal blocks in order.
     ranks_per_node: L. None: ranks whose host is the same; they must be consecutive.
@@ -80,6 +82,7 @@ class AllToAllConfig:
     dtype: torch.dtype = torch.bfloat16
     combine_dtype: torch.dtype | None = None
     extra_bytes: int = 0
+    part_bytes: int = 0
     steps_in_flight: int = 2
     expert_rank: tuple[int, ...] | None = None
     ranks_per_node: int | None = None
@@ -102,6 +105,7 @@ class AllToAllConfig:
         self._check_range("max_tokens", 1, 1 << 24)
         self._check_range("chunk_tokens", 1, 1 << 20)
         self._check_range("extra_bytes", 0, 1 << 20)
+        self._check_range("part_bytes", 0, 1 << 30)
         self._check_range("steps_in_flight", 2, 16)
         self._check_range("ranks_per_node", 1, 64)
         self._check_range("nics_per_rank", 1, MAX_NICS)
@@ -216,6 +220,7 @@ class AllToAllConfig:
             self.dtype.itemsize,
             self.widest_combine_dtype.itemsize,
             self.extra_bytes,
+            self.part_bytes,
             list(self.expert_rank or ()),
         )
 

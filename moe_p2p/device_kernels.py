@@ -60,6 +60,7 @@ def shape_macros(config: AllToAllConfig, *, world_size: int, ranks_per_node: int
         "MOE_P2P_TOPK": config.topk,
         "MOE_P2P_CHUNK_TOKENS": config.step_tokens,
         "MOE_P2P_STEPS_IN_FLIGHT": config.steps_in_flight,
+        "MOE_P2P_PART_BYTES": config.part_bytes if world_size > ranks_per_node else 0,
         "MOE_P2P_MAX_TOKEN_BYTES": max(hidden * item, fp8) + config.extra_bytes,
         "MOE_P2P_MAX_PARTIAL_BYTES": up(hidden * combine_item, 16) + 4 * config.topk,
         "MOE_P2P_HIDDEN_DIM": hidden,

@@ -22,6 +22,7 @@ from cases import (
     LAYOUTS,
     TOPK,
     assert_received,
+    check_step,
     combine_arguments,
     dispatch_arguments,
     expect,
@@ -74,6 +75,28 @@ def test_counts_only_the_first_rows(kind: str) -> None:
 def test_long_calls_run_in_chunks(layout: str) -> None:
     config = {"ranks_per_node": 2, "chunk_tokens": 3, "max_tokens": 12}
     run_threads(4, run_steps, config, {"layout": layout})
+
+
+def test_what_a_step_sends_leaves_in_parts() -> None:
+    """Of at least so many bytes, and in no more than four."""
+
+    def count_writes(rank: Rank, part_bytes: int) -> int:
+        config = {"ranks_per_node": 1, "nics_per_rank": 1, "part_bytes": part_bytes}
+        with make(rank, **config) as comm:
+            check_step(comm, [make_tokens(2, r, 12) for r in range(2)])
+            return sum(nic["writes"] for nic in comm.counters())
+
+    def body(rank: Rank) -> list[int]:
+        return [count_writes(rank, part_bytes) for part_bytes in (0, 1, 1 << 20)]
+
+    assert run_threads(2, body) == [[2, 8, 2]] * 2  # of dispatch and combine
+
+
+@pytest.mark.parametrize(("ranks_per_node", "part_bytes"), [(1, 1), (2, 1), (2, 500)])
+def test_parts_change_no_result(ranks_per_node: int, part_bytes: int) -> None:
+    config = {"ranks_per_node": ranks_per_node, "part_bytes": part_bytes, "max_tokens": 12}
+    run_threads(4, run_steps, config | {"transport_settings": "seed=3"}, {})
+    run_threads(4, run_steps, config | {"chunk_tokens": 5}, {"layout": "grouped"})
 
 
 @pytest.mark.parametrize("layout", ["grouped", "by_rank"])

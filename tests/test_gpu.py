@@ -52,6 +52,8 @@ SHAPES: dict[str, tuple[World, dict[str, Any]]] = {
     ),
     "rows of one line": (World(4, 2), {"hidden_dim": 16}),
     "three steps in flight": (World(4, 2), {"steps_in_flight": 3}),
+    "parts of three tokens": (World(4, 2), {"part_bytes": 1}),
+    "parts of some tokens": (World(3, 1), {"part_bytes": 1500, "num_experts": 9}),
 }
 Change = Callable[[Tokens, int], Tokens]  # (tokens, rank) -> tokens
 
@@ -177,7 +179,7 @@ def test_rows_of_seven_thousand_values(world: World) -> None:
 @pytest.mark.parametrize("name", SHAPES)
 def test_shape(name: str) -> None:
     world, config = SHAPES[name]
-    fields = {k: v for k, v in config.items() if k != "steps_in_flight"}
+    fields = {k: v for k, v in config.items() if k not in ("steps_in_flight", "part_bytes")}
     wanted = [
         call(world, 0, **fields),
         call(world, 2, layout="grouped", **fields),

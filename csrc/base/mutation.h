@@ -11,6 +11,7 @@ enum class Mutation {
   kSkipEmptyPeer,         // combine does not wait for ranks that got no token of ours
   kCountWithoutSource,    // immediates of all sources in one counter
   kPublishBeforePayload,  // an arrival after the first immediate of several
+  kLastPartIsAll,         // an arrival once the last part of several came, whatever is before it
   kSumBeforeWeights,      // partial sums without waiting for the weights that they need
   kWriteToMasked,         // what is said to a masked rank although its slots may be in use
   kWeightsInEveryStep,  // weights are taken for those of the slot's next use, whichever step has some

@@ -1,6 +1,6 @@
 // Counting immediates. 32 bits are what every NIC carries:
-//   keyed      1 | communicator 9 | phase 2 | step slot 4 | source 16    (MoE: says who is missing)
-//   free form  0 | user value 31                                         (KV, weights, users)
+//   keyed      1 | communicator 9 | phase 2 | step slot 4 | part 2 | is last 1 | source 13    (MoE)
+//   free form  0 | user value 31                                    (KV, weights, users)
 // A counter only ever grows. Keyed immediates go to the sink of their communicator; one for a
 // communicator that is not here (an older epoch) is counted as discarded and dropped.
 #pragma once
@@ -19,18 +19,27 @@ struct ImmKey {
   static constexpr uint32_t kMaxCommunicators = 1u << 9;
   static constexpr uint32_t kMaxPhases = 1u << 2;
   static constexpr uint32_t kMaxSlots = 1u << 4;
-  static constexpr uint32_t kMaxSources = 1u << 16;
+  static constexpr uint32_t kMaxParts = 1u << 2;
+  static constexpr uint32_t kMaxSources = 1u << 13;
 
   uint32_t communicator;
   uint32_t phase;
   uint32_t slot;
-  uint32_t source;
+  uint32_t source;  // says who is missing
+  uint32_t part = 0;
+  bool is_last = true;  // of its parts
 
   constexpr uint32_t pack() const noexcept {
-    return kKeyedBit | communicator << 22 | phase << 20 | slot << 16 | source;
+    return kKeyedBit | communicator << 22 | phase << 20 | slot << 16 | part << 14 |
+           uint32_t{is_last} << 13 | source;
   }
   static constexpr ImmKey unpack(uint32_t imm) noexcept {
-    return {imm >> 22 & 0x1ff, imm >> 20 & 3, imm >> 16 & 15, imm & 0xffff};
+    return {.communicator = imm >> 22 & 0x1ff,
+            .phase = imm >> 20 & 3,
+            .slot = imm >> 16 & 15,
+            .source = imm & 0x1fff,
+            .part = imm >> 14 & 3,
+            .is_last = (imm >> 13 & 1) != 0};
   }
 };
 

@@ -107,7 +107,6 @@ void AllToAll::connect(std::span<const base::Bytes> addresses) {
   std::vector<NodeMemory::Neighbour> neighbours;
   std::vector<Exchange::Remote> remotes;
   std::vector<HostGather::Remote> boards;
-  s.num_nics.assign(static_cast<size_t>(s.plan.shape.num_nodes()), 0);
   for (int rank = 0; rank < s.plan.shape.world_size; ++rank) {
     const auto address = RankAddress::parse(addresses[static_cast<size_t>(rank)]);
     MOE_P2P_CHECK(address.rank == rank, Code::kInvalidArgument, "address ", rank, " is of rank ",
@@ -119,7 +118,6 @@ void AllToAll::connect(std::span<const base::Bytes> addresses) {
       const engine::Peer* peer = s.engine.connect(address.engine);
       s.peers.push_back(peer);
       const auto nics = static_cast<int>(address.engine.nics.size());
-      s.num_nics[static_cast<size_t>(node)] = nics;
       const auto* region = s.engine.resolve(engine::MemoryDescriptor::parse(address.data), peer);
       remotes.push_back({node, region, nics});
       const auto board = engine::MemoryDescriptor::parse(address.board);

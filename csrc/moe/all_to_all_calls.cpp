@@ -127,8 +127,8 @@ std::string AllToAll::State::waiting_for(const Pending& pending) const {
     return kernels.arrived(pending.step, pending.phase, source);
   };
   const auto progress = [&](int node) {
-    return base::concat(exchange->immediates(pending.phase, pending.step.slot, node), " of ",
-                        num_nics[static_cast<size_t>(node)], " immediates came");
+    return base::concat(exchange->immediates(pending.phase, pending.step.slot, node),
+                        " immediates came");
   };
   return base::concat(phase_name(pending.phase), " of step ", pending.step.index, " waits for",
                       missing(arrived, progress));

@@ -92,7 +92,6 @@ struct AllToAll::State final : engine::ImmSink {
   HostGather gather;
   const engine::MemoryHandle* data;  // null where a GPU has no other nodes to talk to
   std::vector<const engine::Peer*> peers;
-  std::vector<int> num_nics;  // [N] of the rank with our local index
   std::unique_ptr<Exchange> exchange;
   DeviceMemory device_memory;
   std::unique_ptr<DeviceKernels> device;

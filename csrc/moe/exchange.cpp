@@ -83,42 +83,53 @@ Road road_of(const Plan& plan, Phase phase) noexcept {
 
 }  // namespace
 
-bool Exchange::take(Lane& lane) noexcept {
+// Weights are few.
+int Exchange::most_parts(const Lane& lane) noexcept {
+  return lane.phase == Phase::kWeights ? 1 : abi::kMaxParts;
+}
+
+bool Exchange::take(Lane& lane, int index) noexcept {
   abi::Doorbell& bell = memory_.doorbell(memory_.local(), lane.phase, lane.slot, lane.node);
-  // acquire: pairs with HostKernels::ring(); the region and its length are complete.
-  const uint64_t word = std::atomic_ref(bell.word).load(std::memory_order_acquire);
-  if (word == lane.word) return false;
-  lane.word = word;
+  Part& part = lane.parts[index];
+  // acquire: pairs with HostKernels::ring(); the part and what stands beside the word are complete.
+  const uint64_t word = std::atomic_ref(bell.word[index]).load(std::memory_order_acquire);
+  if (word == part.word) return false;
+  part.word = word;
   if (masks_.has(rank_of(lane.node))) return false;
+  const auto& sent = bell.part[index];
+  part.num_parts = sent.num_parts;
   // By the plan, because a GPU's regions have no address here. All ranks share one plan, so the other
   // end is computed as that rank would: this node's place among the nodes other than *its* own.
   const Road road = road_of(plan_, lane.phase);
   const uint64_t slot = static_cast<uint64_t>(lane.slot) * plan_.regions.step_bytes;
   const auto from = static_cast<uint64_t>(abi::other_index(lane.node, memory_.node()));
   const auto to = static_cast<uint64_t>(abi::other_index(memory_.node(), lane.node));
-  const engine::ImmKey key{communicator_, static_cast<uint32_t>(lane.phase),
-                           static_cast<uint32_t>(lane.slot), static_cast<uint32_t>(memory_.rank())};
-  lane.request.operation = engine::Write{
+  const auto i = static_cast<uint32_t>(index);
+  const engine::ImmKey key{communicator_,
+                           static_cast<uint32_t>(lane.phase),
+                           static_cast<uint32_t>(lane.slot),
+                           static_cast<uint32_t>(memory_.rank()),
+                           i,
+                           i + 1 == part.num_parts};
+  part.request.operation = engine::Write{
       .source = data_,
-      .source_offset = slot + road.outbox + from * road.region_bytes,
+      .source_offset = slot + road.outbox + from * road.region_bytes + sent.begin,
       .target = remote_of(lane.node).region,
-      .target_offset = slot + road.landing + to * road.region_bytes,
-      .bytes = bell.bytes,
+      .target_offset = slot + road.landing + to * road.region_bytes + sent.begin,
+      .bytes = sent.bytes,
       .imm = key.pack(),
   };
-  lane.busy = true;
-  engine_.submit_from_poller(lane.request);
+  part.busy = true;
+  engine_.submit_from_poller(part.request);
   return true;
 }
 
-void Exchange::finish(Lane& lane) noexcept {
-  lane.busy = false;
-  if (lane.request.status().ok()) {
-    // release: pairs with the acquire in sent().
-    lane.acknowledged.store(lane.word, std::memory_order_release);
-    return;
-  }
-  fail({lane.node, lane.phase, lane.request.status()});
+void Exchange::finish(Lane& lane, const Part& part) noexcept {
+  if (!part.request.status().ok()) return fail({lane.node, lane.phase, part.request.status()});
+  for (uint64_t i = 0; i < part.num_parts; ++i)
+    if (lane.parts[i].acknowledged < part.word) return;
+  // release: pairs with the acquire in sent().
+  lane.acknowledged.store(part.word, std::memory_order_release);
 }
 
 void Exchange::fail(const Failure& failure) noexcept {
@@ -142,12 +153,17 @@ bool Exchange::take_doorbells() noexcept {
   bool moved = false;
   for (size_t i = 0; i < num_lanes_; ++i) {
     Lane& lane = lanes_[i];
-    if (lane.busy) {
-      if (!lane.request.done()) continue;
-      finish(lane);
-      moved = true;
+    for (int p = 0; p < most_parts(lane); ++p) {
+      Part& part = lane.parts[p];
+      if (part.busy) {
+        if (!part.request.done()) continue;
+        part.busy = false;
+        part.acknowledged = part.word;
+        finish(lane, part);
+        moved = true;
+      }
+      if (take(lane, p)) moved = true;
     }
-    if (take(lane)) moved = true;
   }
   take_knocks();
   return moved;
@@ -166,7 +182,7 @@ bool Exchange::owes(int node) const noexcept {
   for (const Phase phase : {Phase::kDispatch, Phase::kCombine})
     for (int slot = 0; slot < plan_.shape.steps_in_flight; ++slot) {
       const Lane& lane = this->lane(phase, slot, abi::other_index(node, memory_.node()));
-      if (next_word(lane) <= lane.word) return true;
+      if (next_step(lane) < lane.parts[0].word) return true;
     }
   return false;
 }
@@ -213,30 +229,60 @@ void Exchange::on_imm(const engine::ImmKey& key) noexcept {
                      node < plan_.shape.num_nodes() && node != memory_.node() &&
                      local == memory_.local();
   if (!valid) return;  // not from a rank of this communicator
-  lane(static_cast<Phase>(key.phase), static_cast<int>(key.slot),
-       abi::other_index(node, memory_.node()))
-      .immediates.fetch_add(1,
-                            std::memory_order_relaxed);  // other threads read it for stories only
+  Lane& from = lane(static_cast<Phase>(key.phase), static_cast<int>(key.slot),
+                    abi::other_index(node, memory_.node()));
+  const uint64_t num_parts = key.part + 1;
+  ++from.parts[key.part].immediates;
+  from.heard_last |= key.is_last;
+  // relaxed, both: other threads read them for stories only.
+  from.immediates.fetch_add(1, std::memory_order_relaxed);
+  if (num_parts > from.num_heard.load(std::memory_order_relaxed))
+    from.num_heard.store(num_parts, std::memory_order_relaxed);
   dirty_ = true;
 }
 
-// Of the step whose immediates are complete. Dispatch and combine come with every use of a slot. Not
+// The one whose immediates are coming. Dispatch and combine come with every use of a slot. Not
 // every step has weights, but the combine of the slot's last use has left here, because the source had
 // it before it began this one, and that of this one waits for the weights: so it is the use that
 // follows the last doorbell of combine.
-uint64_t Exchange::next_word(const Lane& lane) const noexcept {
+uint64_t Exchange::next_step(const Lane& lane) const noexcept {
   const auto slot = static_cast<uint64_t>(lane.slot);
   const auto steps = static_cast<uint64_t>(plan_.shape.steps_in_flight);
   if (lane.phase != Phase::kWeights || MOE_P2P_MUTATED(kWeightsInEveryStep))
-    return slot + lane.published * steps + 1;
-  const uint64_t combined =
-      this->lane(Phase::kCombine, lane.slot, abi::other_index(lane.node, memory_.node())).word;
-  return combined == 0 ? slot + 1 : combined + steps;
+    return slot + lane.published * steps;
+  const Lane& combine =
+      this->lane(Phase::kCombine, lane.slot, abi::other_index(lane.node, memory_.node()));
+  const uint64_t combined = combine.parts[0].word;
+  return combined == 0 ? slot : combined - 1 + steps;
 }
 
-void Exchange::publish(Lane& lane) noexcept {
-  const uint64_t word = next_word(lane);
-  ++lane.published;
+// True when more parts are here than the flag counts. Those of the slot's next use cannot be among
+// them: its source begins that once it knows that this one was received.
+bool Exchange::publish(Lane& lane) noexcept {
+  const auto nics = static_cast<uint64_t>(
+      MOE_P2P_MUTATED(kPublishBeforePayload) ? 1 : remote_of(lane.node).num_nics);
+  int here = 0;
+  while (here < most_parts(lane) && lane.parts[here].immediates >= nics) ++here;
+  const auto num_heard = static_cast<int>(lane.num_heard.load(std::memory_order_relaxed));
+  if (MOE_P2P_MUTATED(kLastPartIsAll) && lane.heard_last &&
+      lane.parts[num_heard - 1].immediates >= nics)
+    here = num_heard;
+  if (here == lane.told) return false;
+  const uint64_t step = next_step(lane);
+  const bool whole = lane.heard_last && here == num_heard;
+  const uint64_t word =
+      whole ? abi::come(step) : step * abi::kMaxParts + static_cast<uint64_t>(here);
+  lane.told = here;
+  if (whole) {
+    for (Part& part : std::span(lane.parts).first(static_cast<size_t>(here))) {
+      part.immediates -= nics;
+      lane.immediates.fetch_sub(nics, std::memory_order_relaxed);
+    }
+    lane.num_heard.store(1, std::memory_order_relaxed);
+    lane.heard_last = false;
+    lane.told = 0;
+    ++lane.published;
+  }
   const int source = rank_of(lane.node);
   // release: pairs with the acquire in HostKernels::arrived(). The payload is visible to this thread
   // (provider.h, assumption 1), so it is to whoever acquires the flag.
@@ -245,6 +291,7 @@ void Exchange::publish(Lane& lane) noexcept {
   const bool whole_node = lane.phase != Phase::kCombine;
   for (int l = 0; l < memory_.num_local(); ++l)
     if (whole_node || l == memory_.local()) platform::notify_all(memory_.bell(l));
+  return true;
 }
 
 bool Exchange::publish_arrivals() noexcept {
@@ -252,13 +299,7 @@ bool Exchange::publish_arrivals() noexcept {
   dirty_ = false;
   bool moved = false;
   for (size_t i = 0; i < num_lanes_; ++i) {
-    Lane& lane = lanes_[i];
-    const auto per_step = static_cast<uint64_t>(
-        MOE_P2P_MUTATED(kPublishBeforePayload) ? 1 : remote_of(lane.node).num_nics);
-    while (lane.immediates.load(std::memory_order_relaxed) >= (lane.published + 1) * per_step) {
-      publish(lane);
-      moved = true;
-    }
+    if (publish(lanes_[i])) moved = true;
   }
   return moved;
 }
@@ -272,7 +313,8 @@ bool Exchange::settle(bool turn, platform::Deadline deadline) noexcept {
     return true;
   };
   for (size_t i = 0; i < num_lanes_; ++i)
-    if (lanes_[i].busy && !settled(lanes_[i].request)) return false;
+    for (Part& part : lanes_[i].parts)
+      if (part.busy && !settled(part.request)) return false;
   for (size_t i = 0; i < remotes_.size(); ++i)
     if (knocks_[i].busy && !settled(knocks_[i].request)) return false;
   return true;
@@ -284,10 +326,11 @@ Exchange::Failure Exchange::failure() const noexcept {
   return failed_.load(std::memory_order_acquire) ? failure_ : Failure{};  // pairs with finish()
 }
 
-uint64_t Exchange::immediates(Phase phase, int slot, int node) const noexcept {
+std::string Exchange::immediates(Phase phase, int slot, int node) const {
   const Lane& from = lane(phase, slot, abi::other_index(node, memory_.node()));
-  return from.immediates.load(std::memory_order_relaxed) %
-         static_cast<uint64_t>(remote_of(node).num_nics);
+  return base::concat(from.immediates.load(std::memory_order_relaxed), " of ",
+                      from.num_heard.load(std::memory_order_relaxed) *
+                          static_cast<uint64_t>(remote_of(node).num_nics));
 }
 
 bool Exchange::sent(Phase phase, int slot, uint64_t word) const noexcept {
@@ -304,7 +347,7 @@ bool Exchange::sent_weights(int slot) const noexcept {
     abi::Doorbell& bell =
         memory_.doorbell(memory_.local(), Phase::kWeights, slot, remotes_[i].node);
     // relaxed: whoever rang is done with it.
-    const uint64_t rung = std::atomic_ref(bell.word).load(std::memory_order_relaxed);
+    const uint64_t rung = std::atomic_ref(bell.word[0]).load(std::memory_order_relaxed);
     const Lane& to = lane(Phase::kWeights, slot, static_cast<int>(i));
     if (to.acknowledged.load(std::memory_order_acquire) < rung && !masks_.has(rank_of(to.node)))
       return false;  // acquire: pairs with finish()

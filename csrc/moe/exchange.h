@@ -1,11 +1,12 @@
 // The network half of the protocol: doorbells in, writes out; immediates in, arrivals out. Runs on
 // the proxy thread, once per turn, and never waits. One Exchange per communicator and rank.
 //
-// Sending: a doorbell word of step e says that the outbox of a phase for a node is complete; one Write
-// takes the region, as many bytes as stand beside the word, to the landing of the rank with the same
-// local index there, cut over all NICs, an immediate on each piece.
-// Receiving: when the immediates of a (phase, step slot, source) reach the next multiple of the
-// source's NIC count, all pieces of that step are visible, and its flag goes up.
+// Sending: a doorbell word of step e says that a part of the outbox of a phase for a node is complete;
+// one Write takes what stands beside the word to the landing of the rank with the same local index
+// there, cut over all NICs, an immediate on each piece.
+// Receiving: when as many immediates of a (phase, step slot, source, part) came as the source has NICs,
+// all pieces of the part are visible. The flag counts the parts from the first on; with the last, which
+// its immediates say that it is, it goes up to that of the step.
 // Knocking: a partner that is waited for, and to which nothing is under way, may be gone without any
 // write failing. So now and then it is sent immediates that it ignores.
 #pragma once
@@ -56,8 +57,8 @@ class Exchange final : public proxy::ProxyTask, public engine::ImmSink {
     base::Status status;
   };
   Failure failure() const noexcept;
-  // Immediates that came of a step whose flag is not up, for the story of a timeout.
-  uint64_t immediates(abi::Phase phase, int slot, int node) const noexcept;
+  // Immediates that came of a step whose flag is not up, for the story of a timeout: "1 of 2".
+  std::string immediates(abi::Phase phase, int slot, int node) const;
   // Doorbells of `word` and older for this slot are on the wire and acknowledged, or for a rank that
   // is masked.
   bool sent(abi::Phase phase, int slot, uint64_t word) const noexcept;
@@ -72,16 +73,26 @@ class Exchange final : public proxy::ProxyTask, public engine::ImmSink {
   static constexpr std::chrono::milliseconds kKnock{1000};
 
  private:
+  // One part of a lane.
+  struct Part {
+    engine::Request request;
+    bool busy = false;          // request is with the engine
+    uint64_t word = 0;          // last doorbell taken
+    uint64_t num_parts = 0;     // of its region
+    uint64_t acknowledged = 0;  // last doorbell whose write completed
+    uint64_t immediates = 0;    // received, of the use that is not published
+  };
   // One (phase, step slot, other node); everything but the atomics belongs to the proxy thread.
   struct Lane {
     int node = 0;
     int slot = 0;
     abi::Phase phase{};
-    engine::Request request;
-    bool busy = false;                      // request is with the engine
-    uint64_t word = 0;                      // last doorbell taken
-    std::atomic<uint64_t> acknowledged{0};  // last doorbell whose write completed
-    std::atomic<uint64_t> immediates{0};    // received from that node
+    Part parts[abi::kMaxParts];
+    std::atomic<uint64_t> acknowledged{0};  // last step of which all writes completed, its word
+    std::atomic<uint64_t> immediates{0};    // of all parts, likewise
+    std::atomic<uint64_t> num_heard{1};     // parts that are known of, likewise
+    bool heard_last = false;                // that is all of them
+    int told = 0;                           // parts that the flag counts
     uint64_t published = 0;                 // uses of the slot whose flag is up
   };
   struct Knock {  // at one node
@@ -94,11 +105,12 @@ class Exchange final : public proxy::ProxyTask, public engine::ImmSink {
   Knock& knock_of(int node) const noexcept;
   const Remote& remote_of(int node) const noexcept;
   int rank_of(int node) const noexcept;
-  uint64_t next_word(const Lane& lane) const noexcept;
-  bool take(Lane& lane) noexcept;
-  void finish(Lane& lane) noexcept;
+  static int most_parts(const Lane& lane) noexcept;
+  uint64_t next_step(const Lane& lane) const noexcept;
+  bool take(Lane& lane, int index) noexcept;
+  void finish(Lane& lane, const Part& part) noexcept;
   void fail(const Failure& failure) noexcept;
-  void publish(Lane& lane) noexcept;
+  bool publish(Lane& lane) noexcept;
   bool owes(int node) const noexcept;
   void take_knocks() noexcept;
 

@@ -101,7 +101,8 @@ void HostKernels::push_weights(Step step, const CombineSend& call, const HandleV
     if (c < num_local) {
       raise_flag(step, Phase::kWeights, c);
     } else {
-      ring(step, Phase::kWeights, memory_.local(), node, abi::weights_bytes(shape_, num_slots));
+      ring(step, Phase::kWeights, memory_.local(), node, abi::weights_bytes(shape_, num_slots), 0,
+           0);
     }
   }
 }
@@ -206,8 +207,7 @@ void HostKernels::add_up(Step step, const CombineSend* call, const HandleView* h
                     row_bytes, shape_.topk);
     });
   }
-  ring(step, Phase::kCombine, gateway, node,
-       abi::combine_slots_offset() + static_cast<uint64_t>(count) * stride);
+  ring(step, Phase::kCombine, gateway, node, abi::combine_slots_offset(), stride, count);
 }
 
 RegionHeader& HostKernels::combine_region(Step step, int source) const noexcept {

@@ -112,9 +112,8 @@ void HostKernels::dispatch_send(Step step, const DispatchSend& call, const abi::
   });
   for (int i = 0; i < shape_.num_other_nodes(); ++i) {
     const int node = abi::other_node(i, memory_.node());
-    const auto count = static_cast<uint64_t>(num_slots[num_local + node]);
-    ring(step, Phase::kDispatch, memory_.local(), node,
-         abi::outbox_slots_offset(shape_) + count * parts.slot_bytes);
+    ring(step, Phase::kDispatch, memory_.local(), node, abi::outbox_slots_offset(shape_),
+         parts.slot_bytes, num_slots[num_local + node]);
   }
   for (int l = 0; l < num_local; ++l) raise_flag(step, Phase::kDispatch, l);
 }
@@ -124,7 +123,7 @@ void HostKernels::send_empty_dispatch(Step step) {
     const int node = abi::other_node(i, memory_.node());
     if (skips(rank_of(node, memory_.local()))) continue;
     fill_header(memory_.outbox(memory_.local(), step.slot, node), step, 0, abi::kEmpty, 0);
-    ring(step, Phase::kDispatch, memory_.local(), node, sizeof(RegionHeader));
+    ring(step, Phase::kDispatch, memory_.local(), node, sizeof(RegionHeader), 0, 0);
   }
   for (int l = 0; l < shape_.ranks_per_node; ++l) {
     if (skips(rank_of(memory_.node(), l))) continue;

@@ -148,16 +148,21 @@ void HostKernels::write_counts(RegionHeader& region, const Routing& routing, int
 void HostKernels::raise_flag(Step step, Phase phase, int local) noexcept {
   if (skips(rank_of(memory_.node(), local))) return;
   memory_.flag(local, phase, step.slot, memory_.rank())
-      .store(step.word(), std::memory_order_release);
+      .store(step.flag(), std::memory_order_release);
   platform::notify_all(memory_.bell(local));
 }
 
-// release: pairs with the acquire in Exchange::take() of the gateway, for the region and the bytes.
-void HostKernels::ring(Step step, Phase phase, int gateway, int node, uint64_t bytes) noexcept {
+// release: pairs with the acquire in Exchange::take() of the gateway, for the region and what to send.
+void HostKernels::ring(Step step, Phase phase, int gateway, int node, uint64_t front,
+                       uint64_t stride, int32_t num_slots) noexcept {
   if (skips(rank_of(node, gateway))) return;
   abi::Doorbell& bell = memory_.doorbell(gateway, phase, step.slot, node);
-  bell.bytes = bytes;
-  std::atomic_ref(bell.word).store(step.word(), std::memory_order_release);
+  for (int i = 0, num_parts = 1; i < num_parts; ++i) {
+    const auto part = abi::RegionPart::make(shape_, front, stride, num_slots, i);
+    num_parts = part.num_parts;
+    bell.part[i] = {part.begin, part.bytes, static_cast<uint64_t>(num_parts)};
+    std::atomic_ref(bell.word[i]).store(step.word(), std::memory_order_release);
+  }
   platform::notify_all(memory_.waker(gateway));
 }
 
@@ -175,7 +180,7 @@ bool HostKernels::arrived(Step step, Phase phase, int source) const noexcept {
   }
   // acquire: pairs with raise_flag() and Exchange::publish_arrivals().
   return memory_.flag(keeper, phase, step.slot, source).load(std::memory_order_acquire) >=
-         step.word();
+         step.flag();
 }
 
 }  // namespace moe_p2p::moe

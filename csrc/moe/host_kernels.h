@@ -20,7 +20,8 @@ struct Step {
   uint64_t index = 0;
   int slot = 0;
 
-  uint64_t word() const noexcept { return index + 1; }  // value of flags and doorbells
+  uint64_t word() const noexcept { return index + 1; }  // value of headers and doorbells
+  uint64_t flag() const noexcept { return abi::come(index); }
 };
 
 // What a dispatch knows of its routing: made once per call, before anything is sent.
@@ -111,7 +112,9 @@ class HostKernels {
   void hand_in(Step step, const CombineSend* call, const HandleView* handle, int64_t chunk);
   void add_up(Step step, const CombineSend* call, const HandleView* handle, int64_t chunk,
               int gateway, int node);
-  void ring(Step step, abi::Phase phase, int gateway, int node, uint64_t bytes) noexcept;
+  // The outbox of a phase is complete: `num_slots` slots behind `front` bytes.
+  void ring(Step step, abi::Phase phase, int gateway, int node, uint64_t front, uint64_t stride,
+            int32_t num_slots) noexcept;
   void raise_flag(Step step, abi::Phase phase, int local) noexcept;
 
   const Plan& plan_;

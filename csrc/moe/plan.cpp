@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "base/log.h"
+#include "engine/imm_counter.h"
 #include "kernels/abi/params.h"
 
 namespace moe_p2p::moe {
@@ -17,7 +18,7 @@ void check_range(const char* name, int64_t value, int64_t low, int64_t high) {
 }
 
 void check(const PlanInput& in) {
-  check_range("world_size", in.world_size, 1, 65536);
+  check_range("world_size", in.world_size, 1, engine::ImmKey::kMaxSources);
   check_range("ranks_per_node", in.ranks_per_node, 1, abi::kMaxRanksPerNode);
   MOE_P2P_CHECK(in.world_size % in.ranks_per_node == 0, Code::kInvalidArgument, "world_size ",
                 in.world_size, " is not a multiple of ranks_per_node ", in.ranks_per_node);
@@ -28,6 +29,7 @@ void check(const PlanInput& in) {
   check_range("steps_in_flight", in.steps_in_flight, 2, 16);
   check_range("hidden_dim", in.hidden_dim, 1, 1 << 20);
   check_range("extra_bytes", in.extra_bytes, 0, 1 << 20);
+  check_range("part_bytes", in.part_bytes, 0, 1 << 30);
   for (const auto& [name, bytes] :
        {std::pair{"payload", in.payload_item_bytes}, std::pair{"combine", in.combine_item_bytes}})
     MOE_P2P_CHECK(bytes == 1 || bytes == 2 || bytes == 4, Code::kInvalidArgument, name,
@@ -80,6 +82,7 @@ Plan make_plan(const PlanInput& in) {
   s.topk = static_cast<int32_t>(in.topk);
   s.chunk_tokens = static_cast<int32_t>(in.chunk_tokens);
   s.steps_in_flight = static_cast<int32_t>(in.steps_in_flight);
+  s.part_bytes = static_cast<int32_t>(in.part_bytes);
   s.max_token_bytes = std::max(payload, fp8) + static_cast<uint64_t>(in.extra_bytes);
   s.max_partial_bytes =
       abi::align_up(static_cast<uint64_t>(in.hidden_dim * in.combine_item_bytes), 16) +

@@ -13,7 +13,7 @@ namespace {
 moe::PlanInput plan_input(int64_t world_size, int64_t ranks_per_node, int64_t num_experts,
                           int64_t hidden_dim, int64_t topk, int64_t max_tokens,
                           int64_t chunk_tokens, int64_t steps_in_flight, int64_t payload_item_bytes,
-                          int64_t combine_item_bytes, int64_t extra_bytes,
+                          int64_t combine_item_bytes, int64_t extra_bytes, int64_t part_bytes,
                           std::vector<int64_t> expert_rank) {
   return {.world_size = world_size,
           .ranks_per_node = ranks_per_node,
@@ -26,6 +26,7 @@ moe::PlanInput plan_input(int64_t world_size, int64_t ranks_per_node, int64_t nu
           .payload_item_bytes = payload_item_bytes,
           .combine_item_bytes = combine_item_bytes,
           .extra_bytes = extra_bytes,
+          .part_bytes = part_bytes,
           .expert_rank = std::move(expert_rank)};
 }
 
@@ -33,11 +34,11 @@ moe::PlanInput plan_input(int64_t world_size, int64_t ranks_per_node, int64_t nu
 std::string plan(int64_t world_size, int64_t ranks_per_node, int64_t num_experts,
                  int64_t hidden_dim, int64_t topk, int64_t max_tokens, int64_t chunk_tokens,
                  int64_t steps_in_flight, int64_t payload_item_bytes, int64_t combine_item_bytes,
-                 int64_t extra_bytes, std::vector<int64_t> expert_rank) {
-  const auto made =
-      moe::make_plan(plan_input(world_size, ranks_per_node, num_experts, hidden_dim, topk,
-                                max_tokens, chunk_tokens, steps_in_flight, payload_item_bytes,
-                                combine_item_bytes, extra_bytes, std::move(expert_rank)));
+                 int64_t extra_bytes, int64_t part_bytes, std::vector<int64_t> expert_rank) {
+  const auto made = moe::make_plan(plan_input(world_size, ranks_per_node, num_experts, hidden_dim,
+                                              topk, max_tokens, chunk_tokens, steps_in_flight,
+                                              payload_item_bytes, combine_item_bytes, extra_bytes,
+                                              part_bytes, std::move(expert_rank)));
   std::string text;
   for (const auto& [name, bytes] : made.table()) text += base::concat(name, " ", bytes, "\n");
   return text;
@@ -47,7 +48,7 @@ int64_t all_to_all_create(int64_t engine, int64_t rank, int64_t communicator, in
                           int64_t ranks_per_node, int64_t num_experts, int64_t hidden_dim,
                           int64_t topk, int64_t max_tokens, int64_t chunk_tokens,
                           int64_t steps_in_flight, int64_t payload_item_bytes,
-                          int64_t combine_item_bytes, int64_t extra_bytes,
+                          int64_t combine_item_bytes, int64_t extra_bytes, int64_t part_bytes,
                           std::vector<int64_t> expert_rank, double timeout_s,
                           const std::string& wait, int64_t num_threads, bool on_device,
                           std::optional<Tensor> masks) {
@@ -63,7 +64,7 @@ int64_t all_to_all_create(int64_t engine, int64_t rank, int64_t communicator, in
   const moe::AllToAllOptions options{
       .plan = plan_input(world_size, ranks_per_node, num_experts, hidden_dim, topk, max_tokens,
                          chunk_tokens, steps_in_flight, payload_item_bytes, combine_item_bytes,
-                         extra_bytes, std::move(expert_rank)),
+                         extra_bytes, part_bytes, std::move(expert_rank)),
       .rank = static_cast<int>(rank),
       .communicator = static_cast<uint32_t>(communicator),
       .wait = wait_policy(wait),

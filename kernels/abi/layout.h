@@ -73,7 +73,7 @@ struct Shape {
   i32 topk;
   i32 chunk_tokens;     // M
   i32 steps_in_flight;  // S
-  i32 reserved;
+  i32 part_bytes;  // between nodes, the least that leaves before the rest; 0: a region is whole
   u64 max_token_bytes;    // payload + scales + extras of one token, each part 16-byte aligned
   u64 max_partial_bytes;  // one combined row, with its K scalars
 
@@ -179,6 +179,35 @@ MOE_P2P_HD constexpr u64 partial_bytes(const Shape& s) {
   return combine_slots_offset() +
          static_cast<u64>(s.chunk_tokens) * align_up(s.max_partial_bytes, kLine);
 }
+
+// Between nodes a region of slots leaves in parts, each as soon as it is written: `part_slots` slots
+// each, the header and what else is in front of the slots with the first. Which part a slot is in
+// follows from its number and the stride alone, so that who waits for it need not know how many there are.
+inline constexpr i32 kMaxParts = 4;
+MOE_P2P_HD constexpr i32 part_slots(const Shape& s, u64 stride) {
+  if (s.part_bytes == 0 || stride == 0) return s.chunk_tokens;
+  const i32 least = (s.chunk_tokens + kMaxParts - 1) / kMaxParts;
+  const u32 each = static_cast<u32>(stride);  // a slot is far below 4 GiB
+  const i32 wanted = static_cast<i32>((static_cast<u32>(s.part_bytes) + each - 1) / each);
+  return wanted > least ? wanted : least;
+}
+struct RegionPart {
+  i32 index, num_parts;
+  i32 num_slots;     // in it
+  u64 begin, bytes;  // in the region
+
+  // Part `index` of a region whose `num_slots` slots begin at `front`.
+  MOE_P2P_HD static constexpr RegionPart make(const Shape& s, u64 front, u64 stride, i32 num_slots,
+                                              i32 index) {
+    const i32 each = part_slots(s, stride);
+    const i32 num_parts = num_slots > each ? (num_slots + each - 1) / each : 1;
+    const i32 first = index * each;
+    const i32 count = num_slots - first < each ? num_slots - first : each;
+    const u64 begin = index == 0 ? 0 : front + static_cast<u64>(first) * stride;
+    return {index, num_parts, count, begin,
+            front + static_cast<u64>(first + count) * stride - begin};
+  }
+};
 
 // Weights of a source's tokens: header, then [M][K] fp32, those of a token at the slot that it has in
 // the inbox of that rank or the outbox for that node. `num_slots` of them travel.

@@ -1,12 +1,12 @@
 // The words. Every word is 64 bits, counts upward and is never cleared; waiters compare with >=.
 // A rank's signal memory is mapped by all ranks of its node; its proxy thread looks at it too.
 //
-//   flags[phase][slot][source]   value e + 1: what `source` sent in `phase` of step e is visible here.
-//       Own-node sources store it themselves; for others the gateway's proxy does (an *arrival*).
-//       Arrivals of what (n, l) dispatched, and of its weights, lie at the gateway with local index l
-//       and are read by its node.
-//   doorbell[phase][slot][node]  value e + 1: the outbox for `node` is complete; rung by kernels.
-//       Beside it the bytes to send, because the proxy cannot look into a GPU's outbox.
+//   flags[phase][slot][source]   value come(e): what `source` sent in `phase` of step e is visible here.
+//       Own-node sources store it themselves; for others the gateway's proxy does (an *arrival*), and
+//       before it e * kMaxParts + n: so many parts are, from the first on. Arrivals of what (n, l)
+//       dispatched, and of its weights, lie at the gateway with local index l and are read by its node.
+//   doorbell[phase][slot][node]  for each part e + 1: it is complete in the outbox for `node`; rung by
+//       kernels. Beside it what to send, because the proxy cannot look into a GPU's outbox.
 //   gather_count[slot][node]     partial sums handed in for `node`; the L-th of a step adds them up
 #pragma once
 
@@ -22,11 +22,16 @@ struct SignalHead {
 };
 static_assert(sizeof(SignalHead) == kLine, "shared between processes");
 
+MOE_P2P_HD constexpr u64 come(u64 step) { return (step + 1) * kMaxParts; }
+
 struct Doorbell {
-  u64 word;
-  u64 bytes;  // stored before the word
+  u64 word[kMaxParts];
+  struct {
+    u64 begin, bytes;
+    u64 num_parts;    // of the region
+  } part[kMaxParts];  // each stored before its word
 };
-static_assert(sizeof(Doorbell) == 16, "shared between processes and devices");
+static_assert(sizeof(Doorbell) == kLine, "shared between processes and devices");
 
 // Offsets in bytes from the start of a rank's signal memory.
 struct Signals {

@@ -16,7 +16,8 @@ inline constexpr Shape kShape{
     .topk = MOE_P2P_TOPK,
     .chunk_tokens = MOE_P2P_CHUNK_TOKENS,
     .steps_in_flight = MOE_P2P_STEPS_IN_FLIGHT,
-    .reserved = 0,
+    // With masks a source comes with all of its rows or with none.
+    .part_bytes = MOE_P2P_MASKS ? 0 : MOE_P2P_PART_BYTES,
     .max_token_bytes = MOE_P2P_MAX_TOKEN_BYTES,
     .max_partial_bytes = MOE_P2P_MAX_PARTIAL_BYTES,
 };
@@ -34,6 +35,7 @@ inline constexpr u64 kOutboxSlots = outbox_slots_offset(kShape);
 inline constexpr bool kMasks = MOE_P2P_MASKS;  // ranks that are gone are masked
 // Rows from ranks of the own node say by themselves that they have come (device/self_flag.cuh).
 inline constexpr bool kSelfFlagged = MOE_P2P_SELF_FLAGGED;
+inline constexpr bool kInParts = kShape.num_nodes() > 1 && kShape.part_bytes > 0;
 inline constexpr i32 kHidden = MOE_P2P_HIDDEN_DIM;
 inline constexpr i32 kExperts = kShape.num_experts;
 inline constexpr i32 kMaxLocalExperts = kShape.max_local_experts;
@@ -130,6 +132,15 @@ __device__ __forceinline__ char* weights_region(const DeviceComm& comm, const Se
   return self.same_node(source) ? weights_inbox_at(comm.data[self.local], slot, source % kLocal)
                                 : weights_landing_at(comm.data[source % kLocal], slot,
                                                      other_index(source / kLocal, self.node));
+}
+
+// Slots of a part of what comes from, or goes to, another node.
+__device__ __forceinline__ i32 slots_of_part(u64 stride) {
+  const Shape shape = kShape;  // a constant of the compiler has no address on the device
+  return kInParts ? part_slots(shape, stride) : kChunk;
+}
+__device__ __forceinline__ i32 part_of_slot(u64 stride, i32 index) {
+  return kInParts ? index / slots_of_part(stride) : 0;
 }
 
 __device__ __forceinline__ i32 slot_of(u64 step) {

@@ -35,35 +35,45 @@ __device__ inline void fill_header(char* region, u32 num_tokens, u32 flags, u64 
   header->slot_bytes = slot_bytes;
 }
 
-// Pairs with the acquire in Exchange::take(): the region and its length are complete.
+// Part `index` of a region whose `num_slots` slots lie behind `front` bytes.
+__device__ inline RegionPart region_part(u64 front, u64 stride, i32 num_slots, i32 index) {
+  const Shape shape = kShape;  // a constant of the compiler has no address on the device
+  return RegionPart::make(shape, front, stride, num_slots, index);
+}
+
+// Pairs with the acquire in Exchange::take(): the part and what stands beside the word are complete.
 __device__ inline void ring(const DeviceComm& comm, Phase phase, u64 step, i32 gateway, i32 node,
-                            u64 bytes) {
+                            const RegionPart& part) {
   const Signals signals = kSignals;
   auto* bell =
       reinterpret_cast<Doorbell*>(comm.signals[gateway] + signals.bell(phase, slot_of(step), node));
-  bell->bytes = bytes;
-  st_release_sys_u64(&bell->word, step + 1);
+  bell->part[part.index] = {part.begin, part.bytes, static_cast<u64>(part.num_parts)};
+  st_release_sys_u64(&bell->word[part.index], step + 1);
 }
 
-// One of `num_units` parts of what gateway `gateway` sends to another node is in its combine_outbox.
-// Whoever hands in the last one writes the header and rings.
+// A row of what gateway `gateway` sends to another node is in its combine_outbox, or this rank's word,
+// which goes with the first part. Whoever hands in the last of a part rings; of the first, that one
+// writes the header.
 struct CombineHeader {
   u32 num_tokens;
   u32 flags;
   u64 stride;
 };
 __device__ inline void hand_in(const DeviceComm& comm, const Self& self, u64 step, i32 gateway,
-                               i32 other, const CombineHeader& header) {
+                               i32 other, const CombineHeader& header, i32 index) {
   const i32 slot = slot_of(step);
   const u64 data = comm.data[gateway];
-  const u32 last = header.num_tokens + kLocal - 1;  // the rows, and each rank's word
+  const RegionPart part = region_part(combine_slots_offset(), header.stride,
+                                      static_cast<i32>(header.num_tokens), index);
+  const auto last = static_cast<u32>(part.num_slots + (index == 0 ? kLocal : 0) - 1);
   // Release: what this worker stored; acquire, for the last one: what all others stored.
-  if (atom_inc_acq_rel_sys_u32(gather_words_at(data, slot, other), last) != last) return;
-  char* region = combine_outbox_at(data, slot, other);
-  fill_header(region, header.num_tokens, header.flags, header.stride);
-  *header_word(region) = step + 1;
-  ring(comm, Phase::kCombine, step, gateway, other_node(other, self.node),
-       combine_slots_offset() + header.num_tokens * header.stride);
+  if (atom_inc_acq_rel_sys_u32(gather_words_at(data, slot, other) + index, last) != last) return;
+  if (index == 0) {
+    char* region = combine_outbox_at(data, slot, other);
+    fill_header(region, header.num_tokens, header.flags, header.stride);
+    *header_word(region) = step + 1;
+  }
+  ring(comm, Phase::kCombine, step, gateway, other_node(other, self.node), part);
 }
 
 // "I have read the dispatch of this step", to all ranks that sent some. `header_of(source)` is what
@@ -86,7 +96,7 @@ __device__ inline void say_read(const DeviceComm& comm, const Self& self, u64 st
     const i32 source = other_node(other, self.node) * kLocal + gateway;
     if constexpr (kMasks)
       if (is_masked(comm, source)) continue;
-    hand_in(comm, self, step, gateway, other, header_of(source));
+    hand_in(comm, self, step, gateway, other, header_of(source), 0);
   }
 }
 
@@ -106,7 +116,7 @@ __device__ inline void send_empty_dispatch(const DeviceComm& comm, const Self& s
     st_release_sys_u64(header_word(region), step + 1);  // pairs with wait_dispatch() there
     if (i >= kLocal)
       ring(comm, Phase::kDispatch, step, self.local, other_node(i - kLocal, self.node),
-           sizeof(RegionHeader));
+           region_part(sizeof(RegionHeader), 0, 0, 0));
   }
 }
 

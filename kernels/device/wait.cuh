@@ -119,16 +119,16 @@ __device__ inline u64* arrival_word(const DeviceComm& comm, Phase phase, i32 slo
   return reinterpret_cast<u64*>(comm.state + kWords.arrivals) + index;
 }
 
-__device__ inline void relay_word(const DeviceComm& comm, Phase phase, u64 step, i32 source) {
-  const i32 slot = slot_of(step);
-  u64* here = arrival_word(comm, phase, slot, source);
-  if (*here > step) return;  // only this block writes it
-  const Signals signals = kSignals;
-  const u64 there = comm.signals[source % kLocal] + signals.flag(phase, slot, source);
-  // Pairs with Exchange::publish(); the release, with wait_arrival().
-  if (wait_word(comm, reinterpret_cast<const void*>(there), static_cast<u32>(step + 1),
-                {phase, source, step}))
-    st_release_gpu_u64(here, step + 1);
+// Whether part `part` of what `source` sends in a phase of `step`, and all before it, are here.
+__device__ inline bool wait_part(const DeviceComm& comm, Phase phase, u64 step, i32 source,
+                                 i32 part) {
+  const u64 want = step * kMaxParts + static_cast<u64>(part) + 1;
+  return wait_word(comm, arrival_word(comm, phase, slot_of(step), source), static_cast<u32>(want),
+                   {phase, source, step});
+}
+// The same of all of it.
+__device__ inline bool wait_arrival(const DeviceComm& comm, Phase phase, u64 step, i32 source) {
+  return wait_part(comm, phase, step, source, kMaxParts - 1);
 }
 
 // The word with which `source` says that it has come to a phase.
@@ -148,7 +148,8 @@ __device__ inline i32 num_missing(const DeviceComm& comm, const Awaited& what) {
   for (i32 source = 0; source < kWorld; ++source) {
     const void* word = word_of(comm, self, what.phase, slot_of(what.step), source);
     const u32 got = ld_acquire_sys_u32(static_cast<const u32*>(word));
-    missing += static_cast<i32>(got - static_cast<u32>(what.step + 1)) < 0;
+    const u64 want = self.same_node(source) ? what.step + 1 : come(what.step);
+    missing += static_cast<i32>(got - static_cast<u32>(want)) < 0;
   }
   return max(missing, 1);
 }
@@ -156,11 +157,10 @@ __device__ inline i32 num_missing(const DeviceComm& comm, const Awaited& what) {
 // Whether what `source` sends this rank or its node in a phase of `step` is here.
 __device__ inline bool wait_dispatch(const DeviceComm& comm, const Self& self, u64 step,
                                      i32 source) {
-  const i32 slot = slot_of(step);
-  const void* word = self.same_node(source)
-                         ? header_word(inbox_at(comm.data[self.local], slot, source % kLocal))
-                         : arrival_word(comm, Phase::kDispatch, slot, source);
-  return wait_word(comm, word, static_cast<u32>(step + 1), {Phase::kDispatch, source, step});
+  if (!self.same_node(source)) return wait_arrival(comm, Phase::kDispatch, step, source);
+  return wait_word(comm,
+                   header_word(inbox_at(comm.data[self.local], slot_of(step), source % kLocal)),
+                   static_cast<u32>(step + 1), {Phase::kDispatch, source, step});
 }
 // Speaker i: a rank of this node, or after those the rank with our local index on another one. Of its
 // own node's ranks this only says that they have read the dispatch; rows have flags of their own.
@@ -174,18 +174,17 @@ __device__ inline bool speaker_masked(const DeviceComm& comm, const Self& self, 
   return is_masked(comm, speaker_rank(self, i));
 }
 __device__ inline bool wait_combine(const DeviceComm& comm, const Self& self, u64 step, i32 i) {
-  const i32 slot = slot_of(step), source = speaker_rank(self, i);
-  const void* word = i < kLocal ? header_word(partial_at(comm.data[self.local], slot, i))
-                                : arrival_word(comm, Phase::kCombine, slot, source);
-  return wait_word(comm, word, static_cast<u32>(step + 1), {Phase::kCombine, source, step});
+  const i32 source = speaker_rank(self, i);
+  if (i >= kLocal) return wait_arrival(comm, Phase::kCombine, step, source);
+  return wait_word(comm, header_word(partial_at(comm.data[self.local], slot_of(step), i)),
+                   static_cast<u32>(step + 1), {Phase::kCombine, source, step});
 }
 // Whether the weights that `source` sends with its combine of `step` are here.
 __device__ inline bool wait_weights(const DeviceComm& comm, const Self& self, u64 step,
                                     i32 source) {
-  const i32 slot = slot_of(step);
-  const void* word = self.same_node(source) ? header_word(weights_region(comm, self, slot, source))
-                                            : arrival_word(comm, Phase::kWeights, slot, source);
-  return wait_word(comm, word, static_cast<u32>(step + 1), {Phase::kWeights, source, step});
+  if (!self.same_node(source)) return wait_arrival(comm, Phase::kWeights, step, source);
+  return wait_word(comm, header_word(weights_region(comm, self, slot_of(step), source)),
+                   static_cast<u32>(step + 1), {Phase::kWeights, source, step});
 }
 
 // Rule (R1) of docs/protocol.md: the slot of `step` is free once the combine of its last use has
@@ -212,37 +211,36 @@ struct Relayed {
   bool combine = false;
 };
 
-// With masks, looks at all in turn: threads of a warp end a wait together, and a rank that is gone
-// must not hold up what the others say. Who waits for it masks it, which ends this too.
-__device__ inline void relay_present(const DeviceComm& comm, const Self& self, Phase phase,
-                                     u64 step) {
-  const i32 slot = slot_of(step);
-  const Signals signals = kSignals;
-  for (bool waits = true; waits && !ld_relaxed_sys_u32(&state_of(comm).aborted);) {
-    waits = false;
-    for (i32 source = static_cast<i32>(threadIdx.x); source < kWorld;
-         source += static_cast<i32>(blockDim.x)) {
-      u64* here = arrival_word(comm, phase, slot, source);
-      if (self.same_node(source) || *here > step || is_masked(comm, source)) continue;
-      const u64 there = comm.signals[source % kLocal] + signals.flag(phase, slot, source);
-      // As in relay_word().
-      if (ld_acquire_sys_u64(reinterpret_cast<const u64*>(there)) > step) {
-        st_release_gpu_u64(here, step + 1);
-      } else {
-        waits = true;
-      }
-    }
-  }
-}
-
-// What all ranks of other nodes say in a phase of `step`; in combine, those that speak to this one.
+// What all ranks of other nodes say in a phase of `step`, part by part; in combine, those that speak to
+// this one. Looks at all in turn: threads of a warp end a wait together, and one that is late must not
+// hold up what the others say. With masks, who waits for it masks it, which ends this too.
 __device__ inline void relay_phase(const DeviceComm& comm, const Self& self, Phase phase,
                                    u64 step) {
-  if constexpr (kMasks) return relay_present(comm, self, phase, step);
-  for (i32 source = static_cast<i32>(threadIdx.x); source < kWorld;
-       source += static_cast<i32>(blockDim.x))
-    if (!self.same_node(source) && (phase != Phase::kCombine || source % kLocal == self.local))
-      relay_word(comm, phase, step, source);
+  const i32 slot = slot_of(step);
+  const Signals signals = kSignals;
+  const u64 want = come(step);
+  Patience patience;
+  for (;;) {
+    Awaited what{phase, -1, step};
+    u64 got = 0;
+    for (i32 source = static_cast<i32>(threadIdx.x); source < kWorld;
+         source += static_cast<i32>(blockDim.x)) {
+      u64* here = arrival_word(comm, phase, slot, source);  // only this thread writes it
+      if (self.same_node(source) || *here >= want || is_masked(comm, source)) continue;
+      if (phase == Phase::kCombine && source % kLocal != self.local) continue;
+      const u64 there = comm.signals[source % kLocal] + signals.flag(phase, slot, source);
+      // Pairs with Exchange::publish(); the release, with wait_part().
+      const u64 word = ld_acquire_sys_u64(reinterpret_cast<const u64*>(there));
+      if (word > *here) st_release_gpu_u64(here, word);
+      if (word < want) what.source = source, got = word;
+    }
+    if (what.source < 0) return;
+    if constexpr (kMasks) {
+      if (ld_relaxed_sys_u32(&state_of(comm).aborted)) return;
+    } else if (!lasts(comm, patience, static_cast<u32>(want), static_cast<u32>(got), what)) {
+      return;
+    }
+  }
 }
 
 __device__ inline void relay(const DeviceComm& comm, u64 first_step, i32 num_chunks,

@@ -59,6 +59,7 @@ def make_config(
         chunk_tokens=chunk_tokens,
         dtype=options.wire_dtype,
         combine_dtype=options.x_dtype,
+        part_bytes=options.part_bytes,
         ranks_per_node=options.ranks_per_node,
         nics_per_rank=options.nics,
         transport_settings=options.transport_settings,

@@ -46,11 +46,16 @@ class Pair {
   }
 
   Exchange& exchange(int rank) { return *exchanges_[static_cast<size_t>(rank)]; }
-  void ring(int rank, Phase phase, uint64_t step) {
+  // Parts of 64 bytes.
+  void ring(int rank, Phase phase, uint64_t step, uint64_t part = 0, uint64_t num_parts = 1) {
     const auto slot = static_cast<int>(step % 2);
     abi::Doorbell& bell = memory(rank).doorbell(kLocal, phase, slot, 1 - rank);
-    bell.bytes = 64;
-    std::atomic_ref(bell.word).store(step + 1, std::memory_order_release);
+    bell.part[part] = {.begin = 64 * part, .bytes = 64, .num_parts = num_parts};
+    std::atomic_ref(bell.word[part]).store(step + 1, std::memory_order_release);
+  }
+  // Of what the other rank sends.
+  uint64_t flag(int rank, Phase phase, uint64_t step) {
+    return memory(rank).flag(kLocal, phase, static_cast<int>(step % 2), 1 - rank).load();
   }
   void turn(int times = 1) {
     for (int i = 0; i < times; ++i)
@@ -92,12 +97,38 @@ class Pair {
 
 }  // namespace
 
+TEST_CASE("exchange: a flag counts the parts from the first on, and is the step's with the last") {
+  Pair pair(true);
+  for (const uint64_t step : {0u, 2u}) {
+    CAPTURE(step);
+    const uint64_t before = pair.flag(1, Phase::kDispatch, step);
+    const auto flag_after = [&](uint64_t part, uint64_t num_parts) {
+      pair.ring(0, Phase::kDispatch, step, part, num_parts);
+      pair.turn(100);
+      return pair.flag(1, Phase::kDispatch, step);
+    };
+    CHECK(before <= step * abi::kMaxParts);
+    CHECK(flag_after(1, 3) == before);
+    CHECK(pair.exchange(1).immediates(Phase::kDispatch, 0, 0) == "2 of 4");
+    CHECK(flag_after(0, 3) == step * abi::kMaxParts + 2);
+    CHECK(!pair.exchange(0).sent(Phase::kDispatch, 0, step + 1));
+    CHECK(flag_after(2, 3) == abi::come(step));
+    CHECK(pair.exchange(0).sent(Phase::kDispatch, 0, step + 1));
+    CHECK(pair.exchange(1).immediates(Phase::kDispatch, 0, 0) == "0 of 2");
+  }
+  pair.ring(0, Phase::kDispatch, 4, 0, 1);  // the same slot again, whole
+  pair.turn(100);
+  CHECK(pair.flag(1, Phase::kDispatch, 4) == abi::come(4));
+  CHECK(pair.exchange(0).sent(Phase::kDispatch, 0, 5));
+}
+
 TEST_CASE("exchange: a partner that is there does not notice that somebody knocks") {
   Pair pair(false);
   for (int i = 0; i < 3; ++i) pair.knock();
   CHECK(pair.exchange(0).failure().node == -1);
   for (const Phase phase : {Phase::kDispatch, Phase::kCombine, Phase::kWeights})
-    for (int slot = 0; slot < 2; ++slot) CHECK(pair.exchange(1).immediates(phase, slot, 0) == 0);
+    for (int slot = 0; slot < 2; ++slot)
+      CHECK(pair.exchange(1).immediates(phase, slot, 0) == "0 of 2");
 }
 
 TEST_CASE("exchange: to knock in vain twice in a row is a failure") {

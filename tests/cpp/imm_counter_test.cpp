@@ -22,9 +22,13 @@ TEST_CASE("imm key: packing and unpacking keep every field at its limits") {
     for (const uint32_t phase : {0u, ImmKey::kMaxPhases - 1}) {
       for (const uint32_t slot : {0u, ImmKey::kMaxSlots - 1}) {
         for (const uint32_t source : {0u, 63u, 64u, ImmKey::kMaxSources - 1}) {
-          const uint32_t imm = ImmKey{communicator, phase, slot, source}.pack();
+          const uint32_t part = source % ImmKey::kMaxParts;
+          const bool is_last = slot == 0;
+          const uint32_t imm = ImmKey{communicator, phase, slot, source, part, is_last}.pack();
           CHECK((imm & ImmKey::kKeyedBit) != 0);
           const ImmKey key = ImmKey::unpack(imm);
+          CHECK(key.part == part);
+          CHECK(key.is_last == is_last);
           CHECK(key.communicator == communicator);
           CHECK(key.phase == phase);
           CHECK(key.slot == slot);
@@ -40,9 +44,9 @@ TEST_CASE("imm table: keyed immediates reach the sink of their communicator only
   RecordingSink first, second;
   table.set_sink(3, &first);
   table.set_sink(511, &second);
-  table.deliver(ImmKey{3, 1, 2, 40'000}.pack());
+  table.deliver(ImmKey{3, 1, 2, 8'000}.pack());
   table.deliver(ImmKey{511, 0, 0, 1}.pack());
-  CHECK(first.keys == std::vector<uint32_t>{ImmKey{3, 1, 2, 40'000}.pack()});
+  CHECK(first.keys == std::vector<uint32_t>{ImmKey{3, 1, 2, 8'000}.pack()});
   CHECK(second.keys == std::vector<uint32_t>{ImmKey{511, 0, 0, 1}.pack()});
   CHECK(table.discarded() == 0);
 }

@@ -82,6 +82,7 @@ TEST_CASE("protocol: broken rules are caught") {
         Case{"no wait for an empty peer", Mutation::kSkipEmptyPeer, ""},
         Case{"immediates counted without source", Mutation::kCountWithoutSource, ""},
         Case{"arrival published before its payload", Mutation::kPublishBeforePayload, ""},
+        Case{"arrival published with the last part", Mutation::kLastPartIsAll, ""},
         Case{"sums before the weights are here", Mutation::kSumBeforeWeights, ""},
         Case{"weights taken for an earlier step's", Mutation::kWeightsInEveryStep, ""},
         Case{"writes to ranks that are masked", Mutation::kWriteToMasked, ""},

@@ -63,6 +63,7 @@ class Rank {
                     .payload_item_bytes = 4,
                     .combine_item_bytes = 4,
                     .extra_bytes = 0,
+                    .part_bytes = world.part_bytes,
                     .expert_rank = {}};
     options.rank = rank;
     options.communicator = kCommunicator;
@@ -350,6 +351,7 @@ World world_of_seed(uint64_t seed) {
   world.ranks_per_node = shape[1];
   world.steps_in_flight = 2 + static_cast<int>(seed / 8 % 3);
   world.num_nics = seed / 24 % 4 == 3 ? 1 : 2;
+  world.part_bytes = seed / 5 % 2 == 0 ? 0 : seed / 10 % 2 == 0 ? 1 : 300;
   world.topk = 1 + static_cast<int>(seed / 3 % 6);
   world.num_calls = large ? 4 : 8;
   return world;
@@ -369,8 +371,8 @@ World masking_world_of_seed(uint64_t seed) {
 
 std::string describe(const World& world, uint64_t seed) {
   return base::concat(world.num_nodes, "x", world.ranks_per_node, " ranks, ", world.num_nics,
-                      " NICs, S ", world.steps_in_flight, ", K ", world.topk, ", patience ",
-                      world.patience, ", seed ", seed);
+                      " NICs, S ", world.steps_in_flight, ", parts of ", world.part_bytes,
+                      " bytes, K ", world.topk, ", patience ", world.patience, ", seed ", seed);
 }
 
 }  // namespace moe_p2p::simulation

@@ -16,6 +16,7 @@ struct World {
   int experts_per_rank = 2;
   int chunk_tokens = 4;
   int steps_in_flight = 2;
+  int part_bytes = 0;
   int num_calls = 6;
   std::string nic_settings;  // added to the seed of each NIC
   // Ranks have masks: one that has had so many turns without getting anything done masks whom it
