@@ -9,6 +9,8 @@ using abi::Phase;
 
 namespace {
 
+static_assert(abi::kMaxParts <= engine::ImmKey::kMaxParts);
+
 constexpr int kKnocks = 2;  // in vain
 // Of a thread that never sleeps, between two looks at the clock: they cost more than a turn.
 constexpr uint32_t kTurns = 1u << 12;
@@ -124,8 +126,9 @@ bool Exchange::take(Lane& lane, int index) noexcept {
   return true;
 }
 
-void Exchange::finish(Lane& lane, const Part& part) noexcept {
+void Exchange::finish(Lane& lane, Part& part) noexcept {
   if (!part.request.status().ok()) return fail({lane.node, lane.phase, part.request.status()});
+  part.acknowledged = part.word;
   for (uint64_t i = 0; i < part.num_parts; ++i)
     if (lane.parts[i].acknowledged < part.word) return;
   // release: pairs with the acquire in sent().
@@ -158,7 +161,6 @@ bool Exchange::take_doorbells() noexcept {
       if (part.busy) {
         if (!part.request.done()) continue;
         part.busy = false;
-        part.acknowledged = part.word;
         finish(lane, part);
         moved = true;
       }

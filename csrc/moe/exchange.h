@@ -108,7 +108,7 @@ class Exchange final : public proxy::ProxyTask, public engine::ImmSink {
   static int most_parts(const Lane& lane) noexcept;
   uint64_t next_step(const Lane& lane) const noexcept;
   bool take(Lane& lane, int index) noexcept;
-  void finish(Lane& lane, const Part& part) noexcept;
+  void finish(Lane& lane, Part& part) noexcept;
   void fail(const Failure& failure) noexcept;
   bool publish(Lane& lane) noexcept;
   bool owes(int node) const noexcept;
