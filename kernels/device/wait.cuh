@@ -212,33 +212,32 @@ struct Relayed {
 };
 
 // What all ranks of other nodes say in a phase of `step`, part by part; in combine, those that speak to
-// this one. Looks at all in turn: threads of a warp end a wait together, and one that is late must not
-// hold up what the others say. With masks, who waits for it masks it, which ends this too.
+// this one. Threads of a warp end their waits together, so each passes on what it finds while it waits.
+// With masks, who waits for a rank masks it, which ends this too.
 __device__ inline void relay_phase(const DeviceComm& comm, const Self& self, Phase phase,
                                    u64 step) {
-  const i32 slot = slot_of(step);
   const Signals signals = kSignals;
+  const i32 slot = slot_of(step);
   const u64 want = come(step);
-  Patience patience;
-  for (;;) {
-    Awaited what{phase, -1, step};
-    u64 got = 0;
-    for (i32 source = static_cast<i32>(threadIdx.x); source < kWorld;
-         source += static_cast<i32>(blockDim.x)) {
-      u64* here = arrival_word(comm, phase, slot, source);  // only this thread writes it
-      if (self.same_node(source) || *here >= want || is_masked(comm, source)) continue;
-      if (phase == Phase::kCombine && source % kLocal != self.local) continue;
-      const u64 there = comm.signals[source % kLocal] + signals.flag(phase, slot, source);
+  for (i32 source = static_cast<i32>(threadIdx.x); source < kWorld;
+       source += static_cast<i32>(blockDim.x)) {
+    if (self.same_node(source)) continue;
+    if (phase == Phase::kCombine && source % kLocal != self.local) continue;
+    const u64 there = comm.signals[source % kLocal] + signals.flag(phase, slot, source);
+    u64* here = arrival_word(comm, phase, slot, source);  // only this thread writes it
+    u64 told = *here;
+    for (Patience patience; told < want;) {
       // Pairs with Exchange::publish(); the release, with wait_part().
       const u64 word = ld_acquire_sys_u64(reinterpret_cast<const u64*>(there));
-      if (word > *here) st_release_gpu_u64(here, word);
-      if (word < want) what.source = source, got = word;
-    }
-    if (what.source < 0) return;
-    if constexpr (kMasks) {
-      if (ld_relaxed_sys_u32(&state_of(comm).aborted)) return;
-    } else if (!lasts(comm, patience, static_cast<u32>(want), static_cast<u32>(got), what)) {
-      return;
+      if (word > told) {
+        st_release_gpu_u64(here, word);
+        told = word;
+      } else if constexpr (kMasks) {
+        if (is_masked(comm, source) || ld_relaxed_sys_u32(&state_of(comm).aborted)) break;
+      } else if (!lasts(comm, patience, static_cast<u32>(want), static_cast<u32>(word),
+                        {phase, source, step})) {
+        break;
+      }
     }
   }
 }
