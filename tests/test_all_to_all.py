@@ -81,10 +81,10 @@ def test_what_a_step_sends_leaves_in_parts() -> None:
     """Of at least so many bytes, and in no more than four."""
 
     def count_writes(rank: Rank, part_bytes: int) -> int:
-        config = {"ranks_per_node": 1, "nics_per_rank": 1, "part_bytes": part_bytes}
-        with make(rank, **config) as comm:
-            check_step(comm, [make_tokens(2, r, 12) for r in range(2)])
-            return sum(nic["writes"] for nic in comm.counters())
+        with Engine("loopback", 1) as engine:
+            with make(rank, engine=engine, ranks_per_node=1, part_bytes=part_bytes) as comm:
+                check_step(comm, [make_tokens(2, r, 12) for r in range(2)])
+            return sum(nic["writes"] for nic in engine.counters())  # closing waits for them
 
     def body(rank: Rank) -> list[int]:
         return [count_writes(rank, part_bytes) for part_bytes in (0, 1, 1 << 20)]
