@@ -11,7 +11,9 @@ namespace {
 
 static_assert(abi::kMaxParts <= engine::ImmKey::kMaxParts);
 
-constexpr int kKnocks = 2;  // in vain
+// After a knock in vain: whoever asks before the first may not have seen what came at the same time,
+// and whoever asks after the second waits for something else.
+constexpr auto kSoon = Exchange::kKnock / 2, kLater = Exchange::kKnock * 2;
 // Of a thread that never sleeps, between two looks at the clock: they cost more than a turn.
 constexpr uint32_t kTurns = 1u << 12;
 
@@ -200,16 +202,20 @@ void Exchange::take_knocks() noexcept {
   knocking_.exchange(false, std::memory_order_acquire);  // pairs with knock()
   for (const Remote& remote : remotes_) {
     Knock& knock = knock_of(remote.node);
+    const bool wanted = knock.wanted.exchange(false, std::memory_order_relaxed);
     if (knock.busy) {
       knock.busy = !knock.request.done();
       busy |= knock.busy;
       if (knock.busy) continue;
-      const base::Status status = knock.request.status();
-      knock.in_vain = status.ok() ? 0 : knock.in_vain + 1;
-      if (knock.in_vain == kKnocks) fail({remote.node, {}, status});
+      knock.failed = knock.request.status();
+      knock.ended = platform::Clock::now();
     }
-    if (!knock.wanted.exchange(false, std::memory_order_relaxed)) continue;
-    if (masks_.has(rank_of(remote.node))) continue;
+    if (!wanted || masks_.has(rank_of(remote.node))) continue;
+    const auto age = platform::Clock::now() - knock.ended;
+    if (!knock.failed.ok() && age < kLater) {
+      if (age >= kSoon) fail({remote.node, {}, knock.failed});
+      continue;
+    }
     const engine::ImmKey key{communicator_, HostGather::kPhase, HostGather::kKnockSlot,
                              static_cast<uint32_t>(memory_.rank())};
     knock.request.operation =  // through every NIC

@@ -64,9 +64,9 @@ class Exchange final : public proxy::ProxyTask, public engine::ImmSink {
   bool sent(abi::Phase phase, int slot, uint64_t word) const noexcept;
   // The same for the last weights that were rung; not every step has some.
   bool sent_weights(int slot) const noexcept;
-  // For a host that waits for the partner on that node, every kKnock. In vain twice in a row, it counts as a failed
-  // write: once is not enough, the partner may have said what it had to and left in between. For a GPU
-  // this object knocks by itself.
+  // For a host that waits for the partner on that node, every kKnock. If it is in vain and the host
+  // still asks a while later, that is a failed write: the partner may have said its last word, and
+  // left, while the knock was under way. For a GPU this object asks by itself.
   void knock(int node) noexcept;
   // Small next to any timeout, large next to some writes. A NIC may take longer to say that nobody is
   // there.
@@ -99,7 +99,8 @@ class Exchange final : public proxy::ProxyTask, public engine::ImmSink {
     std::atomic<bool> wanted{false};
     engine::Request request;
     bool busy = false;
-    int in_vain = 0;
+    base::Status failed;  // of the last one
+    platform::Clock::time_point ended;
   };
   Lane& lane(abi::Phase phase, int slot, int index) const noexcept;
   Knock& knock_of(int node) const noexcept;
