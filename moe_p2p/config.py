@@ -51,7 +51,7 @@ class AllToAllConfig:
     combine_dtype: widest type that will be combined. None: dtype, or bfloat16 for float8_e4m3fn.
     extra_bytes: bytes of all extras of one token, each rounded up to 16.
     part_bytes: between nodes, what a step sends leaves in up to four parts of at least so many
-        bytes, each as soon as it is written, and is received part by part. 0: as a whole.
+        bytes, and GPUs receive it part by part. 0, or on GPUs with mask_lost_ranks: as a whole.
     steps_in_flight: S, 2 to 16: dispatches that may be under way before their combines.
     expert_rank: owner of each expert. None: equal blocks in order.
     ranks_per_node: L. None: ranks whose host is the same; they must be consecutive.

@@ -200,6 +200,8 @@ def variants() -> Iterator[Kernel]:
         (shape(8, expert_rank=uneven, **job), None),
         (shape(8, 4, **job), None),
         (shape(8, 2, **job), 8),
+        (shape(8, 4, part_bytes=1 << 17, **job), None),
+        (shape(8, 1, part_bytes=1 << 17, **job), 24),
         (shape(4, 1, **job | {"topk": 1}), None),
         (shape(64, 8, **job), 24),
         (usual, 24),

@@ -242,7 +242,6 @@ void Exchange::on_imm(const engine::ImmKey& key) noexcept {
   const uint64_t num_parts = key.part + 1;
   ++from.parts[key.part].immediates;
   from.heard_last |= key.is_last;
-  // relaxed, both: other threads read them for stories only.
   from.immediates.fetch_add(1, std::memory_order_relaxed);
   if (num_parts > from.num_heard.load(std::memory_order_relaxed))
     from.num_heard.store(num_parts, std::memory_order_relaxed);
@@ -280,7 +279,7 @@ bool Exchange::publish(Lane& lane) noexcept {
   const bool whole = lane.heard_last && here == num_heard;
   const uint64_t word =
       whole ? abi::come(step) : step * abi::kMaxParts + static_cast<uint64_t>(here);
-  lane.told = here;
+  lane.told = whole ? 0 : here;
   if (whole) {
     for (Part& part : std::span(lane.parts).first(static_cast<size_t>(here))) {
       part.immediates -= nics;
@@ -288,7 +287,6 @@ bool Exchange::publish(Lane& lane) noexcept {
     }
     lane.num_heard.store(1, std::memory_order_relaxed);
     lane.heard_last = false;
-    lane.told = 0;
     ++lane.published;
   }
   const int source = rank_of(lane.node);
@@ -306,9 +304,8 @@ bool Exchange::publish_arrivals() noexcept {
   if (!dirty_) return false;
   dirty_ = false;
   bool moved = false;
-  for (size_t i = 0; i < num_lanes_; ++i) {
+  for (size_t i = 0; i < num_lanes_; ++i)
     if (publish(lanes_[i])) moved = true;
-  }
   return moved;
 }
 
@@ -331,7 +328,7 @@ bool Exchange::settle(bool turn, platform::Deadline deadline) noexcept {
 // --- any thread ----------------------------------------------------------------------------------
 
 Exchange::Failure Exchange::failure() const noexcept {
-  return failed_.load(std::memory_order_acquire) ? failure_ : Failure{};  // pairs with finish()
+  return failed_.load(std::memory_order_acquire) ? failure_ : Failure{};  // pairs with fail()
 }
 
 std::string Exchange::immediates(Phase phase, int slot, int node) const {

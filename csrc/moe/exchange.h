@@ -82,18 +82,21 @@ class Exchange final : public proxy::ProxyTask, public engine::ImmSink {
     uint64_t acknowledged = 0;  // last doorbell whose write completed
     uint64_t immediates = 0;    // received, of the use that is not published
   };
-  // One (phase, step slot, other node); everything but the atomics belongs to the proxy thread.
+  // One (phase, step slot, other node). Belongs to the proxy thread; others read the atomics, all but
+  // the first for stories only.
   struct Lane {
     int node = 0;
     int slot = 0;
     abi::Phase phase{};
     Part parts[abi::kMaxParts];
-    std::atomic<uint64_t> acknowledged{0};  // last step of which all writes completed, its word
-    std::atomic<uint64_t> immediates{0};    // of all parts, likewise
-    std::atomic<uint64_t> num_heard{1};     // parts that are known of, likewise
-    bool heard_last = false;                // that is all of them
-    int told = 0;                           // parts that the flag counts
-    uint64_t published = 0;                 // uses of the slot whose flag is up
+    std::atomic<uint64_t> acknowledged{
+        0};  // last doorbell of which the writes of all parts completed
+    // Of the use of the slot whose flag is not up:
+    std::atomic<uint64_t> immediates{0};  // received, of all parts
+    std::atomic<uint64_t> num_heard{1};   // parts that immediates named, up to the highest
+    bool heard_last = false;              // the highest is the last
+    int told = 0;                         // parts that the flag counts
+    uint64_t published = 0;               // uses whose flag is up
   };
   struct Knock {  // at one node
     std::atomic<bool> wanted{false};

@@ -1,4 +1,4 @@
-// Knocking: what an Exchange learns of a partner to which nothing is under way.
+// An Exchange by itself: what flags say of parts, and what it learns of a partner by knocking.
 #include <chrono>
 #include <thread>
 
