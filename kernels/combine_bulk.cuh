@@ -269,12 +269,12 @@ __device__ inline void load_slots(const Adder& a, Loader& loader, const LoadWarp
   const i32 slot = slot_of(step);
   const i32 num_items = a.num_items(chunk);
   for (i32 first = warp.id; first < num_items; first += warp.count * kLookedUp) {
-    look_up(a, warp, step, chunk, first, found);
+    look_up(a, warp, step, chunk, num_items, first, found);
     __syncwarp();
     for (i32 place = 0, i = first; place < kLookedUp && i < num_items; ++place, i += warp.count) {
       const i32 num_rows = found.num_rows[place];
       if (num_rows < 0) continue;
-      const auto [source, index] = item_of(a.self, i);
+      const auto [source, index] = a.item(num_items, i);
       const u64 data = a.p.comm.data[source % kLocal];
       Sum& sum = loader.next();
       if (warp.thread == 0) {

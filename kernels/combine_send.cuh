@@ -195,12 +195,15 @@ struct Adder {
   const HandleArrays handle;
   const bool valid;  // the handle is one
 
-  // Slots of a chunk, the sources in turns; those behind a source's last are left out.
+  // Slots of a chunk in the order of item(); those behind a source's last are left out.
   __device__ i32 num_items(i32 chunk) const {
     i32 most = 0;
     for (i32 source = 0; source < kWorld; ++source)
       most = max(most, handle.slot_count(chunk, source));
     return most * kWorld;
+  }
+  __device__ Item item(i32 num_items, i32 i) const {
+    return far_item_first(self, i, num_items / kWorld);
   }
   __device__ bool weighted() const { return p.row_weights != 0 || p.topk_weights != 0; }
   __device__ CombineHeader header_of(i32 chunk, i32 source) const {
@@ -219,12 +222,12 @@ __device__ __forceinline__ float weight_of_row(const Adder& a, u64 step, i32 sou
 // The rows and weights of items i, i + count, ...: of each slot those of this rank. All that lies in
 // the handle is asked for at once, wanted or not.
 template <typename W, i32 kItems>
-__device__ inline void look_up(const Adder& a, const W& worker, u64 step, i32 chunk, i32 i,
-                               Rows<kItems>& w) {
+__device__ inline void look_up(const Adder& a, const W& worker, u64 step, i32 chunk, i32 num_items,
+                               i32 i, Rows<kItems>& w) {
   static_assert(kItems == W::kThreads / kLanes);
   const i32 lane = worker.thread % kLanes, place = worker.thread / kLanes;
   i += place * worker.count;
-  const auto [source, index] = item_of(a.self, i);
+  const auto [source, index] = a.item(num_items, i);
   const bool inside = index < kChunk;
   const i32 count = a.handle.slot_count(chunk, source);
   const i32 found = inside && lane < kTopk ? a.handle.rows_of(chunk, source, index)[lane] : -1;
@@ -337,11 +340,11 @@ __device__ inline void combine_chunk(const Adder& a, const SendWorker& worker, c
   for (i32 first = worker.id; first < num_items; first += worker.count * kBatch) {
     // combine_send() did the first, unless weights had to be here before.
     if (first != worker.id || p.topk_weights)
-      look_up(a, worker, step, chunk, first, scratch_of(worker));
+      look_up(a, worker, step, chunk, num_items, first, scratch_of(worker));
     worker.sync();
     for (i32 place = 0, i = first; place < kBatch && i < num_items; ++place, i += worker.count) {
       if (w.num_rows[place] < 0) continue;
-      const auto [source, index] = item_of(a.self, i);
+      const auto [source, index] = a.item(num_items, i);
       if (!a.self.same_node(source)) {
         send_to_gateway(a, worker, step, chunk, place, source, index);
         continue;
@@ -431,7 +434,8 @@ __device__ inline void combine_send(const CombineParams& p, bool valid, u64 firs
   const SendWorker worker = share.team(own);
   for (i32 chunk = 0; chunk < p.num_chunks; ++chunk) {
     const u64 step = first_step + static_cast<u64>(chunk);
-    if (!p.topk_weights) look_up(a, worker, step, chunk, worker.id, scratch_of(worker));
+    if (!p.topk_weights)
+      look_up(a, worker, step, chunk, a.num_items(chunk), worker.id, scratch_of(worker));
     if (!open_chunk(a, step, chunk, block)) return;
     combine_chunk(a, worker, share, step, chunk);
     worker.sync();  // the next chunk's first batch takes the place of this one's last

@@ -82,7 +82,7 @@ class AllToAllConfig:
     dtype: torch.dtype = torch.bfloat16
     combine_dtype: torch.dtype | None = None
     extra_bytes: int = 0
-    part_bytes: int = 0
+    part_bytes: int = 2 << 20
     steps_in_flight: int = 2
     expert_rank: tuple[int, ...] | None = None
     ranks_per_node: int | None = None

@@ -35,7 +35,13 @@ inline constexpr u64 kOutboxSlots = outbox_slots_offset(kShape);
 inline constexpr bool kMasks = MOE_P2P_MASKS;  // ranks that are gone are masked
 // Rows from ranks of the own node say by themselves that they have come (device/self_flag.cuh).
 inline constexpr bool kSelfFlagged = MOE_P2P_SELF_FLAGGED;
-inline constexpr bool kInParts = kShape.num_nodes() > 1 && kShape.part_bytes > 0;
+// Whether what goes to another node can be more than one part.
+inline constexpr u64 kWidestSlot = slot_bytes(kShape.topk, kShape.max_token_bytes);
+inline constexpr u64 kWidestPartial = align_up(kShape.max_partial_bytes, kLine);
+inline constexpr bool kInParts = kShape.num_nodes() > 1 &&
+                                 part_slots(kShape, kWidestSlot > kWidestPartial
+                                                        ? kWidestSlot
+                                                        : kWidestPartial) < kShape.chunk_tokens;
 inline constexpr i32 kHidden = MOE_P2P_HIDDEN_DIM;
 inline constexpr i32 kExperts = kShape.num_experts;
 inline constexpr i32 kMaxLocalExperts = kShape.max_local_experts;
@@ -117,6 +123,20 @@ struct Item {
 __device__ __forceinline__ Item item_of(const Self& self, i32 i) {
   const i32 index = i / kWorld;
   return {(i + index + self.rank) % kWorld, index};
+}
+// The same, but those of other nodes' sources come first: what is added up for them has a way to go. No
+// source has more than `most`.
+__device__ __forceinline__ Item far_item_first(const Self& self, i32 i, i32 most) {
+  if constexpr (kOthers == 0) return item_of(self, i);
+  constexpr i32 kFar = kOthers > 0 ? kWorld - kLocal : 1;
+  const i32 first = self.node * kLocal;  // of the own node
+  if (i < most * kFar) {
+    const i32 index = i / kFar, source = (i + index + self.rank) % kFar;
+    return {source < first ? source : source + kLocal, index};
+  }
+  i -= most * kFar;
+  const i32 index = i / kLocal;
+  return {first + (i + index + self.local) % kLocal, index};
 }
 
 // Where this rank finds what `source` dispatched to it or its node.

@@ -33,7 +33,7 @@ class Options:
     nics: int = 2  # per rank
     gbps: float = 0.0  # link model of one NIC; 0: as fast as memory
     latency_us: float = 0.0
-    part_bytes: int = 0  # of the configuration
+    part_bytes: int = 2 << 20  # of the configuration
     seed: int = 0  # not 0: the software NIC reorders what it may
     wait: str = "sleep"
     timeout_s: float = 30.0
@@ -195,7 +195,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--nics", type=int, help="NICs per rank (2)")
     add("--gbps", type=float, help="link model: Gbit/s of one NIC, 0: memory speed (0; 400 / NICs)")
     add("--latency-us", type=float, help="link model: one way, microseconds (0)")
-    add("--part-bytes", type=int, help="between nodes, the least that leaves by itself, 0: all (0)")
+    add("--part-bytes", type=int, help="between nodes, the least that leaves by itself, 0: all (2 MiB)")
     add("--seed", type=int, help="not 0: the software NIC reorders what it may, from this seed")
     add(
         "--wait",
