@@ -79,44 +79,16 @@ __device__ inline void recv_token(const CombineParams& p, const Self& self,
   worker.sync();
   constexpr i32 kMost = RecvWorker::kThreads > 512 ? 2 : 4;  // as registers allow
   constexpr i32 kRowsAtOnce = kSpeakers < kMost ? kSpeakers : kMost;
-  const auto settle = [&](const auto& each) {
-    if constexpr (!kSelfFlagged) return;
-    Awaited what{Phase::kCombine, -1, step};
-    const auto again = [&] {
-      what.source = -1;
-      each([&](auto& piece, i32 r, i32 group) {
-        if (w.source[r] >= 0 && piece.again(w.row[r], group)) what.source = w.source[r];
-      });
-      return what.source >= 0;
-    };
-    wait_flagged(p.comm, again, what);
-    each([&](auto& piece, i32 r, i32 group) {
-      if (w.source[r] >= 0) piece.take(w.row[r], group);
-    });
-  };
+  const auto row_at = [&w](i32 r) { return w.row[r]; };
+  const auto source_of = [&w](i32 r) { return w.source[r]; };
   for (i32 part = share.index; part < kRowParts<RecvWorker>; part += share.count)
     sum_rows<kOutType, kSelfFlagged ? Written::kNow : Written::kByPeers, kRowsAtOnce>(
-        worker, part, reinterpret_cast<char*>(p.out) + offset, false, w.num_rows,
-        [&](i32 r) { return w.row[r]; }, false, [](i32) { return 1.0f; }, settle);
+        worker, part, reinterpret_cast<char*>(p.out) + offset, false, w.num_rows, row_at, false,
+        [](i32) { return 1.0f; }, settle_rows(p.comm, step, row_at, source_of));
   if (p.with_scalars && share.index == 0 && worker.thread < kTopk) {
-    float sum = 0.0f;
-    const auto scalar_at = [&](i32 r) {
-      return reinterpret_cast<u32*>(const_cast<char*>(w.row[r]) + kOutBytes) + worker.thread;
-    };
-    for (i32 r = (p.bias[0] != 0) + (p.bias[1] != 0); r < w.num_rows; r += kRowsAtOnce) {
-      u32 scalar[kRowsAtOnce];
-#pragma unroll
-      for (i32 j = 0; j < kRowsAtOnce; ++j)
-        if (r + j < w.num_rows) scalar[j] = ld_relaxed_sys_u32(scalar_at(r + j));
-#pragma unroll
-      for (i32 j = 0; j < kRowsAtOnce; ++j) {
-        if (r + j >= w.num_rows) continue;
-        if (kSelfFlagged && w.source[r + j] >= 0)
-          scalar[j] = take_word(p.comm, scalar_at(r + j), scalar[j],
-                                {Phase::kCombine, w.source[r + j], step});
-        sum = __fadd_rn(sum, __uint_as_float(scalar[j]));
-      }
-    }
+    const i32 first = (p.bias[0] != 0) + (p.bias[1] != 0);
+    const float sum =
+        sum_scalars<kRowsAtOnce>(p.comm, step, worker.thread, first, w.num_rows, row_at, source_of);
     if (p.out_scalars) reinterpret_cast<float*>(p.out_scalars)[token * kTopk + worker.thread] = sum;
   }
   worker.sync();

@@ -1,165 +1,14 @@
 // Combine, sending half: adds up this rank's experts for each received slot. For a token of the own node
-// the partial row goes to its source. For one of another node it goes to the gateway; whichever rank of
-// the node hands in the last partial of a row adds them, and with the last row rings. Sums are in fp32
-// in a fixed order (docs/protocol.md, section 10), so the result does not depend on arrival.
+// the partial row goes to its source. For one of another node it goes to the gateway, which adds up those
+// of its node and with the last row of a part rings. Sums are in fp32 in a fixed order (docs/protocol.md,
+// section 10), so the result does not depend on arrival.
 #pragma once
 
-#include "kernels/device/quantize.cuh"
-#include "kernels/device/self_flag.cuh"
+#include "kernels/combine_sum.cuh"
 #include "kernels/device/steps.cuh"
-#include "kernels/device/worker.cuh"
 #include "kernels/late_weights.cuh"
 
 namespace moe_p2p::device {
-
-inline constexpr DType kYType = static_cast<DType>(MOE_P2P_Y_DTYPE);
-inline constexpr DType kOutType = static_cast<DType>(MOE_P2P_OUT_DTYPE);
-inline constexpr u64 kOutBytes = kHidden * item_bytes(kOutType);
-inline constexpr u64 kYBytes = kHidden * item_bytes(kYType);
-// A thread works on kValues neighbouring values: one Vec of the narrower type.
-inline constexpr i32 kValues = Values<kYType>::kCount > Values<kOutType>::kCount
-                                   ? Values<kYType>::kCount
-                                   : Values<kOutType>::kCount;
-inline constexpr i32 kGroups = kHidden / kValues;
-static_assert(kHidden % kValues == 0);
-
-// Who writes a row: nobody while the kernel runs, peers before its flag, or peers right now.
-enum class Written { kBefore, kByPeers, kNow };
-
-// kValues values of one row.
-template <DType kType, Written kWritten>
-struct Piece {
-  static constexpr i32 kVecs = kValues / Values<kType>::kCount;
-  Vec vec[kVecs];
-
-  __device__ __forceinline__ static const char* at(const char* row, i32 group, i32 i) {
-    return row + (group * kVecs + i) * 16;
-  }
-  __device__ __forceinline__ void load(const char* row, i32 group) {
-#pragma unroll
-    for (i32 i = 0; i < kVecs; ++i)
-      vec[i] = kWritten == Written::kBefore    ? ld_nc_v4(at(row, group, i))
-               : kWritten == Written::kByPeers ? ld_na_v4(at(row, group, i))
-                                               : ld_relaxed_sys_v4(at(row, group, i));
-  }
-  // Of a self-flagged row: reads again what has not come, if any.
-  __device__ __forceinline__ bool again(const char* row, i32 group) {
-    bool any = false;
-#pragma unroll
-    for (i32 i = 0; i < kVecs; ++i)
-      if (!has_come(vec[i])) vec[i] = ld_relaxed_sys_v4(at(row, group, i)), any = true;
-    return any;
-  }
-  __device__ __forceinline__ void take(const char* row, i32 group) {
-#pragma unroll
-    for (i32 i = 0; i < kVecs; ++i) vec[i] = take_vec(const_cast<char*>(at(row, group, i)), vec[i]);
-  }
-  __device__ __forceinline__ void load_shared(const char* row, i32 group) {
-#pragma unroll
-    for (i32 i = 0; i < kVecs; ++i) vec[i] = reinterpret_cast<const Vec*>(row)[group * kVecs + i];
-  }
-  // Adding zeros changes no sum, because no sum is ever -0.0.
-  __device__ __forceinline__ void clear() {
-#pragma unroll
-    for (i32 i = 0; i < kVecs; ++i) vec[i] = Vec{};
-  }
-  __device__ __forceinline__ void add_to(float* acc, float weight, bool weighted) const {
-    constexpr i32 kPerVec = Values<kType>::kCount;
-#pragma unroll
-    for (i32 i = 0; i < kVecs; ++i) {
-      float f[kPerVec];
-      Values<kType>::load(vec[i], f);
-#pragma unroll
-      for (i32 j = 0; j < kPerVec; ++j)
-        acc[i * kPerVec + j] =
-            __fadd_rn(acc[i * kPerVec + j], weighted ? __fmul_rn(weight, f[j]) : f[j]);
-    }
-  }
-};
-
-// flag: into a self-flagged row.
-__device__ __forceinline__ void store_values(char* row, i32 group, const float* acc, bool flag) {
-  constexpr i32 kPerVec = Values<kOutType>::kCount;
-#pragma unroll
-  for (i32 i = 0; i < kValues / kPerVec; ++i) {
-    char* to = row + (group * (kValues / kPerVec) + i) * 16;
-    const Vec v = Values<kOutType>::store(acc + i * kPerVec);
-    if (kSelfFlagged && flag) {
-      st_flagged_v4(to, v);
-    } else {
-      st_na_v4(to, v);
-    }
-  }
-}
-
-__device__ __forceinline__ void store_values_shared(char* row, i32 group, const float* acc) {
-  constexpr i32 kPerVec = Values<kOutType>::kCount;
-#pragma unroll
-  for (i32 i = 0; i < kValues / kPerVec; ++i)
-    reinterpret_cast<Vec*>(row)[group * (kValues / kPerVec) + i] =
-        Values<kOutType>::store(acc + i * kPerVec);
-}
-
-// Parts of a row, one group for each thread of a worker, which several workers share where a step has few
-// rows.
-inline constexpr bool kFewRows = kSelfFlagged && kOthers == 0 && kChunk <= 16;
-template <typename W>
-inline constexpr i32 kRowParts = kFewRows ? (kGroups + W::kThreads - 1) / W::kThreads : 1;
-template <typename W>
-__device__ __forceinline__ Part share_of_row(const W& worker) {
-  if constexpr (kRowParts<W> == 1) return {0, 1};
-  const i32 count = min(kRowParts<W>, worker.count);
-  return {worker.id % count, count};
-}
-
-struct AllHaveCome {
-  template <typename Each>
-  __device__ void operator()(const Each&) const {}
-};
-
-// to = sum of `num_rows` rows in their order, times weight_of(i) when `weighted`. Rows are loaded
-// kRowsAtOnce at a time. settle(each) then waits for what is still to come of them: each(f) calls
-// f(piece, i, group) for every piece.
-template <DType kType, Written kWritten, i32 kRowsAtOnce, typename W, typename RowAt,
-          typename WeightOf, typename Settle = AllHaveCome>
-__device__ __forceinline__ void sum_rows(const W& worker, i32 part, char* to, bool flag,
-                                         i32 num_rows, const RowAt& row_at, bool weighted,
-                                         const WeightOf& weight_of, const Settle& settle = {}) {
-  constexpr i32 kStride = W::kThreads * kRowParts<W>;
-  // Groups of a thread that are under way together. More hide more latency and cost registers.
-  constexpr i32 kGroupsAtOnce = kGroups <= kStride || kWritten == Written::kNow ? 1 : 2;
-  for (i32 first = part * W::kThreads + worker.thread; first < kGroups;
-       first += kStride * kGroupsAtOnce) {
-    float acc[kGroupsAtOnce][kValues] = {};
-    for (i32 r = 0; r < num_rows; r += kRowsAtOnce) {
-      Piece<kType, kWritten> piece[kRowsAtOnce][kGroupsAtOnce];
-      const auto each = [&](const auto& f) {
-#pragma unroll
-        for (i32 j = 0; j < kRowsAtOnce; ++j)
-#pragma unroll
-          for (i32 g = 0; g < kGroupsAtOnce; ++g)
-            if (const i32 group = first + g * kStride; r + j < num_rows && group < kGroups)
-              f(piece[j][g], r + j, group);
-      };
-#pragma unroll
-      for (i32 j = 0; j < kRowsAtOnce; ++j)
-#pragma unroll
-        for (i32 g = 0; g < kGroupsAtOnce; ++g) piece[j][g].clear();
-      each([&](auto& piece, i32 i, i32 group) { piece.load(row_at(i), group); });
-      settle(each);
-#pragma unroll
-      for (i32 j = 0; j < kRowsAtOnce; ++j)
-        if (r + j < num_rows)
-#pragma unroll
-          for (i32 g = 0; g < kGroupsAtOnce; ++g)
-            piece[j][g].add_to(acc[g], weighted ? weight_of(r + j) : 1.0f, weighted);
-    }
-#pragma unroll
-    for (i32 g = 0; g < kGroupsAtOnce; ++g)
-      if (const i32 group = first + g * kStride; group < kGroups)
-        store_values(to, group, acc[g], flag);
-  }
-}
 
 // Items are looked up in batches, kLanes threads for each: one latency for all of them.
 inline constexpr i32 kLanes = kTopk <= 1    ? 1
@@ -174,13 +23,11 @@ template <i32 kItems>
 struct Rows {
   i32 row[kItems][kLanes];  // rows of y of one slot, k ascending, one after the other
   float weight[kItems][kLanes];
-  i32 num_rows[kItems];
+  i32 num_rows[kItems];  // -1: nothing is to be done for it
   u64 ranks[kOthers > 0 ? kItems
                         : 1];  // own-node ranks that hold a partial, of slots of other nodes
 };
-struct CombineScratch : Rows<kBatch> {
-  bool last;
-};
+using CombineScratch = Rows<kBatch>;
 struct CombineSendShared {
   CombineScratch worker[SendWorker::kCount];
 };
@@ -203,7 +50,7 @@ struct Adder {
     return most * kWorld;
   }
   __device__ Item item(i32 num_items, i32 i) const {
-    return far_item_first(self, i, num_items / kWorld);
+    return sum_item_of(self, i, num_items / kWorld);
   }
   __device__ bool weighted() const { return p.row_weights != 0 || p.topk_weights != 0; }
   __device__ CombineHeader header_of(i32 chunk, i32 source) const {
@@ -235,9 +82,11 @@ __device__ inline void look_up(const Adder& a, const W& worker, u64 step, i32 ch
   bool mine = a.valid && inside && index < count;
   // Its weights may not have come.
   if constexpr (kMasks) mine = mine && !is_masked(a.p.comm, source);
+  i32 none = -1;
   if (kOthers > 0 && mine && !a.self.same_node(source)) {
     if (lane == 0) w.ranks[place] = ranks;
     mine = ranks >> a.self.local & 1;
+    if (source % kLocal == a.self.local) none = 0;  // the gateway adds up what others hold
   }
   const i32 row = mine ? found : -1;
   const u32 have = __ballot_sync(~0u, row >= 0);
@@ -248,7 +97,7 @@ __device__ inline void look_up(const Adder& a, const W& worker, u64 step, i32 ch
     w.row[place][at] = row;
     w.weight[place][at] = weight_of_row(a, step, source, index, lane, row);
   }
-  if (lane == 0) w.num_rows[place] = mine ? __popc(bits) : -1;
+  if (lane == 0) w.num_rows[place] = mine ? __popc(bits) : none;
 }
 
 // Scalar k behind the sum at `to`, of a slot whose rows of y are `rows` and begin with `first`.
@@ -281,54 +130,67 @@ __device__ inline void store_partial(const Adder& a, const SendWorker& worker, i
                  worker.thread);
 }
 
-// The node's partials of one row, added up into the gateway's combine_outbox.
-__device__ inline void add_partials(const Adder& a, const SendWorker& worker, u64 ranks, u64 data,
-                                    i32 slot, i32 other, u64 offset) {
-  const auto nth = [&](i32 n) {
+// --- tokens of other nodes ---
+
+// The node's partials of one row, which neighbours push, added up into this gateway's combine_outbox.
+__device__ inline void add_partials(const Adder& a, const SendWorker& worker, u64 step, u64 ranks,
+                                    i32 other, i32 index, char* to) {
+  const u64 data = a.p.comm.data[a.self.local];
+  const i32 slot = slot_of(step), num_ranks = __popcll(ranks);
+  const u64 offset = combine_slots_offset() + static_cast<u64>(index) * a.p.stride;
+  if (!kSelfFlagged) {
+    if (const i32 l = worker.thread; l < kLocal && l != a.self.local && (ranks >> l & 1))
+      wait_word(a.p.comm, gather_flags_at(data, slot, other, l) + index, static_cast<u32>(step + 1),
+                {Phase::kCombine, a.self.node * kLocal + l, step});
+    worker.sync();
+  }
+  const auto nth = [ranks](i32 n) {
     u64 left = ranks;
     for (; n > 0; --n) left &= left - 1;
-    return gather_at(data, slot, other, __ffsll(static_cast<long long>(left)) - 1) + offset;
+    return __ffsll(static_cast<long long>(left)) - 1;
   };
-  char* to = combine_outbox_at(data, slot, other) + offset;
-  const i32 num_ranks = __popcll(ranks);
-  sum_rows<kOutType, Written::kByPeers, 2>(worker, 0, to, false, num_ranks, nth, false,
-                                           [](i32) { return 1.0f; });
-  if (a.p.with_scalars && worker.thread < kTopk) {
-    float sum = 0.0f;
-    for (i32 r = 0; r < num_ranks; ++r)
-      sum = __fadd_rn(sum, reinterpret_cast<const float*>(nth(r) + kOutBytes)[worker.thread]);
-    reinterpret_cast<float*>(to + kOutBytes)[worker.thread] = sum;
-  }
+  const auto row_at = [=](i32 r) {
+    return static_cast<const char*>(gather_at(data, slot, other, nth(r)) + offset);
+  };
+  const auto source_of = [&, nth](i32 r) {
+    const i32 l = nth(r);
+    return l == a.self.local ? -1 : a.self.node * kLocal + l;
+  };
+  sum_rows<kOutType, kSelfFlagged ? Written::kNow : Written::kByPeers, 2>(
+      worker, 0, to, false, num_ranks, row_at, false, [](i32) { return 1.0f; },
+      settle_rows(a.p.comm, step, row_at, source_of));
+  if (a.p.with_scalars && worker.thread < kTopk)
+    reinterpret_cast<float*>(to + kOutBytes)[worker.thread] =
+        sum_scalars<2>(a.p.comm, step, worker.thread, 0, num_ranks, row_at, source_of);
 }
 
-// A token of another node: where a single rank of this node holds rows for it, its partial is the sum.
-__device__ inline void send_to_gateway(const Adder& a, const SendWorker& worker, u64 step,
-                                       i32 chunk, i32 place, i32 source, i32 index) {
-  CombineScratch& w = scratch_of(worker);
+// To its gateway, if that is another rank. Else its sum: where no other rank of this node holds rows for
+// it, this rank's partial.
+__device__ inline void send_to_node(const Adder& a, const SendWorker& worker, u64 step, i32 chunk,
+                                    i32 place, i32 source, i32 index) {
+  const CombineScratch& w = scratch_of(worker);
   const i32 slot = slot_of(step), gateway = source % kLocal;
   const i32 other = other_index(source / kLocal, a.self.node);
   const u64 data = a.p.comm.data[gateway], ranks = w.ranks[place];
   const u64 offset = combine_slots_offset() + static_cast<u64>(index) * a.p.stride;
-  const bool alone = (ranks & (ranks - 1)) == 0;
-  store_partial(
-      a, worker, 0, place, chunk, source, index,
-      (alone ? combine_outbox_at(data, slot, other) : gather_at(data, slot, other, a.self.local)) +
-          offset,
-      false);
+  const bool pushes = gateway != a.self.local, alone = ranks == u64{1} << a.self.local;
+  char* to = combine_outbox_at(data, slot, other) + offset;
+  if (w.num_rows[place] > 0)
+    store_partial(a, worker, 0, place, chunk, source, index,
+                  alone && !pushes ? to : gather_at(data, slot, other, a.self.local) + offset,
+                  pushes);
+  if (!pushes && !alone) add_partials(a, worker, step, ranks, other, index, to);
+  if (pushes && kSelfFlagged) return;
   worker.sync();
-  if (!alone) {
-    const auto last = static_cast<u32>(__popcll(ranks) - 1);
-    u32* count = gather_words_at(data, slot, other) + kLine / 4 + index;
-    // Release: this partial; acquire, for the last one: all others.
-    if (worker.thread == 0) w.last = atom_inc_acq_rel_sys_u32(count, last) == last;
-    worker.sync();
-    if (!w.last) return;
-    add_partials(a, worker, ranks, data, slot, other, offset);
-    worker.sync();
-  }
-  if (worker.thread == 0)
-    hand_in(a.p.comm, a.self, step, gateway, other, a.header_of(chunk, source),
+  if (worker.thread != 0) return;
+  if (pushes) {
+    // After every thread's stores; pairs with the wait in add_partials() there.
+    st_release_sys_u32(gather_flags_at(data, slot, other, a.self.local) + index,
+                       static_cast<u32>(step + 1));
+  } else {
+    hand_in(a.p.comm, a.self, step, other, a.header_of(chunk, source),
             part_of_slot(a.p.stride, index));
+  }
 }
 
 __device__ inline void combine_chunk(const Adder& a, const SendWorker& worker, const Part& share,
@@ -346,7 +208,7 @@ __device__ inline void combine_chunk(const Adder& a, const SendWorker& worker, c
       if (w.num_rows[place] < 0) continue;
       const auto [source, index] = a.item(num_items, i);
       if (!a.self.same_node(source)) {
-        send_to_gateway(a, worker, step, chunk, place, source, index);
+        send_to_node(a, worker, step, chunk, place, source, index);
         continue;
       }
       const u64 data = p.comm.data[source % kLocal];

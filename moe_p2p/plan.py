@@ -29,7 +29,7 @@ ABOUT = {
     "weights_inbox": "weights that ranks of this node tell with combine",
     "weights_outbox": "weights for other nodes, read by the NICs",
     "weights_landing": "weights from other nodes, read by every rank of this node",
-    "gather_words": "counts of those sums, on GPUs",
+    "gather_flags": "which of those rows have come, on GPUs",
     "signals": "doorbells, arrivals and flags; what gather_counts brings",
     "device_state": "words of a GPU's own kernels, on GPUs",
 }

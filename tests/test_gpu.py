@@ -176,10 +176,15 @@ def test_rows_of_seven_thousand_values(world: World) -> None:
     run(world, steps, wanted, config)
 
 
+def of_calls(config: dict[str, Any]) -> dict[str, Any]:
+    """What calls of a shape are made for; the rest concerns communicators only."""
+    return {k: v for k, v in config.items() if k not in ("steps_in_flight", "part_bytes")}
+
+
 @pytest.mark.parametrize("name", SHAPES)
 def test_shape(name: str) -> None:
     world, config = SHAPES[name]
-    fields = {k: v for k, v in config.items() if k not in ("steps_in_flight", "part_bytes")}
+    fields = of_calls(config)
     wanted = [
         call(world, 0, **fields),
         call(world, 2, layout="grouped", **fields),

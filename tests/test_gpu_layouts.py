@@ -48,6 +48,7 @@ from test_gpu import (
     call,
     in_fp8,
     int32_ids,
+    of_calls,
     padding,
     steps,
     to_one_expert,
@@ -114,7 +115,7 @@ def test_rows_by_rank_are_the_reference_bit_for_bit(world: World) -> None:
 @pytest.mark.parametrize("name", SHAPES)
 def test_rows_by_rank_of_shape(name: str) -> None:
     world, config = SHAPES[name]
-    fields = {k: v for k, v in config.items() if k != "steps_in_flight"} | BY_RANK
+    fields = of_calls(config) | BY_RANK
     wanted = [call(world, seed, **fields) for seed in range(3)]
     run(world, steps, [*wanted, call(world, 2, quantize=True, **fields)], config)
 

@@ -1,7 +1,6 @@
 #include "moe/device_grid.h"
 
 #include <algorithm>
-#include <limits>
 
 namespace moe_p2p::moe {
 
@@ -17,8 +16,8 @@ abi::Grid choose_grid(const DeviceKernel& kernel, const GridInput& in) noexcept 
   const int64_t most_send = in.copies ? kernel.max_copy_blocks : kernel.max_send_blocks;
   int64_t send = blocks_for(in.send_items, kernel.num_send_workers, most_send);
   int64_t recv = blocks_for(in.recv_items, kernel.num_recv_workers, kernel.max_recv_blocks);
-  int64_t most = in.num_sms > 0 ? in.num_sms : std::numeric_limits<int32_t>::max();
-  most = std::min<int64_t>(most, kernel.max_resident_blocks);
+  int64_t most = kernel.max_resident_blocks;
+  if (in.num_sms > 0) most = std::min<int64_t>(most, in.num_sms);
   const int64_t least = (send > 0) + (recv > 0);
   const int64_t budget = std::max<int64_t>(most - in.relay_blocks, least);
   const int64_t share =

@@ -24,7 +24,6 @@ struct DeviceKernel {
 struct GridInput {
   int64_t send_items = 0;  // what the sending workers of one chunk have to carry; 0: no such half
   int64_t recv_items = 0;
-  int64_t num_chunks = 1;
   int relay_blocks = 0;  // abi::Grid::relay_blocks
   int num_sms = 0;       // most blocks of the whole grid; 0: as many as help
   bool copies = false;   // rows that senders carry need no sum
@@ -32,8 +31,9 @@ struct GridInput {
 
 // A worker for each item, as far as blocks may be had; few blocks are divided in the proportion of
 // the most that each half may have, and what one half does not need the other gets.
-// Each half that there is has a block, whatever num_sms says. A call of several chunks stays within
-// max_resident_blocks: its senders wait for what other ranks' receivers do in the same call.
+// Each half that there is has a block, whatever num_sms says. A grid stays within max_resident_blocks:
+// senders of several chunks wait for what other ranks' receivers do in the same call, those of a
+// gateway for what other senders of its node do.
 abi::Grid choose_grid(const DeviceKernel& kernel, const GridInput& input) noexcept;
 
 }  // namespace moe_p2p::moe

@@ -296,8 +296,7 @@ void DeviceKernels::dispatch(const DispatchSend* send, const DispatchRecv* recv,
       kernel,
       {.send_items = send ? std::min<int64_t>(call.num_rows, chunk) * kMostShares + 1  // headers
                           : 0,
-       .recv_items = recv ? chunk * plan_.shape.world_size : 0,
-       .num_chunks = call.num_steps});
+       .recv_items = recv ? chunk * plan_.shape.world_size : 0});
   launch(kernel, p, stream);
   if (send) next_step_ += static_cast<uint64_t>(call.num_steps);
   if (!send) open_.erase(waiting);
@@ -377,7 +376,6 @@ void DeviceKernels::combine(const CombineSend* send, const CombineRecv* recv, vo
   const int64_t chunk = plan_.shape.chunk_tokens;
   p.grid = grid_of(kernel, {.send_items = send ? chunk * plan_.shape.world_size : 0,
                             .recv_items = recv ? chunk * kMostShares : 0,
-                            .num_chunks = call.num_steps,
                             .copies = copies});
   launch(kernel, p, stream);
   if (opens) next_step_ += static_cast<uint64_t>(call.num_steps);
@@ -391,8 +389,7 @@ void DeviceKernels::discard(const Open& call, void* stream) const {
   abi::DispatchParams p = params_of(call);
   p.grouped = 1;
   p.alignment = 1;
-  p.grid = grid_of(kernel, {.recv_items = plan_.shape.chunk_tokens * plan_.shape.world_size,
-                            .num_chunks = call.num_steps});
+  p.grid = grid_of(kernel, {.recv_items = plan_.shape.chunk_tokens * plan_.shape.world_size});
   launch(kernel, p, stream);
 }
 

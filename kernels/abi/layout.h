@@ -223,10 +223,6 @@ MOE_P2P_HD constexpr u64 flags_bytes(const Shape& s) {
   return align_up(4 * static_cast<u64>(s.chunk_tokens), kLine);
 }
 
-// u32 words with which GPUs hand in partial rows: one counts what is handed in for the region, then
-// one counts the partials of each row. Each wraps to 0 when it is complete.
-MOE_P2P_HD constexpr u64 gather_words_bytes(const Shape& s) { return kLine + flags_bytes(s); }
-
 // Offsets in a rank's data memory of step slot 0; add slot * step_bytes. Order: dispatch, combine,
 // weights.
 struct Regions {
@@ -236,9 +232,10 @@ struct Regions {
   u64 landing;          // [N-1]   written by NICs, read by every rank of this node
   u64 partial_inbox;    // [L]     written by own-node expert ranks, read by this rank
   u64 partial_flags;    // [L]     a flag for each row of it
-  u64 gather;           // [N-1][L] written by own-node expert ranks, read by the last of them
-  u64 gather_words;     // [N-1]   on GPUs: added to by own-node expert ranks
-  u64 combine_outbox;   // [N-1]   written by that last rank, read by this rank's NICs
+  u64 gather;           // [N-1][L] written by own-node expert ranks, read by who adds them up: the
+                        // last of them on hosts, this rank on GPUs
+  u64 gather_flags;     // [N-1][L] on GPUs, a flag for each row of it
+  u64 combine_outbox;   // [N-1]   written by who adds them up, read by this rank's NICs
   u64 combine_landing;  // [N-1]   written by NICs, read by this rank
   u64 weights_inbox;    // [L]     written by own-node sources, read by this rank
   u64 weights_outbox;   // [N-1]   written by this rank, read by its NICs
@@ -259,7 +256,7 @@ MOE_P2P_HD constexpr Regions make_regions(const Shape& s) {
   r.partial_inbox = at, at += local * partial_bytes(s);
   r.partial_flags = at, at += local * flags_bytes(s);
   r.gather = at, at += others * local * partial_bytes(s);
-  r.gather_words = at, at += others * gather_words_bytes(s);
+  r.gather_flags = at, at += others * local * flags_bytes(s);
   r.combine_outbox = at, at += others * partial_bytes(s);
   r.combine_landing = at, at += others * partial_bytes(s);
   r.weights_inbox = at, at += local * weights_bytes(s);

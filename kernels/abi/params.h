@@ -50,8 +50,10 @@ inline constexpr u64 kLaunch = 65536;  // most blocks of a kernel
 // Offsets in bytes from DeviceState.
 struct DeviceWords {
   u64 arrivals;  // u64 [3][S][W]  flags of other nodes (signal.h), relayed here by one block
-  u64 outbox;  // u32 [S][N][kMaxParts]  what is written of a part of an outbox: slots, and the header
-  u64 read;    // u64 [S]        e + 1: the sums of a solo combine of step e are read
+  // u32 [S][N][kMaxParts]  what is written of a part of an outbox, and of a combine_outbox: its slots,
+  // and the header. Each wraps to 0 when it is complete.
+  u64 outbox, combine_outbox;
+  u64 read;      // u64 [S]        e + 1: the sums of a solo combine of step e are read
   u64 received;  // u32 [S]        workers that have read a solo dispatch, or combine
   u64 came;      // u64 [S][W]     with masks, 2 (e + 1) + whether the dispatch of step e came
   u64 total_bytes;
@@ -61,7 +63,9 @@ struct DeviceWords {
     DeviceWords w{};
     w.arrivals = sizeof(DeviceState);
     w.outbox = w.arrivals + 8 * kNumPhases * slots * static_cast<u64>(s.world_size);
-    w.read = align_up(w.outbox + 4 * slots * static_cast<u64>(s.num_nodes()) * kMaxParts, 8);
+    const u64 parts = slots * static_cast<u64>(s.num_nodes()) * kMaxParts;
+    w.combine_outbox = w.outbox + 4 * parts;
+    w.read = align_up(w.combine_outbox + 4 * parts, 8);
     w.received = w.read + 8 * slots;
     w.came = align_up(w.received + 4 * slots, 8);
     w.total_bytes = align_up(w.came + 8 * slots * static_cast<u64>(s.world_size), kLine);

@@ -29,7 +29,6 @@ inline constexpr u64 kOutboxBytes = outbox_bytes(kShape);
 inline constexpr u64 kPartialBytes = partial_bytes(kShape);
 inline constexpr u64 kWeightsBytes = weights_bytes(kShape);
 inline constexpr u64 kFlagsBytes = flags_bytes(kShape);
-inline constexpr u64 kGatherWordsBytes = gather_words_bytes(kShape);
 inline constexpr u64 kInboxSlots = inbox_slots_offset(kShape);
 inline constexpr u64 kOutboxSlots = outbox_slots_offset(kShape);
 inline constexpr bool kMasks = MOE_P2P_MASKS;  // ranks that are gone are masked
@@ -84,10 +83,9 @@ __device__ __forceinline__ char* landing_at(u64 data, i32 slot, i32 other) {
 __device__ __forceinline__ char* gather_at(u64 data, i32 slot, i32 other, i32 expert_rank) {
   return region_at(data, slot, kRegions.gather, kPartialBytes, other * kLocal + expert_rank);
 }
-// [0]: of the region; [kLine / 4 + row]: of a row.
-__device__ __forceinline__ u32* gather_words_at(u64 data, i32 slot, i32 other) {
+__device__ __forceinline__ u32* gather_flags_at(u64 data, i32 slot, i32 other, i32 expert_rank) {
   return reinterpret_cast<u32*>(
-      region_at(data, slot, kRegions.gather_words, kGatherWordsBytes, other));
+      region_at(data, slot, kRegions.gather_flags, kFlagsBytes, other * kLocal + expert_rank));
 }
 __device__ __forceinline__ char* combine_outbox_at(u64 data, i32 slot, i32 other) {
   return region_at(data, slot, kRegions.combine_outbox, kPartialBytes, other);
@@ -124,19 +122,25 @@ __device__ __forceinline__ Item item_of(const Self& self, i32 i) {
   const i32 index = i / kWorld;
   return {(i + index + self.rank) % kWorld, index};
 }
-// The same, but those of other nodes' sources come first: what is added up for them has a way to go. No
-// source has more than `most`.
-__device__ __forceinline__ Item far_item_first(const Self& self, i32 i, i32 most) {
+// The same in the order of combine, for sources that have at most `most` each: what a neighbour adds up
+// for another node and therefore waits for, what this rank adds up for other nodes, and the own node's.
+__device__ __forceinline__ Item sum_item_of(const Self& self, i32 i, i32 most) {
   if constexpr (kOthers == 0) return item_of(self, i);
-  constexpr i32 kFar = kOthers > 0 ? kWorld - kLocal : 1;
-  const i32 first = self.node * kLocal;  // of the own node
-  if (i < most * kFar) {
-    const i32 index = i / kFar, source = (i + index + self.rank) % kFar;
-    return {source < first ? source : source + kLocal, index};
+  constexpr i32 kNeighbours = kLocal > 1 ? kLocal - 1 : 1, kFar = kOthers > 0 ? kOthers : 1;
+  constexpr i32 kPushed = kOthers * (kLocal - 1);
+  const auto far = [&](i32 other, i32 l) { return other_node(other, self.node) * kLocal + l; };
+  if (i < most * kPushed) {
+    const i32 index = i / max(kPushed, 1), n = (i + index + self.rank) % max(kPushed, 1);
+    return {far(n / kNeighbours, (self.local + 1 + n % kNeighbours) % kLocal), index};
   }
-  i -= most * kFar;
+  i -= most * kPushed;
+  if (i < most * kOthers) {
+    const i32 index = i / kFar;
+    return {far((i + index + self.rank) % kFar, self.local), index};
+  }
+  i -= most * kOthers;
   const i32 index = i / kLocal;
-  return {first + (i + index + self.local) % kLocal, index};
+  return {self.node * kLocal + (i + index + self.local) % kLocal, index};
 }
 
 // Where this rank finds what `source` dispatched to it or its node.

@@ -51,29 +51,33 @@ __device__ inline void ring(const DeviceComm& comm, Phase phase, u64 step, i32 g
   st_release_sys_u64(&bell->word[part.index], step + 1);
 }
 
-// A row of what gateway `gateway` sends to another node is in its combine_outbox, or this rank's word,
+// A row of what this rank sends to another node is in its combine_outbox, or its header may be written,
 // which goes with the first part. Whoever hands in the last of a part rings; of the first, that one
-// writes the header.
+// writes the header, once all ranks of the node have said that they have read the dispatch: whom this
+// goes to may then write over it.
 struct CombineHeader {
   u32 num_tokens;
   u32 flags;
   u64 stride;
 };
-__device__ inline void hand_in(const DeviceComm& comm, const Self& self, u64 step, i32 gateway,
-                               i32 other, const CombineHeader& header, i32 index) {
-  const i32 slot = slot_of(step);
-  const u64 data = comm.data[gateway];
+__device__ inline void hand_in(const DeviceComm& comm, const Self& self, u64 step, i32 other,
+                               const CombineHeader& header, i32 index) {
+  const i32 slot = slot_of(step), node = other_node(other, self.node);
   const RegionPart part = region_part(combine_slots_offset(), header.stride,
                                       static_cast<i32>(header.num_tokens), index);
-  const auto last = static_cast<u32>(part.num_slots + (index == 0 ? kLocal : 0) - 1);
+  const auto last = static_cast<u32>(part.num_slots - (index == 0 ? 0 : 1));
+  auto* words = reinterpret_cast<u32*>(comm.state + kWords.combine_outbox);
+  u32* word = &words[(slot * kNodes + node) * kMaxParts + index];
   // Release: what this worker stored; acquire, for the last one: what all others stored.
-  if (atom_inc_acq_rel_sys_u32(gather_words_at(data, slot, other) + index, last) != last) return;
+  if (atom_inc_acq_rel_gpu_u32(word, last) != last) return;
   if (index == 0) {
-    char* region = combine_outbox_at(data, slot, other);
+    for (i32 l = 0; l < kLocal; ++l)
+      if (!wait_combine(comm, self, step, l)) return;
+    char* region = combine_outbox_at(comm.data[self.local], slot, other);
     fill_header(region, header.num_tokens, header.flags, header.stride);
     *header_word(region) = step + 1;
   }
-  ring(comm, Phase::kCombine, step, gateway, other_node(other, self.node), part);
+  ring(comm, Phase::kCombine, step, self.local, node, part);
 }
 
 // "I have read the dispatch of this step", to all ranks that sent some. `header_of(source)` is what
@@ -91,12 +95,11 @@ __device__ inline void say_read(const DeviceComm& comm, const Self& self, u64 st
     fill_header(region, header.num_tokens, header.flags, header.stride);
     st_release_sys_u64(header_word(region), step + 1);  // pairs with wait_combine() there
   }
-  for (i32 i = thread; i < kOthers * kLocal; i += num_threads) {
-    const i32 gateway = i % kLocal, other = i / kLocal;
-    const i32 source = other_node(other, self.node) * kLocal + gateway;
+  for (i32 other = thread; other < kOthers; other += num_threads) {
+    const i32 source = other_node(other, self.node) * kLocal + self.local;
     if constexpr (kMasks)
       if (is_masked(comm, source)) continue;
-    hand_in(comm, self, step, gateway, other, header_of(source), 0);
+    hand_in(comm, self, step, other, header_of(source), 0);
   }
 }
 

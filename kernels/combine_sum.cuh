@@ -1,0 +1,207 @@
+// Combine: sums of rows, in fp32 and in one order, by the threads of a worker.
+#pragma once
+
+#include "kernels/device/quantize.cuh"
+#include "kernels/device/self_flag.cuh"
+#include "kernels/device/worker.cuh"
+
+namespace moe_p2p::device {
+
+inline constexpr DType kYType = static_cast<DType>(MOE_P2P_Y_DTYPE);
+inline constexpr DType kOutType = static_cast<DType>(MOE_P2P_OUT_DTYPE);
+inline constexpr u64 kOutBytes = kHidden * item_bytes(kOutType);
+inline constexpr u64 kYBytes = kHidden * item_bytes(kYType);
+// A thread works on kValues neighbouring values: one Vec of the narrower type.
+inline constexpr i32 kValues = Values<kYType>::kCount > Values<kOutType>::kCount
+                                   ? Values<kYType>::kCount
+                                   : Values<kOutType>::kCount;
+inline constexpr i32 kGroups = kHidden / kValues;
+static_assert(kHidden % kValues == 0);
+
+// Who writes a row: nobody while the kernel runs, peers before its flag, or peers right now.
+enum class Written { kBefore, kByPeers, kNow };
+
+// kValues values of one row.
+template <DType kType, Written kWritten>
+struct Piece {
+  static constexpr i32 kVecs = kValues / Values<kType>::kCount;
+  Vec vec[kVecs];
+
+  __device__ __forceinline__ static const char* at(const char* row, i32 group, i32 i) {
+    return row + (group * kVecs + i) * 16;
+  }
+  __device__ __forceinline__ void load(const char* row, i32 group) {
+#pragma unroll
+    for (i32 i = 0; i < kVecs; ++i)
+      vec[i] = kWritten == Written::kBefore    ? ld_nc_v4(at(row, group, i))
+               : kWritten == Written::kByPeers ? ld_na_v4(at(row, group, i))
+                                               : ld_relaxed_sys_v4(at(row, group, i));
+  }
+  // Of a self-flagged row: reads again what has not come, if any.
+  __device__ __forceinline__ bool again(const char* row, i32 group) {
+    bool any = false;
+#pragma unroll
+    for (i32 i = 0; i < kVecs; ++i)
+      if (!has_come(vec[i])) vec[i] = ld_relaxed_sys_v4(at(row, group, i)), any = true;
+    return any;
+  }
+  __device__ __forceinline__ void take(const char* row, i32 group) {
+#pragma unroll
+    for (i32 i = 0; i < kVecs; ++i) vec[i] = take_vec(const_cast<char*>(at(row, group, i)), vec[i]);
+  }
+  __device__ __forceinline__ void load_shared(const char* row, i32 group) {
+#pragma unroll
+    for (i32 i = 0; i < kVecs; ++i) vec[i] = reinterpret_cast<const Vec*>(row)[group * kVecs + i];
+  }
+  // Adding zeros changes no sum, because no sum is ever -0.0.
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (i32 i = 0; i < kVecs; ++i) vec[i] = Vec{};
+  }
+  __device__ __forceinline__ void add_to(float* acc, float weight, bool weighted) const {
+    constexpr i32 kPerVec = Values<kType>::kCount;
+#pragma unroll
+    for (i32 i = 0; i < kVecs; ++i) {
+      float f[kPerVec];
+      Values<kType>::load(vec[i], f);
+#pragma unroll
+      for (i32 j = 0; j < kPerVec; ++j)
+        acc[i * kPerVec + j] =
+            __fadd_rn(acc[i * kPerVec + j], weighted ? __fmul_rn(weight, f[j]) : f[j]);
+    }
+  }
+};
+
+// flag: into a self-flagged row.
+__device__ __forceinline__ void store_values(char* row, i32 group, const float* acc, bool flag) {
+  constexpr i32 kPerVec = Values<kOutType>::kCount;
+#pragma unroll
+  for (i32 i = 0; i < kValues / kPerVec; ++i) {
+    char* to = row + (group * (kValues / kPerVec) + i) * 16;
+    const Vec v = Values<kOutType>::store(acc + i * kPerVec);
+    if (kSelfFlagged && flag) {
+      st_flagged_v4(to, v);
+    } else {
+      st_na_v4(to, v);
+    }
+  }
+}
+
+__device__ __forceinline__ void store_values_shared(char* row, i32 group, const float* acc) {
+  constexpr i32 kPerVec = Values<kOutType>::kCount;
+#pragma unroll
+  for (i32 i = 0; i < kValues / kPerVec; ++i)
+    reinterpret_cast<Vec*>(row)[group * (kValues / kPerVec) + i] =
+        Values<kOutType>::store(acc + i * kPerVec);
+}
+
+// Parts of a row, one group for each thread of a worker, which several workers share where a step has few
+// rows.
+inline constexpr bool kFewRows = kSelfFlagged && kOthers == 0 && kChunk <= 16;
+template <typename W>
+inline constexpr i32 kRowParts = kFewRows ? (kGroups + W::kThreads - 1) / W::kThreads : 1;
+template <typename W>
+__device__ __forceinline__ Part share_of_row(const W& worker) {
+  if constexpr (kRowParts<W> == 1) return {0, 1};
+  const i32 count = min(kRowParts<W>, worker.count);
+  return {worker.id % count, count};
+}
+
+struct AllHaveCome {
+  template <typename Each>
+  __device__ void operator()(const Each&) const {}
+};
+
+// to = sum of `num_rows` rows in their order, times weight_of(i) when `weighted`. Rows are loaded
+// kRowsAtOnce at a time. settle(each) then waits for what is still to come of them: each(f) calls
+// f(piece, i, group) for every piece.
+template <DType kType, Written kWritten, i32 kRowsAtOnce, typename W, typename RowAt,
+          typename WeightOf, typename Settle = AllHaveCome>
+__device__ __forceinline__ void sum_rows(const W& worker, i32 part, char* to, bool flag,
+                                         i32 num_rows, const RowAt& row_at, bool weighted,
+                                         const WeightOf& weight_of, const Settle& settle = {}) {
+  constexpr i32 kStride = W::kThreads * kRowParts<W>;
+  // Groups of a thread that are under way together. More hide more latency and cost registers.
+  constexpr i32 kGroupsAtOnce = kGroups <= kStride || kWritten == Written::kNow ? 1 : 2;
+  for (i32 first = part * W::kThreads + worker.thread; first < kGroups;
+       first += kStride * kGroupsAtOnce) {
+    float acc[kGroupsAtOnce][kValues] = {};
+    for (i32 r = 0; r < num_rows; r += kRowsAtOnce) {
+      Piece<kType, kWritten> piece[kRowsAtOnce][kGroupsAtOnce];
+      const auto each = [&](const auto& f) {
+#pragma unroll
+        for (i32 j = 0; j < kRowsAtOnce; ++j)
+#pragma unroll
+          for (i32 g = 0; g < kGroupsAtOnce; ++g)
+            if (const i32 group = first + g * kStride; r + j < num_rows && group < kGroups)
+              f(piece[j][g], r + j, group);
+      };
+#pragma unroll
+      for (i32 j = 0; j < kRowsAtOnce; ++j)
+#pragma unroll
+        for (i32 g = 0; g < kGroupsAtOnce; ++g) piece[j][g].clear();
+      each([&](auto& piece, i32 i, i32 group) { piece.load(row_at(i), group); });
+      settle(each);
+#pragma unroll
+      for (i32 j = 0; j < kRowsAtOnce; ++j)
+        if (r + j < num_rows)
+#pragma unroll
+          for (i32 g = 0; g < kGroupsAtOnce; ++g)
+            piece[j][g].add_to(acc[g], weighted ? weight_of(r + j) : 1.0f, weighted);
+    }
+#pragma unroll
+    for (i32 g = 0; g < kGroupsAtOnce; ++g)
+      if (const i32 group = first + g * kStride; group < kGroups)
+        store_values(to, group, acc[g], flag);
+  }
+}
+
+// What sum_rows() waits for, of rows at row_at(i) that flag themselves: source_of(i) is who sends row i, or
+// -1 when it is there.
+template <typename RowAt, typename SourceOf>
+__device__ __forceinline__ auto settle_rows(const DeviceComm& comm, u64 step, const RowAt& row_at,
+                                            const SourceOf& source_of) {
+  return [&comm, step, row_at, source_of](const auto& each) {
+    if constexpr (!kSelfFlagged) return;
+    Awaited what{Phase::kCombine, -1, step};
+    const auto again = [&] {
+      what.source = -1;
+      each([&](auto& piece, i32 r, i32 group) {
+        if (const i32 source = source_of(r); source >= 0 && piece.again(row_at(r), group))
+          what.source = source;
+      });
+      return what.source >= 0;
+    };
+    wait_flagged(comm, again, what);
+    each([&](auto& piece, i32 r, i32 group) {
+      if (source_of(r) >= 0) piece.take(row_at(r), group);
+    });
+  };
+}
+
+// Scalar k of the same rows, from row `first` on.
+template <i32 kRowsAtOnce, typename RowAt, typename SourceOf>
+__device__ __forceinline__ float sum_scalars(const DeviceComm& comm, u64 step, i32 k, i32 first,
+                                             i32 num_rows, const RowAt& row_at,
+                                             const SourceOf& source_of) {
+  const auto scalar_at = [&](i32 r) {
+    return reinterpret_cast<u32*>(const_cast<char*>(row_at(r)) + kOutBytes) + k;
+  };
+  float sum = 0.0f;
+  for (i32 r = first; r < num_rows; r += kRowsAtOnce) {
+    u32 scalar[kRowsAtOnce];
+#pragma unroll
+    for (i32 j = 0; j < kRowsAtOnce; ++j)
+      if (r + j < num_rows) scalar[j] = ld_relaxed_sys_u32(scalar_at(r + j));
+#pragma unroll
+    for (i32 j = 0; j < kRowsAtOnce; ++j) {
+      if (r + j >= num_rows) continue;
+      if (const i32 source = source_of(r + j); kSelfFlagged && source >= 0)
+        scalar[j] = take_word(comm, scalar_at(r + j), scalar[j], {Phase::kCombine, source, step});
+      sum = __fadd_rn(sum, __uint_as_float(scalar[j]));
+    }
+  }
+  return sum;
+}
+
+}  // namespace moe_p2p::device
