@@ -77,8 +77,8 @@ __device__ __noinline__ u64 look_around(const DeviceComm& comm, u32 looks, u64 d
     }
   }
   const u64 now = globaltimer_ns();
-  // With masks this rank's own blocks may be late because they wait for other ranks.
-  if (deadline == 0) return now + comm.timeout_ns * (kMasks && what.source == comm.rank ? 8 : 1);
+  // This rank's own blocks are late because they wait for other ranks: those are to be told, or masked.
+  if (deadline == 0) return now + comm.timeout_ns * (what.source != comm.rank ? 1 : kMasks ? 8 : 2);
   if (now < deadline) return deadline;
   if constexpr (kMasks)
     if (what.source != comm.rank) return mask_late(comm, what, now - deadline) ? 0 : deadline;
