@@ -31,6 +31,7 @@ class FakeDriver {
   void fail_queries(int error);
   // Copy kernels wait for room on the device from now on, or no longer.
   void keep_kernels_out(bool out) { kernels_out = out; }
+  void keep_kernels_in(bool in) { kernels_in = in; }  // they do not leave when nothing comes
   // Each leaves once it has done so many copies, whatever is asked for by then.
   void let_kernels_leave_after(uint64_t num_copies) { kernel_copies = num_copies; }
   uint64_t num_launches() const { return launches; }
@@ -71,7 +72,7 @@ class FakeDriver {
   uint32_t max_queries = 12;
   int copy_error = 0, query_error = 0, contexts = 0, broken_off = 0;
   uint64_t copies = 0;
-  std::atomic<bool> kernels_out{false};
+  std::atomic<bool> kernels_out{false}, kernels_in{false};
   std::atomic<uint64_t> kernel_copies{~uint64_t{0}}, launches{0};
   // Writes of NICs: how far they are ordered, what flushes and exports return, flushes so far.
   int writes_ordering = 200, flush_options = 1, flush_error = 0, dmabuf_error = 0;
