@@ -116,7 +116,7 @@ def dispatch_kernel(
         )
     if bulk is None:
         shared = functools.partial(dispatch_shared_bytes, shape, by_rank)
-        job = job_of(shape, adds=False)
+        job = job_of(shape, adds=False, by_rank=by_rank)
         launch = choose(row_bytes, shape["MOE_P2P_CHUNK_TOKENS"], num_sms, job, shared)
         bulk = Bulk(launch, NO_BULK, shared(launch))
     launch = bulk.launch

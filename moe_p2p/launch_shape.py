@@ -16,6 +16,7 @@ from moe_p2p import errors
 
 _MAX_THREADS = 512  # of a block with one worker, two of them on a multiprocessor
 _MOST_THREADS = 1024  # of a block that is alone there
+_SPARE_THREADS = 768  # of one whose threads need more registers
 _SMS = 132  # of an H200; elsewhere blocks wait for each other or leave some idle
 _FEW_SMS = 48  # up to here blocks are large, each alone on its multiprocessor
 _TINY_STEP, _SMALL_STEP, _LARGE_STEP = 16, 32, 512  # tokens of a step
@@ -26,7 +27,7 @@ _LEAST_IMAGES, _MOST_IMAGES = 3, 8  # kernels/dispatch_bulk_send.cuh, kImages
 _PIECES_OUT, _DEEP = 3, 4  # kernels/combine_bulk.cuh, kOuts and the most of kDeep
 _FLAG_BYTES = 128  # and Progress, for each rank
 BULK_STEP = 256  # tokens of a step up to which rows go through registers
-FEW_BULK_STEP = 64  # the same on few multiprocessors
+FEW_BULK_STEP = 128  # the same on few multiprocessors
 _MAX_BULK_RANKS = 32  # a lane of a warp for each rank
 _MANY_RANKS = 4  # of a node: beyond, short combines have large blocks
 
@@ -64,35 +65,39 @@ def up(value: int, step: int) -> int:
 class Job(NamedTuple):
     """What a kernel does.
 
-    adds: it combines. splits_rows: workers share the rows of tiny steps. many_ranks: of a node.
+    adds: it combines. by_rank: it dispatches, in that layout. splits_rows: workers share the rows
+        of tiny steps. many_ranks: of a node.
     """
 
     adds: bool
+    by_rank: bool
     splits_rows: bool
     many_ranks: bool
 
 
-def job_of(macros: dict[str, int], *, adds: bool) -> Job:
+def job_of(macros: dict[str, int], *, adds: bool, by_rank: bool = False) -> Job:
     """That of a dispatch or a combine of this shape."""
     ranks = macros["MOE_P2P_RANKS_PER_NODE"]
     one_node = macros["MOE_P2P_WORLD_SIZE"] == ranks
     splits_rows = adds and one_node and bool(macros["MOE_P2P_SELF_FLAGGED"])
-    return Job(adds, splits_rows, ranks > _MANY_RANKS)
+    return Job(adds, by_rank, splits_rows, ranks > _MANY_RANKS)
 
 
 def candidates(
     row_bytes: int, step_tokens: int, num_sms: int | None, job: Job
 ) -> list[LaunchShape]:
     """The best first; later ones need less shared memory. Figures are in docs/tuning.md."""
-    threads = num_threads(row_bytes)
+    threads, tiny = num_threads(row_bytes), step_tokens <= _TINY_STEP
     single = LaunchShape(threads, 1, 1, 2, _SMS, _SMS)
     if few(num_sms):
-        # Workers whose rounds over a row are full, as many as a block holds.
-        worker, slots = num_threads(row_bytes, most=256, step=32), _SMS if job.adds else 2 * _SMS
-        most = _MOST_THREADS // worker
+        # Workers whose rounds over a row are full, as many as a block holds. Rows by rank take
+        # registers.
+        wide, block = (128, _SPARE_THREADS) if job.by_rank and not tiny else (256, _MOST_THREADS)
+        worker, slots = num_threads(row_bytes, most=wide, step=32), _SMS if job.adds else 2 * _SMS
+        most = block // worker
         shapes = [LaunchShape(worker * n, n, n, 1, _SMS, slots) for n in (most, most // 2)]
         return [*shapes, single]
-    large, tiny = num_threads(row_bytes, most=_MOST_THREADS), step_tokens <= _TINY_STEP
+    large = num_threads(row_bytes, most=_MOST_THREADS)
     if tiny and job.splits_rows:
         tokens = 1 + 4 * _TINY_STEP
         quarter = max(128, up(large // 4, 32))

@@ -113,12 +113,14 @@ def test_a_gpu_gives_little_memory_for_the_main_job(world_size: int, local: int,
     assert sum(plan.values()) <= mib << 20, plan
 
 
-def macros(num_sms: int | None = None, **fields: Any) -> dict[str, int]:
+def macros(num_sms: int | None = None, by_rank: bool = False, **fields: Any) -> dict[str, int]:
     job: dict[str, Any] = {"num_experts": 256, "hidden_dim": 7168, "topk": 8, "max_tokens": 128}
     shape = device_kernels.shape_macros(
         AllToAllConfig(**job | fields), world_size=8, ranks_per_node=8
     )
-    kernel = device_kernels.dispatch_kernel(shape, torch.bfloat16, quantize=True, num_sms=num_sms)
+    kernel = device_kernels.dispatch_kernel(
+        shape, torch.bfloat16, quantize=True, by_rank=by_rank, num_sms=num_sms
+    )
     return kernel.macros
 
 
@@ -129,6 +131,8 @@ def workers(made: dict[str, int]) -> tuple[int, int]:
 def test_few_blocks_have_many_workers_as_far_as_shared_memory_goes() -> None:
     assert workers(macros()) == workers(macros(num_sms=49)) == (1, 448)
     assert workers(macros(num_sms=48)) == (4, 896)
+    assert workers(macros(num_sms=48, by_rank=True)) == (6, 768)
+    assert workers(macros(num_sms=48, by_rank=True, max_tokens=16)) == (4, 896)
     many = macros(num_sms=24, num_experts=16384)  # a count for each expert and worker
     assert workers(many) == (2, 448)
     assert many["MOE_P2P_SHARED_BYTES"] <= 227 << 10
@@ -136,7 +140,7 @@ def test_few_blocks_have_many_workers_as_far_as_shared_memory_goes() -> None:
 
 @pytest.mark.parametrize(
     ("device", "tokens", "classes"),
-    [("cuda", 64, 1), ("cuda", 65, 2), ("cuda", 256, 2), ("cuda", 257, 1), ("cpu", 128, 1)],
+    [("cuda", 128, 1), ("cuda", 129, 2), ("cuda", 256, 2), ("cuda", 257, 1), ("cpu", 128, 1)],
 )
 def test_ranks_agree_on_num_sms_where_it_decides_how_rows_travel(
     device: str, tokens: int, classes: int
@@ -152,7 +156,7 @@ def test_ranks_agree_on_num_sms_where_it_decides_how_rows_travel(
 
 @pytest.mark.parametrize(("local", "flagged"), [(8, 0), (4, 1)])
 def test_rows_that_cannot_go_in_bulk_flag_themselves(local: int, flagged: int) -> None:
-    config = AllToAllConfig(num_experts=8, hidden_dim=128, topk=2, max_tokens=128, num_sms=24)
+    config = AllToAllConfig(num_experts=8, hidden_dim=128, topk=2, max_tokens=200, num_sms=24)
     shape = device_kernels.shape_macros(config, world_size=8, ranks_per_node=local)
     kernel = device_kernels.combine_kernel(shape, torch.bfloat16, torch.bfloat16, num_sms=24)
     assert shape["MOE_P2P_SELF_FLAGGED"] == flagged

@@ -195,7 +195,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--nics", type=int, help="NICs per rank (2)")
     add("--gbps", type=float, help="link model: Gbit/s of one NIC, 0: memory speed (0; 400 / NICs)")
     add("--latency-us", type=float, help="link model: one way, microseconds (0)")
-    add("--part-bytes", type=int, help="between nodes, the least that leaves by itself, 0: all (2 MiB)")
+    add("--part-bytes", type=int, help="between nodes, the least that leaves first, 0: all (2 MiB)")
     add("--seed", type=int, help="not 0: the software NIC reorders what it may, from this seed")
     add(
         "--wait",
