@@ -37,22 +37,24 @@ def communicator(rank: Rank, world: World, **config: Any) -> AllToAll:
     return make(rank, world, **(fixed | config))
 
 
-def load_kernels(name: str) -> None:
+def load_kernels(name: str, layers: int) -> None:
     """Loads what torch needs for this form, on a communicator of one rank.
+
+    As many layers: gradients of what several share are added up by a kernel of its own.
 
     At its first use a kernel of torch is loaded when those that run have ended. They may wait for
     the software NIC between nodes, whose copies wait for that load.
     """
     alone = Rank(0, 1, dist.HashStore())
     with communicator(alone, World(1, 1)) as comm:
-        test_training.gradients(comm, *FORMS[name], layers=1)
+        test_training.gradients(comm, *FORMS[name], layers=layers)
 
 
 def gradients(
     rank: Rank, world: World, config: dict[str, Any], name: str, layers: int
 ) -> test_autograd.Gradients:
     if world.per_node < world.ranks:
-        load_kernels(name)
+        load_kernels(name, layers)
     with communicator(rank, world, **config) as comm:
         return test_training.gradients(comm, *FORMS[name], layers=layers)
 

@@ -8,7 +8,7 @@ namespace moe_p2p::abi {
 inline constexpr i32 kMaxDomainRanks = 64;  // ranks whose memory a device maps: those of its node
 
 // The first wait of a communicator that ended without its word, for the host to tell. In pinned
-// host memory; `raised` is taken by compare-and-swap, so one story is told.
+// host memory, written by whoever sets DeviceState::aborted, so one story is told.
 struct Fault {
   u32 raised;  // FaultKind
   i32 phase;
@@ -39,7 +39,7 @@ struct DeviceState {
   // part counts such kernels and changes only when the last block has added.
   u64 launches;
   u64 next_step[2];  // kernel number n reads [n mod 2] and writes the other
-  u32 aborted;       // 1 once a wait failed: nobody waits any more
+  u32 aborted;       // 1 once a fault was raised: nobody waits any more
   u32 padding;
   u64 masks;  // i32 [W] on this device, not 0 for ranks that are masked (csrc/moe/masks.h); or null
   u32 reserved[22];

@@ -64,22 +64,6 @@ __device__ __forceinline__ u32 atom_inc_acq_rel_gpu_u32(u32* p, u32 last) {
                : "memory");
   return old;
 }
-__device__ __forceinline__ u32 atom_inc_acq_rel_sys_u32(u32* p, u32 last) {
-  u32 old;
-  asm volatile("atom.inc.acq_rel.sys.global.u32 %0, [%1], %2;"
-               : "=r"(old)
-               : "l"(p), "r"(last)
-               : "memory");
-  return old;
-}
-__device__ __forceinline__ u32 atom_cas_relaxed_sys_u32(u32* p, u32 expected, u32 v) {
-  u32 old;
-  asm volatile("atom.cas.relaxed.sys.global.b32 %0, [%1], %2, %3;"
-               : "=r"(old)
-               : "l"(p), "r"(expected), "r"(v)
-               : "memory");
-  return old;
-}
 
 // --- rows: read once or written for somebody else, so not worth a place in the first-level cache ---
 

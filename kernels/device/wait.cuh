@@ -15,9 +15,10 @@ __device__ inline DeviceState& state_of(const DeviceComm& comm) {
 
 __device__ __noinline__ void raise_fault(const DeviceComm& comm, FaultKind kind, Phase phase,
                                          i32 source, u64 step, u64 expected, u64 got) {
-  atomicExch(&state_of(comm).aborted, 1u);
+  // Not by a word of the fault: not every bus carries atomics to the host's memory.
+  if (atomicExch(&state_of(comm).aborted, 1u) != 0) return;
   auto* fault = reinterpret_cast<Fault*>(comm.fault);
-  if (atom_cas_relaxed_sys_u32(&fault->raised, kNoFault, kind) != kNoFault) return;
+  fault->raised = kind;
   fault->phase = static_cast<i32>(phase);
   fault->source = source;
   fault->step = step;

@@ -51,18 +51,13 @@ inline u64 ld_relaxed_sys_u64(const u64* p) {
 inline void st_release_cta_u32(u32* p, u32 v) { st_word(p, v); }
 inline u32 ld_acquire_cta_u32(const u32* p) { return ld_acquire_sys_u32(p); }
 inline void red_add_relaxed_gpu_u64(u64* p, u64 v) { __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST); }
-inline u32 atom_cas_relaxed_sys_u32(u32* p, u32 expected, u32 v) {
-  __atomic_compare_exchange_n(p, &expected, v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
-  return expected;
-}
-inline u32 atom_inc_acq_rel_sys_u32(u32* p, u32 last) {
+inline u32 atom_inc_acq_rel_gpu_u32(u32* p, u32 last) {
   u32 old = ld_word(p);
   while (!__atomic_compare_exchange_n(p, &old, old >= last ? 0 : old + 1, false, __ATOMIC_SEQ_CST,
                                       __ATOMIC_SEQ_CST)) {
   }
   return old;
 }
-inline u32 atom_inc_acq_rel_gpu_u32(u32* p, u32 last) { return atom_inc_acq_rel_sys_u32(p, last); }
 
 // --- rows ---
 
