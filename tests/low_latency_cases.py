@@ -6,6 +6,7 @@ comes.
 
 from __future__ import annotations
 
+import time
 from typing import Any, NamedTuple
 
 import pytest
@@ -275,19 +276,23 @@ def results_go(place: Place) -> None:
 
 
 def times_waited(place: Place) -> Tensor:
-    """[2, W]: of dispatches and combines; a rank that is always last waits for nobody."""
+    """[2, W]: of dispatches and combines. Rank 1 comes late to the first, so that rank 0 waits."""
     rank, device, buffer = place
+    late_s = 0.2 * (rank.rank == 1)
     waited = torch.zeros(2, rank.world_size, dtype=torch.int64, device=device)
     for seed, mode in enumerate(("sync", "hook", "sync", "hook")):
         batches = make_batches(seed, SOME[: rank.world_size], SHAPE)
         mine = batches[rank.rank].on(device)
         before = host(waited).clone()
+        time.sleep(late_s)
         rows, counts, handle = dispatch(
             buffer, mine, SHAPE, mode, dispatch_wait_recv_cost_stats=waited[0]
         )
         y = check_rows(batches, rank.rank, SHAPE, rows, counts, handle).to(device)
+        time.sleep(late_s)
         combine(buffer, y, mine, handle, mode, combine_wait_recv_cost_stats=waited[1])
         assert (host(waited) >= before).all()
+        late_s = 0.0
     return host(waited)
 
 
