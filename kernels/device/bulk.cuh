@@ -11,7 +11,7 @@
 namespace moe_p2p::device {
 
 // Rows go through shared memory. Nodes with neighbours keep to the other way: their gateways add rows
-// that several ranks hand in.
+// that several ranks push.
 static_assert(kOthers == 0);
 static_assert(!kSelfFlagged);  // copies put no mark on words
 
