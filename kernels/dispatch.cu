@@ -33,6 +33,7 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, MOE_P2P_BLOCKS_PER_S
           {.free = true, .dispatch = receives, .combine = false});
   } else if (role.send >= 0) {
     way::dispatch_send(p, steps.first, role.send);
+    copy_topk(p, role.send);
   } else {
     way::dispatch_recv(p, steps.first, role.recv);
   }

@@ -286,6 +286,17 @@ __device__ inline void end_chunk(const Sender& a) {
   __syncthreads();
 }
 
+// For a caller who writes over his topk_idx while the result is in use.
+__device__ inline void copy_topk(const DispatchParams& p, i32 block) {
+  if (!p.topk_copy) return;
+  const i32 num_words = p.num_rows * kTopk * (p.topk_is_int64 ? 2 : 1);
+  const auto* from = reinterpret_cast<const u32*>(p.topk_idx);
+  auto* to = reinterpret_cast<u32*>(p.topk_copy);
+  for (i32 i = block * kBlockThreads + static_cast<i32>(threadIdx.x); i < num_words;
+       i += p.grid.num_send_blocks * kBlockThreads)
+    to[i] = from[i];
+}
+
 __device__ inline void dispatch_send(const DispatchParams& p, u64 first_step, i32 block) {
   const i32 num_blocks = p.grid.num_send_blocks;
   const SendWorker worker = SendWorker::of(block, num_blocks);

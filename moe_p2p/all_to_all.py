@@ -25,7 +25,7 @@ from torch import Tensor
 from moe_p2p import arguments, errors
 from moe_p2p.dispatched import BY_RANK, Dispatched, DispatchOptions
 from moe_p2p.halves import Halves, with_more
-from moe_p2p.ops import WITH_RANGES, WITH_SOURCE, WITH_WAIT_TICKS, call
+from moe_p2p.ops import COPY_TOPK, WITH_RANGES, WITH_SOURCE, WITH_WAIT_TICKS, call
 
 _ops = torch.ops.moe_p2p
 _DISPATCH, _DISPATCH_INFERENCE = _ops.dispatch.default, _ops.dispatch_inference.default
@@ -68,6 +68,7 @@ class AllToAll(Halves):
         with_source: bool = False,
         with_ranges: bool = False,
         with_wait_ticks: bool = False,
+        copy_topk: bool = False,
         solo: bool = False,
         zero_padding: bool | None = None,
     ) -> Dispatched:
@@ -96,6 +97,8 @@ class AllToAll(Halves):
             (first row among the expert's) << 32 | number of rows.
         with_wait_ticks: also return how long each source was waited for, [W]: GPU clock cycles, or
             nanoseconds.
+        copy_topk: the result holds a copy of topk_idx, which may then be written over before the
+            result was combined.
         solo: no combine follows while other calls are under way (training does this by itself).
         zero_padding: rows without a token become zero. None: when autograd records this call.
             Experts that train need it: the gradient of their weights multiplies all rows.
@@ -115,6 +118,7 @@ class AllToAll(Halves):
             with_source,
             with_ranges,
             with_wait_ticks,
+            copy_topk,
             solo,
             zero_padding,
         )
@@ -172,6 +176,7 @@ class AllToAll(Halves):
         source = next(rest) if outputs & WITH_SOURCE else None
         ranges = next(rest) if outputs & WITH_RANGES else None
         wait_ticks = next(rest) if outputs & WITH_WAIT_TICKS else None
+        topk = next(rest) if outputs & COPY_TOPK else topk_idx
         row_topk = next(rest) if by_rank else None
         return (
             rows,
@@ -182,7 +187,7 @@ class AllToAll(Halves):
             offsets,
             source,
             handle,
-            topk_idx,
+            topk,
             tokens,
             layout,
             zeroed,

@@ -19,7 +19,7 @@ from moe_p2p.dispatched import (
     DispatchOptions,
     Layout,
 )
-from moe_p2p.ops import WITH_RANGES, WITH_SOURCE, WITH_WAIT_TICKS, CommunicatorShape
+from moe_p2p.ops import COPY_TOPK, WITH_RANGES, WITH_SOURCE, WITH_WAIT_TICKS, CommunicatorShape
 
 ALL_ROWS = -1  # as a number of tokens
 NO_FP8_GRADIENT = (
@@ -72,6 +72,7 @@ def dispatch_options(
     with_source: bool = False,
     with_ranges: bool = False,
     with_wait_ticks: bool = False,
+    copy_topk: bool = False,
     solo: bool = False,
     zero_padding: bool | None = None,
 ) -> DispatchOptions:
@@ -94,7 +95,10 @@ def dispatch_options(
         Layout(rows, capacity, alignment),
         column_scales,
         zero_padding,
-        with_source * WITH_SOURCE + with_ranges * WITH_RANGES + with_wait_ticks * WITH_WAIT_TICKS,
+        with_source * WITH_SOURCE
+        + with_ranges * WITH_RANGES
+        + with_wait_ticks * WITH_WAIT_TICKS
+        + copy_topk * COPY_TOPK,
         solo,
     )
 

@@ -26,7 +26,7 @@ class Layout(NamedTuple):
 
 # What a dispatch is asked for beside its tensors, as its op takes it: max_tokens, quantize, scale
 # format as its position in SCALE_FORMATS, layout, column_scales, zero_padding (None: when autograd
-# records the call), sum of WITH_SOURCE, WITH_RANGES and WITH_WAIT_TICKS (ops.py), solo. Without
+# records the call), sum of WITH_SOURCE and the like (ops.py), solo. Without
 # names, for every dispatch of AllToAll makes one: with them a pair takes 0.25 us more of 3.5 (two
 # shared cores, benchmarks/bench_host_time.py).
 DispatchOptions = tuple[int, bool, int, Layout, bool, bool | None, int, bool]
@@ -47,7 +47,7 @@ class Dispatched(NamedTuple):
     offsets: Tensor  # [E_local + 1] int32: first row of each expert in [R]; by rank [W + 1]: source
     source: Tensor | None  # [R, 2] int32: source rank and its token; with_source only
     handle: Tensor  # int32, opaque
-    topk_idx: Tensor  # [T, K], as it was given
+    topk_idx: Tensor  # [T, K], as it was given, or with copy_topk a copy
     max_tokens: int  # of this call
     layout: Layout
     zero_padding: bool  # rows without a token are zero

@@ -21,7 +21,7 @@ from moe_p2p.dispatched import (
     PendingCombine,
     PendingDispatch,
 )
-from moe_p2p.ops import WITH_RANGES, WITH_SOURCE, WITH_WAIT_TICKS, call, new_scales
+from moe_p2p.ops import COPY_TOPK, WITH_RANGES, WITH_SOURCE, WITH_WAIT_TICKS, call, new_scales
 
 _ops = torch.ops.moe_p2p
 
@@ -57,6 +57,7 @@ class Halves(Communicator):
         with_source: bool = False,
         with_ranges: bool = False,
         with_wait_ticks: bool = False,
+        copy_topk: bool = False,
         solo: bool = False,
         zero_padding: bool = False,
     ) -> PendingDispatch:
@@ -79,6 +80,7 @@ class Halves(Communicator):
             with_source,
             with_ranges,
             with_wait_ticks,
+            copy_topk,
             solo,
             zero_padding,
         )
@@ -101,7 +103,7 @@ class Halves(Communicator):
         count_on_host: int = arguments.ALL_ROWS,
     ) -> PendingDispatch:
         """As AllToAll.dispatch_with."""
-        tokens, quantize, scale_format, layout, _, _, _, solo = options
+        tokens, quantize, scale_format, layout, _, _, outputs, solo = options
         self._prepare_dispatch(x.dtype, quantize, scale_format, layout.rows == BY_RANK, False)
         words = self._shape.handle_words(x.shape[0], tokens)
         handle = torch.empty(words, dtype=torch.int32, device=x.device)
@@ -125,7 +127,7 @@ class Halves(Communicator):
         has_scales = quantize or scales is not None
         return PendingDispatch(
             handle,
-            topk_idx,
+            topk_idx.clone() if outputs & COPY_TOPK else topk_idx,
             options,
             torch.float8_e4m3fn if quantize else x.dtype,
             self._shape.scales_of(scales, scale_format) if has_scales else None,

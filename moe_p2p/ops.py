@@ -27,7 +27,7 @@ from moe_p2p import errors
 from moe_p2p.dispatched import BY_RANK, PADDED, SCALE_FORMATS
 
 SCALE_BLOCK = 128  # values that share one fp8 scale
-WITH_SOURCE, WITH_RANGES, WITH_WAIT_TICKS = 1, 2, 4  # `outputs` of dispatch
+WITH_SOURCE, WITH_RANGES, WITH_WAIT_TICKS, COPY_TOPK = 1, 2, 4, 8  # `outputs` of dispatch
 UE8M0 = SCALE_FORMATS.index("ue8m0")
 _HANDLE_META_WORDS = 16
 _HANDLE_NUM_TOKENS = 5  # position of num_tokens in it (kernels/abi/layout.h, HandleMeta)
@@ -155,6 +155,8 @@ def _fake_dispatch(
         more.append(x.new_empty((experts, shape.world_size), dtype=torch.int64))
     if outputs & WITH_WAIT_TICKS:
         more.append(x.new_empty((shape.world_size,), dtype=torch.int64))
+    if outputs & COPY_TOPK:
+        more.append(topk_idx.new_empty(topk_idx.shape))
     if by_rank:
         more.append(topk_idx.new_empty((num_rows, topk)))
     return (

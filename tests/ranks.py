@@ -58,8 +58,10 @@ def _told(error: BaseException) -> BaseException:
 
 
 def _finish(results: list[Any], return_errors: bool) -> list[Any]:
-    failed = {r: e for r, e in enumerate(results) if isinstance(e, BaseException)}
-    if failed and not return_errors:
+    """return_errors: but not a test's own assertions, which no test asks a rank to fail."""
+    unwanted = AssertionError if return_errors else BaseException
+    failed = {r: e for r, e in enumerate(results) if isinstance(e, unwanted)}
+    if failed:
         stories = [
             f"--- rank {r} ---\n{e.__dict__.get('story', repr(e))}" for r, e in failed.items()
         ]

@@ -147,6 +147,27 @@ def test_halves_have_all_that_the_whole_call_has(layout: str) -> None:
     run_threads(2, body)
 
 
+@pytest.mark.parametrize("halves", [False, True])
+def test_topk_may_be_written_over_once_it_is_copied(halves: bool) -> None:
+    def body(rank: Rank) -> None:
+        with make(rank, ranks_per_node=1) as comm:
+            tokens = [make_tokens(0, r, 5 + r) for r in range(2)]
+            wanted = expect(topology_of(comm), tokens, max_tokens=12)
+            mine = tokens[rank.rank]
+            given: Any = dispatch_arguments(comm, wanted) | {"topk_idx": mine.topk_idx.clone()}
+            if halves:
+                received = comm.dispatch_recv(comm.dispatch_send(**given, copy_topk=True))
+            else:
+                received = comm.dispatch(**given, copy_topk=True)
+            given["topk_idx"].fill_(-1)
+            assert torch.equal(received.topk_idx, mine.topk_idx)
+            late = {"topk_weights": mine.topk_weights}  # by the experts of topk_idx
+            out = comm.combine(dispatched=received, **late, **combine_arguments(comm, wanted))
+            assert torch.equal(out, wanted.out[rank.rank])
+
+    run_threads(2, body)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_sums_go_into_a_tensor_of_the_caller(layout: str) -> None:
     def body(rank: Rank) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from moe_p2p.bench import api_worker, command
+from moe_p2p.bench import api_worker, command, gpu_timing
 from moe_p2p.bench.api_report import ApiRow, HostTime, table
 from moe_p2p.bench.cases import make_job
 from moe_p2p.bench.gpu_calls import Calls
@@ -98,12 +99,15 @@ def test_host_time_is_of_pairs_in_a_row_and_of_one_alone(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     monkeypatch.setattr(api_worker.dist, "barrier", lambda: None)
-    monkeypatch.setattr(api_worker.dist, "all_reduce", lambda median, _: median.add_(1))
+    monkeypatch.setattr(api_worker.dist, "all_reduce", lambda spans, _: spans.add_(1))
     monkeypatch.setattr(api_worker.time, "perf_counter", lambda: now)
     calls = Calls(system="any", dispatch=dispatch, combine=lambda: None, capturable=False)
-    host = api_worker._host_time(calls)
-    assert host == HostTime(us=4.0, alone_us=51.0)  # the slowest rank's is 1 us more
-    assert waited == 2 * (api_worker.HOST_ROUNDS + 1)
+    other = replace(calls, dispatch=lambda: None)
+    hosts = api_worker._host_times([calls, other])
+    assert hosts[calls] == HostTime(us=4.0, alone_us=51.0)  # the slowest rank's is 1 us more
+    assert hosts[other] == HostTime(us=1.0, alone_us=1.0)
+    rounds = gpu_timing.MIN_ROUNDS + 1  # all_reduce says that one takes a second
+    assert waited == 2 * (2 * rounds + 1)
 
 
 def test_the_table_has_both_host_times() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import deep_ep_cases as normal
 import elastic_cases as elastic
 import gpu_ranks
 import low_latency_cases as low_latency
@@ -84,3 +85,32 @@ def test_low_latency_calls(world: World) -> None:
 @pytest.mark.parametrize("world", WORLDS)
 def test_elastic_buffer(world: World) -> None:
     gpu_ranks.run(world, _elastic, processes=True, deadline_s=_DEADLINE_S)
+
+
+# What the real DeepEP has no kernels for: such numbers of ranks and tokens, ranks without tokens.
+ODD_WORLDS = gpu_ranks.worlds((3, 3), (5, 5), (6, 6), (7, 7))
+ODD_COUNTS = [5, 3, 0, 12, 1, 0, 7]
+
+
+def _odd(rank: Rank, world: World) -> None:
+    shape = low_latency.SHAPE._replace(num_experts=2 * world.ranks)
+    many = shape._replace(max_tokens=768, hidden_dim=128)
+    checks: list[tuple[Any, ...]] = [
+        (low_latency.one_step, shape, ODD_COUNTS, "fp8"),
+        (low_latency.one_step, many, [768, 700, 0, 1, 768, 5, 64], "ue8m0"),
+    ]
+    _check_all(rank, world, low_latency, checks)
+    calls = (elastic.Call(), elastic.Call(do_expand=True, do_cpu_sync=False))
+    checks = [(elastic.steps, call, shape, [ODD_COUNTS]) for call in calls]
+    _check_all(rank, world, elastic, checks)
+    place = normal.open_buffer(rank, "cuda")
+    counts = tuple(ODD_COUNTS[: world.ranks])
+    setting = normal.Setting(num_tokens=counts, num_experts=2 * world.ranks, fp8=True)
+    for check in (normal.check_layout, normal.check_dispatch, normal.check_combine):
+        check(place, setting)
+    place.buffer.destroy()
+
+
+@pytest.mark.parametrize("world", ODD_WORLDS)
+def test_worlds_that_deep_ep_refuses(world: World) -> None:
+    gpu_ranks.run(world, _odd, processes=True, deadline_s=_DEADLINE_S)

@@ -364,8 +364,11 @@ def test_wait_ticks_name_the_rank_that_comes_late(world: World) -> None:
 
 
 def several_outputs(comm: AllToAll, step: Wanted) -> Dispatched:
-    arguments = dispatch_arguments(comm, step) | {"with_ranges": True, "with_wait_ticks": True}
-    return comm.dispatch(**arguments, column_scales=True, solo=True)
+    wanted = {"with_ranges": True, "with_wait_ticks": True, "copy_topk": True}
+    arguments = dispatch_arguments(comm, step)
+    got = comm.dispatch(**arguments, **wanted, column_scales=True, solo=True)
+    assert got.topk_idx is not arguments["topk_idx"]
+    return got
 
 
 def outputs(rank: Rank, world: World, wanted: list[Wanted]) -> None:
@@ -377,6 +380,7 @@ def outputs(rank: Rank, world: World, wanted: list[Wanted]) -> None:
             assert_received(on_cpu(got), step.received[rank.rank])
             assert got.ranges is not None
             assert torch.equal(got.ranges.cpu(), step.received[rank.rank].ranges)
+            assert torch.equal(got.topk_idx.cpu(), step.tokens[rank.rank].topk_idx)
 
 
 @pytest.mark.parametrize("world", worlds((2, 2), (4, 2)))

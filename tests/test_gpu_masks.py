@@ -217,6 +217,7 @@ def killed(rank: Rank, world: World) -> float:
     comm = masking(rank, world, timeout_s=6.0)
     for seed in range(3):
         step(comm, seed, [])
+    meet(rank, "all writes have come", world.ranks)  # who is killed takes his with him
     began = time.monotonic()
     if rank.rank == lost:
         comm.dispatch(**given_by(comm, 3))

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import test_autograd
 import test_training
@@ -37,25 +37,30 @@ def communicator(rank: Rank, world: World, **config: Any) -> AllToAll:
     return make(rank, world, **(fixed | config))
 
 
-def load_kernels(name: str, layers: int) -> None:
-    """Loads what torch needs for this form, on a communicator of one rank.
+class OneByOne(TorchDispatchMode):
+    """Calls of this package end before anything else is called.
 
-    As many layers: gradients of what several share are added up by a kernel of its own.
-
-    At its first use a kernel of torch is loaded when those that run have ended. They may wait for
-    the software NIC between nodes, whose copies wait for that load.
+    Between nodes, before others are tested: at its first use a kernel of torch or Triton is loaded
+    when those that run have ended. They may wait for the software NIC, whose copies wait for that
+    load.
     """
-    alone = Rank(0, 1, dist.HashStore())
-    with communicator(alone, World(1, 1)) as comm:
-        test_training.gradients(comm, *FORMS[name], layers=layers)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == "moe_p2p" and DEVICE == "cuda":
+            torch.cuda.current_stream().synchronize()
+        return result
 
 
 def gradients(
     rank: Rank, world: World, config: dict[str, Any], name: str, layers: int
 ) -> test_autograd.Gradients:
-    if world.per_node < world.ranks:
-        load_kernels(name, layers)
     with communicator(rank, world, **config) as comm:
+        if world.per_node < world.ranks:
+            with OneByOne():
+                test_training.gradients(comm, *FORMS[name], layers=layers)
         return test_training.gradients(comm, *FORMS[name], layers=layers)
 
 
@@ -160,8 +165,11 @@ def test_ranks_train_as_one_process_does(world: World) -> None:
 def compiled(rank: Rank, world: World, backend: str, checkpoints: bool) -> int:
     with communicator(rank, world, steps_in_flight=4) as comm:
         # Grids of torch 2.11's inductor divide by the number of tokens.
-        none = backend != "inductor"
-        return test_training.compiled(comm, backend, checkpoints=checkpoints, none=none, **CLOSE)
+        options = {"checkpoints": checkpoints, "none": backend != "inductor", **CLOSE}
+        if world.per_node < world.ranks:
+            with OneByOne(), torch.compiler.set_stance("force_eager"):
+                test_training.compiled(comm, backend, **options)
+        return test_training.compiled(comm, backend, **options)
 
 
 @pytest.mark.parametrize(

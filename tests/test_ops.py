@@ -17,7 +17,7 @@ from cases import HIDDEN_DIM, TOPK, make, make_tokens
 from moe_p2p import AllToAll, Engine, errors
 from moe_p2p.dispatched import BY_RANK, GROUPED, PADDED
 from moe_p2p.engine import tensor_from
-from moe_p2p.ops import UE8M0, WITH_RANGES, WITH_SOURCE
+from moe_p2p.ops import COPY_TOPK, UE8M0, WITH_RANGES, WITH_SOURCE
 from ranks import Rank
 
 ops = torch.ops.moe_p2p
@@ -79,7 +79,7 @@ DISPATCHES: dict[str, dict[str, Any]] = {
     "no weights": {"topk_weights": None, "num_tokens_host": 2},
     "by rank": {
         "layout": BY_RANK,
-        "outputs": WITH_SOURCE,
+        "outputs": WITH_SOURCE + COPY_TOPK,
         "extras": [torch.ones(5, 3, dtype=torch.int64)],
     },
     "packed scales": {

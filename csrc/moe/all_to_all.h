@@ -85,6 +85,7 @@ struct DispatchSend {
   std::vector<ExtraPart> extras;
   const void* topk_idx = nullptr;  // [T, K] int32 or int64, -1 = none
   bool topk_is_int64 = true;
+  void* topk_copy = nullptr;  // on a GPU: as topk_idx, which the caller may then write over
   const float* topk_weights = nullptr;      // [T, K]; null: 1
   int64_t num_rows = 0;                     // T
   int64_t num_tokens = 0;                   // rows that count, <= T

@@ -217,6 +217,7 @@ void DeviceKernels::fill(abi::DispatchParams& p, const DispatchSend& send) const
   p.x = address(send.x);
   p.scales = address(send.scales);
   p.topk_idx = address(send.topk_idx);
+  p.topk_copy = address(send.topk_copy);
   p.topk_weights = address(send.topk_weights);
   p.num_tokens = address(send.device_num_tokens);
   p.num_tokens_host = static_cast<int32_t>(send.num_tokens);

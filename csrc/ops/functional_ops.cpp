@@ -50,7 +50,7 @@ std::optional<Tensor> make_scales(const AllToAllObject& comm, const Layout& layo
 }
 
 // The bits of `outputs` in the schema.
-enum Outputs : int64_t { kSource = 1, kRanges = 2, kWaitTicks = 4 };
+enum Outputs : int64_t { kSource = 1, kRanges = 2, kWaitTicks = 4, kTopkCopy = 8 };
 
 using Dispatched = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, std::vector<Tensor>>;
 
@@ -69,7 +69,7 @@ Dispatched dispatch(int64_t comm_id, const Tensor& x, std::optional<Tensor> scal
 
   const int64_t num_rows = x.dim() > 0 ? x.size(0) : 0;
   const Tensor handle = make_handle(*comm, num_rows, max_tokens, solo);
-  const auto send =
+  auto send =
       dispatch_send_from(*comm,
                          {x, scales, extras, topk_idx, topk_weights, num_tokens, num_tokens_host,
                           max_tokens, quantize, scale_format, layout_number, solo},
@@ -90,6 +90,13 @@ Dispatched dispatch(int64_t comm_id, const Tensor& x, std::optional<Tensor> scal
   const auto source = make_more(outputs & kSource, {rows, 2}, ScalarType::Int);
   const auto ranges = make_more(outputs & kRanges, {experts, world_size}, ScalarType::Long);
   const auto wait_ticks = make_more(outputs & kWaitTicks, {world_size}, ScalarType::Long);
+  if (const auto copy =
+          make_more(outputs & kTopkCopy, {send.num_rows, topk}, topk_idx.scalar_type())) {
+    send.topk_copy = mutable_data_of(*copy);
+    if (comm->device < 0)
+      std::memcpy(send.topk_copy, send.topk_idx,
+                  static_cast<size_t>(topk_idx.numel()) * (send.topk_is_int64 ? 8 : 4));
+  }
   const auto row_topk = make_more(layout.by_rank(), {rows, topk}, topk_idx.scalar_type());
   for (const Tensor& extra : extras)
     row_extras.push_back(make_rows(layout, experts, extra.size(1), extra.scalar_type()));

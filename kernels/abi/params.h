@@ -115,6 +115,7 @@ struct DispatchParams {
   u64 scales;        // f32 [T, ceil(H / 128)], or 4-byte words of the caller's own, or 0
   u64 topk_idx;      // i32 or i64 [T, K]
   u64 topk_weights;  // f32 [T, K] or 0
+  u64 topk_copy;     // as topk_idx, or 0
   u64 num_tokens;    // i32 or i64 on the device, or 0
   i32 num_tokens_host;
   i32 num_rows;  // T

@@ -33,7 +33,8 @@ from moe_p2p.bench.systems import MoeP2p, finish
 from moe_p2p.reference import Tokens
 
 OURS = "moe_p2p.deep_ep"
-HOST_ROUNDS = 100  # each begins on an idle device
+# Of timing the host alone, for each system; a round begins on an idle device.
+HOST_SECONDS = 0.4
 # Pairs of a row: before the clock starts, and by the clock. More might fill the queue of launches,
 # and the host would wait for the device.
 WARM_PAIRS, TIMED_PAIRS = 4, 16
@@ -50,7 +51,7 @@ class Clock:
     """How systems are timed on this device."""
 
     measure: Callable[[Sequence[Calls]], list[Timed]]
-    host: Callable[[Calls], HostTime]
+    host: Callable[[Sequence[Calls]], dict[Calls, HostTime]]
     close: Callable[[], None]
 
 
@@ -114,7 +115,7 @@ def _case(
             )
             found += deep_ep.systems(api, notes, interfaces=[interface])
         timed = clock.measure([calls for calls, _ in found])
-        host = {calls: clock.host(calls) for calls, _ in found}
+        host = clock.host([calls for calls, _ in found])
         stories = {calls: everyones(story) for calls, story in found}
         finish(options.device)
         dist.barrier()  # nobody closes what another one still uses
@@ -147,18 +148,20 @@ def _gpu_clock(options: Options, rank: int) -> Clock:
         probe.check()
         return found
 
-    return Clock(measure=timed, host=_host_time, close=probe.close)
+    return Clock(measure=timed, host=_host_times, close=probe.close)
 
 
-def _host_time(calls: Calls) -> HostTime:
-    row = _until_issued(calls, warm=WARM_PAIRS, timed=TIMED_PAIRS)
-    return HostTime(us=row, alone_us=_until_issued(calls, warm=0, timed=1))
+def _host_times(systems: Sequence[Calls]) -> dict[Calls, HostTime]:
+    """In turns: hosts have tenths of a second in which everything takes twice as long."""
+    rows = _until_issued(systems, warm=WARM_PAIRS, timed=TIMED_PAIRS)
+    alone = _until_issued(systems, warm=0, timed=1)
+    return {calls: HostTime(us=rows[calls], alone_us=alone[calls]) for calls in systems}
 
 
-def _until_issued(calls: Calls, *, warm: int, timed: int) -> float:
-    """Microseconds until the calls of an eager pair return: median, slowest rank."""
-    spans = []
-    for _ in range(HOST_ROUNDS):
+def _until_issued(systems: Sequence[Calls], *, warm: int, timed: int) -> dict[Calls, float]:
+    """Microseconds until the calls of an eager pair return: median, slowest rank of each round."""
+
+    def span(calls: Calls) -> tuple[float]:
         torch.cuda.synchronize()
         dist.barrier()
         for _ in range(warm):
@@ -166,11 +169,12 @@ def _until_issued(calls: Calls, *, warm: int, timed: int) -> float:
         started = time.perf_counter()
         for _ in range(timed):
             calls.pair()
-        spans.append((time.perf_counter() - started) / timed)
+        return ((time.perf_counter() - started) / timed * 1e6,)
+
+    runs = {calls: functools.partial(span, calls) for calls in systems}
+    spans = interleaved(runs, seconds=HOST_SECONDS)
     torch.cuda.synchronize()
-    median = torch.tensor(spans, dtype=torch.float64).median() * 1e6
-    dist.all_reduce(median, dist.ReduceOp.MAX)
-    return round(float(median), 1)
+    return {calls: round(float(values.median()), 1) for calls, values in spans.items()}
 
 
 # --- CPUs ---
@@ -178,7 +182,11 @@ def _until_issued(calls: Calls, *, warm: int, timed: int) -> float:
 
 def _cpu_clock(options: Options) -> Clock:
     measure_all = functools.partial(_by_wall, seconds=options.seconds / 4)
-    return Clock(measure=measure_all, host=lambda _: HostTime(None, None), close=lambda: None)
+    return Clock(measure=measure_all, host=_no_host_times, close=lambda: None)
+
+
+def _no_host_times(systems: Sequence[Calls]) -> dict[Calls, HostTime]:
+    return dict.fromkeys(systems, HostTime(None, None))
 
 
 def _by_wall(systems: Sequence[Calls], *, seconds: float) -> list[Timed]:

@@ -76,7 +76,8 @@ class ElasticBuffer(ElasticBase):
         assert not do_zero_padding or do_expand, "do_zero_padding needs do_expand"
         with self._streams.turn(values, previous_event, async_with_compute_stream) as turn:
             wait_for(previous_event_before_epilogue, values)
-            form = (do_expand, do_zero_padding, use_tma_aligned_col_major_sf)
+            copies = do_handle_copy and handle is None
+            form = (do_expand, do_zero_padding, use_tma_aligned_col_major_sf, copies)
             if handle is None:
                 assert topk_idx is not None, "topk_idx is missing, and there is no handle"
                 assert num_experts is not None, "num_experts is missing, and there is no handle"
@@ -96,7 +97,7 @@ class ElasticBuffer(ElasticBase):
                     form,
                 )
                 all_to_all, counts, options = self._made.get(key) or self._make(values, key)
-                topk = topk_idx.clone() if do_handle_copy else topk_idx
+                topk = topk_idx.contiguous()
                 if sync:
                     counts = self._count(all_to_all, topk, alignment)
                     options = counts.options(all_to_all, num_tokens, alignment, form)

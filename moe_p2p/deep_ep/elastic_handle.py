@@ -21,7 +21,8 @@ from moe_p2p.deep_ep.releasing import ReleasingAllToAll
 from moe_p2p.dispatched import Dispatched, DispatchOptions
 
 _HANDLE_META_WORDS = 16  # kernels/abi/layout.h, HandleMeta
-Form = tuple[bool, bool, bool]  # do_expand, do_zero_padding, use_tma_aligned_col_major_sf
+# do_expand, do_zero_padding, use_tma_aligned_col_major_sf, whether topk_idx is copied
+Form = tuple[bool, bool, bool, bool]
 
 
 class RowCounts(NamedTuple):
@@ -43,7 +44,7 @@ class RowCounts(NamedTuple):
         self, all_to_all: ReleasingAllToAll, num_tokens: int, alignment: int, form: Form
     ) -> DispatchOptions:
         """Those of a dispatch that brings so many rows, in this form."""
-        do_expand, zero_padding, column_scales = form
+        do_expand, zero_padding, column_scales, copy_topk = form
         return all_to_all.options(
             num_tokens,
             layout="grouped" if do_expand else "by_rank",
@@ -51,6 +52,7 @@ class RowCounts(NamedTuple):
             alignment=alignment if do_expand else 1,
             column_scales=column_scales,
             with_source=True,
+            copy_topk=copy_topk,
             zero_padding=zero_padding,
         )
 

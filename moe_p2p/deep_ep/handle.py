@@ -69,7 +69,11 @@ class Handle(Sequence[Tensor]):
 
 
 def by_rank_options(
-    all_to_all: ReleasingAllToAll, extent: Extent, *, with_source: bool = False
+    all_to_all: ReleasingAllToAll,
+    extent: Extent,
+    *,
+    with_source: bool = False,
+    copy_topk: bool = False,
 ) -> DispatchOptions:
     """Of a dispatch of so much."""
     return all_to_all.options(
@@ -77,6 +81,7 @@ def by_rank_options(
         layout="by_rank",
         capacity=extent.num_rows,
         with_source=with_source,
+        copy_topk=copy_topk,
         solo=True,
     )
 

@@ -119,7 +119,7 @@ class NormalCalls(BufferBase):
             if topk_idx is None:
                 topk = _ranks_as_topk(is_token_in_rank, num_experts)
             else:
-                topk = topk_idx.clone()  # the handle's: the caller may write over topk_idx
+                topk = topk_idx.contiguous()
             all_to_all = self._all_to_all(num_experts, topk.shape[1], values, config)
             if num_worst_tokens > 0:
                 assert topk_idx is not None, "num_worst_tokens needs topk_idx"
@@ -129,13 +129,15 @@ class NormalCalls(BufferBase):
                     num_tokens_per_rank, num_tokens_per_expert, values.shape[0]
                 )
                 extent = agree_on_extent(all_to_all, counts, expert_alignment)
-            options = by_rank_options(all_to_all, extent, with_source=True)
+            # The handle has a copy of topk_idx: the caller may write over his.
+            copies = topk_idx is not None
+            options = by_rank_options(all_to_all, extent, with_source=True, copy_topk=copies)
             fields = _send(all_to_all, options, values, scales, topk, topk_weights)
             received = without_rows(fields)
             new_handle = Handle(all_to_all, received, extent, is_token_in_rank)
             if async_finish:
                 layout = (num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank)
-                given = (values, scales, topk_idx, topk_weights, *layout)
+                given = (values, scales, topk_idx, topk, topk_weights, *layout)
                 turn.uses(given, tensors_of(fields))
         return (
             _rows_of(fields, scales),
