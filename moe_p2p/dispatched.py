@@ -26,9 +26,9 @@ class Layout(NamedTuple):
 
 # What a dispatch is asked for beside its tensors, as its op takes it: max_tokens, quantize, scale
 # format as its position in SCALE_FORMATS, layout, column_scales, zero_padding (None: when autograd
-# records the call), sum of WITH_SOURCE and the like (ops.py), solo. Without
-# names, for every dispatch of AllToAll makes one: with them a pair takes 0.25 us more of 3.5 (two
-# shared cores, benchmarks/bench_host_time.py).
+# records the call), sum of WITH_SOURCE and the like (ops.py), solo. Without names, for every
+# dispatch of AllToAll makes one: with them a pair takes 0.25 us more of 3.5 (two shared cores,
+# benchmarks/bench_host_time.py).
 DispatchOptions = tuple[int, bool, int, Layout, bool, bool | None, int, bool]
 
 

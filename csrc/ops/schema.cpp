@@ -7,8 +7,9 @@
 namespace {
 
 // scale_format and layout are numbers of kernels/abi/layout.h. `outputs` adds up what is wanted: 1
-// source, 2 ranges, 4 wait_ticks, 8 a copy of topk_idx. `more` holds these in this order, then row_topk where rows lie by
-// rank, then the extras; that of combine holds the scalars, then the wait_ticks.
+// source, 2 ranges, 4 wait_ticks, 8 a copy of topk_idx. `more` holds these in this order, then
+// row_topk where rows lie by rank, then the extras; that of combine holds the scalars, then the
+// wait_ticks.
 //
 // Whole calls come twice. The `_inference` ones have no autograd: torch.library puts a Python
 // function in front of the others, which doubles what a call of few tokens costs.
