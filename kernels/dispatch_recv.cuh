@@ -303,8 +303,8 @@ __device__ inline void begin_chunk(const Receiver& a, const RecvWorker& worker, 
                                    i32 chunk) {
   read_headers(a, step, chunk);
   if (chunk == 0) place_rows(a, step);
-  // Behind the headers alone too: there is one barrier already, but with no other compute-sanitizer's
-  // racecheck takes what the last warps read of them for a race, in most runs.
+  // A second barrier behind the headers of later chunks: with the one in read_headers alone,
+  // compute-sanitizer's racecheck takes what the last warps read of them for a race, in most runs.
   __syncthreads();
   if (chunk > 0) return;
   if constexpr (kByRank) clear_topk(a, worker);

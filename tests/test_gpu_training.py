@@ -6,7 +6,9 @@ run in one thread per device. On the CPU, where GPUs are emulated, it runs in th
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -38,12 +40,7 @@ def communicator(rank: Rank, world: World, **config: Any) -> AllToAll:
 
 
 class OneByOne(TorchDispatchMode):
-    """Calls of this package end before anything else is called.
-
-    Between nodes, before others are tested: at its first use a kernel of torch or Triton is loaded
-    when those that run have ended. They may wait for the software NIC, whose copies wait for that
-    load.
-    """
+    """Calls of this package end before anything else is called."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -54,14 +51,24 @@ class OneByOne(TorchDispatchMode):
         return result
 
 
+def load_kernels(world: World, body: Callable[[], object]) -> None:
+    """Between nodes, does once what is to be tested, call by call.
+
+    At its first use a kernel of torch or Triton is loaded when those that run have ended. They may
+    wait for the software NIC, whose copies wait for that load.
+    """
+    if world.per_node < world.ranks:
+        with OneByOne(), torch.compiler.set_stance("force_eager"):
+            body()
+
+
 def gradients(
     rank: Rank, world: World, config: dict[str, Any], name: str, layers: int
 ) -> test_autograd.Gradients:
     with communicator(rank, world, **config) as comm:
-        if world.per_node < world.ranks:
-            with OneByOne():
-                test_training.gradients(comm, *FORMS[name], layers=layers)
-        return test_training.gradients(comm, *FORMS[name], layers=layers)
+        body = functools.partial(test_training.gradients, comm, *FORMS[name], layers=layers)
+        load_kernels(world, body)
+        return body()
 
 
 FORMS: dict[str, tuple[test_training.Form, dict[str, Any]]] = {
@@ -132,7 +139,8 @@ def train(layer: MoELayer, ranks: list[int], device: str, reduce: Any) -> list[T
 
 def trained(rank: Rank, world: World) -> list[Tensor]:
     with communicator(rank, world) as comm:
-        layer = test_training.make_layer(comm).to(DEVICE)
+        layer, other = (test_training.make_layer(comm).to(DEVICE) for _ in range(2))
+        load_kernels(world, lambda: train(other, [rank.rank], DEVICE, lambda weight, step: None))
 
         def reduce(weight: Tensor, step: int) -> None:
             """Adds up the gradients of what all ranks have, as a data-parallel engine does."""
@@ -166,10 +174,9 @@ def compiled(rank: Rank, world: World, backend: str, checkpoints: bool) -> int:
     with communicator(rank, world, steps_in_flight=4) as comm:
         # Grids of torch 2.11's inductor divide by the number of tokens.
         options = {"checkpoints": checkpoints, "none": backend != "inductor", **CLOSE}
-        if world.per_node < world.ranks:
-            with OneByOne(), torch.compiler.set_stance("force_eager"):
-                test_training.compiled(comm, backend, **options)
-        return test_training.compiled(comm, backend, **options)
+        body = functools.partial(test_training.compiled, comm, backend, **options)
+        load_kernels(world, body)
+        return body()
 
 
 @pytest.mark.parametrize(
