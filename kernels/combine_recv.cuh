@@ -154,7 +154,7 @@ __device__ inline void begin_chunk(const CombineParams& p, const Self& self,
 
 __device__ inline void end_chunk(const CombineParams& p, const Self& self, const RecvWorker& worker,
                                  u64 step, i32 block) {
-  if (block == 0) end_step(p, self, step);
+  if (kOthers == 0 && block == 0) end_step(p, self, step);  // else the block that relays does
   if (p.num_chunks > kSteps) say_sums_read(p, worker, step);
 }
 

@@ -17,9 +17,8 @@ struct FoundRows {
   bool arrived[2];
 };
 struct RecvScratch : FoundRows {
-  // Of self-flagged slots: what lies before the payload, and behind it.
-  u32 head[2][kSelfFlagged ? kHeadWords : 1];
-  u32 scale[2][kSelfFlagged && kScaled ? kScales : 1];
+  u32 head[2][kHeadWords];  // what lies before the payload
+  u32 scale[2][kSelfFlagged && kScaled ? kScales : 1];  // of self-flagged slots: what lies behind it
   u32 mine[RecvWorker::kThreads / 32];  // bit j: item j of the batch has rows of ours
 };
 struct RecvShared {

@@ -93,17 +93,18 @@ __device__ inline void find_rows(const Receiver& a, i32 lane, i32 chunk, const I
   }
 }
 
-// Of a self-flagged slot: its head, by the first warp, into shared memory.
-__device__ inline void take_head(const Receiver& a, i32 lane, char* from, i32 buffer,
+// The head of a slot, by the first warp, into shared memory: all of it for the latency of one load. takes:
+// it flags itself.
+__device__ inline void read_head(const Receiver& a, i32 lane, char* from, bool takes, i32 buffer,
                                  const Awaited& what, RecvScratch& w) {
   constexpr i32 kEach = (kHeadWords + 31) / 32;
   const auto at = [&](i32 i) { return reinterpret_cast<u32*>(from) + i * 32 + lane; };
   u32 word[kEach];
 #pragma unroll
-  for (i32 i = 0; i < kEach; ++i) word[i] = ld_relaxed_sys_u32(at(i));
+  for (i32 i = 0; i < kEach; ++i) word[i] = takes ? ld_relaxed_sys_u32(at(i)) : *at(i);
 #pragma unroll
   for (i32 i = 0; i < kEach; ++i)
-    w.head[buffer][i * 32 + lane] = take_word(a.p.comm, at(i), word[i], what);
+    w.head[buffer][i * 32 + lane] = takes ? take_word(a.p.comm, at(i), word[i], what) : word[i];
   __syncwarp();
 }
 
@@ -129,10 +130,11 @@ __device__ inline void recv_slot(const Receiver& a, const RecvWorker& worker, u6
   char* from = slot_at(a, step, item);
   const bool near = a.self.same_node(item.source), takes = kSelfFlagged && near;
   const Awaited what{Phase::kDispatch, item.source, step};
-  if (!takes || p.opaque) {
+  const bool flag = near && (!takes || p.opaque);
+  if (worker.thread == 0) w.arrived[buffer] = true;
+  if (flag && !kMasks) {
     if (worker.thread == 0)
       w.arrived[buffer] =
-          kMasks || !near ||
           wait_word(comm,
                     inbox_flags_at(comm.data[a.self.local], slot_of(step), item.source % kLocal) +
                         item.index,
@@ -176,13 +178,9 @@ __device__ inline void recv_slot(const Receiver& a, const RecvWorker& worker, u6
     scale = scale_word(scales, worker.thread);
   }
   if (worker.thread < 32) {
-    const char* head = from;
-    if (takes) {
-      if (worker.thread == 0) w.arrived[buffer] = true;
-      take_head(a, worker.thread, from, buffer, what, w);
-      head = reinterpret_cast<const char*>(w.head[buffer]);
-    }
-    find_rows(a, worker.thread, chunk, item, head, buffer, w);
+    read_head(a, worker.thread, from, takes, buffer, what, w);
+    find_rows(a, worker.thread, chunk, item, reinterpret_cast<const char*>(w.head[buffer]), buffer,
+              w);
   }
   take(0);
   for (i32 i = worker.thread; i < num_taken; i += RecvWorker::kThreads) {
@@ -274,12 +272,12 @@ __device__ inline void recv_slots(const Receiver& a, const RecvWorker& worker, u
       const u32 bits = __ballot_sync(~0u, mine);
       if (worker.thread % 32 == 0) w.mine[worker.thread / 32] = bits;
       worker.sync();
-      for (i32 j = 0; j < RecvWorker::kThreads; ++j) {
-        if (j % 32 == 0 && w.mine[j / 32] == 0) j += 31;
-        if (!(w.mine[j / 32] >> (j % 32) & 1)) continue;
-        recv_slot(a, worker, step, chunk, item_of(a.self, first + j * worker.count), buffer);
-        buffer ^= 1;
-      }
+      for (i32 warp = 0; warp < RecvWorker::kThreads / 32; ++warp)
+        for (u32 left = w.mine[warp]; left != 0; left &= left - 1) {
+          const i32 j = warp * 32 + __ffs(left) - 1;
+          recv_slot(a, worker, step, chunk, item_of(a.self, first + j * worker.count), buffer);
+          buffer ^= 1;
+        }
       worker.sync();
     }
   }

@@ -92,16 +92,22 @@ int Exchange::most_parts(const Lane& lane) noexcept {
   return lane.phase == Phase::kWeights ? 1 : abi::kMaxParts;
 }
 
+// acquire: pairs with HostKernels::ring(); the part is complete.
+abi::BellWords Exchange::bell(const Lane& lane, int index) const noexcept {
+  abi::BellWords& words =
+      memory_.doorbell(memory_.local(), lane.phase, lane.slot, lane.node).part[index];
+  return {std::atomic_ref(words.size).load(std::memory_order_acquire),
+          std::atomic_ref(words.place).load(std::memory_order_acquire)};
+}
+
 bool Exchange::take(Lane& lane, int index) noexcept {
-  abi::Doorbell& bell = memory_.doorbell(memory_.local(), lane.phase, lane.slot, lane.node);
   Part& part = lane.parts[index];
-  // acquire: pairs with HostKernels::ring(); the part and what stands beside the word are complete.
-  const uint64_t word = std::atomic_ref(bell.word[index]).load(std::memory_order_acquire);
-  if (word == part.word) return false;
-  part.word = word;
+  const abi::BellWords sent = bell(lane, index);
+  const uint32_t news = sent.tag() - static_cast<uint32_t>(part.word);
+  if (news == 0 || !sent.whole()) return false;
+  part.word += news;
   if (masks_.has(rank_of(lane.node))) return false;
-  const auto& sent = bell.part[index];
-  part.num_parts = sent.num_parts;
+  part.num_parts = sent.num_parts();
   // By the plan, because a GPU's regions have no address here. All ranks share one plan, so the other
   // end is computed as that rank would: this node's place among the nodes other than *its* own.
   const Road road = road_of(plan_, lane.phase);
@@ -117,10 +123,10 @@ bool Exchange::take(Lane& lane, int index) noexcept {
                            i + 1 == part.num_parts};
   part.request.operation = engine::Write{
       .source = data_,
-      .source_offset = slot + road.outbox + from * road.region_bytes + sent.begin,
+      .source_offset = slot + road.outbox + from * road.region_bytes + sent.begin(),
       .target = remote_of(lane.node).region,
-      .target_offset = slot + road.landing + to * road.region_bytes + sent.begin,
-      .bytes = sent.bytes,
+      .target_offset = slot + road.landing + to * road.region_bytes + sent.begin(),
+      .bytes = sent.bytes(),
       .imm = key.pack(),
   };
   part.busy = true;
@@ -349,12 +355,9 @@ bool Exchange::sent(Phase phase, int slot, uint64_t word) const noexcept {
 
 bool Exchange::sent_weights(int slot) const noexcept {
   for (size_t i = 0; i < remotes_.size(); ++i) {
-    abi::Doorbell& bell =
-        memory_.doorbell(memory_.local(), Phase::kWeights, slot, remotes_[i].node);
-    // relaxed: whoever rang is done with it.
-    const uint64_t rung = std::atomic_ref(bell.word[0]).load(std::memory_order_relaxed);
     const Lane& to = lane(Phase::kWeights, slot, static_cast<int>(i));
-    if (to.acknowledged.load(std::memory_order_acquire) < rung && !masks_.has(rank_of(to.node)))
+    const auto sent = static_cast<uint32_t>(to.acknowledged.load(std::memory_order_acquire));
+    if (bell(to, 0).tag() != sent && !masks_.has(rank_of(to.node)))
       return false;  // acquire: pairs with finish()
   }
   return true;

@@ -111,6 +111,7 @@ class Exchange final : public proxy::ProxyTask, public engine::ImmSink {
   int rank_of(int node) const noexcept;
   static int most_parts(const Lane& lane) noexcept;
   uint64_t next_step(const Lane& lane) const noexcept;
+  abi::BellWords bell(const Lane& lane, int index) const noexcept;
   bool take(Lane& lane, int index) noexcept;
   void finish(Lane& lane, Part& part) noexcept;
   void fail(const Failure& failure) noexcept;

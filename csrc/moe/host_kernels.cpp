@@ -152,7 +152,7 @@ void HostKernels::raise_flag(Step step, Phase phase, int local) noexcept {
   platform::notify_all(memory_.bell(local));
 }
 
-// release: pairs with the acquire in Exchange::take() of the gateway, for the region and what to send.
+// release: pairs with the acquire in Exchange::take() of the gateway.
 void HostKernels::ring(Step step, Phase phase, int gateway, int node, uint64_t front,
                        uint64_t stride, int32_t num_slots) noexcept {
   if (skips(rank_of(node, gateway))) return;
@@ -160,8 +160,9 @@ void HostKernels::ring(Step step, Phase phase, int gateway, int node, uint64_t f
   for (int i = 0, num_parts = 1; i < num_parts; ++i) {
     const auto part = abi::RegionPart::make(shape_, front, stride, num_slots, i);
     num_parts = part.num_parts;
-    bell.part[i] = {part.begin, part.bytes, static_cast<uint64_t>(num_parts)};
-    std::atomic_ref(bell.word[i]).store(step.word(), std::memory_order_release);
+    const auto words = abi::BellWords::make(step.index, part);
+    std::atomic_ref(bell.part[i].size).store(words.size, std::memory_order_release);
+    std::atomic_ref(bell.part[i].place).store(words.place, std::memory_order_release);
   }
   platform::notify_all(memory_.waker(gateway));
 }

@@ -5,8 +5,8 @@
 //       Own-node sources store it themselves; for others the gateway's proxy does (an *arrival*), and
 //       before it e * kMaxParts + n: so many parts are, from the first on. Arrivals of what (n, l)
 //       dispatched, and of its weights, lie at the gateway with local index l and are read by its node.
-//   doorbell[phase][slot][node]  for each part e + 1: it is complete in the outbox for `node`; rung by
-//       kernels. Beside it what to send, because the proxy cannot look into a GPU's outbox.
+//   doorbell[phase][slot][node]  for each part what to send of the outbox for `node`, because the proxy
+//       cannot look into a GPU's, and e + 1: it is complete there; rung by kernels.
 //   gather_count[slot][node]     partial sums handed in for `node`; the L-th of a step adds them up
 #pragma once
 
@@ -24,14 +24,29 @@ static_assert(sizeof(SignalHead) == kLine, "shared between processes");
 
 MOE_P2P_HD constexpr u64 come(u64 step) { return (step + 1) * kMaxParts; }
 
-struct Doorbell {
-  u64 word[kMaxParts];
-  struct {
-    u64 begin, bytes;
-    u64 num_parts;    // of the region
-  } part[kMaxParts];  // each stored before its word
+// Both words of a part have the low half of e + 1 above what they say, so neither has to be stored before
+// the other: on a device a fence between them would wait until the first has crossed the bus.
+struct BellWords {
+  u64 size;   // lines of the part
+  u64 place;  // its first line, and above that, from kPartsBit on, one less than the region has parts
+
+  static constexpr i32 kPartsBit = 30;
+
+  MOE_P2P_HD static constexpr BellWords make(u64 step, const RegionPart& part) {
+    const u64 tag = (step + 1) << 32;
+    return {tag | part.bytes / kLine,
+            tag | static_cast<u64>(part.num_parts - 1) << kPartsBit | part.begin / kLine};
+  }
+  MOE_P2P_HD constexpr u32 tag() const { return static_cast<u32>(size >> 32); }
+  MOE_P2P_HD constexpr bool whole() const { return size >> 32 == place >> 32; }
+  MOE_P2P_HD constexpr u64 bytes() const { return (size & 0xffffffff) * kLine; }
+  MOE_P2P_HD constexpr u64 begin() const { return (place & ((1u << kPartsBit) - 1)) * kLine; }
+  MOE_P2P_HD constexpr u64 num_parts() const { return ((place & 0xffffffff) >> kPartsBit) + 1; }
 };
-static_assert(sizeof(Doorbell) == kLine, "shared between processes and devices");
+struct Doorbell {
+  BellWords part[kMaxParts];
+};
+static_assert(sizeof(Doorbell) == 64 && kMaxParts <= 4, "shared between processes and devices");
 
 // Offsets in bytes from the start of a rank's signal memory.
 struct Signals {

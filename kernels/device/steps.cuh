@@ -41,14 +41,16 @@ __device__ inline RegionPart region_part(u64 front, u64 stride, i32 num_slots, i
   return RegionPart::make(shape, front, stride, num_slots, index);
 }
 
-// Pairs with the acquire in Exchange::take(): the part and what stands beside the word are complete.
+// Pairs with the acquire in Exchange::take(): the part is complete.
 __device__ inline void ring(const DeviceComm& comm, Phase phase, u64 step, i32 gateway, i32 node,
                             const RegionPart& part) {
   const Signals signals = kSignals;
   auto* bell =
       reinterpret_cast<Doorbell*>(comm.signals[gateway] + signals.bell(phase, slot_of(step), node));
-  bell->part[part.index] = {part.begin, part.bytes, static_cast<u64>(part.num_parts)};
-  st_release_sys_u64(&bell->word[part.index], step + 1);
+  const BellWords words = BellWords::make(step, part);
+  fence_acq_rel_sys();
+  st_relaxed_sys_u64(&bell->part[part.index].size, words.size);
+  st_relaxed_sys_u64(&bell->part[part.index].place, words.place);
 }
 
 // A row of what this rank sends to another node is in its combine_outbox, or its header may be written,
@@ -95,7 +97,8 @@ __device__ inline void say_read(const DeviceComm& comm, const Self& self, u64 st
     fill_header(region, header.num_tokens, header.flags, header.stride);
     st_release_sys_u64(header_word(region), step + 1);  // pairs with wait_combine() there
   }
-  for (i32 other = thread; other < kOthers; other += num_threads) {
+  // By other threads, if there are: hand_in() takes as long as the fence before that word.
+  for (i32 other = num_threads - 1 - thread; other < kOthers; other += num_threads) {
     const i32 source = other_node(other, self.node) * kLocal + self.local;
     if constexpr (kMasks)
       if (is_masked(comm, source)) continue;

@@ -47,12 +47,15 @@ class Pair {
   }
 
   Exchange& exchange(int rank) { return *exchanges_[static_cast<size_t>(rank)]; }
-  // Parts of 64 bytes.
+  // Parts of a line.
   void ring(int rank, Phase phase, uint64_t step, uint64_t part = 0, uint64_t num_parts = 1) {
     const auto slot = static_cast<int>(step % 2);
     abi::Doorbell& bell = memory(rank).doorbell(kLocal, phase, slot, 1 - rank);
-    bell.part[part] = {.begin = 64 * part, .bytes = 64, .num_parts = num_parts};
-    std::atomic_ref(bell.word[part]).store(step + 1, std::memory_order_release);
+    bell.part[part] = abi::BellWords::make(step, {.index = static_cast<int32_t>(part),
+                                                  .num_parts = static_cast<int32_t>(num_parts),
+                                                  .num_slots = 0,
+                                                  .begin = abi::kLine * part,
+                                                  .bytes = abi::kLine});
   }
   // Of what the other rank sends.
   uint64_t flag(int rank, Phase phase, uint64_t step) {
