@@ -277,15 +277,23 @@ __device__ inline void send_release(const CombineParams& p, u64 first_step) {
   }
 }
 
+// This rank has read all of the step's dispatch, tokens or not: whoever sent may use the slot again
+// (protocol.md, section 9).
+__device__ inline void say_chunk_read(const Adder& a, u64 step, i32 chunk) {
+  say_read(a.p.comm, a.self, step, static_cast<i32>(threadIdx.x), kBlockThreads,
+           [&](i32 source) { return a.header_of(chunk, source); });
+}
+// Between nodes that takes longer than a sum, so the block that relays says it where nothing has to come
+// before it.
+__device__ inline bool relay_says_read(const CombineParams& p) {
+  return kOthers > 0 && !p.solo && !p.topk_weights;
+}
+
 // What comes before the sums of a chunk, by the whole block. False: somebody did not come.
 __device__ inline bool open_chunk(const Adder& a, u64 step, i32 chunk, i32 block) {
   if (!a.valid || (a.p.solo && !open_solo(a, step, chunk, block))) return false;
   if (a.p.topk_weights && !exchange_weights(a.p, step, chunk, block)) return false;
-  // This rank has read all of the step's dispatch, tokens or not: whoever sent may use the slot
-  // again (protocol.md, section 9).
-  if (block == 0)
-    say_read(a.p.comm, a.self, step, static_cast<i32>(threadIdx.x), kBlockThreads,
-             [&](i32 source) { return a.header_of(chunk, source); });
+  if (block == 0 && !relay_says_read(a.p)) say_chunk_read(a, step, chunk);
   return true;
 }
 

@@ -31,7 +31,8 @@ __device__ inline void await_requests(const CopyParams& p, u64 next, i32 lane, A
   for (u32 looks = 1; num == 0 && !idle; ++looks) {
     // Before the last look.
     idle = looks % kLooksBetweenClocks == 0 && __all_sync(~0u, globaltimer_ns() > deadline);
-    const Vec mine = lane < 2 * kRequestsAtOnce ? ld_relaxed_sys_v4(half) : Vec{};
+    // Pairs with the host's store of the request.
+    const Vec mine = lane < 2 * kRequestsAtOnce ? ld_acquire_sys_v4(half) : Vec{};
     Vec other;
     for (i32 i = 0; i < 4; ++i) other.word[i] = __shfl_xor_sync(~0u, mine.word[i], 1);
     const auto both = [](u32 low, u32 high) { return static_cast<u64>(high) << 32 | low; };
@@ -43,17 +44,18 @@ __device__ inline void await_requests(const CopyParams& p, u64 next, i32 lane, A
     if (lane % 2 == 0 && lane < 2 * num) asked.request[lane / 2] = request;
   }
   if (lane == 0) asked.num = num;
-  fence_acq_rel_sys();  // pairs with the host's store of the request
 }
 
+// By kThreads threads.
+template <i32 kThreads>
 __device__ inline void copy(const CopyRequest& request, i32 thread) {
   auto* to = reinterpret_cast<char*>(request.to);
   const auto* from = reinterpret_cast<const char*>(request.from);
   const bool whole = (request.to | request.from) % sizeof(Vec) == 0;
   const u64 num_vecs = whole ? request.bytes / sizeof(Vec) : 0;
-  for (u64 first = 0; first < num_vecs; first += kVecsAtOnce * kCopyThreads) {
+  for (u64 first = 0; first < num_vecs; first += kVecsAtOnce * kThreads) {
     Vec vec[kVecsAtOnce];
-    const auto at = [&](i32 j) { return first + static_cast<u64>(j * kCopyThreads + thread); };
+    const auto at = [&](i32 j) { return first + static_cast<u64>(j * kThreads + thread); };
 #pragma unroll
     for (i32 j = 0; j < kVecsAtOnce; ++j)
       if (at(j) < num_vecs) vec[j] = ld_na_v4(from + at(j) * sizeof(Vec));
@@ -62,7 +64,7 @@ __device__ inline void copy(const CopyRequest& request, i32 thread) {
       if (at(j) < num_vecs) st_na_v4(to + at(j) * sizeof(Vec), vec[j]);
   }
   for (u64 i = num_vecs * sizeof(Vec) + static_cast<u64>(thread); i < request.bytes;
-       i += kCopyThreads)
+       i += kThreads)
     to[i] = from[i];
 }
 
@@ -81,7 +83,12 @@ extern "C" __global__ void __launch_bounds__(kCopyThreads, 2)
     __syncthreads();
     const i32 num = asked.num;
     if (num == 0) break;
-    for (i32 i = 0; i < num; ++i) copy(asked.request[i], thread);
+    if (num == 1) {
+      copy<kCopyThreads>(asked.request[0], thread);
+    } else {  // at the same time, since short ones are mostly latency
+      constexpr i32 kEach = kCopyThreads / kRequestsAtOnce;
+      copy<kEach>(asked.request[thread / kEach], thread % kEach);
+    }
     next += static_cast<u64>(num);
     __syncthreads();
     // What all threads have copied comes before it.

@@ -99,6 +99,14 @@ __device__ __forceinline__ Vec ld_relaxed_sys_v4(const void* p) {
                : "memory");
   return v;
 }
+__device__ __forceinline__ Vec ld_acquire_sys_v4(const void* p) {
+  Vec v;
+  asm volatile("ld.acquire.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
+               : "l"(p)
+               : "memory");
+  return v;
+}
 __device__ __forceinline__ void st_relaxed_sys_v4(void* p, const Vec& v) {
   asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.word[0]),
                "r"(v.word[1]), "r"(v.word[2]), "r"(v.word[3])

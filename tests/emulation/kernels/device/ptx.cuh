@@ -70,6 +70,11 @@ inline Vec ld_relaxed_sys_v4(const void* p) {
   emulation::moe_p2p_pause();
   return {{ld_word(words), ld_word(words + 1), ld_word(words + 2), ld_word(words + 3)}};
 }
+inline Vec ld_acquire_sys_v4(const void* p) {
+  const Vec v = ld_relaxed_sys_v4(p);
+  fence_acq_rel_sys();
+  return v;
+}
 inline void st_relaxed_sys_v4(void* p, const Vec& v) {
   for (int i = 0; i < 4; ++i) st_word(static_cast<u32*>(p) + i, v.word[i]);
 }
