@@ -152,7 +152,7 @@ void HostKernels::raise_flag(Step step, Phase phase, int local) noexcept {
   platform::notify_all(memory_.bell(local));
 }
 
-// release: pairs with the acquire in Exchange::take() of the gateway.
+// release: pairs with the acquire in Exchange::bell() of the gateway.
 void HostKernels::ring(Step step, Phase phase, int gateway, int node, uint64_t front,
                        uint64_t stride, int32_t num_slots) noexcept {
   if (skips(rank_of(node, gateway))) return;

@@ -1,4 +1,5 @@
-// The words. Every word is 64 bits, counts upward and is never cleared; waiters compare with >=.
+// The words. Every word is 64 bits and is never cleared; but for doorbells it counts upward, and waiters
+// compare with >=.
 // A rank's signal memory is mapped by all ranks of its node; its proxy thread looks at it too.
 //
 //   flags[phase][slot][source]   value come(e): what `source` sent in `phase` of step e is visible here.

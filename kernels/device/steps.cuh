@@ -41,7 +41,7 @@ __device__ inline RegionPart region_part(u64 front, u64 stride, i32 num_slots, i
   return RegionPart::make(shape, front, stride, num_slots, index);
 }
 
-// Pairs with the acquire in Exchange::take(): the part is complete.
+// Pairs with the acquire in Exchange::bell(): the part is complete.
 __device__ inline void ring(const DeviceComm& comm, Phase phase, u64 step, i32 gateway, i32 node,
                             const RegionPart& part) {
   const Signals signals = kSignals;

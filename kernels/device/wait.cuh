@@ -113,7 +113,7 @@ __device__ inline u64* header_word(char* region) {
 }
 
 // --- what other nodes say: flags in the node's signal memory, which one block relays to this device.
-// All blocks at the host's memory would wait for each other on the bus. ---
+// Looks at one word of the host's memory come one after the other, a microsecond each. ---
 
 __device__ inline u64* arrival_word(const DeviceComm& comm, Phase phase, i32 slot, i32 source) {
   const i32 index = (static_cast<i32>(phase) * kSteps + slot) * kWorld + source;
