@@ -63,8 +63,7 @@ __device__ inline void copy(const CopyRequest& request, i32 thread) {
     for (i32 j = 0; j < kVecsAtOnce; ++j)
       if (at(j) < num_vecs) st_na_v4(to + at(j) * sizeof(Vec), vec[j]);
   }
-  for (u64 i = num_vecs * sizeof(Vec) + static_cast<u64>(thread); i < request.bytes;
-       i += kThreads)
+  for (u64 i = num_vecs * sizeof(Vec) + static_cast<u64>(thread); i < request.bytes; i += kThreads)
     to[i] = from[i];
 }
 

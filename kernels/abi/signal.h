@@ -28,7 +28,7 @@ MOE_P2P_HD constexpr u64 come(u64 step) { return (step + 1) * kMaxParts; }
 // Both words of a part have the low half of e + 1 above what they say, so neither has to be stored before
 // the other: on a device a fence between them would wait until the first has crossed the bus.
 struct BellWords {
-  u64 size;   // lines of the part
+  u64 size;  // lines of the part
   u64 place;  // its first line, and above that, from kPartsBit on, one less than the region has parts
 
   static constexpr i32 kPartsBit = 30;
