@@ -117,14 +117,15 @@ __device__ __forceinline__ void store_scalar(const Adder& a, char* to, bool flag
 __device__ inline void store_partial(const Adder& a, const SendWorker& worker, i32 part, i32 place,
                                      i32 chunk, i32 source, i32 index, char* to, bool flag) {
   const CombineScratch& w = scratch_of(worker);
-  sum_rows < kYType, Written::kBefore,
-      kTopk<2 ? 1 : 2>(
-          worker, part, to, flag, w.num_rows[place],
-          [&](i32 r) {
-            return reinterpret_cast<const char*>(a.p.y) +
-                   static_cast<u64>(w.row[place][r]) * kYBytes;
-          },
-          a.weighted(), [&](i32 r) { return w.weight[place][r]; });
+  // Those of most tokens for the latency of one, where a thread has the registers.
+  constexpr i32 kMost = kGroups <= SendWorker::kThreads * kRowParts<SendWorker> ? 4 : 2;
+  constexpr i32 kRowsAtOnce = kTopk < kMost ? kTopk : kMost;
+  sum_rows<kYType, Written::kBefore, kRowsAtOnce>(
+      worker, part, to, flag, w.num_rows[place],
+      [&](i32 r) {
+        return reinterpret_cast<const char*>(a.p.y) + static_cast<u64>(w.row[place][r]) * kYBytes;
+      },
+      a.weighted(), [&](i32 r) { return w.weight[place][r]; });
   if (a.p.with_scalars && part == 0 && worker.thread < kTopk)
     store_scalar(a, to, flag, a.handle.rows_of(chunk, source, index), w.row[place][0],
                  worker.thread);
