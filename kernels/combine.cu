@@ -48,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, MOE_P2P_BLOCKS_PER_S
            .dispatch = opens || p.empty,
            .weights = sends && p.topk_weights != 0,
            .combine = receives});
-    if (receives)
+    if (kRelayEnds && receives)
       for (i32 chunk = 0; chunk < p.num_chunks; ++chunk)
         end_step(p, Self(p.comm), first + static_cast<u64>(chunk));
   } else if (role.send == 0) {

@@ -94,7 +94,9 @@ __device__ inline void recv_token(const CombineParams& p, const Self& self,
   worker.sync();
 }
 
-// Everybody has said what belongs to this step; before that it is not over.
+// Everybody has said what belongs to this step; before that it is not over. The block that relays knows it
+// first. With masks that block ends once somebody who waits has masked the missing, so another waits.
+inline constexpr bool kRelayEnds = kOthers > 0 && !kMasks;
 __device__ inline void end_step(const CombineParams& p, const Self& self, u64 step) {
   for (i32 i = static_cast<i32>(threadIdx.x); i < kSpeakers; i += kBlockThreads) {
     if (!wait_combine(p.comm, self, step, i)) continue;
@@ -154,7 +156,7 @@ __device__ inline void begin_chunk(const CombineParams& p, const Self& self,
 
 __device__ inline void end_chunk(const CombineParams& p, const Self& self, const RecvWorker& worker,
                                  u64 step, i32 block) {
-  if (kOthers == 0 && block == 0) end_step(p, self, step);  // else the block that relays does
+  if (!kRelayEnds && block == 0) end_step(p, self, step);
   if (p.num_chunks > kSteps) say_sums_read(p, worker, step);
 }
 

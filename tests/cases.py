@@ -275,11 +275,11 @@ def lose_a_rank(comm: AllToAll, tokens: Tokens, lost: int) -> tuple[float, str, 
 
     They are given: seconds until they were told, the error, and what `broken` says; then closed.
     """
-    received = comm.dispatch(tokens.x, tokens.topk_idx, tokens.topk_weights)
-    if comm.rank == lost:
-        os.kill(os.getpid(), signal.SIGKILL)
     began = time.monotonic()
-    try:
+    try:  # the lost rank may take with it what it was still sending of its dispatch
+        received = comm.dispatch(tokens.x, tokens.topk_idx, tokens.topk_weights)
+        if comm.rank == lost:
+            os.kill(os.getpid(), signal.SIGKILL)
         for _ in range(100):
             comm.combine(received.x, received)
             received = comm.dispatch(tokens.x, tokens.topk_idx, tokens.topk_weights)
