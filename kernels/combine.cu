@@ -39,9 +39,8 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, MOE_P2P_BLOCKS_PER_S
     // Nothing in it can be believed.
   } else if (role.relay) {
     if (sends && !p.empty && relay_says_read(p)) {
-      const Adder a{p, Self(p.comm), HandleArrays(p.handle, p.num_chunks), valid};
-      for (i32 chunk = 0; chunk < p.num_chunks; ++chunk)
-        say_chunk_read(a, first + static_cast<u64>(chunk), chunk);
+      // Of one chunk: combines of several open steps of their own.
+      say_chunk_read({p, Self(p.comm), HandleArrays(p.handle, p.num_chunks), valid}, first, 0);
     }
     relay(p.comm, first, p.num_chunks,
           {.free = opens,

@@ -18,9 +18,9 @@ struct FoundRows {
 };
 struct RecvScratch : FoundRows {
   u32 head[2][kHeadWords];  // what lies before the payload
-  u32 scale[2]
-           [kSelfFlagged && kScaled ? kScales : 1];  // of self-flagged slots: what lies behind it
-  u32 mine[RecvWorker::kThreads / 32];               // bit j: item j of the batch has rows of ours
+  // Of self-flagged slots: what lies behind it.
+  u32 scale[2][kSelfFlagged && kScaled ? kScales : 1];
+  u32 mine[RecvWorker::kThreads / 32];  // bit j: item j of the batch has rows of ours
 };
 struct RecvShared {
   i32 first_row[kRowGroups][kWorld];  // of each source

@@ -1,6 +1,7 @@
 // An Exchange by itself: what flags say of parts, and what it learns of a partner by knocking.
 #include <chrono>
 #include <thread>
+#include <utility>
 
 #include "doctest/doctest.h"
 #include "engine_pair.h"
@@ -47,15 +48,17 @@ class Pair {
   }
 
   Exchange& exchange(int rank) { return *exchanges_[static_cast<size_t>(rank)]; }
+  abi::Doorbell& bell(int rank, Phase phase, uint64_t step) {
+    return memory(rank).doorbell(kLocal, phase, static_cast<int>(step % 2), 1 - rank);
+  }
   // Parts of a line.
   void ring(int rank, Phase phase, uint64_t step, uint64_t part = 0, uint64_t num_parts = 1) {
-    const auto slot = static_cast<int>(step % 2);
-    abi::Doorbell& bell = memory(rank).doorbell(kLocal, phase, slot, 1 - rank);
-    bell.part[part] = abi::BellWords::make(step, {.index = static_cast<int32_t>(part),
-                                                  .num_parts = static_cast<int32_t>(num_parts),
-                                                  .num_slots = 0,
-                                                  .begin = abi::kLine * part,
-                                                  .bytes = abi::kLine});
+    bell(rank, phase, step).part[part] =
+        abi::BellWords::make(step, {.index = static_cast<int32_t>(part),
+                                    .num_parts = static_cast<int32_t>(num_parts),
+                                    .num_slots = 0,
+                                    .begin = abi::kLine * part,
+                                    .bytes = abi::kLine});
   }
   // Of what the other rank sends.
   uint64_t flag(int rank, Phase phase, uint64_t step) {
@@ -100,6 +103,47 @@ class Pair {
 };
 
 }  // namespace
+
+TEST_CASE("exchange: a bell holds parts of regions of 128 GiB") {
+  const uint64_t begin = ((1ull << 30) - 1) * abi::kLine, bytes = ((1ull << 32) - 1) * abi::kLine;
+  for (const int32_t num_parts : {1, 4}) {
+    const auto words = abi::BellWords::make(
+        6, {.index = 0, .num_parts = num_parts, .num_slots = 0, .begin = begin, .bytes = bytes});
+    CHECK(words.whole());
+    CHECK(words.tag() == 7);
+    CHECK(words.begin() == begin);
+    CHECK(words.bytes() == bytes);
+    CHECK(words.num_parts() == static_cast<uint64_t>(num_parts));
+  }
+}
+
+TEST_CASE("exchange: a bell is taken once both of its words are there") {
+  for (const bool size_first : {true, false}) {
+    CAPTURE(size_first);
+    Pair pair(true);
+    abi::BellWords& words = pair.bell(0, Phase::kDispatch, 0).part[0];
+    pair.ring(0, Phase::kDispatch, 0);
+    uint64_t& second = size_first ? words.place : words.size;
+    const uint64_t late = std::exchange(second, 0);
+    pair.turn(100);
+    CHECK(pair.num_posted(0) == 0);
+    second = late;
+    pair.turn(100);
+    CHECK(pair.num_posted(0) == 2);
+    CHECK(pair.flag(1, Phase::kDispatch, 0) == abi::come(0));
+  }
+}
+
+TEST_CASE("exchange: bells have the low half of a step's number") {
+  Pair pair(true);
+  for (const uint64_t step : {0xfffffffeu * 1ull, 0x100000000ull}) {
+    CAPTURE(step);
+    pair.ring(0, Phase::kDispatch, step);
+    pair.turn(100);
+    CHECK(pair.exchange(0).sent(Phase::kDispatch, 0, step + 1));
+    CHECK_FALSE(pair.exchange(0).sent(Phase::kDispatch, 0, step + 2));
+  }
+}
 
 TEST_CASE("exchange: a flag counts the parts from the first on, and is the step's with the last") {
   Pair pair(true);
