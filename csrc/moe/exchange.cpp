@@ -103,9 +103,9 @@ abi::BellWords Exchange::bell(const Lane& lane, int index) const noexcept {
 bool Exchange::take(Lane& lane, int index) noexcept {
   Part& part = lane.parts[index];
   const abi::BellWords sent = bell(lane, index);
-  const uint32_t news = sent.tag() - static_cast<uint32_t>(part.word);
-  if (news == 0 || !sent.whole()) return false;
-  part.word += news;
+  const uint32_t steps = sent.tag() - static_cast<uint32_t>(part.word);  // since the last one taken
+  if (steps == 0 || !sent.whole()) return false;
+  part.word += steps;
   if (masks_.has(rank_of(lane.node))) return false;
   part.num_parts = sent.num_parts();
   // By the plan, because a GPU's regions have no address here. All ranks share one plan, so the other
