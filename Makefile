@@ -14,6 +14,9 @@ VENV ?= .venv
 BENCH_ARGS ?=
 PYTEST_ARGS ?=
 
+# On a terminal pip and the compilers show how far they are.
+QUIET := $(shell [ -t 2 ] || echo --quiet)
+
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
@@ -27,6 +30,7 @@ else
   PY := $(VENV)/bin/python
   ENVIRONMENT := $(VENV)/.ready
 endif
+PIP := $(PY) -m pip install $(QUIET) --disable-pip-version-check --retries 1
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 SOURCES := $(shell find csrc kernels -type f -not -name '*.pyc') setup.py pyproject.toml
@@ -67,9 +71,8 @@ distclean: clean
 # The extension lies beside the Python sources, so the package runs from this folder. Ninja compiles
 # what changed; when nothing did, nothing is started.
 $(STAMPS)/extension: $(ENVIRONMENT) $(STAMPS)/interpreter $(SOURCES)
-	@command -v $${CXX:-g++} > /dev/null || { echo "no C++ compiler: install g++ or set CXX"; exit 1; }
 	@echo "building the extension (a minute or two the first time)"
-	@$(PY) setup.py --quiet build_ext --inplace
+	@$(PY) setup.py $(QUIET) build_ext --inplace
 	@touch $@
 
 # Changes when another interpreter or another torch is used.
@@ -83,9 +86,10 @@ $(VENV)/.ready: requirements-dev.txt
 	@echo "setting up $(VENV): once, about two minutes"
 	@[ -x $(VENV)/bin/python ] || python3 -m venv $(VENV) \
 	  || { echo "python3 cannot make a venv: install python3-venv, or pass PYTHON=python3"; exit 1; }
-	@$(PY) -c 'import torch' 2> /dev/null || $(PY) -m pip install -qq torch==$(TORCH) \
-	  || $(PY) -m pip install -qq 'torch>=2.10'
-	@$(PY) -m pip install -qq -r requirements-dev.txt
+	@log=$(VENV)/pip.log; { $(PY) -c 'import torch' || $(PIP) 'torch>=2.10,<=$(TORCH)'; } 2> $$log \
+	  && $(PIP) -r requirements-dev.txt 2>> $$log || { \
+	    grep -m 1 "connection broken" $$log || grep ERROR $$log || cat $$log; \
+	    echo "pip could not set up $(VENV): is there a network? PYTHON=python3 needs none, if it has torch"; exit 1; }
 	@touch $@
 
 # The C++ tests need doctest's header. It is installed where that takes no questions; elsewhere

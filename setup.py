@@ -2,7 +2,8 @@
 
 One binary serves every Python from 3.10 and every torch from 2.10 on, CPU and CUDA builds alike:
 it needs only C symbols of torch and none of Python (tests/test_wheel.py looks). torch is found, not
-imported, so a build with nothing to do takes half a second. CXX chooses the compiler.
+imported, so a build with nothing to do takes half a second. CXX chooses the compiler. One sentence
+names what is missing, before anything is copied.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError, PlatformError
 
 ROOT = Path(__file__).resolve().parent
 TORCH_TARGET_VERSION = "0x020a000000000000"  # 2.10: the oldest torch this will load into
@@ -38,7 +41,7 @@ CXX_FLAGS = [
 def find_torch() -> Path:
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
-        raise ModuleNotFoundError("torch is not installed here: its headers are needed to build")
+        raise PlatformError("torch is not installed here: its headers are needed to build")
     return Path(spec.origin).parent
 
 
@@ -46,8 +49,15 @@ def find_ninja() -> str:
     beside = Path(sys.executable).with_name("ninja")
     ninja = str(beside) if beside.exists() else shutil.which("ninja")
     if ninja is None:
-        raise FileNotFoundError("ninja is not installed here: pip install ninja")
+        raise PlatformError("ninja is not installed here: pip install ninja")
     return ninja
+
+
+def find_cxx() -> str:
+    cxx = os.environ.get("CXX") or "g++"
+    if shutil.which(shlex.split(cxx)[0]) is None:
+        raise PlatformError(f"no C++ compiler ({cxx}): install g++ 12 or newer, or set CXX")
+    return cxx
 
 
 def shared_cxx_library(cxx: str) -> list[str]:
@@ -71,7 +81,7 @@ def build_file(sources: list[Path], output: Path) -> str:
         f"-isystem {torch / 'include'}",
         f"-isystem {torch / 'include/torch/csrc/api/include'}",
     ]
-    cxx = os.environ.get("CXX", "g++")
+    cxx = find_cxx()
     libraries = [*shared_cxx_library(cxx), f"-L{torch / 'lib'}", "-ltorch_cpu"]
     objects = [str(source.relative_to(ROOT).with_suffix(".o")) for source in sources]
     lines = [
@@ -79,6 +89,7 @@ def build_file(sources: list[Path], output: Path) -> str:
         f"flags = {' '.join(CXX_FLAGS + include)}",
         "rule compile",
         "  command = $cxx $flags -MMD -MF $out.d -c $in -o $out",
+        "  description = $in",
         "  depfile = $out.d",
         "  deps = gcc",
         "rule link",
@@ -87,6 +98,14 @@ def build_file(sources: list[Path], output: Path) -> str:
         f"build {output}: link {' '.join(objects)}",
     ]
     return "\n".join(lines) + "\n"
+
+
+class Build(build):
+    """Looks for what it takes before it copies files."""
+
+    def run(self) -> None:
+        find_torch(), find_ninja(), find_cxx()
+        super().run()
 
 
 class NinjaBuild(build_ext):
@@ -100,7 +119,10 @@ class NinjaBuild(build_ext):
         sources = [ROOT / source for source in ext.sources]
         (folder / "build.ninja").write_text(build_file(sources, output))
         jobs = [f"-j{os.environ['MAX_JOBS']}"] if "MAX_JOBS" in os.environ else []
-        subprocess.run([find_ninja(), "--quiet", *jobs, "-C", str(folder)], check=True)
+        quiet = [] if self.verbose else ["--quiet"]
+        done = subprocess.run([find_ninja(), *quiet, *jobs, "-C", str(folder)], check=False)
+        if done.returncode:
+            raise CompileError("the extension did not compile, see above")
 
 
 setup(
@@ -112,6 +134,6 @@ setup(
             py_limited_api=True,
         )
     ],
-    cmdclass={"build_ext": NinjaBuild},
+    cmdclass={"build": Build, "build_ext": NinjaBuild},
     options={"bdist_wheel": {"py_limited_api": "cp310"}},
 )

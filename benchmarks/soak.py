@@ -1,245 +1,448 @@
-"""Dispatch and combine for a long time over a network that misbehaves: nothing lost, memory flat.
+"""Dispatch and combine for a long time while peers die and links fail: nothing lost, no growth.
 
-    python benchmarks/soak.py --minutes 30              two hosts, two interfaces, links that flap
-    python benchmarks/soak.py --minutes 5 --over lo     on this host; or shm; no flaps
-    python tests/rdma/vm.py --devices 4 --timeout 2400 -- python benchmarks/soak.py --over roce
+    python benchmarks/soak.py --minutes 10                    three hosts, two interfaces each
+    python benchmarks/soak.py --minutes 10 --over loopback    on this host; or lo, over its tcp
+    python tests/rdma/vm.py --devices 6 --netem "loss 1%" --timeout 2400 -- \
+        python benchmarks/soak.py --over roce --minutes 30
 
 Over tcp, as root, hosts are network namespaces (tests/hosts.py); over roce they are pairs of
-soft-RoCE devices in the machine of tests/rdma/vm.py, used through libibverbs. Every few seconds a
-link goes down for a moment. Ranks pause at random. Every result is compared with what the rank
-works out alone: experts differ by a factor, so wrong rows, weights and stale slots show. Ends with
-exit status 1 when a step was wrong or failed, or when a rank's memory grew by more than
---max-growth-mib after the first quarter. Run by tests/test_soak.py for some seconds.
+soft-RoCE devices in the machine of tests/rdma/vm.py, used through libibverbs; loopback is the
+software NIC, which reorders. Every few seconds a link goes down for a moment, and ranks pause at
+random. soak_rank.py compares every row.
+
+Communicators come and go on engines that stay. Most end in good order: ranks leave one by one, some
+while their last words are under way. Every --replace-every seconds a rank is killed at a random
+moment of set-up, of a call, between calls, while it closes, or where the others mask it. The others
+must notice, close, and make the next communicator with the process that takes its place.
+
+Exit status 1: a row was wrong, a rank failed, hung or noticed nothing, something is left in
+/dev/shm, or a rank holds more descriptors, threads or memory than after its first quarter; 2: it
+cannot run here; 130: interrupted. Run by tests/test_soak.py for some seconds.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import multiprocessing
 import os
 import random
+import signal
+import statistics
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable
-from datetime import timedelta
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-
-import torch
-import torch.distributed as dist
-from torch import Tensor
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
+# Ranks are forked from a server that has imported torch once, and looks for modules here.
+os.environ["PYTHONPATH"] = os.pathsep.join([*sys.path[:3], os.environ.get("PYTHONPATH", "")])
+
+import soak_rank  # noqa: E402
+from soak_rank import MOMENTS, Alive, Attempt, Connected, Failure, Report, Setting, Usage  # noqa: E402
 
 import hosts  # noqa: E402
-from moe_p2p import AllToAll, AllToAllConfig  # noqa: E402
 
-STEPS_PER_ROUND = 50
-NUM_EXPERTS, TOPK, HIDDEN_DIM, MAX_TOKENS = 16, 4, 256, 64
-PAGE_MIB = os.sysconf("SC_PAGE_SIZE") / 2**20
-START_S = 400.0  # most that ranks need before their first step and after the last
-# Transport and the settings of each host's ranks.
-OVER = {
-    "tcp": ("libfabric", ["provider=tcp,interfaces=eth0:eth1,timeout_ms=20000"] * 2),
-    "lo": ("libfabric", ["provider=tcp,interfaces=lo"] * 2),
-    "shm": ("libfabric", ["provider=shm"] * 2),
-    "roce": ("verbs", ["timeout=18,devices=rxe0:rxe1", "timeout=18,devices=rxe2:rxe3"]),
+START_S = 400.0  # most that a process needs until it has an engine, in an emulated machine
+DOWN_S = 1.0  # most that a link is down
+# By name: transport, settings of a host (its number, seed), timeout_s.
+OVER: dict[str, tuple[str, Callable[[int, int], str], float]] = {
+    "tcp": ("libfabric", lambda *_: "provider=tcp,interfaces=eth0:eth1,timeout_ms=8000", 20.0),
+    "lo": ("libfabric", lambda *_: "provider=tcp,interfaces=lo", 20.0),
+    "shm": ("libfabric", lambda *_: "provider=shm", 20.0),
+    "loopback": ("loopback", lambda _, seed: f"seed={seed}", 20.0),
+    "roce": ("verbs", lambda i, _: f"timeout=18,devices=rxe{2 * i}:rxe{2 * i + 1}", 40.0),
 }
+
+
+class FailedError(Exception):
+    """The run is not as it should be; the text says what."""
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--ranks-per-host", type=int, default=1)
-    parser.add_argument("--over", choices=OVER, default="tcp")
-    parser.add_argument("--flap-every-s", type=float, default=10.0)
-    parser.add_argument("--max-growth-mib", type=float, default=8.0)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--port", type=int, default=29571)
-    parser.add_argument("--rank", type=int, default=-1, help="used by the ranks themselves")
-    parser.add_argument("--address", default="127.0.0.1", help="of rank 0")
-    parser.add_argument("--connected", type=Path, help="a file that the rank makes, likewise")
+    add = parser.add_argument
+    add("--minutes", type=float, default=30.0)
+    add("--least-deaths", type=int, default=0, help="go on until there were so many (0)")
+    add("--least-flaps", type=int, default=0, help="likewise of links (0)")
+    add("--over", choices=OVER, default="tcp")
+    add("--hosts", type=int, default=3)
+    add("--ranks-per-host", type=int, default=1)
+    add("--replace-every-s", type=float, default=60.0, help="a rank is killed; 0: none is (60)")
+    add("--moments", nargs="+", choices=MOMENTS, default=MOMENTS, help="of deaths (all)")
+    add("--flap-every-s", type=float, default=10.0, help="a link goes down; 0: none does (10)")
+    add("--timeout-s", type=float, default=0.0, help="of set-up and calls (20; roce 40)")
+    add("--keep-s", type=float, default=10.0, help="most that a communicator is kept (10)")
+    add("--max-growth-mib", type=float, default=8.0, help="of a rank's memory (8)")
+    add("--max-more-descriptors", type=int, default=0, help="that a rank may hold later (0)")
+    add("--seed", type=int, default=1)
     return parser.parse_args()
 
 
-def factor(expert: Tensor) -> Tensor:
-    return 0.5 + 0.125 * expert.float()
+@dataclass
+class Process:
+    """A rank's process."""
+
+    rank: int
+    handle: BaseProcess
+    pipe: Connection
+    usages: list[Usage] = field(default_factory=list)  # of each attempt
+
+    def receive(self) -> Any:
+        """What it has sent, or when it was found dead."""
+        try:
+            return self.pipe.recv()
+        except (EOFError, ConnectionResetError):
+            return time.monotonic()
+
+    def growth(self) -> Usage:
+        """From the second quarter of its life to the last one."""
+        quarter = len(self.usages) // 4
+        early, late = self.usages[quarter : 2 * quarter + 1], self.usages[-max(1, quarter) :]
+        before, after = ([max(values) for values in zip(*us, strict=True)] for us in (early, late))
+        return Usage(*(b - a for a, b in zip(before, after, strict=True)))
 
 
-def step(comm: AllToAll, generator: torch.Generator) -> None:
-    """One dispatch and combine of a random number of tokens, checked."""
-    count = int(torch.randint(0, MAX_TOKENS + 1, (1,), generator=generator))
-    x = torch.randn(count, HIDDEN_DIM, generator=generator)
-    weights, experts = torch.rand(count, NUM_EXPERTS, generator=generator).topk(TOPK, dim=1)
-    received = comm.dispatch(x, experts, weights, layout="grouped")
-    y = received.x.clone()
-    first = comm.rank * comm.num_local_experts
-    for i in range(comm.num_local_experts):
-        start = int(received.offsets[i])
-        y[start : start + int(received.counts[i])] *= factor(torch.tensor(first + i))
-    out = comm.combine(y, received)
-    expected = x * (weights * factor(experts)).sum(dim=1, keepdim=True)
-    # Sums of four fp32 products in another order: a few units in the last place.
-    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+class Run:
+    """The ranks, and all that happened to them."""
+
+    def __init__(self, arguments: argparse.Namespace, network: hosts.Hosts) -> None:
+        self.arguments, self.network = arguments, network
+        self.draw = random.Random(arguments.seed)
+        self.transport, self.settings, timeout_s = OVER[arguments.over]
+        self.timeout_s = arguments.timeout_s or timeout_s
+        self.world_size = arguments.hosts * arguments.ranks_per_host
+        self.witness = arguments.seed % self.world_size  # never killed
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(["soak_rank"])
+        self.interrupted = False  # Ctrl-C came; not at once: end() knows no process half started
+        signal.signal(signal.SIGINT, self._interrupt)
+        self.started: list[Process] = []
+        self.ranks: list[Process] = []  # the living, by rank
+        self.setup_s = 1.0  # of the last attempt
+        self.num_steps = self.num_attempts = self.num_flaps = 0
+        self.deaths: list[str] = []  # their moments
+        self.died_at = 0.0
+        self.noticed_s: dict[str, list[float]] = {moment: [] for moment in MOMENTS}
+        self.left_s: list[float] = []  # how long closing took
+        self.back_s: list[float] = []  # from a death until all are connected again
+
+    def _interrupt(self, *_: object) -> None:
+        self.interrupted = True
+
+    # --- processes ---
+
+    def start(self) -> None:
+        here = self._place(0)
+        address = hosts.Hosts.address(0) if here else "127.0.0.1"
+        self.store_pipe, other = self.context.Pipe()
+        self._start_process(soak_rank.serve_store, here, address, other)
+        if not self.store_pipe.poll(START_S):
+            raise FailedError("the process with the store did not start")
+        self.store = address, self.store_pipe.recv()
+        self.ranks = [self._start_rank(rank) for rank in range(self.world_size)]
+        self._await_word("ready", self.ranks)
+
+    def _start_rank(self, rank: int) -> Process:
+        host = rank // self.arguments.ranks_per_host
+        setting = Setting(
+            rank,
+            self.world_size,
+            self.arguments.ranks_per_host,
+            self.transport,
+            self.settings(host, self.arguments.seed),
+            self.timeout_s,
+            self.arguments.seed,
+            self._place(host),
+        )
+        pipe, other = self.context.Pipe()
+        handle = self._start_process(soak_rank.run, setting, *self.store, other)
+        self.started.append(Process(rank, handle, pipe))
+        return self.started[-1]
+
+    def _start_process(self, function: Callable[..., None], *arguments: Any) -> BaseProcess:
+        process = self.context.Process(target=function, args=arguments, daemon=True)
+        process.start()
+        arguments[-1].close()  # the process's end of its pipe
+        return process
+
+    def _place(self, host: int) -> hosts.Place | None:
+        return self.network.place(host) if self.network.names else None
+
+    def close(self) -> None:
+        """All ranks close their engines and end."""
+        for process in self.ranks:
+            process.pipe.send(None)
+        self._await_word("closed", self.ranks)
+        for process in self.ranks:
+            process.handle.join(START_S)
+            if process.handle.exitcode != 0:
+                self._fail(f"rank {process.rank} ended with {process.handle.exitcode}")
+
+    def end(self) -> None:
+        """Ends what is still there."""
+        for child in multiprocessing.active_children():
+            child.kill()
+            child.join()
+
+    # --- what ranks say ---
+
+    def _messages(
+        self, pending: set[int], timeout_s: float
+    ) -> Iterator[tuple[Process, Any] | None]:
+        """What the ranks of `pending` say, which the caller takes out of it; None now and then."""
+        ends = time.monotonic() + timeout_s
+        while pending:
+            if self.interrupted:
+                raise KeyboardInterrupt
+            if time.monotonic() > ends:
+                for rank in pending:
+                    self._show_stack(self.ranks[rank])
+                self._fail(f"ranks {sorted(pending)} hang: nothing within {timeout_s:.0f} s")
+            pipes = [self.ranks[rank].pipe for rank in pending]
+            ready = wait(pipes, 0.05)
+            for process in [process for process in self.ranks if process.pipe in ready]:
+                message = process.receive()
+                ends = time.monotonic() + timeout_s
+                if isinstance(message, Alive):
+                    continue
+                if isinstance(message, Failure):
+                    self._fail(f"rank {process.rank}: {message.text}")
+                yield process, message
+            yield None
+
+    def _await_word(self, word: str, processes: list[Process]) -> None:
+        pending = {process.rank for process in processes}
+        for found in self._messages(pending, START_S):
+            if found is not None:
+                process, message = found
+                if message != word:
+                    self._fail(f"rank {process.rank}: {message} instead of {word}")
+                pending.remove(process.rank)
+
+    def _show_stack(self, process: Process) -> None:
+        """It prints where it is, and ends."""
+        assert process.handle.pid is not None
+        os.kill(process.handle.pid, signal.SIGABRT)
+        process.handle.join(5)
+
+    def _fail(self, text: str) -> NoReturn:
+        """With what others say within a moment: who speaks first is not always the cause."""
+        time.sleep(1)
+        for process in self.ranks:
+            while process.pipe.poll() and isinstance(message := process.receive(), tuple):
+                text += f"\nrank {process.rank}: {message}"
+        raise FailedError(text)
+
+    # --- attempts ---
+
+    def soak(self) -> None:
+        began = time.monotonic()
+        ends = began + 60 * self.arguments.minutes
+        every = self.arguments.replace_every_s
+        next_death = began + every if every else math.inf
+        moments: list[str] = []
+        while (now := time.monotonic()) < ends or not self._enough():
+            self.num_attempts += 1
+            seconds = self.draw.random() * self.arguments.keep_s
+            if now < ends:
+                seconds = min(seconds, ends - now)
+            seconds = min(seconds, max(self.draw.random(), next_death - now))
+            attempt = Attempt(self.num_attempts, seconds)
+            doomed = now + seconds >= next_death
+            if doomed:
+                moments = moments or self.draw.sample(
+                    self.arguments.moments, k=len(self.arguments.moments)
+                )
+                others = [rank for rank in range(self.world_size) if rank != self.witness]
+                attempt = attempt._replace(
+                    victim=self.draw.choice(others), moment=moments.pop(), setup_s=self.setup_s
+                )
+            self._attempt(attempt)
+            if doomed:
+                next_death = max(next_death + every, time.monotonic() + every / 2)
+            line = f"{(time.monotonic() - began) / 60:.1f} min, {self.num_steps} steps"
+            if sys.stdout.isatty():
+                print(f"\r{line} ", end="", flush=True)
+
+    def _enough(self) -> bool:
+        deaths, flaps = self.arguments.least_deaths, self.arguments.least_flaps
+        return len(self.deaths) >= deaths and self.num_flaps >= flaps
+
+    def _attempt(self, attempt: Attempt) -> None:
+        for process in self.ranks:
+            process.pipe.send(attempt)
+        connected: list[float] = []
+        reports: dict[int, Report] = {}
+        died_at, next_flap, flaps_end = 0.0, 0.0, 0.0
+        pending = set(range(self.world_size))
+        # Set-up, a call, closing: what has a deadline of its own in the ranks ends before this one.
+        for found in self._messages(pending, 5 * self.timeout_s + START_S / 4):
+            now = time.monotonic()
+            if found is None:
+                if next_flap < now < flaps_end:
+                    self._flap()
+                    next_flap = now + self.arguments.flap_every_s
+                continue
+            process, message = found
+            if isinstance(message, Connected):
+                connected.append(message.setup_s)
+                if len(connected) == self.world_size:
+                    next_flap = now + self.draw.random() * self.arguments.flap_every_s
+                    flaps_end = now + attempt.seconds - 2 * DOWN_S
+                    self._all_connected(max(connected))
+                continue
+            pending.remove(process.rank)
+            if isinstance(message, Report):
+                reports[process.rank] = message
+                self.left_s.append(message.left_s)
+                if message.usage.threads:
+                    process.usages.append(message.usage)
+            elif process.rank == attempt.victim:
+                died_at = message
+            else:
+                process.handle.join(5)
+                self._fail(f"rank {process.rank} ended by itself: {process.handle.exitcode}")
+        self.num_steps += max(report.num_steps for report in reports.values())
+        if attempt.victim >= 0:
+            self._replace(attempt, died_at, reports)
+
+    def _all_connected(self, setup_s: float) -> None:
+        self.setup_s = setup_s
+        if self.died_at:
+            self.back_s.append(time.monotonic() - self.died_at)
+            self.died_at = 0.0
+
+    def _replace(self, attempt: Attempt, died_at: float, reports: dict[int, Report]) -> None:
+        """What survivors noticed, and a new process."""
+        victim, moment = attempt.victim, attempt.moment
+        if not died_at:
+            self._fail(f"rank {victim} was to die in {moment} and did not: {reports}")
+        took = {
+            rank: max(0.0, report.noticed_at - died_at)
+            for rank, report in reports.items()
+            if report.noticed_at
+        }
+        said = [report.error for report in reports.values()]
+        if moment != "closing" and len(took) < self.world_size - 1:
+            self._fail(f"rank {victim} died in {moment}, and not all noticed it: {reports}")
+        if any(said) and not any(f"rank {victim}" in text for text in said):
+            self._fail(f"nobody names rank {victim}, which died in {moment}: {said}")
+        self.noticed_s[moment] += took.values()
+        self.deaths.append(moment)
+        self.died_at = died_at
+        times = ", ".join(f"rank {rank} {seconds:.2f} s" for rank, seconds in took.items())
+        print(f"rank {victim} died in {moment}; noticed by {times or 'nobody'}", flush=True)
+        self.ranks[victim].handle.join()
+        self.ranks[victim] = self._start_rank(victim)
+        self._await_word("ready", [self.ranks[victim]])
+
+    def _flap(self) -> None:
+        """Takes a link down and up again."""
+        down_s = self.draw.random() * DOWN_S
+        if self.arguments.over == "tcp":
+            interface = f"eth{self.draw.randrange(2)}"
+            self.network.flap(self.draw.randrange(self.arguments.hosts), interface, down_s=down_s)
+        elif self.arguments.over == "roce":  # the far end of a device's cable
+            link = f"rp{self.draw.randrange(2 * self.arguments.hosts)}"
+            subprocess.run(["ip", "link", "set", link, "down"], check=True)
+            time.sleep(down_s)
+            subprocess.run(["ip", "link", "set", link, "up"], check=True)
+        else:
+            return
+        self.num_flaps += 1
+
+    # --- what is left ---
+
+    def left_behind(self) -> list[str]:
+        """Shared memory of our processes."""
+        folders = [self._place(host) for host in range(self.arguments.hosts)]
+        pids = [process.handle.pid for process in self.started]
+        return [
+            file.name
+            for folder in {place.shm if place else Path("/dev/shm") for place in folders}
+            for file in folder.iterdir()
+            if any(f".{pid}." in file.name for pid in pids)
+        ]
+
+    def summary(self) -> dict[str, Any]:
+        oldest = [process for process in self.started if len(process.usages) >= 8]
+        growth = [process.growth() for process in oldest]
+        return {
+            "over": self.arguments.over,
+            "ranks": self.world_size,
+            "steps": self.num_steps,
+            "communicators": self.num_attempts,
+            "flaps": self.num_flaps,
+            "deaths": {moment: self.deaths.count(moment) for moment in MOMENTS},
+            "noticed_s": {moment: spread(times) for moment, times in self.noticed_s.items()},
+            "left_s": spread(self.left_s),
+            "back_s": spread(self.back_s),
+            "usage": [process.usages[-1] for process in oldest],
+            "growth": list(map(max, zip(*growth, strict=True))) if growth else None,
+            "left_behind": self.left_behind(),
+        }
 
 
-def run_rank(arguments: argparse.Namespace, world_size: int) -> None:
-    """Rounds of steps until rank 0 says that time is up; prints one line of JSON."""
-    rank = arguments.rank
-    transport, settings = OVER[arguments.over]
-    store = dist.TCPStore(
-        arguments.address,
-        arguments.port,
-        world_size,
-        is_master=rank == 0,
-        timeout=timedelta(seconds=START_S),
-    )
-    config = AllToAllConfig(
-        num_experts=NUM_EXPERTS,
-        hidden_dim=HIDDEN_DIM,
-        topk=TOPK,
-        max_tokens=MAX_TOKENS,
-        dtype=torch.float32,
-        ranks_per_node=arguments.ranks_per_host,
-        transport=transport,
-        transport_settings=settings[rank // arguments.ranks_per_host],
-        nics_per_rank=2,
-        timeout_s=60.0,
-        num_threads=1,
-    )
-    pauses = random.Random(arguments.seed + rank)
-    generator = torch.Generator().manual_seed(arguments.seed + rank)
-    memory_mib: list[float] = []
-    ends = time.monotonic() + 60 * arguments.minutes
-    with AllToAll(store, config, rank=rank, world_size=world_size) as comm:
-        arguments.connected.touch()
-        for number in range(10**9):
-            if rank == 0:
-                store.set(f"round {number}", "stop" if time.monotonic() > ends else "go")
-            if store.get(f"round {number}") == b"stop":
-                break
-            for _ in range(STEPS_PER_ROUND):
-                if pauses.random() < 0.1:
-                    time.sleep(pauses.random() * 0.02)  # a rank that is late
-                step(comm, generator)
-            pages = int(Path("/proc/self/statm").read_text().split()[1])
-            memory_mib.append(pages * PAGE_MIB)
-        assert comm.broken == "", comm.broken
-        store.set(f"done {rank}", "")
-        store.wait([f"done {r}" for r in range(world_size)])
-    quarter = len(memory_mib) // 4
-    early, late = memory_mib[quarter : 2 * quarter + 1], memory_mib[-max(1, quarter) :]
-    print(
-        json.dumps(
-            {
-                "rank": rank,
-                "steps": len(memory_mib) * STEPS_PER_ROUND,
-                "memory_mib": round(memory_mib[-1], 1),
-                "growth_mib": round(max(late) - max(early), 2),
-            }
-        ),
-        flush=True,
-    )
+def spread(seconds: list[float]) -> dict[str, float] | None:
+    if not seconds:
+        return None
+    return {"p50": round(statistics.median(seconds), 3), "max": round(max(seconds), 3)}
 
 
-def flap_device(device: int, down_s: float) -> None:
-    """Takes the far end of a soft-RoCE device's cable down and up again."""
-    subprocess.run(["ip", "link", "set", f"rp{device}", "down"], check=True)
-    time.sleep(down_s)
-    subprocess.run(["ip", "link", "set", f"rp{device}", "up"], check=True)
-
-
-def flap_until_done(
-    flap: Callable[[random.Random], None],
-    processes: list[subprocess.Popen[str]],
-    connected: list[Path],
-    arguments: argparse.Namespace,
-) -> int:
-    """Takes links down for a moment until the ranks have ended; returns how often.
-
-    Not before all ranks are connected: a NIC without a link cannot be opened.
-    """
-    choices = random.Random(arguments.seed)
-    ends = time.monotonic() + 60 * arguments.minutes + START_S
-    next_flap = time.monotonic() + arguments.flap_every_s
-    num_flaps = 0
-    while any(process.poll() is None for process in processes) and time.monotonic() < ends:
-        if not all(file.exists() for file in connected):
-            next_flap = time.monotonic() + arguments.flap_every_s
-        if time.monotonic() > next_flap:
-            flap(choices)
-            num_flaps += 1
-            next_flap = time.monotonic() + arguments.flap_every_s
-        time.sleep(0.1)
-    return num_flaps
-
-
-def why_not(over: str) -> str:
-    """Why there are no links to take down here; empty when there are, or none are needed."""
-    if over == "roce" and not os.environ.get("MOE_P2P_RDMA_MACHINE"):
+def why_not(arguments: argparse.Namespace) -> str:
+    """Why it cannot run here; empty when it can."""
+    if arguments.over == "roce" and not os.environ.get("MOE_P2P_RDMA_MACHINE"):
         return "links of devices go down only in the machine of tests/rdma/vm.py"
-    if over == "tcp" and (reason := hosts.why_not()):
+    if arguments.over == "tcp" and (reason := hosts.why_not()):
         return f"{reason}; without hosts: --over lo"
+    if arguments.over == "shm" and arguments.replace_every_s:
+        return "libfabric's shm notices no dead peer: --replace-every-s 0"
     return ""
 
 
-def start_ranks(
-    network: hosts.Hosts, connected: list[Path], arguments: argparse.Namespace
-) -> list[subprocess.Popen[str]]:
-    own = [sys.executable, *sys.argv]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    processes = []
-    for rank, file in enumerate(connected):
-        command = [*own, f"--rank={rank}", f"--connected={file}"]
-        if arguments.over == "tcp":
-            command.append(f"--address={hosts.Hosts.address(0)}")
-            host = rank // arguments.ranks_per_host
-            processes.append(network.start(host, command, env=environment))
-        else:
-            processes.append(
-                subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-            )
-    return processes
+def wrong(arguments: argparse.Namespace, summary: dict[str, Any]) -> str:
+    if summary["left_behind"]:
+        return "something is left in /dev/shm"
+    limits = (arguments.max_more_descriptors, 0, arguments.max_growth_mib)
+    if summary["growth"] and any(a > b for a, b in zip(summary["growth"], limits, strict=True)):
+        return "ranks hold more and more: descriptors, threads, MiB"
+    return ""
 
 
-def run_all(arguments: argparse.Namespace) -> int:
-    if reason := why_not(arguments.over):
+def main() -> int:
+    arguments = parse()
+    if reason := why_not(arguments):
         print(reason)
         return 2
-    num_flaps = 0
-    num_hosts = 2 if arguments.over == "tcp" else 0
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        hosts.Hosts(num_hosts, num_interfaces=2) as network,
-    ):
-        connected = [Path(folder, str(rank)) for rank in range(2 * arguments.ranks_per_host)]
-        flaps: dict[str, Callable[[random.Random], None]] = {
-            "tcp": lambda draw: network.flap(
-                draw.randrange(2), f"eth{draw.randrange(2)}", down_s=draw.random()
-            ),
-            "roce": lambda draw: flap_device(draw.randrange(4), draw.random()),
-        }
-        processes = start_ranks(network, connected, arguments)
-        if arguments.over in flaps:
-            num_flaps = flap_until_done(flaps[arguments.over], processes, connected, arguments)
-        texts = [
-            process.communicate(timeout=60 * arguments.minutes + START_S)[0]
-            for process in processes
-        ]
-    print("".join(texts), end="")
-    print(f"{num_flaps} flaps")
-    results = [json.loads(line) for text in texts for line in text.splitlines() if line[:1] == "{"]
-    failed = any(process.returncode for process in processes) or len(results) != len(processes)
-    grown = any(result["growth_mib"] > arguments.max_growth_mib for result in results)
-    print("FAILED" if failed else "memory grew" if grown else "ok")
-    return int(failed or grown)
+    num_hosts = arguments.hosts if arguments.over == "tcp" else 0
+    with hosts.Hosts(num_hosts, num_interfaces=2) as network:
+        run = Run(arguments, network)
+        try:
+            run.start()
+            run.soak()
+            run.close()
+            summary = run.summary()
+        except FailedError as error:
+            print(f"{error}\nFAILED after {run.num_steps} steps, {len(run.deaths)} deaths")
+            return 1
+        except KeyboardInterrupt:
+            print(f"\ninterrupted after {run.num_steps} steps, {len(run.deaths)} deaths")
+            return 130
+        finally:
+            run.end()
+    print(json.dumps(summary))
+    reason = wrong(arguments, summary)
+    print(f"FAILED: {reason}" if reason else "ok")
+    return int(bool(reason))
 
 
 if __name__ == "__main__":
-    parsed = parse()
-    if parsed.rank >= 0:
-        run_rank(parsed, 2 * parsed.ranks_per_host)
-    else:
-        sys.exit(run_all(parsed))
+    sys.exit(main())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import signal
 import sys
 
 COMMANDS = {
@@ -16,11 +17,19 @@ COMMANDS = {
 def main(arguments: list[str]) -> int:
     if not arguments or arguments[0] not in COMMANDS:
         lines = [f"  {name:6} {about}" for name, (_, about) in COMMANDS.items()]
-        asked = arguments[0] if arguments else "--help"
-        print("\n".join(["usage: python -m moe_p2p COMMAND [OPTIONS]", "", *lines]))
-        return 0 if asked in ("-h", "--help") else 2
-    command = importlib.import_module(COMMANDS[arguments[0]][0])
-    return int(command.main(arguments[1:]))
+        usage = "\n".join(["usage: python -m moe_p2p COMMAND [OPTIONS]", "", *lines])
+        if arguments and arguments[0] in ("-h", "--help"):
+            print(usage)
+            return 0
+        wrong = f"{arguments[0]!r} is not a command" if arguments else "a command is missing"
+        print(f"{usage}\n\nmoe_p2p: {wrong}", file=sys.stderr)
+        return 2
+    try:
+        command = importlib.import_module(COMMANDS[arguments[0]][0])
+        return int(command.main(arguments[1:]))
+    except KeyboardInterrupt:
+        print(f"{arguments[0]}: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 if __name__ == "__main__":

@@ -112,11 +112,7 @@ def find_ranks_per_node(hosts: list[str], wanted: int | None) -> int:
             f"ranks are not in equal blocks per host ({found}); start as many on each host, with "
             "consecutive ranks, or pass ranks_per_node",
         )
-        wanted = sizes.pop()
-        errors.require(
-            wanted <= 64, f"{wanted} ranks share a host, at most 64 can; pass ranks_per_node"
-        )
-        return wanted
+        return sizes.pop()
     errors.require(
         world_size % wanted == 0,
         f"ranks_per_node is {wanted}, must divide world_size {world_size}",

@@ -143,6 +143,8 @@ class AllToAll(Halves):
         count_on_host: int = arguments.ALL_ROWS,
     ) -> tuple[Any, ...]:
         """The fields of Dispatched. `options` are of arguments.dispatch_options, for many calls."""
+        if not isinstance(x, Tensor):
+            raise errors.wrong_type("x", x)
         tokens, quantize, scale_format, layout, column_scales, zero_padding, outputs, solo = options
         grad = torch.is_grad_enabled() and arguments.require_grad(x, topk_weights, *extras)
         row_layout, capacity, alignment = layout
@@ -290,6 +292,8 @@ class AllToAll(Halves):
         grad: bool = False,
     ) -> Tensor | tuple[Tensor, ...]:
         """A combine of what `combine` has looked at. grad: autograd records it."""
+        if not isinstance(y, Tensor):
+            raise errors.wrong_type("y", y)
         if out is not None:
             arguments.check_out(out, out_dtype, dispatched.topk_idx.shape[0], grad)
             out_dtype = out.dtype

@@ -48,6 +48,7 @@ def split_count(num_tokens: int | Tensor) -> tuple[Tensor | None, int]:
     """The count as a tensor, and as a number that is used without the tensor."""
     if isinstance(num_tokens, Tensor):
         return num_tokens, ALL_ROWS
+    errors.require_type("num_tokens", num_tokens, int, "an int, or a torch.Tensor of one")
     errors.require(num_tokens >= 0, f"num_tokens is {num_tokens}, must be at least 0")
     return None, num_tokens
 
@@ -107,6 +108,7 @@ def row_weights_of(
     dispatched: Dispatched, weighted: bool | None, topk_weights: Tensor | None
 ) -> Tensor | None:
     """What combine multiplies rows with; None: nothing that dispatch has brought."""
+    errors.require_type("dispatched", dispatched, Dispatched, "the result of a dispatch")
     if dispatched.layout.rows == BY_RANK:
         errors.require(
             not weighted and topk_weights is None,
@@ -118,11 +120,15 @@ def row_weights_of(
 
 
 def bias_list(bias: Tensor | tuple[Tensor, Tensor]) -> list[Tensor]:
-    return [bias] if isinstance(bias, Tensor) else list(bias)
+    if isinstance(bias, Tensor):
+        return [bias]
+    errors.require_type("bias", bias, (tuple, list), "a torch.Tensor, two of them or None")
+    return list(bias)
 
 
 def check_out(out: Tensor, out_dtype: torch.dtype | None, num_rows: int, grad: bool) -> None:
     """Whether a combine of num_rows tokens may write into `out`."""
+    errors.require_type("out", out, Tensor)
     if grad:
         text = NO_OUT_GRADIENT
     elif out.shape[0] != num_rows:
@@ -135,8 +141,11 @@ def check_out(out: Tensor, out_dtype: torch.dtype | None, num_rows: int, grad: b
 
 
 def require_grad(*tensors: Tensor | None) -> bool:
-    """Whether autograd, where it is on, records what is done with one of these."""
-    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    """Whether autograd, where it is on, records what is done with one of these.
+
+    What is no tensor is refused by name when the op is called.
+    """
+    return any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tensors)
 
 
 def refuse_gradient(text: str, **tensors: Tensor | None) -> None:

@@ -9,7 +9,6 @@ import os
 import secrets
 import time
 import warnings
-import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from types import TracebackType
@@ -20,12 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from moe_p2p import env, errors, ops, transport
+from moe_p2p import env, errors, ops, shared_memory, transport
 from moe_p2p.agreement import Facts, Offer, agree_on_transport, conclude
 from moe_p2p.bootstrap import Bootstrap
 from moe_p2p.config import AllToAllConfig
 from moe_p2p.device_kernels import DeviceSide, Partners
 from moe_p2p.engine import Engine, NicCounters, bytes_from, tensor_from
+from moe_p2p.lifetime import Closing, NotCopied
 from moe_p2p.ops import call
 
 if TYPE_CHECKING:
@@ -42,12 +42,12 @@ def _close(comm: int, engine: Engine | None, device: DeviceSide | None) -> None:
         if device is not None:
             undo.callback(device.close)  # NICs read its memory until the communicator is closed
         undo.callback(ops.forget_shape, comm)
-        num_steps = 0
         try:
             if device is not None:
-                num_steps = device.finish()
+                device.finish()
         finally:
-            _ops.all_to_all_close.default(comm, num_steps)
+            _ops.all_to_all_close.default(comm)
+            ops.raise_interrupt()  # of a signal that cut the wait for partners short
 
 
 def _when_traced(function: _Function) -> _Function:
@@ -59,7 +59,7 @@ def _when_traced(function: _Function) -> _Function:
     return function
 
 
-class Communicator:
+class Communicator(NotCopied):
     """One rank's end of a group of ranks. See AllToAll for the arguments."""
 
     def __init__(
@@ -79,7 +79,7 @@ class Communicator:
         self.rank = meeting.rank
         self.world_size = meeting.world_size
         self._masks = self._make_masks(masked)
-        with meeting:
+        with meeting, shared_memory.explained(self._shared_memory):
             own_engine = engine is None
             self.engine = self._choose_engine(meeting, engine)
             try:
@@ -93,8 +93,7 @@ class Communicator:
             except BaseException:
                 _close(self._comm, self.engine if own_engine else None, None)
                 raise
-            # Also runs when the object is collected and when the interpreter ends.
-            self._finalizer = weakref.finalize(
+            self._closing = Closing(
                 self, _close, self._comm, self.engine if own_engine else None, self._device
             )
             try:
@@ -113,14 +112,34 @@ class Communicator:
                 self.close()
                 raise
 
+    def _shared_memory(self) -> str:
+        """What the communicator needs of /dev/shm, in a sentence."""
+        made = getattr(self, "engine", None)  # one that is not yet made is of software NICs
+        software = made is None or made.provider == "loopback"
+        num_nics = (self.config.nics_per_rank or 2) if made is None else made.num_nics
+        local = getattr(self, "ranks_per_node", self.config.ranks_per_node or self.world_size)
+        sizes = shared_memory.of_a_rank(
+            self.config,
+            world_size=self.world_size,
+            ranks_per_node=local,
+            num_nics=num_nics if software else 0,
+        )
+        ranks = self.world_size if software else local
+        total = ranks * sum(sizes.values()) / shared_memory.MIB
+        return (
+            f"The {ranks} ranks of this communicator need {total:.1f} MiB there in all "
+            "(python -m moe_p2p plan)"
+        )
+
     def _make_masks(self, given: Tensor | None) -> tuple[Tensor, Tensor] | None:
         """Those of the calls, and those of the NICs: the same on the CPU, apart on a GPU."""
         if not self.config.mask_lost_ranks:
             errors.require(given is None, "masked is given, and mask_lost_ranks is False")
             return None
-        on_host = torch.zeros(self.world_size, dtype=torch.int32)
-        if given is None:
-            given = on_host.to(self.config.device)
+        with torch.inference_mode(False):  # calls and users write to it in any mode
+            on_host = torch.zeros(self.world_size, dtype=torch.int32, device="cpu")
+            if given is None:
+                given = on_host.to(self.config.device)
         fits = given.shape == (self.world_size,) and given.dtype == torch.int32
         errors.require(
             fits and given.is_contiguous() and given.device.type == self.config.device,
@@ -135,7 +154,7 @@ class Communicator:
             return None
         node, local = divmod(self.rank, num_local)
         num_nodes, first = self.world_size // num_local, node * num_local
-        keys = meeting.exchange(secrets.token_hex(8).encode(), "keys for device memory")
+        keys = meeting.exchange(secrets.token_hex(16).encode(), "keys for device memory")
 
         def among_node(data: bytes) -> list[bytes]:
             return meeting.exchange(data, "fabric handles")[first : first + num_local]
@@ -241,12 +260,13 @@ class Communicator:
 
     @property
     def closed(self) -> bool:
-        return not self._finalizer.alive
+        """Also in a child forked from the process that made it."""
+        return bool(self._closing.why_closed)
 
     @property
     def broken(self) -> str:
         """Why the object can no longer be used; empty while it can."""
-        return "closed" if self.closed else str(_ops.all_to_all_broken.default(self._comm))
+        return self._closing.why_closed or str(_ops.all_to_all_broken.default(self._comm))
 
     def counters(self) -> list[NicCounters]:
         """What each NIC of this rank's engine wrote and received since the engine was made."""
@@ -319,10 +339,16 @@ class Communicator:
             self._device.prepare_dispatch(out_dtype, quantize=False, by_rank=by_rank)
 
     def close(self) -> None:
-        """Idempotent. Ranks close on their own; what they have sent still arrives."""
-        self._finalizer()
+        """Idempotent. Ranks close on their own; what they have sent still arrives.
+
+        In a child forked from the process that made it: nothing.
+        """
+        self._closing()
 
     def __enter__(self) -> Self:
+        if self.closed:
+            text = f"rank {self.rank}: the communicator is closed, and cannot be entered again"
+            raise errors.make(errors.ClosedError, text)
         return self
 
     def __exit__(

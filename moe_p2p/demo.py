@@ -17,12 +17,15 @@ Shapes: B sequences of a batch, S bytes of a sequence, H hidden size, T = B * S 
 from __future__ import annotations
 
 import argparse
+import math
+import platform
 import sys
 import sysconfig
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,9 +34,11 @@ from torch.nn import functional
 
 from moe_p2p import AllToAll, AllToAllConfig, launch
 from moe_p2p.bench.cases import Trace
+from moe_p2p.bench.drawing import draw
 from moe_p2p.layer import MoELayer, Router
 
 TEXT_BYTES = 2_000_000
+PLOT = "bench_out/demo.png"
 TRACE_RECORDS = 12  # steps whose routing is kept, spread evenly
 
 
@@ -228,12 +233,16 @@ def train_rank(settings: Settings) -> Training:
 
 def main(arguments: list[str]) -> int:
     """Exit code: 0 equal curves, 1 not equal, 2 a rank failed."""
-    settings, trace_path, control = _parse(arguments)
+    settings, trace_path, plot_path, control = _parse(arguments)
     torch.set_num_threads(launch.threads_per_rank(settings.ranks))
     print(
         f"{settings.layers} layers, {settings.experts} experts, top-{settings.topk}, "
         f"{settings.batch} x {settings.sequence} bytes a step, {settings.ranks} ranks in nodes of "
         f"{settings.ranks_per_node}"
+    )
+    print(
+        f"text: modules of Python {platform.python_version()}'s standard library; loss: nats per "
+        f"byte, mean of a batch, {math.log(256):.2f} for a guess"
     )
     try:
         ranks = _train_ranks(settings) if not control else [train(settings, reverse=True)]
@@ -243,6 +252,9 @@ def main(arguments: list[str]) -> int:
     alone = train(settings)
     print(curves(ranks[0].losses, alone.losses))
     print(f"{ranks[0].seconds:.1f} s over ranks, {alone.seconds:.1f} s in one process")
+    if plot_path is not None:
+        reason = plot(settings, ranks[0].losses, alone.losses, plot_path)
+        print(f"no plot: {reason}" if reason else f"wrote {plot_path}")
     if trace_path is not None:
         trace_of(settings, ranks).save(trace_path)
         print(f"wrote {trace_path}: the routing of every layer in some steps")
@@ -255,13 +267,33 @@ def _train_ranks(settings: Settings) -> list[Training]:
 
 
 def curves(ranks: list[float], alone: list[float]) -> str:
-    """Both curves as a table of about 12 lines."""
-    lines = [f"{'step':>6}{'ranks':>12}{'one process':>14}{'difference':>13}"]
+    """Both curves, in nats, as a table of about 12 lines."""
+    lines = [f"{'step':>6}{'ranks':>12}{'one process':>14}{'difference':>13}  (loss, nats)"]
     every = max(1, len(ranks) // 12)
     for step in sorted({*range(0, len(ranks), every), len(ranks) - 1}):
         gap = ranks[step] - alone[step]
         lines.append(f"{step:6}{ranks[step]:12.6f}{alone[step]:14.6f}{gap:13.1e}")
     return "\n".join(lines)
+
+
+def plot(settings: Settings, ranks: list[float], alone: list[float], path: Path) -> str | None:
+    """Both curves, and how far they are apart; returns why not where it could not be drawn."""
+
+    def paint(axes: Any) -> None:
+        loss, gap = axes
+        loss.plot(alone, "-", color="C1", linewidth=4, alpha=0.5, label="one process")
+        loss.plot(ranks, "--", color="C0", label=f"{settings.ranks} ranks")
+        loss.set(xlabel="step", ylabel="loss, nats per byte")
+        loss.legend()
+        apart = [abs(a - b) for a, b in zip(ranks, alone, strict=True)]
+        gap.plot(apart, ".-", color="C0", label="difference of the two")
+        gap.axhline(settings.tolerance, color="C3", linestyle=":", label="allowed")
+        gap.set(xlabel="step", ylabel="nats per byte")
+        gap.set_yscale("symlog", linthresh=1e-7)
+        gap.legend()
+
+    title = f"{settings.experts} experts, top-{settings.topk}, seed {settings.seed}"
+    return draw(path, title, paint, ncols=2, figsize=(11, 4.2))
 
 
 def judge(settings: Settings, ranks: list[float], alone: list[float]) -> int:
@@ -283,17 +315,26 @@ def trace_of(settings: Settings, ranks: list[Training]) -> Trace:
     )
 
 
-def _parse(arguments: list[str]) -> tuple[Settings, Path | None, bool]:
+def _parse(arguments: list[str]) -> tuple[Settings, Path | None, Path | None, bool]:
     parser = argparse.ArgumentParser(
         prog="python -m moe_p2p demo",
         description="Trains a small language model with experts over ranks, and in one process.",
+        epilog="Defaults in parentheses.",
     )
-    parser.add_argument("--steps", type=int, default=Settings.steps)
-    parser.add_argument("--seed", type=int, default=Settings.seed)
-    parser.add_argument("--ranks", type=int, default=Settings.ranks)
-    parser.add_argument("--ranks-per-node", type=int, default=Settings.ranks_per_node)
-    parser.add_argument("--save-trace", type=Path, metavar="FILE", help="for bench --trace")
-    parser.add_argument("--control", action="store_true", help="no ranks: rounding alone")
+    add, default = parser.add_argument, Settings
+    add("--steps", type=int, default=default.steps, help="of training (%(default)s)")
+    add("--seed", type=int, default=default.seed, help="of weights and batches (%(default)s)")
+    add("--ranks", type=int, default=default.ranks, help="processes (%(default)s)")
+    add(
+        "--ranks-per-node",
+        type=int,
+        default=default.ranks_per_node,
+        help="ranks of a node (%(default)s)",
+    )
+    add("--plot", default=PLOT, metavar="FILE", help="PNG of the curves (%(default)s; '': none)")
+    add("--save-trace", type=Path, metavar="FILE", help="routing, for bench --trace (none)")
+    control = "train twice in one process, in two orders of sums: how far rounding alone goes"
+    add("--control", action="store_true", help=control)
     given = parser.parse_args(arguments)
     settings = Settings(
         steps=given.steps,
@@ -305,4 +346,5 @@ def _parse(arguments: list[str]) -> tuple[Settings, Path | None, bool]:
         parser.error(f"--ranks {given.ranks} must divide {settings.batch} and {settings.experts}")
     if given.ranks_per_node < 1 or given.ranks % given.ranks_per_node:
         parser.error(f"--ranks {given.ranks} is not a multiple of --ranks-per-node")
-    return settings, given.save_trace, given.control
+    plot_path = Path(given.plot) if given.plot else None
+    return settings, given.save_trace, plot_path, given.control

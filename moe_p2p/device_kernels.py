@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 _ops = torch.ops.moe_p2p
 
 _CODES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.float8_e4m3fn: 3}
-_LAUNCH = 65536  # kernels/abi/params.h, kLaunch
 _MASKS_WORD = 4  # kernels/abi/params.h, offset of DeviceState::masks in words of 64 bits
 _FAULT_BYTES = 64  # kernels/abi/params.h, Fault
 _ANY_SLOT = 1 << 30  # bytes
@@ -314,7 +313,7 @@ class DeviceSide:
         if self._masks is not None:
             self._state[_MASKS_WORD] = self._masks[0].data_ptr()
         pinned = on_device.type == "cuda"
-        self._fault = torch.zeros(_FAULT_BYTES, dtype=torch.uint8, pin_memory=pinned)
+        self._fault = torch.zeros(_FAULT_BYTES, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         self._wait()
         call(
             _ops.all_to_all_use_device.default,
@@ -416,18 +415,13 @@ class DeviceSide:
         """For all that was asked of the device."""
         torch.cuda.synchronize(self._device)
 
-    def finish(self) -> int:
-        """Waits for the kernels and lets go of the signal memory, which the communicator unmaps.
-
-        How many steps the kernels have opened, for the communicator to close with.
-        """
+    def finish(self) -> None:
+        """Waits for the kernels and lets go of the signal memory, which the communicator unmaps."""
         self._wait()
         if self._masks is not None:  # the host then waits for no write to a rank that is masked
             on_device, on_host = self._masks
             on_host.copy_(on_device)
-        launches, *next_step = self._state[:3].tolist()  # kernels/abi/params.h, DeviceState
         self._signals.close()
-        return int(next_step[launches // _LAUNCH % 2])
 
     def close(self) -> None:
         """Unmaps and frees, once the communicator is closed."""

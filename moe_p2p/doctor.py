@@ -31,8 +31,10 @@ LIBRARIES = {
     "libibverbs": transport.LIBRARIES[transport.VERBS],
     "libfabric": transport.LIBRARIES[transport.LIBFABRIC],
     "libcuda": ("libcuda.so.1",),
+    "libcudart": ("libcudart.so",),  # as libfabric opens it
 }
 LIBRARY_OF = {"efa": "libfabric", "verbs": "libibverbs"}  # by kind of NIC
+MIN_EFA_VERSION = (1, 20)  # of libfabric (csrc/provider/libfabric/selection.cpp)
 MIN_SHM_BYTES = 1 << 30
 MIN_MEMLOCK_BYTES = 1 << 32  # what is registered is locked: regions, and KV caches of users
 CAP_IPC_LOCK = 14  # linux/capability.h
@@ -280,7 +282,7 @@ def _write(provider: str, nic: str, memory: str) -> Write:
             Engine(provider, 1, nics=nic, gpu=gpu, timeout_s=WRITE_TIMEOUT_S) as sender,
             Engine(provider, 1, nics=nic, gpu=gpu, timeout_s=WRITE_TIMEOUT_S) as receiver,
         ):
-            data = torch.randint(0, 256, (WRITE_BYTES,), dtype=torch.uint8).to(device or "cpu")
+            data = torch.randint(0, 256, (WRITE_BYTES,), dtype=torch.uint8, device=device or "cpu")
             inbox = torch.zeros_like(data)
             if device is not None:
                 torch.cuda.synchronize(device)
@@ -373,6 +375,24 @@ def _nic_problems(report: Report) -> list[Problem]:
                 "EFA devices without libfabric",
                 "run the EFA installer of AWS (libfabric in /opt/amazon/efa), or apt-get install "
                 "libfabric1",
+            )
+        )
+    version = re.match(r"(\d+)\.(\d+)", report.libraries["libfabric"])
+    if "efa" in kinds and version and tuple(map(int, version.groups())) < MIN_EFA_VERSION:
+        found.append(
+            Problem(
+                f"libfabric {version[0]} is too old for EFA, which needs 1.20",
+                "run the EFA installer of AWS (libfabric in /opt/amazon/efa)",
+            )
+        )
+    dma_buf = any(gpu.dma_buf for gpu in report.gpus)
+    if "efa" in kinds and report.gpus and not dma_buf and not report.libraries.get("libcudart"):
+        found.append(
+            Problem(
+                "EFA cannot take GPU memory: libfabric finds no libcudart.so, by that very name, "
+                "and the driver exports no dma-bufs",
+                "use the open kernel modules (apt-get install nvidia-open), or put a folder with a "
+                "link libcudart.so to that of the pip package into LD_LIBRARY_PATH",
             )
         )
     if "verbs" in kinds and not report.libraries["libibverbs"]:

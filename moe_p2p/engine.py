@@ -15,7 +15,6 @@ Immediates are counted per write as the schema of each call says; R is the sende
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from types import TracebackType
 from typing import NamedTuple, TypedDict
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor
 
 from moe_p2p import env, errors, transport
+from moe_p2p.lifetime import Closing, NotCopied
 from moe_p2p.ops import call
 
 _ops = torch.ops.moe_p2p
@@ -48,11 +48,14 @@ class Slice(NamedTuple):
 
 
 def tensor_from(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0).byte()
+    # frombuffer knows no device: it is the host's, whatever the default device is.
+    if data:
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def bytes_from(tensor: Tensor) -> bytes:
-    return bytes(tensor.numpy().tobytes())
+    return bytes(tensor.tolist())  # not by way of numpy, which torch does without
 
 
 class Memory:
@@ -143,7 +146,7 @@ class Request:
             self._engine._forget(self._number)
 
 
-class Engine:
+class Engine(NotCopied):
     """NICs of one GPU or CPU rank, with the thread that owns them.
 
     provider: "auto" (environment, else the best that this machine has), "loopback" or another one.
@@ -156,7 +159,8 @@ class Engine:
     gpu: CUDA device whose memory will be registered. None: host memory.
     share: (i, n): the i-th of n engines that divide this host's NICs where `gpu` does not say it.
 
-    Any thread may call it. Raises UnavailableError when the provider cannot run here.
+    Any thread may call it. Raises UnavailableError when the provider cannot run here. A forked
+    child makes its own: calls on an engine of its parent raise ClosedError and change nothing.
     """
 
     def __init__(
@@ -197,8 +201,7 @@ class Engine:
         )
         self.num_nics = self.opening.num_nics
         self.next_communicator = 0  # numbers below it were used by communicators on this engine
-        # Also runs when the object is collected and when the interpreter ends.
-        self._finalizer = weakref.finalize(self, _ops.engine_close.default, self.number)
+        self._closing = Closing(self, _ops.engine_close.default, self.number)
 
     @property
     def address(self) -> bytes:
@@ -207,10 +210,17 @@ class Engine:
 
     @property
     def closed(self) -> bool:
-        return not self._finalizer.alive
+        """Also in a child forked from the process that made it."""
+        return bool(self._closing.why_closed)
 
     def register(self, tensor: Tensor) -> Memory:
-        """Lets writes from here read a contiguous tensor, and peers write to it."""
+        """Lets writes from here read a contiguous tensor, and peers write to it.
+
+        GPU memory of any allocator, but not managed memory; "loopback" takes that of one GPU per
+        engine. What a kernel writes must be done before `write` is called (synchronize its stream
+        or event), and kernels launched after `wait_imm` on the tensor's GPU see what came. Raises
+        InvalidArgumentError, and UnavailableError where the NIC cannot reach GPU memory.
+        """
         return Memory(self, tensor, int(call(_ops.engine_register.default, self.number, tensor)))
 
     def connect(self, address: bytes) -> Peer:
@@ -304,7 +314,7 @@ class Engine:
         cut into R shards and counts it R times.
         """
         rows = [[s.offset, s.region.number, s.region_offset, s.nbytes] for s in slices]
-        table = torch.tensor(rows, dtype=torch.int64).reshape(len(rows), 4)  # [n, 4]
+        table = torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(len(rows), 4)  # [n, 4]
         number = call(_ops.engine_scatter.default, self.number, memory.number, table, by_bytes, imm)
         return Request(self, number)
 
@@ -315,8 +325,8 @@ class Engine:
     def wait_imm(self, imm: int, count: int, timeout_s: float | None = None) -> int:
         """Waits until `imm` was counted `count` times in all; returns how often it was.
 
-        Counters only grow: a second round waits for twice the count. Raises TimeoutError saying how
-        many came.
+        Counters grow until `free_imm`: a second round waits for twice the count. Raises
+        TimeoutError saying how many came, ResourceExhaustedError when all counters are taken.
         """
         limit = self.timeout_s if timeout_s is None else timeout_s
         return int(call(_ops.engine_imm_wait.default, self.number, imm, count, limit))
@@ -324,6 +334,21 @@ class Engine:
     def imm_value(self, imm: int) -> int:
         """How often `imm` was counted so far."""
         return int(call(_ops.engine_imm_value.default, self.number, imm))
+
+    def free_imm(self, imm: int) -> int:
+        """Gives the counter of `imm` back; returns how often it was counted.
+
+        An engine counts 4,096 values at a time, each from its first immediate on. For users who
+        number their transfers: call it once all immediates of a value have come; one that comes
+        later counts from 0. Raises InvalidArgumentError while another thread waits for the value.
+        """
+        return int(call(_ops.engine_imm_free.default, self.number, imm))
+
+    @property
+    def discarded_imms(self) -> int:
+        """Immediates that came and could not be counted: of values beyond the 4,096, or for
+        communicators that were closed."""
+        return int(call(_ops.engine_imm_discarded.default, self.number))
 
     def counters(self) -> list[NicCounters]:
         """Per NIC, since the engine was made."""
@@ -340,7 +365,7 @@ class Engine:
 
     def close(self) -> None:
         """Idempotent. Waiters wake with ClosedError. Communicators on the engine keep it alive."""
-        self._finalizer()
+        self._closing()
 
     def _forget(self, request: int) -> None:
         try:
@@ -349,6 +374,8 @@ class Engine:
             return  # closed between the look and the call
 
     def __enter__(self) -> Engine:
+        if self.closed:
+            raise errors.make(errors.ClosedError, f"{self.label}: the engine is closed")
         return self
 
     def __exit__(
@@ -357,5 +384,5 @@ class Engine:
         self.close()
 
     def __repr__(self) -> str:
-        state = "closed" if self.closed else f"{self.num_nics} NICs"
+        state = self._closing.why_closed or f"{self.num_nics} NICs"
         return f"Engine({self.label!r}, {self.provider}, {state})"

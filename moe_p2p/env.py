@@ -3,11 +3,15 @@
 MOE_P2P_TRANSPORT           provider behind transport="auto" (default: what the machine has)
 MOE_P2P_TRANSPORT_SETTINGS  settings for it where a configuration gives none
 MOE_P2P_NICS                RDMA devices in rail order where a configuration names none
-MOE_P2P_CACHE               folder of compiled kernels (default: ~/.cache/moe_p2p)
+MOE_P2P_CACHE               folder of compiled kernels, which no other user may write to (default:
+                            ~/.cache/moe_p2p; without a home moe_p2p-<user id> in the folder for
+                            temporary files)
 MOE_P2P_FABRIC              1: ranks of a node share GPU memory by fabric handle (all ranks alike)
 MOE_P2P_AS_DEEP_EP          1: importing moe_p2p makes `import deep_ep` give moe_p2p.deep_ep
 CUDA_HOME                   CUDA toolkit whose headers kernels may use (default: /usr/local/cuda)
 MOE_P2P_LOG                 error, warning, info or debug; also read by csrc/base/log.cpp
+MOE_P2P_SECRET              what processes prove to each other to connect over verbs, the same in
+                            all; read by csrc/provider/verbs/proof.cpp
 PYTHONPATH                  prolonged for the processes that a program starts
 RANK, LOCAL_WORLD_SIZE      this rank, and ranks of this machine, set by torchrun
 """
@@ -15,6 +19,7 @@ RANK, LOCAL_WORLD_SIZE      this rank, and ranks of this machine, set by torchru
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 
@@ -39,8 +44,13 @@ def log_level() -> str:
 
 
 def cache_folder() -> Path:
-    """Where compiled kernels are kept."""
-    return Path(os.environ.get("MOE_P2P_CACHE") or os.path.expanduser("~/.cache/moe_p2p"))
+    """Where compiled kernels are kept, if kernel_cache.py does not refuse it."""
+    if given := os.environ.get("MOE_P2P_CACHE"):
+        return Path(given)
+    home = Path(os.path.expanduser("~"))  # stays "~" without HOME and an entry for the user
+    if home.is_absolute():
+        return home / ".cache" / "moe_p2p"
+    return Path(tempfile.gettempdir()) / f"moe_p2p-{os.getuid()}"
 
 
 def fabric() -> bool:

@@ -40,7 +40,7 @@ class ProtocolError(MoeP2pError):
 
 
 class AbortedError(MoeP2pError):
-    """Another part of this object, or another rank during set-up, failed first."""
+    """Another part of this object, or another rank during set-up, failed first, or a signal did."""
 
 
 class ClosedError(MoeP2pError):
@@ -69,6 +69,19 @@ _BY_WORD: dict[str, type[MoeP2pError]] = {
 }
 _WORDS = {error: word for word, error in _BY_WORD.items()}
 _PATTERN = re.compile(r"moe_p2p \[([a-z ]+)\] .*", re.DOTALL)
+# What torch says before an op of ours is called with something that its schema does not allow.
+_REFUSED = re.compile(
+    r"moe_p2p::\w+\(\) Expected a value of type '(?P<wanted>.+?)' for argument '(?P<name>\w+)' but "
+    r"instead found type '(?P<kind>.+?)'\.\nPosition: \d+\nValue: (?P<value>.*)"
+)
+_WANTED = {
+    "Tensor": "a torch.Tensor",
+    "Optional[Tensor]": "a torch.Tensor or None",
+    "List[Tensor]": "torch.Tensors",
+    "int": "an int",
+    "bool": "a bool",
+}
+_SHOWN = ("NoneType", "bool", "int", "float", "str")  # types whose values are short
 
 
 def typed(error: RuntimeError) -> RuntimeError:
@@ -77,8 +90,37 @@ def typed(error: RuntimeError) -> RuntimeError:
         return error
     found = _PATTERN.search(str(error))
     if found is None:
-        return error
+        refused = _REFUSED.match(str(error))
+        return error if refused is None else _not_of_the_schema(**refused.groupdict())
     return _BY_WORD.get(found[1], MoeP2pError)(found[0])
+
+
+def _not_of_the_schema(name: str, kind: str, value: str, wanted: str) -> MoeP2pError:
+    if name == "num_tokens_host":
+        name = "num_tokens"
+    wanted = "a torch.dtype" if name.endswith("dtype") else _WANTED.get(wanted, wanted)
+    return _wrong_type(name, kind, value, wanted)
+
+
+def _wrong_type(name: str, kind: str, shown: str, wanted: str) -> MoeP2pError:
+    help_ = ""
+    if wanted.startswith("a torch.Tensor") and kind in ("list", "ndarray") and name != "out":
+        help_ = f"; pass torch.as_tensor({name})"
+    given = shown if kind in _SHOWN else f"of type {kind}"
+    return make(InvalidArgumentError, f"{name} is {given}, must be {wanted}{help_}")
+
+
+def wrong_type(name: str, value: object, wanted: str = "a torch.Tensor") -> MoeP2pError:
+    """An argument that is of another type than it must be."""
+    return _wrong_type(name, type(value).__name__, repr(value), wanted)
+
+
+def require_type(
+    name: str, value: object, kinds: type | tuple[type, ...], wanted: str = "a torch.Tensor"
+) -> None:
+    """Raises InvalidArgumentError unless `value` is an instance of one of `kinds`."""
+    if not isinstance(value, kinds):
+        raise wrong_type(name, value, wanted)
 
 
 def make(kind: type[MoeP2pError], message: str) -> MoeP2pError:

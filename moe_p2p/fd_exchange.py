@@ -5,28 +5,38 @@ descriptors and waits until they are received. No right to look into other proce
 (pidfd_getfd wants that of ptrace), and nothing is left in the file system. Ranks may be threads of
 one process: then they get duplicates.
 
-Abstract addresses are open to all users of a host, so each side checks that the other is of the
-same user, and a connection that does not know the key is dropped.
+Abstract addresses are open to all users of a host, and /proc/net/unix lists them. So each side
+checks that the other is of the same user, and both prove that they know the key, of which the
+address is only a hash: whoever listens first, before a descriptor is sent, then whoever connects.
+A proof names who gives it and serves once, so that it is of no use to others. What a stranger may
+take is bounded: the connections that are open, their time and the bytes of their one message.
 """
 
 from __future__ import annotations
 
 import array
 import hashlib
+import hmac
 import os
 import select
 import socket
 import struct
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import suppress
+from dataclasses import dataclass
 
-from moe_p2p import errors
+from moe_p2p import errors, log
 
 MAX_FDS = 253  # of one message, in Linux
-_HEADER = struct.Struct("<16sII")  # hash of the key, local rank, number of descriptors
+_PROOF_BYTES = 32
+_HEADER = struct.Struct(f"<{_PROOF_BYTES}sII")  # proof, local rank, number of descriptors
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 _RETRY_S = 0.005
+# How long a connection may stay silent. When it is too short, a rank that the scheduler keeps from
+# running connects again.
+_PATIENCE_S = 5.0
+_MORE_SESSIONS = 16  # open at once, beside one of each rank
 
 
 def exchange_fds(
@@ -62,8 +72,25 @@ def exchange_fds(
     return [received[rank] for rank in range(num_local)]
 
 
+@dataclass
+class _Call:
+    """A connection to a rank that listens."""
+
+    peer: int
+    connection: socket.socket
+    sent: bool = False  # the peer has proved itself, and has our descriptors
+
+
+@dataclass
+class _Session:
+    """A connection of somebody who has not proved anything yet."""
+
+    connection: socket.socket
+    expires: float
+
+
 class _Meeting:
-    """One exchange: three sets of ranks that shrink until all are empty."""
+    """One exchange, in one loop that waits for all connections at once."""
 
     def __init__(
         self,
@@ -76,112 +103,146 @@ class _Meeting:
     ) -> None:
         self._local, self._num_local, self._fds = local, num_local, fds
         self._deadline, self._received = deadline, received
-        self._hash = hashlib.sha256(key.encode()).digest()[:16]
+        self._key = key.encode()
+        self._hash = hashlib.sha256(self._key).digest()[:16]
         peers = set(range(num_local)) - {local}
-        self._to_reach, self._to_hear, self._unacknowledged = set(peers), set(peers), set(peers)
-        self._sent: dict[int, socket.socket] = {}
-        self._open = ExitStack()
+        self._unacknowledged, self._to_hear = set(peers), set(peers)
+        self._calls: dict[int, _Call] = {}  # by descriptor, as sessions
+        self._sessions: dict[int, _Session] = {}
+        self._retry_at = 0.0
+        self._num_refused = 0
+        self._refusal = ""
 
     def __enter__(self) -> _Meeting:
-        self._listener = self._socket()
+        self._listener = _socket()
         try:
             self._listener.bind(self._address(self._local))
         except OSError as error:
-            self._open.close()
+            self._listener.close()
             raise errors.make(
                 errors.InvalidArgumentError,
                 f"local rank {self._local}: the key of this exchange is in use on this host: "
                 f"{error}",
             ) from None
-        self._listener.listen(self._num_local + 16)
+        self._listener.listen(self._num_local + _MORE_SESSIONS)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._open.close()
+        for call in self._calls.values():
+            call.connection.close()
+        for session in self._sessions.values():
+            session.connection.close()
+        self._listener.close()
+        if self._num_refused:
+            log.warning(f"local rank {self._local}: passing file descriptors, {self._refused()}")
 
     def run(self) -> None:
-        while self._to_reach or self._to_hear:
+        while self._unacknowledged or self._to_hear:
             self._check_deadline()
-            self._to_reach = {peer for peer in self._to_reach if not self._reach(peer)}
-            if self._to_hear:
-                self._hear()
-            elif self._to_reach:
-                time.sleep(_RETRY_S)
-        for peer, connection in self._sent.items():
-            self._wait_acknowledgement(peer, connection)
+            self._drop_silent()
+            self._connect()
+            for fd in self._wait():
+                if fd in self._calls:
+                    self._advance(self._calls[fd])
+                elif fd in self._sessions:
+                    self._hear(self._sessions.pop(fd).connection)
+                else:
+                    self._accept()
 
     def _address(self, rank: int) -> bytes:
         return f"\0moe_p2p.{self._hash.hex()}.{rank}".encode()
 
-    def _socket(self) -> socket.socket:
-        return self._open.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+    def _proof(self, giver: int, receiver: int | None) -> bytes:
+        """`giver` gives it to one that listens; receiver None: it listens and gives it to all."""
+        return hmac.digest(self._key, f"{giver} to {receiver}".encode(), "sha256")
 
-    def _remaining_s(self) -> float:
-        return max(self._deadline - time.monotonic(), 0.001)
+    def _refuse(self, why: str) -> None:
+        self._num_refused += 1
+        self._refusal = why
+
+    def _refused(self) -> str:
+        return f"{self._num_refused} connections refused, the last one {self._refusal}"
 
     def _check_deadline(self) -> None:
         if time.monotonic() < self._deadline:
             return
         # A rank that came but waits for another one is not to blame.
-        missing = sorted(self._to_reach | self._to_hear or self._unacknowledged)
+        reached = {call.peer for call in self._calls.values() if call.sent}
+        late = (self._unacknowledged - reached) | self._to_hear or self._unacknowledged
+        missing = ", ".join(map(str, sorted(late)))
         raise errors.make(
             errors.TimeoutError,
             f"local rank {self._local} of {self._num_local}: passing file descriptors, local "
-            f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))} did not "
-            "come before the deadline",
+            f"{'rank' if len(late) == 1 else 'ranks'} {missing} did not come before the deadline"
+            + (f"; {self._refused()}" if self._num_refused else ""),
         )
 
-    def _reach(self, peer: int) -> bool:
-        """Sends to a rank that listens already."""
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            connection.settimeout(self._remaining_s())
-            connection.connect(self._address(peer))
-            self._check_user(connection, peer)
-            header = _HEADER.pack(self._hash, self._local, len(self._fds))
-            if self._fds:
-                socket.send_fds(connection, [header], self._fds)
-            else:
-                connection.send(header)
-        except (ConnectionError, TimeoutError, BlockingIOError):
-            connection.close()
-            return False
-        except BaseException:
-            connection.close()
-            raise
-        self._sent[peer] = self._open.enter_context(connection)
-        return True
+    def _wait(self) -> list[int]:
+        """Descriptors of connections on which something came, and of the listener."""
+        poll = select.poll()
+        for fd in (*self._calls, *self._sessions):
+            poll.register(fd, select.POLLIN)
+        if len(self._sessions) < self._num_local + _MORE_SESSIONS:
+            poll.register(self._listener, select.POLLIN)
+        until = [self._deadline, *(one.expires for one in self._sessions.values())]
+        if len(self._calls) < len(self._unacknowledged):
+            until.append(self._retry_at)
+        return [fd for fd, _ in poll.poll(max(1000 * (min(until) - time.monotonic()), 1))]
 
-    def _hear(self) -> None:
-        """Takes the descriptors of one rank, if one is at the door."""
-        self._listener.settimeout(_RETRY_S if self._to_reach else self._remaining_s())
+    # To ranks that listen.
+
+    def _connect(self) -> None:
+        if time.monotonic() < self._retry_at:
+            return
+        self._retry_at = time.monotonic() + _RETRY_S
+        for peer in self._unacknowledged - {call.peer for call in self._calls.values()}:
+            connection = _socket()
+            try:
+                connection.connect(self._address(peer))
+                self._check_user(connection, peer)
+            except (ConnectionError, BlockingIOError):  # it does not listen, or has no room
+                connection.close()
+            except BaseException:
+                connection.close()
+                raise
+            else:
+                self._calls[connection.fileno()] = _Call(peer, connection)
+
+    def _advance(self, call: _Call) -> None:
         try:
-            connection, _ = self._listener.accept()
-        except TimeoutError:
-            return
-        self._open.enter_context(connection)
-        if _user_of(connection) != os.geteuid():
-            return
-        connection.settimeout(self._remaining_s())
-        try:
-            data, fds, truncated = _receive(connection)
-        except (ConnectionError, TimeoutError):
-            return
-        known = len(data) == _HEADER.size and data[:16] == self._hash
-        _, peer, count = _HEADER.unpack(data) if known else (b"", -1, 0)
-        if peer not in self._to_hear:
-            for fd in fds:
-                os.close(fd)
-            return
-        self._received[peer] = fds
-        if truncated or len(fds) != count:
-            raise errors.make(
-                errors.ResourceExhaustedError,
-                f"local rank {self._local}: {len(fds)} of the {count} file descriptors of local "
-                f"rank {peer} came: this process may open no more files (ulimit -n)",
-            )
-        self._to_hear.remove(peer)
-        connection.send(b"+")
+            data = call.connection.recv(_PROOF_BYTES + 1)
+        except ConnectionError:
+            data = b""
+        if call.sent:
+            if data != b"+":
+                raise errors.make(
+                    errors.PeerDeadError,
+                    f"local rank {self._local}: local rank {call.peer} went away before it had "
+                    "received the file descriptors",
+                )
+            self._unacknowledged.remove(call.peer)
+            self._hang_up(call)
+        elif hmac.compare_digest(data, self._proof(call.peer, None)):
+            try:
+                self._send(call)
+            except ConnectionError:
+                self._hang_up(call)
+        else:
+            if data:
+                self._refuse(f"at the address of local rank {call.peer} without the key")
+            self._hang_up(call)
+
+    def _send(self, call: _Call) -> None:
+        header = _HEADER.pack(self._proof(self._local, call.peer), self._local, len(self._fds))
+        if self._fds:
+            socket.send_fds(call.connection, [header], self._fds)
+        else:
+            call.connection.send(header)
+        call.sent = True
+
+    def _hang_up(self, call: _Call) -> None:
+        del self._calls[call.connection.fileno()]
+        call.connection.close()
 
     def _check_user(self, connection: socket.socket, peer: int) -> None:
         if _user_of(connection) != os.geteuid():
@@ -191,22 +252,69 @@ class _Meeting:
                 "user of this host",
             )
 
-    def _wait_acknowledgement(self, peer: int, connection: socket.socket) -> None:
-        poll = select.poll()
-        poll.register(connection, select.POLLIN)
-        while not poll.poll(self._remaining_s() * 1000):
-            self._check_deadline()
+    # From ranks that connect.
+
+    def _accept(self) -> None:
         try:
-            answer = connection.recv(1)
+            connection, _ = self._listener.accept()
+        except (ConnectionError, BlockingIOError):
+            return
+        connection.setblocking(False)
+        if _user_of(connection) != os.geteuid():
+            self._refuse(f"of user {_user_of(connection)}")
+            connection.close()
+            return
+        try:
+            connection.send(self._proof(self._local, None))
         except ConnectionError:
-            answer = b""
-        if answer != b"+":
-            raise errors.make(
-                errors.PeerDeadError,
-                f"local rank {self._local}: local rank {peer} went away before it had received the "
-                "file descriptors",
-            )
-        self._unacknowledged.remove(peer)
+            self._refuse("without the key")
+            connection.close()
+            return
+        expires = time.monotonic() + _PATIENCE_S
+        self._sessions[connection.fileno()] = _Session(connection, expires)
+
+    def _drop_silent(self) -> None:
+        now = time.monotonic()
+        for fd in [fd for fd, one in self._sessions.items() if one.expires <= now]:
+            self._hear(self._sessions.pop(fd).connection)
+
+    def _hear(self, connection: socket.socket) -> None:
+        """Takes the descriptors of a rank. Whatever else came ends the connection."""
+        with connection:
+            try:
+                data, fds, truncated = _receive(connection)
+            except (ConnectionError, BlockingIOError):
+                data, fds, truncated = b"", [], False
+            peer, count = self._prove(data)
+            if peer not in self._to_hear:
+                for fd in fds:
+                    os.close(fd)
+                self._refuse("without the key")
+                return
+            self._received[peer] = fds
+            if truncated or len(fds) != count:
+                raise errors.make(
+                    errors.ResourceExhaustedError,
+                    f"local rank {self._local}: {len(fds)} of the {count} file descriptors of "
+                    f"local rank {peer} came: this process may open no more files (ulimit -n)",
+                )
+            self._to_hear.remove(peer)
+            with suppress(ConnectionError):
+                connection.send(b"+")
+
+    def _prove(self, data: bytes) -> tuple[int, int]:
+        """The rank that sent this header, and how many descriptors it sent; -1: not one of ours."""
+        if len(data) != _HEADER.size:
+            return -1, 0
+        proof, peer, count = _HEADER.unpack(data)
+        known = hmac.compare_digest(proof, self._proof(peer, self._local))
+        return (peer, count) if known else (-1, 0)
+
+
+def _socket() -> socket.socket:
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    made.setblocking(False)
+    return made
 
 
 def _receive(connection: socket.socket) -> tuple[bytes, list[int], bool]:

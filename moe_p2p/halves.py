@@ -11,7 +11,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from moe_p2p import arguments
+from moe_p2p import arguments, errors
 from moe_p2p.communicator import Communicator
 from moe_p2p.dispatched import (
     BY_RANK,
@@ -103,6 +103,8 @@ class Halves(Communicator):
         count_on_host: int = arguments.ALL_ROWS,
     ) -> PendingDispatch:
         """As AllToAll.dispatch_with."""
+        if not isinstance(x, Tensor):
+            raise errors.wrong_type("x", x)
         tokens, quantize, scale_format, layout, _, _, outputs, solo = options
         self._prepare_dispatch(x.dtype, quantize, scale_format, layout.rows == BY_RANK, False)
         words = self._shape.handle_words(x.shape[0], tokens)
@@ -139,6 +141,7 @@ class Halves(Communicator):
 
         out: an earlier result of the same layout and options, to receive into. None: new tensors.
         """
+        errors.require_type("pending", pending, PendingDispatch, "the result of a dispatch_send")
         into = self._make_outputs(pending) if out is None else out
         tokens, _, scale_format, layout, column_scales, zero_padding, _, _ = pending.options
         call(
@@ -186,6 +189,8 @@ class Halves(Communicator):
             arguments.refuse_gradient(
                 arguments.NO_HALF_GRADIENT, y=y, row_weights=row_weights, topk_weights=topk_weights
             )
+        if not isinstance(y, Tensor):
+            raise errors.wrong_type("y", y)
         dtype = y.dtype if out_dtype is None else out_dtype
         self._prepare_combine(y.dtype, dtype, dispatched.layout.rows == BY_RANK, False)
         handle = dispatched.handle
@@ -235,6 +240,7 @@ class Halves(Communicator):
 
         out: [T, H] of out_dtype, to receive into. None: a new tensor.
         """
+        errors.require_type("pending", pending, PendingCombine, "the result of a combine_send")
         num_rows = pending.num_rows
         if out is None:
             out = pending.handle.new_empty(
@@ -249,6 +255,8 @@ class Halves(Communicator):
 
     def release(self, given: Dispatched | PendingDispatch) -> None:
         """Ends a dispatch that gets no combine. All ranks release it, in one order of calls."""
+        kinds = (Dispatched, PendingDispatch)
+        errors.require_type("given", given, kinds, "the result of a dispatch or dispatch_send")
         call(_ops.release.default, self._comm, given.handle)
 
     def _beside_sums(

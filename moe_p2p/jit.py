@@ -10,30 +10,24 @@ Nothing here is on the data path: whoever launches a kernel keeps the handle tha
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import functools
 import hashlib
 import importlib.util
 import os
 import re
-import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moe_p2p import cuda_driver, env, errors
+from moe_p2p import cuda_driver, env, errors, kernel_cache, log
 
 _PACKAGE = Path(__file__).resolve().parent
 # Products are rounded before they are added: the order of operations is part of the specification.
 _OPTIONS = ("-std=c++20", "-fmad=false", "-lineinfo", "-default-device", "--ptxas-options=-v")
-# When it is too short, two processes compile the same kernel; nothing else happens.
-_LOCK_WAIT_S = 300.0
 _INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
 _ARCH = re.compile(r"sm_\d+[af]?")
-_ELF = b"\x7fELF"
 
 
 class Usage(NamedTuple):
@@ -114,7 +108,14 @@ def load(
     compiled = compile_only(source, macros, arch_of(device))
     with _load_lock:
         if key not in _handles:
-            function, facts = _load(device, entry, compiled, dynamic_shared_bytes)
+            try:
+                function, facts = _load(device, entry, compiled, dynamic_shared_bytes)
+            except (errors.TransportError, errors.UnavailableError) as error:
+                if not compiled.cached:
+                    raise
+                log.warning(f"{source} of the kernel cache is compiled anew: {error}")
+                compiled = compile_only(source, macros, compiled.arch, anew=True)
+                function, facts = _load(device, entry, compiled, dynamic_shared_bytes)
             _loaded.append(
                 Loaded(
                     device=device,
@@ -138,30 +139,32 @@ def report() -> list[Loaded]:
         return list(_loaded)
 
 
-def compile_only(source: str | Path, macros: Mapping[str, int], arch: str) -> Compiled:
+def compile_only(
+    source: str | Path, macros: Mapping[str, int], arch: str, *, anew: bool = False
+) -> Compiled:
     """`source` compiled for `arch` ("sm_90a"), from the cache where it is there. Needs no GPU.
 
-    Raises UnavailableError when NVRTC is missing or the source does not compile (with its log).
+    anew: what is in the cache is replaced. Raises UnavailableError when NVRTC is missing or the
+    source does not compile (with its log).
     """
     path = source_path(source)
     options = _options(path, macros, arch)
-    file = env.cache_folder() / cache_key(path, options)
-    if found := _read(file, arch):
-        return found
-    with _exclusive(file) as writable:
-        if found := _read(file, arch):
-            return found
-        cubin, log = _compile(path, options, arch)
+    key = cache_key(path, options)
+    if not anew and (found := kernel_cache.read(key)):
+        return Compiled(*found, arch, cached=True)
+    with kernel_cache.exclusive(key) as writable:
+        if not anew and (found := kernel_cache.read(key)):
+            return Compiled(*found, arch, cached=True)
+        cubin, text = _compile(path, options, arch)
         if writable:
-            _write(file, cubin, log)
-    return Compiled(cubin, log, arch, cached=False)
+            kernel_cache.write(key, cubin, text)
+    return Compiled(cubin, text, arch, cached=False)
 
 
 def is_compiled(source: str | Path, macros: Mapping[str, int], arch: str) -> bool:
     """Whether the cache has what `compile_only` would return."""
     path = source_path(source)
-    key = cache_key(path, _options(path, macros, arch))
-    return _read(env.cache_folder() / key, arch) is not None
+    return kernel_cache.read(cache_key(path, _options(path, macros, arch))) is not None
 
 
 def _options(path: Path, macros: Mapping[str, int], arch: str) -> list[str]:
@@ -345,48 +348,3 @@ def _compile(path: Path, options: list[str], arch: str) -> tuple[bytes, str]:
         return _fetch("CUBIN", program), log
     finally:
         nvrtc.nvrtcDestroyProgram(program)
-
-
-def _read(file: Path, arch: str) -> Compiled | None:
-    try:
-        cubin = file.with_suffix(".cubin").read_bytes()
-        log = file.with_suffix(".log").read_text()
-    except OSError:
-        return None
-    return Compiled(cubin, log, arch, cached=True) if cubin.startswith(_ELF) else None
-
-
-def _write(file: Path, cubin: bytes, log: str) -> None:
-    """Each file appears whole or not at all, the cubin last. Without room there is no cache."""
-    for suffix, data in ((".log", log.encode()), (".cubin", cubin)):
-        with contextlib.suppress(OSError):
-            descriptor, name = tempfile.mkstemp(prefix=file.name, dir=file.parent)
-            try:
-                with os.fdopen(descriptor, "wb") as out:
-                    out.write(data)
-                os.replace(name, file.with_suffix(suffix))
-            except BaseException:
-                os.unlink(name)
-                raise
-
-
-@contextlib.contextmanager
-def _exclusive(file: Path) -> Iterator[bool]:
-    """Holds the lock of one kernel. False: the folder cannot be written."""
-    with contextlib.ExitStack() as stack:
-        try:
-            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            lock = stack.enter_context(open(file.with_suffix(".lock"), "ab"))
-        except OSError:
-            yield False
-            return
-        end = time.monotonic() + _LOCK_WAIT_S
-        while time.monotonic() < end:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                time.sleep(0.01)
-            except OSError:  # a file system without locks
-                break
-        yield True

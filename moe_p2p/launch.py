@@ -2,6 +2,9 @@
 
 Used by the commands of `python -m moe_p2p`. The agent watches the ranks: when one fails the others
 are ended, and the failure comes back with the tracebacks of all ranks that raised, causes first.
+
+A signal that ends the program (Ctrl-C, SIGTERM) ends the ranks without a word of theirs: they close
+what they hold. When the program is killed they notice, and do the same.
 """
 
 from __future__ import annotations
@@ -11,17 +14,22 @@ import dataclasses
 import logging
 import multiprocessing
 import os
+import select
+import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -35,6 +43,9 @@ GROUP_TIMEOUT = timedelta(seconds=120)
 # closes what it holds before its error comes here.) Too short: nobody learns why.
 STORIES_TIMEOUT_S, CAUSE_TIMEOUT_S = 1.0, 10.0
 STORIES_LOOK_S = 0.02
+# Ranks that were asked to end are killed after so long. Too short: they leave shared memory behind,
+# which is removed after them; they close within milliseconds unless a core is hard to get.
+END_S = 5
 
 _CONFIG_FIELDS = {field.name for field in dataclasses.fields(LaunchConfig)}
 
@@ -47,11 +58,11 @@ def run_ranks(function: Callable[..., Any], *args: Any, num_ranks: int) -> list[
     """Calls function(*args) in `num_ranks` new processes; returns what they return, by rank.
 
     `function` must be importable by name, args and results must pickle. Inside, `process_group()`
-    gives the gloo group. Raises RanksFailedError.
+    gives the gloo group. Raises RanksFailedError; on signals KeyboardInterrupt or SystemExit.
     """
     # torch before 2.12 waits for its own time when it ends ranks.
     shutdown: dict[str, Any] = (
-        {"shutdown_timeout": 5} if "shutdown_timeout" in _CONFIG_FIELDS else {}
+        {"shutdown_timeout": END_S} if "shutdown_timeout" in _CONFIG_FIELDS else {}
     )
     config = LaunchConfig(
         min_nodes=1,
@@ -68,13 +79,36 @@ def run_ranks(function: Callable[..., Any], *args: Any, num_ranks: int) -> list[
     )
     # Ranks are forked from a server that has imported all this once: 2 s instead of 2 s each.
     multiprocessing.set_forkserver_preload([function.__module__])
-    logging.getLogger("torch").setLevel(logging.CRITICAL)  # the error raised here says it once
-    with tempfile.TemporaryDirectory(prefix="moe_p2p_ranks_") as stories:
+    # The error raised here says it once. The agent's own logger has a level of its own.
+    for name in ("torch", "torch.distributed.elastic.agent.server.api"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    with tempfile.TemporaryDirectory(prefix="moe_p2p_ranks_") as stories, _handlers_restored():
         try:
-            results = elastic_launch(config, _enter)(Path(stories), function, *args)
+            results = elastic_launch(config, _enter)(os.getpid(), Path(stories), function, *args)
         except ChildFailedError as error:
             raise RanksFailedError(_story(error, Path(stories))) from None
+        except SignalException as error:
+            if error.sigval == signal.SIGINT:
+                raise KeyboardInterrupt from None
+            raise SystemExit(128 + error.sigval) from None
+        finally:
+            torch.ops.moe_p2p.remove_stale_memory.default()  # of ranks that had to be killed
     return [results[rank] for rank in range(num_ranks)]
+
+
+@contextlib.contextmanager
+def _handlers_restored() -> Iterator[None]:
+    """The agent leaves its own behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    caught = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    handlers = {number: signal.getsignal(number) for number in caught}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
@@ -92,7 +126,10 @@ def threads_per_rank(num_ranks: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) // num_ranks)
 
 
-def _enter(stories: Path, function: Callable[..., Any], *args: Any) -> Any:
+def _enter(launcher: int, stories: Path, function: Callable[..., Any], *args: Any) -> Any:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _end)
+    _end_with(launcher)
     torch.set_num_threads(threads_per_rank(env.local_world_size()))
     try:
         return function(*args)
@@ -101,6 +138,31 @@ def _enter(stories: Path, function: Callable[..., Any], *args: Any) -> Any:
         raise
     finally:
         sys.stdout.flush()
+
+
+def _end(number: int, _: FrameType | None) -> None:
+    """Unwinds the rank, so that it closes what it holds; the launcher has the word."""
+    for other in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C comes from the terminal and the agent
+        signal.signal(other, signal.SIG_IGN)
+    raise SystemExit(128 + number)
+
+
+def _end_with(launcher: int) -> None:
+    """This rank ends when the launcher has; its parent is the fork server, which lives on."""
+    try:
+        process = os.pidfd_open(launcher)
+    except ProcessLookupError:
+        os._exit(1)
+    except OSError:  # a kernel without them
+        return
+
+    def watch() -> None:
+        select.select([process], [], [])
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(END_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True, name="watch the launcher").start()
 
 
 # Files of ranks that raised: `cause.<rank>`, or `result.<rank>` where another rank failed first.

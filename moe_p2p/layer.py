@@ -68,8 +68,10 @@ class Experts(nn.Module):
         for i, expert in enumerate(expert_ids):
             generator = torch.Generator().manual_seed(1_000_003 * seed + expert)
             for weight in (self.w_gate, self.w_up, self.w_down):
-                std = weight.shape[1] ** -0.5
-                nn.init.normal_(weight.data[i], std=std, generator=generator)
+                # On the host, so that the weights are the same whatever device they are for.
+                drawn = torch.empty(weight.shape[1:], dtype=weight.dtype, device="cpu")
+                drawn.normal_(std=weight.shape[1] ** -0.5, generator=generator)
+                weight.data[i] = drawn
 
     def forward(self, rows: Tensor, counts: Tensor, offsets: Tensor | None = None) -> Tensor:
         """rows [R, H], counts [E_local] rows of each expert, one after the other -> [R, H].

@@ -14,6 +14,7 @@ W ranks, L ranks per node, N nodes.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,13 +48,28 @@ _ops = torch.ops.moe_p2p
 
 
 def call(op: Callable[..., Any], *args: Any) -> Any:
-    """op(*args), with errors of C++ as the types of moe_p2p.errors."""
+    """op(*args), with errors of C++ as the types of moe_p2p.errors.
+
+    A signal that comes while the op waits has its handler run within a tenth of a second or two, on
+    the main thread; what the handler raises (KeyboardInterrupt) ends the wait and comes from here.
+    """
     try:
         return op(*args)
     except RuntimeError as error:
         if torch.compiler.is_compiling():
             raise
+        raise_interrupt()
         raise errors.typed(error) from None
+
+
+def raise_interrupt() -> None:
+    """What a handler of a signal raised while an op of this thread waited, which ended the wait."""
+    address = _ops.take_interrupt.default()
+    if address:
+        held = ctypes.cast(address, ctypes.py_object)
+        error = held.value
+        ctypes.pythonapi.Py_DecRef(held)  # the reference that came with the address
+        raise error from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,7 +279,9 @@ def _dispatch_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
     if not ctx.with_weights:
         grad_row_weights = None
     elif grad_row_weights is None:
-        grad_row_weights = torch.zeros(ctx.row_weights_shape, device=topk_idx.device)
+        grad_row_weights = torch.zeros(
+            ctx.row_weights_shape, dtype=torch.float32, device=topk_idx.device
+        )
     else:
         if row_topk is not None:
             grad_row_weights = grad_row_weights.where(row_topk >= 0, 0.0)
@@ -320,7 +338,8 @@ def _combine_backward(ctx: Any, grad_out: Tensor | None, _: Any) -> tuple[Any, .
     g, _, present, *_ = call(
         _ops.dispatch.default,
         ctx.comm,
-        grad_out.contiguous(),  # [T, H]
+        # In the type of y, which slots are sized for; the gradient of y has no other.
+        grad_out.to(ctx.y_dtype).contiguous(),  # [T, H]
         None,
         [],
         topk_idx,

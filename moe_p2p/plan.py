@@ -1,13 +1,15 @@
-"""`python -m moe_p2p plan`: memory of one rank for given shapes, by region. Needs no ranks."""
+"""`python -m moe_p2p plan`: memory of one rank by region, and of /dev/shm. Needs no ranks."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 
 import torch
 
 from moe_p2p.config import AllToAllConfig
 from moe_p2p.errors import MoeP2pError
+from moe_p2p.shared_memory import of_a_rank
 
 MIB = 1 << 20
 DTYPES = {
@@ -49,12 +51,16 @@ def main(arguments: list[str]) -> int:
             combine_dtype=DTYPES[given.combine_dtype] if given.combine_dtype else None,
             extra_bytes=given.extra_bytes,
             steps_in_flight=given.steps,
+            transport_settings=given.transport_settings,
         )
         regions = config.plan(world_size=given.ranks, ranks_per_node=given.ranks_per_node)
+        on_hosts = shared_memory_table(
+            config, ranks=given.ranks, local=given.ranks_per_node, num_nics=given.nics
+        )
     except MoeP2pError as error:
         print(f"plan: {error}")
         return 2
-    print(table(regions))
+    print(f"{table(regions)}\n\n{on_hosts}")
     return 0
 
 
@@ -65,6 +71,22 @@ def table(regions: dict[str, int]) -> str:
         for name, size in regions.items()
     ]
     lines.append(f"{'total':16}{sum(regions.values()) / MIB:12.3f} MiB  of one rank, all steps")
+    return "\n".join(lines)
+
+
+def shared_memory_table(config: AllToAllConfig, *, ranks: int, local: int, num_nics: int) -> str:
+    """What /dev/shm has to hold: one line for each place of the tensors and kind of NIC."""
+    lines = ["/dev/shm of a host has to hold"]
+    for device in ("cpu", "cuda"):
+        of_device = dataclasses.replace(config, device=device)
+        for nics, kind, on_host in ((num_nics, "software NICs", ranks), (0, "real NICs", local)):
+            sizes = of_a_rank(of_device, world_size=ranks, ranks_per_node=local, num_nics=nics)
+            of_rank = sum(sizes.values()) / MIB
+            rings = sizes.get("rings of software NICs", 0) / MIB
+            lines.append(
+                f"{on_host * of_rank:12.1f} MiB  tensors on {device}, {kind}: {on_host} ranks of "
+                f"{of_rank:.1f} MiB" + (f", {rings:.1f} of them rings" if rings else "")
+            )
     return "\n".join(lines)
 
 
@@ -85,5 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--steps", type=int, default=2, help="steps in flight")
     add("--dtype", choices=DTYPES, default="bf16", help="widest type dispatched")
     add("--combine-dtype", choices=("bf16", "fp16", "fp32"), help="widest type combined")
+    add("--nics", type=int, default=2, help="software NICs of a rank")
+    add("--transport-settings", default="", help="of the software NIC, as ring_kib=256")
     add("--extra-bytes", type=int, default=0, help="extras of one token, rounded up to 16 each")
     return parser

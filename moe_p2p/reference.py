@@ -64,8 +64,8 @@ class Topology:
     def owner(self) -> Tensor:
         """Rank of each expert, int64 [E]."""
         if self.expert_rank is not None:
-            return torch.tensor(self.expert_rank, dtype=torch.int64)
-        return torch.arange(self.num_experts) // (self.num_experts // self.world_size)
+            return torch.tensor(self.expert_rank, dtype=torch.int64, device="cpu")
+        return torch.arange(self.num_experts, device="cpu") // (self.num_experts // self.world_size)
 
     def local_experts(self, rank: int) -> Tensor:
         """Global ids of the experts of `rank`, ascending; the position is the local index."""
@@ -109,10 +109,10 @@ class Received:
     def rows(self) -> Tensor:
         """Indices of the rows that hold a token, in order."""
         if self.row_topk is not None:
-            return torch.arange(int(self.offsets[-1]))
+            return torch.arange(int(self.offsets[-1]), device="cpu")
         spans = zip(self.offsets.tolist(), self.counts.tolist(), strict=False)
-        parts = [torch.arange(start, start + count) for start, count in spans]
-        return torch.cat([torch.empty(0, dtype=torch.int64), *parts])
+        parts = [torch.arange(start, start + count, device="cpu") for start, count in spans]
+        return torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *parts])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +140,7 @@ class Routing:
         by_rank a row stands at the first entry of its rank.
         """
         mine = (self.source == source) & self.first
-        rank = torch.full(self.tokens[source].topk_idx.shape, -1, dtype=torch.int64)
+        rank = torch.full_like(self.tokens[source].topk_idx, -1, dtype=torch.int64)
         row = torch.zeros_like(rank)
         rank[self.token[mine], self.k[mine]] = self.rank[mine]
         row[self.token[mine], self.k[mine]] = self.row[mine]
@@ -182,15 +182,16 @@ def route(
             room = _worst_case(topology, tokens[0], layout, alignment, limit, len(experts))
         if layout == "by_rank":
             key = torch.stack([source[mine], token[mine]])  # sorted
-            new = torch.ones(len(mine), dtype=torch.bool)
+            new = torch.ones_like(mine, dtype=torch.bool)
             new[1:] = (key[:, 1:] != key[:, :-1]).any(dim=0)
             first[mine], row[mine] = new, torch.cumsum(new, 0) - 1
             per_source = torch.bincount(source[mine][new], minlength=topology.world_size)
-            offset = torch.cat([torch.zeros(1, dtype=torch.int64), torch.cumsum(per_source, 0)])
+            offset = _from_zero(per_source)
         else:
             offset = _offsets(count, layout, room, alignment)
             order = torch.argsort(local[mine], stable=True)
-            nth = torch.arange(len(mine)) - (torch.cumsum(count, 0) - count)[local[mine][order]]
+            start = torch.cumsum(count, 0) - count
+            nth = torch.arange(len(mine), device="cpu") - start[local[mine][order]]
             row[mine[order]] = offset[local[mine][order]] + nth
         _check_fits(owner, count, offset, layout, room)
         capacities.append(room)
@@ -227,7 +228,8 @@ def dispatch(routing: Routing, rank: int) -> Received:
     starts = [0]
     for t in routing.tokens:
         starts.append(starts[-1] + t.x.shape[0])
-    index = torch.tensor(starts)[source] + token  # of the pair's token among all ranks' rows
+    # Of the pair's token among all ranks' rows.
+    index = torch.tensor(starts, device="cpu")[source] + token
 
     def placed(parts: Sequence[Tensor]) -> Tensor:
         flat = torch.cat([p.reshape(p.shape[0], math.prod(p.shape[1:])) for p in parts])
@@ -243,12 +245,12 @@ def dispatch(routing: Routing, rank: int) -> Received:
     row_topk = None
     if routing.layout == "by_rank":
         shape = (num_rows, first.topk_idx.shape[1])
-        row_weights, row_topk = torch.zeros(shape), first.topk_idx.new_full(shape, -1)
+        row_weights, row_topk = _zeros(shape), first.topk_idx.new_full(shape, -1)
         row_weights[row, k], row_topk[row, k] = weights, local.to(row_topk.dtype)
     else:
-        row_weights = torch.zeros(num_rows)
+        row_weights = _zeros((num_rows,))
         row_weights[row] = weights
-    where = torch.full((num_rows, 2), -1, dtype=torch.int32)
+    where = torch.full((num_rows, 2), -1, dtype=torch.int32, device="cpu")
     where[row] = torch.stack([source, token], dim=1).to(torch.int32)
     return Received(
         x=placed([t.x for t in routing.tokens]),
@@ -278,7 +280,8 @@ def combine(
 
     `weighted` None: but for by_rank, whose rows are partial sums already. `bias` [T, H] each.
 
-    Sums in fp32, multiply then add, each from zero, rounded to out_dtype after each stage:
+    Sums in fp32, multiply then add, each from 0.0 (so -0.0 alone gives 0.0), rounded to out_dtype
+    after each stage:
     1. expert rank: over the rank's experts among the token's top-k, k ascending;
     2. for tokens from another node, there: over its ranks that hold a partial, ascending;
     3. source: bias, then over nodes ascending, the own node contributing rank by rank, others
@@ -289,7 +292,7 @@ def combine(
     topology, local = routing.topology, routing.topology.ranks_per_node
     rank_tk, row_tk = routing.table(source)
     weights = _weights(routing.tokens[source]) if weighted else None
-    out = torch.zeros(rank_tk.shape[0], y[0].shape[-1])
+    out = _zeros((rank_tk.shape[0], y[0].shape[-1]))
     for term in bias:
         out += term.to(torch.float32)
     for node in range(topology.num_nodes):
@@ -309,7 +312,7 @@ def combine_scalars(routing: Routing, source: int, row_scalars: Sequence[Tensor]
     """
     local = routing.topology.ranks_per_node
     rank_tk, row_tk = routing.table(source)
-    out = torch.zeros(rank_tk.shape)
+    out = _zeros(rank_tk.shape)
     for node in range(routing.topology.num_nodes):
         own = node == source // local
         total = out if own else torch.zeros_like(out)
@@ -335,7 +338,7 @@ def _quantized(tokens: Tokens, scale_format: ScaleFormat) -> Tokens:
 
 def _weights(tokens: Tokens) -> Tensor:
     if tokens.topk_weights is None:
-        return torch.ones(tokens.topk_idx.shape)
+        return torch.ones_like(tokens.topk_idx, dtype=torch.float32)
     return tokens.topk_weights.detach().to(torch.float32)
 
 
@@ -365,9 +368,19 @@ def _worst_case(
 
 def _offsets(count: Tensor, layout: Layout, capacity: int, alignment: int) -> Tensor:
     if layout == "padded":
-        return torch.arange(len(count) + 1) * capacity
+        return torch.arange(len(count) + 1, device="cpu") * capacity
     padded = (count + alignment - 1) // alignment * alignment
-    return torch.cat([torch.zeros(1, dtype=torch.int64), torch.cumsum(padded, 0)])
+    return _from_zero(padded)
+
+
+def _from_zero(count: Tensor) -> Tensor:
+    """0, then the sums of the counts up to each."""
+    return torch.cat([count.new_zeros(1), torch.cumsum(count, 0)])
+
+
+def _zeros(shape: Sequence[int]) -> Tensor:
+    """fp32, whatever torch's default type and device are."""
+    return torch.zeros(shape, dtype=torch.float32, device="cpu")
 
 
 def _check_fits(rank: int, count: Tensor, offset: Tensor, layout: Layout, capacity: int) -> None:
@@ -379,7 +392,7 @@ def _check_fits(rank: int, count: Tensor, offset: Tensor, layout: Layout, capaci
 def _partial(hit: Tensor, row_tk: Tensor, y: Tensor, weights: Tensor | None) -> Tensor:
     """fp32 [T, H]: sum over k ascending of weight * y[row] where `hit` [T, K]."""
     flat = y.reshape(-1, y.shape[-1])
-    total = torch.zeros(hit.shape[0], flat.shape[1])
+    total = _zeros((hit.shape[0], flat.shape[1]))
     for k in range(hit.shape[1]):
         token = hit[:, k].nonzero().flatten()
         rows = flat.index_select(0, row_tk[token, k]).to(torch.float32)

@@ -37,7 +37,7 @@ def quantize(x: Tensor, scale_format: ScaleFormat = "float32") -> tuple[Tensor, 
     scale, multiplier = amax / FP8_MAX, torch.full_like(amax, FP8_MAX) / amax
     if scale_format != "float32":
         mantissa, exponent = torch.frexp(scale)  # mantissa from 0.5 to below 1
-        scale = torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).int())
+        scale = _power_of_two(exponent - (mantissa == 0.5).int())
         multiplier = 1 / scale
     q = (blocks * multiplier).clamp(-FP8_MAX, FP8_MAX).to(FP8).flatten(1)[:, :hidden_dim]
     return q.contiguous(), scale.squeeze(-1)
@@ -53,7 +53,13 @@ def pack_ue8m0(scales: Tensor) -> Tensor:
 def unpack_ue8m0(packed: Tensor, num_scales: int) -> Tensor:
     """The powers of two, fp32 [..., num_scales]."""
     exponents = packed.contiguous().view(torch.uint8)[..., :num_scales].to(torch.int32)
-    return torch.ldexp(torch.ones(exponents.shape), exponents - 127)
+    return _power_of_two(exponents - 127)
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """fp32; torch.ldexp of whole numbers would have torch's default type."""
+    exponent = exponent.to(torch.float32)
+    return torch.ldexp(torch.ones_like(exponent), exponent)
 
 
 def dequantize(q: Tensor, scales: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ def wire_bytes(
     others = topology.num_nodes - 1
     counts = align(4 * topology.ranks_per_node * (topology.max_local_experts() + 1), LINE)
     slot = align(slot_head_bytes(topk) + sum(align(b, 16) for b in token_bytes(tokens)), LINE)
-    item = torch.empty(0, dtype=combine_dtype).element_size()
+    item = combine_dtype.itemsize
     row = align(tokens.x.shape[1] * item + (4 * topk if scalars else 0), LINE)
     slots = len(_node_pairs(routing, source))
     empty = LINE if num_steps > 1 else 0
@@ -82,7 +82,7 @@ def floor_bytes(
     tokens, local = routing.tokens[source], routing.topology.ranks_per_node
     away = (routing.source == source) & (routing.rank // local != source // local)
     copies = len(_node_pairs(routing, source)) if dedup else int(away.sum())
-    item = torch.empty(0, dtype=combine_dtype).element_size()
+    item = combine_dtype.itemsize
     return WireBytes(
         dispatch=copies * sum(token_bytes(tokens)), combine=copies * tokens.x.shape[1] * item
     )

@@ -13,23 +13,22 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import os
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from moe_p2p import cuda_driver, env, errors, jit, topology
+from moe_p2p import cuda_driver, env, errors, jit, log, topology
 from moe_p2p.topology import Host, Nic
 
 LOOPBACK, LIBFABRIC, VERBS = "loopback", "libfabric", "verbs"
 MAX_NICS = 8  # kMaxNics of csrc/engine/memory_region.h
 DEFAULT_NICS = 2  # of providers without devices
-# Where each provider looks for its library (the api.cpp of its folder), in this order.
+# Where each provider looks for its library (the api.cpp of its folder), in this order;
+# libfabric's is that for EFA.
 LIBRARIES = {
     LIBFABRIC: (
-        "libfabric.so.1",
         "/opt/amazon/efa/lib/libfabric.so.1",
         "/opt/amazon/efa/lib64/libfabric.so.1",
+        "libfabric.so.1",
     ),
     VERBS: ("libibverbs.so.1",),
 }
@@ -37,7 +36,7 @@ LIBRARIES = {
 PROVIDERS = {"efa": LIBFABRIC, "verbs": VERBS}
 _KINDS = {"efa": "EFA", "verbs": "RDMA"}
 _NAMES_KEY = {LIBFABRIC: "interfaces", VERBS: "devices"}
-_OF_ONE_HOST = ("devices", "interfaces", "host", "gid_index", "gid_address")
+_OF_ONE_HOST = ("devices", "interfaces", "host", "bind", "gid_index", "gid_address")
 _DOCTOR = "`python -m moe_p2p doctor` says more"
 
 
@@ -223,12 +222,7 @@ def pci_of(device: int) -> str:
 
 
 def announce(label: str, choice: Choice, opening: Opening) -> None:
-    """One line about a choice, in the form of csrc/base/log.cpp, when MOE_P2P_LOG wants it."""
-    if env.log_level() not in ("info", "debug"):
-        return
+    """One line about a choice, when MOE_P2P_LOG wants it."""
     names = ", ".join(named_in(opening.provider, opening.settings))
-    line = (
-        f"{label}: transport {opening.provider} over {names or f'{opening.num_nics} NICs'}: "
-        f"{choice.why}"
-    )
-    print(f"moe_p2p info [pid {os.getpid()}] {line}", file=sys.stderr)
+    where = names or f"{opening.num_nics} NICs"
+    log.info(f"{label}: transport {opening.provider} over {where}: {choice.why}")

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import installation
+
 
 def _why_not(item: pytest.Item) -> str | None:
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -26,6 +28,16 @@ def _why_not(item: pytest.Item) -> str | None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if reason := _why_not(item):
         pytest.skip(reason)
+
+
+@pytest.fixture(name="wheel", scope="session")
+def wheel_of_this_tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return installation.build_wheel(tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(name="installed", scope="session")
+def python_with_the_wheel(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Path:
+    return installation.make_environment(tmp_path_factory.mktemp("installed"), wheel)
 
 
 @pytest.fixture(name="key")

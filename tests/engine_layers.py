@@ -36,9 +36,10 @@ def inputs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x [T, H], ids [T, K] and weights [T, K] of one rank."""
     generator = torch.Generator().manual_seed(100 * step + rank)
+    host: dict[str, Any] = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
     num_tokens = COUNTS[step][rank]
-    x = torch.randn(num_tokens, HIDDEN, generator=generator).to(dtype)
-    scores = torch.rand(num_tokens, EXPERTS, generator=generator)
+    x = torch.randn(num_tokens, HIDDEN, **host).to(dtype)
+    scores = torch.rand(num_tokens, EXPERTS, **host)
     weights, ids = scores.topk(topk, dim=-1)
     return x.to(device), ids.to(device), weights.to(device)
 

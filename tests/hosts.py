@@ -2,6 +2,7 @@
 
     with Hosts(2, num_interfaces=2) as hosts:
         hosts.start(0, ["python", "program.py"])      # eth0 has 10.77.0.1, eth1 10.77.1.1
+        hosts.place(1).enter()                        # in a process that is to be there
         hosts.flap(1, "eth1", down_s=0.5)
 
 Interface i of all hosts is one link layer: a bridge in a namespace of its own. Needs root and
@@ -10,13 +11,18 @@ iproute2; what is missing is said by why_not().
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import subprocess
+import tempfile
 import time
+from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
+_CLONE_NEWNS, _CLONE_NEWNET = 0x00020000, 0x40000000  # <sched.h>
+_MS_BIND, _MS_REC, _MS_PRIVATE = 1 << 12, 1 << 14, 1 << 18  # <sys/mount.h>
 _SHM = "mount -t tmpfs -o size=4g tmpfs /dev/shm && exec"
 
 
@@ -39,6 +45,28 @@ def _ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
 
 
+class Place(NamedTuple):
+    """A host, for processes that move to it. Those of one host share its /dev/shm."""
+
+    name: str
+    shm: Path
+
+    def enter(self) -> None:
+        """Moves this process, which has one thread, to the host."""
+        libc = ctypes.CDLL(None, use_errno=True)
+
+        def done(result: int) -> None:
+            if result:
+                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), self.name)
+
+        with open(f"/run/netns/{self.name}") as network:
+            done(libc.setns(network.fileno(), _CLONE_NEWNET))
+        done(libc.unshare(_CLONE_NEWNS))
+        done(libc.mount(b"none", b"/", None, ctypes.c_ulong(_MS_REC | _MS_PRIVATE), None))
+        shm = os.fsencode(self.shm)
+        done(libc.mount(shm, b"/dev/shm", None, ctypes.c_ulong(_MS_BIND), None))
+
+
 class Hosts:
     """Made by the constructor, taken down at the end of the `with`, with all that was started."""
 
@@ -47,6 +75,7 @@ class Hosts:
         self.names = [f"{stem}_{host}" for host in range(num_hosts)]
         self._switch = f"{stem}_switch"
         self._processes: list[subprocess.Popen[str]] = []
+        self._shm = tempfile.TemporaryDirectory(prefix="hosts.", dir="/dev/shm")
         try:
             self._build(num_interfaces)
         except subprocess.CalledProcessError as error:
@@ -75,6 +104,11 @@ class Hosts:
     @staticmethod
     def address(host: int, interface: int = 0) -> str:
         return f"10.77.{interface}.{host + 1}"
+
+    def place(self, host: int) -> Place:
+        shm = Path(self._shm.name, str(host))
+        shm.mkdir(exist_ok=True)
+        return Place(self.names[host], shm)
 
     def start(self, host: int, command: list[str], **options: Any) -> subprocess.Popen[str]:
         """Starts a program on a host; its standard output and error are one pipe."""
@@ -107,6 +141,7 @@ class Hosts:
             process.wait()
         for name in [*self.names, self._switch]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
+        self._shm.cleanup()
 
     def __enter__(self) -> Hosts:
         return self

@@ -89,7 +89,10 @@ def test_what_a_step_sends_leaves_in_parts() -> None:
     def body(rank: Rank) -> list[int]:
         return [count_writes(rank, part_bytes) for part_bytes in (0, 1, 1 << 20)]
 
-    assert run_threads(2, body) == [[2, 8, 2]] * 2  # of dispatch and combine
+    for counted in run_threads(2, body):
+        for writes, of_the_step in zip(counted, [2, 8, 2], strict=True):  # dispatch and combine
+            # Whoever closes first says farewell, the other one need not.
+            assert of_the_step <= writes <= of_the_step + 1
 
 
 @pytest.mark.parametrize(("ranks_per_node", "part_bytes"), [(1, 1), (2, 1), (2, 500)])

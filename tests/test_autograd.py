@@ -344,3 +344,23 @@ def test_bf16_keeps_its_type() -> None:
             assert weights.grad is not None
 
     run_threads(2, body)
+
+
+def test_a_combine_of_a_wider_type_trains() -> None:
+    """Its gradient travels in the type of y, which the slots of dispatch hold."""
+
+    def body(rank: Rank) -> None:
+        with make(rank, dtype=torch.bfloat16, combine_dtype=torch.float32) as comm:
+            given = inputs(rank.rank)
+            weights = given.topk_weights.requires_grad_()
+            gradients = []
+            for out_dtype in (torch.float32, torch.bfloat16):
+                x = given.x.bfloat16().requires_grad_()
+                received = comm.dispatch(x, given.topk_idx, weights, zero_padding=True)
+                out = comm.combine(received.x, received, out_dtype=out_dtype)
+                gradients.append(torch.autograd.grad(out, (x, weights), given.grad.to(out_dtype)))
+            for wide, narrow in zip(*gradients, strict=True):
+                assert torch.equal(wide, narrow)
+                assert wide.any() or len(given.x) == 0
+
+    run_threads(2, body)

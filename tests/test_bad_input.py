@@ -15,7 +15,7 @@ import torch.distributed as dist
 import moe_p2p
 from cases import HIDDEN_DIM, SMALL, check_step, make, make_tokens
 from moe_p2p import AllToAll, AllToAllConfig
-from ranks import Rank, run_threads
+from ranks import Rank, run_processes, run_threads
 
 
 @pytest.fixture(scope="module")
@@ -38,15 +38,16 @@ def with_entry(row: int, column: int, value: int) -> torch.Tensor:
 BAD_DISPATCH: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "width of x": (
         lambda: {"x": torch.zeros(4, 32).bfloat16()},
-        r"x is bfloat16 \[4, 32\], must have shape \[\*, 48\]",
+        r"x is torch.bfloat16 \[4, 32\], must have shape \[\*, 48\]",
     ),
     "dimensions of x": (
         lambda: {"x": torch.zeros(48).bfloat16()},
-        r"x is bfloat16 \[48\], must have shape \[\*, 48\]",
+        r"x is torch.bfloat16 \[48\], must have shape \[\*, 48\]",
     ),
     "type of x": (
         lambda: {"x": torch.zeros(4, 48, dtype=torch.float64)},
-        r"x is float64 \[4, 48\], must be bfloat16 or float16 or float32 or float8_e4m3fn",
+        r"x is torch.float64 \[4, 48\], must be torch.bfloat16 or torch.float16 or torch.float32 "
+        "or torch.float8_e4m3fn",
     ),
     "x wider than configured": (
         lambda: {"x": torch.zeros(4, 48)},
@@ -54,19 +55,19 @@ BAD_DISPATCH: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     ),
     "strides of x": (
         lambda: {"x": torch.zeros(48, 4).bfloat16().t()},
-        r"x is bfloat16 \[4, 48\] with strides \[1, 4\], must be contiguous",
+        r"x is torch.bfloat16 \[4, 48\] with strides \[1, 4\], must be contiguous",
     ),
     "type of topk_idx": (
         lambda: {"topk_idx": torch.zeros(4, 3, dtype=torch.int16)},
-        r"topk_idx is .*\[4, 3\], must be int32 or int64",
+        r"topk_idx is torch.int16 \[4, 3\], must be torch.int32 or torch.int64",
     ),
     "shape of topk_idx": (
         lambda: {"topk_idx": torch.zeros(4, 2, dtype=torch.int64)},
-        r"topk_idx is int64 \[4, 2\], must have shape \[4, 3\]",
+        r"topk_idx is torch.int64 \[4, 2\], must have shape \[4, 3\]",
     ),
     "rows of topk_idx": (
         lambda: {"topk_idx": torch.zeros(5, 3, dtype=torch.int64)},
-        r"topk_idx is int64 \[5, 3\], must have shape \[4, 3\]",
+        r"topk_idx is torch.int64 \[5, 3\], must have shape \[4, 3\]",
     ),
     "expert too large": (
         lambda: {"topk_idx": with_entry(2, 1, 8)},
@@ -79,13 +80,16 @@ BAD_DISPATCH: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     ),
     "type of topk_weights": (
         lambda: {"topk_weights": torch.zeros(4, 3).half()},
-        r"topk_weights is float16 \[4, 3\], must be float32",
+        r"topk_weights is torch.float16 \[4, 3\], must be torch.float32",
     ),
     "shape of topk_weights": (
         lambda: {"topk_weights": torch.zeros(4, 4)},
-        r"topk_weights is float32 \[4, 4\], must have shape \[4, 3\]",
+        r"topk_weights is torch.float32 \[4, 4\], must have shape \[4, 3\]",
     ),
-    "scales without fp8": (lambda: {"scales": torch.zeros(4, 1)}, "scales are given for x of bf"),
+    "scales without fp8": (
+        lambda: {"scales": torch.zeros(4, 1)},
+        "scales are given for x of torch.bf",
+    ),
     "no scales": (
         lambda: {"x": torch.zeros(4, 48).to(torch.float8_e4m3fn), "scales": torch.zeros(4, 0)},
         "must have at least one column",
@@ -97,15 +101,15 @@ BAD_DISPATCH: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "scale format without quantize": (lambda: {"scale_format": "ue8m0"}, "pass quantize=True"),
     "shape of scales": (
         lambda: {"x": torch.zeros(4, 48).to(torch.float8_e4m3fn), "scales": torch.zeros(3, 2)},
-        r"scales is float32 \[3, 2\], must have shape \[4",
+        r"scales is torch.float32 \[3, 2\], must have shape \[4",
     ),
     "quantize of fp8": (
         lambda: {"x": torch.zeros(4, 48).to(torch.float8_e4m3fn), "quantize": True},
-        "quantize makes fp8 of",
+        "quantize takes torch.bfloat16, ",
     ),
     "rows of an extra": (
         lambda: {"extras": (torch.zeros(3, 2),)},
-        r"an extra is float32 \[3, 2\], must have shape \[4, \*\]",
+        r"an extra is torch.float32 \[3, 2\], must have shape \[4, \*\]",
     ),
     "too many extra bytes": (
         lambda: {"extras": (torch.zeros(4, 8),)},
@@ -116,9 +120,31 @@ BAD_DISPATCH: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "count below 0": (lambda: {"num_tokens": -1}, "num_tokens is -1, must be at least 0"),
     "count of a float": (
         lambda: {"num_tokens": torch.tensor(3.0)},
-        r"num_tokens is float32 \[\], must be one int32 or int64",
+        r"num_tokens is torch.float32 \[\], must be one torch.int32 or torch.int64",
     ),
-    "two counts": (lambda: {"num_tokens": torch.tensor([1, 2])}, r"num_tokens is int64 \[2\]"),
+    "two counts": (
+        lambda: {"num_tokens": torch.tensor([1, 2])},
+        r"num_tokens is torch.int64 \[2\]",
+    ),
+    "half a count": (lambda: {"num_tokens": 2.5}, "num_tokens is 2.5, must be an int, or a"),
+    "half a bound": (lambda: {"max_tokens": 2.5}, "max_tokens is 2.5, must be an int"),
+    "x as a list": (
+        lambda: {"x": [[0.0] * 48] * 4},
+        r"x is of type list, must be a torch.Tensor; pass torch.as_tensor\(x\)",
+    ),
+    "x of numpy": (
+        lambda: {"x": torch.zeros(4, 48).numpy()},
+        r"x is of type ndarray, must be a torch.Tensor; pass torch.as_tensor\(x\)",
+    ),
+    "topk_idx as a list": (
+        lambda: {"topk_idx": [[0, 1, 2]] * 4},
+        r"topk_idx is of type list, must be a torch.Tensor; pass torch.as_tensor\(topk_idx\)",
+    ),
+    "topk_weights as a list": (
+        lambda: {"topk_weights": [[1.0] * 3] * 4},
+        "topk_weights is of type list, must be a torch.Tensor or None; pass torch.as_tensor",
+    ),
+    "extras of numbers": (lambda: {"extras": (1, 2)}, "extras is of type list, must be torch.Te"),
     "more tokens than max_tokens": (
         lambda: {"max_tokens": 3},
         "this rank sends 4 tokens, max_tokens of this call is 3",
@@ -152,21 +178,44 @@ def test_dispatch_refuses(alone: AllToAll, name: str, half: str) -> None:
 BAD_COMBINE: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "width of y": (
         lambda: {"y": torch.zeros(8, 12, 32).bfloat16()},
-        r"y is bfloat16 \[8, 12, 32\]",
+        r"y is torch.bfloat16 \[8, 12, 32\]",
     ),
-    "type of y": (lambda: {"y": torch.zeros(8, 12, 48).double()}, r"y is float64"),
-    "fp8 y": (lambda: {"y": torch.zeros(8, 12, 48).to(torch.float8_e4m3fn)}, "y is float8_e4m3fn"),
+    "type of y": (
+        lambda: {"y": torch.zeros(8, 12, 48).double()},
+        "y is torch.float64, must be torch.bfloat16 or torch.float16 or torch.float32$",
+    ),
+    "fp8 y": (
+        lambda: {"y": torch.zeros(8, 12, 48).to(torch.float8_e4m3fn)},
+        "y is torch.float8_e4m3fn, must be torch.bfloat16 or torch.float16 or torch.float32$",
+    ),
+    "no y": (lambda: {"y": None}, "y is None, must be a torch.Tensor"),
+    "no dispatch": (lambda: {"dispatched": None}, "dispatched is None, must be the result of a"),
+    "bias of a number": (lambda: {"bias": 3}, "bias is 3, must be a torch.Tensor, two of them"),
+    "out as a list": (lambda: {"out": [1]}, "out is of type list, must be a torch.Tensor$"),
     "strides of y": (
         lambda: {"y": torch.zeros(48, 96).bfloat16().t()},
         r"y is .*strides \[1, 96\]",
     ),
-    "rows of y": (lambda: {"y": torch.zeros(95, 48).bfloat16()}, "row_weights is float32 .*95"),
-    "type of the result": (lambda: {"out_dtype": torch.int32}, "out_dtype is int32"),
+    "rows of y": (
+        lambda: {"y": torch.zeros(95, 48).bfloat16()},
+        r"y is torch.bfloat16 \[95, 48\], must hold the 96 rows that dispatch returned",
+    ),
+    "type of the result": (
+        lambda: {"out_dtype": torch.int32},
+        "out_dtype is torch.int32, must be torch.bfloat16 or torch.float16 or torch.float32$",
+    ),
+    "name of the result's type": (
+        lambda: {"out_dtype": "float32"},
+        "out_dtype is 'float32', must be a torch.dtype",
+    ),
     "wider result than configured": (
         lambda: {"out_dtype": torch.float32},
         "a combined row is .*combine_dtype",
     ),
-    "rows of scalars": (lambda: {"row_scalars": torch.zeros(3)}, r"row_scalars is float32 \[3\]"),
+    "rows of scalars": (
+        lambda: {"row_scalars": torch.zeros(3)},
+        r"row_scalars is torch.float32 \[3\]",
+    ),
 }
 
 
@@ -193,12 +242,52 @@ def test_handle_of_somebody_else(alone: AllToAll) -> None:
     for handle, match in [
         (torch.zeros(4, dtype=torch.int32), "handle was not made by a dispatch"),
         (torch.zeros(900, dtype=torch.int32), "handle was not made by a dispatch"),
-        (received.handle.long(), r"handle is int64 .*must be int32"),
+        (received.handle.long(), r"handle is torch.int64 .*must be torch.int32"),
         (received.handle[:20].clone(), "handle has 20 words"),
     ]:
         with pytest.raises(moe_p2p.InvalidArgumentError, match=match):
             alone.combine(received.x, received._replace(handle=handle))
     alone.combine(received.x, received)
+
+
+def combine_with_overwritten_handles(rank: Rank) -> list[str]:
+    """The errors of a few hundred handles; words from the number of chunks on are overwritten."""
+    generator = torch.Generator().manual_seed(5)
+    limits = torch.tensor([0x7FFFFFFF, -(1 << 31), -2, 97, 13], dtype=torch.int32)
+    told = []
+    with make(rank, dtype=torch.bfloat16) as comm:
+        received = comm.dispatch(**good(), layout="grouped")
+        for case in range(300):
+            handle = received.handle.clone()
+            begin, end = sorted(torch.randint(4, len(handle) + 1, (2,), generator=generator))
+            words = torch.randint(-(1 << 31), 1 << 31, (end - begin,), generator=generator)
+            handle[begin:end] = words.int() if case % 2 else limits[case // 2 % len(limits)]
+            try:
+                comm.combine(received.x, received._replace(handle=handle))
+            except moe_p2p.InvalidArgumentError as error:
+                told.append(str(error))
+        pending = comm.combine_send(received.x, received)
+        kept = received.handle.clone()
+        received.handle[len(kept) // 2 :] = 0x7FFFFFFF
+        with pytest.raises(moe_p2p.InvalidArgumentError, match="overwritten after its dispatch"):
+            comm.combine_recv(pending)
+        received.handle.copy_(kept)
+        assert torch.isfinite(comm.combine_recv(pending)).all()
+        assert comm.broken == ""
+    return told
+
+
+def test_handles_that_were_overwritten_are_refused() -> None:
+    """In a process: combine once read, and wrote, wherever such a handle pointed."""
+    (told,) = run_processes(1, combine_with_overwritten_handles)
+    assert len(told) > 150  # of 300: words of slots that nobody uses may hold anything
+    assert all("overwritten" in text or "handle has" in text for text in told), told
+
+
+def test_objects_that_are_no_halves(alone: AllToAll) -> None:
+    for call in (alone.dispatch_recv, alone.combine_recv, alone.release):
+        with pytest.raises(moe_p2p.InvalidArgumentError, match="is None, must be the result of"):
+            call(None)
 
 
 def test_halves_in_the_wrong_order(alone: AllToAll) -> None:
@@ -265,6 +354,7 @@ def test_closed_object() -> None:
     received = comm.dispatch(**good())
     comm.close()
     for call in (
+        lambda: comm.__enter__(),
         lambda: comm.dispatch(**good()),
         lambda: comm.combine(received.x, received),
         lambda: comm.dispatch_send(**good()),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_p2p import errors, launch
+from moe_p2p import demo, errors, launch
 from moe_p2p.bench import baseline, cases, command, report
 from moe_p2p.bench.check import apply_experts, expect, verify
 from moe_p2p.bench.options import Options, parse
@@ -195,11 +196,42 @@ def test_quantiles() -> None:
         ["--tokens", "0"],
         ["--seed", "1", "--gbps", "10"],
         ["--num-sms", "24"],
+        ["--hidden", "3"],
     ],
 )
 def test_refuses_nonsense(arguments: list[str]) -> None:
     with pytest.raises(SystemExit):
         parse(["--device=cpu", *arguments])
+
+
+def test_a_hidden_size_that_no_row_has_is_refused_in_a_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--device=cpu", "--hidden=3"])
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert "--hidden 3: a row of bf16 is 6 bytes, must be a positive multiple of 16" in told
+
+
+def test_gpus_that_are_not_there_are_refused_in_a_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        parse(["--device=cuda"])
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert "--device cuda: torch" in told
+    assert "finds no GPU" in told
+
+
+def test_help_explains_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    for helped in (lambda: parse(["--help"]), lambda: demo.main(["--help"])):
+        with pytest.raises(SystemExit):
+            helped()
+        options = re.split(r"\n  (?=--)", capsys.readouterr().out)[1:]
+        for option in options:
+            text = re.sub(r"^--\S+( \S+)?\s+", "", option)
+            assert len(text.split()) > 1, option
 
 
 def test_quick_leaves_what_was_asked_for() -> None:

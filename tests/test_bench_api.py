@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,11 +12,12 @@ import pytest
 import torch
 
 from moe_p2p.bench import api_worker, command, gpu_timing
-from moe_p2p.bench.api_report import ApiRow, HostTime, table
+from moe_p2p.bench.api_report import ApiRow, HostTime, plot, table
 from moe_p2p.bench.cases import make_job
 from moe_p2p.bench.gpu_calls import Calls
 from moe_p2p.bench.gpu_measure import Timed
-from moe_p2p.bench.options import INTERFACES, INTERFACES_ON_CUDA, parse
+from moe_p2p.bench.options import INTERFACES, INTERFACES_ON_CUDA, Options, parse
+from moe_p2p.reference import Tokens
 
 TINY = ["--api=deep_ep", "--device=cpu", "--ranks=2", "--hidden=512", "--topk=2", "--experts=4"]
 TINY += ["--seconds=0.05", "--plot="]
@@ -110,13 +113,66 @@ def test_host_time_is_of_pairs_in_a_row_and_of_one_alone(monkeypatch: pytest.Mon
     assert waited == 2 * (2 * rounds + 1)
 
 
-def test_the_table_has_both_host_times() -> None:
+def a_row(what: str = "dispatch") -> ApiRow:
     (options,) = parse(["--api=deep_ep", "--device=cpu", "--tokens=4"])
     calls = Calls(system="ours", dispatch=int, combine=int, capturable=False)
-    timed = Timed(calls=calls, what="dispatch", chain=1, spans_us=torch.tensor([7.0]))
+    timed = Timed(calls=calls, what=what, chain=1, spans_us=torch.tensor([7250.0]))
     host = HostTime(us=12.5, alone_us=90.0)
-    row = ApiRow.of(options, make_job(options), "normal", timed, host=host, story=[])
+    return ApiRow.of(options, make_job(options), "normal", timed, host=host, story=[])
+
+
+def test_the_table_has_both_host_times() -> None:
+    row = replace(a_row(), device="a GPU")
     head, line = (text.split() for text in table([row]).splitlines())
     assert head[-4:] == ["host", "host", "alone", "correct"]
     assert line[-3:] == ["12.5", "90.0", "yes"]
     assert (row.as_json()["host_us"], row.as_json()["host_alone_us"]) == (12.5, 90.0)
+
+
+def test_on_cpus_the_table_has_milliseconds_and_no_columns_of_gpus() -> None:
+    head, line = (text.split() for text in table([a_row()]).splitlines())
+    assert head == ["calls", "T", "system", "pair", "eager", "dispatch", "combine", "correct"]
+    assert line == ["normal", "4", "ours", "-", "7.25", "-", "yes"]
+
+
+def test_the_plot_has_a_bar_for_each_system(tmp_path: Path) -> None:
+    pair = a_row("pair eager")
+    rows = [pair, replace(pair, system="theirs"), replace(pair, interface="v2"), a_row()]
+    reason = plot(rows, tmp_path / "rows.png")
+    if importlib.util.find_spec("matplotlib"):
+        assert (tmp_path / "rows.png").stat().st_size > 10_000
+    else:
+        assert reason is not None
+        assert reason.startswith("matplotlib is not installed")
+
+
+@pytest.mark.parametrize("interface", INTERFACES)
+def test_direct_calls_get_and_return_what_those_of_deep_ep_do(
+    interface: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = {}
+
+    class System:
+        all_to_all = None
+        close = int
+
+        def __init__(self, *_: object, **__: object) -> None: ...
+
+    def made(_: object, options: Options, tokens: Tokens, **__: object) -> str:
+        asked[interface] = options.layout, tokens.x.dtype, tokens.scales is not None
+        return "calls"
+
+    (options,) = parse(["--api=deep_ep", "--device=cpu", "--tokens=4", "--hidden=256"])
+    job = make_job(options)
+    monkeypatch.setattr(api_worker, "MoeP2p", System)
+    monkeypatch.setattr(api_worker, "package_calls", made)
+    monkeypatch.setattr(api_worker.dist, "get_rank", lambda: 0)
+    for name in ("verify_whole", "verify_by_rank"):
+        monkeypatch.setattr(api_worker, name, lambda *_: [])
+    with ExitStack() as stack:
+        tokens = job.tokens_of(0, 0, 4)
+        api_worker._all_to_all(options, job, tokens, stack, interface=interface, num_sms=None)
+    given = ("padded", torch.bfloat16, False)
+    assert asked[interface] == (
+        given if interface == "low-latency" else ("by_rank", torch.float8_e4m3fn, True)
+    )

@@ -89,4 +89,4 @@ def test_the_plot_has_every_world(tmp_path: Path) -> None:
     if importlib.util.find_spec("matplotlib"):
         assert path.stat().st_size > 10_000
     else:
-        assert reason == "matplotlib is not installed"
+        assert reason == "matplotlib is not installed (pip install 'moe-p2p[bench]')"

@@ -107,16 +107,32 @@ def test_a_folder_on_the_path_installs_where_it_is_imported() -> None:
 
 @pytest.mark.parametrize("as_module", [False, True])
 def test_the_runner_serves_a_program_and_what_it_starts(tmp_path: Path, as_module: bool) -> None:
-    program = BOTH_SPELLINGS + (
-        "import subprocess, sys\n"
-        "if __name__ == '__main__':\n"
-        "    subprocess.run([sys.executable, '-c', 'import deep_ep; print(deep_ep.__name__)'])\n"
-        "    print(sys.argv[1:], flush=True)\n"
-    )
+    # What is started looks for deep_ep, and does not import it: that takes seconds.
+    program = """
+import importlib.util, multiprocessing, subprocess, sys
+
+def look(how):
+    print(how, importlib.util.find_spec("deep_ep").origin, flush=True)
+
+if __name__ == "__main__":
+    import deep_ep
+    print(sys.argv[1:], deep_ep.__name__, flush=True)
+    for how in ("fork", "forkserver", "spawn"):
+        process = multiprocessing.get_context(how).Process(target=look, args=(how,))
+        process.start()
+        process.join()
+    look_again = "import engine; engine.look('subprocess')"
+    subprocess.run([sys.executable, "-c", look_again])
+"""
     (tmp_path / "engine.py").write_text(program)
     named = ["-m", "engine"] if as_module else [str(tmp_path / "engine.py")]
     done = run_python("-m", "moe_p2p.deep_ep", *named, "-a", "b", PYTHONPATH=str(tmp_path))
-    assert done.stdout.splitlines() == ["moe_p2p.deep_ep", "['-a', 'b']"], done.stderr
+    ours, forked = installation.PATH / "deep_ep.py", moe_p2p.deep_ep.__file__
+    assert done.stdout.splitlines() == [
+        "['-a', 'b'] moe_p2p.deep_ep",
+        f"fork {forked}",
+        *[f"{how} {ours}" for how in ("forkserver", "spawn", "subprocess")],
+    ], done.stderr
 
 
 def test_the_runner_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ import low_latency_cases as cases
 from deep_ep_oracle import StoreGroup, make_batches
 from low_latency_cases import FORMATS, SHAPE, SHAPES, Place, make_buffer
 from moe_p2p import InvalidArgumentError, MoeP2pError
-from moe_p2p.deep_ep import Buffer, communicators
+from moe_p2p.deep_ep import Buffer, communicators, streams
 from ranks import Rank, run_threads
 
 
@@ -177,3 +178,39 @@ def test_the_size_hint_is_what_a_communicator_takes(num_ranks: int) -> None:
     assert hint % 128 == 0
     one_way = min(num_ranks, 8) * 128 * 2 * 7168
     assert 4 * one_way < hint < 24 * one_way  # both ways, two steps; between nodes more of each
+
+
+def test_a_hook_on_another_stream_keeps_the_memory_that_it_uses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A stream of its own at every look; tensors of the CPU note that they are kept for it."""
+    kept: list[tuple[int, object]] = []
+    numbers = itertools.count()
+    monkeypatch.setattr(streams, "current", lambda _: next(numbers))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "the hook's")
+    monkeypatch.setattr(
+        torch.Tensor, "record_stream", lambda tensor, on: kept.append((tensor.data_ptr(), on))
+    )
+
+    def body(place: Place) -> None:
+        buffer, count = place.buffer, 4
+        x = torch.randn(count, 7168, dtype=torch.bfloat16)
+        topk_idx, weights = torch.arange(count * 2).view(count, 2) % 4, torch.rand(count, 2)
+        rows, counts, handle, _, hook = buffer.low_latency_dispatch(
+            x, topk_idx, count, 4, use_fp8=True, return_recv_hook=True
+        )
+        assert not kept
+        hook()
+        for tensor in (x, topk_idx, *rows, counts):
+            assert (tensor.data_ptr(), "the hook's") in kept
+        kept.clear()
+        y = torch.randn(*rows[0].shape).bfloat16()
+        out, _, hook = buffer.low_latency_combine(
+            y, topk_idx, weights, handle, return_recv_hook=True
+        )
+        assert not kept
+        hook()
+        for tensor in (y, weights, out):
+            assert (tensor.data_ptr(), "the hook's") in kept
+
+    run(1, body)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,18 @@ from moe_p2p.bench.options import Options
 
 
 def test_learns_the_same_over_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trace = tmp_path / "routing.pt"
-    assert demo.main(["--steps", "4", "--save-trace", str(trace)]) == 0
+    trace, png = tmp_path / "routing.pt", tmp_path / "curves.png"
+    assert demo.main(["--steps", "4", "--save-trace", str(trace), "--plot", str(png)]) == 0
     printed = capsys.readouterr().out
     assert ": equal" in printed
-    first = float(printed.splitlines()[2].split()[1])
+    assert "standard library; loss: nats per byte" in printed
+    if importlib.util.find_spec("matplotlib"):
+        assert png.stat().st_size > 10_000
+    else:
+        assert "no plot: matplotlib" in printed
+    head = next(i for i, line in enumerate(printed.splitlines()) if "one process" in line)
+    assert printed.splitlines()[head].endswith("(loss, nats)")
+    first = float(printed.splitlines()[head + 1].split()[1])
     assert abs(first - 5.6) < 0.3  # nats: hardly better than 256 equally likely bytes, ln 256 = 5.5
 
     recorded = Trace.load(trace)
@@ -59,7 +67,7 @@ def test_a_wrong_expert_is_beyond_the_tolerance() -> None:
 
 
 def test_control_needs_no_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    assert demo.main(["--steps", "2", "--control"]) == 0
+    assert demo.main(["--steps", "2", "--control", "--plot="]) == 0
     assert ": equal" in capsys.readouterr().out
 
 

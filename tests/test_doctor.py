@@ -33,7 +33,7 @@ def healthy(root: Path, **changes: Any) -> Report:
     found = dataclasses.replace(
         found,
         machine={**found.machine, "driver": "580.82.07"},
-        libraries=dict.fromkeys(found.libraries, "1.2 /usr/lib/libx.so.1.2"),
+        libraries=dict.fromkeys(found.libraries, "2.1 /usr/lib/libx.so.2.1"),
         packages=dict.fromkeys(found.packages, "1.2"),
         memlock_bytes=UNLIMITED,
         shm_bytes=1 << 34,
@@ -106,15 +106,28 @@ def test_each_lack_is_one_problem_with_its_remedy(
 
 def test_efa_without_libfabric_names_the_package(tmp_path: Path) -> None:
     machines.p5(tmp_path)
-    libraries = {"libibverbs": "1", "libfabric": "", "libcuda": "1"}
+    libraries = {"libibverbs": "1", "libfabric": "", "libcuda": "1", "libcudart": "1"}
     (found,) = texts(healthy(tmp_path, libraries=libraries))
     assert "EFA devices without libfabric" in found
     assert "apt-get install libfabric1" in found
 
 
+def test_efa_wants_a_newer_libfabric_and_a_way_to_gpu_memory(tmp_path: Path) -> None:
+    machines.p5(tmp_path)
+    healthy_libraries = healthy(tmp_path).libraries
+    (found,) = texts(healthy(tmp_path, libraries={**healthy_libraries, "libfabric": "1.17 /lib/x"}))
+    assert "libfabric 1.17 is too old for EFA" in found
+    without = healthy(tmp_path, libraries={**healthy_libraries, "libcudart": ""})
+    (found,) = texts(without)
+    assert "libcudart.so" in found
+    gpus = [dataclasses.replace(gpu, dma_buf=True) for gpu in without.gpus]
+    assert texts(dataclasses.replace(without, gpus=gpus)) == []
+
+
 def test_a_gpu_without_driver_is_one_problem(tmp_path: Path) -> None:
     machines.p5(tmp_path)
-    report = healthy(tmp_path, libraries={"libibverbs": "1", "libfabric": "1", "libcuda": ""})
+    libraries = {"libibverbs": "1", "libfabric": "2.1", "libcuda": "", "libcudart": "1"}
+    report = healthy(tmp_path, libraries=libraries)
     report.machine["driver"] = ""
     (found,) = texts(report)
     assert found.startswith("8 GPUs without the NVIDIA driver")

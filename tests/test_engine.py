@@ -225,6 +225,8 @@ def test_close_wakes_waiters_and_ends_calls() -> None:
     assert isinstance(raised[0], moe_p2p.ClosedError)
     with pytest.raises(moe_p2p.ClosedError, match="is closed"):
         engine.imm_value(0)
+    with pytest.raises(moe_p2p.ClosedError, match="is closed"), engine:
+        pass
     engine.close()
     assert engine.closed
     assert "closed" in repr(engine)
@@ -302,3 +304,33 @@ def run_lose_peer(rank: Rank) -> str:
 def test_killed_peer_fails_writes_in_time() -> None:
     results = run_processes(2, run_lose_peer, return_errors=True)
     assert results[0] in {"PeerDeadError", "TransportError", "RemoteAccessError"}
+
+
+def test_values_of_immediates_are_given_back() -> None:
+    """One value for each transfer: more of them than an engine counts at a time."""
+    with Engine("loopback", num_nics=1, timeout_s=20) as engine:
+        peer = engine.connect(engine.address)
+        for value in range(5000):
+            engine.send_imm(peer, value)
+            assert engine.wait_imm(value, 1) == 1
+            assert engine.free_imm(value) == 1
+        assert engine.imm_value(4999) == 0
+        assert engine.free_imm(4999) == 0
+        assert engine.discarded_imms == 0
+
+
+def test_immediates_of_too_many_values_are_discarded_and_counted() -> None:
+    with Engine("loopback", num_nics=1, timeout_s=20) as engine:
+        peer = engine.connect(engine.address)
+        for value in range(4097):
+            engine.send_imm(peer, value).wait()
+        until = time.monotonic() + 20
+        while engine.discarded_imms == 0 and time.monotonic() < until:
+            time.sleep(0.01)
+        assert engine.discarded_imms == 1
+        lost = next(value for value in range(4097) if engine.imm_value(value) == 0)
+        with pytest.raises(moe_p2p.ResourceExhaustedError, match=r"4096.*1 immediates.*free_imm"):
+            engine.wait_imm(lost, 1)
+        engine.free_imm(0 if lost else 1)
+        engine.send_imm(peer, lost).wait()
+        assert engine.wait_imm(lost, 1) == 1

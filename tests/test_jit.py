@@ -118,13 +118,17 @@ def test_a_header_of_a_header_is_part_of_the_key(source: Path) -> None:
     assert jit.cache_key(source, []) != first
 
 
-def test_a_damaged_file_of_the_cache_is_replaced(source: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("suffix", [".cubin", ".log", ".sha256"])
+def test_a_damaged_file_of_the_cache_is_replaced(source: Path, tmp_path: Path, suffix: str) -> None:
     first = jit.compile_only(source, {"ADDEND": 3}, "sm_90a")
-    (file,) = (tmp_path / "cache").glob("*.cubin")
-    file.write_bytes(b"")
+    (file,) = (tmp_path / "cache").glob(f"*{suffix}")
+    good = file.read_bytes()
+    # One bit, in what is still an ELF file.
+    file.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    assert not jit.is_compiled(source, {"ADDEND": 3}, "sm_90a")
     second = jit.compile_only(source, {"ADDEND": 3}, "sm_90a")
     assert not second.cached
-    assert file.read_bytes() == second.cubin
+    assert jit.compile_only(source, {"ADDEND": 3}, "sm_90a") == second._replace(cached=True)
     # NVRTC 13.0 has a cache of its own, and what comes out of that has no assembler's log.
     assert second.usage in (first.usage, {})
 
@@ -149,7 +153,7 @@ def test_processes_compile_once(source: Path, tmp_path: Path) -> None:
     cached = ranks.run_processes(3, _compile_together, str(source), str(tmp_path / "cache"))
     assert sorted(cached) == [False, True, True]
     files = sorted(path.suffix for path in (tmp_path / "cache").iterdir())
-    assert files == [".cubin", ".lock", ".log"]
+    assert files == [".cubin", ".lock", ".log", ".sha256"]
 
 
 def test_threads_compile_once(source: Path, tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ def test_a_peer_that_is_killed_while_nothing_is_under_way_to_it() -> None:
     took, text = results[0]
     assert took < 30, text  # not 60
     assert text.startswith("PeerDeadError"), text
-    assert "knocking at rank 1" in text
+    assert "rank 1 (node 1) is gone" in text
 
 
 def test_a_library_that_is_not_there() -> None:

@@ -6,9 +6,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from cases import check_step, make, make_tokens, topology_of
-from moe_p2p import AllToAllConfig, Engine, device_kernels, errors, reference, reference_wire
+from moe_p2p import (
+    AllToAllConfig,
+    Engine,
+    communicator,
+    device_kernels,
+    errors,
+    reference,
+    reference_wire,
+)
+from moe_p2p.agreement import Agreement
 from ranks import Rank, run_threads
 
 EDGES = [
@@ -167,3 +177,22 @@ def test_a_shape_beyond_shared_memory_is_refused() -> None:
     assert macros(num_experts=32768)["MOE_P2P_SHARED_BYTES"] <= 227 << 10
     with pytest.raises(errors.InvalidArgumentError, match="shared memory"):
         macros(max_tokens=1 << 20, chunk_tokens=1 << 20)
+
+
+@pytest.mark.parametrize(("ranks", "fits"), [(72, 36), (65, 13), (128, 64), (67, 1)])
+def test_a_node_of_more_than_64_ranks_is_refused_with_what_fits(ranks: int, fits: int) -> None:
+    config = AllToAllConfig(num_experts=ranks * 8, hidden_dim=64, topk=2, max_tokens=16)
+    reason = (
+        f"a node of {ranks} ranks is too large: .* word of 64 bits.*"
+        f"ranks_per_node={fits} it is {ranks // fits} nodes"
+    )
+    with pytest.raises(errors.InvalidArgumentError, match=reason):
+        config.plan(world_size=2 * ranks, ranks_per_node=ranks)
+    assert config.plan(world_size=2 * ranks, ranks_per_node=fits)
+
+
+def test_all_to_all_refuses_a_host_of_more_than_64_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ranks find it that share a host, by themselves or as they were asked to."""
+    monkeypatch.setattr(communicator, "conclude", lambda *_: Agreement(72, 0, 72))
+    with pytest.raises(errors.InvalidArgumentError, match="ranks_per_node=36 it is 2 nodes"):
+        make(Rank(0, 1, dist.HashStore()))

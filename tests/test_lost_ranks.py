@@ -8,7 +8,9 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ import torch.distributed as dist
 
 import moe_p2p
 from cases import check_step, lose_a_rank, lose_an_idle_rank, make, make_tokens
-from moe_p2p import Engine, agreement
+from moe_p2p import Engine, agreement, communicator, ops
 from moe_p2p.agreement import find_ranks_per_node
 from ranks import DiedError, Rank, run_processes, run_threads
 
@@ -188,7 +190,9 @@ def test_a_rank_that_is_killed_while_nothing_is_under_way_to_it(call: str) -> No
     took, text = results[0]
     assert took < 20, text  # not 60
     assert text.startswith("PeerDeadError"), text
-    assert "knocking at rank 1 (node 1) failed: peer dead" in text
+    assert "rank 1 (node 1) is gone" in text
+    assert "a probe failed: peer dead" in text
+    assert "waits for rank 1 (node 1, 0 of 2 immediates came)" in text
 
 
 def run_meet(rank: Rank) -> str:
@@ -204,3 +208,32 @@ def run_meet(rank: Rank) -> str:
 def test_a_process_that_dies_before_it_meets_the_others() -> None:
     results = run_processes(2, run_meet, return_errors=True)
     assert "rank 1 did not come within 1.0 s" in results[0]
+
+
+def run_connect(rank: Rank, ranks_per_node: int) -> str:
+    """Rank 1 is killed when all have its address, before rank 0 connects to it."""
+    connect = torch.ops.moe_p2p.all_to_all_connect
+
+    def call(op: Any, *arguments: Any) -> Any:
+        if op is connect.default and rank.rank == 1:
+            rank.store.set("pid", str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGKILL)
+        if op is connect.default:
+            pid = int(rank.store.get("pid"))
+            with suppress(FileNotFoundError):  # reaped
+                while "State:\tZ" not in Path(f"/proc/{pid}/status").read_text():
+                    time.sleep(0.01)
+            for left in Path("/dev/shm").glob(f"moe_p2p*.{pid}.*"):  # as any new engine does
+                left.unlink(missing_ok=True)
+        return ops.call(op, *arguments)
+
+    communicator.call = call  # type: ignore[attr-defined]  # in this process only
+    with pytest.raises(moe_p2p.PeerDeadError) as caught:
+        make(rank, ranks_per_node=ranks_per_node, timeout_s=20.0)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("ranks_per_node", [2, 1])
+def test_a_process_that_dies_before_it_is_connected_to(ranks_per_node: int) -> None:
+    results = run_processes(2, run_connect, ranks_per_node, return_errors=True)
+    assert "connecting to rank 1: " in results[0]

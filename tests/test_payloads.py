@@ -6,6 +6,7 @@ As in test_all_to_all.py ranks are threads, compared with the reference bit for 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from cases import (
     GROUPS,
     HIDDEN_DIM,
     LAYOUTS,
+    bits,
     check_received,
     check_step,
     combine_arguments,
@@ -22,10 +24,12 @@ from cases import (
     expect,
     make,
     make_tokens,
+    run_step,
     run_steps,
     topology_of,
 )
 from moe_p2p import reference
+from moe_p2p.reference import Received, Topology
 from ranks import Rank, run_threads
 
 
@@ -67,6 +71,55 @@ def test_quantizes_as_the_reference_does(
                 ld = -(-capacity // 4) * 4
                 stride = (width * ld, 1, ld) if column_scales else (capacity * width, width, 1)
                 assert got.scales.stride() == stride[-len(lead) - 2 :]
+
+    run_threads(4, body)
+
+
+def finite_patterns(dtype: torch.dtype) -> torch.Tensor:
+    """[rows, 256]: every finite number of a 16-bit type; of float32, those of 16 leading bits."""
+    words = torch.arange(1 << 16, dtype=torch.int32)
+    x = (words << 16).view(dtype) if dtype == torch.float32 else words.to(torch.int16).view(dtype)
+    # Larger blocks would have scales that float32 cannot hold.
+    x = x[torch.isfinite(x) & (x.float().abs() < 1e38)]
+    x = x[torch.randperm(len(x), generator=torch.Generator().manual_seed(1))]
+    return x[: len(x) // 256 * 256].view(-1, 256)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("scale_format", ["float32", "power_of_two", "ue8m0"])
+def test_every_number_is_quantized_to_the_bits_of_the_reference(
+    dtype: torch.dtype, scale_format: Literal["float32", "power_of_two", "ue8m0"]
+) -> None:
+    """torch.equal takes -0.0 for 0.0; the bytes differ."""
+    x = finite_patterns(dtype)
+    expected, _ = reference.quantize(x, scale_format)
+    assert (bits(expected) == 0x80).any()
+    config = {"num_experts": 1, "topk": 1, "hidden_dim": 256, "max_tokens": len(x), "dtype": dtype}
+    with make(Rank(0, 1, torch.distributed.HashStore()), **config) as comm:
+        got = comm.dispatch(
+            x,
+            torch.zeros(len(x), 1, dtype=torch.int64),
+            layout="grouped",
+            quantize=True,
+            scale_format=scale_format,
+        )
+        assert torch.equal(bits(got.x), bits(expected))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_sum_of_negative_zeros_has_the_sign_of_the_reference(dtype: torch.dtype) -> None:
+    """Sums begin at 0.0: so the specification says, and so it is at every stage."""
+
+    def negative_zeros(topology: Topology, rank: int, received: Received) -> torch.Tensor:
+        return torch.full_like(received.x.reshape(-1, HIDDEN_DIM), -0.0)
+
+    def body(rank: Rank) -> None:
+        with make(rank, ranks_per_node=2, dtype=dtype) as comm:
+            tokens = [make_tokens(1, r, 12, dtype=dtype) for r in range(4)]
+            wanted = expect(topology_of(comm), tokens, max_tokens=12, experts=negative_zeros)
+            _, out = run_step(comm, wanted)
+            assert torch.equal(bits(out), bits(wanted.out[comm.rank]))
+            assert not bits(out).any()
 
     run_threads(4, body)
 

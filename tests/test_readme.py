@@ -1,19 +1,25 @@
-"""README code runs: blocks whose fence says `python run` or `sh run` are executed as they stand."""
+"""README code that runs: blocks whose fence says `python run`, `python torchrun` or `sh run`."""
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from installation import run_installed
+
 ROOT = Path(__file__).resolve().parents[1]
 DEADLINE_S = 120
-BLOCK = re.compile(r"^```(python|sh) run\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^```(python run|python torchrun|sh run)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 BLOCKS = [(found[1], found[2]) for found in BLOCK.finditer((ROOT / "README.md").read_text())]
+COMMANDS = {
+    "python run": ["python", "readme.py"],
+    "python torchrun": [
+        *("python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+        "readme.py",
+    ],
+}
 
 
 def first_line(block: tuple[str, str]) -> str:
@@ -21,26 +27,14 @@ def first_line(block: tuple[str, str]) -> str:
 
 
 def test_readme_has_code_that_runs() -> None:
-    assert {language for language, _ in BLOCKS} == {"python", "sh"}
+    assert {kind for kind, _ in BLOCKS} == {*COMMANDS, "sh run"}
 
 
 @pytest.mark.timeout(DEADLINE_S + 30)
-@pytest.mark.parametrize(("language", "code"), BLOCKS, ids=map(first_line, BLOCKS))
-def test_block(language: str, code: str, tmp_path: Path) -> None:
-    if language == "python":
-        program = tmp_path / "readme.py"
-        program.write_text(code)
-        command = [sys.executable, str(program)]
-    else:
-        command = ["bash", "-euc", code]
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    env = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        # `python` and `torchrun` in the README are the ones that run this test.
-        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
-    }
-    run = subprocess.run(
-        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=DEADLINE_S, check=False
-    )
+@pytest.mark.parametrize(("kind", "code"), BLOCKS, ids=map(first_line, BLOCKS))
+def test_block(kind: str, code: str, installed: Path, tmp_path: Path) -> None:
+    """Where a user is: in another folder, with the wheel and torch and nothing else."""
+    (tmp_path / "readme.py").write_text(code)
+    command = COMMANDS.get(kind, ["bash", "-euc", code])
+    run = run_installed(installed, *command, cwd=tmp_path, timeout_s=DEADLINE_S)
     assert run.returncode == 0, f"{code}\n{run.stdout[-4000:]}\n{run.stderr[-4000:]}"

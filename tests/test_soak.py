@@ -1,10 +1,12 @@
-"""A shortened form of benchmarks/soak.py: two hosts, two interfaces each, links that flap."""
+"""Shortened forms of benchmarks/soak.py: links that flap, peers that are killed and replaced."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,22 +14,49 @@ import hosts
 import moe_p2p
 
 ROOT = Path(__file__).resolve().parents[1]
+DEADLINE_S = 300  # of a run that takes 15 s on two cores with nothing else to do
+
+pytestmark = pytest.mark.timeout(DEADLINE_S + 20)
 
 
-def test_nothing_is_lost_while_links_flap() -> None:
+def soak(*arguments: str) -> dict[str, Any]:
+    """What a run that ends well has counted."""
+    done = subprocess.run(
+        [sys.executable, "benchmarks/soak.py", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [line for line in done.stdout.splitlines() if line[:1] == "{"]
+    summary: dict[str, Any] = json.loads(lines[-1])
+    return summary
+
+
+def skip_without_hosts() -> None:
     try:
         moe_p2p.Engine("libfabric", 1, settings="provider=tcp,interfaces=lo").close()
     except moe_p2p.UnavailableError as error:
         pytest.skip(str(error))
     if reason := hosts.why_not():
         pytest.skip(reason)
-    done = subprocess.run(
-        [sys.executable, "benchmarks/soak.py", "--minutes=0.15", "--flap-every-s=2"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=150,
+
+
+def test_links_flap_and_peers_are_replaced_over_tcp() -> None:
+    skip_without_hosts()
+    summary = soak(
+        *("--minutes=0.1", "--least-deaths=2", "--least-flaps=1"),
+        *("--replace-every-s=4", "--flap-every-s=1", "--moments", "dispatch", "combine"),
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    flaps = int(done.stdout.split(" flaps")[0].splitlines()[-1])
-    assert flaps >= 2, done.stdout
+    assert summary["deaths"]["dispatch"] + summary["deaths"]["combine"] >= 2, summary
+
+
+def test_peers_are_replaced_over_the_software_nic() -> None:
+    """Killed at any moment; else ranks leave one by one, while their last words are under way."""
+    summary = soak(
+        *("--over=loopback", "--minutes=0.1", "--least-deaths=3"),
+        *("--replace-every-s=1.2", "--timeout-s=5"),
+    )
+    assert sum(summary["deaths"].values()) >= 3, summary
+    assert summary["left_behind"] == []

@@ -281,4 +281,4 @@ def test_names_of_devices_may_differ_between_ranks() -> None:
     assert (
         shared("devices=mlx5_0:mlx5_1,mtu=4096") == shared("mtu=4096,devices=mlx5_2") == "mtu=4096"
     )
-    assert shared("host=10.0.0.1") == ""
+    assert shared("host=10.0.0.1,bind=10.0.0.1") == ""

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import moe_p2p
+from installation import run_installed
 
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARY = Path(moe_p2p.__file__).with_name("_C.abi3.so")
@@ -41,21 +42,6 @@ def test_exports_nothing_of_its_own() -> None:
     assert [name for name in symbols("--defined-only") if "moe_p2p" in name] == []
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    options = ["--no-index", "--no-build-isolation", "--no-deps", "--quiet"]
-    made = subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", *options, "--wheel-dir", str(folder), str(ROOT)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
-    assert made.returncode == 0, made.stderr
-    return next(folder.glob("*.whl"))
-
-
 @pytest.mark.timeout(600)
 def test_one_wheel_for_every_python(wheel: Path) -> None:
     assert re.fullmatch(r"moe_p2p-[\d.]+-cp310-abi3-linux_\w+\.whl", wheel.name)
@@ -78,25 +64,75 @@ def test_wheel_is_complete(wheel: Path) -> None:
     assert not any(name.startswith(("tests", "csrc", "benchmarks")) for name in inside)
 
 
-def test_wheel_works_on_its_own(wheel: Path, tmp_path: Path) -> None:
-    zipfile.ZipFile(wheel).extractall(tmp_path)
+@pytest.mark.timeout(150)
+def test_commands_run_where_only_torch_is_installed(installed: Path, tmp_path: Path) -> None:
+    """README's code runs there too: test_readme.py."""
+    tiny = ["--tokens=1,4", "--seconds=0.05", "--checks=2", "--experts=8", "--hidden=256"]
     program = (
-        "import torch, torch.distributed as dist, moe_p2p, pathlib;"
-        f"assert pathlib.Path(moe_p2p.__file__).is_relative_to({str(tmp_path)!r});"
-        "config = moe_p2p.AllToAllConfig(num_experts=2, hidden_dim=8, topk=1, max_tokens=4);"
-        "comm = moe_p2p.AllToAll(dist.HashStore(), config, rank=0, world_size=1);"
-        "x = torch.ones(3, 8).bfloat16();"
-        "received = comm.dispatch(x, torch.tensor([[0], [1], [0]]));"
-        "assert torch.equal(comm.combine(received.x, received), x);"
-        "comm.close(); print('works')"
+        "import importlib.util, pathlib, sys, moe_p2p;"
+        "assert pathlib.Path(moe_p2p.__file__).is_relative_to(sys.prefix), moe_p2p.__file__;"
+        "assert not [n for n in ('numpy', 'pytest', 'matplotlib') if importlib.util.find_spec(n)]"
     )
-    ran = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    for command in (
+        ["python", "-c", program],
+        ["python", "-m", "moe_p2p", "demo", "--steps=2"],
+        ["python", "-m", "moe_p2p", "bench", "--quick", "--device=cpu", *tiny],
+    ):
+        ran = run_installed(installed, *command, cwd=tmp_path)
+        assert ran.returncode == 0, f"{command}\n{ran.stdout[-4000:]}\n{ran.stderr[-4000:]}"
+    assert "no plot: matplotlib is not installed (pip install 'moe-p2p[bench]')" in ran.stdout
+    assert list(tmp_path.rglob("*.json"))
+
+
+# --- what is missing is said in one sentence ---
+
+
+def test_a_build_without_a_compiler_says_so_before_it_begins(tmp_path: Path) -> None:
+    built = subprocess.run(
+        [sys.executable, "setup.py", "build", "--build-base", str(tmp_path)],
+        cwd=ROOT,
+        env=os.environ | {"CXX": "no-such-g++ -m64"},
         capture_output=True,
         text=True,
         check=False,
         timeout=60,
     )
-    assert ran.stdout == "works\n", ran.stderr
+    assert built.returncode == 1
+    assert built.stdout.splitlines() == ["running build"]
+    assert built.stderr.splitlines()[-1:] == [
+        "error: no C++ compiler (no-such-g++ -m64): install g++ 12 or newer, or set CXX"
+    ]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_make_without_network_names_the_cause_and_what_to_do(tmp_path: Path) -> None:
+    """A Python whose pip finds nobody stands for the one that make sets up."""
+    cause = "WARNING: Retrying after connection broken by 'NewConnectionError: no name server'"
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text(
+        f"""#!/bin/sh
+case "$*" in
+  *pip*) printf "%s\\n" "{cause}" "{cause}" "ERROR: no torch" "ERROR: conflicts" >&2;;
+  *) echo "No module named torch" >&2;;
+esac
+exit 1
+"""
+    )
+    python.chmod(0o755)
+    made = subprocess.run(
+        ["make", f"VENV={tmp_path}", f"{tmp_path}/.ready"],
+        cwd=ROOT,
+        env={k: v for k, v in os.environ.items() if k not in ("PYTHON", "MAKEFLAGS")},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert made.returncode == 2
+    assert made.stdout.splitlines()[1:] == [
+        cause,
+        f"pip could not set up {tmp_path}: is there a network? PYTHON=python3 needs none, "
+        "if it has torch",
+    ]
+    assert made.stderr.startswith("make: ***")

@@ -244,6 +244,21 @@ def test_padded_rows() -> None:
     assert_close(got, want.view(NUM_EXPERTS, 10, 40), torch.float32)
 
 
+def test_counts_past_the_end_read_and_write_no_other_row() -> None:
+    """Of a dispatch whose capacity was too small: the last expert would write far past the end."""
+    weight = rand(3, 64, 40) / 8
+    x, counts, grad = rand(8, 64).requires_grad_(), ints(3, 60_000, 60_000), rand(8, 40)
+    got = grouped_gemm(x, weight.requires_grad_(), counts, offsets=ints(0, 3, 60_003))
+    assert_close(got, by_hand(x, weight, [3, 5, 0], [0, 3, 8]), torch.float32)
+    got_weight = torch.autograd.grad(got, weight, grad)[0]
+    want_weight = torch.stack([x[:3].T @ grad[:3], x[3:].T @ grad[3:], torch.zeros_like(weight[0])])
+    assert_close(got_weight, want_weight, torch.float32)
+    padded = rand(3, 5, 64)
+    got = grouped_gemm(padded, weight, ints(2, 60_000, 60_000), zero_padding=True)
+    want = by_hand(padded.flatten(0, 1), weight, [2, 5, 5], [0, 5, 10])
+    assert_close(got, want.view(3, 5, 40), torch.float32)
+
+
 def test_no_rows_and_no_experts() -> None:
     weight = rand(2, 64, 40)
     assert grouped_gemm(rand(0, 64), weight, ints(0, 0)).shape == (0, 40)
@@ -306,8 +321,20 @@ def test_gradients_are_those_of_torch(counts: list[int], dtype: torch.dtype) -> 
         assert_close(mine, whole, dtype)
 
 
+def test_counts_may_be_a_view() -> None:
+    x, weight, grad = rand(8, 64), rand(2, 64, 40).requires_grad_(), rand(8, 40)
+    table = ints(3, 99, 5, 99).view(2, 2)
+    got, want = (
+        torch.autograd.grad(grouped_gemm(x, weight, counts), weight, grad)[0]
+        for counts in (table[:, 0], ints(3, 5))
+    )
+    assert same_bits(got, want)
+
+
 def test_what_does_not_fit_is_refused() -> None:
     x, weight = rand(6, 64), rand(2, 64, 40)
+    with pytest.raises(InvalidArgumentError, match=r"counts is torch.float32 on .*int32 or int64"):
+        grouped_gemm(x, weight, ints(1, 2).float())
     fp8 = Fp8(*quantize.quantize(x)), Fp8(*quantize.quantize_weights(weight))
     with pytest.raises(InvalidArgumentError, match=r"do not go with weights \(2, 64, 40\)"):
         grouped_gemm(x, weight, ints(1, 2, 3))

@@ -19,6 +19,11 @@ const char* code_name(Code code) noexcept {
   return "unknown";
 }
 
+std::string describe(Status status) {
+  const std::string name = code_name(status.code);
+  return status.detail == 0 ? name : name + ", detail " + std::to_string(status.detail);
+}
+
 // "moe_p2p [timeout] message": moe_p2p/errors.py reads the word in brackets.
 Error::Error(Code code, const std::string& message)
     : std::runtime_error(std::string("moe_p2p [") + code_name(code) + "] " + message),

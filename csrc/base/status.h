@@ -34,6 +34,9 @@ struct [[nodiscard]] Status {
   friend bool operator==(const Status&, const Status&) = default;
 };
 
+// "peer dead", "transport, detail 5".
+std::string describe(Status status);
+
 class Error : public std::runtime_error {
  public:
   Error(Code code, const std::string& message);

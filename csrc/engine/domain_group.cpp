@@ -1,33 +1,19 @@
 #include "engine/domain_group.h"
 
+#include <algorithm>
 #include <optional>
 #include <utility>
 
+#include "base/context.h"
 #include "base/log.h"
 
 namespace moe_p2p::engine {
 
 using base::Code;
 using base::Error;
+using base::with_context;
 
 namespace {
-
-// The text given to an Error, without the code name that its constructor puts before it.
-std::string message_of(const Error& error) {
-  const std::string whole = error.what();
-  const std::string empty = Error(error.code(), "").what();
-  return whole.starts_with(empty) ? whole.substr(empty.size()) : whole;
-}
-
-// Adds to an Error what was being done; the provider only knows its own NIC.
-template <typename Step>
-auto with_context(const std::string& context, Step&& step) {
-  try {
-    return step();
-  } catch (const Error& error) {
-    throw Error(error.code(), context + ": " + message_of(error));
-  }
-}
 
 // Runs step(0 .. count-1), all of them, then throws the first failure.
 template <typename Step>
@@ -81,6 +67,11 @@ DomainGroup::DomainGroup(int num_nics, const provider::DomainOptions& options,
     domains_.push_back(with_context(base::concat(label_, ": opening NIC ", nic),
                                     [&] { return factory(nic_options); }));
   }
+}
+
+bool DomainGroup::needs_gpu_flush() const noexcept {
+  return std::ranges::any_of(domains_,
+                             [](const auto& domain) { return domain->needs_gpu_flush(); });
 }
 
 EngineAddress DomainGroup::address() const {

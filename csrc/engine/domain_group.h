@@ -28,6 +28,7 @@ class DomainGroup {
     return *domains_[static_cast<size_t>(nic)];
   }
 
+  bool needs_gpu_flush() const noexcept;  // any NIC does
   EngineAddress address() const;
   // One id per local NIC. NIC i connects to the peer's NIC i mod its count.
   std::vector<provider::PeerId> connect(const EngineAddress& address);

@@ -2,14 +2,7 @@
 
 namespace moe_p2p::engine {
 
-bool ImmCounter::wait(uint64_t expected, platform::Deadline deadline,
-                      const platform::WaitPolicy& policy) {
-  return platform::wait_until(event, policy, deadline, [&] {
-    return count.load(std::memory_order_acquire) >= expected;  // pairs with ImmTable::deliver()
-  });
-}
-
-ImmTable::ImmTable() : free_form_(std::make_unique<Entry[]>(kMaxFreeForm)) {}
+ImmTable::ImmTable() : entries_(std::make_unique<Entry[]>(kEntries)) {}
 
 void ImmTable::deliver(uint32_t imm) noexcept {
   if ((imm & ImmKey::kKeyedBit) != 0) {
@@ -18,8 +11,8 @@ void ImmTable::deliver(uint32_t imm) noexcept {
       sink->on_imm(key);
       return;
     }
-  } else if (ImmCounter* counter = find_or_add(imm); counter != nullptr) [[likely]] {
-    // release: pairs with the acquire in ImmCounter::wait().
+  } else if (Entry* counter = find_or_add(imm); counter != nullptr) [[likely]] {
+    // release: pairs with the acquire in wait() and value().
     counter->count.fetch_add(1, std::memory_order_release);
     platform::notify_all(counter->event);
     return;
@@ -31,22 +24,85 @@ void ImmTable::set_sink(uint32_t communicator, ImmSink* sink) noexcept {
   sinks_[communicator % ImmKey::kMaxCommunicators] = sink;
 }
 
-// Linear probing over entries that are never given back: whoever finds a free one on the way knows
-// that the value is not further on.
-ImmCounter* ImmTable::find_or_add(uint32_t value) noexcept {
-  static_assert((kMaxFreeForm & (kMaxFreeForm - 1)) == 0);
-  if ((value & ImmKey::kKeyedBit) != 0) return nullptr;
-  const uint32_t tag = value + 1;
-  const uint32_t home = value * 0x9e3779b1u >> 16;  // spreads neighbours over the table
-  for (uint32_t i = 0; i < kMaxFreeForm; ++i) {
-    Entry& entry = free_form_[(home + i) % kMaxFreeForm];
-    // relaxed, both: the tag guards no data, the counter starts at zero in every entry.
-    uint32_t found = entry.tag.load(std::memory_order_relaxed);
-    if (found == 0 && entry.tag.compare_exchange_strong(found, tag, std::memory_order_relaxed))
-      return &entry.counter;
-    if (found == tag) return &entry.counter;
+// Linear probing. Only the polling thread takes entries and makes given ones free again, so that no
+// value ever has two.
+ImmTable::Entry* ImmTable::find(uint32_t value) const noexcept {
+  const uint32_t wanted = value + 1, first = home(value);
+  for (uint32_t i = 0; i < kEntries; ++i) {
+    const uint32_t tag = entry(first + i).tag.load(std::memory_order_acquire);
+    if (tag == wanted) return &entry(first + i);
+    if (tag == kFree) break;
   }
   return nullptr;
+}
+
+ImmTable::Entry* ImmTable::find_or_add(uint32_t value) noexcept {
+  const uint32_t wanted = value + 1, first = home(value);
+  Entry* place = nullptr;
+  uint32_t end = 0;  // of the search: a free entry
+  for (; end < kEntries; ++end) {
+    Entry& here = entry(first + end);
+    const uint32_t tag = here.tag.load(std::memory_order_relaxed);
+    if (tag == wanted) return &here;
+    if (place == nullptr && (tag == kFree || tag == kGivenBack)) place = &here;
+    if (tag == kFree) break;
+  }
+  if (place == nullptr || num_taken_.load(std::memory_order_relaxed) >= kMaxFreeForm)
+    return nullptr;
+  // Given entries in front of a free one lead nowhere. Without this searches would grow with every
+  // value that was ever counted.
+  for (; end > 0 && end < kEntries; --end) {
+    std::atomic<uint32_t>& tag = entry(first + end - 1).tag;
+    if (tag.load(std::memory_order_relaxed) != kGivenBack) break;
+    tag.store(kFree, std::memory_order_relaxed);
+  }
+  place->count.store(0, std::memory_order_relaxed);
+  place->tag.store(wanted, std::memory_order_release);
+  num_taken_.fetch_add(1, std::memory_order_relaxed);
+  platform::notify_all(added_);
+  return place;
+}
+
+uint64_t ImmTable::value(uint32_t imm) const {
+  const std::lock_guard lock(mutex_);
+  const Entry* counter = find(imm);
+  return counter != nullptr ? counter->count.load(std::memory_order_acquire) : 0;
+}
+
+bool ImmTable::wait(uint32_t imm, uint64_t expected, platform::Deadline deadline,
+                    const platform::WaitPolicy& policy) {
+  if (expected == 0) return true;
+  Entry* counter = nullptr;
+  for (;;) {
+    if (!platform::wait_until(added_, policy, deadline, [&] { return find(imm) != nullptr; }))
+      return false;
+    const std::lock_guard lock(mutex_);
+    counter = find(imm);
+    if (counter == nullptr) continue;  // it was given back at this moment
+    ++counter->num_waiting;
+    break;
+  }
+  const bool reached = platform::wait_until(counter->event, policy, deadline, [&] {
+    return counter->count.load(std::memory_order_acquire) >= expected;  // pairs with deliver()
+  });
+  const std::lock_guard lock(mutex_);
+  --counter->num_waiting;
+  return reached;
+}
+
+std::optional<uint64_t> ImmTable::give_back(uint32_t imm) {
+  const std::lock_guard lock(mutex_);
+  Entry* counter = find(imm);
+  if (counter == nullptr) return 0;
+  if (counter->num_waiting != 0) return std::nullopt;
+  const uint64_t count = counter->count.load(std::memory_order_acquire);
+  counter->tag.store(kGivenBack, std::memory_order_release);
+  num_taken_.fetch_sub(1, std::memory_order_relaxed);
+  return count;
+}
+
+bool ImmTable::can_count(uint32_t imm) const noexcept {
+  return num_taken_.load(std::memory_order_relaxed) < kMaxFreeForm || find(imm) != nullptr;
 }
 
 }  // namespace moe_p2p::engine

@@ -1,7 +1,7 @@
 // Counting immediates. 32 bits are what every NIC carries:
 //   keyed      1 | communicator 9 | phase 2 | step slot 4 | part 2 | is last 1 | source 13    (MoE)
 //   free form  0 | user value 31                                    (KV, weights, users)
-// A counter only ever grows. Keyed immediates go to the sink of their communicator; one for a
+// A counter grows until its value is given back. Keyed immediates go to the sink of their communicator; one for a
 // communicator that is not here (an older epoch) is counted as discarded and dropped.
 #pragma once
 
@@ -9,6 +9,8 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <mutex>
+#include <optional>
 
 #include "platform/wait.h"
 
@@ -50,39 +52,61 @@ class ImmSink {
   virtual void on_imm(const ImmKey& key) noexcept = 0;
 };
 
-// A free-form counter; waiters sleep on `event`.
-struct ImmCounter {
-  // release in ImmTable::deliver(), acquire in the reader: the payload is visible with the count.
-  std::atomic<uint64_t> count{0};
-  platform::EventCount event{};
-
-  // Any thread. False when the deadline passed before `expected` immediates had come.
-  bool wait(uint64_t expected, platform::Deadline deadline,
-            const platform::WaitPolicy& policy = {});
-};
-
 class ImmTable {
  public:
+  // Values that are counted at a time. Too small: users who number transfers must wait for others to
+  // be given back. Immediates of further values are discarded.
   static constexpr uint32_t kMaxFreeForm = 4096;
 
   ImmTable();
 
-  // Polling thread.
+  // Polling thread. A free-form value gets its counter at first sight, whether somebody waits or not.
   void deliver(uint32_t imm) noexcept;
   void set_sink(uint32_t communicator, ImmSink* sink) noexcept;  // null removes it
 
-  // Any thread. The counter of a free-form value, made at first sight by either side (an immediate
-  // may arrive before anybody waits for it). Null when all kMaxFreeForm are taken.
-  ImmCounter* find_or_add(uint32_t value) noexcept;
+  // Any thread, free-form values only.
+  // How often the value was counted since it was first seen or last given back.
+  uint64_t value(uint32_t imm) const;
+  // False when the deadline passed before the value was counted so often. Payloads are visible.
+  bool wait(uint32_t imm, uint64_t expected, platform::Deadline deadline,
+            const platform::WaitPolicy& policy = {});
+  // Gives the value back and returns how often it was counted; nothing, and nothing changes, while
+  // somebody waits for it. An immediate that comes later counts from zero.
+  std::optional<uint64_t> give_back(uint32_t imm);
+  // False: all counters are taken by other values, so that its immediates are discarded.
+  bool can_count(uint32_t imm) const noexcept;
 
+  // Immediates that nobody could count: of communicators that are not here, or of too many values.
   uint64_t discarded() const noexcept { return discarded_.load(std::memory_order_relaxed); }
 
  private:
+  // Twice as many, so that a search is short also when kMaxFreeForm are taken.
+  static constexpr int kEntriesLog2 = 13;
+  static constexpr uint32_t kEntries = 1u << kEntriesLog2;
+  static_assert(kEntries == 2 * kMaxFreeForm);
+  static constexpr uint32_t kFree = 0;
+  static constexpr uint32_t kGivenBack = ~0u;  // free, but a search goes on behind it
+
   struct Entry {
-    std::atomic<uint32_t> tag{0};  // value + 1; 0 = free. Taken once, never given back.
-    ImmCounter counter;
+    // value + 1, or one of the above. Stored by the polling thread alone, release, but for
+    // kGivenBack; acquire by find(): the count was reset.
+    std::atomic<uint32_t> tag{kFree};
+    uint32_t num_waiting = 0;  // under mutex_
+    // release in deliver(), acquire in the reader: the payload is visible with the count.
+    std::atomic<uint64_t> count{0};
+    platform::EventCount event{};
   };
-  std::unique_ptr<Entry[]> free_form_;
+  static uint32_t home(uint32_t value) noexcept {
+    return value * 0x9e3779b1u >> (32 - kEntriesLog2);
+  }
+  Entry& entry(uint32_t at) const noexcept { return entries_[at % kEntries]; }
+  Entry* find(uint32_t value) const noexcept;
+  Entry* find_or_add(uint32_t value) noexcept;
+
+  const std::unique_ptr<Entry[]> entries_;
+  std::atomic<uint32_t> num_taken_{0};
+  platform::EventCount added_{};  // somebody may wait for a value that has no counter yet
+  mutable std::mutex mutex_;      // between users: nothing is given back that one of them looks at
   std::array<ImmSink*, ImmKey::kMaxCommunicators> sinks_{};
   std::atomic<uint64_t> discarded_{0};
 };

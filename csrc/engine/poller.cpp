@@ -94,15 +94,28 @@ bool Poller::poll(NicQueue& queue) noexcept {
   bool moved = false;
   for (int batch = 0; batch < kBatchesPerTurn; ++batch) {
     const size_t count = queue.poll(completions);
-    for (size_t i = 0; i < count; ++i) complete(queue, completions[i]);
+    const bool visible = flush_for(std::span(completions).first(count));
+    for (size_t i = 0; i < count; ++i) complete(queue, completions[i], visible);
     moved |= count != 0;
     if (count < completions.size()) break;
   }
   return moved;
 }
 
-void Poller::complete(NicQueue& queue, const Completion& completion) noexcept {
+// One flush for all immediates of a batch: their payload was written before the batch was polled.
+bool Poller::flush_for(std::span<const Completion> completions) noexcept {
+  const auto is_immediate = [](const Completion& c) {
+    return c.kind == Completion::Kind::kImmediate;
+  };
+  return !gpu_flushes_.needed() || std::ranges::none_of(completions, is_immediate) ||
+         gpu_flushes_.flush();
+}
+
+// Immediates whose payload a GPU could not flush are kept back rather than shown too early.
+void Poller::complete(NicQueue& queue, const Completion& completion, bool visible) noexcept {
   if (completion.kind == Completion::Kind::kImmediate) {
+    if (!visible) [[unlikely]]
+      return;
     queue.count_immediate();
     imm_table_.deliver(completion.imm);
     return;

@@ -6,6 +6,7 @@
 #include <array>
 
 #include "engine/domain_group.h"
+#include "engine/gpu_flushes.h"
 #include "engine/imm_counter.h"
 #include "engine/mailbox.h"
 #include "engine/nic_queue.h"
@@ -21,6 +22,7 @@ class Poller {
   // Any thread.
   Mailbox& mailbox() noexcept { return mailbox_; }
   ImmTable& imm_table() noexcept { return imm_table_; }
+  GpuFlushes& gpu_flushes() noexcept { return gpu_flushes_; }
   const NicQueue& nic(int nic) const noexcept { return nics_[static_cast<size_t>(nic)]; }
 
   // Polling thread.
@@ -38,7 +40,8 @@ class Poller {
  private:
   bool post(NicQueue& queue) noexcept;
   bool poll(NicQueue& queue) noexcept;
-  void complete(NicQueue& queue, const provider::Completion& completion) noexcept;
+  bool flush_for(std::span<const provider::Completion> completions) noexcept;
+  void complete(NicQueue& queue, const provider::Completion& completion, bool visible) noexcept;
   void fail(Request& request, base::Status status) noexcept;
   void finish_if_settled(Request& request) noexcept;
   template <typename Uses>
@@ -49,6 +52,7 @@ class Poller {
   std::array<NicQueue, kMaxNics> nics_;
   Request* active_ = nullptr;  // all that were activated and are not done, newest first
   ImmTable imm_table_;
+  GpuFlushes gpu_flushes_;
   Mailbox mailbox_;
   MailboxNode* mail_ = nullptr;  // taken from the mailbox, not handled yet
 };

@@ -103,8 +103,13 @@ TransferEngine::TransferEngine(const EngineOptions& options)
 TransferEngine::TransferEngine(const EngineOptions& options, const DomainFactory& factory)
     : state_(std::make_unique<State>(options, factory)) {}
 
-// The NICs first: once they are closed nobody reads the memory of unfinished Requests any more.
+// The NICs first: once they are closed nobody reads the memory of unfinished Requests any more. In a
+// forked child all of it is the parent's, and is left as it is.
 TransferEngine::~TransferEngine() {
+  if (state_->waker_memory.inherited()) {
+    (void)state_.release();
+    return;
+  }
   state_->group.close();
   state_->poller.close({Code::kClosed, 0});
 }
@@ -122,6 +127,14 @@ ImmTable& TransferEngine::imm_table() noexcept { return state_->poller.imm_table
 const MemoryHandle* TransferEngine::register_memory(const provider::MemorySpan& span) {
   auto handle =
       std::make_unique<MemoryHandle>(MemoryHandle{span, state_->group.register_memory(span)});
+  if (span.kind == provider::MemoryKind::kCuda && state_->group.needs_gpu_flush()) {
+    try {
+      state_->poller.gpu_flushes().include(span);
+    } catch (...) {
+      state_->group.unregister_memory(handle->keys);
+      throw;
+    }
+  }
   const MemoryHandle* key = handle.get();
   const std::lock_guard lock(state_->mutex);
   state_->handles[key].handle = std::move(handle);
@@ -275,8 +288,10 @@ void TransferEngine::detach_poller() noexcept {
 }
 
 std::string TransferEngine::first_failure() const {
-  const std::string text = state_->group.failure();
-  return text.empty() ? text : "; first failure of the NICs: " + text;
+  std::string text = state_->group.failure();
+  if (!text.empty()) text = "; first failure of the NICs: " + text;
+  const std::string flush = state_->poller.gpu_flushes().failure();
+  return flush.empty() ? text : text + "; " + flush;
 }
 
 std::vector<NicCounters> TransferEngine::counters() const {

@@ -1,9 +1,12 @@
 #include "moe/all_to_all.h"
 
+#include <algorithm>
 #include <thread>
 #include <utility>
 
+#include "base/context.h"
 #include "moe/all_to_all_state.h"
+#include "platform/interrupt.h"
 
 namespace moe_p2p::moe {
 
@@ -39,7 +42,8 @@ provider::MemorySpan device_span(const Plan& plan, uint64_t address, int ordinal
   return {.data = reinterpret_cast<std::byte*>(address),
           .bytes = plan.regions.total_bytes,
           .kind = provider::MemoryKind::kCuda,
-          .device = ordinal};
+          .device = ordinal,
+          .read_by_neighbours = plan.shape.ranks_per_node > 1};
 }
 
 }  // namespace
@@ -81,7 +85,10 @@ AllToAll::AllToAll(engine::TransferEngine& engine, proxy::ProxyThread* proxy,
                    const AllToAllOptions& options)
     : state_(std::make_unique<State>(engine, proxy, options)) {}
 
-AllToAll::~AllToAll() { close(); }
+AllToAll::~AllToAll() {
+  close();
+  if (state_->memory.inherited()) (void)state_.release();  // the parent's engine is part of it
+}
 
 const Plan& AllToAll::plan() const noexcept { return state_->plan; }
 
@@ -115,22 +122,24 @@ void AllToAll::connect(std::span<const base::Bytes> addresses) {
     if (node == s.memory.node()) {
       neighbours.push_back(address.memory);
     } else if (rank % s.plan.shape.ranks_per_node == s.memory.local()) {
-      const engine::Peer* peer = s.engine.connect(address.engine);
+      const engine::Peer* peer = base::with_context(base::concat("connecting to rank ", rank), [&] {
+        return s.engine.connect(address.engine);
+      });
       s.peers.push_back(peer);
       const auto nics = static_cast<int>(address.engine.nics.size());
       const auto* region = s.engine.resolve(engine::MemoryDescriptor::parse(address.data), peer);
-      remotes.push_back({node, region, nics});
-      const auto board = engine::MemoryDescriptor::parse(address.board);
-      boards.push_back({node, s.engine.resolve(board, peer), nics});
+      const auto* board = s.engine.resolve(engine::MemoryDescriptor::parse(address.board), peer);
+      remotes.push_back({node, region, board, nics});
+      boards.push_back({node, board, nics});
       if (const uint64_t here = s.device ? s.device_memory.peer_data[node] : 0)
         s.engine.map_region(region, device_span(s.plan, here, s.device_memory.ordinal));
     }
   }
   s.memory.attach(neighbours);
   s.gather.connect(boards);
-  s.exchange =
-      std::make_unique<Exchange>(s.plan, s.memory, s.engine, s.data, s.options.communicator,
-                                 std::move(remotes), s.masks, s.options.device);
+  s.exchange = std::make_unique<Exchange>(s.plan, s.memory, s.engine, s.data, s.gather.board(),
+                                          s.options.communicator, std::move(remotes), s.masks,
+                                          s.options.device);
   const auto attach = [&s] { s.engine.imm_table().set_sink(s.options.communicator, &s); };
   if (s.proxy) {
     s.engine.run_on_poller(attach, platform::Clock::now() + s.options.timeout);
@@ -144,24 +153,62 @@ AllToAll::Parts AllToAll::parts() noexcept {
   return {state_->ring, state_->kernels, state_->exchange.get()};
 }
 
-// Peers may still need what this rank's proxy has to send; waits for it unless something is broken.
-void AllToAll::close(uint64_t num_device_steps) noexcept {
+bool AllToAll::State::failed() const {
+  return story || exchange->failure().node >= 0 || (device && device->fault());
+}
+
+// The last of the node to hand in rings. A neighbour that is gone, or was stopped, without having done
+// so never does. A GPU has rung whatever it will.
+std::vector<Step> AllToAll::State::combines_to_send() const {
+  if (device) return {};
+  const bool aborted =
+      std::atomic_ref(memory.head(memory.local()).abort).load(std::memory_order_acquire) != 0;
+  std::vector<Step> steps = ring.last_combines();
+  std::erase_if(steps, [&](Step step) {
+    for (int l = 0; l < memory.num_local(); ++l) {
+      const bool stays = l == memory.local() || (!aborted && gone(l).empty());
+      if (!stays && !kernels.arrived(step, Phase::kCombine, rank_of(memory.node(), l))) return true;
+    }
+    return false;
+  });
+  return steps;
+}
+
+void AllToAll::State::leave() {
+  const auto combines = combines_to_send();
+  engine.run_on_poller([&] { exchange->leave({failed(), gather.num_calls(), combines}); },
+                       platform::Clock::now() + options.timeout);
+}
+
+// Partners may still need what this rank's proxy has to send.
+void AllToAll::State::wait_to_leave() {
+  leave();
+  const auto patience = failed()
+                            ? std::min<std::chrono::milliseconds>(options.timeout, kFailedPatience)
+                            : options.timeout;
+  const auto deadline = platform::Clock::now() + patience;
+  auto next_look = platform::Clock::now() + kLookAtNeighbours;
+  while (!exchange->has_left() && platform::Clock::now() < deadline) {
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
+    if (platform::Clock::now() < next_look) continue;
+    next_look = platform::Clock::now() + kLookAtNeighbours;
+    if (platform::interrupted()) break;  // partners that still need something find this rank gone
+    leave();
+  }
+}
+
+void AllToAll::leave() { state_->leave(); }
+
+bool AllToAll::has_left() const noexcept { return state_->exchange->has_left(); }
+
+void AllToAll::close() noexcept {
   State& s = *state_;
-  if (std::exchange(s.closed, true)) return;
-  const auto last = s.device ? s.device->last_steps(num_device_steps) : s.ring.last_steps();
-  const auto sent = [&s, &last] {
-    for (const auto& [step, combine_sent] : last)
-      if (!s.exchange->sent(Phase::kDispatch, step.slot, step.word()) ||
-          (combine_sent && !s.exchange->sent(Phase::kCombine, step.slot, step.word())) ||
-          !s.exchange->sent_weights(step.slot))
-        return false;
-    return true;
-  };
-  const auto deadline = platform::Clock::now() + s.options.timeout;
-  if (s.proxy && s.exchange)
-    while (!s.story && !(s.device && s.device->fault()) && s.exchange->failure().node < 0 &&
-           !sent() && platform::Clock::now() < deadline)
-      std::this_thread::sleep_for(std::chrono::microseconds(100));
+  if (std::exchange(s.closed, true) || s.memory.inherited()) return;
+  try {
+    if (s.proxy && s.exchange) s.wait_to_leave();
+  } catch (const std::exception& error) {
+    MOE_P2P_LOG(base::LogLevel::kWarning, "rank ", s.options.rank, ": closing: ", error.what());
+  }
   // release: pairs with check_neighbours(); all that this rank had to say is said.
   std::atomic_ref(s.memory.head(s.memory.local()).closed).store(1, std::memory_order_release);
   const auto end = platform::Clock::now() + s.options.timeout;

@@ -29,6 +29,7 @@ namespace moe_p2p::moe {
 class DeviceKernels;
 class HostKernels;
 class StepRing;
+struct Pending;
 
 struct AllToAllOptions {
   PlanInput plan;
@@ -167,9 +168,10 @@ class AllToAll {
   // Addresses of all ranks, in rank order. Afterwards every rank may call dispatch once all ranks
   // have returned from connect() (the bootstrap's barrier).
   void connect(std::span<const base::Bytes> addresses);
-  // Marks this rank closed for its neighbours and lets go of everything. Idempotent.
-  // num_device_steps: for options.device, the steps that its GPU has opened; no kernel runs any more.
-  void close(uint64_t num_device_steps = 0) noexcept;
+  // Waits until all that this rank has sent arrived, says so to its partners and neighbours, and lets
+  // go of everything. Idempotent.
+  // For options.device: no kernel of it runs any more.
+  void close() noexcept;
 
   // For options.device: the GPU's side of it. Calls then return once their kernels are launched.
   void use_device(const DeviceMemory& memory);
@@ -206,6 +208,11 @@ class AllToAll {
     proxy::ProxyTask* task;
   };
   Parts parts() noexcept;
+  // Throws what ends the wait of a call for `pending`, once something does.
+  void check(const Pending& pending) const;
+  // The first half of close(), and whether it is done, which close() waits for where there is a proxy.
+  void leave();
+  bool has_left() const noexcept;
 
  private:
   struct State;

@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "moe/all_to_all_state.h"
+#include "platform/interrupt.h"
 
 namespace moe_p2p::moe {
 
@@ -37,19 +38,32 @@ void AllToAll::State::latch(const Error& error) {
   }
 }
 
-void AllToAll::State::check_abort() const {
+std::string AllToAll::State::failure_text(const Exchange::Failure& failure) const {
+  const int rank = rank_of(failure.node, memory.local());
+  const std::string name = base::concat("rank ", rank, " (node ", failure.node, ")");
+  const std::string step = base::concat(phase_name(failure.phase), " of step ", failure.step);
+  switch (failure.kind) {
+    case Exchange::Failure::Kind::kLeft: return base::concat(silent(rank), " without ", step);
+    case Exchange::Failure::Kind::kProbe:
+      return base::concat(name, " is gone, without ", step,
+                          ": a probe failed: ", base::describe(failure.status),
+                          engine.first_failure());
+    case Exchange::Failure::Kind::kWrite: break;
+  }
+  return base::concat("the write of ", step, " to ", name,
+                      " failed: ", base::describe(failure.status), engine.first_failure());
+}
+
+template <typename Story>
+void AllToAll::State::check_abort(Story&& waiting_for) const {
   const uint64_t word =
       std::atomic_ref(memory.head(memory.local()).abort).load(std::memory_order_acquire);
   if (word == 0) return;
   const auto failure = exchange->failure();
   if (failure.node >= 0)
-    fail(failure.status.code,
-         base::concat(failure.phase ? base::concat("a ", phase_name(*failure.phase), " write to")
-                                    : std::string("knocking at"),
-                      " rank ", rank_of(failure.node, memory.local()), " (node ", failure.node,
-                      ") failed: ", base::code_name(failure.status.code), ", detail ",
-                      failure.status.detail, engine.first_failure()));
-  fail(Code::kAborted, base::concat("rank ", word - 1, " of this node gave up; see its error"));
+    fail(failure.status.code, base::concat(failure_text(failure), waiting_for()));
+  fail(Code::kAborted,
+       base::concat("rank ", word - 1, " of this node gave up; see its error", waiting_for()));
 }
 
 std::string AllToAll::State::gone(int local) const {
@@ -62,14 +76,27 @@ std::string AllToAll::State::gone(int local) const {
   return memory.alive(local) ? "" : base::concat("rank ", rank, "'s process has ended");
 }
 
+std::string AllToAll::State::silent(int source) const {
+  const int node = source / plan.shape.ranks_per_node;
+  const int local = source % plan.shape.ranks_per_node;
+  // acquire: pairs with Exchange::publish_left().
+  const auto left = node == memory.node()
+                        ? Left::kNo
+                        : Left{memory.left(local, node).load(std::memory_order_acquire)};
+  if (left == Left::kNo) return gone(local);
+  return base::concat("rank ", source, " (node ", node, ") ",
+                      left == Left::kInOrder
+                          ? "has closed its communicator"
+                          : "gave up and closed its communicator; see its error");
+}
+
 template <typename Arrived, typename Story>
 void AllToAll::State::check_neighbours(Arrived&& arrived, Story&& waiting_for) const {
   for (int source = 0; source < plan.shape.world_size; ++source) {
     if (arrived(source)) continue;
-    // Of the source, or of its gateway here.
-    const std::string why = gone(source % plan.shape.ranks_per_node);
+    const std::string why = silent(source);
     if (why.empty()) continue;
-    if (arrived(source)) continue;  // it said so before leaving
+    if (arrived(source)) continue;  // it came before the end
     if (!masks.enabled()) fail(Code::kPeerDead, base::concat(why, "; ", waiting_for()));
     MOE_P2P_LOG(base::LogLevel::kWarning, "rank ", options.rank, ": rank ", source,
                 " is masked: ", why);
@@ -89,9 +116,9 @@ std::chrono::milliseconds AllToAll::State::patience(Arrived&& arrived) const {
 }
 
 template <typename Arrived>
-void AllToAll::State::knock(Arrived&& arrived) const {
+void AllToAll::State::probe(Arrived&& arrived) const {
   for (int node = 0; node < plan.shape.num_nodes(); ++node)
-    if (node != memory.node() && !arrived(rank_of(node, memory.local()))) exchange->knock(node);
+    if (node != memory.node() && !arrived(rank_of(node, memory.local()))) exchange->probe(node);
 }
 
 template <typename Arrived, typename Story>
@@ -136,7 +163,7 @@ std::string AllToAll::State::waiting_for(const Pending& pending) const {
 
 void AllToAll::State::check_device() const {
   const abi::Fault* fault = device->fault();
-  if (fault == nullptr || fault->raised == abi::kAborted) check_abort();
+  if (fault == nullptr || fault->raised == abi::kAborted) check_abort([] { return ""; });
   if (fault == nullptr) return;
   const int local = fault->source % plan.shape.ranks_per_node;  // of whom it waited for
   throw device->error_of(*fault, fault->raised == abi::kTimedOut ? gone(local) : "");
@@ -195,22 +222,32 @@ bool AllToAll::State::wait_until(platform::Deadline deadline, Ready&& ready, Arr
                                  Story&& waiting_for) {
   platform::Waiter waiter(memory.bell(memory.local()), options.wait, deadline);
   auto next_look = platform::Clock::now() + kLookAtNeighbours;
-  auto next_knock = platform::Clock::now() + Exchange::kKnock;
+  auto next_probe = platform::Clock::now() + Exchange::kProbeInterval;
   for (;;) {
     waiter.prepare();
     if (ready()) return true;
-    check_abort();
+    check_abort([&] { return "; " + waiting_for(); });
     const auto now = platform::Clock::now();
     if (now >= next_look) {
       check_neighbours(arrived, waiting_for);
+      if (platform::interrupted())
+        fail(Code::kAborted, base::concat("interrupted by a signal; ", waiting_for()));
       next_look = now + kLookAtNeighbours;
     }
-    if (now >= next_knock) {
-      knock(arrived);
-      next_knock = now + Exchange::kKnock;
+    if (now >= next_probe) {
+      probe(arrived);
+      next_probe = now + Exchange::kProbeInterval;
     }
     if (!waiter.pause()) return false;
   }
+}
+
+void AllToAll::check(const Pending& pending) const {
+  const State& s = *state_;
+  const auto story = [&] { return s.waiting_for(pending); };
+  s.check_abort([&] { return "; " + story(); });
+  s.check_neighbours(
+      [&](int source) { return s.kernels.arrived(pending.step, pending.phase, source); }, story);
 }
 
 template <typename Advance, typename GetPending>
@@ -329,6 +366,7 @@ void AllToAll::combine_recv(const CombineRecv& recv) {
   s.require_usable();
   if (s.device) return s.launch([&] { s.device->combine(nullptr, &recv, recv.stream); });
   const auto call = find_call(s.combines, recv.handle, "combine");
+  call->check_handle(s.options.communicator);
   check_out(recv, call->meta());
   s.run([&] { return call->advance_recv(recv); }, [&] { return call->pending(); });
   s.combines.erase(call);
@@ -348,8 +386,9 @@ void AllToAll::gather_counts(std::span<const int32_t> values, std::span<int32_t>
       const auto progress = [&s](int node) { return s.gather.progress(node); };
       return base::concat(s.gather.call(), " waits for", s.missing(arrived, progress));
     };
-    s.wait([&s] { return s.gather.complete(); }, arrived, story);
-    s.gather.read(gathered, platform::Clock::now() + s.options.timeout);
+    const auto deadline = [&s] { return platform::Clock::now() + s.options.timeout; };
+    s.wait([&] { return s.gather.complete(deadline()); }, arrived, story);
+    s.gather.read(gathered, deadline());
   });
 }
 

@@ -30,15 +30,26 @@ struct AllToAll::State final : engine::ImmSink {
   [[noreturn]] void fail(base::Code code, const std::string& message) const;
   // The first failure stays, and stops everybody on this node who waits.
   void latch(const base::Error& error);
-  void check_abort() const;
-  // Why a local rank will say nothing more: "rank 3's process has ended"; empty while it may.
+  template <typename Story>
+  void check_abort(Story&& waiting_for) const;
+  // Why a local rank will send nothing more: "rank 3's process has ended"; empty while it may.
   std::string gone(int local) const;
+  // The same of any rank, whose gateway here may be gone too.
+  std::string silent(int source) const;
+  // Why the exchange failed.
+  std::string failure_text(const Exchange::Failure& failure) const;
+  bool failed() const;
+  // Begins to close; until all that this rank has sent arrived, or its partners are gone.
+  void leave();
+  void wait_to_leave();
+  // Of the combines that this rank has handed in, those whose doorbell has been or will be rung.
+  std::vector<Step> combines_to_send() const;
   // Ranks of this node whose signal memory or process a wait depends on.
   template <typename Arrived, typename Story>
   void check_neighbours(Arrived&& arrived, Story&& waiting_for) const;
-  // At this rank's partners on other nodes that have not arrived(source).
+  // This rank's partners on other nodes that have not arrived(source).
   template <typename Arrived>
-  void knock(Arrived&& arrived) const;
+  void probe(Arrived&& arrived) const;
   // How long a wait lasts before it masks.
   template <typename Arrived>
   std::chrono::milliseconds patience(Arrived&& arrived) const;
@@ -55,10 +66,8 @@ struct AllToAll::State final : engine::ImmSink {
   void check_device_once();  // the same, and latches it
 
   void on_imm(const engine::ImmKey& key) noexcept override {
-    if (key.phase == HostGather::kPhase)
-      gather.on_imm(key);
-    else
-      exchange->on_imm(key);
+    if (key.phase == HostGather::kPhase) gather.on_imm(key);
+    exchange->on_imm(key);
   }
 
   // What breaks the communicator is latched.
@@ -78,6 +87,8 @@ struct AllToAll::State final : engine::ImmSink {
   template <typename Call>
   void launch(Call&& call);
 
+  // Of a communicator that has failed, at close: data under way to partners that live takes less.
+  static constexpr std::chrono::seconds kFailedPatience{5};
   // Small next to any timeout, large next to its own cost (one flock per neighbour).
   static constexpr std::chrono::milliseconds kLookAtNeighbours{50};
 

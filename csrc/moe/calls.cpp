@@ -50,7 +50,7 @@ bool StepRing::can_begin() {
 
 Step StepRing::begin() {
   const Step step = step_of(next_++);
-  slots_[static_cast<size_t>(step.slot)] = {State::kBusy, step.index};
+  slots_[static_cast<size_t>(step.slot)] = {State::kBusy, step.index, false};
   return step;
 }
 
@@ -65,6 +65,7 @@ void StepRing::leave_open(Step step) noexcept {
 
 void StepRing::acknowledge(Step step) {
   kernels_.send_empty_combine(step);
+  handed_in(step);
   slots_[static_cast<size_t>(step.slot)].state = State::kAcknowledged;
 }
 
@@ -72,13 +73,10 @@ void StepRing::close(Step step) noexcept {
   slots_[static_cast<size_t>(step.slot)].state = State::kClosed;
 }
 
-std::vector<StepRing::Last> StepRing::last_steps() const {
-  std::vector<Last> steps;
-  for (uint64_t i = 0; i < slots_.size() && i < next_; ++i) {
-    const Slot& slot = slots_[(next_ - 1 - i) % slots_.size()];
-    steps.push_back(
-        {step_of(slot.step), slot.state == State::kClosed || slot.state == State::kAcknowledged});
-  }
+std::vector<Step> StepRing::last_combines() const {
+  std::vector<Step> steps;
+  for (const Slot& slot : slots_)
+    if (slot.handed_in) steps.push_back(step_of(slot.step));
   return steps;
 }
 
@@ -179,6 +177,7 @@ CombineCall::CombineCall(const Plan& plan, StepRing& ring, HostKernels& kernels,
   MOE_P2P_CHECK(handle_.meta().state != abi::kSent, Code::kInvalidArgument,
                 "combine needs a dispatch that was received; call dispatch_recv first");
   check_partial(plan, send.out_dtype, send.row_scalars != nullptr);
+  handle_.check_contents(kernels.rank(), send.y_rows);
   MOE_P2P_CHECK(!send.topk_weights || send.num_rows == handle_.meta().num_rows,
                 Code::kInvalidArgument, "topk_weights has ", send.num_rows,
                 " rows, the dispatch had ", handle_.meta().num_rows);
@@ -188,6 +187,14 @@ CombineCall::CombineCall(const Plan& plan, StepRing& ring, HostKernels& kernels,
   } else {
     ring.check_room(num_chunks_);
   }
+}
+
+void CombineCall::check_handle(uint32_t communicator) const {
+  const auto now = HandleView::open(plan_.shape, communicator, send_.handle);
+  MOE_P2P_CHECK(now.meta().num_chunks == num_chunks_, Code::kInvalidArgument, "handle has ",
+                now.meta().num_chunks, " chunks, combine_send has found ", num_chunks_,
+                "; it was overwritten since");
+  now.check_contents(kernels_.rank(), send_.y_rows);
 }
 
 bool CombineCall::heard_from_all(Step step, int64_t chunk) const {
@@ -232,6 +239,7 @@ bool CombineCall::advance_send() {
     const Step step = in_flight_[static_cast<size_t>(num_sent_ - num_received_)];
     if (!may_sum(step)) return false;
     kernels_.combine_send(step, send_, handle_, num_sent_++);
+    ring_.handed_in(step);
   }
   handle_.meta().state = abi::kCombineSent;
   return num_sent_ == num_chunks_;

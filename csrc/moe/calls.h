@@ -52,18 +52,17 @@ class StepRing {
   // From everybody; looks at the masks first.
   bool arrived(Step step, abi::Phase phase) const;
   Step step_of(uint64_t index) const noexcept;
-  // Steps whose writes may still be on their way: the last one of each slot.
-  struct Last {
-    Step step;
-    bool combine_sent;
-  };
-  std::vector<Last> last_steps() const;
+  // This rank has handed in its part of the combine.
+  void handed_in(Step step) noexcept { slots_[static_cast<size_t>(step.slot)].handed_in = true; }
+  // Of each slot the last step, where it was: those that neighbours may still have to hand in.
+  std::vector<Step> last_combines() const;
 
  private:
   enum class State : uint8_t { kClosed, kBusy, kOpen, kAcknowledged };
   struct Slot {
     State state = State::kClosed;
     uint64_t step = 0;
+    bool handed_in = false;
   };
   const Plan& plan_;
   HostKernels& kernels_;
@@ -105,6 +104,8 @@ class CombineCall {
  public:
   CombineCall(const Plan& plan, StepRing& ring, HostKernels& kernels, uint32_t communicator,
               const CombineSend& send);
+  // Throws Error{kInvalidArgument} when the handle was overwritten since the call was made.
+  void check_handle(uint32_t communicator) const;
   bool advance_send();                         // true once all partial sums are handed in
   bool advance_recv(const CombineRecv& recv);  // true once all sums are here; sends the rest
   Pending pending() const;

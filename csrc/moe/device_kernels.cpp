@@ -147,20 +147,6 @@ void DeviceKernels::check_half(int64_t num_steps) const {
                 plan_.shape.steps_in_flight, "; use the whole call or raise chunk_tokens");
 }
 
-std::vector<StepRing::Last> DeviceKernels::last_steps(uint64_t num_steps) const {
-  const auto slots = static_cast<uint64_t>(plan_.shape.steps_in_flight);
-  std::vector<StepRing::Last> steps;
-  for (uint64_t back = 1; back <= std::min(slots, num_steps); ++back) {
-    const uint64_t index = num_steps - back;
-    const bool waits = std::ranges::any_of(open_, [&](const Open& open) {
-      return open.stage != Stage::kCombineSent && !open.solo &&
-             next_step_ - open.first_step == back;
-    });
-    steps.push_back({{index, static_cast<int>(index % slots)}, !waits});
-  }
-  return steps;
-}
-
 // --- launching -----------------------------------------------------------------------------------
 
 abi::Grid DeviceKernels::grid_of(const DeviceKernel& kernel, GridInput input) const {

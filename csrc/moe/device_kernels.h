@@ -49,9 +49,6 @@ class DeviceKernels {
   // Of any fault but kAborted. `gone`: why the rank that was waited for will not come, if it is known.
   base::Error error_of(const abi::Fault& fault, const std::string& gone) const;
 
-  // The last step of each slot, when the device has opened `num_steps` and runs none of our kernels.
-  std::vector<StepRing::Last> last_steps(uint64_t num_steps) const;
-
  private:
   using Key = std::pair<int, int>;  // types
   enum class Stage : uint8_t { kDispatchSent, kDispatched, kCombineSent };

@@ -1,5 +1,8 @@
 #include "moe/exchange.h"
 
+#include <algorithm>
+#include <utility>
+
 #include "base/mutation.h"
 #include "moe/host_gather.h"
 
@@ -11,21 +14,17 @@ namespace {
 
 static_assert(abi::kMaxParts <= engine::ImmKey::kMaxParts);
 
-// After a knock in vain: whoever asks before the first may not have seen what came at the same time,
-// and whoever asks after the second waits for something else.
-constexpr auto kSoon = Exchange::kKnock / 2, kLater = Exchange::kKnock * 2;
-// Of a thread that never sleeps, between two looks at the clock: they cost more than a turn.
-constexpr uint32_t kTurns = 1u << 12;
-
 }  // namespace
 
 Exchange::Exchange(const Plan& plan, NodeMemory& memory, engine::TransferEngine& engine,
-                   const engine::MemoryHandle* data, uint32_t communicator,
-                   std::vector<Remote> remotes, const Masks& masks, bool device)
+                   const engine::MemoryHandle* data, const engine::MemoryHandle* board,
+                   uint32_t communicator, std::vector<Remote> remotes, const Masks& masks,
+                   bool device)
     : plan_(plan),
       memory_(memory),
       engine_(engine),
       data_(data),
+      board_(board),
       communicator_(communicator),
       remotes_(std::move(remotes)),
       masks_(masks),
@@ -33,7 +32,10 @@ Exchange::Exchange(const Plan& plan, NodeMemory& memory, engine::TransferEngine&
       num_lanes_(static_cast<size_t>(abi::kNumPhases * plan.shape.steps_in_flight) *
                  remotes_.size()),
       lanes_(std::make_unique<Lane[]>(num_lanes_)),
-      knocks_(std::make_unique<Knock[]>(remotes_.size())) {
+      partners_(std::make_unique<Partner[]>(remotes_.size())),
+      watched_(static_cast<size_t>(plan.shape.steps_in_flight * plan.shape.num_nodes())) {
+  open_.reserve(watched_.size());  // the proxy thread does not allocate
+  touched_.reserve(num_lanes_);
   size_t i = 0;
   for (int phase = 0; phase < abi::kNumPhases; ++phase)
     for (int slot = 0; slot < plan.shape.steps_in_flight; ++slot)
@@ -51,8 +53,8 @@ Exchange::Lane& Exchange::lane(Phase phase, int slot, int index) const noexcept 
   return lanes_[row * remotes_.size() + static_cast<size_t>(index)];
 }
 
-Exchange::Knock& Exchange::knock_of(int node) const noexcept {
-  return knocks_[static_cast<size_t>(abi::other_index(node, memory_.node()))];
+Exchange::Partner& Exchange::partner_of(int node) const noexcept {
+  return partners_[static_cast<size_t>(abi::other_index(node, memory_.node()))];
 }
 
 const Exchange::Remote& Exchange::remote_of(int node) const noexcept {
@@ -106,8 +108,12 @@ bool Exchange::take(Lane& lane, int index) noexcept {
   const uint32_t steps = sent.tag() - static_cast<uint32_t>(part.word);  // since the last one taken
   if (steps == 0 || !sent.whole()) return false;
   part.word += steps;
-  if (masks_.has(rank_of(lane.node))) return false;
   part.num_parts = sent.num_parts();
+  if (masks_.has(rank_of(lane.node))) return false;
+  if (partner_of(lane.node).left) {
+    check_left(lane.node);
+    return false;
+  }
   // By the plan, because a GPU's regions have no address here. All ranks share one plan, so the other
   // end is computed as that rank would: this node's place among the nodes other than *its* own.
   const Road road = road_of(plan_, lane.phase);
@@ -135,12 +141,17 @@ bool Exchange::take(Lane& lane, int index) noexcept {
 }
 
 void Exchange::finish(Lane& lane, Part& part) noexcept {
-  if (!part.request.status().ok()) return fail({lane.node, lane.phase, part.request.status()});
+  const base::Status status = part.request.status();
+  if (status.ok()) {
+    ++partner_of(lane.node).written;
+  } else if (!partner_left(lane.node) || MOE_P2P_MUTATED(kFailByLeft)) {
+    partner_of(lane.node).lost = true;
+    return fail({lane.node, Failure::Kind::kWrite, lane.phase, part.word - 1, status});
+  }
   part.acknowledged = part.word;
   for (uint64_t i = 0; i < part.num_parts; ++i)
     if (lane.parts[i].acknowledged < part.word) return;
-  // release: pairs with the acquire in sent().
-  lane.acknowledged.store(part.word, std::memory_order_release);
+  lane.acknowledged = part.word;
 }
 
 void Exchange::fail(const Failure& failure) noexcept {
@@ -160,76 +171,83 @@ void Exchange::fail(const Failure& failure) noexcept {
   }
 }
 
-bool Exchange::take_doorbells() noexcept {
+// The first part may at any time, the others once it was taken: before it they are of no use at the
+// other end.
+bool Exchange::may_ring(const Lane& lane, int index) noexcept {
+  const Part& first = lane.parts[0];
+  return index == 0 ||
+         (lane.parts[index].word != first.word && static_cast<uint64_t>(index) < first.num_parts);
+}
+
+bool Exchange::advance(Lane& lane) noexcept {
   bool moved = false;
-  for (size_t i = 0; i < num_lanes_; ++i) {
-    Lane& lane = lanes_[i];
-    for (int p = 0; p < most_parts(lane); ++p) {
-      Part& part = lane.parts[p];
-      if (part.busy) {
-        if (!part.request.done()) continue;
-        part.busy = false;
-        finish(lane, part);
-        moved = true;
-      }
-      if (take(lane, p)) moved = true;
+  for (int p = 0; p < most_parts(lane); ++p) {
+    Part& part = lane.parts[p];
+    if (part.busy) {
+      if (!part.request.done()) continue;
+      part.busy = false;
+      finish(lane, part);
+      moved = true;
     }
+    if (may_ring(lane, p) && take(lane, p)) moved = true;
   }
-  take_knocks();
   return moved;
 }
 
-// --- knocking ------------------------------------------------------------------------------------
-
-void Exchange::knock(int node) noexcept {
-  knock_of(node).wanted.store(true, std::memory_order_relaxed);
-  knocking_.store(true, std::memory_order_release);  // pairs with take_knocks()
-  platform::notify_all(engine_.waker());
+// All of its last step is taken, and acknowledged.
+bool Exchange::is_quiet(const Lane& lane) noexcept {
+  for (int p = 0; p < most_parts(lane); ++p)
+    if (lane.parts[p].busy || (p > 0 && may_ring(lane, p))) return false;
+  return true;
 }
 
-// What the node was sent of some step has not been answered in kind.
-bool Exchange::owes(int node) const noexcept {
-  for (const Phase phase : {Phase::kDispatch, Phase::kCombine})
-    for (int slot = 0; slot < plan_.shape.steps_in_flight; ++slot) {
-      const Lane& lane = this->lane(phase, slot, abi::other_index(node, memory_.node()));
-      if (next_step(lane) < lane.parts[0].word) return true;
+// False once nothing more will be rung there before its next dispatch. Combine comes after all else,
+// and who rings it has seen what was rung before: so what is taken last is there by then.
+bool Exchange::look_at(size_t watched, bool& moved) noexcept {
+  const auto num_nodes = static_cast<size_t>(plan_.shape.num_nodes());
+  const int slot = static_cast<int>(watched / num_nodes);
+  const int index = abi::other_index(static_cast<int>(watched % num_nodes), memory_.node());
+  Lane& dispatch = lane(Phase::kDispatch, slot, index);
+  Lane& combine = lane(Phase::kCombine, slot, index);
+  Lane& weights = lane(Phase::kWeights, slot, index);
+  for (Lane* each : {&combine, &weights, &dispatch}) moved |= advance(*each);
+  watched_[watched].tag = static_cast<uint32_t>(dispatch.parts[0].word);
+  return combine.parts[0].word != dispatch.parts[0].word || !is_quiet(combine) ||
+         !is_quiet(weights) || !is_quiet(dispatch);
+}
+
+bool Exchange::take_doorbells() noexcept {
+  bool moved = false;
+  const auto num_nodes = static_cast<size_t>(plan_.shape.num_nodes());
+  for (int slot = 0; !remotes_.empty() && slot < plan_.shape.steps_in_flight; ++slot) {
+    const size_t first = static_cast<size_t>(slot) * num_nodes;
+    // That of the own node, which nobody rings, lies among them.
+    abi::Doorbell* const bells = &memory_.doorbell(memory_.local(), Phase::kDispatch, slot, 0);
+    for (size_t node = 0; node < num_nodes; ++node) {
+      // relaxed: take() looks again.
+      const uint64_t word =
+          std::atomic_ref(bells[node].part[0].size).load(std::memory_order_relaxed);
+      Watched& watched = watched_[first + node];
+      if (word >> 32 == watched.tag || watched.open) [[likely]]
+        continue;
+      watched.open = true;
+      open_.push_back(static_cast<uint32_t>(first + node));
     }
-  return false;
-}
-
-void Exchange::take_knocks() noexcept {
-  if (device_ && ++turns_ % kTurns == 0 && platform::Clock::now() >= next_knock_) {
-    next_knock_ = platform::Clock::now() + kKnock;
-    for (const Remote& remote : remotes_)
-      if (owes(remote.node)) knock(remote.node);
   }
-  if (!knocking_.load(std::memory_order_relaxed)) return;
-  bool busy = false;
-  knocking_.exchange(false, std::memory_order_acquire);  // pairs with knock()
-  for (const Remote& remote : remotes_) {
-    Knock& knock = knock_of(remote.node);
-    const bool wanted = knock.wanted.exchange(false, std::memory_order_relaxed);
-    if (knock.busy) {
-      knock.busy = !knock.request.done();
-      busy |= knock.busy;
-      if (knock.busy) continue;
-      knock.failed = knock.request.status();
-      knock.ended = platform::Clock::now();
-    }
-    if (!wanted || masks_.has(rank_of(remote.node))) continue;
-    const auto age = platform::Clock::now() - knock.ended;
-    if (!knock.failed.ok() && age < kLater) {
-      if (age >= kSoon) fail({remote.node, {}, knock.failed});
+  for (size_t i = 0; i < open_.size();) {
+    if (look_at(open_[i], moved)) {
+      ++i;
       continue;
     }
-    const engine::ImmKey key{communicator_, HostGather::kPhase, HostGather::kKnockSlot,
-                             static_cast<uint32_t>(memory_.rank())};
-    knock.request.operation =  // through every NIC
-        engine::Write{.source = data_, .target = remote.region, .bytes = 0, .imm = key.pack()};
-    knock.busy = busy = true;
-    engine_.submit_from_poller(knock.request);
+    watched_[open_[i]].open = false;
+    open_[i] = open_.back();
+    open_.pop_back();
   }
-  if (busy) knocking_.store(true, std::memory_order_relaxed);
+  take_probes();
+  if (leaving_)
+    for (const Remote& remote : remotes_)
+      if (part_from(remote)) moved = true;
+  return moved;
 }
 
 // --- receiving -----------------------------------------------------------------------------------
@@ -238,20 +256,28 @@ void Exchange::on_imm(const engine::ImmKey& key) noexcept {
   int node = static_cast<int>(key.source) / plan_.shape.ranks_per_node;
   const int local = static_cast<int>(key.source) % plan_.shape.ranks_per_node;
   if (MOE_P2P_MUTATED(kCountWithoutSource)) node = remotes_.front().node;
-  const bool valid = key.phase < abi::kNumPhases &&
-                     key.slot < static_cast<uint32_t>(plan_.shape.steps_in_flight) &&
-                     node < plan_.shape.num_nodes() && node != memory_.node() &&
-                     local == memory_.local();
-  if (!valid) return;  // not from a rank of this communicator
+  if (node >= plan_.shape.num_nodes() || node == memory_.node() || local != memory_.local()) return;
+  const bool of_gather = key.phase == HostGather::kPhase;
+  if (of_gather ? key.slot == HostGather::kProbeSlot
+                : key.slot >= static_cast<uint32_t>(plan_.shape.steps_in_flight))
+    return;
+  dirty_ = true;
+  Partner& partner = partner_of(node);
+  if (of_gather && key.slot == HostGather::kFarewellSlot) {
+    ++partner.farewells;
+    return;
+  }
+  ++partner.received;
+  if (of_gather) return;
   Lane& from = lane(static_cast<Phase>(key.phase), static_cast<int>(key.slot),
                     abi::other_index(node, memory_.node()));
+  if (!std::exchange(from.touched, true)) touched_.push_back(&from);
   const uint64_t num_parts = key.part + 1;
   ++from.parts[key.part].immediates;
   from.heard_last |= key.is_last;
   from.immediates.fetch_add(1, std::memory_order_relaxed);
   if (num_parts > from.num_heard.load(std::memory_order_relaxed))
     from.num_heard.store(num_parts, std::memory_order_relaxed);
-  dirty_ = true;
 }
 
 // The one whose immediates are coming. Dispatch and combine come with every use of a slot. Not
@@ -310,25 +336,12 @@ bool Exchange::publish_arrivals() noexcept {
   if (!dirty_) return false;
   dirty_ = false;
   bool moved = false;
-  for (size_t i = 0; i < num_lanes_; ++i)
-    if (publish(lanes_[i])) moved = true;
-  return moved;
-}
-
-bool Exchange::settle(bool turn, platform::Deadline deadline) noexcept {
-  const auto settled = [&](engine::Request& request) {
-    while (!request.done()) {
-      if (turn) engine_.progress();
-      if (turn ? platform::Clock::now() >= deadline : !request.wait(deadline)) return false;
-    }
-    return true;
-  };
-  for (size_t i = 0; i < num_lanes_; ++i)
-    for (Part& part : lanes_[i].parts)
-      if (part.busy && !settled(part.request)) return false;
-  for (size_t i = 0; i < remotes_.size(); ++i)
-    if (knocks_[i].busy && !settled(knocks_[i].request)) return false;
-  return true;
+  for (Lane* lane : touched_) {
+    lane->touched = false;
+    if (publish(*lane)) moved = true;
+  }
+  touched_.clear();
+  return publish_left() || moved;
 }
 
 // --- any thread ----------------------------------------------------------------------------------
@@ -342,25 +355,6 @@ std::string Exchange::immediates(Phase phase, int slot, int node) const {
   return base::concat(from.immediates.load(std::memory_order_relaxed), " of ",
                       from.num_heard.load(std::memory_order_relaxed) *
                           static_cast<uint64_t>(remote_of(node).num_nics));
-}
-
-bool Exchange::sent(Phase phase, int slot, uint64_t word) const noexcept {
-  for (size_t i = 0; i < remotes_.size(); ++i) {
-    const Lane& to = lane(phase, slot, static_cast<int>(i));
-    if (to.acknowledged.load(std::memory_order_acquire) < word && !masks_.has(rank_of(to.node)))
-      return false;  // acquire: pairs with finish()
-  }
-  return true;
-}
-
-bool Exchange::sent_weights(int slot) const noexcept {
-  for (size_t i = 0; i < remotes_.size(); ++i) {
-    const Lane& to = lane(Phase::kWeights, slot, static_cast<int>(i));
-    const auto sent = static_cast<uint32_t>(to.acknowledged.load(std::memory_order_acquire));
-    if (bell(to, 0).tag() != sent && !masks_.has(rank_of(to.node)))
-      return false;  // acquire: pairs with finish()
-  }
-  return true;
 }
 
 }  // namespace moe_p2p::moe

@@ -1,4 +1,5 @@
-// Typed view of a handle's words (kernels/abi/layout.h, HandleLayout).
+// Typed view of a handle's words (kernels/abi/layout.h, HandleLayout). The words lie in a tensor of
+// the caller, who may have overwritten them: host calls check what they read before they use it.
 #pragma once
 
 #include "base/log.h"
@@ -18,17 +19,12 @@ class HandleView {
                   " words, this dispatch needs ", layout.total, " (handle_words)");
     return {shape, handle.words, layout};
   }
-  // For one that a dispatch of this communicator has written.
-  static HandleView open(const abi::Shape& shape, uint32_t communicator, Handle handle) {
-    const auto* meta = reinterpret_cast<const abi::HandleMeta*>(handle.words);
-    MOE_P2P_CHECK(handle.words && handle.num_words * 4 >= static_cast<int64_t>(sizeof *meta) &&
-                      meta->magic == abi::HandleMeta::kMagic,
-                  base::Code::kInvalidArgument, "handle was not made by a dispatch");
-    MOE_P2P_CHECK(meta->communicator == communicator, base::Code::kInvalidArgument,
-                  "handle belongs to communicator ", meta->communicator, ", this one is ",
-                  communicator);
-    return create(shape, handle, meta->num_rows, meta->num_chunks);
-  }
+  // For one that a dispatch of this communicator has written. Throws unless it is one, and all that
+  // its numbers speak of lies inside.
+  static HandleView open(const abi::Shape& shape, uint32_t communicator, Handle handle);
+  // Throws unless `rank` may follow every number that its combine reads here: slots of partial sums,
+  // ranks of its node, rows of y.
+  void check_contents(int rank, int64_t y_rows) const;
 
   abi::HandleMeta& meta() const noexcept { return *reinterpret_cast<abi::HandleMeta*>(words_); }
   // [L + N] of token t

@@ -14,7 +14,7 @@ HostGather::HostGather(const Plan& plan, NodeMemory& memory, engine::TransferEng
     : plan_(plan), memory_(memory), engine_(engine), communicator_(communicator) {
   if (plan.shape.num_nodes() > 1)
     board_ = engine.register_memory(
-        {memory.board(memory.local()), static_cast<size_t>(plan.gather.total_bytes)});
+        {memory.board(memory.local()), static_cast<size_t>(plan.board.total_bytes)});
 }
 
 base::Bytes HostGather::descriptor() const {
@@ -43,7 +43,7 @@ int HostGather::rank_of(const Link& link) const noexcept {
 uint64_t HostGather::row_offset(uint64_t call, int node) const noexcept {
   const auto row =
       (call % 2) * static_cast<uint64_t>(plan_.shape.num_nodes()) + static_cast<uint64_t>(node);
-  return plan_.gather.rows + row * plan_.gather.row_bytes;
+  return plan_.board.rows + row * plan_.board.row_bytes;
 }
 
 NodeMemory::Word HostGather::word(int local, int node) const noexcept {
@@ -58,9 +58,9 @@ void HostGather::publish(int node, uint64_t call) noexcept {
 }
 
 void HostGather::send(std::span<const int32_t> values) {
-  MOE_P2P_CHECK(values.size() <= plan_.gather.max_values, Code::kInvalidArgument,
+  MOE_P2P_CHECK(values.size() <= plan_.board.max_values, Code::kInvalidArgument,
                 "gather_counts was given ", values.size(), " values, must be at most ",
-                plan_.gather.max_values, " (num_experts + world_size + 16)");
+                plan_.board.max_values, " (num_experts + world_size + 16)");
   ++call_;
   const uint64_t row = row_offset(call_, memory_.node());
   const auto num_values = static_cast<int32_t>(values.size());
@@ -84,7 +84,7 @@ void HostGather::send(std::span<const int32_t> values) {
 void HostGather::on_imm(const engine::ImmKey& key) noexcept {
   const int node = static_cast<int>(key.source) / plan_.shape.ranks_per_node;
   const int local = static_cast<int>(key.source) % plan_.shape.ranks_per_node;
-  if (key.slot > 1 || node >= plan_.shape.num_nodes() || node == memory_.node() ||
+  if (key.slot >= kNumRows || node >= plan_.shape.num_nodes() || node == memory_.node() ||
       local != memory_.local())
     return;  // not from a partner of this rank
   Link& link = links_[static_cast<size_t>(abi::other_index(node, memory_.node()))];
@@ -117,16 +117,20 @@ void HostGather::fail(Code code, const std::string& message) const {
   throw Error(code, base::concat("rank ", memory_.rank(), ": ", call(), ": ", message));
 }
 
-void HostGather::check_write(const Link& link) const {
+void HostGather::check_write(const Link& link, platform::Deadline deadline) const {
   if (!link.request.done() || link.request.status().ok()) return;
+  // Its farewell was here before its NICs were gone (Exchange::partner_left), and is the polling thread's.
+  bool left = false;
+  engine_.run_on_poller([&] { left = memory_.farewell_in(link.remote.node).load() != 0; },
+                        deadline);
+  if (left) return;
   const base::Status status = link.request.status();
-  fail(status.code,
-       base::concat("the write to rank ", rank_of(link), " failed: ", base::code_name(status.code),
-                    ", detail ", status.detail, engine_.first_failure()));
+  fail(status.code, base::concat("the write to rank ", rank_of(link), " (node ", link.remote.node,
+                                 ") failed: ", base::describe(status), engine_.first_failure()));
 }
 
-bool HostGather::complete() const {
-  for (size_t i = 0; i < num_links_; ++i) check_write(links_[i]);
+bool HostGather::complete(platform::Deadline deadline) const {
+  for (size_t i = 0; i < num_links_; ++i) check_write(links_[i], deadline);
   for (int source = 0; source < plan_.shape.world_size; ++source)
     if (!arrived(source)) return false;
   return true;
@@ -137,7 +141,7 @@ void HostGather::read(std::span<int32_t> gathered, platform::Deadline deadline) 
     if (!links_[i].request.wait(deadline))
       fail(Code::kTimeout,
            base::concat("the write to rank ", rank_of(links_[i]), " was not acknowledged in time"));
-    check_write(links_[i]);
+    check_write(links_[i], deadline);
   }
   const size_t num_values = gathered.size() / static_cast<size_t>(plan_.shape.world_size);
   for (int source = 0; source < plan_.shape.world_size; ++source) {

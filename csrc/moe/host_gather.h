@@ -3,7 +3,7 @@
 //
 // A rank writes its values into its own *board* and, for other nodes, into the board of the rank
 // there with its local index; then every rank reads the boards of its node. A board is part of the
-// rank's shared memory (GatherLayout in plan.h), in host memory on GPU ranks too. Word r of a source
+// rank's shared memory (BoardLayout in plan.h), in host memory on GPU ranks too. Word r of a source
 // node says that its values of call r are there; calls use two rows in turn.
 //
 // Why two rows are enough: a rank begins call r + 2 once it has everybody's values of r + 1, and a
@@ -29,13 +29,17 @@ class HostGather final : public engine::ImmSink {
   // Of the immediates, beside those of the steps.
   static constexpr uint32_t kPhase = engine::ImmKey::kMaxPhases - 1;
   static_assert(abi::kNumPhases <= kPhase);
-  // No row has this slot: an immediate that says nothing, of a knock (exchange.h).
-  static constexpr uint32_t kKnockSlot = engine::ImmKey::kMaxSlots - 1;
+  static constexpr uint32_t kNumRows = 2;
+  // No row has these slots; they are of the Exchange: immediates of probes, which say nothing, and of
+  // farewells.
+  static constexpr uint32_t kProbeSlot = engine::ImmKey::kMaxSlots - 1;
+  static constexpr uint32_t kFarewellSlot = engine::ImmKey::kMaxSlots - 2;
 
   HostGather(const Plan& plan, NodeMemory& memory, engine::TransferEngine& engine,
              uint32_t communicator);
 
-  // The board for the partners on other nodes; empty when there are none.
+  // The board for the partners on other nodes; null and empty when there are none.
+  const engine::MemoryHandle* board() const noexcept { return board_; }
   base::Bytes descriptor() const;
   // The rank with this local index on another node.
   struct Remote {
@@ -51,8 +55,11 @@ class HostGather final : public engine::ImmSink {
   // Throws Error{kInvalidArgument} for too many values, before anything is sent.
   void send(std::span<const int32_t> values);
   bool arrived(int source) const noexcept;
-  // The values of all ranks are here. Throws Error when a write of this rank failed.
-  bool complete() const;
+  // Calls whose values this rank has sent.
+  uint64_t num_calls() const noexcept { return call_; }
+  // The values of all ranks are here. Throws Error when a write of this rank failed, but to a rank
+  // that has closed its communicator: it had what it needs.
+  bool complete(platform::Deadline deadline) const;
   // [W, n]. Also waits for the end of this rank's writes, after which its row may be used again (and
   // the communicator be closed). Throws Error{kProtocol} naming a rank that gave another number.
   void read(std::span<int32_t> gathered, platform::Deadline deadline);
@@ -71,7 +78,7 @@ class HostGather final : public engine::ImmSink {
   };
 
   int rank_of(const Link& link) const noexcept;
-  void check_write(const Link& link) const;
+  void check_write(const Link& link, platform::Deadline deadline) const;
   // Uses of its row up to and with this call.
   static uint64_t uses(uint64_t call) noexcept { return (call + 1) / 2; }
   uint64_t row_offset(uint64_t call, int node) const noexcept;

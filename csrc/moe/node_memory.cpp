@@ -1,5 +1,8 @@
 #include "moe/node_memory.h"
 
+#include "base/context.h"
+#include "base/log.h"
+
 namespace moe_p2p::moe {
 
 using abi::Phase;
@@ -9,14 +12,16 @@ NodeMemory::NodeMemory(const Plan& plan, int rank, bool with_regions)
       rank_(rank),
       ranks_per_node_(plan.shape.ranks_per_node),
       board_(plan.signals.total_bytes + (with_regions ? plan.regions.total_bytes : 0)),
-      own_(platform::SharedMemory::create("rank", board_ + plan.gather.total_bytes)) {}
+      own_(platform::SharedMemory::create("rank", board_ + plan.board.total_bytes)) {}
 
 void NodeMemory::attach(const std::vector<Neighbour>& neighbours) {
   for (int l = 0; l < ranks_per_node_; ++l) {
     const Neighbour& neighbour = neighbours[static_cast<size_t>(l)];
-    mapped_.push_back(l == local() ? platform::SharedMemory()
-                                   : platform::SharedMemory::open(neighbour.memory_name));
-    wakers_.push_back(platform::SharedMemory::open(neighbour.waker_name));
+    base::with_context(base::concat("connecting to rank ", node() * ranks_per_node_ + l), [&] {
+      mapped_.push_back(l == local() ? platform::SharedMemory()
+                                     : platform::SharedMemory::open(neighbour.memory_name));
+      wakers_.push_back(platform::SharedMemory::open(neighbour.waker_name));
+    });
   }
 }
 

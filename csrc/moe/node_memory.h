@@ -34,6 +34,7 @@ class NodeMemory {
   int local() const noexcept { return rank_ % ranks_per_node_; }
   int num_local() const noexcept { return ranks_per_node_; }
   const std::string& name() const noexcept { return own_.name(); }
+  bool inherited() const noexcept { return own_.inherited(); }  // by a forked child
   // False once the process of this local rank has ended. One system call.
   bool alive(int local) const noexcept;
 
@@ -63,11 +64,25 @@ class NodeMemory {
   std::span<std::byte> data() const noexcept;
   // The signal memory of a local rank, for a GPU to map.
   std::byte* signals(int local) const noexcept;
-  // Where a local rank keeps what gather_counts brings.
+  // What reaches a local rank beside the steps (BoardLayout).
   std::byte* board(int local) const noexcept { return signals(local) + board_; }
+  // Of this rank's farewells to and from its partner on that node (exchange.h).
+  Word farewell_out(int node) const noexcept {
+    return board_word(local(), plan_.board.farewell_out, node);
+  }
+  Word farewell_in(int node) const noexcept {
+    return board_word(local(), plan_.board.farewell_in, node);
+  }
+  // A Left: whether the partner of a local rank on that node has closed its communicator.
+  Word left(int local, int node) const noexcept {
+    return board_word(local, plan_.board.left, node);
+  }
 
  private:
   Region& region(int local, int slot, uint64_t at) const noexcept;
+  Word board_word(int local, uint64_t at, int node) const noexcept {
+    return Word(*reinterpret_cast<uint64_t*>(board(local) + at + 8 * static_cast<uint64_t>(node)));
+  }
   int other(int node) const noexcept;  // index of another node, of this node's point of view
 
   const Plan plan_;
@@ -78,6 +93,9 @@ class NodeMemory {
   std::vector<platform::SharedMemory> mapped_;  // [L]; empty for this rank
   std::vector<platform::SharedMemory> wakers_;  // [L]
 };
+
+// How a partner on another node has closed its communicator; 0: it has not, as far as is known.
+enum class Left : uint64_t { kNo = 0, kInOrder = 1, kFailed = 2 };
 
 // The slots of a region lie behind its header and, for dispatch, its counts.
 inline std::byte* region_bytes(abi::RegionHeader& region, uint64_t at) noexcept {

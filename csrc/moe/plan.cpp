@@ -17,9 +17,21 @@ void check_range(const char* name, int64_t value, int64_t low, int64_t high) {
                 ", must be from ", low, " to ", high);
 }
 
+// A whole NVLink domain of 72 GPUs, for one, is more than a node.
+void check_node(int64_t ranks) {
+  MOE_P2P_CHECK(ranks >= 1, Code::kInvalidArgument, "ranks_per_node is ", ranks,
+                ", must be from 1 to ", abi::kMaxRanksPerNode);
+  int64_t fits = abi::kMaxRanksPerNode;
+  while (ranks % fits != 0) --fits;
+  MOE_P2P_CHECK(ranks <= abi::kMaxRanksPerNode, Code::kInvalidArgument, "a node of ", ranks,
+                " ranks is too large: a set of its ranks is a word of ", abi::kMaxRanksPerNode,
+                " bits, in shared memory and on the wire; with ranks_per_node=", fits, " it is ",
+                ranks / fits, " nodes, with NICs between them");
+}
+
 void check(const PlanInput& in) {
   check_range("world_size", in.world_size, 1, engine::ImmKey::kMaxSources);
-  check_range("ranks_per_node", in.ranks_per_node, 1, abi::kMaxRanksPerNode);
+  check_node(in.ranks_per_node);
   MOE_P2P_CHECK(in.world_size % in.ranks_per_node == 0, Code::kInvalidArgument, "world_size ",
                 in.world_size, " is not a multiple of ranks_per_node ", in.ranks_per_node);
   check_range("num_experts", in.num_experts, 1, abi::kMaxExperts);
@@ -89,17 +101,22 @@ Plan make_plan(const PlanInput& in) {
       4 * static_cast<uint64_t>(in.topk);
   plan.regions = abi::make_regions(s);
   plan.signals = abi::Signals::make(s);
-  plan.gather = GatherLayout::make(s);
+  plan.board = BoardLayout::make(s);
   return plan;
 }
 
-GatherLayout GatherLayout::make(const abi::Shape& shape) {
+BoardLayout BoardLayout::make(const abi::Shape& shape) {
   const auto nodes = static_cast<uint64_t>(shape.num_nodes());
-  GatherLayout g{};
+  BoardLayout g{};
   // Counts of every expert, of every rank, and a few numbers more.
   g.max_values =
       static_cast<uint64_t>(shape.num_experts) + static_cast<uint64_t>(shape.world_size) + 16;
-  g.rows = abi::align_up(8 * nodes, abi::kLine);
+  // Partners write the words of farewell_in; other words keep to lines of their own.
+  const uint64_t words = abi::align_up(8 * nodes, abi::kLine);
+  g.farewell_out = words;
+  g.farewell_in = 2 * words;
+  g.left = 3 * words;
+  g.rows = 4 * words;
   g.row_bytes = abi::align_up(4 * (1 + g.max_values), abi::kLine);
   g.total_bytes = g.rows + 2 * nodes * g.row_bytes;
   return g;
@@ -131,7 +148,7 @@ std::vector<std::pair<std::string, uint64_t>> Plan::table() const {
           {"weights_inbox", steps * (regions.weights_outbox - regions.weights_inbox)},
           {"weights_outbox", steps * (regions.weights_landing - regions.weights_outbox)},
           {"weights_landing", steps * (regions.step_bytes - regions.weights_landing)},
-          {"signals", signals.total_bytes + gather.total_bytes},
+          {"signals", signals.total_bytes + board.total_bytes},
           {"device_state", abi::DeviceWords::make(shape).total_bytes}};
 }
 

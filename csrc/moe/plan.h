@@ -30,21 +30,25 @@ struct PlanInput {
   std::vector<int64_t> expert_rank;  // [E] owner of each expert; empty: equal blocks
 };
 
-// A rank's board (host_gather.h), behind its signal words and regions. Offsets in bytes.
-struct GatherLayout {
-  uint64_t rows;       // [2][N], each an int32 count and as many values; before them u64 words [N]
-  uint64_t row_bytes;  // from one to the next
+// A rank's board, behind its signal words and regions: what host_gather.h brings, and farewells
+// (exchange.h). Offsets in bytes. It begins with u64 words [N] of gather_counts.
+struct BoardLayout {
+  uint64_t farewell_out;  // u64 [N] to the partner on each other node
+  uint64_t farewell_in;   // u64 [N] from them
+  uint64_t left;          // u64 [N] moe::Left of each partner, for the ranks of the own node
+  uint64_t rows;          // [2][N], each an int32 count and as many values
+  uint64_t row_bytes;     // from one to the next
   uint64_t total_bytes;
   uint64_t max_values;
 
-  static GatherLayout make(const abi::Shape& shape);
+  static BoardLayout make(const abi::Shape& shape);
 };
 
 struct Plan {
   abi::Shape shape;
   abi::Regions regions;
   abi::Signals signals;
-  GatherLayout gather;
+  BoardLayout board;
   int64_t hidden_dim;
   int64_t max_tokens;
   std::vector<int32_t> expert_rank;   // [E]

@@ -22,7 +22,7 @@ namespace {
 
 constexpr size_t kBlock = 512;  // floats of accumulator: stays in the first-level cache
 
-// Accumulators start at 0.0f, so a first addend of -0.0 gives +0.0.
+// Sums begin at 0.0f, as the specification's: -0.0 alone gives +0.0.
 MOE_P2P_VECTOR void add_bf16(float* acc, const uint16_t* x, float w, bool weighted, size_t n) {
   if (weighted) {
     for (size_t i = 0; i < n; ++i) acc[i] += w * std::bit_cast<float>(uint32_t{x[i]} << 16);
@@ -134,7 +134,8 @@ void quantize_row(const std::byte* row, DType dtype, bool power_of_two, std::byt
   float x[abi::kScaleBlock];
   for (size_t from = 0; from < length; from += abi::kScaleBlock) {
     const size_t n = std::min<size_t>(abi::kScaleBlock, length - from);
-    std::memset(x, 0, sizeof x);
+    std::fill_n(x, n,
+                -0.0f);  // the one number whose sum with any x is x: with 0.0f, -0.0 would turn
     add(x, row, dtype, from, 1.0f, false, n);
     const float amax = std::max(absolute_max(x, n), kSmallestAmax);
     float scale = amax / kMaxE4M3, multiplier = kMaxE4M3 / amax;

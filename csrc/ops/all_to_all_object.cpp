@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "base/log.h"
-#include "moe/handle.h"
 
 namespace moe_p2p::ops {
 
@@ -44,7 +43,7 @@ void set_num_tokens(moe::DispatchSend& send, const std::optional<Tensor>& num_to
   const ScalarType dtype = num_tokens->scalar_type();
   MOE_P2P_CHECK(num_tokens->numel() == 1 && (dtype == ScalarType::Int || dtype == ScalarType::Long),
                 Code::kInvalidArgument, "num_tokens is ", describe(*num_tokens),
-                ", must be one int32 or int64");
+                ", must be one torch.int32 or torch.int64");
   const void* data = num_tokens->const_data_ptr();
   if (on_device) {
     send.device_num_tokens = data;
@@ -99,22 +98,6 @@ void check_column_scales(const Tensor& scales, const Layout& layout, int64_t exp
                 Code::kInvalidArgument, "scales is ", describe(scales), ", must hold ",
                 layout.capacity, " rows", layout.padded() ? " for each expert" : "",
                 ", with column_scales in columns of stride ", ld);
-}
-
-// The rows that this handle's combine will read must be there.
-void check_rows_of_handle(const AllToAllObject& comm, moe::Handle handle, int64_t num_rows) {
-  const auto& shape = comm.plan().shape;
-  const auto view = moe::HandleView::open(shape, comm.communicator, handle);
-  int32_t last = -1;
-  if (view.meta().state == abi::kSent) return;  // rows are not known yet; combine refuses it
-  for (int64_t chunk = 0; chunk < view.meta().num_chunks; ++chunk)
-    for (int source = 0; source < shape.world_size; ++source)
-      for (int64_t slot = 0; slot < view.slot_count(chunk, source); ++slot) {
-        const int32_t* rows = view.slot_rows(chunk, source, slot);
-        last = std::max(last, *std::max_element(rows, rows + shape.topk));
-      }
-  MOE_P2P_CHECK(last < num_rows, Code::kInvalidArgument, "y has ", num_rows,
-                " rows, this dispatch has put a token into row ", last);
 }
 
 }  // namespace
@@ -175,9 +158,9 @@ moe::DispatchSend dispatch_send_from(AllToAllObject& comm, const DispatchArgumen
                 "scale_format says how scales of quantize are rounded; pass quantize=True");
   send.by_rank = row_layout_from(in.layout) == abi::RowLayout::kByRank;
   MOE_P2P_CHECK(!in.quantize || !is_fp8, Code::kInvalidArgument, "x is ", describe(in.x),
-                ", quantize makes fp8 of bfloat16, float16 or float32");
+                "; quantize takes torch.bfloat16, torch.float16 or torch.float32");
   MOE_P2P_CHECK(!in.scales || is_fp8, Code::kInvalidArgument, "scales are given for x of ",
-                dtype_name(in.x.scalar_type()), ", must go with float8_e4m3fn");
+                dtype_name(in.x.scalar_type()), ", must go with torch.float8_e4m3fn");
   send.scales = optional_input<void>(
       in.scales, {"scales", {ScalarType::Float, ScalarType::Int}, {send.num_rows, kAny}});
   if (in.scales) {
@@ -240,7 +223,7 @@ moe::DispatchRecv dispatch_recv_from(AllToAllObject& comm, const Layout& layout,
       check_rows(*to.scales, "scales", rows, kAny);
     }
     MOE_P2P_CHECK(to.scales->element_size() == 4, Code::kInvalidArgument, "scales is ",
-                  describe(*to.scales), ", must be float32 or int32");
+                  describe(*to.scales), ", must be torch.float32 or torch.int32");
     recv.scale_format = layout.scale_format;
     recv.scales = mutable_data_of(*to.scales);
     recv.scale_bytes = row_bytes(*to.scales);
@@ -281,8 +264,12 @@ moe::CombineSend combine_send_from(AllToAllObject& comm, const CombineArguments&
   const int64_t dims = in.y.dim();
   send.y_rows = dims >= 2 && comm.hidden_dim() > 0 ? in.y.numel() / comm.hidden_dim() : 0;
   check_rows(in.y, "y", send.y_rows, comm.hidden_dim());
-  send.y_dtype = payload_type(in.y.scalar_type(), "y");
+  send.y_dtype = payload_type(in.y.scalar_type(), "y", kCombineTypes);
   send.y = data_of(in.y);
+  // Those of the dispatch, which its caller has not given: y is what does not fit.
+  MOE_P2P_CHECK(!in.row_weights || in.row_weights->numel() == send.y_rows, Code::kInvalidArgument,
+                "y is ", describe(in.y), ", must hold the ", in.row_weights->numel(),
+                " rows that dispatch returned: row_weights is ", describe(*in.row_weights));
   send.row_weights =
       optional_input<float>(in.row_weights, {"row_weights", {ScalarType::Float}, {send.y_rows}});
   send.scalars_by_rank = in.row_scalars && in.row_scalars->dim() == 2;
@@ -295,13 +282,8 @@ moe::CombineSend combine_send_from(AllToAllObject& comm, const CombineArguments&
   MOE_P2P_CHECK(!in.row_weights || !in.topk_weights, Code::kInvalidArgument,
                 "row_weights and topk_weights are given, must be one of them");
   if (in.topk_weights) send.num_rows = in.topk_weights->size(0);
-  send.out_dtype = payload_type(in.out_dtype, "out_dtype");
+  send.out_dtype = payload_type(in.out_dtype, "out_dtype", kCombineTypes);
   send.max_tokens = in.max_tokens;
-  MOE_P2P_CHECK(send.y_dtype != abi::DType::kFloat8E4M3, Code::kInvalidArgument, "y is ",
-                describe(in.y), ", must be bfloat16, float16 or float32");
-  if (comm.device < 0) check_rows_of_handle(comm, send.handle, send.y_rows);
-  MOE_P2P_CHECK(send.out_dtype != abi::DType::kFloat8E4M3, Code::kInvalidArgument,
-                "out_dtype is float8_e4m3fn, must be bfloat16, float16 or float32");
   return send;
 }
 

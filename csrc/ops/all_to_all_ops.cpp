@@ -162,11 +162,11 @@ void all_to_all_connect(int64_t comm, std::vector<Tensor> addresses) {
 }
 
 // Waits for a running call: at most its deadline.
-void all_to_all_close(int64_t comm, int64_t num_device_steps) {
+void all_to_all_close(int64_t comm) {
   const auto object = communicators().take(comm);
   if (object == nullptr) return;
   const std::lock_guard lock(object->in_use);
-  object->all_to_all.close(static_cast<uint64_t>(num_device_steps));
+  object->all_to_all.close();
 }
 
 // Empty while a call of another thread runs: what will become of it is not known yet.

@@ -5,6 +5,8 @@
 #include <utility>
 
 #include "base/log.h"
+#include "platform/cuda.h"
+#include "platform/interrupt.h"
 
 namespace moe_p2p::ops {
 
@@ -13,7 +15,7 @@ using std::chrono::milliseconds;
 
 namespace {
 
-// How late a waiter notices that its engine was closed.
+// How late a waiter notices that its engine was closed, or a signal.
 constexpr milliseconds kSlice{50};
 
 template <typename Table>
@@ -63,12 +65,24 @@ void EngineObject::check_open() const {
 }
 
 int64_t EngineObject::register_memory(const Tensor& memory) {
+  const bool on_gpu = memory.is_cuda();
+  const OnDevice placed(on_gpu ? memory.get_device() : -1);
   check_placed(memory, "memory");
   const auto bytes = static_cast<uint64_t>(memory.numel()) * memory.element_size();
   MOE_P2P_CHECK(bytes > 0, Code::kInvalidArgument, "memory is ", describe(memory),
                 ", must have at least one element");
+  auto* const data = static_cast<std::byte*>(memory.mutable_data_ptr());
+  MOE_P2P_CHECK(data != nullptr, Code::kInvalidArgument, "memory is ", describe(memory),
+                ", and its storage was freed");
+  MOE_P2P_CHECK(!on_gpu || !platform::is_managed(data), Code::kInvalidArgument, "memory is ",
+                describe(memory),
+                " in managed memory, which moves between GPU and host; use a tensor of torch's own "
+                "allocator");
   const auto* handle = engine_.register_memory(
-      {.data = static_cast<std::byte*>(memory.mutable_data_ptr()), .bytes = bytes});
+      {.data = data,
+       .bytes = bytes,
+       .kind = on_gpu ? provider::MemoryKind::kCuda : provider::MemoryKind::kHost,
+       .device = on_gpu ? memory.get_device() : -1});
   const std::lock_guard lock(mutex_);
   memories_.emplace(++last_id_, Memory{handle, memory});
   return last_id_;
@@ -157,6 +171,10 @@ bool EngineObject::wait_in_slices(milliseconds timeout, Ready&& ready) {
     check_open();
     if (ready(std::min(deadline, platform::Clock::now() + kSlice))) return true;
     if (platform::Clock::now() >= deadline) return false;
+    MOE_P2P_CHECK(
+        !platform::interrupted(), Code::kAborted, label_,
+        ": a signal interrupted a wait; what was waited for goes on, and may be waited for "
+        "again");
   }
 }
 
@@ -178,16 +196,29 @@ void EngineObject::wait_request(int64_t request_id, double timeout_s) {
 }
 
 uint64_t EngineObject::wait_imm(uint32_t imm, uint64_t count, double timeout_s) {
-  engine::ImmCounter* counter = engine_.imm_table().find_or_add(imm);
-  MOE_P2P_CHECK(counter != nullptr, Code::kResourceExhausted, label_, ": all ",
-                engine::ImmTable::kMaxFreeForm, " immediate counters are taken");
+  engine::ImmTable& table = engine_.imm_table();
   const bool reached = wait_in_slices(timeout_from(timeout_s), [&](platform::Deadline until) {
-    return counter->wait(count, until, wait_);
+    MOE_P2P_CHECK(table.can_count(imm), Code::kResourceExhausted, label_, ": all ",
+                  engine::ImmTable::kMaxFreeForm, " counters are taken by other values than ", imm,
+                  ", and ", table.discarded(),
+                  " immediates were discarded; free_imm() those that are done");
+    return table.wait(imm, count, until, wait_);
   });
-  const uint64_t have = counter->count.load(std::memory_order_acquire);
+  const uint64_t have = table.value(imm);
   MOE_P2P_CHECK(reached, Code::kTimeout, label_, ": immediate ", imm, " came ", have,
-                " times within ", timeout_s, " s, expected ", count);
+                " times within ", timeout_s, " s, expected ", count,
+                table.discarded() == 0
+                    ? std::string()
+                    : base::concat("; ", table.discarded(), " immediates were discarded"));
   return have;
+}
+
+uint64_t EngineObject::free_imm(uint32_t imm) {
+  check_open();
+  const auto count = engine_.imm_table().give_back(imm);
+  MOE_P2P_CHECK(count, Code::kInvalidArgument, label_, ": immediate ", imm,
+                " is being waited for by another thread, so it cannot be given back");
+  return *count;
 }
 
 }  // namespace moe_p2p::ops

@@ -54,11 +54,12 @@ class EngineObject {
 
   int64_t submit(std::shared_ptr<RequestRecord> record);
   std::shared_ptr<RequestRecord> request(int64_t request);
-  // Waits in slices, so that close() ends it early.
+  // Waits in slices, so that close() and signals end it early.
   void wait_request(int64_t request, double timeout_s);
   // Nobody will wait for it: its record goes away once it is done.
   void forget_request(int64_t request);
   uint64_t wait_imm(uint32_t imm, uint64_t count, double timeout_s);
+  uint64_t free_imm(uint32_t imm);  // how often it was counted
 
   // Later calls and running waits throw Error{kClosed}.
   void close() noexcept { closed_.store(true, std::memory_order_release); }

@@ -2,7 +2,9 @@
 #include <cstring>
 
 #include "ops/engine_object.h"
+#include "platform/shm.h"
 #include "platform/topology.h"
+#include "provider/loopback/segment.h"
 
 namespace moe_p2p::ops {
 
@@ -70,6 +72,16 @@ Tensor engine_counters(int64_t engine) {
   return tensor;
 }
 
+// What the software NIC takes of /dev/shm: one of them, with so many peers connected to it.
+int64_t software_nic_bytes(const std::string& settings, int64_t num_peers) {
+  namespace loopback = provider::loopback;
+  const auto config = loopback::parse_config(settings);
+  return static_cast<int64_t>(
+      loopback::Segment::reserved_bytes(config, static_cast<uint32_t>(num_peers)));
+}
+
+int64_t remove_stale_memory() { return platform::SharedMemory::remove_stale(); }
+
 std::string host_identity() { return platform::host_identity(); }
 
 }  // namespace
@@ -86,6 +98,8 @@ STABLE_TORCH_LIBRARY_IMPL(moe_p2p, CompositeExplicitAutograd, m) {
   m.impl("engine_resolve", TORCH_BOX(&engine_resolve));
   m.impl("engine_region_bytes", TORCH_BOX(&engine_region_bytes));
   m.impl("engine_counters", TORCH_BOX(&engine_counters));
+  m.impl("software_nic_bytes", TORCH_BOX(&software_nic_bytes));
+  m.impl("remove_stale_memory", TORCH_BOX(&remove_stale_memory));
   m.impl("host_identity", TORCH_BOX(&host_identity));
 }
 

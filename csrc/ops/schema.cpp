@@ -43,7 +43,10 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
   m.def("engine_resolve(int engine, Tensor descriptor, int? peer=None) -> SymInt");
   m.def("engine_region_bytes(int engine, int region) -> int");
   m.def("engine_counters(int engine) -> Tensor");
+  m.def("software_nic_bytes(str settings, int num_peers) -> int");
   m.def("host_identity() -> str");
+  m.def("remove_stale_memory() -> int");  // of killed processes, in /dev/shm; how many objects
+  m.def("take_interrupt() -> int");       // python_signals.cpp
 
   // --- engine: transfers; each returns a request to wait for ---
   m.def(
@@ -62,6 +65,8 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
   m.def("engine_forget(int engine, int request) -> ()");
   m.def("engine_imm_wait(int engine, int imm, int count, float timeout_s) -> int");
   m.def("engine_imm_value(int engine, int imm) -> int");
+  m.def("engine_imm_free(int engine, int imm) -> int");
+  m.def("engine_imm_discarded(int engine) -> int");
 
   // --- all to all: set-up ---
   m.def(
@@ -88,7 +93,7 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
       "int[] kernel) -> ()");
   m.def("all_to_all_address(int comm) -> Tensor");
   m.def("all_to_all_connect(int comm, Tensor[] addresses) -> ()");
-  m.def("all_to_all_close(int comm, int num_device_steps=0) -> ()");
+  m.def("all_to_all_close(int comm) -> ()");
   m.def("all_to_all_broken(int comm) -> str");
   m.def("all_to_all_gather_counts(int comm, Tensor values) -> Tensor");
   m.def("handle_words(int comm, int num_rows, int max_tokens) -> int");

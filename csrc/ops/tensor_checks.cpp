@@ -72,14 +72,27 @@ void* current_stream(int device) {
 
 const char* dtype_name(ScalarType dtype) {
   switch (dtype) {
-    case ScalarType::BFloat16: return "bfloat16";
-    case ScalarType::Half: return "float16";
-    case ScalarType::Float: return "float32";
-    case ScalarType::Double: return "float64";
-    case ScalarType::Float8_e4m3fn: return "float8_e4m3fn";
-    case ScalarType::Int: return "int32";
-    case ScalarType::Long: return "int64";
-    case ScalarType::Byte: return "uint8";
+    case ScalarType::Byte: return "torch.uint8";
+    case ScalarType::Char: return "torch.int8";
+    case ScalarType::Short: return "torch.int16";
+    case ScalarType::Int: return "torch.int32";
+    case ScalarType::Long: return "torch.int64";
+    case ScalarType::UInt16: return "torch.uint16";
+    case ScalarType::UInt32: return "torch.uint32";
+    case ScalarType::UInt64: return "torch.uint64";
+    case ScalarType::Half: return "torch.float16";
+    case ScalarType::BFloat16: return "torch.bfloat16";
+    case ScalarType::Float: return "torch.float32";
+    case ScalarType::Double: return "torch.float64";
+    case ScalarType::ComplexHalf: return "torch.complex32";
+    case ScalarType::ComplexFloat: return "torch.complex64";
+    case ScalarType::ComplexDouble: return "torch.complex128";
+    case ScalarType::Bool: return "torch.bool";
+    case ScalarType::Float8_e4m3fn: return "torch.float8_e4m3fn";
+    case ScalarType::Float8_e4m3fnuz: return "torch.float8_e4m3fnuz";
+    case ScalarType::Float8_e5m2: return "torch.float8_e5m2";
+    case ScalarType::Float8_e5m2fnuz: return "torch.float8_e5m2fnuz";
+    case ScalarType::Float8_e8m0fnu: return "torch.float8_e8m0fnu";
     default: return torch::headeronly::toString(dtype);
   }
 }
@@ -130,16 +143,17 @@ void* mutable_data_of(const Tensor& tensor) {
   return data ? data : nothing;
 }
 
-abi::DType payload_type(ScalarType dtype, const char* name) {
+abi::DType payload_type(ScalarType dtype, const char* name,
+                        std::initializer_list<ScalarType> allowed) {
+  MOE_P2P_CHECK(std::find(allowed.begin(), allowed.end(), dtype) != allowed.end(),
+                Code::kInvalidArgument, name, " is ", dtype_name(dtype), ", must be ",
+                names(allowed));
   switch (dtype) {
     case ScalarType::BFloat16: return abi::DType::kBFloat16;
     case ScalarType::Half: return abi::DType::kFloat16;
     case ScalarType::Float: return abi::DType::kFloat32;
-    case ScalarType::Float8_e4m3fn: return abi::DType::kFloat8E4M3;
-    default: break;
+    default: return abi::DType::kFloat8E4M3;
   }
-  throw base::Error(Code::kInvalidArgument, base::concat(name, " is ", dtype_name(dtype),
-                                                         ", must be ", names(kPayloadTypes)));
 }
 
 Tensor make_tensor(std::span<const int64_t> sizes, ScalarType dtype) {

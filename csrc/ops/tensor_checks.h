@@ -66,16 +66,17 @@ T* output(const Tensor& tensor, const Expected& expected) {
   return static_cast<T*>(mutable_data_of(tensor));
 }
 
-// "bfloat16 [3, 4]", for errors.
+// "torch.bfloat16 [3, 4]", for errors.
 std::string describe(const Tensor& tensor);
-const char* dtype_name(ScalarType dtype);
-// Throws Error{kInvalidArgument} for a type that tokens cannot have.
-abi::DType payload_type(ScalarType dtype, const char* name);
+const char* dtype_name(ScalarType dtype);  // as torch prints it
 // The types that tokens can have, for Expected::dtypes.
 inline constexpr std::initializer_list<ScalarType> kPayloadTypes = {
     ScalarType::BFloat16, ScalarType::Half, ScalarType::Float, ScalarType::Float8_e4m3fn};
 inline constexpr std::initializer_list<ScalarType> kCombineTypes = {
     ScalarType::BFloat16, ScalarType::Half, ScalarType::Float};
+// Throws Error{kInvalidArgument} for a type that is not one of `allowed`, which are of kPayloadTypes.
+abi::DType payload_type(ScalarType dtype, const char* name,
+                        std::initializer_list<ScalarType> allowed = kPayloadTypes);
 
 // A new tensor where the running call works, not initialised: of these strides, or contiguous.
 Tensor make_tensor(std::span<const int64_t> sizes, std::span<const int64_t> strides,

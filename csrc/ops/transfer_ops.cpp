@@ -116,7 +116,16 @@ int64_t engine_imm_wait(int64_t engine, int64_t imm, int64_t count, double timeo
 }
 
 int64_t engine_imm_value(int64_t engine, int64_t imm) {
-  return static_cast<int64_t>(engines().get(engine)->wait_imm(free_form(imm), 0, 0));
+  const auto object = engines().get(engine);
+  return static_cast<int64_t>(object->engine().imm_table().value(free_form(imm)));
+}
+
+int64_t engine_imm_free(int64_t engine, int64_t imm) {
+  return static_cast<int64_t>(engines().get(engine)->free_imm(free_form(imm)));
+}
+
+int64_t engine_imm_discarded(int64_t engine) {
+  return static_cast<int64_t>(engines().get(engine)->engine().imm_table().discarded());
 }
 
 }  // namespace
@@ -131,6 +140,8 @@ STABLE_TORCH_LIBRARY_IMPL(moe_p2p, CompositeExplicitAutograd, m) {
   m.impl("engine_forget", TORCH_BOX(&engine_forget));
   m.impl("engine_imm_wait", TORCH_BOX(&engine_imm_wait));
   m.impl("engine_imm_value", TORCH_BOX(&engine_imm_value));
+  m.impl("engine_imm_free", TORCH_BOX(&engine_imm_free));
+  m.impl("engine_imm_discarded", TORCH_BOX(&engine_imm_discarded));
 }
 
 }  // namespace moe_p2p::ops

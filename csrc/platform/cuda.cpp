@@ -51,4 +51,12 @@ void launch_kernel(const Launch& launch, const void* params) {
                 " blocks of ", launch.num_threads, " threads: ", driver_error(error));
 }
 
+bool is_managed(const void* address) {
+  const DriverTable& table = driver();
+  unsigned managed = 0;
+  return table.pointer_attribute != nullptr &&
+         table.pointer_attribute(&managed, kIsManaged, reinterpret_cast<uint64_t>(address)) == 0 &&
+         managed != 0;
+}
+
 }  // namespace moe_p2p::platform

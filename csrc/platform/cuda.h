@@ -20,4 +20,8 @@ struct Launch {
 // Error{kTransport} with the driver's own text when it refuses.
 void launch_kernel(const Launch& launch, const void* params);
 
+// Whether this GPU memory may move between device and host (cudaMallocManaged), where no NIC and no
+// copy engine of a peer finds it. False where the driver cannot say.
+bool is_managed(const void* address);
+
 }  // namespace moe_p2p::platform

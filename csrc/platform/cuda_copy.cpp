@@ -120,12 +120,13 @@ void CopyQueue::enter() const noexcept {
   current = context_.get();
 }
 
-CopyQueue::Started CopyQueue::copy(std::byte* to, const std::byte* from, uint64_t bytes) noexcept {
+CopyQueue::Started CopyQueue::copy(std::byte* to, const std::byte* from, uint64_t bytes,
+                                   bool on_device) noexcept {
   if (!status_.ok()) return {status_, 0};
   enter();
   Copy& copy = copies_[num_started_ % kCapacity];
-  copy = {.to = to, .from = from, .bytes = bytes, .event = copy.event};
-  if (!ask_kernel(copy))
+  copy = {.to = to, .from = from, .bytes = bytes, .on_device = on_device, .event = copy.event};
+  if (!on_device || !ask_kernel(copy))
     if (const base::Status status = ask_engines(copy); !status.ok()) return {status, 0};
   return {{}, ++num_started_};
 }
@@ -146,8 +147,9 @@ bool CopyQueue::ask_kernel(Copy& copy) noexcept {
 
 base::Status CopyQueue::ask_engines(Copy& copy) noexcept {
   copy.by_kernel = false;
-  int error = driver_.copy_async(reinterpret_cast<uint64_t>(copy.to),
-                                 reinterpret_cast<uint64_t>(copy.from), copy.bytes, stream_);
+  const auto start = copy.on_device ? driver_.copy_async : driver_.copy_any_async;
+  int error = start(reinterpret_cast<uint64_t>(copy.to), reinterpret_cast<uint64_t>(copy.from),
+                    copy.bytes, stream_);
   if (error != 0) return {Code::kTransport, error};
   error = driver_.event_record(copy.event, stream_);
   if (error != 0) status_ = {Code::kTransport, error};  // it runs, and nobody can say until when

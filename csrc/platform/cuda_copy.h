@@ -1,5 +1,5 @@
 // Copies within GPU memory by the copy engines, for a thread that polls: a stream of its own, and an
-// event behind each copy. The loopback NIC writes with it to memory of its peers that is mapped here.
+// event behind each copy. Also between a GPU and host memory, which need not be pinned. The loopback NIC writes with it to memory of its peers that is mapped here.
 // Made and drained on the control path; copy() and poll() belong to one thread, which never waits.
 //
 // A copy kernel carries them instead while it is on the device: two calls of the driver for a copy and
@@ -51,8 +51,9 @@ class CopyQueue {
   };
   // Never once the queue has failed: copy() then says so.
   bool full() const noexcept { return status_.ok() && num_started_ - num_done_ == kCapacity; }
-  // Must not be full.
-  Started copy(std::byte* to, const std::byte* from, uint64_t bytes) noexcept;
+  // Must not be full. The kernel is not asked for what is on the host on one side.
+  Started copy(std::byte* to, const std::byte* from, uint64_t bytes,
+               bool on_device = true) noexcept;
   // Asks the driver which copies are done. Cheap when there are none.
   void poll() noexcept;
   bool done(uint64_t ticket) const noexcept { return ticket <= num_done_; }
@@ -64,6 +65,7 @@ class CopyQueue {
     std::byte* to = nullptr;
     const std::byte* from = nullptr;
     uint64_t bytes = 0;
+    bool on_device = true;
     bool by_kernel = false;
     uint64_t number = 0;    // of the kernel's
     void* event = nullptr;  // behind the engines'

@@ -36,11 +36,13 @@ DriverTable load_driver() {
   library.load("cuEventQuery", table.event_query);
   library.load("cuEventDestroy_v2", table.event_destroy);
   library.load("cuMemcpyDtoDAsync_v2", table.copy_async);
+  library.load("cuMemcpyAsync", table.copy_any_async);
   library.load("cuMemHostAlloc", table.host_alloc);
   library.load("cuMemFreeHost", table.host_free);
   library.load("cuLaunchKernelEx", table.launch);
   library.load_if_there("cuFlushGPUDirectRDMAWrites", table.flush_writes);
   library.load_if_there("cuMemGetHandleForAddressRange", table.export_dmabuf);
+  library.load_if_there("cuPointerGetAttribute", table.pointer_attribute);
   return table;
 }
 

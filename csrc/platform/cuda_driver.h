@@ -29,6 +29,8 @@ struct DriverTable {
   int (*event_query)(void* event);
   int (*event_destroy)(void* event);
   int (*copy_async)(uint64_t to, uint64_t from, size_t bytes, void* stream);  // within GPU memory
+  int (*copy_any_async)(uint64_t to, uint64_t from, size_t bytes,
+                        void* stream);                             // also host memory
   int (*host_alloc)(void** memory, size_t bytes, unsigned flags);  // pinned, seen by devices
   int (*host_free)(void* memory);
   int (*launch)(const void* config, void* kernel, void** params, void** extra);
@@ -36,12 +38,15 @@ struct DriverTable {
   // Null in drivers that cannot. `kind` is kDmabufHandle; address and bytes are multiples of 4096.
   int (*export_dmabuf)(int* fd, uint64_t address, size_t bytes, int kind,
                        unsigned long long flags) = nullptr;
+  int (*pointer_attribute)(void* value, int attribute, uint64_t address) = nullptr;
 };
 
 inline constexpr int kDmabufHandle = 1;
 // As in cuda.h of CUDA 11.8 and later.
 inline constexpr unsigned kNonBlockingStream = 1;
 inline constexpr unsigned kEventWithoutTiming = 2;
+
+inline constexpr int kIsManaged = 8;  // of pointer_attribute: an unsigned
 
 inline constexpr int kDriverNotReady = 600;  // an event query: not yet
 

@@ -12,11 +12,13 @@ namespace {
 constexpr int kFlushOptions = 117, kWritesOrdering = 118;
 constexpr int kFlushByHost = 1;
 constexpr int kTargetCurrentContext = 0;
-constexpr int kAllDevices = 200;
+// How far writes are ordered, and for whom a flush is.
+constexpr int kOwner = 100, kAllDevices = 200;
 
 }  // namespace
 
-GpuWriteFlush::GpuWriteFlush(int device) : driver_(driver()) {
+GpuWriteFlush::GpuWriteFlush(int device, bool for_neighbours)
+    : driver_(driver()), readers_(for_neighbours ? kAllDevices : kOwner) {
   const auto check = [device](int error, const char* what) {
     MOE_P2P_CHECK(error == 0, Code::kUnavailable, what, " of GPU ", device, ": ",
                   driver_error(error));
@@ -26,7 +28,7 @@ GpuWriteFlush::GpuWriteFlush(int device) : driver_(driver()) {
   check(driver_.device_get(&handle, device), "looking up the device");
   check(driver_.device_attribute(&ordering, kWritesOrdering, handle), "asking for the write order");
   check(driver_.device_attribute(&options, kFlushOptions, handle), "asking for ways to flush");
-  if (ordering >= kAllDevices) return;
+  if (ordering >= readers_) return;
   MOE_P2P_CHECK((options & kFlushByHost) != 0 && driver_.flush_writes, Code::kUnavailable, "GPU ",
                 device, " neither orders what a NIC writes (ordering ", ordering,
                 ") nor can it be told to flush; it cannot receive from a NIC");
@@ -37,7 +39,7 @@ int GpuWriteFlush::flush() const noexcept {
   if (!context_) return 0;
   const ContextGuard current(*context_);
   return current.error() != 0 ? current.error()
-                              : driver_.flush_writes(kTargetCurrentContext, kAllDevices);
+                              : driver_.flush_writes(kTargetCurrentContext, readers_);
 }
 
 }  // namespace moe_p2p::platform

@@ -5,6 +5,7 @@
 #include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -29,11 +30,23 @@ std::string fresh_name(const std::string& purpose) {
                       ".", random());
 }
 
+int open_existing(const char* name) noexcept { return shm_open(name, O_RDWR | O_CLOEXEC, 0); }
+
 std::byte* map(int fd, size_t bytes, const std::string& name) {
   void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   MOE_P2P_CHECK(p != MAP_FAILED, Code::kResourceExhausted, "mapping ", bytes,
                 " bytes of shared memory ", name, ": ", std::strerror(errno));
   return static_cast<std::byte*>(p);
+}
+
+double mib(uint64_t bytes) { return static_cast<double>(bytes) / (1 << 20); }
+
+// "/dev/shm has 2.5 MiB free of 64 MiB"
+std::string room() {
+  struct statvfs info{};
+  if (statvfs("/dev/shm", &info) != 0) return "/dev/shm cannot be looked at";
+  return base::concat("/dev/shm has ", mib(info.f_bavail * info.f_frsize), " MiB free of ",
+                      mib(info.f_blocks * info.f_frsize), " MiB");
 }
 
 // A descriptor of a new object, locked. Between our open and our lock another process may take the
@@ -55,7 +68,7 @@ int create_locked(const std::string& name) {
 
 // True when the object could be locked exclusively, which its owner would not allow; it is removed.
 bool remove_if_stale(const char* name) noexcept {
-  const int fd = shm_open(name, O_RDWR | O_CLOEXEC, 0);
+  const int fd = open_existing(name);
   if (fd < 0) return false;  // gone already, or of another user
   const bool stale = flock(fd, LOCK_EX | LOCK_NB) == 0 && shm_unlink(name) == 0;
   close(fd);
@@ -68,13 +81,14 @@ SharedMemory SharedMemory::create(const std::string& purpose, size_t bytes, bool
   [[maybe_unused]] static const int removed = remove_stale();
   SharedMemory shm;
   shm.name_ = fresh_name(purpose);
-  shm.fd_ = create_locked(shm.name_);
-  shm.owner_ = shm.linked_ = true;
-  MOE_P2P_CHECK(ftruncate(shm.fd_, static_cast<off_t>(bytes)) == 0, Code::kResourceExhausted,
+  shm.fd_ = OwnFd(create_locked(shm.name_));
+  shm.linked_ = true;
+  MOE_P2P_CHECK(ftruncate(shm.fd_.get(), static_cast<off_t>(bytes)) == 0, Code::kResourceExhausted,
                 "sizing shared memory ", shm.name_, " to ", bytes,
                 " bytes: ", std::strerror(errno));
   if (reserve) shm.reserve(0, bytes);
-  shm.data_ = map(shm.fd_, bytes, shm.name_);
+  const OwnFd unlocked(open_existing(shm.name_.c_str()));
+  shm.data_ = map(unlocked.get(), bytes, shm.name_);
   shm.size_ = bytes;
   return shm;
 }
@@ -82,34 +96,36 @@ SharedMemory SharedMemory::create(const std::string& purpose, size_t bytes, bool
 SharedMemory SharedMemory::open(const std::string& name) {
   SharedMemory shm;
   shm.name_ = name;
-  shm.fd_ = shm_open(name.c_str(), O_RDWR | O_CLOEXEC, 0);
-  MOE_P2P_CHECK(shm.fd_ >= 0, Code::kPeerDead, "opening shared memory ", name,
+  shm.fd_ = OwnFd(open_existing(name.c_str()));
+  MOE_P2P_CHECK(shm.fd_, Code::kPeerDead, "opening shared memory ", name,
                 " of a peer: ", std::strerror(errno),
                 "; its process has ended, or it runs on another host");
   struct stat info{};
-  MOE_P2P_CHECK(fstat(shm.fd_, &info) == 0 && info.st_size > 0, Code::kPeerDead, "shared memory ",
-                name, " is empty; its process ended while creating it");
-  shm.data_ = map(shm.fd_, static_cast<size_t>(info.st_size), name);
+  MOE_P2P_CHECK(fstat(shm.fd_.get(), &info) == 0 && info.st_size > 0, Code::kPeerDead,
+                "shared memory ", name, " is empty; its process ended while creating it");
+  shm.data_ = map(shm.fd_.get(), static_cast<size_t>(info.st_size), name);
   shm.size_ = static_cast<size_t>(info.st_size);
   return shm;
 }
 
 void SharedMemory::reserve(size_t offset, size_t bytes) {
-  const int error = posix_fallocate(fd_, static_cast<off_t>(offset), static_cast<off_t>(bytes));
-  MOE_P2P_CHECK(error == 0, Code::kResourceExhausted, "reserving ", bytes,
-                " bytes of shared memory ", name_, ": ", std::strerror(error),
-                "; enlarge /dev/shm (docker: --shm-size), or lower max_tokens or ring_kib");
+  const int error =
+      posix_fallocate(fd_.get(), static_cast<off_t>(offset), static_cast<off_t>(bytes));
+  MOE_P2P_CHECK(error == 0, Code::kResourceExhausted, "reserving ", mib(bytes),
+                " MiB of shared memory ", name_, ": ", std::strerror(error), "; ", room(),
+                ". Enlarge it (docker: --shm-size), or lower chunk_tokens, steps_in_flight or "
+                "nics_per_rank, or ring_kib of the software NIC (transport_settings)");
 }
 
 // A second open file description of the same object: the owner's lock excludes ours while it lives.
 bool SharedMemory::owner_alive() const noexcept {
-  if (flock(fd_, LOCK_SH | LOCK_NB) != 0) return true;
-  flock(fd_, LOCK_UN);
+  if (flock(fd_.get(), LOCK_SH | LOCK_NB) != 0) return true;
+  flock(fd_.get(), LOCK_UN);
   return false;
 }
 
 bool SharedMemory::owner_alive(const char* name) noexcept {
-  const int fd = shm_open(name, O_RDWR | O_CLOEXEC, 0);
+  const int fd = open_existing(name);
   if (fd < 0) return errno != ENOENT;
   const bool alive = flock(fd, LOCK_SH | LOCK_NB) != 0;
   close(fd);  // gives the lock back
@@ -132,7 +148,7 @@ int SharedMemory::remove_stale() noexcept {
 }
 
 void SharedMemory::unlink() noexcept {
-  if (std::exchange(linked_, false)) shm_unlink(name_.c_str());
+  if (std::exchange(linked_, false) && !inherited()) shm_unlink(name_.c_str());
 }
 
 SharedMemory::SharedMemory(SharedMemory&& other) noexcept { *this = std::move(other); }
@@ -143,9 +159,9 @@ SharedMemory& SharedMemory::operator=(SharedMemory&& other) noexcept {
     name_ = std::move(other.name_);
     data_ = std::exchange(other.data_, nullptr);
     size_ = std::exchange(other.size_, 0);
-    fd_ = std::exchange(other.fd_, -1);
-    owner_ = std::exchange(other.owner_, false);
+    fd_ = std::move(other.fd_);
     linked_ = std::exchange(other.linked_, false);
+    born_ = other.born_;
   }
   return *this;
 }
@@ -155,9 +171,8 @@ SharedMemory::~SharedMemory() { reset(); }
 void SharedMemory::reset() noexcept {
   unlink();
   if (data_) munmap(data_, size_);
-  if (fd_ >= 0) close(fd_);
   data_ = nullptr;
-  fd_ = -1;
+  fd_.reset();
 }
 
 }  // namespace moe_p2p::platform

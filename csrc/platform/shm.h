@@ -1,7 +1,9 @@
 // POSIX shared memory between the processes of one host. The creator owns the name and removes it;
-// an flock on the descriptor, which the kernel drops when the owner dies, tells others whether the
-// owner lives. (A child forked from the owner holds the lock too: fork before creating.) Works alike
-// when both ends are in one process. Control path only.
+// an flock on a descriptor, which the kernel drops when the owner dies, tells others whether the
+// owner lives. Works alike when both ends are in one process. Control path only.
+//
+// A child forked from the owner keeps the mapping until the object is destroyed there, and nothing
+// else: not the lock, not the right to remove the name.
 //
 // What a killed process left in /dev/shm is removed by the next process that creates an object, once
 // per process: names that begin with kNamePrefix and whose lock nobody holds.
@@ -10,6 +12,8 @@
 #include <cstddef>
 #include <span>
 #include <string>
+
+#include "platform/process.h"
 
 namespace moe_p2p::platform {
 
@@ -46,6 +50,8 @@ class SharedMemory {
   // For the creator: removes the name early (all peers have it open). Nothing lingers in /dev/shm
   // after a crash from then on.
   void unlink() noexcept;
+  // True in a child forked after this object was made.
+  bool inherited() const noexcept { return born_.inherited(); }
 
  private:
   void reset() noexcept;
@@ -53,9 +59,10 @@ class SharedMemory {
   std::string name_;
   std::byte* data_ = nullptr;
   size_t size_ = 0;
-  int fd_ = -1;
-  bool owner_ = false;
+  OwnFd
+      fd_;  // of the creator: locked. Not the one that was mapped: a mapping keeps its file's lock
   bool linked_ = false;
+  Birthplace born_;
 };
 
 }  // namespace moe_p2p::platform

@@ -2,7 +2,8 @@
 //
 // What the engine may assume, and nothing more:
 //   1. When a kImmediate completion is polled at the target, the payload of that same write, and of
-//      no other, is visible there.
+//      no other, is visible there. In GPU memory, where needs_gpu_flush(), as far as the GPU orders
+//      what devices write: the engine flushes it for the other readers (engine/gpu_flushes.h).
 //   2. Every accepted work request yields exactly one kWrite completion at its poster, good or bad.
 //      A good one says that the payload is visible at the target and the source may be reused.
 //   3. Writes, immediates and completions may be reordered and interleaved in every other way.
@@ -30,6 +31,9 @@ struct MemorySpan {
   uint64_t bytes = 0;
   MemoryKind kind = MemoryKind::kHost;
   int32_t device = -1;  // CUDA ordinal for kCuda
+  // kCuda: other GPUs of the host read it too. False saves a flush per batch of immediates where the
+  // GPU orders writes for itself alone.
+  bool read_by_neighbours = true;
 };
 
 // What registration of one span at one Domain yields. `remote_addr` is what a peer must name as the
@@ -86,6 +90,9 @@ class Domain {
   // --- control ---
   virtual const char* provider_name() const noexcept = 0;
   virtual DomainLimits limits() const noexcept = 0;
+  // True when a device writes GPU memory here, not a GPU: its completions come before its writes are
+  // ordered for all.
+  virtual bool needs_gpu_flush() const noexcept { return true; }
   // What a peer passes to connect(). Valid as long as the Domain lives.
   virtual base::Bytes address() const = 0;
   // Makes `address` writable from here. Each call yields a new id; the peer need not cooperate.

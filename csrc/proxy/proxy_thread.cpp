@@ -35,6 +35,10 @@ ProxyThread::ProxyThread(engine::TransferEngine& engine, const ProxyOptions& opt
 }
 
 ProxyThread::~ProxyThread() {
+  if (born_.inherited()) {  // the thread is the parent's: here is none to join
+    (void)new std::thread(std::move(thread_));
+    return;
+  }
   stop_.store(true, std::memory_order_release);  // pairs with the acquire in run()
   platform::notify_all(engine_.waker());
   thread_.join();

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "engine/transfer_engine.h"
+#include "platform/process.h"
 #include "platform/wait.h"
 
 namespace moe_p2p::proxy {
@@ -61,6 +62,7 @@ class ProxyThread {
   std::vector<ProxyTask*> tasks_;  // polling thread only; capacity reserved
   std::atomic<bool> running_{false};
   std::atomic<bool> stop_{false};
+  platform::Birthplace born_;
   std::thread thread_;
 };
 

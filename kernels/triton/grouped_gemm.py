@@ -83,6 +83,17 @@ def _add_product(a, b, total, a_scale, b_scale_ptr):
 
 
 @triton.jit
+def _count_rows(starts_ptr, counts_ptr, expert, mask, num_rows):
+    """Rows of `expert` that x holds, int32: a dispatch that ran out of room may have counted more.
+
+    Example: counts [2, 9] from rows 0 and 2 on of 8 rows are 2 and 6.
+    """
+    start = tl.load(starts_ptr + expert, mask=mask, other=0).to(tl.int64)
+    count = tl.load(counts_ptr + expert, mask=mask, other=0).to(tl.int64)
+    return tl.maximum(tl.minimum(count, num_rows - start), 0).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
 def grouped_gemm_kernel(
     a_ptr,
     a_scales_ptr,
@@ -94,6 +105,7 @@ def grouped_gemm_kernel(
     c_scales_ptr,
     starts_ptr,
     counts_ptr,
+    num_rows,
     num_experts,
     n,
     k,
@@ -116,7 +128,8 @@ def grouped_gemm_kernel(
     expert 2, namely rows 0..63 and 64..69 of it by columns of the first block, then of the second.
     """
     experts = tl.arange(0, EXPERTS)
-    counts = tl.load(counts_ptr + experts, mask=experts < num_experts, other=0).to(tl.int32)
+    here = experts < num_experts
+    counts = _count_rows(starts_ptr, counts_ptr, experts, here, num_rows)
     tiles = tl.cdiv(counts, BLOCK_M) * tl.cdiv(n, BLOCK_N)
     ends = tl.cumsum(tiles, axis=0)
     num_tiles = tl.sum(tiles, axis=0)
@@ -124,7 +137,7 @@ def grouped_gemm_kernel(
         # --- which tile
         expert = tl.sum((ends <= tile).to(tl.int32), axis=0)
         in_expert = tile - tl.max(tl.where(ends <= tile, ends, 0), axis=0)
-        count = tl.load(counts_ptr + expert).to(tl.int32)
+        count = tl.max(tl.where(experts == expert, counts, 0), axis=0)
         num_row_tiles = tl.cdiv(count, BLOCK_M)
         column_tile = in_expert // num_row_tiles
         first = (in_expert % num_row_tiles) * BLOCK_M
@@ -182,13 +195,14 @@ def grouped_gemm_kernel(
         tl.store(c_ptr + c_at, total, mask=c_mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def weight_grad_kernel(
     a_ptr,
     grad_ptr,
     out_ptr,
     starts_ptr,
     counts_ptr,
+    num_rows,
     n,
     k,
     BLOCK_M: tl.constexpr,
@@ -204,7 +218,7 @@ def weight_grad_kernel(
     inner = (tl.program_id(0) // num_columns) * BLOCK_K + tl.arange(0, BLOCK_K)
     column = (tl.program_id(0) % num_columns) * BLOCK_N + tl.arange(0, BLOCK_N)
     start = tl.load(starts_ptr + expert).to(tl.int64)
-    count = tl.load(counts_ptr + expert).to(tl.int32)
+    count = _count_rows(starts_ptr, counts_ptr, expert, True, num_rows)
     total = tl.zeros((BLOCK_K, BLOCK_N), tl.float32)
     for first in range(0, count, BLOCK_M):
         nth = first + tl.arange(0, BLOCK_M)

@@ -44,7 +44,8 @@ def grouped_gemm(
     """x @ weight[e] for the rows of each expert e, [..., N], summed in fp32.
 
     x, weight: both bf16, fp16 or fp32, or both Fp8. Weights may be views, e.g. transposed.
-    counts: [E] int32 or int64 rows of each expert.
+    counts: [E] int32 or int64 rows of each expert. Rows past the end of x, or of a padded expert's
+        capacity, are left out: counts of a dispatch that ran out of room harm no memory.
     offsets: [E] or longer, first row of each. None: one after the other; padded: e * capacity.
     out_dtype: None: that of x; bf16 for Fp8.
     zero_padding: other rows become zero. Else they are undefined.
@@ -56,6 +57,7 @@ def grouped_gemm(
     rows, row_scales, weights, weight_scales = *_parts(x), *_parts(weight)
     _check(rows, row_scales, weights, weight_scales, counts)
     dtype = out_dtype or (torch.bfloat16 if rows.dtype == _FP8 else rows.dtype)
+    counts = _bounded(rows, counts)
     starts = _starts(rows, counts, offsets)
     tensors = (rows.flatten(0, -2), row_scales, weights, weight_scales, starts, counts)
     out: Tensor = _gemm(*tensors, dtype, zero_padding).unflatten(0, rows.shape[:-1])
@@ -84,6 +86,7 @@ def grouped_swiglu(
         f"gate {tuple(gates.shape)} {gates.stride()} and up {tuple(ups.shape)} {ups.stride()} must "
         "be of one shape and order in memory",
     )
+    counts = _bounded(rows, counts)
     starts = _starts(rows, counts, offsets)
     flat = rows.flatten(0, -2)
     made = _swiglu(flat, row_scales, gates, gate_scales, ups, up_scales, starts, counts)
@@ -157,6 +160,7 @@ def _weight_grad(x: Tensor, grad: Tensor, starts: Tensor, counts: Tensor) -> Ten
             out,
             starts,
             counts,
+            x.shape[0],
             n,
             k,
             BLOCK_M=tiles.block_m,
@@ -206,6 +210,11 @@ def _parts(x: Tensor | Fp8) -> tuple[Tensor, Tensor | None]:
     return (x, None) if isinstance(x, Tensor) else (x.values, x.scales.contiguous())
 
 
+def _bounded(x: Tensor, counts: Tensor) -> Tensor:
+    """Contiguous; padded: at most the capacity. The kernels compare with the end of x."""
+    return counts.clamp_max(x.shape[1]) if x.dim() == 3 else counts.contiguous()
+
+
 def _starts(x: Tensor, counts: Tensor, offsets: Tensor | None) -> Tensor:
     """First row of each expert, [E] or longer."""
     if offsets is not None:
@@ -224,6 +233,10 @@ def _check(
 ) -> None:
     """Raises InvalidArgumentError when the shapes or types of one product do not fit."""
     num_experts, k, n = weight.shape
+    errors.require(
+        counts.dtype in (torch.int32, torch.int64) and counts.device == x.device,
+        f"counts is {counts.dtype} on {counts.device}, must be int32 or int64 on {x.device}",
+    )
     fits = x.shape[-1] == k and counts.shape == (num_experts,)
     fits = fits and (x.dim() == 2 or (x.dim() == 3 and x.shape[0] == num_experts))
     errors.require(
@@ -268,7 +281,8 @@ def _launch(
             *up,
             *out,
             starts,
-            counts.contiguous(),
+            counts,
+            x.shape[0],
             num_experts,
             n,
             k,

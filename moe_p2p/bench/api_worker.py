@@ -17,15 +17,15 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from moe_p2p import launch
+from moe_p2p import launch, reference
 from moe_p2p.bench import deep_ep
 from moe_p2p.bench.api_report import ApiRow, HostTime
 from moe_p2p.bench.cases import Job, make_job
-from moe_p2p.bench.check import verify_whole
+from moe_p2p.bench.check import verify_by_rank, verify_whole
 from moe_p2p.bench.gpu_calls import Calls, on_device, package_calls
 from moe_p2p.bench.gpu_measure import Timed, measure
 from moe_p2p.bench.gpu_timing import interleaved
-from moe_p2p.bench.gpu_worker import TIMED_STEP, everyones
+from moe_p2p.bench.gpu_worker import TIMED_STEP, wrong_anywhere
 from moe_p2p.bench.options import INTERFACES, INTERFACES_ON_CUDA, Options
 from moe_p2p.bench.probe import Probe
 from moe_p2p.bench.progress import bar
@@ -99,7 +99,7 @@ def _case(
     modules = [OURS] + ([options.deep_ep_module] if options.deep_ep_module else [])
     with ExitStack() as stack:
         num_sms = None if interface == "low-latency" else deep_ep.NORMAL_SMS
-        found = [_all_to_all(options, job, tokens, stack, num_sms=num_sms)]
+        found = [_all_to_all(options, job, tokens, stack, interface=interface, num_sms=num_sms)]
         for name in modules:
             api = deep_ep.Api(
                 module=importlib.import_module(name),
@@ -116,7 +116,7 @@ def _case(
             found += deep_ep.systems(api, notes, interfaces=[interface])
         timed = clock.measure([calls for calls, _ in found])
         host = clock.host([calls for calls, _ in found])
-        stories = {calls: everyones(story) for calls, story in found}
+        stories = {calls: wrong_anywhere(story) for calls, story in found}
         finish(options.device)
         dist.barrier()  # nobody closes what another one still uses
     return [
@@ -127,12 +127,30 @@ def _case(
 
 
 def _all_to_all(
-    options: Options, job: Job, tokens: Tokens, stack: ExitStack, *, num_sms: int | None
+    options: Options,
+    job: Job,
+    tokens: Tokens,
+    stack: ExitStack,
+    *,
+    interface: str,
+    num_sms: int | None,
 ) -> tuple[Calls, list[str]]:
-    """This package's own calls."""
+    """This package's own calls, given what the interface is given and asked for the same rows.
+
+    Low-latency: rows by expert, quantized inside. The others: by rank, quantized by the caller.
+    """
     system = MoeP2p(options, job, num_sms=num_sms)
     stack.callback(system.close)
-    story = verify_whole(system, job, options, dist.get_rank(), tokens)
+    rank = dist.get_rank()
+    if interface == "low-latency":
+        options = replace(options, layout="padded")
+        story = verify_whole(system, job, options, rank, tokens)
+    else:
+        options = replace(options, layout="by_rank")
+        story = verify_by_rank(system.all_to_all, job, options, rank, tokens)
+        if options.quantize:
+            q, scales = reference.quantize(tokens.x)
+            tokens = replace(tokens, x=q, scales=scales)
     return package_calls(system, options, tokens, num_sms=num_sms or 0, experts=None), story
 
 

@@ -59,7 +59,9 @@ def _deep_ep_world(options: Options) -> list[ApiRow]:
     )[0]
     print(api_report.title(results.rows[0]))
     print(api_report.table(results.rows))
-    print(f"microseconds, p50: {api_report.BOUNDARY[options.device]}")
+    unit = api_report.UNIT[options.device]
+    print(f"{unit}, p50: {api_report.BOUNDARY[options.device]}")
+    print(api_report.SAME_WORK)
     for note in results.notes:
         print(note)
     return results.rows
@@ -99,6 +101,8 @@ def _write(options: Options, rows: Sequence[Any], *, on_cuda: bool) -> None:
         path.write_text(f"[\n{body}\n]\n")
         print(f"wrote {options.json}")
     if options.plot:
-        draw = gpu_plot.plot if on_cuda else report.plot
+        draw: Callable[..., str | None] = gpu_plot.plot if on_cuda else report.plot
+        if options.api == "deep_ep":
+            draw = api_report.plot
         reason = draw(list(rows), Path(options.plot))
         print(f"no plot: {reason}" if reason else f"wrote {options.plot}")

@@ -22,6 +22,7 @@ from torch import Tensor
 from moe_p2p import reference
 from moe_p2p.bench.cases import Job
 from moe_p2p.bench.check import answer, answer_by_rank, verify_sums
+from moe_p2p.bench.gather import everyones
 from moe_p2p.bench.gpu_calls import Calls, answer_like
 from moe_p2p.bench.options import Options
 from moe_p2p.reference import Tokens
@@ -79,8 +80,7 @@ def systems(
                 problem = ""
         except Exception as error:  # another project's errors have no common type
             problem = f"{type(error).__name__}: {str(error)[:300]}"
-        problems: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(problems, problem)
+        problems: list[str] = everyones(problem)
         if any(problems):
             notes.append(f"{name}: " + next(text for text in problems if text))
         else:

@@ -92,7 +92,9 @@ class Halves:
 def package_calls(
     system: MoeP2p, options: Options, tokens: Tokens, *, num_sms: int, experts: Experts | None
 ) -> Calls:
+    """`tokens` with scales are quantized already."""
     comm, layout = system.all_to_all, layout_of(options, tokens.x.shape[0])
+    quantize = options.quantize and tokens.scales is None
     received: Dispatched | None = None
 
     def dispatch() -> Dispatched:
@@ -101,7 +103,8 @@ def package_calls(
             tokens.x,
             tokens.topk_idx,
             tokens.topk_weights,
-            quantize=options.quantize,
+            scales=tokens.scales,
+            quantize=quantize,
             layout=layout,
         )
         return received
@@ -123,7 +126,7 @@ def package_calls(
 
     combine()
     finish(comm.config.device)
-    halves = Halves(comm, tokens, y, quantize=options.quantize, layout=layout)
+    halves = Halves(comm, tokens, y, scales=tokens.scales, quantize=quantize, layout=layout)
     halved = options.halves and system.num_steps <= comm.config.steps_in_flight
     return Calls(
         system=system.name,

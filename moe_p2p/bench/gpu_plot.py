@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
+from moe_p2p.bench.drawing import draw
 from moe_p2p.bench.gpu_report import GpuRow, headline, title
 
 
 def plot(rows: list[GpuRow], path: Path) -> str | None:
     """A PNG of all worlds; returns why not where it could not be drawn."""
-    if importlib.util.find_spec("matplotlib") is None:
-        return "matplotlib is not installed"
-    import matplotlib  # takes a second: only when there is something to draw
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    def paint(axes: Any) -> None:
+        _latency(axes[0], rows)
+        _part_of_push(axes[1], rows)
+        _nodes(axes[2], rows)
 
-    figure, axes = pyplot.subplots(1, 3, figsize=(16, 4.6))
-    _latency(axes[0], rows)
-    _part_of_push(axes[1], rows)
-    _nodes(axes[2], rows)
-    figure.suptitle(title(rows[0]), fontsize=10)
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
-    return None
+    return draw(path, title(rows[0]), paint, ncols=3, figsize=(16, 4.6))
 
 
 def lines(rows: list[GpuRow]) -> dict[str, list[GpuRow]]:
@@ -66,7 +56,7 @@ def _latency(axis: Any, rows: list[GpuRow]) -> None:
             floors = [row.floor_us for row in points]
             axis.plot(tokens, floors, ":", color=f"C{i}", label=f"floor EP{ranks}")
             with_floor.add(ranks)
-    axis.set(xlabel="tokens per rank", ylabel="pair p50, us", title="one node")
+    axis.set(xlabel="tokens per rank", ylabel="pair p50, µs", title="one node")
     _finish(axis, log=True)
 
 
@@ -88,7 +78,7 @@ def _nodes(axis: Any, rows: list[GpuRow]) -> None:
         tokens = [row.tokens for row in points]
         axis.plot(tokens, [row.spread.p50_us for row in points], "o-", color=f"C{i}", label=label)
         axis.plot(tokens, [row.floor_us for row in points], ":", color=f"C{i}", label="wire floor")
-    axis.set(xlabel="tokens per rank", ylabel="pair p50, us", title="emulated nodes")
+    axis.set(xlabel="tokens per rank", ylabel="pair p50, µs", title="emulated nodes")
     _finish(axis, log=True)
 
 

@@ -20,6 +20,7 @@ from moe_p2p.bench import deep_ep, floors
 from moe_p2p.bench.baseline import TorchAllToAll
 from moe_p2p.bench.cases import changing_counts, make_job
 from moe_p2p.bench.check import expect, verify, verify_by_rank, verify_whole
+from moe_p2p.bench.gather import everyones
 from moe_p2p.bench.gpu_calls import Calls, baseline_calls, layout_of, on_device, package_calls
 from moe_p2p.bench.gpu_layer import MAX_DIFFERENCE, difference, make_experts
 from moe_p2p.bench.gpu_measure import Timed, measure
@@ -188,7 +189,8 @@ class World:
         )
 
     def _rows(self, options: Options, one: Contestant, timed: list[Timed]) -> list[GpuRow]:
-        calls, bounds, story = one.calls, self._bounds(options, one.calls), everyones(one.story)
+        calls, bounds = one.calls, self._bounds(options, one.calls)
+        story = wrong_anywhere(one.story)
         if one.wire_bytes not in (None, bounds.wire.pair):
             story.append(
                 f"T {options.tokens[0]}: a pair sent {one.wire_bytes} bytes between nodes, "
@@ -269,8 +271,6 @@ def _settled(system: MoeP2p) -> int:
     return seen
 
 
-def everyones(story: list[str]) -> list[str]:
+def wrong_anywhere(story: list[str]) -> list[str]:
     """What is wrong on any rank."""
-    stories: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(stories, story)
-    return [text for one in stories for text in one]
+    return [text for one in everyones(story) for text in one]

@@ -92,7 +92,7 @@ DEEP_EP: dict[str, Any] = {
     "tokens": (),
     "dtype": "fp8",
     "json": "bench_out/deep_ep.json",
-    "plot": None,
+    "plot": "bench_out/deep_ep.png",
 }
 GBPS_OF_A_GPU = 400.0  # what the NICs of a GPU have together between emulated nodes, unless said
 _CUDA_ONLY = ("chunks", "sms", "layout", "flush", "layer", "halves", "ffn")
@@ -106,6 +106,10 @@ def parse(arguments: list[str]) -> list[Options]:
     device = given.pop("device")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    elif device == "cuda" and not torch.cuda.is_available():
+        parser.error(
+            f"--device cuda: torch {torch.__version__} finds no GPU; see python -m moe_p2p doctor"
+        )
     base = vars(Options()) | (ON_CUDA if device == "cuda" else {})
     through_deep_ep = given.get("api") == "deep_ep"
     if quick:
@@ -178,25 +182,29 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Defaults in parentheses: of CPU ranks, then of GPUs where they differ.",
     )
     add = parser.add_argument
-    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: GPUs if any")
+    add(
+        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: GPUs if any (auto)"
+    )
     add("--quick", action="store_true", help="two token counts, within 30 s on two cores")
-    add("--ranks", type=_counts, help="processes, several worlds with commas (4; all GPUs)")
-    add("--ranks-per-node", type=_counts, help="ranks of a node, several with commas (2; all)")
-    add("--tokens", type=_counts, help="tokens per rank, several with commas (1,8,32,128)")
-    add("--sweep", action="store_true", help="tokens 1 to 8192, powers of two")
+    add("--ranks", type=_counts, help="processes; with commas one run for each (4; all GPUs)")
+    add("--ranks-per-node", type=_counts, help="ranks of a node; commas: a run each (2; all)")
+    add("--tokens", type=_counts, help="per rank, with commas (1,8,32,128; 8,32,128,4096)")
+    add("--sweep", action="store_true", help="tokens 1 to 8192, powers of two, instead of --tokens")
     add("--hidden", type=int, help="hidden size (7168)")
     add("--topk", type=int, help="experts per token (8)")
     add("--experts", type=int, help="experts of all ranks (64; 256)")
-    add("--dtype", choices=["bf16", "fp16", "fp32", "fp8"], help="rows on the wire (bf16; fp8)")
+    add("--dtype", choices=["bf16", "fp16", "fp32", "fp8"], help="type that is sent (bf16; fp8)")
     add("--routing", choices=["uniform", "skewed"], help="how experts are chosen (uniform)")
     add("--trace", metavar="FILE", help="replay a routing that the demo recorded")
-    add("--checks", type=int, help="compared steps per token count (4)")
-    add("--seconds", type=float, help="timing per token count (6; 0.5 for each thing measured)")
+    add("--checks", type=int, help="steps compared with the reference, per token count (4)")
+    add("--seconds", type=float, help="of timing per token count (6; 0.5 for each measurement)")
     add("--nics", type=int, help="NICs per rank (2)")
     add("--gbps", type=float, help="link model: Gbit/s of one NIC, 0: memory speed (0; 400 / NICs)")
     add("--latency-us", type=float, help="link model: one way, microseconds (0)")
-    add("--part-bytes", type=int, help="between nodes, the least that leaves first, 0: all (2 MiB)")
-    add("--seed", type=int, help="not 0: the software NIC reorders what it may, from this seed")
+    add(
+        "--part-bytes", type=int, help="least bytes of a part of a step's send, 0: no parts (2 MiB)"
+    )
+    add("--seed", type=int, help="not 0: software NICs reorder writes at random, by this seed (0)")
     add(
         "--wait",
         choices=["sleep", "yield", "spin"],
@@ -204,18 +212,32 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--timeout-s", type=float, help="deadline of every wait, seconds (30)")
     add("--api", choices=["all_to_all", "deep_ep"], help="the calls that are timed (all_to_all)")
-    add("--deep-ep-module", metavar="NAME", help="run DeepEP's calls of this module too, in turns")
-    add("--no-baseline", dest="baseline", action="store_const", const=False, help="leave it out")
-    add("--json", metavar="FILE", help="rows as JSON (bench_out/bench.json; '' for none)")
-    add("--plot", metavar="FILE", help="PNG (bench_out/bench.png; '' for none)")
+    add("--deep-ep-module", metavar="NAME", help="time this module's DeepEP calls too (none)")
+    add(
+        "--no-baseline",
+        dest="baseline",
+        action="store_const",
+        const=False,
+        help="do not time torch.distributed.all_to_all_single beside moe_p2p",
+    )
+    add("--json", metavar="FILE", help="figures (bench_out/bench.json, deep_ep.json; '': none)")
+    add("--plot", metavar="FILE", help="PNG (bench_out/bench.png, deep_ep.png; '': none)")
     gpu = parser.add_argument_group("GPUs only").add_argument
-    gpu("--chunk-tokens", dest="chunks", type=_names, help="numbers, default or T (default,T)")
-    gpu("--num-sms", dest="sms", type=_counts, help="blocks of each half, 0: all (0)")
+    gpu(
+        "--chunk-tokens",
+        dest="chunks",
+        type=_names,
+        help="tokens of a step: numbers, default, T (default,T)",
+    )
+    gpu("--num-sms", dest="sms", type=_counts, help="multiprocessors a call may use, 0: all (0)")
     layouts = ["auto", "padded", "grouped", "by_rank"]
-    gpu("--layout", choices=layouts, help="auto: padded up to 512 tokens, grouped above")
-    gpu("--flush", action="store_const", const=True, help="caches, before parts measured apart")
-    gpu("--layer", action="store_const", const=True, help="dispatch, experts and combine too")
-    gpu("--halves", action="store_const", const=True, help="of both calls too, each by itself")
+    gpu("--layout", choices=layouts, help="auto: padded up to 512 tokens, grouped above (auto)")
+    flush = "empty the GPU's caches before dispatch and combine are timed by themselves"
+    gpu("--flush", action="store_const", const=True, help=flush)
+    layer = "also time a layer: dispatch, experts, combine"
+    gpu("--layer", action="store_const", const=True, help=layer)
+    halves = "also time send and receive of dispatch and combine, each by itself"
+    gpu("--halves", action="store_const", const=True, help=halves)
     gpu("--ffn", type=int, help="width of an expert of the layer (2048)")
     return parser
 
@@ -236,6 +258,12 @@ def _refuse_nonsense(parser: argparse.ArgumentParser, options: Options) -> None:
         parser.error(f"--experts {options.experts} is not a multiple of --ranks {options.ranks}")
     if not options.trace and options.topk > options.experts:
         parser.error(f"--topk {options.topk} is more than --experts {options.experts}")
+    row_bytes = options.hidden * options.wire_dtype.itemsize
+    if options.hidden < 1 or row_bytes % 16:
+        parser.error(
+            f"--hidden {options.hidden}: a row of {options.dtype} is {row_bytes} bytes, must be a "
+            "positive multiple of 16"
+        )
     if options.deep_ep_module and options.api != "deep_ep":
         parser.error("--deep-ep-module is for --api deep_ep")
     if options.deep_ep_module and not _is_there(options.deep_ep_module):

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from moe_p2p import cuda_driver, errors, jit
 from moe_p2p.bench.floors import Links
+from moe_p2p.bench.gather import everyones
 from moe_p2p.bench.gpu_timing import timed_us
 from moe_p2p.memory import share_node_memory
 
@@ -57,12 +58,11 @@ class Probe:
             self.num_ranks <= MAX_RANKS, f"{self.num_ranks} ranks, at most {MAX_RANKS} on a host"
         )
         self.device, self.timeout_s = torch.cuda.current_device(), timeout_s
-        key = [secrets.token_hex(8)]
-        dist.broadcast_object_list(key, 0)
+        key = everyones(secrets.token_hex(8))[0]
         self._memory = share_node_memory(
             self.rank,
             self.num_ranks,
-            key=key[0],
+            key=key,
             device=self.device,
             size_bytes=PUSHED_AT + PUSH_BYTES * self.num_ranks,
             deadline=time.monotonic() + timeout_s,

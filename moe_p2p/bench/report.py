@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from moe_p2p.bench.drawing import draw
 
 BASELINE = (
     "torch: all_to_all_single over gloo, one row per (token, expert); TCP on this host, where "
@@ -122,43 +123,47 @@ def title(row: Row) -> str:
 
 def plot(rows: list[Row], path: Path) -> str | None:
     """Latency and bytes over token counts as PNG; returns why not where it could not be drawn."""
-    if importlib.util.find_spec("matplotlib") is None:
-        return "matplotlib is not installed"
-    import matplotlib  # takes a second: only when there is something to draw
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    def paint(axes: Any) -> None:
+        _latency(axes[0], rows)
+        _bytes(axes[1], [row for row in rows if row.what == "pair"])
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2))
-    for what, style in (("dispatch", ":"), ("combine", "--"), ("pair", "-")):
+    return draw(path, title(rows[0]), paint, ncols=2, figsize=(12, 4.6))
+
+
+def _latency(axis: Any, rows: list[Row]) -> None:
+    """A colour for each call, full lines for moe_p2p and dashed ones for torch."""
+    for color, marker, what in (
+        ("C0", "o", "dispatch"),
+        ("C1", "^", "combine"),
+        ("C2", "s", "pair"),
+    ):
         mine = [row for row in rows if row.what == what]
         tokens = [row.tokens for row in mine]
-        left.plot(
-            tokens, [row.latency.p50_us for row in mine], f"o{style}", color="C0",
-            label=f"moe_p2p {what}",
-        )  # fmt: skip
+        ours = [row.latency.p50_us for row in mine]
+        axis.plot(tokens, ours, f"{marker}-", color=color, label=f"moe_p2p {what}")
         if all(row.baseline for row in mine):
             slower = [row.baseline.p50_us for row in mine if row.baseline]
-            left.plot(tokens, slower, f"s{style}", color="C1", label=f"torch {what}")
-    pairs = [row for row in rows if row.what == "pair"]
+            axis.plot(
+                tokens, slower, f"{marker}--", mfc="white", color=color, label=f"torch {what}"
+            )
+    axis.set(xscale="log", yscale="log", xlabel="tokens per rank", ylabel="p50, µs")
+    axis.set_xticks(tokens, [str(count) for count in tokens])
+    axis.set_xticks([], minor=True)
+    axis.legend(fontsize=8)
+
+
+def _bytes(axis: Any, pairs: list[Row]) -> None:
     at = range(len(pairs))
     for shift, color, label, values in (
-        (-0.27, "C0", "counted", [row.wire_bytes for row in pairs]),
-        (0.0, "C2", "floor, once per node", [row.floor_bytes for row in pairs]),
-        (0.27, "C3", "floor, once per expert", [row.flat_floor_bytes for row in pairs]),
+        (-0.27, "C0", "sent, as the NICs counted it", [row.wire_bytes for row in pairs]),
+        (0.0, "C2", "least: each token once per node", [row.floor_bytes for row in pairs]),
+        (0.27, "C3", "each token once per expert", [row.flat_floor_bytes for row in pairs]),
     ):
         heights = [v / 1024 for v in values]
-        right.bar([i + shift for i in at], heights, 0.25, color=color, label=label)
-    left.set(xscale="log", yscale="log", xlabel="tokens per rank", ylabel="p50, us")
-    left.set_xticks([row.tokens for row in pairs], [str(row.tokens) for row in pairs])
-    left.minorticks_off()
-    right.set(yscale="log", xlabel="tokens per rank", ylabel="KiB between nodes, pair, all ranks")
-    right.set_xticks(list(at), [str(row.tokens) for row in pairs])
-    left.legend(fontsize=8)
-    right.legend(fontsize=8)
-    figure.suptitle(title(rows[0]), fontsize=10)
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
-    return None
+        bars = axis.bar([i + shift for i in at], heights, 0.25, color=color, label=label)
+        axis.bar_label(bars, [f"{height:,.0f}" for height in heights], fontsize=6.5, padding=1)
+    axis.set(yscale="log", xlabel="tokens per rank", ylabel="KiB between nodes, pair, all ranks")
+    axis.set_xticks(list(at), [str(row.tokens) for row in pairs])
+    axis.margins(y=0.12)
+    axis.legend(fontsize=8)

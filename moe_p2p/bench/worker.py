@@ -20,6 +20,7 @@ from moe_p2p import launch, reference, reference_wire
 from moe_p2p.bench.baseline import TorchAllToAll
 from moe_p2p.bench.cases import Job, changing_counts, make_job
 from moe_p2p.bench.check import expect, verify
+from moe_p2p.bench.gather import everyones
 from moe_p2p.bench.options import Options
 from moe_p2p.bench.progress import bar
 from moe_p2p.bench.report import Latency, Row
@@ -183,9 +184,8 @@ def _answer(options: Options, system: System, inputs: list[Tokens]) -> Tensor | 
 
 
 def _gather_stories(wrong: dict[str, list[str]]) -> dict[str, list[str]]:
-    everyone: list[dict[str, list[str]] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, wrong)
-    return {name: [s for one in everyone if one for s in one[name]] for name in wrong}
+    everyone: list[dict[str, list[str]]] = everyones(wrong)
+    return {name: [s for one in everyone for s in one[name]] for name in wrong}
 
 
 def _rows(

@@ -1,6 +1,7 @@
 """`python -m moe_p2p.deep_ep SCRIPT [ARGS]` or `... -m MODULE [ARGS]`: with this as deep_ep.
 
-Processes that it starts have it too, through PYTHONPATH. `--path` prints what to put there.
+Processes that it starts have it too: new ones through PYTHONPATH, those of multiprocessing through
+sys.path, which they copy. `--path` prints what to put there.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ def main(arguments: list[str]) -> int:
     env.prepend_to_python_path(PATH)
     sys.argv = program
     if as_module:
+        sys.path.insert(1, str(PATH))
         runpy.run_module(program[0], run_name="__main__", alter_sys=True)
     else:
-        sys.path[0] = str(Path(program[0]).resolve().parent)
+        sys.path[:1] = [str(Path(program[0]).resolve().parent), str(PATH)]
         runpy.run_path(program[0], run_name="__main__")
     return 0
 

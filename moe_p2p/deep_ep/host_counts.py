@@ -26,7 +26,7 @@ class HostCounts:
     """Reads counts of one rank's device; one call at a time."""
 
     def __init__(self) -> None:
-        self._pinned = torch.empty(0, dtype=torch.int32)
+        self._pinned = torch.empty(0, dtype=torch.int32, device="cpu")
 
     def read(self, per_rank: Tensor, per_expert: Tensor, num_tokens: int) -> Tensor:
         """[W + E + 1] int32 on the host: both, then the number. Good until the next call.
@@ -34,11 +34,15 @@ class HostCounts:
         Runs on the current stream.
         """
         if not per_rank.is_cuda:
-            return torch.cat((per_rank, per_expert, torch.tensor([num_tokens], dtype=torch.int32)))
+            number = torch.tensor([num_tokens], dtype=torch.int32, device="cpu")
+            return torch.cat((per_rank, per_expert, number))
         errors.require(not torch.cuda.is_current_stream_capturing(), _CAPTURED)
         num_ranks, end = per_rank.shape[0], per_rank.shape[0] + per_expert.shape[0]
         if self._pinned.shape[0] != end + 1:
-            self._pinned = torch.empty(end + 1, dtype=torch.int32, pin_memory=True)
+            with torch.inference_mode(False):  # later calls, in any mode, write to it
+                self._pinned = torch.empty(
+                    end + 1, dtype=torch.int32, device="cpu", pin_memory=True
+                )
         together = self._pinned
         together[:num_ranks].copy_(per_rank, non_blocking=True)
         together[num_ranks:end].copy_(per_expert, non_blocking=True)

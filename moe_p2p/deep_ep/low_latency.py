@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_p2p.config import AllToAllConfig
+from moe_p2p.deep_ep import streams
 from moe_p2p.deep_ep.base import NODE_RANKS, BufferBase, LowLatencyKey
 from moe_p2p.deep_ep.event import EventOverlap
 from moe_p2p.deep_ep.releasing import ReleasingAllToAll, tensors_of, without_rows
@@ -117,7 +118,9 @@ class LowLatencyCalls(BufferBase):
                 pending = all_to_all.dispatch_send_with(options, x, topk_idx)
                 fields = outputs = all_to_all.make_outputs(pending)
                 hook = self._hook(
-                    x, functools.partial(_receive_rows, all_to_all, pending, outputs, stats)
+                    x,
+                    functools.partial(_receive_rows, all_to_all, pending, outputs, stats),
+                    (x, topk_idx, *stats, *tensors_of(fields)),
                 )
             else:
                 fields = all_to_all.dispatch_with(options, x, topk_idx)
@@ -171,7 +174,9 @@ class LowLatencyCalls(BufferBase):
                 pending = all_to_all.combine_send(y, received, topk_weights=topk_weights)
                 out = y.new_empty((topk_idx.shape[0], y.shape[-1])) if out is None else out
                 hook = self._hook(
-                    x, functools.partial(_receive_sums, all_to_all, pending, out, stats)
+                    x,
+                    functools.partial(_receive_sums, all_to_all, pending, out, stats),
+                    (y, topk_weights, received.handle, stats, out),
                 )
             else:
                 result = all_to_all.combine_with(
@@ -262,9 +267,11 @@ class LowLatencyCalls(BufferBase):
         assert self.enable_shrink, "masks need a Buffer made with enable_shrink=True"
         if self._mask_status is None:
             at_first = "cuda" if torch.cuda.is_available() else "cpu"
-            self._mask_status = torch.zeros(self.group_size, dtype=torch.int32, device=at_first)
+            with torch.inference_mode(False):  # calls and users write to it in any mode
+                self._mask_status = torch.zeros(self.group_size, dtype=torch.int32, device=at_first)
         if device is not None and not self._low_latency_made:
-            self._mask_status = self._mask_status.to(device)
+            with torch.inference_mode(False):
+                self._mask_status = self._mask_status.to(device)
         return self._mask_status
 
     def _make_low_latency(
@@ -295,9 +302,13 @@ class LowLatencyCalls(BufferBase):
         self._low_latency_made[key] = all_to_all, options
         return all_to_all, options
 
-    def _hook(self, x: Tensor, receive: Callable[[], None]) -> Hook:
+    def _hook(self, x: Tensor, receive: Callable[[], None], uses: Iterable[Tensor | None]) -> Hook:
+        """receive(), to be called on any stream; it uses tensors of the one that sends."""
+        sent_on = streams.current(x)
+
         def hook() -> None:
             with self._streams.turn(x):
+                streams.use_here(x, uses, sent_on)
                 receive()
 
         return hook

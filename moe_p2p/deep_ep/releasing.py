@@ -20,7 +20,8 @@ from moe_p2p.ops import call
 
 _ops = torch.ops.moe_p2p
 _HANDLE = Dispatched._fields.index("handle")
-_NO_ROWS = (torch.empty(0), None)  # in place of x and its scales, which a handle would keep alive
+# In place of x and its scales, which a handle would keep alive.
+_NO_ROWS = (torch.empty(0, dtype=torch.float32, device="cpu"), None)
 
 
 def without_rows(received: tuple[Any, ...]) -> Dispatched:

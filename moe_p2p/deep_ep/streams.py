@@ -88,6 +88,22 @@ def wait_for(event: EventOverlap | EventHandle | None, like: Tensor) -> None:
         handle.synchronize()  # a GPU may be writing to them
 
 
+def current(like: Tensor) -> int:
+    """A number of the stream that the caller works on; 0 in host memory."""
+    return _current_raw(like.get_device()) if like.is_cuda else 0
+
+
+def use_here(like: Tensor, tensors: Iterable[Tensor | None], since: int) -> None:
+    """What belongs to the stream `since` is used on the current one: its memory is not given out
+    before that is over, whoever lets go of it."""
+    if current(like) == since:
+        return
+    stream = torch.cuda.current_stream()
+    for tensor in tensors:
+        if tensor is not None:
+            tensor.record_stream(stream)
+
+
 def _current_raw(ordinal: int) -> int:
     return torch._C._cuda_getCurrentRawStream(ordinal)
 

@@ -115,7 +115,8 @@ class Manager:
         """Older versions' name: local expert and probability of each row, [R, 1]."""
         got = self._got()[1]
         counts = self.get_number_of_tokens_per_expert()
-        experts = torch.arange(len(counts)).repeat_interleave(counts).to(got.x.device)
+        each = torch.arange(len(counts), device=counts.device)
+        experts = each.repeat_interleave(counts).to(got.x.device)
         return experts[:, None], got.row_weights[:, None]
 
     def _got(self) -> tuple[AllToAll, Dispatched]:

@@ -37,7 +37,7 @@ class SizeExchange:
             routing.num_tokens_per_rank, routing.num_tokens_per_expert, topk_idx.shape[0]
         )
         extent = agree_on_extent(all_to_all, mine, alignment)
-        counts = torch.tensor(extent.counts, dtype=torch.int32)
+        counts = torch.tensor(extent.counts, dtype=torch.int32, device="cpu")
         return Sizes(extent.max_tokens, sum(extent.counts), counts)
 
 

@@ -66,7 +66,7 @@ class Engines {
     return request.status();
   }
   uint64_t count(size_t engine, uint32_t imm) {
-    return engines_.at(engine)->imm_table().find_or_add(imm)->count.load(std::memory_order_acquire);
+    return engines_.at(engine)->imm_table().value(imm);
   }
   const engine::RemoteRegion* region(size_t from, size_t to, const Buffer& target) {
     return engines_.at(from)->resolve(engines_.at(to)->descriptor(target.handle));

@@ -56,7 +56,7 @@ TEST_CASE("engine: several threads submit and wait at once") {
       }
     });
   }
-  CHECK(engines[1].imm_table().find_or_add(3)->wait(kThreads * kWrites * 2, soon()));
+  CHECK(engines[1].imm_table().wait(3, kThreads * kWrites * 2, soon()));
   CHECK(target.data == source.data);
   for (auto& submitter : submitters) submitter.join();
 }
@@ -70,11 +70,11 @@ TEST_CASE("engine: a wait ends at its deadline and the request stays usable") {
   Request request(Imm{peer, 1});
   engines[0].submit(request);
   CHECK_FALSE(request.wait(Clock::now() + milliseconds(2)));
-  CHECK_FALSE(engines[1].imm_table().find_or_add(1)->wait(1, Clock::now() + milliseconds(2)));
+  CHECK_FALSE(engines[1].imm_table().wait(1, 1, Clock::now() + milliseconds(2)));
   CHECK(request.active());
   network.nic(0).hold(false);
   CHECK(request.wait(soon()));
-  CHECK(engines[1].imm_table().find_or_add(1)->wait(1, soon()));
+  CHECK(engines[1].imm_table().wait(1, 1, soon()));
 }
 
 TEST_CASE("engine: closures run on the polling thread, after earlier submissions") {

@@ -28,7 +28,7 @@ void check_every_kind_of_request(TransferEngine& from, TransferEngine& to) {
       CHECK(request->status().ok());
     }
     for (uint32_t i = 0; i < immediates.size(); ++i)
-      REQUIRE(to.imm_table().find_or_add(i + 1)->wait(round * immediates[i], soon()));
+      REQUIRE(to.imm_table().wait(i + 1, round * immediates[i], soon()));
     const auto same = [&](size_t begin, size_t end) {
       return std::equal(source.data.begin() + static_cast<std::ptrdiff_t>(begin),
                         source.data.begin() + static_cast<std::ptrdiff_t>(end),

@@ -1,4 +1,4 @@
-// An Exchange by itself: what flags say of parts, and what it learns of a partner by knocking.
+// An Exchange by itself: what flags say of parts, and what it learns of a partner by probing.
 #include <chrono>
 #include <thread>
 #include <utility>
@@ -6,6 +6,7 @@
 #include "doctest/doctest.h"
 #include "engine_pair.h"
 #include "moe/exchange.h"
+#include "moe/host_gather.h"
 
 namespace moe_p2p::moe {
 namespace {
@@ -34,15 +35,18 @@ class Pair {
       memory_.push_back(std::make_unique<NodeMemory>(plan_, rank));
       const auto data = memory_.back()->data();
       handles_.push_back(engine(rank).register_memory({data.data(), data.size()}));
+      boards_.push_back(engine(rank).register_memory(
+          {memory(rank).board(kLocal), static_cast<size_t>(plan_.board.total_bytes)}));
     }
     for (int rank = 0; rank < 2; ++rank) {
       const auto name = engine(rank).waker_name();
       memory_[static_cast<size_t>(rank)]->attach({{memory(rank).name(), name}});
-      const auto* region = engine(rank).resolve(
-          engine(1 - rank).descriptor(handles_[static_cast<size_t>(1 - rank)]));
+      const auto r = static_cast<size_t>(rank);
+      const auto* region = engine(rank).resolve(engine(1 - rank).descriptor(handles_[1 - r]));
+      const auto* board = engine(rank).resolve(engine(1 - rank).descriptor(boards_[1 - r]));
       exchanges_.push_back(std::make_unique<Exchange>(
-          plan_, memory(rank), engine(rank), handles_[static_cast<size_t>(rank)], kCommunicator,
-          std::vector<Exchange::Remote>{{1 - rank, region, 2}}, Masks(nullptr), device));
+          plan_, memory(rank), engine(rank), handles_[r], boards_[r], kCommunicator,
+          std::vector<Exchange::Remote>{{1 - rank, region, board, 2}}, Masks(nullptr), device));
       engine(rank).imm_table().set_sink(kCommunicator, exchanges_.back().get());
     }
   }
@@ -79,10 +83,16 @@ class Pair {
   void fail_next(int rank) {
     network.nic(static_cast<size_t>(2 * rank)).fail_next(1, {Code::kPeerDead, 7});
   }
-  // Rank 0 is asked to, and hears. How many NICs it knocks through.
-  size_t knock() {
+  // Nothing that this rank posts completes.
+  void hold(int rank, bool held) {
+    for (size_t nic : {0, 1}) network.nic(static_cast<size_t>(2 * rank) + nic).hold(held);
+  }
+  // What a rank knows of the other one.
+  Left left(int rank) { return Left{memory(rank).left(kLocal, 1 - rank).load()}; }
+  // Rank 0 is asked to, and hears. Writes of the probe.
+  size_t probe() {
     const size_t before = num_posted(0);
-    exchange(0).knock(1);
+    exchange(0).probe(1);
     turn(100);
     return num_posted(0) - before;
   }
@@ -98,7 +108,7 @@ class Pair {
   const Plan plan_ = two_nodes();
   std::vector<std::unique_ptr<NodeMemory>> memory_;
   test::Engines engines_;
-  std::vector<const engine::MemoryHandle*> handles_;
+  std::vector<const engine::MemoryHandle*> handles_, boards_;
   std::vector<std::unique_ptr<Exchange>> exchanges_;
 };
 
@@ -136,12 +146,12 @@ TEST_CASE("exchange: a bell is taken once both of its words are there") {
 
 TEST_CASE("exchange: bells have the low half of a step's number") {
   Pair pair(true);
+  uint64_t nth_use = 0;  // of the slot: what flags count
   for (const uint64_t step : {0xfffffffeu * 1ull, 0x100000000ull}) {
     CAPTURE(step);
     pair.ring(0, Phase::kDispatch, step);
     pair.turn(100);
-    CHECK(pair.exchange(0).sent(Phase::kDispatch, 0, step + 1));
-    CHECK_FALSE(pair.exchange(0).sent(Phase::kDispatch, 0, step + 2));
+    CHECK(pair.flag(1, Phase::kDispatch, step) == abi::come(2 * nth_use++));
   }
 }
 
@@ -150,8 +160,14 @@ TEST_CASE("exchange: a flag counts the parts from the first on, and is the step'
   for (const uint64_t step : {0u, 2u}) {
     CAPTURE(step);
     const uint64_t before = pair.flag(1, Phase::kDispatch, step);
-    const auto flag_after = [&](uint64_t part, uint64_t num_parts) {
-      pair.ring(0, Phase::kDispatch, step, part, num_parts);
+    const auto flag_after = [&](uint32_t part, uint32_t num_parts) {
+      for (int nic = 0; nic < 2; ++nic)
+        pair.exchange(1).on_imm({.communicator = kCommunicator,
+                                 .phase = static_cast<uint32_t>(Phase::kDispatch),
+                                 .slot = 0,
+                                 .source = 0,
+                                 .part = part,
+                                 .is_last = part + 1 == num_parts});
       pair.turn(100);
       return pair.flag(1, Phase::kDispatch, step);
     };
@@ -159,47 +175,163 @@ TEST_CASE("exchange: a flag counts the parts from the first on, and is the step'
     CHECK(flag_after(1, 3) == before);
     CHECK(pair.exchange(1).immediates(Phase::kDispatch, 0, 0) == "2 of 4");
     CHECK(flag_after(0, 3) == step * abi::kMaxParts + 2);
-    CHECK(!pair.exchange(0).sent(Phase::kDispatch, 0, step + 1));
     CHECK(flag_after(2, 3) == abi::come(step));
-    CHECK(pair.exchange(0).sent(Phase::kDispatch, 0, step + 1));
     CHECK(pair.exchange(1).immediates(Phase::kDispatch, 0, 0) == "0 of 2");
   }
   pair.ring(0, Phase::kDispatch, 4, 0, 1);  // the same slot again, whole
   pair.turn(100);
   CHECK(pair.flag(1, Phase::kDispatch, 4) == abi::come(4));
-  CHECK(pair.exchange(0).sent(Phase::kDispatch, 0, 5));
 }
 
-TEST_CASE("exchange: a partner that is there does not notice that somebody knocks") {
+TEST_CASE("exchange: parts leave once the first is there, and all of them do") {
+  Pair pair(true);
+  for (const uint64_t step : {0u, 2u}) {
+    CAPTURE(step);
+    const size_t before = pair.num_posted(0);
+    const auto posted_after = [&](uint64_t part) {
+      pair.ring(0, Phase::kDispatch, step, part, 3);
+      pair.turn(100);
+      return pair.num_posted(0) - before;
+    };
+    CHECK(posted_after(1) == 0);
+    CHECK(posted_after(0) == 4);
+    CHECK(posted_after(2) == 6);
+    CHECK(pair.flag(1, Phase::kDispatch, step) == abi::come(step));
+    pair.ring(0, Phase::kCombine, step);
+    pair.turn(100);
+    CHECK(pair.flag(1, Phase::kCombine, step) == abi::come(step));
+  }
+}
+
+TEST_CASE("exchange: whatever a step rings leaves, in steps one after the other and side by side") {
+  Pair pair(true);
+  for (uint64_t step = 0; step < 8; step += 2) {
+    CAPTURE(step);
+    for (const uint64_t each : {step, step + 1}) pair.ring(0, Phase::kDispatch, each);
+    pair.turn(step == 0 ? 0 : 100);
+    for (const uint64_t each : {step + 1, step}) {
+      if (step != 4) pair.ring(0, Phase::kWeights, each);
+      pair.ring(0, Phase::kCombine, each);
+      pair.turn(100);
+      CHECK(pair.flag(1, Phase::kDispatch, each) == abi::come(each));
+      CHECK(pair.flag(1, Phase::kCombine, each) == abi::come(each));
+    }
+  }
+  CHECK(pair.num_posted(0) == 2 * (8 + 8 + 6));
+}
+
+TEST_CASE("exchange: a rank that closes says so once all that was rung has arrived") {
+  Pair pair(true);
+  pair.ring(0, Phase::kDispatch, 0);
+  pair.hold(0, true);
+  pair.exchange(0).leave({});
+  pair.turn(100);
+  CHECK(!pair.exchange(0).has_left());
+  CHECK(pair.num_posted(0) == 2);  // no farewell yet
+  pair.hold(0, false);
+  pair.turn(100);
+  CHECK(pair.exchange(0).has_left());
+  CHECK(pair.num_posted(0) == 4);
+  CHECK(pair.left(1) == Left::kInOrder);
+  CHECK(pair.exchange(1).failure().node == -1);
+}
+
+TEST_CASE(
+    "exchange: a write to a partner that left is no failure, and is not made once that is known") {
   Pair pair(false);
-  for (int i = 0; i < 3; ++i) CHECK(pair.knock() == 2);
+  pair.ring(1, Phase::kDispatch, 0);
+  pair.hold(1, true);
+  pair.turn(10);
+  pair.exchange(0).leave({true, 0, {}});
+  pair.turn(100);
+  CHECK(pair.left(1) == Left::kFailed);
+  pair.fail_next(1);
+  pair.hold(1, false);
+  pair.turn(100);
+  pair.ring(1, Phase::kDispatch, 1);
+  pair.turn(100);
+  CHECK(pair.num_posted(1) == 2);
+  CHECK(pair.exchange(1).failure().node == -1);
+  pair.exchange(1).leave({});
+  pair.turn(1);
+  CHECK(pair.exchange(1).has_left());
+  CHECK(pair.num_posted(1) == 2);  // a partner that left needs no farewell
+}
+
+TEST_CASE("exchange: a partner that left is told of once all it has sent is here") {
+  Pair pair(false);
+  pair.ring(0, Phase::kDispatch, 0);
+  pair.turn(100);
+  pair.exchange(0).leave({false, 1, {}});  // whose immediates are still to come
+  pair.turn(100);
+  CHECK(pair.exchange(0).has_left());
+  CHECK(pair.left(1) == Left::kNo);
+  for (int nic = 0; nic < 2; ++nic)
+    pair.exchange(1).on_imm(
+        {.communicator = kCommunicator, .phase = HostGather::kPhase, .slot = 1, .source = 0});
+  pair.turn(1);
+  CHECK(pair.left(1) == Left::kInOrder);
+}
+
+TEST_CASE("exchange: a GPU's rank fails for what a partner left without") {
+  Pair pair(true);
+  for (const uint64_t step : {0u, 1u}) pair.ring(1, Phase::kDispatch, step);
+  pair.ring(0, Phase::kDispatch, 0);
+  pair.turn(100);
+  CHECK(pair.exchange(1).failure().node == -1);
+  pair.exchange(0).leave({});
+  pair.turn(100);
+  const Exchange::Failure failure = pair.exchange(1).failure();
+  CHECK(failure.node == 0);
+  CHECK(failure.kind == Exchange::Failure::Kind::kLeft);
+  CHECK(failure.phase == Phase::kDispatch);
+  CHECK(failure.step == 1);
+}
+
+TEST_CASE("exchange: a GPU's rank does not fail for a partner that has sent all it was asked for") {
+  Pair pair(true);
+  for (const int rank : {0, 1})
+    for (const Phase phase : {Phase::kDispatch, Phase::kCombine}) pair.ring(rank, phase, 0);
+  pair.turn(100);
+  pair.exchange(0).leave({});
+  pair.turn(100);
+  CHECK(pair.left(1) == Left::kInOrder);
+  CHECK(pair.exchange(1).failure().node == -1);
+  pair.ring(1, Phase::kDispatch, 1);  // too late for it
+  pair.turn(100);
+  CHECK(pair.exchange(1).failure().kind == Exchange::Failure::Kind::kLeft);
+}
+
+TEST_CASE("exchange: a partner that is there does not notice a probe") {
+  Pair pair(false);
+  for (int i = 0; i < 3; ++i) CHECK(pair.probe() == 2);
   CHECK(pair.exchange(0).failure().node == -1);
   for (const Phase phase : {Phase::kDispatch, Phase::kCombine, Phase::kWeights})
     for (int slot = 0; slot < 2; ++slot)
       CHECK(pair.exchange(1).immediates(phase, slot, 0) == "0 of 2");
 }
 
-TEST_CASE("exchange: to knock in vain is a failure when somebody still asks a while later") {
+TEST_CASE("exchange: a probe in vain is a failure when somebody still asks a while later") {
   Pair pair(false);
   pair.fail_next(0);
-  CHECK(pair.knock() == 2);
-  CHECK(pair.knock() == 0);  // too soon
+  CHECK(pair.probe() == 2);
+  CHECK(pair.probe() == 0);  // too soon
   CHECK(pair.exchange(0).failure().node == -1);
-  std::this_thread::sleep_for(2 * Exchange::kKnock);
+  std::this_thread::sleep_for(2 * Exchange::kProbeInterval);
   pair.fail_next(0);
-  CHECK(pair.knock() == 2);  // for something else
+  CHECK(pair.probe() == 2);  // for something else
   CHECK(pair.exchange(0).failure().node == -1);
-  std::this_thread::sleep_for(Exchange::kKnock);
-  CHECK(pair.knock() == 0);
+  std::this_thread::sleep_for(Exchange::kProbeInterval);
+  CHECK(pair.probe() == 0);
   const Exchange::Failure failure = pair.exchange(0).failure();
   CHECK(failure.node == 1);
-  CHECK(!failure.phase);
+  CHECK(failure.kind == Exchange::Failure::Kind::kProbe);
   CHECK(failure.status == base::Status{Code::kPeerDead, 7});
 }
 
-TEST_CASE("exchange: for a GPU it knocks by itself while a step is not answered") {
+TEST_CASE("exchange: for a GPU it probes by itself while a step is not answered") {
   Pair pair(true);
-  const auto knocks_within = [&](std::chrono::milliseconds time) {
+  const auto probes_within = [&](std::chrono::milliseconds time) {
     const size_t before = pair.num_posted(0);
     const auto end = platform::Clock::now() + time;
     while (pair.num_posted(0) == before && platform::Clock::now() < end) pair.turn(1000);
@@ -208,11 +340,11 @@ TEST_CASE("exchange: for a GPU it knocks by itself while a step is not answered"
   for (const Phase phase : {Phase::kDispatch, Phase::kCombine}) {
     pair.ring(0, phase, 0);
     pair.turn(100);
-    CHECK(knocks_within(20 * Exchange::kKnock));
+    CHECK(probes_within(20 * Exchange::kProbeInterval));
     pair.ring(1, phase, 0);
     pair.turn(100);
   }
-  CHECK(!knocks_within(Exchange::kKnock * 3 / 2));
+  CHECK(!probes_within(Exchange::kProbeInterval * 3 / 2));
 }
 
 }  // namespace moe_p2p::moe

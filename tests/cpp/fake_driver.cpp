@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
@@ -27,6 +28,7 @@ constexpr int kNumDevices = 2;
 
 thread_local std::vector<void*> contexts;  // the last is current
 thread_local int capture_mode = 0;
+char primary[kNumDevices];  // contexts
 
 FakeDriver& fake() {
   static FakeDriver driver;
@@ -51,7 +53,7 @@ int device_attribute(int* value, int attribute, int) {
 }
 int flush_writes(int, int) {
   if (contexts.empty()) return kInvalidContext;
-  return fake().locked([](FakeDriver& f) { return ++f.flushes, f.flush_error; });
+  return fake().flush(static_cast<int>(static_cast<char*>(contexts.back()) - primary));
 }
 // A descriptor that says nothing: what passes for GPU memory has an address already.
 int export_dmabuf(int* fd, uint64_t address, size_t bytes, int, unsigned long long) {
@@ -61,7 +63,6 @@ int export_dmabuf(int* fd, uint64_t address, size_t bytes, int, unsigned long lo
   return error;
 }
 int context_retain(void** context, int device) {
-  static char primary[kNumDevices];
   *context = &primary[device - 70];
   return fake().locked([](FakeDriver& f) { return ++f.contexts, 0; });
 }
@@ -226,6 +227,7 @@ constexpr platform::DriverTable kTable = {
     .event_query = event_query,
     .event_destroy = event_destroy,
     .copy_async = copy_async,
+    .copy_any_async = copy_async,
     .host_alloc = host_alloc,
     .host_free = host_free,
     .launch = launch,
@@ -261,6 +263,41 @@ FakeDriver& FakeDriver::install() {
   return fake();
 }
 
+void FakeDriver::place(std::span<std::byte> memory, int device, int readers) {
+  locked([&](FakeDriver& f) { f.placed_.push_back({memory, device, readers}); });
+}
+void FakeDriver::take_back(std::span<std::byte> memory) {
+  locked([&](FakeDriver& f) {
+    std::erase_if(f.placed_, [&](const Placed& p) { return p.memory.data() == memory.data(); });
+    std::erase_if(f.unseen_, [&](const Unseen& write) {
+      return write.to >= memory.data() && write.to < memory.data() + memory.size();
+    });
+  });
+}
+void FakeDriver::write_by_nic(void* to, const void* from, size_t bytes) {
+  fake().locked([&](FakeDriver& f) {
+    auto* const target = static_cast<std::byte*>(to);
+    const auto* const source = static_cast<const std::byte*>(from);
+    for (const Placed& p : f.placed_) {
+      if (target < p.memory.data() || target >= p.memory.data() + p.memory.size()) continue;
+      if (f.writes_ordering >= p.readers) break;
+      f.unseen_.push_back({p.device, target, {source, source + bytes}});
+      return;
+    }
+    std::memcpy(to, from, bytes);
+  });
+}
+int FakeDriver::flush(int device) {
+  return locked([&](FakeDriver& f) {
+    ++f.flushes;
+    if (f.flush_error != 0) return f.flush_error;
+    std::erase_if(f.unseen_, [&](const Unseen& write) {
+      if (write.device == device) std::ranges::copy(write.bytes, write.to);
+      return write.device == device;
+    });
+    return 0;
+  });
+}
 void FakeDriver::set_max_queries(uint32_t num) {
   locked([&](FakeDriver& f) { f.max_queries = num; });
 }

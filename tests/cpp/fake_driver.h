@@ -4,7 +4,8 @@
 //
 // It refuses what would be wrong on a device: copies on a thread without a context, and event queries
 // that may break a stream capture. A launch is of the copy kernel (kernels/copy.cu), whatever function
-// it names: a thread that keeps the same protocol.
+// it names: a thread that keeps the same protocol. What a NIC writes to memory that was placed on a GPU
+// is not there for those who read it until the GPU is flushed, unless it orders such writes.
 #pragma once
 
 #include <atomic>
@@ -13,6 +14,8 @@
 #include <memory>
 #include <mutex>
 #include <random>
+#include <span>
+#include <vector>
 
 #include "platform/cuda_driver.h"
 
@@ -74,11 +77,31 @@ class FakeDriver {
   uint64_t copies = 0;
   std::atomic<bool> kernels_out{false}, kernels_in{false};
   std::atomic<uint64_t> kernel_copies{~uint64_t{0}}, launches{0};
+  // `memory` passes for that of a GPU, whose own kernels read it (readers 100), or other GPUs as well
+  // (200), until it is given back with take_back().
+  void place(std::span<std::byte> memory, int device, int readers);
+  void take_back(std::span<std::byte> memory);
+  // A NIC's write: at once, or not before the GPU of that memory flushes.
+  static void write_by_nic(void* to, const void* from, size_t bytes);
+  int flush(int device);
+
   // Writes of NICs: how far they are ordered, what flushes and exports return, flushes so far.
   int writes_ordering = 200, flush_options = 1, flush_error = 0, dmabuf_error = 0;
   uint64_t flushes = 0;
 
  private:
+  struct Placed {
+    std::span<std::byte> memory;
+    int device, readers;
+  };
+  struct Unseen {
+    int device;
+    std::byte* to;
+    std::vector<std::byte> bytes;
+  };
+
+  std::vector<Placed> placed_;
+  std::vector<Unseen> unseen_;
   std::mutex mutex_;
 };
 

@@ -1,244 +1,47 @@
 #include "fake_fabric.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
-#include <map>
 #include <memory>
 #include <mutex>
-#include <random>
+#include <optional>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
 #include "fake_fabric_info.h"
+#include "fake_fabric_world.h"
 
 namespace moe_p2p::test {
 
-using namespace provider::libfabric;  // NOLINT(google-build-using-namespace): all of the ABI
+using namespace fabric_world;  // NOLINT(google-build-using-namespace): its other half
 
-namespace {
-
-constexpr size_t kNameBytes = 32, kQueue = 96;
-constexpr int kNoData = 61, kBadLocalKey = 5, kBadAddress = 7, kUnresponsive = 13;
-
-struct FakeDomain;
-struct FakeCq;
-struct FakeEndpoint;
-
-struct FakeRegion : MemoryRegion {
-  FakeDomain* domain = nullptr;
-  std::byte* data = nullptr;
-  size_t bytes = 0;
-};
-
-struct Operation {
-  FakeEndpoint* source;
-  FakeRegion* local_region;
-  const std::byte* local;
-  size_t bytes;
-  RmaIov remote;
-  uint64_t target;  // id of the endpoint
-  uint64_t imm;
-  bool has_imm;
-  void* context;
-  uint32_t delay;  // in polls of anybody
-};
-
-struct FakeDomain : AccessDomain {
-  std::string name;
-  std::mt19937_64 random;
-  std::atomic<bool> inside{false};
-  std::map<uint64_t, FakeRegion*> regions;
-};
-
-struct FakeAv : AddressVector {
-  FakeDomain* domain = nullptr;
-  std::vector<uint64_t> ids;  // 0: removed
-};
-
-struct FakeCq : CompletionQueue {
-  FakeDomain* domain = nullptr;
-  FakeEndpoint* endpoint = nullptr;
-  std::vector<CqEntry> entries;
-  std::vector<CqError> errors;
-  bool broken = false;
-};
-
-struct FakeEndpoint : Endpoint {
-  FakeDomain* domain = nullptr;
-  FakeAv* av = nullptr;
-  FakeCq* cq = nullptr;
-  uint64_t id = 0;
-  std::vector<Operation> unrung;
-  bool cut = false;  // the last post was refused
-  size_t num_outstanding = 0;
-  std::map<uint64_t, uint32_t> handshakes;  // polls left until the peer answers
-};
-
-// All endpoints of the process and what is between them. One lock, taken by every call.
-struct Network {
-  std::mutex mutex;
-  std::map<uint64_t, FakeEndpoint*> endpoints;
-  std::vector<Operation> wire;
-  uint64_t next_id = 1, next_key = 1000;
-  FakeFabric::Counts counts;
-  int next_err = 0, next_prov_errno = 0, registration_err = 0;
-  bool refuse_all = false;
-};
-Network& network() {
+fabric_world::Network& fabric_world::network() {
   static Network instance;
   return instance;
 }
 
-// One call into a domain: counts those that are not alone, and holds the network.
-class Call {
+namespace {
+
+constexpr int kNoData = 61;
+
+// Registering, or the end of it: alone in its domain only under FI_THREAD_DOMAIN.
+class RegionCall {
  public:
-  explicit Call(FakeDomain& domain)
-      : domain_(domain), alone_(!domain.inside.exchange(true)), lock_(network().mutex) {
-    if (!alone_) ++network().counts.intruders;
-  }
-  ~Call() {
-    if (alone_) domain_.inside.store(false);
+  explicit RegionCall(FakeDomain& domain) {
+    if (domain.registers_alone)
+      call_.emplace(domain);
+    else
+      lock_ = std::unique_lock(network().mutex);
   }
 
  private:
-  FakeDomain& domain_;
-  const bool alone_;
-  const std::lock_guard<std::mutex> lock_;
+  std::optional<Call> call_;
+  std::unique_lock<std::mutex> lock_;
 };
-
-bool one_in(FakeDomain& domain, uint32_t n) { return domain.random() % n == 0; }
-
-void report(const Operation& op, int err, int prov_errno) {
-  --op.source->num_outstanding;
-  if (err == 0) {
-    op.source->cq->entries.push_back({op.context, kRma | kWrite, 0, nullptr, 0});
-    return;
-  }
-  ++network().counts.failed;
-  CqError error{};
-  error.op_context = op.context;
-  error.flags = kRma | kWrite;
-  error.err = err;
-  error.prov_errno = prov_errno;
-  op.source->cq->errors.push_back(error);
-}
-
-void carry_out(const Operation& op) {
-  Network& n = network();
-  if (const int err = std::exchange(n.next_err, 0)) return report(op, err, n.next_prov_errno);
-  const auto target = n.endpoints.find(op.target);
-  if (target == n.endpoints.end()) return report(op, ECONNABORTED, kUnresponsive);
-  const auto& local = op.source->domain->regions;
-  const bool has_local = std::ranges::any_of(
-      local, [&](const auto& entry) { return entry.second == op.local_region; });
-  if (!has_local) return report(op, EINVAL, kBadLocalKey);
-  const auto& regions = target->second->domain->regions;
-  const auto found = regions.find(op.remote.key);
-  if (found == regions.end()) return report(op, EINVAL, kBadAddress);
-  const auto base = reinterpret_cast<uint64_t>(found->second->data);
-  const uint64_t offset = op.remote.addr - base;
-  if (op.remote.addr < base || offset > found->second->bytes ||
-      op.bytes > found->second->bytes - offset)
-    return report(op, EINVAL, kBadAddress);
-  std::memcpy(found->second->data + offset, op.local, op.bytes);
-  if (op.has_imm)
-    target->second->cq->entries.push_back(
-        {nullptr, kRma | kRemoteWrite | kRemoteCqData, 0, nullptr, op.imm});
-  report(op, 0, 0);
-}
-
-void advance(FakeDomain& domain) {
-  auto& wire = network().wire;
-  for (size_t i = 0; i < wire.size();) {
-    if (wire[i].delay > 0) {
-      --wire[i++].delay;
-      continue;
-    }
-    const Operation op = wire[i];
-    wire[i] = wire.back();
-    wire.pop_back();
-    carry_out(op);
-  }
-  std::ranges::shuffle(wire, domain.random);
-}
-
-// --- data ---
-
-ssize_t refuse(FakeEndpoint& endpoint) {
-  endpoint.cut = true;
-  ++network().counts.refused;
-  return -EAGAIN;
-}
-
-bool is_ready(FakeEndpoint& endpoint, uint64_t target) {
-  const auto [peer, is_new] = endpoint.handshakes.try_emplace(target, 0);
-  if (is_new) peer->second = endpoint.domain->random() % 20;
-  return peer->second == 0;
-}
-
-ssize_t writemsg(Endpoint* object, const RmaMessage* message, uint64_t flags) {
-  auto& endpoint = *static_cast<FakeEndpoint*>(object);
-  FakeDomain& domain = *endpoint.domain;
-  const Call call(domain);
-  Network& n = network();
-  const uint64_t wanted = kCompletion | kDeliveryComplete;
-  if (message->iov_count != 1 || message->rma_iov_count != 1 || (flags & wanted) != wanted ||
-      message->data >> 32 != 0 || message->addr >= endpoint.av->ids.size() || !message->desc ||
-      !message->desc[0])
-    return -EINVAL;
-  const uint64_t target = endpoint.av->ids[message->addr];
-  if (target == 0) return -EINVAL;
-  if (n.refuse_all || endpoint.num_outstanding >= kQueue || !is_ready(endpoint, target) ||
-      one_in(domain, 8))
-    return refuse(endpoint);
-  endpoint.cut = false;
-  ++endpoint.num_outstanding;
-  const uint32_t delay = one_in(domain, 16) ? domain.random() % 64 : domain.random() % 4;
-  endpoint.unrung.push_back({&endpoint, static_cast<FakeRegion*>(message->desc[0]),
-                             static_cast<const std::byte*>(message->msg_iov->iov_base),
-                             message->msg_iov->iov_len, *message->rma_iov, target, message->data,
-                             (flags & kRemoteCqData) != 0, message->context, delay});
-  if (flags & kMore) {
-    ++n.counts.chained;
-    return 0;
-  }
-  n.wire.insert(n.wire.end(), endpoint.unrung.begin(), endpoint.unrung.end());
-  endpoint.unrung.clear();
-  return 0;
-}
-
-ssize_t cq_read(CompletionQueue* object, void* out, size_t count) {
-  auto& cq = *static_cast<FakeCq*>(object);
-  const Call call(*cq.domain);
-  if (cq.broken) return -EIO;
-  if (!cq.endpoint->unrung.empty() && !cq.endpoint->cut) ++network().counts.left_open;
-  for (auto& [peer, polls] : cq.endpoint->handshakes) polls -= polls > 0 ? 1 : 0;
-  advance(*cq.domain);
-  if (!cq.errors.empty()) return -kErrorAvailable;
-  if (cq.entries.empty()) return -EAGAIN;
-  std::ranges::shuffle(cq.entries, cq.domain->random);
-  const size_t shown = std::min(count, cq.entries.size());
-  std::copy_n(cq.entries.end() - static_cast<std::ptrdiff_t>(shown), shown,
-              static_cast<CqEntry*>(out));
-  cq.entries.resize(cq.entries.size() - shown);
-  return static_cast<ssize_t>(shown);
-}
-
-ssize_t cq_readerr(CompletionQueue* object, CqError* error, uint64_t) {
-  auto& cq = *static_cast<FakeCq*>(object);
-  const Call call(*cq.domain);
-  if (cq.broken) return -EIO;
-  if (cq.errors.empty()) return -EAGAIN;
-  *error = cq.errors.back();
-  cq.errors.pop_back();
-  return 1;
-}
-
-// --- control ---
 
 template <typename T>
 int close_object(Fid* fid) {
@@ -249,7 +52,7 @@ int close_object(Fid* fid) {
 int close_region(Fid* fid) {
   auto* region = reinterpret_cast<FakeRegion*>(fid);
   {
-    const Call call(*region->domain);
+    const RegionCall call(*region->domain);
     region->domain->regions.erase(region->key);
   }
   delete region;
@@ -277,7 +80,38 @@ int bind_endpoint(Fid* fid, Fid* to, uint64_t) {
   return 0;
 }
 
-int enable(Fid*, int command, void*) { return command == kControlEnable ? 0 : -ENOSYS; }
+int enable(Fid* fid, int command, void*) {
+  if (command != kControlEnable) return -ENOSYS;
+  if (fid->fclass != 3) return 0;
+  auto& endpoint = *reinterpret_cast<FakeEndpoint*>(fid);
+  endpoint.enabled = true;
+  const char* shm = std::getenv("FI_EFA_ENABLE_SHM_TRANSFER");
+  if (endpoint.shm_permitted && (!shm || std::strcmp(shm, "0") != 0))
+    ++network().counts.shm_transfers;
+  return 0;
+}
+
+// As efa_rdm_ep_setopt() and efa_rdm_ep_set_cuda_api_permitted() (efa_rdm_ep_fiops.c).
+int set_option(Fid* fid, int level, int option, const void* value, size_t length) {
+  auto& endpoint = *reinterpret_cast<FakeEndpoint*>(fid);
+  const FakeFabric::Machine& machine = network().machine;
+  if (level != kOptEndpoint) return -ENOPROTOOPT;
+  if (option == kOptSharedMemoryPermitted && machine.version < make_version(1, 21))
+    return -ENOPROTOOPT;
+  if (option != kOptSharedMemoryPermitted && option != kOptCudaApiPermitted) return -ENOPROTOOPT;
+  if (length != sizeof(bool) || endpoint.enabled) return -EINVAL;
+  const bool permitted = *static_cast<const bool*>(value);
+  if (option == kOptSharedMemoryPermitted) return endpoint.shm_permitted = permitted, 0;
+  if (!machine.cuda) return -EINVAL;
+  if (!permitted && !machine.gpu_direct) return -EOPNOTSUPP;
+  return endpoint.cuda_permitted = permitted, 0;
+}
+int get_option(Fid*, int level, int option, void* value, size_t* length) {
+  if (level != kOptEndpoint || option != kOptEfaEmulatedWrite || *length < sizeof(bool))
+    return -ENOPROTOOPT;
+  *static_cast<bool*>(value) = network().machine.emulates_writes;
+  return *length = sizeof(bool), 0;
+}
 
 template <int (*Close)(Fid*)>
 FidOps* fid_ops() {
@@ -341,6 +175,8 @@ int open_endpoint(AccessDomain* domain, Info*, Endpoint** out, void*) {
   static RmaOps rma{sizeof(RmaOps), nullptr, nullptr, nullptr, nullptr, nullptr, writemsg};
   auto* endpoint = new FakeEndpoint;
   endpoint->fid = {3, nullptr, fid_ops<close_endpoint>()};
+  static EndpointOps options{sizeof(EndpointOps), nullptr, get_option, set_option};
+  endpoint->ops = &options;
   endpoint->cm = &cm;
   endpoint->rma = &rma;
   endpoint->domain = static_cast<FakeDomain*>(domain);
@@ -356,7 +192,7 @@ int register_memory(Fid* fid, const MrAttr* attr, uint64_t flags, MemoryRegion**
   auto region = std::make_unique<FakeRegion>();
   if (flags & kMrDmabuf) {
     const auto& dmabuf = *static_cast<const Dmabuf*>(attr->memory);
-    if (dmabuf.fd < 0 || attr->iface != kHmemCuda) return -EINVAL;
+    if (dmabuf.fd < 0) return -EBADF;
     region->data = static_cast<std::byte*>(dmabuf.base_addr) + dmabuf.offset;
     region->bytes = dmabuf.len;
   } else {
@@ -364,8 +200,16 @@ int register_memory(Fid* fid, const MrAttr* attr, uint64_t flags, MemoryRegion**
     region->data = static_cast<std::byte*>(whole.iov_base);
     region->bytes = whole.iov_len;
   }
-  const Call call(*domain);
+  // efa_mr_regattr(): -FI_ENOSYS for an interface that is not initialized. Without FI_HMEM at the domain
+  // CUDA's memory is taken for the host's (efa_mr_hmem_setup).
+  if (attr->iface == kHmemCuda && !network().machine.cuda) return -ENOSYS;
+  region->needs_sync = attr->iface == kHmemCuda && domain->has_hmem;
+  ++network().num_registering;
+  while (network().hold_registrations) std::this_thread::yield();
+  --network().num_registering;
+  const RegionCall call(*domain);
   if (network().registration_err != 0) return -network().registration_err;
+  network().counts.as_host += flags & kMrDmabuf && attr->iface == kHmemSystem ? 1 : 0;
   network().counts.dmabufs += flags & kMrDmabuf ? 1 : 0;
   region->fid = {4, nullptr, fid_ops<close_region>()};
   region->domain = domain;
@@ -384,12 +228,16 @@ int open_domain(Fabric*, Info* info, AccessDomain** out, void*) {
   domain->ops = &ops;
   domain->mr = &mr;
   domain->name = info->domain_attr->name;
+  domain->has_hmem = (info->caps & kHmem) != 0;
+  domain->registers_alone = info->domain_attr->threading == kThreadDomain;
   domain->random.seed(std::strtoull(domain->name.c_str() + 3, nullptr, 10));
+  domain->keeps_early_writes = network().machine.version >= make_version(1, 22);
   *out = domain;
   return 0;
 }
 
-int open_fabric(FabricAttr*, Fabric** out, void*) {
+int open_fabric(FabricAttr* attr, Fabric** out, void*) {
+  if (std::strcmp(attr->name, "efa-direct") == 0) ++network().counts.direct;
   static FabricOps ops{sizeof(FabricOps), open_domain};
   auto* fabric = new Fabric{{6, nullptr, fid_ops<close_object<Fabric>>()}, &ops};
   *out = fabric;
@@ -398,14 +246,14 @@ int open_fabric(FabricAttr*, Fabric** out, void*) {
 
 int get_info(uint32_t, const char*, const char*, uint64_t, const Info* hints, Info** out) {
   if (std::strcmp(hints->fabric_attr->prov_name, "efa") != 0) return -kNoData;
-  const char* shm = std::getenv("FI_EFA_ENABLE_SHM_TRANSFER");
-  if (!shm || std::strcmp(shm, "0") != 0) ++network().counts.shm_transfers;
+  // efa_user_info_should_support_hmem(): only where CUDA's runtime was loaded.
+  if (hints->caps & kHmem && !network().machine.cuda) return -kNoData;
   *out = make_efa_infos(*hints, kQueue);
   return 0;
 }
 
 const char* error_name(int error) { return std::strerror(error); }
-uint32_t version() { return make_version(1, 20); }
+uint32_t version() { return network().machine.version; }
 
 constexpr Library kLibrary{get_info, free_efa_info, dup_efa_info, open_fabric, error_name, version};
 
@@ -420,7 +268,7 @@ void FakeFabric::use_for(std::string_view settings) {
   const bool fake = settings.find("provider=efa") != settings.npos;
   set_library_for_tests(fake ? &kLibrary : nullptr);
   const std::lock_guard lock(network().mutex);
-  if (network().endpoints.empty()) network().counts = {};
+  if (network().endpoints.empty()) network().counts = {}, network().silent.clear();
 }
 
 void FakeFabric::fail_next(int err, int prov_errno) {
@@ -438,6 +286,19 @@ void FakeFabric::lose_devices() {
   const std::lock_guard lock(network().mutex);
   for (const auto& [id, endpoint] : network().endpoints) endpoint->cq->broken = true;
 }
+
+void FakeFabric::set_machine(const Machine& machine) {
+  const std::lock_guard lock(network().mutex);
+  network().machine = machine;
+}
+
+void FakeFabric::silence(std::string_view nic) {
+  const std::lock_guard lock(network().mutex);
+  network().silent = nic;
+}
+
+void FakeFabric::hold_registrations(bool hold) { network().hold_registrations = hold; }
+uint32_t FakeFabric::num_registering() { return network().num_registering; }
 
 void FakeFabric::refuse_all(bool refuse) {
   const std::lock_guard lock(network().mutex);

@@ -57,10 +57,10 @@ void free_efa_info(Info* info) {
 
 Info* make_efa_infos(const Info& hints, size_t queue) {
   Info* first = nullptr;
-  for (int nic = 9; nic >= 0; --nic) {
+  for (int i = 19; i >= 0; --i) {
     auto* info = new FullInfo(hints);
-    info->fabric.name = strdup("efa");
-    info->domain.name = strdup(("efa" + std::to_string(nic)).c_str());
+    info->fabric.name = strdup(i < 10 ? "efa-direct" : "efa");
+    info->domain.name = strdup(("efa" + std::to_string(i % 10)).c_str());
     info->domain.mr_mode &= kMrLocal | kMrVirtAddr | kMrAllocated | kMrProvKey | kMrHmem;
     info->domain.cq_data_size = 4;
     info->domain.mr_key_size = 4;

@@ -1,5 +1,6 @@
 #include "engine/imm_counter.h"
 
+#include <atomic>
 #include <thread>
 #include <vector>
 
@@ -62,41 +63,86 @@ TEST_CASE("imm table: an immediate of an unknown communicator is discarded and c
   CHECK(table.discarded() == 2);
 }
 
-TEST_CASE("imm table: a free-form immediate may come before anybody asks for its counter") {
+TEST_CASE("imm table: a free-form immediate may come before anybody asks for it") {
   ImmTable table;
+  CHECK(table.value(77) == 0);
+  CHECK(table.wait(77, 0, Clock::now()));
   for (int i = 0; i < 3; ++i) table.deliver(77);
-  ImmCounter* counter = table.find_or_add(77);
-  REQUIRE(counter != nullptr);
-  CHECK(counter->wait(3, Clock::now()));
-  CHECK_FALSE(counter->wait(4, Clock::now() + milliseconds(1)));
+  CHECK(table.value(77) == 3);
+  CHECK(table.wait(77, 3, Clock::now()));
+  CHECK_FALSE(table.wait(77, 4, Clock::now() + milliseconds(1)));
+  CHECK_FALSE(table.wait(78, 1, Clock::now() + milliseconds(1)));
 }
 
-TEST_CASE(
-    "imm table: values with equal hashes keep counters of their own until the table is full") {
+TEST_CASE("imm table: values far apart keep counters of their own until the table is full") {
   ImmTable table;
   for (uint32_t value = 0; value < ImmTable::kMaxFreeForm; ++value) table.deliver(value * 4096);
-  for (uint32_t value = 0; value < ImmTable::kMaxFreeForm; ++value) {
-    ImmCounter* counter = table.find_or_add(value * 4096);
-    REQUIRE(counter != nullptr);
-    REQUIRE(counter->count.load(std::memory_order_relaxed) == 1);
-  }
-  CHECK(table.find_or_add(1) == nullptr);
+  for (uint32_t value = 0; value < ImmTable::kMaxFreeForm; ++value)
+    REQUIRE(table.value(value * 4096) == 1);
   table.deliver(1);
   CHECK(table.discarded() == 1);
+  CHECK(table.value(1) == 0);
+  CHECK_FALSE(table.can_count(1));
+  CHECK(table.can_count(4096));
 }
 
-TEST_CASE("imm table: the largest free-form value is counted, a keyed value has no counter") {
+TEST_CASE("imm table: a value that is given back counts from zero, and makes room for another") {
+  ImmTable table;
+  for (uint32_t value = 0; value < ImmTable::kMaxFreeForm; ++value) table.deliver(value);
+  CHECK(table.give_back(7) == 1);
+  CHECK(table.value(7) == 0);
+  CHECK(table.give_back(7) == 0);
+  CHECK(table.can_count(9'999));
+  table.deliver(9'999);
+  CHECK(table.value(9'999) == 1);
+  table.deliver(7);
+  CHECK(table.discarded() == 1);
+  CHECK(table.give_back(9'999) == 1);
+  for (int i = 0; i < 2; ++i) table.deliver(7);
+  CHECK(table.value(7) == 2);
+  for (uint32_t value = 0; value < ImmTable::kMaxFreeForm; ++value)
+    REQUIRE(table.value(value) == (value == 7 ? 2 : 1));
+}
+
+TEST_CASE("imm table: one value after the other is counted for the life of an engine") {
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
+  constexpr uint32_t kValues = 200'000;
+#else
+  constexpr uint32_t kValues = 10'000'000;
+#endif
+  constexpr uint32_t kKept = 1'000;  // of the last ones some are not given back yet
+  ImmTable table;
+  uint64_t num_given = 0;
+  for (uint32_t value = 0; value < kValues; ++value) {
+    table.deliver(value);
+    if (value >= kKept) num_given += table.give_back(value - kKept).value_or(0);
+  }
+  CHECK(table.discarded() == 0);
+  CHECK(num_given == kValues - kKept);
+  for (uint32_t value = kValues - kKept; value < kValues; ++value) REQUIRE(table.value(value) == 1);
+}
+
+TEST_CASE("imm table: a value that is waited for is not given back") {
+  ImmTable table;
+  table.deliver(5);
+  std::thread waiter([&] { CHECK(table.wait(5, 2, Clock::now() + seconds(20))); });
+  while (table.give_back(5)) table.deliver(5);  // until the waiter has it
+  for (int i = 0; i < 2; ++i) table.deliver(5);
+  waiter.join();
+  CHECK(table.give_back(5) >= 2);
+}
+
+TEST_CASE("imm table: the largest free-form value is counted") {
   ImmTable table;
   table.deliver(ImmKey::kKeyedBit - 1);
-  CHECK(table.find_or_add(ImmKey::kKeyedBit - 1)->count.load(std::memory_order_relaxed) == 1);
-  CHECK(table.find_or_add(ImmKey::kKeyedBit) == nullptr);
+  CHECK(table.value(ImmKey::kKeyedBit - 1) == 1);
 }
 
-TEST_CASE("imm counter: sleepers wake when the expected count is reached") {
+TEST_CASE("imm table: sleepers wake when the expected count is reached") {
   ImmTable table;
   uint64_t payload = 0;
   std::thread waiter([&] {
-    CHECK(table.find_or_add(5)->wait(1000, Clock::now() + seconds(20)));
+    CHECK(table.wait(5, 1000, Clock::now() + seconds(20)));
     CHECK(payload == 42);
   });
   payload = 42;
@@ -104,17 +150,27 @@ TEST_CASE("imm counter: sleepers wake when the expected count is reached") {
   waiter.join();
 }
 
-TEST_CASE("imm table: both sides asking for a new value at once get the same counter") {
-  for (int round = 0; round < 50; ++round) {
-    ImmTable table;
-    std::thread other([&] {
-      for (uint32_t value = 0; value < 64; ++value) table.find_or_add(value);
+TEST_CASE("imm table: users wait for and give back what the polling thread counts") {
+  constexpr uint32_t kValues = 20'000;
+  ImmTable table;
+  std::thread poller([&] {
+    for (uint32_t value = 0; value < kValues; ++value) {
+      while (!table.can_count(value)) std::this_thread::yield();
+      table.deliver(value);
+    }
+  });
+  std::atomic<uint32_t> num_wrong{0};
+  std::vector<std::thread> users;
+  for (uint32_t first : {0u, 1u})
+    users.emplace_back([&table, &num_wrong, first] {
+      for (uint32_t value = first; value < kValues; value += 2)
+        if (!table.wait(value, 1, Clock::now() + seconds(20)) || table.give_back(value) != 1)
+          ++num_wrong;
     });
-    for (uint32_t value = 0; value < 64; ++value) table.deliver(value);
-    other.join();
-    for (uint32_t value = 0; value < 64; ++value)
-      REQUIRE(table.find_or_add(value)->count.load(std::memory_order_relaxed) == 1);
-  }
+  poller.join();
+  for (std::thread& user : users) user.join();
+  CHECK(num_wrong == 0);
+  CHECK(table.discarded() == 0);
 }
 
 }  // namespace

@@ -67,7 +67,7 @@ TEST_CASE("engine over libfabric: a peer that closes fails what is sent to it, o
     REQUIRE(doomed.wait(soon()));
     CHECK((doomed.status().code == base::Code::kPeerDead ||
            doomed.status().code == base::Code::kClosed));
-    REQUIRE(stays.imm_table().find_or_add(1)->wait(2, soon()));
+    REQUIRE(stays.imm_table().wait(1, 2, soon()));
     CHECK(kept.data == source.data);
   });
 }

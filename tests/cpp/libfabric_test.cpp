@@ -4,6 +4,8 @@
 // tests/test_libfabric.py.
 #include <sys/resource.h>
 
+#include <thread>
+
 #include "provider/libfabric/config.h"
 #include "provider/libfabric/errors.h"
 #include "provider_table.h"
@@ -56,6 +58,7 @@ TEST_CASE("libfabric on efa: chains are rung, calls are alone, shared memory of 
   CHECK(counts.left_open == 0);
   CHECK(counts.intruders == 0);
   CHECK(counts.shm_transfers == 0);
+  CHECK(counts.direct == 0);                  // although it is named first
   CHECK(num_inversions(pair.b.imms) > 1000);  // the fake is worth its name
   CHECK(num_inversions(pair.a.done) > 1000);
 }
@@ -83,6 +86,8 @@ TEST_CASE("libfabric on efa: numbers of the device become statuses") {
     Code code;
   } cases[] = {{EINVAL, 7, Code::kRemoteAccess},    {EMSGSIZE, 11, Code::kRemoteAccess},
                {EINVAL, 5, Code::kTransport},       {ECONNABORTED, 13, Code::kPeerDead},
+               {ENOTCONN, 9, Code::kPeerDead},      {ENOTCONN, 14, Code::kPeerDead},
+               {ECONNABORTED, 8, Code::kPeerDead},  {ECONNABORTED, 4124, Code::kPeerDead},
                {EHOSTUNREACH, 15, Code::kPeerDead}, {ECANCELED, 1, Code::kPeerDead},
                {EIO, 0, Code::kTransport}};
   Pair pair(kEfa, 100);
@@ -146,16 +151,153 @@ TEST_CASE("libfabric on efa: memory that cannot be registered says how much and 
   const Memory memory(node, 1000);  // the NIC goes on
 }
 
-TEST_CASE("libfabric on efa: GPU memory is registered by dma-buf, and refused with hmem=off") {
-  test::FakeDriver::install();
-  FakeFabric::use_for(kEfa.settings);
-  Node node(kEfa.name, kEfa.settings, 0, MemoryKind::kCuda);
-  {
-    const Memory memory(node, 100'000);
+// What libfabric finds, for the time of a scope.
+struct OnMachine {
+  explicit OnMachine(const FakeFabric::Machine& machine) { FakeFabric::set_machine(machine); }
+  ~OnMachine() { FakeFabric::set_machine({}); }
+};
+
+// Writes from GPU memory to GPU memory, each with an immediate; the error of registering, if any.
+std::string write_gpu_memory(const char* settings) {
+  const ProviderUnderTest on_gpu = {
+      .name = "libfabric", .settings = settings, .memory = MemoryKind::kCuda};
+  try {
+    const size_t num_wrong = num_early(on_gpu);
+    CHECK(num_wrong == 0);
+  } catch (const base::Error& error) {
+    CHECK(error.code() == Code::kUnavailable);
+    return error.what();
   }
-  CHECK(FakeFabric::counts().dmabufs == 1);
-  Node without(kEfa.name, std::string(kEfa.settings) + ",hmem=off", 0, MemoryKind::kCuda);
-  CHECK_THROWS_WITH_AS(Memory(without, 64), doctest::Contains("hmem=off"), base::Error);
+  return "";
+}
+
+TEST_CASE(
+    "libfabric on efa: GPU memory is written without a call of CUDA, or refused with the reason") {
+  const auto dmabufs_as_host = [] {
+    const auto counts = FakeFabric::counts();
+    CHECK(counts.dmabufs > 0);
+    return counts.as_host;
+  };
+  FakeFabric::use_for(kEfa.settings);
+  CHECK(write_gpu_memory(kEfa.settings) == "");
+  CHECK(dmabufs_as_host() == 0);
+  CHECK(has(write_gpu_memory("provider=efa,interfaces=efa7,hmem=off"), "hmem=off"));
+  {
+    const OnMachine old({.version = provider::libfabric::make_version(1, 20)});
+    CHECK(write_gpu_memory(kEfa.settings) == "");
+  }
+  for (const FakeFabric::Machine& machine :
+       {FakeFabric::Machine{.cuda = false}, FakeFabric::Machine{.gpu_direct = false}}) {
+    const OnMachine without(machine);
+    CHECK(write_gpu_memory(kEfa.settings) == "");
+    CHECK(dmabufs_as_host() > 0);
+    const char* reason = machine.cuda ? "no GPUDirect RDMA" : "libcudart.so";
+    CHECK(has(write_gpu_memory("provider=efa,interfaces=efa7,hmem=on"), reason));
+    auto& driver = test::FakeDriver::install();
+    driver.locked([](test::FakeDriver& f) { f.dmabuf_error = 801; });
+    CHECK(has(write_gpu_memory(kEfa.settings), reason));
+    CHECK(has(write_gpu_memory(kEfa.settings), "exports no dma-buf"));
+    driver.locked([](test::FakeDriver& f) { f.dmabuf_error = 0; });
+  }
+  const OnMachine emulated({.emulates_writes = true});
+  CHECK(has(write_gpu_memory(kEfa.settings), "emulates writes"));
+}
+
+TEST_CASE("libfabric on efa: a library that is too old is refused by its version") {
+  const OnMachine old({.version = provider::libfabric::make_version(1, 17)});
+  CHECK(has(error_of(kEfa.settings, Code::kUnavailable), "libfabric 1.17 is too old"));
+}
+
+// A node that writes to two others: `a` on efa7, the targets on efa8 and efa9.
+struct Fan {
+  explicit Fan(const std::string& more = "") : settings(more) {}
+  Node open(const char* nic) const {
+    const std::string all = base::concat("provider=efa,interfaces=", nic, settings);
+    FakeFabric::use_for(all);
+    return Node("libfabric", all);
+  }
+  void post(uint64_t wr_id, PeerId peer, const Memory& to) {
+    post_all(a, {&a, &b, &c}, with_imm(make_write(wr_id, peer, source, 0, to, 0, 100), 7));
+  }
+
+  const std::string settings;
+  Node a = open("efa7"), b = open("efa8"), c = open("efa9");
+  Memory source{a, 100}, at_b{b, 100}, at_c{c, 100};
+  PeerId to_b = a.connect(b), to_c = a.connect(c);
+};
+
+TEST_CASE("libfabric on efa: a full queue is not blamed on the peers that wait for it") {
+  Fan fan(",timeout_ms=50");
+  for (const PeerId peer : {fan.to_b, fan.to_c})  // hands are shaken
+    fan.post(peer, peer, peer == fan.to_b ? fan.at_b : fan.at_c);
+  CHECK(pump({&fan.a, &fan.b, &fan.c}, [&] { return fan.a.done.size() == 2; }));
+  FakeFabric::silence("efa8");
+  constexpr uint64_t kHeld = 300, kWaiting = 20;  // the queue has 96 places
+  for (uint64_t i = 0; i < kHeld; ++i) fan.post(1000 + i, fan.to_b, fan.at_b);
+  for (uint64_t i = 0; i < kWaiting; ++i) fan.post(2000 + i, fan.to_c, fan.at_c);
+  // Whoever holds the queue is given up first.
+  CHECK(pump({&fan.a, &fan.c}, [&] { return fan.a.status.count(1000) == 1; }));
+  CHECK(fan.a.code(1000) == Code::kPeerDead);
+  FakeFabric::silence("");
+  CHECK(pump({&fan.a, &fan.b, &fan.c}, [&] { return fan.a.done.size() == 2 + kHeld + kWaiting; }));
+  for (uint64_t i = 0; i < kWaiting; ++i) CHECK(fan.a.code(2000 + i) == Code::kOk);
+  CHECK(fan.c.imms.size() == 1 + kWaiting);
+}
+
+TEST_CASE("libfabric on efa: a chain goes on to the next peer, unless hands are to be shaken") {
+  const auto post_both = [](Fan& fan, uint64_t first, bool c_first) {
+    WorkRequest both[] = {make_write(first, fan.to_b, fan.source, 0, fan.at_b, 0, 100),
+                          make_write(first + 1, fan.to_c, fan.source, 0, fan.at_c, 0, 100)};
+    if (c_first) std::swap(both[0], both[1]);
+    size_t posted = 0;
+    CHECK(pump({&fan.a, &fan.b, &fan.c}, [&] {
+      posted += fan.a.domain->post(std::span(both).subspan(posted));
+      return posted == 2;
+    }));
+  };
+  // The write to `c` is kept back: it must not hold up the one to `b`, and leave by itself once `c`
+  // answers. Several times, for the fake refuses at random.
+  for (uint64_t turn = 0; turn < 16; ++turn) {
+    CAPTURE(turn);
+    Fan fan;
+    for (uint64_t i = 0; i <= turn / 2; ++i) fan.post(i, fan.to_b, fan.at_b);
+    const size_t num_shaken = turn / 2 + 1;
+    REQUIRE(pump({&fan.a, &fan.b}, [&] { return fan.a.done.size() == num_shaken; }));
+    FakeFabric::silence("efa9");
+    post_both(fan, 100, turn % 2 == 0);
+    REQUIRE(pump({&fan.a, &fan.b}, [&] { return fan.a.status.count(100) == 1; }));
+    CHECK(fan.a.status.count(101) == 0);
+    FakeFabric::silence("");
+    REQUIRE(pump({&fan.a, &fan.b, &fan.c}, [&] { return fan.a.status.count(101) == 1; }));
+    CHECK(fan.a.num_failed() == 0);
+    CHECK(FakeFabric::counts().across_peers == 0);
+  }
+  Fan fan;
+  for (uint64_t i = 0; i < 100; ++i) {
+    post_both(fan, 2 * i, false);
+    if (i == 0) CHECK(pump({&fan.a, &fan.b, &fan.c}, [&] { return fan.a.done.size() == 2; }));
+  }
+  CHECK(pump({&fan.a, &fan.b, &fan.c}, [&] { return fan.a.done.size() == 200; }));
+  CHECK(fan.a.num_failed() == 0);
+  CHECK(FakeFabric::counts().across_peers > 20);
+  CHECK(FakeFabric::counts().left_open == 0);
+}
+
+TEST_CASE("libfabric on efa: registering memory holds up no writes") {
+  Pair pair(kEfa, 64 * 100);
+  FakeFabric::hold_registrations(true);
+  std::vector<std::byte> large(1 << 20);
+  MemoryKey key;
+  std::thread thread([&] { key = pair.a.domain->register_memory({large.data(), large.size()}); });
+  CHECK(pump({&pair.a}, [] { return FakeFabric::num_registering() == 1; }));
+  for (uint32_t i = 0; i < 200; ++i) pair.post(with_imm(pair.write(i, i % 64 * 100, 100), i));
+  CHECK(pair.pump_until_done(200));
+  CHECK(pair.pump_until_seen(200));
+  CHECK(FakeFabric::num_registering() == 1);
+  FakeFabric::hold_registrations(false);
+  thread.join();
+  pair.a.domain->unregister_memory(key);
+  CHECK(FakeFabric::counts().intruders == 0);
 }
 
 TEST_CASE("libfabric on efa: a node that was given a waker is never idle") {

@@ -1,6 +1,4 @@
-// The software NIC between processes: peers that are killed, and what they leave in /dev/shm. Each
-// child is forked before this process holds any NIC, because a child inherits the locks that say
-// who is alive.
+// The software NIC between processes: peers that are killed, and what they leave in /dev/shm.
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/wait.h>

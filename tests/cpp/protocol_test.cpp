@@ -1,7 +1,10 @@
 // The protocol under an adversary: thousands of schedules, and proof that a broken rule is seen.
 // MOE_P2P_SIMULATE=<seed> replays one seed alone.
+#include <charconv>
 #include <cstdlib>
+#include <limits>
 #include <set>
+#include <stdexcept>
 #include <string>
 
 #include "base/mutation.h"
@@ -19,13 +22,22 @@ constexpr uint64_t kNumSeeds = 150;  // instrumented code is about twenty times 
 constexpr uint64_t kNumSeeds = 3000;
 #endif
 
+simulation::World world_of(Mutation mutation, uint64_t seed) {
+  switch (mutation) {
+    case Mutation::kWriteToMasked: return simulation::masking_world_of_seed(seed);
+    case Mutation::kFailByLeft:
+    case Mutation::kFarewellEarly:
+    case Mutation::kFarewellOvertakes: return simulation::closing_world_of_seed(seed);
+    default: return simulation::world_of_seed(seed);
+  }
+}
+
 // How many of the seeds from 1 on a mutation needs to show; 0: none of `limit` did.
 uint64_t seeds_until_caught(Mutation mutation, const std::string& nic_settings, uint64_t limit) {
   base::active_mutation = mutation;
   uint64_t caught = 0;
   for (uint64_t seed = 1; seed <= limit && !caught; ++seed) {
-    auto world = mutation == Mutation::kWriteToMasked ? simulation::masking_world_of_seed(seed)
-                                                      : simulation::world_of_seed(seed);
+    auto world = world_of(mutation, seed);
     world.nic_settings = nic_settings;
     if (seed % 100 != 99 && !simulation::run(world, seed).fault.empty()) caught = seed;
   }
@@ -33,9 +45,20 @@ uint64_t seeds_until_caught(Mutation mutation, const std::string& nic_settings, 
   return caught;
 }
 
+// A whole number and nothing else, or the run would replay a seed that nobody asked for.
+uint64_t seed_from(const std::string& text) {
+  uint64_t seed = 0;
+  const char* end = text.data() + text.size();
+  const auto [stopped, error] = std::from_chars(text.data(), end, seed);
+  if (error != std::errc() || stopped != end)
+    throw std::invalid_argument("MOE_P2P_SIMULATE is '" + text + "', must be a seed from 0 to " +
+                                std::to_string(std::numeric_limits<uint64_t>::max()));
+  return seed;
+}
+
 void check_seeds(simulation::World (*world_of)(uint64_t seed), uint64_t num_seeds) {
   const char* only = std::getenv("MOE_P2P_SIMULATE");
-  const uint64_t first = only ? std::strtoull(only, nullptr, 10) : 1;
+  const uint64_t first = only ? seed_from(only) : 1;
   const uint64_t last = only ? first : num_seeds;
   uint64_t tokens = 0;
   for (uint64_t seed = first; seed <= last; ++seed) {
@@ -58,6 +81,21 @@ TEST_CASE("protocol: no schedule loses, doubles, delays or misplaces a token") {
 
 TEST_CASE("protocol: no schedule of ranks that mask each other corrupts a token") {
   check_seeds(simulation::masking_world_of_seed, kNumSeeds / 3);
+}
+
+TEST_CASE("protocol: what is no seed is refused by name") {
+  CHECK(seed_from("0") == 0);
+  CHECK(seed_from("18446744073709551615") == std::numeric_limits<uint64_t>::max());
+  for (const char* text : {"", "abc", "12x", "-1", " 7", "1.5", "18446744073709551616"})
+    CHECK_THROWS_WITH_AS(seed_from(text),
+                         (std::string("MOE_P2P_SIMULATE is '") + text +
+                          "', must be a seed from 0 to 18446744073709551615")
+                             .c_str(),
+                         std::invalid_argument);
+}
+
+TEST_CASE("protocol: whoever closes first, what was sent arrives and nobody waits for ever") {
+  check_seeds(simulation::closing_world_of_seed, kNumSeeds);
 }
 
 TEST_CASE("protocol: a seed replays exactly and another one does not") {
@@ -86,9 +124,12 @@ TEST_CASE("protocol: broken rules are caught") {
         Case{"sums before the weights are here", Mutation::kSumBeforeWeights, ""},
         Case{"weights taken for an earlier step's", Mutation::kWeightsInEveryStep, ""},
         Case{"writes to ranks that are masked", Mutation::kWriteToMasked, ""},
+        Case{"writes to a rank that left fail", Mutation::kFailByLeft, ""},
+        Case{"a rank leaves before all has arrived", Mutation::kFarewellEarly, ""},
+        Case{"a rank that left has sent what is here", Mutation::kFarewellOvertakes, ""},
         Case{"NIC delivers immediates early", Mutation::kNone, "mutate=early_imm"}}) {
     CAPTURE(c.name);
-    const uint64_t seed = seeds_until_caught(c.mutation, c.nic_settings, 300);
+    const uint64_t seed = seeds_until_caught(c.mutation, c.nic_settings, kNumSeeds);
     CHECK(seed > 0);
     MESSAGE(c.name, ": seen by seed ", seed);
   }

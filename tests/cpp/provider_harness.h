@@ -66,6 +66,7 @@ class Node {
   std::map<uint64_t, base::Status> status;        // by wr_id
   std::function<void(uint32_t imm)> on_imm = {};  // called as soon as the immediate is seen
   size_t poll_entries = 16;
+  bool maps_windows = true;  // GPU memory of peers is mapped here before it is written to
 
   size_t poll() {
     Completion completions[64];
@@ -123,6 +124,7 @@ class Memory {
   // For writes of memory `from`, once per node.
   void map_for(const Memory& from) const {
     if (span().kind != MemoryKind::kCuda || from.span().kind != MemoryKind::kCuda) return;
+    if (!from.node_.maps_windows) return;
     const auto& domain = from.node_.domain;
     for (const auto& mapped : windows_)
       if (mapped.lock() == domain) return;

@@ -21,6 +21,7 @@ struct ProviderUnderTest {
   // stops those after it, over verbs;ofi_rxm the connection that it broke is not made again.
   bool notices_death = true;
   bool recovers = true;
+  bool by_ring = false;  // GPU memory of the target is not mapped at the poster
 };
 
 inline const ProviderUnderTest kProviders[] = {
@@ -34,11 +35,25 @@ inline const ProviderUnderTest kProviders[] = {
     {"loopback", "copy_kernel=1", false, MemoryKind::kCuda},
     {"loopback", "seed=4", true, MemoryKind::kCuda},
     {"loopback", "seed=5,ring_kib=4", true, MemoryKind::kCuda},
+    {.name = "loopback", .settings = "", .memory = MemoryKind::kCuda, .by_ring = true},
+    {.name = "loopback",
+     .settings = "ring_kib=4,max_in_flight=20",
+     .memory = MemoryKind::kCuda,
+     .by_ring = true},
+    {.name = "loopback",
+     .settings = "seed=6,ring_kib=4",
+     .reorders = true,
+     .memory = MemoryKind::kCuda,
+     .by_ring = true},
     {.name = "libfabric", .settings = "provider=efa,interfaces=efa1", .takes_unpolled = true},
     {.name = "libfabric",
      .settings = "provider=efa,interfaces=efa2,max_in_flight=20",
      .takes_unpolled = true},
     {.name = "libfabric", .settings = "provider=efa,interfaces=efa3", .takes_unpolled = true},
+    {.name = "libfabric",
+     .settings = "provider=efa,interfaces=efa4",
+     .memory = MemoryKind::kCuda,
+     .takes_unpolled = true},
     {.name = "libfabric", .settings = "provider=tcp,timeout_ms=3000", .drops_connection = true},
     {.name = "libfabric",
      .settings = "provider=shm,timeout_ms=500",
@@ -62,7 +77,9 @@ inline const ProviderUnderTest kProviders[] = {
 
 inline Node open(const ProviderUnderTest& provider, int nic = 0) {
   test::FakeFabric::use_for(provider.settings);
-  return Node(provider.name, provider.settings, nic, provider.memory);
+  Node node(provider.name, provider.settings, nic, provider.memory);
+  node.maps_windows = !provider.by_ring;
+  return node;
 }
 
 // Why the provider cannot run here; empty when it can.
@@ -81,7 +98,9 @@ inline std::string why_unavailable(const ProviderUnderTest& provider) {
 template <typename Body>
 void for_each_provider(Body&& body) {
   for (const ProviderUnderTest& provider : kProviders) {
-    const char* memory = provider.memory == MemoryKind::kCuda ? " GPU memory" : "";
+    const char* memory = provider.by_ring                       ? " GPU memory by ring"
+                         : provider.memory == MemoryKind::kCuda ? " GPU memory"
+                                                                : "";
     const std::string label = base::concat(provider.name, " ", provider.settings, memory);
     SUBCASE(label.c_str()) {
       INFO("provider ", label);

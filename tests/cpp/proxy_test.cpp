@@ -68,7 +68,7 @@ TEST_CASE("proxy: rings of a task become immediates at the peer, in every waitin
     for (uint64_t i = 1; i <= 20; ++i) {
       task.rings.store(i, std::memory_order_release);
       platform::notify_all(engines[0].waker());
-      REQUIRE(engines[1].imm_table().find_or_add(4)->wait(i, soon()));
+      REQUIRE(engines[1].imm_table().wait(4, i, soon()));
     }
     REQUIRE(eventually([&] { return task.sent.load(std::memory_order_acquire) == 20; }));
     first.remove_task(&task);
@@ -89,7 +89,7 @@ TEST_CASE("proxy: sleeps while idle, wakes for a submission and sleeps again") {
     Request request(Imm{peer, 4});
     engines[0].submit(request);
     REQUIRE(request.wait(soon()));
-    REQUIRE(engines[1].imm_table().find_or_add(4)->wait(i, soon()));
+    REQUIRE(engines[1].imm_table().wait(4, i, soon()));
   }
 }
 
@@ -132,7 +132,7 @@ TEST_CASE("proxy: a doorbell rung without a notification is taken while its task
     const auto end = Clock::now() + std::chrono::milliseconds(2);
     while (Clock::now() < end) num_asleep += waiters.load(std::memory_order_relaxed);
     task.rings.store(i, std::memory_order_release);
-    REQUIRE(engines[1].imm_table().find_or_add(4)->wait(i, soon()));
+    REQUIRE(engines[1].imm_table().wait(4, i, soon()));
   }
   CHECK(num_asleep == 0);
   task.polled.store(false, std::memory_order_relaxed);
@@ -199,8 +199,8 @@ TEST_CASE("proxy: two engines write to each other while peers come and go") {
     REQUIRE(lost.wait(soon()));
     REQUIRE(forth.status().ok());
     REQUIRE(back.status().ok());
-    REQUIRE(engines[1].imm_table().find_or_add(1)->wait(2 * i, soon()));
-    REQUIRE(engines[0].imm_table().find_or_add(2)->wait(2 * i, soon()));
+    REQUIRE(engines[1].imm_table().wait(1, 2 * i, soon()));
+    REQUIRE(engines[0].imm_table().wait(2, 2 * i, soon()));
     REQUIRE(right_in.data == left.data);
     REQUIRE(left_in.data == right.data);
   }

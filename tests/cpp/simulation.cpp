@@ -1,303 +1,45 @@
 #include "simulation.h"
 
 #include <algorithm>
-#include <limits>
-#include <map>
 #include <memory>
-#include <optional>
 #include <random>
 
-#include "moe/all_to_all.h"
-#include "moe/calls.h"
-#include "proxy/proxy_thread.h"
-#include "simulation_program.h"
+#include "simulation_rank.h"
 
 namespace moe_p2p::simulation {
 namespace {
 
-using moe::CombineCall;
-using moe::DispatchCall;
-
-// Values are small integers, so that every sum is exact in fp32 and there is one right answer.
-constexpr int kHidden = 4;
-constexpr uint32_t kCommunicator = 5;
-
-float payload(size_t call, int rank, int64_t token, int column) {
-  return static_cast<float>((call * 7 + static_cast<size_t>(rank) * 13 +
-                             static_cast<size_t>(token) * 3 + static_cast<size_t>(column)) %
-                                61 +
-                            1);
-}
-float expert_factor(int expert) { return static_cast<float>(expert % 29 + 1); }
-
-struct Buffers {
-  std::vector<int32_t> handle, counts, offsets, source;
-  std::vector<float> x, rows, row_weights, y, out;
-};
-
-class Rank {
- public:
-  Rank(const World& world, const Program& program, int rank, uint64_t seed)
-      : world_(world),
-        program_(program),
-        rank_(rank),
-        end_(program.items.size()),
-        masks_(static_cast<size_t>(world.num_nodes * world.ranks_per_node)),
-        buffers_(program.calls.size()) {
-    engine::EngineOptions engine;
-    engine.num_nics = world.num_nics;
-    engine.settings =
-        base::concat("ring_kib=16,channels=64,seed=", seed * 1000 + static_cast<uint64_t>(rank) + 1,
-                     world.nic_settings.empty() ? "" : ",", world.nic_settings);
-    engine_ = std::make_unique<engine::TransferEngine>(engine);
-    moe::AllToAllOptions options;
-    options.plan = {.world_size = world.num_nodes * world.ranks_per_node,
-                    .ranks_per_node = world.ranks_per_node,
-                    .num_experts = world.num_nodes * world.ranks_per_node * world.experts_per_rank,
-                    .hidden_dim = kHidden,
-                    .topk = world.topk,
-                    .max_tokens = int64_t{world.patience > 0 ? 1 : 3 * world.steps_in_flight} *
-                                  world.chunk_tokens,
-                    .chunk_tokens = world.chunk_tokens,
-                    .steps_in_flight = world.steps_in_flight,
-                    .payload_item_bytes = 4,
-                    .combine_item_bytes = 4,
-                    .extra_bytes = 0,
-                    .part_bytes = world.part_bytes,
-                    .expert_rank = {}};
-    options.rank = rank;
-    options.communicator = kCommunicator;
-    if (world.patience > 0) options.masks = masks_.data();
-    all_to_all_ = std::make_unique<moe::AllToAll>(*engine_, nullptr, options);
-  }
-
-  moe::AllToAll& all_to_all() { return *all_to_all_; }
-  bool finished() const { return next_ >= end_; }
-  // From item `item` on this rank does nothing any more, and its NICs do not if `nics`.
-  void lose(size_t item, bool nics) {
-    end_ = item;
-    nics_end_ = nics;
-  }
-  std::string where() const {
-    const Item& item = program_.items[next_];
-    return base::concat("rank ", rank_, " at item ", next_, " (action ",
-                        static_cast<int>(item.action), " of call ", item.call, ")");
-  }
-
-  bool turn_proxy() {
-    if (nics_end_ && finished()) return false;
-    proxy::ProxyTask* const tasks[] = {all_to_all_->parts().task};
-    return proxy::ProxyThread::turn(*engine_, tasks);
-  }
-
-  // Does what the next item allows now. True when it completed.
-  bool advance() {
-    if (finished()) return false;
-    const Item item = program_.items[next_];
-    if (!perform(item)) {
-      if (world_.patience > 0 && ++idle_ % world_.patience == 0) mask_missing();
-      return false;
-    }
-    idle_ = 0;
-    ++next_;
-    return true;
-  }
-
-  uint64_t tokens_checked() const { return tokens_checked_; }
-
- private:
-  bool masked(int rank) const { return masks_[static_cast<size_t>(rank)] != 0; }
-
-  void mask_missing() {
-    const moe::Pending pending = dispatch_ ? dispatch_->pending() : combine_->pending();
-    for (size_t source = 0; source < masks_.size(); ++source)
-      if (!all_to_all_->parts().kernels.arrived(pending.step, pending.phase,
-                                                static_cast<int>(source)))
-        masks_[source] = 1;
-  }
-
-  bool perform(const Item& item) {
-    auto [ring, kernels, task] = all_to_all_->parts();
-    const moe::Plan& plan = all_to_all_->plan();
-    Buffers& b = buffers_[item.call];
-    switch (item.action) {
-      case Action::kDispatchSend:
-        if (!dispatch_)
-          dispatch_.emplace(plan, ring, kernels, kCommunicator, dispatch_send(item.call, b));
-        // A solo call of many chunks cannot finish its send half alone.
-        return dispatch_->advance_send() || program_.calls[item.call].kind == Kind::kSolo;
-      case Action::kDispatchRecv:
-        if (!dispatch_->advance_recv(dispatch_recv(b))) return false;
-        dispatch_.reset();
-        check_rows(item.call, b);
-        return true;
-      case Action::kCombineSend:
-        if (!combine_)
-          combine_.emplace(plan, ring, kernels, kCommunicator, combine_send(item.call, b));
-        return combine_->advance_send() || program_.calls[item.call].kind == Kind::kSolo;
-      case Action::kCombineRecv:
-        if (!combine_->advance_recv(combine_recv(item.call, b))) return false;
-        combine_.reset();
-        check_sums(item.call, b);
-        return true;
-      case Action::kRelease:
-        all_to_all_->release({b.handle.data(), static_cast<int64_t>(b.handle.size())});
-        return true;
-    }
-    return false;
-  }
-
-  moe::DispatchSend dispatch_send(size_t c, Buffers& b) {
-    const Call& call = program_.calls[c];
-    const auto r = static_cast<size_t>(rank_);
-    const int64_t tokens = call.num_tokens[r];
-    b.handle.assign(static_cast<size_t>(all_to_all_->handle_words(tokens, call.max_tokens)), -7);
-    for (int64_t t = 0; t < tokens; ++t)
-      for (int i = 0; i < kHidden; ++i) b.x.push_back(payload(c, rank_, t, i));
-    moe::DispatchSend send;
-    send.x = b.x.data();
-    send.x_dtype = abi::DType::kFloat32;
-    send.topk_idx = call.topk[r].data();
-    send.topk_is_int64 = false;
-    send.topk_weights = call.late_weights ? nullptr : call.weights[r].data();
-    send.num_rows = send.num_tokens = tokens;
-    send.max_tokens = call.max_tokens;
-    send.solo = call.kind == Kind::kSolo;
-    send.handle = {b.handle.data(), static_cast<int64_t>(b.handle.size())};
-    const auto rows = static_cast<size_t>(capacity() * world_.experts_per_rank);
-    b.rows.assign(rows * kHidden, -1.0f);
-    b.row_weights.assign(rows, -1.0f);
-    b.source.assign(2 * rows, -9);
-    b.counts.assign(static_cast<size_t>(world_.experts_per_rank), -1);
-    b.offsets.assign(b.counts.size() + 1, -1);
-    return send;
-  }
-
-  int64_t capacity() const {
-    return all_to_all_->plan().max_tokens * all_to_all_->plan().shape.world_size;
-  }
-
-  moe::DispatchRecv dispatch_recv(Buffers& b) const {
-    moe::DispatchRecv recv;
-    recv.handle = {b.handle.data(), static_cast<int64_t>(b.handle.size())};
-    recv.capacity = capacity();
-    recv.x_dtype = abi::DType::kFloat32;
-    recv.x = b.rows.data();
-    recv.row_weights = b.row_weights.data();
-    recv.counts = b.counts.data();
-    recv.offsets = b.offsets.data();
-    recv.source = b.source.data();
-    return recv;
-  }
-
-  moe::CombineSend combine_send(size_t c, Buffers& b) {
-    const Call& call = program_.calls[c];
-    b.y.assign(b.rows.size(), std::numeric_limits<float>::quiet_NaN());
-    for (int e = 0; e < world_.experts_per_rank; ++e) {
-      const auto first = static_cast<size_t>(b.offsets[static_cast<size_t>(e)]) * kHidden;
-      const auto count = static_cast<size_t>(b.counts[static_cast<size_t>(e)]) * kHidden;
-      for (size_t i = first; i < first + count; ++i)
-        b.y[i] = b.rows[i] * expert_factor(rank_ * world_.experts_per_rank + e);
-    }
-    moe::CombineSend send;
-    send.handle = {b.handle.data(), static_cast<int64_t>(b.handle.size())};
-    send.y = b.y.data();
-    send.y_dtype = send.out_dtype = abi::DType::kFloat32;
-    send.y_rows = static_cast<int64_t>(b.y.size() / kHidden);
-    if (call.late_weights) {
-      static const float none = 0;  // null would mean that none are given
-      const auto& weights = call.weights[static_cast<size_t>(rank_)];
-      send.topk_weights = weights.empty() ? &none : weights.data();
-      send.num_rows = call.num_tokens[static_cast<size_t>(rank_)];
-    } else {
-      send.row_weights = b.row_weights.data();
-    }
-    return send;
-  }
-
-  moe::CombineRecv combine_recv(size_t c, Buffers& b) const {
-    const auto tokens = program_.calls[c].num_tokens[static_cast<size_t>(rank_)];
-    if (b.out.empty()) b.out.assign(static_cast<size_t>(tokens) * kHidden, -1.0f);
-    return {.handle = {b.handle.data(), static_cast<int64_t>(b.handle.size())},
-            .num_rows = tokens,
-            .out = b.out.data(),
-            .out_dtype = abi::DType::kFloat32};
-  }
-
-  // Rows of an expert: by source rank, then token; each once, with its own payload and weight.
-  void check_rows(size_t c, const Buffers& b) {
-    const Call& call = program_.calls[c];
-    const int num_ranks = all_to_all_->plan().shape.world_size;
-    for (int e = 0; e < world_.experts_per_rank; ++e) {
-      auto row = static_cast<size_t>(b.offsets[static_cast<size_t>(e)]);
-      const size_t end = row + static_cast<size_t>(b.counts[static_cast<size_t>(e)]);
-      for (int source = 0; source < num_ranks; ++source) {
-        const auto s = static_cast<size_t>(source);
-        if (masked(source) && (row == end || b.source[2 * row] != source)) continue;
-        for (size_t i = 0; i < call.topk[s].size(); ++i) {
-          if (call.topk[s][i] != rank_ * world_.experts_per_rank + e) continue;
-          const auto token = static_cast<int64_t>(i) / world_.topk;
-          bool right = row < end && b.source[2 * row] == source && b.source[2 * row + 1] == token &&
-                       b.row_weights[row] == (call.late_weights ? 1.0f : call.weights[s][i]);
-          for (int h = 0; right && h < kHidden; ++h)
-            right = b.rows[row * kHidden + static_cast<size_t>(h)] == payload(c, source, token, h);
-          MOE_P2P_CHECK(right, base::Code::kProtocol, "rank ", rank_, " call ", c, ": token ",
-                        token, " of rank ", source, " is not in row ", row, " of local expert ", e);
-          ++row;
-          ++tokens_checked_;
-        }
-      }
-      MOE_P2P_CHECK(row == end, base::Code::kProtocol, "rank ", rank_, " call ", c,
-                    ": local expert ", e, " has ", end - row, " rows too many");
-    }
-  }
-
-  void check_sums(size_t c, const Buffers& b) const {
-    const Call& call = program_.calls[c];
-    const auto r = static_cast<size_t>(rank_);
-    for (int64_t t = 0; t < call.num_tokens[r]; ++t) {
-      float want = 0;                 // for a payload of 1: what must be there,
-      std::map<int, float> may_lack;  // and what comes from masked ranks, all of it or nothing
-      for (int k = 0; k < world_.topk; ++k) {
-        const auto i = static_cast<size_t>(t * world_.topk + k);
-        if (call.topk[r][i] < 0) continue;
-        const int owner = call.topk[r][i] / world_.experts_per_rank;
-        const float part = call.weights[r][i] * expert_factor(call.topk[r][i]);
-        (masked(owner) ? may_lack[owner] : want) += part;
-      }
-      std::vector<float> right{want};
-      for (const auto& [owner, part] : may_lack)
-        for (size_t i = right.size(); i-- > 0;) right.push_back(right[i] + part);
-      const float* got = &b.out[static_cast<size_t>(t * kHidden)];
-      const bool found = std::any_of(right.begin(), right.end(), [&](float sum) {
-        bool same = true;
-        for (int h = 0; h < kHidden; ++h) same = same && got[h] == sum * payload(c, rank_, t, h);
-        return same;
-      });
-      MOE_P2P_CHECK(found, base::Code::kProtocol, "rank ", rank_, " call ", c, " token ", t,
-                    ": sum begins with ", got[0], ", should with ", want * payload(c, rank_, t, 0));
-    }
-  }
-
-  const World& world_;
-  const Program& program_;
-  const int rank_;
-  size_t end_;             // of its items
-  bool nics_end_ = false;  // with it
-  std::vector<int32_t> masks_;
-  std::unique_ptr<engine::TransferEngine> engine_;
-  std::unique_ptr<moe::AllToAll> all_to_all_;
-  std::vector<Buffers> buffers_;
-  std::optional<DispatchCall> dispatch_;
-  std::optional<CombineCall> combine_;
-  size_t next_ = 0;
-  int idle_ = 0;  // turns in vain
-  uint64_t tokens_checked_ = 0;
-};
-
 // Enough for the slowest schedule seen (about 3,000 a rank) several times over; a protocol that is
 // stuck never ends.
 constexpr uint64_t kMaxTurnsPerRank = 60'000;
+// Turns in vain after which a rank that waits for a dead one gives up, if nothing else told it.
+constexpr int kDeadline = 300;
+
+// Turns of all ranks in which a NIC finds out that its peer has gone, several times over.
+constexpr uint64_t kStandstill = 4'000;
+
+using Ranks = std::vector<std::unique_ptr<Rank>>;
+
+// Only ranks that are dead keep others waiting that long.
+void look_at_deadline(const Ranks& ranks, Rank& rank) {
+  if (rank.ended() || rank.turns_in_vain() < kDeadline) return;
+  const auto missing = rank.missing();
+  if (std::ranges::any_of(missing, [&](int r) { return ranks[static_cast<size_t>(r)]->died(); }))
+    rank.give_up();
+}
+
+// Who fails has to blame a rank that did not finish, or whose node did not.
+std::string wrongly_blamed(const Ranks& ranks, int ranks_per_node) {
+  for (const auto& rank : ranks) {
+    if (rank->blamed() < 0) continue;
+    const auto first = static_cast<size_t>(rank->blamed() / ranks_per_node * ranks_per_node);
+    bool all = true;
+    for (size_t i = first; i < first + static_cast<size_t>(ranks_per_node); ++i)
+      all = all && ranks[i]->completed();
+    if (all) return "wrongly blamed: " + rank->error();
+  }
+  return "";
+}
 
 }  // namespace
 
@@ -305,7 +47,7 @@ Outcome run(const World& world, uint64_t seed) {
   std::mt19937_64 random(seed);
   const Program program = draw_program(world, random);
   Outcome outcome;
-  std::vector<std::unique_ptr<Rank>> ranks;
+  Ranks ranks;
   std::vector<base::Bytes> addresses;
   const int num_ranks = world.num_nodes * world.ranks_per_node;
   for (int r = 0; r < num_ranks; ++r) {
@@ -313,24 +55,41 @@ Outcome run(const World& world, uint64_t seed) {
     addresses.push_back(ranks.back()->all_to_all().address());
   }
   for (auto& rank : ranks) rank->all_to_all().connect(addresses);
-  for (int i = 0; i < world.num_lost; ++i)
-    ranks[random() % ranks.size()]->lose(1 + random() % program.items.size(), random() % 2 == 0);
+  for (int i = 0; i < world.num_lost; ++i) {
+    Rank& rank = *ranks[random() % ranks.size()];
+    const size_t item = 1 + random() % program.items.size();
+    const bool nics = random() % 2 == 0;
+    rank.end_at(item,
+                !world.closing ? Rank::Fate::kStops
+                : nics         ? Rank::Fate::kDies
+                               : Rank::Fate::kCloses,
+                nics && !world.closing);
+  }
+  // Where ranks close, one is slower than the others, and all but stands still once the first has gone:
+  // there is time for all that can go wrong between these two and the rest.
+  const size_t slow = world.closing ? random() % ranks.size() : ranks.size();
+  uint64_t first_end = 0;
   try {
     size_t unfinished = ranks.size();
     while (unfinished > 0) {
-      if (++outcome.turns > kMaxTurnsPerRank * ranks.size()) {
+      if (++outcome.turns > kMaxTurnsPerRank * ranks.size() * (world.closing ? 10 : 1)) {
         for (const auto& rank : ranks)
-          if (!rank->finished()) outcome.fault += "stuck: " + rank->where() + "; ";
+          if (!rank->ended()) outcome.fault += "stuck: " + rank->where() + "; ";
         return outcome;
       }
       // Some ranks run far ahead or fall far behind: the draw is squared half of the time.
       const uint64_t draw = random();
       auto index = static_cast<size_t>(draw % ranks.size());
       if (draw >> 60 & 1) index = index * index / ranks.size();
+      const bool stands_still = first_end != 0 && outcome.turns < first_end + kStandstill;
+      if (index == slow && (draw >> 40 & (stands_still ? 255 : 7)) != 0)
+        index = (index + 1) % ranks.size();
       Rank& rank = *ranks[index];
-      const bool was_finished = rank.finished();
+      const bool had_ended = rank.ended();
       const bool moved = draw >> 61 & 1 ? rank.turn_proxy() : rank.advance();
-      if (!was_finished && rank.finished()) --unfinished;
+      if (world.closing) look_at_deadline(ranks, rank);
+      if (!had_ended && rank.ended()) --unfinished;
+      if (first_end == 0 && unfinished < ranks.size()) first_end = outcome.turns;
       outcome.trace =
           (outcome.trace ^ (index * 4 + (draw >> 61 & 1) * 2 + moved)) * 0x100000001b3ull;
     }
@@ -338,6 +97,7 @@ Outcome run(const World& world, uint64_t seed) {
     outcome.fault = error.what();
   }
   for (const auto& rank : ranks) outcome.tokens += rank->tokens_checked();
+  if (outcome.fault.empty()) outcome.fault = wrongly_blamed(ranks, world.ranks_per_node);
   return outcome;
 }
 
@@ -366,6 +126,17 @@ World masking_world_of_seed(uint64_t seed) {
   // More than any wait in a world without losses, or so few that ranks mask each other at random.
   world.patience = seed % 3 == 0 ? 40 + static_cast<int>(seed % 200) : 2000;
   world.num_lost = static_cast<int>(seed / 8 % 3);
+  return world;
+}
+
+World closing_world_of_seed(uint64_t seed) {
+  constexpr int kShapes[][2] = {{3, 1}, {4, 1}, {3, 2}, {2, 2}, {3, 1}, {2, 1}, {5, 1}, {2, 3}};
+  World world = world_of_seed(seed);
+  world.num_nodes = kShapes[seed % 8][0];
+  world.ranks_per_node = kShapes[seed % 8][1];
+  world.num_calls = 1 + static_cast<int>(seed / 7 % 3);
+  world.closing = true;
+  world.num_lost = std::max(0, static_cast<int>(seed / 16 % 4) - 1);  // in half of them all finish
   return world;
 }
 

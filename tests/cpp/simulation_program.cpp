@@ -12,7 +12,7 @@ Call draw_call(const World& world, std::mt19937_64& random) {
     return static_cast<int64_t>(random() % static_cast<uint64_t>(n));
   };
   Call call;
-  const int64_t style = below(8);
+  const int64_t style = world.closing ? 3 + below(5) : below(8);
   call.kind = style < 5 ? Kind::kPaired : style < 7 ? Kind::kSolo : Kind::kReleased;
   call.late_weights = below(3) == 0;
   int64_t chunks = call.kind == Kind::kSolo ? 1 + below(3 * world.steps_in_flight) : 1;

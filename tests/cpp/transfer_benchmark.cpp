@@ -128,9 +128,7 @@ class Engines {
   struct End {
     explicit End(const engine::EngineOptions& options)
         : engine(options),
-          target(engine.register_memory({fabric_bare::buffers().target, kMemory})) {
-      engine.imm_table().find_or_add(kImm);
-    }
+          target(engine.register_memory({fabric_bare::buffers().target, kMemory})) {}
     TransferEngine engine;
     const engine::MemoryHandle* target;
   };

@@ -67,9 +67,9 @@ void run_requests(const std::string& two, const std::string& one) {
       REQUIRE(request->wait(soon()));
       CHECK(request->status().ok());
     }
-    REQUIRE(to.imm_table().find_or_add(1)->wait(2 * round, soon()));
-    REQUIRE(to.imm_table().find_or_add(2)->wait(40 * round, soon()));
-    REQUIRE(to.imm_table().find_or_add(4)->wait(round, soon()));
+    REQUIRE(to.imm_table().wait(1, 2 * round, soon()));
+    REQUIRE(to.imm_table().wait(2, 40 * round, soon()));
+    REQUIRE(to.imm_table().wait(4, round, soon()));
     CHECK(std::equal(source.data.begin(), source.data.begin() + 200'001, target.data.begin()));
     for (size_t page = 0; page < 40; ++page) {
       const auto begin = static_cast<std::ptrdiff_t>(200'001 + page * 5000);

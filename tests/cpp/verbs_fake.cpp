@@ -4,12 +4,14 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <bit>
 #include <cerrno>
 #include <cstring>
 #include <deque>
 #include <map>
 #include <set>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -105,10 +107,17 @@ ssize_t query_gid_table(Context* context, GidTableEntry* table, size_t, uint32_t
 Pd* alloc_pd(Context* context) {
   return reinterpret_cast<Pd*>(new FakePd{static_cast<FakeContext*>(context)});
 }
-int dealloc_pd(Pd* pd) {
-  delete reinterpret_cast<FakePd*>(pd);
-  return 0;
+// The kernel destroys nothing that is in use.
+template <typename T>
+int destroy(T* object, bool in_use) {
+  return locked([&](FakeVerbs& f, World&) {
+    if (in_use) return ++f.counters.busy, EBUSY;
+    delete object;
+    return 0;
+  });
 }
+FakePd& pd_of(Pd* pd) { return *reinterpret_cast<FakePd*>(pd); }
+int dealloc_pd(Pd* pd) { return destroy(&pd_of(pd), pd_of(pd).num_users > 0); }
 
 Mr* add_region(Pd* pd, void* addr, size_t bytes) {
   auto* mr = new FakeMr{};
@@ -118,6 +127,7 @@ Mr* add_region(Pd* pd, void* addr, size_t bytes) {
   return locked([&](FakeVerbs&, World& w) -> Mr* {
     mr->lkey = mr->rkey = w.next_key += 0x100;
     w.regions[mr->rkey] = mr;
+    ++pd_of(pd).num_users;
     return mr;
   });
 }
@@ -146,6 +156,7 @@ Mr* reg_dmabuf_mr(Pd* pd, uint64_t, size_t bytes, uint64_t iova, int fd, int) {
 int dereg_mr(Mr* mr) {
   return locked([&](FakeVerbs&, World& w) {
     w.regions.erase(mr->rkey);
+    --pd_of(mr->pd).num_users;
     delete static_cast<FakeMr*>(mr);
     return 0;
   });
@@ -170,11 +181,15 @@ Cq* create_cq(Context* context, int num_entries, void*, CompChannel* channel, in
   cq->context = context;
   cq->channel = channel;
   cq->cqe = num_entries;
-  return cq;
+  return locked([&](FakeVerbs&, World& w) -> Cq* {
+    w.cqs.insert(cq);
+    return cq;
+  });
 }
-int destroy_cq(Cq* cq) {
-  delete static_cast<FakeCq*>(cq);
-  return 0;
+int destroy_cq(Cq* plain) {
+  auto* cq = static_cast<FakeCq*>(plain);
+  locked([&](FakeVerbs&, World& w) { return w.cqs.erase(cq); });
+  return destroy(cq, !cq->users.empty());
 }
 int get_cq_event(CompChannel* channel, Cq**, void**) {
   char event = 0;
@@ -184,27 +199,43 @@ void ack_cq_events(Cq*, unsigned) {}
 Srq* create_srq(Pd* pd, SrqInitAttr* attr) {
   auto* srq = new FakeSrq{};
   srq->pd = pd;
-  srq->max_wr = attr->max_wr;
-  return srq;
+  // mlx5, verbs.c: align_queue_size(max_wr + 1), one of which stays empty.
+  srq->max_wr = attr->max_wr = std::bit_ceil(attr->max_wr + 1) - 1;
+  return locked([&](FakeVerbs&, World&) -> Srq* {
+    ++pd_of(pd).num_users;
+    return srq;
+  });
 }
-int destroy_srq(Srq* srq) {
-  delete static_cast<FakeSrq*>(srq);
-  return 0;
+int destroy_srq(Srq* plain) {
+  auto* srq = static_cast<FakeSrq*>(plain);
+  locked([&](FakeVerbs&, World&) { return --pd_of(srq->pd).num_users; });
+  return destroy(srq, srq->num_users > 0);
 }
 
 Qp* create_qp(Pd* pd, QpInitAttr* init) {
   if (queue_error() != 0) return nullptr;
+  const int ms = locked([](FakeVerbs& f, World&) { return f.faults.make_queue_ms; });
+  std::this_thread::sleep_for(std::chrono::milliseconds(ms));
   auto* qp = new FakeQp{};
+  qp->context = pd_of(pd).context;
   qp->pd = pd;
   qp->init = *init;
   qp->send_cq = init->send_cq;
   qp->recv_cq = init->recv_cq;
   qp->srq = init->srq;
   return locked([&](FakeVerbs& f, World& w) -> Qp* {
+    if (f.counters.queue_pairs >= f.faults.max_queue_pairs) {
+      delete qp;
+      errno = ENOMEM;
+      return nullptr;
+    }
     qp->qp_num = w.next_qp++;
     w.qps[qp->qp_num] = qp;
-    static_cast<FakeCq*>(qp->send_cq)->senders.insert(qp);
+    static_cast<FakeCq*>(qp->send_cq)->users.insert(qp);
+    ++static_cast<FakeSrq*>(qp->srq)->num_users;
+    ++pd_of(pd).num_users;
     ++f.counters.queue_pairs;
+    ++f.counters.queue_pairs_made;
     return qp;
   });
 }
@@ -218,6 +249,7 @@ int modify_qp(Qp* plain, QpAttr* attr, int mask) {
   return locked([&](FakeVerbs& f, World&) {
     auto& qp = *static_cast<FakeQp*>(plain);
     if (attr->qp_state == kQpError) {
+      ++f.counters.broken;
       break_queue(f, qp);
       return 0;
     }
@@ -236,7 +268,10 @@ int modify_qp(Qp* plain, QpAttr* attr, int mask) {
 int destroy_qp(Qp* plain) {
   return locked([&](FakeVerbs& f, World& w) {
     auto* qp = static_cast<FakeQp*>(plain);
-    static_cast<FakeCq*>(qp->send_cq)->senders.erase(qp);
+    purge(*qp);
+    static_cast<FakeCq*>(qp->send_cq)->users.erase(qp);
+    --static_cast<FakeSrq*>(qp->srq)->num_users;
+    --pd_of(qp->pd).num_users;
     w.qps.erase(qp->qp_num);
     --f.counters.queue_pairs;
     delete qp;

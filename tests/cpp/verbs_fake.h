@@ -1,9 +1,11 @@
 // libibverbs for machines without RDMA: devices fake0 and fake1 (ports up) and fake2 (down), reliable
 // queue pairs, a shared receive queue, completion and event queues, in this process's memory. A write is
 // carried out while somebody polls the writer's completion queue, in the order of its queue pair, the
-// queue pairs among each other in an order drawn from a seed. Like a real NIC it says nothing of
-// unsignalled writes, flushes what a broken queue pair holds, waits when the target has no receive, and
-// keeps completions of queue pairs that are gone. Faults are set by tests.
+// queue pairs among each other in an order drawn from a seed. As strict as mlx5: it says nothing of
+// unsignalled writes, flushes what a broken queue pair holds, waits when the target has no receive,
+// acknowledges a write before the target's completion is there, forgets the completions of a queue pair
+// that is destroyed, keeps the place of a write or receive until its completion is polled, ends with a
+// completion queue that overruns, and destroys nothing that is in use. Faults are set by tests.
 #pragma once
 
 #include <cstdint>
@@ -31,10 +33,20 @@ class FakeVerbs {
     int dmabuf_error = 0;    // errno of every registration of dma-bufs
     int queue_error = 0;     // errno of making queues
     bool link_down = false;  // nothing is acknowledged: retries run out
+    int make_queue_ms = 0;   // how long making a queue pair takes
+    uint64_t max_queue_pairs = ~uint64_t{0};
+    int receive_error = 0;  // what post_srq_recv returns, after taking receives_taken of the chain
+    uint32_t receives_taken = 0;
+    bool signaled_errors_only = false;  // a broken queue says nothing of unsignalled writes
+    bool no_errors = false;             // nor of any other
+    bool no_last_receive = false;  // the event of the last receive does not come (rxe of Linux 6.1)
   };
   struct Counters {
     uint64_t doorbells = 0, writes = 0, inlined = 0, overruns = 0, receiver_waits = 0;
-    uint64_t address_regions = 0, dmabuf_regions = 0, queue_pairs = 0;
+    uint64_t address_regions = 0, dmabuf_regions = 0, queue_pairs = 0, queue_pairs_made = 0;
+    uint64_t broken = 0;         // queue pairs that were moved to error
+    uint64_t busy = 0;           // was to be destroyed and is in use
+    uint64_t full_receives = 0;  // receives that found no place
   };
   template <typename Step>
   auto locked(Step&& step) {

@@ -4,37 +4,80 @@
 #include <cstring>
 #include <utility>
 
+#include "fake_driver.h"
 #include "verbs_fake_world.h"
 
 namespace moe_p2p::test::verbs_world {
 
 // --- completions ---
 
-void add_completion(FakeVerbs& f, Cq* cq, const FakeCq::Entry& entry) {
-  auto* queue = static_cast<FakeCq*>(cq);
-  if (queue->entries.size() >= static_cast<size_t>(queue->cqe)) ++f.counters.overruns;
-  queue->entries.push_back(entry);
-  if (!queue->armed || !queue->channel) return;
-  queue->armed = false;
+// A queue that overruns is over (mlx5: a CQ in error), and so is whoever completes into it.
+void add_completion(FakeVerbs& f, FakeCq& queue, const FakeCq::Entry& entry) {
+  if (queue.entries.size() >= static_cast<size_t>(queue.cqe)) {
+    ++f.counters.overruns;
+    for (FakeQp* qp : queue.users) qp->state = kQpError;
+    return;
+  }
+  queue.entries.push_back(entry);
+  if (!queue.armed || !queue.channel) return;
+  queue.armed = false;
   const char event = 1;
-  static_cast<FakeChannel*>(queue->channel)->events.put(&event, 1);
+  static_cast<FakeChannel*>(queue.channel)->events.put(&event, 1);
 }
 
 void complete_send(FakeVerbs& f, FakeQp& qp, const SendWr& wr, int status) {
   ++qp.num_started;
-  if (status == kWcSuccess && !(wr.send_flags & kSendSignaled)) return;
+  const bool signaled = (wr.send_flags & kSendSignaled) != 0;
+  if (!signaled && (status == kWcSuccess || f.faults.signaled_errors_only)) return;
+  if (status != kWcSuccess && f.faults.no_errors) return;
   Wc wc{};
   wc.wr_id = wr.wr_id;
   wc.status = status;
   wc.qp_num = qp.qp_num;
   wc.vendor_err = status == kWcSuccess ? 0 : 7;
-  add_completion(f, qp.send_cq, {wc, qp.qp_num, qp.num_started});
+  add_completion(f, *static_cast<FakeCq*>(qp.send_cq), {wc, qp.num_started, nullptr});
+}
+
+// IBV_EVENT_QP_LAST_WQE_REACHED of a queue pair in error with a shared receive queue: everything it
+// took has been given to its completion queue (InfiniBand specification 1.4, section 10.2.9.3).
+void tell_last_receive(FakeVerbs& f, FakeQp& qp) {
+  if (qp.state != kQpError || !qp.late.empty() || qp.last_receive_told) return;
+  qp.last_receive_told = true;
+  if (f.faults.no_last_receive) return;
+  AsyncEvent event{};
+  event.type = kEventLastReceive;
+  event.element = &qp;
+  static_cast<FakeContext*>(qp.context)->events.put(&event, sizeof event);
 }
 
 void break_queue(FakeVerbs& f, FakeQp& qp) {
   qp.state = kQpError;
   for (; !qp.pending.empty(); qp.pending.pop_front())
     complete_send(f, qp, qp.pending.front().wr, kWcFlushed);
+  tell_last_receive(f, qp);
+}
+
+// What nobody has polled goes with its queue pair, and the places of its receives are free again: as
+// mlx5 does (rdma-core v64, providers/mlx5/verbs.c:3024 mlx5_destroy_qp, cq.c:1807 __mlx5_cq_clean and
+// :1785 free_res_cqe).
+void purge(FakeQp& qp) {
+  auto& cq = *static_cast<FakeCq*>(qp.recv_cq);
+  const auto drop = [&](const FakeCq::Entry& entry) {
+    if (entry.wc.qp_num != qp.qp_num) return false;
+    if (entry.srq) --entry.srq->num_cq;
+    return true;
+  };
+  std::erase_if(cq.entries, drop);
+  std::erase_if(qp.late, drop);
+}
+
+// An acknowledgement may leave the NIC before the completion is written: what the queue pairs of this
+// queue have acknowledged shows itself now.
+void show_late(FakeVerbs& f, FakeCq& cq) {
+  for (FakeQp* qp : cq.users) {
+    for (; !qp->late.empty(); qp->late.pop_front()) add_completion(f, cq, qp->late.front());
+    tell_last_receive(f, *qp);
+  }
 }
 
 // --- writes ---
@@ -69,17 +112,20 @@ int carry_out(FakeVerbs& f, World& w, FakeQp& qp, FakeQp*& target) {
     return -1;
   }
   if (bytes > 0)
-    std::memcpy(reinterpret_cast<void*>(wr.remote_addr),
-                inlined ? write.inlined.data() : reinterpret_cast<const void*>(write.sge.addr),
-                bytes);
+    FakeDriver::write_by_nic(
+        reinterpret_cast<void*>(wr.remote_addr),
+        inlined ? write.inlined.data() : reinterpret_cast<const void*>(write.sge.addr), bytes);
   if (wr.opcode == kOpWriteImm) {
     --receives->num;
+    ++receives->num_cq;
     Wc wc{};
     wc.wr_id = ~uint64_t{0};
     wc.imm_data = wr.imm_data;
     wc.wc_flags = kWcWithImm;
     wc.qp_num = target->qp_num;
-    add_completion(f, target->recv_cq, {wc, 0, 0});
+    target->late.push_back({wc, 0, receives});
+    auto& cq = *static_cast<FakeCq*>(target->recv_cq);
+    if (cq.armed) show_late(f, cq);  // nobody polls there, which is when others are shown
   }
   return kWcSuccess;
 }
@@ -94,7 +140,7 @@ void run_queue(FakeVerbs& f, World& w, FakeQp& qp) {
     qp.pending.pop_front();
     if (status == kWcSuccess) continue;
     break_queue(f, qp);
-    if (status == kWcRemoteAccess) target->state = kQpError;
+    if (status == kWcRemoteAccess && target) break_queue(f, *target);
   }
 }
 
@@ -108,6 +154,8 @@ int post_send(Qp* plain, SendWr* wr, SendWr** bad) {
       int error = fails && taken == f.faults.posts_taken ? f.faults.post_error : 0;
       if (qp.num_posted - qp.num_freed >= qp.init.cap.max_send_wr) error = ENOMEM;
       if (qp.state != kQpReadyToSend && qp.state != kQpError) error = EINVAL;
+      if ((wr->send_flags & kSendInline) && wr->sg_list->length > qp.init.cap.max_inline_data)
+        error = ENOMEM;  // mlx5, qp.c: set_data_inl_seg
       if (error != 0) {
         *bad = wr;
         return error;
@@ -132,7 +180,9 @@ int post_send(Qp* plain, SendWr* wr, SendWr** bad) {
 int poll_cq(Cq* plain, int num_entries, Wc* wcs) {
   return locked([&](FakeVerbs& f, World& w) {
     auto& cq = *static_cast<FakeCq*>(plain);
-    std::vector<FakeQp*> order(cq.senders.begin(), cq.senders.end());
+    for (FakeCq* other : w.cqs)
+      if (other != &cq) show_late(f, *other);
+    std::vector<FakeQp*> order(cq.users.begin(), cq.users.end());
     std::ranges::shuffle(order, f.random);
     for (FakeQp* qp : order) run_queue(f, w, *qp);
     int num = 0;
@@ -140,9 +190,13 @@ int poll_cq(Cq* plain, int num_entries, Wc* wcs) {
       const auto entry = cq.entries.front();
       cq.entries.pop_front();
       wcs[num] = entry.wc;
-      const auto sender = w.qps.find(entry.send_qp);
-      if (sender != w.qps.end()) sender->second->num_freed = entry.sequence;
+      if (entry.srq) {
+        --entry.srq->num_cq;
+      } else {
+        w.qps.at(entry.wc.qp_num)->num_freed = entry.sequence;
+      }
     }
+    show_late(f, cq);
     return num;
   });
 }
@@ -151,13 +205,18 @@ int req_notify_cq(Cq* cq, int) {
   return locked([&](FakeVerbs&, World&) { return static_cast<FakeCq*>(cq)->armed = true, 0; });
 }
 
+// Full counts what is taken and not yet polled: mlx5, srq.c: mlx5_post_srq_recv.
 int post_srq_recv(Srq* plain, RecvWr* wr, RecvWr** bad) {
-  return locked([&](FakeVerbs&, World&) {
+  return locked([&](FakeVerbs& f, World&) {
     auto& srq = *static_cast<FakeSrq*>(plain);
-    for (; wr != nullptr; wr = wr->next, ++srq.num) {
-      if (srq.num < srq.max_wr) continue;
+    for (uint32_t taken = 0; wr != nullptr; wr = wr->next, ++srq.num, ++taken) {
+      int error = srq.num + srq.num_cq >= srq.max_wr ? ENOMEM : 0;
+      if (f.faults.receive_error != 0 && taken == f.faults.receives_taken)
+        error = f.faults.receive_error;
+      if (error == 0) continue;
+      if (error == ENOMEM) ++f.counters.full_receives;
       *bad = wr;
-      return ENOMEM;
+      return error;
     }
     return 0;
   });

@@ -1,6 +1,7 @@
 // The state behind the fake libibverbs: its objects, and what both of its halves share.
 #pragma once
 
+#include <fcntl.h>
 #include <unistd.h>
 
 #include <cstdint>
@@ -18,6 +19,7 @@ using namespace provider::verbs;
 struct FakePipe {
   FakePipe() {
     if (pipe(ends) != 0) ends[0] = ends[1] = -1;
+    fcntl(ends[1], F_SETFL, O_NONBLOCK);  // written with the lock held
   }
   ~FakePipe() {
     close(ends[0]);
@@ -37,6 +39,7 @@ struct FakeContext : Context {
 };
 struct FakePd {
   FakeContext* context;
+  int num_users = 0;
 };
 struct FakeChannel : CompChannel {
   FakePipe events;
@@ -48,30 +51,36 @@ struct Pending {
   std::vector<std::byte> inlined;
 };
 struct FakeQp;
+struct FakeSrq : Srq {
+  uint32_t max_wr = 0;
+  uint32_t num = 0;     // posted, for peers to take
+  uint32_t num_cq = 0;  // taken; their places are free once their completions are polled or purged
+  int num_users = 0;
+};
 struct FakeCq : Cq {
   struct Entry {
     Wc wc;
-    uint32_t send_qp;  // its writes up to `sequence` have left the queue
-    uint64_t sequence;
+    uint64_t sequence;  // of a write: those of its queue pair up to here have left the queue
+    FakeSrq* srq;       // of a receive
   };
   std::deque<Entry> entries;
-  std::set<FakeQp*> senders;
+  std::set<FakeQp*> users;  // all queue pairs are made with one queue for both directions
   bool armed = false;
-};
-struct FakeSrq : Srq {
-  uint32_t max_wr = 0, num = 0;
 };
 struct FakeQp : Qp {
   QpInitAttr init;
   uint32_t peer_qp = 0;
   uint64_t num_posted = 0, num_started = 0, num_freed = 0;
   std::deque<Pending> pending;
+  std::deque<FakeCq::Entry> late;  // acknowledged to the peer, not yet in the completion queue
+  bool last_receive_told = false;
 };
 
 struct World {
   std::map<uint32_t, FakeQp*> qps;
   std::map<uint32_t, FakeMr*> regions;  // by key, lkey == rkey
   std::vector<FakeContext*> contexts;
+  std::set<FakeCq*> cqs;
   uint32_t next_qp = 100, next_key = 0x1000;
 };
 
@@ -92,6 +101,8 @@ auto locked(Step&& step) {
 // --- data path, verbs_fake_datapath.cpp ---
 
 void break_queue(FakeVerbs& f, FakeQp& qp);
+void tell_last_receive(FakeVerbs& f, FakeQp& qp);
+void purge(FakeQp& qp);
 int post_send(Qp* plain, SendWr* wr, SendWr** bad);
 int poll_cq(Cq* plain, int num_entries, Wc* wcs);
 int req_notify_cq(Cq* cq, int);

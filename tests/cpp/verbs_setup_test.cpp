@@ -7,6 +7,7 @@
 #include <fstream>
 
 #include "provider/verbs/gid.h"
+#include "provider/verbs/socket.h"
 #include "provider/verbs/wire.h"
 #include "provider_harness.h"
 #include "verbs_fake.h"
@@ -233,7 +234,8 @@ TEST_CASE("verbs: nobody at the address is an error in time, with everything tha
   has(said(address, Code::kPeerDead), "Connection refused");
   // Somebody else who listens and never answers, and one who answers for another NIC.
   const auto silent = provider::verbs::Socket::listen();
-  provider::verbs::NicAddress other{1, "nobody", silent.local_port(), {"127.0.0.1"}};
+  provider::verbs::NicAddress other{
+      1, "nobody", silent.local_port(), {"127.0.0.1"}, provider::verbs::Secret{}};
   has(said(other.encode(), Code::kTimeout), "nobody");
   Node b = open_fake();
   auto wrong = provider::verbs::NicAddress::decode(b.domain->address());

@@ -1,5 +1,6 @@
 #include "provider/libfabric/api.h"
 
+#include <algorithm>
 #include <atomic>
 #include <mutex>
 
@@ -25,10 +26,11 @@ struct {
   std::atomic<const Library*> library{nullptr};
 } loading;
 
-Library load_library(const std::string& file) {
-  // The machine's own library first; then the folder in which AWS's installer puts its own.
-  const std::vector<std::string> files = {"libfabric.so.1", "/opt/amazon/efa/lib/libfabric.so.1",
-                                          "/opt/amazon/efa/lib64/libfabric.so.1"};
+Library load_library(const std::string& file, bool for_efa) {
+  // The folders in which AWS's installer puts its own, and the machine's own library.
+  std::vector<std::string> files = {"/opt/amazon/efa/lib/libfabric.so.1",
+                                    "/opt/amazon/efa/lib64/libfabric.so.1", "libfabric.so.1"};
+  if (!for_efa) std::ranges::rotate(files, files.end() - 1);
   const platform::Library opened(
       file.empty() ? files : std::vector{file},
       {.what = "libfabric",
@@ -48,13 +50,13 @@ Library load_library(const std::string& file) {
 
 }  // namespace
 
-void open_library(const std::string& file) {
+void open_library(const std::string& file, bool for_efa) {
 #if defined(MOE_P2P_TESTING)
   if (stand_in) return;
 #endif
   const std::lock_guard lock(loading.mutex);
   if (!loading.library) {
-    loading.owned = load_library(file);
+    loading.owned = load_library(file, for_efa);
     loading.file = file;
     loading.library.store(&loading.owned, std::memory_order_release);  // pairs with library()
   }
@@ -69,7 +71,7 @@ const Library& library() {
 #endif
   const Library* open = loading.library.load(std::memory_order_acquire);  // open_library()
   if (open) return *open;
-  open_library("");
+  open_library("", /*for_efa=*/false);
   return *loading.library.load(std::memory_order_acquire);
 }
 

@@ -34,9 +34,12 @@ inline constexpr uint64_t kContext = 1ull << 59, kContext2 = 1ull << 52;
 inline constexpr int kMrLocal = 1 << 2, kMrVirtAddr = 1 << 4, kMrAllocated = 1 << 5,
                      kMrProvKey = 1 << 6, kMrEndpoint = 1 << 9, kMrHmem = 1 << 10;
 // Members of enumerations.
-inline constexpr int kAvTable = 2, kProgressManual = 2, kThreadDomain = 3, kEndpointRdm = 3,
-                     kCqFormatData = 3, kWaitNone = 0, kControlEnable = 6, kHmemSystem = 0,
-                     kHmemCuda = 1;
+inline constexpr int kAvTable = 2, kProgressManual = 2, kThreadDomain = 3, kThreadCompletion = 4,
+                     kEndpointRdm = 3, kCqFormatData = 3, kWaitNone = 0, kControlEnable = 6,
+                     kHmemSystem = 0, kHmemCuda = 1;
+// Options of endpoints: each a bool. The last is EFA's own (fi_ext.h).
+inline constexpr int kOptEndpoint = 0, kOptCudaApiPermitted = 10, kOptSharedMemoryPermitted = 11,
+                     kOptEfaEmulatedWrite = -(0xefa << 16) + 2;
 inline constexpr uint32_t kFormatSockaddrIn = 2;
 inline constexpr uint64_t kAddressNotAvailable = ~uint64_t{0};
 // Beyond errno.
@@ -186,6 +189,12 @@ struct MrOps {
   int (*regattr)(Fid* domain, const MrAttr* attr, uint64_t flags, MemoryRegion** region);
 };
 
+struct EndpointOps {
+  size_t size;
+  Unused cancel;
+  int (*getopt)(Fid* endpoint, int level, int option, void* value, size_t* length);
+  int (*setopt)(Fid* endpoint, int level, int option, const void* value, size_t length);
+};
 struct CmOps {
   size_t size;
   Unused setname;
@@ -214,7 +223,7 @@ struct RmaOps {
 };
 struct Endpoint {
   Fid fid;
-  void* ops;
+  EndpointOps* ops;
   CmOps* cm;
   void* msg;
   RmaOps* rma;
@@ -257,10 +266,10 @@ struct Library {
   uint32_t (*version)();
 };
 
-// Opens `file`, or, when it is empty, the machine's own library or that of AWS's installer. One
-// library serves the process: another file later is an Error{kInvalidArgument}. Throws
-// Error{kUnavailable} that says how to get it.
-void open_library(const std::string& file);
+// Opens `file`, or, when it is empty, the machine's own library or that of AWS's installer, for EFA the
+// latter first: distributions carry releases without EFA's RDMA writes. One library serves the process:
+// another file later is an Error{kInvalidArgument}. Throws Error{kUnavailable} that says how to get it.
+void open_library(const std::string& file, bool for_efa);
 // The one that is open; opens the machine's own when none is.
 const Library& library();
 

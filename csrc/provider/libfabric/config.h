@@ -5,11 +5,13 @@
 //   interfaces=         a:b:...: what NIC 0, 1, ... of a rank uses, each a domain name
 //                       (rdmap0s6-rdm), an interface name (eth0) or an IPv4 address. Without: all domains in turn,
 //                       the loopback interface only where there is no other
-//   library=            file of libfabric; without: libfabric.so.1, or that of AWS's installer
+//   library=            file of libfabric; without: libfabric.so.1 or that of AWS's installer, which is
+//                       the first for efa
 //   max_in_flight=1024  accepted and not yet completed writes
 //   max_write_bytes=1073741824
 //   timeout_ms=10000    a peer that takes nothing for so long is given up (kPeerDead)
-//   hmem=auto           GPU memory: on, off, or auto (efa and verbs where libfabric can)
+//   hmem=auto           GPU memory: on (libfabric's FI_HMEM), off, or auto: efa and verbs where
+//                       libfabric can, efa else by dma-buf
 #pragma once
 
 #include <chrono>

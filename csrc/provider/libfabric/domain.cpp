@@ -1,6 +1,7 @@
 #include "provider/libfabric/domain.h"
 
 #include <mutex>
+#include <utility>
 
 #include "base/log.h"
 #include "provider/libfabric/selection.h"
@@ -58,7 +59,6 @@ LibfabricDomain::LibfabricDomain(const DomainOptions& options)
 // What was accepted still leaves; what came in is acknowledged.
 LibfabricDomain::~LibfabricDomain() {
   try {
-    const Gate::Control inside(gate_);
     int quiet = 0;
     poll_until(Clock::now() + kDrain,
                [&] { return writes_.num_posted() == 0 && ++quiet > kSettlePolls; });
@@ -89,18 +89,34 @@ void LibfabricDomain::disconnect(PeerId peer) {
 }
 
 MemoryKey LibfabricDomain::register_memory(const MemorySpan& span) {
+  const std::lock_guard lock(registering_);
+  if (!session_.registers_beside_traffic()) {
+    const Gate::Control inside(gate_);
+    return regions_.add(span);
+  }
+  Owned<MemoryRegion> mr = regions_.open(span);
   const Gate::Control inside(gate_);
-  return regions_.add(span);
+  return regions_.add(span, std::move(mr));
 }
 
 void LibfabricDomain::unregister_memory(const MemoryKey& key) {
-  const Gate::Control inside(gate_);
-  const Region& region = regions_.at(key);
-  poll_until(Clock::now() + kDrain, [&] { return region.num_writes == 0; });
-  ready_.reserve(ready_.size() + config_.max_in_flight);
-  writes_.fail(region, {Code::kClosed, 0});
-  writes_.refill();
-  regions_.remove(key);
+  poll_until(Clock::now() + kDrain, [&] {
+    Region& region = regions_.at(key);
+    region.leaving = true;
+    return region.num_writes == 0;
+  });
+  {
+    const std::lock_guard lock(registering_);
+    Owned<MemoryRegion> mr;
+    {
+      const Gate::Control inside(gate_);
+      ready_.reserve(ready_.size() + config_.max_in_flight);
+      writes_.fail(regions_.at(key), {Code::kClosed, 0});
+      writes_.refill();
+      mr = regions_.remove(key);
+      if (!session_.registers_beside_traffic()) mr.reset();
+    }
+  }
   if (!config_.is_software()) return;
   int polls = 0;
   poll_until(Clock::now() + kDrain, [&] { return ++polls > kSettlePolls; });
@@ -115,16 +131,19 @@ std::string LibfabricDomain::failure() const {
 template <typename Ready>
 bool LibfabricDomain::poll_until(platform::Deadline deadline, Ready&& ready) {
   std::array<Completion, kEntries> completions;
-  while (!ready()) {
-    if (Clock::now() > deadline) return false;
-    writes_.pump();
-    const size_t count = read_queue(completions);
-    ready_.reserve(ready_.size() + count + config_.max_in_flight);
-    ready_.insert(ready_.end(), completions.begin(),
-                  completions.begin() + static_cast<std::ptrdiff_t>(count));
-    if (count == 0) sched_yield();
+  while (Clock::now() <= deadline) {
+    {
+      const Gate::Control inside(gate_);
+      if (ready()) return true;
+      writes_.pump();
+      const size_t count = read_queue(completions);
+      ready_.reserve(ready_.size() + count + config_.max_in_flight);
+      ready_.insert(ready_.end(), completions.begin(),
+                    completions.begin() + static_cast<std::ptrdiff_t>(count));
+    }
+    sched_yield();
   }
-  return true;
+  return false;
 }
 
 }  // namespace libfabric

@@ -3,8 +3,9 @@
 // kind per Domain; peers are entries of its address vector, nobody shakes hands. Settings:
 // config.h.
 //
-// Every domain is opened without locks inside (FI_THREAD_DOMAIN); the gate lets one control call or
-// the polling thread in. Progress is manual: a target that is not polled receives nothing, and no
+// libfabric is opened without locks for endpoint and completion queue; the gate lets one control call
+// or the polling thread in. Memory is registered beside them where there is a NIC, so that it stops no
+// traffic. Progress is manual: a target that is not polled receives nothing, and no
 // provider wakes anybody, so a Domain that was given a waker is never idle.
 //
 // tcp, net and shm differ from a NIC in what follows a refused write: the whole connection goes
@@ -15,6 +16,7 @@
 #pragma once
 
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -48,8 +50,8 @@ class LibfabricDomain final : public Domain {
   bool idle() const noexcept override;
 
  private:
-  // Polls on behalf of a control call until ready() or the deadline; what completes is kept for
-  // poll().
+  // Polls on behalf of a control call until ready() or the deadline, in turns with the polling thread;
+  // what completes is kept for poll().
   template <typename Ready>
   bool poll_until(platform::Deadline deadline, Ready&& ready);
   size_t take_ready(std::span<Completion> completions) noexcept;
@@ -61,7 +63,8 @@ class LibfabricDomain final : public Domain {
   alignas(64) std::array<std::byte, 64> scratch_{};
   Session session_;
   const std::string name_;
-  mutable Gate gate_;  // guards all that follows
+  std::mutex registering_;  // one registration or its end at a time
+  mutable Gate gate_;       // guards all that follows
   // Completions to show. The polling thread adds only what is accepted and not yet shown, which its
   // capacity holds; control calls make room first.
   std::vector<Completion> ready_;

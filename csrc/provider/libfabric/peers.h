@@ -36,7 +36,8 @@ struct Peer {
   Slot* first = nullptr;
   Slot* last = nullptr;
   Peer* next_waiting = nullptr;
-  bool listed = false;  // among those that have any, or had when last looked at
+  bool listed = false;    // among those that have any, or had when last looked at
+  bool answered = false;  // its last write that completed did so well: handshakes are over
   std::optional<platform::Clock::time_point> refused_since = {};
 };
 
@@ -50,6 +51,12 @@ class Peers {
   Peer& at(PeerId id);
   void disconnect(PeerId id);
 
+  // One that can be written to without a handshake; null where there is none.
+  Peer* find_answered() noexcept {
+    for (const auto& peer : peers_)
+      if (peer->connected && peer->answered) return peer.get();
+    return nullptr;
+  }
   // Null: not connected (any more).
   Peer* find(PeerId id) noexcept {
     return id < peers_.size() && peers_[id]->connected ? peers_[id].get() : nullptr;

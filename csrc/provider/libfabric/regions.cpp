@@ -2,7 +2,8 @@
 
 #include <unistd.h>
 
-#include <optional>
+#include <cerrno>
+#include <string>
 #include <utility>
 
 #include "base/log.h"
@@ -60,44 +61,49 @@ uint64_t Regions::next_key() {
 }
 
 Owned<MemoryRegion> Regions::open(const MemorySpan& span) {
+  using enum Session::GpuMemory;
+  const bool on_gpu = span.kind == MemoryKind::kCuda;
+  const char* what = on_gpu ? " bytes of GPU memory: " : " bytes: ";
+  MOE_P2P_CHECK(span.data != nullptr && span.bytes > 0, Code::kInvalidArgument, name_,
+                ": registering ", span.bytes, " bytes at ", static_cast<const void*>(span.data));
+  MOE_P2P_CHECK(!on_gpu || session_.gpu_memory != kNone, Code::kUnavailable, name_,
+                ": cannot write GPU memory: ", session_.why_no_hmem);
   const iovec whole{span.data, span.bytes};
   MrAttr attr{};
   attr.memory = &whole;
   attr.iov_count = 1;
   attr.access = kWrite | kRemoteWrite;
   attr.requested_key = next_key();
-  const auto reg = [&](uint64_t flags, MemoryRegion** out) {
-    return session_.domain->mr->regattr(&session_.domain->fid, &attr, flags, out);
-  };
   MemoryRegion* region = nullptr;
-  int error = -1;
-  if (span.kind == MemoryKind::kCuda) {
-    attr.iface = kHmemCuda;
-    attr.device = static_cast<uint32_t>(span.device);
-    if (library().version() >= make_version(1, 20)) {
-      const ExportedMemory exported(span);
-      if (exported.get()) {
-        attr.memory = exported.get();
-        error = reg(kMrDmabuf, &region);
-        attr.memory = &whole;
-      }
+  const auto reg = [&](uint64_t flags) {
+    return session_.domain->mr->regattr(&session_.domain->fid, &attr, flags, &region);
+  };
+  int error = -ENOTSUP;
+  if (on_gpu && library().version() >= make_version(1, 20)) {
+    const ExportedMemory exported(span);
+    if (exported.get()) {
+      attr.memory = exported.get();
+      // A dma-buf that is said to be the host's: EFA registers it without looking at CUDA and posts it
+      // without calls of CUDA, its needs_sync stays false (efa_mr.c of libfabric 1.22: lines 195, 521,
+      // 959; of 2.5.1: 212, 629, 1152). A write by the device is all that touches the memory.
+      attr.iface = session_.gpu_memory == kHmem ? kHmemCuda : kHmemSystem;
+      attr.device = attr.iface == kHmemCuda ? static_cast<uint32_t>(span.device) : 0;
+      error = reg(kMrDmabuf);
+      attr.memory = &whole;
     }
+    MOE_P2P_CHECK(error == 0 || session_.gpu_memory == kHmem, Code::kUnavailable, name_,
+                  ": registering ", span.bytes, what,
+                  exported.get() ? "by dma-buf: " + error_text(error)
+                                 : std::string("the CUDA driver exports no dma-buf of it"),
+                  ". The other way is closed too: ", session_.why_no_hmem);
   }
-  if (error != 0) error = reg(0, &region);
-  MOE_P2P_CHECK(error == 0, Code::kResourceExhausted, name_, ": registering ", span.bytes,
-                span.kind == MemoryKind::kCuda ? " bytes of GPU memory: " : " bytes: ",
+  if (error != 0) error = reg(0);
+  MOE_P2P_CHECK(error == 0, Code::kResourceExhausted, name_, ": registering ", span.bytes, what,
                 error_text(error), locked_memory_hint(-error));
   return Owned<MemoryRegion>(region);
 }
 
-MemoryKey Regions::add(const MemorySpan& span) {
-  MOE_P2P_CHECK(span.data != nullptr && span.bytes > 0, Code::kInvalidArgument, name_,
-                ": registering ", span.bytes, " bytes at ", static_cast<const void*>(span.data));
-  MOE_P2P_CHECK(span.kind == MemoryKind::kHost || session_.has_hmem(), Code::kUnavailable, name_,
-                ": cannot write GPU memory: libfabric or its provider ",
-                session_.info->fabric_attr->prov_name,
-                " was built without it, or hmem=off was set");
-  Owned<MemoryRegion> mr = open(span);
+MemoryKey Regions::add(const MemorySpan& span, Owned<MemoryRegion> mr) {
   if (session_.mr_mode(kMrEndpoint)) {
     const auto& ops = *mr->fid.ops;
     int error = ops.bind(&mr->fid, &session_.endpoint->fid, 0);
@@ -122,6 +128,6 @@ Region& Regions::at(const MemoryKey& key) {
   return *region;
 }
 
-void Regions::remove(const MemoryKey& key) { at(key).mr.reset(); }
+Owned<MemoryRegion> Regions::remove(const MemoryKey& key) { return std::move(at(key).mr); }
 
 }  // namespace moe_p2p::provider::libfabric

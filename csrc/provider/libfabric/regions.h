@@ -1,5 +1,5 @@
 // Registered memory of one NIC. Changed by control calls, looked at by the polling thread; the gate
-// of the Domain keeps them apart.
+// of the Domain keeps them apart. open(), which takes long, stays outside where libfabric allows that.
 #pragma once
 
 #include <memory>
@@ -15,10 +15,11 @@ struct Region {
   MemorySpan span;
   Owned<MemoryRegion> mr;  // null: given back, the key is not used again
   void* descriptor = nullptr;
+  bool leaving = false;     // is being given back: takes no new writes
   uint32_t num_writes = 0;  // from here, accepted and not returned by libfabric
 
   bool contains(const std::byte* data, uint64_t bytes) const noexcept {
-    return mr != nullptr && data >= span.data && bytes <= span.bytes &&
+    return mr != nullptr && !leaving && data >= span.data && bytes <= span.bytes &&
            static_cast<uint64_t>(data - span.data) <= span.bytes - bytes;
   }
 };
@@ -27,8 +28,12 @@ class Regions {
  public:
   Regions(const Session& session, std::string name);
 
-  MemoryKey add(const MemorySpan& span);
-  void remove(const MemoryKey& key);
+  // Registers at the NIC. One caller at a time, beside all else.
+  Owned<MemoryRegion> open(const MemorySpan& span);
+  MemoryKey add(const MemorySpan& span, Owned<MemoryRegion> mr);
+  MemoryKey add(const MemorySpan& span) { return add(span, open(span)); }
+  // What to close, now or outside the gate.
+  [[nodiscard]] Owned<MemoryRegion> remove(const MemoryKey& key);
   // For key.local_key; throws Error{kInvalidArgument} when it is not registered.
   Region& at(const MemoryKey& key);
 
@@ -40,7 +45,6 @@ class Regions {
   Region& scratch() noexcept { return *regions_.front(); }  // whatever was added first
 
  private:
-  Owned<MemoryRegion> open(const MemorySpan& span);
   uint64_t next_key();
 
   const Session& session_;

@@ -39,19 +39,31 @@ OwnedInfo make_hints(const Config& config, bool hmem, uint64_t completion_level)
   hints->tx_attr->op_flags = completion_level;
   hints->domain_attr->mr_mode =
       kMrLocal | kMrVirtAddr | kMrAllocated | kMrProvKey | kMrEndpoint | (hmem ? kMrHmem : 0);
-  hints->domain_attr->threading = kThreadDomain;
+  // Of a NIC memory is registered beside traffic (gate.h).
+  hints->domain_attr->threading = config.is_software() ? kThreadDomain : kThreadCompletion;
   hints->domain_attr->control_progress = kProgressManual;
   hints->domain_attr->data_progress = kProgressManual;
   hints->fabric_attr->prov_name = strdup(config.provider.c_str());
   return hints;
 }
 
-OwnedInfo ask(const Config& config) {
+// Why libfabric does not take GPU memory, from what it answered when it was asked to.
+std::string why_no_hmem(const Config& config, int error) {
+  if (config.is_software()) return base::concat("provider ", config.provider, " is software");
+  if (config.hmem == Config::Hmem::kOff) return "hmem=off was set";
+  return base::concat(
+      "libfabric offers none (FI_HMEM): ", error_text(error),
+      "; it must be built with CUDA, and finds CUDA as \"libcudart.so\", by that very "
+      "name: where only the pip packages are, the loader finds none (LD_LIBRARY_PATH "
+      "of a folder with a link of that name to libcudart.so.12 or 13)");
+}
+
+Selection ask(const Config& config) {
   // 1.20 is the first release with dma-buf registration; an older library is asked for its own.
   const uint32_t version = std::min(library().version(), make_version(1, 20));
   const bool want_hmem = config.hmem == Config::Hmem::kOn ||
                          (config.hmem == Config::Hmem::kAuto && !config.is_software());
-  int error = 0;
+  int error = 0, hmem_error = 0;
   for (const bool hmem : {true, false}) {
     if (hmem ? !want_hmem : config.hmem == Config::Hmem::kOn) continue;
     // Where a provider has no level above transmit-complete, that one already means that the
@@ -61,8 +73,10 @@ OwnedInfo ask(const Config& config) {
       const OwnedInfo hints = make_hints(config, hmem, level);
       Info* found = nullptr;
       error = library().getinfo(version, nullptr, nullptr, 0, hints.get(), &found);
-      if (error == 0) return OwnedInfo(found);
+      if (error == 0)
+        return {OwnedInfo(found), hmem ? std::string() : why_no_hmem(config, hmem_error)};
     }
+    if (hmem) hmem_error = error;
   }
   throw base::Error(
       Code::kUnavailable,
@@ -71,8 +85,25 @@ OwnedInfo ask(const Config& config) {
                    config.is_efa() ? "; is this an EC2 instance with EFA, and its driver loaded? "
                                      "(fi_info -p efa)"
                                    : "; see what fi_info lists",
-                   config.hmem == Config::Hmem::kOn ? "; hmem=on asks for GPU memory" : ""));
+                   config.hmem == Config::Hmem::kOn
+                       ? "; hmem=on asks for GPU memory: " + why_no_hmem(config, error)
+                       : std::string()));
 }
+
+// A release below 1.18 emulates EFA's writes with packets and copies; one below 1.20 registers no
+// dma-buf.
+void check_version(const Config& config) {
+  const uint32_t version = library().version();
+  MOE_P2P_CHECK(
+      !config.is_efa() || version >= make_version(1, 20), Code::kUnavailable, "libfabric ",
+      version >> 16, ".", version & 0xffff,
+      " is too old for provider efa, which needs 1.20 or newer: install that of AWS's EFA "
+      "installer (/opt/amazon/efa), or name its file with library=");
+}
+
+// Since 2.1 EFA offers each device under the fabric "efa-direct" too, before "efa" (efa_prov.c). Writes
+// with immediates need receives posted there, and nobody retries.
+bool is_usable(const Info& info) { return std::strcmp(info.fabric_attr->name, "efa-direct") != 0; }
 
 bool is_loopback(const Info& info) { return domain_of(info) == "lo"; }
 
@@ -82,8 +113,7 @@ std::vector<Info*> usable(Info* first) {
   const auto add = [&](bool ipv4_only) {
     for (Info* info = first; info; info = info->next) {
       if (ipv4_only != (info->addr_format == kFormatSockaddrIn)) continue;
-      if (std::strcmp(info->fabric_attr->name, "efa-direct") == 0)
-        continue;  // needs receives posted
+      if (!is_usable(*info)) continue;
       const auto same = [&](const Info* other) { return domain_of(*other) == domain_of(*info); };
       if (std::ranges::none_of(found, same)) found.push_back(info);
     }
@@ -98,6 +128,7 @@ std::vector<Info*> usable(Info* first) {
 Info* find_named(Info* first, const std::string& name) {
   Info* other = nullptr;
   for (Info* info = first; info; info = info->next) {
+    if (!is_usable(*info)) continue;
     if (ipv4_of(*info) == name) return info;
     if (domain_of(*info) != name) continue;
     if (info->addr_format == kFormatSockaddrIn) return info;
@@ -119,6 +150,8 @@ Info* choose(const Config& config, int nic, Info* first) {
   const auto index = static_cast<size_t>(nic);
   if (config.interfaces.empty()) {
     const auto domains = usable(first);
+    MOE_P2P_CHECK(!domains.empty(), Code::kUnavailable, "libfabric NIC ", nic, ": provider ",
+                  config.provider, " has no usable domain");
     return domains[index % domains.size()];
   }
   const std::string& name = config.interfaces[index % config.interfaces.size()];
@@ -142,13 +175,14 @@ void set_environment(const Config& config) {
 
 }  // namespace
 
-OwnedInfo select_info(const Config& config, int nic) {
+Selection select_info(const Config& config, int nic) {
   set_environment(config);
-  open_library(config.library);
-  const OwnedInfo all = ask(config);
-  OwnedInfo own(library().dupinfo(choose(config, nic, all.get())));
+  open_library(config.library, config.is_efa());
+  check_version(config);
+  const Selection all = ask(config);
+  OwnedInfo own(library().dupinfo(choose(config, nic, all.info.get())));
   MOE_P2P_CHECK(own, Code::kResourceExhausted, "libfabric: out of memory");
-  return own;
+  return {std::move(own), all.why_no_hmem};
 }
 
 std::string describe(const Info& info) {

@@ -1,5 +1,8 @@
 #include "provider/libfabric/session.h"
 
+#include <cerrno>
+#include <utility>
+
 #include "base/log.h"
 #include "provider/libfabric/selection.h"
 #include "provider/locked_memory.h"
@@ -61,11 +64,53 @@ void bind(const Opening& opening, const Config& config, Session& session) {
                                          : "enabling the endpoint");
 }
 
+// EFA's own options, before the endpoint is enabled. Unless forbidden to, EFA calls CUDA for each region
+// of GPU memory at its first write (efa_rdm_ep.h, efa_rdm_attempt_to_sync_memops_iov): CUDA refuses that
+// for memory of cuMemCreate, and the write fails. It also copies with CUDA where GPUDirect is missing.
+void set_efa_options(const Opening& opening, const Config& config, Session& s) {
+  Endpoint& endpoint = *s.endpoint;
+  const auto forbid = [&](int option) {
+    const bool permitted = false;
+    return -endpoint.ops->setopt(&endpoint.fid, kOptEndpoint, option, &permitted, sizeof(bool));
+  };
+  const int error = forbid(kOptSharedMemoryPermitted);
+  if (error != ENOPROTOOPT)  // 1.20: the environment does it (selection.cpp)
+    opening.check(error, "forbidding EFA's own shared memory");
+  bool emulated = false;
+  size_t length = sizeof(emulated);
+  if (endpoint.ops->getopt(&endpoint.fid, kOptEndpoint, kOptEfaEmulatedWrite, &emulated, &length) ==
+          0 &&
+      emulated) {
+    s.gpu_memory = Session::GpuMemory::kNone;
+    s.why_no_hmem =
+        "EFA emulates writes here with packets that CPUs copy (a device without RDMA write, p4d "
+        "and "
+        "older, or FI_EFA_USE_DEVICE_RDMA=0)";
+    MOE_P2P_LOG(base::LogLevel::kWarning, opening.name(), ": ", s.why_no_hmem);
+  } else if (s.gpu_memory == Session::GpuMemory::kHmem) {
+    if (const int refused = forbid(kOptCudaApiPermitted)) {
+      s.gpu_memory = Session::GpuMemory::kDmabuf;
+      s.why_no_hmem =
+          base::concat(refused == EOPNOTSUPP ? "EFA says that there is no GPUDirect RDMA: "
+                                             : "EFA cannot do without calls of CUDA: ",
+                       error_text(refused));
+    }
+  } else if (config.hmem == Config::Hmem::kAuto) {
+    s.gpu_memory = Session::GpuMemory::kDmabuf;
+  }
+  MOE_P2P_CHECK(config.hmem != Config::Hmem::kOn || s.gpu_memory == Session::GpuMemory::kHmem,
+                Code::kUnavailable, opening.name(),
+                ": hmem=on asks for GPU memory: ", s.why_no_hmem);
+}
+
 }  // namespace
 
 Session open_session(const Config& config, int nic) {
   Session s;
-  s.info = select_info(config, nic);
+  Selection selection = select_info(config, nic);
+  s.info = std::move(selection.info);
+  s.why_no_hmem = std::move(selection.why_no_hmem);
+  if (s.why_no_hmem.empty()) s.gpu_memory = Session::GpuMemory::kHmem;
   const Opening opening(config, nic, *s.info);
   check_answer(opening, *s.info);
   s.fabric = own<Fabric>(opening, "opening the fabric", [&](Fabric** out) {
@@ -89,9 +134,12 @@ Session open_session(const Config& config, int nic) {
   s.endpoint = own<Endpoint>(opening, "opening the endpoint", [&](Endpoint** out) {
     return s.domain->ops->endpoint(s.domain.get(), s.info.get(), out, nullptr);
   });
+  if (config.is_efa()) set_efa_options(opening, config, s);
   bind(opening, config, s);
   MOE_P2P_LOG(base::LogLevel::kInfo, opening.name(), ": open, ", s.info->fabric_attr->prov_name,
-              s.has_hmem() ? ", with GPU memory" : "");
+              s.gpu_memory == Session::GpuMemory::kHmem     ? ", with GPU memory"
+              : s.gpu_memory == Session::GpuMemory::kDmabuf ? ", with GPU memory by dma-buf"
+                                                            : "");
   return s;
 }
 

@@ -33,7 +33,9 @@ Writes::Writes(const Session& session, const Config& config, Regions& regions, P
       completion_flags_(kCompletion | (session.info->tx_attr->op_flags & kDeliveryComplete)),
       regions_(regions),
       peers_(peers),
-      ready_(ready) {
+      ready_(ready),
+      shares_queue_(config.is_efa()),
+      queue_size_(shares_queue_ ? session.info->tx_attr->size : ~size_t{0}) {
   // Twice: peers that are given up on the data path keep theirs until libfabric returns them.
   add_slots(size_t{2} * max_in_flight_);
 }
@@ -123,15 +125,24 @@ void Writes::pump() noexcept {
       link = &peer.next_waiting;
     }
   }
+  // Other providers send what has the flag by themselves, and shm crashes on a write to a peer that left.
+  if (shares_queue_ && chain_length_ > 0) ring();
 }
 
 // True when nothing waits any more.
 bool Writes::push(Peer& peer) noexcept {
-  uint32_t chained = chain_open_ ? kChain : 0;
   while (Slot* slot = peer.first) {
-    const bool more = slot->next != nullptr && ++chained < kChain;
+    const bool more = chain_length_ + 1 < kChain && goes_on(*slot, peer);
     const ssize_t result = post(*slot, peer, more ? kMore : 0);
     const Status status = result == 0 ? Status{} : status_of(static_cast<int>(-result));
+    if (result == -EAGAIN && is_full()) {
+      if (!has_stalled()) return false;
+      const Status stalled{Code::kPeerDead, ETIMEDOUT};
+      if (num_posted_ == 0) return fail(peer, stalled), true;
+      fail_if(stalled, [](const Slot& other) { return other.state == Slot::State::kPosted; });
+      completed_ = true;  // those that hold the queue were given up; now it is the turn of the rest
+      return false;
+    }
     if (result == -EAGAIN || status.code == Code::kPeerDead) {
       if (!has_given_up(peer, result == -EAGAIN ? timeout_ : std::min(timeout_, kReconnect)))
         return false;
@@ -141,17 +152,46 @@ bool Writes::push(Peer& peer) noexcept {
     peer.refused_since.reset();
     peer.first = slot->next;
     if (result == 0) {
-      chain_open_ = more;
-      if (!more) chained = 0;
+      chain_length_ = more ? chain_length_ + 1 : 0;
+      chain_peer_ = peer.id;
       slot->state = Slot::State::kPosted;
       ++num_posted_;
+      ++num_held_;
     } else {
       complete(*slot, status);
-      chained = chain_open_ ? kChain : 0;
-      if (chain_open_ && !peer.first) fail(peer, status);  // nothing left that rings the NIC
     }
   }
   return true;
+}
+
+// Whether another write will be posted right behind this one. Before hands are shaken EFA keeps a write
+// back and says that it took it: it rings for nobody before it, and libfabric without the commit
+// 3b01e1417 posts it later with the FI_MORE that it came with, when nothing may follow.
+bool Writes::goes_on(const Slot& slot, const Peer& peer) const noexcept {
+  if (slot.next) return true;
+  const Peer* next = shares_queue_ && peer.answered ? peer.next_waiting : nullptr;
+  return next && next->first && next->answered && !next->refused_since;
+}
+
+// Ends a chain whose continuation was refused or failed, by a write of nothing that nobody is told of.
+void Writes::ring() noexcept {
+  Peer* peer = peers_.find(chain_peer_);
+  if (!peer) peer = peers_.find_answered();
+  if (!peer || free_.empty()) return;
+  Slot& slot = *free_.back();
+  slot.region = &regions_.scratch();
+  slot.local = slot.region->span.data;
+  slot.bytes = bytes_when_empty_;
+  slot.remote_addr = peer->address.scratch_addr;
+  slot.remote_key = peer->address.scratch_key;
+  slot.peer = peer->id;
+  slot.has_imm = false;
+  if (post(slot, *peer, 0) != 0) return;  // again at the next poll
+  free_.pop_back();
+  slot.state = Slot::State::kAbandoned;
+  ++slot.region->num_writes;
+  ++num_held_;
+  chain_length_ = 0;
 }
 
 inline ssize_t Writes::post(Slot& slot, const Peer& peer, uint64_t flags) noexcept {
@@ -168,6 +208,13 @@ inline ssize_t Writes::post(Slot& slot, const Peer& peer, uint64_t flags) noexce
   if (slot.has_imm) flags |= kRemoteCqData;
   Endpoint& endpoint = *session_.endpoint;
   return endpoint.rma->writemsg(&endpoint, &message, flags | completion_flags_);
+}
+
+// The clock is read when a full queue refuses, not at each completion.
+bool Writes::has_stalled() noexcept {
+  const auto now = Clock::now();
+  if (std::exchange(completed_, false)) last_completion_ = now;
+  return now - last_completion_ >= timeout_;
 }
 
 // `patience` counts from the first refusal.
@@ -205,6 +252,10 @@ std::optional<Completion> Writes::finish(void* op_context, Status status, int pr
   Slot& slot = *static_cast<Slot*>(op_context);
   const bool wanted = slot.state == Slot::State::kPosted;
   if (wanted) note(slot, status, prov_errno);
+  completed_ = true;
+  --num_held_;
+  if (shares_queue_)
+    if (Peer* peer = peers_.find(slot.peer)) peer->answered = status.ok();
   const uint64_t wr_id = slot.wr_id;
   --slot.region->num_writes;
   release(slot);

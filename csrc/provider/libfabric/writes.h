@@ -2,11 +2,15 @@
 // peer that takes nothing (not connected yet, its queue full) holds up only itself; pump() offers
 // again at every poll. Data path, inside the Domain's gate; what allocates is marked as control.
 //
-// Writes of one peer go out in chains with FI_MORE, which lets the NIC be rung once per chain. A
-// chain that libfabric cut short by EAGAIN would not be rung at all, so the next write to get
-// through, to whichever peer, goes without the flag.
+// Writes go out in chains with FI_MORE, which lets the NIC be rung once per chain. EFA's peers share one
+// send queue, so a chain goes on to the next peer there; neither to nor from one that may have to shake
+// hands first, for EFA keeps its writes back. A chain that was cut short is rung by an empty write.
+//
+// A shared queue that is full refuses everybody: the patience with a peer counts refusals that are its
+// own, the patience with the queue counts from the last completion.
 #pragma once
 
+#include <chrono>
 #include <deque>
 #include <optional>
 #include <vector>
@@ -69,6 +73,10 @@ class Writes {
   void enqueue(Slot& slot, Peer& peer) noexcept;
   bool push(Peer& peer) noexcept;
   ssize_t post(Slot& slot, const Peer& peer, uint64_t flags) noexcept;
+  bool goes_on(const Slot& slot, const Peer& peer) const noexcept;
+  void ring() noexcept;
+  bool is_full() const noexcept { return num_held_ >= queue_size_; }
+  bool has_stalled() noexcept;
   bool has_given_up(Peer& peer, std::chrono::milliseconds patience) noexcept;
   template <typename Concerns>
   void fail_if(base::Status status, Concerns&& concerns) noexcept;
@@ -88,9 +96,15 @@ class Writes {
   std::deque<Slot> slots_;
   std::vector<Slot*> free_;     // no list: each link would be a miss that the next one waits for
   Peer* waiting_ = nullptr;     // peers with a list, by Peer::next_waiting
-  bool chain_open_ = false;     // the last write that libfabric took has FI_MORE
+  const bool shares_queue_;     // all peers have one send queue
+  const size_t queue_size_;     // of it
+  uint32_t chain_length_ = 0;   // writes with FI_MORE since the NIC was rung
+  PeerId chain_peer_ = 0;       // of the last one
   uint32_t num_in_flight_ = 0;  // accepted, no completion yet
   uint32_t num_posted_ = 0;
+  size_t num_held_ = 0;    // by libfabric
+  bool completed_ = true;  // something has, since last_completion_ was set
+  platform::Clock::time_point last_completion_;
   std::optional<Failure> first_failure_;
   base::Status broken_;  // what every write ends with
 };

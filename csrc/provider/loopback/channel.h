@@ -6,8 +6,8 @@
 //
 // A payload ring carries fragments: a 64-byte Fragment and its payload, padded to 64 bytes. Payload
 // never wraps: a fragment ends at the ring's end and the write goes on in the next one. The payload
-// of GPU memory does not come this way: the sender has copied it to where it belongs before it puts
-// the fragment into the ring.
+// of GPU memory does not come this way where the sender has the peer's memory mapped: it has then copied
+// it to where it belongs before it puts the fragment into the ring.
 #pragma once
 
 #include <atomic>
@@ -81,8 +81,7 @@ struct Partial {
 struct alignas(kLine) Fragment {
   static constexpr uint32_t kHasImm = 1;
   static constexpr uint32_t kAbort = 2;  // the sender gives this write up; nothing more comes of it
-  // The payload is in the GPU memory that it is for. With kAbort: it would be, if the sender had that
-  // memory mapped; the receiver says what is wrong with the address.
+  // The payload is in the GPU memory that it is for.
   static constexpr uint32_t kInPlace = 4;
 
   uint64_t remote_addr;  // of the whole write, like remote_key and write_bytes

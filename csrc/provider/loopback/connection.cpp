@@ -62,6 +62,7 @@ void Connection::finish(uint32_t slot) noexcept {
 bool Connection::pump(const SendContext& context) noexcept {
   ++round_;
   const uint64_t head_before = head_;
+  if (!publish_staged(context.copies)) return false;
   if (chaos_.on()) {
     pump_shuffled(context);
   } else {
@@ -73,9 +74,9 @@ bool Connection::pump(const SendContext& context) noexcept {
 void Connection::pump_in_order(const SendContext& context) noexcept {
   while (!unsent_.empty()) {
     const uint32_t slot = unsent_[0];
-    while (!writes_[slot].all_sent())
-      if (!send_part(slot, context)) return;
-    unsent_.pop();
+    const bool sent = send_part(slot, context);
+    if (writes_[slot].all_sent()) unsent_.pop();  // also when its last fragment is staged
+    if (!sent) return;
   }
 }
 
@@ -87,13 +88,15 @@ void Connection::pump_shuffled(const SendContext& context) noexcept {
     const size_t i = chaos_.one_in(4) ? newest : chaos_.below(unsent_.size());
     const uint32_t slot = unsent_[i];
     if (round_ < writes_[slot].hold_until) continue;
-    if (!send_part(slot, context)) return;
-    if (writes_[slot].all_sent()) unsent_.take(i);
+    const bool sent = send_part(slot, context);
+    if (writes_[slot].all_sent()) unsent_.take(i);  // also when its last fragment is staged
+    if (!sent) return;
   }
 }
 
 // The next part of the piece under way. False when it has to wait for room.
 bool Connection::send_part(uint32_t slot, const SendContext& context) noexcept {
+  if (staged_.under_way) return false;
   OutgoingWrite& write = writes_[slot];
   if (write.abort_flags != 0) return send_abort(slot);
   if (write.cursor == write.cursor_end && write.pieces != 0) choose_piece(write);
@@ -108,14 +111,49 @@ bool Connection::send_part(uint32_t slot, const SendContext& context) noexcept {
 }
 
 bool Connection::send_fragment(uint32_t slot, const SendContext& context) noexcept {
-  OutgoingWrite& write = writes_[slot];
-  const uint64_t payload_at = (head_ + kLine) & channel_.ring_mask;
-  const auto bytes = static_cast<uint32_t>(
-      std::min<uint64_t>(std::min(write.cursor_end - write.cursor, max_fragment_bytes_),
-                         channel_.ring_mask + 1 - payload_at));
+  const OutgoingWrite& write = writes_[slot];
+  const uint32_t bytes = next_bytes(write);
   if (!has_room(kLine + align_up(bytes, kLine))) return false;
-  if (bytes > 0) std::memcpy(channel_.ring + payload_at, write.request.local + write.cursor, bytes);
+  if (bytes > 0) std::memcpy(next_payload(), write.request.local + write.cursor, bytes);
   publish(begin_fragment(slot, bytes, 0, context.link));
+  return true;
+}
+
+// Of the piece under way, in the fragment that comes next: the payload does not wrap.
+uint32_t Connection::next_bytes(const OutgoingWrite& write) noexcept {
+  const uint64_t to_end = channel_.ring_mask + 1 - ((head_ + kLine) & channel_.ring_mask);
+  return static_cast<uint32_t>(
+      std::min<uint64_t>(std::min(write.cursor_end - write.cursor, max_fragment_bytes_), to_end));
+}
+
+// send_fragment() for GPU memory: the payload is on its way into the ring when this returns.
+bool Connection::stage(uint32_t slot, const SendContext& context) noexcept {
+  OutgoingWrite& write = writes_[slot];
+  const uint32_t bytes = next_bytes(write);
+  if (!has_room(kLine + align_up(bytes, kLine)) || context.copies.full()) return false;
+  const std::byte* const from = write.request.local + write.cursor;
+  const Fragment fragment = begin_fragment(slot, bytes, 0, context.link);
+  const auto started = context.copies.start_by_ring(next_payload(), from, bytes);
+  if (!started.status.ok()) {
+    abort(write, Fragment::kAbort, started.status);
+    return send_abort(slot);
+  }
+  staged_ = {.fragment = fragment, .ticket = started.ticket, .under_way = true};
+  return publish_staged(context.copies);
+}
+
+// False while the copy is under way.
+bool Connection::publish_staged(Copies& copies) noexcept {
+  if (!staged_.under_way) return true;
+  const Copies::State state = copies.state_of(staged_.ticket);
+  if (state == Copies::State::kUnderWay) return false;
+  staged_.under_way = false;
+  if (staged_.dropped) return true;
+  if (state == Copies::State::kDone) {
+    publish(staged_.fragment);
+  } else {
+    give_up(staged_.fragment.slot, copies.failure());
+  }
   return true;
 }
 
@@ -125,10 +163,7 @@ bool Connection::start_copy(uint32_t slot, const SendContext& context) noexcept 
   const WorkRequest& request = write.request;
   std::byte* const window =
       context.regions.find_window(request.remote_key, request.remote_addr, request.bytes);
-  if (!window) {
-    abort(write, Fragment::kAbort | Fragment::kInPlace, {});
-    return send_abort(slot);
-  }
+  if (!window) return stage(slot, context);
   if (context.copies.full()) return false;
   std::byte* const to = window + write.cursor;
   const std::byte* const from = request.local + write.cursor;
@@ -141,7 +176,7 @@ bool Connection::start_copy(uint32_t slot, const SendContext& context) noexcept 
 }
 
 bool Connection::publish_copied(const Fragment& fragment) noexcept {
-  if (!has_room(kLine)) return false;
+  if (staged_.under_way || !has_room(kLine)) return false;
   publish(fragment);
   return true;
 }

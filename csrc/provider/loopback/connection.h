@@ -51,7 +51,7 @@ class Connection {
   PeerId id() const noexcept { return id_; }
   const Segment& segment() const noexcept { return *segment_; }
   bool window_full() const noexcept { return free_slots_.empty(); }
-  bool has_unsent() const noexcept { return !unsent_.empty(); }
+  bool has_unsent() const noexcept { return !unsent_.empty() || staged_.under_way; }
   uint32_t num_in_flight() const noexcept { return num_in_flight_; }
 
   // Takes a write into a free slot; it leaves with pump().
@@ -69,7 +69,14 @@ class Connection {
   void pop_ack() noexcept { ++ack_tail_; }
   OutgoingWrite& write(uint32_t slot) noexcept { return writes_[slot & channel_.window_mask]; }
   void finish(uint32_t slot) noexcept;
-  void drop_unsent() noexcept { unsent_.clear(); }
+  void drop_unsent() noexcept {
+    unsent_.clear();
+    staged_.dropped = true;
+  }
+  // A copy still writes into the ring, which therefore is not to be released.
+  bool is_staging(Copies& copies) noexcept {
+    return staged_.under_way && copies.state_of(staged_.ticket) == Copies::State::kUnderWay;
+  }
 
   // The peer closed its NIC, or took the channel back because it thought us dead.
   bool peer_left() const noexcept {
@@ -94,6 +101,12 @@ class Connection {
   void pump_shuffled(const SendContext& context) noexcept;
   bool send_part(uint32_t slot, const SendContext& context) noexcept;
   bool send_fragment(uint32_t slot, const SendContext& context) noexcept;
+  uint32_t next_bytes(const OutgoingWrite& write) noexcept;
+  std::byte* next_payload() const noexcept {
+    return channel_.ring + ((head_ + kLine) & channel_.ring_mask);
+  }
+  bool stage(uint32_t slot, const SendContext& context) noexcept;
+  bool publish_staged(Copies& copies) noexcept;
   bool start_copy(uint32_t slot, const SendContext& context) noexcept;
   bool send_abort(uint32_t slot) noexcept;
   void abort(OutgoingWrite& write, uint32_t flags, base::Status status) noexcept;
@@ -109,6 +122,15 @@ class Connection {
   const uint32_t max_fragment_bytes_;
   const Waker waker_;
   Chaos chaos_;
+
+  // The fragment at the head of the ring whose payload a GPU copies there. Nothing leaves before it.
+  struct Staged {
+    Fragment fragment;
+    uint64_t ticket = 0;
+    bool under_way = false;
+    bool dropped = false;  // its write has failed meanwhile
+  };
+  Staged staged_{};
 
   std::vector<OutgoingWrite> writes_;  // [window]
   std::vector<uint32_t> free_slots_;

@@ -42,6 +42,24 @@ void Copies::drain() {
                 " s; the memory may still be in use");
 }
 
+void Copies::settle() noexcept {
+  const std::lock_guard lock(mutex_);
+  if (queue_ && !queue_->drain(platform::Clock::now() + kDrainTimeout))
+    MOE_P2P_LOG(base::LogLevel::kError, "copies of device ", queue_->device(),
+                " to rings are not done although their NIC is closed");
+}
+
+CopyQueue::Started Copies::start_by_ring(std::byte* to, const std::byte* from,
+                                         uint64_t bytes) noexcept {
+  return queue_->copy(to, from, bytes, /*on_device=*/false);
+}
+
+Copies::State Copies::state_of(uint64_t ticket) noexcept {
+  if (!queue_->done(ticket)) queue_->poll();
+  if (queue_->done(ticket)) return State::kDone;
+  return queue_->status().ok() ? State::kUnderWay : State::kFailed;
+}
+
 bool Copies::full() noexcept {
   if (queue_->full()) queue_->poll();  // forgotten copies may be done
   return queue_->full() || waiting_.size() == CopyQueue::kCapacity;

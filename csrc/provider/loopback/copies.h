@@ -1,7 +1,8 @@
-// Writes of GPU memory. The payload does not go through the ring: it is copied from our GPU straight
-// into the peer's memory, which is mapped here (RegionTable::find_window), and the fragment that says
-// so waits here until the copy is done. Opened and drained on the control path; the rest belongs to
-// the polling thread, through Connection and Sender.
+// Copies of GPU memory, of two kinds. Where the peer's memory is mapped here (RegionTable::find_window)
+// the payload does not go through the ring: it is copied from our GPU straight to where it belongs, and
+// the fragment that says so waits here until the copy is done. Elsewhere the sender copies it into the
+// ring, and the receiver from there, with the GPU of each. Opened and drained on the control path; the
+// rest belongs to the polling thread, through Connection, Sender and Receiver.
 #pragma once
 
 #include <memory>
@@ -30,12 +31,19 @@ class Copies {
   void open(int device);
   // Returns when no copy begun before runs any more. Throws Error{kTimeout}.
   void drain();
+  void settle() noexcept;  // the same at the NIC's end; what a device still copies then is logged
 
   // --- polling thread, once it has found GPU memory registered ---
   bool full() noexcept;
   // Must not be full. The fragment leaves through publish(), unless the status is a failure.
   base::Status start(Connection& connection, const Fragment& fragment, std::byte* to,
                      const std::byte* from) noexcept;
+  // Between a GPU and a ring. Must not be full.
+  platform::CopyQueue::Started start_by_ring(std::byte* to, const std::byte* from,
+                                             uint64_t bytes) noexcept;
+  enum class State : uint8_t { kUnderWay, kDone, kFailed };
+  State state_of(uint64_t ticket) noexcept;
+  base::Status failure() const noexcept { return queue_->status(); }  // once one is kFailed
   // Puts fragments whose payload is in place into their rings, with an adversary not all of them.
   // Calls published(connection) for each. Writes whose copies failed are given up.
   template <typename Published>

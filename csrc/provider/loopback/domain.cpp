@@ -33,13 +33,17 @@ LoopbackDomain::LoopbackDomain(const DomainOptions& options)
       segment_(Segment::create(config_)),
       regions_(key_owner(segment_->name()), config_.offset_addressing),
       copies_(config_, nic_),
-      receiver_(config_, nic_, *segment_, regions_),
+      receiver_(config_, nic_, *segment_, regions_, copies_),
       sender_(config_, nic_, regions_, copies_) {
   MOE_P2P_CHECK(waker_name_.size() < kMaxName, Code::kInvalidArgument, describe(), ": waker name ",
                 waker_name_, " is longer than ", kMaxName - 1, " characters");
 }
 
-LoopbackDomain::~LoopbackDomain() { segment_->close(); }
+// Rings of peers that a GPU still writes to are not given back before.
+LoopbackDomain::~LoopbackDomain() {
+  segment_->close();
+  copies_.settle();
+}
 
 DomainLimits LoopbackDomain::limits() const noexcept {
   return {.max_write_bytes = config_.max_write_bytes, .max_in_flight = config_.max_in_flight};

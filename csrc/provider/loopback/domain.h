@@ -1,10 +1,9 @@
 // The software NIC: ranks are processes of one host or threads of one process, by one mechanism.
 // Each NIC owns a shared memory segment to receive in; a sender claims a channel there, puts payload
 // into its ring, and the *receiver's* poll() copies it into registered memory, which may therefore be
-// any host memory. Between GPUs of one host the *sender* copies, with its GPU's copy engine or a kernel
-// (platform/cuda_copy.h), into the peer's memory that map_remote() named; only headers go through the ring
-// (copies.h). Host memory cannot be written to a GPU or the other way round: such a write fails
-// kInvalidArgument, and one to GPU memory that is not mapped here kRemoteAccess. It runs in order and
+// any host memory. GPU memory comes into the ring and out of it by the copy engines of the GPU it is on.
+// Into GPU memory of a peer that map_remote() named the *sender* copies, with its GPU's copy engine or a
+// kernel (platform/cuda_copy.h); only headers go through the ring (copies.h). It runs in order and
 // fast, or (setting seed=N) as an adversary that reorders all that the contract of provider.h leaves
 // open; a copy kernel does not keep the order of writes among those of the engine. Settings: config.h.
 // Hooks for tests: control.h.
@@ -39,6 +38,7 @@ class LoopbackDomain final : public Domain, public LoopbackControl {
 
   const char* provider_name() const noexcept override { return "loopback"; }
   DomainLimits limits() const noexcept override;
+  bool needs_gpu_flush() const noexcept override { return false; }  // GPUs copy
   base::Bytes address() const override;
   PeerId connect(std::span<const std::byte> address) override;
   void disconnect(PeerId peer) override;

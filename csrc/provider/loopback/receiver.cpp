@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "provider/loopback/link_model.h"
 
@@ -20,10 +21,12 @@ constexpr int64_t kLookIntervalNs = 50'000'000;
 
 }  // namespace
 
-Receiver::Receiver(const Config& config, int nic, Segment& segment, RegionTable& regions)
+Receiver::Receiver(const Config& config, int nic, Segment& segment, RegionTable& regions,
+                   Copies& copies)
     : early_imm_(config.early_imm),
       segment_(segment),
       regions_(regions),
+      copies_(copies),
       chaos_(config.seed, static_cast<uint64_t>(nic) << 8 | 4),
       incoming_(config.num_channels),
       held_(kMaxHeld) {
@@ -53,8 +56,13 @@ void Receiver::rescan() noexcept {
     Incoming& incoming = incoming_[i];
     // acquire: pairs with Segment::claim (the claim is written) and Segment::release.
     const uint64_t word = incoming.channel.record->state.load(std::memory_order_acquire);
-    if (state_of(word) == ChannelState::kClosing) free_channel(incoming, word);
-    if (state_of(word) != ChannelState::kOpen) continue;
+    if (loopback::state_of(word) == ChannelState::kClosing) {
+      if (incoming.uploading && state_of(incoming) == Copies::State::kUnderWay)
+        seen_changes_ = ~uint64_t{0};  // a GPU still reads the ring: the next poll looks again
+      else
+        free_channel(incoming, word);
+    }
+    if (loopback::state_of(word) != ChannelState::kOpen) continue;
     if (incoming.word != word) attach(incoming, word);
     active_.push_back(i);  // capacity reserved
   }
@@ -63,6 +71,7 @@ void Receiver::rescan() noexcept {
 void Receiver::attach(Incoming& incoming, uint64_t word) noexcept {
   incoming.word = word;
   incoming.tail = incoming.ack_head = 0;
+  incoming.uploading = false;
   incoming.waker = Waker(incoming.channel.claim->sender_waker);
 }
 
@@ -117,7 +126,9 @@ void Receiver::poll_channel(Incoming& incoming, Output& output) noexcept {
       break;
     }
     if (early_imm_ && show_early(incoming, fragment, output)) break;
-    take(incoming, fragment, channel.ring + ((incoming.tail + kLine) & channel.ring_mask), output);
+    const std::byte* payload = channel.ring + ((incoming.tail + kLine) & channel.ring_mask);
+    if (!upload(incoming, fragment, payload)) break;
+    take(incoming, fragment, payload, output);
     incoming.tail += ring_bytes_of(fragment);
     publish(incoming);
     left_over_ = false;
@@ -133,15 +144,37 @@ bool Receiver::well_formed(const Incoming& incoming, const Fragment& fragment) c
          uint64_t{fragment.offset} + fragment.bytes <= fragment.write_bytes;
 }
 
+Copies::State Receiver::state_of(const Incoming& incoming) noexcept {
+  if (!incoming.refused.ok()) return Copies::State::kFailed;
+  return copies_.state_of(incoming.ticket);
+}
+
+// False while a GPU copies the payload to its memory, or before it can.
+bool Receiver::upload(Incoming& incoming, const Fragment& fragment,
+                      const std::byte* payload) noexcept {
+  if (incoming.uploading) return state_of(incoming) != Copies::State::kUnderWay;
+  if (payload_bytes(fragment) == 0) return true;
+  const auto target =
+      regions_.find_remote(fragment.remote_key, fragment.remote_addr, fragment.write_bytes);
+  if (!target.data || target.kind != MemoryKind::kCuda) return true;
+  if (copies_.full()) return false;
+  const auto started =
+      copies_.start_by_ring(target.data + fragment.offset, payload, fragment.bytes);
+  incoming.uploading = true;
+  incoming.ticket = started.ticket;
+  incoming.refused = started.status;
+  return state_of(incoming) != Copies::State::kUnderWay;
+}
+
 void Receiver::take(Incoming& incoming, const Fragment& fragment, const std::byte* payload,
                     Output& output) noexcept {
   Partial& partial = incoming.channel.partials[fragment.slot];
   if (fragment.flags & Fragment::kAbort) {
     partial = {};
-    return finish(incoming, fragment, why_aborted(fragment), false, output);
+    return finish(incoming, fragment, Code::kAborted, false, output);
   }
   const bool show_imm = (fragment.flags & Fragment::kHasImm) && !partial.imm_delivered;
-  const Code placed = place(fragment, payload);
+  const Code placed = place(incoming, fragment, payload);
   if (fragment.bytes == fragment.write_bytes) {  // all of it: no account needed
     if (early_imm_) partial = {};
     return finish(incoming, fragment, placed, show_imm, output);
@@ -163,22 +196,18 @@ void Receiver::finish(Incoming& incoming, const Fragment& fragment, Code code, b
 }
 
 // The range of the whole write is checked, so one that does not fit leaves no byte behind.
-Code Receiver::place(const Fragment& fragment, const std::byte* payload) noexcept {
+Code Receiver::place(Incoming& incoming, const Fragment& fragment,
+                     const std::byte* payload) noexcept {
+  const bool uploaded = std::exchange(incoming.uploading, false);
   if (fragment.write_bytes == 0) return Code::kOk;  // carries an immediate only; has no address
   const auto target =
       regions_.find_remote(fragment.remote_key, fragment.remote_addr, fragment.write_bytes);
   if (!target.data) return Code::kRemoteAccess;
+  if (uploaded) return state_of(incoming) == Copies::State::kDone ? Code::kOk : Code::kTransport;
   const bool in_place = fragment.flags & Fragment::kInPlace;
   if (in_place != (target.kind == MemoryKind::kCuda)) return Code::kInvalidArgument;
-  if (payload && !in_place) std::memcpy(target.data + fragment.offset, payload, fragment.bytes);
+  if (!in_place) std::memcpy(target.data + fragment.offset, payload, fragment.bytes);
   return Code::kOk;
-}
-
-// A write of GPU memory that the sender does not find among its windows.
-Code Receiver::why_aborted(const Fragment& fragment) noexcept {
-  if (!(fragment.flags & Fragment::kInPlace)) return Code::kAborted;
-  const Code code = place(fragment, nullptr);
-  return code == Code::kOk ? Code::kRemoteAccess : code;
 }
 
 void Receiver::publish(Incoming& incoming) noexcept {

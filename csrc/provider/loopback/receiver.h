@@ -1,6 +1,6 @@
 // The receiving half of a NIC: walks the channels that peers claimed in our segment, checks each
-// fragment against the registered memory, copies it there (if the sender has not), answers, and counts the write complete
-// when its last byte is in place. Only then is its immediate shown. Data path, polling thread only.
+// fragment against the registered memory, copies it there (if the sender has not; to a GPU with that GPU,
+// while the channel waits), answers, and counts the write complete when its last byte is in place. Only then is its immediate shown. Data path, polling thread only.
 #pragma once
 
 #include <memory>
@@ -8,6 +8,7 @@
 
 #include "provider/loopback/chaos.h"
 #include "provider/loopback/config.h"
+#include "provider/loopback/copies.h"
 #include "provider/loopback/output.h"
 #include "provider/loopback/pool.h"
 #include "provider/loopback/region_table.h"
@@ -18,7 +19,7 @@ namespace moe_p2p::provider::loopback {
 
 class Receiver {
  public:
-  Receiver(const Config& config, int nic, Segment& segment, RegionTable& regions);
+  Receiver(const Config& config, int nic, Segment& segment, RegionTable& regions, Copies& copies);
 
   void poll(Output& output) noexcept;
   // True when the last poll left something that it had seen: no notification will come for it.
@@ -32,6 +33,10 @@ class Receiver {
     uint64_t tail = 0;
     uint64_t ack_head = 0;
     Waker waker;
+    // The payload at the tail is being copied to a GPU, or has been.
+    bool uploading = false;
+    uint64_t ticket = 0;
+    base::Status refused;  // by the driver: nothing is copied
   };
 
   void rescan() noexcept;
@@ -43,12 +48,13 @@ class Receiver {
   void poll_channel(Incoming& incoming, Output& output) noexcept;
   bool well_formed(const Incoming& incoming, const Fragment& fragment) const noexcept;
   bool show_early(Incoming& incoming, const Fragment& fragment, Output& output) noexcept;
+  bool upload(Incoming& incoming, const Fragment& fragment, const std::byte* payload) noexcept;
+  Copies::State state_of(const Incoming& incoming) noexcept;
   void take(Incoming& incoming, const Fragment& fragment, const std::byte* payload,
             Output& output) noexcept;
   void finish(Incoming& incoming, const Fragment& fragment, base::Code code, bool show_imm,
               Output& output) noexcept;
-  base::Code place(const Fragment& fragment, const std::byte* payload) noexcept;
-  base::Code why_aborted(const Fragment& fragment) noexcept;
+  base::Code place(Incoming& incoming, const Fragment& fragment, const std::byte* payload) noexcept;
   void show(uint32_t imm, Output& output) noexcept;
   void show_held(Output& output) noexcept;
   bool has_room(const Output& output) const noexcept;
@@ -57,6 +63,7 @@ class Receiver {
   const bool early_imm_;
   Segment& segment_;
   RegionTable& regions_;
+  Copies& copies_;
   Chaos chaos_;
 
   std::vector<Incoming> incoming_;  // [channels]

@@ -1,7 +1,6 @@
 #include "provider/loopback/segment.h"
 
-#include <unistd.h>
-
+#include <algorithm>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -15,22 +14,26 @@ using base::Code;
 
 namespace {
 
-// The segments mapped by this process. Entries made before a fork belong to the parent: the pid in
-// the key keeps the child from taking the parent's NICs for its own.
+// The segments mapped by this process. A forked child begins with none: those of its parent are not
+// its own, and another thread may have held the lock.
 struct Mapped {
   std::mutex mutex;
-  std::map<std::pair<pid_t, std::string>, std::weak_ptr<Segment>> segments;
+  std::map<std::string, std::weak_ptr<Segment>> segments;
 };
 
-Mapped& mapped() {
-  static auto* all = new Mapped;  // outlives every Domain, static ones included
-  return *all;
+Mapped*& mapped_slot() {
+  static auto* all = [] {
+    platform::at_fork([] { mapped_slot() = new Mapped; });
+    return new Mapped;  // outlives every Domain, static ones included
+  }();
+  return all;
 }
+Mapped& mapped() { return *mapped_slot(); }
 
 std::shared_ptr<Segment> remember(std::shared_ptr<Segment> segment) {
   auto& segments = mapped().segments;
   std::erase_if(segments, [](const auto& entry) { return entry.second.expired(); });
-  segments[{getpid(), segment->name()}] = segment;
+  segments[segment->name()] = segment;
   return segment;
 }
 
@@ -55,9 +58,14 @@ std::shared_ptr<Segment> Segment::create(const Config& config) {
   return remember(std::make_shared<Segment>(std::move(shm), /*own_process=*/true));
 }
 
+uint64_t Segment::reserved_bytes(const Config& config, uint32_t num_claimed) noexcept {
+  const SegmentLayout layout{config.ring_bytes, config.num_channels, config.window};
+  return layout.block(std::min(num_claimed, layout.num_channels));
+}
+
 std::shared_ptr<Segment> Segment::open(const std::string& name) {
   std::lock_guard lock(mapped().mutex);
-  const auto it = mapped().segments.find({getpid(), name});
+  const auto it = mapped().segments.find(name);
   if (it != mapped().segments.end())
     if (auto segment = it->second.lock()) return segment;
   return remember(
@@ -123,6 +131,7 @@ Segment::Claimed Segment::claim(const std::string& sender_segment,
 }
 
 void Segment::release(const Claimed& claimed) noexcept {
+  if (shm_.inherited()) return;
   auto& state = channel(claimed.index).record->state;
   uint64_t word = claimed.word;
   // release: pairs with the acquire in Receiver::rescan; this sender touches the ring no more.
@@ -131,6 +140,8 @@ void Segment::release(const Claimed& claimed) noexcept {
     header().changes.fetch_add(1, std::memory_order_release);
 }
 
-void Segment::close() noexcept { header().closed.store(1, std::memory_order_release); }
+void Segment::close() noexcept {
+  if (!shm_.inherited()) header().closed.store(1, std::memory_order_release);
+}
 
 }  // namespace moe_p2p::provider::loopback

@@ -1,7 +1,7 @@
 // A mapped segment: made by the NIC that receives in it, opened by those that send to it. One
 // mapping per process and segment, the creator's own where it is in the same process, so that 64
 // ranks in one process do not need 64 * 64 descriptors and thread sanitizers see both ends.
-// Control path, except the noexcept members.
+// Control path, except the noexcept members. In a forked child close() and release() do nothing.
 #pragma once
 
 #include <memory>
@@ -16,6 +16,9 @@ namespace moe_p2p::provider::loopback {
 class Segment {
  public:
   static std::shared_ptr<Segment> create(const Config& config);
+  // What a segment takes of /dev/shm with so many channels claimed, the most that it can have: its
+  // head, and a ring for each. The pages of other channels are not reserved.
+  static uint64_t reserved_bytes(const Config& config, uint32_t num_claimed) noexcept;
   // Throws Error{kPeerDead} when it is not there any more.
   static std::shared_ptr<Segment> open(const std::string& name);
 

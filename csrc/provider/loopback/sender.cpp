@@ -234,6 +234,7 @@ void Sender::close_requested_connections() noexcept {
     Connection* connection = table_[i].load(std::memory_order_acquire);
     if (!connection || !connection->close_requested.load(std::memory_order_acquire)) continue;
     fail_all(*connection, Code::kClosed);
+    if (connection->is_staging(copies_)) continue;  // the next poll looks again
     remove(*connection);
     close_requests_.fetch_sub(1, std::memory_order_relaxed);  // the next look finds any new one
   }

@@ -293,7 +293,12 @@ struct AsyncEvent {
   void* element;
   int type;
 };
-enum AsyncType : int { kEventDeviceFatal = 8, kEventPortActive = 9, kEventPortError = 10 };
+enum AsyncType : int {
+  kEventDeviceFatal = 8,
+  kEventPortActive = 9,
+  kEventPortError = 10,
+  kEventLastReceive = 16,  // `element` is a queue pair in error that takes no receive any more
+};
 
 // Only the calls of the data path are used; the others keep their places.
 struct ContextOps {

@@ -25,7 +25,7 @@ Config parse_config(const std::string& text) {
        "traffic_class", "service_level", "pkey_index",       "mtu",           "timeout",
        "retries",       "rnr_timer",     "qps_per_peer",     "max_in_flight", "max_write_bytes",
        "receives",      "inline_bytes",  "relaxed_ordering", "dmabuf",        "host",
-       "handshake_ms",  "library"});
+       "bind",          "handshake_ms",  "library"});
   const auto number = [&]<typename T>(std::string_view key, T& value, uint64_t fallback,
                                       uint64_t low, uint64_t high) {
     value = static_cast<T>(settings.integer(key, fallback, low, high));
@@ -35,7 +35,9 @@ Config parse_config(const std::string& text) {
   config.devices = split(settings.text("devices", ""));
   config.roce_v1 = settings.word("gid_type", "v2", {"v1", "v2"}) == "v1";
   config.gid_address = settings.text("gid_address", "");
-  config.host = settings.text("host", "");
+  config.bind = settings.text("bind", "");
+  const bool one = config.bind != "0.0.0.0" && config.bind != "::";
+  config.host = settings.text("host", one ? config.bind : "");
   if (!settings.text("gid_index", "").empty()) number("gid_index", config.gid_index, 0, 0, 255);
   number("port", config.port, 1, 1, 255);
   number("traffic_class", config.traffic_class, 0, 0, 255);

@@ -20,7 +20,9 @@
 //   relaxed_ordering=1  let PCIe reorder payload (never behind its own completion)
 //   dmabuf=1            0: GPU memory through the peer memory module only
 //   host=               IP address or name under which peers reach this process; not given: all it has
-//   handshake_ms=10000  how long connect() tries
+//   bind=               IP address of this host that listens for peers; not given: all it has. Announced
+//                       unless host= is given
+//   handshake_ms=10000  how long connect() tries, and who connects may take to prove who it is
 //   library=libibverbs.so.1
 #pragma once
 
@@ -53,6 +55,7 @@ struct Config {
   bool relaxed_ordering = true;
   bool dmabuf = true;
   std::string host;
+  std::string bind;
   std::chrono::milliseconds handshake_timeout{};
 };
 

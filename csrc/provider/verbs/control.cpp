@@ -1,11 +1,9 @@
 #include "provider/verbs/control.h"
 
 #include <poll.h>
-#include <sys/epoll.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <random>
 
 #include "base/log.h"
 #include "platform/thread.h"
@@ -21,12 +19,17 @@ using std::chrono::milliseconds;
 
 namespace {
 
-// How long one address of a peer is tried before the next, at first.
+// How long one address of a peer is tried before the next, at first: until its greeting is there. The
+// target takes connections before it makes queue pairs for the ones it has (Sessions::accept), so that
+// this need not grow with the number of peers; the answer has all of handshake_ms.
 constexpr milliseconds kFirstTry{1000};
 constexpr milliseconds kPause{50};
 // So often all addresses must refuse before the peer counts as gone.
 constexpr int kMaxRefusals = 3;
-// Between two looks at repairs that take too long.
+// How long a queue pair in error may take until all that it held has come back. Too short: a peer is
+// given up that could have been repaired.
+constexpr milliseconds kEndOfLane{2000};
+// Between two looks at what takes too long.
 constexpr int kLookMs = 250;
 
 std::string own_label(const Nic& nic) {
@@ -35,9 +38,11 @@ std::string own_label(const Nic& nic) {
   return base::concat(nic.context->device->name, " of ", host, " (pid ", getpid(), ")");
 }
 
-uint64_t random_id() {
-  std::random_device random;
-  return uint64_t{random()} << 32 | random();
+template <typename T>
+T random_bytes() {
+  T value{};
+  base::fill_random(std::as_writable_bytes(std::span(&value, 1)));
+  return value;
 }
 
 }  // namespace
@@ -49,14 +54,17 @@ Control::Control(const Nic& nic, PeerTable& table, const Kick& kick, Changes& ch
       kick_(kick),
       changes_(changes),
       waker_(waker),
-      listener_(Socket::listen()),
-      address_{random_id(), own_label(nic), listener_.local_port(),
-               own_hosts(nic.config.host, nic)},
-      epoll_(epoll_create1(EPOLL_CLOEXEC)) {
-  watch(kick_.fd(), Source::kKick);
-  watch(listener_.fd(), Source::kListener);
-  watch(nic_.context->async_fd, Source::kDevice);
-  if (nic_.channel) watch(nic_.channel->fd, Source::kCompletions);
+      shared_secret_(environment_secret()),
+      secret_(shared_secret_ ? *shared_secret_ : random_bytes<Secret>()),
+      events_(nic.name()),
+      sessions_(nic, events_, changes, secret_),
+      address_{random_bytes<uint64_t>(), own_label(nic), sessions_.port(),
+               own_hosts(nic.config.host, nic),
+               shared_secret_ ? std::nullopt : std::optional(secret_)} {
+  sessions_.set_id(address_.nic_id);
+  events_.add(kick_.fd(), Source::kKick);
+  events_.add(nic_.context->async_fd, Source::kDevice);
+  if (nic_.channel) events_.add(nic_.channel->fd, Source::kCompletions);
   thread_ = std::thread([this] { run(); });
 }
 
@@ -66,38 +74,27 @@ Control::~Control() {
   thread_.join();
 }
 
-void Control::watch(int fd, Source source, uint32_t id) const {
-  epoll_event event{};
-  event.events = EPOLLIN;
-  event.data.u64 = uint64_t{id} << 32 | static_cast<uint32_t>(source);
-  MOE_P2P_CHECK(epoll_ctl(epoll_.fd(), EPOLL_CTL_ADD, fd, &event) == 0, Code::kResourceExhausted,
-                nic_.name(), ": watching a file descriptor failed");
-}
-
 // --- the thread ---
 
 void Control::run() noexcept {
   platform::set_current_thread("moe_p2p.verbs", -1);
   while (!stop_.load(std::memory_order_acquire)) {  // pairs with the destructor
-    epoll_event events[16];
-    const int num = epoll_wait(epoll_.fd(), events, 16, kLookMs);
-    for (int i = 0; i < num; ++i) {
-      const auto source = static_cast<Source>(static_cast<uint32_t>(events[i].data.u64));
+    const auto guarded = [this](auto&& step) {
       try {
-        handle(source, static_cast<uint32_t>(events[i].data.u64 >> 32));
+        step();
       } catch (const std::exception& error) {
         MOE_P2P_LOG(base::LogLevel::kError, nic_.name(), ": ", error.what());
       }
-    }
-    const std::lock_guard lock(mutex_);
-    give_up_late_repairs();
+    };
+    events_.wait(kLookMs, [&](Events::Event event) { guarded([&] { handle(event); }); });
+    guarded([&] { look(); });
   }
 }
 
-void Control::handle(Source source, uint32_t id) {
-  switch (source) {
-    case Source::kListener: return accept_sessions();
-    case Source::kSession: return serve(id);
+void Control::handle(Events::Event event) {
+  switch (event.source) {
+    case Source::kListener: return sessions_.accept();
+    case Source::kSession: return sessions_.serve(event.id);
     case Source::kDevice: return read_device_events();
     case Source::kCompletions: {
       Cq* cq = nullptr;
@@ -107,101 +104,53 @@ void Control::handle(Source source, uint32_t id) {
       platform::notify_all(*waker_);
       return;
     }
-    case Source::kKick: {
-      kick_.clear();
-      const std::lock_guard lock(mutex_);
-      return look_at_peers();
-    }
+    case Source::kKick: return kick_.clear();  // for look()
     case Source::kPeer: {
       const std::lock_guard lock(mutex_);
-      const auto found = peers_.find(id);
+      const auto found = peers_.find(event.id);
       if (found != peers_.end() && found->second->link) hear(*found->second);
       return;
     }
   }
 }
 
-void Control::changed() {
-  changes_.num_changes.fetch_add(1, std::memory_order_release);  // pairs with VerbsDomain::poll
-  if (waker_) platform::notify_all(*waker_);
+// What the polling thread asked for, and deadlines.
+void Control::look() {
+  sessions_.look();
+  const std::lock_guard lock(mutex_);
+  // acquire: pairs with Sender::look_at_peers, which does not touch the peer after that.
+  std::erase_if(peers_, [](const auto& entry) {
+    return entry.second->released.load(std::memory_order_acquire);
+  });
+  const auto now = Clock::now();
+  for (auto& [id, peer] : peers_) {
+    for (const auto& lane : peer->lanes) look_at_lane(*peer, *lane);
+    if (peer->answer_by <= now)
+      end_peer(*peer, Code::kPeerDead, "it did not answer when a connection had to be made anew");
+  }
+  // acquire: pairs with the release in VerbsDomain::refill.
+  if (gave_up_ || changes_.receive_error.load(std::memory_order_acquire) == 0) return;
+  gave_up_ = true;
+  end_peers("the own NIC takes no more receives");
+  sessions_.end_all();
 }
 
 void Control::read_device_events() {
   AsyncEvent event{};
   while (nic_.api.get_async_event(nic_.context.get(), &event) == 0) {
     nic_.api.ack_async_event(&event);
-    if (event.type == kEventPortError) {
+    if (event.type == kEventLastReceive) {
+      sessions_.last_receive(event.element);
+    } else if (event.type == kEventPortError) {
       MOE_P2P_LOG(base::LogLevel::kWarning, nic_.name(), ": the link went down");
     } else if (event.type == kEventPortActive) {
       MOE_P2P_LOG(base::LogLevel::kWarning, nic_.name(), ": the link is up again");
     } else if (event.type == kEventDeviceFatal) {
       MOE_P2P_LOG(base::LogLevel::kError, nic_.name(), ": the device reports a fatal error");
       const std::lock_guard lock(mutex_);
-      for (auto& [id, peer] : peers_)
-        end_peer(*peer, Code::kTransport, "the own device reports a fatal error");
+      end_peers("the own device reports a fatal error");
     }
   }
-}
-
-// --- peers that connect to us ---
-
-void Control::accept_sessions() {
-  while (Socket link = listener_.accept()) {
-    const uint32_t id = next_session_++;
-    watch(link.fd(), Source::kSession, id);
-    sessions_[id].link = std::move(link);
-  }
-}
-
-void Control::serve(uint32_t session_id) {
-  const auto found = sessions_.find(session_id);
-  if (found == sessions_.end()) return;
-  Session& session = found->second;
-  Bytes message;
-  Socket::Got got = Socket::Got::kNothing;
-  try {
-    while ((got = session.link.receive(message)) == Socket::Got::kMessage) {
-      const Hello hello = Hello::decode(message);
-      // Not for us: a host and port of somebody else that is ours by chance.
-      if (hello.nic_id != address_.nic_id || !session.link.send(answer(session, hello).encode()))
-        got = Socket::Got::kEnd;
-      if (got == Socket::Got::kEnd) break;
-    }
-  } catch (const Error& error) {  // not a message of ours
-    MOE_P2P_LOG(base::LogLevel::kWarning, nic_.name(), ": ", error.what());
-    got = Socket::Got::kEnd;
-  }
-  if (got == Socket::Got::kEnd) end_session(session_id);
-}
-
-Answer Control::answer(Session& session, const Hello& hello) {
-  Answer answer;
-  answer.port = own_port(nic_);
-  try {
-    for (const QpAddress& lane : hello.lanes) {
-      const auto old = session.lanes.find(lane.lane);
-      if (old != session.lanes.end()) {
-        session.lanes.erase(old);
-        changes_.num_lost_receives.fetch_add(1, std::memory_order_relaxed);
-        changed();
-      }
-      Owned<Qp> qp = make_qp(nic_, false);
-      make_ready_to_receive(nic_, *qp, hello.port, lane, hello.label);
-      answer.lanes.push_back({lane.lane, qp->qp_num, 0});
-      session.lanes.emplace(lane.lane, std::move(qp));
-    }
-  } catch (const Error& error) {
-    answer.refusal = error.what();
-  }
-  return answer;
-}
-
-void Control::end_session(uint32_t session_id) {
-  const auto found = sessions_.find(session_id);
-  const size_t num = found->second.lanes.size();
-  sessions_.erase(found);
-  changes_.num_lost_receives.fetch_add(num, std::memory_order_relaxed);
-  changed();
 }
 
 // --- peers that we connect to ---
@@ -228,7 +177,7 @@ PeerId Control::add(std::unique_ptr<Peer> peer) {
     auto& entry = table_.entries[id % PeerTable::kCapacity];
     if (entry.load(std::memory_order_acquire) != nullptr) continue;
     peer->id = id;
-    watch(peer->link.fd(), Source::kPeer, id);
+    events_.add(peer->link.fd(), Source::kPeer, id);
     Peer* const shown = peer.get();
     peers_.emplace(id, std::move(peer));
     entry.store(shown, std::memory_order_release);  // pairs with PeerTable::find
@@ -245,13 +194,36 @@ Bytes Control::hello_for(Peer& peer, std::span<Lane* const> lanes) const {
   return hello.encode();
 }
 
+const Secret& Control::secret_of(const NicAddress& address) const {
+  MOE_P2P_CHECK(address.secret || shared_secret_, Code::kInvalidArgument, nic_.name(), ": ",
+                address.label,
+                " was started with MOE_P2P_SECRET and this process without; give it the same");
+  return address.secret ? *address.secret : *shared_secret_;
+}
+
+// `first` is for the greeting, `last` for the answer.
+Socket Control::try_host(Peer& peer, const std::string& host, Deadline first, Deadline last) const {
+  std::vector<Lane*> lanes;
+  for (const auto& lane : peer.lanes) lanes.push_back(lane.get());
+  Socket link = Socket::dial(host, peer.address.tcp_port, first);
+  const auto greeting = Greeting::decode(link.wait_message(first));
+  const auto nonce = random_bytes<Nonce>();
+  peer.proof.emplace(Proof::Side::kConnector, secret_of(peer.address), greeting.nonce, nonce);
+  Bytes hello(nonce.begin(), nonce.end());
+  const Bytes sealed = peer.proof->seal(hello_for(peer, lanes));
+  hello.insert(hello.end(), sealed.begin(), sealed.end());
+  MOE_P2P_CHECK(link.send(hello), Code::kPeerDead, host, ": the connection ended");
+  const auto answer = peer.proof->open(link.wait_message(last));
+  MOE_P2P_CHECK(answer, Code::kPeerDead, "the answer is not of one who knows the secret");
+  finish(peer, Answer::decode(*answer));
+  return link;
+}
+
 // Every address of the peer in turn, again and again with more patience until the deadline. Asking
 // twice does no harm: what the peer made for a connection that ended is gone with it.
 Socket Control::shake_hands(Peer& peer) {
   const Deadline deadline = Clock::now() + nic_.config.handshake_timeout;
-  std::vector<Lane*> lanes;
-  for (const auto& lane : peer.lanes) lanes.push_back(lane.get());
-  const Bytes hello = hello_for(peer, lanes);
+  static_cast<void>(secret_of(peer.address));
   int num_refusals = 0;
   Code code = Code::kTimeout;
   for (milliseconds patience = kFirstTry;; patience *= 2) {
@@ -260,11 +232,7 @@ Socket Control::shake_hands(Peer& peer) {
     for (const std::string& host : peer.address.hosts) {
       const Deadline until = std::min(deadline, Clock::now() + patience);
       try {
-        Socket link = Socket::dial(host, peer.address.tcp_port, until);
-        MOE_P2P_CHECK(link.send(hello), Code::kPeerDead, host, ": the connection ended");
-        const Answer answer = Answer::decode(link.wait_message(until));
-        finish(peer, answer);
-        return link;
+        return try_host(peer, host, until, deadline);
       } catch (const Error& error) {
         if (error.code() == Code::kTransport) throw;  // reached, and it cannot work
         all_refused = all_refused && error.code() == Code::kPeerDead;
@@ -275,8 +243,9 @@ Socket Control::shake_hands(Peer& peer) {
     if (num_refusals == kMaxRefusals) code = Code::kPeerDead;
     MOE_P2P_CHECK(Clock::now() < deadline && code == Code::kTimeout, code, nic_.name(),
                   ": no handshake with ", peer.address.label, ". Tried ", tried,
-                  ". Does the process still run, and may TCP pass between the hosts? host= names "
-                  "another address of a process, handshake_ms= gives more time");
+                  ". Does the process still run, may TCP pass between the hosts, and have both the "
+                  "same MOE_P2P_SECRET, if any? host= names another address of a process, "
+                  "handshake_ms= gives more time");
     poll(nullptr, 0, static_cast<int>(kPause.count()));
   }
 }
@@ -319,9 +288,9 @@ std::string Control::first_loss() const {
 // --- with the mutex held ---
 
 void Control::hear(Peer& peer) {
-  Bytes message;
+  Bytes sealed;
   for (;;) {
-    const Socket::Got got = peer.link.receive(message);
+    const Socket::Got got = peer.link.receive(sealed);
     if (got == Socket::Got::kNothing) return;
     if (got == Socket::Got::kEnd) {
       peer.link = Socket();
@@ -329,7 +298,10 @@ void Control::hear(Peer& peer) {
                       "its process has ended or closed the NIC: the handshake's connection closed");
     }
     try {
-      const Answer answer = Answer::decode(message);
+      const auto opened = peer.proof->open(sealed);
+      MOE_P2P_CHECK(opened, Code::kTransport, nic_.name(), ": ", peer.address.label,
+                    " answers without proof of the secret");
+      const Answer answer = Answer::decode(*opened);
       finish(peer, answer);
       for (const QpAddress& end : answer.lanes) {
         Lane& lane = *peer.lanes[end.lane];
@@ -338,7 +310,7 @@ void Control::hear(Peer& peer) {
         lane.repair.store(Lane::Repair::kRepaired, std::memory_order_release);
       }
       peer.answer_by = Deadline::max();
-      changed();
+      changes_.announce();
     } catch (const Error& error) {
       MOE_P2P_LOG(base::LogLevel::kError, error.what());
       return end_peer(peer, Code::kTransport, "a connection could not be made anew");
@@ -352,28 +324,39 @@ void Control::end_peer(Peer& peer, Code why, const char* sign) {
   peer.end.compare_exchange_strong(none, why, std::memory_order_release, std::memory_order_relaxed);
   if (none == Code::kOk && why != Code::kClosed && first_loss_.empty())
     first_loss_ = base::concat(nic_.name(), ": lost ", peer.address.label, ": ", sign);
-  for (const auto& lane : peer.lanes) break_qp(nic_, *lane->owner);
+  for (const auto& lane : peer.lanes)
+    if (lane->owner) break_qp(nic_, *lane->owner);
   peer.answer_by = Deadline::max();
-  changed();
+  changes_.announce();
 }
 
-void Control::look_at_peers() {
-  // acquire: pairs with Sender::look_at_peers, which does not touch the peer after that.
-  std::erase_if(peers_, [](const auto& entry) {
-    return entry.second->released.load(std::memory_order_acquire);
-  });
-  for (auto& [id, peer] : peers_) {
-    for (const auto& lane : peer->lanes) {
-      // acquire: pairs with the release in Sender: the polling thread has let go of the queue pair.
-      const auto wish = lane->repair.load(std::memory_order_acquire);
-      if (wish == Lane::Repair::kBreak) {
-        break_qp(nic_, *lane->owner);
-        lane->repair.store(Lane::Repair::kNone, std::memory_order_relaxed);
-      } else if (wish == Lane::Repair::kWanted &&
-                 peer->end.load(std::memory_order_relaxed) == Code::kOk) {
-        begin_repair(*peer, *lane);
-      }
-    }
+void Control::end_peers(const char* sign) {
+  for (auto& [id, peer] : peers_) end_peer(*peer, Code::kTransport, sign);
+}
+
+void Control::look_at_lane(Peer& peer, Lane& lane) {
+  // acquire: pairs with the release in Sender: the polling thread has let go of the queue pair.
+  const auto wish = lane.repair.load(std::memory_order_acquire);
+  if (wish == Lane::Repair::kWanted && peer.end.load(std::memory_order_relaxed) == Code::kOk)
+    begin_repair(peer, lane);
+  if (wish != Lane::Repair::kEnding) {
+    lane.end_by = Deadline::max();
+    lane.end_ticket = 0;
+  } else if (lane.end_by == Deadline::max()) {
+    break_qp(nic_, *lane.owner);
+    lane.end_by = Clock::now() + kEndOfLane;
+  } else if (lane.end_ticket == 0 && Clock::now() >= lane.end_by) {
+    // The polling thread may not have run. release: pairs with VerbsDomain::take_changes.
+    lane.end_ticket = 1 + changes_.drain_wanted.fetch_add(1, std::memory_order_release);
+    changes_.announce();
+  } else if (lane.end_ticket != 0 &&  // acquire: pairs with VerbsDomain::drained
+             changes_.drain_done.load(std::memory_order_acquire) >= lane.end_ticket) {
+    lane.owner.reset();
+    auto expected = Lane::Repair::kEnding;
+    // acq_rel: pairs with Sender::marker_came, which sees the marker or this.
+    lane.repair.compare_exchange_strong(expected, Lane::Repair::kGivenUp,
+                                        std::memory_order_acq_rel);
+    changes_.announce();
   }
 }
 
@@ -384,19 +367,11 @@ void Control::begin_repair(Peer& peer, Lane& lane) {
     lane.repair.store(Lane::Repair::kRepairing, std::memory_order_relaxed);
     peer.answer_by = Clock::now() + nic_.config.handshake_timeout;
     Lane* const lanes[] = {&lane};
-    if (!peer.link.send(hello_for(peer, lanes)))
+    if (!peer.link.send(peer.proof->seal(hello_for(peer, lanes))))
       end_peer(peer, Code::kPeerDead, "it cannot be asked for a new connection");
   } catch (const Error& error) {
     MOE_P2P_LOG(base::LogLevel::kError, error.what());
     end_peer(peer, Code::kTransport, "a connection could not be made anew");
-  }
-}
-
-void Control::give_up_late_repairs() {
-  const auto now = Clock::now();
-  for (auto& [id, peer] : peers_) {
-    if (peer->answer_by > now) continue;
-    end_peer(*peer, Code::kPeerDead, "it did not answer when a connection had to be made anew");
   }
 }
 

@@ -2,6 +2,7 @@
 #include <arpa/inet.h>
 
 #include <algorithm>
+#include <cerrno>
 
 #include "provider/verbs/domain.h"
 
@@ -31,14 +32,27 @@ size_t VerbsDomain::poll(std::span<Completion> completions) noexcept {
 }
 
 void VerbsDomain::take_changes(Output& output) noexcept {
-  // acquire: pairs with Control::changed.
-  const uint64_t changes = changes_.num_changes.load(std::memory_order_acquire);
+  const uint64_t changes = changes_.num();
   if (changes == seen_changes_ && !sender_.must_look()) return;
   seen_changes_ = changes;
-  const uint64_t lost = changes_.num_lost_receives.load(std::memory_order_relaxed);
-  num_owed_ += lost - seen_lost_receives_;
-  seen_lost_receives_ = lost;
+  // acquire: pairs with the release in Drain::look and Control::look_at_lane.
+  const uint64_t wanted = changes_.drain_wanted.load(std::memory_order_acquire);
+  if (wanted != drain_wanted_) {
+    drain_wanted_ = wanted;
+    drain_left_ = nic_.cq->cqe;
+  }
   sender_.look_at_peers(output);
+}
+
+// What was in the queue when the ticket was drawn is out once a poll finds it empty, or has taken as
+// much as it holds.
+void VerbsDomain::drained(int num) noexcept {
+  drain_left_ -= num;
+  if (num > 0 && drain_left_ > 0) return;
+  drain_done_ = drain_wanted_;
+  // release: pairs with the acquire in Drain::look and Control::look_at_lane.
+  changes_.drain_done.store(drain_done_, std::memory_order_release);
+  kick_();
 }
 
 bool VerbsDomain::poll_queue(Output& output) noexcept {
@@ -47,22 +61,14 @@ bool VerbsDomain::poll_queue(Output& output) noexcept {
   if (room == 0) return true;
   const int num =
       nic_.context->ops.poll_cq(nic_.cq.get(), static_cast<int>(std::min(room, kPollBatch)), wcs);
+  if (drain_wanted_ != drain_done_) drained(num);
   if (num <= 0) return false;
   const std::span got(wcs, static_cast<size_t>(num));
-  bool flushed = false, visible = true;
   for (const Wc& wc : got) {
-    if (wc.wr_id != kReceiveId) {
+    if (wc.wr_id == kReceiveId)
+      receive(wc, output);
+    else
       sender_.complete(wc, output);
-      continue;
-    }
-    // One flush for all of them: their payload was written before the first is shown.
-    if (!flushed) {
-      // acquire: pairs with register_memory().
-      const auto* flush = flush_.load(std::memory_order_acquire);
-      if (flush) visible = keep_flush_error(flush->flush());
-      flushed = true;
-    }
-    receive(wc, visible, output);
   }
   num_empty_polls_ = 0;
   armed_ = false;
@@ -70,29 +76,30 @@ bool VerbsDomain::poll_queue(Output& output) noexcept {
 }
 
 // A receive comes back without an immediate when its write was refused or its queue pair ended.
-void VerbsDomain::receive(const Wc& wc, bool visible, Output& output) noexcept {
+void VerbsDomain::receive(const Wc& wc, Output& output) noexcept {
   ++num_owed_;
-  if (visible && wc.status == kWcSuccess && (wc.wc_flags & kWcWithImm))
-    output.immediate(ntohl(wc.imm_data));
+  if (wc.status == kWcSuccess && (wc.wc_flags & kWcWithImm)) output.immediate(ntohl(wc.imm_data));
 }
 
-// A GPU that cannot flush has failed: its immediates are kept back rather than shown too early.
-bool VerbsDomain::keep_flush_error(int error) noexcept {
-  if (error != 0) flush_error_.store(error, std::memory_order_relaxed);  // a number for failure()
-  return error == 0;
-}
-
-// A queue that is full takes no more than it had lost: then nothing is owed.
 void VerbsDomain::refill() noexcept {
   while (num_owed_ > 0) {
     const uint64_t num = std::min<uint64_t>(num_owed_, refill_batch_);
     RecvWr* const first = &receives_[refill_batch_ - num];
     RecvWr* bad = nullptr;
-    if (nic_.context->ops.post_srq_recv(nic_.srq.get(), first, &bad) != 0) {
-      num_owed_ = 0;
-      return;
+    const int error = nic_.context->ops.post_srq_recv(nic_.srq.get(), first, &bad);
+    if (error == 0) {
+      num_owed_ -= num;
+      continue;
     }
-    num_owed_ -= num;
+    num_owed_ -= bad ? static_cast<uint64_t>(bad - first) : 0;
+    if (error == ENOMEM) {
+      num_owed_ = 0;  // full: a receive that was thought lost was not
+    } else if (changes_.receive_error.load(std::memory_order_relaxed) == 0) {
+      // release: pairs with the acquire in Control, which ends all peers; they would wait for ever.
+      changes_.receive_error.store(error < 0 ? errno : error, std::memory_order_release);
+      kick_();
+    }
+    return;
   }
 }
 

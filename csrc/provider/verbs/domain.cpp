@@ -23,6 +23,7 @@ constexpr uint32_t kRefillBatch = 64;
 
 VerbsDomain::VerbsDomain(const DomainOptions& options)
     : nic_(parse_config(options.settings), options.nic, options.waker != nullptr),
+      changes_(options.waker),
       sender_(nic_, peers_, kick_, failure_),
       memory_(nic_),
       control_(nic_, peers_, kick_, changes_, options.waker),
@@ -46,26 +47,11 @@ DomainLimits VerbsDomain::limits() const noexcept {
           .max_in_flight = nic_.config.max_in_flight};
 }
 
-MemoryKey VerbsDomain::register_memory(const MemorySpan& span) {
-  const MemoryKey key = memory_.add(span);
-  if (span.kind != MemoryKind::kCuda) return key;
-  const std::lock_guard lock(flush_mutex_);
-  if (flush_owner_) return key;
-  try {
-    flush_owner_ = std::make_unique<const platform::GpuWriteFlush>(span.device);
-  } catch (...) {
-    memory_.remove(key);
-    throw;
-  }
-  // release: pairs with the acquire in poll().
-  if (flush_owner_->needed()) flush_.store(flush_owner_.get(), std::memory_order_release);
-  return key;
-}
-
 std::string VerbsDomain::failure() const {
-  if (const int error = flush_error_.load(std::memory_order_relaxed))
-    return base::concat(nic_.name(), ": the GPU does not flush what the NIC wrote: ",
-                        platform::driver_error(error), "; its immediates are kept back");
+  // acquire: pairs with the release in refill().
+  if (const int error = changes_.receive_error.load(std::memory_order_acquire))
+    return base::concat(nic_.name(), ": the driver takes no more receives: ", error_text(error),
+                        "; all peers of this NIC are given up");
   const Failure* failure = failure_.get();
   if (!failure) return control_.first_loss();
   return base::concat(nic_.name(), ": a write of ", failure->bytes, " bytes to ",

@@ -6,13 +6,10 @@
 // This file and domain.cpp are the control path, datapath.cpp is the data path.
 #pragma once
 
-#include <atomic>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
-#include "platform/gpu_writes.h"
 #include "provider/provider.h"
 #include "provider/verbs/control.h"
 #include "provider/verbs/memory.h"
@@ -35,9 +32,11 @@ class VerbsDomain final : public Domain {
   base::Bytes address() const override { return control_.address().encode(); }
   PeerId connect(std::span<const std::byte> address) override { return control_.connect(address); }
   void disconnect(PeerId peer) override { control_.disconnect(peer); }
-  MemoryKey register_memory(const MemorySpan& span) override;
+  MemoryKey register_memory(const MemorySpan& span) override { return memory_.add(span); }
   void unregister_memory(const MemoryKey& key) override { memory_.remove(key); }
   std::string failure() const override;
+  // Connections to the handshake's port that proved nothing.
+  uint64_t num_refused() const noexcept { return control_.num_refused(); }
 
   size_t post(std::span<const WorkRequest> requests) noexcept override;
   size_t poll(std::span<Completion> completions) noexcept override;
@@ -45,9 +44,9 @@ class VerbsDomain final : public Domain {
 
  private:
   void take_changes(Output& output) noexcept;
+  void drained(int num) noexcept;
   bool poll_queue(Output& output) noexcept;
-  void receive(const Wc& wc, bool visible, Output& output) noexcept;
-  bool keep_flush_error(int error) noexcept;
+  void receive(const Wc& wc, Output& output) noexcept;
   void refill() noexcept;
   void prepare_sleep() noexcept;
 
@@ -56,11 +55,6 @@ class VerbsDomain final : public Domain {
   PeerTable peers_;
   Changes changes_;
   FirstFailure failure_;
-  std::mutex flush_mutex_;  // guards the making of flush_owner_
-  std::unique_ptr<const platform::GpuWriteFlush> flush_owner_;
-  // Stored once GPU memory is registered whose writes need a flush (release; acquire in poll).
-  std::atomic<const platform::GpuWriteFlush*> flush_{nullptr};
-  std::atomic<int> flush_error_{0};
   Sender sender_;
   Registrations memory_;
   Control control_;  // last: its thread ends first
@@ -71,7 +65,8 @@ class VerbsDomain final : public Domain {
   std::vector<RecvWr> receives_;  // [refill_batch_], chained; each the same empty receive
   uint64_t num_owed_ = 0;         // receives to post
   uint64_t seen_changes_ = 0;
-  uint64_t seen_lost_receives_ = 0;
+  uint64_t drain_wanted_ = 0, drain_done_ = 0;  // tickets of Changes
+  int drain_left_ = 0;  // completions that may have been there when drain_wanted_ was drawn
   uint32_t num_empty_polls_ = 0;
   bool armed_ = false;  // the next completion wakes the poller
 };

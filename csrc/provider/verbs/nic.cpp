@@ -18,8 +18,8 @@ using base::Code;
 
 namespace {
 
-// Completions beyond one per write in flight and one per receive: none is expected. Too small would
-// be a completion queue that overruns, which kills every queue pair of the NIC.
+// Completions beyond one per write in flight, one per marker (a lane has one only while it has writes
+// in flight) and one per receive: none is expected. Too small would be a completion queue that overruns, which kills every queue pair of the NIC.
 constexpr int kSpareEntries = 64;
 
 bool port_active(const Api& api, VerbsDevice* device, uint8_t port) {
@@ -142,7 +142,7 @@ void Nic::make_queues(bool with_events) {
   DeviceAttr attr{};
   const int error = api.query_device(context.get(), &attr);
   MOE_P2P_CHECK(error == 0, Code::kUnavailable, name(), ": asking for limits: ", error_text(error));
-  check_limit(name(), "max_in_flight", config.max_in_flight, attr.max_qp_wr);
+  check_limit(name(), "max_in_flight", config.max_in_flight + 1, attr.max_qp_wr);
   num_receives =
       std::min<uint32_t>(config.num_receives, static_cast<uint32_t>(std::max(attr.max_srq_wr, 1)));
   pd.reset(api.alloc_pd(context.get()));
@@ -160,7 +160,7 @@ void Nic::make_queues(bool with_events) {
   }
   // The driver may have made the receive queue larger, and each entry may be under way.
   const int entries = static_cast<int>(std::max(receive.max_wr, num_receives)) +
-                      static_cast<int>(config.max_in_flight) + kSpareEntries;
+                      2 * static_cast<int>(config.max_in_flight) + kSpareEntries;
   check_limit(name(), "receives or max_in_flight", static_cast<uint64_t>(entries), attr.max_cqe);
   cq.reset(api.create_cq(context.get(), entries, nullptr, channel.get(), 0));
   MOE_P2P_CHECK(cq, Code::kResourceExhausted, name(), ": making a completion queue of ", entries,

@@ -1,18 +1,22 @@
 // A connected NIC and the queue pairs (lanes) that lead to it: what the control path and the polling
 // thread know of it, and the few words through which they tell each other.
 //
-// A lane breaks when one of its writes is refused. The polling thread then waits until the NIC has
-// given back all that was posted, keeps what had not been carried out, and asks (kWanted) for a new
-// pair of queues; the control thread makes it (kRepairing, kRepaired) and the rest is posted there. A
-// peer that ends (`end`) is not repaired: what it is owed fails.
+// A lane breaks when one of its writes is refused, the driver refuses to post, or the peer ends. What
+// the NIC holds then comes back in its own time and not always write by write, so the polling thread
+// posts one more, the marker, whose completion comes after all others (Sender::end_lane). With it the
+// lane is repaired, when only a write was refused: what had not been carried out is kept, the control
+// thread makes a new pair of queues, and the rest is posted there. Else what it owes fails. A marker that
+// does not come in time is given up by the control thread, and the lane fails.
 #pragma once
 
 #include <array>
 #include <atomic>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "provider/provider.h"
+#include "provider/verbs/socket.h"
 #include "provider/verbs/wire.h"
 
 namespace moe_p2p::provider::verbs {
@@ -32,13 +36,15 @@ struct Slot {
 static_assert(offsetof(Slot, wr) == 0);
 
 struct Lane {
-  enum class Repair : int { kNone, kBreak, kWanted, kRepairing, kRepaired };
+  enum class Repair : int { kNone, kEnding, kGivenUp, kWanted, kRepairing, kRepaired };
 
   Peer* peer = nullptr;
   uint32_t index = 0;
 
-  // Between the threads. kBreak and kWanted are stored by the polling thread (release; acquire in
-  // Control::look_at_peers), the others by the control thread (release; acquire in Sender::look_at).
+  // Between the threads. kEnding, kNone and kWanted are stored by the polling thread (release; acquire
+  // in Control::look_at_peers), the others by the control thread (release; acquire in Sender::look_at).
+  // Both leave kEnding, so by exchange: the marker came (kNone, kWanted) or did not (kGivenUp). While it
+  // is kEnding the polling thread leaves `qp` alone.
   std::atomic<Repair> repair{Repair::kNone};
   // Stored by the control side before kRepaired, or before the peer is shown at all.
   Qp* qp = nullptr;
@@ -46,6 +52,8 @@ struct Lane {
   // Control side.
   Owned<Qp> owner{nullptr, nullptr};
   uint32_t psn = 0;
+  platform::Deadline end_by = platform::Deadline::max();  // for the marker to be there
+  uint64_t end_ticket = 0;  // of Changes: when it is done the marker must have been seen
 
   // Polling thread. The queue: `head` is the oldest, `unposted` the first that the NIC has not got.
   Slot* head = nullptr;
@@ -53,10 +61,11 @@ struct Lane {
   Slot* tail = nullptr;
   uint32_t num_posted = 0;
   uint32_t num_unposted = 0;
-  bool open_tail = false;  // the last that was posted will not say when it is done
-  bool waiting = false;    // in the Sender's list of lanes with something to post
-  bool broken = false;     // nothing more is posted to this queue pair
-  bool dead = false;       // what comes fails with `failure`
+  bool waiting = false;  // in the Sender's list of lanes with something to post
+  bool broken = false;   // nothing more is posted to this queue pair
+  bool ending = false;   // the marker is under way
+  bool failed = false;   // a completion was not good: those behind it were not carried out
+  bool dead = false;     // what comes fails with `failure`
   base::Status failure;
   Lane* next_waiting = nullptr;
 };
@@ -74,6 +83,7 @@ struct Peer {
 
   // Control side.
   Socket link;
+  std::optional<Proof> proof;  // of what travels over `link`
   platform::Deadline answer_by = platform::Deadline::max();
 
   uint32_t next_lane = 0;  // polling thread

@@ -55,7 +55,7 @@ Owned<Qp> make_qp(const Nic& nic, bool sends) {
   init.send_cq = init.recv_cq = nic.cq.get();
   init.srq = nic.srq.get();
   init.qp_type = kQpReliable;
-  init.cap.max_send_wr = sends ? nic.config.max_in_flight : 1;
+  init.cap.max_send_wr = sends ? nic.config.max_in_flight + 1 : 1;  // one for the marker
   init.cap.max_send_sge = 1;
   init.cap.max_inline_data = sends ? nic.config.inline_bytes : 0;
   Owned<Qp> qp(nic.api.create_qp(nic.pd.get(), &init), nic.api.destroy_qp);

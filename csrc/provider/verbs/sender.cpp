@@ -23,6 +23,11 @@ constexpr uint32_t kMaxChain = 64;
 // What one poll may add to the backlog beside the completions of writes.
 constexpr size_t kMaxImmediates = 64;
 
+// wr_ids: a slot's index in the lower half; how often it was given up above it; a marker instead has this
+// bit, its peer and lane.
+constexpr uint64_t kMarker = uint64_t{1} << 62;
+constexpr uint64_t kSlotMask = 0xffffffff, kGivenUp = uint64_t{1} << 32;
+
 bool is_full(int error) noexcept { return error == ENOMEM || error == EAGAIN || error == EBUSY; }
 
 }  // namespace
@@ -139,7 +144,7 @@ void Sender::post_lane(Lane& lane, Output& output) noexcept {
     }
     const Status status{Code::kTransport, -error};
     keep_failure(*lane.unposted, status, 0);
-    abandon(lane, status, output);
+    end_lane(lane, status, output);
   }
 }
 
@@ -163,7 +168,6 @@ int Sender::post_chain(Lane& lane) noexcept {
     num = 0;
     for (next = first; &next->wr != bad; next = next->next()) ++num;
   }
-  if (num > 0) lane.open_tail = error != 0;
   lane.unposted = next;
   lane.num_unposted -= num;
   lane.num_posted += num;
@@ -192,68 +196,95 @@ void Sender::fail_all(Lane& lane, Status status, Output& output) noexcept {
 }
 
 void Sender::complete(const Wc& wc, Output& output) noexcept {
-  Slot& slot = slots_[wc.wr_id];
-  if (slot.lane == nullptr) return;  // abandoned
+  if (wc.wr_id & kMarker) return marker_came(wc, output);
+  Slot& slot = slots_[wc.wr_id & kSlotMask];
+  if (slot.wr.wr_id != wc.wr_id || slot.lane == nullptr) return;  // given up
   Lane& lane = *slot.lane;
   if (wc.status != kWcSuccess) {
-    if (!lane.broken) begin_break(lane, wc, output);
-    given_back(lane, output);
-    return;
+    if (!lane.failed) begin_break(lane, wc, output);
+    return;  // those behind it say so too: the marker ends them
   }
-  for (bool last = false; !last; --lane.num_posted) {
-    last = lane.head == &slot;
-    finish_head(lane, {}, output);
-  }
-  if (lane.num_posted == 0 && lane.peer->end.load(std::memory_order_relaxed) != Code::kOk)
-    must_look_ = true;
+  finish_before(lane, &slot, output);
+  finish_head(lane, {}, output);
+  --lane.num_posted;
 }
 
-// The first completion of a lane that is not good: all before it were carried out. Those behind it are
-// given back one by one.
+void Sender::finish_before(Lane& lane, const Slot* slot, Output& output) noexcept {
+  for (; lane.head != slot; --lane.num_posted) finish_head(lane, {}, output);
+}
+
+// The first completion of a lane that is not good: all before it were carried out.
 void Sender::begin_break(Lane& lane, const Wc& wc, Output& output) noexcept {
-  while (lane.head != &slots_[wc.wr_id]) {
-    finish_head(lane, {}, output);
+  Slot& slot = slots_[wc.wr_id & kSlotMask];
+  finish_before(lane, &slot, output);
+  lane.failed = true;
+  // acquire: pairs with the release in Control, which broke the queue pair after it.
+  const Status status = status_of(wc.status, lane.peer->end.load(std::memory_order_acquire));
+  if (wc.status != kWcFlushed) keep_failure(slot, status, wc.vendor_err);
+  if (refused_only(status.code)) {
+    finish_head(lane, status, output);
     --lane.num_posted;
   }
-  lane.broken = true;
-  // acquire: pairs with the release in Control, which broke the queue pair after it.
-  lane.failure = status_of(wc.status, lane.peer->end.load(std::memory_order_acquire));
-  if (wc.status != kWcFlushed) keep_failure(*lane.head, lane.failure, wc.vendor_err);
-  if (refused_only(lane.failure.code)) finish_head(lane, lane.failure, output);
+  if (!lane.ending) end_lane(lane, status, output);
 }
 
-// One more posted write came back. After the last, the lane is repaired or everything fails.
-void Sender::given_back(Lane& lane, Output& output) noexcept {
-  if (--lane.num_posted > 0) return;
+// Posts the marker: a write of no bytes, so that no key is looked at. In a queue pair in error it is
+// flushed behind the others. A driver that refuses it leaves the lane to its deadline.
+void Sender::end_lane(Lane& lane, Status failure, Output& output) noexcept {
+  lane.broken = true;
+  lane.failure = failure;
+  if (lane.num_posted == 0) return ended(lane, output);
+  lane.ending = true;
+  SendWr marker{};
+  marker.wr_id = kMarker | uint64_t{lane.peer->id} << 8 | lane.index;
+  marker.opcode = kOpWrite;
+  marker.send_flags = kSendSignaled;
+  SendWr* bad = nullptr;
+  static_cast<void>(ops_.post_send(lane.qp, &marker, &bad));
+  lane.repair.store(Lane::Repair::kEnding, std::memory_order_release);  // Control::look_at_peers
+  kick_();
+}
+
+void Sender::marker_came(const Wc& wc, Output& output) noexcept {
+  Peer* peer = peers_.find(static_cast<PeerId>(wc.wr_id >> 8));
+  Lane* lane = peer ? peer->lanes[wc.wr_id & 0xff].get() : nullptr;
+  if (!lane || !lane->ending) return;
+  auto expected = Lane::Repair::kEnding;
+  // acq_rel: pairs with Control::look_at_lanes, which may have given up just now.
+  if (!lane->repair.compare_exchange_strong(expected, Lane::Repair::kNone,
+                                            std::memory_order_acq_rel))
+    return;
+  lane->ending = false;
+  // The queue pair never broke: all that it held was carried out.
+  if (wc.status == kWcSuccess) finish_before(*lane, lane->unposted, output);
+  ended(*lane, output);
+}
+
+// The NIC holds nothing of this lane any more.
+void Sender::ended(Lane& lane, Output& output) noexcept {
   const Code end = lane.peer->end.load(std::memory_order_acquire);  // as in begin_break
   if (end != Code::kOk || !refused_only(lane.failure.code)) {
     fail_all(lane, end == Code::kOk ? lane.failure : Status{end, lane.failure.detail}, output);
     return;
   }
-  lane.num_unposted = 0;
+  lane.num_posted = lane.num_unposted = 0;
   for (Slot* slot = lane.head; slot != nullptr; slot = slot->next()) {
     slot->wr.send_flags &= ~kSendSignaled;
     ++lane.num_unposted;
   }
   lane.unposted = lane.head;
-  lane.open_tail = false;
   lane.repair.store(Lane::Repair::kWanted, std::memory_order_release);  // Control::look_at_peers
   kick_();
 }
 
-// Without waiting for what the driver has taken: nobody knows whether that ever comes back, so its
-// slots are not used again.
-void Sender::abandon(Lane& lane, Status status, Output& output) noexcept {
-  lane.broken = true;
-  lane.dead = true;
-  lane.failure = status;
-  for (; lane.head != nullptr && lane.head != lane.unposted; lane.head = lane.head->next()) {
-    output.write(lane.head->wr_id, status);
-    lane.head->lane = nullptr;
-  }
-  fail_all(lane, status, output);
-  lane.repair.store(Lane::Repair::kBreak, std::memory_order_release);  // Control::look_at_peers
-  kick_();
+// The queue pair is destroyed. What its NIC may still say of these slots is not listened to.
+void Sender::give_up(Lane& lane, Output& output) noexcept {
+  lane.ending = false;
+  const Status status = {lane.peer->end.load(std::memory_order_acquire), lane.failure.detail};
+  if (lane.head) keep_failure(*lane.head, lane.failure, 0);
+  for (Slot* slot = lane.head; slot != lane.unposted; slot = slot->next())
+    slot->wr.wr_id += kGivenUp;
+  fail_all(lane, status.code == Code::kOk ? lane.failure : status, output);
 }
 
 void Sender::look_at_peers(Output& output) noexcept {
@@ -274,15 +305,15 @@ bool Sender::look_at(Peer& peer, Output& output) noexcept {
   bool all_dead = true;
   for (const auto& owned : peer.lanes) {
     Lane& lane = *owned;
-    if (end != Code::kOk && !lane.dead) {
-      if (lane.open_tail && lane.num_posted > 0) {
-        abandon(lane, {end, 0}, output);
-      } else if (lane.num_posted == 0) {
-        fail_all(lane, {end, 0}, output);
-      }
-    } else if (lane.repair.load(std::memory_order_acquire) == Lane::Repair::kRepaired) {
+    // acquire: pairs with the release of the control side.
+    const auto repair = lane.repair.load(std::memory_order_acquire);
+    if (lane.ending) {
+      if (repair == Lane::Repair::kGivenUp) give_up(lane, output);
+    } else if (end != Code::kOk && !lane.dead) {
+      end_lane(lane, {end, 0}, output);
+    } else if (repair == Lane::Repair::kRepaired) {
       lane.repair.store(Lane::Repair::kNone, std::memory_order_relaxed);
-      lane.broken = false;
+      lane.broken = lane.failed = false;
       queue_for_posting(lane);
     }
     all_dead = all_dead && lane.dead;

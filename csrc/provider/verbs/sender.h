@@ -58,9 +58,12 @@ class Sender {
   bool look_at(Peer& peer, Output& output) noexcept;
   void finish_head(Lane& lane, base::Status status, Output& output) noexcept;
   void fail_all(Lane& lane, base::Status status, Output& output) noexcept;
+  void finish_before(Lane& lane, const Slot* slot, Output& output) noexcept;
   void begin_break(Lane& lane, const Wc& wc, Output& output) noexcept;
-  void given_back(Lane& lane, Output& output) noexcept;
-  void abandon(Lane& lane, base::Status status, Output& output) noexcept;
+  void end_lane(Lane& lane, base::Status failure, Output& output) noexcept;
+  void marker_came(const Wc& wc, Output& output) noexcept;
+  void give_up(Lane& lane, Output& output) noexcept;
+  void ended(Lane& lane, Output& output) noexcept;
   void keep_failure(const Slot& slot, base::Status status, uint32_t vendor_error) noexcept;
 
   const Nic& nic_;

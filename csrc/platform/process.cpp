@@ -1,0 +1,83 @@
+#include "platform/process.h"
+
+#include <pthread.h>
+#include <unistd.h>
+
+#include <array>
+#include <mutex>
+#include <set>
+
+namespace moe_p2p::platform {
+
+namespace {
+
+struct Registry {
+  std::mutex mutex;
+  std::set<int> fds;
+  std::array<void (*)(), 16> in_child{};
+  size_t num_in_child = 0;
+};
+
+void prepare();
+void in_parent();
+void in_child();
+
+// Never destroyed: a fork may come while static objects are.
+Registry& registry() {
+  static Registry* const all = [] {
+    auto* made = new Registry;
+    pthread_atfork(&prepare, &in_parent, &in_child);
+    return made;
+  }();
+  return *all;
+}
+
+// Held over the fork, so that the child finds the set whole.
+void prepare() { registry().mutex.lock(); }
+void in_parent() { registry().mutex.unlock(); }
+
+void in_child() {
+  Registry& all = registry();
+  num_forks.fetch_add(1, std::memory_order_relaxed);
+  for (const int fd : all.fds) close(fd);
+  all.fds.clear();
+  all.mutex.unlock();
+  for (size_t i = 0; i < all.num_in_child; ++i) all.in_child[i]();
+}
+
+// Before anything is made: a Birthplace alone does not ask for the registry.
+[[maybe_unused]] const Registry& made_at_start = registry();
+
+}  // namespace
+
+void at_fork(void (*in_child)()) noexcept {
+  Registry& all = registry();
+  const std::lock_guard lock(all.mutex);
+  if (all.num_in_child < all.in_child.size()) all.in_child[all.num_in_child++] = in_child;
+}
+
+OwnFd::OwnFd(int fd) : fd_(fd) {
+  if (fd < 0) return;
+  const std::lock_guard lock(registry().mutex);
+  registry().fds.insert(fd);
+}
+
+OwnFd& OwnFd::operator=(OwnFd&& other) noexcept {
+  if (this == &other) return *this;
+  reset();
+  fd_ = std::exchange(other.fd_, -1);
+  born_ = other.born_;
+  return *this;
+}
+
+// In a child it is closed already, and its number may be another file's.
+void OwnFd::reset() noexcept {
+  const int fd = get();
+  fd_ = -1;
+  if (fd < 0) return;
+  const std::lock_guard lock(registry().mutex);
+  registry().fds.erase(fd);
+  close(fd);
+}
+
+}  // namespace moe_p2p::platform

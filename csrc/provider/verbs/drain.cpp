@@ -1,0 +1,47 @@
+#include "provider/verbs/drain.h"
+
+#include <utility>
+
+#include "provider/verbs/queue_pair.h"
+
+namespace moe_p2p::provider::verbs {
+namespace {
+
+using platform::Clock;
+
+// How long the event of the last receive is waited for; not every driver raises it (rxe of Linux 6.1
+// does not). Too short: a NIC that is slow to hand in a completion loses it.
+constexpr std::chrono::milliseconds kLastReceive{500};
+constexpr size_t kMaxEntries = 4096;
+
+}  // namespace
+
+void Drain::add(Owned<Qp> qp, bool has_ended) {
+  break_qp(nic_, *qp);
+  const auto ready_at = has_ended ? Clock::now() : Clock::now() + kLastReceive;
+  entries_.push_back({.qp = std::move(qp), .ready_at = ready_at});
+}
+
+void Drain::last_receive(const void* qp) noexcept {
+  for (Entry& entry : entries_)
+    if (entry.qp.get() == qp) entry.ready_at = Clock::now();
+}
+
+void Drain::look() {
+  if (entries_.empty()) return;
+  // acquire: pairs with the release in VerbsDomain::drained.
+  const uint64_t done = changes_.drain_done.load(std::memory_order_acquire);
+  std::erase_if(entries_, [&](const Entry& e) { return e.ticket != 0 && e.ticket <= done; });
+  uint64_t ticket = 0;
+  for (Entry& entry : entries_) {
+    if (entry.ticket != 0 || entry.ready_at > Clock::now()) continue;
+    // release: pairs with the acquire in VerbsDomain::take_changes.
+    if (ticket == 0) ticket = 1 + changes_.drain_wanted.fetch_add(1, std::memory_order_release);
+    entry.ticket = ticket;
+  }
+  if (ticket != 0) changes_.announce();
+}
+
+bool Drain::full() const noexcept { return entries_.size() >= kMaxEntries; }
+
+}  // namespace moe_p2p::provider::verbs

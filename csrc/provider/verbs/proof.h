@@ -1,0 +1,45 @@
+// How the ends of a handshake's connection prove to each other, in every message, that they know the
+// secret of the target: HMAC-SHA256 over who speaks, both ends' nonces, the number of the message and the
+// message. The nonces are new for each connection, so that nothing can be said again on another. What is
+// said is not hidden; nor is what the NICs write afterwards. Control path.
+//
+// The secret is drawn by each NIC and travels inside its address, so that whoever was given the address
+// may connect; with MOE_P2P_SECRET set it is made from that, and the address carries none.
+#pragma once
+
+#include <array>
+#include <optional>
+
+#include "base/sha256.h"
+#include "base/wire.h"
+
+namespace moe_p2p::provider::verbs {
+
+using Nonce = std::array<std::byte, 16>;
+using Secret = base::Digest;
+
+// From MOE_P2P_SECRET; nullopt when it is not set or empty.
+std::optional<Secret> environment_secret();
+
+class Proof {
+ public:
+  enum class Side : uint8_t { kConnector = 1, kTarget = 2 };
+
+  Proof(Side own, const Secret& secret, const Nonce& of_target, const Nonce& of_connector)
+      : own_(own), secret_(secret), of_target_(of_target), of_connector_(of_connector) {}
+
+  // The message with its proof behind it.
+  base::Bytes seal(base::Bytes message);
+  // The message without it; nullopt when that is wrong.
+  std::optional<base::Bytes> open(std::span<const std::byte> sealed);
+
+ private:
+  base::Digest of(Side side, uint64_t number, std::span<const std::byte> message) const;
+
+  Side own_;
+  Secret secret_;
+  Nonce of_target_, of_connector_;
+  uint64_t num_sent_ = 0, num_received_ = 0;
+};
+
+}  // namespace moe_p2p::provider::verbs
