@@ -19,9 +19,12 @@ int cuLaunchKernelEx(const LaunchConfig* config, void* kernel, void** params, vo
                           reinterpret_cast<moe_p2p::emulation::Kernel>(kernel), params[0]);
   return 0;
 }
-int cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t bytes, void*) {
+int cuMemcpyAsync(uint64_t to, uint64_t from, size_t bytes, void*) {
   std::memmove(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes);
   return 0;
+}
+int cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t bytes, void* stream) {
+  return cuMemcpyAsync(to, from, bytes, stream);
 }
 int cuMemHostAlloc(void** memory, size_t bytes, unsigned) {
   return *memory = std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096), 0;
