@@ -60,6 +60,18 @@ SAME_PLACE(ContextOps, req_notify_cq, ibv_context_ops, req_notify_cq);
 SAME_PLACE(ContextOps, post_srq_recv, ibv_context_ops, post_srq_recv);
 SAME_PLACE(ContextOps, post_send, ibv_context_ops, post_send);
 SAME_SIZE(Context, ibv_context);
+SAME_SIZE(TdInitAttr, ibv_td_init_attr);
+SAME_SIZE(ParentDomainInitAttr, ibv_parent_domain_init_attr);
+SAME_PLACE(ParentDomainInitAttr, td, ibv_parent_domain_init_attr, td);
+SAME_PLACE(ParentDomainInitAttr, comp_mask, ibv_parent_domain_init_attr, comp_mask);
+// From the Context back.
+#define SAME_DISTANCE(ours, theirs)                                  \
+  static_assert(sizeof(ExtendedOps) - offsetof(ExtendedOps, ours) == \
+                offsetof(verbs_context, context) - offsetof(verbs_context, theirs))
+SAME_DISTANCE(alloc_parent_domain, alloc_parent_domain);
+SAME_DISTANCE(dealloc_td, dealloc_td);
+SAME_DISTANCE(alloc_td, alloc_td);
+SAME_DISTANCE(bytes, sz);
 SAME_PLACE(Context, async_fd, ibv_context, async_fd);
 
 static_assert(kPortActive == IBV_PORT_ACTIVE && kLinkEthernet == IBV_LINK_LAYER_ETHERNET);

@@ -58,6 +58,10 @@ VerbsDevice** get_device_list(int* num) {
 }
 void free_device_list(VerbsDevice** list) { delete[] list; }
 
+Pd* alloc_parent_domain(Context* context, ParentDomainInitAttr* attr);
+Td* alloc_td(Context*, TdInitAttr*);
+int dealloc_td(Td* plain);
+
 Context* open_device(VerbsDevice* device) {
   auto* context = new FakeContext{};
   context->device = device;
@@ -66,7 +70,13 @@ Context* open_device(VerbsDevice* device) {
   context->ops.post_srq_recv = post_srq_recv;
   context->ops.post_send = post_send;
   context->async_fd = context->events.ends[0];
-  return locked([&](FakeVerbs&, World& w) -> Context* {
+  static_assert(sizeof(FakeContext) == sizeof(ExtendedOps) + sizeof(Context) + sizeof(FakePipe));
+  context->bytes = sizeof(ExtendedOps) + sizeof(Context);
+  context->alloc_td = alloc_td;
+  context->dealloc_td = dealloc_td;
+  context->alloc_parent_domain = alloc_parent_domain;
+  return locked([&](FakeVerbs& f, World& w) -> Context* {
+    context->abi_compat = reinterpret_cast<void*>(f.faults.no_extended_ops ? 0 : ~uintptr_t{0});
     w.contexts.push_back(context);
     return context;
   });
@@ -117,7 +127,35 @@ int destroy(T* object, bool in_use) {
   });
 }
 FakePd& pd_of(Pd* pd) { return *reinterpret_cast<FakePd*>(pd); }
-int dealloc_pd(Pd* pd) { return destroy(&pd_of(pd), pd_of(pd).num_users > 0); }
+int dealloc_pd(Pd* plain) {
+  FakePd& pd = pd_of(plain);
+  if (pd.thread && pd.num_users == 0)
+    locked([&](FakeVerbs&, World&) { return --pd.parent->num_users, --pd.thread->num_users; });
+  return destroy(&pd, pd.num_users > 0);
+}
+Td* alloc_td(Context*, TdInitAttr*) {
+  return locked([](FakeVerbs& f, World&) -> Td* {
+    if (f.faults.no_thread_domains) return errno = EOPNOTSUPP, nullptr;
+    ++f.counters.thread_domains;
+    return reinterpret_cast<Td*>(new FakeTd);
+  });
+}
+int dealloc_td(Td* plain) {
+  auto* td = reinterpret_cast<FakeTd*>(plain);
+  locked([](FakeVerbs& f, World&) { return --f.counters.thread_domains; });
+  return destroy(td, td->num_users > 0);
+}
+Pd* alloc_parent_domain(Context* context, ParentDomainInitAttr* attr) {
+  if (!attr->pd || attr->comp_mask != 0) return errno = EINVAL, nullptr;
+  auto* pd = new FakePd{.context = static_cast<FakeContext*>(context),
+                        .parent = &pd_of(attr->pd),
+                        .thread = reinterpret_cast<FakeTd*>(attr->td)};
+  return locked([&](FakeVerbs&, World&) {
+    ++pd->parent->num_users;
+    ++pd->thread->num_users;
+    return reinterpret_cast<Pd*>(pd);
+  });
+}
 
 Mr* add_region(Pd* pd, void* addr, size_t bytes) {
   auto* mr = new FakeMr{};
@@ -236,6 +274,8 @@ Qp* create_qp(Pd* pd, QpInitAttr* init) {
     ++pd_of(pd).num_users;
     ++f.counters.queue_pairs;
     ++f.counters.queue_pairs_made;
+    qp->thread = pd_of(pd).thread;
+    f.counters.queue_pairs_without_locks += qp->thread != nullptr;
     return qp;
   });
 }
@@ -330,9 +370,9 @@ FakeVerbs& FakeVerbs::install(const std::string& old_sysfs) {
                   old_sysfs.c_str(), devices()[i].name);
   fake().locked([](FakeVerbs& f) {
     f.faults = {};
-    const uint64_t alive = f.counters.queue_pairs;
-    f.counters = {};
-    f.counters.queue_pairs = alive;
+    const FakeVerbs::Counters before = std::exchange(f.counters, {});
+    f.counters.queue_pairs = before.queue_pairs;
+    f.counters.thread_domains = before.thread_domains;
   });
   return fake();
 }

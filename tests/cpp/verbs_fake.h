@@ -39,14 +39,20 @@ class FakeVerbs {
     uint32_t receives_taken = 0;
     bool signaled_errors_only = false;  // a broken queue says nothing of unsignalled writes
     bool no_errors = false;             // nor of any other
+    bool no_thread_domains = false;
+    bool no_extended_ops = false;  // a library that has no calls but the first ones
     bool no_last_receive = false;  // the event of the last receive does not come (rxe of Linux 6.1)
   };
   struct Counters {
     uint64_t doorbells = 0, writes = 0, inlined = 0, overruns = 0, receiver_waits = 0;
-    uint64_t address_regions = 0, dmabuf_regions = 0, queue_pairs = 0, queue_pairs_made = 0;
-    uint64_t broken = 0;         // queue pairs that were moved to error
-    uint64_t busy = 0;           // was to be destroyed and is in use
-    uint64_t full_receives = 0;  // receives that found no place
+    uint64_t address_regions = 0, dmabuf_regions = 0, queue_pairs_made = 0;
+    uint64_t queue_pairs = 0;                // alive
+    uint64_t thread_domains = 0;             // alive
+    uint64_t queue_pairs_without_locks = 0;  // made in one
+    uint64_t lock_violations = 0;            // two threads posted at once to one of those
+    uint64_t broken = 0;                     // queue pairs that were moved to error
+    uint64_t busy = 0;                       // was to be destroyed and is in use
+    uint64_t full_receives = 0;              // receives that found no place
   };
   template <typename Step>
   auto locked(Step&& step) {
@@ -54,7 +60,7 @@ class FakeVerbs {
     return step(*this);
   }
   Faults faults;      // set in locked()
-  Counters counters;  // queue_pairs: alive; the others since install()
+  Counters counters;  // since install(), but for those alive
   std::mt19937_64 random{1};
   // The link of a device goes down or comes up: its event, not its effect (Faults::link_down).
   void raise(const char* device, int event_type);

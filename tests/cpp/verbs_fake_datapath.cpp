@@ -145,8 +145,11 @@ void run_queue(FakeVerbs& f, World& w, FakeQp& qp) {
 }
 
 int post_send(Qp* plain, SendWr* wr, SendWr** bad) {
+  auto& qp = *static_cast<FakeQp*>(plain);
+  const bool alone = !qp.thread || !qp.thread->posting.exchange(true);  // mlx5.h: mlx5_spin_lock
   return locked([&](FakeVerbs& f, World&) {
-    auto& qp = *static_cast<FakeQp*>(plain);
+    f.counters.lock_violations += !alone;
+    if (qp.thread) qp.thread->posting = false;
     const bool fails = f.faults.post_error != 0 && f.faults.num_post_errors > 0;
     if (fails) --f.faults.num_post_errors;
     ++f.counters.doorbells;

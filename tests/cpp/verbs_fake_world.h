@@ -4,6 +4,7 @@
 #include <fcntl.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cstdint>
 #include <deque>
 #include <map>
@@ -34,11 +35,17 @@ struct FakePipe {
   int ends[2];
 };
 
-struct FakeContext : Context {
+struct FakeContext : ExtendedOps, Context {  // in this order in memory
   FakePipe events;
+};
+struct FakeTd {
+  int num_users = 0;
+  std::atomic<bool> posting{false};
 };
 struct FakePd {
   FakeContext* context;
+  FakePd* parent = nullptr;  // of a parent domain: the one that memory is registered with
+  FakeTd* thread = nullptr;
   int num_users = 0;
 };
 struct FakeChannel : CompChannel {
@@ -74,6 +81,7 @@ struct FakeQp : Qp {
   std::deque<Pending> pending;
   std::deque<FakeCq::Entry> late;  // acknowledged to the peer, not yet in the completion queue
   bool last_receive_told = false;
+  FakeTd* thread = nullptr;
 };
 
 struct World {

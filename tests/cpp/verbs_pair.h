@@ -22,6 +22,7 @@ struct FakePair {
   }
   ~FakePair() {
     CHECK(counters().busy == 0);
+    CHECK(counters().lock_violations == 0);
     CHECK(counters().overruns == 0);
     CHECK(counters().full_receives == 0);
     FakeVerbs::install();

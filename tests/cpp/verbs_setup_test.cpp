@@ -55,6 +55,40 @@ TEST_CASE("verbs: a device that is not there, or down, or without that port, is 
   has(refusal("library=fake,mtu=1500", Code::kInvalidArgument), "1024");
 }
 
+TEST_CASE("verbs: queue pairs that send take no locks where the library has thread domains") {
+  FakeVerbs& fake = FakeVerbs::install();
+  const auto counters = [&] { return fake.locked([](FakeVerbs& f) { return f.counters; }); };
+  for (const bool old_library : {false, true})
+    for (const bool device_has_none : {false, true}) {
+      fake.locked([&](FakeVerbs& f) {
+        f.faults.no_extended_ops = old_library;
+        f.faults.no_thread_domains = device_has_none;
+      });
+      const bool has = !old_library && !device_has_none;
+      const auto before = counters();
+      {
+        Node a = open_fake(), b = open_fake("devices=fake1");
+        const Memory source(a, 100), target(b, 100);
+        const PeerId peer = a.connect(b);
+        fill(source.data, 7);
+        const auto write = with_imm(make_write(7, peer, source, 0, target, 0, 100), 1);
+        CHECK(a.domain->post(std::span(&write, 1)) == 1);
+        CHECK(pump({&a, &b}, [&] { return a.done.size() == 1 && b.imms.size() == 1; }));
+        CHECK(holds(target.data, 7));
+        const auto now = counters();
+        CHECK(now.thread_domains == (has ? 2 : 0));
+        const uint64_t sending = (now.queue_pairs - before.queue_pairs) / 2;  // the others receive
+        CHECK(sending > 0);
+        CHECK(now.queue_pairs_without_locks - before.queue_pairs_without_locks ==
+              (has ? sending : 0));
+      }
+      CHECK(counters().thread_domains == 0);
+      CHECK(counters().busy == 0);
+    }
+  CHECK(counters().lock_violations == 0);
+  FakeVerbs::install();
+}
+
 TEST_CASE("verbs: NICs are dealt out in order, over the devices that are up") {
   FakeVerbs::install();
   const auto device_of = [](int nic, const std::string& settings) {

@@ -68,6 +68,12 @@ const Api& load_api(const std::string& library) {
   return loaded.emplace(library, open_library(library)).first->second;
 }
 
+const ExtendedOps* extended_ops(const Context* context) noexcept {
+  if (reinterpret_cast<uintptr_t>(context->abi_compat) != ~uintptr_t{0}) return nullptr;
+  const ExtendedOps* ops = reinterpret_cast<const ExtendedOps*>(context) - 1;
+  return ops->bytes < sizeof(ExtendedOps) + sizeof(Context) ? nullptr : ops;
+}
+
 #if defined(MOE_P2P_TESTING)
 void set_fake_api_for_tests(const Api* api) noexcept { fake_api = api; }
 #endif

@@ -321,6 +321,28 @@ struct Context {
   void* abi_compat;
 };
 
+// Calls that no symbol names either, and that not every library or device has. They stand right before
+// the Context, whose `abi_compat` says that they do; the library adds new ones in front.
+struct Td;  // opaque
+struct TdInitAttr {
+  uint32_t comp_mask;
+};
+struct ParentDomainInitAttr {
+  Pd* pd;
+  Td* td;
+  uint32_t comp_mask;
+  void* unused[3];
+};
+struct ExtendedOps {
+  Pd* (*alloc_parent_domain)(Context*, ParentDomainInitAttr*);  // ends by dealloc_pd
+  int (*dealloc_td)(Td*);
+  Td* (*alloc_td)(Context*, TdInitAttr*);
+  void* unused[22];
+  size_t bytes;  // of what the library has here, with the Context
+};
+// Null where the library has no such calls; each may be null, too.
+const ExtendedOps* extended_ops(const Context* context) noexcept;
+
 // Named without the library's prefix. query_gid_table, reg_mr_iova2 and reg_dmabuf_mr came late: they
 // are null where the library is older.
 struct Api {

@@ -114,10 +114,13 @@ Nic::Nic(const Config& settings, int nic, bool with_events)
       api(load_api(config.library)),
       context(open_device(api, config, nic)),
       pd(nullptr, api.dealloc_pd),
+      thread(nullptr, nullptr),
+      sending(nullptr, api.dealloc_pd),
       channel(nullptr, api.destroy_comp_channel),
       cq(nullptr, api.destroy_cq),
       srq(nullptr, api.destroy_srq) {
   open_port();
+  make_domains();
   make_queues(with_events);
 }
 
@@ -138,6 +141,19 @@ void Nic::open_port() {
   fcntl(context->async_fd, F_SETFL, fcntl(context->async_fd, F_GETFL) | O_NONBLOCK);
 }
 
+void Nic::make_domains() {
+  pd.reset(api.alloc_pd(context.get()));
+  MOE_P2P_CHECK(pd, Code::kUnavailable, name(),
+                ": making a protection domain: ", error_text(errno));
+  const ExtendedOps* ops = extended_ops(context.get());
+  if (!ops || !ops->alloc_td || !ops->dealloc_td || !ops->alloc_parent_domain) return;
+  TdInitAttr none{};
+  thread = {ops->alloc_td(context.get(), &none), ops->dealloc_td};
+  if (!thread) return;  // the device has none, or none is left: queue pairs with locks do as well
+  ParentDomainInitAttr attr{.pd = pd.get(), .td = thread.get(), .comp_mask = 0, .unused = {}};
+  sending.reset(ops->alloc_parent_domain(context.get(), &attr));
+}
+
 void Nic::make_queues(bool with_events) {
   DeviceAttr attr{};
   const int error = api.query_device(context.get(), &attr);
@@ -145,9 +161,6 @@ void Nic::make_queues(bool with_events) {
   check_limit(name(), "max_in_flight", config.max_in_flight + 1, attr.max_qp_wr);
   num_receives =
       std::min<uint32_t>(config.num_receives, static_cast<uint32_t>(std::max(attr.max_srq_wr, 1)));
-  pd.reset(api.alloc_pd(context.get()));
-  MOE_P2P_CHECK(pd, Code::kUnavailable, name(),
-                ": making a protection domain: ", error_text(errno));
   SrqInitAttr receive{.srq_context = nullptr, .max_wr = num_receives, .max_sge = 1, .srq_limit = 0};
   srq.reset(api.create_srq(pd.get(), &receive));
   MOE_P2P_CHECK(srq, Code::kResourceExhausted, name(), ": making a receive queue of ", num_receives,

@@ -32,12 +32,17 @@ struct Nic {
   bool ethernet = false;
   uint32_t num_receives = 0;  // posted at most; immediates that fit into the completion queue
   Owned<Pd> pd;
+  // Of queue pairs that send, which one thread posts to: the driver takes no locks there, and stops the
+  // process when two threads do. `sending` is null where there are no thread domains.
+  Owned<Td> thread;
+  Owned<Pd> sending;
   Owned<CompChannel> channel;  // null without events
   Owned<Cq> cq;
   Owned<Srq> srq;
 
  private:
   void open_port();
+  void make_domains();
   void make_queues(bool with_events);
 };
 

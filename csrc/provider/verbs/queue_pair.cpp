@@ -58,7 +58,8 @@ Owned<Qp> make_qp(const Nic& nic, bool sends) {
   init.cap.max_send_wr = sends ? nic.config.max_in_flight + 1 : 1;  // one for the marker
   init.cap.max_send_sge = 1;
   init.cap.max_inline_data = sends ? nic.config.inline_bytes : 0;
-  Owned<Qp> qp(nic.api.create_qp(nic.pd.get(), &init), nic.api.destroy_qp);
+  Pd* domain = sends && nic.sending ? nic.sending.get() : nic.pd.get();
+  Owned<Qp> qp(nic.api.create_qp(domain, &init), nic.api.destroy_qp);
   MOE_P2P_CHECK(qp, Code::kResourceExhausted, nic.name(), ": making a queue pair of ",
                 init.cap.max_send_wr, " writes: ", error_text(errno),
                 "; lower max_in_flight, qps_per_peer or inline_bytes");
