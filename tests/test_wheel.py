@@ -123,7 +123,7 @@ exit 1
     made = subprocess.run(
         ["make", f"VENV={tmp_path}", f"{tmp_path}/.ready"],
         cwd=ROOT,
-        env={k: v for k, v in os.environ.items() if k not in ("PYTHON", "MAKEFLAGS")},
+        env={k: v for k, v in os.environ.items() if k not in ("PYTHON", "MAKEFLAGS", "MAKELEVEL")},
         capture_output=True,
         text=True,
         check=False,

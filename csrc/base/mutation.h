@@ -14,7 +14,7 @@ enum class Mutation {
   kLastPartIsAll,         // an arrival once the last part of several came, whatever is before it
   kSumBeforeWeights,      // partial sums without waiting for the weights that they need
   kWriteToMasked,         // what is said to a masked rank although its slots may be in use
-  kFailByLeft,            // a write that fails to a partner that has left breaks the communicator
+  kFailByLeft,            // a partner that left is not told from a lost one, nor it from the others
   kFarewellEarly,         // a rank leaves before what it has sent arrived
   kFarewellOvertakes,     // a partner that left is believed to have sent what is here by then
   kWeightsInEveryStep,  // weights are taken for those of the slot's next use, whichever step has some

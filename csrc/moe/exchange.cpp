@@ -110,7 +110,7 @@ bool Exchange::take(Lane& lane, int index) noexcept {
   part.word += steps;
   part.num_parts = sent.num_parts();
   if (masks_.has(rank_of(lane.node))) return false;
-  if (partner_of(lane.node).left) {
+  if (partner_of(lane.node).left && !MOE_P2P_MUTATED(kFailByLeft)) {
     check_left(lane.node);
     return false;
   }

@@ -112,7 +112,8 @@ bool Exchange::part_from(const Remote& remote) noexcept {
   Partner& partner = partner_of(remote.node);
   if (partner.parting == Partner::Parting::kDone) return false;
   const bool needs_nothing =
-      partner_left(remote.node) || partner.lost || masks_.has(rank_of(remote.node));
+      partner_left(remote.node) || partner.lost || masks_.has(rank_of(remote.node)) ||
+      (failed_.load(std::memory_order_relaxed) && MOE_P2P_MUTATED(kFailByLeft));
   if (!needs_nothing && partner.parting == Partner::Parting::kNo) {
     if (!all_arrived(remote.node) && !MOE_P2P_MUTATED(kFarewellEarly)) return false;
     const Left left = closing_.failed ? Left::kFailed : Left::kInOrder;

@@ -1,4 +1,6 @@
 // The contract of provider/provider.h, of peers: many at once, and ones that leave with their last word.
+#include <algorithm>
+
 #include "provider_table.h"
 
 namespace moe_p2p::provider_test {
@@ -73,10 +75,12 @@ TEST_CASE("provider contract: many peers write to one, and half of them leave") 
     b.on_imm = [&](uint32_t imm) { seen.at(imm) += 1; };
     const auto run = [&] {
       for (const auto& writer : writers) writer->post({&writer->node, &b}, kNum);
-      for (const auto& writer : writers) {
-        CHECK(pump({&writer->node, &b}, [&] { return writer->is_done(); }));
-        CHECK(writer->node.num_failed() == 0);
-      }
+      std::vector<Node*> nodes{&b};  // all of them: each has a deadline of its own
+      for (const auto& writer : writers) nodes.push_back(&writer->node);
+      CHECK(pump(nodes, [&] {
+        return std::ranges::all_of(writers, [](const auto& writer) { return writer->is_done(); });
+      }));
+      for (const auto& writer : writers) CHECK(writer->node.num_failed() == 0);
     };
     run();
     target.unmap();

@@ -185,7 +185,7 @@ class Patience {
 };
 
 // Polls all in turn until ready(); false when 20 seconds did not suffice.
-inline bool pump(std::initializer_list<Node*> nodes, const std::function<bool()>& ready) {
+inline bool pump(const std::vector<Node*>& nodes, const std::function<bool()>& ready) {
   const auto deadline = platform::Clock::now() + std::chrono::seconds(20);
   Patience patience;
   while (!ready()) {

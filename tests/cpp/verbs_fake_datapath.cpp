@@ -82,7 +82,9 @@ void show_late(FakeVerbs& f, FakeCq& cq) {
 
 // --- writes ---
 
-bool covered(World& w, uint32_t key, const Pd* pd, uint64_t addr, uint64_t bytes) {
+bool covered(World& w, uint32_t key, const Qp& qp, uint64_t addr, uint64_t bytes) {
+  const auto* domain = reinterpret_cast<const FakePd*>(qp.pd);
+  const void* pd = domain->parent ? domain->parent : domain;
   const auto found = w.regions.find(key);
   if (found == w.regions.end() || found->second->pd != pd) return false;
   const auto begin = reinterpret_cast<uint64_t>(found->second->addr);
@@ -98,14 +100,14 @@ int carry_out(FakeVerbs& f, World& w, FakeQp& qp, FakeQp*& target) {
   if (f.faults.link_down) return kWcRetriesExceeded;
   if (f.faults.next_status != 0) return std::exchange(f.faults.next_status, 0);
   const bool inlined = (wr.send_flags & kSendInline) != 0;
-  if (bytes > 0 && !inlined && !covered(w, write.sge.lkey, qp.pd, write.sge.addr, bytes))
+  if (bytes > 0 && !inlined && !covered(w, write.sge.lkey, qp, write.sge.addr, bytes))
     return kWcLocalProtection;
   const auto found = w.qps.find(qp.peer_qp);
   if (found == w.qps.end() || found->second->peer_qp != qp.qp_num ||
       (found->second->state != kQpReadyToReceive && found->second->state != kQpReadyToSend))
     return kWcRetriesExceeded;
   target = found->second;
-  if (bytes > 0 && !covered(w, wr.rkey, target->pd, wr.remote_addr, bytes)) return kWcRemoteAccess;
+  if (bytes > 0 && !covered(w, wr.rkey, *target, wr.remote_addr, bytes)) return kWcRemoteAccess;
   auto* receives = static_cast<FakeSrq*>(target->srq);
   if (wr.opcode == kOpWriteImm && receives->num == 0) {
     ++f.counters.receiver_waits;

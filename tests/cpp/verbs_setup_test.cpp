@@ -77,8 +77,8 @@ TEST_CASE("verbs: queue pairs that send take no locks where the library has thre
         CHECK(holds(target.data, 7));
         const auto now = counters();
         CHECK(now.thread_domains == (has ? 2 : 0));
-        const uint64_t sending = (now.queue_pairs - before.queue_pairs) / 2;  // the others receive
-        CHECK(sending > 0);
+        const uint64_t sending = (now.queue_pairs_made - before.queue_pairs_made) / 2;
+        CHECK(sending > 0);  // the others receive
         CHECK(now.queue_pairs_without_locks - before.queue_pairs_without_locks ==
               (has ? sending : 0));
       }
