@@ -36,6 +36,8 @@ CASES = {
         "test_gpu_self_flag.py::test_scales_of_the_callers_own_may_be_any_words[4ranks-2pernode]",
         "test_gpu_self_flag.py::test_workers_that_are_fewer_than_the_parts_of_a_row[3]",
         "test_gpu_copy_kernel.py",
+        "test_gpu_long_steps.py::test_steps_of_three_hundred_tokens[4ranks-2pernode]",
+        "test_gpu_long_steps.py::test_a_hostile_network_changes_nothing[1]",
     ],
     "in bulk": [
         "test_gpu_bulk.py::test_every_format_is_the_reference_bit_for_bit[3ranks-3pernode]",

@@ -266,6 +266,20 @@ def test_no_rows_and_no_experts() -> None:
     assert not grouped_gemm(rand(3, 64), weight[:0], ints(), zero_padding=True).any()
 
 
+def test_rows_behind_two_to_the_thirty_first_value() -> None:
+    """Of tensors that are mostly never touched: no page of theirs is there before it is written."""
+    rows = (1 << 31) // 64 + 3  # of 64 values
+    x = torch.empty(rows, 64, dtype=torch.bfloat16, device=DEVICE)
+    x[-2:] = rand(2, 64)
+    weight, counts, offsets = rand(1, 64, 64, dtype=torch.bfloat16), ints(2), ints(rows - 2)
+    want = x[-2:].float() @ weight[0].float()
+    got = grouped_gemm(x, weight, counts, offsets=offsets)
+    torch.testing.assert_close(got[-2:].float(), want, rtol=2**-8, atol=2**-8)  # one rounding
+    grad = torch.ops.moe_p2p.grouped_weight_grad(x, got, offsets, counts)
+    want = x[-2:].float().t() @ got[-2:].float()
+    torch.testing.assert_close(grad[0].float(), want, rtol=2**-8, atol=2**-8)
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(("k", "n"), SHAPES)
 def test_swiglu_is_two_products(k: int, n: int, dtype: torch.dtype) -> None:
