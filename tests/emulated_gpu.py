@@ -82,6 +82,12 @@ def build(source: str, *arguments: str) -> Path:
     return library
 
 
+def few_cpus() -> dict[str, str]:
+    """Environment of a process whose threads leave the CPU to each other while they wait."""
+    naps = build((ROOT / "tests" / "emulation" / "yield.cpp").read_text())
+    return {"LD_PRELOAD": str(naps), "OMP_NUM_THREADS": "1"}
+
+
 @functools.cache
 def machine() -> Path:
     """The machine, open in this process under the driver's name."""

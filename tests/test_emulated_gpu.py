@@ -74,6 +74,7 @@ CASES = {
 def test_kernels_on_an_emulated_gpu(which: str) -> None:
     cases = CASES[which]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    environment |= emulated_gpu.few_cpus()
     if which == "one block at a time":
         environment["MOE_P2P_EMULATED_BLOCKS"] = "1"
     options = ["-p", "emulated_gpu", "-p", "no:cacheprovider", "-q", "--durations=3"]

@@ -15,6 +15,7 @@
 #include <list>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <random>
 #include <string>
 #include <utility>
@@ -48,14 +49,41 @@ namespace {
 constexpr size_t kStackBytes = 64 << 10;
 constexpr size_t kGuardBytes = 256;  // behind shared memory
 constexpr std::byte kGarbage{0xa5};
-constexpr unsigned kIdleUs = 20;  // for peers, which are other threads of this machine
-constexpr unsigned kAwake = 64;   // turns of a warp, on average, until it falls asleep
+constexpr unsigned kIdleUs = 20, kMostIdleUs = 160;  // for peers, other threads of this machine
+constexpr unsigned kAwake = 64;  // turns of a warp, on average, until it falls asleep
 constexpr auto kPatience = std::chrono::seconds(60);  // for what no peer can bring
 
 [[noreturn]] void fail(const std::string& story) {
   std::fprintf(stderr, "emulated GPU: %s\n", story.c_str());
   std::abort();
 }
+
+// Stacks of threads, kept from launch to launch: the kernel takes longer to map and unmap one than most
+// threads run.
+class Stacks {
+ public:
+  void take(size_t count, std::vector<char*>& to) {
+    const std::lock_guard lock(mutex_);
+    if (free_.size() < count) {
+      void* memory = mmap(nullptr, count * kStackBytes, PROT_READ | PROT_WRITE,
+                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+      if (memory == MAP_FAILED) fail("no memory for the stacks of threads");
+      for (size_t i = 0; i < count; ++i)
+        free_.push_back(static_cast<char*>(memory) + i * kStackBytes);
+    }
+    to.assign(free_.end() - static_cast<ptrdiff_t>(count), free_.end());
+    free_.resize(free_.size() - count);
+  }
+  void give_back(const std::vector<char*>& stacks) {
+    const std::lock_guard lock(mutex_);
+    free_.insert(free_.end(), stacks.begin(), stacks.end());
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<char*> free_;
+};
+Stacks stacks;
 
 struct Copy {
   std::byte* to;
@@ -98,6 +126,7 @@ struct Block {
   std::vector<Warp> warps;
   std::array<Meeting, 16> meetings;
   std::vector<std::shared_ptr<Copy>> copies;  // under way
+  std::vector<char*> stacks;
   std::unique_ptr<std::byte[], decltype(&std::free)> shared{nullptr, std::free};
   size_t shared_bytes = 0;
   unsigned num_live = 0;
@@ -141,8 +170,7 @@ class Launch {
   const void* const params_;
   std::mt19937 random_;
   std::list<Block> blocks_;
-  std::vector<char*> stacks_;  // free
-  Fiber* fiber_ = nullptr;     // that runs
+  Fiber* fiber_ = nullptr;  // that runs
   void* scheduler_ = nullptr;
   bool progress_ = false, had_progress_ = false;  // in this round, in the last one
 };
@@ -155,7 +183,7 @@ unsigned most_blocks() {
 void Launch::run() {
   Launch* const outer = std::exchange(current, this);
   const unsigned most = most_blocks(), num_blocks = config_.num_blocks;
-  unsigned started = 0;
+  unsigned started = 0, idle_us = kIdleUs;
   auto last_progress = std::chrono::steady_clock::now();
   while (started < num_blocks || !blocks_.empty()) {
     while (started < num_blocks && blocks_.size() < most) start(started++);
@@ -174,13 +202,14 @@ void Launch::run() {
     const auto now = std::chrono::steady_clock::now();
     if (progress_) {
       last_progress = now;
+      idle_us = kIdleUs;
     } else {
       if (!any) fail("all threads wait for each other: some of a warp or a block do not come");
       if (now - last_progress > kPatience) fail("nothing has happened for a minute");
-      usleep(kIdleUs);
+      usleep(idle_us);
+      idle_us = std::min(2 * idle_us, kMostIdleUs);
     }
   }
-  for (char* stack : stacks_) munmap(stack, kStackBytes);
   current = outer;
 }
 
@@ -194,6 +223,7 @@ void Launch::start(unsigned index) {
   block.fibers = std::vector<Fiber>(count);
   block.warps.resize((count + 31) / 32);
   block.num_live = count;
+  stacks.take(count, block.stacks);
   for (unsigned i = 0; i < count; ++i) {
     Fiber& fiber = block.fibers[i];
     fiber.thread = {i};
@@ -202,12 +232,8 @@ void Launch::start(unsigned index) {
     fiber.grid_dim = {config_.num_blocks};
     fiber.shared = reinterpret_cast<char*>(block.shared.get());
     fiber.owner = &block;
-    void* memory = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE,
-                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (memory == MAP_FAILED) fail("no memory for the stacks of threads");
-    stacks_.push_back(static_cast<char*>(memory));
     // As moe_p2p_switch leaves a stack: six registers, then where to go on; aligned as after a call.
-    void** top = reinterpret_cast<void**>(stacks_.back() + kStackBytes) - 8;
+    void** top = reinterpret_cast<void**>(block.stacks[i] + kStackBytes) - 8;
     std::fill_n(top, 8, nullptr);
     top[6] = reinterpret_cast<void*>(&Launch::enter);
     fiber.stack = top;
@@ -357,6 +383,7 @@ void Launch::end(Block& block) {
   for (const auto& copy : block.copies)
     if (copy->barrier || !copy->is_read) fail("a block ended while copies used its shared memory");
   advance_copies(block, /*all=*/true);
+  stacks.give_back(block.stacks);
   const std::byte* guard = block.shared.get() + block.shared_bytes;
   if (std::any_of(guard, guard + kGuardBytes, [](std::byte b) { return b != kGarbage; }))
     fail("a block wrote behind its shared memory");
