@@ -39,9 +39,12 @@ from moe_p2p.ops import call
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "build" / "emulation"
-FLAGS = ["-std=c++20", "-O2", "-w", "-ffp-contract=off", "-fPIC", "-shared"]
+FLAGS = ["-std=c++20", "-O2", "-w", "-ffp-contract=off", "-fPIC"]
 FLAGS += ["-fsanitize=alignment", "-fno-sanitize-recover=alignment"]  # a GPU refuses such too
 INCLUDE = [f"-I{ROOT / 'tests/emulation'}", f"-I{ROOT}"]  # the first hides kernels/device/ptx.cuh
+# Calls the machine before each access to memory (tests/emulation/order.h); linked without its runtime.
+WATCHED = ("-fsanitize=thread", "-g1")
+MACHINE = ("order", "machine", "driver")
 RESIDENT_BLOCKS = 8  # of a kernel; more are only more to run
 _ops = torch.ops.moe_p2p
 _compiling = threading.Lock()
@@ -59,9 +62,12 @@ def why_not() -> str:
     return "" if shutil.which(compiler) else f"no C++ compiler: {compiler} is not installed"
 
 
-def build(source: str, *arguments: str) -> Path:
-    """A shared library of this text, made once for all that goes into it."""
-    text = hashlib.sha256(repr((source, arguments, FLAGS)).encode())
+def build(source: str, *arguments: str, extra: tuple[str, ...] = ()) -> Path:
+    """A shared library of this text, made once for all that goes into it.
+
+    arguments: of the linker. extra: of the compiler.
+    """
+    text = hashlib.sha256(repr((source, arguments, extra, FLAGS)).encode())
     for folder in (ROOT / "kernels", ROOT / "tests" / "emulation"):
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
             text.update(path.read_bytes())
@@ -71,15 +77,19 @@ def build(source: str, *arguments: str) -> Path:
             FOLDER.mkdir(parents=True, exist_ok=True)
             made = library.with_suffix(f".{os.getpid()}.cpp")
             made.write_text(source)
-            command = [os.environ.get("CXX", "g++"), *FLAGS, *INCLUDE, str(made), *arguments]
-            unfinished = made.with_suffix(".so")
-            done = subprocess.run(
-                [*command, "-o", str(unfinished)], capture_output=True, text=True, check=False
-            )
-            assert done.returncode == 0, done.stderr
+            unfinished, part = made.with_suffix(".so"), made.with_suffix(".o")
+            _run_compiler("-c", *INCLUDE, *extra, str(made), "-o", str(part))
+            _run_compiler("-shared", str(part), *arguments, "-o", str(unfinished))
             unfinished.rename(library)
             made.unlink()
+            part.unlink()
     return library
+
+
+def _run_compiler(*arguments: str) -> None:
+    command = [os.environ.get("CXX", "g++"), *FLAGS, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def few_cpus() -> dict[str, str]:
@@ -92,11 +102,16 @@ def few_cpus() -> dict[str, str]:
 def machine() -> Path:
     """The machine, open in this process under the driver's name."""
     library = build(
-        '#include "tests/emulation/machine.cpp"\n#include "tests/emulation/driver.cpp"\n',
+        "".join(f'#include "tests/emulation/{part}.cpp"\n' for part in MACHINE),
         "-Wl,-soname,libcuda.so.1",
     )
     ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     return library
+
+
+@functools.cache
+def _machine() -> ctypes.CDLL:
+    return ctypes.CDLL(str(machine()))
 
 
 @functools.cache
@@ -109,7 +124,7 @@ def _function(source: str, macros: tuple[tuple[str, int], ...]) -> tuple[ctypes.
         f"  using Params = moe_p2p::abi::{name.capitalize()}Params;\n"
         f"  moe_p2p_{name}(*static_cast<const Params*>(params));\n}}\n"
     )
-    library = ctypes.CDLL(str(build(text, str(machine()))))
+    library = ctypes.CDLL(str(build(text, str(machine()), extra=WATCHED)))
     address = ctypes.cast(library.moe_p2p_emulated, ctypes.c_void_p).value
     assert address is not None
     return library, address
@@ -159,7 +174,9 @@ class EmulatedDevice(DeviceSide):
         self._use(config, world_size, plan["device_state"], torch.device("cpu"), addresses, peers)
 
     def use_signals(self) -> None:
-        *hosts, _ = call(_ops.all_to_all_signals.default, self._comm)
+        *hosts, size = call(_ops.all_to_all_signals.default, self._comm)
+        for host in hosts:
+            _machine().moe_p2p_host_memory(ctypes.c_void_p(host), ctypes.c_size_t(size))
         call(_ops.all_to_all_use_signals.default, self._comm, hosts)
 
     def _load(self, kernel: Kernel) -> list[int]:

@@ -69,9 +69,9 @@ T __ldg(const T* p) {
 
 // --- a warp ---
 
-inline void __syncwarp(unsigned mask = ~0u) { moe_p2p::emulation::moe_p2p_warp(mask, 0); }
+inline void __syncwarp(unsigned mask = ~0u) { moe_p2p::emulation::moe_p2p_warp(mask, 0, true); }
 inline unsigned __ballot_sync(unsigned mask, bool vote) {
-  const uint64_t* votes = moe_p2p::emulation::moe_p2p_warp(mask, vote);
+  const uint64_t* votes = moe_p2p::emulation::moe_p2p_warp(mask, vote, false);
   unsigned bits = 0;
   for (unsigned lane = 0; lane < 32; ++lane)
     if (mask >> lane & 1 && votes[lane]) bits |= 1u << lane;
@@ -81,7 +81,7 @@ inline bool __all_sync(unsigned mask, bool vote) { return __ballot_sync(mask, vo
 template <typename T>
 unsigned __match_any_sync(unsigned mask, T value) {
   const uint64_t mine = moe_p2p::emulation::to_bits(value);
-  const uint64_t* values = moe_p2p::emulation::moe_p2p_warp(mask, mine);
+  const uint64_t* values = moe_p2p::emulation::moe_p2p_warp(mask, mine, false);
   unsigned bits = 0;
   for (unsigned lane = 0; lane < 32; ++lane)
     if (mask >> lane & 1 && values[lane] == mine) bits |= 1u << lane;
@@ -90,7 +90,7 @@ unsigned __match_any_sync(unsigned mask, T value) {
 template <typename T>
 T __shfl_sync(unsigned mask, T value, int from) {
   const uint64_t bits = moe_p2p::emulation::to_bits(value);
-  return moe_p2p::emulation::from_bits<T>(moe_p2p::emulation::moe_p2p_warp(mask, bits)[from % 32]);
+  return moe_p2p::emulation::from_bits<T>(moe_p2p::emulation::moe_p2p_warp(mask, bits, false)[from % 32]);
 }
 template <typename T>
 T __shfl_xor_sync(unsigned mask, T value, int distance) {

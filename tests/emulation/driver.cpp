@@ -12,10 +12,13 @@ extern "C" {
 struct LaunchConfig {
   unsigned grid[3], block[3], shared_bytes;
   void* stream;
+  const void* attributes;
+  unsigned num_attributes;  // the only one there is says that the launch is early
 };
 
 int cuLaunchKernelEx(const LaunchConfig* config, void* kernel, void** params, void**) {
-  moe_p2p::emulation::run({config->grid[0], config->block[0], config->shared_bytes},
+  moe_p2p::emulation::run({config->grid[0], config->block[0], config->shared_bytes,
+                           config->num_attributes > 0},
                           reinterpret_cast<moe_p2p::emulation::Kernel>(kernel), params[0]);
   return 0;
 }

@@ -1,6 +1,8 @@
 // Fibers, and a launch that runs on them. Only x86-64.
 #include "tests/emulation/machine.h"
 
+#include "tests/emulation/order.h"
+
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -18,6 +20,7 @@
 #include <mutex>
 #include <random>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -46,17 +49,13 @@ moe_p2p_switch:
 namespace moe_p2p::emulation {
 namespace {
 
-constexpr size_t kStackBytes = 64 << 10;
+using order::fail;
+using order::kStackBytes;
 constexpr size_t kGuardBytes = 256;  // behind shared memory
 constexpr std::byte kGarbage{0xa5};
 constexpr unsigned kIdleUs = 20, kMostIdleUs = 160;  // for peers, other threads of this machine
 constexpr unsigned kAwake = 64;  // turns of a warp, on average, until it falls asleep
 constexpr auto kPatience = std::chrono::seconds(60);  // for what no peer can bring
-
-[[noreturn]] void fail(const std::string& story) {
-  std::fprintf(stderr, "emulated GPU: %s\n", story.c_str());
-  std::abort();
-}
 
 // Stacks of threads, kept from launch to launch: the kernel takes longer to map and unmap one than most
 // threads run.
@@ -93,11 +92,13 @@ struct Copy {
   std::vector<std::byte> read;  // of a store, between its halves
   bool is_read = false;
   bool is_slow = false;  // goes on when nothing else does
+  std::byte* target = nullptr;
 };
 
 struct Block;
 struct Fiber : Thread {
   void* stack = nullptr;
+  order::Actor actor;
   Block* owner = nullptr;
   bool blocked = false, ended = false;
   std::vector<std::shared_ptr<Copy>> open;                // stores that are not committed
@@ -108,12 +109,14 @@ struct Meeting {
   unsigned come = 0, count = 0;
   bool all = true;
   Votes result{};
+  order::Knowledge joined, known;  // of this time, of the last
   std::vector<Fiber*> waiting;
 };
 struct Warp {
   struct Gathering {
     uint32_t come = 0;
     uint64_t values[2][32];  // in turns: who is late still reads the last ones
+    order::Knowledge known[2];
     std::array<uint8_t, 32> turns{};
     std::vector<Fiber*> waiting;
   };
@@ -127,6 +130,8 @@ struct Block {
   std::array<Meeting, 16> meetings;
   std::vector<std::shared_ptr<Copy>> copies;  // under way
   std::vector<char*> stacks;
+  order::Block* log = nullptr;
+  std::unordered_map<const void*, order::Knowledge> words;  // barriers and flags, by address
   std::unique_ptr<std::byte[], decltype(&std::free)> shared{nullptr, std::free};
   size_t shared_bytes = 0;
   unsigned num_live = 0;
@@ -139,17 +144,24 @@ thread_local Launch* current = nullptr;
 class Launch {
  public:
   Launch(const Config& config, Kernel kernel, const void* params)
-      : config_(config), kernel_(kernel), params_(params), random_(seed()) {}
+      : config_(config),
+        kernel_(kernel),
+        params_(params),
+        order_(config.early),
+        random_(seed()) {}
   void run();
 
   void pause() { leave(/*blocked=*/false); }
-  const uint64_t* warp(uint32_t mask, uint64_t value);
+  const uint64_t* warp(uint32_t mask, uint64_t value, bool orders);
   Votes meet(int id, unsigned num_threads, bool vote);
   std::shared_ptr<Copy> copy(const Copy& given);
   void store(const Copy& given) { fiber_->open.push_back(copy(given)); }
   void commit();
   void wait_stores(unsigned num_left, bool written);
+  void arrive(const void* word);
+  void depart(const void* word) { actor().leave(fiber_->owner->words[word]); }
   const Fiber& fiber() const { return *fiber_; }
+  order::Actor& actor() { return fiber_->actor; }
 
  private:
   static uint32_t seed() {
@@ -168,6 +180,7 @@ class Launch {
   const Config& config_;
   const Kernel kernel_;
   const void* const params_;
+  order::Kernel order_;
   std::mt19937 random_;
   std::list<Block> blocks_;
   Fiber* fiber_ = nullptr;  // that runs
@@ -224,6 +237,7 @@ void Launch::start(unsigned index) {
   block.warps.resize((count + 31) / 32);
   block.num_live = count;
   stacks.take(count, block.stacks);
+  block.log = &order_.add_block(count);
   for (unsigned i = 0; i < count; ++i) {
     Fiber& fiber = block.fibers[i];
     fiber.thread = {i};
@@ -232,6 +246,9 @@ void Launch::start(unsigned index) {
     fiber.grid_dim = {config_.num_blocks};
     fiber.shared = reinterpret_cast<char*>(block.shared.get());
     fiber.owner = &block;
+    const order::View view = order_.first_view();
+    fiber.actor = {block.log, i, {view, view}};
+    fiber.actor.stack = reinterpret_cast<const std::byte*>(block.stacks[i]);
     // As moe_p2p_switch leaves a stack: six registers, then where to go on; aligned as after a call.
     void** top = reinterpret_cast<void**>(block.stacks[i] + kStackBytes) - 8;
     std::fill_n(top, 8, nullptr);
@@ -286,14 +303,20 @@ void Launch::wake(std::vector<Fiber*>& fibers) {
   progress_ = true;
 }
 
-const uint64_t* Launch::warp(uint32_t mask, uint64_t value) {
+const uint64_t* Launch::warp(uint32_t mask, uint64_t value, bool orders) {
   Fiber& fiber = *fiber_;
   Warp& warp = fiber.owner->warps[fiber.thread.x / 32];
   const unsigned lane = fiber.thread.x % 32;
   if (!(mask >> lane & 1)) fail("a lane that is not of the mask takes part");
   Warp::Gathering& gathering = warp.by_mask[mask];
-  uint64_t* values = gathering.values[gathering.turns[lane]++ % 2];
+  const int turn = gathering.turns[lane]++ % 2;
+  uint64_t* values = gathering.values[turn];
   values[lane] = value;
+  if (orders) {
+    if (gathering.come == 0) gathering.known[turn] = {};
+    fiber.actor.arrive();
+    gathering.known[turn].join(fiber.actor.knows);
+  }
   gathering.come |= 1u << lane;
   if (gathering.come == mask) {
     gathering.come = 0;
@@ -302,6 +325,7 @@ const uint64_t* Launch::warp(uint32_t mask, uint64_t value) {
     gathering.waiting.push_back(&fiber);
     leave(/*blocked=*/true);
   }
+  if (orders) fiber.actor.leave(gathering.known[turn]);
   return values;
 }
 
@@ -309,6 +333,7 @@ void Launch::settle(Meeting& meeting, unsigned num_threads) {
   if (meeting.come < num_threads) return;
   if (meeting.come > num_threads) fail("more threads at a barrier than it is for");
   meeting.result = {meeting.count, meeting.all};
+  meeting.known = std::exchange(meeting.joined, {});
   meeting.come = meeting.count = 0;
   meeting.all = true;
   wake(meeting.waiting);
@@ -321,11 +346,19 @@ Votes Launch::meet(int id, unsigned num_threads, bool vote) {
   ++meeting.come;
   meeting.count += vote;
   meeting.all = meeting.all && vote;
+  fiber.actor.arrive();
+  meeting.joined.join(fiber.actor.knows);
   meeting.waiting.push_back(&fiber);
   fiber.blocked = true;
   settle(meeting, num_threads ? num_threads : block.num_live);
   if (fiber.blocked) leave(/*blocked=*/true);
+  fiber.actor.leave(meeting.known);
   return meeting.result;
+}
+
+void Launch::arrive(const void* word) {
+  actor().arrive();
+  fiber_->owner->words[word].join(actor().knows);
 }
 
 // --- copies in bulk ---
@@ -333,6 +366,7 @@ Votes Launch::meet(int id, unsigned num_threads, bool vote) {
 std::shared_ptr<Copy> Launch::copy(const Copy& given) {
   const auto made = std::make_shared<Copy>(given);
   made->is_slow = random_() % 2;
+  made->target = made->to;
   return fiber_->owner->copies.emplace_back(made);
 }
 
@@ -352,7 +386,8 @@ void Launch::wait_stores(unsigned num_left, bool written) {
          !std::all_of(fiber.groups.begin(), fiber.groups.end() - num_left, is_done))
     pause();
   if (!written) return;
-  while (fiber.groups.size() > num_left) fiber.groups.pop_front();
+  for (; fiber.groups.size() > num_left; fiber.groups.pop_front())
+    for (const auto& copy : fiber.groups.front()) fiber.actor.ends(copy->target, copy->bytes);
 }
 
 // A store is read, and some time later written; `to` is null once a copy is done.
@@ -399,15 +434,20 @@ extern "C" {
 
 const Thread& moe_p2p_thread() { return current->fiber(); }
 void moe_p2p_pause() { current->pause(); }
-const uint64_t* moe_p2p_warp(uint32_t mask, uint64_t value) { return current->warp(mask, value); }
+const uint64_t* moe_p2p_warp(uint32_t mask, uint64_t value, bool orders) {
+  return current->warp(mask, value, orders);
+}
 Votes moe_p2p_meet(int id, unsigned num_threads, bool vote) {
   return current->meet(id, num_threads, vote);
 }
 void moe_p2p_load(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
+  current->actor().copies_global(from, bytes);
   current->copy(
       {static_cast<std::byte*>(to), static_cast<const std::byte*>(from), bytes, barrier, {}});
 }
 void moe_p2p_store(void* to, const void* from, uint32_t bytes) {
+  current->actor().copies_shared(from, bytes);
+  current->actor().begins(to, bytes);
   current->store(
       {static_cast<std::byte*>(to), static_cast<const std::byte*>(from), bytes, nullptr, {}});
 }
@@ -415,6 +455,71 @@ void moe_p2p_commit() { current->commit(); }
 void moe_p2p_wait_stores(unsigned num_left, bool written) {
   current->wait_stores(num_left, written);
 }
+void moe_p2p_arrive(const void* word) { current->arrive(word); }
+void moe_p2p_depart(const void* word) { current->depart(word); }
+void moe_p2p_release(bool to_system) { current->actor().release(to_system); }
+void moe_p2p_acquire() { current->actor().acquire(); }
+void moe_p2p_wait_for_kernels() { current->actor().wait_for_kernels(); }
+void moe_p2p_fence_global() { current->actor().fence_global(); }
+void moe_p2p_fence_shared() { current->actor().fence_shared(); }
+void moe_p2p_tell_host(const void* word) { current->actor().tells_host(word); }
+void moe_p2p_host_memory(const void* at, size_t bytes) { order::add_host_memory(at, bytes); }
+
+// What the compiler calls with -fsanitize=thread: before each access of a kernel to memory.
+// NOLINTBEGIN(bugprone-reserved-identifier,readability-identifier-naming): its names
+void __tsan_init() {}
+void __tsan_func_entry(void*) {}
+void __tsan_func_exit() {}
+#define MOE_P2P_ACCESS(bytes)                                              \
+  void __tsan_read##bytes(void* at) {                                      \
+    if (current) current->actor().read(at, bytes, __builtin_return_address(0)); \
+  }                                                                        \
+  void __tsan_unaligned_read##bytes(void* at) {                            \
+    if (current) current->actor().read(at, bytes, __builtin_return_address(0)); \
+  }                                                                        \
+  void __tsan_write##bytes(void* at) {                                     \
+    if (current) current->actor().wrote(at, bytes);                        \
+  }                                                                        \
+  void __tsan_unaligned_write##bytes(void* at) {                           \
+    if (current) current->actor().wrote(at, bytes);                        \
+  }
+MOE_P2P_ACCESS(1)
+MOE_P2P_ACCESS(2)
+MOE_P2P_ACCESS(4)
+MOE_P2P_ACCESS(8)
+MOE_P2P_ACCESS(16)
+#undef MOE_P2P_ACCESS
+void __tsan_read_range(void* at, size_t bytes) {
+  if (current) current->actor().read(at, bytes, __builtin_return_address(0));
+}
+void __tsan_write_range(void* at, size_t bytes) {
+  if (current) current->actor().wrote(at, bytes);
+}
+#define MOE_P2P_ATOMIC(bits)                                                                     \
+  uint##bits##_t __tsan_atomic##bits##_load(const uint##bits##_t* p, int) {                      \
+    return __atomic_load_n(p, __ATOMIC_SEQ_CST);                                                 \
+  }                                                                                              \
+  void __tsan_atomic##bits##_store(uint##bits##_t* p, uint##bits##_t v, int) {                   \
+    __atomic_store_n(p, v, __ATOMIC_SEQ_CST);                                                    \
+  }                                                                                              \
+  uint##bits##_t __tsan_atomic##bits##_exchange(uint##bits##_t* p, uint##bits##_t v, int) {      \
+    return __atomic_exchange_n(p, v, __ATOMIC_SEQ_CST);                                          \
+  }                                                                                              \
+  uint##bits##_t __tsan_atomic##bits##_fetch_add(uint##bits##_t* p, uint##bits##_t v, int) {     \
+    return __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST);                                           \
+  }                                                                                              \
+  uint##bits##_t __tsan_atomic##bits##_fetch_or(uint##bits##_t* p, uint##bits##_t v, int) {      \
+    return __atomic_fetch_or(p, v, __ATOMIC_SEQ_CST);                                            \
+  }                                                                                              \
+  int __tsan_atomic##bits##_compare_exchange_strong(uint##bits##_t* p, uint##bits##_t* old,      \
+                                                    uint##bits##_t v, int, int) {                \
+    return __atomic_compare_exchange_n(p, old, v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);    \
+  }
+MOE_P2P_ATOMIC(32)
+MOE_P2P_ATOMIC(64)
+#undef MOE_P2P_ATOMIC
+void __tsan_atomic_thread_fence(int) {}
+// NOLINTEND(bugprone-reserved-identifier,readability-identifier-naming)
 }
 
 }  // namespace moe_p2p::emulation

@@ -4,7 +4,8 @@
 //
 // What is as on a GPU, or worse: the order of threads is random, warps sleep while others go on, copies
 // in bulk happen late, shared memory starts full of garbage, and only so many blocks are there at once.
-// What is not: memory is that of the host, so an acquire or a fence that is missing is not found out.
+// Memory is that of the host, but who reads what no chain of releases, acquires, barriers and fences
+// orders ends with a story (order.h).
 #pragma once
 
 #include <cstddef>
@@ -28,6 +29,7 @@ struct Votes {
 using Kernel = void (*)(const void* params);
 struct Config {
   unsigned num_blocks, num_threads, shared_bytes;
+  bool early;  // it may begin before earlier kernels of its stream have ended
 };
 // Returns when all threads have ended.
 void run(const Config& config, Kernel kernel, const void* params);
@@ -38,7 +40,8 @@ const Thread& moe_p2p_thread();
 // Nothing new was seen: others go on first.
 void moe_p2p_pause();
 // The values of all lanes of the mask, by lane, once all have come. Good until the lane's next call.
-const uint64_t* moe_p2p_warp(uint32_t mask, uint64_t value);
+// orders: what was written before it is seen behind it.
+const uint64_t* moe_p2p_warp(uint32_t mask, uint64_t value, bool orders);
 // Barrier `id` of the block, once so many threads have come; 0: all that have not ended.
 Votes moe_p2p_meet(int id, unsigned num_threads, bool vote);
 // A copy that happens some time, and then takes its bytes off a barrier of shared memory.
@@ -48,6 +51,17 @@ void moe_p2p_store(void* to, const void* from, uint32_t bytes);
 void moe_p2p_commit();
 // Until of this thread's closed groups only the last `num_left` are not read, or written.
 void moe_p2p_wait_stores(unsigned num_left, bool written);
+// A word of shared memory says that this thread is here; and it was read, and said so.
+void moe_p2p_arrive(const void* word);
+void moe_p2p_depart(const void* word);
+// Before a word of global memory says so, to this rank's blocks or to everybody; and behind reading one.
+void moe_p2p_release(bool to_system);
+void moe_p2p_acquire();
+void moe_p2p_wait_for_kernels();
+void moe_p2p_fence_global();
+void moe_p2p_fence_shared();
+void moe_p2p_tell_host(const void* word);
+void moe_p2p_host_memory(const void* at, size_t bytes);
 }
 
 // mbarrier: who is awaited in this phase. 64 bits, as on a GPU.

@@ -26,36 +26,59 @@ template <typename T>
 void st_word(T* p, T v) {
   __atomic_store_n(p, v, __ATOMIC_SEQ_CST);
 }
-inline void st_release_sys_u32(u32* p, u32 v) { st_word(p, v); }
-inline void st_release_sys_u64(u64* p, u64 v) { st_word(p, v); }
-inline void st_release_gpu_u64(u64* p, u64 v) { st_word(p, v); }
+template <typename T>
+void st_release(T* p, T v, bool to_system) {
+  emulation::moe_p2p_release(to_system);
+  st_word(p, v);
+}
+inline void st_release_sys_u32(u32* p, u32 v) { st_release(p, v, true); }
+inline void st_release_sys_u64(u64* p, u64 v) { st_release(p, v, true); }
+inline void st_release_gpu_u64(u64* p, u64 v) { st_release(p, v, false); }
 inline void st_relaxed_sys_u32(u32* p, u32 v) { st_word(p, v); }
-inline void st_relaxed_sys_u64(u64* p, u64 v) { st_word(p, v); }
-inline void fence_acq_rel_sys() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
-inline u32 ld_acquire_sys_u32(const u32* p) {
+inline void st_relaxed_sys_u64(u64* p, u64 v) {
+  emulation::moe_p2p_tell_host(p);
+  st_word(p, v);
+}
+inline void fence_acq_rel_sys() {
+  emulation::moe_p2p_acquire();
+  emulation::moe_p2p_release(true);
+}
+template <typename T>
+T ld_relaxed(const T* p) {
   emulation::moe_p2p_pause();
   return ld_word(p);
 }
-inline u64 ld_acquire_sys_u64(const u64* p) {
-  emulation::moe_p2p_pause();
-  return ld_word(p);
+template <typename T>
+T ld_acquire(const T* p) {
+  const T v = ld_relaxed(p);
+  emulation::moe_p2p_acquire();
+  return v;
 }
-inline u32 ld_relaxed_sys_u32(const u32* p) {
-  emulation::moe_p2p_pause();
-  return ld_word(p);
+inline u32 ld_acquire_sys_u32(const u32* p) { return ld_acquire(p); }
+inline u64 ld_acquire_sys_u64(const u64* p) { return ld_acquire(p); }
+inline u32 ld_relaxed_sys_u32(const u32* p) { return ld_relaxed(p); }
+inline u64 ld_relaxed_sys_u64(const u64* p) { return ld_relaxed(p); }
+inline void st_release_cta_u32(u32* p, u32 v) {
+  emulation::moe_p2p_arrive(p);
+  st_word(p, v);
 }
-inline u64 ld_relaxed_sys_u64(const u64* p) {
-  emulation::moe_p2p_pause();
-  return ld_word(p);
+inline u32 ld_acquire_cta_u32(const u32* p) {
+  const u32 v = ld_relaxed(p);
+  emulation::moe_p2p_depart(p);
+  return v;
 }
-inline void st_release_cta_u32(u32* p, u32 v) { st_word(p, v); }
-inline u32 ld_acquire_cta_u32(const u32* p) { return ld_acquire_sys_u32(p); }
 inline void red_add_relaxed_gpu_u64(u64* p, u64 v) { __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST); }
-inline u32 atom_inc_acq_rel_gpu_u32(u32* p, u32 last) {
+inline u32 atom_inc_relaxed_gpu_u32(u32* p, u32 last) {
   u32 old = ld_word(p);
   while (!__atomic_compare_exchange_n(p, &old, old >= last ? 0 : old + 1, false, __ATOMIC_SEQ_CST,
                                       __ATOMIC_SEQ_CST)) {
   }
+  return old;
+}
+inline u32 atom_inc_acq_rel_gpu_u32(u32* p, u32 last) {
+  emulation::moe_p2p_release(false);
+  const u32 old = atom_inc_relaxed_gpu_u32(p, last);
+  emulation::moe_p2p_acquire();
   return old;
 }
 
@@ -72,7 +95,7 @@ inline Vec ld_relaxed_sys_v4(const void* p) {
 }
 inline Vec ld_acquire_sys_v4(const void* p) {
   const Vec v = ld_relaxed_sys_v4(p);
-  fence_acq_rel_sys();
+  emulation::moe_p2p_acquire();
   return v;
 }
 inline void st_relaxed_sys_v4(void* p, const Vec& v) {
@@ -85,7 +108,7 @@ inline u64 globaltimer_ns() {
   const auto now = std::chrono::steady_clock::now().time_since_epoch();
   return static_cast<u64>(std::chrono::nanoseconds(now).count());
 }
-inline void griddepcontrol_wait() {}
+inline void griddepcontrol_wait() { emulation::moe_p2p_wait_for_kernels(); }
 inline void griddepcontrol_launch_dependents() {}
 inline void bar_sync(i32 id, i32 num_threads) {
   emulation::moe_p2p_meet(id, static_cast<unsigned>(num_threads), true);
@@ -142,6 +165,7 @@ inline void barrier_init(u64* barrier, u32 num_arrivals) {
   barrier_at(barrier) = {.bytes = 0, .pending = count, .expected = count};
 }
 inline void barrier_expect(u64* barrier, u32 bytes) {
+  emulation::moe_p2p_arrive(barrier);
   emulation::Barrier& b = barrier_at(barrier);
   b.bytes += static_cast<i32>(bytes);
   --b.pending;
@@ -152,7 +176,9 @@ inline void barrier_arrive(u64* barrier, u32 num_arrivals = 1) {
 }
 inline bool barrier_test(u64* barrier, u32 parity) {
   emulation::moe_p2p_pause();
-  return barrier_at(barrier).parity() != (parity != 0);
+  if (barrier_at(barrier).parity() == (parity != 0)) return false;
+  emulation::moe_p2p_depart(barrier);
+  return true;
 }
 inline void barrier_wait(u64* barrier, u32 parity) {
   while (!barrier_test(barrier, parity)) {
@@ -184,8 +210,8 @@ template <i32 kNumLeft>
 void bulk_wait_read() {
   emulation::moe_p2p_wait_stores(kNumLeft, /*written=*/false);
 }
-inline void fence_shared_for_bulk() {}
-inline void fence_global_for_bulk() {}
+inline void fence_shared_for_bulk() { emulation::moe_p2p_fence_shared(); }
+inline void fence_global_for_bulk() { emulation::moe_p2p_fence_global(); }
 inline void fence_barrier_init() {}
 
 }  // namespace moe_p2p::device

@@ -1,0 +1,316 @@
+#include "tests/emulation/order.h"
+
+#include <dlfcn.h>
+
+#include <array>
+#include <atomic>
+#include <bit>
+#include <cstdio>
+#include <cstdlib>
+#include <set>
+
+namespace moe_p2p::emulation::order {
+namespace {
+
+std::atomic<When> clock_now{1};
+
+// --- stamps: one for each four bytes ---
+
+constexpr uint32_t kUnderWay = (1u << 30) - 1;  // of a copy that nobody has waited for
+struct Stamp {
+  uint64_t bits;
+  static Stamp of(uint32_t block, uint32_t thread, uint32_t time) {
+    return {uint64_t{block} << 40 | uint64_t{thread} << 30 | time};
+  }
+  uint32_t block() const { return static_cast<uint32_t>(bits >> 40); }
+  uint32_t thread() const { return static_cast<uint32_t>(bits >> 30) & 1023; }
+  uint32_t time() const { return static_cast<uint32_t>(bits) & kUnderWay; }
+};
+
+constexpr size_t kPageBits = 12, kCells = (size_t{1} << kPageBits) / 4;
+struct Page {
+  uintptr_t number;
+  Page* next;
+  std::array<std::atomic<uint64_t>, kCells> cells{};
+};
+std::array<std::atomic<Page*>, 1 << 16> pages;
+
+Page* find_page(uintptr_t number, bool add) {
+  thread_local std::array<Page*, 256> recent{};
+  Page*& known = recent[number % recent.size()];
+  if (known && known->number == number) return known;
+  std::atomic<Page*>& head = pages[(number * 0x9e3779b97f4a7c15u) >> 48];
+  Page* made = nullptr;
+  for (Page* first = head.load(std::memory_order_acquire);;) {
+    for (Page* page = first; page; page = page->next)
+      if (page->number == number) {
+        delete made;
+        return known = page;
+      }
+    if (!add) return nullptr;
+    if (!made) made = new Page{number, nullptr};
+    made->next = first;
+    if (head.compare_exchange_weak(first, made, std::memory_order_acq_rel)) return known = made;
+  }
+}
+
+// f(cell) of all that these bytes touch.
+template <typename F>
+void each_cell(const void* at, size_t bytes, bool add, const F& f) {
+  auto address = reinterpret_cast<uintptr_t>(at);
+  const uintptr_t end = address + bytes;
+  for (address &= ~uintptr_t{3}; address < end;) {
+    Page* page = find_page(address >> kPageBits, add);
+    const uintptr_t page_end = std::min(end, ((address >> kPageBits) + 1) << kPageBits);
+    if (!page) {
+      address = page_end;
+      continue;
+    }
+    for (; address < page_end; address += 4) f(page->cells[address / 4 % kCells]);
+  }
+}
+void set_stamps(const void* at, size_t bytes, Stamp stamp) {
+  each_cell(at, bytes, /*add=*/true,
+            [&](std::atomic<uint64_t>& cell) { cell.store(stamp.bits, std::memory_order_relaxed); });
+}
+
+// --- blocks, and how long they are remembered ---
+
+std::mutex registry;
+std::array<std::atomic<Block*>, 1 << 20> blocks;
+uint32_t num_blocks = 1;  // 0 is no stamp
+std::multiset<When> running;  // when kernels began that have not ended
+struct Ended {
+  When when;
+  std::vector<Block*> blocks;
+};
+std::deque<Ended> ended;
+
+Device* own_device() {
+  thread_local auto* const device = new Device;  // as long as the process
+  return device;
+}
+
+// The first of `times` behind `time`; 0: none.
+uint32_t first_after(const std::vector<uint32_t>& times, uint32_t time) {
+  const auto found = std::ranges::upper_bound(times, time);
+  return found == times.end() ? 0 : *found;
+}
+
+When released(const Block& block, Stamp stamp, bool to_system) {
+  const Block::Thread& thread = block.threads[stamp.thread()];
+  const uint32_t arrival = first_after(thread.arrivals, stamp.time());
+  const When own = (to_system ? thread.released_to_system : thread.released).of(stamp.time() + 1);
+  const auto& mates = to_system ? block.released_to_system : block.released;
+  return arrival ? std::min(own, mates.of(arrival)) : own;
+}
+
+bool is_visible(Stamp stamp, const Block& reader, const View& view) {
+  Block& block = *blocks[stamp.block()].load(std::memory_order_acquire);
+  const std::lock_guard lock(block.mutex);
+  if (block.ended <= view.acquired) return true;
+  if (block.threads.empty()) return false;
+  if (&block == &reader) {
+    const uint32_t arrival = first_after(block.threads[stamp.thread()].arrivals, stamp.time());
+    if (arrival && arrival <= view.arrived) return true;
+  }
+  const When to_device = released(block, stamp, /*to_system=*/false);
+  if (to_device > view.acquired) return false;
+  if (block.device == reader.device) return true;
+  if (released(block, stamp, /*to_system=*/true) <= view.acquired) return true;
+  const std::lock_guard device_lock(block.device->mutex);
+  return block.device->released.of(to_device) <= view.acquired;
+}
+
+struct Range {
+  uintptr_t begin, end;
+};
+std::array<Range, 256> host_memory;
+std::atomic<size_t> num_ranges{0};
+
+std::string place_of(const void* where) {
+  Dl_info info{};
+  char text[256] = "";
+  if (dladdr(where, &info))
+    std::snprintf(text, sizeof text, "%s+%#zx", info.dli_fname,
+                  static_cast<size_t>(static_cast<const char*>(where) -
+                                      static_cast<const char*>(info.dli_fbase)));
+  return text;
+}
+std::string name_of(const Actor& actor) {
+  return "thread " + std::to_string(actor.thread) + " of block " +
+         std::to_string(actor.block->index);
+}
+[[noreturn]] void fail_unordered(const Actor& reader, const char* does, const void* at, size_t bytes,
+                                 Stamp stamp, const void* where) {
+  const bool mine = stamp.block() == reader.block->index;
+  char text[128];
+  std::snprintf(text, sizeof text, " %s %zu bytes at %p which thread %u of block %u%s wrote", does,
+                bytes, at, stamp.thread(), stamp.block(), mine ? ", the same," : "");
+  fail(name_of(reader) + text +
+       (stamp.time() == kUnderWay ? " by a copy that nobody has waited for"
+                                  : ": nothing orders the two") +
+       (where ? "\n  addr2line -ifCe " + place_of(where) : ""));
+}
+
+template <typename IsOrdered>
+void check(const Actor& actor, const char* does, const void* at, size_t bytes, const void* where,
+           const IsOrdered& is_ordered) {
+  uint64_t good = 0;
+  each_cell(at, bytes, /*add=*/false, [&](std::atomic<uint64_t>& cell) {
+    const uint64_t bits = cell.load(std::memory_order_relaxed);
+    if (bits == good || bits == 0) return;
+    if (!is_ordered(Stamp{bits})) fail_unordered(actor, does, at, bytes, Stamp{bits}, where);
+    good = bits;
+  });
+}
+
+}  // namespace
+
+void fail(const std::string& story) {
+  std::fprintf(stderr, "emulated GPU: %s\n", story.c_str());
+  std::abort();
+}
+
+Kernel::Kernel(bool early) : began_early_(early), began_(clock_now.load()) {
+  const std::lock_guard lock(registry);
+  running.insert(began_);
+}
+
+Block& Kernel::add_block(unsigned num_threads) {
+  auto* block = new Block;  // as long as the process: stamps name it
+  block->device = own_device();
+  block->threads.resize(num_threads);
+  const std::lock_guard lock(registry);
+  if (num_blocks == blocks.size()) fail("too many blocks for one process");
+  block->index = num_blocks++;
+  blocks[block->index].store(block, std::memory_order_release);
+  blocks_.push_back(block);
+  return *block;
+}
+
+// Forgets blocks once all kernels that ran with them have ended: later ones have all that they wrote.
+Kernel::~Kernel() {
+  const When now = ++clock_now;
+  for (Block* block : blocks_) {
+    const std::lock_guard lock(block->mutex);
+    block->ended = now;
+  }
+  const std::lock_guard lock(registry);
+  running.erase(running.find(began_));
+  ended.push_back({now, std::move(blocks_)});
+  for (; !ended.empty() && (running.empty() || *running.begin() >= ended.front().when);
+       ended.pop_front())
+    for (Block* block : ended.front().blocks) {
+      const std::lock_guard block_lock(block->mutex);
+      block->threads = {};
+      block->released = block->released_to_system = {};
+    }
+}
+
+void add_host_memory(const void* at, size_t bytes) {
+  const auto begin = reinterpret_cast<uintptr_t>(at);
+  const std::lock_guard lock(registry);
+  const size_t place = num_ranges.load();
+  // The oldest of many communicators have ended.
+  host_memory[place % host_memory.size()] = {begin, begin + bytes};
+  num_ranges.store(place + 1, std::memory_order_release);
+}
+
+void Actor::wrote(const void* at, size_t bytes) {
+  if (static_cast<size_t>(static_cast<const std::byte*>(at) - stack) < kStackBytes) return;
+  holds = true;
+  set_stamps(at, bytes, Stamp::of(block->index, thread, block->now));
+}
+
+void Actor::read(const void* at, size_t bytes, const void* where) const {
+  if (static_cast<size_t>(static_cast<const std::byte*>(at) - stack) < kStackBytes) return;
+  check(*this, "reads", at, bytes, where, [&](Stamp stamp) {
+    if (stamp.block() == block->index && stamp.thread() == thread) return stamp.time() != kUnderWay;
+    return is_visible(stamp, *block, knows.own);
+  });
+}
+
+void Actor::arrive() {
+  const std::lock_guard lock(block->mutex);
+  block->threads[thread].arrivals.push_back(++block->now);
+}
+
+void Actor::leave(const Knowledge& all) {
+  knows.join(all);
+  knows.own.arrived = block->now;
+}
+
+void Actor::release(bool to_system) {
+  const std::lock_guard lock(block->mutex);
+  const uint32_t now = ++block->now;
+  Block::Thread& log = block->threads[thread];
+  const When when = ++clock_now;
+  log.arrivals.push_back(now);
+  log.released.add(now, when);
+  block->released.add(knows.own.arrived, when);
+  if (!to_system) return;
+  holds = false;
+  log.released_to_system.add(now, when);
+  block->released_to_system.add(knows.own.arrived, when);
+  const std::lock_guard device_lock(block->device->mutex);
+  block->device->released.add(knows.own.acquired, when);
+}
+
+void Actor::acquire() {
+  const When now = clock_now.load();
+  holds = holds || now != knows.own.acquired;
+  knows.own.acquired = now;
+}
+
+void Actor::wait_for_kernels() { knows.own.acquired = knows.copies.acquired = clock_now.load(); }
+
+void Actor::fence_global() {
+  knows.copies = knows.own;
+  knows.copies.arrived = std::max(knows.copies.arrived, block->now);
+}
+
+void Actor::fence_shared() {
+  const std::lock_guard lock(block->mutex);
+  block->threads[thread].fences.push_back(++block->now);
+  fenced = knows.own.arrived;
+}
+
+void Actor::copies_global(const void* from, size_t bytes) const {
+  check(*this, "copies", from, bytes, nullptr, [&](Stamp stamp) {
+    return is_visible(stamp, *block, knows.copies);
+  });
+}
+
+void Actor::copies_shared(const void* from, size_t bytes) const {
+  check(*this, "copies", from, bytes, nullptr, [&](Stamp stamp) {
+    if (stamp.block() != block->index) return true;  // of a block that had this memory before
+    const std::lock_guard lock(block->mutex);
+    const Block::Thread& writer = block->threads[stamp.thread()];
+    const uint32_t fence = first_after(writer.fences, stamp.time());
+    if (fence && stamp.thread() == thread) return true;
+    const uint32_t behind = fence ? first_after(writer.arrivals, fence) : 0;
+    if (behind && behind <= knows.own.arrived) return true;
+    const uint32_t arrival = first_after(writer.arrivals, stamp.time());
+    return arrival != 0 && arrival <= fenced;
+  });
+}
+
+void Actor::begins(const void* to, size_t bytes) const {
+  set_stamps(to, bytes, Stamp::of(block->index, thread, kUnderWay));
+}
+void Actor::ends(const void* to, size_t bytes) const {
+  set_stamps(to, bytes, Stamp::of(block->index, thread, block->now));
+}
+
+void Actor::tells_host(const void* word) const {
+  const auto at = reinterpret_cast<uintptr_t>(word);
+  const size_t num = std::min(num_ranges.load(std::memory_order_acquire), host_memory.size());
+  const bool is_host = std::any_of(host_memory.begin(), host_memory.begin() + num, [&](const Range& range) {
+    return range.begin <= at && at < range.end;
+  });
+  if (is_host && holds)
+    fail(name_of(*this) + " rings, and nothing orders what it knows before the bell");
+}
+
+}  // namespace moe_p2p::emulation::order

@@ -1,0 +1,136 @@
+// Which writes a thread of an emulated GPU may rely on, by the memory model of PTX: tests/emulation keeps the
+// memory of the host, which forgets nothing, and finds out here what a GPU could have kept back.
+//
+// Each write is stamped with its thread and a time of its block. Reads of it need a chain: the same thread;
+// a barrier of the block that both came to, the writer first; or a release, by the writer or a thread that it
+// met before, and an acquire of the reader behind it. The copy unit needs a fence of its own on the chain. A
+// kernel that waits for earlier ones (griddepcontrol.wait) has all of theirs. Without a chain the process
+// ends with a story, whatever the order of threads was.
+//
+// Chains are by time: an acquire has everything that was released before, of whichever word. So a wait that
+// is missing altogether is for wrong results to show. Words that are written and read by atomic accesses
+// are exempt, and so is what the host writes.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <limits>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+namespace moe_p2p::emulation::order {
+
+using When = uint64_t;  // of the whole process: how much has been released
+inline constexpr When kNever = std::numeric_limits<When>::max();
+
+struct View {
+  When acquired = 0;     // what was released up to then
+  uint32_t arrived = 0;  // what threads of the own block had written when they came to a barrier, up to then
+
+  void join(const View& other) {
+    acquired = std::max(acquired, other.acquired);
+    arrived = std::max(arrived, other.arrived);
+  }
+};
+// What a thread may rely on, and its copies; joined with that of others at barriers.
+struct Knowledge {
+  View own, copies;
+
+  void join(const Knowledge& other) {
+    own.join(other.own);
+    copies.join(other.copies);
+  }
+};
+
+// When something was covered first; of each addition only what goes beyond those before it.
+template <typename Bound>
+class Coverage {
+ public:
+  void add(Bound bound, When when) {
+    if (steps_.empty() || bound > steps_.back().first) steps_.emplace_back(bound, when);
+  }
+  When of(Bound bound) const {
+    const auto step = std::ranges::lower_bound(steps_, bound, {}, [](const auto& s) { return s.first; });
+    return step == steps_.end() ? kNever : step->second;
+  }
+
+ private:
+  std::vector<std::pair<Bound, When>> steps_;
+};
+
+// What blocks of one rank released to the whole system: all that each had acquired.
+struct Device {
+  std::mutex mutex;
+  Coverage<When> released;
+};
+
+// What became of the writes of a block, as long as a kernel may ask.
+struct Block {
+  struct Thread {
+    std::vector<uint32_t> arrivals, fences;  // for copies of shared memory
+    Coverage<uint32_t> released, released_to_system;
+  };
+  std::mutex mutex;
+  Device* device = nullptr;
+  uint32_t index = 0;  // of stamps
+  uint32_t now = 1;
+  When ended = kNever;  // with its kernel
+  std::vector<Thread> threads;
+  Coverage<uint32_t> released, released_to_system;  // arrivals
+};
+
+// One thread.
+struct Actor {
+  Block* block = nullptr;
+  uint32_t thread = 0;
+  Knowledge knows;
+  uint32_t fenced = 0;  // what had arrived at its last fence for copies of shared memory
+  bool holds = false;   // it has written or acquired since it released to the system last
+  const std::byte* stack = nullptr;
+
+  void wrote(const void* at, size_t bytes);
+  void read(const void* at, size_t bytes, const void* where) const;
+  void arrive();                    // before a barrier of its block, or what orders as one
+  void leave(const Knowledge& all); // and behind it, with what all who came know
+  void release(bool to_system);
+  void acquire();
+  void wait_for_kernels();
+  void fence_global();
+  void fence_shared();
+  // Copies: from global memory, from shared memory, and to either, between their beginning and their end.
+  void copies_global(const void* from, size_t bytes) const;
+  void copies_shared(const void* from, size_t bytes) const;
+  void begins(const void* to, size_t bytes) const;
+  void ends(const void* to, size_t bytes) const;
+  // A word for the host, which then reads what this thread knows.
+  void tells_host(const void* word) const;
+};
+
+// The blocks of a kernel: from its launch until nobody asks any more.
+class Kernel {
+ public:
+  // early: it may have begun before earlier kernels of its stream ended.
+  explicit Kernel(bool early);
+  ~Kernel();
+  Kernel(const Kernel&) = delete;
+  Kernel& operator=(const Kernel&) = delete;
+  Block& add_block(unsigned num_threads);
+  View first_view() const { return {began_early_ ? 0 : began_, 0}; }
+
+ private:
+  const bool began_early_;
+  const When began_;
+  std::vector<Block*> blocks_;
+};
+
+// Memory of the host that kernels write doorbells to.
+void add_host_memory(const void* at, size_t bytes);
+
+inline constexpr size_t kStackBytes = 64 << 10;
+[[noreturn]] void fail(const std::string& story);
+
+}  // namespace moe_p2p::emulation::order
