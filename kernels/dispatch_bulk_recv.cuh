@@ -109,6 +109,7 @@ __device__ inline void fetch_slots(const Receiver& a, Fetcher& fetcher, u64 step
     const bool has_come = i < end && static_cast<i32>(ld_acquire_sys_u32(flag) - want) >= 0;
     const u32 ready = __ballot_sync(~0u, has_come);
     if (ready != 0) {
+      __syncwarp();  // what one lane has acquired, the first has, and its copies behind the fence
       if (fetcher.lane == 0) fence_global_for_bulk();
       for (u32 rest = ready; rest != 0; rest &= rest - 1)
         fetcher.fetch(step, chunk, of_lane(__ffs(rest) - 1));

@@ -77,7 +77,7 @@ def test_kernels_on_an_emulated_gpu(which: str) -> None:
     environment |= emulated_gpu.few_cpus()
     if which == "one block at a time":
         environment["MOE_P2P_EMULATED_BLOCKS"] = "1"
-    options = ["-p", "emulated_gpu", "-p", "no:cacheprovider", "-q", "--durations=3"]
+    options = ["-p", "emulated_gpu", "-p", "no:cacheprovider", "-q", "-s", "--durations=3"]
     ran = subprocess.run(
         [sys.executable, "-m", "pytest", *options, *[f"tests/{case}" for case in cases]],
         cwd=ROOT,

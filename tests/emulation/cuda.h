@@ -90,7 +90,8 @@ unsigned __match_any_sync(unsigned mask, T value) {
 template <typename T>
 T __shfl_sync(unsigned mask, T value, int from) {
   const uint64_t bits = moe_p2p::emulation::to_bits(value);
-  return moe_p2p::emulation::from_bits<T>(moe_p2p::emulation::moe_p2p_warp(mask, bits, false)[from % 32]);
+  return moe_p2p::emulation::from_bits<T>(
+      moe_p2p::emulation::moe_p2p_warp(mask, bits, false)[from % 32]);
 }
 template <typename T>
 T __shfl_xor_sync(unsigned mask, T value, int distance) {

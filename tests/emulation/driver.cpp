@@ -17,9 +17,9 @@ struct LaunchConfig {
 };
 
 int cuLaunchKernelEx(const LaunchConfig* config, void* kernel, void** params, void**) {
-  moe_p2p::emulation::run({config->grid[0], config->block[0], config->shared_bytes,
-                           config->num_attributes > 0},
-                          reinterpret_cast<moe_p2p::emulation::Kernel>(kernel), params[0]);
+  moe_p2p::emulation::run(
+      {config->grid[0], config->block[0], config->shared_bytes, config->num_attributes > 0},
+      reinterpret_cast<moe_p2p::emulation::Kernel>(kernel), params[0]);
   return 0;
 }
 int cuMemcpyAsync(uint64_t to, uint64_t from, size_t bytes, void*) {

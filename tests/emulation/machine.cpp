@@ -84,6 +84,20 @@ class Stacks {
 };
 Stacks stacks;
 
+// mbarrier: who is awaited in this phase. 64 bits, as on a GPU.
+struct Barrier {
+  int32_t bytes;  // of copies under way
+  uint16_t pending, expected;
+
+  uint16_t left() const { return pending & 0x7fff; }
+  bool parity() const { return pending >> 15; }
+  void settle() {
+    if (left() == 0 && bytes == 0)
+      pending = static_cast<uint16_t>((parity() ? 0 : 0x8000) | expected);
+  }
+};
+static_assert(sizeof(Barrier) == sizeof(uint64_t));
+
 struct Copy {
   std::byte* to;
   const std::byte* from;
@@ -144,11 +158,7 @@ thread_local Launch* current = nullptr;
 class Launch {
  public:
   Launch(const Config& config, Kernel kernel, const void* params)
-      : config_(config),
-        kernel_(kernel),
-        params_(params),
-        order_(config.early),
-        random_(seed()) {}
+      : config_(config), kernel_(kernel), params_(params), order_(config.early), random_(seed()) {}
   void run();
 
   void pause() { leave(/*blocked=*/false); }
@@ -440,6 +450,22 @@ const uint64_t* moe_p2p_warp(uint32_t mask, uint64_t value, bool orders) {
 Votes moe_p2p_meet(int id, unsigned num_threads, bool vote) {
   return current->meet(id, num_threads, vote);
 }
+void moe_p2p_barrier_init(uint64_t* barrier, unsigned num_arrivals) {
+  const auto count = static_cast<uint16_t>(num_arrivals);
+  *reinterpret_cast<Barrier*>(barrier) = {.bytes = 0, .pending = count, .expected = count};
+}
+void moe_p2p_barrier_expect(uint64_t* barrier, unsigned bytes) {
+  current->arrive(barrier);
+  auto& b = *reinterpret_cast<Barrier*>(barrier);
+  b.bytes += static_cast<int32_t>(bytes);
+  --b.pending;
+  b.settle();
+}
+bool moe_p2p_barrier_test(uint64_t* barrier, bool parity) {
+  if (reinterpret_cast<const Barrier*>(barrier)->parity() == parity) return false;
+  current->depart(barrier);
+  return true;
+}
 void moe_p2p_load(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
   current->actor().copies_global(from, bytes);
   current->copy(
@@ -470,18 +496,18 @@ void moe_p2p_host_memory(const void* at, size_t bytes) { order::add_host_memory(
 void __tsan_init() {}
 void __tsan_func_entry(void*) {}
 void __tsan_func_exit() {}
-#define MOE_P2P_ACCESS(bytes)                                              \
-  void __tsan_read##bytes(void* at) {                                      \
+#define MOE_P2P_ACCESS(bytes)                                                   \
+  void __tsan_read##bytes(void* at) {                                           \
     if (current) current->actor().read(at, bytes, __builtin_return_address(0)); \
-  }                                                                        \
-  void __tsan_unaligned_read##bytes(void* at) {                            \
+  }                                                                             \
+  void __tsan_unaligned_read##bytes(void* at) {                                 \
     if (current) current->actor().read(at, bytes, __builtin_return_address(0)); \
-  }                                                                        \
-  void __tsan_write##bytes(void* at) {                                     \
-    if (current) current->actor().wrote(at, bytes);                        \
-  }                                                                        \
-  void __tsan_unaligned_write##bytes(void* at) {                           \
-    if (current) current->actor().wrote(at, bytes);                        \
+  }                                                                             \
+  void __tsan_write##bytes(void* at) {                                          \
+    if (current) current->actor().wrote(at, bytes);                             \
+  }                                                                             \
+  void __tsan_unaligned_write##bytes(void* at) {                                \
+    if (current) current->actor().wrote(at, bytes);                             \
   }
 MOE_P2P_ACCESS(1)
 MOE_P2P_ACCESS(2)
@@ -495,25 +521,25 @@ void __tsan_read_range(void* at, size_t bytes) {
 void __tsan_write_range(void* at, size_t bytes) {
   if (current) current->actor().wrote(at, bytes);
 }
-#define MOE_P2P_ATOMIC(bits)                                                                     \
-  uint##bits##_t __tsan_atomic##bits##_load(const uint##bits##_t* p, int) {                      \
-    return __atomic_load_n(p, __ATOMIC_SEQ_CST);                                                 \
-  }                                                                                              \
-  void __tsan_atomic##bits##_store(uint##bits##_t* p, uint##bits##_t v, int) {                   \
-    __atomic_store_n(p, v, __ATOMIC_SEQ_CST);                                                    \
-  }                                                                                              \
-  uint##bits##_t __tsan_atomic##bits##_exchange(uint##bits##_t* p, uint##bits##_t v, int) {      \
-    return __atomic_exchange_n(p, v, __ATOMIC_SEQ_CST);                                          \
-  }                                                                                              \
-  uint##bits##_t __tsan_atomic##bits##_fetch_add(uint##bits##_t* p, uint##bits##_t v, int) {     \
-    return __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST);                                           \
-  }                                                                                              \
-  uint##bits##_t __tsan_atomic##bits##_fetch_or(uint##bits##_t* p, uint##bits##_t v, int) {      \
-    return __atomic_fetch_or(p, v, __ATOMIC_SEQ_CST);                                            \
-  }                                                                                              \
-  int __tsan_atomic##bits##_compare_exchange_strong(uint##bits##_t* p, uint##bits##_t* old,      \
-                                                    uint##bits##_t v, int, int) {                \
-    return __atomic_compare_exchange_n(p, old, v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);    \
+#define MOE_P2P_ATOMIC(bits)                                                                  \
+  uint##bits##_t __tsan_atomic##bits##_load(const uint##bits##_t* p, int) {                   \
+    return __atomic_load_n(p, __ATOMIC_SEQ_CST);                                              \
+  }                                                                                           \
+  void __tsan_atomic##bits##_store(uint##bits##_t* p, uint##bits##_t v, int) {                \
+    __atomic_store_n(p, v, __ATOMIC_SEQ_CST);                                                 \
+  }                                                                                           \
+  uint##bits##_t __tsan_atomic##bits##_exchange(uint##bits##_t* p, uint##bits##_t v, int) {   \
+    return __atomic_exchange_n(p, v, __ATOMIC_SEQ_CST);                                       \
+  }                                                                                           \
+  uint##bits##_t __tsan_atomic##bits##_fetch_add(uint##bits##_t* p, uint##bits##_t v, int) {  \
+    return __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST);                                        \
+  }                                                                                           \
+  uint##bits##_t __tsan_atomic##bits##_fetch_or(uint##bits##_t* p, uint##bits##_t v, int) {   \
+    return __atomic_fetch_or(p, v, __ATOMIC_SEQ_CST);                                         \
+  }                                                                                           \
+  int __tsan_atomic##bits##_compare_exchange_strong(uint##bits##_t* p, uint##bits##_t* old,   \
+                                                    uint##bits##_t v, int, int) {             \
+    return __atomic_compare_exchange_n(p, old, v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST); \
   }
 MOE_P2P_ATOMIC(32)
 MOE_P2P_ATOMIC(64)

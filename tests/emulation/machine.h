@@ -44,6 +44,11 @@ void moe_p2p_pause();
 const uint64_t* moe_p2p_warp(uint32_t mask, uint64_t value, bool orders);
 // Barrier `id` of the block, once so many threads have come; 0: all that have not ended.
 Votes moe_p2p_meet(int id, unsigned num_threads, bool vote);
+// Barriers in shared memory: num_arrivals in each phase, and the bytes that they say are to come.
+void moe_p2p_barrier_init(uint64_t* barrier, unsigned num_arrivals);
+void moe_p2p_barrier_expect(uint64_t* barrier, unsigned bytes);
+// Whether the phase of that parity is over.
+bool moe_p2p_barrier_test(uint64_t* barrier, bool parity);
 // A copy that happens some time, and then takes its bytes off a barrier of shared memory.
 void moe_p2p_load(void* to, const void* from, uint32_t bytes, uint64_t* barrier);
 // One that belongs to the thread's open group; commit closes the group.
@@ -63,19 +68,5 @@ void moe_p2p_fence_shared();
 void moe_p2p_tell_host(const void* word);
 void moe_p2p_host_memory(const void* at, size_t bytes);
 }
-
-// mbarrier: who is awaited in this phase. 64 bits, as on a GPU.
-struct Barrier {
-  int32_t bytes;  // of copies under way
-  uint16_t pending, expected;
-
-  uint16_t left() const { return pending & 0x7fff; }
-  bool parity() const { return pending >> 15; }
-  void settle() {
-    if (left() == 0 && bytes == 0)
-      pending = static_cast<uint16_t>((parity() ? 0 : 0x8000) | expected);
-  }
-};
-static_assert(sizeof(Barrier) == sizeof(uint64_t));
 
 }  // namespace moe_p2p::emulation

@@ -70,15 +70,16 @@ void each_cell(const void* at, size_t bytes, bool add, const F& f) {
   }
 }
 void set_stamps(const void* at, size_t bytes, Stamp stamp) {
-  each_cell(at, bytes, /*add=*/true,
-            [&](std::atomic<uint64_t>& cell) { cell.store(stamp.bits, std::memory_order_relaxed); });
+  each_cell(at, bytes, /*add=*/true, [&](std::atomic<uint64_t>& cell) {
+    cell.store(stamp.bits, std::memory_order_relaxed);
+  });
 }
 
 // --- blocks, and how long they are remembered ---
 
 std::mutex registry;
 std::array<std::atomic<Block*>, 1 << 20> blocks;
-uint32_t num_blocks = 1;  // 0 is no stamp
+uint32_t num_blocks = 1;      // 0 is no stamp
 std::multiset<When> running;  // when kernels began that have not ended
 struct Ended {
   When when;
@@ -141,8 +142,8 @@ std::string name_of(const Actor& actor) {
   return "thread " + std::to_string(actor.thread) + " of block " +
          std::to_string(actor.block->index);
 }
-[[noreturn]] void fail_unordered(const Actor& reader, const char* does, const void* at, size_t bytes,
-                                 Stamp stamp, const void* where) {
+[[noreturn]] void fail_unordered(const Actor& reader, const char* does, const void* at,
+                                 size_t bytes, Stamp stamp, const void* where) {
   const bool mine = stamp.block() == reader.block->index;
   char text[128];
   std::snprintf(text, sizeof text, " %s %zu bytes at %p which thread %u of block %u%s wrote", does,
@@ -277,9 +278,8 @@ void Actor::fence_shared() {
 }
 
 void Actor::copies_global(const void* from, size_t bytes) const {
-  check(*this, "copies", from, bytes, nullptr, [&](Stamp stamp) {
-    return is_visible(stamp, *block, knows.copies);
-  });
+  check(*this, "copies", from, bytes, nullptr,
+        [&](Stamp stamp) { return is_visible(stamp, *block, knows.copies); });
 }
 
 void Actor::copies_shared(const void* from, size_t bytes) const {
@@ -306,9 +306,9 @@ void Actor::ends(const void* to, size_t bytes) const {
 void Actor::tells_host(const void* word) const {
   const auto at = reinterpret_cast<uintptr_t>(word);
   const size_t num = std::min(num_ranges.load(std::memory_order_acquire), host_memory.size());
-  const bool is_host = std::any_of(host_memory.begin(), host_memory.begin() + num, [&](const Range& range) {
-    return range.begin <= at && at < range.end;
-  });
+  const bool is_host =
+      std::any_of(host_memory.begin(), host_memory.begin() + num,
+                  [&](const Range& range) { return range.begin <= at && at < range.end; });
   if (is_host && holds)
     fail(name_of(*this) + " rings, and nothing orders what it knows before the bell");
 }

@@ -28,8 +28,9 @@ using When = uint64_t;  // of the whole process: how much has been released
 inline constexpr When kNever = std::numeric_limits<When>::max();
 
 struct View {
-  When acquired = 0;     // what was released up to then
-  uint32_t arrived = 0;  // what threads of the own block had written when they came to a barrier, up to then
+  When acquired = 0;  // what was released up to then
+  uint32_t arrived =
+      0;  // what threads of the own block had written when they came to a barrier, up to then
 
   void join(const View& other) {
     acquired = std::max(acquired, other.acquired);
@@ -54,7 +55,8 @@ class Coverage {
     if (steps_.empty() || bound > steps_.back().first) steps_.emplace_back(bound, when);
   }
   When of(Bound bound) const {
-    const auto step = std::ranges::lower_bound(steps_, bound, {}, [](const auto& s) { return s.first; });
+    const auto step =
+        std::ranges::lower_bound(steps_, bound, {}, [](const auto& s) { return s.first; });
     return step == steps_.end() ? kNever : step->second;
   }
 
@@ -94,8 +96,8 @@ struct Actor {
 
   void wrote(const void* at, size_t bytes);
   void read(const void* at, size_t bytes, const void* where) const;
-  void arrive();                    // before a barrier of its block, or what orders as one
-  void leave(const Knowledge& all); // and behind it, with what all who came know
+  void arrive();                     // before a barrier of its block, or what orders as one
+  void leave(const Knowledge& all);  // and behind it, with what all who came know
   void release(bool to_system);
   void acquire();
   void wait_for_kernels();

@@ -157,28 +157,18 @@ inline char* shared_memory() { return emulation::moe_p2p_thread().shared; }
 
 // --- barriers ---
 
-inline emulation::Barrier& barrier_at(u64* barrier) {
-  return *reinterpret_cast<emulation::Barrier*>(barrier);
-}
 inline void barrier_init(u64* barrier, u32 num_arrivals) {
-  const auto count = static_cast<u16>(num_arrivals);
-  barrier_at(barrier) = {.bytes = 0, .pending = count, .expected = count};
+  emulation::moe_p2p_barrier_init(barrier, num_arrivals);
 }
 inline void barrier_expect(u64* barrier, u32 bytes) {
-  emulation::moe_p2p_arrive(barrier);
-  emulation::Barrier& b = barrier_at(barrier);
-  b.bytes += static_cast<i32>(bytes);
-  --b.pending;
-  b.settle();
+  emulation::moe_p2p_barrier_expect(barrier, bytes);
 }
 inline void barrier_arrive(u64* barrier, u32 num_arrivals = 1) {
   for (u32 i = 0; i < num_arrivals; ++i) barrier_expect(barrier, 0);
 }
 inline bool barrier_test(u64* barrier, u32 parity) {
   emulation::moe_p2p_pause();
-  if (barrier_at(barrier).parity() == (parity != 0)) return false;
-  emulation::moe_p2p_depart(barrier);
-  return true;
+  return emulation::moe_p2p_barrier_test(barrier, parity != 0);
 }
 inline void barrier_wait(u64* barrier, u32 parity) {
   while (!barrier_test(barrier, parity)) {
