@@ -32,11 +32,12 @@ __device__ inline const char* wait_partial(const CombineParams& p, const Self& s
   const i32 slot = slot_of(step);
   const u64 own = p.comm.data[self.local];
   const bool near = i < kLocal;
-  const bool came = near ? kSelfFlagged || wait_word(p.comm, partial_flags_at(own, slot, i) + index,
-                                                     static_cast<u32>(step + 1),
-                                                     {Phase::kCombine, speaker_rank(self, i), step})
-                         : wait_part(p.comm, Phase::kCombine, step, speaker_rank(self, i),
-                                     part_of_slot(p.stride, index));
+  const bool came =
+      near ? kSelfFlagged || wait_word(p.comm, partial_flags_at(own, slot, i) + index,
+                                       static_cast<u32>(step + 1),
+                                       {Phase::kCombine, speaker_rank(self, i), step})
+           : wait_part(p.comm, Phase::kCombine, step, speaker_rank(self, i),
+                       MOE_P2P_MUTATED(kFirstPartIsAll) ? 0 : part_of_slot(p.stride, index));
   if (!came) return nullptr;
   return (near ? partial_at(own, slot, i) : combine_landing_at(own, slot, i - kLocal)) +
          combine_slots_offset() + static_cast<u64>(index) * p.stride;

@@ -140,7 +140,8 @@ __device__ inline void add_partials(const Adder& a, const SendWorker& worker, u6
   const i32 slot = slot_of(step), num_ranks = __popcll(ranks);
   const u64 offset = combine_slots_offset() + static_cast<u64>(index) * a.p.stride;
   if (!kSelfFlagged) {
-    if (const i32 l = worker.thread; l < kLocal && l != a.self.local && (ranks >> l & 1))
+    if (const i32 l = worker.thread;
+        l < kLocal && l != a.self.local && (ranks >> l & 1) && !MOE_P2P_MUTATED(kSumBeforeNode))
       wait_word(a.p.comm, gather_flags_at(data, slot, other, l) + index, static_cast<u32>(step + 1),
                 {Phase::kCombine, a.self.node * kLocal + l, step});
     worker.sync();
@@ -234,6 +235,7 @@ __device__ inline u64* read_word(const DeviceComm& comm, u64 step) {
 }
 
 __device__ inline bool wait_sums_read(const DeviceComm& comm, u64 step) {
+  if (MOE_P2P_MUTATED(kSumsOverwritten)) return true;
   return wait_word(comm, read_word(comm, step), static_cast<u32>(step + 1),
                    {Phase::kCombine, comm.rank, step});
 }

@@ -218,6 +218,7 @@ __device__ inline void recv_slot(const Receiver& a, const RecvWorker& worker, u6
 // slots are looked at, so that the kernel does not end before all parts are here.
 __device__ inline bool slot_is_mine(const Receiver& a, u64 step, i32 chunk, const Item& item,
                                     i32 part) {
+  if (MOE_P2P_MUTATED(kPartBefore)) part = max(part - 1, 0);
   if (kInParts && !wait_part(a.p.comm, Phase::kDispatch, step, item.source, part)) {
     *a.handle.ranks_of(chunk, item.source, item.index) = 0;
     return false;
@@ -289,7 +290,8 @@ __device__ inline void acknowledge(const Receiver& a, const RecvWorker& worker, 
   worker.sync();
   const u32 last = static_cast<u32>(worker.count - 1);
   if (worker.thread == 0)
-    w.arrived[0] = atom_inc_acq_rel_gpu_u32(&received[slot_of(step)], last) == last;
+    w.arrived[0] = atom_inc_acq_rel_gpu_u32(&received[slot_of(step)], last) ==
+                   (MOE_P2P_MUTATED(kSoloReadByFirst) ? 0 : last);
   worker.sync();
   if (w.arrived[0])
     say_read(a.p.comm, a.self, step, worker.thread, RecvWorker::kThreads, EmptyHeader{});

@@ -52,6 +52,7 @@ __device__ __noinline__ bool exchange_weights(const CombineParams& p, u64 step, 
     push_weights_to(p, self, step, chunk, d);
   bool came = true;
   for (i32 source = static_cast<i32>(threadIdx.x); source < kWorld; source += kBlockThreads) {
+    if (MOE_P2P_MUTATED(kSumBeforeWeights)) break;
     if (!wait_weights(p.comm, self, step, source)) {
       came = came && is_masked(p.comm, source);
       continue;

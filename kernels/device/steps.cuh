@@ -15,7 +15,7 @@ struct OpenedSteps {
     const DeviceState& state = state_of(comm);
     const u64 even = state.next_step[0], odd = state.next_step[1];  // under way together
     const u64 launch = ld_relaxed_sys_u64(&state.launches) / kLaunch;
-    return {launch, launch % 2 ? odd : even};
+    return {launch, launch % 2 && !MOE_P2P_MUTATED(kStepOfOneWord) ? odd : even};
   }
   // The last block to add makes it the next kernel's turn, so no block has to find out who is last.
   __device__ void close(const DeviceComm& comm, i32 num_steps) const {
@@ -23,7 +23,9 @@ struct OpenedSteps {
     if (threadIdx.x != 0) return;
     DeviceState& state = state_of(comm);
     const bool first_block = blockIdx.x == 0;
-    if (first_block) state.next_step[(launch + 1) % 2] = first + static_cast<u64>(num_steps);
+    if (first_block)
+      state.next_step[MOE_P2P_MUTATED(kStepOfOneWord) ? 0 : (launch + 1) % 2] =
+          first + static_cast<u64>(num_steps);
     red_add_relaxed_gpu_u64(&state.launches, first_block ? kLaunch - (gridDim.x - 1) : 1);
   }
 };
@@ -73,7 +75,7 @@ __device__ inline void hand_in(const DeviceComm& comm, const Self& self, u64 ste
   // Release: what this worker stored; acquire, for the last one: what all others stored.
   if (atom_inc_acq_rel_gpu_u32(word, last) != last) return;
   if (index == 0) {
-    for (i32 l = 0; l < kLocal; ++l)
+    for (i32 l = 0; l < kLocal && !MOE_P2P_MUTATED(kRingWithoutNode); ++l)
       if (!wait_combine(comm, self, step, l)) return;
     char* region = combine_outbox_at(comm.data[self.local], slot, other);
     fill_header(region, header.num_tokens, header.flags, header.stride);

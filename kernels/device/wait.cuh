@@ -5,6 +5,7 @@
 #pragma once
 
 #include "kernels/abi/params.h"
+#include "kernels/device/mutation.cuh"
 #include "kernels/device/shape.cuh"
 
 namespace moe_p2p::device {
@@ -47,7 +48,8 @@ __device__ inline i32 num_missing(const DeviceComm& comm, const Awaited& what);
 // What to do about a rank that has not come by the deadline; false: it is to be waited for still.
 // That lasts T (2 - 1/n) in all where n are missing, as on the host (AllToAll::State::patience).
 __device__ __noinline__ bool mask_late(const DeviceComm& comm, const Awaited& what, u64 late_ns) {
-  if (late_ns < comm.timeout_ns - comm.timeout_ns / static_cast<u64>(num_missing(comm, what)))
+  if (!MOE_P2P_MUTATED(kMaskAtOnce) &&
+      late_ns < comm.timeout_ns - comm.timeout_ns / static_cast<u64>(num_missing(comm, what)))
     return false;
   auto* masks = reinterpret_cast<u32*>(state_of(comm).masks);
   atomicExch(masks + what.source, 1u);
@@ -192,7 +194,7 @@ __device__ inline bool wait_weights(const DeviceComm& comm, const Self& self, u6
 // come from everybody. The lanes of one warp share the looking.
 __device__ inline bool wait_free(const DeviceComm& comm, const Self& self, u64 step, i32 lane) {
   bool is_free = true;
-  if (step >= static_cast<u64>(kSteps))
+  if (!MOE_P2P_MUTATED(kReuseSlotEarly) && step >= static_cast<u64>(kSteps))
     for (i32 i = lane; i < kSpeakers; i += 32) {
       const bool heard = wait_combine(comm, self, step - static_cast<u64>(kSteps), i);
       if constexpr (kMasks) {

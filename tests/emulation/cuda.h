@@ -2,12 +2,17 @@
 // kernel's source.
 #pragma once
 
+// A name that kernels/device/mutation.cuh does not have does not compile.
+#define MOE_P2P_MUTATED(name) \
+  (static_cast<void>(moe_p2p::device::Mutation::name), moe_p2p::emulation::moe_p2p_mutated(#name))
+
 #include <bit>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
 
+#include "kernels/device/mutation.cuh"
 #include "tests/emulation/machine.h"
 
 #define __device__

@@ -20,6 +20,7 @@
 #include <mutex>
 #include <random>
 #include <string>
+#include <string_view>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -440,8 +441,26 @@ void run(const Config& config, Kernel kernel, const void* params) {
   Launch(config, kernel, params).run();
 }
 
+namespace {
+const std::string& mutation() {
+  static const std::string name = [] {
+    const char* given = std::getenv("MOE_P2P_MUTATION");
+    return std::string(given ? given : "");
+  }();
+  return name;
+}
+}  // namespace
+
 extern "C" {
 
+bool moe_p2p_mutated(const char* name) { return !mutation().empty() && mutation() == name; }
+bool moe_p2p_left_out(const char* file, unsigned line) {
+  static const size_t colon = mutation().find(':');
+  if (colon == std::string::npos) return false;
+  static const unsigned at = static_cast<unsigned>(std::stoul(mutation().substr(colon + 1)));
+  static const std::string name = "/" + mutation().substr(0, colon);
+  return line == at && std::string_view(file).ends_with(name);
+}
 const Thread& moe_p2p_thread() { return current->fiber(); }
 void moe_p2p_pause() { current->pause(); }
 const uint64_t* moe_p2p_warp(uint32_t mask, uint64_t value, bool orders) {

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <source_location>
 
 #include "kernels/abi/layout.h"
 #include "tests/emulation/cuda.h"
@@ -16,6 +17,19 @@ struct alignas(16) Vec {
   u32 word[4];
 };
 
+// --- what orders memory. Any line of a kernel that asks for it can be left out, as a mutation. ---
+
+using Site = std::source_location;
+inline bool orders(const Site& site) {
+  return !emulation::moe_p2p_left_out(site.file_name(), site.line());
+}
+inline void release(bool to_system, const Site& site) {
+  if (orders(site)) emulation::moe_p2p_release(to_system);
+}
+inline void acquire(const Site& site) {
+  if (orders(site)) emulation::moe_p2p_acquire();
+}
+
 // --- words shared between devices and the host. Who looks lets others go on. ---
 
 template <typename T>
@@ -27,58 +41,60 @@ void st_word(T* p, T v) {
   __atomic_store_n(p, v, __ATOMIC_SEQ_CST);
 }
 template <typename T>
-void st_release(T* p, T v, bool to_system) {
-  emulation::moe_p2p_release(to_system);
+T ld_relaxed(const T* p) {
+  emulation::moe_p2p_pause();
+  return ld_word(p);
+}
+inline void st_release_sys_u32(u32* p, u32 v, Site site = Site::current()) {
+  release(true, site);
   st_word(p, v);
 }
-inline void st_release_sys_u32(u32* p, u32 v) { st_release(p, v, true); }
-inline void st_release_sys_u64(u64* p, u64 v) { st_release(p, v, true); }
-inline void st_release_gpu_u64(u64* p, u64 v) { st_release(p, v, false); }
+inline void st_release_sys_u64(u64* p, u64 v, Site site = Site::current()) {
+  release(true, site);
+  st_word(p, v);
+}
+inline void st_release_gpu_u64(u64* p, u64 v, Site site = Site::current()) {
+  release(false, site);
+  st_word(p, v);
+}
 inline void st_relaxed_sys_u32(u32* p, u32 v) { st_word(p, v); }
 inline void st_relaxed_sys_u64(u64* p, u64 v) {
   emulation::moe_p2p_tell_host(p);
   st_word(p, v);
 }
-inline void fence_acq_rel_sys() {
-  emulation::moe_p2p_acquire();
-  emulation::moe_p2p_release(true);
+inline void fence_acq_rel_sys(Site site = Site::current()) {
+  acquire(site);
+  release(true, site);
 }
-template <typename T>
-T ld_relaxed(const T* p) {
-  emulation::moe_p2p_pause();
-  return ld_word(p);
-}
-template <typename T>
-T ld_acquire(const T* p) {
-  const T v = ld_relaxed(p);
-  emulation::moe_p2p_acquire();
-  return v;
-}
-inline u32 ld_acquire_sys_u32(const u32* p) { return ld_acquire(p); }
-inline u64 ld_acquire_sys_u64(const u64* p) { return ld_acquire(p); }
 inline u32 ld_relaxed_sys_u32(const u32* p) { return ld_relaxed(p); }
 inline u64 ld_relaxed_sys_u64(const u64* p) { return ld_relaxed(p); }
-inline void st_release_cta_u32(u32* p, u32 v) {
-  emulation::moe_p2p_arrive(p);
+inline u32 ld_acquire_sys_u32(const u32* p, Site site = Site::current()) {
+  const u32 v = ld_relaxed(p);
+  acquire(site);
+  return v;
+}
+inline u64 ld_acquire_sys_u64(const u64* p, Site site = Site::current()) {
+  const u64 v = ld_relaxed(p);
+  acquire(site);
+  return v;
+}
+inline void st_release_cta_u32(u32* p, u32 v, Site site = Site::current()) {
+  if (orders(site)) emulation::moe_p2p_arrive(p);
   st_word(p, v);
 }
-inline u32 ld_acquire_cta_u32(const u32* p) {
+inline u32 ld_acquire_cta_u32(const u32* p, Site site = Site::current()) {
   const u32 v = ld_relaxed(p);
-  emulation::moe_p2p_depart(p);
+  if (orders(site)) emulation::moe_p2p_depart(p);
   return v;
 }
 inline void red_add_relaxed_gpu_u64(u64* p, u64 v) { __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST); }
-inline u32 atom_inc_relaxed_gpu_u32(u32* p, u32 last) {
+inline u32 atom_inc_acq_rel_gpu_u32(u32* p, u32 last, Site site = Site::current()) {
+  release(false, site);
   u32 old = ld_word(p);
   while (!__atomic_compare_exchange_n(p, &old, old >= last ? 0 : old + 1, false, __ATOMIC_SEQ_CST,
                                       __ATOMIC_SEQ_CST)) {
   }
-  return old;
-}
-inline u32 atom_inc_acq_rel_gpu_u32(u32* p, u32 last) {
-  emulation::moe_p2p_release(false);
-  const u32 old = atom_inc_relaxed_gpu_u32(p, last);
-  emulation::moe_p2p_acquire();
+  acquire(site);
   return old;
 }
 
@@ -93,9 +109,9 @@ inline Vec ld_relaxed_sys_v4(const void* p) {
   emulation::moe_p2p_pause();
   return {{ld_word(words), ld_word(words + 1), ld_word(words + 2), ld_word(words + 3)}};
 }
-inline Vec ld_acquire_sys_v4(const void* p) {
+inline Vec ld_acquire_sys_v4(const void* p, Site site = Site::current()) {
   const Vec v = ld_relaxed_sys_v4(p);
-  emulation::moe_p2p_acquire();
+  acquire(site);
   return v;
 }
 inline void st_relaxed_sys_v4(void* p, const Vec& v) {
@@ -108,7 +124,9 @@ inline u64 globaltimer_ns() {
   const auto now = std::chrono::steady_clock::now().time_since_epoch();
   return static_cast<u64>(std::chrono::nanoseconds(now).count());
 }
-inline void griddepcontrol_wait() { emulation::moe_p2p_wait_for_kernels(); }
+inline void griddepcontrol_wait(Site site = Site::current()) {
+  if (orders(site)) emulation::moe_p2p_wait_for_kernels();
+}
 inline void griddepcontrol_launch_dependents() {}
 inline void bar_sync(i32 id, i32 num_threads) {
   emulation::moe_p2p_meet(id, static_cast<unsigned>(num_threads), true);
@@ -193,15 +211,19 @@ inline void bulk_store(void* to, const void* from, u32 bytes) {
 }
 inline void bulk_commit() { emulation::moe_p2p_commit(); }
 template <i32 kNumLeft>
-void bulk_wait() {
-  emulation::moe_p2p_wait_stores(kNumLeft, /*written=*/true);
+void bulk_wait(Site site = Site::current()) {
+  if (orders(site)) emulation::moe_p2p_wait_stores(kNumLeft, /*written=*/true);
 }
 template <i32 kNumLeft>
-void bulk_wait_read() {
-  emulation::moe_p2p_wait_stores(kNumLeft, /*written=*/false);
+void bulk_wait_read(Site site = Site::current()) {
+  if (orders(site)) emulation::moe_p2p_wait_stores(kNumLeft, /*written=*/false);
 }
-inline void fence_shared_for_bulk() { emulation::moe_p2p_fence_shared(); }
-inline void fence_global_for_bulk() { emulation::moe_p2p_fence_global(); }
+inline void fence_shared_for_bulk(Site site = Site::current()) {
+  if (orders(site)) emulation::moe_p2p_fence_shared();
+}
+inline void fence_global_for_bulk(Site site = Site::current()) {
+  if (orders(site)) emulation::moe_p2p_fence_global();
+}
 inline void fence_barrier_init() {}
 
 }  // namespace moe_p2p::device
