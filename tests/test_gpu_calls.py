@@ -5,11 +5,14 @@ Ranks are threads that share one GPU (gpu_ranks.py).
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from cases import (
@@ -125,6 +128,41 @@ def test_halves_of_two_steps_overlap(world: World, seed: int) -> None:
     options = {"layout": "grouped"} if seed else {}
     pairs = [[call(world, seed + 2 * i + j, **options) for j in range(2)] for i in range(4)]
     run(world, halves, pairs)
+
+
+def slow_neighbour(rank: Rank, world: World, wanted: list[Wanted]) -> None:
+    """Rank 1 begins to read the first step once rank 2 has sent the third, or late."""
+    with make(rank, world, timeout_s=30.0) as comm:
+        prepare(rank, comm, wanted)
+        first = comm.dispatch_send(**dispatch_arguments(comm, wanted[0]))
+        if rank.rank == 1:
+            finish(comm)
+            with contextlib.suppress(dist.DistStoreError):  # it cannot, before this rank has read
+                rank.store.wait(["third"], timedelta(seconds=1))
+        sent = [first]
+        for i, step in enumerate(wanted):
+            got = comm.dispatch_recv(sent[i])
+            pending = comm.combine_send(dispatched=got, **combine_arguments(comm, step))
+            finish(comm)
+            assert_received(on_cpu(got), step.received[rank.rank])
+            out = comm.combine_recv(pending)
+            finish(comm)
+            assert torch.equal(out.cpu(), step.out[rank.rank])
+            if i == 0:
+                sent += [comm.dispatch_send(**dispatch_arguments(comm, s)) for s in wanted[1:]]
+                finish(comm)
+                if rank.rank == 2:
+                    rank.store.set("third", "")
+
+
+def test_a_step_is_not_sent_over_what_a_slow_neighbour_reads() -> None:
+    """(R4) at a gateway: what it sends for its node says that all of the node have read.
+
+    The first tokens are for rank 0, which has no need of rank 1 to add them up.
+    """
+    world = World(4, 2)
+    wanted = [call(world, 2, to_one_expert(0)), call(world, 1), call(world, 2, to_one_expert(5))]
+    run(world, slow_neighbour, wanted)
 
 
 def chunked_halves(rank: Rank, world: World, wanted: list[Wanted]) -> None:

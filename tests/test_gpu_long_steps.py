@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from cases import finish
-from gpu_ranks import PAYLOADS, Payload, World, compile_ahead, make, run, worlds
+from gpu_ranks import MAX_TOKENS, PAYLOADS, Payload, World, compile_ahead, make, run, worlds
 from moe_p2p import launch_shape
 from ranks import Rank
 from test_gpu import ALL_WORLDS, call, every_format, of_calls, steps
@@ -73,6 +73,13 @@ def test_a_hostile_network_changes_nothing(seed: int) -> None:
     wanted = [call(world, step, **of_calls(PARTS)) for step in range(10)]
     config = PARTS | {"transport_settings": f"seed={seed}", "nics_per_rank": 3}
     run(world, steps, wanted, config)
+
+
+def test_parts_over_a_slow_link() -> None:
+    """Half a millisecond for each token: who takes rows before their part is here finds others."""
+    world = World(4, 2)
+    wanted = [call(world, step, counts=[MAX_TOKENS] * 4) for step in range(6)]
+    run(world, steps, wanted, PARTS | {"transport_settings": "gbps=0.02"})
 
 
 @pytest.mark.parametrize("world", worlds((2, 2), (4, 2), (3, 1)))

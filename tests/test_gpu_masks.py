@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from cases import Wanted, combine_arguments, run_step
+from cases import Wanted, combine_arguments, finish, run_step
 from emulated_gpu import EmulatedDevice
 from gpu_ranks import (
     Payload,
@@ -210,6 +210,55 @@ def header_alone(rank: Rank, world: World) -> None:
 )
 def test_a_rank_that_ends_within_its_sending_is_absent_as_a_whole() -> None:
     run(World(3, 3), header_alone)
+
+
+def regions_of(comm: AllToAll, region: str) -> int:
+    """Where those of an emulated rank begin, for step slot 0."""
+    assert isinstance(comm._device, EmulatedDevice)
+    plan = comm.config.plan(world_size=comm.world_size, ranks_per_node=comm.ranks_per_node)
+    at = (comm._device._memory.data_ptr() + 4095) // 4096 * 4096
+    for name, size in plan.items():
+        if name == region:
+            return at
+        at += size // comm.config.steps_in_flight
+    raise AssertionError(region)
+
+
+def impatient(rank: Rank, world: World) -> None:
+    """Rank 2 is gone: its combine has come to rank 0 and not to rank 1.
+
+    So rank 0 waits in the next step for both, and rank 1 in this one for rank 2, until a quarter of the
+    deadline later.
+    """
+    timeout_s = 8.0
+    with masking(rank, world, timeout_s=timeout_s) as comm:
+        got = comm.dispatch(**given_by(comm, 1))  # no tokens
+        finish(comm)
+        if rank.rank != 2:
+            wanted = expect_without(comm, 1, [2])
+            pending = comm.combine_send(dispatched=got, **combine_arguments(comm, wanted))
+            finish(comm)
+        meet(rank, "sent", world.ranks)
+        if rank.rank == 0:
+            size = comm.config.plan(world_size=3, ranks_per_node=3)["partial_inbox"]
+            header = regions_of(comm, "partial_inbox")
+            one = size // comm.config.steps_in_flight // 3
+            ctypes.memmove(header + 2 * one, header + one, 128)
+        if rank.rank == 1:
+            time.sleep(timeout_s / 4)
+        if rank.rank != 2:
+            comm.combine_recv(pending)
+            finish(comm)
+            step(comm, 12, [2])
+            assert masks_of(comm) == [2]
+        meet(rank, "done", world.ranks)
+
+
+@pytest.mark.skipif(
+    "MOE_P2P_EMULATED_GPU" not in os.environ, reason="writes to memory of an emulated GPU"
+)
+def test_who_waits_for_the_lost_is_not_masked() -> None:
+    run(World(3, 3), impatient)
 
 
 def killed(rank: Rank, world: World) -> float:

@@ -1,0 +1,142 @@
+"""Deliberate faults of the device kernels, each of which a test on the emulated GPU has to catch.
+
+    python tests/kernel_mutations.py                        # all, minutes; ends with 1 if one is not
+    python tests/kernel_mutations.py kPartBefore steps.cuh:53
+
+Named ones are those of kernels/device/mutation.cuh. The others leave out one line that orders memory: a
+fence, a release, an acquire, a wait for copies or for earlier kernels (tests/emulation/order.h).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import emulated_gpu
+
+ROOT = Path(__file__).resolve().parents[1]
+LIMIT_S = 240  # of the cases of one mutation; who waits for ever is caught too
+CHUNKS = "test_gpu_calls.py::test_long_calls_run_in_chunks[4ranks-2pernode]"
+LONG_STEPS = "test_gpu_long_steps.py::test_steps_of_three_hundred_tokens[4ranks-2pernode]"
+LATE = "test_gpu_late_weights.py::test_one_handle_takes_other_late_weights_each_time[4ranks-2pernode]"
+BULK = "test_gpu_bulk.py::test_rows_that_need_no_sum_between_sums[4ranks-4pernode]"
+BULK_CHUNKS = "test_gpu_bulk.py::test_long_calls_run_in_chunks[2ranks-2pernode]"
+MASKS = "test_gpu_masks.py::test_nothing_changes_while_all_are_there[4ranks-1pernode]"
+SLOW_LINK = "test_gpu_long_steps.py::test_parts_over_a_slow_link"
+SLOW_NEIGHBOUR = "test_gpu_calls.py::test_a_step_is_not_sent_over_what_a_slow_neighbour_reads"
+PATIENCE = "test_gpu_masks.py::test_who_waits_for_the_lost_is_not_masked"
+
+NAMED = {
+    "kReuseSlotEarly": CHUNKS,
+    "kRingWithoutNode": SLOW_NEIGHBOUR,
+    "kPartBefore": SLOW_LINK,
+    "kFirstPartIsAll": SLOW_LINK,
+    "kSumBeforeNode": LONG_STEPS,
+    "kSumsOverwritten": CHUNKS,
+    "kSoloReadByFirst": CHUNKS,
+    "kSumBeforeWeights": LATE,
+    "kMaskAtOnce": PATIENCE,
+    "kStepOfOneWord": "one block at a time",
+}
+ORDERED_BY = [CHUNKS, LONG_STEPS, LATE, BULK, BULK_CHUNKS, MASKS]
+ORDERS = re.compile(
+    r"\b(?:fence_acq_rel_sys|fence_(?:shared|global)_for_bulk|st_release_\w+|ld_acquire_\w+|"
+    r"atom_inc_acq_rel\w+|bulk_wait(?:_read)?<\w+>|griddepcontrol_wait)\("
+)
+# Lines that no test misses, by file and a part of their text, and why none has to.
+REDUNDANT: dict[tuple[str, str], str] = {}
+
+
+class Site(NamedTuple):
+    """A line that orders memory."""
+
+    path: Path
+    line: int
+    text: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.path.name}:{self.line}"
+
+    @property
+    def why_redundant(self) -> str:
+        """Empty: it is not."""
+        reasons = (
+            why
+            for (name, text), why in REDUNDANT.items()
+            if name == self.path.name and text in self.text
+        )
+        return next(reasons, "")
+
+
+def sites() -> Iterator[Site]:
+    """Of the kernels of dispatch and combine."""
+    files = sorted(path for end in ("*.cuh", "*.cu") for path in (ROOT / "kernels").rglob(end))
+    for path in files:
+        if path.name in ("ptx.cuh", "copy.cu", "probe.cu"):
+            continue
+        for number, text in enumerate(path.read_text().splitlines(), 1):
+            if ORDERS.search(text.split("//")[0]):
+                yield Site(path, number, text.strip())
+
+
+def run(mutation: str, cases: list[str]) -> tuple[int, str]:
+    """Exit status of the cases with that mutation, and what they wrote."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    environment |= emulated_gpu.few_cpus() | {"MOE_P2P_MUTATION": mutation}
+    if cases == ["one block at a time"]:
+        environment["MOE_P2P_EMULATED_BLOCKS"] = "1"
+        cases = ["test_gpu.py::test_every_format_is_the_reference_bit_for_bit[3ranks-3pernode]"]
+    command = [sys.executable, "-m", "pytest", "-p", "emulated_gpu", "-p", "no:cacheprovider"]
+    command += ["-q", "-x", "-s", *[f"tests/{case}" for case in cases]]
+    try:
+        ran = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S
+        )
+    except subprocess.TimeoutExpired:
+        return 1, "the tests did not end"
+    return ran.returncode, ran.stdout + ran.stderr
+
+
+def story_of(output: str) -> str:
+    """What a failing test said first."""
+    story = re.search(r"^(emulated GPU: .*|E   +\S.*|the tests did not end)$", output, re.MULTILINE)
+    return story[1] if story else output[-400:]
+
+
+def caught(mutation: str, cases: list[str]) -> str:
+    """How a test failed; empty: none did."""
+    status, output = run(mutation, cases)
+    # 1: a test failed; a signal: the emulated GPU ended the process. Else nothing was tested.
+    assert status in (0, 1) or status < 0, output
+    return story_of(output) if status else ""
+
+
+def cases_of(mutation: str) -> list[str]:
+    return [NAMED[mutation]] if mutation in NAMED else ORDERED_BY
+
+
+def main(wanted: list[str]) -> int:
+    known = {site.name: site for site in sites()}
+    missed = []
+    for mutation in wanted or [*NAMED, *known]:
+        story = caught(mutation, cases_of(mutation))
+        why = known[mutation].why_redundant if mutation in known else ""
+        if not story and not why:
+            missed.append(mutation)
+        verdict = story or (f"redundant: {why}" if why else "NOT CAUGHT")
+        text = known[mutation].text if mutation in known else ""
+        print(f"{mutation} {text}\n    {verdict}", flush=True)
+        if story and why:
+            print("    but it is listed as redundant", flush=True)
+    print(f"not caught: {', '.join(missed) or 'none'}")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
