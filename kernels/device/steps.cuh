@@ -13,7 +13,9 @@ struct OpenedSteps {
 
   __device__ static OpenedSteps read(const DeviceComm& comm) {
     const DeviceState& state = state_of(comm);
-    const u64 even = state.next_step[0], odd = state.next_step[1];  // under way together
+    // Under way together; one of them another block may be writing.
+    const u64 even = ld_relaxed_sys_u64(&state.next_step[0]);
+    const u64 odd = ld_relaxed_sys_u64(&state.next_step[1]);
     const u64 launch = ld_relaxed_sys_u64(&state.launches) / kLaunch;
     return {launch, launch % 2 && !MOE_P2P_MUTATED(kStepOfOneWord) ? odd : even};
   }
@@ -24,8 +26,8 @@ struct OpenedSteps {
     DeviceState& state = state_of(comm);
     const bool first_block = blockIdx.x == 0;
     if (first_block)
-      state.next_step[MOE_P2P_MUTATED(kStepOfOneWord) ? 0 : (launch + 1) % 2] =
-          first + static_cast<u64>(num_steps);
+      st_relaxed_sys_u64(&state.next_step[MOE_P2P_MUTATED(kStepOfOneWord) ? 0 : (launch + 1) % 2],
+                         first + static_cast<u64>(num_steps));
     red_add_relaxed_gpu_u64(&state.launches, first_block ? kLaunch - (gridDim.x - 1) : 1);
   }
 };

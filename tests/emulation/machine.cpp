@@ -108,6 +108,7 @@ struct Copy {
   bool is_read = false;
   bool is_slow = false;  // goes on when nothing else does
   std::byte* target = nullptr;
+  bool may_be_read = false;  // of a store: nobody has waited until it is read
 };
 
 struct Block;
@@ -144,6 +145,7 @@ struct Block {
   std::vector<Warp> warps;
   std::array<Meeting, 16> meetings;
   std::vector<std::shared_ptr<Copy>> copies;  // under way
+  std::vector<std::shared_ptr<Copy>> unread;  // stores, until their thread has waited for that
   std::vector<char*> stacks;
   order::Block* log = nullptr;
   std::unordered_map<const void*, order::Knowledge> words;  // barriers and flags, by address
@@ -378,6 +380,14 @@ std::shared_ptr<Copy> Launch::copy(const Copy& given) {
   const auto made = std::make_shared<Copy>(given);
   made->is_slow = random_() % 2;
   made->target = made->to;
+  made->may_be_read = !made->barrier;
+  auto& unread = fiber_->owner->unread;
+  std::erase_if(unread, [](const auto& store) { return !store->may_be_read; });
+  if (!made->barrier) unread.push_back(made);
+  for (const auto& store : unread)
+    if (made->barrier && store->from < made->to + made->bytes &&
+        made->to < store->from + store->bytes)
+      fail("a copy goes to shared memory that another may still be reading");
   return fiber_->owner->copies.emplace_back(made);
 }
 
@@ -396,6 +406,8 @@ void Launch::wait_stores(unsigned num_left, bool written) {
   while (fiber.groups.size() > num_left &&
          !std::all_of(fiber.groups.begin(), fiber.groups.end() - num_left, is_done))
     pause();
+  for (size_t i = 0; i + num_left < fiber.groups.size(); ++i)
+    for (const auto& copy : fiber.groups[i]) copy->may_be_read = false;
   if (!written) return;
   for (; fiber.groups.size() > num_left; fiber.groups.pop_front())
     for (const auto& copy : fiber.groups.front()) fiber.actor.ends(copy->target, copy->bytes);
@@ -430,6 +442,7 @@ void Launch::end(Block& block) {
     if (copy->barrier || !copy->is_read) fail("a block ended while copies used its shared memory");
   advance_copies(block, /*all=*/true);
   stacks.give_back(block.stacks);
+  order::forget(block.shared.get(), block.shared_bytes);  // somebody else has it next
   const std::byte* guard = block.shared.get() + block.shared_bytes;
   if (std::any_of(guard, guard + kGuardBytes, [](std::byte b) { return b != kGarbage; }))
     fail("a block wrote behind its shared memory");

@@ -209,6 +209,11 @@ Kernel::~Kernel() {
     }
 }
 
+void forget(const void* at, size_t bytes) {
+  each_cell(at, bytes, /*add=*/false,
+            [](std::atomic<uint64_t>& cell) { cell.store(0, std::memory_order_relaxed); });
+}
+
 void add_host_memory(const void* at, size_t bytes) {
   const auto begin = reinterpret_cast<uintptr_t>(at);
   const std::lock_guard lock(registry);

@@ -129,6 +129,8 @@ class Kernel {
   std::vector<Block*> blocks_;
 };
 
+// What was written there is for nobody any more.
+void forget(const void* at, size_t bytes);
 // Memory of the host that kernels write doorbells to.
 void add_host_memory(const void* at, size_t bytes);
 
