@@ -53,6 +53,44 @@ def run_changing_steps(rank: Rank, num_steps: int, config: dict[str, Any]) -> li
         return [nic["bytes_written"] for nic in comm.counters()]
 
 
+def write_and_part(rank: Rank, num_turns: int) -> int:
+    """Peers come and go while writes are under way both ways; how many of the writes ended."""
+    memory = torch.zeros(1 << 20, dtype=torch.uint8)
+    with Engine("libfabric", 1, settings=SHM) as engine:
+        registered = engine.register(memory)
+        rank.store.set(f"address {rank.rank}", engine.address)
+        rank.store.set(f"memory {rank.rank}", registered.descriptor)
+        address = rank.store.get(f"address {1 - rank.rank}")
+        descriptor = rank.store.get(f"memory {1 - rank.rank}")
+        num_ended = 0
+        for turn in range(num_turns):
+            peer = engine.connect(address)
+            region = engine.resolve(descriptor, peer)
+            engine.write(registered, region, nbytes=8).wait()
+            requests = [
+                engine.write(registered, region, nbytes=n) for n in (8, 3000, 40_000, 1 << 20)
+            ]
+            early = (turn + rank.rank) % 2 == 0
+            if early:
+                peer.disconnect()
+            for request in requests:
+                try:
+                    request.wait()
+                except moe_p2p.ClosedError:
+                    assert early
+                num_ended += 1
+            if not early:
+                peer.disconnect()
+        rank.store.set(f"done {rank.rank}", "")
+        rank.store.wait([f"done {1 - rank.rank}"])
+    return num_ended
+
+
+@needs_libfabric
+def test_peers_over_shm_come_and_go_while_writes_are_under_way() -> None:
+    assert run_processes(2, write_and_part, 200, deadline_s=60.0) == [800, 800]
+
+
 @needs_libfabric
 @pytest.mark.parametrize(
     ("world_size", "ranks_per_node", "settings"), [(2, 1, TCP), (4, 2, TCP), (2, 1, SHM)]

@@ -103,6 +103,30 @@ TEST_CASE("provider contract: disconnecting completes what is under way, others 
   });
 }
 
+TEST_CASE("provider contract: what comes from a peer that was disconnected harms nobody") {
+  for_each_provider([](const ProviderUnderTest& provider) {
+    for (const size_t bytes : {size_t{8}, size_t{3000}, size_t{40'000}}) {
+      CAPTURE(bytes);
+      Node a = open(provider), late = open(provider), b = open(provider);
+      const PeerId to_late = a.connect(late), from_late = late.connect(a), to_b = a.connect(b);
+      Memory source(a, bytes), at_late(late, bytes), target(b, bytes);
+      post_all(a, {&a, &late}, make_imm(0, to_late, 1));
+      post_all(late, {&a, &late}, make_imm(0, from_late, 1));
+      CHECK(pump({&a, &late}, [&] { return a.done.size() == 1 && late.done.size() == 1; }));
+      for (uint64_t i = 1; i < 5; ++i) {  // both ways, and neither end polls
+        REQUIRE(a.post(with_imm(make_write(i, to_late, source, 0, at_late, 0, bytes), 1)));
+        REQUIRE(late.post(with_imm(make_write(i, from_late, at_late, 0, source, 0, bytes), 1)));
+      }
+      a.domain->disconnect(to_late);
+      settle({&late, &a});
+      fill(source.data, 4);
+      post_all(a, {&a, &b}, with_imm(make_write(9, to_b, source, 0, target, 0, bytes), 1));
+      CHECK(pump({&a, &b, &late}, [&] { return a.done.size() == 6 && b.imms.size() == 1; }));
+      CHECK(a.code(9) == Code::kOk);
+    }
+  });
+}
+
 TEST_CASE("provider contract: a peer can be connected again, and several times at once") {
   for_each_provider([](const ProviderUnderTest& provider) {
     Node a = open(provider), b = open(provider);
