@@ -24,6 +24,7 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, MOE_P2P_BLOCKS_PER_S
     moe_p2p_combine(const __grid_constant__ CombineParams p) {
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
+  const bool aborted = is_aborted(p.comm);  // asked for together with the handle
   const auto& meta = *reinterpret_cast<const HandleMeta*>(p.handle);
   const Role role = Role::of(p.grid);
   const bool sends = p.grid.num_send_blocks > 0, receives = p.grid.num_recv_blocks > 0;
@@ -34,13 +35,14 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, MOE_P2P_BLOCKS_PER_S
                      (p.empty || !(receives || p.topk_weights) || meta.num_rows == p.num_rows);
   const u64 first = opens ? steps.first : p.solo && !p.empty ? solo_step(p) : meta.first_step;
   if (role.send >= 0 && !p.empty) {
-    way::combine_send(p, valid, first, role.send);
+    way::combine_send(p, valid, aborted, first, role.send);
   } else if (!valid) {
-    // Nothing in it can be believed.
+    if (role.recv >= 0 && !p.empty) lose_sums(p, role.recv);
   } else if (role.relay) {
     if (sends && !p.empty && relay_says_read(p)) {
       // Of one chunk: combines of several open steps of their own.
-      say_chunk_read({p, Self(p.comm), HandleArrays(p.handle, p.num_chunks), valid}, first, 0);
+      say_chunk_read({p, Self(p.comm), HandleArrays(p.handle, p.num_chunks), valid, aborted}, first,
+                     0);
     }
     relay(p.comm, first, p.num_chunks,
           {.free = opens,
@@ -53,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, MOE_P2P_BLOCKS_PER_S
   } else if (role.send == 0) {
     send_release(p, first);
   } else if (role.recv >= 0) {
-    way::combine_recv(p, first, role.recv);
+    way::combine_recv(p, aborted, first, role.recv);
   }
   if (blockIdx.x == 0 && threadIdx.x == 0) {
     if (!valid)

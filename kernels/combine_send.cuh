@@ -5,6 +5,7 @@
 #pragma once
 
 #include "kernels/combine_sum.cuh"
+#include "kernels/device/lost.cuh"
 #include "kernels/device/steps.cuh"
 #include "kernels/late_weights.cuh"
 
@@ -40,7 +41,8 @@ struct Adder {
   const CombineParams& p;
   const Self self;
   const HandleArrays handle;
-  const bool valid;  // the handle is one
+  const bool valid;    // the handle is one
+  const bool aborted;  // as this thread found it first: what the handle says may be stale
 
   // Slots of a chunk in the order of item(); those behind a source's last are left out.
   __device__ i32 num_items(i32 chunk) const {
@@ -80,6 +82,9 @@ __device__ inline void look_up(const Adder& a, const W& worker, u64 step, i32 ch
   const i32 found = inside && lane < kTopk ? a.handle.rows_of(chunk, source, index)[lane] : -1;
   const u64 ranks = kOthers > 0 && inside ? *a.handle.ranks_of(chunk, source, index) : 0;
   bool mine = a.valid && inside && index < count;
+  // By the whole warp, so that no sum lacks the rows of some lanes. Nobody is sent a sum then: who waits
+  // for it gives up.
+  if (__any_sync(~0u, a.aborted)) mine = false;
   // Its weights may not have come.
   if constexpr (kMasks) mine = mine && !is_masked(a.p.comm, source);
   i32 none = -1;
@@ -142,8 +147,9 @@ __device__ inline void add_partials(const Adder& a, const SendWorker& worker, u6
   if (!kSelfFlagged) {
     if (const i32 l = worker.thread;
         l < kLocal && l != a.self.local && (ranks >> l & 1) && !MOE_P2P_MUTATED(kSumBeforeNode))
-      wait_word(a.p.comm, gather_flags_at(data, slot, other, l) + index, static_cast<u32>(step + 1),
-                {Phase::kCombine, a.self.node * kLocal + l, step});
+      if (!wait_word(a.p.comm, gather_flags_at(data, slot, other, l) + index,
+                     static_cast<u32>(step + 1), {Phase::kCombine, a.self.node * kLocal + l, step}))
+        lose(gather_at(data, slot, other, l) + offset, a.p.stride);
     worker.sync();
   }
   const auto nth = [ranks](i32 n) {
@@ -283,6 +289,7 @@ __device__ inline void send_release(const CombineParams& p, u64 first_step) {
 // This rank has read all of the step's dispatch, tokens or not: whoever sent may use the slot again
 // (protocol.md, section 9).
 __device__ inline void say_chunk_read(const Adder& a, u64 step, i32 chunk) {
+  if (a.aborted) return;  // the header would stand for sums that do not follow
   say_read(a.p.comm, a.self, step, static_cast<i32>(threadIdx.x), kBlockThreads,
            [&](i32 source) { return a.header_of(chunk, source); });
 }
@@ -300,8 +307,9 @@ __device__ inline bool open_chunk(const Adder& a, u64 step, i32 chunk, i32 block
   return true;
 }
 
-__device__ inline void combine_send(const CombineParams& p, bool valid, u64 first_step, i32 block) {
-  const Adder a{p, Self(p.comm), HandleArrays(p.handle, p.num_chunks), valid};
+__device__ inline void combine_send(const CombineParams& p, bool valid, bool aborted,
+                                    u64 first_step, i32 block) {
+  const Adder a{p, Self(p.comm), HandleArrays(p.handle, p.num_chunks), valid, aborted};
   const SendWorker own = SendWorker::of(block, p.grid.num_send_blocks);
   const Part share = share_of_row(own);
   const SendWorker worker = share.team(own);

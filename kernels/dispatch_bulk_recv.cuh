@@ -122,6 +122,7 @@ __device__ inline void fetch_slots(const Receiver& a, Fetcher& fetcher, u64 step
       if (fetcher.lane == late)
         came = wait_word(a.p.comm, flag, want, {Phase::kDispatch, mine.source, step});
       if (__all_sync(~0u, came)) continue;
+      a.s.lost = true;
       leave_out(a, fetcher, chunk, of_lane(late));
       if (fetcher.lane == late) look_for_next();
     }
@@ -140,7 +141,7 @@ __device__ inline void dispatch_recv(const DispatchParams& p, u64 first_step, i3
   }
   for (i32 chunk = 0; chunk < p.num_chunks; ++chunk) {
     const u64 step = first_step + static_cast<u64>(chunk);
-    begin_chunk(a, worker, step, chunk);
+    if (!begin_chunk(a, worker, step, chunk)) return;
     const i32* num_slots = s.places.num_slots[chunk % 2];
     i32 most = 0;
     for (i32 source = 0; source < kWorld; ++source) most = max(most, num_slots[source]);
@@ -151,6 +152,7 @@ __device__ inline void dispatch_recv(const DispatchParams& p, u64 first_step, i3
       bulk_wait<0>();
     }
     __syncthreads();
+    if (s.places.lost) lose_rows(p, step);
     if (p.solo) acknowledge(a, worker, step);
     __syncthreads();  // the next chunk's headers take the place of this one's
   }

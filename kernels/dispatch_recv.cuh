@@ -64,9 +64,10 @@ __device__ inline void find_rows(const Receiver& a, i32 lane, i32 chunk, const I
     if (owner.rank == p.comm.rank) {
       expert = owner.local;
       const i32 group = kByRank ? 0 : expert;
-      row = a.s.first_row[group][item.source] +
-            reinterpret_cast<const i32*>(from + positions_offset(kTopk))[lane];
-      if (row >= a.end_of(group)) row = -1;  // told in place_rows()
+      const i32 position = reinterpret_cast<const i32*>(from + positions_offset(kTopk))[lane];
+      row = a.s.first_row[group][item.source] + position;
+      // Told in place_rows(); a position that is lost is -1.
+      if (row >= a.end_of(group) || position < 0) row = -1;
     }
   }
   u32 have = __ballot_sync(~0u, row >= 0);
@@ -102,9 +103,12 @@ __device__ inline void read_head(const Receiver& a, i32 lane, char* from, bool t
   u32 word[kEach];
 #pragma unroll
   for (i32 i = 0; i < kEach; ++i) word[i] = takes ? ld_relaxed_sys_u32(at(i)) : *at(i);
+  bool lost = false;
 #pragma unroll
   for (i32 i = 0; i < kEach; ++i)
-    w.head[buffer][i * 32 + lane] = takes ? take_word(a.p.comm, at(i), word[i], what) : word[i];
+    w.head[buffer][i * 32 + lane] =
+        takes ? take_word(a.p.comm, at(i), word[i], what, &lost) : word[i];
+  if (lost) a.s.lost = true;
   __syncwarp();
 }
 
@@ -133,11 +137,13 @@ __device__ inline void recv_slot(const Receiver& a, const RecvWorker& worker, u6
   const bool flag = near && (!takes || p.opaque);
   if (worker.thread == 0) w.arrived[buffer] = true;
   if (flag && !kMasks) {
-    if (worker.thread == 0)
+    if (worker.thread == 0) {
       w.arrived[buffer] = wait_word(
           comm,
           inbox_flags_at(comm.data[a.self.local], slot_of(step), item.source % kLocal) + item.index,
           static_cast<u32>(step + 1), what);
+      if (!w.arrived[buffer]) a.s.lost = true;
+    }
     worker.sync();
   }
   using R = Rounds<RecvWorker>;
@@ -220,6 +226,7 @@ __device__ inline bool slot_is_mine(const Receiver& a, u64 step, i32 chunk, cons
                                     i32 part) {
   if (MOE_P2P_MUTATED(kPartBefore)) part = max(part - 1, 0);
   if (kInParts && !wait_part(a.p.comm, Phase::kDispatch, step, item.source, part)) {
+    a.s.lost = true;
     *a.handle.ranks_of(chunk, item.source, item.index) = 0;
     return false;
   }
@@ -298,16 +305,22 @@ __device__ inline void acknowledge(const Receiver& a, const RecvWorker& worker, 
   worker.sync();
 }
 
-__device__ inline void begin_chunk(const Receiver& a, const RecvWorker& worker, u64 step,
+// False: where rows go is lost, or nobody may know any more.
+__device__ inline bool begin_chunk(const Receiver& a, const RecvWorker& worker, u64 step,
                                    i32 chunk) {
-  read_headers(a, step, chunk);
-  if (chunk == 0) place_rows(a, step);
+  if (!read_headers(a, step, chunk) || (chunk == 0 && !place_rows(a, step))) {
+    tell_lost(a);
+    lose_rows(a.p, step);
+    return false;
+  }
+  if (threadIdx.x == 0) a.s.lost = false;
   // A second barrier behind the headers of later chunks: with the one in read_headers alone,
   // compute-sanitizer's racecheck takes what the last warps read of them for a race, in most runs.
   __syncthreads();
-  if (chunk > 0) return;
+  if (chunk > 0) return true;
   if constexpr (kByRank) clear_topk(a, worker);
   if (a.p.zero_padding) clear_padding(a, worker);
+  return true;
 }
 
 __device__ inline void dispatch_recv(const DispatchParams& p, u64 first_step, i32 block) {
@@ -316,8 +329,9 @@ __device__ inline void dispatch_recv(const DispatchParams& p, u64 first_step, i3
   const RecvWorker worker = RecvWorker::of(block, p.grid.num_recv_blocks);
   for (i32 chunk = 0; chunk < p.num_chunks; ++chunk) {
     const u64 step = first_step + static_cast<u64>(chunk);
-    begin_chunk(a, worker, step, chunk);
+    if (!begin_chunk(a, worker, step, chunk)) return;
     recv_slots(a, worker, step, chunk);
+    if (a.s.lost) lose_rows(p, step);  // whoever found it, and others as they come
     // What the own node's ranks write into this rank's memory at combine comes behind what was read
     // there in earlier steps (docs/protocol.md, section 11).
     if (kSelfFlagged && a.tells)

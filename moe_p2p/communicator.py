@@ -268,6 +268,17 @@ class Communicator(NotCopied):
         """Why the object can no longer be used; empty while it can."""
         return self._closing.why_closed or str(_ops.all_to_all_broken.default(self._comm))
 
+    def check(self) -> None:
+        """Raises what has broken this object, with its whole text; nothing while it is usable.
+
+        Every call does so by itself, but the replay of a CUDA graph makes none: call it once per
+        step of an engine that replays graphs. It looks at one word of pinned memory, waits for
+        nothing and launches nothing, so it finds what kernels have found so far; what a kernel
+        leaves out meanwhile is NaN in its outputs, or -1 where it counts. Other ranks of the node
+        then stop waiting for this one. Raises as calls do, and ClosedError once it is closed.
+        """
+        call(_ops.all_to_all_check.default, self._comm)
+
     def counters(self) -> list[NicCounters]:
         """What each NIC of this rank's engine wrote and received since the engine was made."""
         return self.engine.counters()

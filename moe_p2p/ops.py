@@ -230,6 +230,7 @@ for _suffix in ("", "_inference"):
     torch.library.register_fake(f"moe_p2p::combine{_suffix}")(_fake_combine)
 for _name in (
     *("dispatch_send", "dispatch_recv", "combine_send", "combine_recv", "release", "combine_out"),
+    "all_to_all_check",
 ):
     torch.library.register_fake(f"moe_p2p::{_name}")(_fake_nothing)
 torch.library.register_fake("moe_p2p::all_to_all_connect")(_fake_nothing)
@@ -397,6 +398,7 @@ def _mark_effect(name: str) -> None:
 
 
 _mark_effect("all_to_all_gather_counts")
+_mark_effect("all_to_all_check")
 for _suffix in ("", "_inference"):
     _mark_effect(f"dispatch{_suffix}")
     _mark_effect(f"combine{_suffix}")

@@ -200,6 +200,8 @@ class AllToAll {
 
   // Empty while the object is usable; else why it is not.
   std::string broken() const;
+  // Throws that, as the next call would. Neither waits nor launches anything.
+  void check();
 
   // For a simulation, which turns the loop itself and advances calls (moe/calls.h) one by one.
   struct Parts {

@@ -188,6 +188,13 @@ std::string AllToAll::broken() const {
   return "";
 }
 
+void AllToAll::check() {
+  State& s = *state_;
+  s.require_usable();
+  if (s.device) return s.check_device_once();
+  s.latching([&] { s.check_abort([] { return ""; }); });
+}
+
 // --- running -------------------------------------------------------------------------------------
 
 template <typename Call>

@@ -185,7 +185,8 @@ void HostKernels::place(Step step, const DispatchRecv& call, Placement& placemen
                   ", capacity is ", call.capacity,
                   grouped ? " rows for all experts" : " rows per expert");
   }
-  call.offsets[num_experts] = static_cast<int32_t>(grouped ? row : num_experts * call.capacity);
+  call.offsets[num_experts] =
+      static_cast<int32_t>(grouped ? std::min(row, call.capacity) : num_experts * call.capacity);
 }
 
 void HostKernels::place_by_rank(Step step, const DispatchRecv& call, Placement& placement) const {

@@ -176,6 +176,13 @@ std::string all_to_all_broken(int64_t comm) {
   return lock.owns_lock() ? object->all_to_all.broken() : std::string();
 }
 
+// Nothing either: that call will raise it.
+void all_to_all_check(int64_t comm) {
+  const auto object = communicators().get(comm);
+  const std::unique_lock lock(object->in_use, std::try_to_lock);
+  if (lock.owns_lock()) object->all_to_all.check();
+}
+
 // [W, n] of each rank's values; host memory, whatever the communicator's tensors are.
 Tensor all_to_all_gather_counts(int64_t comm, const Tensor& values) {
   const Caller caller(comm);
@@ -266,6 +273,7 @@ STABLE_TORCH_LIBRARY_IMPL(moe_p2p, CompositeExplicitAutograd, m) {
   m.impl("all_to_all_connect", TORCH_BOX(&all_to_all_connect));
   m.impl("all_to_all_close", TORCH_BOX(&all_to_all_close));
   m.impl("all_to_all_broken", TORCH_BOX(&all_to_all_broken));
+  m.impl("all_to_all_check", TORCH_BOX(&all_to_all_check));
   m.impl("all_to_all_gather_counts", TORCH_BOX(&all_to_all_gather_counts));
   m.impl("handle_words", TORCH_BOX(&handle_words));
   m.impl("dispatch_send", TORCH_BOX(&dispatch_send));

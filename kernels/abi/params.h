@@ -56,6 +56,8 @@ struct DeviceWords {
   u64 read;      // u64 [S]        e + 1: the sums of a solo combine of step e are read
   u64 received;  // u32 [S]        workers that have read a solo dispatch, or combine
   u64 came;      // u64 [S][W]     with masks, 2 (e + 1) + whether the dispatch of step e came
+  u64 lost;  // u64 [S]        after a fault, above e + 1: rows of its dispatch that are poisoned
+  u64 lost_row;  // what stands for a partial row that did not come
   u64 total_bytes;
 
   MOE_P2P_HD static constexpr DeviceWords make(const Shape& s) {
@@ -68,7 +70,9 @@ struct DeviceWords {
     w.read = align_up(w.combine_outbox + 4 * parts, 8);
     w.received = w.read + 8 * slots;
     w.came = align_up(w.received + 4 * slots, 8);
-    w.total_bytes = align_up(w.came + 8 * slots * static_cast<u64>(s.world_size), kLine);
+    w.lost = w.came + 8 * slots * static_cast<u64>(s.world_size);
+    w.lost_row = align_up(w.lost + 8 * slots, kLine);
+    w.total_bytes = align_up(w.lost_row + s.max_partial_bytes, kLine);
     return w;
   }
 };

@@ -35,14 +35,15 @@ __device__ __forceinline__ Vec take_vec(void* from, const Vec& v) {
   st_relaxed_sys_v4(from, Vec{});
   return {~v.word[0], ~v.word[1], ~v.word[2], ~v.word[3]};
 }
+// A word that does not come is taken as all ones, which travel as something else.
 __device__ __forceinline__ u32 take_word(const DeviceComm& comm, u32* from, u32 word,
-                                         const Awaited& what) {
+                                         const Awaited& what, bool* lost = nullptr) {
   const auto again = [&] {
     if (word != 0) return false;
     word = ld_relaxed_sys_u32(from);
     return true;
   };
-  wait_flagged(comm, again, what);
+  if (!wait_flagged(comm, again, what) && lost) *lost = true;
   st_relaxed_sys_u32(from, 0);
   return ~word;
 }

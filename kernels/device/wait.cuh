@@ -28,6 +28,12 @@ __device__ __noinline__ void raise_fault(const DeviceComm& comm, FaultKind kind,
   st_release_sys_u32(&fault->complete, 1);  // pairs with the host's look at the fault
 }
 
+// Whether a fault was raised. Kernels that find it so as they begin leave out what they may not do any
+// more, and what they leave out says so (kernels/device/lost.cuh).
+__device__ __forceinline__ bool is_aborted(const DeviceComm& comm) {
+  return ld_relaxed_sys_u32(&state_of(comm).aborted) != 0;
+}
+
 // What a wait is for, for the story of its end.
 struct Awaited {
   Phase phase;
@@ -66,7 +72,7 @@ inline constexpr u32 kLooksBetweenClocks = 256;  // fewer: the clock costs as mu
 // After kLooksBetweenClocks looks more: the deadline of the wait; 0 when it is over.
 __device__ __noinline__ u64 look_around(const DeviceComm& comm, u32 looks, u64 deadline, u32 want,
                                         u32 got, Awaited what) {
-  if (ld_relaxed_sys_u32(&state_of(comm).aborted)) return 0;
+  if (is_aborted(comm)) return 0;
   if (is_masked(comm, what.source)) return 0;
   // The host's abort word is far: one block looks at it often, and tells the others by theirs. Were it
   // all of them, thousands of reads would queue on the bus and every wait took as long as they do
@@ -236,7 +242,7 @@ __device__ inline void relay_phase(const DeviceComm& comm, const Self& self, Pha
         st_release_gpu_u64(here, word);
         told = word;
       } else if constexpr (kMasks) {
-        if (is_masked(comm, source) || ld_relaxed_sys_u32(&state_of(comm).aborted)) break;
+        if (is_masked(comm, source) || is_aborted(comm)) break;
       } else if (!lasts(comm, patience, static_cast<u32>(want), static_cast<u32>(word),
                         {phase, source, step})) {
         break;

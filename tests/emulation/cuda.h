@@ -83,6 +83,7 @@ inline unsigned __ballot_sync(unsigned mask, bool vote) {
   return bits;
 }
 inline bool __all_sync(unsigned mask, bool vote) { return __ballot_sync(mask, vote) == mask; }
+inline bool __any_sync(unsigned mask, bool vote) { return __ballot_sync(mask, vote) != 0; }
 template <typename T>
 unsigned __match_any_sync(unsigned mask, T value) {
   const uint64_t mine = moe_p2p::emulation::to_bits(value);
@@ -112,6 +113,9 @@ T __shfl_up_sync(unsigned mask, T value, int distance) {
 
 inline void __syncthreads() { moe_p2p::emulation::moe_p2p_meet(0, 0, true); }
 inline int __syncthreads_and(bool vote) { return moe_p2p::emulation::moe_p2p_meet(0, 0, vote).all; }
+inline int __syncthreads_or(bool vote) {
+  return moe_p2p::emulation::moe_p2p_meet(0, 0, vote).count != 0;
+}
 inline int __syncthreads_count(bool vote) {
   return static_cast<int>(moe_p2p::emulation::moe_p2p_meet(0, 0, vote).count);
 }
@@ -121,6 +125,14 @@ inline int __syncthreads_count(bool vote) {
 template <typename T>
 T atomicAdd(T* p, std::type_identity_t<T> value) {
   return __atomic_fetch_add(p, value, __ATOMIC_SEQ_CST);
+}
+template <typename T>
+T atomicMax(T* p, std::type_identity_t<T> value) {
+  T old = __atomic_load_n(p, __ATOMIC_SEQ_CST);
+  while (old < value &&
+         !__atomic_compare_exchange_n(p, &old, value, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
+  }
+  return old;
 }
 template <typename T>
 T atomicOr(T* p, std::type_identity_t<T> value) {

@@ -1,0 +1,34 @@
+// What a kernel leaves out after a failure cannot pass for a result: all its bits are ones. That is a NaN
+// in every format of rows, scales and weights, and -1 where it counts or names something.
+#pragma once
+
+#include "kernels/device/wait.cuh"
+
+namespace moe_p2p::device {
+
+// By one thread.
+__device__ inline void lose(char* to, u64 bytes) {
+  u64 at = 0;
+  if (reinterpret_cast<u64>(to) % sizeof(Vec) == 0)
+    for (; at + sizeof(Vec) <= bytes; at += sizeof(Vec)) st_na_v4(to + at, {~0u, ~0u, ~0u, ~0u});
+  for (; at < bytes; ++at) to[at] = static_cast<char>(-1);
+}
+
+// A lost row of a combine, of `bytes`. Whoever takes it writes it, for the threads of its own block.
+__device__ __noinline__ const char* lost_row(const DeviceComm& comm, u64 bytes) {
+  char* row = reinterpret_cast<char*>(comm.state + kWords.lost_row);
+  lose(row, bytes);
+  return row;
+}
+
+// The next row of those that a dispatch loses, which all threads that find something lost share; -1: the
+// others are taken. Of a call of several steps the last that is lost counts.
+__device__ inline i64 take_lost(const DeviceComm& comm, u64 step) {
+  u64* taken = reinterpret_cast<u64*>(comm.state + kWords.lost) + slot_of(step);
+  const u64 none = (step + 1) << 32;
+  atomicMax(taken, none);
+  const u64 row = atomicAdd(taken, 1);
+  return row >> 32 == none >> 32 ? static_cast<i64>(row & 0xffffffff) : -1;
+}
+
+}  // namespace moe_p2p::device
