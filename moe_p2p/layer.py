@@ -174,6 +174,11 @@ class MoELayer(nn.Module):
             self.experts = Fp8Experts(self.experts)
         return self.requires_grad_(False)
 
+    def check(self) -> None:
+        """Raises what has broken its communicator; forward does, but no replay of a CUDA graph."""
+        if self.all_to_all is not None:
+            self.all_to_all.check()
+
     def forward(self, x: Tensor) -> Tensor:
         """x [T, H] of this rank -> [T, H]."""
         return self.apply_experts(x, *self.router(x))

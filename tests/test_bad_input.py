@@ -360,6 +360,7 @@ def test_closed_object() -> None:
         lambda: comm.dispatch_send(**good()),
         lambda: comm.release(received),
         lambda: comm.counters(),
+        lambda: comm.check(),
     ):
         with pytest.raises(moe_p2p.ClosedError, match="is closed"):
             call()
@@ -376,6 +377,27 @@ def test_capacity_too_small_breaks_the_object() -> None:
             with pytest.raises(moe_p2p.MoeP2pError) as again:
                 comm.dispatch(t.x, t.topk_idx, t.topk_weights)
             assert str(again.value) == comm.broken
+
+    run_threads(2, body)
+
+
+def test_check_raises_what_a_neighbour_has_met_as_well() -> None:
+    def body(rank: Rank) -> None:
+        with make(rank, timeout_s=1.0) as comm:
+            comm.check()
+            if rank.rank == 0:  # the other one does not come
+                t = make_tokens(0, 0, 8)
+                with pytest.raises(moe_p2p.MoeP2pError) as first:
+                    comm.dispatch(t.x, t.topk_idx, t.topk_weights)
+            meet(rank, "given up")
+            with pytest.raises(moe_p2p.MoeP2pError) as error:
+                comm.check()
+            assert str(error.value) == comm.broken
+            if rank.rank == 0:
+                assert str(error.value) == str(first.value)
+            else:
+                assert "rank 0 of this node gave up" in str(error.value)
+            meet(rank, "told")
 
     run_threads(2, body)
 

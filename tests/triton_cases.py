@@ -259,6 +259,24 @@ def test_counts_past_the_end_read_and_write_no_other_row() -> None:
     assert_close(got, want.view(3, 5, 40), torch.float32)
 
 
+@pytest.mark.parametrize("lost", [[-1, -1, -1], [2, -1, 3]])
+def test_counts_of_a_dispatch_that_failed_are_no_rows(lost: list[int]) -> None:
+    counts, has = ints(*lost), [max(count, 0) for count in lost]
+    weight = (rand(3, 64, 40) / 8).requires_grad_()
+    x, grad = rand(8, 64), rand(8, 40)
+    starts = after_one_another(has)
+    for offsets in (None, ints(*starts, sum(has))):
+        got = grouped_gemm(x, weight, counts, offsets=offsets, zero_padding=True)
+        assert_close(got, by_hand(x, weight, has, starts), torch.float32)
+        (got_weight,) = torch.autograd.grad(got, weight, grad)
+        spans = [slice(start, start + count) for start, count in zip(starts, has, strict=True)]
+        assert_close(got_weight, torch.stack([x[s].T @ grad[s] for s in spans]), torch.float32)
+    padded = rand(3, 5, 64)
+    got = grouped_gemm(padded, weight, counts, zero_padding=True)
+    want = by_hand(padded.flatten(0, 1), weight, has, [0, 5, 10])
+    assert_close(got, want.view(3, 5, 40), torch.float32)
+
+
 def test_no_rows_and_no_experts() -> None:
     weight = rand(2, 64, 40)
     assert grouped_gemm(rand(0, 64), weight, ints(0, 0)).shape == (0, 40)

@@ -45,7 +45,7 @@ def grouped_gemm(
 
     x, weight: both bf16, fp16 or fp32, or both Fp8. Weights may be views, e.g. transposed.
     counts: [E] int32 or int64 rows of each expert. Rows past the end of x, or of a padded expert's
-        capacity, are left out: counts of a dispatch that ran out of room harm no memory.
+        capacity, are left out: no counts harm memory. Negative ones, of a dispatch that failed: 0.
     offsets: [E] or longer, first row of each. None: one after the other; padded: e * capacity.
     out_dtype: None: that of x; bf16 for Fp8.
     zero_padding: other rows become zero. Else they are undefined.
@@ -225,6 +225,7 @@ def _starts(x: Tensor, counts: Tensor, offsets: Tensor | None) -> Tensor:
         return offsets.contiguous()
     if x.dim() == 3:
         return torch.arange(x.shape[0], device=x.device) * x.shape[1]
+    counts = counts.clamp_min(0)
     return counts.cumsum(0) - counts
 
 

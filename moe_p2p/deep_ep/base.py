@@ -91,6 +91,14 @@ class BufferBase:
         self._low_latency_made.clear()
         self.runtime = None
 
+    def check(self) -> None:
+        """Raises what has broken this buffer, with its whole text. Not DeepEP's.
+
+        Every call does; the replay of a CUDA graph makes none, so call it once per step that
+        replays some. It waits for nothing and launches nothing.
+        """
+        self._communicators.check()
+
     def _masks_some(self) -> bool:
         return False  # low_latency.py knows
 

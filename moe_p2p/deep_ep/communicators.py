@@ -169,6 +169,16 @@ class Communicators:
         with meeting:
             return [data.decode() for data in meeting.exchange(said.encode(), what)]
 
+    def check(self) -> None:
+        """Raises what has broken one of them (AllToAll.check)."""
+        for made in self._made.values():
+            made.check()
+
+    def check_others(self) -> None:
+        """The same, before a call that looks at its own anyway."""
+        if len(self._made) > 1:
+            self.check()
+
     def close_masking(self) -> None:
         """Closes those that mask ranks; the next call of each shape makes a new one."""
         for key, made in tuple(self._made.items()):

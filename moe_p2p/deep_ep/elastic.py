@@ -71,6 +71,7 @@ class ElasticBuffer(ElasticBase):
         (None with do_expand), their weights ([R, K], with do_expand [R], None without
         topk_weights), the handle and the event.
         """
+        self._communicators.check_others()
         values, packs = x if isinstance(x, tuple) else (x, None)
         sync = handle is None if do_cpu_sync is None else do_cpu_sync
         assert not do_zero_padding or do_expand, "do_zero_padding needs do_expand"

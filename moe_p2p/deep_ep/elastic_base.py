@@ -116,6 +116,14 @@ class ElasticBase:
         self._communicators.close()
         self.runtime = None
 
+    def check(self) -> None:
+        """Raises what has broken this buffer, with its whole text. Not DeepEP's.
+
+        Every call does; the replay of a CUDA graph makes none, so call it once per step that
+        replays some. It waits for nothing and launches nothing.
+        """
+        self._communicators.check()
+
     def barrier(
         self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True
     ) -> None:

@@ -97,6 +97,7 @@ class LowLatencyCalls(BufferBase):
         Rows of an expert are in the order of (source rank, token); rows past its count are not set.
         """
         _check_waiting(async_finish, return_recv_hook)
+        self._communicators.check_others()
         key = (
             x.dtype,
             x.get_device(),

@@ -97,6 +97,7 @@ class NormalCalls(BufferBase):
         num_worst_tokens), the handle and the event; with a handle None for all but rows and event.
         Rows past the last have -1 for all experts, weights of 0 and any values.
         """
+        self._communicators.check_others()
         values, scales = x if isinstance(x, tuple) else (x, None)
         turn = self._streams.turn(values, previous_event, async_finish, allocate_on_comm_stream)
         if handle is not None:

@@ -98,6 +98,15 @@ class Manager:
         (all_to_all, got), self._received = self._got(), None
         return all_to_all.combine(hidden_states, got, weighted=False)
 
+    def check(self) -> None:
+        """Raises what has broken a communicator of the group, with its whole text.
+
+        dispatch looks by itself. Steps that only replay CUDA graphs make no call, so whoever runs
+        them calls this, once per step.
+        """
+        if self.group in self._shared:
+            self._shared[self.group].check()
+
     def get_permuted_hidden_states_by_experts(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """The rows as they are, and the probability of each, [R]."""
         weights = self._got()[1].row_weights
@@ -133,6 +142,7 @@ class Manager:
     def _all_to_all(self, x: Tensor) -> AllToAll:
         if self.group not in self._shared:
             self._shared[self.group] = Communicators(self.group)
+        self._shared[self.group].check_others()
         return self._shared[self.group].get(
             num_experts=self.num_experts,
             hidden_dim=x.shape[1],

@@ -114,6 +114,15 @@ class Dispatcher:
         finish, self._combining = self._combining, None
         return finish()
 
+    def check(self) -> None:
+        """Raises what has broken a communicator of the group, with its whole text.
+
+        dispatch looks by itself. Steps that only replay CUDA graphs make no call, so whoever runs
+        them calls this, once per step.
+        """
+        if self._group in self._shared:
+            self._shared[self._group].check()
+
     def set_quant_config(self, quant_config: dict[str, Any]) -> None:
         self.quant_config, self._options = quant_config, None
 
@@ -174,8 +183,10 @@ class Dispatcher:
             **self._dispatch_options(),
         )
         self._received = all_to_all, got
-        experts = torch.arange(len(got.counts), device=x.device)
-        row_experts = experts.repeat_interleave(got.counts, output_size=sizes.capacity)
+        # Not by repeating each expert: counts are -1 after a failure.
+        rows = torch.arange(sizes.capacity, device=x.device, dtype=torch.int32)
+        row_experts = torch.searchsorted(got.offsets[1:].contiguous(), rows, right=True)
+        row_experts.clamp_(max=len(got.counts) - 1)
         counts = sizes.counts.to(torch.int64)
         rounded = (counts + _GEMM_ROWS - 1) // _GEMM_ROWS * _GEMM_ROWS
         return _made(
@@ -191,6 +202,7 @@ class Dispatcher:
     def _all_to_all(self, x: Tensor, ids: Tensor, *, low_latency: bool) -> AllToAll:
         if self._group not in self._shared:
             self._shared[self._group] = Communicators(self._group)
+        self._shared[self._group].check_others()
         return self._shared[self._group].get(
             num_experts=self._num_experts,
             hidden_dim=x.shape[1],

@@ -40,10 +40,18 @@ class Handle:
     """The AllToAll objects of one group, made when a layer's shape is first seen.
 
     max_tokens: most tokens of any rank in a call.
+    check: raises what has broken it, or others of the same engine. None: looks at this one alone.
     """
 
-    def __init__(self, group: Any, max_tokens: int, num_sms: int | None = None) -> None:
+    def __init__(
+        self,
+        group: Any,
+        max_tokens: int,
+        num_sms: int | None = None,
+        check: Callable[[], None] | None = None,
+    ) -> None:
         self.max_tokens = max_tokens
+        self._check = check or self.check
         self._num_sms = num_sms
         self.sizes = SizeExchange()
         self._communicators = Communicators(group)
@@ -52,6 +60,7 @@ class Handle:
         self, x: Tensor, topk_idx: Tensor, num_experts: int, *, one_step: bool
     ) -> AllToAll:
         """For x [T, H] and topk_idx [T, K]. one_step: halves are used, so no call may be cut."""
+        self._check()
         return self._communicators.get(
             num_experts=num_experts,
             hidden_dim=x.shape[1],
@@ -62,6 +71,10 @@ class Handle:
             chunk_tokens=self.max_tokens if one_step else None,
             num_sms=self._num_sms,
         )
+
+    def check(self) -> None:
+        """Raises what has broken one of them (AllToAll.check)."""
+        self._communicators.check()
 
     def destroy(self) -> None:
         self._communicators.close()
@@ -87,7 +100,9 @@ class All2AllManager:
             or _scheduled_tokens()
         )
         if max_tokens not in self._handles:
-            self._handles[max_tokens] = Handle(self.cpu_group, max_tokens, self._num_sms)
+            self._handles[max_tokens] = Handle(
+                self.cpu_group, max_tokens, self._num_sms, self.check
+            )
         return self._handles[max_tokens]
 
     def set_num_sms(self, num_sms: int) -> None:
@@ -97,6 +112,13 @@ class All2AllManager:
     def max_sms_used(self) -> int | None:
         """None: all."""
         return self._num_sms
+
+    def check(self) -> None:
+        """Raises what has broken any of its handles. prepare() calls it; steps that only replay
+        CUDA graphs make no call, so whoever runs them does, once per step.
+        """
+        for handle in self._handles.values():
+            handle.check()
 
     def destroy(self) -> None:
         while self._handles:
