@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import moe_p2p
 from cases import HIDDEN_DIM, SMALL, check_step, make, make_tokens
+from gpu_ranks import meet
 from moe_p2p import AllToAll, AllToAllConfig
 from ranks import Rank, run_processes, run_threads
 

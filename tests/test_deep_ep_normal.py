@@ -10,7 +10,7 @@ import torch
 
 import deep_ep_cases as cases
 from deep_ep_cases import Place, Setting
-from moe_p2p import AllToAllConfig, InvalidArgumentError, ResourceExhaustedError
+from moe_p2p import AllToAllConfig, InvalidArgumentError, MoeP2pError, ResourceExhaustedError
 from moe_p2p.deep_ep import communicators
 from moe_p2p.deep_ep.layout import count_routing
 from ranks import Rank, run_threads
@@ -125,6 +125,27 @@ def _two_shapes(rank: Rank) -> None:
 
 def test_one_buffer_serves_several_shapes() -> None:
     run_threads(2, _two_shapes)
+
+
+def _one_is_broken(rank: Rank) -> None:
+    """By a call that the buffer did not make, as the replay of a graph would."""
+    place = cases.open_buffer(rank, "cpu")
+    narrow, wide = cases.SETTINGS["bf16"], replace(cases.SETTINGS["fp8"], hidden_dim=512, topk=2)
+    sent = cases.send(place, narrow)
+    cases.check_dispatch(place, wide)
+    place.buffer.check()
+    broken = sent.handle.all_to_all
+    with pytest.raises(MoeP2pError, match=r"capacity is 0|gave up"):
+        of_both_ranks = torch.tensor([[0, 1, broken.config.num_experts - 1]])
+        broken.dispatch(torch.zeros(1, broken.config.hidden_dim), of_both_ranks, capacity=0)
+    for call in (place.buffer.check, lambda: cases.send(place, wide)):
+        with pytest.raises(MoeP2pError) as error:
+            call()
+        assert str(error.value) == broken.broken
+
+
+def test_every_call_of_a_buffer_raises_what_broke_one_of_its_shapes() -> None:
+    run_threads(2, _one_is_broken)
 
 
 def _refusals(rank: Rank) -> None:
