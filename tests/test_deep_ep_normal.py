@@ -137,7 +137,8 @@ def _one_is_broken(rank: Rank) -> None:
     broken = sent.handle.all_to_all
     with pytest.raises(MoeP2pError, match=r"capacity is 0|gave up"):
         of_both_ranks = torch.tensor([[0, 1, broken.config.num_experts - 1]])
-        broken.dispatch(torch.zeros(1, broken.config.hidden_dim), of_both_ranks, capacity=0)
+        x = torch.zeros(1, broken.config.hidden_dim, dtype=torch.bfloat16)
+        broken.dispatch(x, of_both_ranks, capacity=0)
     for call in (place.buffer.check, lambda: cases.send(place, wide)):
         with pytest.raises(MoeP2pError) as error:
             call()
