@@ -4,9 +4,12 @@
         --error-exitcode 9 python tests/sanitize_gpu.py
     PYTHONPATH=. compute-sanitizer --tool racecheck --kernel-name kns=moe_p2p \\
         --error-exitcode 9 python tests/sanitize_gpu.py alone
+    PYTHONPATH=. compute-sanitizer --report-api-errors no --kernel-name kns=moe_p2p \\
+        --kernel-name kns=grouped --error-exitcode 9 python tests/sanitize_gpu.py --overflow alone
 
 Exit code 0: right results and no error; 1: a wrong result; 9, as asked for: the tool found
-something. --bulk: as few multiprocessors carry long steps. Not a test of the suite: kernels run
+something. --overflow: experts behind a dispatch that ran out of room, which write nothing outside of
+their rows. --bulk: as few multiprocessors carry long steps. Not a test of the suite: kernels run
 many times slower under the tool. Kernels of two ranks wait for each other; with a tool that lets
 only one run at a time they time out, and only "alone" can be checked.
 """
@@ -15,11 +18,13 @@ from __future__ import annotations
 
 import argparse
 
+import pytest
 import torch
 
-from cases import Wanted, run_step
-from gpu_ranks import MAX_TOKENS, World, make, prepare, run
-from moe_p2p import launch_shape
+from cases import Wanted, dispatch_arguments, run_step
+from gpu_ranks import DEVICE, HIDDEN_DIM, MAX_TOKENS, World, make, meet, prepare, run
+from moe_p2p import ResourceExhaustedError, launch_shape
+from moe_p2p.layer import Experts, local_experts
 from ranks import Rank
 from test_gpu import call
 from test_gpu_layouts import BY_RANK
@@ -51,16 +56,39 @@ def check(world: World, timeout_s: float) -> None:
     print(f"{world}: {len(wanted)} calls, results are those of the reference")
 
 
+def behind_overflow(rank: Rank, world: World, wanted: Wanted, timeout_s: float) -> None:
+    """What a layer does with counts and offsets of too little capacity, before anybody knows."""
+    with make(rank, world, timeout_s=timeout_s) as comm:
+        prepare(rank, comm, [wanted])
+        experts = Experts(local_experts(comm), HIDDEN_DIM, ffn_dim=128, seed=0).to(DEVICE)
+        got = comm.dispatch(**(dispatch_arguments(comm, wanted) | {"capacity": 2}))
+        with torch.no_grad():
+            y = experts(got.x.flatten(0, -2), got.counts, got.offsets)
+            comm.combine(y, got, out_dtype=wanted.out_dtype)
+        torch.cuda.current_stream().synchronize()
+        with pytest.raises(ResourceExhaustedError, match="capacity is 2"):
+            comm.check()
+        meet(rank, "told")
+
+
+def check_overflow(world: World, timeout_s: float) -> None:
+    for layout in ("padded", "grouped"):
+        wanted = call(world, 2, layout=layout)
+        run(world, behind_overflow, wanted, timeout_s, deadline_s=60 + 20 * timeout_s)
+        print(f"{world}, {layout}: experts behind an overflow stay within their rows")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("worlds", nargs="*", help=f"of {', '.join(WORLDS)}; none: all")
     parser.add_argument("--bulk", action="store_true", help="by copies of whole rows")
+    parser.add_argument("--overflow", action="store_true", help="experts behind too little room")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds that a kernel waits")
     given = parser.parse_args()
     if given.bulk:
         launch_shape.BULK_STEP = 0  # other nodes are not reached that way, however long a step is
     for name in given.worlds or WORLDS:
-        check(WORLDS[name], given.timeout)
+        (check_overflow if given.overflow else check)(WORLDS[name], given.timeout)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cases import TOPK, Wanted, assert_received, expect, finish, make_tokens, on_cpu
 from gpu_ranks import DEVICE, HIDDEN_DIM, MAX_TOKENS, World, in_turn, make, meet, run, worlds
-from moe_p2p import AllToAll, Dispatched
+from moe_p2p import AllToAll, Dispatched, MoeP2pError
 from moe_p2p.reference import Received, Tokens, Topology
 from ranks import Rank
 
@@ -131,6 +131,46 @@ def pair(rank: Rank, world: World, steps: list[list[Wanted]], max_tokens: int, l
 
         prepare_bf16(rank, comm, by_rank=layout == "by_rank")
         replay(rank, comm, body, [comm_inputs], steps)
+
+
+def without_one(rank: Rank, world: World, wanted: Wanted, layout: str) -> None:
+    """The last rank replays once, the others again and again: no call of theirs could raise."""
+    with make(rank, world, timeout_s=2.0, chunk_tokens=MAX_TOKENS) as comm:
+        place = Inputs.make(MAX_TOKENS)
+
+        def body() -> list[Result]:
+            got = comm.dispatch(**place.arguments(MAX_TOKENS, layout))
+            return [(got, comm.combine(got.x * 2, got))]
+
+        prepare_bf16(rank, comm, by_rank=layout == "by_rank")
+        graph, ((live, out),) = capture(rank, body)
+        place.set(wanted.tokens[rank.rank])
+        graph.replay()
+        finish(comm)
+        comm.check()
+        assert torch.equal(out.cpu(), wanted.out[rank.rank])
+        meet(rank, "replayed together")
+        if rank.rank + 1 < world.ranks:
+            for _ in range(3):
+                graph.replay()
+                torch.cuda.current_stream().synchronize()
+                got = on_cpu(live)
+                assert (got.counts == -1).all()
+                assert (got.offsets == 0).all()
+                assert got.x.isnan().all()
+                assert out.cpu().isnan().all()
+            with pytest.raises(MoeP2pError, match=f"rank {world.ranks - 1}|gave up") as error:
+                comm.check()
+            assert str(error.value) == comm.broken
+        meet(rank, "told")
+
+
+@pytest.mark.parametrize("layout", ["grouped", "by_rank"])
+@pytest.mark.parametrize("world", worlds((2, 2), (2, 1)))
+def test_replays_without_a_rank_give_nothing_that_passes_for_a_result(
+    world: World, layout: str
+) -> None:
+    run(world, without_one, call(world, 2, layout=layout), layout)
 
 
 def prepare_bf16(rank: Rank, comm: AllToAll, *, by_rank: bool = False) -> None:
