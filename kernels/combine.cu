@@ -13,8 +13,8 @@ using namespace moe_p2p::device;
 
 namespace {
 
-// Steps of a receiving half alone: its sending half left them in the handle.
-__device__ u64& solo_step(const CombineParams& p) {
+// The step of a receiving half alone: its sending half left it in the handle.
+__device__ u64& combined_step(const CombineParams& p) {
   return reinterpret_cast<u64*>(&reinterpret_cast<HandleMeta*>(p.handle)->reserved)[0];
 }
 
@@ -28,18 +28,31 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, MOE_P2P_BLOCKS_PER_S
   const auto& meta = *reinterpret_cast<const HandleMeta*>(p.handle);
   const Role role = Role::of(p.grid);
   const bool sends = p.grid.num_send_blocks > 0, receives = p.grid.num_recv_blocks > 0;
-  const bool opens = p.solo && sends && !p.empty;
-  const OpenedSteps steps = opens ? OpenedSteps::read(p.comm) : OpenedSteps{};
+  const Launch launch = Launch::begin(p.comm);
   const bool valid = meta.magic == HandleMeta::kMagic && meta.communicator == p.comm.communicator &&
                      meta.num_chunks == p.num_chunks &&
                      (p.empty || !(receives || p.topk_weights) || meta.num_rows == p.num_rows);
-  const u64 first = opens ? steps.first : p.solo && !p.empty ? solo_step(p) : meta.first_step;
+  // The step of its dispatch where that is open, or else steps of its own, with an empty dispatch each.
+  const bool ends_pair = valid && sends && closes(p.comm, launch.number, meta.first_step);
+  const bool opens = sends && !p.empty && !ends_pair;
+  const u64 first = !sends ? combined_step(p) : opens ? launch.next_step : meta.first_step;
+  if (blockIdx.x == 0 && threadIdx.x == 0) {
+    launch.open(p.comm, Phase::kCombine, opens ? p.num_chunks : 0);
+    if (ends_pair)
+      st_relaxed_sys_u64(&open_steps(p.comm)[slot_of(first)].closer, launch.number + 1);
+    if (sends && !receives && valid) combined_step(p) = first;
+    if (!valid && !p.empty)
+      raise_fault(p.comm, kBadHandle, Phase::kCombine, p.comm.rank, 0, p.comm.communicator,
+                  meta.communicator);
+  }
   if (role.send >= 0 && !p.empty) {
-    way::combine_send(p, valid, aborted, first, role.send);
+    way::combine_send(p, valid, aborted, opens, first, role.send);
   } else if (!valid) {
     if (role.recv >= 0 && !p.empty) lose_sums(p, role.recv);
+  } else if (p.empty && !ends_pair) {
+    // Nothing is to be released.
   } else if (role.relay) {
-    if (sends && !p.empty && relay_says_read(p)) {
+    if (sends && !p.empty && relay_says_read(p, opens)) {
       // Of one chunk: combines of several open steps of their own.
       say_chunk_read({p, Self(p.comm), HandleArrays(p.handle, p.num_chunks), valid, aborted}, first,
                      0);
@@ -57,11 +70,5 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, MOE_P2P_BLOCKS_PER_S
   } else if (role.recv >= 0) {
     way::combine_recv(p, aborted, first, role.recv);
   }
-  if (blockIdx.x == 0 && threadIdx.x == 0) {
-    if (!valid)
-      raise_fault(p.comm, kBadHandle, Phase::kCombine, p.comm.rank, 0, p.comm.communicator,
-                  meta.communicator);
-    if (opens && !receives && valid) solo_step(p) = first;
-  }
-  if (opens) steps.close(p.comm, p.num_chunks);
+  end_launch(p.comm);
 }

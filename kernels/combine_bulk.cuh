@@ -298,7 +298,7 @@ __device__ inline void load_slots(const Adder& a, Loader& loader, const LoadWarp
   loader.end();
 }
 
-__device__ inline void combine_send(const CombineParams& p, bool valid, bool aborted,
+__device__ inline void combine_send(const CombineParams& p, bool valid, bool aborted, bool opens,
                                     u64 first_step, i32 block) {
   auto& s = shared<BulkShared>();
   const PipeRole role = PipeRole::of();
@@ -312,7 +312,8 @@ __device__ inline void combine_send(const CombineParams& p, bool valid, bool abo
   init_pipes(s);
   for (i32 chunk = 0; chunk < p.num_chunks; ++chunk) {
     const u64 step = first_step + static_cast<u64>(chunk);
-    if (!open_chunk(a, step, chunk, block)) return;
+    if (!open_chunk(a, opens, step, chunk, block)) return;
+    opens = true;  // a pair has one chunk
     if (role.loads) {
       load_slots(a, loader, warp, step, chunk);
     } else if (role.stores) {

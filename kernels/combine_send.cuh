@@ -295,19 +295,20 @@ __device__ inline void say_chunk_read(const Adder& a, u64 step, i32 chunk) {
 }
 // Between nodes that takes longer than a sum, so the block that relays says it where nothing has to come
 // before it.
-__device__ inline bool relay_says_read(const CombineParams& p) {
-  return kOthers > 0 && !p.solo && !p.topk_weights;
+__device__ inline bool relay_says_read(const CombineParams& p, bool opens) {
+  return kOthers > 0 && !opens && !p.topk_weights;
 }
 
-// What comes before the sums of a chunk, by the whole block. False: somebody did not come.
-__device__ inline bool open_chunk(const Adder& a, u64 step, i32 chunk, i32 block) {
-  if (!a.valid || (a.p.solo && !open_solo(a, step, chunk, block))) return false;
+// What comes before the sums of a chunk, by the whole block. opens: a step of its own. False: somebody did
+// not come.
+__device__ inline bool open_chunk(const Adder& a, bool opens, u64 step, i32 chunk, i32 block) {
+  if (!a.valid || (opens && !open_solo(a, step, chunk, block))) return false;
   if (a.p.topk_weights && !exchange_weights(a.p, step, chunk, block)) return false;
-  if (block == 0 && !relay_says_read(a.p)) say_chunk_read(a, step, chunk);
+  if (block == 0 && !relay_says_read(a.p, opens)) say_chunk_read(a, step, chunk);
   return true;
 }
 
-__device__ inline void combine_send(const CombineParams& p, bool valid, bool aborted,
+__device__ inline void combine_send(const CombineParams& p, bool valid, bool aborted, bool opens,
                                     u64 first_step, i32 block) {
   const Adder a{p, Self(p.comm), HandleArrays(p.handle, p.num_chunks), valid, aborted};
   const SendWorker own = SendWorker::of(block, p.grid.num_send_blocks);
@@ -317,7 +318,8 @@ __device__ inline void combine_send(const CombineParams& p, bool valid, bool abo
     const u64 step = first_step + static_cast<u64>(chunk);
     if (!p.topk_weights)
       look_up(a, worker, step, chunk, a.num_items(chunk), worker.id, scratch_of(worker));
-    if (!open_chunk(a, step, chunk, block)) return;
+    if (!open_chunk(a, opens, step, chunk, block)) return;
+    opens = true;  // a pair has one chunk
     combine_chunk(a, worker, share, step, chunk);
     worker.sync();  // the next chunk's first batch takes the place of this one's last
   }

@@ -15,27 +15,23 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, MOE_P2P_BLOCKS_PER_S
     moe_p2p_dispatch(const __grid_constant__ DispatchParams p) {
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
+  const Launch launch = Launch::begin(p.comm);
   const Role role = Role::of(p.grid);
-  if (p.grid.num_send_blocks == 0) {
-    // A receive half alone finds its step in the handle, which its send half wrote.
-    const u64 first = reinterpret_cast<const HandleMeta*>(p.handle)->first_step;
-    if (role.relay) {
-      relay(p.comm, first, p.num_chunks, {.free = false, .dispatch = true, .combine = false});
-    } else {
-      way::dispatch_recv(p, first, role.recv);
-    }
-    return;
+  const bool sends = p.grid.num_send_blocks > 0, receives = p.grid.num_recv_blocks > 0;
+  // A receive half alone finds its step in the handle, which its send half wrote.
+  const u64 first =
+      sends ? launch.next_step : reinterpret_cast<const HandleMeta*>(p.handle)->first_step;
+  if (blockIdx.x == 0 && threadIdx.x == 0) {
+    launch.open(p.comm, Phase::kDispatch, sends ? p.num_chunks : 0);
+    if (sends && !p.solo) open_steps(p.comm)[slot_of(first)] = {first + 1, 0};
   }
-  const OpenedSteps steps = OpenedSteps::read(p.comm);
   if (role.relay) {
-    const bool receives = p.grid.num_recv_blocks > 0;
-    relay(p.comm, steps.first, p.num_chunks,
-          {.free = true, .dispatch = receives, .combine = false});
+    relay(p.comm, first, p.num_chunks, {.free = sends, .dispatch = receives, .combine = false});
   } else if (role.send >= 0) {
-    way::dispatch_send(p, steps.first, role.send);
+    way::dispatch_send(p, first, role.send);
     copy_topk(p, role.send);
   } else {
-    way::dispatch_recv(p, steps.first, role.recv);
+    way::dispatch_recv(p, first, role.recv);
   }
-  steps.close(p.comm, p.num_chunks);
+  end_launch(p.comm);
 }

@@ -19,6 +19,7 @@ import shutil
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -111,7 +112,59 @@ def machine() -> Path:
 
 @functools.cache
 def _machine() -> ctypes.CDLL:
-    return ctypes.CDLL(str(machine()))
+    library = ctypes.CDLL(str(machine()))
+    library.moe_p2p_begin_capture.restype = ctypes.c_void_p
+    library.moe_p2p_num_captured.restype = ctypes.c_size_t
+    return library
+
+
+class Graph:
+    """In place of a torch.cuda.CUDAGraph: kernels, which are replayed without the host."""
+
+    def __init__(self) -> None:
+        self._driver, self._graph, self._length = _machine(), ctypes.c_void_p(), 0
+        self._between: list[tuple[int, Callable[[], object]]] = []  # launches before it, a step
+
+    def __del__(self) -> None:
+        self._driver.moe_p2p_drop_graph(self._graph)
+
+    def record(self, body: Callable[[], Any]) -> Any:
+        self._graph = ctypes.c_void_p(self._driver.moe_p2p_begin_capture())
+        _capturing.graph = self
+        try:
+            result = body()
+            self._length = self._driver.moe_p2p_num_captured()
+            return result
+        finally:
+            _capturing.graph = None
+            self._driver.moe_p2p_end_capture()
+
+    def add(self, step: Callable[[], object]) -> None:
+        """Something that is no kernel of the package."""
+        self._between.append((self._driver.moe_p2p_num_captured(), step))
+
+    def replay(self) -> None:
+        done = 0
+        for until, step in self._between:
+            self._run(done, until)
+            step()
+            done = until
+        self._run(done, self._length)
+
+    def _run(self, first: int, last: int) -> None:
+        self._driver.moe_p2p_replay(self._graph, ctypes.c_size_t(first), ctypes.c_size_t(last))
+
+
+_capturing = threading.local()
+
+
+def compute(step: Callable[[], object]) -> None:
+    """What step() computes into tensors that are there; in a captured body, at each replay."""
+    graph = getattr(_capturing, "graph", None)
+    if graph is None:
+        step()
+    else:
+        graph.add(step)
 
 
 @functools.cache
@@ -123,10 +176,13 @@ def _function(source: str, macros: tuple[tuple[str, int], ...]) -> tuple[ctypes.
         'extern "C" void moe_p2p_emulated(const void* params) {\n'
         f"  using Params = moe_p2p::abi::{name.capitalize()}Params;\n"
         f"  moe_p2p_{name}(*static_cast<const Params*>(params));\n}}\n"
+        f"size_t moe_p2p_params_bytes = sizeof(moe_p2p::abi::{name.capitalize()}Params);\n"
     )
     library = ctypes.CDLL(str(build(text, str(machine()), extra=WATCHED)))
     address = ctypes.cast(library.moe_p2p_emulated, ctypes.c_void_p).value
     assert address is not None
+    size = ctypes.c_size_t.in_dll(library, "moe_p2p_params_bytes")
+    _machine().moe_p2p_set_params_bytes(ctypes.c_void_p(address), size)
     return library, address
 
 

@@ -1,7 +1,8 @@
 """The device kernels where there is no GPU: a part of their tests, on an emulated one.
 
 In a process of its own, which believes that it has a driver. All of them run the same way, but for
-those of CUDA graphs and of processes: `pytest -p emulated_gpu tests/test_gpu_layouts.py`.
+those of whole CUDA graphs, which hold kernels of torch as well, of streams and of processes:
+`pytest -p emulated_gpu tests/test_gpu_layouts.py`.
 """
 
 from __future__ import annotations
@@ -41,6 +42,15 @@ CASES = {
         "test_gpu_copy_kernel.py",
         "test_gpu_long_steps.py::test_steps_of_three_hundred_tokens[4ranks-2pernode]",
         "test_gpu_long_steps.py::test_a_hostile_network_changes_nothing[1]",
+    ],
+    "graphs": [  # what they capture is replayed without the host
+        f"test_gpu_graphs.py::test_a_part_of_a_step_in_a_graph[{which}]"
+        for which in (
+            "2ranks-2pernode-dispatch, combined twice",
+            "2ranks-2pernode-combine",
+            "2ranks-2pernode-graphs in turns",
+            "2ranks-1pernode-sending halves",
+        )
     ],
     "in bulk": [
         "test_gpu_bulk.py::test_every_format_is_the_reference_bit_for_bit[3ranks-3pernode]",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +29,14 @@ def doubled(topology: Topology, rank: int, received: Received) -> Tensor:
     return received.x.reshape(-1, received.x.shape[-1]) * 2
 
 
-def call(world: World, seed: int, max_tokens: int = MAX_TOKENS, layout: str = "grouped") -> Wanted:
+def call(
+    world: World,
+    seed: int,
+    max_tokens: int = MAX_TOKENS,
+    layout: str = "grouped",
+    *,
+    all_count: bool = False,
+) -> Wanted:
     """A call whose tensors have all rows, of which a number that changes counts."""
 
     def tokens(rank: int) -> Tokens:
@@ -40,6 +48,8 @@ def call(world: World, seed: int, max_tokens: int = MAX_TOKENS, layout: str = "g
             num_experts=world.num_experts,
             hidden_dim=HIDDEN_DIM,
         )
+        if all_count:
+            return replace(made, num_tokens=None)
         return replace(made, num_tokens=(5 * seed + 3 * rank) % (max_tokens + 1))
 
     made = [tokens(rank) for rank in range(world.ranks)]
@@ -91,14 +101,24 @@ def capture(
 ) -> tuple[torch.cuda.CUDAGraph, list[Result]]:
     """body() once as it is, so that all it needs is loaded, then captured."""
     body()
+    return record(rank, "capture", body)
+
+
+def record(rank: Rank, name: str, body: Callable[[], Any]) -> tuple[Any, Any]:
+    """A graph of body(), and what body() returns. Each name once per world."""
+    if DEVICE == "cpu":
+        import emulated_gpu
+
+        emulated = emulated_gpu.Graph()
+        return emulated, in_turn(rank, name, lambda: emulated.record(body))
     graph = torch.cuda.CUDAGraph()
 
-    def record() -> list[Result]:
+    def captured() -> Any:
         stream = torch.cuda.current_stream()
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             return body()
 
-    return graph, in_turn(rank, "capture", record)
+    return graph, in_turn(rank, name, captured)
 
 
 def replay(
@@ -234,3 +254,105 @@ def micro_batches(rank: Rank, world: World, steps: list[list[Wanted]], apart: bo
 def test_two_micro_batches_in_flight_within_a_graph(world: World, apart: bool) -> None:
     steps = [[call(world, 2 * seed + i) for i in range(2)] for seed in range(10)]
     run(world, micro_batches, steps, apart)
+
+
+# --- graphs of a part of a step: what is in which graph is nothing that a kernel could see ---
+
+
+def static(dispatched: Dispatched) -> Dispatched:
+    """Tensors of the same sizes, for a graph that combines what others have dispatched."""
+    return dispatched._replace(
+        **{
+            name: torch.empty_like(value)
+            for name, value in dispatched._asdict().items()
+            if isinstance(value, Tensor)
+        }
+    )
+
+
+def fill(to: Dispatched, dispatched: Dispatched) -> None:
+    for place, value in zip(to, dispatched, strict=True):
+        if isinstance(value, Tensor):
+            place.copy_(value)
+
+
+class Layer:
+    """A dispatch and its combine, or their halves; those with a star are replayed."""
+
+    def __init__(self, rank: Rank, comm: AllToAll, name: str, parts: list[str]) -> None:
+        self.comm, self.parts = comm, parts
+        self.inputs = Inputs.make(MAX_TOKENS)
+        self.arguments = self.inputs.arguments(MAX_TOKENS) | {"num_tokens": None}
+        self.got = comm.dispatch(**self.arguments)
+        self.y = self.got.x * 2
+        self.out = comm.combine(self.y, self.got)
+        self.copied = parts[0] == "dispatch" and "*combine" in parts
+        if self.copied or "dispatch_recv" in parts:  # with tensors that are others at each call
+            self.copied, self.got = True, static(self.got)
+        self.pending: Any = None
+        self.graphs = {
+            part: record(rank, f"{name} {part}", lambda part=part: self.call(part[1:]))[0]
+            for part in parts
+            if part[0] == "*"
+        }
+
+    def call(self, part: str) -> None:
+        if part in ("dispatch", "dispatch_recv"):
+            if part == "dispatch":
+                got = self.comm.dispatch(**self.arguments)
+            else:
+                got = self.comm.dispatch_recv(self.sent)
+            if self.copied:
+                fill(self.got, got)
+            else:
+                self.got = got
+        elif part == "dispatch_send":
+            self.sent = self.comm.dispatch_send(**self.arguments)
+        elif part == "combine_send":
+            self.pending = self.comm.combine_send(self.y, self.got)
+        elif part == "combine_recv":
+            self.out = self.comm.combine_recv(self.pending)
+        else:
+            self.out = self.comm.combine(self.y, self.got)
+
+    def run(self, rank: Rank, wanted: Wanted) -> None:
+        self.inputs.set(wanted.tokens[rank.rank])
+        for part in self.parts:
+            if "combine" in part:
+                self.y.copy_(self.got.x * 2)
+            if part in self.graphs:
+                self.graphs[part].replay()
+            else:
+                self.call(part)
+            finish(self.comm)
+            if part.endswith(("combine", "combine_recv")):
+                assert_received(on_cpu(self.got), wanted.received[rank.rank])
+                assert torch.equal(self.out.cpu(), wanted.out[rank.rank])
+
+
+PARTS = {
+    "dispatch": ["*dispatch combine"],
+    "dispatch, combined twice": ["*dispatch combine combine"],
+    "combine": ["dispatch *combine"],
+    "graphs in turns": ["*dispatch *combine", "dispatch combine", "*dispatch *combine"],
+    "sending halves": ["*dispatch_send dispatch_recv *combine_send combine_recv"],
+    "each half": ["*dispatch_send *dispatch_recv *combine_send *combine_recv"],
+}
+
+
+def in_parts(rank: Rank, world: World, layers: list[str], steps: list[Wanted]) -> None:
+    with make(rank, world) as comm:
+        prepare_bf16(rank, comm)
+        made = [Layer(rank, comm, f"{i}", parts.split()) for i, parts in enumerate(layers)]
+        for wanted in steps:
+            for layer in made:
+                layer.run(rank, wanted)
+        meet(rank, "done")
+
+
+@pytest.mark.parametrize("parts", PARTS)
+@pytest.mark.parametrize("world", worlds((2, 2), (2, 1)))
+def test_a_part_of_a_step_in_a_graph(world: World, parts: str) -> None:
+    """More steps than may be open: whether a combine closes one is found out on the device."""
+    steps = [call(world, seed, all_count=True) for seed in range(4)]
+    run(world, in_parts, PARTS[parts], steps)

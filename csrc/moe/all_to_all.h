@@ -22,6 +22,7 @@
 #include "engine/transfer_engine.h"
 #include "kernels/abi/params.h"
 #include "moe/plan.h"
+#include "platform/stream_order.h"
 #include "proxy/proxy_thread.h"
 
 namespace moe_p2p::moe {
@@ -95,7 +96,7 @@ struct DispatchSend {
   int64_t max_tokens = 0;  // of any rank in this call; all ranks give the same
   bool solo = false;
   Handle handle{};
-  void* stream = nullptr;  // on a GPU: where the call runs
+  platform::Stream stream{};  // on a GPU: where the call runs
 };
 
 struct DispatchRecv {
@@ -124,7 +125,7 @@ struct DispatchRecv {
   int64_t* ranges = nullptr;  // [E_local, W] first row of that source there << 32 | number of rows
   int64_t* wait_ticks =
       nullptr;  // [W] how long each source was waited for: ns, on a GPU clock cycles
-  void* stream = nullptr;
+  platform::Stream stream{};
 };
 
 struct CombineSend {
@@ -141,7 +142,7 @@ struct CombineSend {
   int64_t num_rows = 0;    // T, with topk_weights
   abi::DType out_dtype{};  // of partial sums on the wire and of the result
   int64_t max_tokens = 0;  // on a GPU: that of the dispatch
-  void* stream = nullptr;
+  platform::Stream stream{};
 };
 
 struct CombineRecv {
@@ -152,7 +153,7 @@ struct CombineRecv {
   float* out_scalars = nullptr;   // [T, K]
   const void* bias[2]{};          // [T, H] of out_dtype, the first addends; null: none
   int64_t* wait_ticks = nullptr;  // as in dispatch
-  void* stream = nullptr;
+  platform::Stream stream{};
 };
 
 class AllToAll {
@@ -192,7 +193,7 @@ class AllToAll {
   void combine_send(const CombineSend& send);
   void combine_recv(const CombineRecv& recv);
   // Closes the step of a paired dispatch that gets no combine. All ranks release it.
-  void release(Handle handle, void* stream = nullptr);
+  void release(Handle handle, const platform::Stream& stream = {});
 
   // The same number of values from every rank, [W, n] on each; waits for all ranks. On the host, with
   // or without options.device: what kernels do at that time does not matter.

@@ -399,7 +399,7 @@ void AllToAll::gather_counts(std::span<const int32_t> values, std::span<int32_t>
   });
 }
 
-void AllToAll::release(Handle handle, void* stream) {
+void AllToAll::release(Handle handle, const platform::Stream& stream) {
   State& s = *state_;
   s.require_usable();
   if (s.device) return s.launch([&] { s.device->release(handle, stream); });

@@ -43,7 +43,11 @@ abi::ScalePlace scale_place(const DispatchRecv& recv) noexcept {
 
 DeviceKernels::DeviceKernels(const Plan& plan, const AllToAllOptions& options,
                              const DeviceMemory& memory)
-    : plan_(plan), memory_(memory), context_(memory.ordinal) {
+    : plan_(plan),
+      memory_(memory),
+      context_(memory.ordinal),
+      open_(plan.shape.steps_in_flight),
+      order_(context_) {
   MOE_P2P_CHECK(memory.data.size() == static_cast<size_t>(plan.shape.ranks_per_node) &&
                     memory.data.size() <= abi::kMaxDomainRanks,
                 Code::kInvalidArgument, memory.data.size(), " ranks' memory for ",
@@ -109,6 +113,12 @@ base::Error DeviceKernels::error_of(const abi::Fault& fault, const std::string& 
     case abi::kTooManyTokens:
       return {Code::kInvalidArgument,
               base::concat(head, ": num_tokens is ", got, ", at most ", fault.expected, " fit")};
+    case abi::kTwoAtOnce:
+      return {Code::kInvalidArgument,
+              base::concat(head,
+                           " began while another call of this communicator was running; let one "
+                           "wait for the other where graphs are replayed on several streams, or "
+                           "give each stream a communicator")};
     case abi::kBadHandle:
       return {Code::kInvalidArgument,
               base::concat(head, ": the handle was not made by a dispatch of communicator ",
@@ -121,33 +131,13 @@ base::Error DeviceKernels::error_of(const abi::Fault& fault, const std::string& 
   }
 }
 
-// --- open calls ----------------------------------------------------------------------------------
-
-DeviceKernels::OpenCalls::iterator DeviceKernels::find_open(Handle handle, Stage stage) noexcept {
-  // The newest first: memory of a handle that was dropped may be that of another one now.
-  const auto found = std::find_if(open_.rbegin(), open_.rend(), [&](const Open& open) {
-    return open.handle == handle.words && open.stage == stage;
-  });
-  return found == open_.rend() ? open_.end() : std::prev(found.base());
-}
-
-// The steps of this call must not come to wait for one that the caller himself holds open.
-void DeviceKernels::check_room(int64_t num_steps) const {
-  const auto steps = static_cast<uint64_t>(plan_.shape.steps_in_flight);
-  const uint64_t last = next_step_ + static_cast<uint64_t>(num_steps) - 1;
-  for (const Open& open : open_)
-    MOE_P2P_CHECK(last < open.first_step + steps, Code::kInvalidArgument,
-                  "an earlier call is still open and this call needs ", num_steps,
-                  " of steps_in_flight ", steps, "; combine or release the earlier dispatch first");
-}
+// --- launching -----------------------------------------------------------------------------------
 
 void DeviceKernels::check_half(int64_t num_steps) const {
   MOE_P2P_CHECK(num_steps <= plan_.shape.steps_in_flight, Code::kInvalidArgument, "this call has ",
                 num_steps, " chunks, send and receive halves take at most steps_in_flight = ",
                 plan_.shape.steps_in_flight, "; use the whole call or raise chunk_tokens");
 }
-
-// --- launching -----------------------------------------------------------------------------------
 
 abi::Grid DeviceKernels::grid_of(const DeviceKernel& kernel, GridInput input) const {
   input.relay_blocks = abi::Grid::relay_blocks(plan_.shape);
@@ -156,22 +146,24 @@ abi::Grid DeviceKernels::grid_of(const DeviceKernel& kernel, GridInput input) co
 }
 
 template <typename Params>
-void DeviceKernels::launch(const DeviceKernel& kernel, const Params& params, void* stream) const {
+void DeviceKernels::launch(const DeviceKernel& kernel, const Params& params, const Place& place) {
   const int num_blocks = abi::Grid::relay_blocks(plan_.shape) + params.grid.num_send_blocks +
                          params.grid.num_recv_blocks;
   const platform::ContextGuard current(context_);
+  const bool in_stream = order_.follow(place.stream, place.capture);
   platform::launch_kernel({.kernel = kernel.handle,
                            .num_blocks = static_cast<unsigned>(num_blocks),
                            .num_threads = kernel.num_threads,
                            .shared_bytes = kernel.shared_bytes,
-                           .stream = stream,
-                           .overlap_previous = true},
+                           .stream = place.stream.handle,
+                           .overlap_previous = in_stream},
                           &params);
+  order_.launched(place.stream, place.capture);
 }
 
 // --- dispatch ------------------------------------------------------------------------------------
 
-DeviceKernels::Open DeviceKernels::begin_dispatch(const DispatchSend& send) const {
+OpenCall DeviceKernels::begin_dispatch(const DispatchSend& send) const {
   const int64_t num_chunks = plan_.num_chunks(send.max_tokens);
   MOE_P2P_CHECK(send.num_tokens >= 0 && send.num_tokens <= send.num_rows, Code::kInvalidArgument,
                 "num_tokens is ", send.num_tokens, ", x has ", send.num_rows, " rows");
@@ -183,9 +175,7 @@ DeviceKernels::Open DeviceKernels::begin_dispatch(const DispatchSend& send) cons
   MOE_P2P_CHECK(static_cast<uint64_t>(send.handle.num_words) >= layout.total,
                 Code::kInvalidArgument, "handle has ", send.handle.num_words,
                 " words, this dispatch needs ", layout.total, " (handle_words)");
-  check_room(num_chunks);
   return {.handle = send.handle.words,
-          .first_step = next_step_,
           .num_steps = num_chunks,
           .solo = send.solo || num_chunks > 1,
           .stage = Stage::kDispatchSent,
@@ -240,7 +230,7 @@ void DeviceKernels::fill(abi::DispatchParams& p, const DispatchRecv& recv) const
   p.alignment = recv.alignment;
 }
 
-abi::DispatchParams DeviceKernels::params_of(const Open& call) const {
+abi::DispatchParams DeviceKernels::params_of(const OpenCall& call) const {
   abi::DispatchParams p{};
   p.comm = comm_;
   p.num_rows = call.num_rows;
@@ -253,15 +243,16 @@ abi::DispatchParams DeviceKernels::params_of(const Open& call) const {
   return p;
 }
 
-void DeviceKernels::dispatch(const DispatchSend* send, const DispatchRecv* recv, void* stream) {
-  auto waiting = open_.end();
-  if (!send) {
-    waiting = find_open(recv->handle, Stage::kDispatchSent);
-    MOE_P2P_CHECK(waiting != open_.end(), Code::kInvalidArgument,
-                  "dispatch_recv: this handle has no dispatch_send waiting; each send half is "
-                  "received once");
-  }
-  Open call = send ? begin_dispatch(*send) : *waiting;
+void DeviceKernels::dispatch(const DispatchSend* send, const DispatchRecv* recv,
+                             const platform::Stream& stream) {
+  const Place place(stream);
+  const OpenCall* before =
+      send ? nullptr : open_.find(recv->handle.words, Stage::kDispatchSent, place.capture);
+  MOE_P2P_CHECK(send || before, Code::kInvalidArgument,
+                "dispatch_recv: this handle has no dispatch_send waiting; each send half is "
+                "received once");
+  OpenCall call = send ? begin_dispatch(*send) : *before;
+  if (send) open_.check_room(call.num_steps, place.capture);
   if (!recv) check_half(call.num_steps);
   MOE_P2P_CHECK(!recv || (recv->layout == abi::RowLayout::kByRank) == call.variant.by_rank,
                 Code::kInvalidArgument,
@@ -284,21 +275,16 @@ void DeviceKernels::dispatch(const DispatchSend* send, const DispatchRecv* recv,
       {.send_items = send ? std::min<int64_t>(call.num_rows, chunk) * kMostShares + 1  // headers
                           : 0,
        .recv_items = recv ? chunk * plan_.shape.world_size : 0});
-  launch(kernel, p, stream);
-  if (send) next_step_ += static_cast<uint64_t>(call.num_steps);
-  if (!send) open_.erase(waiting);
+  launch(kernel, p, place);
   if (recv) call.stage = Stage::kDispatched;
-  if (!recv || !call.solo) open_.push_back(call);
+  open_.launched(before, call, place.capture, send != nullptr, !recv || !call.solo);
 }
 
 // --- combine -------------------------------------------------------------------------------------
 
-DeviceKernels::Open DeviceKernels::begin_combine(const CombineSend& send) const {
-  const int64_t num_chunks = plan_.num_chunks(send.max_tokens);
-  check_room(num_chunks);
+OpenCall DeviceKernels::begin_combine(const CombineSend& send) const {
   return {.handle = send.handle.words,
-          .first_step = next_step_,
-          .num_steps = num_chunks,
+          .num_steps = plan_.num_chunks(send.max_tokens),
           .solo = true,
           .stage = Stage::kCombineSent};
 }
@@ -322,27 +308,30 @@ void DeviceKernels::fill(abi::CombineParams& p, const CombineRecv& recv) {
   p.wait_ticks = address(recv.wait_ticks);
 }
 
-void DeviceKernels::combine(const CombineSend* send, const CombineRecv* recv, void* stream) {
+void DeviceKernels::combine(const CombineSend* send, const CombineRecv* recv,
+                            const platform::Stream& stream) {
+  const Place place(stream);
   const Handle handle = send ? send->handle : recv->handle;
-  MOE_P2P_CHECK(!send || find_open(handle, Stage::kDispatchSent) == open_.end(),
-                Code::kInvalidArgument,
+  MOE_P2P_CHECK(!send || !open_.waits_to_be_received(handle.words), Code::kInvalidArgument,
                 "combine needs a dispatch that was received; call dispatch_recv first");
-  const auto open = find_open(handle, send ? Stage::kDispatched : Stage::kCombineSent);
-  const bool was_open = open != open_.end();
-  MOE_P2P_CHECK(send || was_open, Code::kInvalidArgument,
+  const OpenCall* before =
+      open_.find(handle.words, send ? Stage::kDispatched : Stage::kCombineSent, place.capture);
+  MOE_P2P_CHECK(send || before, Code::kInvalidArgument,
                 "combine_recv: this handle has no combine_send waiting; each send half is received "
                 "once");
-  Open call = was_open ? *open : begin_combine(*send);
-  const bool opens = send && call.solo;
+  OpenCall call = before ? *before : begin_combine(*send);
+  const bool opens = send && call.solo;  // as far as the host knows
   if (send) {
     call.stage = Stage::kCombineSent;
-    call.key = {static_cast<int>(send->y_dtype), static_cast<int>(send->out_dtype)};
+    call.num_steps = plan_.num_chunks(send->max_tokens);
+    call.types = {static_cast<int>(send->y_dtype), static_cast<int>(send->out_dtype)};
     call.with_scalars = send->row_scalars != nullptr;
   }
+  if (opens) open_.check_room(call.num_steps, place.capture);
   // Rows of one expert or by rank go as they stand: rows_stay of kernels/combine_bulk.cuh.
   const bool copies = send && send->y_dtype == send->out_dtype && !send->row_weights &&
                       !send->topk_weights && !send->row_scalars;
-  const auto out_dtype = static_cast<DType>(call.key.second);
+  const auto out_dtype = static_cast<DType>(call.types.second);
   check_partial(plan_, out_dtype, call.with_scalars);
   if (!recv) check_half(call.num_steps);
   MOE_P2P_CHECK(!recv || (recv->out_dtype == out_dtype &&
@@ -350,48 +339,46 @@ void DeviceKernels::combine(const CombineSend* send, const CombineRecv* recv, vo
                 Code::kInvalidArgument,
                 "out must be of the out_dtype that combine_send was given, and scalars come back "
                 "only where row_scalars were sent");
-  const DeviceKernel& kernel = find_kernel(combine_kernels_, call.key, "combine");
+  const DeviceKernel& kernel = find_kernel(combine_kernels_, call.types, "combine");
   abi::CombineParams p{};
   p.comm = comm_;
   p.handle = address(handle.words);
   p.stride = partial_stride(plan_, out_dtype, call.with_scalars);
   p.num_chunks = static_cast<int32_t>(call.num_steps);
   p.with_scalars = call.with_scalars;
-  p.solo = call.solo;
   if (send) fill(p, *send);
   if (recv) fill(p, *recv);
   const int64_t chunk = plan_.shape.chunk_tokens;
   p.grid = grid_of(kernel, {.send_items = send ? chunk * plan_.shape.world_size : 0,
                             .recv_items = recv ? chunk * kMostShares : 0,
                             .copies = copies});
-  launch(kernel, p, stream);
-  if (opens) next_step_ += static_cast<uint64_t>(call.num_steps);
-  if (was_open) open_.erase(open);
-  if (!recv) open_.push_back(call);
+  launch(kernel, p, place);
+  open_.launched(before, call, place.capture, opens, !recv);
 }
 
 // Receives a dispatch without outputs: slots that flag themselves have to be taken.
-void DeviceKernels::discard(const Open& call, void* stream) const {
+void DeviceKernels::discard(const OpenCall& call, const Place& place) {
   const DeviceKernel& kernel = find_kernel(dispatch_kernels_, call.variant, "dispatch");
   abi::DispatchParams p = params_of(call);
   p.grouped = 1;
   p.alignment = 1;
   p.grid = grid_of(kernel, {.recv_items = plan_.shape.chunk_tokens * plan_.shape.world_size});
-  launch(kernel, p, stream);
+  launch(kernel, p, place);
 }
 
-// A handle that holds no step, of a solo dispatch or combined already, needs nothing.
-void DeviceKernels::release(Handle handle, void* stream) {
-  auto open = find_open(handle, Stage::kDispatched);
-  if (open == open_.end()) {
-    open = find_open(handle, Stage::kDispatchSent);
-    if (open == open_.end()) return;
-    discard(*open, stream);
-    if (open->solo) {  // the receiving half has said that all is read
-      open_.erase(open);
-      return;
-    }
+// A handle that holds no step, of a solo dispatch or combined already, needs nothing; of one that was
+// captured only the device knows.
+void DeviceKernels::release(Handle handle, const platform::Stream& stream) {
+  const Place place(stream);
+  const OpenCall* open = open_.find(handle.words, Stage::kDispatched, place.capture);
+  if (!open) {
+    open = open_.find(handle.words, Stage::kDispatchSent, place.capture);
+    if (!open) return;
+    discard(*open, place);
+    if (open->solo)  // the receiving half has said that all is read
+      return open_.launched(open, *open, place.capture, false, false);
   }
+  if (open->solo) return;
   MOE_P2P_CHECK(!combine_kernels_.empty(), Code::kUnavailable,
                 "no combine kernel is compiled for this communicator");
   abi::CombineParams p{};
@@ -400,8 +387,8 @@ void DeviceKernels::release(Handle handle, void* stream) {
   p.num_chunks = static_cast<int32_t>(open->num_steps);
   p.empty = 1;
   p.grid = {1, 1};
-  launch(combine_kernels_.begin()->second, p, stream);
-  open_.erase(open);
+  launch(combine_kernels_.begin()->second, p, place);
+  open_.launched(open, *open, place.capture, false, false);
 }
 
 }  // namespace moe_p2p::moe

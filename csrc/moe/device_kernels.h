@@ -2,32 +2,22 @@
 // them on the caller's stream. Nothing here waits for the device; what a kernel has to tell comes
 // back through the Fault, which every later call looks at. Capturable in CUDA graphs.
 //
-// Which steps a kernel opens is counted on the device. The host keeps account of the calls that hold
-// some, by their handle's address, to tell paired from solo combines and to refuse what would wait
-// for itself. A graph's replay opens and closes the same number, so it changes nothing here.
+// Which steps a kernel opens, and whether a combine closes that of its dispatch, is decided on the device.
+// Kernels of one communicator run one after the other: on streams that change by events
+// (platform/stream_order.h); two graphs, or a graph and other calls, as their owner replays them.
 #pragma once
 
 #include <cstdint>
 #include <map>
-#include <utility>
 #include <vector>
 
 #include "kernels/abi/params.h"
 #include "moe/calls.h"
 #include "moe/device_grid.h"
-#include "platform/cuda_context.h"
+#include "moe/open_calls.h"
+#include "platform/stream_order.h"
 
 namespace moe_p2p::moe {
-
-// What a dispatch kernel is compiled for.
-struct DispatchVariant {
-  abi::DType x_dtype{};  // of the caller's payload
-  bool quantize = false;
-  abi::ScaleFormat scale_format = abi::ScaleFormat::kFloat32;
-  bool by_rank = false;
-
-  auto operator<=>(const DispatchVariant&) const = default;
-};
 
 class DeviceKernels {
  public:
@@ -40,9 +30,9 @@ class DeviceKernels {
   void set_combine(abi::DType y_dtype, abi::DType out_dtype, const DeviceKernel& kernel);
 
   // Either half or both (one kernel); null leaves a half out. They throw before anything is launched.
-  void dispatch(const DispatchSend* send, const DispatchRecv* recv, void* stream);
-  void combine(const CombineSend* send, const CombineRecv* recv, void* stream);
-  void release(Handle handle, void* stream);
+  void dispatch(const DispatchSend* send, const DispatchRecv* recv, const platform::Stream& stream);
+  void combine(const CombineSend* send, const CombineRecv* recv, const platform::Stream& stream);
+  void release(Handle handle, const platform::Stream& stream);
 
   // What the first kernel that failed has to tell; null while none did.
   const abi::Fault* fault() const noexcept;
@@ -50,49 +40,36 @@ class DeviceKernels {
   base::Error error_of(const abi::Fault& fault, const std::string& gone) const;
 
  private:
-  using Key = std::pair<int, int>;  // types
-  enum class Stage : uint8_t { kDispatchSent, kDispatched, kCombineSent };
-  // A call that holds steps: a dispatch that was not received, a paired one that was not combined,
-  // a combine that was not received. The halves that follow find here what they must agree with.
-  struct Open {
-    const int32_t* handle;
-    uint64_t first_step;  // as the host counts them
-    int64_t num_steps;
-    bool solo;
-    Stage stage;
-    DispatchVariant variant{};  // of a dispatch
-    Key key{};                  // of the kernel of a combine
-    abi::TokenParts parts{};
-    bool opaque = false;  // RegionFlags::kOpaque
-    int32_t num_extras = 0;
-    int32_t num_rows = 0;
-    bool with_scalars = false;
-  };
-  using OpenCalls = std::vector<Open>;  // a handful, oldest first
+  using Stage = OpenCall::Stage;
+  // Where a call runs, and the capture that it is part of.
+  struct Place {
+    const platform::Stream& stream;
+    uint64_t capture;
 
-  Open begin_dispatch(const DispatchSend& send) const;
-  Open begin_combine(const CombineSend& send) const;
-  OpenCalls::iterator find_open(Handle handle, Stage stage) noexcept;
-  void check_room(int64_t num_steps) const;
+    explicit Place(const platform::Stream& s) : stream(s), capture(platform::capture_of(s)) {}
+  };
+
+  OpenCall begin_dispatch(const DispatchSend& send) const;
+  OpenCall begin_combine(const CombineSend& send) const;
   void check_half(int64_t num_steps) const;
-  abi::DispatchParams params_of(const Open& call) const;
-  void discard(const Open& call, void* stream) const;
+  abi::DispatchParams params_of(const OpenCall& call) const;
+  void discard(const OpenCall& call, const Place& place);
   void fill(abi::DispatchParams& p, const DispatchSend& send) const;
   void fill(abi::DispatchParams& p, const DispatchRecv& recv) const;
   static void fill(abi::CombineParams& p, const CombineSend& send);
   static void fill(abi::CombineParams& p, const CombineRecv& recv);
   abi::Grid grid_of(const DeviceKernel& kernel, GridInput input) const;
   template <typename Params>
-  void launch(const DeviceKernel& kernel, const Params& params, void* stream) const;
+  void launch(const DeviceKernel& kernel, const Params& params, const Place& place);
 
   const Plan& plan_;
   const DeviceMemory memory_;
   const platform::PrimaryContext context_;
   abi::DeviceComm comm_{};
   std::map<DispatchVariant, DeviceKernel> dispatch_kernels_;
-  std::map<Key, DeviceKernel> combine_kernels_;
+  std::map<CombineTypes, DeviceKernel> combine_kernels_;
   OpenCalls open_;
-  uint64_t next_step_ = 0;
+  platform::StreamOrder order_;
 };
 
 }  // namespace moe_p2p::moe

@@ -48,14 +48,29 @@ int32_t shim_dtype(ScalarType dtype) {
   return torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
 }
 
+// Whether the current stream, `handle`, is one of torch's own, which are never destroyed. Torch numbers them
+// with odd numbers, and one that it was given (torch.cuda.ExternalStream) with its address
+// (c10/cuda/CUDAStream.cpp).
+bool is_lasting(int device, void* handle) {
+  thread_local void* known = nullptr;  // the last that is; null: the default stream
+  if (handle == nullptr || handle == known) return true;
+  StreamHandle stream = nullptr;
+  int64_t id = 0;
+  if (aoti_torch_get_current_stream(device, &stream) != AOTI_TORCH_SUCCESS) return false;
+  const bool found = aoti_torch_stream_id(stream, &id) == AOTI_TORCH_SUCCESS && id % 2 != 0;
+  aoti_torch_delete_stream(stream);
+  if (found) known = handle;
+  return found;
+}
+
 }  // namespace
 
 OnDevice::OnDevice(int device) : before_(std::exchange(working_device, device)) {}
 OnDevice::~OnDevice() { working_device = before_; }
 
 // The CUDA half of torch is not linked: one binary serves builds without it.
-void* current_stream(int device) {
-  if (device < 0) return nullptr;
+platform::Stream current_stream(int device) {
+  if (device < 0) return {};
   using GetStream = int32_t (*)(int32_t device, void** stream);
   static const auto get = [] {
     void* library = dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_NOLOAD);
@@ -67,7 +82,7 @@ void* current_stream(int device) {
   void* stream = nullptr;
   MOE_P2P_CHECK(get(device, &stream) == AOTI_TORCH_SUCCESS, Code::kUnavailable,
                 "torch gives no current stream for cuda:", device);
-  return stream;
+  return {stream, is_lasting(device, stream)};
 }
 
 const char* dtype_name(ScalarType dtype) {

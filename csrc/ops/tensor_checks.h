@@ -13,6 +13,7 @@
 
 #include "base/wire.h"
 #include "kernels/abi/layout.h"
+#include "platform/stream_order.h"
 
 namespace moe_p2p::ops {
 
@@ -40,8 +41,8 @@ class OnDevice {
  private:
   const int before_;
 };
-// The caller's current stream on a GPU; null for host memory.
-void* current_stream(int device);
+// The caller's current stream on a GPU; for host memory none.
+platform::Stream current_stream(int device);
 
 // Throws Error{kInvalidArgument} unless `tensor` lies where it must, is contiguous and fits.
 void check_tensor(const Tensor& tensor, const Expected& expected);

@@ -31,6 +31,8 @@ DriverTable load_driver() {
   library.load("cuCtxGetStreamPriorityRange", table.priority_range);
   library.load("cuStreamCreateWithPriority", table.stream_create);
   library.load("cuStreamDestroy_v2", table.stream_destroy);
+  library.load("cuStreamWaitEvent", table.stream_wait_event);
+  library.load("cuStreamGetCaptureInfo_v2", table.capture_info);
   library.load("cuEventCreate", table.event_create);
   library.load("cuEventRecord", table.event_record);
   library.load("cuEventQuery", table.event_query);

@@ -24,6 +24,10 @@ struct DriverTable {
   int (*priority_range)(int* least, int* greatest);
   int (*stream_create)(void** stream, unsigned flags, int priority);
   int (*stream_destroy)(void* stream);
+  int (*stream_wait_event)(void* stream, void* event, unsigned flags);
+  // What is not asked for may be null: graph, dependencies and their number.
+  int (*capture_info)(void* stream, int* status, uint64_t* id, void** graph, void** dependencies,
+                      size_t* num_dependencies);
   int (*event_create)(void** event, unsigned flags);
   int (*event_record)(void* event, void* stream);
   int (*event_query)(void* event);
@@ -45,6 +49,8 @@ inline constexpr int kDmabufHandle = 1;
 // As in cuda.h of CUDA 11.8 and later.
 inline constexpr unsigned kNonBlockingStream = 1;
 inline constexpr unsigned kEventWithoutTiming = 2;
+
+inline constexpr int kIsCapturing = 1;  // CUstreamCaptureStatus
 
 inline constexpr int kIsManaged = 8;  // of pointer_attribute: an unsigned
 

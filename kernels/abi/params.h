@@ -31,21 +31,29 @@ enum FaultKind : u32 {
   kAborted = 6,          // the abort word of the signal memory; got: that word
   kBadHandle = 7,        // expected, got: communicator
   kDuplicateExpert = 8,  // expected: token, got: expert id
+  kTwoAtOnce = 9,        // expected: kernels that had ended, got: that had begun
 };
 
 // Device memory of one communicator that only its own kernels use: DeviceState, then the words.
 struct DeviceState {
-  // Every block of a kernel that opens steps adds its share at its end, kLaunch in all: the upper
-  // part counts such kernels and changes only when the last block has added.
+  // Every block of a kernel adds its share at its end, kLaunch in all: the upper part counts kernels
+  // and changes only when the last block has added.
   u64 launches;
   u64 next_step[2];  // kernel number n reads [n mod 2] and writes the other
   u32 aborted;       // 1 once a fault was raised: nobody waits any more
-  u32 padding;
+  u32 begun;         // kernels that have begun: as many as have ended, unless two run at once
   u64 masks;  // i32 [W] on this device, not 0 for ranks that are masked (csrc/moe/masks.h); or null
   u32 reserved[22];
 };
 static_assert(sizeof(DeviceState) == kLine, "the words start on a line");
 inline constexpr u64 kLaunch = 65536;  // most blocks of a kernel
+
+// A step slot's last dispatch that its combine, or a release, has to close. Which combine that is must be
+// decided here: a graph is replayed without the host.
+struct OpenStep {
+  u64 step;    // e + 1
+  u64 closer;  // 1 + the number of the kernel that has closed it, or closes it; 0: nobody yet
+};
 
 // Offsets in bytes from DeviceState.
 struct DeviceWords {
@@ -58,6 +66,7 @@ struct DeviceWords {
   u64 came;      // u64 [S][W]     with masks, 2 (e + 1) + whether the dispatch of step e came
   u64 lost;  // u64 [S]        after a fault, above e + 1: rows of its dispatch that are poisoned
   u64 lost_row;  // what stands for a partial row that did not come
+  u64 open;      // OpenStep [S]
   u64 total_bytes;
 
   MOE_P2P_HD static constexpr DeviceWords make(const Shape& s) {
@@ -72,7 +81,8 @@ struct DeviceWords {
     w.came = align_up(w.received + 4 * slots, 8);
     w.lost = w.came + 8 * slots * static_cast<u64>(s.world_size);
     w.lost_row = align_up(w.lost + 8 * slots, kLine);
-    w.total_bytes = align_up(w.lost_row + s.max_partial_bytes, kLine);
+    w.open = align_up(w.lost_row + s.max_partial_bytes, kLine);
+    w.total_bytes = align_up(w.open + sizeof(OpenStep) * slots, kLine);
     return w;
   }
 };
@@ -167,7 +177,6 @@ struct CombineParams {
   i32 num_chunks;
   i32 with_scalars;     // on all ranks alike
   i32 scalars_by_rank;  // row_scalars has K for each row, and all of them travel
-  i32 solo;             // opens steps of its own, with an empty dispatch each
   i32 empty;            // release: headers only, once the dispatch has arrived
   Grid grid;
 };

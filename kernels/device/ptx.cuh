@@ -55,6 +55,14 @@ __device__ __forceinline__ void fence_acq_rel_sys() {
 __device__ __forceinline__ void red_add_relaxed_gpu_u64(u64* p, u64 v) {
   asm volatile("red.add.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }
+__device__ __forceinline__ u32 atom_add_relaxed_gpu_u32(u32* p, u32 v) {
+  u32 old;
+  asm volatile("atom.add.relaxed.gpu.global.u32 %0, [%1], %2;"
+               : "=r"(old)
+               : "l"(p), "r"(v)
+               : "memory");
+  return old;
+}
 // Adds 1, or goes back to 0 from `last`; returns what was there.
 __device__ __forceinline__ u32 atom_inc_acq_rel_gpu_u32(u32* p, u32 last) {
   u32 old;

@@ -5,32 +5,55 @@
 
 namespace moe_p2p::device {
 
-// The step that this kernel opens first, and which kernel it is. Every thread reads it before the
-// block ends with close_steps().
-struct OpenedSteps {
-  u64 launch;
-  u64 first;
+// Which kernel of its communicator this one is, and the step that it may open first. Every thread asks
+// before its block calls end_launch().
+struct Launch {
+  u64 number;
+  u64 next_step;
 
-  __device__ static OpenedSteps read(const DeviceComm& comm) {
+  __device__ static Launch begin(const DeviceComm& comm) {
     const DeviceState& state = state_of(comm);
     // Under way together; one of them another block may be writing.
     const u64 even = ld_relaxed_sys_u64(&state.next_step[0]);
     const u64 odd = ld_relaxed_sys_u64(&state.next_step[1]);
-    const u64 launch = ld_relaxed_sys_u64(&state.launches) / kLaunch;
-    return {launch, launch % 2 && !MOE_P2P_MUTATED(kStepOfOneWord) ? odd : even};
+    const u64 number = ld_relaxed_sys_u64(&state.launches) / kLaunch;
+    return {number, number % 2 && !MOE_P2P_MUTATED(kStepOfOneWord) ? odd : even};
   }
-  // The last block to add makes it the next kernel's turn, so no block has to find out who is last.
-  __device__ void close(const DeviceComm& comm, i32 num_steps) const {
-    __syncthreads();  // all threads have read
-    if (threadIdx.x != 0) return;
+  // By one thread of the first block. Another kernel that has begun and not ended takes the same steps.
+  __device__ void open(const DeviceComm& comm, Phase phase, i32 num_steps) const {
     DeviceState& state = state_of(comm);
-    const bool first_block = blockIdx.x == 0;
-    if (first_block)
-      st_relaxed_sys_u64(&state.next_step[MOE_P2P_MUTATED(kStepOfOneWord) ? 0 : (launch + 1) % 2],
-                         first + static_cast<u64>(num_steps));
-    red_add_relaxed_gpu_u64(&state.launches, first_block ? kLaunch - (gridDim.x - 1) : 1);
+    const u32 begun = atom_add_relaxed_gpu_u32(&state.begun, 1);
+    st_relaxed_sys_u64(&state.next_step[MOE_P2P_MUTATED(kStepOfOneWord) ? 0 : (number + 1) % 2],
+                       next_step + static_cast<u64>(num_steps));
+    if (begun != static_cast<u32>(number))
+      raise_fault(comm, kTwoAtOnce, phase, comm.rank, next_step, number, begun);
   }
 };
+
+// The last block to add makes it the next kernel's turn, so no block has to find out who is last.
+__device__ inline void end_launch(const DeviceComm& comm) {
+  __syncthreads();  // all threads have asked whose turn it is
+  if (threadIdx.x == 0)
+    red_add_relaxed_gpu_u64(&state_of(comm).launches,
+                            blockIdx.x == 0 ? kLaunch - (gridDim.x - 1) : 1);
+}
+
+__device__ inline OpenStep* open_steps(const DeviceComm& comm) {
+  return reinterpret_cast<OpenStep*>(comm.state + kWords.open);
+}
+
+// Whether kernel `number` is the one that closes the dispatch of `step`. Its first block says so while
+// others may have yet to ask, which makes no difference to them.
+__device__ inline bool closes(const DeviceComm& comm, u64 number, u64 step) {
+  const OpenStep* open = open_steps(comm);
+  bool found = false;
+#pragma unroll
+  for (i32 slot = 0; slot < kSteps; ++slot) {  // all under way at once, with `step`
+    const u64 opened = open[slot].step, closer = ld_relaxed_sys_u64(&open[slot].closer);
+    found = found || (opened == step + 1 && (closer == 0 || closer == number + 1));
+  }
+  return found && step + 1 != 0;  // in a slot that was never used, `step` is 0
+}
 
 __device__ inline void fill_header(char* region, u32 num_tokens, u32 flags, u64 slot_bytes) {
   auto* header = reinterpret_cast<RegionHeader*>(region);

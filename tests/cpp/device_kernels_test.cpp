@@ -1,4 +1,4 @@
-// What the host decides about calls on a GPU: how many blocks, which steps, paired or solo. Launches are
+// What the host decides about calls on a GPU: how many blocks, and what it refuses. Launches are
 // recorded in place of the driver, so no kernel runs.
 #include "moe/device_kernels.h"
 
@@ -25,6 +25,7 @@ struct Launched {
   };
 };
 std::optional<Launched> launched;
+uint64_t capture = 0;  // that all streams belong to
 
 constexpr uint64_t kDispatchKernel = 1, kCombineKernel = 2;
 constexpr int kDevice = 1;
@@ -56,9 +57,18 @@ class RecordingDriver {
     before_ = &platform::driver();
     table_ = *before_;
     table_.launch = record_launch;
+    table_.capture_info = [](void*, int* status, uint64_t* id, void**, void**, size_t*) {
+      *status = capture != 0 ? platform::kIsCapturing : 0;
+      *id = capture;
+      return 0;
+    };
+    table_.event_record = [](void*, void*) { return 0; };
     platform::set_driver_for_tests(&table_);
   }
-  ~RecordingDriver() { platform::set_driver_for_tests(before_); }
+  ~RecordingDriver() {
+    platform::set_driver_for_tests(before_);
+    capture = 0;
+  }
 
  private:
   const platform::DriverTable* before_;
@@ -146,12 +156,12 @@ class Rank {
   void dispatch(int64_t max_tokens, int which = 0, bool solo = false) {
     const auto sent = send(max_tokens, which, solo);
     const auto received = recv(which);
-    kernels.dispatch(&sent, &received, nullptr);
+    kernels.dispatch(&sent, &received, {});
   }
   void combine(int64_t max_tokens, int which = 0) {
     const auto sent = combine_send(max_tokens, which);
     const auto received = combine_recv(which);
-    kernels.combine(&sent, &received, nullptr);
+    kernels.combine(&sent, &received, {});
   }
   Handle handle(int which) {
     return {words_.data() + which * 16, static_cast<int64_t>(words_.size()) - which * 16};
@@ -226,7 +236,7 @@ TEST_CASE("device grid: a call fits on the device at once") {
   CHECK(grid.num_send_blocks == 31);  // 50 of 110
 }
 
-TEST_CASE("device calls: one chunk is paired, with the handle's combine") {
+TEST_CASE("device calls: one chunk is paired, a grid for each half") {
   Rank rank;
   rank.dispatch(8);
   CHECK(launched->dispatch.solo == 0);
@@ -237,10 +247,6 @@ TEST_CASE("device calls: one chunk is paired, with the handle's combine") {
   CHECK(launched->num_blocks == 1 + 25 + 32);  // one relays
   CHECK(launched->num_threads == 448);
   CHECK(launched->shared_bytes == 5000);
-  rank.combine(8);
-  CHECK(launched->combine.solo == 0);
-  rank.combine(8);  // of the same handle again: its step is closed
-  CHECK(launched->combine.solo == 1);
 }
 
 TEST_CASE("device calls: rows that need no sum are sent by fewer blocks") {
@@ -248,7 +254,7 @@ TEST_CASE("device calls: rows that need no sum are sent by fewer blocks") {
   const auto send_blocks = [&](const CombineSend& send) {
     rank.dispatch(8);
     const auto recv = rank.combine_recv();
-    rank.kernels.combine(&send, &recv, nullptr);
+    rank.kernels.combine(&send, &recv, {});
     return launched->combine.grid.num_send_blocks;
   };
   const float number = 1.0f;
@@ -274,13 +280,13 @@ TEST_CASE("device calls: the device is the communicator's, whatever is current i
   CHECK(current_context() == elsewhere.get());
 }
 
-TEST_CASE("device calls: several chunks are solo, and so is their combine") {
+TEST_CASE("device calls: several chunks are solo") {
   Rank rank;
   rank.dispatch(40);
   CHECK(launched->dispatch.solo == 1);
   CHECK(launched->dispatch.num_chunks == 5);
   rank.combine(40);
-  CHECK(launched->combine.solo == 1);
+  CHECK(launched->combine.num_chunks == 5);
   for (int i = 0; i < 5; ++i) rank.dispatch(8, 0, true);  // nothing stays open
   CHECK(launched->dispatch.solo == 1);
 }
@@ -292,13 +298,12 @@ TEST_CASE("device calls: what would wait for a step that the caller holds is ref
   rank.dispatch(8, 1);
   CHECK(refused([&] { rank.dispatch(8, 2); }) == Code::kInvalidArgument);
   CHECK(refused([&] { rank.combine(8, 2); }) == Code::kInvalidArgument);  // solo
-  rank.kernels.release(rank.handle(0), nullptr);
+  rank.kernels.release(rank.handle(0), {});
   CHECK(launched->combine.empty == 1);
   rank.combine(8, 1);
-  CHECK(launched->combine.solo == 0);
   rank.dispatch(40, 2);
   launched.reset();
-  rank.kernels.release(rank.handle(2), nullptr);
+  rank.kernels.release(rank.handle(2), {});
   CHECK(!launched);  // a solo dispatch holds nothing
 }
 
@@ -306,35 +311,31 @@ TEST_CASE("device calls: halves are received once, and agree") {
   Rank rank(4);
   auto sent = rank.send(16);
   auto received = rank.recv();
-  CHECK(refused([&] { rank.kernels.dispatch(nullptr, &received, nullptr); }) ==
-        Code::kInvalidArgument);
-  rank.kernels.dispatch(&sent, nullptr, nullptr);
+  CHECK(refused([&] { rank.kernels.dispatch(nullptr, &received, {}); }) == Code::kInvalidArgument);
+  rank.kernels.dispatch(&sent, nullptr, {});
   CHECK(launched->dispatch.grid.num_recv_blocks == 0);
   CHECK(refused([&] { rank.combine(16); }) == Code::kInvalidArgument);  // not received
   received.x_dtype = DType::kFloat32;
-  CHECK(refused([&] { rank.kernels.dispatch(nullptr, &received, nullptr); }) ==
-        Code::kInvalidArgument);
+  CHECK(refused([&] { rank.kernels.dispatch(nullptr, &received, {}); }) == Code::kInvalidArgument);
   received.x_dtype = DType::kBFloat16;
-  rank.kernels.dispatch(nullptr, &received, nullptr);
+  rank.kernels.dispatch(nullptr, &received, {});
   CHECK(launched->dispatch.solo == 1);
   CHECK(launched->dispatch.num_chunks == 2);
   CHECK(launched->dispatch.num_rows == 3);
-  CHECK(refused([&] { rank.kernels.dispatch(nullptr, &received, nullptr); }) ==
-        Code::kInvalidArgument);
+  CHECK(refused([&] { rank.kernels.dispatch(nullptr, &received, {}); }) == Code::kInvalidArgument);
 
   float scalars[2] = {};
   auto partials = rank.combine_send(16);
   partials.row_scalars = scalars;
   auto sums = rank.combine_recv();
   sums.out_scalars = scalars;
-  CHECK(refused([&] { rank.kernels.combine(nullptr, &sums, nullptr); }) == Code::kInvalidArgument);
-  rank.kernels.combine(&partials, nullptr, nullptr);
+  CHECK(refused([&] { rank.kernels.combine(nullptr, &sums, {}); }) == Code::kInvalidArgument);
+  rank.kernels.combine(&partials, nullptr, {});
   CHECK(launched->combine.with_scalars == 1);
-  rank.kernels.combine(nullptr, &sums, nullptr);
+  rank.kernels.combine(nullptr, &sums, {});
   CHECK(launched->combine.with_scalars == 1);
-  CHECK(launched->combine.solo == 1);
   auto whole = rank.send(40);
-  CHECK(refused([&] { rank.kernels.dispatch(&whole, nullptr, nullptr); }) ==
+  CHECK(refused([&] { rank.kernels.dispatch(&whole, nullptr, {}); }) ==
         Code::kInvalidArgument);  // five chunks, four steps
 }
 
@@ -342,14 +343,76 @@ TEST_CASE("device calls: types that were not compiled are refused") {
   Rank rank;
   auto sent = rank.send(8);
   sent.quantize = true;
-  CHECK(refused([&] { rank.kernels.dispatch(&sent, nullptr, nullptr); }) == Code::kUnavailable);
+  CHECK(refused([&] { rank.kernels.dispatch(&sent, nullptr, {}); }) == Code::kUnavailable);
   rank.dispatch(8);
   auto partials = rank.combine_send(8);
   partials.y_dtype = DType::kFloat32;
   const auto sums = rank.combine_recv();
-  CHECK(refused([&] { rank.kernels.combine(&partials, &sums, nullptr); }) == Code::kUnavailable);
+  CHECK(refused([&] { rank.kernels.combine(&partials, &sums, {}); }) == Code::kUnavailable);
+  // The refused one has not closed the step.
+  CHECK(refused([&] { rank.dispatch(40, 1); }) == Code::kInvalidArgument);
   rank.combine(8);
-  CHECK(launched->combine.solo == 0);  // the refused one has not closed the step
+  rank.dispatch(40, 1);
+}
+
+// A graph is replayed without the host: what it holds is neither open nor closed for eager calls.
+
+TEST_CASE("device calls: a captured dispatch may be combined again and again") {
+  Rank rank;
+  capture = 1;
+  rank.dispatch(8, 0);
+  capture = 0;
+  for (int replay = 0; replay < 5; ++replay) rank.combine(8, 0);
+  rank.dispatch(8, 1);
+  rank.dispatch(8, 2);  // nothing of the graph is in the way
+  CHECK(refused([&] { rank.dispatch(8, 3); }) == Code::kInvalidArgument);
+}
+
+TEST_CASE("device calls: a captured combine closes dispatches that the host does not count") {
+  Rank rank;
+  rank.dispatch(8, 0);
+  capture = 1;
+  rank.combine(8, 0);
+  capture = 0;
+  for (int replay = 0; replay < 5; ++replay) rank.dispatch(8, replay);
+}
+
+TEST_CASE("device calls: halves in graphs are received as often as they are replayed") {
+  Rank rank;
+  capture = 1;
+  const auto sent = rank.send(8);
+  const auto received = rank.recv();
+  rank.kernels.dispatch(&sent, nullptr, {});
+  capture = 0;
+  CHECK(refused([&] { rank.combine(8); }) == Code::kInvalidArgument);  // not received
+  for (int replay = 0; replay < 3; ++replay) {
+    rank.kernels.dispatch(nullptr, &received, {});
+    CHECK(launched->dispatch.num_rows == 3);
+    rank.combine(8);
+  }
+  capture = 2;  // another graph
+  const auto partials = rank.combine_send(8);
+  const auto sums = rank.combine_recv();
+  rank.kernels.dispatch(nullptr, &received, {});
+  rank.kernels.combine(&partials, nullptr, {});
+  capture = 0;
+  for (int replay = 0; replay < 3; ++replay) rank.kernels.combine(nullptr, &sums, {});
+  // Whoever takes the handle for a call of his own is counted again.
+  rank.dispatch(8, 0);
+  rank.combine(8, 0);
+  CHECK(refused([&] { rank.kernels.combine(nullptr, &sums, {}); }) == Code::kInvalidArgument);
+}
+
+TEST_CASE("device calls: what would wait for itself within a graph is refused") {
+  Rank rank;
+  capture = 1;
+  rank.dispatch(8, 0);
+  rank.dispatch(8, 1);
+  CHECK(refused([&] { rank.dispatch(8, 2); }) == Code::kInvalidArgument);
+  rank.combine(8, 0);
+  rank.dispatch(8, 2);
+  capture = 2;
+  rank.dispatch(8, 3);  // its graph may be replayed after what closes those
 }
 
 }  // namespace

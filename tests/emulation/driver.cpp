@@ -1,13 +1,57 @@
 // The functions that csrc/platform/cuda_driver.h loads, for a machine of machine.h: built as
 // libcuda.so.1. Streams and events are in order by themselves, because nothing returns before it is done.
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <map>
+#include <mutex>
+#include <vector>
 
 #include "tests/emulation/machine.h"
 
+namespace {
+
+using moe_p2p::emulation::Config;
+using moe_p2p::emulation::Kernel;
+
+// What a capture records, and a replay runs: kernels with their parameters as they were then.
+struct Graph {
+  struct Launch {
+    Config config;
+    Kernel kernel;
+    std::vector<std::byte> params;
+  };
+  uint64_t id;
+  std::vector<Launch> launches;
+};
+thread_local Graph* capturing = nullptr;  // as in torch's mode "thread_local"
+std::mutex mutex;
+std::map<Kernel, size_t> params_bytes;
+
+}  // namespace
+
 extern "C" {
+// For tests/emulated_gpu.py.
+void moe_p2p_set_params_bytes(Kernel kernel, size_t bytes) {
+  const std::lock_guard lock(mutex);
+  params_bytes[kernel] = bytes;
+}
+void* moe_p2p_begin_capture() {
+  static std::atomic<uint64_t> last{0};
+  return capturing = new Graph{++last, {}};
+}
+size_t moe_p2p_num_captured() { return capturing->launches.size(); }
+void moe_p2p_end_capture() { capturing = nullptr; }
+void moe_p2p_replay(const Graph* graph, size_t first, size_t last) {
+  for (size_t i = first; i < last; ++i) {
+    const auto& [config, kernel, params] = graph->launches[i];
+    moe_p2p::emulation::run(config, kernel, params.data());
+  }
+}
+void moe_p2p_drop_graph(Graph* graph) { delete graph; }
+
 // NOLINTBEGIN(readability-identifier-naming): the driver's names
 struct LaunchConfig {
   unsigned grid[3], block[3], shared_bytes;
@@ -17,9 +61,13 @@ struct LaunchConfig {
 };
 
 int cuLaunchKernelEx(const LaunchConfig* config, void* kernel, void** params, void**) {
-  moe_p2p::emulation::run(
-      {config->grid[0], config->block[0], config->shared_bytes, config->num_attributes > 0},
-      reinterpret_cast<moe_p2p::emulation::Kernel>(kernel), params[0]);
+  const Config shape{config->grid[0], config->block[0], config->shared_bytes,
+                     config->num_attributes > 0};
+  const auto function = reinterpret_cast<Kernel>(kernel);
+  if (!capturing) return moe_p2p::emulation::run(shape, function, params[0]), 0;
+  const std::lock_guard lock(mutex);
+  const auto* const first = static_cast<const std::byte*>(params[0]);
+  capturing->launches.push_back({shape, function, {first, first + params_bytes.at(function)}});
   return 0;
 }
 int cuMemcpyAsync(uint64_t to, uint64_t from, size_t bytes, void*) {
@@ -40,6 +88,12 @@ int cuDevicePrimaryCtxRetain(void** context, int) { return *context = nullptr, 0
 int cuCtxPopCurrent_v2(void** context) { return *context = nullptr, 0; }
 int cuCtxGetStreamPriorityRange(int* least, int* greatest) { return *least = *greatest = 0; }
 int cuStreamCreateWithPriority(void** stream, unsigned, int) { return *stream = nullptr, 0; }
+int cuStreamWaitEvent(void*, void*, unsigned) { return 0; }
+int cuStreamGetCaptureInfo_v2(void*, int* status, uint64_t* id, void**, void**, size_t*) {
+  *status = capturing != nullptr;
+  *id = capturing ? capturing->id : 0;
+  return 0;
+}
 int cuEventCreate(void** event, unsigned) { return *event = nullptr, 0; }
 int cuInit(unsigned) { return 0; }
 int cuDevicePrimaryCtxRelease_v2(int) { return 0; }

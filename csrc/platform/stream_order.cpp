@@ -1,0 +1,74 @@
+#include "platform/stream_order.h"
+
+#include "base/log.h"
+#include "platform/cuda_driver.h"
+
+namespace moe_p2p::platform {
+
+using base::Code;
+
+namespace {
+
+void check(int error, const char* what) {
+  MOE_P2P_CHECK(error == 0, Code::kTransport, what, ": ", driver_error(error));
+}
+
+}  // namespace
+
+uint64_t capture_of(const Stream& stream) {
+  int status = 0;
+  uint64_t id = 0;
+  // Fails for the legacy stream while a stream that synchronizes with it is captured: the launch then
+  // fails as well, with a text.
+  const int error = driver().capture_info(stream.handle, &status, &id, nullptr, nullptr, nullptr);
+  return error == 0 && status == kIsCapturing ? id : 0;
+}
+
+StreamOrder::StreamOrder(const PrimaryContext& context) : context_(context) {
+  const ContextGuard current(context_);
+  for (void** event : {&event_, &captured_event_})
+    check(driver().event_create(event, kEventWithoutTiming), "making an event");
+}
+
+StreamOrder::~StreamOrder() {
+  const ContextGuard current(context_);
+  for (void* event : {event_, captured_event_}) driver().event_destroy(event);
+}
+
+bool StreamOrder::follow(const Stream& stream, uint64_t capture) {
+  if (capture != 0) {
+    if (capture != capture_ || last_captured_->handle == stream.handle) return true;
+    wait(stream, captured_event_);
+    return false;
+  }
+  if (!last_ || (last_->lasting && last_->handle == stream.handle)) return true;
+  if (last_->lasting) {
+    // Its capture began behind the launch, and an event of it would be one of the capture. The device
+    // finds two kernels that run at once (kernels/device/steps.cuh, Launch).
+    if (capture_of(*last_) != 0) return false;
+    record(event_, *last_);
+  }
+  wait(stream, event_);
+  return false;
+}
+
+void StreamOrder::launched(const Stream& stream, uint64_t capture) {
+  if (capture != 0) {
+    record(captured_event_, stream);  // adds nothing to the graph
+    last_captured_ = stream;
+    capture_ = capture;
+    return;
+  }
+  last_ = stream;
+  if (!stream.lasting) record(event_, stream);
+}
+
+void StreamOrder::record(void* event, const Stream& stream) {
+  check(driver().event_record(event, stream.handle), "recording an event");
+}
+
+void StreamOrder::wait(const Stream& stream, void* event) {
+  check(driver().stream_wait_event(stream.handle, event, 0), "waiting for an event");
+}
+
+}  // namespace moe_p2p::platform

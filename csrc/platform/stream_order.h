@@ -1,0 +1,53 @@
+// Launches that must run one after the other, whatever streams they are on. A launch waits for an event
+// of the one before it where that was on another stream; on one stream they are in order anyway, and
+// nothing is recorded.
+//
+// The event is recorded on the stream of the launch before, when that is known to live: torch destroys
+// none of its own. On any other stream it is recorded right behind each launch, because the handle may be
+// gone, or name a new stream, when the next one comes.
+//
+// Launches of one capture are put in order within it. Between a capture and anything else there is no
+// order to make: a graph runs when, and where, its owner replays it.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+
+#include "platform/cuda_context.h"
+
+namespace moe_p2p::platform {
+
+struct Stream {
+  void* handle = nullptr;
+  bool lasting = true;  // never destroyed
+};
+
+// The capture that a stream belongs to. 0: none, what is launched on it runs.
+uint64_t capture_of(const Stream& stream);
+
+class StreamOrder {
+ public:
+  explicit StreamOrder(const PrimaryContext& context);
+  ~StreamOrder();
+  StreamOrder(const StreamOrder&) = delete;
+  StreamOrder& operator=(const StreamOrder&) = delete;
+
+  // Before each launch and behind it, with the context current; `capture` is capture_of(stream).
+  // follow() returns whether the launch before is ahead in the stream itself, if there was one.
+  // Both throw Error{kTransport} with the driver's text when it refuses.
+  bool follow(const Stream& stream, uint64_t capture);
+  void launched(const Stream& stream, uint64_t capture);
+
+ private:
+  static void record(void* event, const Stream& stream);
+  static void wait(const Stream& stream, void* event);
+
+  const PrimaryContext& context_;
+  // Of launches that run, and of the last capture. Each its own: a stream that is not captured must not
+  // wait for an event of a capture.
+  void *event_ = nullptr, *captured_event_ = nullptr;
+  std::optional<Stream> last_, last_captured_;
+  uint64_t capture_ = 0;  // that of last_captured_
+};
+
+}  // namespace moe_p2p::platform

@@ -1,0 +1,169 @@
+// Launches on streams that change, over a driver that knows what is behind what and refuses what CUDA
+// refuses: handles that are gone, and events of a capture outside of it or the other way round.
+#include "platform/stream_order.h"
+
+#include <doctest/doctest.h>
+
+#include <map>
+#include <optional>
+#include <set>
+
+#include "base/log.h"
+#include "fake_driver.h"
+
+namespace moe_p2p::test {
+namespace {
+
+using platform::Stream;
+
+constexpr int kInvalidHandle = 400, kCaptureIsolation = 905;
+
+struct Events {
+  struct Line {            // a stream, or what an event has recorded of it
+    std::set<int> behind;  // numbers of launches
+    uint64_t capture = 0;
+  };
+  std::map<void*, Line> streams;  // those that live
+  std::map<void*, Line> events;
+  int num_recorded = 0, num_waits = 0;
+} model;
+
+int event_create(void** event, unsigned) {
+  static uint64_t last = 0;
+  return *event = reinterpret_cast<void*>(++last), 0;
+}
+int event_record(void* event, void* stream) {
+  if (!model.streams.contains(stream)) return kInvalidHandle;
+  ++model.num_recorded;
+  model.events[event] = model.streams[stream];
+  return 0;
+}
+int stream_wait_event(void* stream, void* event, unsigned) {
+  if (!model.streams.contains(stream) || !model.events.contains(event)) return kInvalidHandle;
+  // A stream that waits for an event of a capture would become part of it.
+  if (model.streams[stream].capture != model.events[event].capture) return kCaptureIsolation;
+  ++model.num_waits;
+  model.streams[stream].behind.merge(std::set(model.events[event].behind));
+  return 0;
+}
+int capture_info(void* stream, int* status, uint64_t* id, void**, void**, size_t*) {
+  if (!model.streams.contains(stream)) return kInvalidHandle;
+  *id = model.streams[stream].capture;
+  *status = *id != 0 ? platform::kIsCapturing : 0;
+  return 0;
+}
+
+class Launches {
+ public:
+  Launches() {
+    FakeDriver::install();
+    before_ = &platform::driver();
+    table_ = *before_;
+    table_.event_create = event_create;
+    table_.event_record = event_record;
+    table_.event_destroy = [](void*) { return 0; };
+    table_.stream_wait_event = stream_wait_event;
+    table_.capture_info = capture_info;
+    platform::set_driver_for_tests(&table_);
+    model = {};
+    order_.emplace(context_);
+  }
+  ~Launches() {
+    order_.reset();
+    platform::set_driver_for_tests(before_);
+  }
+
+  static Stream make(uint64_t handle, bool lasting = true) {
+    const Stream stream{reinterpret_cast<void*>(handle), lasting};
+    model.streams[stream.handle] = {};
+    return stream;
+  }
+  static void destroy(const Stream& stream) { model.streams.erase(stream.handle); }
+  static void begin_capture(const Stream& stream, uint64_t id) {
+    model.streams[stream.handle] = {{}, id};
+  }
+  static void end_capture(const Stream& stream) { model.streams[stream.handle].capture = 0; }
+
+  // Whether it comes behind launch number `after`.
+  bool launch(const Stream& stream, int after) {
+    const uint64_t capture = platform::capture_of(stream);
+    auto& line = model.streams[stream.handle];
+    const bool was_behind = after == 0 || line.behind.contains(after);
+    CHECK(order_->follow(stream, capture) == was_behind);
+    const bool is_behind = after == 0 || line.behind.contains(after);
+    line.behind.insert(++last_);
+    order_->launched(stream, capture);
+    return is_behind;
+  }
+
+ private:
+  const platform::DriverTable* before_;
+  platform::DriverTable table_;
+  const platform::PrimaryContext context_{0};
+  std::optional<platform::StreamOrder> order_;
+  int last_ = 0;
+};
+
+TEST_CASE("stream order: nothing is recorded while the stream is the same") {
+  Launches l;
+  const Stream a = Launches::make(0);
+  for (int i = 0; i < 5; ++i) CHECK(l.launch(a, i));
+  CHECK(model.num_recorded == 0);
+  CHECK(model.num_waits == 0);
+}
+
+TEST_CASE("stream order: a launch is behind the one before it on another stream") {
+  Launches l;
+  const Stream a = Launches::make(0), b = Launches::make(16), c = Launches::make(32);
+  int number = 0;
+  for (const Stream& stream : {a, b, b, a, c, b}) {
+    CHECK(l.launch(stream, number));
+    ++number;
+  }
+  CHECK(model.num_waits == 4);
+}
+
+TEST_CASE("stream order: a stream that was destroyed is not touched, nor taken for its successor") {
+  Launches l;
+  const Stream a = Launches::make(16), given = Launches::make(32, false);
+  CHECK(l.launch(a, 0));
+  CHECK(l.launch(given, 1));
+  Launches::destroy(given);
+  CHECK(l.launch(a, 2));
+  const Stream again = Launches::make(32, false);
+  CHECK(l.launch(again, 3));
+  Launches::destroy(again);
+  const Stream third = Launches::make(32, false);  // by the same name at once
+  CHECK(l.launch(third, 4));
+}
+
+TEST_CASE("stream order: within a capture by events of the capture, outside by others") {
+  Launches l;
+  const Stream a = Launches::make(16), b = Launches::make(32), c = Launches::make(48);
+  CHECK(l.launch(a, 0));  // 1
+  Launches::begin_capture(b, 7);
+  CHECK(l.launch(b, 0));  // 2
+  Launches::begin_capture(c, 7);
+  CHECK(l.launch(c, 2));  // 3
+  Launches::destroy(c);
+  CHECK(l.launch(b, 3));  // 4
+  CHECK(l.launch(a, 1));  // 5: not part of the capture
+  Launches::end_capture(b);
+  CHECK(l.launch(b, 5));  // 6
+  Launches::begin_capture(a, 8);
+  CHECK(l.launch(a, 0));  // 7: another graph
+  Launches::end_capture(a);
+  CHECK(l.launch(a, 6));  // 8
+}
+
+TEST_CASE("stream order: a stream that has begun a capture since is left alone") {
+  Launches l;
+  const Stream a = Launches::make(16), b = Launches::make(32);
+  CHECK(l.launch(a, 0));
+  Launches::begin_capture(a, 7);
+  CHECK(!l.launch(b, 1));
+  CHECK(model.num_recorded == 0);
+}
+
+}  // namespace
+}  // namespace moe_p2p::test
