@@ -356,3 +356,62 @@ def test_a_part_of_a_step_in_a_graph(world: World, parts: str) -> None:
     """More steps than may be open: whether a combine closes one is found out on the device."""
     steps = [call(world, seed, all_count=True) for seed in range(4)]
     run(world, in_parts, PARTS[parts], steps)
+
+
+def between(step: Callable[[], object]) -> None:
+    """What torch computes within a captured body."""
+    if DEVICE == "cpu":
+        import emulated_gpu
+
+        emulated_gpu.compute(step)
+    else:
+        step()
+
+
+def pieces(rank: Rank, world: World, steps: list[tuple[Wanted, Wanted]]) -> None:
+    """Two layers as vLLM captures them: what is between the experts is replayed, they are not."""
+    with make(rank, world) as comm:
+        prepare_bf16(rank, comm)
+        inputs = [Inputs.make(MAX_TOKENS) for _ in range(2)]
+        given = [place.arguments(MAX_TOKENS) | {"num_tokens": None} for place in inputs]
+        y = []
+        for each in given:
+            received = comm.dispatch(**each)
+            y.append(torch.zeros_like(received.x))
+            comm.combine(y[-1], received)
+        first, got = record(rank, "first", lambda: comm.dispatch(**given[0]))
+
+        def both() -> tuple[Tensor, Dispatched]:
+            out = comm.combine(y[0], got)
+            between(lambda: inputs[1].x.copy_(out))
+            return out, comm.dispatch(**given[1])
+
+        middle, (out, got_next) = record(rank, "middle", both)
+        last, out_next = record(rank, "last", lambda: comm.combine(y[1], got_next))
+        for step in steps:
+            for place, wanted in zip(inputs, step, strict=True):
+                place.set(wanted.tokens[rank.rank])
+            inputs[1].x.zero_()
+            first.replay()
+            y[0].copy_(got.x * 2)
+            middle.replay()
+            y[1].copy_(got_next.x * 2)
+            last.replay()
+            finish(comm)
+            for wanted, result in zip(step, (out, out_next), strict=True):
+                assert torch.equal(result.cpu(), wanted.out[rank.rank])
+        meet(rank, "done")
+
+
+@pytest.mark.parametrize("world", worlds((2, 2), (2, 1)))
+def test_graphs_of_pieces_with_experts_between(world: World) -> None:
+    def both(seed: int) -> tuple[Wanted, Wanted]:
+        before, after = (call(world, 2 * seed + i, all_count=True) for i in range(2))
+        tokens = [
+            replace(tokens, x=out) for tokens, out in zip(after.tokens, before.out, strict=True)
+        ]
+        return before, expect(
+            world.topology(), tokens, max_tokens=MAX_TOKENS, experts=doubled, layout="grouped"
+        )
+
+    run(world, pieces, [both(seed) for seed in range(4)])
