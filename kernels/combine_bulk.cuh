@@ -321,7 +321,7 @@ __device__ inline void combine_send(const CombineParams& p, bool valid, bool abo
     } else if (role.flags) {
       raise_flags<SendWorker::kCount, 1>(
           [&](i32 w) -> Progress<1>& { return s.worker[w].progress; }, role.thread, chunk,
-          static_cast<u32>(step + 1));
+          flag_of(step));
     } else {
       summer.run<kYType>(a.weighted(), [&](const Sum& sum) {
         if (p.with_scalars && role.thread < kTopk)

@@ -34,11 +34,10 @@ __device__ inline const char* wait_partial(const CombineParams& p, const Self& s
   const i32 slot = slot_of(step);
   const u64 own = p.comm.data[self.local];
   const bool near = i < kLocal;
+  const Awaited what{Phase::kCombine, speaker_rank(self, i), step};
   const bool came =
-      near ? kSelfFlagged || wait_word(p.comm, partial_flags_at(own, slot, i) + index,
-                                       static_cast<u32>(step + 1),
-                                       {Phase::kCombine, speaker_rank(self, i), step})
-           : wait_part(p.comm, Phase::kCombine, step, speaker_rank(self, i),
+      near ? kSelfFlagged || wait_flag(p.comm, partial_flags_at(own, slot, i) + index, what)
+           : wait_part(p.comm, Phase::kCombine, step, what.source,
                        MOE_P2P_MUTATED(kFirstPartIsAll) ? 0 : part_of_slot(p.stride, index));
   if (!came) return is_masked(p.comm, speaker_rank(self, i)) ? nullptr : lost_row(p.comm, p.stride);
   return (near ? partial_at(own, slot, i) : combine_landing_at(own, slot, i - kLocal)) +

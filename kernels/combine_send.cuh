@@ -147,8 +147,8 @@ __device__ inline void add_partials(const Adder& a, const SendWorker& worker, u6
   if (!kSelfFlagged) {
     if (const i32 l = worker.thread;
         l < kLocal && l != a.self.local && (ranks >> l & 1) && !MOE_P2P_MUTATED(kSumBeforeNode))
-      if (!wait_word(a.p.comm, gather_flags_at(data, slot, other, l) + index,
-                     static_cast<u32>(step + 1), {Phase::kCombine, a.self.node * kLocal + l, step}))
+      if (!wait_flag(a.p.comm, gather_flags_at(data, slot, other, l) + index,
+                     {Phase::kCombine, a.self.node * kLocal + l, step}))
         lose(gather_at(data, slot, other, l) + offset, a.p.stride);
     worker.sync();
   }
@@ -193,8 +193,7 @@ __device__ inline void send_to_node(const Adder& a, const SendWorker& worker, u6
   if (worker.thread != 0) return;
   if (pushes) {
     // After every thread's stores; pairs with the wait in add_partials() there.
-    st_release_sys_u32(gather_flags_at(data, slot, other, a.self.local) + index,
-                       static_cast<u32>(step + 1));
+    st_release_sys_u32(gather_flags_at(data, slot, other, a.self.local) + index, flag_of(step));
   } else {
     hand_in(a.p.comm, a.self, step, other, a.header_of(chunk, source),
             part_of_slot(a.p.stride, index));
@@ -228,8 +227,7 @@ __device__ inline void combine_chunk(const Adder& a, const SendWorker& worker, c
       worker.sync();
       // The row's flag, after every thread's stores; pairs with the wait in combine_recv() there.
       if (worker.thread == 0)
-        st_release_sys_u32(partial_flags_at(data, slot, a.self.local) + index,
-                           static_cast<u32>(step + 1));
+        st_release_sys_u32(partial_flags_at(data, slot, a.self.local) + index, flag_of(step));
     }
     worker.sync();  // the next batch takes the place of this one
   }
@@ -242,8 +240,7 @@ __device__ inline u64* read_word(const DeviceComm& comm, u64 step) {
 
 __device__ inline bool wait_sums_read(const DeviceComm& comm, u64 step) {
   if (MOE_P2P_MUTATED(kSumsOverwritten)) return true;
-  return wait_word(comm, read_word(comm, step), static_cast<u32>(step + 1),
-                   {Phase::kCombine, comm.rank, step});
+  return wait_word(comm, read_word(comm, step), step + 1, {Phase::kCombine, comm.rank, step});
 }
 
 // A combine that opens steps of its own begins each with an empty dispatch, and with everybody's.

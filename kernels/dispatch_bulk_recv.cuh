@@ -89,7 +89,7 @@ __device__ inline void leave_out(const Receiver& a, Fetcher& fetcher, i32 chunk,
 // every 32nd.
 __device__ inline void fetch_slots(const Receiver& a, Fetcher& fetcher, u64 step, i32 chunk,
                                    i32 first, i32 end, i32 stride) {
-  const auto want = static_cast<u32>(step + 1);
+  const u32 want = flag_of(step);
   const i32* num_slots = a.s.num_slots[chunk % 2];
   i32 i = first + (fetcher.lane - 32) * stride;
   Item mine{};
@@ -106,7 +106,7 @@ __device__ inline void fetch_slots(const Receiver& a, Fetcher& fetcher, u64 step
   };
   look_for_next();
   for (u32 looks = 0, left; (left = __ballot_sync(~0u, i < end)) != 0;) {
-    const bool has_come = i < end && static_cast<i32>(ld_acquire_sys_u32(flag) - want) >= 0;
+    const bool has_come = i < end && ld_acquire_sys_u32(flag) == want;
     const u32 ready = __ballot_sync(~0u, has_come);
     if (ready != 0) {
       __syncwarp();  // what one lane has acquired, the first has, and its copies behind the fence
@@ -120,7 +120,7 @@ __device__ inline void fetch_slots(const Receiver& a, Fetcher& fetcher, u64 step
       const i32 late = __ffs(left) - 1;
       bool came = true;
       if (fetcher.lane == late)
-        came = wait_word(a.p.comm, flag, want, {Phase::kDispatch, mine.source, step});
+        came = wait_flag(a.p.comm, flag, {Phase::kDispatch, mine.source, step});
       if (__all_sync(~0u, came)) continue;
       a.s.lost = true;
       leave_out(a, fetcher, chunk, of_lane(late));

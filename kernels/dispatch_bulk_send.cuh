@@ -285,7 +285,7 @@ __device__ inline void dispatch_send(const DispatchParams& p, u64 first_step, i3
     } else if (role.flags) {
       raise_flags<SendWorker::kCount, kLocal>(
           [&](i32 w) -> Progress<kLocal>& { return s.worker[w].progress; }, role.thread, chunk,
-          static_cast<u32>(step + 1));
+          flag_of(step));
     } else {
       i32 token = fill_images(p, role.thread, tokens, pipe, image, x);
       for (; token < last; token += tokens.stride)

@@ -66,8 +66,7 @@ __device__ inline bool hear(const Receiver& a, u64 step, i32 source) {
   if constexpr (!kMasks) return wait_dispatch(comm, a.self, step, source);
   if (a.tells) return wait_dispatch(comm, a.self, step, source) && !is_masked(comm, source);
   const u64* word = came_word(a, step, source);
-  return wait_word(comm, word, static_cast<u32>(2 * (step + 1)),
-                   {Phase::kDispatch, comm.rank, step}) &&
+  return wait_word(comm, word, 2 * (step + 1), {Phase::kDispatch, comm.rank, step}) &&
          (ld_acquire_sys_u64(word) & 1);
 }
 
@@ -84,8 +83,8 @@ __device__ inline bool decide(const Receiver& a, u64 step, i32* num_slots) {
   for (i32 i = thread; i < kLocal * kChunk; i += kBlockThreads) {
     const i32 l = i % kLocal, index = i / kLocal, source = a.self.node * kLocal + l;
     if (index < num_slots[source] &&
-        !wait_word(comm, inbox_flags_at(comm.data[a.self.local], slot_of(step), l) + index,
-                   static_cast<u32>(step + 1), {Phase::kDispatch, source, step}))
+        !wait_flag(comm, inbox_flags_at(comm.data[a.self.local], slot_of(step), l) + index,
+                   {Phase::kDispatch, source, step}))
       atomicExch(&num_slots[source], -1);
   }
   __syncthreads();

@@ -138,10 +138,10 @@ __device__ inline void recv_slot(const Receiver& a, const RecvWorker& worker, u6
   if (worker.thread == 0) w.arrived[buffer] = true;
   if (flag && !kMasks) {
     if (worker.thread == 0) {
-      w.arrived[buffer] = wait_word(
+      w.arrived[buffer] = wait_flag(
           comm,
           inbox_flags_at(comm.data[a.self.local], slot_of(step), item.source % kLocal) + item.index,
-          static_cast<u32>(step + 1), what);
+          what);
       if (!w.arrived[buffer]) a.s.lost = true;
     }
     worker.sync();

@@ -257,7 +257,7 @@ __device__ inline void send_token(const Sender& a, const SendWorker& worker, con
     for (i32 l = thread; l < kLocal; l += SendWorker::kThreads)
       if (w.slot[l] >= 0 && part.has((l + kLocal - a.self.local) % kLocal))
         st_release_sys_u32(inbox_flags_at(p.comm.data[l], slot, a.self.local) + w.slot[l],
-                           static_cast<u32>(step + 1));
+                           flag_of(step));
   if (kTopk > 1 && part.index == 0 && thread < kTopk) check_experts(a, step, token, thread, head);
 }
 

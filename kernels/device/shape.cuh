@@ -171,6 +171,12 @@ __device__ __forceinline__ i32 slot_of(u64 step) {
   return static_cast<i32>(step % static_cast<u64>(kSteps));
 }
 
+// What the flags of a step's slots and rows say: the low half of e + 1, and never 0, as memory is at first.
+__device__ __forceinline__ u32 flag_of(u64 step) {
+  const auto flag = static_cast<u32>(step + 1);
+  return flag != 0 ? flag : 1u << 31;
+}
+
 struct Owner {
   i32 rank;
   i32 local;  // among the experts of that rank

@@ -95,7 +95,7 @@ __device__ __noinline__ u64 look_around(const DeviceComm& comm, u32 looks, u64 d
   return 0;
 }
 
-// After a look that was in vain: whether to look again.
+// After a look that was in vain: whether to look again. want, got: the low half of a word.
 __device__ __forceinline__ bool lasts(const DeviceComm& comm, Patience& patience, u32 want, u32 got,
                                       const Awaited& what) {
   if (++patience.looks % kLooksBetweenClocks != 0) return true;
@@ -103,12 +103,23 @@ __device__ __forceinline__ bool lasts(const DeviceComm& comm, Patience& patience
   return patience.deadline != 0;
 }
 
-// Until the word reaches `want`. Words are the low 32 bits of a count that only grows.
-__device__ inline bool wait_word(const DeviceComm& comm, const void* word, u32 want,
+// Until the word, a count that only grows, reaches `want`.
+__device__ inline bool wait_word(const DeviceComm& comm, const u64* word, u64 want,
                                  const Awaited& what) {
   for (Patience patience;;) {
-    const u32 got = ld_acquire_sys_u32(static_cast<const u32*>(word));
-    if (static_cast<i32>(got - want) >= 0) return true;
+    const u64 got = ld_acquire_sys_u64(word);
+    if (got >= want) return true;
+    if (patience.looks == 0 && is_masked(comm, what.source)) return false;
+    if (!lasts(comm, patience, static_cast<u32>(want), static_cast<u32>(got), what)) return false;
+  }
+}
+// Until the flag of a slot or a row is that of the step. A seldom used one may be of any step before, and
+// 32 bits cannot order these: only one value is right.
+__device__ inline bool wait_flag(const DeviceComm& comm, const u32* flag, const Awaited& what) {
+  const u32 want = flag_of(what.step);
+  for (Patience patience;;) {
+    const u32 got = ld_acquire_sys_u32(flag);
+    if (got == want) return true;
     if (patience.looks == 0 && is_masked(comm, what.source)) return false;
     if (!lasts(comm, patience, want, got, what)) return false;
   }
@@ -132,7 +143,7 @@ __device__ inline u64* arrival_word(const DeviceComm& comm, Phase phase, i32 slo
 __device__ inline bool wait_part(const DeviceComm& comm, Phase phase, u64 step, i32 source,
                                  i32 part) {
   const u64 want = step * kMaxParts + static_cast<u64>(part) + 1;
-  return wait_word(comm, arrival_word(comm, phase, slot_of(step), source), static_cast<u32>(want),
+  return wait_word(comm, arrival_word(comm, phase, slot_of(step), source), want,
                    {phase, source, step});
 }
 // The same of all of it.
@@ -141,8 +152,8 @@ __device__ inline bool wait_arrival(const DeviceComm& comm, Phase phase, u64 ste
 }
 
 // The word with which `source` says that it has come to a phase.
-__device__ inline const void* word_of(const DeviceComm& comm, const Self& self, Phase phase,
-                                      i32 slot, i32 source) {
+__device__ inline const u64* word_of(const DeviceComm& comm, const Self& self, Phase phase,
+                                     i32 slot, i32 source) {
   if (!self.same_node(source)) return arrival_word(comm, phase, slot, source);
   const u64 own = comm.data[self.local];
   return header_word(phase == Phase::kDispatch  ? inbox_at(own, slot, source % kLocal)
@@ -155,10 +166,9 @@ __device__ inline i32 num_missing(const DeviceComm& comm, const Awaited& what) {
   const Self self(comm);
   i32 missing = 0;
   for (i32 source = 0; source < kWorld; ++source) {
-    const void* word = word_of(comm, self, what.phase, slot_of(what.step), source);
-    const u32 got = ld_acquire_sys_u32(static_cast<const u32*>(word));
+    const u64* word = word_of(comm, self, what.phase, slot_of(what.step), source);
     const u64 want = self.same_node(source) ? what.step + 1 : come(what.step);
-    missing += static_cast<i32>(got - static_cast<u32>(want)) < 0;
+    missing += ld_acquire_sys_u64(word) < want;
   }
   return max(missing, 1);
 }
@@ -169,7 +179,7 @@ __device__ inline bool wait_dispatch(const DeviceComm& comm, const Self& self, u
   if (!self.same_node(source)) return wait_arrival(comm, Phase::kDispatch, step, source);
   return wait_word(comm,
                    header_word(inbox_at(comm.data[self.local], slot_of(step), source % kLocal)),
-                   static_cast<u32>(step + 1), {Phase::kDispatch, source, step});
+                   step + 1, {Phase::kDispatch, source, step});
 }
 // Speaker i: a rank of this node, or after those the rank with our local index on another one. Of its
 // own node's ranks this only says that they have read the dispatch; rows have flags of their own.
@@ -185,15 +195,15 @@ __device__ inline bool speaker_masked(const DeviceComm& comm, const Self& self, 
 __device__ inline bool wait_combine(const DeviceComm& comm, const Self& self, u64 step, i32 i) {
   const i32 source = speaker_rank(self, i);
   if (i >= kLocal) return wait_arrival(comm, Phase::kCombine, step, source);
-  return wait_word(comm, header_word(partial_at(comm.data[self.local], slot_of(step), i)),
-                   static_cast<u32>(step + 1), {Phase::kCombine, source, step});
+  return wait_word(comm, header_word(partial_at(comm.data[self.local], slot_of(step), i)), step + 1,
+                   {Phase::kCombine, source, step});
 }
 // Whether the weights that `source` sends with its combine of `step` are here.
 __device__ inline bool wait_weights(const DeviceComm& comm, const Self& self, u64 step,
                                     i32 source) {
   if (!self.same_node(source)) return wait_arrival(comm, Phase::kWeights, step, source);
-  return wait_word(comm, header_word(weights_region(comm, self, slot_of(step), source)),
-                   static_cast<u32>(step + 1), {Phase::kWeights, source, step});
+  return wait_word(comm, header_word(weights_region(comm, self, slot_of(step), source)), step + 1,
+                   {Phase::kWeights, source, step});
 }
 
 // Rule (R1) of docs/protocol.md: the slot of `step` is free once the combine of its last use has
