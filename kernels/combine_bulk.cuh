@@ -258,7 +258,7 @@ struct Storer {
 
 // --- sending ---
 
-// Whether sums of one row go as it stands.
+// Whether sums of one row go as it stands; the receiving half adds it to 0.0.
 __device__ inline bool rows_stay(const Adder& a) {
   return kYType == kOutType && !a.weighted() && !a.p.with_scalars;
 }
@@ -365,7 +365,8 @@ __device__ inline void load_tokens(const CombineParams& p, const Self& self,
       for (i32 b = 0; b < kBiases; ++b)
         if (p.bias[b]) sum.row[num++] = reinterpret_cast<const char*>(p.bias[b] + offset);
       sum.num_rows = num + __popc(bits);
-      sum.is_row = sum.num_rows == 1 && !p.out_scalars;
+      sum.is_row =
+          false;  // a row alone is added to 0.0 here, for no other half has: -0.0 gives 0.0
       sum.token = first + t * stride;
       sum.to = reinterpret_cast<char*>(p.out) + offset;
       sum.flag = nullptr;

@@ -25,6 +25,9 @@ def quantize(x: Tensor, scale_format: ScaleFormat = "float32") -> tuple[Tensor, 
     nearest even, saturating. x is about q * scale. Formats but "float32" round the scale up to a
     power of two, and q = e4m3(x / scale).
 
+    amax is inf where the block holds an inf or a NaN. Then scale is inf, q is NaN (0x7f) for these
+    and 0 with the sign of x for all others: every value of the block is NaN as q * scale.
+
     Example: a block whose largest value is 2.0 has scale 0.004464, and 1.0 becomes q = 224. As a
     power of two the scale is 2^-7, and 1.0 becomes q = 128.
     """
@@ -34,26 +37,33 @@ def quantize(x: Tensor, scale_format: ScaleFormat = "float32") -> tuple[Tensor, 
     blocks[:, :hidden_dim] = x
     blocks = blocks.view(num_rows, num_blocks, SCALE_BLOCK)
     amax = blocks.abs().amax(dim=-1, keepdim=True).clamp_min(MIN_AMAX)
+    amax = torch.where(amax.isnan(), torch.inf, amax)
     scale, multiplier = amax / FP8_MAX, torch.full_like(amax, FP8_MAX) / amax
     if scale_format != "float32":
         mantissa, exponent = torch.frexp(scale)  # mantissa from 0.5 to below 1
-        scale = _power_of_two(exponent - (mantissa == 0.5).int())
+        rounded = _power_of_two(exponent - (mantissa == 0.5).int())
+        scale = torch.where(scale.isinf(), scale, rounded)
         multiplier = 1 / scale
-    q = (blocks * multiplier).clamp(-FP8_MAX, FP8_MAX).to(FP8).flatten(1)[:, :hidden_dim]
-    return q.contiguous(), scale.squeeze(-1)
+    scaled = blocks * multiplier
+    q = scaled.clamp(-FP8_MAX, FP8_MAX).to(FP8)
+    q.view(torch.uint8)[scaled.isnan()] = 0x7F  # without a sign
+    return q.flatten(1)[:, :hidden_dim].contiguous(), scale.squeeze(-1)
 
 
 def pack_ue8m0(scales: Tensor) -> Tensor:
-    """int32 [..., ceil(P / 4)]: exponent bytes of the powers of two [..., P], the first lowest."""
-    exponents = torch.frexp(scales).exponent + 126
+    """int32 [..., ceil(P / 4)]: exponent bytes of the powers of two [..., P], the first lowest.
+
+    255 is inf, which ue8m0 calls NaN.
+    """
+    exponents = scales.contiguous().view(torch.int32) >> 23
     padded = torch.nn.functional.pad(exponents, (0, -scales.shape[-1] % 4)).to(torch.uint8)
     return padded.contiguous().view(torch.int32)
 
 
 def unpack_ue8m0(packed: Tensor, num_scales: int) -> Tensor:
-    """The powers of two, fp32 [..., num_scales]."""
+    """The powers of two, fp32 [..., num_scales]; 255 is NaN."""
     exponents = packed.contiguous().view(torch.uint8)[..., :num_scales].to(torch.int32)
-    return _power_of_two(exponents - 127)
+    return torch.where(exponents == 255, torch.nan, _power_of_two(exponents - 127))
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:

@@ -7,11 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from cases import Wanted, combine_arguments, dispatch_arguments, finish
+from cases import (
+    Wanted,
+    assert_combined,
+    combine_arguments,
+    dispatch_arguments,
+    finish,
+    negative_zeros,
+    with_no_numbers,
+)
 from gpu_ranks import (
     MAX_TOKENS,
     PAYLOADS,
@@ -24,6 +33,7 @@ from gpu_ranks import (
     worlds,
 )
 from moe_p2p import launch_shape
+from moe_p2p.dispatched import SCALE_FORMATS
 from moe_p2p.reference import Tokens
 from ranks import Rank
 from test_gpu import call, every_format, steps, to_one_expert
@@ -80,7 +90,7 @@ def unweighted(rank: Rank, world: World, wanted: list[Wanted]) -> None:
             finish(comm)  # copies to the device wait for each other, across ranks
             out = comm.combine(dispatched=live, weighted=False, **combine_arguments(comm, step))
             finish(comm)
-            assert torch.equal(out.cpu(), step.out[comm.rank])
+            assert_combined(out.cpu(), step.out[comm.rank])
 
 
 @pytest.mark.parametrize("world", worlds((2, 2), (4, 4)))
@@ -96,6 +106,29 @@ def test_rows_that_need_no_sum_between_sums(world: World) -> None:
     alone = [(owners == rank).sum(1) == 1 for rank in range(world.ranks)]
     assert all(0 < slots.sum() < (owners == rank).any(1).sum() for rank, slots in enumerate(alone))
     run(world, unweighted, wanted)
+
+
+@pytest.mark.parametrize("world", worlds((2, 2), (4, 4)))
+def test_sums_of_negative_zeros_are_zeros(world: World) -> None:
+    """Also where the row of a token is the only one: a copy of it would have another sign."""
+    wide = {"hidden_dim": 7168, "dtype": torch.bfloat16, "topk": 6, "experts": negative_zeros}
+    wide["counts"] = [MAX_TOKENS] * world.ranks
+    wanted = [
+        call(world, 0, with_weights_of_one, layout="grouped", **wide),
+        call(world, 1, to_one_expert(0), **BY_RANK, **wide),
+    ]
+    run(world, unweighted, wanted)
+
+
+@pytest.mark.parametrize("world", worlds((2, 2), (3, 3)))
+def test_no_number_comes_of_what_is_none(world: World) -> None:
+    common: dict[str, Any] = {"dtype": torch.bfloat16, "quantize": True}
+    wanted = [
+        call(world, 2, with_no_numbers, scale_format=scale_format, **common)
+        for scale_format in SCALE_FORMATS
+    ]
+    wanted.append(call(world, 2, with_no_numbers, quantize=True, **BY_RANK))
+    run(world, steps, wanted, {})
 
 
 @pytest.mark.parametrize("world", WORLDS)

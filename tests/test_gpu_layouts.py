@@ -24,6 +24,7 @@ from cases import (
     on_cpu,
     on_device,
     run_step,
+    with_no_numbers,
 )
 from gpu_ranks import (
     FLOATS,
@@ -210,6 +211,27 @@ def test_scales_of_seven_thousand_values(scale_format: str) -> None:
     options = WIDE | {"quantize": True, "scale_format": scale_format}
     wanted = [call(world, 2, **options), call(world, 2, **options, **BY_RANK)]
     run(world, steps, wanted, WIDE | {"extra_bytes": 0})
+
+
+@pytest.mark.parametrize("world", FEW_WORLDS)
+def test_no_number_comes_of_what_is_none(world: World) -> None:
+    wanted = [
+        call(world, 2, with_no_numbers, dtype=dtype, layout=layout, **options)
+        for dtype, layout, options in [
+            *[
+                (torch.bfloat16, "grouped", {"quantize": True, "scale_format": f})
+                for f in SCALE_FORMATS
+            ],
+            (torch.bfloat16, "by_rank", {"quantize": True, "scale_format": "ue8m0"}),
+            (torch.float16, "padded", {"quantize": True}),
+            (torch.float32, "padded", {"quantize": True, "scale_format": "power_of_two"}),
+            (torch.float32, "padded", {}),
+        ]
+    ]
+    assert not any(
+        step.out[rank].isfinite().all() for step in wanted for rank in range(world.ranks)
+    )
+    run(world, steps, wanted, {})
 
 
 def assert_columns(got: Dispatched, capacity: int) -> None:

@@ -24,12 +24,13 @@ from cases import (
     expect,
     make,
     make_tokens,
+    negative_zeros,
     run_step,
     run_steps,
     topology_of,
+    with_no_numbers,
 )
 from moe_p2p import reference
-from moe_p2p.reference import Received, Topology
 from ranks import Rank, run_threads
 
 
@@ -75,25 +76,29 @@ def test_quantizes_as_the_reference_does(
     run_threads(4, body)
 
 
-def finite_patterns(dtype: torch.dtype) -> torch.Tensor:
-    """[rows, 256]: every finite number of a 16-bit type; of float32, those of 16 leading bits."""
+def patterns(dtype: torch.dtype, *, finite: bool) -> torch.Tensor:
+    """[rows, 256]: every value of a 16-bit type; of float32, those of 16 leading bits."""
     words = torch.arange(1 << 16, dtype=torch.int32)
     x = (words << 16).view(dtype) if dtype == torch.float32 else words.to(torch.int16).view(dtype)
-    # Larger blocks would have scales that float32 cannot hold.
-    x = x[torch.isfinite(x) & (x.float().abs() < 1e38)]
+    if finite:
+        x = x[torch.isfinite(x)]
     x = x[torch.randperm(len(x), generator=torch.Generator().manual_seed(1))]
     return x[: len(x) // 256 * 256].view(-1, 256)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("scale_format", ["float32", "power_of_two", "ue8m0"])
+@pytest.mark.parametrize("finite", [True, False])
 def test_every_number_is_quantized_to_the_bits_of_the_reference(
-    dtype: torch.dtype, scale_format: Literal["float32", "power_of_two", "ue8m0"]
+    finite: bool, dtype: torch.dtype, scale_format: Literal["float32", "power_of_two", "ue8m0"]
 ) -> None:
     """torch.equal takes -0.0 for 0.0; the bytes differ."""
-    x = finite_patterns(dtype)
-    expected, _ = reference.quantize(x, scale_format)
+    x = patterns(dtype, finite=finite)
+    expected, scales = reference.quantize(x, scale_format)
     assert (bits(expected) == 0x80).any()
+    assert finite == bool(scales.isfinite().all())
+    if scale_format == "ue8m0":
+        scales = reference.pack_ue8m0(scales)
     config = {"num_experts": 1, "topk": 1, "hidden_dim": 256, "max_tokens": len(x), "dtype": dtype}
     with make(Rank(0, 1, torch.distributed.HashStore()), **config) as comm:
         got = comm.dispatch(
@@ -104,14 +109,29 @@ def test_every_number_is_quantized_to_the_bits_of_the_reference(
             scale_format=scale_format,
         )
         assert torch.equal(bits(got.x), bits(expected))
+        assert got.scales is not None
+        assert torch.equal(bits(got.scales), bits(scales))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_no_number_comes_of_what_is_none(layout: str) -> None:
+    def body(rank: Rank) -> None:
+        with make(rank, ranks_per_node=2, dtype=torch.bfloat16) as comm:
+            for seed, quantize in enumerate([False, True]):
+                tokens = [
+                    with_no_numbers(make_tokens(seed, r, 12, dtype=torch.bfloat16), r)
+                    for r in range(4)
+                ]
+                _, out = check_step(comm, tokens, layout=layout, quantize=quantize)
+                named = (tokens[comm.rank].topk_idx >= 0).any(1)
+                assert bool(out[0].isnan().any()) == bool(named[0])
+
+    run_threads(4, body)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_a_sum_of_negative_zeros_has_the_sign_of_the_reference(dtype: torch.dtype) -> None:
     """Sums begin at 0.0: so the specification says, and so it is at every stage."""
-
-    def negative_zeros(topology: Topology, rank: int, received: Received) -> torch.Tensor:
-        return torch.full_like(received.x.reshape(-1, HIDDEN_DIM), -0.0)
 
     def body(rank: Rank) -> None:
         with make(rank, ranks_per_node=2, dtype=dtype) as comm:

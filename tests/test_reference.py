@@ -196,6 +196,27 @@ def test_quantize_by_hand() -> None:
     torch.testing.assert_close(reference.dequantize(q, scales), x, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("scale_format", ["float32", "power_of_two", "ue8m0"])
+def test_a_block_that_holds_no_number_is_none_as_a_whole(
+    scale_format: reference.ScaleFormat,
+) -> None:
+    x = torch.ones(3, 256, dtype=torch.bfloat16)
+    x[0, 1], x[1, 2], x[2, 3] = torch.nan, -torch.inf, -0.0
+    x[:2, 4] = -7
+    q, scales = reference.quantize(x, scale_format)
+    codes = q.view(torch.uint8)
+    assert scales[:2, 0].tolist() == [torch.inf] * 2
+    assert codes[:2, [0, 1, 2, 4]].tolist() == [[0, 0x7F, 0, 0x80], [0, 0, 0x7F, 0x80]]
+    assert codes[2, 3] == 0x80
+    if scale_format == "ue8m0":
+        scales = reference.pack_ue8m0(scales)
+        assert scales.view(torch.uint8)[:2, 0].tolist() == [255, 255]
+    rows = reference.dequantize(q, scales)
+    assert rows[:2, :128].isnan().all()
+    assert rows[:2, 128:].isfinite().all()
+    assert rows[2].isfinite().all()
+
+
 def test_quantize_error_is_half_a_step() -> None:
     x = torch.randn(16, 300, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
     q, scales = reference.quantize(x)

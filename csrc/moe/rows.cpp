@@ -81,8 +81,9 @@ void store(std::byte* out, DType dtype, size_t from, const float* acc, size_t n)
 }
 
 constexpr float kMaxE4M3 = 448.0f;
-constexpr int kMantissaBits = 23;       // of fp32
-constexpr float kSmallestAmax = 1e-4f;  // an all-zero block would divide by zero
+constexpr uint32_t kInfinity = 0x7f800000u;  // as fp32
+constexpr int kMantissaBits = 23;            // of fp32
+constexpr float kSmallestAmax = 1e-4f;       // an all-zero block would divide by zero
 
 MOE_P2P_VECTOR void quantize_block(const float* x, float multiplier, uint8_t* out, size_t n) {
   for (size_t i = 0; i < n; ++i) {
@@ -96,20 +97,20 @@ MOE_P2P_VECTOR void quantize_block(const float* x, float multiplier, uint8_t* ou
     const uint32_t denormal = std::bit_cast<uint32_t>(shifted) - 0x46800000u;
     const uint32_t normal = (magnitude - (120u << 23) + 0x7ffffu + (magnitude >> 20 & 1u)) >> 20;
     uint32_t code = magnitude < 0x3c800000u ? denormal : normal;
-    code = magnitude > 0x43e00000u ? 0x7eu : code;  // saturate at 448
-    code = magnitude > 0x7f800000u ? 0x7fu : code;  // NaN
-    out[i] = static_cast<uint8_t>(sign | code);
+    code = magnitude > 0x43e00000u ? 0x7eu : code;                               // saturate at 448
+    out[i] = static_cast<uint8_t>(magnitude > kInfinity ? 0x7fu : sign | code);  // NaN has no sign
   }
 }
 
+// inf for a NaN.
 MOE_P2P_VECTOR float absolute_max(const float* x, size_t n) {
-  uint32_t largest = 0;  // magnitudes order like their bits; NaN becomes the largest and shows
+  uint32_t largest = 0;  // magnitudes order like their bits, NaN above inf
   for (size_t i = 0; i < n; ++i)
     largest = std::max(largest, std::bit_cast<uint32_t>(x[i]) & 0x7fffffffu);
-  return std::bit_cast<float>(largest);
+  return std::bit_cast<float>(std::min(largest, kInfinity));
 }
 
-// x is positive and normal.
+// x is positive and normal, or inf.
 float round_up_to_power_of_two(float x) noexcept {
   constexpr uint32_t kMantissa = (1u << kMantissaBits) - 1;
   return std::bit_cast<float>((std::bit_cast<uint32_t>(x) + kMantissa) & ~kMantissa);

@@ -24,6 +24,7 @@ void sum_rows(std::byte* out, abi::DType out_dtype, const Addend* addends, size_
 // e4m3 values and one fp32 scale per kScaleBlock of them (the last block may be shorter):
 // scale = max(|x|, 1e-4) / 448, value = round_to_nearest_even(x * (448 / max(|x|, 1e-4))).
 // `power_of_two`: the scale is rounded up to one, and value = round_to_nearest_even(x / scale).
+// A block that holds an inf or a NaN has max(|x|) = inf: scale inf, and values +-0 and NaN (0x7f).
 void quantize_row(const std::byte* row, abi::DType dtype, bool power_of_two, std::byte* values,
                   float* scales, size_t length) noexcept;
 

@@ -139,7 +139,7 @@ __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 __device__ __forceinline__ void bar_sync(i32 id, i32 num_threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
 }
-// Two fp32 to two e4m3, the first in the low byte; round to nearest even, saturating.
+// Two fp32 to two e4m3, the first in the low byte; round to nearest even, saturating; NaN is 0x7f.
 __device__ __forceinline__ u16 cvt_rn_satfinite_e4m3x2(float low, float high) {
   u16 v;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(v) : "f"(high), "f"(low));
@@ -150,10 +150,15 @@ __device__ __forceinline__ u32 abs_bf16x2(u32 x) {
   asm("abs.bf16x2 %0, %1;" : "=r"(v) : "r"(x));
   return v;
 }
-// NaN only of two.
-__device__ __forceinline__ u32 max_bf16x2(u32 a, u32 b) {
+// NaN where one of the two is.
+__device__ __forceinline__ u32 max_nan_bf16x2(u32 a, u32 b) {
   u32 v;
-  asm("max.bf16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
+  asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
+  return v;
+}
+__device__ __forceinline__ float max_nan_f32(float a, float b) {
+  float v;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(v) : "f"(a), "f"(b));
   return v;
 }
 __device__ __forceinline__ u32 cvt_rn_bf16x2(float low, float high) {

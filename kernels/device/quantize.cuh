@@ -64,20 +64,27 @@ struct Values<DType::kFloat32> {
   }
 };
 
-// The smallest power of two that is not less than x; x is positive and normal.
+inline constexpr u32 kInfinity = 0x7f800000u;  // as fp32
+
+// The smallest power of two that is not less than x; x is positive and normal, or inf.
 __device__ __forceinline__ float power_of_two_from(float x) {
-  return __uint_as_float((__float_as_uint(x) + 0x7fffffu) & 0x7f800000u);
+  return __uint_as_float((__float_as_uint(x) + 0x7fffffu) & kInfinity);
+}
+// 1 / x for a power of two from 2^-126 to 2^126; 0 for inf.
+__device__ __forceinline__ float inverse_of_power_of_two(float x) {
+  return __uint_as_float(max(0x7f000000 - static_cast<i32>(__float_as_uint(x)), 0));
 }
 
-// Of kNum Vecs: the largest magnitude; NaN is none.
+// Largest magnitude in kNum Vecs; NaN where there is one.
 template <DType kType, i32 kNum>
 __device__ __forceinline__ float max_magnitude(const Vec* v) {
   float most = 0.0f;
   if constexpr (kType == DType::kBFloat16) {  // pairs as they are
     u32 pair = 0;
 #pragma unroll
-    for (i32 i = 0; i < 4 * kNum; ++i) pair = max_bf16x2(pair, abs_bf16x2(v[i / 4].word[i % 4]));
-    most = fmaxf(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
+    for (i32 i = 0; i < 4 * kNum; ++i)
+      pair = max_nan_bf16x2(pair, abs_bf16x2(v[i / 4].word[i % 4]));
+    most = max_nan_f32(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
   } else {
     constexpr i32 kCount = Values<kType>::kCount;
 #pragma unroll
@@ -85,7 +92,7 @@ __device__ __forceinline__ float max_magnitude(const Vec* v) {
       float f[kCount];
       Values<kType>::load(v[i], f);
 #pragma unroll
-      for (i32 j = 0; j < kCount; ++j) most = fmaxf(most, fabsf(f[j]));
+      for (i32 j = 0; j < kCount; ++j) most = max_nan_f32(most, fabsf(f[j]));
     }
   }
   return most;
@@ -101,20 +108,23 @@ __device__ __forceinline__ float find_scales(float (&amax)[kNum]) {
 #pragma unroll
   for (i32 lane = 4; lane > 0; lane >>= 1)
 #pragma unroll
-    for (i32 j = 0; j < kNum; ++j) amax[j] = fmaxf(amax[j], __shfl_xor_sync(~0u, amax[j], lane));
+    for (i32 j = 0; j < kNum; ++j)
+      amax[j] = max_nan_f32(amax[j], __shfl_xor_sync(~0u, amax[j], lane));
   const i32 lane = static_cast<i32>(threadIdx.x) % 32;
   const float even = lane & 2 ? amax[2 % kNum] : amax[0];
   const float odd = lane & 2 ? amax[3 % kNum] : amax[1 % kNum];
-  const float mine = fmaxf(lane & 1 ? odd : even, 1e-4f);
-  const bool multiplies = kFormat == ScaleFormat::kFloat32 && lane % 8 < 4;
-  float found = __fdiv_rn(multiplies ? 448.0f : mine, multiplies ? mine : 448.0f);
-  if constexpr (kFormat != ScaleFormat::kFloat32) found = power_of_two_from(found);
-#pragma unroll
-  for (i32 j = 0; j < kNum; ++j) {
-    amax[j] = __shfl_sync(~0u, found, lane / 8 * 8 + j);
-    if constexpr (kFormat != ScaleFormat::kFloat32)
-      amax[j] = __uint_as_float(0x7f000000u - __float_as_uint(amax[j]));  // 1 / scale
+  // fminf() drops a NaN: a block that holds one has the scale of a block that holds an inf, inf.
+  const float mine = fminf(max_nan_f32(lane & 1 ? odd : even, 1e-4f), __uint_as_float(kInfinity));
+  const bool multiplies = lane % 8 < 4;
+  float found;
+  if constexpr (kFormat == ScaleFormat::kFloat32) {
+    found = __fdiv_rn(multiplies ? 448.0f : mine, multiplies ? mine : 448.0f);
+  } else {
+    found = power_of_two_from(__fdiv_rn(mine, 448.0f));
+    if (multiplies) found = inverse_of_power_of_two(found);
   }
+#pragma unroll
+  for (i32 j = 0; j < kNum; ++j) amax[j] = __shfl_sync(~0u, found, lane / 8 * 8 + j);
   return found;
 }
 

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_p2p.kernels.triton.precision import dot, to_nearest
+from moe_p2p.kernels.triton.precision import dot, dot_fp8, to_nearest
 from moe_p2p.kernels.triton.quantize import quantize_block
 
 _FEW_ROWS = 256  # room for so few rows per expert: reading weights is what takes the time
@@ -77,7 +77,7 @@ def _add_product(a, b, total, a_scale, b_scale_ptr):
     if b_scale_ptr is None:
         total = dot(a, b, total)
     else:
-        product = tl.dot(a, b, out_dtype=tl.float32)
+        product = dot_fp8(a, b)
         total += product * (a_scale * tl.load(b_scale_ptr))[:, None]
     return total
 

@@ -1,8 +1,9 @@
 """Rounding and products that are the same on the GPU and under Triton's interpreter.
 
-On the GPU these are a cast and a dot. The interpreter (TRITON_INTERPRET=1, as the tests on CPU run
-it) truncates to bf16, loses carries to the exponent of e4m3 and multiplies the bits of bf16 as
-integers. There, and only there, values are prepared so that what it does is exact.
+On the GPU these are casts and dots. The interpreter (TRITON_INTERPRET=1, as the tests on CPU run
+it) truncates to bf16, loses carries to the exponent of e4m3, knows no NaN of e4m3 and multiplies
+the bits of bf16 as integers. There, and only there, values are prepared so that what it does is
+exact.
 """
 
 from __future__ import annotations
@@ -37,10 +38,29 @@ def to_nearest(x, dtype: tl.constexpr):
     """fp32 x as dtype; what is past the largest e4m3 was clamped. Example: 1.01 is bf16 1.0078."""
     if _INTERPRETED:
         if dtype == tl.bfloat16:
-            x = _drop_bits(x, 16)
+            x = tl.where(x == x, _drop_bits(x, 16), x)
         elif dtype == tl.float8e4nv:
-            x = _to_e4m3_values(x)
+            code = _to_e4m3_values(x).to(dtype).to(tl.uint8, bitcast=True)
+            return tl.where(x == x, code, 0x7F).to(tl.uint8).to(dtype, bitcast=True)
     return x.to(dtype)
+
+
+@triton.jit
+def widen(x):
+    """x as fp32. Example: e4m3 0x7f is NaN."""
+    wide = x.to(tl.float32)
+    if _INTERPRETED and x.dtype == tl.float8e4nv:
+        wide = tl.where((x.to(tl.uint8, bitcast=True) & 0x7F) == 0x7F, float("nan"), wide)
+    return wide
+
+
+@triton.jit
+def dot_fp8(a, b):
+    """a @ b in fp32, of e4m3 operands."""
+    if _INTERPRETED:
+        a = widen(a)
+        b = widen(b)
+    return tl.dot(a, b, out_dtype=tl.float32)
 
 
 @triton.jit

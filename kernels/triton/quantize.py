@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_p2p import errors
-from moe_p2p.kernels.triton.precision import to_nearest
+from moe_p2p.kernels.triton.precision import to_nearest, widen
 
 SCALE_BLOCK = 128  # values of a row that share a scale; weights: the side of a square
 FP8_MAX = 448.0  # largest finite float8_e4m3fn
@@ -29,12 +29,14 @@ def quantize_block(x):
 
     Example: a row whose largest value is 2.0 has scale 0.004464, and 1.0 becomes 224.
     """
+    # Magnitudes order like their bits, NaN above inf: a block that holds a NaN has amax = inf.
+    bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
+    amax = tl.maximum(tl.minimum(bits, 0x7F800000).to(tl.float32, bitcast=True), 1e-4)
     # Divisions are rounded to nearest: Triton's `/` is not, and one bit off is another result.
-    amax = tl.maximum(tl.max(tl.abs(x), axis=1), 1e-4)
     largest = tl.full(amax.shape, 448.0, tl.float32)
     scaled = x * tl.div_rn(largest, amax)[:, None]
-    q = to_nearest(tl.minimum(tl.maximum(scaled, -448.0), 448.0), tl.float8e4nv)
-    return q, tl.div_rn(amax, largest)
+    scaled = tl.clamp(scaled, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    return to_nearest(scaled, tl.float8e4nv), tl.div_rn(amax, largest)
 
 
 @triton.jit
@@ -66,7 +68,7 @@ def _dequantize_kernel(
     at = row.to(tl.int64)[:, None] * hidden_dim + column[None, :]
     scale_at = row.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     scale = tl.load(scales_ptr + scale_at, mask=row < num_rows, other=0.0)
-    x = tl.load(q_ptr + at, mask=mask, other=0.0).to(tl.float32) * scale[:, None]
+    x = widen(tl.load(q_ptr + at, mask=mask, other=0.0)) * scale[:, None]
     tl.store(x_ptr + at, to_nearest(x, x_ptr.dtype.element_ty), mask=mask)
 
 
@@ -95,8 +97,9 @@ def quantize(x: Tensor, *, num_rows: Tensor | None = None) -> tuple[Tensor, Tens
     num_rows: one int on the device of x; rows of the result from there on are undefined. None: all.
 
     amax = max(|x|, 1e-4) of 128 values, scale = amax / 448, q = e4m3(x * (448 / amax)), to nearest
-    even. x is finite. No gradient. Example: quantize(torch.ones(1, 256)) gives q = 448 everywhere
-    and scales [[1 / 448, 1 / 448]].
+    even. A block that holds an inf or a NaN is NaN as a whole; reference_fp8.quantize() has the
+    bits. No gradient. Example: quantize(torch.ones(1, 256)) gives q = 448 everywhere and scales
+    [[1 / 448, 1 / 448]].
     """
     quantized: tuple[Tensor, Tensor] = _quantize(x.detach(), num_rows)
     return quantized

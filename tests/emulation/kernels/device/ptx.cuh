@@ -146,7 +146,7 @@ inline float round_to(float x, int bits, int least) {
 }
 inline u32 to_e4m3(float x) {
   const u32 sign = __float_as_uint(x) >> 24 & 0x80;
-  if (std::isnan(x)) return sign | 0x7f;
+  if (std::isnan(x)) return 0x7f;
   const float size = min(round_to(std::fabs(x), 3, -9), 448.0f);
   if (size < 0x1p-6f) return sign | static_cast<u32>(size * 0x1p9f);
   const u32 bits = __float_as_uint(size);
@@ -161,9 +161,12 @@ inline u32 to_bf16(float x) {
   return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 inline u32 abs_bf16x2(u32 x) { return x & 0x7fff7fff; }
-inline u32 max_bf16x2(u32 a, u32 b) {
+inline float max_nan_f32(float a, float b) {
+  return std::isnan(a) || std::isnan(b) ? __uint_as_float(0x7fffffff) : std::fmax(a, b);
+}
+inline u32 max_nan_bf16x2(u32 a, u32 b) {
   const auto most = [](u32 x, u32 y) {
-    return __float_as_uint(std::fmax(__uint_as_float(x), __uint_as_float(y)));
+    return __float_as_uint(max_nan_f32(__uint_as_float(x), __uint_as_float(y))) & 0xffff0000;
   };
   return most(a & 0xffff0000, b & 0xffff0000) | most(a << 16, b << 16) >> 16;
 }
