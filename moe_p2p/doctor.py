@@ -306,8 +306,7 @@ def _write(provider: str, nic: str, memory: str) -> Write:
 def judge(report: Report) -> list[Problem]:
     """What stands in the way, each with its remedy. A machine without GPU or RDMA is no problem."""
     found = [*_memory_problems(report), *_gpu_problems(report), *_nic_problems(report)]
-    if not report.transport["provider"]:
-        found.append(Problem(report.transport["why"], "correct MOE_P2P_NICS"))
+    found += _transport_problems(report)
     found += [
         Problem(
             f"write over {' '.join(filter(None, (write.provider, write.nic)))} with {write.memory} "
@@ -318,6 +317,21 @@ def judge(report: Report) -> list[Problem]:
         if write.problem
     ]
     return found
+
+
+def _transport_problems(report: Report) -> list[Problem]:
+    provider, why = report.transport["provider"], report.transport["why"]
+    known = (*transport.LIBRARIES, transport.LOOPBACK)
+    if not provider:
+        return [Problem(why, "correct MOE_P2P_NICS")]
+    if provider not in known:
+        return [
+            Problem(
+                f'there is no transport "{provider}" ({why})',
+                f"correct MOE_P2P_TRANSPORT: {', '.join(known)}",
+            )
+        ]
+    return []
 
 
 def _memory_problems(report: Report) -> list[Problem]:
@@ -349,7 +363,8 @@ def _gpu_problems(report: Report) -> list[Problem]:
             Problem("kernels cannot be compiled: no cuda-core", "pip install 'moe_p2p[cuda]'")
         )
     with_rails = [gpu for gpu in report.gpus if gpu.rails]
-    if with_rails and not report.peer_memory and not any(gpu.dma_buf for gpu in with_rails):
+    # None: whoever could tell, the driver by way of torch and cuda-bindings, was not asked.
+    if not report.peer_memory and with_rails and all(gpu.dma_buf is False for gpu in with_rails):
         found.append(
             Problem(
                 "NICs cannot reach GPU memory: neither dma-buf nor nvidia_peermem",
@@ -373,8 +388,7 @@ def _nic_problems(report: Report) -> list[Problem]:
         found.append(
             Problem(
                 "EFA devices without libfabric",
-                "run the EFA installer of AWS (libfabric in /opt/amazon/efa), or apt-get install "
-                "libfabric1",
+                "run the EFA installer of AWS (libfabric in /opt/amazon/efa)",
             )
         )
     version = re.match(r"(\d+)\.(\d+)", report.libraries["libfabric"])
@@ -385,8 +399,8 @@ def _nic_problems(report: Report) -> list[Problem]:
                 "run the EFA installer of AWS (libfabric in /opt/amazon/efa)",
             )
         )
-    dma_buf = any(gpu.dma_buf for gpu in report.gpus)
-    if "efa" in kinds and report.gpus and not dma_buf and not report.libraries.get("libcudart"):
+    no_dma_buf = bool(report.gpus) and all(gpu.dma_buf is False for gpu in report.gpus)
+    if "efa" in kinds and no_dma_buf and not report.libraries.get("libcudart"):
         found.append(
             Problem(
                 "EFA cannot take GPU memory: libfabric finds no libcudart.so, by that very name, "

@@ -43,6 +43,13 @@ def healthy(root: Path, **changes: Any) -> Report:
     return dataclasses.replace(found, **changes)
 
 
+def with_dma_buf(report: Report, dma_buf: bool | None) -> Report:
+    gpus: list[GpuFacts] = [
+        dataclasses.replace(gpu, dma_buf=dma_buf, writes_ordering=100) for gpu in report.gpus
+    ]
+    return dataclasses.replace(report, gpus=gpus)
+
+
 def texts(report: Report) -> list[str]:
     return [f"{problem.what} -> {problem.remedy}" for problem in doctor.judge(report)]
 
@@ -87,7 +94,6 @@ def test_nics_that_are_not_used_say_why(tmp_path: Path) -> None:
         ({"libraries": {"libibverbs": "", "libfabric": "1", "libcuda": "1"}}, "libibverbs1"),
         ({"torch_cuda": False}, "torch is built without CUDA.*pip install"),
         ({"packages": {"cuda-bindings": "13", "cuda-core": ""}}, r"moe_p2p\[cuda\]"),
-        ({"peer_memory": False}, "neither dma-buf nor nvidia_peermem.*modprobe nvidia_peermem"),
         (
             {"writes": [Write("verbs", "mlx5_0", "cuda:0", 0.0, "no key")]},
             "write over verbs mlx5_0 with cuda:0 memory failed: no key",
@@ -109,7 +115,8 @@ def test_efa_without_libfabric_names_the_package(tmp_path: Path) -> None:
     libraries = {"libibverbs": "1", "libfabric": "", "libcuda": "1", "libcudart": "1"}
     (found,) = texts(healthy(tmp_path, libraries=libraries))
     assert "EFA devices without libfabric" in found
-    assert "apt-get install libfabric1" in found
+    assert "EFA installer" in found
+    assert "apt-get" not in found  # its libfabric is too old for EFA
 
 
 def test_efa_wants_a_newer_libfabric_and_a_way_to_gpu_memory(tmp_path: Path) -> None:
@@ -118,10 +125,10 @@ def test_efa_wants_a_newer_libfabric_and_a_way_to_gpu_memory(tmp_path: Path) -> 
     (found,) = texts(healthy(tmp_path, libraries={**healthy_libraries, "libfabric": "1.17 /lib/x"}))
     assert "libfabric 1.17 is too old for EFA" in found
     without = healthy(tmp_path, libraries={**healthy_libraries, "libcudart": ""})
-    (found,) = texts(without)
+    (found,) = texts(with_dma_buf(without, False))
     assert "libcudart.so" in found
-    gpus = [dataclasses.replace(gpu, dma_buf=True) for gpu in without.gpus]
-    assert texts(dataclasses.replace(without, gpus=gpus)) == []
+    assert texts(with_dma_buf(without, True)) == []
+    assert texts(with_dma_buf(without, None)) == []
 
 
 def test_a_gpu_without_driver_is_one_problem(tmp_path: Path) -> None:
@@ -135,13 +142,20 @@ def test_a_gpu_without_driver_is_one_problem(tmp_path: Path) -> None:
 
 def test_dma_buf_is_as_good_as_peer_memory(tmp_path: Path) -> None:
     machines.hgx(tmp_path)
-    report = healthy(tmp_path, peer_memory=False)
-    with_dma_buf: list[GpuFacts] = [
-        dataclasses.replace(gpu, dma_buf=True, writes_ordering=100) for gpu in report.gpus
-    ]
-    report = dataclasses.replace(report, gpus=with_dma_buf)
+    report = with_dma_buf(healthy(tmp_path, peer_memory=False), True)
     assert texts(report) == []
     assert " owner " in doctor_text.render(report)
+    (found,) = texts(with_dma_buf(report, False))
+    assert re.search("neither dma-buf nor nvidia_peermem.*modprobe nvidia_peermem", found)
+
+
+def test_what_nobody_could_tell_of_dma_buf_is_no_problem(tmp_path: Path) -> None:
+    """Without CUDA in torch, or without cuda-bindings, the driver is not asked."""
+    machines.hgx(tmp_path)
+    report = healthy(tmp_path, peer_memory=False, torch_cuda=False)
+    assert [gpu.dma_buf for gpu in report.gpus] == [None] * len(report.gpus)
+    (found,) = texts(report)
+    assert found.startswith("torch is built without CUDA")
 
 
 def test_nics_that_are_all_down_are_a_problem(tmp_path: Path) -> None:
@@ -157,6 +171,20 @@ def test_a_wrong_name_in_the_environment_is_a_problem(
     monkeypatch.setenv("MOE_P2P_NICS", "mlx5_77")
     (found,) = texts(healthy(tmp_path))
     assert "mlx5_77, which is not an RDMA device" in found
+
+
+def test_a_wrong_transport_in_the_environment_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machines.hgx(tmp_path)
+    monkeypatch.setenv("MOE_P2P_TRANSPORT", "nccl")
+    (found,) = texts(healthy(tmp_path))
+    assert found == (
+        'there is no transport "nccl" (MOE_P2P_TRANSPORT asks for it) -> '
+        "correct MOE_P2P_TRANSPORT: libfabric, verbs, loopback"
+    )
+    monkeypatch.setenv("MOE_P2P_TRANSPORT", "verbs")
+    assert texts(healthy(tmp_path)) == []
 
 
 def test_versions_of_what_the_kernel_and_the_loader_know(tmp_path: Path) -> None:
