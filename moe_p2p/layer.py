@@ -6,9 +6,11 @@ train. Gradients of an expert sum over the tokens of all ranks, as they do in on
 of the router, like those of any replicated weight, are this rank's and the caller's to reduce.
 
 On a GPU the experts are Triton kernels (kernels/triton), in bf16, fp16 or, for inference, fp8:
-`quantize_experts`. The host waits for nothing, so a layer runs in CUDA graphs. torch.compile makes
-one graph of it, on a CPU too; mark its tokens as unbacked (torch._dynamo.decorators.mark_unbacked)
-and that graph serves 0 and 1 of them as well (not 0 in inductor of torch 2.11 on a GPU: its grids
+`quantize_experts`. In inference the host waits for nothing, so a layer runs in CUDA graphs; it has
+room for the most rows that any routing could bring. Training keeps its rows until the backward, so
+there the ranks tell each other how many come, for which the host waits; compiled it does not, and
+has room for all. torch.compile makes one graph of it, on a CPU too; mark its tokens as unbacked
+(torch._dynamo.decorators.mark_unbacked) and that graph serves 0 and 1 of them as well (not 0 in inductor of torch 2.11 on a GPU: its grids
 divide by their number). Checkpoints (torch.utils.checkpoint) go around the compiled layer: inside,
 torch 2.13 fails on operators whose order counts.
 
@@ -27,6 +29,7 @@ from torch.nn import functional
 
 from moe_p2p import cpu_experts
 from moe_p2p.all_to_all import AllToAll
+from moe_p2p.deep_ep.host_counts import HostCounts
 
 
 def local_experts(all_to_all: AllToAll) -> list[int]:
@@ -145,6 +148,12 @@ class Fp8Experts(nn.Module):
         return grouped_gemm(h, down, counts, offsets=starts, out_dtype=self.dtype)
 
 
+def _host_may_wait(x: Tensor) -> bool:
+    return not torch.compiler.is_compiling() and not (
+        x.is_cuda and torch.cuda.is_current_stream_capturing()
+    )
+
+
 class MoELayer(nn.Module):
     """Router, dispatch, experts, combine."""
 
@@ -161,6 +170,7 @@ class MoELayer(nn.Module):
         super().__init__()
         self.num_experts = num_experts
         self.all_to_all = all_to_all
+        self._host_counts = HostCounts()
         self.router = Router(hidden_dim, num_experts, topk=topk)
         mine = list(range(num_experts)) if all_to_all is None else local_experts(all_to_all)
         self.experts: Experts | Fp8Experts = Experts(mine, hidden_dim, ffn_dim=ffn_dim, seed=seed)
@@ -189,11 +199,31 @@ class MoELayer(nn.Module):
             return self._one_process(x, topk_idx, topk_weights)
         fp8 = isinstance(self.experts, Fp8Experts)
         received = self.all_to_all.dispatch(
-            x, topk_idx, topk_weights, layout="grouped", quantize=fp8
+            x, topk_idx, topk_weights, layout="grouped", quantize=fp8, **self._room(topk_idx)
         )
         scales = {"scales": received.scales} if fp8 else {}
         y = self.experts(received.x, received.counts, received.offsets, **scales)
         return self.all_to_all.combine(y, received)
+
+    def _room(self, topk_idx: Tensor) -> dict[str, int]:
+        """Arguments of dispatch: rows to make room for, and tokens. Nothing: for any routing.
+
+        All ranks call this alike: they tell each other how many tokens they have for each expert.
+        """
+        if not torch.is_grad_enabled() or not _host_may_wait(topk_idx):
+            return {}
+        all_to_all = self.all_to_all
+        assert all_to_all is not None
+        if all_to_all.config.mask_lost_ranks:  # which does not wait for all, as telling does
+            return {}
+        # Entry -1, no expert, is counted last.
+        counts = topk_idx.new_zeros(self.num_experts + 1, dtype=torch.int32)
+        expert = topk_idx.flatten().long() % (self.num_experts + 1)
+        counts.scatter_add_(0, expert, torch.ones_like(expert, dtype=torch.int32))
+        mine = self._host_counts.read(counts[:0], counts[:-1], topk_idx.shape[0])
+        told = all_to_all.gather_counts(mine)  # [W, E + 1], the number of tokens behind
+        rows = told[:, local_experts(all_to_all)].sum()
+        return {"capacity": max(1, int(rows)), "max_tokens": max(1, int(told[:, -1].max()))}
 
     def _one_process(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
         expert, order = topk_idx.flatten().sort(stable=True)  # (token, k) pairs, expert by expert

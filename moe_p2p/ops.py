@@ -31,6 +31,7 @@ SCALE_BLOCK = 128  # values that share one fp8 scale
 WITH_SOURCE, WITH_RANGES, WITH_WAIT_TICKS, COPY_TOPK = 1, 2, 4, 8  # `outputs` of dispatch
 UE8M0 = SCALE_FORMATS.index("ue8m0")
 _HANDLE_META_WORDS = 16
+_VALUES_AT_ONCE = 1 << 24  # 64 MiB of fp32: what a backward multiplies at a time
 _HANDLE_NUM_TOKENS = 5  # position of num_tokens in it (kernels/abi/layout.h, HandleMeta)
 
 
@@ -284,6 +285,14 @@ def _dispatch_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
             ctx.row_weights_shape, dtype=torch.float32, device=topk_idx.device
         )
     else:
+        if (
+            torch.is_grad_enabled() and grad_row_weights.requires_grad
+        ):  # on all ranks, before a call
+            raise errors.make(
+                errors.InvalidArgumentError,
+                "the gradient of topk_weights has no gradient of its own (create_graph=True); "
+                "detach the weights, or what they are multiplied with",
+            )
         if row_topk is not None:
             grad_row_weights = grad_row_weights.where(row_topk >= 0, 0.0)
         grad_row_weights = grad_row_weights.contiguous()
@@ -359,18 +368,35 @@ def _combine_backward(ctx: Any, grad_out: Tensor | None, _: Any) -> tuple[Any, .
     g = g.view(-1, g.shape[-1])  # [R, H]
     has_token = present > 0  # [R]; by rank there are no row_weights
     grad_y = grad_weights = None
+    if ctx.weights_need_grad:
+        grad_weights = _row_dots(g, y.reshape(g.shape)).where(has_token, 0.0)
     if ctx.y_needs_grad:
         # Weights of rows without a token may be anything, also NaN.
         if row_weights is not None:
-            g_weighted = g.float() * row_weights.where(has_token, 0.0).unsqueeze(-1)
-        else:
-            g_weighted = g
-        grad_y = g_weighted.to(ctx.y_dtype).view(ctx.y_shape)
-    if ctx.weights_need_grad:
-        product = (g.float() * y.reshape(g.shape).float()).sum(-1)  # [R]
-        grad_weights = product.where(has_token, 0.0)
+            factors = row_weights.where(has_token, 0.0).unsqueeze(-1)
+            # Products are fp32 and rounded once. In place, as nobody else has g, but for a graph.
+            g = (g * factors).to(ctx.y_dtype) if torch.is_grad_enabled() else g.mul_(factors)
+        grad_y = g.view(ctx.y_shape)
     grad_bias = [grad_out if needed else None for needed in ctx.bias_needs_grad]
     return (None, grad_y, grad_weights, None, None, grad_bias, *(None,) * 8)
+
+
+def _row_dots(a: Tensor, b: Tensor) -> Tensor:
+    """fp32 [R], the sum of a * b over each row of [R, H].
+
+    Eager torch keeps every product, in fp32: of a few rows at a time, that is little memory. A
+    compiler makes one kernel of it that keeps none.
+    """
+    rows = a.shape[0]
+    compiles = torch.compiler.is_compiling() or not isinstance(rows, int)
+    if compiles or torch.is_grad_enabled():
+        return (a.float() * b.float()).sum(-1)
+    dots = a.new_empty(rows, dtype=torch.float32)
+    at_once = max(1, _VALUES_AT_ONCE // max(1, a.shape[1]))
+    pairs = zip(a.split(at_once), b.split(at_once), strict=True)
+    for out, (x, y) in zip(dots.split(at_once), pairs, strict=True):
+        torch.sum(x.float() * y, -1, out=out)
+    return dots
 
 
 torch.library.register_autograd(

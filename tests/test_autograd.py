@@ -11,11 +11,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import moe_p2p
 from cases import HIDDEN_DIM, TOPK, make
-from moe_p2p import AllToAll, Dispatched
+from moe_p2p import AllToAll, Dispatched, ops
 from ranks import Rank, run_threads
+from test_compile import next_step
 
 NUM_EXPERTS = 8
 COUNTS = [5, 0, 7, 2]
@@ -342,6 +344,61 @@ def test_bf16_keeps_its_type() -> None:
             expected = 2 * given.grad * total
             torch.testing.assert_close(x.grad.float(), expected, rtol=0.05, atol=0.05)
             assert weights.grad is not None
+
+    run_threads(2, body)
+
+
+class LargestFloat32(TorchDispatchMode):
+    """Values of the largest fp32 tensor that an operator makes."""
+
+    values = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for made in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(made, Tensor) and made.dtype == torch.float32:
+                self.values = max(self.values, made.numel())
+        return result
+
+
+def test_a_backward_makes_no_fp32_copies_of_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = Rank(0, 1, torch.distributed.HashStore())
+    with make(alone, dtype=torch.bfloat16) as comm:
+        given = inputs(0)
+        assert len(given.x) > 2
+        gradients = []
+        for at_once in (1 << 30, 100):
+            monkeypatch.setattr(ops, "_VALUES_AT_ONCE", at_once)
+            x = given.x.bfloat16()
+            received = comm.dispatch(x, given.topk_idx, given.topk_weights, zero_padding=True)
+            y = (received.x * 2).requires_grad_()
+            weights = received.row_weights.clone().requires_grad_()
+            out = comm.combine(y, received._replace(row_weights=weights))
+            with LargestFloat32() as largest:
+                out.backward(given.grad.bfloat16())
+            assert y.grad is not None
+            assert weights.grad is not None
+            gradients.append((y.grad, weights.grad))
+            # [R] of row weights and their gradients is all that is as long as there are rows.
+            assert (largest.values < y.numel()) == (at_once == 100)
+        for whole, in_pieces in zip(*gradients, strict=True):
+            assert torch.equal(whole, in_pieces)
+            assert in_pieces.any()
+
+
+def test_a_second_derivative_of_weights_is_refused_before_a_call_is_made() -> None:
+    def body(rank: Rank) -> None:
+        with make(rank) as comm:
+            given = inputs(rank.rank)
+            weights = given.topk_weights.requires_grad_()
+            received = comm.dispatch(given.x, given.topk_idx, weights)
+            out = comm.combine(received.x.square(), received)
+            step = next_step(comm)
+            with pytest.raises(moe_p2p.InvalidArgumentError, match="no gradient of its own"):
+                torch.autograd.grad(
+                    out, weights, given.grad.clone().requires_grad_(), create_graph=True
+                )
+            assert next_step(comm) == step + 2  # that step, and the gradient of combine
 
     run_threads(2, body)
 

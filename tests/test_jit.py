@@ -118,6 +118,16 @@ def test_a_header_of_a_header_is_part_of_the_key(source: Path) -> None:
     assert jit.cache_key(source, []) != first
 
 
+def test_an_update_of_the_compiler_compiles_anew(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    major, minor = jit._nvrtc_version()
+    assert jit._nvrtc_build().startswith(f"V{major}.{minor}.")
+    first = jit.cache_key(source, [])
+    monkeypatch.setattr(jit, "_nvrtc_build", lambda: f"V{major}.{minor}.99999")
+    assert jit.cache_key(source, []) != first
+
+
 @pytest.mark.parametrize("suffix", [".cubin", ".log", ".sha256"])
 def test_a_damaged_file_of_the_cache_is_replaced(source: Path, tmp_path: Path, suffix: str) -> None:
     first = jit.compile_only(source, {"ADDEND": 3}, "sm_90a")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from moe_p2p import AllToAll, AllToAllConfig
+from moe_p2p import AllToAll, AllToAllConfig, Dispatched
 from moe_p2p.layer import MoELayer, local_experts
 from tests.ranks import Rank, run_threads
 
@@ -98,6 +99,38 @@ def test_ranks_equal_one_process(expert_rank: tuple[int, ...] | None) -> None:
         assert_close(result.grad_gate, alone.grad_gate[mine])
         assert_close(result.grad_down, alone.grad_down[mine])
     assert sorted(e for mine, _ in results for e in mine) == list(range(EXPERTS))
+
+
+def rows_of_experts(rank: Rank) -> list[tuple[int, int, int]]:
+    """Of every step: rows that the experts get, rows that hold a token, words of the handle."""
+    found = []
+    made = config(max_tokens=100 * TOKENS, chunk_tokens=TOKENS)
+    with AllToAll(rank.store, made, rank=rank.rank, world_size=rank.world_size) as all_to_all:
+        layer = make_layer(all_to_all)
+        handles = []
+        dispatch = all_to_all.dispatch
+
+        def kept(*args: Any, **kwargs: Any) -> Dispatched:
+            received = dispatch(*args, **kwargs)
+            handles.append(received.handle)
+            return received
+
+        all_to_all.dispatch = kept  # type: ignore[method-assign]
+        layer.experts.register_forward_hook(
+            lambda _, given, __: found.append((len(given[0]), int(given[1].sum())))
+        )
+        for step in range(len(COUNTS)):
+            x, grad = inputs(rank.rank, step)
+            layer(x.requires_grad_()).backward(grad)
+        return [(*rows, handle.numel()) for rows, handle in zip(found, handles, strict=True)]
+
+
+def test_training_has_room_for_the_rows_that_come() -> None:
+    for rows in run_threads(WORLD, rows_of_experts):
+        for room, came, words in rows:
+            assert room == max(1, came)
+            # One chunk of a hundred: [W, tokens, K + 2] and a little.
+            assert words < 2 * WORLD * TOKENS * (TOPK + 2)
 
 
 def test_one_process_equals_every_expert_on_every_token() -> None:
