@@ -10,9 +10,10 @@ On a GPU the experts are Triton kernels (kernels/triton), in bf16, fp16 or, for 
 room for the most rows that any routing could bring. Training keeps its rows until the backward, so
 there the ranks tell each other how many come, for which the host waits; compiled it does not, and
 has room for all. torch.compile makes one graph of it, on a CPU too; mark its tokens as unbacked
-(torch._dynamo.decorators.mark_unbacked) and that graph serves 0 and 1 of them as well (not 0 in inductor of torch 2.11 on a GPU: its grids
-divide by their number). Checkpoints (torch.utils.checkpoint) go around the compiled layer: inside,
-torch 2.13 fails on operators whose order counts.
+(torch._dynamo.decorators.mark_unbacked) and that graph serves 0 and 1 of them as well (not 0 in
+inductor of torch 2.11 on a GPU: its grids divide by their number). Checkpoints
+(torch.utils.checkpoint) go around the compiled layer: inside, torch 2.13 fails on operators whose
+order counts.
 
 Shapes: T tokens, H hidden size, F width of an expert, E experts, E_local of this rank, K top-k,
 R rows at this rank's experts.
@@ -198,24 +199,31 @@ class MoELayer(nn.Module):
         if self.all_to_all is None:
             return self._one_process(x, topk_idx, topk_weights)
         fp8 = isinstance(self.experts, Fp8Experts)
+        capacity, max_tokens = self._room(topk_idx)
         received = self.all_to_all.dispatch(
-            x, topk_idx, topk_weights, layout="grouped", quantize=fp8, **self._room(topk_idx)
+            x,
+            topk_idx,
+            topk_weights,
+            layout="grouped",
+            quantize=fp8,
+            capacity=capacity,
+            max_tokens=max_tokens,
         )
         scales = {"scales": received.scales} if fp8 else {}
         y = self.experts(received.x, received.counts, received.offsets, **scales)
         return self.all_to_all.combine(y, received)
 
-    def _room(self, topk_idx: Tensor) -> dict[str, int]:
-        """Arguments of dispatch: rows to make room for, and tokens. Nothing: for any routing.
+    def _room(self, topk_idx: Tensor) -> tuple[int | None, int | None]:
+        """Rows to make room for at this rank, and the most tokens of any; None: for any routing.
 
         All ranks call this alike: they tell each other how many tokens they have for each expert.
         """
         if not torch.is_grad_enabled() or not _host_may_wait(topk_idx):
-            return {}
+            return None, None
         all_to_all = self.all_to_all
         assert all_to_all is not None
         if all_to_all.config.mask_lost_ranks:  # which does not wait for all, as telling does
-            return {}
+            return None, None
         # Entry -1, no expert, is counted last.
         counts = topk_idx.new_zeros(self.num_experts + 1, dtype=torch.int32)
         expert = topk_idx.flatten().long() % (self.num_experts + 1)
@@ -223,7 +231,7 @@ class MoELayer(nn.Module):
         mine = self._host_counts.read(counts[:0], counts[:-1], topk_idx.shape[0])
         told = all_to_all.gather_counts(mine)  # [W, E + 1], the number of tokens behind
         rows = told[:, local_experts(all_to_all)].sum()
-        return {"capacity": max(1, int(rows)), "max_tokens": max(1, int(told[:, -1].max()))}
+        return max(1, int(rows)), max(1, int(told[:, -1].max()))
 
     def _one_process(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
         expert, order = topk_idx.flatten().sort(stable=True)  # (token, k) pairs, expert by expert

@@ -393,8 +393,8 @@ def _row_dots(a: Tensor, b: Tensor) -> Tensor:
         return (a.float() * b.float()).sum(-1)
     dots = a.new_empty(rows, dtype=torch.float32)
     at_once = max(1, _VALUES_AT_ONCE // max(1, a.shape[1]))
-    pairs = zip(a.split(at_once), b.split(at_once), strict=True)
-    for out, (x, y) in zip(dots.split(at_once), pairs, strict=True):
+    pairs = zip(torch.split(a, at_once), torch.split(b, at_once), strict=True)
+    for out, (x, y) in zip(torch.split(dots, at_once), pairs, strict=True):
         torch.sum(x.float() * y, -1, out=out)
     return dots
 

@@ -24,6 +24,7 @@ _NAMES = {  # of types, as Triton writes them
     torch.int32: "i32",
     torch.int64: "i64",
 }
+CASES = ("tests/triton_cases.py", "tests/triton_number_cases.py")
 _SHARED_BYTES = 227 << 10  # what a block may have on sm_90 and sm_100
 
 
@@ -36,7 +37,7 @@ def test_kernels_compute_what_they_should(interpret: bool) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"TRITON_INTERPRET": "1"} if interpret else {}
     ran = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/triton_cases.py"],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *CASES],
         cwd=ROOT,
         env=environment,
         capture_output=True,
