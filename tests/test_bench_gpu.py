@@ -295,6 +295,7 @@ def test_a_run_checks_and_times_everything() -> None:
     }  # fmt: skip
     for row in results.rows:
         assert row.correct, row.story
+        assert "after timing" in row.compared
         assert 0 < row.spread.min_us <= row.spread.p50_us <= row.spread.p99_us
         assert row.nvlink_bytes > 0
         assert row.wire_bytes in (None, 0)
@@ -302,6 +303,52 @@ def test_a_run_checks_and_times_everything() -> None:
     text = gpu_report.table(results.rows)
     assert len(text.splitlines()) == 1 + 3 + 2
     assert "NO" not in text
+
+
+def with_replays_that_do_nothing(given: Options) -> gpu_worker.Results:
+    """As those of a broken communicator: every kernel of theirs ends at once."""
+    patch = pytest.MonkeyPatch()
+    idle: Any = lambda run, *, repeats: lambda: None  # noqa: E731
+    real = gpu_measure.measure
+
+    def measure(*args: Any, **kwargs: Any) -> Any:
+        patch.setattr(gpu_measure, "captured", idle)
+        return real(*args, **kwargs)
+
+    patch.setattr(gpu_worker, "measure", measure)
+    return run_by_the_clock(given)
+
+
+def test_results_of_the_last_replay_are_compared() -> None:
+    given = replace(TINY, chunks=("T",))
+    rows = launch.run_ranks(with_replays_that_do_nothing, given, num_ranks=2)[0].rows
+    ours = [row for row in rows if row.system == "moe_p2p"]
+    assert not any(row.correct for row in ours)
+    told = {text.split(", ", 3)[3] for row in ours for text in row.story}
+    assert "rows are not those of an eager call" in told
+    assert any("values beyond rounding" in text for text in told)
+    assert all("pair graph" in text for row in ours for text in row.story)
+    assert all(row.correct for row in rows if row.system == "torch")
+    assert "NO" in gpu_report.table(rows)
+
+
+def broken_at_rank_1(given: Options) -> gpu_worker.Results:
+    patch = pytest.MonkeyPatch()
+    real = gpu_worker.package_calls
+
+    def calls(*args: Any, **kwargs: Any) -> gpu_calls.Calls:
+        broken = "a story" if dist.get_rank() == 1 else ""
+        return replace(real(*args, **kwargs), broken=lambda: broken)
+
+    patch.setattr(gpu_worker, "package_calls", calls)
+    return run_by_the_clock(given)
+
+
+def test_a_communicator_that_broke_at_any_rank_is_not_correct() -> None:
+    given = replace(TINY, chunks=("T",), baseline=False)
+    rows = launch.run_ranks(broken_at_rank_1, given, num_ranks=2)[0].rows
+    assert not any(row.correct for row in rows)
+    assert any("pair graph, broken: a story" in text for text in rows[0].story)
 
 
 @pytest.mark.parametrize("chunks", [("T",), ("2",)])

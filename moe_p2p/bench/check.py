@@ -144,14 +144,22 @@ def verify_sums(
 ) -> list[str]:
     """Says where combined rows [T, H] are further than `steps` of x_dtype from the closed form."""
     out, magnitude = closed_form(job, options, tokens)
-    bound = steps * torch.finfo(options.x_dtype).eps * magnitude
-    beyond = ~((got.float() - out).abs() <= bound)  # NaN is beyond
+    found = beyond_rounding(got, out, magnitude, options.x_dtype, steps=steps)
+    return [f"{name}: {text}" for text in found]
+
+
+def beyond_rounding(
+    got: Tensor, want: Tensor, magnitude: Tensor, dtype: torch.dtype, *, steps: float = _BOUND
+) -> list[str]:
+    """Says where `got` is further than `steps` of dtype, times magnitude, from `want`."""
+    bound = steps * torch.finfo(dtype).eps * magnitude
+    beyond = ~((got.float() - want).abs() <= bound)  # NaN is beyond
     if not bool(beyond.any()):
         return []
     row, at = (int(i) for i in beyond.nonzero()[0])
     return [
-        f"{name}: {int(beyond.sum())} values beyond rounding, first in row {row} at {at}: "
-        f"got {float(got[row, at])!r}, expected {float(out[row, at])!r}"
+        f"{int(beyond.sum())} values beyond rounding, first in row {row} at {at}: "
+        f"got {float(got[row, at])!r}, expected {float(want[row, at])!r}"
     ]
 
 

@@ -36,6 +36,10 @@ class Calls:
     layout: str = "grouped"
     layer: Callable[[], Tensor] | None = None  # dispatch, experts and combine
     halves: Mapping[str, Callable[[], object]] = field(default_factory=dict)  # gpu_report.HALVES
+    # (name of a way) -> out, answer and rows of its last run; None: nobody keeps them.
+    last: Callable[[str], dict[str, Tensor]] | None = None
+    eager: Callable[[], Dispatched] | None = None  # a dispatch of the same inputs, by itself
+    broken: Callable[[], str] = str
 
     def pair(self) -> None:
         self.dispatch()
@@ -82,7 +86,10 @@ class Halves:
         self._answered = self._comm.combine_send(self._y, self._received)
 
     def combine_recv(self) -> None:
-        self._comm.combine_recv(self._answered)
+        self._out = self._comm.combine_recv(self._answered)
+
+    def last(self) -> tuple[Dispatched, Tensor]:
+        return self._received, self._out
 
     def by_name(self) -> dict[str, Callable[[], object]]:
         steps = (self.dispatch_send, self.dispatch_recv, self.combine_send, self.combine_recv)
@@ -96,17 +103,22 @@ def package_calls(
     comm, layout = system.all_to_all, layout_of(options, tokens.x.shape[0])
     quantize = options.quantize and tokens.scales is None
     received: Dispatched | None = None
+    out: Tensor | None = None
 
-    def dispatch() -> Dispatched:
-        nonlocal received
-        received = comm.dispatch(
+    def eager(solo: bool = True) -> Dispatched:
+        return comm.dispatch(
             tokens.x,
             tokens.topk_idx,
             tokens.topk_weights,
             scales=tokens.scales,
             quantize=quantize,
             layout=layout,
+            solo=solo,
         )
+
+    def dispatch() -> Dispatched:
+        nonlocal received
+        received = eager(solo=False)
         return received
 
     first = dispatch()
@@ -116,17 +128,31 @@ def package_calls(
         experts(first.x, first.scales, first.counts)  # loads its kernels, which later calls do not
 
     def combine() -> Tensor:
+        nonlocal out
         assert received is not None
-        return comm.combine(y, received)
+        out = comm.combine(y, received)
+        return out
 
     def layer() -> Tensor:
+        nonlocal out
         assert experts is not None
         got = dispatch()
-        return comm.combine(experts(got.x, got.scales, got.counts), got)
+        out = comm.combine(experts(got.x, got.scales, got.counts), got)
+        return out
 
     combine()
     finish(comm.config.device)
     halves = Halves(comm, tokens, y, scales=tokens.scales, quantize=quantize, layout=layout)
+
+    def last(what: str) -> dict[str, Tensor]:
+        rows, sums = halves.last() if what in HALVES else (received, out)
+        assert rows is not None
+        assert sums is not None
+        found = {"out": sums, "answer": y.reshape(-1, y.shape[-1])[0], "x": rows.x}
+        if rows.scales is not None:
+            found["scales"] = rows.scales
+        return found | {"row_weights": rows.row_weights, "counts": rows.counts}
+
     halved = options.halves and system.num_steps <= comm.config.steps_in_flight
     return Calls(
         system=system.name,
@@ -139,23 +165,34 @@ def package_calls(
         num_steps=system.num_steps,
         num_sms=num_sms,
         layout=layout,
+        last=last,
+        eager=eager,
+        broken=lambda: comm.broken,
     )
 
 
 def baseline_calls(
     system: System, options: Options, tokens: Tokens, *, experts: Experts | None
 ) -> Calls:
+    y = answer_like(system.dispatch(tokens).x, options.x_dtype)
+    out = system.combine(y)
+
+    def combine() -> None:
+        nonlocal out
+        out = system.combine(y)
+
     def layer() -> Tensor:
+        nonlocal out
         assert experts is not None
         got = system.dispatch(tokens)
-        return system.combine(experts(got.x, got.scales, got.counts))
+        out = system.combine(experts(got.x, got.scales, got.counts))
+        return out.clone()  # its buffers are made once
 
-    y = answer_like(system.dispatch(tokens).x, options.x_dtype)
-    system.combine(y)
     return Calls(
         system=system.name,
         dispatch=lambda: system.dispatch(tokens),
-        combine=lambda: system.combine(y),
+        combine=combine,
         capturable=False,
         layer=None if experts is None else layer,
+        last=lambda _: {"out": out.clone(), "answer": y[0]},
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
@@ -28,27 +29,56 @@ class Timed:
     spans_us: Tensor  # [rounds]
 
 
+class Watch(Protocol):
+    def change(self) -> None:
+        """Other inputs, before a round."""
+
+    def look(self, calls: Calls, what: str, again: Run) -> None:
+        """After the last round. again: runs once more what was timed. Collective."""
+
+
+class NoWatch:
+    def change(self) -> None:
+        pass
+
+    def look(self, calls: Calls, what: str, again: Run) -> None:
+        pass
+
+
 def measure(
-    systems: Sequence[Calls], align: Align, *, seconds: float, flushed: Tensor | None
+    systems: Sequence[Calls],
+    align: Align,
+    *,
+    seconds: float,
+    flushed: Tensor | None,
+    watch: Watch | None = None,
 ) -> list[Timed]:
     """Graphs come last, so that a capture that fails does not spoil the other figures."""
-    timed = _chained("pair", {c: c.pair for c in systems}, align, seconds=seconds, replayed=False)
+    watch = watch or NoWatch()
+    pairs = {c: c.pair for c in systems}
+    timed = _chained("pair", pairs, align, watch, seconds=seconds, replayed=False)
     for parts in (
         {c: {"dispatch": c.dispatch, "combine": c.combine} for c in systems},
         {c: c.halves for c in systems if c.halves},
     ):
-        timed += _apart(parts, align, seconds=seconds, flushed=flushed)
+        timed += _apart(parts, align, watch, seconds=seconds, flushed=flushed)
     layers = {c: c.layer for c in systems if c.layer is not None}
-    timed += _chained("layer", layers, align, seconds=seconds, replayed=False)
-    ways: dict[str, Mapping[Calls, Run]] = {"pair": {c: c.pair for c in systems}, "layer": layers}
+    timed += _chained("layer", layers, align, watch, seconds=seconds, replayed=False)
+    ways: dict[str, Mapping[Calls, Run]] = {"pair": pairs, "layer": layers}
     for what, runs in ways.items():
         capturable = {c: run for c, run in runs.items() if c.capturable}
-        timed += _chained(what, capturable, align, seconds=seconds, replayed=True)
+        timed += _chained(what, capturable, align, watch, seconds=seconds, replayed=True)
     return timed
 
 
 def _chained(
-    what: str, runs: Mapping[Calls, Run], align: Align, *, seconds: float, replayed: bool
+    what: str,
+    runs: Mapping[Calls, Run],
+    align: Align,
+    watch: Watch,
+    *,
+    seconds: float,
+    replayed: bool,
 ) -> list[Timed]:
     """Period of runs one after the other, with nothing in between."""
     chains = {calls: chain_length(run, align) for calls, run in runs.items()}
@@ -61,8 +91,11 @@ def _chained(
         return lambda: (timed_us(replay, align) / chain,)
 
     way = graph if replayed else eager
-    spans = interleaved({c: way(run, chains[c]) for c, run in runs.items()}, seconds=seconds)
+    timing = {c: way(run, chains[c]) for c, run in runs.items()}
+    spans = interleaved(timing, seconds=seconds, before=watch.change)
     name = f"{what} {'graph' if replayed else 'eager'}"
+    for calls, again in timing.items():
+        watch.look(calls, name, again)
     return [
         Timed(calls=calls, what=name, chain=chains[calls], spans_us=values[:, 0])
         for calls, values in spans.items()
@@ -72,6 +105,7 @@ def _chained(
 def _apart(
     parts: Mapping[Calls, Mapping[str, Run]],
     align: Align,
+    watch: Watch,
     *,
     seconds: float,
     flushed: Tensor | None,
@@ -81,7 +115,10 @@ def _apart(
     def run(calls: Calls) -> Callable[[], tuple[float, ...]]:
         return lambda: apart_us(parts[calls].values(), align, flushed=flushed)
 
-    spans = interleaved({calls: run(calls) for calls in parts}, seconds=seconds)
+    timing = {calls: run(calls) for calls in parts}
+    spans = interleaved(timing, seconds=seconds, before=watch.change)
+    for calls, again in timing.items():
+        watch.look(calls, next(iter(parts[calls])), again)
     return [
         Timed(calls=calls, what=what, chain=1, spans_us=values[:, i])
         for calls, values in spans.items()

@@ -15,11 +15,15 @@ from moe_p2p.bench.floors import Links
 
 BOUNDARY = (
     "slowest rank of each round, CUDA events after all GPUs have met; pair: period of a chain of "
-    "pairs, replayed from a CUDA graph or eager; dispatch and combine: one at a time"
+    "pairs with nothing in between, replayed from a CUDA graph or eager; dispatch and combine: one "
+    "at a time, both: their sum, to which a layer with experts in between is nearer; caches are "
+    "warm but with --flush, which empties them before each dispatch and combine; rows and weights "
+    "change between rounds; correct: what JSON says under compared"
 )
 BASELINE = (
     "torch: all_to_all_single over NCCL, one row per (token, expert), permutations and exchange of "
-    "counts included; its host waits for the GPU in dispatch, so a graph cannot hold it"
+    "counts included; its host waits for the GPU in dispatch, so a graph cannot hold it; "
+    "while its time hardly grows with the tokens, that is the time of the host and of launches"
 )
 HALVES = ("dispatch send", "dispatch receive", "combine send", "combine receive")
 WAYS = ("pair graph", "pair eager", "dispatch", "combine", *HALVES, "layer graph", "layer eager")
@@ -91,6 +95,7 @@ class GpuRow:
     links: Links
     machine: Machine
     correct: bool
+    compared: str = ""  # what `correct` is about
     story: list[str] = field(default_factory=list)  # what is not
 
     @property
@@ -147,6 +152,9 @@ def _columns(rows: list[GpuRow], case: tuple[int, int, int, int, str]) -> dict[s
     def p50(what: str) -> str:
         return f"{ways[what].spread.p50_us:,.1f}" if what in ways else "-"
 
+    apart = [ways[what].spread.p50_us for what in ("dispatch", "combine") if what in ways]
+    both = f"{sum(apart):,.1f}" if len(apart) == 2 else "-"
+
     cells = {
         "T": f"{pair.tokens}",
         "chunk": f"{pair.chunk_tokens}" if pair.chunk_tokens else "-",
@@ -157,6 +165,7 @@ def _columns(rows: list[GpuRow], case: tuple[int, int, int, int, str]) -> dict[s
         "eager p50": p50("pair eager"),
         "dispatch": p50("dispatch"),
         "combine": p50("combine"),
+        "both": both,
         "floor": f"{pair.floor_us:,.1f}" if pair.floor_us else "-",
     }
     cells |= _against_one_node(rows, pair) if pair.ranks_per_node == pair.ranks else _wire(pair)

@@ -74,11 +74,15 @@ def chain_length(run: Callable[[], object], align: Align) -> int:
 
 
 def interleaved(
-    runs: Mapping[T, Callable[[], tuple[float, ...]]], *, seconds: float
+    runs: Mapping[T, Callable[[], tuple[float, ...]]],
+    *,
+    seconds: float,
+    before: Callable[[], None] = lambda: None,
 ) -> dict[T, Tensor]:
     """The same keys -> [rounds, values], the slowest rank of each round; all runs take turns.
 
-    seconds: for each run. The order is turned round from one round to the next.
+    seconds: for each run. before: called before each round, not timed. The order is turned round
+    from one round to the next.
     """
     names = list(runs)
     if not names:
@@ -90,6 +94,7 @@ def interleaved(
     rounds = max(MIN_ROUNDS, min(MAX_ROUNDS, int(seconds * len(names) / each)))
     spans: dict[T, list[tuple[float, ...]]] = {name: [] for name in names}
     for i in range(rounds):
+        before()
         for name in names if i % 2 == 0 else names[::-1]:
             spans[name].append(runs[name]())
     result = {}

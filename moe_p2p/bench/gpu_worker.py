@@ -22,6 +22,7 @@ from moe_p2p.bench.cases import changing_counts, make_job
 from moe_p2p.bench.check import expect, verify, verify_by_rank, verify_whole
 from moe_p2p.bench.gather import everyones
 from moe_p2p.bench.gpu_calls import Calls, baseline_calls, layout_of, on_device, package_calls
+from moe_p2p.bench.gpu_last import COMPARED, COMPARED_SUMS, Inputs, Watch
 from moe_p2p.bench.gpu_layer import MAX_DIFFERENCE, difference, make_experts
 from moe_p2p.bench.gpu_measure import Timed, measure
 from moe_p2p.bench.gpu_report import GpuRow, Machine, Spread
@@ -50,6 +51,14 @@ class Contestant:
     calls: Calls
     story: list[str]  # what is wrong with its results on this rank
     wire_bytes: int | None = None  # of all ranks and a pair, as counted
+
+    @property
+    def compared(self) -> str:
+        how = "bit for bit" if self.calls.eager is not None else "within rounding"
+        if self.calls.last is None:
+            return "before timing, a step of this size within rounding"
+        small = f"steps of up to {CHECKED_TOKENS} tokens {how}, one of this size within rounding"
+        return f"before timing, {small}; {COMPARED if self.calls.eager else COMPARED_SUMS}"
 
 
 def run(options: Options) -> Results:
@@ -98,7 +107,9 @@ class World:
 
     def measure(self, tokens: int, progress: Progress) -> None:
         options = replace(self.options, tokens=(tokens,))
-        mine = on_device(self.job.tokens_of(TIMED_STEP, self.rank, tokens))
+        inputs = Inputs(on_device(self.job.tokens_of(TIMED_STEP, self.rank, tokens)))
+        mine = inputs.tokens
+        watch = Watch(self.job, options, self.rank, inputs)
         with ExitStack() as stack:
             progress.set_description(f"T {tokens}: against the reference")
             found = [*self._packages(options, mine, stack)]
@@ -111,9 +122,11 @@ class World:
                 self.probe.barrier,
                 seconds=options.seconds,
                 flushed=self.flushed,
+                watch=watch,
             )
             self.probe.check()
             for one in found:
+                one.story.extend(watch.story.get(one.calls, []))
                 of_one = [each for each in timed if each.calls is one.calls]
                 self.rows += self._rows(options, one, of_one)
             torch.cuda.synchronize()
@@ -230,6 +243,7 @@ class World:
                     links=self.links,
                     machine=self.machine,
                     correct=not story,
+                    compared=one.compared,
                     story=story,
                 )
             )
