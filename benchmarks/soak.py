@@ -373,7 +373,7 @@ class Run:
         ]
 
     def summary(self) -> dict[str, Any]:
-        oldest = [process for process in self.started if len(process.usages) >= 8]
+        oldest = [process for process in self.started if len(process.usages) >= 24]
         growth = [process.growth() for process in oldest]
         return {
             "over": self.arguments.over,
