@@ -44,6 +44,11 @@ class AllToAll(Halves):
     masked: with mask_lost_ranks, the tensor [W] of `masked`; objects that share one mask together.
         None: one of its own.
 
+    On a GPU, calls run one after the other in the order in which they are made, also on different
+    streams: a call on another stream than the one before waits for it. Any part may be captured
+    into CUDA graphs. Whoever replays graphs on several streams, or beside calls, puts them in
+    order: two that run at once raise InvalidArgumentError, at the next call or check().
+
     Raises on all ranks alike InvalidArgumentError when a field of the configurations differs
     (naming it, two ranks and both values), and TimeoutError naming the ranks that did not come.
     Also ResourceExhaustedError when /dev/shm is too small, saying what was asked for.
