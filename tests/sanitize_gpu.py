@@ -8,10 +8,10 @@
         --kernel-name kns=grouped --error-exitcode 9 python tests/sanitize_gpu.py --overflow alone
 
 Exit code 0: right results and no error; 1: a wrong result; 9, as asked for: the tool found
-something. --overflow: experts behind a dispatch that ran out of room, which write nothing outside of
-their rows. --bulk: as few multiprocessors carry long steps. Not a test of the suite: kernels run
-many times slower under the tool. Kernels of two ranks wait for each other; with a tool that lets
-only one run at a time they time out, and only "alone" can be checked.
+something. --bulk: as few multiprocessors carry long steps. --overflow: experts behind a dispatch
+that ran out of room, which write to their rows alone. Not a test of the suite: kernels run many
+times slower under the tool. Kernels of two ranks wait for each other; with a tool that lets only
+one run at a time they time out, and only "alone" can be checked.
 """
 
 from __future__ import annotations
