@@ -43,7 +43,7 @@ FOLDER = ROOT / "build" / "emulation"
 FLAGS = ["-std=c++20", "-O2", "-w", "-ffp-contract=off", "-fPIC"]
 FLAGS += ["-fsanitize=alignment", "-fno-sanitize-recover=alignment"]  # a GPU refuses such too
 INCLUDE = [f"-I{ROOT / 'tests/emulation'}", f"-I{ROOT}"]  # the first hides kernels/device/ptx.cuh
-# Calls the machine before each access to memory (tests/emulation/order.h); linked without its runtime.
+# The machine is called before each access to memory (tests/emulation/order.h).
 WATCHED = ("-fsanitize=thread", "-g1")
 MACHINE = ("order", "machine", "driver")
 RESIDENT_BLOCKS = 8  # of a kernel; more are only more to run
@@ -262,8 +262,8 @@ def install(patch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    os.environ["MOE_P2P_EMULATED_GPU"] = "1"
     import gpu_ranks
 
-    os.environ["MOE_P2P_EMULATED_GPU"] = "1"
     install(pytest.MonkeyPatch())
     gpu_ranks.DEVICE = "cpu"

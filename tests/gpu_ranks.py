@@ -46,6 +46,8 @@ from moe_p2p.reference import Topology
 from ranks import Rank, run_processes, run_threads
 
 DEVICE = "cuda"
+# Of ranks that are threads, which wait for each other. Emulated GPUs share few CPUs with much else.
+DEADLINE_S = 300.0 if "MOE_P2P_EMULATED_GPU" in os.environ else 100.0
 NUM_DEVICES = torch.cuda.device_count() if torch.cuda.is_available() else 0
 HIDDEN_DIM = 272  # two blocks of 128 that share a scale, and a short one
 MAX_TOKENS = 12
@@ -188,7 +190,7 @@ def prepare(rank: Rank, comm: AllToAll, wanted: list[cases.Wanted], name: str = 
     meet(rank, name)
 
 
-def meet(rank: Rank, name: str, timeout_s: float = 60.0) -> None:
+def meet(rank: Rank, name: str, timeout_s: float = DEADLINE_S) -> None:
     """Returns when all ranks have come. Each name once per world."""
     if rank.store.add(f"came to {name}", 1) == rank.world_size:
         rank.store.set(f"all at {name}", "")
@@ -212,6 +214,7 @@ def run(
     """body(rank, world, *arguments) of all ranks; options: of run_threads and run_processes."""
     if processes:
         return run_processes(world.ranks, _in_process, world, body, *arguments, **options)
+    options.setdefault("deadline_s", DEADLINE_S)
     return run_threads(world.ranks, _in_thread, world, body, *arguments, **options)
 
 

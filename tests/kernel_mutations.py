@@ -1,10 +1,11 @@
 """Deliberate faults of the device kernels, each of which a test on the emulated GPU has to catch.
 
-    python tests/kernel_mutations.py                        # all, minutes; ends with 1 if one is not
+    python tests/kernel_mutations.py                      # all: a quarter of an hour
     python tests/kernel_mutations.py kPartBefore steps.cuh:53
 
-Named ones are those of kernels/device/mutation.cuh. The others leave out one line that orders memory: a
-fence, a release, an acquire, a wait for copies or for earlier kernels (tests/emulation/order.h).
+Named ones are those of kernels/device/mutation.cuh. The others leave out one line that orders
+memory: a fence, a release, an acquire, a wait for copies or for earlier kernels (emulation/order.h).
+Ends with 1 if one is not caught and not listed as redundant.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 240  # of the cases of one mutation; who waits for ever is caught too
 CHUNKS = "test_gpu_calls.py::test_long_calls_run_in_chunks[4ranks-2pernode]"
 LONG_STEPS = "test_gpu_long_steps.py::test_steps_of_three_hundred_tokens[4ranks-2pernode]"
-LATE = "test_gpu_late_weights.py::test_one_handle_takes_other_late_weights_each_time[4ranks-2pernode]"
+LATE = (
+    "test_gpu_late_weights.py::test_one_handle_takes_other_late_weights_each_time[4ranks-2pernode]"
+)
 BULK = "test_gpu_bulk.py::test_rows_that_need_no_sum_between_sums[4ranks-4pernode]"
 BULK_CHUNKS = "test_gpu_bulk.py::test_long_calls_run_in_chunks[2ranks-2pernode]"
 MASKS = "test_gpu_masks.py::test_nothing_changes_while_all_are_there[4ranks-1pernode]"
@@ -43,7 +46,15 @@ NAMED = {
     "kMaskAtOnce": PATIENCE,
     "kStepOfOneWord": "one block at a time",
 }
-ORDERED_BY = [CHUNKS, LONG_STEPS, LATE, BULK, BULK_CHUNKS, MASKS]
+# What shows that a line of a file orders nothing any more.
+ORDERED_BY = {
+    "bulk": [BULK, BULK_CHUNKS],
+    "late_weights": [LATE],
+    "dispatch_place": [MASKS],
+    "dispatch_recv": [CHUNKS],
+    "combine_recv": [CHUNKS],
+    "": [LONG_STEPS, CHUNKS],
+}
 ORDERS = re.compile(
     r"\b(?:fence_acq_rel_sys|fence_(?:shared|global)_for_bulk|st_release_\w+|ld_acquire_\w+|"
     r"atom_inc_acq_rel\w+|bulk_wait(?:_read)?<\w+>|griddepcontrol_wait)\("
@@ -93,7 +104,7 @@ def run(mutation: str, cases: list[str]) -> tuple[int, str]:
         environment["MOE_P2P_EMULATED_BLOCKS"] = "1"
         cases = ["test_gpu.py::test_every_format_is_the_reference_bit_for_bit[3ranks-3pernode]"]
     command = [sys.executable, "-m", "pytest", "-p", "emulated_gpu", "-p", "no:cacheprovider"]
-    command += ["-q", "-x", "-s", *[f"tests/{case}" for case in cases]]
+    command += ["-q", "-x", "-s", "-o", f"timeout={LIMIT_S}", *[f"tests/{case}" for case in cases]]
     try:
         ran = subprocess.run(
             command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S
@@ -105,8 +116,10 @@ def run(mutation: str, cases: list[str]) -> tuple[int, str]:
 
 def story_of(output: str) -> str:
     """What a failing test said first."""
-    story = re.search(r"^(emulated GPU: .*|E   +\S.*|the tests did not end)$", output, re.MULTILINE)
-    return story[1] if story else output[-400:]
+    story = re.search(
+        r"emulated GPU: .*|^E   +(?!ranks)\S.*|the tests did not end", output, re.MULTILINE
+    )
+    return story[0] if story else output[-400:]
 
 
 def caught(mutation: str, cases: list[str]) -> str:
@@ -118,7 +131,9 @@ def caught(mutation: str, cases: list[str]) -> str:
 
 
 def cases_of(mutation: str) -> list[str]:
-    return [NAMED[mutation]] if mutation in NAMED else ORDERED_BY
+    if mutation in NAMED:
+        return [NAMED[mutation]]
+    return next(cases for part, cases in ORDERED_BY.items() if part in mutation.split(":")[0])
 
 
 def main(wanted: list[str]) -> int:

@@ -95,6 +95,7 @@ def test_kernels_on_an_emulated_gpu(which: str) -> None:
     if which == "one block at a time":
         environment["MOE_P2P_EMULATED_BLOCKS"] = "1"
     options = ["-p", "emulated_gpu", "-p", "no:cacheprovider", "-q", "-s", "--durations=3"]
+    options += ["-o", f"timeout={DEADLINE_S}"]
     ran = subprocess.run(
         [sys.executable, "-m", "pytest", *options, *[f"tests/{case}" for case in cases]],
         cwd=ROOT,

@@ -48,6 +48,7 @@ from test_gpu import call
 pytestmark = pytest.mark.gpu
 
 SOON_S = 2.0  # timeout_s of calls that are meant to time out
+IN_TIME_S = 60.0  # until their story is told, on a machine with much else to do
 
 
 def settle(comm: AllToAll) -> str:
@@ -82,7 +83,7 @@ def absent(rank: Rank, world: World, wanted: list[Wanted]) -> str:
             arguments = dispatch_arguments(comm, wanted[1])
             began = time.monotonic()
             story = story_of(comm, lambda: comm.dispatch(**arguments))
-            assert time.monotonic() - began < 3 * SOON_S
+            assert time.monotonic() - began < IN_TIME_S
         meet(rank, "told")  # a rank that closes would be noticed sooner
         assert_device_usable()
         return story
@@ -140,7 +141,7 @@ def test_a_process_that_is_killed_within_a_step(world: World) -> None:
     stories = results[:lost]
     assert all(isinstance(story, tuple) for story in stories), stories
     for took, story in stories:
-        assert took < 20, story
+        assert took < IN_TIME_S, story
         assert f"rank {lost}" in story or "gave up" in story, stories
     assert any(f"rank {lost}" in story for _, story in stories), stories
 

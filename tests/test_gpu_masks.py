@@ -18,6 +18,7 @@ import torch
 from cases import Wanted, combine_arguments, finish, run_step
 from emulated_gpu import EmulatedDevice
 from gpu_ranks import (
+    DEADLINE_S,
     Payload,
     World,
     assert_device_usable,
@@ -63,7 +64,7 @@ def meet(rank: Rank, name: str, ranks: int) -> None:
     """Returns when so many ranks have come."""
     if rank.store.add(f"came to {name}", 1) == ranks:
         rank.store.set(name, "")
-    rank.store.wait([name], timedelta(seconds=50))
+    rank.store.wait([name], timedelta(seconds=DEADLINE_S))
 
 
 def all_there(rank: Rank, world: World, wanted: list[Wanted]) -> None:
@@ -86,17 +87,15 @@ def test_nothing_changes_while_all_are_there(world: World) -> None:
 
 def by_hand(rank: Rank, world: World) -> None:
     lost = world.ranks - 1
-    with masking(rank, world) as comm:
+    with masking(rank, world, timeout_s=DEADLINE_S) as comm:
         for seed in range(3):
             step(comm, seed, [])
         meet(rank, "all have combined", world.ranks)  # a mask drops what is still on its way
         if rank.rank != lost:
             comm.mask_ranks([lost])
-            began = time.monotonic()
             for seed in range(3, 3 + STEPS):
-                step(comm, seed, [lost])
+                step(comm, seed, [lost])  # to wait once for who is lost would end the test
             assert masks_of(comm) == [lost]
-            assert time.monotonic() - began < 15, "a deadline of 20 s was waited for"
         meet(rank, "done", world.ranks)
 
 
@@ -113,7 +112,7 @@ def slow(rank: Rank, world: World) -> None:
         for seed in range(4):
             step(comm, seed, [])
         if rank.rank == 1:
-            rank.store.wait([f"masked by {r}" for r in others], timedelta(seconds=40))
+            rank.store.wait([f"masked by {r}" for r in others], timedelta(seconds=DEADLINE_S))
         else:
             step(comm, 4, [1])
             assert masks_of(comm) == [1]
@@ -227,8 +226,8 @@ def regions_of(comm: AllToAll, region: str) -> int:
 def impatient(rank: Rank, world: World) -> None:
     """Rank 2 is gone: its combine has come to rank 0 and not to rank 1.
 
-    So rank 0 waits in the next step for both, and rank 1 in this one for rank 2, until a quarter of the
-    deadline later.
+    So rank 0 waits in the next step for both, and rank 1 in this one for rank 2, until a quarter
+    of the deadline later.
     """
     timeout_s = 8.0
     with masking(rank, world, timeout_s=timeout_s) as comm:

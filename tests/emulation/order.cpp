@@ -7,6 +7,7 @@
 #include <bit>
 #include <cstdio>
 #include <cstdlib>
+#include <deque>
 #include <set>
 
 namespace moe_p2p::emulation::order {
@@ -102,7 +103,7 @@ When released(const Block& block, Stamp stamp, bool to_system) {
   const Block::Thread& thread = block.threads[stamp.thread()];
   const uint32_t arrival = first_after(thread.arrivals, stamp.time());
   const When own = (to_system ? thread.released_to_system : thread.released).of(stamp.time() + 1);
-  const auto& mates = to_system ? block.released_to_system : block.released;
+  const auto& mates = (to_system ? block.released_to_system : block.released)[stamp.thread() / 32];
   return arrival ? std::min(own, mates.of(arrival)) : own;
 }
 
@@ -113,7 +114,7 @@ bool is_visible(Stamp stamp, const Block& reader, const View& view) {
   if (block.threads.empty()) return false;
   if (&block == &reader) {
     const uint32_t arrival = first_after(block.threads[stamp.thread()].arrivals, stamp.time());
-    if (arrival && arrival <= view.arrived) return true;
+    if (arrival && arrival <= view.arrived[stamp.thread() / 32]) return true;
   }
   const When to_device = released(block, stamp, /*to_system=*/false);
   if (to_device > view.acquired) return false;
@@ -205,7 +206,8 @@ Kernel::~Kernel() {
     for (Block* block : ended.front().blocks) {
       const std::lock_guard block_lock(block->mutex);
       block->threads = {};
-      block->released = block->released_to_system = {};
+      block->released = {};
+      block->released_to_system = {};
     }
 }
 
@@ -240,12 +242,10 @@ void Actor::read(const void* at, size_t bytes, const void* where) const {
 void Actor::arrive() {
   const std::lock_guard lock(block->mutex);
   block->threads[thread].arrivals.push_back(++block->now);
+  knows.own.arrived[thread / 32] = block->now;
 }
 
-void Actor::leave(const Knowledge& all) {
-  knows.join(all);
-  knows.own.arrived = block->now;
-}
+void Actor::leave(const Knowledge& all) { knows.join(all); }
 
 void Actor::release(bool to_system) {
   const std::lock_guard lock(block->mutex);
@@ -254,11 +254,11 @@ void Actor::release(bool to_system) {
   const When when = ++clock_now;
   log.arrivals.push_back(now);
   log.released.add(now, when);
-  block->released.add(knows.own.arrived, when);
+  for (size_t w = 0; w < 32; ++w) block->released[w].add(knows.own.arrived[w], when);
   if (!to_system) return;
   holds = false;
   log.released_to_system.add(now, when);
-  block->released_to_system.add(knows.own.arrived, when);
+  for (size_t w = 0; w < 32; ++w) block->released_to_system[w].add(knows.own.arrived[w], when);
   const std::lock_guard device_lock(block->device->mutex);
   block->device->released.add(knows.own.acquired, when);
 }
@@ -271,10 +271,7 @@ void Actor::acquire() {
 
 void Actor::wait_for_kernels() { knows.own.acquired = knows.copies.acquired = clock_now.load(); }
 
-void Actor::fence_global() {
-  knows.copies = knows.own;
-  knows.copies.arrived = std::max(knows.copies.arrived, block->now);
-}
+void Actor::fence_global() { knows.copies = knows.own; }
 
 void Actor::fence_shared() {
   const std::lock_guard lock(block->mutex);
@@ -295,9 +292,9 @@ void Actor::copies_shared(const void* from, size_t bytes) const {
     const uint32_t fence = first_after(writer.fences, stamp.time());
     if (fence && stamp.thread() == thread) return true;
     const uint32_t behind = fence ? first_after(writer.arrivals, fence) : 0;
-    if (behind && behind <= knows.own.arrived) return true;
+    if (behind && behind <= knows.own.arrived[stamp.thread() / 32]) return true;
     const uint32_t arrival = first_after(writer.arrivals, stamp.time());
-    return arrival != 0 && arrival <= fenced;
+    return arrival != 0 && arrival <= fenced[stamp.thread() / 32];
   });
 }
 

@@ -13,13 +13,13 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
-#include <deque>
 #include <limits>
-#include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace moe_p2p::emulation::order {
@@ -27,14 +27,15 @@ namespace moe_p2p::emulation::order {
 using When = uint64_t;  // of the whole process: how much has been released
 inline constexpr When kNever = std::numeric_limits<When>::max();
 
+using Times = std::array<uint32_t, 32>;  // of the block's clock, one for each of its warps
+
 struct View {
   When acquired = 0;  // what was released up to then
-  uint32_t arrived =
-      0;  // what threads of the own block had written when they came to a barrier, up to then
+  Times arrived{};    // what threads of these warps wrote before they came to a barrier, up to then
 
   void join(const View& other) {
     acquired = std::max(acquired, other.acquired);
-    arrived = std::max(arrived, other.arrived);
+    for (size_t w = 0; w < arrived.size(); ++w) arrived[w] = std::max(arrived[w], other.arrived[w]);
   }
 };
 // What a thread may rely on, and its copies; joined with that of others at barriers.
@@ -82,7 +83,7 @@ struct Block {
   uint32_t now = 1;
   When ended = kNever;  // with its kernel
   std::vector<Thread> threads;
-  Coverage<uint32_t> released, released_to_system;  // arrivals
+  std::array<Coverage<uint32_t>, 32> released, released_to_system;  // arrivals of warps
 };
 
 // One thread.
@@ -90,8 +91,8 @@ struct Actor {
   Block* block = nullptr;
   uint32_t thread = 0;
   Knowledge knows;
-  uint32_t fenced = 0;  // what had arrived at its last fence for copies of shared memory
-  bool holds = false;   // it has written or acquired since it released to the system last
+  Times fenced{};      // what had arrived at its last fence for copies of shared memory
+  bool holds = false;  // it has written or acquired since it released to the system last
   const std::byte* stack = nullptr;
 
   void wrote(const void* at, size_t bytes);
@@ -121,7 +122,7 @@ class Kernel {
   Kernel(const Kernel&) = delete;
   Kernel& operator=(const Kernel&) = delete;
   Block& add_block(unsigned num_threads);
-  View first_view() const { return {began_early_ ? 0 : began_, 0}; }
+  View first_view() const { return {began_early_ ? 0 : began_, {}}; }
 
  private:
   const bool began_early_;
