@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import emulated_gpu
+import kernel_mutations
 
 ROOT = Path(__file__).resolve().parents[1]
 DEADLINE_S = 600
@@ -43,7 +44,8 @@ CASES = {
         "test_gpu_self_flag.py::test_workers_that_are_fewer_than_the_parts_of_a_row[3]",
         "test_gpu_copy_kernel.py",
         "test_gpu_long_steps.py::test_steps_of_three_hundred_tokens[4ranks-2pernode]",
-        "test_gpu_long_steps.py::test_a_hostile_network_changes_nothing[1]",
+        "test_gpu_long_steps.py::test_parts_over_a_slow_link",
+        "test_gpu_calls.py::test_a_step_is_not_sent_over_what_a_slow_neighbour_reads",
     ],
     "graphs": [  # what they capture is replayed without the host
         f"test_gpu_graphs.py::test_a_part_of_a_step_in_a_graph[{which}]"
@@ -80,13 +82,26 @@ CASES = {
         "test_gpu_masks.py::test_a_rank_stops_behind_a_half[3ranks-3pernode-dispatch_send]",
         "test_gpu_masks.py::test_a_rank_stops_behind_a_half[4ranks-1pernode-dispatch]",
         "test_gpu_masks.py::test_a_rank_that_ends_within_its_sending_is_absent_as_a_whole",
+        "test_gpu_masks.py::test_who_waits_for_the_lost_is_not_masked",
         "test_gpu_masks.py::test_halves_in_flight_and_releases[3ranks-3pernode]",
     ],
 }
 
 
+# A few faults of kernel_mutations.py: named ones, and lines that order memory, by file and text.
+FAULTS = [
+    "kPartBefore",
+    ("steps.cuh", "fence_acq_rel_sys"),
+    ("dispatch.cu", "griddepcontrol_wait"),
+    ("dispatch_bulk_recv.cuh", "fence_global_for_bulk"),
+]
+needs_an_emulated_gpu = pytest.mark.skipif(
+    bool(emulated_gpu.why_not()), reason=emulated_gpu.why_not() or "it can run"
+)
+
+
 @pytest.mark.timeout(DEADLINE_S + 10)
-@pytest.mark.skipif(bool(emulated_gpu.why_not()), reason=emulated_gpu.why_not() or "it can run")
+@needs_an_emulated_gpu
 @pytest.mark.parametrize("which", CASES)
 def test_kernels_on_an_emulated_gpu(which: str) -> None:
     cases = CASES[which]
@@ -109,3 +124,19 @@ def test_kernels_on_an_emulated_gpu(which: str) -> None:
     passed = re.search(r"^(\d+) passed in", ran.stdout.splitlines()[-1])  # and none skipped
     assert passed is not None, ran.stdout
     assert int(passed[1]) >= len(cases), ran.stdout
+
+
+@pytest.mark.timeout(DEADLINE_S + 10)
+@needs_an_emulated_gpu
+@pytest.mark.parametrize("fault", FAULTS, ids=str)
+def test_a_fault_of_a_kernel_is_caught(fault: str | tuple[str, str]) -> None:
+    name = fault if isinstance(fault, str) else kernel_mutations.site_of(*fault).name
+    assert kernel_mutations.caught(name, kernel_mutations.cases_of(name))
+
+
+def test_every_mutation_of_kernels_has_a_case() -> None:
+    header = (ROOT / "kernels" / "device" / "mutation.cuh").read_text()
+    assert set(re.findall(r"^  (k\w+),", header, re.MULTILINE)) == set(kernel_mutations.NAMED)
+    kernels = "".join(path.read_text() for path in (ROOT / "kernels").rglob("*.cuh"))
+    used = set(re.findall(r"MOE_P2P_MUTATED\((k\w+)\)", kernels))
+    assert used == set(kernel_mutations.NAMED)
