@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 import moe_p2p
 from cases import HIDDEN_DIM, SMALL, check_step, make, make_tokens
-from gpu_ranks import meet
 from moe_p2p import AllToAll, AllToAllConfig
 from ranks import Rank, run_processes, run_threads
 
@@ -378,27 +377,6 @@ def test_capacity_too_small_breaks_the_object() -> None:
             with pytest.raises(moe_p2p.MoeP2pError) as again:
                 comm.dispatch(t.x, t.topk_idx, t.topk_weights)
             assert str(again.value) == comm.broken
-
-    run_threads(2, body)
-
-
-def test_check_raises_what_a_neighbour_has_met_as_well() -> None:
-    def body(rank: Rank) -> None:
-        with make(rank, timeout_s=1.0) as comm:
-            comm.check()
-            if rank.rank == 0:  # the other one does not come
-                t = make_tokens(0, 0, 8)
-                with pytest.raises(moe_p2p.MoeP2pError) as first:
-                    comm.dispatch(t.x, t.topk_idx, t.topk_weights)
-            meet(rank, "given up")
-            with pytest.raises(moe_p2p.MoeP2pError) as error:
-                comm.check()
-            assert str(error.value) == comm.broken
-            if rank.rank == 0:
-                assert str(error.value) == str(first.value)
-            else:
-                assert "rank 0 of this node gave up" in str(error.value)
-            meet(rank, "told")
 
     run_threads(2, body)
 

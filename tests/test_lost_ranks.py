@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 import moe_p2p
 from cases import check_step, lose_a_rank, lose_an_idle_rank, make, make_tokens
+from gpu_ranks import meet
 from moe_p2p import Engine, agreement, communicator, ops
 from moe_p2p.agreement import find_ranks_per_node
 from ranks import DiedError, Rank, run_processes, run_threads
@@ -237,3 +238,24 @@ def run_connect(rank: Rank, ranks_per_node: int) -> str:
 def test_a_process_that_dies_before_it_is_connected_to(ranks_per_node: int) -> None:
     results = run_processes(2, run_connect, ranks_per_node, return_errors=True)
     assert "connecting to rank 1: " in results[0]
+
+
+def test_check_raises_what_a_neighbour_has_met_as_well() -> None:
+    def body(rank: Rank) -> None:
+        with make(rank, timeout_s=1.0) as comm:
+            comm.check()
+            if rank.rank == 0:  # the other one does not come
+                t = make_tokens(0, 0, 8)
+                with pytest.raises(moe_p2p.MoeP2pError) as first:
+                    comm.dispatch(t.x, t.topk_idx, t.topk_weights)
+            meet(rank, "given up")
+            with pytest.raises(moe_p2p.MoeP2pError) as error:
+                comm.check()
+            assert str(error.value) == comm.broken
+            if rank.rank == 0:
+                assert str(error.value) == str(first.value)
+            else:
+                assert "rank 0 of this node gave up" in str(error.value)
+            meet(rank, "told")
+
+    run_threads(2, body)
