@@ -45,7 +45,7 @@ FLAGS += ["-fsanitize=alignment", "-fno-sanitize-recover=alignment"]  # a GPU re
 INCLUDE = [f"-I{ROOT / 'tests/emulation'}", f"-I{ROOT}"]  # the first hides kernels/device/ptx.cuh
 # The machine is called before each access to memory (tests/emulation/order.h).
 WATCHED = ("-fsanitize=thread", "-g1")
-MACHINE = ("order", "machine", "driver")
+MACHINE = ("order", "machine", "instructions", "driver")
 RESIDENT_BLOCKS = 8  # of a kernel; more are only more to run
 _ops = torch.ops.moe_p2p
 _compiling = threading.Lock()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -20,7 +19,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import gpu_ranks
 from ambient_cases import Made, W, default_dtype, difference, given_to
@@ -140,30 +138,6 @@ def test_nor_do_layers_of_engines_change(name: str) -> None:
 # --- processes ---
 
 
-def in_process(rank: int, port: int, device: str) -> None:
-    torch.set_num_threads(1)
-    if device == "cuda":
-        torch.cuda.set_device(rank % torch.cuda.device_count())
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    made = Made(Rank(rank, W, store), device)
-    made.results(given_to(rank, device))
-    made.close()
-
-
-def start(how: str, device: str) -> None:
-    """Ranks as children of this process, which has used neither an engine nor a GPU."""
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context(how)
-    children = [
-        context.Process(target=in_process, args=(rank, server.port, device)) for rank in range(W)
-    ]
-    for child in children:
-        child.start()
-    for child in children:
-        child.join()
-    assert [child.exitcode for child in children] == [0] * W
-
-
 def in_new_process(program: str) -> None:
     path = os.pathsep.join([str(ROOT / "tests"), str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": path.strip(os.pathsep)}
@@ -181,7 +155,7 @@ def in_new_process(program: str) -> None:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("how", ["fork", "spawn"])  # most tests' ranks are of a fork server
 def test_ranks_may_be_started_in_any_way(how: str, device: str) -> None:
-    in_new_process(f"import test_ambient; test_ambient.start({how!r}, {device!r})")
+    in_new_process(f"import started; started.start({how!r}, {device!r})")
 
 
 def test_importing_makes_no_tensor_on_the_default_device() -> None:

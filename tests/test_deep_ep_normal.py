@@ -135,9 +135,9 @@ def _one_is_broken(rank: Rank) -> None:
     cases.check_dispatch(place, wide)
     place.buffer.check()
     broken = sent.handle.all_to_all
+    of_both_ranks = torch.tensor([[0, 1, broken.config.num_experts - 1]])
+    x = torch.zeros(1, broken.config.hidden_dim, dtype=torch.bfloat16)
     with pytest.raises(MoeP2pError, match=r"capacity is 0|gave up"):
-        of_both_ranks = torch.tensor([[0, 1, broken.config.num_experts - 1]])
-        x = torch.zeros(1, broken.config.hidden_dim, dtype=torch.bfloat16)
         broken.dispatch(x, of_both_ranks, capacity=0)
     for call in (place.buffer.check, lambda: cases.send(place, wide)):
         with pytest.raises(MoeP2pError) as error:

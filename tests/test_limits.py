@@ -106,7 +106,7 @@ def test_bytes_on_the_wire_are_the_floor_plus_headers_to_the_byte(
 ) -> None:
     counted = run_threads(4, wire, config, options)
     written, expected, floor = (sum(column) for column in zip(*counted, strict=True))
-    # Of two partners the first to close says so in 8 bytes, and the other too if it has not heard it.
+    # The first of two partners to close says so in 8 bytes, and the second unless it has heard it.
     nodes = 4 // config["ranks_per_node"]
     partners = config["ranks_per_node"] * nodes * (nodes - 1) // 2
     assert written - expected in range(8 * partners, 16 * partners + 1, 8)

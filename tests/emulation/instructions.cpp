@@ -1,0 +1,132 @@
+// What kernels and their memory accesses call: the instructions that ptx.cuh stands for, the hooks of
+// the compiler, and the faults that tests plant.
+#include "tests/emulation/launch.h"
+
+namespace moe_p2p::emulation {
+namespace {
+const std::string& mutation() {
+  static const std::string name = [] {
+    const char* given = std::getenv("MOE_P2P_MUTATION");
+    return std::string(given ? given : "");
+  }();
+  return name;
+}
+}  // namespace
+
+extern "C" {
+
+bool moe_p2p_mutated(const char* name) { return !mutation().empty() && mutation() == name; }
+bool moe_p2p_left_out(const char* file, unsigned line) {
+  static const size_t colon = mutation().find(':');
+  if (colon == std::string::npos) return false;
+  static const unsigned at = static_cast<unsigned>(std::stoul(mutation().substr(colon + 1)));
+  static const std::string name = "/" + mutation().substr(0, colon);
+  return line == at && std::string_view(file).ends_with(name);
+}
+const Thread& moe_p2p_thread() { return current->fiber(); }
+void moe_p2p_pause() { current->pause(); }
+const uint64_t* moe_p2p_warp(uint32_t mask, uint64_t value, bool orders) {
+  return current->warp(mask, value, orders);
+}
+Votes moe_p2p_meet(int id, unsigned num_threads, bool vote) {
+  return current->meet(id, num_threads, vote);
+}
+void moe_p2p_barrier_init(uint64_t* barrier, unsigned num_arrivals) {
+  const auto count = static_cast<uint16_t>(num_arrivals);
+  *reinterpret_cast<Barrier*>(barrier) = {.bytes = 0, .pending = count, .expected = count};
+}
+void moe_p2p_barrier_expect(uint64_t* barrier, unsigned bytes) {
+  current->arrive(barrier);
+  auto& b = *reinterpret_cast<Barrier*>(barrier);
+  b.bytes += static_cast<int32_t>(bytes);
+  --b.pending;
+  b.settle();
+}
+bool moe_p2p_barrier_test(uint64_t* barrier, bool parity) {
+  if (reinterpret_cast<const Barrier*>(barrier)->parity() == parity) return false;
+  current->depart(barrier);
+  return true;
+}
+void moe_p2p_load(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
+  current->actor().copies_global(from, bytes);
+  current->copy(
+      {static_cast<std::byte*>(to), static_cast<const std::byte*>(from), bytes, barrier, {}});
+}
+void moe_p2p_store(void* to, const void* from, uint32_t bytes) {
+  current->actor().copies_shared(from, bytes);
+  current->actor().begins(to, bytes);
+  current->store(
+      {static_cast<std::byte*>(to), static_cast<const std::byte*>(from), bytes, nullptr, {}});
+}
+void moe_p2p_commit() { current->commit(); }
+void moe_p2p_wait_stores(unsigned num_left, bool written) {
+  current->wait_stores(num_left, written);
+}
+void moe_p2p_arrive(const void* word) { current->arrive(word); }
+void moe_p2p_depart(const void* word) { current->depart(word); }
+void moe_p2p_release(bool to_system) { current->actor().release(to_system); }
+void moe_p2p_acquire() { current->actor().acquire(); }
+void moe_p2p_wait_for_kernels() { current->actor().wait_for_kernels(); }
+void moe_p2p_fence_global() { current->actor().fence_global(); }
+void moe_p2p_fence_shared() { current->actor().fence_shared(); }
+void moe_p2p_tell_host(const void* word) { current->actor().tells_host(word); }
+void moe_p2p_host_memory(const void* at, size_t bytes) { order::add_host_memory(at, bytes); }
+
+// What the compiler calls with -fsanitize=thread: before each access of a kernel to memory.
+// NOLINTBEGIN(bugprone-reserved-identifier,readability-identifier-naming): its names
+void __tsan_init() {}
+void __tsan_func_entry(void*) {}
+void __tsan_func_exit() {}
+#define MOE_P2P_ACCESS(bytes)                                                   \
+  void __tsan_read##bytes(void* at) {                                           \
+    if (current) current->actor().read(at, bytes, __builtin_return_address(0)); \
+  }                                                                             \
+  void __tsan_unaligned_read##bytes(void* at) {                                 \
+    if (current) current->actor().read(at, bytes, __builtin_return_address(0)); \
+  }                                                                             \
+  void __tsan_write##bytes(void* at) {                                          \
+    if (current) current->actor().wrote(at, bytes);                             \
+  }                                                                             \
+  void __tsan_unaligned_write##bytes(void* at) {                                \
+    if (current) current->actor().wrote(at, bytes);                             \
+  }
+MOE_P2P_ACCESS(1)
+MOE_P2P_ACCESS(2)
+MOE_P2P_ACCESS(4)
+MOE_P2P_ACCESS(8)
+MOE_P2P_ACCESS(16)
+#undef MOE_P2P_ACCESS
+void __tsan_read_range(void* at, size_t bytes) {
+  if (current) current->actor().read(at, bytes, __builtin_return_address(0));
+}
+void __tsan_write_range(void* at, size_t bytes) {
+  if (current) current->actor().wrote(at, bytes);
+}
+#define MOE_P2P_ATOMIC(bits)                                                                  \
+  uint##bits##_t __tsan_atomic##bits##_load(const uint##bits##_t* p, int) {                   \
+    return __atomic_load_n(p, __ATOMIC_SEQ_CST);                                              \
+  }                                                                                           \
+  void __tsan_atomic##bits##_store(uint##bits##_t* p, uint##bits##_t v, int) {                \
+    __atomic_store_n(p, v, __ATOMIC_SEQ_CST);                                                 \
+  }                                                                                           \
+  uint##bits##_t __tsan_atomic##bits##_exchange(uint##bits##_t* p, uint##bits##_t v, int) {   \
+    return __atomic_exchange_n(p, v, __ATOMIC_SEQ_CST);                                       \
+  }                                                                                           \
+  uint##bits##_t __tsan_atomic##bits##_fetch_add(uint##bits##_t* p, uint##bits##_t v, int) {  \
+    return __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST);                                        \
+  }                                                                                           \
+  uint##bits##_t __tsan_atomic##bits##_fetch_or(uint##bits##_t* p, uint##bits##_t v, int) {   \
+    return __atomic_fetch_or(p, v, __ATOMIC_SEQ_CST);                                         \
+  }                                                                                           \
+  int __tsan_atomic##bits##_compare_exchange_strong(uint##bits##_t* p, uint##bits##_t* old,   \
+                                                    uint##bits##_t v, int, int) {             \
+    return __atomic_compare_exchange_n(p, old, v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST); \
+  }
+MOE_P2P_ATOMIC(32)
+MOE_P2P_ATOMIC(64)
+#undef MOE_P2P_ATOMIC
+void __tsan_atomic_thread_fence(int) {}
+// NOLINTEND(bugprone-reserved-identifier,readability-identifier-naming)
+}
+
+}  // namespace moe_p2p::emulation

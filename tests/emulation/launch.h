@@ -1,0 +1,183 @@
+// One launch of a kernel on the emulated GPU: its blocks, warps and fibers, and the copies under way.
+#pragma once
+
+#include "tests/emulation/machine.h"
+
+#include "tests/emulation/order.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <list>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+namespace moe_p2p::emulation {
+
+using order::fail;
+using order::kStackBytes;
+constexpr size_t kGuardBytes = 256;  // behind shared memory
+constexpr std::byte kGarbage{0xa5};
+constexpr unsigned kIdleUs = 20, kMostIdleUs = 160;  // for peers, other threads of this machine
+constexpr unsigned kAwake = 64;  // turns of a warp, on average, until it falls asleep
+constexpr auto kPatience = std::chrono::seconds(60);  // for what no peer can bring
+
+// Stacks of threads, kept from launch to launch: the kernel takes longer to map and unmap one than most
+// threads run.
+class Stacks {
+ public:
+  void take(size_t count, std::vector<char*>& to) {
+    const std::lock_guard lock(mutex_);
+    if (free_.size() < count) {
+      void* memory = mmap(nullptr, count * kStackBytes, PROT_READ | PROT_WRITE,
+                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+      if (memory == MAP_FAILED) fail("no memory for the stacks of threads");
+      for (size_t i = 0; i < count; ++i)
+        free_.push_back(static_cast<char*>(memory) + i * kStackBytes);
+    }
+    to.assign(free_.end() - static_cast<ptrdiff_t>(count), free_.end());
+    free_.resize(free_.size() - count);
+  }
+  void give_back(const std::vector<char*>& stacks) {
+    const std::lock_guard lock(mutex_);
+    free_.insert(free_.end(), stacks.begin(), stacks.end());
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<char*> free_;
+};
+inline Stacks stacks;
+
+// mbarrier: who is awaited in this phase. 64 bits, as on a GPU.
+struct Barrier {
+  int32_t bytes;  // of copies under way
+  uint16_t pending, expected;
+
+  uint16_t left() const { return pending & 0x7fff; }
+  bool parity() const { return pending >> 15; }
+  void settle() {
+    if (left() == 0 && bytes == 0)
+      pending = static_cast<uint16_t>((parity() ? 0 : 0x8000) | expected);
+  }
+};
+static_assert(sizeof(Barrier) == sizeof(uint64_t));
+
+struct Copy {
+  std::byte* to;
+  const std::byte* from;
+  size_t bytes;
+  uint64_t* barrier;            // of a load
+  std::vector<std::byte> read;  // of a store, between its halves
+  bool is_read = false;
+  bool is_slow = false;  // goes on when nothing else does
+  std::byte* target = nullptr;
+  bool may_be_read = false;  // of a store: nobody has waited until it is read
+};
+
+struct Block;
+struct Fiber : Thread {
+  void* stack = nullptr;
+  order::Actor actor;
+  Block* owner = nullptr;
+  bool blocked = false, ended = false;
+  std::vector<std::shared_ptr<Copy>> open;                // stores that are not committed
+  std::deque<std::vector<std::shared_ptr<Copy>>> groups;  // committed, oldest first
+};
+
+struct Meeting {
+  unsigned come = 0, count = 0;
+  bool all = true;
+  Votes result{};
+  order::Knowledge joined, known;  // of this time, of the last
+  std::vector<Fiber*> waiting;
+};
+struct Warp {
+  struct Gathering {
+    uint32_t come = 0;
+    uint64_t values[2][32];  // in turns: who is late still reads the last ones
+    order::Knowledge known[2];
+    std::array<uint8_t, 32> turns{};
+    std::vector<Fiber*> waiting;
+  };
+  std::map<uint32_t, Gathering> by_mask;
+  bool asleep = false;  // until nothing else goes on
+};
+
+struct Block {
+  std::vector<Fiber> fibers;
+  std::vector<Warp> warps;
+  std::array<Meeting, 16> meetings;
+  std::vector<std::shared_ptr<Copy>> copies;  // under way
+  std::vector<std::shared_ptr<Copy>> unread;  // stores, until their thread has waited for that
+  std::vector<char*> stacks;
+  order::Block* log = nullptr;
+  std::unordered_map<const void*, order::Knowledge> words;  // barriers and flags, by address
+  std::unique_ptr<std::byte[], decltype(&std::free)> shared{nullptr, std::free};
+  size_t shared_bytes = 0;
+  unsigned num_live = 0;
+};
+
+class Launch;
+inline thread_local Launch* current = nullptr;
+
+// One launch, on the thread that asked for it.
+class Launch {
+ public:
+  Launch(const Config& config, Kernel kernel, const void* params)
+      : config_(config), kernel_(kernel), params_(params), order_(config.early), random_(seed()) {}
+  void run();
+
+  void pause() { leave(/*blocked=*/false); }
+  const uint64_t* warp(uint32_t mask, uint64_t value, bool orders);
+  Votes meet(int id, unsigned num_threads, bool vote);
+  std::shared_ptr<Copy> copy(const Copy& given);
+  void store(const Copy& given) { fiber_->open.push_back(copy(given)); }
+  void commit();
+  void wait_stores(unsigned num_left, bool written);
+  void arrive(const void* word);
+  void depart(const void* word) { actor().leave(fiber_->owner->words[word]); }
+  const Fiber& fiber() const { return *fiber_; }
+  order::Actor& actor() { return fiber_->actor; }
+
+ private:
+  static uint32_t seed() {
+    static std::atomic<uint32_t> next{1};
+    return next++;
+  }
+  static void enter();
+  void start(unsigned index);
+  bool turn(Block& block);
+  void advance_copies(Block& block, bool all);
+  void end(Block& block);
+  void leave(bool blocked);
+  void wake(std::vector<Fiber*>& fibers);
+  void settle(Meeting& meeting, unsigned num_threads);
+
+  const Config& config_;
+  const Kernel kernel_;
+  const void* const params_;
+  order::Kernel order_;
+  std::mt19937 random_;
+  std::list<Block> blocks_;
+  Fiber* fiber_ = nullptr;  // that runs
+  void* scheduler_ = nullptr;
+  bool progress_ = false, had_progress_ = false;  // in this round, in the last one
+};
+
+}  // namespace moe_p2p::emulation
