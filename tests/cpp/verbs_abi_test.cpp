@@ -62,7 +62,6 @@ SAME_PLACE(ContextOps, post_send, ibv_context_ops, post_send);
 SAME_SIZE(Context, ibv_context);
 SAME_SIZE(TdInitAttr, ibv_td_init_attr);
 SAME_SIZE(ParentDomainInitAttr, ibv_parent_domain_init_attr);
-SAME_PLACE(ParentDomainInitAttr, td, ibv_parent_domain_init_attr, td);
 SAME_PLACE(ParentDomainInitAttr, comp_mask, ibv_parent_domain_init_attr, comp_mask);
 // From the Context back.
 #define SAME_DISTANCE(ours, theirs)                                  \
