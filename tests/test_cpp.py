@@ -85,4 +85,7 @@ def test_cpp(sanitize: str | None, capsys: pytest.CaptureFixture[str]) -> None:
             if line.startswith("[doctest]") and ("|" in line or "Status" in line):
                 print(f"\n{line}", end="")
         print(flush=True)
-    assert run.returncode == 0, f"exit status {run.returncode}:\n{run.stdout[-16000:]}"
+    cases = run.stdout.split("=" * 79)
+    failed = [case for case in cases if "ERROR" in case or "Sanitizer" in case]
+    story = "\n".join([*failed, run.stdout[-4000:]])
+    assert run.returncode == 0, f"exit status {run.returncode}:\n{story[-30_000:]}"

@@ -16,9 +16,12 @@ const std::string& mutation() {
 extern "C" {
 
 bool moe_p2p_mutated(const char* name) { return !mutation().empty() && mutation() == name; }
+bool moe_p2p_leaves_out() {
+  static const bool leaves = mutation().find(':') != std::string::npos;
+  return leaves;
+}
 bool moe_p2p_left_out(const char* file, unsigned line) {
   static const size_t colon = mutation().find(':');
-  if (colon == std::string::npos) return false;
   static const unsigned at = static_cast<unsigned>(std::stoul(mutation().substr(colon + 1)));
   static const std::string name = "/" + mutation().substr(0, colon);
   return line == at && std::string_view(file).ends_with(name);

@@ -38,6 +38,7 @@ void run(const Config& config, Kernel kernel, const void* params);
 extern "C" {
 // Whether this process has that mutation (MOE_P2P_MUTATION), or one of this line: "wait.cuh:130".
 bool moe_p2p_mutated(const char* name);
+bool moe_p2p_leaves_out();  // whether it is one of a line
 bool moe_p2p_left_out(const char* file, unsigned line);
 const Thread& moe_p2p_thread();
 // Nothing new was seen: others go on first.

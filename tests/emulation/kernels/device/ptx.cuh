@@ -20,8 +20,10 @@ struct alignas(16) Vec {
 // --- what orders memory. Any line of a kernel that asks for it can be left out, as a mutation. ---
 
 using Site = std::source_location;
+// A Site is not looked at for nothing: its memory may have been somebody else's, who wrote there.
 inline bool orders(const Site& site) {
-  return !emulation::moe_p2p_left_out(site.file_name(), site.line());
+  return !emulation::moe_p2p_leaves_out() ||
+         !emulation::moe_p2p_left_out(site.file_name(), site.line());
 }
 inline void release(bool to_system, const Site& site) {
   if (orders(site)) emulation::moe_p2p_release(to_system);
