@@ -406,7 +406,7 @@ def _nic_problems(report: Report) -> list[Problem]:
                 "EFA cannot take GPU memory: libfabric finds no libcudart.so, by that very name, "
                 "and the driver exports no dma-bufs",
                 "use the open kernel modules (apt-get install nvidia-open), or put a folder with a "
-                "link libcudart.so to that of the pip package into LD_LIBRARY_PATH",
+                "link libcudart.so to the library of the pip package into LD_LIBRARY_PATH",
             )
         )
     if "verbs" in kinds and not report.libraries["libibverbs"]:

@@ -3,7 +3,7 @@
     python tests/kernel_mutations.py                      # all: a quarter of an hour
     python tests/kernel_mutations.py kPartBefore steps.cuh:53
 
-Named ones are those of kernels/device/mutation.cuh. The others leave out one line that orders
+Named ones stand in kernels/device/mutation.cuh. The others leave out one line that orders
 memory: a fence, a release, an acquire, a wait for copies or earlier kernels (emulation/order.h).
 Ends with 1 if one is not caught that UNSEEN does not name.
 """

@@ -1,7 +1,9 @@
 // What the tests of the software NIC with GPU memory share: the driver that stands in, and the NIC.
 #pragma once
 
+#include <atomic>
 #include <string>
+#include <thread>
 
 #include "provider_table.h"
 
@@ -23,5 +25,42 @@ constexpr const char* kSettings[] = {"", "seed=6", "seed=7,ring_kib=4"};
 inline ProviderUnderTest gpu(const std::string& settings) {
   return {"loopback", settings.c_str(), false, MemoryKind::kCuda};
 }
+
+// One thread that posts and polls, so that copies are under way while another gives memory back.
+class Traffic {
+ public:
+  // Each request is posted `times` times.
+  Traffic(Node& a, Node& b, size_t times) : times_(times), thread_([this, &a, &b] { run(a, b); }) {}
+  ~Traffic() {
+    stop_.store(true);
+    thread_.join();
+  }
+  // Returns once the request is taken and `num` writes in all are done.
+  void post(const WorkRequest& request, size_t num) {
+    next_.store(&request);
+    wait(num);
+    while (next_.load() != nullptr) std::this_thread::yield();
+  }
+  void wait(size_t num) const {
+    while (num_done_.load() < num) std::this_thread::yield();
+  }
+
+ private:
+  void run(Node& a, Node& b) {
+    Patience patience;
+    while (!stop_.load()) {
+      if (const WorkRequest* request = next_.exchange(nullptr))
+        for (size_t i = 0; i < times_; ++i) post_all(a, {&a, &b}, *request);
+      patience.polled(a.poll() + b.poll());
+      num_done_.store(a.done.size());
+    }
+  }
+
+  const size_t times_;
+  std::atomic<bool> stop_{false};
+  std::atomic<const WorkRequest*> next_{nullptr};
+  std::atomic<size_t> num_done_{0};
+  std::thread thread_;  // last: it uses the others
+};
 
 }  // namespace moe_p2p::provider_test

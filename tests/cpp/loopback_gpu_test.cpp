@@ -1,8 +1,6 @@
 // The software NIC with GPU memory beyond the contract: what is refused, what a failing driver
 // becomes, who waits for copies under way, the link model. The driver is fake_driver.h.
 #include <algorithm>
-#include <atomic>
-#include <thread>
 
 #include "loopback_gpu.h"
 #include "provider/loopback/control.h"
@@ -70,27 +68,13 @@ TEST_CASE("loopback GPU: no copy reads a source that was given back, or writes s
       constexpr size_t kBytes = 20'000;
       Node a = open(gpu(settings)), b = open(gpu(settings));
       const PeerId peer = a.connect(b);
-      // One thread posts and polls, so that copies are under way while this one gives memory back.
-      std::atomic<bool> stop{false};
-      std::atomic<const WorkRequest*> next{nullptr};
-      std::atomic<size_t> num_done{0};
-      std::thread polling([&] {
-        Patience patience;
-        while (!stop.load()) {
-          if (const WorkRequest* request = next.exchange(nullptr))
-            for (int i = 0; i < 8; ++i) post_all(a, {&a, &b}, *request);
-          patience.polled(a.poll() + b.poll());
-          num_done.store(a.done.size());
-        }
-      });
+      Traffic traffic(a, b, 8);
       for (size_t turn = 1; turn <= 30; ++turn) {
         Memory source(a, kBytes), target(b, kBytes);
         std::ranges::fill(target.data, std::byte{1});
         fill(source.data, turn);
         const auto request = make_write(turn, peer, source, 0, target, 0, kBytes);
-        next.store(&request);
-        while (num_done.load() < 8 * (turn - 1) + turn % 4) std::this_thread::yield();
-        while (next.load() != nullptr) std::this_thread::yield();
+        traffic.post(request, 8 * (turn - 1) + turn % 4);
         if (drop_target) {
           target.unregister();                           // after its window was dropped
           std::ranges::fill(target.data, std::byte{0});  // a copy under way would be a data race
@@ -98,14 +82,12 @@ TEST_CASE("loopback GPU: no copy reads a source that was given back, or writes s
           source.unregister();
           std::ranges::fill(source.data, std::byte{0});
         }
-        while (num_done.load() < 8 * turn) std::this_thread::yield();
+        traffic.wait(8 * turn);
         if (drop_target)
           CHECK(all_zero(target.data));
         else
           CHECK(std::ranges::count(target.data, std::byte{0}) == 0);  // read after it was zeroed
       }
-      stop.store(true);
-      polling.join();
     }
   }
 }

@@ -1,8 +1,6 @@
 // The software NIC with GPU memory that its peers have not mapped: through the ring, between GPUs and
 // to and from host memory.
 #include <algorithm>
-#include <atomic>
-#include <thread>
 
 #include "loopback_gpu.h"
 
@@ -138,31 +136,16 @@ TEST_CASE("loopback GPU: nothing is written by the ring to memory that was given
     const PeerId peer = a.connect(b);
     Memory source(a, kBytes);
     fill(source.data, 1);
-    std::atomic<bool> stop{false};
-    std::atomic<const WorkRequest*> next{nullptr};
-    std::atomic<size_t> num_done{0};
-    std::thread polling([&] {
-      Patience patience;
-      while (!stop.load()) {
-        if (const WorkRequest* request = next.exchange(nullptr))
-          for (int i = 0; i < 4; ++i) post_all(a, {&a, &b}, *request);
-        patience.polled(a.poll() + b.poll());
-        num_done.store(a.done.size());
-      }
-    });
+    Traffic traffic(a, b, 4);
     for (size_t turn = 1; turn <= 20; ++turn) {
       Memory target(b, kBytes);
       const auto request = make_write(turn, peer, source, 0, target, 0, kBytes);
-      next.store(&request);
-      while (num_done.load() < 4 * (turn - 1) + turn % 3) std::this_thread::yield();
-      while (next.load() != nullptr) std::this_thread::yield();
+      traffic.post(request, 4 * (turn - 1) + turn % 3);
       target.unregister();
       std::ranges::fill(target.data, std::byte{0});  // a copy under way would be a data race
-      while (num_done.load() < 4 * turn) std::this_thread::yield();
+      traffic.wait(4 * turn);
       CHECK(all_zero(target.data));
     }
-    stop.store(true);
-    polling.join();
   }
 }
 

@@ -266,7 +266,7 @@ struct Library {
   uint32_t (*version)();
 };
 
-// Opens `file`, or, when it is empty, the machine's own library or that of AWS's installer, for EFA the
+// Opens `file`, or, when it is empty, the machine's own library or the one of AWS's installer, for EFA the
 // latter first: distributions carry releases without EFA's RDMA writes. One library serves the process:
 // another file later is an Error{kInvalidArgument}. Throws Error{kUnavailable} that says how to get it.
 void open_library(const std::string& file, bool for_efa);

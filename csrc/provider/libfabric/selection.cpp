@@ -97,7 +97,7 @@ void check_version(const Config& config) {
   MOE_P2P_CHECK(
       !config.is_efa() || version >= make_version(1, 20), Code::kUnavailable, "libfabric ",
       version >> 16, ".", version & 0xffff,
-      " is too old for provider efa, which needs 1.20 or newer: install that of AWS's EFA "
+      " is too old for provider efa, which needs 1.20 or newer: install the library of AWS's EFA "
       "installer (/opt/amazon/efa), or name its file with library=");
 }
 
