@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from datetime import timedelta
 from typing import Any
@@ -201,15 +202,22 @@ def test_a_rank_that_is_killed_is_named(ranks_per_node: int) -> None:
         assert any("rank 1's process has ended" in story for story in stories), stories
 
 
-def test_a_failed_write_ends_the_call() -> None:
+def test_a_failed_write_ends_the_call_here_and_there() -> None:
     one = torch.ones(1, dtype=torch.int32)
+    first_left = threading.Event()
 
     def body(rank: Rank) -> None:
         config: dict[str, Any] = {"ranks_per_node": 1, "transport_settings": "fail_nth=2"}
         with make(rank, **config) as comm:
             comm.gather_counts(one)  # one write of each NIC
-            story = f"gather_counts call 2: the write to rank {1 - rank.rank}"
-            with pytest.raises(moe_p2p.TransportError, match=story):
-                comm.gather_counts(one)
+            if rank.rank == 0:
+                story = "gather_counts call 2: the write to rank 1"
+                with pytest.raises(moe_p2p.TransportError, match=story):
+                    comm.gather_counts(one)
+            else:  # it is told that the values will never come; it does not wait for its deadline
+                assert first_left.wait(60)
+                with pytest.raises(moe_p2p.PeerDeadError, match="gather_counts call 2.*rank 0"):
+                    comm.gather_counts(one)
+        first_left.set()
 
     run_threads(2, body)

@@ -176,7 +176,8 @@ std::vector<Step> AllToAll::State::combines_to_send() const {
 
 void AllToAll::State::leave() {
   const auto combines = combines_to_send();
-  engine.run_on_poller([&] { exchange->leave({failed(), gather.num_calls(), combines}); },
+  const auto gathers = [this](int node) { return gather.num_arrived(node); };
+  engine.run_on_poller([&] { exchange->leave({failed(), gathers, combines}); },
                        platform::Clock::now() + options.timeout);
 }
 

@@ -18,6 +18,7 @@
 #pragma once
 
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -57,7 +58,8 @@ class Exchange final : public proxy::ProxyTask, public engine::ImmSink {
   // steps, which neighbours may hand in last. Once more with fewer, when these neighbours are gone.
   struct Closing {
     bool failed = false;
-    uint64_t num_gathers = 0;        // calls of gather_counts
+    // Of the other node, writes of gather_counts that arrived; nullopt while one is under way. None: 0.
+    std::function<std::optional<uint64_t>(int node)> gathers;
     std::span<const Step> combines;  // what this rank has handed in of each slot last
   };
   void leave(const Closing& closing) noexcept;

@@ -115,11 +115,12 @@ bool Exchange::part_from(const Remote& remote) noexcept {
       partner_left(remote.node) || partner.lost || masks_.has(rank_of(remote.node)) ||
       (failed_.load(std::memory_order_relaxed) && MOE_P2P_MUTATED(kFailByLeft));
   if (!needs_nothing && partner.parting == Partner::Parting::kNo) {
-    if (!all_arrived(remote.node) && !MOE_P2P_MUTATED(kFarewellEarly)) return false;
+    const std::optional<uint64_t> gathers = closing_.gathers ? closing_.gathers(remote.node) : 0;
+    if ((!gathers || !all_arrived(remote.node)) && !MOE_P2P_MUTATED(kFarewellEarly)) return false;
     const Left left = closing_.failed ? Left::kFailed : Left::kInOrder;
     // The NICs read it once they were given the write.
     memory_.farewell_out(remote.node)
-        .store((partner.written + closing_.num_gathers) << kOrderBits | static_cast<uint64_t>(left),
+        .store((partner.written + gathers.value_or(0)) << kOrderBits | static_cast<uint64_t>(left),
                std::memory_order_relaxed);
     const engine::ImmKey key{communicator_, HostGather::kPhase, HostGather::kFarewellSlot,
                              static_cast<uint32_t>(memory_.rank())};

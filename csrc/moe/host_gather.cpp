@@ -129,6 +129,13 @@ void HostGather::check_write(const Link& link, platform::Deadline deadline) cons
                                  ") failed: ", base::describe(status), engine_.first_failure()));
 }
 
+std::optional<uint64_t> HostGather::num_arrived(int node) const noexcept {
+  const engine::Request& last =
+      links_[static_cast<size_t>(abi::other_index(node, memory_.node()))].request;
+  if (last.active() && !last.done()) return std::nullopt;
+  return last.status().ok() ? call_ : call_ - 1;  // a write that fails is a rank's last
+}
+
 bool HostGather::complete(platform::Deadline deadline) const {
   for (size_t i = 0; i < num_links_; ++i) check_write(links_[i], deadline);
   for (int source = 0; source < plan_.shape.world_size; ++source)

@@ -14,6 +14,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -55,8 +56,8 @@ class HostGather final : public engine::ImmSink {
   // Throws Error{kInvalidArgument} for too many values, before anything is sent.
   void send(std::span<const int32_t> values);
   bool arrived(int source) const noexcept;
-  // Calls whose values this rank has sent.
-  uint64_t num_calls() const noexcept { return call_; }
+  // Calls whose values are on that other node; nullopt while a write to it is under way. Between calls.
+  std::optional<uint64_t> num_arrived(int node) const noexcept;
   // The values of all ranks are here. Throws Error when a write of this rank failed, but to a rank
   // that has closed its communicator: it had what it needs.
   bool complete(platform::Deadline deadline) const;
