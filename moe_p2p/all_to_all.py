@@ -25,7 +25,16 @@ from torch import Tensor
 from moe_p2p import arguments, errors
 from moe_p2p.dispatched import BY_RANK, Dispatched, DispatchOptions
 from moe_p2p.halves import Halves, with_more
-from moe_p2p.ops import COPY_TOPK, WITH_RANGES, WITH_SOURCE, WITH_WAIT_TICKS, call
+from moe_p2p.ops import (
+    COPY_TOPK,
+    NO_EXTRA_GRADIENT,
+    NO_FP8_GRADIENT,
+    NO_SCALAR_GRADIENT,
+    WITH_RANGES,
+    WITH_SOURCE,
+    WITH_WAIT_TICKS,
+    call,
+)
 
 _ops = torch.ops.moe_p2p
 _DISPATCH, _DISPATCH_INFERENCE = _ops.dispatch.default, _ops.dispatch_inference.default
@@ -155,8 +164,11 @@ class AllToAll(Halves):
         row_layout, capacity, alignment = layout
         by_rank = row_layout == BY_RANK
         self._prepare_dispatch(x.dtype, quantize, scale_format, by_rank, grad)
-        if grad and quantize and x.requires_grad:
-            raise errors.make(errors.InvalidArgumentError, arguments.NO_FP8_GRADIENT)
+        if grad:
+            if quantize or x.dtype == torch.float8_e4m3fn:
+                arguments.refuse_gradient(NO_FP8_GRADIENT, x=x)
+            named = {f"extras[{i}]": extra for i, extra in enumerate(extras)}
+            arguments.refuse_gradient(NO_EXTRA_GRADIENT, **named)
         zeroed = grad if zero_padding is None else zero_padding
         rows, row_scales, row_weights, counts, offsets, handle, more = call(
             _DISPATCH if grad else _DISPATCH_INFERENCE,
@@ -269,7 +281,8 @@ class AllToAll(Halves):
             if topk_weights is not None:
                 text = arguments.NO_LATE_GRADIENT
                 arguments.refuse_gradient(text, y=y, topk_weights=topk_weights)
-            grad = arguments.require_grad(y, row_weights, row_scalars, *terms)
+            arguments.refuse_gradient(NO_SCALAR_GRADIENT, row_scalars=row_scalars)
+            grad = arguments.require_grad(y, row_weights, *terms)
         return self.combine_with(
             y,
             dispatched,

@@ -22,10 +22,6 @@ from moe_p2p.dispatched import (
 from moe_p2p.ops import COPY_TOPK, WITH_RANGES, WITH_SOURCE, WITH_WAIT_TICKS, CommunicatorShape
 
 ALL_ROWS = -1  # as a number of tokens
-NO_FP8_GRADIENT = (
-    "x requires grad, but what is dispatched as float8_e4m3fn has no gradient; dispatch x.detach() "
-    "or do not quantize"
-)
 PADDING_IS_NOT_ZERO = (
     "y requires grad, but rows without a token were not zeroed, and gradients of expert weights "
     "multiply them (0 * NaN is NaN); pass zero_padding=True to dispatch, "

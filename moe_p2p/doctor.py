@@ -324,6 +324,8 @@ def _transport_problems(report: Report) -> list[Problem]:
     known = (*transport.LIBRARIES, transport.LOOPBACK)
     if not provider:
         return [Problem(why, "correct MOE_P2P_NICS")]
+    if provider == "null":
+        return [Problem(f"transport null moves no bytes ({why})", "unset MOE_P2P_TRANSPORT")]
     if provider not in known:
         return [
             Problem(

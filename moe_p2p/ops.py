@@ -242,21 +242,24 @@ for _name in ("register", "connect", "resolve", "write_pages", "scatter"):
 
 # --- autograd ---
 
+NO_FP8_GRADIENT = (
+    "x requires grad, but what is dispatched as float8_e4m3fn has no gradient; dispatch x.detach() "
+    "or do not quantize"
+)
+NO_EXTRA_GRADIENT = "{} requires grad, but extras travel as bytes and have no gradient; detach it"
+NO_SCALAR_GRADIENT = (
+    "{} requires grad, but scalars that combine returns have no gradient (nor has a gradient of "
+    "dispatch a second one); detach it"
+)
+
 
 def _dispatch_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     (comm, x, _, extras, topk_idx, topk_weights, _, _, max_tokens, quantize) = inputs[:10]
     _, row_scales, _, _, _, handle, more = output
     if x.requires_grad and (quantize or x.dtype == torch.float8_e4m3fn):
-        raise errors.make(
-            errors.InvalidArgumentError,
-            "x requires grad, but what is dispatched as float8_e4m3fn has no gradient; "
-            "dispatch x.detach() or do not quantize",
-        )
+        raise errors.make(errors.InvalidArgumentError, NO_FP8_GRADIENT)
     if any(extra.requires_grad for extra in extras):
-        raise errors.make(
-            errors.InvalidArgumentError,
-            "an extra requires grad, but extras travel as bytes and have no gradient; detach it",
-        )
+        raise errors.make(errors.InvalidArgumentError, NO_EXTRA_GRADIENT.format("an extra"))
     ctx.layout = inputs[11:14]
     # Entries of row_weights by rank that stand for no expert here are constants.
     row_topk = more[len(more) - len(extras) - 1] if ctx.layout[0] == BY_RANK else None
@@ -319,11 +322,7 @@ def _dispatch_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
 def _combine_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     (comm, y, row_weights, row_scalars, topk_weights, bias, handle, topk_idx) = inputs[:8]
     if row_scalars is not None and row_scalars.requires_grad:
-        raise errors.make(
-            errors.InvalidArgumentError,
-            "row_scalars requires grad, but scalars that combine returns have no gradient "
-            "(nor has a gradient of dispatch a second one); detach it",
-        )
+        raise errors.make(errors.InvalidArgumentError, NO_SCALAR_GRADIENT.format("row_scalars"))
     if topk_weights is not None:
         raise errors.make(
             errors.InvalidArgumentError,

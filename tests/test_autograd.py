@@ -272,6 +272,29 @@ def test_training_on_rows_that_are_not_zeroed_is_refused() -> None:
     run_threads(2, body)
 
 
+def test_gradients_that_do_not_exist_are_refused_before_anything_is_sent() -> None:
+    def body(rank: Rank) -> None:
+        with make(rank) as comm:
+            given = inputs(rank.rank)
+            extra = torch.ones(given.x.shape[0], 2, requires_grad=True)
+            scalars = torch.ones(comm.dispatch(given.x, given.topk_idx).x.shape[:-1].numel())
+            if rank.rank == 0:  # alone: the next calls pair with those of rank 1
+                with pytest.raises(
+                    moe_p2p.InvalidArgumentError, match=r"extras\[0\] requires grad"
+                ):
+                    comm.dispatch(given.x, given.topk_idx, extras=[extra])
+                x = given.x.to(torch.float8_e4m3fn).requires_grad_()
+                with pytest.raises(moe_p2p.InvalidArgumentError, match="x requires grad"):
+                    comm.dispatch(x, given.topk_idx, scales=torch.ones(1))
+            received = comm.dispatch(given.x, given.topk_idx)
+            if rank.rank == 0:
+                with pytest.raises(moe_p2p.InvalidArgumentError, match="row_scalars requires grad"):
+                    comm.combine(received.x, received, row_scalars=scalars.requires_grad_())
+            comm.combine(received.x, received)
+
+    run_threads(2, body)
+
+
 def test_errors_of_a_backward_have_their_type() -> None:
     def body(rank: Rank) -> None:
         comm = make(rank)

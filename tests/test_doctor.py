@@ -183,6 +183,10 @@ def test_a_wrong_transport_in_the_environment_is_a_problem(
         'there is no transport "nccl" (MOE_P2P_TRANSPORT asks for it) -> '
         "correct MOE_P2P_TRANSPORT: libfabric, verbs, loopback"
     )
+    monkeypatch.setenv("MOE_P2P_TRANSPORT", "null")
+    assert texts(healthy(tmp_path)) == [
+        "transport null moves no bytes (MOE_P2P_TRANSPORT asks for it) -> unset MOE_P2P_TRANSPORT"
+    ]
     monkeypatch.setenv("MOE_P2P_TRANSPORT", "verbs")
     assert texts(healthy(tmp_path)) == []
 

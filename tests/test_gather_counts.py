@@ -216,7 +216,7 @@ def test_a_failed_write_ends_the_call_here_and_there() -> None:
                     comm.gather_counts(one)
             else:  # it is told that the values will never come; it does not wait for its deadline
                 assert first_left.wait(60)
-                with pytest.raises(moe_p2p.PeerDeadError, match="gather_counts call 2.*rank 0"):
+                with pytest.raises(moe_p2p.PeerDeadError, match=r"gather_counts call 2.*rank 0"):
                     comm.gather_counts(one)
         first_left.set()
 
