@@ -242,7 +242,7 @@ TEST_CASE(
   pair.ring(1, Phase::kDispatch, 0);
   pair.hold(1, true);
   pair.turn(10);
-  pair.exchange(0).leave({.failed = true});
+  pair.exchange(0).leave({true, {}, {}});
   pair.turn(100);
   CHECK(pair.left(1) == Left::kFailed);
   pair.fail_next(1);
@@ -262,7 +262,7 @@ TEST_CASE("exchange: a partner that left is told of once all it has sent is here
   Pair pair(false);
   pair.ring(0, Phase::kDispatch, 0);
   pair.turn(100);
-  pair.exchange(0).leave({.gathers = [](int) { return 1; }});  // its immediates are still to come
+  pair.exchange(0).leave({false, [](int) { return 1; }, {}});  // its immediates are still to come
   pair.turn(100);
   CHECK(pair.exchange(0).has_left());
   CHECK(pair.left(1) == Left::kNo);
