@@ -2,7 +2,7 @@
 #               this machine if there are any, else CPU ranks over the software NIC; BENCH_ARGS="..."
 # make test     lint, build, C++ tests (plain, ASan+UBSan, TSan), Python tests
 # make lint     ruff, mypy, clang-format, clang-tidy; `make format` mends what can be mended
-# make wheel    dist/*.whl
+# make wheel    dist/*.whl, for every Linux as old as the one that its tag names; make sdist: dist/*.tar.gz
 # make clean    removes everything that was built; `make distclean` removes .venv too
 #
 # Without PYTHON, an environment is made in .venv once; pip finds its packages as it is configured
@@ -35,7 +35,7 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 SOURCES := $(shell find csrc kernels -type f -not -name '*.pyc') setup.py pyproject.toml
 
-.PHONY: bench test pytest lint format build wheel clean distclean doctest libfabric force
+.PHONY: bench test pytest lint format build wheel sdist clean distclean doctest libfabric force
 .NOTPARALLEL:
 
 bench: build
@@ -55,8 +55,17 @@ format: $(ENVIRONMENT)
 
 build: $(STAMPS)/extension
 
+# auditwheel gives it the tag of the oldest systems that it runs on. torch is not part of it.
 wheel: $(ENVIRONMENT)
-	$(PY) -m pip wheel --no-index --no-build-isolation --no-deps --wheel-dir dist .
+	@rm -rf build/wheel && mkdir -p dist
+	$(PY) -m pip wheel --no-index --no-build-isolation --no-deps --wheel-dir build/wheel .
+	@if $(PY) -c 'import auditwheel' 2> /dev/null; then \
+	  PATH="$$(dirname $(PY)):$$PATH" $(PY) -m auditwheel repair --exclude 'libtorch*' --wheel-dir dist build/wheel/*.whl; \
+	else cp build/wheel/*.whl dist; echo "auditwheel is missing: the wheel is for systems like this one"; fi
+
+sdist: $(ENVIRONMENT)
+	@rm -rf moe_p2p.egg-info && mkdir -p dist
+	@$(PY) -c 'from setuptools import build_meta; print(build_meta.build_sdist("dist"))' | tail -n 1
 
 clean:
 	rm -rf build dist bench_out .cache .pytest_cache .mypy_cache .ruff_cache .benchmarks *.egg-info

@@ -1,15 +1,16 @@
 """Builds moe_p2p/_C.abi3.so: csrc/ against torch's stable ABI, with ninja and g++, no CUDA toolkit.
 
 One binary serves every Python from 3.10 and every torch from 2.10 on, CPU and CUDA builds alike:
-it needs only C symbols of torch and none of Python (tests/test_wheel.py looks). torch is found, not
-imported, so a build with nothing to do takes half a second. CXX chooses the compiler. One sentence
-names what is missing, before anything is copied.
+it needs only C symbols of torch, none of Python, and no libstdc++ or libgcc newer than GCC 11's
+(tests/test_wheel.py looks). torch is found, not imported, so a build with nothing to do takes half
+a second. CXX chooses the compiler. One sentence names what is missing, before anything is copied.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -82,6 +83,7 @@ def build_file(sources: list[Path], output: Path) -> str:
         f"-isystem {torch / 'include/torch/csrc/api/include'}",
     ]
     cxx = find_cxx()
+    edge = runpy.run_path(str(ROOT / "csrc" / "letter.py"))["compile_edge"]
     libraries = [*shared_cxx_library(cxx), f"-L{torch / 'lib'}", "-ltorch_cpu"]
     objects = [str(source.relative_to(ROOT).with_suffix(".o")) for source in sources]
     lines = [
@@ -93,8 +95,9 @@ def build_file(sources: list[Path], output: Path) -> str:
         "  depfile = $out.d",
         "  deps = gcc",
         "rule link",
-        f"  command = $cxx -shared -o $out $in {' '.join(libraries)} -lrt -ldl -lpthread",
-        *(f"build {o}: compile {s}" for o, s in zip(objects, sources, strict=True)),
+        # libgcc.a first: its numbers of 16 bits are not in the shared one of GCC 11 and older.
+        f"  command = $cxx -shared -o $out $in -lgcc {' '.join(libraries)} -lrt -ldl -lpthread",
+        *(edge(o, s) for o, s in zip(objects, sources, strict=True)),
         f"build {output}: link {' '.join(objects)}",
     ]
     return "\n".join(lines) + "\n"

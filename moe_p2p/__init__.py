@@ -22,8 +22,7 @@ from moe_p2p.errors import (
     TransportError,
     UnavailableError,
 )
-
-__version__ = "0.1.0"
+from moe_p2p.version import __version__
 
 __all__ = [
     "AbortedError",

@@ -4,10 +4,12 @@ Control path only. Rank 0 puts each exchange together: every rank sets one key, 
 keys away and publishes one value, which the others wait for. An exchange of W ranks is so O(W)
 requests at the store, a few for each rank. Every exchange has a deadline and names who is missing;
 a rank that fails says so in its next exchange, so that the others need not wait for the deadline.
+What a rank brings to the first exchange begins with its version and its letter (csrc/letter.py):
+rank 0 refuses a mix of letters by name. So this start must never change, nor how refusals look.
 
 Keys, all below moe_p2p/. A is the attempt, M the meeting, a random name that rank 0 chooses:
     attempt/{rank}     how often this rank has tried to meet since a meeting last came about
-    {A}/0/{rank}       what a rank brings to the first exchange
+    {A}/0/{rank}       what a rank brings to the first exchange, behind its version and letter
     {A}/answer/{rank}  rank 0's answer to it: M, or why there will be none. Only `rank` reads it
     {M}/{stage}/{rank} what a rank brings to a later exchange
     {M}/{stage}/all    what rank 0 made of it, in pieces that a store takes
@@ -28,10 +30,12 @@ from datetime import timedelta
 from types import TracebackType
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from moe_p2p import errors
+from moe_p2p.version import __version__
 
 T = TypeVar("T")
 _OK, _FAILED = b"+", b"-"
@@ -98,6 +102,8 @@ class Bootstrap:
         self._timeout_s = timeout_s
         self._deadline = 0.0
         self._stage = 0
+        # Its last word is compared.
+        self._version = f"moe_p2p {__version__}, letter {torch.ops.moe_p2p.letter.default()}"
         self._met = False  # this rank knows M
         self._told = False  # this meeting has failed, and whoever asks is told without this rank
         self._published: list[str] = []  # keys of the last value that all read
@@ -136,7 +142,8 @@ class Bootstrap:
         # Either this rank is late, or it died or gave up when it was about to be admitted.
         if self.rank and not self._met and self._has_all([self._answer(self.rank)]):
             self._take_answer(what)
-        self._set(self._key(self.rank), _OK + payload)
+        first = b"" if self._met else self._version.encode() + b"\n"
+        self._set(self._key(self.rank), _OK + first + payload)
         payloads = self._collect(what) if self.rank == 0 else self._read(what)
         self._stage += 1
         return payloads
@@ -158,6 +165,13 @@ class Bootstrap:
                 self._tell(rank, text)
                 self._delete(keys)
                 raise _aborted(rank, text, what)
+        if not self._met:
+            try:
+                values = self._checked_versions(values)
+            except errors.ProtocolError as error:
+                self._tell(0, str(error))
+                self._delete(keys)
+                raise
         # Keys go after the others can know that all have come; see _wait_for_rank_0.
         joined = self._met
         if not joined:
@@ -167,6 +181,20 @@ class Bootstrap:
         if joined:
             self._delete([*keys, *old])  # whoever came has read what was published before
         return payloads
+
+    def _checked_versions(self, values: list[bytes]) -> list[bytes]:
+        """The values of the first exchange without the versions, which have one letter."""
+        parted = [value[1:].partition(b"\n") for value in values]
+        texts = [text.decode(errors="replace") for text, _, _ in parted]
+        for rank, text in enumerate(texts):
+            if text.split(" ")[-1] != self._version.split(" ")[-1]:
+                known = text if text.startswith("moe_p2p ") else "a version without a letter"
+                raise errors.make(
+                    errors.ProtocolError,
+                    f"ranks run versions that do not fit together: rank 0 has {self._version}, "
+                    f"rank {rank} has {known}. Install one version on all ranks",
+                )
+        return [_OK + payload for _, _, payload in parted]
 
     def _admit(self, joins: list[str]) -> None:
         """All ranks have joined: from here on the keys have M in their names.

@@ -91,7 +91,8 @@ def clang_tidy_step() -> Step:
         skipped.append("tests/cpp")
     if doctest[0]:
         include.append(f"-isystem{doctest[0]}")
-    defines = ["-DMOE_P2P_TESTING", "-DTORCH_TARGET_VERSION=0x020a000000000000"]
+    defines = ["-DMOE_P2P_TESTING", "-DMOE_P2P_LETTER=1"]
+    defines.append("-DTORCH_TARGET_VERSION=0x020a000000000000")
     flags = ["-std=c++20", *defines, *include, *torch_include()]
     commands = [
         [program, "--quiet", file, "--", *flags]

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
+import runpy
 import threading
 import time
 from collections import Counter
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import ranks
@@ -17,6 +21,7 @@ from cases import make
 from moe_p2p import Engine, bootstrap, errors
 from moe_p2p.bootstrap import Bootstrap
 
+ROOT = Path(__file__).resolve().parents[1]
 STAGES = ("the transports", "the configurations", "the addresses")
 
 
@@ -235,3 +240,71 @@ def test_a_store_that_fails_is_named() -> None:
             Bootstrap(Broken(dist.HashStore()), rank=rank, world_size=2, timeout_s=30) as meeting,
         ):
             meeting.exchange(b"", "the transports")
+
+
+class AnotherVersion(Bootstrap):
+    """A rank of a build with another letter; or of one that knows of none."""
+
+    def __init__(self, *args: Any, text: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._version = text
+
+
+@pytest.mark.parametrize("other", [0, 2])
+@pytest.mark.parametrize(
+    "text", ["moe_p2p 9.9.9, letter 0123456789abcdef", "moe_p2p 0.1.0, letter 0123456789abcdef"]
+)
+def test_a_mix_of_versions_is_refused_by_name(other: int, text: str) -> None:
+    stores: list[dist.Store] = []
+    ours = torch.ops.moe_p2p.letter.default()
+
+    def body(rank: ranks.Rank) -> None:
+        stores.append(rank.store)
+        kind: Any = partial(AnotherVersion, text=text) if rank.rank == other else Bootstrap
+        with (
+            pytest.raises(errors.MoeP2pError, match="do not fit together") as caught,
+            kind(rank.store, rank=rank.rank, world_size=3, timeout_s=30.0) as meeting,
+        ):
+            meeting.exchange(b"", "the transports")
+        assert text in str(caught.value)
+        assert f"letter {ours}" in str(caught.value)
+        assert f"rank {max(other, 1)} has" in str(caught.value)
+        assert "Install one version on all ranks" in str(caught.value)
+        _meet(rank, rank.store)
+
+    began = time.monotonic()
+    ranks.run_threads(3, body)
+    assert time.monotonic() - began < 20  # no deadline of 30 s was waited for
+    assert stores[0].num_keys() == 0, stores[0].list_keys()
+
+
+def test_versions_with_one_letter_fit_together() -> None:
+    text = f"moe_p2p 9.9.9, letter {torch.ops.moe_p2p.letter.default()}"
+
+    def body(rank: ranks.Rank) -> list[bytes]:
+        kind: Any = partial(AnotherVersion, text=text) if rank.rank == 1 else Bootstrap
+        with kind(rank.store, rank=rank.rank, world_size=2, timeout_s=30.0) as meeting:
+            met: list[bytes] = meeting.exchange(b"a\nb", "the transports")
+        return met
+
+    assert ranks.run_threads(2, body) == [[b"a\nb"] * 2] * 2
+
+
+def test_a_rank_of_before_there_were_letters_is_named() -> None:
+    store = dist.HashStore()
+    store.set("moe_p2p/1/0/1", '+["host", ["loopback", "", true]]')
+    with (
+        pytest.raises(errors.ProtocolError, match="rank 1 has a version without a letter"),
+        Bootstrap(store, rank=0, world_size=2, timeout_s=5.0) as meeting,
+    ):
+        meeting.exchange(b"", "the transports")
+
+
+def test_the_letter_of_the_extension_is_that_of_its_files() -> None:
+    made = runpy.run_path(str(ROOT / "csrc" / "letter.py"))
+    assert torch.ops.moe_p2p.letter.default() == made["letter"](), "run make build"
+    hashed = {str(path.relative_to(ROOT)) for path in made["files"]()}
+    for path in (ROOT / "csrc").rglob("*.cpp"):  # a handshake that refuses others is one of them
+        if re.search(r"\b(put|expect)_letter\(", path.read_text()) and path.stem != "letter":
+            assert str(path.relative_to(ROOT)) in hashed
+    assert {str(path.relative_to(ROOT)) for path in (ROOT / "kernels/abi").iterdir()} <= hashed

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-import moe_p2p
+import moe_p2p.version
 from installation import run_installed
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,6 +39,30 @@ def test_needs_only_c_symbols_of_torch_and_none_of_python() -> None:
     assert [name for name in of_torch if not re.fullmatch(r"(aoti_)?torch_\w+", name)] == []
     assert [name for name in needed if re.match(r"_?Py[A-Z_]", name)] == []
     assert [name for name in needed if "moe_p2p" in name] == []
+
+
+def test_loads_with_the_libraries_of_gcc_11() -> None:
+    """RHEL 9 and Amazon Linux 2023 have no newer ones."""
+    text = subprocess.run(
+        ["nm", "-D", "--undefined-only", str(LIBRARY)], capture_output=True, text=True, check=True
+    ).stdout
+    found = set(re.findall(r"@(GLIBCXX|CXXABI|GCC)_([\d.]+)$", text, re.MULTILINE))
+    newest = {"GLIBCXX": (3, 4, 29), "CXXABI": (1, 3, 13), "GCC": (11,)}
+    too_new = {
+        (library, version)
+        for library, version in found
+        if tuple(map(int, version.split("."))) > newest[library]
+    }
+    if too_new and gcc_version() > 12:
+        pytest.skip(f"g++ {gcc_version()} asks for newer libraries: wheels are made with g++ 12")
+    assert too_new == set()
+    assert found
+
+
+def gcc_version() -> int:
+    ask = [*shlex.split(os.environ.get("CXX", "g++")), "-dumpversion"]
+    told = subprocess.run(ask, capture_output=True, text=True, check=True).stdout
+    return int(told.split(".")[0])
 
 
 def test_exports_nothing_of_its_own() -> None:
@@ -62,6 +89,69 @@ def test_wheel_is_complete(wheel: Path) -> None:
     }
     assert wanted - inside == set()
     assert not any(name.startswith(("tests", "csrc", "benchmarks")) for name in inside)
+
+
+def test_auditwheel_finds_it_fit_for_systems_of_2021(wheel: Path, tmp_path: Path) -> None:
+    """What `make wheel` does with it; 2_34 stands for glibc 2.34. torch brings its own library."""
+    pytest.importorskip("auditwheel", reason="auditwheel is not installed")
+    if gcc_version() > 12:
+        pytest.skip(f"wheels are made with g++ 12, here is {gcc_version()}")
+    programs = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
+    command = [sys.executable, "-m", "auditwheel", "repair", "--exclude", "libtorch*"]
+    told = subprocess.run(
+        [*command, "--wheel-dir", str(tmp_path), str(wheel)],
+        env=os.environ | {"PATH": os.pathsep.join(programs)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert told.returncode == 0, told.stderr
+    (made,) = tmp_path.glob("*.whl")
+    tag = re.fullmatch(r"moe_p2p-[\d.]+-cp310-abi3-manylinux_2_(\d+)_\w+\.whl", made.name)
+    assert tag, made.name
+    assert int(tag[1]) <= 34
+    assert not [name for name in zipfile.ZipFile(made).namelist() if ".libs/" in name]
+
+
+def test_the_version_has_one_place(wheel: Path) -> None:
+    assert wheel.name.split("-")[1] == moe_p2p.__version__ == moe_p2p.version.__version__
+    assert f"## {moe_p2p.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+# Writes what a compiler would be asked for: an object is empty, the library the one of this tree.
+STUB = """#!/bin/sh
+for word; do case "$last" in -o) out=$word;; esac; last=$word; done
+case " $* " in *" -shared "*) cp '{library}' "$out";; *) : > "$out";; esac
+"""
+
+
+def test_an_sdist_has_all_that_a_wheel_is_made_of(wheel: Path, tmp_path: Path) -> None:
+    """Each source is found, and the wheel has the same files; `pip install` of it compiles them."""
+    make_sdist = "import sys; from setuptools import build_meta as b; b.build_sdist(sys.argv[1])"
+    tree = tmp_path / "tree"  # a build leaves an egg-info, which would be part of the next one
+    ignored = shutil.ignore_patterns(
+        "build", ".*", "*.egg-info", "__pycache__", "bench_out", "dist"
+    )
+    shutil.copytree(ROOT, tree, ignore=ignored, symlinks=True)
+    run = partial(subprocess.run, check=True, capture_output=True, text=True)
+    run([sys.executable, "-c", make_sdist, str(tmp_path)], cwd=tree)
+    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    (unpacked,) = (tmp_path / "unpacked").iterdir()
+    for folder in ("csrc", "kernels"):
+        for path in (tree / folder).rglob("*"):
+            assert not path.is_file() or (unpacked / path.relative_to(tree)).exists(), path
+    stub = tmp_path / "stub"
+    stub.write_text(STUB.format(library=LIBRARY))
+    stub.chmod(0o755)
+    options = ["--no-index", "--no-build-isolation", "--no-deps", "--wheel-dir", str(tmp_path)]
+    environment = os.environ | {"CXX": str(stub)}
+    environment.pop("PYTHONPATH", None)
+    run([sys.executable, "-m", "pip", "wheel", *options, "."], cwd=unpacked, env=environment)
+    (again,) = tmp_path.glob("*.whl")
+    assert again.name == wheel.name
+    contents = [sorted(zipfile.ZipFile(each).namelist()) for each in (again, wheel)]
+    assert contents[0] == contents[1]
 
 
 @pytest.mark.timeout(150)

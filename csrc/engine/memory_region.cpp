@@ -1,12 +1,14 @@
 #include "engine/memory_region.h"
 
+#include "base/letter.h"
+
 namespace moe_p2p::engine {
 
 using base::Code;
 
 namespace {
 
-// Stands first in each message, so that bytes of another version or purpose are refused by name.
+// First in each message, with the letter: bytes of another purpose or version are refused by name.
 constexpr uint32_t kAddressTag = 0x31415045;     // "EPA1"
 constexpr uint32_t kDescriptorTag = 0x31445045;  // "EPD1"
 
@@ -14,7 +16,7 @@ constexpr uint32_t kDescriptorTag = 0x31445045;  // "EPD1"
 
 base::Bytes EngineAddress::serialize() const {
   base::WireWriter out;
-  out.put(kAddressTag);
+  base::put_letter(out, kAddressTag);
   out.put(static_cast<uint32_t>(nics.size()));
   for (const auto& nic : nics) out.put_bytes(nic);
   return out.take();
@@ -22,9 +24,7 @@ base::Bytes EngineAddress::serialize() const {
 
 EngineAddress EngineAddress::parse(std::span<const std::byte> bytes) {
   base::WireReader in(bytes, "engine address");
-  const auto tag = in.get<uint32_t>();
-  MOE_P2P_CHECK(tag == kAddressTag, Code::kInvalidArgument, "engine address: starts with tag ", tag,
-                ", expected ", kAddressTag, "; is it an engine address of this version?");
+  base::expect_letter(in, kAddressTag, Code::kInvalidArgument, "engine address");
   const auto num_nics = in.get<uint32_t>();
   MOE_P2P_CHECK(num_nics >= 1 && num_nics <= kMaxNics, Code::kInvalidArgument,
                 "engine address: names ", num_nics, " NICs, must be 1 to ", kMaxNics);
@@ -39,7 +39,7 @@ EngineAddress EngineAddress::parse(std::span<const std::byte> bytes) {
 
 base::Bytes MemoryDescriptor::serialize() const {
   base::WireWriter out;
-  out.put(kDescriptorTag);
+  base::put_letter(out, kDescriptorTag);
   out.put_bytes(owner.serialize());
   out.put(bytes);
   out.put(static_cast<int32_t>(kind));
@@ -52,10 +52,7 @@ base::Bytes MemoryDescriptor::serialize() const {
 
 MemoryDescriptor MemoryDescriptor::parse(std::span<const std::byte> bytes) {
   base::WireReader in(bytes, "memory descriptor");
-  const auto tag = in.get<uint32_t>();
-  MOE_P2P_CHECK(tag == kDescriptorTag, Code::kInvalidArgument,
-                "memory descriptor: starts with tag ", tag, ", expected ", kDescriptorTag,
-                "; is it a memory descriptor of this version?");
+  base::expect_letter(in, kDescriptorTag, Code::kInvalidArgument, "memory descriptor");
   MemoryDescriptor descriptor;
   descriptor.owner = EngineAddress::parse(in.get_bytes());
   descriptor.bytes = in.get<uint64_t>();

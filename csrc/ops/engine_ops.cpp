@@ -1,6 +1,7 @@
 // torch.ops.moe_p2p.engine_*: set-up of engines, their memory and their peers.
 #include <cstring>
 
+#include "base/letter.h"
 #include "ops/engine_object.h"
 #include "platform/shm.h"
 #include "platform/topology.h"
@@ -82,6 +83,8 @@ int64_t software_nic_bytes(const std::string& settings, int64_t num_peers) {
 
 int64_t remove_stale_memory() { return platform::SharedMemory::remove_stale(); }
 
+std::string letter() { return base::letter_text(base::letter()); }
+
 std::string host_identity() { return platform::host_identity(); }
 
 }  // namespace
@@ -101,6 +104,7 @@ STABLE_TORCH_LIBRARY_IMPL(moe_p2p, CompositeExplicitAutograd, m) {
   m.impl("software_nic_bytes", TORCH_BOX(&software_nic_bytes));
   m.impl("remove_stale_memory", TORCH_BOX(&remove_stale_memory));
   m.impl("host_identity", TORCH_BOX(&host_identity));
+  m.impl("letter", TORCH_BOX(&letter));
 }
 
 }  // namespace moe_p2p::ops

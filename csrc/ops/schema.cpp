@@ -45,6 +45,7 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
   m.def("engine_counters(int engine) -> Tensor");
   m.def("software_nic_bytes(str settings, int num_peers) -> int");
   m.def("host_identity() -> str");
+  m.def("letter() -> str");               // base/letter.h
   m.def("remove_stale_memory() -> int");  // of killed processes, in /dev/shm; how many objects
   m.def("take_interrupt() -> int");       // python_signals.cpp
 

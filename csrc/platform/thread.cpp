@@ -9,6 +9,17 @@
 
 namespace moe_p2p::platform {
 
+namespace {
+
+// What condition_variable::wait is in libstdc++. That one is a symbol of GCC 12, and the package has to
+// load with GCC 11's library (RHEL 9, Amazon Linux 2023).
+template <typename Ready>
+void wait(std::condition_variable& event, std::unique_lock<std::mutex>& lock, Ready&& ready) {
+  while (!ready()) pthread_cond_wait(event.native_handle(), lock.mutex()->native_handle());
+}
+
+}  // namespace
+
 void set_current_thread(const std::string& name, int cpu) noexcept {
   pthread_setname_np(pthread_self(), name.substr(0, 15).c_str());  // Linux keeps 15 characters
   if (cpu < 0) return;
@@ -49,7 +60,7 @@ void ThreadPool::run(size_t count, void* context, Call call) {
   wake_.notify_all();
   take_items();
   std::unique_lock lock(mutex_);
-  idle_.wait(lock, [this] { return busy_ == 0; });
+  wait(idle_, lock, [this] { return busy_ == 0; });
 }
 
 void ThreadPool::take_items() {
@@ -68,7 +79,7 @@ void ThreadPool::work() {
   for (;;) {
     {
       std::unique_lock lock(mutex_);
-      wake_.wait(lock, [&] { return stop_ || generation_ != seen; });
+      wait(wake_, lock, [&] { return stop_ || generation_ != seen; });
       if (stop_) return;
       seen = generation_;
     }

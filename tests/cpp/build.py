@@ -1,14 +1,18 @@
 """Builds csrc (without csrc/ops, so without torch) and the C++ tests into one doctest program.
 
-    python tests/cpp/build.py [--sanitize address|thread] [--optimize]    prints the program's path
+    python tests/cpp/build.py [--sanitize address|thread] [--optimize] [--debug]
 
-Ninja rebuilds only what changed; each kind of build has a folder of its own under build/.
+prints the program's path. Ninja rebuilds only what changed; each kind of build has a folder of its
+own under build/. The headers of the standard library that most files include are compiled once per
+build (precompiled.h), which saves two fifths of the time. That may hide an include that is missing:
+setup.py and clang-tidy compile without.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -21,14 +25,14 @@ FLAGS = [
     "-Wextra",
     "-Werror",
     "-fno-omit-frame-pointer",
+    "-g1",  # lines for reports and backtraces; all of -g takes half as long again (--debug)
     "-ffp-contract=off",
     "-DMOE_P2P_TESTING",
 ]
-# The reports want line numbers, no variables. Optimizing all of ASan's checks takes longer than the
-# tests, then faster, save.
+# Optimizing all of ASan's checks takes longer than the tests, then faster, save.
 SANITIZERS = {
-    "address": ["-g1", "-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"],
-    "thread": ["-g1", "-O1", "-fsanitize=thread"],
+    "address": ["-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"],
+    "thread": ["-O1", "-fsanitize=thread"],
 }
 
 
@@ -40,7 +44,7 @@ def find_doctest() -> str | None:
     return None
 
 
-def build(sanitize: str | None = None, optimize: bool = False) -> Path:
+def build(sanitize: str | None = None, optimize: bool = False, debug: bool = False) -> Path:
     doctest = find_doctest()
     if doctest is None:
         raise FileNotFoundError("doctest/doctest.h not found: apt-get install doctest-dev")
@@ -55,22 +59,29 @@ def build(sanitize: str | None = None, optimize: bool = False) -> Path:
     )
     flags = [
         *FLAGS,
-        *(["-g", "-O2"] if optimize else SANITIZERS.get(sanitize or "", ["-g", "-O1"])),
+        *(["-O2"] if optimize else SANITIZERS.get(sanitize or "", ["-O1"])),
+        *(["-g"] if debug else []),
     ]
     include = [f"-I{ROOT / 'csrc'}", f"-I{ROOT}", f"-I{ROOT / 'tests/cpp'}"]
     if doctest != "/usr/include":  # naming a default folder again breaks #include_next
         include.append(f"-isystem {doctest}")
     objects = [str(s.relative_to(ROOT).with_suffix(".o")) for s in sources]
+    edge = runpy.run_path(str(ROOT / "csrc" / "letter.py"))["compile_edge"]
     lines = [
         f"cxx = {os.environ.get('CXX', 'g++')}",
         f"flags = {' '.join(flags + include)}",
+        "rule precompile",
+        "  command = $cxx $flags -x c++-header -MMD -MF $out.d $in -o $out",
+        "  depfile = $out.d",
+        "  deps = gcc",
         "rule compile",
-        "  command = $cxx $flags -MMD -MF $out.d -c $in -o $out",
+        "  command = $cxx -include precompiled.h $flags -MMD -MF $out.d -c $in -o $out",
         "  depfile = $out.d",
         "  deps = gcc",
         "rule link",
         "  command = $cxx $flags $in -o $out -ldl -lrt -lpthread",
-        *(f"build {o}: compile {s}" for o, s in zip(objects, sources, strict=True)),
+        f"build precompiled.h.gch: precompile {ROOT / 'tests/cpp/precompiled.h'}",
+        *(edge(o, s, "precompiled.h.gch") for o, s in zip(objects, sources, strict=True)),
         f"build moe_p2p_tests: link {' '.join(objects)}",
     ]
     (folder / "build.ninja").write_text("\n".join(lines) + "\n")
@@ -83,5 +94,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sanitize", choices=sorted(SANITIZERS))
     parser.add_argument("--optimize", action="store_true")
+    parser.add_argument("--debug", action="store_true", help="variables too, for a debugger")
     arguments = parser.parse_args()
-    print(build(arguments.sanitize, arguments.optimize))
+    print(build(arguments.sanitize, arguments.optimize, arguments.debug))

@@ -321,10 +321,11 @@ TEST_CASE("libfabric: addresses of another provider or transport are refused") {
   FakeFabric::use_for(kEfa.settings);
   Node efa(kEfa.name, kEfa.settings);
   base::Bytes wrong = efa.domain->address();
-  wrong[8] = std::byte{'x'};  // first letter of the provider's name
+  wrong[16] = std::byte{'x'};  // the provider's name begins behind tag, letter and length
   CHECK_THROWS_WITH_AS(efa.domain->connect(wrong), doctest::Contains("provider"), base::Error);
   wrong[0] = std::byte{0};
-  CHECK_THROWS_WITH_AS(efa.domain->connect(wrong), doctest::Contains("transport"), base::Error);
+  CHECK_THROWS_WITH_AS(efa.domain->connect(wrong), doctest::Contains("another provider"),
+                       base::Error);
 }
 
 TEST_CASE("libfabric: NICs by interface and by address") {

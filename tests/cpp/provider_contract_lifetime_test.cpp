@@ -6,6 +6,7 @@
 #include <thread>
 #include <utility>
 
+#include "base/letter.h"
 #include "provider_table.h"
 
 namespace moe_p2p::provider_test {
@@ -29,6 +30,17 @@ class PollingThread {
   std::atomic<bool> stop_{false};
   std::thread thread_;
 };
+
+TEST_CASE("provider contract: an address of another version is refused by name") {
+  for_each_provider([](const ProviderUnderTest& provider) {
+    Node a = open(provider), b = open(provider);
+    base::Bytes address = b.domain->address();
+    address[sizeof(uint32_t)] ^= std::byte{1};  // of the letter, which stands behind the tag
+    CHECK_THROWS_WITH_AS(static_cast<void>(a.domain->connect(address)),
+                         doctest::Contains(base::letter_text(base::letter() ^ 1).c_str()),
+                         base::Error);
+  });
+}
 
 TEST_CASE("provider contract: writes to memory that was given back fail, other memory goes on") {
   for_each_provider([](const ProviderUnderTest& provider) {

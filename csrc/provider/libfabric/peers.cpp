@@ -3,6 +3,7 @@
 #include <string_view>
 #include <utility>
 
+#include "base/letter.h"
 #include "base/log.h"
 
 namespace moe_p2p::provider::libfabric {
@@ -11,13 +12,13 @@ using base::Code;
 
 namespace {
 
-constexpr uint32_t kAddressMagic = 0x31424146;  // "FAB1"
+constexpr uint32_t kAddressTag = 0x31424146;  // "FAB1"
 
 }  // namespace
 
 base::Bytes Address::serialize(const std::string& provider) const {
   base::WireWriter out;
-  out.put(kAddressMagic);
+  base::put_letter(out, kAddressTag);
   out.put_string(provider);
   out.put_bytes(name);
   out.put(scratch_addr);
@@ -27,8 +28,8 @@ base::Bytes Address::serialize(const std::string& provider) const {
 
 Address Address::parse(std::span<const std::byte> bytes, const std::string& provider) {
   base::WireReader in(bytes, "libfabric address");
-  MOE_P2P_CHECK(in.get<uint32_t>() == kAddressMagic, Code::kInvalidArgument,
-                "libfabric: the address to connect to was made by another transport or version");
+  base::expect_letter(in, kAddressTag, Code::kInvalidArgument,
+                      "libfabric: the address to connect to");
   const std::string theirs = in.get_string();
   MOE_P2P_CHECK(theirs == provider, Code::kInvalidArgument, "libfabric: the peer uses provider ",
                 theirs, ", this NIC ", provider);

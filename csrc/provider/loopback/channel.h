@@ -18,12 +18,13 @@ namespace moe_p2p::provider::loopback {
 
 inline constexpr uint64_t kLine = 64;
 inline constexpr uint64_t kPage = 4096;
-inline constexpr uint64_t kSegmentMagic = 0x6d6f655f70327032;  // changes with this file
+inline constexpr uint64_t kSegmentMagic = 0x6d6f655f70327032;
 // Longest shared memory name that a claim can carry, with its terminating zero.
 inline constexpr size_t kMaxName = 128;
 
 struct alignas(kLine) SegmentHeader {
   uint64_t magic;
+  uint64_t letter;  // base/letter.h
   uint64_t ring_bytes;
   uint32_t num_channels;
   uint32_t window;

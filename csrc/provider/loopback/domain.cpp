@@ -2,6 +2,7 @@
 
 #include <functional>
 
+#include "base/letter.h"
 #include "base/log.h"
 
 namespace moe_p2p::provider {
@@ -16,7 +17,7 @@ using base::Code;
 
 namespace {
 
-constexpr uint32_t kAddressMagic = 0x31504f4c;
+constexpr uint32_t kAddressTag = 0x31504f4c;
 
 // Any number that differs between NICs; it only makes foreign keys miss.
 uint32_t key_owner(const std::string& segment_name) {
@@ -51,7 +52,7 @@ DomainLimits LoopbackDomain::limits() const noexcept {
 
 base::Bytes LoopbackDomain::address() const {
   base::WireWriter writer;
-  writer.put(kAddressMagic);
+  base::put_letter(writer, kAddressTag);
   writer.put_string(segment_->name());
   writer.put_string(waker_name_);
   return writer.take();
@@ -59,8 +60,8 @@ base::Bytes LoopbackDomain::address() const {
 
 PeerId LoopbackDomain::connect(std::span<const std::byte> address) {
   base::WireReader reader(address, "loopback address");
-  MOE_P2P_CHECK(reader.get<uint32_t>() == kAddressMagic, Code::kInvalidArgument, describe(),
-                ": the address to connect to was made by another provider or version");
+  base::expect_letter(reader, kAddressTag, Code::kInvalidArgument,
+                      describe() + ": the address to connect to");
   const std::string segment_name = reader.get_string();
   const std::string peer_waker = reader.get_string();
   reader.expect_end();

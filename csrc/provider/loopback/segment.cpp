@@ -6,6 +6,7 @@
 #include <mutex>
 #include <utility>
 
+#include "base/letter.h"
 #include "base/log.h"
 
 namespace moe_p2p::provider::loopback {
@@ -51,6 +52,7 @@ std::shared_ptr<Segment> Segment::create(const Config& config) {
   shm.reserve(0, layout.block(0));  // the channels' pages follow when they are claimed
   auto* header = reinterpret_cast<SegmentHeader*>(shm.data());
   header->magic = kSegmentMagic;
+  header->letter = base::letter();
   header->ring_bytes = layout.ring_bytes;
   header->num_channels = layout.num_channels;
   header->window = layout.window;
@@ -74,7 +76,8 @@ std::shared_ptr<Segment> Segment::open(const std::string& name) {
 
 Segment::Segment(platform::SharedMemory shm, bool own_process)
     : shm_(std::move(shm)), own_process_(own_process) {
-  MOE_P2P_CHECK(shm_.size() >= sizeof(SegmentHeader) && header().magic == kSegmentMagic,
+  MOE_P2P_CHECK(shm_.size() >= sizeof(SegmentHeader) && header().magic == kSegmentMagic &&
+                    header().letter == base::letter(),
                 Code::kInvalidArgument, "shared memory ", name(),
                 " is no loopback segment of this version");
   layout_ = {header().ring_bytes, header().num_channels, header().window};

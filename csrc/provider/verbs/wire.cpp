@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "base/letter.h"
 #include "base/log.h"
 
 namespace moe_p2p::provider::verbs {
@@ -11,7 +12,8 @@ using base::Code;
 
 namespace {
 
-constexpr uint32_t kAddressMagic = 0x32425256;  // raised with every change of the messages
+constexpr uint32_t kAddressTag = 0x42425256;   // "VRBB"
+constexpr uint32_t kGreetingTag = 0x47425256;  // "VRBG"
 
 void put_lanes(base::WireWriter& writer, const PortAddress& port,
                const std::vector<QpAddress>& lanes) {
@@ -30,7 +32,7 @@ void get_lanes(base::WireReader& reader, PortAddress& port, std::vector<QpAddres
 
 Bytes NicAddress::encode() const {
   base::WireWriter writer;
-  writer.put(kAddressMagic);
+  base::put_letter(writer, kAddressTag);
   writer.put(nic_id);
   writer.put_string(label);
   writer.put(tcp_port);
@@ -42,8 +44,8 @@ Bytes NicAddress::encode() const {
 
 NicAddress NicAddress::decode(std::span<const std::byte> bytes) {
   base::WireReader reader(bytes, "verbs address");
-  MOE_P2P_CHECK(reader.get<uint32_t>() == kAddressMagic, Code::kInvalidArgument,
-                "verbs: the address to connect to was made by another provider or version");
+  base::expect_letter(reader, kAddressTag, Code::kInvalidArgument,
+                      "verbs: the address to connect to");
   NicAddress address;
   address.nic_id = reader.get<uint64_t>();
   address.label = reader.get_string();
@@ -60,15 +62,14 @@ NicAddress NicAddress::decode(std::span<const std::byte> bytes) {
 
 Bytes Greeting::encode() const {
   base::WireWriter writer;
-  writer.put(kAddressMagic);
+  base::put_letter(writer, kGreetingTag);
   writer.put(nonce);
   return writer.take();
 }
 
 Greeting Greeting::decode(std::span<const std::byte> bytes) {
   base::WireReader reader(bytes, "greeting of a verbs handshake");
-  MOE_P2P_CHECK(reader.get<uint32_t>() == kAddressMagic, Code::kPeerDead,
-                "somebody else, or another version, listens there");
+  base::expect_letter(reader, kGreetingTag, Code::kPeerDead, "somebody else listens there");
   const Greeting greeting{reader.get<Nonce>()};
   reader.expect_end();
   return greeting;
