@@ -6,7 +6,9 @@ Contract, engine and a fake of EFA: tests/cpp/libfabric_*.cpp. Several hosts: te
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -84,6 +86,32 @@ def write_and_part(rank: Rank, num_turns: int) -> int:
         rank.store.set(f"done {rank.rank}", "")
         rank.store.wait([f"done {1 - rank.rank}"])
     return num_ended
+
+
+@needs_libfabric
+def test_loading_the_library_leaves_signal_handlers_alone(tmp_path: Path) -> None:
+    """libpsm2 and libinfinipath set their own, which end Python and write python*.btr files."""
+    program = (
+        "import faulthandler, signal, sys, moe_p2p\n"
+        "faulthandler.enable()\n"
+        f"moe_p2p.Engine('libfabric', 1, settings='{TCP}').close()\n"
+        "try: signal.raise_signal(signal.SIGINT)\n"
+        "except KeyboardInterrupt: print('interrupted', flush=True)\n"
+        "signal.raise_signal(signal.SIGABRT)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.stdout == "interrupted\n", done.stderr
+    assert done.returncode == -signal.SIGABRT
+    assert "Fatal Python error: Aborted" in done.stderr
+    assert list(tmp_path.glob("*.btr")) == []
 
 
 @needs_libfabric

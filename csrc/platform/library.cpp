@@ -3,6 +3,7 @@
 #include <dlfcn.h>
 
 #include "base/log.h"
+#include "platform/signal_handlers.h"
 
 namespace moe_p2p::platform {
 
@@ -11,6 +12,7 @@ using base::Code;
 Library::Library(const std::vector<std::string>& files, const LibraryTexts& texts,
                  const char* version)
     : texts_(texts), version_(version) {
+  const KeptSignalHandlers kept;
   std::string reason;
   for (const std::string& file : files) {
     handle_ = dlopen(file.c_str(), RTLD_NOW | RTLD_LOCAL);

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "base/log.h"
+#include "platform/signal_handlers.h"
 
 namespace moe_p2p::provider::libfabric {
 
@@ -176,6 +177,7 @@ void set_environment(const Config& config) {
 }  // namespace
 
 Selection select_info(const Config& config, int nic) {
+  const platform::KeptSignalHandlers kept;  // the first question loads what providers are in files
   set_environment(config);
   open_library(config.library, config.is_efa());
   check_version(config);
