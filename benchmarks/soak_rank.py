@@ -7,6 +7,7 @@ differ by a factor, so wrong rows, weights and stale slots show.
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import itertools
 import math
@@ -32,9 +33,11 @@ STEPS_PER_ROUND = 10
 EXPERTS_PER_RANK, TOPK, HIDDEN_DIM, MAX_TOKENS = 4, 4, 256, 64
 PAGE_MIB = os.sysconf("SC_PAGE_SIZE") / 2**20
 STORE_S = 120.0
+SHOW_STACKS = signal.SIGUSR1  # a rank prints where its threads are
 LATE_S = 0.03  # most that a rank leaves after another, in good order
-# Where a victim dies. "masked": as "between", in a communicator that masks lost ranks.
-MOMENTS = ("dispatch", "between", "combine", "set-up", "closing", "masked")
+# Where a victim dies. "connected": before its first call; "masked": as "between", in a communicator
+# that masks lost ranks.
+MOMENTS = ("dispatch", "between", "combine", "set-up", "connected", "closing", "masked")
 
 
 class Setting(NamedTuple):
@@ -47,6 +50,7 @@ class Setting(NamedTuple):
     settings: str
     timeout_s: float
     seed: int
+    witness: int  # a rank that is never killed
     place: hosts.Place | None
 
 
@@ -75,17 +79,43 @@ class Usage(NamedTuple):
 
     descriptors: int
     threads: int
-    memory_mib: float
+    memory_mib: float  # resident
+    allocated_mib: float  # of the heap, touched or not
 
     @staticmethod
     def now() -> Usage:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return Usage(
-            len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), pages * PAGE_MIB
+            len(os.listdir("/proc/self/fd")),
+            len(os.listdir("/proc/self/task")),
+            round(pages * PAGE_MIB, 2),
+            round(allocated_mib(), 2),
         )
 
 
-NOTHING = Usage(0, 0, 0.0)
+class _MallInfo(ctypes.Structure):
+    """struct mallinfo2 of <malloc.h>."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    )
+
+
+def allocated_mib() -> float:
+    """What malloc has given out and not got back; 0 where the C library does not tell."""
+    mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if mallinfo is None:
+        return 0.0
+    mallinfo.restype = _MallInfo
+    found = mallinfo()
+    return float(found.uordblks + found.hblkhd) / 2**20
+
+
+NOTHING = Usage(0, 0, 0.0, 0.0)
 
 
 class Report(NamedTuple):
@@ -123,6 +153,7 @@ def run(setting: Setting, address: str, port: int, pipe: Connection) -> None:
     """Attempts as the pipe gives them, until it is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C: soak.py ends its ranks
     faulthandler.enable()
+    faulthandler.register(SHOW_STACKS)
     torch.set_num_threads(1)
     if setting.place is not None:
         setting.place.enter()
@@ -180,6 +211,7 @@ class Life:
             num_threads=1,
             mask_lost_ranks=self.masks,
         )
+        self.round = -1
         self.num_steps = 0
         self.next_word = 0.0
         self.may_miss = False  # the victim's tokens and experts, from its last step on
@@ -200,6 +232,8 @@ class Life:
             )
             with comm:
                 self.pipe.send(Connected(time.monotonic() - began))
+                if self.is_victim and self.attempt.moment == "connected":
+                    os.kill(os.getpid(), signal.SIGKILL)
                 try:
                     usage = self._rounds(comm)
                     if self.attempt.moment not in ("", "closing"):
@@ -211,6 +245,9 @@ class Life:
             if self.is_victim:
                 signal.pause()
         except MoeP2pError as error:
+            if self.rank == self.setting.witness:
+                # Others may have done the last step of this round before they can notice anything.
+                self.store.set(f"round {self.round + 1}", "go")
             if self.attempt.victim < 0:
                 raise
             noticed_at, error_text = (
@@ -221,11 +258,11 @@ class Life:
         return Report(self.num_steps, noticed_at or self.masked_at, error_text, left_s, usage)
 
     def _rounds(self, comm: AllToAll) -> Usage:
-        """Until rank 0 says that the time is over."""
+        """Until the witness says that the time is over; another might die before it does."""
         ends = time.monotonic() + self.attempt.seconds
-        for number in itertools.count():
-            key = f"round {number}"
-            if self.rank == 0:
+        for self.round in itertools.count():
+            key = f"round {self.round}"
+            if self.rank == self.setting.witness:
                 self.store.set(key, "last" if time.monotonic() >= ends else "go")
             last = self.store.get(key) == b"last"
             usage = Usage.now()

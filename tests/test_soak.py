@@ -60,3 +60,33 @@ def test_peers_are_replaced_over_the_software_nic() -> None:
     )
     assert sum(summary["deaths"].values()) >= 3, summary
     assert summary["left_behind"] == []
+
+
+def test_who_says_that_a_round_comes_never_dies() -> None:
+    """Rank 0 said it, and the others waited in the store when it died right after set-up."""
+    summary = soak(
+        *("--over=loopback", "--minutes=0.02", "--least-deaths=4", "--moments=connected"),
+        *("--replace-every-s=0.5", "--keep-s=0.3", "--timeout-s=5", "--seed=4"),
+    )
+    assert summary["deaths"]["connected"] >= 4, summary
+
+
+def test_a_rank_shows_where_it_is() -> None:
+    program = """
+import sys
+sys.argv[1:] = ["--over=loopback"]
+sys.path.insert(0, "benchmarks")
+import soak
+with soak.hosts.Hosts(0, num_interfaces=2) as network:
+    run = soak.Run(soak.parse(), network)
+    run.start()
+    run._show_where(run.ranks[1])
+    run.close()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "rank 1 is here; its threads: python" in done.stdout
+    assert "soak_rank.py" in done.stderr
+    assert "in run" in done.stderr
