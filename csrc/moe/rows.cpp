@@ -20,6 +20,11 @@ using abi::DType;
 
 namespace {
 
+#if defined(__aarch64__)
+using Half = __fp16;  // g++ has _Float16 there only from version 13 on
+#else
+using Half = _Float16;
+#endif
 constexpr size_t kBlock = 512;  // floats of accumulator: stays in the first-level cache
 
 // Sums begin at 0.0f, as the specification's: -0.0 alone gives +0.0.
@@ -31,7 +36,7 @@ MOE_P2P_VECTOR void add_bf16(float* acc, const uint16_t* x, float w, bool weight
   }
 }
 
-MOE_P2P_VECTOR void add_f16(float* acc, const _Float16* x, float w, bool weighted, size_t n) {
+MOE_P2P_VECTOR void add_f16(float* acc, const Half* x, float w, bool weighted, size_t n) {
   if (weighted) {
     for (size_t i = 0; i < n; ++i) acc[i] += w * static_cast<float>(x[i]);
   } else {
@@ -57,8 +62,8 @@ MOE_P2P_VECTOR void store_bf16(uint16_t* out, const float* acc, size_t n) {
   }
 }
 
-MOE_P2P_VECTOR void store_f16(_Float16* out, const float* acc, size_t n) {
-  for (size_t i = 0; i < n; ++i) out[i] = static_cast<_Float16>(acc[i]);
+MOE_P2P_VECTOR void store_f16(Half* out, const float* acc, size_t n) {
+  for (size_t i = 0; i < n; ++i) out[i] = static_cast<Half>(acc[i]);
 }
 
 void add(float* acc, const std::byte* row, DType dtype, size_t from, float w, bool weighted,
@@ -67,7 +72,7 @@ void add(float* acc, const std::byte* row, DType dtype, size_t from, float w, bo
     case DType::kBFloat16:
       return add_bf16(acc, reinterpret_cast<const uint16_t*>(row) + from, w, weighted, n);
     case DType::kFloat16:
-      return add_f16(acc, reinterpret_cast<const _Float16*>(row) + from, w, weighted, n);
+      return add_f16(acc, reinterpret_cast<const Half*>(row) + from, w, weighted, n);
     default: return add_f32(acc, reinterpret_cast<const float*>(row) + from, w, weighted, n);
   }
 }
@@ -75,7 +80,7 @@ void add(float* acc, const std::byte* row, DType dtype, size_t from, float w, bo
 void store(std::byte* out, DType dtype, size_t from, const float* acc, size_t n) noexcept {
   switch (dtype) {
     case DType::kBFloat16: return store_bf16(reinterpret_cast<uint16_t*>(out) + from, acc, n);
-    case DType::kFloat16: return store_f16(reinterpret_cast<_Float16*>(out) + from, acc, n);
+    case DType::kFloat16: return store_f16(reinterpret_cast<Half*>(out) + from, acc, n);
     default: std::memcpy(reinterpret_cast<float*>(out) + from, acc, n * sizeof(float));
   }
 }
