@@ -1,6 +1,7 @@
 # make bench    correctness, table, plot and JSON of the main job, into bench_out/: on the GPUs of
 #               this machine if there are any, else CPU ranks over the software NIC; BENCH_ARGS="..."
 # make test     lint, build, C++ tests (plain, ASan+UBSan, TSan), Python tests
+# make test-quick  what takes a few minutes of it, for who edits
 # make lint     ruff, mypy, clang-format, clang-tidy; `make format` mends what can be mended
 # make wheel    dist/*.whl, for every Linux as old as the one that its tag names; make sdist: dist/*.tar.gz
 # make clean    removes everything that was built; `make distclean` removes .venv too
@@ -13,6 +14,9 @@ TORCH ?= 2.13.0
 VENV ?= .venv
 BENCH_ARGS ?=
 PYTEST_ARGS ?=
+WORKERS ?= 2
+HAS_DOCTEST := import sys; sys.path.insert(0, "tests/cpp"); import build; sys.exit(build.find_doctest() is None)
+workers = $(shell $(PY) -c 'import xdist' 2> /dev/null && printf -- '-n %s' $(WORKERS))
 
 # On a terminal pip and the compilers show how far they are.
 QUIET := $(shell [ -t 2 ] || echo --quiet)
@@ -35,7 +39,7 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 SOURCES := $(shell find csrc kernels -type f -not -name '*.pyc') setup.py pyproject.toml
 
-.PHONY: bench test pytest lint format build wheel sdist clean distclean doctest libfabric force
+.PHONY: bench test test-quick pytest lint format build wheel sdist clean distclean doctest libfabric force
 .NOTPARALLEL:
 
 bench: build
@@ -44,8 +48,18 @@ bench: build
 # Two prerequisites and no recipe, so that `make -k test` runs the tests of badly formatted code too.
 test: lint pytest
 
+# Workers run files side by side, also while others wait (tests/progress.py). Without pytest-xdist one does.
 pytest: build doctest libfabric
-	$(PY) -m pytest -rs --durations=8 $(PYTEST_ARGS)
+	$(PY) -m pytest -rs --durations=8 --progress $(call workers) $(PYTEST_ARGS)
+
+# What is longer than that: clang-tidy, sanitizers, the emulated GPU, soft-RoCE, all kernels by NVRTC.
+test-quick: build doctest
+	$(PY) tests/lint.py --quick
+	@if $(PY) -c '$(HAS_DOCTEST)'; then \
+	  echo "C++ tests (a minute or two the first time)"; program=$$($(PY) tests/cpp/build.py 2> build/cpp-quick.log) \
+	    || { cat build/cpp-quick.log; exit 1; }; $$program --no-version -tce='protocol: no schedule*,protocol: whoever closes*' > build/cpp-quick.log 2>&1 \
+	    && tail -n 3 build/cpp-quick.log || { cat build/cpp-quick.log; exit 1; }; fi
+	$(PY) -m pytest -q --quick --progress $(call workers) $(PYTEST_ARGS)
 
 lint: $(ENVIRONMENT)
 	$(PY) tests/lint.py
@@ -104,7 +118,7 @@ $(VENV)/.ready: requirements-dev.txt
 # The C++ tests need doctest's header. It is installed where that takes no questions; elsewhere
 # tests/test_cpp.py is skipped and says so.
 doctest:
-	@$(PY) -c 'import sys; sys.path.insert(0, "tests/cpp"); import build; sys.exit(build.find_doctest() is None)' || { \
+	@$(PY) -c '$(HAS_DOCTEST)' || { \
 	  if [ -z '$(PYTHON)' ] && [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
 	    echo "installing doctest-dev"; \
 	    DEBIAN_FRONTEND=noninteractive apt-get install -qq -y doctest-dev > /dev/null 2>&1 \
@@ -112,16 +126,17 @@ doctest:
 	      || echo "doctest-dev could not be installed: the C++ tests will be skipped"; \
 	  else echo "doctest is missing: the C++ tests will be skipped (apt-get install doctest-dev)"; fi; }
 
-# The tests of the libfabric provider run over its tcp and shm; namespaces as hosts need iproute2. Without
-# them tests/test_libfabric.py and tests/test_hosts.py are skipped and say so.
+# The tests of the libfabric provider run over its tcp and shm; namespaces as hosts need iproute2, and
+# test_aarch64.py a compiler. Without them their tests are skipped and say so.
 libfabric:
-	@{ $(PY) -c 'import ctypes; ctypes.CDLL("libfabric.so.1")' 2> /dev/null && command -v ip > /dev/null; } || { \
+	@{ $(PY) -c 'import ctypes; ctypes.CDLL("libfabric.so.1")' 2> /dev/null && command -v ip > /dev/null \
+	  && command -v aarch64-linux-gnu-g++ > /dev/null; } || { \
 	  if [ -z '$(PYTHON)' ] && [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
-	    echo "installing libfabric1, libfabric-dev and iproute2"; \
-	    packages="libfabric1 libfabric-dev iproute2"; export DEBIAN_FRONTEND=noninteractive; \
+	    echo "installing libfabric1, libfabric-dev, iproute2 and g++-aarch64-linux-gnu"; \
+	    packages="libfabric1 libfabric-dev iproute2 g++-aarch64-linux-gnu"; export DEBIAN_FRONTEND=noninteractive; \
 	    apt-get install -qq -y --no-install-recommends $$packages > /dev/null 2>&1 \
 	      || { apt-get update -qq && apt-get install -qq -y --no-install-recommends $$packages > /dev/null; } \
-	      || echo "libfabric could not be installed: its tests will be skipped"; \
-	  else echo "libfabric or ip is missing: their tests will be skipped (apt-get install libfabric1 libfabric-dev iproute2)"; fi; }
+	      || echo "they could not be installed: their tests will be skipped"; \
+	  else echo "libfabric, ip or g++ for aarch64 is missing: their tests will be skipped (apt-get install libfabric1 libfabric-dev iproute2 g++-aarch64-linux-gnu)"; fi; }
 
 force:

@@ -11,6 +11,12 @@ import pytest
 import torch
 
 import installation
+from progress import (  # noqa: F401  (hooks)
+    pytest_addoption,
+    pytest_collection_modifyitems,
+    pytest_configure,
+    pytest_xdist_make_scheduler,
+)
 
 
 def _why_not(item: pytest.Item) -> str | None:

@@ -11,6 +11,7 @@ setup.py and clang-tidy compile without.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import os
 import runpy
 import shutil
@@ -86,7 +87,10 @@ def build(sanitize: str | None = None, optimize: bool = False, debug: bool = Fal
     ]
     (folder / "build.ninja").write_text("\n".join(lines) + "\n")
     ninja = shutil.which("ninja") or str(Path(sys.executable).with_name("ninja"))
-    subprocess.run([ninja, "-C", str(folder)], check=True, stdout=sys.stderr)
+    with open(folder / "lock", "w") as lock:  # test_cpp.py and test_rdma.py may both build it
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        jobs = f"-j{os.cpu_count()}"  # not more: several programs are built side by side
+        subprocess.run([ninja, jobs, "-C", str(folder)], check=True, stdout=sys.stderr)
     return folder / "moe_p2p_tests"
 
 
