@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 240  # of the cases of one mutation; who waits for ever is caught too
 CHUNKS = "test_gpu_calls.py::test_long_calls_run_in_chunks[4ranks-2pernode]"
 LONG_STEPS = "test_gpu_long_steps.py::test_steps_of_three_hundred_tokens[4ranks-2pernode]"
+LONG_CHUNKS = "test_gpu_long_steps.py::test_long_calls_run_in_chunks[4ranks-2pernode]"
 LATE = (
     "test_gpu_late_weights.py::test_one_handle_takes_other_late_weights_each_time[4ranks-2pernode]"
 )
@@ -40,7 +41,7 @@ NAMED = {
     "kPartBefore": SLOW_LINK,
     "kFirstPartIsAll": SLOW_LINK,
     "kSumBeforeNode": LONG_STEPS,
-    "kSumsOverwritten": CHUNKS,
+    "kSumsOverwritten": LONG_CHUNKS,
     "kSoloReadByFirst": CHUNKS,
     "kSumBeforeWeights": LATE,
     "kMaskAtOnce": PATIENCE,
@@ -51,23 +52,22 @@ ORDERED_BY = {
     "bulk": [BULK, BULK_QUANTIZED],
     "late_weights": [LATE],
     "dispatch_place": [MASKS],
-    "dispatch_recv": [CHUNKS],
-    "combine_recv": [CHUNKS],
+    "dispatch_recv": [LONG_CHUNKS, CHUNKS],
+    "combine_recv": [LONG_CHUNKS],
     "": [LONG_STEPS, CHUNKS],
 }
 ORDERS = re.compile(
     r"\b(?:fence_acq_rel_sys|fence_(?:shared|global)_for_bulk|st_release_\w+|ld_acquire_\w+|"
     r"atom_inc_acq_rel\w+|bulk_wait(?:_read)?<\w+>|griddepcontrol_wait)\("
 )
-_READ_FIRST = "orders reads before later writes over them, which nothing here looks at"
+_READ_FIRST = "orders reads of 16 items before writes over them: the tests store too few in a row"
+_RELEASED = "releases lie before it, and an acquire here has all that were"
 _HOST_READS = "the host reads what it orders"
 _HOST_WROTE = "the host wrote what it orders"
 _ATOMIC = "orders two words that are atomic, which stay in order here"
 # Lines that no test misses, by file and a part of their text, and why.
 UNSEEN = {
-    ("combine_recv.cuh", "atom_inc_acq_rel_gpu_u32(received"): _READ_FIRST,
-    ("combine_recv.cuh", "st_release_gpu_u64(read_word"): _READ_FIRST,
-    ("dispatch_recv.cuh", "atom_inc_acq_rel_gpu_u32(&received"): _READ_FIRST,
+    ("combine_recv.cuh", "st_release_gpu_u64(read_word"): _RELEASED,
     ("bulk.cuh", "ld_acquire_cta_u32(&num_raised)"): _READ_FIRST,
     ("bulk.cuh", "st_release_cta_u32(&progress(w).num_raised"): _READ_FIRST,
     ("bulk.cuh", "st_release_cta_u32(&num_ended"): _ATOMIC,
@@ -84,9 +84,7 @@ UNSEEN = {
         "dispatch_place.cuh",
         "ld_acquire_sys_u64(word) & 1",
     ): "redundant: behind another of this word",
-    ("dispatch_place.cuh", "st_release_gpu_u64(came_word"): (
-        "the sources' releases lie before it, and an acquire here has all that were"
-    ),
+    ("dispatch_place.cuh", "st_release_gpu_u64(came_word"): _RELEASED,
 }
 
 

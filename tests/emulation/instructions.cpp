@@ -80,18 +80,18 @@ void moe_p2p_host_memory(const void* at, size_t bytes) { order::add_host_memory(
 void __tsan_init() {}
 void __tsan_func_entry(void*) {}
 void __tsan_func_exit() {}
-#define MOE_P2P_ACCESS(bytes)                                                   \
-  void __tsan_read##bytes(void* at) {                                           \
-    if (current) current->actor().read(at, bytes, __builtin_return_address(0)); \
-  }                                                                             \
-  void __tsan_unaligned_read##bytes(void* at) {                                 \
-    if (current) current->actor().read(at, bytes, __builtin_return_address(0)); \
-  }                                                                             \
-  void __tsan_write##bytes(void* at) {                                          \
-    if (current) current->actor().wrote(at, bytes);                             \
-  }                                                                             \
-  void __tsan_unaligned_write##bytes(void* at) {                                \
-    if (current) current->actor().wrote(at, bytes);                             \
+#define MOE_P2P_ACCESS(bytes)                                                    \
+  void __tsan_read##bytes(void* at) {                                            \
+    if (current) current->actor().read(at, bytes, __builtin_return_address(0));  \
+  }                                                                              \
+  void __tsan_unaligned_read##bytes(void* at) {                                  \
+    if (current) current->actor().read(at, bytes, __builtin_return_address(0));  \
+  }                                                                              \
+  void __tsan_write##bytes(void* at) {                                           \
+    if (current) current->actor().wrote(at, bytes, __builtin_return_address(0)); \
+  }                                                                              \
+  void __tsan_unaligned_write##bytes(void* at) {                                 \
+    if (current) current->actor().wrote(at, bytes, __builtin_return_address(0)); \
   }
 MOE_P2P_ACCESS(1)
 MOE_P2P_ACCESS(2)
@@ -103,7 +103,7 @@ void __tsan_read_range(void* at, size_t bytes) {
   if (current) current->actor().read(at, bytes, __builtin_return_address(0));
 }
 void __tsan_write_range(void* at, size_t bytes) {
-  if (current) current->actor().wrote(at, bytes);
+  if (current) current->actor().wrote(at, bytes, __builtin_return_address(0));
 }
 #define MOE_P2P_ATOMIC(bits)                                                                  \
   uint##bits##_t __tsan_atomic##bits##_load(const uint##bits##_t* p, int) {                   \

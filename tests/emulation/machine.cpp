@@ -70,6 +70,7 @@ void Launch::start(unsigned index) {
   const size_t bytes = (block.shared_bytes + kGuardBytes + 1023) / 1024 * 1024;
   block.shared.reset(static_cast<std::byte*>(std::aligned_alloc(1024, bytes)));
   std::fill_n(block.shared.get(), bytes, kGarbage);
+  order::forget(block.shared.get(), bytes);  // the host had it for something else
   block.fibers = std::vector<Fiber>(count);
   block.warps.resize((count + 31) / 32);
   block.num_live = count;
@@ -231,7 +232,8 @@ void Launch::wait_stores(unsigned num_left, bool written) {
          !std::all_of(fiber.groups.begin(), fiber.groups.end() - num_left, is_done))
     pause();
   for (size_t i = 0; i + num_left < fiber.groups.size(); ++i)
-    for (const auto& copy : fiber.groups[i]) copy->may_be_read = false;
+    for (const auto& copy : fiber.groups[i])
+      if (std::exchange(copy->may_be_read, false)) fiber.actor.has_read(copy->from, copy->bytes);
   if (!written) return;
   for (; fiber.groups.size() > num_left; fiber.groups.pop_front())
     for (const auto& copy : fiber.groups.front()) fiber.actor.ends(copy->target, copy->bytes);
@@ -266,7 +268,7 @@ void Launch::end(Block& block) {
     if (copy->barrier || !copy->is_read) fail("a block ended while copies used its shared memory");
   advance_copies(block, /*all=*/true);
   stacks.give_back(block.stacks);
-  order::forget(block.shared.get(), block.shared_bytes);  // somebody else has it next
+  order::forget(block.shared.get(), block.shared_bytes);  // the host has it next
   const std::byte* guard = block.shared.get() + block.shared_bytes;
   if (std::any_of(guard, guard + kGuardBytes, [](std::byte b) { return b != kGarbage; }))
     fail("a block wrote behind its shared memory");

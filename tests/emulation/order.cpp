@@ -17,22 +17,14 @@ std::atomic<When> clock_now{1};
 
 // --- stamps: one for each four bytes ---
 
-constexpr uint32_t kUnderWay = (1u << 30) - 1;  // of a copy that nobody has waited for
-struct Stamp {
-  uint64_t bits;
-  static Stamp of(uint32_t block, uint32_t thread, uint32_t time) {
-    return {uint64_t{block} << 40 | uint64_t{thread} << 30 | time};
-  }
-  uint32_t block() const { return static_cast<uint32_t>(bits >> 40); }
-  uint32_t thread() const { return static_cast<uint32_t>(bits >> 30) & 1023; }
-  uint32_t time() const { return static_cast<uint32_t>(bits) & kUnderWay; }
-};
-
 constexpr size_t kPageBits = 12, kCells = (size_t{1} << kPageBits) / 4;
+struct Cell {
+  std::atomic<uint64_t> wrote, read;  // by whom last
+};
 struct Page {
   uintptr_t number;
   Page* next;
-  std::array<std::atomic<uint64_t>, kCells> cells{};
+  std::array<Cell, kCells> cells{};
 };
 std::array<std::atomic<Page*>, 1 << 16> pages;
 
@@ -70,10 +62,9 @@ void each_cell(const void* at, size_t bytes, bool add, const F& f) {
     for (; address < page_end; address += 4) f(page->cells[address / 4 % kCells]);
   }
 }
-void set_stamps(const void* at, size_t bytes, Stamp stamp) {
-  each_cell(at, bytes, /*add=*/true, [&](std::atomic<uint64_t>& cell) {
-    cell.store(stamp.bits, std::memory_order_relaxed);
-  });
+void set_stamps(const void* at, size_t bytes, Stamp stamp, std::atomic<uint64_t> Cell::* which) {
+  each_cell(at, bytes, /*add=*/true,
+            [&](Cell& cell) { (cell.*which).store(stamp.bits, std::memory_order_relaxed); });
 }
 
 // --- blocks, and how long they are remembered ---
@@ -143,27 +134,46 @@ std::string name_of(const Actor& actor) {
   return "thread " + std::to_string(actor.thread) + " of block " +
          std::to_string(actor.block->index);
 }
-[[noreturn]] void fail_unordered(const Actor& reader, const char* does, const void* at,
+// What an access finds of an earlier one, by the stamps of one kind.
+struct Earlier {
+  const char* does;  // the later access
+  const char* did;
+  const char* under_way;
+  std::atomic<uint64_t> Cell::* stamps;
+};
+constexpr Earlier kReads{"reads", "wrote", "by a copy that nobody has waited for", &Cell::wrote};
+constexpr Earlier kCopies{"copies", "wrote", kReads.under_way, &Cell::wrote};
+constexpr Earlier kWrites{"writes", "read", "by a copy that may not have read it yet", &Cell::read};
+
+[[noreturn]] void fail_unordered(const Actor& actor, const Earlier& what, const void* at,
                                  size_t bytes, Stamp stamp, const void* where) {
-  const bool mine = stamp.block() == reader.block->index;
-  char text[128];
-  std::snprintf(text, sizeof text, " %s %zu bytes at %p which thread %u of block %u%s wrote", does,
-                bytes, at, stamp.thread(), stamp.block(), mine ? ", the same," : "");
-  fail(name_of(reader) + text +
-       (stamp.time() == kUnderWay ? " by a copy that nobody has waited for"
-                                  : ": nothing orders the two") +
-       (where ? "\n  addr2line -ifCe " + place_of(where) : ""));
+  const bool mine = stamp.block() == actor.block->index;
+  char text[160];
+  std::snprintf(text, sizeof text, " %s %zu bytes at %p which thread %u of block %u%s %s%s%s",
+                what.does, bytes, at, stamp.thread(), stamp.block(), mine ? ", the same," : "",
+                what.did, stamp.time() == kUnderWay ? " " : ": nothing orders the two",
+                stamp.time() == kUnderWay ? what.under_way : "");
+  fail(name_of(actor) + text + (where ? "\n  addr2line -ifCe " + place_of(where) : ""));
 }
 
 template <typename IsOrdered>
-void check(const Actor& actor, const char* does, const void* at, size_t bytes, const void* where,
+void check(const Actor& actor, const Earlier& what, const void* at, size_t bytes, const void* where,
            const IsOrdered& is_ordered) {
   uint64_t good = 0;
-  each_cell(at, bytes, /*add=*/false, [&](std::atomic<uint64_t>& cell) {
-    const uint64_t bits = cell.load(std::memory_order_relaxed);
+  each_cell(at, bytes, /*add=*/false, [&](Cell& cell) {
+    const uint64_t bits = (cell.*what.stamps).load(std::memory_order_relaxed);
     if (bits == good || bits == 0) return;
-    if (!is_ordered(Stamp{bits})) fail_unordered(actor, does, at, bytes, Stamp{bits}, where);
+    if (!is_ordered(Stamp{bits})) fail_unordered(actor, what, at, bytes, Stamp{bits}, where);
     good = bits;
+  });
+}
+// Of accesses of the thread itself, which sees its own in their order.
+void check_own(const Actor& actor, const Earlier& what, const void* at, size_t bytes,
+               const void* where) {
+  check(actor, what, at, bytes, where, [&](Stamp stamp) {
+    if (stamp.block() == actor.block->index && stamp.thread() == actor.thread)
+      return stamp.time() != kUnderWay;
+    return is_visible(stamp, *actor.block, actor.knows.own);
   });
 }
 
@@ -212,8 +222,10 @@ Kernel::~Kernel() {
 }
 
 void forget(const void* at, size_t bytes) {
-  each_cell(at, bytes, /*add=*/false,
-            [](std::atomic<uint64_t>& cell) { cell.store(0, std::memory_order_relaxed); });
+  each_cell(at, bytes, /*add=*/false, [](Cell& cell) {
+    cell.wrote.store(0, std::memory_order_relaxed);
+    cell.read.store(0, std::memory_order_relaxed);
+  });
 }
 
 void add_host_memory(const void* at, size_t bytes) {
@@ -225,18 +237,22 @@ void add_host_memory(const void* at, size_t bytes) {
   num_ranges.store(place + 1, std::memory_order_release);
 }
 
-void Actor::wrote(const void* at, size_t bytes) {
-  if (static_cast<size_t>(static_cast<const std::byte*>(at) - stack) < kStackBytes) return;
+bool Actor::is_own(const void* at) const {
+  return static_cast<size_t>(static_cast<const std::byte*>(at) - stack) < kStackBytes;
+}
+Stamp Actor::stamp() const { return Stamp::of(block->index, thread, block->now); }
+
+void Actor::wrote(const void* at, size_t bytes, const void* where) {
+  if (is_own(at)) return;
   holds = true;
-  set_stamps(at, bytes, Stamp::of(block->index, thread, block->now));
+  check_own(*this, kWrites, at, bytes, where);
+  set_stamps(at, bytes, stamp(), &Cell::wrote);
 }
 
 void Actor::read(const void* at, size_t bytes, const void* where) const {
-  if (static_cast<size_t>(static_cast<const std::byte*>(at) - stack) < kStackBytes) return;
-  check(*this, "reads", at, bytes, where, [&](Stamp stamp) {
-    if (stamp.block() == block->index && stamp.thread() == thread) return stamp.time() != kUnderWay;
-    return is_visible(stamp, *block, knows.own);
-  });
+  if (is_own(at)) return;
+  check_own(*this, kReads, at, bytes, where);
+  set_stamps(at, bytes, stamp(), &Cell::read);
 }
 
 void Actor::arrive() {
@@ -280,12 +296,13 @@ void Actor::fence_shared() {
 }
 
 void Actor::copies_global(const void* from, size_t bytes) const {
-  check(*this, "copies", from, bytes, nullptr,
+  check(*this, kCopies, from, bytes, nullptr,
         [&](Stamp stamp) { return is_visible(stamp, *block, knows.copies); });
+  set_stamps(from, bytes, stamp(), &Cell::read);
 }
 
 void Actor::copies_shared(const void* from, size_t bytes) const {
-  check(*this, "copies", from, bytes, nullptr, [&](Stamp stamp) {
+  check(*this, kCopies, from, bytes, nullptr, [&](Stamp stamp) {
     if (stamp.block() != block->index) return true;  // of a block that had this memory before
     const std::lock_guard lock(block->mutex);
     const Block::Thread& writer = block->threads[stamp.thread()];
@@ -296,13 +313,18 @@ void Actor::copies_shared(const void* from, size_t bytes) const {
     const uint32_t arrival = first_after(writer.arrivals, stamp.time());
     return arrival != 0 && arrival <= fenced[stamp.thread() / 32];
   });
+  set_stamps(from, bytes, Stamp::of(block->index, thread, kUnderWay), &Cell::read);
+}
+void Actor::has_read(const void* from, size_t bytes) const {
+  set_stamps(from, bytes, stamp(), &Cell::read);
 }
 
 void Actor::begins(const void* to, size_t bytes) const {
-  set_stamps(to, bytes, Stamp::of(block->index, thread, kUnderWay));
+  check_own(*this, kWrites, to, bytes, nullptr);
+  set_stamps(to, bytes, Stamp::of(block->index, thread, kUnderWay), &Cell::wrote);
 }
 void Actor::ends(const void* to, size_t bytes) const {
-  set_stamps(to, bytes, Stamp::of(block->index, thread, block->now));
+  set_stamps(to, bytes, stamp(), &Cell::wrote);
 }
 
 void Actor::tells_host(const void* word) const {

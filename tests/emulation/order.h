@@ -3,7 +3,8 @@
 //
 // Each write is stamped with its thread and a time of its block. Reads of it need a chain: the same thread;
 // a barrier of the block that both came to, the writer first; or a release, by the writer or a thread that it
-// met before, and an acquire of the reader behind it. The copy unit needs a fence of its own on the chain. A
+// met before, and an acquire of the reader behind it. Writes over what was read need the same chain from the
+// last reader. The copy unit needs a fence of its own on the chain. A
 // kernel that waits for earlier ones (griddepcontrol.wait) has all of theirs. Without a chain the process
 // ends with a story, whatever the order of threads was.
 //
@@ -26,6 +27,18 @@ namespace moe_p2p::emulation::order {
 
 using When = uint64_t;  // of the whole process: how much has been released
 inline constexpr When kNever = std::numeric_limits<When>::max();
+
+inline constexpr uint32_t kUnderWay = (1u << 30) - 1;  // of a copy that nobody has waited for
+// Who accessed a word last, and when by its block's clock; 0: nobody.
+struct Stamp {
+  uint64_t bits;
+  static Stamp of(uint32_t block, uint32_t thread, uint32_t time) {
+    return {uint64_t{block} << 40 | uint64_t{thread} << 30 | time};
+  }
+  uint32_t block() const { return static_cast<uint32_t>(bits >> 40); }
+  uint32_t thread() const { return static_cast<uint32_t>(bits >> 30) & 1023; }
+  uint32_t time() const { return static_cast<uint32_t>(bits) & kUnderWay; }
+};
 
 using Times = std::array<uint32_t, 32>;  // of the block's clock, one for each of its warps
 
@@ -95,7 +108,9 @@ struct Actor {
   bool holds = false;  // it has written or acquired since it released to the system last
   const std::byte* stack = nullptr;
 
-  void wrote(const void* at, size_t bytes);
+  bool is_own(const void* at) const;  // on its stack
+  Stamp stamp() const;
+  void wrote(const void* at, size_t bytes, const void* where);
   void read(const void* at, size_t bytes, const void* where) const;
   void arrive();                     // before a barrier of its block, or what orders as one
   void leave(const Knowledge& all);  // and behind it, with what all who came know
@@ -107,6 +122,7 @@ struct Actor {
   // Copies: from global memory, from shared memory, and to either, between their beginning and their end.
   void copies_global(const void* from, size_t bytes) const;
   void copies_shared(const void* from, size_t bytes) const;
+  void has_read(const void* from, size_t bytes) const;  // a copy, which the thread has waited for
   void begins(const void* to, size_t bytes) const;
   void ends(const void* to, size_t bytes) const;
   // A word for the host, which then reads what this thread knows.
