@@ -24,7 +24,7 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, MOE_P2P_BLOCKS_PER_S
     moe_p2p_combine(const __grid_constant__ CombineParams p) {
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
-  const bool aborted = is_aborted(p.comm);  // asked for together with the handle
+  const bool aborted = was_aborted(p.comm);  // asked for together with the handle
   const auto& meta = *reinterpret_cast<const HandleMeta*>(p.handle);
   const Role role = Role::of(p.grid);
   const bool sends = p.grid.num_send_blocks > 0, receives = p.grid.num_recv_blocks > 0;
@@ -36,7 +36,7 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, MOE_P2P_BLOCKS_PER_S
   const bool ends_pair = valid && sends && closes(p.comm, launch.number, meta.first_step);
   const bool opens = sends && !p.empty && !ends_pair;
   const u64 first = !sends ? combined_step(p) : opens ? launch.next_step : meta.first_step;
-  if (blockIdx.x == 0 && threadIdx.x == 0) {
+  if (Launch::opens()) {
     launch.open(p.comm, Phase::kCombine, opens ? p.num_chunks : 0);
     if (ends_pair)
       st_relaxed_sys_u64(&open_steps(p.comm)[slot_of(first)].closer, launch.number + 1);
@@ -45,6 +45,7 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, MOE_P2P_BLOCKS_PER_S
       raise_fault(p.comm, kBadHandle, Phase::kCombine, p.comm.rank, 0, p.comm.communicator,
                   meta.communicator);
   }
+  Launch::join(p.comm);
   if (role.send >= 0 && !p.empty) {
     way::combine_send(p, valid, aborted, opens, first, role.send);
   } else if (!valid) {
@@ -71,5 +72,5 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, MOE_P2P_BLOCKS_PER_S
   } else if (role.recv >= 0) {
     way::combine_recv(p, aborted, first, role.recv);
   }
-  end_launch(p.comm);
+  launch.end(p.comm);
 }

@@ -21,10 +21,11 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, MOE_P2P_BLOCKS_PER_S
   // A receive half alone finds its step in the handle, which its send half wrote.
   const u64 first =
       sends ? launch.next_step : reinterpret_cast<const HandleMeta*>(p.handle)->first_step;
-  if (blockIdx.x == 0 && threadIdx.x == 0) {
+  if (Launch::opens()) {
     launch.open(p.comm, Phase::kDispatch, sends ? p.num_chunks : 0);
     if (sends && !p.solo) open_steps(p.comm)[slot_of(first)] = {first + 1, 0};
   }
+  Launch::join(p.comm);
   if (role.relay) {
     relay(p.comm, first, p.num_chunks, {.free = sends, .dispatch = receives, .combine = false});
   } else if (role.send >= 0) {
@@ -33,5 +34,5 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, MOE_P2P_BLOCKS_PER_S
   } else {
     way::dispatch_recv(p, first, role.recv);
   }
-  end_launch(p.comm);
+  launch.end(p.comm);
 }

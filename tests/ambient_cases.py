@@ -15,12 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deep_ep_oracle import StoreGroup
 from moe_p2p import AllToAll, AllToAllConfig, Engine, deep_ep
 from moe_p2p.engine import Slice
 from moe_p2p.layer import MoELayer
 from moe_p2p.reference import Tokens, Topology, combine, dispatch, route
-from ranks import Rank
+from ranks import Rank, StoreGroup
 
 T, K, E, H, W = 6, 2, 4, 256, 2
 BF16, FP32 = torch.bfloat16, torch.float32

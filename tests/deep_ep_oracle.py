@@ -10,30 +10,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import Store
 
 import gpu_ranks
 from ranks import Rank
 
 # 1 - 2<x,y> / (<x,x> + <y,y>) of sums of bf16 rows, as DeepEP's own tests ask for.
 BF16_DIFFERENCE = 1e-5
-
-
-class StoreGroup:
-    """As much of a ProcessGroup as a buffer asks for, also for ranks that are threads."""
-
-    def __init__(self, rank: Rank) -> None:
-        self._rank = rank
-
-    def rank(self) -> int:
-        return self._rank.rank
-
-    def size(self) -> int:
-        return self._rank.world_size
-
-    def get_group_store(self) -> Store:
-        store: Store = self._rank.store
-        return store
 
 
 def captured(

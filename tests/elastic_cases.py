@@ -14,7 +14,6 @@ from deep_ep_oracle import (
     BF16_DIFFERENCE,
     Batch,
     Shape,
-    StoreGroup,
     combined,
     difference,
     expert,
@@ -27,7 +26,7 @@ from deep_ep_oracle import (
     rows_of,
 )
 from moe_p2p.deep_ep import ElasticBuffer
-from ranks import Rank
+from ranks import Rank, StoreGroup
 
 SHAPE = Shape()
 SOME = [12, 8, 5, 3]

@@ -17,7 +17,6 @@ from deep_ep_oracle import (
     BF16_DIFFERENCE,
     Batch,
     Shape,
-    StoreGroup,
     assert_quantized,
     combined,
     difference,
@@ -30,7 +29,7 @@ from deep_ep_oracle import (
     rows_of,
 )
 from moe_p2p.deep_ep import Buffer
-from ranks import Rank
+from ranks import Rank, StoreGroup
 
 SHAPE = Shape()
 # Tokens of rank r in step s: COUNTS[s][r]. None at some ranks, at all, the most at all.

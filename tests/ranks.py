@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 DEADLINE_S = 60.0
 
@@ -41,6 +42,23 @@ class Rank:
     rank: int
     world_size: int
     store: dist.Store
+
+
+class StoreGroup:
+    """As much of a ProcessGroup as a buffer asks for, also for ranks that are threads."""
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+
+    def rank(self) -> int:
+        return self._rank.rank
+
+    def size(self) -> int:
+        return self._rank.world_size
+
+    def get_group_store(self) -> Store:
+        store: Store = self._rank.store
+        return store
 
 
 class RankError(AssertionError):

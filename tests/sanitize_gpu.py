@@ -17,6 +17,7 @@ one run at a time they time out, and only "alone" can be checked.
 from __future__ import annotations
 
 import argparse
+import contextlib
 
 import pytest
 import torch
@@ -64,7 +65,8 @@ def behind_overflow(rank: Rank, world: World, wanted: Wanted, timeout_s: float) 
         got = comm.dispatch(**(dispatch_arguments(comm, wanted) | {"capacity": 2}))
         with torch.no_grad():
             y = experts(got.x.flatten(0, -2), got.counts, got.offsets)
-            comm.combine(y, got, out_dtype=wanted.out_dtype)
+            with contextlib.suppress(ResourceExhaustedError):  # the host may know by now
+                comm.combine(y, got, out_dtype=wanted.out_dtype)
         torch.cuda.current_stream().synchronize()
         with pytest.raises(ResourceExhaustedError, match="capacity is 2"):
             comm.check()

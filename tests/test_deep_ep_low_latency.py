@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import low_latency_cases as cases
-from deep_ep_oracle import StoreGroup, make_batches
+from deep_ep_oracle import make_batches
 from low_latency_cases import FORMATS, SHAPE, SHAPES, Place, make_buffer
 from moe_p2p import InvalidArgumentError, MoeP2pError
 from moe_p2p.deep_ep import Buffer, communicators, streams
-from ranks import Rank, run_threads
+from ranks import Rank, StoreGroup, run_threads
 
 
 def run(num_ranks: int, check: Callable[..., Any], *arguments: Any) -> list[Any]:

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstddef>
 
 #include "base/log.h"
 #include "moe/token_parts.h"
@@ -13,6 +14,8 @@ using abi::DType;
 using base::Code;
 
 namespace {
+
+static_assert(offsetof(abi::DeviceState, masks) == 32, "as moe_p2p/device_kernels.py has it");
 
 // The most workers that share a token or a row (kernels/device/worker.cuh, Part).
 constexpr int64_t kMostShares = 8;

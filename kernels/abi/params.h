@@ -36,14 +36,15 @@ enum FaultKind : u32 {
 
 // Device memory of one communicator that only its own kernels use: DeviceState, then the words.
 struct DeviceState {
-  // Every block of a kernel adds its share at its end, kLaunch in all: the upper part counts kernels
-  // and changes only when the last block has added.
+  // Every block of a kernel adds its share once it has read this, kLaunch in all: the upper part counts
+  // kernels and changes only when the last block has added.
   u64 launches;
   u64 next_step[2];  // kernel number n reads [n mod 2] and writes the other
   u32 aborted;       // 1 once a fault was raised: nobody waits any more
-  u32 begun;         // kernels that have begun: as many as have ended, unless two run at once
+  u32 begun;         // kernels whose first block has begun
   u64 masks;  // i32 [W] on this device, not 0 for ranks that are masked (csrc/moe/masks.h); or null
-  u32 reserved[22];
+  u32 ended;  // kernels whose first block has ended: as many as have begun, unless two run at once
+  u32 reserved[21];
 };
 static_assert(sizeof(DeviceState) == kLine, "the words start on a line");
 inline constexpr u64 kLaunch = 65536;  // most blocks of a kernel

@@ -40,6 +40,18 @@ __device__ __forceinline__ u64 ld_relaxed_sys_u64(const u64* p) {
   asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
   return v;
 }
+// The first-level cache may answer these. For words that only kernels before this one wrote, which
+// griddepcontrol_wait() waits for, or where an older value is as good.
+__device__ __forceinline__ u32 ld_relaxed_cta_u32(const u32* p) {
+  u32 v;
+  asm volatile("ld.relaxed.cta.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ u64 ld_relaxed_cta_u64(const u64* p) {
+  u64 v;
+  asm volatile("ld.relaxed.cta.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
 __device__ __forceinline__ void st_release_gpu_u64(u64* p, u64 v) {
   asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }

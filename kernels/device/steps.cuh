@@ -6,37 +6,44 @@
 namespace moe_p2p::device {
 
 // Which kernel of its communicator this one is, and the step that it may open first. Every thread asks
-// before its block calls end_launch().
+// before its block calls join().
 struct Launch {
   u64 number;
   u64 next_step;
+  u32 begun, ended;  // kernels before this one; known to the thread that opens
 
+  __device__ static bool opens() { return blockIdx.x == 0 && threadIdx.x == 0; }
   __device__ static Launch begin(const DeviceComm& comm) {
-    const DeviceState& state = state_of(comm);
-    // Under way together; one of them another block may be writing.
-    const u64 even = ld_relaxed_sys_u64(&state.next_step[0]);
-    const u64 odd = ld_relaxed_sys_u64(&state.next_step[1]);
-    const u64 number = ld_relaxed_sys_u64(&state.launches) / kLaunch;
-    return {number, number % 2 && !MOE_P2P_MUTATED(kStepOfOneWord) ? odd : even};
+    DeviceState& state = state_of(comm);
+    // Under way together; one of them another block may be writing. By all warps of a GPU at once: the
+    // second-level cache would take microseconds to answer them all from one line.
+    const u64 even = ld_relaxed_cta_u64(&state.next_step[0]);
+    const u64 odd = ld_relaxed_cta_u64(&state.next_step[1]);
+    const u64 number = ld_relaxed_cta_u64(&state.launches) / kLaunch;
+    const u32 begun = opens() ? atom_add_relaxed_gpu_u32(&state.begun, 1) : 0;
+    const u32 ended = opens() ? ld_relaxed_sys_u32(&state.ended) : 0;
+    return {number, number % 2 && !MOE_P2P_MUTATED(kStepOfOneWord) ? odd : even, begun, ended};
   }
-  // By one thread of the first block. Another kernel that has begun and not ended takes the same steps.
+  // By the thread that opens. Another kernel that has begun and not ended takes the same steps.
   __device__ void open(const DeviceComm& comm, Phase phase, i32 num_steps) const {
     DeviceState& state = state_of(comm);
-    const u32 begun = atom_add_relaxed_gpu_u32(&state.begun, 1);
     st_relaxed_sys_u64(&state.next_step[MOE_P2P_MUTATED(kStepOfOneWord) ? 0 : (number + 1) % 2],
                        next_step + static_cast<u64>(num_steps));
-    if (begun != static_cast<u32>(number))
-      raise_fault(comm, kTwoAtOnce, phase, comm.rank, next_step, number, begun);
+    if (begun != ended) raise_fault(comm, kTwoAtOnce, phase, comm.rank, next_step, ended, begun);
+  }
+  // The last block to add makes it the next kernel's turn, so no block has to find out who is last. Not
+  // at the end of a kernel, which would last until all have added.
+  __device__ static void join(const DeviceComm& comm) {
+    __syncthreads();  // all threads have asked whose turn it is
+    if (threadIdx.x == 0)
+      red_add_relaxed_gpu_u64(&state_of(comm).launches,
+                              blockIdx.x == 0 ? kLaunch - (gridDim.x - 1) : 1);
+  }
+  // By the first block, when it has nothing left to do.
+  __device__ void end(const DeviceComm& comm) const {
+    if (opens()) st_relaxed_sys_u32(&state_of(comm).ended, begun + 1);
   }
 };
-
-// The last block to add makes it the next kernel's turn, so no block has to find out who is last.
-__device__ inline void end_launch(const DeviceComm& comm) {
-  __syncthreads();  // all threads have asked whose turn it is
-  if (threadIdx.x == 0)
-    red_add_relaxed_gpu_u64(&state_of(comm).launches,
-                            blockIdx.x == 0 ? kLaunch - (gridDim.x - 1) : 1);
-}
 
 __device__ inline OpenStep* open_steps(const DeviceComm& comm) {
   return reinterpret_cast<OpenStep*>(comm.state + kWords.open);
@@ -49,7 +56,7 @@ __device__ inline bool closes(const DeviceComm& comm, u64 number, u64 step) {
   bool found = false;
 #pragma unroll
   for (i32 slot = 0; slot < kSteps; ++slot) {  // all under way at once, with `step`
-    const u64 opened = open[slot].step, closer = ld_relaxed_sys_u64(&open[slot].closer);
+    const u64 opened = open[slot].step, closer = ld_relaxed_cta_u64(&open[slot].closer);
     found = found || (opened == step + 1 && (closer == 0 || closer == number + 1));
   }
   return found && step + 1 != 0;  // in a slot that was never used, `step` is 0

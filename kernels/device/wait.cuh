@@ -28,10 +28,14 @@ __device__ __noinline__ void raise_fault(const DeviceComm& comm, FaultKind kind,
   st_release_sys_u32(&fault->complete, 1);  // pairs with the host's look at the fault
 }
 
-// Whether a fault was raised. Kernels that find it so as they begin leave out what they may not do any
-// more, and what they leave out says so (kernels/device/lost.cuh).
+// Whether a fault was raised.
 __device__ __forceinline__ bool is_aborted(const DeviceComm& comm) {
   return ld_relaxed_sys_u32(&state_of(comm).aborted) != 0;
+}
+// Whether an earlier kernel raised one; of this one's own it may say so. Kernels that find it so as they
+// begin leave out what they may not do any more, and what they leave out says so (kernels/device/lost.cuh).
+__device__ __forceinline__ bool was_aborted(const DeviceComm& comm) {
+  return ld_relaxed_cta_u32(&state_of(comm).aborted) != 0;
 }
 
 // What a wait is for, for the story of its end.

@@ -70,6 +70,8 @@ inline void fence_acq_rel_sys(Site site = Site::current()) {
 }
 inline u32 ld_relaxed_sys_u32(const u32* p) { return ld_relaxed(p); }
 inline u64 ld_relaxed_sys_u64(const u64* p) { return ld_relaxed(p); }
+inline u32 ld_relaxed_cta_u32(const u32* p) { return ld_relaxed(p); }
+inline u64 ld_relaxed_cta_u64(const u64* p) { return ld_relaxed(p); }
 inline u32 ld_acquire_sys_u32(const u32* p, Site site = Site::current()) {
   const u32 v = ld_relaxed(p);
   acquire(site);
