@@ -64,6 +64,17 @@ def test_another_module_runs_beside_ours_and_is_checked(
     assert "WRONG: tests.fakes.deep_ep low-latency" in printed.err
 
 
+def test_calls_that_are_right_only_while_they_are_checked_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, module = tmp_path / "rows.json", "tests.fakes.lazy_deep_ep"
+    arguments = [*TINY, "--tokens=4", f"--deep-ep-module={module}", f"--json={out}"]
+    assert command.main(arguments) == 1
+    wrong = {(r["interface"], r["system"]) for r in json.loads(out.read_text()) if not r["correct"]}
+    assert wrong == {("low-latency", module)}
+    assert "WRONG: " in capsys.readouterr().err
+
+
 def test_defaults_are_those_of_the_targets() -> None:
     (options,) = parse(["--api", "deep_ep", "--device", "cpu"])
     assert (options.dtype, options.ranks_per_node, options.tokens) == ("fp8", options.ranks, ())

@@ -50,7 +50,7 @@ DeviceKernels::DeviceKernels(const Plan& plan, const AllToAllOptions& options,
       memory_(memory),
       context_(memory.ordinal),
       open_(plan.shape.steps_in_flight),
-      order_(context_) {
+      order_(context_, memory.num_sms == 0) {
   MOE_P2P_CHECK(memory.data.size() == static_cast<size_t>(plan.shape.ranks_per_node) &&
                     memory.data.size() <= abi::kMaxDomainRanks,
                 Code::kInvalidArgument, memory.data.size(), " ranks' memory for ",

@@ -44,6 +44,7 @@ DriverTable load_driver() {
   library.load("cuLaunchKernelEx", table.launch);
   library.load_if_there("cuFlushGPUDirectRDMAWrites", table.flush_writes);
   library.load_if_there("cuMemGetHandleForAddressRange", table.export_dmabuf);
+  library.load_if_there("cuStreamGetGreenCtx", table.stream_green);
   library.load_if_there("cuPointerGetAttribute", table.pointer_attribute);
   return table;
 }

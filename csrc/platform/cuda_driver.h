@@ -42,6 +42,7 @@ struct DriverTable {
   // Null in drivers that cannot. `kind` is kDmabufHandle; address and bytes are multiples of 4096.
   int (*export_dmabuf)(int* fd, uint64_t address, size_t bytes, int kind,
                        unsigned long long flags) = nullptr;
+  int (*stream_green)(void* stream, void** green) = nullptr;  // its green context; null before 12.4
   int (*pointer_attribute)(void* value, int attribute, uint64_t address) = nullptr;
 };
 

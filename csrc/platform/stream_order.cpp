@@ -13,6 +13,16 @@ void check(int error, const char* what) {
   MOE_P2P_CHECK(error == 0, Code::kTransport, what, ": ", driver_error(error));
 }
 
+// Asked of a stream when it is not that of the launch before.
+void refuse_part_of_gpu(const Stream& stream) {
+  void* green = nullptr;
+  if (!driver().stream_green || driver().stream_green(stream.handle, &green) != 0) return;
+  MOE_P2P_CHECK(
+      green == nullptr, Code::kInvalidArgument,
+      "the stream belongs to a green context, which has fewer multiprocessors than the kernels "
+      "of this communicator may need at once: set num_sms to at most what it has");
+}
+
 }  // namespace
 
 uint64_t capture_of(const Stream& stream) {
@@ -24,7 +34,8 @@ uint64_t capture_of(const Stream& stream) {
   return error == 0 && status == kIsCapturing ? id : 0;
 }
 
-StreamOrder::StreamOrder(const PrimaryContext& context) : context_(context) {
+StreamOrder::StreamOrder(const PrimaryContext& context, bool takes_all)
+    : context_(context), takes_all_(takes_all) {
   const ContextGuard current(context_);
   for (void** event : {&event_, &captured_event_})
     check(driver().event_create(event, kEventWithoutTiming), "making an event");
@@ -36,12 +47,15 @@ StreamOrder::~StreamOrder() {
 }
 
 bool StreamOrder::follow(const Stream& stream, uint64_t capture) {
+  const auto& before = capture != 0 ? last_captured_ : last_;
+  const bool is_same = before && before->lasting && before->handle == stream.handle;
+  if (takes_all_ && !is_same) refuse_part_of_gpu(stream);
   if (capture != 0) {
     if (capture != capture_ || last_captured_->handle == stream.handle) return true;
     wait(stream, captured_event_);
     return false;
   }
-  if (!last_ || (last_->lasting && last_->handle == stream.handle)) return true;
+  if (!last_ || is_same) return true;
   if (last_->lasting) {
     // Its capture began behind the launch, and an event of it would be one of the capture. The device
     // finds two kernels that run at once (kernels/device/steps.cuh, Launch).

@@ -27,14 +27,16 @@ uint64_t capture_of(const Stream& stream);
 
 class StreamOrder {
  public:
-  explicit StreamOrder(const PrimaryContext& context);
+  // takes_all: launches may take all multiprocessors of the GPU, so a stream of a green context is refused.
+  StreamOrder(const PrimaryContext& context, bool takes_all);
   ~StreamOrder();
   StreamOrder(const StreamOrder&) = delete;
   StreamOrder& operator=(const StreamOrder&) = delete;
 
   // Before each launch and behind it, with the context current; `capture` is capture_of(stream).
   // follow() returns whether the launch before is ahead in the stream itself, if there was one.
-  // Both throw Error{kTransport} with the driver's text when it refuses.
+  // Both throw Error{kTransport} with the driver's text when it refuses, follow() also
+  // Error{kInvalidArgument} for a stream that has too few multiprocessors.
   bool follow(const Stream& stream, uint64_t capture);
   void launched(const Stream& stream, uint64_t capture);
 
@@ -43,6 +45,7 @@ class StreamOrder {
   static void wait(const Stream& stream, void* event);
 
   const PrimaryContext& context_;
+  const bool takes_all_;
   // Of launches that run, and of the last capture. Each its own: a stream that is not captured must not
   // wait for an event of a capture.
   void *event_ = nullptr, *captured_event_ = nullptr;

@@ -2,7 +2,8 @@
 
 For each interface and number of tokens all systems are made, each result is compared with the
 closed form, and they are timed in turns: on GPUs in the ways of gpu_measure, and the host alone; on
-CPUs by the clock from a barrier to a rank's own result.
+CPUs by the clock from a barrier to a rank's own result. Inputs change between rounds, and the
+results of a last run are compared (gpu_last).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from moe_p2p.bench.api_report import ApiRow, HostTime
 from moe_p2p.bench.cases import Job, make_job
 from moe_p2p.bench.check import verify_by_rank, verify_whole
 from moe_p2p.bench.gpu_calls import Calls, on_device, package_calls
+from moe_p2p.bench.gpu_last import Inputs, Watch
 from moe_p2p.bench.gpu_measure import Timed, measure
 from moe_p2p.bench.gpu_timing import interleaved
 from moe_p2p.bench.gpu_worker import TIMED_STEP, wrong_anywhere
@@ -50,7 +52,7 @@ class Results:
 class Clock:
     """How systems are timed on this device."""
 
-    measure: Callable[[Sequence[Calls]], list[Timed]]
+    measure: Callable[[Sequence[Calls], Watch], list[Timed]]
     host: Callable[[Sequence[Calls]], dict[Calls, HostTime]]
     close: Callable[[], None]
 
@@ -94,8 +96,9 @@ def _case(
 ) -> list[ApiRow]:
     (num_tokens,), rank = options.tokens, dist.get_rank()
     tokens = job.tokens_of(TIMED_STEP, rank, num_tokens)
-    if options.device == "cuda":
-        tokens = on_device(tokens)
+    inputs = Inputs(on_device(tokens) if options.device == "cuda" else tokens)
+    tokens = inputs.tokens
+    watch = Watch(job, options, rank, inputs)
     modules = [OURS] + ([options.deep_ep_module] if options.deep_ep_module else [])
     with ExitStack() as stack:
         num_sms = None if interface == "low-latency" else deep_ep.NORMAL_SMS
@@ -114,9 +117,11 @@ def _case(
                 num_sms=num_sms,
             )
             found += deep_ep.systems(api, notes, interfaces=[interface])
-        timed = clock.measure([calls for calls, _ in found])
+        timed = clock.measure([calls for calls, _ in found], watch)
         host = clock.host([calls for calls, _ in found])
-        stories = {calls: wrong_anywhere(story) for calls, story in found}
+        stories = {
+            calls: wrong_anywhere(story + watch.story.get(calls, [])) for calls, story in found
+        }
         finish(options.device)
         dist.barrier()  # nobody closes what another one still uses
     return [
@@ -161,8 +166,8 @@ def _gpu_clock(options: Options, rank: int) -> Clock:
     torch.cuda.set_device(rank)
     probe = Probe(timeout_s=options.timeout_s)
 
-    def timed(systems: Sequence[Calls]) -> list[Timed]:
-        found = measure(systems, probe.barrier, seconds=options.seconds, flushed=None)
+    def timed(systems: Sequence[Calls], watch: Watch) -> list[Timed]:
+        found = measure(systems, probe.barrier, seconds=options.seconds, flushed=None, watch=watch)
         probe.check()
         return found
 
@@ -207,10 +212,14 @@ def _no_host_times(systems: Sequence[Calls]) -> dict[Calls, HostTime]:
     return dict.fromkeys(systems, HostTime(None, None))
 
 
-def _by_wall(systems: Sequence[Calls], *, seconds: float) -> list[Timed]:
+def _by_wall(systems: Sequence[Calls], watch: Watch, *, seconds: float) -> list[Timed]:
     spans = interleaved(
-        {calls: functools.partial(_wall_us, calls) for calls in systems}, seconds=seconds
+        {calls: functools.partial(_wall_us, calls) for calls in systems},
+        seconds=seconds,
+        before=watch.change,
     )
+    for calls in systems:
+        watch.look(calls, "pair eager", calls.pair)
     return [
         Timed(calls=calls, what=what, chain=1, spans_us=values[:, i])
         for calls, values in spans.items()

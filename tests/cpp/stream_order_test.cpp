@@ -53,9 +53,16 @@ int capture_info(void* stream, int* status, uint64_t* id, void**, void**, size_t
   return 0;
 }
 
+void* const kGreen = reinterpret_cast<void*>(96);  // the stream of a green context
+int stream_green(void* stream, void** green) {
+  if (!model.streams.contains(stream)) return kInvalidHandle;
+  *green = stream == kGreen ? &model : nullptr;
+  return 0;
+}
+
 class Launches {
  public:
-  Launches() {
+  explicit Launches(bool takes_all = true) {
     FakeDriver::install();
     before_ = &platform::driver();
     table_ = *before_;
@@ -64,9 +71,10 @@ class Launches {
     table_.event_destroy = [](void*) { return 0; };
     table_.stream_wait_event = stream_wait_event;
     table_.capture_info = capture_info;
+    table_.stream_green = stream_green;
     platform::set_driver_for_tests(&table_);
     model = {};
-    order_.emplace(context_);
+    order_.emplace(context_, takes_all);
   }
   ~Launches() {
     order_.reset();
@@ -135,6 +143,20 @@ TEST_CASE("stream order: a stream that was destroyed is not touched, nor taken f
   Launches::destroy(again);
   const Stream third = Launches::make(32, false);  // by the same name at once
   CHECK(l.launch(third, 4));
+}
+
+TEST_CASE("stream order: a green context is refused to kernels that may need the whole GPU") {
+  {
+    Launches l;
+    const Stream a = Launches::make(16), green = Launches::make(96);
+    CHECK(l.launch(a, 0));
+    CHECK_THROWS_WITH_AS(l.launch(green, 1), doctest::Contains("green context"), base::Error);
+    CHECK(l.launch(a, 1));
+  }
+  Launches limited(false);
+  const Stream green = Launches::make(96);
+  CHECK(limited.launch(green, 0));
+  CHECK(limited.launch(green, 1));
 }
 
 TEST_CASE("stream order: within a capture by events of the capture, outside by others") {
