@@ -6,6 +6,13 @@ import importlib
 import sys
 
 import pytest
+import torch
+import torch.distributed as dist
+
+from cases import make
+from moe_p2p import InvalidArgumentError
+from moe_p2p.integrations.sizes import SizeExchange
+from ranks import Rank
 
 
 @pytest.mark.parametrize("project", ["vllm", "sglang", "megatron"])
@@ -19,3 +26,14 @@ def test_without_the_project_it_imports_and_says_what_is_missing(
     with pytest.raises(ImportError, match=rf"integrations\.{project} needs {project}"):
         module.install()
     assert "deep_ep" not in sys.modules
+
+
+def test_sizes_of_experts_in_any_order_are_refused() -> None:
+    alone = Rank(0, 1, dist.HashStore())
+    with make(alone, num_experts=4, expert_rank=[0, 0, 0, 0]) as comm:
+        idx = torch.zeros(3, 2, dtype=torch.int64)
+        with pytest.raises(InvalidArgumentError, match="has expert_rank: count rows"):
+            SizeExchange().ask(comm, idx)
+    alone = Rank(0, 1, dist.HashStore())
+    with make(alone, num_experts=4) as comm:
+        assert SizeExchange().ask(comm, idx).counts.tolist() == [6, 0, 0, 0]

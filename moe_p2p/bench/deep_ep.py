@@ -164,7 +164,7 @@ def normal(api: Api) -> Exchange | str:
     experts, idx = job.topology.num_experts, tokens.topk_idx.to(module.topk_idx_t)
     x = _as_sent(options, tokens)
     state: list[Any] = []
-    out = torch.empty(0)
+    out: Tensor = torch.empty(0)
 
     def dispatch() -> object:
         per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, experts)
@@ -230,7 +230,7 @@ def elastic(api: Api) -> Exchange | str:
     num_sms = api.num_sms or buffer.get_theoretical_num_sms(experts, job.topk)
     idx, x = tokens.topk_idx.to(module.topk_idx_t), _as_sent(options, tokens)
     state: list[Any] = []
-    out = torch.empty(0)
+    out: Tensor = torch.empty(0)
 
     def dispatch() -> object:
         state[:] = buffer.dispatch(

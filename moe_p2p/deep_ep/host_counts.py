@@ -72,8 +72,13 @@ class Extent(NamedTuple):
 def agree_on_extent(all_to_all: AllToAll, counts: Tensor, alignment: int) -> Extent:
     """Exact, from what all ranks count; all ranks call this.
 
-    counts: what HostCounts has read of this rank's tokens.
+    counts: what HostCounts has read of this rank's tokens, whose experts lie in equal blocks.
     """
+    errors.require(
+        all_to_all.config.expert_rank is None,
+        "sizes are worked out for experts in equal blocks, but the configuration has expert_rank: "
+        "count rows of each rank's experts yourself and share them by gather_counts",
+    )
     gathered = all_to_all.gather_counts(counts)  # [W, W + E + 1]
     # A GPU waits for what follows: few operations, and lists instead of small tensors.
     totals = gathered.sum(0, dtype=torch.int32).tolist()
