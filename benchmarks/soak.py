@@ -49,48 +49,17 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
 os.environ["PYTHONPATH"] = os.pathsep.join([*sys.path[:3], os.environ.get("PYTHONPATH", "")])
 
 import soak_rank  # noqa: E402
+from soak_options import OVER, parse, why_not, wrong  # noqa: E402
 from soak_rank import MOMENTS, Alive, Attempt, Connected, Failure, Report, Setting, Usage  # noqa: E402
 
 import hosts  # noqa: E402
 
 START_S = 400.0  # most that a process needs until it has an engine, in an emulated machine
 DOWN_S = 1.0  # most that a link is down
-# ofi_rxm gives each NIC a ring of 262,144 completions of 48 bytes, allocated at once and touched
-# page by page until it has gone round (34,000 steps here): two rings in a rank.
-GROWTH_MIB, RINGS_MIB = 8.0, 24.0
-# By name: transport, settings of a host (its number, seed), timeout_s.
-OVER: dict[str, tuple[str, Callable[[int, int], str], float]] = {
-    "tcp": ("libfabric", lambda *_: "provider=tcp,interfaces=eth0:eth1,timeout_ms=8000", 20.0),
-    "lo": ("libfabric", lambda *_: "provider=tcp,interfaces=lo", 20.0),
-    "shm": ("libfabric", lambda *_: "provider=shm", 20.0),
-    "loopback": ("loopback", lambda _, seed: f"seed={seed}", 20.0),
-    "roce": ("verbs", lambda i, _: f"timeout=18,devices=rxe{2 * i}:rxe{2 * i + 1}", 40.0),
-}
 
 
 class FailedError(Exception):
     """The run is not as it should be; the text says what."""
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("--minutes", type=float, default=30.0)
-    add("--least-deaths", type=int, default=0, help="go on until there were so many (0)")
-    add("--least-flaps", type=int, default=0, help="likewise of links (0)")
-    add("--over", choices=OVER, default="tcp")
-    add("--hosts", type=int, default=3)
-    add("--ranks-per-host", type=int, default=1)
-    add("--replace-every-s", type=float, default=60.0, help="a rank is killed; 0: none is (60)")
-    add("--moments", nargs="+", choices=MOMENTS, default=MOMENTS, help="of deaths (all)")
-    add("--flap-every-s", type=float, default=10.0, help="a link goes down; 0: none does (10)")
-    add("--timeout-s", type=float, default=0.0, help="of set-up and calls (20; roce 40)")
-    add("--keep-s", type=float, default=10.0, help="most that a communicator is kept (10)")
-    add("--max-growth-mib", type=float, help="of a rank's resident memory (8; libfabric's tcp 32)")
-    add("--max-more-allocated-mib", type=float, default=1.0, help="that malloc gave out (1)")
-    add("--max-more-descriptors", type=int, default=0, help="that a rank may hold later (0)")
-    add("--seed", type=int, default=1)
-    return parser.parse_args()
 
 
 @dataclass
@@ -416,34 +385,8 @@ def spread(seconds: list[float]) -> dict[str, float] | None:
     return {"p50": round(statistics.median(seconds), 3), "max": round(max(seconds), 3)}
 
 
-def why_not(arguments: argparse.Namespace) -> str:
-    """Why it cannot run here; empty when it can."""
-    if arguments.over == "roce" and not os.environ.get("MOE_P2P_RDMA_MACHINE"):
-        return "links of devices go down only in the machine of tests/rdma/vm.py"
-    if arguments.over == "tcp" and (reason := hosts.why_not()):
-        return f"{reason}; without hosts: --over lo"
-    if arguments.over == "shm" and arguments.replace_every_s:
-        return "libfabric's shm notices no dead peer: --replace-every-s 0"
-    return ""
-
-
-def wrong(arguments: argparse.Namespace, summary: dict[str, Any]) -> str:
-    if summary["left_behind"]:
-        return "something is left in /dev/shm"
-    rings = RINGS_MIB if arguments.over in ("tcp", "lo") else 0.0
-    limits = (
-        arguments.max_more_descriptors,
-        0,
-        arguments.max_growth_mib or GROWTH_MIB + rings,
-        arguments.max_more_allocated_mib,
-    )
-    if summary["growth"] and any(a > b for a, b in zip(summary["growth"], limits, strict=True)):
-        return "ranks hold more and more: descriptors, threads, MiB resident, MiB allocated"
-    return ""
-
-
 def main() -> int:
-    arguments = parse()
+    arguments = parse(__doc__.splitlines()[0])
     if reason := why_not(arguments):
         print(reason)
         return 2

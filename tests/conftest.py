@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import uuid
 from collections.abc import Iterator
@@ -49,6 +50,7 @@ def python_with_the_wheel(tmp_path_factory: pytest.TempPathFactory, wheel: Path)
 @pytest.fixture(name="key")
 def exchange_key() -> Iterator[str]:
     """A key of this test; nothing that the test opened may be left open here."""
+    gc.collect()  # what earlier tests left to it may hold files
     before = _open_files()
     yield f"test-{uuid.uuid4()}"
     assert _open_files() == before

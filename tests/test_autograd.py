@@ -6,7 +6,6 @@ order than the dense layer's, so 1e-5 is ten times what rounding can do.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -58,28 +57,14 @@ def inputs(rank: int, *, step: int = 0) -> Inputs:
     )
 
 
-def inputs_with_nan(rank: int, *, step: int = 0) -> Inputs:
-    """One value of rank 0's first token, which all of its K experts get, is none."""
-    given = inputs(rank, step=step)
-    if rank == 0:
-        given.x[0, 3] = torch.nan
-        given.topk_idx[0] = torch.arange(TOPK) * (NUM_EXPERTS // TOPK)
-    return given
-
-
 def dense(
-    world_size: int,
-    *,
-    num_tokens: int | None = None,
-    layers: int = 1,
-    step: int = 0,
-    given_to: Callable[..., Inputs] = inputs,
+    world_size: int, *, num_tokens: int | None = None, layers: int = 1, step: int = 0
 ) -> tuple[list[Gradients], Tensor]:
     """Results of every rank's tokens, and the gradient of all experts over all ranks' tokens."""
     experts = expert_weights().requires_grad_()
     results = []
     for rank in range(world_size):
-        given = given_to(rank, step=step)
+        given = inputs(rank, step=step)
         x = given.x.requires_grad_()
         weights = given.topk_weights.requires_grad_()
         present = given.topk_idx >= 0
@@ -119,17 +104,11 @@ def layer(
     return comm.combine(y, received)
 
 
-def run(
-    rank: Rank,
-    config: dict[str, Any],
-    options: dict[str, Any],
-    layers: int,
-    given_to: Callable[..., Inputs] = inputs,
-) -> Gradients:
+def run(rank: Rank, config: dict[str, Any], options: dict[str, Any], layers: int) -> Gradients:
     with make(rank, num_experts=NUM_EXPERTS, **config) as comm:
         local = NUM_EXPERTS // rank.world_size
         experts = expert_weights()[rank.rank * local :][:local].clone().requires_grad_()
-        given = given_to(rank.rank)
+        given = inputs(rank.rank)
         x = given.x.requires_grad_()
         weights = given.topk_weights.requires_grad_()
         out = x
@@ -173,21 +152,6 @@ def test_several_chunks(layout: str) -> None:
 @pytest.mark.parametrize("layout", ["padded", "by_rank"])
 def test_several_layers_in_one_backward(layout: str) -> None:
     check(4, {"ranks_per_node": 1}, {"layout": layout}, layers=3)
-
-
-@pytest.mark.parametrize("layout", ["padded", "grouped"])
-def test_nan_stays_with_its_token_and_its_experts(layout: str) -> None:
-    wanted, experts = dense(4, given_to=inputs_with_nan)
-    assert torch.equal(wanted[0].out.isnan().any(1), torch.arange(COUNTS[0]) == 0)
-    hurt = experts.isnan().any(2).any(1)
-    assert hurt.nonzero().flatten().tolist() == inputs_with_nan(0).topk_idx[0].tolist()
-    config = {"ranks_per_node": 2}
-    results = run_threads(4, run, config, {"layout": layout}, 1, inputs_with_nan)
-    near = {"rtol": 1e-5, "atol": 1e-5, "equal_nan": True}
-    for rank, (got, want) in enumerate(zip(results, wanted, strict=True)):
-        for mine, theirs in zip(got[:3], want[:3], strict=True):
-            torch.testing.assert_close(mine, theirs, **near)
-        torch.testing.assert_close(got.experts, experts[rank * 2 :][:2], **near)
 
 
 def test_bias_gets_the_gradient_of_the_result() -> None:

@@ -78,7 +78,7 @@ sys.argv[1:] = ["--over=loopback"]
 sys.path.insert(0, "benchmarks")
 import soak
 with soak.hosts.Hosts(0, num_interfaces=2) as network:
-    run = soak.Run(soak.parse(), network)
+    run = soak.Run(soak.parse(''), network)
     run.start()
     run._show_where(run.ranks[1])
     run.close()
