@@ -27,7 +27,9 @@ from moe_p2p.bench import (
     options,
     probe,
 )
+from moe_p2p.bench.cases import make_job
 from moe_p2p.bench.floors import Links, PhaseBytes, Sizes
+from moe_p2p.bench.gpu_last import Inputs
 from moe_p2p.bench.gpu_report import HALVES, Machine
 from moe_p2p.bench.options import Options
 from moe_p2p.reference import Tokens, Topology
@@ -330,6 +332,18 @@ def test_results_of_the_last_replay_are_compared() -> None:
     assert all("pair graph" in text for row in ours for text in row.story)
     assert all(row.correct for row in rows if row.system == "torch")
     assert "NO" in gpu_report.table(rows)
+
+
+def test_no_result_of_earlier_inputs_can_pass_for_one_of_the_last() -> None:
+    tokens = make_job(TINY).tokens_of(0, 0, 6)
+    inputs, before = Inputs(tokens), []
+    for turn in (inputs.change, inputs.change, inputs.renew, inputs.change, inputs.renew):
+        turn()
+        assert inputs.tokens.topk_weights is not None
+        now = inputs.tokens.x.clone(), inputs.tokens.topk_weights.clone()
+        if turn == inputs.renew:
+            assert not any(torch.equal(x, now[0]) or torch.equal(w, now[1]) for x, w in before)
+        before.append(now)
 
 
 def broken_at_rank_1(given: Options) -> gpu_worker.Results:

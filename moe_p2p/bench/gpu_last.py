@@ -1,7 +1,7 @@
 """Results of timed calls, compared after timing: calls that end at once have the best figures.
 
 Inputs change from round to round, in the memory that graphs have captured. After the last round of
-each way of timing it runs once more on inputs that it has not just had: no communicator may be
+each way of timing it runs once more on inputs that it has never had: no communicator may be
 broken on any rank, rows must be those of an eager call bit for bit, sums those of a closed form
 within rounding.
 
@@ -38,7 +38,7 @@ class Inputs:
         assert weights is not None
         self.tokens = replace(tokens, x=tokens.x.clone(), topk_weights=weights.clone())
         self._variants = ((tokens.x, weights), (-tokens.x.flip(0), weights.flip(0) * 0.5))
-        self._number = 0
+        self._number = self._num_new = 0
 
     def change(self) -> None:
         self._number += 1
@@ -46,6 +46,14 @@ class Inputs:
         x, weights = self._variants[self._number % 2]
         self.tokens.x.copy_(x)
         self.tokens.topk_weights.copy_(weights)
+
+    def renew(self) -> None:
+        """Like none before, so that no result of theirs can pass for one of these."""
+        self.change()
+        self._num_new += 1
+        assert self.tokens.topk_weights is not None
+        for values in (self.tokens.x, self.tokens.topk_weights):
+            values.mul_(1 / (1 + self._num_new))
 
 
 class Watch:
@@ -62,7 +70,7 @@ class Watch:
         """Collective. again: runs once more what was timed."""
         if calls.last is None:
             return
-        self.change()
+        self._inputs.renew()
         again()
         finish(self._options.device)
         found = [f"broken: {text}" for text in everyones(calls.broken()) if text]
