@@ -210,6 +210,7 @@ int register_memory(Fid* fid, const MrAttr* attr, uint64_t flags, MemoryRegion**
   const RegionCall call(*domain);
   if (network().registration_err != 0) return -network().registration_err;
   network().counts.as_host += flags & kMrDmabuf && attr->iface == kHmemSystem ? 1 : 0;
+  network().counts.as_cuda += attr->iface == kHmemCuda ? 1 : 0;
   network().counts.dmabufs += flags & kMrDmabuf ? 1 : 0;
   region->fid = {4, nullptr, fid_ops<close_region>()};
   region->domain = domain;

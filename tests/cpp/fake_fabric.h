@@ -27,6 +27,7 @@ struct FakeFabric {
     uint64_t left_open = 0;      // polls that found a chain open which no EAGAIN had cut
     uint64_t intruders = 0;      // calls into a domain while another thread was inside
     uint64_t dmabufs = 0;        // registrations by dma-buf
+    uint64_t as_cuda = 0;        // registrations as memory of CUDA
     uint64_t as_host = 0;        // of these, said to be the host's
     uint64_t direct = 0;         // fabrics opened that are "efa-direct"
     uint64_t failed = 0;         // error completions

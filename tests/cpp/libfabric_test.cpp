@@ -181,6 +181,13 @@ TEST_CASE(
   FakeFabric::use_for(kEfa.settings);
   CHECK(write_gpu_memory(kEfa.settings) == "");
   CHECK(dmabufs_as_host() == 0);
+  {
+    auto& driver = test::FakeDriver::install();
+    driver.locked([](test::FakeDriver& f) { f.dmabuf_error = 801; });
+    CHECK(write_gpu_memory(kEfa.settings) == "");  // libfabric asks the driver in its own way
+    CHECK(FakeFabric::counts().as_cuda > 0);
+    driver.locked([](test::FakeDriver& f) { f.dmabuf_error = 0; });
+  }
   CHECK(has(write_gpu_memory("provider=efa,interfaces=efa7,hmem=off"), "hmem=off"));
   {
     const OnMachine old({.version = provider::libfabric::make_version(1, 20)});

@@ -97,7 +97,13 @@ Owned<MemoryRegion> Regions::open(const MemorySpan& span) {
                                  : std::string("the CUDA driver exports no dma-buf of it"),
                   ". The other way is closed too: ", session_.why_no_hmem);
   }
-  if (error != 0) error = reg(0);
+  if (error != 0) {
+    if (on_gpu) {  // hmem is on, and libfabric finds a way of its own
+      attr.iface = kHmemCuda;
+      attr.device = static_cast<uint32_t>(span.device);
+    }
+    error = reg(0);
+  }
   MOE_P2P_CHECK(error == 0, Code::kResourceExhausted, name_, ": registering ", span.bytes, what,
                 error_text(error), locked_memory_hint(-error));
   return Owned<MemoryRegion>(region);
