@@ -1,7 +1,7 @@
 # make bench    correctness, table, plot and JSON of the main job, into bench_out/: on the GPUs of
 #               this machine if there are any, else CPU ranks over the software NIC; BENCH_ARGS="..."
 # make test     lint, build, C++ tests (plain, ASan+UBSan, TSan), Python tests
-# make test-quick  what takes a few minutes of it, for who edits
+# make test-quick  the part of it that takes a few minutes, for people who edit
 # make lint     ruff, mypy, clang-format, clang-tidy; `make format` mends what can be mended
 # make wheel    dist/*.whl, for every Linux as old as the one that its tag names; make sdist: dist/*.tar.gz
 # make clean    removes everything that was built; `make distclean` removes .venv too

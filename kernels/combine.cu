@@ -64,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, MOE_P2P_BLOCKS_PER_S
            .weights = sends && p.topk_weights != 0,
            .combine = receives});
     if (kRelayEnds && receives)
-      // Headers of earlier chunks have made room for those of later ones.
+      // Later chunks have overwritten the headers of earlier ones.
       for (i32 chunk = max(0, p.num_chunks - kSteps); chunk < p.num_chunks; ++chunk)
         end_step(p, Self(p.comm), first + static_cast<u64>(chunk));
   } else if (role.send == 0) {

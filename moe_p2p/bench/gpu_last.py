@@ -48,7 +48,7 @@ class Inputs:
         self.tokens.topk_weights.copy_(weights)
 
     def renew(self) -> None:
-        """Like none before, so that no result of theirs can pass for one of these."""
+        """Values that no call has had, so that an earlier result cannot pass for the last run's."""
         self.change()
         self._num_new += 1
         assert self.tokens.topk_weights is not None

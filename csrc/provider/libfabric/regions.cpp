@@ -98,7 +98,7 @@ Owned<MemoryRegion> Regions::open(const MemorySpan& span) {
                   ". The other way is closed too: ", session_.why_no_hmem);
   }
   if (error != 0) {
-    if (on_gpu) {  // hmem is on, and libfabric finds a way of its own
+    if (on_gpu) {  // hmem is on: libfabric asks CUDA itself
       attr.iface = kHmemCuda;
       attr.device = static_cast<uint32_t>(span.device);
     }
