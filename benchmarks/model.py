@@ -17,7 +17,7 @@ import argparse
 import math
 from dataclasses import dataclass, replace
 
-from moe_p2p.reference_wire import LINE, align, slot_head_bytes
+from moe_p2p.reference.wire import LINE, align, slot_head_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,16 +18,16 @@ FILES = (
     "kernels/abi/*.h",
     "csrc/base/wire.h",
     "csrc/engine/memory_region.cpp",
-    "csrc/moe/exchange*.cpp",
-    "csrc/moe/plan.cpp",
+    "csrc/moe/node/exchange*.cpp",
+    "csrc/moe/plan/plan.cpp",
     "csrc/provider/loopback/channel.h",
     "csrc/provider/loopback/domain.cpp",
     "csrc/provider/libfabric/peers.cpp",
     "csrc/provider/verbs/proof.cpp",
     "csrc/provider/verbs/wire.cpp",
-    "moe_p2p/agreement.py",
-    "moe_p2p/bootstrap.py",
-    "moe_p2p/fd_exchange.py",
+    "moe_p2p/rendezvous/agreement.py",
+    "moe_p2p/rendezvous/bootstrap.py",
+    "moe_p2p/gpu/fd_exchange.py",
 )
 
 

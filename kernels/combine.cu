@@ -1,11 +1,11 @@
 // One kernel for both halves of combine, and for release. Blocks that send come before those that
 // receive; what they wait for, the dispatches of this step and the weights and partials that other
 // ranks' senders push before they wait for any, does not depend on any receiver.
-#if MOE_P2P_BULK  // moe_p2p/launch_shape.py chooses; never with masks
-#include "kernels/combine_bulk.cuh"
+#if MOE_P2P_BULK  // moe_p2p/gpu/launch_shape.py chooses; never with masks
+#include "kernels/combine/bulk.cuh"
 namespace way = moe_p2p::device::bulk;
 #else
-#include "kernels/combine_recv.cuh"
+#include "kernels/combine/recv.cuh"
 namespace way = moe_p2p::device;
 #endif
 

@@ -7,10 +7,13 @@ import signal
 import sys
 
 COMMANDS = {
-    "bench": ("moe_p2p.bench.command", "correctness, then latency and bytes on the wire"),
-    "demo": ("moe_p2p.demo", "train a small language model with experts spread over ranks"),
-    "doctor": ("moe_p2p.doctor", "what this machine has and lacks: GPUs, NICs, rails, libraries"),
-    "plan": ("moe_p2p.plan", "memory of every region for given shapes"),
+    "bench": ("moe_p2p.tools.bench.command", "correctness, then latency and bytes on the wire"),
+    "demo": ("moe_p2p.tools.demo", "train a small language model with experts spread over ranks"),
+    "doctor": (
+        "moe_p2p.tools.doctor",
+        "what this machine has and lacks: GPUs, NICs, libraries",
+    ),
+    "plan": ("moe_p2p.tools.plan", "memory of every region for given shapes"),
 }
 
 

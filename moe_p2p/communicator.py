@@ -19,14 +19,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from moe_p2p import env, errors, ops, shared_memory, transport
-from moe_p2p.agreement import Facts, Offer, agree_on_transport, conclude
-from moe_p2p.bootstrap import Bootstrap
+from moe_p2p import env, errors, ops
 from moe_p2p.config import AllToAllConfig
-from moe_p2p.device_kernels import DeviceSide, Partners
 from moe_p2p.engine import Engine, NicCounters, bytes_from, tensor_from
+from moe_p2p.gpu.kernels import DeviceSide, Partners
 from moe_p2p.lifetime import Closing, NotCopied
+from moe_p2p.nics import transport
 from moe_p2p.ops import call
+from moe_p2p.rendezvous import shared_memory
+from moe_p2p.rendezvous.agreement import Facts, Offer, agree_on_transport, conclude
+from moe_p2p.rendezvous.bootstrap import Bootstrap
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from moe_p2p import env, errors, ops
-from moe_p2p.launch_shape import few, flags_itself
-from moe_p2p.transport import MAX_NICS, shared_settings
+from moe_p2p.gpu.launch_shape import few, flags_itself
+from moe_p2p.nics.transport import MAX_NICS, shared_settings
 
 PAYLOAD_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
 COMBINE_DTYPES = PAYLOAD_DTYPES[:3]

@@ -22,8 +22,9 @@ from typing import NamedTuple, TypedDict
 import torch
 from torch import Tensor
 
-from moe_p2p import env, errors, transport
+from moe_p2p import env, errors
 from moe_p2p.lifetime import Closing, NotCopied
+from moe_p2p.nics import transport
 from moe_p2p.ops import call
 
 _ops = torch.ops.moe_p2p

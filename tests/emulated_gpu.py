@@ -27,15 +27,16 @@ from typing import Any
 import pytest
 import torch
 
-from moe_p2p import communicator, transport
+from moe_p2p import communicator
 from moe_p2p.config import AllToAllConfig
-from moe_p2p.device_kernels import (
+from moe_p2p.gpu.kernels import (
     _NO_REGIONS,
     DeviceSide,
     Kernel,
     Partners,
     shape_macros,
 )
+from moe_p2p.nics import transport
 from moe_p2p.ops import call
 
 ROOT = Path(__file__).resolve().parents[1]

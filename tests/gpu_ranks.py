@@ -40,8 +40,9 @@ import torch
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 import cases
-from moe_p2p import AllToAll, AllToAllConfig, device_kernels, jit
+from moe_p2p import AllToAll, AllToAllConfig
 from moe_p2p.dispatched import SCALE_FORMATS
+from moe_p2p.gpu import jit, kernels
 from moe_p2p.reference import Topology
 from ranks import Rank, run_processes, run_threads
 
@@ -159,18 +160,14 @@ def compile_ahead(
             done.result()
 
 
-def _kernel(
-    config: AllToAllConfig, world: World, wanted: Payload | torch.dtype
-) -> device_kernels.Kernel:
+def _kernel(config: AllToAllConfig, world: World, wanted: Payload | torch.dtype) -> kernels.Kernel:
     """wanted: of a dispatch, or the type of a combine."""
-    shape = device_kernels.shape_macros(
-        config, world_size=world.ranks, ranks_per_node=world.per_node
-    )
+    shape = kernels.shape_macros(config, world_size=world.ranks, ranks_per_node=world.per_node)
     if isinstance(wanted, Payload):
-        return device_kernels.dispatch_kernel(
+        return kernels.dispatch_kernel(
             shape, wanted.dtype, **wanted.fields(), num_sms=config.num_sms
         )
-    return device_kernels.combine_kernel(shape, wanted, wanted, num_sms=config.num_sms)
+    return kernels.combine_kernel(shape, wanted, wanted, num_sms=config.num_sms)
 
 
 def prepare(rank: Rank, comm: AllToAll, wanted: list[cases.Wanted], name: str = "prepared") -> None:

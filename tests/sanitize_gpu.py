@@ -24,7 +24,8 @@ import torch
 
 from cases import Wanted, dispatch_arguments, run_step
 from gpu_ranks import DEVICE, HIDDEN_DIM, MAX_TOKENS, World, make, meet, prepare, run
-from moe_p2p import ResourceExhaustedError, launch_shape
+from moe_p2p import ResourceExhaustedError
+from moe_p2p.gpu import launch_shape
 from moe_p2p.layer import Experts, local_experts
 from ranks import Rank
 from test_gpu import call

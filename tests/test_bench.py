@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_p2p import demo, errors, launch
-from moe_p2p.bench import baseline, cases, command, report
-from moe_p2p.bench.check import apply_experts, expect, verify
-from moe_p2p.bench.options import Options, parse
-from moe_p2p.bench.systems import Rows
+from moe_p2p import errors
 from moe_p2p.reference import Tokens
+from moe_p2p.tools import demo, launch
+from moe_p2p.tools.bench import baseline, cases, command, report
+from moe_p2p.tools.bench.check import apply_experts, expect, verify
+from moe_p2p.tools.bench.options import Options, parse
+from moe_p2p.tools.bench.systems import Rows
 
 TINY = ["--device=cpu", "--ranks=2", "--ranks-per-node=1", "--tokens=1,4", "--hidden=256"]
 TINY += ["--topk=2", "--experts=4", "--checks=2", "--seconds=0.05"]

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_p2p.bench import api_worker, command, gpu_timing
-from moe_p2p.bench.api_report import ApiRow, HostTime, plot, table
-from moe_p2p.bench.cases import make_job
-from moe_p2p.bench.gpu_calls import Calls
-from moe_p2p.bench.gpu_measure import Timed
-from moe_p2p.bench.options import INTERFACES, INTERFACES_ON_CUDA, Options, parse
 from moe_p2p.reference import Tokens
+from moe_p2p.tools.bench import api_worker, command, gpu_timing
+from moe_p2p.tools.bench.api_report import ApiRow, HostTime, plot, table
+from moe_p2p.tools.bench.cases import make_job
+from moe_p2p.tools.bench.gpu_calls import Calls
+from moe_p2p.tools.bench.gpu_measure import Timed
+from moe_p2p.tools.bench.options import INTERFACES, INTERFACES_ON_CUDA, Options, parse
 
 TINY = ["--api=deep_ep", "--device=cpu", "--ranks=2", "--hidden=512", "--topk=2", "--experts=4"]
 TINY += ["--seconds=0.05", "--plot="]

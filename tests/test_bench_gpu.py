@@ -14,8 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_p2p import errors, jit, launch, reference, reference_wire
-from moe_p2p.bench import (
+from moe_p2p import errors, reference
+from moe_p2p.gpu import jit
+from moe_p2p.reference import Tokens, Topology, wire
+from moe_p2p.tools import launch
+from moe_p2p.tools.bench import (
     cases,
     check,
     floors,
@@ -27,12 +30,11 @@ from moe_p2p.bench import (
     options,
     probe,
 )
-from moe_p2p.bench.cases import make_job
-from moe_p2p.bench.floors import Links, PhaseBytes, Sizes
-from moe_p2p.bench.gpu_last import Inputs
-from moe_p2p.bench.gpu_report import HALVES, Machine
-from moe_p2p.bench.options import Options
-from moe_p2p.reference import Tokens, Topology
+from moe_p2p.tools.bench.cases import make_job
+from moe_p2p.tools.bench.floors import Links, PhaseBytes, Sizes
+from moe_p2p.tools.bench.gpu_last import Inputs
+from moe_p2p.tools.bench.gpu_report import HALVES, Machine
+from moe_p2p.tools.bench.options import Options
 
 LINKS = Links(push_gbs=300.0, push_24_gbs=250.0, flag_us=2.0, pinned_us=3.0, relayed_us=4.0)
 MACHINE = Machine(device="a clock", driver="13.0", torch=torch.__version__, nccl="none")
@@ -82,9 +84,7 @@ def test_bytes_are_those_of_the_reference(world_size: int, local: int, quantize:
     for num_steps in (1, 3):
         busiest, total = floors.nic_bytes(to_nodes, topology, sizes, num_steps=num_steps)
         wire = [
-            reference_wire.wire_bytes(
-                routing, source, combine_dtype=torch.bfloat16, num_steps=num_steps
-            )
+            wire.wire_bytes(routing, source, combine_dtype=torch.bfloat16, num_steps=num_steps)
             for source in range(world_size)
         ]
         assert total == PhaseBytes(
@@ -93,7 +93,7 @@ def test_bytes_are_those_of_the_reference(world_size: int, local: int, quantize:
         assert busiest.dispatch == max(w.dispatch for w in wire)
         assert total.combine / world_size <= busiest.combine <= total.combine
     least = [
-        reference_wire.floor_bytes(routing, source, combine_dtype=torch.bfloat16).pair
+        wire.floor_bytes(routing, source, combine_dtype=torch.bfloat16).pair
         for source in range(world_size)
     ]
     assert int(to_nodes.sum()) * sizes.payload == sum(least)

@@ -13,9 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_p2p import cuda_driver, errors, jit
-from moe_p2p.bench import probe
-from moe_p2p.bench.probe import Params, Probe
+from moe_p2p import errors
+from moe_p2p.gpu import driver as cuda_driver
+from moe_p2p.gpu import jit
+from moe_p2p.tools.bench import probe
+from moe_p2p.tools.bench.probe import Params, Probe
 
 DEADLINE_S = 20.0
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from moe_p2p.bench import gpu_plot, gpu_report
-from moe_p2p.bench.floors import Links
-from moe_p2p.bench.gpu_report import GpuRow, Spread
+from moe_p2p.tools.bench import gpu_plot, gpu_report
+from moe_p2p.tools.bench.floors import Links
+from moe_p2p.tools.bench.gpu_report import GpuRow, Spread
 from test_bench_gpu import LINKS, MACHINE
 
 

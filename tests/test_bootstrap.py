@@ -1,4 +1,4 @@
-"""moe_p2p.bootstrap: ranks meet with few requests, leave no keys, learn of each other's errors."""
+"""moe_p2p.rendezvous.bootstrap: few requests, no keys left, errors of others."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ import torch.distributed as dist
 
 import ranks
 from cases import make
-from moe_p2p import Engine, bootstrap, errors
-from moe_p2p.bootstrap import Bootstrap
+from moe_p2p import Engine, errors
+from moe_p2p.rendezvous import bootstrap
+from moe_p2p.rendezvous.bootstrap import Bootstrap
 
 ROOT = Path(__file__).resolve().parents[1]
 STAGES = ("the transports", "the configurations", "the addresses")

@@ -14,8 +14,9 @@ import pytest
 
 import machines
 from machines import Machine
-from moe_p2p import doctor, doctor_text, transport
-from moe_p2p.doctor import GpuFacts, Report, Write
+from moe_p2p.nics import transport
+from moe_p2p.tools import doctor, doctor_text
+from moe_p2p.tools.doctor import GpuFacts, Report, Write
 
 UNLIMITED = -1
 

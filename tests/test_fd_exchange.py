@@ -1,4 +1,4 @@
-"""moe_p2p.fd_exchange: the ranks of a node pass each other descriptors, or say who is missing."""
+"""moe_p2p.gpu.fd_exchange: ranks of a node pass descriptors, or name who is missing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ import pytest
 
 import ranks
 from cases import memfd
-from moe_p2p import errors, fd_exchange
+from moe_p2p import errors
+from moe_p2p.gpu import fd_exchange
 
 
 def _exchange_texts(rank: ranks.Rank, key: str, timeout_s: float, num_local: int) -> list[str]:

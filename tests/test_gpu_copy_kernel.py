@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import gpu_ranks
-from moe_p2p import cuda_driver, jit
+from moe_p2p.gpu import jit
 
 pytestmark = pytest.mark.gpu
 NUM_REQUESTS, WORD = 256, (1 << 64) - 1  # kernels/abi/copy.h
@@ -84,10 +84,10 @@ class Kernel:
             assert driver.cuLaunchKernelEx(ctypes.byref(config), function, arguments, None) == 0
             return
         function = jit.load(0, "copy.cu", "moe_p2p_copy", {})
-        driver = cuda_driver.module()
+        driver = driver.module()
         torch.cuda.synchronize(0)  # what it copies is there
-        with cuda_driver.primary_context(0):
-            cuda_driver.call(
+        with driver.primary_context(0):
+            driver.call(
                 "cuLaunchKernel",
                 driver.CUfunction(function),
                 *(1, 1, 1),

@@ -14,7 +14,8 @@ import torch
 
 from cases import Wanted, run_step
 from gpu_ranks import DEVICE, World, make, meet, prepare, run
-from moe_p2p import AllToAll, launch_shape
+from moe_p2p import AllToAll
+from moe_p2p.gpu import launch_shape
 from ranks import Rank
 from test_gpu import call
 from test_gpu_late_weights import run_late

@@ -14,7 +14,7 @@ import torch
 
 from cases import finish
 from gpu_ranks import MAX_TOKENS, PAYLOADS, Payload, World, compile_ahead, make, run, worlds
-from moe_p2p import launch_shape
+from moe_p2p.gpu import launch_shape
 from ranks import Rank
 from test_gpu import ALL_WORLDS, call, every_format, of_calls, steps
 from test_gpu_calls import CHUNKED, LONG, LONG_COUNTS, chunks, halves

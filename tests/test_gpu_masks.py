@@ -30,7 +30,7 @@ from gpu_ranks import (
 )
 from mask_cases import check_sums, expect_without, given_by, last_step, masks_of, step
 from moe_p2p import AllToAll
-from moe_p2p.device_kernels import _NO_REGIONS
+from moe_p2p.gpu.kernels import _NO_REGIONS
 from ranks import DiedError, Rank
 from test_gpu import call
 

@@ -1,4 +1,4 @@
-"""moe_p2p.jit: kernels compile without a GPU, once for all processes, and load on one."""
+"""moe_p2p.gpu.jit: kernels compile without a GPU, once for all processes, and load on one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 import ranks
-from moe_p2p import cuda_driver, device_kernels, errors, jit
+from moe_p2p import errors
+from moe_p2p.gpu import driver, jit, kernels
 
 ARCHS = ("sm_90a", "sm_100a")
 KERNEL = """
@@ -216,7 +217,7 @@ def test_importing_the_package_imports_nothing_of_cuda() -> None:
     # torch itself may: only what comes on top of it counts.
     code = (
         "import sys, torch; before = set(sys.modules)\n"
-        "import moe_p2p, moe_p2p.jit, moe_p2p.memory\n"
+        "import moe_p2p, moe_p2p.gpu.jit, moe_p2p.gpu.memory\n"
         "print([m for m in set(sys.modules) - before if m.split('.')[0] == 'cuda'])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -245,10 +246,10 @@ def test_every_variant_of_every_kernel_compiles(
         pytest.skip(reason)
     monkeypatch.setenv("MOE_P2P_CACHE", str(tmp_path))
     # (file name in kernels/, macros) of all that a user's configuration can ask for, by sample.
-    variants = list(device_kernels.variants())
-    kernels = {path.name for path in (jit.kernels_root() / "kernels").glob("*.cu")}
+    variants = list(kernels.variants())
+    sources = {path.name for path in (jit.kernels_root() / "kernels").glob("*.cu")}
     # Of the benchmark, and of the software NIC.
-    assert {kernel.source for kernel in variants} == kernels - {"probe.cu", "copy.cu"}
+    assert {kernel.source for kernel in variants} == sources - {"probe.cu", "copy.cu"}
     asked = [(kernel.source, kernel.macros) for kernel in variants]
     jobs = [(*each, arch) for each in [*asked, ("copy.cu", {})] for arch in ARCHS]
     with ThreadPoolExecutor(ranks.cpu_count()) as pool:
@@ -258,11 +259,9 @@ def test_every_variant_of_every_kernel_compiles(
 
 
 def _launch(function: int, threads: int, *arguments: object, kinds: tuple[type, ...]) -> None:
-    with cuda_driver.primary_context(0):
-        cuda_driver.call(
-            "cuLaunchKernel", function, 1, 1, 1, threads, 1, 1, 0, 0, (arguments, kinds), 0
-        )
-        cuda_driver.call("cuCtxSynchronize")
+    with driver.primary_context(0):
+        driver.call("cuLaunchKernel", function, 1, 1, 1, threads, 1, 1, 0, 0, (arguments, kinds), 0)
+        driver.call("cuCtxSynchronize")
 
 
 @pytest.mark.gpu

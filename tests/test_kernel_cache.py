@@ -1,4 +1,4 @@
-"""moe_p2p.kernel_cache: not run: what others may write; compiled anew: what does not load."""
+"""moe_p2p.gpu.kernel_cache: not run: what others may write; compiled anew: what does not load."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
-from moe_p2p import cuda_driver, env, errors, jit, kernel_cache
+from moe_p2p import env, errors
+from moe_p2p.gpu import driver as cuda_driver
+from moe_p2p.gpu import jit, kernel_cache
 
 KEY, CUBIN, LOG = "k" * 8, b"\x7fELF of a kernel", "no spills"
 

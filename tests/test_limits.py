@@ -9,16 +9,10 @@ import torch
 import torch.distributed as dist
 
 from cases import check_step, make, make_tokens, topology_of
-from moe_p2p import (
-    AllToAllConfig,
-    Engine,
-    communicator,
-    device_kernels,
-    errors,
-    reference,
-    reference_wire,
-)
-from moe_p2p.agreement import Agreement
+from moe_p2p import AllToAllConfig, Engine, communicator, errors, reference
+from moe_p2p.gpu import kernels
+from moe_p2p.reference.wire import floor_bytes, wire_bytes
+from moe_p2p.rendezvous.agreement import Agreement
 from ranks import Rank, run_threads
 
 EDGES = [
@@ -89,10 +83,8 @@ def wire(rank: Rank, config: dict[str, Any], options: dict[str, Any]) -> tuple[i
                     quantized=options.get("quantize", False),
                 )
                 steps = -(-12 // comm.config.step_tokens)
-                said = reference_wire.wire_bytes(
-                    routing, rank.rank, combine_dtype=dtype, num_steps=steps
-                )
-                least = reference_wire.floor_bytes(routing, rank.rank, combine_dtype=dtype)
+                said = wire_bytes(routing, rank.rank, combine_dtype=dtype, num_steps=steps)
+                least = floor_bytes(routing, rank.rank, combine_dtype=dtype)
                 expected += said.pair
                 floor += least.dispatch + least.combine
         # Closing waits for what the gateway still had to send.
@@ -128,10 +120,8 @@ def test_a_gpu_gives_little_memory_for_the_main_job(world_size: int, local: int,
 
 def macros(num_sms: int | None = None, by_rank: bool = False, **fields: Any) -> dict[str, int]:
     job: dict[str, Any] = {"num_experts": 256, "hidden_dim": 7168, "topk": 8, "max_tokens": 128}
-    shape = device_kernels.shape_macros(
-        AllToAllConfig(**job | fields), world_size=8, ranks_per_node=8
-    )
-    kernel = device_kernels.dispatch_kernel(
+    shape = kernels.shape_macros(AllToAllConfig(**job | fields), world_size=8, ranks_per_node=8)
+    kernel = kernels.dispatch_kernel(
         shape, torch.bfloat16, quantize=True, by_rank=by_rank, num_sms=num_sms
     )
     return kernel.macros
@@ -170,8 +160,8 @@ def test_ranks_agree_on_num_sms_where_it_decides_how_rows_travel(
 @pytest.mark.parametrize(("local", "flagged"), [(8, 0), (4, 1)])
 def test_rows_that_cannot_go_in_bulk_flag_themselves(local: int, flagged: int) -> None:
     config = AllToAllConfig(num_experts=8, hidden_dim=128, topk=2, max_tokens=200, num_sms=24)
-    shape = device_kernels.shape_macros(config, world_size=8, ranks_per_node=local)
-    kernel = device_kernels.combine_kernel(shape, torch.bfloat16, torch.bfloat16, num_sms=24)
+    shape = kernels.shape_macros(config, world_size=8, ranks_per_node=local)
+    kernel = kernels.combine_kernel(shape, torch.bfloat16, torch.bfloat16, num_sms=24)
     assert shape["MOE_P2P_SELF_FLAGGED"] == flagged
     assert kernel.macros["MOE_P2P_BULK"] == 1 - flagged
 

@@ -20,8 +20,9 @@ import torch.distributed as dist
 import moe_p2p
 from cases import check_step, lose_a_rank, lose_an_idle_rank, make, make_tokens
 from gpu_ranks import meet
-from moe_p2p import Engine, agreement, communicator, ops
-from moe_p2p.agreement import find_ranks_per_node
+from moe_p2p import Engine, communicator, ops
+from moe_p2p.rendezvous import agreement
+from moe_p2p.rendezvous.agreement import find_ranks_per_node
 from ranks import DiedError, Rank, run_processes, run_threads
 
 

@@ -1,4 +1,4 @@
-"""moe_p2p.memory: device memory shared by ranks, and pages of the host that GPUs use."""
+"""moe_p2p.gpu.memory: device memory shared by ranks, and pages of the host that GPUs use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ import torch
 
 import ranks
 from cases import memfd
-from moe_p2p import cuda_driver, errors, jit, memory
+from moe_p2p import errors
+from moe_p2p.gpu import driver, jit, memory
 
 
 def _barrier(rank: ranks.Rank, name: str) -> None:
@@ -95,10 +96,10 @@ def _open_all(key: str) -> None:
 def test_what_was_done_is_undone_wherever_it_fails(
     key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda_driver, "_retain", lambda device: device)
+    monkeypatch.setattr(driver, "_retain", lambda device: device)
     for failing in range(1, 100):
         fake = _FakeDriver(failing)
-        monkeypatch.setattr(cuda_driver, "module", lambda fake=fake: fake)
+        monkeypatch.setattr(driver, "module", lambda fake=fake: fake)
         monkeypatch.setattr(memory, "module", lambda fake=fake: fake)
         with contextlib.suppress(errors.ResourceExhaustedError):
             _open_all(key)
@@ -126,17 +127,17 @@ def test_gpu_and_host_see_the_same_pages(tmp_path: Path) -> None:
         with memory.PinnedPages(0, host, mmap.PAGESIZE) as pinned:
             pages[:8] = (7).to_bytes(8, "little")
             kinds = (ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
-            with cuda_driver.primary_context(0):
+            with driver.primary_context(0):
                 shape = (1, 1, 1, 1, 1, 1)
                 arguments = ((pinned.device_address, 1, 0), kinds)
-                cuda_driver.call("cuLaunchKernel", function, *shape, 0, 0, arguments, 0)
-                cuda_driver.call("cuCtxSynchronize")
+                driver.call("cuLaunchKernel", function, *shape, 0, 0, arguments, 0)
+                driver.call("cuCtxSynchronize")
             assert int.from_bytes(pages[8:16], "little") == 107
 
 
 def _copy_out(address: int, size: int) -> bytes:
     data = ctypes.create_string_buffer(size)
-    cuda_driver.call("cuMemcpyDtoH", ctypes.addressof(data), address, size)
+    driver.call("cuMemcpyDtoH", ctypes.addressof(data), address, size)
     return data.raw
 
 
@@ -153,12 +154,12 @@ def _write_to_peers(rank: ranks.Rank, key: str, size_bytes: int, num_devices: in
     ) as shared:
         assert shared.own.size >= size_bytes
         assert shared.addresses[rank.rank] == shared.own.address
-        with cuda_driver.primary_context(device):
+        with driver.primary_context(device):
             assert not any(_copy_out(shared.own.address, shared.own.size))
             _barrier(rank, "looked")
             for address in shared.addresses:
-                cuda_driver.call("cuMemsetD8", address + rank.rank, rank.rank + 1, 1)
-            cuda_driver.call("cuCtxSynchronize")
+                driver.call("cuMemsetD8", address + rank.rank, rank.rank + 1, 1)
+            driver.call("cuCtxSynchronize")
             _barrier(rank, "written")
             found = _copy_out(shared.own.address, rank.world_size + 1)
         _barrier(rank, "read")
@@ -220,9 +221,9 @@ def _share_by_fabric(rank: ranks.Rank) -> list[bytes]:
         deadline=time.monotonic() + 60,
         exchange=functools.partial(_fabric_exchange, rank),
     ) as shared:
-        with cuda_driver.primary_context(0):
-            cuda_driver.call("cuMemsetD8", shared.own.address, rank.rank + 1, 1)
-            cuda_driver.call("cuCtxSynchronize")
+        with driver.primary_context(0):
+            driver.call("cuMemsetD8", shared.own.address, rank.rank + 1, 1)
+            driver.call("cuCtxSynchronize")
             _barrier(rank, "written")
             found = [_copy_out(address, 1) for address in shared.addresses]
         _barrier(rank, "read")

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from benchmarks.model import Scale, as_sent, copies_per_node, flat_floor, node_floor
-from moe_p2p import reference, reference_wire
-from moe_p2p.reference import Tokens, Topology
+from moe_p2p import reference
+from moe_p2p.reference import Tokens, Topology, wire
 
 
 @pytest.mark.parametrize(
@@ -42,10 +42,7 @@ def test_agrees_with_drawn_routing() -> None:
     ]
     topology = Topology(world_size=8, ranks_per_node=2, num_experts=16)
     routing = reference.route(topology, tokens, layout="grouped", quantized=True)
-    drawn = [
-        reference_wire.wire_bytes(routing, source, combine_dtype=torch.bfloat16)
-        for source in range(8)
-    ]
+    drawn = [wire.wire_bytes(routing, source, combine_dtype=torch.bfloat16) for source in range(8)]
     sent = as_sent(scale)
     to_bytes = scale.gbps * 1e3 / 8
     # 16,000 tokens of variance below 1: the mean is known to 0.01 of about 2 copies.

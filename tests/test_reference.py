@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_p2p import reference, reference_wire
-from moe_p2p.reference import Received, Tokens, Topology
+from moe_p2p import reference
+from moe_p2p.reference import Received, Tokens, Topology, wire
 
 TWO_BY_TWO = Topology(world_size=4, ranks_per_node=2, num_experts=8)
 
@@ -254,25 +254,25 @@ def test_bytes_by_hand() -> None:
     empty = Tokens(x=torch.zeros(0, 64), topk_idx=torch.zeros(0, 2, dtype=torch.int64))
     tokens = [Tokens(x=torch.zeros(3, 64), topk_idx=idx), empty, empty, empty]
     routing = reference.route(TWO_BY_TWO, tokens)
-    got = reference_wire.wire_bytes(routing, 0, combine_dtype=torch.bfloat16)
+    got = wire.wire_bytes(routing, 0, combine_dtype=torch.bfloat16)
     # dispatch: header 128 + counts 2 ranks * 2 experts * 4 -> 128, two slots of 128 + 256.
     assert got.dispatch == 128 + 128 + 2 * 384
     assert got.combine == 128 + 2 * 128
     assert got.pair == got.dispatch + got.combine
-    least = reference_wire.floor_bytes(routing, 0, combine_dtype=torch.bfloat16)
+    least = wire.floor_bytes(routing, 0, combine_dtype=torch.bfloat16)
     assert (least.dispatch, least.combine) == (2 * 256, 2 * 128)
-    flat = reference_wire.floor_bytes(routing, 0, combine_dtype=torch.bfloat16, dedup=False)
+    flat = wire.floor_bytes(routing, 0, combine_dtype=torch.bfloat16, dedup=False)
     assert (flat.dispatch, flat.combine) == (3 * 256, 3 * 128)
-    scalars = reference_wire.wire_bytes(routing, 0, combine_dtype=torch.bfloat16, scalars=True)
+    scalars = wire.wire_bytes(routing, 0, combine_dtype=torch.bfloat16, scalars=True)
     assert scalars.combine == 128 + 2 * 256  # 128 + 2 scalars of 4 bytes, in lines
-    steps = reference_wire.wire_bytes(routing, 0, combine_dtype=torch.bfloat16, num_steps=3)
+    steps = wire.wire_bytes(routing, 0, combine_dtype=torch.bfloat16, num_steps=3)
     # Each further step repeats header and counts; with several, each has an empty other half.
     assert steps.dispatch == got.dispatch + 2 * 256 + 3 * 128
     assert steps.combine == got.combine + 2 * 128 + 3 * 128
-    silent = reference_wire.wire_bytes(routing, 1, combine_dtype=torch.bfloat16)
+    silent = wire.wire_bytes(routing, 1, combine_dtype=torch.bfloat16)
     assert silent.pair == 128 + 128 + 128
 
 
 @pytest.mark.parametrize(("topk", "head"), [(1, 128), (8, 128), (12, 128), (13, 256), (32, 384)])
 def test_slot_head_grows_in_lines(topk: int, head: int) -> None:
-    assert reference_wire.slot_head_bytes(topk) == head
+    assert wire.slot_head_bytes(topk) == head

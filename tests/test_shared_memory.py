@@ -12,8 +12,9 @@ from threading import Barrier
 import pytest
 
 from cases import SMALL, make
-from moe_p2p import AllToAllConfig, plan
-from moe_p2p.shared_memory import of_a_rank
+from moe_p2p import AllToAllConfig
+from moe_p2p.rendezvous.shared_memory import of_a_rank
+from moe_p2p.tools import plan
 from ranks import Rank, run_threads
 
 TESTS = Path(__file__).resolve().parent

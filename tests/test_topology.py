@@ -9,8 +9,8 @@ import pytest
 
 import machines
 from machines import Machine
-from moe_p2p import topology
-from moe_p2p.topology import Distance, Host, Place
+from moe_p2p.nics import topology
+from moe_p2p.nics.topology import Distance, Host, Place
 
 
 def rails_of(host: Host, kind: str) -> list[list[str]]:

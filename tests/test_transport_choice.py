@@ -11,9 +11,10 @@ import machines
 import moe_p2p
 from cases import check_step, make, make_tokens
 from machines import Machine
-from moe_p2p import Engine, transport
-from moe_p2p.agreement import Offer, agree_on_transport
-from moe_p2p.transport import Choice, Opening, Wish, choose, open_with
+from moe_p2p import Engine
+from moe_p2p.nics import transport
+from moe_p2p.nics.transport import Choice, Opening, Wish, choose, open_with
+from moe_p2p.rendezvous.agreement import Offer, agree_on_transport
 from ranks import Rank, run_processes, run_threads
 
 
@@ -99,7 +100,7 @@ def test_a_cuda_device_is_found_in_sysfs_by_its_address(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = {"PCI_DOMAIN_ID": 0, "PCI_BUS_ID": 0xCA, "PCI_DEVICE_ID": 0}
-    monkeypatch.setattr(transport.cuda_driver, "attribute", lambda device, name: told[name])
+    monkeypatch.setattr(transport.driver, "attribute", lambda device, name: told[name])
     machines.p5(tmp_path)
     found = open_with("libfabric", "", Wish(pci=transport.pci_of(3)), root=tmp_path)
     assert found.settings.startswith("interfaces=rdmap198s0-rdm:")

@@ -21,7 +21,7 @@
 #include "base/wire.h"
 #include "engine/transfer_engine.h"
 #include "kernels/abi/params.h"
-#include "moe/plan.h"
+#include "moe/plan/plan.h"
 #include "platform/stream_order.h"
 #include "proxy/proxy_thread.h"
 
@@ -41,7 +41,7 @@ struct AllToAllOptions {
   int num_threads = 1;                        // of the host kernels
   bool device =
       false;  // tensors are on a GPU; use_device() before address(), use_signals() after connect()
-  // [W] words of moe/masks.h in host memory, which outlive the object. A rank that does not come, or
+  // [W] words of moe/node/masks.h in host memory, which outlive the object. A rank that does not come, or
   // is gone, is then masked instead of breaking this one. null: no masks.
   int32_t* masks = nullptr;
 };

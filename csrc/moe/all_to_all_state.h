@@ -10,11 +10,11 @@
 #include <vector>
 
 #include "moe/calls.h"
-#include "moe/device_kernels.h"
-#include "moe/exchange.h"
-#include "moe/host_gather.h"
-#include "moe/host_kernels.h"
-#include "moe/node_memory.h"
+#include "moe/device/calls.h"
+#include "moe/host/gather.h"
+#include "moe/host/kernels.h"
+#include "moe/node/exchange.h"
+#include "moe/node/memory.h"
 
 namespace moe_p2p::moe {
 

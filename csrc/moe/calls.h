@@ -13,8 +13,8 @@
 #include <deque>
 #include <vector>
 
-#include "moe/host_kernels.h"
-#include "moe/wait_clock.h"
+#include "moe/host/kernels.h"
+#include "moe/host/wait_clock.h"
 
 namespace moe_p2p::moe {
 

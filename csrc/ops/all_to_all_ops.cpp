@@ -1,7 +1,7 @@
 // torch.ops.moe_p2p: making communicators, and dispatch and combine in halves.
 #include <utility>
 
-#include "moe/device_kernels.h"
+#include "moe/device/calls.h"
 #include "ops/all_to_all_object.h"
 
 namespace moe_p2p::ops {

@@ -1,4 +1,4 @@
-// Launching kernels that moe_p2p/jit.py made.
+// Launching kernels that moe_p2p/gpu/jit.py made.
 #pragma once
 
 #include <cstddef>

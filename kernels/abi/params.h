@@ -1,4 +1,4 @@
-// What the host hands to each device kernel: one struct, filled by csrc/moe/device_kernels.cpp.
+// What the host hands to each device kernel: one struct, filled by csrc/moe/device/calls.cpp.
 #pragma once
 
 #include "kernels/abi/layout.h"
@@ -42,7 +42,7 @@ struct DeviceState {
   u64 next_step[2];  // kernel number n reads [n mod 2] and writes the other
   u32 aborted;       // 1 once a fault was raised: nobody waits any more
   u32 begun;         // kernels whose first block has begun
-  u64 masks;  // i32 [W] on this device, not 0 for ranks that are masked (csrc/moe/masks.h); or null
+  u64 masks;  // i32 [W] on this device, not 0 for ranks that are masked (csrc/moe/node/masks.h); or null
   u32 ended;  // kernels whose first block has ended: as many as have begun, unless two run at once
   u32 reserved[21];
 };

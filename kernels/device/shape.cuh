@@ -1,4 +1,4 @@
-// The numbers that a kernel is compiled for, from macros (moe_p2p/device_kernels.py sets them), and
+// The numbers that a kernel is compiled for, from macros (moe_p2p/gpu/kernels.py sets them), and
 // where things lie in the memory of a rank.
 #pragma once
 

@@ -1,7 +1,7 @@
 """fp8 with block scales in Triton: rows as dispatch sends them, and back; weights in square blocks.
 
 For users who quantize outside of dispatch, for the example layer and for baselines. Same bits as
-moe_p2p/reference.py. Importing this needs Triton; `import moe_p2p` does not.
+moe_p2p/reference/routing.py. Importing this needs Triton; `import moe_p2p` does not.
 
 Shapes: [..., H] rows of H values; E experts, K and N the sizes of a weight.
 """
@@ -97,7 +97,7 @@ def quantize(x: Tensor, *, num_rows: Tensor | None = None) -> tuple[Tensor, Tens
     num_rows: one int on the device of x; rows of the result from there on are undefined. None: all.
 
     amax = max(|x|, 1e-4) of 128 values, scale = amax / 448, q = e4m3(x * (448 / amax)), to nearest
-    even. A block that holds an inf or a NaN is NaN as a whole; reference_fp8.quantize() has the
+    even. A block that holds an inf or a NaN is NaN as a whole; reference.quantize() has the
     bits. No gradient. Example: quantize(torch.ones(1, 256)) gives q = 448 everywhere and scales
     [[1 / 448, 1 / 448]].
     """

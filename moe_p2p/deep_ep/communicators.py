@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 
 from moe_p2p import errors
-from moe_p2p.agreement import find_ranks_per_node
-from moe_p2p.bootstrap import Bootstrap
 from moe_p2p.config import AllToAllConfig
 from moe_p2p.deep_ep.releasing import ReleasingAllToAll
 from moe_p2p.ops import call
+from moe_p2p.rendezvous.agreement import find_ranks_per_node
+from moe_p2p.rendezvous.bootstrap import Bootstrap
 
 TIMEOUT_S = 100.0  # of every wait, as in DeepEP
 _MOST_TOKENS = 8192  # of a step whose size memory decides; more would make no call faster

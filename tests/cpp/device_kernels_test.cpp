@@ -1,6 +1,6 @@
 // What the host decides about calls on a GPU: how many blocks, and what it refuses. Launches are
 // recorded in place of the driver, so no kernel runs.
-#include "moe/device_kernels.h"
+#include "moe/device/calls.h"
 
 #include <doctest/doctest.h>
 

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "doctest/doctest.h"
-#include "moe/exchange.h"
+#include "moe/node/exchange.h"
 
 namespace moe_p2p::moe {
 namespace {

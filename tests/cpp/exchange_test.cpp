@@ -5,8 +5,8 @@
 
 #include "doctest/doctest.h"
 #include "engine_pair.h"
-#include "moe/exchange.h"
-#include "moe/host_gather.h"
+#include "moe/host/gather.h"
+#include "moe/node/exchange.h"
 
 namespace moe_p2p::moe {
 namespace {

@@ -5,8 +5,8 @@
 
 #include <cerrno>
 
+#include "provider/libfabric/memory.h"
 #include "provider/libfabric/peers.h"
-#include "provider/libfabric/regions.h"
 #include "provider_table.h"
 
 namespace moe_p2p::provider_test::fabric_bare {

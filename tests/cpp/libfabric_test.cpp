@@ -7,7 +7,7 @@
 #include <thread>
 
 #include "provider/libfabric/config.h"
-#include "provider/libfabric/errors.h"
+#include "provider/libfabric/failure.h"
 #include "provider_table.h"
 
 // libfabric 1.17 leaves 376 bytes of its own allocated after the contract suite.

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "loopback_gpu.h"
-#include "provider/loopback/control.h"
+#include "provider/loopback/test_hooks.h"
 
 namespace moe_p2p::provider_test {
 namespace {

@@ -5,8 +5,8 @@
 #include <thread>
 
 #include "platform/shm.h"
-#include "provider/loopback/control.h"
 #include "provider/loopback/link_model.h"
+#include "provider/loopback/test_hooks.h"
 #include "provider_table.h"
 
 namespace moe_p2p::provider_test {

@@ -4,7 +4,7 @@
 #include <cerrno>
 
 #include "provider/libfabric/domain.h"
-#include "provider/libfabric/errors.h"
+#include "provider/libfabric/failure.h"
 
 namespace moe_p2p::provider::libfabric {
 

@@ -21,7 +21,7 @@
 #include <vector>
 
 #include "provider/libfabric/gate.h"
-#include "provider/libfabric/writes.h"
+#include "provider/libfabric/sender.h"
 #include "provider/provider.h"
 
 namespace moe_p2p::provider {

@@ -3,7 +3,7 @@
 #include <chrono>
 
 #include "base/log.h"
-#include "provider/loopback/connection.h"
+#include "provider/loopback/peers.h"
 
 namespace moe_p2p::provider::loopback {
 

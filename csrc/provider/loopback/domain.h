@@ -17,10 +17,10 @@
 #include <string>
 
 #include "provider/loopback/config.h"
-#include "provider/loopback/control.h"
 #include "provider/loopback/copies.h"
 #include "provider/loopback/receiver.h"
 #include "provider/loopback/sender.h"
+#include "provider/loopback/test_hooks.h"
 #include "provider/provider.h"
 
 namespace moe_p2p::provider {

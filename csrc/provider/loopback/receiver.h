@@ -9,9 +9,9 @@
 #include "provider/loopback/chaos.h"
 #include "provider/loopback/config.h"
 #include "provider/loopback/copies.h"
+#include "provider/loopback/memory.h"
 #include "provider/loopback/output.h"
 #include "provider/loopback/pool.h"
-#include "provider/loopback/region_table.h"
 #include "provider/loopback/segment.h"
 #include "provider/loopback/waker.h"
 

@@ -11,8 +11,8 @@
 #include <vector>
 
 #include "provider/loopback/config.h"
-#include "provider/loopback/connection.h"
 #include "provider/loopback/output.h"
+#include "provider/loopback/peers.h"
 
 namespace moe_p2p::provider::loopback {
 

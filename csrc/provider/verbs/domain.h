@@ -11,8 +11,8 @@
 #include <vector>
 
 #include "provider/provider.h"
-#include "provider/verbs/control.h"
 #include "provider/verbs/memory.h"
+#include "provider/verbs/peers.h"
 #include "provider/verbs/sender.h"
 
 namespace moe_p2p::provider {

@@ -1,0 +1,397 @@
+#include "moe/device/calls.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstddef>
+
+#include "base/log.h"
+#include "moe/plan/token_parts.h"
+#include "platform/cuda.h"
+
+namespace moe_p2p::moe {
+
+using abi::DType;
+using base::Code;
+
+namespace {
+
+static_assert(offsetof(abi::DeviceState, masks) == 32, "as moe_p2p/gpu/kernels.py has it");
+
+// The most workers that share a token or a row (kernels/device/worker.cuh, Part).
+constexpr int64_t kMostShares = 8;
+
+uint64_t address(const void* p) noexcept { return reinterpret_cast<uint64_t>(p); }
+
+template <typename Key>
+const DeviceKernel& find_kernel(const std::map<Key, DeviceKernel>& kernels, const Key& key,
+                                const char* what) {
+  const auto found = kernels.find(key);
+  MOE_P2P_CHECK(found != kernels.end(), Code::kUnavailable, what,
+                " is not compiled for these types; make the same call once outside torch.compile");
+  return found->second;
+}
+
+abi::ScalePlace scale_place(const DispatchRecv& recv) noexcept {
+  const auto words = static_cast<int64_t>(recv.scale_bytes / 4);
+  if (!recv.column_scales) return {.row = words, .expert = 0, .word = 1};
+  const bool padded = recv.layout == abi::RowLayout::kPadded;
+  return {.row = 1,
+          .expert = padded ? words * recv.scale_stride - recv.capacity : 0,
+          .word = recv.scale_stride};
+}
+
+}  // namespace
+
+// --- set-up --------------------------------------------------------------------------------------
+
+DeviceKernels::DeviceKernels(const Plan& plan, const AllToAllOptions& options,
+                             const DeviceMemory& memory)
+    : plan_(plan),
+      memory_(memory),
+      context_(memory.ordinal),
+      open_(plan.shape.steps_in_flight),
+      order_(context_, memory.num_sms == 0) {
+  MOE_P2P_CHECK(memory.data.size() == static_cast<size_t>(plan.shape.ranks_per_node) &&
+                    memory.data.size() <= abi::kMaxDomainRanks,
+                Code::kInvalidArgument, memory.data.size(), " ranks' memory for ",
+                plan.shape.ranks_per_node, " ranks of a node");
+  MOE_P2P_CHECK(memory.peer_data.size() == static_cast<size_t>(plan.shape.num_nodes()),
+                Code::kInvalidArgument, memory.peer_data.size(), " addresses of peers for ",
+                plan.shape.num_nodes(), " nodes");
+  std::copy(memory.data.begin(), memory.data.end(), comm_.data);
+  comm_.state = memory.state;
+  comm_.fault = memory.fault_device;
+  comm_.expert_rank = memory.expert_rank;
+  comm_.expert_local = memory.expert_local;
+  comm_.timeout_ns = static_cast<uint64_t>(std::chrono::nanoseconds(options.timeout).count());
+  comm_.rank = options.rank;
+  comm_.num_local_experts = plan.num_local_experts(options.rank);
+  comm_.communicator = options.communicator;
+}
+
+void DeviceKernels::set_signals(const std::vector<uint64_t>& addresses) {
+  MOE_P2P_CHECK(addresses.size() == memory_.data.size(), Code::kInvalidArgument, addresses.size(),
+                " addresses of signal memory for ", memory_.data.size(), " ranks of a node");
+  std::copy(addresses.begin(), addresses.end(), comm_.signals);
+}
+
+void DeviceKernels::set_dispatch(const DispatchVariant& variant, const DeviceKernel& kernel) {
+  dispatch_kernels_[variant] = kernel;
+}
+
+void DeviceKernels::set_combine(DType y_dtype, DType out_dtype, const DeviceKernel& kernel) {
+  combine_kernels_[{static_cast<int>(y_dtype), static_cast<int>(out_dtype)}] = kernel;
+}
+
+// --- faults --------------------------------------------------------------------------------------
+
+const abi::Fault* DeviceKernels::fault() const noexcept {
+  // acquire: pairs with raise_fault() of the device.
+  const bool told = std::atomic_ref(memory_.fault->complete).load(std::memory_order_acquire) != 0;
+  return told ? memory_.fault : nullptr;
+}
+
+base::Error DeviceKernels::error_of(const abi::Fault& fault, const std::string& gone) const {
+  const char* phase = phase_name(static_cast<abi::Phase>(fault.phase));
+  const std::string head = base::concat("rank ", comm_.rank, ": ", phase, " of step ", fault.step);
+  const auto got = static_cast<int64_t>(fault.got);
+  switch (fault.raised) {
+    case abi::kTimedOut:
+      return {gone.empty() ? Code::kTimeout : Code::kPeerDead,
+              base::concat(head, " timed out waiting for rank ", fault.source, ": expected word ",
+                           fault.expected, ", got ", fault.got, gone.empty() ? "" : "; ", gone)};
+    case abi::kCapacity:
+      return {Code::kResourceExhausted,
+              base::concat(head, ": ",
+                           fault.source < 0 ? std::string("this rank")
+                                            : base::concat("local expert ", fault.source),
+                           " needs ", got, " rows, capacity is ", fault.expected)};
+    case abi::kBadExpert:
+      return {Code::kInvalidArgument,
+              base::concat(head, ": topk_idx of token ", fault.expected, " names expert ", got,
+                           ", must be -1 (none) or from 0 to ", plan_.shape.num_experts - 1)};
+    case abi::kDuplicateExpert:
+      return {Code::kInvalidArgument, base::concat(head, ": topk_idx of token ", fault.expected,
+                                                   " names expert ", got, " twice")};
+    case abi::kTooManyTokens:
+      return {Code::kInvalidArgument,
+              base::concat(head, ": num_tokens is ", got, ", at most ", fault.expected, " fit")};
+    case abi::kTwoAtOnce:
+      return {Code::kInvalidArgument,
+              base::concat(head,
+                           " began while another call of this communicator was running; let one "
+                           "wait for the other where graphs are replayed on several streams, or "
+                           "give each stream a communicator")};
+    case abi::kBadHandle:
+      return {Code::kInvalidArgument,
+              base::concat(head, ": the handle was not made by a dispatch of communicator ",
+                           fault.expected)};
+    default:
+      return {Code::kProtocol, base::concat(head, ": rank ", fault.source,
+                                            " sent rows of another type, layout or size (", got,
+                                            " bytes a slot, expected ", fault.expected,
+                                            "); all ranks must make the same calls")};
+  }
+}
+
+// --- launching -----------------------------------------------------------------------------------
+
+void DeviceKernels::check_half(int64_t num_steps) const {
+  MOE_P2P_CHECK(num_steps <= plan_.shape.steps_in_flight, Code::kInvalidArgument, "this call has ",
+                num_steps, " chunks, send and receive halves take at most steps_in_flight = ",
+                plan_.shape.steps_in_flight, "; use the whole call or raise chunk_tokens");
+}
+
+abi::Grid DeviceKernels::grid_of(const DeviceKernel& kernel, GridInput input) const {
+  input.relay_blocks = abi::Grid::relay_blocks(plan_.shape);
+  input.num_sms = memory_.num_sms;
+  return choose_grid(kernel, input);
+}
+
+template <typename Params>
+void DeviceKernels::launch(const DeviceKernel& kernel, const Params& params, const Place& place) {
+  const int num_blocks = abi::Grid::relay_blocks(plan_.shape) + params.grid.num_send_blocks +
+                         params.grid.num_recv_blocks;
+  const platform::ContextGuard current(context_);
+  const bool in_stream = order_.follow(place.stream, place.capture);
+  platform::launch_kernel({.kernel = kernel.handle,
+                           .num_blocks = static_cast<unsigned>(num_blocks),
+                           .num_threads = kernel.num_threads,
+                           .shared_bytes = kernel.shared_bytes,
+                           .stream = place.stream.handle,
+                           .overlap_previous = in_stream},
+                          &params);
+  order_.launched(place.stream, place.capture);
+}
+
+// --- dispatch ------------------------------------------------------------------------------------
+
+OpenCall DeviceKernels::begin_dispatch(const DispatchSend& send) const {
+  const int64_t num_chunks = plan_.num_chunks(send.max_tokens);
+  MOE_P2P_CHECK(send.num_tokens >= 0 && send.num_tokens <= send.num_rows, Code::kInvalidArgument,
+                "num_tokens is ", send.num_tokens, ", x has ", send.num_rows, " rows");
+  // A count on the device is checked there, against the rows of x and the chunks of the call.
+  MOE_P2P_CHECK(send.device_num_tokens || send.num_tokens <= send.max_tokens,
+                Code::kInvalidArgument, "this rank sends ", send.num_tokens,
+                " tokens, max_tokens of this call is ", send.max_tokens);
+  const auto layout = abi::HandleLayout::make(plan_.shape, send.num_rows, num_chunks);
+  MOE_P2P_CHECK(static_cast<uint64_t>(send.handle.num_words) >= layout.total,
+                Code::kInvalidArgument, "handle has ", send.handle.num_words,
+                " words, this dispatch needs ", layout.total, " (handle_words)");
+  return {.handle = send.handle.words,
+          .num_steps = num_chunks,
+          .solo = send.solo || num_chunks > 1,
+          .stage = Stage::kDispatchSent,
+          .variant = {.x_dtype = send.x_dtype,
+                      .quantize = send.quantize,
+                      .scale_format = send.scale_format,
+                      .by_rank = send.by_rank},
+          .parts = send_parts(plan_, send),
+          .opaque = send.opaque_scales || !send.extras.empty(),
+          .num_extras = static_cast<int32_t>(send.extras.size()),
+          .num_rows = static_cast<int32_t>(send.num_rows)};
+}
+
+void DeviceKernels::fill(abi::DispatchParams& p, const DispatchSend& send) const {
+  p.x = address(send.x);
+  p.scales = address(send.scales);
+  p.topk_idx = address(send.topk_idx);
+  p.topk_copy = address(send.topk_copy);
+  p.topk_weights = address(send.topk_weights);
+  p.num_tokens = address(send.device_num_tokens);
+  p.num_tokens_host = static_cast<int32_t>(send.num_tokens);
+  p.topk_is_int64 = send.topk_is_int64;
+  p.num_tokens_is_int64 = send.num_tokens_is_int64;
+  for (size_t i = 0; i < send.extras.size(); ++i)
+    p.extras[i] = {address(send.extras[i].data), send.extras[i].row_bytes};
+}
+
+void DeviceKernels::fill(abi::DispatchParams& p, const DispatchRecv& recv) const {
+  const abi::TokenParts parts = recv_parts(plan_, recv);
+  bool fits = parts.num_parts == p.parts.num_parts;
+  for (int i = 0; fits && i < parts.num_parts; ++i) fits = parts.bytes[i] == p.parts.bytes[i];
+  MOE_P2P_CHECK(
+      fits, Code::kInvalidArgument,
+      "the outputs of this dispatch do not fit its inputs: payload type, scales and extras "
+      "must be those that were sent");
+  p.out_x = address(recv.x);
+  p.out_scales = address(recv.scales);
+  p.scale_place = scale_place(recv);
+  for (size_t i = 0; i < recv.extras.size(); ++i)
+    p.out_extras[i] = {address(recv.extras[i].data), recv.extras[i].row_bytes};
+  p.row_weights = address(recv.row_weights);
+  p.counts = address(recv.counts);
+  p.offsets = address(recv.offsets);
+  p.row_topk = address(recv.row_topk);
+  if (recv.row_topk) p.topk_is_int64 = recv.topk_is_int64;
+  p.source = address(recv.source);
+  p.ranges = address(recv.ranges);
+  p.wait_ticks = address(recv.wait_ticks);
+  p.grouped = recv.layout == abi::RowLayout::kGrouped;
+  p.zero_padding = recv.zero_padding;
+  p.capacity = recv.capacity;
+  p.alignment = recv.alignment;
+}
+
+abi::DispatchParams DeviceKernels::params_of(const OpenCall& call) const {
+  abi::DispatchParams p{};
+  p.comm = comm_;
+  p.num_rows = call.num_rows;
+  p.num_chunks = static_cast<int32_t>(call.num_steps);
+  p.solo = call.solo;
+  p.parts = call.parts;
+  p.num_extras = call.num_extras;
+  p.opaque = call.opaque;
+  p.handle = address(call.handle);
+  return p;
+}
+
+void DeviceKernels::dispatch(const DispatchSend* send, const DispatchRecv* recv,
+                             const platform::Stream& stream) {
+  const Place place(stream);
+  const OpenCall* before =
+      send ? nullptr : open_.find(recv->handle.words, Stage::kDispatchSent, place.capture);
+  MOE_P2P_CHECK(send || before, Code::kInvalidArgument,
+                "dispatch_recv: this handle has no dispatch_send waiting; each send half is "
+                "received once");
+  OpenCall call = send ? begin_dispatch(*send) : *before;
+  if (send) open_.check_room(call.num_steps, place.capture);
+  if (!recv) check_half(call.num_steps);
+  MOE_P2P_CHECK(!recv || (recv->layout == abi::RowLayout::kByRank) == call.variant.by_rank,
+                Code::kInvalidArgument,
+                "layout is by_rank for one half and not for the other; give dispatch_recv that of "
+                "dispatch_send");
+  MOE_P2P_CHECK(!recv || !recv->scales || recv->scale_format == call.variant.scale_format,
+                Code::kInvalidArgument,
+                "scale_format is not that of dispatch_send; give dispatch_recv the same");
+  const DeviceKernel& kernel = find_kernel(dispatch_kernels_, call.variant, "dispatch");
+  MOE_P2P_CHECK(call.parts.slot_bytes <= kernel.max_slot_bytes, Code::kInvalidArgument,
+                "a token of this call takes ", call.parts.slot_bytes,
+                " bytes with its scales and extras, a kernel of so few multiprocessors holds ",
+                kernel.max_slot_bytes, "; raise extra_bytes of the configuration");
+  abi::DispatchParams p = params_of(call);
+  if (send) fill(p, *send);
+  if (recv) fill(p, *recv);
+  const int64_t chunk = plan_.shape.chunk_tokens;
+  p.grid = grid_of(
+      kernel,
+      {.send_items = send ? std::min<int64_t>(call.num_rows, chunk) * kMostShares + 1  // headers
+                          : 0,
+       .recv_items = recv ? chunk * plan_.shape.world_size : 0});
+  launch(kernel, p, place);
+  if (recv) call.stage = Stage::kDispatched;
+  open_.launched(before, call, place.capture, send != nullptr, !recv || !call.solo);
+}
+
+// --- combine -------------------------------------------------------------------------------------
+
+OpenCall DeviceKernels::begin_combine(const CombineSend& send) const {
+  return {.handle = send.handle.words,
+          .num_steps = plan_.num_chunks(send.max_tokens),
+          .solo = true,
+          .stage = Stage::kCombineSent};
+}
+
+void DeviceKernels::fill(abi::CombineParams& p, const CombineSend& send) {
+  p.y = address(send.y);
+  p.row_weights = address(send.row_weights);
+  p.row_scalars = address(send.row_scalars);
+  p.scalars_by_rank = send.scalars_by_rank;
+  p.topk_weights = address(send.topk_weights);
+  p.num_rows = static_cast<int32_t>(send.num_rows);
+}
+
+void DeviceKernels::fill(abi::CombineParams& p, const CombineRecv& recv) {
+  MOE_P2P_CHECK(!p.topk_weights || p.num_rows == recv.num_rows, Code::kInvalidArgument,
+                "topk_weights has ", p.num_rows, " rows, the dispatch had ", recv.num_rows);
+  p.num_rows = static_cast<int32_t>(recv.num_rows);
+  p.out = address(recv.out);
+  p.out_scalars = address(recv.out_scalars);
+  std::ranges::transform(recv.bias, p.bias, address);
+  p.wait_ticks = address(recv.wait_ticks);
+}
+
+void DeviceKernels::combine(const CombineSend* send, const CombineRecv* recv,
+                            const platform::Stream& stream) {
+  const Place place(stream);
+  const Handle handle = send ? send->handle : recv->handle;
+  MOE_P2P_CHECK(!send || !open_.waits_to_be_received(handle.words), Code::kInvalidArgument,
+                "combine needs a dispatch that was received; call dispatch_recv first");
+  const OpenCall* before =
+      open_.find(handle.words, send ? Stage::kDispatched : Stage::kCombineSent, place.capture);
+  MOE_P2P_CHECK(send || before, Code::kInvalidArgument,
+                "combine_recv: this handle has no combine_send waiting; each send half is received "
+                "once");
+  OpenCall call = before ? *before : begin_combine(*send);
+  const bool opens = send && call.solo;  // as far as the host knows
+  if (send) {
+    call.stage = Stage::kCombineSent;
+    call.num_steps = plan_.num_chunks(send->max_tokens);
+    call.types = {static_cast<int>(send->y_dtype), static_cast<int>(send->out_dtype)};
+    call.with_scalars = send->row_scalars != nullptr;
+  }
+  if (opens) open_.check_room(call.num_steps, place.capture);
+  // Rows of one expert or by rank go as they stand: rows_stay of kernels/combine/bulk.cuh.
+  const bool copies = send && send->y_dtype == send->out_dtype && !send->row_weights &&
+                      !send->topk_weights && !send->row_scalars;
+  const auto out_dtype = static_cast<DType>(call.types.second);
+  check_partial(plan_, out_dtype, call.with_scalars);
+  if (!recv) check_half(call.num_steps);
+  MOE_P2P_CHECK(!recv || (recv->out_dtype == out_dtype &&
+                          (call.with_scalars || recv->out_scalars == nullptr)),
+                Code::kInvalidArgument,
+                "out must be of the out_dtype that combine_send was given, and scalars come back "
+                "only where row_scalars were sent");
+  const DeviceKernel& kernel = find_kernel(combine_kernels_, call.types, "combine");
+  abi::CombineParams p{};
+  p.comm = comm_;
+  p.handle = address(handle.words);
+  p.stride = partial_stride(plan_, out_dtype, call.with_scalars);
+  p.num_chunks = static_cast<int32_t>(call.num_steps);
+  p.with_scalars = call.with_scalars;
+  if (send) fill(p, *send);
+  if (recv) fill(p, *recv);
+  const int64_t chunk = plan_.shape.chunk_tokens;
+  p.grid = grid_of(kernel, {.send_items = send ? chunk * plan_.shape.world_size : 0,
+                            .recv_items = recv ? chunk * kMostShares : 0,
+                            .copies = copies});
+  launch(kernel, p, place);
+  open_.launched(before, call, place.capture, opens, !recv);
+}
+
+// Receives a dispatch without outputs: slots that flag themselves have to be taken.
+void DeviceKernels::discard(const OpenCall& call, const Place& place) {
+  const DeviceKernel& kernel = find_kernel(dispatch_kernels_, call.variant, "dispatch");
+  abi::DispatchParams p = params_of(call);
+  p.grouped = 1;
+  p.alignment = 1;
+  p.grid = grid_of(kernel, {.recv_items = plan_.shape.chunk_tokens * plan_.shape.world_size});
+  launch(kernel, p, place);
+}
+
+// A handle that holds no step, of a solo dispatch or combined already, needs nothing; of one that was
+// captured only the device knows.
+void DeviceKernels::release(Handle handle, const platform::Stream& stream) {
+  const Place place(stream);
+  const OpenCall* open = open_.find(handle.words, Stage::kDispatched, place.capture);
+  if (!open) {
+    open = open_.find(handle.words, Stage::kDispatchSent, place.capture);
+    if (!open) return;
+    discard(*open, place);
+    if (open->solo)  // the receiving half has said that all is read
+      return open_.launched(open, *open, place.capture, false, false);
+  }
+  if (open->solo) return;
+  MOE_P2P_CHECK(!combine_kernels_.empty(), Code::kUnavailable,
+                "no combine kernel is compiled for this communicator");
+  abi::CombineParams p{};
+  p.comm = comm_;
+  p.handle = address(handle.words);
+  p.num_chunks = static_cast<int32_t>(open->num_steps);
+  p.empty = 1;
+  p.grid = {1, 1};
+  launch(combine_kernels_.begin()->second, p, place);
+  open_.launched(open, *open, place.capture, false, false);
+}
+
+}  // namespace moe_p2p::moe

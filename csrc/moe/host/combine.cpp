@@ -1,0 +1,274 @@
+// Combine on the host: partial sums at the expert's rank, sums per node, the sum at the source. The
+// order of additions is fixed (docs/protocol.md), so results do not depend on arrival.
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cstring>
+
+#include "moe/host/kernels.h"
+#include "moe/host/rows.h"
+
+namespace moe_p2p::moe {
+
+using abi::DType;
+using abi::Phase;
+using abi::RegionHeader;
+
+namespace {
+
+std::byte* partial_at(RegionHeader& region, int64_t slot, uint64_t stride) noexcept {
+  return region_bytes(region, abi::combine_slots_offset()) + static_cast<uint64_t>(slot) * stride;
+}
+
+uint32_t combine_flags(DType dtype, bool scalars) {
+  return dtype_flags(dtype) | (scalars ? uint32_t{abi::kScalars} : 0u);
+}
+
+float* weights_at(RegionHeader& region, int64_t slot, int topk) noexcept {
+  return reinterpret_cast<float*>(region_bytes(region, sizeof region)) + slot * topk;
+}
+
+// Bytes of a slot's weights, which a header of weights names as its slots'.
+uint64_t slot_weights_bytes(const abi::Shape& shape) noexcept {
+  return sizeof(float) * static_cast<uint64_t>(shape.topk);
+}
+
+// The rows of y that a slot needs, and their weights.
+struct SlotRows {
+  std::array<Addend, abi::kMaxTopk> addends;
+  size_t num_addends = 0;
+
+  // late: [K] of the slot; null: those of the rows, or none.
+  SlotRows(const CombineSend& call, const int32_t* rows, const float* late, int topk,
+           uint64_t row_bytes) noexcept {
+    for (int k = 0; k < topk; ++k) {
+      if (rows[k] < 0) continue;
+      const auto row = static_cast<uint64_t>(rows[k]);
+      const float weight = late ? late[k] : call.row_weights ? call.row_weights[row] : 1.0f;
+      addends[num_addends++] = {static_cast<const std::byte*>(call.y) + row * row_bytes, weight};
+    }
+  }
+};
+
+// The scalars that go back with a slot: one of each row, or by rank all K of the slot's only row.
+void copy_scalars(float* out, const CombineSend& call, const int32_t* rows, int topk) noexcept {
+  if (call.scalars_by_rank) {
+    const int64_t row = *std::max_element(rows, rows + topk);
+    std::memcpy(out, call.row_scalars + row * topk, sizeof(float) * static_cast<size_t>(topk));
+  } else {
+    for (int k = 0; k < topk; ++k) out[k] = rows[k] < 0 ? 0.0f : call.row_scalars[rows[k]];
+  }
+}
+
+// sums[k] = the K scalars at `offset` of each row, added up.
+void sum_scalars(float* sums, std::span<const Addend> rows, uint64_t offset, int topk) noexcept {
+  std::fill_n(sums, topk, 0.0f);
+  for (const Addend& row : rows) {
+    const auto* scalars = reinterpret_cast<const float*>(row.row + offset);
+    for (int k = 0; k < topk; ++k) sums[k] += scalars[k];
+  }
+}
+
+}  // namespace
+
+// --- weights that come with combine ---
+
+RegionHeader& HostKernels::weights_region(Step step, int source) const noexcept {
+  const int node = source / shape_.ranks_per_node, local = source % shape_.ranks_per_node;
+  return node == memory_.node() ? memory_.weights_inbox(memory_.local(), step.slot, local)
+                                : memory_.weights_landing(local, step.slot, node);
+}
+
+void HostKernels::push_weights(Step step, const CombineSend& call, const HandleView& handle,
+                               int64_t chunk) {
+  const int num_local = shape_.ranks_per_node, topk = shape_.topk;
+  const int64_t begin = chunk * shape_.chunk_tokens;
+  const int64_t end = std::min<int64_t>(begin + shape_.chunk_tokens, handle.meta().num_tokens);
+  for (int c = 0; c < num_local + shape_.num_nodes(); ++c) {  // columns of send_slots
+    const int node = c - num_local;
+    if (node == memory_.node() || skips(rank_of_column(c))) continue;
+    RegionHeader& region = c < num_local ? memory_.weights_inbox(c, step.slot, memory_.local())
+                                         : memory_.weights_outbox(memory_.local(), step.slot, node);
+    int num_slots = 0;
+    for (int64_t t = begin; t < end; ++t) {
+      const int32_t slot = handle.send_slots(t)[c];
+      if (slot < 0) continue;
+      std::copy_n(call.topk_weights + t * topk, topk, weights_at(region, slot, topk));
+      ++num_slots;
+    }
+    fill_header(region, step, static_cast<uint32_t>(num_slots), dtype_flags(DType::kFloat32),
+                slot_weights_bytes(shape_));
+    if (c < num_local) {
+      raise_flag(step, Phase::kWeights, c);
+    } else {
+      ring(step, Phase::kWeights, memory_.local(), node, abi::weights_bytes(shape_, num_slots), 0,
+           0);
+    }
+  }
+}
+
+void HostKernels::recv_weights(Step step) const {
+  for (int s = 0; s < shape_.world_size; ++s)
+    check_header(weights_region(step, s), step, dtype_flags(DType::kFloat32),
+                 slot_weights_bytes(shape_), s, "late weights");
+}
+
+// --- sending ---
+
+void HostKernels::combine_send(Step step, const CombineSend& call, const HandleView& handle,
+                               int64_t chunk) {
+  const bool scalars = call.row_scalars != nullptr;
+  const uint64_t stride = partial_stride(plan_, call.out_dtype, scalars);
+  const uint32_t flags = combine_flags(call.out_dtype, scalars);
+  const auto hidden = static_cast<uint64_t>(plan_.hidden_dim);
+  const uint64_t y_bytes = hidden * abi::item_bytes(call.y_dtype);
+  const uint64_t out_bytes = hidden * abi::item_bytes(call.out_dtype);
+  for (int s = 0; s < shape_.world_size; ++s) {
+    if (skips(s)) continue;
+    const int node = s / shape_.ranks_per_node, local = s % shape_.ranks_per_node;
+    RegionHeader& region = node == memory_.node()
+                               ? memory_.partial_inbox(local, step.slot, memory_.local())
+                               : memory_.gather(local, step.slot, node, memory_.local());
+    const int32_t count = handle.slot_count(chunk, s);
+    fill_header(region, step, static_cast<uint32_t>(count), flags, stride);
+    pool_.parallel_for(static_cast<size_t>(count), [&](size_t i) {
+      const auto slot = static_cast<int64_t>(i);
+      const int32_t* rows = handle.slot_rows(chunk, s, slot);
+      const float* late =
+          call.topk_weights ? weights_at(weights_region(step, s), slot, shape_.topk) : nullptr;
+      const SlotRows mine(call, rows, late, shape_.topk, y_bytes);
+      if (mine.num_addends == 0) return;  // a token of this node, but not of this rank
+      std::byte* partial = partial_at(region, slot, stride);
+      sum_rows(partial, call.out_dtype, mine.addends.data(), mine.num_addends, call.y_dtype,
+               call.row_weights || call.topk_weights, hidden);
+      if (scalars)
+        copy_scalars(reinterpret_cast<float*>(partial + out_bytes), call, rows, shape_.topk);
+    });
+  }
+  hand_in(step, &call, &handle, chunk);
+}
+
+void HostKernels::send_empty_combine(Step step) {
+  for (int s = 0; s < shape_.world_size; ++s) {
+    if (skips(s)) continue;
+    const int node = s / shape_.ranks_per_node, local = s % shape_.ranks_per_node;
+    fill_header(node == memory_.node() ? memory_.partial_inbox(local, step.slot, memory_.local())
+                                       : memory_.gather(local, step.slot, node, memory_.local()),
+                step, 0, abi::kEmpty, 0);
+  }
+  hand_in(step, nullptr, nullptr, 0);
+}
+
+void HostKernels::hand_in(Step step, const CombineSend* call, const HandleView* handle,
+                          int64_t chunk) {
+  const auto uses = step.index / static_cast<uint64_t>(shape_.steps_in_flight) + 1;
+  const auto full = uses * static_cast<uint64_t>(shape_.ranks_per_node);
+  for (int gateway = 0; gateway < shape_.ranks_per_node; ++gateway) {
+    for (int i = 0; i < shape_.num_other_nodes(); ++i) {
+      const int node = abi::other_node(i, memory_.node());
+      if (skips(rank_of(node, gateway))) continue;
+      // acq_rel: releases this rank's partial sums, and for the last one acquires all the others'.
+      const uint64_t before =
+          memory_.gather_count(gateway, step.slot, node).fetch_add(1, std::memory_order_acq_rel);
+      if (before + 1 == full) add_up(step, call, handle, chunk, gateway, node);
+    }
+  }
+  for (int l = 0; l < shape_.ranks_per_node; ++l) raise_flag(step, Phase::kCombine, l);
+}
+
+// Runs at whichever rank of the node came last; reads and writes the gateway's memory.
+void HostKernels::add_up(Step step, const CombineSend* call, const HandleView* handle,
+                         int64_t chunk, int gateway, int node) {
+  const bool scalars = call && call->row_scalars;
+  const uint64_t stride = call ? partial_stride(plan_, call->out_dtype, scalars) : 0;
+  const uint32_t flags = call ? combine_flags(call->out_dtype, scalars) : uint32_t{abi::kEmpty};
+  for (int j = 0; j < shape_.ranks_per_node; ++j)
+    check_header(memory_.gather(gateway, step.slot, node, j), step, flags, stride,
+                 memory_.node() * shape_.ranks_per_node + j, "combine");
+  RegionHeader& out = memory_.combine_outbox(gateway, step.slot, node);
+  const int source = node * shape_.ranks_per_node + gateway;
+  const int32_t count = call ? handle->slot_count(chunk, source) : 0;
+  fill_header(out, step, static_cast<uint32_t>(count), flags, stride);
+  if (call) {
+    const auto hidden = static_cast<uint64_t>(plan_.hidden_dim);
+    pool_.parallel_for(static_cast<size_t>(count), [&](size_t i) {
+      const auto slot = static_cast<int64_t>(i);
+      std::array<Addend, abi::kMaxRanksPerNode> addends;
+      size_t num_addends = 0;
+      for (uint64_t ranks = handle->slot_ranks(chunk, source, slot); ranks; ranks &= ranks - 1) {
+        RegionHeader& partial = memory_.gather(gateway, step.slot, node, std::countr_zero(ranks));
+        addends[num_addends++] = {partial_at(partial, slot, stride), 1.0f};
+      }
+      std::byte* sum = partial_at(out, slot, stride);
+      sum_rows(sum, call->out_dtype, addends.data(), num_addends, call->out_dtype, false, hidden);
+      const uint64_t row_bytes = hidden * abi::item_bytes(call->out_dtype);
+      if (scalars)
+        sum_scalars(reinterpret_cast<float*>(sum + row_bytes), {addends.data(), num_addends},
+                    row_bytes, shape_.topk);
+    });
+  }
+  ring(step, Phase::kCombine, gateway, node, abi::combine_slots_offset(), stride, count);
+}
+
+RegionHeader& HostKernels::combine_region(Step step, int source) const noexcept {
+  const int node = source / shape_.ranks_per_node;
+  return node == memory_.node()
+             ? memory_.partial_inbox(memory_.local(), step.slot, source % shape_.ranks_per_node)
+             : memory_.combine_landing(memory_.local(), step.slot, node);
+}
+
+void HostKernels::check_combine(Step step, uint32_t flags, uint64_t stride) const {
+  for (int s = 0; s < shape_.world_size; ++s) {
+    const bool speaks =
+        s / shape_.ranks_per_node == memory_.node() || s % shape_.ranks_per_node == memory_.local();
+    if (speaks) check_header(combine_region(step, s), step, flags, stride, s, "combine");
+  }
+}
+
+void HostKernels::recv_empty_combine(Step step) const { check_combine(step, abi::kEmpty, 0); }
+
+void HostKernels::combine_recv(Step step, const CombineRecv& call, const HandleView& handle,
+                               int64_t chunk) {
+  const bool scalars = call.out_scalars != nullptr;
+  const uint64_t stride = partial_stride(plan_, call.out_dtype, scalars);
+  check_combine(step, combine_flags(call.out_dtype, scalars), stride);
+  const int num_local = shape_.ranks_per_node;
+  const auto hidden = static_cast<uint64_t>(plan_.hidden_dim);
+  const uint64_t row_bytes = hidden * abi::item_bytes(call.out_dtype);
+  const int64_t begin = chunk * shape_.chunk_tokens;
+  const bool last = chunk + 1 == handle.meta().num_chunks;
+  const int64_t end = last ? handle.meta().num_rows
+                           : std::min<int64_t>(begin + shape_.chunk_tokens, handle.meta().num_rows);
+  pool_.parallel_for(static_cast<size_t>(std::max<int64_t>(0, end - begin)), [&](size_t i) {
+    const int64_t token = begin + static_cast<int64_t>(i);
+    const int32_t* slots = handle.send_slots(token);
+    // Each contributor holds one of the K experts.
+    std::array<Addend, std::size(CombineRecv{}.bias) + abi::kMaxTopk> addends;
+    size_t num_addends = 0;
+    for (const void* bias : call.bias)
+      if (bias)
+        addends[num_addends++] = {
+            static_cast<const std::byte*>(bias) + static_cast<uint64_t>(token) * row_bytes, 1.0f};
+    const size_t num_biases = num_addends;
+    const auto add = [&](RegionHeader& region, int32_t slot) {
+      addends[num_addends++] = {partial_at(region, slot, stride), 1.0f};
+    };
+    for (int n = 0; n < shape_.num_nodes(); ++n) {
+      if (n != memory_.node()) {
+        if (slots[num_local + n] >= 0 && !silent(rank_of(n, memory_.local())))
+          add(memory_.combine_landing(memory_.local(), step.slot, n), slots[num_local + n]);
+        continue;
+      }
+      for (int l = 0; l < num_local; ++l)
+        if (slots[l] >= 0 && !silent(rank_of(n, l)))
+          add(memory_.partial_inbox(memory_.local(), step.slot, l), slots[l]);
+    }
+    std::byte* out = static_cast<std::byte*>(call.out) + static_cast<uint64_t>(token) * row_bytes;
+    sum_rows(out, call.out_dtype, addends.data(), num_addends, call.out_dtype, false, hidden);
+    if (scalars)
+      sum_scalars(call.out_scalars + token * shape_.topk,
+                  {addends.data() + num_biases, num_addends - num_biases}, row_bytes, shape_.topk);
+  });
+}
+
+}  // namespace moe_p2p::moe

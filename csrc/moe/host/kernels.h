@@ -1,0 +1,129 @@
+// The CPU twins of kernels/*.cu: each works on one step of one rank and never waits. Callers
+// (calls.cpp) have seen that the step's slot is free, or that everything the kernel reads has
+// arrived. They throw only on what peers sent wrong (Error{kProtocol}, naming the rank).
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "base/mutation.h"
+#include "moe/all_to_all.h"
+#include "moe/node/masks.h"
+#include "moe/node/memory.h"
+#include "moe/plan/handle.h"
+#include "moe/plan/token_parts.h"
+#include "platform/thread.h"
+
+namespace moe_p2p::moe {
+
+struct Step {
+  uint64_t index = 0;
+  int slot = 0;
+
+  uint64_t word() const noexcept { return index + 1; }  // value of headers and doorbells
+  uint64_t flag() const noexcept { return abi::come(index); }
+};
+
+// What a dispatch knows of its routing: made once per call, before anything is sent.
+struct Routing {
+  std::vector<int32_t> experts;    // [T', K] global ids, -1 = none
+  std::vector<int32_t> positions;  // [T', K] earlier tokens of the call with that expert, or rank
+  std::vector<int32_t> expert_counts;  // [E] tokens of the whole call
+  std::vector<int32_t> rank_counts;    // [W] the same
+  std::vector<int32_t> num_slots;  // [C][L + N] slots of each chunk, per own-node rank, per node
+};
+
+// Where the rows of each (expert, source) lie, by rank of each source; made from the counts in the
+// first chunk.
+struct Placement {
+  std::vector<int32_t> first_row;  // [E_local][W], by rank [W]
+  std::vector<int32_t> num_rows;   // the same
+  struct Item {
+    int32_t source;
+    int32_t slot;
+  };
+  std::vector<Item> items;  // scratch: slots of this chunk that hold rows of ours
+};
+
+class HostKernels {
+ public:
+  HostKernels(const Plan& plan, NodeMemory& memory, int num_threads, const Masks& masks);
+  int rank() const noexcept { return memory_.rank(); }
+
+  // Which ranks are masked is looked at here, and stays for all kernels until the next look. Nothing
+  // is written for them; what they would say counts as said, and is empty.
+  void look_at_masks();
+
+  // Checks the expert ids, counts, and gives every token its slots (into the handle).
+  Routing route(const DispatchSend& call, int64_t num_chunks, const HandleView& handle);
+
+  void dispatch_send(Step step, const DispatchSend& call, const abi::TokenParts& parts,
+                     const Routing& routing, const HandleView& handle, int64_t chunk);
+  // Chunk 0 also lays out the output.
+  void dispatch_recv(Step step, const DispatchRecv& call, const abi::TokenParts& parts,
+                     const HandleView& handle, int64_t chunk, Placement& placement);
+  // call.topk_weights to the ranks that hold the tokens; combine_send() then needs everybody's.
+  void push_weights(Step step, const CombineSend& call, const HandleView& handle, int64_t chunk);
+  void recv_weights(Step step) const;
+  void combine_send(Step step, const CombineSend& call, const HandleView& handle, int64_t chunk);
+  void combine_recv(Step step, const CombineRecv& call, const HandleView& handle, int64_t chunk);
+
+  // The halves of a step that carry nothing; the receiving side checks that nothing came.
+  void send_empty_dispatch(Step step);
+  void recv_empty_dispatch(Step step) const;
+  void send_empty_combine(Step step);
+  void recv_empty_combine(Step step) const;
+
+  // Whether what `source` sends this rank in a phase is visible, or it is masked. In combine another node speaks
+  // through its rank with this local index only; for its other ranks this is always true.
+  bool arrived(Step step, abi::Phase phase, int source) const noexcept;
+
+ private:
+  bool silent(int rank) const noexcept { return silent_[static_cast<size_t>(rank)]; }
+  // Nothing is written for this rank: it may still read what it was told before.
+  bool skips(int rank) const noexcept { return silent(rank) && !MOE_P2P_MUTATED(kWriteToMasked); }
+  int rank_of(int node, int local) const noexcept { return node * shape_.ranks_per_node + local; }
+  // That a column of send_slots stands for: of this node, or our partner on another one.
+  int rank_of_column(int column) const noexcept;
+  // Where this rank reads what `source` sent; no tokens and no counts when it is silent.
+  abi::RegionHeader& dispatch_region(Step step, int source) const noexcept;
+  abi::RegionHeader& combine_region(Step step, int source) const noexcept;
+  abi::RegionHeader& weights_region(Step step, int source) const noexcept;
+  void check_combine(Step step, uint32_t flags, uint64_t stride) const;
+  void check_header(const abi::RegionHeader& header, Step step, uint32_t flags, uint64_t slot_bytes,
+                    int source, const char* phase) const;
+  void fill_header(abi::RegionHeader& header, Step step, uint32_t num_tokens, uint32_t flags,
+                   uint64_t slot_bytes) const noexcept;
+  void write_counts(abi::RegionHeader& region, const Routing& routing, int first_rank,
+                    int num_ranks) const noexcept;
+  void build_slot(std::byte* slot, Step step, const DispatchSend& call,
+                  const abi::TokenParts& parts, const Routing& routing,
+                  int64_t token) const noexcept;
+  const int32_t* counts_from(Step step, int source) const noexcept;
+  void place(Step step, const DispatchRecv& call, Placement& placement) const;
+  void place_by_rank(Step step, const DispatchRecv& call, Placement& placement) const;
+  void read_heads(Step step, const DispatchRecv& call, const abi::TokenParts& parts,
+                  const HandleView& handle, int64_t chunk, Placement& placement) const;
+  void copy_rows(Step step, const DispatchRecv& call, const abi::TokenParts& parts,
+                 const HandleView& handle, int64_t chunk, const Placement& placement);
+  void fill_topk(const DispatchRecv& call, const std::byte* slot, uint64_t row) const noexcept;
+  void clear_padding(const DispatchRecv& call) const noexcept;
+  // Raises flags of own-node peers, hands the node's partial sums in and adds them up when last.
+  void hand_in(Step step, const CombineSend* call, const HandleView* handle, int64_t chunk);
+  void add_up(Step step, const CombineSend* call, const HandleView* handle, int64_t chunk,
+              int gateway, int node);
+  // The outbox of a phase is complete: `num_slots` slots behind `front` bytes.
+  void ring(Step step, abi::Phase phase, int gateway, int node, uint64_t front, uint64_t stride,
+            int32_t num_slots) noexcept;
+  void raise_flag(Step step, abi::Phase phase, int local) noexcept;
+
+  const Plan& plan_;
+  const abi::Shape& shape_;
+  NodeMemory& memory_;
+  const Masks masks_;
+  std::vector<bool> silent_;     // [W] masked at the last look
+  std::vector<uint64_t> empty_;  // what a silent rank dispatches: a header and counts, of zeros
+  platform::ThreadPool pool_;
+};
+
+}  // namespace moe_p2p::moe

@@ -1,0 +1,164 @@
+#include "moe/host/rows.h"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstring>
+
+// The loops below are plain so that the compiler can vectorise them; the x86 build carries a version
+// for machines with AVX-512 and AVX2 beside the baseline, chosen when the library is loaded.
+// Sanitizers cannot instrument that choice.
+#if defined(__x86_64__) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+#define MOE_P2P_VECTOR __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define MOE_P2P_VECTOR
+#endif
+
+namespace moe_p2p::moe {
+
+using abi::DType;
+
+namespace {
+
+#if defined(__aarch64__)
+using Half = __fp16;  // g++ has _Float16 there only from version 13 on
+#else
+using Half = _Float16;
+#endif
+constexpr size_t kBlock = 512;  // floats of accumulator: stays in the first-level cache
+
+// Sums begin at 0.0f, as the specification's: -0.0 alone gives +0.0.
+MOE_P2P_VECTOR void add_bf16(float* acc, const uint16_t* x, float w, bool weighted, size_t n) {
+  if (weighted) {
+    for (size_t i = 0; i < n; ++i) acc[i] += w * std::bit_cast<float>(uint32_t{x[i]} << 16);
+  } else {
+    for (size_t i = 0; i < n; ++i) acc[i] += std::bit_cast<float>(uint32_t{x[i]} << 16);
+  }
+}
+
+MOE_P2P_VECTOR void add_f16(float* acc, const Half* x, float w, bool weighted, size_t n) {
+  if (weighted) {
+    for (size_t i = 0; i < n; ++i) acc[i] += w * static_cast<float>(x[i]);
+  } else {
+    for (size_t i = 0; i < n; ++i) acc[i] += static_cast<float>(x[i]);
+  }
+}
+
+MOE_P2P_VECTOR void add_f32(float* acc, const float* x, float w, bool weighted, size_t n) {
+  if (weighted) {
+    for (size_t i = 0; i < n; ++i) acc[i] += w * x[i];
+  } else {
+    for (size_t i = 0; i < n; ++i) acc[i] += x[i];
+  }
+}
+
+// Round to nearest even; NaN stays NaN (quiet).
+MOE_P2P_VECTOR void store_bf16(uint16_t* out, const float* acc, size_t n) {
+  for (size_t i = 0; i < n; ++i) {
+    const uint32_t u = std::bit_cast<uint32_t>(acc[i]);
+    const uint32_t rounded = (u + 0x7fffu + (u >> 16 & 1u)) >> 16;
+    const bool nan = (u & 0x7fffffffu) > 0x7f800000u;
+    out[i] = static_cast<uint16_t>(nan ? 0x7fc0u : rounded);
+  }
+}
+
+MOE_P2P_VECTOR void store_f16(Half* out, const float* acc, size_t n) {
+  for (size_t i = 0; i < n; ++i) out[i] = static_cast<Half>(acc[i]);
+}
+
+void add(float* acc, const std::byte* row, DType dtype, size_t from, float w, bool weighted,
+         size_t n) noexcept {
+  switch (dtype) {
+    case DType::kBFloat16:
+      return add_bf16(acc, reinterpret_cast<const uint16_t*>(row) + from, w, weighted, n);
+    case DType::kFloat16:
+      return add_f16(acc, reinterpret_cast<const Half*>(row) + from, w, weighted, n);
+    default: return add_f32(acc, reinterpret_cast<const float*>(row) + from, w, weighted, n);
+  }
+}
+
+void store(std::byte* out, DType dtype, size_t from, const float* acc, size_t n) noexcept {
+  switch (dtype) {
+    case DType::kBFloat16: return store_bf16(reinterpret_cast<uint16_t*>(out) + from, acc, n);
+    case DType::kFloat16: return store_f16(reinterpret_cast<Half*>(out) + from, acc, n);
+    default: std::memcpy(reinterpret_cast<float*>(out) + from, acc, n * sizeof(float));
+  }
+}
+
+constexpr float kMaxE4M3 = 448.0f;
+constexpr uint32_t kInfinity = 0x7f800000u;  // as fp32
+constexpr int kMantissaBits = 23;            // of fp32
+constexpr float kSmallestAmax = 1e-4f;       // an all-zero block would divide by zero
+
+MOE_P2P_VECTOR void quantize_block(const float* x, float multiplier, uint8_t* out, size_t n) {
+  for (size_t i = 0; i < n; ++i) {
+    const float value = x[i] * multiplier;
+    const uint32_t bits = std::bit_cast<uint32_t>(value);
+    const uint32_t sign = bits >> 24 & 0x80u;
+    const uint32_t magnitude = bits & 0x7fffffffu;
+    // Below 2^-6 the format is denormal with steps of 2^-9: adding 2^14 leaves the rounded number of
+    // steps in the low mantissa bits.
+    const float shifted = std::bit_cast<float>(magnitude) + 16384.0f;
+    const uint32_t denormal = std::bit_cast<uint32_t>(shifted) - 0x46800000u;
+    const uint32_t normal = (magnitude - (120u << 23) + 0x7ffffu + (magnitude >> 20 & 1u)) >> 20;
+    uint32_t code = magnitude < 0x3c800000u ? denormal : normal;
+    code = magnitude > 0x43e00000u ? 0x7eu : code;                               // saturate at 448
+    out[i] = static_cast<uint8_t>(magnitude > kInfinity ? 0x7fu : sign | code);  // NaN has no sign
+  }
+}
+
+// inf for a NaN.
+MOE_P2P_VECTOR float absolute_max(const float* x, size_t n) {
+  uint32_t largest = 0;  // magnitudes order like their bits, NaN above inf
+  for (size_t i = 0; i < n; ++i)
+    largest = std::max(largest, std::bit_cast<uint32_t>(x[i]) & 0x7fffffffu);
+  return std::bit_cast<float>(std::min(largest, kInfinity));
+}
+
+// x is positive and normal, or inf.
+float round_up_to_power_of_two(float x) noexcept {
+  constexpr uint32_t kMantissa = (1u << kMantissaBits) - 1;
+  return std::bit_cast<float>((std::bit_cast<uint32_t>(x) + kMantissa) & ~kMantissa);
+}
+
+}  // namespace
+
+void sum_rows(std::byte* out, DType out_dtype, const Addend* addends, size_t num_addends,
+              DType dtype, bool weighted, size_t length) noexcept {
+  float acc[kBlock];
+  for (size_t from = 0; from < length; from += kBlock) {
+    const size_t n = std::min(kBlock, length - from);
+    std::memset(acc, 0, n * sizeof(float));
+    for (size_t a = 0; a < num_addends; ++a)
+      add(acc, addends[a].row, dtype, from, addends[a].weight, weighted, n);
+    store(out, out_dtype, from, acc, n);
+  }
+}
+
+void quantize_row(const std::byte* row, DType dtype, bool power_of_two, std::byte* values,
+                  float* scales, size_t length) noexcept {
+  float x[abi::kScaleBlock];
+  for (size_t from = 0; from < length; from += abi::kScaleBlock) {
+    const size_t n = std::min<size_t>(abi::kScaleBlock, length - from);
+    std::fill_n(x, n,
+                -0.0f);  // the one number whose sum with any x is x: with 0.0f, -0.0 would turn
+    add(x, row, dtype, from, 1.0f, false, n);
+    const float amax = std::max(absolute_max(x, n), kSmallestAmax);
+    float scale = amax / kMaxE4M3, multiplier = kMaxE4M3 / amax;
+    if (power_of_two) {
+      scale = round_up_to_power_of_two(scale);
+      multiplier = 1.0f / scale;
+    }
+    scales[from / abi::kScaleBlock] = scale;
+    quantize_block(x, multiplier, reinterpret_cast<uint8_t*>(values) + from, n);
+  }
+}
+
+uint32_t pack_ue8m0(const float* scales, size_t count) noexcept {
+  uint32_t word = 0;
+  for (size_t i = 0; i < count; ++i)
+    word |= std::bit_cast<uint32_t>(scales[i]) >> kMantissaBits << (8 * i);
+  return word;
+}
+
+}  // namespace moe_p2p::moe

@@ -1,0 +1,38 @@
+// How long a receiving half waits for each source. Reads the clock only where somebody asks, so a
+// simulation without one stays exact.
+#pragma once
+
+#include <chrono>
+#include <vector>
+
+#include "moe/host/kernels.h"
+
+namespace moe_p2p::moe {
+
+class WaitClock {
+ public:
+  // At every look at the arrivals of `step`, which is waited for since the first one. ticks: [W]
+  // nanoseconds, summed over the steps of a call; null: nobody asks.
+  void look(const HostKernels& kernels, Step step, abi::Phase phase, std::span<int64_t> ticks) {
+    if (ticks.empty()) return;
+    const auto now = platform::Clock::now();
+    if (heard_.empty()) std::ranges::fill(ticks, 0);
+    if (heard_.empty() || step_ != step.index) {
+      heard_.assign(ticks.size(), false);
+      step_ = step.index;
+      begin_ = now;
+    }
+    for (size_t source = 0; source < ticks.size(); ++source) {
+      if (heard_[source] || !kernels.arrived(step, phase, static_cast<int>(source))) continue;
+      heard_[source] = true;
+      ticks[source] += std::chrono::nanoseconds(now - begin_).count();
+    }
+  }
+
+ private:
+  std::vector<bool> heard_;  // of this step
+  uint64_t step_ = 0;
+  platform::Clock::time_point begin_;
+};
+
+}  // namespace moe_p2p::moe

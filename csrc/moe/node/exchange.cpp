@@ -1,0 +1,360 @@
+#include "moe/node/exchange.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "base/mutation.h"
+#include "moe/host/gather.h"
+
+namespace moe_p2p::moe {
+
+using abi::Phase;
+
+namespace {
+
+static_assert(abi::kMaxParts <= engine::ImmKey::kMaxParts);
+
+}  // namespace
+
+Exchange::Exchange(const Plan& plan, NodeMemory& memory, engine::TransferEngine& engine,
+                   const engine::MemoryHandle* data, const engine::MemoryHandle* board,
+                   uint32_t communicator, std::vector<Remote> remotes, const Masks& masks,
+                   bool device)
+    : plan_(plan),
+      memory_(memory),
+      engine_(engine),
+      data_(data),
+      board_(board),
+      communicator_(communicator),
+      remotes_(std::move(remotes)),
+      masks_(masks),
+      device_(device),
+      num_lanes_(static_cast<size_t>(abi::kNumPhases * plan.shape.steps_in_flight) *
+                 remotes_.size()),
+      lanes_(std::make_unique<Lane[]>(num_lanes_)),
+      partners_(std::make_unique<Partner[]>(remotes_.size())),
+      watched_(static_cast<size_t>(plan.shape.steps_in_flight * plan.shape.num_nodes())) {
+  open_.reserve(watched_.size());  // the proxy thread does not allocate
+  touched_.reserve(num_lanes_);
+  size_t i = 0;
+  for (int phase = 0; phase < abi::kNumPhases; ++phase)
+    for (int slot = 0; slot < plan.shape.steps_in_flight; ++slot)
+      for (const Remote& remote : remotes_) {
+        Lane& lane = lanes_[i++];
+        lane.phase = static_cast<Phase>(phase);
+        lane.slot = slot;
+        lane.node = remote.node;
+      }
+}
+
+Exchange::Lane& Exchange::lane(Phase phase, int slot, int index) const noexcept {
+  const auto row =
+      static_cast<size_t>(static_cast<int>(phase) * plan_.shape.steps_in_flight + slot);
+  return lanes_[row * remotes_.size() + static_cast<size_t>(index)];
+}
+
+Exchange::Partner& Exchange::partner_of(int node) const noexcept {
+  return partners_[static_cast<size_t>(abi::other_index(node, memory_.node()))];
+}
+
+const Exchange::Remote& Exchange::remote_of(int node) const noexcept {
+  return remotes_[static_cast<size_t>(abi::other_index(node, memory_.node()))];
+}
+
+int Exchange::rank_of(int node) const noexcept {
+  return node * plan_.shape.ranks_per_node + memory_.local();
+}
+
+// --- sending -----------------------------------------------------------------------------------
+
+namespace {
+
+// Where a phase's regions begin at the sender and at the receiver, and their size.
+struct Road {
+  uint64_t outbox;
+  uint64_t landing;
+  uint64_t region_bytes;
+};
+
+Road road_of(const Plan& plan, Phase phase) noexcept {
+  const abi::Regions& r = plan.regions;
+  switch (phase) {
+    case Phase::kDispatch: return {r.outbox, r.landing, abi::outbox_bytes(plan.shape)};
+    case Phase::kCombine:
+      return {r.combine_outbox, r.combine_landing, abi::partial_bytes(plan.shape)};
+    case Phase::kWeights: break;
+  }
+  return {r.weights_outbox, r.weights_landing, abi::weights_bytes(plan.shape)};
+}
+
+}  // namespace
+
+// Weights are few.
+int Exchange::most_parts(const Lane& lane) noexcept {
+  return lane.phase == Phase::kWeights ? 1 : abi::kMaxParts;
+}
+
+// acquire: pairs with HostKernels::ring(); the part is complete.
+abi::BellWords Exchange::bell(const Lane& lane, int index) const noexcept {
+  abi::BellWords& words =
+      memory_.doorbell(memory_.local(), lane.phase, lane.slot, lane.node).part[index];
+  return {std::atomic_ref(words.size).load(std::memory_order_acquire),
+          std::atomic_ref(words.place).load(std::memory_order_acquire)};
+}
+
+bool Exchange::take(Lane& lane, int index) noexcept {
+  Part& part = lane.parts[index];
+  const abi::BellWords sent = bell(lane, index);
+  const uint32_t steps = sent.tag() - static_cast<uint32_t>(part.word);  // since the last one taken
+  if (steps == 0 || !sent.whole()) return false;
+  part.word += steps;
+  part.num_parts = sent.num_parts();
+  if (masks_.has(rank_of(lane.node))) return false;
+  if (partner_of(lane.node).left && !MOE_P2P_MUTATED(kFailByLeft)) {
+    check_left(lane.node);
+    return false;
+  }
+  // By the plan, because a GPU's regions have no address here. All ranks share one plan, so the other
+  // end is computed as that rank would: this node's place among the nodes other than *its* own.
+  const Road road = road_of(plan_, lane.phase);
+  const uint64_t slot = static_cast<uint64_t>(lane.slot) * plan_.regions.step_bytes;
+  const auto from = static_cast<uint64_t>(abi::other_index(lane.node, memory_.node()));
+  const auto to = static_cast<uint64_t>(abi::other_index(memory_.node(), lane.node));
+  const auto i = static_cast<uint32_t>(index);
+  const engine::ImmKey key{communicator_,
+                           static_cast<uint32_t>(lane.phase),
+                           static_cast<uint32_t>(lane.slot),
+                           static_cast<uint32_t>(memory_.rank()),
+                           i,
+                           i + 1 == part.num_parts};
+  part.request.operation = engine::Write{
+      .source = data_,
+      .source_offset = slot + road.outbox + from * road.region_bytes + sent.begin(),
+      .target = remote_of(lane.node).region,
+      .target_offset = slot + road.landing + to * road.region_bytes + sent.begin(),
+      .bytes = sent.bytes(),
+      .imm = key.pack(),
+  };
+  part.busy = true;
+  engine_.submit_from_poller(part.request);
+  return true;
+}
+
+void Exchange::finish(Lane& lane, Part& part) noexcept {
+  const base::Status status = part.request.status();
+  if (status.ok()) {
+    ++partner_of(lane.node).written;
+  } else if (!partner_left(lane.node) || MOE_P2P_MUTATED(kFailByLeft)) {
+    partner_of(lane.node).lost = true;
+    return fail({lane.node, Failure::Kind::kWrite, lane.phase, part.word - 1, status});
+  }
+  part.acknowledged = part.word;
+  for (uint64_t i = 0; i < part.num_parts; ++i)
+    if (lane.parts[i].acknowledged < part.word) return;
+  lane.acknowledged = part.word;
+}
+
+void Exchange::fail(const Failure& failure) noexcept {
+  if (masks_.enabled()) {
+    masks_.add(rank_of(failure.node));
+    platform::notify_all(memory_.bell(memory_.local()));
+    return;
+  }
+  if (failed_.load(std::memory_order_relaxed)) return;  // only this thread writes it
+  failure_ = failure;
+  failed_.store(true, std::memory_order_release);  // pairs with failure()
+  for (int l = 0; l < memory_.num_local(); ++l) {
+    // The whole node stops waiting: whom this rank cannot reach, its neighbours will miss too.
+    std::atomic_ref(memory_.head(l).abort)
+        .store(1 + static_cast<uint64_t>(memory_.rank()), std::memory_order_release);
+    platform::notify_all(memory_.bell(l));
+  }
+}
+
+// The first part may at any time, the others once it was taken: before it they are of no use at the
+// other end.
+bool Exchange::may_ring(const Lane& lane, int index) noexcept {
+  const Part& first = lane.parts[0];
+  return index == 0 ||
+         (lane.parts[index].word != first.word && static_cast<uint64_t>(index) < first.num_parts);
+}
+
+bool Exchange::advance(Lane& lane) noexcept {
+  bool moved = false;
+  for (int p = 0; p < most_parts(lane); ++p) {
+    Part& part = lane.parts[p];
+    if (part.busy) {
+      if (!part.request.done()) continue;
+      part.busy = false;
+      finish(lane, part);
+      moved = true;
+    }
+    if (may_ring(lane, p) && take(lane, p)) moved = true;
+  }
+  return moved;
+}
+
+// All of its last step is taken, and acknowledged.
+bool Exchange::is_quiet(const Lane& lane) noexcept {
+  for (int p = 0; p < most_parts(lane); ++p)
+    if (lane.parts[p].busy || (p > 0 && may_ring(lane, p))) return false;
+  return true;
+}
+
+// False once nothing more will be rung there before its next dispatch. Combine comes after all else,
+// and who rings it has seen what was rung before: so what is taken last is there by then.
+bool Exchange::look_at(size_t watched, bool& moved) noexcept {
+  const auto num_nodes = static_cast<size_t>(plan_.shape.num_nodes());
+  const int slot = static_cast<int>(watched / num_nodes);
+  const int index = abi::other_index(static_cast<int>(watched % num_nodes), memory_.node());
+  Lane& dispatch = lane(Phase::kDispatch, slot, index);
+  Lane& combine = lane(Phase::kCombine, slot, index);
+  Lane& weights = lane(Phase::kWeights, slot, index);
+  for (Lane* each : {&combine, &weights, &dispatch}) moved |= advance(*each);
+  watched_[watched].tag = static_cast<uint32_t>(dispatch.parts[0].word);
+  return combine.parts[0].word != dispatch.parts[0].word || !is_quiet(combine) ||
+         !is_quiet(weights) || !is_quiet(dispatch);
+}
+
+bool Exchange::take_doorbells() noexcept {
+  bool moved = false;
+  const auto num_nodes = static_cast<size_t>(plan_.shape.num_nodes());
+  for (int slot = 0; !remotes_.empty() && slot < plan_.shape.steps_in_flight; ++slot) {
+    const size_t first = static_cast<size_t>(slot) * num_nodes;
+    // That of the own node, which nobody rings, lies among them.
+    abi::Doorbell* const bells = &memory_.doorbell(memory_.local(), Phase::kDispatch, slot, 0);
+    for (size_t node = 0; node < num_nodes; ++node) {
+      // relaxed: take() looks again.
+      const uint64_t word =
+          std::atomic_ref(bells[node].part[0].size).load(std::memory_order_relaxed);
+      Watched& watched = watched_[first + node];
+      if (word >> 32 == watched.tag || watched.open) [[likely]]
+        continue;
+      watched.open = true;
+      open_.push_back(static_cast<uint32_t>(first + node));
+    }
+  }
+  for (size_t i = 0; i < open_.size();) {
+    if (look_at(open_[i], moved)) {
+      ++i;
+      continue;
+    }
+    watched_[open_[i]].open = false;
+    open_[i] = open_.back();
+    open_.pop_back();
+  }
+  take_probes();
+  if (leaving_)
+    for (const Remote& remote : remotes_)
+      if (part_from(remote)) moved = true;
+  return moved;
+}
+
+// --- receiving -----------------------------------------------------------------------------------
+
+void Exchange::on_imm(const engine::ImmKey& key) noexcept {
+  int node = static_cast<int>(key.source) / plan_.shape.ranks_per_node;
+  const int local = static_cast<int>(key.source) % plan_.shape.ranks_per_node;
+  if (MOE_P2P_MUTATED(kCountWithoutSource)) node = remotes_.front().node;
+  if (node >= plan_.shape.num_nodes() || node == memory_.node() || local != memory_.local()) return;
+  const bool of_gather = key.phase == HostGather::kPhase;
+  if (of_gather ? key.slot == HostGather::kProbeSlot
+                : key.slot >= static_cast<uint32_t>(plan_.shape.steps_in_flight))
+    return;
+  dirty_ = true;
+  Partner& partner = partner_of(node);
+  if (of_gather && key.slot == HostGather::kFarewellSlot) {
+    ++partner.farewells;
+    return;
+  }
+  ++partner.received;
+  if (of_gather) return;
+  Lane& from = lane(static_cast<Phase>(key.phase), static_cast<int>(key.slot),
+                    abi::other_index(node, memory_.node()));
+  if (!std::exchange(from.touched, true)) touched_.push_back(&from);
+  const uint64_t num_parts = key.part + 1;
+  ++from.parts[key.part].immediates;
+  from.heard_last |= key.is_last;
+  from.immediates.fetch_add(1, std::memory_order_relaxed);
+  if (num_parts > from.num_heard.load(std::memory_order_relaxed))
+    from.num_heard.store(num_parts, std::memory_order_relaxed);
+}
+
+// The one whose immediates are coming. Dispatch and combine come with every use of a slot. Not
+// every step has weights, but the combine of the slot's last use has left here, because the source had
+// it before it began this one, and that of this one waits for the weights: so it is the use that
+// follows the last doorbell of combine.
+uint64_t Exchange::next_step(const Lane& lane) const noexcept {
+  const auto slot = static_cast<uint64_t>(lane.slot);
+  const auto steps = static_cast<uint64_t>(plan_.shape.steps_in_flight);
+  if (lane.phase != Phase::kWeights || MOE_P2P_MUTATED(kWeightsInEveryStep))
+    return slot + lane.published * steps;
+  const Lane& combine =
+      this->lane(Phase::kCombine, lane.slot, abi::other_index(lane.node, memory_.node()));
+  const uint64_t combined = combine.parts[0].word;
+  return combined == 0 ? slot : combined - 1 + steps;
+}
+
+// True when more parts are here than the flag counts. Those of the slot's next use cannot be among
+// them: its source begins that once it knows that this one was received.
+bool Exchange::publish(Lane& lane) noexcept {
+  const auto nics = static_cast<uint64_t>(
+      MOE_P2P_MUTATED(kPublishBeforePayload) ? 1 : remote_of(lane.node).num_nics);
+  int here = 0;
+  while (here < most_parts(lane) && lane.parts[here].immediates >= nics) ++here;
+  const auto num_heard = static_cast<int>(lane.num_heard.load(std::memory_order_relaxed));
+  if (MOE_P2P_MUTATED(kLastPartIsAll) && lane.heard_last &&
+      lane.parts[num_heard - 1].immediates >= nics)
+    here = num_heard;
+  if (here == lane.told) return false;
+  const uint64_t step = next_step(lane);
+  const bool whole = lane.heard_last && here == num_heard;
+  const uint64_t word =
+      whole ? abi::come(step) : step * abi::kMaxParts + static_cast<uint64_t>(here);
+  lane.told = whole ? 0 : here;
+  if (whole) {
+    for (Part& part : std::span(lane.parts).first(static_cast<size_t>(here))) {
+      part.immediates -= nics;
+      lane.immediates.fetch_sub(nics, std::memory_order_relaxed);
+    }
+    lane.num_heard.store(1, std::memory_order_relaxed);
+    lane.heard_last = false;
+    ++lane.published;
+  }
+  const int source = rank_of(lane.node);
+  // release: pairs with the acquire in HostKernels::arrived(). The payload is visible to this thread
+  // (provider.h, assumption 1), so it is to whoever acquires the flag.
+  memory_.flag(memory_.local(), lane.phase, lane.slot, source)
+      .store(word, std::memory_order_release);
+  const bool whole_node = lane.phase != Phase::kCombine;
+  for (int l = 0; l < memory_.num_local(); ++l)
+    if (whole_node || l == memory_.local()) platform::notify_all(memory_.bell(l));
+  return true;
+}
+
+bool Exchange::publish_arrivals() noexcept {
+  if (!dirty_) return false;
+  dirty_ = false;
+  bool moved = false;
+  for (Lane* lane : touched_) {
+    lane->touched = false;
+    if (publish(*lane)) moved = true;
+  }
+  touched_.clear();
+  return publish_left() || moved;
+}
+
+// --- any thread ----------------------------------------------------------------------------------
+
+Exchange::Failure Exchange::failure() const noexcept {
+  return failed_.load(std::memory_order_acquire) ? failure_ : Failure{};  // pairs with fail()
+}
+
+std::string Exchange::immediates(Phase phase, int slot, int node) const {
+  const Lane& from = lane(phase, slot, abi::other_index(node, memory_.node()));
+  return base::concat(from.immediates.load(std::memory_order_relaxed), " of ",
+                      from.num_heard.load(std::memory_order_relaxed) *
+                          static_cast<uint64_t>(remote_of(node).num_nics));
+}
+
+}  // namespace moe_p2p::moe

@@ -1,0 +1,105 @@
+// The memory that the ranks of one node share: every rank's signal words and regions, mapped by all
+// of them. Kernels and the exchange reach every word and region through this class, so that no
+// offset is computed twice.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "kernels/abi/layout.h"
+#include "kernels/abi/signal.h"
+#include "moe/plan/plan.h"
+#include "platform/shm.h"
+#include "platform/wait.h"
+
+namespace moe_p2p::moe {
+
+class NodeMemory {
+ public:
+  // Allocates this rank's part; attach() maps the neighbours'. Without regions when those are on a GPU.
+  NodeMemory(const Plan& plan, int rank, bool with_regions = true);
+
+  struct Neighbour {
+    std::string memory_name;  // of its shared memory
+    std::string waker_name;   // of its proxy's event count
+  };
+  // [L] in local order; this rank's own entry is used for its waker only.
+  void attach(const std::vector<Neighbour>& neighbours);
+
+  int rank() const noexcept { return rank_; }
+  int node() const noexcept { return rank_ / ranks_per_node_; }
+  int local() const noexcept { return rank_ % ranks_per_node_; }
+  int num_local() const noexcept { return ranks_per_node_; }
+  const std::string& name() const noexcept { return own_.name(); }
+  bool inherited() const noexcept { return own_.inherited(); }  // by a forked child
+  // False once the process of this local rank has ended. One system call.
+  bool alive(int local) const noexcept;
+
+  // --- words, by the local rank that owns them ---
+  using Word = std::atomic_ref<uint64_t>;
+  abi::SignalHead& head(int local) const noexcept;
+  Word flag(int local, abi::Phase phase, int slot, int source) const noexcept;
+  abi::Doorbell& doorbell(int local, abi::Phase phase, int slot, int node) const noexcept;
+  Word gather_count(int local, int slot, int node) const noexcept;
+  platform::EventCount& bell(int local) const noexcept;   // waiters of that rank
+  platform::EventCount& waker(int local) const noexcept;  // its proxy
+
+  // --- regions of one step slot ---
+  using Region = abi::RegionHeader;
+  Region& inbox(int local, int slot, int source_local) const noexcept;
+  Region& outbox(int local, int slot, int node) const noexcept;
+  Region& landing(int local, int slot, int source_node) const noexcept;
+  Region& partial_inbox(int local, int slot, int expert_local) const noexcept;
+  Region& gather(int local, int slot, int source_node, int expert_local) const noexcept;
+  Region& combine_outbox(int local, int slot, int source_node) const noexcept;
+  Region& combine_landing(int local, int slot, int expert_node) const noexcept;
+  Region& weights_inbox(int local, int slot, int source_local) const noexcept;
+  Region& weights_outbox(int local, int slot, int node) const noexcept;
+  Region& weights_landing(int local, int slot, int source_node) const noexcept;
+
+  // This rank's regions, the span that its NICs are given.
+  std::span<std::byte> data() const noexcept;
+  // The signal memory of a local rank, for a GPU to map.
+  std::byte* signals(int local) const noexcept;
+  // What reaches a local rank beside the steps (BoardLayout).
+  std::byte* board(int local) const noexcept { return signals(local) + board_; }
+  // Of this rank's farewells to and from its partner on that node (exchange.h).
+  Word farewell_out(int node) const noexcept {
+    return board_word(local(), plan_.board.farewell_out, node);
+  }
+  Word farewell_in(int node) const noexcept {
+    return board_word(local(), plan_.board.farewell_in, node);
+  }
+  // A Left: whether the partner of a local rank on that node has closed its communicator.
+  Word left(int local, int node) const noexcept {
+    return board_word(local, plan_.board.left, node);
+  }
+
+ private:
+  Region& region(int local, int slot, uint64_t at) const noexcept;
+  Word board_word(int local, uint64_t at, int node) const noexcept {
+    return Word(*reinterpret_cast<uint64_t*>(board(local) + at + 8 * static_cast<uint64_t>(node)));
+  }
+  int other(int node) const noexcept;  // index of another node, of this node's point of view
+
+  const Plan plan_;
+  const int rank_;
+  const int ranks_per_node_;
+  const uint64_t board_;  // behind signals and regions
+  platform::SharedMemory own_;
+  std::vector<platform::SharedMemory> mapped_;  // [L]; empty for this rank
+  std::vector<platform::SharedMemory> wakers_;  // [L]
+};
+
+// How a partner on another node has closed its communicator; 0: it has not, as far as is known.
+enum class Left : uint64_t { kNo = 0, kInOrder = 1, kFailed = 2 };
+
+// The slots of a region lie behind its header and, for dispatch, its counts.
+inline std::byte* region_bytes(abi::RegionHeader& region, uint64_t at) noexcept {
+  return reinterpret_cast<std::byte*>(&region) + at;
+}
+
+}  // namespace moe_p2p::moe

@@ -1,0 +1,82 @@
+#include "moe/plan/token_parts.h"
+
+#include <span>
+
+#include "base/log.h"
+
+namespace moe_p2p::moe {
+
+using abi::DType;
+using base::Code;
+
+namespace {
+
+abi::TokenParts make_parts(const Plan& plan, DType dtype, uint64_t scale_bytes,
+                           std::span<const uint64_t> extra_bytes) {
+  MOE_P2P_CHECK(extra_bytes.size() <= abi::kMaxExtras, Code::kInvalidArgument, extra_bytes.size(),
+                " extras, at most ", abi::kMaxExtras, " can travel with a token");
+  abi::TokenParts parts{};
+  const auto hidden = static_cast<uint64_t>(plan.hidden_dim);
+  const uint64_t head = abi::slot_head_bytes(plan.shape.topk);
+  uint64_t at = head;
+  const auto add = [&](uint64_t bytes) {
+    parts.bytes[parts.num_parts] = bytes;
+    parts.offset[parts.num_parts++] = at;
+    at += abi::align_up(bytes, 16);
+  };
+  add(hidden * abi::item_bytes(dtype));
+  add(scale_bytes);
+  for (const uint64_t bytes : extra_bytes) add(bytes);
+  MOE_P2P_CHECK(at - head <= plan.shape.max_token_bytes, Code::kInvalidArgument,
+                "a token of this dispatch is ", at - head, " bytes, the communicator was made for ",
+                plan.shape.max_token_bytes, "; widen dtype or extra_bytes of its configuration");
+  parts.slot_bytes = abi::slot_bytes(plan.shape.topk, at - head);
+  return parts;
+}
+
+template <typename Extras>
+std::vector<uint64_t> row_bytes(const Extras& extras) {
+  std::vector<uint64_t> bytes;
+  for (const auto& extra : extras) bytes.push_back(extra.row_bytes);
+  return bytes;
+}
+
+// fp32, as they travel.
+uint64_t block_scale_bytes(const Plan& plan) {
+  return 4 * ((static_cast<uint64_t>(plan.hidden_dim) + abi::kScaleBlock - 1) / abi::kScaleBlock);
+}
+
+}  // namespace
+
+abi::TokenParts send_parts(const Plan& plan, const DispatchSend& call) {
+  if (call.quantize)
+    return make_parts(plan, DType::kFloat8E4M3, block_scale_bytes(plan), row_bytes(call.extras));
+  return make_parts(plan, call.x_dtype, call.scales ? call.scale_bytes : 0, row_bytes(call.extras));
+}
+
+abi::TokenParts recv_parts(const Plan& plan, const DispatchRecv& call) {
+  uint64_t bytes = call.scales ? call.scale_bytes : 0;
+  if (call.scales && call.scale_format == abi::ScaleFormat::kUe8m0) {
+    const uint64_t packed = abi::align_up(block_scale_bytes(plan) / 4, 4);
+    MOE_P2P_CHECK(bytes == packed, Code::kInvalidArgument, "scales of a row are ", bytes,
+                  " bytes, must be ", packed, " in ue8m0");
+    bytes = block_scale_bytes(plan);
+  }
+  return make_parts(plan, call.x_dtype, bytes, row_bytes(call.extras));
+}
+
+uint64_t partial_stride(const Plan& plan, DType dtype, bool scalars) noexcept {
+  return abi::align_up(static_cast<uint64_t>(plan.hidden_dim) * abi::item_bytes(dtype) +
+                           (scalars ? 4 * static_cast<uint64_t>(plan.shape.topk) : 0),
+                       abi::kLine);
+}
+
+void check_partial(const Plan& plan, DType dtype, bool scalars) {
+  const uint64_t bytes = partial_stride(plan, dtype, scalars);
+  MOE_P2P_CHECK(bytes <= abi::align_up(plan.shape.max_partial_bytes, abi::kLine),
+                Code::kInvalidArgument, "a combined row is ", bytes,
+                " bytes, the communicator was made for ", plan.shape.max_partial_bytes,
+                "; widen combine_dtype of its configuration");
+}
+
+}  // namespace moe_p2p::moe

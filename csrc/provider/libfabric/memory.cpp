@@ -1,0 +1,139 @@
+#include "provider/libfabric/memory.h"
+
+#include <unistd.h>
+
+#include <cerrno>
+#include <string>
+#include <utility>
+
+#include "base/log.h"
+#include "platform/cuda_driver.h"
+#include "provider/locked_memory.h"
+
+namespace moe_p2p::provider::libfabric {
+
+using base::Code;
+
+namespace {
+
+constexpr uint64_t kPage = 4096;  // the driver exports whole pages of the host
+
+// A dma-buf of GPU memory, closed when it has been registered. Empty where the driver exports none:
+// libfabric is then given the address and finds its own way (peer memory, or a dma-buf of its own).
+class ExportedMemory {
+ public:
+  explicit ExportedMemory(const MemorySpan& span) {
+    const auto export_dmabuf = platform::driver().export_dmabuf;
+    if (!export_dmabuf) return;
+    const auto begin = reinterpret_cast<uint64_t>(span.data) / kPage * kPage;
+    const auto end =
+        (reinterpret_cast<uint64_t>(span.data) + span.bytes + kPage - 1) / kPage * kPage;
+    if (export_dmabuf(&dmabuf_.fd, begin, end - begin, platform::kDmabufHandle, 0) != 0) return;
+    dmabuf_.offset = reinterpret_cast<uint64_t>(span.data) - begin;
+    dmabuf_.len = span.bytes;
+    dmabuf_.base_addr = reinterpret_cast<void*>(begin);
+    exported_ = true;
+  }
+  ~ExportedMemory() {
+    if (exported_) ::close(dmabuf_.fd);
+  }
+  ExportedMemory(const ExportedMemory&) = delete;
+  ExportedMemory& operator=(const ExportedMemory&) = delete;
+  const Dmabuf* get() const { return exported_ ? &dmabuf_ : nullptr; }
+
+ private:
+  Dmabuf dmabuf_{};
+  bool exported_ = false;
+};
+
+}  // namespace
+
+Regions::Regions(const Session& session, std::string name)
+    : session_(session), name_(std::move(name)) {}
+
+// Where keys are ours to choose they are chosen at random: a key of another NIC, or one that was
+// given back, must not fit.
+uint64_t Regions::next_key() {
+  if (session_.mr_mode(kMrProvKey)) return 0;
+  const size_t bytes = session_.info->domain_attr->mr_key_size;
+  const uint64_t key = random_() >> 1;  // never all ones
+  return bytes >= 8 ? key : key & ((uint64_t{1} << bytes * 8) - 1);
+}
+
+Owned<MemoryRegion> Regions::open(const MemorySpan& span) {
+  using enum Session::GpuMemory;
+  const bool on_gpu = span.kind == MemoryKind::kCuda;
+  const char* what = on_gpu ? " bytes of GPU memory: " : " bytes: ";
+  MOE_P2P_CHECK(span.data != nullptr && span.bytes > 0, Code::kInvalidArgument, name_,
+                ": registering ", span.bytes, " bytes at ", static_cast<const void*>(span.data));
+  MOE_P2P_CHECK(!on_gpu || session_.gpu_memory != kNone, Code::kUnavailable, name_,
+                ": cannot write GPU memory: ", session_.why_no_hmem);
+  const iovec whole{span.data, span.bytes};
+  MrAttr attr{};
+  attr.memory = &whole;
+  attr.iov_count = 1;
+  attr.access = kWrite | kRemoteWrite;
+  attr.requested_key = next_key();
+  MemoryRegion* region = nullptr;
+  const auto reg = [&](uint64_t flags) {
+    return session_.domain->mr->regattr(&session_.domain->fid, &attr, flags, &region);
+  };
+  int error = -ENOTSUP;
+  if (on_gpu && library().version() >= make_version(1, 20)) {
+    const ExportedMemory exported(span);
+    if (exported.get()) {
+      attr.memory = exported.get();
+      // A dma-buf that is said to be the host's: EFA registers it without looking at CUDA and posts it
+      // without calls of CUDA, its needs_sync stays false (efa_mr.c of libfabric 1.22: lines 195, 521,
+      // 959; of 2.5.1: 212, 629, 1152). A write by the device is all that touches the memory.
+      attr.iface = session_.gpu_memory == kHmem ? kHmemCuda : kHmemSystem;
+      attr.device = attr.iface == kHmemCuda ? static_cast<uint32_t>(span.device) : 0;
+      error = reg(kMrDmabuf);
+      attr.memory = &whole;
+    }
+    MOE_P2P_CHECK(error == 0 || session_.gpu_memory == kHmem, Code::kUnavailable, name_,
+                  ": registering ", span.bytes, what,
+                  exported.get() ? "by dma-buf: " + error_text(error)
+                                 : std::string("the CUDA driver exports no dma-buf of it"),
+                  ". The other way is closed too: ", session_.why_no_hmem);
+  }
+  if (error != 0) {
+    if (on_gpu) {  // hmem is on: libfabric asks CUDA itself
+      attr.iface = kHmemCuda;
+      attr.device = static_cast<uint32_t>(span.device);
+    }
+    error = reg(0);
+  }
+  MOE_P2P_CHECK(error == 0, Code::kResourceExhausted, name_, ": registering ", span.bytes, what,
+                error_text(error), locked_memory_hint(-error));
+  return Owned<MemoryRegion>(region);
+}
+
+MemoryKey Regions::add(const MemorySpan& span, Owned<MemoryRegion> mr) {
+  if (session_.mr_mode(kMrEndpoint)) {
+    const auto& ops = *mr->fid.ops;
+    int error = ops.bind(&mr->fid, &session_.endpoint->fid, 0);
+    if (error == 0) error = ops.control(&mr->fid, kControlEnable, nullptr);
+    MOE_P2P_CHECK(error == 0, Code::kTransport, name_,
+                  ": enabling registered memory: ", error_text(error));
+  }
+  const MemoryKey key{.local_key = first_key_ + regions_.size(),
+                      .remote_key = mr->key,
+                      .remote_addr = session_.mr_mode(kMrVirtAddr)
+                                         ? reinterpret_cast<uint64_t>(span.data)
+                                         : uint64_t{0}};
+  void* descriptor = mr->mem_desc;
+  regions_.push_back(std::make_unique<Region>(span, std::move(mr), descriptor));
+  return key;
+}
+
+Region& Regions::at(const MemoryKey& key) {
+  Region* region = find(key.local_key);
+  MOE_P2P_CHECK(region && region->mr, Code::kInvalidArgument, name_,
+                ": unregistering memory that is not registered here");
+  return *region;
+}
+
+Owned<MemoryRegion> Regions::remove(const MemoryKey& key) { return std::move(at(key).mr); }
+
+}  // namespace moe_p2p::provider::libfabric

@@ -1,0 +1,303 @@
+#include "provider/libfabric/sender.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <utility>
+
+namespace moe_p2p::provider::libfabric {
+
+using base::Code;
+using base::Status;
+using platform::Clock;
+
+namespace {
+
+// Posts per doorbell. Too small: the NIC is rung for every few writes. Too large: the first of a
+// chain waits for the last, and a chain must fit the smallest send queue (256) several times.
+constexpr uint32_t kChain = 16;
+
+// A connection that went down is noticed by the write that finds it so, and made again while that
+// one waits. Too small: the write fails although the peer is there. Too large: so long until it is
+// said that a peer is dead.
+constexpr auto kReconnect = std::chrono::milliseconds(1000);
+
+}  // namespace
+
+Writes::Writes(const Session& session, const Config& config, Regions& regions, Peers& peers,
+               std::vector<Completion>& ready)
+    : session_(session),
+      max_in_flight_(config.max_in_flight),
+      timeout_(config.timeout),
+      // shm of libfabric 1.17 delivers an empty write and then never completes it.
+      bytes_when_empty_(config.provider == "shm" ? 1 : 0),
+      completion_flags_(kCompletion | (session.info->tx_attr->op_flags & kDeliveryComplete)),
+      regions_(regions),
+      peers_(peers),
+      ready_(ready),
+      shares_queue_(config.is_efa()),
+      queue_size_(shares_queue_ ? session.info->tx_attr->size : ~size_t{0}) {
+  // Twice: peers that are given up on the data path keep theirs until libfabric returns them.
+  add_slots(size_t{2} * max_in_flight_);
+}
+
+void Writes::add_slots(size_t count) {
+  free_.reserve(slots_.size() + count);
+  for (size_t i = 0; i < count; ++i) {
+    slots_.emplace_back();
+    release(slots_.back());
+  }
+}
+
+void Writes::refill() {
+  if (free_.size() < max_in_flight_) add_slots(max_in_flight_ - free_.size());
+}
+
+void Writes::release(Slot& slot) noexcept {
+  slot.state = Slot::State::kFree;
+  free_.push_back(&slot);  // within its capacity
+}
+
+// --- accepting ---
+
+size_t Writes::accept(std::span<const WorkRequest> requests) noexcept {
+  const size_t used = num_in_flight_ + ready_.size();
+  const size_t room =
+      std::min<size_t>(free_.size(), max_in_flight_ - std::min<size_t>(used, max_in_flight_));
+  const size_t count = std::min(requests.size(), room);
+  for (const WorkRequest& request : requests.first(count)) {
+    Slot& slot = *free_.back();
+    free_.pop_back();
+    ++num_in_flight_;
+    accept(request, slot);
+  }
+  return count;
+}
+
+// Inline, as are the next two: a write costs less than 80 ns on shm, calls are a part of that.
+inline void Writes::accept(const WorkRequest& request, Slot& slot) noexcept {
+  slot.wr_id = request.wr_id;
+  slot.region = nullptr;
+  slot.bytes = request.bytes;
+  slot.imm = request.imm;
+  slot.peer = request.peer;
+  slot.has_imm = request.has_imm;
+  slot.state = Slot::State::kWaiting;
+  Peer* peer = peers_.find(request.peer);
+  if (!broken_.ok()) return complete(slot, broken_);
+  if (!peer) return complete(slot, {Code::kClosed, 0});
+  if (request.bytes == 0) {
+    slot.region = &regions_.scratch();  // at both ends
+    slot.bytes = bytes_when_empty_;
+    slot.local = slot.region->span.data;
+    slot.remote_addr = peer->address.scratch_addr;
+    slot.remote_key = peer->address.scratch_key;
+  } else {
+    Region* region = regions_.find(request.local_key);
+    if (!region || !region->contains(request.local, request.bytes))
+      return complete(slot, {Code::kInvalidArgument, 0});
+    slot.region = region;
+    slot.local = request.local;
+    slot.remote_addr = request.remote_addr;
+    slot.remote_key = request.remote_key;
+  }
+  enqueue(slot, *peer);
+}
+
+inline void Writes::enqueue(Slot& slot, Peer& peer) noexcept {
+  slot.next = nullptr;
+  (peer.first ? peer.last->next : peer.first) = &slot;
+  peer.last = &slot;
+  ++slot.region->num_writes;
+  if (std::exchange(peer.listed, true)) return;
+  peer.next_waiting = waiting_;
+  waiting_ = &peer;
+}
+
+// --- posting ---
+
+void Writes::pump() noexcept {
+  for (Peer** link = &waiting_; *link;) {
+    Peer& peer = **link;
+    if (push(peer)) {
+      peer.listed = false;
+      *link = peer.next_waiting;
+    } else {
+      link = &peer.next_waiting;
+    }
+  }
+  // Other providers send what has the flag by themselves, and shm crashes on a write to a peer that left.
+  if (shares_queue_ && chain_length_ > 0) ring();
+}
+
+// True when nothing waits any more.
+bool Writes::push(Peer& peer) noexcept {
+  while (Slot* slot = peer.first) {
+    const bool more = chain_length_ + 1 < kChain && goes_on(*slot, peer);
+    const ssize_t result = post(*slot, peer, more ? kMore : 0);
+    const Status status = result == 0 ? Status{} : status_of(static_cast<int>(-result));
+    if (result == -EAGAIN && is_full()) {
+      if (!has_stalled()) return false;
+      const Status stalled{Code::kPeerDead, ETIMEDOUT};
+      if (num_posted_ == 0) return fail(peer, stalled), true;
+      fail_if(stalled, [](const Slot& other) { return other.state == Slot::State::kPosted; });
+      completed_ = true;  // those that hold the queue were given up; now it is the turn of the rest
+      return false;
+    }
+    if (result == -EAGAIN || status.code == Code::kPeerDead) {
+      if (!has_given_up(peer, result == -EAGAIN ? timeout_ : std::min(timeout_, kReconnect)))
+        return false;
+      fail(peer, result == -EAGAIN ? Status{Code::kPeerDead, ETIMEDOUT} : status);
+      return true;
+    }
+    peer.refused_since.reset();
+    peer.first = slot->next;
+    if (result == 0) {
+      chain_length_ = more ? chain_length_ + 1 : 0;
+      chain_peer_ = peer.id;
+      slot->state = Slot::State::kPosted;
+      ++num_posted_;
+      ++num_held_;
+    } else {
+      complete(*slot, status);
+    }
+  }
+  return true;
+}
+
+// Whether another write will be posted right behind this one. Before hands are shaken EFA keeps a write
+// back and says that it took it: it rings for nobody before it, and libfabric without the commit
+// 3b01e1417 posts it later with the FI_MORE that it came with, when nothing may follow.
+bool Writes::goes_on(const Slot& slot, const Peer& peer) const noexcept {
+  if (slot.next) return true;
+  const Peer* next = shares_queue_ && peer.answered ? peer.next_waiting : nullptr;
+  return next && next->first && next->answered && !next->refused_since;
+}
+
+// Ends a chain whose continuation was refused or failed, by a write of nothing that nobody is told of.
+void Writes::ring() noexcept {
+  Peer* peer = peers_.find(chain_peer_);
+  if (!peer) peer = peers_.find_answered();
+  if (!peer || free_.empty()) return;
+  Slot& slot = *free_.back();
+  slot.region = &regions_.scratch();
+  slot.local = slot.region->span.data;
+  slot.bytes = bytes_when_empty_;
+  slot.remote_addr = peer->address.scratch_addr;
+  slot.remote_key = peer->address.scratch_key;
+  slot.peer = peer->id;
+  slot.has_imm = false;
+  if (post(slot, *peer, 0) != 0) return;  // again at the next poll
+  free_.pop_back();
+  slot.state = Slot::State::kAbandoned;
+  ++slot.region->num_writes;
+  ++num_held_;
+  chain_length_ = 0;
+}
+
+inline ssize_t Writes::post(Slot& slot, const Peer& peer, uint64_t flags) noexcept {
+  const iovec local{const_cast<std::byte*>(slot.local), slot.bytes};
+  const RmaIov remote{slot.remote_addr, slot.bytes, slot.remote_key};
+  const RmaMessage message{.msg_iov = &local,
+                           .desc = &slot.region->descriptor,
+                           .iov_count = 1,
+                           .addr = peer.fi_addr,
+                           .rma_iov = &remote,
+                           .rma_iov_count = 1,
+                           .context = &slot.context,
+                           .data = slot.imm};
+  if (slot.has_imm) flags |= kRemoteCqData;
+  Endpoint& endpoint = *session_.endpoint;
+  return endpoint.rma->writemsg(&endpoint, &message, flags | completion_flags_);
+}
+
+// The clock is read when a full queue refuses, not at each completion.
+bool Writes::has_stalled() noexcept {
+  const auto now = Clock::now();
+  if (std::exchange(completed_, false)) last_completion_ = now;
+  return now - last_completion_ >= timeout_;
+}
+
+// `patience` counts from the first refusal.
+bool Writes::has_given_up(Peer& peer, std::chrono::milliseconds patience) noexcept {
+  const auto now = Clock::now();
+  if (!peer.refused_since) peer.refused_since = now;
+  return now - *peer.refused_since >= patience;
+}
+
+// --- completing ---
+
+// What the caller asked for itself is no failure of the NIC.
+void Writes::note(const Slot& slot, Status status, int prov_errno) noexcept {
+  if (status.ok() || status.code == Code::kClosed || first_failure_) return;
+  first_failure_ = {status, prov_errno, slot.bytes, slot.peer};
+}
+
+void Writes::show(const Slot& slot, Status status) noexcept {
+  note(slot, status, 0);
+  --num_in_flight_;
+  ready_.push_back({.wr_id = slot.wr_id, .status = status});  // within its capacity
+}
+
+void Writes::complete(Slot& slot, Status status) noexcept {
+  show(slot, status);
+  if (slot.region) --slot.region->num_writes;
+  release(slot);
+}
+
+bool Writes::owns(const void* op_context) const noexcept {
+  return std::ranges::any_of(slots_, [&](const Slot& slot) { return &slot == op_context; });
+}
+
+std::optional<Completion> Writes::finish(void* op_context, Status status, int prov_errno) noexcept {
+  Slot& slot = *static_cast<Slot*>(op_context);
+  const bool wanted = slot.state == Slot::State::kPosted;
+  if (wanted) note(slot, status, prov_errno);
+  completed_ = true;
+  --num_held_;
+  if (shares_queue_)
+    if (Peer* peer = peers_.find(slot.peer)) peer->answered = status.ok();
+  const uint64_t wr_id = slot.wr_id;
+  --slot.region->num_writes;
+  release(slot);
+  if (!wanted) return std::nullopt;
+  --num_posted_;
+  --num_in_flight_;
+  return Completion{.wr_id = wr_id, .status = status};
+}
+
+template <typename Concerns>
+void Writes::fail_if(Status status, Concerns&& concerns) noexcept {
+  for (Peer* peer = waiting_; peer; peer = peer->next_waiting) {
+    Slot* kept = nullptr;
+    for (Slot *slot = peer->first, *next = nullptr; slot; slot = next) {
+      next = slot->next;
+      if (concerns(*slot)) {
+        (kept ? kept->next : peer->first) = next;
+        complete(*slot, status);
+      } else {
+        kept = slot;
+      }
+    }
+    peer->last = kept;
+  }
+  for (Slot& slot : slots_) {
+    if (slot.state != Slot::State::kPosted || !concerns(slot)) continue;
+    slot.state = Slot::State::kAbandoned;
+    --num_posted_;
+    show(slot, status);
+  }
+}
+
+void Writes::fail(Peer& peer, Status status) noexcept {
+  peer.refused_since.reset();
+  fail_if(status, [&](const Slot& slot) { return slot.peer == peer.id; });
+}
+void Writes::fail(const Region& region, Status status) noexcept {
+  fail_if(status, [&](const Slot& slot) { return slot.region == &region; });
+}
+void Writes::fail_all(Status status) noexcept {
+  broken_ = status;
+  fail_if(status, [](const Slot&) { return true; });
+}
+
+}  // namespace moe_p2p::provider::libfabric

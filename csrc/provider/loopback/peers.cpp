@@ -1,0 +1,271 @@
+#include "provider/loopback/peers.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+
+namespace moe_p2p::provider::loopback {
+namespace {
+
+// Small enough that the receiver copies one fragment while the sender writes the next, large enough
+// that the 64-byte header does not count; at most a quarter of the ring.
+uint32_t max_fragment_bytes(uint64_t ring_bytes) noexcept {
+  return static_cast<uint32_t>(std::min<uint64_t>(ring_bytes / 4, 64 * 1024));
+}
+
+}  // namespace
+
+Connection::Connection(PeerId id, std::shared_ptr<Segment> segment, Waker waker,
+                       const std::string& own_segment, const std::string& own_waker, uint64_t seed,
+                       uint64_t stream)
+    : id_(id),
+      segment_(std::move(segment)),
+      claimed_(segment_->claim(own_segment, own_waker)),
+      channel_(segment_->channel(claimed_.index)),
+      max_fragment_bytes_(max_fragment_bytes(segment_->layout().ring_bytes)),
+      waker_(std::move(waker)),
+      // The channel's number sets ranks apart that were given the same seed.
+      chaos_(seed, stream ^ static_cast<uint64_t>(claimed_.index) << 32),
+      writes_(segment_->layout().window),
+      unsent_(segment_->layout().window) {
+  for (uint32_t slot = segment_->layout().window; slot > 0; --slot) free_slots_.push_back(slot - 1);
+}
+
+void Connection::enqueue(const WorkRequest& request) noexcept {
+  const uint32_t slot = free_slots_.back();
+  free_slots_.pop_back();
+  OutgoingWrite& write = writes_[slot];
+  write = OutgoingWrite{};
+  write.request = request;
+  write.cursor_end = request.bytes;
+  write.in_use = true;
+  if (chaos_.on()) {
+    write.hold_until = round_ + chaos_.hold_polls();
+    if (request.bytes > 0) {
+      const uint64_t wanted = std::min<uint64_t>(chaos_.num_pieces(), request.bytes);
+      write.piece_bytes = static_cast<uint32_t>((request.bytes + wanted - 1) / wanted);
+      const uint64_t num = (uint64_t{request.bytes} + write.piece_bytes - 1) / write.piece_bytes;
+      write.pieces = ~uint64_t{0} >> (64 - num);
+      write.cursor_end = 0;
+    }
+  }
+  unsent_.push(slot);
+  ++num_in_flight_;
+}
+
+void Connection::finish(uint32_t slot) noexcept {
+  writes_[slot].in_use = false;
+  free_slots_.push_back(slot);  // capacity was reached at construction: does not allocate
+  --num_in_flight_;
+}
+
+bool Connection::pump(const SendContext& context) noexcept {
+  ++round_;
+  const uint64_t head_before = head_;
+  if (!publish_staged(context.copies)) return false;
+  if (chaos_.on()) {
+    pump_shuffled(context);
+  } else {
+    pump_in_order(context);
+  }
+  return head_ != head_before;
+}
+
+void Connection::pump_in_order(const SendContext& context) noexcept {
+  while (!unsent_.empty()) {
+    const uint32_t slot = unsent_[0];
+    const bool sent = send_part(slot, context);
+    if (writes_[slot].all_sent()) unsent_.pop();  // also when its last fragment is staged
+    if (!sent) return;
+  }
+}
+
+// Any part of any write may be next. One time in four it is of the newest write, so that short ones
+// overtake everything; held writes wait for their round while the others go on.
+void Connection::pump_shuffled(const SendContext& context) noexcept {
+  for (uint32_t budget = 1 + chaos_.below(32); budget > 0 && !unsent_.empty(); --budget) {
+    const size_t newest = unsent_.size() - 1;
+    const size_t i = chaos_.one_in(4) ? newest : chaos_.below(unsent_.size());
+    const uint32_t slot = unsent_[i];
+    if (round_ < writes_[slot].hold_until) continue;
+    const bool sent = send_part(slot, context);
+    if (writes_[slot].all_sent()) unsent_.take(i);  // also when its last fragment is staged
+    if (!sent) return;
+  }
+}
+
+// The next part of the piece under way. False when it has to wait for room.
+bool Connection::send_part(uint32_t slot, const SendContext& context) noexcept {
+  if (staged_.under_way) return false;
+  OutgoingWrite& write = writes_[slot];
+  if (write.abort_flags != 0) return send_abort(slot);
+  if (write.cursor == write.cursor_end && write.pieces != 0) choose_piece(write);
+  if (write.request.bytes == 0) return send_fragment(slot, context);
+  const auto kind = context.regions.find_local(
+      write.request.local_key, write.request.local + write.cursor, write.cursor_end - write.cursor);
+  if (!kind) {
+    abort(write, Fragment::kAbort, {base::Code::kInvalidArgument, 0});
+    return send_abort(slot);
+  }
+  return *kind == MemoryKind::kCuda ? start_copy(slot, context) : send_fragment(slot, context);
+}
+
+bool Connection::send_fragment(uint32_t slot, const SendContext& context) noexcept {
+  const OutgoingWrite& write = writes_[slot];
+  const uint32_t bytes = next_bytes(write);
+  if (!has_room(kLine + align_up(bytes, kLine))) return false;
+  if (bytes > 0) std::memcpy(next_payload(), write.request.local + write.cursor, bytes);
+  publish(begin_fragment(slot, bytes, 0, context.link));
+  return true;
+}
+
+// Of the piece under way, in the fragment that comes next: the payload does not wrap.
+uint32_t Connection::next_bytes(const OutgoingWrite& write) noexcept {
+  const uint64_t to_end = channel_.ring_mask + 1 - ((head_ + kLine) & channel_.ring_mask);
+  return static_cast<uint32_t>(
+      std::min<uint64_t>(std::min(write.cursor_end - write.cursor, max_fragment_bytes_), to_end));
+}
+
+// send_fragment() for GPU memory: the payload is on its way into the ring when this returns.
+bool Connection::stage(uint32_t slot, const SendContext& context) noexcept {
+  OutgoingWrite& write = writes_[slot];
+  const uint32_t bytes = next_bytes(write);
+  if (!has_room(kLine + align_up(bytes, kLine)) || context.copies.full()) return false;
+  const std::byte* const from = write.request.local + write.cursor;
+  const Fragment fragment = begin_fragment(slot, bytes, 0, context.link);
+  const auto started = context.copies.start_by_ring(next_payload(), from, bytes);
+  if (!started.status.ok()) {
+    abort(write, Fragment::kAbort, started.status);
+    return send_abort(slot);
+  }
+  staged_ = {.fragment = fragment, .ticket = started.ticket, .under_way = true};
+  return publish_staged(context.copies);
+}
+
+// False while the copy is under way.
+bool Connection::publish_staged(Copies& copies) noexcept {
+  if (!staged_.under_way) return true;
+  const Copies::State state = copies.state_of(staged_.ticket);
+  if (state == Copies::State::kUnderWay) return false;
+  staged_.under_way = false;
+  if (staged_.dropped) return true;
+  if (state == Copies::State::kDone) {
+    publish(staged_.fragment);
+  } else {
+    give_up(staged_.fragment.slot, copies.failure());
+  }
+  return true;
+}
+
+// All of the piece at once: the payload takes no room in the ring.
+bool Connection::start_copy(uint32_t slot, const SendContext& context) noexcept {
+  OutgoingWrite& write = writes_[slot];
+  const WorkRequest& request = write.request;
+  std::byte* const window =
+      context.regions.find_window(request.remote_key, request.remote_addr, request.bytes);
+  if (!window) return stage(slot, context);
+  if (context.copies.full()) return false;
+  std::byte* const to = window + write.cursor;
+  const std::byte* const from = request.local + write.cursor;
+  const Fragment fragment =
+      begin_fragment(slot, write.cursor_end - write.cursor, Fragment::kInPlace, context.link);
+  const base::Status status = context.copies.start(*this, fragment, to, from);
+  if (status.ok()) return true;
+  abort(write, Fragment::kAbort, status);
+  return send_abort(slot);
+}
+
+bool Connection::publish_copied(const Fragment& fragment) noexcept {
+  if (staged_.under_way || !has_room(kLine)) return false;
+  publish(fragment);
+  return true;
+}
+
+bool Connection::send_abort(uint32_t slot) noexcept {
+  if (!has_room(kLine)) return false;
+  OutgoingWrite& write = writes_[slot];
+  publish({.remote_addr = write.request.remote_addr,
+           .remote_key = write.request.remote_key,
+           .arrival_ns = 0,
+           .write_bytes = write.request.bytes,
+           .offset = 0,
+           .bytes = 0,
+           .slot = slot,
+           .imm = 0,
+           .flags = write.abort_flags});
+  write.begun = true;
+  return true;
+}
+
+// What was copied and waits is dropped by Copies::look_at.
+void Connection::abort(OutgoingWrite& write, uint32_t flags, base::Status status) noexcept {
+  write.abort_flags = flags;
+  write.status = status;
+  write.pieces = 0;
+  write.cursor_end = write.cursor;
+  write.begun = false;
+}
+
+void Connection::give_up(uint32_t slot, base::Status status) noexcept {
+  OutgoingWrite& write = writes_[slot];
+  if (write.all_sent()) unsent_.push(slot);
+  abort(write, Fragment::kAbort, status);
+}
+
+// The header of the next `bytes` of the piece under way, which count as sent from here on.
+Fragment Connection::begin_fragment(uint32_t slot, uint32_t bytes, uint32_t flags,
+                                    LinkModel& link) noexcept {
+  OutgoingWrite& write = writes_[slot];
+  Fragment fragment{.remote_addr = write.request.remote_addr,
+                    .remote_key = write.request.remote_key,
+                    .arrival_ns = 0,
+                    .write_bytes = write.request.bytes,
+                    .offset = write.cursor,
+                    .bytes = bytes,
+                    .slot = slot,
+                    .imm = write.request.imm,
+                    .flags = flags | (write.request.has_imm ? Fragment::kHasImm : 0)};
+  if (link.on()) {
+    fragment.arrival_ns = link.transmit(now_ns(), kLine + bytes);
+    write.complete_after_ns = fragment.arrival_ns + link.latency_ns();
+  }
+  write.begun = true;
+  write.cursor += bytes;
+  return fragment;
+}
+
+void Connection::choose_piece(OutgoingWrite& write) noexcept {
+  uint64_t left = write.pieces;
+  for (uint32_t skip = chaos_.below(std::popcount(left)); skip > 0; --skip) left &= left - 1;
+  const auto piece = static_cast<uint32_t>(std::countr_zero(left));
+  write.pieces &= ~(uint64_t{1} << piece);
+  write.cursor = piece * write.piece_bytes;
+  write.cursor_end = static_cast<uint32_t>(
+      std::min<uint64_t>(uint64_t{write.cursor} + write.piece_bytes, write.request.bytes));
+}
+
+bool Connection::has_room(uint64_t bytes) noexcept {
+  const uint64_t ring_bytes = channel_.ring_mask + 1;
+  if (head_ + bytes - known_tail_ <= ring_bytes) return true;
+  // acquire: pairs with the release in Receiver::publish: the receiver has read what we overwrite.
+  known_tail_ = channel_.record->tail.load(std::memory_order_acquire);
+  return head_ + bytes - known_tail_ <= ring_bytes;
+}
+
+void Connection::publish(const Fragment& fragment) noexcept {
+  *reinterpret_cast<Fragment*>(channel_.ring + (head_ & channel_.ring_mask)) = fragment;
+  head_ += ring_bytes_of(fragment);
+  // release: pairs with the acquire in Receiver::poll_channel: header and payload are written.
+  channel_.record->head.store(head_, std::memory_order_release);
+}
+
+const Ack* Connection::next_ack() noexcept {
+  if (ack_tail_ == known_ack_head_) {
+    // acquire: pairs with the release in Receiver::publish: the payload is where it belongs.
+    known_ack_head_ = channel_.record->ack_head.load(std::memory_order_acquire);
+    if (ack_tail_ == known_ack_head_) return nullptr;
+  }
+  return &channel_.acks[ack_tail_ & channel_.window_mask];
+}
+
+}  // namespace moe_p2p::provider::loopback

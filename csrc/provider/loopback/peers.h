@@ -1,0 +1,146 @@
+// One connected peer as the sender sees it: the channel it claimed in the peer's segment and the
+// writes that are under way through it. Data path: only the polling thread calls into a Connection
+// once it is in the Sender's table, except close_requested.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <vector>
+
+#include "provider/loopback/chaos.h"
+#include "provider/loopback/copies.h"
+#include "provider/loopback/link_model.h"
+#include "provider/loopback/memory.h"
+#include "provider/loopback/pool.h"
+#include "provider/loopback/segment.h"
+#include "provider/loopback/waker.h"
+
+namespace moe_p2p::provider::loopback {
+
+// A write that was accepted and whose acknowledgement has not come.
+struct OutgoingWrite {
+  WorkRequest request;
+  uint64_t pieces = 0;       // bit p: piece p was not begun yet (adversary: at most 64 pieces)
+  uint32_t piece_bytes = 0;  // of each piece but the last
+  uint32_t cursor = 0;       // the piece under way is [cursor, cursor_end)
+  uint32_t cursor_end = 0;
+  uint64_t hold_until = 0;        // adversary: the pump round before which nothing leaves
+  int64_t complete_after_ns = 0;  // link model: when the acknowledgement can be back
+  bool begun = false;
+  bool in_use = false;
+  uint32_t abort_flags = 0;  // not 0: given up; of the fragment that says so
+  base::Status status;       // why; ok: the receiver knows
+
+  bool all_sent() const noexcept { return begun && pieces == 0 && cursor == cursor_end; }
+};
+
+// What all connections of a NIC send with.
+struct SendContext {
+  const RegionTable& regions;
+  LinkModel& link;
+  Copies& copies;
+};
+
+class Connection {
+ public:
+  // `id` is ours. Claims a channel; throws as Segment::open() and claim() do.
+  Connection(PeerId id, std::shared_ptr<Segment> segment, Waker waker,
+             const std::string& own_segment, const std::string& own_waker, uint64_t seed,
+             uint64_t stream);
+
+  PeerId id() const noexcept { return id_; }
+  const Segment& segment() const noexcept { return *segment_; }
+  bool window_full() const noexcept { return free_slots_.empty(); }
+  bool has_unsent() const noexcept { return !unsent_.empty() || staged_.under_way; }
+  uint32_t num_in_flight() const noexcept { return num_in_flight_; }
+
+  // Takes a write into a free slot; it leaves with pump().
+  void enqueue(const WorkRequest& request) noexcept;
+  // Puts fragments into the ring while there is room, and starts copies. True when it put any.
+  bool pump(const SendContext& context) noexcept;
+  // The payload of this one, given to Copies before, is in place. False when there is no room.
+  bool publish_copied(const Fragment& fragment) noexcept;
+  // Nothing more is sent of the write but that it was given up.
+  void give_up(uint32_t slot, base::Status status) noexcept;
+  bool given_up(uint32_t slot) const noexcept { return writes_[slot].abort_flags != 0; }
+
+  // The next acknowledgement, if one is there; next_ack() without pop_ack() gives the same again.
+  const Ack* next_ack() noexcept;
+  void pop_ack() noexcept { ++ack_tail_; }
+  OutgoingWrite& write(uint32_t slot) noexcept { return writes_[slot & channel_.window_mask]; }
+  void finish(uint32_t slot) noexcept;
+  void drop_unsent() noexcept {
+    unsent_.clear();
+    staged_.dropped = true;
+  }
+  // A copy still writes into the ring, which therefore is not to be released.
+  bool is_staging(Copies& copies) noexcept {
+    return staged_.under_way && copies.state_of(staged_.ticket) == Copies::State::kUnderWay;
+  }
+
+  // The peer closed its NIC, or took the channel back because it thought us dead.
+  bool peer_left() const noexcept {
+    // acquire: pairs with the state changes of the receiver (Segment::release).
+    return segment_->closed() ||
+           channel_.record->state.load(std::memory_order_acquire) != claimed_.word;
+  }
+  void release() noexcept { segment_->release(claimed_); }
+  void notify() const noexcept { waker_.notify(); }
+
+  // Set by Sender::request_close (any thread), release; acquire by the polling thread.
+  std::atomic<bool> close_requested{false};
+
+  // Polling thread, for Sender only.
+  bool broken = false;         // the peer is gone; posts fail at once
+  bool touched = false;        // to be notified at the end of this post()
+  uint32_t stalled_polls = 0;  // polls in a row without an acknowledgement
+  int64_t next_look_ns = 0;    // when to ask again whether the peer lives
+
+ private:
+  void pump_in_order(const SendContext& context) noexcept;
+  void pump_shuffled(const SendContext& context) noexcept;
+  bool send_part(uint32_t slot, const SendContext& context) noexcept;
+  bool send_fragment(uint32_t slot, const SendContext& context) noexcept;
+  uint32_t next_bytes(const OutgoingWrite& write) noexcept;
+  std::byte* next_payload() const noexcept {
+    return channel_.ring + ((head_ + kLine) & channel_.ring_mask);
+  }
+  bool stage(uint32_t slot, const SendContext& context) noexcept;
+  bool publish_staged(Copies& copies) noexcept;
+  bool start_copy(uint32_t slot, const SendContext& context) noexcept;
+  bool send_abort(uint32_t slot) noexcept;
+  void abort(OutgoingWrite& write, uint32_t flags, base::Status status) noexcept;
+  void choose_piece(OutgoingWrite& write) noexcept;
+  Fragment begin_fragment(uint32_t slot, uint32_t bytes, uint32_t flags, LinkModel& link) noexcept;
+  bool has_room(uint64_t bytes) noexcept;
+  void publish(const Fragment& fragment) noexcept;
+
+  const PeerId id_;
+  const std::shared_ptr<Segment> segment_;  // keeps the mapping; the data path uses channel_
+  const Segment::Claimed claimed_;
+  const Channel channel_;
+  const uint32_t max_fragment_bytes_;
+  const Waker waker_;
+  Chaos chaos_;
+
+  // The fragment at the head of the ring whose payload a GPU copies there. Nothing leaves before it.
+  struct Staged {
+    Fragment fragment;
+    uint64_t ticket = 0;
+    bool under_way = false;
+    bool dropped = false;  // its write has failed meanwhile
+  };
+  Staged staged_{};
+
+  std::vector<OutgoingWrite> writes_;  // [window]
+  std::vector<uint32_t> free_slots_;
+  Pool<uint32_t> unsent_;  // slots of writes with bytes left to send
+  uint32_t num_in_flight_ = 0;
+  uint64_t round_ = 0;  // pump() calls
+  uint64_t head_ = 0;   // ring positions, as in ChannelRecord
+  uint64_t known_tail_ = 0;
+  uint64_t ack_tail_ = 0;
+  uint64_t known_ack_head_ = 0;
+};
+
+}  // namespace moe_p2p::provider::loopback

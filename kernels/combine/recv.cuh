@@ -1,0 +1,195 @@
+// Combine, receiving half: adds the partial rows of each own token, as soon as those it needs are here.
+// The caller's bias first, then nodes ascending; the own node contributes its ranks one after the other,
+// any other node one row.
+#pragma once
+
+#include "kernels/combine/send.cuh"
+
+namespace moe_p2p::device {
+
+inline constexpr i32 kBiases = 2;
+
+struct CombineRecvShared {
+  struct {
+    const char* row[kBiases + kSpeakers];  // in the order of the sum; null = none
+    i32 source[kBiases + kSpeakers];       // of a self-flagged row: whose it is; else -1
+    i32 num_rows;
+  } worker[RecvWorker::kCount];
+};
+
+// Place of speaker i in the order of the sum.
+__device__ __forceinline__ i32 order_of(const Self& self, i32 i) {
+  if (i < kLocal) return self.node + i;
+  const i32 node = other_node(i - kLocal, self.node);
+  return node < self.node ? node : node + kLocal - 1;
+}
+
+// The row that speaker i sent for a token; null when there is none. One that did not come, and each of an
+// aborted communicator, whose slots may be stale, is a lost one. A row that flags itself may be still to
+// come, and each word of it is a lost one until then.
+__device__ inline const char* wait_partial(const CombineParams& p, const Self& self, bool aborted,
+                                           u64 step, i32 i, i32 index) {
+  if (aborted) return lost_row(p.comm, p.stride);
+  if (index < 0) return nullptr;
+  const i32 slot = slot_of(step);
+  const u64 own = p.comm.data[self.local];
+  const bool near = i < kLocal;
+  const Awaited what{Phase::kCombine, speaker_rank(self, i), step};
+  const bool came =
+      near ? kSelfFlagged || wait_flag(p.comm, partial_flags_at(own, slot, i) + index, what)
+           : wait_part(p.comm, Phase::kCombine, step, what.source,
+                       MOE_P2P_MUTATED(kFirstPartIsAll) ? 0 : part_of_slot(p.stride, index));
+  if (!came) return is_masked(p.comm, speaker_rank(self, i)) ? nullptr : lost_row(p.comm, p.stride);
+  return (near ? partial_at(own, slot, i) : combine_landing_at(own, slot, i - kLocal)) +
+         combine_slots_offset() + static_cast<u64>(index) * p.stride;
+}
+
+__device__ inline void recv_token(const CombineParams& p, const Self& self,
+                                  const RecvWorker& worker, const Part& share, bool aborted,
+                                  u64 step, const i32* send_slots, i64 token,
+                                  CombineRecvShared& s) {
+  auto& w = s.worker[worker.place];
+  const u64 offset = static_cast<u64>(token) * kOutBytes;
+  for (i32 i = worker.thread; i < kSpeakers; i += RecvWorker::kThreads) {
+    const i32 column = i < kLocal ? i : kLocal + other_node(i - kLocal, self.node);
+    const i32 at = kBiases + order_of(self, i);
+    w.row[at] = wait_partial(p, self, aborted, step, i, send_slots[column]);
+    w.source[at] = kSelfFlagged && i < kLocal && !aborted ? speaker_rank(self, i) : -1;
+  }
+  if (worker.thread < kBiases) {
+    const u64 bias = p.bias[worker.thread];
+    w.row[worker.thread] = bias ? reinterpret_cast<const char*>(bias + offset) : nullptr;
+    w.source[worker.thread] = -1;
+  }
+  worker.sync();
+  if (worker.thread < 32) {  // the rows that there are, one after the other
+    i32 num = 0;
+    for (i32 first = 0; first < kBiases + kSpeakers; first += 32) {
+      const i32 i = first + worker.thread;
+      const char* row = i < kBiases + kSpeakers ? w.row[i] : nullptr;
+      const i32 source = row ? w.source[i] : -1;
+      const u32 have = __ballot_sync(~0u, row != nullptr);
+      __syncwarp();  // all have read before one writes
+      if (row) {
+        const i32 at = num + __popc(have & ((1u << worker.thread) - 1));
+        w.row[at] = row, w.source[at] = source;
+      }
+      num += __popc(have);
+      __syncwarp();
+    }
+    if (worker.thread == 0) w.num_rows = num;
+  }
+  worker.sync();
+  constexpr i32 kMost = RecvWorker::kThreads > 512 ? 2 : 4;  // as registers allow
+  constexpr i32 kRowsAtOnce = kSpeakers < kMost ? kSpeakers : kMost;
+  const auto row_at = [&w](i32 r) { return w.row[r]; };
+  const auto source_of = [&w](i32 r) { return w.source[r]; };
+  for (i32 part = share.index; part < kRowParts<RecvWorker>; part += share.count)
+    sum_rows<kOutType, kSelfFlagged ? Written::kNow : Written::kByPeers, kRowsAtOnce>(
+        worker, part, reinterpret_cast<char*>(p.out) + offset, false, w.num_rows, row_at, false,
+        [](i32) { return 1.0f; }, settle_rows(p.comm, step, row_at, source_of));
+  if (p.with_scalars && share.index == 0 && worker.thread < kTopk) {
+    const i32 first = (p.bias[0] != 0) + (p.bias[1] != 0);
+    const float sum =
+        sum_scalars<kRowsAtOnce>(p.comm, step, worker.thread, first, w.num_rows, row_at, source_of);
+    if (p.out_scalars) reinterpret_cast<float*>(p.out_scalars)[token * kTopk + worker.thread] = sum;
+  }
+  worker.sync();
+}
+
+// Everybody has said what belongs to this step; before that it is not over. The block that relays knows it
+// first. With masks that block ends once somebody who waits has masked the missing, so another waits.
+inline constexpr bool kRelayEnds = kOthers > 0 && !kMasks;
+__device__ inline void end_step(const CombineParams& p, const Self& self, u64 step) {
+  for (i32 i = static_cast<i32>(threadIdx.x); i < kSpeakers; i += kBlockThreads) {
+    if (!wait_combine(p.comm, self, step, i)) continue;
+    const i32 slot = slot_of(step);
+    const u64 own = p.comm.data[self.local];
+    const auto* header = reinterpret_cast<const RegionHeader*>(
+        i < kLocal ? partial_at(own, slot, i) : combine_landing_at(own, slot, i - kLocal));
+    const u32 flags =
+        p.empty ? kEmpty
+                : static_cast<u32>(kOutType) << kDTypeShift | (p.with_scalars ? kScalars : 0u);
+    if (header->flags != flags || header->slot_bytes != (p.empty ? 0 : p.stride))
+      raise_fault(p.comm, kWrongHeader, Phase::kCombine, speaker_rank(self, i), step, p.stride,
+                  header->slot_bytes);
+  }
+}
+
+// How long this rank waits for each speaker to be heard; the ranks of other nodes that do not speak to
+// it have no time of their own. Of its own node's ranks this is the word with which they begin to send.
+__device__ __noinline__ void tell_waits(const CombineParams& p, const Self& self, u64 step,
+                                        bool first) {
+  auto* ticks = reinterpret_cast<i64*>(p.wait_ticks);
+  if (first)
+    for (i32 i = static_cast<i32>(threadIdx.x); i < kWorld; i += kBlockThreads) ticks[i] = 0;
+  __syncthreads();
+  for (i32 i = static_cast<i32>(threadIdx.x); i < kSpeakers; i += kBlockThreads) {
+    const i64 begin = clock64();
+    wait_combine(p.comm, self, step, i);
+    ticks[speaker_rank(self, i)] += clock64() - begin;
+  }
+}
+
+// Once all workers have read the sums of a step, the first sending block may open the slot's next
+// one, and they themselves may count for it: one without tokens would otherwise be far ahead.
+__device__ inline void say_sums_read(const CombineParams& p, const RecvWorker& worker, u64 step) {
+  auto* received = reinterpret_cast<u32*>(p.comm.state + kWords.received) + slot_of(step);
+  const auto last = static_cast<u32>(worker.count - 1);
+  worker.sync();
+  // Pairs with wait_sums_read().
+  if (worker.thread == 0 && atom_inc_acq_rel_gpu_u32(received, last) == last)
+    st_release_gpu_u64(read_word(p.comm, step), step + 1);
+}
+
+__device__ inline i32 end_of_chunk(const CombineParams& p, i32 chunk) {
+  if (p.empty) return 0;
+  // Tokens past the last chunk become zero.
+  return chunk + 1 == p.num_chunks ? p.num_rows : min((chunk + 1) * kChunk, p.num_rows);
+}
+
+__device__ inline void begin_chunk(const CombineParams& p, const Self& self,
+                                   const RecvWorker& worker, u64 step, i32 chunk, i32 block) {
+  if (chunk >= kSteps) {
+    if (worker.thread == 0) wait_sums_read(p.comm, step - static_cast<u64>(kSteps));
+    worker.sync();
+  }
+  if (p.wait_ticks && block == 0) tell_waits(p, self, step, chunk == 0);
+}
+
+__device__ inline void end_chunk(const CombineParams& p, const Self& self, const RecvWorker& worker,
+                                 u64 step, i32 block) {
+  if (!kRelayEnds && block == 0) end_step(p, self, step);
+  if (p.num_chunks > kSteps) say_sums_read(p, worker, step);
+}
+
+// Nothing in the handle can be believed, not even that it is one.
+__device__ inline void lose_sums(const CombineParams& p, i32 block) {
+  const i32 num_threads = p.grid.num_recv_blocks * kBlockThreads;
+  for (i32 token = block * kBlockThreads + static_cast<i32>(threadIdx.x); token < p.num_rows;
+       token += num_threads) {
+    lose(reinterpret_cast<char*>(p.out) + static_cast<u64>(token) * kOutBytes, kOutBytes);
+    if (p.out_scalars)
+      lose(reinterpret_cast<char*>(p.out_scalars) + static_cast<u64>(token) * kTopk * 4, kTopk * 4);
+  }
+}
+
+__device__ inline void combine_recv(const CombineParams& p, bool aborted, u64 first_step,
+                                    i32 block) {
+  const Self self(p.comm);
+  const HandleArrays handle(p.handle, p.num_chunks);
+  const RecvWorker worker = RecvWorker::of(block, p.grid.num_recv_blocks);
+  const Part share = share_of_row(worker);
+  const RecvWorker team = share.team(worker);
+  auto& s = shared<CombineRecvShared>();
+  for (i32 chunk = 0; chunk < p.num_chunks; ++chunk) {
+    const u64 step = first_step + static_cast<u64>(chunk);
+    begin_chunk(p, self, worker, step, chunk, block);
+    for (i64 token = static_cast<i64>(chunk) * kChunk + team.id; token < end_of_chunk(p, chunk);
+         token += team.count)
+      recv_token(p, self, team, share, aborted, step, handle.send_slots(token), token, s);
+    end_chunk(p, self, worker, step, block);
+  }
+}
+
+}  // namespace moe_p2p::device

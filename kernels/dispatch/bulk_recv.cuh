@@ -1,0 +1,161 @@
+// Dispatch, receiving half, where few multiprocessors do it: a whole slot is fetched by one copy and its
+// payload goes to every row as another. Every warp has a ring of slots of its own, as far as shared memory
+// goes.
+#pragma once
+
+#include "kernels/dispatch/bulk_send.cuh"
+#include "kernels/dispatch/recv.cuh"
+
+namespace moe_p2p::device::bulk {
+
+inline constexpr i32 kPayloadBytes = kPayloadVecs * static_cast<i32>(sizeof(Vec));
+inline constexpr i32 kRings = MOE_P2P_RINGS, kRingImages = MOE_P2P_RING_IMAGES;
+// Slots that are fetched while one is taken. Rows by expert are several of a slot, whose copies need the
+// time of another image.
+inline constexpr i32 kAhead = kByRank ? kRingImages - 1 : kRingImages - 2;
+static_assert(kAhead >= 1);
+
+struct RecvRing {
+  alignas(kBulkAlign) char image[kRingImages][kImageBytes];
+  u64 full[kRingImages];
+  Item item[kRingImages];
+  FoundRows found;
+};
+struct BulkRecvShared {
+  RecvShared places;
+  RecvRing ring[kRings];
+};
+
+struct Fetcher {
+  const Receiver& a;
+  RecvRing& ring;
+  const i32 lane;
+  Turn<kRingImages> fetched, taken;
+  i32 num_ahead = 0;  // fetched and not taken
+  i32 buffer = 0;
+
+  // Of a slot whose flag is up, behind a fence.
+  __device__ void fetch(u64 step, i32 chunk, const Item& item) {
+    if (num_ahead == kAhead) take(chunk);
+    bulk_wait_read<1>();  // the copies out of the image that is next
+    __syncwarp();
+    if (lane == 0) {
+      const auto bytes = static_cast<u32>(a.p.parts.slot_bytes);
+      ring.item[fetched.at] = item;
+      barrier_expect(&ring.full[fetched.at], bytes);
+      bulk_load(ring.image[fetched.at], slot_at(a, step, item), bytes, &ring.full[fetched.at]);
+    }
+    fetched.next();
+    ++num_ahead;
+  }
+
+  __device__ void take(i32 chunk) {
+    const DispatchParams& p = a.p;
+    FoundRows& w = ring.found;
+    const Threads<32> worker{lane};
+    barrier_wait(&ring.full[taken.at], taken.parity);
+    const char* from = ring.image[taken.at];
+    if (lane == 0) w.arrived[buffer] = true;
+    __syncwarp();
+    find_rows(a, lane, chunk, ring.item[taken.at], from, buffer, w);
+    __syncwarp();
+    const i32 num_rows = w.num_rows[buffer];
+    for (i32 r = lane; r < num_rows; r += 32)
+      bulk_store(
+          reinterpret_cast<char*>(p.out_x) + static_cast<i64>(w.row[buffer][r]) * kPayloadBytes,
+          from + kHeadBytes, kPayloadBytes);
+    bulk_commit();
+    for (i32 r = 0; r < num_rows; ++r) {
+      if constexpr (kScaled)
+        store_scales(p, worker, w.scales[buffer][r], from + p.parts.offset[1], lane);
+      copy_extras(p, worker, static_cast<u64>(w.row[buffer][r]), from);
+    }
+    taken.next();
+    buffer ^= 1;
+    --num_ahead;
+  }
+
+  __device__ void take_all(i32 chunk) {
+    while (num_ahead > 0) take(chunk);
+  }
+};
+
+// The rows of a slot that did not come are none.
+__device__ inline void leave_out(const Receiver& a, Fetcher& fetcher, i32 chunk, const Item& item) {
+  if (fetcher.lane < kTopk) a.handle.rows_of(chunk, item.source, item.index)[fetcher.lane] = -1;
+}
+
+// Slots first, first + stride, ... before `end`, about in the order in which they come: each lane looks for
+// every 32nd.
+__device__ inline void fetch_slots(const Receiver& a, Fetcher& fetcher, u64 step, i32 chunk,
+                                   i32 first, i32 end, i32 stride) {
+  const u32 want = flag_of(step);
+  const i32* num_slots = a.s.num_slots[chunk % 2];
+  i32 i = first + (fetcher.lane - 32) * stride;
+  Item mine{};
+  const u32* flag = nullptr;
+  const auto look_for_next = [&] {
+    do {
+      i += 32 * stride;
+      mine = item_of(a.self, i);
+    } while (i < end && mine.index >= num_slots[mine.source]);
+    flag = inbox_flags_at(a.p.comm.data[a.self.local], slot_of(step), mine.source) + mine.index;
+  };
+  const auto of_lane = [&](i32 lane) {
+    return Item{__shfl_sync(~0u, mine.source, lane), __shfl_sync(~0u, mine.index, lane)};
+  };
+  look_for_next();
+  for (u32 looks = 0, left; (left = __ballot_sync(~0u, i < end)) != 0;) {
+    const bool has_come = i < end && ld_acquire_sys_u32(flag) == want;
+    const u32 ready = __ballot_sync(~0u, has_come);
+    if (ready != 0) {
+      __syncwarp();  // what one lane has acquired, the first has, and its copies behind the fence
+      if (fetcher.lane == 0) fence_global_for_bulk();
+      for (u32 rest = ready; rest != 0; rest &= rest - 1)
+        fetcher.fetch(step, chunk, of_lane(__ffs(rest) - 1));
+      if (has_come) look_for_next();
+    } else if (fetcher.num_ahead > 0) {
+      fetcher.take(chunk);
+    } else if (++looks % kLooksBetweenClocks == 0) {
+      const i32 late = __ffs(left) - 1;
+      bool came = true;
+      if (fetcher.lane == late)
+        came = wait_flag(a.p.comm, flag, {Phase::kDispatch, mine.source, step});
+      if (__all_sync(~0u, came)) continue;
+      a.s.lost = true;
+      leave_out(a, fetcher, chunk, of_lane(late));
+      if (fetcher.lane == late) look_for_next();
+    }
+  }
+}
+
+__device__ inline void dispatch_recv(const DispatchParams& p, u64 first_step, i32 block) {
+  auto& s = shared<BulkRecvShared>();
+  const i32 warp = static_cast<i32>(threadIdx.x) / 32, lane = static_cast<i32>(threadIdx.x) % 32;
+  const Receiver a{p, Self(p.comm), HandleArrays(p.handle, p.num_chunks), block == 0, s.places};
+  const RecvWorker worker = RecvWorker::of(block, p.grid.num_recv_blocks);
+  Fetcher fetcher{a, s.ring[warp < kRings ? warp : 0], lane};
+  if (warp < kRings && lane == 0) {
+    for (i32 i = 0; i < kRingImages; ++i) barrier_init(&s.ring[warp].full[i], 1);
+    fence_barrier_init();
+  }
+  for (i32 chunk = 0; chunk < p.num_chunks; ++chunk) {
+    const u64 step = first_step + static_cast<u64>(chunk);
+    if (!begin_chunk(a, worker, step, chunk)) return;
+    const i32* num_slots = s.places.num_slots[chunk % 2];
+    i32 most = 0;
+    for (i32 source = 0; source < kWorld; ++source) most = max(most, num_slots[source]);
+    if (warp < kRings) {
+      const i32 stride = p.grid.num_recv_blocks * kRings;
+      fetch_slots(a, fetcher, step, chunk, block * kRings + warp, most * kWorld, stride);
+      fetcher.take_all(chunk);
+      bulk_wait<0>();
+    }
+    __syncthreads();
+    if (s.places.lost) lose_rows(p, step);
+    if (p.solo) acknowledge(a, worker, step);
+    __syncthreads();  // the next chunk's headers take the place of this one's
+  }
+}
+
+}  // namespace moe_p2p::device::bulk

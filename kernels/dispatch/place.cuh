@@ -1,0 +1,403 @@
+// Dispatch, receiving half: where rows go, from the counts in the headers. Each receiving block works
+// it out for itself; one tells the caller.
+#pragma once
+
+#include "kernels/device/lost.cuh"
+#include "kernels/dispatch/send.cuh"
+
+namespace moe_p2p::device {
+
+// Rows are placed by groups: one for each local expert, or with kByRank one for all.
+inline constexpr i32 kRowGroups = kByRank ? 1 : kMaxLocalExperts;
+inline constexpr bool kScaled = kWireType == DType::kFloat8E4M3;  // there may be scales
+
+struct FoundRows {
+  i32 row[2][kTopk];  // rows of the slot at hand that are ours, and of the one before
+  i64 scales[2][kScaled ? kTopk : 1];  // where theirs begin (ScalePlace)
+  i32 num_rows[2];
+  bool arrived[2];
+};
+struct RecvScratch : FoundRows {
+  u32 head[2][kHeadWords];  // what lies before the payload
+  // Of self-flagged slots: what lies behind it.
+  u32 scale[2][kSelfFlagged && kScaled ? kScales : 1];
+  u32 mine[RecvWorker::kThreads / 32];  // bit j: item j of the batch has rows of ours
+};
+struct RecvShared {
+  i32 first_row[kRowGroups][kWorld];  // of each source
+  i32 num_rows[kRowGroups];
+  i32 start[kRowGroups];
+  i32 num_slots[2][kWorld];  // of this chunk and the one before; -1 = did not arrive
+  bool lost;                 // a slot is, or a part of one
+  RecvScratch worker[RecvWorker::kCount];
+};
+
+struct Receiver {
+  const DispatchParams& p;
+  const Self self;
+  const HandleArrays handle;
+  const bool tells;  // one block writes what all find out
+  RecvShared& s;
+
+  __device__ i32 num_groups() const { return kByRank ? 1 : p.comm.num_local_experts; }
+  // Row behind the last one that there is room for.
+  __device__ i64 end_of(i32 group) const {
+    return p.grouped ? p.capacity : (group + 1) * p.capacity;
+  }
+};
+
+// How long a wait took, in cycles of the GPU; a call of several chunks adds up.
+__device__ inline void tell_ticks(const Receiver& a, i32 chunk, i32 source, i64 ticks) {
+  auto* told = reinterpret_cast<i64*>(a.p.wait_ticks) + source;
+  *told = chunk == 0 ? ticks : *told + ticks;
+}
+
+// --- masks: whether a source has come is decided once, by the block that tells, because all blocks
+// place rows by it. It has when all of its slots have: rows of one that ends in between are absent. ---
+
+__device__ inline u64* came_word(const Receiver& a, u64 step, i32 source) {
+  return reinterpret_cast<u64*>(a.p.comm.state + kWords.came) + slot_of(step) * kWorld + source;
+}
+
+__device__ inline bool hear(const Receiver& a, u64 step, i32 source) {
+  const DeviceComm& comm = a.p.comm;
+  if (kInParts && !a.self.same_node(source))  // header and counts come with the first
+    return wait_part(comm, Phase::kDispatch, step, source, 0);
+  if constexpr (!kMasks) return wait_dispatch(comm, a.self, step, source);
+  if (a.tells) return wait_dispatch(comm, a.self, step, source) && !is_masked(comm, source);
+  const u64* word = came_word(a, step, source);
+  return wait_word(comm, word, 2 * (step + 1), {Phase::kDispatch, comm.rank, step}) &&
+         (ld_acquire_sys_u64(word) & 1);
+}
+
+// Of a source that did not come: whether it should have.
+__device__ inline bool is_lost(const Receiver& a, i32 source) {
+  return !kMasks || (is_aborted(a.p.comm) && !is_masked(a.p.comm, source));
+}
+
+// By the block that tells: waits for the slots of the own node, and says what became of each source.
+// False: one that should have come did not.
+__device__ inline bool decide(const Receiver& a, u64 step, i32* num_slots) {
+  const DeviceComm& comm = a.p.comm;
+  const i32 thread = static_cast<i32>(threadIdx.x);
+  for (i32 i = thread; i < kLocal * kChunk; i += kBlockThreads) {
+    const i32 l = i % kLocal, index = i / kLocal, source = a.self.node * kLocal + l;
+    if (index < num_slots[source] &&
+        !wait_flag(comm, inbox_flags_at(comm.data[a.self.local], slot_of(step), l) + index,
+                   {Phase::kDispatch, source, step}))
+      atomicExch(&num_slots[source], -1);
+  }
+  __syncthreads();
+  bool lost = false;
+  for (i32 source = thread; source < kWorld; source += kBlockThreads) {
+    if (num_slots[source] < 0) lost = lost || is_lost(a, source);
+    a.handle.slot_count(0, source) = max(num_slots[source], 0);
+    // Pairs with the wait in hear(); behind it lie the header and the slots.
+    st_release_gpu_u64(came_word(a, step, source), 2 * (step + 1) + (num_slots[source] >= 0));
+  }
+  return !__syncthreads_or(lost);
+}
+
+// The slots of a chunk that `source` sends; -1 when it does not come.
+__device__ inline i32 hear_slots(const Receiver& a, u64 step, i32 source) {
+  const DispatchParams& p = a.p;
+  const auto* header =
+      reinterpret_cast<const RegionHeader*>(dispatch_region(p.comm, a.self, slot_of(step), source));
+  const u32 flags = wire_flags(p);
+  i32 slots;
+  u64 slot_bytes;
+  bool fits;
+  if (kSelfFlagged && a.self.same_node(source)) {
+    const Awaited what{Phase::kDispatch, source, step};
+    u64 told[2] = {ld_relaxed_sys_u64(&header->told[0]), ld_relaxed_sys_u64(&header->told[1])};
+    for (i32 i = 0; i < 2; ++i)
+      if (!wait_tagged(p.comm, &header->told[i], told[i], what)) return -1;
+    const auto shape = static_cast<u32>(told[1]);
+    slots = static_cast<i32>(static_cast<u32>(told[0]));
+    slot_bytes = (shape >> 16) * kLine;
+    fits = shape == told_shape(flags, p.parts.slot_bytes);
+  } else {
+    if (!hear(a, step, source)) return -1;
+    slots = static_cast<i32>(header->num_tokens);
+    slot_bytes = header->slot_bytes;
+    fits = header->flags == flags && slot_bytes == p.parts.slot_bytes;
+  }
+  if (fits && slots <= kChunk) return slots;
+  raise_fault(p.comm, kWrongHeader, Phase::kDispatch, source, step, p.parts.slot_bytes, slot_bytes);
+  return -1;
+}
+
+// Waits for the headers of a step from everybody. wait_ticks are those of these waits: slots of the own
+// node may come later than their header, but no single place waits for all of them. False: one is lost.
+__device__ inline bool read_headers(const Receiver& a, u64 step, i32 chunk) {
+  const DispatchParams& p = a.p;
+  bool lost = chunk == 0 && was_aborted(p.comm);  // asked for together with the headers
+  // Threads of one warp end a wait together, so where ticks count they are as far apart as can be.
+  constexpr i32 kEach = kBlockThreads / kWorld;  // threads that there are for a source
+  constexpr i32 kApart = kEach > 32 ? 32 : kEach < 1 ? 1 : kEach;
+  const bool timed = a.tells && p.wait_ticks;
+  const i32 apart = timed ? kApart : 1;
+  if (const i32 thread = static_cast<i32>(threadIdx.x); thread % apart == 0)
+    for (i32 source = thread / apart; source < kWorld; source += kBlockThreads / apart) {
+      const i64 began = clock64();
+      const i32 slots = hear_slots(a, step, source);
+      if (timed) tell_ticks(a, chunk, source, clock64() - began);
+      a.s.num_slots[chunk % 2][source] = slots;
+      if (slots < 0) lost = lost || is_lost(a, source);
+      if (a.tells) a.handle.slot_count(chunk, source) = max(slots, 0);
+    }
+  __syncwarp();
+  lost = __syncthreads_or(lost);
+  if constexpr (kMasks)
+    if (a.tells && !lost) lost = !decide(a, step, a.s.num_slots[chunk % 2]);
+  return !lost;
+}
+
+// First rows of grouped experts: a prefix sum of their aligned numbers of rows, by one warp.
+__device__ inline void place_groups(const Receiver& a) {
+  const i32 lane = static_cast<i32>(threadIdx.x), num_experts = a.num_groups();
+  i32 before = 0;
+  for (i32 first = 0; first < num_experts; first += 32) {
+    const i32 e = first + lane;
+    const auto alignment = static_cast<i32>(a.p.alignment);
+    const i32 rows =
+        e < num_experts ? (a.s.num_rows[e] + alignment - 1) / alignment * alignment : 0;
+    i32 sum = rows;
+#pragma unroll
+    for (i32 d = 1; d < 32; d *= 2) {
+      const i32 left = __shfl_up_sync(~0u, sum, d);
+      if (lane >= d) sum += left;
+    }
+    if (e < num_experts) a.s.start[e] = before + sum - rows;
+    before += __shfl_sync(~0u, sum, 31);
+  }
+}
+
+// Count i of those that `source` tells this rank about the call, in two steps: loads of several can be
+// under way together.
+__device__ __forceinline__ const char* counts_from(const Receiver& a, u64 step, i32 source) {
+  return dispatch_region(a.p.comm, a.self, slot_of(step), source) + sizeof(RegionHeader);
+}
+__device__ __forceinline__ u64 ask_count(const Receiver& a, u64 step, i32 source, i32 i) {
+  const char* counts = counts_from(a, step, source);
+  const bool near = a.self.same_node(source);
+  if (kSelfFlagged && near) return ld_relaxed_sys_u64(reinterpret_cast<const u64*>(counts) + i);
+  return reinterpret_cast<const u32*>(counts)[(near ? 0 : a.self.local * kCountsPerRank) + i];
+}
+// -1: it did not come.
+__device__ __forceinline__ i32 hear_count(const Receiver& a, u64 step, i32 source, i32 i,
+                                          u64 word) {
+  if (kSelfFlagged && a.self.same_node(source))
+    if (!wait_tagged(a.p.comm, reinterpret_cast<const u64*>(counts_from(a, step, source)) + i, word,
+                     {Phase::kDispatch, source, step}))
+      return -1;
+  return static_cast<i32>(static_cast<u32>(word));
+}
+
+// The capacity that would have done, and of rows by expert which of them needs it.
+__device__ __noinline__ void raise_capacity(const DispatchParams& p, const RecvShared& s,
+                                            u64 step) {
+  const bool shared_room = kByRank || p.grouped;
+  i64 needed = 0;
+  i32 expert = -1;
+  for (i32 g = 0; g < (kByRank ? 1 : p.comm.num_local_experts); ++g) {
+    const i64 rows = (shared_room ? i64{s.start[g]} : 0) + s.num_rows[g];
+    if (rows > needed) needed = rows, expert = g;
+  }
+  raise_fault(p.comm, kCapacity, Phase::kDispatch, shared_room ? -1 : expert, step,
+              static_cast<u64>(p.capacity), static_cast<u64>(needed));
+}
+
+// Counts and offsets of experts. None is more than there is room for, whatever was sent.
+__device__ inline void tell_experts(const Receiver& a, u64 step) {
+  const DispatchParams& p = a.p;
+  const RecvShared& s = a.s;
+  const i32 thread = static_cast<i32>(threadIdx.x), num_experts = p.comm.num_local_experts;
+  auto* offsets = reinterpret_cast<i32*>(p.offsets);
+  if (num_experts == 0 && thread == 0) offsets[0] = 0;
+  for (i32 e = thread; e < num_experts; e += kBlockThreads) {
+    const i64 room = a.end_of(e), start = min(i64{s.start[e]}, room);
+    const i64 end = i64{s.start[e]} + s.num_rows[e];
+    if (end > room) raise_capacity(p, s, step);
+    reinterpret_cast<i32*>(p.counts)[e] = static_cast<i32>(min(end, room) - start);
+    offsets[e] = static_cast<i32>(start);
+    if (e + 1 == num_experts)
+      offsets[e + 1] = static_cast<i32>(
+          p.grouped ? min((end + p.alignment - 1) / p.alignment * p.alignment, room) : room);
+  }
+}
+
+// kByRank: counts of experts, offsets of sources. Out of line, or slots have fewer registers for it.
+__device__ __noinline__ void tell_sources(const DispatchParams& p, RecvShared& s, u64 step) {
+  const Receiver a{p, Self(p.comm), HandleArrays(p.handle, p.num_chunks), true, s};
+  const i32 thread = static_cast<i32>(threadIdx.x);
+  auto* offsets = reinterpret_cast<i32*>(a.p.offsets);
+  for (i32 source = thread; source < kWorld; source += kBlockThreads)
+    offsets[source] = static_cast<i32>(min(i64{s.first_row[0][source]}, a.p.capacity));
+  if (thread == 0) {
+    offsets[kWorld] = static_cast<i32>(min(i64{s.num_rows[0]}, a.p.capacity));
+    if (s.num_rows[0] > a.p.capacity) raise_capacity(a.p, s, step);
+  }
+  for (i32 e = thread; e < a.p.comm.num_local_experts; e += kBlockThreads) {
+    constexpr i32 kAtOnce = 8;
+    i32 sum = 0, all = 0;
+    for (i32 first = 0; first < kWorld; first += kAtOnce) {
+      u64 word[kAtOnce];
+#pragma unroll
+      for (i32 j = 0; j < kAtOnce; ++j)
+        if (first + j < kWorld) word[j] = ask_count(a, step, first + j, e);
+#pragma unroll
+      for (i32 j = 0; j < kAtOnce; ++j)
+        if (first + j < kWorld && s.num_slots[0][first + j] >= 0) {
+          const i32 count = hear_count(a, step, first + j, e, word[j]);
+          all |= count;  // negative once one is
+          sum += count;
+        }
+    }
+    // As many rows as there is room for name it at most.
+    reinterpret_cast<i32*>(a.p.counts)[e] =
+        all < 0 ? -1 : static_cast<i32>(min(i64{sum}, a.p.capacity));
+  }
+}
+
+__device__ __forceinline__ void store_topk(const DispatchParams& p, i64 at, i32 expert) {
+  if (p.topk_is_int64) {
+    reinterpret_cast<i64*>(p.row_topk)[at] = expert;
+  } else {
+    reinterpret_cast<i32*>(p.row_topk)[at] = expert;
+  }
+}
+
+inline constexpr i32 kOutScales =  // 4-byte words that a quantizing dispatch delivers
+    kScaleFormat == ScaleFormat::kUe8m0 ? (kScales + 3) / 4 : kScales;
+__device__ __forceinline__ i32 num_scales(const DispatchParams& p) {
+  return kQuantize ? kOutScales : kScaled ? static_cast<i32>(p.parts.bytes[1] / 4) : 0;
+}
+__device__ __forceinline__ i64 scales_of(const DispatchParams& p, i64 row, i32 expert) {
+  return row * p.scale_place.row + expert * p.scale_place.expert;
+}
+
+// --- what is lost ---
+
+// Nothing is known of the rows of this call. By the whole block.
+__device__ inline void tell_lost(const Receiver& a) {
+  const DispatchParams& p = a.p;
+  const i32 thread = static_cast<i32>(threadIdx.x), num_experts = p.comm.num_local_experts;
+  if (!a.tells || !p.offsets) return;
+  for (i32 e = thread; e < num_experts; e += kBlockThreads) {
+    reinterpret_cast<i32*>(p.counts)[e] = -1;
+    if (!kByRank && p.ranges)
+      for (i32 source = 0; source < kWorld; ++source)
+        reinterpret_cast<i64*>(p.ranges)[e * kWorld + source] = 0xffffffff;  // from row 0 on, -1
+  }
+  for (i32 i = thread; i <= (kByRank ? kWorld : num_experts); i += kBlockThreads)
+    reinterpret_cast<i32*>(p.offsets)[i] = 0;
+}
+
+// Something of `step` is lost, and nobody knows which rows it would have filled. So all are poisoned, by
+// all threads that come here; rows that do come are stored beside that and may be whole or not.
+__device__ __noinline__ void lose_rows(const DispatchParams& p, u64 step) {
+  if (!p.offsets) return;
+  const i64 num_rows = (kByRank || p.grouped ? 1 : p.comm.num_local_experts) * p.capacity;
+  for (i64 row; (row = take_lost(p.comm, step)) >= 0 && row < num_rows;) {
+    lose(reinterpret_cast<char*>(p.out_x) + row * kPayloadVecs * 16, kPayloadVecs * 16);
+    if constexpr (kScaled) {
+      const auto expert = static_cast<i32>(p.grouped ? 0 : row / p.capacity);
+      auto* scales = reinterpret_cast<u32*>(p.out_scales) + scales_of(p, row, kByRank ? 0 : expert);
+      for (i32 i = 0; i < num_scales(p); ++i) scales[i * p.scale_place.word] = ~0u;
+    }
+    for (i32 x = 0; x < p.num_extras; ++x) {
+      const u64 bytes = p.parts.bytes[2 + x];
+      lose(reinterpret_cast<char*>(p.out_extras[x].data) + static_cast<u64>(row) * bytes, bytes);
+    }
+    constexpr i32 kWeights = kByRank ? kTopk : 1;
+    lose(reinterpret_cast<char*>(p.row_weights) + row * kWeights * 4, kWeights * 4);
+    if constexpr (kByRank)
+      for (i32 k = 0; k < kTopk; ++k) store_topk(p, row * kTopk + k, -1);
+    if (p.source) reinterpret_cast<i64*>(p.source)[row] = -1;  // both words
+  }
+}
+
+// The rows of every (group, source), from the counts of the whole call. False: some did not come.
+__device__ inline bool place_rows(const Receiver& a, u64 step) {
+  const DispatchParams& p = a.p;
+  RecvShared& s = a.s;
+  const i32 thread = static_cast<i32>(threadIdx.x), num_groups = a.num_groups();
+  bool lost = false;
+  for (i32 i = thread; i < num_groups * kWorld; i += kBlockThreads) {
+    const i32 source = i / num_groups, g = i % num_groups, index = kByRank ? kMaxLocalExperts : g;
+    const i32 count = s.num_slots[0][source] < 0
+                          ? 0
+                          : hear_count(a, step, source, index, ask_count(a, step, source, index));
+    lost = lost || count < 0;
+    s.first_row[g][source] = count;
+  }
+  if (__syncthreads_or(lost)) return false;
+  for (i32 g = thread; g < num_groups; g += kBlockThreads) {
+    i32 at = 0;
+    for (i32 source = 0; source < kWorld; ++source) {
+      const i32 count = s.first_row[g][source];
+      if (!kByRank && a.tells && p.ranges)
+        reinterpret_cast<i64*>(p.ranges)[g * kWorld + source] =
+            min(i64{at}, p.capacity) << 32 | max(min(i64{count}, p.capacity - at), i64{0});
+      s.first_row[g][source] = at;
+      at += count;
+    }
+    s.num_rows[g] = at;
+    s.start[g] = static_cast<i32>(g * p.capacity);  // padded
+  }
+  __syncthreads();
+  if (!kByRank && p.grouped) {
+    if (thread < 32) place_groups(a);
+    __syncthreads();
+  }
+  if constexpr (!kByRank)
+    for (i32 i = thread; i < num_groups * kWorld; i += kBlockThreads)
+      s.first_row[i / kWorld][i % kWorld] += s.start[i / kWorld];
+  if (!a.tells || !p.offsets) return true;  // without outputs nobody asks
+  if constexpr (kByRank) {
+    tell_sources(p, s, step);
+  } else {
+    tell_experts(a, step);
+  }
+  return true;
+}
+
+// kByRank: rows without a token name no expert, whether padding is cleared or not.
+__device__ inline void clear_topk(const Receiver& a, const RecvWorker& worker) {
+  const i64 end = a.p.capacity * kTopk, stride = worker.count * RecvWorker::kThreads;
+  i64 i = static_cast<i64>(a.s.num_rows[0]) * kTopk + worker.id * RecvWorker::kThreads;
+  for (i += worker.thread; i < end; i += stride) {
+    store_topk(a.p, i, -1);
+    reinterpret_cast<float*>(a.p.row_weights)[i] = 0.0f;
+  }
+}
+
+// Rows without a token, when asked for: weight 0, source -1, values 0.
+__device__ inline void clear_padding(const Receiver& a, const RecvWorker& worker) {
+  const DispatchParams& p = a.p;
+  const i32 num_groups = a.num_groups();
+  for (i32 g = num_groups > 0 ? 0 : -1; g < num_groups; ++g) {  // -1: this rank owns none
+    const i64 begin = g < 0 ? 0 : static_cast<i64>(a.s.start[g]) + a.s.num_rows[g];
+    const i64 room = a.end_of(g);  // too many rows were told of in place_rows()
+    const i64 end = p.grouped && g + 1 < num_groups ? min(i64{a.s.start[g + 1]}, room) : room;
+    for (i64 row = begin + worker.id; row < end; row += worker.count) {
+      for (i32 at = worker.thread; at < kPayloadVecs; at += RecvWorker::kThreads)
+        st_na_v4(reinterpret_cast<char*>(p.out_x) + (row * kPayloadVecs + at) * 16, Vec{});
+      if constexpr (kScaled)
+        for (i32 i = worker.thread; i < num_scales(p); i += RecvWorker::kThreads)
+          reinterpret_cast<u32*>(p.out_scales)[scales_of(p, row, g) + i * p.scale_place.word] = 0;
+      for (i32 x = 0; x < p.num_extras; ++x)
+        for (u64 b = static_cast<u64>(worker.thread); b < p.parts.bytes[2 + x];
+             b += RecvWorker::kThreads)
+          reinterpret_cast<char*>(
+              p.out_extras[x].data)[static_cast<u64>(row) * p.parts.bytes[2 + x] + b] = 0;
+      if (worker.thread == 0) {
+        if (!kByRank) reinterpret_cast<float*>(p.row_weights)[row] = 0.0f;
+        if (p.source) reinterpret_cast<i64*>(p.source)[row] = -1;  // both words
+      }
+    }
+  }
+}
+
+}  // namespace moe_p2p::device

@@ -1,0 +1,330 @@
+// Dispatch, sending half: each token once into the outbox for every other node that owns one of its
+// experts, and once to every rank of the own node that does, by stores over NVLink. Where it goes is
+// what dispatch_route.cuh found out.
+#pragma once
+
+#include "kernels/dispatch/route.cuh"
+
+namespace moe_p2p::device {
+
+// A payload passes through the registers of a worker in kPieces rounds of kVecs vectors per thread.
+template <typename W>
+struct Rounds {
+  static constexpr i32 kAll = (kPayloadVecs + W::kThreads - 1) / W::kThreads;
+  static constexpr i32 kPieces = (kAll + 7) / 8;
+  static constexpr i32 kVecs = (kAll + kPieces - 1) / kPieces;
+
+  __device__ __forceinline__ static i32 at(const W& worker, i32 piece, i32 i) {
+    return (piece * kVecs + i) * W::kThreads + worker.thread;
+  }
+};
+
+// The payload bytes of this thread in one piece of the row.
+struct Payload {
+  using R = Rounds<SendWorker>;
+  static constexpr i32 kVecs = R::kVecs;
+  static constexpr i32 kSources =
+      kQuantize ? 16 / Values<kXType>::kCount : 1;  // vectors of x in one
+  // A thread with a single vector asks for its part of x before it has looked at the routing.
+  static constexpr bool kEarly = R::kPieces == 1 && kVecs == 1;
+  Vec vec[kVecs];
+  Vec early[kEarly ? kSources : 1];
+
+  __device__ __forceinline__ static const char* row_of(const DispatchParams& p, i32 token) {
+    return reinterpret_cast<const char*>(p.x) +
+           static_cast<i64>(token) * kHidden * static_cast<i64>(item_bytes(kXType));
+  }
+  __device__ __forceinline__ static Vec read(const char* row, i32 where, i32 source) {
+    return where < kPayloadVecs ? ld_nc_v4(row + (where * kSources + source) * 16) : Vec{};
+  }
+  __device__ __forceinline__ void ask(const DispatchParams& p, const SendWorker& worker,
+                                      i32 token) {
+    if constexpr (kEarly)
+#pragma unroll
+      for (i32 j = 0; j < kSources; ++j) early[j] = read(row_of(p, token), worker.thread, j);
+  }
+
+  __device__ __forceinline__ void load(const DispatchParams& p, const SendWorker& worker, i32 token,
+                                       i32 piece, float* scales) {
+    const char* row = row_of(p, token);
+    if constexpr (!kQuantize) {
+#pragma unroll
+      for (i32 i = 0; i < kVecs; ++i)
+        vec[i] = kEarly ? early[0] : read(row, R::at(worker, piece, i), 0);
+    } else {
+      constexpr i32 kAtOnce = kVecs < 2 ? 1 : 2;  // vectors whose loads are under way together
+#pragma unroll
+      for (i32 first = 0; first < kVecs; first += kAtOnce) {
+        Vec raw[kAtOnce][kSources];
+#pragma unroll
+        for (i32 i = 0; i < kAtOnce; ++i)
+#pragma unroll
+          for (i32 j = 0; j < kSources; ++j)
+            raw[i][j] = kEarly ? early[j] : read(row, R::at(worker, piece, first + i), j);
+        float amax[kAtOnce];
+#pragma unroll
+        for (i32 i = 0; i < kAtOnce; ++i) amax[i] = max_magnitude<kXType, kSources>(raw[i]);
+        const float scale = find_scales<kScaleFormat>(amax);
+#pragma unroll
+        for (i32 i = 0; i < kAtOnce && first + i < kVecs; ++i) {
+          vec[first + i] = to_e4m3<kXType>(raw[i], amax[i]);
+          const i32 where = R::at(worker, piece, first + i);
+          if (where % 8 == 4 + i && where / 8 * 8 < kPayloadVecs) scales[where / 8] = scale;
+        }
+      }
+    }
+  }
+  // flag: into a self-flagged slot.
+  __device__ __forceinline__ void store(const SendWorker& worker, i32 piece, char* to,
+                                        bool flag) const {
+#pragma unroll
+    for (i32 i = 0; i < kVecs; ++i) {
+      const i32 where = R::at(worker, piece, i);
+      if (where >= kPayloadVecs) continue;
+      if (kSelfFlagged && flag) {
+        st_flagged_v4(to + where * 16, vec[i]);
+      } else {
+        st_na_v4(to + where * 16, vec[i]);
+      }
+    }
+  }
+};
+
+// An entry of a token's routing, of each of its worker's first kTopk threads.
+struct Entry {
+  i32 id;
+  float weight;
+
+  __device__ __forceinline__ void ask(const DispatchParams& p, i32 token, i32 k) {
+    if (k >= kTopk) return;
+    const i64 i = static_cast<i64>(token) * kTopk + k;
+    id = ask_id(p, i);
+    weight = p.topk_weights ? __ldg(reinterpret_cast<const float*>(p.topk_weights) + i) : 1.0f;
+  }
+};
+
+// Everything of a slot but payload and scales, to `head` in shared memory. `seen` counts the tokens
+// before it; it is token `at` of the chunk.
+template <typename W>
+__device__ inline void build_head(const Sender& a, const W& worker, u64 step, i32 token, i32 at,
+                                  const Entry& entry, const SendScratch& w, char* head) {
+  const i32 thread = worker.thread;
+  if (thread < kTopk) {
+    const i32 e = expert_of(entry.id);
+    reinterpret_cast<u16*>(head + expert_ids_offset())[thread] =
+        e < 0 ? kNoExpert : static_cast<u16>(e);
+    i32 position = 0;
+    if constexpr (kByRank) {
+      if (e >= 0) {
+        const i32 rank = owner_of(a.p.comm, e).rank;
+        position = rank_position(a, rank, at, w.slot[rank % kLocal]);
+      }
+    } else if (e >= 0) {
+      position = w.seen[e];
+    }
+    reinterpret_cast<i32*>(head + positions_offset(kTopk))[thread] = position;
+    reinterpret_cast<float*>(head + weights_offset(kTopk))[thread] = entry.weight;
+  }
+  if (thread == W::kThreads - 1)
+    *reinterpret_cast<SlotHead*>(head) = {static_cast<u32>(step + 1), static_cast<u32>(token)};
+}
+
+// Of a token whose slots are out, so that nobody waits for this. By the threads that built its head.
+__device__ inline void check_experts(const Sender& a, u64 step, i32 token, i32 thread,
+                                     const char* head) {
+  const u32 e = reinterpret_cast<const u16*>(head + expert_ids_offset())[thread];
+  const u32 alike = __match_any_sync(~0u >> (32 - kTopk), e == kNoExpert ? e + 1 + thread : e);
+  if (alike & ((1u << thread) - 1))
+    raise_fault(a.p.comm, kDuplicateExpert, Phase::kDispatch, a.self.rank, step,
+                static_cast<u64>(token), e);
+}
+
+template <typename W>
+__device__ inline void copy_words(const W& worker, char* to, const char* from, u64 bytes) {
+  for (u64 i = static_cast<u64>(worker.thread) * 4; i < bytes; i += W::kThreads * 4)
+    *reinterpret_cast<u32*>(to + i) = *reinterpret_cast<const u32*>(from + i);
+}
+
+template <typename W>
+__device__ inline void store_extras(const DispatchParams& p, const W& worker, i32 token, char* to) {
+  for (i32 e = 0; e < p.num_extras; ++e) {
+    const u64 bytes = p.parts.bytes[2 + e];
+    const auto* from =
+        reinterpret_cast<const char*>(p.extras[e].data) + static_cast<u64>(token) * bytes;
+    for (u64 b = static_cast<u64>(worker.thread); b < bytes; b += W::kThreads)
+      to[p.parts.offset[2 + e] + b] = from[b];
+  }
+}
+
+template <typename W>
+__device__ inline void flag_words(const W& worker, char* to, const char* from, u64 bytes) {
+  for (u64 i = static_cast<u64>(worker.thread) * 4; i < bytes; i += W::kThreads * 4)
+    st_flagged_u32(to + i, *reinterpret_cast<const u32*>(from + i));
+}
+
+// Head, scales and extras.
+__device__ inline void store_rest(const Sender& a, const SendWorker& worker, i32 token, char* to,
+                                  bool flag, const SendScratch& w) {
+  const DispatchParams& p = a.p;
+  const auto* head = reinterpret_cast<const char*>(w.head);
+  const auto* scales = kQuantize ? reinterpret_cast<const char*>(w.scale)
+                                 : reinterpret_cast<const char*>(p.scales) +
+                                       static_cast<u64>(token) * p.parts.bytes[1];
+  if (kSelfFlagged && flag) {
+    flag_words(worker, to, head, kHeadBytes);
+    if (!p.opaque) return flag_words(worker, to + p.parts.offset[1], scales, p.parts.bytes[1]);
+  } else {
+    copy_words(worker, to, head, kHeadBytes);
+  }
+  copy_words(worker, to + p.parts.offset[1], scales, p.parts.bytes[1]);
+  store_extras(p, worker, token, to);
+}
+
+// Workers share a token where they are more than tokens: each stores into every count-th slot.
+__device__ inline Part part_of(const SendWorker& worker, i32 num_rows) {
+  const i32 most = (worker.count - SendWorker::kCount) / max(min(num_rows, kChunk), 1);
+  const i32 count = max(min(most, kColumns), 1);
+  return {worker.id % count, count};
+}
+
+// The token into `count` of its slots, this part of them. `payload` holds its first piece.
+template <typename SlotAt>
+__device__ inline void store_slots(const Sender& a, const SendWorker& worker, const Part& part,
+                                   i32 token, i32 count, const SlotAt& slot_at, bool flag,
+                                   Payload& payload, SendScratch& w) {
+#pragma unroll
+  for (i32 piece = 0; piece < Rounds<SendWorker>::kPieces; ++piece) {
+    if (Rounds<SendWorker>::kPieces > 1) payload.load(a.p, worker, token, piece, w.scale);
+#pragma unroll 1
+    for (i32 i = part.index; i < count; i += part.count)
+      if (char* to = slot_at(i)) payload.store(worker, piece, to + kHeadBytes, flag);
+  }
+  if (Rounds<SendWorker>::kPieces > 1 && kQuantize) worker.sync();  // all scales are there
+#pragma unroll 1
+  for (i32 i = part.index; i < count; i += part.count)
+    if (char* to = slot_at(i)) store_rest(a, worker, token, to, flag, w);
+}
+
+// `payload` has been asked for.
+__device__ inline void send_token(const Sender& a, const SendWorker& worker, const Part& part,
+                                  u64 step, i32 chunk, i32 token, i32& counted, Payload& payload) {
+  const i32 thread = worker.thread, slot = slot_of(step);
+  const DispatchParams& p = a.p;
+  SendScratch& w = a.s.worker[worker.place];
+  const auto slot_in = [&](char* region, u64 offset, i32 column) {
+    return w.slot[column] < 0
+               ? nullptr
+               : region + offset + static_cast<u64>(w.slot[column]) * p.parts.slot_bytes;
+  };
+  if (!Payload::kEarly && Rounds<SendWorker>::kPieces == 1)
+    payload.load(p, worker, token, 0, w.scale);
+  if constexpr (!kByRank)
+    count_experts(p, w.seen, static_cast<i64>(counted) * kTopk, static_cast<i64>(token) * kTopk,
+                  thread, SendWorker::kThreads);
+  find_slots(a, worker, chunk, counted, token, part.index == 0, w);
+  counted = token;
+  if (Payload::kEarly) payload.load(p, worker, token, 0, w.scale);
+  worker.sync();
+  Entry entry;
+  entry.ask(p, token, thread);
+  auto* head = reinterpret_cast<char*>(w.head);
+  build_head(a, worker, step, token, token - chunk * kChunk, entry, w, head);
+  worker.sync();
+  if constexpr (kOthers > 0) {
+    store_slots(
+        a, worker, part, token, kOthers,
+        [&](i32 i) {
+          return slot_in(outbox_at(p.comm.data[a.self.local], slot, i), kOutboxSlots,
+                         kLocal + other_node(i, a.self.node));
+        },
+        false, payload, w);
+    worker.sync();
+    for (i32 i = thread; i < kOthers; i += SendWorker::kThreads)
+      if (const i32 node = other_node(i, a.self.node); w.slot[kLocal + node] >= 0 && part.has(i))
+        outbox_part(a, step, node, part_of_slot(p.parts.slot_bytes, w.slot[kLocal + node]));
+  }
+  store_slots(
+      a, worker, part, token, kLocal,
+      [&](i32 i) {
+        const i32 l = (a.self.local + i) % kLocal;  // not all sources to rank 0 first
+        return slot_in(inbox_at(p.comm.data[l], slot, a.self.local), kInboxSlots, l);
+      },
+      true, payload, w);
+  worker.sync();
+  // The slot's flag, after every thread's stores; pairs with the wait in recv_slot() of rank l. A thread
+  // looks at no other place of `slot` than it writes for the next token.
+  if (!kSelfFlagged || p.opaque)
+    for (i32 l = thread; l < kLocal; l += SendWorker::kThreads)
+      if (w.slot[l] >= 0 && part.has((l + kLocal - a.self.local) % kLocal))
+        st_release_sys_u32(inbox_flags_at(p.comm.data[l], slot, a.self.local) + w.slot[l],
+                           flag_of(step));
+  if (kTopk > 1 && part.index == 0 && thread < kTopk) check_experts(a, step, token, thread, head);
+}
+
+__device__ inline void begin_send(const Sender& a, u64 first_step, i32 block) {
+  const i32 thread = static_cast<i32>(threadIdx.x);
+  if (block == 0 && thread == 0)
+    a.handle.meta() = {HandleMeta::kMagic, a.p.comm.communicator, first_step, a.p.num_chunks,
+                       a.num_tokens,       a.p.num_rows,          kSent,      {}};
+  if constexpr (kByRank) {
+    for (i32 rank = thread; rank < kWorld; rank += kBlockThreads) a.s.before[rank] = 0;
+  } else {
+    for (i32 i = thread; i < SendWorker::kCount * kExperts; i += kBlockThreads)
+      a.s.worker[i / kExperts].seen[i % kExperts] = 0;
+  }
+}
+
+// Rows past the last chunk are sent nowhere, like those past num_tokens.
+__device__ inline i32 end_of_chunk(const DispatchParams& p, i32 chunk) {
+  return chunk + 1 == p.num_chunks ? p.num_rows : min((chunk + 1) * kChunk, p.num_rows);
+}
+
+__device__ inline void end_chunk(const Sender& a) {
+  __syncthreads();  // the next chunk's routing takes the place of this one's
+  if constexpr (!kByRank) return;
+  add_chunk(a);
+  __syncthreads();
+}
+
+// For a caller who writes over his topk_idx while the result is in use.
+__device__ inline void copy_topk(const DispatchParams& p, i32 block) {
+  if (!p.topk_copy) return;
+  const i32 num_words = p.num_rows * kTopk * (p.topk_is_int64 ? 2 : 1);
+  const auto* from = reinterpret_cast<const u32*>(p.topk_idx);
+  auto* to = reinterpret_cast<u32*>(p.topk_copy);
+  for (i32 i = block * kBlockThreads + static_cast<i32>(threadIdx.x); i < num_words;
+       i += p.grid.num_send_blocks * kBlockThreads)
+    to[i] = from[i];
+}
+
+__device__ inline void dispatch_send(const DispatchParams& p, u64 first_step, i32 block) {
+  const i32 num_blocks = p.grid.num_send_blocks;
+  const SendWorker worker = SendWorker::of(block, num_blocks);
+  const Part part = part_of(worker, p.num_rows);
+  const SendWorker team = part.team(worker);
+  Payload payload;
+  if (team.id < p.num_rows) payload.ask(p, worker, team.id);
+  const Sender a{p, Self(p.comm), HandleArrays(p.handle, p.num_chunks),
+                 read_num_tokens(p, first_step), shared<SendShared>()};
+  begin_send(a, first_step, block);
+  i32 counted = 0;  // tokens in `seen`
+  for (i32 chunk = 0; chunk < p.num_chunks; ++chunk) {
+    const u64 step = first_step + static_cast<u64>(chunk);
+    if (!route_chunk(a, step, chunk, block == 0)) return;
+    if constexpr (kMasks) drop_masked(a);
+    if (block == num_blocks - 1) send_headers(a, step, chunk);  // it has the fewest tokens
+    const i32 end = end_of_chunk(p, chunk);
+    for (i32 token = chunk * kChunk + team.id; token < end; token += team.count) {
+      if (token < a.num_tokens) {
+        if (chunk > 0 || token != team.id) payload.ask(p, worker, token);
+        send_token(a, worker, part, step, chunk, token, counted, payload);
+        continue;
+      }
+      for (i32 column = worker.thread; column < kColumns; column += SendWorker::kThreads)
+        a.handle.send_slots(token)[column] = -1;
+    }
+    end_chunk(a);
+  }
+}
+
+}  // namespace moe_p2p::device

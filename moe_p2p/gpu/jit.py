@@ -1,0 +1,367 @@
+"""Kernels: compiled by NVRTC at first use, kept on disk, loaded into a device's primary context.
+
+`compile_only` needs no GPU; `load` does. A kernel is looked up on disk by a hash over all that goes
+into it: its source, the files of kernels/ that it includes, the options and the build of NVRTC.
+One process of those that want the same kernel compiles it, the others wait for the file. Without a
+writable cache folder every process compiles for itself.
+
+Nothing here is on the data path: whoever launches a kernel keeps the handle that `load` returned.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import os
+import re
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from moe_p2p import env, errors, log
+from moe_p2p.gpu import driver, kernel_cache
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+# Products are rounded before they are added: the order of operations is part of the specification.
+_OPTIONS = ("-std=c++20", "-fmad=false", "-lineinfo", "-default-device", "--ptxas-options=-v")
+_INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
+_ARCH = re.compile(r"sm_\d+[af]?")
+
+
+class Usage(NamedTuple):
+    """What the assembler says that one kernel needs, per thread and, for shared_bytes, per block.
+
+    A kernel that spills reads and writes registers through memory: spill bytes should be 0.
+    """
+
+    registers: int
+    shared_bytes: int
+    stack_bytes: int
+    spill_store_bytes: int
+    spill_load_bytes: int
+
+
+class Compiled(NamedTuple):
+    """A source compiled for one architecture. cached: it came from the cache folder."""
+
+    cubin: bytes
+    log: str
+    arch: str
+    cached: bool
+
+    @property
+    def usage(self) -> dict[str, Usage]:
+        """By entry; empty where the assembler's log has another form."""
+        return parse_usage(self.log)
+
+
+class Loaded(NamedTuple):
+    """One line of `report`. local_bytes: of one thread, spills and arrays that are indexed."""
+
+    device: int
+    source: str
+    entry: str
+    macros: dict[str, int]
+    arch: str
+    registers: int
+    shared_bytes: int
+    local_bytes: int
+    max_threads: int
+    usage: Usage | None
+    cached: bool
+    ready_s: float  # from the call of load until it could be launched
+
+
+_handles: dict[tuple[Any, ...], int] = {}
+_loaded: list[Loaded] = []
+_modules: list[Any] = []  # kept loaded as long as the process lives
+_load_lock = threading.Lock()
+
+
+def load(
+    device: int,
+    source: str | Path,
+    entry: str,
+    macros: Mapping[str, int],
+    *,
+    dynamic_shared_bytes: int = 0,
+) -> int:
+    """A CUfunction of `device`, as an int, valid in its primary context until the process ends.
+
+    device: number of the device, as torch counts.
+    source: a file name in kernels/, or the path of another file. It is read once per process.
+    entry: name of an extern "C" kernel.
+    macros: passed as -DNAME=VALUE.
+    dynamic_shared_bytes: the most that a launch will ask for.
+
+    A repeated call is a look-up. Raises UnavailableError when a package or the driver is missing,
+    the source does not compile (with the compiler's log) or the device cannot run it, and
+    InvalidArgumentError when there is no such source or entry.
+    """
+    key = (device, source, entry, frozenset(macros.items()), dynamic_shared_bytes)
+    found = _handles.get(key)
+    if found is not None:
+        return found
+    started = time.monotonic()
+    compiled = compile_only(source, macros, arch_of(device))
+    with _load_lock:
+        if key not in _handles:
+            try:
+                function, facts = _load(device, entry, compiled, dynamic_shared_bytes)
+            except (errors.TransportError, errors.UnavailableError) as error:
+                if not compiled.cached:
+                    raise
+                log.warning(f"{source} of the kernel cache is compiled anew: {error}")
+                compiled = compile_only(source, macros, compiled.arch, anew=True)
+                function, facts = _load(device, entry, compiled, dynamic_shared_bytes)
+            _loaded.append(
+                Loaded(
+                    device=device,
+                    source=Path(source).name,
+                    entry=entry,
+                    macros=dict(macros),
+                    arch=compiled.arch,
+                    usage=compiled.usage.get(entry),
+                    cached=compiled.cached,
+                    ready_s=time.monotonic() - started,
+                    **facts,
+                )
+            )
+            _handles[key] = function
+        return _handles[key]
+
+
+def report() -> list[Loaded]:
+    """What this process has loaded, in order."""
+    with _load_lock:
+        return list(_loaded)
+
+
+def compile_only(
+    source: str | Path, macros: Mapping[str, int], arch: str, *, anew: bool = False
+) -> Compiled:
+    """`source` compiled for `arch` ("sm_90a"), from the cache where it is there. Needs no GPU.
+
+    anew: what is in the cache is replaced. Raises UnavailableError when NVRTC is missing or the
+    source does not compile (with its log).
+    """
+    path = source_path(source)
+    options = _options(path, macros, arch)
+    key = cache_key(path, options)
+    if not anew and (found := kernel_cache.read(key)):
+        return Compiled(*found, arch, cached=True)
+    with kernel_cache.exclusive(key) as writable:
+        if not anew and (found := kernel_cache.read(key)):
+            return Compiled(*found, arch, cached=True)
+        cubin, text = _compile(path, options, arch)
+        if writable:
+            kernel_cache.write(key, cubin, text)
+    return Compiled(cubin, text, arch, cached=False)
+
+
+def is_compiled(source: str | Path, macros: Mapping[str, int], arch: str) -> bool:
+    """Whether the cache has what `compile_only` would return."""
+    path = source_path(source)
+    return kernel_cache.read(cache_key(path, _options(path, macros, arch))) is not None
+
+
+def _options(path: Path, macros: Mapping[str, int], arch: str) -> list[str]:
+    errors.require(
+        _ARCH.fullmatch(arch) is not None, f"arch is {arch!r}, must be like sm_90a or sm_100a"
+    )
+    for name, value in macros.items():
+        errors.require(
+            name.isidentifier() and isinstance(value, int), f"macro {name} = {value!r} must be int"
+        )
+    return [
+        f"-arch={arch}",
+        *_OPTIONS,
+        *(f"-D{name}={int(value)}" for name, value in sorted(macros.items())),
+        *(f"-I{folder}" for folder in include_folders(path)),
+    ]
+
+
+def arch_of(device: int) -> str:
+    """The architecture to compile for: "sm_90a" for an H200, with all that only it can do."""
+    major, minor = driver.capability(device)
+    return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
+
+
+def source_path(source: str | Path) -> Path:
+    """The file behind a name in kernels/ or a path. Raises InvalidArgumentError without one."""
+    path = (kernels_root() / "kernels" / source).absolute()  # a path that is absolute stays so
+    errors.require(path.is_file(), f"there is no kernel source {path}")
+    return path
+
+
+@functools.cache
+def kernels_root() -> Path:
+    """The folder that contains kernels/: the package, or the source tree around it."""
+    return _PACKAGE if (_PACKAGE / "kernels").is_dir() else _PACKAGE.parent
+
+
+def include_folders(source: Path) -> list[Path]:
+    """Where NVRTC looks: kernels/ and all below it, beside the source, then headers of CUDA."""
+    return [kernels_root(), source.parent, *_cuda_headers()]
+
+
+@functools.cache
+def _cuda_headers() -> tuple[Path, ...]:
+    """Headers of CUDA and of its C++ library: those of the pip packages, else of the toolkit."""
+    major = _nvrtc_version()[0]
+    spec = importlib.util.find_spec("nvidia")
+    places = [Path(place) for place in (spec.submodule_search_locations or ())] if spec else []
+    bases = [place / f"cu{major}" / "include" for place in places]
+    bases += [place / "cuda_runtime" / "include" for place in places]  # until CUDA 12
+    bases.append(env.cuda_home() / "include")
+    ccls = [place / "cuda_cccl" / "include" for place in places]
+    ccls += [folder for base in bases for folder in (base / "cccl", base)]
+    found = [next((b for b in bases if (b / "cuda_fp8.h").is_file()), None)]
+    found.append(next((c for c in ccls if (c / "cuda" / "atomic").is_file()), None))
+    return tuple(dict.fromkeys(folder for folder in found if folder is not None))
+
+
+def cache_key(source: Path, options: list[str]) -> str:
+    """Hash of the source, of all that it includes with quotes, the options and the compiler."""
+    root = kernels_root()
+    digest = hashlib.sha256(repr((_nvrtc_build(), source.name, options)).encode())
+    queue, seen = [source], {source}
+    while queue:
+        path = queue.pop()
+        text = path.read_bytes()
+        digest.update(f"{os.path.relpath(path, root)} {len(text)}\n".encode() + text)
+        for name in _INCLUDE.findall(text):
+            for folder in (path.parent, root, source.parent):
+                included = Path(os.path.normpath(folder / os.fsdecode(name)))
+                if included.is_file():
+                    if included not in seen:
+                        seen.add(included)
+                        queue.append(included)
+                    break
+    return digest.hexdigest()
+
+
+def parse_usage(log: str) -> dict[str, Usage]:
+    """Usage by entry, from what the assembler prints under -v.
+
+    A line "Compiling entry function 'k'" opens a part; functions that were not inlined have lines
+    of their own in it and are added up.
+    """
+    result = {}
+    for part in log.split("Compiling entry function '")[1:]:
+        frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill st\w+, (\d+) byte", part)
+        used = re.search(r"Used (\d+) registers", part)
+        shared = re.search(r"(\d+) bytes smem", part)
+        if used and frames:
+            stack, stores, loads = (sum(map(int, column)) for column in zip(*frames, strict=True))
+            result[part.split("'", 1)[0]] = Usage(
+                int(used[1]), int(shared[1]) if shared else 0, stack, stores, loads
+            )
+    return result
+
+
+def _load(
+    device: int, entry: str, compiled: Compiled, dynamic_shared_bytes: int
+) -> tuple[int, dict[str, int]]:
+    attributes = driver.module().CUfunction_attribute
+
+    def get(name: str) -> int:
+        return int(
+            driver.call(
+                "cuFuncGetAttribute", getattr(attributes, f"CU_FUNC_ATTRIBUTE_{name}"), function
+            )
+        )
+
+    with driver.primary_context(device):
+        module = driver.call("cuModuleLoadData", compiled.cubin)
+        try:
+            errors.require(
+                f".text.{entry}\0".encode() in compiled.cubin,
+                f'the source has no extern "C" kernel {entry}',
+            )
+            function = driver.call("cuModuleGetFunction", module, entry.encode())
+            if dynamic_shared_bytes:
+                driver.call(
+                    "cuFuncSetAttribute",
+                    function,
+                    attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                    dynamic_shared_bytes,
+                )
+            facts = {
+                "registers": get("NUM_REGS"),
+                "shared_bytes": get("SHARED_SIZE_BYTES"),
+                "local_bytes": get("LOCAL_SIZE_BYTES"),
+                "max_threads": get("MAX_THREADS_PER_BLOCK"),
+            }
+        except BaseException:
+            driver.call("cuModuleUnload", module)
+            raise
+        _modules.append(module)
+    return int(function), facts
+
+
+def _nvrtc(name: str, *args: Any) -> Any:
+    """The value of the NVRTC function `name`. Raises UnavailableError."""
+    nvrtc = driver.bindings("nvrtc")
+    try:
+        result, *values = getattr(nvrtc, name)(*args)
+    except RuntimeError as error:  # it did not find libnvrtc
+        raise errors.make(
+            errors.UnavailableError,
+            f"NVRTC cannot be opened ({error}): pip install nvidia-cuda-nvrtc",
+        ) from None
+    if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        raise errors.make(errors.UnavailableError, f"{name} failed: {result.name}")
+    return values[0] if len(values) == 1 else tuple(values) or None
+
+
+@functools.cache
+def _nvrtc_version() -> tuple[int, int]:
+    major, minor = _nvrtc("nvrtcVersion")
+    return int(major), int(minor)
+
+
+@functools.cache
+def _nvrtc_build() -> str:
+    """The whole version, "V13.0.48 CL-36037853": NVRTC tells it in PTX only. 20 ms.
+
+    Updates within 13.0 mend the compiler too, and what the last one made must not outlive it.
+    """
+    program = _nvrtc("nvrtcCreateProgram", b"", b"version.cu", 0, [], [])
+    try:
+        _nvrtc("nvrtcCompileProgram", program, 0, [])
+        text = _fetch("PTX", program).decode(errors="replace")
+    finally:
+        driver.bindings("nvrtc").nvrtcDestroyProgram(program)
+    found = re.findall(r"\bV\d+\.[\d.]+\b|\bCL-\d+\b", text)
+    return " ".join(sorted(found, reverse=True)) or str(_nvrtc_version())
+
+
+def _fetch(what: str, program: Any) -> bytes:
+    """nvrtcGet`what` of a program: NVRTC writes into the bytes that it is given."""
+    size = int(_nvrtc(f"nvrtcGet{what}Size", program))
+    buffer = bytes(size + 2)  # bytes of length 0 and 1 are shared by the whole interpreter
+    _nvrtc(f"nvrtcGet{what}", program, buffer)
+    return buffer[:size]
+
+
+def _compile(path: Path, options: list[str], arch: str) -> tuple[bytes, str]:
+    nvrtc = driver.bindings("nvrtc")
+    program = _nvrtc("nvrtcCreateProgram", path.read_bytes(), os.fsencode(path), 0, [], [])
+    try:
+        (result,) = nvrtc.nvrtcCompileProgram(
+            program, len(options), [option.encode() for option in options]
+        )
+        log = _fetch("ProgramLog", program).rstrip(b"\0 \n").decode(errors="replace")
+        if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            raise errors.make(
+                errors.UnavailableError,
+                f"{path} does not compile for {arch} ({result.name}), with "
+                f"{' '.join(options)}:\n{log}",
+            )
+        return _fetch("CUBIN", program), log
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)

@@ -1,0 +1,430 @@
+"""The GPU's side of a communicator: its memory, and the kernels of kernels/ compiled for its shape.
+
+Symbols: W ranks, L ranks per node, E experts, H hidden size, K top-k, M tokens per step.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_p2p import errors
+from moe_p2p.gpu import driver, jit
+from moe_p2p.gpu.launch_shape import (
+    NO_BULK,
+    Bulk,
+    bulk_combine,
+    bulk_dispatch,
+    can_go_in_bulk,
+    choose,
+    combine_shared_bytes,
+    dispatch_shared_bytes,
+    flags_itself,
+    goes_in_bulk,
+    job_of,
+    up,
+)
+from moe_p2p.gpu.memory import PinnedPages, share_memory, share_node_memory
+from moe_p2p.ops import call
+
+if TYPE_CHECKING:
+    from moe_p2p.config import AllToAllConfig
+
+_ops = torch.ops.moe_p2p
+
+_CODES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.float8_e4m3fn: 3}
+_MASKS_WORD = 4  # kernels/abi/params.h, offset of DeviceState::masks in words of 64 bits
+_FAULT_BYTES = 64  # kernels/abi/params.h, Fault
+_ANY_SLOT = 1 << 30  # bytes
+_NO_REGIONS = ("signals", "device_state")  # lines of the plan that lie elsewhere
+
+
+def shape_macros(config: AllToAllConfig, *, world_size: int, ranks_per_node: int) -> dict[str, int]:
+    """What every kernel of a communicator is compiled with (kernels/device/shape.cuh)."""
+    hidden, item = config.hidden_dim, config.dtype.itemsize
+    fp8 = up(hidden, 16) + up(up(hidden, 128) // 128 * 4, 16)
+    combine_item = config.widest_combine_dtype.itemsize
+    return {
+        "MOE_P2P_WORLD_SIZE": world_size,
+        "MOE_P2P_RANKS_PER_NODE": ranks_per_node,
+        "MOE_P2P_NUM_EXPERTS": config.num_experts,
+        "MOE_P2P_MAX_LOCAL_EXPERTS": max(
+            config.num_local_experts(rank, world_size) for rank in range(world_size)
+        ),
+        "MOE_P2P_TOPK": config.topk,
+        "MOE_P2P_CHUNK_TOKENS": config.step_tokens,
+        "MOE_P2P_STEPS_IN_FLIGHT": config.steps_in_flight,
+        "MOE_P2P_PART_BYTES": config.part_bytes if world_size > ranks_per_node else 0,
+        "MOE_P2P_MAX_TOKEN_BYTES": max(hidden * item, fp8) + config.extra_bytes,
+        "MOE_P2P_MAX_PARTIAL_BYTES": up(hidden * combine_item, 16) + 4 * config.topk,
+        "MOE_P2P_HIDDEN_DIM": hidden,
+        "MOE_P2P_EXTRA_BYTES": config.extra_bytes,
+        "MOE_P2P_UNIFORM_EXPERTS": int(config.expert_rank is None),
+        "MOE_P2P_MASKS": int(config.mask_lost_ranks),
+        "MOE_P2P_SELF_FLAGGED": int(
+            flags_itself(
+                config.step_tokens,
+                masks=config.mask_lost_ranks,
+                bulk=can_go_in_bulk(world_size, ranks_per_node, config.num_sms),
+            )
+        ),
+    }
+
+
+class Kernel(NamedTuple):
+    """A kernel as it is compiled, and the most blocks of its halves.
+
+    max_copy_blocks: in place of max_send_blocks, of a combine whose rows need no sum.
+    """
+
+    source: str
+    macros: dict[str, int]
+    max_send_blocks: int
+    max_recv_blocks: int
+    max_copy_blocks: int
+
+
+def dispatch_kernel(
+    shape: dict[str, int],
+    x_dtype: torch.dtype,
+    *,
+    quantize: bool,
+    scale_format: int = 0,
+    by_rank: bool = False,
+    num_sms: int | None = None,
+) -> Kernel:
+    """Of x_dtype as the caller has it. It sends tokens and receives slots.
+
+    scale_format: of a quantizing one (kernels/abi/layout.h, ScaleFormat).
+    """
+    hidden = shape["MOE_P2P_HIDDEN_DIM"]
+    row_bytes = hidden * (1 if quantize else x_dtype.itemsize)
+    bulk = None
+    if goes_in_bulk(shape, num_sms):
+        bulk = bulk_dispatch(
+            shape,
+            by_rank=by_rank,
+            x_bytes=hidden * x_dtype.itemsize,
+            row_bytes=row_bytes,
+            quantize=quantize,
+        )
+    if bulk is None:
+        shared = functools.partial(dispatch_shared_bytes, shape, by_rank)
+        job = job_of(shape, adds=False, by_rank=by_rank)
+        launch = choose(row_bytes, shape["MOE_P2P_CHUNK_TOKENS"], num_sms, job, shared)
+        bulk = Bulk(launch, NO_BULK, shared(launch))
+    launch = bulk.launch
+    macros = {
+        "MOE_P2P_X_DTYPE": _CODES[x_dtype],
+        "MOE_P2P_QUANTIZE": int(quantize),
+        "MOE_P2P_SCALE_FORMAT": scale_format,
+        "MOE_P2P_BY_RANK": int(by_rank),
+        "MOE_P2P_SEND_WORKERS": launch.token_workers,
+        "MOE_P2P_RECV_WORKERS": launch.slot_workers,
+    } | _block_macros(bulk)
+    tokens, slots = launch.token_blocks, launch.slot_blocks
+    return Kernel("dispatch.cu", shape | macros, tokens, slots, tokens)
+
+
+def combine_kernel(
+    shape: dict[str, int],
+    y_dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    *,
+    num_sms: int | None = None,
+) -> Kernel:
+    """It sends slots and receives tokens."""
+    row_bytes = shape["MOE_P2P_HIDDEN_DIM"] * max(y_dtype.itemsize, out_dtype.itemsize)
+    bulk = None
+    if goes_in_bulk(shape, num_sms):
+        bulk = bulk_combine(shape, y_item=y_dtype.itemsize, out_item=out_dtype.itemsize)
+    if bulk is None:
+        shared = functools.partial(combine_shared_bytes, shape)
+        job = job_of(shape, adds=True)
+        launch = choose(row_bytes, shape["MOE_P2P_CHUNK_TOKENS"], num_sms, job, shared)
+        bulk = Bulk(launch, NO_BULK, shared(launch))
+    launch = bulk.launch
+    macros = {
+        "MOE_P2P_Y_DTYPE": _CODES[y_dtype],
+        "MOE_P2P_OUT_DTYPE": _CODES[out_dtype],
+        "MOE_P2P_SEND_WORKERS": launch.slot_workers,
+        "MOE_P2P_RECV_WORKERS": launch.token_workers,
+    } | _block_macros(bulk)
+    tokens, slots = launch.token_blocks, launch.slot_blocks
+    copies = tokens if macros["MOE_P2P_BULK"] else slots  # both halves then read as many rows
+    return Kernel("combine.cu", shape | macros, slots, tokens, copies)
+
+
+def _block_macros(bulk: Bulk) -> dict[str, int]:
+    return bulk.macros | {
+        "MOE_P2P_BLOCK_THREADS": bulk.launch.block_threads,
+        "MOE_P2P_BLOCKS_PER_SM": bulk.launch.blocks_per_sm,
+        "MOE_P2P_SHARED_BYTES": bulk.shared_bytes,
+    }
+
+
+def variants() -> Iterator[Kernel]:
+    """Kernels that must compile: every type, and shapes at the edges."""
+    from moe_p2p.config import AllToAllConfig  # the configuration imports the ops
+
+    def shape(world_size: int, local: int | None = None, **fields: Any) -> dict[str, int]:
+        config = AllToAllConfig(**fields)
+        return shape_macros(config, world_size=world_size, ranks_per_node=local or world_size)
+
+    job: dict[str, Any] = {"num_experts": 256, "hidden_dim": 7168, "topk": 8, "max_tokens": 128}
+    usual = shape(8, **job)
+    floats = (torch.bfloat16, torch.float16, torch.float32)
+    for dtype, quantize in [
+        *itertools.product(floats, (False, True)),
+        (torch.float8_e4m3fn, False),
+    ]:
+        yield dispatch_kernel(usual, dtype, quantize=quantize)
+        yield dispatch_kernel(usual, dtype, quantize=quantize, by_rank=True)
+    for scale_format, by_rank in itertools.product((1, 2), (False, True)):
+        yield dispatch_kernel(
+            usual, torch.bfloat16, quantize=True, scale_format=scale_format, by_rank=by_rank
+        )
+    for y_dtype, out_dtype in itertools.product(floats, (torch.bfloat16, torch.float32)):
+        yield combine_kernel(usual, y_dtype, out_dtype)
+    uneven = tuple(min(expert // 50, 7) for expert in range(256))
+    others = [
+        (shape(1, num_experts=1, hidden_dim=16, topk=1, max_tokens=1), None),
+        (shape(3, num_experts=1023, hidden_dim=3584, topk=32, max_tokens=300), None),
+        (shape(8, **job | {"max_tokens": 2048, "chunk_tokens": 2048}), None),
+        (shape(8, expert_rank=uneven, **job), None),
+        (shape(8, 4, **job), None),
+        (shape(8, 2, **job), 8),
+        (shape(8, 4, part_bytes=1 << 17, **job), None),
+        (shape(8, 1, part_bytes=1 << 17, **job), 24),
+        (shape(4, 1, **job | {"topk": 1}), None),
+        (shape(64, 8, **job), 24),
+        (usual, 24),
+        (shape(8, **job | {"max_tokens": 32}), 24),
+        (shape(8, **job | {"max_tokens": 2048, "chunk_tokens": 2048}), 24),
+        (shape(3, num_experts=1023, hidden_dim=3584, topk=32, max_tokens=300), 24),
+        (shape(2, num_experts=4, hidden_dim=16, topk=2, max_tokens=300), 24),
+        (shape(8, mask_lost_ranks=True, **job), None),
+        (shape(4, 1, mask_lost_ranks=True, **job | {"max_tokens": 600}), 24),
+    ]
+    for other, num_sms in others:
+        yield dispatch_kernel(other, torch.bfloat16, quantize=True, num_sms=num_sms)
+        yield dispatch_kernel(other, torch.bfloat16, quantize=False, by_rank=True, num_sms=num_sms)
+        yield combine_kernel(other, torch.bfloat16, torch.bfloat16, num_sms=num_sms)
+    long = shape(8, **job | {"max_tokens": 2048, "chunk_tokens": 2048})
+    yield dispatch_kernel(long, torch.float32, quantize=True, num_sms=24)
+    yield dispatch_kernel(long, torch.float8_e4m3fn, quantize=False, num_sms=24)
+    yield combine_kernel(long, torch.float32, torch.float32, num_sms=24)
+
+
+class Partners(NamedTuple):
+    """The ranks with this local index on the other nodes, where they are on this host.
+
+    num_nics: whose copy kernels take the place of a block each.
+    """
+
+    node: int
+    num_nodes: int
+    key: str
+    num_nics: int
+
+
+class DeviceSide:
+    """Memory and kernels of one rank on one GPU. Made by Communicator; close() after its last call.
+
+    Raises UnavailableError when the driver, NVRTC or peer access is missing, TimeoutError when a
+    rank of the node does not come.
+    """
+
+    def __init__(
+        self,
+        comm: int,
+        config: AllToAllConfig,
+        *,
+        device: int,
+        rank: int,
+        world_size: int,
+        ranks_per_node: int,
+        key: str,
+        partners: Partners | None,
+        exchange: Callable[[bytes], list[bytes]] | None,
+        masks: tuple[Tensor, Tensor] | None,
+        deadline: float,
+    ) -> None:
+        """key: of this node's exchange of file descriptors; `partners`, of that with them.
+
+        exchange: carries bytes among the ranks of this node; memory is then shared by fabric
+            handle.
+        masks: those of the kernels, on the device, and of the host; None: without.
+        """
+        self._comm, self._device, self._num_sms = comm, device, config.num_sms
+        self._masks = masks
+        self._copy_blocks = 0 if partners is None else partners.num_nics
+        self._shape = shape_macros(config, world_size=world_size, ranks_per_node=ranks_per_node)
+        self._ready: set[tuple[object, ...]] = set()  # kernels of the op, by what they are for
+        self._undo, self._signals = ExitStack(), ExitStack()
+        plan = config.plan(world_size=world_size, ranks_per_node=ranks_per_node)
+        try:
+            memory = self._undo.enter_context(
+                share_node_memory(
+                    rank % ranks_per_node,
+                    ranks_per_node,
+                    key=key,
+                    device=device,
+                    size_bytes=sum(s for name, s in plan.items() if name not in _NO_REGIONS),
+                    deadline=deadline,
+                    exchange=exchange,
+                )
+            )
+            peers = [0] * (world_size // ranks_per_node)
+            if partners is not None:
+                windows = share_memory(
+                    memory.own,
+                    partners.node,
+                    partners.num_nodes,
+                    key=partners.key,
+                    deadline=deadline,
+                )
+                peers = self._undo.enter_context(windows).addresses
+            state_bytes, on_device = plan["device_state"], torch.device("cuda", device)
+            self._use(config, world_size, state_bytes, on_device, memory.addresses, peers)
+        except BaseException:
+            self._undo.close()
+            raise
+
+    def _use(
+        self,
+        config: AllToAllConfig,
+        world_size: int,
+        state_bytes: int,
+        on_device: torch.device,
+        addresses: list[int],
+        peers: list[int],
+    ) -> None:
+        owners = config.expert_owners(world_size)
+        local = [owners[:expert].count(owner) for expert, owner in enumerate(owners)]
+        self._state = torch.zeros(state_bytes // 8, dtype=torch.int64, device=on_device)
+        self._owners = torch.tensor(owners, dtype=torch.int32, device=on_device)
+        self._local = torch.tensor(local, dtype=torch.int32, device=on_device)
+        if self._masks is not None:
+            self._state[_MASKS_WORD] = self._masks[0].data_ptr()
+        pinned = on_device.type == "cuda"
+        self._fault = torch.zeros(_FAULT_BYTES, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+        self._wait()
+        call(
+            _ops.all_to_all_use_device.default,
+            self._comm,
+            -1 if on_device.index is None else on_device.index,
+            addresses,
+            peers,
+            self._state.data_ptr(),
+            self._owners.data_ptr(),
+            self._local.data_ptr(),
+            self._fault.data_ptr(),
+            self._fault.data_ptr(),  # one address on both sides: pinned by torch
+            self._num_sms or 0,
+        )
+
+    def use_signals(self) -> None:
+        """After the communicator is connected: lets the GPU see the signal memory of the node."""
+        *hosts, size = call(_ops.all_to_all_signals.default, self._comm)
+        pinned = [self._signals.enter_context(PinnedPages(self._device, at, size)) for at in hosts]
+        addresses = [pages.device_address for pages in pinned]
+        call(_ops.all_to_all_use_signals.default, self._comm, addresses)
+
+    def prepare(self, config: AllToAllConfig) -> None:
+        """All kernels of the types that the configuration names, and of their gradients."""
+        widest = config.widest_combine_dtype
+        for dtype in dict.fromkeys((config.dtype, widest)):
+            self.prepare_dispatch(dtype, quantize=False)
+            if dtype != torch.float8_e4m3fn:
+                self.prepare_combine(dtype, dtype)
+        if config.dtype != torch.float8_e4m3fn and config.hidden_dim % 16 == 0:
+            self.prepare_dispatch(config.dtype, quantize=True)
+
+    def prepare_dispatch(
+        self,
+        x_dtype: torch.dtype,
+        *,
+        quantize: bool,
+        scale_format: int = 0,
+        by_rank: bool = False,
+    ) -> None:
+        """Compiles and hands over the kernel of such a dispatch; at once when that was done.
+
+        scale_format: position in dispatched.SCALE_FORMATS.
+        """
+        key = (x_dtype, quantize, scale_format, by_rank)
+        if key in self._ready:
+            return
+        hidden = self._shape["MOE_P2P_HIDDEN_DIM"]
+        errors.require(
+            not quantize or hidden % 16 == 0,
+            f"hidden_dim is {hidden}, must be a multiple of 16 to quantize on a GPU",
+        )
+        kernel = dispatch_kernel(
+            self._shape,
+            x_dtype,
+            quantize=quantize,
+            scale_format=scale_format,
+            by_rank=by_rank,
+            num_sms=self._num_sms,
+        )
+        loaded = self._load(kernel)
+        call(_ops.all_to_all_set_dispatch_kernel.default, self._comm, *key, loaded)
+        self._ready.add(key)
+
+    def prepare_combine(self, y_dtype: torch.dtype, out_dtype: torch.dtype) -> None:
+        """The same for a combine."""
+        if (y_dtype, out_dtype) in self._ready:
+            return
+        kernel = self._load(combine_kernel(self._shape, y_dtype, out_dtype, num_sms=self._num_sms))
+        call(_ops.all_to_all_set_combine_kernel.default, self._comm, y_dtype, out_dtype, kernel)
+        self._ready.add((y_dtype, out_dtype))
+
+    def _load(self, kernel: Kernel) -> list[int]:
+        """The numbers of csrc/moe/device/grid.h, DeviceKernel."""
+        macros = kernel.macros
+        function, resident_blocks = self._open(kernel)
+        return [
+            function,
+            macros["MOE_P2P_BLOCK_THREADS"],
+            macros["MOE_P2P_SHARED_BYTES"],
+            macros["MOE_P2P_SEND_WORKERS"],
+            macros["MOE_P2P_RECV_WORKERS"],
+            kernel.max_send_blocks,
+            kernel.max_recv_blocks,
+            kernel.max_copy_blocks,
+            resident_blocks,
+            macros.get("MOE_P2P_IMAGE_BYTES", _ANY_SLOT),
+        ]
+
+    def _open(self, kernel: Kernel) -> tuple[int, int]:
+        """A function of the driver, and how many of its blocks fit on the device at once."""
+        macros, entry = kernel.macros, f"moe_p2p_{kernel.source.removesuffix('.cu')}"
+        threads, shared = macros["MOE_P2P_BLOCK_THREADS"], macros["MOE_P2P_SHARED_BYTES"]
+        function = jit.load(self._device, kernel.source, entry, macros, dynamic_shared_bytes=shared)
+        resident = driver.max_resident_blocks(self._device, function, threads, shared)
+        return function, resident - self._copy_blocks
+
+    def _wait(self) -> None:
+        """For all that was asked of the device."""
+        torch.cuda.synchronize(self._device)
+
+    def finish(self) -> None:
+        """Waits for the kernels and lets go of the signal memory, which the communicator unmaps."""
+        self._wait()
+        if self._masks is not None:  # the host then waits for no write to a rank that is masked
+            on_device, on_host = self._masks
+            on_host.copy_(on_device)
+        self._signals.close()
+
+    def close(self) -> None:
+        """Unmaps and frees, once the communicator is closed."""
+        self._signals.close()
+        self._undo.close()

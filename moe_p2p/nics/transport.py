@@ -1,0 +1,230 @@
+"""Which provider and which NICs an engine is opened with.
+
+transport="auto" is libfabric where there are EFA devices, else verbs where there is another usable
+RDMA device, else loopback, which reaches the ranks of one host. Nothing but a setting chooses TCP.
+
+Two steps, because ranks must agree between them: `choose` names the provider of this rank, and
+agreement.py compares it with that of the others; `open_with` then picks the NICs. Providers are
+told them by one setting each, devices=mlx5_0:mlx5_1 or interfaces=rdmap79s0-rdm:rdmap80s0-rdm: NIC
+i of the engine is the i-th name, and begins anew after the last.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from pathlib import Path
+from typing import NamedTuple
+
+from moe_p2p import env, errors, log
+from moe_p2p.gpu import driver, jit
+from moe_p2p.nics import topology
+from moe_p2p.nics.topology import Host, Nic
+
+LOOPBACK, LIBFABRIC, VERBS = "loopback", "libfabric", "verbs"
+MAX_NICS = 8  # kMaxNics of csrc/engine/memory_region.h
+DEFAULT_NICS = 2  # of providers without devices
+# Where each provider looks for its library (the api.cpp of its folder), in this order;
+# libfabric's is that for EFA.
+LIBRARIES = {
+    LIBFABRIC: (
+        "/opt/amazon/efa/lib/libfabric.so.1",
+        "/opt/amazon/efa/lib64/libfabric.so.1",
+        "libfabric.so.1",
+    ),
+    VERBS: ("libibverbs.so.1",),
+}
+# By kind of NIC, the better one first.
+PROVIDERS = {"efa": LIBFABRIC, "verbs": VERBS}
+_KINDS = {"efa": "EFA", "verbs": "RDMA"}
+_NAMES_KEY = {LIBFABRIC: "interfaces", VERBS: "devices"}
+_OF_ONE_HOST = ("devices", "interfaces", "host", "bind", "gid_index", "gid_address")
+_DOCTOR = "`python -m moe_p2p doctor` says more"
+
+
+class Choice(NamedTuple):
+    """The provider that this rank would use."""
+
+    provider: str
+    why: str
+    automatic: bool
+
+
+class Wish(NamedTuple):
+    """What an engine says about the NICs that it wants."""
+
+    num_nics: int | None = None  # None: what the topology gives
+    nics: str = ""  # names in rail order; empty: the environment's, else the nearest
+    pci: str = ""  # address of the rank's GPU; empty: none
+    share: tuple[int, int] = (0, 1)  # the i-th of n ranks of this host; counts without a GPU
+
+
+class Opening(NamedTuple):
+    """What an engine is opened with."""
+
+    provider: str
+    num_nics: int
+    settings: str
+
+
+def load_problem(provider: str) -> str:
+    """Why the library of a provider cannot be loaded; empty when it can."""
+    problem = ""
+    for name in LIBRARIES[provider]:
+        try:
+            ctypes.CDLL(name)
+        except OSError as error:
+            problem = problem or str(error)
+        else:
+            return ""
+    return problem
+
+
+def choose(transport: str, *, nics: str = "", root: Path = Path("/")) -> Choice:
+    """The provider for `transport`; "auto" asks the environment, then the machine."""
+    if transport != "auto":
+        return Choice(transport, "it was asked for", automatic=False)
+    if asked := env.transport():
+        return Choice(asked, "MOE_P2P_TRANSPORT asks for it", automatic=False)
+    host = topology.read_host(root)
+    if named := names_of(nics or env.nics()):
+        host = dataclasses.replace(host, nics=tuple(_named(host, named)))
+    return prefer(host)
+
+
+def prefer(host: Host) -> Choice:
+    """The best provider of a machine, with the reason against each better one."""
+    against: list[str] = []
+    for kind, provider in PROVIDERS.items():
+        nics = topology.usable(host, kind)
+        problem = load_problem(provider) if nics else ""
+        if nics and not problem:
+            found = (
+                f"{len(nics)} {_KINDS[kind]} devices ({', '.join(nic.name for nic in nics[:8])})"
+            )
+            return Choice(provider, "; ".join([found, *against]), automatic=True)
+        against.append(f"no {provider}: {problem or why_none(host, kind)}")
+    return Choice(LOOPBACK, "; ".join(against), automatic=True)
+
+
+def rail_nics(host: Host) -> list[Nic]:
+    """The NICs that rails are made of: EFA devices, else other RDMA devices."""
+    return topology.usable(host, "efa") or topology.usable(host, "verbs")
+
+
+def why_none(host: Host, kind: str) -> str:
+    """Why a machine has no usable NIC of a kind."""
+    problems = [f"{nic.name}: {nic.problem}" for nic in host.nics if nic.kind == kind]
+    return "; ".join(problems[:8]) or f"there is no {_KINDS[kind]} device"
+
+
+def open_with(provider: str, settings: str, wish: Wish, *, root: Path = Path("/")) -> Opening:
+    """What the engine of one rank is opened with; settings that name devices are left alone.
+
+    Raises InvalidArgumentError for a name that is not there, UnavailableError when no device can
+    be used.
+    """
+    key, names = _NAMES_KEY.get(provider), named_in(provider, settings)
+    if key and not names:
+        names = _rails(provider, settings, wish, root)
+        named = f"{key}={':'.join(names)}" if names else ""
+        settings = ",".join(filter(None, [settings, named]))
+    found = len(names[:MAX_NICS]) or (1 if key else DEFAULT_NICS)
+    return Opening(provider, found if wish.num_nics is None else wish.num_nics, settings)
+
+
+def _rails(provider: str, settings: str, wish: Wish, root: Path) -> list[str]:
+    """Names that the provider is to be told; none where it finds its own."""
+    asked = names_of(wish.nics or env.nics())
+    kind = _kind(provider, settings)
+    if not kind:
+        return asked
+    host = topology.read_host(root)
+    if asked:
+        chosen = _named(host, asked)
+    elif any(nic.kind == kind for nic in host.nics):
+        nics = topology.usable(host, kind)
+        if not nics:
+            why = why_none(host, kind)
+            raise errors.make(errors.UnavailableError, f"no {kind} device can be used: {why}")
+        chosen = topology.pick(host, nics, pci=wish.pci, share=wish.share, wanted=wish.num_nics)
+    else:
+        chosen = []  # the provider itself says best what is not there
+    for nic in chosen:
+        errors.require(
+            nic.kind == kind,
+            f"nics names {nic.name}, which {provider} cannot use; it is for {PROVIDERS[nic.kind]}",
+        )
+    return [f"{nic.name}-rdm" if kind == "efa" else nic.name for nic in chosen[:MAX_NICS]]
+
+
+def _kind(provider: str, settings: str) -> str:
+    """Kind of NICs that a provider wants to be told; empty when it finds its own."""
+    if provider == LIBFABRIC:
+        return "efa" if _setting(settings, "provider") in ("", "efa") else ""
+    return "verbs"
+
+
+def named_in(provider: str, settings: str) -> list[str]:
+    """The devices that settings name for a provider, by rail."""
+    named = _setting(settings, _NAMES_KEY.get(provider, "devices"))
+    return named.split(":") if named else []
+
+
+def names_of(text: str) -> list[str]:
+    """The names in "mlx5_0,mlx5_1"."""
+    return [name for name in (part.strip() for part in text.split(",")) if name]
+
+
+def _named(host: Host, names: list[str]) -> list[Nic]:
+    """The NICs of these names. Raises when one is not there or cannot be used."""
+    found = {nic.name: nic for nic in host.nics}
+    for name in names:
+        errors.require(
+            name in found,
+            f"nics names {name}, which is not an RDMA device of this machine; there are: "
+            f"{', '.join(found) or 'none'}",
+        )
+        if found[name].problem:
+            raise errors.make(
+                errors.UnavailableError,
+                f"nics names {name}, which cannot be used: {found[name].problem}; {_DOCTOR}",
+            )
+    return [found[name] for name in names]
+
+
+def _setting(settings: str, key: str) -> str:
+    pairs = (item.partition("=") for item in settings.split(","))
+    return next((value for name, _, value in pairs if name == key), "")
+
+
+def with_copy_kernel(provider: str, settings: str, device: int) -> str:
+    """`settings` with a kernel that carries the software NIC's writes of memory of that GPU.
+
+    As they are for other providers, and where they say what carries them.
+    """
+    if provider != LOOPBACK or _setting(settings, "copy_kernel"):
+        return settings
+    kernel = jit.load(device, "copy.cu", "moe_p2p_copy", {})
+    return ",".join(filter(None, [settings, f"copy_kernel={kernel}"]))
+
+
+def shared_settings(settings: str) -> str:
+    """`settings` without what names devices of one host, to be compared between hosts."""
+    items = settings.split(",")
+    return ",".join(item for item in items if item.partition("=")[0] not in _OF_ONE_HOST)
+
+
+def pci_of(device: int) -> str:
+    """PCI address of a CUDA device."""
+    domain, bus, slot = (
+        driver.attribute(device, f"PCI_{part}_ID") for part in ("DOMAIN", "BUS", "DEVICE")
+    )
+    return f"{domain:04x}:{bus:02x}:{slot:02x}.0"
+
+
+def announce(label: str, choice: Choice, opening: Opening) -> None:
+    """One line about a choice, when MOE_P2P_LOG wants it."""
+    names = ", ".join(named_in(opening.provider, opening.settings))
+    where = names or f"{opening.num_nics} NICs"
+    log.info(f"{label}: transport {opening.provider} over {where}: {choice.why}")

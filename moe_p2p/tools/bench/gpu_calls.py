@@ -1,0 +1,198 @@
+"""What is timed on a GPU: calls on tensors that stay where they are, of the package and of others.
+
+Shapes: T tokens, K top-k, H hidden size, R rows at this rank's experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_p2p import AllToAll, Dispatched
+from moe_p2p.reference import Layout, Tokens
+from moe_p2p.tools.bench.gpu_layer import Experts
+from moe_p2p.tools.bench.gpu_report import HALVES
+from moe_p2p.tools.bench.options import Options
+from moe_p2p.tools.bench.systems import MoeP2p, System, finish
+
+PADDED_UP_TO = 512  # tokens of a call for which layout "auto" is padded, as decoding wants it
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Calls:
+    """combine follows dispatch; both are repeated at will, in CUDA graphs where capturable."""
+
+    system: str
+    dispatch: Callable[[], object]
+    combine: Callable[[], object]
+    capturable: bool
+    chunk_tokens: int = 0  # 0: it has no chunks
+    num_steps: int = 1
+    num_sms: int = 0  # that it was limited to; 0: not limited
+    layout: str = "grouped"
+    layer: Callable[[], Tensor] | None = None  # dispatch, experts and combine
+    halves: Mapping[str, Callable[[], object]] = field(default_factory=dict)  # gpu_report.HALVES
+    # (name of a way) -> out, answer and rows of its last run; None: nobody keeps them.
+    last: Callable[[str], dict[str, Tensor]] | None = None
+    eager: Callable[[], Dispatched] | None = None  # a dispatch of the same inputs, by itself
+    broken: Callable[[], str] = str
+
+    def pair(self) -> None:
+        self.dispatch()
+        self.combine()
+
+
+def on_device(tokens: Tokens) -> Tokens:
+    assert tokens.topk_weights is not None
+    return Tokens(
+        x=tokens.x.cuda(),
+        topk_idx=tokens.topk_idx.cuda(),
+        topk_weights=tokens.topk_weights.cuda(),
+    )
+
+
+def layout_of(options: Options, tokens: int) -> Layout:
+    if options.layout != "auto":
+        return options.layout
+    return "padded" if tokens <= PADDED_UP_TO else "grouped"
+
+
+def answer_like(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """What experts answer while the clock runs: not zeros, which links and memory favour."""
+    row = torch.randn(x.shape[-1], device=x.device).to(dtype)
+    return row.expand(x.shape).contiguous()
+
+
+class Halves:
+    """Those of a pair, called in this order."""
+
+    def __init__(self, comm: AllToAll, tokens: Tokens, y: Tensor, **options: Any) -> None:
+        self._comm, self._tokens, self._y, self._options = comm, tokens, y, options
+
+    def dispatch_send(self) -> None:
+        tokens = self._tokens
+        self._sent = self._comm.dispatch_send(
+            tokens.x, tokens.topk_idx, tokens.topk_weights, **self._options
+        )
+
+    def dispatch_recv(self) -> None:
+        self._received = self._comm.dispatch_recv(self._sent)
+
+    def combine_send(self) -> None:
+        self._answered = self._comm.combine_send(self._y, self._received)
+
+    def combine_recv(self) -> None:
+        self._out = self._comm.combine_recv(self._answered)
+
+    def last(self) -> tuple[Dispatched, Tensor]:
+        return self._received, self._out
+
+    def by_name(self) -> dict[str, Callable[[], object]]:
+        steps = (self.dispatch_send, self.dispatch_recv, self.combine_send, self.combine_recv)
+        return dict(zip(HALVES, steps, strict=True))
+
+
+def package_calls(
+    system: MoeP2p, options: Options, tokens: Tokens, *, num_sms: int, experts: Experts | None
+) -> Calls:
+    """`tokens` with scales are quantized already."""
+    comm, layout = system.all_to_all, layout_of(options, tokens.x.shape[0])
+    quantize = options.quantize and tokens.scales is None
+    received: Dispatched | None = None
+    out: Tensor | None = None
+
+    def eager(solo: bool = True) -> Dispatched:
+        return comm.dispatch(
+            tokens.x,
+            tokens.topk_idx,
+            tokens.topk_weights,
+            scales=tokens.scales,
+            quantize=quantize,
+            layout=layout,
+            solo=solo,
+        )
+
+    def dispatch() -> Dispatched:
+        nonlocal received
+        received = eager(solo=False)
+        return received
+
+    first = dispatch()
+    finish(comm.config.device)
+    y = answer_like(first.x, options.x_dtype)
+    if experts is not None:
+        experts(first.x, first.scales, first.counts)  # loads its kernels, which later calls do not
+
+    def combine() -> Tensor:
+        nonlocal out
+        assert received is not None
+        out = comm.combine(y, received)
+        return out
+
+    def layer() -> Tensor:
+        nonlocal out
+        assert experts is not None
+        got = dispatch()
+        out = comm.combine(experts(got.x, got.scales, got.counts), got)
+        return out
+
+    combine()
+    finish(comm.config.device)
+    halves = Halves(comm, tokens, y, scales=tokens.scales, quantize=quantize, layout=layout)
+
+    def last(what: str) -> dict[str, Tensor]:
+        rows, sums = halves.last() if what in HALVES else (received, out)
+        assert rows is not None
+        assert sums is not None
+        found = {"out": sums, "answer": y.reshape(-1, y.shape[-1])[0], "x": rows.x}
+        if rows.scales is not None:
+            found["scales"] = rows.scales
+        return found | {"row_weights": rows.row_weights, "counts": rows.counts}
+
+    halved = options.halves and system.num_steps <= comm.config.steps_in_flight
+    return Calls(
+        system=system.name,
+        dispatch=dispatch,
+        combine=combine,
+        capturable=True,
+        layer=None if experts is None else layer,
+        halves=halves.by_name() if halved else {},
+        chunk_tokens=comm.config.step_tokens,
+        num_steps=system.num_steps,
+        num_sms=num_sms,
+        layout=layout,
+        last=last,
+        eager=eager,
+        broken=lambda: comm.broken,
+    )
+
+
+def baseline_calls(
+    system: System, options: Options, tokens: Tokens, *, experts: Experts | None
+) -> Calls:
+    y = answer_like(system.dispatch(tokens).x, options.x_dtype)
+    out = system.combine(y)
+
+    def combine() -> None:
+        nonlocal out
+        out = system.combine(y)
+
+    def layer() -> Tensor:
+        nonlocal out
+        assert experts is not None
+        got = system.dispatch(tokens)
+        out = system.combine(experts(got.x, got.scales, got.counts))
+        return out.clone()  # its buffers are made once
+
+    return Calls(
+        system=system.name,
+        dispatch=lambda: system.dispatch(tokens),
+        combine=combine,
+        capturable=False,
+        layer=None if experts is None else layer,
+        last=lambda _: {"out": out.clone(), "answer": y[0]},
+    )

@@ -1,0 +1,145 @@
+"""Results of timed calls, compared after timing: calls that end at once have the best figures.
+
+Inputs change from round to round, in the memory that graphs have captured. After the last round of
+each way of timing it runs once more on inputs that it has never had: no communicator may be
+broken on any rank, rows must be those of an eager call bit for bit, sums those of a closed form
+within rounding.
+
+Shapes: T tokens, K top-k, H hidden size, W ranks, R rows at this rank's experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from moe_p2p import Dispatched
+from moe_p2p.reference import Tokens
+from moe_p2p.tools.bench.cases import Job
+from moe_p2p.tools.bench.check import beyond_rounding
+from moe_p2p.tools.bench.gather import everyones
+from moe_p2p.tools.bench.gpu_calls import Calls
+from moe_p2p.tools.bench.gpu_layer import MAX_DIFFERENCE, difference
+from moe_p2p.tools.bench.options import Options
+from moe_p2p.tools.bench.systems import finish
+
+COMPARED_SUMS = "after timing, sums of a last run of other inputs within rounding"
+COMPARED = f"{COMPARED_SUMS}, and its rows bit for bit those of an eager call"
+
+
+class Inputs:
+    """Tokens whose rows and weights change in place. The routing, which decides the time, stays."""
+
+    def __init__(self, tokens: Tokens) -> None:
+        weights = tokens.topk_weights
+        assert weights is not None
+        self.tokens = replace(tokens, x=tokens.x.clone(), topk_weights=weights.clone())
+        self._variants = ((tokens.x, weights), (-tokens.x.flip(0), weights.flip(0) * 0.5))
+        self._number = self._num_new = 0
+
+    def change(self) -> None:
+        self._number += 1
+        assert self.tokens.topk_weights is not None
+        x, weights = self._variants[self._number % 2]
+        self.tokens.x.copy_(x)
+        self.tokens.topk_weights.copy_(weights)
+
+    def renew(self) -> None:
+        """Values that no call has had, so that an earlier result cannot pass for the last run's."""
+        self.change()
+        self._num_new += 1
+        assert self.tokens.topk_weights is not None
+        for values in (self.tokens.x, self.tokens.topk_weights):
+            values.mul_(1 / (1 + self._num_new))
+
+
+class Watch:
+    """Changes inputs between rounds, compares the results of a last one. story: what is wrong."""
+
+    def __init__(self, job: Job, options: Options, rank: int, inputs: Inputs) -> None:
+        self._job, self._options, self._rank, self._inputs = job, options, rank, inputs
+        self.story: dict[Calls, list[str]] = {}
+
+    def change(self) -> None:
+        self._inputs.change()
+
+    def look(self, calls: Calls, what: str, again: Callable[[], object]) -> None:
+        """Collective. again: runs once more what was timed."""
+        if calls.last is None:
+            return
+        self._inputs.renew()
+        again()
+        finish(self._options.device)
+        found = [f"broken: {text}" for text in everyones(calls.broken()) if text]
+        if not found:  # on all ranks, for what follows is collective too
+            found = self._compare(calls, what)
+        said = self.story.setdefault(calls, [])
+        tokens = self._options.tokens[0]
+        said += [f"T {tokens}, rank {self._rank}: {calls.system}, {what}, {text}" for text in found]
+
+    def _compare(self, calls: Calls, what: str) -> list[str]:
+        assert calls.last is not None
+        last = calls.last(what)
+        if "layer" in what:
+            assert calls.layer is not None
+            apart = difference(last["out"], calls.layer())
+            return [] if apart <= MAX_DIFFERENCE else [f"layer is {apart:.3f} of its length away"]
+        found = []
+        if calls.eager is not None:
+            found += compare_rows(last, calls.eager())
+        answers = torch.stack(everyones(last["answer"].cpu()))  # [W, H]
+        sums = constant_sums(self._job, self._inputs.tokens, answers, calls.layout)
+        found += beyond_rounding(last["out"], *sums, self._options.x_dtype)
+        finish(self._options.device)
+        return found
+
+
+def constant_sums(job: Job, tokens: Tokens, answers: Tensor, layout: str) -> tuple[Tensor, Tensor]:
+    """What combine must give where rank r answers every row with answers[r], fp32 [T, H], and the
+    sum of its magnitudes."""
+    device = tokens.x.device
+    answers = answers.float().to(device)
+    named = tokens.topk_idx >= 0
+    owner = job.topology.owner().to(device)[tokens.topk_idx.clamp_min(0).long()]  # [T, K]
+    assert tokens.topk_weights is not None
+    weights = tokens.topk_weights.where(named, 0.0)
+    if layout == "by_rank":  # a row for each rank, which its answer is the sum of already
+        hits = torch.zeros(len(owner), job.topology.world_size, device=device)
+        hits.scatter_add_(1, owner, named.float())
+        factors = hits.clamp_max(1.0)
+    else:
+        factors = torch.zeros(len(owner), job.topology.world_size, device=device)
+        factors.scatter_add_(1, owner, weights)
+    out = torch.zeros_like(tokens.x, dtype=torch.float32)
+    magnitude = torch.zeros_like(out)
+    for rank, answer in enumerate(answers):
+        out += factors[:, rank, None] * answer
+        magnitude += factors[:, rank, None] * answer.abs()
+    return out, magnitude
+
+
+def compare_rows(last: Mapping[str, Tensor], want: Dispatched) -> list[str]:
+    """Rows that hold a token, bit for bit."""
+    if not torch.equal(last["counts"], want.counts):
+        return [f"counts are {last['counts'].tolist()}, of an eager call {want.counts.tolist()}"]
+    if want.x.dim() == 3:
+        room = torch.arange(want.x.shape[1], device=want.x.device)
+        used = (room < want.counts[:, None]).flatten()
+    else:
+        used = torch.arange(want.x.shape[0], device=want.x.device) < want.offsets[-1]
+    pairs = {"rows": (last["x"], want.x), "weights": (last["row_weights"], want.row_weights)}
+    if want.scales is not None:
+        pairs["scales"] = (last["scales"], want.scales)
+    return [
+        f"{name} are not those of an eager call"
+        for name, (mine, theirs) in pairs.items()
+        if not torch.equal(_bits(mine, used), _bits(theirs, used))
+    ]
+
+
+def _bits(rows: Tensor, used: Tensor) -> Tensor:
+    flat = rows.reshape(len(used), -1).contiguous()
+    return flat.view(torch.uint8)[used]

@@ -1,0 +1,126 @@
+"""The ways in which everything is timed on a GPU, all systems taking turns in each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from moe_p2p.tools.bench.gpu_calls import Calls
+from moe_p2p.tools.bench.gpu_timing import (
+    Align,
+    apart_us,
+    captured,
+    chain_length,
+    interleaved,
+    timed_us,
+)
+
+Run = Callable[[], object]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    calls: Calls
+    what: str  # gpu_report.WAYS
+    chain: int  # runs between two events
+    spans_us: Tensor  # [rounds]
+
+
+class Watch(Protocol):
+    def change(self) -> None:
+        """Other inputs, before a round."""
+
+    def look(self, calls: Calls, what: str, again: Run) -> None:
+        """After the last round. again: runs once more what was timed. Collective."""
+
+
+class NoWatch:
+    def change(self) -> None:
+        pass
+
+    def look(self, calls: Calls, what: str, again: Run) -> None:
+        pass
+
+
+def measure(
+    systems: Sequence[Calls],
+    align: Align,
+    *,
+    seconds: float,
+    flushed: Tensor | None,
+    watch: Watch | None = None,
+) -> list[Timed]:
+    """Graphs come last, so that a capture that fails does not spoil the other figures."""
+    watch = watch or NoWatch()
+    pairs = {c: c.pair for c in systems}
+    timed = _chained("pair", pairs, align, watch, seconds=seconds, replayed=False)
+    for parts in (
+        {c: {"dispatch": c.dispatch, "combine": c.combine} for c in systems},
+        {c: c.halves for c in systems if c.halves},
+    ):
+        timed += _apart(parts, align, watch, seconds=seconds, flushed=flushed)
+    layers = {c: c.layer for c in systems if c.layer is not None}
+    timed += _chained("layer", layers, align, watch, seconds=seconds, replayed=False)
+    ways: dict[str, Mapping[Calls, Run]] = {"pair": pairs, "layer": layers}
+    for what, runs in ways.items():
+        capturable = {c: run for c, run in runs.items() if c.capturable}
+        timed += _chained(what, capturable, align, watch, seconds=seconds, replayed=True)
+    return timed
+
+
+def _chained(
+    what: str,
+    runs: Mapping[Calls, Run],
+    align: Align,
+    watch: Watch,
+    *,
+    seconds: float,
+    replayed: bool,
+) -> list[Timed]:
+    """Period of runs one after the other, with nothing in between."""
+    chains = {calls: chain_length(run, align) for calls, run in runs.items()}
+
+    def eager(run: Run, chain: int) -> Callable[[], tuple[float]]:
+        return lambda: (timed_us(run, align, repeats=chain),)
+
+    def graph(run: Run, chain: int) -> Callable[[], tuple[float]]:
+        replay = captured(run, repeats=chain)
+        return lambda: (timed_us(replay, align) / chain,)
+
+    way = graph if replayed else eager
+    timing = {c: way(run, chains[c]) for c, run in runs.items()}
+    spans = interleaved(timing, seconds=seconds, before=watch.change)
+    name = f"{what} {'graph' if replayed else 'eager'}"
+    for calls, again in timing.items():
+        watch.look(calls, name, again)
+    return [
+        Timed(calls=calls, what=name, chain=chains[calls], spans_us=values[:, 0])
+        for calls, values in spans.items()
+    ]
+
+
+def _apart(
+    parts: Mapping[Calls, Mapping[str, Run]],
+    align: Align,
+    watch: Watch,
+    *,
+    seconds: float,
+    flushed: Tensor | None,
+) -> list[Timed]:
+    """Parts of a pair by name, in the order in which they make one."""
+
+    def run(calls: Calls) -> Callable[[], tuple[float, ...]]:
+        return lambda: apart_us(parts[calls].values(), align, flushed=flushed)
+
+    timing = {calls: run(calls) for calls in parts}
+    spans = interleaved(timing, seconds=seconds, before=watch.change)
+    for calls, again in timing.items():
+        watch.look(calls, next(iter(parts[calls])), again)
+    return [
+        Timed(calls=calls, what=what, chain=1, spans_us=values[:, i])
+        for calls, values in spans.items()
+        for i, what in enumerate(parts[calls])
+    ]

@@ -1,0 +1,159 @@
+"""What is timed. A system does dispatch and combine; buffers are made once and reused by both.
+
+Shapes: T tokens, H hidden size, K top-k, R rows at this rank's experts, E_local its experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from moe_p2p import AllToAll, AllToAllConfig, Dispatched
+from moe_p2p.reference import Tokens
+from moe_p2p.tools.bench.cases import Job
+from moe_p2p.tools.bench.options import Options
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Rows grouped by expert, one expert after the other."""
+
+    x: Tensor  # [R or more, H]
+    scales: Tensor | None  # [R or more, ceil(H / 128)]
+    row_weights: Tensor  # [R or more]
+    counts: Tensor  # [E_local]
+
+
+class System(Protocol):
+    name: str
+    num_steps: int  # that a call takes
+
+    def begin(self, max_tokens: int) -> None:
+        """From now on no rank dispatches more tokens in a call."""
+        ...
+
+    def dispatch(self, tokens: Tokens) -> Rows: ...
+
+    def combine(self, y: Tensor) -> Tensor:
+        """y [R or more, H], in the rows of the last dispatch -> [T, H]."""
+        ...
+
+    def wire_bytes(self) -> int:
+        """Bytes this rank has sent to other nodes so far; 0 where nobody counts."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def make_config(
+    options: Options, job: Job, *, chunk_tokens: int | None = None, num_sms: int | None = None
+) -> AllToAllConfig:
+    return AllToAllConfig(
+        num_experts=job.topology.num_experts,
+        hidden_dim=job.hidden_dim,
+        topk=job.topk,
+        max_tokens=max(options.tokens),
+        chunk_tokens=chunk_tokens,
+        dtype=options.wire_dtype,
+        combine_dtype=options.x_dtype,
+        part_bytes=options.part_bytes,
+        ranks_per_node=options.ranks_per_node,
+        nics_per_rank=options.nics,
+        transport_settings=options.transport_settings,
+        timeout_s=options.timeout_s,
+        wait=options.wait,
+        device=options.device,
+        num_sms=num_sms,
+    )
+
+
+def finish(device: torch.device | str) -> None:
+    """On a GPU, waits for what was launched: the results of a call may then be looked at.
+
+    While a kernel waits for another node, the software NIC has to reach the driver. A copy to
+    pageable memory (.cpu(), .tolist()) and the first launch of a kernel keep its lock until that
+    kernel ends, which then ends by its deadline. Waiting for the device does not.
+    """
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize()
+
+
+class MoeP2p:
+    """The package. Whole calls on GPUs; on CPUs halves, which reuse buffers, where they can be.
+
+    On GPUs dispatch and combine wait for their results; calls to be timed are those of gpu_calls.
+    """
+
+    name = "moe_p2p"
+
+    def __init__(
+        self,
+        options: Options,
+        job: Job,
+        *,
+        chunk_tokens: int | None = None,
+        num_sms: int | None = None,
+    ) -> None:
+        self.quantize = options.quantize
+        config = make_config(options, job, chunk_tokens=chunk_tokens, num_sms=num_sms)
+        self.all_to_all = AllToAll(None, config)
+        self.begin(max(options.tokens))
+
+    def begin(self, max_tokens: int) -> None:
+        config = self.all_to_all.config
+        self.max_tokens = max_tokens
+        self.num_steps = -(-max_tokens // config.step_tokens)
+        self.halves = config.device == "cpu" and self.num_steps <= config.steps_in_flight
+        self.received: Dispatched | None = None
+        self.out: dict[int, Tensor] = {}
+
+    def dispatch(self, tokens: Tokens) -> Rows:
+        if self.halves:
+            pending = self.all_to_all.dispatch_send(
+                tokens.x,
+                tokens.topk_idx,
+                tokens.topk_weights,
+                max_tokens=self.max_tokens,
+                quantize=self.quantize,
+                layout="grouped",
+            )
+            got = self.all_to_all.dispatch_recv(pending, out=self.received)
+        else:
+            got = self.all_to_all.dispatch(
+                tokens.x,
+                tokens.topk_idx,
+                tokens.topk_weights,
+                max_tokens=self.max_tokens,
+                quantize=self.quantize,
+                layout="grouped",
+            )
+        self.received = got
+        finish(self.all_to_all.config.device)
+        return Rows(x=got.x, scales=got.scales, row_weights=got.row_weights, counts=got.counts)
+
+    def combine(self, y: Tensor) -> Tensor:
+        assert self.received is not None, "combine follows dispatch"
+        if not self.halves:
+            out = self.all_to_all.combine(y, self.received)
+            finish(self.all_to_all.config.device)
+            return out
+        pending = self.all_to_all.combine_send(y, self.received)
+        num_tokens = self.received.topk_idx.shape[0]
+        out = self.all_to_all.combine_recv(pending, out=self.out.get(num_tokens))
+        self.out[num_tokens] = out
+        return out
+
+    def wire_bytes(self) -> int:
+        return sum(int(nic["bytes_written"]) for nic in self.all_to_all.counters())
+
+    def close(self) -> None:
+        self.all_to_all.close()
+
+
+def experts_of_rows(job: Job, rank: int, counts: Tensor) -> Tensor:
+    """Global expert of each row that holds a token, [R]."""
+    experts = job.topology.local_experts(rank).to(counts.device)
+    return experts.repeat_interleave(counts.to(torch.int64))

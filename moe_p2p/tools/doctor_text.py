@@ -1,0 +1,141 @@
+"""The doctor's report as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from moe_p2p.nics.topology import Nic
+    from moe_p2p.tools.doctor import Report
+
+_ORDERING = {0: "none", 100: "owner", 200: "all devices"}
+
+
+def render(report: Report) -> str:
+    """All sections, problems last."""
+    machine = report.machine
+    sections = [
+        ("machine", [f"{machine['name']}, Linux {machine['kernel']}, {machine['cpus']} CPUs"]),
+        ("GPUs", _gpus(report)),
+        ("NICs", _nics(report)),
+        ("distance", _distances(report)),
+        ("transport", [f"{report.transport['provider'] or 'none'}: {report.transport['why']}"]),
+        ("software", _software(report)),
+        ("memory", _memory(report)),
+        ("writes", _writes(report)),
+        ("problems", _problems(report)),
+    ]
+    return "\n".join(
+        f"{title}\n" + "\n".join(f"  {line}" for line in lines)
+        for title, lines in sections
+        if lines
+    )
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def _numa(node: int) -> str:
+    return "" if node == -1 else str(node)
+
+
+def _gpus(report: Report) -> list[str]:
+    if not report.gpus:
+        return ["none of NVIDIA"]
+    rows = [("", "PCI", "model", "NUMA", "CUDA", "dma-buf", "NIC writes ordered for", "rails")]
+    rows += [
+        (
+            f"GPU{i}",
+            gpu.pci,
+            gpu.model,
+            _numa(gpu.numa_node),
+            "" if gpu.cuda_device is None else str(gpu.cuda_device),
+            {None: "", True: "yes", False: "no"}[gpu.dma_buf],
+            "" if gpu.writes_ordering is None else _ORDERING.get(gpu.writes_ordering, "?"),
+            " ".join(gpu.rails),
+        )
+        for i, gpu in enumerate(report.gpus)
+    ]
+    return table(rows)
+
+
+def _nics(report: Report) -> list[str]:
+    if not report.nics:
+        return ["no RDMA device"]
+    rows = [("", "PCI", "NUMA", "kind", "state", "Gbit/s", "link", "interface", "GID", "")]
+    rows += [
+        (
+            nic.name,
+            nic.place.pci,
+            _numa(nic.place.numa_node),
+            nic.kind,
+            nic.state,
+            f"{nic.rate_gbps:g}",
+            nic.link_layer,
+            " ".join(nic.interfaces),
+            nic.gid,
+            _use(report, nic),
+        )
+        for nic in report.nics
+    ]
+    return table(rows)
+
+
+def _use(report: Report, nic: Nic) -> str:
+    if nic.problem:
+        return f"not used: {nic.problem}"
+    return "" if nic.name in report.rail_nics else "not used: others are preferred"
+
+
+def _distances(report: Report) -> list[str]:
+    if not report.distances or not report.nics:
+        return []
+    names = [nic.name for nic in report.nics]
+    rows = [("", *(f"GPU{i}" for i in range(len(report.distances))))]
+    rows += [(name, *(far[name] for far in report.distances.values())) for name in names]
+    return table(rows)
+
+
+def _software(report: Report) -> list[str]:
+    known = {"NVIDIA driver": str(report.machine["driver"]), **report.libraries, **report.packages}
+    return table([(name, version or "not there") for name, version in known.items()])
+
+
+def _memory(report: Report) -> list[str]:
+    lock = report.memlock_bytes
+    return table(
+        [
+            ("lockable", "unlimited" if lock < 0 else f"{lock >> 10} KiB"),
+            ("/dev/shm", f"{report.shm_bytes >> 20} MiB, {report.shm_free_bytes >> 20} free"),
+            ("GPU peer memory", "module loaded" if report.peer_memory else "no module"),
+        ]
+    )
+
+
+def _writes(report: Report) -> list[str]:
+    if not report.writes:
+        return []
+    return table(
+        [
+            (
+                " ".join(filter(None, (write.provider, write.nic))),
+                f"{write.memory} memory",
+                "failed" if write.problem else f"{write.gbytes_per_s:.2f} GB/s",
+            )
+            for write in report.writes
+        ]
+    )
+
+
+def _problems(report: Report) -> list[str]:
+    lines = []
+    for problem in report.problems:
+        lines += [f"- {problem.what}", f"    {problem.remedy}"]
+    return lines or ["none"]
