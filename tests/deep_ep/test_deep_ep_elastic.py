@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from moe_p2p import pool
 from moe_p2p.deep_ep import (
     ElasticBuffer,
-    communicators,
     get_logical_domain_size,
     get_physical_domain_size,
 )
@@ -58,14 +58,14 @@ def test_what_is_asked_may_change_from_call_to_call() -> None:
 def test_between_nodes(shape: tuple[int, int], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks of this host as several nodes."""
     num_ranks, per_node = shape
-    monkeypatch.setattr(communicators, "find_ranks_per_node", lambda *_: per_node)
+    monkeypatch.setattr(pool, "find_ranks_per_node", lambda *_: per_node)
     run(num_ranks, cases.steps, CALLS[name])
     run(num_ranks, cases.any_order)
 
 
 def test_sums_are_rounded_once_where_no_more_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     run(2, cases.one_rounding, True)
-    monkeypatch.setattr(communicators, "find_ranks_per_node", lambda *_: 2)
+    monkeypatch.setattr(pool, "find_ranks_per_node", lambda *_: 2)
     run(4, cases.one_rounding, False)
 
 
@@ -91,7 +91,7 @@ def stale_slots(place: Place) -> None:
 
 
 def test_slots_of_other_ranks_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(communicators, "find_ranks_per_node", lambda *_: 2)
+    monkeypatch.setattr(pool, "find_ranks_per_node", lambda *_: 2)
     run(4, stale_slots)
 
 

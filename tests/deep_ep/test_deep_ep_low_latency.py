@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from moe_p2p import InvalidArgumentError, MoeP2pError
-from moe_p2p.deep_ep import Buffer, communicators, streams
+from moe_p2p import InvalidArgumentError, MoeP2pError, pool
+from moe_p2p.deep_ep import Buffer, streams
 from tests.support import low_latency_cases as cases
 from tests.support.deep_ep_oracle import make_batches
 from tests.support.low_latency_cases import FORMATS, SHAPE, SHAPES, Place, make_buffer
@@ -54,7 +54,7 @@ def test_hooks_and_events(mode: str, form: str) -> None:
 def test_between_nodes(shape: tuple[int, int], mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks of this host as several nodes."""
     num_ranks, per_node = shape
-    monkeypatch.setattr(communicators, "find_ranks_per_node", lambda *_: per_node)
+    monkeypatch.setattr(pool, "find_ranks_per_node", lambda *_: per_node)
     run(num_ranks, cases.steps, "fp8", mode)
     run(num_ranks, cases.never_or_again)
 
@@ -96,16 +96,16 @@ def test_ranks_leave_each_other_out_until_the_masks_are_cleaned() -> None:
 
 @pytest.mark.parametrize("per_node", [3, 1])
 def test_a_rank_that_is_gone_is_masked(per_node: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(communicators, "find_ranks_per_node", lambda *_: per_node)
+    monkeypatch.setattr(pool, "find_ranks_per_node", lambda *_: per_node)
 
     def body(rank: Rank) -> None:
         group: Any = StoreGroup(rank)
         buffer = Buffer(group, enable_shrink=True, explicitly_destroy=True, timeout_s=3.0)
         place = Place(rank, "cpu", buffer)
         cases.step_without(place, 0, [])
-        buffer._communicators.meet("all to have combined")
+        buffer._pool.meet("all to have combined")
         if rank.rank == 1:
-            buffer._communicators.close()  # as the end of a process does
+            buffer._pool.close()  # as the end of a process does
             return
         for seed, mode in enumerate(("sync", "hook") * 3):
             cases.step_without(place, seed, [1], mode)
@@ -116,7 +116,7 @@ def test_a_rank_that_is_gone_is_masked(per_node: int, monkeypatch: pytest.Monkey
         buffer.low_latency_clean_mask_buffer()
         with pytest.raises(MoeP2pError, match="rank 1 did not come"):
             cases.step_without(place, 7, [])
-        buffer._communicators.close()
+        buffer._pool.close()
 
     run_threads(3, body)
 

@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moe_p2p import AllToAllConfig, InvalidArgumentError, MoeP2pError, ResourceExhaustedError
-from moe_p2p.deep_ep import communicators
-from moe_p2p.deep_ep.layout import count_routing
+from moe_p2p import AllToAllConfig, InvalidArgumentError, MoeP2pError, ResourceExhaustedError, pool
+from moe_p2p.routing_counts import count_routing
 from tests.support import deep_ep_cases as cases
 from tests.support.deep_ep_cases import Place, Setting
 from tests.support.ranks import Rank, run_threads
@@ -50,7 +49,7 @@ def test_with_tokens_of_any_kind(check: _Check, name: str) -> None:
 def test_between_nodes(shape: tuple[int, int], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks of this host as several nodes; many-steps has partial sums rounded on the way."""
     world_size, per_node = shape
-    monkeypatch.setattr(communicators, "find_ranks_per_node", lambda *_: per_node)
+    monkeypatch.setattr(pool, "find_ranks_per_node", lambda *_: per_node)
     for check in (cases.check_dispatch, cases.check_combine, cases.check_worst):
         run_threads(world_size, _body, check, cases.SETTINGS[name], 1 << 20)
 
@@ -200,7 +199,7 @@ def test_more_than_eight_ranks_have_the_other_handle() -> None:
 
 def test_counts_tokens_for_nodes_of_eight_ranks() -> None:
     topk_idx = torch.tensor([[0, 5, 17], [9, 31, -1], [-1, -1, -1], [16, 17, 30]])
-    counts = count_routing(topk_idx, 32, 16)
-    assert counts.num_tokens_per_rdma_rank is not None
-    assert counts.num_tokens_per_rdma_rank.tolist() == [2, 3]
+    counts = count_routing(topk_idx, 32, 16, num_nodes=2)
+    assert counts.num_tokens_per_node is not None
+    assert counts.num_tokens_per_node.tolist() == [2, 3]
     assert counts.num_tokens_per_rank.nonzero().flatten().tolist() == [0, 2, 4, 8, 15]

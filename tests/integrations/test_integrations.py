@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from moe_p2p import InvalidArgumentError
-from moe_p2p.integrations.sizes import SizeExchange
+from moe_p2p.row_counts import SizeExchange
 from tests.support.cases import make
 from tests.support.ranks import Rank
 

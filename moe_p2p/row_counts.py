@@ -1,9 +1,10 @@
 """Counts that the host must know before it can allocate: of this rank's device, and of all ranks.
 
 A device's counts are copied behind the work that makes them, and the host waits for that copy
-alone; the other ranks' counts come from host to host.
+alone; the other ranks' counts come from host to host. Engines that take the rows of all experts one
+after the other want exactly as many rows as arrive: SizeExchange.
 
-Symbols: W ranks, E experts, T tokens of a rank, R rows received.
+Symbols: W ranks, E experts, E_local of this rank, T tokens of a rank, K top-k, R rows received.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from moe_p2p import errors
 from moe_p2p.all_to_all import AllToAll
+from moe_p2p.routing_counts import count_routing
 
 _CAPTURED = (
     "counts for the host cannot be had while a graph is captured: pass num_worst_tokens (V1) or "
@@ -105,3 +107,31 @@ def worst_extent(num_worst_tokens: int, num_tokens: int, world_size: int) -> Ext
 def to_device(counts: Tensor, like: Tensor) -> Tensor:
     """Counts of the host where `like` lies, on the current stream; the host waits for nothing."""
     return counts.pin_memory().to(like.device, non_blocking=True) if like.is_cuda else counts
+
+
+class Sizes(NamedTuple):
+    max_tokens: int  # of any rank in this call, at least 1
+    capacity: int  # rows that come to this rank, each expert's rounded up to the alignment
+    counts: Tensor  # [E_local] int32 on the CPU: rows of each expert, rounded up
+
+
+class SizeExchange:
+    """Asks the ranks of one AllToAll, or of several, one call at a time."""
+
+    def __init__(self) -> None:
+        self._host_counts = HostCounts()
+
+    def ask(self, all_to_all: AllToAll, topk_idx: Tensor, *, alignment: int = 1) -> Sizes:
+        """Sizes of the next dispatch. All ranks call it, each with its own topk_idx [T, K]."""
+        routing = count_routing(topk_idx, all_to_all.config.num_experts, all_to_all.world_size)
+        mine = self._host_counts.read(
+            routing.num_tokens_per_rank, routing.num_tokens_per_expert, topk_idx.shape[0]
+        )
+        extent = agree_on_extent(all_to_all, mine, alignment)
+        counts = torch.tensor(extent.counts, dtype=torch.int32, device="cpu")
+        return Sizes(extent.max_tokens, sum(extent.counts), counts)
+
+
+def capturing(x: Tensor) -> bool:
+    """Whether calls on x become part of a CUDA graph, so that the host cannot know their sizes."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()

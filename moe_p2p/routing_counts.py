@@ -1,6 +1,6 @@
-"""How many tokens of a routing go where: what DeepEP's get_dispatch_layout returns.
+"""How many tokens of a routing go to each rank, node and expert, counted on the device.
 
-Symbols: T tokens, K top-k, E experts in equal blocks, W ranks in nodes of 8.
+Symbols: T tokens, K top-k, E experts in equal blocks, W ranks, L ranks per node.
 """
 
 from __future__ import annotations
@@ -13,26 +13,28 @@ import torch
 from torch import Tensor
 
 from moe_p2p import errors
-from moe_p2p.deep_ep.base import NODE_RANKS
 
 
 class RoutingCounts(NamedTuple):
     """Of one rank's tokens. The counts lie in one block of memory, in this order."""
 
     num_tokens_per_rank: Tensor  # [W] int32
-    num_tokens_per_rdma_rank: Tensor | None  # [W / 8] int32; None: no whole nodes of 8
+    num_tokens_per_node: Tensor | None  # [W / L] int32; None: not asked for
     num_tokens_per_expert: Tensor  # [E] int32
     is_token_in_rank: Tensor  # [T, W] bool
 
 
-def count_routing(topk_idx: Tensor, num_experts: int, num_ranks: int) -> RoutingCounts:
-    """topk_idx: [T, K] int32 or int64; -1: none. Entries that are no expert count nowhere."""
+def count_routing(
+    topk_idx: Tensor, num_experts: int, num_ranks: int, *, num_nodes: int = 0
+) -> RoutingCounts:
+    """topk_idx: [T, K] int32 or int64; -1: none. Entries that are no expert count nowhere.
+
+    num_nodes: nodes of equally many ranks, to be counted too; 0: none.
+    """
     errors.require(
         num_experts % num_ranks == 0,
         f"num_experts is {num_experts}, must be a multiple of the number of ranks {num_ranks}",
     )
-    in_nodes = num_ranks > NODE_RANKS and num_ranks % NODE_RANKS == 0
-    num_nodes = num_ranks // NODE_RANKS if in_nodes else 0
     counts = torch.zeros(
         num_ranks + num_nodes + num_experts, dtype=torch.int32, device=topk_idx.device
     )
@@ -58,8 +60,9 @@ def _count_in_torch(
     ranks.scatter_(1, idx.div(num_experts // num_ranks, rounding_mode="floor") + 1, True)
     in_rank.copy_(ranks[:, 1:])
     per_rank.copy_(in_rank.sum(0))
-    if per_node.shape[0]:
-        per_node.copy_(in_rank.view(-1, per_node.shape[0], NODE_RANKS).any(2).sum(0))
+    if num_nodes := per_node.shape[0]:
+        nodes = in_rank.view(-1, num_nodes, num_ranks // num_nodes)
+        per_node.copy_(nodes.any(2).sum(0))
 
 
 def _count_in_triton(
