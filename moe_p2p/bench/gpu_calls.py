@@ -40,6 +40,7 @@ class Calls:
     last: Callable[[str], dict[str, Tensor]] | None = None
     eager: Callable[[], Dispatched] | None = None  # a dispatch of the same inputs, by itself
     broken: Callable[[], str] = str
+    waited_s: Callable[[], float] = float  # seconds that the host has waited for the GPU in calls
 
     def pair(self) -> None:
         self.dispatch()
@@ -195,4 +196,5 @@ def baseline_calls(
         capturable=False,
         layer=None if experts is None else layer,
         last=lambda _: {"out": out.clone(), "answer": y[0]},
+        waited_s=lambda: system.waited_s,
     )
