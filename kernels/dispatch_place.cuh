@@ -131,7 +131,7 @@ __device__ inline i32 hear_slots(const Receiver& a, u64 step, i32 source) {
 // node may come later than their header, but no single place waits for all of them. False: one is lost.
 __device__ inline bool read_headers(const Receiver& a, u64 step, i32 chunk) {
   const DispatchParams& p = a.p;
-  bool lost = chunk == 0 && was_aborted(p.comm);  // asked for together with the headers
+  bool lost = false;
   // Threads of one warp end a wait together, so where ticks count they are as far apart as can be.
   constexpr i32 kEach = kBlockThreads / kWorld;  // threads that there are for a source
   constexpr i32 kApart = kEach > 32 ? 32 : kEach < 1 ? 1 : kEach;

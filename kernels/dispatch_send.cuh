@@ -297,15 +297,21 @@ __device__ inline void copy_topk(const DispatchParams& p, i32 block) {
     to[i] = from[i];
 }
 
-__device__ inline void dispatch_send(const DispatchParams& p, u64 first_step, i32 block) {
+// begin: what every block has to do, which waits for what it was asked first; so loads of the payload are
+// under way before that.
+template <typename Begin>
+__device__ inline void dispatch_send(const DispatchParams& p, i32 block, const Begin& begin) {
   const i32 num_blocks = p.grid.num_send_blocks;
   const SendWorker worker = SendWorker::of(block, num_blocks);
   const Part part = part_of(worker, p.num_rows);
   const SendWorker team = part.team(worker);
   Payload payload;
   if (team.id < p.num_rows) payload.ask(p, worker, team.id);
+  const i64 num_tokens = ask_num_tokens(p);
+  const auto [good, first_step, opens] = begin();
+  if (!good) return;
   const Sender a{p, Self(p.comm), HandleArrays(p.handle, p.num_chunks),
-                 read_num_tokens(p, first_step), shared<SendShared>()};
+                 check_num_tokens(p, first_step, num_tokens), shared<SendShared>()};
   begin_send(a, first_step, block);
   i32 counted = 0;  // tokens in `seen`
   for (i32 chunk = 0; chunk < p.num_chunks; ++chunk) {

@@ -113,6 +113,31 @@ LOST_FORMATS: dict[str, dict[str, Any]] = {
 }
 
 
+def beside_another(rank: Rank, world: World, wanted: Wanted) -> None:
+    with make(rank, world, timeout_s=SOON_S) as comm:
+        prepare(rank, comm, [wanted])
+        run_step(comm, wanted)
+        assert comm._device is not None
+        state = comm._device._state  # kernels/abi/params.h, DeviceState
+        # As another kernel leaves it, all blocks of which have begun and which has not ended.
+        state[0] += 65536  # launches: kLaunch more
+        state[1:3] = state[1:3].max()  # the step behind its own
+        state[3] += 1 << 32  # begun: 1 more
+        got = comm.dispatch(**dispatch_arguments(comm, wanted))
+        settle(comm)
+        assert_nothing_known(got)
+        with unasked(comm):
+            assert combined(comm, got, wanted).isnan().all()
+        assert_raises_it_all(comm, "began while another call of this communicator was running")
+        assert_device_usable()
+
+
+@pytest.mark.parametrize("form", ["padded", "by_rank"])
+def test_a_call_beside_another_one_is_poisoned(form: str) -> None:
+    world = World(1, 1)
+    run(world, beside_another, call(world, 0, **LOST_FORMATS[form]))
+
+
 @pytest.mark.parametrize("form", LOST_FORMATS)
 @pytest.mark.parametrize("world", worlds((2, 2), (2, 1)))
 def test_what_a_lost_rank_leaves_out_is_poisoned(world: World, form: str) -> None:
