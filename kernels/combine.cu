@@ -15,7 +15,7 @@ namespace {
 
 // The step of a receiving half alone: its sending half left it in the handle.
 __device__ u64& combined_step(const CombineParams& p) {
-  return reinterpret_cast<u64*>(&reinterpret_cast<HandleMeta*>(p.handle)->reserved)[0];
+  return reinterpret_cast<HandleMeta*>(p.handle)->combined_step;
 }
 
 }  // namespace
@@ -28,12 +28,12 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, MOE_P2P_BLOCKS_PER_S
   const OpenSteps open = OpenSteps::ask(p.comm);
   const auto& meta = *reinterpret_cast<const HandleMeta*>(p.handle);
   const u32 magic = meta.magic, communicator = meta.communicator;
-  const i32 num_chunks = meta.num_chunks, num_rows = meta.num_rows;
+  const i32 num_chunks = meta.num_chunks, num_slots = meta.num_slots, num_rows = meta.num_rows;
   const Role role = Role::of(p.grid);
   const bool sends = p.grid.num_send_blocks > 0, receives = p.grid.num_recv_blocks > 0;
   const auto is_valid = [&] {
     return magic == HandleMeta::kMagic && communicator == p.comm.communicator &&
-           num_chunks == p.num_chunks &&
+           num_chunks == p.num_chunks && num_slots == p.num_slots &&
            (p.empty || !(receives || p.topk_weights) || num_rows == p.num_rows);
   };
   // Else what the handle says may be stale.
@@ -66,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, MOE_P2P_BLOCKS_PER_S
     const u64 first = begun.first_step;
     if (sends && !p.empty && relay_says_read(p, begun.opens)) {
       // Of one chunk: combines of several open steps of their own.
-      say_chunk_read({p, Self(p.comm), HandleArrays(p.handle, p.num_chunks)}, first, 0);
+      say_chunk_read({p, Self(p.comm), HandleArrays(p)}, first, 0);
     }
     relay(p.comm, first, p.num_chunks,
           {.free = begun.opens,

@@ -304,7 +304,7 @@ __device__ inline void combine_send(const CombineParams& p, i32 block, const IsT
   auto& s = shared<BulkShared>();
   const PipeRole role = PipeRole::of();
   SumPipe& pipe = s.worker[role.place];
-  const Adder a{p, Self(p.comm), HandleArrays(p.handle, p.num_chunks)};
+  const Adder a{p, Self(p.comm), HandleArrays(p)};
   const LoadWarp warp{role.thread, block * SendWorker::kCount + role.place,
                       p.grid.num_send_blocks * SendWorker::kCount};
   Loader loader{pipe, role.thread};
@@ -390,7 +390,7 @@ __device__ inline void combine_recv(const CombineParams& p, const Begun& begun, 
   const PipeRole role = PipeRole::of();
   SumPipe& pipe = s.worker[role.place];
   const Self self(p.comm);
-  const HandleArrays handle(p.handle, p.num_chunks);
+  const HandleArrays handle(p);
   const RecvWorker worker = RecvWorker::of(block, p.grid.num_recv_blocks);
   const i32 id = block * SendWorker::kCount + role.place;
   const i32 count = p.grid.num_recv_blocks * SendWorker::kCount;

@@ -178,7 +178,7 @@ __device__ __noinline__ void lose_sums(const CombineParams& p, i32 first, i32 nu
 
 __device__ inline void combine_recv(const CombineParams& p, const Begun& begun, i32 block) {
   const Self self(p.comm);
-  const HandleArrays handle(p.handle, p.num_chunks);
+  const HandleArrays handle(p);
   const RecvWorker worker = RecvWorker::of(block, p.grid.num_recv_blocks);
   const Part share = share_of_row(worker);
   if (!begun.good) {  // a worker that shares rows with other blocks loses all of them

@@ -79,7 +79,7 @@ __device__ inline void look_up(const Adder& a, const W& worker, u64 step, i32 ch
   const i32 lane = worker.thread % kLanes, place = worker.thread / kLanes;
   i += place * worker.count;
   const auto [source, index] = a.item(num_items, i);
-  const bool inside = index < kChunk;
+  const bool inside = index < a.p.num_slots;
   const i32 count = a.handle.slot_count(chunk, source);
   const i32 found = inside && lane < kTopk ? a.handle.rows_of(chunk, source, index)[lane] : -1;
   const u64 ranks = kOthers > 0 && inside ? *a.handle.ranks_of(chunk, source, index) : 0;
@@ -308,7 +308,7 @@ __device__ inline bool open_chunk(const Adder& a, bool opens, u64 step, i32 chun
 template <typename IsTrusted, typename Begin>
 __device__ inline void combine_send(const CombineParams& p, i32 block, const IsTrusted& is_trusted,
                                     const Begin& begin) {
-  const Adder a{p, Self(p.comm), HandleArrays(p.handle, p.num_chunks)};
+  const Adder a{p, Self(p.comm), HandleArrays(p)};
   const SendWorker own = SendWorker::of(block, p.grid.num_send_blocks);
   const Part share = share_of_row(own);
   const SendWorker worker = share.team(own);

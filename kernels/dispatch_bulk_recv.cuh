@@ -132,7 +132,7 @@ __device__ inline void fetch_slots(const Receiver& a, Fetcher& fetcher, u64 step
 __device__ inline void dispatch_recv(const DispatchParams& p, const Begun& begun, i32 block) {
   auto& s = shared<BulkRecvShared>();
   const i32 warp = static_cast<i32>(threadIdx.x) / 32, lane = static_cast<i32>(threadIdx.x) % 32;
-  const Receiver a{p, Self(p.comm), HandleArrays(p.handle, p.num_chunks), block == 0, s.places};
+  const Receiver a{p, Self(p.comm), HandleArrays(p), block == 0, s.places};
   const RecvWorker worker = RecvWorker::of(block, p.grid.num_recv_blocks);
   Fetcher fetcher{a, s.ring[warp < kRings ? warp : 0], lane};
   if (warp < kRings && lane == 0) {

@@ -268,8 +268,8 @@ __device__ inline void dispatch_send(const DispatchParams& p, i32 block, const B
   }
   const auto [good, first_step, opens] = begin();
   if (!good) return;
-  const Sender a{p, Self(p.comm), HandleArrays(p.handle, p.num_chunks),
-                 check_num_tokens(p, first_step, num_tokens), s.routes};
+  const Sender a{p, Self(p.comm), HandleArrays(p), check_num_tokens(p, first_step, num_tokens),
+                 s.routes};
   begin_send(a, first_step, block);
   Turn<kImages> image;
   Turn<kXs> x;

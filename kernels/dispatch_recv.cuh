@@ -324,8 +324,7 @@ __device__ inline bool begin_chunk(const Receiver& a, const RecvWorker& worker, 
 }
 
 __device__ inline void dispatch_recv(const DispatchParams& p, const Begun& begun, i32 block) {
-  const Receiver a{p, Self(p.comm), HandleArrays(p.handle, p.num_chunks), block == 0,
-                   shared<RecvShared>()};
+  const Receiver a{p, Self(p.comm), HandleArrays(p), block == 0, shared<RecvShared>()};
   const RecvWorker worker = RecvWorker::of(block, p.grid.num_recv_blocks);
   for (i32 chunk = 0; chunk < p.num_chunks; ++chunk) {
     const u64 step = begun.first_step + static_cast<u64>(chunk);

@@ -58,7 +58,7 @@ __device__ inline i64 ask_num_tokens(const DispatchParams& p) {
 }
 // The same; 0 after telling a fault.
 __device__ inline i32 check_num_tokens(const DispatchParams& p, u64 step, i64 n) {
-  const i64 room = static_cast<i64>(p.num_chunks) * kChunk;
+  const i64 room = p.num_chunks == 1 ? p.num_slots : static_cast<i64>(p.num_chunks) * kChunk;
   const i64 most = p.num_rows < room ? p.num_rows : room;
   if (n >= 0 && n <= most) return static_cast<i32>(n);
   if (threadIdx.x == 0)
