@@ -40,7 +40,8 @@ class Calls:
     last: Callable[[str], dict[str, Tensor]] | None = None
     eager: Callable[[], Dispatched] | None = None  # a dispatch of the same inputs, by itself
     broken: Callable[[], str] = str
-    waited_s: Callable[[], float] = float  # seconds that the host has waited for the GPU in calls
+    # Seconds that the host has waited for the GPU in calls so far; None: nobody knows.
+    waited_s: Callable[[], float] | None = None
 
     def pair(self) -> None:
         self.dispatch()
@@ -169,6 +170,7 @@ def package_calls(
         last=last,
         eager=eager,
         broken=lambda: comm.broken,
+        waited_s=lambda: system.waited_s,
     )
 
 

@@ -96,8 +96,9 @@ def _chained(
     timing = {c: way(run, chains[c]) for c, run in runs.items()}
     spans = interleaved(timing, seconds=seconds, before=watch.change)
     hosts = {
-        c: 0.0 if replayed else host_us(run, c.waited_s, align, repeats=chains[c])
+        c: host_us(run, c.waited_s, align, repeats=chains[c])
         for c, run in runs.items()
+        if c.waited_s is not None and not replayed
     }
     name = f"{what} {'graph' if replayed else 'eager'}"
     for calls, again in timing.items():
@@ -108,7 +109,7 @@ def _chained(
             what=name,
             chain=chains[calls],
             spans_us=values[:, 0],
-            host_us=hosts[calls],
+            host_us=hosts.get(calls, 0.0),
         )
         for calls, values in spans.items()
     ]
