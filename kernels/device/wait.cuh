@@ -32,11 +32,6 @@ __device__ __noinline__ void raise_fault(const DeviceComm& comm, FaultKind kind,
 __device__ __forceinline__ bool is_aborted(const DeviceComm& comm) {
   return ld_relaxed_sys_u32(&state_of(comm).aborted) != 0;
 }
-// Whether an earlier kernel raised a fault; a fault of this kernel may be seen or not. Kernels that see one
-// as they begin leave out what they may not do any more, and poison it (kernels/device/lost.cuh).
-__device__ __forceinline__ bool was_aborted(const DeviceComm& comm) {
-  return ld_relaxed_cta_u32(&state_of(comm).aborted) != 0;
-}
 
 // What a wait is for, for the story of its end.
 struct Awaited {

@@ -39,6 +39,7 @@ CASES = {
         "test_gpu_left_out.py::test_what_a_lost_rank_leaves_out_is_poisoned",
         "test_gpu_left_out.py::test_sums_with_rows_of_a_lost_rank_are_poisoned",
         "test_gpu_left_out.py::test_too_little_capacity_is_never_exceeded",
+        "test_gpu_left_out.py::test_a_call_beside_another_one_is_poisoned",
         "test_gpu_self_flag.py::test_rows_of_all_ones_arrive[2ranks-2pernode]",
         "test_gpu_self_flag.py::test_scales_of_the_callers_own_may_be_any_words[4ranks-2pernode]",
         "test_gpu_self_flag.py::test_workers_that_are_fewer_than_the_parts_of_a_row[3]",
