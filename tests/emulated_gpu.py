@@ -15,6 +15,7 @@ import functools
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import threading
@@ -53,13 +54,17 @@ _meeting = threading.Condition()
 _regions: dict[tuple[str, int], int] = {}  # address by (key of the node, local rank)
 
 
+def _compiler() -> list[str]:
+    return shlex.split(os.environ.get("CXX", "g++"))
+
+
 def why_not() -> str:
     """Why it cannot run here; empty when it can."""
     if torch.cuda.is_available():
         return "there is a GPU, which runs the kernels itself"
     if platform.machine() != "x86_64":
         return "the emulated GPU runs on x86-64 only"
-    compiler = os.environ.get("CXX", "g++")
+    compiler = _compiler()[0]
     return "" if shutil.which(compiler) else f"no C++ compiler: {compiler} is not installed"
 
 
@@ -88,7 +93,7 @@ def build(source: str, *arguments: str, extra: tuple[str, ...] = ()) -> Path:
 
 
 def _run_compiler(*arguments: str) -> None:
-    command = [os.environ.get("CXX", "g++"), *FLAGS, *arguments]
+    command = [*_compiler(), *FLAGS, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 

@@ -67,8 +67,13 @@ void moe_p2p_wait_stores(unsigned num_left, bool written) {
 }
 void moe_p2p_arrive(const void* word) { current->arrive(word); }
 void moe_p2p_depart(const void* word) { current->depart(word); }
-void moe_p2p_release(bool to_system) { current->actor().release(to_system); }
-void moe_p2p_acquire() { current->actor().acquire(); }
+void moe_p2p_release(const void* word, bool to_system) {
+  current->actor().release(word, to_system);
+}
+void moe_p2p_saw(const void* word) { current->actor().saw(word); }
+void moe_p2p_marked(const void* word) { current->actor().marked(word); }
+void moe_p2p_acquire(const void* word) { current->actor().acquire(word); }
+void moe_p2p_fence() { current->actor().fence(); }
 void moe_p2p_wait_for_kernels() { current->actor().wait_for_kernels(); }
 void moe_p2p_fence_global() { current->actor().fence_global(); }
 void moe_p2p_fence_shared() { current->actor().fence_shared(); }

@@ -64,8 +64,12 @@ void moe_p2p_wait_stores(unsigned num_left, bool written);
 void moe_p2p_arrive(const void* word);
 void moe_p2p_depart(const void* word);
 // Before a word of global memory says so, to this rank's blocks or to everybody; and behind reading one.
-void moe_p2p_release(bool to_system);
-void moe_p2p_acquire();
+void moe_p2p_release(const void* word, bool to_system);
+void moe_p2p_acquire(const void* word);
+// The same without an order, which a fence behind reading or before writing gives.
+void moe_p2p_saw(const void* word);
+void moe_p2p_marked(const void* word);
+void moe_p2p_fence();
 void moe_p2p_wait_for_kernels();
 void moe_p2p_fence_global();
 void moe_p2p_fence_shared();

@@ -20,6 +20,7 @@ std::atomic<When> clock_now{1};
 constexpr size_t kPageBits = 12, kCells = (size_t{1} << kPageBits) / 4;
 struct Cell {
   std::atomic<uint64_t> wrote, read;  // by whom last
+  std::atomic<When> released;         // what the word carries that begins here
 };
 struct Page {
   uintptr_t number;
@@ -120,6 +121,26 @@ struct Range {
 };
 std::array<Range, 256> host_memory;
 std::atomic<size_t> num_ranges{0};
+
+bool is_host(const void* word) {
+  const auto at = reinterpret_cast<uintptr_t>(word);
+  const size_t num = std::min(num_ranges.load(std::memory_order_acquire), host_memory.size());
+  return std::any_of(host_memory.begin(), host_memory.begin() + num, [&](const Range& range) {
+    return range.begin <= at && at < range.end;
+  });
+}
+
+When carried(const void* word) {
+  if (is_host(word)) return clock_now.load();
+  When when = 0;
+  each_cell(word, 1, /*add=*/false,
+            [&](Cell& cell) { when = cell.released.load(std::memory_order_relaxed); });
+  return when;
+}
+void carry(const void* word, When when) {
+  each_cell(word, 1, /*add=*/true,
+            [&](Cell& cell) { cell.released.store(when, std::memory_order_relaxed); });
+}
 
 std::string place_of(const void* where) {
   Dl_info info{};
@@ -263,7 +284,7 @@ void Actor::arrive() {
 
 void Actor::leave(const Knowledge& all) { knows.join(all); }
 
-void Actor::release(bool to_system) {
+When Actor::release(bool to_system) {
   const std::lock_guard lock(block->mutex);
   const uint32_t now = ++block->now;
   Block::Thread& log = block->threads[thread];
@@ -271,18 +292,27 @@ void Actor::release(bool to_system) {
   log.arrivals.push_back(now);
   log.released.add(now, when);
   for (size_t w = 0; w < 32; ++w) block->released[w].add(knows.own.arrived[w], when);
-  if (!to_system) return;
+  if (!to_system) return when;
   holds = false;
   log.released_to_system.add(now, when);
   for (size_t w = 0; w < 32; ++w) block->released_to_system[w].add(knows.own.arrived[w], when);
   const std::lock_guard device_lock(block->device->mutex);
   block->device->released.add(knows.own.acquired, when);
+  return when;
 }
+void Actor::release(const void* word, bool to_system) { carry(word, release(to_system)); }
+void Actor::marked(const void* word) { carry(word, released); }
 
-void Actor::acquire() {
-  const When now = clock_now.load();
-  holds = holds || now != knows.own.acquired;
-  knows.own.acquired = now;
+void Actor::saw(const void* word) { seen = std::max(seen, carried(word)); }
+void Actor::acquire(const void* word) {
+  const When when = carried(word);
+  if (when <= knows.own.acquired) return;
+  knows.own.acquired = when;
+  holds = true;
+}
+void Actor::fence() {
+  knows.own.acquired = std::max(knows.own.acquired, seen);
+  released = release(/*to_system=*/true);
 }
 
 void Actor::wait_for_kernels() { knows.own.acquired = knows.copies.acquired = clock_now.load(); }
@@ -328,12 +358,7 @@ void Actor::ends(const void* to, size_t bytes) const {
 }
 
 void Actor::tells_host(const void* word) const {
-  const auto at = reinterpret_cast<uintptr_t>(word);
-  const size_t num = std::min(num_ranges.load(std::memory_order_acquire), host_memory.size());
-  const bool is_host =
-      std::any_of(host_memory.begin(), host_memory.begin() + num,
-                  [&](const Range& range) { return range.begin <= at && at < range.end; });
-  if (is_host && holds)
+  if (holds && is_host(word))
     fail(name_of(*this) + " rings, and nothing orders what it knows before the bell");
 }
 

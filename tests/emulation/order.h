@@ -8,9 +8,11 @@
 // kernel that waits for earlier ones (griddepcontrol.wait) has all of theirs. Without a chain the process
 // ends with a story, whatever the order of threads was.
 //
-// Chains are by time: an acquire has everything that was released before, of whichever word. So a wait that
-// is missing altogether is for wrong results to show. Words that are written and read by atomic accesses
-// are exempt, and so is what the host writes.
+// A word carries the time of its last release: the store's own, or of its thread's last fence before it. Who
+// acquires the word, or reads it before a fence, has everything that was released up to then, by whoever. So a
+// wait that is missing altogether is for wrong results to show. A word of host memory carries all that was
+// released until it is read: what the host has seen in between is not known. Words that are written and read
+// by atomic accesses need no chain themselves, nor does what the host writes.
 #pragma once
 
 #include <algorithm>
@@ -105,6 +107,8 @@ struct Actor {
   uint32_t thread = 0;
   Knowledge knows;
   Times fenced{};      // what had arrived at its last fence for copies of shared memory
+  When seen = 0;       // what words carried that it has read, for its next fence
+  When released = 0;   // its last fence, for words that it writes behind it
   bool holds = false;  // it has written or acquired since it released to the system last
   const std::byte* stack = nullptr;
 
@@ -114,8 +118,12 @@ struct Actor {
   void read(const void* at, size_t bytes, const void* where) const;
   void arrive();                     // before a barrier of its block, or what orders as one
   void leave(const Knowledge& all);  // and behind it, with what all who came know
-  void release(bool to_system);
-  void acquire();
+  When release(bool to_system);
+  void release(const void* word, bool to_system);
+  void saw(const void* word);     // read it, without an order
+  void marked(const void* word);  // wrote it, without an order
+  void acquire(const void* word);
+  void fence();  // for both directions, to the whole system
   void wait_for_kernels();
   void fence_global();
   void fence_shared();
