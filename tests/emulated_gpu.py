@@ -233,11 +233,16 @@ class EmulatedDevice(DeviceSide):
             peers = _meet(partners.key, partners.node, partners.num_nodes, own, deadline)
         machine()
         self._use(config, world_size, plan["device_state"], torch.device("cpu"), addresses, peers)
+        self._share_with_host(self._fault.data_ptr(), self._fault.nbytes)
+
+    def _share_with_host(self, address: int, size: int) -> None:
+        _machine().moe_p2p_host_memory(ctypes.c_void_p(address), ctypes.c_size_t(size))
+        self._undo.callback(_machine().moe_p2p_no_host_memory, ctypes.c_void_p(address))
 
     def use_signals(self) -> None:
         *hosts, size = call(_ops.all_to_all_signals.default, self._comm)
         for host in hosts:
-            _machine().moe_p2p_host_memory(ctypes.c_void_p(host), ctypes.c_size_t(size))
+            self._share_with_host(host, size)
         call(_ops.all_to_all_use_signals.default, self._comm, hosts)
 
     def _load(self, kernel: Kernel) -> list[int]:

@@ -29,10 +29,12 @@ LATE = (
     "test_gpu_late_weights.py::test_one_handle_takes_other_late_weights_each_time[4ranks-2pernode]"
 )
 BULK = "test_gpu_bulk.py::test_rows_that_need_no_sum_between_sums[4ranks-4pernode]"
+BULK_MANY = "test_gpu_bulk.py::test_a_worker_waits_for_room_for_flags[2ranks-2pernode]"
 BULK_QUANTIZED = "test_gpu_bulk.py::test_rows_of_seven_thousand_values[2ranks-2pernode]"
 MASKS = "test_gpu_masks.py::test_nothing_changes_while_all_are_there[4ranks-1pernode]"
 SLOW_LINK = "test_gpu_long_steps.py::test_parts_over_a_slow_link"
 SLOW_NEIGHBOUR = "test_gpu_calls.py::test_a_step_is_not_sent_over_what_a_slow_neighbour_reads"
+FAILURE = "test_gpu_failures.py::test_a_rank_that_does_not_come_is_named[3ranks-3pernode]"
 PATIENCE = "test_gpu_masks.py::test_who_waits_for_the_lost_is_not_masked"
 
 NAMED = {
@@ -49,11 +51,12 @@ NAMED = {
 }
 # What shows that a line of a file orders nothing any more.
 ORDERED_BY = {
-    "bulk": [BULK, BULK_QUANTIZED],
+    "bulk": [BULK, BULK_QUANTIZED, BULK_MANY],
     "late_weights": [LATE],
     "dispatch_place": [MASKS],
     "dispatch_recv": [LONG_CHUNKS, CHUNKS],
     "combine_recv": [LONG_CHUNKS],
+    "wait": [LONG_STEPS, CHUNKS, FAILURE],
     "": [LONG_STEPS, CHUNKS],
 }
 ORDERS = re.compile(

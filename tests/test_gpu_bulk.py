@@ -78,6 +78,16 @@ def test_rows_of_seven_thousand_values(world: World) -> None:
     run(world, steps, wanted, WIDE)
 
 
+MANY = {"max_tokens": 128, "num_sms": 2}  # for each worker more than Progress::kItems
+
+
+@pytest.mark.parametrize("world", worlds((2, 2)))
+def test_a_worker_waits_for_room_for_flags(world: World) -> None:
+    many: dict[str, Any] = {"max_tokens": MANY["max_tokens"], "counts": [MANY["max_tokens"]] * 2}
+    wanted = [call(world, 0, **many), call(world, 1, quantize=True, layout="grouped", **many)]
+    run(world, steps, wanted, MANY)
+
+
 def with_weights_of_one(t: Tokens, rank: int) -> Tokens:
     return replace(t, topk_weights=torch.ones_like(t.topk_weights))
 

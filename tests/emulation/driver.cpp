@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "tests/emulation/machine.h"
+#include "tests/emulation/order.h"
 
 namespace {
 
@@ -71,7 +72,8 @@ int cuLaunchKernelEx(const LaunchConfig* config, void* kernel, void** params, vo
   return 0;
 }
 int cuMemcpyAsync(uint64_t to, uint64_t from, size_t bytes, void*) {
-  std::memmove(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes);
+  moe_p2p::emulation::order::copy_for_host(reinterpret_cast<void*>(to),
+                                           reinterpret_cast<const void*>(from), bytes);
   return 0;
 }
 int cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t bytes, void* stream) {

@@ -79,6 +79,9 @@ void moe_p2p_fence_global() { current->actor().fence_global(); }
 void moe_p2p_fence_shared() { current->actor().fence_shared(); }
 void moe_p2p_tell_host(const void* word) { current->actor().tells_host(word); }
 void moe_p2p_host_memory(const void* at, size_t bytes) { order::add_host_memory(at, bytes); }
+void moe_p2p_no_host_memory(const void* at) { order::remove_host_memory(at); }
+void moe_p2p_st_block(uint32_t* word, uint32_t value) { current->st_block(word, value); }
+uint32_t moe_p2p_ld_block(const uint32_t* word) { return current->ld_block(word); }
 
 // What the compiler calls with -fsanitize=thread: before each access of a kernel to memory.
 // NOLINTBEGIN(bugprone-reserved-identifier,readability-identifier-naming): its names

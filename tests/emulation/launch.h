@@ -90,6 +90,13 @@ struct Copy {
   bool may_be_read = false;  // of a store: nobody has waited until it is read
 };
 
+// A word of shared memory that threads store by themselves.
+struct Word {
+  uint32_t before;      // its last store
+  order::Stamp stored;  // the last
+  uint32_t num_stores = 0;
+};
+
 struct Block;
 struct Fiber : Thread {
   void* stack = nullptr;
@@ -98,6 +105,7 @@ struct Fiber : Thread {
   bool blocked = false, ended = false;
   std::vector<std::shared_ptr<Copy>> open;                // stores that are not committed
   std::deque<std::vector<std::shared_ptr<Copy>>> groups;  // committed, oldest first
+  std::unordered_map<const void*, uint32_t> seen;         // stores of a Word
 };
 
 struct Meeting {
@@ -128,6 +136,7 @@ struct Block {
   std::vector<char*> stacks;
   order::Block* log = nullptr;
   std::unordered_map<const void*, order::Knowledge> words;  // barriers and flags, by address
+  std::unordered_map<const void*, Word> stores;
   std::unique_ptr<std::byte[], decltype(&std::free)> shared{nullptr, std::free};
   size_t shared_bytes = 0;
   unsigned num_live = 0;
@@ -152,6 +161,8 @@ class Launch {
   void wait_stores(unsigned num_left, bool written);
   void arrive(const void* word);
   void depart(const void* word) { actor().leave(fiber_->owner->words[word]); }
+  void st_block(uint32_t* word, uint32_t value);
+  uint32_t ld_block(const uint32_t* word);
   const Fiber& fiber() const { return *fiber_; }
   order::Actor& actor() { return fiber_->actor; }
 

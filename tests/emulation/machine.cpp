@@ -199,6 +199,25 @@ void Launch::arrive(const void* word) {
   fiber_->owner->words[word].join(actor().knows);
 }
 
+void Launch::st_block(uint32_t* word, uint32_t value) {
+  Word& stores = fiber_->owner->stores[word];
+  stores = {*word, actor().stamp(), stores.num_stores + 1};
+  fiber_->seen[word] = stores.num_stores;
+  *word = value;
+}
+
+// The last store may still be on its way to a thread that has not seen it, unless something orders the two.
+uint32_t Launch::ld_block(const uint32_t* word) {
+  const auto found = fiber_->owner->stores.find(word);
+  if (found == fiber_->owner->stores.end()) return *word;
+  const Word& stores = found->second;
+  uint32_t& seen = fiber_->seen[word];
+  if (seen + 1 == stores.num_stores && random_() % 2 == 0 && !actor().sees(stores.stored))
+    return stores.before;
+  seen = stores.num_stores;
+  return *word;
+}
+
 // --- copies in bulk ---
 
 std::shared_ptr<Copy> Launch::copy(const Copy& given) {

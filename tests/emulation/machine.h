@@ -75,6 +75,10 @@ void moe_p2p_fence_global();
 void moe_p2p_fence_shared();
 void moe_p2p_tell_host(const void* word);
 void moe_p2p_host_memory(const void* at, size_t bytes);
+void moe_p2p_no_host_memory(const void* at);
+// Words of shared memory. One that nothing orders behind the last store may be read as it was before.
+void moe_p2p_st_block(uint32_t* word, uint32_t value);
+uint32_t moe_p2p_ld_block(const uint32_t* word);
 }
 
 }  // namespace moe_p2p::emulation

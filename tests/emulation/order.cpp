@@ -7,6 +7,7 @@
 #include <bit>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <deque>
 #include <set>
 
@@ -117,21 +118,27 @@ bool is_visible(Stamp stamp, const Block& reader, const View& view) {
 }
 
 struct Range {
-  uintptr_t begin, end;
+  std::atomic<uintptr_t> begin, end;  // 0: none any more
+  Range& operator=(std::pair<uintptr_t, uintptr_t> range) {
+    end = 0;
+    begin = range.first;
+    end = range.second;
+    return *this;
+  }
 };
 std::array<Range, 256> host_memory;
 std::atomic<size_t> num_ranges{0};
 
-bool is_host(const void* word) {
+bool is_of_host(const void* word) {
   const auto at = reinterpret_cast<uintptr_t>(word);
-  const size_t num = std::min(num_ranges.load(std::memory_order_acquire), host_memory.size());
+  const size_t num = num_ranges.load(std::memory_order_acquire);
   return std::any_of(host_memory.begin(), host_memory.begin() + num, [&](const Range& range) {
     return range.begin <= at && at < range.end;
   });
 }
 
 When carried(const void* word) {
-  if (is_host(word)) return clock_now.load();
+  if (is_of_host(word)) return clock_now.load();
   When when = 0;
   each_cell(word, 1, /*add=*/false,
             [&](Cell& cell) { when = cell.released.load(std::memory_order_relaxed); });
@@ -140,6 +147,17 @@ When carried(const void* word) {
 void carry(const void* word, When when) {
   each_cell(word, 1, /*add=*/true,
             [&](Cell& cell) { cell.released.store(when, std::memory_order_relaxed); });
+}
+
+Block* new_block(unsigned num_threads) {
+  auto* block = new Block;  // as long as the process: stamps name it
+  block->device = own_device();
+  block->threads.resize(num_threads);
+  const std::lock_guard lock(registry);
+  if (num_blocks == blocks.size()) fail("too many blocks for one process");
+  block->index = num_blocks++;
+  blocks[block->index].store(block, std::memory_order_release);
+  return block;
 }
 
 std::string place_of(const void* where) {
@@ -152,8 +170,9 @@ std::string place_of(const void* where) {
   return text;
 }
 std::string name_of(const Actor& actor) {
-  return "thread " + std::to_string(actor.thread) + " of block " +
-         std::to_string(actor.block->index);
+  const std::string number = std::to_string(actor.block->index);
+  if (actor.is_host) return "a copy that the host has asked for, block " + number;
+  return "thread " + std::to_string(actor.thread) + " of block " + number;
 }
 // What an access finds of an earlier one, by the stamps of one kind.
 struct Earlier {
@@ -211,15 +230,8 @@ Kernel::Kernel(bool early) : began_early_(early), began_(clock_now.load()) {
 }
 
 Block& Kernel::add_block(unsigned num_threads) {
-  auto* block = new Block;  // as long as the process: stamps name it
-  block->device = own_device();
-  block->threads.resize(num_threads);
-  const std::lock_guard lock(registry);
-  if (num_blocks == blocks.size()) fail("too many blocks for one process");
-  block->index = num_blocks++;
-  blocks[block->index].store(block, std::memory_order_release);
-  blocks_.push_back(block);
-  return *block;
+  blocks_.push_back(new_block(num_threads));
+  return *blocks_.back();
 }
 
 // Forgets blocks once all kernels that ran with them have ended: later ones have all that they wrote.
@@ -252,10 +264,28 @@ void forget(const void* at, size_t bytes) {
 void add_host_memory(const void* at, size_t bytes) {
   const auto begin = reinterpret_cast<uintptr_t>(at);
   const std::lock_guard lock(registry);
-  const size_t place = num_ranges.load();
-  // The oldest of many communicators have ended.
-  host_memory[place % host_memory.size()] = {begin, begin + bytes};
-  num_ranges.store(place + 1, std::memory_order_release);
+  size_t place = 0;
+  while (place < num_ranges && host_memory[place].end != 0) ++place;
+  if (place == host_memory.size()) fail("too many pieces of host memory at once");
+  host_memory[place] = std::pair{begin, begin + bytes};
+  num_ranges.store(std::max(num_ranges.load(), place + 1), std::memory_order_release);
+}
+void remove_host_memory(const void* at) {
+  const std::lock_guard lock(registry);
+  for (size_t place = 0; place < num_ranges; ++place)
+    if (host_memory[place].end != 0 && host_memory[place].begin == reinterpret_cast<uintptr_t>(at)) {
+      host_memory[place].end = 0;
+      return;  // others may have it too
+    }
+}
+
+void copy_for_host(void* to, const void* from, size_t bytes) {
+  thread_local Actor actor{.block = new_block(1), .is_host = true};
+  actor.knows.own.acquired = clock_now.load();
+  actor.read(from, bytes, nullptr);
+  actor.wrote(to, bytes, nullptr);
+  std::memmove(to, from, bytes);
+  actor.release(/*to_system=*/true);
 }
 
 bool Actor::is_own(const void* at) const {
@@ -275,6 +305,8 @@ void Actor::read(const void* at, size_t bytes, const void* where) const {
   check_own(*this, kReads, at, bytes, where);
   set_stamps(at, bytes, stamp(), &Cell::read);
 }
+
+bool Actor::sees(Stamp stamp) const { return is_visible(stamp, *block, knows.own); }
 
 void Actor::arrive() {
   const std::lock_guard lock(block->mutex);
@@ -358,7 +390,7 @@ void Actor::ends(const void* to, size_t bytes) const {
 }
 
 void Actor::tells_host(const void* word) const {
-  if (holds && is_host(word))
+  if (holds && is_of_host(word))
     fail(name_of(*this) + " rings, and nothing orders what it knows before the bell");
 }
 

@@ -12,7 +12,7 @@
 // acquires the word, or reads it before a fence, has everything that was released up to then, by whoever. So a
 // wait that is missing altogether is for wrong results to show. A word of host memory carries all that was
 // released until it is read: what the host has seen in between is not known. Words that are written and read
-// by atomic accesses need no chain themselves, nor does what the host writes.
+// by atomic accesses need no chain themselves, nor does what the host writes but for copies by the driver.
 #pragma once
 
 #include <algorithm>
@@ -111,11 +111,13 @@ struct Actor {
   When released = 0;   // its last fence, for words that it writes behind it
   bool holds = false;  // it has written or acquired since it released to the system last
   const std::byte* stack = nullptr;
+  bool is_host = false;  // no thread of a kernel
 
   bool is_own(const void* at) const;  // on its stack
   Stamp stamp() const;
   void wrote(const void* at, size_t bytes, const void* where);
   void read(const void* at, size_t bytes, const void* where) const;
+  bool sees(Stamp stamp) const;      // a write of another thread
   void arrive();                     // before a barrier of its block, or what orders as one
   void leave(const Knowledge& all);  // and behind it, with what all who came know
   When release(bool to_system);
@@ -156,8 +158,12 @@ class Kernel {
 
 // What was written there is for nobody any more.
 void forget(const void* at, size_t bytes);
-// Memory of the host that kernels write doorbells to.
+// Memory of the host that kernels write doorbells and faults to.
 void add_host_memory(const void* at, size_t bytes);
+void remove_host_memory(const void* at);
+// A copy by the engine of a GPU: it reads what was released to the system until the host asked for it, and
+// who acquires what the host then writes has it.
+void copy_for_host(void* to, const void* from, size_t bytes);
 
 inline constexpr size_t kStackBytes = 64 << 10;
 [[noreturn]] void fail(const std::string& story);

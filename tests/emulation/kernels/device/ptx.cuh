@@ -57,10 +57,12 @@ T ld_relaxed(const T* p) {
 }
 inline void st_release_sys_u32(u32* p, u32 v, Site site = Site::current()) {
   release(p, true, site);
+  emulation::moe_p2p_tell_host(p);
   st_word(p, v);
 }
 inline void st_release_sys_u64(u64* p, u64 v, Site site = Site::current()) {
   release(p, true, site);
+  emulation::moe_p2p_tell_host(p);
   st_word(p, v);
 }
 inline void st_release_gpu_u64(u64* p, u64 v, Site site = Site::current()) {
@@ -95,10 +97,11 @@ inline u64 ld_acquire_sys_u64(const u64* p, Site site = Site::current()) {
 }
 inline void st_release_cta_u32(u32* p, u32 v, Site site = Site::current()) {
   if (orders(site)) emulation::moe_p2p_arrive(p);
-  st_word(p, v);
+  emulation::moe_p2p_st_block(p, v);
 }
 inline u32 ld_acquire_cta_u32(const u32* p, Site site = Site::current()) {
-  const u32 v = ld_relaxed(p);
+  emulation::moe_p2p_pause();
+  const u32 v = emulation::moe_p2p_ld_block(p);
   if (orders(site)) emulation::moe_p2p_depart(p);
   return v;
 }
