@@ -70,6 +70,9 @@ void moe_p2p_depart(const void* word) { current->depart(word); }
 void moe_p2p_release(const void* word, bool to_system) {
   current->actor().release(word, to_system);
 }
+void moe_p2p_release_too(const void* word) {
+  current->actor().release_too(word, /*to_system=*/false);
+}
 void moe_p2p_saw(const void* word) { current->actor().saw(word); }
 void moe_p2p_marked(const void* word) { current->actor().marked(word); }
 void moe_p2p_acquire(const void* word) { current->actor().acquire(word); }

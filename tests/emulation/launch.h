@@ -188,6 +188,7 @@ class Launch {
   std::list<Block> blocks_;
   Fiber* fiber_ = nullptr;  // that runs
   void* scheduler_ = nullptr;
+  uint64_t round_ = 0;
   bool progress_ = false, had_progress_ = false;  // in this round, in the last one
 };
 

@@ -38,6 +38,7 @@ void Launch::run() {
   while (started < num_blocks || !blocks_.empty()) {
     while (started < num_blocks && blocks_.size() < most) start(started++);
     had_progress_ = std::exchange(progress_, false);
+    ++round_;
     bool any = false;
     for (Block& block : blocks_) any = turn(block) || any;
     for (auto block = blocks_.begin(); block != blocks_.end();) {
@@ -212,7 +213,9 @@ uint32_t Launch::ld_block(const uint32_t* word) {
   if (found == fiber_->owner->stores.end()) return *word;
   const Word& stores = found->second;
   uint32_t& seen = fiber_->seen[word];
-  if (seen + 1 == stores.num_stores && random_() % 2 == 0 && !actor().sees(stores.stored))
+  // The same for a warp, whose lanes look together.
+  const bool is_late = std::hash<uint64_t>()(reinterpret_cast<uint64_t>(word) / 4 + round_) % 2;
+  if (seen + 1 == stores.num_stores && is_late && !actor().sees(stores.stored))
     return stores.before;
   seen = stores.num_stores;
   return *word;

@@ -21,7 +21,7 @@ std::atomic<When> clock_now{1};
 constexpr size_t kPageBits = 12, kCells = (size_t{1} << kPageBits) / 4;
 struct Cell {
   std::atomic<uint64_t> wrote, read;  // by whom last
-  std::atomic<When> released;         // what the word carries that begins here
+  std::atomic<When> released, host;   // what the word carries that begins here
 };
 struct Page {
   uintptr_t number;
@@ -103,6 +103,7 @@ When released(const Block& block, Stamp stamp, bool to_system) {
 bool is_visible(Stamp stamp, const Block& reader, const View& view) {
   Block& block = *blocks[stamp.block()].load(std::memory_order_acquire);
   const std::lock_guard lock(block.mutex);
+  if (block.is_host) return released(block, stamp, /*to_system=*/true) <= view.host;
   if (block.ended <= view.acquired) return true;
   if (block.threads.empty()) return false;
   if (&block == &reader) {
@@ -137,20 +138,25 @@ bool is_of_host(const void* word) {
   });
 }
 
-When carried(const void* word) {
-  if (is_of_host(word)) return clock_now.load();
-  When when = 0;
-  each_cell(word, 1, /*add=*/false,
-            [&](Cell& cell) { when = cell.released.load(std::memory_order_relaxed); });
-  return when;
+Carried carried(const void* word) {
+  if (is_of_host(word)) return {clock_now.load(), clock_now.load()};
+  Carried found;
+  each_cell(word, 1, /*add=*/false, [&](Cell& cell) {
+    found = {cell.released.load(std::memory_order_relaxed),
+             cell.host.load(std::memory_order_relaxed)};
+  });
+  return found;
 }
-void carry(const void* word, When when) {
-  each_cell(word, 1, /*add=*/true,
-            [&](Cell& cell) { cell.released.store(when, std::memory_order_relaxed); });
+void carry(const void* word, const Carried& what) {
+  each_cell(word, 1, /*add=*/true, [&](Cell& cell) {
+    cell.released.store(what.released, std::memory_order_relaxed);
+    cell.host.store(what.host, std::memory_order_relaxed);
+  });
 }
 
-Block* new_block(unsigned num_threads) {
+Block* new_block(unsigned num_threads, bool is_host = false) {
   auto* block = new Block;  // as long as the process: stamps name it
+  block->is_host = is_host;
   block->device = own_device();
   block->threads.resize(num_threads);
   const std::lock_guard lock(registry);
@@ -171,7 +177,7 @@ std::string place_of(const void* where) {
 }
 std::string name_of(const Actor& actor) {
   const std::string number = std::to_string(actor.block->index);
-  if (actor.is_host) return "a copy that the host has asked for, block " + number;
+  if (actor.block->is_host) return "a copy that the host has asked for, block " + number;
   return "thread " + std::to_string(actor.thread) + " of block " + number;
 }
 // What an access finds of an earlier one, by the stamps of one kind.
@@ -280,8 +286,8 @@ void remove_host_memory(const void* at) {
 }
 
 void copy_for_host(void* to, const void* from, size_t bytes) {
-  thread_local Actor actor{.block = new_block(1), .is_host = true};
-  actor.knows.own.acquired = clock_now.load();
+  thread_local Actor actor{.block = new_block(1, /*is_host=*/true)};
+  actor.wait_for_kernels();
   actor.read(from, bytes, nullptr);
   actor.wrote(to, bytes, nullptr);
   std::memmove(to, from, bytes);
@@ -332,24 +338,37 @@ When Actor::release(bool to_system) {
   block->device->released.add(knows.own.acquired, when);
   return when;
 }
-void Actor::release(const void* word, bool to_system) { carry(word, release(to_system)); }
-void Actor::marked(const void* word) { carry(word, released); }
+void Actor::release(const void* word, bool to_system) {
+  carry(word, {release(to_system), knows.own.host});
+}
+void Actor::release_too(const void* word, bool to_system) {
+  Carried all{release(to_system), knows.own.host};
+  all.join(carried(word));
+  carry(word, all);
+}
+void Actor::marked(const void* word) { carry(word, fenced_all); }
 
-void Actor::saw(const void* word) { seen = std::max(seen, carried(word)); }
-void Actor::acquire(const void* word) {
-  const When when = carried(word);
-  if (when <= knows.own.acquired) return;
-  knows.own.acquired = when;
+void Actor::saw(const void* word) { seen.join(carried(word)); }
+void Actor::acquire(const void* word) { has(carried(word)); }
+void Actor::has(const Carried& all) {
+  if (all.released <= knows.own.acquired && all.host <= knows.own.host) return;
+  knows.own.acquired = std::max(knows.own.acquired, all.released);
+  knows.own.host = std::max(knows.own.host, all.host);
   holds = true;
 }
 void Actor::fence() {
-  knows.own.acquired = std::max(knows.own.acquired, seen);
-  released = release(/*to_system=*/true);
+  has(seen);
+  fenced_all = {release(/*to_system=*/true), knows.own.host};
 }
 
-void Actor::wait_for_kernels() { knows.own.acquired = knows.copies.acquired = clock_now.load(); }
+void Actor::wait_for_kernels() {
+  for (View* view : {&knows.own, &knows.copies}) view->acquired = view->host = clock_now.load();
+}
 
-void Actor::fence_global() { knows.copies = knows.own; }
+void Actor::fence_global() {
+  arrive();  // its own writes too
+  knows.copies = knows.own;
+}
 
 void Actor::fence_shared() {
   const std::lock_guard lock(block->mutex);

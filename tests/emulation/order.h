@@ -10,7 +10,8 @@
 //
 // A word carries the time of its last release: the store's own, or of its thread's last fence before it. Who
 // acquires the word, or reads it before a fence, has everything that was released up to then, by whoever. So a
-// wait that is missing altogether is for wrong results to show. A word of host memory carries all that was
+// wait that is missing altogether is for wrong results to show. What the driver copied for the host needs more:
+// an acquire of a word that the host wrote, and a chain of words from there. A word of host memory carries all that was
 // released until it is read: what the host has seen in between is not known. Words that are written and read
 // by atomic accesses need no chain themselves, nor does what the host writes but for copies by the driver.
 #pragma once
@@ -44,12 +45,25 @@ struct Stamp {
 
 using Times = std::array<uint32_t, 32>;  // of the block's clock, one for each of its warps
 
+// What a word hands on.
+struct Carried {
+  When released = 0;  // by anybody up to then
+  When host = 0;      // by copies of the host up to then
+
+  void join(const Carried& other) {
+    released = std::max(released, other.released);
+    host = std::max(host, other.host);
+  }
+};
+
 struct View {
   When acquired = 0;  // what was released up to then
+  When host = 0;      // what the host copied up to then
   Times arrived{};    // what threads of these warps wrote before they came to a barrier, up to then
 
   void join(const View& other) {
     acquired = std::max(acquired, other.acquired);
+    host = std::max(host, other.host);
     for (size_t w = 0; w < arrived.size(); ++w) arrived[w] = std::max(arrived[w], other.arrived[w]);
   }
 };
@@ -94,7 +108,8 @@ struct Block {
   };
   std::mutex mutex;
   Device* device = nullptr;
-  uint32_t index = 0;  // of stamps
+  bool is_host = false;  // no block of a kernel
+  uint32_t index = 0;    // of stamps
   uint32_t now = 1;
   When ended = kNever;  // with its kernel
   std::vector<Thread> threads;
@@ -107,11 +122,10 @@ struct Actor {
   uint32_t thread = 0;
   Knowledge knows;
   Times fenced{};      // what had arrived at its last fence for copies of shared memory
-  When seen = 0;       // what words carried that it has read, for its next fence
-  When released = 0;   // its last fence, for words that it writes behind it
+  Carried seen;        // by words that it has read, for its next fence
+  Carried fenced_all;  // at its last fence, for words that it writes behind it
   bool holds = false;  // it has written or acquired since it released to the system last
   const std::byte* stack = nullptr;
-  bool is_host = false;  // no thread of a kernel
 
   bool is_own(const void* at) const;  // on its stack
   Stamp stamp() const;
@@ -122,9 +136,11 @@ struct Actor {
   void leave(const Knowledge& all);  // and behind it, with what all who came know
   When release(bool to_system);
   void release(const void* word, bool to_system);
+  void release_too(const void* word, bool to_system);  // what it carried, it still does
   void saw(const void* word);     // read it, without an order
   void marked(const void* word);  // wrote it, without an order
   void acquire(const void* word);
+  void has(const Carried& all);
   void fence();  // for both directions, to the whole system
   void wait_for_kernels();
   void fence_global();
@@ -148,7 +164,7 @@ class Kernel {
   Kernel(const Kernel&) = delete;
   Kernel& operator=(const Kernel&) = delete;
   Block& add_block(unsigned num_threads);
-  View first_view() const { return {began_early_ ? 0 : began_, {}}; }
+  View first_view() const { return began_early_ ? View{} : View{began_, began_, {}}; }
 
  private:
   const bool began_early_;

@@ -110,7 +110,7 @@ inline u32 atom_add_relaxed_gpu_u32(u32* p, u32 v) {
   return __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST);
 }
 inline u32 atom_inc_acq_rel_gpu_u32(u32* p, u32 last, Site site = Site::current()) {
-  if (orders(site)) emulation::moe_p2p_release(p, false);  // else it carries what it did
+  if (orders(site)) emulation::moe_p2p_release_too(p);
   u32 old = ld_word(p);
   while (!__atomic_compare_exchange_n(p, &old, old >= last ? 0 : old + 1, false, __ATOMIC_SEQ_CST,
                                       __ATOMIC_SEQ_CST)) {
