@@ -21,6 +21,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,27 @@ class Graph:
 
     def _run(self, first: int, last: int) -> None:
         self._driver.moe_p2p_replay(self._graph, ctypes.c_size_t(first), ctypes.c_size_t(last))
+
+
+class Stream:
+    """In place of a torch.cuda.Stream: a thread, so that kernels of several are there together."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1)
+        self._last: Future[Any] | None = None
+
+    def run(self, step: Callable[[], object]) -> Future[Any]:
+        """Behind all that it was given before. An event, too."""
+        self._last = self._thread.submit(step)
+        return self._last
+
+    def wait_event(self, event: Future[Any]) -> None:
+        if "MOE_P2P_EMULATED_WITHOUT_EVENTS" not in os.environ:  # a fault, for a test of the tests
+            self._thread.submit(event.result)
+
+    def synchronize(self) -> None:
+        if self._last is not None:
+            self._last.result()
 
 
 _capturing = threading.local()

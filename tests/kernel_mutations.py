@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import os
 import re
+import resource
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,7 +23,9 @@ from typing import NamedTuple
 import emulated_gpu
 
 ROOT = Path(__file__).resolve().parents[1]
-LIMIT_S = 240  # of the cases of one mutation; who waits for ever is caught too
+# Of the cases of one mutation; who waits for ever is caught too. Of CPU, which others cannot take, and of
+# waits for the device's deadlines.
+LIMIT_CPU_S, LIMIT_S = 240, 1800
 CHUNKS = "test_gpu_calls.py::test_long_calls_run_in_chunks[4ranks-2pernode]"
 LONG_STEPS = "test_gpu_long_steps.py::test_steps_of_three_hundred_tokens[4ranks-2pernode]"
 LONG_CHUNKS = "test_gpu_long_steps.py::test_long_calls_run_in_chunks[4ranks-2pernode]"
@@ -105,20 +109,29 @@ def site_of(file: str, text: str) -> Site:
     return next(site for site in sites() if site.path.name == file and text in site.text)
 
 
-def run(mutation: str, cases: list[str]) -> tuple[int, str]:
+def run(mutation: str, cases: list[str], **more: str) -> tuple[int, str]:
     """Exit status of the cases with that mutation, and what they wrote."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
-    environment |= emulated_gpu.few_cpus() | {"MOE_P2P_MUTATION": mutation}
+    environment |= emulated_gpu.few_cpus() | {"MOE_P2P_MUTATION": mutation} | more
     if cases == ["one block at a time"]:
         environment["MOE_P2P_EMULATED_BLOCKS"] = "1"
         cases = ["test_gpu.py::test_every_format_is_the_reference_bit_for_bit[3ranks-3pernode]"]
     command = [sys.executable, "-m", "pytest", "-p", "emulated_gpu", "-p", "no:cacheprovider"]
+    limits = (LIMIT_CPU_S, LIMIT_CPU_S + 10)
     command += ["-q", "-x", "-s", "-o", f"timeout={LIMIT_S}", *[f"tests/{case}" for case in cases]]
     try:
         ran = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S
+            command,
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, limits),
         )
     except subprocess.TimeoutExpired:
+        return 1, "the tests did not end"
+    if ran.returncode == -signal.SIGXCPU:
         return 1, "the tests did not end"
     return ran.returncode, ran.stdout + ran.stderr
 
@@ -131,9 +144,9 @@ def story_of(output: str) -> str:
     return story[0] if story else output[-400:]
 
 
-def caught(mutation: str, cases: list[str]) -> str:
-    """How a test failed; empty: none did."""
-    status, output = run(mutation, cases)
+def caught(mutation: str, cases: list[str], **more: str) -> str:
+    """How a test failed; empty: none did. more: of the environment."""
+    status, output = run(mutation, cases, **more)
     # 1: a test failed; a signal: the emulated GPU ended the process. Else nothing was tested.
     assert status in (0, 1) or status < 0, output
     return story_of(output) if status else ""

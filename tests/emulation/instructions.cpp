@@ -77,7 +77,8 @@ void moe_p2p_saw(const void* word) { current->actor().saw(word); }
 void moe_p2p_marked(const void* word) { current->actor().marked(word); }
 void moe_p2p_acquire(const void* word) { current->actor().acquire(word); }
 void moe_p2p_fence() { current->actor().fence(); }
-void moe_p2p_wait_for_kernels() { current->actor().wait_for_kernels(); }
+void moe_p2p_let_next_begin() { current->let_next_begin(); }
+void moe_p2p_wait_for_kernels() { current->wait_for_kernels(); }
 void moe_p2p_fence_global() { current->actor().fence_global(); }
 void moe_p2p_fence_shared() { current->actor().fence_shared(); }
 void moe_p2p_tell_host(const void* word) { current->actor().tells_host(word); }

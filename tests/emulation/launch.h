@@ -140,17 +140,30 @@ struct Block {
   std::unique_ptr<std::byte[], decltype(&std::free)> shared{nullptr, std::free};
   size_t shared_bytes = 0;
   unsigned num_live = 0;
+  bool lets_next_begin = false;
 };
 
 class Launch;
 inline thread_local Launch* current = nullptr;
 
-// One launch, on the thread that asked for it.
+// One launch. Those of one stream run on the thread that asked for them (run()).
 class Launch {
  public:
-  Launch(const Config& config, Kernel kernel, const void* params)
-      : config_(config), kernel_(kernel), params_(params), order_(config.early), random_(seed()) {}
-  void run();
+  // before: the launch before it that has not ended.
+  Launch(const Work& work, Launch* before)
+      : config_(work.config),
+        kernel_(work.kernel),
+        params_(work.params),
+        order_(work.config.early),
+        random_(seed()),
+        before_(before) {}
+  // Every thread that can go on does once. False: none can.
+  bool round();
+  bool has_ended() const { return num_started_ == config_.num_blocks && blocks_.empty(); }
+  bool made_progress() const { return progress_; }
+  // Whether one behind it that may begin early does.
+  bool lets_next_begin() const;
+  void ended(const Launch& launch);
 
   void pause() { leave(/*blocked=*/false); }
   const uint64_t* warp(uint32_t mask, uint64_t value, bool orders);
@@ -160,6 +173,8 @@ class Launch {
   void commit();
   void wait_stores(unsigned num_left, bool written);
   void arrive(const void* word);
+  void let_next_begin() { fiber_->owner->lets_next_begin = true; }
+  void wait_for_kernels();
   void depart(const void* word) { actor().leave(fiber_->owner->words[word]); }
   void st_block(uint32_t* word, uint32_t value);
   uint32_t ld_block(const uint32_t* word);
@@ -180,11 +195,14 @@ class Launch {
   void wake(std::vector<Fiber*>& fibers);
   void settle(Meeting& meeting, unsigned num_threads);
 
-  const Config& config_;
+  const Config config_;
   const Kernel kernel_;
   const void* const params_;
   order::Kernel order_;
   std::mt19937 random_;
+  Launch* before_;
+  std::vector<Fiber*> waiting_;  // for that
+  unsigned num_started_ = 0;
   std::list<Block> blocks_;
   Fiber* fiber_ = nullptr;  // that runs
   void* scheduler_ = nullptr;

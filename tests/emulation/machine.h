@@ -1,6 +1,7 @@
 // A GPU's threads on one of the host's, for the kernels of kernels/: each is a fiber that runs until it
 // waits, for its warp, its block, a barrier, a copy or a peer. Launches run to their end inside
-// cuLaunchKernelEx; ranks are threads of one process and see each other's memory.
+// cuLaunchKernelEx, those of a graph inside its replay, where one may begin before those ahead have ended;
+// a stream is a thread that asks for them. Ranks are threads of one process and see each other's memory.
 //
 // What is as on a GPU, or worse: the order of threads is random, warps sleep while others go on, copies
 // in bulk happen late, shared memory starts full of garbage, and only so many blocks are there at once.
@@ -10,6 +11,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 namespace moe_p2p::emulation {
 
@@ -31,8 +33,13 @@ struct Config {
   unsigned num_blocks, num_threads, shared_bytes;
   bool early;  // it may begin before earlier kernels of its stream have ended
 };
-// Returns when all threads have ended.
-void run(const Config& config, Kernel kernel, const void* params);
+struct Work {
+  Config config;
+  Kernel kernel;
+  const void* params;
+};
+// Launches of one stream. Returns when all have ended.
+void run(const std::vector<Work>& stream);
 
 // What kernels call.
 extern "C" {
@@ -71,6 +78,7 @@ void moe_p2p_acquire(const void* word);
 void moe_p2p_saw(const void* word);
 void moe_p2p_marked(const void* word);
 void moe_p2p_fence();
+void moe_p2p_let_next_begin();
 void moe_p2p_wait_for_kernels();
 void moe_p2p_fence_global();
 void moe_p2p_fence_shared();

@@ -81,11 +81,6 @@ struct Ended {
 };
 std::deque<Ended> ended;
 
-Device* own_device() {
-  thread_local auto* const device = new Device;  // as long as the process
-  return device;
-}
-
 // The first of `times` behind `time`; 0: none.
 uint32_t first_after(const std::vector<uint32_t>& times, uint32_t time) {
   const auto found = std::ranges::upper_bound(times, time);
@@ -224,6 +219,11 @@ void check_own(const Actor& actor, const Earlier& what, const void* at, size_t b
 }
 
 }  // namespace
+
+Device*& own_device() {
+  thread_local auto* device = new Device;  // as long as the process
+  return device;
+}
 
 void fail(const std::string& story) {
   std::fprintf(stderr, "emulated GPU: %s\n", story.c_str());

@@ -100,6 +100,9 @@ struct Device {
   Coverage<When> released;
 };
 
+// That of the calling thread: one of its own, unless it takes that of another one.
+Device*& own_device();
+
 // What became of the writes of a block, as long as a kernel may ask.
 struct Block {
   struct Thread {
