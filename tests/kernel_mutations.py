@@ -1,6 +1,6 @@
 """Deliberate faults of the device kernels, each of which a test on the emulated GPU has to catch.
 
-    python tests/kernel_mutations.py                      # all: a quarter of an hour
+    python tests/kernel_mutations.py                      # all: most of an hour
     python tests/kernel_mutations.py kPartBefore steps.cuh:53
 
 Named ones stand in kernels/device/mutation.cuh. The others leave out one line that orders
@@ -23,8 +23,8 @@ from typing import NamedTuple
 import emulated_gpu
 
 ROOT = Path(__file__).resolve().parents[1]
-# Of the cases of one mutation; who waits for ever is caught too. Of CPU, which others cannot take, and of
-# waits for the device's deadlines.
+# Of the cases of one mutation; one that waits for ever is caught too. CPU time, because others take
+# wall time: of that as much as all deadlines of a device need.
 LIMIT_CPU_S, LIMIT_S = 240, 1800
 CHUNKS = "test_gpu_calls.py::test_long_calls_run_in_chunks[4ranks-2pernode]"
 LONG_STEPS = "test_gpu_long_steps.py::test_steps_of_three_hundred_tokens[4ranks-2pernode]"
@@ -139,7 +139,9 @@ def run(mutation: str, cases: list[str], **more: str) -> tuple[int, str]:
 def story_of(output: str) -> str:
     """What a failing test said first."""
     story = re.search(
-        r"emulated GPU: .*|^E   +(?!ranks|Traceback|File)\S.*|the tests did not end", output, re.MULTILINE
+        r"emulated GPU: .*|^E   +(?!ranks|Traceback|File)\S.*|the tests did not end",
+        output,
+        re.MULTILINE,
     )
     return story[0] if story else output[-400:]
 

@@ -308,8 +308,7 @@ void run(const std::vector<Work>& stream) {
   auto last_progress = std::chrono::steady_clock::now();
   while (next < stream.size() || !launches.empty()) {
     if (next < stream.size() &&
-        (launches.empty() ||
-         (stream[next].config.early && launches.back().lets_next_begin()))) {
+        (launches.empty() || (stream[next].config.early && launches.back().lets_next_begin()))) {
       Launch* const before = launches.empty() ? nullptr : &launches.back();
       launches.emplace_back(stream[next++], before);
     }

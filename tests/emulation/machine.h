@@ -72,7 +72,8 @@ void moe_p2p_arrive(const void* word);
 void moe_p2p_depart(const void* word);
 // Before a word of global memory says so, to this rank's blocks or to everybody; and behind reading one.
 void moe_p2p_release(const void* word, bool to_system);
-void moe_p2p_release_too(const void* word);  // to this rank's, by a word that is read and written at once
+void moe_p2p_release_too(
+    const void* word);  // to this rank's, by a word that is read and written at once
 void moe_p2p_acquire(const void* word);
 // The same without an order, which a fence behind reading or before writing gives.
 void moe_p2p_saw(const void* word);

@@ -128,9 +128,8 @@ std::atomic<size_t> num_ranges{0};
 bool is_of_host(const void* word) {
   const auto at = reinterpret_cast<uintptr_t>(word);
   const size_t num = num_ranges.load(std::memory_order_acquire);
-  return std::any_of(host_memory.begin(), host_memory.begin() + num, [&](const Range& range) {
-    return range.begin <= at && at < range.end;
-  });
+  return std::any_of(host_memory.begin(), host_memory.begin() + num,
+                     [&](const Range& range) { return range.begin <= at && at < range.end; });
 }
 
 Carried carried(const void* word) {
@@ -279,7 +278,8 @@ void add_host_memory(const void* at, size_t bytes) {
 void remove_host_memory(const void* at) {
   const std::lock_guard lock(registry);
   for (size_t place = 0; place < num_ranges; ++place)
-    if (host_memory[place].end != 0 && host_memory[place].begin == reinterpret_cast<uintptr_t>(at)) {
+    if (host_memory[place].end != 0 &&
+        host_memory[place].begin == reinterpret_cast<uintptr_t>(at)) {
       host_memory[place].end = 0;
       return;  // others may have it too
     }

@@ -140,8 +140,8 @@ struct Actor {
   When release(bool to_system);
   void release(const void* word, bool to_system);
   void release_too(const void* word, bool to_system);  // what it carried, it still does
-  void saw(const void* word);     // read it, without an order
-  void marked(const void* word);  // wrote it, without an order
+  void saw(const void* word);                          // read it, without an order
+  void marked(const void* word);                       // wrote it, without an order
   void acquire(const void* word);
   void has(const Carried& all);
   void fence();  // for both directions, to the whole system
