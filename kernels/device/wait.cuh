@@ -167,7 +167,7 @@ __device__ inline i32 num_missing(const DeviceComm& comm, const Awaited& what) {
   for (i32 source = 0; source < kWorld; ++source) {
     const u64* word = word_of(comm, self, what.phase, slot_of(what.step), source);
     const u64 want = self.same_node(source) ? what.step + 1 : come(what.step);
-    missing += ld_acquire_sys_u64(word) < want;
+    missing += ld_relaxed_sys_u64(word) < want;
   }
   return max(missing, 1);
 }

@@ -67,7 +67,7 @@ __device__ inline bool hear(const Receiver& a, u64 step, i32 source) {
   if (a.tells) return wait_dispatch(comm, a.self, step, source) && !is_masked(comm, source);
   const u64* word = came_word(a, step, source);
   return wait_word(comm, word, 2 * (step + 1), {Phase::kDispatch, comm.rank, step}) &&
-         (ld_acquire_sys_u64(word) & 1);
+         (ld_relaxed_sys_u64(word) & 1);
 }
 
 // Of a source that did not come: whether it should have.
