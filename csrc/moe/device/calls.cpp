@@ -94,15 +94,42 @@ const abi::Fault* DeviceKernels::fault() const noexcept {
   return told ? memory_.fault : nullptr;
 }
 
-base::Error DeviceKernels::error_of(const abi::Fault& fault, const std::string& gone) const {
+// Which word a wait was for, as far as the low halves of what was expected and found show it
+// (kernels/device/wait.cuh). Ranks of other nodes arrive by parts. Ranks of the own node write words of a
+// step: headers in every use of a step slot, flags of slots and rows now and then; where these flag
+// themselves nothing was found.
+std::string DeviceKernels::awaited(const abi::Fault& fault) const {
+  const auto phase = static_cast<abi::Phase>(fault.phase);
+  const int local = plan_.shape.ranks_per_node;
+  if (fault.source / local != comm_.rank / local) {
+    const auto before = static_cast<uint32_t>(fault.step * abi::kMaxParts);
+    const uint32_t part = static_cast<uint32_t>(fault.expected) - before - 1;
+    const uint32_t here = static_cast<uint32_t>(fault.got) - before;
+    return base::concat("arrival of ",
+                        part + 1 < abi::kMaxParts ? base::concat("part ", part) : "the last part",
+                        ", ", here < abi::kMaxParts ? here : 0, " parts arrived");
+  }
+  if (phase == abi::Phase::kWeights) return "header of its weights";
+  const std::string item = phase == abi::Phase::kDispatch ? "slot" : "row";
+  if (fault.source == comm_.rank) return base::concat("word of its own blocks, header or ", item);
+  const auto steps = static_cast<uint64_t>(plan_.shape.steps_in_flight);
+  const uint64_t last = fault.step >= steps ? fault.step + 1 - steps : 0;  // in a header
+  const bool may_be_header = static_cast<uint32_t>(fault.got) == static_cast<uint32_t>(last) ||
+                             (phase == abi::Phase::kDispatch && fault.got == 0);
+  return base::concat(may_be_header ? "header or " : "", item, fault.got == 0 ? "" : " flag");
+}
+
+base::Error DeviceKernels::error_of(const abi::Fault& fault, const std::string& gone,
+                                    const std::string& progress) const {
   const char* phase = phase_name(static_cast<abi::Phase>(fault.phase));
   const std::string head = base::concat("rank ", comm_.rank, ": ", phase, " of step ", fault.step);
   const auto got = static_cast<int64_t>(fault.got);
   switch (fault.raised) {
     case abi::kTimedOut:
       return {gone.empty() ? Code::kTimeout : Code::kPeerDead,
-              base::concat(head, " timed out waiting for rank ", fault.source, ": expected word ",
-                           fault.expected, ", got ", fault.got, gone.empty() ? "" : "; ", gone)};
+              base::concat(head, " timed out waiting for rank ", fault.source, ": ", awaited(fault),
+                           " (expected word ", fault.expected, ", got ", fault.got, ")", progress,
+                           gone.empty() ? "" : "; ", gone)};
     case abi::kCapacity:
       return {Code::kResourceExhausted,
               base::concat(head, ": ",
