@@ -3,8 +3,9 @@
     python benchmarks/plot_figures.py            # writes the SVG
     python benchmarks/plot_figures.py --table    # prints README's table
 
-Bars of one axis in microseconds, a value behind each, large enough to read on a phone. A bar that is
-longer than the axis is cut and says so. tests/test_docs.py compares both outputs with what is committed.
+Bars of one axis in microseconds, a value behind each, large enough to read on a phone. A bar that
+is longer than the axis is cut, with a gap in it. tests/test_docs.py compares both outputs with what
+is committed.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ def table(data: dict[str, Any]) -> str:
 
 
 def text(x: float, y: float, words: str, *, anchor: str = "start", size: int = 15) -> str:
-    return f'<text x="{x:g}" y="{y:g}" font-size="{size}" text-anchor="{anchor}">{escape(words)}</text>'
+    place = f'x="{x:g}" y="{y:g}" font-size="{size}" text-anchor="{anchor}"'
+    return f"<text {place}>{escape(words)}</text>"
 
 
 def bar(y: float, us: float, color: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""README and docs are about this tree: paths, links, error texts, options and figures that they name exist."""
+"""README and docs are about this tree: paths, links, error texts, options and figures exist."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from moe_p2p.config import LOCAL_FIELDS, AllToAllConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/NOTES.md")),
+    *(
+        ROOT / name
+        for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/NOTES.md")
+    ),
     *sorted(ROOT.glob("docs/*.md")),
 ]
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
@@ -109,7 +112,9 @@ def code() -> str:
 def test_every_error_text_of_a_wait_is_in_the_code() -> None:
     text = (ROOT / "docs/failure.md").read_text()
     every_wait = text[text.index("## Every wait") :]
-    last_cells = [line.rstrip("| ").rsplit(" | ", 1)[-1] for line in every_wait.splitlines() if "|" in line]
+    last_cells = [
+        line.rstrip("| ").rsplit(" | ", 1)[-1] for line in every_wait.splitlines() if "|" in line
+    ]
     quoted = [found for cell in last_cells for found in re.findall(r"`([^`]+)`", cell)]
     quoted += re.findall(r"`(\.\.\.[^`]+)`", every_wait.replace("\n", " "))  # of the GPU table
     source = code()
@@ -124,8 +129,11 @@ def test_every_error_text_of_a_wait_is_in_the_code() -> None:
 
 
 def plot_figures() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("plot_figures", ROOT / "benchmarks/plot_figures.py")
-    assert spec and spec.loader
+    spec = importlib.util.spec_from_file_location(
+        "plot_figures", ROOT / "benchmarks/plot_figures.py"
+    )
+    assert spec
+    assert spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

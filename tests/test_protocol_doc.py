@@ -1,6 +1,6 @@
-"""The numbers of docs/protocol.md are those of kernels/abi and of the immediates: a peer can be written from the page.
+"""docs/protocol.md has the numbers of the code, so a peer can be written from the page.
 
-The tables are turned into assertions for the compiler, over all headers of kernels/abi, whatever their names.
+The tables become assertions for the compiler, over all headers of kernels/abi.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ def header_claims() -> list[str]:
     after = TEXT.index("**RegionHeader**")
     lines = TEXT[TEXT.index("| bytes |", after) :].split("\n\n")[0].splitlines()[2:]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    claims = [claim for at, name, _ in cells for claim in member("RegionHeader", name.strip("`"), at)]
+    claims = [
+        claim for at, name, _ in cells for claim in member("RegionHeader", name.strip("`"), at)
+    ]
     (size,) = re.findall(r"\*\*RegionHeader\*\*, (\d+) bytes", TEXT)
     return [*claims, f"sizeof(RegionHeader) == {size}"]
 
@@ -68,7 +70,9 @@ def slot_claims() -> list[str]:
     lines = after[after.index("| bytes |") :].split("\n\n")[0].splitlines()[2:]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     at = {name.strip("`"): where for where, name, _ in cells}
-    ids, positions, weights = (span(at[name]) for name in ("K expert ids", "K positions", "K weights"))
+    ids, positions, weights = (
+        span(at[name]) for name in ("K expert ids", "K positions", "K weights")
+    )
     none = re.search(r"(0x[0-9a-f]+) \(`kNoExpert`\) = none", TEXT)
     assert none
     assert ids[1] - ids[0] + 1 == 2 * SLOT_TOPK
@@ -92,7 +96,10 @@ def word_claims() -> list[str]:
     return [
         f"come(7) == {8 * int(parts)}",
         f"kMaxParts == {parts}",
-        *(f"static_cast<int>(Phase::{n}) == {at}" for n, at in zip(names, phases.groups(), strict=True)),
+        *(
+            f"static_cast<int>(Phase::{n}) == {at}"
+            for n, at in zip(names, phases.groups(), strict=True)
+        ),
     ]
 
 
@@ -101,8 +108,13 @@ def immediate_claims() -> list[str]:
     keyed = next(line for line in TEXT.splitlines() if line.startswith("| keyed |"))
     bits = [cell.strip() for cell in head.strip("|").split("|")][2:]
     names = [cell.strip() for cell in keyed.strip("|").split("|")][2:]
-    members = dict(zip(("communicator", "phase", "step slot", "part", "the last one", "source rank"),
-                       ("communicator", "phase", "slot", "part", "is_last", "source"), strict=True))
+    members = dict(
+        zip(
+            ("communicator", "phase", "step slot", "part", "the last one", "source rank"),
+            ("communicator", "phase", "slot", "part", "is_last", "source"),
+            strict=True,
+        )
+    )
     claims = []
     for where, name in zip(bits, names, strict=True):
         low, high = span(where)
@@ -129,7 +141,11 @@ def test_numbers_are_those_of_the_code(claims: object, tmp_path: Path) -> None:
     assert found
     headers = sorted((ROOT / "kernels/abi").glob("*.h"))
     lines = [f'#include "kernels/abi/{header.name}"' for header in headers]
-    lines += ['#include "engine/imm_counter.h"', "#include <cstddef>", "using namespace moe_p2p::abi;"]
+    lines += [
+        '#include "engine/imm_counter.h"',
+        "#include <cstddef>",
+        "using namespace moe_p2p::abi;",
+    ]
     lines += [f'static_assert({claim}, "docs/protocol.md");' for claim in found]
     source = tmp_path / "claims.cpp"
     source.write_text("\n".join(lines) + "\n")

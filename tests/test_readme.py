@@ -1,4 +1,4 @@
-"""Code of README and docs that runs: blocks whose fence says `python run`, `python torchrun` or `sh run`."""
+"""Code of README and docs: blocks that begin with `python run`, `python torchrun` or `sh run`."""
 
 from __future__ import annotations
 
