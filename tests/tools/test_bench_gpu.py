@@ -296,6 +296,7 @@ def test_a_run_checks_and_times_everything() -> None:
         *(("torch", tokens, 0, way) for tokens in (3, 6) for way in ways[1:]),
     }  # fmt: skip
     for row in results.rows:
+        assert (row.host_us > 0) == (row.what == "pair eager")
         assert row.correct, row.story
         assert "after timing" in row.compared
         assert 0 < row.spread.min_us <= row.spread.p50_us <= row.spread.p99_us
@@ -305,6 +306,21 @@ def test_a_run_checks_and_times_everything() -> None:
     text = gpu_report.table(results.rows)
     assert len(text.splitlines()) == 1 + 3 + 2
     assert "NO" not in text
+
+
+def test_waits_are_no_work_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = waited = 0.0
+
+    def run() -> None:  # 30 us of work, and waits that differ
+        nonlocal now, waited
+        now += 30e-6 + waited / 2 + 1e-3
+        waited += waited / 2 + 1e-3
+
+    monkeypatch.setattr(gpu_timing, "cuda", Events)
+    monkeypatch.setattr(gpu_timing, "agreed_max", lambda value: value)
+    monkeypatch.setattr(gpu_timing.time, "perf_counter", lambda: now)
+    worked = gpu_timing.host_us(run, lambda: waited, lambda: None, repeats=2)
+    assert worked == pytest.approx(30.0)
 
 
 def with_replays_that_do_nothing(given: Options) -> gpu_worker.Results:

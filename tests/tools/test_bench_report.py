@@ -36,17 +36,21 @@ def test_percent_counts_bytes_over_time() -> None:
 
 def test_the_table_has_a_line_per_system() -> None:
     rows = [
-        row("pair graph", 40.0), row("pair eager", 50.0), row("dispatch", 18.0),
-        row("combine", 24.0), row("pair eager", 200.0, system="torch", chunk_tokens=0),
+        row("pair graph", 40.0), row("pair eager", 50.0, host_us=24.0), row("dispatch", 18.0),
+        row("combine", 24.0),
+        row("pair eager", 200.0, system="torch", chunk_tokens=0, host_us=101.0),
         row("pair graph", 80.0, num_sms=24, correct=False),
     ]  # fmt: skip
     head, ours, theirs, few = gpu_report.table(rows).splitlines()
     assert ours.split() == [
-        "128", "128", "all", "moe_p2p", "40.0", "41.0", "50.0", "18.0", "24.0", "42.0", "20.0",
-        "50%", "5.0x", "yes",
+        "128", "128", "all", "moe_p2p", "40.0", "41.0", "50.0", "24.0", "GPU", "18.0", "24.0",
+        "42.0", "20.0", "50%", "5.0x", "yes",
     ]  # fmt: skip
-    assert theirs.split()[:7] == ["128", "-", "all", "torch", "-", "-", "200.0"]
+    # Half of a pair and more: what bounds it is measured, not said of all baselines.
+    found = ["128", "-", "all", "torch", "-", "-", "200.0", "101.0", "host"]
+    assert theirs.split()[:9] == found
     assert few.split()[2] == "24"
+    assert few.split()[6:9] == ["-", "-", "-"]
     assert few.split()[-1] == "NO"
     assert head.split()[0] == "T"
 
@@ -61,6 +65,7 @@ def test_the_table_of_nodes_has_the_wire() -> None:
             head.replace("graph p50", "pair")
             .replace("rows alone", "least")
             .replace("eager p50", "eager")
+            .replace("bound by", "bound")
             .split(),
             line.split(),
             strict=True,
@@ -76,6 +81,8 @@ def test_a_row_is_flat_in_json() -> None:
     assert found["push_gbs"] == 300.0
     assert found["arrival_us"] == 2.5
     assert found["percent_of_push"] == 50.0
+    assert found["host_bound"] is None
+    assert row("pair eager", 40.0, host_us=21.0).as_json()["host_bound"] is True
     assert found["device"] == "a clock"
     assert not any(isinstance(value, dict) for value in found.values())
 
