@@ -168,5 +168,31 @@ TEST_CASE("provider contract: a GPU that cannot flush keeps its immediates back 
   });
 }
 
+// As aarch64 hosts often have them: the driver refuses a dma-buf of parts of a page.
+struct HostPages {
+  explicit HostPages(long bytes) { FakeDriver::set_host_page(bytes); }
+  ~HostPages() { FakeDriver::set_host_page(0); }
+};
+
+TEST_CASE("provider contract: dma-bufs of GPU memory are whole pages of the host") {
+  for_each_gpu_provider([](const ProviderUnderTest& provider) {
+    if (is_software(provider)) return;
+    FakeDriver& driver = FakeDriver::install();
+    for (const size_t page : {size_t{4096}, size_t{65536}}) {
+      CAPTURE(page);
+      const HostPages pages(static_cast<long>(page));
+      driver.locked([](FakeDriver& f) { f.exported = {}; });
+      Node node = open(provider);
+      const Memory memory(node, 5000);
+      const auto exported = driver.locked([](FakeDriver& f) { return f.exported; });
+      REQUIRE(!exported.empty());
+      CHECK(reinterpret_cast<uint64_t>(exported.data()) % page == 0);
+      CHECK(exported.size() % page == 0);
+      CHECK(exported.data() <= memory.data.data());
+      CHECK(exported.data() + exported.size() >= memory.data.data() + memory.data.size());
+    }
+  });
+}
+
 }  // namespace
 }  // namespace moe_p2p::provider_test
