@@ -217,11 +217,12 @@ LONG = {
 }
 
 
-def test_ctrl_c_ends_a_command_with_one_line() -> None:
-    with running(*LONG["demo"]) as (program, objects):
+@pytest.mark.parametrize("command", LONG)
+def test_ctrl_c_ends_a_command_with_one_line(command: str) -> None:
+    with running(*LONG[command]) as (program, objects):
         os.killpg(program.pid, signal.SIGINT)  # as a terminal does: to all of them
         _, said = program.communicate(timeout=60)
-        assert (program.returncode, said) == (130, "demo: interrupted\n")
+        assert (program.returncode, said) == (130, f"{command}: interrupted\n")
         until(lambda: is_gone(program.pid), "helpers that stay")
         assert not objects & set(os.listdir("/dev/shm"))
 
