@@ -28,6 +28,7 @@ FILES = (
     "moe_p2p/agreement.py",
     "moe_p2p/bootstrap.py",
     "moe_p2p/fd_exchange.py",
+    "moe_p2p/neighbours.py",
 )
 
 
