@@ -54,8 +54,8 @@ _PIECE_BYTES = 4 << 20
 # then over give up on a meeting that would have come about.
 _PATIENCE_S = 10.0
 _MOST_NAMED = 16
-# Between two questions of a wait: at first, for each rank so that many do not ask all the time; then
-# half of what it has waited; at last. Too long: set-up takes so much longer.
+# Between two questions of a wait: at first; for each rank, so that many do not ask always; then
+# half of what it has waited; at last. Too long: set-up takes longer.
 _FIRST_PAUSE_S, _PAUSE_OF_A_RANK_S, _LAST_PAUSE_S = 0.001, 0.0004, 0.25
 _ONE_FAILED = 1 << 32  # in {M}/left; the ranks that left are the lower half
 
@@ -318,7 +318,7 @@ class Bootstrap:
             self._set(f"{self._name}/{stage}/{rank}", _FAILED + text.encode())
 
     def check_neighbours(self, rank: int | None, what: str) -> None:
-        """Raises PeerDeadError for `rank`, whose process has ended, or AbortedError with its reason."""
+        """The process of `rank` has ended. Raises PeerDeadError, or AbortedError with its reason."""
         if rank is None:
             return
         brought = self._key(rank)
