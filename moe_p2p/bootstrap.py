@@ -318,7 +318,7 @@ class Bootstrap:
             self._set(f"{self._name}/{stage}/{rank}", _FAILED + text.encode())
 
     def check_neighbours(self, rank: int | None, what: str) -> None:
-        """The process of `rank` has ended. Raises PeerDeadError, or AbortedError with its reason."""
+        """The process has ended: raises PeerDeadError, or AbortedError where it said why."""
         if rank is None:
             return
         brought = self._key(rank)
