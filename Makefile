@@ -37,7 +37,8 @@ endif
 PIP := $(PY) -m pip install $(QUIET) --disable-pip-version-check --retries 1
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-SOURCES := $(shell find csrc kernels -type f -not -name '*.pyc') setup.py pyproject.toml
+SOURCES := $(shell find csrc kernels -type f -not -name '*.pyc') setup.py pyproject.toml \
+           moe_p2p/agreement.py moe_p2p/bootstrap.py moe_p2p/fd_exchange.py moe_p2p/neighbours.py  # csrc/letter.py
 
 .PHONY: bench test test-quick pytest lint format build wheel sdist clean distclean doctest libfabric force
 .NOTPARALLEL:
