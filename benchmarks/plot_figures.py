@@ -4,8 +4,8 @@
     python benchmarks/plot_figures.py --table    # prints README's table
 
 Bars of one axis in microseconds, a value behind each, large enough to read on a phone. A bar that
-is longer than the axis is cut, with a gap in it. tests/package/test_docs.py compares both outputs with what
-is committed.
+is longer than the axis is cut, with a gap in it. tests/package/test_docs.py compares both outputs
+with what is committed.
 """
 
 from __future__ import annotations
