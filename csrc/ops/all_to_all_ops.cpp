@@ -34,6 +34,8 @@ moe::PlanInput plan_input(int64_t world_size, int64_t ranks_per_node, int64_t nu
 }
 
 // One line "name bytes" per region.
+void check_ranks_per_node(int64_t ranks) { moe::check_ranks_per_node(ranks); }
+
 std::string plan(int64_t world_size, int64_t ranks_per_node, int64_t num_experts,
                  int64_t hidden_dim, int64_t topk, int64_t max_tokens, int64_t chunk_tokens,
                  int64_t steps_in_flight, int64_t payload_item_bytes, int64_t combine_item_bytes,
@@ -279,6 +281,7 @@ void release(int64_t comm, const Tensor& handle) {
 STABLE_TORCH_LIBRARY_IMPL(moe_p2p, CompositeExplicitAutograd, m) {
   m.impl("plan", TORCH_BOX(&plan));
   m.impl("layout", TORCH_BOX(&layout));
+  m.impl("check_ranks_per_node", TORCH_BOX(&check_ranks_per_node));
   m.impl("all_to_all_create", TORCH_BOX(&all_to_all_create));
   m.impl("all_to_all_use_device", TORCH_BOX(&all_to_all_use_device));
   m.impl("all_to_all_signals", TORCH_BOX(&all_to_all_signals));

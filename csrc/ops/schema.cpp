@@ -70,6 +70,7 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
   m.def("engine_imm_discarded(int engine) -> int");
 
   // --- all to all: set-up ---
+  m.def("check_ranks_per_node(int ranks) -> ()");
   m.def(
       "plan(int world_size, int ranks_per_node, int num_experts, int hidden_dim, int topk, "
       "int max_tokens, int chunk_tokens, int steps_in_flight, int payload_item_bytes, "

@@ -40,7 +40,7 @@ struct Awaited {
   u64 step;
 };
 
-// --- masks (docs/protocol.md, section 11). Whoever has seen a mask sees it from then on. ---
+// --- masks (docs/failure.md, "Masks"). Whoever has seen a mask sees it from then on. ---
 
 __device__ inline bool is_masked(const DeviceComm& comm, i32 rank) {
   if constexpr (!kMasks) return false;

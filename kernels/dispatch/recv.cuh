@@ -329,7 +329,7 @@ __device__ inline void dispatch_recv(const DispatchParams& p, const Begun& begun
     recv_slots(a, worker, step, chunk);
     if (a.s.lost) lose_rows(p, step);  // whoever found it, and others as they come
     // What the own node's ranks write into this rank's memory at combine comes behind what was read
-    // there in earlier steps (docs/protocol.md, section 11).
+    // there in earlier steps (docs/gpu.md, "Rows that flag themselves").
     if (kSelfFlagged && a.tells)
       for (i32 l = static_cast<i32>(threadIdx.x); l < kLocal; l += kBlockThreads)
         wait_dispatch(p.comm, a.self, step, a.self.node * kLocal + l);

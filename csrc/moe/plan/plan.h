@@ -62,6 +62,9 @@ struct Plan {
   std::vector<std::pair<std::string, uint64_t>> table() const;
 };
 
+// Throws Error{kInvalidArgument} with the reason and a number that fits.
+void check_ranks_per_node(int64_t ranks);
+
 Plan make_plan(const PlanInput& input);
 
 }  // namespace moe_p2p::moe
