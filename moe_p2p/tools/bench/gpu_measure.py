@@ -24,7 +24,7 @@ Run = Callable[[], object]
 @dataclass(frozen=True, kw_only=True)
 class Timed:
     calls: Calls
-    what: str  # gpu_report.WAYS
+    what: str  # report.WAYS
     chain: int  # runs between two events
     spans_us: Tensor  # [rounds]
 
