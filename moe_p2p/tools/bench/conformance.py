@@ -269,7 +269,12 @@ class Ranks:
                 self.line(name, self.steps, comm, layout=layout)
         settings |= {"transport_settings": "fail_nth=3", "timeout_s": SOON_S}
         with self.make(**settings) as comm:
-            self.line("a NIC that fails is reported", self._reported, comm, Fault(says="failed: transport"))
+            self.line(
+                "a NIC that fails is reported",
+                self._reported,
+                comm,
+                Fault(says="failed: transport"),
+            )
 
     def _differing(self) -> Wrong:
         try:

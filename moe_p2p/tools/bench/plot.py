@@ -31,7 +31,7 @@ def draw(path: Path, heading: str, paint: Callable[[Any], None], **subplots: Any
     figure, axes = pyplot.subplots(**subplots)
     paint(axes)
     figure.suptitle(heading, fontsize=10, wrap=True)
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0, 1, 0.99))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
@@ -144,5 +144,11 @@ def _finish(axis: Any, series: dict[str, list[Row]]) -> None:
     axis.set_xticks([], minor=True)
     axis.set_xlabel("tokens per rank")
     axis.margins(x=0.1, y=0.12)
+    if axis.get_yscale() == "log":
+        from matplotlib.ticker import LogLocator, NullFormatter
+
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter("{x:,g}")
+        axis.yaxis.set_minor_formatter(NullFormatter())
     axis.grid(alpha=0.3)
     axis.legend(fontsize=9)

@@ -92,9 +92,10 @@ class MoeP2p:
         num_sms: int | None = None,
     ) -> None:
         self._quantize = options.quantize
-        config = make_config(options, job, chunk_tokens=chunk_tokens, num_sms=num_sms)
-        self.all_to_all = AllToAll(None, config)
-        self.num_steps = -(-config.max_tokens // config.step_tokens)
+        made = make_config(options, job, chunk_tokens=chunk_tokens, num_sms=num_sms)
+        self.all_to_all = AllToAll(None, made)
+        config = self.all_to_all.config
+        self.num_steps = -(-max(options.tokens) // config.step_tokens)
         self.reuses = config.device == "cpu" and self.num_steps <= config.steps_in_flight
         self.received: Dispatched | None = None
         self._out: dict[int, Tensor] = {}
