@@ -1,7 +1,7 @@
 """Deliberate faults of the device kernels, each of which a test on the emulated GPU has to catch.
 
-    python tests/kernel_mutations.py                      # all: a quarter of an hour
-    python tests/kernel_mutations.py kPartBefore steps.cuh:53
+    python -m tests.kernel_mutations                      # all: a quarter of an hour
+    python -m tests.kernel_mutations kPartBefore steps.cuh:53
 
 Named ones stand in kernels/device/mutation.cuh. The others leave out one line that orders
 memory: a fence, a release, an acquire, a wait for copies or earlier kernels (emulation/order.h).
@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import emulated_gpu
+from tests.support import emulated_gpu
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 240  # of the cases of one mutation; who waits for ever is caught too
@@ -128,13 +128,22 @@ def site_of(file: str, text: str) -> Site:
 
 def run(mutation: str, cases: list[str]) -> tuple[int, str]:
     """Exit status of the cases with that mutation, and what they wrote."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     environment |= emulated_gpu.few_cpus() | {"MOE_P2P_MUTATION": mutation}
     if cases == ["one block at a time"]:
         environment["MOE_P2P_EMULATED_BLOCKS"] = "1"
         cases = ["test_gpu.py::test_every_format_is_the_reference_bit_for_bit[3ranks-3pernode]"]
-    command = [sys.executable, "-m", "pytest", "-p", "emulated_gpu", "-p", "no:cacheprovider"]
-    command += ["-q", "-x", "-s", "-o", f"timeout={LIMIT_S}", *[f"tests/{case}" for case in cases]]
+    command = [sys.executable, "-m", "pytest", "-p", "tests.support.emulated_gpu"]
+    command += [
+        "-p",
+        "no:cacheprovider",
+        "-q",
+        "-x",
+        "-s",
+        "-o",
+        f"timeout={LIMIT_S}",
+        *[f"tests/gpu/{case}" for case in cases],
+    ]
     try:
         ran = subprocess.run(
             command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S

@@ -16,9 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_p2p.deep_ep.host_counts import to_device
-from moe_p2p.deep_ep.releasing import ReleasingAllToAll
 from moe_p2p.dispatched import Dispatched, DispatchOptions
+from moe_p2p.releasing import ReleasingAllToAll
+from moe_p2p.row_counts import to_device
 
 _HANDLE_META_WORDS = 16  # kernels/abi/layout.h, HandleMeta
 # do_expand, do_zero_padding, use_tma_aligned_col_major_sf, whether topk_idx is copied

@@ -33,7 +33,7 @@ std::map<Kernel, size_t> params_bytes;
 }  // namespace
 
 extern "C" {
-// For tests/emulated_gpu.py.
+// For tests/support/emulated_gpu.py.
 void moe_p2p_set_params_bytes(Kernel kernel, size_t bytes) {
   const std::lock_guard lock(mutex);
   params_bytes[kernel] = bytes;

@@ -228,8 +228,11 @@ class Ranks:
         elif self.nodes > 1 and self.options.ranks_per_node > 1:
             self.skip(name, "masks are for one node, or one rank a node")
         else:
+            with self.make(mask_lost_ranks=True) as comm:  # on GPUs kernels are compiled here
+                for layout in LAYOUTS:
+                    found = f"{layout}, with masks, all ranks are there"
+                    self.line(found, self.steps, comm, layout=layout)
             with self.make(mask_lost_ranks=True, timeout_s=SOON_S) as comm:
-                self.line("with masks, all ranks are there", self.steps, comm)
                 self.line(name, self._masked, comm)
 
     def _masked(self, comm: AllToAll) -> Wrong:

@@ -18,8 +18,7 @@ BOUNDARY = {
     "chain of pairs with nothing in between, replayed from a CUDA graph or eager; dispatch and "
     "combine: one at a time, both: their sum, to which a layer with experts in between is nearer; "
     "caches are warm but with --flush, which empties them before each dispatch and combine; rows "
-    "and weights change between rounds; correct: what JSON says under compared; host: until the "
-    "calls of an eager pair return, of pairs in a row; host alone: of one, the device idle before",
+    "and weights change between rounds; correct: what JSON says under compared",
     "cpu": "slowest rank of each round, from a barrier's end to its own result; pair: dispatch and "
     "combine with nothing in between; inputs change between rounds; bytes: of all ranks between "
     "nodes, of a pair",
@@ -27,10 +26,20 @@ BOUNDARY = {
 BASELINE = {
     "cuda": "torch: all_to_all_single over NCCL, one row per (token, expert), permutations and "
     "exchange of counts included; its host waits for the GPU in dispatch, so a graph cannot hold "
-    "it; while its time hardly grows with the tokens, that is the time of the host and of launches",
+    "it",
     "cpu": "torch: all_to_all_single over gloo, one row per (token, expert); TCP, where on one "
     "host moe_p2p's nodes talk through its software NIC",
 }
+HOST = (
+    "host: how long the host of the slowest rank works in an eager pair, its waits for the GPU "
+    "taken off; bound by: the host where that is more than half of the pair, which then says "
+    "little of links"
+)
+HOST_OF_CALLS = (
+    "host: until the calls of an eager pair return, of pairs in a row; host alone: of one, the "
+    "device idle before"
+)
+HOST_BOUND = 0.5  # of an eager pair: where its host works longer, the GPU waits more than it works
 SAME_WORK = (
     "each system is given the same and returns the same rows: low-latency by expert, quantized "
     "inside; normal and v2 by rank, quantized by the caller"
@@ -103,7 +112,7 @@ class Row:
     chain: int  # pairs between two events
     flushed: bool  # caches, before each part that was measured apart
     spread: Spread
-    host_us: float | None = None  # as in clocks.HostTime
+    host_us: float | None = None  # HOST, or with an interface HOST_OF_CALLS; None: not measured
     host_alone_us: float | None = None
     nvlink_bytes: int  # that leave the busiest GPU inside its node
     nic_bytes: int  # that leave the NICs of the busiest GPU
@@ -132,6 +141,13 @@ class Row:
         return self.nvlink_bytes / self.spread.p50_us / 1e3 / self.links.push_gbs * 100
 
     @property
+    def host_bound(self) -> bool | None:
+        """Whether the GPU waits for its host more than it works; None: not measured."""
+        if self.interface or self.host_us is None:
+            return None
+        return self.host_us > HOST_BOUND * self.spread.p50_us
+
+    @property
     def limit_us(self) -> float | None:
         """What a pair between nodes may take: half as long again as the wire alone, and 25 us."""
         if self.ranks_per_node == self.ranks or not self.what.startswith("pair"):
@@ -156,6 +172,7 @@ class Row:
             "arrival_us": round(self.links.arrival_us, 2),
             "tokens_per_s": round(self.ranks * self.tokens / self.spread.p50_us * 1e6),
             "percent_of_push": None if percent is None else round(percent, 1),
+            "host_bound": self.host_bound,
             "limit_us": None if limit is None else round(limit, 1),
             "boundary": BOUNDARY["cuda" if self.on_cuda else "cpu"],
         }
@@ -231,6 +248,7 @@ def _cells(rows: Sequence[Row], case: tuple[Any, ...]) -> list[tuple[str, str | 
         *tails("pair graph", "p99"),
         ("eager p50", spread("pair eager")),
         *tails("pair eager", *of_cpus),
+        *_host(ways.get("pair eager")),
         ("dispatch", spread("dispatch")),
         *tails("dispatch", *of_cpus),
         ("combine", spread("combine")),
@@ -243,10 +261,17 @@ def _cells(rows: Sequence[Row], case: tuple[Any, ...]) -> list[tuple[str, str | 
         *_wire(pair),
         *((what, spread(what)) for what in HALVES),
         ("layer", spread("layer graph") or spread("layer eager")),
-        ("host", _us(pair.host_us)),
+        ("host", _us(pair.host_us) if pair.interface else None),
         ("host alone", _us(pair.host_alone_us)),
         ("correct", "yes" if all(row.correct for row in ways.values()) else "NO"),
     ]
+
+
+def _host(eager: Row | None) -> list[tuple[str, str | None]]:
+    """Whether the host bounds an eager pair."""
+    bound = eager.host_bound if eager else None
+    worked = eager.host_us if eager and bound is not None else None
+    return [("host", _us(worked)), ("bound by", {True: "host", False: "GPU", None: None}[bound])]
 
 
 def _wire(pair: Row) -> list[tuple[str, str | None]]:
@@ -309,6 +334,8 @@ def text(rows: Sequence[Row], notes: Sequence[str]) -> str:
     if first.on_cuda:
         lines.append(f"links: {links_line(first.links)}")
     lines.append(f"microseconds, p50 unless said: {BOUNDARY[device]}")
+    if first.on_cuda:
+        lines.append(HOST_OF_CALLS if first.interface else HOST)
     if first.interface:
         lines.append(SAME_WORK)
     if any(row.system == "torch" for row in rows):

@@ -30,6 +30,7 @@ class Rows:
 class System(Protocol):
     name: str
     num_steps: int  # that a call takes
+    waited_s: float  # seconds that the host has waited for the GPU in calls so far
 
     def dispatch(self, tokens: Tokens) -> Rows: ...
 
@@ -82,6 +83,7 @@ class MoeP2p:
     """
 
     name = "moe_p2p"
+    waited_s = 0.0  # calls to be timed do not
 
     def __init__(
         self,

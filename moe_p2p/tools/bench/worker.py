@@ -20,7 +20,7 @@ from moe_p2p import errors
 from moe_p2p.tools import launch
 from moe_p2p.tools.bench import deep_ep, floors
 from moe_p2p.tools.bench.cases import make_job
-from moe_p2p.tools.bench.clocks import Clock, HostTime, make_clock
+from moe_p2p.tools.bench.clocks import Clock, make_clock
 from moe_p2p.tools.bench.contestants import Contestant, Entry, wrong_anywhere
 from moe_p2p.tools.bench.floors import Bounds
 from moe_p2p.tools.bench.gpu_calls import Calls, on_device
@@ -118,7 +118,7 @@ class World:
             progress.set_description(f"{interface} T {tokens}: timing")
             calls = [one.calls for one in found]
             timed = self.clock.measure(calls, watch)
-            hosts = self.clock.host_times(calls) if interface else dict.fromkeys(calls, HostTime())
+            hosts = self.clock.host_times(calls) if interface else {}
             for one in found:
                 one.story.extend(watch.story.get(one.calls, []))
                 if one.system is not None:  # nothing went wrong while the clock ran
@@ -126,11 +126,11 @@ class World:
                     one.story.extend(entry.check(one.system, after, exact=one.package is not None))
                 of_one = [each for each in timed if each.calls is one.calls]
                 rows = self._rows(options, steps, one, of_one, counted=counted.get(one.calls))
-                host = hosts[one.calls]
-                self.rows += [
-                    replace(row, interface=interface, host_us=host.us, host_alone_us=host.alone_us)
-                    for row in rows
-                ]
+                if interface:
+                    host = hosts[one.calls]
+                    more = {"host_us": host.us, "host_alone_us": host.alone_us}
+                    rows = [replace(row, interface=interface, **more) for row in rows]
+                self.rows += rows
             finish(options.device)
             dist.barrier()  # nobody closes what another one still uses
 
@@ -205,6 +205,7 @@ class World:
                     chain=each.chain,
                     flushed=options.flush and each.what in ("dispatch", "combine"),
                     spread=Spread.of(each.spans_us),
+                    host_us=None if each.host_us is None else round(each.host_us, 2),
                     nvlink_bytes=int(mean("nvlink", phase)),
                     nic_bytes=int(mean("nic", phase)),
                     wire_bytes=counted[phase] if counted else None,
