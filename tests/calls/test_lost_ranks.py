@@ -127,6 +127,21 @@ def test_ranks_that_disagree_about_a_call() -> None:
     )
 
 
+@pytest.mark.parametrize("ranks_per_node", [2, 1])
+def test_ranks_that_disagree_about_max_tokens(ranks_per_node: int) -> None:
+    """A handle has no room for more than max_tokens of its own call."""
+
+    def body(rank: Rank) -> None:
+        with make(rank, timeout_s=2.0, ranks_per_node=ranks_per_node) as comm:
+            t = make_tokens(0, rank.rank, 4 if rank.rank else 2)
+            comm.dispatch(t.x, t.topk_idx, max_tokens=t.x.shape[0])
+
+    result = run_threads(2, body, return_errors=True)[0]
+    assert isinstance(result, moe_p2p.ProtocolError)
+    assert "rank 1 sent " in str(result)
+    assert "max_tokens of this rank's call is 2; it must be the same" in str(result)
+
+
 @pytest.mark.parametrize("ranks_per_node", [3, 1])
 def test_a_rank_that_stays_away_from_a_call(ranks_per_node: int) -> None:
     def body(rank: Rank) -> float:

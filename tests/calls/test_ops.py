@@ -326,6 +326,17 @@ def test_fake_kernels_know_the_size_of_handles(num_rows: int, max_tokens: int) -
             assert comm._shape.handle_words(num_rows, max_tokens) == real
 
 
+def test_a_handle_has_room_for_the_slots_of_its_own_call() -> None:
+    config = {"topk": 2, "max_tokens": 512, "chunk_tokens": 128}
+    with make(Rank(0, 1, dist.HashStore()), **config) as comm:
+        words = [ops.handle_words(comm_number(comm), 0, t) for t in (1, 2, 8, 128, 129)]
+    slot = 2 + 2  # a row for each k, and the ranks of the node
+    assert words[1] - words[0] == slot
+    assert words[2] - words[1] == 6 * slot
+    assert words[3] - words[2] == 120 * slot
+    assert words[4] - words[3] == 128 * slot  # chunks are alike
+
+
 # --- errors ---
 
 

@@ -1,7 +1,7 @@
 """The device kernels where there is no GPU: a part of their tests, on an emulated one.
 
 In a process of its own, which believes that it has a driver. All of them run the same way, but for
-those of whole CUDA graphs, which hold kernels of torch as well, of streams and of processes:
+those of graphs that hold kernels of torch as well, of torch's streams and of processes:
 `pytest -p tests.support.emulated_gpu tests/gpu/test_gpu_layouts.py`.
 """
 
@@ -39,6 +39,7 @@ CASES = {
         "test_gpu_left_out.py::test_what_a_lost_rank_leaves_out_is_poisoned",
         "test_gpu_left_out.py::test_sums_with_rows_of_a_lost_rank_are_poisoned",
         "test_gpu_left_out.py::test_too_little_capacity_is_never_exceeded",
+        "test_gpu_left_out.py::test_a_call_beside_another_one_is_poisoned",
         "test_gpu_self_flag.py::test_rows_of_all_ones_arrive[2ranks-2pernode]",
         "test_gpu_self_flag.py::test_scales_of_the_callers_own_may_be_any_words[4ranks-2pernode]",
         "test_gpu_self_flag.py::test_workers_that_are_fewer_than_the_parts_of_a_row[3]",
@@ -57,10 +58,16 @@ CASES = {
             "2ranks-1pernode-sending halves",
         )
     ],
+    "overlap": [  # several kernels of a rank are there at once
+        "test_gpu_overlap.py::test_kernels_of_a_graph_begin_early[2ranks-2pernode]",
+        "test_gpu_overlap.py::test_two_communicators_on_two_streams[2ranks-1pernode]",
+        "test_gpu_overlap.py::test_one_communicator_on_two_streams_in_turns[2ranks-2pernode]",
+    ],
     "in bulk": [
         "test_gpu_bulk.py::test_every_format_is_the_reference_bit_for_bit[3ranks-3pernode]",
         "test_gpu_bulk.py::test_rows_by_rank_are_the_reference_bit_for_bit[2ranks-2pernode]",
         "test_gpu_bulk.py::test_rows_of_seven_thousand_values[2ranks-2pernode]",
+        "test_gpu_bulk.py::test_a_worker_waits_for_room_for_flags[2ranks-2pernode]",
         "test_gpu_bulk.py::test_rows_that_need_no_sum_between_sums[4ranks-4pernode]",
         "test_gpu_bulk.py::test_sums_of_negative_zeros_are_zeros[2ranks-2pernode]",
         "test_gpu_bulk.py::test_no_number_comes_of_what_is_none[2ranks-2pernode]",
@@ -133,6 +140,14 @@ def test_kernels_on_an_emulated_gpu(which: str) -> None:
 def test_a_fault_of_a_kernel_is_caught(fault: str | tuple[str, str]) -> None:
     name = fault if isinstance(fault, str) else kernel_mutations.site_of(*fault).name
     assert kernel_mutations.caught(name, kernel_mutations.cases_of(name))
+
+
+@pytest.mark.timeout(DEADLINE_S + 10)
+@needs_an_emulated_gpu
+def test_streams_that_do_not_wait_for_each_other_are_caught() -> None:
+    case = "test_gpu_overlap.py::test_one_communicator_on_two_streams_in_turns[2ranks-2pernode]"
+    story = kernel_mutations.caught("", [case], MOE_P2P_EMULATED_WITHOUT_EVENTS="1")
+    assert re.search("emulated GPU|another call of this communicator was running", story), story
 
 
 def test_every_mutation_of_kernels_has_a_case() -> None:

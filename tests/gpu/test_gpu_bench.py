@@ -1,4 +1,4 @@
-"""`python -m moe_p2p bench` on GPUs: the check on one that ranks share, figures where each has one."""
+"""`bench` on GPUs: the check on one that ranks share, figures where each has its own."""
 
 from __future__ import annotations
 

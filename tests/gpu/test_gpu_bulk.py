@@ -73,8 +73,19 @@ def test_rows_by_rank_are_the_reference_bit_for_bit(world: World) -> None:
 @pytest.mark.parametrize("world", worlds((2, 2), (4, 4)))
 def test_rows_of_seven_thousand_values(world: World) -> None:
     wide = {"hidden_dim": 7168, "layout": "grouped", "dtype": torch.bfloat16}
-    wanted = [call(world, step, **wide, quantize=step % 2 == 1) for step in range(4)]
+    wanted = [call(world, step // 2 * 2, **wide, quantize=step % 2 == 1) for step in range(4)]
+    assert all(t.x.shape[0] for w in wanted for t in w.tokens[:2])
     run(world, steps, wanted, WIDE)
+
+
+MANY = {"max_tokens": 128, "num_sms": 2}  # for each worker more than Progress::kItems
+
+
+@pytest.mark.parametrize("world", worlds((2, 2)))
+def test_a_worker_waits_for_room_for_flags(world: World) -> None:
+    many: dict[str, Any] = {"max_tokens": MANY["max_tokens"], "counts": [MANY["max_tokens"]] * 2}
+    wanted = [call(world, 0, **many), call(world, 1, quantize=True, layout="grouped", **many)]
+    run(world, steps, wanted, MANY)
 
 
 def with_weights_of_one(t: Tokens, rank: int) -> Tokens:

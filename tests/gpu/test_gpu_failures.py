@@ -199,6 +199,11 @@ def other_layout(arguments: dict[str, Any]) -> None:
     arguments["layout"] = "padded" if arguments["layout"] == "by_rank" else "by_rank"
 
 
+def a_smaller_call(arguments: dict[str, Any]) -> None:
+    arguments |= {name: arguments[name][:2] for name in ("x", "topk_idx")}
+    arguments["max_tokens"] = 2
+
+
 BAD: dict[str, tuple[Callable[[dict[str, Any]], None], type[Exception], str]] = {
     "expert too large": (bad_expert, moe_p2p.InvalidArgumentError, "expert 4000"),
     "expert too small": (negative_expert, moe_p2p.InvalidArgumentError, "expert -7"),
@@ -212,6 +217,11 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], None], type[Exception], str]] = 
     "capacity too small": (little_capacity, moe_p2p.ResourceExhaustedError, "capacity is 1"),
     "another type": (other_type, moe_p2p.ProtocolError, "all ranks must make the same calls"),
     "another layout": (other_layout, moe_p2p.ProtocolError, "all ranks must make the same calls"),
+    "another max_tokens": (  # its handle has no room for what the others send
+        a_smaller_call,
+        moe_p2p.ProtocolError,
+        "tokens, max_tokens of this rank's call is 2; it must be the same on all ranks",
+    ),
 }
 
 

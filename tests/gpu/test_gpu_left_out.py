@@ -122,6 +122,36 @@ LOST_FORMATS: dict[str, dict[str, Any]] = {
 }
 
 
+def beside_another(rank: Rank, world: World, wanted: Wanted) -> None:
+    with make(rank, world, timeout_s=SOON_S) as comm:
+        prepare(rank, comm, [wanted])
+        run_step(comm, wanted)
+        assert comm._device is not None
+        state = comm._device._state  # kernels/abi/params.h, DeviceState
+        # As another kernel leaves it, all blocks of which have begun, and which has not ended. All
+        # but its first block find this before they can hear of the fault.
+        state[0] += 65536  # launches: kLaunch more
+        state[1:3] = state[1:3].max()  # the step behind its own
+        with unasked(comm):
+            got = comm.dispatch(**dispatch_arguments(comm, wanted))
+            settle(comm)
+            assert_nothing_known(got)
+            assert combined(comm, got, wanted).isnan().all()
+        assert comm.broken == ""
+        # begun: 1 more; not aborted, as the combine of what is no handle has left it.
+        state[3] += (1 << 32) - (state[3] & 1)
+        comm.dispatch(**dispatch_arguments(comm, wanted))
+        settle(comm)
+        assert_raises_it_all(comm, "began while another call of this communicator was running")
+        assert_device_usable()
+
+
+@pytest.mark.parametrize("form", ["padded", "by_rank"])
+def test_a_call_beside_another_one_is_poisoned(form: str) -> None:
+    world = World(1, 1)
+    run(world, beside_another, call(world, 0, **LOST_FORMATS[form]))
+
+
 @pytest.mark.parametrize("form", LOST_FORMATS)
 @pytest.mark.parametrize("world", worlds((2, 2), (2, 1)))
 def test_what_a_lost_rank_leaves_out_is_poisoned(world: World, form: str) -> None:

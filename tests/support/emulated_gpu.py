@@ -15,11 +15,13 @@ import functools
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -54,13 +56,17 @@ _meeting = threading.Condition()
 _regions: dict[tuple[str, int], int] = {}  # address by (key of the node, local rank)
 
 
+def _compiler() -> list[str]:
+    return shlex.split(os.environ.get("CXX", "g++"))
+
+
 def why_not() -> str:
     """Why it cannot run here; empty when it can."""
     if torch.cuda.is_available():
         return "there is a GPU, which runs the kernels itself"
     if platform.machine() != "x86_64":
         return "the emulated GPU runs on x86-64 only"
-    compiler = os.environ.get("CXX", "g++")
+    compiler = _compiler()[0]
     return "" if shutil.which(compiler) else f"no C++ compiler: {compiler} is not installed"
 
 
@@ -89,7 +95,7 @@ def build(source: str, *arguments: str, extra: tuple[str, ...] = ()) -> Path:
 
 
 def _run_compiler(*arguments: str) -> None:
-    command = [os.environ.get("CXX", "g++"), *FLAGS, *arguments]
+    command = [*_compiler(), *FLAGS, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -154,6 +160,27 @@ class Graph:
 
     def _run(self, first: int, last: int) -> None:
         self._driver.moe_p2p_replay(self._graph, ctypes.c_size_t(first), ctypes.c_size_t(last))
+
+
+class Stream:
+    """In place of a torch.cuda.Stream: a thread, so that kernels of several are there together."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1)
+        self._last: Future[Any] | None = None
+
+    def run(self, step: Callable[[], object]) -> Future[Any]:
+        """Behind all that it was given before. An event, too."""
+        self._last = self._thread.submit(step)
+        return self._last
+
+    def wait_event(self, event: Future[Any]) -> None:
+        if "MOE_P2P_EMULATED_WITHOUT_EVENTS" not in os.environ:  # a fault, for a test of the tests
+            self._thread.submit(event.result)
+
+    def synchronize(self) -> None:
+        if self._last is not None:
+            self._last.result()
 
 
 _capturing = threading.local()
@@ -229,11 +256,16 @@ class EmulatedDevice(DeviceSide):
             peers = _meet(partners.key, partners.node, partners.num_nodes, own, deadline)
         machine()
         self._use(config, world_size, plan["device_state"], torch.device("cpu"), addresses, peers)
+        self._share_with_host(self._fault.data_ptr(), self._fault.nbytes)
+
+    def _share_with_host(self, address: int, size: int) -> None:
+        _machine().moe_p2p_host_memory(ctypes.c_void_p(address), ctypes.c_size_t(size))
+        self._undo.callback(_machine().moe_p2p_no_host_memory, ctypes.c_void_p(address))
 
     def use_signals(self) -> None:
         *hosts, size = call(_ops.all_to_all_signals.default, self._comm)
         for host in hosts:
-            _machine().moe_p2p_host_memory(ctypes.c_void_p(host), ctypes.c_size_t(size))
+            self._share_with_host(host, size)
         call(_ops.all_to_all_use_signals.default, self._comm, hosts)
 
     def _load(self, kernel: Kernel) -> list[int]:
