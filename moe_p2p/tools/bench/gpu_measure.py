@@ -39,24 +39,15 @@ class Watch(Protocol):
         """After the last round. again: runs once more what was timed. Collective."""
 
 
-class NoWatch:
-    def change(self) -> None:
-        pass
-
-    def look(self, calls: Calls, what: str, again: Run) -> None:
-        pass
-
-
 def measure(
     systems: Sequence[Calls],
     align: Align,
     *,
     seconds: float,
     flushed: Tensor | None,
-    watch: Watch | None = None,
+    watch: Watch,
 ) -> list[Timed]:
     """Graphs come last, so that a capture that fails does not spoil the other figures."""
-    watch = watch or NoWatch()
     pairs = {c: c.pair for c in systems}
     timed = _chained("pair", pairs, align, watch, seconds=seconds, replayed=False)
     for parts in (

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -127,9 +128,9 @@ class World:
                 of_one = [each for each in timed if each.calls is one.calls]
                 rows = self._rows(options, steps, one, of_one, counted=counted.get(one.calls))
                 if interface:
-                    host = hosts[one.calls]
-                    more = {"host_us": host.us, "host_alone_us": host.alone_us}
-                    rows = [replace(row, interface=interface, **more) for row in rows]
+                    us, alone_us = hosts[one.calls]
+                    through: dict[str, Any] = {"host_us": us, "host_alone_us": alone_us}
+                    rows = [replace(row, interface=interface, **through) for row in rows]
                 self.rows += rows
             finish(options.device)
             dist.barrier()  # nobody closes what another one still uses
