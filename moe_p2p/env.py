@@ -84,7 +84,7 @@ def rank() -> int:
 
 def launched() -> bool:
     """Whether torchrun, or another launcher that speaks like it, has started this process."""
-    return {"RANK", "WORLD_SIZE"} <= os.environ.keys()
+    return {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= os.environ.keys()
 
 
 def world_size() -> int:

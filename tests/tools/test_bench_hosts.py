@@ -110,7 +110,8 @@ def test_ranks_of_torchrun_on_one_host_are_the_ranks_of_the_bench(tmp_path: Path
 
 
 def launched(monkeypatch: pytest.MonkeyPatch, *, ranks: int, local: int) -> None:
-    for name, value in {"RANK": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": local}.items():
+    names = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": local}
+    for name, value in names.items():
         monkeypatch.setenv(name, str(value))
 
 

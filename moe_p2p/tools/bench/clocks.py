@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,18 +35,7 @@ class HostTime(NamedTuple):
     alone_us: float | None = None  # of one when the ranks have met: caches are cold, the CPU slept
 
 
-class Clock(Protocol):
-    links: Links
-
-    def measure(self, systems: Sequence[Calls], watch: Watch) -> list[Timed]: ...
-
-    def host_times(self, systems: Sequence[Calls]) -> dict[Calls, HostTime]: ...
-
-    def close(self) -> None:
-        """Not after a failure: it waits for the others."""
-
-
-def make_clock(options: Options) -> Clock:
+def make_clock(options: Options) -> CpuClock | GpuClock:
     return GpuClock(options) if options.device == "cuda" else CpuClock(options)
 
 
@@ -113,6 +102,7 @@ class GpuClock:
         return host_times(systems)
 
     def close(self) -> None:
+        """Not after a failure: it waits for the others."""
         if self._hosts is not None:
             self._hosts.close()
         self._probe.close()

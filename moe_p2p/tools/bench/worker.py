@@ -21,7 +21,7 @@ from moe_p2p import errors
 from moe_p2p.tools import launch
 from moe_p2p.tools.bench import deep_ep, floors
 from moe_p2p.tools.bench.cases import make_job
-from moe_p2p.tools.bench.clocks import Clock, make_clock
+from moe_p2p.tools.bench.clocks import CpuClock, GpuClock, make_clock
 from moe_p2p.tools.bench.contestants import Contestant, Entry, wrong_anywhere
 from moe_p2p.tools.bench.floors import Bounds
 from moe_p2p.tools.bench.gpu_calls import Calls, on_device
@@ -74,7 +74,7 @@ def _cases(options: Options) -> Iterator[tuple[str, int]]:
 class World:
     """What the measurements of a run have in common. rows and notes are its results."""
 
-    def __init__(self, options: Options, rank: int, clock: Clock) -> None:
+    def __init__(self, options: Options, rank: int, clock: CpuClock | GpuClock) -> None:
         self.options, self.rank, self.clock = options, rank, clock
         self.job = make_job(options)
         on_cuda = options.device == "cuda"
