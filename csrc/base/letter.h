@@ -1,6 +1,6 @@
 // The letter of this build: the version of the memory layout and of the handshakes that ranks must
-// have in common (csrc/letter.py). First in every message of set-up, behind the message's own tag, so that a
-// mix of versions is refused by name before anything of it is used.
+// have in common (csrc/letter.py). First in every message of set-up, behind the message's own tag,
+// so that a mix of versions is refused by name before anything of it is used.
 #pragma once
 
 #include <cstdint>

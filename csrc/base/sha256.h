@@ -1,6 +1,7 @@
-// SHA-256 (FIPS 180-4) and HMAC-SHA256 (RFC 2104), for the proof that a peer knows a secret. Written here
-// because the package loads on machines without any library that has them, and OpenSSL's name and version
-// differ between those that do. Control path: some 100 MB/s, no hardware instructions.
+// SHA-256 (FIPS 180-4) and HMAC-SHA256 (RFC 2104), for the proof that a peer knows a secret.
+// Written here because the package loads on machines without any library that has them, and
+// OpenSSL's name and version differ between those that do. Control path: some 100 MB/s, no hardware
+// instructions.
 #pragma once
 
 #include <array>

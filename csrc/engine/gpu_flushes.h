@@ -1,7 +1,8 @@
-// Makes what NICs wrote into GPU memory visible to all who read it there. A NIC's completion says that
-// the payload is on its way into the GPU, and how far the GPU orders such writes differs
+// Makes what NICs wrote into GPU memory visible to all who read it there. A NIC's completion says
+// that the payload is on its way into the GPU, and how far the GPU orders such writes differs
 // (platform/gpu_writes.h); so the Poller flushes after it took immediates from a NIC and before it
-// counts the first. Once for all providers whose writes a device carries out (Domain::needs_gpu_flush).
+// counts the first. Once for all providers whose writes a device carries out
+// (Domain::needs_gpu_flush).
 #pragma once
 
 #include <atomic>
@@ -17,8 +18,9 @@ namespace moe_p2p::engine {
 
 class GpuFlushes {
  public:
-  // Any thread. From now on flush() includes the GPU of `memory`, where its order does not suffice for
-  // those who read it. Throws Error{kUnavailable} when the GPU orders too little and cannot flush.
+  // Any thread. From now on flush() includes the GPU of `memory`, where its order does not suffice
+  // for those who read it. Throws Error{kUnavailable} when the GPU orders too little and cannot
+  // flush.
   void include(const provider::MemorySpan& memory);
   // A flush has failed: immediates that came with it are not counted, nor are later ones.
   bool failed() const noexcept { return error_.load(std::memory_order_relaxed) != 0; }

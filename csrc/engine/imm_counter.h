@@ -1,8 +1,9 @@
 // Counting immediates. 32 bits are what every NIC carries:
 //   keyed      1 | communicator 9 | phase 2 | step slot 4 | part 2 | is last 1 | source 13    (MoE)
 //   free form  0 | user value 31                                    (KV, weights, users)
-// A counter grows until its value is given back. Keyed immediates go to the sink of their communicator; one for a
-// communicator that is not here (an older epoch) is counted as discarded and dropped.
+// A counter grows until its value is given back. Keyed immediates go to the sink of their
+// communicator; one for a communicator that is not here (an older epoch) is counted as discarded
+// and dropped.
 #pragma once
 
 #include <array>
@@ -54,13 +55,14 @@ class ImmSink {
 
 class ImmTable {
  public:
-  // Values that are counted at a time. Too small: users who number transfers must wait for others to
-  // be given back. Immediates of further values are discarded.
+  // Values that are counted at a time. Too small: users who number transfers must wait for others
+  // to be given back. Immediates of further values are discarded.
   static constexpr uint32_t kMaxFreeForm = 4096;
 
   ImmTable();
 
-  // Polling thread. A free-form value gets its counter at first sight, whether somebody waits or not.
+  // Polling thread. A free-form value gets its counter at first sight, whether somebody waits or
+  // not.
   void deliver(uint32_t imm) noexcept;
   void set_sink(uint32_t communicator, ImmSink* sink) noexcept;  // null removes it
 

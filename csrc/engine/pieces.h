@@ -28,9 +28,9 @@ struct CutContext {
 };
 
 // Fills `out` with the next pieces and moves the cursor past them, in_flight included. Returns how
-// many; cursor.state says why it stopped. An empty `out` asks whether there is anything to send. Several pieces of one item with an immediate: the last,
-// which carries it, is held back until cursor.in_flight is 0 again, because only then does the
-// immediate say that the item is complete.
+// many; cursor.state says why it stopped. An empty `out` asks whether there is anything to send.
+// Several pieces of one item with an immediate: the last, which carries it, is held back until
+// cursor.in_flight is 0 again, because only then does the immediate say that the item is complete.
 size_t cut(const Operation& operation, const CutContext& context, RailCursor& cursor,
            std::span<provider::WorkRequest> out) noexcept;
 

@@ -33,7 +33,8 @@ class Poller {
   // their outstanding writes have completed.
   void revoke(const Peer& peer, base::Status status) noexcept;
   void revoke(const MemoryHandle& source, base::Status status) noexcept;
-  // Finishes every active and every mailed Request. The NICs are closed: nothing completes any more.
+  // Finishes every active and every mailed Request. The NICs are closed: nothing completes any
+  // more.
   void close(base::Status status) noexcept;
   bool idle() const noexcept;
 

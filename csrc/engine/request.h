@@ -85,8 +85,9 @@ struct Scatter {
 
 using Operation = std::variant<Imm, Write, WritePages, Scatter>;
 
-// How far one NIC has come with one Request. An item is what travels on one NIC as a whole (a shard,
-// a page, a slice); it is cut into several writes only where the NIC limits the size of a write.
+// How far one NIC has come with one Request. An item is what travels on one NIC as a whole (a
+// shard, a page, a slice); it is cut into several writes only where the NIC limits the size of a
+// write.
 struct RailCursor {
   enum class State : uint8_t {
     kMore,       // has writes to post
@@ -121,8 +122,8 @@ class Request : private MailboxNode {
   friend class Poller;
   friend class NicQueue;
 
-  // kFinishing exists because a Request may be destroyed as soon as it is done: waiters are notified
-  // before kDone, which is the last that the polling thread writes.
+  // kFinishing exists because a Request may be destroyed as soon as it is done: waiters are
+  // notified before kDone, which is the last that the polling thread writes.
   enum class Phase : uint32_t { kIdle, kActive, kFinishing, kDone };
 
   // One per NIC: the cursor, and the links of that NIC's queue.

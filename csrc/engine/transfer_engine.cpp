@@ -103,8 +103,8 @@ TransferEngine::TransferEngine(const EngineOptions& options)
 TransferEngine::TransferEngine(const EngineOptions& options, const DomainFactory& factory)
     : state_(std::make_unique<State>(options, factory)) {}
 
-// The NICs first: once they are closed nobody reads the memory of unfinished Requests any more. In a
-// forked child all of it is the parent's, and is left as it is.
+// The NICs first: once they are closed nobody reads the memory of unfinished Requests any more. In
+// a forked child all of it is the parent's, and is left as it is.
 TransferEngine::~TransferEngine() {
   if (state_->waker_memory.inherited()) {
     (void)state_.release();

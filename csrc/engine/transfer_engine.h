@@ -69,13 +69,13 @@ class TransferEngine {
   // still in use, before anything is sent.
   void submit(Request& request);
   // Runs closure on the polling thread, in order with submissions, and waits for it; rethrows what
-  // it throws. Throws Error{kTimeout} when it had not begun by the deadline; it never runs then. The
-  // closure must not block. At once when the caller is the polling thread.
+  // it throws. Throws Error{kTimeout} when it had not begun by the deadline; it never runs then.
+  // The closure must not block. At once when the caller is the polling thread.
   void run_on_poller(const Closure& closure, platform::Deadline deadline);
   ImmTable& imm_table() noexcept;
   std::vector<NicCounters> counters() const;
-  // Immediates are kept back since a GPU could not flush what NICs wrote: who waits for one waits in
-  // vain. The text says why; empty while it is false.
+  // Immediates are kept back since a GPU could not flush what NICs wrote: who waits for one waits
+  // in vain. The text says why; empty while it is false.
   bool gpu_flush_failed() const noexcept;
   std::string gpu_flush_failure() const;
   // "; first failure of the NICs: ..." for the end of an error's text; empty while there is none.

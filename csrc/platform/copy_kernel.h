@@ -1,7 +1,7 @@
-// Copies by a kernel (kernels/copy.cu) that stays on its device as long as it has something to do, so
-// that none of them needs the driver. It leaves when nothing comes for a while, because whoever waits
-// for the device waits for it too, and only what it was given while it was there does it carry: it may
-// find no room on a device that others fill. CopyQueue does the rest.
+// Copies by a kernel (kernels/copy.cu) that stays on its device as long as it has something to do,
+// so that none of them needs the driver. It leaves when nothing comes for a while, because whoever
+// waits for the device waits for it too, and only what it was given while it was there does it
+// carry: it may find no room on a device that others fill. CopyQueue does the rest.
 #pragma once
 
 #include <atomic>

@@ -1,5 +1,6 @@
-// Whose GPU the driver's calls of a thread mean. CUDA's runtime makes a context current by itself, the
-// driver does not: a thread of torch's that has run nothing of torch's yet has none, or another device's.
+// Whose GPU the driver's calls of a thread mean. CUDA's runtime makes a context current by itself,
+// the driver does not: a thread of torch's that has run nothing of torch's yet has none, or another
+// device's.
 #pragma once
 
 #include "platform/cuda_driver.h"

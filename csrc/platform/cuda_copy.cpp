@@ -16,8 +16,8 @@ namespace {
 constexpr int kRelaxedCapture = 2;  // as in cuda.h
 
 constexpr auto kCloseTimeout = std::chrono::seconds(10);
-// Longer copies take the engines less time than the kernel, whose multiprocessor is one of many. Too
-// large: they hold up what they would have to overlap with.
+// Longer copies take the engines less time than the kernel, whose multiprocessor is one of many.
+// Too large: they hold up what they would have to overlap with.
 constexpr uint64_t kMostByKernel = 128 << 10;
 // How often the driver is asked whether a device that copies by kernel has failed.
 constexpr uint32_t kLooksUntilQuery = 4096;

@@ -1,9 +1,11 @@
-// Copies within GPU memory by the copy engines, for a thread that polls: a stream of its own, and an
-// event behind each copy. Also between a GPU and host memory, which need not be pinned. The loopback NIC writes with it to memory of its peers that is mapped here.
-// Made and drained on the control path; copy() and poll() belong to one thread, which never waits.
+// Copies within GPU memory by the copy engines, for a thread that polls: a stream of its own, and
+// an event behind each copy. Also between a GPU and host memory, which need not be pinned. The
+// loopback NIC writes with it to memory of its peers that is mapped here. Made and drained on the
+// control path; copy() and poll() belong to one thread, which never waits.
 //
-// A copy kernel carries them instead while it is on the device: two calls of the driver for a copy and
-// more until it is done are most of what a short one takes. What it leaves behind the engines do.
+// A copy kernel carries them instead while it is on the device: two calls of the driver for a copy
+// and more until it is done are most of what a short one takes. What it leaves behind the engines
+// do.
 //
 // The polling thread's current context becomes that of the device, and its stream capture mode
 // relaxed: in any other mode an event query may break the capture of a CUDA graph elsewhere.
@@ -40,8 +42,8 @@ class CopyQueue {
   int device() const noexcept { return device_; }
 
   // --- any thread ---
-  // Returns true once every copy begun before the call has ended, false when the deadline was first.
-  // A device that has failed copies no more.
+  // Returns true once every copy begun before the call has ended, false when the deadline was
+  // first. A device that has failed copies no more.
   bool drain(Deadline deadline) noexcept;
 
   // --- polling thread ---
@@ -88,8 +90,8 @@ class CopyQueue {
   std::vector<Copy> copies_;            // [kCapacity], number i: copies_[i % kCapacity]
   std::mutex drain_mutex_;              // guards drain_event_
   void* drain_event_ = nullptr;
-  // The kernel's copies that it has done or the engines have taken over: so many, or num_done() of it.
-  // Stored behind the engines' calls, release; acquire by drain().
+  // The kernel's copies that it has done or the engines have taken over: so many, or num_done() of
+  // it. Stored behind the engines' calls, release; acquire by drain().
   std::atomic<uint64_t> num_taken_over_{0};
 
   // Polling thread only.

@@ -1,6 +1,7 @@
-// The CUDA driver's functions that csrc calls, opened with dlopen: the package builds and runs without
-// CUDA. Only what the data path needs; memory and kernels are made by moe_p2p/gpu/memory.py and
-// moe_p2p/gpu/jit.py. Whoever needs another function adds a line here and one in cuda_driver.cpp.
+// The CUDA driver's functions that csrc calls, opened with dlopen: the package builds and runs
+// without CUDA. Only what the data path needs; memory and kernels are made by moe_p2p/gpu/memory.py
+// and moe_p2p/gpu/jit.py. Whoever needs another function adds a line here and one in
+// cuda_driver.cpp.
 #pragma once
 
 #include <cstddef>

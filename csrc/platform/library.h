@@ -1,5 +1,5 @@
-// A shared library opened while the package runs, because it builds and loads on machines without it:
-// the CUDA driver, libibverbs, libfabric. Whoever opens one makes a table of its functions.
+// A shared library opened while the package runs, because it builds and loads on machines without
+// it: the CUDA driver, libibverbs, libfabric. Whoever opens one makes a table of its functions.
 // Set-up only. Never closed: the drivers inside keep threads, fork and exit handlers.
 #pragma once
 

@@ -6,7 +6,8 @@
 //                others judge whether this process lives
 //   at_fork      runs in each child, before fork() returns there
 //
-// Descriptors must be close-on-exec as well: children made by vfork() or posix_spawn() skip all this.
+// Descriptors must be close-on-exec as well: children made by vfork() or posix_spawn() skip all
+// this.
 #pragma once
 
 #include <atomic>
@@ -15,8 +16,8 @@
 
 namespace moe_p2p::platform {
 
-// How many forks lie between this process and the one that loaded this code. Written in a child while
-// it has one thread; relaxed everywhere, it orders nothing.
+// How many forks lie between this process and the one that loaded this code. Written in a child
+// while it has one thread; relaxed everywhere, it orders nothing.
 inline std::atomic<uint32_t> num_forks{0};
 
 class Birthplace {

@@ -5,8 +5,8 @@
 // A child forked from the owner keeps the mapping until the object is destroyed there, and nothing
 // else: not the lock, not the right to remove the name.
 //
-// What a killed process left in /dev/shm is removed by the next process that creates an object, once
-// per process: names that begin with kNamePrefix and whose lock nobody holds.
+// What a killed process left in /dev/shm is removed by the next process that creates an object,
+// once per process: names that begin with kNamePrefix and whose lock nobody holds.
 #pragma once
 
 #include <cstddef>

@@ -1,13 +1,13 @@
-// Launches that must run one after the other, whatever streams they are on. A launch waits for an event
-// of the one before it where that was on another stream; on one stream they are in order anyway, and
-// nothing is recorded.
+// Launches that must run one after the other, whatever streams they are on. A launch waits for an
+// event of the one before it where that was on another stream; on one stream they are in order
+// anyway, and nothing is recorded.
 //
-// The event is recorded on the stream of the launch before, when that is known to live: torch destroys
-// none of its own. On any other stream it is recorded right behind each launch, because the handle may be
-// gone, or name a new stream, when the next one comes.
+// The event is recorded on the stream of the launch before, when that is known to live: torch
+// destroys none of its own. On any other stream it is recorded right behind each launch, because
+// the handle may be gone, or name a new stream, when the next one comes.
 //
-// Launches of one capture are put in order within it. Between a capture and anything else there is no
-// order to make: a graph runs when, and where, its owner replays it.
+// Launches of one capture are put in order within it. Between a capture and anything else there is
+// no order to make: a graph runs when, and where, its owner replays it.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +27,8 @@ uint64_t capture_of(const Stream& stream);
 
 class StreamOrder {
  public:
-  // takes_all: launches may take all multiprocessors of the GPU, so a stream of a green context is refused.
+  // takes_all: launches may take all multiprocessors of the GPU, so a stream of a green context is
+  // refused.
   StreamOrder(const PrimaryContext& context, bool takes_all);
   ~StreamOrder();
   StreamOrder(const StreamOrder&) = delete;
@@ -46,8 +47,8 @@ class StreamOrder {
 
   const PrimaryContext& context_;
   const bool takes_all_;
-  // Of launches that run, and of the last capture. Each its own: a stream that is not captured must not
-  // wait for an event of a capture.
+  // Of launches that run, and of the last capture. Each its own: a stream that is not captured must
+  // not wait for an event of a capture.
   void *event_ = nullptr, *captured_event_ = nullptr;
   std::optional<Stream> last_, last_captured_;
   uint64_t capture_ = 0;  // that of last_captured_

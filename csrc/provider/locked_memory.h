@@ -5,8 +5,8 @@
 
 namespace moe_p2p::provider {
 
-// "; this process may lock 64 KiB of memory only (ulimit -l): raise it to unlimited", or nothing where the
-// error is of another kind or there is no limit. Takes an errno.
+// "; this process may lock 64 KiB of memory only (ulimit -l): raise it to unlimited", or nothing
+// where the error is of another kind or there is no limit. Takes an errno.
 std::string locked_memory_hint(int error);
 
 }  // namespace moe_p2p::provider

@@ -31,13 +31,14 @@ struct MemorySpan {
   uint64_t bytes = 0;
   MemoryKind kind = MemoryKind::kHost;
   int32_t device = -1;  // CUDA ordinal for kCuda
-  // kCuda: other GPUs of the host read it too. False saves a flush per batch of immediates where the
-  // GPU orders writes for itself alone.
+  // kCuda: other GPUs of the host read it too. False saves a flush per batch of immediates where
+  // the GPU orders writes for itself alone.
   bool read_by_neighbours = true;
 };
 
 // What registration of one span at one Domain yields. `remote_addr` is what a peer must name as the
-// address of the first byte (the virtual address, or 0 where the NIC counts from the region's start).
+// address of the first byte (the virtual address, or 0 where the NIC counts from the region's
+// start).
 struct MemoryKey {
   uint64_t local_key = 0;
   uint64_t remote_key = 0;
@@ -90,8 +91,8 @@ class Domain {
   // --- control ---
   virtual const char* provider_name() const noexcept = 0;
   virtual DomainLimits limits() const noexcept = 0;
-  // True when a device writes GPU memory here, not a GPU: its completions come before its writes are
-  // ordered for all.
+  // True when a device writes GPU memory here, not a GPU: its completions come before its writes
+  // are ordered for all.
   virtual bool needs_gpu_flush() const noexcept { return true; }
   // What a peer passes to connect(). Valid as long as the Domain lives.
   virtual base::Bytes address() const = 0;
@@ -111,8 +112,8 @@ class Domain {
   // What failed first at this NIC, in words for whoever has to mend it: device, peer, write, likely
   // cause. Empty while nothing has.
   virtual std::string failure() const { return {}; }
-  // Connections of strangers that this NIC has refused: of those who did not prove that they know its
-  // secret. 0 where nothing listens, and where a library listens on its own.
+  // Connections of strangers that this NIC has refused: of those who did not prove that they know
+  // its secret. 0 where nothing listens, and where a library listens on its own.
   virtual uint64_t num_refused() const noexcept { return 0; }
 
   // --- data ---

@@ -266,9 +266,10 @@ struct Library {
   uint32_t (*version)();
 };
 
-// Opens `file`, or, when it is empty, the machine's own library or the one of AWS's installer, for EFA the
-// latter first: distributions carry releases without EFA's RDMA writes. One library serves the process:
-// another file later is an Error{kInvalidArgument}. Throws Error{kUnavailable} that says how to get it.
+// Opens `file`, or, when it is empty, the machine's own library or the one of AWS's installer, for
+// EFA the latter first: distributions carry releases without EFA's RDMA writes. One library serves
+// the process: another file later is an Error{kInvalidArgument}. Throws Error{kUnavailable} that
+// says how to get it.
 void open_library(const std::string& file, bool for_efa);
 // The one that is open; opens the machine's own when none is.
 const Library& library();

@@ -3,9 +3,9 @@
 // kind per Domain; peers are entries of its address vector, nobody shakes hands. Settings:
 // config.h.
 //
-// libfabric is opened without locks for endpoint and completion queue; the gate lets one control call
-// or the polling thread in. Memory is registered beside them where there is a NIC, so that it stops no
-// traffic. Progress is manual: a target that is not polled receives nothing, and no
+// libfabric is opened without locks for endpoint and completion queue; the gate lets one control
+// call or the polling thread in. Memory is registered beside them where there is a NIC, so that it
+// stops no traffic. Progress is manual: a target that is not polled receives nothing, and no
 // provider wakes anybody, so a Domain that was given a waker is never idle.
 //
 // tcp, net and shm differ from a NIC in what follows a refused write: the whole connection goes
@@ -50,8 +50,8 @@ class LibfabricDomain final : public Domain {
   bool idle() const noexcept override;
 
  private:
-  // Polls on behalf of a control call until ready() or the deadline, in turns with the polling thread;
-  // what completes is kept for poll().
+  // Polls on behalf of a control call until ready() or the deadline, in turns with the polling
+  // thread; what completes is kept for poll().
   template <typename Ready>
   bool poll_until(platform::Deadline deadline, Ready&& ready);
   size_t take_ready(std::span<Completion> completions) noexcept;

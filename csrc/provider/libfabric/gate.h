@@ -1,9 +1,9 @@
-// Keeps control calls and the polling thread out of libfabric at the same time: domains are opened with
-// FI_THREAD_DOMAIN, or, where there is a NIC, FI_THREAD_COMPLETION, which have no locks for endpoint and
-// completion queue inside and leave that to the caller. Under the latter memory may be registered and
-// given back without the gate: that takes seconds for tens of GB. The polling
-// thread never waits here: it finds the gate taken, reports that nothing happened, and comes again.
-// A control call announces itself first, or a thread that polls without a pause would never let it
+// Keeps control calls and the polling thread out of libfabric at the same time: domains are opened
+// with FI_THREAD_DOMAIN, or, where there is a NIC, FI_THREAD_COMPLETION, which have no locks for
+// endpoint and completion queue inside and leave that to the caller. Under the latter memory may be
+// registered and given back without the gate: that takes seconds for tens of GB. The polling thread
+// never waits here: it finds the gate taken, reports that nothing happened, and comes again. A
+// control call announces itself first, or a thread that polls without a pause would never let it
 // in.
 #pragma once
 

@@ -62,9 +62,10 @@ Owned<MemoryRegion> Regions::open(const MemorySpan& span) {
     if (exported) {
       const Dmabuf dmabuf = description_of(exported, span.bytes);
       attr.memory = &dmabuf;
-      // A dma-buf that is said to be the host's: EFA registers it without looking at CUDA and posts it
-      // without calls of CUDA, its needs_sync stays false (efa_mr.c of libfabric 1.22: lines 195, 521,
-      // 959; of 2.5.1: 212, 629, 1152). A write by the device is all that touches the memory.
+      // A dma-buf that is said to be the host's: EFA registers it without looking at CUDA and posts
+      // it without calls of CUDA, its needs_sync stays false (efa_mr.c of libfabric 1.22: lines
+      // 195, 521, 959; of 2.5.1: 212, 629, 1152). A write by the device is all that touches the
+      // memory.
       attr.iface = session_.gpu_memory == kHmem ? kHmemCuda : kHmemSystem;
       attr.device = attr.iface == kHmemCuda ? static_cast<uint32_t>(span.device) : 0;
       error = reg(kMrDmabuf);

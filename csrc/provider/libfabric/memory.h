@@ -1,5 +1,6 @@
 // Registered memory of one NIC. Changed by control calls, looked at by the polling thread; the gate
-// of the Domain keeps them apart. open(), which takes long, stays outside where libfabric allows that.
+// of the Domain keeps them apart. open(), which takes long, stays outside where libfabric allows
+// that.
 #pragma once
 
 #include <memory>

@@ -84,8 +84,9 @@ void Peers::disconnect(PeerId id) {
   peer.connected = false;
   const auto entry = entries_.find(peer.address.name);
   if (--entry->second.num_peers != 0) return;
-  // shm takes a peer's memory out of the process at once, and then looks there for what is still under
-  // way in either direction (libfabric 1.17, smr_progress.c). A name that comes again finds its entry.
+  // shm takes a peer's memory out of the process at once, and then looks there for what is still
+  // under way in either direction (libfabric 1.17, smr_progress.c). A name that comes again finds
+  // its entry.
   if (std::string_view(session_.info->fabric_attr->prov_name) == "shm") return;
   AddressVector& av = *session_.av;
   const int error = av.ops->remove(&av, &entry->second.fi_addr, 1, 0);

@@ -102,8 +102,8 @@ void check_version(const Config& config) {
       "installer (/opt/amazon/efa), or name its file with library=");
 }
 
-// Since 2.1 EFA offers each device under the fabric "efa-direct" too, before "efa" (efa_prov.c). Writes
-// with immediates need receives posted there, and nobody retries.
+// Since 2.1 EFA offers each device under the fabric "efa-direct" too, before "efa" (efa_prov.c).
+// Writes with immediates need receives posted there, and nobody retries.
 bool is_usable(const Info& info) { return std::strcmp(info.fabric_attr->name, "efa-direct") != 0; }
 
 bool is_loopback(const Info& info) { return domain_of(info) == "lo"; }
@@ -164,8 +164,8 @@ Info* choose(const Config& config, int nic, Info* first) {
 
 // Both are read by libfabric once, when it is asked for the first time. EFA writes to ranks of the
 // same host through shared memory unless told not to; those writes follow the rules of another
-// provider. verbs keeps registrations in a cache after they are closed: peers could go on writing to
-// memory that was given back, and beside a region that lies in an older one.
+// provider. verbs keeps registrations in a cache after they are closed: peers could go on writing
+// to memory that was given back, and beside a region that lies in an older one.
 void set_environment(const Config& config) {
   static std::once_flag efa, verbs;
   if (config.is_efa())

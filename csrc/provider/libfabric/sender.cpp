@@ -125,7 +125,8 @@ void Writes::pump() noexcept {
       link = &peer.next_waiting;
     }
   }
-  // Other providers send what has the flag by themselves, and shm crashes on a write to a peer that left.
+  // Other providers send what has the flag by themselves, and shm crashes on a write to a peer that
+  // left.
   if (shares_queue_ && chain_length_ > 0) ring();
 }
 
@@ -164,16 +165,17 @@ bool Writes::push(Peer& peer) noexcept {
   return true;
 }
 
-// Whether another write will be posted right behind this one. Before hands are shaken EFA keeps a write
-// back and says that it took it: it rings for nobody before it, and libfabric without the commit
-// 3b01e1417 posts it later with the FI_MORE that it came with, when nothing may follow.
+// Whether another write will be posted right behind this one. Before hands are shaken EFA keeps a
+// write back and says that it took it: it rings for nobody before it, and libfabric without the
+// commit 3b01e1417 posts it later with the FI_MORE that it came with, when nothing may follow.
 bool Writes::goes_on(const Slot& slot, const Peer& peer) const noexcept {
   if (slot.next) return true;
   const Peer* next = shares_queue_ && peer.answered ? peer.next_waiting : nullptr;
   return next && next->first && next->answered && !next->refused_since;
 }
 
-// Ends a chain whose continuation was refused or failed, by a write of nothing that nobody is told of.
+// Ends a chain whose continuation was refused or failed, by a write of nothing that nobody is told
+// of.
 void Writes::ring() noexcept {
   Peer* peer = peers_.find(chain_peer_);
   if (!peer) peer = peers_.find_answered();

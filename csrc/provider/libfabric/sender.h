@@ -2,12 +2,13 @@
 // peer that takes nothing (not connected yet, its queue full) holds up only itself; pump() offers
 // again at every poll. Data path, inside the Domain's gate; what allocates is marked as control.
 //
-// Writes go out in chains with FI_MORE, which lets the NIC be rung once per chain. EFA's peers share one
-// send queue, so a chain goes on to the next peer there; neither to nor from one that may have to shake
-// hands first, for EFA keeps its writes back. A chain that was cut short is rung by an empty write.
+// Writes go out in chains with FI_MORE, which lets the NIC be rung once per chain. EFA's peers
+// share one send queue, so a chain goes on to the next peer there; neither to nor from one that may
+// have to shake hands first, for EFA keeps its writes back. A chain that was cut short is rung by
+// an empty write.
 //
-// A shared queue that is full refuses everybody: the patience with a peer counts refusals that are its
-// own, the patience with the queue counts from the last completion.
+// A shared queue that is full refuses everybody: the patience with a peer counts refusals that are
+// its own, the patience with the queue counts from the last completion.
 #pragma once
 
 #include <chrono>

@@ -64,9 +64,10 @@ void bind(const Opening& opening, const Config& config, Session& session) {
                                          : "enabling the endpoint");
 }
 
-// EFA's own options, before the endpoint is enabled. Unless forbidden to, EFA calls CUDA for each region
-// of GPU memory at its first write (efa_rdm_ep.h, efa_rdm_attempt_to_sync_memops_iov): CUDA refuses that
-// for memory of cuMemCreate, and the write fails. It also copies with CUDA where GPUDirect is missing.
+// EFA's own options, before the endpoint is enabled. Unless forbidden to, EFA calls CUDA for each
+// region of GPU memory at its first write (efa_rdm_ep.h, efa_rdm_attempt_to_sync_memops_iov): CUDA
+// refuses that for memory of cuMemCreate, and the write fails. It also copies with CUDA where
+// GPUDirect is missing.
 void set_efa_options(const Opening& opening, const Config& config, Session& s) {
   Endpoint& endpoint = *s.endpoint;
   const auto forbid = [&](int option) {

@@ -17,8 +17,8 @@ struct Session {
   Owned<CompletionQueue> cq;
   Owned<Endpoint> endpoint;
 
-  // How GPU memory is registered. kDmabuf: as a dma-buf that libfabric takes for the host's, where it
-  // has no CUDA of its own; only a device touches the memory then, so writes must be RDMA.
+  // How GPU memory is registered. kDmabuf: as a dma-buf that libfabric takes for the host's, where
+  // it has no CUDA of its own; only a device touches the memory then, so writes must be RDMA.
   enum class GpuMemory { kNone, kDmabuf, kHmem };
   GpuMemory gpu_memory = GpuMemory::kNone;
   std::string why_no_hmem;  // unless kHmem

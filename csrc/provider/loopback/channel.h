@@ -1,13 +1,13 @@
-// What lies in a NIC's shared memory segment. The segment belongs to the receiver; every sender that
-// connects claims one channel in it: a record of counters, an acknowledgement ring and a payload
-// ring. Only plain words and offsets, because each process maps the segment elsewhere.
+// What lies in a NIC's shared memory segment. The segment belongs to the receiver; every sender
+// that connects claims one channel in it: a record of counters, an acknowledgement ring and a
+// payload ring. Only plain words and offsets, because each process maps the segment elsewhere.
 //
 //   header | record[channels] | block[channels]        block = claim | acks | partials | ring
 //
 // A payload ring carries fragments: a 64-byte Fragment and its payload, padded to 64 bytes. Payload
 // never wraps: a fragment ends at the ring's end and the write goes on in the next one. The payload
-// of GPU memory does not come this way where the sender has the peer's memory mapped: it has then copied
-// it to where it belongs before it puts the fragment into the ring.
+// of GPU memory does not come this way where the sender has the peer's memory mapped: it has then
+// copied it to where it belongs before it puts the fragment into the ring.
 #pragma once
 
 #include <atomic>

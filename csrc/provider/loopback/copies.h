@@ -1,8 +1,9 @@
-// Copies of GPU memory, of two kinds. Where the peer's memory is mapped here (RegionTable::find_window)
-// the payload does not go through the ring: it is copied from our GPU straight to where it belongs, and
-// the fragment that says so waits here until the copy is done. Elsewhere the sender copies it into the
-// ring, and the receiver from there, with the GPU of each. Opened and drained on the control path; the
-// rest belongs to the polling thread, through Connection, Sender and Receiver.
+// Copies of GPU memory, of two kinds. Where the peer's memory is mapped here
+// (RegionTable::find_window) the payload does not go through the ring: it is copied from our GPU
+// straight to where it belongs, and the fragment that says so waits here until the copy is done.
+// Elsewhere the sender copies it into the ring, and the receiver from there, with the GPU of each.
+// Opened and drained on the control path; the rest belongs to the polling thread, through
+// Connection, Sender and Receiver.
 #pragma once
 
 #include <memory>

@@ -1,12 +1,12 @@
 // The software NIC: ranks are processes of one host or threads of one process, by one mechanism.
-// Each NIC owns a shared memory segment to receive in; a sender claims a channel there, puts payload
-// into its ring, and the *receiver's* poll() copies it into registered memory, which may therefore be
-// any host memory. GPU memory comes into the ring and out of it by the copy engines of the GPU it is on.
-// Into GPU memory of a peer that map_remote() named the *sender* copies, with its GPU's copy engine or a
-// kernel (platform/cuda_copy.h); only headers go through the ring (copies.h). It runs in order and
-// fast, or (setting seed=N) as an adversary that reorders all that the contract of provider.h leaves
-// open; a copy kernel does not keep the order of writes among those of the engine. Settings: config.h.
-// Hooks for tests: control.h.
+// Each NIC owns a shared memory segment to receive in; a sender claims a channel there, puts
+// payload into its ring, and the *receiver's* poll() copies it into registered memory, which may
+// therefore be any host memory. GPU memory comes into the ring and out of it by the copy engines of
+// the GPU it is on. Into GPU memory of a peer that map_remote() named the *sender* copies, with its
+// GPU's copy engine or a kernel (platform/cuda_copy.h); only headers go through the ring
+// (copies.h). It runs in order and fast, or (setting seed=N) as an adversary that reorders all that
+// the contract of provider.h leaves open; a copy kernel does not keep the order of writes among
+// those of the engine. Settings: config.h. Hooks for tests: control.h.
 //
 // This file and domain.cpp are the control path, datapath.cpp is the data path.
 #pragma once

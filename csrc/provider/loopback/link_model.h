@@ -1,6 +1,6 @@
 // A link of finite speed: fragments of one NIC leave one after the other at `gbps`, and arrive
-// `latency_us` after they have left. Pure arithmetic over a time that the caller passes in, so tests
-// need no clock.
+// `latency_us` after they have left. Pure arithmetic over a time that the caller passes in, so
+// tests need no clock.
 #pragma once
 
 #include <algorithm>

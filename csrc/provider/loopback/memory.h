@@ -1,9 +1,9 @@
 // The registered memory of one NIC, and its windows: GPU memory of peers that is mapped here. Any
-// thread adds and removes both while the polling thread looks them up and copies; the polling thread
-// never waits.
+// thread adds and removes both while the polling thread looks them up and copies; the polling
+// thread never waits.
 //
-// A key is  1 remote | 23 owner | 28 generation | 12 index : one that was given back, one of another
-// NIC, and a local key where a remote one belongs are all refused.
+// A key is  1 remote | 23 owner | 28 generation | 12 index : one that was given back, one of
+// another NIC, and a local key where a remote one belongs are all refused.
 #pragma once
 
 #include <atomic>

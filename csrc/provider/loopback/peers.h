@@ -123,7 +123,8 @@ class Connection {
   const Waker waker_;
   Chaos chaos_;
 
-  // The fragment at the head of the ring whose payload a GPU copies there. Nothing leaves before it.
+  // The fragment at the head of the ring whose payload a GPU copies there. Nothing leaves before
+  // it.
   struct Staged {
     Fragment fragment;
     uint64_t ticket = 0;

@@ -90,7 +90,8 @@ void Receiver::free_channel(Incoming& incoming, uint64_t word) noexcept {
                               std::memory_order_release);
 }
 
-// Our side gives the channel up; a sender that lives after all finds out by Connection::peer_left().
+// Our side gives the channel up; a sender that lives after all finds out by
+// Connection::peer_left().
 void Receiver::begin_close(Incoming& incoming) noexcept {
   segment_.release({incoming.channel.index, incoming.word});
 }

@@ -1,6 +1,7 @@
 // The receiving half of a NIC: walks the channels that peers claimed in our segment, checks each
-// fragment against the registered memory, copies it there (if the sender has not; to a GPU with that GPU,
-// while the channel waits), answers, and counts the write complete when its last byte is in place. Only then is its immediate shown. Data path, polling thread only.
+// fragment against the registered memory, copies it there (if the sender has not; to a GPU with
+// that GPU, while the channel waits), answers, and counts the write complete when its last byte is
+// in place. Only then is its immediate shown. Data path, polling thread only.
 #pragma once
 
 #include <memory>

@@ -195,8 +195,8 @@ void Sender::show_ready(Output& output) noexcept {
 }
 
 // Nothing came back from a peer that owes us something. Is it still there? What a simulation can
-// bring about (a peer that closes) is looked at by the count of polls, and with an adversary by that
-// alone, so that a replay does not depend on the clock.
+// bring about (a peer that closes) is looked at by the count of polls, and with an adversary by
+// that alone, so that a replay does not depend on the clock.
 void Sender::look_after(Connection& connection) noexcept {
   bool gone = connection.stalled_polls % kLookIntervalPolls == 0 && connection.peer_left();
   const int64_t now = poll_time_ns();

@@ -14,7 +14,8 @@ class LoopbackControl {
   // The NIC falls dead: nothing arrives or leaves any more. Its own writes fail with kTransport,
   // those of its peers with kPeerDead.
   virtual void kill() noexcept = 0;
-  // Of the writes accepted since the NIC was opened, the nth (from 1) fails with kTransport. 0: none.
+  // Of the writes accepted since the NIC was opened, the nth (from 1) fails with kTransport. 0:
+  // none.
   virtual void fail_write(uint64_t nth) noexcept = 0;
   // "loopback NIC 0 (seed=7)"
   virtual std::string describe() const = 0;

@@ -1,5 +1,6 @@
 // A peer's event count, mapped from the shared memory object it lies at the start of. Opened with
-// three system calls and without the heap, so that a poll may do it once for a peer it has not seen.
+// three system calls and without the heap, so that a poll may do it once for a peer it has not
+// seen.
 #pragma once
 
 #include <utility>

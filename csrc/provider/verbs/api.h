@@ -1,9 +1,11 @@
-// The part of libibverbs that this provider calls, opened with dlopen: the package builds without RDMA
-// headers and loads on machines without the library. What stands here is the library's stable binary
-// interface, in our own names; tests/cpp/verbs_abi_test.cpp compares it with <infiniband/verbs.h>
-// where that is installed. The calls of the data path are no symbols: they go through Context::ops.
+// The part of libibverbs that this provider calls, opened with dlopen: the package builds without
+// RDMA headers and loads on machines without the library. What stands here is the library's stable
+// binary interface, in our own names; tests/cpp/verbs_abi_test.cpp compares it with
+// <infiniband/verbs.h> where that is installed. The calls of the data path are no symbols: they go
+// through Context::ops.
 //
-// Must not assume: that a field is there because a newer library has it. Only what every rdma-core has.
+// Must not assume: that a field is there because a newer library has it. Only what every rdma-core
+// has.
 #pragma once
 
 #include <pthread.h>
@@ -321,8 +323,8 @@ struct Context {
   void* abi_compat;
 };
 
-// Calls that no symbol names either, and that not every library or device has. They stand right before
-// the Context, whose `abi_compat` says that they do; the library adds new ones in front.
+// Calls that no symbol names either, and that not every library or device has. They stand right
+// before the Context, whose `abi_compat` says that they do; the library adds new ones in front.
 struct Td;  // opaque
 struct TdInitAttr {
   uint32_t comp_mask;
@@ -343,8 +345,8 @@ struct ExtendedOps {
 // Null where the library has no such calls; each may be null, too.
 const ExtendedOps* extended_ops(const Context* context) noexcept;
 
-// Named without the library's prefix. query_gid_table, reg_mr_iova2 and reg_dmabuf_mr came late: they
-// are null where the library is older.
+// Named without the library's prefix. query_gid_table, reg_mr_iova2 and reg_dmabuf_mr came late:
+// they are null where the library is older.
 struct Api {
   VerbsDevice** (*get_device_list)(int* num_devices);
   void (*free_device_list)(VerbsDevice** list);

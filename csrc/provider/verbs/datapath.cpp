@@ -9,7 +9,8 @@
 namespace moe_p2p::provider::verbs {
 namespace {
 
-// Completions taken from the NIC at once. At most as many immediates as Sender's backlog has room for.
+// Completions taken from the NIC at once. At most as many immediates as Sender's backlog has room
+// for.
 constexpr size_t kPollBatch = 32;
 // Empty polls before the NIC is asked to wake us: asking costs a doorbell.
 constexpr uint32_t kPollsBeforeSleep = 64;
@@ -44,8 +45,8 @@ void VerbsDomain::take_changes(Output& output) noexcept {
   sender_.look_at_peers(output);
 }
 
-// What was in the queue when the ticket was drawn is out once a poll finds it empty, or has taken as
-// much as it holds.
+// What was in the queue when the ticket was drawn is out once a poll finds it empty, or has taken
+// as much as it holds.
 void VerbsDomain::drained(int num) noexcept {
   drain_left_ -= num;
   if (num > 0 && drain_left_ > 0) return;

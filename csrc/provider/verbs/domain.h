@@ -1,7 +1,7 @@
-// NICs that speak RDMA through libibverbs: ConnectX over RoCE or InfiniBand, and soft-RoCE. One reliable
-// connection (or several, qps_per_peer) leads to each peer; writes with immediates, one shared receive
-// queue. Settings: config.h. How peers meet: wire.h and control.h. What happens when a write is refused:
-// peer.h. GPU memory: memory.h.
+// NICs that speak RDMA through libibverbs: ConnectX over RoCE or InfiniBand, and soft-RoCE. One
+// reliable connection (or several, qps_per_peer) leads to each peer; writes with immediates, one
+// shared receive queue. Settings: config.h. How peers meet: wire.h and control.h. What happens when
+// a write is refused: peer.h. GPU memory: memory.h.
 //
 // This file and domain.cpp are the control path, datapath.cpp is the data path.
 #pragma once

@@ -1,7 +1,7 @@
 // Receiving queue pairs that are over. What the peer was told has arrived may still lie in the
 // completion queue, and a NIC may forget it with its queue pair (mlx5 does: rdma-core,
-// providers/mlx5/verbs.c, mlx5_destroy_qp), so that each is broken first, then drained by the polling
-// thread, then destroyed. Control thread only; nobody waits here.
+// providers/mlx5/verbs.c, mlx5_destroy_qp), so that each is broken first, then drained by the
+// polling thread, then destroyed. Control thread only; nobody waits here.
 #pragma once
 
 #include <cstdint>

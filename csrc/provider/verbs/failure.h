@@ -1,5 +1,5 @@
-// What went wrong with a write: from the NIC's words to a Status, and to a sentence for whoever has to
-// mend it.
+// What went wrong with a write: from the NIC's words to a Status, and to a sentence for whoever has
+// to mend it.
 #pragma once
 
 #include <atomic>
@@ -10,8 +10,8 @@
 
 namespace moe_p2p::provider::verbs {
 
-// For a completion that is not good. `end` is why the peer is over, kOk while it is not. The detail is
-// the NIC's own status.
+// For a completion that is not good. `end` is why the peer is over, kOk while it is not. The detail
+// is the NIC's own status.
 base::Status status_of(int wc_status, base::Code end) noexcept;
 // True when the write was refused and those behind it were not carried out: they may be sent again.
 bool refused_only(base::Code code) noexcept;

@@ -1,5 +1,5 @@
-// Registered memory. Host memory as it is; GPU memory as a dma-buf, where driver, kernel and NIC know
-// that, else by its address, which needs NVIDIA's peer memory module. Control path.
+// Registered memory. Host memory as it is; GPU memory as a dma-buf, where driver, kernel and NIC
+// know that, else by its address, which needs NVIDIA's peer memory module. Control path.
 #pragma once
 
 #include <map>

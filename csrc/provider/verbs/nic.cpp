@@ -18,8 +18,9 @@ using base::Code;
 
 namespace {
 
-// Completions beyond one per write in flight, one per marker (a lane has one only while it has writes
-// in flight) and one per receive: none is expected. Too small would be a completion queue that overruns, which kills every queue pair of the NIC.
+// Completions beyond one per write in flight, one per marker (a lane has one only while it has
+// writes in flight) and one per receive: none is expected. Too small would be a completion queue
+// that overruns, which kills every queue pair of the NIC.
 constexpr int kSpareEntries = 64;
 
 bool port_active(const Api& api, VerbsDevice* device, uint8_t port) {

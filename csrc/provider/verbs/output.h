@@ -1,5 +1,5 @@
-// The completions of one poll. One completion of the NIC may end many writes: what the caller's array
-// cannot hold waits in Backlog. Polling thread only.
+// The completions of one poll. One completion of the NIC may end many writes: what the caller's
+// array cannot hold waits in Backlog. Polling thread only.
 #pragma once
 
 #include <bit>

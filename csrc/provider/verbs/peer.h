@@ -1,12 +1,13 @@
-// A connected NIC and the queue pairs (lanes) that lead to it: what the control path and the polling
-// thread know of it, and the few words through which they tell each other.
+// A connected NIC and the queue pairs (lanes) that lead to it: what the control path and the
+// polling thread know of it, and the few words through which they tell each other.
 //
-// A lane breaks when one of its writes is refused, the driver refuses to post, or the peer ends. What
-// the NIC holds then comes back in its own time and not always write by write, so the polling thread
-// posts one more, the marker, whose completion comes after all others (Sender::end_lane). With it the
-// lane is repaired, when only a write was refused: what had not been carried out is kept, the control
-// thread makes a new pair of queues, and the rest is posted there. Else what it owes fails. A marker that
-// does not come in time is given up by the control thread, and the lane fails.
+// A lane breaks when one of its writes is refused, the driver refuses to post, or the peer ends.
+// What the NIC holds then comes back in its own time and not always write by write, so the polling
+// thread posts one more, the marker, whose completion comes after all others (Sender::end_lane).
+// With it the lane is repaired, when only a write was refused: what had not been carried out is
+// kept, the control thread makes a new pair of queues, and the rest is posted there. Else what it
+// owes fails. A marker that does not come in time is given up by the control thread, and the lane
+// fails.
 #pragma once
 
 #include <array>
@@ -24,8 +25,8 @@ namespace moe_p2p::provider::verbs {
 struct Peer;
 struct Lane;
 
-// An accepted write until its completion is shown. `wr` is what the NIC is given: its next pointers are
-// the lane's queue, so that posting a chain copies nothing.
+// An accepted write until its completion is shown. `wr` is what the NIC is given: its next pointers
+// are the lane's queue, so that posting a chain copies nothing.
 struct Slot {
   SendWr wr{};
   Sge sge{};
@@ -41,10 +42,10 @@ struct Lane {
   Peer* peer = nullptr;
   uint32_t index = 0;
 
-  // Between the threads. kEnding, kNone and kWanted are stored by the polling thread (release; acquire
-  // in Control::look_at_peers), the others by the control thread (release; acquire in Sender::look_at).
-  // Both leave kEnding, so by exchange: the marker came (kNone, kWanted) or did not (kGivenUp). While it
-  // is kEnding the polling thread leaves `qp` alone.
+  // Between the threads. kEnding, kNone and kWanted are stored by the polling thread (release;
+  // acquire in Control::look_at_peers), the others by the control thread (release; acquire in
+  // Sender::look_at). Both leave kEnding, so by exchange: the marker came (kNone, kWanted) or did
+  // not (kGivenUp). While it is kEnding the polling thread leaves `qp` alone.
   std::atomic<Repair> repair{Repair::kNone};
   // Stored by the control side before kRepaired, or before the peer is shown at all.
   Qp* qp = nullptr;

@@ -19,15 +19,15 @@ using std::chrono::milliseconds;
 
 namespace {
 
-// How long one address of a peer is tried before the next, at first: until its greeting is there. The
-// target takes connections before it makes queue pairs for the ones it has (Sessions::accept), so that
-// this need not grow with the number of peers; the answer has all of handshake_ms.
+// How long one address of a peer is tried before the next, at first: until its greeting is there.
+// The target takes connections before it makes queue pairs for the ones it has (Sessions::accept),
+// so that this need not grow with the number of peers; the answer has all of handshake_ms.
 constexpr milliseconds kFirstTry{1000};
 constexpr milliseconds kPause{50};
 // So often all addresses must refuse before the peer counts as gone.
 constexpr int kMaxRefusals = 3;
-// How long a queue pair in error may take until all that it held has come back. Too short: a peer is
-// given up that could have been repaired.
+// How long a queue pair in error may take until all that it held has come back. Too short: a peer
+// is given up that could have been repaired.
 constexpr milliseconds kEndOfLane{2000};
 // Between two looks at what takes too long.
 constexpr int kLookMs = 250;

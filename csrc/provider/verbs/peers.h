@@ -1,6 +1,6 @@
 // Everything of a NIC that may block: the handshakes, the ends of peers, repairs, the device's own
-// events. One thread serves the peers that connect to us (sessions.h) and watches over those that we
-// connected to; connect() and disconnect() run on their caller's thread.
+// events. One thread serves the peers that connect to us (sessions.h) and watches over those that
+// we connected to; connect() and disconnect() run on their caller's thread.
 #pragma once
 
 #include <atomic>

@@ -1,10 +1,11 @@
-// How the ends of a handshake's connection prove to each other, in every message, that they know the
-// secret of the target: HMAC-SHA256 over who speaks, both ends' nonces, the number of the message and the
-// message. The nonces are new for each connection, so that nothing can be said again on another. What is
-// said is not hidden; nor is what the NICs write afterwards. Control path.
+// How the ends of a handshake's connection prove to each other, in every message, that they know
+// the secret of the target: HMAC-SHA256 over who speaks, both ends' nonces, the number of the
+// message and the message. The nonces are new for each connection, so that nothing can be said
+// again on another. What is said is not hidden; nor is what the NICs write afterwards. Control
+// path.
 //
-// The secret is drawn by each NIC and travels inside its address, so that whoever was given the address
-// may connect; with MOE_P2P_SECRET set it is made from that, and the address carries none.
+// The secret is drawn by each NIC and travels inside its address, so that whoever was given the
+// address may connect; with MOE_P2P_SECRET set it is made from that, and the address carries none.
 #pragma once
 
 #include <array>

@@ -1,5 +1,5 @@
-// Queue pairs, one way each: the writer's, which goes to "ready to send", and the target's, which only
-// receives and takes its immediates from the NIC's shared receive queue. Control path.
+// Queue pairs, one way each: the writer's, which goes to "ready to send", and the target's, which
+// only receives and takes its immediates from the NIC's shared receive queue. Control path.
 #pragma once
 
 #include <cstdint>

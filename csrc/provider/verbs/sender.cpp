@@ -23,8 +23,8 @@ constexpr uint32_t kMaxChain = 64;
 // What one poll may add to the backlog beside the completions of writes.
 constexpr size_t kMaxImmediates = 64;
 
-// wr_ids: a slot's index in the lower half; how often it was given up above it; a marker instead has this
-// bit, its peer and lane.
+// wr_ids: a slot's index in the lower half; how often it was given up above it; a marker instead
+// has this bit, its peer and lane.
 constexpr uint64_t kMarker = uint64_t{1} << 62;
 constexpr uint64_t kSlotMask = 0xffffffff, kGivenUp = uint64_t{1} << 32;
 
@@ -228,8 +228,8 @@ void Sender::begin_break(Lane& lane, const Wc& wc, Output& output) noexcept {
   if (!lane.ending) end_lane(lane, status, output);
 }
 
-// Posts the marker: a write of no bytes, so that no key is looked at. In a queue pair in error it is
-// flushed behind the others. A driver that refuses it leaves the lane to its deadline.
+// Posts the marker: a write of no bytes, so that no key is looked at. In a queue pair in error it
+// is flushed behind the others. A driver that refuses it leaves the lane to its deadline.
 void Sender::end_lane(Lane& lane, Status failure, Output& output) noexcept {
   lane.broken = true;
   lane.failure = failure;

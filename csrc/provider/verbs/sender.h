@@ -1,6 +1,6 @@
-// The sending half of a NIC, on the polling thread: accepted writes lie in slots, each in the queue of
-// its lane, and are posted in chains with one doorbell, of which only the last is signalled. A good
-// completion ends all before it. What breaks a lane is told in peer.h.
+// The sending half of a NIC, on the polling thread: accepted writes lie in slots, each in the queue
+// of its lane, and are posted in chains with one doorbell, of which only the last is signalled. A
+// good completion ends all before it. What breaks a lane is told in peer.h.
 #pragma once
 
 #include <memory>
@@ -29,7 +29,8 @@ class Kick {
   const int fd_;
 };
 
-// In local_key beside the NIC's own 32 bits: the memory is a GPU's, which inlining would read by CPU.
+// In local_key beside the NIC's own 32 bits: the memory is a GPU's, which inlining would read by
+// CPU.
 inline constexpr uint64_t kCudaKey = uint64_t{1} << 32;
 
 class Sender {

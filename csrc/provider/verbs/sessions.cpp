@@ -13,8 +13,8 @@ using platform::Clock;
 
 namespace {
 
-// Too small: many peers that connect at once push each other out before they have spoken. Each costs a
-// descriptor.
+// Too small: many peers that connect at once push each other out before they have spoken. Each
+// costs a descriptor.
 constexpr size_t kMaxPending = 256;
 constexpr size_t kMaxSessions = 4096;
 // Taken at once; what has come over the others is looked at in between.

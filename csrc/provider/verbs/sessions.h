@@ -1,11 +1,11 @@
-// The NICs that connect to this one, and our ends of their lanes: a session lives as long as the TCP
-// connection over which it was asked for. A peer that disconnects, ends or is killed takes its queue
-// pairs along (drain.h), and one that asks again gets new ones. Control thread only.
+// The NICs that connect to this one, and our ends of their lanes: a session lives as long as the
+// TCP connection over which it was asked for. A peer that disconnects, ends or is killed takes its
+// queue pairs along (drain.h), and one that asks again gets new ones. Control thread only.
 //
 // Anybody may connect. Until a session has proved that it knows the secret it is pending: it gets a
-// greeting, may send one message, and has handshake_ms. So many may be pending; then the oldest that has
-// said nothing goes, so that strangers who hold connections keep no peer out. Who is refused is counted
-// and logged, now and then.
+// greeting, may send one message, and has handshake_ms. So many may be pending; then the oldest
+// that has said nothing goes, so that strangers who hold connections keep no peer out. Who is
+// refused is counted and logged, now and then.
 #pragma once
 
 #include <atomic>

@@ -33,7 +33,8 @@ class Socket {
   enum class Got { kNothing, kMessage, kEnd };
   // One message at most, and not a byte more than it has. kEnd also for one that is too long.
   Got receive(base::Bytes& message);
-  // Throws Error{kPeerDead} at the connection's end, {kTimeout} at the deadline, {kAborted} for a signal.
+  // Throws Error{kPeerDead} at the connection's end, {kTimeout} at the deadline, {kAborted} for a
+  // signal.
   base::Bytes wait_message(platform::Deadline deadline);
 
  private:
@@ -44,8 +45,8 @@ class Socket {
 // Between two looks of a wait: throws Error{kAborted} when a signal wants it to end.
 void check_interrupt();
 
-// The addresses under which this process may be reached: `wish` or, without one, that of the NIC and
-// then all of the host.
+// The addresses under which this process may be reached: `wish` or, without one, that of the NIC
+// and then all of the host.
 std::vector<std::string> own_hosts(const std::string& wish, const Nic& nic);
 
 }  // namespace moe_p2p::provider::verbs

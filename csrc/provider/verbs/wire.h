@@ -1,7 +1,7 @@
-// What two NICs tell each other before they can write. A queue pair needs both ends: the target greets, the
-// one who connects sends a Hello with its ends and the proof that it knows the target's secret (proof.h),
-// the target makes its own and answers. Over TCP (socket.h) because both
-// sides must know: what is lost is sent again, and when either process ends, the other one's socket says
+// What two NICs tell each other before they can write. A queue pair needs both ends: the target
+// greets, the one who connects sends a Hello with its ends and the proof that it knows the target's
+// secret (proof.h), the target makes its own and answers. Over TCP (socket.h) because both sides
+// must know: what is lost is sent again, and when either process ends, the other one's socket says
 // so. Control path.
 #pragma once
 
