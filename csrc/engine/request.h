@@ -4,7 +4,7 @@
 // Immediates delivered to the peer (R = number of rails = NICs of the sender):
 //   Imm         1
 //   Write       R: the bytes are cut into R shards, one per NIC, empty shards included;
-// 0 without an immediate
+//               0 without an immediate
 //   WritePages  one per page
 //   Scatter     kByPeer: 1 per slice (slice i travels on NIC i mod R); kByBytes: R per slice
 #pragma once

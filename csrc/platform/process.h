@@ -1,8 +1,8 @@
 // What belongs to this process and not to a child that it forks. A child gets copies of all objects
 // and descriptors, but no threads: it may neither use nor close what its parent has.
 //
-// Birthplace   detects that an object is in a child of the process that made it
-// OwnFd        a descriptor that a forked child closes: locks and connections by which
+//   Birthplace   detects that an object is in a child of the process that made it
+//   OwnFd        a descriptor that a forked child closes: locks and connections by which
 //                others judge whether this process lives
 //   at_fork      runs in each child, before fork() returns there
 //
