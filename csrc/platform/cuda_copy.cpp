@@ -55,8 +55,8 @@ CopyQueue::~CopyQueue() {
   if (kernel_) {
     const ControlGuard guard(context_);
     while ((copies = kernel_->busy()) && Clock::now() < deadline) sched_yield();
-    num_taken_over_.store(kernel_->num_posted(),
-                          std::memory_order_release);  // drain() must not wait for them
+    // drain() must not wait for copies that nothing does any more.
+    num_taken_over_.store(kernel_->num_posted(), std::memory_order_release);
   }
   if (copies || !drain(deadline)) {
     MOE_P2P_LOG(base::LogLevel::kError, "device ", device_,

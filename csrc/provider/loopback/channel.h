@@ -121,9 +121,8 @@ struct SegmentLayout {
   constexpr uint64_t block(uint32_t channel) const noexcept {
     return align_up(record(num_channels), kPage) + channel * block_bytes();
   }
-  constexpr uint64_t acks() const noexcept {
-    return sizeof(Claim);
-  }  // from here: offsets in a block
+  // Offsets in a block.
+  constexpr uint64_t acks() const noexcept { return sizeof(Claim); }
   constexpr uint64_t partials() const noexcept { return acks() + window * sizeof(Ack); }
   constexpr uint64_t ring() const noexcept {
     return align_up(partials() + window * sizeof(Partial), kLine);

@@ -42,9 +42,7 @@ class Copies {
                                              uint64_t bytes) noexcept;
   enum class State : uint8_t { kUnderWay, kDone, kFailed };
   State state_of(uint64_t ticket) noexcept;
-  base::Status failure() const noexcept {
-    return queue_->status();
-  }  // once state_of() gave kFailed
+  base::Status failure() const noexcept { return queue_->status(); }  // after a kFailed
   // Puts fragments whose payload is in place into their rings, with an adversary only some of them.
   // Calls published(connection) for each. Gives up writes whose copies failed.
   template <typename Published>

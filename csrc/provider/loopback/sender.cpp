@@ -236,8 +236,7 @@ void Sender::close_requested_connections() noexcept {
     fail_all(*connection, Code::kClosed);
     if (connection->is_staging(copies_)) continue;  // the next poll tries again
     remove(*connection);
-    close_requests_.fetch_sub(
-        1, std::memory_order_relaxed);  // a new request is found at the next poll
+    close_requests_.fetch_sub(1, std::memory_order_relaxed);  // the next poll finds a new one
   }
 }
 
