@@ -7,8 +7,8 @@
 // driver's calls (two to start it, more until it is done) take most of the time. The engines do
 // what the kernel leaves undone.
 //
-// The polling thread's current context becomes that of the device, and its stream capture mode
-// relaxed: in any other mode an event query may break the capture of a CUDA graph elsewhere.
+// The polling thread's current context becomes the device's, and its stream capture mode relaxed:
+// in any other mode an event query may break the capture of a CUDA graph elsewhere.
 #pragma once
 
 #include <atomic>

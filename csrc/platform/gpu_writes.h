@@ -1,5 +1,5 @@
 // A NIC's writes into GPU memory are not always visible to all readers at once. A GPU reports for
-// whom they are ordered (0: nobody, 100: the GPU that owns the memory, 200: all GPUs). Below 200
+// whom they are ordered (0: no reader, 100: the GPU that owns the memory, 200: all GPUs). Below 200
 // the thread that sees a NIC's completion must flush before it notifies GPUs that read the memory
 // over NVLink, below 100 before it notifies any reader. Used by the engine's polling thread.
 #pragma once

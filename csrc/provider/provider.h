@@ -5,7 +5,7 @@
 //      no other, is visible there. In GPU memory, with needs_gpu_flush(), only to readers for whom
 //      the GPU orders devices' writes: the engine flushes for others (engine/gpu_flushes.h).
 //   2. Every accepted work request yields exactly one kWrite completion at its poster, good or bad.
-//      A good one says that the payload is visible at the target and the source may be reused.
+//      A good one means that the payload is visible at the target and the source may be reused.
 //   3. Writes, immediates and completions may be reordered and interleaved in every other way.
 //
 // Control calls (anything without noexcept) may block, allocate and throw Error, and may be made by

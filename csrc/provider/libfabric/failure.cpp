@@ -45,7 +45,7 @@ const char* cause_of(Code code) noexcept {
       return "its process or host is gone, or a firewall or security group drops what is sent to "
              "it";
     case Code::kRemoteAccess:
-      return "it has given that memory back, or the key is that of another NIC";
+      return "it has given that memory back, or the key belongs to another NIC";
     case Code::kInvalidArgument: return "the source is not memory that is registered at this NIC";
     default: return "FI_LOG_LEVEL=warn makes libfabric log the cause";
   }

@@ -30,7 +30,7 @@ void Copies::open(int device) {
   if (!queue_) queue_ = std::make_unique<CopyQueue>(device, copy_kernel_);
   MOE_P2P_CHECK(queue_->device() == device, Code::kInvalidArgument,
                 "a loopback NIC serves one GPU: ", "memory of device ", device,
-                " does not go with that of device ", queue_->device());
+                " cannot join memory of device ", queue_->device());
 }
 
 void Copies::drain() {

@@ -54,7 +54,7 @@ void RegionTable::map(uint64_t remote_key, const MemorySpan& local) {
                 remote_key == 0 ? " is none" : " is mapped at this loopback NIC already");
   const auto free = find(0);
   MOE_P2P_CHECK(free != windows_.end(), Code::kResourceExhausted, "all ", kMaxWindows,
-                " windows of this loopback NIC are taken; drop those of peers that left");
+                " windows of this loopback NIC are taken; disconnect peers that left");
   publish(*free, remote_key, local, 0);
 }
 

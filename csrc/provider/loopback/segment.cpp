@@ -82,7 +82,7 @@ Segment::Segment(platform::SharedMemory shm, bool own_process)
                 " is no loopback segment of this version");
   layout_ = {header().ring_bytes, header().num_channels, header().window};
   MOE_P2P_CHECK(layout_.total_bytes() == shm_.size(), Code::kInvalidArgument, "loopback segment ",
-                name(), " has ", shm_.size(), " bytes, its header says ", layout_.total_bytes());
+                name(), " has ", shm_.size(), " bytes, its header gives ", layout_.total_bytes());
 }
 
 Channel Segment::channel(uint32_t index) const noexcept {
