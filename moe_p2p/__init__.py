@@ -22,6 +22,7 @@ from moe_p2p.errors import (
     TransportError,
     UnavailableError,
 )
+from moe_p2p.options import DispatchOptions
 from moe_p2p.version import __version__
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "AllToAll",
     "AllToAllConfig",
     "ClosedError",
+    "DispatchOptions",
     "Dispatched",
     "Engine",
     "InvalidArgumentError",

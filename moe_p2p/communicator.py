@@ -26,6 +26,7 @@ from moe_p2p.gpu.kernels import DeviceSide, Partners
 from moe_p2p.lifetime import Closing, NotCopied
 from moe_p2p.nics import transport
 from moe_p2p.ops import call
+from moe_p2p.options import QUANTIZE, gradient_of
 from moe_p2p.rendezvous import shared_memory
 from moe_p2p.rendezvous.agreement import Facts, Offer, agree_on_transport, conclude
 from moe_p2p.rendezvous.bootstrap import Bootstrap
@@ -330,26 +331,22 @@ class Communicator(NotCopied):
     # What must be compiled before a call runs on a GPU.
 
     @_when_traced
-    def _prepare_dispatch(
-        self, x_dtype: torch.dtype, quantize: bool, scale_format: int, by_rank: bool, trains: bool
-    ) -> None:
+    def _prepare_dispatch(self, x_dtype: torch.dtype, options: int, trains: bool) -> None:
         if self._device is None:
             return
-        self._device.prepare_dispatch(
-            x_dtype, quantize=quantize, scale_format=scale_format, by_rank=by_rank
-        )
-        if trains and not quantize and x_dtype != torch.float8_e4m3fn:
+        self._device.prepare_dispatch(x_dtype, options)
+        if trains and not options & QUANTIZE and x_dtype != torch.float8_e4m3fn:
             self._device.prepare_combine(x_dtype, x_dtype)
 
     @_when_traced
     def _prepare_combine(
-        self, y_dtype: torch.dtype, out_dtype: torch.dtype, by_rank: bool, trains: bool
+        self, y_dtype: torch.dtype, out_dtype: torch.dtype, options: int, trains: bool
     ) -> None:
         if self._device is None:
             return
         self._device.prepare_combine(y_dtype, out_dtype)
         if trains:
-            self._device.prepare_dispatch(out_dtype, quantize=False, by_rank=by_rank)
+            self._device.prepare_dispatch(out_dtype, gradient_of(options))
 
     def close(self) -> None:
         """Idempotent. Ranks close on their own; what they have sent still arrives.

@@ -32,8 +32,8 @@ from gpu_ranks import (
     run,
     worlds,
 )
-from moe_p2p.dispatched import SCALE_FORMATS
 from moe_p2p.gpu import launch_shape
+from moe_p2p.options import SCALE_FORMATS
 from moe_p2p.reference import Tokens
 from ranks import Rank
 from test_gpu import call, every_format, steps, to_one_expert

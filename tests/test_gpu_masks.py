@@ -29,7 +29,7 @@ from gpu_ranks import (
     worlds,
 )
 from mask_cases import check_sums, expect_without, given_by, last_step, masks_of, step
-from moe_p2p import AllToAll
+from moe_p2p import AllToAll, DispatchOptions
 from moe_p2p.gpu.kernels import _NO_REGIONS
 from ranks import DiedError, Rank
 from test_gpu import call
@@ -55,7 +55,7 @@ def masking(rank: Rank, world: World, **overrides: Any) -> AllToAll:
     """With the kernels of mask_cases.step loaded: later that would wait for ranks that wait."""
     comm = make(rank, world, mask_lost_ranks=True, **overrides)
     if comm._device is not None:
-        comm._device.prepare_dispatch(torch.float32, quantize=False, by_rank=True)
+        comm._device.prepare_dispatch(torch.float32, DispatchOptions(layout="by_rank").number)
     meet(rank, "made", world.ranks)
     return comm
 

@@ -129,14 +129,14 @@ moe::DeviceKernel kernel_from(const std::vector<int64_t>& numbers) {
           .max_slot_bytes = static_cast<uint64_t>(at(9))};
 }
 
-void all_to_all_set_dispatch_kernel(int64_t comm, ScalarType x_dtype, bool quantize,
-                                    int64_t scale_format, bool by_rank,
+void all_to_all_set_dispatch_kernel(int64_t comm, ScalarType x_dtype, int64_t options_number,
                                     std::vector<int64_t> kernel) {
   const Caller caller(comm);
+  const moe::DispatchOptions options = moe::dispatch_options_from(options_number);
   const moe::DispatchVariant variant{.x_dtype = payload_type(x_dtype, "x_dtype"),
-                                     .quantize = quantize,
-                                     .scale_format = static_cast<abi::ScaleFormat>(scale_format),
-                                     .by_rank = by_rank};
+                                     .quantize = options.quantize,
+                                     .scale_format = options.scale_format,
+                                     .by_rank = options.by_rank()};
   caller->all_to_all.device().set_dispatch(variant, kernel_from(kernel));
 }
 
@@ -202,31 +202,29 @@ int64_t handle_words(int64_t comm, int64_t num_rows, int64_t max_tokens) {
   return communicators().get(comm)->all_to_all.handle_words(num_rows, max_tokens);
 }
 
-void dispatch_send(int64_t comm, const Tensor& x, std::optional<Tensor> scales,
-                   std::vector<Tensor> extras, const Tensor& topk_idx,
+void dispatch_send(int64_t comm, int64_t options_number, const Tensor& x,
+                   std::optional<Tensor> scales, std::vector<Tensor> extras, const Tensor& topk_idx,
                    std::optional<Tensor> topk_weights, std::optional<Tensor> num_tokens,
-                   int64_t num_tokens_host, int64_t max_tokens, bool quantize, int64_t scale_format,
-                   int64_t layout, bool solo, const Tensor& handle) {
+                   int64_t num_tokens_host, int64_t max_tokens, const Tensor& handle) {
   const Caller caller(comm);
-  caller->all_to_all.dispatch_send(
-      dispatch_send_from(*caller,
-                         {x, scales, extras, topk_idx, topk_weights, num_tokens, num_tokens_host,
-                          max_tokens, quantize, scale_format, layout, solo},
-                         handle));
+  const moe::DispatchOptions options = moe::dispatch_options_from(options_number);
+  caller->all_to_all.dispatch_send(dispatch_send_from(
+      *caller,
+      {x, scales, extras, topk_idx, topk_weights, num_tokens, num_tokens_host, max_tokens, options},
+      handle));
   remember_sent(*caller, caller->sent_dispatches, handle);
 }
 
-void dispatch_recv(int64_t comm, const Tensor& handle, const Tensor& x,
+void dispatch_recv(int64_t comm, int64_t options, const Tensor& handle, const Tensor& x,
                    std::optional<Tensor> scales, std::vector<Tensor> extras,
                    const Tensor& row_weights, const Tensor& counts, const Tensor& offsets,
                    std::optional<Tensor> source, std::optional<Tensor> ranges,
                    std::optional<Tensor> wait_ticks, std::optional<Tensor> row_topk,
-                   int64_t scale_format, int64_t layout, int64_t capacity, int64_t alignment,
-                   bool column_scales, bool zero_padding) {
+                   int64_t capacity) {
   const Caller caller(comm);
   SentHandle sent(*caller, caller->sent_dispatches, handle);
   caller->all_to_all.dispatch_recv(dispatch_recv_from(
-      *caller, make_layout(scale_format, layout, capacity, alignment, column_scales, zero_padding),
+      *caller, Layout(moe::dispatch_options_from(options), capacity),
       {x, scales, extras, row_weights, counts, offsets, source, ranges, wait_ticks, row_topk},
       sent.tensor()));
   sent.received();

@@ -14,7 +14,7 @@ from moe_p2p.deep_ep.communicators import Communicators, MpiComm
 from moe_p2p.deep_ep.host_counts import HostCounts
 from moe_p2p.deep_ep.releasing import ReleasingAllToAll
 from moe_p2p.deep_ep.streams import Streams
-from moe_p2p.dispatched import DispatchOptions
+from moe_p2p.options import DispatchForm
 
 # What a low-latency dispatch brings: type, device, H, K, T, E, use_fp8, round_scale, use_ue8m0,
 # whether it adds up what it waited.
@@ -65,7 +65,7 @@ class BufferBase:
         self._streams = Streams()
         self._host_counts = HostCounts()
         self._normal: dict[tuple[Any, ...], ReleasingAllToAll] = {}  # by what a normal call brings
-        self._low_latency_made: dict[LowLatencyKey, tuple[ReleasingAllToAll, DispatchOptions]] = {}
+        self._low_latency_made: dict[LowLatencyKey, tuple[ReleasingAllToAll, DispatchForm]] = {}
         self.rank = self._communicators.rank
         self.group_size = self._communicators.world_size
         self.group = comm if group is None and comm is not None else group

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from moe_p2p.config import DEFAULT_CHUNK_TOKENS, AllToAllConfig
 from moe_p2p.deep_ep.communicators import Communicators
-from moe_p2p.deep_ep.elastic_handle import Form, RowCounts
+from moe_p2p.deep_ep.elastic_handle import RowCounts, Rows
 from moe_p2p.deep_ep.event import EventHandle
 from moe_p2p.deep_ep.host_counts import HostCounts
 from moe_p2p.deep_ep.releasing import ReleasingAllToAll
 from moe_p2p.deep_ep.streams import Streams
-from moe_p2p.dispatched import DispatchOptions
+from moe_p2p.options import DispatchForm
 
 _MAX_TOKENS = 1 << 24  # of a communicator: it sizes nothing, what a call brings does
 _OVERLAP_SMS = 24  # with which both calls come near what the links carry; docs/tuning.md
@@ -28,10 +28,10 @@ _MAX_LOCAL_EXPERTS = 256  # DeepEP's limit, for sizes without experts
 _MAX_EXPERTS = 32768
 _SIZE_ALIGNMENT = 2 << 20
 _SCALE_BLOCK = 128
-# What a dispatch brings: type, device, H, P, K, E, T, blocks, alignment of experts, form.
-_Key = tuple[torch.dtype, int, int, int, int, int, int, int, int, Form]
+# What a dispatch brings: type, device, H, P, K, E, T, blocks, alignment of experts, rows.
+_Key = tuple[torch.dtype, int, int, int, int, int, int, int, int, Rows]
 # The communicator of such calls, the most rows that can come, the options of a dispatch of them.
-_Made = tuple[ReleasingAllToAll, RowCounts, DispatchOptions]
+_Made = tuple[ReleasingAllToAll, RowCounts, DispatchForm]
 
 
 class ElasticBase:
@@ -212,7 +212,7 @@ class ElasticBase:
         )
 
     def _make(self, values: Tensor, key: _Key) -> _Made:
-        dtype, _, hidden, num_packs, topk, num_experts, num_tokens, num_sms, alignment, form = key
+        dtype, _, hidden, num_packs, topk, num_experts, num_tokens, num_sms, alignment, rows = key
         step_tokens = self.num_max_tokens_per_rank or num_tokens
         if dtype == torch.float8_e4m3fn and not self.use_fp8_dispatch:
             dtype = torch.bfloat16
@@ -236,7 +236,7 @@ class ElasticBase:
             num_sms=(num_sms or _OVERLAP_SMS) if on_gpu else None,
         )
         most = RowCounts.most(all_to_all, num_tokens, alignment)
-        made = all_to_all, most, most.options(all_to_all, num_tokens, alignment, form)
+        made = all_to_all, most, most.form(num_tokens, alignment, rows)
         self._made[key] = made
         return made
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_p2p import AllToAll, Dispatched
+from moe_p2p import AllToAll, Dispatched, DispatchOptions
 from moe_p2p.reference import Layout, Tokens
 from moe_p2p.tools.bench.gpu_layer import Experts
 from moe_p2p.tools.bench.gpu_report import HALVES
@@ -111,9 +111,7 @@ def package_calls(
             tokens.topk_idx,
             tokens.topk_weights,
             scales=tokens.scales,
-            quantize=quantize,
-            layout=layout,
-            solo=solo,
+            options=DispatchOptions(layout=layout, quantize=quantize, solo=solo),
         )
 
     def dispatch() -> Dispatched:
