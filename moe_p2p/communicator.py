@@ -232,20 +232,18 @@ class Communicator(NotCopied):
         num_threads = config.num_threads
         if num_threads is None:
             num_threads = max(1, len(os.sched_getaffinity(0)) // agreed.ranks_on_host)
-        comm = int(
-            call(
-                _ops.all_to_all_create.default,
-                self.engine.number,
-                self.rank,
-                agreed.communicator,
-                *config.plan_arguments(self.world_size, self.ranks_per_node),
-                config.timeout_s,
-                config.wait,
-                num_threads,
-                self._on_gpu,
-                self._masks[1] if self._masks is not None else None,
-            )
+        settings = config.settings(
+            self.world_size,
+            self.ranks_per_node,
+            rank=self.rank,
+            communicator=agreed.communicator,
+            timeout_s=float(config.timeout_s),
+            wait=config.wait,
+            num_threads=num_threads,
+            on_device=int(self._on_gpu),
         )
+        masks = self._masks[1] if self._masks is not None else None
+        comm = int(call(_ops.all_to_all_create.default, self.engine.number, settings, masks))
         self._shape = ops.CommunicatorShape(
             world_size=self.world_size,
             ranks_per_node=self.ranks_per_node,

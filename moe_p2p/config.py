@@ -206,30 +206,30 @@ class AllToAllConfig:
             return "any"
         return "few" if few(self.num_sms) else "many"
 
-    def plan_arguments(self, world_size: int, ranks_per_node: int) -> tuple[Any, ...]:
-        """What the ops `plan` and `all_to_all_create` take, in their order."""
-        return (
-            world_size,
-            ranks_per_node,
-            self.num_experts,
-            self.hidden_dim,
-            self.topk,
-            self.max_tokens,
-            self.step_tokens,
-            self.steps_in_flight,
-            self.dtype.itemsize,
-            self.widest_combine_dtype.itemsize,
-            self.extra_bytes,
-            self.part_bytes,
-            list(self.expert_rank or ()),
-        )
+    def settings(self, world_size: int, ranks_per_node: int, **more: object) -> str:
+        """What the ops `plan` and `all_to_all_create` take (csrc/ops/communicator_settings.cpp)."""
+        values = {
+            "world_size": world_size,
+            "ranks_per_node": ranks_per_node,
+            "num_experts": self.num_experts,
+            "hidden_dim": self.hidden_dim,
+            "topk": self.topk,
+            "max_tokens": self.max_tokens,
+            "chunk_tokens": self.step_tokens,
+            "steps_in_flight": self.steps_in_flight,
+            "payload_item_bytes": self.dtype.itemsize,
+            "combine_item_bytes": self.widest_combine_dtype.itemsize,
+            "extra_bytes": self.extra_bytes,
+            "part_bytes": self.part_bytes,
+        } | more
+        if self.expert_rank is not None:
+            values["expert_rank"] = ":".join(map(str, self.expert_rank))
+        return ",".join(f"{key}={value}" for key, value in values.items())
 
     def plan(self, *, world_size: int, ranks_per_node: int) -> dict[str, int]:
         """Bytes of every memory region of one rank, all steps together, by name of the region.
 
         Needs no communicator. Raises InvalidArgumentError when the numbers do not fit together.
         """
-        text = ops.call(
-            torch.ops.moe_p2p.plan.default, *self.plan_arguments(world_size, ranks_per_node)
-        )
+        text = ops.call(torch.ops.moe_p2p.plan.default, self.settings(world_size, ranks_per_node))
         return {name: int(size) for name, size in (line.split() for line in text.splitlines())}

@@ -94,11 +94,6 @@ BAD_DISPATCH: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         lambda: {"x": torch.zeros(4, 48).to(torch.float8_e4m3fn), "scales": torch.zeros(4, 0)},
         "must have at least one column",
     ),
-    "layout of ranges": (
-        lambda: {"layout": "by_rank", "with_ranges": True},
-        "it needs layout='padded'",
-    ),
-    "scale format without quantize": (lambda: {"scale_format": "ue8m0"}, "pass quantize=True"),
     "shape of scales": (
         lambda: {"x": torch.zeros(4, 48).to(torch.float8_e4m3fn), "scales": torch.zeros(3, 2)},
         r"scales is torch.float32 \[3, 2\], must have shape \[4",

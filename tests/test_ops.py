@@ -302,9 +302,8 @@ def test_connect_takes_the_addresses_of_all(engines: tuple[Engine, Engine]) -> N
     # Connecting happens once in the life of a communicator, so each check has one of its own.
     config = moe_p2p.AllToAllConfig(num_experts=2, hidden_dim=8, topk=1, max_tokens=4)
     for number, util in enumerate(ONCE):
-        comm = ops.all_to_all_create(
-            engines[0].number, 0, number, *config.plan_arguments(1, 1), 5.0, "sleep", 1
-        )
+        settings = config.settings(1, 1, communicator=number, timeout_s=5.0)
+        comm = ops.all_to_all_create(engines[0].number, settings)
         address = ops.all_to_all_address(comm)
         opcheck(ops.all_to_all_connect.default, (comm, [address]), test_utils=util)
         ops.all_to_all_close(comm)
@@ -321,6 +320,60 @@ def test_fake_kernels_know_the_size_of_handles(num_rows: int, max_tokens: int) -
 
 
 # --- errors ---
+
+
+GOOD = (
+    "world_size=2,ranks_per_node=2,num_experts=4,hidden_dim=256,topk=2,max_tokens=8,chunk_tokens=8"
+)
+
+
+def test_plan_reads_its_settings() -> None:
+    config = moe_p2p.AllToAllConfig(
+        num_experts=4, hidden_dim=256, topk=2, max_tokens=8, part_bytes=0
+    )
+    text = ops.plan(f"{GOOD},part_bytes=0")
+    assert text == ops.plan(config.settings(2, 2))
+    assert config.settings(2, 2).startswith(GOOD)
+    assert text == ops.plan(f"{GOOD},part_bytes=0,expert_rank=0:0:1:1")
+    assert text != ops.plan(f"{GOOD},part_bytes=0,steps_in_flight=3")
+    assert text != ops.plan(f"{GOOD},part_bytes=0,payload_item_bytes=4")
+
+
+@pytest.mark.parametrize(
+    ("more", "match"),
+    [
+        ("wings=2", '"wings=2" is not understood'),
+        ("topk=2", "topk is given twice"),
+        ("extra_bytes=2.5", "extra_bytes=2.5 is refused; it must be an integer"),
+        ("extra_bytes=-1", "extra_bytes=-1 is refused; it must be an integer"),
+        ("expert_rank=0:0:1", "expert_rank has 3 entries"),
+        ("expert_rank=0:0:1:2", r"expert_rank\[3\] is 2, must be from 0 to 1"),
+        ("expert_rank=0:0:1:", "expert_rank=0:0:1: is refused; it must be integers with colons"),
+        ("expert_rank=0:0:one:1", "it must be integers with colons"),
+    ],
+)
+def test_plan_refuses_settings(more: str, match: str) -> None:
+    with pytest.raises(RuntimeError, match=match):
+        ops.plan(f"{GOOD},{more}")
+
+
+@pytest.mark.parametrize(
+    ("more", "match"),
+    [
+        ("rank=2", "rank is 2, must be from 0 to 1"),
+        ("num_threads=0", "num_threads=0 is refused; it must be an integer from 1 to 1024"),
+        ("wait=doze", "doze"),
+        ("timeout_s=-1.0", "timeout_s is -1"),
+        ("timeout_s=nan", "timeout_s=nan is refused"),
+        ("communicator=4096000", "no communicator number left after 4096000"),
+        ("on_device=2", "on_device=2 is refused"),
+    ],
+)
+def test_a_communicator_refuses_settings(
+    engines: tuple[Engine, Engine], more: str, match: str
+) -> None:
+    with pytest.raises(RuntimeError, match=match):
+        ops.all_to_all_create(engines[0].number, f"{GOOD},{more}")
 
 
 def test_errors_keep_their_text_and_get_their_type() -> None:

@@ -3,6 +3,7 @@
 
 #include "moe/device/calls.h"
 #include "ops/all_to_all_object.h"
+#include "ops/communicator_settings.h"
 
 namespace moe_p2p::ops {
 
@@ -10,68 +11,20 @@ using base::Code;
 
 namespace {
 
-moe::PlanInput plan_input(int64_t world_size, int64_t ranks_per_node, int64_t num_experts,
-                          int64_t hidden_dim, int64_t topk, int64_t max_tokens,
-                          int64_t chunk_tokens, int64_t steps_in_flight, int64_t payload_item_bytes,
-                          int64_t combine_item_bytes, int64_t extra_bytes, int64_t part_bytes,
-                          std::vector<int64_t> expert_rank) {
-  return {.world_size = world_size,
-          .ranks_per_node = ranks_per_node,
-          .num_experts = num_experts,
-          .hidden_dim = hidden_dim,
-          .topk = topk,
-          .max_tokens = max_tokens,
-          .chunk_tokens = chunk_tokens,
-          .steps_in_flight = steps_in_flight,
-          .payload_item_bytes = payload_item_bytes,
-          .combine_item_bytes = combine_item_bytes,
-          .extra_bytes = extra_bytes,
-          .part_bytes = part_bytes,
-          .expert_rank = std::move(expert_rank)};
-}
-
 // One line "name bytes" per region.
-std::string plan(int64_t world_size, int64_t ranks_per_node, int64_t num_experts,
-                 int64_t hidden_dim, int64_t topk, int64_t max_tokens, int64_t chunk_tokens,
-                 int64_t steps_in_flight, int64_t payload_item_bytes, int64_t combine_item_bytes,
-                 int64_t extra_bytes, int64_t part_bytes, std::vector<int64_t> expert_rank) {
-  const auto made = moe::make_plan(plan_input(world_size, ranks_per_node, num_experts, hidden_dim,
-                                              topk, max_tokens, chunk_tokens, steps_in_flight,
-                                              payload_item_bytes, combine_item_bytes, extra_bytes,
-                                              part_bytes, std::move(expert_rank)));
+std::string plan(const std::string& settings) {
   std::string text;
-  for (const auto& [name, bytes] : made.table()) text += base::concat(name, " ", bytes, "\n");
+  for (const auto& [name, bytes] : moe::make_plan(plan_input_from(settings)).table())
+    text += base::concat(name, " ", bytes, "\n");
   return text;
 }
 
-int64_t all_to_all_create(int64_t engine, int64_t rank, int64_t communicator, int64_t world_size,
-                          int64_t ranks_per_node, int64_t num_experts, int64_t hidden_dim,
-                          int64_t topk, int64_t max_tokens, int64_t chunk_tokens,
-                          int64_t steps_in_flight, int64_t payload_item_bytes,
-                          int64_t combine_item_bytes, int64_t extra_bytes, int64_t part_bytes,
-                          std::vector<int64_t> expert_rank, double timeout_s,
-                          const std::string& wait, int64_t num_threads, bool on_device,
+int64_t all_to_all_create(int64_t engine, const std::string& settings,
                           std::optional<Tensor> masks) {
-  MOE_P2P_CHECK(rank >= 0 && rank < world_size, Code::kInvalidArgument, "rank is ", rank,
-                ", must be from 0 to ", world_size - 1);
-  MOE_P2P_CHECK(communicator >= 0 && communicator < engine::ImmKey::kMaxCommunicators,
-                Code::kResourceExhausted, "this engine has no communicator number left after ",
-                communicator, "; make another engine");
-  MOE_P2P_CHECK(num_threads >= 1 && num_threads <= 1024, Code::kInvalidArgument, "num_threads is ",
-                num_threads, ", must be from 1 to 1024");
+  moe::AllToAllOptions options = communicator_options_from(settings);
   const OnDevice host(-1);
-  const Expected expected{"masks", {ScalarType::Int}, {world_size}};
-  const moe::AllToAllOptions options{
-      .plan = plan_input(world_size, ranks_per_node, num_experts, hidden_dim, topk, max_tokens,
-                         chunk_tokens, steps_in_flight, payload_item_bytes, combine_item_bytes,
-                         extra_bytes, part_bytes, std::move(expert_rank)),
-      .rank = static_cast<int>(rank),
-      .communicator = static_cast<uint32_t>(communicator),
-      .wait = wait_policy(wait),
-      .timeout = timeout_from(timeout_s),
-      .num_threads = static_cast<int>(num_threads),
-      .device = on_device,
-      .masks = masks ? output<int32_t>(*masks, expected) : nullptr};
+  const Expected expected{"masks", {ScalarType::Int}, {options.plan.world_size}};
+  if (masks) options.masks = output<int32_t>(*masks, expected);
   return communicators().add(
       std::make_shared<AllToAllObject>(engines().get(engine), options, std::move(masks)));
 }

@@ -67,16 +67,8 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
   m.def("engine_imm_discarded(int engine) -> int");
 
   // --- all to all: set-up ---
-  m.def(
-      "plan(int world_size, int ranks_per_node, int num_experts, int hidden_dim, int topk, "
-      "int max_tokens, int chunk_tokens, int steps_in_flight, int payload_item_bytes, "
-      "int combine_item_bytes, int extra_bytes, int part_bytes, int[] expert_rank) -> str");
-  m.def(
-      "all_to_all_create(int engine, int rank, int communicator, int world_size, "
-      "int ranks_per_node, int num_experts, int hidden_dim, int topk, int max_tokens, "
-      "int chunk_tokens, int steps_in_flight, int payload_item_bytes, int combine_item_bytes, "
-      "int extra_bytes, int part_bytes, int[] expert_rank, float timeout_s, str wait, "
-      "int num_threads, bool on_device=False, Tensor? masks=None) -> int");
+  m.def("plan(str settings) -> str");  // of communicator_settings.h, as that of all_to_all_create
+  m.def("all_to_all_create(int engine, str settings, Tensor? masks=None) -> int");
   m.def(
       "all_to_all_use_device(int comm, int device, int[] data, int[] peer_data, int state, "
       "int expert_rank, int expert_local, int fault, int fault_device, int num_sms) -> ()");

@@ -1,5 +1,5 @@
-// "key=value,key=value": the settings text of DomainOptions. A provider names the keys it knows and
-// asks for each by type and range; a typing mistake is an Error{kInvalidArgument} that lists the
+// "key=value,key=value": the settings text of DomainOptions, and of a communicator. Whoever reads one
+// names the keys it knows and asks for each by type and range; a typing mistake is an Error{kInvalidArgument} that lists the
 // valid keys, never a silently ignored word. Control path only.
 #pragma once
 
@@ -8,6 +8,7 @@
 #include <map>
 #include <string>
 #include <string_view>
+#include <vector>
 
 namespace moe_p2p::provider {
 
@@ -23,6 +24,8 @@ class Settings {
   double real(std::string_view key, double fallback, double low, double high) const;
   std::string word(std::string_view key, std::string_view fallback,
                    std::initializer_list<std::string_view> choices) const;
+  // "1:2:3"; empty when it was not given.
+  std::vector<int64_t> integers(std::string_view key) const;
   // Any text without a comma.
   std::string text(std::string_view key, std::string_view fallback) const;
 
