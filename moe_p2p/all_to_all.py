@@ -52,8 +52,10 @@ class AllToAll(Halves):
     group_or_store: a torch.distributed ProcessGroup, None for the default group, or a Store with
         rank and world_size. Used during construction only. Ranks that are threads of one process
         share a HashStore; other stores are one object per rank.
-    config: equal on all ranks but for timeout_s, wait, num_threads and proxy_cpu.
-    engine: NICs to use; None: an engine of its own, closed with this object.
+    config: equal on all ranks but for timeout_s, wait, num_threads, num_sms and what says which
+        engine is used.
+    engine: NICs to use, in place of the fields of config that say which. None: an engine of its
+        own, closed with this object.
     masked: with mask_lost_ranks, the tensor [W] of `masked`; objects that share one mask together.
         None: one of its own.
 

@@ -76,6 +76,8 @@ class Communicator(NotCopied):
         masked: Tensor | None = None,
     ) -> None:
         self.config = config
+        if engine is not None:
+            config.check_beside_engine()
         meeting = Bootstrap(
             group_or_store, rank=rank, world_size=world_size, timeout_s=config.timeout_s
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -19,8 +19,10 @@ from moe_p2p.nics.transport import MAX_NICS, shared_settings
 PAYLOAD_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
 COMBINE_DTYPES = PAYLOAD_DTYPES[:3]
 DEFAULT_CHUNK_TOKENS = 512
-WAITS = ("spin", "yield", "sleep")
+Wait = Literal["spin", "yield", "sleep"]
 DEVICES = ("cpu", "cuda")
+# What a communicator that makes its own engine makes it with.
+ENGINE_FIELDS = ("transport", "nics_per_rank", "nics", "transport_settings", "proxy_cpu")
 # Each rank may choose these for itself; all other fields must be equal on all ranks.
 # `transport` is compared by agreement.py: ranks may come to the same one in different ways.
 LOCAL_FIELDS = frozenset(
@@ -65,7 +67,8 @@ class AllToAllConfig:
     wait: how waiting threads wait: "spin", "yield" or "sleep".
     num_threads: threads of the host kernels. None: CPUs of this process / ranks on this host.
     proxy_cpu: CPU that the proxy thread stays on. None: any.
-    device: "cpu", or "cuda" for tensors on the current CUDA device of each rank.
+    device: "cpu", or "cuda" for tensors on the current CUDA device of each rank; also a
+        torch.device without an index.
     num_sms: thread blocks that a call may use on a GPU. None: as many as help. Ranks may differ,
         but where steps are of 65 to 256 tokens all have at most 48, or all more.
     mask_lost_ranks: a rank that does not come within timeout_s, or is gone, is masked: calls go on
@@ -91,10 +94,10 @@ class AllToAllConfig:
     nics: str = ""
     transport_settings: str = ""
     timeout_s: float = 30.0
-    wait: str = "sleep"
+    wait: Wait = "sleep"
     num_threads: int | None = None
     proxy_cpu: int | None = None
-    device: str = "cpu"
+    device: torch.device | str = "cpu"
     num_sms: int | None = None
     mask_lost_ranks: bool = False
 
@@ -115,8 +118,14 @@ class AllToAllConfig:
         if self.combine_dtype is not None:
             self._check_choice("combine_dtype", COMBINE_DTYPES)
         self._check_range("num_sms", 1, 1024)
-        self._check_choice("wait", WAITS)
-        self._check_choice("device", DEVICES)
+        self._check_choice("wait", get_args(Wait))
+        if isinstance(self.device, torch.device):
+            object.__setattr__(self, "device", str(self.device))
+        errors.require(
+            self.device in DEVICES,
+            f"device is {self.device!r}, must be one of {DEVICES}; of several GPUs a rank uses the "
+            "current one (torch.cuda.set_device)",
+        )
         self._check_choice("mask_lost_ranks", (False, True))
         errors.require(
             isinstance(self.timeout_s, (int, float)) and self.timeout_s > 0,
@@ -169,6 +178,17 @@ class AllToAllConfig:
     def provider_settings(self) -> str:
         """transport_settings, or those of the environment."""
         return self.transport_settings or env.transport_settings()
+
+    def check_beside_engine(self) -> None:
+        """Raises for what an engine that is given already has."""
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        for name in ENGINE_FIELDS:
+            value = getattr(self, name)
+            errors.require(
+                value == defaults[name],
+                f"{name} is {value!r} and an engine is given, which has its own; "
+                f"make the engine with it",
+            )
 
     def num_local_experts(self, rank: int, world_size: int) -> int:
         """E_local: how many experts `rank` owns."""

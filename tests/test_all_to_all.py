@@ -198,6 +198,24 @@ def test_sums_go_into_a_tensor_of_the_caller(layout: str) -> None:
     run_threads(2, body)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("transport", "loopback"),
+        ("nics_per_rank", 2),
+        ("nics", "mlx5_0"),
+        ("transport_settings", "seed=1"),
+        ("proxy_cpu", 0),
+    ],
+)
+def test_what_an_engine_has_is_refused_beside_it(name: str, value: object) -> None:
+    rank = Rank(0, 1, torch.distributed.HashStore())
+    with Engine("loopback") as engine:
+        with pytest.raises(moe_p2p.InvalidArgumentError, match=f"{name} is .*an engine is given"):
+            make(rank, engine=engine, **{name: value})
+        make(rank, engine=engine, timeout_s=5.0, wait="yield").close()
+
+
 def test_tells_how_long_it_waited_for_each_source() -> None:
     late = threading.Event()
 

@@ -400,6 +400,7 @@ def test_capacity_too_small_breaks_the_object() -> None:
         ({"nics_per_rank": 9}, "nics_per_rank is 9"),
         ({"expert_rank": (0, 1)}, "expert_rank has 2 entries"),
         ({"transport": None}, "transport is None, must be a string"),
+        ({"device": torch.device("cuda", 1)}, "device is 'cuda:1', must be one of"),
     ],
 )
 def test_configuration_names_the_field(change: dict[str, Any], match: str) -> None:

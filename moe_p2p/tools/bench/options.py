@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 import torch
 
+from moe_p2p.config import Wait
+
 DType = Literal["bf16", "fp16", "fp32", "fp8"]
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SWEEP = tuple(1 << i for i in range(14))  # 1 to 8192
@@ -35,7 +37,7 @@ class Options:
     latency_us: float = 0.0
     part_bytes: int = 2 << 20  # of the configuration
     seed: int = 0  # not 0: the software NIC reorders what it may
-    wait: str = "sleep"
+    wait: Wait = "sleep"
     timeout_s: float = 30.0
     baseline: bool = True
     api: str = "all_to_all"  # or "deep_ep": through DeepEP's calls
