@@ -37,7 +37,8 @@ endif
 PIP := $(PY) -m pip install $(QUIET) --disable-pip-version-check --retries 1
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-SOURCES := $(shell find csrc kernels -type f -not -name '*.pyc') setup.py pyproject.toml
+SOURCES := $(shell find csrc kernels -type f -not -name '*.pyc') setup.py pyproject.toml \
+           moe_p2p/gpu/fd_exchange.py $(addprefix moe_p2p/rendezvous/,agreement.py bootstrap.py neighbours.py)  # csrc/letter.py
 
 .PHONY: bench test test-quick pytest lint format build wheel sdist clean distclean doctest libfabric force
 .NOTPARALLEL:
@@ -116,7 +117,7 @@ $(VENV)/.ready: requirements-dev.txt
 	@touch $@
 
 # The C++ tests need doctest's header. It is installed where that takes no questions; elsewhere
-# tests/test_cpp.py is skipped and says so.
+# tests/package/test_cpp.py is skipped and says so.
 doctest:
 	@$(PY) -c '$(HAS_DOCTEST)' || { \
 	  if [ -z '$(PYTHON)' ] && [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \

@@ -23,12 +23,14 @@ from moe_p2p.errors import (
     UnavailableError,
 )
 from moe_p2p.options import DispatchOptions
+from moe_p2p.pool import AllToAllPool
 from moe_p2p.version import __version__
 
 __all__ = [
     "AbortedError",
     "AllToAll",
     "AllToAllConfig",
+    "AllToAllPool",
     "ClosedError",
     "DispatchOptions",
     "Dispatched",

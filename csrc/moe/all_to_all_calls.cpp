@@ -48,6 +48,7 @@ std::string AllToAll::State::failure_text(const Exchange::Failure& failure) cons
       return base::concat(name, " is gone, without ", step,
                           ": a probe failed: ", base::describe(failure.status),
                           engine.first_failure());
+    case Exchange::Failure::Kind::kFlush: return engine.gpu_flush_failure();
     case Exchange::Failure::Kind::kWrite: break;
   }
   return base::concat("the write of ", step, " to ", name,

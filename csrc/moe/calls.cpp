@@ -89,7 +89,8 @@ DispatchCall::DispatchCall(const Plan& plan, StepRing& ring, HostKernels& kernel
       kernels_(kernels),
       send_(send),
       num_chunks_(plan.num_chunks(send.max_tokens)),
-      handle_(HandleView::create(plan.shape, send.handle, send.num_rows, num_chunks_)),
+      handle_(HandleView::create(plan.shape, send.handle, send.num_rows, num_chunks_,
+                                 plan.num_slots(send.max_tokens))),
       parts_(send_parts(plan, send)) {
   MOE_P2P_CHECK(send.num_tokens >= 0 && send.num_tokens <= send.num_rows, Code::kInvalidArgument,
                 "num_tokens is ", send.num_tokens, ", x has ", send.num_rows, " rows");
@@ -100,6 +101,7 @@ DispatchCall::DispatchCall(const Plan& plan, StepRing& ring, HostKernels& kernel
   meta.num_chunks = static_cast<int32_t>(num_chunks_);
   meta.num_tokens = static_cast<int32_t>(send.num_tokens);
   meta.num_rows = static_cast<int32_t>(send.num_rows);
+  meta.num_slots = static_cast<int32_t>(handle_.num_slots());
   routing_ = kernels_.route(send, num_chunks_, handle_);
   meta.magic = abi::HandleMeta::kMagic;
   meta.communicator = communicator;
@@ -192,9 +194,10 @@ CombineCall::CombineCall(const Plan& plan, StepRing& ring, HostKernels& kernels,
 
 void CombineCall::check_handle(uint32_t communicator) const {
   const auto now = HandleView::open(plan_.shape, communicator, send_.handle);
-  MOE_P2P_CHECK(now.meta().num_chunks == num_chunks_, Code::kInvalidArgument, "handle has ",
-                now.meta().num_chunks, " chunks, combine_send has found ", num_chunks_,
-                "; it was overwritten since");
+  MOE_P2P_CHECK(now.meta().num_chunks == num_chunks_ && now.num_slots() == handle_.num_slots(),
+                Code::kInvalidArgument, "handle has ", now.meta().num_chunks, " chunks of ",
+                now.num_slots(), " slots, combine_send has found ", num_chunks_, " of ",
+                handle_.num_slots(), "; it was overwritten since");
   now.check_contents(kernels_.rank(), send_.y_rows);
 }
 

@@ -36,6 +36,7 @@ struct OpenCall {
 
   const int32_t* handle;
   int64_t num_steps;
+  int32_t num_slots = 0;  // HandleMeta's
   bool solo;
   Stage stage;
   DispatchVariant variant{};  // of a dispatch

@@ -11,6 +11,8 @@ using base::Code;
 
 namespace {
 
+void check_ranks_per_node(int64_t ranks) { moe::check_ranks_per_node(ranks); }
+
 // One line "name bytes" per region.
 std::string plan(const std::string& settings) {
   std::string text;
@@ -214,6 +216,7 @@ void release(int64_t comm, const Tensor& handle) {
 
 STABLE_TORCH_LIBRARY_IMPL(moe_p2p, CompositeExplicitAutograd, m) {
   m.impl("plan", TORCH_BOX(&plan));
+  m.impl("check_ranks_per_node", TORCH_BOX(&check_ranks_per_node));
   m.impl("all_to_all_create", TORCH_BOX(&all_to_all_create));
   m.impl("all_to_all_use_device", TORCH_BOX(&all_to_all_use_device));
   m.impl("all_to_all_signals", TORCH_BOX(&all_to_all_signals));

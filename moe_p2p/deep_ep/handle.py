@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from moe_p2p.deep_ep.base import NODE_RANKS
-from moe_p2p.deep_ep.host_counts import Extent, to_device
-from moe_p2p.deep_ep.releasing import ReleasingAllToAll
 from moe_p2p.dispatched import Dispatched
 from moe_p2p.options import DispatchForm, DispatchOptions
+from moe_p2p.releasing import ReleasingAllToAll
+from moe_p2p.row_counts import Extent, to_device
 
 # Of a normal dispatch, without and with a copy of topk_idx, and of one with the routes of a handle.
 ROWS = tuple(

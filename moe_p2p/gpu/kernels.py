@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -44,6 +45,7 @@ from moe_p2p.options import (
 
 if TYPE_CHECKING:
     from moe_p2p.config import AllToAllConfig
+    from moe_p2p.rendezvous.bootstrap import Bootstrap
 
 _ops = torch.ops.moe_p2p
 
@@ -254,25 +256,25 @@ class DeviceSide:
         self,
         comm: int,
         config: AllToAllConfig,
+        meeting: Bootstrap,
         *,
         device: int,
-        rank: int,
-        world_size: int,
         ranks_per_node: int,
         key: str,
         partners: Partners | None,
         exchange: Callable[[bytes], list[bytes]] | None,
         masks: tuple[Tensor, Tensor] | None,
-        deadline: float,
     ) -> None:
-        """key: of this node's exchange of file descriptors; `partners`, of that with them.
+        """meeting: of all ranks. key: of this node's exchange of file descriptors.
 
+        partners: with the key of the exchange with them; None: none on this host.
         exchange: carries bytes among the ranks of this node; memory is then shared by fabric
             handle.
         masks: those of the kernels, on the device, and of the host; None: without.
         """
         self._comm, self._device, self._num_sms = comm, device, config.num_sms
         self._masks = masks
+        world_size, deadline = meeting.world_size, time.monotonic() + config.timeout_s
         self._copy_blocks = 0 if partners is None else partners.num_nics
         self._shape = shape_macros(config, world_size=world_size, ranks_per_node=ranks_per_node)
         self._ready: set[tuple[object, ...]] = set()  # kernels of the op, by what they are for
@@ -281,12 +283,13 @@ class DeviceSide:
         try:
             memory = self._undo.enter_context(
                 share_node_memory(
-                    rank % ranks_per_node,
+                    meeting.rank % ranks_per_node,
                     ranks_per_node,
                     key=key,
                     device=device,
                     size_bytes=sum(s for name, s in plan.items() if name not in _NO_REGIONS),
                     deadline=deadline,
+                    meeting=meeting,
                     exchange=exchange,
                 )
             )
@@ -298,6 +301,7 @@ class DeviceSide:
                     partners.num_nodes,
                     key=partners.key,
                     deadline=deadline,
+                    meeting=meeting,
                 )
                 peers = self._undo.enter_context(windows).addresses
             state_bytes, on_device = plan["device_state"], torch.device("cuda", device)

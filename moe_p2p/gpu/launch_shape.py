@@ -86,7 +86,7 @@ def job_of(macros: dict[str, int], *, adds: bool, by_rank: bool = False) -> Job:
 def candidates(
     row_bytes: int, step_tokens: int, num_sms: int | None, job: Job
 ) -> list[LaunchShape]:
-    """The best first; later ones need less shared memory. Figures are in docs/tuning.md."""
+    """Fastest first; later ones need less shared memory. Figures: benchmarks/NOTES.md."""
     threads, tiny = num_threads(row_bytes), step_tokens <= _TINY_STEP
     single = LaunchShape(threads, 1, 1, 2, _SMS, _SMS)
     if few(num_sms):

@@ -114,7 +114,7 @@ class Rank {
                  .peer_data = {0, 0},
                  .fault = &fault,
                  .num_sms = num_sms}),
-        words_(static_cast<size_t>(abi::HandleLayout::make(plan.shape, 40, 5).total)) {
+        words_(static_cast<size_t>(abi::HandleLayout::make(plan.shape, 40, 5, 8).total)) {
     DeviceKernel kernel{.handle = kDispatchKernel,
                         .num_threads = 448,
                         .shared_bytes = 5000,

@@ -56,9 +56,14 @@ struct Plan {
 
   int num_local_experts(int rank) const;
   int64_t num_chunks(int64_t max_tokens_of_call) const;
+  // Slots of a source in a chunk of such a call, at most; at least 1.
+  int64_t num_slots(int64_t max_tokens_of_call) const;
   // Every region by name and its bytes for all steps, for people and for the allocator's check.
   std::vector<std::pair<std::string, uint64_t>> table() const;
 };
+
+// Throws Error{kInvalidArgument} with the reason and a number that fits.
+void check_ranks_per_node(int64_t ranks);
 
 Plan make_plan(const PlanInput& input);
 
