@@ -40,6 +40,7 @@ from moe_p2p.gpu.kernels import (
 )
 from moe_p2p.nics import transport
 from moe_p2p.ops import call
+from moe_p2p.rendezvous.bootstrap import Bootstrap
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "build" / "emulation"
@@ -232,16 +233,16 @@ class EmulatedDevice(DeviceSide):
         self,
         comm: int,
         config: AllToAllConfig,
+        meeting: Bootstrap,
         *,
-        rank: int,
-        world_size: int,
         ranks_per_node: int,
         key: str,
         partners: Partners | None,
         masks: tuple[torch.Tensor, torch.Tensor] | None,
-        deadline: float,
         **_: Any,
     ) -> None:
+        rank, world_size = meeting.rank, meeting.world_size
+        deadline = time.monotonic() + config.timeout_s
         self._comm, self._num_sms, self._masks = comm, config.num_sms, masks
         self._shape = shape_macros(config, world_size=world_size, ranks_per_node=ranks_per_node)
         self._ready, self._undo, self._signals = set(), ExitStack(), ExitStack()
