@@ -15,35 +15,20 @@ W ranks, L ranks per node, N nodes.
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.fx.node import has_side_effect
 
 from moe_p2p import errors
-from moe_p2p.options import (
-    BY_RANK,
-    COLUMN_SCALES,
-    COPY_TOPK,
-    PADDED,
-    QUANTIZE,
-    UE8M0,
-    WITH_RANGES,
-    WITH_SOURCE,
-    WITH_WAIT_TICKS,
-    gradient_of,
-    layout_of,
-    scale_format_of,
-)
+from moe_p2p import options as bits
 
-SCALE_BLOCK = 128  # values that share one fp8 scale
-_HANDLE_META_WORDS = 16
 _VALUES_AT_ONCE = 1 << 24  # 64 MiB of fp32: what a backward multiplies at a time
-_HANDLE_NUM_TOKENS = 5  # position of num_tokens in it (kernels/abi/layout.h, HandleMeta)
 
 
 def _load() -> None:
@@ -84,6 +69,35 @@ def raise_interrupt() -> None:
         raise error from None
 
 
+class Layout(NamedTuple):
+    """Numbers of kernels/abi, where they are computed.
+
+    slot_head_bytes: of a slot before its payload. handle_meta_words: int32 words of a handle before
+    its arrays. handle_num_tokens: the word of them that is num_tokens. fault_bytes: of a Fault.
+    masks_word: the 64-bit word of a DeviceState that holds the address of masks. scale_block:
+    values that share one fp8 scale.
+    """
+
+    slot_head_bytes: int
+    scale_block: int
+    handle_meta_words: int
+    handle_num_tokens: int
+    fault_bytes: int
+    masks_word: int
+
+
+@functools.cache
+def layout(topk: int = 1) -> Layout:
+    """For slots of topk experts. Raises InvalidArgumentError when topk is out of range."""
+    lines = call(_ops.layout.default, topk).splitlines()
+    return Layout(**{name: int(number) for name, number in (line.split() for line in lines)})
+
+
+SCALE_BLOCK = layout().scale_block
+_HANDLE_NUM_TOKENS = layout().handle_num_tokens
+HANDLE_META_WORDS = layout().handle_meta_words
+
+
 @dataclass(frozen=True, kw_only=True)
 class CommunicatorShape:
     """What fake kernels must know of a communicator."""
@@ -101,7 +115,7 @@ class CommunicatorShape:
         num_chunks = max(1, -(-max_tokens // self.chunk_tokens))
         num_sources = num_chunks * self.world_size
         num_slots = num_sources * self.num_slots(max_tokens)
-        before_ranks = _HANDLE_META_WORDS + num_sources + num_slots * self.topk
+        before_ranks = HANDLE_META_WORDS + num_sources + num_slots * self.topk
         send_slots = num_rows * (self.ranks_per_node + num_nodes)
         return (before_ranks + 1) // 2 * 2 + 2 * num_slots + send_slots
 
@@ -114,7 +128,7 @@ class CommunicatorShape:
         if given is not None:
             return given.shape[1], given.dtype
         num_scales = -(-self.hidden_dim // SCALE_BLOCK)
-        if scale_format_of(options) == UE8M0:
+        if bits.scale_format_of(options) == bits.UE8M0:
             return -(-num_scales // 4), torch.int32
         return num_scales, torch.float32
 
@@ -123,7 +137,7 @@ def new_scales(
     like: Tensor, lead: tuple[int, ...], width: Any, dtype: torch.dtype, options: int
 ) -> Tensor:
     """Rows of scales [*lead, width]; by columns of a multiple of 4 rows with column_scales."""
-    if not options & COLUMN_SCALES:
+    if not options & bits.COLUMN_SCALES:
         return like.new_empty((*lead, width), dtype=dtype)
     ld = -(-lead[-1] // 4) * 4
     strides = (width * ld, 1, ld)[-1 - len(lead) :]
@@ -165,22 +179,22 @@ def _fake_dispatch(
     max_tokens: int,
     capacity: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
-    shape, layout, quantize = _shape(comm), layout_of(options), options & QUANTIZE
-    experts, topk, by_rank = shape.num_local_experts, shape.topk, layout == BY_RANK
-    lead = (experts, capacity) if layout == PADDED else (capacity,)
-    num_rows = experts * capacity if layout == PADDED else capacity
+    shape, layout, quantize = _shape(comm), bits.layout_of(options), options & bits.QUANTIZE
+    experts, topk, by_rank = shape.num_local_experts, shape.topk, layout == bits.BY_RANK
+    lead = (experts, capacity) if layout == bits.PADDED else (capacity,)
+    num_rows = experts * capacity if layout == bits.PADDED else capacity
     row_scales = x.new_empty((0,), dtype=torch.float32)
     if scales is not None or quantize:
         width, dtype = shape.scales_of(scales, options)
         row_scales = new_scales(x, lead, width, dtype, options)
     more = []
-    if options & WITH_SOURCE:
+    if options & bits.WITH_SOURCE:
         more.append(x.new_empty((num_rows, 2), dtype=torch.int32))
-    if options & WITH_RANGES:
+    if options & bits.WITH_RANGES:
         more.append(x.new_empty((experts, shape.world_size), dtype=torch.int64))
-    if options & WITH_WAIT_TICKS:
+    if options & bits.WITH_WAIT_TICKS:
         more.append(x.new_empty((shape.world_size,), dtype=torch.int64))
-    if options & COPY_TOPK:
+    if options & bits.COPY_TOPK:
         more.append(topk_idx.new_empty(topk_idx.shape))
     if by_rank:
         more.append(topk_idx.new_empty((num_rows, topk)))
@@ -263,12 +277,13 @@ NO_SCALAR_GRADIENT = (
 def _dispatch_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     (comm, options, x, _, extras, topk_idx, topk_weights, _, _, max_tokens, capacity) = inputs
     _, row_scales, _, _, _, handle, more = output
-    if x.requires_grad and (options & QUANTIZE or x.dtype == torch.float8_e4m3fn):
+    if x.requires_grad and (options & bits.QUANTIZE or x.dtype == torch.float8_e4m3fn):
         raise errors.make(errors.InvalidArgumentError, NO_FP8_GRADIENT)
     if any(extra.requires_grad for extra in extras):
         raise errors.make(errors.InvalidArgumentError, NO_EXTRA_GRADIENT.format("an extra"))
     # Entries of row_weights by rank that stand for no expert here are constants.
-    row_topk = more[len(more) - len(extras) - 1] if layout_of(options) == BY_RANK else None
+    by_rank = bits.layout_of(options) == bits.BY_RANK
+    row_topk = more[len(more) - len(extras) - 1] if by_rank else None
     ctx.save_for_backward(handle, topk_idx, row_topk)
     ctx.mark_non_differentiable(row_scales, *more)
     ctx.set_materialize_grads(False)
@@ -343,7 +358,7 @@ def _combine_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...])
     ctx.set_materialize_grads(False)
     ctx.comm = comm
     ctx.max_tokens = inputs[8]
-    ctx.options = gradient_of(inputs[10])
+    ctx.options = bits.gradient_of(inputs[10])
     ctx.capacity = inputs[11]
     ctx.bias_needs_grad = [term.requires_grad for term in bias]
     ctx.y_shape = y.shape

@@ -15,7 +15,7 @@ from moe_p2p import errors
 
 RowLayout = Literal["padded", "grouped", "by_rank"]
 ScaleFormat = Literal["float32", "power_of_two", "ue8m0"]
-LAYOUTS: tuple[str, ...] = get_args(RowLayout)  # kernels/abi/layout.h has the same order
+LAYOUTS: tuple[str, ...] = get_args(RowLayout)  # kernels/abi/shape.h has the same order
 SCALE_FORMATS: tuple[str, ...] = get_args(ScaleFormat)
 PADDED, GROUPED, BY_RANK = range(3)
 UE8M0 = SCALE_FORMATS.index("ue8m0")

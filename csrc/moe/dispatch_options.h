@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "kernels/abi/layout.h"
+#include "kernels/abi/shape.h"
 
 namespace moe_p2p::moe {
 

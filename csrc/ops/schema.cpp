@@ -69,6 +69,7 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
   // --- all to all: set-up ---
   m.def("check_ranks_per_node(int ranks) -> ()");
   m.def("plan(str settings) -> str");  // of communicator_settings.h, as that of all_to_all_create
+  m.def("layout(int topk) -> str");
   m.def("all_to_all_create(int engine, str settings, Tensor? masks=None) -> int");
   m.def(
       "all_to_all_use_device(int comm, int device, int[] data, int[] peer_data, int state, "

@@ -241,8 +241,7 @@ class EmulatedDevice(DeviceSide):
         masks: tuple[torch.Tensor, torch.Tensor] | None,
         **_: Any,
     ) -> None:
-        rank, world_size = meeting.rank, meeting.world_size
-        deadline = time.monotonic() + config.timeout_s
+        world_size, deadline = meeting.world_size, time.monotonic() + config.timeout_s
         self._comm, self._num_sms, self._masks = comm, config.num_sms, masks
         self._shape = shape_macros(config, world_size=world_size, ranks_per_node=ranks_per_node)
         self._ready, self._undo, self._signals = set(), ExitStack(), ExitStack()
@@ -250,7 +249,7 @@ class EmulatedDevice(DeviceSide):
         size = sum(value for name, value in plan.items() if name not in _NO_REGIONS)
         self._memory = torch.zeros(size + 4096, dtype=torch.uint8)
         own = (self._memory.data_ptr() + 4095) // 4096 * 4096
-        local = rank % ranks_per_node
+        local = meeting.rank % ranks_per_node
         addresses = _meet(key, local, ranks_per_node, own, deadline)
         peers = [0] * (world_size // ranks_per_node)
         if partners is not None:
