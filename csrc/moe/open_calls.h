@@ -14,7 +14,6 @@
 #include <vector>
 
 #include "kernels/abi/params.h"
-#include "moe/calls.h"
 
 namespace moe_p2p::moe {
 

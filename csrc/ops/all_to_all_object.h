@@ -1,5 +1,5 @@
 // A communicator under a number, with the arguments of its ops checked and turned into the plain
-// structs of moe/all_to_all.h.
+// structs of moe/call.h.
 #pragma once
 
 #include <map>

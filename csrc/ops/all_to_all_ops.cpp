@@ -1,7 +1,7 @@
 // torch.ops.moe_p2p: making communicators, and dispatch and combine in halves.
 #include <utility>
 
-#include "moe/device/calls.h"
+#include "moe/device/backend.h"
 #include "ops/all_to_all_object.h"
 
 namespace moe_p2p::ops {
@@ -208,11 +208,12 @@ void dispatch_send(int64_t comm, const Tensor& x, std::optional<Tensor> scales,
                    int64_t num_tokens_host, int64_t max_tokens, bool quantize, int64_t scale_format,
                    int64_t layout, bool solo, const Tensor& handle) {
   const Caller caller(comm);
-  caller->all_to_all.dispatch_send(
+  const auto send =
       dispatch_send_from(*caller,
                          {x, scales, extras, topk_idx, topk_weights, num_tokens, num_tokens_host,
                           max_tokens, quantize, scale_format, layout, solo},
-                         handle));
+                         handle);
+  caller->all_to_all.dispatch(&send, nullptr);
   remember_sent(*caller, caller->sent_dispatches, handle);
 }
 
@@ -225,10 +226,11 @@ void dispatch_recv(int64_t comm, const Tensor& handle, const Tensor& x,
                    bool column_scales, bool zero_padding) {
   const Caller caller(comm);
   SentHandle sent(*caller, caller->sent_dispatches, handle);
-  caller->all_to_all.dispatch_recv(dispatch_recv_from(
+  const auto recv = dispatch_recv_from(
       *caller, make_layout(scale_format, layout, capacity, alignment, column_scales, zero_padding),
       {x, scales, extras, row_weights, counts, offsets, source, ranges, wait_ticks, row_topk},
-      sent.tensor()));
+      sent.tensor());
+  caller->all_to_all.dispatch(nullptr, &recv);
   sent.received();
 }
 
@@ -236,8 +238,9 @@ void combine_send(int64_t comm, const Tensor& handle, const Tensor& y,
                   std::optional<Tensor> row_weights, std::optional<Tensor> row_scalars,
                   std::optional<Tensor> topk_weights, ScalarType out_dtype, int64_t max_tokens) {
   const Caller caller(comm);
-  caller->all_to_all.combine_send(combine_send_from(
-      *caller, {y, row_weights, row_scalars, topk_weights, out_dtype, max_tokens}, handle));
+  const auto send = combine_send_from(
+      *caller, {y, row_weights, row_scalars, topk_weights, out_dtype, max_tokens}, handle);
+  caller->all_to_all.combine(&send, nullptr);
   remember_sent(*caller, caller->sent_combines, handle);
 }
 
@@ -246,9 +249,8 @@ void combine_recv(int64_t comm, const Tensor& handle, const Tensor& out,
                   std::optional<Tensor> wait_ticks) {
   const Caller caller(comm);
   SentHandle sent(*caller, caller->sent_combines, handle);
-  caller->all_to_all.combine_recv(
-      combine_recv_from(*caller, {out, out_scalars, bias, wait_ticks}, sent.tensor()));
-
+  const auto recv = combine_recv_from(*caller, {out, out_scalars, bias, wait_ticks}, sent.tensor());
+  caller->all_to_all.combine(nullptr, &recv);
   sent.received();
 }
 

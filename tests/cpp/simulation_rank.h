@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "moe/all_to_all.h"
-#include "moe/calls.h"
+#include "moe/host/backend.h"
 #include "proxy/proxy_thread.h"
 #include "simulation_program.h"
 
@@ -93,7 +93,7 @@ class Rank {
     std::vector<int> ranks;
     if (!dispatch_ && !combine_) return ranks;
     for (int source = 0; source < world_.num_nodes * world_.ranks_per_node; ++source)
-      if (!all_to_all_->parts().kernels.arrived(pending().step, pending().phase, source))
+      if (!all_to_all_->host().kernels().arrived(pending().step, pending().phase, source))
         ranks.push_back(source);
     return ranks;
   }
@@ -112,7 +112,7 @@ class Rank {
 
   bool turn_proxy() {
     if (!engine_ || (nics_end_ && finished())) return false;
-    proxy::ProxyTask* const tasks[] = {all_to_all_->parts().task};
+    proxy::ProxyTask* const tasks[] = {all_to_all_->task()};
     return proxy::ProxyThread::turn(*engine_, tasks);
   }
 
@@ -145,7 +145,7 @@ class Rank {
   // What a call does while it waits.
   void look_for_failures() {
     try {
-      all_to_all_->check(pending());
+      all_to_all_->host().check(pending());
     } catch (const base::Error& error) {
       gave_up_ = true;
       error_ = error.what();
@@ -168,7 +168,8 @@ class Rank {
   }
 
   bool perform(const Item& item) {
-    auto [ring, kernels, task] = all_to_all_->parts();
+    moe::StepRing& ring = all_to_all_->host().ring();
+    moe::HostKernels& kernels = all_to_all_->host().kernels();
     const moe::Plan& plan = all_to_all_->plan();
     Buffers& b = buffers_[item.call];
     switch (item.action) {

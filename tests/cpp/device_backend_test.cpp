@@ -1,13 +1,16 @@
-// What the host decides about calls on a GPU: how many blocks, and what it refuses. Launches are
-// recorded in place of the driver, so no kernel runs.
-#include "moe/device/calls.h"
+// What the host decides about calls on a GPU, and what it refuses. Launches are recorded in place of the
+// driver, so no kernel runs.
+#include "moe/device/backend.h"
 
 #include <doctest/doctest.h>
 
 #include <cstring>
+#include <filesystem>
+#include <iterator>
 #include <optional>
 
 #include "fake_driver.h"
+#include "moe/all_to_all.h"
 
 namespace moe_p2p::test {
 namespace {
@@ -88,11 +91,24 @@ Code refused(Step&& step) {
   return Code::kOk;
 }
 
-AllToAllOptions options() {
+AllToAllOptions device_options() {
   AllToAllOptions made;
   made.rank = 1;
   made.device = true;
   return made;
+}
+
+DeviceMemory device_memory(abi::Fault& fault, int num_sms) {
+  return {.ordinal = kDevice,
+          .data = {64, 128},
+          .peer_data = {0, 0},
+          .fault = &fault,
+          .num_sms = num_sms};
+}
+
+int num_threads() {
+  const std::filesystem::directory_iterator tasks("/proc/self/task");
+  return static_cast<int>(std::distance(begin(tasks), end(tasks)));
 }
 
 // One rank of 2 nodes of 2, chunks of 8 tokens, calls of up to 40.
@@ -108,13 +124,12 @@ class Rank {
                         .chunk_tokens = 8,
                         .steps_in_flight = steps_in_flight,
                         .expert_rank = {}})),
-        kernels(plan, options(),
-                {.ordinal = kDevice,
-                 .data = {64, 128},
-                 .peer_data = {0, 0},
-                 .fault = &fault,
-                 .num_sms = num_sms}),
+        neighbour(plan, 0, false),
+        memory(plan, 1, false),
+        waits(plan, options, memory, masks, engine),
+        backend(plan, options, device_memory(fault, num_sms), waits),
         words_(static_cast<size_t>(abi::HandleLayout::make(plan.shape, 40, 5).total)) {
+    memory.attach({{neighbour.name(), engine.waker_name()}, {memory.name(), engine.waker_name()}});
     DeviceKernel kernel{.handle = kDispatchKernel,
                         .num_threads = 448,
                         .shared_bytes = 5000,
@@ -123,9 +138,9 @@ class Rank {
                         .max_copy_blocks = 50,
                         .max_resident_blocks = 132,
                         .max_slot_bytes = 1 << 20};
-    kernels.set_dispatch({.x_dtype = DType::kBFloat16}, kernel);
+    backend.set_dispatch({.x_dtype = DType::kBFloat16}, kernel);
     kernel.handle = kCombineKernel;
-    kernels.set_combine(DType::kBFloat16, DType::kBFloat16, kernel);
+    backend.set_combine(DType::kBFloat16, DType::kBFloat16, kernel);
   }
 
   DispatchSend send(int64_t max_tokens, int which = 0, bool solo = false) {
@@ -156,12 +171,12 @@ class Rank {
   void dispatch(int64_t max_tokens, int which = 0, bool solo = false) {
     const auto sent = send(max_tokens, which, solo);
     const auto received = recv(which);
-    kernels.dispatch(&sent, &received, {});
+    backend.dispatch(&sent, &received);
   }
   void combine(int64_t max_tokens, int which = 0) {
     const auto sent = combine_send(max_tokens, which);
     const auto received = combine_recv(which);
-    kernels.combine(&sent, &received, {});
+    backend.combine(&sent, &received);
   }
   Handle handle(int which) {
     return {words_.data() + which * 16, static_cast<int64_t>(words_.size()) - which * 16};
@@ -169,72 +184,17 @@ class Rank {
 
   const RecordingDriver driver;
   abi::Fault fault{};
+  const AllToAllOptions options = device_options();
   const Plan plan;
-  DeviceKernels kernels;
+  const Masks masks{nullptr};
+  engine::TransferEngine engine{engine::EngineOptions{}};
+  NodeMemory neighbour, memory;
+  Waits waits;
+  DeviceBackend backend;
 
  private:
   std::vector<int32_t> words_;
 };
-
-constexpr DeviceKernel kWide{.num_send_workers = 4,
-                             .num_recv_workers = 2,
-                             .max_send_blocks = 50,
-                             .max_recv_blocks = 60,
-                             .max_copy_blocks = 30,
-                             .max_resident_blocks = 130};
-
-TEST_CASE("device grid: a worker for each item, as far as more blocks help") {
-  const abi::Grid few = choose_grid(kWide, {.send_items = 9, .recv_items = 3});
-  CHECK(few.num_send_blocks == 3);
-  CHECK(few.num_recv_blocks == 2);
-  const abi::Grid many = choose_grid(kWide, {.send_items = 1000, .recv_items = 1000});
-  CHECK(many.num_send_blocks == 50);
-  CHECK(many.num_recv_blocks == 60);
-  const abi::Grid half = choose_grid(kWide, {.recv_items = 1000});
-  CHECK(half.num_send_blocks == 0);
-  CHECK(half.num_recv_blocks == 60);
-}
-
-TEST_CASE("device grid: the whole of it stays within num_sms, and each half has a block") {
-  for (int num_sms = 1; num_sms < 130; ++num_sms)
-    for (int relay = 0; relay < 2; ++relay)
-      for (const int64_t send : {0, 5, 1000})
-        for (const int64_t recv : {0, 5, 1000}) {
-          CAPTURE(num_sms);
-          CAPTURE(relay);
-          CAPTURE(send);
-          CAPTURE(recv);
-          const abi::Grid grid = choose_grid(
-              kWide,
-              {.send_items = send, .recv_items = recv, .relay_blocks = relay, .num_sms = num_sms});
-          CHECK((grid.num_send_blocks > 0) == (send > 0));
-          CHECK((grid.num_recv_blocks > 0) == (recv > 0));
-          const int least = relay + (send > 0) + (recv > 0);
-          CHECK(relay + grid.num_send_blocks + grid.num_recv_blocks <= std::max(num_sms, least));
-        }
-  // What one half does not need, the other gets.
-  const abi::Grid grid = choose_grid(kWide, {.send_items = 5, .recv_items = 1000, .num_sms = 20});
-  CHECK(grid.num_send_blocks == 2);
-  CHECK(grid.num_recv_blocks == 18);
-}
-
-TEST_CASE("device grid: senders that only copy leave blocks to the receivers") {
-  const GridInput sums{.send_items = 1000, .recv_items = 1000, .num_sms = 22};
-  GridInput copies = sums;
-  copies.copies = true;
-  CHECK(choose_grid(kWide, sums).num_send_blocks == 10);
-  CHECK(choose_grid(kWide, copies).num_send_blocks == 7);
-  CHECK(choose_grid(kWide, copies).num_recv_blocks == 15);
-}
-
-TEST_CASE("device grid: a call fits on the device at once") {
-  DeviceKernel kernel = kWide;
-  kernel.max_resident_blocks = 70;
-  const abi::Grid grid =
-      choose_grid(kernel, {.send_items = 1000, .recv_items = 1000, .relay_blocks = 1});
-  CHECK(1 + grid.num_send_blocks + grid.num_recv_blocks == 70);
-  CHECK(grid.num_send_blocks == 31);  // 50 of 110
-}
 
 TEST_CASE("device calls: one chunk is paired, a grid for each half") {
   Rank rank;
@@ -254,7 +214,7 @@ TEST_CASE("device calls: rows that need no sum are sent by fewer blocks") {
   const auto send_blocks = [&](const CombineSend& send) {
     rank.dispatch(8);
     const auto recv = rank.combine_recv();
-    rank.kernels.combine(&send, &recv, {});
+    rank.backend.combine(&send, &recv);
     return launched->combine.grid.num_send_blocks;
   };
   const float number = 1.0f;
@@ -298,12 +258,12 @@ TEST_CASE("device calls: what would wait for a step that the caller holds is ref
   rank.dispatch(8, 1);
   CHECK(refused([&] { rank.dispatch(8, 2); }) == Code::kInvalidArgument);
   CHECK(refused([&] { rank.combine(8, 2); }) == Code::kInvalidArgument);  // solo
-  rank.kernels.release(rank.handle(0), {});
+  rank.backend.release(rank.handle(0), {});
   CHECK(launched->combine.empty == 1);
   rank.combine(8, 1);
   rank.dispatch(40, 2);
   launched.reset();
-  rank.kernels.release(rank.handle(2), {});
+  rank.backend.release(rank.handle(2), {});
   CHECK(!launched);  // a solo dispatch holds nothing
 }
 
@@ -311,31 +271,31 @@ TEST_CASE("device calls: halves are received once, and agree") {
   Rank rank(4);
   auto sent = rank.send(16);
   auto received = rank.recv();
-  CHECK(refused([&] { rank.kernels.dispatch(nullptr, &received, {}); }) == Code::kInvalidArgument);
-  rank.kernels.dispatch(&sent, nullptr, {});
+  CHECK(refused([&] { rank.backend.dispatch(nullptr, &received); }) == Code::kInvalidArgument);
+  rank.backend.dispatch(&sent, nullptr);
   CHECK(launched->dispatch.grid.num_recv_blocks == 0);
   CHECK(refused([&] { rank.combine(16); }) == Code::kInvalidArgument);  // not received
   received.x_dtype = DType::kFloat32;
-  CHECK(refused([&] { rank.kernels.dispatch(nullptr, &received, {}); }) == Code::kInvalidArgument);
+  CHECK(refused([&] { rank.backend.dispatch(nullptr, &received); }) == Code::kInvalidArgument);
   received.x_dtype = DType::kBFloat16;
-  rank.kernels.dispatch(nullptr, &received, {});
+  rank.backend.dispatch(nullptr, &received);
   CHECK(launched->dispatch.solo == 1);
   CHECK(launched->dispatch.num_chunks == 2);
   CHECK(launched->dispatch.num_rows == 3);
-  CHECK(refused([&] { rank.kernels.dispatch(nullptr, &received, {}); }) == Code::kInvalidArgument);
+  CHECK(refused([&] { rank.backend.dispatch(nullptr, &received); }) == Code::kInvalidArgument);
 
   float scalars[2] = {};
   auto partials = rank.combine_send(16);
   partials.row_scalars = scalars;
   auto sums = rank.combine_recv();
   sums.out_scalars = scalars;
-  CHECK(refused([&] { rank.kernels.combine(nullptr, &sums, {}); }) == Code::kInvalidArgument);
-  rank.kernels.combine(&partials, nullptr, {});
+  CHECK(refused([&] { rank.backend.combine(nullptr, &sums); }) == Code::kInvalidArgument);
+  rank.backend.combine(&partials, nullptr);
   CHECK(launched->combine.with_scalars == 1);
-  rank.kernels.combine(nullptr, &sums, {});
+  rank.backend.combine(nullptr, &sums);
   CHECK(launched->combine.with_scalars == 1);
   auto whole = rank.send(40);
-  CHECK(refused([&] { rank.kernels.dispatch(&whole, nullptr, {}); }) ==
+  CHECK(refused([&] { rank.backend.dispatch(&whole, nullptr); }) ==
         Code::kInvalidArgument);  // five chunks, four steps
 }
 
@@ -343,16 +303,57 @@ TEST_CASE("device calls: types that were not compiled are refused") {
   Rank rank;
   auto sent = rank.send(8);
   sent.quantize = true;
-  CHECK(refused([&] { rank.kernels.dispatch(&sent, nullptr, {}); }) == Code::kUnavailable);
+  CHECK(refused([&] { rank.backend.dispatch(&sent, nullptr); }) == Code::kUnavailable);
   rank.dispatch(8);
   auto partials = rank.combine_send(8);
   partials.y_dtype = DType::kFloat32;
   const auto sums = rank.combine_recv();
-  CHECK(refused([&] { rank.kernels.combine(&partials, &sums, {}); }) == Code::kUnavailable);
+  CHECK(refused([&] { rank.backend.combine(&partials, &sums); }) == Code::kUnavailable);
   // The refused one has not closed the step.
   CHECK(refused([&] { rank.dispatch(40, 1); }) == Code::kInvalidArgument);
   rank.combine(8);
   rank.dispatch(40, 1);
+}
+
+TEST_CASE("device calls: what a kernel reported ends the next call, and all after it") {
+  Rank rank;
+  rank.dispatch(8);
+  CHECK(!rank.backend.failed());
+  rank.fault.raised = abi::kBadExpert;
+  rank.fault.expected = 2, rank.fault.got = 9;
+  rank.fault.complete = 1;
+  CHECK(rank.backend.failed());
+  CHECK(!rank.waits.broken());
+  CHECK(refused([&] { rank.combine(8); }) == Code::kInvalidArgument);
+  REQUIRE(rank.waits.broken());
+  CHECK(std::string(rank.waits.broken()->what()).find("topk_idx of token 2 names expert 9") !=
+        std::string::npos);
+  CHECK(rank.neighbour.head(0).abort == 2);  // 1 + this rank: neighbours stop waiting
+}
+
+TEST_CASE("device calls: a communicator of GPU tensors makes no threads for kernels of the host") {
+  const RecordingDriver driver;
+  engine::TransferEngine engine{engine::EngineOptions{}};
+  AllToAllOptions options;
+  options.plan = {.world_size = 1,
+                  .ranks_per_node = 1,
+                  .num_experts = 8,
+                  .hidden_dim = 64,
+                  .topk = 2,
+                  .max_tokens = 8,
+                  .chunk_tokens = 8,
+                  .expert_rank = {}};
+  options.num_threads = 4;
+  abi::Fault fault{};
+  for (const bool on_device : {false, true}) {
+    CAPTURE(on_device);
+    options.device = on_device;
+    const int before = num_threads();
+    AllToAll all_to_all(engine, nullptr, options);
+    if (on_device)
+      all_to_all.use_device({.ordinal = kDevice, .data = {64}, .peer_data = {0}, .fault = &fault});
+    CHECK(num_threads() - before == (on_device ? 0 : 3));  // the caller is the fourth
+  }
 }
 
 // A graph is replayed without the host: what it holds is neither open nor closed for eager calls.
@@ -382,25 +383,25 @@ TEST_CASE("device calls: halves in graphs are received as often as they are repl
   capture = 1;
   const auto sent = rank.send(8);
   const auto received = rank.recv();
-  rank.kernels.dispatch(&sent, nullptr, {});
+  rank.backend.dispatch(&sent, nullptr);
   capture = 0;
   CHECK(refused([&] { rank.combine(8); }) == Code::kInvalidArgument);  // not received
   for (int replay = 0; replay < 3; ++replay) {
-    rank.kernels.dispatch(nullptr, &received, {});
+    rank.backend.dispatch(nullptr, &received);
     CHECK(launched->dispatch.num_rows == 3);
     rank.combine(8);
   }
   capture = 2;  // another graph
   const auto partials = rank.combine_send(8);
   const auto sums = rank.combine_recv();
-  rank.kernels.dispatch(nullptr, &received, {});
-  rank.kernels.combine(&partials, nullptr, {});
+  rank.backend.dispatch(nullptr, &received);
+  rank.backend.combine(&partials, nullptr);
   capture = 0;
-  for (int replay = 0; replay < 3; ++replay) rank.kernels.combine(nullptr, &sums, {});
+  for (int replay = 0; replay < 3; ++replay) rank.backend.combine(nullptr, &sums);
   // Whoever takes the handle for a call of his own is counted again.
   rank.dispatch(8, 0);
   rank.combine(8, 0);
-  CHECK(refused([&] { rank.kernels.combine(nullptr, &sums, {}); }) == Code::kInvalidArgument);
+  CHECK(refused([&] { rank.backend.combine(nullptr, &sums); }) == Code::kInvalidArgument);
 }
 
 TEST_CASE("device calls: what would wait for itself within a graph is refused") {

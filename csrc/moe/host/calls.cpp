@@ -1,4 +1,4 @@
-#include "moe/calls.h"
+#include "moe/host/calls.h"
 
 #include "base/mutation.h"
 

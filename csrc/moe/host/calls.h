@@ -1,5 +1,5 @@
 // A call as a state machine over steps: advance() does all that can be done now and never waits. The
-// blocking API (all_to_all.cpp) sleeps between advances; the protocol simulation interleaves them.
+// backend (host/backend.h) sleeps between advances; the protocol simulation interleaves them.
 //
 //   paired dispatch   one step:  send tokens, receive tokens                  (combine closes it)
 //   solo dispatch     C steps:   send tokens, receive tokens, empty combine   as acknowledgement
@@ -17,18 +17,6 @@
 #include "moe/host/wait_clock.h"
 
 namespace moe_p2p::moe {
-
-// What somebody waits for, for the story of a timeout.
-struct Pending {
-  Step step;
-  abi::Phase phase{};
-};
-
-constexpr const char* phase_name(abi::Phase phase) {
-  return phase == abi::Phase::kDispatch  ? "dispatch"
-         : phase == abi::Phase::kCombine ? "combine"
-                                         : "late weights";
-}
 
 // Which steps are open. Step e may begin when step e - S has seen its combine arrive, which is the
 // whole of flow control (docs/protocol.md, "Why no barrier is needed").

@@ -1,10 +1,11 @@
-#include "moe/device/calls.h"
+#include "moe/device/backend.h"
 
 #include <algorithm>
 #include <atomic>
 #include <cstddef>
 
 #include "base/log.h"
+#include "moe/device/fault.h"
 #include "moe/plan/token_parts.h"
 #include "platform/cuda.h"
 
@@ -44,9 +45,11 @@ abi::ScalePlace scale_place(const DispatchRecv& recv) noexcept {
 
 // --- set-up --------------------------------------------------------------------------------------
 
-DeviceKernels::DeviceKernels(const Plan& plan, const AllToAllOptions& options,
-                             const DeviceMemory& memory)
+DeviceBackend::DeviceBackend(const Plan& plan, const AllToAllOptions& options,
+                             const DeviceMemory& memory, Waits& waits)
     : plan_(plan),
+      local_(options.rank % plan.shape.ranks_per_node),
+      waits_(waits),
       memory_(memory),
       context_(memory.ordinal),
       open_(plan.shape.steps_in_flight),
@@ -69,87 +72,91 @@ DeviceKernels::DeviceKernels(const Plan& plan, const AllToAllOptions& options,
   comm_.communicator = options.communicator;
 }
 
-void DeviceKernels::set_signals(const std::vector<uint64_t>& addresses) {
+void DeviceBackend::set_signals(const std::vector<uint64_t>& addresses) {
   MOE_P2P_CHECK(addresses.size() == memory_.data.size(), Code::kInvalidArgument, addresses.size(),
                 " addresses of signal memory for ", memory_.data.size(), " ranks of a node");
   std::copy(addresses.begin(), addresses.end(), comm_.signals);
 }
 
-void DeviceKernels::set_dispatch(const DispatchVariant& variant, const DeviceKernel& kernel) {
+void DeviceBackend::set_dispatch(const DispatchVariant& variant, const DeviceKernel& kernel) {
   dispatch_kernels_[variant] = kernel;
 }
 
-void DeviceKernels::set_combine(DType y_dtype, DType out_dtype, const DeviceKernel& kernel) {
+void DeviceBackend::set_combine(DType y_dtype, DType out_dtype, const DeviceKernel& kernel) {
   combine_kernels_[{static_cast<int>(y_dtype), static_cast<int>(out_dtype)}] = kernel;
+}
+
+provider::MemorySpan DeviceBackend::span_at(uint64_t address) const {
+  return {.data = reinterpret_cast<std::byte*>(address),
+          .bytes = plan_.regions.total_bytes,
+          .kind = provider::MemoryKind::kCuda,
+          .device = memory_.ordinal,
+          .read_by_neighbours = plan_.shape.ranks_per_node > 1};
+}
+
+// NICs have nothing to do within a node.
+std::optional<provider::MemorySpan> DeviceBackend::regions() const {
+  if (plan_.shape.num_nodes() == 1) return std::nullopt;
+  return span_at(memory_.data[static_cast<size_t>(local_)]);
+}
+
+std::optional<provider::MemorySpan> DeviceBackend::mapped_regions(int node) const {
+  const uint64_t address = memory_.peer_data[static_cast<size_t>(node)];
+  if (address == 0) return std::nullopt;
+  return span_at(address);
 }
 
 // --- faults --------------------------------------------------------------------------------------
 
-const abi::Fault* DeviceKernels::fault() const noexcept {
+const abi::Fault* DeviceBackend::fault() const noexcept {
   // acquire: pairs with raise_fault() of the device.
   const bool told = std::atomic_ref(memory_.fault->complete).load(std::memory_order_acquire) != 0;
   return told ? memory_.fault : nullptr;
 }
 
-base::Error DeviceKernels::error_of(const abi::Fault& fault, const std::string& gone) const {
-  const char* phase = phase_name(static_cast<abi::Phase>(fault.phase));
-  const std::string head = base::concat("rank ", comm_.rank, ": ", phase, " of step ", fault.step);
-  const auto got = static_cast<int64_t>(fault.got);
-  switch (fault.raised) {
-    case abi::kTimedOut:
-      return {gone.empty() ? Code::kTimeout : Code::kPeerDead,
-              base::concat(head, " timed out waiting for rank ", fault.source, ": expected word ",
-                           fault.expected, ", got ", fault.got, gone.empty() ? "" : "; ", gone)};
-    case abi::kCapacity:
-      return {Code::kResourceExhausted,
-              base::concat(head, ": ",
-                           fault.source < 0 ? std::string("this rank")
-                                            : base::concat("local expert ", fault.source),
-                           " needs ", got, " rows, capacity is ", fault.expected)};
-    case abi::kBadExpert:
-      return {Code::kInvalidArgument,
-              base::concat(head, ": topk_idx of token ", fault.expected, " names expert ", got,
-                           ", must be -1 (none) or from 0 to ", plan_.shape.num_experts - 1)};
-    case abi::kDuplicateExpert:
-      return {Code::kInvalidArgument, base::concat(head, ": topk_idx of token ", fault.expected,
-                                                   " names expert ", got, " twice")};
-    case abi::kTooManyTokens:
-      return {Code::kInvalidArgument,
-              base::concat(head, ": num_tokens is ", got, ", at most ", fault.expected, " fit")};
-    case abi::kTwoAtOnce:
-      return {Code::kInvalidArgument,
-              base::concat(head,
-                           " began while another call of this communicator was running; let one "
-                           "wait for the other where graphs are replayed on several streams, or "
-                           "give each stream a communicator")};
-    case abi::kBadHandle:
-      return {Code::kInvalidArgument,
-              base::concat(head, ": the handle was not made by a dispatch of communicator ",
-                           fault.expected)};
-    default:
-      return {Code::kProtocol, base::concat(head, ": rank ", fault.source,
-                                            " sent rows of another type, layout or size (", got,
-                                            " bytes a slot, expected ", fault.expected,
-                                            "); all ranks must make the same calls")};
-  }
+void DeviceBackend::check() const {
+  const abi::Fault* raised = fault();
+  if (raised == nullptr || raised->raised == abi::kAborted) waits_.check_abort([] { return ""; });
+  if (raised == nullptr) return;
+  const int local = raised->source % plan_.shape.ranks_per_node;  // of whom it waited for
+  throw error_of(*raised, comm_.rank, plan_.shape.num_experts,
+                 raised->raised == abi::kTimedOut ? waits_.gone(local) : "");
 }
 
 // --- launching -----------------------------------------------------------------------------------
 
-void DeviceKernels::check_half(int64_t num_steps) const {
+void DeviceBackend::check_half(int64_t num_steps) const {
   MOE_P2P_CHECK(num_steps <= plan_.shape.steps_in_flight, Code::kInvalidArgument, "this call has ",
                 num_steps, " chunks, send and receive halves take at most steps_in_flight = ",
                 plan_.shape.steps_in_flight, "; use the whole call or raise chunk_tokens");
 }
 
-abi::Grid DeviceKernels::grid_of(const DeviceKernel& kernel, GridInput input) const {
+template <typename Call>
+void DeviceBackend::launching(Call&& call) {
+  waits_.latching([this] { check(); }, Waits::always);
+  waits_.latching(call, [](Code code) { return code == Code::kTransport; });
+}
+
+void DeviceBackend::dispatch(const DispatchSend* send, const DispatchRecv* recv) {
+  launching([&] { launch_dispatch(send, recv, send ? send->stream : recv->stream); });
+}
+
+void DeviceBackend::combine(const CombineSend* send, const CombineRecv* recv) {
+  launching([&] { launch_combine(send, recv, send ? send->stream : recv->stream); });
+}
+
+void DeviceBackend::release(Handle handle, const platform::Stream& stream) {
+  launching([&] { launch_release(handle, stream); });
+}
+
+abi::Grid DeviceBackend::grid_of(const DeviceKernel& kernel, GridInput input) const {
   input.relay_blocks = abi::Grid::relay_blocks(plan_.shape);
   input.num_sms = memory_.num_sms;
   return choose_grid(kernel, input);
 }
 
 template <typename Params>
-void DeviceKernels::launch(const DeviceKernel& kernel, const Params& params, const Place& place) {
+void DeviceBackend::launch(const DeviceKernel& kernel, const Params& params, const Place& place) {
   const int num_blocks = abi::Grid::relay_blocks(plan_.shape) + params.grid.num_send_blocks +
                          params.grid.num_recv_blocks;
   const platform::ContextGuard current(context_);
@@ -166,7 +173,7 @@ void DeviceKernels::launch(const DeviceKernel& kernel, const Params& params, con
 
 // --- dispatch ------------------------------------------------------------------------------------
 
-OpenCall DeviceKernels::begin_dispatch(const DispatchSend& send) const {
+OpenCall DeviceBackend::begin_dispatch(const DispatchSend& send) const {
   const int64_t num_chunks = plan_.num_chunks(send.max_tokens);
   MOE_P2P_CHECK(send.num_tokens >= 0 && send.num_tokens <= send.num_rows, Code::kInvalidArgument,
                 "num_tokens is ", send.num_tokens, ", x has ", send.num_rows, " rows");
@@ -192,7 +199,7 @@ OpenCall DeviceKernels::begin_dispatch(const DispatchSend& send) const {
           .num_rows = static_cast<int32_t>(send.num_rows)};
 }
 
-void DeviceKernels::fill(abi::DispatchParams& p, const DispatchSend& send) const {
+void DeviceBackend::fill(abi::DispatchParams& p, const DispatchSend& send) const {
   p.x = address(send.x);
   p.scales = address(send.scales);
   p.topk_idx = address(send.topk_idx);
@@ -206,7 +213,7 @@ void DeviceKernels::fill(abi::DispatchParams& p, const DispatchSend& send) const
     p.extras[i] = {address(send.extras[i].data), send.extras[i].row_bytes};
 }
 
-void DeviceKernels::fill(abi::DispatchParams& p, const DispatchRecv& recv) const {
+void DeviceBackend::fill(abi::DispatchParams& p, const DispatchRecv& recv) const {
   const abi::TokenParts parts = recv_parts(plan_, recv);
   bool fits = parts.num_parts == p.parts.num_parts;
   for (int i = 0; fits && i < parts.num_parts; ++i) fits = parts.bytes[i] == p.parts.bytes[i];
@@ -233,7 +240,7 @@ void DeviceKernels::fill(abi::DispatchParams& p, const DispatchRecv& recv) const
   p.alignment = recv.alignment;
 }
 
-abi::DispatchParams DeviceKernels::params_of(const OpenCall& call) const {
+abi::DispatchParams DeviceBackend::params_of(const OpenCall& call) const {
   abi::DispatchParams p{};
   p.comm = comm_;
   p.num_rows = call.num_rows;
@@ -246,8 +253,8 @@ abi::DispatchParams DeviceKernels::params_of(const OpenCall& call) const {
   return p;
 }
 
-void DeviceKernels::dispatch(const DispatchSend* send, const DispatchRecv* recv,
-                             const platform::Stream& stream) {
+void DeviceBackend::launch_dispatch(const DispatchSend* send, const DispatchRecv* recv,
+                                    const platform::Stream& stream) {
   const Place place(stream);
   const OpenCall* before =
       send ? nullptr : open_.find(recv->handle.words, Stage::kDispatchSent, place.capture);
@@ -285,14 +292,14 @@ void DeviceKernels::dispatch(const DispatchSend* send, const DispatchRecv* recv,
 
 // --- combine -------------------------------------------------------------------------------------
 
-OpenCall DeviceKernels::begin_combine(const CombineSend& send) const {
+OpenCall DeviceBackend::begin_combine(const CombineSend& send) const {
   return {.handle = send.handle.words,
           .num_steps = plan_.num_chunks(send.max_tokens),
           .solo = true,
           .stage = Stage::kCombineSent};
 }
 
-void DeviceKernels::fill(abi::CombineParams& p, const CombineSend& send) {
+void DeviceBackend::fill(abi::CombineParams& p, const CombineSend& send) {
   p.y = address(send.y);
   p.row_weights = address(send.row_weights);
   p.row_scalars = address(send.row_scalars);
@@ -301,7 +308,7 @@ void DeviceKernels::fill(abi::CombineParams& p, const CombineSend& send) {
   p.num_rows = static_cast<int32_t>(send.num_rows);
 }
 
-void DeviceKernels::fill(abi::CombineParams& p, const CombineRecv& recv) {
+void DeviceBackend::fill(abi::CombineParams& p, const CombineRecv& recv) {
   MOE_P2P_CHECK(!p.topk_weights || p.num_rows == recv.num_rows, Code::kInvalidArgument,
                 "topk_weights has ", p.num_rows, " rows, the dispatch had ", recv.num_rows);
   p.num_rows = static_cast<int32_t>(recv.num_rows);
@@ -311,8 +318,8 @@ void DeviceKernels::fill(abi::CombineParams& p, const CombineRecv& recv) {
   p.wait_ticks = address(recv.wait_ticks);
 }
 
-void DeviceKernels::combine(const CombineSend* send, const CombineRecv* recv,
-                            const platform::Stream& stream) {
+void DeviceBackend::launch_combine(const CombineSend* send, const CombineRecv* recv,
+                                   const platform::Stream& stream) {
   const Place place(stream);
   const Handle handle = send ? send->handle : recv->handle;
   MOE_P2P_CHECK(!send || !open_.waits_to_be_received(handle.words), Code::kInvalidArgument,
@@ -360,7 +367,7 @@ void DeviceKernels::combine(const CombineSend* send, const CombineRecv* recv,
 }
 
 // Receives a dispatch without outputs: slots that flag themselves have to be taken.
-void DeviceKernels::discard(const OpenCall& call, const Place& place) {
+void DeviceBackend::discard(const OpenCall& call, const Place& place) {
   const DeviceKernel& kernel = find_kernel(dispatch_kernels_, call.variant, "dispatch");
   abi::DispatchParams p = params_of(call);
   p.grouped = 1;
@@ -371,7 +378,7 @@ void DeviceKernels::discard(const OpenCall& call, const Place& place) {
 
 // A handle that holds no step, of a solo dispatch or combined already, needs nothing; of one that was
 // captured only the device knows.
-void DeviceKernels::release(Handle handle, const platform::Stream& stream) {
+void DeviceBackend::launch_release(Handle handle, const platform::Stream& stream) {
   const Place place(stream);
   const OpenCall* open = open_.find(handle.words, Stage::kDispatched, place.capture);
   if (!open) {

@@ -12,16 +12,32 @@
 #include <vector>
 
 #include "kernels/abi/params.h"
-#include "moe/calls.h"
+#include "moe/backend.h"
 #include "moe/device/grid.h"
+#include "moe/node/waits.h"
 #include "moe/open_calls.h"
 #include "platform/stream_order.h"
 
 namespace moe_p2p::moe {
 
-class DeviceKernels {
+// What a rank of options.device was given on its GPU; the caller keeps the memory until close().
+struct DeviceMemory {
+  int ordinal = 0;             // of the CUDA device
+  std::vector<uint64_t> data;  // [L] regions of each rank of the node, zeroed, as mapped here
+  std::vector<uint64_t>
+      peer_data;                // [N] those of the rank with our local index; 0 = not mapped here
+  uint64_t state = 0;           // abi::DeviceState and DeviceWords on this device, zeroed
+  uint64_t expert_rank = 0;     // i32 [E] on this device
+  uint64_t expert_local = 0;    // i32 [E]
+  abi::Fault* fault = nullptr;  // pinned host memory, zeroed
+  uint64_t fault_device = 0;    // the same as the device sees it
+  int num_sms = 0;              // most blocks of a kernel; 0: as many as help
+};
+
+class DeviceBackend final : public Backend {
  public:
-  DeviceKernels(const Plan& plan, const AllToAllOptions& options, const DeviceMemory& memory);
+  DeviceBackend(const Plan& plan, const AllToAllOptions& options, const DeviceMemory& memory,
+                Waits& waits);
   // [L] signal memory of the node's ranks, as the device sees it; before the first call.
   void set_signals(const std::vector<uint64_t>& addresses);
 
@@ -29,17 +45,32 @@ class DeviceKernels {
   // Compiled for (type of y, type of out).
   void set_combine(abi::DType y_dtype, abi::DType out_dtype, const DeviceKernel& kernel);
 
-  // Either half or both (one kernel); null leaves a half out. They throw before anything is launched.
-  void dispatch(const DispatchSend* send, const DispatchRecv* recv, const platform::Stream& stream);
-  void combine(const CombineSend* send, const CombineRecv* recv, const platform::Stream& stream);
-  void release(Handle handle, const platform::Stream& stream);
-
-  // What the first kernel that failed has to tell; null while none did.
-  const abi::Fault* fault() const noexcept;
-  // Of any fault but kAborted. `gone`: why the rank that was waited for will not come, if it is known.
-  base::Error error_of(const abi::Fault& fault, const std::string& gone) const;
+  // One kernel for both halves. They throw before anything is launched.
+  void dispatch(const DispatchSend* send, const DispatchRecv* recv) override;
+  void combine(const CombineSend* send, const CombineRecv* recv) override;
+  void release(Handle handle, const platform::Stream& stream) override;
+  void check() const override;
+  bool failed() const noexcept override { return fault() != nullptr; }
+  std::vector<Step> last_steps() const override {
+    return {};
+  }  // kernels have rung whatever they will
+  std::optional<provider::MemorySpan> regions() const override;
+  std::optional<provider::MemorySpan> mapped_regions(int node) const override;
 
  private:
+  // What the first kernel that failed reported; null while none did.
+  const abi::Fault* fault() const noexcept;
+  // A call that launches kernels. It may fail in the driver, which breaks the communicator; anything else
+  // that it throws is the caller's.
+  template <typename Call>
+  void launching(Call&& call);
+  void launch_dispatch(const DispatchSend* send, const DispatchRecv* recv,
+                       const platform::Stream& stream);
+  void launch_combine(const CombineSend* send, const CombineRecv* recv,
+                      const platform::Stream& stream);
+  void launch_release(Handle handle, const platform::Stream& stream);
+  provider::MemorySpan span_at(uint64_t address) const;
+
   using Stage = OpenCall::Stage;
   // Where a call runs, and the capture that it is part of.
   struct Place {
@@ -63,6 +94,8 @@ class DeviceKernels {
   void launch(const DeviceKernel& kernel, const Params& params, const Place& place);
 
   const Plan& plan_;
+  const int local_;
+  Waits& waits_;
   const DeviceMemory memory_;
   const platform::PrimaryContext context_;
   abi::DeviceComm comm_{};
