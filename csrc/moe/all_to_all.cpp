@@ -331,6 +331,11 @@ void AllToAll::release(Handle handle, const platform::Stream& stream) {
   state_->backend->release(handle, stream);
 }
 
+void AllToAll::release_oldest() {
+  MOE_P2P_CHECK(state_->backend, Code::kInvalidArgument, "use_device() has not been called");
+  state_->backend->ledger().release_oldest();
+}
+
 void AllToAll::gather_counts(std::span<const int32_t> values, std::span<int32_t> gathered) {
   State& s = *state_;
   s.require_usable();

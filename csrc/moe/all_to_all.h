@@ -64,6 +64,10 @@ class AllToAll {
   // Closes the step of a paired dispatch that gets no combine. All ranks release it.
   void release(Handle handle, const platform::Stream& stream = {});
 
+  // From now on a call that needs the step of an older paired dispatch releases it, instead of being refused.
+  // All ranks do so. For options.device after use_device().
+  void release_oldest();
+
   // The same number of values from every rank, [W, n] on each; waits for all ranks. On the host, with
   // or without options.device: what kernels do at that time does not matter.
   void gather_counts(std::span<const int32_t> values, std::span<int32_t> gathered);

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "moe/call.h"
+#include "moe/ledger.h"
 #include "moe/plan/step.h"
 #include "provider/provider.h"
 
@@ -29,6 +30,9 @@ class Backend {
   // Of each step slot the last step, where this rank has handed in its part of the combine, neighbours may
   // still have to, and all of them will: doorbells that a rank which closes has to wait for.
   virtual std::vector<Step> last_steps() const = 0;
+
+  // Which calls are open.
+  virtual Ledger& ledger() noexcept = 0;
 
   // This rank's regions, where NICs read and write them.
   virtual std::optional<provider::MemorySpan> regions() const = 0;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "kernels/abi/layout.h"
@@ -46,6 +47,8 @@ struct DispatchSend {
   int64_t max_tokens = 0;  // of any rank in this call; all ranks give the same
   bool solo = false;
   Handle handle{};
+  // Of its words, where the ledger releases dispatches that nobody combines; else null.
+  std::shared_ptr<const void> handle_owner;
   platform::Stream stream{};  // on a GPU: where the call runs
 };
 

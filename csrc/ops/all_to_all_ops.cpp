@@ -183,6 +183,12 @@ void all_to_all_check(int64_t comm) {
   if (lock.owns_lock()) object->all_to_all.check();
 }
 
+void all_to_all_release_oldest(int64_t comm) {
+  const Caller caller(comm);
+  caller->all_to_all.release_oldest();
+  caller->releases_oldest = true;
+}
+
 // [W, n] of each rank's values; host memory, whatever the communicator's tensors are.
 Tensor all_to_all_gather_counts(int64_t comm, const Tensor& values) {
   const Caller caller(comm);
@@ -214,7 +220,6 @@ void dispatch_send(int64_t comm, const Tensor& x, std::optional<Tensor> scales,
                           max_tokens, quantize, scale_format, layout, solo},
                          handle);
   caller->all_to_all.dispatch(&send, nullptr);
-  remember_sent(*caller, caller->sent_dispatches, handle);
 }
 
 void dispatch_recv(int64_t comm, const Tensor& handle, const Tensor& x,
@@ -225,13 +230,11 @@ void dispatch_recv(int64_t comm, const Tensor& handle, const Tensor& x,
                    int64_t scale_format, int64_t layout, int64_t capacity, int64_t alignment,
                    bool column_scales, bool zero_padding) {
   const Caller caller(comm);
-  SentHandle sent(*caller, caller->sent_dispatches, handle);
   const auto recv = dispatch_recv_from(
       *caller, make_layout(scale_format, layout, capacity, alignment, column_scales, zero_padding),
       {x, scales, extras, row_weights, counts, offsets, source, ranges, wait_ticks, row_topk},
-      sent.tensor());
+      handle);
   caller->all_to_all.dispatch(nullptr, &recv);
-  sent.received();
 }
 
 void combine_send(int64_t comm, const Tensor& handle, const Tensor& y,
@@ -241,24 +244,19 @@ void combine_send(int64_t comm, const Tensor& handle, const Tensor& y,
   const auto send = combine_send_from(
       *caller, {y, row_weights, row_scalars, topk_weights, out_dtype, max_tokens}, handle);
   caller->all_to_all.combine(&send, nullptr);
-  remember_sent(*caller, caller->sent_combines, handle);
 }
 
 void combine_recv(int64_t comm, const Tensor& handle, const Tensor& out,
                   std::optional<Tensor> out_scalars, std::vector<Tensor> bias,
                   std::optional<Tensor> wait_ticks) {
   const Caller caller(comm);
-  SentHandle sent(*caller, caller->sent_combines, handle);
-  const auto recv = combine_recv_from(*caller, {out, out_scalars, bias, wait_ticks}, sent.tensor());
+  const auto recv = combine_recv_from(*caller, {out, out_scalars, bias, wait_ticks}, handle);
   caller->all_to_all.combine(nullptr, &recv);
-  sent.received();
 }
 
 void release(int64_t comm, const Tensor& handle) {
   const Caller caller(comm);
-  SentHandle sent(*caller, caller->sent_dispatches, handle);
-  caller->all_to_all.release(handle_from(sent.tensor()), current_stream(caller->device));
-  sent.received();
+  caller->all_to_all.release(handle_from(handle), current_stream(caller->device));
 }
 
 }  // namespace
@@ -276,6 +274,7 @@ STABLE_TORCH_LIBRARY_IMPL(moe_p2p, CompositeExplicitAutograd, m) {
   m.impl("all_to_all_close", TORCH_BOX(&all_to_all_close));
   m.impl("all_to_all_broken", TORCH_BOX(&all_to_all_broken));
   m.impl("all_to_all_check", TORCH_BOX(&all_to_all_check));
+  m.impl("all_to_all_release_oldest", TORCH_BOX(&all_to_all_release_oldest));
   m.impl("all_to_all_gather_counts", TORCH_BOX(&all_to_all_gather_counts));
   m.impl("handle_words", TORCH_BOX(&handle_words));
   m.impl("dispatch_send", TORCH_BOX(&dispatch_send));

@@ -1,200 +1,21 @@
-// What the host decides about calls on a GPU, and what it refuses. Launches are recorded in place of the
-// driver, so no kernel runs.
+// What the host makes of calls on a GPU.
 #include "moe/device/backend.h"
 
 #include <doctest/doctest.h>
 
-#include <cstring>
 #include <filesystem>
 #include <iterator>
-#include <optional>
 
-#include "fake_driver.h"
+#include "device_rank.h"
 #include "moe/all_to_all.h"
 
 namespace moe_p2p::test {
 namespace {
 
-using namespace moe;
-using abi::DType;
-using base::Code;
-
-struct Launched {
-  unsigned num_blocks, num_threads, shared_bytes;
-  void* context;  // null: none was current
-  union {
-    abi::DispatchParams dispatch;
-    abi::CombineParams combine;
-  };
-};
-std::optional<Launched> launched;
-uint64_t capture = 0;  // that all streams belong to
-
-constexpr uint64_t kDispatchKernel = 1, kCombineKernel = 2;
-constexpr int kDevice = 1;
-
-void* current_context() {
-  void* context = nullptr;
-  if (platform::driver().context_pop(&context) == 0) platform::driver().context_push(context);
-  return context;
-}
-
-int record_launch(const void* config, void* kernel, void** params, void**) {
-  unsigned sizes[7];  // grid, block, shared bytes
-  std::memcpy(sizes, config, sizeof sizes);
-  Launched& l = launched.emplace();
-  l.num_blocks = sizes[0], l.num_threads = sizes[3], l.shared_bytes = sizes[6];
-  l.context = current_context();
-  if (reinterpret_cast<uint64_t>(kernel) == kDispatchKernel)
-    std::memcpy(&l.dispatch, params[0], sizeof l.dispatch);
-  else
-    std::memcpy(&l.combine, params[0], sizeof l.combine);
-  return 0;
-}
-
-// The fake driver, but for launches, while it lives.
-class RecordingDriver {
- public:
-  RecordingDriver() {
-    FakeDriver::install();
-    before_ = &platform::driver();
-    table_ = *before_;
-    table_.launch = record_launch;
-    table_.capture_info = [](void*, int* status, uint64_t* id, void**, void**, size_t*) {
-      *status = capture != 0 ? platform::kIsCapturing : 0;
-      *id = capture;
-      return 0;
-    };
-    table_.event_record = [](void*, void*) { return 0; };
-    platform::set_driver_for_tests(&table_);
-  }
-  ~RecordingDriver() {
-    platform::set_driver_for_tests(before_);
-    capture = 0;
-  }
-
- private:
-  const platform::DriverTable* before_;
-  platform::DriverTable table_;
-};
-
-// The error of step(), and nothing launched.
-template <typename Step>
-Code refused(Step&& step) {
-  launched.reset();
-  try {
-    step();
-  } catch (const base::Error& error) {
-    CHECK(!launched);
-    return error.code();
-  }
-  return Code::kOk;
-}
-
-AllToAllOptions device_options() {
-  AllToAllOptions made;
-  made.rank = 1;
-  made.device = true;
-  return made;
-}
-
-DeviceMemory device_memory(abi::Fault& fault, int num_sms) {
-  return {.ordinal = kDevice,
-          .data = {64, 128},
-          .peer_data = {0, 0},
-          .fault = &fault,
-          .num_sms = num_sms};
-}
-
 int num_threads() {
   const std::filesystem::directory_iterator tasks("/proc/self/task");
   return static_cast<int>(std::distance(begin(tasks), end(tasks)));
 }
-
-// One rank of 2 nodes of 2, chunks of 8 tokens, calls of up to 40.
-class Rank {
- public:
-  explicit Rank(int64_t steps_in_flight = 2, int num_sms = 0)
-      : plan(make_plan({.world_size = 4,
-                        .ranks_per_node = 2,
-                        .num_experts = 8,
-                        .hidden_dim = 64,
-                        .topk = 2,
-                        .max_tokens = 40,
-                        .chunk_tokens = 8,
-                        .steps_in_flight = steps_in_flight,
-                        .expert_rank = {}})),
-        neighbour(plan, 0, false),
-        memory(plan, 1, false),
-        waits(plan, options, memory, masks, engine),
-        backend(plan, options, device_memory(fault, num_sms), waits),
-        words_(static_cast<size_t>(abi::HandleLayout::make(plan.shape, 40, 5).total)) {
-    memory.attach({{neighbour.name(), engine.waker_name()}, {memory.name(), engine.waker_name()}});
-    DeviceKernel kernel{.handle = kDispatchKernel,
-                        .num_threads = 448,
-                        .shared_bytes = 5000,
-                        .max_send_blocks = 100,
-                        .max_recv_blocks = 100,
-                        .max_copy_blocks = 50,
-                        .max_resident_blocks = 132,
-                        .max_slot_bytes = 1 << 20};
-    backend.set_dispatch({.x_dtype = DType::kBFloat16}, kernel);
-    kernel.handle = kCombineKernel;
-    backend.set_combine(DType::kBFloat16, DType::kBFloat16, kernel);
-  }
-
-  DispatchSend send(int64_t max_tokens, int which = 0, bool solo = false) {
-    DispatchSend call;
-    call.x_dtype = DType::kBFloat16;
-    call.num_rows = call.num_tokens = 3;
-    call.max_tokens = max_tokens;
-    call.solo = solo;
-    call.handle = handle(which);
-    return call;
-  }
-  DispatchRecv recv(int which = 0) {
-    DispatchRecv call;
-    call.handle = handle(which);
-    call.capacity = 40;
-    call.x_dtype = DType::kBFloat16;
-    return call;
-  }
-  CombineSend combine_send(int64_t max_tokens, int which = 0) {
-    return {.handle = handle(which),
-            .y_dtype = DType::kBFloat16,
-            .out_dtype = DType::kBFloat16,
-            .max_tokens = max_tokens};
-  }
-  CombineRecv combine_recv(int which = 0) {
-    return {.handle = handle(which), .out_dtype = DType::kBFloat16};
-  }
-  void dispatch(int64_t max_tokens, int which = 0, bool solo = false) {
-    const auto sent = send(max_tokens, which, solo);
-    const auto received = recv(which);
-    backend.dispatch(&sent, &received);
-  }
-  void combine(int64_t max_tokens, int which = 0) {
-    const auto sent = combine_send(max_tokens, which);
-    const auto received = combine_recv(which);
-    backend.combine(&sent, &received);
-  }
-  Handle handle(int which) {
-    return {words_.data() + which * 16, static_cast<int64_t>(words_.size()) - which * 16};
-  }
-
-  const RecordingDriver driver;
-  abi::Fault fault{};
-  const AllToAllOptions options = device_options();
-  const Plan plan;
-  const Masks masks{nullptr};
-  engine::TransferEngine engine{engine::EngineOptions{}};
-  NodeMemory neighbour, memory;
-  Waits waits;
-  DeviceBackend backend;
-
- private:
-  std::vector<int32_t> words_;
-};
 
 TEST_CASE("device calls: one chunk is paired, a grid for each half") {
   Rank rank;
@@ -249,54 +70,6 @@ TEST_CASE("device calls: several chunks are solo") {
   CHECK(launched->combine.num_chunks == 5);
   for (int i = 0; i < 5; ++i) rank.dispatch(8, 0, true);  // nothing stays open
   CHECK(launched->dispatch.solo == 1);
-}
-
-TEST_CASE("device calls: what would wait for a step that the caller holds is refused") {
-  Rank rank;
-  rank.dispatch(8, 0);
-  CHECK(refused([&] { rank.dispatch(40, 1); }) == Code::kInvalidArgument);
-  rank.dispatch(8, 1);
-  CHECK(refused([&] { rank.dispatch(8, 2); }) == Code::kInvalidArgument);
-  CHECK(refused([&] { rank.combine(8, 2); }) == Code::kInvalidArgument);  // solo
-  rank.backend.release(rank.handle(0), {});
-  CHECK(launched->combine.empty == 1);
-  rank.combine(8, 1);
-  rank.dispatch(40, 2);
-  launched.reset();
-  rank.backend.release(rank.handle(2), {});
-  CHECK(!launched);  // a solo dispatch holds nothing
-}
-
-TEST_CASE("device calls: halves are received once, and agree") {
-  Rank rank(4);
-  auto sent = rank.send(16);
-  auto received = rank.recv();
-  CHECK(refused([&] { rank.backend.dispatch(nullptr, &received); }) == Code::kInvalidArgument);
-  rank.backend.dispatch(&sent, nullptr);
-  CHECK(launched->dispatch.grid.num_recv_blocks == 0);
-  CHECK(refused([&] { rank.combine(16); }) == Code::kInvalidArgument);  // not received
-  received.x_dtype = DType::kFloat32;
-  CHECK(refused([&] { rank.backend.dispatch(nullptr, &received); }) == Code::kInvalidArgument);
-  received.x_dtype = DType::kBFloat16;
-  rank.backend.dispatch(nullptr, &received);
-  CHECK(launched->dispatch.solo == 1);
-  CHECK(launched->dispatch.num_chunks == 2);
-  CHECK(launched->dispatch.num_rows == 3);
-  CHECK(refused([&] { rank.backend.dispatch(nullptr, &received); }) == Code::kInvalidArgument);
-
-  float scalars[2] = {};
-  auto partials = rank.combine_send(16);
-  partials.row_scalars = scalars;
-  auto sums = rank.combine_recv();
-  sums.out_scalars = scalars;
-  CHECK(refused([&] { rank.backend.combine(nullptr, &sums); }) == Code::kInvalidArgument);
-  rank.backend.combine(&partials, nullptr);
-  CHECK(launched->combine.with_scalars == 1);
-  rank.backend.combine(nullptr, &sums);
-  CHECK(launched->combine.with_scalars == 1);
-  auto whole = rank.send(40);
-  CHECK(refused([&] { rank.backend.dispatch(&whole, nullptr); }) ==
-        Code::kInvalidArgument);  // five chunks, four steps
 }
 
 TEST_CASE("device calls: types that were not compiled are refused") {
@@ -354,66 +127,6 @@ TEST_CASE("device calls: a communicator of GPU tensors makes no threads for kern
       all_to_all.use_device({.ordinal = kDevice, .data = {64}, .peer_data = {0}, .fault = &fault});
     CHECK(num_threads() - before == (on_device ? 0 : 3));  // the caller is the fourth
   }
-}
-
-// A graph is replayed without the host: what it holds is neither open nor closed for eager calls.
-
-TEST_CASE("device calls: a captured dispatch may be combined again and again") {
-  Rank rank;
-  capture = 1;
-  rank.dispatch(8, 0);
-  capture = 0;
-  for (int replay = 0; replay < 5; ++replay) rank.combine(8, 0);
-  rank.dispatch(8, 1);
-  rank.dispatch(8, 2);  // nothing of the graph is in the way
-  CHECK(refused([&] { rank.dispatch(8, 3); }) == Code::kInvalidArgument);
-}
-
-TEST_CASE("device calls: a captured combine closes dispatches that the host does not count") {
-  Rank rank;
-  rank.dispatch(8, 0);
-  capture = 1;
-  rank.combine(8, 0);
-  capture = 0;
-  for (int replay = 0; replay < 5; ++replay) rank.dispatch(8, replay);
-}
-
-TEST_CASE("device calls: halves in graphs are received as often as they are replayed") {
-  Rank rank;
-  capture = 1;
-  const auto sent = rank.send(8);
-  const auto received = rank.recv();
-  rank.backend.dispatch(&sent, nullptr);
-  capture = 0;
-  CHECK(refused([&] { rank.combine(8); }) == Code::kInvalidArgument);  // not received
-  for (int replay = 0; replay < 3; ++replay) {
-    rank.backend.dispatch(nullptr, &received);
-    CHECK(launched->dispatch.num_rows == 3);
-    rank.combine(8);
-  }
-  capture = 2;  // another graph
-  const auto partials = rank.combine_send(8);
-  const auto sums = rank.combine_recv();
-  rank.backend.dispatch(nullptr, &received);
-  rank.backend.combine(&partials, nullptr);
-  capture = 0;
-  for (int replay = 0; replay < 3; ++replay) rank.backend.combine(nullptr, &sums);
-  // Whoever takes the handle for a call of his own is counted again.
-  rank.dispatch(8, 0);
-  rank.combine(8, 0);
-  CHECK(refused([&] { rank.backend.combine(nullptr, &sums); }) == Code::kInvalidArgument);
-}
-
-TEST_CASE("device calls: what would wait for itself within a graph is refused") {
-  Rank rank;
-  capture = 1;
-  rank.dispatch(8, 0);
-  rank.dispatch(8, 1);
-  CHECK(refused([&] { rank.dispatch(8, 2); }) == Code::kInvalidArgument);
-  rank.combine(8, 0);
-  rank.dispatch(8, 2);
-  capture = 2;
-  rank.dispatch(8, 3);  // its graph may be replayed after what closes those
 }
 
 }  // namespace

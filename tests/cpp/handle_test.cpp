@@ -53,7 +53,7 @@ class Rank {
     send.num_rows = send.num_tokens = send.max_tokens = kTokens;
     send.handle = words();
     HostBackend& host = all_to_all_->host();
-    dispatch_.emplace(all_to_all_->plan(), host.ring(), host.kernels(), kCommunicator, send);
+    dispatch_.emplace(host.context(), send);
   }
   bool advance_dispatch() {
     DispatchRecv recv;
@@ -82,7 +82,7 @@ class Rank {
       send.row_weights = row_weights_.data();
     }
     HostBackend& host = all_to_all_->host();
-    combine_.emplace(all_to_all_->plan(), host.ring(), host.kernels(), kCommunicator, send);
+    combine_.emplace(host.context(), send);
     MOE_P2P_CHECK(combine_->meta().num_rows == kTokens, base::Code::kInvalidArgument,
                   "as AllToAll::combine does: out has other rows");
   }

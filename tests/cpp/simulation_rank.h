@@ -93,7 +93,7 @@ class Rank {
     std::vector<int> ranks;
     if (!dispatch_ && !combine_) return ranks;
     for (int source = 0; source < world_.num_nodes * world_.ranks_per_node; ++source)
-      if (!all_to_all_->host().kernels().arrived(pending().step, pending().phase, source))
+      if (!all_to_all_->host().context().kernels.arrived(pending().step, pending().phase, source))
         ranks.push_back(source);
     return ranks;
   }
@@ -168,14 +168,11 @@ class Rank {
   }
 
   bool perform(const Item& item) {
-    moe::StepRing& ring = all_to_all_->host().ring();
-    moe::HostKernels& kernels = all_to_all_->host().kernels();
-    const moe::Plan& plan = all_to_all_->plan();
+    const moe::HostContext& context = all_to_all_->host().context();
     Buffers& b = buffers_[item.call];
     switch (item.action) {
       case Action::kDispatchSend:
-        if (!dispatch_)
-          dispatch_.emplace(plan, ring, kernels, kCommunicator, dispatch_send(item.call, b));
+        if (!dispatch_) dispatch_.emplace(context, dispatch_send(item.call, b));
         // A solo call of many chunks cannot finish its send half alone.
         return dispatch_->advance_send() || program_.calls[item.call].kind == Kind::kSolo;
       case Action::kDispatchRecv:
@@ -184,8 +181,7 @@ class Rank {
         check_rows(item.call, b);
         return true;
       case Action::kCombineSend:
-        if (!combine_)
-          combine_.emplace(plan, ring, kernels, kCommunicator, combine_send(item.call, b));
+        if (!combine_) combine_.emplace(context, combine_send(item.call, b));
         return combine_->advance_send() || program_.calls[item.call].kind == Kind::kSolo;
       case Action::kCombineRecv:
         if (!combine_->advance_recv(combine_recv(item.call, b))) return false;

@@ -52,7 +52,7 @@ DeviceBackend::DeviceBackend(const Plan& plan, const AllToAllOptions& options,
       waits_(waits),
       memory_(memory),
       context_(memory.ordinal),
-      open_(plan.shape.steps_in_flight),
+      ledger_(plan.shape.steps_in_flight),
       order_(context_, memory.num_sms == 0) {
   MOE_P2P_CHECK(memory.data.size() == static_cast<size_t>(plan.shape.ranks_per_node) &&
                     memory.data.size() <= abi::kMaxDomainRanks,
@@ -146,7 +146,7 @@ void DeviceBackend::combine(const CombineSend* send, const CombineRecv* recv) {
 }
 
 void DeviceBackend::release(Handle handle, const platform::Stream& stream) {
-  launching([&] { launch_release(handle, stream); });
+  launching([&] { launch_release(handle.words, Place(stream)); });
 }
 
 abi::Grid DeviceBackend::grid_of(const DeviceKernel& kernel, GridInput input) const {
@@ -196,7 +196,8 @@ OpenCall DeviceBackend::begin_dispatch(const DispatchSend& send) const {
           .parts = send_parts(plan_, send),
           .opaque = send.opaque_scales || !send.extras.empty(),
           .num_extras = static_cast<int32_t>(send.extras.size()),
-          .num_rows = static_cast<int32_t>(send.num_rows)};
+          .num_rows = static_cast<int32_t>(send.num_rows),
+          .owner = send.handle_owner};
 }
 
 void DeviceBackend::fill(abi::DispatchParams& p, const DispatchSend& send) const {
@@ -257,12 +258,11 @@ void DeviceBackend::launch_dispatch(const DispatchSend* send, const DispatchRecv
                                     const platform::Stream& stream) {
   const Place place(stream);
   const OpenCall* before =
-      send ? nullptr : open_.find(recv->handle.words, Stage::kDispatchSent, place.capture);
+      send ? nullptr : ledger_.find(recv->handle.words, Stage::kDispatchSent, place.capture);
   MOE_P2P_CHECK(send || before, Code::kInvalidArgument,
                 "dispatch_recv: this handle has no dispatch_send waiting; each send half is "
                 "received once");
   OpenCall call = send ? begin_dispatch(*send) : *before;
-  if (send) open_.check_room(call.num_steps, place.capture);
   if (!recv) check_half(call.num_steps);
   MOE_P2P_CHECK(!recv || (recv->layout == abi::RowLayout::kByRank) == call.variant.by_rank,
                 Code::kInvalidArgument,
@@ -285,9 +285,10 @@ void DeviceBackend::launch_dispatch(const DispatchSend* send, const DispatchRecv
       {.send_items = send ? std::min<int64_t>(call.num_rows, chunk) * kMostShares + 1  // headers
                           : 0,
        .recv_items = recv ? chunk * plan_.shape.world_size : 0});
+  if (send) make_room(call.num_steps, place);
   launch(kernel, p, place);
   if (recv) call.stage = Stage::kDispatched;
-  open_.launched(before, call, place.capture, send != nullptr, !recv || !call.solo);
+  ledger_.record(before, call, place.capture, send != nullptr, !recv || !call.solo);
 }
 
 // --- combine -------------------------------------------------------------------------------------
@@ -322,22 +323,22 @@ void DeviceBackend::launch_combine(const CombineSend* send, const CombineRecv* r
                                    const platform::Stream& stream) {
   const Place place(stream);
   const Handle handle = send ? send->handle : recv->handle;
-  MOE_P2P_CHECK(!send || !open_.waits_to_be_received(handle.words), Code::kInvalidArgument,
+  MOE_P2P_CHECK(!send || !ledger_.waits_to_be_received(handle.words), Code::kInvalidArgument,
                 "combine needs a dispatch that was received; call dispatch_recv first");
   const OpenCall* before =
-      open_.find(handle.words, send ? Stage::kDispatched : Stage::kCombineSent, place.capture);
+      ledger_.find(handle.words, send ? Stage::kDispatched : Stage::kCombineSent, place.capture);
   MOE_P2P_CHECK(send || before, Code::kInvalidArgument,
                 "combine_recv: this handle has no combine_send waiting; each send half is received "
                 "once");
   OpenCall call = before ? *before : begin_combine(*send);
-  const bool opens = send && call.solo;  // as far as the host knows
+  // Steps of its own, as far as the host knows.
+  const bool opens = send && (call.solo || (ledger_.releases() && !call.holds));
   if (send) {
     call.stage = Stage::kCombineSent;
     call.num_steps = plan_.num_chunks(send->max_tokens);
     call.types = {static_cast<int>(send->y_dtype), static_cast<int>(send->out_dtype)};
     call.with_scalars = send->row_scalars != nullptr;
   }
-  if (opens) open_.check_room(call.num_steps, place.capture);
   // Rows of one expert or by rank go as they stand: rows_stay of kernels/combine/bulk.cuh.
   const bool copies = send && send->y_dtype == send->out_dtype && !send->row_weights &&
                       !send->topk_weights && !send->row_scalars;
@@ -362,8 +363,9 @@ void DeviceBackend::launch_combine(const CombineSend* send, const CombineRecv* r
   p.grid = grid_of(kernel, {.send_items = send ? chunk * plan_.shape.world_size : 0,
                             .recv_items = recv ? chunk * kMostShares : 0,
                             .copies = copies});
+  if (opens) make_room(call.num_steps, place);
   launch(kernel, p, place);
-  open_.launched(before, call, place.capture, opens, !recv);
+  ledger_.record(before, call, place.capture, opens, !recv);
 }
 
 // Receives a dispatch without outputs: slots that flag themselves have to be taken.
@@ -378,27 +380,32 @@ void DeviceBackend::discard(const OpenCall& call, const Place& place) {
 
 // A handle that holds no step, of a solo dispatch or combined already, needs nothing; of one that was
 // captured only the device knows.
-void DeviceBackend::launch_release(Handle handle, const platform::Stream& stream) {
-  const Place place(stream);
-  const OpenCall* open = open_.find(handle.words, Stage::kDispatched, place.capture);
+void DeviceBackend::launch_release(const int32_t* handle, const Place& place) {
+  const OpenCall* open = ledger_.find(handle, Stage::kDispatched, place.capture);
   if (!open) {
-    open = open_.find(handle.words, Stage::kDispatchSent, place.capture);
+    open = ledger_.find(handle, Stage::kDispatchSent, place.capture);
     if (!open) return;
     discard(*open, place);
     if (open->solo)  // the receiving half has said that all is read
-      return open_.launched(open, *open, place.capture, false, false);
+      return ledger_.record(open, *open, place.capture, false, false);
   }
   if (open->solo) return;
   MOE_P2P_CHECK(!combine_kernels_.empty(), Code::kUnavailable,
                 "no combine kernel is compiled for this communicator");
   abi::CombineParams p{};
   p.comm = comm_;
-  p.handle = address(handle.words);
+  p.handle = address(handle);
   p.num_chunks = static_cast<int32_t>(open->num_steps);
   p.empty = 1;
   p.grid = {1, 1};
   launch(combine_kernels_.begin()->second, p, place);
-  open_.launched(open, *open, place.capture, false, false);
+  ledger_.record(open, *open, place.capture, false, false);
+}
+
+void DeviceBackend::make_room(int64_t num_steps, const Place& place) {
+  for (const OpenCall& call : ledger_.to_release(num_steps, place.capture))
+    launch_release(call.handle, place);
+  ledger_.check_room(num_steps, place.capture);
 }
 
 }  // namespace moe_p2p::moe

@@ -14,8 +14,8 @@
 #include "kernels/abi/params.h"
 #include "moe/backend.h"
 #include "moe/device/grid.h"
+#include "moe/ledger.h"
 #include "moe/node/waits.h"
-#include "moe/open_calls.h"
 #include "platform/stream_order.h"
 
 namespace moe_p2p::moe {
@@ -54,10 +54,20 @@ class DeviceBackend final : public Backend {
   std::vector<Step> last_steps() const override {
     return {};
   }  // kernels have rung whatever they will
+  Ledger& ledger() noexcept override { return ledger_; }
   std::optional<provider::MemorySpan> regions() const override;
   std::optional<provider::MemorySpan> mapped_regions(int node) const override;
 
  private:
+  using Stage = OpenCall::Stage;
+  // Where a call runs, and the capture that it is part of.
+  struct Place {
+    const platform::Stream& stream;
+    uint64_t capture;
+
+    explicit Place(const platform::Stream& s) : stream(s), capture(platform::capture_of(s)) {}
+  };
+
   // What the first kernel that failed reported; null while none did.
   const abi::Fault* fault() const noexcept;
   // A call that launches kernels. It may fail in the driver, which breaks the communicator; anything else
@@ -68,17 +78,10 @@ class DeviceBackend final : public Backend {
                        const platform::Stream& stream);
   void launch_combine(const CombineSend* send, const CombineRecv* recv,
                       const platform::Stream& stream);
-  void launch_release(Handle handle, const platform::Stream& stream);
+  void launch_release(const int32_t* handle, const Place& place);
+  // Releases the oldest dispatches, where the ledger is for that; throws where there is no room.
+  void make_room(int64_t num_steps, const Place& place);
   provider::MemorySpan span_at(uint64_t address) const;
-
-  using Stage = OpenCall::Stage;
-  // Where a call runs, and the capture that it is part of.
-  struct Place {
-    const platform::Stream& stream;
-    uint64_t capture;
-
-    explicit Place(const platform::Stream& s) : stream(s), capture(platform::capture_of(s)) {}
-  };
 
   OpenCall begin_dispatch(const DispatchSend& send) const;
   OpenCall begin_combine(const CombineSend& send) const;
@@ -101,7 +104,7 @@ class DeviceBackend final : public Backend {
   abi::DeviceComm comm_{};
   std::map<DispatchVariant, DeviceKernel> dispatch_kernels_;
   std::map<CombineTypes, DeviceKernel> combine_kernels_;
-  OpenCalls open_;
+  Ledger ledger_;
   platform::StreamOrder order_;
 };
 

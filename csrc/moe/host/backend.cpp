@@ -4,7 +4,7 @@ namespace moe_p2p::moe {
 
 using abi::Phase;
 using base::Code;
-using base::Error;
+using Stage = OpenCall::Stage;
 
 namespace {
 
@@ -13,16 +13,6 @@ void check_halves(const Plan& plan, int64_t num_chunks) {
   MOE_P2P_CHECK(num_chunks <= plan.shape.steps_in_flight, Code::kInvalidArgument, "this call has ",
                 num_chunks, " chunks, send and receive halves take at most steps_in_flight = ",
                 plan.shape.steps_in_flight, "; use the whole call or raise chunk_tokens");
-}
-
-template <typename Call>
-typename std::list<Call>::iterator find_call(std::list<Call>& calls, Handle handle,
-                                             const char* what) {
-  for (auto call = calls.begin(); call != calls.end(); ++call)
-    if (&call->meta() == reinterpret_cast<const abi::HandleMeta*>(handle.words)) return call;
-  throw Error(Code::kInvalidArgument,
-              base::concat(what, "_recv: this handle has no ", what,
-                           "_send waiting; each send half is received once"));
 }
 
 // Sums are written by the tokens of the dispatch, whatever `out` is.
@@ -36,11 +26,12 @@ void check_out(const CombineRecv& recv, const abi::HandleMeta& meta) {
 HostBackend::HostBackend(const Plan& plan, const AllToAllOptions& options, NodeMemory& memory,
                          const Masks& masks, Waits& waits)
     : plan_(plan),
-      communicator_(options.communicator),
       memory_(memory),
       waits_(waits),
       kernels_(plan, memory, options.num_threads, masks),
-      ring_(plan, kernels_) {}
+      ring_(plan, kernels_),
+      ledger_(plan.shape.steps_in_flight),
+      context_{plan, options.communicator, kernels_, ring_, ledger_} {}
 
 std::optional<provider::MemorySpan> HostBackend::regions() const {
   return provider::MemorySpan{.data = memory_.data().data(), .bytes = memory_.data().size()};
@@ -94,72 +85,75 @@ std::vector<Step> HostBackend::last_steps() const {
 
 // --- calls ---------------------------------------------------------------------------------------
 
+const OpenCall& HostBackend::sent(Handle handle, Stage stage, const char* what) const {
+  const uint64_t step = context_.open(handle).meta().first_step;
+  const OpenCall* call = ledger_.find_named(step, handle.words, stage);
+  MOE_P2P_CHECK(call, Code::kInvalidArgument, what, "_recv: this handle has no ", what,
+                "_send waiting; each send half is received once");
+  return *call;
+}
+
 void HostBackend::dispatch(const DispatchSend* send, const DispatchRecv* recv) {
+  if (send) make_room(plan_.num_chunks(send->max_tokens));
   if (!recv) return send_dispatch(*send);
-  if (!send) return recv_dispatch(*recv);
-  DispatchCall call(plan_, ring_, kernels_, communicator_, *send);
+  DispatchCall call =
+      send ? DispatchCall(context_, *send)
+           : DispatchCall(context_, sent(recv->handle, Stage::kDispatchSent, "dispatch"),
+                          recv->handle);
   call.check(*recv);
   run([&] { return call.advance_recv(*recv); }, [&] { return call.pending(); });
 }
 
 void HostBackend::send_dispatch(const DispatchSend& send) {
   check_halves(plan_, plan_.num_chunks(send.max_tokens));
-  DispatchCall& call = dispatches_.emplace_back(plan_, ring_, kernels_, communicator_, send);
+  DispatchCall call(context_, send);
   run([&] { return call.advance_send(); }, [&] { return call.pending(); });
 }
 
-void HostBackend::recv_dispatch(const DispatchRecv& recv) {
-  const auto call = find_call(dispatches_, recv.handle, "dispatch");
-  call->check(recv);
-  run([&] { return call->advance_recv(recv); }, [&] { return call->pending(); });
-  dispatches_.erase(call);
-}
-
 void HostBackend::combine(const CombineSend* send, const CombineRecv* recv) {
+  if (send && ledger_.releases()) {
+    const HandleView handle = context_.open(send->handle);
+    if (!context_.open_dispatch(handle)) make_room(handle.meta().num_chunks);
+  }
   if (!recv) return send_combine(*send);
-  if (!send) return recv_combine(*recv);
-  CombineCall call(plan_, ring_, kernels_, communicator_, *send);
+  CombineCall call =
+      send
+          ? CombineCall(context_, *send)
+          : CombineCall(context_, sent(recv->handle, Stage::kCombineSent, "combine"), recv->handle);
   check_out(*recv, call.meta());
   run([&] { return call.advance_recv(*recv); }, [&] { return call.pending(); });
 }
 
 void HostBackend::send_combine(const CombineSend& send) {
-  CombineCall& call = combines_.emplace_back(plan_, ring_, kernels_, communicator_, send);
-  try {
-    check_halves(plan_, call.num_chunks());
-  } catch (...) {
-    combines_.pop_back();
-    throw;
-  }
+  CombineCall call(context_, send);
+  check_halves(plan_, call.num_chunks());
   run([&] { return call.advance_send(); }, [&] { return call.pending(); });
 }
 
-void HostBackend::recv_combine(const CombineRecv& recv) {
-  const auto call = find_call(combines_, recv.handle, "combine");
-  call->check_handle(communicator_);
-  check_out(recv, call->meta());
-  run([&] { return call->advance_recv(recv); }, [&] { return call->pending(); });
-  combines_.erase(call);
+void HostBackend::release(Handle handle, const platform::Stream&) {
+  const HandleView view = context_.open(handle);
+  const bool was_sent = view.meta().state == abi::kSent;
+  const OpenCall* call =
+      was_sent ? &sent(handle, Stage::kDispatchSent, "dispatch") : context_.open_dispatch(view);
+  if (!call) return;  // of a solo dispatch, or combined already
+  release(OpenCall(*call));
+  view.meta().state = abi::kReleased;
 }
 
-void HostBackend::release(Handle handle, const platform::Stream&) {
-  const HandleView view = HandleView::open(plan_.shape, communicator_, handle);
-  const uint64_t first = view.meta().first_step;
-  if (view.meta().state == abi::kSent) {  // sent, not received: what comes is dropped
-    const auto call = find_call(dispatches_, handle, "dispatch");
-    for (int64_t chunk = 0; chunk < call->num_chunks(); ++chunk) {
-      const Step step = ring_.step_of(first + static_cast<uint64_t>(chunk));
+void HostBackend::release(const OpenCall& call) {
+  for (int64_t chunk = 0; chunk < call.num_steps; ++chunk) {
+    const Step step = ring_.step_of(call.first_step + static_cast<uint64_t>(chunk));
+    if (call.stage == Stage::kDispatchSent)  // what comes is dropped
       run([&] { return ring_.arrived(step, Phase::kDispatch); },
           [&] { return Pending{step, Phase::kDispatch}; });
-      ring_.acknowledge(step);
-    }
-    dispatches_.erase(call);
-  } else if (ring_.is_open(first)) {
-    ring_.acknowledge(ring_.step_of(first));
-  } else {
-    return;  // a solo dispatch, or combined already
+    ring_.acknowledge(step);
   }
-  view.meta().state = abi::kReleased;
+  ledger_.record(ledger_.find_named(call.named_step, call.handle, call.stage), call, 0, false,
+                 false);
+}
+
+void HostBackend::make_room(int64_t num_steps) {
+  for (const OpenCall& call : ledger_.to_release(num_steps)) release(call);
 }
 
 }  // namespace moe_p2p::moe

@@ -2,8 +2,6 @@
 // with a wait between.
 #pragma once
 
-#include <list>
-
 #include "moe/backend.h"
 #include "moe/host/calls.h"
 #include "moe/host/kernels.h"
@@ -23,32 +21,34 @@ class HostBackend final : public Backend {
   void check() const override {}  // calls throw their own
   bool failed() const noexcept override { return false; }
   std::vector<Step> last_steps() const override;
+  Ledger& ledger() noexcept override { return ledger_; }
   std::optional<provider::MemorySpan> regions() const override;
   std::optional<provider::MemorySpan> mapped_regions(int) const override { return std::nullopt; }
 
   // For a simulation, which advances calls one by one.
-  StepRing& ring() noexcept { return ring_; }
-  HostKernels& kernels() noexcept { return kernels_; }
+  const HostContext& context() const noexcept { return context_; }
   // Throws what ends the wait of a call for `pending`, once something does.
   void check(const Pending& pending) const;
 
  private:
   void send_dispatch(const DispatchSend& send);
-  void recv_dispatch(const DispatchRecv& recv);
   void send_combine(const CombineSend& send);
-  void recv_combine(const CombineRecv& recv);
+  // The first half that waits for its second one.
+  const OpenCall& sent(Handle handle, OpenCall::Stage stage, const char* what) const;
+  void release(const OpenCall& call);
+  // Releases the oldest dispatches, where the ledger is for that.
+  void make_room(int64_t num_steps);
   // Advances until done; every time something moved the deadline starts anew.
   template <typename Advance, typename GetPending>
   void run(Advance&& advance, GetPending&& get_pending);
 
   const Plan& plan_;
-  const uint32_t communicator_;
   NodeMemory& memory_;
   Waits& waits_;
   HostKernels kernels_;
   StepRing ring_;
-  std::list<DispatchCall> dispatches_;  // sent, not yet received
-  std::list<CombineCall> combines_;
+  Ledger ledger_;
+  const HostContext context_;
 };
 
 }  // namespace moe_p2p::moe

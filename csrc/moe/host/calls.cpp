@@ -1,11 +1,33 @@
 #include "moe/host/calls.h"
 
+#include <utility>
+
 #include "base/mutation.h"
 
 namespace moe_p2p::moe {
 
 using abi::Phase;
 using base::Code;
+using Stage = OpenCall::Stage;
+
+namespace {
+
+void check_unchanged(const HandleView& handle, const OpenCall& call) {
+  const abi::HandleMeta& meta = handle.meta();
+  MOE_P2P_CHECK(meta.num_chunks == call.num_steps && meta.num_rows == call.num_rows,
+                Code::kInvalidArgument, "handle has ", meta.num_chunks, " chunks and ",
+                meta.num_rows, " rows, the call before had ", call.num_steps, " and ",
+                call.num_rows, "; it was overwritten since");
+}
+
+std::deque<Step> steps_of(const StepRing& ring, const OpenCall& call) {
+  std::deque<Step> steps;
+  for (int64_t i = 0; i < call.num_steps; ++i)
+    steps.push_back(ring.step_of(call.first_step + static_cast<uint64_t>(i)));
+  return steps;
+}
+
+}  // namespace
 
 // --- steps -------------------------------------------------------------------------------------
 
@@ -23,23 +45,12 @@ bool StepRing::arrived(Step step, Phase phase) const {
   return true;
 }
 
-Pending StepRing::pending() const {
-  return {step_of(slots_[next_ % slots_.size()].step), Phase::kCombine};
+Pending StepRing::pending(uint64_t index) const {
+  return {step_of(slots_[index % slots_.size()].step), Phase::kCombine};
 }
 
-void StepRing::check_room(int64_t num_steps) const {
-  for (uint64_t i = 0; i < slots_.size() && static_cast<int64_t>(i) < num_steps; ++i) {
-    const Slot& slot = slots_[(next_ + i) % slots_.size()];
-    if (MOE_P2P_MUTATED(kReuseSlotEarly)) return;
-    MOE_P2P_CHECK(slot.state == State::kClosed || slot.state == State::kAcknowledged,
-                  Code::kInvalidArgument, "step ", slot.step, " is still open and this call needs ",
-                  num_steps, " of steps_in_flight ", slots_.size(),
-                  "; combine or release the earlier dispatch first");
-  }
-}
-
-bool StepRing::can_begin() {
-  Slot& slot = slots_[next_ % slots_.size()];
+bool StepRing::can_begin(uint64_t index) {
+  Slot& slot = slots_[index % slots_.size()];
   if (slot.state == State::kClosed || MOE_P2P_MUTATED(kReuseSlotEarly)) return true;
   const Step step = step_of(slot.step);
   if (slot.state != State::kAcknowledged || !arrived(step, Phase::kCombine)) return false;
@@ -48,19 +59,10 @@ bool StepRing::can_begin() {
   return true;
 }
 
-Step StepRing::begin() {
-  const Step step = step_of(next_++);
+Step StepRing::begin(uint64_t index) {
+  const Step step = step_of(index);
   slots_[static_cast<size_t>(step.slot)] = {State::kBusy, step.index, false};
   return step;
-}
-
-bool StepRing::is_open(uint64_t step) const noexcept {
-  const Slot& slot = slots_[step % slots_.size()];
-  return slot.state == State::kOpen && slot.step == step;
-}
-
-void StepRing::leave_open(Step step) noexcept {
-  slots_[static_cast<size_t>(step.slot)].state = State::kOpen;
 }
 
 void StepRing::acknowledge(Step step) {
@@ -82,193 +84,245 @@ std::vector<Step> StepRing::last_combines() const {
 
 // --- dispatch ------------------------------------------------------------------------------------
 
-DispatchCall::DispatchCall(const Plan& plan, StepRing& ring, HostKernels& kernels,
-                           uint32_t communicator, const DispatchSend& send)
-    : plan_(plan),
-      ring_(ring),
-      kernels_(kernels),
+DispatchCall::DispatchCall(const HostContext& context, const DispatchSend& send)
+    : context_(context),
       send_(send),
-      num_chunks_(plan.num_chunks(send.max_tokens)),
-      handle_(HandleView::create(plan.shape, send.handle, send.num_rows, num_chunks_)),
-      parts_(send_parts(plan, send)) {
+      call_{.handle = send.handle.words,
+            .num_steps = context.plan.num_chunks(send.max_tokens),
+            .solo = send.solo,
+            .stage = Stage::kDispatchSent,
+            .variant = {.x_dtype = send.x_dtype,
+                        .quantize = send.quantize,
+                        .scale_format = send.scale_format,
+                        .by_rank = send.by_rank},
+            .num_rows = static_cast<int32_t>(send.num_rows)},
+      handle_(HandleView::create(context.plan.shape, send.handle, send.num_rows, call_.num_steps)) {
+  call_.parts = send_parts(context.plan, send);
+  call_.solo = send.solo || call_.num_steps > 1;
   MOE_P2P_CHECK(send.num_tokens >= 0 && send.num_tokens <= send.num_rows, Code::kInvalidArgument,
                 "num_tokens is ", send.num_tokens, ", x has ", send.num_rows, " rows");
   MOE_P2P_CHECK(send.num_tokens <= send.max_tokens, Code::kInvalidArgument, "this rank sends ",
                 send.num_tokens, " tokens, max_tokens of this call is ", send.max_tokens);
   abi::HandleMeta& meta = handle_.meta();
   meta = {};
-  meta.num_chunks = static_cast<int32_t>(num_chunks_);
+  meta.num_chunks = static_cast<int32_t>(call_.num_steps);
   meta.num_tokens = static_cast<int32_t>(send.num_tokens);
   meta.num_rows = static_cast<int32_t>(send.num_rows);
-  routing_ = kernels_.route(send, num_chunks_, handle_);
+  routing_ = context.kernels.route(send, call_.num_steps, handle_);
   meta.magic = abi::HandleMeta::kMagic;
-  meta.communicator = communicator;
-  send_.solo = send.solo || num_chunks_ > 1;
-  ring.check_room(num_chunks_);
+  meta.communicator = context.communicator;
+  context.ledger.check_room(call_.num_steps);
+}
+
+DispatchCall::DispatchCall(const HostContext& context, const OpenCall& sent, Handle handle)
+    : context_(context), call_(sent), handle_(context.open(handle)), num_sent_(sent.num_steps) {
+  check_unchanged(handle_, sent);
+  in_flight_ = steps_of(context.ring, sent);
 }
 
 void DispatchCall::check(const DispatchRecv& recv) const {
-  const abi::DType sent = send_.quantize ? abi::DType::kFloat8E4M3 : send_.x_dtype;
-  const abi::TokenParts parts = recv_parts(plan_, recv);
-  bool fits = recv.x_dtype == sent && parts.num_parts == parts_.num_parts &&
-              recv.scale_format == send_.scale_format;
-  for (int i = 0; fits && i < parts.num_parts; ++i) fits = parts.bytes[i] == parts_.bytes[i];
+  const abi::TokenParts sent = call_.parts, parts = recv_parts(context_.plan, recv);
+  const abi::DType x_dtype =
+      call_.variant.quantize ? abi::DType::kFloat8E4M3 : call_.variant.x_dtype;
+  bool fits = recv.x_dtype == x_dtype && parts.num_parts == sent.num_parts &&
+              recv.scale_format == call_.variant.scale_format;
+  for (int i = 0; fits && i < parts.num_parts; ++i) fits = parts.bytes[i] == sent.bytes[i];
   MOE_P2P_CHECK(
       fits, Code::kInvalidArgument,
       "the outputs of this dispatch do not fit its inputs: payload type, scales and extras "
       "must be those that were sent");
-  MOE_P2P_CHECK((recv.layout == abi::RowLayout::kByRank) == send_.by_rank, Code::kInvalidArgument,
+  MOE_P2P_CHECK((recv.layout == abi::RowLayout::kByRank) == call_.variant.by_rank,
+                Code::kInvalidArgument,
                 "layout by_rank goes with both halves of a dispatch, or with none");
   MOE_P2P_CHECK(recv.capacity >= 0 && recv.alignment >= 1, Code::kInvalidArgument, "capacity is ",
                 recv.capacity, " and alignment ", recv.alignment, ", must be at least 0 and 1");
 }
 
+// The step that comes next; nobody else opens any while this call does.
+uint64_t DispatchCall::next_step() const {
+  return num_sent_ == 0 ? context_.ledger.next_step()
+                        : call_.first_step + static_cast<uint64_t>(num_sent_);
+}
+
 bool DispatchCall::advance_send() {
-  while (num_sent_ < num_chunks_ && ring_.can_begin()) {
-    const Step step = ring_.begin();
-    if (num_sent_ == 0) handle_.meta().first_step = step.index;
-    kernels_.dispatch_send(step, send_, parts_, routing_, handle_, num_sent_++);
+  while (num_sent_ < call_.num_steps && context_.ring.can_begin(next_step())) {
+    const Step step = context_.ring.begin(next_step());
+    if (num_sent_ == 0) {
+      call_.first_step = call_.named_step = handle_.meta().first_step = step.index;
+      context_.ledger.record(nullptr, call_, 0, true, true);
+    }
+    context_.kernels.dispatch_send(step, send_, call_.parts, routing_, handle_, num_sent_++);
     in_flight_.push_back(step);
   }
   handle_.meta().state = abi::kSent;
-  return num_sent_ == num_chunks_;
+  return num_sent_ == call_.num_steps;
 }
 
 bool DispatchCall::advance_recv(const DispatchRecv& recv) {
   advance_send();
-  const std::span ticks(recv.wait_ticks,
-                        recv.wait_ticks ? static_cast<size_t>(plan_.shape.world_size) : 0);
+  const auto world_size = static_cast<size_t>(context_.plan.shape.world_size);
+  const std::span ticks(recv.wait_ticks, recv.wait_ticks ? world_size : 0);
   const auto arrived = [&](Step step) {
-    const bool all = ring_.arrived(step, Phase::kDispatch);
-    waits_.look(kernels_, step, Phase::kDispatch, ticks);
+    const bool all = context_.ring.arrived(step, Phase::kDispatch);
+    waits_.look(context_.kernels, step, Phase::kDispatch, ticks);
     return all;
   };
   while (!in_flight_.empty() && arrived(in_flight_.front())) {
     const Step step = in_flight_.front();
-    kernels_.dispatch_recv(step, recv, parts_, handle_, num_received_++, placement_);
+    context_.kernels.dispatch_recv(step, recv, call_.parts, handle_, num_received_++, placement_);
     in_flight_.pop_front();
-    if (send_.solo) {
-      ring_.acknowledge(step);
-      advance_send();
-    } else {
-      ring_.leave_open(step);
-    }
+    if (!call_.solo) continue;  // the caller will combine or release
+    context_.ring.acknowledge(step);
+    advance_send();
   }
-  if (num_received_ < num_chunks_) return false;
-  if (handle_.meta().state == abi::kSent) handle_.meta().state = abi::kReceived;
+  if (num_received_ < call_.num_steps) return false;
+  handle_.meta().state = abi::kReceived;
+  const OpenCall* sent =
+      context_.ledger.find_named(call_.named_step, call_.handle, Stage::kDispatchSent);
+  call_.stage = Stage::kDispatched;
+  context_.ledger.record(sent, call_, 0, false, !call_.solo);
   return true;
 }
 
 Pending DispatchCall::pending() const {
-  return in_flight_.empty() ? ring_.pending() : Pending{in_flight_.front(), Phase::kDispatch};
+  return in_flight_.empty() ? context_.ring.pending(next_step())
+                            : Pending{in_flight_.front(), Phase::kDispatch};
 }
 
 // --- combine -------------------------------------------------------------------------------------
 
-CombineCall::CombineCall(const Plan& plan, StepRing& ring, HostKernels& kernels,
-                         uint32_t communicator, const CombineSend& send)
-    : plan_(plan),
-      ring_(ring),
-      kernels_(kernels),
+CombineCall::CombineCall(const HostContext& context, const CombineSend& send)
+    : context_(context),
       send_(send),
-      handle_(HandleView::open(plan.shape, communicator, send.handle)),
-      num_chunks_(handle_.meta().num_chunks),
-      paired_(ring.is_open(handle_.meta().first_step)) {
+      handle_(context.open(send.handle)),
+      call_{.handle = send.handle.words,
+            .num_steps = handle_.meta().num_chunks,
+            .solo = true,
+            .stage = Stage::kCombineSent,
+            .num_rows = handle_.meta().num_rows,
+            .y_rows = send.y_rows,
+            .named_step = handle_.meta().first_step} {
   MOE_P2P_CHECK(handle_.meta().state != abi::kSent, Code::kInvalidArgument,
                 "combine needs a dispatch that was received; call dispatch_recv first");
-  check_partial(plan, send.out_dtype, send.row_scalars != nullptr);
-  handle_.check_contents(kernels.rank(), send.y_rows);
+  check_partial(context.plan, send.out_dtype, send.row_scalars != nullptr);
+  handle_.check_contents(context.kernels.rank(), send.y_rows);
   MOE_P2P_CHECK(!send.topk_weights || send.num_rows == handle_.meta().num_rows,
                 Code::kInvalidArgument, "topk_weights has ", send.num_rows,
                 " rows, the dispatch had ", handle_.meta().num_rows);
-  if (paired_) {
-    in_flight_.push_back(ring.step_of(handle_.meta().first_step));
+  if (const OpenCall* dispatch = context.open_dispatch(handle_)) {
+    check_unchanged(handle_, *dispatch);
+    call_.solo = false;
+    call_.first_step = dispatch->first_step;
+    in_flight_ = steps_of(context.ring, call_);
     num_begun_ = 1;
   } else {
-    ring.check_room(num_chunks_);
+    context.ledger.check_room(call_.num_steps);
   }
 }
 
-void CombineCall::check_handle(uint32_t communicator) const {
-  const auto now = HandleView::open(plan_.shape, communicator, send_.handle);
-  MOE_P2P_CHECK(now.meta().num_chunks == num_chunks_, Code::kInvalidArgument, "handle has ",
-                now.meta().num_chunks, " chunks, combine_send has found ", num_chunks_,
-                "; it was overwritten since");
-  now.check_contents(kernels_.rank(), send_.y_rows);
+CombineCall::CombineCall(const HostContext& context, const OpenCall& sent, Handle handle)
+    : context_(context),
+      handle_(context.open(handle)),
+      call_(sent),
+      recorded_(true),
+      num_begun_(sent.num_steps),
+      num_pushed_(sent.num_steps),
+      num_sent_(sent.num_steps) {
+  check_unchanged(handle_, sent);
+  handle_.check_contents(context.kernels.rank(), sent.y_rows);
+  in_flight_ = steps_of(context.ring, sent);
 }
 
 bool CombineCall::heard_from_all(Step step, int64_t chunk) const {
-  if (!MOE_P2P_MUTATED(kSkipEmptyPeer)) return ring_.arrived(step, Phase::kCombine);
-  const int num_local = plan_.shape.ranks_per_node;
-  for (int source = 0; source < plan_.shape.world_size; ++source) {
-    const int own_first = kernels_.rank() / num_local * num_local;
+  if (!MOE_P2P_MUTATED(kSkipEmptyPeer)) return context_.ring.arrived(step, Phase::kCombine);
+  const int num_local = context_.plan.shape.ranks_per_node;
+  for (int source = 0; source < context_.plan.shape.world_size; ++source) {
+    const int own_first = context_.kernels.rank() / num_local * num_local;
     const bool own_node = source >= own_first && source < own_first + num_local;
     const int column = own_node ? source - own_first : num_local + source / num_local;
     bool used = false;
-    for (int64_t t = chunk * plan_.shape.chunk_tokens; t < handle_.meta().num_tokens; ++t)
+    for (int64_t t = chunk * context_.plan.shape.chunk_tokens; t < handle_.meta().num_tokens; ++t)
       used = used || handle_.send_slots(t)[column] >= 0;
-    if (used && !kernels_.arrived(step, Phase::kCombine, source)) return false;
+    if (used && !context_.kernels.arrived(step, Phase::kCombine, source)) return false;
   }
   return true;
 }
 
 // Whether everything that the partial sums of `step` need is here.
 bool CombineCall::may_sum(Step step) const {
-  if (!paired_) {
-    if (!ring_.arrived(step, Phase::kDispatch)) return false;
-    kernels_.recv_empty_dispatch(step);
+  if (call_.solo) {
+    if (!context_.ring.arrived(step, Phase::kDispatch)) return false;
+    context_.kernels.recv_empty_dispatch(step);
   }
   if (send_.topk_weights && !MOE_P2P_MUTATED(kSumBeforeWeights)) {
-    if (!ring_.arrived(step, Phase::kWeights)) return false;
-    kernels_.recv_weights(step);
+    if (!context_.ring.arrived(step, Phase::kWeights)) return false;
+    context_.kernels.recv_weights(step);
   }
   return true;
 }
 
+uint64_t CombineCall::next_step() const {
+  return num_begun_ == 0 ? context_.ledger.next_step()
+                         : call_.first_step + static_cast<uint64_t>(num_begun_);
+}
+
+// Its steps are open, or that of its dispatch is this call's now.
+void CombineCall::record() {
+  if (std::exchange(recorded_, true)) return;
+  const OpenCall* dispatch = call_.solo ? nullptr : context_.open_dispatch(handle_);
+  context_.ledger.record(dispatch, call_, 0, call_.solo, true);
+}
+
 bool CombineCall::advance_send() {
-  while (num_begun_ < num_chunks_ && ring_.can_begin()) {
-    const Step step = ring_.begin();
-    kernels_.send_empty_dispatch(step);
+  while (num_begun_ < call_.num_steps && context_.ring.can_begin(next_step())) {
+    const Step step = context_.ring.begin(next_step());
+    if (num_begun_ == 0) call_.first_step = step.index;
+    record();
+    context_.kernels.send_empty_dispatch(step);
     in_flight_.push_back(step);
     ++num_begun_;
   }
+  if (num_begun_ > 0) record();
   for (; send_.topk_weights && num_pushed_ < num_begun_; ++num_pushed_)
-    kernels_.push_weights(in_flight_[static_cast<size_t>(num_pushed_ - num_received_)], send_,
-                          handle_, num_pushed_);
+    context_.kernels.push_weights(in_flight_[static_cast<size_t>(num_pushed_ - num_received_)],
+                                  send_, handle_, num_pushed_);
   while (num_sent_ < num_begun_) {
     const Step step = in_flight_[static_cast<size_t>(num_sent_ - num_received_)];
     if (!may_sum(step)) return false;
-    kernels_.combine_send(step, send_, handle_, num_sent_++);
-    ring_.handed_in(step);
+    context_.kernels.combine_send(step, send_, handle_, num_sent_++);
+    context_.ring.handed_in(step);
   }
   handle_.meta().state = abi::kCombineSent;
-  return num_sent_ == num_chunks_;
+  return num_sent_ == call_.num_steps;
 }
 
 bool CombineCall::advance_recv(const CombineRecv& recv) {
   advance_send();
-  const std::span ticks(recv.wait_ticks,
-                        recv.wait_ticks ? static_cast<size_t>(plan_.shape.world_size) : 0);
+  const auto world_size = static_cast<size_t>(context_.plan.shape.world_size);
+  const std::span ticks(recv.wait_ticks, recv.wait_ticks ? world_size : 0);
   const auto heard = [&](Step step) {
     const bool all = heard_from_all(step, num_received_);
-    waits_.look(kernels_, step, Phase::kCombine, ticks);
+    waits_.look(context_.kernels, step, Phase::kCombine, ticks);
     return all;
   };
   while (num_received_ < num_sent_ && heard(in_flight_.front())) {
-    kernels_.combine_recv(in_flight_.front(), recv, handle_, num_received_++);
-    ring_.close(in_flight_.front());
+    context_.kernels.combine_recv(in_flight_.front(), recv, handle_, num_received_++);
+    context_.ring.close(in_flight_.front());
     in_flight_.pop_front();
     advance_send();
   }
-  if (num_received_ < num_chunks_) return false;
+  if (num_received_ < call_.num_steps) return false;
   handle_.meta().state = abi::kCombined;
+  const OpenCall* sent =
+      context_.ledger.find_named(call_.named_step, call_.handle, Stage::kCombineSent);
+  context_.ledger.record(sent, call_, 0, false, false);
   return true;
 }
 
 Pending CombineCall::pending() const {
-  if (in_flight_.empty()) return ring_.pending();
+  if (in_flight_.empty()) return context_.ring.pending(next_step());
   if (num_sent_ > num_received_) return {in_flight_.front(), Phase::kCombine};
-  const bool opened = paired_ || ring_.arrived(in_flight_.front(), Phase::kDispatch);
+  const bool opened = !call_.solo || context_.ring.arrived(in_flight_.front(), Phase::kDispatch);
   return {in_flight_.front(), opened ? Phase::kWeights : Phase::kDispatch};
 }
 
