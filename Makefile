@@ -116,7 +116,7 @@ $(VENV)/.ready: requirements-dev.txt
 	@touch $@
 
 # The C++ tests need doctest's header. It is installed where that takes no questions; elsewhere
-# tests/test_cpp.py is skipped and says so.
+# tests/package/test_cpp.py is skipped and says so.
 doctest:
 	@$(PY) -c '$(HAS_DOCTEST)' || { \
 	  if [ -z '$(PYTHON)' ] && [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \

@@ -2,8 +2,9 @@
 
 One binary serves every Python from 3.10 and every torch from 2.10 on, CPU and CUDA builds alike:
 it needs only C symbols of torch, none of Python, and no libstdc++ or libgcc newer than GCC 11's
-(tests/test_wheel.py looks). torch is found, not imported, so a build with nothing to do takes half
-a second. CXX chooses the compiler. One sentence names what is missing, before anything is copied.
+(tests/package/test_wheel.py looks). torch is found, not imported, so a build with nothing to do
+takes half a second. CXX chooses the compiler. One sentence names what is missing, before anything
+is copied.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
     python tests/rdma/vm.py --devices 6 --netem "loss 1%" --timeout 2400 -- \
         python benchmarks/soak.py --over roce --minutes 30
 
-Over tcp, as root, hosts are network namespaces (tests/hosts.py); over roce they are pairs of
-soft-RoCE devices in the machine of tests/rdma/vm.py, used through libibverbs; loopback is the
+Over tcp, as root, hosts are network namespaces (tests/support/hosts.py); over roce they are pairs
+of soft-RoCE devices in the machine of tests/rdma/vm.py, used through libibverbs; loopback is the
 software NIC, which reorders. Every few seconds a link goes down for a moment, and ranks pause at
 random. soak_rank.py compares every row.
 
@@ -19,7 +19,7 @@ its place.
 Exit status 1: a row was wrong, a rank failed, hung or noticed nothing, something is left in
 /dev/shm, or a rank holds more descriptors, threads or memory than after its first quarter; 2: it
 cannot run here; 130: interrupted. Where it fails, all ranks print where they are. Run by
-tests/test_soak.py for some seconds.
+tests/package/test_soak.py for some seconds.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 # Ranks are forked from a server that has imported torch once, and looks for modules here.
-os.environ["PYTHONPATH"] = os.pathsep.join([*sys.path[:3], os.environ.get("PYTHONPATH", "")])
+os.environ["PYTHONPATH"] = os.pathsep.join([*sys.path[:2], os.environ.get("PYTHONPATH", "")])
 
 import soak_rank  # noqa: E402
 from soak_options import OVER, parse, why_not, wrong  # noqa: E402
 from soak_rank import MOMENTS, Alive, Attempt, Connected, Failure, Report, Setting, Usage  # noqa: E402
 
-import hosts  # noqa: E402
+from tests.support import hosts  # noqa: E402
 
 START_S = 400.0  # most that a process needs until it has an engine, in an emulated machine
 DOWN_S = 1.0  # most that a link is down

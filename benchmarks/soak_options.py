@@ -9,7 +9,7 @@ from typing import Any
 
 from soak_rank import MOMENTS
 
-import hosts
+from tests.support import hosts
 
 # ofi_rxm gives each NIC a ring of 262,144 completions of 48 bytes, allocated at once and touched
 # page by page until it has gone round (34,000 steps here): two rings in a rank.

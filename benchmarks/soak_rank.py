@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import hosts
 from moe_p2p import AllToAll, AllToAllConfig, Engine, MoeP2pError
+from tests.support import hosts
 
 STEPS_PER_ROUND = 10
 EXPERTS_PER_RANK, TOPK, HIDDEN_DIM, MAX_TOKENS = 4, 4, 256, 64

@@ -15,7 +15,7 @@ namespace {
 
 // The step of a receiving half alone: its sending half left it in the handle.
 __device__ u64& combined_step(const CombineParams& p) {
-  return reinterpret_cast<u64*>(&reinterpret_cast<HandleMeta*>(p.handle)->reserved)[0];
+  return reinterpret_cast<HandleMeta*>(p.handle)->combined_step;
 }
 
 }  // namespace
@@ -24,53 +24,61 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, MOE_P2P_BLOCKS_PER_S
     moe_p2p_combine(const __grid_constant__ CombineParams p) {
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
-  const bool aborted = was_aborted(p.comm);  // asked for together with the handle
+  const Launch launch = Launch::ask(p.comm);
+  const OpenSteps open = OpenSteps::ask(p.comm);
   const auto& meta = *reinterpret_cast<const HandleMeta*>(p.handle);
+  const u32 magic = meta.magic, communicator = meta.communicator;
+  const i32 num_chunks = meta.num_chunks, num_slots = meta.num_slots, num_rows = meta.num_rows;
   const Role role = Role::of(p.grid);
   const bool sends = p.grid.num_send_blocks > 0, receives = p.grid.num_recv_blocks > 0;
-  const Launch launch = Launch::begin(p.comm);
-  const bool valid = meta.magic == HandleMeta::kMagic && meta.communicator == p.comm.communicator &&
-                     meta.num_chunks == p.num_chunks &&
-                     (p.empty || !(receives || p.topk_weights) || meta.num_rows == p.num_rows);
-  // The step of its dispatch where that is open, or else steps of its own, with an empty dispatch each.
-  const bool ends_pair = valid && sends && closes(p.comm, launch.number, meta.first_step);
-  const bool opens = sends && !p.empty && !ends_pair;
-  const u64 first = !sends ? combined_step(p) : opens ? launch.next_step : meta.first_step;
-  if (Launch::opens()) {
-    launch.open(p.comm, Phase::kCombine, opens ? p.num_chunks : 0);
-    if (ends_pair)
-      st_relaxed_sys_u64(&open_steps(p.comm)[slot_of(first)].closer, launch.number + 1);
-    if (sends && !receives && valid) combined_step(p) = first;
-    if (!valid && !p.empty)
-      raise_fault(p.comm, kBadHandle, Phase::kCombine, p.comm.rank, 0, p.comm.communicator,
-                  meta.communicator);
-  }
-  Launch::join(p.comm);
+  const auto is_valid = [&] {
+    return magic == HandleMeta::kMagic && communicator == p.comm.communicator &&
+           num_chunks == p.num_chunks && num_slots == p.num_slots &&
+           (p.empty || !(receives || p.topk_weights) || num_rows == p.num_rows);
+  };
+  // Else what the handle says may be stale.
+  const auto is_trusted = [&] { return is_valid() && !launch.is_late(); };
+  // By every block, once.
+  const auto begin = [&]() -> Begun {
+    const bool valid = is_valid();
+    // The step of its dispatch where that is open, or else steps of its own, with an empty dispatch each.
+    const bool ends_pair = valid && sends && open.closed_by(launch.number(), meta.first_step);
+    const bool opens = sends && !p.empty && !ends_pair;
+    const u64 first = !sends ? combined_step(p) : opens ? launch.next_step() : meta.first_step;
+    if (Launch::opens()) {
+      launch.open(p.comm, opens ? p.num_chunks : 0);
+      if (ends_pair)
+        st_relaxed_sys_u64(&open_steps(p.comm)[slot_of(first)].closer, launch.number() + 1);
+      if (sends && !receives && valid) combined_step(p) = first;
+      if (!valid && !p.empty)
+        raise_fault(p.comm, kBadHandle, Phase::kCombine, p.comm.rank, 0, p.comm.communicator,
+                    communicator);
+    }
+    // A release that closes nothing has nothing to do.
+    const bool good = is_trusted() && (!p.empty || ends_pair);
+    return {launch.join(p.comm, Phase::kCombine, good), first, opens};
+  };
   if (role.send >= 0 && !p.empty) {
-    way::combine_send(p, valid, aborted, opens, first, role.send);
-  } else if (!valid) {
-    if (role.recv >= 0 && !p.empty) lose_sums(p, role.recv);
-  } else if (p.empty && !ends_pair) {
-    // Nothing is to be released.
-  } else if (role.relay) {
-    if (sends && !p.empty && relay_says_read(p, opens)) {
+    way::combine_send(p, role.send, is_trusted, begin);
+  } else if (const Begun begun = begin(); role.recv >= 0) {
+    way::combine_recv(p, begun, role.recv);
+  } else if (begun.good && role.relay) {
+    const u64 first = begun.first_step;
+    if (sends && !p.empty && relay_says_read(p, begun.opens)) {
       // Of one chunk: combines of several open steps of their own.
-      say_chunk_read({p, Self(p.comm), HandleArrays(p.handle, p.num_chunks), valid, aborted}, first,
-                     0);
+      say_chunk_read({p, Self(p.comm), HandleArrays(p)}, first, 0);
     }
     relay(p.comm, first, p.num_chunks,
-          {.free = opens,
-           .dispatch = opens || p.empty,
+          {.free = begun.opens,
+           .dispatch = begun.opens || p.empty,
            .weights = sends && p.topk_weights != 0,
            .combine = receives});
     if (kRelayEnds && receives)
       // Later chunks have overwritten the headers of earlier ones.
       for (i32 chunk = max(0, p.num_chunks - kSteps); chunk < p.num_chunks; ++chunk)
         end_step(p, Self(p.comm), first + static_cast<u64>(chunk));
-  } else if (role.send == 0) {
-    send_release(p, first);
-  } else if (role.recv >= 0) {
-    way::combine_recv(p, aborted, first, role.recv);
+  } else if (begun.good) {
+    send_release(p, begun.first_step);
   }
-  launch.end(p.comm);
+  Launch::end(p.comm);
 }

@@ -15,24 +15,28 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, MOE_P2P_BLOCKS_PER_S
     moe_p2p_dispatch(const __grid_constant__ DispatchParams p) {
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
-  const Launch launch = Launch::begin(p.comm);
+  const Launch launch = Launch::ask(p.comm);
   const Role role = Role::of(p.grid);
   const bool sends = p.grid.num_send_blocks > 0, receives = p.grid.num_recv_blocks > 0;
-  // A receive half alone finds its step in the handle, which its send half wrote.
-  const u64 first =
-      sends ? launch.next_step : reinterpret_cast<const HandleMeta*>(p.handle)->first_step;
-  if (Launch::opens()) {
-    launch.open(p.comm, Phase::kDispatch, sends ? p.num_chunks : 0);
-    if (sends && !p.solo) open_steps(p.comm)[slot_of(first)] = {first + 1, 0};
-  }
-  Launch::join(p.comm);
-  if (role.relay) {
-    relay(p.comm, first, p.num_chunks, {.free = sends, .dispatch = receives, .combine = false});
-  } else if (role.send >= 0) {
-    way::dispatch_send(p, first, role.send);
+  // By every block, once.
+  const auto begin = [&]() -> Begun {
+    // A receive half alone finds its step in the handle, which its send half wrote.
+    const u64 first =
+        sends ? launch.next_step() : reinterpret_cast<const HandleMeta*>(p.handle)->first_step;
+    if (Launch::opens()) {
+      launch.open(p.comm, sends ? p.num_chunks : 0);
+      if (sends && !p.solo) open_steps(p.comm)[slot_of(first)] = {first + 1, 0};
+    }
+    return {launch.join(p.comm, Phase::kDispatch, !launch.is_late()), first, sends};
+  };
+  if (role.send >= 0) {
+    way::dispatch_send(p, role.send, begin);
     copy_topk(p, role.send);
-  } else {
-    way::dispatch_recv(p, first, role.recv);
+  } else if (const Begun begun = begin(); role.recv >= 0) {
+    way::dispatch_recv(p, begun, role.recv);
+  } else if (begun.good) {
+    relay(p.comm, begun.first_step, p.num_chunks,
+          {.free = sends, .dispatch = receives, .combine = false});
   }
-  launch.end(p.comm);
+  Launch::end(p.comm);
 }

@@ -22,12 +22,14 @@ from moe_p2p.errors import (
     TransportError,
     UnavailableError,
 )
+from moe_p2p.pool import AllToAllPool
 from moe_p2p.version import __version__
 
 __all__ = [
     "AbortedError",
     "AllToAll",
     "AllToAllConfig",
+    "AllToAllPool",
     "ClosedError",
     "Dispatched",
     "Engine",

@@ -89,10 +89,14 @@ class CommunicatorShape:
         num_nodes = self.world_size // self.ranks_per_node
         num_chunks = max(1, -(-max_tokens // self.chunk_tokens))
         num_sources = num_chunks * self.world_size
-        num_slots = num_sources * self.chunk_tokens
+        num_slots = num_sources * self.num_slots(max_tokens)
         before_ranks = _HANDLE_META_WORDS + num_sources + num_slots * self.topk
         send_slots = num_rows * (self.ranks_per_node + num_nodes)
         return (before_ranks + 1) // 2 * 2 + 2 * num_slots + send_slots
+
+    def num_slots(self, max_tokens: int) -> int:
+        """Slots of a source in a chunk of such a call, at most (Plan::num_slots)."""
+        return int(min(max(max_tokens, 1), self.chunk_tokens))  # ops refuse what is no integer
 
     def scales_of(self, given: Tensor | None, scale_format: int) -> tuple[Any, torch.dtype]:
         """How many scales a row is delivered with, and their type: as given, or of quantize."""

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-import installation
-from progress import (  # noqa: F401  (hooks)
+from tests.progress import (  # noqa: F401  (hooks)
     pytest_addoption,
     pytest_collection_modifyitems,
     pytest_configure,
     pytest_xdist_make_scheduler,
 )
+from tests.support import installation
 
 
 def _why_not(item: pytest.Item) -> str | None:

@@ -43,7 +43,9 @@ WORTH_A_LINE_S = 20.0
 
 
 def _name(nodeid: str) -> str:
-    return nodeid.removeprefix("tests/")
+    """Without its folders."""
+    file, between, test = nodeid.partition("::")
+    return Path(file).name + between + test
 
 
 def _place(nodeid: str) -> int:

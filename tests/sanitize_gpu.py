@@ -22,14 +22,14 @@ import contextlib
 import pytest
 import torch
 
-from cases import Wanted, dispatch_arguments, run_step
-from gpu_ranks import DEVICE, HIDDEN_DIM, MAX_TOKENS, World, make, meet, prepare, run
 from moe_p2p import ResourceExhaustedError
 from moe_p2p.gpu import launch_shape
 from moe_p2p.layer import Experts, local_experts
-from ranks import Rank
-from test_gpu import call
-from test_gpu_layouts import BY_RANK
+from tests.gpu.test_gpu import call
+from tests.gpu.test_gpu_layouts import BY_RANK
+from tests.support.cases import Wanted, dispatch_arguments, run_step
+from tests.support.gpu_ranks import DEVICE, HIDDEN_DIM, MAX_TOKENS, World, make, meet, prepare, run
+from tests.support.ranks import Rank
 
 LONG = 2 * MAX_TOKENS + 3
 

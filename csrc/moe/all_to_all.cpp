@@ -283,8 +283,9 @@ void AllToAll::use_signals(const std::vector<uint64_t>& device_addresses) {
 }
 
 int64_t AllToAll::handle_words(int64_t num_rows, int64_t max_tokens) const {
-  const auto layout =
-      abi::HandleLayout::make(state_->plan.shape, num_rows, state_->plan.num_chunks(max_tokens));
+  const Plan& plan = state_->plan;
+  const auto layout = abi::HandleLayout::make(plan.shape, num_rows, plan.num_chunks(max_tokens),
+                                              plan.num_slots(max_tokens));
   return static_cast<int64_t>(layout.total);
 }
 

@@ -38,6 +38,7 @@ struct OpenCall {
   const int32_t*
       handle;  // where its words lie; on hosts of a sent half only, the rest may be a copy
   int64_t num_steps;
+  int32_t num_slots = 0;  // HandleMeta's
   bool solo;
   Stage stage;
   DispatchVariant variant{};  // of a dispatch

@@ -274,7 +274,8 @@ MOE_P2P_HD constexpr i32 other_node(i32 index, i32 own) { return index < own ? i
 
 // --- handle ----------------------------------------------------------------------------------
 
-// What a dispatch leaves behind for its combine: one int32 tensor. C chunks, T rows at the source.
+// What a dispatch leaves behind for its combine: one int32 tensor. C chunks, T rows at the source, M slots of
+// each source in a chunk: chunk_tokens, or fewer where max_tokens of the call is less.
 //   meta        HandleMeta
 //   slot_counts [C][W]         slots received from each source
 //   slot_rows   [C][W][M][K]   row of the output; -1 = not an expert of this rank. In kByRank the row
@@ -287,10 +288,13 @@ struct HandleMeta {
   u32 communicator;
   u64 first_step;
   i32 num_chunks;
-  i32 num_tokens;  // valid rows of x
-  i32 num_rows;    // T: rows of x
-  u32 state;       // HandleState
-  i64 reserved[4];
+  i32 num_tokens;     // valid rows of x
+  i32 num_rows;       // T: rows of x
+  u32 state;          // HandleState
+  u64 combined_step;  // on GPUs, for the receiving half of a combine: first_step, or steps of its own
+  i32 num_slots;      // M
+  i32 padding;
+  i64 reserved[2];
 };
 enum HandleState : u32 { kSent = 1, kReceived = 2, kCombineSent = 3, kCombined = 4, kReleased = 5 };
 static_assert(sizeof(HandleMeta) == 64, "16 int32 words");
@@ -298,10 +302,11 @@ static_assert(sizeof(HandleMeta) == 64, "16 int32 words");
 struct HandleLayout {
   u64 slot_counts, slot_rows, slot_ranks, send_slots, total;  // in int32 words
 
-  MOE_P2P_HD static constexpr HandleLayout make(const Shape& s, i64 num_rows, i64 num_chunks) {
+  MOE_P2P_HD static constexpr HandleLayout make(const Shape& s, i64 num_rows, i64 num_chunks,
+                                                i64 num_slots) {
     const u64 chunks = static_cast<u64>(num_chunks);
     const u64 sources = chunks * static_cast<u64>(s.world_size);
-    const u64 slots = sources * static_cast<u64>(s.chunk_tokens);
+    const u64 slots = sources * static_cast<u64>(num_slots);
     HandleLayout h{};
     h.slot_counts = sizeof(HandleMeta) / 4;
     h.slot_rows = h.slot_counts + sources;

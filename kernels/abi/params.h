@@ -135,7 +135,8 @@ struct DispatchParams {
   i32 num_tokens_host;
   i32 num_rows;  // T
   i32 num_chunks;
-  i32 solo;  // the receiving half answers with the empty combine
+  i32 num_slots;  // HandleMeta's
+  i32 solo;       // the receiving half answers with the empty combine
   i32 topk_is_int64;
   i32 num_tokens_is_int64;
   DevicePart extras[kMaxExtras];
@@ -176,6 +177,7 @@ struct CombineParams {
   u64 stride;        // of partial rows
   i32 num_rows;      // T; where only the sending half runs, without topk_weights, 0
   i32 num_chunks;
+  i32 num_slots;        // HandleMeta's
   i32 with_scalars;     // on all ranks alike
   i32 scalars_by_rank;  // row_scalars has K for each row, and all of them travel
   i32 empty;            // release: headers only, once the dispatch has arrived

@@ -298,22 +298,24 @@ __device__ inline void load_slots(const Adder& a, Loader& loader, const LoadWarp
   loader.end();
 }
 
-__device__ inline void combine_send(const CombineParams& p, bool valid, bool aborted, bool opens,
-                                    u64 first_step, i32 block) {
+template <typename IsTrusted, typename Begin>
+__device__ inline void combine_send(const CombineParams& p, i32 block, const IsTrusted&,
+                                    const Begin& begin) {
   auto& s = shared<BulkShared>();
   const PipeRole role = PipeRole::of();
   SumPipe& pipe = s.worker[role.place];
-  const Adder a{p, Self(p.comm), HandleArrays(p.handle, p.num_chunks), valid, aborted};
+  const Adder a{p, Self(p.comm), HandleArrays(p)};
   const LoadWarp warp{role.thread, block * SendWorker::kCount + role.place,
                       p.grid.num_send_blocks * SendWorker::kCount};
   Loader loader{pipe, role.thread};
   Summer summer{pipe, role.thread};
   Storer storer{pipe};
   init_pipes(s);
+  const Begun begun = begin();
+  if (!begun.good) return;
   for (i32 chunk = 0; chunk < p.num_chunks; ++chunk) {
-    const u64 step = first_step + static_cast<u64>(chunk);
-    if (!open_chunk(a, opens, step, chunk, block)) return;
-    opens = true;  // a pair has one chunk
+    const u64 step = begun.first_step + static_cast<u64>(chunk);
+    if (!open_chunk(a, begun.opens, step, chunk, block)) return;
     if (role.loads) {
       load_slots(a, loader, warp, step, chunk);
     } else if (role.stores) {
@@ -346,13 +348,13 @@ inline constexpr i32 kTokensAtOnce = 32 / kTokenLanes;
 
 // Tokens first, first + stride, ... up to kTokensAtOnce of them.
 __device__ inline void load_tokens(const CombineParams& p, const Self& self,
-                                   const HandleArrays& handle, Loader& loader, bool aborted,
-                                   u64 step, i32 first, i32 end, i32 stride) {
+                                   const HandleArrays& handle, Loader& loader, u64 step, i32 first,
+                                   i32 end, i32 stride) {
   const i32 lane = loader.lane, mine = lane / kTokenLanes, speaker = lane % kTokenLanes;
   const i32 token = first + mine * stride;
   const char* row = nullptr;
   if (token < end && speaker < kSpeakers)
-    row = wait_partial(p, self, aborted, step, speaker, handle.send_slots(token)[speaker]);
+    row = wait_partial(p, self, step, speaker, handle.send_slots(token)[speaker]);
   fence_global_for_bulk();
   const u32 have = __ballot_sync(~0u, row != nullptr);
   const i32 num_biases = (p.bias[0] != 0) + (p.bias[1] != 0);
@@ -383,27 +385,27 @@ __device__ inline void sum_scalars(const CombineParams& p, const Sum& sum, i32 k
   reinterpret_cast<float*>(p.out_scalars)[static_cast<i64>(sum.token) * kTopk + k] = total;
 }
 
-__device__ inline void combine_recv(const CombineParams& p, bool aborted, u64 first_step,
-                                    i32 block) {
+__device__ inline void combine_recv(const CombineParams& p, const Begun& begun, i32 block) {
   auto& s = shared<BulkShared>();
   const PipeRole role = PipeRole::of();
   SumPipe& pipe = s.worker[role.place];
   const Self self(p.comm);
-  const HandleArrays handle(p.handle, p.num_chunks);
+  const HandleArrays handle(p);
   const RecvWorker worker = RecvWorker::of(block, p.grid.num_recv_blocks);
   const i32 id = block * SendWorker::kCount + role.place;
   const i32 count = p.grid.num_recv_blocks * SendWorker::kCount;
+  if (!begun.good) return lose_sums(p, block * SendWorker::kCount, SendWorker::kCount, count);
   Loader loader{pipe, role.thread};
   Summer summer{pipe, role.thread};
   Storer storer{pipe};
   init_pipes(s);
   for (i32 chunk = 0; chunk < p.num_chunks; ++chunk) {
-    const u64 step = first_step + static_cast<u64>(chunk);
+    const u64 step = begun.first_step + static_cast<u64>(chunk);
     begin_chunk(p, self, worker, step, chunk, block);
     if (role.loads) {
       const i32 end = end_of_chunk(p, chunk);
       for (i32 token = chunk * kChunk + id; token < end; token += count * kTokensAtOnce)
-        load_tokens(p, self, handle, loader, aborted, step, token, end, count);
+        load_tokens(p, self, handle, loader, step, token, end, count);
       loader.end();
     } else if (role.stores) {
       if (role.thread == 0) storer.run<false>(chunk);

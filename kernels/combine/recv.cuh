@@ -24,12 +24,10 @@ __device__ __forceinline__ i32 order_of(const Self& self, i32 i) {
   return node < self.node ? node : node + kLocal - 1;
 }
 
-// The row that speaker i sent for a token; null when there is none. One that did not come, and each of an
-// aborted communicator, whose slots may be stale, is a lost one. A row that flags itself may be still to
-// come, and each word of it is a lost one until then.
-__device__ inline const char* wait_partial(const CombineParams& p, const Self& self, bool aborted,
-                                           u64 step, i32 i, i32 index) {
-  if (aborted) return lost_row(p.comm, p.stride);
+// The row that speaker i sent for a token; null when there is none. One that did not come is a lost one. A
+// row that flags itself may be still to come, and each word of it is a lost one until then.
+__device__ inline const char* wait_partial(const CombineParams& p, const Self& self, u64 step,
+                                           i32 i, i32 index) {
   if (index < 0) return nullptr;
   const i32 slot = slot_of(step);
   const u64 own = p.comm.data[self.local];
@@ -45,16 +43,15 @@ __device__ inline const char* wait_partial(const CombineParams& p, const Self& s
 }
 
 __device__ inline void recv_token(const CombineParams& p, const Self& self,
-                                  const RecvWorker& worker, const Part& share, bool aborted,
-                                  u64 step, const i32* send_slots, i64 token,
-                                  CombineRecvShared& s) {
+                                  const RecvWorker& worker, const Part& share, u64 step,
+                                  const i32* send_slots, i64 token, CombineRecvShared& s) {
   auto& w = s.worker[worker.place];
   const u64 offset = static_cast<u64>(token) * kOutBytes;
   for (i32 i = worker.thread; i < kSpeakers; i += RecvWorker::kThreads) {
     const i32 column = i < kLocal ? i : kLocal + other_node(i - kLocal, self.node);
     const i32 at = kBiases + order_of(self, i);
-    w.row[at] = wait_partial(p, self, aborted, step, i, send_slots[column]);
-    w.source[at] = kSelfFlagged && i < kLocal && !aborted ? speaker_rank(self, i) : -1;
+    w.row[at] = wait_partial(p, self, step, i, send_slots[column]);
+    w.source[at] = kSelfFlagged && i < kLocal ? speaker_rank(self, i) : -1;
   }
   if (worker.thread < kBiases) {
     const u64 bias = p.bias[worker.thread];
@@ -163,31 +160,40 @@ __device__ inline void end_chunk(const CombineParams& p, const Self& self, const
   if (p.num_chunks > kSteps) say_sums_read(p, worker, step);
 }
 
-// Nothing in the handle can be believed, not even that it is one.
-__device__ inline void lose_sums(const CombineParams& p, i32 block) {
-  const i32 num_threads = p.grid.num_recv_blocks * kBlockThreads;
-  for (i32 token = block * kBlockThreads + static_cast<i32>(threadIdx.x); token < p.num_rows;
-       token += num_threads) {
+// A block that may not receive loses its own tokens, those of `num` workers of `count` from `first` on:
+// others of its grid may have asked before the fault was raised, and receive theirs.
+__device__ __noinline__ void lose_sums(const CombineParams& p, i32 first, i32 num, i32 count) {
+  const auto thread = static_cast<i32>(threadIdx.x);
+  for (i32 token = thread; !p.empty && token < p.num_rows; token += kBlockThreads) {
+    const i32 chunk = min(token / kChunk, p.num_chunks - 1);
+    const i32 worker = (token - chunk * kChunk) % count;
+    if (worker < first || worker >= first + num) continue;
     lose(reinterpret_cast<char*>(p.out) + static_cast<u64>(token) * kOutBytes, kOutBytes);
     if (p.out_scalars)
       lose(reinterpret_cast<char*>(p.out_scalars) + static_cast<u64>(token) * kTopk * 4, kTopk * 4);
   }
+  if (p.wait_ticks && first == 0 && thread == 0)
+    lose(reinterpret_cast<char*>(p.wait_ticks), kWorld * 8);
 }
 
-__device__ inline void combine_recv(const CombineParams& p, bool aborted, u64 first_step,
-                                    i32 block) {
+__device__ inline void combine_recv(const CombineParams& p, const Begun& begun, i32 block) {
   const Self self(p.comm);
-  const HandleArrays handle(p.handle, p.num_chunks);
+  const HandleArrays handle(p);
   const RecvWorker worker = RecvWorker::of(block, p.grid.num_recv_blocks);
   const Part share = share_of_row(worker);
+  if (!begun.good) {  // a worker that shares rows with other blocks loses all of them
+    const i32 first = block * RecvWorker::kCount / share.count;
+    const i32 end = ((block + 1) * RecvWorker::kCount - 1) / share.count + 1;
+    return lose_sums(p, first, end - first, worker.count / share.count);
+  }
   const RecvWorker team = share.team(worker);
   auto& s = shared<CombineRecvShared>();
   for (i32 chunk = 0; chunk < p.num_chunks; ++chunk) {
-    const u64 step = first_step + static_cast<u64>(chunk);
+    const u64 step = begun.first_step + static_cast<u64>(chunk);
     begin_chunk(p, self, worker, step, chunk, block);
     for (i64 token = static_cast<i64>(chunk) * kChunk + team.id; token < end_of_chunk(p, chunk);
          token += team.count)
-      recv_token(p, self, team, share, aborted, step, handle.send_slots(token), token, s);
+      recv_token(p, self, team, share, step, handle.send_slots(token), token, s);
     end_chunk(p, self, worker, step, block);
   }
 }

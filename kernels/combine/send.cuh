@@ -41,8 +41,6 @@ struct Adder {
   const CombineParams& p;
   const Self self;
   const HandleArrays handle;
-  const bool valid;    // the handle is one
-  const bool aborted;  // as this thread found it first: what the handle says may be stale
 
   // Slots of a chunk in the order of item(); those behind a source's last are left out.
   __device__ i32 num_items(i32 chunk) const {
@@ -68,23 +66,24 @@ __device__ __forceinline__ float weight_of_row(const Adder& a, u64 step, i32 sou
   return a.p.row_weights ? reinterpret_cast<const float*>(a.p.row_weights)[row] : 1.0f;
 }
 
+struct Trusts {
+  __device__ bool operator()() const { return true; }
+};
+
 // The rows and weights of items i, i + count, ...: of each slot those of this rank. All that lies in
-// the handle is asked for at once, wanted or not.
-template <typename W, i32 kItems>
+// the handle is asked for at once, wanted or not. Where that is not trusted nothing is found.
+template <typename W, i32 kItems, typename IsTrusted = Trusts>
 __device__ inline void look_up(const Adder& a, const W& worker, u64 step, i32 chunk, i32 num_items,
-                               i32 i, Rows<kItems>& w) {
+                               i32 i, Rows<kItems>& w, const IsTrusted& is_trusted = {}) {
   static_assert(kItems == W::kThreads / kLanes);
   const i32 lane = worker.thread % kLanes, place = worker.thread / kLanes;
   i += place * worker.count;
   const auto [source, index] = a.item(num_items, i);
-  const bool inside = index < kChunk;
+  const bool inside = index < a.p.num_slots;
   const i32 count = a.handle.slot_count(chunk, source);
   const i32 found = inside && lane < kTopk ? a.handle.rows_of(chunk, source, index)[lane] : -1;
   const u64 ranks = kOthers > 0 && inside ? *a.handle.ranks_of(chunk, source, index) : 0;
-  bool mine = a.valid && inside && index < count;
-  // By the whole warp, so that no sum lacks the rows of some lanes. Nobody is sent a sum then: who waits
-  // for it gives up.
-  if (__any_sync(~0u, a.aborted)) mine = false;
+  bool mine = is_trusted() && inside && index < count;
   // Its weights may not have come.
   if constexpr (kMasks) mine = mine && !is_masked(a.p.comm, source);
   i32 none = -1;
@@ -286,7 +285,6 @@ __device__ inline void send_release(const CombineParams& p, u64 first_step) {
 // This rank has read all of the step's dispatch, tokens or not: whoever sent may use the slot again
 // (protocol.md, section 9).
 __device__ inline void say_chunk_read(const Adder& a, u64 step, i32 chunk) {
-  if (a.aborted) return;  // the header would stand for sums that do not follow
   say_read(a.p.comm, a.self, step, static_cast<i32>(threadIdx.x), kBlockThreads,
            [&](i32 source) { return a.header_of(chunk, source); });
 }
@@ -299,24 +297,32 @@ __device__ inline bool relay_says_read(const CombineParams& p, bool opens) {
 // What comes before the sums of a chunk, by the whole block. opens: a step of its own. False: somebody did
 // not come.
 __device__ inline bool open_chunk(const Adder& a, bool opens, u64 step, i32 chunk, i32 block) {
-  if (!a.valid || (opens && !open_solo(a, step, chunk, block))) return false;
+  if (opens && !open_solo(a, step, chunk, block)) return false;
   if (a.p.topk_weights && !exchange_weights(a.p, step, chunk, block)) return false;
   if (block == 0 && !relay_says_read(a.p, opens)) say_chunk_read(a, step, chunk);
   return true;
 }
 
-__device__ inline void combine_send(const CombineParams& p, bool valid, bool aborted, bool opens,
-                                    u64 first_step, i32 block) {
-  const Adder a{p, Self(p.comm), HandleArrays(p.handle, p.num_chunks), valid, aborted};
+// begin: what every block has to do, which waits for what it was asked first. So the rows of the first slots
+// are looked up before that; nobody follows them if the handle is not trusted.
+template <typename IsTrusted, typename Begin>
+__device__ inline void combine_send(const CombineParams& p, i32 block, const IsTrusted& is_trusted,
+                                    const Begin& begin) {
+  const Adder a{p, Self(p.comm), HandleArrays(p)};
   const SendWorker own = SendWorker::of(block, p.grid.num_send_blocks);
   const Part share = share_of_row(own);
   const SendWorker worker = share.team(own);
+  const auto look_first = [&](u64 step, i32 chunk, const auto& trusts) {
+    if (!p.topk_weights)  // else weights have to be here before
+      look_up(a, worker, step, chunk, a.num_items(chunk), worker.id, scratch_of(worker), trusts);
+  };
+  look_first(0, 0, is_trusted);
+  const Begun begun = begin();
+  if (!begun.good) return;  // who waits for its sums gives up
   for (i32 chunk = 0; chunk < p.num_chunks; ++chunk) {
-    const u64 step = first_step + static_cast<u64>(chunk);
-    if (!p.topk_weights)
-      look_up(a, worker, step, chunk, a.num_items(chunk), worker.id, scratch_of(worker));
-    if (!open_chunk(a, opens, step, chunk, block)) return;
-    opens = true;  // a pair has one chunk
+    const u64 step = begun.first_step + static_cast<u64>(chunk);
+    if (chunk > 0) look_first(step, chunk, Trusts{});
+    if (!open_chunk(a, begun.opens, step, chunk, block)) return;
     combine_chunk(a, worker, share, step, chunk);
     worker.sync();  // the next chunk's first batch takes the place of this one's last
   }

@@ -18,7 +18,7 @@ __device__ inline void push_weights_to(const CombineParams& p, const Self& self,
                                        i32 chunk, i32 d) {
   if constexpr (kMasks)
     if (!__syncthreads_and(!speaker_masked(p.comm, self, d))) return;
-  const HandleArrays handle(p.handle, p.num_chunks);
+  const HandleArrays handle(p);
   const i32 slot = slot_of(step);
   const bool near = d < kLocal;
   const i32 column = near ? d : kLocal + other_node(d - kLocal, self.node);

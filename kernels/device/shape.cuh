@@ -190,23 +190,25 @@ __device__ __forceinline__ Owner owner_of(const DeviceComm& comm, i32 expert) {
 #endif
 }
 
-// The handle's arrays (HandleLayout). What they need in registers is an address and a number.
+// The handle's arrays (HandleLayout). What they need in registers is an address and two numbers.
 struct HandleArrays {
   i32* words;
-  i32 num_chunks;
+  i32 num_chunks, num_slots;
 
-  __device__ HandleArrays(u64 handle, i32 chunks)
-      : words(reinterpret_cast<i32*>(handle)), num_chunks(chunks) {}
+  template <typename Params>
+  __device__ explicit HandleArrays(const Params& p)
+      : words(reinterpret_cast<i32*>(p.handle)), num_chunks(p.num_chunks), num_slots(p.num_slots) {}
   __device__ HandleLayout layout() const {
     const Shape shape = kShape;  // a constant of the compiler has no address on the device
-    return HandleLayout::make(shape, 0, num_chunks);
+    return HandleLayout::make(shape, 0, num_chunks, num_slots);
   }
   __device__ HandleMeta& meta() const { return *reinterpret_cast<HandleMeta*>(words); }
   __device__ i32& slot_count(i32 chunk, i32 source) const {
     return words[layout().slot_counts + static_cast<u64>(chunk * kWorld + source)];
   }
   __device__ u64 slot_index(i32 chunk, i32 source, i32 index) const {
-    return static_cast<u64>(chunk * kWorld + source) * kChunk + static_cast<u64>(index);
+    return static_cast<u64>(chunk * kWorld + source) * static_cast<u64>(num_slots) +
+           static_cast<u64>(index);
   }
   __device__ i32* rows_of(i32 chunk, i32 source, i32 index) const {
     return words + layout().slot_rows + slot_index(chunk, source, index) * kTopk;

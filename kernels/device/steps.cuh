@@ -6,61 +6,97 @@
 namespace moe_p2p::device {
 
 // Which kernel of its communicator this one is, and the step that it may open first. Every thread asks
-// before its block calls join().
+// before its block calls join(). The words are held as they were read: who asks for what follows from them
+// waits for them, and has other loads under way by then.
 struct Launch {
-  u64 number;
-  u64 next_step;
-  u32 begun, ended;  // kernels before this one; known to the thread that opens
+  u64 even, odd, launches;
+  u32 aborted, ended;
+  u32 begun;  // known to the thread that opens
 
   __device__ static bool opens() { return blockIdx.x == 0 && threadIdx.x == 0; }
-  __device__ static Launch begin(const DeviceComm& comm) {
+  __device__ static Launch ask(const DeviceComm& comm) {
     DeviceState& state = state_of(comm);
     // Under way together; one of them another block may be writing. By all warps of a GPU at once: the
     // second-level cache would take microseconds to answer them all from one line.
-    const u64 even = ld_relaxed_cta_u64(&state.next_step[0]);
-    const u64 odd = ld_relaxed_cta_u64(&state.next_step[1]);
-    const u64 number = ld_relaxed_cta_u64(&state.launches) / kLaunch;
-    const u32 begun = opens() ? atom_add_relaxed_gpu_u32(&state.begun, 1) : 0;
-    const u32 ended = opens() ? ld_relaxed_sys_u32(&state.ended) : 0;
-    return {number, number % 2 && !MOE_P2P_MUTATED(kStepOfOneWord) ? odd : even, begun, ended};
+    Launch launch;
+    launch.begun = opens() ? atom_add_relaxed_gpu_u32(&state.begun, 1) : 0;
+    launch.even = ld_relaxed_cta_u64(&state.next_step[0]);
+    launch.odd = ld_relaxed_cta_u64(&state.next_step[1]);
+    launch.launches = ld_relaxed_cta_u64(&state.launches);
+    launch.aborted = ld_relaxed_cta_u32(&state.aborted);
+    launch.ended = ld_relaxed_cta_u32(&state.ended);
+    return launch;
   }
-  // By the thread that opens. Another kernel that has begun and not ended takes the same steps.
-  __device__ void open(const DeviceComm& comm, Phase phase, i32 num_steps) const {
-    DeviceState& state = state_of(comm);
-    st_relaxed_sys_u64(&state.next_step[MOE_P2P_MUTATED(kStepOfOneWord) ? 0 : (number + 1) % 2],
-                       next_step + static_cast<u64>(num_steps));
-    if (begun != ended) raise_fault(comm, kTwoAtOnce, phase, comm.rank, next_step, ended, begun);
+  __device__ u64 number() const { return launches / kLaunch; }
+  __device__ u64 next_step() const {
+    return number() % 2 && !MOE_P2P_MUTATED(kStepOfOneWord) ? odd : even;
   }
-  // The last block to add makes it the next kernel's turn, so no block has to find out who is last. Not
-  // at the end of a kernel, which would last until all have added.
-  __device__ static void join(const DeviceComm& comm) {
-    __syncthreads();  // all threads have asked whose turn it is
+  // An earlier kernel raised a fault, or one is not over whose blocks have all begun. A fault of this kernel
+  // may be seen or not. What may not be done any more is left out and poisoned (kernels/device/lost.cuh).
+  __device__ bool is_late() const {
+    // The first block of this kernel may have ended before another one asks.
+    return aborted || static_cast<i32>(ended - static_cast<u32>(number())) < 0;
+  }
+  // By the thread that opens.
+  __device__ void open(const DeviceComm& comm, i32 num_steps) const {
+    st_relaxed_sys_u64(
+        &state_of(comm).next_step[MOE_P2P_MUTATED(kStepOfOneWord) ? 0 : (number() + 1) % 2],
+        next_step() + static_cast<u64>(num_steps));
+  }
+  // By all blocks. The last one to add makes it the next kernel's turn, so no block has to find out who is
+  // last. Not at the end of a kernel, which would last until all have added; and behind the first loads of a
+  // block, which would wait for the words above. False: some thread of the block is not `good`.
+  __device__ bool join(const DeviceComm& comm, Phase phase, bool good) const {
+    good = __syncthreads_and(good);  // all threads have asked whose turn it is
     if (threadIdx.x == 0)
       red_add_relaxed_gpu_u64(&state_of(comm).launches,
                               blockIdx.x == 0 ? kLaunch - (gridDim.x - 1) : 1);
+    // Another kernel that has begun and not ended takes the same steps. Asked last: an atomic takes longest.
+    if (opens() && begun != ended)
+      raise_fault(comm, kTwoAtOnce, phase, comm.rank, next_step(), ended, begun);
+    return good;
   }
   // By the first block, when it has nothing left to do.
-  __device__ void end(const DeviceComm& comm) const {
-    if (opens()) st_relaxed_sys_u32(&state_of(comm).ended, begun + 1);
+  __device__ static void end(const DeviceComm& comm) {
+    if (opens()) atom_add_relaxed_gpu_u32(&state_of(comm).ended, 1);
   }
+};
+
+// What a block finds as it joins.
+struct Begun {
+  bool good;  // it may send and receive
+  u64 first_step;
+  bool opens;  // of a combine: steps of its own
 };
 
 __device__ inline OpenStep* open_steps(const DeviceComm& comm) {
   return reinterpret_cast<OpenStep*>(comm.state + kWords.open);
 }
 
-// Whether kernel `number` is the one that closes the dispatch of `step`. Its first block says so while
-// others may have yet to ask, which makes no difference to them.
-__device__ inline bool closes(const DeviceComm& comm, u64 number, u64 step) {
-  const OpenStep* open = open_steps(comm);
-  bool found = false;
+// What is open, as it was read.
+struct OpenSteps {
+  u64 step[kSteps], closer[kSteps];
+
+  __device__ static OpenSteps ask(const DeviceComm& comm) {
+    OpenSteps open;
 #pragma unroll
-  for (i32 slot = 0; slot < kSteps; ++slot) {  // all under way at once, with `step`
-    const u64 opened = open[slot].step, closer = ld_relaxed_cta_u64(&open[slot].closer);
-    found = found || (opened == step + 1 && (closer == 0 || closer == number + 1));
+    for (i32 slot = 0; slot < kSteps; ++slot) {
+      open.step[slot] = open_steps(comm)[slot].step;
+      open.closer[slot] = ld_relaxed_cta_u64(&open_steps(comm)[slot].closer);
+    }
+    return open;
   }
-  return found && step + 1 != 0;  // in a slot that was never used, `step` is 0
-}
+  // Whether kernel `number` is the one that closes the dispatch of `step`. Its first block says so while
+  // others may have yet to ask, which makes no difference to them.
+  __device__ bool closed_by(u64 number, u64 first_step) const {
+    bool found = false;
+#pragma unroll
+    for (i32 slot = 0; slot < kSteps; ++slot)
+      found = found ||
+              (step[slot] == first_step + 1 && (closer[slot] == 0 || closer[slot] == number + 1));
+    return found && first_step + 1 != 0;  // in a slot that was never used, `step` is 0
+  }
+};
 
 __device__ inline void fill_header(char* region, u32 num_tokens, u32 flags, u64 slot_bytes) {
   auto* header = reinterpret_cast<RegionHeader*>(region);

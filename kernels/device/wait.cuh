@@ -32,11 +32,6 @@ __device__ __noinline__ void raise_fault(const DeviceComm& comm, FaultKind kind,
 __device__ __forceinline__ bool is_aborted(const DeviceComm& comm) {
   return ld_relaxed_sys_u32(&state_of(comm).aborted) != 0;
 }
-// Whether an earlier kernel raised a fault; a fault of this kernel may be seen or not. Kernels that see one
-// as they begin leave out what they may not do any more, and poison it (kernels/device/lost.cuh).
-__device__ __forceinline__ bool was_aborted(const DeviceComm& comm) {
-  return ld_relaxed_cta_u32(&state_of(comm).aborted) != 0;
-}
 
 // What a wait is for, for the story of its end.
 struct Awaited {
@@ -172,7 +167,7 @@ __device__ inline i32 num_missing(const DeviceComm& comm, const Awaited& what) {
   for (i32 source = 0; source < kWorld; ++source) {
     const u64* word = word_of(comm, self, what.phase, slot_of(what.step), source);
     const u64 want = self.same_node(source) ? what.step + 1 : come(what.step);
-    missing += ld_acquire_sys_u64(word) < want;
+    missing += ld_relaxed_sys_u64(word) < want;
   }
   return max(missing, 1);
 }

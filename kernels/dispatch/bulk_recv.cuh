@@ -129,10 +129,10 @@ __device__ inline void fetch_slots(const Receiver& a, Fetcher& fetcher, u64 step
   }
 }
 
-__device__ inline void dispatch_recv(const DispatchParams& p, u64 first_step, i32 block) {
+__device__ inline void dispatch_recv(const DispatchParams& p, const Begun& begun, i32 block) {
   auto& s = shared<BulkRecvShared>();
   const i32 warp = static_cast<i32>(threadIdx.x) / 32, lane = static_cast<i32>(threadIdx.x) % 32;
-  const Receiver a{p, Self(p.comm), HandleArrays(p.handle, p.num_chunks), block == 0, s.places};
+  const Receiver a{p, Self(p.comm), HandleArrays(p), block == 0, s.places};
   const RecvWorker worker = RecvWorker::of(block, p.grid.num_recv_blocks);
   Fetcher fetcher{a, s.ring[warp < kRings ? warp : 0], lane};
   if (warp < kRings && lane == 0) {
@@ -140,8 +140,8 @@ __device__ inline void dispatch_recv(const DispatchParams& p, u64 first_step, i3
     fence_barrier_init();
   }
   for (i32 chunk = 0; chunk < p.num_chunks; ++chunk) {
-    const u64 step = first_step + static_cast<u64>(chunk);
-    if (!begin_chunk(a, worker, step, chunk)) return;
+    const u64 step = begun.first_step + static_cast<u64>(chunk);
+    if (!begin_chunk(a, worker, begun.good, step, chunk)) return;
     const i32* num_slots = s.places.num_slots[chunk % 2];
     i32 most = 0;
     for (i32 source = 0; source < kWorld; ++source) most = max(most, num_slots[source]);

@@ -252,20 +252,24 @@ struct Storer {
   }
 };
 
-__device__ inline void dispatch_send(const DispatchParams& p, u64 first_step, i32 block) {
+template <typename Begin>
+__device__ inline void dispatch_send(const DispatchParams& p, i32 block, const Begin& begin) {
   auto& s = shared<BulkSendShared>();
   const i32 num_blocks = p.grid.num_send_blocks;
   const PipeRole role = PipeRole::of();
   SlotPipe& pipe = s.worker[role.place];
   const i32 id = block * SendWorker::kCount + role.place;
-  const Sender a{p, Self(p.comm), HandleArrays(p.handle, p.num_chunks),
-                 read_num_tokens(p, first_step), s.routes};
+  const i64 num_tokens = ask_num_tokens(p);
   if (threadIdx.x < SendWorker::kCount) {
     s.worker[threadIdx.x].images.init(kComputeWarps + 1, 1);
     s.worker[threadIdx.x].xs.init(1, kComputeWarps);
     s.worker[threadIdx.x].progress.init();
     fence_barrier_init();
   }
+  const auto [good, first_step, opens] = begin();
+  if (!good) return;
+  const Sender a{p, Self(p.comm), HandleArrays(p), check_num_tokens(p, first_step, num_tokens),
+                 s.routes};
   begin_send(a, first_step, block);
   Turn<kImages> image;
   Turn<kXs> x;

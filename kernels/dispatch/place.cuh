@@ -67,7 +67,7 @@ __device__ inline bool hear(const Receiver& a, u64 step, i32 source) {
   if (a.tells) return wait_dispatch(comm, a.self, step, source) && !is_masked(comm, source);
   const u64* word = came_word(a, step, source);
   return wait_word(comm, word, 2 * (step + 1), {Phase::kDispatch, comm.rank, step}) &&
-         (ld_acquire_sys_u64(word) & 1);
+         (ld_relaxed_sys_u64(word) & 1);
 }
 
 // Of a source that did not come: whether it should have.
@@ -122,8 +122,14 @@ __device__ inline i32 hear_slots(const Receiver& a, u64 step, i32 source) {
     slot_bytes = header->slot_bytes;
     fits = header->flags == flags && slot_bytes == p.parts.slot_bytes;
   }
-  if (fits && slots <= kChunk) return slots;
-  raise_fault(p.comm, kWrongHeader, Phase::kDispatch, source, step, p.parts.slot_bytes, slot_bytes);
+  if (fits && slots <= p.num_slots) return slots;
+  if (fits) {
+    raise_fault(p.comm, kTooManyTokens, Phase::kDispatch, source, step,
+                static_cast<u64>(p.num_slots), static_cast<u64>(slots));
+  } else {
+    raise_fault(p.comm, kWrongHeader, Phase::kDispatch, source, step, p.parts.slot_bytes,
+                slot_bytes);
+  }
   return -1;
 }
 
@@ -131,7 +137,7 @@ __device__ inline i32 hear_slots(const Receiver& a, u64 step, i32 source) {
 // node may come later than their header, but no single place waits for all of them. False: one is lost.
 __device__ inline bool read_headers(const Receiver& a, u64 step, i32 chunk) {
   const DispatchParams& p = a.p;
-  bool lost = chunk == 0 && was_aborted(p.comm);  // asked for together with the headers
+  bool lost = false;
   // Threads of one warp end a wait together, so where ticks count they are as far apart as can be.
   constexpr i32 kEach = kBlockThreads / kWorld;  // threads that there are for a source
   constexpr i32 kApart = kEach > 32 ? 32 : kEach < 1 ? 1 : kEach;
@@ -229,7 +235,7 @@ __device__ inline void tell_experts(const Receiver& a, u64 step) {
 
 // kByRank: counts of experts, offsets of sources. Out of line, or slots have fewer registers for it.
 __device__ __noinline__ void tell_sources(const DispatchParams& p, RecvShared& s, u64 step) {
-  const Receiver a{p, Self(p.comm), HandleArrays(p.handle, p.num_chunks), true, s};
+  const Receiver a{p, Self(p.comm), HandleArrays(p), true, s};
   const i32 thread = static_cast<i32>(threadIdx.x);
   auto* offsets = reinterpret_cast<i32*>(a.p.offsets);
   for (i32 source = thread; source < kWorld; source += kBlockThreads)

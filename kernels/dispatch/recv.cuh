@@ -305,10 +305,10 @@ __device__ inline void acknowledge(const Receiver& a, const RecvWorker& worker, 
   worker.sync();
 }
 
-// False: where rows go is lost, or nobody may know any more.
-__device__ inline bool begin_chunk(const Receiver& a, const RecvWorker& worker, u64 step,
+// good: the kernel may receive. False: where rows go is lost, or nobody may know any more.
+__device__ inline bool begin_chunk(const Receiver& a, const RecvWorker& worker, bool good, u64 step,
                                    i32 chunk) {
-  if (!read_headers(a, step, chunk) || (chunk == 0 && !place_rows(a, step))) {
+  if (!good || !read_headers(a, step, chunk) || (chunk == 0 && !place_rows(a, step))) {
     tell_lost(a);
     lose_rows(a.p, step);
     return false;
@@ -323,13 +323,12 @@ __device__ inline bool begin_chunk(const Receiver& a, const RecvWorker& worker, 
   return true;
 }
 
-__device__ inline void dispatch_recv(const DispatchParams& p, u64 first_step, i32 block) {
-  const Receiver a{p, Self(p.comm), HandleArrays(p.handle, p.num_chunks), block == 0,
-                   shared<RecvShared>()};
+__device__ inline void dispatch_recv(const DispatchParams& p, const Begun& begun, i32 block) {
+  const Receiver a{p, Self(p.comm), HandleArrays(p), block == 0, shared<RecvShared>()};
   const RecvWorker worker = RecvWorker::of(block, p.grid.num_recv_blocks);
   for (i32 chunk = 0; chunk < p.num_chunks; ++chunk) {
-    const u64 step = first_step + static_cast<u64>(chunk);
-    if (!begin_chunk(a, worker, step, chunk)) return;
+    const u64 step = begun.first_step + static_cast<u64>(chunk);
+    if (!begin_chunk(a, worker, begun.good, step, chunk)) return;
     recv_slots(a, worker, step, chunk);
     if (a.s.lost) lose_rows(p, step);  // whoever found it, and others as they come
     // What the own node's ranks write into this rank's memory at combine comes behind what was read

@@ -50,13 +50,15 @@ struct Sender {
   SendShared& s;
 };
 
-// num_tokens of this call; 0 after telling a fault.
-__device__ inline i32 read_num_tokens(const DispatchParams& p, u64 step) {
-  i64 n = p.num_tokens_host;
-  if (p.num_tokens)
-    n = p.num_tokens_is_int64 ? *reinterpret_cast<const i64*>(p.num_tokens)
-                              : *reinterpret_cast<const i32*>(p.num_tokens);
-  const i64 room = static_cast<i64>(p.num_chunks) * kChunk;
+// num_tokens of this call, as the caller gives it.
+__device__ inline i64 ask_num_tokens(const DispatchParams& p) {
+  if (!p.num_tokens) return p.num_tokens_host;
+  return p.num_tokens_is_int64 ? *reinterpret_cast<const i64*>(p.num_tokens)
+                               : *reinterpret_cast<const i32*>(p.num_tokens);
+}
+// The same; 0 after telling a fault.
+__device__ inline i32 check_num_tokens(const DispatchParams& p, u64 step, i64 n) {
+  const i64 room = p.num_chunks == 1 ? p.num_slots : static_cast<i64>(p.num_chunks) * kChunk;
   const i64 most = p.num_rows < room ? p.num_rows : room;
   if (n >= 0 && n <= most) return static_cast<i32>(n);
   if (threadIdx.x == 0)

@@ -264,8 +264,14 @@ __device__ inline void send_token(const Sender& a, const SendWorker& worker, con
 __device__ inline void begin_send(const Sender& a, u64 first_step, i32 block) {
   const i32 thread = static_cast<i32>(threadIdx.x);
   if (block == 0 && thread == 0)
-    a.handle.meta() = {HandleMeta::kMagic, a.p.comm.communicator, first_step, a.p.num_chunks,
-                       a.num_tokens,       a.p.num_rows,          kSent,      {}};
+    a.handle.meta() = {.magic = HandleMeta::kMagic,
+                       .communicator = a.p.comm.communicator,
+                       .first_step = first_step,
+                       .num_chunks = a.p.num_chunks,
+                       .num_tokens = a.num_tokens,
+                       .num_rows = a.p.num_rows,
+                       .state = kSent,
+                       .num_slots = a.p.num_slots};
   if constexpr (kByRank) {
     for (i32 rank = thread; rank < kWorld; rank += kBlockThreads) a.s.before[rank] = 0;
   } else {
@@ -297,15 +303,21 @@ __device__ inline void copy_topk(const DispatchParams& p, i32 block) {
     to[i] = from[i];
 }
 
-__device__ inline void dispatch_send(const DispatchParams& p, u64 first_step, i32 block) {
+// begin: what every block has to do, which waits for what it was asked first; so loads of the payload are
+// under way before that.
+template <typename Begin>
+__device__ inline void dispatch_send(const DispatchParams& p, i32 block, const Begin& begin) {
   const i32 num_blocks = p.grid.num_send_blocks;
   const SendWorker worker = SendWorker::of(block, num_blocks);
   const Part part = part_of(worker, p.num_rows);
   const SendWorker team = part.team(worker);
   Payload payload;
   if (team.id < p.num_rows) payload.ask(p, worker, team.id);
-  const Sender a{p, Self(p.comm), HandleArrays(p.handle, p.num_chunks),
-                 read_num_tokens(p, first_step), shared<SendShared>()};
+  const i64 num_tokens = ask_num_tokens(p);
+  const auto [good, first_step, opens] = begin();
+  if (!good) return;
+  const Sender a{p, Self(p.comm), HandleArrays(p), check_num_tokens(p, first_step, num_tokens),
+                 shared<SendShared>()};
   begin_send(a, first_step, block);
   i32 counted = 0;  // tokens in `seen`
   for (i32 chunk = 0; chunk < p.num_chunks; ++chunk) {

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_p2p.deep_ep.communicators import Communicators, MpiComm
-from moe_p2p.deep_ep.host_counts import HostCounts
-from moe_p2p.deep_ep.releasing import ReleasingAllToAll
+from moe_p2p.deep_ep.mpi import MpiComm, store_over
 from moe_p2p.deep_ep.streams import Streams
 from moe_p2p.dispatched import DispatchOptions
+from moe_p2p.pool import TIMEOUT_S, AllToAllPool
+from moe_p2p.releasing import ReleasingAllToAll
+from moe_p2p.row_counts import HostCounts
 
 # What a low-latency dispatch brings: type, device, H, K, T, E, use_fp8, round_scale, use_ue8m0,
 # whether it adds up what it waited.
@@ -60,14 +61,18 @@ class BufferBase:
         *,
         timeout_s: float | None = None,
     ) -> None:
-        options: dict[str, Any] = {} if timeout_s is None else {"timeout_s": timeout_s}
-        self._communicators = Communicators(group, comm=comm, **options)
+        self._timeout_s = TIMEOUT_S if timeout_s is None else timeout_s
+        if group is None and comm is not None:
+            store, rank, size = store_over(comm)
+            self._pool = AllToAllPool(store, rank=rank, world_size=size, timeout_s=self._timeout_s)
+        else:
+            self._pool = AllToAllPool(group, timeout_s=self._timeout_s)
         self._streams = Streams()
         self._host_counts = HostCounts()
         self._normal: dict[tuple[Any, ...], ReleasingAllToAll] = {}  # by what a normal call brings
         self._low_latency_made: dict[LowLatencyKey, tuple[ReleasingAllToAll, DispatchOptions]] = {}
-        self.rank = self._communicators.rank
-        self.group_size = self._communicators.world_size
+        self.rank = self._pool.rank
+        self.group_size = self._pool.world_size
         self.group = comm if group is None and comm is not None else group
         self.num_nvl_bytes = num_nvl_bytes
         self.num_rdma_bytes = num_rdma_bytes
@@ -85,8 +90,8 @@ class BufferBase:
         if self.runtime is None:
             return
         if not self._masks_some():
-            self._communicators.meet("all ranks to destroy their buffers")
-        self._communicators.close()
+            self._pool.meet("all ranks to destroy their buffers")
+        self._pool.close()
         self._normal.clear()
         self._low_latency_made.clear()
         self.runtime = None
@@ -97,7 +102,7 @@ class BufferBase:
         Every call does; the replay of a CUDA graph makes none, so call it once per step that
         replays some. It waits for nothing and launches nothing.
         """
-        self._communicators.check()
+        self._pool.check()
 
     def _masks_some(self) -> bool:
         return False  # low_latency.py knows

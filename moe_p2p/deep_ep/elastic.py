@@ -13,10 +13,10 @@ from moe_p2p.arguments import bias_list
 from moe_p2p.deep_ep.elastic_base import ElasticBase
 from moe_p2p.deep_ep.elastic_handle import EPHandle, RowCounts
 from moe_p2p.deep_ep.event import EventHandle, EventOverlap
-from moe_p2p.deep_ep.host_counts import agree_on_extent
-from moe_p2p.deep_ep.layout import count_routing
-from moe_p2p.deep_ep.releasing import ReleasingAllToAll, tensors_of, without_rows
 from moe_p2p.deep_ep.streams import wait_for
+from moe_p2p.releasing import ReleasingAllToAll, tensors_of, without_rows
+from moe_p2p.routing_counts import count_routing
+from moe_p2p.row_counts import agree_on_extent
 
 _Values = Tensor | tuple[Tensor, Tensor]
 _Event = EventOverlap | EventHandle
@@ -71,7 +71,7 @@ class ElasticBuffer(ElasticBase):
         (None with do_expand), their weights ([R, K], with do_expand [R], None without
         topk_weights), the handle and the event.
         """
-        self._communicators.check_others()
+        self._pool.check_others()
         values, packs = x if isinstance(x, tuple) else (x, None)
         sync = handle is None if do_cpu_sync is None else do_cpu_sync
         assert not do_zero_padding or do_expand, "do_zero_padding needs do_expand"

@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_p2p.config import DEFAULT_CHUNK_TOKENS, AllToAllConfig
-from moe_p2p.deep_ep.communicators import Communicators
 from moe_p2p.deep_ep.elastic_handle import Form, RowCounts
 from moe_p2p.deep_ep.event import EventHandle
-from moe_p2p.deep_ep.host_counts import HostCounts
-from moe_p2p.deep_ep.releasing import ReleasingAllToAll
 from moe_p2p.deep_ep.streams import Streams
 from moe_p2p.dispatched import DispatchOptions
+from moe_p2p.pool import AllToAllPool, config_of
+from moe_p2p.releasing import ReleasingAllToAll
+from moe_p2p.row_counts import HostCounts
 
 _MAX_TOKENS = 1 << 24  # of a communicator: it sizes nothing, what a call brings does
 _OVERLAP_SMS = 24  # with which both calls come near what the links carry; docs/tuning.md
@@ -75,17 +75,17 @@ class ElasticBase:
         num_gpu_timeout_secs: float = 100,
         explicitly_destroy: bool = False,
     ) -> None:
-        self._communicators = Communicators(group, timeout_s=num_gpu_timeout_secs)
+        self._pool = AllToAllPool(group, timeout_s=num_gpu_timeout_secs)
         self._streams = Streams()
         self._host_counts = HostCounts()
         self._made: dict[_Key, _Made] = {}
         self.group = group
-        self.rank_idx = self._communicators.rank
-        self.num_ranks = self._communicators.world_size
+        self.rank_idx = self._pool.rank
+        self.num_ranks = self._pool.world_size
         self._limit_bytes = num_bytes or 0
         if num_bytes is None and hidden > 0 and num_max_tokens_per_rank > 0:
             num_bytes = _size(
-                self._communicators,
+                self._pool,
                 num_max_tokens_per_rank,
                 hidden,
                 num_topk,
@@ -104,16 +104,16 @@ class ElasticBase:
         self.num_scaleout_ranks, self.num_scaleup_ranks = self.get_logical_domain_size()
         self.scaleout_rank_idx, self.scaleup_rank_idx = 0, self.rank_idx
         self.num_rdma_ranks, self.num_nvlink_ranks = self.get_physical_domain_size()
-        self.runtime: Communicators | None = self._communicators
+        self.runtime: AllToAllPool | None = self._pool
 
     def destroy(self) -> None:
         """Gives everything back, once all ranks are here: collective."""
         assert self.explicitly_destroy, "destroy() needs explicitly_destroy=True at construction"
         if self.runtime is None:
             return
-        self._communicators.meet("all ranks to destroy their buffers")
+        self._pool.meet("all ranks to destroy their buffers")
         self._made.clear()
-        self._communicators.close()
+        self._pool.close()
         self.runtime = None
 
     def check(self) -> None:
@@ -122,7 +122,7 @@ class ElasticBase:
         Every call does; the replay of a CUDA graph makes none, so call it once per step that
         replays some. It waits for nothing and launches nothing.
         """
-        self._communicators.check()
+        self._pool.check()
 
     def barrier(
         self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True
@@ -134,14 +134,15 @@ class ElasticBase:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if with_cpu_sync and device.type == "cuda":
             torch.cuda.synchronize()
-        smallest = self._communicators.get(
+        config = config_of(
             num_experts=self.num_ranks,
             hidden_dim=_SCALE_BLOCK,
             topk=1,
             max_tokens=1,
-            dtype=torch.bfloat16,
-            device=device,
+            device=device.type,
+            timeout_s=self._pool.timeout_s,
         )
+        smallest = self._pool.get(config)
         nothing = torch.empty((0, _SCALE_BLOCK), dtype=torch.bfloat16, device=device)
         with self._streams.turn(nothing):
             topk = torch.empty((0, 1), dtype=torch.int64, device=device)
@@ -161,7 +162,7 @@ class ElasticBase:
 
     def get_physical_domain_size(self) -> tuple[int, int]:
         """Nodes, and ranks of a node: those that share memory."""
-        per_node = self._communicators.ranks_per_node
+        per_node = self._pool.ranks_per_node
         return self.num_ranks // per_node, per_node
 
     def get_logical_domain_size(self) -> tuple[int, int]:
@@ -203,7 +204,7 @@ class ElasticBase:
     ) -> int:
         """Bytes of one rank that such calls take, a multiple of 2 MiB. Collective."""
         return _size(
-            Communicators(group),
+            AllToAllPool(group),
             num_max_tokens_per_rank,
             hidden,
             num_topk,
@@ -217,24 +218,22 @@ class ElasticBase:
         if dtype == torch.float8_e4m3fn and not self.use_fp8_dispatch:
             dtype = torch.bfloat16
         more_packs = num_packs - -(-hidden // _SCALE_BLOCK)
-        fields: dict[str, Any] = {
-            "num_experts": num_experts,
-            "hidden_dim": hidden,
-            "topk": topk,
-            "max_tokens": _MAX_TOKENS,
-            "dtype": dtype,
-            "combine_dtype": None if self.allow_multiple_reduction else torch.float32,
-            "extra_bytes": max(0, -(-4 * more_packs // 16) * 16),
-        }
         limited = self._limit_bytes > 0
         on_gpu = values.is_cuda and (num_sms > 0 or self.prefer_overlap_with_compute)
-        all_to_all = self._communicators.get(
-            **fields,
-            device=values.device,
+        config = AllToAllConfig(
+            num_experts=num_experts,
+            hidden_dim=hidden,
+            topk=topk,
+            max_tokens=_MAX_TOKENS,
+            dtype=dtype,
+            combine_dtype=None if self.allow_multiple_reduction else torch.float32,
+            extra_bytes=max(0, -(-4 * more_packs // 16) * 16),
+            device=values.device.type,
             chunk_tokens=step_tokens if limited else min(step_tokens, DEFAULT_CHUNK_TOKENS),
-            limit_bytes=self._limit_bytes,
             num_sms=(num_sms or _OVERLAP_SMS) if on_gpu else None,
+            timeout_s=self._pool.timeout_s,
         )
+        all_to_all = self._pool.get(config, limit_bytes=self._limit_bytes)
         most = RowCounts.most(all_to_all, num_tokens, alignment)
         made = all_to_all, most, most.options(all_to_all, num_tokens, alignment, form)
         self._made[key] = made
@@ -242,7 +241,7 @@ class ElasticBase:
 
 
 def _size(
-    communicators: Communicators,
+    pool: AllToAllPool,
     num_tokens: int,
     hidden: int,
     topk: int,
@@ -250,7 +249,7 @@ def _size(
     allow_multiple_reduction: bool,
 ) -> int:
     """Bytes of a communicator in steps of the usual size."""
-    world_size = communicators.world_size
+    world_size = pool.world_size
     config = AllToAllConfig(
         num_experts=min(_MAX_LOCAL_EXPERTS, _MAX_EXPERTS // world_size) * world_size,
         hidden_dim=hidden,
@@ -259,7 +258,7 @@ def _size(
         dtype=torch.float8_e4m3fn if use_fp8 else torch.bfloat16,
         combine_dtype=None if allow_multiple_reduction else torch.float32,
     )
-    regions = config.plan(world_size=world_size, ranks_per_node=communicators.ranks_per_node)
+    regions = config.plan(world_size=world_size, ranks_per_node=pool.ranks_per_node)
     return -(-sum(regions.values()) // _SIZE_ALIGNMENT) * _SIZE_ALIGNMENT
 
 
@@ -295,9 +294,9 @@ for _name in (
 
 def get_physical_domain_size(group: dist.ProcessGroup) -> tuple[int, int]:
     """Nodes of the group, and ranks of a node: those that share memory. Collective."""
-    communicators = Communicators(group)
-    per_node = communicators.ranks_per_node
-    return communicators.world_size // per_node, per_node
+    pool = AllToAllPool(group)
+    per_node = pool.ranks_per_node
+    return pool.world_size // per_node, per_node
 
 
 def get_logical_domain_size(

@@ -16,9 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_p2p.deep_ep.host_counts import to_device
-from moe_p2p.deep_ep.releasing import ReleasingAllToAll
 from moe_p2p.dispatched import Dispatched, DispatchOptions
+from moe_p2p.releasing import ReleasingAllToAll
+from moe_p2p.row_counts import to_device
 
 _HANDLE_META_WORDS = 16  # kernels/abi/layout.h, HandleMeta
 # do_expand, do_zero_padding, use_tma_aligned_col_major_sf, whether topk_idx is copied
@@ -181,8 +181,9 @@ class EPHandle:
     def _token_rows(self) -> Tensor:
         """[W, C * M, K] int32: the row of each slot and k, -1 where there is none of this rank."""
         shape, words = self.all_to_all._shape, self.received.handle
-        num_ranks, chunk, topk = shape.world_size, shape.chunk_tokens, shape.topk
-        num_chunks = max(1, -(-self.num_max_tokens_per_rank // chunk))
+        num_ranks, topk, max_tokens = shape.world_size, shape.topk, self.num_max_tokens_per_rank
+        num_chunks = max(1, -(-max_tokens // shape.chunk_tokens))
+        chunk = shape.num_slots(max_tokens)
         num_sources, num_slots = num_chunks * num_ranks, num_chunks * num_ranks * chunk
         begin = _HANDLE_META_WORDS + num_sources
         end = begin + num_slots * topk

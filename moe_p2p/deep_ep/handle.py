@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from moe_p2p.deep_ep.base import NODE_RANKS
-from moe_p2p.deep_ep.host_counts import Extent, to_device
-from moe_p2p.deep_ep.releasing import ReleasingAllToAll
 from moe_p2p.dispatched import Dispatched, DispatchOptions
+from moe_p2p.releasing import ReleasingAllToAll
+from moe_p2p.row_counts import Extent, to_device
 
 
 class Handle(Sequence[Tensor]):

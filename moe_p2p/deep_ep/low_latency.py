@@ -22,8 +22,8 @@ from moe_p2p.config import AllToAllConfig
 from moe_p2p.deep_ep import streams
 from moe_p2p.deep_ep.base import NODE_RANKS, BufferBase, LowLatencyKey
 from moe_p2p.deep_ep.event import EventOverlap
-from moe_p2p.deep_ep.releasing import ReleasingAllToAll, tensors_of, without_rows
 from moe_p2p.dispatched import Dispatched, DispatchOptions, PendingCombine, PendingDispatch
+from moe_p2p.releasing import ReleasingAllToAll, tensors_of, without_rows
 
 Hook = Callable[[], None]
 
@@ -97,7 +97,7 @@ class LowLatencyCalls(BufferBase):
         Rows of an expert are in the order of (source rank, token); rows past its count are not set.
         """
         _check_waiting(async_finish, return_recv_hook)
-        self._communicators.check_others()
+        self._pool.check_others()
         key = (
             x.dtype,
             x.get_device(),
@@ -256,7 +256,7 @@ class LowLatencyCalls(BufferBase):
         dispatches are of no use any more.
         """
         masks = self._masks()
-        self._communicators.close_masking()
+        self._pool.close_masking()
         self._low_latency_made.clear()
         masks.zero_()
 
@@ -281,16 +281,19 @@ class LowLatencyCalls(BufferBase):
         _, _, hidden, topk, num_tokens, num_experts, use_fp8, round_scale, use_ue8m0, timed = key
         assert use_fp8 or not round_scale, "round_scale needs use_fp8"
         assert round_scale or not use_ue8m0, "use_ue8m0 needs round_scale"
-        all_to_all = self._communicators.get(
+        config = AllToAllConfig(
             num_experts=num_experts,
             hidden_dim=hidden,
             topk=topk,
             max_tokens=num_tokens,
             chunk_tokens=num_tokens,
             dtype=x.dtype,
-            device=x.device,
-            masked=self._masks(x.device) if self.enable_shrink else None,
+            device=x.device.type,
+            timeout_s=self._timeout_s,
+            mask_lost_ranks=self.enable_shrink,
         )
+        masked = self._masks(x.device) if self.enable_shrink else None
+        all_to_all = self._pool.get(config, masked=masked)
         options = all_to_all.options(
             num_tokens,
             quantize=use_fp8,

@@ -16,14 +16,15 @@ from torch.nn import functional
 
 from moe_p2p import errors
 from moe_p2p.arguments import bias_list
-from moe_p2p.deep_ep.base import BufferBase
+from moe_p2p.config import AllToAllConfig
+from moe_p2p.deep_ep.base import NODE_RANKS, BufferBase
 from moe_p2p.deep_ep.config import Config
 from moe_p2p.deep_ep.event import EventHandle, EventOverlap
 from moe_p2p.deep_ep.handle import Handle, by_rank_options
-from moe_p2p.deep_ep.host_counts import agree_on_extent, worst_extent
-from moe_p2p.deep_ep.layout import count_routing
-from moe_p2p.deep_ep.releasing import ReleasingAllToAll, tensors_of, without_rows
 from moe_p2p.dispatched import DispatchOptions
+from moe_p2p.releasing import ReleasingAllToAll, tensors_of, without_rows
+from moe_p2p.routing_counts import count_routing
+from moe_p2p.row_counts import agree_on_extent, worst_extent
 
 _MAX_TOKENS = 1 << 24  # of a communicator: it sizes nothing, what a call brings does
 _Event = EventOverlap | EventHandle
@@ -58,7 +59,9 @@ class NormalCalls(BufferBase):
         """
         turn = self._streams.turn(topk_idx, previous_event, async_finish, allocate_on_comm_stream)
         with turn:
-            counts = count_routing(topk_idx, num_experts, self.group_size)
+            num_nodes, left = divmod(self.group_size, NODE_RANKS)
+            num_nodes = num_nodes if num_nodes > 1 and not left else 0
+            counts = count_routing(topk_idx, num_experts, self.group_size, num_nodes=num_nodes)
             if async_finish:
                 turn.uses((topk_idx,), counts)
         return *counts, turn.event
@@ -97,7 +100,7 @@ class NormalCalls(BufferBase):
         num_worst_tokens), the handle and the event; with a handle None for all but rows and event.
         Rows past the last have -1 for all experts, weights of 0 and any values.
         """
-        self._communicators.check_others()
+        self._pool.check_others()
         values, scales = x if isinstance(x, tuple) else (x, None)
         turn = self._streams.turn(values, previous_event, async_finish, allocate_on_comm_stream)
         if handle is not None:
@@ -199,7 +202,7 @@ class NormalCalls(BufferBase):
             "hidden_dim": values.shape[1],
             "topk": topk,
             "dtype": torch.bfloat16 if narrow else values.dtype,
-            "device": values.device,
+            "device": values.device.type,
             "num_sms": (config.num_sms if config else self.num_sms) if values.is_cuda else None,
         }
         key = tuple(fields.values())
@@ -207,8 +210,9 @@ class NormalCalls(BufferBase):
         if made is None:
             # Low-latency calls of the same buffer take num_rdma_bytes.
             rdma_bytes = 0 if self.low_latency_mode else self.num_rdma_bytes
-            made = self._normal[key] = self._communicators.get(
-                **fields, max_tokens=_MAX_TOKENS, limit_bytes=self.num_nvl_bytes + rdma_bytes
+            shape = AllToAllConfig(**fields, max_tokens=_MAX_TOKENS, timeout_s=self._timeout_s)
+            made = self._normal[key] = self._pool.get(
+                shape, limit_bytes=self.num_nvl_bytes + rdma_bytes
             )
         return made
 

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from moe_p2p.all_to_all import AllToAll
-from moe_p2p.deep_ep.communicators import Communicators
 from moe_p2p.dispatched import Dispatched
 from moe_p2p.integrations import derived, put, required
-from moe_p2p.integrations.sizes import SizeExchange
+from moe_p2p.pool import TIMEOUT_S, AllToAllPool, config_of
+from moe_p2p.row_counts import SizeExchange
 
 _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
 _MAX_TOKENS = 1 << 20  # of a call, which is cut into steps: a bound without cost
@@ -31,7 +31,7 @@ _MAX_TOKENS = 1 << 20  # of a call, which is cut into steps: a bound without cos
 class Manager:
     """The arguments are those of Megatron's manager for DeepEP, of newer and older versions."""
 
-    _shared: dict[Any, Communicators] = {}  # noqa: RUF012  # by group: layers share the memory
+    _shared: dict[Any, AllToAllPool] = {}  # noqa: RUF012  # by group: layers share the memory
 
     def __init__(
         self,
@@ -141,16 +141,19 @@ class Manager:
 
     def _all_to_all(self, x: Tensor) -> AllToAll:
         if self.group not in self._shared:
-            self._shared[self.group] = Communicators(self.group)
-        self._shared[self.group].check_others()
-        return self._shared[self.group].get(
+            self._shared[self.group] = AllToAllPool(self.group)
+        pool = self._shared[self.group]
+        pool.check_others()
+        config = config_of(
             num_experts=self.num_experts,
             hidden_dim=x.shape[1],
             topk=self.router_topk,
             max_tokens=_MAX_TOKENS,
             dtype=x.dtype,
-            device=x.device,
+            device=x.device.type,
+            timeout_s=TIMEOUT_S,
         )
+        return pool.get(config)
 
 
 @functools.cache

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from moe_p2p import errors
 from moe_p2p.all_to_all import AllToAll
-from moe_p2p.deep_ep.communicators import Communicators
 from moe_p2p.dispatched import Dispatched, PendingDispatch
 from moe_p2p.integrations import derived, optional, put, required
-from moe_p2p.integrations.sizes import SizeExchange
+from moe_p2p.pool import TIMEOUT_S, AllToAllPool, config_of
+from moe_p2p.row_counts import SizeExchange
 
 _DISPATCHERS = "sglang.srt.layers.moe.token_dispatcher"
 # Where DeepEPDispatcher is looked up, in newer and older versions.
@@ -43,7 +43,7 @@ _LOW_LATENCY_TOKENS = 128  # where SGLang does not say
 class Dispatcher:
     """The arguments are those of DeepEPDispatcher; what is for DeepEP alone is ignored."""
 
-    _shared: dict[Any, Communicators] = {}  # noqa: RUF012  # by group: layers share the memory
+    _shared: dict[Any, AllToAllPool] = {}  # noqa: RUF012  # by group: layers share the memory
 
     def __init__(
         self,
@@ -201,17 +201,20 @@ class Dispatcher:
 
     def _all_to_all(self, x: Tensor, ids: Tensor, *, low_latency: bool) -> AllToAll:
         if self._group not in self._shared:
-            self._shared[self._group] = Communicators(self._group)
-        self._shared[self._group].check_others()
-        return self._shared[self._group].get(
+            self._shared[self._group] = AllToAllPool(self._group)
+        pool = self._shared[self._group]
+        pool.check_others()
+        config = config_of(
             num_experts=self._num_experts,
             hidden_dim=x.shape[1],
             topk=ids.shape[1],
             max_tokens=self._max_tokens if low_latency else _MAX_TOKENS,
             dtype=x.dtype,
-            device=x.device,
+            device=x.device.type,
             chunk_tokens=self._max_tokens if low_latency else None,
+            timeout_s=TIMEOUT_S,
         )
+        return pool.get(config)
 
     def _is_low_latency(self) -> bool:
         attention = required("sglang.srt.layers.dp_attention", "sglang")

@@ -24,10 +24,10 @@ from torch import Tensor
 
 from moe_p2p import errors
 from moe_p2p.all_to_all import AllToAll
-from moe_p2p.deep_ep.communicators import Communicators
 from moe_p2p.dispatched import Dispatched
 from moe_p2p.integrations import derived, optional, put, required
-from moe_p2p.integrations.sizes import SizeExchange, capturing
+from moe_p2p.pool import TIMEOUT_S, AllToAllPool, config_of
+from moe_p2p.row_counts import SizeExchange, capturing
 
 _MANAGERS = "vllm.distributed.device_communicators.base_device_communicator"
 _FUSED_MOE = "vllm.model_executor.layers.fused_moe"
@@ -54,30 +54,32 @@ class Handle:
         self._check = check or self.check
         self._num_sms = num_sms
         self.sizes = SizeExchange()
-        self._communicators = Communicators(group)
+        self._pool = AllToAllPool(group)
 
     def all_to_all(
         self, x: Tensor, topk_idx: Tensor, num_experts: int, *, one_step: bool
     ) -> AllToAll:
         """For x [T, H] and topk_idx [T, K]. one_step: halves are used, so no call may be cut."""
         self._check()
-        return self._communicators.get(
+        config = config_of(
             num_experts=num_experts,
             hidden_dim=x.shape[1],
             topk=topk_idx.shape[1],
             max_tokens=self.max_tokens,
             dtype=x.dtype,
-            device=x.device,
+            device=x.device.type,
             chunk_tokens=self.max_tokens if one_step else None,
             num_sms=self._num_sms,
+            timeout_s=TIMEOUT_S,
         )
+        return self._pool.get(config)
 
     def check(self) -> None:
         """Raises what has broken one of them (AllToAll.check)."""
-        self._communicators.check()
+        self._pool.check()
 
     def destroy(self) -> None:
-        self._communicators.close()
+        self._pool.close()
 
 
 class All2AllManager:

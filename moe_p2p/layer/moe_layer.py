@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from moe_p2p.all_to_all import AllToAll
-from moe_p2p.deep_ep.host_counts import HostCounts
 from moe_p2p.layer import experts_cpu
+from moe_p2p.row_counts import HostCounts
 
 
 def local_experts(all_to_all: AllToAll) -> list[int]:

@@ -122,7 +122,7 @@ class Rank {
         memory(plan, 1, false),
         waits(plan, options, memory, masks, engine),
         backend(plan, options, device_memory(fault, num_sms), waits),
-        words_(static_cast<size_t>(abi::HandleLayout::make(plan.shape, 40, 5).total)) {
+        words_(static_cast<size_t>(abi::HandleLayout::make(plan.shape, 40, 5, 8).total)) {
     memory.attach({{neighbour.name(), engine.waker_name()}, {memory.name(), engine.waker_name()}});
     DeviceKernel kernel{.handle = kDispatchKernel,
                         .num_threads = 448,

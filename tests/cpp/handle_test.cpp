@@ -171,7 +171,7 @@ TEST_CASE("handle: one that was overwritten is refused, or followed within bound
   int num_refused = 0, num_followed = 0;
   World world = make_world();
   const abi::Shape shape = world[0]->all_to_all().plan().shape;
-  const auto layout = abi::HandleLayout::make(shape, kTokens, 1);
+  const auto layout = abi::HandleLayout::make(shape, kTokens, 1, kTokens);
   // A step's number is no index: another one that is open, or none, cannot be told from the right
   // one. Everything else from the number of chunks on, by its parts.
   const size_t parts[] = {offsetof(abi::HandleMeta, num_chunks) / 4,

@@ -1,5 +1,6 @@
 // The functions that csrc/platform/cuda_driver.h loads, for a machine of machine.h: built as
-// libcuda.so.1. Streams and events are in order by themselves, because nothing returns before it is done.
+// libcuda.so.1. A stream is the thread that calls, and nothing returns before it is done: so events are in
+// order by themselves, and threads that wait for each other are streams that wait for events.
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -10,11 +11,14 @@
 #include <vector>
 
 #include "tests/emulation/machine.h"
+#include "tests/emulation/order.h"
 
 namespace {
 
 using moe_p2p::emulation::Config;
 using moe_p2p::emulation::Kernel;
+using moe_p2p::emulation::Work;
+namespace order = moe_p2p::emulation::order;
 
 // What a capture records, and a replay runs: kernels with their parameters as they were then.
 struct Graph {
@@ -24,6 +28,7 @@ struct Graph {
     std::vector<std::byte> params;
   };
   uint64_t id;
+  order::Device* device;  // of the thread that has captured it
   std::vector<Launch> launches;
 };
 thread_local Graph* capturing = nullptr;  // as in torch's mode "thread_local"
@@ -33,22 +38,25 @@ std::map<Kernel, size_t> params_bytes;
 }  // namespace
 
 extern "C" {
-// For tests/emulated_gpu.py.
+// For tests/support/emulated_gpu.py.
 void moe_p2p_set_params_bytes(Kernel kernel, size_t bytes) {
   const std::lock_guard lock(mutex);
   params_bytes[kernel] = bytes;
 }
 void* moe_p2p_begin_capture() {
   static std::atomic<uint64_t> last{0};
-  return capturing = new Graph{++last, {}};
+  return capturing = new Graph{++last, order::own_device(), {}};
 }
 size_t moe_p2p_num_captured() { return capturing->launches.size(); }
 void moe_p2p_end_capture() { capturing = nullptr; }
 void moe_p2p_replay(const Graph* graph, size_t first, size_t last) {
+  order::own_device() = graph->device;
+  std::vector<Work> stream;
   for (size_t i = first; i < last; ++i) {
     const auto& [config, kernel, params] = graph->launches[i];
-    moe_p2p::emulation::run(config, kernel, params.data());
+    stream.push_back({config, kernel, params.data()});
   }
+  moe_p2p::emulation::run(stream);
 }
 void moe_p2p_drop_graph(Graph* graph) { delete graph; }
 
@@ -64,14 +72,14 @@ int cuLaunchKernelEx(const LaunchConfig* config, void* kernel, void** params, vo
   const Config shape{config->grid[0], config->block[0], config->shared_bytes,
                      config->num_attributes > 0};
   const auto function = reinterpret_cast<Kernel>(kernel);
-  if (!capturing) return moe_p2p::emulation::run(shape, function, params[0]), 0;
+  if (!capturing) return moe_p2p::emulation::run({{shape, function, params[0]}}), 0;
   const std::lock_guard lock(mutex);
   const auto* const first = static_cast<const std::byte*>(params[0]);
   capturing->launches.push_back({shape, function, {first, first + params_bytes.at(function)}});
   return 0;
 }
 int cuMemcpyAsync(uint64_t to, uint64_t from, size_t bytes, void*) {
-  std::memmove(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes);
+  order::copy_for_host(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes);
   return 0;
 }
 int cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t bytes, void* stream) {

@@ -67,13 +67,25 @@ void moe_p2p_wait_stores(unsigned num_left, bool written) {
 }
 void moe_p2p_arrive(const void* word) { current->arrive(word); }
 void moe_p2p_depart(const void* word) { current->depart(word); }
-void moe_p2p_release(bool to_system) { current->actor().release(to_system); }
-void moe_p2p_acquire() { current->actor().acquire(); }
-void moe_p2p_wait_for_kernels() { current->actor().wait_for_kernels(); }
+void moe_p2p_release(const void* word, bool to_system) {
+  current->actor().release(word, to_system);
+}
+void moe_p2p_release_too(const void* word) {
+  current->actor().release_too(word, /*to_system=*/false);
+}
+void moe_p2p_saw(const void* word) { current->actor().saw(word); }
+void moe_p2p_marked(const void* word) { current->actor().marked(word); }
+void moe_p2p_acquire(const void* word) { current->actor().acquire(word); }
+void moe_p2p_fence() { current->actor().fence(); }
+void moe_p2p_let_next_begin() { current->let_next_begin(); }
+void moe_p2p_wait_for_kernels() { current->wait_for_kernels(); }
 void moe_p2p_fence_global() { current->actor().fence_global(); }
 void moe_p2p_fence_shared() { current->actor().fence_shared(); }
 void moe_p2p_tell_host(const void* word) { current->actor().tells_host(word); }
 void moe_p2p_host_memory(const void* at, size_t bytes) { order::add_host_memory(at, bytes); }
+void moe_p2p_no_host_memory(const void* at) { order::remove_host_memory(at); }
+void moe_p2p_st_block(uint32_t* word, uint32_t value) { current->st_block(word, value); }
+uint32_t moe_p2p_ld_block(const uint32_t* word) { return current->ld_block(word); }
 
 // What the compiler calls with -fsanitize=thread: before each access of a kernel to memory.
 // NOLINTBEGIN(bugprone-reserved-identifier,readability-identifier-naming): its names

@@ -90,6 +90,13 @@ struct Copy {
   bool may_be_read = false;  // of a store: nobody has waited until it is read
 };
 
+// A word of shared memory that threads store by themselves.
+struct Word {
+  uint32_t before;      // its last store
+  order::Stamp stored;  // the last
+  uint32_t num_stores = 0;
+};
+
 struct Block;
 struct Fiber : Thread {
   void* stack = nullptr;
@@ -98,6 +105,7 @@ struct Fiber : Thread {
   bool blocked = false, ended = false;
   std::vector<std::shared_ptr<Copy>> open;                // stores that are not committed
   std::deque<std::vector<std::shared_ptr<Copy>>> groups;  // committed, oldest first
+  std::unordered_map<const void*, uint32_t> seen;         // stores of a Word
 };
 
 struct Meeting {
@@ -128,20 +136,34 @@ struct Block {
   std::vector<char*> stacks;
   order::Block* log = nullptr;
   std::unordered_map<const void*, order::Knowledge> words;  // barriers and flags, by address
+  std::unordered_map<const void*, Word> stores;
   std::unique_ptr<std::byte[], decltype(&std::free)> shared{nullptr, std::free};
   size_t shared_bytes = 0;
   unsigned num_live = 0;
+  bool lets_next_begin = false;
 };
 
 class Launch;
 inline thread_local Launch* current = nullptr;
 
-// One launch, on the thread that asked for it.
+// One launch. Those of one stream run on the thread that asked for them (run()).
 class Launch {
  public:
-  Launch(const Config& config, Kernel kernel, const void* params)
-      : config_(config), kernel_(kernel), params_(params), order_(config.early), random_(seed()) {}
-  void run();
+  // before: the launch before it that has not ended.
+  Launch(const Work& work, Launch* before)
+      : config_(work.config),
+        kernel_(work.kernel),
+        params_(work.params),
+        order_(work.config.early),
+        random_(seed()),
+        before_(before) {}
+  // Every thread that can go on does once. False: none can.
+  bool round();
+  bool has_ended() const { return num_started_ == config_.num_blocks && blocks_.empty(); }
+  bool made_progress() const { return progress_; }
+  // Whether one behind it that may begin early does.
+  bool lets_next_begin() const;
+  void ended(const Launch& launch);
 
   void pause() { leave(/*blocked=*/false); }
   const uint64_t* warp(uint32_t mask, uint64_t value, bool orders);
@@ -151,7 +173,11 @@ class Launch {
   void commit();
   void wait_stores(unsigned num_left, bool written);
   void arrive(const void* word);
+  void let_next_begin() { fiber_->owner->lets_next_begin = true; }
+  void wait_for_kernels();
   void depart(const void* word) { actor().leave(fiber_->owner->words[word]); }
+  void st_block(uint32_t* word, uint32_t value);
+  uint32_t ld_block(const uint32_t* word);
   const Fiber& fiber() const { return *fiber_; }
   order::Actor& actor() { return fiber_->actor; }
 
@@ -169,14 +195,18 @@ class Launch {
   void wake(std::vector<Fiber*>& fibers);
   void settle(Meeting& meeting, unsigned num_threads);
 
-  const Config& config_;
+  const Config config_;
   const Kernel kernel_;
   const void* const params_;
   order::Kernel order_;
   std::mt19937 random_;
+  Launch* before_;
+  std::vector<Fiber*> waiting_;  // for that
+  unsigned num_started_ = 0;
   std::list<Block> blocks_;
   Fiber* fiber_ = nullptr;  // that runs
   void* scheduler_ = nullptr;
+  uint64_t round_ = 0;
   bool progress_ = false, had_progress_ = false;  // in this round, in the last one
 };
 

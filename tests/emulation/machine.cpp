@@ -30,37 +30,42 @@ static unsigned most_blocks() {
   return given ? static_cast<unsigned>(std::atoi(given)) : ~0u;
 }
 
-void Launch::run() {
+bool Launch::round() {
   Launch* const outer = std::exchange(current, this);
-  const unsigned most = most_blocks(), num_blocks = config_.num_blocks;
-  unsigned started = 0, idle_us = kIdleUs;
-  auto last_progress = std::chrono::steady_clock::now();
-  while (started < num_blocks || !blocks_.empty()) {
-    while (started < num_blocks && blocks_.size() < most) start(started++);
-    had_progress_ = std::exchange(progress_, false);
-    bool any = false;
-    for (Block& block : blocks_) any = turn(block) || any;
-    for (auto block = blocks_.begin(); block != blocks_.end();) {
-      if (block->num_live > 0) {
-        ++block;
-        continue;
-      }
-      end(*block);
-      block = blocks_.erase(block);
-      progress_ = true;
+  while (num_started_ < config_.num_blocks && blocks_.size() < most_blocks()) start(num_started_++);
+  had_progress_ = std::exchange(progress_, false);
+  ++round_;
+  bool any = false;
+  for (Block& block : blocks_) any = turn(block) || any;
+  for (auto block = blocks_.begin(); block != blocks_.end();) {
+    if (block->num_live > 0) {
+      ++block;
+      continue;
     }
-    const auto now = std::chrono::steady_clock::now();
-    if (progress_) {
-      last_progress = now;
-      idle_us = kIdleUs;
-    } else {
-      if (!any) fail("all threads wait for each other: some of a warp or a block do not come");
-      if (now - last_progress > kPatience) fail("nothing has happened for a minute");
-      usleep(idle_us);
-      idle_us = std::min(2 * idle_us, kMostIdleUs);
-    }
+    end(*block);
+    block = blocks_.erase(block);
+    progress_ = true;
   }
   current = outer;
+  return any;
+}
+
+bool Launch::lets_next_begin() const {
+  return num_started_ == config_.num_blocks &&
+         std::ranges::all_of(blocks_, [](const Block& block) { return block.lets_next_begin; });
+}
+
+void Launch::wait_for_kernels() {
+  if (before_) {
+    waiting_.push_back(fiber_);
+    leave(/*blocked=*/true);
+  }
+  actor().wait_for_kernels();
+}
+void Launch::ended(const Launch& launch) {
+  if (before_ != &launch) return;
+  before_ = nullptr;
+  wake(waiting_);
 }
 
 void Launch::start(unsigned index) {
@@ -199,6 +204,27 @@ void Launch::arrive(const void* word) {
   fiber_->owner->words[word].join(actor().knows);
 }
 
+void Launch::st_block(uint32_t* word, uint32_t value) {
+  Word& stores = fiber_->owner->stores[word];
+  stores = {*word, actor().stamp(), stores.num_stores + 1};
+  fiber_->seen[word] = stores.num_stores;
+  *word = value;
+}
+
+// The last store may still be on its way to a thread that has not seen it, unless something orders the two.
+uint32_t Launch::ld_block(const uint32_t* word) {
+  const auto found = fiber_->owner->stores.find(word);
+  if (found == fiber_->owner->stores.end()) return *word;
+  const Word& stores = found->second;
+  uint32_t& seen = fiber_->seen[word];
+  // The same for a warp, whose lanes look together.
+  const bool is_late = std::hash<uint64_t>()(reinterpret_cast<uint64_t>(word) / 4 + round_) % 2;
+  if (seen + 1 == stores.num_stores && is_late && !actor().sees(stores.stored))
+    return stores.before;
+  seen = stores.num_stores;
+  return *word;
+}
+
 // --- copies in bulk ---
 
 std::shared_ptr<Copy> Launch::copy(const Copy& given) {
@@ -274,8 +300,42 @@ void Launch::end(Block& block) {
     fail("a block wrote behind its shared memory");
 }
 
-void run(const Config& config, Kernel kernel, const void* params) {
-  Launch(config, kernel, params).run();
+// One launch may begin early once all blocks of the one before it allow that; else when that has ended.
+void run(const std::vector<Work>& stream) {
+  std::list<Launch> launches;
+  size_t next = 0;
+  unsigned idle_us = kIdleUs;
+  auto last_progress = std::chrono::steady_clock::now();
+  while (next < stream.size() || !launches.empty()) {
+    if (next < stream.size() &&
+        (launches.empty() || (stream[next].config.early && launches.back().lets_next_begin()))) {
+      Launch* const before = launches.empty() ? nullptr : &launches.back();
+      launches.emplace_back(stream[next++], before);
+    }
+    bool any = false, progress = false;
+    for (Launch& launch : launches) {
+      any = launch.round() || any;
+      progress = progress || launch.made_progress();
+    }
+    for (auto launch = launches.begin(); launch != launches.end();) {
+      if (!launch->has_ended()) {
+        ++launch;
+        continue;
+      }
+      for (Launch& other : launches) other.ended(*launch);
+      launch = launches.erase(launch);
+    }
+    const auto now = std::chrono::steady_clock::now();
+    if (progress) {
+      last_progress = now;
+      idle_us = kIdleUs;
+    } else {
+      if (!any) fail("all threads wait for each other: some of a warp or a block do not come");
+      if (now - last_progress > kPatience) fail("nothing has happened for a minute");
+      usleep(idle_us);
+      idle_us = std::min(2 * idle_us, kMostIdleUs);
+    }
+  }
 }
 
 }  // namespace moe_p2p::emulation

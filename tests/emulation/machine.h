@@ -1,6 +1,7 @@
 // A GPU's threads on one of the host's, for the kernels of kernels/: each is a fiber that runs until it
 // waits, for its warp, its block, a barrier, a copy or a peer. Launches run to their end inside
-// cuLaunchKernelEx; ranks are threads of one process and see each other's memory.
+// cuLaunchKernelEx, those of a graph inside its replay, where one may begin before those ahead have ended;
+// a stream is a thread that asks for them. Ranks are threads of one process and see each other's memory.
 //
 // What is as on a GPU, or worse: the order of threads is random, warps sleep while others go on, copies
 // in bulk happen late, shared memory starts full of garbage, and only so many blocks are there at once.
@@ -10,6 +11,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 namespace moe_p2p::emulation {
 
@@ -31,8 +33,13 @@ struct Config {
   unsigned num_blocks, num_threads, shared_bytes;
   bool early;  // it may begin before earlier kernels of its stream have ended
 };
-// Returns when all threads have ended.
-void run(const Config& config, Kernel kernel, const void* params);
+struct Work {
+  Config config;
+  Kernel kernel;
+  const void* params;
+};
+// Launches of one stream. Returns when all have ended.
+void run(const std::vector<Work>& stream);
 
 // What kernels call.
 extern "C" {
@@ -64,13 +71,24 @@ void moe_p2p_wait_stores(unsigned num_left, bool written);
 void moe_p2p_arrive(const void* word);
 void moe_p2p_depart(const void* word);
 // Before a word of global memory says so, to this rank's blocks or to everybody; and behind reading one.
-void moe_p2p_release(bool to_system);
-void moe_p2p_acquire();
+void moe_p2p_release(const void* word, bool to_system);
+void moe_p2p_release_too(
+    const void* word);  // to this rank's, by a word that is read and written at once
+void moe_p2p_acquire(const void* word);
+// The same without an order, which a fence behind reading or before writing gives.
+void moe_p2p_saw(const void* word);
+void moe_p2p_marked(const void* word);
+void moe_p2p_fence();
+void moe_p2p_let_next_begin();
 void moe_p2p_wait_for_kernels();
 void moe_p2p_fence_global();
 void moe_p2p_fence_shared();
 void moe_p2p_tell_host(const void* word);
 void moe_p2p_host_memory(const void* at, size_t bytes);
+void moe_p2p_no_host_memory(const void* at);
+// Words of shared memory. One that nothing orders behind the last store may be read as it was before.
+void moe_p2p_st_block(uint32_t* word, uint32_t value);
+uint32_t moe_p2p_ld_block(const uint32_t* word);
 }
 
 }  // namespace moe_p2p::emulation

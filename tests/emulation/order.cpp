@@ -7,6 +7,7 @@
 #include <bit>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <deque>
 #include <set>
 
@@ -20,6 +21,7 @@ std::atomic<When> clock_now{1};
 constexpr size_t kPageBits = 12, kCells = (size_t{1} << kPageBits) / 4;
 struct Cell {
   std::atomic<uint64_t> wrote, read;  // by whom last
+  std::atomic<When> released, host;   // what the word carries that begins here
 };
 struct Page {
   uintptr_t number;
@@ -79,11 +81,6 @@ struct Ended {
 };
 std::deque<Ended> ended;
 
-Device* own_device() {
-  thread_local auto* const device = new Device;  // as long as the process
-  return device;
-}
-
 // The first of `times` behind `time`; 0: none.
 uint32_t first_after(const std::vector<uint32_t>& times, uint32_t time) {
   const auto found = std::ranges::upper_bound(times, time);
@@ -101,6 +98,7 @@ When released(const Block& block, Stamp stamp, bool to_system) {
 bool is_visible(Stamp stamp, const Block& reader, const View& view) {
   Block& block = *blocks[stamp.block()].load(std::memory_order_acquire);
   const std::lock_guard lock(block.mutex);
+  if (block.is_host) return released(block, stamp, /*to_system=*/true) <= view.host;
   if (block.ended <= view.acquired) return true;
   if (block.threads.empty()) return false;
   if (&block == &reader) {
@@ -116,10 +114,51 @@ bool is_visible(Stamp stamp, const Block& reader, const View& view) {
 }
 
 struct Range {
-  uintptr_t begin, end;
+  std::atomic<uintptr_t> begin, end;  // 0: none any more
+  Range& operator=(std::pair<uintptr_t, uintptr_t> range) {
+    end = 0;
+    begin = range.first;
+    end = range.second;
+    return *this;
+  }
 };
 std::array<Range, 256> host_memory;
 std::atomic<size_t> num_ranges{0};
+
+bool is_of_host(const void* word) {
+  const auto at = reinterpret_cast<uintptr_t>(word);
+  const size_t num = num_ranges.load(std::memory_order_acquire);
+  return std::any_of(host_memory.begin(), host_memory.begin() + num,
+                     [&](const Range& range) { return range.begin <= at && at < range.end; });
+}
+
+Carried carried(const void* word) {
+  if (is_of_host(word)) return {clock_now.load(), clock_now.load()};
+  Carried found;
+  each_cell(word, 1, /*add=*/false, [&](Cell& cell) {
+    found = {cell.released.load(std::memory_order_relaxed),
+             cell.host.load(std::memory_order_relaxed)};
+  });
+  return found;
+}
+void carry(const void* word, const Carried& what) {
+  each_cell(word, 1, /*add=*/true, [&](Cell& cell) {
+    cell.released.store(what.released, std::memory_order_relaxed);
+    cell.host.store(what.host, std::memory_order_relaxed);
+  });
+}
+
+Block* new_block(unsigned num_threads, bool is_host = false) {
+  auto* block = new Block;  // as long as the process: stamps name it
+  block->is_host = is_host;
+  block->device = own_device();
+  block->threads.resize(num_threads);
+  const std::lock_guard lock(registry);
+  if (num_blocks == blocks.size()) fail("too many blocks for one process");
+  block->index = num_blocks++;
+  blocks[block->index].store(block, std::memory_order_release);
+  return block;
+}
 
 std::string place_of(const void* where) {
   Dl_info info{};
@@ -131,8 +170,9 @@ std::string place_of(const void* where) {
   return text;
 }
 std::string name_of(const Actor& actor) {
-  return "thread " + std::to_string(actor.thread) + " of block " +
-         std::to_string(actor.block->index);
+  const std::string number = std::to_string(actor.block->index);
+  if (actor.block->is_host) return "a copy that the host has asked for, block " + number;
+  return "thread " + std::to_string(actor.thread) + " of block " + number;
 }
 // What an access finds of an earlier one, by the stamps of one kind.
 struct Earlier {
@@ -179,6 +219,11 @@ void check_own(const Actor& actor, const Earlier& what, const void* at, size_t b
 
 }  // namespace
 
+Device*& own_device() {
+  thread_local auto* device = new Device;  // as long as the process
+  return device;
+}
+
 void fail(const std::string& story) {
   std::fprintf(stderr, "emulated GPU: %s\n", story.c_str());
   std::abort();
@@ -190,15 +235,8 @@ Kernel::Kernel(bool early) : began_early_(early), began_(clock_now.load()) {
 }
 
 Block& Kernel::add_block(unsigned num_threads) {
-  auto* block = new Block;  // as long as the process: stamps name it
-  block->device = own_device();
-  block->threads.resize(num_threads);
-  const std::lock_guard lock(registry);
-  if (num_blocks == blocks.size()) fail("too many blocks for one process");
-  block->index = num_blocks++;
-  blocks[block->index].store(block, std::memory_order_release);
-  blocks_.push_back(block);
-  return *block;
+  blocks_.push_back(new_block(num_threads));
+  return *blocks_.back();
 }
 
 // Forgets blocks once all kernels that ran with them have ended: later ones have all that they wrote.
@@ -231,10 +269,29 @@ void forget(const void* at, size_t bytes) {
 void add_host_memory(const void* at, size_t bytes) {
   const auto begin = reinterpret_cast<uintptr_t>(at);
   const std::lock_guard lock(registry);
-  const size_t place = num_ranges.load();
-  // The oldest of many communicators have ended.
-  host_memory[place % host_memory.size()] = {begin, begin + bytes};
-  num_ranges.store(place + 1, std::memory_order_release);
+  size_t place = 0;
+  while (place < num_ranges && host_memory[place].end != 0) ++place;
+  if (place == host_memory.size()) fail("too many pieces of host memory at once");
+  host_memory[place] = std::pair{begin, begin + bytes};
+  num_ranges.store(std::max(num_ranges.load(), place + 1), std::memory_order_release);
+}
+void remove_host_memory(const void* at) {
+  const std::lock_guard lock(registry);
+  for (size_t place = 0; place < num_ranges; ++place)
+    if (host_memory[place].end != 0 &&
+        host_memory[place].begin == reinterpret_cast<uintptr_t>(at)) {
+      host_memory[place].end = 0;
+      return;  // others may have it too
+    }
+}
+
+void copy_for_host(void* to, const void* from, size_t bytes) {
+  thread_local Actor actor{.block = new_block(1, /*is_host=*/true)};
+  actor.wait_for_kernels();
+  actor.read(from, bytes, nullptr);
+  actor.wrote(to, bytes, nullptr);
+  std::memmove(to, from, bytes);
+  actor.release(/*to_system=*/true);
 }
 
 bool Actor::is_own(const void* at) const {
@@ -255,6 +312,8 @@ void Actor::read(const void* at, size_t bytes, const void* where) const {
   set_stamps(at, bytes, stamp(), &Cell::read);
 }
 
+bool Actor::sees(Stamp stamp) const { return is_visible(stamp, *block, knows.own); }
+
 void Actor::arrive() {
   const std::lock_guard lock(block->mutex);
   block->threads[thread].arrivals.push_back(++block->now);
@@ -263,7 +322,7 @@ void Actor::arrive() {
 
 void Actor::leave(const Knowledge& all) { knows.join(all); }
 
-void Actor::release(bool to_system) {
+When Actor::release(bool to_system) {
   const std::lock_guard lock(block->mutex);
   const uint32_t now = ++block->now;
   Block::Thread& log = block->threads[thread];
@@ -271,23 +330,45 @@ void Actor::release(bool to_system) {
   log.arrivals.push_back(now);
   log.released.add(now, when);
   for (size_t w = 0; w < 32; ++w) block->released[w].add(knows.own.arrived[w], when);
-  if (!to_system) return;
+  if (!to_system) return when;
   holds = false;
   log.released_to_system.add(now, when);
   for (size_t w = 0; w < 32; ++w) block->released_to_system[w].add(knows.own.arrived[w], when);
   const std::lock_guard device_lock(block->device->mutex);
   block->device->released.add(knows.own.acquired, when);
+  return when;
+}
+void Actor::release(const void* word, bool to_system) {
+  carry(word, {release(to_system), knows.own.host});
+}
+void Actor::release_too(const void* word, bool to_system) {
+  Carried all{release(to_system), knows.own.host};
+  all.join(carried(word));
+  carry(word, all);
+}
+void Actor::marked(const void* word) { carry(word, fenced_all); }
+
+void Actor::saw(const void* word) { seen.join(carried(word)); }
+void Actor::acquire(const void* word) { has(carried(word)); }
+void Actor::has(const Carried& all) {
+  if (all.released <= knows.own.acquired && all.host <= knows.own.host) return;
+  knows.own.acquired = std::max(knows.own.acquired, all.released);
+  knows.own.host = std::max(knows.own.host, all.host);
+  holds = true;
+}
+void Actor::fence() {
+  has(seen);
+  fenced_all = {release(/*to_system=*/true), knows.own.host};
 }
 
-void Actor::acquire() {
-  const When now = clock_now.load();
-  holds = holds || now != knows.own.acquired;
-  knows.own.acquired = now;
+void Actor::wait_for_kernels() {
+  for (View* view : {&knows.own, &knows.copies}) view->acquired = view->host = clock_now.load();
 }
 
-void Actor::wait_for_kernels() { knows.own.acquired = knows.copies.acquired = clock_now.load(); }
-
-void Actor::fence_global() { knows.copies = knows.own; }
+void Actor::fence_global() {
+  arrive();  // its own writes too
+  knows.copies = knows.own;
+}
 
 void Actor::fence_shared() {
   const std::lock_guard lock(block->mutex);
@@ -328,12 +409,7 @@ void Actor::ends(const void* to, size_t bytes) const {
 }
 
 void Actor::tells_host(const void* word) const {
-  const auto at = reinterpret_cast<uintptr_t>(word);
-  const size_t num = std::min(num_ranges.load(std::memory_order_acquire), host_memory.size());
-  const bool is_host =
-      std::any_of(host_memory.begin(), host_memory.begin() + num,
-                  [&](const Range& range) { return range.begin <= at && at < range.end; });
-  if (is_host && holds)
+  if (holds && is_of_host(word))
     fail(name_of(*this) + " rings, and nothing orders what it knows before the bell");
 }
 

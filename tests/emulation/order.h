@@ -8,9 +8,12 @@
 // kernel that waits for earlier ones (griddepcontrol.wait) has all of theirs. Without a chain the process
 // ends with a story, whatever the order of threads was.
 //
-// Chains are by time: an acquire has everything that was released before, of whichever word. So a wait that
-// is missing altogether is for wrong results to show. Words that are written and read by atomic accesses
-// are exempt, and so is what the host writes.
+// A word carries the time of its last release: the store's own, or of its thread's last fence before it. Who
+// acquires the word, or reads it before a fence, has everything that was released up to then, by whoever. So a
+// wait that is missing altogether is for wrong results to show. What the driver copied for the host needs more:
+// an acquire of a word that the host wrote, and a chain of words from there. A word of host memory carries all that was
+// released until it is read: what the host has seen in between is not known. Words that are written and read
+// by atomic accesses need no chain themselves, nor does what the host writes but for copies by the driver.
 #pragma once
 
 #include <algorithm>
@@ -42,12 +45,25 @@ struct Stamp {
 
 using Times = std::array<uint32_t, 32>;  // of the block's clock, one for each of its warps
 
+// What a word hands on.
+struct Carried {
+  When released = 0;  // by anybody up to then
+  When host = 0;      // by copies of the host up to then
+
+  void join(const Carried& other) {
+    released = std::max(released, other.released);
+    host = std::max(host, other.host);
+  }
+};
+
 struct View {
   When acquired = 0;  // what was released up to then
+  When host = 0;      // what the host copied up to then
   Times arrived{};    // what threads of these warps wrote before they came to a barrier, up to then
 
   void join(const View& other) {
     acquired = std::max(acquired, other.acquired);
+    host = std::max(host, other.host);
     for (size_t w = 0; w < arrived.size(); ++w) arrived[w] = std::max(arrived[w], other.arrived[w]);
   }
 };
@@ -84,6 +100,9 @@ struct Device {
   Coverage<When> released;
 };
 
+// That of the calling thread: one of its own, unless it takes that of another one.
+Device*& own_device();
+
 // What became of the writes of a block, as long as a kernel may ask.
 struct Block {
   struct Thread {
@@ -92,7 +111,8 @@ struct Block {
   };
   std::mutex mutex;
   Device* device = nullptr;
-  uint32_t index = 0;  // of stamps
+  bool is_host = false;  // no block of a kernel
+  uint32_t index = 0;    // of stamps
   uint32_t now = 1;
   When ended = kNever;  // with its kernel
   std::vector<Thread> threads;
@@ -105,6 +125,8 @@ struct Actor {
   uint32_t thread = 0;
   Knowledge knows;
   Times fenced{};      // what had arrived at its last fence for copies of shared memory
+  Carried seen;        // by words that it has read, for its next fence
+  Carried fenced_all;  // at its last fence, for words that it writes behind it
   bool holds = false;  // it has written or acquired since it released to the system last
   const std::byte* stack = nullptr;
 
@@ -112,10 +134,17 @@ struct Actor {
   Stamp stamp() const;
   void wrote(const void* at, size_t bytes, const void* where);
   void read(const void* at, size_t bytes, const void* where) const;
+  bool sees(Stamp stamp) const;      // a write of another thread
   void arrive();                     // before a barrier of its block, or what orders as one
   void leave(const Knowledge& all);  // and behind it, with what all who came know
-  void release(bool to_system);
-  void acquire();
+  When release(bool to_system);
+  void release(const void* word, bool to_system);
+  void release_too(const void* word, bool to_system);  // what it carried, it still does
+  void saw(const void* word);                          // read it, without an order
+  void marked(const void* word);                       // wrote it, without an order
+  void acquire(const void* word);
+  void has(const Carried& all);
+  void fence();  // for both directions, to the whole system
   void wait_for_kernels();
   void fence_global();
   void fence_shared();
@@ -138,7 +167,7 @@ class Kernel {
   Kernel(const Kernel&) = delete;
   Kernel& operator=(const Kernel&) = delete;
   Block& add_block(unsigned num_threads);
-  View first_view() const { return {began_early_ ? 0 : began_, {}}; }
+  View first_view() const { return began_early_ ? View{} : View{began_, began_, {}}; }
 
  private:
   const bool began_early_;
@@ -148,8 +177,12 @@ class Kernel {
 
 // What was written there is for nobody any more.
 void forget(const void* at, size_t bytes);
-// Memory of the host that kernels write doorbells to.
+// Memory of the host that kernels write doorbells and faults to.
 void add_host_memory(const void* at, size_t bytes);
+void remove_host_memory(const void* at);
+// A copy by the engine of a GPU: it reads what was released to the system until the host asked for it, and
+// who acquires what the host then writes has it.
+void copy_for_host(void* to, const void* from, size_t bytes);
 
 inline constexpr size_t kStackBytes = 64 << 10;
 [[noreturn]] void fail(const std::string& story);

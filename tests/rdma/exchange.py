@@ -19,12 +19,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parents[1])]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from cases import check_step, make, make_tokens  # noqa: E402
-from moe_p2p import AllToAll, PeerDeadError  # noqa: E402
-from moe_p2p.reference import Tokens  # noqa: E402
-from ranks import DiedError, Rank, run_processes  # noqa: E402
+from moe_p2p import AllToAll, PeerDeadError
+from moe_p2p.reference import Tokens
+from tests.support.cases import check_step, make, make_tokens
+from tests.support.ranks import DiedError, Rank, run_processes
 
 # Settings and number of NICs of each rank.
 NICS = {

@@ -181,12 +181,14 @@ OpenCall DeviceBackend::begin_dispatch(const DispatchSend& send) const {
   MOE_P2P_CHECK(send.device_num_tokens || send.num_tokens <= send.max_tokens,
                 Code::kInvalidArgument, "this rank sends ", send.num_tokens,
                 " tokens, max_tokens of this call is ", send.max_tokens);
-  const auto layout = abi::HandleLayout::make(plan_.shape, send.num_rows, num_chunks);
+  const int64_t num_slots = plan_.num_slots(send.max_tokens);
+  const auto layout = abi::HandleLayout::make(plan_.shape, send.num_rows, num_chunks, num_slots);
   MOE_P2P_CHECK(static_cast<uint64_t>(send.handle.num_words) >= layout.total,
                 Code::kInvalidArgument, "handle has ", send.handle.num_words,
                 " words, this dispatch needs ", layout.total, " (handle_words)");
   return {.handle = send.handle.words,
           .num_steps = num_chunks,
+          .num_slots = static_cast<int32_t>(num_slots),
           .solo = send.solo || num_chunks > 1,
           .stage = Stage::kDispatchSent,
           .variant = {.x_dtype = send.x_dtype,
@@ -246,6 +248,7 @@ abi::DispatchParams DeviceBackend::params_of(const OpenCall& call) const {
   p.comm = comm_;
   p.num_rows = call.num_rows;
   p.num_chunks = static_cast<int32_t>(call.num_steps);
+  p.num_slots = call.num_slots;
   p.solo = call.solo;
   p.parts = call.parts;
   p.num_extras = call.num_extras;
@@ -336,6 +339,11 @@ void DeviceBackend::launch_combine(const CombineSend* send, const CombineRecv* r
   if (send) {
     call.stage = Stage::kCombineSent;
     call.num_steps = plan_.num_chunks(send->max_tokens);
+    call.num_slots = static_cast<int32_t>(plan_.num_slots(send->max_tokens));
+    const auto layout = abi::HandleLayout::make(plan_.shape, 0, call.num_steps, call.num_slots);
+    MOE_P2P_CHECK(static_cast<uint64_t>(handle.num_words) >= layout.total, Code::kInvalidArgument,
+                  "handle has ", handle.num_words, " words, too few for a dispatch of max_tokens ",
+                  send->max_tokens, "; pass it whole, and max_tokens of its dispatch");
     call.types = {static_cast<int>(send->y_dtype), static_cast<int>(send->out_dtype)};
     call.with_scalars = send->row_scalars != nullptr;
   }
@@ -356,6 +364,7 @@ void DeviceBackend::launch_combine(const CombineSend* send, const CombineRecv* r
   p.handle = address(handle.words);
   p.stride = partial_stride(plan_, out_dtype, call.with_scalars);
   p.num_chunks = static_cast<int32_t>(call.num_steps);
+  p.num_slots = call.num_slots;
   p.with_scalars = call.with_scalars;
   if (send) fill(p, *send);
   if (recv) fill(p, *recv);
@@ -396,6 +405,7 @@ void DeviceBackend::launch_release(const int32_t* handle, const Place& place) {
   p.comm = comm_;
   p.handle = address(handle);
   p.num_chunks = static_cast<int32_t>(open->num_steps);
+  p.num_slots = open->num_slots;
   p.empty = 1;
   p.grid = {1, 1};
   launch(combine_kernels_.begin()->second, p, place);

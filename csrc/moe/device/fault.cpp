@@ -29,6 +29,11 @@ base::Error error_of(const abi::Fault& fault, int rank, int num_experts, const s
       return {Code::kInvalidArgument, base::concat(head, ": topk_idx of token ", fault.expected,
                                                    " names expert ", got, " twice")};
     case abi::kTooManyTokens:
+      if (fault.source != rank)
+        return {Code::kProtocol,
+                base::concat(head, ": rank ", fault.source, " sent ", got,
+                             " tokens, max_tokens of this rank's call is ", fault.expected,
+                             "; it must be the same on all ranks")};
       return {Code::kInvalidArgument,
               base::concat(head, ": num_tokens is ", got, ", at most ", fault.expected, " fit")};
     case abi::kTwoAtOnce:
@@ -39,8 +44,10 @@ base::Error error_of(const abi::Fault& fault, int rank, int num_experts, const s
                            "give each stream a communicator")};
     case abi::kBadHandle:
       return {Code::kInvalidArgument,
-              base::concat(head, ": the handle was not made by a dispatch of communicator ",
-                           fault.expected)};
+              base::concat(
+                  head,
+                  ": the handle was not made by a dispatch of this max_tokens and of communicator ",
+                  fault.expected)};
     default:
       return {Code::kProtocol, base::concat(head, ": rank ", fault.source,
                                             " sent rows of another type, layout or size (", got,

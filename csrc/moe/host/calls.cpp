@@ -14,10 +14,12 @@ namespace {
 
 void check_unchanged(const HandleView& handle, const OpenCall& call) {
   const abi::HandleMeta& meta = handle.meta();
-  MOE_P2P_CHECK(meta.num_chunks == call.num_steps && meta.num_rows == call.num_rows,
-                Code::kInvalidArgument, "handle has ", meta.num_chunks, " chunks and ",
-                meta.num_rows, " rows, the call before had ", call.num_steps, " and ",
-                call.num_rows, "; it was overwritten since");
+  MOE_P2P_CHECK(meta.num_chunks == call.num_steps && meta.num_slots == call.num_slots &&
+                    meta.num_rows == call.num_rows,
+                Code::kInvalidArgument, "handle has ", meta.num_chunks, " chunks of ",
+                meta.num_slots, " slots and ", meta.num_rows, " rows, the call before had ",
+                call.num_steps, " of ", call.num_slots, " and ", call.num_rows,
+                "; it was overwritten since");
 }
 
 std::deque<Step> steps_of(const StepRing& ring, const OpenCall& call) {
@@ -89,6 +91,7 @@ DispatchCall::DispatchCall(const HostContext& context, const DispatchSend& send)
       send_(send),
       call_{.handle = send.handle.words,
             .num_steps = context.plan.num_chunks(send.max_tokens),
+            .num_slots = static_cast<int32_t>(context.plan.num_slots(send.max_tokens)),
             .solo = send.solo,
             .stage = Stage::kDispatchSent,
             .variant = {.x_dtype = send.x_dtype,
@@ -96,7 +99,8 @@ DispatchCall::DispatchCall(const HostContext& context, const DispatchSend& send)
                         .scale_format = send.scale_format,
                         .by_rank = send.by_rank},
             .num_rows = static_cast<int32_t>(send.num_rows)},
-      handle_(HandleView::create(context.plan.shape, send.handle, send.num_rows, call_.num_steps)) {
+      handle_(HandleView::create(context.plan.shape, send.handle, send.num_rows, call_.num_steps,
+                                 call_.num_slots)) {
   call_.parts = send_parts(context.plan, send);
   call_.solo = send.solo || call_.num_steps > 1;
   MOE_P2P_CHECK(send.num_tokens >= 0 && send.num_tokens <= send.num_rows, Code::kInvalidArgument,
@@ -108,6 +112,7 @@ DispatchCall::DispatchCall(const HostContext& context, const DispatchSend& send)
   meta.num_chunks = static_cast<int32_t>(call_.num_steps);
   meta.num_tokens = static_cast<int32_t>(send.num_tokens);
   meta.num_rows = static_cast<int32_t>(send.num_rows);
+  meta.num_slots = call_.num_slots;
   routing_ = context.kernels.route(send, call_.num_steps, handle_);
   meta.magic = abi::HandleMeta::kMagic;
   meta.communicator = context.communicator;
@@ -197,6 +202,7 @@ CombineCall::CombineCall(const HostContext& context, const CombineSend& send)
       handle_(context.open(send.handle)),
       call_{.handle = send.handle.words,
             .num_steps = handle_.meta().num_chunks,
+            .num_slots = handle_.meta().num_slots,
             .solo = true,
             .stage = Stage::kCombineSent,
             .num_rows = handle_.meta().num_rows,

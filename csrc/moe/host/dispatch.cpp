@@ -338,9 +338,15 @@ void HostKernels::clear_padding(const DispatchRecv& call) const noexcept {
 
 void HostKernels::dispatch_recv(Step step, const DispatchRecv& call, const abi::TokenParts& parts,
                                 const HandleView& handle, int64_t chunk, Placement& placement) {
-  for (int s = 0; s < shape_.world_size; ++s)
-    check_header(dispatch_region(step, s), step, dispatch_flags(call.x_dtype, is_by_rank(call)),
-                 parts.slot_bytes, s, "dispatch");
+  for (int s = 0; s < shape_.world_size; ++s) {
+    const RegionHeader& header = dispatch_region(step, s);
+    check_header(header, step, dispatch_flags(call.x_dtype, is_by_rank(call)), parts.slot_bytes, s,
+                 "dispatch");
+    MOE_P2P_CHECK(silent(s) || header.num_tokens <= handle.num_slots(), Code::kProtocol, "rank ",
+                  memory_.rank(), ": dispatch of step ", step.index, ": rank ", s, " sent ",
+                  header.num_tokens, " tokens, max_tokens of this rank's call is ",
+                  handle.num_slots(), "; it must be the same on all ranks");
+  }
   if (chunk == 0) {
     is_by_rank(call) ? place_by_rank(step, call, placement) : place(step, call, placement);
     clear_padding(call);

@@ -22,29 +22,29 @@ HandleView HandleView::open(const abi::Shape& shape, uint32_t communicator, Hand
   MOE_P2P_CHECK(meta->communicator == communicator, Code::kInvalidArgument,
                 "handle belongs to communicator ", meta->communicator, ", this one is ",
                 communicator);
-  MOE_P2P_CHECK(meta->num_chunks >= 1 && meta->num_tokens >= 0 &&
+  MOE_P2P_CHECK(meta->num_chunks >= 1 && meta->num_slots >= 1 &&
+                    meta->num_slots <= shape.chunk_tokens && meta->num_tokens >= 0 &&
                     meta->num_tokens <= meta->num_rows && meta->state <= abi::kReleased,
                 Code::kInvalidArgument, "handle is of ", meta->num_tokens, " tokens in ",
-                meta->num_rows, " rows and ", meta->num_chunks, " chunks, state ", meta->state,
-                kOverwritten);
+                meta->num_rows, " rows, ", meta->num_chunks, " chunks and ", meta->num_slots,
+                " slots, state ", meta->state, kOverwritten);
   // Before the layout is made of them: sizes of 2^31 chunks need not fit 64 bits.
-  const int64_t chunk_slots = int64_t{shape.world_size} * shape.chunk_tokens;
+  const int64_t chunk_slots = int64_t{shape.world_size} * meta->num_slots;
   MOE_P2P_CHECK(meta->num_chunks <= handle.num_words / chunk_slots, Code::kInvalidArgument,
                 "handle has ", handle.num_words, " words, too few for its ", meta->num_chunks,
                 " chunks; pass it whole, as dispatch returned it");
-  return create(shape, handle, meta->num_rows, meta->num_chunks);
+  return create(shape, handle, meta->num_rows, meta->num_chunks, meta->num_slots);
 }
 
 void HandleView::check_contents(int rank, int64_t y_rows) const {
   const abi::Shape& shape = *shape_;
-  const int64_t num_slots = shape.chunk_tokens;
   const int node = rank / shape.ranks_per_node;
   int32_t first = 0, last = -1;  // rows of y
   for (int64_t chunk = 0; chunk < meta().num_chunks; ++chunk)
     for (int source = 0; source < shape.world_size; ++source) {
       const int64_t count = slot_count(chunk, source);
-      MOE_P2P_CHECK(count >= 0 && count <= num_slots, Code::kInvalidArgument, "handle has ", count,
-                    " slots of rank ", source, " in chunk ", chunk, ", must have 0 to ", num_slots,
+      MOE_P2P_CHECK(count >= 0 && count <= num_slots_, Code::kInvalidArgument, "handle has ", count,
+                    " slots of rank ", source, " in chunk ", chunk, ", must have 0 to ", num_slots_,
                     kOverwritten);
       for (int64_t slot = 0; slot < count; ++slot) {
         const auto [low, high] = std::minmax_element(slot_rows(chunk, source, slot),
@@ -69,9 +69,9 @@ void HandleView::check_contents(int rank, int64_t y_rows) const {
     const int32_t* slots = send_slots(token);
     int num_sent = 0;
     for (int c = 0; c < num_columns; ++c) {
-      MOE_P2P_CHECK(slots[c] >= -1 && slots[c] < num_slots, Code::kInvalidArgument,
+      MOE_P2P_CHECK(slots[c] >= -1 && slots[c] < num_slots_, Code::kInvalidArgument,
                     "handle has sent token ", token, " to slot ", slots[c],
-                    ", must be from -1 (none) to ", num_slots - 1, kOverwritten);
+                    ", must be from -1 (none) to ", num_slots_ - 1, kOverwritten);
       num_sent += slots[c] >= 0;
     }
     MOE_P2P_CHECK(num_sent <= shape.topk, Code::kInvalidArgument, "handle has sent token ", token,

@@ -12,12 +12,12 @@ class HandleView {
  public:
   // For a handle about to be written by a dispatch.
   static HandleView create(const abi::Shape& shape, Handle handle, int64_t num_rows,
-                           int64_t num_chunks) {
-    const auto layout = abi::HandleLayout::make(shape, num_rows, num_chunks);
+                           int64_t num_chunks, int64_t num_slots) {
+    const auto layout = abi::HandleLayout::make(shape, num_rows, num_chunks, num_slots);
     MOE_P2P_CHECK(handle.words && static_cast<uint64_t>(handle.num_words) >= layout.total,
                   base::Code::kInvalidArgument, "handle has ", handle.num_words,
                   " words, this dispatch needs ", layout.total, " (handle_words)");
-    return {shape, handle.words, layout};
+    return {shape, handle.words, layout, num_slots};
   }
   // For one that a dispatch of this communicator has written. Throws unless it is one, and all that
   // its numbers speak of lies inside.
@@ -27,6 +27,8 @@ class HandleView {
   void check_contents(int rank, int64_t y_rows) const;
 
   abi::HandleMeta& meta() const noexcept { return *reinterpret_cast<abi::HandleMeta*>(words_); }
+  // Slots that a source has in a chunk, at most.
+  int64_t num_slots() const noexcept { return num_slots_; }
   // [L + N] of token t
   int32_t* send_slots(int64_t token) const noexcept {
     return words_ + layout_.send_slots +
@@ -52,21 +54,23 @@ class HandleView {
   }
 
  private:
-  HandleView(const abi::Shape& shape, int32_t* words, const abi::HandleLayout& layout)
-      : shape_(&shape), words_(words), layout_(layout) {}
+  HandleView(const abi::Shape& shape, int32_t* words, const abi::HandleLayout& layout,
+             int64_t num_slots)
+      : shape_(&shape), words_(words), layout_(layout), num_slots_(num_slots) {}
 
   uint64_t of_source(int64_t chunk, int source) const noexcept {
     return static_cast<uint64_t>(chunk) * static_cast<uint64_t>(shape_->world_size) +
            static_cast<uint64_t>(source);
   }
   uint64_t of_slot(int64_t chunk, int source, int64_t slot) const noexcept {
-    return of_source(chunk, source) * static_cast<uint64_t>(shape_->chunk_tokens) +
+    return of_source(chunk, source) * static_cast<uint64_t>(num_slots_) +
            static_cast<uint64_t>(slot);
   }
 
   const abi::Shape* shape_;
   int32_t* words_;
   abi::HandleLayout layout_;
+  int64_t num_slots_;
 };
 
 }  // namespace moe_p2p::moe

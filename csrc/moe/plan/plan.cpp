@@ -133,6 +133,10 @@ int64_t Plan::num_chunks(int64_t max_tokens_of_call) const {
   return std::max<int64_t>(1, (max_tokens_of_call + shape.chunk_tokens - 1) / shape.chunk_tokens);
 }
 
+int64_t Plan::num_slots(int64_t max_tokens_of_call) const {
+  return std::clamp<int64_t>(max_tokens_of_call, 1, shape.chunk_tokens);
+}
+
 std::vector<std::pair<std::string, uint64_t>> Plan::table() const {
   const auto steps = static_cast<uint64_t>(shape.steps_in_flight);
   return {{"inbox", steps * (regions.inbox_flags - regions.inbox)},

@@ -56,6 +56,8 @@ struct Plan {
 
   int num_local_experts(int rank) const;
   int64_t num_chunks(int64_t max_tokens_of_call) const;
+  // Slots of a source in a chunk of such a call, at most; at least 1.
+  int64_t num_slots(int64_t max_tokens_of_call) const;
   // Every region by name and its bytes for all steps, for people and for the allocator's check.
   std::vector<std::pair<std::string, uint64_t>> table() const;
 };

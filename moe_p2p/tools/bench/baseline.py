@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import time
 from collections.abc import Callable
 
 import torch
@@ -31,6 +32,7 @@ from moe_p2p.tools.bench.systems import Rows
 class TorchAllToAll:
     name = "torch"
     num_steps = 1
+    waited_s = 0.0
 
     def __init__(
         self, options: Options, job: Job, *, group: dist.ProcessGroup | None = None
@@ -69,7 +71,9 @@ class TorchAllToAll:
         send_counts.zero_().index_add_(0, expert, torch.ones_like(expert))
         dist.all_to_all_single(recv_counts, send_counts, group=self.group)
         splits = self.counts.view(2, self.world_size, -1).sum(dim=2)
+        began = time.perf_counter()
         send_splits, recv_splits = splits.tolist()  # on a GPU: the host waits for it
+        self.waited_s += time.perf_counter() - began
         sent, received = len(order), sum(recv_splits)
 
         extra = self.send_extra[:sent]

@@ -40,6 +40,8 @@ class Calls:
     last: Callable[[str], dict[str, Tensor]] | None = None
     eager: Callable[[], Dispatched] | None = None  # a dispatch of the same inputs, by itself
     broken: Callable[[], str] = str
+    # Seconds that the host has waited for the GPU in calls so far; None: nobody knows.
+    waited_s: Callable[[], float] | None = None
 
     def pair(self) -> None:
         self.dispatch()
@@ -168,6 +170,7 @@ def package_calls(
         last=last,
         eager=eager,
         broken=lambda: comm.broken,
+        waited_s=lambda: system.waited_s,
     )
 
 
@@ -195,4 +198,5 @@ def baseline_calls(
         capturable=False,
         layer=None if experts is None else layer,
         last=lambda _: {"out": out.clone(), "answer": y[0]},
+        waited_s=lambda: system.waited_s,
     )

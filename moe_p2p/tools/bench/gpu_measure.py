@@ -14,6 +14,7 @@ from moe_p2p.tools.bench.gpu_timing import (
     apart_us,
     captured,
     chain_length,
+    host_us,
     interleaved,
     timed_us,
 )
@@ -27,6 +28,7 @@ class Timed:
     what: str  # gpu_report.WAYS
     chain: int  # runs between two events
     spans_us: Tensor  # [rounds]
+    host_us: float = 0.0  # gpu_timing.host_us, of eager chains
 
 
 class Watch(Protocol):
@@ -93,11 +95,22 @@ def _chained(
     way = graph if replayed else eager
     timing = {c: way(run, chains[c]) for c, run in runs.items()}
     spans = interleaved(timing, seconds=seconds, before=watch.change)
+    hosts = {
+        c: host_us(run, c.waited_s, align, repeats=chains[c])
+        for c, run in runs.items()
+        if c.waited_s is not None and not replayed
+    }
     name = f"{what} {'graph' if replayed else 'eager'}"
     for calls, again in timing.items():
         watch.look(calls, name, again)
     return [
-        Timed(calls=calls, what=name, chain=chains[calls], spans_us=values[:, 0])
+        Timed(
+            calls=calls,
+            what=name,
+            chain=chains[calls],
+            spans_us=values[:, 0],
+            host_us=hosts.get(calls, 0.0),
+        )
         for calls, values in spans.items()
     ]
 

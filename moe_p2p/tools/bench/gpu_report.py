@@ -17,14 +17,16 @@ BOUNDARY = (
     "slowest rank of each round, CUDA events after all GPUs have met; pair: period of a chain of "
     "pairs with nothing in between, replayed from a CUDA graph or eager; dispatch and combine: one "
     "at a time, both: their sum, to which a layer with experts in between is nearer; caches are "
-    "warm but with --flush, which empties them before each dispatch and combine; rows and weights "
-    "change between rounds; correct: what JSON says under compared"
+    "warm but with --flush, which empties them before each dispatch and combine; host: how long "
+    "the host of the slowest rank works in an eager pair, its waits for the GPU taken off; bound "
+    "by: the host where that is more than half of the pair, which then says little of links; rows "
+    "and weights change between rounds; correct: what JSON says under compared"
 )
 BASELINE = (
     "torch: all_to_all_single over NCCL, one row per (token, expert), permutations and exchange of "
-    "counts included; its host waits for the GPU in dispatch, so a graph cannot hold it; "
-    "while its time hardly grows with the tokens, that is the time of the host and of launches"
+    "counts included; its host waits for the GPU in dispatch, so a graph cannot hold it"
 )
+HOST_BOUND = 0.5  # of an eager pair: where its host works longer, the GPU waits more than it works
 HALVES = ("dispatch send", "dispatch receive", "combine send", "combine receive")
 WAYS = ("pair graph", "pair eager", "dispatch", "combine", *HALVES, "layer graph", "layer eager")
 
@@ -95,6 +97,7 @@ class GpuRow:
     links: Links
     machine: Machine
     correct: bool
+    host_us: float = 0.0  # that the host works, without its waits for the GPU; 0: not measured
     compared: str = ""  # what `correct` is about
     story: list[str] = field(default_factory=list)  # what is not
 
@@ -106,6 +109,11 @@ class GpuRow:
         if self.system != "moe_p2p" or "receive" in self.what:
             return None  # others send other bytes, and a receiving half none
         return self.nvlink_bytes / self.spread.p50_us / 1e3 / self.links.push_gbs * 100
+
+    @property
+    def host_bound(self) -> bool | None:
+        """Whether the GPU waits for its host more than it works; None: not measured."""
+        return self.host_us > HOST_BOUND * self.spread.p50_us if self.host_us else None
 
     @property
     def limit_us(self) -> float | None:
@@ -126,6 +134,7 @@ class GpuRow:
         flat["arrival_us"] = round(self.links.arrival_us, 2)
         percent = self.percent_of_push
         flat["percent_of_push"] = None if percent is None else round(percent, 1)
+        flat["host_bound"] = self.host_bound
         flat["limit_us"] = None if self.limit_us is None else round(self.limit_us, 1)
         flat["boundary"] = BOUNDARY
         return flat
@@ -147,7 +156,7 @@ def _columns(rows: list[GpuRow], case: tuple[int, int, int, int, str]) -> dict[s
     ways = {row.what: row for row in rows if row.case == case}
     pair = headline(ways.values())
     assert pair is not None
-    graph = ways.get("pair graph")
+    graph, eager = ways.get("pair graph"), ways.get("pair eager")
 
     def p50(what: str) -> str:
         return f"{ways[what].spread.p50_us:,.1f}" if what in ways else "-"
@@ -163,6 +172,8 @@ def _columns(rows: list[GpuRow], case: tuple[int, int, int, int, str]) -> dict[s
         "graph p50": p50("pair graph"),
         "p99": f"{graph.spread.p99_us:,.1f}" if graph else "-",
         "eager p50": p50("pair eager"),
+        "host": f"{eager.host_us:,.1f}" if eager and eager.host_us else "-",
+        "bound by": {True: "host", False: "GPU", None: "-"}[eager.host_bound if eager else None],
         "dispatch": p50("dispatch"),
         "combine": p50("combine"),
         "both": both,

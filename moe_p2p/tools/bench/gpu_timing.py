@@ -5,6 +5,7 @@ Collective: all ranks of the default process group (gloo) make the same calls.
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
@@ -35,6 +36,26 @@ def timed_us(run: Callable[[], object], align: Align, *, repeats: int = 1) -> fl
     end.record()
     cuda.synchronize()
     return float(begin.elapsed_time(end)) * 1e3 / repeats
+
+
+def host_us(
+    run: Callable[[], object], waited_s: Callable[[], float], align: Align, *, repeats: int
+) -> float:
+    """Microseconds that the host of the slowest rank works in run(), mean of a chain.
+
+    waited_s: seconds that it has waited for the GPU in such runs so far, which do not count.
+    """
+    spans = []
+    for _ in range(MIN_ROUNDS):
+        cuda.synchronize()
+        align()
+        waited, began = waited_s(), time.perf_counter()
+        for _ in range(repeats):
+            run()
+        worked = time.perf_counter() - began - (waited_s() - waited)
+        spans.append(worked * 1e6 / repeats)
+    cuda.synchronize()
+    return agreed_max(statistics.median(spans))
 
 
 def apart_us(

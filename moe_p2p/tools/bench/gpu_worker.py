@@ -235,6 +235,7 @@ class World:
                     chain=each.chain,
                     flushed=options.flush and each.what in ("dispatch", "combine"),
                     spread=Spread.of(each.spans_us),
+                    host_us=round(each.host_us, 2),
                     nvlink_bytes=getattr(bounds.nvlink, phase),
                     nic_bytes=getattr(bounds.nic, phase),
                     wire_bytes=one.wire_bytes if phase == "pair" else None,

@@ -30,6 +30,7 @@ class Rows:
 class System(Protocol):
     name: str
     num_steps: int  # that a call takes
+    waited_s: float  # seconds that the host has waited for the GPU in calls so far
 
     def begin(self, max_tokens: int) -> None:
         """From now on no rank dispatches more tokens in a call."""
@@ -88,6 +89,7 @@ class MoeP2p:
     """
 
     name = "moe_p2p"
+    waited_s = 0.0  # calls to be timed do not
 
     def __init__(
         self,

@@ -25,11 +25,17 @@ inline bool orders(const Site& site) {
   return !emulation::moe_p2p_leaves_out() ||
          !emulation::moe_p2p_left_out(site.file_name(), site.line());
 }
-inline void release(bool to_system, const Site& site) {
-  if (orders(site)) emulation::moe_p2p_release(to_system);
+// Before the word is written.
+inline void release(const void* word, bool to_system, const Site& site) {
+  if (orders(site)) {
+    emulation::moe_p2p_release(word, to_system);
+  } else {
+    emulation::moe_p2p_marked(word);
+  }
 }
-inline void acquire(const Site& site) {
-  if (orders(site)) emulation::moe_p2p_acquire();
+// Behind reading it.
+inline void acquire(const void* word, const Site& site) {
+  if (orders(site)) emulation::moe_p2p_acquire(word);
 }
 
 // --- words shared between devices and the host. Who looks lets others go on. ---
@@ -45,28 +51,35 @@ void st_word(T* p, T v) {
 template <typename T>
 T ld_relaxed(const T* p) {
   emulation::moe_p2p_pause();
-  return ld_word(p);
+  const T v = ld_word(p);
+  emulation::moe_p2p_saw(p);
+  return v;
 }
 inline void st_release_sys_u32(u32* p, u32 v, Site site = Site::current()) {
-  release(true, site);
-  st_word(p, v);
-}
-inline void st_release_sys_u64(u64* p, u64 v, Site site = Site::current()) {
-  release(true, site);
-  st_word(p, v);
-}
-inline void st_release_gpu_u64(u64* p, u64 v, Site site = Site::current()) {
-  release(false, site);
-  st_word(p, v);
-}
-inline void st_relaxed_sys_u32(u32* p, u32 v) { st_word(p, v); }
-inline void st_relaxed_sys_u64(u64* p, u64 v) {
+  release(p, true, site);
   emulation::moe_p2p_tell_host(p);
   st_word(p, v);
 }
+inline void st_release_sys_u64(u64* p, u64 v, Site site = Site::current()) {
+  release(p, true, site);
+  emulation::moe_p2p_tell_host(p);
+  st_word(p, v);
+}
+inline void st_release_gpu_u64(u64* p, u64 v, Site site = Site::current()) {
+  release(p, false, site);
+  st_word(p, v);
+}
+inline void st_relaxed_sys_u32(u32* p, u32 v) {
+  emulation::moe_p2p_marked(p);
+  st_word(p, v);
+}
+inline void st_relaxed_sys_u64(u64* p, u64 v) {
+  emulation::moe_p2p_tell_host(p);
+  emulation::moe_p2p_marked(p);
+  st_word(p, v);
+}
 inline void fence_acq_rel_sys(Site site = Site::current()) {
-  acquire(site);
-  release(true, site);
+  if (orders(site)) emulation::moe_p2p_fence();
 }
 inline u32 ld_relaxed_sys_u32(const u32* p) { return ld_relaxed(p); }
 inline u64 ld_relaxed_sys_u64(const u64* p) { return ld_relaxed(p); }
@@ -74,20 +87,21 @@ inline u32 ld_relaxed_cta_u32(const u32* p) { return ld_relaxed(p); }
 inline u64 ld_relaxed_cta_u64(const u64* p) { return ld_relaxed(p); }
 inline u32 ld_acquire_sys_u32(const u32* p, Site site = Site::current()) {
   const u32 v = ld_relaxed(p);
-  acquire(site);
+  acquire(p, site);
   return v;
 }
 inline u64 ld_acquire_sys_u64(const u64* p, Site site = Site::current()) {
   const u64 v = ld_relaxed(p);
-  acquire(site);
+  acquire(p, site);
   return v;
 }
 inline void st_release_cta_u32(u32* p, u32 v, Site site = Site::current()) {
   if (orders(site)) emulation::moe_p2p_arrive(p);
-  st_word(p, v);
+  emulation::moe_p2p_st_block(p, v);
 }
 inline u32 ld_acquire_cta_u32(const u32* p, Site site = Site::current()) {
-  const u32 v = ld_relaxed(p);
+  emulation::moe_p2p_pause();
+  const u32 v = emulation::moe_p2p_ld_block(p);
   if (orders(site)) emulation::moe_p2p_depart(p);
   return v;
 }
@@ -96,12 +110,12 @@ inline u32 atom_add_relaxed_gpu_u32(u32* p, u32 v) {
   return __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST);
 }
 inline u32 atom_inc_acq_rel_gpu_u32(u32* p, u32 last, Site site = Site::current()) {
-  release(false, site);
+  if (orders(site)) emulation::moe_p2p_release_too(p);
   u32 old = ld_word(p);
   while (!__atomic_compare_exchange_n(p, &old, old >= last ? 0 : old + 1, false, __ATOMIC_SEQ_CST,
                                       __ATOMIC_SEQ_CST)) {
   }
-  acquire(site);
+  acquire(p, site);
   return old;
 }
 
@@ -118,14 +132,14 @@ inline Vec ld_relaxed_sys_v4(const void* p) {
 }
 inline Vec ld_acquire_sys_v4(const void* p, Site site = Site::current()) {
   const Vec v = ld_relaxed_sys_v4(p);
-  acquire(site);
+  acquire(p, site);
   return v;
 }
 inline void st_relaxed_sys_v4(void* p, const Vec& v) {
   for (int i = 0; i < 4; ++i) st_word(static_cast<u32*>(p) + i, v.word[i]);
 }
 
-// --- time; kernels do not overlap here ---
+// --- time, and kernels that overlap ---
 
 inline u64 globaltimer_ns() {
   const auto now = std::chrono::steady_clock::now().time_since_epoch();
@@ -134,7 +148,7 @@ inline u64 globaltimer_ns() {
 inline void griddepcontrol_wait(Site site = Site::current()) {
   if (orders(site)) emulation::moe_p2p_wait_for_kernels();
 }
-inline void griddepcontrol_launch_dependents() {}
+inline void griddepcontrol_launch_dependents() { emulation::moe_p2p_let_next_begin(); }
 inline void bar_sync(i32 id, i32 num_threads) {
   emulation::moe_p2p_meet(id, static_cast<unsigned>(num_threads), true);
 }

@@ -1,0 +1,27 @@
+"""A store for ranks that know each other through mpi4py only, DeepEP's `comm`."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any, Protocol
+
+from torch._C._distributed_c10d import TCPStore
+
+
+class MpiComm(Protocol):
+    """What is used of an mpi4py communicator."""
+
+    def Get_rank(self) -> int: ...  # noqa: N802
+    def Get_size(self) -> int: ...  # noqa: N802
+    def bcast(self, obj: Any, root: int = 0) -> Any: ...
+
+
+def store_over(comm: MpiComm) -> tuple[TCPStore, int, int]:
+    """A store of its own, this rank and the number of ranks. Collective."""
+    rank, host = comm.Get_rank(), socket.gethostname()
+    if rank == 0:
+        server = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        comm.bcast((host, server.port), root=0)
+        return server, rank, comm.Get_size()
+    host, port = comm.bcast(None, root=0)
+    return TCPStore(host, port, is_master=False), rank, comm.Get_size()

@@ -1,0 +1,243 @@
+"""Signals: a wait ends soon after Ctrl-C, handlers run within it, and programs end without a trace.
+
+Deadlines of the waits are a minute, so that a signal that is seen at the deadline fails the test.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+import moe_p2p
+from moe_p2p import Engine
+from tests.support.cases import make, make_tokens, steps
+from tests.support.ranks import Rank, run_processes
+
+TICK_S = 0.05
+SOON_S = 20.0  # of 60; on a quiet machine a wait ends 0.15 s after the signal
+
+
+@contextmanager
+def alarms(on_tick: Callable[[int], object]) -> Iterator[None]:
+    """A signal every TICK_S; its handler is given their number."""
+    ticks = 0
+
+    def handle(*_: object) -> None:
+        nonlocal ticks
+        ticks += 1
+        on_tick(ticks)
+
+    before = signal.signal(signal.SIGALRM, handle)
+    signal.setitimer(signal.ITIMER_REAL, TICK_S, TICK_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def interrupt(tick: int) -> None:
+    if tick == 8:  # late enough that the wait is under way
+        signal.raise_signal(signal.SIGINT)
+
+
+def is_interrupted(rank: Rank, ranks_per_node: int) -> tuple[float, str]:
+    comm = make(rank, ranks_per_node=ranks_per_node, timeout_s=60.0)
+    steps(comm)
+    tokens = make_tokens(0, rank.rank, 4)
+    began = time.monotonic()
+    if rank.rank == 1:
+        rank.store.wait(["interrupted"])
+
+        def step() -> None:
+            received = comm.dispatch(tokens.x, tokens.topk_idx)  # that of rank 0 may have come
+            comm.combine(received.x, received)
+
+        with pytest.raises(moe_p2p.MoeP2pError) as caught:
+            step()
+        comm.close()
+        return time.monotonic() - began, str(caught.value)
+    with pytest.raises(KeyboardInterrupt), alarms(interrupt):
+        comm.dispatch(tokens.x, tokens.topk_idx)
+    text = "interrupted by a signal; dispatch of step 5 waits for rank 1 (node"
+    assert text in comm.broken
+    with pytest.raises(moe_p2p.AbortedError, match="interrupted by a signal"):
+        comm.dispatch(tokens.x, tokens.topk_idx)
+    comm.close()
+    rank.store.set("interrupted", "")
+    return time.monotonic() - began, comm.broken
+
+
+@pytest.mark.parametrize("ranks_per_node", [2, 1])
+def test_ctrl_c_ends_the_wait_of_a_call(ranks_per_node: int) -> None:
+    mine, other = run_processes(2, is_interrupted, ranks_per_node)
+    assert mine[0] < SOON_S
+    assert mine[1] == "closed"
+    assert other[0] < SOON_S
+    assert "rank 0" in other[1]
+
+
+def is_stopped(pid: int) -> bool:
+    with open(f"/proc/{pid}/stat") as stat:
+        return stat.read().rpartition(")")[2].split()[0] == "T"
+
+
+def closes_without_its_partner(rank: Rank) -> None:
+    """A process that is stopped takes nothing, so that who closes waits for it."""
+    comm = make(rank, ranks_per_node=1, timeout_s=60.0)
+    steps(comm)
+    if rank.rank == 1:
+        rank.store.wait(["has what it needs"])
+        rank.store.set("partner", str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+        comm.close()
+        return
+    rank.store.set("has what it needs", "")
+    partner = int(rank.store.get("partner"))
+    until(lambda: is_stopped(partner), "a partner that goes on")
+    began = time.monotonic()
+    try:
+        with pytest.raises(KeyboardInterrupt), alarms(interrupt):
+            comm.close()
+    finally:
+        os.kill(partner, signal.SIGCONT)
+    assert time.monotonic() - began < SOON_S
+    assert comm.closed
+
+
+def test_ctrl_c_ends_the_wait_for_partners_of_close() -> None:
+    run_processes(2, closes_without_its_partner)
+
+
+def goes_on(rank: Rank) -> None:
+    """The other rank begins its call when the handler says that it ran."""
+    with make(rank, timeout_s=60.0) as comm:
+        if rank.rank == 1:
+            rank.store.wait(["handled"])
+            steps(comm)
+            return
+
+        def on_tick(tick: int) -> None:
+            if tick == 4:
+                rank.store.set("handled", "")
+
+        began = time.monotonic()
+        with alarms(on_tick):
+            steps(comm)
+        assert time.monotonic() - began < SOON_S
+
+
+def test_a_handler_that_returns_lets_the_call_go_on() -> None:
+    run_processes(2, goes_on)
+
+
+def waits_again(rank: Rank) -> None:
+    with Engine("loopback", timeout_s=60.0) as engine:
+        data = torch.arange(8)
+        region = engine.resolve(engine.register(torch.zeros(8, dtype=torch.int64)).descriptor)
+        waits: list[Callable[[], Any]] = [
+            lambda: engine.wait_imm(7, engine.num_nics),
+            lambda: engine.wait_imm(8, 1),
+        ]
+        for wait in waits:
+            began = time.monotonic()
+            with pytest.raises(KeyboardInterrupt), alarms(interrupt):
+                wait()
+            assert time.monotonic() - began < SOON_S
+        engine.write(engine.register(data), region, imm=7).wait()
+        assert waits[0]() == engine.num_nics
+
+
+def test_ctrl_c_ends_the_wait_for_an_immediate_which_may_be_waited_for_again() -> None:
+    run_processes(1, waits_again)
+
+
+# --- programs ---
+
+
+def objects_of(group: int) -> set[str]:
+    """Shared memory of living processes of a process group."""
+    found = set()
+    for name in os.listdir("/dev/shm"):
+        if name.startswith("moe_p2p.rank."):
+            try:
+                if os.getpgid(int(name.split(".")[2])) == group:
+                    found.add(name)
+            except ProcessLookupError:
+                continue
+    return found
+
+
+def until(condition: Callable[[], object], what: str) -> None:
+    ends = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < ends, what
+        time.sleep(0.05)
+
+
+def is_gone(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+@contextmanager
+def running(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], set[str]]]:
+    """A command whose four ranks are connected, and their shared memory."""
+    program = subprocess.Popen(
+        [sys.executable, "-m", "moe_p2p", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        until(lambda: len(objects_of(program.pid)) == 4, "no ranks")
+        yield program, objects_of(program.pid)
+    finally:
+        if not is_gone(program.pid):
+            os.killpg(program.pid, signal.SIGKILL)
+        program.communicate()
+
+
+LONG = {
+    "demo": ("demo", "--steps", "100000"),
+    "bench": ("bench", "--quick", "--no-baseline", "--seconds", "60"),
+}
+
+
+def test_ctrl_c_ends_a_command_with_one_line() -> None:
+    with running(*LONG["demo"]) as (program, objects):
+        os.killpg(program.pid, signal.SIGINT)  # as a terminal does: to all of them
+        _, said = program.communicate(timeout=60)
+        assert (program.returncode, said) == (130, "demo: interrupted\n")
+        until(lambda: is_gone(program.pid), "helpers that stay")
+        assert not objects & set(os.listdir("/dev/shm"))
+
+
+def test_sigterm_ends_a_command_and_leaves_nothing() -> None:
+    with running(*LONG["bench"]) as (program, objects):
+        program.terminate()
+        _, said = program.communicate(timeout=60)
+        assert (program.returncode, said) == (143, "")
+        until(lambda: is_gone(program.pid), "helpers that stay")
+        assert not objects & set(os.listdir("/dev/shm"))
+
+
+def test_ranks_end_when_their_launcher_was_killed() -> None:
+    with running(*LONG["demo"]) as (program, objects):
+        program.kill()
+        program.wait()
+        until(lambda: is_gone(program.pid), "ranks that go on")
+        assert not objects & set(os.listdir("/dev/shm"))

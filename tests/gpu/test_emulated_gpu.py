@@ -1,0 +1,158 @@
+"""The device kernels where there is no GPU: a part of their tests, on an emulated one.
+
+In a process of its own, which believes that it has a driver. All of them run the same way, but for
+those of graphs that hold kernels of torch as well, of torch's streams and of processes:
+`pytest -p tests.support.emulated_gpu tests/gpu/test_gpu_layouts.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import kernel_mutations
+from tests.support import emulated_gpu
+
+ROOT = Path(__file__).resolve().parents[2]
+DEADLINE_S = 1200
+# One node, several of several ranks, ranks that are nodes; both ways of carrying rows; all layouts.
+CASES = {
+    "calls": [
+        "test_gpu.py::test_every_format_is_the_reference_bit_for_bit[4ranks-2pernode]",
+        "test_gpu.py::test_every_format_is_the_reference_bit_for_bit[3ranks-3pernode]",
+        "test_gpu.py::test_a_hostile_network_changes_nothing[3]",
+        "test_gpu.py::test_shape[parts of three tokens]",
+        "test_gpu.py::test_shape[parts of some tokens]",
+        "test_gpu_calls.py::test_long_calls_run_in_chunks[4ranks-2pernode]",
+        "test_gpu_calls.py::test_halves_of_two_steps_overlap[0-2ranks-1pernode]",
+        "test_gpu_layouts.py::test_all_outputs_of_one_call",
+        "test_gpu_layouts.py::test_rows_by_rank_are_the_reference_bit_for_bit[4ranks-2pernode]",
+        "test_gpu_layouts.py::test_no_number_comes_of_what_is_none[2ranks-2pernode]",
+        "test_gpu_far_steps.py",
+        "test_gpu_late_weights.py::test_one_handle_takes_other_late_weights_each_time[4ranks-2pernode]",
+        "test_gpu_failures.py::test_a_rank_that_does_not_come_is_named[3ranks-3pernode]",
+        "test_gpu_left_out.py::test_what_a_lost_rank_leaves_out_is_poisoned",
+        "test_gpu_left_out.py::test_sums_with_rows_of_a_lost_rank_are_poisoned",
+        "test_gpu_left_out.py::test_too_little_capacity_is_never_exceeded",
+        "test_gpu_left_out.py::test_a_call_beside_another_one_is_poisoned",
+        "test_gpu_self_flag.py::test_rows_of_all_ones_arrive[2ranks-2pernode]",
+        "test_gpu_self_flag.py::test_scales_of_the_callers_own_may_be_any_words[4ranks-2pernode]",
+        "test_gpu_self_flag.py::test_workers_that_are_fewer_than_the_parts_of_a_row[3]",
+        "test_gpu_copy_kernel.py",
+        "test_gpu_long_steps.py::test_steps_of_three_hundred_tokens[4ranks-2pernode]",
+        "test_gpu_long_steps.py::test_long_calls_run_in_chunks[4ranks-2pernode]",
+        "test_gpu_long_steps.py::test_parts_over_a_slow_link",
+        "test_gpu_calls.py::test_a_step_is_not_sent_over_what_a_slow_neighbour_reads",
+    ],
+    "graphs": [  # what they capture is replayed without the host
+        f"test_gpu_graphs.py::test_a_part_of_a_step_in_a_graph[{which}]"
+        for which in (
+            "2ranks-2pernode-dispatch, combined twice",
+            "2ranks-2pernode-combine",
+            "2ranks-2pernode-graphs in turns",
+            "2ranks-1pernode-sending halves",
+        )
+    ],
+    "overlap": [  # several kernels of a rank are there at once
+        "test_gpu_overlap.py::test_kernels_of_a_graph_begin_early[2ranks-2pernode]",
+        "test_gpu_overlap.py::test_two_communicators_on_two_streams[2ranks-1pernode]",
+        "test_gpu_overlap.py::test_one_communicator_on_two_streams_in_turns[2ranks-2pernode]",
+    ],
+    "in bulk": [
+        "test_gpu_bulk.py::test_every_format_is_the_reference_bit_for_bit[3ranks-3pernode]",
+        "test_gpu_bulk.py::test_rows_by_rank_are_the_reference_bit_for_bit[2ranks-2pernode]",
+        "test_gpu_bulk.py::test_rows_of_seven_thousand_values[2ranks-2pernode]",
+        "test_gpu_bulk.py::test_a_worker_waits_for_room_for_flags[2ranks-2pernode]",
+        "test_gpu_bulk.py::test_rows_that_need_no_sum_between_sums[4ranks-4pernode]",
+        "test_gpu_bulk.py::test_sums_of_negative_zeros_are_zeros[2ranks-2pernode]",
+        "test_gpu_bulk.py::test_no_number_comes_of_what_is_none[2ranks-2pernode]",
+        "test_gpu_bulk.py::test_long_calls_run_in_chunks[4ranks-4pernode]",
+        "test_gpu_bulk.py::test_halves_of_two_steps_overlap[2ranks-2pernode]",
+    ],
+    "one block at a time": [  # calls of one step must not need more: their receivers come last
+        "test_gpu.py::test_every_format_is_the_reference_bit_for_bit[3ranks-3pernode]",
+        "test_gpu_bulk.py::test_every_format_is_the_reference_bit_for_bit[2ranks-2pernode]",
+    ],
+    "training": [
+        "test_gpu_training.py::test_gradients_are_those_of_a_dense_layer[2ranks-1pernode-padded]",
+        "test_gpu_training.py::test_gradients_are_those_of_a_dense_layer[2ranks-2pernode-by rank]",
+        "test_gpu_training.py::test_ranks_train_as_one_process_does[2ranks-2pernode]",
+    ],
+    "masks": [
+        "test_gpu_masks.py::test_nothing_changes_while_all_are_there[4ranks-1pernode]",
+        "test_gpu_masks.py::test_masks_set_by_hand_are_not_waited_for[4ranks-4pernode]",
+        "test_gpu_masks.py::test_a_slow_rank_is_masked_and_masks_the_others[2ranks-2pernode]",
+        "test_gpu_masks.py::test_a_rank_stops_behind_a_half[3ranks-3pernode-dispatch_send]",
+        "test_gpu_masks.py::test_a_rank_stops_behind_a_half[4ranks-1pernode-dispatch]",
+        "test_gpu_masks.py::test_a_rank_that_ends_within_its_sending_is_absent_as_a_whole",
+        "test_gpu_masks.py::test_who_waits_for_the_lost_is_not_masked",
+        "test_gpu_masks.py::test_halves_in_flight_and_releases[3ranks-3pernode]",
+    ],
+}
+
+
+# A few faults of kernel_mutations.py: named ones, and lines that order memory, by file and text.
+FAULTS = [
+    "kPartBefore",
+    ("steps.cuh", "fence_acq_rel_sys"),
+    ("dispatch.cu", "griddepcontrol_wait"),
+    ("dispatch_bulk_recv.cuh", "fence_global_for_bulk"),
+]
+needs_an_emulated_gpu = pytest.mark.skipif(
+    bool(emulated_gpu.why_not()), reason=emulated_gpu.why_not() or "it can run"
+)
+
+
+@pytest.mark.timeout(DEADLINE_S + 10)
+@needs_an_emulated_gpu
+@pytest.mark.parametrize("which", CASES)
+def test_kernels_on_an_emulated_gpu(which: str) -> None:
+    cases = CASES[which]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment |= emulated_gpu.few_cpus()
+    if which == "one block at a time":
+        environment["MOE_P2P_EMULATED_BLOCKS"] = "1"
+    options = ["-p", "tests.support.emulated_gpu", "-p", "no:cacheprovider"]
+    options += ["-q", "-s", "--durations=3", "-o", f"timeout={DEADLINE_S}"]
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, *[f"tests/gpu/{case}" for case in cases]],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=DEADLINE_S,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    passed = re.search(r"^(\d+) passed in", ran.stdout.splitlines()[-1])  # and none skipped
+    assert passed is not None, ran.stdout
+    assert int(passed[1]) >= len(cases), ran.stdout
+
+
+@pytest.mark.timeout(DEADLINE_S + 10)
+@needs_an_emulated_gpu
+@pytest.mark.parametrize("fault", FAULTS, ids=str)
+def test_a_fault_of_a_kernel_is_caught(fault: str | tuple[str, str]) -> None:
+    name = fault if isinstance(fault, str) else kernel_mutations.site_of(*fault).name
+    assert kernel_mutations.caught(name, kernel_mutations.cases_of(name))
+
+
+@pytest.mark.timeout(DEADLINE_S + 10)
+@needs_an_emulated_gpu
+def test_streams_that_do_not_wait_for_each_other_are_caught() -> None:
+    case = "test_gpu_overlap.py::test_one_communicator_on_two_streams_in_turns[2ranks-2pernode]"
+    story = kernel_mutations.caught("", [case], MOE_P2P_EMULATED_WITHOUT_EVENTS="1")
+    assert re.search("emulated GPU|another call of this communicator was running", story), story
+
+
+def test_every_mutation_of_kernels_has_a_case() -> None:
+    header = (ROOT / "kernels" / "device" / "mutation.cuh").read_text()
+    assert set(re.findall(r"^  (k\w+),", header, re.MULTILINE)) == set(kernel_mutations.NAMED)
+    kernels = "".join(path.read_text() for path in (ROOT / "kernels").rglob("*.cuh"))
+    used = set(re.findall(r"MOE_P2P_MUTATED\((k\w+)\)", kernels))
+    assert used == set(kernel_mutations.NAMED)

@@ -1,0 +1,169 @@
+"""Kernels that carry rows through shared memory, as few multiprocessors do for long steps.
+
+The calls are those of other files: here they go that way however short their steps are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from moe_p2p.dispatched import SCALE_FORMATS
+from moe_p2p.gpu import launch_shape
+from moe_p2p.reference import Tokens
+from tests.gpu.test_gpu import call, every_format, steps, to_one_expert
+from tests.gpu.test_gpu_calls import CHUNKED, LONG, LONG_COUNTS, chunks, halves
+from tests.gpu.test_gpu_layouts import BY_RANK, rows_of_every_type
+from tests.support.cases import (
+    Wanted,
+    assert_combined,
+    combine_arguments,
+    dispatch_arguments,
+    finish,
+    negative_zeros,
+    with_no_numbers,
+)
+from tests.support.gpu_ranks import (
+    MAX_TOKENS,
+    PAYLOADS,
+    Payload,
+    World,
+    compile_ahead,
+    make,
+    prepare,
+    run,
+    worlds,
+)
+from tests.support.ranks import Rank
+
+pytestmark = pytest.mark.gpu
+
+SHAPES = ((1, 1), (2, 2), (3, 3), (4, 4), (8, 8))  # of one node
+WORLDS = worlds(*SHAPES)
+WIDE = {"hidden_dim": 7168, "dtype": torch.bfloat16, "extra_bytes": 0}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _every_step_in_bulk() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch_shape, "BULK_STEP", 0)
+        by_rank = [payload._replace(by_rank=True) for payload in PAYLOADS]
+        compile_ahead([(World(*shape), {}) for shape in SHAPES], [*PAYLOADS, *by_rank])
+        compile_ahead(
+            [(World(*shape), CHUNKED) for shape in SHAPES],
+            [Payload(torch.float32, by_rank=by_rank) for by_rank in (False, True)],
+        )
+        yield
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_every_format_is_the_reference_bit_for_bit(world: World) -> None:
+    run(world, steps, every_format(world), {})
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_rows_by_rank_are_the_reference_bit_for_bit(world: World) -> None:
+    run(world, steps, rows_of_every_type(world), {})
+
+
+@pytest.mark.parametrize("world", worlds((2, 2), (4, 4)))
+def test_rows_of_seven_thousand_values(world: World) -> None:
+    wide = {"hidden_dim": 7168, "layout": "grouped", "dtype": torch.bfloat16}
+    wanted = [call(world, step // 2 * 2, **wide, quantize=step % 2 == 1) for step in range(4)]
+    assert all(t.x.shape[0] for w in wanted for t in w.tokens[:2])
+    run(world, steps, wanted, WIDE)
+
+
+MANY = {"max_tokens": 128, "num_sms": 2}  # for each worker more than Progress::kItems
+
+
+@pytest.mark.parametrize("world", worlds((2, 2)))
+def test_a_worker_waits_for_room_for_flags(world: World) -> None:
+    many: dict[str, Any] = {"max_tokens": MANY["max_tokens"], "counts": [MANY["max_tokens"]] * 2}
+    wanted = [call(world, 0, **many), call(world, 1, quantize=True, layout="grouped", **many)]
+    run(world, steps, wanted, MANY)
+
+
+def with_weights_of_one(t: Tokens, rank: int) -> Tokens:
+    return replace(t, topk_weights=torch.ones_like(t.topk_weights))
+
+
+def unweighted(rank: Rank, world: World, wanted: list[Wanted]) -> None:
+    """Through one block for each half, so that a worker has many sums."""
+    with make(rank, world, **WIDE, topk=6, num_sms=2) as comm:
+        prepare(rank, comm, wanted)
+        for step in wanted:
+            live = comm.dispatch(**dispatch_arguments(comm, step))
+            finish(comm)  # copies to the device wait for each other, across ranks
+            out = comm.combine(dispatched=live, weighted=False, **combine_arguments(comm, step))
+            finish(comm)
+            assert_combined(out.cpu(), step.out[comm.rank])
+
+
+@pytest.mark.parametrize("world", worlds((2, 2), (4, 4)))
+def test_rows_that_need_no_sum_between_sums(world: World) -> None:
+    wide = {"hidden_dim": 7168, "dtype": torch.bfloat16, "topk": 6}
+    wide["counts"] = [MAX_TOKENS] * world.ranks
+    wanted = [
+        call(world, 0, with_weights_of_one, layout="grouped", **wide),
+        call(world, 1, with_weights_of_one, **BY_RANK, **wide),
+        call(world, 2, with_weights_of_one, **wide),
+    ]
+    owners = torch.cat([t.topk_idx for t in wanted[0].tokens]) // 4
+    alone = [(owners == rank).sum(1) == 1 for rank in range(world.ranks)]
+    assert all(0 < slots.sum() < (owners == rank).any(1).sum() for rank, slots in enumerate(alone))
+    run(world, unweighted, wanted)
+
+
+@pytest.mark.parametrize("world", worlds((2, 2), (4, 4)))
+def test_sums_of_negative_zeros_are_zeros(world: World) -> None:
+    """Also where the row of a token is the only one: a copy of it would have another sign."""
+    wide = {"hidden_dim": 7168, "dtype": torch.bfloat16, "topk": 6, "experts": negative_zeros}
+    wide["counts"] = [MAX_TOKENS] * world.ranks
+    wanted = [
+        call(world, 0, with_weights_of_one, layout="grouped", **wide),
+        call(world, 1, to_one_expert(0), **BY_RANK, **wide),
+    ]
+    run(world, unweighted, wanted)
+
+
+@pytest.mark.parametrize("world", worlds((2, 2), (3, 3)))
+def test_no_number_comes_of_what_is_none(world: World) -> None:
+    common: dict[str, Any] = {"dtype": torch.bfloat16, "quantize": True}
+    wanted = [
+        call(world, 2, with_no_numbers, scale_format=scale_format, **common)
+        for scale_format in SCALE_FORMATS
+    ]
+    wanted.append(call(world, 2, with_no_numbers, quantize=True, **BY_RANK))
+    run(world, steps, wanted, {})
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_long_calls_run_in_chunks(world: World) -> None:
+    wanted = [
+        call(world, 0, max_tokens=LONG, counts=LONG_COUNTS),
+        call(world, 1, max_tokens=LONG, counts=LONG_COUNTS[::-1], **BY_RANK),
+        call(world, 2, max_tokens=3, counts=[3, 0, 1, 2] * 2, layout="grouped"),
+        call(world, 3, max_tokens=LONG, counts=[0] * 8),
+        call(world, 4, to_one_expert(2), max_tokens=LONG, counts=LONG_COUNTS, layout="grouped"),
+    ]
+    run(world, chunks, wanted)
+
+
+@pytest.mark.parametrize("world", worlds((2, 2), (3, 3)))
+def test_halves_of_two_steps_overlap(world: World) -> None:
+    run(world, halves, [[call(world, 2 * i), call(world, 2 * i + 1)] for i in range(4)])
+
+
+@pytest.mark.parametrize("world", worlds((2, 2), (4, 4)))
+def test_a_hundred_steps_of_changing_counts(world: World) -> None:
+    wanted = []
+    for step in range(100):
+        counts = [(step * 7 + rank * 11) % (MAX_TOKENS + 1) for rank in range(world.ranks)]
+        change = to_one_expert(step % world.num_experts) if step % 20 == 3 else None
+        wanted.append(call(world, step, change, counts=counts, layout="grouped"))
+    run(world, steps, wanted, {}, deadline_s=100.0)

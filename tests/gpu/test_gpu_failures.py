@@ -1,0 +1,295 @@
+"""What goes wrong on a GPU is told in time, and the device's context stays usable.
+
+Ranks are threads that share one GPU but where one of them is killed; each test would hang without a
+deadline somewhere.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import moe_p2p
+from moe_p2p import AllToAll
+from tests.gpu.test_gpu import call
+from tests.support.cases import (
+    Wanted,
+    dispatch_arguments,
+    expect,
+    make_tokens,
+    on_device,
+    run_step,
+)
+from tests.support.gpu_ranks import (
+    HIDDEN_DIM,
+    World,
+    assert_device_usable,
+    make,
+    meet,
+    run,
+    run_apart,
+    worlds,
+)
+from tests.support.ranks import DiedError, Rank
+
+pytestmark = pytest.mark.gpu
+
+SOON_S = 2.0  # timeout_s of calls that are meant to time out
+IN_TIME_S = 60.0  # until their story is told, on a machine with much else to do
+
+
+def settle(comm: AllToAll) -> str:
+    """Waits for what was launched; what was told then, if anything."""
+    if comm.config.device == "cuda":
+        torch.cuda.current_stream().synchronize()
+    return comm.broken
+
+
+def story_of(comm: AllToAll, launch: Callable[[], Any]) -> str:
+    """launch() gives an error, itself or what it launched, and every later call the same one."""
+    try:
+        launch()
+        story = settle(comm)
+    except moe_p2p.MoeP2pError as error:
+        story = str(error)
+    assert story, "no error came"
+    tokens = make_tokens(0, 0, 1, num_experts=comm.config.num_experts, hidden_dim=HIDDEN_DIM)
+    given = on_device(comm, tokens.x), on_device(comm, tokens.topk_idx)
+    with pytest.raises(moe_p2p.MoeP2pError) as again:
+        comm.dispatch(*given)
+    assert comm.broken in str(again.value)
+    return story
+
+
+def absent(rank: Rank, world: World, wanted: list[Wanted]) -> str:
+    lost = world.ranks - 1
+    with make(rank, world, timeout_s=SOON_S) as comm:
+        run_step(comm, wanted[0])
+        story = ""
+        if rank.rank != lost:
+            arguments = dispatch_arguments(comm, wanted[1])
+            began = time.monotonic()
+            story = story_of(comm, lambda: comm.dispatch(**arguments))
+            assert time.monotonic() - began < IN_TIME_S
+        meet(rank, "told")  # a rank that closes would be noticed sooner
+        assert_device_usable()
+        return story
+
+
+@pytest.mark.parametrize("world", worlds((2, 2), (2, 1), (4, 2), (3, 3)))
+def test_a_rank_that_does_not_come_is_named(world: World) -> None:
+    stories = run(world, absent, [call(world, 0), call(world, 2)])[:-1]
+    assert any(f"rank {world.ranks - 1}" in story for story in stories), stories
+    for story in stories:
+        assert f"rank {world.ranks - 1}" in story or "gave up" in story, stories
+
+
+def run_until_killed(rank: Rank, world: World, lost: int) -> tuple[float, str]:
+    comm = make(rank, world, timeout_s=6.0)
+    tokens = [
+        make_tokens(0, r, 6, num_experts=world.num_experts, hidden_dim=HIDDEN_DIM)
+        for r in range(world.ranks)
+    ]
+    wanted = expect(world.topology(), tokens, max_tokens=12)
+    arguments = dispatch_arguments(comm, wanted)
+    for _ in range(3):
+        run_step(comm, wanted)
+    meet(rank, "ready")
+    comm.dispatch(**arguments)
+    if rank.rank == lost:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+
+    def more() -> None:
+        # The lost rank's last dispatch may have got through, or not.
+        for _ in range(3):
+            comm.dispatch(**arguments, solo=True)
+            settle(comm)
+
+    story = story_of(comm, more)
+    took = time.monotonic() - began
+    assert_device_usable()
+    comm.close()
+    # A new communicator of a rank alone works: what was lost is not the context.
+    alone = World(1, 1)
+    with make(Rank(0, 1, dist.HashStore()), alone) as comm:
+        run_step(comm, call(alone, 0))
+    return took, story
+
+
+# Without a device for each, processes take turns on one.
+@pytest.mark.parametrize("world", worlds((2, 2), (2, 1)) + worlds((4, 2), devices=True))
+def test_a_process_that_is_killed_within_a_step(world: World) -> None:
+    lost = world.ranks - 1
+    results = run(
+        world, run_until_killed, lost, processes=True, return_errors=True, deadline_s=90.0
+    )
+    assert isinstance(results[lost], DiedError), results
+    stories = results[:lost]
+    assert all(isinstance(story, tuple) for story in stories), stories
+    for took, story in stories:
+        assert took < IN_TIME_S, story
+        assert f"rank {lost}" in story or "gave up" in story, stories
+    assert any(f"rank {lost}" in story for _, story in stories), stories
+
+
+def failing_nic(rank: Rank, world: World, wanted: list[Wanted]) -> str:
+    # One write for each NIC and phase: the third is the dispatch of the second step.
+    with make(rank, world, timeout_s=SOON_S, transport_settings="fail_nth=3") as comm:
+
+        def until_it_fails() -> None:
+            for step in wanted:
+                comm.dispatch(**dispatch_arguments(comm, step), solo=True)
+                if settle(comm):
+                    return
+
+        story = story_of(comm, until_it_fails)
+        meet(rank, "told")
+        assert_device_usable()
+        return story
+
+
+def test_a_failing_nic_names_the_peer() -> None:
+    world = World(2, 1)
+    stories = run(world, failing_nic, [call(world, seed) for seed in range(6)])
+    assert any("failed" in s and "transport" in s for s in stories), stories
+    for rank, story in enumerate(stories):
+        assert f"rank {1 - rank}" in story, stories
+
+
+# --- calls that cannot be right: rank 0 makes them, the others make good ones ---
+
+
+def bad_expert(arguments: dict[str, Any]) -> None:
+    arguments["topk_idx"][3, 1] = 4000
+
+
+def negative_expert(arguments: dict[str, Any]) -> None:
+    arguments["topk_idx"][0, 2] = -7
+
+
+def expert_twice(arguments: dict[str, Any]) -> None:
+    arguments["topk_idx"][3] = torch.tensor([5, -1, 5])
+
+
+def too_many_tokens(arguments: dict[str, Any]) -> None:
+    arguments["num_tokens"] = torch.tensor(13)
+
+
+def negative_count(arguments: dict[str, Any]) -> None:
+    arguments["num_tokens"] = torch.tensor([-1], dtype=torch.int32)
+
+
+def little_capacity(arguments: dict[str, Any]) -> None:
+    arguments["capacity"] = 1
+
+
+def other_type(arguments: dict[str, Any]) -> None:
+    arguments["x"] = arguments["x"].half()
+
+
+def other_layout(arguments: dict[str, Any]) -> None:
+    arguments["layout"] = "padded" if arguments["layout"] == "by_rank" else "by_rank"
+
+
+def a_smaller_call(arguments: dict[str, Any]) -> None:
+    arguments |= {name: arguments[name][:2] for name in ("x", "topk_idx")}
+    arguments["max_tokens"] = 2
+
+
+BAD: dict[str, tuple[Callable[[dict[str, Any]], None], type[Exception], str]] = {
+    "expert too large": (bad_expert, moe_p2p.InvalidArgumentError, "expert 4000"),
+    "expert too small": (negative_expert, moe_p2p.InvalidArgumentError, "expert -7"),
+    "expert twice": (
+        expert_twice,
+        moe_p2p.InvalidArgumentError,
+        "token 3 names expert 5 twice",
+    ),
+    "more tokens than rows": (too_many_tokens, moe_p2p.InvalidArgumentError, "num_tokens is 13"),
+    "fewer than no tokens": (negative_count, moe_p2p.InvalidArgumentError, "num_tokens is -1"),
+    "capacity too small": (little_capacity, moe_p2p.ResourceExhaustedError, "capacity is 1"),
+    "another type": (other_type, moe_p2p.ProtocolError, "all ranks must make the same calls"),
+    "another layout": (other_layout, moe_p2p.ProtocolError, "all ranks must make the same calls"),
+    "another max_tokens": (  # its handle has no room for what the others send
+        a_smaller_call,
+        moe_p2p.ProtocolError,
+        "tokens, max_tokens of this rank's call is 2; it must be the same on all ranks",
+    ),
+}
+
+
+def bad_call(
+    rank: Rank, world: World, name: str, wanted: Wanted, layout: str
+) -> tuple[str, type[Exception]]:
+    change, _, _ = BAD[name]
+    with make(rank, world, timeout_s=SOON_S) as comm:
+        mine = wanted.tokens[rank.rank]
+        arguments: dict[str, Any] = {"x": mine.x, "topk_idx": mine.topk_idx.clone()}
+        arguments["layout"] = layout
+        if rank.rank == 0:
+            change(arguments)
+        arguments = {name: on_device(comm, value) for name, value in arguments.items()}
+        if comm._device is not None:
+            by_rank = arguments["layout"] == "by_rank"
+            comm._device.prepare_dispatch(arguments["x"].dtype, quantize=False, by_rank=by_rank)
+        meet(rank, "prepared")
+        try:
+            comm.dispatch(**arguments)
+            settle(comm)
+            comm.dispatch(**arguments)
+        except moe_p2p.MoeP2pError as error:
+            result = str(error), type(error)
+        else:
+            result = settle(comm), type(None)
+        settle(comm)
+        meet(rank, "told")
+        assert_device_usable()
+        return result
+
+
+@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [(World(2, 2), "padded"), (World(2, 1), "padded"), (World(2, 1), "by_rank")],
+    ids=str,
+)
+def test_a_bad_call_gives_a_typed_error(world: World, layout: str, name: str) -> None:
+    wanted = call(world, 2)
+    results = run(world, bad_call, name, wanted, layout)
+    _, kind, match = BAD[name]
+    # A wrong header is seen by whoever reads it; the rest by the rank that makes the call.
+    who = results if name.startswith("another") else results[:1]
+    assert any(match in text and issubclass(got, kind) for text, got in who), results
+
+
+def in_isolation(rank: Rank, world: World, wanted: list[Wanted], settings: str) -> str:
+    with make(rank, world, timeout_s=SOON_S, transport_settings=settings) as comm:
+        try:
+            for step in wanted:
+                run_step(comm, step)
+        except (AssertionError, moe_p2p.MoeP2pError) as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            settle(comm)
+    return ""
+
+
+def early_immediates(world: World, settings: str) -> list[str]:
+    wanted = [call(world, seed) for seed in range(10)]
+    stories: list[str] = run_apart(world, in_isolation, wanted, settings, deadline_s=50.0)
+    return stories
+
+
+def test_an_immediate_before_its_payload_is_noticed() -> None:
+    """The software NIC is told to do so: tests that pass all the same would see nothing."""
+    world = World(2, 1)
+    assert not any(early_immediates(world, "seed=1"))
+    seeds = range(1, 9)
+    assert any(any(early_immediates(world, f"seed={seed},mutate=early_imm")) for seed in seeds)

@@ -1,0 +1,292 @@
+"""Ranks on a GPU that are masked: the others go on without them, bit for bit as the reference does.
+
+Ranks are threads that share one GPU but where one of them is killed (gpu_ranks.py).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+from moe_p2p import AllToAll
+from moe_p2p.gpu.kernels import _NO_REGIONS
+from tests.gpu.test_gpu import call
+from tests.support.cases import Wanted, combine_arguments, finish, run_step
+from tests.support.emulated_gpu import EmulatedDevice
+from tests.support.gpu_ranks import (
+    DEADLINE_S,
+    Payload,
+    World,
+    assert_device_usable,
+    compile_ahead,
+    make,
+    prepare,
+    run,
+    worlds,
+)
+from tests.support.mask_cases import check_sums, expect_without, given_by, last_step, masks_of, step
+from tests.support.ranks import DiedError, Rank
+
+pytestmark = pytest.mark.gpu
+
+SOON_S = 6.0  # timeout_s of calls that are meant to time out
+STEPS = 21  # after a rank is gone
+SHAPES = [(2, 2), (2, 1), (3, 3), (4, 1), (4, 4), (8, 8)]
+PAYLOADS = [
+    Payload(torch.float32),
+    Payload(torch.float32, by_rank=True),
+    Payload(torch.bfloat16, quantize=True),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    compile_ahead([(World(*shape), {"mask_lost_ranks": True}) for shape in SHAPES], PAYLOADS)
+
+
+def masking(rank: Rank, world: World, **overrides: Any) -> AllToAll:
+    """With the kernels of mask_cases.step loaded: later that would wait for ranks that wait."""
+    comm = make(rank, world, mask_lost_ranks=True, **overrides)
+    if comm._device is not None:
+        comm._device.prepare_dispatch(torch.float32, quantize=False, by_rank=True)
+    meet(rank, "made", world.ranks)
+    return comm
+
+
+def meet(rank: Rank, name: str, ranks: int) -> None:
+    """Returns when so many ranks have come."""
+    if rank.store.add(f"came to {name}", 1) == ranks:
+        rank.store.set(name, "")
+    rank.store.wait([name], timedelta(seconds=DEADLINE_S))
+
+
+def all_there(rank: Rank, world: World, wanted: list[Wanted]) -> None:
+    with masking(rank, world) as comm:
+        prepare(rank, comm, wanted)
+        for each in wanted:
+            run_step(comm, each)
+        for seed in range(8):
+            step(comm, seed, [])
+        assert masks_of(comm) == []
+        meet(rank, "done", world.ranks)
+
+
+@pytest.mark.parametrize("world", worlds(*SHAPES))
+def test_nothing_changes_while_all_are_there(world: World) -> None:
+    options: list[dict[str, Any]] = [{}, {"dtype": torch.bfloat16, "quantize": True}]
+    wanted = [call(world, seed, **each) for each in options for seed in range(3)]
+    run(world, all_there, wanted)
+
+
+def by_hand(rank: Rank, world: World) -> None:
+    lost = world.ranks - 1
+    with masking(rank, world, timeout_s=DEADLINE_S) as comm:
+        for seed in range(3):
+            step(comm, seed, [])
+        meet(rank, "all have combined", world.ranks)  # a mask drops what is still on its way
+        if rank.rank != lost:
+            comm.mask_ranks([lost])
+            for seed in range(3, 3 + STEPS):
+                step(comm, seed, [lost])  # to wait once for who is lost would end the test
+            assert masks_of(comm) == [lost]
+        meet(rank, "done", world.ranks)
+
+
+@pytest.mark.parametrize("world", worlds(*SHAPES))
+def test_masks_set_by_hand_are_not_waited_for(world: World) -> None:
+    run(world, by_hand)
+
+
+def slow(rank: Rank, world: World) -> None:
+    """Rank 1 comes back in the middle of a step that the others have ended without it."""
+    others = [r for r in range(world.ranks) if r != 1]
+    gone = others if rank.rank == 1 else [1]
+    with masking(rank, world, timeout_s=SOON_S) as comm:
+        for seed in range(4):
+            step(comm, seed, [])
+        if rank.rank == 1:
+            rank.store.wait([f"masked by {r}" for r in others], timedelta(seconds=DEADLINE_S))
+        else:
+            step(comm, 4, [1])
+            assert masks_of(comm) == [1]
+            rank.store.set(f"masked by {rank.rank}", "")
+        if rank.rank == 1:
+            last_step(comm, 4, [], others)  # they dispatched before they masked it
+        for seed in range(5, 5 + STEPS):
+            step(comm, seed, gone)
+        assert masks_of(comm) == gone
+        meet(rank, "done", world.ranks)
+    assert_device_usable()
+
+
+@pytest.mark.parametrize("world", worlds((2, 2), (2, 1), (4, 4), (4, 1)))
+def test_a_slow_rank_is_masked_and_masks_the_others(world: World) -> None:
+    run(world, slow)
+
+
+def stops(rank: Rank, world: World, last_half: str) -> None:
+    """Rank 1 makes nothing of step 8 behind this half."""
+    with masking(rank, world, timeout_s=SOON_S) as comm:
+        for seed in range(3):
+            step(comm, seed, [])
+        wanted = expect_without(comm, 8, [])
+        if rank.rank != 1:
+            if last_half == "combine_send":
+                step(comm, 8, [])
+            else:
+                last_step(comm, 8, [], [1])
+            for seed in range(9, 9 + STEPS):
+                step(comm, seed, [1])
+            assert masks_of(comm) == [1]
+        elif last_half == "dispatch_send":
+            comm.dispatch_send(**given_by(comm, 8))
+        else:
+            got = comm.dispatch(**given_by(comm, 8))
+            if last_half == "combine_send":
+                comm.combine_send(dispatched=got, **combine_arguments(comm, wanted))
+        meet(rank, "done", world.ranks)
+    assert_device_usable()
+
+
+@pytest.mark.parametrize("last_half", ["dispatch_send", "dispatch", "combine_send"])
+@pytest.mark.parametrize("world", worlds((3, 3), (4, 1)))
+def test_a_rank_stops_behind_a_half(world: World, last_half: str) -> None:
+    run(world, stops, last_half)
+
+
+def halves(rank: Rank, world: World) -> None:
+    with masking(rank, world) as comm:
+        step(comm, 0, [])
+        meet(rank, "all have combined", world.ranks)
+        if rank.rank != 0:
+            comm.mask_ranks([0])
+            for seed in range(1, 1 + STEPS):
+                first = comm.dispatch_send(**given_by(comm, seed))
+                second = comm.dispatch_send(**given_by(comm, seed + 1))
+                got = comm.dispatch_recv(first)
+                comm.release(second)
+                check_sums(comm, got, expect_without(comm, seed, [0]), seed)
+        meet(rank, "done", world.ranks)
+
+
+@pytest.mark.parametrize("world", worlds((2, 2), (3, 3), (4, 1)))
+def test_halves_in_flight_and_releases(world: World) -> None:
+    run(world, halves)
+
+
+def header_alone(rank: Rank, world: World) -> None:
+    """Rank 2 ends when its dispatch has sent a header for two tokens, and no slot of them."""
+    with masking(rank, world, timeout_s=SOON_S) as comm:
+        for seed in range(4):  # five steps: solo calls open one each
+            step(comm, seed, [])
+        if rank.rank != 2:
+            plan = comm.config.plan(world_size=3, ranks_per_node=3)
+            regions = [size for name, size in plan.items() if name not in _NO_REGIONS]
+            assert isinstance(comm._device, EmulatedDevice)
+            inbox = (comm._device._memory.data_ptr() + 4095) // 4096 * 4096  # of step slot 0
+            header = inbox + sum(regions) // 2 + 2 * (plan["inbox"] // 2 // 3)
+            word = ctypes.c_uint64.from_address(header)  # RegionHeader of the last use of slot 1
+            assert word.value == 3 + 1
+            ctypes.c_uint32.from_address(header + 8).value = 2
+            word.value = 5 + 1
+            began = time.monotonic()
+            for seed in range(4, 4 + STEPS):
+                step(comm, seed, [2])
+            assert time.monotonic() - began >= SOON_S
+            assert masks_of(comm) == [2]
+        meet(rank, "done", world.ranks)
+
+
+@pytest.mark.skipif(
+    "MOE_P2P_EMULATED_GPU" not in os.environ, reason="writes to memory of an emulated GPU"
+)
+def test_a_rank_that_ends_within_its_sending_is_absent_as_a_whole() -> None:
+    run(World(3, 3), header_alone)
+
+
+def regions_of(comm: AllToAll, region: str) -> int:
+    """Where those of an emulated rank begin, for step slot 0."""
+    assert isinstance(comm._device, EmulatedDevice)
+    plan = comm.config.plan(world_size=comm.world_size, ranks_per_node=comm.ranks_per_node)
+    at = (comm._device._memory.data_ptr() + 4095) // 4096 * 4096
+    for name, size in plan.items():
+        if name == region:
+            return at
+        at += size // comm.config.steps_in_flight
+    raise AssertionError(region)
+
+
+def impatient(rank: Rank, world: World) -> None:
+    """Rank 2 is gone: its combine has come to rank 0 and not to rank 1.
+
+    So rank 0 waits in the next step for both, and rank 1 in this one for rank 2, until a quarter
+    of the deadline later.
+    """
+    timeout_s = 8.0
+    with masking(rank, world, timeout_s=timeout_s) as comm:
+        got = comm.dispatch(**given_by(comm, 1))  # no tokens
+        finish(comm)
+        if rank.rank != 2:
+            wanted = expect_without(comm, 1, [2])
+            pending = comm.combine_send(dispatched=got, **combine_arguments(comm, wanted))
+            finish(comm)
+        meet(rank, "sent", world.ranks)
+        if rank.rank == 0:
+            size = comm.config.plan(world_size=3, ranks_per_node=3)["partial_inbox"]
+            header = regions_of(comm, "partial_inbox")
+            one = size // comm.config.steps_in_flight // 3
+            ctypes.memmove(header + 2 * one, header + one, 128)
+        if rank.rank == 1:
+            time.sleep(timeout_s / 4)
+        if rank.rank != 2:
+            comm.combine_recv(pending)
+            finish(comm)
+            step(comm, 12, [2])
+            assert masks_of(comm) == [2]
+        meet(rank, "done", world.ranks)
+
+
+@pytest.mark.skipif(
+    "MOE_P2P_EMULATED_GPU" not in os.environ, reason="writes to memory of an emulated GPU"
+)
+def test_who_waits_for_the_lost_is_not_masked() -> None:
+    run(World(3, 3), impatient)
+
+
+def killed(rank: Rank, world: World) -> float:
+    lost = world.ranks - 1
+    comm = masking(rank, world, timeout_s=6.0)
+    for seed in range(3):
+        step(comm, seed, [])
+    meet(rank, "all writes have come", world.ranks)  # who is killed takes his with him
+    began = time.monotonic()
+    if rank.rank == lost:
+        comm.dispatch(**given_by(comm, 3))
+        os.kill(os.getpid(), signal.SIGKILL)
+    last_step(comm, 3, [], [lost])
+    for seed in range(4, 4 + STEPS):
+        step(comm, seed, [lost])
+    assert masks_of(comm) == [lost]
+    took = time.monotonic() - began
+    meet(rank, "done", lost)
+    comm.close()
+    assert_device_usable()
+    return took
+
+
+# Without a device for each, processes take turns on one.
+@pytest.mark.parametrize(
+    "world", worlds((2, 2), (2, 1)) + worlds((4, 4), (4, 1), (8, 8), devices=True)
+)
+def test_a_process_that_is_killed_is_masked(world: World) -> None:
+    lost = world.ranks - 1
+    results = run(world, killed, processes=True, return_errors=True, deadline_s=120.0)
+    assert isinstance(results[lost], DiedError), results
+    assert all(isinstance(took, float) for took in results[:lost]), results

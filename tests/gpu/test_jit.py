@@ -1,0 +1,304 @@
+"""moe_p2p.gpu.jit: kernels compile without a GPU, once for all processes, and load on one."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from moe_p2p import errors
+from moe_p2p.gpu import driver, jit, kernels
+from tests.support import ranks
+
+ARCHS = ("sm_90a", "sm_100a")
+KERNEL = """
+#include <cuda_fp8.h>
+
+#include "kernels/abi/layout.h"
+#include "part.h"
+
+extern "C" __global__ void multiply_add(float* values) {
+  __shared__ float row[64];
+  row[threadIdx.x] = values[threadIdx.x] * PART_SCALE;
+  __syncthreads();
+  values[threadIdx.x] = row[63 - threadIdx.x] + float(ADDEND) + float(moe_p2p::abi::kLine);
+}
+extern "C" __global__ void second(float* values) { values[0] = float(__nv_fp8_e4m3(values[1])); }
+"""
+PART = "#define PART_SCALE 1.5f\n"
+
+
+def _no_nvrtc() -> str | None:
+    try:
+        jit._nvrtc_version()
+    except errors.UnavailableError as error:
+        return str(error)
+    return None
+
+
+@pytest.fixture(name="source")
+def kernel_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A kernel with a header beside it; the cache is a folder of this test."""
+    if reason := _no_nvrtc():
+        pytest.skip(reason)
+    monkeypatch.setenv("MOE_P2P_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "part.h").write_text(PART)
+    path = tmp_path / "kernel.cu"
+    path.write_text(KERNEL)
+    return path
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_compiles_without_a_gpu(source: Path, arch: str) -> None:
+    compiled = jit.compile_only(source, {"ADDEND": 3}, arch)
+    assert compiled.cubin.startswith(b"\x7fELF")
+    assert not compiled.cached
+    assert set(compiled.usage) == {"multiply_add", "second"}
+    usage = compiled.usage["multiply_add"]
+    assert usage.shared_bytes == 64 * 4
+    assert 0 < usage.registers < 64
+    assert usage.spill_store_bytes == usage.spill_load_bytes == 0
+
+
+def test_a_cache_hit_does_not_compile(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = jit.compile_only(source, {"ADDEND": 3}, "sm_90a")
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("compiled again")
+
+    monkeypatch.setattr(jit, "_compile", refuse)
+    again = jit.compile_only(source, {"ADDEND": 3}, "sm_90a")
+    assert again == first._replace(cached=True)
+
+
+def _edit_source(source: Path) -> None:
+    source.write_text(KERNEL.replace("row[63", "row[62"))
+
+
+def _edit_header(source: Path) -> None:
+    (source.parent / "part.h").write_text('#include "deep.h"\n')
+
+
+def _nothing(source: Path) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("edit", "addend", "arch"),
+    [
+        (_edit_source, 3, "sm_90a"),
+        (_edit_header, 3, "sm_90a"),
+        (_nothing, 4, "sm_90a"),
+        (_nothing, 3, "sm_100a"),
+    ],
+    ids=["source", "included header", "macro", "architecture"],
+)
+def test_a_change_compiles_anew(
+    source: Path, edit: Callable[[Path], None], addend: int, arch: str
+) -> None:
+    (source.parent / "deep.h").write_text("#define PART_SCALE 2.5f\n")
+    first = jit.compile_only(source, {"ADDEND": 3}, "sm_90a")
+    edit(source)
+    second = jit.compile_only(source, {"ADDEND": addend}, arch)
+    assert not second.cached
+    assert second.cubin != first.cubin
+
+
+def test_a_header_of_a_header_is_part_of_the_key(source: Path) -> None:
+    deep = source.parent / "deep.h"
+    deep.write_text("#define PART_SCALE 2.5f\n")
+    _edit_header(source)
+    first = jit.cache_key(source, [])
+    deep.write_text("#define PART_SCALE 3.5f\n")
+    assert jit.cache_key(source, []) != first
+
+
+def test_an_update_of_the_compiler_compiles_anew(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    major, minor = jit._nvrtc_version()
+    assert jit._nvrtc_build().startswith(f"V{major}.{minor}.")
+    first = jit.cache_key(source, [])
+    monkeypatch.setattr(jit, "_nvrtc_build", lambda: f"V{major}.{minor}.99999")
+    assert jit.cache_key(source, []) != first
+
+
+@pytest.mark.parametrize("suffix", [".cubin", ".log", ".sha256"])
+def test_a_damaged_file_of_the_cache_is_replaced(source: Path, tmp_path: Path, suffix: str) -> None:
+    first = jit.compile_only(source, {"ADDEND": 3}, "sm_90a")
+    (file,) = (tmp_path / "cache").glob(f"*{suffix}")
+    good = file.read_bytes()
+    # One bit, in what is still an ELF file.
+    file.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    assert not jit.is_compiled(source, {"ADDEND": 3}, "sm_90a")
+    second = jit.compile_only(source, {"ADDEND": 3}, "sm_90a")
+    assert not second.cached
+    assert jit.compile_only(source, {"ADDEND": 3}, "sm_90a") == second._replace(cached=True)
+    # NVRTC 13.0 has a cache of its own, and what comes out of that has no assembler's log.
+    assert second.usage in (first.usage, {})
+
+
+def test_compiles_where_the_cache_cannot_be_written(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOE_P2P_CACHE", str(source / "a file is no folder"))
+    assert not jit.compile_only(source, {"ADDEND": 3}, "sm_90a").cached
+
+
+def _compile_together(rank: ranks.Rank, source: str, cache: str) -> bool:
+    os.environ["MOE_P2P_CACHE"] = cache
+    jit._nvrtc_version()
+    rank.store.add("ready", 1)
+    while rank.store.add("ready", 0) < rank.world_size:
+        pass
+    return jit.compile_only(Path(source), {"ADDEND": 3}, "sm_90a").cached
+
+
+def test_processes_compile_once(source: Path, tmp_path: Path) -> None:
+    cached = ranks.run_processes(3, _compile_together, str(source), str(tmp_path / "cache"))
+    assert sorted(cached) == [False, True, True]
+    files = sorted(path.suffix for path in (tmp_path / "cache").iterdir())
+    assert files == [".cubin", ".lock", ".log", ".sha256"]
+
+
+def test_threads_compile_once(source: Path, tmp_path: Path) -> None:
+    cached = ranks.run_threads(3, _compile_together, str(source), str(tmp_path / "cache"))
+    assert sorted(cached) == [False, True, True]
+
+
+def test_an_error_carries_the_compilers_log(source: Path) -> None:
+    with pytest.raises(errors.UnavailableError) as caught:
+        jit.compile_only(source, {}, "sm_90a")
+    text = str(caught.value)
+    assert 'kernel.cu(11): error: identifier "ADDEND" is undefined' in text
+    assert "does not compile for sm_90a" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "macros", "arch", "text"),
+    [
+        ("absent.cu", {}, "sm_90a", "there is no kernel source"),
+        ("abi/layout.h", {}, "gfx942", "arch is 'gfx942'"),
+        ("abi/layout.h", {"A B": 1}, "sm_90a", "macro A B"),
+        ("abi/layout.h", {"A": "1"}, "sm_90a", "macro A"),
+    ],
+)
+def test_bad_arguments_are_named(name: str, macros: dict[str, int], arch: str, text: str) -> None:
+    with pytest.raises(errors.InvalidArgumentError, match=text):
+        jit.compile_only(name, macros, arch)
+
+
+def test_usage_adds_up_functions_that_are_not_inlined() -> None:
+    log = (
+        "ptxas info    : Compiling entry function 'outer' for 'sm_90a'\n"
+        "ptxas info    : Function properties for outer\n"
+        "    16 bytes stack frame, 8 bytes spill stores, 4 bytes spill loads\n"
+        "ptxas info    : Used 72 registers, used 1 barriers, 2048 bytes smem\n"
+        "ptxas info    : Function properties for inner\n"
+        "    0 bytes stack frame, 1 bytes spill stores, 2 bytes spill loads\n"
+        "ptxas info    : Compiling entry function 'empty' for 'sm_90a'\n"
+        "ptxas info    : Function properties for empty\n"
+        "    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n"
+        "ptxas info    : Used 4 registers, used 0 barriers\n"
+    )
+    assert jit.parse_usage(log) == {
+        "outer": jit.Usage(72, 2048, 16, 9, 6),
+        "empty": jit.Usage(4, 0, 0, 0, 0),
+    }
+
+
+def test_importing_the_package_imports_nothing_of_cuda() -> None:
+    # torch itself may: only what comes on top of it counts.
+    code = (
+        "import sys, torch; before = set(sys.modules)\n"
+        "import moe_p2p, moe_p2p.gpu.jit, moe_p2p.gpu.memory\n"
+        "print([m for m in set(sys.modules) - before if m.split('.')[0] == 'cuda'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings.nvrtc", None)
+    with pytest.raises(errors.UnavailableError, match="pip install cuda-bindings"):
+        jit._nvrtc("nvrtcVersion")
+
+
+def _compile_error(job: tuple[str, dict[str, int], str]) -> str:
+    try:
+        compiled = jit.compile_only(*job)
+    except errors.UnavailableError as error:
+        return str(error)
+    return "" if compiled.usage else f"{job}: the assembler's log was not understood"
+
+
+@pytest.mark.timeout(1200)
+def test_every_variant_of_every_kernel_compiles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if reason := _no_nvrtc():
+        pytest.skip(reason)
+    monkeypatch.setenv("MOE_P2P_CACHE", str(tmp_path))
+    # (file name in kernels/, macros) of all that a user's configuration can ask for, by sample.
+    variants = list(kernels.variants())
+    sources = {path.name for path in (jit.kernels_root() / "kernels").glob("*.cu")}
+    # Of the benchmark, and of the software NIC.
+    assert {kernel.source for kernel in variants} == sources - {"probe.cu", "copy.cu"}
+    asked = [(kernel.source, kernel.macros) for kernel in variants]
+    jobs = [(*each, arch) for each in [*asked, ("copy.cu", {})] for arch in ARCHS]
+    with ThreadPoolExecutor(ranks.cpu_count()) as pool:
+        outcomes = list(pool.map(_compile_error, jobs))
+    failures = [text for text in outcomes if text]
+    assert not failures, f"{len(failures)} of {len(jobs)}:\n" + "\n".join(failures)
+
+
+def _launch(function: int, threads: int, *arguments: object, kinds: tuple[type, ...]) -> None:
+    with driver.primary_context(0):
+        driver.call("cuLaunchKernel", function, 1, 1, 1, threads, 1, 1, 0, 0, (arguments, kinds), 0)
+        driver.call("cuCtxSynchronize")
+
+
+@pytest.mark.gpu
+def test_a_loaded_kernel_runs(source: Path) -> None:
+    import torch
+
+    function = jit.load(0, source, "multiply_add", {"ADDEND": 3}, dynamic_shared_bytes=100_000)
+    assert jit.load(0, source, "multiply_add", {"ADDEND": 3}, dynamic_shared_bytes=100_000) == (
+        function
+    )
+    assert jit.load(0, source, "multiply_add", {"ADDEND": 4}) != function
+    values = torch.arange(64, dtype=torch.float32, device="cuda:0")
+    expected = values.flip(0) * 1.5 + 3 + 128
+    torch.cuda.synchronize()
+    _launch(function, 64, values.data_ptr(), kinds=(ctypes.c_void_p,))
+    assert torch.equal(values, expected)
+    loaded = next(one for one in jit.report() if one.macros == {"ADDEND": 3})
+    assert loaded.usage is not None
+    assert (loaded.entry, loaded.registers) == ("multiply_add", loaded.usage.registers)
+    assert loaded.shared_bytes == 256
+
+
+@pytest.mark.gpu
+def test_a_product_is_rounded_before_it_is_added(source: Path) -> None:
+    import torch
+
+    source.write_text('extern "C" __global__ void fused(float* x) { x[3] = x[0] * x[1] + x[2]; }\n')
+    function = jit.load(0, source, "fused", {})
+    # a * a is 1 + 2**-11 + 2**-24, which rounds to 1 + 2**-11: a fused multiply-add leaves 2**-24.
+    a = 1 + 2**-12
+    values = torch.tensor([a, a, -(1 + 2**-11), 7.0], device="cuda:0")
+    torch.cuda.synchronize()
+    _launch(function, 1, values.data_ptr(), kinds=(ctypes.c_void_p,))
+    assert values[3].item() == 0.0
+
+
+@pytest.mark.gpu
+def test_an_entry_that_is_not_there_is_named(source: Path) -> None:
+    with pytest.raises(errors.InvalidArgumentError, match=r'extern "C" kernel absent'):
+        jit.load(0, source, "absent", {"ADDEND": 3})

@@ -1,0 +1,278 @@
+"""The Triton kernels: results in the interpreter and on a GPU, and that all compile without one."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parents[2]
+_NAMES = {  # of types, as Triton writes them
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.uint8: "u8",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+CASES = ("tests/support/triton_cases.py", "tests/support/triton_number_cases.py")
+_SHARED_BYTES = 227 << 10  # what a block may have on sm_90 and sm_100
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "interpret", [True, pytest.param(False, marks=pytest.mark.gpu)], ids=["interpreter", "gpu"]
+)
+def test_kernels_compute_what_they_should(interpret: bool) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"TRITON_INTERPRET": "1"} if interpret else {}
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *CASES],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=580,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "skipped" not in ran.stdout, ran.stdout
+
+
+def test_importing_the_package_does_not_import_triton() -> None:
+    program = "import sys, moe_p2p, moe_p2p.layer; print('triton' in sys.modules)"
+    ran = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert ran.stdout == "False\n"
+
+
+# --- compiled ahead of time ----------------------------------------------------------------------
+
+
+class Launch(NamedTuple):
+    kernel: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def compile_for(launch: Launch, capability: int) -> Any:
+    """What Triton would compile for these arguments on a GPU of that capability."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    names = launch.kernel.arg_names
+    given = dict(zip(names, launch.args, strict=False))
+    given |= {name: value for name, value in launch.kwargs.items() if name in names}
+    signature, constants, attributes = {}, {}, {}
+    for i, (name, value) in enumerate(given.items()):
+        if isinstance(value, Tensor):
+            signature[name] = f"*{_NAMES[value.dtype]}"
+        elif value is None or value == 1 or name in launch.kwargs:
+            signature[name] = "constexpr"
+            constants[(i,)] = value
+            continue
+        else:
+            signature[name] = "i32"
+        if isinstance(value, Tensor) or value % 16 == 0:
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    options = {name: value for name, value in launch.kwargs.items() if name not in names}
+    source = ASTSource(launch.kernel, signature, constants, attributes)
+    return compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def empty(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+def rows_and_weights(dtype: torch.dtype, num_rows: int, k: int, n: int) -> tuple[Any, Any]:
+    from moe_p2p.kernels.triton.grouped_ops import Fp8
+
+    if dtype != torch.float8_e4m3fn:
+        return empty(num_rows, k, dtype=dtype), empty(4, k, n, dtype=dtype)
+    blocks_k, blocks_n = -(-k // 128), -(-n // 128)
+    x = Fp8(empty(num_rows, k, dtype=dtype), empty(num_rows, blocks_k, dtype=torch.float32))
+    values = empty(4, n, k, dtype=dtype).mT
+    return x, Fp8(values, empty(4, blocks_k, blocks_n, dtype=torch.float32))
+
+
+def products(dtype: torch.dtype, num_rows: int, k: int, n: int) -> None:
+    """Forward, and backward where there is one."""
+    from moe_p2p.kernels.triton.grouped_ops import grouped_gemm, grouped_swiglu
+
+    x, weight = rows_and_weights(dtype, num_rows, k, n)
+    counts = empty(4, dtype=torch.int32)
+    grouped_swiglu(x, weight, weight, counts)
+    if isinstance(x, Tensor):
+        x.requires_grad_()
+        weight.requires_grad_()
+    y = grouped_gemm(x, weight, counts)
+    if isinstance(x, Tensor):
+        torch.autograd.grad(y, (x, weight), torch.empty_like(y))
+
+
+def small_kernels(dtype: torch.dtype) -> None:
+    from moe_p2p.kernels.triton import permute, quantize
+
+    x, index = empty(64, 7168, dtype=dtype), empty(64, 8, dtype=torch.int64)
+    weights, count = empty(64, 8, dtype=torch.float32), empty(1, dtype=torch.int32)
+    permute.permute_rows(x, index[:, 0])
+    if dtype == torch.float8_e4m3fn:
+        quantize.dequantize(x, empty(64, 56, dtype=torch.float32), num_rows=count)
+        return
+    permute.permute_rows(x, index[:, 0], weights=weights[:, 0])
+    permute.unpermute_sum(x, index, weights)
+    permute.unpermute_sum(x, index)
+    for num_rows in (None, count):
+        quantize.quantize(x, num_rows=num_rows)
+
+
+def launches(body: Callable[..., None], *arguments: Any) -> list[Launch]:
+    """The kernels that body would launch."""
+    triton = pytest.importorskip("triton", reason="Triton is not installed")
+    if triton.knobs.runtime.interpret:
+        pytest.skip("TRITON_INTERPRET is set: Triton does not compile")
+    seen: list[Launch] = []
+
+    def record(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        seen.append(Launch(kernel, args, kwargs))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton.JITFunction, "run", record)
+        body(*arguments)
+    assert seen
+    return seen
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("capability", [90, 100])
+@pytest.mark.parametrize("num_rows", [64, 8192], ids=["few", "many"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_products_use_tensor_cores(dtype: torch.dtype, num_rows: int, capability: int) -> None:
+    instruction = {90: "wgmma.mma_async", 100: "tcgen05.mma"}[capability]
+    for launch in launches(products, dtype, num_rows, 7168, 2048):
+        made = compile_for(launch, capability)
+        assert instruction in made.asm["ptx"]
+        assert made.metadata.shared <= _SHARED_BYTES
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("capability", [90, 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float8_e4m3fn])
+def test_products_of_odd_shapes_compile(dtype: torch.dtype, capability: int) -> None:
+    for launch in launches(products, dtype, 77, 200, 120):
+        assert compile_for(launch, capability).asm["cubin"]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("capability", [90, 100])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn]
+)
+def test_small_kernels_compile(dtype: torch.dtype, capability: int) -> None:
+    for launch in launches(small_kernels, dtype):
+        made = compile_for(launch, capability)
+        assert made.asm["cubin"]
+        # Divisions to nearest, and products that are rounded before they are added.
+        assert "div.full" not in made.asm["ptx"]
+        if "permute" in launch.kernel.fn.__name__:
+            assert not re.search(r"\b(mul|add|fma\.rn)\.f32", made.asm["ptx"])
+
+
+# --- at the size of a real layer -----------------------------------------------------------------
+
+NUM_EXPERTS, HIDDEN_DIM, FFN_DIM, NUM_ROWS = 32, 7168, 2048, 8192
+
+
+def random_counts() -> Tensor:
+    """Rows of each expert, some without, in all at most NUM_ROWS."""
+    share = torch.rand(NUM_EXPERTS) * (torch.arange(NUM_EXPERTS) % 5 != 2)
+    return (share / share.sum() * (NUM_ROWS - 100)).to(torch.int32).cuda()
+
+
+def by_hand(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """fp32 [rows with an expert, N]."""
+    sizes = counts.tolist()
+    parts = torch.split(x[: sum(sizes)], sizes)
+    return torch.cat([part.float() @ w.float() for part, w in zip(parts, weight, strict=True)])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_of_a_real_layer(dtype: torch.dtype) -> None:
+    from moe_p2p.kernels.triton.grouped_ops import grouped_gemm
+
+    torch.manual_seed(2)
+    counts = random_counts()
+    x = torch.randn(NUM_ROWS, HIDDEN_DIM, device="cuda", dtype=dtype).requires_grad_()
+    weight = torch.randn(NUM_EXPERTS, HIDDEN_DIM, FFN_DIM, device="cuda", dtype=dtype)
+    weight = (weight * HIDDEN_DIM**-0.5).requires_grad_()
+    y = grouped_gemm(x, weight, counts, zero_padding=True)
+    want = by_hand(x, weight, counts)
+    # One rounding to 8 bits or more; fp32 sums of 7168 products of size 1 / 85 in another order.
+    torch.testing.assert_close(y[: len(want)].float(), want, rtol=2**-8, atol=1e-3)
+    assert not y[len(want) :].any()
+    grad = torch.randn_like(y)
+    got = torch.autograd.grad(y, (x, weight), grad)
+    want_x, want_weight = torch.autograd.grad(want, (x, weight), grad[: len(want)].float())
+    # Gradients of weights are sums of up to a thousand products of size 1.
+    torch.testing.assert_close(got[0].float(), want_x.float(), rtol=2**-7, atol=2e-3)
+    torch.testing.assert_close(got[1].float(), want_weight.float(), rtol=2**-7, atol=2e-2)
+
+
+@pytest.mark.gpu
+def test_fp8_of_a_real_layer() -> None:
+    from moe_p2p import reference
+    from moe_p2p.kernels.triton import quantize
+    from moe_p2p.kernels.triton.grouped_ops import Fp8, grouped_gemm
+
+    torch.manual_seed(2)
+    counts = random_counts()
+    plain = torch.randn(NUM_ROWS, HIDDEN_DIM).bfloat16() * torch.logspace(-6, 3, NUM_ROWS)[:, None]
+    x = Fp8(*quantize.quantize(plain.cuda()))
+    want_q, want_scales = reference.quantize(plain)
+    assert torch.equal(x.scales.cpu(), want_scales)
+    assert torch.equal(x.values.cpu().view(torch.uint8), want_q.view(torch.uint8))
+    del want_q, want_scales
+    x = Fp8(*quantize.quantize(torch.randn(NUM_ROWS, HIDDEN_DIM, device="cuda")))
+    weight = torch.randn(NUM_EXPERTS, HIDDEN_DIM, FFN_DIM, device="cuda") * HIDDEN_DIM**-0.5
+    weights = Fp8(*quantize.quantize_weights(weight))
+    scales = weights.scales.repeat_interleave(128, 1).repeat_interleave(128, 2)
+    want = by_hand(
+        quantize.dequantize(*x, dtype=torch.float32), weights.values.float() * scales, counts
+    )
+    got = grouped_gemm(x, weights, counts)[: len(want)]
+    # The tensor cores keep 14 bits or so of each of 56 sums of 128 products.
+    torch.testing.assert_close(got.float(), want, rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_captured_layer_takes_the_counts_of_each_replay(fp8: bool) -> None:
+    from moe_p2p.layer import Experts, Fp8Experts
+
+    torch.manual_seed(2)
+    plain = Experts(list(range(8)), 1024, ffn_dim=512, seed=1).cuda().bfloat16()
+    experts = Fp8Experts(plain) if fp8 else plain
+    rows = torch.randn(600, 1024, device="cuda", dtype=torch.bfloat16)
+    counts = torch.zeros(8, dtype=torch.int32, device="cuda")
+    with torch.no_grad():
+        experts(rows, counts)  # compiled before the capture
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = experts(rows, counts)
+        for sizes in ([600, 0, 0, 0, 0, 0, 0, 0], [1, 70, 0, 64, 128, 200, 0, 9], [0] * 8):
+            counts.copy_(torch.tensor(sizes))
+            graph.replay()
+            used = sum(sizes)
+            assert torch.equal(y[:used], experts(rows, counts)[:used])

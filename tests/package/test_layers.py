@@ -1,0 +1,133 @@
+"""The tree itself: who includes whom, who may include torch, how long files are."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+# A folder includes itself, folders after it, and kernels/abi.
+LAYERS = ["ops", "moe", "proxy", "engine", "provider", "platform", "base"]
+MAX_LINES = 450
+NATIVE_SUFFIXES = {".h", ".cpp", ".cu", ".cuh"}
+INCLUDE = re.compile(r'^\s*#\s*include\s+([<"])([^>"]+)[>"]', re.MULTILINE)
+TORCH_PREFIXES = ("torch/", "ATen/", "c10/", "pybind11/")
+
+
+def native_sources(folder: str) -> list[Path]:
+    return sorted(p for p in (ROOT / folder).rglob("*") if p.suffix in NATIVE_SUFFIXES)
+
+
+def python_sources(folder: str) -> list[Path]:
+    return sorted((ROOT / folder).rglob("*.py"))
+
+
+def includes(path: Path) -> list[tuple[str, str]]:
+    """Pairs of ('<' or '"', what is included)."""
+    return [(found[1], found[2]) for found in INCLUDE.finditer(path.read_text())]
+
+
+def layer_of(path: Path) -> str:
+    return path.relative_to(ROOT / "csrc").parts[0]
+
+
+def allowed_layers(layer: str) -> set[str]:
+    return set(LAYERS[LAYERS.index(layer) :])
+
+
+def project_include_problem(path: Path, target: str) -> str:
+    """Why this file may not include the project header `target`; empty when it may."""
+    if target.startswith("kernels/abi/"):
+        return "" if (ROOT / target).exists() else "does not exist"
+    if not (ROOT / "csrc" / target).exists():
+        return "is not a path below csrc/"
+    below = allowed_layers(layer_of(path))
+    return "" if target.split("/")[0] in below else f"is not in {sorted(below)}"
+
+
+def test_every_folder_of_csrc_has_its_place() -> None:
+    folders = {layer_of(path) for path in native_sources("csrc")}
+    assert folders <= set(LAYERS)
+
+
+def test_includes_point_downward() -> None:
+    problems = [
+        f'{path.relative_to(ROOT)} includes "{target}", which {problem}'
+        for path in native_sources("csrc")
+        for quote, target in includes(path)
+        if quote == '"' and not target.startswith(TORCH_PREFIXES)
+        if (problem := project_include_problem(path, target))
+    ]
+    assert not problems, "\n".join(problems)
+
+
+def test_only_ops_includes_torch() -> None:
+    offenders = [
+        f"{path.relative_to(ROOT)} includes {target}"
+        for folder in ("csrc", "kernels", "tests/cpp")
+        for path in native_sources(folder)
+        for _, target in includes(path)
+        if target.startswith(TORCH_PREFIXES)
+        if path.relative_to(ROOT).parts[:2] != ("csrc", "ops")
+    ]
+    assert not offenders, "\n".join(offenders)
+
+
+def test_abi_includes_nothing_but_itself() -> None:
+    # <cstdint> stands behind the branch for host compilers; NVRTC has no standard headers.
+    offenders = [
+        f"{path.relative_to(ROOT)} includes {target}"
+        for path in native_sources("kernels/abi")
+        for _, target in includes(path)
+        if not target.startswith("kernels/abi/") and target != "cstdint"
+    ]
+    assert not offenders, "\n".join(offenders)
+
+
+def test_no_provider_includes_another() -> None:
+    offenders = []
+    for path in native_sources("csrc/provider"):
+        own = path.parent.relative_to(ROOT / "csrc").as_posix()
+        if own == "provider":
+            continue
+        for _, target in includes(path):
+            folder = target.rsplit("/", 1)[0]
+            if folder.startswith("provider/") and folder != own:
+                offenders.append(f"{path.relative_to(ROOT)} includes {target}")
+    assert not offenders, "\n".join(offenders)
+
+
+def test_environment_is_read_in_one_place() -> None:
+    offenders = [
+        str(path.relative_to(ROOT))
+        for path in python_sources("moe_p2p")
+        if path.name != "env.py" and re.search(r"\bos\.(environ|getenv)\b", path.read_text())
+    ]
+    assert not offenders, f"only moe_p2p/env.py reads the environment, not {offenders}"
+
+
+@pytest.mark.parametrize("folder", ["csrc", "kernels", "moe_p2p", "tests", "benchmarks"])
+def test_files_are_short_and_finished(folder: str) -> None:
+    unfinished = re.compile(r"\b(" + "|".join(["TO" + "DO", "FIX" + "ME", "X" * 3]) + r")\b")
+    problems = []
+    for path in [*native_sources(folder), *python_sources(folder)]:
+        text = path.read_text()
+        name = path.relative_to(ROOT)
+        if (lines := text.count("\n")) >= MAX_LINES:
+            problems.append(f"{name} has {lines} lines, must stay below {MAX_LINES}")
+        if found := unfinished.search(text):
+            problems.append(f"{name} says {found[0]}")
+    assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize("folder", ["csrc", "kernels/abi", "moe_p2p"])
+def test_files_open_with_what_they_are(folder: str) -> None:
+    headers = [p for p in native_sources(folder) if p.suffix in {".h", ".cuh"}]
+    silent = [
+        str(path.relative_to(ROOT))
+        for path in [*headers, *python_sources(folder)]
+        if not path.read_text().startswith(("//", '"""', 'r"""'))
+    ]
+    assert not silent, f"no opening comment: {silent}"

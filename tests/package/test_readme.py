@@ -1,0 +1,40 @@
+"""README code that runs: blocks whose fence says `python run`, `python torchrun` or `sh run`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.installation import run_installed
+
+ROOT = Path(__file__).resolve().parents[2]
+DEADLINE_S = 120
+BLOCK = re.compile(r"^```(python run|python torchrun|sh run)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCKS = [(found[1], found[2]) for found in BLOCK.finditer((ROOT / "README.md").read_text())]
+COMMANDS = {
+    "python run": ["python", "readme.py"],
+    "python torchrun": [
+        *("python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+        "readme.py",
+    ],
+}
+
+
+def first_line(block: tuple[str, str]) -> str:
+    return re.sub(r"\W+", "-", block[1].splitlines()[0]).strip("-")[:40]
+
+
+def test_readme_has_code_that_runs() -> None:
+    assert {kind for kind, _ in BLOCKS} == {*COMMANDS, "sh run"}
+
+
+@pytest.mark.timeout(DEADLINE_S + 30)
+@pytest.mark.parametrize(("kind", "code"), BLOCKS, ids=map(first_line, BLOCKS))
+def test_block(kind: str, code: str, installed: Path, tmp_path: Path) -> None:
+    """Where a user is: in another folder, with the wheel and torch and nothing else."""
+    (tmp_path / "readme.py").write_text(code)
+    command = COMMANDS.get(kind, ["bash", "-euc", code])
+    run = run_installed(installed, *command, cwd=tmp_path, timeout_s=DEADLINE_S)
+    assert run.returncode == 0, f"{code}\n{run.stdout[-4000:]}\n{run.stderr[-4000:]}"

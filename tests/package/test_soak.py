@@ -1,0 +1,92 @@
+"""Shortened forms of benchmarks/soak.py: links that flap, peers that are killed and replaced."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import moe_p2p
+from tests.support import hosts
+
+ROOT = Path(__file__).resolve().parents[2]
+DEADLINE_S = 300  # of a run that takes 15 s on two cores with nothing else to do
+
+pytestmark = pytest.mark.timeout(DEADLINE_S + 20)
+
+
+def soak(*arguments: str) -> dict[str, Any]:
+    """What a run that ends well has counted."""
+    done = subprocess.run(
+        [sys.executable, "benchmarks/soak.py", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [line for line in done.stdout.splitlines() if line[:1] == "{"]
+    summary: dict[str, Any] = json.loads(lines[-1])
+    return summary
+
+
+def skip_without_hosts() -> None:
+    try:
+        moe_p2p.Engine("libfabric", 1, settings="provider=tcp,interfaces=lo").close()
+    except moe_p2p.UnavailableError as error:
+        pytest.skip(str(error))
+    if reason := hosts.why_not():
+        pytest.skip(reason)
+
+
+def test_links_flap_and_peers_are_replaced_over_tcp() -> None:
+    skip_without_hosts()
+    summary = soak(
+        *("--minutes=0.1", "--least-deaths=2", "--least-flaps=1"),
+        *("--replace-every-s=4", "--flap-every-s=1", "--moments", "dispatch", "combine"),
+    )
+    assert summary["deaths"]["dispatch"] + summary["deaths"]["combine"] >= 2, summary
+
+
+def test_peers_are_replaced_over_the_software_nic() -> None:
+    """Killed at any moment; else ranks leave one by one, while their last words are under way."""
+    summary = soak(
+        *("--over=loopback", "--minutes=0.1", "--least-deaths=3"),
+        *("--replace-every-s=1.2", "--timeout-s=5"),
+    )
+    assert sum(summary["deaths"].values()) >= 3, summary
+    assert summary["left_behind"] == []
+
+
+def test_who_says_that_a_round_comes_never_dies() -> None:
+    """Rank 0 said it, and the others waited in the store when it died right after set-up."""
+    summary = soak(
+        *("--over=loopback", "--minutes=0.02", "--least-deaths=4", "--moments=connected"),
+        *("--replace-every-s=0.5", "--keep-s=0.3", "--timeout-s=5", "--seed=4"),
+    )
+    assert summary["deaths"]["connected"] >= 4, summary
+
+
+def test_a_rank_shows_where_it_is() -> None:
+    program = """
+import sys
+sys.argv[1:] = ["--over=loopback"]
+sys.path.insert(0, "benchmarks")
+import soak
+with soak.hosts.Hosts(0, num_interfaces=2) as network:
+    run = soak.Run(soak.parse(''), network)
+    run.start()
+    run._show_where(run.ranks[1])
+    run.close()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "rank 1 is here; its threads: python" in done.stdout
+    assert "soak_rank.py" in done.stderr
+    assert "in run" in done.stderr

@@ -1,0 +1,228 @@
+"""What is shipped: one wheel for every Python and torch, complete and working by itself."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+import moe_p2p.version
+from tests.support.installation import run_installed
+
+ROOT = Path(__file__).resolve().parents[2]
+LIBRARY = Path(moe_p2p.__file__).with_name("_C.abi3.so")
+
+
+def symbols(*options: str) -> list[str]:
+    nm = shutil.which("nm")
+    if nm is None:
+        pytest.skip("nm is not installed (binutils)")
+    listed = subprocess.run(
+        [nm, "-D", *options, str(LIBRARY)], capture_output=True, text=True, check=True
+    ).stdout
+    return [line.split()[-1].split("@")[0] for line in listed.splitlines()]
+
+
+def test_needs_only_c_symbols_of_torch_and_none_of_python() -> None:
+    needed = symbols("--undefined-only")
+    of_torch = [name for name in needed if re.search(r"torch|c10|N2at", name)]
+    assert of_torch
+    assert [name for name in of_torch if not re.fullmatch(r"(aoti_)?torch_\w+", name)] == []
+    assert [name for name in needed if re.match(r"_?Py[A-Z_]", name)] == []
+    assert [name for name in needed if "moe_p2p" in name] == []
+
+
+def test_loads_with_the_libraries_of_gcc_11() -> None:
+    """RHEL 9 and Amazon Linux 2023 have no newer ones."""
+    text = subprocess.run(
+        ["nm", "-D", "--undefined-only", str(LIBRARY)], capture_output=True, text=True, check=True
+    ).stdout
+    found = set(re.findall(r"@(GLIBCXX|CXXABI|GCC)_([\d.]+)$", text, re.MULTILINE))
+    newest = {"GLIBCXX": (3, 4, 29), "CXXABI": (1, 3, 13), "GCC": (11,)}
+    too_new = {
+        (library, version)
+        for library, version in found
+        if tuple(map(int, version.split("."))) > newest[library]
+    }
+    if too_new and gcc_version() > 12:
+        pytest.skip(f"g++ {gcc_version()} asks for newer libraries: wheels are made with g++ 12")
+    assert too_new == set()
+    assert found
+
+
+def gcc_version() -> int:
+    ask = [*shlex.split(os.environ.get("CXX", "g++")), "-dumpversion"]
+    told = subprocess.run(ask, capture_output=True, text=True, check=True).stdout
+    return int(told.split(".")[0])
+
+
+def test_exports_nothing_of_its_own() -> None:
+    assert [name for name in symbols("--defined-only") if "moe_p2p" in name] == []
+
+
+@pytest.mark.timeout(600)
+def test_one_wheel_for_every_python(wheel: Path) -> None:
+    assert re.fullmatch(r"moe_p2p-[\d.]+-cp310-abi3-linux_\w+\.whl", wheel.name)
+
+
+def test_wheel_is_complete(wheel: Path) -> None:
+    inside = set(zipfile.ZipFile(wheel).namelist())
+    wanted = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "moe_p2p").rglob("*.py")
+        if "kernels" not in path.parts
+    }
+    wanted |= {"moe_p2p/_C.abi3.so", "moe_p2p/py.typed"}
+    wanted |= {
+        f"moe_p2p/{path.relative_to(ROOT)}"
+        for path in (ROOT / "kernels").rglob("*")
+        if path.suffix in {".h", ".cuh", ".cu", ".py"}
+    }
+    assert wanted - inside == set()
+    assert not any(name.startswith(("tests", "csrc", "benchmarks")) for name in inside)
+
+
+def test_auditwheel_finds_it_fit_for_systems_of_2021(wheel: Path, tmp_path: Path) -> None:
+    """What `make wheel` does with it; 2_34 stands for glibc 2.34. torch brings its own library."""
+    pytest.importorskip("auditwheel", reason="auditwheel is not installed")
+    if gcc_version() > 12:
+        pytest.skip(f"wheels are made with g++ 12, here is {gcc_version()}")
+    programs = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
+    command = [sys.executable, "-m", "auditwheel", "repair", "--exclude", "libtorch*"]
+    told = subprocess.run(
+        [*command, "--wheel-dir", str(tmp_path), str(wheel)],
+        env=os.environ | {"PATH": os.pathsep.join(programs)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert told.returncode == 0, told.stderr
+    (made,) = tmp_path.glob("*.whl")
+    tag = re.fullmatch(r"moe_p2p-[\d.]+-cp310-abi3-manylinux_2_(\d+)_\w+\.whl", made.name)
+    assert tag, made.name
+    assert int(tag[1]) <= 34
+    assert not [name for name in zipfile.ZipFile(made).namelist() if ".libs/" in name]
+
+
+def test_the_version_has_one_place(wheel: Path) -> None:
+    assert wheel.name.split("-")[1] == moe_p2p.__version__ == moe_p2p.version.__version__
+    assert f"## {moe_p2p.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+# Writes what a compiler would be asked for: an object is empty, the library the one of this tree.
+STUB = """#!/bin/sh
+for word; do case "$last" in -o) out=$word;; esac; last=$word; done
+case " $* " in *" -shared "*) cp '{library}' "$out";; *) : > "$out";; esac
+"""
+
+
+def test_an_sdist_has_all_that_a_wheel_is_made_of(wheel: Path, tmp_path: Path) -> None:
+    """Each source is found, and the wheel has the same files; `pip install` of it compiles them."""
+    make_sdist = "import sys; from setuptools import build_meta as b; b.build_sdist(sys.argv[1])"
+    tree = tmp_path / "tree"  # a build leaves an egg-info, which would be part of the next one
+    ignored = shutil.ignore_patterns(
+        "build", ".*", "*.egg-info", "__pycache__", "bench_out", "dist"
+    )
+    shutil.copytree(ROOT, tree, ignore=ignored, symlinks=True)
+    run = partial(subprocess.run, check=True, capture_output=True, text=True)
+    run([sys.executable, "-c", make_sdist, str(tmp_path)], cwd=tree)
+    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    (unpacked,) = (tmp_path / "unpacked").iterdir()
+    for folder in ("csrc", "kernels"):
+        for path in (tree / folder).rglob("*"):
+            assert not path.is_file() or (unpacked / path.relative_to(tree)).exists(), path
+    stub = tmp_path / "stub"
+    stub.write_text(STUB.format(library=LIBRARY))
+    stub.chmod(0o755)
+    options = ["--no-index", "--no-build-isolation", "--no-deps", "--wheel-dir", str(tmp_path)]
+    environment = os.environ | {"CXX": str(stub)}
+    environment.pop("PYTHONPATH", None)
+    run([sys.executable, "-m", "pip", "wheel", *options, "."], cwd=unpacked, env=environment)
+    (again,) = tmp_path.glob("*.whl")
+    assert again.name == wheel.name
+    contents = [sorted(zipfile.ZipFile(each).namelist()) for each in (again, wheel)]
+    assert contents[0] == contents[1]
+
+
+@pytest.mark.timeout(150)
+def test_commands_run_where_only_torch_is_installed(installed: Path, tmp_path: Path) -> None:
+    """README's code runs there too: test_readme.py."""
+    tiny = ["--tokens=1,4", "--seconds=0.05", "--checks=2", "--experts=8", "--hidden=256"]
+    program = (
+        "import importlib.util, pathlib, sys, moe_p2p;"
+        "assert pathlib.Path(moe_p2p.__file__).is_relative_to(sys.prefix), moe_p2p.__file__;"
+        "assert not [n for n in ('numpy', 'pytest', 'matplotlib') if importlib.util.find_spec(n)]"
+    )
+    for command in (
+        ["python", "-c", program],
+        ["python", "-m", "moe_p2p", "demo", "--steps=2"],
+        ["python", "-m", "moe_p2p", "bench", "--quick", "--device=cpu", *tiny],
+    ):
+        ran = run_installed(installed, *command, cwd=tmp_path)
+        assert ran.returncode == 0, f"{command}\n{ran.stdout[-4000:]}\n{ran.stderr[-4000:]}"
+    assert "no plot: matplotlib is not installed (pip install 'moe-p2p[bench]')" in ran.stdout
+    assert list(tmp_path.rglob("*.json"))
+
+
+# --- what is missing is said in one sentence ---
+
+
+def test_a_build_without_a_compiler_says_so_before_it_begins(tmp_path: Path) -> None:
+    built = subprocess.run(
+        [sys.executable, "setup.py", "build", "--build-base", str(tmp_path)],
+        cwd=ROOT,
+        env=os.environ | {"CXX": "no-such-g++ -m64"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert built.returncode == 1
+    assert built.stdout.splitlines() == ["running build"]
+    assert built.stderr.splitlines()[-1:] == [
+        "error: no C++ compiler (no-such-g++ -m64): install g++ 12 or newer, or set CXX"
+    ]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_make_without_network_names_the_cause_and_what_to_do(tmp_path: Path) -> None:
+    """A Python whose pip finds nobody stands for the one that make sets up."""
+    cause = "WARNING: Retrying after connection broken by 'NewConnectionError: no name server'"
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text(
+        f"""#!/bin/sh
+case "$*" in
+  *pip*) printf "%s\\n" "{cause}" "{cause}" "ERROR: no torch" "ERROR: conflicts" >&2;;
+  *) echo "No module named torch" >&2;;
+esac
+exit 1
+"""
+    )
+    python.chmod(0o755)
+    made = subprocess.run(
+        ["make", f"VENV={tmp_path}", f"{tmp_path}/.ready"],
+        cwd=ROOT,
+        env={k: v for k, v in os.environ.items() if k not in ("PYTHON", "MAKEFLAGS", "MAKELEVEL")},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert made.returncode == 2
+    assert made.stdout.splitlines()[1:] == [
+        cause,
+        f"pip could not set up {tmp_path}: is there a network? PYTHON=python3 needs none, "
+        "if it has torch",
+    ]
+    assert made.stderr.startswith("make: ***")

@@ -1,0 +1,302 @@
+"""GPUs for tests where there are none: kernels/ compiled for the CPU, run by tests/emulation.
+
+Communicators of CPU tensors then call the device kernels, through everything of the package but the
+driver. As a pytest plugin it runs tests of GPUs that have their ranks as threads (gpu_ranks.run):
+
+    pytest -p tests.support.emulated_gpu tests/gpu/test_gpu_bulk.py
+
+MOE_P2P_EMULATED_BLOCKS is the most blocks of a kernel that are there at once. x86-64 only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe_p2p import communicator
+from moe_p2p.config import AllToAllConfig
+from moe_p2p.gpu.kernels import (
+    _NO_REGIONS,
+    DeviceSide,
+    Kernel,
+    Partners,
+    shape_macros,
+)
+from moe_p2p.nics import transport
+from moe_p2p.ops import call
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "build" / "emulation"
+FLAGS = ["-std=c++20", "-O2", "-w", "-ffp-contract=off", "-fPIC"]
+FLAGS += ["-fsanitize=alignment", "-fno-sanitize-recover=alignment"]  # a GPU refuses such too
+INCLUDE = [f"-I{ROOT / 'tests/emulation'}", f"-I{ROOT}"]  # the first hides kernels/device/ptx.cuh
+# The machine is called before each access to memory (tests/emulation/order.h).
+WATCHED = ("-fsanitize=thread", "-g1")
+MACHINE = ("order", "machine", "instructions", "driver")
+RESIDENT_BLOCKS = 8  # of a kernel; more are only more to run
+_ops = torch.ops.moe_p2p
+_compiling = threading.Lock()
+_meeting = threading.Condition()
+_regions: dict[tuple[str, int], int] = {}  # address by (key of the node, local rank)
+
+
+def _compiler() -> list[str]:
+    return shlex.split(os.environ.get("CXX", "g++"))
+
+
+def why_not() -> str:
+    """Why it cannot run here; empty when it can."""
+    if torch.cuda.is_available():
+        return "there is a GPU, which runs the kernels itself"
+    if platform.machine() != "x86_64":
+        return "the emulated GPU runs on x86-64 only"
+    compiler = _compiler()[0]
+    return "" if shutil.which(compiler) else f"no C++ compiler: {compiler} is not installed"
+
+
+def build(source: str, *arguments: str, extra: tuple[str, ...] = ()) -> Path:
+    """A shared library of this text, made once for all that goes into it.
+
+    arguments: of the linker. extra: of the compiler.
+    """
+    text = hashlib.sha256(repr((source, arguments, extra, FLAGS)).encode())
+    for folder in (ROOT / "kernels", ROOT / "tests" / "emulation"):
+        for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+            text.update(path.read_bytes())
+    library = FOLDER / f"{text.hexdigest()[:24]}.so"
+    with _compiling:
+        if not library.exists():
+            FOLDER.mkdir(parents=True, exist_ok=True)
+            made = library.with_suffix(f".{os.getpid()}.cpp")
+            made.write_text(source)
+            unfinished, part = made.with_suffix(".so"), made.with_suffix(".o")
+            _run_compiler("-c", *INCLUDE, *extra, str(made), "-o", str(part))
+            _run_compiler("-shared", str(part), *arguments, "-o", str(unfinished))
+            unfinished.rename(library)
+            made.unlink()
+            part.unlink()
+    return library
+
+
+def _run_compiler(*arguments: str) -> None:
+    command = [*_compiler(), *FLAGS, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def few_cpus() -> dict[str, str]:
+    """Environment of a process whose threads leave the CPU to each other while they wait."""
+    naps = build((ROOT / "tests" / "emulation" / "yield.cpp").read_text())
+    return {"LD_PRELOAD": str(naps), "OMP_NUM_THREADS": "1"}
+
+
+@functools.cache
+def machine() -> Path:
+    """The machine, open in this process under the driver's name."""
+    library = build(
+        "".join(f'#include "tests/emulation/{part}.cpp"\n' for part in MACHINE),
+        "-Wl,-soname,libcuda.so.1",
+    )
+    ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    return library
+
+
+@functools.cache
+def _machine() -> ctypes.CDLL:
+    library = ctypes.CDLL(str(machine()))
+    library.moe_p2p_begin_capture.restype = ctypes.c_void_p
+    library.moe_p2p_num_captured.restype = ctypes.c_size_t
+    return library
+
+
+class Graph:
+    """In place of a torch.cuda.CUDAGraph: kernels, which are replayed without the host."""
+
+    def __init__(self) -> None:
+        self._driver, self._graph, self._length = _machine(), ctypes.c_void_p(), 0
+        self._between: list[tuple[int, Callable[[], object]]] = []  # launches before it, a step
+
+    def __del__(self) -> None:
+        self._driver.moe_p2p_drop_graph(self._graph)
+
+    def record(self, body: Callable[[], Any]) -> Any:
+        self._graph = ctypes.c_void_p(self._driver.moe_p2p_begin_capture())
+        _capturing.graph = self
+        try:
+            result = body()
+            self._length = self._driver.moe_p2p_num_captured()
+            return result
+        finally:
+            _capturing.graph = None
+            self._driver.moe_p2p_end_capture()
+
+    def add(self, step: Callable[[], object]) -> None:
+        """Something that is no kernel of the package."""
+        self._between.append((self._driver.moe_p2p_num_captured(), step))
+
+    def replay(self) -> None:
+        done = 0
+        for until, step in self._between:
+            self._run(done, until)
+            step()
+            done = until
+        self._run(done, self._length)
+
+    def _run(self, first: int, last: int) -> None:
+        self._driver.moe_p2p_replay(self._graph, ctypes.c_size_t(first), ctypes.c_size_t(last))
+
+
+class Stream:
+    """In place of a torch.cuda.Stream: a thread, so that kernels of several are there together."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1)
+        self._last: Future[Any] | None = None
+
+    def run(self, step: Callable[[], object]) -> Future[Any]:
+        """Behind all that it was given before. An event, too."""
+        self._last = self._thread.submit(step)
+        return self._last
+
+    def wait_event(self, event: Future[Any]) -> None:
+        if "MOE_P2P_EMULATED_WITHOUT_EVENTS" not in os.environ:  # a fault, for a test of the tests
+            self._thread.submit(event.result)
+
+    def synchronize(self) -> None:
+        if self._last is not None:
+            self._last.result()
+
+
+_capturing = threading.local()
+
+
+def compute(step: Callable[[], object]) -> None:
+    """What step() computes into tensors that are there; in a captured body, at each replay."""
+    graph = getattr(_capturing, "graph", None)
+    if graph is None:
+        step()
+    else:
+        graph.add(step)
+
+
+@functools.cache
+def _function(source: str, macros: tuple[tuple[str, int], ...]) -> tuple[ctypes.CDLL, int]:
+    name = source.removesuffix(".cu")
+    defines = "".join(f"#define {macro} {value}\n" for macro, value in macros)
+    text = (
+        f'{defines}#include "tests/emulation/cuda.h"\n#include "kernels/{source}"\n'
+        'extern "C" void moe_p2p_emulated(const void* params) {\n'
+        f"  using Params = moe_p2p::abi::{name.capitalize()}Params;\n"
+        f"  moe_p2p_{name}(*static_cast<const Params*>(params));\n}}\n"
+        f"size_t moe_p2p_params_bytes = sizeof(moe_p2p::abi::{name.capitalize()}Params);\n"
+    )
+    library = ctypes.CDLL(str(build(text, str(machine()), extra=WATCHED)))
+    address = ctypes.cast(library.moe_p2p_emulated, ctypes.c_void_p).value
+    assert address is not None
+    size = ctypes.c_size_t.in_dll(library, "moe_p2p_params_bytes")
+    _machine().moe_p2p_set_params_bytes(ctypes.c_void_p(address), size)
+    return library, address
+
+
+def _meet(key: str, local: int, count: int, address: int, deadline: float) -> list[int]:
+    """The addresses of all `count` ranks that come with this key."""
+    with _meeting:
+        _regions[key, local] = address
+        _meeting.notify_all()
+        came = _meeting.wait_for(
+            lambda: all((key, other) in _regions for other in range(count)),
+            timeout=deadline - time.monotonic(),
+        )
+        assert came, "ranks of an emulated GPU are threads of one process; some did not come"
+        return [_regions[key, other] for other in range(count)]
+
+
+class EmulatedDevice(DeviceSide):
+    def __init__(
+        self,
+        comm: int,
+        config: AllToAllConfig,
+        *,
+        rank: int,
+        world_size: int,
+        ranks_per_node: int,
+        key: str,
+        partners: Partners | None,
+        masks: tuple[torch.Tensor, torch.Tensor] | None,
+        deadline: float,
+        **_: Any,
+    ) -> None:
+        self._comm, self._num_sms, self._masks = comm, config.num_sms, masks
+        self._shape = shape_macros(config, world_size=world_size, ranks_per_node=ranks_per_node)
+        self._ready, self._undo, self._signals = set(), ExitStack(), ExitStack()
+        plan = config.plan(world_size=world_size, ranks_per_node=ranks_per_node)
+        size = sum(value for name, value in plan.items() if name not in _NO_REGIONS)
+        self._memory = torch.zeros(size + 4096, dtype=torch.uint8)
+        own = (self._memory.data_ptr() + 4095) // 4096 * 4096
+        local = rank % ranks_per_node
+        addresses = _meet(key, local, ranks_per_node, own, deadline)
+        peers = [0] * (world_size // ranks_per_node)
+        if partners is not None:
+            peers = _meet(partners.key, partners.node, partners.num_nodes, own, deadline)
+        machine()
+        self._use(config, world_size, plan["device_state"], torch.device("cpu"), addresses, peers)
+        self._share_with_host(self._fault.data_ptr(), self._fault.nbytes)
+
+    def _share_with_host(self, address: int, size: int) -> None:
+        _machine().moe_p2p_host_memory(ctypes.c_void_p(address), ctypes.c_size_t(size))
+        self._undo.callback(_machine().moe_p2p_no_host_memory, ctypes.c_void_p(address))
+
+    def use_signals(self) -> None:
+        *hosts, size = call(_ops.all_to_all_signals.default, self._comm)
+        for host in hosts:
+            self._share_with_host(host, size)
+        call(_ops.all_to_all_use_signals.default, self._comm, hosts)
+
+    def _load(self, kernel: Kernel) -> list[int]:
+        half = RESIDENT_BLOCKS // 2
+        few = kernel._replace(
+            max_send_blocks=min(kernel.max_send_blocks, half),
+            max_recv_blocks=min(kernel.max_recv_blocks, half),
+            max_copy_blocks=min(kernel.max_copy_blocks, half),
+        )
+        return super()._load(few)
+
+    def _open(self, kernel: Kernel) -> tuple[int, int]:
+        _, function = _function(kernel.source, tuple(kernel.macros.items()))
+        return function, RESIDENT_BLOCKS
+
+    def _wait(self) -> None:
+        """Launches have ended when they return."""
+
+
+def install(patch: pytest.MonkeyPatch) -> None:
+    """From now on communicators of CPU tensors have an emulated GPU."""
+    patch.setattr(communicator, "DeviceSide", EmulatedDevice)
+    patch.setattr(communicator.Communicator, "_on_gpu", True)
+    patch.setattr(torch.cuda, "current_device", lambda: 0)
+    # Its memory is that of the host, which the software NIC copies by itself.
+    patch.setattr(transport, "with_copy_kernel", lambda provider, settings, device: settings)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    os.environ["MOE_P2P_EMULATED_GPU"] = "1"
+    from tests.support import gpu_ranks
+
+    install(pytest.MonkeyPatch())
+    gpu_ranks.DEVICE = "cpu"

@@ -1,0 +1,271 @@
+"""Worlds of ranks on GPUs: several ranks as threads on one GPU, or one process per rank.
+
+Threads. Each rank has a stream of its own, and few thread blocks (`num_sms`), so that the blocks of
+all ranks are on the device together, and with them those of the kernels queued behind, which start
+early and wait in place: ranks x queued calls x num_sms stays below 132, one block for each
+multiprocessor of an H200. A kernel waits for kernels that other threads launch, so no thread may be
+kept from launching. What keeps it, and why it does not happen here:
+
+- Work of another rank ahead in the same hardware queue: there are more queues than streams.
+- Waiting for the whole device, which would wait for a kernel that waits for this thread: bodies
+  wait for their own stream (cases.finish) and copy results when it is idle.
+- What the driver does with the device idle (allocating, loading a kernel at its first launch): the
+  allocator is filled before, all kernels are loaded by construction or `prepare`, torch's kernels
+  run once in `_warm_up`, and after each of these the ranks meet (`meet`). Comparing and computing
+  happens on the CPU. What allocates later (a graph's capture) is done by one rank at a time,
+  between two meetings.
+
+Should one slip through, each wait of a kernel ends at `timeout_s`, and the test fails with a story.
+
+Processes. Rank r has device r; where there are fewer devices than ranks they share them, and the
+GPU gives each process a slice of time in turn: right, but slow, so with few steps.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import multiprocessing
+import os
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+# Read when the driver starts. Fewer: a rank's kernel could stand behind one that waits for it.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
+from moe_p2p import AllToAll, AllToAllConfig
+from moe_p2p.dispatched import SCALE_FORMATS
+from moe_p2p.gpu import jit, kernels
+from moe_p2p.reference import Topology
+from tests.support import cases
+from tests.support.ranks import Rank, run_processes, run_threads
+
+DEVICE = "cuda"
+# Of ranks that are threads, which wait for each other. Emulated GPUs share few CPUs with much else.
+DEADLINE_S = 300.0 if "MOE_P2P_EMULATED_GPU" in os.environ else 100.0
+NUM_DEVICES = torch.cuda.device_count() if torch.cuda.is_available() else 0
+HIDDEN_DIM = 272  # two blocks of 128 that share a scale, and a short one
+MAX_TOKENS = 12
+_MIB = 1 << 20
+
+_one_at_a_time = threading.Lock()
+
+
+class World(NamedTuple):
+    ranks: int
+    per_node: int
+
+    def __str__(self) -> str:
+        return f"{self.ranks}ranks-{self.per_node}pernode"
+
+    @property
+    def num_experts(self) -> int:
+        return 4 * self.ranks
+
+    def topology(self, **overrides: Any) -> Topology:
+        fields = {"num_experts": self.num_experts} | overrides
+        return Topology(world_size=self.ranks, ranks_per_node=self.per_node, **fields)
+
+
+def worlds(*shapes: tuple[int, int], devices: bool = False) -> list[Any]:
+    """Parameters of a test. devices: each rank needs one of its own."""
+    params = []
+    for shape in shapes:
+        marks = []
+        if devices:
+            reason = f"needs {shape[0]} CUDA devices, here are {NUM_DEVICES}"
+            marks.append(pytest.mark.skipif(shape[0] > NUM_DEVICES, reason=reason))
+        params.append(pytest.param(World(*shape), id=str(World(*shape)), marks=marks))
+    return params
+
+
+def fields_of(world: World, **overrides: Any) -> dict[str, Any]:
+    """Of a configuration for small calls of any payload type."""
+    fields = {
+        "device": DEVICE,
+        "num_experts": world.num_experts,
+        "ranks_per_node": world.per_node,
+        "hidden_dim": HIDDEN_DIM,
+        "max_tokens": MAX_TOKENS,
+        "combine_dtype": torch.float32,
+        "extra_bytes": 64,
+        "num_sms": 8 if world.ranks <= 2 else 4,
+        "nics_per_rank": 2 if world.ranks <= 4 else 1,
+    }
+    return fields | overrides
+
+
+def make(rank: Rank, world: World, **overrides: Any) -> AllToAll:
+    return cases.make(rank, **fields_of(world, **overrides))
+
+
+class Payload(NamedTuple):
+    """What a dispatch kernel is compiled for, beside the shape of its communicator."""
+
+    dtype: torch.dtype  # of x
+    quantize: bool = False
+    scale_format: int = 0
+    by_rank: bool = False
+
+    @classmethod
+    def of(cls, wanted: cases.Wanted) -> Payload:
+        options = wanted.options
+        return cls(
+            wanted.tokens[0].x.dtype,
+            options.get("quantize", False),
+            SCALE_FORMATS.index(options.get("scale_format", "float32")),
+            options.get("layout") == "by_rank",
+        )
+
+    @property
+    def sums(self) -> torch.dtype:
+        """Type of y and of the sums in tests: that of x, of fp8 rows bfloat16."""
+        return torch.bfloat16 if self.quantize or self.dtype.itemsize == 1 else self.dtype
+
+    def fields(self) -> dict[str, Any]:
+        return {name: value for name, value in self._asdict().items() if name != "dtype"}
+
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+PAYLOADS = [
+    *[Payload(dtype, quantize) for dtype, quantize in itertools.product(FLOATS, (False, True))],
+    Payload(torch.float8_e4m3fn),
+]
+
+
+def compile_ahead(
+    shapes: Iterable[tuple[World, dict[str, Any]]], payloads: Iterable[Payload] = PAYLOADS
+) -> None:
+    """Fills the cache with kernels of (world, overrides), on all CPUs; a rank compiles on one."""
+    if DEVICE == "cpu":
+        return
+    arch = jit.arch_of(0)
+    sums = dict.fromkeys(payload.sums for payload in payloads)
+    kernels = [
+        _kernel(AllToAllConfig(**(cases.SMALL | fields_of(world, **overrides))), world, wanted)
+        for world, overrides in shapes
+        for wanted in (*payloads, *sums)
+    ]
+    missing = [k for k in kernels if not jit.is_compiled(k.source, k.macros, arch)]
+    if not missing:  # a pool takes as long to start as some of them to compile
+        return
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("forkserver")) as pool:
+        for done in [pool.submit(jit.compile_only, k.source, k.macros, arch) for k in missing]:
+            done.result()
+
+
+def _kernel(config: AllToAllConfig, world: World, wanted: Payload | torch.dtype) -> kernels.Kernel:
+    """wanted: of a dispatch, or the type of a combine."""
+    shape = kernels.shape_macros(config, world_size=world.ranks, ranks_per_node=world.per_node)
+    if isinstance(wanted, Payload):
+        return kernels.dispatch_kernel(
+            shape, wanted.dtype, **wanted.fields(), num_sms=config.num_sms
+        )
+    return kernels.combine_kernel(shape, wanted, wanted, num_sms=config.num_sms)
+
+
+def prepare(rank: Rank, comm: AllToAll, wanted: list[cases.Wanted], name: str = "prepared") -> None:
+    """Loads the kernels of all calls in `wanted`; each rank begins at another one."""
+    if comm._device is not None:
+        kernels = [
+            functools.partial(comm._device.prepare_dispatch, payload.dtype, **payload.fields())
+            for payload in dict.fromkeys(Payload.of(w) for w in wanted)
+        ]
+        kernels += [
+            functools.partial(comm._device.prepare_combine, dtype, dtype)
+            for dtype in dict.fromkeys(w.out_dtype for w in wanted)
+        ]
+        first = rank.rank % len(kernels)
+        for load in kernels[first:] + kernels[:first]:
+            load()
+    meet(rank, name)
+
+
+def meet(rank: Rank, name: str, timeout_s: float = DEADLINE_S) -> None:
+    """Returns when all ranks have come. Each name once per world."""
+    if rank.store.add(f"came to {name}", 1) == rank.world_size:
+        rank.store.set(f"all at {name}", "")
+    rank.store.wait([f"all at {name}"], timedelta(seconds=timeout_s))
+
+
+def in_turn(rank: Rank, name: str, body: Callable[[], Any]) -> Any:
+    """body() of one rank after the other, while no kernel waits."""
+    if DEVICE == "cuda":
+        torch.cuda.current_stream().synchronize()
+    meet(rank, f"{name}, before")
+    with _one_at_a_time:
+        result = body()
+    meet(rank, f"{name}, after")
+    return result
+
+
+def run(
+    world: World, body: Callable[..., Any], *arguments: Any, processes: bool = False, **options: Any
+) -> list[Any]:
+    """body(rank, world, *arguments) of all ranks; options: of run_threads and run_processes."""
+    if processes:
+        return run_processes(world.ranks, _in_process, world, body, *arguments, **options)
+    options.setdefault("deadline_s", DEADLINE_S)
+    return run_threads(world.ranks, _in_thread, world, body, *arguments, **options)
+
+
+def run_apart(world: World, body: Callable[..., Any], *arguments: Any, deadline_s: float) -> Any:
+    """`run` on threads of a process of their own, for what may break the device's context."""
+    (result,) = run_processes(1, _world_of_threads, world, body, *arguments, deadline_s=deadline_s)
+    return result
+
+
+def _world_of_threads(_: Rank, world: World, body: Callable[..., Any], *arguments: Any) -> Any:
+    return run(world, body, *arguments)
+
+
+def _in_process(rank: Rank, world: World, body: Callable[..., Any], *arguments: Any) -> Any:
+    if DEVICE == "cpu":
+        return body(rank, world, *arguments)
+    torch.cuda.set_device(rank.rank % torch.cuda.device_count())
+    with torch.cuda.stream(torch.cuda.Stream()):
+        return body(rank, world, *arguments)
+
+
+def _in_thread(rank: Rank, world: World, body: Callable[..., Any], *arguments: Any) -> Any:
+    if DEVICE == "cpu":
+        return body(rank, world, *arguments)
+    torch.cuda.set_device(0)
+    with torch.cuda.stream(_stream(rank.rank)):
+        if rank.world_size > 1:  # one alone keeps nobody waiting
+            with _one_at_a_time:
+                _warm_up()
+            meet(rank, "warm")
+        return body(rank, world, *arguments)
+
+
+@functools.cache
+def _stream(rank: int) -> torch.cuda.Stream:
+    # The same in every test: what the allocator keeps, it keeps for one stream.
+    return torch.cuda.Stream(0)
+
+
+def _warm_up() -> None:
+    """Memory for all that a body allocates on this stream, and torch's kernels that bodies use."""
+    small = [torch.empty(_MIB // 2, dtype=torch.uint8, device=DEVICE) for _ in range(64)]
+    large = torch.empty(256 * _MIB, dtype=torch.uint8, device=DEVICE)
+    del small, large
+    for dtype in (torch.float32, torch.bfloat16, torch.int32, torch.int64):
+        filled = torch.full((64, 64), 2, dtype=dtype, device=DEVICE)
+        (filled * 2 + filled).zero_().copy_(filled)
+        filled[:, ::2].t().cpu()
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.mm(*[torch.ones(64, 64, dtype=dtype, device=DEVICE)] * 2)
+    torch.cuda.current_stream().synchronize()
+
+
+def assert_device_usable() -> None:
+    """Allocates, computes and copies."""
+    if DEVICE == "cuda":
+        assert torch.arange(1000, device=DEVICE).sum().item() == 499500

@@ -1,0 +1,80 @@
+"""A wheel of this tree, and an environment with it, torch and what torch requires.
+
+Fixtures of conftest.py: `wheel`, `installed`. The environment has none of the development packages,
+numpy among them, and not the source tree.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import venv
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def build_wheel(folder: Path) -> Path:
+    """What is compiled already stays as it is; takes seconds then."""
+    options = ["--no-index", "--no-build-isolation", "--no-deps", "--quiet"]
+    _pip("wheel", *options, "--wheel-dir", str(folder), str(ROOT))
+    return next(folder.glob("*.whl"))
+
+
+def make_environment(folder: Path, wheel: Path) -> Path:
+    """Its Python. torch comes as links to the one that runs the tests."""
+    venv.create(folder, symlinks=True)
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    site = folder / "lib" / version / "site-packages"
+    for distribution in _required_by("torch", set()):
+        for name in {Path(file).parts[0] for file in distribution.files or ()}:
+            if name != "__pycache__" and not (site / name).exists():  # packages may share a folder
+                (site / name).symlink_to(Path(str(distribution.locate_file(name))))
+    _pip("install", "--no-index", "--no-deps", "--quiet", "--target", str(site), str(wheel))
+    return folder / "bin" / "python"
+
+
+def run_installed(
+    python: Path, *command: str, cwd: Path, timeout_s: float = 120
+) -> subprocess.CompletedProcess[str]:
+    """`command` with the environment's programs first, without the source tree."""
+    path = os.pathsep.join([str(python.parent), os.environ.get("PATH", "")])
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+    return subprocess.run(
+        command,
+        cwd=cwd,
+        env=environment | {"PATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=timeout_s,
+    )
+
+
+def _required_by(name: str, seen: set[str]) -> Iterator[metadata.Distribution]:
+    """The package and all that it requires."""
+    distribution = metadata.distribution(name)
+    if distribution.name in seen:
+        return
+    seen.add(distribution.name)
+    yield distribution
+    for text in distribution.requires or ():
+        needed = Requirement(text)
+        if needed.marker is None or needed.marker.evaluate({"extra": ""}):
+            yield from _required_by(needed.name, seen)
+
+
+def _pip(*arguments: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,124 @@
+"""Ranks that are masked, on CPUs and GPUs: what the others must get then, bit for bit.
+
+A rank that is gone has sent no tokens, and no token goes to its experts: so says the reference when
+its tokens are taken away, and its experts out of the routing of the others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_p2p import AllToAll
+from moe_p2p.reference import Tokens, Topology
+from tests.support.cases import (
+    COUNTS,
+    Wanted,
+    assert_received,
+    combine_arguments,
+    expect,
+    finish,
+    make_tokens,
+    on_cpu,
+    on_device,
+    topology_of,
+)
+
+HOLDING = [{}, {"layout": "grouped"}, {"layout": "by_rank"}, {"solo": True}]  # of dispatch, in turn
+
+
+def tokens_of(topology: Topology, hidden_dim: int, seed: int) -> list[Tokens]:
+    counts = COUNTS[seed % len(COUNTS)] * 2
+    shape = {"num_experts": topology.num_experts, "hidden_dim": hidden_dim}
+    return [make_tokens(seed, r, counts[r], **shape) for r in range(topology.world_size)]
+
+
+def tokens_by(comm: AllToAll, seed: int) -> Tokens:
+    return tokens_of(topology_of(comm), comm.config.hidden_dim, seed)[comm.rank]
+
+
+def without(topology: Topology, tokens: list[Tokens], gone: Iterable[int]) -> list[Tokens]:
+    """What is left of a call's tokens without these ranks."""
+    lost = torch.cat([topology.local_experts(rank) for rank in gone] or [torch.empty(0)])
+    left = [
+        dataclasses.replace(t, topk_idx=t.topk_idx.masked_fill(torch.isin(t.topk_idx, lost), -1))
+        for t in tokens
+    ]
+    for rank in gone:
+        left[rank] = make_tokens(0, rank, 0, hidden_dim=tokens[rank].x.shape[1])
+    return left
+
+
+def expect_without(comm: AllToAll, seed: int, gone: Iterable[int], **options: Any) -> Wanted:
+    config = comm.config
+    given = topology_of(comm), config.hidden_dim, config.max_tokens
+    return _expected(*given, seed, tuple(gone), tuple(options.items()))
+
+
+@functools.cache  # ranks that are threads wait for each other in calls, not for this
+def _expected(
+    topology: Topology,
+    hidden_dim: int,
+    max_tokens: int,
+    seed: int,
+    gone: tuple[int, ...],
+    options: tuple[tuple[str, Any], ...],
+) -> Wanted:
+    tokens = without(topology, tokens_of(topology, hidden_dim, seed), gone)
+    return expect(topology, tokens, max_tokens=max_tokens, **dict(options))
+
+
+def given_by(comm: AllToAll, seed: int, **options: Any) -> dict[str, Any]:
+    """What this rank passes to dispatch: all its tokens, whoever is gone."""
+    mine = tokens_by(comm, seed)
+    names = ("x", "topk_idx", "topk_weights")
+    arguments = {name: on_device(comm, getattr(mine, name)) for name in names}
+    return arguments | {"with_source": True, **options}
+
+
+def step(comm: AllToAll, seed: int, gone: Iterable[int]) -> None:
+    """A dispatch and a combine without these ranks, which are masked or will not come."""
+    options = HOLDING[seed % len(HOLDING)]
+    wanted = expect_without(comm, seed, gone, **options)
+    live = comm.dispatch(**given_by(comm, seed, **options))
+    finish(comm)
+    assert_received(on_cpu(live), wanted.received[comm.rank])
+    check_sums(comm, live, wanted, seed)
+
+
+def check_sums(comm: AllToAll, live: Any, wanted: Wanted, seed: int) -> None:
+    """With the weights of dispatch, or in turn with late ones."""
+    given = combine_arguments(comm, wanted)
+    mine = tokens_by(comm, seed)
+    if seed % 3 == 1 and live.row_topk is None:
+        given["topk_weights"] = on_device(comm, mine.topk_weights)
+    out = comm.combine(dispatched=live, **given)
+    finish(comm)
+    assert torch.equal(out.cpu(), wanted.out[comm.rank])
+
+
+def last_step(comm: AllToAll, seed: int, gone: Iterable[int], dying: Iterable[int]) -> None:
+    """Ranks `dying` end between dispatch and combine; their dispatch comes, or not, but whole."""
+    gone, dying = list(gone), list(dying)
+    mine = expect_without(comm, seed, [*gone, *dying])
+    live = comm.dispatch(**given_by(comm, seed))
+    finish(comm)
+    got = on_cpu(live)
+    came = set(got.source[:, 0].tolist()) & set(dying) if got.source is not None else set()
+    here = expect_without(comm, seed, [*gone, *(set(dying) - came)])
+    assert_received(got, here.received[comm.rank])
+    out = comm.combine(
+        dispatched=live, y=on_device(comm, here.y[comm.rank]), out_dtype=here.out_dtype
+    )
+    finish(comm)
+    assert torch.equal(out.cpu(), mine.out[comm.rank])
+
+
+def masks_of(comm: AllToAll) -> list[int]:
+    masked: Tensor = comm.masked.cpu()
+    return masked.nonzero().flatten().tolist()

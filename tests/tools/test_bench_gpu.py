@@ -1,0 +1,446 @@
+"""The benchmark on GPUs without the device: arithmetic of floors, options, a whole run.
+
+The run has ranks on CPUs where GPUs belong and a clock in place of events, so that everything else
+is what runs on GPUs.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe_p2p import errors, reference
+from moe_p2p.gpu import jit
+from moe_p2p.reference import Tokens, Topology, wire
+from moe_p2p.tools import launch
+from moe_p2p.tools.bench import (
+    cases,
+    check,
+    floors,
+    gpu_calls,
+    gpu_measure,
+    gpu_report,
+    gpu_timing,
+    gpu_worker,
+    options,
+    probe,
+)
+from moe_p2p.tools.bench.cases import make_job
+from moe_p2p.tools.bench.floors import Links, PhaseBytes, Sizes
+from moe_p2p.tools.bench.gpu_last import Inputs
+from moe_p2p.tools.bench.gpu_report import HALVES, Machine
+from moe_p2p.tools.bench.options import Options
+
+LINKS = Links(push_gbs=300.0, push_24_gbs=250.0, flag_us=2.0, pinned_us=3.0, relayed_us=4.0)
+MACHINE = Machine(device="a clock", driver="13.0", torch=torch.__version__, nccl="none")
+TINY = Options(
+    ranks=2, ranks_per_node=2, tokens=(6,), hidden=256, topk=2, experts=4, checks=2, seconds=0.01,
+    chunks=("default", "T"), sms=(0,),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_the_probe_compiles(arch: str) -> None:
+    try:
+        jit._nvrtc_version()
+    except errors.UnavailableError as error:
+        pytest.skip(str(error))
+    compiled = jit.compile_only("probe.cu", probe.macros(), arch)
+    for name in ("barrier", "push", "flags", "host"):
+        assert f".text.moe_p2p_probe_{name}\0".encode() in compiled.cubin
+    assert all(usage.spill_store_bytes == 0 for usage in compiled.usage.values())
+
+
+def draw(world_size: int, num_experts: int, topk: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        torch.rand(20 + rank, num_experts, generator=generator).topk(topk, dim=1).indices
+        for rank in range(world_size)
+    ]
+
+
+@pytest.mark.parametrize(("world_size", "local"), [(4, 4), (4, 2), (6, 2), (4, 1)])
+@pytest.mark.parametrize("quantize", [False, True])
+def test_bytes_are_those_of_the_reference(world_size: int, local: int, quantize: bool) -> None:
+    topology = Topology(world_size=world_size, ranks_per_node=local, num_experts=12)
+    topk_idx = draw(world_size, 12, 3)
+    tokens = [
+        Tokens(x=torch.ones(len(idx), 256, dtype=torch.bfloat16), topk_idx=idx) for idx in topk_idx
+    ]
+    routing = reference.route(topology, tokens, layout="grouped", quantized=quantize)
+    copies = floors.token_copies(topk_idx, topology)
+    for source in range(world_size):
+        mine = routing.source == source
+        pairs = torch.stack([routing.token[mine], routing.rank[mine]], dim=1).unique(dim=0)
+        assert copies[source].tolist() == pairs[:, 1].bincount(minlength=world_size).tolist()
+
+    sizes = Sizes.of(256, topk=3, item=2, quantize=quantize)
+    to_nodes = floors.node_copies(topk_idx, topology)
+    for num_steps in (1, 3):
+        busiest, total = floors.nic_bytes(to_nodes, topology, sizes, num_steps=num_steps)
+        wire = [
+            wire.wire_bytes(routing, source, combine_dtype=torch.bfloat16, num_steps=num_steps)
+            for source in range(world_size)
+        ]
+        assert total == PhaseBytes(
+            dispatch=sum(w.dispatch for w in wire), combine=sum(w.combine for w in wire)
+        )
+        assert busiest.dispatch == max(w.dispatch for w in wire)
+        assert total.combine / world_size <= busiest.combine <= total.combine
+    least = [
+        wire.floor_bytes(routing, source, combine_dtype=torch.bfloat16).pair
+        for source in range(world_size)
+    ]
+    assert int(to_nodes.sum()) * sizes.payload == sum(least)
+
+
+def test_what_leaves_a_gpu_is_counted_by_hand() -> None:
+    # An expert a rank. Token by token: rank 0 -> {1, 2}, {0, 1}; rank 1 -> {3}; others none.
+    none = torch.empty(0, 2, dtype=torch.int64)
+    topk_idx = [torch.tensor([[1, 2], [0, 1]]), torch.tensor([[3, -1]]), none, none]
+    sizes = Sizes(slot=1000, row=500, payload=1400)
+    whole = Topology(world_size=4, ranks_per_node=4, num_experts=4)
+    header, counts = 128, 128
+    copies = floors.token_copies(topk_idx, whole)
+    assert copies.tolist() == [[1, 2, 1, 0], [0, 0, 0, 1], [0] * 4, [0] * 4]
+    assert floors.nvlink_bytes(copies, whole, sizes) == PhaseBytes(
+        dispatch=3000 + 3 * (header + counts),  # rank 0: two to rank 1, one to rank 2
+        combine=1000 + 3 * header,  # rank 1 answers two
+    )
+    nodes = Topology(world_size=4, ranks_per_node=2, num_experts=4)
+    # Rank 0 -> 1 twice inside; 0 -> 2 lands at rank 2 itself, 1 -> 3 at rank 3 itself.
+    assert floors.nvlink_bytes(copies, nodes, sizes) == PhaseBytes(
+        dispatch=2000 + header + counts, combine=1000 + header
+    )
+    to_nodes = floors.node_copies(topk_idx, nodes)
+    assert to_nodes.tolist() == [[0, 1], [0, 1], [0, 0], [0, 0]]
+    busiest, total = floors.nic_bytes(to_nodes, nodes, sizes, num_steps=1)
+    assert busiest == PhaseBytes(dispatch=1000 + header + counts, combine=500 + header)
+    assert total == PhaseBytes(dispatch=2000 + 4 * (header + counts), combine=1000 + 4 * header)
+
+
+def test_a_floor_is_the_slower_link() -> None:
+    nvlink, nic = PhaseBytes(dispatch=300_000, combine=600_000), PhaseBytes(dispatch=1, combine=0)
+    floor = floors.floor_us(nvlink, nic, push_gbs=300.0, gbps=400.0)
+    assert (floor.dispatch, floor.combine, floor.pair) == (1.0, 2.0, 3.0)
+    slow = floors.floor_us(nvlink, PhaseBytes(dispatch=500_000, combine=0), push_gbs=0, gbps=400.0)
+    assert (slow.dispatch, slow.combine) == (10.0, 0.0)
+
+
+def test_an_arrival_is_the_relayed_way_without_the_way_back() -> None:
+    assert LINKS.arrival_us == 2.5
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_the_closed_form_is_the_reference(dtype: Any) -> None:
+    given = replace(TINY, dtype=dtype)
+    job = cases.make_job(given)
+    tokens = job.tokens(0, [6, 5])
+    for rank in range(2):
+        expected = check.expect(job, given, rank, tokens)
+        found = check.verify_sums("sums", job, given, tokens=tokens[rank], got=expected.out)
+        assert found == []
+        expected.out[3, 7] += 1
+        (story,) = check.verify_sums("sums", job, given, tokens=tokens[rank], got=expected.out)
+        assert "1 values beyond rounding, first in row 3 at 7" in story
+
+
+# --- options ---
+
+
+@pytest.fixture
+def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_gpus_are_taken_where_there_are_any() -> None:
+    (found,) = options.parse([])
+    assert (found.device, found.ranks, found.ranks_per_node) == ("cuda", 4, 4)
+    assert (found.dtype, found.experts, found.transport_settings) == ("fp8", 256, "")
+    (found,) = options.parse(["--device", "cpu"])
+    assert (found.device, found.ranks_per_node, found.dtype) == ("cpu", 2, "bf16")
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_emulated_nodes_share_the_rate_of_a_gpu() -> None:
+    found = options.parse(["--ranks=2,4", "--ranks-per-node=4,2,1", "--nics=4"])
+    worlds = [(o.ranks, o.ranks_per_node, o.gbps) for o in found]
+    assert worlds == [(2, 2, 0), (2, 1, 100), (4, 4, 0), (4, 2, 100), (4, 1, 100)]
+    assert options.parse(["--ranks-per-node=2", "--gbps=0"])[0].gbps == 0
+    assert options.parse(["--ranks-per-node=2", "--seed=3"])[0].transport_settings == "seed=3"
+
+
+@pytest.mark.usefixtures("four_gpus")
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--ranks", "8"], "--ranks 8 is more than the 4 GPUs"),
+        (["--ranks-per-node", "3"], "--ranks 4 is not a multiple of --ranks-per-node 3"),
+        (["--chunk-tokens", "half"], "'half' is neither a number, default nor T"),
+        (["--layer", "--layout=by_rank"], "--layer needs rows by expert"),
+    ],
+)
+def test_says_what_does_not_fit_the_machine(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        options.parse(arguments)
+    assert said in capsys.readouterr().err
+
+
+def test_forms_of_a_call_come_once() -> None:
+    base = replace(TINY, chunks=("default", "T", "64"), sms=(0, 24))
+    assert gpu_worker.forms(replace(base, tokens=(32,))) == [(32, 0), (32, 24)]
+    chunks = [chunk for chunk, _ in gpu_worker.forms(replace(base, tokens=(4096,), sms=(0,)))]
+    assert chunks == [512, 4096, 64]
+
+
+# --- a whole run ---
+
+
+class Events:
+    """torch.cuda as gpu_timing uses it, by the host's clock."""
+
+    class Event:
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = time.perf_counter()
+
+        def elapsed_time(self, end: Any) -> float:
+            return float(end.at - self.at) * 1e3
+
+    @staticmethod
+    def _sleep(_: int) -> None:
+        pass
+
+    @staticmethod
+    def synchronize() -> None:
+        pass
+
+
+class Meeting:
+    """Probe without links."""
+
+    def __init__(self, *, timeout_s: float) -> None:
+        assert timeout_s > 0
+
+    barrier = staticmethod(dist.barrier)
+
+    def links(self) -> Links:
+        return LINKS
+
+    def check(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def scaled_by(factor: int) -> Any:
+    """Experts of a layer."""
+
+    def experts(x: torch.Tensor, scales: torch.Tensor | None, _: torch.Tensor) -> torch.Tensor:
+        rows = x.float() if scales is None else reference.dequantize(x, scales)
+        return (rows.nan_to_num() * factor).bfloat16()
+
+    return experts
+
+
+def run_by_the_clock(given: Options) -> gpu_worker.Results:
+    patch = pytest.MonkeyPatch()
+    nothing: Any = lambda *_: None  # noqa: E731
+    new_group = dist.new_group
+    patch.setattr(gpu_timing, "cuda", Events)
+    patch.setattr(gpu_worker, "Probe", Meeting)
+    patch.setattr(gpu_worker, "on_device", lambda tokens: tokens)
+    patch.setattr(Machine, "here", staticmethod(lambda: MACHINE))
+    patch.setattr(dist, "new_group", lambda backend: new_group(backend="gloo"))
+    patch.setattr(torch.cuda, "set_device", nothing)
+    patch.setattr(torch.cuda, "synchronize", nothing)
+    device = type("Device", (), {"total_memory": 1 << 40})
+    patch.setattr(torch.cuda, "get_device_properties", lambda _: device)
+
+    def unrolled(run: Any, *, repeats: int) -> Any:
+        return lambda: [run() for _ in range(repeats)]
+
+    patch.setattr(gpu_measure, "captured", unrolled)
+    patch.setattr(gpu_worker, "make_experts", lambda options, *_: scaled_by(options.ffn))
+    return gpu_worker.run(given)
+
+
+def the_run(given: Options) -> gpu_worker.Results:
+    results: gpu_worker.Results = launch.run_ranks(run_by_the_clock, given, num_ranks=given.ranks)[
+        0
+    ]
+    return results
+
+
+def test_a_run_checks_and_times_everything() -> None:
+    given = replace(TINY, tokens=(3, 6), chunks=("default", "4"), dtype="fp8")
+    results = the_run(given)
+    assert [note for note in results.notes if "DeepEP" not in note] == []
+    seen = {(row.system, row.tokens, row.chunk_tokens, row.what) for row in results.rows}
+    ways = ("pair graph", "pair eager", "dispatch", "combine")
+    assert seen == {
+        *(("moe_p2p", tokens, chunk, way) for tokens, chunk in ((3, 3), (6, 6), (6, 4))
+          for way in ways),
+        *(("torch", tokens, 0, way) for tokens in (3, 6) for way in ways[1:]),
+    }  # fmt: skip
+    for row in results.rows:
+        assert (row.host_us > 0) == (row.what == "pair eager")
+        assert row.correct, row.story
+        assert "after timing" in row.compared
+        assert 0 < row.spread.min_us <= row.spread.p50_us <= row.spread.p99_us
+        assert row.nvlink_bytes > 0
+        assert row.wire_bytes in (None, 0)
+        assert row.rounds >= gpu_timing.MIN_ROUNDS
+    text = gpu_report.table(results.rows)
+    assert len(text.splitlines()) == 1 + 3 + 2
+    assert "NO" not in text
+
+
+def test_waits_are_no_work_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = waited = 0.0
+
+    def run() -> None:  # 30 us of work, and waits that differ
+        nonlocal now, waited
+        now += 30e-6 + waited / 2 + 1e-3
+        waited += waited / 2 + 1e-3
+
+    monkeypatch.setattr(gpu_timing, "cuda", Events)
+    monkeypatch.setattr(gpu_timing, "agreed_max", lambda value: value)
+    monkeypatch.setattr(gpu_timing.time, "perf_counter", lambda: now)
+    worked = gpu_timing.host_us(run, lambda: waited, lambda: None, repeats=2)
+    assert worked == pytest.approx(30.0)
+
+
+def with_replays_that_do_nothing(given: Options) -> gpu_worker.Results:
+    """As those of a broken communicator: every kernel of theirs ends at once."""
+    patch = pytest.MonkeyPatch()
+    idle: Any = lambda run, *, repeats: lambda: None  # noqa: E731
+    real = gpu_measure.measure
+
+    def measure(*args: Any, **kwargs: Any) -> Any:
+        patch.setattr(gpu_measure, "captured", idle)
+        return real(*args, **kwargs)
+
+    patch.setattr(gpu_worker, "measure", measure)
+    return run_by_the_clock(given)
+
+
+def test_results_of_the_last_replay_are_compared() -> None:
+    given = replace(TINY, chunks=("T",))
+    rows = launch.run_ranks(with_replays_that_do_nothing, given, num_ranks=2)[0].rows
+    ours = [row for row in rows if row.system == "moe_p2p"]
+    assert not any(row.correct for row in ours)
+    told = {text.split(", ", 3)[3] for row in ours for text in row.story}
+    assert "rows are not those of an eager call" in told
+    assert any("values beyond rounding" in text for text in told)
+    assert all("pair graph" in text for row in ours for text in row.story)
+    assert all(row.correct for row in rows if row.system == "torch")
+    assert "NO" in gpu_report.table(rows)
+
+
+def test_no_result_of_earlier_inputs_can_pass_for_one_of_the_last() -> None:
+    tokens = make_job(TINY).tokens_of(0, 0, 6)
+    inputs, before = Inputs(tokens), []
+    for turn in (inputs.change, inputs.change, inputs.renew, inputs.change, inputs.renew):
+        turn()
+        assert inputs.tokens.topk_weights is not None
+        now = inputs.tokens.x.clone(), inputs.tokens.topk_weights.clone()
+        if turn == inputs.renew:
+            assert not any(torch.equal(x, now[0]) or torch.equal(w, now[1]) for x, w in before)
+        before.append(now)
+
+
+def broken_at_rank_1(given: Options) -> gpu_worker.Results:
+    patch = pytest.MonkeyPatch()
+    real = gpu_worker.package_calls
+
+    def calls(*args: Any, **kwargs: Any) -> gpu_calls.Calls:
+        broken = "a story" if dist.get_rank() == 1 else ""
+        return replace(real(*args, **kwargs), broken=lambda: broken)
+
+    patch.setattr(gpu_worker, "package_calls", calls)
+    return run_by_the_clock(given)
+
+
+def test_a_communicator_that_broke_at_any_rank_is_not_correct() -> None:
+    given = replace(TINY, chunks=("T",), baseline=False)
+    rows = launch.run_ranks(broken_at_rank_1, given, num_ranks=2)[0].rows
+    assert not any(row.correct for row in rows)
+    assert any("pair graph, broken: a story" in text for text in rows[0].story)
+
+
+@pytest.mark.parametrize("chunks", [("T",), ("2",)])
+def test_a_run_over_nodes_counts_the_bytes(chunks: tuple[str, ...]) -> None:
+    results = the_run(replace(TINY, ranks_per_node=1, chunks=chunks))
+    assert any("no baselines" in note for note in results.notes)
+    pairs = [row for row in results.rows if row.what == "pair graph"]
+    assert [row.story for row in pairs] == [[]]
+    assert pairs[0].wire_bytes == pairs[0].expected_wire_bytes > 0
+
+
+def without_memory(given: Options) -> gpu_worker.Results:
+    pytest.MonkeyPatch().setattr(gpu_worker, "MEMORY_PART", 0)
+    return run_by_the_clock(given)
+
+
+def test_a_run_without_anything_to_measure_fails() -> None:
+    said = "nothing to measure: .*T 6, chunk_tokens 6: left out, . MiB of regions"
+    with pytest.raises(launch.RanksFailedError, match=said):
+        launch.run_ranks(without_memory, TINY, num_ranks=2)
+
+
+def test_a_run_times_the_layer() -> None:
+    results = the_run(replace(TINY, layer=True, ffn=3, chunks=("T",)))
+    seen = {(row.system, row.what) for row in results.rows if row.what.startswith("layer")}
+    assert seen == {
+        ("moe_p2p", "layer eager"),
+        ("moe_p2p", "layer graph"),
+        ("torch", "layer eager"),
+    }
+    assert all(row.correct for row in results.rows)
+
+
+@pytest.mark.parametrize("layout", ["padded", "by_rank"])
+def test_a_run_times_the_halves_of_calls_that_have_them(layout: Any) -> None:
+    given = replace(TINY, halves=True, chunks=("T", "2"), baseline=False, layout=layout)
+    results = the_run(given)
+    assert {row.layout for row in results.rows} == {layout}
+    seen = {(row.chunk_tokens, row.what): row for row in results.rows if row.what in HALVES}
+    assert seen.keys() == {(6, what) for what in HALVES}  # chunks of 2: more steps than are open
+    assert all(row.correct for row in results.rows)
+    assert [seen[6, what].percent_of_push is None for what in HALVES] == [False, True] * 2
+    whole, cut = gpu_report.table(results.rows).splitlines()[1:]
+    assert cut.split().count("-") == whole.split().count("-") + len(HALVES)
+
+
+def test_layers_that_differ_are_told() -> None:
+    def layer(value: float) -> gpu_worker.Contestant:
+        calls = gpu_calls.Calls(
+            system=f"times {value}",
+            dispatch=lambda: None,
+            combine=lambda: None,
+            capturable=False,
+            layer=lambda: torch.full((4,), value),
+        )
+        return gpu_worker.Contestant(calls=calls, story=[])
+
+    found = [layer(1.0), layer(1.1), layer(float("nan")), layer(1.01)]
+    gpu_worker._compare_layers(found)
+    assert [one.story for one in found] == [
+        [],
+        ["times 1.1: layer is 0.089 of its length away"],
+        ["times nan: layer is nan of its length away"],
+        [],
+    ]
