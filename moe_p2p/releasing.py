@@ -17,6 +17,7 @@ from torch import Tensor
 from moe_p2p.all_to_all import AllToAll
 from moe_p2p.arguments import dispatch_options
 from moe_p2p.dispatched import Dispatched, DispatchOptions, PendingDispatch
+from moe_p2p.ops import call
 
 _ops = torch.ops.moe_p2p
 # In place of x and its scales, which a handle would keep alive.
@@ -37,7 +38,7 @@ class ReleasingAllToAll(AllToAll):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        _ops.all_to_all_release_oldest(self._comm)
+        call(_ops.all_to_all_release_oldest.default, self._comm)
 
     def options(
         self, max_tokens: int, *, zero_padding: bool = False, **options: Any

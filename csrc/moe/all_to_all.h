@@ -57,15 +57,15 @@ class AllToAll {
 
   int64_t handle_words(int64_t num_rows, int64_t max_tokens) const;
 
-  // Either half of a call, or both; null leaves a half out. A send half returns as soon as its own work is
-  // done. For calls of at most steps_in_flight chunks; larger ones must be whole.
+  // Either half of a call, or both; null leaves a half out. A send half returns as soon as its own
+  // work is done. For calls of at most steps_in_flight chunks; larger ones must be whole.
   void dispatch(const DispatchSend* send, const DispatchRecv* recv);
   void combine(const CombineSend* send, const CombineRecv* recv);
   // Closes the step of a paired dispatch that gets no combine. All ranks release it.
   void release(Handle handle, const platform::Stream& stream = {});
 
-  // From now on a call that needs the step of an older paired dispatch releases it, instead of being refused.
-  // All ranks do so. For options.device after use_device().
+  // From now on a call that needs the step of an older paired dispatch releases it, instead of
+  // being refused. All ranks do so. For options.device after use_device().
   void release_oldest();
 
   // The same number of values from every rank, [W, n] on each; waits for all ranks. On the host, with

@@ -16,19 +16,20 @@ class Backend {
  public:
   virtual ~Backend() = default;
 
-  // Either half of a call, or both; null leaves a half out. Bad input throws Error{kInvalidArgument} before
-  // anything is sent. What breaks the communicator is latched (node/waits.h).
+  // Either half of a call, or both; null leaves a half out. Bad input throws
+  // Error{kInvalidArgument} before anything is sent. What breaks the communicator is latched
+  // (node/waits.h).
   virtual void dispatch(const DispatchSend* send, const DispatchRecv* recv) = 0;
   virtual void combine(const CombineSend* send, const CombineRecv* recv) = 0;
   // Closes the step of a paired dispatch that gets no combine.
   virtual void release(Handle handle, const platform::Stream& stream) = 0;
 
-  // Throws what has failed here since the call that caused it returned. Latches nothing, waits for nothing.
+  // Throws what has failed since the call that caused it returned. Latches nothing, waits for
+  // nothing.
   virtual void check() const = 0;
-  // Whether check() would throw something that was not an error of another rank.
-  virtual bool failed() const noexcept = 0;
-  // Of each step slot the last step, where this rank has handed in its part of the combine, neighbours may
-  // still have to, and all of them will: doorbells that a rank which closes has to wait for.
+  virtual bool failed() const noexcept = 0;  // a kernel has reported something
+  // The last step of each step slot whose combine this rank has handed in, unless a neighbour that
+  // is gone has not: nobody rings its doorbell then. A rank that closes waits for these to be sent.
   virtual std::vector<Step> last_steps() const = 0;
 
   // Which calls are open.

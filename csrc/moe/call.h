@@ -1,5 +1,6 @@
-// What a call is given: plain pointers to its inputs and outputs, in the memory that the communicator
-// is for. Filled by ops and tests; checked by the backend that takes them (moe/backend.h).
+// What a call is given: plain pointers to its inputs and outputs, in the memory that the
+// communicator is for. Filled by ops and tests; checked by the backend that takes them
+// (moe/backend.h).
 #pragma once
 
 #include <cstdint>

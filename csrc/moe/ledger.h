@@ -1,14 +1,15 @@
-// Which calls of this rank are open: a dispatch that was not received, a paired one that was not combined, a
-// combine that was not received. The half that follows finds here what it must agree with, and a call that
-// would wait for a step which its own caller holds open is refused, or the oldest dispatches are released for
-// it. Used by both backends. When a step ends is another question: hosts see it arrive (host/calls.h,
-// StepRing), on GPUs kernels do, which also decide what they open and close (kernels/device/steps.cuh).
+// Which calls of this rank are open: a dispatch that was not received, a paired one that was not
+// combined, a combine that was not received. The half that follows finds here what it must agree
+// with, and a call that would wait for a step which its own caller holds open is refused, or the
+// oldest dispatches are released for it. Used by both backends. When a step ends is another
+// question: hosts see it arrive (host/calls.h, StepRing), on GPUs kernels do, which also decide
+// what they open and close (kernels/device/steps.cuh).
 //
-// Calls that are captured run whenever their graph is replayed, without the host. So they stay known until
-// another dispatch takes their handle, and only calls of the same capture are held against each other.
-// Where a graph closes dispatches that it does not hold, no call is refused any more for being too many:
-// the host cannot know how many are open. Where the oldest are released, a captured call counts as if it ran
-// once, as the release does that it may bring.
+// Calls that are captured run whenever their graph is replayed, without the host. So they stay
+// known until another dispatch takes their handle, and only calls of the same capture are held
+// against each other. Where a graph closes dispatches that it does not hold, no call is refused any
+// more for being too many: the host cannot know how many are open. Where the oldest are released, a
+// captured call counts as if it ran once, as the release does that it may bring.
 #pragma once
 
 #include <cstdint>
@@ -80,8 +81,8 @@ class Ledger {
   const OpenCall* find_named(uint64_t step, const int32_t* handle, Stage stage) const;
   bool waits_to_be_received(const int32_t* handle) const;
 
-  // A call of `capture` has been sent: it takes the place of `before`, which find() has returned, if
-  // any. `opens`: steps of its own. `stays`: another one belongs to it.
+  // A call of `capture` has been sent: it takes the place of `before`, which find() has returned,
+  // if any. `opens`: steps of its own. `stays`: another one belongs to it.
   void record(const OpenCall* before, OpenCall call, uint64_t capture, bool opens, bool stays);
 
  private:

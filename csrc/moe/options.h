@@ -18,8 +18,8 @@ struct AllToAllOptions {
   int num_threads = 1;                        // of the host kernels
   // Tensors are on a GPU; use_device() before address(), use_signals() after connect().
   bool device = false;
-  // [W] words of moe/node/masks.h in host memory, which outlive the object. A rank that does not come, or
-  // is gone, is then masked instead of breaking this one. null: no masks.
+  // [W] words of moe/node/masks.h in host memory, which outlive the object. A rank that does not
+  // come, or is gone, is then masked instead of breaking this one. null: no masks.
   int32_t* masks = nullptr;
 };
 

@@ -1,5 +1,5 @@
-// Which calls are open, and what that refuses or releases. What GPU calls make of it, with graphs, is in
-// device_ledger_test.cpp.
+// Which calls are open, and what that refuses or releases. What GPU calls make of it, with graphs,
+// is in device_ledger_test.cpp.
 #include "moe/ledger.h"
 
 #include <doctest/doctest.h>

@@ -372,6 +372,8 @@ void DeviceBackend::launch_combine(const CombineSend* send, const CombineRecv* r
   p.grid = grid_of(kernel, {.send_items = send ? chunk * plan_.shape.world_size : 0,
                             .recv_items = recv ? chunk * kMostShares : 0,
                             .copies = copies});
+  // `before` stays where it is: a call that opens steps of its own has none, or one that was
+  // captured.
   if (opens) make_room(call.num_steps, place);
   launch(kernel, p, place);
   ledger_.record(before, call, place.capture, opens, !recv);

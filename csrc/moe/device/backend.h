@@ -70,8 +70,8 @@ class DeviceBackend final : public Backend {
 
   // What the first kernel that failed reported; null while none did.
   const abi::Fault* fault() const noexcept;
-  // A call that launches kernels. It may fail in the driver, which breaks the communicator; anything else
-  // that it throws is the caller's.
+  // A call that launches kernels. It may fail in the driver, which breaks the communicator;
+  // anything else that it throws is the caller's.
   template <typename Call>
   void launching(Call&& call);
   void launch_dispatch(const DispatchSend* send, const DispatchRecv* recv,

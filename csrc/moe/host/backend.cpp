@@ -67,8 +67,8 @@ void HostBackend::check(const Pending& pending) const {
   waits_.check_neighbours(arrived, text);
 }
 
-// The last of the node to hand in rings. A neighbour that is gone, or was stopped, without having done
-// so never does.
+// The last of the node to hand in rings. A neighbour that is gone, or was stopped, without having
+// done so never does.
 std::vector<Step> HostBackend::last_steps() const {
   const bool aborted = waits_.aborted();
   std::vector<Step> steps = ring_.last_combines();
@@ -132,9 +132,9 @@ void HostBackend::send_combine(const CombineSend& send) {
 
 void HostBackend::release(Handle handle, const platform::Stream&) {
   const HandleView view = context_.open(handle);
-  const bool was_sent = view.meta().state == abi::kSent;
   const OpenCall* call =
-      was_sent ? &sent(handle, Stage::kDispatchSent, "dispatch") : context_.open_dispatch(view);
+      ledger_.find_named(view.meta().first_step, handle.words, Stage::kDispatchSent);
+  if (!call) call = context_.open_dispatch(view);
   if (!call) return;  // of a solo dispatch, or combined already
   release(OpenCall(*call));
   view.meta().state = abi::kReleased;

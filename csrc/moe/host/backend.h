@@ -1,5 +1,5 @@
-// The calls of one rank on the CPU: state machines (host/calls.h) that are advanced until they are done,
-// with a wait between.
+// The calls of one rank on the CPU: state machines (host/calls.h) that are advanced until they are
+// done, with a wait between.
 #pragma once
 
 #include "moe/backend.h"

@@ -1,5 +1,5 @@
-// A call as a state machine over steps: advance() does all that can be done now and never waits. The
-// backend (host/backend.h) sleeps between advances; the protocol simulation interleaves them.
+// A call as a state machine over steps: advance() does all that can be done now and never waits.
+// The backend (host/backend.h) sleeps between advances; the protocol simulation interleaves them.
 //
 //   paired dispatch   one step:  send tokens, receive tokens                  (combine closes it)
 //   solo dispatch     C steps:   send tokens, receive tokens, empty combine   as acknowledgement
@@ -19,8 +19,9 @@
 
 namespace moe_p2p::moe {
 
-// When steps may begin: step e once step e - S has seen its combine arrive, which is the whole of flow
-// control (docs/protocol.md, "Why no barrier is needed"). Which of them the caller holds open is in the ledger.
+// When steps may begin: step e once step e - S has seen its combine arrive, which is the whole of
+// flow control (docs/protocol.md, "Why no barrier is needed"). Which of them the caller holds open
+// is in the ledger.
 class StepRing {
  public:
   StepRing(const Plan& plan, HostKernels& kernels);
@@ -101,7 +102,8 @@ class DispatchCall {
 class CombineCall {
  public:
   CombineCall(const HostContext& context, const CombineSend& send);
-  // Its second half. Throws Error{kInvalidArgument} when the handle was overwritten since the first.
+  // Its second half. Throws Error{kInvalidArgument} when the handle was overwritten since the
+  // first.
   CombineCall(const HostContext& context, const OpenCall& sent, Handle handle);
   bool advance_send();                         // true once all partial sums are handed in
   bool advance_recv(const CombineRecv& recv);  // true once all sums are here; sends the rest

@@ -97,8 +97,9 @@ void Waits::check_neighbours(const Arrived& arrived, const Text& text) const {
 }
 
 // T (2 - 1/n) for n ranks that are missing, masked or not. A rank that dies may have said the same
-// thing to some and not to others; those wait for it, and the rest soon wait for them and for it, or
-// have masked it already. So whoever misses fewer masks first, and is heard in time by the others.
+// thing to some and not to others; those wait for it, and the rest soon wait for them and for it,
+// or have masked it already. So whoever misses fewer masks first, and is heard in time by the
+// others.
 std::chrono::milliseconds Waits::patience(const Arrived& arrived) const {
   int missing = 0;
   for (int source = 0; source < plan_.shape.world_size; ++source)

@@ -1,6 +1,6 @@
-// Every wait of a host for other ranks: its deadline, ranks that are gone meanwhile, masks, and the error
-// text of what went wrong. What breaks the communicator is latched here. Used by AllToAll and its backend, in
-// the thread that makes the calls.
+// Every wait of a host for other ranks: its deadline, ranks that are gone meanwhile, masks, and the
+// error text of what went wrong. What breaks the communicator is latched here. Used by AllToAll and
+// its backend, in the thread that makes the calls.
 #pragma once
 
 #include <chrono>
@@ -28,7 +28,8 @@ class Waits {
       : plan_(plan), options_(options), memory_(memory), masks_(masks), engine_(engine) {}
   void set_exchange(Exchange* exchange) noexcept { exchange_ = exchange; }
 
-  // Until ready(), with a deadline; gives up when a rank that has not arrived() is gone, or masks it.
+  // Until ready(), with a deadline; gives up when a rank that has not arrived() is gone, or masks
+  // it.
   void wait(const std::function<bool()>& ready, const Arrived& arrived, const Text& text) const;
 
   // --- what ends a wait, and calls that do not wait ---
@@ -43,8 +44,8 @@ class Waits {
   // --- texts ---
   // "dispatch of step 3 waits for rank 2 (node 1, 1 of 2 immediates came)"
   std::string waiting_for(const Pending& pending, const Arrived& arrived) const;
-  // " rank 2 (node 1) rank 3 (node 1, ...)": who has not arrived(), with progress(node) of this rank's
-  // partners.
+  // " rank 2 (node 1) rank 3 (node 1, ...)": who has not arrived(), with progress(node) of this
+  // rank's partners.
   std::string missing(const Arrived& arrived,
                       const std::function<std::string(int node)>& progress) const;
   [[noreturn]] void fail(base::Code code, const std::string& message) const;
