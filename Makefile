@@ -37,7 +37,8 @@ endif
 PIP := $(PY) -m pip install $(QUIET) --disable-pip-version-check --retries 1
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-SOURCES := $(shell find csrc kernels -type f -not -name '*.pyc') setup.py pyproject.toml
+SOURCES := $(shell find csrc kernels -type f -not -name '*.pyc') setup.py pyproject.toml \
+           moe_p2p/gpu/fd_exchange.py $(addprefix moe_p2p/rendezvous/,agreement.py bootstrap.py neighbours.py)  # csrc/letter.py
 
 .PHONY: bench test test-quick pytest lint format build wheel sdist clean distclean doctest libfabric force
 .NOTPARALLEL:

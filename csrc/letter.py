@@ -25,9 +25,10 @@ FILES = (
     "csrc/provider/libfabric/peers.cpp",
     "csrc/provider/verbs/proof.cpp",
     "csrc/provider/verbs/wire.cpp",
+    "moe_p2p/gpu/fd_exchange.py",
     "moe_p2p/rendezvous/agreement.py",
     "moe_p2p/rendezvous/bootstrap.py",
-    "moe_p2p/gpu/fd_exchange.py",
+    "moe_p2p/rendezvous/neighbours.py",
 )
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import time
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -92,6 +91,7 @@ class Communicator(NotCopied):
                 raise
             try:
                 self._device = self._make_device(meeting)
+                self._num_refused = meeting.num_refused
             except BaseException:
                 _close(self._comm, self.engine if own_engine else None, None)
                 raise
@@ -166,9 +166,8 @@ class Communicator(NotCopied):
         return DeviceSide(
             self._comm,
             config,
+            meeting,
             device=torch.cuda.current_device(),
-            rank=self.rank,
-            world_size=self.world_size,
             ranks_per_node=num_local,
             key=keys[first].decode(),
             partners=Partners(
@@ -178,7 +177,6 @@ class Communicator(NotCopied):
             else None,
             exchange=among_node if env.fabric() else None,
             masks=self._masks,
-            deadline=time.monotonic() + config.timeout_s,
         )
 
     def _choose_engine(self, meeting: Bootstrap, given: Engine | None) -> Engine:
@@ -284,6 +282,12 @@ class Communicator(NotCopied):
     def counters(self) -> list[NicCounters]:
         """What each NIC of this rank's engine wrote and received since the engine was made."""
         return self.engine.counters()
+
+    @property
+    def refused_connections(self) -> int:
+        """Connections of strangers that this rank has refused: those to its NICs, which `counters`
+        has one by one, and those to its node's ranks while they passed on memory of GPUs."""
+        return self._num_refused + sum(nic["connections_refused"] for nic in self.counters())
 
     @property
     def masked(self) -> Tensor:

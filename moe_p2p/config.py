@@ -19,6 +19,7 @@ from moe_p2p.nics.transport import MAX_NICS, shared_settings
 PAYLOAD_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
 COMBINE_DTYPES = PAYLOAD_DTYPES[:3]
 DEFAULT_CHUNK_TOKENS = 512
+MAX_RANKS = 8192
 WAITS = ("spin", "yield", "sleep")
 DEVICES = ("cpu", "cuda")
 # Each rank may choose these for itself; all other fields must be equal on all ranks.
@@ -54,7 +55,7 @@ class AllToAllConfig:
         bytes, and GPUs receive it part by part. 0, or on GPUs with mask_lost_ranks: as a whole.
     steps_in_flight: S, 2 to 16: dispatches that may be under way before their combines.
     expert_rank: owner of each expert. None: equal blocks in order.
-    ranks_per_node: L. None: ranks whose host is the same; they must be consecutive.
+    ranks_per_node: L, at most 64. None: ranks whose host is the same; they must be consecutive.
     transport: "auto", "libfabric", "verbs", "loopback" or another provider. "auto": environment,
         else libfabric where EFA devices are, verbs where other RDMA devices are, loopback where
         all ranks are of one node or the host has no RDMA.
@@ -107,7 +108,9 @@ class AllToAllConfig:
         self._check_range("extra_bytes", 0, 1 << 20)
         self._check_range("part_bytes", 0, 1 << 30)
         self._check_range("steps_in_flight", 2, 16)
-        self._check_range("ranks_per_node", 1, 64)
+        self._check_range("ranks_per_node", 1, MAX_RANKS)
+        if self.ranks_per_node is not None:  # one text for all who ask for too large a node
+            ops.call(torch.ops.moe_p2p.check_ranks_per_node.default, self.ranks_per_node)
         self._check_range("nics_per_rank", 1, MAX_NICS)
         self._check_range("num_threads", 1, 1024)
         self._check_range("proxy_cpu", 0, 1 << 16)

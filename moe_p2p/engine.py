@@ -37,6 +37,7 @@ class NicCounters(TypedDict):
     writes: int  # posted work requests
     immediates_sent: int
     immediates_received: int
+    connections_refused: int  # of strangers, to the port of verbs' handshakes
 
 
 class Slice(NamedTuple):
@@ -353,13 +354,14 @@ class Engine(NotCopied):
 
     def counters(self) -> list[NicCounters]:
         """Per NIC, since the engine was made."""
-        rows = call(_ops.engine_counters.default, self.number).tolist()  # [nics, 4]
+        rows = call(_ops.engine_counters.default, self.number).tolist()  # [nics, 5]
         return [
             NicCounters(
                 bytes_written=row[0],
                 writes=row[1],
                 immediates_sent=row[2],
                 immediates_received=row[3],
+                connections_refused=row[4],
             )
             for row in rows
         ]

@@ -13,7 +13,10 @@ MOE_P2P_LOG                 error, warning, info or debug; also read by csrc/bas
 MOE_P2P_SECRET              what processes prove to each other to connect over verbs, the same in
                             all; read by csrc/provider/verbs/proof.cpp
 PYTHONPATH                  prolonged for the processes that a program starts
-RANK, LOCAL_WORLD_SIZE      this rank, and ranks of this machine, set by torchrun
+RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR
+                            this rank, all of them, the same of this host, and the host where ranks
+                            meet, set by torchrun
+GLOO_SOCKET_IFNAME          interface of torch's gloo; set here where ranks of several hosts meet
 """
 
 from __future__ import annotations
@@ -79,6 +82,31 @@ def rank() -> int:
     return int(os.environ["RANK"])
 
 
+def launched() -> bool:
+    """Whether torchrun, or another launcher that speaks like it, has started this process."""
+    return {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= os.environ.keys()
+
+
+def world_size() -> int:
+    """Ranks that the launcher started."""
+    return int(os.environ["WORLD_SIZE"])
+
+
+def local_rank() -> int:
+    """The number of this process among those of this host."""
+    return int(os.environ["LOCAL_RANK"])
+
+
 def local_world_size() -> int:
     """Ranks that the launcher started on this machine."""
     return int(os.environ["LOCAL_WORLD_SIZE"])
+
+
+def master_address() -> str:
+    """The host where ranks meet."""
+    return os.environ["MASTER_ADDR"]
+
+
+def use_gloo_interface(name: str) -> None:
+    """Unless the user has chosen one."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)

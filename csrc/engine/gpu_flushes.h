@@ -20,6 +20,8 @@ class GpuFlushes {
   // Any thread. From now on flush() includes the GPU of `memory`, where its order does not suffice for
   // those who read it. Throws Error{kUnavailable} when the GPU orders too little and cannot flush.
   void include(const provider::MemorySpan& memory);
+  // A flush has failed: immediates that came with it are not counted, nor are later ones.
+  bool failed() const noexcept { return error_.load(std::memory_order_relaxed) != 0; }
   // "the GPU does not flush ...", empty while every flush has succeeded.
   std::string failure() const;
 
@@ -27,6 +29,7 @@ class GpuFlushes {
   bool needed() const noexcept { return first_.load(std::memory_order_relaxed) != nullptr; }
   // False when a GPU could not flush: nothing that a NIC wrote may be shown then.
   bool flush() noexcept {
+    if (failed()) return false;
     // acquire: pairs with include().
     for (const Gpu* gpu = first_.load(std::memory_order_acquire); gpu != nullptr; gpu = gpu->next) {
       const int error = gpu->flush.flush();

@@ -11,6 +11,7 @@ struct NicCounters {
   uint64_t writes = 0;  // posted work requests
   uint64_t immediates_sent = 0;
   uint64_t immediates_received = 0;
+  uint64_t connections_refused = 0;  // of strangers (Domain::num_refused)
   // Steady clock, taken just before the provider was last given work; 0 = never. With the time at
   // which a doorbell was rung this gives the engine's own latency.
   uint64_t last_post_ns = 0;

@@ -128,8 +128,11 @@ NicCounters NicQueue::counters() const noexcept {
   const auto read = [](const std::atomic<uint64_t>& counter) {
     return counter.load(std::memory_order_relaxed);
   };
-  return {read(counters_.bytes_written), read(counters_.writes), read(counters_.immediates_sent),
-          read(counters_.immediates_received), read(counters_.last_post_ns)};
+  return {.bytes_written = read(counters_.bytes_written),
+          .writes = read(counters_.writes),
+          .immediates_sent = read(counters_.immediates_sent),
+          .immediates_received = read(counters_.immediates_received),
+          .last_post_ns = read(counters_.last_post_ns)};
 }
 
 }  // namespace moe_p2p::engine

@@ -287,16 +287,27 @@ void TransferEngine::detach_poller() noexcept {
   state_->polling_thread.store(nullptr, std::memory_order_release);
 }
 
+bool TransferEngine::gpu_flush_failed() const noexcept {
+  return state_->poller.gpu_flushes().failed();
+}
+
+std::string TransferEngine::gpu_flush_failure() const {
+  return state_->poller.gpu_flushes().failure();
+}
+
 std::string TransferEngine::first_failure() const {
   std::string text = state_->group.failure();
   if (!text.empty()) text = "; first failure of the NICs: " + text;
-  const std::string flush = state_->poller.gpu_flushes().failure();
+  const std::string flush = gpu_flush_failure();
   return flush.empty() ? text : text + "; " + flush;
 }
 
 std::vector<NicCounters> TransferEngine::counters() const {
   std::vector<NicCounters> counters;
-  for (int nic = 0; nic < num_nics(); ++nic) counters.push_back(state_->poller.nic(nic).counters());
+  for (int nic = 0; nic < num_nics(); ++nic) {
+    counters.push_back(state_->poller.nic(nic).counters());
+    counters.back().connections_refused = state_->group[nic].num_refused();
+  }
   return counters;
 }
 

@@ -74,6 +74,10 @@ class TransferEngine {
   void run_on_poller(const Closure& closure, platform::Deadline deadline);
   ImmTable& imm_table() noexcept;
   std::vector<NicCounters> counters() const;
+  // Immediates are kept back since a GPU could not flush what NICs wrote: who waits for one waits in
+  // vain. The text says why; empty while it is false.
+  bool gpu_flush_failed() const noexcept;
+  std::string gpu_flush_failure() const;
   // "; first failure of the NICs: ..." for the end of an error's text; empty while there is none.
   std::string first_failure() const;
   // Says that the polling thread has ended. Until some thread calls progress() again, disconnect()

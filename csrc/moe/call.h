@@ -7,7 +7,7 @@
 #include <memory>
 #include <vector>
 
-#include "kernels/abi/layout.h"
+#include "kernels/abi/shape.h"
 #include "platform/stream_order.h"
 
 namespace moe_p2p::moe {

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "base/log.h"
+#include "kernels/abi/handle.h"
 
 namespace moe_p2p::ops {
 

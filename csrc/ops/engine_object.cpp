@@ -202,7 +202,11 @@ uint64_t EngineObject::wait_imm(uint32_t imm, uint64_t count, double timeout_s) 
                   engine::ImmTable::kMaxFreeForm, " counters are taken by other values than ", imm,
                   ", and ", table.discarded(),
                   " immediates were discarded; free_imm() those that are done");
-    return table.wait(imm, count, until, wait_);
+    if (table.wait(imm, count, until, wait_)) return true;
+    MOE_P2P_CHECK(!engine_.gpu_flush_failed(), Code::kTransport, label_, ": immediate ", imm,
+                  " came ", table.value(imm), " times, expected ", count, "; ",
+                  engine_.gpu_flush_failure());
+    return false;
   });
   const uint64_t have = table.value(imm);
   MOE_P2P_CHECK(reached, Code::kTimeout, label_, ": immediate ", imm, " came ", have,

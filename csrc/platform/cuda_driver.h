@@ -39,7 +39,8 @@ struct DriverTable {
   int (*host_free)(void* memory);
   int (*launch)(const void* config, void* kernel, void** params, void** extra);
   int (*flush_writes)(int target, int scope) = nullptr;  // null before CUDA 11.3
-  // Null in drivers that cannot. `kind` is kDmabufHandle; address and bytes are multiples of 4096.
+  // Null in drivers that cannot. `kind` is kDmabufHandle; address and bytes are multiples of a
+  // page of the host.
   int (*export_dmabuf)(int* fd, uint64_t address, size_t bytes, int kind,
                        unsigned long long flags) = nullptr;
   int (*stream_green)(void* stream, void** green) = nullptr;  // its green context; null before 12.4

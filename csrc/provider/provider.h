@@ -111,6 +111,9 @@ class Domain {
   // What failed first at this NIC, in words for whoever has to mend it: device, peer, write, likely
   // cause. Empty while nothing has.
   virtual std::string failure() const { return {}; }
+  // Connections of strangers that this NIC has refused: of those who did not prove that they know its
+  // secret. 0 where nothing listens, and where a library listens on its own.
+  virtual uint64_t num_refused() const noexcept { return 0; }
 
   // --- data ---
   // Takes the first n requests and returns n; fewer than all when queues are full (try again after

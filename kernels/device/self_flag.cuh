@@ -1,7 +1,7 @@
-// Words that say by themselves that they have come, so that no flag has to follow them behind a fence
-// (docs/protocol.md, section 11). A word that is still to come is 0, as memory is at the start; who has
-// read it makes it 0 again. What travels is the complement. All ones, a NaN in every format of rows,
-// would be 0: another NaN travels in its place.
+// Self-flagging words: 0 means not arrived, as memory is at the start, so no flag has to follow behind a
+// fence (docs/gpu.md, "Rows that flag themselves"). Senders store the complement of the value; the reader
+// resets the word to 0 after reading it. All ones, a NaN in every format of rows, would become 0: another
+// NaN is sent in its place.
 #pragma once
 
 #include "kernels/device/wait.cuh"

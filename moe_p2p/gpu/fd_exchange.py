@@ -25,8 +25,12 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from moe_p2p import errors, log
+
+if TYPE_CHECKING:
+    from moe_p2p.rendezvous.bootstrap import Bootstrap
 
 MAX_FDS = 253  # of one message, in Linux
 _PROOF_BYTES = 32
@@ -40,7 +44,13 @@ _MORE_SESSIONS = 16  # open at once, beside one of each rank
 
 
 def exchange_fds(
-    local: int, num_local: int, *, key: str, fds: Sequence[int], deadline: float
+    local: int,
+    num_local: int,
+    *,
+    key: str,
+    fds: Sequence[int],
+    deadline: float,
+    meeting: Bootstrap | None = None,
 ) -> list[list[int]]:
     """The descriptors of all ranks of this node, in rank order, as new descriptors of this process.
 
@@ -49,11 +59,14 @@ def exchange_fds(
         agrees on it through its Store.
     fds: at most 253, not closed here. Ranks may give different numbers of them.
     deadline: by time.monotonic(), in seconds.
+    meeting: of these ranks and perhaps others: one of this host whose process ends is missed at
+        once, and strangers who were refused are counted there.
 
     The caller closes what it gets, its own duplicates included. On an error nothing stays open.
 
     Raises TimeoutError naming the local ranks that did not come, PeerDeadError naming one that went
-    away before it had received, InvalidArgumentError when the key is in use on this host.
+    away before it had received, AbortedError naming one that failed, InvalidArgumentError when the
+    key is in use on this host.
     """
     errors.require(0 <= local < num_local, f"local rank is {local} of {num_local}")
     errors.require(len(fds) <= MAX_FDS, f"{len(fds)} descriptors, at most {MAX_FDS} fit a message")
@@ -62,8 +75,8 @@ def exchange_fds(
         received[local] = []
         for fd in fds:
             received[local].append(os.dup(fd))
-        with _Meeting(local, num_local, key, fds, deadline, received) as meeting:
-            meeting.run()
+        with _Exchange(local, num_local, key, fds, deadline, received, meeting) as exchange:
+            exchange.run()
     except BaseException:
         for group in received.values():
             for fd in group:
@@ -89,8 +102,8 @@ class _Session:
     expires: float
 
 
-class _Meeting:
-    """One exchange, in one loop that waits for all connections at once."""
+class _Exchange:
+    """One of them, in one loop that waits for all connections at once."""
 
     def __init__(
         self,
@@ -100,9 +113,11 @@ class _Meeting:
         fds: Sequence[int],
         deadline: float,
         received: dict[int, list[int]],
+        meeting: Bootstrap | None = None,
     ) -> None:
         self._local, self._num_local, self._fds = local, num_local, fds
-        self._deadline, self._received = deadline, received
+        self._deadline, self._received, self._meeting = deadline, received, meeting
+        self._watched = {} if meeting is None else meeting.neighbours.ranks
         self._key = key.encode()
         self._hash = hashlib.sha256(self._key).digest()[:16]
         peers = set(range(num_local)) - {local}
@@ -113,7 +128,7 @@ class _Meeting:
         self._num_refused = 0
         self._refusal = ""
 
-    def __enter__(self) -> _Meeting:
+    def __enter__(self) -> _Exchange:
         self._listener = _socket()
         try:
             self._listener.bind(self._address(self._local))
@@ -146,6 +161,9 @@ class _Meeting:
                     self._advance(self._calls[fd])
                 elif fd in self._sessions:
                     self._hear(self._sessions.pop(fd).connection)
+                elif fd in self._watched:
+                    assert self._meeting is not None
+                    self._meeting.check_neighbours(self._watched[fd], "file descriptors")
                 else:
                     self._accept()
 
@@ -158,6 +176,8 @@ class _Meeting:
 
     def _refuse(self, why: str) -> None:
         self._num_refused += 1
+        if self._meeting is not None:
+            self._meeting.num_refused += 1
         self._refusal = why
 
     def _refused(self) -> str:
@@ -180,7 +200,7 @@ class _Meeting:
     def _wait(self) -> list[int]:
         """Descriptors of connections on which something came, and of the listener."""
         poll = select.poll()
-        for fd in (*self._calls, *self._sessions):
+        for fd in (*self._calls, *self._sessions, *self._watched):
             poll.register(fd, select.POLLIN)
         if len(self._sessions) < self._num_local + _MORE_SESSIONS:
             poll.register(self._listener, select.POLLIN)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -31,16 +32,15 @@ from moe_p2p.gpu.launch_shape import (
     up,
 )
 from moe_p2p.gpu.memory import PinnedPages, share_memory, share_node_memory
-from moe_p2p.ops import call
+from moe_p2p.ops import SCALE_BLOCK, call, layout
 
 if TYPE_CHECKING:
     from moe_p2p.config import AllToAllConfig
+    from moe_p2p.rendezvous.bootstrap import Bootstrap
 
 _ops = torch.ops.moe_p2p
 
 _CODES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.float8_e4m3fn: 3}
-_MASKS_WORD = 4  # kernels/abi/params.h, offset of DeviceState::masks in words of 64 bits
-_FAULT_BYTES = 64  # kernels/abi/params.h, Fault
 _ANY_SLOT = 1 << 30  # bytes
 _NO_REGIONS = ("signals", "device_state")  # lines of the plan that lie elsewhere
 
@@ -48,7 +48,7 @@ _NO_REGIONS = ("signals", "device_state")  # lines of the plan that lie elsewher
 def shape_macros(config: AllToAllConfig, *, world_size: int, ranks_per_node: int) -> dict[str, int]:
     """What every kernel of a communicator is compiled with (kernels/device/shape.cuh)."""
     hidden, item = config.hidden_dim, config.dtype.itemsize
-    fp8 = up(hidden, 16) + up(up(hidden, 128) // 128 * 4, 16)
+    fp8 = up(hidden, 16) + up(4 * (up(hidden, SCALE_BLOCK) // SCALE_BLOCK), 16)
     combine_item = config.widest_combine_dtype.itemsize
     return {
         "MOE_P2P_WORLD_SIZE": world_size,
@@ -101,7 +101,7 @@ def dispatch_kernel(
 ) -> Kernel:
     """Of x_dtype as the caller has it. It sends tokens and receives slots.
 
-    scale_format: of a quantizing one (kernels/abi/layout.h, ScaleFormat).
+    scale_format: of a quantizing one (kernels/abi/shape.h, ScaleFormat).
     """
     hidden = shape["MOE_P2P_HIDDEN_DIM"]
     row_bytes = hidden * (1 if quantize else x_dtype.itemsize)
@@ -245,25 +245,25 @@ class DeviceSide:
         self,
         comm: int,
         config: AllToAllConfig,
+        meeting: Bootstrap,
         *,
         device: int,
-        rank: int,
-        world_size: int,
         ranks_per_node: int,
         key: str,
         partners: Partners | None,
         exchange: Callable[[bytes], list[bytes]] | None,
         masks: tuple[Tensor, Tensor] | None,
-        deadline: float,
     ) -> None:
-        """key: of this node's exchange of file descriptors; `partners`, of that with them.
+        """meeting: of all ranks. key: of this node's exchange of file descriptors.
 
+        partners: with the key of the exchange with them; None: none on this host.
         exchange: carries bytes among the ranks of this node; memory is then shared by fabric
             handle.
         masks: those of the kernels, on the device, and of the host; None: without.
         """
         self._comm, self._device, self._num_sms = comm, device, config.num_sms
         self._masks = masks
+        world_size, deadline = meeting.world_size, time.monotonic() + config.timeout_s
         self._copy_blocks = 0 if partners is None else partners.num_nics
         self._shape = shape_macros(config, world_size=world_size, ranks_per_node=ranks_per_node)
         self._ready: set[tuple[object, ...]] = set()  # kernels of the op, by what they are for
@@ -272,12 +272,13 @@ class DeviceSide:
         try:
             memory = self._undo.enter_context(
                 share_node_memory(
-                    rank % ranks_per_node,
+                    meeting.rank % ranks_per_node,
                     ranks_per_node,
                     key=key,
                     device=device,
                     size_bytes=sum(s for name, s in plan.items() if name not in _NO_REGIONS),
                     deadline=deadline,
+                    meeting=meeting,
                     exchange=exchange,
                 )
             )
@@ -289,6 +290,7 @@ class DeviceSide:
                     partners.num_nodes,
                     key=partners.key,
                     deadline=deadline,
+                    meeting=meeting,
                 )
                 peers = self._undo.enter_context(windows).addresses
             state_bytes, on_device = plan["device_state"], torch.device("cuda", device)
@@ -312,9 +314,11 @@ class DeviceSide:
         self._owners = torch.tensor(owners, dtype=torch.int32, device=on_device)
         self._local = torch.tensor(local, dtype=torch.int32, device=on_device)
         if self._masks is not None:
-            self._state[_MASKS_WORD] = self._masks[0].data_ptr()
+            self._state[layout().masks_word] = self._masks[0].data_ptr()
         pinned = on_device.type == "cuda"
-        self._fault = torch.zeros(_FAULT_BYTES, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+        self._fault = torch.zeros(
+            layout().fault_bytes, dtype=torch.uint8, device="cpu", pin_memory=pinned
+        )
         self._wait()
         call(
             _ops.all_to_all_use_device.default,

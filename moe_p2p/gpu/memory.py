@@ -21,6 +21,8 @@ from moe_p2p.gpu.fd_exchange import exchange_fds
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from moe_p2p.rendezvous.bootstrap import Bootstrap
+
 __all__ = [
     "DeviceMemory",
     "PinnedPages",
@@ -221,13 +223,15 @@ def share_node_memory(
     device: int,
     size_bytes: int,
     deadline: float,
+    meeting: Bootstrap | None = None,
     exchange: Callable[[bytes], list[bytes]] | None = None,
 ) -> SharedDeviceMemory:
     """Allocates `size_bytes` of zeros on `device` and maps those of all ranks of the node.
 
     size_bytes: equal on all ranks. The other arguments and the errors are those of exchange_fds
     and DeviceMemory. A rank that fails before it has passed its memory on is missed by the others
-    at the deadline; one that fails later is not: let ranks meet again before they use the memory.
+    at the deadline, or when its process ends; one that fails later is not: let ranks meet again
+    before they use the memory.
 
     exchange: what every rank of the node passed to it, in order. With it memory is shared by fabric
         handle, through `exchange`, instead of by file descriptor.
@@ -237,7 +241,9 @@ def share_node_memory(
             DeviceMemory.allocate(device, size_bytes, fabric=exchange is not None)
         )
         if exchange is None:
-            shared = share_memory(own, local, num_local, key=key, deadline=deadline)
+            shared = share_memory(
+                own, local, num_local, key=key, deadline=deadline, meeting=meeting
+            )
             addresses = undo.enter_context(shared).addresses
         else:
             handles = exchange(own.export_fabric())
@@ -251,7 +257,13 @@ def share_node_memory(
 
 
 def share_memory(
-    own: DeviceMemory, place: int, count: int, *, key: str, deadline: float
+    own: DeviceMemory,
+    place: int,
+    count: int,
+    *,
+    key: str,
+    deadline: float,
+    meeting: Bootstrap | None = None,
 ) -> SharedDeviceMemory:
     """Maps the memory of `count` ranks of this host, this one at `place`, each of own.size bytes.
 
@@ -260,7 +272,7 @@ def share_memory(
     with ExitStack() as undo, ExitStack() as descriptors:
         fd = own.export_fd()
         descriptors.callback(os.close, fd)
-        received = exchange_fds(place, count, key=key, fds=[fd], deadline=deadline)
+        received = exchange_fds(place, count, key=key, fds=[fd], deadline=deadline, meeting=meeting)
         for group in received:
             for copy in group:
                 descriptors.callback(os.close, copy)

@@ -2,20 +2,29 @@
 
 Control path only. Rank 0 puts each exchange together: every rank sets one key, rank 0 takes all W
 keys away and publishes one value, which the others wait for. An exchange of W ranks is so O(W)
-requests at the store, a few for each rank. Every exchange has a deadline and names who is missing;
-a rank that fails says so in its next exchange, so that the others need not wait for the deadline.
+requests at the store, a few for each rank, and then a few a second for each that waits. Every
+exchange has a deadline and names who is missing; a rank that fails says so in its next exchange, so
+that the others need not wait for the deadline. For one that is killed the ranks of its host say it,
+who watch its process once the first exchange was made (neighbours.py). One that is killed before it
+came to that, or that is alone on its host, is missed at the deadline.
 What a rank brings to the first exchange begins with its version and its letter (csrc/letter.py):
 rank 0 refuses a mix of letters by name. So this start must never change, nor how refusals look.
 
+Waits ask the store now and then whether a key is there. Its own wait() holds up Ctrl-C until its
+deadline, and in slices it writes two lines to the log for each (torch 2.13). So Ctrl-C waits only
+for a request that the store's server does not answer.
+
 Keys, all below moe_p2p/. A is the attempt, M the meeting, a random name that rank 0 chooses:
     attempt/{rank}     how often this rank has tried to meet since a meeting last came about
-    {A}/0/{rank}       what a rank brings to the first exchange, behind its version and letter
+    {A}/0/{rank}       what a rank brings to the first exchange, behind its version and letter and
+                       its process, a line each
     {A}/answer/{rank}  rank 0's answer to it: M, or why there will be none. Only `rank` reads it
     {M}/{stage}/{rank} what a rank brings to a later exchange
     {M}/{stage}/all    what rank 0 made of it, in pieces that a store takes
     {M}/left           ranks that will not come back, and how many of them failed
-No key is left when all ranks have left. The counts of attempts, with the notes of ranks that failed
-before they met, stay until the next meeting: they keep apart what belongs to different attempts.
+No key is left when all ranks have left (one that is killed does not). The counts of attempts, with
+the notes of ranks that failed before they met, stay until the next meeting: they keep apart what
+belongs to different attempts.
 """
 
 from __future__ import annotations
@@ -26,7 +35,6 @@ import struct
 import time
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from datetime import timedelta
 from types import TracebackType
 from typing import TypeVar
 
@@ -35,6 +43,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from moe_p2p import errors
+from moe_p2p.rendezvous.neighbours import Neighbours, own_identity
 from moe_p2p.version import __version__
 
 T = TypeVar("T")
@@ -45,6 +54,9 @@ _PIECE_BYTES = 4 << 20
 # then over give up on a meeting that would have come about.
 _PATIENCE_S = 10.0
 _MOST_NAMED = 16
+# Between two questions of a wait: at first; for each rank, so that many do not ask always; then
+# half of what it has waited; at last. Too long: set-up takes longer.
+_FIRST_PAUSE_S, _PAUSE_OF_A_RANK_S, _LAST_PAUSE_S = 0.001, 0.0004, 0.25
 _ONE_FAILED = 1 << 32  # in {M}/left; the ranks that left are the lower half
 
 
@@ -107,6 +119,8 @@ class Bootstrap:
         self._met = False  # this rank knows M
         self._told = False  # this meeting has failed, and whoever asks is told without this rank
         self._published: list[str] = []  # keys of the last value that all read
+        self.neighbours = Neighbours()  # none before the first exchange was made
+        self.num_refused = 0  # strangers, where ranks pass each other descriptors
         if self.world_size == 1:
             return
         # Each rank counts its own attempts; all count alike because all make them in one order.
@@ -130,11 +144,14 @@ class Bootstrap:
             if error is None:
                 raise
             # The store is gone too; the error at hand is the one to raise.
+        finally:
+            self.neighbours.close()
 
     def exchange(self, payload: bytes, what: str) -> list[bytes]:
         """Payloads of all ranks, in rank order. `what` stands in errors.
 
-        Raises TimeoutError naming the ranks that did not come, AbortedError when one failed.
+        Raises TimeoutError naming the ranks that did not come, AbortedError when one failed, and
+        PeerDeadError when the process of one of this host has ended.
         """
         if self.world_size == 1:
             return [payload]
@@ -142,10 +159,16 @@ class Bootstrap:
         # Either this rank is late, or it died or gave up when it was about to be admitted.
         if self.rank and not self._met and self._has_all([self._answer(self.rank)]):
             self._take_answer(what)
-        first = b"" if self._met else self._version.encode() + b"\n"
-        self._set(self._key(self.rank), _OK + first + payload)
+        first = not self._met
+        if first:
+            payload = f"{self._version}\n{own_identity()}\n".encode() + payload
+        self._set(self._key(self.rank), _OK + payload)
         payloads = self._collect(what) if self.rank == 0 else self._read(what)
         self._stage += 1
+        if first:
+            parted = [one.partition(b"\n") for one in payloads]
+            self.neighbours.add([identity.decode() for identity, _, _ in parted])
+            payloads = [one for _, _, one in parted]
         return payloads
 
     # Rank 0.
@@ -153,10 +176,7 @@ class Bootstrap:
     def _collect(self, what: str) -> list[bytes]:
         """Takes what all ranks brought, and publishes it."""
         keys, old = self._keys(self._stage), self._published
-        try:
-            self._wait(keys)
-        except RuntimeError as error:
-            self._check_store(error, what)
+        if not self._wait(keys, what):
             self._check_all_came(what)
         values = self._guarded(lambda: self.store.multi_get(keys))
         for rank, value in enumerate(values):
@@ -260,22 +280,18 @@ class Bootstrap:
             raise _aborted(rank, text, what)
 
     def _wait_for_rank_0(self, key: str, what: str, *, all_came: bool = False) -> None:
-        try:
-            return self._wait([key])
-        except RuntimeError as error:
-            self._check_store(error, what)
+        if self._wait([key], what):
+            return
         if not all_came:
             try:
                 self._check_all_came(what)
             except errors.TimeoutError:
                 if self._has_all([key]):  # rank 0 has it from all, and has taken away the keys
-                    return None
+                    return
                 raise
         self._deadline = time.monotonic() + _PATIENCE_S
-        try:
-            return self._wait([key])
-        except RuntimeError as error:
-            self._check_store(error, what)
+        if self._wait([key], what):
+            return
         raise errors.make(
             errors.TimeoutError,
             f"rank {self.rank} of {self.world_size}: all ranks came with {what}, but rank 0 did "
@@ -287,17 +303,40 @@ class Bootstrap:
     def _tell(self, rank: int, text: str) -> None:
         """`rank` failed: the others learn it when they next look, those that are late too."""
         self._told = True
-        if self.rank:
-            # It is unknown whether rank 0 has taken what this rank brought to the exchange.
-            stages = (self._stage, self._stage + 1) if self._met else (0,)
-            for stage in stages:
-                self._set(f"{self._name}/{stage}/{self.rank}", _FAILED + text.encode())
-            return
         note = _FAILED + json.dumps([rank, text]).encode()
-        if self._met:
+        if self.rank:
+            self._tell_rank_0(rank, text)
+        elif self._met:
             self._set(self._result_keys(self._stage, 1)[0], note)
         else:
             self._answer_all(note)
+
+    def _tell_rank_0(self, rank: int, text: str) -> None:
+        # It is unknown whether rank 0 has taken what `rank` brought to the exchange.
+        stages = (self._stage, self._stage + 1) if self._met else (0,)
+        for stage in stages:
+            self._set(f"{self._name}/{stage}/{rank}", _FAILED + text.encode())
+
+    def check_neighbours(self, rank: int | None, what: str) -> None:
+        """The process has ended: raises PeerDeadError, or AbortedError where it said why."""
+        if rank is None:
+            return
+        brought = self._key(rank)
+        value = self._get(brought) if self._has_all([brought]) else b""
+        if value[:1] == _FAILED:
+            raise _aborted(rank, value[1:].decode(errors="replace"), what)
+        text = f"the process of rank {rank} has ended. See what it printed last"
+        if rank == 0:  # nobody else publishes
+            note = _FAILED + json.dumps([rank, text]).encode()
+            self._set(self._result_keys(self._stage, 1)[0], note)
+        elif self.rank:
+            self._tell_rank_0(rank, text)
+        else:
+            self._tell(rank, text)
+        raise errors.make(
+            errors.PeerDeadError,
+            f"rank {self.rank} of {self.world_size}: waiting for {what}, {text}",
+        )
 
     def _leave(self, *, failed: bool) -> None:
         """The last rank that leaves deletes what the others may still have wanted to read."""
@@ -309,12 +348,6 @@ class Bootstrap:
                 # One that fails may be an exchange behind the others, or ahead of them.
                 for stage in range(max(0, self._stage - 1), self._stage + 3):
                     self._delete([*self._keys(stage), *self._result_keys(stage, 1)])
-
-    def _check_store(self, error: RuntimeError, what: str) -> None:
-        """A wait ended with `error`: raises unless its deadline is over."""
-        if time.monotonic() < self._deadline - 0.5:
-            text = f"rank {self.rank}: {what}: the store failed: {error}"
-            raise errors.make(errors.TransportError, text) from None
 
     def _check_all_came(self, what: str) -> None:
         missing = self._find_missing(range(self.world_size))[:_MOST_NAMED]
@@ -371,10 +404,20 @@ class Bootstrap:
         for key in keys:
             self._guarded(lambda key=key: self.store.delete_key(key))  # type: ignore[misc]
 
-    def _wait(self, keys: list[str]) -> None:
-        """Raises RuntimeError, as the store does."""
-        remaining = self._deadline - time.monotonic()
-        self.store.wait(keys, timedelta(seconds=max(remaining, 0.001)))
+    def _wait(self, keys: list[str], what: str) -> bool:
+        """Until all keys are there; False at the deadline."""
+        began = time.monotonic()
+        first = max(_FIRST_PAUSE_S, _PAUSE_OF_A_RANK_S * self.world_size)
+        while not self._has_all(keys):
+            now = time.monotonic()
+            if now >= self._deadline:
+                return False
+            pause = max(first, min((now - began) / 2, _LAST_PAUSE_S))
+            ended = self.neighbours.wait(min(pause, self._deadline - now))
+            # One that has all that it needs may end before this rank has seen the keys.
+            if ended is not None and not self._has_all(keys):
+                self.check_neighbours(ended, what)
+        return True
 
     def _guarded(self, access: Callable[[], T]) -> T:
         try:

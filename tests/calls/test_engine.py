@@ -119,6 +119,7 @@ def test_counts_per_nic() -> None:
         assert sum(nic["bytes_written"] for nic in sender.counters()) == 4096
         assert [nic["immediates_sent"] for nic in sender.counters()] == [1, 1]
         assert sum(nic["immediates_received"] for nic in receiver.counters()) == 2
+        assert [nic["connections_refused"] for nic in receiver.counters()] == [0, 0]
 
 
 def test_waits_end_at_their_deadline_and_say_what_came() -> None:

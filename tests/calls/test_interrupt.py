@@ -140,6 +140,27 @@ def test_a_handler_that_returns_lets_the_call_go_on() -> None:
     run_processes(2, goes_on)
 
 
+def sets_up(rank: Rank) -> str:
+    """Rank 1 comes when rank 0 has been interrupted."""
+    if rank.rank == 1:
+        rank.store.wait(["interrupted"])
+        with pytest.raises(moe_p2p.MoeP2pError) as caught:
+            make(rank, timeout_s=60.0)
+        return str(caught.value)
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), alarms(interrupt):
+        make(rank, timeout_s=60.0)
+    took_s = time.monotonic() - began
+    assert took_s < SOON_S
+    rank.store.set("interrupted", "")
+    return ""
+
+
+def test_ctrl_c_ends_the_wait_for_ranks_that_set_up() -> None:
+    _, told = run_processes(2, sets_up)
+    assert "rank 0 failed before the transports: KeyboardInterrupt" in told
+
+
 def waits_again(rank: Rank) -> None:
     with Engine("loopback", timeout_s=60.0) as engine:
         data = torch.arange(8)
@@ -217,11 +238,12 @@ LONG = {
 }
 
 
-def test_ctrl_c_ends_a_command_with_one_line() -> None:
-    with running(*LONG["demo"]) as (program, objects):
+@pytest.mark.parametrize("command", LONG)
+def test_ctrl_c_ends_a_command_with_one_line(command: str) -> None:
+    with running(*LONG[command]) as (program, objects):
         os.killpg(program.pid, signal.SIGINT)  # as a terminal does: to all of them
         _, said = program.communicate(timeout=60)
-        assert (program.returncode, said) == (130, "demo: interrupted\n")
+        assert (program.returncode, said) == (130, f"{command}: interrupted\n")
         until(lambda: is_gone(program.pid), "helpers that stay")
         assert not objects & set(os.listdir("/dev/shm"))
 

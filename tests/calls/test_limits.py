@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -182,6 +183,9 @@ def test_a_node_of_more_than_64_ranks_is_refused_with_what_fits(ranks: int, fits
     with pytest.raises(errors.InvalidArgumentError, match=reason):
         config.plan(world_size=2 * ranks, ranks_per_node=ranks)
     assert config.plan(world_size=2 * ranks, ranks_per_node=fits)
+    with pytest.raises(errors.InvalidArgumentError, match=reason):  # before there are any ranks
+        dataclasses.replace(config, ranks_per_node=ranks)
+    assert dataclasses.replace(config, ranks_per_node=fits)
 
 
 def test_all_to_all_refuses_a_host_of_more_than_64_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

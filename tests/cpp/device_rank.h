@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "fake_driver.h"
+#include "kernels/abi/handle.h"
 #include "moe/device/backend.h"
 
 namespace moe_p2p::test {
@@ -105,19 +106,23 @@ inline DeviceMemory device_memory(abi::Fault& fault, int num_sms) {
           .num_sms = num_sms};
 }
 
+inline Plan plan_of_rank(int64_t steps_in_flight = 2) {
+  return make_plan({.world_size = 4,
+                    .ranks_per_node = 2,
+                    .num_experts = 8,
+                    .hidden_dim = 64,
+                    .topk = 2,
+                    .max_tokens = 40,
+                    .chunk_tokens = 8,
+                    .steps_in_flight = steps_in_flight,
+                    .expert_rank = {}});
+}
+
 // One rank of 2 nodes of 2, chunks of 8 tokens, calls of up to 40.
 class Rank {
  public:
   explicit Rank(int64_t steps_in_flight = 2, int num_sms = 0)
-      : plan(make_plan({.world_size = 4,
-                        .ranks_per_node = 2,
-                        .num_experts = 8,
-                        .hidden_dim = 64,
-                        .topk = 2,
-                        .max_tokens = 40,
-                        .chunk_tokens = 8,
-                        .steps_in_flight = steps_in_flight,
-                        .expert_rank = {}})),
+      : plan(plan_of_rank(steps_in_flight)),
         neighbour(plan, 0, false),
         memory(plan, 1, false),
         waits(plan, options, memory, masks, engine),

@@ -1,10 +1,12 @@
 // An Exchange by itself: what flags say of parts, and what it learns of a partner by probing.
+#include <array>
 #include <chrono>
 #include <thread>
 #include <utility>
 
 #include "doctest/doctest.h"
 #include "engine_pair.h"
+#include "fake_driver.h"
 #include "moe/host/gather.h"
 #include "moe/node/exchange.h"
 
@@ -30,7 +32,7 @@ Plan two_nodes() {
 // Two ranks, a node each, with two NICs each. The test turns their threads.
 class Pair {
  public:
-  explicit Pair(bool device) : engines_(network, {2, 2}) {
+  explicit Pair(bool device, bool with_masks = false) : engines_(network, {2, 2}) {
     for (int rank = 0; rank < 2; ++rank) {
       memory_.push_back(std::make_unique<NodeMemory>(plan_, rank));
       const auto data = memory_.back()->data();
@@ -46,7 +48,8 @@ class Pair {
       const auto* board = engine(rank).resolve(engine(1 - rank).descriptor(boards_[1 - r]));
       exchanges_.push_back(std::make_unique<Exchange>(
           plan_, memory(rank), engine(rank), handles_[r], boards_[r], kCommunicator,
-          std::vector<Exchange::Remote>{{1 - rank, region, board, 2}}, Masks(nullptr), device));
+          std::vector<Exchange::Remote>{{1 - rank, region, board, 2}},
+          Masks(with_masks ? masks_[r].data() : nullptr), device));
       engine(rank).imm_table().set_sink(kCommunicator, exchanges_.back().get());
     }
   }
@@ -97,18 +100,22 @@ class Pair {
     return num_posted(0) - before;
   }
 
+  // Who has said on a node that its ranks are to stop, plus 1.
+  uint64_t aborted(int rank) { return memory(rank).head(kLocal).abort; }
+  engine::TransferEngine& engine(int rank) { return engines_[static_cast<size_t>(rank)]; }
+
   test::FakeNetwork network;
 
  private:
   static constexpr int kLocal = 0;
 
-  engine::TransferEngine& engine(int rank) { return engines_[static_cast<size_t>(rank)]; }
   NodeMemory& memory(int rank) { return *memory_[static_cast<size_t>(rank)]; }
 
   const Plan plan_ = two_nodes();
   std::vector<std::unique_ptr<NodeMemory>> memory_;
   test::Engines engines_;
   std::vector<const engine::MemoryHandle*> handles_, boards_;
+  std::array<std::array<int32_t, 2>, 2> masks_{};
   std::vector<std::unique_ptr<Exchange>> exchanges_;
 };
 
@@ -125,6 +132,41 @@ TEST_CASE("exchange: a bell holds parts of regions of 128 GiB") {
     CHECK(words.bytes() == bytes);
     CHECK(words.num_parts() == static_cast<uint64_t>(num_parts));
   }
+}
+
+TEST_CASE(
+    "exchange: a GPU that does not flush ends the waits of its node at once, with the reason") {
+  test::FakeDriver& driver = test::FakeDriver::install();
+  const auto set = [&](int ordering, int error) {
+    driver.locked(
+        [&](test::FakeDriver& f) { f.writes_ordering = ordering, f.flush_error = error; });
+  };
+  for (const bool masks : {false, true}) {
+    CAPTURE(masks);
+    set(0, 0);
+    Pair pair(true, masks);
+    std::vector<std::byte> memory(64);
+    for (const size_t nic : {0, 1}) pair.network.nic(nic).reach_gpus();
+    pair.engine(0).register_memory(
+        {memory.data(), memory.size(), provider::MemoryKind::kCuda, 0, true});
+    pair.ring(1, Phase::kDispatch, 0);
+    pair.turn(20);
+    CHECK(pair.flag(0, Phase::kDispatch, 0) != 0);
+    CHECK(pair.exchange(0).failure().node == -1);
+    CHECK(pair.aborted(0) == 0);
+    set(0, 700);
+    pair.ring(1, Phase::kDispatch, 1);
+    pair.turn(20);
+    CHECK(pair.flag(0, Phase::kDispatch, 1) == 0);
+    const auto failure = pair.exchange(0).failure();
+    CHECK(failure.kind == Exchange::Failure::Kind::kFlush);
+    CHECK(failure.node == 0);
+    CHECK(failure.status.code == Code::kTransport);
+    CHECK(pair.aborted(0) == 1);
+    CHECK(pair.aborted(1) == 0);
+    CHECK(pair.engine(0).gpu_flush_failure().find("fake error (700)") != std::string::npos);
+  }
+  set(200, 0);
 }
 
 TEST_CASE("exchange: a bell is taken once both of its words are there") {

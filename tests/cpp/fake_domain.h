@@ -80,6 +80,9 @@ class FakeDomain final : public provider::Domain {
   void refuse_memory(bool refused) {
     locked([&] { refuse_memory_ = refused; });
   }
+  void reach_gpus() {
+    locked([&] { reaches_gpus_ = true; });
+  }
   std::vector<Posted> posted() {
     return locked([&] { return posted_; });
   }
@@ -119,8 +122,8 @@ class FakeDomain final : public provider::Domain {
   provider::MemoryKey register_memory(const provider::MemorySpan& span) override {
     const std::lock_guard lock(network_.mutex_);
     MOE_P2P_CHECK(!refuse_memory_, base::Code::kResourceExhausted, "fake NIC has no key left");
-    MOE_P2P_CHECK(span.kind == provider::MemoryKind::kHost, base::Code::kUnavailable,
-                  "fake NIC cannot reach CUDA memory");
+    MOE_P2P_CHECK(span.kind == provider::MemoryKind::kHost || reaches_gpus_,
+                  base::Code::kUnavailable, "fake NIC cannot reach CUDA memory");
     // Keys are unique in the network, so that the key of another NIC is always wrong.
     const uint64_t key = 1 + id_ + 1000 * ++num_registered_;
     regions_[key] = span;
@@ -227,7 +230,8 @@ class FakeDomain final : public provider::Domain {
   std::map<uint64_t, provider::MemorySpan> regions_;
   std::vector<Posted> posted_, in_flight_;
   std::vector<uint32_t> inbox_;
-  bool held_ = false, refused_ = false, refuse_connections_ = false, refuse_memory_ = false;
+  bool held_ = false, refused_ = false, refuse_connections_ = false, refuse_memory_ = false,
+       reaches_gpus_ = false;
   size_t fail_count_ = 0;
   base::Status fail_status_;
   size_t max_in_flight_ = 0;

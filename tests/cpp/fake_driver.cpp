@@ -1,6 +1,7 @@
 #include "fake_driver.h"
 
 #include <fcntl.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
@@ -10,6 +11,18 @@
 #include <vector>
 
 #include "kernels/abi/copy.h"
+
+namespace {
+std::atomic<long> host_page_bytes{0};  // 0: as the system says
+}
+
+// glibc's own, under the name that it has besides. Called before sanitizers have started.
+extern "C" long __sysconf(int name) noexcept;
+extern "C" __attribute__((no_sanitize("address", "thread", "undefined"))) long sysconf(
+    int name) noexcept {
+  const long bytes = host_page_bytes.load(std::memory_order_relaxed);
+  return name == _SC_PAGESIZE && bytes != 0 ? bytes : __sysconf(name);
+}
 
 namespace moe_p2p::test {
 namespace {
@@ -57,8 +70,12 @@ int flush_writes(int, int) {
 }
 // A descriptor that says nothing: what passes for GPU memory has an address already.
 int export_dmabuf(int* fd, uint64_t address, size_t bytes, int, unsigned long long) {
-  if (address % 4096 != 0 || bytes % 4096 != 0) return kInvalidValue;
-  const int error = fake().locked([](FakeDriver& f) { return f.dmabuf_error; });
+  const auto page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
+  if (address % page != 0 || bytes % page != 0) return kInvalidValue;
+  const int error = fake().locked([&](FakeDriver& f) {
+    f.exported = {reinterpret_cast<std::byte*>(address), bytes};
+    return f.dmabuf_error;
+  });
   if (error == 0) *fd = open("/dev/null", O_RDONLY | O_CLOEXEC);
   return error;
 }
@@ -309,6 +326,7 @@ int FakeDriver::flush(int device) {
 void FakeDriver::set_max_queries(uint32_t num) {
   locked([&](FakeDriver& f) { f.max_queries = num; });
 }
+void FakeDriver::set_host_page(long bytes) { host_page_bytes = bytes; }
 void FakeDriver::hold(bool on) {
   locked([&](FakeDriver& f) { f.held = on; });
 }

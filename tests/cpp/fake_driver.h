@@ -29,6 +29,8 @@ class FakeDriver {
   // A copy takes up to so many queries after those before it. At first 12.
   void set_max_queries(uint32_t max_queries);
   void hold(bool held);  // no copy is done
+  // Bytes of a page of the host from now on, for all who ask the system; 0: its own.
+  static void set_host_page(long bytes);
   // What each copy or event query returns from now on; 0: what is right.
   void fail_copies(int error);
   void fail_queries(int error);
@@ -88,6 +90,7 @@ class FakeDriver {
   // Writes of NICs: how far they are ordered, what flushes and exports return, flushes so far.
   int writes_ordering = 200, flush_options = 1, flush_error = 0, dmabuf_error = 0;
   uint64_t flushes = 0;
+  std::span<std::byte> exported;  // the last dma-buf
 
  private:
   struct Placed {

@@ -77,6 +77,11 @@ struct EnginePair {
     while (!ready() && platform::Clock::now() < deadline) a.progress(), b.progress();
     return ready();
   }
+  template <typename Ready>
+  bool pump_for(Ready&& ready) {
+    for (int turns = 0; turns < 1000 && !ready(); ++turns) a.progress(), b.progress();
+    return ready();
+  }
   uint64_t count(uint32_t imm) { return b.imm_table().value(imm); }
   const engine::RemoteRegion* region(const GpuMemory& target) {
     const auto* found = a.resolve(b.descriptor(target.handle));
@@ -158,13 +163,47 @@ TEST_CASE("provider contract: a GPU that cannot flush keeps its immediates back 
       engines.a.submit(write);
       CHECK(engines.pump([&] { return write.done() && !engines.b.first_failure().empty(); }));
       CHECK(engines.count(7) == 0);
-      CHECK(engines.b.first_failure().find("fake error (700)") != std::string::npos);
+      for (const std::string& text : {engines.b.first_failure(), engines.b.gpu_flush_failure()})
+        CHECK(text.find("fake error (700)") != std::string::npos);
+      CHECK(engines.b.gpu_flush_failed());
+      // Also when the GPU can again: what came before is lost.
+      FakeDriver::install().locked([](FakeDriver& f) { f.flush_error = 0; });
+      Request again(engine::Write{source.handle, 0, engines.region(target), 0, 1000, 7});
+      engines.a.submit(again);
+      CHECK(engines.pump([&] { return again.done(); }));
+      CHECK_FALSE(engines.pump_for([&] { return engines.count(7) != 0; }));
     }
     const Ordering helpless(100, 0, 0);
     EnginePair engines(provider);
     CHECK_THROWS_WITH_AS(GpuMemory(engines.a, 64, 0, true), doctest::Contains("flush"),
                          base::Error);
     const GpuMemory for_itself(engines.a, 64, 0, false);  // its order suffices
+  });
+}
+
+// As aarch64 hosts often have them: the driver refuses a dma-buf of parts of a page.
+struct HostPages {
+  explicit HostPages(long bytes) { FakeDriver::set_host_page(bytes); }
+  ~HostPages() { FakeDriver::set_host_page(0); }
+};
+
+TEST_CASE("provider contract: dma-bufs of GPU memory are whole pages of the host") {
+  for_each_gpu_provider([](const ProviderUnderTest& provider) {
+    if (is_software(provider)) return;
+    FakeDriver& driver = FakeDriver::install();
+    for (const size_t page : {size_t{4096}, size_t{65536}}) {
+      CAPTURE(page);
+      const HostPages pages(static_cast<long>(page));
+      driver.locked([](FakeDriver& f) { f.exported = {}; });
+      Node node = open(provider);
+      const Memory memory(node, 5000);
+      const auto exported = driver.locked([](FakeDriver& f) { return f.exported; });
+      REQUIRE(!exported.empty());
+      CHECK(reinterpret_cast<uint64_t>(exported.data()) % page == 0);
+      CHECK(exported.size() % page == 0);
+      CHECK(exported.data() <= memory.data.data());
+      CHECK(exported.data() + exported.size() >= memory.data.data() + memory.data.size());
+    }
   });
 }
 

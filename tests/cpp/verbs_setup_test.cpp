@@ -6,6 +6,7 @@
 #include <filesystem>
 #include <fstream>
 
+#include "platform/interrupt.h"
 #include "provider/verbs/gid.h"
 #include "provider/verbs/socket.h"
 #include "provider/verbs/wire.h"
@@ -276,6 +277,35 @@ TEST_CASE("verbs: nobody at the address is an error in time, with everything tha
   ++wrong.nic_id;
   CHECK(said(wrong.encode(), Code::kPeerDead) != "");
   CHECK(said(base::Bytes(3), Code::kInvalidArgument) != "");
+}
+
+TEST_CASE("verbs: a signal ends a handshake with one who does not answer, or is not there") {
+  FakeVerbs::install();
+  Node a = open_fake("handshake_ms=60000");
+  const auto silent = provider::verbs::Socket::listen();
+  const auto closed = [] { return provider::verbs::Socket::listen().local_port(); };
+  for (const uint16_t port : {silent.local_port(), closed()}) {
+    static int looks;
+    looks = 0;
+    platform::set_interrupt_check([]() noexcept { return ++looks == 2; });
+    const auto began = platform::Clock::now();
+    const provider::verbs::NicAddress address{
+        1, "nobody", port, {"127.0.0.1"}, provider::verbs::Secret{}};
+    Code code = Code::kOk;
+    std::string text;
+    try {
+      static_cast<void>(a.domain->connect(address.encode()));
+    } catch (const base::Error& error) {
+      code = error.code();
+      text = error.what();
+    }
+    platform::set_interrupt_check(nullptr);
+    CHECK(code == Code::kAborted);
+    has(text, "signal");
+    CHECK(platform::Clock::now() - began < std::chrono::seconds(20));
+  }
+  Node b = open_fake();
+  static_cast<void>(a.connect(b));  // nothing is left of it
 }
 
 TEST_CASE("verbs: what a connection took is given back when either side ends it") {

@@ -8,6 +8,7 @@
 #include <filesystem>
 #include <future>
 
+#include "engine/transfer_engine.h"
 #include "provider/verbs/domain.h"
 #include "verbs_pair.h"
 
@@ -76,6 +77,23 @@ TEST_CASE("verbs: who floods the handshake's port is closed after one message") 
   }
   CHECK(num_refused(pair.b) == 3);
   check_works(pair);
+}
+
+TEST_CASE("verbs: the counters of an engine have the connections that each NIC refused") {
+  FakeVerbs::install();
+  const engine::TransferEngine engine(
+      {.provider = "verbs", .num_nics = 2, .settings = "library=fake"});
+  const auto refused = [&](size_t nic) { return engine.counters()[nic].connections_refused; };
+  CHECK(refused(0) + refused(1) == 0);
+  const auto second = NicAddress::decode(engine.address().nics[1]);
+  for (int i = 0; i < 3; ++i) {
+    const Socket stranger = Socket::dial("127.0.0.1", second.tcp_port, Clock::now() + seconds(20));
+    std::vector<char> bytes(5000, 'x');
+    static_cast<void>(send(stranger.fd(), bytes.data(), bytes.size(), MSG_NOSIGNAL));
+    CHECK(is_closed(stranger));
+  }
+  CHECK(refused(0) == 0);
+  CHECK(refused(1) == 3);
 }
 
 TEST_CASE("verbs: silent connections are closed in time and keep no peer out") {

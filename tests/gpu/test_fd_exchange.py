@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import signal
 import socket
 import struct
 import threading
@@ -13,9 +14,11 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from moe_p2p import errors
 from moe_p2p.gpu import fd_exchange
+from moe_p2p.rendezvous.bootstrap import Bootstrap
 from tests.support import ranks
 from tests.support.cases import memfd
 
@@ -69,7 +72,7 @@ def test_missing_ranks_are_named(key: str, num_local: int, missing: str) -> None
 
 def test_a_key_in_use_is_refused(key: str) -> None:
     deadline = time.monotonic() + 20
-    meeting = fd_exchange._Meeting(0, 2, key, [], deadline, {})
+    meeting = fd_exchange._Exchange(0, 2, key, [], deadline, {})
     with meeting, pytest.raises(errors.InvalidArgumentError, match="in use on this host"):
         fd_exchange.exchange_fds(0, 2, key=key, fds=[], deadline=deadline)
 
@@ -78,15 +81,17 @@ class _Peer:
     """Local rank 1 of 2, played by hand against an exchange of rank 0 on another thread."""
 
     def __init__(self, key: str) -> None:
-        self.meeting = fd_exchange._Meeting(1, 2, key, [], time.monotonic() + 20, {1: []})
+        self.meeting = fd_exchange._Exchange(1, 2, key, [], time.monotonic() + 20, {1: []})
         self.outcome: list[list[int]] | Exception | None = None
+        self.of_ranks = Bootstrap(dist.HashStore(), rank=0, world_size=2, timeout_s=20)
         self._thread = threading.Thread(target=self._run, args=(key,))
         self._thread.start()
 
     def _run(self, key: str) -> None:
         try:
+            deadline = time.monotonic() + 20
             self.outcome = fd_exchange.exchange_fds(
-                0, 2, key=key, fds=[], deadline=time.monotonic() + 20
+                0, 2, key=key, fds=[], deadline=deadline, meeting=self.of_ranks
             )
         except Exception as error:
             self.outcome = error
@@ -172,13 +177,14 @@ def test_who_knows_the_address_only_gets_nothing(
         peer.meeting.run()
     assert peer.finish() == [[], []]
     assert f"{1 + len(headers)} connections refused" in capfd.readouterr().err
+    assert peer.of_ranks.num_refused == 1 + len(headers)
 
 
 def test_who_takes_the_address_of_a_rank_gets_no_descriptors(key: str) -> None:
     """A stranger that listens there first: rank 0 sends nothing to it, and names rank 1."""
-    stranger = fd_exchange._Meeting(1, 2, key, [], time.monotonic() + 20, {})
+    stranger = fd_exchange._Exchange(1, 2, key, [], time.monotonic() + 20, {})
     fd = memfd("secret")
-    exchange = fd_exchange._Meeting(0, 2, key, [fd], time.monotonic() + 0.5, {})
+    exchange = fd_exchange._Exchange(0, 2, key, [fd], time.monotonic() + 0.5, {})
     asked = threading.Event()
 
     def listen() -> None:
@@ -257,3 +263,20 @@ def test_fewer_descriptors_than_announced_is_an_error(key: str) -> None:
         outcome = peer.finish()
     assert isinstance(outcome, errors.ResourceExhaustedError)
     assert "1 of the 2 file descriptors of local rank 1" in str(outcome)
+
+
+def _misses_a_killed_rank(rank: ranks.Rank, key: str) -> float:
+    with Bootstrap(rank.store, rank=rank.rank, world_size=2, timeout_s=60.0) as meeting:
+        meeting.exchange(b"", "the keys")
+        if rank.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        began = time.monotonic()
+        with pytest.raises(errors.PeerDeadError, match="the process of rank 1 has ended"):
+            fd_exchange.exchange_fds(0, 2, key=key, fds=[], deadline=began + 60, meeting=meeting)
+    return time.monotonic() - began
+
+
+def test_a_rank_that_is_killed_before_it_came_is_missed_at_once() -> None:
+    key = f"test-{uuid.uuid4()}"
+    took_s, _ = ranks.run_processes(2, _misses_a_killed_rank, key, return_errors=True)
+    assert took_s < 20  # of 60

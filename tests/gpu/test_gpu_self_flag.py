@@ -1,5 +1,6 @@
-"""Rows that flag themselves (docs/protocol.md, section 11): words that would pass for none, and who
-shares a row. Ranks are threads that share one GPU (gpu_ranks.py).
+"""Rows that flag themselves (docs/gpu.md): words that would pass for none, and who shares a row.
+
+Ranks are threads that share one GPU (gpu_ranks.py).
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def test_every_setting_stands_there_with_its_default(provider: str) -> None:
 
 
 def test_every_error_text_is_one_that_is_told() -> None:
-    sources = [*ROOT.glob("csrc/**/*.cpp"), *ROOT.glob("moe_p2p/*.py")]
+    sources = [*ROOT.glob("csrc/**/*.cpp"), *ROOT.glob("moe_p2p/**/*.py")]
     # Literals that follow each other are one, across lines.
     code = re.sub(r'"\s*\n\s*"', "", "\n".join(path.read_text() for path in sources))
     for row in rows(section("Errors", "## ")):

@@ -1,4 +1,4 @@
-"""README code that runs: blocks whose fence says `python run`, `python torchrun` or `sh run`."""
+"""Code of README and docs: blocks that begin with `python run`, `python torchrun` or `sh run`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from tests.support.installation import run_installed
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 120
 BLOCK = re.compile(r"^```(python run|python torchrun|sh run)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-BLOCKS = [(found[1], found[2]) for found in BLOCK.finditer((ROOT / "README.md").read_text())]
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+FOUND = [(found[1], found[2]) for page in PAGES for found in BLOCK.finditer(page.read_text())]
+BLOCKS = list(dict.fromkeys(FOUND))  # what stands on two pages runs once
 COMMANDS = {
     "python run": ["python", "readme.py"],
     "python torchrun": [

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import os
 import re
 import runpy
+import signal
 import threading
 import time
 from collections import Counter
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,9 @@ import torch
 import torch.distributed as dist
 
 from moe_p2p import Engine, errors
-from moe_p2p.rendezvous import bootstrap
+from moe_p2p.rendezvous import bootstrap, neighbours
 from moe_p2p.rendezvous.bootstrap import Bootstrap
+from moe_p2p.rendezvous.neighbours import Neighbours
 from tests.support import ranks
 from tests.support.cases import make
 
@@ -56,9 +59,6 @@ class CountingStore(dist.Store):
     def multi_get(self, keys: list[str]) -> list[bytes]:
         return list(self._pass("multi_get", keys))
 
-    def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=1)) -> None:
-        self._pass("wait", keys, timeout)
-
 
 def _payload(rank: int, what: str) -> bytes:
     return f"{what} of rank {rank}".encode() * (rank % 7)  # rank 0 brings nothing
@@ -75,12 +75,21 @@ def _meet(rank: ranks.Rank, store: dist.Store, timeout_s: float = 30.0) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 48])
 def test_requests_of_a_rank_do_not_grow_with_the_ranks(world_size: int) -> None:
+    began = time.monotonic()
+
     def body(rank: ranks.Rank) -> Counter[str]:
         store = CountingStore(rank.store)
         _meet(rank, store)
         return store.asked
 
     first, *others = ranks.run_threads(world_size, body)
+    # At most that often does a wait ask, of which each exchange has one, and the first one more.
+    first_pause = max(bootstrap._FIRST_PAUSE_S, bootstrap._PAUSE_OF_A_RANK_S * world_size)
+    longest = bootstrap._LAST_PAUSE_S
+    growing = math.log(longest / first_pause, 1.5) + 3
+    checks = (1 + len(STAGES)) * growing + (time.monotonic() - began) / longest
+    for asked in (first, *others):
+        assert asked.pop("check") <= checks
     for asked in others:
         assert asked["get"] == 1 + len(STAGES)  # one value for each exchange, and its answer
         # The one that leaves last deletes three keys more.
@@ -232,7 +241,7 @@ def test_an_answer_to_a_rank_that_died_is_not_taken_for_ones_own() -> None:
 
 def test_a_store_that_fails_is_named() -> None:
     class Broken(CountingStore):
-        def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=1)) -> None:
+        def check(self, keys: list[str]) -> bool:
             raise RuntimeError("connection reset")
 
     for rank in (0, 1):
@@ -309,3 +318,85 @@ def test_the_letter_of_the_extension_is_that_of_its_files() -> None:
         if re.search(r"\b(put|expect)_letter\(", path.read_text()) and path.stem != "letter":
             assert str(path.relative_to(ROOT)) in hashed
     assert {str(path.relative_to(ROOT)) for path in (ROOT / "kernels/abi").iterdir()} <= hashed
+
+
+# --- ranks that are killed ---
+
+
+def _is_killed(rank: ranks.Rank, killed: int, stage: int) -> float:
+    """One rank is killed before an exchange; how long the others took to learn of it."""
+    began = time.monotonic()
+    with Bootstrap(
+        rank.store, rank=rank.rank, world_size=rank.world_size, timeout_s=60.0
+    ) as meeting:
+        for number, what in enumerate(STAGES):
+            if (rank.rank, number) == (killed, stage):
+                os.kill(os.getpid(), signal.SIGKILL)
+            began = time.monotonic()
+            if number < stage:
+                meeting.exchange(b"", what)
+                continue
+            expected = f"the process of rank {killed} has ended"
+            kinds = (errors.PeerDeadError, errors.AbortedError)
+            with pytest.raises(kinds, match=expected):
+                meeting.exchange(b"", what)
+            break
+    return time.monotonic() - began
+
+
+@pytest.mark.parametrize("killed", [0, 2])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_rank_that_is_killed_is_missed_at_once(killed: int, stage: int) -> None:
+    results = ranks.run_processes(4, _is_killed, killed, stage, return_errors=True)
+    for rank, took_s in enumerate(results):
+        if rank == killed:
+            assert isinstance(took_s, ranks.DiedError)
+        else:
+            assert took_s < 20, took_s  # of 60; 0.3 s on a quiet machine
+
+
+def _is_told(rank: ranks.Rank) -> str:
+    """Rank 2 is killed, rank 1 alone can see it: rank 0 is as of another host."""
+    if rank.rank == 0:
+        neighbours.own_identity = lambda: "another-host 1 1"  # type: ignore[assignment]
+        bootstrap.own_identity = neighbours.own_identity
+    with Bootstrap(rank.store, rank=rank.rank, world_size=3, timeout_s=60.0) as meeting:
+        meeting.exchange(b"", STAGES[0])
+        if rank.rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(errors.MoeP2pError) as caught:
+            meeting.exchange(b"", STAGES[1])
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_ranks_of_other_hosts_are_told_of_a_rank_that_was_killed() -> None:
+    began = time.monotonic()
+    first, second, killed = ranks.run_processes(3, _is_told, return_errors=True)
+    assert time.monotonic() - began < 30
+    assert isinstance(killed, ranks.DiedError)
+    assert "PeerDeadError" in second
+    assert "AbortedError" in first
+    for text in (first, second):
+        assert "the process of rank 2 has ended" in text
+
+
+def test_the_reason_of_a_rank_that_left_is_not_lost_with_its_process() -> None:
+    store = dist.HashStore()
+    store.set("moe_p2p/1/1/1", "-no such NIC")
+    meeting = Bootstrap(store, rank=2, world_size=3, timeout_s=5.0)
+    meeting._met, meeting._stage = True, 1
+    reason = "rank 1 failed before the NICs: no such NIC"
+    with pytest.raises(errors.AbortedError, match=reason):
+        meeting.check_neighbours(1, "the NICs")
+
+
+def test_a_process_that_ended_before_it_was_watched_is_missed() -> None:
+    watched = Neighbours()
+    space, _, start = neighbours.own_identity().split(" ")
+    watched.add([f"{space} {os.getppid()} 1", neighbours.own_identity(), "elsewhere 1 1", ""])
+    assert watched.wait(0.0) == 0  # its number is another process's by now
+    watched.close()
+    watched = Neighbours()
+    watched.add([neighbours.own_identity(), f"{space} 4194304 {start}"])
+    assert watched.wait(0.0) == 1
+    watched.close()

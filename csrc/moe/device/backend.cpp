@@ -5,6 +5,7 @@
 #include <cstddef>
 
 #include "base/log.h"
+#include "kernels/abi/handle.h"
 #include "moe/device/fault.h"
 #include "moe/plan/token_parts.h"
 #include "platform/cuda.h"
@@ -16,12 +17,15 @@ using base::Code;
 
 namespace {
 
-static_assert(offsetof(abi::DeviceState, masks) == 32, "as moe_p2p/gpu/kernels.py has it");
-
 // The most workers that share a token or a row (kernels/device/worker.cuh, Part).
 constexpr int64_t kMostShares = 8;
 
 uint64_t address(const void* p) noexcept { return reinterpret_cast<uint64_t>(p); }
+
+template <typename T>
+abi::DevicePtr<T> on_device(T* p) noexcept {
+  return {address(p)};
+}
 
 template <typename Key>
 const DeviceKernel& find_kernel(const std::map<Key, DeviceKernel>& kernels, const Key& key,
@@ -63,9 +67,9 @@ DeviceBackend::DeviceBackend(const Plan& plan, const AllToAllOptions& options,
                 plan.shape.num_nodes(), " nodes");
   std::copy(memory.data.begin(), memory.data.end(), comm_.data);
   comm_.state = memory.state;
-  comm_.fault = memory.fault_device;
-  comm_.expert_rank = memory.expert_rank;
-  comm_.expert_local = memory.expert_local;
+  comm_.fault = {memory.fault_device};
+  comm_.expert_rank = {memory.expert_rank};
+  comm_.expert_local = {memory.expert_local};
   comm_.timeout_ns = static_cast<uint64_t>(std::chrono::nanoseconds(options.timeout).count());
   comm_.rank = options.rank;
   comm_.num_local_experts = plan.num_local_experts(options.rank);
@@ -118,9 +122,16 @@ void DeviceBackend::check() const {
   const abi::Fault* raised = fault();
   if (raised == nullptr || raised->raised == abi::kAborted) waits_.check_abort([] { return ""; });
   if (raised == nullptr) return;
-  const int local = raised->source % plan_.shape.ranks_per_node;  // of whom it waited for
-  throw error_of(*raised, comm_.rank, plan_.shape.num_experts,
-                 raised->raised == abi::kTimedOut ? waits_.gone(local) : "");
+  if (raised->raised != abi::kTimedOut) throw error_of(*raised, plan_, comm_.rank, "", "");
+  const abi::Shape& shape = plan_.shape;
+  const int node = raised->source / shape.ranks_per_node;  // of whom it waited for
+  const int local = raised->source % shape.ranks_per_node;
+  std::string progress;  // other local ranks of that node send to other gateways here
+  if (node != comm_.rank / shape.ranks_per_node && local == local_)
+    progress = ", " + waits_.progress({Step::of(raised->step, shape.steps_in_flight),
+                                       static_cast<abi::Phase>(raised->phase)},
+                                      node);
+  throw error_of(*raised, plan_, comm_.rank, waits_.gone(local), progress);
 }
 
 // --- launching -----------------------------------------------------------------------------------
@@ -203,17 +214,17 @@ OpenCall DeviceBackend::begin_dispatch(const DispatchSend& send) const {
 }
 
 void DeviceBackend::fill(abi::DispatchParams& p, const DispatchSend& send) const {
-  p.x = address(send.x);
-  p.scales = address(send.scales);
-  p.topk_idx = address(send.topk_idx);
-  p.topk_copy = address(send.topk_copy);
-  p.topk_weights = address(send.topk_weights);
-  p.num_tokens = address(send.device_num_tokens);
+  p.x = on_device(send.x);
+  p.scales = on_device(send.scales);
+  p.topk_idx = on_device(send.topk_idx);
+  p.topk_copy = on_device(send.topk_copy);
+  p.topk_weights = on_device(send.topk_weights);
+  p.num_tokens = on_device(send.device_num_tokens);
   p.num_tokens_host = static_cast<int32_t>(send.num_tokens);
   p.topk_is_int64 = send.topk_is_int64;
   p.num_tokens_is_int64 = send.num_tokens_is_int64;
   for (size_t i = 0; i < send.extras.size(); ++i)
-    p.extras[i] = {address(send.extras[i].data), send.extras[i].row_bytes};
+    p.extras[i] = {{address(send.extras[i].data)}, send.extras[i].row_bytes};
 }
 
 void DeviceBackend::fill(abi::DispatchParams& p, const DispatchRecv& recv) const {
@@ -224,19 +235,19 @@ void DeviceBackend::fill(abi::DispatchParams& p, const DispatchRecv& recv) const
       fits, Code::kInvalidArgument,
       "the outputs of this dispatch do not fit its inputs: payload type, scales and extras "
       "must be those that were sent");
-  p.out_x = address(recv.x);
-  p.out_scales = address(recv.scales);
+  p.out_x = on_device(recv.x);
+  p.out_scales = on_device(recv.scales);
   p.scale_place = scale_place(recv);
   for (size_t i = 0; i < recv.extras.size(); ++i)
-    p.out_extras[i] = {address(recv.extras[i].data), recv.extras[i].row_bytes};
-  p.row_weights = address(recv.row_weights);
-  p.counts = address(recv.counts);
-  p.offsets = address(recv.offsets);
-  p.row_topk = address(recv.row_topk);
+    p.out_extras[i] = {{address(recv.extras[i].data)}, recv.extras[i].row_bytes};
+  p.row_weights = on_device(recv.row_weights);
+  p.counts = on_device(recv.counts);
+  p.offsets = on_device(recv.offsets);
+  p.row_topk = on_device(recv.row_topk);
   if (recv.row_topk) p.topk_is_int64 = recv.topk_is_int64;
-  p.source = address(recv.source);
-  p.ranges = address(recv.ranges);
-  p.wait_ticks = address(recv.wait_ticks);
+  p.source = on_device(recv.source);
+  p.ranges = on_device(recv.ranges);
+  p.wait_ticks = on_device(recv.wait_ticks);
   p.grouped = recv.layout == abi::RowLayout::kGrouped;
   p.zero_padding = recv.zero_padding;
   p.capacity = recv.capacity;
@@ -304,11 +315,11 @@ OpenCall DeviceBackend::begin_combine(const CombineSend& send) const {
 }
 
 void DeviceBackend::fill(abi::CombineParams& p, const CombineSend& send) {
-  p.y = address(send.y);
-  p.row_weights = address(send.row_weights);
-  p.row_scalars = address(send.row_scalars);
+  p.y = on_device(send.y);
+  p.row_weights = on_device(send.row_weights);
+  p.row_scalars = on_device(send.row_scalars);
   p.scalars_by_rank = send.scalars_by_rank;
-  p.topk_weights = address(send.topk_weights);
+  p.topk_weights = on_device(send.topk_weights);
   p.num_rows = static_cast<int32_t>(send.num_rows);
 }
 
@@ -316,10 +327,10 @@ void DeviceBackend::fill(abi::CombineParams& p, const CombineRecv& recv) {
   MOE_P2P_CHECK(!p.topk_weights || p.num_rows == recv.num_rows, Code::kInvalidArgument,
                 "topk_weights has ", p.num_rows, " rows, the dispatch had ", recv.num_rows);
   p.num_rows = static_cast<int32_t>(recv.num_rows);
-  p.out = address(recv.out);
-  p.out_scalars = address(recv.out_scalars);
-  std::ranges::transform(recv.bias, p.bias, address);
-  p.wait_ticks = address(recv.wait_ticks);
+  p.out = on_device(recv.out);
+  p.out_scalars = on_device(recv.out_scalars);
+  std::ranges::transform(recv.bias, p.bias, on_device<const void>);
+  p.wait_ticks = on_device(recv.wait_ticks);
 }
 
 void DeviceBackend::launch_combine(const CombineSend* send, const CombineRecv* recv,

@@ -6,15 +6,46 @@ namespace moe_p2p::moe {
 
 using base::Code;
 
-base::Error error_of(const abi::Fault& fault, int rank, int num_experts, const std::string& gone) {
+namespace {
+
+// Which word a wait was for, as far as the low halves of what was expected and found show it
+// (kernels/device/wait.cuh). Ranks of other nodes arrive by parts. Ranks of the own node write words of a
+// step: headers in every use of a step slot, flags of slots and rows now and then; where these flag
+// themselves nothing was found.
+std::string awaited(const abi::Fault& fault, const Plan& plan, int rank) {
+  const auto phase = static_cast<abi::Phase>(fault.phase);
+  const int local = plan.shape.ranks_per_node;
+  if (fault.source / local != rank / local) {
+    const auto before = static_cast<uint32_t>(fault.step * abi::kMaxParts);
+    const uint32_t part = static_cast<uint32_t>(fault.expected) - before - 1;
+    const uint32_t here = static_cast<uint32_t>(fault.got) - before;
+    return base::concat("arrival of ",
+                        part + 1 < abi::kMaxParts ? base::concat("part ", part) : "the last part",
+                        ", ", here < abi::kMaxParts ? here : 0, " parts arrived");
+  }
+  if (phase == abi::Phase::kWeights) return "header of its weights";
+  const std::string item = phase == abi::Phase::kDispatch ? "slot" : "row";
+  if (fault.source == rank) return base::concat("word of its own blocks, header or ", item);
+  const auto steps = static_cast<uint64_t>(plan.shape.steps_in_flight);
+  const uint64_t last = fault.step >= steps ? fault.step + 1 - steps : 0;  // in a header
+  const bool may_be_header = static_cast<uint32_t>(fault.got) == static_cast<uint32_t>(last) ||
+                             (phase == abi::Phase::kDispatch && fault.got == 0);
+  return base::concat(may_be_header ? "header or " : "", item, fault.got == 0 ? "" : " flag");
+}
+
+}  // namespace
+
+base::Error error_of(const abi::Fault& fault, const Plan& plan, int rank, const std::string& gone,
+                     const std::string& progress) {
   const char* phase = phase_name(static_cast<abi::Phase>(fault.phase));
   const std::string head = base::concat("rank ", rank, ": ", phase, " of step ", fault.step);
   const auto got = static_cast<int64_t>(fault.got);
   switch (fault.raised) {
     case abi::kTimedOut:
       return {gone.empty() ? Code::kTimeout : Code::kPeerDead,
-              base::concat(head, " timed out waiting for rank ", fault.source, ": expected word ",
-                           fault.expected, ", got ", fault.got, gone.empty() ? "" : "; ", gone)};
+              base::concat(head, " timed out waiting for rank ", fault.source, ": ",
+                           awaited(fault, plan, rank), " (expected word ", fault.expected, ", got ",
+                           fault.got, ")", progress, gone.empty() ? "" : "; ", gone)};
     case abi::kCapacity:
       return {Code::kResourceExhausted,
               base::concat(head, ": ",
@@ -24,7 +55,7 @@ base::Error error_of(const abi::Fault& fault, int rank, int num_experts, const s
     case abi::kBadExpert:
       return {Code::kInvalidArgument,
               base::concat(head, ": topk_idx of token ", fault.expected, " names expert ", got,
-                           ", must be -1 (none) or from 0 to ", num_experts - 1)};
+                           ", must be -1 (none) or from 0 to ", plan.shape.num_experts - 1)};
     case abi::kDuplicateExpert:
       return {Code::kInvalidArgument, base::concat(head, ": topk_idx of token ", fault.expected,
                                                    " names expert ", got, " twice")};

@@ -160,10 +160,21 @@ void Exchange::fail(const Failure& failure) noexcept {
     platform::notify_all(memory_.bell(memory_.local()));
     return;
   }
+  stop(failure);
+}
+
+// What this rank waits for may be among the immediates that are not counted.
+void Exchange::check_flushes() noexcept {
+  if (engine_.gpu_flush_failed() && !remotes_.empty()) [[unlikely]]
+    stop({memory_.node(), Failure::Kind::kFlush, {}, 0, {base::Code::kTransport, 0}});
+}
+
+void Exchange::stop(const Failure& failure) noexcept {
   if (failed_.load(std::memory_order_relaxed)) return;  // only this thread writes it
   failure_ = failure;
   failed_.store(true, std::memory_order_release);  // pairs with failure()
   for (int l = 0; l < memory_.num_local(); ++l) {
+    if (masks_.enabled() && l != memory_.local()) continue;  // they mask this rank
     // The whole node stops waiting: whom this rank cannot reach, its neighbours will miss too.
     std::atomic_ref(memory_.head(l).abort)
         .store(1 + static_cast<uint64_t>(memory_.rank()), std::memory_order_release);
@@ -244,6 +255,7 @@ bool Exchange::take_doorbells() noexcept {
     open_.pop_back();
   }
   take_probes();
+  check_flushes();
   if (leaving_)
     for (const Remote& remote : remotes_)
       if (part_from(remote)) moved = true;

@@ -73,14 +73,15 @@ class Exchange final : public proxy::ProxyTask, public engine::ImmSink {
   // After leave(): every partner has its farewell, or has left or is lost or masked.
   bool has_left() const noexcept;
   // The first failure of this rank's dealings with a partner; node -1 while there is none. With
-  // masks there never is: the rank is masked.
+  // masks there is none but kFlush: the rank is masked.
   struct Failure {
-    enum class Kind : uint8_t { kWrite, kProbe, kLeft };
+    // kFlush: of this rank's own GPU; `node` is its own.
+    enum class Kind : uint8_t { kWrite, kProbe, kLeft, kFlush };
     int node = -1;
     Kind kind{};
     abi::Phase phase{};  // of a write, and of what a rank that left has not sent
     uint64_t step = 0;
-    base::Status status;  // kLeft: kPeerDead
+    base::Status status;  // kLeft: kPeerDead; kFlush: kTransport
   };
   Failure failure() const noexcept;
   // Immediates that came of a step whose flag is not up, for the text of a timeout: "1 of 2".
@@ -156,6 +157,8 @@ class Exchange final : public proxy::ProxyTask, public engine::ImmSink {
   bool look_at(size_t watched, bool& moved) noexcept;
   void finish(Lane& lane, Part& part) noexcept;
   void fail(const Failure& failure) noexcept;
+  void stop(const Failure& failure) noexcept;
+  void check_flushes() noexcept;
   bool publish(Lane& lane) noexcept;
   const Lane* owed_by(int node) const noexcept;
   void take_probes() noexcept;

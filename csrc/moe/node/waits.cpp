@@ -39,6 +39,7 @@ std::string Waits::failure_text(const Exchange::Failure& failure) const {
       return base::concat(name, " is gone, without ", step,
                           ": a probe failed: ", base::describe(failure.status),
                           engine_.first_failure());
+    case Exchange::Failure::Kind::kFlush: return engine_.gpu_flush_failure();
     case Exchange::Failure::Kind::kWrite: break;
   }
   return base::concat("the write of ", step, " to ", name,
@@ -139,13 +140,14 @@ std::string Waits::missing(const Arrived& arrived,
   return text;
 }
 
+std::string Waits::progress(const Pending& pending, int node) const {
+  return base::concat(exchange_->immediates(pending.phase, pending.step.slot, node),
+                      " immediates came");
+}
+
 std::string Waits::waiting_for(const Pending& pending, const Arrived& arrived) const {
-  const auto progress = [&](int node) {
-    return base::concat(exchange_->immediates(pending.phase, pending.step.slot, node),
-                        " immediates came");
-  };
   return base::concat(phase_name(pending.phase), " of step ", pending.step.index, " waits for",
-                      missing(arrived, progress));
+                      missing(arrived, [&](int node) { return progress(pending, node); }));
 }
 
 // --- waiting -------------------------------------------------------------------------------------

@@ -42,6 +42,8 @@ class Waits {
   bool aborted() const noexcept;  // some rank of this node gave up
 
   // --- texts ---
+  // "1 of 2 immediates came" of this rank's partner on that node.
+  std::string progress(const Pending& pending, int node) const;
   // "dispatch of step 3 waits for rank 2 (node 1, 1 of 2 immediates came)"
   std::string waiting_for(const Pending& pending, const Arrived& arrived) const;
   // " rank 2 (node 1) rank 3 (node 1, ...)": who has not arrived(), with progress(node) of this

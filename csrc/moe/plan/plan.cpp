@@ -17,21 +17,9 @@ void check_range(const char* name, int64_t value, int64_t low, int64_t high) {
                 ", must be from ", low, " to ", high);
 }
 
-// A whole NVLink domain of 72 GPUs, for one, is more than a node.
-void check_node(int64_t ranks) {
-  MOE_P2P_CHECK(ranks >= 1, Code::kInvalidArgument, "ranks_per_node is ", ranks,
-                ", must be from 1 to ", abi::kMaxRanksPerNode);
-  int64_t fits = abi::kMaxRanksPerNode;
-  while (ranks % fits != 0) --fits;
-  MOE_P2P_CHECK(ranks <= abi::kMaxRanksPerNode, Code::kInvalidArgument, "a node of ", ranks,
-                " ranks is too large: a set of its ranks is a word of ", abi::kMaxRanksPerNode,
-                " bits, in shared memory and on the wire; with ranks_per_node=", fits, " it is ",
-                ranks / fits, " nodes, with NICs between them");
-}
-
 void check(const PlanInput& in) {
   check_range("world_size", in.world_size, 1, engine::ImmKey::kMaxSources);
-  check_node(in.ranks_per_node);
+  check_ranks_per_node(in.ranks_per_node);
   MOE_P2P_CHECK(in.world_size % in.ranks_per_node == 0, Code::kInvalidArgument, "world_size ",
                 in.world_size, " is not a multiple of ranks_per_node ", in.ranks_per_node);
   check_range("num_experts", in.num_experts, 1, abi::kMaxExperts);
@@ -72,6 +60,18 @@ void place_experts(const PlanInput& in, Plan& plan) {
 }
 
 }  // namespace
+
+// A whole NVLink domain of 72 GPUs, for one, is more than a node.
+void check_ranks_per_node(int64_t ranks) {
+  MOE_P2P_CHECK(ranks >= 1, Code::kInvalidArgument, "ranks_per_node is ", ranks,
+                ", must be from 1 to ", abi::kMaxRanksPerNode);
+  int64_t fits = abi::kMaxRanksPerNode;
+  while (ranks % fits != 0) --fits;
+  MOE_P2P_CHECK(ranks <= abi::kMaxRanksPerNode, Code::kInvalidArgument, "a node of ", ranks,
+                " ranks is too large: a set of its ranks is a word of ", abi::kMaxRanksPerNode,
+                " bits, in shared memory and on the wire; with ranks_per_node=", fits, " it is ",
+                ranks / fits, " nodes, with NICs between them");
+}
 
 Plan make_plan(const PlanInput& in) {
   check(in);

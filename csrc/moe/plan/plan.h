@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "kernels/abi/layout.h"
+#include "kernels/abi/region.h"
 #include "kernels/abi/signal.h"
 
 namespace moe_p2p::moe {
@@ -61,6 +61,9 @@ struct Plan {
   // Every region by name and its bytes for all steps, for people and for the allocator's check.
   std::vector<std::pair<std::string, uint64_t>> table() const;
 };
+
+// Throws Error{kInvalidArgument} with the reason and a number that fits.
+void check_ranks_per_node(int64_t ranks);
 
 Plan make_plan(const PlanInput& input);
 

@@ -11,6 +11,9 @@ struct Step {
   uint64_t index = 0;
   int slot = 0;
 
+  static Step of(uint64_t index, int steps_in_flight) noexcept {
+    return {index, static_cast<int>(index % static_cast<uint64_t>(steps_in_flight))};
+  }
   uint64_t word() const noexcept { return index + 1; }  // value of headers and doorbells
   uint64_t flag() const noexcept { return abi::come(index); }
 };

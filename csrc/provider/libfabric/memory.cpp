@@ -1,13 +1,11 @@
 #include "provider/libfabric/memory.h"
 
-#include <unistd.h>
-
 #include <cerrno>
 #include <string>
 #include <utility>
 
 #include "base/log.h"
-#include "platform/cuda_driver.h"
+#include "platform/exported_memory.h"
 #include "provider/locked_memory.h"
 
 namespace moe_p2p::provider::libfabric {
@@ -16,35 +14,15 @@ using base::Code;
 
 namespace {
 
-constexpr uint64_t kPage = 4096;  // the driver exports whole pages of the host
-
-// A dma-buf of GPU memory, closed when it has been registered. Empty where the driver exports none:
-// libfabric is then given the address and finds its own way (peer memory, or a dma-buf of its own).
-class ExportedMemory {
- public:
-  explicit ExportedMemory(const MemorySpan& span) {
-    const auto export_dmabuf = platform::driver().export_dmabuf;
-    if (!export_dmabuf) return;
-    const auto begin = reinterpret_cast<uint64_t>(span.data) / kPage * kPage;
-    const auto end =
-        (reinterpret_cast<uint64_t>(span.data) + span.bytes + kPage - 1) / kPage * kPage;
-    if (export_dmabuf(&dmabuf_.fd, begin, end - begin, platform::kDmabufHandle, 0) != 0) return;
-    dmabuf_.offset = reinterpret_cast<uint64_t>(span.data) - begin;
-    dmabuf_.len = span.bytes;
-    dmabuf_.base_addr = reinterpret_cast<void*>(begin);
-    exported_ = true;
-  }
-  ~ExportedMemory() {
-    if (exported_) ::close(dmabuf_.fd);
-  }
-  ExportedMemory(const ExportedMemory&) = delete;
-  ExportedMemory& operator=(const ExportedMemory&) = delete;
-  const Dmabuf* get() const { return exported_ ? &dmabuf_ : nullptr; }
-
- private:
-  Dmabuf dmabuf_{};
-  bool exported_ = false;
-};
+// How libfabric takes a dma-buf.
+Dmabuf description_of(const platform::ExportedMemory& memory, size_t bytes) {
+  Dmabuf dmabuf{};
+  dmabuf.fd = memory.fd();
+  dmabuf.offset = memory.offset();
+  dmabuf.len = bytes;
+  dmabuf.base_addr = reinterpret_cast<void*>(memory.begin());
+  return dmabuf;
+}
 
 }  // namespace
 
@@ -80,9 +58,10 @@ Owned<MemoryRegion> Regions::open(const MemorySpan& span) {
   };
   int error = -ENOTSUP;
   if (on_gpu && library().version() >= make_version(1, 20)) {
-    const ExportedMemory exported(span);
-    if (exported.get()) {
-      attr.memory = exported.get();
+    const platform::ExportedMemory exported(span.data, span.bytes);
+    if (exported) {
+      const Dmabuf dmabuf = description_of(exported, span.bytes);
+      attr.memory = &dmabuf;
       // A dma-buf that is said to be the host's: EFA registers it without looking at CUDA and posts it
       // without calls of CUDA, its needs_sync stays false (efa_mr.c of libfabric 1.22: lines 195, 521,
       // 959; of 2.5.1: 212, 629, 1152). A write by the device is all that touches the memory.
@@ -93,8 +72,8 @@ Owned<MemoryRegion> Regions::open(const MemorySpan& span) {
     }
     MOE_P2P_CHECK(error == 0 || session_.gpu_memory == kHmem, Code::kUnavailable, name_,
                   ": registering ", span.bytes, what,
-                  exported.get() ? "by dma-buf: " + error_text(error)
-                                 : std::string("the CUDA driver exports no dma-buf of it"),
+                  exported ? "by dma-buf: " + error_text(error)
+                           : "the CUDA driver exports no dma-buf of it: " + exported.why_not(),
                   ". The other way is closed too: ", session_.why_no_hmem);
   }
   if (error != 0) {

@@ -35,8 +35,7 @@ class VerbsDomain final : public Domain {
   MemoryKey register_memory(const MemorySpan& span) override { return memory_.add(span); }
   void unregister_memory(const MemoryKey& key) override { memory_.remove(key); }
   std::string failure() const override;
-  // Connections to the handshake's port that proved nothing.
-  uint64_t num_refused() const noexcept { return control_.num_refused(); }
+  uint64_t num_refused() const noexcept override { return control_.num_refused(); }
 
   size_t post(std::span<const WorkRequest> requests) noexcept override;
   size_t poll(std::span<Completion> completions) noexcept override;

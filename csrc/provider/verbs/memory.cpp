@@ -1,11 +1,9 @@
 #include "provider/verbs/memory.h"
 
-#include <unistd.h>
-
 #include <cerrno>
 
 #include "base/log.h"
-#include "platform/cuda_driver.h"
+#include "platform/exported_memory.h"
 #include "provider/verbs/sender.h"
 
 namespace moe_p2p::provider::verbs {
@@ -76,26 +74,20 @@ Owned<Mr> Registrations::register_cuda(const MemorySpan& span) const {
 // Null when some part of the way does not know dma-bufs; `why` says which.
 Owned<Mr> Registrations::register_dmabuf(const MemorySpan& span, std::string& why) const {
   Owned<Mr> none(nullptr, nic_.api.dereg_mr);
-  const auto& driver = platform::driver();
-  if (!nic_.api.reg_dmabuf_mr || !driver.export_dmabuf) {
-    why = driver.export_dmabuf ? "libibverbs is too old" : "the CUDA driver is too old";
+  if (!nic_.api.reg_dmabuf_mr) {
+    why = "libibverbs is too old";
     return none;
   }
-  const auto page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));  // exported are whole pages
-  const auto address = reinterpret_cast<uint64_t>(span.data);
-  const uint64_t begin = address / page * page;
-  const uint64_t end = (address + span.bytes + page - 1) / page * page;
-  int fd = -1;
-  const int error = driver.export_dmabuf(&fd, begin, end - begin, platform::kDmabufHandle, 0);
-  if (error != 0) {
-    why = platform::driver_error(error);
+  const platform::ExportedMemory exported(span.data, span.bytes);
+  if (!exported) {
+    why = exported.why_not();
     return none;
   }
-  Owned<Mr> mr(nic_.api.reg_dmabuf_mr(nic_.pd.get(), address - begin, span.bytes, address, fd,
-                                      access_of(nic_)),
-               nic_.api.dereg_mr);
+  Owned<Mr> mr(
+      nic_.api.reg_dmabuf_mr(nic_.pd.get(), exported.offset(), span.bytes,
+                             reinterpret_cast<uint64_t>(span.data), exported.fd(), access_of(nic_)),
+      nic_.api.dereg_mr);
   if (!mr) why = error_text(errno);
-  close(fd);  // the registration keeps the buffer
   return mr;
 }
 

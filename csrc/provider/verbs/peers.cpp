@@ -234,7 +234,8 @@ Socket Control::shake_hands(Peer& peer) {
       try {
         return try_host(peer, host, until, deadline);
       } catch (const Error& error) {
-        if (error.code() == Code::kTransport) throw;  // reached, and it cannot work
+        // Reached, and it cannot work; or a signal.
+        if (error.code() == Code::kTransport || error.code() == Code::kAborted) throw;
         all_refused = all_refused && error.code() == Code::kPeerDead;
         tried += base::concat(tried.empty() ? "" : "; ", host, ": ", error.what());
       }
@@ -247,6 +248,7 @@ Socket Control::shake_hands(Peer& peer) {
                   "same MOE_P2P_SECRET, if any? host= names another address of a process, "
                   "handshake_ms= gives more time");
     poll(nullptr, 0, static_cast<int>(kPause.count()));
+    check_interrupt();
   }
 }
 

@@ -16,6 +16,7 @@
 #include <utility>
 
 #include "base/log.h"
+#include "platform/interrupt.h"
 #include "provider/verbs/gid.h"
 
 namespace moe_p2p::provider::verbs {
@@ -32,11 +33,13 @@ constexpr uint32_t kMaxMessageBytes = 4096;
 constexpr size_t kMaxHosts = 8;
 // A host that vanished without a word is noticed after about a minute.
 constexpr int kKeepIdleS = 30, kKeepIntervalS = 10, kKeepProbes = 3;
+// How late a wait notices a signal.
+constexpr int kSliceMs = 50;
 
 int milliseconds_until(Deadline deadline) {
   using std::chrono::milliseconds;
   const auto left = std::chrono::duration_cast<milliseconds>(deadline - Clock::now()).count();
-  return static_cast<int>(std::clamp<int64_t>(left, 0, 1000));
+  return static_cast<int>(std::clamp<int64_t>(left, 0, kSliceMs));
 }
 
 // False at the deadline.
@@ -45,6 +48,7 @@ bool wait_for(int fd, short events, Deadline deadline) {
     pollfd entry{fd, events, 0};
     if (poll(&entry, 1, milliseconds_until(deadline)) > 0) return true;
     if (Clock::now() >= deadline) return false;
+    check_interrupt();
   }
 }
 
@@ -68,6 +72,10 @@ bool usable(const ifaddrs& entry) {
 }
 
 }  // namespace
+
+void check_interrupt() {
+  MOE_P2P_CHECK(!platform::interrupted(), Code::kAborted, "a signal interrupted a handshake");
+}
 
 Socket Socket::listen(const std::string& address) {
   addrinfo hints{};

@@ -25,7 +25,7 @@ class Socket {
   std::string peer_host() const;
   // An empty one when nobody waits, or there is no room for another: errno says which.
   Socket accept() const;
-  // Throws Error{kPeerDead} when refused, {kTimeout} at the deadline.
+  // Throws Error{kPeerDead} when refused, {kTimeout} at the deadline, {kAborted} for a signal.
   static Socket dial(const std::string& host, uint16_t port, platform::Deadline deadline);
 
   // Messages are short: one that does not fit into the socket's buffer means a peer that is stuck.
@@ -33,13 +33,16 @@ class Socket {
   enum class Got { kNothing, kMessage, kEnd };
   // One message at most, and not a byte more than it has. kEnd also for one that is too long.
   Got receive(base::Bytes& message);
-  // Throws Error{kPeerDead} at the connection's end, {kTimeout} at the deadline.
+  // Throws Error{kPeerDead} at the connection's end, {kTimeout} at the deadline, {kAborted} for a signal.
   base::Bytes wait_message(platform::Deadline deadline);
 
  private:
   platform::OwnFd fd_;  // a forked child would keep peers from seeing that this process died
   base::Bytes received_;
 };
+
+// Between two looks of a wait: throws Error{kAborted} when a signal wants it to end.
+void check_interrupt();
 
 // The addresses under which this process may be reached: `wish` or, without one, that of the NIC and
 // then all of the host.
