@@ -2,8 +2,9 @@
 
 DeepEP's callers dispatch without combining (a backward pass, a benchmark) and combine one dispatch
 several times. Here a paired dispatch holds one of `steps_in_flight` steps until its combine, so the
-oldest are released when their steps come up again; a later combine of theirs opens a step of its
-own. All ranks make the same calls, so all release the same ones at the same call.
+oldest are released when their steps come up again (csrc/moe/ledger.h); a later combine of theirs
+opens a step of its own. All ranks make the same calls, so all release the same ones at the same
+call.
 """
 
 from __future__ import annotations
@@ -14,9 +15,8 @@ import torch
 from torch import Tensor
 
 from moe_p2p.all_to_all import AllToAll
-from moe_p2p.dispatched import Dispatched, PendingCombine, PendingDispatch
+from moe_p2p.dispatched import Dispatched, PendingDispatch
 from moe_p2p.ops import call
-from moe_p2p.options import DispatchForm
 
 _ops = torch.ops.moe_p2p
 # In place of x and its scales, which a handle would keep alive.
@@ -38,65 +38,8 @@ class ReleasingAllToAll(AllToAll):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._next_step = 0
-        # Oldest first, by the identity of a handle that is kept alive: the handle, its step.
-        self._open: dict[int, tuple[Tensor, int]] = {}
-
-    def dispatch_with(self, form: DispatchForm, *given: Any) -> tuple[Any, ...]:
-        num_steps = self._make_room(form.max_tokens)
-        received = AllToAll.dispatch_with(self, form, *given)
-        self._opened(received[-1].handle, num_steps, form.options.solo)
-        return received
-
-    def dispatch_send_with(self, form: DispatchForm, *given: Any) -> PendingDispatch:
-        num_steps = self._make_room(form.max_tokens)
-        pending = AllToAll.dispatch_send_with(self, form, *given)
-        self._opened(pending.call.handle, num_steps, form.options.solo)
-        return pending
+        call(_ops.all_to_all_release_oldest.default, self._comm)
 
     def make_outputs(self, pending: PendingDispatch) -> Dispatched:
         """Tensors for dispatch_recv, where the caller wants them before they are filled."""
         return self._make_outputs(pending)
-
-    def combine_with(self, y: Tensor, dispatched: Dispatched, *given: Any, **options: Any) -> Any:
-        num_steps = self._steps_of_combine(dispatched)
-        result = AllToAll.combine_with(self, y, dispatched, *given, **options)
-        self._combined(dispatched, num_steps)
-        return result
-
-    def combine_send(self, y: Tensor, dispatched: Dispatched, **options: Any) -> PendingCombine:
-        num_steps = self._steps_of_combine(dispatched)
-        pending = AllToAll.combine_send(self, y, dispatched, **options)
-        self._combined(dispatched, num_steps)
-        return pending
-
-    def release(self, given: Dispatched | PendingDispatch) -> None:
-        super().release(given)
-        self._open.pop(id(given.call.handle), None)
-
-    def _make_room(self, max_tokens: int) -> int:
-        """Releases the dispatches whose steps a call of so many tokens needs; its steps."""
-        num_steps = -(-max_tokens // self._shape.chunk_tokens) or 1
-        if self._open:
-            reused = self._next_step + num_steps - self.config.steps_in_flight  # steps below this
-            for key, (handle, step) in tuple(self._open.items()):
-                if step >= reused:
-                    break
-                call(_ops.release.default, self._comm, handle)
-                del self._open[key]
-        return num_steps
-
-    def _opened(self, handle: Tensor, num_steps: int, solo: bool) -> None:
-        if num_steps == 1 and not solo:
-            self._open[id(handle)] = (handle, self._next_step)
-        self._next_step += num_steps
-
-    def _steps_of_combine(self, dispatched: Dispatched) -> int:
-        """Steps that a combine opens: none while its dispatch holds one."""
-        if id(dispatched.call.handle) in self._open:
-            return 0
-        return self._make_room(dispatched.call.max_tokens)
-
-    def _combined(self, dispatched: Dispatched, num_steps: int) -> None:
-        self._open.pop(id(dispatched.call.handle), None)
-        self._next_step += num_steps

@@ -5,7 +5,11 @@
 #include <utility>
 
 #include "base/context.h"
-#include "moe/all_to_all_state.h"
+#include "moe/device/backend.h"
+#include "moe/host/backend.h"
+#include "moe/host/gather.h"
+#include "moe/node/exchange.h"
+#include "moe/node/waits.h"
 #include "platform/interrupt.h"
 
 namespace moe_p2p::moe {
@@ -38,15 +42,43 @@ struct RankAddress {
   }
 };
 
-provider::MemorySpan device_span(const Plan& plan, uint64_t address, int ordinal) {
-  return {.data = reinterpret_cast<std::byte*>(address),
-          .bytes = plan.regions.total_bytes,
-          .kind = provider::MemoryKind::kCuda,
-          .device = ordinal,
-          .read_by_neighbours = plan.shape.ranks_per_node > 1};
-}
-
 }  // namespace
+
+struct AllToAll::State final : engine::ImmSink {
+  State(engine::TransferEngine& engine, proxy::ProxyThread* proxy, const AllToAllOptions& options);
+
+  int checked_rank() const;
+  int32_t* checked_masks() const;
+  void set_backend(std::unique_ptr<Backend> made);
+  void require_usable() const;
+  bool failed() const;
+  // Begins to close; until all that this rank has sent arrived, or its partners are gone.
+  void leave();
+  void wait_to_leave();
+
+  void on_imm(const engine::ImmKey& key) noexcept override {
+    if (key.phase == HostGather::kPhase) gather.on_imm(key);
+    exchange->on_imm(key);
+  }
+
+  // Of a communicator that has failed, at close: data under way to partners that live takes less.
+  static constexpr std::chrono::seconds kFailedPatience{5};
+
+  engine::TransferEngine& engine;
+  proxy::ProxyThread* proxy;
+  const AllToAllOptions options;
+  const Plan plan;
+  const Masks masks;
+  NodeMemory memory;
+  Waits waits;
+  HostGather gather;
+  std::unique_ptr<Backend> backend;               // null until use_device()
+  const engine::MemoryHandle* regions = nullptr;  // null where NICs have nothing to do with them
+  std::vector<const engine::Peer*> peers;
+  std::unique_ptr<Exchange> exchange;
+  bool has_signals;  // the addresses that kernels know them by, where there are kernels
+  bool closed = false;
+};
 
 AllToAll::State::State(engine::TransferEngine& with_engine, proxy::ProxyThread* with_proxy,
                        const AllToAllOptions& with_options)
@@ -56,12 +88,17 @@ AllToAll::State::State(engine::TransferEngine& with_engine, proxy::ProxyThread* 
       plan(make_plan(with_options.plan)),
       masks(checked_masks()),
       memory(plan, checked_rank(), !with_options.device),
-      kernels(plan, memory, with_options.num_threads, masks),
-      ring(plan, kernels),
+      waits(plan, options, memory, masks, engine),
       gather(plan, memory, with_engine, with_options.communicator),
-      data(with_options.device
-               ? nullptr
-               : with_engine.register_memory({memory.data().data(), memory.data().size()})) {}
+      has_signals(!with_options.device) {
+  if (!options.device)
+    set_backend(std::make_unique<HostBackend>(plan, options, memory, masks, waits));
+}
+
+void AllToAll::State::set_backend(std::unique_ptr<Backend> made) {
+  backend = std::move(made);
+  if (const auto span = backend->regions()) regions = engine.register_memory(*span);
+}
 
 int AllToAll::State::checked_rank() const {
   MOE_P2P_CHECK(options.rank >= 0 && options.rank < plan.shape.world_size, Code::kInvalidArgument,
@@ -96,7 +133,8 @@ base::Bytes AllToAll::address() const {
   base::WireWriter out;
   out.put(static_cast<int32_t>(state_->options.rank));
   out.put_bytes(state_->engine.address().serialize());
-  out.put_bytes(state_->data ? state_->engine.descriptor(state_->data).serialize() : base::Bytes{});
+  out.put_bytes(state_->regions ? state_->engine.descriptor(state_->regions).serialize()
+                                : base::Bytes{});
   out.put_bytes(state_->gather.descriptor());
   out.put_string(state_->memory.name());
   out.put_string(state_->engine.waker_name());
@@ -109,8 +147,7 @@ void AllToAll::connect(std::span<const base::Bytes> addresses) {
   MOE_P2P_CHECK(addresses.size() == static_cast<size_t>(s.plan.shape.world_size),
                 Code::kInvalidArgument, addresses.size(), " addresses for world_size ",
                 s.plan.shape.world_size);
-  MOE_P2P_CHECK(!s.options.device || s.device, Code::kInvalidArgument,
-                "use_device() has not been called");
+  MOE_P2P_CHECK(s.backend, Code::kInvalidArgument, "use_device() has not been called");
   std::vector<NodeMemory::Neighbour> neighbours;
   std::vector<Exchange::Remote> remotes;
   std::vector<HostGather::Remote> boards;
@@ -131,15 +168,15 @@ void AllToAll::connect(std::span<const base::Bytes> addresses) {
       const auto* board = s.engine.resolve(engine::MemoryDescriptor::parse(address.board), peer);
       remotes.push_back({node, region, board, nics});
       boards.push_back({node, board, nics});
-      if (const uint64_t here = s.device ? s.device_memory.peer_data[node] : 0)
-        s.engine.map_region(region, device_span(s.plan, here, s.device_memory.ordinal));
+      if (const auto here = s.backend->mapped_regions(node)) s.engine.map_region(region, *here);
     }
   }
   s.memory.attach(neighbours);
   s.gather.connect(boards);
-  s.exchange = std::make_unique<Exchange>(s.plan, s.memory, s.engine, s.data, s.gather.board(),
+  s.exchange = std::make_unique<Exchange>(s.plan, s.memory, s.engine, s.regions, s.gather.board(),
                                           s.options.communicator, std::move(remotes), s.masks,
                                           s.options.device);
+  s.waits.set_exchange(s.exchange.get());
   const auto attach = [&s] { s.engine.imm_table().set_sink(s.options.communicator, &s); };
   if (s.proxy) {
     s.engine.run_on_poller(attach, platform::Clock::now() + s.options.timeout);
@@ -149,33 +186,16 @@ void AllToAll::connect(std::span<const base::Bytes> addresses) {
   }
 }
 
-AllToAll::Parts AllToAll::parts() noexcept {
-  return {state_->ring, state_->kernels, state_->exchange.get()};
-}
+HostBackend& AllToAll::host() { return dynamic_cast<HostBackend&>(*state_->backend); }
+
+proxy::ProxyTask* AllToAll::task() noexcept { return state_->exchange.get(); }
 
 bool AllToAll::State::failed() const {
-  return story || exchange->failure().node >= 0 || (device && device->fault());
-}
-
-// The last of the node to hand in rings. A neighbour that is gone, or was stopped, without having done
-// so never does. A GPU has rung whatever it will.
-std::vector<Step> AllToAll::State::combines_to_send() const {
-  if (device) return {};
-  const bool aborted =
-      std::atomic_ref(memory.head(memory.local()).abort).load(std::memory_order_acquire) != 0;
-  std::vector<Step> steps = ring.last_combines();
-  std::erase_if(steps, [&](Step step) {
-    for (int l = 0; l < memory.num_local(); ++l) {
-      const bool stays = l == memory.local() || (!aborted && gone(l).empty());
-      if (!stays && !kernels.arrived(step, Phase::kCombine, rank_of(memory.node(), l))) return true;
-    }
-    return false;
-  });
-  return steps;
+  return waits.broken() || exchange->failure().node >= 0 || backend->failed();
 }
 
 void AllToAll::State::leave() {
-  const auto combines = combines_to_send();
+  const auto combines = backend->last_steps();
   const auto gathers = [this](int node) { return gather.num_arrived(node); };
   engine.run_on_poller([&] { exchange->leave({failed(), gathers, combines}); },
                        platform::Clock::now() + options.timeout);
@@ -228,7 +248,7 @@ void AllToAll::close() noexcept {
       (void)s.exchange.release();  // the engine still holds its Requests: better lost than freed
       MOE_P2P_LOG(base::LogLevel::kError, "rank ", s.options.rank, ": writes did not end at close");
     }
-    if (s.data) s.engine.unregister_memory(s.data);
+    if (s.regions) s.engine.unregister_memory(s.regions);
     s.gather.close(end);
   } catch (const std::exception& error) {
     if (s.exchange) (void)s.exchange.release();
@@ -238,18 +258,15 @@ void AllToAll::close() noexcept {
 
 void AllToAll::use_device(const DeviceMemory& memory) {
   State& s = *state_;
-  MOE_P2P_CHECK(s.options.device && !s.device, Code::kInvalidArgument,
+  MOE_P2P_CHECK(s.options.device && !s.backend, Code::kInvalidArgument,
                 "use_device() is for communicators of GPU tensors, once");
-  s.device = std::make_unique<DeviceKernels>(s.plan, s.options, memory);
-  s.device_memory = memory;
-  if (s.plan.shape.num_nodes() > 1)
-    s.data = s.engine.register_memory(
-        device_span(s.plan, memory.data[static_cast<size_t>(s.memory.local())], memory.ordinal));
+  s.set_backend(std::make_unique<DeviceBackend>(s.plan, s.options, memory, s.waits));
 }
 
-DeviceKernels& AllToAll::device() {
-  MOE_P2P_CHECK(state_->device, Code::kInvalidArgument, "use_device() has not been called");
-  return *state_->device;
+DeviceBackend& AllToAll::device() {
+  auto* const device = dynamic_cast<DeviceBackend*>(state_->backend.get());
+  MOE_P2P_CHECK(device, Code::kInvalidArgument, "use_device() has not been called");
+  return *device;
 }
 
 std::vector<std::span<std::byte>> AllToAll::signals() const {
@@ -270,6 +287,74 @@ int64_t AllToAll::handle_words(int64_t num_rows, int64_t max_tokens) const {
   const auto layout = abi::HandleLayout::make(plan.shape, num_rows, plan.num_chunks(max_tokens),
                                               plan.num_slots(max_tokens));
   return static_cast<int64_t>(layout.total);
+}
+
+// --- calls ---------------------------------------------------------------------------------------
+
+void AllToAll::State::require_usable() const {
+  MOE_P2P_CHECK(!closed, Code::kClosed, "rank ", options.rank, ": the communicator is closed");
+  if (waits.broken()) throw *waits.broken();
+  MOE_P2P_CHECK(exchange, Code::kInvalidArgument, "rank ", options.rank,
+                ": connect() has not been called");
+  MOE_P2P_CHECK(has_signals, Code::kInvalidArgument, "rank ", options.rank,
+                ": use_signals() has not been called");
+}
+
+std::string AllToAll::broken() const {
+  if (state_->waits.broken()) return state_->waits.broken()->what();
+  try {
+    if (state_->backend) state_->backend->check();
+  } catch (const base::Error& error) {
+    return error.what();
+  }
+  return "";
+}
+
+void AllToAll::check() {
+  State& s = *state_;
+  s.require_usable();
+  s.waits.latching([&s] { s.backend->check(); }, Waits::always);
+  s.waits.latching([&s] { s.waits.check_abort([] { return ""; }); });
+}
+
+void AllToAll::dispatch(const DispatchSend* send, const DispatchRecv* recv) {
+  state_->require_usable();
+  state_->backend->dispatch(send, recv);
+}
+
+void AllToAll::combine(const CombineSend* send, const CombineRecv* recv) {
+  state_->require_usable();
+  state_->backend->combine(send, recv);
+}
+
+void AllToAll::release(Handle handle, const platform::Stream& stream) {
+  state_->require_usable();
+  state_->backend->release(handle, stream);
+}
+
+void AllToAll::release_oldest() {
+  MOE_P2P_CHECK(state_->backend, Code::kInvalidArgument, "use_device() has not been called");
+  state_->backend->ledger().release_oldest();
+}
+
+void AllToAll::gather_counts(std::span<const int32_t> values, std::span<int32_t> gathered) {
+  State& s = *state_;
+  s.require_usable();
+  MOE_P2P_CHECK(!s.masks.enabled(), Code::kInvalidArgument,
+                "gather_counts is for all ranks, and this communicator goes on without those that "
+                "are masked; use one without masks");
+  s.waits.latching([&s] { s.backend->check(); }, Waits::always);
+  s.waits.latching([&] {
+    s.gather.send(values);
+    const auto arrived = [&s](int source) { return s.gather.arrived(source); };
+    const auto text = [&] {
+      const auto progress = [&s](int node) { return s.gather.progress(node); };
+      return base::concat(s.gather.call(), " waits for", s.waits.missing(arrived, progress));
+    };
+    const auto deadline = [&s] { return platform::Clock::now() + s.options.timeout; };
+    s.waits.wait([&] { return s.gather.complete(deadline()); }, arrived, text);
+    s.gather.read(gathered, deadline());
+  });
 }
 
 }  // namespace moe_p2p::moe

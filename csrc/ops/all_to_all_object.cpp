@@ -1,7 +1,6 @@
 #include "ops/all_to_all_object.h"
 
 #include <algorithm>
-#include <cstring>
 #include <limits>
 #include <utility>
 
@@ -95,43 +94,6 @@ moe::Handle handle_from(const Tensor& handle) {
   return {output<int32_t>(handle, {"handle", {ScalarType::Int}, {kAny}}), handle.numel()};
 }
 
-namespace {
-
-// Zero for what is no handle; the call it is meant for says so.
-uint64_t first_step_of(const Tensor& handle) {
-  abi::HandleMeta meta{};
-  const moe::Handle words = handle_from(handle);
-  if (words.num_words * static_cast<int64_t>(sizeof(int32_t)) >= static_cast<int64_t>(sizeof(meta)))
-    std::memcpy(&meta, words.words, sizeof(meta));
-  return meta.first_step;
-}
-
-}  // namespace
-
-void remember_sent(const AllToAllObject& comm, AllToAllObject::SentHandles& sent,
-                   const Tensor& handle) {
-  if (comm.device >= 0) return;  // kernels write to the handle in stream order
-  sent.insert_or_assign(first_step_of(handle), handle);
-}
-
-SentHandle::SentHandle(const AllToAllObject& comm, AllToAllObject::SentHandles& sent,
-                       const Tensor& given)
-    : all_(sent), given_(given) {
-  if (comm.device >= 0) return;
-  step_ = first_step_of(given);
-  const auto found = sent.find(step_);
-  if (found != sent.end() && found->second.numel() == given.numel()) sent_ = found->second;
-}
-
-void SentHandle::received() {
-  if (!sent_) return;
-  const moe::Handle from = handle_from(*sent_);
-  const moe::Handle to = handle_from(given_);
-  if (from.words != to.words)
-    std::memcpy(to.words, from.words, static_cast<size_t>(to.num_words) * sizeof(int32_t));
-  all_.erase(step_);
-}
-
 moe::DispatchSend dispatch_send_from(AllToAllObject& comm, const DispatchArguments& in,
                                      const Tensor& handle) {
   moe::DispatchSend send;
@@ -167,6 +129,8 @@ moe::DispatchSend dispatch_send_from(AllToAllObject& comm, const DispatchArgumen
   set_num_tokens(send, in.num_tokens, in.num_tokens_host, comm.device >= 0);
   send.max_tokens = in.max_tokens;
   send.handle = handle_from(handle);
+  if (comm.releases_oldest && comm.device >= 0)  // a kernel reads it then
+    send.handle_owner = std::make_shared<Tensor>(handle);
   return send;
 }
 

@@ -1,8 +1,7 @@
 // A communicator under a number, with the arguments of its ops checked and turned into the plain
-// structs of moe/all_to_all.h.
+// structs of moe/call.h.
 #pragma once
 
-#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -37,31 +36,8 @@ struct AllToAllObject {
   const int rank;
   int device = -1;  // CUDA ordinal; -1: host memory
   const uint32_t communicator;
-
-  // Host handles between the halves, by their first step: moe::AllToAll writes to them until they are
-  // received, so they must live, and a compiler may hand the second half a copy.
-  using SentHandles = std::map<uint64_t, Tensor>;
-  SentHandles sent_dispatches;
-  SentHandles sent_combines;
+  bool releases_oldest = false;  // moe::AllToAll::release_oldest()
 };
-
-// The handle that the send half was given, while the second half works on it. Its words are copied
-// to `given` when that is another tensor.
-class SentHandle {
- public:
-  SentHandle(const AllToAllObject& comm, AllToAllObject::SentHandles& sent, const Tensor& given);
-  const Tensor& tensor() const noexcept { return sent_ ? *sent_ : given_; }
-  // After the second half: forgets the handle.
-  void received();
-
- private:
-  AllToAllObject::SentHandles& all_;
-  const Tensor& given_;
-  std::optional<Tensor> sent_;
-  uint64_t step_ = 0;
-};
-void remember_sent(const AllToAllObject& comm, AllToAllObject::SentHandles& sent,
-                   const Tensor& handle);
 
 ObjectTable<AllToAllObject>& communicators();
 

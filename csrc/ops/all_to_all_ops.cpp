@@ -4,7 +4,7 @@
 
 #include "kernels/abi/handle.h"
 #include "kernels/abi/params.h"
-#include "moe/device/calls.h"
+#include "moe/device/backend.h"
 #include "ops/all_to_all_object.h"
 #include "ops/communicator_settings.h"
 
@@ -153,6 +153,12 @@ void all_to_all_check(int64_t comm) {
   if (lock.owns_lock()) object->all_to_all.check();
 }
 
+void all_to_all_release_oldest(int64_t comm) {
+  const Caller caller(comm);
+  caller->all_to_all.release_oldest();
+  caller->releases_oldest = true;
+}
+
 // [W, n] of each rank's values; host memory, whatever the communicator's tensors are.
 Tensor all_to_all_gather_counts(int64_t comm, const Tensor& values) {
   const Caller caller(comm);
@@ -178,11 +184,11 @@ void dispatch_send(int64_t comm, int64_t options_number, const Tensor& x,
                    int64_t num_tokens_host, int64_t max_tokens, const Tensor& handle) {
   const Caller caller(comm);
   const moe::DispatchOptions options = moe::dispatch_options_from(options_number);
-  caller->all_to_all.dispatch_send(dispatch_send_from(
+  const auto send = dispatch_send_from(
       *caller,
       {x, scales, extras, topk_idx, topk_weights, num_tokens, num_tokens_host, max_tokens, options},
-      handle));
-  remember_sent(*caller, caller->sent_dispatches, handle);
+      handle);
+  caller->all_to_all.dispatch(&send, nullptr);
 }
 
 void dispatch_recv(int64_t comm, int64_t options, const Tensor& handle, const Tensor& x,
@@ -192,39 +198,33 @@ void dispatch_recv(int64_t comm, int64_t options, const Tensor& handle, const Te
                    std::optional<Tensor> wait_ticks, std::optional<Tensor> row_topk,
                    int64_t capacity) {
   const Caller caller(comm);
-  SentHandle sent(*caller, caller->sent_dispatches, handle);
-  caller->all_to_all.dispatch_recv(dispatch_recv_from(
+  const auto recv = dispatch_recv_from(
       *caller, Layout(moe::dispatch_options_from(options), capacity),
       {x, scales, extras, row_weights, counts, offsets, source, ranges, wait_ticks, row_topk},
-      sent.tensor()));
-  sent.received();
+      handle);
+  caller->all_to_all.dispatch(nullptr, &recv);
 }
 
 void combine_send(int64_t comm, const Tensor& handle, const Tensor& y,
                   std::optional<Tensor> row_weights, std::optional<Tensor> row_scalars,
                   std::optional<Tensor> topk_weights, ScalarType out_dtype, int64_t max_tokens) {
   const Caller caller(comm);
-  caller->all_to_all.combine_send(combine_send_from(
-      *caller, {y, row_weights, row_scalars, topk_weights, out_dtype, max_tokens}, handle));
-  remember_sent(*caller, caller->sent_combines, handle);
+  const auto send = combine_send_from(
+      *caller, {y, row_weights, row_scalars, topk_weights, out_dtype, max_tokens}, handle);
+  caller->all_to_all.combine(&send, nullptr);
 }
 
 void combine_recv(int64_t comm, const Tensor& handle, const Tensor& out,
                   std::optional<Tensor> out_scalars, std::vector<Tensor> bias,
                   std::optional<Tensor> wait_ticks) {
   const Caller caller(comm);
-  SentHandle sent(*caller, caller->sent_combines, handle);
-  caller->all_to_all.combine_recv(
-      combine_recv_from(*caller, {out, out_scalars, bias, wait_ticks}, sent.tensor()));
-
-  sent.received();
+  const auto recv = combine_recv_from(*caller, {out, out_scalars, bias, wait_ticks}, handle);
+  caller->all_to_all.combine(nullptr, &recv);
 }
 
 void release(int64_t comm, const Tensor& handle) {
   const Caller caller(comm);
-  SentHandle sent(*caller, caller->sent_dispatches, handle);
-  caller->all_to_all.release(handle_from(sent.tensor()), current_stream(caller->device));
-  sent.received();
+  caller->all_to_all.release(handle_from(handle), current_stream(caller->device));
 }
 
 }  // namespace
@@ -244,6 +244,7 @@ STABLE_TORCH_LIBRARY_IMPL(moe_p2p, CompositeExplicitAutograd, m) {
   m.impl("all_to_all_close", TORCH_BOX(&all_to_all_close));
   m.impl("all_to_all_broken", TORCH_BOX(&all_to_all_broken));
   m.impl("all_to_all_check", TORCH_BOX(&all_to_all_check));
+  m.impl("all_to_all_release_oldest", TORCH_BOX(&all_to_all_release_oldest));
   m.impl("all_to_all_gather_counts", TORCH_BOX(&all_to_all_gather_counts));
   m.impl("handle_words", TORCH_BOX(&handle_words));
   m.impl("dispatch_send", TORCH_BOX(&dispatch_send));

@@ -96,11 +96,11 @@ Dispatched dispatch(int64_t comm_id, int64_t options_number, const Tensor& x,
   for (const Tensor& extra : extras)
     row_extras.push_back(make_rows(layout, experts, extra.size(1), extra.scalar_type()));
 
-  comm->all_to_all.dispatch(
-      send, dispatch_recv_from(*comm, layout,
-                               {row_x, row_scales, row_extras, row_weights, counts, offsets, source,
-                                ranges, wait_ticks, row_topk},
-                               handle));
+  const auto recv = dispatch_recv_from(*comm, layout,
+                                       {row_x, row_scales, row_extras, row_weights, counts, offsets,
+                                        source, ranges, wait_ticks, row_topk},
+                                       handle);
+  comm->all_to_all.dispatch(&send, &recv);
   if (options.solo && comm->device < 0)
     static_cast<abi::HandleMeta*>(handle.mutable_data_ptr())->first_step = kNoStep;
   more.insert(more.end(), row_extras.begin(), row_extras.end());
@@ -135,7 +135,8 @@ void combine_into(AllToAllObject& comm, const CombineArguments& in, const Combin
   const auto send = combine_send_from(comm, in, handle);
   std::optional<HandleGuard> guard;  // kernels of a GPU do not write to it in combine
   if (comm.device < 0) guard.emplace(send.handle);
-  comm.all_to_all.combine(send, combine_recv_from(comm, to, handle));
+  const auto recv = combine_recv_from(comm, to, handle);
+  comm.all_to_all.combine(&send, &recv);
 }
 
 std::tuple<Tensor, std::vector<Tensor>> combine(

@@ -1,4 +1,4 @@
-// What the host hands to each device kernel: one struct, filled by csrc/moe/device/calls.cpp.
+// What the host hands to each device kernel: one struct, filled by csrc/moe/device/backend.cpp.
 #pragma once
 
 #include "kernels/abi/region.h"

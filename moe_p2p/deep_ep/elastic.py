@@ -6,6 +6,8 @@ of this rank, H hidden size, P scale packs of a token, R rows received.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -178,7 +180,7 @@ class ElasticBuffer(ElasticBase):
             # A rank that sends the row it is given rounds nothing.
             adds_on_the_way = handle.do_expand or self.num_rdma_ranks > 1
             exact = adds_on_the_way and not self.allow_multiple_reduction
-            result = handle.all_to_all.combine_with(
+            result: Any = handle.all_to_all.combine_with(
                 x.contiguous(),
                 received,
                 row_scalars=topk_weights,

@@ -407,3 +407,20 @@ def test_processes_of_a_process_group() -> None:
 
 def test_processes_as_nodes_of_their_own() -> None:
     run_processes(3, run_steps, {"ranks_per_node": 1, "num_experts": 6}, {"layout": "grouped"})
+
+
+def test_combines_of_solo_dispatches_keep_their_own_sums() -> None:
+    """Their handles name no step, so one combine once took the place of the other."""
+
+    def body(rank: Rank) -> None:
+        with make(rank) as comm:
+            step = [make_tokens(5, r, 6) for r in range(2)][rank.rank]
+            given = (step.topk_idx.int(), step.topk_weights)
+            received = [comm.dispatch(x, *given, solo=True) for x in (step.x, 2 * step.x)]
+            sums = [comm.combine(one.x, one).clone() for one in received]
+            assert not sums[0].equal(sums[1])
+            pending = [comm.combine_send(one.x, one) for one in received]
+            for sent, right in zip(pending, sums, strict=True):
+                assert comm.combine_recv(sent).equal(right)
+
+    run_threads(2, body)

@@ -10,7 +10,7 @@
 
 #include "doctest/doctest.h"
 #include "moe/all_to_all.h"
-#include "moe/calls.h"
+#include "moe/host/backend.h"
 #include "proxy/proxy_thread.h"
 
 namespace moe_p2p::moe {
@@ -52,8 +52,8 @@ class Rank {
     send.topk_is_int64 = false;
     send.num_rows = send.num_tokens = send.max_tokens = kTokens;
     send.handle = words();
-    const auto [ring, kernels, task] = all_to_all_->parts();
-    dispatch_.emplace(all_to_all_->plan(), ring, kernels, kCommunicator, send);
+    HostBackend& host = all_to_all_->host();
+    dispatch_.emplace(host.context(), send);
   }
   bool advance_dispatch() {
     DispatchRecv recv;
@@ -81,8 +81,8 @@ class Rank {
     } else {
       send.row_weights = row_weights_.data();
     }
-    const auto [ring, kernels, task] = all_to_all_->parts();
-    combine_.emplace(all_to_all_->plan(), ring, kernels, kCommunicator, send);
+    HostBackend& host = all_to_all_->host();
+    combine_.emplace(host.context(), send);
     MOE_P2P_CHECK(combine_->meta().num_rows == kTokens, base::Code::kInvalidArgument,
                   "as AllToAll::combine does: out has other rows");
   }
@@ -94,7 +94,7 @@ class Rank {
                                    .out_scalars = out_scalars_.data()});
   }
   void turn_proxy() {
-    proxy::ProxyTask* const tasks[] = {all_to_all_->parts().task};
+    proxy::ProxyTask* const tasks[] = {all_to_all_->task()};
     proxy::ProxyThread::turn(engine_, tasks);
   }
 

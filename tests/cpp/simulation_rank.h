@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "moe/all_to_all.h"
-#include "moe/calls.h"
+#include "moe/host/backend.h"
 #include "proxy/proxy_thread.h"
 #include "simulation_program.h"
 
@@ -93,7 +93,7 @@ class Rank {
     std::vector<int> ranks;
     if (!dispatch_ && !combine_) return ranks;
     for (int source = 0; source < world_.num_nodes * world_.ranks_per_node; ++source)
-      if (!all_to_all_->parts().kernels.arrived(pending().step, pending().phase, source))
+      if (!all_to_all_->host().context().kernels.arrived(pending().step, pending().phase, source))
         ranks.push_back(source);
     return ranks;
   }
@@ -112,7 +112,7 @@ class Rank {
 
   bool turn_proxy() {
     if (!engine_ || (nics_end_ && finished())) return false;
-    proxy::ProxyTask* const tasks[] = {all_to_all_->parts().task};
+    proxy::ProxyTask* const tasks[] = {all_to_all_->task()};
     return proxy::ProxyThread::turn(*engine_, tasks);
   }
 
@@ -145,7 +145,7 @@ class Rank {
   // What a call does while it waits.
   void look_for_failures() {
     try {
-      all_to_all_->check(pending());
+      all_to_all_->host().check(pending());
     } catch (const base::Error& error) {
       gave_up_ = true;
       error_ = error.what();
@@ -168,13 +168,11 @@ class Rank {
   }
 
   bool perform(const Item& item) {
-    auto [ring, kernels, task] = all_to_all_->parts();
-    const moe::Plan& plan = all_to_all_->plan();
+    const moe::HostContext& context = all_to_all_->host().context();
     Buffers& b = buffers_[item.call];
     switch (item.action) {
       case Action::kDispatchSend:
-        if (!dispatch_)
-          dispatch_.emplace(plan, ring, kernels, kCommunicator, dispatch_send(item.call, b));
+        if (!dispatch_) dispatch_.emplace(context, dispatch_send(item.call, b));
         // A solo call of many chunks cannot finish its send half alone.
         return dispatch_->advance_send() || program_.calls[item.call].kind == Kind::kSolo;
       case Action::kDispatchRecv:
@@ -183,8 +181,7 @@ class Rank {
         check_rows(item.call, b);
         return true;
       case Action::kCombineSend:
-        if (!combine_)
-          combine_.emplace(plan, ring, kernels, kCommunicator, combine_send(item.call, b));
+        if (!combine_) combine_.emplace(context, combine_send(item.call, b));
         return combine_->advance_send() || program_.calls[item.call].kind == Kind::kSolo;
       case Action::kCombineRecv:
         if (!combine_->advance_recv(combine_recv(item.call, b))) return false;

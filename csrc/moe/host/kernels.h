@@ -1,5 +1,5 @@
 // The CPU twins of kernels/*.cu: each works on one step of one rank and never waits. Callers
-// (calls.cpp) have seen that the step's slot is free, or that everything the kernel reads has
+// (host/calls.cpp) have seen that the step's slot is free, or that everything the kernel reads has
 // arrived. They throw only on what peers sent wrong (Error{kProtocol}, naming the rank).
 #pragma once
 
@@ -7,22 +7,15 @@
 #include <vector>
 
 #include "base/mutation.h"
-#include "moe/all_to_all.h"
+#include "moe/call.h"
 #include "moe/node/masks.h"
 #include "moe/node/memory.h"
 #include "moe/plan/handle.h"
+#include "moe/plan/step.h"
 #include "moe/plan/token_parts.h"
 #include "platform/thread.h"
 
 namespace moe_p2p::moe {
-
-struct Step {
-  uint64_t index = 0;
-  int slot = 0;
-
-  uint64_t word() const noexcept { return index + 1; }  // value of headers and doorbells
-  uint64_t flag() const noexcept { return abi::come(index); }
-};
 
 // What a dispatch knows of its routing: made once per call, before anything is sent.
 struct Routing {

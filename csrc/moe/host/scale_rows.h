@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <limits>
 
-#include "moe/all_to_all.h"
+#include "moe/call.h"
 #include "moe/host/rows.h"
 
 namespace moe_p2p::moe {

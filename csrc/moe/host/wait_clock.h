@@ -2,7 +2,9 @@
 // simulation without one stays exact.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
+#include <span>
 #include <vector>
 
 #include "moe/host/kernels.h"

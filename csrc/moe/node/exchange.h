@@ -25,9 +25,9 @@
 #include <vector>
 
 #include "engine/transfer_engine.h"
-#include "moe/host/kernels.h"
 #include "moe/node/masks.h"
 #include "moe/node/memory.h"
+#include "moe/plan/step.h"
 #include "proxy/proxy_thread.h"
 
 namespace moe_p2p::moe {

@@ -4,7 +4,7 @@
 
 #include "base/log.h"
 #include "kernels/abi/handle.h"
-#include "moe/all_to_all.h"
+#include "moe/call.h"
 
 namespace moe_p2p::moe {
 

@@ -3,7 +3,8 @@
 #pragma once
 
 #include "kernels/abi/region.h"
-#include "moe/all_to_all.h"
+#include "moe/call.h"
+#include "moe/plan/plan.h"
 
 namespace moe_p2p::moe {
 

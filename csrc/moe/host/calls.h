@@ -1,5 +1,5 @@
-// A call as a state machine over steps: advance() does all that can be done now and never waits. The
-// blocking API (all_to_all.cpp) sleeps between advances; the protocol simulation interleaves them.
+// A call as a state machine over steps: advance() does all that can be done now and never waits.
+// The backend (host/backend.h) sleeps between advances; the protocol simulation interleaves them.
 //
 //   paired dispatch   one step:  send tokens, receive tokens                  (combine closes it)
 //   solo dispatch     C steps:   send tokens, receive tokens, empty combine   as acknowledgement
@@ -15,40 +15,24 @@
 
 #include "moe/host/kernels.h"
 #include "moe/host/wait_clock.h"
+#include "moe/ledger.h"
 
 namespace moe_p2p::moe {
 
-// What somebody waits for, for the story of a timeout.
-struct Pending {
-  Step step;
-  abi::Phase phase{};
-};
-
-constexpr const char* phase_name(abi::Phase phase) {
-  return phase == abi::Phase::kDispatch  ? "dispatch"
-         : phase == abi::Phase::kCombine ? "combine"
-                                         : "late weights";
-}
-
-// Which steps are open. Step e may begin when step e - S has seen its combine arrive, which is the
-// whole of flow control (docs/protocol.md, "Why no barrier is needed").
+// When steps may begin: step e once step e - S has seen its combine arrive, which is the whole of
+// flow control (docs/protocol.md, "Why no barrier is needed"). Which of them the caller holds open
+// is in the ledger.
 class StepRing {
  public:
   StepRing(const Plan& plan, HostKernels& kernels);
 
-  // Throws Error{kInvalidArgument} when the next `num_steps` steps would come to wait for one that
-  // the caller himself holds open.
-  void check_room(int64_t num_steps) const;
-  // Closes what can be closed without waiting. False: the next step must wait for pending().
-  bool can_begin();
-  Step begin();             // after can_begin()
-  Pending pending() const;  // when can_begin() was false
+  // Closes what can be closed without waiting. False: step `index` must wait for pending(index).
+  bool can_begin(uint64_t index);
+  Step begin(uint64_t index);             // after can_begin()
+  Pending pending(uint64_t index) const;  // when can_begin() was false
 
-  // The paired dispatch that opened `step` left it open.
-  bool is_open(uint64_t step) const noexcept;
-  void leave_open(Step step) noexcept;  // paired dispatch: the caller will combine or release
-  void acknowledge(Step step);          // sends the empty combine; nobody waits for its answer yet
-  void close(Step step) noexcept;       // its combine has arrived
+  void acknowledge(Step step);     // sends the empty combine; nobody waits for its answer yet
+  void close(Step step) noexcept;  // its combine has arrived
   // From everybody; looks at the masks first.
   bool arrived(Step step, abi::Phase phase) const;
   Step step_of(uint64_t index) const noexcept;
@@ -58,7 +42,7 @@ class StepRing {
   std::vector<Step> last_combines() const;
 
  private:
-  enum class State : uint8_t { kClosed, kBusy, kOpen, kAcknowledged };
+  enum class State : uint8_t { kClosed, kBusy, kAcknowledged };
   struct Slot {
     State state = State::kClosed;
     uint64_t step = 0;
@@ -67,14 +51,31 @@ class StepRing {
   const Plan& plan_;
   HostKernels& kernels_;
   std::vector<Slot> slots_;
-  uint64_t next_ = 0;
+};
+
+// What the calls of one rank share.
+struct HostContext {
+  const Plan& plan;
+  const uint32_t communicator;
+  HostKernels& kernels;
+  StepRing& ring;
+  Ledger& ledger;
+
+  HandleView open(Handle handle) const {
+    return HandleView::open(plan.shape, communicator, handle);
+  }
+  // The dispatch whose rows are in this handle, while its step is open.
+  const OpenCall* open_dispatch(const HandleView& handle) const {
+    return ledger.find_named(handle.meta().first_step, nullptr, OpenCall::Stage::kDispatched);
+  }
 };
 
 class DispatchCall {
  public:
   // Checks the input and routes; nothing is sent yet.
-  DispatchCall(const Plan& plan, StepRing& ring, HostKernels& kernels, uint32_t communicator,
-               const DispatchSend& send);
+  DispatchCall(const HostContext& context, const DispatchSend& send);
+  // Its second half: `handle` is that of the first, or a copy.
+  DispatchCall(const HostContext& context, const OpenCall& sent, Handle handle);
   // Throws Error{kInvalidArgument} when `recv` does not fit what was sent.
   void check(const DispatchRecv& recv) const;
   // True once everything that the send half may send has been sent.
@@ -83,16 +84,14 @@ class DispatchCall {
   bool advance_recv(const DispatchRecv& recv);
   Pending pending() const;
   const abi::HandleMeta& meta() const noexcept { return handle_.meta(); }
-  int64_t num_chunks() const noexcept { return num_chunks_; }
 
  private:
-  const Plan& plan_;
-  StepRing& ring_;
-  HostKernels& kernels_;
-  DispatchSend send_;
-  int64_t num_chunks_;
+  uint64_t next_step() const;
+
+  const HostContext& context_;
+  DispatchSend send_{};  // of the first half
+  OpenCall call_;
   HandleView handle_;
-  abi::TokenParts parts_;
   Routing routing_;
   Placement placement_;
   std::deque<Step> in_flight_;
@@ -102,27 +101,27 @@ class DispatchCall {
 
 class CombineCall {
  public:
-  CombineCall(const Plan& plan, StepRing& ring, HostKernels& kernels, uint32_t communicator,
-              const CombineSend& send);
-  // Throws Error{kInvalidArgument} when the handle was overwritten since the call was made.
-  void check_handle(uint32_t communicator) const;
+  CombineCall(const HostContext& context, const CombineSend& send);
+  // Its second half. Throws Error{kInvalidArgument} when the handle was overwritten since the
+  // first.
+  CombineCall(const HostContext& context, const OpenCall& sent, Handle handle);
   bool advance_send();                         // true once all partial sums are handed in
   bool advance_recv(const CombineRecv& recv);  // true once all sums are here; sends the rest
   Pending pending() const;
   const abi::HandleMeta& meta() const noexcept { return handle_.meta(); }
-  int64_t num_chunks() const noexcept { return num_chunks_; }
+  int64_t num_chunks() const noexcept { return call_.num_steps; }
 
  private:
   bool may_sum(Step step) const;
   bool heard_from_all(Step step, int64_t chunk) const;
+  uint64_t next_step() const;
+  void record();
 
-  const Plan& plan_;
-  StepRing& ring_;
-  HostKernels& kernels_;
-  CombineSend send_;
+  const HostContext& context_;
+  CombineSend send_{};  // of the first half
   HandleView handle_;
-  int64_t num_chunks_;
-  bool paired_;
+  OpenCall call_;          // not solo: the step is that of its dispatch
+  bool recorded_ = false;  // in the ledger
   std::deque<Step> in_flight_;
   WaitClock waits_;
   int64_t num_begun_ = 0, num_pushed_ = 0, num_sent_ = 0, num_received_ = 0;

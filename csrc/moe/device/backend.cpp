@@ -1,10 +1,12 @@
-#include "moe/device/calls.h"
+#include "moe/device/backend.h"
 
 #include <algorithm>
 #include <atomic>
 #include <cstddef>
 
 #include "base/log.h"
+#include "kernels/abi/handle.h"
+#include "moe/device/fault.h"
 #include "moe/plan/token_parts.h"
 #include "platform/cuda.h"
 
@@ -47,12 +49,14 @@ abi::ScalePlace scale_place(const DispatchRecv& recv) noexcept {
 
 // --- set-up --------------------------------------------------------------------------------------
 
-DeviceKernels::DeviceKernels(const Plan& plan, const AllToAllOptions& options,
-                             const DeviceMemory& memory)
+DeviceBackend::DeviceBackend(const Plan& plan, const AllToAllOptions& options,
+                             const DeviceMemory& memory, Waits& waits)
     : plan_(plan),
+      local_(options.rank % plan.shape.ranks_per_node),
+      waits_(waits),
       memory_(memory),
       context_(memory.ordinal),
-      open_(plan.shape.steps_in_flight),
+      ledger_(plan.shape.steps_in_flight),
       order_(context_, memory.num_sms == 0) {
   MOE_P2P_CHECK(memory.data.size() == static_cast<size_t>(plan.shape.ranks_per_node) &&
                     memory.data.size() <= abi::kMaxDomainRanks,
@@ -72,121 +76,98 @@ DeviceKernels::DeviceKernels(const Plan& plan, const AllToAllOptions& options,
   comm_.communicator = options.communicator;
 }
 
-void DeviceKernels::set_signals(const std::vector<uint64_t>& addresses) {
+void DeviceBackend::set_signals(const std::vector<uint64_t>& addresses) {
   MOE_P2P_CHECK(addresses.size() == memory_.data.size(), Code::kInvalidArgument, addresses.size(),
                 " addresses of signal memory for ", memory_.data.size(), " ranks of a node");
   std::copy(addresses.begin(), addresses.end(), comm_.signals);
 }
 
-void DeviceKernels::set_dispatch(const DispatchVariant& variant, const DeviceKernel& kernel) {
+void DeviceBackend::set_dispatch(const DispatchVariant& variant, const DeviceKernel& kernel) {
   dispatch_kernels_[variant] = kernel;
 }
 
-void DeviceKernels::set_combine(DType y_dtype, DType out_dtype, const DeviceKernel& kernel) {
+void DeviceBackend::set_combine(DType y_dtype, DType out_dtype, const DeviceKernel& kernel) {
   combine_kernels_[{static_cast<int>(y_dtype), static_cast<int>(out_dtype)}] = kernel;
+}
+
+provider::MemorySpan DeviceBackend::span_at(uint64_t address) const {
+  return {.data = reinterpret_cast<std::byte*>(address),
+          .bytes = plan_.regions.total_bytes,
+          .kind = provider::MemoryKind::kCuda,
+          .device = memory_.ordinal,
+          .read_by_neighbours = plan_.shape.ranks_per_node > 1};
+}
+
+// NICs have nothing to do within a node.
+std::optional<provider::MemorySpan> DeviceBackend::regions() const {
+  if (plan_.shape.num_nodes() == 1) return std::nullopt;
+  return span_at(memory_.data[static_cast<size_t>(local_)]);
+}
+
+std::optional<provider::MemorySpan> DeviceBackend::mapped_regions(int node) const {
+  const uint64_t address = memory_.peer_data[static_cast<size_t>(node)];
+  if (address == 0) return std::nullopt;
+  return span_at(address);
 }
 
 // --- faults --------------------------------------------------------------------------------------
 
-const abi::Fault* DeviceKernels::fault() const noexcept {
+const abi::Fault* DeviceBackend::fault() const noexcept {
   // acquire: pairs with raise_fault() of the device.
   const bool told = std::atomic_ref(memory_.fault->complete).load(std::memory_order_acquire) != 0;
   return told ? memory_.fault : nullptr;
 }
 
-// Which word a wait was for, as far as the low halves of what was expected and found show it
-// (kernels/device/wait.cuh). Ranks of other nodes arrive by parts. Ranks of the own node write words of a
-// step: headers in every use of a step slot, flags of slots and rows now and then; where these flag
-// themselves nothing was found.
-std::string DeviceKernels::awaited(const abi::Fault& fault) const {
-  const auto phase = static_cast<abi::Phase>(fault.phase);
-  const int local = plan_.shape.ranks_per_node;
-  if (fault.source / local != comm_.rank / local) {
-    const auto before = static_cast<uint32_t>(fault.step * abi::kMaxParts);
-    const uint32_t part = static_cast<uint32_t>(fault.expected) - before - 1;
-    const uint32_t here = static_cast<uint32_t>(fault.got) - before;
-    return base::concat("arrival of ",
-                        part + 1 < abi::kMaxParts ? base::concat("part ", part) : "the last part",
-                        ", ", here < abi::kMaxParts ? here : 0, " parts arrived");
-  }
-  if (phase == abi::Phase::kWeights) return "header of its weights";
-  const std::string item = phase == abi::Phase::kDispatch ? "slot" : "row";
-  if (fault.source == comm_.rank) return base::concat("word of its own blocks, header or ", item);
-  const auto steps = static_cast<uint64_t>(plan_.shape.steps_in_flight);
-  const uint64_t last = fault.step >= steps ? fault.step + 1 - steps : 0;  // in a header
-  const bool may_be_header = static_cast<uint32_t>(fault.got) == static_cast<uint32_t>(last) ||
-                             (phase == abi::Phase::kDispatch && fault.got == 0);
-  return base::concat(may_be_header ? "header or " : "", item, fault.got == 0 ? "" : " flag");
-}
-
-base::Error DeviceKernels::error_of(const abi::Fault& fault, const std::string& gone,
-                                    const std::string& progress) const {
-  const char* phase = phase_name(static_cast<abi::Phase>(fault.phase));
-  const std::string head = base::concat("rank ", comm_.rank, ": ", phase, " of step ", fault.step);
-  const auto got = static_cast<int64_t>(fault.got);
-  switch (fault.raised) {
-    case abi::kTimedOut:
-      return {gone.empty() ? Code::kTimeout : Code::kPeerDead,
-              base::concat(head, " timed out waiting for rank ", fault.source, ": ", awaited(fault),
-                           " (expected word ", fault.expected, ", got ", fault.got, ")", progress,
-                           gone.empty() ? "" : "; ", gone)};
-    case abi::kCapacity:
-      return {Code::kResourceExhausted,
-              base::concat(head, ": ",
-                           fault.source < 0 ? std::string("this rank")
-                                            : base::concat("local expert ", fault.source),
-                           " needs ", got, " rows, capacity is ", fault.expected)};
-    case abi::kBadExpert:
-      return {Code::kInvalidArgument,
-              base::concat(head, ": topk_idx of token ", fault.expected, " names expert ", got,
-                           ", must be -1 (none) or from 0 to ", plan_.shape.num_experts - 1)};
-    case abi::kDuplicateExpert:
-      return {Code::kInvalidArgument, base::concat(head, ": topk_idx of token ", fault.expected,
-                                                   " names expert ", got, " twice")};
-    case abi::kTooManyTokens:
-      if (fault.source != comm_.rank)
-        return {Code::kProtocol,
-                base::concat(head, ": rank ", fault.source, " sent ", got,
-                             " tokens, max_tokens of this rank's call is ", fault.expected,
-                             "; it must be the same on all ranks")};
-      return {Code::kInvalidArgument,
-              base::concat(head, ": num_tokens is ", got, ", at most ", fault.expected, " fit")};
-    case abi::kTwoAtOnce:
-      return {Code::kInvalidArgument,
-              base::concat(head,
-                           " began while another call of this communicator was running; let one "
-                           "wait for the other where graphs are replayed on several streams, or "
-                           "give each stream a communicator")};
-    case abi::kBadHandle:
-      return {Code::kInvalidArgument,
-              base::concat(
-                  head,
-                  ": the handle was not made by a dispatch of this max_tokens and of communicator ",
-                  fault.expected)};
-    default:
-      return {Code::kProtocol, base::concat(head, ": rank ", fault.source,
-                                            " sent rows of another type, layout or size (", got,
-                                            " bytes a slot, expected ", fault.expected,
-                                            "); all ranks must make the same calls")};
-  }
+void DeviceBackend::check() const {
+  const abi::Fault* raised = fault();
+  if (raised == nullptr || raised->raised == abi::kAborted) waits_.check_abort([] { return ""; });
+  if (raised == nullptr) return;
+  if (raised->raised != abi::kTimedOut) throw error_of(*raised, plan_, comm_.rank, "", "");
+  const abi::Shape& shape = plan_.shape;
+  const int node = raised->source / shape.ranks_per_node;  // of whom it waited for
+  const int local = raised->source % shape.ranks_per_node;
+  std::string progress;  // other local ranks of that node send to other gateways here
+  if (node != comm_.rank / shape.ranks_per_node && local == local_)
+    progress = ", " + waits_.progress({Step::of(raised->step, shape.steps_in_flight),
+                                       static_cast<abi::Phase>(raised->phase)},
+                                      node);
+  throw error_of(*raised, plan_, comm_.rank, waits_.gone(local), progress);
 }
 
 // --- launching -----------------------------------------------------------------------------------
 
-void DeviceKernels::check_half(int64_t num_steps) const {
+void DeviceBackend::check_half(int64_t num_steps) const {
   MOE_P2P_CHECK(num_steps <= plan_.shape.steps_in_flight, Code::kInvalidArgument, "this call has ",
                 num_steps, " chunks, send and receive halves take at most steps_in_flight = ",
                 plan_.shape.steps_in_flight, "; use the whole call or raise chunk_tokens");
 }
 
-abi::Grid DeviceKernels::grid_of(const DeviceKernel& kernel, GridInput input) const {
+template <typename Call>
+void DeviceBackend::launching(Call&& call) {
+  waits_.latching([this] { check(); }, Waits::always);
+  waits_.latching(call, [](Code code) { return code == Code::kTransport; });
+}
+
+void DeviceBackend::dispatch(const DispatchSend* send, const DispatchRecv* recv) {
+  launching([&] { launch_dispatch(send, recv, send ? send->stream : recv->stream); });
+}
+
+void DeviceBackend::combine(const CombineSend* send, const CombineRecv* recv) {
+  launching([&] { launch_combine(send, recv, send ? send->stream : recv->stream); });
+}
+
+void DeviceBackend::release(Handle handle, const platform::Stream& stream) {
+  launching([&] { launch_release(handle.words, Place(stream)); });
+}
+
+abi::Grid DeviceBackend::grid_of(const DeviceKernel& kernel, GridInput input) const {
   input.relay_blocks = abi::Grid::relay_blocks(plan_.shape);
   input.num_sms = memory_.num_sms;
   return choose_grid(kernel, input);
 }
 
 template <typename Params>
-void DeviceKernels::launch(const DeviceKernel& kernel, const Params& params, const Place& place) {
+void DeviceBackend::launch(const DeviceKernel& kernel, const Params& params, const Place& place) {
   const int num_blocks = abi::Grid::relay_blocks(plan_.shape) + params.grid.num_send_blocks +
                          params.grid.num_recv_blocks;
   const platform::ContextGuard current(context_);
@@ -203,7 +184,7 @@ void DeviceKernels::launch(const DeviceKernel& kernel, const Params& params, con
 
 // --- dispatch ------------------------------------------------------------------------------------
 
-OpenCall DeviceKernels::begin_dispatch(const DispatchSend& send) const {
+OpenCall DeviceBackend::begin_dispatch(const DispatchSend& send) const {
   const int64_t num_chunks = plan_.num_chunks(send.max_tokens);
   MOE_P2P_CHECK(send.num_tokens >= 0 && send.num_tokens <= send.num_rows, Code::kInvalidArgument,
                 "num_tokens is ", send.num_tokens, ", x has ", send.num_rows, " rows");
@@ -228,10 +209,11 @@ OpenCall DeviceKernels::begin_dispatch(const DispatchSend& send) const {
           .parts = send_parts(plan_, send),
           .opaque = send.opaque_scales || !send.extras.empty(),
           .num_extras = static_cast<int32_t>(send.extras.size()),
-          .num_rows = static_cast<int32_t>(send.num_rows)};
+          .num_rows = static_cast<int32_t>(send.num_rows),
+          .owner = send.handle_owner};
 }
 
-void DeviceKernels::fill(abi::DispatchParams& p, const DispatchSend& send) const {
+void DeviceBackend::fill(abi::DispatchParams& p, const DispatchSend& send) const {
   p.x = on_device(send.x);
   p.scales = on_device(send.scales);
   p.topk_idx = on_device(send.topk_idx);
@@ -245,7 +227,7 @@ void DeviceKernels::fill(abi::DispatchParams& p, const DispatchSend& send) const
     p.extras[i] = {{address(send.extras[i].data)}, send.extras[i].row_bytes};
 }
 
-void DeviceKernels::fill(abi::DispatchParams& p, const DispatchRecv& recv) const {
+void DeviceBackend::fill(abi::DispatchParams& p, const DispatchRecv& recv) const {
   const abi::TokenParts parts = recv_parts(plan_, recv);
   bool fits = parts.num_parts == p.parts.num_parts;
   for (int i = 0; fits && i < parts.num_parts; ++i) fits = parts.bytes[i] == p.parts.bytes[i];
@@ -272,7 +254,7 @@ void DeviceKernels::fill(abi::DispatchParams& p, const DispatchRecv& recv) const
   p.alignment = recv.options.alignment;
 }
 
-abi::DispatchParams DeviceKernels::params_of(const OpenCall& call) const {
+abi::DispatchParams DeviceBackend::params_of(const OpenCall& call) const {
   abi::DispatchParams p{};
   p.comm = comm_;
   p.num_rows = call.num_rows;
@@ -286,16 +268,15 @@ abi::DispatchParams DeviceKernels::params_of(const OpenCall& call) const {
   return p;
 }
 
-void DeviceKernels::dispatch(const DispatchSend* send, const DispatchRecv* recv,
-                             const platform::Stream& stream) {
+void DeviceBackend::launch_dispatch(const DispatchSend* send, const DispatchRecv* recv,
+                                    const platform::Stream& stream) {
   const Place place(stream);
   const OpenCall* before =
-      send ? nullptr : open_.find(recv->handle.words, Stage::kDispatchSent, place.capture);
+      send ? nullptr : ledger_.find(recv->handle.words, Stage::kDispatchSent, place.capture);
   MOE_P2P_CHECK(send || before, Code::kInvalidArgument,
                 "dispatch_recv: this handle has no dispatch_send waiting; each send half is "
                 "received once");
   OpenCall call = send ? begin_dispatch(*send) : *before;
-  if (send) open_.check_room(call.num_steps, place.capture);
   if (!recv) check_half(call.num_steps);
   MOE_P2P_CHECK(!recv || recv->options.by_rank() == call.variant.by_rank, Code::kInvalidArgument,
                 "layout is by_rank for one half and not for the other; give dispatch_recv that of "
@@ -317,21 +298,22 @@ void DeviceKernels::dispatch(const DispatchSend* send, const DispatchRecv* recv,
       {.send_items = send ? std::min<int64_t>(call.num_rows, chunk) * kMostShares + 1  // headers
                           : 0,
        .recv_items = recv ? chunk * plan_.shape.world_size : 0});
+  if (send) make_room(call.num_steps, place);
   launch(kernel, p, place);
   if (recv) call.stage = Stage::kDispatched;
-  open_.launched(before, call, place.capture, send != nullptr, !recv || !call.solo);
+  ledger_.record(before, call, place.capture, send != nullptr, !recv || !call.solo);
 }
 
 // --- combine -------------------------------------------------------------------------------------
 
-OpenCall DeviceKernels::begin_combine(const CombineSend& send) const {
+OpenCall DeviceBackend::begin_combine(const CombineSend& send) const {
   return {.handle = send.handle.words,
           .num_steps = plan_.num_chunks(send.max_tokens),
           .solo = true,
           .stage = Stage::kCombineSent};
 }
 
-void DeviceKernels::fill(abi::CombineParams& p, const CombineSend& send) {
+void DeviceBackend::fill(abi::CombineParams& p, const CombineSend& send) {
   p.y = on_device(send.y);
   p.row_weights = on_device(send.row_weights);
   p.row_scalars = on_device(send.row_scalars);
@@ -340,7 +322,7 @@ void DeviceKernels::fill(abi::CombineParams& p, const CombineSend& send) {
   p.num_rows = static_cast<int32_t>(send.num_rows);
 }
 
-void DeviceKernels::fill(abi::CombineParams& p, const CombineRecv& recv) {
+void DeviceBackend::fill(abi::CombineParams& p, const CombineRecv& recv) {
   MOE_P2P_CHECK(!p.topk_weights || p.num_rows == recv.num_rows, Code::kInvalidArgument,
                 "topk_weights has ", p.num_rows, " rows, the dispatch had ", recv.num_rows);
   p.num_rows = static_cast<int32_t>(recv.num_rows);
@@ -350,19 +332,20 @@ void DeviceKernels::fill(abi::CombineParams& p, const CombineRecv& recv) {
   p.wait_ticks = on_device(recv.wait_ticks);
 }
 
-void DeviceKernels::combine(const CombineSend* send, const CombineRecv* recv,
-                            const platform::Stream& stream) {
+void DeviceBackend::launch_combine(const CombineSend* send, const CombineRecv* recv,
+                                   const platform::Stream& stream) {
   const Place place(stream);
   const Handle handle = send ? send->handle : recv->handle;
-  MOE_P2P_CHECK(!send || !open_.waits_to_be_received(handle.words), Code::kInvalidArgument,
+  MOE_P2P_CHECK(!send || !ledger_.waits_to_be_received(handle.words), Code::kInvalidArgument,
                 "combine needs a dispatch that was received; call dispatch_recv first");
   const OpenCall* before =
-      open_.find(handle.words, send ? Stage::kDispatched : Stage::kCombineSent, place.capture);
+      ledger_.find(handle.words, send ? Stage::kDispatched : Stage::kCombineSent, place.capture);
   MOE_P2P_CHECK(send || before, Code::kInvalidArgument,
                 "combine_recv: this handle has no combine_send waiting; each send half is received "
                 "once");
   OpenCall call = before ? *before : begin_combine(*send);
-  const bool opens = send && call.solo;  // as far as the host knows
+  // Steps of its own, as far as the host knows.
+  const bool opens = send && (call.solo || (ledger_.releases() && !call.holds));
   if (send) {
     call.stage = Stage::kCombineSent;
     call.num_steps = plan_.num_chunks(send->max_tokens);
@@ -374,7 +357,6 @@ void DeviceKernels::combine(const CombineSend* send, const CombineRecv* recv,
     call.types = {static_cast<int>(send->y_dtype), static_cast<int>(send->out_dtype)};
     call.with_scalars = send->row_scalars != nullptr;
   }
-  if (opens) open_.check_room(call.num_steps, place.capture);
   // Rows of one expert or by rank go as they stand: rows_stay of kernels/combine/bulk.cuh.
   const bool copies = send && send->y_dtype == send->out_dtype && !send->row_weights &&
                       !send->topk_weights && !send->row_scalars;
@@ -400,12 +382,15 @@ void DeviceKernels::combine(const CombineSend* send, const CombineRecv* recv,
   p.grid = grid_of(kernel, {.send_items = send ? chunk * plan_.shape.world_size : 0,
                             .recv_items = recv ? chunk * kMostShares : 0,
                             .copies = copies});
+  // `before` stays where it is: a call that opens steps of its own has none, or one that was
+  // captured.
+  if (opens) make_room(call.num_steps, place);
   launch(kernel, p, place);
-  open_.launched(before, call, place.capture, opens, !recv);
+  ledger_.record(before, call, place.capture, opens, !recv);
 }
 
 // Receives a dispatch without outputs: slots that flag themselves have to be taken.
-void DeviceKernels::discard(const OpenCall& call, const Place& place) {
+void DeviceBackend::discard(const OpenCall& call, const Place& place) {
   const DeviceKernel& kernel = find_kernel(dispatch_kernels_, call.variant, "dispatch");
   abi::DispatchParams p = params_of(call);
   p.grouped = 1;
@@ -416,28 +401,33 @@ void DeviceKernels::discard(const OpenCall& call, const Place& place) {
 
 // A handle that holds no step, of a solo dispatch or combined already, needs nothing; of one that was
 // captured only the device knows.
-void DeviceKernels::release(Handle handle, const platform::Stream& stream) {
-  const Place place(stream);
-  const OpenCall* open = open_.find(handle.words, Stage::kDispatched, place.capture);
+void DeviceBackend::launch_release(const int32_t* handle, const Place& place) {
+  const OpenCall* open = ledger_.find(handle, Stage::kDispatched, place.capture);
   if (!open) {
-    open = open_.find(handle.words, Stage::kDispatchSent, place.capture);
+    open = ledger_.find(handle, Stage::kDispatchSent, place.capture);
     if (!open) return;
     discard(*open, place);
     if (open->solo)  // the receiving half has said that all is read
-      return open_.launched(open, *open, place.capture, false, false);
+      return ledger_.record(open, *open, place.capture, false, false);
   }
   if (open->solo) return;
   MOE_P2P_CHECK(!combine_kernels_.empty(), Code::kUnavailable,
                 "no combine kernel is compiled for this communicator");
   abi::CombineParams p{};
   p.comm = comm_;
-  p.handle = address(handle.words);
+  p.handle = address(handle);
   p.num_chunks = static_cast<int32_t>(open->num_steps);
   p.num_slots = open->num_slots;
   p.empty = 1;
   p.grid = {1, 1};
   launch(combine_kernels_.begin()->second, p, place);
-  open_.launched(open, *open, place.capture, false, false);
+  ledger_.record(open, *open, place.capture, false, false);
+}
+
+void DeviceBackend::make_room(int64_t num_steps, const Place& place) {
+  for (const OpenCall& call : ledger_.to_release(num_steps, place.capture))
+    launch_release(call.handle, place);
+  ledger_.check_room(num_steps, place.capture);
 }
 
 }  // namespace moe_p2p::moe

@@ -1,0 +1,111 @@
+// The calls of one rank on a GPU: fills the kernels' parameters (kernels/abi/params.h) and launches
+// them on the caller's stream. Nothing here waits for the device; what a kernel has to tell comes
+// back through the Fault, which every later call looks at. Capturable in CUDA graphs.
+//
+// Which steps a kernel opens, and whether a combine closes that of its dispatch, is decided on the device.
+// Kernels of one communicator run one after the other: on streams that change by events
+// (platform/stream_order.h); two graphs, or a graph and other calls, as their owner replays them.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <vector>
+
+#include "kernels/abi/params.h"
+#include "moe/backend.h"
+#include "moe/device/grid.h"
+#include "moe/ledger.h"
+#include "moe/node/waits.h"
+#include "platform/stream_order.h"
+
+namespace moe_p2p::moe {
+
+// What a rank of options.device was given on its GPU; the caller keeps the memory until close().
+struct DeviceMemory {
+  int ordinal = 0;             // of the CUDA device
+  std::vector<uint64_t> data;  // [L] regions of each rank of the node, zeroed, as mapped here
+  std::vector<uint64_t>
+      peer_data;                // [N] those of the rank with our local index; 0 = not mapped here
+  uint64_t state = 0;           // abi::DeviceState and DeviceWords on this device, zeroed
+  uint64_t expert_rank = 0;     // i32 [E] on this device
+  uint64_t expert_local = 0;    // i32 [E]
+  abi::Fault* fault = nullptr;  // pinned host memory, zeroed
+  uint64_t fault_device = 0;    // the same as the device sees it
+  int num_sms = 0;              // most blocks of a kernel; 0: as many as help
+};
+
+class DeviceBackend final : public Backend {
+ public:
+  DeviceBackend(const Plan& plan, const AllToAllOptions& options, const DeviceMemory& memory,
+                Waits& waits);
+  // [L] signal memory of the node's ranks, as the device sees it; before the first call.
+  void set_signals(const std::vector<uint64_t>& addresses);
+
+  void set_dispatch(const DispatchVariant& variant, const DeviceKernel& kernel);
+  // Compiled for (type of y, type of out).
+  void set_combine(abi::DType y_dtype, abi::DType out_dtype, const DeviceKernel& kernel);
+
+  // One kernel for both halves. They throw before anything is launched.
+  void dispatch(const DispatchSend* send, const DispatchRecv* recv) override;
+  void combine(const CombineSend* send, const CombineRecv* recv) override;
+  void release(Handle handle, const platform::Stream& stream) override;
+  void check() const override;
+  bool failed() const noexcept override { return fault() != nullptr; }
+  std::vector<Step> last_steps() const override {
+    return {};
+  }  // kernels have rung whatever they will
+  Ledger& ledger() noexcept override { return ledger_; }
+  std::optional<provider::MemorySpan> regions() const override;
+  std::optional<provider::MemorySpan> mapped_regions(int node) const override;
+
+ private:
+  using Stage = OpenCall::Stage;
+  // Where a call runs, and the capture that it is part of.
+  struct Place {
+    const platform::Stream& stream;
+    uint64_t capture;
+
+    explicit Place(const platform::Stream& s) : stream(s), capture(platform::capture_of(s)) {}
+  };
+
+  // What the first kernel that failed reported; null while none did.
+  const abi::Fault* fault() const noexcept;
+  // A call that launches kernels. It may fail in the driver, which breaks the communicator;
+  // anything else that it throws is the caller's.
+  template <typename Call>
+  void launching(Call&& call);
+  void launch_dispatch(const DispatchSend* send, const DispatchRecv* recv,
+                       const platform::Stream& stream);
+  void launch_combine(const CombineSend* send, const CombineRecv* recv,
+                      const platform::Stream& stream);
+  void launch_release(const int32_t* handle, const Place& place);
+  // Releases the oldest dispatches, where the ledger is for that; throws where there is no room.
+  void make_room(int64_t num_steps, const Place& place);
+  provider::MemorySpan span_at(uint64_t address) const;
+
+  OpenCall begin_dispatch(const DispatchSend& send) const;
+  OpenCall begin_combine(const CombineSend& send) const;
+  void check_half(int64_t num_steps) const;
+  abi::DispatchParams params_of(const OpenCall& call) const;
+  void discard(const OpenCall& call, const Place& place);
+  void fill(abi::DispatchParams& p, const DispatchSend& send) const;
+  void fill(abi::DispatchParams& p, const DispatchRecv& recv) const;
+  static void fill(abi::CombineParams& p, const CombineSend& send);
+  static void fill(abi::CombineParams& p, const CombineRecv& recv);
+  abi::Grid grid_of(const DeviceKernel& kernel, GridInput input) const;
+  template <typename Params>
+  void launch(const DeviceKernel& kernel, const Params& params, const Place& place);
+
+  const Plan& plan_;
+  const int local_;
+  Waits& waits_;
+  const DeviceMemory memory_;
+  const platform::PrimaryContext context_;
+  abi::DeviceComm comm_{};
+  std::map<DispatchVariant, DeviceKernel> dispatch_kernels_;
+  std::map<CombineTypes, DeviceKernel> combine_kernels_;
+  Ledger ledger_;
+  platform::StreamOrder order_;
+};
+
+}  // namespace moe_p2p::moe

@@ -1,0 +1,105 @@
+// Which calls of this rank are open: a dispatch that was not received, a paired one that was not
+// combined, a combine that was not received. The half that follows finds here what it must agree
+// with, and a call that would wait for a step which its own caller holds open is refused, or the
+// oldest dispatches are released for it. Used by both backends. When a step ends is another
+// question: hosts see it arrive (host/calls.h, StepRing), on GPUs kernels do, which also decide
+// what they open and close (kernels/device/steps.cuh).
+//
+// Calls that are captured run whenever their graph is replayed, without the host. So they stay
+// known until another dispatch takes their handle, and only calls of the same capture are held
+// against each other. Where a graph closes dispatches that it does not hold, no call is refused any
+// more for being too many: the host cannot know how many are open. Where the oldest are released, a
+// captured call counts as if it ran once, as the release does that it may bring.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "kernels/abi/params.h"
+
+namespace moe_p2p::moe {
+
+// What a dispatch kernel is compiled for.
+struct DispatchVariant {
+  abi::DType x_dtype{};  // of the caller's payload
+  bool quantize = false;
+  abi::ScaleFormat scale_format = abi::ScaleFormat::kFloat32;
+  bool by_rank = false;
+
+  auto operator<=>(const DispatchVariant&) const = default;
+};
+using CombineTypes = std::pair<int, int>;  // what a combine kernel is compiled for: of y, of out
+
+struct OpenCall {
+  enum class Stage : uint8_t { kDispatchSent, kDispatched, kCombineSent };
+
+  const int32_t*
+      handle;  // where its words lie; on hosts of a sent half only, the rest may be a copy
+  int64_t num_steps;
+  int32_t num_slots = 0;  // HandleMeta's
+  bool solo;
+  Stage stage;
+  DispatchVariant variant{};  // of a dispatch
+  CombineTypes types{};       // of a combine
+  abi::TokenParts parts{};
+  bool opaque = false;  // RegionFlags::kOpaque
+  int32_t num_extras = 0;
+  int32_t num_rows = 0;
+  int64_t y_rows = 0;  // of a combine
+  bool with_scalars = false;
+  std::shared_ptr<const void>
+      owner{};              // of the handle's words, as long as a release would read them
+  uint64_t capture = 0;     // platform::capture_of
+  uint64_t first_step = 0;  // as counted here; of a paired combine, that of its dispatch
+  uint64_t named_step = 0;  // on hosts: the one that the handle names
+  bool holds = true;        // its step, as far as this capture, or the host, has come
+};
+
+class Ledger {
+ public:
+  using Stage = OpenCall::Stage;
+
+  explicit Ledger(int64_t steps_in_flight) : steps_in_flight_(steps_in_flight) {}
+  // Else a call without room is refused.
+  void release_oldest() noexcept { releases_ = true; }
+  bool releases() const noexcept { return releases_; }
+
+  // Dispatches to release before a call of so many steps, oldest first.
+  std::vector<OpenCall> to_release(int64_t num_steps, uint64_t capture = 0) const;
+  // The steps of this call must not come to wait for one that the caller himself holds open. Throws
+  // Error{kInvalidArgument}.
+  void check_room(int64_t num_steps, uint64_t capture = 0);
+  // The first step of the next call.
+  uint64_t next_step() const noexcept { return steps_; }
+
+  // The newest of this handle that waits for what follows `stage`, or null.
+  const OpenCall* find(const int32_t* handle, Stage stage, uint64_t capture) const;
+  // The same on hosts, where handles may be copied between the calls: by the step that they name.
+  const OpenCall* find_named(uint64_t step, const int32_t* handle, Stage stage) const;
+  bool waits_to_be_received(const int32_t* handle) const;
+
+  // A call of `capture` has been sent: it takes the place of `before`, which find() has returned,
+  // if any. `opens`: steps of its own. `stays`: another one belongs to it.
+  void record(const OpenCall* before, OpenCall call, uint64_t capture, bool opens, bool stays);
+
+ private:
+  uint64_t& steps_of(uint64_t capture) { return counts_apart(capture) ? captured_steps_ : steps_; }
+  bool counts_apart(uint64_t capture) const { return capture != 0 && !releases_; }
+  void keep_captured(const OpenCall& call);
+  void forget_captured(const int32_t* handle);
+  template <typename Visit>
+  void each_in_the_way(int64_t num_steps, uint64_t capture, Visit&& visit) const;
+
+  const int64_t steps_in_flight_;
+  bool releases_ = false;
+  std::vector<OpenCall> eager_;  // a handful, oldest first
+  std::unordered_map<const int32_t*, OpenCall> captured_;
+  int64_t num_held_ = 0;  // of these, with a step; captured ones may be thousands
+  uint64_t steps_ = 0, captured_steps_ = 0;
+  bool replays_close_ = false;  // dispatches that were not captured with what closes them
+};
+
+}  // namespace moe_p2p::moe

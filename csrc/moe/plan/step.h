@@ -1,0 +1,33 @@
+// One step of the protocol by its number and its place, and what somebody waits for in it.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/abi/signal.h"
+
+namespace moe_p2p::moe {
+
+struct Step {
+  uint64_t index = 0;
+  int slot = 0;
+
+  static Step of(uint64_t index, int steps_in_flight) noexcept {
+    return {index, static_cast<int>(index % static_cast<uint64_t>(steps_in_flight))};
+  }
+  uint64_t word() const noexcept { return index + 1; }  // value of headers and doorbells
+  uint64_t flag() const noexcept { return abi::come(index); }
+};
+
+// What somebody waits for, for the error text of a timeout.
+struct Pending {
+  Step step;
+  abi::Phase phase{};
+};
+
+constexpr const char* phase_name(abi::Phase phase) {
+  return phase == abi::Phase::kDispatch  ? "dispatch"
+         : phase == abi::Phase::kCombine ? "combine"
+                                         : "late weights";
+}
+
+}  // namespace moe_p2p::moe
