@@ -1,9 +1,9 @@
-"""An AllToAll whose dispatches need no combine: a call that needs an open one's step releases it.
+"""An AllToAll whose dispatches need no combine: a call that needs a step releases its old dispatch.
 
 DeepEP's callers dispatch without combining (a backward pass, a benchmark) and combine one dispatch
-several times. Here a paired dispatch holds one of `steps_in_flight` steps until its combine, so the
-oldest are released when their steps come up again; a later combine of theirs opens a step of its
-own. All ranks make the same calls, so all release the same ones at the same call.
+several times. Here a paired dispatch holds one of `steps_in_flight` steps until its combine. So the
+oldest dispatch is released when its step is needed again; a later combine of it opens a new step.
+All ranks make the same calls, so all release the same dispatches at the same call.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from moe_p2p.ops import call
 
 _ops = torch.ops.moe_p2p
 _HANDLE = Dispatched._fields.index("handle")
-# In place of x and its scales, which a handle would keep alive.
+# Replaces x and its scales in a handle, which would keep them alive.
 _NO_ROWS = (torch.empty(0, dtype=torch.float32, device="cpu"), None)
 
 
 def without_rows(received: tuple[Any, ...]) -> Dispatched:
-    """What a handle keeps of a Dispatched's fields: all but x and its scales, the first two."""
+    """Returns the fields of a Dispatched without x and scales (the first two), for a handle."""
     return Dispatched._make(_NO_ROWS + received[2:])
 
 
@@ -34,18 +34,18 @@ def tensors_of(received: tuple[Any, ...]) -> list[Tensor]:
 
 
 class ReleasingAllToAll(AllToAll):
-    """Takes and returns what AllToAll does."""
+    """Arguments and results are AllToAll's."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._next_step = 0
-        # Oldest first, by the identity of a handle that is kept alive: the handle, its step.
+        # id(handle): (handle, step), oldest first. The handle is kept, so that its id stays unique.
         self._open: dict[int, tuple[Tensor, int]] = {}
 
     def options(
         self, max_tokens: int, *, zero_padding: bool = False, **options: Any
     ) -> DispatchOptions:
-        """For dispatch_with, where autograd is off; by the names that dispatch has."""
+        """Options for dispatch_with, by dispatch's argument names. Without autograd."""
         return dispatch_options(self._shape, max_tokens, zero_padding=zero_padding, **options)
 
     def dispatch_with(self, options: DispatchOptions, *given: Any) -> tuple[Any, ...]:
@@ -61,7 +61,7 @@ class ReleasingAllToAll(AllToAll):
         return pending
 
     def make_outputs(self, pending: PendingDispatch) -> Dispatched:
-        """Tensors for dispatch_recv, where the caller wants them before they are filled."""
+        """Returns dispatch_recv's output tensors before they are filled."""
         return self._make_outputs(pending)
 
     def combine_with(self, y: Tensor, dispatched: Dispatched, *given: Any, **options: Any) -> Any:
@@ -81,7 +81,7 @@ class ReleasingAllToAll(AllToAll):
         self._open.pop(id(given.handle), None)
 
     def _make_room(self, max_tokens: int) -> int:
-        """Releases the dispatches whose steps a call of so many tokens needs; its steps."""
+        """Releases dispatches whose steps a call of max_tokens needs; returns how many it needs."""
         num_steps = -(-max_tokens // self._shape.chunk_tokens) or 1
         if self._open:
             reused = self._next_step + num_steps - self.config.steps_in_flight  # steps below this
@@ -98,7 +98,7 @@ class ReleasingAllToAll(AllToAll):
         self._next_step += num_steps
 
     def _steps_of_combine(self, dispatched: Dispatched) -> int:
-        """Steps that a combine opens: none while its dispatch holds one."""
+        """Number of steps that a combine opens: 0 while its dispatch holds one."""
         if id(dispatched.handle) in self._open:
             return 0
         return self._make_room(dispatched.max_tokens)

@@ -1,8 +1,8 @@
 """How the kernels of a communicator divide a GPU: threads of a block, its workers, and blocks.
 
 A worker carries one token or slot at a time (kernels/device/worker.cuh). Large workers hide the
-latency of one token, small ones keep more tokens under way. All blocks of a kernel should be on the
-device together: a receiver that starts when a sender ends has missed what it could have hidden.
+latency of one token, small ones keep more tokens in flight. All blocks of a kernel should be on the
+device together: a receiver that starts only when a sender ends overlaps nothing.
 
 Symbols: W ranks, L ranks per node, E experts, H hidden size, K top-k, M tokens per step.
 """
@@ -76,7 +76,7 @@ class Job(NamedTuple):
 
 
 def job_of(macros: dict[str, int], *, adds: bool, by_rank: bool = False) -> Job:
-    """That of a dispatch or a combine of this shape."""
+    """Returns the Job of a dispatch or a combine of this shape."""
     ranks = macros["MOE_P2P_RANKS_PER_NODE"]
     one_node = macros["MOE_P2P_WORLD_SIZE"] == ranks
     splits_rows = adds and one_node and bool(macros["MOE_P2P_SELF_FLAGGED"])
@@ -135,7 +135,7 @@ def choose(
 
 
 def dispatch_shared_bytes(macros: dict[str, int], by_rank: bool, launch: LaunchShape) -> int:
-    """At least what dispatch.cu asks for; SendShared and RecvShared there are compared with it."""
+    """Upper bound of dispatch.cu's shared memory; SendShared and RecvShared are checked with it."""
     world, local = macros["MOE_P2P_WORLD_SIZE"], macros["MOE_P2P_RANKS_PER_NODE"]
     topk, columns = macros["MOE_P2P_TOPK"], local + world // local
     head = up(8 + 10 * topk + 2 * (topk % 2), 128)
@@ -186,12 +186,12 @@ def few(num_sms: int | None) -> bool:
 
 
 def can_go_in_bulk(world_size: int, ranks_per_node: int, num_sms: int | None) -> bool:
-    """Few multiprocessors, no other node, not too many ranks."""
+    """True for few multiprocessors, a single node and not too many ranks."""
     return few(num_sms) and world_size == ranks_per_node <= _MAX_BULK_RANKS
 
 
 def goes_in_bulk(macros: dict[str, int], num_sms: int | None) -> bool:
-    """If it can, long steps without masks."""
+    """True for long steps without masks, when can_go_in_bulk() holds."""
     if macros["MOE_P2P_MASKS"] or macros["MOE_P2P_SELF_FLAGGED"]:
         return False
     ranks, local = macros["MOE_P2P_WORLD_SIZE"], macros["MOE_P2P_RANKS_PER_NODE"]
@@ -201,7 +201,7 @@ def goes_in_bulk(macros: dict[str, int], num_sms: int | None) -> bool:
 def bulk_dispatch(
     macros: dict[str, int], *, by_rank: bool, x_bytes: int, row_bytes: int, quantize: bool
 ) -> Bulk | None:
-    """x_bytes: of a row as the caller has it, row_bytes: as it travels. None: it does not fit."""
+    """x_bytes: bytes of the caller's row; row_bytes: as it travels. None: it does not fit."""
     topk, scales = macros["MOE_P2P_TOPK"], up(macros["MOE_P2P_HIDDEN_DIM"], 128) // 32
     head = up(8 + 10 * topk + 2 * (topk % 2), 128)
     token = up(row_bytes, 16) + up(scales, 16) + macros["MOE_P2P_EXTRA_BYTES"]
@@ -234,10 +234,10 @@ def bulk_dispatch(
 
 
 def bulk_combine(macros: dict[str, int], *, y_item: int, out_item: int) -> Bulk | None:
-    """Bytes of a value of y and of a partial sum. None: it does not fit.
+    """y_item, out_item: bytes of a value of y, of a partial sum. None: it does not fit.
 
-    Blocks are in the proportion of the rows of a token that pass through: senders read one for
-    each expert and write one for each rank that has some of them, receivers read the latter.
+    Blocks are divided by the rows of a token that pass through each half: senders read one per
+    expert and write one per rank with such an expert, receivers read one per rank.
     """
     values = 16 // min(y_item, out_item)
     deep = -(-macros["MOE_P2P_HIDDEN_DIM"] // (values * _COMPUTE_THREADS))
