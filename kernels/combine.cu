@@ -71,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, MOE_P2P_BLOCKS_PER_S
     relay(p.comm, first, p.num_chunks,
           {.free = begun.opens,
            .dispatch = begun.opens || p.empty,
-           .weights = sends && p.topk_weights != 0,
+           .weights = sends && p.topk_weights,
            .combine = receives});
     if (kRelayEnds && receives)
       // Later chunks have overwritten the headers of earlier ones.

@@ -3,9 +3,11 @@
 // chunks than steps in flight needs all its blocks at once.
 #if MOE_P2P_BULK  // moe_p2p/gpu/launch_shape.py chooses; never with masks
 #include "kernels/dispatch/bulk_recv.cuh"
+#include "kernels/dispatch/bulk_send.cuh"
 namespace way = moe_p2p::device::bulk;
 #else
 #include "kernels/dispatch/recv.cuh"
+#include "kernels/dispatch/send.cuh"
 namespace way = moe_p2p::device;
 #endif
 

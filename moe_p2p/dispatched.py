@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-LAYOUTS = ("padded", "grouped", "by_rank")  # kernels/abi/layout.h, RowLayout
+LAYOUTS = ("padded", "grouped", "by_rank")  # kernels/abi/shape.h, RowLayout
 SCALE_FORMATS = ("float32", "power_of_two", "ue8m0")  # ScaleFormat
 PADDED, GROUPED, BY_RANK = range(3)
 

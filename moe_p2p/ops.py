@@ -15,10 +15,11 @@ W ranks, L ranks per node, N nodes.
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,12 +28,9 @@ from torch.fx.node import has_side_effect
 from moe_p2p import errors
 from moe_p2p.dispatched import BY_RANK, PADDED, SCALE_FORMATS
 
-SCALE_BLOCK = 128  # values that share one fp8 scale
 WITH_SOURCE, WITH_RANGES, WITH_WAIT_TICKS, COPY_TOPK = 1, 2, 4, 8  # `outputs` of dispatch
 UE8M0 = SCALE_FORMATS.index("ue8m0")
-_HANDLE_META_WORDS = 16
 _VALUES_AT_ONCE = 1 << 24  # 64 MiB of fp32: what a backward multiplies at a time
-_HANDLE_NUM_TOKENS = 5  # position of num_tokens in it (kernels/abi/layout.h, HandleMeta)
 
 
 def _load() -> None:
@@ -73,6 +71,35 @@ def raise_interrupt() -> None:
         raise error from None
 
 
+class Layout(NamedTuple):
+    """Numbers of kernels/abi, where they are computed.
+
+    slot_head_bytes: of a slot before its payload. handle_meta_words: int32 words of a handle before
+    its arrays. handle_num_tokens: the word of them that is num_tokens. fault_bytes: of a Fault.
+    masks_word: the 64-bit word of a DeviceState that holds the address of masks. scale_block:
+    values that share one fp8 scale.
+    """
+
+    slot_head_bytes: int
+    scale_block: int
+    handle_meta_words: int
+    handle_num_tokens: int
+    fault_bytes: int
+    masks_word: int
+
+
+@functools.cache
+def layout(topk: int = 1) -> Layout:
+    """For slots of topk experts. Raises InvalidArgumentError when topk is out of range."""
+    lines = call(_ops.layout.default, topk).splitlines()
+    return Layout(**{name: int(number) for name, number in (line.split() for line in lines)})
+
+
+SCALE_BLOCK = layout().scale_block
+_HANDLE_NUM_TOKENS = layout().handle_num_tokens
+HANDLE_META_WORDS = layout().handle_meta_words
+
+
 @dataclass(frozen=True, kw_only=True)
 class CommunicatorShape:
     """What fake kernels must know of a communicator."""
@@ -90,7 +117,7 @@ class CommunicatorShape:
         num_chunks = max(1, -(-max_tokens // self.chunk_tokens))
         num_sources = num_chunks * self.world_size
         num_slots = num_sources * self.num_slots(max_tokens)
-        before_ranks = _HANDLE_META_WORDS + num_sources + num_slots * self.topk
+        before_ranks = HANDLE_META_WORDS + num_sources + num_slots * self.topk
         send_slots = num_rows * (self.ranks_per_node + num_nodes)
         return (before_ranks + 1) // 2 * 2 + 2 * num_slots + send_slots
 

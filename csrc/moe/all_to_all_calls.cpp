@@ -166,8 +166,19 @@ void AllToAll::State::check_device() const {
   const abi::Fault* fault = device->fault();
   if (fault == nullptr || fault->raised == abi::kAborted) check_abort([] { return ""; });
   if (fault == nullptr) return;
-  const int local = fault->source % plan.shape.ranks_per_node;  // of whom it waited for
-  throw device->error_of(*fault, fault->raised == abi::kTimedOut ? gone(local) : "");
+  if (fault->raised != abi::kTimedOut) throw device->error_of(*fault, "", "");
+  const int node = fault->source / plan.shape.ranks_per_node;  // of whom it waited for
+  const int local = fault->source % plan.shape.ranks_per_node;
+  std::string progress;  // other local ranks of that node send to other gateways here
+  if (node != memory.node() && local == memory.local())
+    progress = base::concat(
+        ", ",
+        exchange->immediates(
+            static_cast<Phase>(fault->phase),
+            static_cast<int>(fault->step % static_cast<uint64_t>(plan.shape.steps_in_flight)),
+            node),
+        " immediates came");
+  throw device->error_of(*fault, gone(local), progress);
 }
 
 void AllToAll::State::check_device_once() {

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/log.h"
+#include "kernels/abi/handle.h"
 
 namespace moe_p2p::ops {
 

@@ -1,6 +1,9 @@
 // torch.ops.moe_p2p: making communicators, and dispatch and combine in halves.
+#include <cstddef>
 #include <utility>
 
+#include "kernels/abi/handle.h"
+#include "kernels/abi/params.h"
 #include "moe/device/calls.h"
 #include "ops/all_to_all_object.h"
 
@@ -44,6 +47,18 @@ std::string plan(int64_t world_size, int64_t ranks_per_node, int64_t num_experts
   std::string text;
   for (const auto& [name, bytes] : made.table()) text += base::concat(name, " ", bytes, "\n");
   return text;
+}
+
+// One line "name number" for each number of kernels/abi that Python needs (moe_p2p/ops.py, Layout).
+std::string layout(int64_t topk) {
+  MOE_P2P_CHECK(topk >= 1 && topk <= abi::kMaxTopk, Code::kInvalidArgument, "topk is ", topk,
+                ", must be from 1 to ", abi::kMaxTopk);
+  return base::concat("slot_head_bytes ", abi::slot_head_bytes(static_cast<int32_t>(topk)),
+                      "\nscale_block ", abi::kScaleBlock, "\nhandle_meta_words ",
+                      sizeof(abi::HandleMeta) / sizeof(int32_t), "\nhandle_num_tokens ",
+                      offsetof(abi::HandleMeta, num_tokens) / sizeof(int32_t), "\nfault_bytes ",
+                      sizeof(abi::Fault), "\nmasks_word ",
+                      offsetof(abi::DeviceState, masks) / sizeof(uint64_t), "\n");
 }
 
 int64_t all_to_all_create(int64_t engine, int64_t rank, int64_t communicator, int64_t world_size,
@@ -265,6 +280,7 @@ void release(int64_t comm, const Tensor& handle) {
 
 STABLE_TORCH_LIBRARY_IMPL(moe_p2p, CompositeExplicitAutograd, m) {
   m.impl("plan", TORCH_BOX(&plan));
+  m.impl("layout", TORCH_BOX(&layout));
   m.impl("check_ranks_per_node", TORCH_BOX(&check_ranks_per_node));
   m.impl("all_to_all_create", TORCH_BOX(&all_to_all_create));
   m.impl("all_to_all_use_device", TORCH_BOX(&all_to_all_use_device));

@@ -6,6 +6,7 @@
 #include <tuple>
 #include <vector>
 
+#include "kernels/abi/handle.h"
 #include "ops/all_to_all_object.h"
 
 namespace moe_p2p::ops {

@@ -6,7 +6,7 @@
 
 namespace {
 
-// scale_format and layout are numbers of kernels/abi/layout.h. `outputs` adds up what is wanted: 1
+// scale_format and layout are numbers of kernels/abi/shape.h. `outputs` adds up what is wanted: 1
 // source, 2 ranges, 4 wait_ticks, 8 a copy of topk_idx. `more` holds these in this order, then
 // row_topk where rows lie by rank, then the extras; that of combine holds the scalars, then the
 // wait_ticks.
@@ -75,6 +75,7 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
       "plan(int world_size, int ranks_per_node, int num_experts, int hidden_dim, int topk, "
       "int max_tokens, int chunk_tokens, int steps_in_flight, int payload_item_bytes, "
       "int combine_item_bytes, int extra_bytes, int part_bytes, int[] expert_rank) -> str");
+  m.def("layout(int topk) -> str");
   m.def(
       "all_to_all_create(int engine, int rank, int communicator, int world_size, "
       "int ranks_per_node, int num_experts, int hidden_dim, int topk, int max_tokens, "

@@ -12,7 +12,7 @@
 #include <string>
 
 #include "base/wire.h"
-#include "kernels/abi/layout.h"
+#include "kernels/abi/shape.h"
 #include "platform/stream_order.h"
 
 namespace moe_p2p::ops {

@@ -1,7 +1,7 @@
 // What the host asks of the copy kernel (kernels/copy.cu), in pinned memory that both see.
 #pragma once
 
-#include "kernels/abi/layout.h"
+#include "kernels/abi/shape.h"
 
 namespace moe_p2p::abi {
 

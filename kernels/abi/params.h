@@ -1,7 +1,7 @@
 // What the host hands to each device kernel: one struct, filled by csrc/moe/device/calls.cpp.
 #pragma once
 
-#include "kernels/abi/layout.h"
+#include "kernels/abi/region.h"
 
 namespace moe_p2p::abi {
 
@@ -88,14 +88,29 @@ struct DeviceWords {
   }
 };
 
+// The address of values in a device's memory, which the host only hands on. Of void: their type depends on
+// the call.
+template <typename T>
+struct DevicePtr {
+  u64 address;
+
+  template <typename U>
+  MOE_P2P_HD U* as() const {
+    return reinterpret_cast<U*>(address);
+  }
+  MOE_P2P_HD T* get() const { return as<T>(); }
+  MOE_P2P_HD auto& operator[](i64 i) const { return get()[i]; }
+  MOE_P2P_HD explicit operator bool() const { return address != 0; }
+};
+
 // Fixed for a communicator.
 struct DeviceComm {
-  u64 data[kMaxDomainRanks];     // regions of each rank of the node, as this device maps them
-  u64 signals[kMaxDomainRanks];  // signal memory of each rank of the node, likewise
-  u64 state;                     // DeviceState and DeviceWords
-  u64 fault;                     // Fault, device address of pinned host memory
-  u64 expert_rank;               // i32 [E]
-  u64 expert_local;              // i32 [E]
+  u64 data[kMaxDomainRanks];          // regions of each rank of the node, as this device maps them
+  u64 signals[kMaxDomainRanks];       // signal memory of each rank of the node, likewise
+  u64 state;                          // DeviceState and DeviceWords
+  DevicePtr<Fault> fault;             // pinned host memory, as the device sees it
+  DevicePtr<const i32> expert_rank;   // [E]
+  DevicePtr<const i32> expert_local;  // [E]
   u64 timeout_ns;
   i32 rank;
   i32 num_local_experts;
@@ -113,7 +128,7 @@ struct Grid {
 };
 
 struct DevicePart {
-  u64 data;
+  DevicePtr<char> data;
   u64 row_bytes;
 };
 
@@ -126,12 +141,12 @@ struct ScalePlace {
 struct DispatchParams {
   DeviceComm comm;
   // sender; all rows contiguous
-  u64 x;             // [T, H]
-  u64 scales;        // f32 [T, ceil(H / 128)], or 4-byte words of the caller's own, or 0
-  u64 topk_idx;      // i32 or i64 [T, K]
-  u64 topk_weights;  // f32 [T, K] or 0
-  u64 topk_copy;     // as topk_idx, or 0
-  u64 num_tokens;    // i32 or i64 on the device, or 0
+  DevicePtr<const void> x;              // [T, H]
+  DevicePtr<const void> scales;         // f32 [T, ceil(H / 128)], or the caller's own words, or 0
+  DevicePtr<const void> topk_idx;       // i32 or i64 [T, K]
+  DevicePtr<const float> topk_weights;  // [T, K] or 0
+  DevicePtr<void> topk_copy;            // as topk_idx, or 0
+  DevicePtr<const void> num_tokens;     // i32 or i64 on the device, or 0
   i32 num_tokens_host;
   i32 num_rows;  // T
   i32 num_chunks;
@@ -142,16 +157,17 @@ struct DispatchParams {
   DevicePart extras[kMaxExtras];
   u64 handle;  // i32 words
   // receiver
-  u64 out_x;
-  u64 out_scales;
+  DevicePtr<void> out_x;
+  DevicePtr<void> out_scales;  // words of 4 bytes
   DevicePart out_extras[kMaxExtras];
-  u64 row_weights;  // f32 [rows], by_rank: [rows, K]
-  u64 row_topk;     // by_rank: i32 or i64, as topk_idx, [rows, K]
-  u64 counts;       // i32 [E_local]
-  u64 offsets;  // i32 [E_local + 1], by_rank: [W + 1]; 0: there are no outputs, nor room for rows
-  u64 source;   // i32 [rows, 2] or 0
-  u64 ranges;   // i64 [E_local, W] or 0; not with by_rank
-  u64 wait_ticks;  // i64 [W] or 0
+  DevicePtr<float> row_weights;  // [rows], by_rank: [rows, K]
+  DevicePtr<void> row_topk;      // by_rank: i32 or i64, as topk_idx, [rows, K]
+  DevicePtr<i32> counts;         // [E_local]
+  // [E_local + 1], by_rank: [W + 1]; 0: there are no outputs, nor room for rows
+  DevicePtr<i32> offsets;
+  DevicePtr<i32> source;      // [rows, 2] or 0
+  DevicePtr<i64> ranges;      // [E_local, W] or 0; not with by_rank
+  DevicePtr<i64> wait_ticks;  // [W] or 0
   i32 grouped;
   i32 zero_padding;
   i64 capacity;
@@ -166,16 +182,17 @@ struct DispatchParams {
 struct CombineParams {
   DeviceComm comm;
   u64 handle;
-  u64 y;             // [rows, H]
-  u64 row_weights;   // f32 [rows] or 0
-  u64 row_scalars;   // f32 [rows] or [rows, K], or 0
-  u64 topk_weights;  // f32 [T, K] of the own tokens, for the expert ranks, or 0; on all ranks alike
-  u64 out;           // [T, H]
-  u64 out_scalars;   // f32 [T, K] or 0
-  u64 bias[2];       // [T, H] as `out` or 0, the first addends
-  u64 wait_ticks;    // i64 [W] or 0
-  u64 stride;        // of partial rows
-  i32 num_rows;      // T; where only the sending half runs, without topk_weights, 0
+  DevicePtr<const void> y;             // [rows, H]
+  DevicePtr<const float> row_weights;  // [rows] or 0
+  DevicePtr<const float> row_scalars;  // [rows] or [rows, K], or 0
+  // [T, K] of the own tokens, for the expert ranks, or 0; on all ranks alike
+  DevicePtr<const float> topk_weights;
+  DevicePtr<void> out;            // [T, H]
+  DevicePtr<float> out_scalars;   // [T, K] or 0
+  DevicePtr<const void> bias[2];  // [T, H] as `out` or 0, the first addends
+  DevicePtr<i64> wait_ticks;      // [W] or 0
+  u64 stride;                     // of partial rows
+  i32 num_rows;                   // T; where only the sending half runs, without topk_weights, 0
   i32 num_chunks;
   i32 num_slots;        // HandleMeta's
   i32 with_scalars;     // on all ranks alike

@@ -11,7 +11,7 @@
 //   gather_count[slot][node]     partial sums handed in for `node`; the L-th of a step adds them up
 #pragma once
 
-#include "kernels/abi/layout.h"
+#include "kernels/abi/region.h"
 
 namespace moe_p2p::abi {
 

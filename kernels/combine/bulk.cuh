@@ -287,8 +287,7 @@ __device__ inline void load_slots(const Adder& a, Loader& loader, const LoadWarp
         sum.flag = partial_flags_at(data, slot, a.self.local) + index;
       }
       for (i32 r = warp.thread; r < num_rows; r += 32) {
-        sum.row[r] =
-            reinterpret_cast<const char*>(a.p.y) + static_cast<u64>(found.row[place][r]) * kYBytes;
+        sum.row[r] = a.p.y.as<const char>() + static_cast<u64>(found.row[place][r]) * kYBytes;
         sum.weight[r] = found.weight[place][r];
       }
       loader.put<kYType>();
@@ -357,7 +356,7 @@ __device__ inline void load_tokens(const CombineParams& p, const Self& self,
     row = wait_partial(p, self, step, speaker, handle.send_slots(token)[speaker]);
   fence_global_for_bulk();
   const u32 have = __ballot_sync(~0u, row != nullptr);
-  const i32 num_biases = (p.bias[0] != 0) + (p.bias[1] != 0);
+  const i32 first_partial = num_biases(p);
   for (i32 t = 0; t < kTokensAtOnce && first + t * stride < end; ++t) {
     const u32 bits = have >> (t * kTokenLanes) & (~0u >> (32 - kTokenLanes));
     const u64 offset = static_cast<u64>(first + t * stride) * kOutBytes;
@@ -365,24 +364,24 @@ __device__ inline void load_tokens(const CombineParams& p, const Self& self,
     if (lane == 0) {
       i32 num = 0;
       for (i32 b = 0; b < kBiases; ++b)
-        if (p.bias[b]) sum.row[num++] = reinterpret_cast<const char*>(p.bias[b] + offset);
+        if (p.bias[b]) sum.row[num++] = p.bias[b].as<const char>() + offset;
       sum.num_rows = num + __popc(bits);
       sum.is_row =
           false;  // a row alone is added to 0.0 here, for no other half has: -0.0 gives 0.0
       sum.token = first + t * stride;
-      sum.to = reinterpret_cast<char*>(p.out) + offset;
+      sum.to = p.out.as<char>() + offset;
       sum.flag = nullptr;
     }
-    if (mine == t && row) sum.row[num_biases + __popc(bits & ((1u << speaker) - 1))] = row;
+    if (mine == t && row) sum.row[first_partial + __popc(bits & ((1u << speaker) - 1))] = row;
     loader.put<kOutType>();
   }
 }
 
 __device__ inline void sum_scalars(const CombineParams& p, const Sum& sum, i32 k) {
   float total = 0.0f;
-  for (i32 r = (p.bias[0] != 0) + (p.bias[1] != 0); r < sum.num_rows; ++r)
-    total = __fadd_rn(total, reinterpret_cast<const float*>(sum.row[r] + kOutBytes)[k]);
-  reinterpret_cast<float*>(p.out_scalars)[static_cast<i64>(sum.token) * kTopk + k] = total;
+  for (i32 r = num_biases(p); r < sum.num_rows; ++r)
+    total = __fadd_rn(total, values_at<float>(sum.row[r] + kOutBytes)[k]);
+  p.out_scalars[static_cast<i64>(sum.token) * kTopk + k] = total;
 }
 
 __device__ inline void combine_recv(const CombineParams& p, const Begun& begun, i32 block) {

@@ -8,6 +8,9 @@
 namespace moe_p2p::device {
 
 inline constexpr i32 kBiases = 2;
+__device__ __forceinline__ i32 num_biases(const CombineParams& p) {
+  return (p.bias[0] ? 1 : 0) + (p.bias[1] ? 1 : 0);
+}
 
 struct CombineRecvShared {
   struct {
@@ -54,8 +57,8 @@ __device__ inline void recv_token(const CombineParams& p, const Self& self,
     w.source[at] = kSelfFlagged && i < kLocal ? speaker_rank(self, i) : -1;
   }
   if (worker.thread < kBiases) {
-    const u64 bias = p.bias[worker.thread];
-    w.row[worker.thread] = bias ? reinterpret_cast<const char*>(bias + offset) : nullptr;
+    const auto bias = p.bias[worker.thread];
+    w.row[worker.thread] = bias ? bias.as<const char>() + offset : nullptr;
     w.source[worker.thread] = -1;
   }
   worker.sync();
@@ -83,13 +86,13 @@ __device__ inline void recv_token(const CombineParams& p, const Self& self,
   const auto source_of = [&w](i32 r) { return w.source[r]; };
   for (i32 part = share.index; part < kRowParts<RecvWorker>; part += share.count)
     sum_rows<kOutType, kSelfFlagged ? Written::kNow : Written::kByPeers, kRowsAtOnce>(
-        worker, part, reinterpret_cast<char*>(p.out) + offset, false, w.num_rows, row_at, false,
+        worker, part, p.out.as<char>() + offset, false, w.num_rows, row_at, false,
         [](i32) { return 1.0f; }, settle_rows(p.comm, step, row_at, source_of));
   if (p.with_scalars && share.index == 0 && worker.thread < kTopk) {
-    const i32 first = (p.bias[0] != 0) + (p.bias[1] != 0);
+    const i32 first = num_biases(p);
     const float sum =
         sum_scalars<kRowsAtOnce>(p.comm, step, worker.thread, first, w.num_rows, row_at, source_of);
-    if (p.out_scalars) reinterpret_cast<float*>(p.out_scalars)[token * kTopk + worker.thread] = sum;
+    if (p.out_scalars) p.out_scalars[token * kTopk + worker.thread] = sum;
   }
   worker.sync();
 }
@@ -102,11 +105,9 @@ __device__ inline void end_step(const CombineParams& p, const Self& self, u64 st
     if (!wait_combine(p.comm, self, step, i)) continue;
     const i32 slot = slot_of(step);
     const u64 own = p.comm.data[self.local];
-    const auto* header = reinterpret_cast<const RegionHeader*>(
+    const RegionHeader* header = region_header(
         i < kLocal ? partial_at(own, slot, i) : combine_landing_at(own, slot, i - kLocal));
-    const u32 flags =
-        p.empty ? kEmpty
-                : static_cast<u32>(kOutType) << kDTypeShift | (p.with_scalars ? kScalars : 0u);
+    const u32 flags = p.empty ? kEmpty : combine_flags(kOutType, p.with_scalars);
     if (header->flags != flags || header->slot_bytes != (p.empty ? 0 : p.stride))
       raise_fault(p.comm, kWrongHeader, Phase::kCombine, speaker_rank(self, i), step, p.stride,
                   header->slot_bytes);
@@ -117,7 +118,7 @@ __device__ inline void end_step(const CombineParams& p, const Self& self, u64 st
 // it have no time of their own. Of its own node's ranks this is the word with which they begin to send.
 __device__ __noinline__ void tell_waits(const CombineParams& p, const Self& self, u64 step,
                                         bool first) {
-  auto* ticks = reinterpret_cast<i64*>(p.wait_ticks);
+  i64* ticks = p.wait_ticks.get();
   if (first)
     for (i32 i = static_cast<i32>(threadIdx.x); i < kWorld; i += kBlockThreads) ticks[i] = 0;
   __syncthreads();
@@ -131,7 +132,7 @@ __device__ __noinline__ void tell_waits(const CombineParams& p, const Self& self
 // Once all workers have read the sums of a step, the first sending block may open the slot's next
 // one, and they themselves may count for it: one without tokens would otherwise be far ahead.
 __device__ inline void say_sums_read(const CombineParams& p, const RecvWorker& worker, u64 step) {
-  auto* received = reinterpret_cast<u32*>(p.comm.state + kWords.received) + slot_of(step);
+  u32* received = state_words<u32>(p.comm, kWords.received) + slot_of(step);
   const auto last = static_cast<u32>(worker.count - 1);
   worker.sync();
   // Pairs with wait_sums_read().
@@ -168,12 +169,11 @@ __device__ __noinline__ void lose_sums(const CombineParams& p, i32 first, i32 nu
     const i32 chunk = min(token / kChunk, p.num_chunks - 1);
     const i32 worker = (token - chunk * kChunk) % count;
     if (worker < first || worker >= first + num) continue;
-    lose(reinterpret_cast<char*>(p.out) + static_cast<u64>(token) * kOutBytes, kOutBytes);
+    lose(p.out.as<char>() + static_cast<u64>(token) * kOutBytes, kOutBytes);
     if (p.out_scalars)
-      lose(reinterpret_cast<char*>(p.out_scalars) + static_cast<u64>(token) * kTopk * 4, kTopk * 4);
+      lose(p.out_scalars.as<char>() + static_cast<u64>(token) * kTopk * 4, kTopk * 4);
   }
-  if (p.wait_ticks && first == 0 && thread == 0)
-    lose(reinterpret_cast<char*>(p.wait_ticks), kWorld * 8);
+  if (p.wait_ticks && first == 0 && thread == 0) lose(p.wait_ticks.as<char>(), kWorld * 8);
 }
 
 __device__ inline void combine_recv(const CombineParams& p, const Begun& begun, i32 block) {

@@ -52,10 +52,10 @@ struct Adder {
   __device__ Item item(i32 num_items, i32 i) const {
     return sum_item_of(self, i, num_items / kWorld);
   }
-  __device__ bool weighted() const { return p.row_weights != 0 || p.topk_weights != 0; }
+  __device__ bool weighted() const { return p.row_weights || p.topk_weights; }
   __device__ CombineHeader header_of(i32 chunk, i32 source) const {
     return {static_cast<u32>(handle.slot_count(chunk, source)),
-            static_cast<u32>(kOutType) << kDTypeShift | (p.with_scalars ? kScalars : 0u), p.stride};
+            combine_flags(kOutType, p.with_scalars), p.stride};
   }
 };
 
@@ -63,7 +63,7 @@ struct Adder {
 __device__ __forceinline__ float weight_of_row(const Adder& a, u64 step, i32 source, i32 index,
                                                i32 k, i32 row) {
   if (a.p.topk_weights) return slot_weights(a.p.comm, a.self, slot_of(step), source, index)[k];
-  return a.p.row_weights ? reinterpret_cast<const float*>(a.p.row_weights)[row] : 1.0f;
+  return a.p.row_weights ? a.p.row_weights[row] : 1.0f;
 }
 
 struct Trusts {
@@ -108,7 +108,7 @@ __device__ inline void look_up(const Adder& a, const W& worker, u64 step, i32 ch
 __device__ __forceinline__ void store_scalar(const Adder& a, char* to, bool flag, const i32* rows,
                                              i32 first, i32 k) {
   const i64 at = a.p.scalars_by_rank ? static_cast<i64>(first) * kTopk + k : rows[k];
-  const float scalar = at >= 0 ? reinterpret_cast<const float*>(a.p.row_scalars)[at] : 0.0f;
+  const float scalar = at >= 0 ? a.p.row_scalars[at] : 0.0f;
   auto* place = reinterpret_cast<float*>(to + kOutBytes) + k;
   if (kSelfFlagged && flag) {
     st_flagged_u32(place, __float_as_uint(scalar));
@@ -126,9 +126,7 @@ __device__ inline void store_partial(const Adder& a, const SendWorker& worker, i
   constexpr i32 kRowsAtOnce = kTopk < kMost ? kTopk : kMost;
   sum_rows<kYType, Written::kBefore, kRowsAtOnce>(
       worker, part, to, flag, w.num_rows[place],
-      [&](i32 r) {
-        return reinterpret_cast<const char*>(a.p.y) + static_cast<u64>(w.row[place][r]) * kYBytes;
-      },
+      [&](i32 r) { return a.p.y.as<const char>() + static_cast<u64>(w.row[place][r]) * kYBytes; },
       a.weighted(), [&](i32 r) { return w.weight[place][r]; });
   if (a.p.with_scalars && part == 0 && worker.thread < kTopk)
     store_scalar(a, to, flag, a.handle.rows_of(chunk, source, index), w.row[place][0],
@@ -234,7 +232,7 @@ __device__ inline void combine_chunk(const Adder& a, const SendWorker& worker, c
 
 // e + 1: a combine of several chunks has read the sums of step e.
 __device__ inline u64* read_word(const DeviceComm& comm, u64 step) {
-  return reinterpret_cast<u64*>(comm.state + kWords.read) + slot_of(step);
+  return state_words<u64>(comm, kWords.read) + slot_of(step);
 }
 
 __device__ inline bool wait_sums_read(const DeviceComm& comm, u64 step) {
@@ -260,8 +258,8 @@ __device__ inline bool open_solo(const Adder& a, u64 step, i32 chunk, i32 block)
       came = came && is_masked(comm, source);
       continue;
     }
-    const auto* header =
-        reinterpret_cast<const RegionHeader*>(dispatch_region(comm, a.self, slot_of(step), source));
+    const RegionHeader* header =
+        region_header(dispatch_region(comm, a.self, slot_of(step), source));
     // By the block that will say that this was read: then the header may be another one.
     if (block != 0 || header->flags == kEmpty) continue;
     raise_fault(comm, kWrongHeader, Phase::kDispatch, source, step, 0, header->slot_bytes);

@@ -51,7 +51,7 @@ struct Piece {
   }
   __device__ __forceinline__ void load_shared(const char* row, i32 group) {
 #pragma unroll
-    for (i32 i = 0; i < kVecs; ++i) vec[i] = reinterpret_cast<const Vec*>(row)[group * kVecs + i];
+    for (i32 i = 0; i < kVecs; ++i) vec[i] = values_at<Vec>(row)[group * kVecs + i];
   }
   // Adding zeros changes no sum, because no sum is ever -0.0.
   __device__ __forceinline__ void clear() {
@@ -91,7 +91,7 @@ __device__ __forceinline__ void store_values_shared(char* row, i32 group, const 
   constexpr i32 kPerVec = Values<kOutType>::kCount;
 #pragma unroll
   for (i32 i = 0; i < kValues / kPerVec; ++i)
-    reinterpret_cast<Vec*>(row)[group * (kValues / kPerVec) + i] =
+    values_at<Vec>(row)[group * (kValues / kPerVec) + i] =
         Values<kOutType>::store(acc + i * kPerVec);
 }
 

@@ -11,7 +11,7 @@
 namespace moe_p2p::device {
 
 inline constexpr u64 kSlotWeightsBytes = 4 * kTopk;
-inline constexpr u32 kWeightsFlags = static_cast<u32>(DType::kFloat32) << kDTypeShift;
+inline constexpr u32 kWeightsFlags = dtype_flags(DType::kFloat32);
 
 // Destination d: a rank of this node, or after those another node, by way of the outbox for it.
 __device__ inline void push_weights_to(const CombineParams& p, const Self& self, u64 step,
@@ -24,8 +24,8 @@ __device__ inline void push_weights_to(const CombineParams& p, const Self& self,
   const i32 column = near ? d : kLocal + other_node(d - kLocal, self.node);
   char* region = near ? weights_inbox_at(p.comm.data[d], slot, self.local)
                       : weights_outbox_at(p.comm.data[self.local], slot, d - kLocal);
-  auto* to = reinterpret_cast<float*>(region + sizeof(RegionHeader));
-  const auto* from = reinterpret_cast<const float*>(p.topk_weights);
+  float* to = behind_header<float>(region);
+  const float* from = p.topk_weights.get();
   const i32 begin = chunk * kChunk;
   const i32 num_items = (min(begin + kChunk, handle.meta().num_tokens) - begin) * kTopk;
   i32 num_slots = 0;
@@ -36,7 +36,7 @@ __device__ inline void push_weights_to(const CombineParams& p, const Self& self,
     num_slots += __syncthreads_count(at >= 0 && k == 0);  // and all have stored
   }
   if (threadIdx.x != 0) return;
-  fill_header(region, static_cast<u32>(num_slots), kWeightsFlags, kSlotWeightsBytes);
+  region_header(region)->describe(static_cast<u32>(num_slots), kWeightsFlags, kSlotWeightsBytes);
   st_release_sys_u64(header_word(region), step + 1);  // pairs with wait_weights() there
   if (!near)
     ring(p.comm, Phase::kWeights, step, self.local, other_node(d - kLocal, self.node),
@@ -57,8 +57,7 @@ __device__ __noinline__ bool exchange_weights(const CombineParams& p, u64 step, 
       came = came && is_masked(p.comm, source);
       continue;
     }
-    const auto* header =
-        reinterpret_cast<const RegionHeader*>(weights_region(p.comm, self, slot_of(step), source));
+    const RegionHeader* header = region_header(weights_region(p.comm, self, slot_of(step), source));
     // By the block that has not yet said that this rank has read: then the header may be another one.
     if (block != 0 || (header->flags == kWeightsFlags && header->slot_bytes == kSlotWeightsBytes))
       continue;
@@ -72,8 +71,7 @@ __device__ __noinline__ bool exchange_weights(const CombineParams& p, u64 step, 
 // Those of one slot from `source`, [K].
 __device__ inline const float* slot_weights(const DeviceComm& comm, const Self& self, i32 slot,
                                             i32 source, i32 index) {
-  const char* region = weights_region(comm, self, slot, source);
-  return reinterpret_cast<const float*>(region + sizeof(RegionHeader)) + index * kTopk;
+  return behind_header<float>(weights_region(comm, self, slot, source)) + index * kTopk;
 }
 
 }  // namespace moe_p2p::device

@@ -16,7 +16,7 @@ __device__ inline void lose(char* to, u64 bytes) {
 
 // A lost row of a combine, of `bytes`. Whoever takes it writes it, for the threads of its own block.
 __device__ __noinline__ const char* lost_row(const DeviceComm& comm, u64 bytes) {
-  char* row = reinterpret_cast<char*>(comm.state + kWords.lost_row);
+  char* row = state_words<char>(comm, kWords.lost_row);
   lose(row, bytes);
   return row;
 }
@@ -24,7 +24,7 @@ __device__ __noinline__ const char* lost_row(const DeviceComm& comm, u64 bytes) 
 // The next row of those that a dispatch loses, which all threads that find something lost share; -1: the
 // others are taken. Of a call of several steps the last that is lost counts.
 __device__ inline i64 take_lost(const DeviceComm& comm, u64 step) {
-  u64* taken = reinterpret_cast<u64*>(comm.state + kWords.lost) + slot_of(step);
+  u64* taken = state_words<u64>(comm, kWords.lost) + slot_of(step);
   const u64 none = (step + 1) << 32;
   atomicMax(taken, none);
   const u64 row = atomicAdd(taken, 1);

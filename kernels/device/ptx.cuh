@@ -2,7 +2,7 @@
 // tests/emulation has the same names for a CPU.
 #pragma once
 
-#include "kernels/abi/layout.h"
+#include "kernels/abi/shape.h"
 
 namespace moe_p2p::device {
 

@@ -2,6 +2,7 @@
 // where things lie in the memory of a rank.
 #pragma once
 
+#include "kernels/abi/handle.h"
 #include "kernels/abi/params.h"
 #include "kernels/abi/signal.h"
 #include "kernels/device/ptx.cuh"
@@ -103,6 +104,12 @@ __device__ __forceinline__ char* weights_landing_at(u64 data, i32 slot, i32 othe
   return region_at(data, slot, kRegions.weights_landing, kWeightsBytes, other);
 }
 
+// Words of the communicator's own memory (DeviceWords).
+template <typename T>
+__device__ __forceinline__ T* state_words(const DeviceComm& comm, u64 offset) {
+  return reinterpret_cast<T*>(comm.state + offset);
+}
+
 // A rank as itself sees it.
 struct Self {
   i32 rank, node, local;
@@ -185,8 +192,7 @@ __device__ __forceinline__ Owner owner_of(const DeviceComm& comm, i32 expert) {
 #if MOE_P2P_UNIFORM_EXPERTS
   return {expert / kMaxLocalExperts, expert % kMaxLocalExperts};
 #else
-  return {__ldg(reinterpret_cast<const i32*>(comm.expert_rank) + expert),
-          __ldg(reinterpret_cast<const i32*>(comm.expert_local) + expert)};
+  return {__ldg(&comm.expert_rank[expert]), __ldg(&comm.expert_local[expert])};
 #endif
 }
 

@@ -70,7 +70,7 @@ struct Begun {
 };
 
 __device__ inline OpenStep* open_steps(const DeviceComm& comm) {
-  return reinterpret_cast<OpenStep*>(comm.state + kWords.open);
+  return state_words<OpenStep>(comm, kWords.open);
 }
 
 // What is open, as it was read.
@@ -97,13 +97,6 @@ struct OpenSteps {
     return found && first_step + 1 != 0;  // in a slot that was never used, `step` is 0
   }
 };
-
-__device__ inline void fill_header(char* region, u32 num_tokens, u32 flags, u64 slot_bytes) {
-  auto* header = reinterpret_cast<RegionHeader*>(region);
-  header->num_tokens = num_tokens;
-  header->flags = flags;
-  header->slot_bytes = slot_bytes;
-}
 
 // Part `index` of a region whose `num_slots` slots lie behind `front` bytes.
 __device__ inline RegionPart region_part(u64 front, u64 stride, i32 num_slots, i32 index) {
@@ -138,7 +131,7 @@ __device__ inline void hand_in(const DeviceComm& comm, const Self& self, u64 ste
   const RegionPart part = region_part(combine_slots_offset(), header.stride,
                                       static_cast<i32>(header.num_tokens), index);
   const auto last = static_cast<u32>(part.num_slots - (index == 0 ? 0 : 1));
-  auto* words = reinterpret_cast<u32*>(comm.state + kWords.combine_outbox);
+  u32* words = state_words<u32>(comm, kWords.combine_outbox);
   u32* word = &words[(slot * kNodes + node) * kMaxParts + index];
   // Release: what this worker stored; acquire, for the last one: what all others stored.
   if (atom_inc_acq_rel_gpu_u32(word, last) != last) return;
@@ -146,7 +139,7 @@ __device__ inline void hand_in(const DeviceComm& comm, const Self& self, u64 ste
     for (i32 l = 0; l < kLocal && !MOE_P2P_MUTATED(kRingWithoutNode); ++l)
       if (!wait_combine(comm, self, step, l)) return;
     char* region = combine_outbox_at(comm.data[self.local], slot, other);
-    fill_header(region, header.num_tokens, header.flags, header.stride);
+    region_header(region)->describe(header.num_tokens, header.flags, header.stride);
     *header_word(region) = step + 1;
   }
   ring(comm, Phase::kCombine, step, self.local, node, part);
@@ -164,7 +157,7 @@ __device__ inline void say_read(const DeviceComm& comm, const Self& self, u64 st
       if (is_masked(comm, self.node * kLocal + l)) continue;
     char* region = partial_at(comm.data[l], slot, self.local);
     const CombineHeader header = header_of(self.node * kLocal + l);
-    fill_header(region, header.num_tokens, header.flags, header.stride);
+    region_header(region)->describe(header.num_tokens, header.flags, header.stride);
     st_release_sys_u64(header_word(region), step + 1);  // pairs with wait_combine() there
   }
   // By other threads, if there are: hand_in() takes as long as the fence before that word.
@@ -188,7 +181,7 @@ __device__ inline void send_empty_dispatch(const DeviceComm& comm, const Self& s
       if (speaker_masked(comm, self, i)) continue;
     char* region = i < kLocal ? inbox_at(comm.data[i], slot, self.local)
                               : outbox_at(comm.data[self.local], slot, i - kLocal);
-    fill_header(region, 0, kEmpty, 0);
+    region_header(region)->describe(0, kEmpty, 0);
     st_release_sys_u64(header_word(region), step + 1);  // pairs with wait_dispatch() there
     if (i >= kLocal)
       ring(comm, Phase::kDispatch, step, self.local, other_node(i - kLocal, self.node),

@@ -11,14 +11,14 @@
 namespace moe_p2p::device {
 
 __device__ inline DeviceState& state_of(const DeviceComm& comm) {
-  return *reinterpret_cast<DeviceState*>(comm.state);
+  return *state_words<DeviceState>(comm, 0);
 }
 
 __device__ __noinline__ void raise_fault(const DeviceComm& comm, FaultKind kind, Phase phase,
                                          i32 source, u64 step, u64 expected, u64 got) {
   // Not by a word of the fault: not every bus carries atomics to the host's memory.
   if (atomicExch(&state_of(comm).aborted, 1u) != 0) return;
-  auto* fault = reinterpret_cast<Fault*>(comm.fault);
+  Fault* fault = comm.fault.get();
   fault->raised = kind;
   fault->phase = static_cast<i32>(phase);
   fault->source = source;
@@ -126,16 +126,14 @@ __device__ inline bool wait_flag(const DeviceComm& comm, const u32* flag, const 
 
 // --- what ranks of the own node say: the step in a region's header ---
 
-__device__ inline u64* header_word(char* region) {
-  return &reinterpret_cast<RegionHeader*>(region)->step;
-}
+__device__ inline u64* header_word(char* region) { return &region_header(region)->step; }
 
 // --- what other nodes say: flags in the node's signal memory, which one block relays to this device.
 // Looks at one word of the host's memory come one after the other, a microsecond each. ---
 
 __device__ inline u64* arrival_word(const DeviceComm& comm, Phase phase, i32 slot, i32 source) {
   const i32 index = (static_cast<i32>(phase) * kSteps + slot) * kWorld + source;
-  return reinterpret_cast<u64*>(comm.state + kWords.arrivals) + index;
+  return state_words<u64>(comm, kWords.arrivals) + index;
 }
 
 // Whether part `part` of what `source` sends in a phase of `step`, and all before it, are here.

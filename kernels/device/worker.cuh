@@ -1,5 +1,6 @@
-// Who does what: a block is divided into workers, each of which carries one token or slot at a time. Few large workers hide the latency of one token, many small ones keep more tokens
-// under way per multiprocessor.
+// Who does what: a block is divided into workers, each of which carries one token or slot at a time. Few
+// large workers hide the latency of one token, many small ones keep more tokens under way per
+// multiprocessor.
 #pragma once
 
 #include "kernels/device/shape.cuh"
@@ -35,6 +36,13 @@ struct Worker {
       bar_sync(place + 1, kThreads);
     }
   }
+};
+
+// Threads that share an item where a worker has warps for other work (kernels/device/bulk.cuh).
+template <i32 kCount>
+struct Threads {
+  static constexpr i32 kThreads = kCount;
+  i32 thread;
 };
 
 // Workers that share each of their items, `count` of them; this one has part `index`.

@@ -3,7 +3,7 @@
 // goes.
 #pragma once
 
-#include "kernels/dispatch/bulk_send.cuh"
+#include "kernels/device/bulk.cuh"
 #include "kernels/dispatch/recv.cuh"
 
 namespace moe_p2p::device::bulk {
@@ -61,9 +61,8 @@ struct Fetcher {
     __syncwarp();
     const i32 num_rows = w.num_rows[buffer];
     for (i32 r = lane; r < num_rows; r += 32)
-      bulk_store(
-          reinterpret_cast<char*>(p.out_x) + static_cast<i64>(w.row[buffer][r]) * kPayloadBytes,
-          from + kHeadBytes, kPayloadBytes);
+      bulk_store(p.out_x.as<char>() + static_cast<i64>(w.row[buffer][r]) * kPayloadBytes,
+                 from + kHeadBytes, kPayloadBytes);
     bulk_commit();
     for (i32 r = 0; r < num_rows; ++r) {
       if constexpr (kScaled)

@@ -8,7 +8,6 @@
 
 namespace moe_p2p::device::bulk {
 
-inline constexpr i32 kImageBytes = MOE_P2P_IMAGE_BYTES;  // the host sends no larger slots
 inline constexpr i32 kRowBytes = kHidden * static_cast<i32>(item_bytes(kXType));  // of x
 
 // One image is made while others leave. Rows of x that are quantized come through buffers of their own,
@@ -28,13 +27,6 @@ struct SlotPipe {
 struct BulkSendShared {
   SendShared routes;
   SlotPipe worker[SendWorker::kCount];
-};
-
-// Threads that share the work on a token.
-template <i32 kCount>
-struct Threads {
-  static constexpr i32 kThreads = kCount;
-  i32 thread;
 };
 
 // Whose tokens a worker's three parts go through, in step with each other.
@@ -77,8 +69,8 @@ __device__ inline void load_row(const DispatchParams& p, SlotPipe& pipe, i32 tok
     if constexpr (kQuantize) x.wait_empty(pipe.xs);
     char* to = kQuantize ? pipe.x[kQuantize ? x.at : 0] : pipe.image[image.at] + kHeadBytes;
     barrier_expect(&pipe.xs.full[x.at], kRowBytes);
-    bulk_load(to, reinterpret_cast<const char*>(p.x) + static_cast<i64>(token) * kRowBytes,
-              kRowBytes, &pipe.xs.full[x.at]);
+    bulk_load(to, p.x.as<const char>() + static_cast<i64>(token) * kRowBytes, kRowBytes,
+              &pipe.xs.full[x.at]);
   }
   __syncwarp();
   x.next();
@@ -132,16 +124,14 @@ __device__ inline void quantize_row(const char* row, i32 thread, char* payload, 
     for (i32 j = 0; j < kAtOnce; ++j)
 #pragma unroll
       for (i32 i = 0; i < kSources; ++i)
-        raw[j][i] = where(j) < kPayloadVecs
-                        ? reinterpret_cast<const Vec*>(row)[where(j) * kSources + i]
-                        : Vec{};
+        raw[j][i] = where(j) < kPayloadVecs ? values_at<Vec>(row)[where(j) * kSources + i] : Vec{};
 #pragma unroll
     for (i32 j = 0; j < kAtOnce; ++j) amax[j] = max_magnitude<kXType, kSources>(raw[j]);
     const float scale = find_scales<kScaleFormat>(amax);
 #pragma unroll
     for (i32 j = 0; j < kAtOnce; ++j) {
       if (where(j) < kPayloadVecs)
-        reinterpret_cast<Vec*>(payload)[where(j)] = to_e4m3<kXType>(raw[j], amax[j]);
+        values_at<Vec>(payload)[where(j)] = to_e4m3<kXType>(raw[j], amax[j]);
       if (thread % 8 == 4 + j && where(j) / 8 * 8 < kPayloadVecs) scales[where(j) / 8] = scale;
     }
   }
@@ -156,8 +146,7 @@ struct GivenScales {
     return static_cast<i32>(p.parts.bytes[1] / 4);
   }
   __device__ static u32 at(const DispatchParams& p, i32 token, i32 i) {
-    return reinterpret_cast<const u32*>(reinterpret_cast<const char*>(p.scales) +
-                                        static_cast<u64>(token) * p.parts.bytes[1])[i];
+    return values_at<u32>(p.scales.as<const char>(), static_cast<u64>(token) * p.parts.bytes[1])[i];
   }
   __device__ void ask(const DispatchParams& p, i32 token, i32 thread) {
 #pragma unroll
@@ -165,7 +154,7 @@ struct GivenScales {
       if (const i32 i = thread + j * kComputeThreads; i < num(p)) word[j] = at(p, token, i);
   }
   __device__ void store(const DispatchParams& p, i32 token, i32 thread, char* to) const {
-    auto* words = reinterpret_cast<u32*>(to);
+    u32* words = values_at<u32>(to);
 #pragma unroll
     for (i32 j = 0; j < kAsked; ++j)
       if (const i32 i = thread + j * kComputeThreads; i < num(p)) words[i] = word[j];
@@ -189,8 +178,7 @@ __device__ inline i32 fill_images(const DispatchParams& p, i32 thread, const Tok
     x.wait_full(pipe.xs);
     char* to = pipe.image[image.at];
     if constexpr (kQuantize) {
-      quantize_row(pipe.x[x.at], thread, to + kHeadBytes,
-                   reinterpret_cast<float*>(to + p.parts.offset[1]));
+      quantize_row(pipe.x[x.at], thread, to + kHeadBytes, values_at<float>(to, p.parts.offset[1]));
       arrive_warp(&pipe.xs.empty[x.at], thread);
     } else {
       given.store(p, token, thread, to + p.parts.offset[1]);

@@ -3,13 +3,12 @@
 #pragma once
 
 #include "kernels/device/lost.cuh"
-#include "kernels/dispatch/send.cuh"
+#include "kernels/dispatch/token.cuh"
 
 namespace moe_p2p::device {
 
 // Rows are placed by groups: one for each local expert, or with kByRank one for all.
 inline constexpr i32 kRowGroups = kByRank ? 1 : kMaxLocalExperts;
-inline constexpr bool kScaled = kWireType == DType::kFloat8E4M3;  // there may be scales
 
 struct FoundRows {
   i32 row[2][kTopk];  // rows of the slot at hand that are ours, and of the one before
@@ -48,7 +47,7 @@ struct Receiver {
 
 // How long a wait took, in cycles of the GPU; a call of several chunks adds up.
 __device__ inline void tell_ticks(const Receiver& a, i32 chunk, i32 source, i64 ticks) {
-  auto* told = reinterpret_cast<i64*>(a.p.wait_ticks) + source;
+  i64* told = &a.p.wait_ticks[source];
   *told = chunk == 0 ? ticks : *told + ticks;
 }
 
@@ -56,7 +55,7 @@ __device__ inline void tell_ticks(const Receiver& a, i32 chunk, i32 source, i64 
 // place rows by it. It has when all of its slots have: rows of one that ends in between are absent. ---
 
 __device__ inline u64* came_word(const Receiver& a, u64 step, i32 source) {
-  return reinterpret_cast<u64*>(a.p.comm.state + kWords.came) + slot_of(step) * kWorld + source;
+  return state_words<u64>(a.p.comm, kWords.came) + slot_of(step) * kWorld + source;
 }
 
 __device__ inline bool hear(const Receiver& a, u64 step, i32 source) {
@@ -101,8 +100,8 @@ __device__ inline bool decide(const Receiver& a, u64 step, i32* num_slots) {
 // The slots of a chunk that `source` sends; -1 when it does not come.
 __device__ inline i32 hear_slots(const Receiver& a, u64 step, i32 source) {
   const DispatchParams& p = a.p;
-  const auto* header =
-      reinterpret_cast<const RegionHeader*>(dispatch_region(p.comm, a.self, slot_of(step), source));
+  const RegionHeader* header =
+      region_header(dispatch_region(p.comm, a.self, slot_of(step), source));
   const u32 flags = wire_flags(p);
   i32 slots;
   u64 slot_bytes;
@@ -182,19 +181,19 @@ __device__ inline void place_groups(const Receiver& a) {
 // Count i of those that `source` tells this rank about the call, in two steps: loads of several can be
 // under way together.
 __device__ __forceinline__ const char* counts_from(const Receiver& a, u64 step, i32 source) {
-  return dispatch_region(a.p.comm, a.self, slot_of(step), source) + sizeof(RegionHeader);
+  return behind_header<char>(dispatch_region(a.p.comm, a.self, slot_of(step), source));
 }
 __device__ __forceinline__ u64 ask_count(const Receiver& a, u64 step, i32 source, i32 i) {
   const char* counts = counts_from(a, step, source);
   const bool near = a.self.same_node(source);
-  if (kSelfFlagged && near) return ld_relaxed_sys_u64(reinterpret_cast<const u64*>(counts) + i);
-  return reinterpret_cast<const u32*>(counts)[(near ? 0 : a.self.local * kCountsPerRank) + i];
+  if (kSelfFlagged && near) return ld_relaxed_sys_u64(values_at<u64>(counts) + i);
+  return values_at<u32>(counts)[(near ? 0 : a.self.local * kCountsPerRank) + i];
 }
 // -1: it did not come.
 __device__ __forceinline__ i32 hear_count(const Receiver& a, u64 step, i32 source, i32 i,
                                           u64 word) {
   if (kSelfFlagged && a.self.same_node(source))
-    if (!wait_tagged(a.p.comm, reinterpret_cast<const u64*>(counts_from(a, step, source)) + i, word,
+    if (!wait_tagged(a.p.comm, values_at<u64>(counts_from(a, step, source)) + i, word,
                      {Phase::kDispatch, source, step}))
       return -1;
   return static_cast<i32>(static_cast<u32>(word));
@@ -219,13 +218,13 @@ __device__ inline void tell_experts(const Receiver& a, u64 step) {
   const DispatchParams& p = a.p;
   const RecvShared& s = a.s;
   const i32 thread = static_cast<i32>(threadIdx.x), num_experts = p.comm.num_local_experts;
-  auto* offsets = reinterpret_cast<i32*>(p.offsets);
+  i32* offsets = p.offsets.get();
   if (num_experts == 0 && thread == 0) offsets[0] = 0;
   for (i32 e = thread; e < num_experts; e += kBlockThreads) {
     const i64 room = a.end_of(e), start = min(i64{s.start[e]}, room);
     const i64 end = i64{s.start[e]} + s.num_rows[e];
     if (end > room) raise_capacity(p, s, step);
-    reinterpret_cast<i32*>(p.counts)[e] = static_cast<i32>(min(end, room) - start);
+    p.counts[e] = static_cast<i32>(min(end, room) - start);
     offsets[e] = static_cast<i32>(start);
     if (e + 1 == num_experts)
       offsets[e + 1] = static_cast<i32>(
@@ -237,7 +236,7 @@ __device__ inline void tell_experts(const Receiver& a, u64 step) {
 __device__ __noinline__ void tell_sources(const DispatchParams& p, RecvShared& s, u64 step) {
   const Receiver a{p, Self(p.comm), HandleArrays(p), true, s};
   const i32 thread = static_cast<i32>(threadIdx.x);
-  auto* offsets = reinterpret_cast<i32*>(a.p.offsets);
+  i32* offsets = a.p.offsets.get();
   for (i32 source = thread; source < kWorld; source += kBlockThreads)
     offsets[source] = static_cast<i32>(min(i64{s.first_row[0][source]}, a.p.capacity));
   if (thread == 0) {
@@ -261,16 +260,15 @@ __device__ __noinline__ void tell_sources(const DispatchParams& p, RecvShared& s
         }
     }
     // As many rows as there is room for name it at most.
-    reinterpret_cast<i32*>(a.p.counts)[e] =
-        all < 0 ? -1 : static_cast<i32>(min(i64{sum}, a.p.capacity));
+    a.p.counts[e] = all < 0 ? -1 : static_cast<i32>(min(i64{sum}, a.p.capacity));
   }
 }
 
 __device__ __forceinline__ void store_topk(const DispatchParams& p, i64 at, i32 expert) {
   if (p.topk_is_int64) {
-    reinterpret_cast<i64*>(p.row_topk)[at] = expert;
+    p.row_topk.as<i64>()[at] = expert;
   } else {
-    reinterpret_cast<i32*>(p.row_topk)[at] = expert;
+    p.row_topk.as<i32>()[at] = expert;
   }
 }
 
@@ -291,13 +289,12 @@ __device__ inline void tell_lost(const Receiver& a) {
   const i32 thread = static_cast<i32>(threadIdx.x), num_experts = p.comm.num_local_experts;
   if (!a.tells || !p.offsets) return;
   for (i32 e = thread; e < num_experts; e += kBlockThreads) {
-    reinterpret_cast<i32*>(p.counts)[e] = -1;
+    p.counts[e] = -1;
     if (!kByRank && p.ranges)
       for (i32 source = 0; source < kWorld; ++source)
-        reinterpret_cast<i64*>(p.ranges)[e * kWorld + source] = 0xffffffff;  // from row 0 on, -1
+        p.ranges[e * kWorld + source] = 0xffffffff;  // from row 0 on, -1
   }
-  for (i32 i = thread; i <= (kByRank ? kWorld : num_experts); i += kBlockThreads)
-    reinterpret_cast<i32*>(p.offsets)[i] = 0;
+  for (i32 i = thread; i <= (kByRank ? kWorld : num_experts); i += kBlockThreads) p.offsets[i] = 0;
 }
 
 // Something of `step` is lost, and nobody knows which rows it would have filled. So all are poisoned, by
@@ -306,21 +303,21 @@ __device__ __noinline__ void lose_rows(const DispatchParams& p, u64 step) {
   if (!p.offsets) return;
   const i64 num_rows = (kByRank || p.grouped ? 1 : p.comm.num_local_experts) * p.capacity;
   for (i64 row; (row = take_lost(p.comm, step)) >= 0 && row < num_rows;) {
-    lose(reinterpret_cast<char*>(p.out_x) + row * kPayloadVecs * 16, kPayloadVecs * 16);
+    lose(p.out_x.as<char>() + row * kPayloadVecs * 16, kPayloadVecs * 16);
     if constexpr (kScaled) {
       const auto expert = static_cast<i32>(p.grouped ? 0 : row / p.capacity);
-      auto* scales = reinterpret_cast<u32*>(p.out_scales) + scales_of(p, row, kByRank ? 0 : expert);
+      u32* scales = p.out_scales.as<u32>() + scales_of(p, row, kByRank ? 0 : expert);
       for (i32 i = 0; i < num_scales(p); ++i) scales[i * p.scale_place.word] = ~0u;
     }
     for (i32 x = 0; x < p.num_extras; ++x) {
       const u64 bytes = p.parts.bytes[2 + x];
-      lose(reinterpret_cast<char*>(p.out_extras[x].data) + static_cast<u64>(row) * bytes, bytes);
+      lose(p.out_extras[x].data.get() + static_cast<u64>(row) * bytes, bytes);
     }
     constexpr i32 kWeights = kByRank ? kTopk : 1;
-    lose(reinterpret_cast<char*>(p.row_weights) + row * kWeights * 4, kWeights * 4);
+    lose(p.row_weights.as<char>() + row * kWeights * 4, kWeights * 4);
     if constexpr (kByRank)
       for (i32 k = 0; k < kTopk; ++k) store_topk(p, row * kTopk + k, -1);
-    if (p.source) reinterpret_cast<i64*>(p.source)[row] = -1;  // both words
+    if (p.source) p.source.as<i64>()[row] = -1;  // both words
   }
 }
 
@@ -344,7 +341,7 @@ __device__ inline bool place_rows(const Receiver& a, u64 step) {
     for (i32 source = 0; source < kWorld; ++source) {
       const i32 count = s.first_row[g][source];
       if (!kByRank && a.tells && p.ranges)
-        reinterpret_cast<i64*>(p.ranges)[g * kWorld + source] =
+        p.ranges[g * kWorld + source] =
             min(i64{at}, p.capacity) << 32 | max(min(i64{count}, p.capacity - at), i64{0});
       s.first_row[g][source] = at;
       at += count;
@@ -375,7 +372,7 @@ __device__ inline void clear_topk(const Receiver& a, const RecvWorker& worker) {
   i64 i = static_cast<i64>(a.s.num_rows[0]) * kTopk + worker.id * RecvWorker::kThreads;
   for (i += worker.thread; i < end; i += stride) {
     store_topk(a.p, i, -1);
-    reinterpret_cast<float*>(a.p.row_weights)[i] = 0.0f;
+    a.p.row_weights[i] = 0.0f;
   }
 }
 
@@ -389,18 +386,17 @@ __device__ inline void clear_padding(const Receiver& a, const RecvWorker& worker
     const i64 end = p.grouped && g + 1 < num_groups ? min(i64{a.s.start[g + 1]}, room) : room;
     for (i64 row = begin + worker.id; row < end; row += worker.count) {
       for (i32 at = worker.thread; at < kPayloadVecs; at += RecvWorker::kThreads)
-        st_na_v4(reinterpret_cast<char*>(p.out_x) + (row * kPayloadVecs + at) * 16, Vec{});
+        st_na_v4(p.out_x.as<char>() + (row * kPayloadVecs + at) * 16, Vec{});
       if constexpr (kScaled)
         for (i32 i = worker.thread; i < num_scales(p); i += RecvWorker::kThreads)
-          reinterpret_cast<u32*>(p.out_scales)[scales_of(p, row, g) + i * p.scale_place.word] = 0;
+          p.out_scales.as<u32>()[scales_of(p, row, g) + i * p.scale_place.word] = 0;
       for (i32 x = 0; x < p.num_extras; ++x)
         for (u64 b = static_cast<u64>(worker.thread); b < p.parts.bytes[2 + x];
              b += RecvWorker::kThreads)
-          reinterpret_cast<char*>(
-              p.out_extras[x].data)[static_cast<u64>(row) * p.parts.bytes[2 + x] + b] = 0;
+          p.out_extras[x].data.get()[static_cast<u64>(row) * p.parts.bytes[2 + x] + b] = 0;
       if (worker.thread == 0) {
-        if (!kByRank) reinterpret_cast<float*>(p.row_weights)[row] = 0.0f;
-        if (p.source) reinterpret_cast<i64*>(p.source)[row] = -1;  // both words
+        if (!kByRank) p.row_weights[row] = 0.0f;
+        if (p.source) p.source.as<i64>()[row] = -1;  // both words
       }
     }
   }

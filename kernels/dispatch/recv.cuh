@@ -18,13 +18,13 @@ template <typename W>
 __device__ inline void copy_extras(const DispatchParams& p, const W& worker, u64 row,
                                    const char* slot) {
   for (i32 e = 0; e < p.num_extras; ++e)
-    copy_row(worker, reinterpret_cast<char*>(p.out_extras[e].data) + row * p.parts.bytes[2 + e],
+    copy_row(worker, p.out_extras[e].data.get() + row * p.parts.bytes[2 + e],
              slot + p.parts.offset[2 + e], p.parts.bytes[2 + e]);
 }
 
 // Word i of a row's scales as this rank keeps them, from a slot.
 __device__ __forceinline__ u32 scale_word(const char* scales, i32 i) {
-  const auto* words = reinterpret_cast<const u32*>(scales);
+  const u32* words = values_at<u32>(scales);
   if constexpr (kScaleFormat != ScaleFormat::kUe8m0) return words[i];
   u32 packed = 0;
 #pragma unroll
@@ -38,7 +38,7 @@ __device__ __forceinline__ u32 scale_word(const char* scales, i32 i) {
 template <typename W>
 __device__ inline void store_scales(const DispatchParams& p, const W&, i64 at, const char* scales,
                                     i32 first) {
-  u32* to = reinterpret_cast<u32*>(p.out_scales) + at;
+  u32* to = p.out_scales.as<u32>() + at;
   for (i32 i = first; i < num_scales(p); i += W::kThreads)
     to[i * p.scale_place.word] = scale_word(scales, i);
 }
@@ -47,9 +47,9 @@ __device__ inline void store_scales(const DispatchParams& p, const W&, i64 at, c
 __device__ inline void store_entries(const DispatchParams& p, i32 lane, i64 row, i32 expert,
                                      const char* from) {
   if (row < 0 || lane >= kTopk) return;
-  const float weight = reinterpret_cast<const float*>(from + weights_offset(kTopk))[lane];
+  const float weight = slot_weights<kTopk>(from)[lane];
   store_topk(p, row * kTopk + lane, expert);
-  reinterpret_cast<float*>(p.row_weights)[row * kTopk + lane] = expert < 0 ? 0.0f : weight;
+  p.row_weights[row * kTopk + lane] = expert < 0 ? 0.0f : weight;
 }
 
 // Which rows of this rank the slot at `from` fills, into w.row[buffer]; the first warp calls it.
@@ -59,12 +59,12 @@ __device__ inline void find_rows(const Receiver& a, i32 lane, i32 chunk, const I
   i64 row = -1;
   i32 expert = -1;  // of this rank
   if (lane < kTopk && w.arrived[buffer]) {
-    const u16 e = reinterpret_cast<const u16*>(from + expert_ids_offset())[lane];
+    const u16 e = slot_expert_ids(from)[lane];
     const Owner owner = e < kExperts ? owner_of(p.comm, e) : Owner{-1, 0};
     if (owner.rank == p.comm.rank) {
       expert = owner.local;
       const i32 group = kByRank ? 0 : expert;
-      const i32 position = reinterpret_cast<const i32*>(from + positions_offset(kTopk))[lane];
+      const i32 position = slot_positions<kTopk>(from)[lane];
       row = a.s.first_row[group][item.source] + position;
       // Told in place_rows(); a position that is lost is -1.
       if (row >= a.end_of(group) || position < 0) row = -1;
@@ -85,12 +85,10 @@ __device__ inline void find_rows(const Receiver& a, i32 lane, i32 chunk, const I
   if (lane >= kTopk) return;
   a.handle.rows_of(chunk, item.source, item.index)[lane] = static_cast<i32>(row);
   if (row < 0) return;
-  if constexpr (!kByRank)
-    reinterpret_cast<float*>(p.row_weights)[row] =
-        reinterpret_cast<const float*>(from + weights_offset(kTopk))[lane];
+  if constexpr (!kByRank) p.row_weights[row] = slot_weights<kTopk>(from)[lane];
   if (p.source) {
-    reinterpret_cast<i32*>(p.source)[2 * row] = item.source;
-    reinterpret_cast<i32*>(p.source)[2 * row + 1] = reinterpret_cast<const i32*>(from)[1];
+    p.source[2 * row] = item.source;
+    p.source[2 * row + 1] = static_cast<i32>(slot_head(from)->token);
   }
 }
 
@@ -99,7 +97,7 @@ __device__ inline void find_rows(const Receiver& a, i32 lane, i32 chunk, const I
 __device__ inline void read_head(const Receiver& a, i32 lane, char* from, bool takes, i32 buffer,
                                  const Awaited& what, RecvScratch& w) {
   constexpr i32 kEach = (kHeadWords + 31) / 32;
-  const auto at = [&](i32 i) { return reinterpret_cast<u32*>(from) + i * 32 + lane; };
+  const auto at = [&](i32 i) { return values_at<u32>(from) + i * 32 + lane; };
   u32 word[kEach];
 #pragma unroll
   for (i32 i = 0; i < kEach; ++i) word[i] = takes ? ld_relaxed_sys_u32(at(i)) : *at(i);
@@ -174,7 +172,7 @@ __device__ inline void recv_slot(const Receiver& a, const RecvWorker& worker, u6
   // So is a word of the scales for each thread.
   char* scales = from + p.parts.offset[1];
   const bool takes_scales = kScaled && takes && !p.opaque;
-  const auto scale_at = [&](i32 i) { return reinterpret_cast<u32*>(scales) + i; };
+  const auto scale_at = [&](i32 i) { return values_at<u32>(scales) + i; };
   const i32 num_taken = takes_scales ? static_cast<i32>(p.parts.bytes[1] / 4) : 0;
   u32 scale = 0;
   if (takes_scales) {
@@ -202,8 +200,7 @@ __device__ inline void recv_slot(const Receiver& a, const RecvWorker& worker, u6
     if (piece > 0) load(piece), take(piece);
     for (i32 r = 0; r < num_rows; ++r)
       each_vec(piece, [&](const Vec& vec, const char* at) {
-        st_na_v4(reinterpret_cast<char*>(p.out_x) +
-                     static_cast<i64>(w.row[buffer][r]) * kPayloadVecs * 16 +
+        st_na_v4(p.out_x.as<char>() + static_cast<i64>(w.row[buffer][r]) * kPayloadVecs * 16 +
                      (at - from - kHeadBytes),
                  vec);
       });
@@ -211,7 +208,7 @@ __device__ inline void recv_slot(const Receiver& a, const RecvWorker& worker, u6
   for (i32 r = 0; r < num_rows; ++r) {
     const auto row = static_cast<u64>(w.row[buffer][r]);
     if constexpr (kScaled) {
-      u32* to = reinterpret_cast<u32*>(p.out_scales) + w.scales[buffer][r];
+      u32* to = p.out_scales.as<u32>() + w.scales[buffer][r];
       if (worker.thread < num_scales(p)) to[worker.thread * p.scale_place.word] = scale;
       store_scales(p, worker, w.scales[buffer][r], scales, worker.thread + RecvWorker::kThreads);
     }
@@ -230,7 +227,7 @@ __device__ inline bool slot_is_mine(const Receiver& a, u64 step, i32 chunk, cons
     *a.handle.ranks_of(chunk, item.source, item.index) = 0;
     return false;
   }
-  const auto* ids = reinterpret_cast<const u32*>(slot_at(a, step, item) + expert_ids_offset());
+  const u32* ids = values_at<u32>(slot_at(a, step, item), expert_ids_offset());
   u32 pairs[(kTopk + 1) / 2];  // all under way at once
 #pragma unroll
   for (i32 i = 0; i < (kTopk + 1) / 2; ++i) pairs[i] = ids[i];
@@ -293,7 +290,7 @@ __device__ inline void recv_slots(const Receiver& a, const RecvWorker& worker, u
 // Once all workers have read a solo step, the last one says so with its empty combine.
 __device__ inline void acknowledge(const Receiver& a, const RecvWorker& worker, u64 step) {
   RecvScratch& w = a.s.worker[worker.place];
-  auto* received = reinterpret_cast<u32*>(a.p.comm.state + kWords.received);
+  u32* received = state_words<u32>(a.p.comm, kWords.received);
   worker.sync();
   const u32 last = static_cast<u32>(worker.count - 1);
   if (worker.thread == 0)

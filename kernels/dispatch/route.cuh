@@ -3,27 +3,9 @@
 // for each other and the result does not depend on their order.
 #pragma once
 
-#include "kernels/device/quantize.cuh"
-#include "kernels/device/self_flag.cuh"
-#include "kernels/device/steps.cuh"
-#include "kernels/device/worker.cuh"
+#include "kernels/dispatch/token.cuh"
 
 namespace moe_p2p::device {
-
-inline constexpr DType kXType = static_cast<DType>(MOE_P2P_X_DTYPE);  // as the caller gives it
-inline constexpr bool kQuantize = MOE_P2P_QUANTIZE;
-inline constexpr ScaleFormat kScaleFormat = static_cast<ScaleFormat>(MOE_P2P_SCALE_FORMAT);
-static_assert(kQuantize || kScaleFormat == ScaleFormat::kFloat32, "given scales are left alone");
-inline constexpr bool kByRank = MOE_P2P_BY_RANK;  // RowLayout::kByRank; else one of the others
-inline constexpr DType kWireType = kQuantize ? DType::kFloat8E4M3 : kXType;
-__device__ __forceinline__ u32 wire_flags(const DispatchParams& p) {
-  return static_cast<u32>(kWireType) << kDTypeShift |
-         (kByRank ? static_cast<u32>(kRowsByRank) : 0) | (p.opaque ? static_cast<u32>(kOpaque) : 0);
-}
-inline constexpr i32 kPayloadVecs = static_cast<i32>(kHidden * item_bytes(kWireType) / sizeof(Vec));
-inline constexpr i32 kHeadBytes = static_cast<i32>(slot_head_bytes(kTopk));
-inline constexpr i32 kHeadWords = kHeadBytes / 4;
-inline constexpr i32 kCountsPerRank = counts_per_rank(kMaxLocalExperts);
 
 struct SendScratch {
   // How many earlier tokens of the call name the expert. With kByRank only send_headers() counts here:
@@ -53,8 +35,7 @@ struct Sender {
 // num_tokens of this call, as the caller gives it.
 __device__ inline i64 ask_num_tokens(const DispatchParams& p) {
   if (!p.num_tokens) return p.num_tokens_host;
-  return p.num_tokens_is_int64 ? *reinterpret_cast<const i64*>(p.num_tokens)
-                               : *reinterpret_cast<const i32*>(p.num_tokens);
+  return p.num_tokens_is_int64 ? *p.num_tokens.as<const i64>() : *p.num_tokens.as<const i32>();
 }
 // The same; 0 after telling a fault.
 __device__ inline i32 check_num_tokens(const DispatchParams& p, u64 step, i64 n) {
@@ -69,13 +50,13 @@ __device__ inline i32 check_num_tokens(const DispatchParams& p, u64 step, i64 n)
 
 // Entry i of topk_idx; -1 = none.
 __device__ __forceinline__ i64 id_at(const DispatchParams& p, i64 i) {
-  return p.topk_is_int64 ? __ldg(reinterpret_cast<const i64*>(p.topk_idx) + i)
-                         : __ldg(reinterpret_cast<const i32*>(p.topk_idx) + i);
+  return p.topk_is_int64 ? __ldg(p.topk_idx.as<const i64>() + i)
+                         : __ldg(p.topk_idx.as<const i32>() + i);
 }
 // Its low word: all that is needed once route_chunk() has told of entries out of range. No thread waits
 // for it before expert_of().
 __device__ __forceinline__ i32 ask_id(const DispatchParams& p, i64 i) {
-  return __ldg(reinterpret_cast<const i32*>(p.topk_idx) + (i << p.topk_is_int64));
+  return __ldg(p.topk_idx.as<const i32>() + (i << p.topk_is_int64));
 }
 __device__ __forceinline__ i32 expert_of(i64 id) {
   return id >= 0 && id < kExperts ? static_cast<i32>(id) : -1;
@@ -259,7 +240,7 @@ __device__ inline void add_chunk(const Sender& a) {
 // Something of part `index` of an outbox is written: a slot, or header and counts, which are of the
 // first. The last one rings.
 __device__ inline void outbox_part(const Sender& a, u64 step, i32 node, i32 index) {
-  auto* words = reinterpret_cast<u32*>(a.p.comm.state + kWords.outbox);
+  u32* words = state_words<u32>(a.p.comm, kWords.outbox);
   const RegionPart part =
       region_part(kOutboxSlots, a.p.parts.slot_bytes, tokens_in(a.s.has[kLocal + node]), index);
   const auto last = static_cast<u32>(part.num_slots - (index == 0 ? 0 : 1));
@@ -273,15 +254,15 @@ __device__ __forceinline__ void tell_count(const Sender& a, u64 step, i32 rank, 
   const i32 l = rank % kLocal, slot = slot_of(step);
   if (!a.self.same_node(rank)) {
     const i32 other = other_index(rank / kLocal, a.self.node);
-    char* region = outbox_at(a.p.comm.data[a.self.local], slot, other) + sizeof(RegionHeader);
-    reinterpret_cast<i32*>(region)[l * kCountsPerRank + i] = count;
+    char* region = outbox_at(a.p.comm.data[a.self.local], slot, other);
+    behind_header<i32>(region)[l * kCountsPerRank + i] = count;
     return;
   }
-  char* region = inbox_at(a.p.comm.data[l], slot, a.self.local) + sizeof(RegionHeader);
+  char* region = inbox_at(a.p.comm.data[l], slot, a.self.local);
   if constexpr (kSelfFlagged) {
-    st_tagged(reinterpret_cast<u64*>(region) + i, step, static_cast<u32>(count));
+    st_tagged(behind_header<u64>(region) + i, step, static_cast<u32>(count));
   } else {
-    reinterpret_cast<i32*>(region)[i] = count;
+    behind_header<i32>(region)[i] = count;
   }
 }
 
@@ -322,13 +303,13 @@ __device__ inline void send_headers(const Sender& a, u64 step, i32 chunk) {
     const i32 column = i < kLocal ? i : kLocal + other_node(i - kLocal, a.self.node);
     char* region = i < kLocal ? inbox_at(a.p.comm.data[i], slot, a.self.local)
                               : outbox_at(own, slot, i - kLocal);
+    RegionHeader* header = region_header(region);
     const auto num_tokens = static_cast<u32>(tokens_in(a.s.has[column]));
     if (kSelfFlagged && i < kLocal) {
-      u64* told = reinterpret_cast<RegionHeader*>(region)->told;
-      st_tagged(&told[0], step, num_tokens);
-      st_tagged(&told[1], step, told_shape(flags, a.p.parts.slot_bytes));
+      st_tagged(&header->told[0], step, num_tokens);
+      st_tagged(&header->told[1], step, told_shape(flags, a.p.parts.slot_bytes));
     }
-    fill_header(region, num_tokens, flags, a.p.parts.slot_bytes);
+    header->describe(num_tokens, flags, a.p.parts.slot_bytes);
   }
   __syncthreads();
   for (i32 i = thread; i < kSpeakers; i += kBlockThreads) {

@@ -7,18 +7,6 @@
 
 namespace moe_p2p::device {
 
-// A payload passes through the registers of a worker in kPieces rounds of kVecs vectors per thread.
-template <typename W>
-struct Rounds {
-  static constexpr i32 kAll = (kPayloadVecs + W::kThreads - 1) / W::kThreads;
-  static constexpr i32 kPieces = (kAll + 7) / 8;
-  static constexpr i32 kVecs = (kAll + kPieces - 1) / kPieces;
-
-  __device__ __forceinline__ static i32 at(const W& worker, i32 piece, i32 i) {
-    return (piece * kVecs + i) * W::kThreads + worker.thread;
-  }
-};
-
 // The payload bytes of this thread in one piece of the row.
 struct Payload {
   using R = Rounds<SendWorker>;
@@ -31,7 +19,7 @@ struct Payload {
   Vec early[kEarly ? kSources : 1];
 
   __device__ __forceinline__ static const char* row_of(const DispatchParams& p, i32 token) {
-    return reinterpret_cast<const char*>(p.x) +
+    return p.x.as<const char>() +
            static_cast<i64>(token) * kHidden * static_cast<i64>(item_bytes(kXType));
   }
   __device__ __forceinline__ static Vec read(const char* row, i32 where, i32 source) {
@@ -99,7 +87,7 @@ struct Entry {
     if (k >= kTopk) return;
     const i64 i = static_cast<i64>(token) * kTopk + k;
     id = ask_id(p, i);
-    weight = p.topk_weights ? __ldg(reinterpret_cast<const float*>(p.topk_weights) + i) : 1.0f;
+    weight = p.topk_weights ? __ldg(&p.topk_weights[i]) : 1.0f;
   }
 };
 
@@ -111,8 +99,7 @@ __device__ inline void build_head(const Sender& a, const W& worker, u64 step, i3
   const i32 thread = worker.thread;
   if (thread < kTopk) {
     const i32 e = expert_of(entry.id);
-    reinterpret_cast<u16*>(head + expert_ids_offset())[thread] =
-        e < 0 ? kNoExpert : static_cast<u16>(e);
+    slot_expert_ids(head)[thread] = e < 0 ? kNoExpert : static_cast<u16>(e);
     i32 position = 0;
     if constexpr (kByRank) {
       if (e >= 0) {
@@ -122,17 +109,17 @@ __device__ inline void build_head(const Sender& a, const W& worker, u64 step, i3
     } else if (e >= 0) {
       position = w.seen[e];
     }
-    reinterpret_cast<i32*>(head + positions_offset(kTopk))[thread] = position;
-    reinterpret_cast<float*>(head + weights_offset(kTopk))[thread] = entry.weight;
+    slot_positions<kTopk>(head)[thread] = position;
+    slot_weights<kTopk>(head)[thread] = entry.weight;
   }
   if (thread == W::kThreads - 1)
-    *reinterpret_cast<SlotHead*>(head) = {static_cast<u32>(step + 1), static_cast<u32>(token)};
+    *slot_head(head) = {static_cast<u32>(step + 1), static_cast<u32>(token)};
 }
 
 // Of a token whose slots are out, so that nobody waits for this. By the threads that built its head.
 __device__ inline void check_experts(const Sender& a, u64 step, i32 token, i32 thread,
                                      const char* head) {
-  const u32 e = reinterpret_cast<const u16*>(head + expert_ids_offset())[thread];
+  const u32 e = slot_expert_ids(head)[thread];
   const u32 alike = __match_any_sync(~0u >> (32 - kTopk), e == kNoExpert ? e + 1 + thread : e);
   if (alike & ((1u << thread) - 1))
     raise_fault(a.p.comm, kDuplicateExpert, Phase::kDispatch, a.self.rank, step,
@@ -140,17 +127,10 @@ __device__ inline void check_experts(const Sender& a, u64 step, i32 token, i32 t
 }
 
 template <typename W>
-__device__ inline void copy_words(const W& worker, char* to, const char* from, u64 bytes) {
-  for (u64 i = static_cast<u64>(worker.thread) * 4; i < bytes; i += W::kThreads * 4)
-    *reinterpret_cast<u32*>(to + i) = *reinterpret_cast<const u32*>(from + i);
-}
-
-template <typename W>
 __device__ inline void store_extras(const DispatchParams& p, const W& worker, i32 token, char* to) {
   for (i32 e = 0; e < p.num_extras; ++e) {
     const u64 bytes = p.parts.bytes[2 + e];
-    const auto* from =
-        reinterpret_cast<const char*>(p.extras[e].data) + static_cast<u64>(token) * bytes;
+    const char* from = p.extras[e].data.get() + static_cast<u64>(token) * bytes;
     for (u64 b = static_cast<u64>(worker.thread); b < bytes; b += W::kThreads)
       to[p.parts.offset[2 + e] + b] = from[b];
   }
@@ -159,7 +139,7 @@ __device__ inline void store_extras(const DispatchParams& p, const W& worker, i3
 template <typename W>
 __device__ inline void flag_words(const W& worker, char* to, const char* from, u64 bytes) {
   for (u64 i = static_cast<u64>(worker.thread) * 4; i < bytes; i += W::kThreads * 4)
-    st_flagged_u32(to + i, *reinterpret_cast<const u32*>(from + i));
+    st_flagged_u32(to + i, *values_at<u32>(from, i));
 }
 
 // Head, scales and extras.
@@ -167,9 +147,9 @@ __device__ inline void store_rest(const Sender& a, const SendWorker& worker, i32
                                   bool flag, const SendScratch& w) {
   const DispatchParams& p = a.p;
   const auto* head = reinterpret_cast<const char*>(w.head);
-  const auto* scales = kQuantize ? reinterpret_cast<const char*>(w.scale)
-                                 : reinterpret_cast<const char*>(p.scales) +
-                                       static_cast<u64>(token) * p.parts.bytes[1];
+  const auto* scales = kQuantize
+                           ? reinterpret_cast<const char*>(w.scale)
+                           : p.scales.as<const char>() + static_cast<u64>(token) * p.parts.bytes[1];
   if (kSelfFlagged && flag) {
     flag_words(worker, to, head, kHeadBytes);
     if (!p.opaque) return flag_words(worker, to + p.parts.offset[1], scales, p.parts.bytes[1]);
@@ -296,8 +276,8 @@ __device__ inline void end_chunk(const Sender& a) {
 __device__ inline void copy_topk(const DispatchParams& p, i32 block) {
   if (!p.topk_copy) return;
   const i32 num_words = p.num_rows * kTopk * (p.topk_is_int64 ? 2 : 1);
-  const auto* from = reinterpret_cast<const u32*>(p.topk_idx);
-  auto* to = reinterpret_cast<u32*>(p.topk_copy);
+  const u32* from = p.topk_idx.as<const u32>();
+  u32* to = p.topk_copy.as<u32>();
   for (i32 i = block * kBlockThreads + static_cast<i32>(threadIdx.x); i < num_words;
        i += p.grid.num_send_blocks * kBlockThreads)
     to[i] = from[i];

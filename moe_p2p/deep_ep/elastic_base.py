@@ -18,6 +18,7 @@ from moe_p2p.deep_ep.elastic_handle import Form, RowCounts
 from moe_p2p.deep_ep.event import EventHandle
 from moe_p2p.deep_ep.streams import Streams
 from moe_p2p.dispatched import DispatchOptions
+from moe_p2p.ops import SCALE_BLOCK
 from moe_p2p.pool import AllToAllPool, config_of
 from moe_p2p.releasing import ReleasingAllToAll
 from moe_p2p.row_counts import HostCounts
@@ -27,7 +28,6 @@ _OVERLAP_SMS = 24  # enough for both calls to come near the links' rate; docs/tu
 _MAX_LOCAL_EXPERTS = 256  # DeepEP's limit, for sizes without experts
 _MAX_EXPERTS = 32768
 _SIZE_ALIGNMENT = 2 << 20
-_SCALE_BLOCK = 128
 # Key of a dispatch: type, device, H, P, K, E, T, thread blocks, expert alignment, form.
 _Key = tuple[torch.dtype, int, int, int, int, int, int, int, int, Form]
 # Made for a key: the communicator, the most rows that can arrive, dispatch options with these.
@@ -136,14 +136,14 @@ class ElasticBase:
             torch.cuda.synchronize()
         config = config_of(
             num_experts=self.num_ranks,
-            hidden_dim=_SCALE_BLOCK,
+            hidden_dim=SCALE_BLOCK,
             topk=1,
             max_tokens=1,
             device=device.type,
             timeout_s=self._pool.timeout_s,
         )
         smallest = self._pool.get(config)
-        nothing = torch.empty((0, _SCALE_BLOCK), dtype=torch.bfloat16, device=device)
+        nothing = torch.empty((0, SCALE_BLOCK), dtype=torch.bfloat16, device=device)
         with self._streams.turn(nothing):
             topk = torch.empty((0, 1), dtype=torch.int64, device=device)
             received = smallest.dispatch(nothing, topk)
@@ -217,7 +217,7 @@ class ElasticBase:
         step_tokens = self.num_max_tokens_per_rank or num_tokens
         if dtype == torch.float8_e4m3fn and not self.use_fp8_dispatch:
             dtype = torch.bfloat16
-        more_packs = num_packs - -(-hidden // _SCALE_BLOCK)
+        more_packs = num_packs - -(-hidden // SCALE_BLOCK)
         limited = self._limit_bytes > 0
         on_gpu = values.is_cuda and (num_sms > 0 or self.prefer_overlap_with_compute)
         config = AllToAllConfig(

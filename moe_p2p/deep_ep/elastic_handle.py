@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from moe_p2p.dispatched import Dispatched, DispatchOptions
+from moe_p2p.ops import HANDLE_META_WORDS
 from moe_p2p.releasing import ReleasingAllToAll
 from moe_p2p.row_counts import to_device
 
-_HANDLE_META_WORDS = 16  # kernels/abi/layout.h, HandleMeta
 # do_expand, do_zero_padding, use_tma_aligned_col_major_sf, whether topk_idx is copied
 Form = tuple[bool, bool, bool, bool]
 
@@ -186,9 +186,9 @@ class EPHandle:
         num_chunks = max(1, -(-max_tokens // shape.chunk_tokens))
         chunk = shape.num_slots(max_tokens)
         num_sources, num_slots = num_chunks * num_ranks, num_chunks * num_ranks * chunk
-        begin = _HANDLE_META_WORDS + num_sources
+        begin = HANDLE_META_WORDS + num_sources
         end = begin + num_slots * topk
-        counts, rows = words[_HANDLE_META_WORDS:begin], words[begin:end]
+        counts, rows = words[HANDLE_META_WORDS:begin], words[begin:end]
         ours = torch.arange(chunk, device=words.device) < counts.unsqueeze(1)  # [C * W, M]
         if shape.ranks_per_node < num_ranks:
             # Another node's tokens include tokens that go only to our neighbours.

@@ -32,7 +32,7 @@ from moe_p2p.gpu.launch_shape import (
     up,
 )
 from moe_p2p.gpu.memory import PinnedPages, share_memory, share_node_memory
-from moe_p2p.ops import call
+from moe_p2p.ops import SCALE_BLOCK, call, layout
 
 if TYPE_CHECKING:
     from moe_p2p.config import AllToAllConfig
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 _ops = torch.ops.moe_p2p
 
 _CODES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.float8_e4m3fn: 3}
-_MASKS_WORD = 4  # kernels/abi/params.h, offset of DeviceState::masks in words of 64 bits
-_FAULT_BYTES = 64  # kernels/abi/params.h, Fault
 _ANY_SLOT = 1 << 30  # bytes
 _NO_REGIONS = ("signals", "device_state")  # lines of the plan that lie elsewhere
 
@@ -50,7 +48,7 @@ _NO_REGIONS = ("signals", "device_state")  # lines of the plan that lie elsewher
 def shape_macros(config: AllToAllConfig, *, world_size: int, ranks_per_node: int) -> dict[str, int]:
     """What every kernel of a communicator is compiled with (kernels/device/shape.cuh)."""
     hidden, item = config.hidden_dim, config.dtype.itemsize
-    fp8 = up(hidden, 16) + up(up(hidden, 128) // 128 * 4, 16)
+    fp8 = up(hidden, 16) + up(4 * (up(hidden, SCALE_BLOCK) // SCALE_BLOCK), 16)
     combine_item = config.widest_combine_dtype.itemsize
     return {
         "MOE_P2P_WORLD_SIZE": world_size,
@@ -104,7 +102,7 @@ def dispatch_kernel(
     """Returns the dispatch kernel, which sends tokens and receives slots.
 
     x_dtype: type of the caller's x. scale_format: of the scales when `quantize`
-    (kernels/abi/layout.h, ScaleFormat).
+    (kernels/abi/shape.h, ScaleFormat).
     """
     hidden = shape["MOE_P2P_HIDDEN_DIM"]
     row_bytes = hidden * (1 if quantize else x_dtype.itemsize)
@@ -317,9 +315,11 @@ class DeviceSide:
         self._owners = torch.tensor(owners, dtype=torch.int32, device=on_device)
         self._local = torch.tensor(local, dtype=torch.int32, device=on_device)
         if self._masks is not None:
-            self._state[_MASKS_WORD] = self._masks[0].data_ptr()
+            self._state[layout().masks_word] = self._masks[0].data_ptr()
         pinned = on_device.type == "cuda"
-        self._fault = torch.zeros(_FAULT_BYTES, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+        self._fault = torch.zeros(
+            layout().fault_bytes, dtype=torch.uint8, device="cpu", pin_memory=pinned
+        )
         self._wait()
         call(
             _ops.all_to_all_use_device.default,

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from moe_p2p import errors
+from moe_p2p.ops import SCALE_BLOCK, layout
 
 _MAX_THREADS = 512  # of a block with one worker, two of them on a multiprocessor
 _MOST_THREADS = 1024  # of a block that is alone there
@@ -138,8 +139,8 @@ def dispatch_shared_bytes(macros: dict[str, int], by_rank: bool, launch: LaunchS
     """Upper bound of dispatch.cu's shared memory; SendShared and RecvShared are checked with it."""
     world, local = macros["MOE_P2P_WORLD_SIZE"], macros["MOE_P2P_RANKS_PER_NODE"]
     topk, columns = macros["MOE_P2P_TOPK"], local + world // local
-    head = up(8 + 10 * topk + 2 * (topk % 2), 128)
-    scales = 4 * up(macros["MOE_P2P_HIDDEN_DIM"], 128) // 128
+    head = layout(topk).slot_head_bytes
+    scales = 4 * up(macros["MOE_P2P_HIDDEN_DIM"], SCALE_BLOCK) // SCALE_BLOCK
     ranks = world if by_rank else 0  # what by_rank keeps of each
     words = 4 * (columns + ranks) * (up(macros["MOE_P2P_CHUNK_TOKENS"], 32) // 32) + 4 * ranks
     counts = 4 * (macros["MOE_P2P_NUM_EXPERTS"] + ranks)
@@ -202,8 +203,9 @@ def bulk_dispatch(
     macros: dict[str, int], *, by_rank: bool, x_bytes: int, row_bytes: int, quantize: bool
 ) -> Bulk | None:
     """x_bytes: bytes of the caller's row; row_bytes: as it travels. None: it does not fit."""
-    topk, scales = macros["MOE_P2P_TOPK"], up(macros["MOE_P2P_HIDDEN_DIM"], 128) // 32
-    head = up(8 + 10 * topk + 2 * (topk % 2), 128)
+    topk = macros["MOE_P2P_TOPK"]
+    scales = 4 * up(macros["MOE_P2P_HIDDEN_DIM"], SCALE_BLOCK) // SCALE_BLOCK
+    head = layout(topk).slot_head_bytes
     token = up(row_bytes, 16) + up(scales, 16) + macros["MOE_P2P_EXTRA_BYTES"]
     image = up(head + min(token, macros["MOE_P2P_MAX_TOKEN_BYTES"]), 128)
     ring_images = 3 if by_rank else 4

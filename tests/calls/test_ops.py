@@ -17,6 +17,8 @@ from moe_p2p import AllToAll, Engine, errors
 from moe_p2p.dispatched import BY_RANK, GROUPED, PADDED
 from moe_p2p.engine import tensor_from
 from moe_p2p.ops import COPY_TOPK, UE8M0, WITH_RANGES, WITH_SOURCE
+from moe_p2p.ops import layout as numbers
+from moe_p2p.reference import fp8, wire
 from tests.support.cases import HIDDEN_DIM, TOPK, make, make_tokens
 from tests.support.ranks import Rank
 
@@ -335,6 +337,21 @@ def test_a_handle_has_room_for_the_slots_of_its_own_call() -> None:
     assert words[2] - words[1] == 6 * slot
     assert words[3] - words[2] == 120 * slot
     assert words[4] - words[3] == 128 * slot  # chunks are alike
+
+
+@pytest.mark.parametrize("topk", range(1, 33))
+def test_python_has_the_head_of_slots_from_the_letter(topk: int) -> None:
+    assert numbers(topk).slot_head_bytes == wire.slot_head_bytes(topk)
+
+
+def test_python_has_the_other_numbers_of_the_letter() -> None:
+    config = {"topk": 2, "max_tokens": 4}
+    with make(Rank(0, 1, dist.HashStore()), **config) as comm:
+        words = ops.handle_words(comm_number(comm), 0, 1)
+        assert numbers().handle_meta_words == words - 1 - 2 - 1 - 2  # a count, rows, a gap, ranks
+    assert numbers().scale_block == fp8.SCALE_BLOCK
+    with pytest.raises(errors.InvalidArgumentError, match="topk is 33, must be from 1 to 32"):
+        numbers(33)
 
 
 # --- errors ---

@@ -20,7 +20,7 @@ ARCHS = ("sm_90a", "sm_100a")
 KERNEL = """
 #include <cuda_fp8.h>
 
-#include "kernels/abi/layout.h"
+#include "kernels/abi/shape.h"
 #include "part.h"
 
 extern "C" __global__ void multiply_add(float* values) {
@@ -184,9 +184,9 @@ def test_an_error_carries_the_compilers_log(source: Path) -> None:
     ("name", "macros", "arch", "text"),
     [
         ("absent.cu", {}, "sm_90a", "there is no kernel source"),
-        ("abi/layout.h", {}, "gfx942", "arch is 'gfx942'"),
-        ("abi/layout.h", {"A B": 1}, "sm_90a", "macro A B"),
-        ("abi/layout.h", {"A": "1"}, "sm_90a", "macro A"),
+        ("abi/shape.h", {}, "gfx942", "arch is 'gfx942'"),
+        ("abi/shape.h", {"A B": 1}, "sm_90a", "macro A B"),
+        ("abi/shape.h", {"A": "1"}, "sm_90a", "macro A"),
     ],
 )
 def test_bad_arguments_are_named(name: str, macros: dict[str, int], arch: str, text: str) -> None:

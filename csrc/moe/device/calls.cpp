@@ -15,12 +15,15 @@ using base::Code;
 
 namespace {
 
-static_assert(offsetof(abi::DeviceState, masks) == 32, "as moe_p2p/gpu/kernels.py has it");
-
 // The most workers that share a token or a row (kernels/device/worker.cuh, Part).
 constexpr int64_t kMostShares = 8;
 
 uint64_t address(const void* p) noexcept { return reinterpret_cast<uint64_t>(p); }
+
+template <typename T>
+abi::DevicePtr<T> on_device(T* p) noexcept {
+  return {address(p)};
+}
 
 template <typename Key>
 const DeviceKernel& find_kernel(const std::map<Key, DeviceKernel>& kernels, const Key& key,
@@ -60,9 +63,9 @@ DeviceKernels::DeviceKernels(const Plan& plan, const AllToAllOptions& options,
                 plan.shape.num_nodes(), " nodes");
   std::copy(memory.data.begin(), memory.data.end(), comm_.data);
   comm_.state = memory.state;
-  comm_.fault = memory.fault_device;
-  comm_.expert_rank = memory.expert_rank;
-  comm_.expert_local = memory.expert_local;
+  comm_.fault = {memory.fault_device};
+  comm_.expert_rank = {memory.expert_rank};
+  comm_.expert_local = {memory.expert_local};
   comm_.timeout_ns = static_cast<uint64_t>(std::chrono::nanoseconds(options.timeout).count());
   comm_.rank = options.rank;
   comm_.num_local_experts = plan.num_local_experts(options.rank);
@@ -91,15 +94,42 @@ const abi::Fault* DeviceKernels::fault() const noexcept {
   return told ? memory_.fault : nullptr;
 }
 
-base::Error DeviceKernels::error_of(const abi::Fault& fault, const std::string& gone) const {
+// Which word a wait was for, as far as the low halves of what was expected and found show it
+// (kernels/device/wait.cuh). Ranks of other nodes arrive by parts. Ranks of the own node write words of a
+// step: headers in every use of a step slot, flags of slots and rows now and then; where these flag
+// themselves nothing was found.
+std::string DeviceKernels::awaited(const abi::Fault& fault) const {
+  const auto phase = static_cast<abi::Phase>(fault.phase);
+  const int local = plan_.shape.ranks_per_node;
+  if (fault.source / local != comm_.rank / local) {
+    const auto before = static_cast<uint32_t>(fault.step * abi::kMaxParts);
+    const uint32_t part = static_cast<uint32_t>(fault.expected) - before - 1;
+    const uint32_t here = static_cast<uint32_t>(fault.got) - before;
+    return base::concat("arrival of ",
+                        part + 1 < abi::kMaxParts ? base::concat("part ", part) : "the last part",
+                        ", ", here < abi::kMaxParts ? here : 0, " parts arrived");
+  }
+  if (phase == abi::Phase::kWeights) return "header of its weights";
+  const std::string item = phase == abi::Phase::kDispatch ? "slot" : "row";
+  if (fault.source == comm_.rank) return base::concat("word of its own blocks, header or ", item);
+  const auto steps = static_cast<uint64_t>(plan_.shape.steps_in_flight);
+  const uint64_t last = fault.step >= steps ? fault.step + 1 - steps : 0;  // in a header
+  const bool may_be_header = static_cast<uint32_t>(fault.got) == static_cast<uint32_t>(last) ||
+                             (phase == abi::Phase::kDispatch && fault.got == 0);
+  return base::concat(may_be_header ? "header or " : "", item, fault.got == 0 ? "" : " flag");
+}
+
+base::Error DeviceKernels::error_of(const abi::Fault& fault, const std::string& gone,
+                                    const std::string& progress) const {
   const char* phase = phase_name(static_cast<abi::Phase>(fault.phase));
   const std::string head = base::concat("rank ", comm_.rank, ": ", phase, " of step ", fault.step);
   const auto got = static_cast<int64_t>(fault.got);
   switch (fault.raised) {
     case abi::kTimedOut:
       return {gone.empty() ? Code::kTimeout : Code::kPeerDead,
-              base::concat(head, " timed out waiting for rank ", fault.source, ": expected word ",
-                           fault.expected, ", got ", fault.got, gone.empty() ? "" : "; ", gone)};
+              base::concat(head, " timed out waiting for rank ", fault.source, ": ", awaited(fault),
+                           " (expected word ", fault.expected, ", got ", fault.got, ")", progress,
+                           gone.empty() ? "" : "; ", gone)};
     case abi::kCapacity:
       return {Code::kResourceExhausted,
               base::concat(head, ": ",
@@ -202,17 +232,17 @@ OpenCall DeviceKernels::begin_dispatch(const DispatchSend& send) const {
 }
 
 void DeviceKernels::fill(abi::DispatchParams& p, const DispatchSend& send) const {
-  p.x = address(send.x);
-  p.scales = address(send.scales);
-  p.topk_idx = address(send.topk_idx);
-  p.topk_copy = address(send.topk_copy);
-  p.topk_weights = address(send.topk_weights);
-  p.num_tokens = address(send.device_num_tokens);
+  p.x = on_device(send.x);
+  p.scales = on_device(send.scales);
+  p.topk_idx = on_device(send.topk_idx);
+  p.topk_copy = on_device(send.topk_copy);
+  p.topk_weights = on_device(send.topk_weights);
+  p.num_tokens = on_device(send.device_num_tokens);
   p.num_tokens_host = static_cast<int32_t>(send.num_tokens);
   p.topk_is_int64 = send.topk_is_int64;
   p.num_tokens_is_int64 = send.num_tokens_is_int64;
   for (size_t i = 0; i < send.extras.size(); ++i)
-    p.extras[i] = {address(send.extras[i].data), send.extras[i].row_bytes};
+    p.extras[i] = {{address(send.extras[i].data)}, send.extras[i].row_bytes};
 }
 
 void DeviceKernels::fill(abi::DispatchParams& p, const DispatchRecv& recv) const {
@@ -223,19 +253,19 @@ void DeviceKernels::fill(abi::DispatchParams& p, const DispatchRecv& recv) const
       fits, Code::kInvalidArgument,
       "the outputs of this dispatch do not fit its inputs: payload type, scales and extras "
       "must be those that were sent");
-  p.out_x = address(recv.x);
-  p.out_scales = address(recv.scales);
+  p.out_x = on_device(recv.x);
+  p.out_scales = on_device(recv.scales);
   p.scale_place = scale_place(recv);
   for (size_t i = 0; i < recv.extras.size(); ++i)
-    p.out_extras[i] = {address(recv.extras[i].data), recv.extras[i].row_bytes};
-  p.row_weights = address(recv.row_weights);
-  p.counts = address(recv.counts);
-  p.offsets = address(recv.offsets);
-  p.row_topk = address(recv.row_topk);
+    p.out_extras[i] = {{address(recv.extras[i].data)}, recv.extras[i].row_bytes};
+  p.row_weights = on_device(recv.row_weights);
+  p.counts = on_device(recv.counts);
+  p.offsets = on_device(recv.offsets);
+  p.row_topk = on_device(recv.row_topk);
   if (recv.row_topk) p.topk_is_int64 = recv.topk_is_int64;
-  p.source = address(recv.source);
-  p.ranges = address(recv.ranges);
-  p.wait_ticks = address(recv.wait_ticks);
+  p.source = on_device(recv.source);
+  p.ranges = on_device(recv.ranges);
+  p.wait_ticks = on_device(recv.wait_ticks);
   p.grouped = recv.layout == abi::RowLayout::kGrouped;
   p.zero_padding = recv.zero_padding;
   p.capacity = recv.capacity;
@@ -303,11 +333,11 @@ OpenCall DeviceKernels::begin_combine(const CombineSend& send) const {
 }
 
 void DeviceKernels::fill(abi::CombineParams& p, const CombineSend& send) {
-  p.y = address(send.y);
-  p.row_weights = address(send.row_weights);
-  p.row_scalars = address(send.row_scalars);
+  p.y = on_device(send.y);
+  p.row_weights = on_device(send.row_weights);
+  p.row_scalars = on_device(send.row_scalars);
   p.scalars_by_rank = send.scalars_by_rank;
-  p.topk_weights = address(send.topk_weights);
+  p.topk_weights = on_device(send.topk_weights);
   p.num_rows = static_cast<int32_t>(send.num_rows);
 }
 
@@ -315,10 +345,10 @@ void DeviceKernels::fill(abi::CombineParams& p, const CombineRecv& recv) {
   MOE_P2P_CHECK(!p.topk_weights || p.num_rows == recv.num_rows, Code::kInvalidArgument,
                 "topk_weights has ", p.num_rows, " rows, the dispatch had ", recv.num_rows);
   p.num_rows = static_cast<int32_t>(recv.num_rows);
-  p.out = address(recv.out);
-  p.out_scalars = address(recv.out_scalars);
-  std::ranges::transform(recv.bias, p.bias, address);
-  p.wait_ticks = address(recv.wait_ticks);
+  p.out = on_device(recv.out);
+  p.out_scalars = on_device(recv.out_scalars);
+  std::ranges::transform(recv.bias, p.bias, on_device<const void>);
+  p.wait_ticks = on_device(recv.wait_ticks);
 }
 
 void DeviceKernels::combine(const CombineSend* send, const CombineRecv* recv,

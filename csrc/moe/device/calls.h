@@ -36,11 +36,14 @@ class DeviceKernels {
 
   // What the first kernel that failed has to tell; null while none did.
   const abi::Fault* fault() const noexcept;
-  // Of any fault but kAborted. `gone`: why the rank that was waited for will not come, if it is known.
-  base::Error error_of(const abi::Fault& fault, const std::string& gone) const;
+  // Of any fault but kAborted. Of a timeout, `gone`: why the rank that was waited for will not come, if it is
+  // known; `progress`: what came of it so far.
+  base::Error error_of(const abi::Fault& fault, const std::string& gone,
+                       const std::string& progress) const;
 
  private:
   using Stage = OpenCall::Stage;
+  std::string awaited(const abi::Fault& fault) const;
   // Where a call runs, and the capture that it is part of.
   struct Place {
     const platform::Stream& stream;

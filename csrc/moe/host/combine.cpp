@@ -20,12 +20,8 @@ std::byte* partial_at(RegionHeader& region, int64_t slot, uint64_t stride) noexc
   return region_bytes(region, abi::combine_slots_offset()) + static_cast<uint64_t>(slot) * stride;
 }
 
-uint32_t combine_flags(DType dtype, bool scalars) {
-  return dtype_flags(dtype) | (scalars ? uint32_t{abi::kScalars} : 0u);
-}
-
 float* weights_at(RegionHeader& region, int64_t slot, int topk) noexcept {
-  return reinterpret_cast<float*>(region_bytes(region, sizeof region)) + slot * topk;
+  return abi::behind_header<float>(region_bytes(region)) + slot * topk;
 }
 
 // Bytes of a slot's weights, which a header of weights names as its slots'.
@@ -64,7 +60,7 @@ void copy_scalars(float* out, const CombineSend& call, const int32_t* rows, int 
 void sum_scalars(float* sums, std::span<const Addend> rows, uint64_t offset, int topk) noexcept {
   std::fill_n(sums, topk, 0.0f);
   for (const Addend& row : rows) {
-    const auto* scalars = reinterpret_cast<const float*>(row.row + offset);
+    const auto* scalars = abi::values_at<float>(row.row, offset);
     for (int k = 0; k < topk; ++k) sums[k] += scalars[k];
   }
 }
@@ -96,7 +92,7 @@ void HostKernels::push_weights(Step step, const CombineSend& call, const HandleV
       std::copy_n(call.topk_weights + t * topk, topk, weights_at(region, slot, topk));
       ++num_slots;
     }
-    fill_header(region, step, static_cast<uint32_t>(num_slots), dtype_flags(DType::kFloat32),
+    fill_header(region, step, static_cast<uint32_t>(num_slots), abi::dtype_flags(DType::kFloat32),
                 slot_weights_bytes(shape_));
     if (c < num_local) {
       raise_flag(step, Phase::kWeights, c);
@@ -109,7 +105,7 @@ void HostKernels::push_weights(Step step, const CombineSend& call, const HandleV
 
 void HostKernels::recv_weights(Step step) const {
   for (int s = 0; s < shape_.world_size; ++s)
-    check_header(weights_region(step, s), step, dtype_flags(DType::kFloat32),
+    check_header(weights_region(step, s), step, abi::dtype_flags(DType::kFloat32),
                  slot_weights_bytes(shape_), s, "late weights");
 }
 
@@ -119,7 +115,7 @@ void HostKernels::combine_send(Step step, const CombineSend& call, const HandleV
                                int64_t chunk) {
   const bool scalars = call.row_scalars != nullptr;
   const uint64_t stride = partial_stride(plan_, call.out_dtype, scalars);
-  const uint32_t flags = combine_flags(call.out_dtype, scalars);
+  const uint32_t flags = abi::combine_flags(call.out_dtype, scalars);
   const auto hidden = static_cast<uint64_t>(plan_.hidden_dim);
   const uint64_t y_bytes = hidden * abi::item_bytes(call.y_dtype);
   const uint64_t out_bytes = hidden * abi::item_bytes(call.out_dtype);
@@ -141,8 +137,7 @@ void HostKernels::combine_send(Step step, const CombineSend& call, const HandleV
       std::byte* partial = partial_at(region, slot, stride);
       sum_rows(partial, call.out_dtype, mine.addends.data(), mine.num_addends, call.y_dtype,
                call.row_weights || call.topk_weights, hidden);
-      if (scalars)
-        copy_scalars(reinterpret_cast<float*>(partial + out_bytes), call, rows, shape_.topk);
+      if (scalars) copy_scalars(abi::values_at<float>(partial, out_bytes), call, rows, shape_.topk);
     });
   }
   hand_in(step, &call, &handle, chunk);
@@ -181,7 +176,8 @@ void HostKernels::add_up(Step step, const CombineSend* call, const HandleView* h
                          int64_t chunk, int gateway, int node) {
   const bool scalars = call && call->row_scalars;
   const uint64_t stride = call ? partial_stride(plan_, call->out_dtype, scalars) : 0;
-  const uint32_t flags = call ? combine_flags(call->out_dtype, scalars) : uint32_t{abi::kEmpty};
+  const uint32_t flags =
+      call ? abi::combine_flags(call->out_dtype, scalars) : uint32_t{abi::kEmpty};
   for (int j = 0; j < shape_.ranks_per_node; ++j)
     check_header(memory_.gather(gateway, step.slot, node, j), step, flags, stride,
                  memory_.node() * shape_.ranks_per_node + j, "combine");
@@ -203,8 +199,8 @@ void HostKernels::add_up(Step step, const CombineSend* call, const HandleView* h
       sum_rows(sum, call->out_dtype, addends.data(), num_addends, call->out_dtype, false, hidden);
       const uint64_t row_bytes = hidden * abi::item_bytes(call->out_dtype);
       if (scalars)
-        sum_scalars(reinterpret_cast<float*>(sum + row_bytes), {addends.data(), num_addends},
-                    row_bytes, shape_.topk);
+        sum_scalars(abi::values_at<float>(sum, row_bytes), {addends.data(), num_addends}, row_bytes,
+                    shape_.topk);
     });
   }
   ring(step, Phase::kCombine, gateway, node, abi::combine_slots_offset(), stride, count);
@@ -231,7 +227,7 @@ void HostKernels::combine_recv(Step step, const CombineRecv& call, const HandleV
                                int64_t chunk) {
   const bool scalars = call.out_scalars != nullptr;
   const uint64_t stride = partial_stride(plan_, call.out_dtype, scalars);
-  check_combine(step, combine_flags(call.out_dtype, scalars), stride);
+  check_combine(step, abi::combine_flags(call.out_dtype, scalars), stride);
   const int num_local = shape_.ranks_per_node;
   const auto hidden = static_cast<uint64_t>(plan_.hidden_dim);
   const uint64_t row_bytes = hidden * abi::item_bytes(call.out_dtype);

@@ -15,10 +15,6 @@ using base::Code;
 
 namespace {
 
-uint32_t dispatch_flags(DType dtype, bool by_rank) {
-  return dtype_flags(dtype) | (by_rank ? uint32_t{abi::kRowsByRank} : 0u);
-}
-
 bool is_by_rank(const DispatchRecv& call) { return call.layout == abi::RowLayout::kByRank; }
 
 void store_id(const DispatchRecv& call, uint64_t at, int32_t id) noexcept {
@@ -39,11 +35,10 @@ void HostKernels::build_slot(std::byte* slot, Step step, const DispatchSend& cal
   const auto t = static_cast<uint64_t>(token);
   const auto topk = static_cast<size_t>(shape_.topk);
   const int32_t* experts = &routing.experts[t * topk];
-  const abi::SlotHead head{static_cast<uint32_t>(step.word()), static_cast<uint32_t>(token)};
-  std::memcpy(slot, &head, sizeof head);
-  std::memcpy(slot + abi::positions_offset(shape_.topk), &routing.positions[t * topk], 4 * topk);
-  auto* ids = reinterpret_cast<uint16_t*>(slot + abi::expert_ids_offset());
-  auto* weights = reinterpret_cast<float*>(slot + abi::weights_offset(shape_.topk));
+  *abi::slot_head(slot) = {static_cast<uint32_t>(step.word()), static_cast<uint32_t>(token)};
+  std::copy_n(&routing.positions[t * topk], topk, abi::slot_positions(slot, shape_.topk));
+  auto* ids = abi::slot_expert_ids(slot);
+  auto* weights = abi::slot_weights(slot, shape_.topk);
   for (size_t k = 0; k < topk; ++k) {
     ids[k] = experts[k] < 0 ? abi::kNoExpert : static_cast<uint16_t>(experts[k]);
     weights[k] = call.topk_weights ? call.topk_weights[t * topk + k] : 1.0f;
@@ -51,7 +46,7 @@ void HostKernels::build_slot(std::byte* slot, Step step, const DispatchSend& cal
   const auto hidden = static_cast<uint64_t>(plan_.hidden_dim);
   const auto* x =
       static_cast<const std::byte*>(call.x) + t * hidden * abi::item_bytes(call.x_dtype);
-  auto* scales = reinterpret_cast<float*>(slot + parts.offset[1]);
+  auto* scales = abi::values_at<float>(slot, parts.offset[1]);
   if (call.quantize) {
     quantize_row(x, call.x_dtype, call.scale_format != abi::ScaleFormat::kFloat32,
                  slot + parts.offset[0], scales, hidden);
@@ -75,7 +70,7 @@ void HostKernels::dispatch_send(Step step, const DispatchSend& call, const abi::
   const int32_t* num_slots =
       &routing.num_slots[static_cast<size_t>(chunk) * static_cast<size_t>(num_columns)];
   const uint32_t flags =
-      dispatch_flags(call.quantize ? DType::kFloat8E4M3 : call.x_dtype, call.by_rank);
+      abi::dispatch_flags(call.quantize ? DType::kFloat8E4M3 : call.x_dtype, call.by_rank);
   // Column c < L is the inbox of own-node rank c, column L + n the outbox for node n.
   std::vector<std::byte*> slots(static_cast<size_t>(num_columns), nullptr);
   for (int c = 0; c < num_columns; ++c) {
@@ -151,8 +146,7 @@ void HostKernels::recv_empty_dispatch(Step step) const {
 // [max_local_experts + 1] of this rank.
 const int32_t* HostKernels::counts_from(Step step, int source) const noexcept {
   const bool own_node = source / shape_.ranks_per_node == memory_.node();
-  const auto* counts = reinterpret_cast<const int32_t*>(
-      region_bytes(dispatch_region(step, source), sizeof(RegionHeader)));
+  const auto* counts = abi::behind_header<int32_t>(region_bytes(dispatch_region(step, source)));
   return counts + (own_node ? 0 : memory_.local() * abi::counts_per_rank(shape_.max_local_experts));
 }
 
@@ -224,13 +218,12 @@ void HostKernels::read_heads(Step step, const DispatchRecv& call, const abi::Tok
         region, own_node ? abi::inbox_slots_offset(shape_) : abi::outbox_slots_offset(shape_));
     handle.slot_count(chunk, s) = static_cast<int32_t>(region.num_tokens);
     for (uint32_t i = 0; i < region.num_tokens; ++i, slot += parts.slot_bytes) {
-      const auto& head = *reinterpret_cast<const abi::SlotHead*>(slot);
+      const abi::SlotHead& head = *abi::slot_head(slot);
       MOE_P2P_CHECK(head.step == static_cast<uint32_t>(step.word()), Code::kProtocol, "rank ",
                     memory_.rank(), ": slot ", i, " from rank ", s, " holds word ", head.step,
                     ", expected ", step.word());
-      const auto* ids = reinterpret_cast<const uint16_t*>(slot + abi::expert_ids_offset());
-      const auto* positions =
-          reinterpret_cast<const int32_t*>(slot + abi::positions_offset(shape_.topk));
+      const auto* ids = abi::slot_expert_ids(slot);
+      const auto* positions = abi::slot_positions(slot, shape_.topk);
       int32_t* rows = handle.slot_rows(chunk, s, i);
       uint64_t ranks = 0;
       bool mine = false;
@@ -269,8 +262,7 @@ void HostKernels::copy_rows(Step step, const DispatchRecv& call, const abi::Toke
         region_bytes(dispatch_region(step, source), own_node ? abi::inbox_slots_offset(shape_)
                                                              : abi::outbox_slots_offset(shape_)) +
         static_cast<uint64_t>(index) * parts.slot_bytes;
-    const auto& head = *reinterpret_cast<const abi::SlotHead*>(slot);
-    const auto* weights = reinterpret_cast<const float*>(slot + abi::weights_offset(shape_.topk));
+    const auto* weights = abi::slot_weights(slot, shape_.topk);
     const int32_t* rows = handle.slot_rows(chunk, source, index);
     const auto copy = [&](void* base, int part, uint64_t row) {
       std::memcpy(static_cast<std::byte*>(base) + row * parts.bytes[part],
@@ -290,7 +282,7 @@ void HostKernels::copy_rows(Step step, const DispatchRecv& call, const abi::Toke
       }
       if (call.source) {
         call.source[2 * row] = source;
-        call.source[2 * row + 1] = static_cast<int32_t>(head.token);
+        call.source[2 * row + 1] = static_cast<int32_t>(abi::slot_head(slot)->token);
       }
     }
   });
@@ -300,8 +292,8 @@ void HostKernels::copy_rows(Step step, const DispatchRecv& call, const abi::Toke
 void HostKernels::fill_topk(const DispatchRecv& call, const std::byte* slot,
                             uint64_t row) const noexcept {
   const auto topk = static_cast<size_t>(shape_.topk);
-  const auto* ids = reinterpret_cast<const uint16_t*>(slot + abi::expert_ids_offset());
-  const auto* weights = reinterpret_cast<const float*>(slot + abi::weights_offset(shape_.topk));
+  const auto* ids = abi::slot_expert_ids(slot);
+  const auto* weights = abi::slot_weights(slot, shape_.topk);
   for (size_t k = 0; k < topk; ++k) {
     const bool mine = ids[k] != abi::kNoExpert && plan_.expert_rank[ids[k]] == memory_.rank();
     store_id(call, row * topk + k, mine ? plan_.expert_local[ids[k]] : -1);
@@ -340,8 +332,8 @@ void HostKernels::dispatch_recv(Step step, const DispatchRecv& call, const abi::
                                 const HandleView& handle, int64_t chunk, Placement& placement) {
   for (int s = 0; s < shape_.world_size; ++s) {
     const RegionHeader& header = dispatch_region(step, s);
-    check_header(header, step, dispatch_flags(call.x_dtype, is_by_rank(call)), parts.slot_bytes, s,
-                 "dispatch");
+    check_header(header, step, abi::dispatch_flags(call.x_dtype, is_by_rank(call)),
+                 parts.slot_bytes, s, "dispatch");
     MOE_P2P_CHECK(silent(s) || header.num_tokens <= handle.num_slots(), Code::kProtocol, "rank ",
                   memory_.rank(), ": dispatch of step ", step.index, ": rank ", s, " sent ",
                   header.num_tokens, " tokens, max_tokens of this rank's call is ",

@@ -104,9 +104,7 @@ Routing HostKernels::route(const DispatchSend& call, int64_t num_chunks, const H
 void HostKernels::fill_header(RegionHeader& header, Step step, uint32_t num_tokens, uint32_t flags,
                               uint64_t slot_bytes) const noexcept {
   header.step = step.word();
-  header.num_tokens = num_tokens;
-  header.flags = flags;
-  header.slot_bytes = slot_bytes;
+  header.describe(num_tokens, flags, slot_bytes);
 }
 
 void HostKernels::check_header(const RegionHeader& header, Step step, uint32_t flags,
@@ -130,7 +128,7 @@ void HostKernels::check_header(const RegionHeader& header, Step step, uint32_t f
 
 void HostKernels::write_counts(RegionHeader& region, const Routing& routing, int first_rank,
                                int num_ranks) const noexcept {
-  auto* counts = reinterpret_cast<int32_t*>(region_bytes(region, sizeof region));
+  auto* counts = abi::behind_header<int32_t>(region_bytes(region));
   const int per_rank = abi::counts_per_rank(shape_.max_local_experts);
   for (size_t e = 0; e < plan_.expert_rank.size(); ++e) {
     const int at = plan_.expert_rank[e] - first_rank;

@@ -6,7 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "kernels/abi/layout.h"
+#include "kernels/abi/shape.h"
 
 namespace moe_p2p::moe {
 

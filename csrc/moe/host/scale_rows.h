@@ -27,8 +27,8 @@ class ScaleRows {
 
   // `sent`: the scales of the row as they travelled, sent_bytes of them.
   void store(uint64_t row, const std::byte* sent, uint64_t sent_bytes) const noexcept {
-    const auto* words = reinterpret_cast<const uint32_t*>(sent);
-    const auto* scales = reinterpret_cast<const float*>(sent);
+    const auto* words = abi::values_at<uint32_t>(sent);
+    const auto* scales = abi::values_at<float>(sent);
     const uint64_t num_sent = sent_bytes / sizeof(uint32_t);
     for (uint64_t i = 0; i < num_words_; ++i)
       at(row, i) =

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "kernels/abi/layout.h"
+#include "kernels/abi/region.h"
 #include "kernels/abi/signal.h"
 #include "moe/plan/plan.h"
 #include "platform/shm.h"
@@ -98,7 +98,7 @@ class NodeMemory {
 enum class Left : uint64_t { kNo = 0, kInOrder = 1, kFailed = 2 };
 
 // The slots of a region lie behind its header and, for dispatch, its counts.
-inline std::byte* region_bytes(abi::RegionHeader& region, uint64_t at) noexcept {
+inline std::byte* region_bytes(abi::RegionHeader& region, uint64_t at = 0) noexcept {
   return reinterpret_cast<std::byte*>(&region) + at;
 }
 

@@ -1,9 +1,9 @@
-// Typed view of a handle's words (kernels/abi/layout.h, HandleLayout). The words lie in a tensor of
+// Typed view of a handle's words (kernels/abi/handle.h, HandleLayout). The words lie in a tensor of
 // the caller, who may have overwritten them: host calls check what they read before they use it.
 #pragma once
 
 #include "base/log.h"
-#include "kernels/abi/layout.h"
+#include "kernels/abi/handle.h"
 #include "moe/all_to_all.h"
 
 namespace moe_p2p::moe {

@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "kernels/abi/layout.h"
+#include "kernels/abi/region.h"
 #include "kernels/abi/signal.h"
 
 namespace moe_p2p::moe {

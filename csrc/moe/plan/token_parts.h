@@ -2,7 +2,7 @@
 // device, must agree on for one call.
 #pragma once
 
-#include "kernels/abi/layout.h"
+#include "kernels/abi/region.h"
 #include "moe/all_to_all.h"
 
 namespace moe_p2p::moe {
@@ -10,11 +10,6 @@ namespace moe_p2p::moe {
 // Throw Error{kInvalidArgument} when a token is larger than the communicator was made for.
 abi::TokenParts send_parts(const Plan& plan, const DispatchSend& call);
 abi::TokenParts recv_parts(const Plan& plan, const DispatchRecv& call);
-
-// The part of RegionHeader::flags that says what the rows are.
-constexpr uint32_t dtype_flags(abi::DType dtype) {
-  return static_cast<uint32_t>(dtype) << abi::kDTypeShift;
-}
 
 // Bytes from one combined row to the next.
 uint64_t partial_stride(const Plan& plan, abi::DType dtype, bool scalars) noexcept;

@@ -6,7 +6,7 @@
 #include <cstdlib>
 #include <source_location>
 
-#include "kernels/abi/layout.h"
+#include "kernels/abi/shape.h"
 #include "tests/emulation/cuda.h"
 
 namespace moe_p2p::device {

@@ -1,0 +1,105 @@
+// The letter of the protocol, first page: integers, types, limits, and the shape of a communicator, from
+// which all sizes follow. The files of this folder are the one description used by the planner, the host
+// kernels and the device kernels, so they compile under g++ and NVRTC and include nothing else:
+//
+//   shape.h    what a communicator is made for      handle.h   what dispatch leaves behind for combine
+//   slot.h     where a token lies in its slot       signal.h   words that ranks of a node share
+//   region.h   where slots lie in a rank's memory   params.h   what the host hands to a kernel
+//                                                   copy.h     what it asks of the copy kernel
+//
+//   W ranks, L ranks per node, N = W / L nodes, rank = node * L + local
+//   M tokens per step (slot capacity), K top-k, S steps in flight, H hidden size
+//
+// A *step* is one dispatch and one combine. Step e uses step slot e mod S of every region.
+// docs/protocol.md explains how these are used.
+#pragma once
+
+#if defined(__CUDACC_RTC__)
+#define MOE_P2P_HD __host__ __device__ inline
+namespace moe_p2p::abi {
+using i32 = int;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using i64 = long long;
+using u64 = unsigned long long;
+}  // namespace moe_p2p::abi
+#else
+#include <cstdint>
+#if defined(__CUDACC__)
+#define MOE_P2P_HD __host__ __device__ inline
+#else
+#define MOE_P2P_HD inline
+#endif
+namespace moe_p2p::abi {
+using i32 = std::int32_t;
+using u16 = std::uint16_t;
+using u32 = std::uint32_t;
+using i64 = std::int64_t;
+using u64 = std::uint64_t;
+}  // namespace moe_p2p::abi
+#endif
+
+namespace moe_p2p::abi {
+
+inline constexpr i32 kMaxTopk = 32;
+inline constexpr i32 kMaxExperts = 32768;    // expert ids travel in 16 bits, one value means "none"
+inline constexpr i32 kMaxRanksPerNode = 64;  // a set of local ranks is one 64-bit word
+inline constexpr i32 kMaxExtras = 8;
+inline constexpr u16 kNoExpert = kMaxExperts;
+// A warp's store must cover whole 128-byte lines to use NVLink fully.
+inline constexpr u64 kLine = 128;
+inline constexpr i32 kScaleBlock = 128;  // values that share one fp8 scale
+
+MOE_P2P_HD constexpr u64 align_up(u64 value, u64 to) { return (value + to - 1) / to * to; }
+
+// The values that lie `offset` bytes behind `base`, const where the bytes are. Byte: char in kernels,
+// std::byte on hosts.
+template <typename T, typename Byte>
+struct SameConst {
+  using Type = T;
+};
+template <typename T, typename Byte>
+struct SameConst<T, const Byte> {
+  using Type = const T;
+};
+template <typename T, typename Byte>
+MOE_P2P_HD auto* values_at(Byte* base, u64 offset = 0) {
+  return reinterpret_cast<typename SameConst<T, Byte>::Type*>(base + offset);
+}
+
+// kWeights: weights that a source tells with combine, because it did not know them at dispatch.
+enum class Phase : i32 { kDispatch = 0, kCombine = 1, kWeights = 2 };
+inline constexpr i32 kNumPhases = 3;
+
+enum class DType : i32 { kBFloat16 = 0, kFloat16 = 1, kFloat32 = 2, kFloat8E4M3 = 3 };
+
+// How received rows lie: those of each expert in room of its own, those of all experts one after the
+// other, or one row for each (source token, receiving rank), source after source.
+enum class RowLayout : i32 { kPadded = 0, kGrouped = 1, kByRank = 2 };
+
+// What a quantizing dispatch delivers as scales; on the wire they are fp32 always.
+//   kPowerOfTwo: fp32, rounded up to a power of two; kUe8m0: its exponent byte, four in an i32
+enum class ScaleFormat : i32 { kFloat32 = 0, kPowerOfTwo = 1, kUe8m0 = 2 };
+
+MOE_P2P_HD constexpr u64 item_bytes(DType dtype) {
+  return dtype == DType::kFloat32 ? 4 : dtype == DType::kFloat8E4M3 ? 1 : 2;
+}
+
+// Fixed when the communicator is made, equal on all ranks (checked by name at construction).
+struct Shape {
+  i32 world_size;
+  i32 ranks_per_node;
+  i32 num_experts;
+  i32 max_local_experts;  // of the rank that owns most
+  i32 topk;
+  i32 chunk_tokens;     // M
+  i32 steps_in_flight;  // S
+  i32 part_bytes;  // between nodes, the least that leaves before the rest; 0: a region is whole
+  u64 max_token_bytes;    // payload + scales + extras of one token, each part 16-byte aligned
+  u64 max_partial_bytes;  // one combined row, with its K scalars
+
+  MOE_P2P_HD constexpr i32 num_nodes() const { return world_size / ranks_per_node; }
+  MOE_P2P_HD constexpr i32 num_other_nodes() const { return num_nodes() - 1; }
+};
+
+}  // namespace moe_p2p::abi
