@@ -322,7 +322,7 @@ class Run:
         if moment != "closing" and len(took) < self.world_size - 1:
             self._fail(f"rank {victim} died in {moment}, and not all noticed it: {reports}")
         if any(texts) and not any(f"rank {victim}" in text for text in texts):
-            self._fail(f"nobody names rank {victim}, which died in {moment}: {texts}")
+            self._fail(f"no error names rank {victim}, which died in {moment}: {texts}")
         self.noticed_s[moment] += took.values()
         self.deaths.append(moment)
         self.died_at = died_at

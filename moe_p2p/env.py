@@ -13,7 +13,10 @@ MOE_P2P_LOG                 error, warning, info or debug; also read by csrc/bas
 MOE_P2P_SECRET              secret by which processes trust each other over verbs, equal on all
                             ranks; read by csrc/provider/verbs/proof.cpp
 PYTHONPATH                  extended for processes that this one starts
-RANK, LOCAL_WORLD_SIZE      rank, and number of ranks on this machine, set by torchrun
+RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR
+                            rank and number of ranks, of the job and of this host, and the host of
+                            the rendezvous, set by torchrun
+GLOO_SOCKET_IFNAME          interface of torch's gloo; set here for jobs on several hosts
 """
 
 from __future__ import annotations
@@ -79,6 +82,31 @@ def rank() -> int:
     return int(os.environ["RANK"])
 
 
+def launched() -> bool:
+    """Whether torchrun, or a launcher that sets the same variables, started this process."""
+    return {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= os.environ.keys()
+
+
+def world_size() -> int:
+    """Number of ranks that the launcher started."""
+    return int(os.environ["WORLD_SIZE"])
+
+
+def local_rank() -> int:
+    """Index of this rank among the ranks of this host."""
+    return int(os.environ["LOCAL_RANK"])
+
+
 def local_world_size() -> int:
     """Number of ranks that the launcher started on this machine."""
     return int(os.environ["LOCAL_WORLD_SIZE"])
+
+
+def master_address() -> str:
+    """Host of the launcher's rendezvous."""
+    return os.environ["MASTER_ADDR"]
+
+
+def use_gloo_interface(name: str) -> None:
+    """Sets gloo's interface, unless the user has chosen one."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)

@@ -37,7 +37,7 @@ def install(*, force: bool = False) -> None:
         file = getattr(next(iter(theirs.values())), "__file__", None)
         raise ImportError(
             f"deep_ep is imported already, from {file}: call moe_p2p.deep_ep.install() before, "
-            "or install(force=True) if nobody has to get the same module"
+            "or install(force=True) if modules may keep the one they imported"
         )
     _replaced.update(theirs)
     for name in theirs:

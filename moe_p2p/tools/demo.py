@@ -36,7 +36,7 @@ from moe_p2p import AllToAll, AllToAllConfig
 from moe_p2p.layer import MoELayer, Router
 from moe_p2p.tools import launch
 from moe_p2p.tools.bench.cases import Trace
-from moe_p2p.tools.bench.drawing import draw
+from moe_p2p.tools.bench.plot import draw
 
 TEXT_BYTES = 2_000_000
 PLOT = "bench_out/demo.png"

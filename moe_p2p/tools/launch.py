@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import logging
 import multiprocessing
 import os
 import select
 import signal
+import socket
+import struct
 import sys
 import tempfile
 import threading
@@ -47,6 +50,7 @@ REPORTS_POLL_S = 0.02
 # run_ranks removes. They close within milliseconds unless the cores are busy.
 END_S = 5
 
+_SIOCGIFADDR = 0x8915  # <linux/sockios.h>: the IPv4 address of an interface
 _CONFIG_FIELDS = {field.name for field in dataclasses.fields(LaunchConfig)}
 
 
@@ -113,12 +117,45 @@ def _handlers_restored() -> Iterator[None]:
 
 @contextlib.contextmanager
 def process_group() -> Iterator[tuple[int, int]]:
-    """The gloo group of the started ranks; yields (rank, world_size)."""
-    dist.init_process_group("gloo", timeout=GROUP_TIMEOUT)
+    """The gloo group of the started ranks, within another such `with` that one's."""
+    is_outer = not dist.is_initialized()
+    if is_outer:
+        if env.local_world_size() < env.world_size() and (
+            name := interface_to(env.master_address())
+        ):
+            env.use_gloo_interface(name)
+        dist.init_process_group("gloo", timeout=GROUP_TIMEOUT)
     try:
         yield dist.get_rank(), dist.get_world_size()
     finally:
-        dist.destroy_process_group()
+        if is_outer:
+            dist.destroy_process_group()
+
+
+def device_index() -> int:
+    """The GPU of this rank; ranks share one where there are fewer."""
+    return env.local_rank() % torch.cuda.device_count()
+
+
+def interface_to(host: str) -> str:
+    """The IPv4 interface from which packets to a host leave; empty: not known.
+
+    By itself gloo takes the address that the host's name stands for: often 127.0.1.1, where no
+    other host finds it.
+    """
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))  # sends nothing
+            address = probe.getsockname()[0]
+            for _, name in socket.if_nameindex():
+                request = struct.pack("256s", name.encode()[:15])
+                with contextlib.suppress(OSError):  # an interface without an address
+                    found = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+                    if socket.inet_ntoa(found[20:24]) == address:
+                        return name
+    except OSError:
+        pass
+    return ""
 
 
 def threads_per_rank(num_ranks: int) -> int:

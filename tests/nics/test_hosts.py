@@ -33,7 +33,7 @@ TIMEOUT_S = 60.0
 LOSS_TIMEOUT_S = 8.0  # of ranks that lose an interface
 
 
-def _why_not() -> str:
+def why_not() -> str:
     import moe_p2p
 
     try:
@@ -75,7 +75,7 @@ def _run(*arguments: str, deadline_s: float) -> list[str]:
 
 
 def test_ranks_of_two_hosts_with_two_interfaces_each() -> None:
-    if reason := _why_not():
+    if reason := why_not():
         pytest.skip(reason)
     outputs = _run(deadline_s=170.0)
     for host, output in enumerate(outputs):
@@ -84,7 +84,7 @@ def test_ranks_of_two_hosts_with_two_interfaces_each() -> None:
 
 
 def test_an_interface_that_stays_down_is_told_to_every_rank() -> None:
-    if reason := _why_not():
+    if reason := why_not():
         pytest.skip(reason)
     outputs = _run("lose eth1", deadline_s=170.0)
     for host, output in enumerate(outputs):

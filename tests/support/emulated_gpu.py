@@ -40,6 +40,7 @@ from moe_p2p.gpu.kernels import (
 )
 from moe_p2p.nics import transport
 from moe_p2p.ops import call
+from moe_p2p.rendezvous.bootstrap import Bootstrap
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "build" / "emulation"
@@ -71,7 +72,7 @@ def why_not() -> str:
 
 
 def build(source: str, *arguments: str, extra: tuple[str, ...] = ()) -> Path:
-    """Returns a shared library compiled from this text, built once per text, flags and headers.
+    """Returns a library compiled from this text, built once per text, flags and included files.
 
     arguments: of the linker. extra: of the compiler.
     """
@@ -232,16 +233,15 @@ class EmulatedDevice(DeviceSide):
         self,
         comm: int,
         config: AllToAllConfig,
+        meeting: Bootstrap,
         *,
-        rank: int,
-        world_size: int,
         ranks_per_node: int,
         key: str,
         partners: Partners | None,
         masks: tuple[torch.Tensor, torch.Tensor] | None,
-        deadline: float,
         **_: Any,
     ) -> None:
+        world_size, deadline = meeting.world_size, time.monotonic() + config.timeout_s
         self._comm, self._num_sms, self._masks = comm, config.num_sms, masks
         self._shape = shape_macros(config, world_size=world_size, ranks_per_node=ranks_per_node)
         self._ready, self._undo, self._signals = set(), ExitStack(), ExitStack()
@@ -249,7 +249,7 @@ class EmulatedDevice(DeviceSide):
         size = sum(value for name, value in plan.items() if name not in _NO_REGIONS)
         self._memory = torch.zeros(size + 4096, dtype=torch.uint8)
         own = (self._memory.data_ptr() + 4095) // 4096 * 4096
-        local = rank % ranks_per_node
+        local = meeting.rank % ranks_per_node
         addresses = _meet(key, local, ranks_per_node, own, deadline)
         peers = [0] * (world_size // ranks_per_node)
         if partners is not None:

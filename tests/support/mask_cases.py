@@ -60,7 +60,7 @@ def expect_without(comm: AllToAll, seed: int, gone: Iterable[int], **options: An
     return _expected(*given, seed, tuple(gone), tuple(options.items()))
 
 
-@functools.cache  # computed once for ranks that are threads, so that calls do not time out
+@functools.cache  # shared by ranks that are threads: none waits for it in a call
 def _expected(
     topology: Topology,
     hidden_dim: int,
@@ -103,7 +103,7 @@ def check_sums(comm: AllToAll, live: Any, wanted: Wanted, seed: int) -> None:
 
 
 def last_step(comm: AllToAll, seed: int, gone: Iterable[int], dying: Iterable[int]) -> None:
-    """Ranks `dying` end between dispatch and combine; their dispatch arrives whole or not at all."""
+    """Ranks `dying` end between dispatch and combine; their dispatch arrives whole or not."""
     gone, dying = list(gone), list(dying)
     mine = expect_without(comm, seed, [*gone, *dying])
     live = comm.dispatch(**given_by(comm, seed))

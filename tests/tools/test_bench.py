@@ -31,17 +31,28 @@ def test_checks_measures_and_writes(tmp_path: Path, capsys: pytest.CaptureFixtur
     arguments = [*TINY, f"--json={out}", f"--plot={png}"]
     assert command.main(arguments) == 0
     rows = json.loads(out.read_text())
-    assert [(r["what"], r["tokens"]) for r in rows] == [
-        (what, tokens) for tokens in (1, 4) for what in ("dispatch", "combine", "pair")
+    assert [(r["system"], r["what"], r["tokens"]) for r in rows] == [
+        (system, what, tokens)
+        for tokens in (1, 4)
+        for system in ("moe_p2p", "torch")
+        for what in ("pair eager", "dispatch", "combine")
     ]
     for row in rows:
         assert row["correct"] is True
         assert 0 < row["p50_us"] <= row["p99_us"]
-        assert row["baseline_p50_us"] > 0
-        assert row["wire_bytes"] >= row["floor_bytes"] > 0
-        assert row["flat_floor_bytes"] >= row["floor_bytes"]
+        assert row["speedup"] > 0
+        assert row["tokens_per_s"] > 0
+        assert row["flat_floor_bytes"] >= row["floor_bytes"] > 0
         assert (row["ranks"], row["hidden"], row["dtype"]) == (2, 256, "bf16")
+        if row["system"] == "moe_p2p":
+            assert "bit for bit" in row["compared"]
+            assert row["wire_bytes"] == row["expected_wire_bytes"] >= row["floor_bytes"]
+        else:
+            assert row["wire_bytes"] is None
     printed = capsys.readouterr().out
+    head = printed.splitlines()[1]
+    for name in ("p90", "p99", "both", "vs torch", "wire KiB", "floor KiB", "no dedup KiB"):
+        assert name in head
     if importlib.util.find_spec("matplotlib"):
         assert png.stat().st_size > 10_000
     else:
@@ -114,9 +125,6 @@ class Wrong:
     def __init__(self, what: str, right: Rows, out: torch.Tensor) -> None:
         self.what, self.rows, self.out = what, right, out
 
-    def begin(self, max_tokens: int) -> None:
-        pass
-
     def dispatch(self, tokens: Tokens) -> Rows:
         x, weights, counts = (
             a.clone() for a in (self.rows.x, self.rows.row_weights, self.rows.counts)
@@ -134,9 +142,6 @@ class Wrong:
         if self.what == "combined":
             out[0, 0] += out[0, 0].abs() / 64 + 0.01
         return out
-
-    def wire_bytes(self) -> int:
-        return 0
 
     def close(self) -> None:
         pass
@@ -184,8 +189,8 @@ def test_expert_major_order() -> None:
 
 
 def test_quantiles() -> None:
-    latency = report.Latency.of(torch.arange(101, dtype=torch.float64))
-    assert (latency.p50_us, latency.p90_us, latency.p99_us) == (50, 90, 99)
+    spread = report.Spread.of(torch.arange(101, dtype=torch.float64))
+    assert (spread.p50_us, spread.p90_us, spread.p99_us, spread.min_us) == (50, 90, 99, 0)
 
 
 @pytest.mark.parametrize(

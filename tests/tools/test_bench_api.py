@@ -12,12 +12,15 @@ import pytest
 import torch
 
 from moe_p2p.reference import Tokens
-from moe_p2p.tools.bench import api_worker, command, gpu_timing
-from moe_p2p.tools.bench.api_report import ApiRow, HostTime, plot, table
+from moe_p2p.tools.bench import clocks, command, contestants, gpu_timing
 from moe_p2p.tools.bench.cases import make_job
+from moe_p2p.tools.bench.clocks import HostTime
+from moe_p2p.tools.bench.contestants import Entry
 from moe_p2p.tools.bench.gpu_calls import Calls
-from moe_p2p.tools.bench.gpu_measure import Timed
 from moe_p2p.tools.bench.options import INTERFACES, INTERFACES_ON_CUDA, Options, parse
+from moe_p2p.tools.bench.plot import lines, plot
+from moe_p2p.tools.bench.report import Machine, Row, table
+from tests.tools.test_bench_report import row as made
 
 TINY = ["--api=deep_ep", "--device=cpu", "--ranks=2", "--hidden=512", "--topk=2", "--experts=4"]
 TINY += ["--seconds=0.05", "--plot="]
@@ -92,7 +95,7 @@ def test_defaults_are_those_of_the_targets() -> None:
         (["--deep-ep-module=x"], "--deep-ep-module is for --api deep_ep"),
         (["--api=deep_ep", "--deep-ep-module=no.such"], "no module is named no.such"),
         (["--api=deep_ep", "--dtype=fp16"], "DeepEP's calls take fp8 and bf16"),
-        (["--api=deep_ep", "--ranks-per-node=2"], "ranks of this machine are one node"),
+        (["--api=deep_ep", "--ranks-per-node=2"], "ranks of a host are one node"),
     ],
 )
 def test_refuses_what_makes_no_sense(
@@ -117,43 +120,51 @@ def test_host_time_is_of_pairs_in_a_row_and_of_one_alone(monkeypatch: pytest.Mon
         since += 1
 
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-    monkeypatch.setattr(api_worker.dist, "barrier", lambda: None)
-    monkeypatch.setattr(api_worker.dist, "all_reduce", lambda spans, _: spans.add_(1))
-    monkeypatch.setattr(api_worker.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(clocks.dist, "barrier", lambda: None)
+    monkeypatch.setattr(clocks.dist, "all_reduce", lambda spans, _: spans.add_(1))
+    monkeypatch.setattr(clocks.time, "perf_counter", lambda: now)
     calls = Calls(system="any", dispatch=dispatch, combine=lambda: None, capturable=False)
     other = replace(calls, dispatch=lambda: None)
-    hosts = api_worker._host_times([calls, other])
+    hosts = clocks.host_times([calls, other])
     assert hosts[calls] == HostTime(us=4.0, alone_us=51.0)  # the slowest rank's is 1 us more
     assert hosts[other] == HostTime(us=1.0, alone_us=1.0)
     rounds = gpu_timing.MIN_ROUNDS + 1  # all_reduce says that one takes a second
     assert waited == 2 * (2 * rounds + 1)
 
 
-def a_row(what: str = "dispatch") -> ApiRow:
-    (options,) = parse(["--api=deep_ep", "--device=cpu", "--tokens=4"])
-    calls = Calls(system="ours", dispatch=int, combine=int, capturable=False)
-    timed = Timed(calls=calls, what=what, chain=1, spans_us=torch.tensor([7250.0]))
-    host = HostTime(us=12.5, alone_us=90.0)
-    return ApiRow.of(options, make_job(options), "normal", timed, host=host, story=[])
+def a_row(what: str, p50_us: float = 7250.0, **changes: object) -> Row:
+    shape = {"ranks_per_node": 4, "tokens": 4, "interface": "normal", "chunk_tokens": 0}
+    return made(what, p50_us, **shape | changes)
 
 
 def test_the_table_has_both_host_times() -> None:
-    row = replace(a_row(), device="a GPU")
-    head, line = (text.split() for text in table([row]).splitlines())
+    one = a_row("pair eager", system="ours", host_us=12.5, host_alone_us=90.0)
+    head, line = (text.split() for text in table([one]).splitlines())
+    assert head[0] == "calls"
+    assert line[0] == "normal"
     assert head[-4:] == ["host", "host", "alone", "correct"]
     assert line[-3:] == ["12.5", "90.0", "yes"]
-    assert (row.as_json()["host_us"], row.as_json()["host_alone_us"]) == (12.5, 90.0)
+    assert (one.as_json()["host_us"], one.as_json()["host_alone_us"]) == (12.5, 90.0)
 
 
-def test_on_cpus_the_table_has_milliseconds_and_no_columns_of_gpus() -> None:
-    head, line = (text.split() for text in table([a_row()]).splitlines())
-    assert head == ["calls", "T", "system", "pair", "eager", "dispatch", "combine", "correct"]
-    assert line == ["normal", "4", "ours", "-", "7.25", "-", "yes"]
+def test_on_cpus_the_table_has_no_columns_of_gpus() -> None:
+    cpu = {"machine": Machine.here(on_cuda=False, hosts=1), "floor_us": 0.0, "system": "ours"}
+    rows = [a_row("pair eager", **cpu), a_row("dispatch", 4000.0, **cpu)]
+    head, line = (text.split() for text in table(rows).splitlines())
+    assert head == [
+        "calls", "T", "system", "eager", "p50", "p90", "p99", "dispatch", "p90", "p99",
+        "tokens/s", "correct",
+    ]  # fmt: skip
+    assert line == [
+        "normal", "4", "ours", "7,250.0", "7,250.0", "7,251.0", "4,000.0", "4,000.0", "4,001.0",
+        "2,207", "yes",
+    ]  # fmt: skip
 
 
-def test_the_plot_has_a_bar_for_each_system(tmp_path: Path) -> None:
+def test_the_plot_has_a_line_for_each_system(tmp_path: Path) -> None:
     pair = a_row("pair eager")
-    rows = [pair, replace(pair, system="theirs"), replace(pair, interface="v2"), a_row()]
+    rows = [pair, replace(pair, system="theirs"), replace(pair, interface="v2"), a_row("dispatch")]
+    assert list(lines(rows)) == ["moe_p2p normal EP4", "theirs normal EP4", "moe_p2p v2 EP4"]
     reason = plot(rows, tmp_path / "rows.png")
     if importlib.util.find_spec("matplotlib"):
         assert (tmp_path / "rows.png").stat().st_size > 10_000
@@ -180,14 +191,22 @@ def test_direct_calls_get_and_return_what_those_of_deep_ep_do(
 
     (options,) = parse(["--api=deep_ep", "--device=cpu", "--tokens=4", "--hidden=256"])
     job = make_job(options)
-    monkeypatch.setattr(api_worker, "MoeP2p", System)
-    monkeypatch.setattr(api_worker, "package_calls", made)
-    monkeypatch.setattr(api_worker.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(contestants, "MoeP2p", System)
+    monkeypatch.setattr(contestants, "package_calls", made)
     for name in ("verify_whole", "verify_by_rank"):
-        monkeypatch.setattr(api_worker, name, lambda *_: [])
+        monkeypatch.setattr(contestants, name, lambda *_: [])
     with ExitStack() as stack:
-        tokens = job.tokens_of(0, 0, 4)
-        api_worker._all_to_all(options, job, tokens, stack, interface=interface, num_sms=None)
+        entry = Entry(
+            options=options,
+            job=job,
+            rank=0,
+            tokens=job.tokens_of(0, 0, 4),
+            experts=None,
+            group=None,
+            stack=stack,
+            notes=[],
+        )
+        entry._all_to_all(interface, num_sms=None)
     given = ("padded", torch.bfloat16, False)
     assert asked[interface] == (
         given if interface == "low-latency" else ("by_rank", torch.float8_e4m3fn, True)

@@ -6,6 +6,7 @@ is what runs on GPUs.
 
 from __future__ import annotations
 
+import functools
 import time
 from dataclasses import replace
 from typing import Any
@@ -21,26 +22,30 @@ from moe_p2p.tools import launch
 from moe_p2p.tools.bench import (
     cases,
     check,
+    clocks,
+    contestants,
     floors,
     gpu_calls,
     gpu_measure,
-    gpu_report,
     gpu_timing,
-    gpu_worker,
     options,
     probe,
+    report,
+    systems,
+    worker,
 )
+from moe_p2p.tools.bench.baseline import TorchAllToAll
 from moe_p2p.tools.bench.cases import make_job
 from moe_p2p.tools.bench.floors import Links, PhaseBytes, Sizes
 from moe_p2p.tools.bench.gpu_last import Inputs
-from moe_p2p.tools.bench.gpu_report import HALVES, Machine
 from moe_p2p.tools.bench.options import Options
+from moe_p2p.tools.bench.report import HALVES, Machine
 
 LINKS = Links(push_gbs=300.0, push_24_gbs=250.0, flag_us=2.0, pinned_us=3.0, relayed_us=4.0)
 MACHINE = Machine(device="a clock", driver="13.0", torch=torch.__version__, nccl="none")
 TINY = Options(
-    ranks=2, ranks_per_node=2, tokens=(6,), hidden=256, topk=2, experts=4, checks=2, seconds=0.01,
-    chunks=("default", "T"), sms=(0,),
+    device="cuda", ranks=2, ranks_per_node=2, tokens=(6,), hidden=256, topk=2, experts=4,
+    checks=2, seconds=0.01, chunks=("default", "T"), sms=(0,),
 )  # fmt: skip
 
 
@@ -83,27 +88,34 @@ def test_bytes_are_those_of_the_reference(world_size: int, local: int, quantize:
     to_nodes = floors.node_copies(topk_idx, topology)
     for num_steps in (1, 3):
         busiest, total = floors.nic_bytes(to_nodes, topology, sizes, num_steps=num_steps)
-        wire = [
+        sent = [
             wire.wire_bytes(routing, source, combine_dtype=torch.bfloat16, num_steps=num_steps)
             for source in range(world_size)
         ]
         assert total == PhaseBytes(
-            dispatch=sum(w.dispatch for w in wire), combine=sum(w.combine for w in wire)
+            dispatch=sum(w.dispatch for w in sent), combine=sum(w.combine for w in sent)
         )
-        assert busiest.dispatch == max(w.dispatch for w in wire)
+        assert busiest.dispatch == max(w.dispatch for w in sent)
         assert total.combine / world_size <= busiest.combine <= total.combine
     least = [
         wire.floor_bytes(routing, source, combine_dtype=torch.bfloat16).pair
         for source in range(world_size)
     ]
-    assert int(to_nodes.sum()) * sizes.payload == sum(least)
+    assert int(to_nodes.sum()) * sizes.payload.pair == sum(least)
+    flat = [
+        wire.floor_bytes(routing, source, combine_dtype=torch.bfloat16, dedup=False)
+        for source in range(world_size)
+    ]
+    each = sizes.payload.times(floors.expert_copies(topk_idx, topology))
+    assert each.dispatch == sum(one.dispatch for one in flat)
+    assert each.combine == sum(one.combine for one in flat)
 
 
 def test_what_leaves_a_gpu_is_counted_by_hand() -> None:
     # An expert a rank. Token by token: rank 0 -> {1, 2}, {0, 1}; rank 1 -> {3}; others none.
     none = torch.empty(0, 2, dtype=torch.int64)
     topk_idx = [torch.tensor([[1, 2], [0, 1]]), torch.tensor([[3, -1]]), none, none]
-    sizes = Sizes(slot=1000, row=500, payload=1400)
+    sizes = Sizes(slot=1000, row=500, payload=PhaseBytes(dispatch=900, combine=500))
     whole = Topology(world_size=4, ranks_per_node=4, num_experts=4)
     header, counts = 128, 128
     copies = floors.token_copies(topk_idx, whole)
@@ -197,8 +209,8 @@ def test_says_what_does_not_fit_the_machine(
 
 def test_forms_of_a_call_come_once() -> None:
     base = replace(TINY, chunks=("default", "T", "64"), sms=(0, 24))
-    assert gpu_worker.forms(replace(base, tokens=(32,))) == [(32, 0), (32, 24)]
-    chunks = [chunk for chunk, _ in gpu_worker.forms(replace(base, tokens=(4096,), sms=(0,)))]
+    assert contestants.forms(replace(base, tokens=(32,))) == [(32, 0), (32, 24)]
+    chunks = [chunk for chunk, _ in contestants.forms(replace(base, tokens=(4096,), sms=(0,)))]
     assert chunks == [512, 4096, 64]
 
 
@@ -230,8 +242,9 @@ class Events:
 class Meeting:
     """Probe without links."""
 
-    def __init__(self, *, timeout_s: float) -> None:
+    def __init__(self, *, timeout_s: float, group: dist.ProcessGroup | None) -> None:
         assert timeout_s > 0
+        assert group is None  # all ranks are of one host
 
     barrier = staticmethod(dist.barrier)
 
@@ -255,16 +268,27 @@ def scaled_by(factor: int) -> Any:
     return experts
 
 
-def run_by_the_clock(given: Options) -> gpu_worker.Results:
+def made_on_cpus(make: Any, options: Options, *args: Any, **kwargs: Any) -> Any:
+    return make(replace(options, device="cpu"), *args, **kwargs)
+
+
+def run_by_the_clock(given: Options) -> worker.Results:
     patch = pytest.MonkeyPatch()
     nothing: Any = lambda *_: None  # noqa: E731
     new_group = dist.new_group
     patch.setattr(gpu_timing, "cuda", Events)
-    patch.setattr(gpu_worker, "Probe", Meeting)
-    patch.setattr(gpu_worker, "on_device", lambda tokens: tokens)
-    patch.setattr(Machine, "here", staticmethod(lambda: MACHINE))
+    patch.setattr(clocks, "Probe", Meeting)
+    patch.setattr(launch, "device_index", lambda: 0)
+    on_cpu = functools.partial(made_on_cpus, systems.make_config)
+    for module in (systems, contestants):
+        patch.setattr(module, "make_config", on_cpu)
+    for module in (worker, contestants):
+        patch.setattr(module, "on_device", lambda tokens, _: tokens)
+    patch.setattr(contestants, "TorchAllToAll", functools.partial(made_on_cpus, TorchAllToAll))
+    patch.setattr(Machine, "here", staticmethod(lambda **_: MACHINE))
     patch.setattr(dist, "new_group", lambda backend: new_group(backend="gloo"))
     patch.setattr(torch.cuda, "set_device", nothing)
+    patch.setattr(torch.cuda, "current_device", lambda: 0)
     patch.setattr(torch.cuda, "synchronize", nothing)
     device = type("Device", (), {"total_memory": 1 << 40})
     patch.setattr(torch.cuda, "get_device_properties", lambda _: device)
@@ -273,14 +297,12 @@ def run_by_the_clock(given: Options) -> gpu_worker.Results:
         return lambda: [run() for _ in range(repeats)]
 
     patch.setattr(gpu_measure, "captured", unrolled)
-    patch.setattr(gpu_worker, "make_experts", lambda options, *_: scaled_by(options.ffn))
-    return gpu_worker.run(given)
+    patch.setattr(worker, "make_experts", lambda options, *_: scaled_by(options.ffn))
+    return worker.run(given)
 
 
-def the_run(given: Options) -> gpu_worker.Results:
-    results: gpu_worker.Results = launch.run_ranks(run_by_the_clock, given, num_ranks=given.ranks)[
-        0
-    ]
+def the_run(given: Options) -> worker.Results:
+    results: worker.Results = launch.run_ranks(run_by_the_clock, given, num_ranks=given.ranks)[0]
     return results
 
 
@@ -296,14 +318,14 @@ def test_a_run_checks_and_times_everything() -> None:
         *(("torch", tokens, 0, way) for tokens in (3, 6) for way in ways[1:]),
     }  # fmt: skip
     for row in results.rows:
-        assert (row.host_us > 0) == (row.what == "pair eager")
+        assert (row.host_us is not None) == (row.what == "pair eager")
         assert row.correct, row.story
         assert "after timing" in row.compared
         assert 0 < row.spread.min_us <= row.spread.p50_us <= row.spread.p99_us
         assert row.nvlink_bytes > 0
         assert row.wire_bytes in (None, 0)
         assert row.rounds >= gpu_timing.MIN_ROUNDS
-    text = gpu_report.table(results.rows)
+    text = report.table(results.rows)
     assert len(text.splitlines()) == 1 + 3 + 2
     assert "NO" not in text
 
@@ -323,7 +345,7 @@ def test_waits_are_no_work_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     assert worked == pytest.approx(30.0)
 
 
-def with_replays_that_do_nothing(given: Options) -> gpu_worker.Results:
+def with_replays_that_do_nothing(given: Options) -> worker.Results:
     """As those of a broken communicator: every kernel of theirs ends at once."""
     patch = pytest.MonkeyPatch()
     idle: Any = lambda run, *, repeats: lambda: None  # noqa: E731
@@ -333,7 +355,7 @@ def with_replays_that_do_nothing(given: Options) -> gpu_worker.Results:
         patch.setattr(gpu_measure, "captured", idle)
         return real(*args, **kwargs)
 
-    patch.setattr(gpu_worker, "measure", measure)
+    patch.setattr(clocks, "measure", measure)
     return run_by_the_clock(given)
 
 
@@ -347,7 +369,7 @@ def test_results_of_the_last_replay_are_compared() -> None:
     assert any("values beyond rounding" in text for text in told)
     assert all("pair graph" in text for row in ours for text in row.story)
     assert all(row.correct for row in rows if row.system == "torch")
-    assert "NO" in gpu_report.table(rows)
+    assert "NO" in report.table(rows)
 
 
 def test_no_result_of_earlier_inputs_can_pass_for_one_of_the_last() -> None:
@@ -362,15 +384,15 @@ def test_no_result_of_earlier_inputs_can_pass_for_one_of_the_last() -> None:
         before.append(now)
 
 
-def broken_at_rank_1(given: Options) -> gpu_worker.Results:
+def broken_at_rank_1(given: Options) -> worker.Results:
     patch = pytest.MonkeyPatch()
-    real = gpu_worker.package_calls
+    real = contestants.package_calls
 
     def calls(*args: Any, **kwargs: Any) -> gpu_calls.Calls:
         broken = "a story" if dist.get_rank() == 1 else ""
         return replace(real(*args, **kwargs), broken=lambda: broken)
 
-    patch.setattr(gpu_worker, "package_calls", calls)
+    patch.setattr(contestants, "package_calls", calls)
     return run_by_the_clock(given)
 
 
@@ -388,10 +410,12 @@ def test_a_run_over_nodes_counts_the_bytes(chunks: tuple[str, ...]) -> None:
     pairs = [row for row in results.rows if row.what == "pair graph"]
     assert [row.story for row in pairs] == [[]]
     assert pairs[0].wire_bytes == pairs[0].expected_wire_bytes > 0
+    apart = [row.wire_bytes for row in results.rows if row.what in ("dispatch", "combine")]
+    assert sum(sent or 0 for sent in apart) == pairs[0].wire_bytes
 
 
-def without_memory(given: Options) -> gpu_worker.Results:
-    pytest.MonkeyPatch().setattr(gpu_worker, "MEMORY_PART", 0)
+def without_memory(given: Options) -> worker.Results:
+    pytest.MonkeyPatch().setattr(contestants, "MEMORY_PART", 0)
     return run_by_the_clock(given)
 
 
@@ -421,12 +445,12 @@ def test_a_run_times_the_halves_of_calls_that_have_them(layout: Any) -> None:
     assert seen.keys() == {(6, what) for what in HALVES}  # chunks of 2: more steps than are open
     assert all(row.correct for row in results.rows)
     assert [seen[6, what].percent_of_push is None for what in HALVES] == [False, True] * 2
-    whole, cut = gpu_report.table(results.rows).splitlines()[1:]
+    whole, cut = report.table(results.rows).splitlines()[1:]
     assert cut.split().count("-") == whole.split().count("-") + len(HALVES)
 
 
 def test_layers_that_differ_are_told() -> None:
-    def layer(value: float) -> gpu_worker.Contestant:
+    def layer(value: float) -> contestants.Contestant:
         calls = gpu_calls.Calls(
             system=f"times {value}",
             dispatch=lambda: None,
@@ -434,10 +458,10 @@ def test_layers_that_differ_are_told() -> None:
             capturable=False,
             layer=lambda: torch.full((4,), value),
         )
-        return gpu_worker.Contestant(calls=calls, story=[])
+        return contestants.Contestant(calls=calls, story=[])
 
     found = [layer(1.0), layer(1.1), layer(float("nan")), layer(1.01)]
-    gpu_worker._compare_layers(found)
+    worker._compare_layers(found)
     assert [one.story for one in found] == [
         [],
         ["times 1.1: layer is 0.089 of its length away"],

@@ -1,4 +1,4 @@
-"""What the benchmark on GPUs prints, writes and draws."""
+"""What the benchmark prints, writes and draws."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ from typing import Any
 
 import pytest
 
-from moe_p2p.tools.bench import gpu_plot, gpu_report
+from moe_p2p.tools.bench import plot, report
 from moe_p2p.tools.bench.floors import Links
-from moe_p2p.tools.bench.gpu_report import GpuRow, Spread
+from moe_p2p.tools.bench.report import Row, Spread
 from tests.tools.test_bench_gpu import LINKS, MACHINE
 
 
-def row(what: str, p50_us: float, **changes: Any) -> GpuRow:
+def row(what: str, p50_us: float, **changes: Any) -> Row:
     given: dict[str, Any] = {
         "system": "moe_p2p", "what": what, "ranks": 4, "ranks_per_node": 4, "tokens": 128,
         "chunk_tokens": 128, "num_steps": 1, "num_sms": 0, "layout": "padded", "hidden": 7168,
         "topk": 8, "experts": 256, "dtype": "fp8", "routing": "uniform", "settings": "", "nics": 2,
         "rounds": 10, "chain": 20, "flushed": False, "nvlink_bytes": 6_000_000, "nic_bytes": 0,
-        "wire_bytes": None, "expected_wire_bytes": 0, "payload_wire_bytes": 0, "floor_us": 20.0,
+        "wire_bytes": None, "expected_wire_bytes": 0, "floor_bytes": 0, "flat_floor_bytes": 0,
+        "floor_us": 20.0,
         "links": LINKS, "machine": MACHINE, "correct": True,
         "spread": Spread(p50_us=p50_us, p90_us=p50_us, p99_us=p50_us + 1, min_us=p50_us),
     }  # fmt: skip
-    return GpuRow(**(given | changes))
+    return Row(**(given | changes))
 
 
 def test_percent_counts_bytes_over_time() -> None:
@@ -41,7 +42,7 @@ def test_the_table_has_a_line_per_system() -> None:
         row("pair eager", 200.0, system="torch", chunk_tokens=0, host_us=101.0),
         row("pair graph", 80.0, num_sms=24, correct=False),
     ]  # fmt: skip
-    head, ours, theirs, few = gpu_report.table(rows).splitlines()
+    head, ours, theirs, few = report.table(rows).splitlines()
     assert ours.split() == [
         "128", "128", "all", "moe_p2p", "40.0", "41.0", "50.0", "24.0", "GPU", "18.0", "24.0",
         "42.0", "20.0", "50%", "5.0x", "yes",
@@ -56,22 +57,28 @@ def test_the_table_has_a_line_per_system() -> None:
 
 
 def test_the_table_of_nodes_has_the_wire() -> None:
-    wire = {"ranks_per_node": 2, "wire_bytes": 8 << 20, "payload_wire_bytes": 6 << 20}
-    head, line = gpu_report.table(
+    wire = {
+        "ranks_per_node": 2,
+        "wire_bytes": 8 << 20,
+        "flat_floor_bytes": 12 << 20,
+        "floor_bytes": 6 << 20,
+    }
+    head, line = report.table(
         [row("pair graph", 40.0, **wire), row("layer graph", 90.0, **wire)]
     ).splitlines()
     found = dict(
         zip(
             head.replace("graph p50", "pair")
             .replace("rows alone", "least")
-            .replace("eager p50", "eager")
-            .replace("bound by", "bound")
+            .replace("no dedup", "flat")
             .split(),
             line.split(),
             strict=True,
         )
     )
     assert (found["limit"], found["KiB/NIC"], found["least"]) == ("55.0", "1,024.0", "768.0")
+    assert found["flat"] == "1,536.0"
+    assert "push" not in found  # a column of nothing
     assert found["layer"] == "90.0"
 
 
@@ -90,9 +97,9 @@ def test_a_row_is_flat_in_json() -> None:
 def test_the_plot_has_every_world(tmp_path: Path) -> None:
     rows = [row("pair graph", 10.0 * t, tokens=t) for t in (8, 32)]
     rows += [row("pair graph", 99.0, ranks_per_node=2), row("pair eager", 70.0, system="torch")]
-    assert list(gpu_plot.lines(rows)) == ["moe_p2p EP4", "moe_p2p EP4 2x2", "torch EP4"]
+    assert list(plot.lines(rows)) == ["moe_p2p EP4", "moe_p2p EP4 2x2", "torch EP4"]
     path = tmp_path / "deep" / "rows.png"
-    reason = gpu_plot.plot(rows, path)
+    reason = plot.plot(rows, path)
     if importlib.util.find_spec("matplotlib"):
         assert path.stat().st_size > 10_000
     else:

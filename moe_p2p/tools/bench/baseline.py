@@ -58,9 +58,6 @@ class TorchAllToAll:
         self.recv_y = empty(pairs, hidden, dtype=options.x_dtype)
         self.counts = empty(2, self.num_experts, dtype=torch.int64)  # sent, received
 
-    def begin(self, max_tokens: int) -> None:
-        pass
-
     def dispatch(self, tokens: Tokens) -> Rows:
         weights = tokens.topk_weights
         assert weights is not None
@@ -117,9 +114,6 @@ class TorchAllToAll:
             mode="sum",
             per_sample_weights=weights.to(rows.dtype),
         )
-
-    def wire_bytes(self) -> int:
-        return 0
 
     def close(self) -> None:
         pass

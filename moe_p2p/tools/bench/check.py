@@ -12,14 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_p2p import AllToAll, reference
-from moe_p2p.reference import Received, Routing, Tokens
+from moe_p2p import Dispatched, reference
+from moe_p2p.reference import Received, Tokens
 from moe_p2p.tools.bench.cases import Job
 from moe_p2p.tools.bench.options import Options
-from moe_p2p.tools.bench.systems import Rows, System, experts_of_rows, finish
+from moe_p2p.tools.bench.systems import MoeP2p, Rows, System, experts_of_rows, finish
 
 # Steps of x_dtype: weights, products and sums rounded once each, three stages, under 8 halves.
 _BOUND = 4
+_LEAK = 1e4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,28 +49,60 @@ def apply_experts(
     return answer(wide, e).to(options.x_dtype)
 
 
-def expect(job: Job, options: Options, rank: int, tokens: list[Tokens]) -> Expected:
-    routing = _route(job, options, tokens)
+def expect(
+    job: Job,
+    options: Options,
+    rank: int,
+    tokens: list[Tokens],
+    *,
+    max_tokens: int | None = None,
+    **how: Any,
+) -> Expected:
+    """max_tokens: of the call, for rows that lie as the package's do; None: no more than needed.
+
+    how: layout and scale_format of dispatch.
+    """
+    capacity = _most_rows(job, tokens) if max_tokens is None else None
+    routing = reference.route(
+        job.topology,
+        tokens,
+        capacity=capacity,
+        max_tokens=max_tokens,
+        quantized=options.quantize and tokens[0].scales is None,
+        **{"layout": "grouped"} | how,
+    )
     received = [reference.dispatch(routing, r) for r in range(job.topology.world_size)]
-    y = [
-        apply_experts(job, options, r, x=got.x, scales=got.scales, counts=got.counts)
-        for r, got in enumerate(received)
-    ]
+    y = [_answers(job, options, r, got) for r, got in enumerate(received)]
     out = reference.combine(routing, rank, y, out_dtype=options.x_dtype)
     magnitude = reference.combine(routing, rank, [a.abs() for a in y], out_dtype=torch.float32)
     bound = _BOUND * torch.finfo(options.x_dtype).eps * magnitude
     return Expected(received=received[rank], y=y[rank], out=out, bound=bound)
 
 
+def _answers(job: Job, options: Options, rank: int, got: Received) -> Tensor:
+    """What experts answer, [R, H]; rows without a token hold what must not leak."""
+    rows = got.rows()
+    x = _flat(got.x, got.row_weights)[rows]
+    scales = None if got.scales is None else _flat(got.scales, got.row_weights)[rows]
+    y = torch.full((len(got.row_weights), job.hidden_dim), _LEAK, dtype=options.x_dtype)
+    if got.row_topk is None:
+        y[rows] = apply_experts(job, options, rank, x=x, scales=scales, counts=got.counts)
+        return y
+    given = x if scales is None else (x, scales)
+    answers = answer_by_rank(job, rank, given, got.row_topk[rows], got.row_weights[rows])
+    y[rows] = answers.to(options.x_dtype)
+    return y
+
+
 def verify(system: System, tokens: Tokens, expected: Expected, *, exact: bool) -> list[str]:
     """Runs one step; says what is wrong, nothing when all is right."""
     rows = system.dispatch(tokens)
-    wrong = _compare_rows(rows, expected.received)
+    wrong = compare_rows(rows, expected.received)
     y = torch.zeros(rows.x.shape, dtype=expected.y.dtype, device=rows.x.device)
-    y[: len(expected.y)] = expected.y.to(y.device)
+    used = int(expected.received.counts.sum())
+    y[:used] = expected.y[:used].to(y.device)
     out = system.combine(y).cpu()
-    if exact and not torch.equal(out, expected.out):
-        wrong.append(_difference("combined row", out, expected.out))
+    wrong += compare_sums(out, expected) if exact else []
     if not exact and bool(((out.float() - expected.out.float()).abs() > expected.bound).any()):
         wrong.append(_difference("combined row (beyond rounding)", out, expected.out))
     return [f"{system.name}: {text}" for text in wrong]
@@ -105,16 +138,11 @@ def verify_whole(
 
 
 def verify_by_rank(
-    comm: AllToAll, job: Job, options: Options, rank: int, tokens: Tokens
+    system: MoeP2p, job: Job, options: Options, rank: int, tokens: Tokens
 ) -> list[str]:
     """verify_whole of rows by rank, whose answers are partial sums."""
-    got = comm.dispatch(
-        tokens.x,
-        tokens.topk_idx,
-        tokens.topk_weights,
-        quantize=options.quantize,
-        layout="by_rank",
-    )
+    comm = system.all_to_all
+    got = comm.dispatch(**system.given(tokens, layout="by_rank"))
     finish(comm.config.device)
     assert got.row_topk is not None
     rows = got.x if got.scales is None else (got.x, got.scales)
@@ -163,37 +191,50 @@ def beyond_rounding(
     ]
 
 
-def _route(job: Job, options: Options, tokens: list[Tokens]) -> Routing:
+def _most_rows(job: Job, tokens: list[Tokens]) -> int:
+    """Of a rank."""
     owner = job.topology.owner()
     per_rank = sum(
         torch.bincount(owner[t.topk_idx.flatten()], minlength=job.topology.world_size)
         for t in tokens
     )
-    return reference.route(
-        job.topology,
-        tokens,
-        layout="grouped",
-        capacity=max(1, int(torch.as_tensor(per_rank).max())),
-        quantized=options.quantize,
-    )
+    return max(1, int(torch.as_tensor(per_rank).max()))
 
 
-def _compare_rows(rows: Rows, want: Received) -> list[str]:
+def _flat(rows: Tensor, row_weights: Tensor) -> Tensor:
+    """One row after the other, [R, ...], however they are laid out."""
+    return rows.reshape(len(row_weights), -1)
+
+
+def compare_rows(got: Rows | Dispatched, want: Received) -> list[str]:
+    """Rows that hold a token, bit for bit."""
     wrong = []
-    if rows.counts.tolist() != want.counts.tolist():
-        return [f"counts are {rows.counts.tolist()}, expected {want.counts.tolist()}"]
-    used = int(want.counts.sum())
-    x = rows.x[:used].cpu()
-    if not torch.equal(_bits(x), _bits(want.x[:used])):
-        wrong.append(_difference("dispatched row", x, want.x[:used]))
-    if not torch.equal(rows.row_weights[:used].cpu(), want.row_weights[:used]):
+    if got.counts.tolist() != want.counts.tolist():
+        return [f"counts are {got.counts.tolist()}, expected {want.counts.tolist()}"]
+    rows = want.rows()
+
+    def of(part: Tensor, of_rows: Rows | Dispatched | Received) -> Tensor:
+        return _flat(part, of_rows.row_weights)[rows.to(part.device)].cpu()
+
+    x, wanted = of(got.x, got), of(want.x, want)
+    if not torch.equal(_bits(x), _bits(wanted)):
+        wrong.append(_difference("dispatched row", x, wanted))
+    if not torch.equal(of(got.row_weights, got), of(want.row_weights, want)):
         wrong.append("row_weights differ")
-    if want.scales is not None:
-        assert rows.scales is not None
-        scales = rows.scales[:used].cpu()
-        if not torch.equal(scales, want.scales[:used]):
-            wrong.append(_difference("scales of row", scales, want.scales[:used]))
+    if (want.scales is None) != (got.scales is None):
+        wrong.append("rows have no scales" if got.scales is None else "rows have scales")
+    elif want.scales is not None and got.scales is not None:
+        scales, wanted_scales = of(got.scales, got), of(want.scales, want)
+        if not torch.equal(_bits(scales), _bits(wanted_scales)):
+            wrong.append(_difference("scales of row", scales, wanted_scales))
     return wrong
+
+
+def compare_sums(out: Tensor, expected: Expected) -> list[str]:
+    """Combined rows, bit for bit."""
+    if torch.equal(out, expected.out):
+        return []
+    return [_difference("combined row", out, expected.out)]
 
 
 def _bits(x: Tensor) -> Tensor:

@@ -35,12 +35,25 @@ class Links:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PhaseBytes:
+    dispatch: int
+    combine: int
+
+    @property
+    def pair(self) -> int:
+        return self.dispatch + self.combine
+
+    def times(self, count: int) -> PhaseBytes:
+        return PhaseBytes(dispatch=count * self.dispatch, combine=count * self.combine)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Sizes:
     """Bytes as they are sent."""
 
     slot: int  # a token in dispatch
     row: int  # a partial sum in combine
-    payload: int  # of both, without heads and padding
+    payload: PhaseBytes  # of a token, without heads and padding
 
     @staticmethod
     def of(hidden_dim: int, *, topk: int, item: int, quantize: bool) -> Sizes:
@@ -50,18 +63,8 @@ class Sizes:
         return Sizes(
             slot=align(slot_head_bytes(topk) + align(values, 16) + align(scales, 16), LINE),
             row=align(hidden_dim * item, LINE),
-            payload=values + scales + hidden_dim * item,
+            payload=PhaseBytes(dispatch=values + scales, combine=hidden_dim * item),
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class PhaseBytes:
-    dispatch: int
-    combine: int
-
-    @property
-    def pair(self) -> int:
-        return self.dispatch + self.combine
 
 
 def token_copies(topk_idx: Sequence[Tensor], topology: Topology) -> Tensor:
@@ -90,6 +93,15 @@ def node_copies(topk_idx: Sequence[Tensor], topology: Topology) -> Tensor:
     own = torch.arange(topology.world_size) // local
     away = torch.arange(topology.num_nodes)[None, :] != own[:, None]
     return token_copies(topk_idx, nodes) * away
+
+
+def expert_copies(topk_idx: Sequence[Tensor], topology: Topology) -> int:
+    """(token, expert of another node) of all sources: tokens that go once for each expert."""
+    node = torch.cat([topology.owner() // topology.ranks_per_node, torch.tensor([-1])])
+    return sum(
+        int(((idx >= 0) & (node[idx.long()] != source // topology.ranks_per_node)).sum())
+        for source, idx in enumerate(topk_idx)
+    )
 
 
 def nvlink_bytes(copies: Tensor, topology: Topology, sizes: Sizes) -> PhaseBytes:
@@ -170,7 +182,8 @@ class Bounds:
     nvlink: PhaseBytes  # out of the busiest GPU
     nic: PhaseBytes  # out of the NICs of the busiest GPU
     wire: PhaseBytes  # between nodes, all ranks
-    payload: int  # of those, of a pair: rows and scales alone
+    payload: PhaseBytes  # of those, rows and scales alone
+    flat: PhaseBytes  # of those, were each token sent once for each expert
     floor: Floor
 
 
@@ -191,6 +204,7 @@ def bounds(
         nvlink=nvlink,
         nic=nic,
         wire=wire,
-        payload=int(sent.sum()) * sizes.payload,
+        payload=sizes.payload.times(int(sent.sum())),
+        flat=sizes.payload.times(expert_copies(topk_idx, topology)),
         floor=floor_us(nvlink, nic, push_gbs=push_gbs, gbps=gbps),
     )

@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 
 
-def everyones(value: Any) -> list[Any]:
-    """`value` of every rank of the default group, which is of gloo; by rank. Collective."""
+def everyones(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """`value` of every rank of the group, which is of gloo; None: the default one. Collective."""
     data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    sizes = torch.zeros(dist.get_world_size(), 1, dtype=torch.int64)
-    dist.all_gather(list(sizes), torch.tensor([len(data)]))
+    sizes = torch.zeros(dist.get_world_size(group), 1, dtype=torch.int64)
+    dist.all_gather(list(sizes), torch.tensor([len(data)]), group)
     parts = torch.zeros(len(sizes), int(sizes.max()), dtype=torch.uint8)
-    dist.all_gather(list(parts), torch.nn.functional.pad(data, (0, parts.shape[1] - len(data))))
+    padded = torch.nn.functional.pad(data, (0, parts.shape[1] - len(data)))
+    dist.all_gather(list(parts), padded, group)
     return [pickle.loads(bytes(part.tolist())) for part in parts]

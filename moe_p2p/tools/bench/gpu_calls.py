@@ -1,4 +1,4 @@
-"""What is timed on a GPU: calls on tensors that stay where they are, of the package and of others.
+"""What is timed: calls on tensors that stay where they are, of the package and of others.
 
 Shapes: T tokens, K top-k, H hidden size, R rows at this rank's experts.
 """
@@ -6,7 +6,7 @@ Shapes: T tokens, K top-k, H hidden size, R rows at this rank's experts.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,8 +15,8 @@ from torch import Tensor
 from moe_p2p import AllToAll, Dispatched
 from moe_p2p.reference import Layout, Tokens
 from moe_p2p.tools.bench.gpu_layer import Experts
-from moe_p2p.tools.bench.gpu_report import HALVES
 from moe_p2p.tools.bench.options import Options
+from moe_p2p.tools.bench.report import HALVES
 from moe_p2p.tools.bench.systems import MoeP2p, System, finish
 
 PADDED_UP_TO = 512  # tokens of a call for which layout "auto" is padded, as decoding wants it
@@ -35,7 +35,7 @@ class Calls:
     num_sms: int = 0  # that it was limited to; 0: not limited
     layout: str = "grouped"
     layer: Callable[[], Tensor] | None = None  # dispatch, experts and combine
-    halves: Mapping[str, Callable[[], object]] = field(default_factory=dict)  # gpu_report.HALVES
+    halves: Mapping[str, Callable[[], object]] = field(default_factory=dict)  # report.HALVES
     # (name of a way) -> out, answer and rows of its last run; None: nobody keeps them.
     last: Callable[[str], dict[str, Tensor]] | None = None
     eager: Callable[[], Dispatched] | None = None  # a dispatch of the same inputs, by itself
@@ -48,13 +48,10 @@ class Calls:
         self.combine()
 
 
-def on_device(tokens: Tokens) -> Tokens:
-    assert tokens.topk_weights is not None
-    return Tokens(
-        x=tokens.x.cuda(),
-        topk_idx=tokens.topk_idx.cuda(),
-        topk_weights=tokens.topk_weights.cuda(),
-    )
+def on_device(tokens: Tokens, device: str) -> Tokens:
+    names = ("x", "topk_idx", "topk_weights", "scales")
+    parts = {name: getattr(tokens, name) for name in names}
+    return replace(tokens, **{k: v.to(device) for k, v in parts.items() if v is not None})
 
 
 def layout_of(options: Options, tokens: int) -> Layout:
@@ -72,14 +69,11 @@ def answer_like(x: Tensor, dtype: torch.dtype) -> Tensor:
 class Halves:
     """Those of a pair, called in this order."""
 
-    def __init__(self, comm: AllToAll, tokens: Tokens, y: Tensor, **options: Any) -> None:
-        self._comm, self._tokens, self._y, self._options = comm, tokens, y, options
+    def __init__(self, comm: AllToAll, y: Tensor, given: dict[str, Any]) -> None:
+        self._comm, self._y, self._given = comm, y, given
 
     def dispatch_send(self) -> None:
-        tokens = self._tokens
-        self._sent = self._comm.dispatch_send(
-            tokens.x, tokens.topk_idx, tokens.topk_weights, **self._options
-        )
+        self._sent = self._comm.dispatch_send(**self._given)
 
     def dispatch_recv(self) -> None:
         self._received = self._comm.dispatch_recv(self._sent)
@@ -103,24 +97,14 @@ def package_calls(
 ) -> Calls:
     """`tokens` with scales are quantized already."""
     comm, layout = system.all_to_all, layout_of(options, tokens.x.shape[0])
-    quantize = options.quantize and tokens.scales is None
+    given = system.given(tokens, layout=layout)
+    reuses = system.reuses and layout == "grouped"  # what exchange and combine do on CPUs
     received: Dispatched | None = None
     out: Tensor | None = None
 
-    def eager(solo: bool = True) -> Dispatched:
-        return comm.dispatch(
-            tokens.x,
-            tokens.topk_idx,
-            tokens.topk_weights,
-            scales=tokens.scales,
-            quantize=quantize,
-            layout=layout,
-            solo=solo,
-        )
-
     def dispatch() -> Dispatched:
         nonlocal received
-        received = eager(solo=False)
+        received = system.exchange(tokens) if reuses else comm.dispatch(**given)
         return received
 
     first = dispatch()
@@ -132,7 +116,7 @@ def package_calls(
     def combine() -> Tensor:
         nonlocal out
         assert received is not None
-        out = comm.combine(y, received)
+        out = system.combine(y) if reuses else comm.combine(y, received)
         return out
 
     def layer() -> Tensor:
@@ -144,7 +128,7 @@ def package_calls(
 
     combine()
     finish(comm.config.device)
-    halves = Halves(comm, tokens, y, scales=tokens.scales, quantize=quantize, layout=layout)
+    halves = Halves(comm, y, given)
 
     def last(what: str) -> dict[str, Tensor]:
         rows, sums = halves.last() if what in HALVES else (received, out)
@@ -168,13 +152,13 @@ def package_calls(
         num_sms=num_sms,
         layout=layout,
         last=last,
-        eager=eager,
+        eager=lambda: comm.dispatch(**given, solo=True),
         broken=lambda: comm.broken,
         waited_s=lambda: system.waited_s,
     )
 
 
-def baseline_calls(
+def system_calls(
     system: System, options: Options, tokens: Tokens, *, experts: Experts | None
 ) -> Calls:
     y = answer_like(system.dispatch(tokens).x, options.x_dtype)

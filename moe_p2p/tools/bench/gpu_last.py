@@ -31,21 +31,32 @@ COMPARED = f"{COMPARED_SUMS}, and its rows bit for bit those of an eager call"
 
 
 class Inputs:
-    """Tokens whose rows and weights change in place. The routing, which decides the time, stays."""
+    """Tokens whose values change in place, to those of each of `variants` in turn.
 
-    def __init__(self, tokens: Tokens) -> None:
-        weights = tokens.topk_weights
+    Of one variant rows and weights change; the routing, which decides the time on GPUs, stays.
+    """
+
+    def __init__(self, *variants: Tokens) -> None:
+        first = variants[0]
+        weights = first.topk_weights
         assert weights is not None
-        self.tokens = replace(tokens, x=tokens.x.clone(), topk_weights=weights.clone())
-        self._variants = ((tokens.x, weights), (-tokens.x.flip(0), weights.flip(0) * 0.5))
+        self.tokens = replace(
+            first, x=first.x.clone(), topk_idx=first.topk_idx.clone(), topk_weights=weights.clone()
+        )
+        if len(variants) == 1:
+            flipped = replace(first, x=-first.x.flip(0), topk_weights=weights.flip(0) * 0.5)
+            variants = first, flipped
+        self._variants = variants
         self._number = self._num_new = 0
 
     def change(self) -> None:
         self._number += 1
+        variant = self._variants[self._number % len(self._variants)]
         assert self.tokens.topk_weights is not None
-        x, weights = self._variants[self._number % 2]
-        self.tokens.x.copy_(x)
-        self.tokens.topk_weights.copy_(weights)
+        assert variant.topk_weights is not None
+        self.tokens.x.copy_(variant.x)
+        self.tokens.topk_idx.copy_(variant.topk_idx)
+        self.tokens.topk_weights.copy_(variant.topk_weights)
 
     def renew(self) -> None:
         """Values that no call has had, so that an earlier result cannot pass for the last run's."""

@@ -25,10 +25,10 @@ Run = Callable[[], object]
 @dataclass(frozen=True, kw_only=True)
 class Timed:
     calls: Calls
-    what: str  # gpu_report.WAYS
+    what: str  # report.WAYS
     chain: int  # runs between two events
     spans_us: Tensor  # [rounds]
-    host_us: float = 0.0  # gpu_timing.host_us, of eager chains
+    host_us: float | None = None  # gpu_timing.host_us, of eager chains
 
 
 class Watch(Protocol):
@@ -39,24 +39,15 @@ class Watch(Protocol):
         """After the last round. again: runs once more what was timed. Collective."""
 
 
-class NoWatch:
-    def change(self) -> None:
-        pass
-
-    def look(self, calls: Calls, what: str, again: Run) -> None:
-        pass
-
-
 def measure(
     systems: Sequence[Calls],
     align: Align,
     *,
     seconds: float,
     flushed: Tensor | None,
-    watch: Watch | None = None,
+    watch: Watch,
 ) -> list[Timed]:
     """Graphs come last, so that a capture that fails does not spoil the other figures."""
-    watch = watch or NoWatch()
     pairs = {c: c.pair for c in systems}
     timed = _chained("pair", pairs, align, watch, seconds=seconds, replayed=False)
     for parts in (
@@ -109,7 +100,7 @@ def _chained(
             what=name,
             chain=chains[calls],
             spans_us=values[:, 0],
-            host_us=hosts.get(calls, 0.0),
+            host_us=hosts.get(calls),
         )
         for calls, values in spans.items()
     ]

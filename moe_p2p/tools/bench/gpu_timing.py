@@ -17,7 +17,7 @@ from torch import Tensor
 HEAD_START_CYCLES = 4_000_000  # about 2 ms: the host has queued everything before the GPU begins
 CHAIN_US = 10_000.0  # of pairs between two events
 MIN_CHAIN, MAX_CHAIN = 2, 20
-MIN_ROUNDS, MAX_ROUNDS = 10, 200
+MIN_ROUNDS, MAX_ROUNDS = 10, 400
 FLUSH_BYTES = 256 << 20  # more than the second-level cache holds
 
 cuda: Any = torch.cuda  # events and graphs have no types there

@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 import torch
 
+from moe_p2p import env
+
 DType = Literal["bf16", "fp16", "fp32", "fp8"]
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SWEEP = tuple(1 << i for i in range(14))  # 1 to 8192
@@ -30,7 +32,8 @@ class Options:
     trace: str | None = None  # file of a recorded routing; overrides topk, experts and routing
     checks: int = 4  # compared steps per token count
     seconds: float = 6.0  # of timing per token count
-    nics: int = 2  # per rank
+    nics: int = 2  # per rank; 0: those nearest to it
+    hosts: int = 1  # each with as many ranks; several are torchrun's
     gbps: float = 0.0  # link model of one NIC; 0: as fast as memory
     latency_us: float = 0.0
     part_bytes: int = 2 << 20  # of the configuration
@@ -38,6 +41,7 @@ class Options:
     wait: str = "sleep"
     timeout_s: float = 30.0
     baseline: bool = True
+    check: bool = False  # correctness alone
     api: str = "all_to_all"  # or "deep_ep": through DeepEP's calls
     deep_ep_module: str | None = None  # another module with those calls, beside ours
     json: str | None = "bench_out/bench.json"
@@ -68,7 +72,7 @@ class Options:
     def transport_settings(self) -> str:
         if self.seed:
             return f"seed={self.seed}"
-        if self.gbps or self.latency_us:
+        if (self.gbps or self.latency_us) and self.hosts == 1:
             return f"gbps={self.gbps:g},latency_us={self.latency_us:g}"
         return ""
 
@@ -85,6 +89,10 @@ ON_CUDA: dict[str, Any] = {
     "chunks": ("default", "T"),
     "sms": (0,),
 }
+ON_CPU: dict[str, Any] = {"chunks": ("default",), "sms": (0,), "layout": "grouped"}
+# Of --check: the reference is slow, and every type and layout has its lines.
+CHECK: dict[str, Any] = {"tokens": (16,), "hidden": 1024, "checks": 3, "timeout_s": 60.0}
+RANKS_OF_A_GPU = 2  # of --check where there is one GPU: they share it
 # Tokens of each of DeepEP's interfaces where none are given, and the rest of such a run.
 INTERFACES = {"low-latency": (8, 32), "normal": (64,), "v2": (32,)}
 INTERFACES_ON_CUDA = {"low-latency": (8, 32, 128), "normal": (512, 4096), "v2": (128,)}
@@ -102,7 +110,7 @@ def parse(arguments: list[str]) -> list[Options]:
     """One for each world that was asked for. Exits with a message for wrong input, as argparse."""
     parser = _parser()
     given = {k: v for k, v in vars(parser.parse_args(arguments)).items() if v is not None}
-    quick, sweep = given.pop("quick"), given.pop("sweep")
+    quick, sweep, check = given.pop("quick"), given.pop("sweep"), given.get("check", False)
     device = given.pop("device")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -110,19 +118,21 @@ def parse(arguments: list[str]) -> list[Options]:
         parser.error(
             f"--device cuda: torch {torch.__version__} finds no GPU; see python -m moe_p2p doctor"
         )
-    base = vars(Options()) | (ON_CUDA if device == "cuda" else {})
+    base = vars(Options()) | ON_CPU | (ON_CUDA if device == "cuda" else {})
     through_deep_ep = given.get("api") == "deep_ep"
     if quick:
         base |= QUICK_ON_CUDA if device == "cuda" else QUICK
     if through_deep_ep:
         base |= DEEP_EP
+    if check:
+        base |= CHECK
     if sweep:
         base["tokens"] = SWEEP
     for name in _CUDA_ONLY:
         if device == "cpu" and name in given:
             parser.error(f"--{name.replace('_', '-')} is for GPUs")
-    num_devices = torch.cuda.device_count() if device == "cuda" else 0
-    worlds = _worlds(parser, base, given, num_devices, one_node=through_deep_ep)
+    machines = _machines(parser, base, given, device)
+    worlds = _worlds(parser, base, given, machines, check=check)
     options = [
         Options(**_completed(base | given | {"ranks": ranks, "ranks_per_node": local}, given))
         for ranks, local in worlds
@@ -132,32 +142,62 @@ def parse(arguments: list[str]) -> list[Options]:
     return options
 
 
+def _machines(
+    parser: argparse.ArgumentParser, base: dict[str, Any], given: dict[str, Any], device: str
+) -> int:
+    """GPUs of this machine, 0: ranks are on CPUs. base and given get what torchrun has decided."""
+    num_devices = torch.cuda.device_count() if device == "cuda" else 0
+    if env.launched():
+        ranks, local = env.world_size(), env.local_world_size()
+        if given.setdefault("ranks", (ranks,)) != (ranks,):
+            parser.error(f"--ranks: torchrun has started {ranks} ranks")
+        if ranks % local:
+            parser.error(
+                f"torchrun has started {ranks} ranks, {local} of them here: start as many "
+                "on each host"
+            )
+        base |= {"hosts": ranks // local, "ranks_per_node": local}
+        if ranks > local:
+            base["nics"] = 0
+    elif num_devices:
+        sharing = RANKS_OF_A_GPU if given.get("check") else 1
+        base |= {"ranks": max(num_devices, sharing)}
+    return num_devices
+
+
 def _worlds(
     parser: argparse.ArgumentParser,
     base: dict[str, Any],
     given: dict[str, Any],
     num_devices: int,
     *,
-    one_node: bool,
+    check: bool,
 ) -> list[tuple[int, int]]:
-    """(ranks, ranks per node) of each world; without devices, ranks are processes on CPUs.
+    """(ranks, ranks per node) of each world.
 
-    one_node: DeepEP's calls find the nodes by themselves, and this is one machine.
+    DeepEP's calls find the nodes by themselves: a host is one. A check has both extremes.
     """
-    all_ranks = given.pop("ranks", (num_devices or base["ranks"],))
+    all_ranks = given.pop("ranks", (base["ranks"],))
     per_node = given.pop("ranks_per_node", None)
+    one_node = given.get("api") == "deep_ep"
     if one_node and per_node:
-        parser.error("--ranks-per-node: with --api deep_ep the ranks of this machine are one node")
+        parser.error("--ranks-per-node: with --api deep_ep the ranks of a host are one node")
     worlds = []
     for ranks in all_ranks:
-        if num_devices and ranks > num_devices:
-            parser.error(f"--ranks {ranks} is more than the {num_devices} GPUs of this machine")
-        whole = one_node or num_devices > 0
-        wanted = per_node or ((ranks,) if whole else (base["ranks_per_node"],))
-        fitting = [(ranks, local) for local in wanted if ranks % local == 0]
+        local = ranks // base["hosts"]
+        if num_devices and local > num_devices and not check:
+            parser.error(
+                f"--ranks {local} is more than the {num_devices} GPUs of this machine: figures of "
+                "ranks that share one would be of its time slices (--check takes them)"
+            )
+        whole = one_node or num_devices > 0 or env.launched()
+        wanted = per_node or ((local,) if whole else (base["ranks_per_node"],))
+        if check and not per_node and not one_node:
+            wanted = tuple(dict.fromkeys((local, *wanted, 1)))
+        fitting = [(ranks, each) for each in wanted if local % each == 0]
         if not fitting:
             parser.error(
-                f"--ranks {ranks} is not a multiple of --ranks-per-node "
+                f"--ranks {local} is not a multiple of --ranks-per-node "
                 f"{', '.join(map(str, wanted))}"
             )
         worlds += fitting
@@ -167,8 +207,9 @@ def _worlds(
 def _completed(base: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     for key in ("json", "plot", "trace"):
         base[key] = base[key] or None
-    emulated = base["device"] == "cuda" and base["ranks_per_node"] < base["ranks"]
-    if emulated and not given.keys() & {"gbps", "seed"}:
+    on_cuda, local = base["device"] == "cuda", base["ranks"] // base["hosts"]
+    emulated = on_cuda and base["hosts"] == 1 and base["ranks_per_node"] < local
+    if emulated and not base["check"] and not given.keys() & {"gbps", "seed"}:
         base["gbps"] = GBPS_OF_A_GPU / base["nics"]
     if emulated and "wait" not in given:
         base["wait"] = "spin"  # the proxies have work, and cores: a GPU comes with several
@@ -179,7 +220,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m moe_p2p bench",
         description="Correctness against the reference, then latency and bytes on the wire.",
-        epilog="Defaults in parentheses: of CPU ranks, then of GPUs where they differ.",
+        epilog="Defaults in parentheses: of CPU ranks, then of GPUs where they differ. Starts the "
+        "ranks of this machine; between hosts torchrun does, with the same command on each: "
+        "torchrun --nnodes 2 --nproc-per-node 8 --node-rank 0 --master-addr HOST -m moe_p2p bench. "
+        "MOE_P2P_TRANSPORT, MOE_P2P_TRANSPORT_SETTINGS and MOE_P2P_NICS choose the NICs.",
     )
     add = parser.add_argument
     add(
@@ -199,7 +243,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--checks", type=int, help="steps compared with the reference, per token count (4)")
     add("--seconds", type=float, help="of timing per token count (6; 0.5 for each measurement)")
     add("--nics", type=int, help="NICs per rank (2)")
-    add("--gbps", type=float, help="link model: Gbit/s of one NIC, 0: memory speed (0; 400 / NICs)")
+    add("--gbps", type=float, help="Gbit/s of a NIC, 0: not known (0; 400 / NICs)")
     add("--latency-us", type=float, help="link model: one way, microseconds (0)")
     add(
         "--part-bytes", type=int, help="least bytes of a part of a step's send, 0: no parts (2 MiB)"
@@ -209,6 +253,12 @@ def _parser() -> argparse.ArgumentParser:
         "--wait",
         choices=["sleep", "yield", "spin"],
         help="how ranks wait (sleep; spin where NICs are)",
+    )
+    add(
+        "--check",
+        action="store_const",
+        const=True,
+        help="correctness alone: a line for each layout, type, half, mask, fault; status 0 or 1",
     )
     add("--timeout-s", type=float, help="deadline of every wait, seconds (30)")
     add("--api", choices=["all_to_all", "deep_ep"], help="the calls that are timed (all_to_all)")
@@ -274,6 +324,10 @@ def _refuse_nonsense(parser: argparse.ArgumentParser, options: Options) -> None:
         parser.error("--layer needs rows by expert: --layout padded or grouped")
     if any(tokens < 1 for tokens in options.tokens):
         parser.error("--tokens must be at least 1")
+    if options.check and options.api == "deep_ep":
+        parser.error("--check is of AllToAll's own calls: not with --api deep_ep")
+    if options.hosts > 1 and (options.seed or options.latency_us):
+        parser.error("--seed, --latency-us are of the software NIC, which reaches one host")
     if options.seed and (options.gbps or options.latency_us):
         parser.error("--seed reorders at will: it excludes the link model (--gbps, --latency-us)")
 

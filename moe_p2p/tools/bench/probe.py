@@ -1,7 +1,7 @@
 """Measures the links between the GPUs of this host, and lines the GPUs up (kernels/probe.cu).
 
-Collective: all ranks of the default process group, one GPU each, make the same calls. Nothing here
-is on the data path of the package.
+Collective: all ranks of a host, one GPU each, make the same calls. Nothing here is on the data path
+of the package.
 """
 
 from __future__ import annotations
@@ -51,15 +51,19 @@ def macros() -> dict[str, int]:
 
 
 class Probe:
-    """The memory that ranks measure with. The current device is this rank's."""
+    """The memory that ranks measure with. The current device is this rank's.
 
-    def __init__(self, *, timeout_s: float) -> None:
-        self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
+    group: the ranks of this host; None: all ranks.
+    """
+
+    def __init__(self, *, timeout_s: float, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
+        self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
         errors.require(
             self.num_ranks <= MAX_RANKS, f"{self.num_ranks} ranks, at most {MAX_RANKS} on a host"
         )
         self.device, self.timeout_s = torch.cuda.current_device(), timeout_s
-        key = everyones(secrets.token_hex(8))[0]
+        key = everyones(secrets.token_hex(8), group)[0]
         self._memory = share_node_memory(
             self.rank,
             self.num_ranks,
@@ -72,7 +76,7 @@ class Probe:
         self._words = (ctypes.c_uint64 * _HOST_WORDS).from_address(self._pinned.data_ptr())
         self._counts: dict[str, int] = {}
         self._kernels: dict[str, Any] = {}
-        dist.barrier()  # nobody uses memory that another rank has not mapped
+        dist.barrier(self._group)  # nobody uses memory that another rank has not mapped
 
     def barrier(self) -> None:
         """Queues a meeting of all GPUs on the current stream. The host does not wait."""
@@ -105,7 +109,7 @@ class Probe:
     def close(self) -> None:
         """All ranks: waits for the device first, and for the others."""
         torch.cuda.synchronize(self.device)
-        dist.barrier()
+        dist.barrier(self._group)
         self._memory.close()
 
     def _push(self, blocks: int) -> float:
@@ -119,7 +123,7 @@ class Probe:
             rounds.append(took_us)
         self.check()
         spans = torch.tensor(rounds, dtype=torch.float64)
-        dist.all_reduce(spans, dist.ReduceOp.MAX)
+        dist.all_reduce(spans, dist.ReduceOp.MAX, self._group)
         return PUSH_BYTES * (self.num_ranks - 1) / float(spans.median()) / 1e3
 
     def _flag_round_trip(self) -> float:
@@ -132,7 +136,7 @@ class Probe:
             self.check()
             trips_us.append(int(self._words[_RESULT_AT]) / ROUND_TRIPS / 1e3)
         slowest = torch.tensor([sorted(trips_us)[2]], dtype=torch.float64)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, self._group)
         return float(slowest)
 
     def _host_round_trip(self, blocks: int) -> float:

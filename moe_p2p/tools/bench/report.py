@@ -1,169 +1,343 @@
-"""Rows of figures: as a table, as JSON, as a plot."""
+"""Rows of figures: as a table and as JSON. The plot is in plot.py."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.cuda import nccl
 
-from moe_p2p.tools.bench.drawing import draw
+from moe_p2p.gpu import driver
+from moe_p2p.tools.bench.floors import Links
 
-BASELINE = (
-    "torch: all_to_all_single over gloo, one row per (token, expert); TCP on this host, where "
-    "moe_p2p's nodes talk through its software NIC"
+BOUNDARY = {
+    "cuda": "slowest rank of each round, CUDA events after all GPUs have met; pair: period of a "
+    "chain of pairs with nothing in between, replayed from a CUDA graph or eager; dispatch and "
+    "combine: one at a time, both: their sum, to which a layer with experts in between is nearer; "
+    "caches are warm but with --flush, which empties them before each dispatch and combine; rows "
+    "and weights change between rounds; correct: what JSON says under compared",
+    "cpu": "slowest rank of each round, from a barrier's end to its own result; pair: dispatch and "
+    "combine with nothing in between; inputs change between rounds; bytes: of all ranks between "
+    "nodes, of a pair",
+}
+BASELINE = {
+    "cuda": "torch: all_to_all_single over NCCL, one row per (token, expert), permutations and "
+    "exchange of counts included; its host waits for the GPU in dispatch, so a graph cannot hold "
+    "it",
+    "cpu": "torch: all_to_all_single over gloo, one row per (token, expert); TCP, where on one "
+    "host moe_p2p's nodes talk through its software NIC",
+}
+HOST = (
+    "host: how long the host of the slowest rank works in an eager pair, its waits for the GPU "
+    "taken off; bound by: the host where that is more than half of the pair, which then says "
+    "little of links"
 )
-BOUNDARY = (
-    "slowest rank of each iteration, from the barrier's end to its own result; "
-    "bytes: of all ranks between nodes, per iteration"
+HOST_OF_CALLS = (
+    "host: until the calls of an eager pair return, of pairs in a row; host alone: of one, the "
+    "device idle before"
 )
+HOST_BOUND = 0.5  # of an eager pair: where its host works longer, the GPU waits more than it works
+SAME_WORK = (
+    "each system is given the same and returns the same rows: low-latency by expert, quantized "
+    "inside; normal and v2 by rank, quantized by the caller"
+)
+HALVES = ("dispatch send", "dispatch receive", "combine send", "combine receive")
+WAYS = ("pair graph", "pair eager", "dispatch", "combine", *HALVES, "layer graph", "layer eager")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Latency:
-    """Microseconds over the iterations."""
+class Spread:
+    """Microseconds over the rounds."""
 
     p50_us: float
     p90_us: float
     p99_us: float
+    min_us: float
 
     @staticmethod
-    def of(spans_us: Tensor) -> Latency:
-        at = torch.quantile(spans_us, torch.tensor([0.5, 0.9, 0.99], dtype=spans_us.dtype))
-        p50, p90, p99 = (round(float(v), 1) for v in at)
-        return Latency(p50_us=p50, p90_us=p90, p99_us=p99)
+    def of(spans_us: Tensor) -> Spread:
+        at = torch.quantile(spans_us, torch.tensor([0.5, 0.9, 0.99, 0.0], dtype=spans_us.dtype))
+        p50, p90, p99, least = (round(float(v), 2) for v in at)
+        return Spread(p50_us=p50, p90_us=p90, p99_us=p99, min_us=least)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    device: str  # name of the GPU, or cpu
+    driver: str  # version of CUDA that it serves
+    torch: str
+    nccl: str
+    hosts: int = 1
+
+    @staticmethod
+    def here(*, on_cuda: bool, hosts: int) -> Machine:
+        if not on_cuda:
+            return Machine(device="cpu", driver="", torch=torch.__version__, nccl="", hosts=hosts)
+        version_of_nccl: Any = nccl.version
+        version = int(driver.call("cuDriverGetVersion"))
+        return Machine(
+            device=torch.cuda.get_device_name(),
+            driver=f"{version // 1000}.{version % 1000 // 10}",
+            torch=torch.__version__,
+            nccl=".".join(map(str, version_of_nccl())),
+            hosts=hosts,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    what: str  # dispatch, combine or pair
+    """One way of timing one system."""
+
+    system: str
+    what: str  # one of WAYS
+    interface: str = ""  # DeepEP's: low-latency, normal or v2
     ranks: int
     ranks_per_node: int
     tokens: int  # of each rank
+    chunk_tokens: int
+    num_steps: int
+    num_sms: int  # 0: not limited
+    layout: str
     hidden: int
     topk: int
     experts: int
     dtype: str
     routing: str
     settings: str  # of the transport
-    iterations: int
-    latency: Latency
-    baseline: Latency | None
-    wire_bytes: int  # counted by the engines
-    floor_bytes: int  # payload once per (token, other node)
-    flat_floor_bytes: int  # payload once per (token, expert on another node)
+    nics: int
+    rounds: int
+    chain: int  # pairs between two events
+    flushed: bool  # caches, before each part that was measured apart
+    spread: Spread
+    host_us: float | None = None  # HOST, or with an interface HOST_OF_CALLS; None: not measured
+    host_alone_us: float | None = None
+    nvlink_bytes: int  # that leave the busiest GPU inside its node
+    nic_bytes: int  # that leave the NICs of the busiest GPU
+    wire_bytes: int | None  # between nodes, all ranks, as the engines counted; None: not counted
+    expected_wire_bytes: int  # the same as it must be: once per (token, node)
+    floor_bytes: int  # of those, rows and scales alone
+    flat_floor_bytes: int  # the same, were a token sent once for each expert on another node
+    floor_us: float  # 0: not known
+    links: Links
+    machine: Machine
     correct: bool
+    compared: str = ""  # what `correct` is about
     story: list[str] = field(default_factory=list)  # what is not
 
     @property
-    def tokens_per_s(self) -> float:
-        return self.ranks * self.tokens / self.latency.p50_us * 1e6
+    def on_cuda(self) -> bool:
+        return self.machine.device != "cpu"
 
     @property
-    def speedup(self) -> float | None:
-        return self.baseline.p50_us / self.latency.p50_us if self.baseline else None
+    def percent_of_push(self) -> float | None:
+        """NVLink bytes over the time, as part of what a push alone reaches."""
+        if not self.links.push_gbs or self.ranks_per_node < self.ranks or "layer" in self.what:
+            return None
+        if self.system != "moe_p2p" or "receive" in self.what:
+            return None  # others send other bytes, and a receiving half none
+        return self.nvlink_bytes / self.spread.p50_us / 1e3 / self.links.push_gbs * 100
+
+    @property
+    def host_bound(self) -> bool | None:
+        """Whether the GPU waits for its host more than it works; None: not measured."""
+        if self.interface or self.host_us is None:
+            return None
+        return self.host_us > HOST_BOUND * self.spread.p50_us
+
+    @property
+    def limit_us(self) -> float | None:
+        """What a pair between nodes may take: half as long again as the wire alone, and 25 us."""
+        if self.ranks_per_node == self.ranks or not self.what.startswith("pair"):
+            return None
+        return 1.5 * self.floor_us + 25.0 if self.floor_us and self.on_cuda else None
+
+    @property
+    def world(self) -> tuple[int, int, str]:
+        return self.ranks, self.ranks_per_node, self.interface
+
+    @property
+    def case(self) -> tuple[Any, ...]:
+        """One line of the table."""
+        return *self.world, self.tokens, self.chunk_tokens, self.num_sms, self.system
 
     def as_json(self) -> dict[str, Any]:
         flat = asdict(self)
-        flat.pop("latency")
-        flat.pop("baseline")
-        flat.update(asdict(self.latency))
-        baseline = asdict(self.baseline) if self.baseline else {}
-        for name in ("p50_us", "p90_us", "p99_us"):
-            flat[f"baseline_{name}"] = baseline.get(name)
-        flat["speedup"] = round(self.speedup, 3) if self.speedup else None
-        flat["tokens_per_s"] = round(self.tokens_per_s)
-        flat["boundary"] = BOUNDARY
-        return flat
+        for name in ("spread", "links", "machine"):
+            flat |= flat.pop(name)
+        percent, limit = self.percent_of_push, self.limit_us
+        return flat | {
+            "arrival_us": round(self.links.arrival_us, 2),
+            "tokens_per_s": round(self.ranks * self.tokens / self.spread.p50_us * 1e6),
+            "percent_of_push": None if percent is None else round(percent, 1),
+            "host_bound": self.host_bound,
+            "limit_us": None if limit is None else round(limit, 1),
+            "boundary": BOUNDARY["cuda" if self.on_cuda else "cpu"],
+        }
 
 
-def table(rows: list[Row]) -> str:
-    """One line per row, columns aligned."""
-    head = (
-        "what", "T", "p50 us", "p90 us", "p99 us", "tokens/s", "wire KiB", "floor KiB",
-        "no dedup KiB", "torch p50", "speedup", "correct",
-    )  # fmt: skip
-    lines = [head]
+def baseline_of(row: Row, rows: Iterable[Row]) -> Row | None:
+    """torch's row of the same job; of a chained pair the eager one, for no graph holds it."""
+    what = "pair eager" if row.what == "pair graph" else row.what
+    for other in rows:
+        same = (other.world, other.tokens, other.what) == (row.world, row.tokens, what)
+        if same and other.system == "torch":
+            return other
+    return None
+
+
+def speedup(row: Row, rows: Iterable[Row]) -> float | None:
+    theirs = baseline_of(row, rows)
+    return theirs.spread.p50_us / row.spread.p50_us if theirs else None
+
+
+def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """With how much longer the baseline takes."""
+    found = []
     for row in rows:
-        lines.append(
-            (
-                row.what,
-                f"{row.tokens}",
-                f"{row.latency.p50_us:,.0f}",
-                f"{row.latency.p90_us:,.0f}",
-                f"{row.latency.p99_us:,.0f}",
-                f"{row.tokens_per_s:,.0f}",
-                f"{row.wire_bytes / 1024:,.1f}",
-                f"{row.floor_bytes / 1024:,.1f}",
-                f"{row.flat_floor_bytes / 1024:,.1f}",
-                f"{row.baseline.p50_us:,.0f}" if row.baseline else "-",
-                f"{row.speedup:.2f}x" if row.speedup else "-",
-                "yes" if row.correct else "NO",
-            )
-        )
-    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+        against = speedup(row, rows)
+        found.append(row.as_json() | {"speedup": against and round(against, 3)})
+    return found
+
+
+def table(rows: Sequence[Row]) -> str:
+    """One line per system and case; microseconds, p50 unless said. Columns of nothing are left out.
+
+    rows: of one world.
+    """
+    cases = [_cells(rows, case) for case in dict.fromkeys(row.case for row in rows)]
+    kept = [i for i in range(len(cases[0])) if any(cells[i][1] is not None for cells in cases)]
+    lines = [[cases[0][i][0] for i in kept]]
+    lines += [[cells[i][1] or "-" for i in kept] for cells in cases]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(kept))]
     return "\n".join(
-        "  ".join(
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
         for line in lines
     )
 
 
+def _us(value: float | None) -> str | None:
+    """None: nothing was measured."""
+    return None if value is None else f"{value:,.1f}" if value < 10_000 else f"{value:,.0f}"
+
+
+def _cells(rows: Sequence[Row], case: tuple[Any, ...]) -> list[tuple[str, str | None]]:
+    """(heading, text) of one line."""
+    ways = {row.what: row for row in rows if row.case == case}
+    pair = headline(ways.values())
+    assert pair is not None
+    on_cuda, against, percent = pair.on_cuda, speedup(pair, rows), pair.percent_of_push
+
+    def spread(what: str, name: str = "p50_us") -> str | None:
+        return _us(getattr(ways[what].spread, name)) if what in ways else None
+
+    def tails(what: str, *names: str) -> list[tuple[str, str | None]]:
+        return [(name, spread(what, f"{name}_us")) for name in names]
+
+    of_cpus = () if on_cuda else ("p90", "p99")
+    apart = [ways[what].spread.p50_us for what in ("dispatch", "combine") if what in ways]
+    return [
+        ("calls", pair.interface or None),
+        ("T", f"{pair.tokens}"),
+        ("chunk", f"{pair.chunk_tokens}" if pair.chunk_tokens and on_cuda else None),
+        ("SMs", None if not on_cuda else f"{pair.num_sms}" if pair.num_sms else "all"),
+        ("system", pair.system),
+        ("graph p50", spread("pair graph")),
+        *tails("pair graph", "p99"),
+        ("eager p50", spread("pair eager")),
+        *tails("pair eager", *of_cpus),
+        *_host(ways.get("pair eager")),
+        ("dispatch", spread("dispatch")),
+        *tails("dispatch", *of_cpus),
+        ("combine", spread("combine")),
+        *tails("combine", *of_cpus),
+        ("both", _us(sum(apart)) if len(apart) == 2 else None),
+        ("floor", _us(pair.floor_us or None)),
+        ("of push", None if percent is None else f"{percent:.0f}%"),
+        ("vs torch", f"{against:.1f}x" if against else None),
+        ("limit", _us(pair.limit_us)),
+        *_wire(pair),
+        *((what, spread(what)) for what in HALVES),
+        ("layer", spread("layer graph") or spread("layer eager")),
+        ("host", _us(pair.host_us) if pair.interface else None),
+        ("host alone", _us(pair.host_alone_us)),
+        ("correct", "yes" if all(row.correct for row in ways.values()) else "NO"),
+    ]
+
+
+def _host(eager: Row | None) -> list[tuple[str, str | None]]:
+    """Whether the host bounds an eager pair."""
+    bound = eager.host_bound if eager else None
+    worked = eager.host_us if eager and bound is not None else None
+    return [("host", _us(worked)), ("bound by", {True: "host", False: "GPU", None: None}[bound])]
+
+
+def _wire(pair: Row) -> list[tuple[str, str | None]]:
+    """A pair's bytes as counted, without heads and padding, and were tokens sent to each expert.
+
+    On CPUs of all ranks; on GPUs a NIC's mean share, to be compared with its rate.
+    """
+    names: tuple[str, ...] = ("wire KiB", "floor KiB", "no dedup KiB")
+    kib = 1024.0
+    if pair.on_cuda:
+        names, kib = ("KiB/NIC", "rows alone", "no dedup"), 1024.0 * pair.ranks * max(1, pair.nics)
+    bytes_: tuple[int | None, ...] = pair.wire_bytes, pair.floor_bytes, pair.flat_floor_bytes
+    if pair.ranks_per_node == pair.ranks or pair.system != "moe_p2p":
+        bytes_ = None, None, None
+    texts = [None if value is None else f"{value / kib:,.1f}" for value in bytes_]
+    rate = None if pair.on_cuda else f"{pair.as_json()['tokens_per_s']:,}"
+    return [*zip(names, texts, strict=True), ("tokens/s", rate)]
+
+
+def headline(rows: Iterable[Row]) -> Row | None:
+    """The row of the chained pair: replayed where that exists, else eager."""
+    pairs = {row.what: row for row in rows if row.what.startswith("pair")}
+    return pairs.get("pair graph") or pairs.get("pair eager")
+
+
 def title(row: Row) -> str:
+    nodes, hosts = row.ranks // row.ranks_per_node, row.machine.hosts
+    world = f"{row.ranks} GPUs ({row.machine.device})" if row.on_cuda else f"{row.ranks} CPU ranks"
+    if nodes > 1:
+        emulated = "" if nodes == hosts else " emulated"
+        world += f", {nodes}{emulated} nodes of {row.ranks_per_node}, {row.nics} NICs a rank"
+    if hosts > 1:
+        world += f", {hosts} hosts"
     settings = f", {row.settings}" if row.settings else ""
     return (
-        f"{row.ranks} ranks, {row.ranks_per_node} per node, H {row.hidden}, top-{row.topk} of "
-        f"{row.experts}, {row.dtype}, routing {row.routing}{settings}"
+        f"{world}, H {row.hidden}, top-{row.topk} of {row.experts}, {row.dtype}, "
+        f"routing {row.routing}{settings}"
     )
 
 
-def plot(rows: list[Row], path: Path) -> str | None:
-    """Latency and bytes over token counts as PNG; returns why not where it could not be drawn."""
-
-    def paint(axes: Any) -> None:
-        _latency(axes[0], rows)
-        _bytes(axes[1], [row for row in rows if row.what == "pair"])
-
-    return draw(path, title(rows[0]), paint, ncols=2, figsize=(12, 4.6))
-
-
-def _latency(axis: Any, rows: list[Row]) -> None:
-    """A colour for each call, full lines for moe_p2p and dashed ones for torch."""
-    for color, marker, what in (
-        ("C0", "o", "dispatch"),
-        ("C1", "^", "combine"),
-        ("C2", "s", "pair"),
-    ):
-        mine = [row for row in rows if row.what == what]
-        tokens = [row.tokens for row in mine]
-        ours = [row.latency.p50_us for row in mine]
-        axis.plot(tokens, ours, f"{marker}-", color=color, label=f"moe_p2p {what}")
-        if all(row.baseline for row in mine):
-            slower = [row.baseline.p50_us for row in mine if row.baseline]
-            axis.plot(
-                tokens, slower, f"{marker}--", mfc="white", color=color, label=f"torch {what}"
-            )
-    axis.set(xscale="log", yscale="log", xlabel="tokens per rank", ylabel="p50, µs")
-    axis.set_xticks(tokens, [str(count) for count in tokens])
-    axis.set_xticks([], minor=True)
-    axis.legend(fontsize=8)
+def links_line(links: Links) -> str:
+    parts = []
+    if links.push_gbs:
+        parts += [
+            f"push {links.push_gbs:.0f} GB/s a GPU, {links.push_24_gbs:.0f} with 24 blocks",
+            f"flag between GPUs and back {links.flag_us:.2f} us",
+        ]
+    parts += [
+        f"host word to a kernel and back {links.pinned_us:.2f} us",
+        f"arrival through the relay block {links.arrival_us:.2f} us",
+    ]
+    return "; ".join(parts)
 
 
-def _bytes(axis: Any, pairs: list[Row]) -> None:
-    at = range(len(pairs))
-    for shift, color, label, values in (
-        (-0.27, "C0", "sent, as the NICs counted it", [row.wire_bytes for row in pairs]),
-        (0.0, "C2", "least: each token once per node", [row.floor_bytes for row in pairs]),
-        (0.27, "C3", "each token once per expert", [row.flat_floor_bytes for row in pairs]),
-    ):
-        heights = [v / 1024 for v in values]
-        bars = axis.bar([i + shift for i in at], heights, 0.25, color=color, label=label)
-        axis.bar_label(bars, [f"{height:,.0f}" for height in heights], fontsize=6.5, padding=1)
-    axis.set(yscale="log", xlabel="tokens per rank", ylabel="KiB between nodes, pair, all ranks")
-    axis.set_xticks(list(at), [str(row.tokens) for row in pairs])
-    axis.margins(y=0.12)
-    axis.legend(fontsize=8)
+def text(rows: Sequence[Row], notes: Sequence[str]) -> str:
+    """All that is printed of a world."""
+    first = rows[0]
+    device = "cuda" if first.on_cuda else "cpu"
+    lines = [title(first), table(rows)]
+    if first.on_cuda:
+        lines.append(f"links: {links_line(first.links)}")
+    lines.append(f"microseconds, p50 unless said: {BOUNDARY[device]}")
+    if first.on_cuda:
+        lines.append(HOST_OF_CALLS if first.interface else HOST)
+    if first.interface:
+        lines.append(SAME_WORK)
+    if any(row.system == "torch" for row in rows):
+        lines.append(BASELINE[device])
+    return "\n".join([*lines, *notes])

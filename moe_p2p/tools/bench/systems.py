@@ -6,13 +6,13 @@ Shapes: T tokens, H hidden size, K top-k, R rows at this rank's experts, E_local
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from moe_p2p import AllToAll, AllToAllConfig, Dispatched
-from moe_p2p.reference import Tokens
+from moe_p2p.reference import Layout, Tokens
 from moe_p2p.tools.bench.cases import Job
 from moe_p2p.tools.bench.options import Options
 
@@ -32,18 +32,10 @@ class System(Protocol):
     num_steps: int  # that a call takes
     waited_s: float  # seconds that the host has waited for the GPU in calls so far
 
-    def begin(self, max_tokens: int) -> None:
-        """From now on no rank dispatches more tokens in a call."""
-        ...
-
     def dispatch(self, tokens: Tokens) -> Rows: ...
 
     def combine(self, y: Tensor) -> Tensor:
         """y [R or more, H], in the rows of the last dispatch -> [T, H]."""
-        ...
-
-    def wire_bytes(self) -> int:
-        """Bytes this rank has sent to other nodes so far; 0 where nobody counts."""
         ...
 
     def close(self) -> None: ...
@@ -62,7 +54,8 @@ def make_config(
         combine_dtype=options.x_dtype,
         part_bytes=options.part_bytes,
         ranks_per_node=options.ranks_per_node,
-        nics_per_rank=options.nics,
+        transport="loopback" if options.transport_settings else "auto",  # they are its own
+        nics_per_rank=options.nics or None,
         transport_settings=options.transport_settings,
         timeout_s=options.timeout_s,
         wait=options.wait,
@@ -85,7 +78,8 @@ def finish(device: torch.device | str) -> None:
 class MoeP2p:
     """The package. Whole calls on GPUs; on CPUs halves, which reuse buffers, where they can be.
 
-    On GPUs dispatch and combine wait for their results; calls to be timed are those of gpu_calls.
+    dispatch and combine wait for their results, in rows that are grouped; calls to be timed are
+    those of gpu_calls. `given` is the one place that says how AllToAll is called.
     """
 
     name = "moe_p2p"
@@ -99,53 +93,51 @@ class MoeP2p:
         chunk_tokens: int | None = None,
         num_sms: int | None = None,
     ) -> None:
-        self.quantize = options.quantize
-        config = make_config(options, job, chunk_tokens=chunk_tokens, num_sms=num_sms)
-        self.all_to_all = AllToAll(None, config)
-        self.begin(max(options.tokens))
-
-    def begin(self, max_tokens: int) -> None:
+        self._quantize = options.quantize
+        made = make_config(options, job, chunk_tokens=chunk_tokens, num_sms=num_sms)
+        self.all_to_all = AllToAll(None, made)
         config = self.all_to_all.config
-        self.max_tokens = max_tokens
-        self.num_steps = -(-max_tokens // config.step_tokens)
-        self.halves = config.device == "cpu" and self.num_steps <= config.steps_in_flight
+        self.num_steps = -(-max(options.tokens) // config.step_tokens)
+        self.reuses = config.device == "cpu" and self.num_steps <= config.steps_in_flight
         self.received: Dispatched | None = None
-        self.out: dict[int, Tensor] = {}
+        self._out: dict[int, Tensor] = {}
+
+    def given(self, tokens: Tokens, *, layout: Layout = "grouped") -> dict[str, Any]:
+        """Arguments of AllToAll.dispatch and dispatch_send. With scales: quantized already."""
+        return {
+            "x": tokens.x,
+            "topk_idx": tokens.topk_idx,
+            "topk_weights": tokens.topk_weights,
+            "scales": tokens.scales,
+            "quantize": self._quantize and tokens.scales is None,
+            "layout": layout,
+        }
+
+    def exchange(self, tokens: Tokens) -> Dispatched:
+        """dispatch, without waiting for it."""
+        given = self.given(tokens)
+        if self.reuses:
+            pending = self.all_to_all.dispatch_send(**given)
+            self.received = self.all_to_all.dispatch_recv(pending, out=self.received)
+        else:
+            self.received = self.all_to_all.dispatch(**given)
+        return self.received
 
     def dispatch(self, tokens: Tokens) -> Rows:
-        if self.halves:
-            pending = self.all_to_all.dispatch_send(
-                tokens.x,
-                tokens.topk_idx,
-                tokens.topk_weights,
-                max_tokens=self.max_tokens,
-                quantize=self.quantize,
-                layout="grouped",
-            )
-            got = self.all_to_all.dispatch_recv(pending, out=self.received)
-        else:
-            got = self.all_to_all.dispatch(
-                tokens.x,
-                tokens.topk_idx,
-                tokens.topk_weights,
-                max_tokens=self.max_tokens,
-                quantize=self.quantize,
-                layout="grouped",
-            )
-        self.received = got
+        got = self.exchange(tokens)
         finish(self.all_to_all.config.device)
         return Rows(x=got.x, scales=got.scales, row_weights=got.row_weights, counts=got.counts)
 
     def combine(self, y: Tensor) -> Tensor:
         assert self.received is not None, "combine follows dispatch"
-        if not self.halves:
+        if not self.reuses:
             out = self.all_to_all.combine(y, self.received)
             finish(self.all_to_all.config.device)
             return out
         pending = self.all_to_all.combine_send(y, self.received)
         num_tokens = self.received.topk_idx.shape[0]
-        out = self.all_to_all.combine_recv(pending, out=self.out.get(num_tokens))
-        self.out[num_tokens] = out
+        out = self.all_to_all.combine_recv(pending, out=self._out.get(num_tokens))
+        self._out[num_tokens] = out
         return out
 
     def wire_bytes(self) -> int:

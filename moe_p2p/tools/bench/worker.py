@@ -1,267 +1,287 @@
 """One rank of the benchmark: check first, then measure.
 
-The boundary of every figure: all ranks leave a barrier, each reads its clock before and after its
-own call, and the latency of that iteration is the largest of these spans over the ranks. "pair" is
-dispatch and combine back to back with no clock or barrier between them; "dispatch" and "combine"
-come from other iterations, with a barrier between the two. Systems take turns in every iteration.
-Buffers are reused, inputs change from one iteration to the next.
+For each number of tokens all systems are made and compared with the reference, then timed in turns,
+and compared again. Buffers are reused, inputs change from one round to the next (clocks.py says how
+spans are taken, gpu_last.py what is compared after timing).
 """
 
 from __future__ import annotations
 
+import itertools
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from moe_p2p import reference
-from moe_p2p.reference import Tokens
-from moe_p2p.reference.wire import floor_bytes, wire_bytes
+from moe_p2p import errors
 from moe_p2p.tools import launch
-from moe_p2p.tools.bench.baseline import TorchAllToAll
-from moe_p2p.tools.bench.cases import Job, changing_counts, make_job
-from moe_p2p.tools.bench.check import expect, verify
-from moe_p2p.tools.bench.gather import everyones
-from moe_p2p.tools.bench.options import Options
-from moe_p2p.tools.bench.progress import bar
-from moe_p2p.tools.bench.report import Latency, Row
-from moe_p2p.tools.bench.systems import MoeP2p, Rows, System
+from moe_p2p.tools.bench import deep_ep, floors
+from moe_p2p.tools.bench.cases import make_job
+from moe_p2p.tools.bench.clocks import CpuClock, GpuClock, make_clock
+from moe_p2p.tools.bench.contestants import Contestant, Entry, wrong_anywhere
+from moe_p2p.tools.bench.floors import Bounds
+from moe_p2p.tools.bench.gpu_calls import Calls, on_device
+from moe_p2p.tools.bench.gpu_last import Inputs, Watch
+from moe_p2p.tools.bench.gpu_layer import MAX_DIFFERENCE, difference, make_experts
+from moe_p2p.tools.bench.gpu_measure import Timed
+from moe_p2p.tools.bench.options import INTERFACES, INTERFACES_ON_CUDA, Options
+from moe_p2p.tools.bench.progress import Progress, bar
+from moe_p2p.tools.bench.report import Machine, Row, Spread
+from moe_p2p.tools.bench.systems import MoeP2p, finish
 
-PHASES = ("dispatch", "combine", "pair")
-NUM_INPUTS = 4  # taken in turn by the iterations
-WARM_UP = 2
-MIN_ITERATIONS, MAX_ITERATIONS = 6, 400
+TIMED_STEP = 1_000  # its routing and rows are those that are timed
+NUM_INPUTS = 4  # on CPUs: routings that are timed, in turn
+COUNTED_PAIRS = NUM_INPUTS  # each routing equally often
+SETTLED_S = 0.02  # without a write: nothing of the last call is still to come
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
-    spans_us: dict[str, Tensor]  # phase -> [iterations], the slowest rank of each
-    wire_bytes: dict[str, int]  # phase -> bytes of all ranks in all iterations; 0: not counted
+class Results:
+    rows: list[Row]
+    notes: list[str]  # what was left out, and why
 
 
-def run(options: Options) -> list[Row]:
-    """The whole job of one rank; rows are the same on every rank."""
+def run(options: Options) -> Results:
+    """The whole job of one rank; the results are the same on every rank."""
     with launch.process_group() as (rank, _):
-        job = make_job(options)
-        systems: list[System] = [MoeP2p(options, job)]
-        if options.baseline:
-            systems.append(TorchAllToAll(options, job))
-        try:
-            return _run(options, job, rank, systems=systems)
-        finally:
-            for system in systems:
-                system.close()
-
-
-def _run(options: Options, job: Job, rank: int, *, systems: list[System]) -> list[Row]:
-    rows: list[Row] = []
-    total = len(options.tokens) * (options.checks + 1)
-    with bar(total, shown=rank == 0) as progress:
-        for tokens in options.tokens:
-            wrong: dict[str, list[str]] = {system.name: [] for system in systems}
-            for system in systems:
-                system.begin(tokens)
-            for step in range(options.checks):
-                progress.set_description(f"T {tokens}: step {step} against the reference")
-                _check(options, job, rank, step=step, tokens=tokens, systems=systems, wrong=wrong)
+        if options.device == "cuda":
+            torch.cuda.set_device(launch.device_index())
+        torch.manual_seed(rank)
+        clock = make_clock(options)
+        world = World(options, rank, clock)
+        cases = list(_cases(options))
+        with bar(len(cases), shown=rank == 0) as progress:
+            for interface, tokens in cases:
+                world.measure(interface, tokens, progress)
+                torch.cuda.empty_cache()  # regions do not come out of torch's memory
                 progress.update()
-            progress.set_description(f"T {tokens}: timing")
-            counts = [tokens] * options.ranks
-            inputs = [job.tokens(1_000 + i, counts) for i in range(NUM_INPUTS)]
-            mine = [each[rank] for each in inputs]
-            measured = _measure(options, mine, systems)
-            last = expect(job, options, rank, inputs[0])
-            for system in systems:  # nothing went wrong while the clock ran
-                exact = system is systems[0]
-                wrong[system.name] += verify(system, mine[0], last, exact=exact)
-            stories = _gather_stories(wrong)
-            rows += _rows(
-                options,
-                job,
-                inputs,
-                measured=measured,
-                stories=stories,
-                num_steps=systems[0].num_steps,
+        clock.close()
+        return Results(rows=world.rows, notes=list(dict.fromkeys(world.notes)))
+
+
+def _cases(options: Options) -> Iterator[tuple[str, int]]:
+    """(DeepEP's interface, tokens); AllToAll's own calls have no interface."""
+    defaults = INTERFACES_ON_CUDA if options.device == "cuda" else INTERFACES
+    for interface, counts in defaults.items() if options.api == "deep_ep" else [("", ())]:
+        for tokens in options.tokens or counts:
+            yield interface, tokens
+
+
+class World:
+    """What the measurements of a run have in common. rows and notes are its results."""
+
+    def __init__(self, options: Options, rank: int, clock: CpuClock | GpuClock) -> None:
+        self.options, self.rank, self.clock = options, rank, clock
+        self.job = make_job(options)
+        on_cuda = options.device == "cuda"
+        self.machine = Machine.here(on_cuda=on_cuda, hosts=options.hosts)
+        self.rows: list[Row] = []
+        self.notes: list[str] = []
+        through = options.api == "deep_ep"
+        emulated = on_cuda and options.ranks_per_node < options.ranks // options.hosts
+        self.group: dist.ProcessGroup | None = None
+        if through or (options.baseline and not emulated):
+            self.group = dist.new_group(backend="nccl") if on_cuda else dist.group.WORLD
+        if options.baseline and emulated:
+            self.notes.append("no baselines: theirs would not pass the links between these nodes")
+        if self.group is not None and on_cuda and (reason := deep_ep.missing()) and not through:
+            self.notes.append(f"no DeepEP: {reason}")
+        self.experts = make_experts(options, self.job, rank) if options.layer else None
+
+    def measure(self, interface: str, tokens: int, progress: Progress) -> None:
+        options = replace(self.options, tokens=(tokens,))
+        steps = self._timed_steps(interface)
+        variants = [self.job.tokens_of(step, self.rank, tokens) for step in steps]
+        inputs = Inputs(*(on_device(each, options.device) for each in variants))
+        watch = Watch(self.job, options, self.rank, inputs)
+        with ExitStack() as stack:
+            progress.set_description(f"{interface} T {tokens}: against the reference")
+            entry = Entry(
+                options=options,
+                job=self.job,
+                rank=self.rank,
+                tokens=inputs.tokens,
+                experts=self.experts,
+                group=self.group,
+                stack=stack,
+                notes=self.notes,
             )
-            progress.update()
-    return rows
+            found = self._found(entry, interface)
+            counted = {
+                one.calls: counted_bytes(one.package, one.calls, inputs)
+                for one in found
+                if one.package is not None
+            }
+            progress.set_description(f"{interface} T {tokens}: timing")
+            calls = [one.calls for one in found]
+            timed = self.clock.measure(calls, watch)
+            hosts = self.clock.host_times(calls) if interface else {}
+            for one in found:
+                one.story.extend(watch.story.get(one.calls, []))
+                if one.system is not None:  # nothing went wrong while the clock ran
+                    after = range(options.checks, options.checks + 1)
+                    one.story.extend(entry.check(one.system, after, exact=one.package is not None))
+                of_one = [each for each in timed if each.calls is one.calls]
+                rows = self._rows(options, steps, one, of_one, counted=counted.get(one.calls))
+                if interface:
+                    us, alone_us = hosts[one.calls]
+                    through: dict[str, Any] = {"host_us": us, "host_alone_us": alone_us}
+                    rows = [replace(row, interface=interface, **through) for row in rows]
+                self.rows += rows
+            finish(options.device)
+            dist.barrier()  # nobody closes what another one still uses
+
+    def _timed_steps(self, interface: str) -> list[int]:
+        """Routings: one where a graph or an earlier call's layout holds it."""
+        several = self.options.device == "cpu" and not interface
+        return list(range(TIMED_STEP, TIMED_STEP + (NUM_INPUTS if several else 1)))
+
+    def _found(self, entry: Entry, interface: str) -> list[Contestant]:
+        if interface:
+            assert self.group is not None
+            return [*entry.through_deep_ep(interface, self.group)]
+        found = [*entry.packages()]
+        errors.require(bool(found), f"nothing to measure: {'; '.join(self.notes)}")
+        found += entry.baselines()
+        _compare_layers(found)
+        return found
+
+    def _bounds(self, options: Options, step: int, calls: Calls) -> Bounds:
+        (tokens,), job = options.tokens, self.job
+        return floors.bounds(
+            [job.routing(step, rank, tokens)[0] for rank in range(options.ranks)],
+            job.topology,
+            floors.Sizes.of(
+                job.hidden_dim, topk=job.topk, item=job.x_dtype.itemsize, quantize=options.quantize
+            ),
+            num_steps=calls.num_steps,
+            push_gbs=self.clock.links.push_gbs,
+            gbps=options.gbps * options.nics,
+        )
+
+    def _rows(
+        self,
+        options: Options,
+        steps: Sequence[int],
+        one: Contestant,
+        timed: list[Timed],
+        *,
+        counted: dict[str, int] | None,
+    ) -> list[Row]:
+        calls, job = one.calls, self.job
+        bounds = [self._bounds(options, step, calls) for step in steps]
+
+        def mean(what: str, phase: str) -> float:
+            return sum(float(getattr(getattr(b, what), phase)) for b in bounds) / len(bounds)
+
+        expected = int(mean("wire", "pair"))
+        story = wrong_anywhere(one.story) + miscounted(options, counted, expected)
+        nics = len(one.package.all_to_all.counters()) if one.package else options.nics
+        rows = []
+        for each in timed:
+            phase = "pair" if "layer" in each.what else each.what.split()[0]
+            rows.append(
+                Row(
+                    system=calls.system.split()[0] if options.api == "deep_ep" else calls.system,
+                    what=each.what,
+                    ranks=options.ranks,
+                    ranks_per_node=options.ranks_per_node,
+                    tokens=options.tokens[0],
+                    chunk_tokens=calls.chunk_tokens,
+                    num_steps=calls.num_steps,
+                    num_sms=calls.num_sms,
+                    layout=calls.layout,
+                    hidden=job.hidden_dim,
+                    topk=job.topk,
+                    experts=job.topology.num_experts,
+                    dtype=options.dtype,
+                    routing=options.trace or options.routing,
+                    settings=options.transport_settings,
+                    nics=nics,
+                    rounds=len(each.spans_us),
+                    chain=each.chain,
+                    flushed=options.flush and each.what in ("dispatch", "combine"),
+                    spread=Spread.of(each.spans_us),
+                    host_us=None if each.host_us is None else round(each.host_us, 2),
+                    nvlink_bytes=int(mean("nvlink", phase)),
+                    nic_bytes=int(mean("nic", phase)),
+                    wire_bytes=counted[phase] if counted else None,
+                    expected_wire_bytes=int(mean("wire", phase)),
+                    floor_bytes=int(mean("payload", phase)),
+                    flat_floor_bytes=int(mean("flat", phase)),
+                    floor_us=round(mean("floor", phase), 2),
+                    links=self.clock.links,
+                    machine=self.machine,
+                    correct=not story,
+                    compared=one.compared,
+                    story=story,
+                )
+            )
+        return rows
 
 
-def _check(
-    options: Options,
-    job: Job,
-    rank: int,
-    *,
-    step: int,
-    tokens: int,
-    systems: list[System],
-    wrong: dict[str, list[str]],
-) -> None:
-    counts = changing_counts(step, options.ranks, tokens)
-    everyone = job.tokens(step, counts)
-    expected = expect(job, options, rank, everyone)
-    for system in systems:
-        exact = system is systems[0]
-        found = verify(system, everyone[rank], expected, exact=exact)
-        wrong[system.name] += [f"T {tokens}, step {step}, rank {rank}: {text}" for text in found]
+def _compare_layers(found: list[Contestant]) -> None:
+    """All of them against the last one, the baseline where there is one."""
+    layers = []
+    for one in found:
+        if one.calls.layer is not None:
+            layers.append((one, one.calls.layer()))
+            finish(layers[-1][1].device)
+    for one, out in layers[:-1]:
+        apart = difference(out, layers[-1][1])
+        if not apart <= MAX_DIFFERENCE:  # NaN is apart
+            one.story.append(f"{one.calls.system}: layer is {apart:.3f} of its length away")
 
 
-def _measure(options: Options, inputs: list[Tokens], systems: list[System]) -> dict[str, Measured]:
-    y = {system.name: _answer(options, system, inputs) for system in systems}
-    started = time.perf_counter()
-    for i in range(WARM_UP):
-        _iteration(inputs[i], systems, y)
-    each = (time.perf_counter() - started) / WARM_UP
-    wanted = torch.tensor([options.seconds / max(each, 1e-6)], dtype=torch.float64)
-    dist.broadcast(wanted, 0)
-    iterations = max(MIN_ITERATIONS, min(MAX_ITERATIONS, int(wanted)))
-    iterations = -(-iterations // NUM_INPUTS) * NUM_INPUTS  # every input equally often
+def counted_bytes(system: MoeP2p, calls: Calls, inputs: Inputs) -> dict[str, int]:
+    """Bytes between nodes of all ranks, as the engines counted them, of a pair and of its phases.
 
-    spans = torch.zeros(iterations, len(systems), len(PHASES), dtype=torch.float64)
-    sent = torch.zeros(len(systems), len(PHASES), dtype=torch.int64)
-    for i in range(iterations):
-        order = systems if i % 2 == 0 else systems[::-1]
-        for name, (span, bytes_) in _iteration(inputs[i % NUM_INPUTS], order, y).items():
-            at = [system.name for system in systems].index(name)
-            spans[i, at] = torch.tensor(span, dtype=torch.float64)
-            sent[at] += torch.tensor(bytes_)
-    dist.all_reduce(spans, dist.ReduceOp.MAX)
+    A pair's are of pairs with nothing in between.
+    """
+    device = system.all_to_all.config.device
+
+    def settled() -> int:
+        """What this rank has sent, once a moment has passed without more of it."""
+        finish(device)
+        dist.barrier()
+        seen = -1
+        while (now := system.wire_bytes()) != seen:
+            seen = now
+            time.sleep(SETTLED_S)
+        return seen
+
+    marks = [settled()]
+    for _ in range(COUNTED_PAIRS):
+        inputs.change()
+        calls.pair()
+    marks.append(settled())
+    for _ in range(COUNTED_PAIRS):
+        inputs.change()
+        for call in (calls.dispatch, calls.combine):
+            call()
+            marks.append(settled())
+    spans = [after - before for before, after in itertools.pairwise(marks)]
+    sent = torch.tensor([spans[0], sum(spans[1::2]), sum(spans[2::2])])
     dist.all_reduce(sent)
-    return {
-        system.name: Measured(
-            spans_us={phase: spans[:, at, p] * 1e6 for p, phase in enumerate(PHASES)},
-            wire_bytes={phase: int(sent[at, p]) // iterations for p, phase in enumerate(PHASES)},
-        )
-        for at, system in enumerate(systems)
-    }
+    return dict(zip(("pair", "dispatch", "combine"), (sent // COUNTED_PAIRS).tolist(), strict=True))
 
 
-def _iteration(
-    tokens: Tokens, systems: list[System], y: dict[str, Tensor | None]
-) -> dict[str, tuple[list[float], list[int]]]:
-    """Seconds and bytes sent of (dispatch, combine, pair) of each system, on this rank."""
-    result = {}
-    for system in systems:
-        answer = y[system.name]
-        clock = time.perf_counter
-
-        dist.barrier()  # ranks leave the first barrier after other work milliseconds apart
-        bytes_0 = system.wire_bytes()
-        dist.barrier()
-        t0 = clock()
-        rows = system.dispatch(tokens)
-        system.combine(rows.x if answer is None else answer)
-        pair = clock() - t0
-
-        dist.barrier()
-        bytes_1 = system.wire_bytes()
-        dist.barrier()
-        t0 = clock()
-        rows = system.dispatch(tokens)
-        dispatch = clock() - t0
-        dist.barrier()
-        bytes_2 = system.wire_bytes()
-        dist.barrier()
-        t0 = clock()
-        system.combine(rows.x if answer is None else answer)
-        combine = clock() - t0
-        dist.barrier()
-        bytes_3 = system.wire_bytes()
-
-        sent = [bytes_2 - bytes_1, bytes_3 - bytes_2, bytes_1 - bytes_0]
-        result[system.name] = ([dispatch, combine, pair], sent)
-    return result
-
-
-def _answer(options: Options, system: System, inputs: list[Tokens]) -> Tensor | None:
-    """What the experts answer while timing: the rows themselves, where they have a type to add."""
-    if not options.quantize:
-        return None
-    rows: Rows = system.dispatch(inputs[0])
-    y = torch.randn(rows.x.shape[-1]).to(options.x_dtype).expand(rows.x.shape).contiguous()
-    system.combine(y)
-    return y
-
-
-def _gather_stories(wrong: dict[str, list[str]]) -> dict[str, list[str]]:
-    everyone: list[dict[str, list[str]]] = everyones(wrong)
-    return {name: [s for one in everyone for s in one[name]] for name in wrong}
-
-
-def _rows(
-    options: Options,
-    job: Job,
-    inputs: list[list[Tokens]],
-    *,
-    measured: dict[str, Measured],
-    stories: dict[str, list[str]],
-    num_steps: int,
-) -> list[Row]:
-    exact, floor, flat = _bytes(options, job, inputs, num_steps=num_steps)
-    ours = measured[MoeP2p.name]
-    theirs = measured.get(TorchAllToAll.name)
-    wrong = stories[MoeP2p.name] + stories.get(TorchAllToAll.name, [])
-    wrong += _miscounted(ours.wire_bytes, exact, tokens=inputs[0][0].x.shape[0])
-    rows = []
-    for phase in PHASES:
-        rows.append(
-            Row(
-                what=phase,
-                ranks=options.ranks,
-                ranks_per_node=options.ranks_per_node,
-                tokens=inputs[0][0].x.shape[0],
-                hidden=options.hidden,
-                topk=job.topk,
-                experts=job.topology.num_experts,
-                dtype=options.dtype,
-                routing=options.trace or options.routing,
-                settings=options.transport_settings,
-                iterations=len(ours.spans_us[phase]),
-                latency=Latency.of(ours.spans_us[phase]),
-                baseline=Latency.of(theirs.spans_us[phase]) if theirs else None,
-                wire_bytes=ours.wire_bytes[phase],
-                floor_bytes=floor[phase],
-                flat_floor_bytes=flat[phase],
-                correct=not wrong,
-                story=wrong,
-            )
-        )
-    return rows
-
-
-def _miscounted(counted: dict[str, int], exact: dict[str, int], *, tokens: int) -> list[str]:
-    """What the counters say against the reference, pairs and the two phases together.
+def miscounted(options: Options, counted: dict[str, int] | None, expected: int) -> list[str]:
+    """What the counters say against the routing, pairs and the two phases together.
 
     Not phase by phase: a call of several steps closes them after it has returned, and such a header
-    is then counted with the next phase.
+    may then be counted with the next phase.
     """
+    if counted is None:
+        return []
     separate = counted["dispatch"] + counted["combine"]
     return [
-        f"T {tokens}: {what} sent {sent} bytes per iteration, the reference says {exact['pair']}"
+        f"T {options.tokens[0]}: {what} sent {sent} bytes between nodes, the routing wants "
+        f"{expected}"
         for what, sent in (("a pair", counted["pair"]), ("dispatch, then combine", separate))
-        if sent != exact["pair"]
+        if sent != expected
     ]
-
-
-def _bytes(
-    options: Options, job: Job, inputs: list[list[Tokens]], *, num_steps: int
-) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
-    """Of all ranks, mean over the inputs: what must be sent, the floor, the floor without dedup."""
-    totals = [dict.fromkeys(PHASES, 0) for _ in range(3)]
-    for tokens in inputs:
-        routing = reference.route(
-            job.topology, tokens, layout="grouped", quantized=options.quantize
-        )
-        for source in range(options.ranks):
-            kinds = (
-                wire_bytes(routing, source, combine_dtype=options.x_dtype, num_steps=num_steps),
-                floor_bytes(routing, source, combine_dtype=options.x_dtype),
-                floor_bytes(routing, source, combine_dtype=options.x_dtype, dedup=False),
-            )
-            for total, kind in zip(totals, kinds, strict=True):
-                for phase in PHASES:
-                    total[phase] += getattr(kind, phase)
-    wire, floor, flat = ({p: t // len(inputs) for p, t in total.items()} for total in totals)
-    return wire, floor, flat

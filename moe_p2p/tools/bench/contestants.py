@@ -1,0 +1,184 @@
+"""Who takes part: the package in every form that was asked for, baselines, DeepEP's calls.
+
+Each is compared with the reference, or with the closed form, before it is timed.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from moe_p2p import errors, reference
+from moe_p2p.reference import Tokens
+from moe_p2p.tools.bench import deep_ep
+from moe_p2p.tools.bench.baseline import TorchAllToAll
+from moe_p2p.tools.bench.cases import Job, changing_counts, make_job
+from moe_p2p.tools.bench.check import expect, verify, verify_by_rank, verify_whole
+from moe_p2p.tools.bench.gather import everyones
+from moe_p2p.tools.bench.gpu_calls import Calls, layout_of, on_device, package_calls, system_calls
+from moe_p2p.tools.bench.gpu_last import COMPARED, COMPARED_SUMS
+from moe_p2p.tools.bench.gpu_layer import Experts
+from moe_p2p.tools.bench.options import Options
+from moe_p2p.tools.bench.systems import MoeP2p, System, make_config
+
+OURS = "moe_p2p.deep_ep"
+CHECKED_TOKENS = (
+    48  # of a rank in steps on GPUs that are compared bit for bit: on all ranks' behalf
+)
+MEMORY_PART = 0.25  # of a GPU that the regions of one communicator may take
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contestant:
+    calls: Calls
+    story: list[str]  # what is wrong with its results on this rank
+    system: System | None = None  # what takes the small steps; None: nothing does
+    package: MoeP2p | None = None  # whose bytes are counted
+
+    @property
+    def compared(self) -> str:
+        how = "bit for bit" if self.calls.eager is not None else "within rounding"
+        if self.calls.last is None:
+            return "before timing, a step of this size within rounding"
+        steps = f"small steps {how}, " if self.system is not None else ""
+        after = COMPARED if self.calls.eager else COMPARED_SUMS
+        return f"before timing, {steps}one of this size within rounding; {after}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One call that all contestants take: options.tokens has its number of tokens alone."""
+
+    options: Options
+    job: Job
+    rank: int
+    tokens: Tokens  # of this rank, on its device
+    experts: Experts | None
+    group: dist.ProcessGroup | None  # of the baselines; None: there are none
+    stack: ExitStack  # closes them
+    notes: list[str]  # what was left out, and why
+
+    def packages(self) -> Iterator[Contestant]:
+        """The package in every form that fits this GPU."""
+        options, (tokens,) = self.options, self.options.tokens
+        for chunk_tokens, num_sms in forms(options):
+            what = f"T {tokens}, chunk_tokens {chunk_tokens}"
+            system = self._made(what, chunk_tokens, num_sms)
+            if system is None:
+                continue
+            self.stack.callback(system.close)
+            story = self.check(system, range(options.checks), exact=True)
+            story += self._whole(system)
+            if layout_of(options, tokens) == "by_rank":
+                story += verify_by_rank(system, self.job, options, self.rank, self.tokens)
+            calls = package_calls(
+                system, options, self.tokens, num_sms=num_sms, experts=self.experts
+            )
+            yield Contestant(calls=calls, story=story, system=system, package=system)
+
+    def _made(self, what: str, chunk_tokens: int, num_sms: int) -> MoeP2p | None:
+        options = self.options
+        config = make_config(options, self.job, chunk_tokens=chunk_tokens)
+        plan = config.plan(world_size=options.ranks, ranks_per_node=options.ranks_per_node)
+        if options.device == "cuda":
+            properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+            if sum(plan.values()) > MEMORY_PART * properties.total_memory:
+                self.notes.append(f"{what}: left out, {sum(plan.values()) >> 20} MiB of regions")
+                return None
+        try:
+            return MoeP2p(options, self.job, chunk_tokens=chunk_tokens, num_sms=num_sms or None)
+        except (errors.InvalidArgumentError, errors.ResourceExhaustedError) as error:
+            self.notes.append(f"{what}: left out, {error}")
+            return None
+
+    def baselines(self) -> Iterator[Contestant]:
+        if self.group is None:
+            return
+        options = self.options
+        system = TorchAllToAll(options, self.job, group=self.group)
+        story = self.check(system, range(options.checks), exact=False) + self._whole(system)
+        calls = system_calls(system, options, self.tokens, experts=self.experts)
+        yield Contestant(calls=calls, story=story, system=system)
+        if options.device == "cuda" and options.hosts == 1 and deep_ep.missing() is None:
+            api = self._api("deep_ep", "deep_ep", self.group)
+            for calls, story in deep_ep.systems(api, self.notes):
+                yield Contestant(calls=calls, story=story)
+
+    def through_deep_ep(self, interface: str, group: dist.ProcessGroup) -> Iterator[Contestant]:
+        """AllToAll by itself, the shim, and another module if one was named."""
+        num_sms = None if interface == "low-latency" else deep_ep.NORMAL_SMS
+        yield self._all_to_all(interface, num_sms=num_sms)
+        for name in (OURS, self.options.deep_ep_module):
+            if name is None:
+                continue
+            api = replace(self._api(name, name, group), cached=True, num_sms=num_sms)
+            if name == OURS:
+                api = replace(api, low_latency_tokens=self.options.tokens[0])
+            for calls, story in deep_ep.systems(api, self.notes, interfaces=[interface]):
+                yield Contestant(calls=calls, story=story)
+
+    def _api(self, module: str, label: str, group: dist.ProcessGroup) -> deep_ep.Api:
+        return deep_ep.Api(
+            module=importlib.import_module(module),
+            label=label,
+            options=self.options,
+            job=self.job,
+            tokens=self.tokens,
+            group=group,
+            stack=self.stack,
+        )
+
+    def _all_to_all(self, interface: str, *, num_sms: int | None) -> Contestant:
+        """This package's own calls, given what the interface is given and asked for the same rows.
+
+        Low-latency: rows by expert, quantized inside. The others: by rank, quantized by the caller.
+        """
+        options, tokens = self.options, self.tokens
+        system = MoeP2p(options, self.job, num_sms=num_sms)
+        self.stack.callback(system.close)
+        if interface == "low-latency":
+            options = replace(options, layout="padded")
+            story = verify_whole(system, self.job, options, self.rank, tokens)
+        else:
+            options = replace(options, layout="by_rank")
+            story = verify_by_rank(system, self.job, options, self.rank, tokens)
+            if options.quantize:
+                q, scales = reference.quantize(tokens.x)
+                tokens = replace(tokens, x=q, scales=scales)
+        calls = package_calls(system, options, tokens, num_sms=num_sms or 0, experts=None)
+        return Contestant(calls=calls, story=story, package=system)
+
+    def check(self, system: System, steps: range, *, exact: bool) -> list[str]:
+        """Steps with changing counts against the reference, small ones on GPUs."""
+        options, (tokens,), wrong = self.options, self.options.tokens, []
+        most = min(tokens, CHECKED_TOKENS) if options.device == "cuda" else tokens
+        for step in steps:
+            everyone = self.job.tokens(step, changing_counts(step, options.ranks, most))
+            expected = expect(self.job, options, self.rank, everyone)
+            mine = on_device(everyone[self.rank], options.device)
+            found = verify(system, mine, expected, exact=exact)
+            wrong += [f"T {tokens}, rank {self.rank}: step {step}, {text}" for text in found]
+        return wrong
+
+    def _whole(self, system: System) -> list[str]:
+        """The call to be timed."""
+        found = verify_whole(system, self.job, self.options, self.rank, self.tokens)
+        return [f"T {self.options.tokens[0]}, rank {self.rank}: {text}" for text in found]
+
+
+def forms(options: Options) -> list[tuple[int, int]]:
+    """(chunk_tokens, num_sms) of every form of the package for a call of options.tokens[0]."""
+    (tokens,) = options.tokens
+    names = {"default": make_config(options, make_job(options)).step_tokens, "T": tokens}
+    chunks = dict.fromkeys(min(names.get(c) or int(c), tokens) for c in options.chunks)
+    return [(chunk, num_sms) for chunk in chunks for num_sms in options.sms]
+
+
+def wrong_anywhere(story: list[str]) -> list[str]:
+    """What is wrong on any rank."""
+    return [text for one in everyones(story) for text in one]

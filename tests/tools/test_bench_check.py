@@ -1,0 +1,190 @@
+"""`bench --check`: right on CPU ranks, and each kind of line says so where something is not."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from moe_p2p import AllToAll, errors
+from moe_p2p.tools import launch
+from moe_p2p.tools.bench import command, conformance, worker
+from moe_p2p.tools.bench.conformance import LAYOUTS, TYPES, Fault, Ranks
+from moe_p2p.tools.bench.options import Options, parse
+
+SMALL = ["--check", "--device=cpu", "--ranks=2", "--tokens=4", "--hidden=256", "--topk=2"]
+SMALL += ["--experts=4", "--checks=2"]
+FAULTS = (
+    "configurations that differ are refused",
+    "a wrong argument is refused",
+    "a rank that stays away from dispatch is named",
+    "a rank that stays away from combine is named",
+    "a rank that closes is named",
+    "calls that differ are reported",
+    "a NIC that fails is reported",
+)
+
+
+def test_every_line_of_ranks_on_cpus() -> None:
+    program = [sys.executable, "-m", "moe_p2p", "bench", *SMALL, "--ranks-per-node=1"]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    printed = done.stdout
+    lines = dict(
+        reversed(line.split(maxsplit=1)) for line in printed.splitlines() if line[5] == " "
+    )
+    for layout in LAYOUTS:
+        for kind in (*TYPES, "calls of three steps", "dispatch in halves", "combine in halves"):
+            assert lines[f"{layout}, {kind}"] == "ok"
+        assert lines[f"{layout}, both in halves, two calls open"] == "ok"
+        assert lines[f"{layout}, dispatch alone"] == "ok"
+        assert lines[f"{layout}, combine alone, weights given late"] == "ok"
+        assert lines[f"{layout}, NICs that reorder what they may"] == "ok"
+    for name in ("a rank that stays away is masked, the others go on", *FAULTS):
+        assert lines[name] == "ok", name
+    assert lines["graphs: ranks are on CPUs"] == "skip"
+
+
+def test_nodes_of_both_sizes_are_checked_unless_one_is_asked_for() -> None:
+    assert [each.ranks_per_node for each in parse([*SMALL, "--ranks=4"])] == [4, 2, 1]
+    assert [each.ranks_per_node for each in parse([*SMALL, "--ranks-per-node=2"])] == [2]
+    with pytest.raises(SystemExit):
+        parse(["--check", "--device=cpu", "--api=deep_ep"])
+
+
+# --- what is wrong, in the ranks ---
+
+
+def rows_swapped(patch: pytest.MonkeyPatch) -> None:
+    def dispatch(self: AllToAll, *args: Any, **kwargs: Any) -> Any:
+        got = real(self, *args, **kwargs)
+        flat = got.x.reshape(-1, got.x.shape[-1]).view(torch.uint8)
+        if int(got.counts.sum()):
+            first = (
+                int(got.offsets[int(got.counts.ne(0).nonzero()[0])]) if got.row_topk is None else 0
+            )
+            flat[first] ^= 1
+        return got
+
+    real = AllToAll.dispatch
+    patch.setattr(AllToAll, "dispatch", dispatch)
+
+
+def sums_changed(patch: pytest.MonkeyPatch) -> None:
+    real = AllToAll.combine
+    patch.setattr(AllToAll, "combine", lambda *args, **kwargs: real(*args, **kwargs) * 1.01)
+
+
+def halves_changed(patch: pytest.MonkeyPatch) -> None:
+    real = AllToAll.combine_recv
+    patch.setattr(AllToAll, "combine_recv", lambda *args, **kwargs: real(*args, **kwargs) * 1.01)
+
+
+def nobody_masked(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(AllToAll, "masked", property(lambda self: torch.zeros(self.world_size)))
+
+
+def no_error(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Fault, "provoke", lambda *_: "")
+
+
+def another_error(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Fault, "provoke", lambda *_: "something else")
+
+
+def broken(patch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise errors.make(errors.TransportError, "no NIC")
+
+    patch.setattr(AllToAll, "dispatch_send", fail)
+
+
+Sabotage = Callable[[pytest.MonkeyPatch], None]
+
+
+def sabotaged(options: Options, sabotage: Sabotage, part: str) -> list[str]:
+    """The names of lines that are wrong."""
+    with launch.process_group() as (rank, _):
+        ranks = Ranks(options, rank)
+        ranks.world()
+        patch = pytest.MonkeyPatch()
+        patch.setattr(conformance, "SOON_S", 1.5)
+        sabotage(patch)
+        getattr(ranks, part)()
+        return ranks.wrong
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "part", "names"),
+    [
+        (rows_swapped, "payloads", [f"{layout}, {kind}" for layout in LAYOUTS for kind in TYPES]),
+        (sums_changed, "payloads", [f"{layout}, calls of three steps" for layout in LAYOUTS]),
+        (halves_changed, "halves", [f"{layout}, combine in halves" for layout in LAYOUTS]),
+        (broken, "halves", [f"{layout}, dispatch in halves" for layout in LAYOUTS]),
+        (rows_swapped, "halves", [f"{layout}, dispatch alone" for layout in LAYOUTS]),
+        (nobody_masked, "masks", ["a rank that stays away is masked, the others go on"]),
+        (no_error, "faults", FAULTS[2:]),
+        (another_error, "faults", FAULTS[2:]),
+    ],
+)
+def test_what_is_wrong_is_a_line(sabotage: Sabotage, part: str, names: list[str]) -> None:
+    (options,) = parse([*SMALL, "--ranks-per-node=1", "--checks=1"])
+    wrong: list[str] = launch.run_ranks(sabotaged, options, sabotage, part, num_ranks=2)[0]
+    for name in names:
+        assert any(text.startswith(f"{name}: rank ") for text in wrong), (name, wrong)
+
+
+def replayed(options: Options, captured: Callable[..., Any]) -> list[str]:
+    with launch.process_group() as (rank, _):
+        ranks = Ranks(options, rank)
+        pytest.MonkeyPatch().setattr(conformance, "captured", captured)
+        with ranks.make() as comm:
+            ranks.line("graph", ranks._replayed, comm, layout="padded")
+        return ranks.wrong
+
+
+def unrolled(run: Callable[[], None], *, repeats: int) -> Callable[[], None]:
+    assert repeats == 1
+    return run
+
+
+def idle(run: Callable[[], None], *, repeats: int) -> Callable[[], None]:
+    """As replays of a broken communicator: every kernel of theirs ends at once."""
+    return lambda: None
+
+
+def test_results_of_replays_are_compared() -> None:
+    (options,) = parse([*SMALL, "--ranks-per-node=1"])
+    assert launch.run_ranks(replayed, options, unrolled, num_ranks=2)[0] == []
+    wrong = launch.run_ranks(replayed, options, idle, num_ranks=2)[0]
+    # What was there before is the result of step 0.
+    assert wrong
+    assert all(re.match(r"graph: rank [01]: step 1: ", text) for text in wrong)
+
+
+def told_wrong(_: Options) -> list[str]:
+    return ["padded, bf16: rank 1: counts are [1], expected [2]"]
+
+
+def test_a_wrong_line_fails_the_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(conformance, "run", told_wrong)
+    assert command.main([*SMALL, "--ranks-per-node=1"]) == 1
+    assert "WRONG: padded, bf16: rank 1: counts are [1]" in capsys.readouterr().err
+
+
+def test_bytes_that_are_not_those_of_the_routing_are_wrong() -> None:
+    (options,) = parse(["--device=cpu", "--tokens=4"])
+    right = {"pair": 10, "dispatch": 7, "combine": 3}
+    assert worker.miscounted(options, right, 10) == []
+    assert worker.miscounted(options, None, 10) == []
+    (text,) = worker.miscounted(options, right | {"combine": 4}, 10)
+    assert "T 4: dispatch, then combine sent 11 bytes between nodes, the routing wants 10" in text
+    assert len(worker.miscounted(replace(options, tokens=(8,)), right, 11)) == 2
