@@ -33,7 +33,7 @@ STEPS_PER_ROUND = 10
 EXPERTS_PER_RANK, TOPK, HIDDEN_DIM, MAX_TOKENS = 4, 4, 256, 64
 PAGE_MIB = os.sysconf("SC_PAGE_SIZE") / 2**20
 STORE_S = 120.0
-SHOW_STACKS = signal.SIGUSR1  # a rank prints where its threads are
+SHOW_STACKS = signal.SIGUSR1  # makes a rank print its threads' stacks
 LATE_S = 0.03  # longest delay between two ranks that leave in good order
 # Moments at which a victim dies. "connected": before its first call; "masked": like "between", in a
 # communicator that masks lost ranks.
@@ -246,7 +246,7 @@ class Life:
                 signal.pause()
         except MoeP2pError as error:
             if self.rank == self.setting.witness:
-                # Others may have done the last step of this round before they can notice anything.
+                # Others may finish this round's last step before they can notice the death.
                 self.store.set(f"round {self.round + 1}", "go")
             if self.attempt.victim < 0:
                 raise

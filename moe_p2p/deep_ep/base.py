@@ -104,7 +104,7 @@ class BufferBase:
         self._pool.check()
 
     def _masks_some(self) -> bool:
-        return False  # low_latency.py knows
+        return False  # low_latency.py overrides it
 
     def get_comm_stream(self) -> torch.cuda.Stream:
         """The stream of asynchronous calls."""

@@ -103,7 +103,7 @@ class EPHandle:
 
     @property
     def num_recv_tokens_per_expert_list(self) -> list[int]:
-        return list(self.row_counts.per_expert)  # handles of one shape share theirs
+        return list(self.row_counts.per_expert)  # a copy: handles of one shape share the list
 
     def check_same(self, **given: int | None) -> None:
         """Asserts that arguments equal the handle's; None: not given."""

@@ -233,8 +233,8 @@ class LowLatencyCalls(BufferBase):
         """Masks a rank: low-latency calls no longer wait for it or send it tokens.
 
         Calls mask a rank by themselves when it misses the deadline (`timeout_s`) or is gone. Mask
-        it on all ranks. Otherwise unmasked callers wait for the masked rank, and it waits for the
-        callers. mask=False undoes a mask only if no call was made since; otherwise the rank has
+        it on all ranks: otherwise ranks without the mask wait for it, and it waits for ranks with
+        the mask. mask=False undoes a mask only if no call was made since; otherwise the rank has
         missed calls (AssertionError), and low_latency_clean_mask_buffer takes it back.
         """
         masks = self._masks()

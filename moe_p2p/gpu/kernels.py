@@ -267,7 +267,7 @@ class DeviceSide:
         world_size, deadline = meeting.world_size, time.monotonic() + config.timeout_s
         self._copy_blocks = 0 if partners is None else partners.num_nics
         self._shape = shape_macros(config, world_size=world_size, ranks_per_node=ranks_per_node)
-        self._ready: set[tuple[object, ...]] = set()  # kernels of the op, by what they are for
+        self._ready: set[tuple[object, ...]] = set()  # keys of kernels that the op has
         self._undo, self._signals = ExitStack(), ExitStack()
         plan = config.plan(world_size=world_size, ranks_per_node=ranks_per_node)
         try:
@@ -424,7 +424,7 @@ class DeviceSide:
     def finish(self) -> None:
         """Waits for the kernels and unregisters the signal memory before it is unmapped."""
         self._wait()
-        if self._masks is not None:  # the host then waits for no write to a rank that is masked
+        if self._masks is not None:  # the host then does not wait for writes to masked ranks
             on_device, on_host = self._masks
             on_host.copy_(on_device)
         self._signals.close()

@@ -15,10 +15,10 @@ from typing import NamedTuple
 from moe_p2p import errors
 from moe_p2p.ops import SCALE_BLOCK, layout
 
-_MAX_THREADS = 512  # of a block with one worker, two of them on a multiprocessor
-_MOST_THREADS = 1024  # of a block that is alone there
-_SPARE_THREADS = 768  # of one whose threads need more registers
-_SMS = 132  # of an H200; elsewhere blocks wait for each other or leave some idle
+_MAX_THREADS = 512  # of a block with one worker, two blocks per multiprocessor
+_MOST_THREADS = 1024  # of a block that is alone on its multiprocessor
+_SPARE_THREADS = 768  # of such a block whose threads need more registers
+_SMS = 132  # of an H200; other GPUs leave multiprocessors idle or run blocks one after the other
 _FEW_SMS = 48  # up to here blocks are large, each alone on its multiprocessor
 _TINY_STEP, _SMALL_STEP, _LARGE_STEP = 16, 32, 512  # tokens of a step
 _MAX_SHARED_BYTES = 227 << 10  # of a multiprocessor, for one block
@@ -26,11 +26,11 @@ _MAX_SHARED_BYTES = 227 << 10  # of a multiprocessor, for one block
 _CARRY_THREADS, _COMPUTE_THREADS, _FLAG_THREADS = 64, 128, 32
 _LEAST_IMAGES, _MOST_IMAGES = 3, 8  # kernels/dispatch/bulk_send.cuh, kImages
 _PIECES_OUT, _DEEP = 3, 4  # kernels/combine/bulk.cuh, kOuts and the most of kDeep
-_FLAG_BYTES = 128  # and Progress, for each rank
+_FLAG_BYTES = 128  # flags and Progress, for each rank
 BULK_STEP = 256  # tokens of a step up to which rows go through registers
 FEW_BULK_STEP = 128  # the same on few multiprocessors
 _MAX_BULK_RANKS = 32  # a lane of a warp for each rank
-_MANY_RANKS = 4  # of a node: beyond, short combines have large blocks
+_MANY_RANKS = 4  # ranks per node beyond which short combines have large blocks
 
 
 class LaunchShape(NamedTuple):
@@ -105,7 +105,7 @@ def candidates(
         return [LaunchShape(quarter, 1, 1, 2, tokens, 2 * _SMS - 1 - tokens), single]
     if step_tokens <= _SMALL_STEP:
         tokens = 1 + _SMALL_STEP
-        slots = _SMS - 1 - tokens  # and a block that relays
+        slots = _SMS - 1 - tokens  # one block relays
         return [LaunchShape(large, 1, 1 if tiny else 2, 1, tokens, slots), single]
     if step_tokens <= BULK_STEP and job.adds and job.many_ranks:
         return [LaunchShape(large, 1, 2, 1, _SMS // 2, _SMS // 2), single]
@@ -141,7 +141,7 @@ def dispatch_shared_bytes(macros: dict[str, int], by_rank: bool, launch: LaunchS
     topk, columns = macros["MOE_P2P_TOPK"], local + world // local
     head = layout(topk).slot_head_bytes
     scales = 4 * up(macros["MOE_P2P_HIDDEN_DIM"], SCALE_BLOCK) // SCALE_BLOCK
-    ranks = world if by_rank else 0  # what by_rank keeps of each
+    ranks = world if by_rank else 0  # by_rank keeps words for each rank
     words = 4 * (columns + ranks) * (up(macros["MOE_P2P_CHUNK_TOKENS"], 32) // 32) + 4 * ranks
     counts = 4 * (macros["MOE_P2P_NUM_EXPERTS"] + ranks)
     send = words + launch.token_workers * (counts + head + scales + 16 * columns + 256)

@@ -117,7 +117,7 @@ def _handlers_restored() -> Iterator[None]:
 
 @contextlib.contextmanager
 def process_group() -> Iterator[tuple[int, int]]:
-    """The gloo group of the started ranks, within another such `with` that one's."""
+    """Yields (rank, world_size) of the started ranks' gloo group; nested uses share one group."""
     is_outer = not dist.is_initialized()
     if is_outer:
         if env.local_world_size() < env.world_size() and (
@@ -133,15 +133,15 @@ def process_group() -> Iterator[tuple[int, int]]:
 
 
 def device_index() -> int:
-    """The GPU of this rank; ranks share one where there are fewer."""
+    """Returns this rank's GPU; ranks share GPUs where there are fewer."""
     return env.local_rank() % torch.cuda.device_count()
 
 
 def interface_to(host: str) -> str:
-    """The IPv4 interface from which packets to a host leave; empty: not known.
+    """Returns the IPv4 interface that sends packets to a host; empty: not known.
 
-    By itself gloo takes the address that the host's name stands for: often 127.0.1.1, where no
-    other host finds it.
+    By default gloo uses the address to which the own host name resolves: often 127.0.1.1, which
+    other hosts cannot reach.
     """
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
