@@ -1,4 +1,4 @@
-// Adds to an Error what was being done: whoever throws knows its own part only. For set-up.
+// Adds to an Error what was being done, which the throwing function does not know. For set-up.
 #pragma once
 
 #include <string>

@@ -10,14 +10,14 @@ enum class Mutation {
   kReuseSlotEarly,        // dispatch(e + S) without waiting for combine(e)
   kSkipEmptyPeer,         // combine does not wait for ranks that got no token of ours
   kCountWithoutSource,    // immediates of all sources in one counter
-  kPublishBeforePayload,  // an arrival after the first immediate of several
-  kLastPartIsAll,         // an arrival once the last part of several came, whatever is before it
-  kSumBeforeWeights,      // partial sums without waiting for the weights that they need
-  kWriteToMasked,         // what is said to a masked rank although its slots may be in use
-  kFailByLeft,            // a partner that left is not told from a lost one, nor it from the others
+  kPublishBeforePayload,  // reports an arrival after the first immediate of several
+  kLastPartIsAll,         // reports an arrival with the last part, earlier ones missing
+  kSumBeforeWeights,      // forms partial sums without waiting for their weights
+  kWriteToMasked,         // writes to a masked rank although its slots may be in use
+  kFailByLeft,            // treats a partner that left as lost; sends no farewell after a failure
   kFarewellEarly,         // a rank leaves before what it has sent arrived
-  kFarewellOvertakes,     // a partner that left is believed to have sent what is here by then
-  kWeightsInEveryStep,  // weights are taken for those of the slot's next use, whichever step has some
+  kFarewellOvertakes,     // assumes that all a partner sent is here when its farewell is
+  kWeightsInEveryStep,    // takes weights for the slot's next use, whichever step has some
 };
 inline Mutation active_mutation = Mutation::kNone;
 

@@ -1,6 +1,6 @@
-// SHA-256 (FIPS 180-4) and HMAC-SHA256 (RFC 2104), for the proof that a peer knows a secret. Written here
-// because the package loads on machines without any library that has them, and OpenSSL's name and version
-// differ between those that do. Control path: some 100 MB/s, no hardware instructions.
+// SHA-256 (FIPS 180-4) and HMAC-SHA256 (RFC 2104), for the proof that a peer knows a secret.
+// Written here because the package loads on machines without a library for them, and OpenSSL's name
+// and version differ between the others. Control path: some 100 MB/s, no hardware instructions.
 #pragma once
 
 #include <array>
@@ -13,9 +13,9 @@ using Digest = std::array<std::byte, 32>;
 
 Digest sha256(std::span<const std::byte> message);
 Digest hmac_sha256(std::span<const std::byte> key, std::span<const std::byte> message);
-// In a time that does not depend on where they differ.
+// Takes the same time wherever they differ.
 bool same_digest(const Digest& a, std::span<const std::byte> b) noexcept;
-// From the system's generator; throws Error{kUnavailable} when there is none.
+// Uses the system's generator; throws Error{kUnavailable} when there is none.
 void fill_random(std::span<std::byte> bytes);
 
 }  // namespace moe_p2p::base

@@ -1,6 +1,6 @@
 // How failure travels. Set-up code throws Error; the data path returns Status, which is a plain
-// value: no allocation, no text. Text is made from a Status by whoever reports it (describe()).
-// Used by every folder of csrc; must not include anything of the project.
+// value: no allocation, no text. The code that reports a Status turns it into text (describe()).
+// Used in every folder of csrc; must not include any other file of the project.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@ namespace moe_p2p::base {
 
 enum class Code : int32_t {
   kOk = 0,
-  kInvalidArgument,    // the caller's values are off; nothing was started
+  kInvalidArgument,    // the caller's values are invalid; nothing was started
   kTimeout,            // a deadline passed
   kPeerDead,           // the peer's process or link is gone
   kRemoteAccess,       // the peer refused the address or key of a write
@@ -23,7 +23,7 @@ enum class Code : int32_t {
   kUnavailable,        // hardware or library not there
 };
 
-// The word that stands in messages and that Python maps to an exception type.
+// The word in an Error's brackets, which Python maps to an exception type.
 const char* code_name(Code code) noexcept;
 
 struct [[nodiscard]] Status {

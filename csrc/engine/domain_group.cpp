@@ -29,7 +29,7 @@ void for_all(size_t count, Step&& step) {
   if (first) throw *first;
 }
 
-// make(0 .. count-1); when one throws, those already made are undone.
+// Returns make(0 .. count-1). When one throws, undoes what was already made.
 template <typename Made, typename Make, typename Undo>
 std::vector<Made> all_or_none(size_t count, Make&& make, Undo&& undo) {
   std::vector<Made> made;

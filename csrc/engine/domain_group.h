@@ -1,6 +1,6 @@
 // The NICs of one GPU, opened and addressed together. Control path: may block, allocate and throw;
-// any thread. A step that fails at one NIC is undone at those before it, and its Error says which
-// NIC it was. The polling thread uses the Domains directly and does not come through here.
+// any thread. A step that fails at one NIC is undone at the NICs before it, and its Error names the
+// failing NIC. The polling thread uses the Domains directly, not through this class.
 #pragma once
 
 #include <functional>
@@ -19,7 +19,7 @@ using DomainFactory =
 
 class DomainGroup {
  public:
-  // Opens NICs 0 .. num_nics-1. `label` stands at the start of every Error.
+  // Opens NICs 0 .. num_nics-1. Every Error's text begins with `label`.
   DomainGroup(int num_nics, const provider::DomainOptions& options, const DomainFactory& factory,
               std::string label);
 
@@ -32,15 +32,15 @@ class DomainGroup {
   EngineAddress address() const;
   // One id per local NIC. NIC i connects to the peer's NIC i mod its count.
   std::vector<provider::PeerId> connect(const EngineAddress& address);
-  // Reaches every NIC even when one of them fails; then throws the first failure.
+  // Tries every NIC even when one of them fails; then throws the first failure.
   void disconnect(const std::vector<provider::PeerId>& rails);
   std::vector<provider::MemoryKey> register_memory(const provider::MemorySpan& span);
-  // As disconnect().
+  // Tries every NIC, as disconnect() does.
   void unregister_memory(const std::vector<provider::MemoryKey>& keys);
-  // Gives every NIC the window under the key of its rail; or drops it, when `local` has no bytes.
-  // Reaches every NIC, as disconnect().
+  // Gives every NIC the window under the key of its rail, or drops it when `local` has no bytes.
+  // Tries every NIC, as disconnect() does.
   void map_remote(const RemoteRegion& region, const provider::MemorySpan& local);
-  // What failed first at each NIC, in the providers' words; empty while nothing has.
+  // What failed first at each NIC, in the providers' words; empty without a failure.
   std::string failure() const;
   // Closes all NICs; nothing completes any more.
   void close() noexcept { domains_.clear(); }

@@ -1,7 +1,8 @@
-// Makes what NICs wrote into GPU memory visible to all who read it there. A NIC's completion says that
-// the payload is on its way into the GPU, and how far the GPU orders such writes differs
+// Makes what NICs wrote into GPU memory visible to all its readers. A NIC's completion means that
+// the payload is on its way into the GPU, and GPUs differ in how they order such writes
 // (platform/gpu_writes.h); so the Poller flushes after it took immediates from a NIC and before it
-// counts the first. Once for all providers whose writes a device carries out (Domain::needs_gpu_flush).
+// counts the first. Serves all providers whose writes a device carries out
+// (Domain::needs_gpu_flush).
 #pragma once
 
 #include <atomic>
@@ -17,17 +18,18 @@ namespace moe_p2p::engine {
 
 class GpuFlushes {
  public:
-  // Any thread. From now on flush() includes the GPU of `memory`, where its order does not suffice for
-  // those who read it. Throws Error{kUnavailable} when the GPU orders too little and cannot flush.
+  // Any thread. From now on flush() includes the GPU of `memory`, if that does not order writes for
+  // all readers of the memory. Throws Error{kUnavailable} when the GPU neither orders them nor can
+  // flush.
   void include(const provider::MemorySpan& memory);
-  // A flush has failed: immediates that came with it are not counted, nor are later ones.
+  // True once a flush has failed: its immediates and later ones are not counted.
   bool failed() const noexcept { return error_.load(std::memory_order_relaxed) != 0; }
   // "the GPU does not flush ...", empty while every flush has succeeded.
   std::string failure() const;
 
   // Polling thread.
   bool needed() const noexcept { return first_.load(std::memory_order_relaxed) != nullptr; }
-  // False when a GPU could not flush: nothing that a NIC wrote may be shown then.
+  // False when a GPU could not flush: then no immediate may be counted.
   bool flush() noexcept {
     if (failed()) return false;
     // acquire: pairs with include().
@@ -55,7 +57,7 @@ class GpuFlushes {
 
   std::mutex mutex_;  // between callers of include()
   std::vector<std::unique_ptr<const Gpu>> gpus_;
-  // Those that need a flush, the last included first. Stored by include() (release).
+  // List of GPUs that need a flush, newest first. Stored by include() (release).
   std::atomic<const Gpu*> first_{nullptr};
   std::atomic<int> error_{0};
 };

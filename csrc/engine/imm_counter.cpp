@@ -24,8 +24,8 @@ void ImmTable::set_sink(uint32_t communicator, ImmSink* sink) noexcept {
   sinks_[communicator % ImmKey::kMaxCommunicators] = sink;
 }
 
-// Linear probing. Only the polling thread takes entries and makes given ones free again, so that no
-// value ever has two.
+// Linear probing. Only the polling thread takes entries and turns kGivenBack into kFree, so that no
+// value ever has two entries.
 ImmTable::Entry* ImmTable::find(uint32_t value) const noexcept {
   const uint32_t wanted = value + 1, first = home(value);
   for (uint32_t i = 0; i < kEntries; ++i) {
@@ -49,8 +49,8 @@ ImmTable::Entry* ImmTable::find_or_add(uint32_t value) noexcept {
   }
   if (place == nullptr || num_taken_.load(std::memory_order_relaxed) >= kMaxFreeForm)
     return nullptr;
-  // Given entries in front of a free one lead nowhere. Without this searches would grow with every
-  // value that was ever counted.
+  // kGivenBack entries right before a free one lead a search nowhere, so they become free.
+  // Otherwise searches would grow with every value ever counted.
   for (; end > 0 && end < kEntries; --end) {
     std::atomic<uint32_t>& tag = entry(first + end - 1).tag;
     if (tag.load(std::memory_order_relaxed) != kGivenBack) break;
@@ -78,7 +78,7 @@ bool ImmTable::wait(uint32_t imm, uint64_t expected, platform::Deadline deadline
       return false;
     const std::lock_guard lock(mutex_);
     counter = find(imm);
-    if (counter == nullptr) continue;  // it was given back at this moment
+    if (counter == nullptr) continue;  // just given back
     ++counter->num_waiting;
     break;
   }

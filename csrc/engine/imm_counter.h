@@ -1,8 +1,9 @@
-// Counting immediates. 32 bits are what every NIC carries:
+// Counts immediates. Every NIC carries 32 bits:
 //   keyed      1 | communicator 9 | phase 2 | step slot 4 | part 2 | is last 1 | source 13    (MoE)
 //   free form  0 | user value 31                                    (KV, weights, users)
-// A counter grows until its value is given back. Keyed immediates go to the sink of their communicator; one for a
-// communicator that is not here (an older epoch) is counted as discarded and dropped.
+// A counter grows until its value is given back. Keyed immediates go to the sink of their
+// communicator; one for an unknown communicator (an older epoch) is counted as discarded and
+// dropped.
 #pragma once
 
 #include <array>
@@ -27,9 +28,9 @@ struct ImmKey {
   uint32_t communicator;
   uint32_t phase;
   uint32_t slot;
-  uint32_t source;  // says who is missing
+  uint32_t source;  // the sending rank
   uint32_t part = 0;
-  bool is_last = true;  // of its parts
+  bool is_last = true;  // the last of its parts
 
   constexpr uint32_t pack() const noexcept {
     return kKeyedBit | communicator << 22 | phase << 20 | slot << 16 | part << 14 |
@@ -54,45 +55,47 @@ class ImmSink {
 
 class ImmTable {
  public:
-  // Values that are counted at a time. Too small: users who number transfers must wait for others to
-  // be given back. Immediates of further values are discarded.
+  // Values counted at a time. Too small: users who number transfers must wait until others are
+  // given back. Immediates of further values are discarded.
   static constexpr uint32_t kMaxFreeForm = 4096;
 
   ImmTable();
 
-  // Polling thread. A free-form value gets its counter at first sight, whether somebody waits or not.
+  // Polling thread. A free-form value gets its counter with its first immediate, with or without a
+  // waiter.
   void deliver(uint32_t imm) noexcept;
   void set_sink(uint32_t communicator, ImmSink* sink) noexcept;  // null removes it
 
-  // Any thread, free-form values only.
-  // How often the value was counted since it was first seen or last given back.
+  // Any thread, free-form values only. Returns how often the value was counted since it was first
+  // seen or last given back.
   uint64_t value(uint32_t imm) const;
-  // False when the deadline passed before the value was counted so often. Payloads are visible.
+  // Returns true once the value was counted `expected` times: the payloads are visible. False when
+  // the deadline passed first.
   bool wait(uint32_t imm, uint64_t expected, platform::Deadline deadline,
             const platform::WaitPolicy& policy = {});
-  // Gives the value back and returns how often it was counted; nothing, and nothing changes, while
-  // somebody waits for it. An immediate that comes later counts from zero.
+  // Gives the value back and returns how often it was counted. While it has waiters, returns
+  // nothing and changes nothing. A later immediate counts from zero.
   std::optional<uint64_t> give_back(uint32_t imm);
-  // False: all counters are taken by other values, so that its immediates are discarded.
+  // False when other values have all counters: immediates of this value would be discarded.
   bool can_count(uint32_t imm) const noexcept;
 
-  // Immediates that nobody could count: of communicators that are not here, or of too many values.
+  // Immediates that could not be counted: of unknown communicators, or of too many values.
   uint64_t discarded() const noexcept { return discarded_.load(std::memory_order_relaxed); }
 
  private:
-  // Twice as many, so that a search is short also when kMaxFreeForm are taken.
+  // Twice kMaxFreeForm, so that searches stay short when all counters are taken.
   static constexpr int kEntriesLog2 = 13;
   static constexpr uint32_t kEntries = 1u << kEntriesLog2;
   static_assert(kEntries == 2 * kMaxFreeForm);
   static constexpr uint32_t kFree = 0;
-  static constexpr uint32_t kGivenBack = ~0u;  // free, but a search goes on behind it
+  static constexpr uint32_t kGivenBack = ~0u;  // free, but a search continues past it
 
   struct Entry {
-    // value + 1, or one of the above. Stored by the polling thread alone, release, but for
-    // kGivenBack; acquire by find(): the count was reset.
+    // value + 1, kFree or kGivenBack. Stored by the polling thread, except kGivenBack by
+    // give_back(); release, pairs with the acquire in find(): the count was reset.
     std::atomic<uint32_t> tag{kFree};
     uint32_t num_waiting = 0;  // under mutex_
-    // release in deliver(), acquire in the reader: the payload is visible with the count.
+    // release in deliver(), acquire in value() and wait(): the payload is visible with the count.
     std::atomic<uint64_t> count{0};
     platform::EventCount event{};
   };
@@ -105,8 +108,8 @@ class ImmTable {
 
   const std::unique_ptr<Entry[]> entries_;
   std::atomic<uint32_t> num_taken_{0};
-  platform::EventCount added_{};  // somebody may wait for a value that has no counter yet
-  mutable std::mutex mutex_;      // between users: nothing is given back that one of them looks at
+  platform::EventCount added_{};  // for wait() of a value that has no counter yet
+  mutable std::mutex mutex_;      // between users: no counter in use is given back
   std::array<ImmSink*, ImmKey::kMaxCommunicators> sinks_{};
   std::atomic<uint64_t> discarded_{0};
 };

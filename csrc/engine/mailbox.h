@@ -1,6 +1,6 @@
-// How other threads reach the polling thread: an intrusive lock-free stack of Requests and closures.
-// push() is one compare-and-swap; take_all() empties it in one exchange, in order of arrival. Nothing
-// is allocated: each node belongs to whoever pushed it until it is done.
+// How other threads reach the polling thread: an intrusive lock-free stack of Requests and
+// closures. push() is one compare-and-swap; take_all() empties it in one exchange, in order of
+// arrival. Nothing is allocated: each node belongs to its pusher until it is done.
 #pragma once
 
 #include <atomic>
@@ -23,21 +23,21 @@ struct MailboxNode {
 };
 
 // Many pushers, one taker. Nodes are only ever taken all together, so a node that is pushed again
-// while somebody else pushes (the ABA case) does no harm.
+// during another push (the ABA case) does no harm.
 class Mailbox {
  public:
   // Any thread. The node must not be in a mailbox.
   void push(MailboxNode& node) noexcept {
     MailboxNode* newest = newest_.load(std::memory_order_relaxed);
-    // release: pairs with the acquire in take_all(), which then sees all that was written to the
-    // node before. Later pushes are read-modify-writes and keep this release visible.
+    // release: pairs with the acquire in take_all(), which then sees all earlier writes to the
+    // node. Later pushes are read-modify-writes and keep this release visible.
     do {
       node.next = newest;
     } while (!newest_.compare_exchange_weak(newest, &node, std::memory_order_release,
                                             std::memory_order_relaxed));
   }
 
-  // Polling thread. A list linked by `next`, oldest first; null when there is nothing.
+  // Polling thread. Returns a list linked by `next`, oldest first; null when the mailbox is empty.
   MailboxNode* take_all() noexcept {
     // relaxed: an empty mailbox costs a load and no locked instruction in every turn of the poller.
     if (newest_.load(std::memory_order_relaxed) == nullptr) return nullptr;
@@ -53,7 +53,7 @@ class Mailbox {
     return oldest;
   }
 
-  // relaxed: only a hint whether to look; the order comes from take_all() or from the waker.
+  // relaxed: only a hint; the order comes from take_all() or from the waker.
   bool empty() const noexcept { return newest_.load(std::memory_order_relaxed) == nullptr; }
 
  private:

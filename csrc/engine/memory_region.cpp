@@ -8,7 +8,8 @@ using base::Code;
 
 namespace {
 
-// First in each message, with the letter: bytes of another purpose or version are refused by name.
+// Each message begins with its tag and the letter: bytes of another purpose or version are refused
+// by name.
 constexpr uint32_t kAddressTag = 0x31415045;     // "EPA1"
 constexpr uint32_t kDescriptorTag = 0x31445045;  // "EPD1"
 

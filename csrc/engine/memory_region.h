@@ -10,7 +10,8 @@
 
 namespace moe_p2p::engine {
 
-// NICs of one engine. Fixes the size of a Request; eight is one GPU's share on the largest hosts.
+// Most NICs of one engine. Fixes the size of a Request; eight is one GPU's share on the largest
+// hosts.
 inline constexpr int kMaxNics = 8;
 
 // Address of an engine: one provider address per NIC, in rail order.
@@ -22,7 +23,7 @@ struct EngineAddress {
   friend bool operator==(const EngineAddress&, const EngineAddress&) = default;
 };
 
-// All that a peer needs to write: whom to connect to, and one (address, key) per NIC.
+// All that a peer needs to write: the owner to connect to, and one (address, key) per NIC.
 struct MemoryDescriptor {
   struct Rail {
     uint64_t remote_addr;

@@ -89,7 +89,7 @@ size_t NicQueue::post() noexcept {
   if (num_staged_ == 0) return 0;
   const auto now = platform::Clock::now().time_since_epoch();
   const std::span<const provider::WorkRequest> staged(staged_.data(), num_staged_);
-  // First, so that nobody who has received something finds it not counted.
+  // Counted before the post, so that no receiver of a write finds it uncounted.
   count(staged, 1);
   const size_t taken = domain_->post(staged);
   count(staged.subspan(taken), -1);

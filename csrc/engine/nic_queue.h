@@ -1,6 +1,6 @@
 // The sending side of one NIC, on the polling thread: a queue of Requests with something to post
-// here, a small batch of staged work requests, and the count of those in flight. Filled and emptied
-// by the Poller. A full NIC keeps its queue and holds up no other NIC.
+// here, a small batch of staged work requests, and the number of work requests in flight. Filled
+// and emptied by the Poller. A full NIC keeps its queue and holds up no other NIC.
 #pragma once
 
 #include <array>
@@ -15,24 +15,24 @@ namespace moe_p2p::engine {
 
 class NicQueue {
  public:
-  // Work requests given to the provider at once. Too small: a doorbell of the NIC per few writes.
-  // Too large: a full NIC keeps more writes staged for requests that have failed meanwhile.
+  // Work requests given to the provider at once. Too small: the NIC's doorbell rings for every few
+  // writes. Too large: a full NIC keeps more writes staged for Requests that fail meanwhile.
   static constexpr size_t kBatch = 64;
-  // What one Request may add before the next has its turn. Too small: more turns per batch. Too
-  // large: a one-write Request waits behind so many writes of each large one.
+  // Writes one Request may stage before the next one's turn. Too small: more turns per batch. Too
+  // large: a one-write Request waits for this many writes of each large one.
   static constexpr size_t kQuantum = 16;
 
   void open(provider::Domain& domain, int nic, int num_nics);
 
-  // Begins a Request here. False when it has nothing to send through this NIC.
+  // Adds a Request. False when it has nothing to send through this NIC.
   bool add(Request& request) noexcept;
   Request* front() const noexcept { return head_; }
 
-  // Stages what the front Request has next, at most kQuantum writes, and moves it to the back or,
-  // when it has no more or is held, out of the queue. Requires room() > 0.
+  // Stages the front Request's next writes, at most kQuantum, and moves it to the back or, when it
+  // has no more or is held, out of the queue. Requires room() > 0.
   void stage_front() noexcept;
   size_t room() const noexcept;
-  // Takes back all that is queued or staged for the Request.
+  // Removes all that is queued or staged for the Request.
   void drop(Request& request) noexcept;
   // Posts what is staged; returns how many work requests the provider took.
   size_t post() noexcept;
@@ -41,7 +41,7 @@ class NicQueue {
   size_t poll(std::span<provider::Completion> completions) noexcept {
     return domain_->poll(completions);
   }
-  // The provider gave up one work request of `request`.
+  // The provider completed one work request of `request`.
   void complete(Request& request) noexcept;
   void count_immediate() noexcept { add(counters_.immediates_received, 1); }
 
@@ -59,7 +59,7 @@ class NicQueue {
     counter.store(counter.load(std::memory_order_relaxed) + amount, std::memory_order_relaxed);
   }
 
-  // Requests take turns: those that still have something go to the back.
+  // Requests take turns: one with more to stage goes to the back.
   void push_back(Request& request) noexcept;
   void remove(Request& request) noexcept;
   size_t cut_next(Request& request, std::span<provider::WorkRequest> out) const noexcept;

@@ -1,5 +1,5 @@
-// A connected engine: one provider peer per local NIC; NIC i talks to the peer's NIC i mod its count.
-// Made by TransferEngine::connect(), gone with TransferEngine::disconnect().
+// A connected engine: one provider peer per local NIC; NIC i talks to the peer's NIC i mod its
+// count. Made by TransferEngine::connect(), destroyed by TransferEngine::disconnect().
 #pragma once
 
 #include <utility>

@@ -18,7 +18,7 @@ struct Item {
   provider::PeerId peer;
 };
 
-// Items nic, nic + num_nics, ... of `count`.
+// How many of `count` items NIC `nic` gets: items nic, nic + num_nics, ...
 uint64_t num_dealt(uint64_t count, int nic, int num_nics) noexcept {
   const auto first = static_cast<uint64_t>(nic);
   return count > first ? (count - first - 1) / static_cast<uint64_t>(num_nics) + 1 : 0;
@@ -28,7 +28,8 @@ uint64_t dealt(uint64_t item, const CutContext& context) noexcept {
   return item * static_cast<uint64_t>(context.num_nics) + static_cast<uint64_t>(context.nic);
 }
 
-// `bytes` from source_offset of one span to target_offset of another, both at NIC `nic`.
+// Returns the write of `bytes` from `source` at source_offset to `target` at target_offset by NIC
+// `nic`.
 Item make_item(const MemoryHandle& source, uint64_t source_offset, const RemoteRegion& target,
                uint64_t target_offset, uint64_t bytes, int nic) noexcept {
   const auto& rail = target.rails[static_cast<size_t>(nic)];
@@ -47,7 +48,7 @@ size_t cut_items(uint64_t count, const CutContext& context, std::optional<uint32
   size_t n = 0;
   for (; cursor.item < count;) {
     const Item item = item_at(cursor.item);
-    if (item.bytes == 0 && !imm) {  // nothing to say
+    if (item.bytes == 0 && !imm) {  // nothing to send
       ++cursor.item;
       continue;
     }
@@ -76,7 +77,7 @@ size_t cut_items(uint64_t count, const CutContext& context, std::optional<uint32
   return n;
 }
 
-// One cutter per kind of operation: how many items, and where item i lies.
+// One overload per kind of operation: it gives the number of items, and where item i lies.
 struct Cutter {
   const CutContext& context;
   RailCursor& cursor;
@@ -101,7 +102,7 @@ struct Cutter {
   size_t operator()(const WritePages& pages) const noexcept {
     const Pages from = pages.source_pages;
     const Pages to = pages.target_pages;
-    // The first byte of both sides once; a page then costs two multiplications.
+    // The first byte of both sides, computed once; a page then costs two multiplications.
     const Item base = make_item(*pages.source, from.offset, *pages.target, to.offset,
                                 pages.page_bytes, context.nic);
     const auto item_at = [&](uint64_t i) {

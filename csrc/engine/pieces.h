@@ -15,9 +15,9 @@ struct Shard {
   uint64_t bytes = 0;
 };
 
-// The part of `bytes` that NIC `nic` of `num_nics` carries. The shards of all NICs cover every byte
-// once. Boundaries lie on multiples of 128 bytes, so that no NIC starts in the middle of a line of
-// the PCIe root or of GPU memory; the last shards of a small write are therefore empty.
+// The shard of `bytes` that NIC `nic` of `num_nics` carries. The shards of all NICs cover every
+// byte once. Boundaries lie on multiples of 128 bytes, so that no NIC starts in the middle of a
+// line of the PCIe root or of GPU memory; the last shards of a small write are therefore empty.
 Shard shard_of(uint64_t bytes, int nic, int num_nics) noexcept;
 
 struct CutContext {
@@ -28,9 +28,9 @@ struct CutContext {
 };
 
 // Fills `out` with the next pieces and moves the cursor past them, in_flight included. Returns how
-// many; cursor.state says why it stopped. An empty `out` asks whether there is anything to send. Several pieces of one item with an immediate: the last,
-// which carries it, is held back until cursor.in_flight is 0 again, because only then does the
-// immediate say that the item is complete.
+// many; cursor.state tells why it stopped. With an empty `out` it only sets cursor.state. When an
+// item with an immediate has several pieces, the last piece carries it and is held back until
+// cursor.in_flight is 0 again, because the immediate means that the item is complete.
 size_t cut(const Operation& operation, const CutContext& context, RailCursor& cursor,
            std::span<provider::WorkRequest> out) noexcept;
 

@@ -10,8 +10,8 @@ using provider::Completion;
 
 namespace {
 
-// Batches per NIC and turn. Too small: the other work of a turn (doorbells, arrivals) is done once
-// per few writes. Too large: a large transfer delays that work by as many posts.
+// Batches per NIC and turn. Too small: the other work of a turn (doorbells, arrivals) runs once per
+// few writes. Too large: a large transfer delays that work by this many posts.
 constexpr int kBatchesPerTurn = 4;
 
 bool uses_peer(const Operation& operation, const Peer& peer) noexcept {
@@ -44,8 +44,8 @@ bool Poller::turn() noexcept {
   return moved;
 }
 
-// A closure may come here again (a control call on the polling thread); what is left of the list
-// then goes first, so that the order of arrival holds.
+// A closure may call this again (a control call on the polling thread); the rest of the list is
+// then handled first, which keeps the order of arrival.
 bool Poller::take_mail() noexcept {
   MailboxNode** end = &mail_;
   while (*end != nullptr) end = &(*end)->next;
@@ -53,7 +53,7 @@ bool Poller::take_mail() noexcept {
   const bool moved = mail_ != nullptr;
   while (mail_ != nullptr) {
     MailboxNode& node = *mail_;
-    mail_ = node.next;  // first: the node may be gone once it was handled
+    mail_ = node.next;  // before handling, which may destroy the node
     if (node.kind == MailboxNode::Kind::kRequest)
       activate(static_cast<Request&>(node));
     else
@@ -102,7 +102,7 @@ bool Poller::poll(NicQueue& queue) noexcept {
   return moved;
 }
 
-// One flush for all immediates of a batch: their payload was written before the batch was polled.
+// One flush for all immediates of a batch: their payloads were written before it was polled.
 bool Poller::flush_for(std::span<const Completion> completions) noexcept {
   const auto is_immediate = [](const Completion& c) {
     return c.kind == Completion::Kind::kImmediate;
@@ -111,7 +111,7 @@ bool Poller::flush_for(std::span<const Completion> completions) noexcept {
          gpu_flushes_.flush();
 }
 
-// Immediates whose payload a GPU could not flush are kept back rather than shown too early.
+// An immediate whose payload a GPU could not flush is dropped: counting it would be too early.
 void Poller::complete(NicQueue& queue, const Completion& completion, bool visible) noexcept {
   if (completion.kind == Completion::Kind::kImmediate) {
     if (!visible) [[unlikely]]
@@ -146,7 +146,7 @@ template <typename Uses>
 void Poller::revoke_if(base::Status status, Uses&& uses) noexcept {
   for (Request* request = active_; request != nullptr;) {
     Request* next = request->next_active_;
-    // A failed Request has nothing left to post; what it used may be gone already.
+    // Skips failed Requests: they have nothing left to post, and what they used may be gone.
     if (request->status_.ok() && uses(*request)) {
       fail(*request, status);
       finish_if_settled(*request);

@@ -29,11 +29,12 @@ class Poller {
   bool turn() noexcept;
   bool take_mail() noexcept;
   void activate(Request& request) noexcept;
-  // No active Request uses the peer (or the memory) afterwards: those that do fail, and finish when
-  // their outstanding writes have completed.
+  // Fails the active Requests that use the peer (or the memory); they finish when their outstanding
+  // writes have completed.
   void revoke(const Peer& peer, base::Status status) noexcept;
   void revoke(const MemoryHandle& source, base::Status status) noexcept;
-  // Finishes every active and every mailed Request. The NICs are closed: nothing completes any more.
+  // Finishes every active and every mailed Request. Call it after the NICs are closed: nothing
+  // completes any more.
   void close(base::Status status) noexcept;
   bool idle() const noexcept;
 
@@ -50,7 +51,7 @@ class Poller {
   const DomainGroup& group_;
   const int num_nics_;
   std::array<NicQueue, kMaxNics> nics_;
-  Request* active_ = nullptr;  // all that were activated and are not done, newest first
+  Request* active_ = nullptr;  // list of Requests that are not done, newest first
   ImmTable imm_table_;
   GpuFlushes gpu_flushes_;
   Mailbox mailbox_;

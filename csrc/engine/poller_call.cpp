@@ -6,8 +6,8 @@ namespace moe_p2p::engine {
 
 void PollerCall::run() noexcept {
   State expected = State::kWaiting;
-  // acquire: pairs with the release in CallPool::take(). The exchange decides against wait(), whose
-  // own exchange takes kWaiting to kCancelled: exactly one of them wins.
+  // acquire: pairs with the release in CallPool::take(). wait() exchanges kWaiting for kCancelled:
+  // exactly one of the two exchanges succeeds.
   if (!state_.compare_exchange_strong(expected, State::kRunning, std::memory_order_acquire)) {
     state_.store(State::kFree, std::memory_order_release);  // pairs with the acquire in take()
     return;
@@ -30,7 +30,7 @@ bool PollerCall::wait(platform::Deadline deadline) {
   const auto done = [this] { return finished(); };
   if (!platform::wait_until(event_, policy, deadline, done)) {
     State expected = State::kWaiting;
-    // relaxed: nothing was written that the poller reads after losing this.
+    // relaxed: the poller reads nothing of ours when its exchange fails.
     if (state_.compare_exchange_strong(expected, State::kCancelled, std::memory_order_relaxed))
       return false;
     while (!platform::wait_until(event_, policy, platform::Clock::now() + std::chrono::seconds(1),

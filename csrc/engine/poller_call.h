@@ -18,13 +18,13 @@ class PollerCall : public MailboxNode {
  public:
   PollerCall() noexcept : MailboxNode(Kind::kCall) {}
 
-  // Polling thread. Runs the closure unless its caller gave up; what it throws is kept for the
+  // Polling thread. Runs the closure unless its caller gave up, and keeps its exception for the
   // caller.
   void run() noexcept;
 
-  // Caller. Returns true once the closure has run (and rethrows what it threw), false when the
-  // deadline passed before it began; it will then never run. A closure that has begun is awaited
-  // beyond the deadline: it works on the caller's variables.
+  // Caller. Returns true once the closure has run, or rethrows its exception. False when the
+  // deadline passed before it began; it will then never run. Waits beyond the deadline for a
+  // closure that has begun, because it uses the caller's variables.
   bool wait(platform::Deadline deadline);
 
  private:
@@ -44,7 +44,7 @@ class PollerCall : public MailboxNode {
 
 class CallPool {
  public:
-  // A free call, armed with `closure`, which must live until wait() returns. Any thread.
+  // Returns a free call with `closure`, which must live until wait() returns. Any thread.
   PollerCall& take(const Closure& closure);
 
  private:

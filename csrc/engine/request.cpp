@@ -27,7 +27,7 @@ bool Request::wait(platform::Deadline deadline, const platform::WaitPolicy& poli
     return phase_.load(std::memory_order_acquire) >= Phase::kFinishing;  // pairs with finish()
   };
   if (!platform::wait_until(event_, policy, deadline, finishing)) return false;
-  // The polling thread is between two stores of finish(); it touches the Request until the second.
+  // The polling thread is between the two stores of finish() and uses the Request until the second.
   while (!done()) sched_yield();
   return true;
 }

@@ -1,10 +1,10 @@
-// What can be asked of the engine. A Request belongs to its submitter and must stay alive, with the
-// arrays its operation points to, until done(). One Request may be submitted again after that.
+// The engine's operations. A Request belongs to its submitter and must stay alive, with the arrays
+// its operation points to, until done(). It may be submitted again after that.
 //
 // Immediates delivered to the peer (R = number of rails = NICs of the sender):
 //   Imm         1
-//   Write       R: the bytes are cut into R shards, one per NIC, empty shards included; and 0
-//               without an immediate
+//   Write       R: the bytes are cut into R shards, one per NIC, empty shards included;
+//               0 without an immediate
 //   WritePages  one per page
 //   Scatter     kByPeer: 1 per slice (slice i travels on NIC i mod R); kByBytes: R per slice
 #pragma once
@@ -85,8 +85,8 @@ struct Scatter {
 
 using Operation = std::variant<Imm, Write, WritePages, Scatter>;
 
-// How far one NIC has come with one Request. An item is what travels on one NIC as a whole (a shard,
-// a page, a slice); it is cut into several writes only where the NIC limits the size of a write.
+// One NIC's progress with one Request. An item is what one NIC carries as a whole (a shard, a page,
+// a slice); it is cut into several writes only where the NIC limits the size of a write.
 struct RailCursor {
   enum class State : uint8_t {
     kMore,       // has writes to post
@@ -94,7 +94,7 @@ struct RailCursor {
     kExhausted,  // everything is posted
   };
   uint64_t item = 0;
-  uint64_t offset = 0;     // bytes of this item that were posted
+  uint64_t offset = 0;     // bytes of this item already posted
   uint64_t in_flight = 0;  // posted or staged on this NIC and not completed
   State state = State::kExhausted;
 };
@@ -113,7 +113,7 @@ class Request : private MailboxNode {
   // Submitted and not done.
   bool active() const noexcept;
   base::Status status() const noexcept { return status_; }
-  // False when the deadline passed first; the Request is then still in use.
+  // Returns false when the deadline passed first; the Request is then still in use.
   bool wait(platform::Deadline deadline, const platform::WaitPolicy& policy = {});
 
  private:
@@ -121,8 +121,8 @@ class Request : private MailboxNode {
   friend class Poller;
   friend class NicQueue;
 
-  // kFinishing exists because a Request may be destroyed as soon as it is done: waiters are notified
-  // before kDone, which is the last that the polling thread writes.
+  // kFinishing exists because a Request may be destroyed as soon as it is done: waiters are
+  // notified before kDone, the last write of the polling thread.
   enum class Phase : uint32_t { kIdle, kActive, kFinishing, kDone };
 
   // One per NIC: the cursor, and the links of that NIC's queue.
@@ -139,7 +139,7 @@ class Request : private MailboxNode {
   // Polling thread only, from here to `event_`.
   base::Status status_;     // the first failure
   uint64_t in_flight_ = 0;  // over all NICs
-  int open_rails_ = 0;      // NICs that have not posted all of their part
+  int open_rails_ = 0;      // NICs that have more to post
   std::array<Rail, kMaxNics> rails_;
   Request* previous_active_ = nullptr;
   Request* next_active_ = nullptr;

@@ -1,6 +1,6 @@
 // Checks an operation against the memory it names, before anything is sent. Runs on the submitter's
-// thread. Reads every page index once; must not be needed for operations that are set up once and
-// submitted from the polling thread.
+// thread. Reads every page index once. Operations set up once and submitted from the polling thread
+// skip it.
 #pragma once
 
 #include <string>
@@ -9,8 +9,8 @@
 
 namespace moe_p2p::engine {
 
-// Throws Error{kInvalidArgument} that names the operation, the side, the range asked for and the
-// range there is.
+// Throws Error{kInvalidArgument} that names the operation, the side, its range and the registered
+// range.
 void check_operation(const Operation& operation, int num_nics, const std::string& label);
 
 }  // namespace moe_p2p::engine

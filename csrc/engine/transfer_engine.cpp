@@ -20,7 +20,7 @@ using platform::Deadline;
 
 namespace {
 
-// Tells threads apart in one load and compare.
+// Identifies the calling thread with one load.
 const void* this_thread() noexcept {
   static thread_local char mark;
   return &mark;
@@ -43,7 +43,8 @@ struct HandleEntry {
   bool leaving = false;
 };
 
-// Marks an entry for the time of a step that must not run twice; takes the mark back on failure.
+// Marks an entry for a step that must not run twice. The caller takes the mark back when the step
+// fails.
 template <typename Map, typename Key>
 void mark_leaving(std::mutex& mutex, Map& map, Key key, const std::string& unknown) {
   const std::lock_guard lock(mutex);
@@ -67,7 +68,8 @@ struct TransferEngine::State {
     return polling_thread.load(std::memory_order_relaxed) == this_thread();
   }
 
-  // Runs closure where it cannot meet progress(): here, when nobody polls or the caller does.
+  // Runs closure where it cannot overlap with progress(): here when no other thread polls,
+  // otherwise on the polling thread.
   void run_exclusive(TransferEngine& engine, const Closure& closure) {
     // acquire: pairs with the release in detach_poller().
     if (polling_thread.load(std::memory_order_acquire) == nullptr) {
@@ -103,8 +105,8 @@ TransferEngine::TransferEngine(const EngineOptions& options)
 TransferEngine::TransferEngine(const EngineOptions& options, const DomainFactory& factory)
     : state_(std::make_unique<State>(options, factory)) {}
 
-// The NICs first: once they are closed nobody reads the memory of unfinished Requests any more. In a
-// forked child all of it is the parent's, and is left as it is.
+// Closes the NICs first: after that nothing reads the memory of unfinished Requests. In a forked
+// child everything belongs to the parent and is left as it is.
 TransferEngine::~TransferEngine() {
   if (state_->waker_memory.inherited()) {
     (void)state_.release();
@@ -181,7 +183,7 @@ const Peer* TransferEngine::connect(const EngineAddress& address) {
   return key;
 }
 
-// The polling thread lets go before the provider does: it must not post to an id that is gone.
+// The polling thread drops the peer before the provider does: it must not post to a removed id.
 void TransferEngine::disconnect(const Peer* peer) {
   State& s = *state_;
   mark_leaving(s.mutex, s.peers, peer,
@@ -261,7 +263,7 @@ void TransferEngine::submit_from_poller(Request& request) noexcept {
 
 void TransferEngine::run_on_poller(const Closure& closure, Deadline deadline) {
   if (state_->polled_by_caller()) {
-    state_->poller.take_mail();  // what was submitted before comes first
+    state_->poller.take_mail();  // earlier submissions come first
     closure();
     return;
   }
@@ -275,7 +277,7 @@ void TransferEngine::run_on_poller(const Closure& closure, Deadline deadline) {
 // --- polling thread ---
 
 bool TransferEngine::progress() noexcept {
-  // relaxed: read for equality with the reader's own mark, or for null (see detach_poller()).
+  // relaxed: readers compare it with their own mark, or with null (see detach_poller()).
   state_->polling_thread.store(this_thread(), std::memory_order_relaxed);
   return state_->poller.turn();
 }

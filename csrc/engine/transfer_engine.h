@@ -1,9 +1,9 @@
-// The transfer engine: one-sided writes with immediates over all NICs of one GPU (or CPU rank).
-// There is no world here: peers are connected and dropped one by one, at any time.
+// The transfer engine: one-sided writes with immediates over all NICs of one GPU (or CPU rank). It
+// has no world: peers are connected and dropped one by one, at any time.
 //
 // Threads. Exactly one thread calls progress() (the proxy thread, or a simulation). Everything
-// marked "any thread" may be called beside it; submissions reach the polling thread through the
-// mailbox.
+// marked "any thread" may be called at the same time; submissions reach the polling thread through
+// the mailbox.
 #pragma once
 
 #include <chrono>
@@ -26,17 +26,18 @@ struct EngineOptions {
   std::string provider = "loopback";
   int num_nics = 2;
   std::string settings;          // for the provider, "key=value,..."
-  std::string label = "engine";  // "rank 3": stands in error texts
-  // How long disconnect() and unregister_memory() wait for the polling thread to let go.
+  std::string label = "engine";  // "rank 3": begins error texts
+  // How long disconnect() and unregister_memory() wait for the polling thread to take their call.
   std::chrono::milliseconds control_timeout{10'000};
 };
 
 class TransferEngine {
  public:
   explicit TransferEngine(const EngineOptions& options);
-  // With NICs made by `factory` instead of by options.provider.
+  // Opens NICs with `factory` instead of options.provider.
   TransferEngine(const EngineOptions& options, const DomainFactory& factory);
-  // Unfinished Requests fail kClosed, their waiters wake. No thread may be in another member.
+  // Unfinished Requests fail with kClosed and their waiters wake. No thread may be in another
+  // member.
   ~TransferEngine();
 
   // --- any thread ---
@@ -48,49 +49,48 @@ class TransferEngine {
   const std::string& waker_name() const noexcept;
 
   const MemoryHandle* register_memory(const provider::MemorySpan& span);
-  // Reaches every NIC. Requests that still read from the memory fail kClosed.
+  // Tries every NIC. Requests that still read from the memory fail with kClosed.
   void unregister_memory(const MemoryHandle* handle);
   MemoryDescriptor descriptor(const MemoryHandle* handle) const;
 
-  // A new Peer at every call; the other engine need not do anything.
+  // Returns a new Peer at every call; the other engine need not do anything.
   const Peer* connect(const EngineAddress& address);
-  // Requests that write to the peer and are not done fail kClosed; others do not notice. The Peer
-  // and its RemoteRegions are gone afterwards.
+  // Unfinished Requests that write to the peer fail with kClosed; others are not affected. The Peer
+  // and its RemoteRegions are destroyed.
   void disconnect(const Peer* peer);
-  // Connects to the owner unless it is connected or `peer` is given. Valid until that peer is
-  // disconnected; the same descriptor yields the same region. Throws when the descriptor does not
-  // belong to the peer.
+  // Connects to the owner unless it is connected or `peer` is given. The region is valid until that
+  // peer is disconnected; the same descriptor yields the same region. Throws when the descriptor
+  // does not belong to the peer.
   const RemoteRegion* resolve(const MemoryDescriptor& descriptor, const Peer* peer = nullptr);
-  // GPU memory of a peer on this host, mapped here at `local`: for NICs that are software and write
-  // through it, the others ignore it. One window per region; dropped with the peer.
+  // Names GPU memory of a peer on this host that is mapped here at `local`: software NICs write
+  // through it, other NICs ignore it. One window per region; dropped with the peer.
   void map_region(const RemoteRegion* region, const provider::MemorySpan& local);
 
   // Throws Error{kInvalidArgument} for a range outside the registered memory or a Request that is
   // still in use, before anything is sent.
   void submit(Request& request);
-  // Runs closure on the polling thread, in order with submissions, and waits for it; rethrows what
-  // it throws. Throws Error{kTimeout} when it had not begun by the deadline; it never runs then. The
-  // closure must not block. At once when the caller is the polling thread.
+  // Runs closure on the polling thread, in order with submissions, and waits for it; rethrows its
+  // exception. Throws Error{kTimeout} when it had not begun by the deadline; it then never runs.
+  // The closure must not block. Runs at once when the caller is the polling thread.
   void run_on_poller(const Closure& closure, platform::Deadline deadline);
   ImmTable& imm_table() noexcept;
   std::vector<NicCounters> counters() const;
-  // Immediates are kept back since a GPU could not flush what NICs wrote: who waits for one waits in
-  // vain. The text says why; empty while it is false.
+  // True once a GPU could not flush what NICs wrote: immediates are not counted from then on, so a
+  // wait for one cannot succeed. gpu_flush_failure() gives the reason; empty while this is false.
   bool gpu_flush_failed() const noexcept;
   std::string gpu_flush_failure() const;
-  // "; first failure of the NICs: ..." for the end of an error's text; empty while there is none.
+  // "; first failure of the NICs: ..." for the end of an error text; empty without a failure.
   std::string first_failure() const;
-  // Says that the polling thread has ended. Until some thread calls progress() again, disconnect()
-  // and unregister_memory() do its part themselves instead of waiting for it.
+  // Call it when the polling thread has ended. Until some thread calls progress() again,
+  // disconnect() and unregister_memory() do its work themselves instead of waiting for it.
   void detach_poller() noexcept;
 
-  // --- polling thread ---
-  // Like submit(), without the mailbox and the checks (done once, at set-up). The Request must not
-  // be active.
+  // --- polling thread --- submit() without the mailbox and the checks (made once, at set-up). The
+  // Request must not be active.
   void submit_from_poller(Request& request) noexcept;
-  // Mailbox, post, poll. True when anything moved.
+  // Takes the mailbox, posts, polls. True when anything moved.
   bool progress() noexcept;
-  // Nothing active and nothing in flight: the poller may sleep until notified.
+  // True when nothing is active or in flight: the poller may sleep until notified.
   bool idle() const noexcept;
 
  private:

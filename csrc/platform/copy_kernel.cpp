@@ -14,8 +14,8 @@ namespace {
 
 constexpr unsigned kPortableAndMapped = 3;  // as in cuda.h
 
-// Too small: every pause of a program is followed by copies that wait for the driver. Too large:
-// whoever waits for the device waits so long for this kernel.
+// Too small: every pause of a program is followed by copies that wait for the driver. Too large: a
+// wait for the whole device also waits this long for this kernel.
 constexpr uint64_t kIdleNs = 1'000'000;
 
 }  // namespace
@@ -73,7 +73,7 @@ uint64_t CopyKernel::post(std::byte* to, const std::byte* from, uint64_t bytes) 
                              {&place.from, request.from},
                              {&place.bytes, request.bytes}})
     std::atomic_ref(*word).store(value, std::memory_order_relaxed);
-  // release: what is to be copied was there before, as the polling thread knows.
+  // release: pairs with the acquire in kernels/copy.cu; the source was complete before post().
   std::atomic_ref(place.check).store(request.check, std::memory_order_release);
   num_posted_.store(number + 1, std::memory_order_release);
   return number;

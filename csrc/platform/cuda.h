@@ -1,4 +1,4 @@
-// Launching kernels that moe_p2p/gpu/jit.py made.
+// Launches kernels that moe_p2p/gpu/jit.py compiled.
 #pragma once
 
 #include <cstddef>
@@ -10,9 +10,9 @@ struct Launch {
   uint64_t kernel = 0;  // CUfunction or CUkernel
   unsigned num_blocks = 0;
   unsigned num_threads = 0;
-  unsigned shared_bytes = 0;  // dynamic, of a block
+  unsigned shared_bytes = 0;  // dynamic, per block
   void* stream = nullptr;
-  // May start before the kernel ahead of it in the stream has ended (it waits by itself).
+  // The kernel may start before the previous one in the stream has ended (it waits by itself).
   bool overlap_previous = false;
 };
 
@@ -20,8 +20,8 @@ struct Launch {
 // Error{kTransport} with the driver's own text when it refuses.
 void launch_kernel(const Launch& launch, const void* params);
 
-// Whether this GPU memory may move between device and host (cudaMallocManaged), where no NIC and no
-// copy engine of a peer finds it. False where the driver cannot say.
+// True when this GPU memory may move between device and host (cudaMallocManaged), where no NIC and
+// no copy engine of a peer finds it. False when the driver does not know.
 bool is_managed(const void* address);
 
 }  // namespace moe_p2p::platform

@@ -1,12 +1,12 @@
-// Whose GPU the driver's calls of a thread mean. CUDA's runtime makes a context current by itself, the
-// driver does not: a thread of torch's that has run nothing of torch's yet has none, or another device's.
+// Which GPU the driver's calls of a thread use. CUDA's runtime makes a context current by itself,
+// the driver does not: a thread that has not called torch yet has no context, or another device's.
 #pragma once
 
 #include "platform/cuda_driver.h"
 
 namespace moe_p2p::platform {
 
-// The context that torch and this package share on a device, held open.
+// The device's context, which torch and this package share; held open.
 class PrimaryContext {
  public:
   // Throws Error{kUnavailable} without a driver, Error{kTransport} with its text when it refuses.
@@ -22,7 +22,7 @@ class PrimaryContext {
   void* context_ = nullptr;
 };
 
-// Current in the calling thread while the guard lives; then what was current before.
+// Makes the context current in the calling thread; the destructor restores the previous one.
 class ContextGuard {
  public:
   explicit ContextGuard(const PrimaryContext& context) noexcept
@@ -34,7 +34,7 @@ class ContextGuard {
   ContextGuard(const ContextGuard&) = delete;
   ContextGuard& operator=(const ContextGuard&) = delete;
 
-  // A CUresult. Whoever does not ask learns it from the driver's next call.
+  // A CUresult. If it is ignored, the driver's next call fails with it.
   int error() const noexcept { return error_; }
 
  private:

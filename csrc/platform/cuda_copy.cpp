@@ -16,8 +16,8 @@ namespace {
 constexpr int kRelaxedCapture = 2;  // as in cuda.h
 
 constexpr auto kCloseTimeout = std::chrono::seconds(10);
-// Longer copies take the engines less time than the kernel, whose multiprocessor is one of many. Too
-// large: they hold up what they would have to overlap with.
+// Longer copies are faster by the copy engines than by the kernel, which has one multiprocessor.
+// Too large: long copies delay the short ones they should overlap with.
 constexpr uint64_t kMostByKernel = 128 << 10;
 // How often the driver is asked whether a device that copies by kernel has failed.
 constexpr uint32_t kLooksUntilQuery = 4096;
@@ -55,12 +55,13 @@ CopyQueue::~CopyQueue() {
   if (kernel_) {
     const ControlGuard guard(context_);
     while ((copies = kernel_->busy()) && Clock::now() < deadline) sched_yield();
-    num_taken_over_.store(kernel_->num_posted(), std::memory_order_release);  // by nobody any more
+    // drain() must not wait for copies that nothing does any more.
+    num_taken_over_.store(kernel_->num_posted(), std::memory_order_release);
   }
   if (copies || !drain(deadline)) {
     MOE_P2P_LOG(base::LogLevel::kError, "device ", device_,
                 " still copies to memory of peers although its NIC is closed");
-    if (copies) static_cast<void>(kernel_.release());  // which still looks at it
+    if (copies) static_cast<void>(kernel_.release());  // the running kernel still uses its ring
   }
   close();
 }
@@ -110,11 +111,11 @@ uint64_t CopyQueue::num_settled() const noexcept {
   return std::max(kernel_->num_done(), num_taken_over_.load(std::memory_order_acquire));
 }
 
-// Once per thread, as long as it polls for one device.
+// Does its work once per thread, as long as the thread polls for one device.
 void CopyQueue::enter() const noexcept {
   static thread_local const void* current = nullptr;
   if (current == context_.get()) return;
-  if (driver_.context_set(context_.get()) != 0) return;  // the call that follows says what is wrong
+  if (driver_.context_set(context_.get()) != 0) return;  // the next call reports the error
   int mode = kRelaxedCapture;
   driver_.capture_mode(&mode);
   current = context_.get();
@@ -131,7 +132,7 @@ CopyQueue::Started CopyQueue::copy(std::byte* to, const std::byte* from, uint64_
   return {{}, ++num_started_};
 }
 
-// False: the engines are to carry it, which they do until the kernel is on the device.
+// False when the engines must carry the copy, as they do until the kernel is on the device.
 bool CopyQueue::ask_kernel(Copy& copy) noexcept {
   if (!kernel_ || copy.bytes > kMostByKernel) return false;
   take_over();
@@ -152,14 +153,14 @@ base::Status CopyQueue::ask_engines(Copy& copy) noexcept {
                     copy.bytes, stream_);
   if (error != 0) return {Code::kTransport, error};
   error = driver_.event_record(copy.event, stream_);
-  if (error != 0) status_ = {Code::kTransport, error};  // it runs, and nobody can say until when
+  if (error != 0) status_ = {Code::kTransport, error};  // it runs, without an event for its end
   return status_;
 }
 
-// What a kernel that has left did not do: copies that it was given while it left.
+// Gives the engines what an exited kernel did not do: copies posted while it exited.
 void CopyQueue::take_over() noexcept {
   if (!kernel_started_ || !kernel_->left()) return;
-  const uint64_t num_done = kernel_->num_done();  // after it has left: no more will be
+  const uint64_t num_done = kernel_->num_done();  // final, because it has exited
   for (uint64_t i = num_done_; i != num_started_ && status_.ok(); ++i) {
     Copy& copy = copies_[i % kCapacity];
     if (!copy.by_kernel || copy.number < num_done) continue;

@@ -1,12 +1,14 @@
-// Copies within GPU memory by the copy engines, for a thread that polls: a stream of its own, and an
-// event behind each copy. Also between a GPU and host memory, which need not be pinned. The loopback NIC writes with it to memory of its peers that is mapped here.
-// Made and drained on the control path; copy() and poll() belong to one thread, which never waits.
+// Copies within GPU memory by the copy engines, for a thread that polls: a stream of its own, and
+// an event after each copy. Also between a GPU and host memory, which need not be pinned. The
+// loopback NIC uses it to write to memory of its peers that is mapped here. Made and drained on the
+// control path; copy() and poll() belong to one thread, which never waits.
 //
-// A copy kernel carries them instead while it is on the device: two calls of the driver for a copy and
-// more until it is done are most of what a short one takes. What it leaves behind the engines do.
+// While a copy kernel is on the device, it carries the copies instead: for a short copy, the
+// driver's calls (two to start it, more until it is done) take most of the time. The engines do
+// what the kernel leaves undone.
 //
-// The polling thread's current context becomes that of the device, and its stream capture mode
-// relaxed: in any other mode an event query may break the capture of a CUDA graph elsewhere.
+// The polling thread's current context becomes the device's, and its stream capture mode relaxed:
+// in any other mode an event query may break the capture of a CUDA graph elsewhere.
 #pragma once
 
 #include <atomic>
@@ -30,18 +32,17 @@ class CopyQueue {
   static constexpr uint32_t kCapacity = 256;
   static_assert(kCapacity <= abi::kCopyRequests);
 
-  // copy_kernel: a function of the device, 0: the engines alone. Throws Error{kUnavailable} without
-  // a driver, Error{kTransport} with its text when it refuses.
+  // copy_kernel: the kernel's function on the device; 0: copy by the engines alone. Throws
+  // Error{kUnavailable} without a driver, Error{kTransport} with its text when it refuses.
   explicit CopyQueue(int device, uint64_t copy_kernel = 0);
-  ~CopyQueue();  // drains; what a device still copies after that is logged
+  ~CopyQueue();  // drains; logs copies that still run after that
   CopyQueue(const CopyQueue&) = delete;
   CopyQueue& operator=(const CopyQueue&) = delete;
 
   int device() const noexcept { return device_; }
 
-  // --- any thread ---
-  // Returns true once every copy begun before the call has ended, false when the deadline was first.
-  // A device that has failed copies no more.
+  // --- any thread --- Returns true once every copy begun before the call has ended, false when the
+  // deadline passed first. True also for a failed device, which copies no more.
   bool drain(Deadline deadline) noexcept;
 
   // --- polling thread ---
@@ -49,9 +50,9 @@ class CopyQueue {
     base::Status status;  // kTransport, detail = CUresult: nothing was started
     uint64_t ticket = 0;
   };
-  // Never once the queue has failed: copy() then says so.
+  // Never true once the queue has failed: copy() then reports the failure.
   bool full() const noexcept { return status_.ok() && num_started_ - num_done_ == kCapacity; }
-  // Must not be full. The kernel is not asked for what is on the host on one side.
+  // Must not be full. With on_device = false one side is host memory, and the kernel is not used.
   Started copy(std::byte* to, const std::byte* from, uint64_t bytes,
                bool on_device = true) noexcept;
   // Asks the driver which copies are done. Cheap when there are none.
@@ -67,8 +68,8 @@ class CopyQueue {
     uint64_t bytes = 0;
     bool on_device = true;
     bool by_kernel = false;
-    uint64_t number = 0;    // of the kernel's
-    void* event = nullptr;  // behind the engines'
+    uint64_t number = 0;    // by_kernel: its number there
+    void* event = nullptr;  // recorded after it when the engines carry it
   };
 
   void open(uint64_t copy_kernel);
@@ -88,13 +89,13 @@ class CopyQueue {
   std::vector<Copy> copies_;            // [kCapacity], number i: copies_[i % kCapacity]
   std::mutex drain_mutex_;              // guards drain_event_
   void* drain_event_ = nullptr;
-  // The kernel's copies that it has done or the engines have taken over: so many, or num_done() of it.
-  // Stored behind the engines' calls, release; acquire by drain().
+  // The kernel's copies that are done or that the engines took over: this number or the kernel's
+  // num_done(), whichever is larger. Stored after the engines' calls, release; acquire by drain().
   std::atomic<uint64_t> num_taken_over_{0};
 
   // Polling thread only.
-  bool kernel_started_ = false;  // and what it leaves behind not taken over yet
-  uint32_t num_looks_ = 0;       // at a copy of the kernel's
+  bool kernel_started_ = false;  // and take_over() has not run since
+  uint32_t num_looks_ = 0;       // at copies by the kernel
   uint64_t num_started_ = 0;
   uint64_t num_done_ = 0;
   base::Status status_;

@@ -11,7 +11,7 @@ namespace {
 const DriverTable* stand_in = nullptr;
 #endif
 
-// A suffix is the version of the interface that cuda.h of CUDA 11.8 and later gives the plain name.
+// The suffixes are the versions to which cuda.h of CUDA 11.8 and later maps the plain names.
 DriverTable load_driver() {
   const Library library({"libcuda.so.1"}, {.what = "libcuda.so.1",
                                            .install = "is the NVIDIA driver installed?",

@@ -1,6 +1,6 @@
-// The CUDA driver's functions that csrc calls, opened with dlopen: the package builds and runs without
-// CUDA. Only what the data path needs; memory and kernels are made by moe_p2p/gpu/memory.py and
-// moe_p2p/gpu/jit.py. Whoever needs another function adds a line here and one in cuda_driver.cpp.
+// The CUDA driver's functions that csrc calls, opened with dlopen: the package builds and runs
+// without CUDA. Only what the data path needs; memory and kernels are made by moe_p2p/gpu/memory.py
+// and moe_p2p/gpu/jit.py. Another function needs a line here and one in cuda_driver.cpp.
 #pragma once
 
 #include <cstddef>
@@ -20,12 +20,12 @@ struct DriverTable {
   int (*context_set)(void* context);
   int (*context_push)(void* context);
   int (*context_pop)(void** context);
-  int (*capture_mode)(int* mode);  // exchanges that of the calling thread
+  int (*capture_mode)(int* mode);  // exchanges the calling thread's mode
   int (*priority_range)(int* least, int* greatest);
   int (*stream_create)(void** stream, unsigned flags, int priority);
   int (*stream_destroy)(void* stream);
   int (*stream_wait_event)(void* stream, void* event, unsigned flags);
-  // What is not asked for may be null: graph, dependencies and their number.
+  // graph, dependencies and their number may be null.
   int (*capture_info)(void* stream, int* status, uint64_t* id, void** graph, void** dependencies,
                       size_t* num_dependencies);
   int (*event_create)(void** event, unsigned flags);
@@ -39,8 +39,8 @@ struct DriverTable {
   int (*host_free)(void* memory);
   int (*launch)(const void* config, void* kernel, void** params, void** extra);
   int (*flush_writes)(int target, int scope) = nullptr;  // null before CUDA 11.3
-  // Null in drivers that cannot. `kind` is kDmabufHandle; address and bytes are multiples of a
-  // page of the host.
+  // Null in drivers without it. `kind` is kDmabufHandle; address and bytes are multiples of a page
+  // of the host.
   int (*export_dmabuf)(int* fd, uint64_t address, size_t bytes, int kind,
                        unsigned long long flags) = nullptr;
   int (*stream_green)(void* stream, void** green) = nullptr;  // its green context; null before 12.4
@@ -54,9 +54,9 @@ inline constexpr unsigned kEventWithoutTiming = 2;
 
 inline constexpr int kIsCapturing = 1;  // CUstreamCaptureStatus
 
-inline constexpr int kIsManaged = 8;  // of pointer_attribute: an unsigned
+inline constexpr int kIsManaged = 8;  // attribute of pointer_attribute(), an unsigned
 
-inline constexpr int kDriverNotReady = 600;  // an event query: not yet
+inline constexpr int kDriverNotReady = 600;  // event_query(): not yet
 
 // Loaded by the first call. Throws Error{kUnavailable} when there is no driver or it is too old.
 const DriverTable& driver();
@@ -64,7 +64,7 @@ const DriverTable& driver();
 std::string driver_error(int error);
 
 #if defined(MOE_P2P_TESTING)
-// Stands in for the driver from now on; null: the real one again.
+// Replaces the driver from now on; null restores the real one.
 void set_driver_for_tests(const DriverTable* table) noexcept;
 #endif
 

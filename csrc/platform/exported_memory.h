@@ -1,5 +1,5 @@
-// GPU memory as a dma-buf, for providers that register it. The driver exports whole pages of the host,
-// which are of 64 KiB on some, so that what is asked for lies somewhere within.
+// GPU memory as a dma-buf, for providers that register it. The driver exports whole pages of the
+// host, which have 64 KiB on some machines, so the memory asked for lies somewhere within.
 #pragma once
 
 #include <cstddef>

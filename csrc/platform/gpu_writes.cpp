@@ -12,7 +12,7 @@ namespace {
 constexpr int kFlushOptions = 117, kWritesOrdering = 118;
 constexpr int kFlushByHost = 1;
 constexpr int kTargetCurrentContext = 0;
-// How far writes are ordered, and for whom a flush is.
+// For which readers writes are ordered, or a flush is made.
 constexpr int kOwner = 100, kAllDevices = 200;
 
 }  // namespace
@@ -31,7 +31,7 @@ GpuWriteFlush::GpuWriteFlush(int device, bool for_neighbours)
   if (ordering >= readers_) return;
   MOE_P2P_CHECK((options & kFlushByHost) != 0 && driver_.flush_writes, Code::kUnavailable, "GPU ",
                 device, " neither orders what a NIC writes (ordering ", ordering,
-                ") nor can it be told to flush; it cannot receive from a NIC");
+                ") nor can flush; it cannot receive from a NIC");
   context_.emplace(device);
 }
 

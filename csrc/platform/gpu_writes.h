@@ -1,7 +1,7 @@
-// Writes of a NIC into GPU memory are not always visible to everybody at once. A GPU says how far they
-// are ordered (0: not at all, 100: for the GPU that owns the memory, 200: for all GPUs); below 200 the
-// thread that sees a NIC's completion must flush before it tells GPUs that read the memory over NVLink,
-// below 100 before it tells anybody. Used by the engine's polling thread.
+// A NIC's writes into GPU memory are not always visible to all readers at once. A GPU reports for
+// whom they are ordered (0: no reader, 100: the GPU that owns the memory, 200: all GPUs). Below 200
+// the thread that sees a NIC's completion must flush before it notifies GPUs that read the memory
+// over NVLink, below 100 before it notifies any reader. Used by the engine's polling thread.
 #pragma once
 
 #include <cstdint>
@@ -14,13 +14,15 @@ namespace moe_p2p::platform {
 
 class GpuWriteFlush {
  public:
-  // For memory of `device` that the device itself reads, or with `for_neighbours` other GPUs as well.
-  // Throws Error{kUnavailable} without a driver, or when the device orders too little and cannot flush.
+  // For memory of `device` that the device itself reads, or with `for_neighbours` other GPUs as
+  // well. Throws Error{kUnavailable} without a driver, or when the device orders too little and
+  // cannot flush.
   GpuWriteFlush(int device, bool for_neighbours);
 
   bool needed() const noexcept { return context_.has_value(); }
-  // When it returns 0, all writes whose completions were seen before are visible to the readers. Else a
-  // CUresult. Polling thread; about a microsecond (1.4 us on a H200, driver 580).
+  // When it returns 0, all writes whose completions were seen before are visible to the readers.
+  // Otherwise returns a CUresult. Polling thread; about a microsecond (1.4 us on a H200, driver
+  // 580).
   int flush() const noexcept;
 
  private:

@@ -1,5 +1,5 @@
-// A shared library opened while the package runs, because it builds and loads on machines without it:
-// the CUDA driver, libibverbs, libfabric. Whoever opens one makes a table of its functions.
+// A shared library opened while the package runs, because it builds and loads on machines without
+// it: the CUDA driver, libibverbs, libfabric. The opening code makes a table of its functions.
 // Set-up only. Never closed: the drivers inside keep threads, fork and exit handlers.
 #pragma once
 
@@ -8,7 +8,7 @@
 
 namespace moe_p2p::platform {
 
-// What the errors say, each Error{kUnavailable}:
+// Parts of the error texts, each in an Error{kUnavailable}:
 //   "<what> cannot be opened: <the loader's reason>; <install>"
 //   "<name> has no <symbol>; <needed>"
 struct LibraryTexts {
@@ -20,9 +20,9 @@ struct LibraryTexts {
 
 class Library {
  public:
-  // The first of `files` that opens; when none does, the reason is that of the first. Symbols are
-  // those of `version` where the library has them: a library that carries several interfaces under
-  // one name may give an older one without.
+  // Opens the first of `files` that can be opened; when none can, the error has the first one's
+  // reason. Symbols of `version` are preferred: without it, a library with several interfaces under
+  // one name may return an older one.
   Library(const std::vector<std::string>& files, const LibraryTexts& texts,
           const char* version = nullptr);
 

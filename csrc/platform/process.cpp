@@ -22,7 +22,7 @@ void prepare();
 void in_parent();
 void in_child();
 
-// Never destroyed: a fork may come while static objects are.
+// Never destroyed: a fork may happen while static objects are destroyed.
 Registry& registry() {
   static Registry* const all = [] {
     auto* made = new Registry;
@@ -32,7 +32,7 @@ Registry& registry() {
   return *all;
 }
 
-// Held over the fork, so that the child finds the set whole.
+// Held during the fork, so that the child gets a consistent set.
 void prepare() { registry().mutex.lock(); }
 void in_parent() { registry().mutex.unlock(); }
 
@@ -45,7 +45,7 @@ void in_child() {
   for (size_t i = 0; i < all.num_in_child; ++i) all.in_child[i]();
 }
 
-// Before anything is made: a Birthplace alone does not ask for the registry.
+// Makes the registry at start: a Birthplace alone does not call registry().
 [[maybe_unused]] const Registry& made_at_start = registry();
 
 }  // namespace
@@ -70,7 +70,7 @@ OwnFd& OwnFd::operator=(OwnFd&& other) noexcept {
   return *this;
 }
 
-// In a child it is closed already, and its number may be another file's.
+// In a child the descriptor is closed already, and its number may be another file's.
 void OwnFd::reset() noexcept {
   const int fd = get();
   fd_ = -1;

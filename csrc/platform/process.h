@@ -1,12 +1,13 @@
 // What belongs to this process and not to a child that it forks. A child gets copies of all objects
-// and of all descriptors, but none of the threads: it may neither use nor end what its parent has.
+// and descriptors, but no threads: it may neither use nor close what its parent has.
 //
-//   Birthplace   says whether an object is in a child of the process that made it
-//   OwnFd        a descriptor that a forked child does not keep: locks and connections by which
+//   Birthplace   detects that an object is in a child of the process that made it
+//   OwnFd        a descriptor that a forked child closes: locks and connections by which
 //                others judge whether this process lives
 //   at_fork      runs in each child, before fork() returns there
 //
-// Descriptors must be close-on-exec as well: children made by vfork() or posix_spawn() skip all this.
+// Descriptors must be close-on-exec as well: children made by vfork() or posix_spawn() run none of
+// this.
 #pragma once
 
 #include <atomic>
@@ -15,8 +16,8 @@
 
 namespace moe_p2p::platform {
 
-// How many forks lie between this process and the one that loaded this code. Written in a child while
-// it has one thread; relaxed everywhere, it orders nothing.
+// How many forks lie between this process and the one that loaded this code. Written in a child
+// while it has one thread; relaxed everywhere, it orders nothing.
 inline std::atomic<uint32_t> num_forks{0};
 
 class Birthplace {
@@ -28,13 +29,14 @@ class Birthplace {
   uint32_t here_ = num_forks.load(std::memory_order_relaxed);
 };
 
-// In every child, with one thread, no lock of the parent's to be trusted. At most 16 functions.
+// `in_child` runs in every child, on its only thread, and must not take locks that the parent used.
+// At most 16 functions.
 void at_fork(void (*in_child)()) noexcept;
 
 class OwnFd {
  public:
   OwnFd() = default;
-  explicit OwnFd(int fd);  // takes it; -1: none
+  explicit OwnFd(int fd);  // takes ownership; -1: none
   OwnFd(OwnFd&& other) noexcept : fd_(std::exchange(other.fd_, -1)), born_(other.born_) {}
   OwnFd& operator=(OwnFd&& other) noexcept;
   ~OwnFd() { reset(); }

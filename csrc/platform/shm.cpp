@@ -44,13 +44,13 @@ double mib(uint64_t bytes) { return static_cast<double>(bytes) / (1 << 20); }
 // "/dev/shm has 2.5 MiB free of 64 MiB"
 std::string room() {
   struct statvfs info{};
-  if (statvfs("/dev/shm", &info) != 0) return "/dev/shm cannot be looked at";
+  if (statvfs("/dev/shm", &info) != 0) return "/dev/shm cannot be examined";
   return base::concat("/dev/shm has ", mib(info.f_bavail * info.f_frsize), " MiB free of ",
                       mib(info.f_blocks * info.f_frsize), " MiB");
 }
 
-// A descriptor of a new object, locked. Between our open and our lock another process may take the
-// object for a dead one's and remove it; we then hold a nameless object and start again.
+// A descriptor of a new object, locked. Between our open and our lock another process may consider
+// the object stale and remove it; it then has no name, and we start again.
 int create_locked(const std::string& name) {
   for (;;) {
     const int fd = shm_open(name.c_str(), O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, 0600);
@@ -66,10 +66,11 @@ int create_locked(const std::string& name) {
   }
 }
 
-// True when the object could be locked exclusively, which its owner would not allow; it is removed.
+// Removes the object when it can be locked exclusively, which a living owner prevents. True when it
+// did.
 bool remove_if_stale(const char* name) noexcept {
   const int fd = open_existing(name);
-  if (fd < 0) return false;  // gone already, or of another user
+  if (fd < 0) return false;  // gone already, or owned by another user
   const bool stale = flock(fd, LOCK_EX | LOCK_NB) == 0 && shm_unlink(name) == 0;
   close(fd);
   return stale;
@@ -128,7 +129,7 @@ bool SharedMemory::owner_alive(const char* name) noexcept {
   const int fd = open_existing(name);
   if (fd < 0) return errno != ENOENT;
   const bool alive = flock(fd, LOCK_SH | LOCK_NB) != 0;
-  close(fd);  // gives the lock back
+  close(fd);  // releases the lock
   return alive;
 }
 

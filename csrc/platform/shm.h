@@ -1,12 +1,12 @@
 // POSIX shared memory between the processes of one host. The creator owns the name and removes it;
-// an flock on a descriptor, which the kernel drops when the owner dies, tells others whether the
-// owner lives. Works alike when both ends are in one process. Control path only.
+// the owner holds an flock, which the kernel drops when the owner dies, so that others can check
+// whether it lives. Works the same when both ends are in one process. Control path only.
 //
-// A child forked from the owner keeps the mapping until the object is destroyed there, and nothing
-// else: not the lock, not the right to remove the name.
+// A child forked from the owner keeps only the mapping, until the object is destroyed there: not
+// the lock, not the right to remove the name.
 //
-// What a killed process left in /dev/shm is removed by the next process that creates an object, once
-// per process: names that begin with kNamePrefix and whose lock nobody holds.
+// The next process that creates an object removes what killed processes left in /dev/shm, once per
+// process: names that begin with kNamePrefix and whose lock is free.
 #pragma once
 
 #include <cstddef>
@@ -25,7 +25,7 @@ class SharedMemory {
   // reserved at once when `reserve` is set, so that a full /dev/shm is an Error here and not a
   // SIGBUS later. Throws Error{kResourceExhausted} with the size asked for.
   static SharedMemory create(const std::string& purpose, size_t bytes, bool reserve = true);
-  // Maps an object made by create(). Throws Error{kPeerDead} when it is not there.
+  // Maps an object made by create(). Throws Error{kPeerDead} when it does not exist.
   static SharedMemory open(const std::string& name);
 
   SharedMemory() = default;
@@ -43,12 +43,12 @@ class SharedMemory {
   // For a mapping made by open(): false once the creator's process has ended or closed its end.
   // One system call; not for the data path.
   bool owner_alive() const noexcept;
-  // The same for an object that is not mapped here. Does not allocate.
+  // The same check for an object that is not mapped here. Does not allocate.
   static bool owner_alive(const char* name) noexcept;
   // Removes what killed processes left; returns how many. create() does it once per process.
   static int remove_stale() noexcept;
-  // For the creator: removes the name early (all peers have it open). Nothing lingers in /dev/shm
-  // after a crash from then on.
+  // For the creator: removes the name early (all peers have it open). From then on a crash leaves
+  // nothing in /dev/shm.
   void unlink() noexcept;
   // True in a child forked after this object was made.
   bool inherited() const noexcept { return born_.inherited(); }
@@ -59,8 +59,8 @@ class SharedMemory {
   std::string name_;
   std::byte* data_ = nullptr;
   size_t size_ = 0;
-  OwnFd
-      fd_;  // of the creator: locked. Not the one that was mapped: a mapping keeps its file's lock
+  // The creator's is locked, and is not the one that was mapped: a mapping keeps its file's lock.
+  OwnFd fd_;
   bool linked_ = false;
   Birthplace born_;
 };

@@ -1,8 +1,8 @@
 // Keeps the handlers of a process as they are while a library is loaded or started. libpsm2 and
-// libinfinipath, which Debian's libfabric brings along, set handlers of their own for SIGINT, SIGTERM
-// and what crashes raise: Ctrl-C would end Python at once, a crash would write a file python*.btr into
-// the working folder, faulthandler would say nothing.
-// Set-up only; handlers that another thread sets meanwhile are lost.
+// libinfinipath, which Debian's libfabric brings along, set their own handlers for SIGINT, SIGTERM
+// and the signals of crashes: Ctrl-C would end Python at once, a crash would write a file
+// python*.btr into the working folder, faulthandler would print nothing. Set-up only; handlers that
+// another thread sets meanwhile are lost.
 #pragma once
 
 #include <signal.h>

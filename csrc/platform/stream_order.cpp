@@ -13,7 +13,7 @@ void check(int error, const char* what) {
   MOE_P2P_CHECK(error == 0, Code::kTransport, what, ": ", driver_error(error));
 }
 
-// Asked of a stream when it is not that of the launch before.
+// Called for a stream that differs from the previous launch's.
 void refuse_part_of_gpu(const Stream& stream) {
   void* green = nullptr;
   if (!driver().stream_green || driver().stream_green(stream.handle, &green) != 0) return;
@@ -28,8 +28,8 @@ void refuse_part_of_gpu(const Stream& stream) {
 uint64_t capture_of(const Stream& stream) {
   int status = 0;
   uint64_t id = 0;
-  // Fails for the legacy stream while a stream that synchronizes with it is captured: the launch then
-  // fails as well, with a text.
+  // The call fails for the legacy stream while a stream that synchronizes with it is captured: the
+  // launch then fails as well, with an error text.
   const int error = driver().capture_info(stream.handle, &status, &id, nullptr, nullptr, nullptr);
   return error == 0 && status == kIsCapturing ? id : 0;
 }
@@ -57,8 +57,8 @@ bool StreamOrder::follow(const Stream& stream, uint64_t capture) {
   }
   if (!last_ || is_same) return true;
   if (last_->lasting) {
-    // Its capture began behind the launch, and an event of it would be one of the capture. The device
-    // finds two kernels that run at once (kernels/device/steps.cuh, Launch).
+    // Its capture began after the launch, so an event recorded on it would belong to the capture.
+    // The device detects two kernels that run at once (kernels/device/steps.cuh, Launch).
     if (capture_of(*last_) != 0) return false;
     record(event_, *last_);
   }

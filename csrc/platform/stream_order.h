@@ -1,13 +1,13 @@
-// Launches that must run one after the other, whatever streams they are on. A launch waits for an event
-// of the one before it where that was on another stream; on one stream they are in order anyway, and
-// nothing is recorded.
+// Launches that must run one after the other, on any streams. A launch waits for an event of the
+// previous one when that was on another stream; on one stream they are in order anyway, and no
+// event is recorded.
 //
-// The event is recorded on the stream of the launch before, when that is known to live: torch destroys
-// none of its own. On any other stream it is recorded right behind each launch, because the handle may be
-// gone, or name a new stream, when the next one comes.
+// The event is recorded on the previous launch's stream at the next launch, when that stream is
+// known to live: torch destroys none of its own. On any other stream it is recorded right after
+// each launch, because by the next one the handle may be gone or name a new stream.
 //
-// Launches of one capture are put in order within it. Between a capture and anything else there is no
-// order to make: a graph runs when, and where, its owner replays it.
+// Launches of one capture are ordered within it. Between a capture and other launches there is no
+// order: a graph runs when, and where, its owner replays it.
 #pragma once
 
 #include <cstdint>
@@ -22,21 +22,22 @@ struct Stream {
   bool lasting = true;  // never destroyed
 };
 
-// The capture that a stream belongs to. 0: none, what is launched on it runs.
+// The capture that a stream belongs to; 0: none, launches on it run.
 uint64_t capture_of(const Stream& stream);
 
 class StreamOrder {
  public:
-  // takes_all: launches may take all multiprocessors of the GPU, so a stream of a green context is refused.
+  // takes_all: launches may take all multiprocessors of the GPU, so a stream of a green context is
+  // refused.
   StreamOrder(const PrimaryContext& context, bool takes_all);
   ~StreamOrder();
   StreamOrder(const StreamOrder&) = delete;
   StreamOrder& operator=(const StreamOrder&) = delete;
 
-  // Before each launch and behind it, with the context current; `capture` is capture_of(stream).
-  // follow() returns whether the launch before is ahead in the stream itself, if there was one.
-  // Both throw Error{kTransport} with the driver's text when it refuses, follow() also
-  // Error{kInvalidArgument} for a stream that has too few multiprocessors.
+  // Call follow() before each launch and launched() after it, with the context current; `capture`
+  // is capture_of(stream). follow() returns true when the previous launch, if any, precedes this
+  // one in the stream itself. Both throw Error{kTransport} with the driver's text when it refuses,
+  // follow() also Error{kInvalidArgument} for a stream that has too few multiprocessors.
   bool follow(const Stream& stream, uint64_t capture);
   void launched(const Stream& stream, uint64_t capture);
 
@@ -46,11 +47,11 @@ class StreamOrder {
 
   const PrimaryContext& context_;
   const bool takes_all_;
-  // Of launches that run, and of the last capture. Each its own: a stream that is not captured must not
+  // One for launches that run, one for the last capture: a stream that is not captured must not
   // wait for an event of a capture.
   void *event_ = nullptr, *captured_event_ = nullptr;
   std::optional<Stream> last_, last_captured_;
-  uint64_t capture_ = 0;  // that of last_captured_
+  uint64_t capture_ = 0;  // of last_captured_
 };
 
 }  // namespace moe_p2p::platform

@@ -11,8 +11,8 @@ namespace moe_p2p::platform {
 
 namespace {
 
-// What condition_variable::wait is in libstdc++. That one is a symbol of GCC 12, and the package has to
-// load with GCC 11's library (RHEL 9, Amazon Linux 2023).
+// Does what libstdc++'s condition_variable::wait does. That is a symbol of GCC 12, and the package
+// has to load with GCC 11's library (RHEL 9, Amazon Linux 2023).
 template <typename Ready>
 void wait(std::condition_variable& event, std::unique_lock<std::mutex>& lock, Ready&& ready) {
   while (!ready()) pthread_cond_wait(event.native_handle(), lock.mutex()->native_handle());

@@ -11,8 +11,8 @@
 
 namespace moe_p2p::platform {
 
-// For the calling thread. `cpu` < 0 leaves the affinity alone. A core that is not ours is not an
-// error: containers move; it is logged.
+// For the calling thread. `cpu` < 0 leaves the affinity unchanged. A core that this process may not
+// use is logged, not an error: containers move.
 void set_current_thread(const std::string& name, int cpu) noexcept;
 
 // Runs body(i) for i in [0, count) on `num_threads` threads, the caller's included. One caller at a

@@ -1,4 +1,4 @@
-// What the machine says about itself. Host identity decides which ranks share memory.
+// The identity of the host, which decides which ranks share memory.
 #pragma once
 
 #include <string>

@@ -64,7 +64,7 @@ bool Waiter::pause() noexcept {
   const auto now = Clock::now();
   if (now >= deadline_) return false;
   if (sleeping_) {
-    // A bounded nap even without a deadline in sight: a peer that died cannot notify.
+    // The nap is bounded however far the deadline is: a dead peer cannot notify.
     constexpr std::chrono::nanoseconds kLongestNap = std::chrono::milliseconds(100);
     futex_wait(event_.sequence, seen_,
                std::min<std::chrono::nanoseconds>(deadline_ - now, kLongestNap));

@@ -1,6 +1,6 @@
-// Waiting without burning a core that somebody else needs: spin, then yield, then sleep on a futex.
+// Waits without occupying a core that others need: spin, then yield, then sleep on a futex.
 // EventCount is a plain zero-initialised pair of words that may lie in memory shared between
-// processes. Whoever changes a word that others wait for calls notify_all() afterwards.
+// processes. Call notify_all() after changing a word that others wait for.
 #pragma once
 
 #include <atomic>
@@ -20,19 +20,19 @@ static_assert(sizeof(EventCount) == 8 && std::atomic<uint32_t>::is_always_lock_f
 
 enum class WaitMode : int32_t {
   kSpin,   // never leaves the core: lowest latency, needs a core per waiter
-  kYield,  // offers the core between looks, never sleeps
+  kYield,  // yields the core between looks, never sleeps
   kSleep,  // spins and yields for a moment, then sleeps until notified
 };
 
 struct WaitPolicy {
   WaitMode mode = WaitMode::kSleep;
   // Too small: a futex round trip (about 5 us and a wake-up by the peer) per short wait. Too large:
-  // ranks that share a core steal each other's time.
+  // ranks that share a core take each other's time.
   std::chrono::microseconds spin{2};
   std::chrono::microseconds yield{50};
 };
 
-// Wakes every sleeper of `event`. One atomic add when nobody sleeps. Safe in any thread or process.
+// Wakes every sleeper of `event`. One atomic add when there is none. Safe in any thread or process.
 void notify_all(EventCount& event) noexcept;
 
 // One wait of one waiter: call pause() after each look that found nothing. It returns false once
@@ -57,7 +57,7 @@ class Waiter {
   bool sleeping_ = false;  // counted in event_.num_waiters
 };
 
-// Returns true when ready() held, false when the deadline passed first.
+// Returns true once ready() holds, false when the deadline passed first.
 template <typename Ready>
 bool wait_until(EventCount& event, const WaitPolicy& policy, Deadline deadline, Ready&& ready) {
   if (ready()) return true;

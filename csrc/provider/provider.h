@@ -2,15 +2,15 @@
 //
 // What the engine may assume, and nothing more:
 //   1. When a kImmediate completion is polled at the target, the payload of that same write, and of
-//      no other, is visible there. In GPU memory, where needs_gpu_flush(), as far as the GPU orders
-//      what devices write: the engine flushes it for the other readers (engine/gpu_flushes.h).
+//      no other, is visible there. In GPU memory, with needs_gpu_flush(), only to readers for whom
+//      the GPU orders devices' writes: the engine flushes for others (engine/gpu_flushes.h).
 //   2. Every accepted work request yields exactly one kWrite completion at its poster, good or bad.
-//      A good one says that the payload is visible at the target and the source may be reused.
+//      A good one means that the payload is visible at the target and the source may be reused.
 //   3. Writes, immediates and completions may be reordered and interleaved in every other way.
 //
-// Control calls (anything without noexcept) may block, allocate and throw Error, and may come from
-// any thread while another one polls. Data calls (noexcept) come from the polling thread only; they
-// never block, lock, allocate, throw or log.
+// Control calls (anything without noexcept) may block, allocate and throw Error, and may be made by
+// any thread while another one polls. Data calls (noexcept) are made by the polling thread only;
+// they never block, lock, allocate, throw or log.
 #pragma once
 
 #include <cstdint>
@@ -31,13 +31,13 @@ struct MemorySpan {
   uint64_t bytes = 0;
   MemoryKind kind = MemoryKind::kHost;
   int32_t device = -1;  // CUDA ordinal for kCuda
-  // kCuda: other GPUs of the host read it too. False saves a flush per batch of immediates where the
+  // kCuda: other GPUs of the host read it too. False saves a flush per batch of immediates when the
   // GPU orders writes for itself alone.
   bool read_by_neighbours = true;
 };
 
-// What registration of one span at one Domain yields. `remote_addr` is what a peer must name as the
-// address of the first byte (the virtual address, or 0 where the NIC counts from the region's start).
+// Result of registering one span at one Domain. `remote_addr` is the first byte's address as peers
+// must name it (the virtual address, or 0 when the NIC counts from the region's start).
 struct MemoryKey {
   uint64_t local_key = 0;
   uint64_t remote_key = 0;
@@ -47,7 +47,7 @@ struct MemoryKey {
 using PeerId = uint32_t;  // meaningful within one Domain only
 
 struct WorkRequest {
-  uint64_t wr_id = 0;                // comes back in the kWrite completion
+  uint64_t wr_id = 0;                // returned in the kWrite completion
   const std::byte* local = nullptr;  // may be null when bytes is 0
   uint64_t local_key = 0;
   uint64_t remote_addr = 0;
@@ -71,14 +71,14 @@ struct DomainLimits {
   uint32_t max_in_flight = 1024;        // accepted and not yet completed work requests
 };
 
-// What a Domain is opened with. `settings` is "key=value,key=value"; each provider documents and
-// checks its own keys, an unknown key is an Error.
+// Options of a new Domain. `settings` is "key=value,key=value"; each provider documents and checks
+// its own keys, an unknown key is an Error.
 struct DomainOptions {
   int nic = 0;  // index among the NICs of this engine
   std::string settings;
-  // The polling thread's event count and the shared memory object it lies at the start of. A
-  // provider without an interrupt of its own notifies the *target's* waker when something arrives,
-  // so that its polling thread may sleep. Null and empty when the poller never sleeps.
+  // The polling thread's event count, and the shared memory object that begins with it. A provider
+  // without an interrupt of its own notifies the *target's* waker when something arrives, so that
+  // the target's polling thread may sleep. Null and empty when the poller never sleeps.
   platform::EventCount* waker = nullptr;
   std::string waker_name;
 };
@@ -90,46 +90,44 @@ class Domain {
   // --- control ---
   virtual const char* provider_name() const noexcept = 0;
   virtual DomainLimits limits() const noexcept = 0;
-  // True when a device writes GPU memory here, not a GPU: its completions come before its writes are
-  // ordered for all.
+  // True when a device other than a GPU writes GPU memory here: its completions may precede the
+  // order of its writes for all readers.
   virtual bool needs_gpu_flush() const noexcept { return true; }
-  // What a peer passes to connect(). Valid as long as the Domain lives.
+  // The bytes that a peer passes to connect(). Valid as long as the Domain lives.
   virtual base::Bytes address() const = 0;
   // Makes `address` writable from here. Each call yields a new id; the peer need not cooperate.
   virtual PeerId connect(std::span<const std::byte> address) = 0;
-  // Outstanding writes to the peer complete, good or bad; other peers do not notice.
+  // Outstanding writes to the peer complete, good or bad; other peers are not affected.
   virtual void disconnect(PeerId peer) = 0;
   virtual MemoryKey register_memory(const MemorySpan& span) = 0;
-  // When this returns no peer's write reaches the span any more; later ones fail kRemoteAccess at
-  // their poster.
+  // When this returns no peer's write reaches the span any more; later writes fail with
+  // kRemoteAccess at their poster.
   virtual void unregister_memory(const MemoryKey& key) = 0;
-  // GPU memory of a peer on this host, the one registered there under remote_key, is mapped here at
-  // `local`: a window. Providers without a NIC write through it, others ignore it. A span without
-  // bytes drops the window; when that returns nothing is written through it any more. The peer must
-  // not take the memory back (unregister_memory() over there) before that.
+  // A window: GPU memory of a peer on this host, registered there under remote_key, is mapped here
+  // at `local`. Providers without a NIC write through it, others ignore it. A span without bytes
+  // drops the window; when that returns nothing is written through it any more. The peer must not
+  // call unregister_memory() for it before that.
   virtual void map_remote(uint64_t /*remote_key*/, const MemorySpan& /*local*/) {}
-  // What failed first at this NIC, in words for whoever has to mend it: device, peer, write, likely
-  // cause. Empty while nothing has.
+  // The first failure of this NIC, as text for users: device, peer, write, likely cause. Empty
+  // without a failure.
   virtual std::string failure() const { return {}; }
-  // Connections of strangers that this NIC has refused: of those who did not prove that they know its
-  // secret. 0 where nothing listens, and where a library listens on its own.
+  // Connections that this NIC has refused because the other side did not prove that it knows the
+  // NIC's secret. 0 when nothing listens, or a library listens on its own.
   virtual uint64_t num_refused() const noexcept { return 0; }
 
-  // --- data ---
-  // Takes the first n requests and returns n; fewer than all when queues are full (try again after
-  // a poll). A request that is taken and fails is reported by its completion.
+  // --- data --- Takes the first n requests and returns n; not all when queues are full (try again
+  // after a poll). If a taken request fails, its completion reports it.
   virtual size_t post(std::span<const WorkRequest> requests) noexcept = 0;
   // Makes progress; fills at most completions.size() entries and returns how many.
   virtual size_t poll(std::span<Completion> completions) noexcept = 0;
   // True when nothing is in flight from here, so that a poller which is notified of arrivals may
-  // sleep. A NIC that was given a waker and cannot have it notified is never idle: it has to be
-  // polled.
+  // sleep. A NIC that has a waker and cannot have it notified is never idle: it has to be polled.
   virtual bool idle() const noexcept = 0;
 };
 
 // Opens NIC options.nic of the named provider ("libfabric", "verbs", "loopback", "null"). Throws
 // Error{kUnavailable} with the list of providers when the name is unknown, or with the reason when
-// it cannot run here.
+// the provider cannot run here.
 std::unique_ptr<Domain> open_domain(const std::string& provider, const DomainOptions& options);
 
 }  // namespace moe_p2p::provider

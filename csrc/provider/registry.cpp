@@ -1,4 +1,4 @@
-// The table of providers. A new one is a folder and a line here.
+// The table of providers. A new provider is a folder and a line here.
 #include <string_view>
 
 #include "base/log.h"

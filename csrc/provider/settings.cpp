@@ -17,7 +17,7 @@ std::string join(std::initializer_list<std::string_view> words) {
   return all;
 }
 
-// All of `text` must be the number.
+// False unless all of `text` is the number.
 template <typename Number>
 bool parse(const std::string& text, Number& value) {
   const char* end = text.data() + text.size();

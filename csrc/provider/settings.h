@@ -1,6 +1,6 @@
-// "key=value,key=value": the settings text of DomainOptions. A provider names the keys it knows and
-// asks for each by type and range; a typing mistake is an Error{kInvalidArgument} that lists the
-// valid keys, never a silently ignored word. Control path only.
+// "key=value,key=value": the settings text of DomainOptions. A provider names its keys and reads
+// each by type and range; a misspelt key is an Error{kInvalidArgument} that lists the valid keys,
+// and is never ignored. Control path only.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ namespace moe_p2p::provider {
 
 class Settings {
  public:
-  // `owner` stands in error texts ("loopback"). Each key may be given once.
+  // `owner` begins error texts ("loopback"). Each key may be given once.
   Settings(std::string owner, std::string_view text,
            std::initializer_list<std::string_view> valid_keys);
 

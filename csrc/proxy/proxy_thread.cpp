@@ -18,8 +18,8 @@ namespace {
 
 constexpr auto kAnswerTimeout = std::chrono::seconds(10);
 
-// Writes of ours that take longer than this are waited for in naps. Too small: a nap's wake-up time
-// is added to ordinary completions. Too large: a slow peer costs a core for as long.
+// Writes in flight longer than this are awaited in naps. Too small: a nap's wake-up time is added
+// to ordinary completions. Too large: a slow peer costs a core for as long.
 constexpr auto kPatience = std::chrono::milliseconds(1);
 constexpr auto kNap = std::chrono::microseconds(50);
 
@@ -29,13 +29,13 @@ ProxyThread::ProxyThread(engine::TransferEngine& engine, const ProxyOptions& opt
     : engine_(engine), options_(options) {
   tasks_.reserve(kMaxTasks);
   thread_ = std::thread([this] { run(); });
-  // acquire: pairs with the release in run(); from then on control calls of the engine, which ask
-  // who polls, find this thread.
+  // acquire: pairs with the release in run(). From then on the engine's control calls, which look
+  // for the polling thread, find this one.
   while (!running_.load(std::memory_order_acquire)) std::this_thread::yield();
 }
 
 ProxyThread::~ProxyThread() {
-  if (born_.inherited()) {  // the thread is the parent's: here is none to join
+  if (born_.inherited()) {  // the thread runs in the parent only: there is none to join
     (void)new std::thread(std::move(thread_));
     return;
   }
@@ -92,13 +92,13 @@ bool ProxyThread::must_poll() const noexcept {
 
 // Returns after a turn that moved something. Sleeps only while the engine is idle: a NIC with work
 // in flight needs polling to make progress, so then it yields, and naps when that takes long. While
-// a task must be polled it yields only.
+// a task must be polled it only yields.
 void ProxyThread::wait_for_work() noexcept {
   platform::Waiter waiter(engine_.waker(), options_.wait, platform::Deadline::max());
   const auto start = Clock::now();
   for (;;) {
-    // Only an idle engine prepares to sleep: while somebody is counted as a sleeper, every
-    // notification costs its sender a system call.
+    // Prepares to sleep only while idle: with a counted sleeper every notification costs its sender
+    // a system call.
     const bool idle = engine_.idle() && !must_poll();
     if (idle) waiter.prepare();
     if (run_turn() || stop_.load(std::memory_order_acquire)) return;  // pairs with the destructor

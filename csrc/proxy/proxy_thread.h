@@ -1,6 +1,6 @@
-// The thread that owns a GPU's NICs. Its loop is four lines: take doorbells, run the mailbox, post
+// The thread that owns a GPU's NICs. Its loop is four steps: take doorbells, run the mailbox, post
 // and poll, publish arrivals. It never blocks, locks, allocates, throws or logs; when there is
-// nothing to do it waits by the policy it was given. KV and weight transfers use the same thread.
+// nothing to do it waits by ProxyOptions::wait. KV and weight transfers use the same thread.
 #pragma once
 
 #include <atomic>
@@ -14,41 +14,41 @@
 
 namespace moe_p2p::proxy {
 
-// Somebody with doorbells to watch and arrivals to publish (moe::Exchange).
+// An object with doorbells to watch and arrivals to publish (moe::Exchange).
 class ProxyTask {
  public:
   virtual ~ProxyTask() = default;
-  // Looks at the doorbells and submits to the engine. True when it found one.
+  // Looks at the doorbells and submits to the engine. True when one had been rung.
   virtual bool take_doorbells() noexcept = 0;
-  // Publishes what came in since the last call. True when it published something.
+  // Publishes what arrived since the last call. True when it published something.
   virtual bool publish_arrivals() noexcept = 0;
-  // True while something may come without a notification: a doorbell that a GPU rings, which cannot
-  // wake a thread. The proxy then yields instead of sleeping. Asked between turns; whoever makes it
-  // true from another thread notifies the engine's waker.
+  // True while work may arrive without a notification: a GPU may ring a doorbell, which cannot wake
+  // a thread. The proxy then yields instead of sleeping. Called between turns; another thread that
+  // makes it true must notify the engine's waker.
   virtual bool must_poll() const noexcept { return false; }
 };
 
 struct ProxyOptions {
   platform::WaitPolicy wait;
-  int cpu = -1;  // core to run on; -1 leaves it to the kernel
+  int cpu = -1;  // core to run on; -1: any
 };
 
 class ProxyThread {
  public:
-  // Too small: a process with more communicators than this cannot add another one.
+  // Too small: a process cannot have more communicators than this.
   static constexpr size_t kMaxTasks = 64;
 
   // Returns once the thread polls the engine.
   ProxyThread(engine::TransferEngine& engine, const ProxyOptions& options);
   ~ProxyThread();  // stops and joins
 
-  // Return once the thread runs (or no longer runs) the task. Throw Error{kTimeout} when the thread
-  // does not answer; the task then remains as it was.
+  // Both return once the thread runs (or no longer runs) the task. Both throw Error{kTimeout} when
+  // the thread does not take the call in time; nothing changes then.
   void add_task(ProxyTask* task);
   void remove_task(ProxyTask* task);
 
-  // One turn of the loop; the thread's body and simulations call it. True when anything moved. A
-  // null task is skipped: it was removed during this turn.
+  // One turn of the loop; called by the thread's body and by simulations. True when anything moved.
+  // Skips null tasks, which were removed during this turn.
   static bool turn(engine::TransferEngine& engine, std::span<ProxyTask* const> tasks) noexcept;
 
  private:

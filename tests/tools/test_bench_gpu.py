@@ -1,4 +1,4 @@
-"""The benchmark on GPUs without the device: arithmetic of floors, options, a whole run.
+"""The benchmark on GPUs without the device: options, a whole run.
 
 The run has ranks on CPUs where GPUs belong and a clock in place of events, so that everything else
 is what runs on GPUs.
@@ -15,28 +15,24 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_p2p import errors, reference
-from moe_p2p.gpu import jit
-from moe_p2p.reference import Tokens, Topology, wire
+from moe_p2p import reference
 from moe_p2p.tools import launch
 from moe_p2p.tools.bench import (
     cases,
     check,
     clocks,
     contestants,
-    floors,
     gpu_calls,
     gpu_measure,
     gpu_timing,
     options,
-    probe,
     report,
     systems,
     worker,
 )
 from moe_p2p.tools.bench.baseline import TorchAllToAll
 from moe_p2p.tools.bench.cases import make_job
-from moe_p2p.tools.bench.floors import Links, PhaseBytes, Sizes
+from moe_p2p.tools.bench.floors import Links
 from moe_p2p.tools.bench.gpu_last import Inputs
 from moe_p2p.tools.bench.options import Options
 from moe_p2p.tools.bench.report import HALVES, Machine
@@ -47,105 +43,6 @@ TINY = Options(
     device="cuda", ranks=2, ranks_per_node=2, tokens=(6,), hidden=256, topk=2, experts=4,
     checks=2, seconds=0.01, chunks=("default", "T"), sms=(0,),
 )  # fmt: skip
-
-
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
-def test_the_probe_compiles(arch: str) -> None:
-    try:
-        jit._nvrtc_version()
-    except errors.UnavailableError as error:
-        pytest.skip(str(error))
-    compiled = jit.compile_only("probe.cu", probe.macros(), arch)
-    for name in ("barrier", "push", "flags", "host"):
-        assert f".text.moe_p2p_probe_{name}\0".encode() in compiled.cubin
-    assert all(usage.spill_store_bytes == 0 for usage in compiled.usage.values())
-
-
-def draw(world_size: int, num_experts: int, topk: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [
-        torch.rand(20 + rank, num_experts, generator=generator).topk(topk, dim=1).indices
-        for rank in range(world_size)
-    ]
-
-
-@pytest.mark.parametrize(("world_size", "local"), [(4, 4), (4, 2), (6, 2), (4, 1)])
-@pytest.mark.parametrize("quantize", [False, True])
-def test_bytes_are_those_of_the_reference(world_size: int, local: int, quantize: bool) -> None:
-    topology = Topology(world_size=world_size, ranks_per_node=local, num_experts=12)
-    topk_idx = draw(world_size, 12, 3)
-    tokens = [
-        Tokens(x=torch.ones(len(idx), 256, dtype=torch.bfloat16), topk_idx=idx) for idx in topk_idx
-    ]
-    routing = reference.route(topology, tokens, layout="grouped", quantized=quantize)
-    copies = floors.token_copies(topk_idx, topology)
-    for source in range(world_size):
-        mine = routing.source == source
-        pairs = torch.stack([routing.token[mine], routing.rank[mine]], dim=1).unique(dim=0)
-        assert copies[source].tolist() == pairs[:, 1].bincount(minlength=world_size).tolist()
-
-    sizes = Sizes.of(256, topk=3, item=2, quantize=quantize)
-    to_nodes = floors.node_copies(topk_idx, topology)
-    for num_steps in (1, 3):
-        busiest, total = floors.nic_bytes(to_nodes, topology, sizes, num_steps=num_steps)
-        sent = [
-            wire.wire_bytes(routing, source, combine_dtype=torch.bfloat16, num_steps=num_steps)
-            for source in range(world_size)
-        ]
-        assert total == PhaseBytes(
-            dispatch=sum(w.dispatch for w in sent), combine=sum(w.combine for w in sent)
-        )
-        assert busiest.dispatch == max(w.dispatch for w in sent)
-        assert total.combine / world_size <= busiest.combine <= total.combine
-    least = [
-        wire.floor_bytes(routing, source, combine_dtype=torch.bfloat16).pair
-        for source in range(world_size)
-    ]
-    assert int(to_nodes.sum()) * sizes.payload.pair == sum(least)
-    flat = [
-        wire.floor_bytes(routing, source, combine_dtype=torch.bfloat16, dedup=False)
-        for source in range(world_size)
-    ]
-    each = sizes.payload.times(floors.expert_copies(topk_idx, topology))
-    assert each.dispatch == sum(one.dispatch for one in flat)
-    assert each.combine == sum(one.combine for one in flat)
-
-
-def test_what_leaves_a_gpu_is_counted_by_hand() -> None:
-    # An expert a rank. Token by token: rank 0 -> {1, 2}, {0, 1}; rank 1 -> {3}; others none.
-    none = torch.empty(0, 2, dtype=torch.int64)
-    topk_idx = [torch.tensor([[1, 2], [0, 1]]), torch.tensor([[3, -1]]), none, none]
-    sizes = Sizes(slot=1000, row=500, payload=PhaseBytes(dispatch=900, combine=500))
-    whole = Topology(world_size=4, ranks_per_node=4, num_experts=4)
-    header, counts = 128, 128
-    copies = floors.token_copies(topk_idx, whole)
-    assert copies.tolist() == [[1, 2, 1, 0], [0, 0, 0, 1], [0] * 4, [0] * 4]
-    assert floors.nvlink_bytes(copies, whole, sizes) == PhaseBytes(
-        dispatch=3000 + 3 * (header + counts),  # rank 0: two to rank 1, one to rank 2
-        combine=1000 + 3 * header,  # rank 1 answers two
-    )
-    nodes = Topology(world_size=4, ranks_per_node=2, num_experts=4)
-    # Rank 0 -> 1 twice inside; 0 -> 2 lands at rank 2 itself, 1 -> 3 at rank 3 itself.
-    assert floors.nvlink_bytes(copies, nodes, sizes) == PhaseBytes(
-        dispatch=2000 + header + counts, combine=1000 + header
-    )
-    to_nodes = floors.node_copies(topk_idx, nodes)
-    assert to_nodes.tolist() == [[0, 1], [0, 1], [0, 0], [0, 0]]
-    busiest, total = floors.nic_bytes(to_nodes, nodes, sizes, num_steps=1)
-    assert busiest == PhaseBytes(dispatch=1000 + header + counts, combine=500 + header)
-    assert total == PhaseBytes(dispatch=2000 + 4 * (header + counts), combine=1000 + 4 * header)
-
-
-def test_a_floor_is_the_slower_link() -> None:
-    nvlink, nic = PhaseBytes(dispatch=300_000, combine=600_000), PhaseBytes(dispatch=1, combine=0)
-    floor = floors.floor_us(nvlink, nic, push_gbs=300.0, gbps=400.0)
-    assert (floor.dispatch, floor.combine, floor.pair) == (1.0, 2.0, 3.0)
-    slow = floors.floor_us(nvlink, PhaseBytes(dispatch=500_000, combine=0), push_gbs=0, gbps=400.0)
-    assert (slow.dispatch, slow.combine) == (10.0, 0.0)
-
-
-def test_an_arrival_is_the_relayed_way_without_the_way_back() -> None:
-    assert LINKS.arrival_us == 2.5
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])

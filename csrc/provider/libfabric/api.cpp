@@ -17,8 +17,8 @@ namespace {
 const Library* stand_in = nullptr;
 #endif
 
-// What the process has loaded. Providers register themselves with their library: a second one would
-// not see the devices of the first.
+// The process's library. Providers register themselves with their library: a second library would
+// not see the first one's devices.
 struct {
   std::mutex mutex;
   std::string file;
@@ -27,7 +27,7 @@ struct {
 } loading;
 
 Library load_library(const std::string& file, bool for_efa) {
-  // The folders in which AWS's installer puts its own, and the machine's own library.
+  // AWS's installer's folders, and the machine's own library.
   std::vector<std::string> files = {"/opt/amazon/efa/lib/libfabric.so.1",
                                     "/opt/amazon/efa/lib64/libfabric.so.1", "libfabric.so.1"};
   if (!for_efa) std::ranges::rotate(files, files.end() - 1);

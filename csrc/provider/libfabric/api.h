@@ -1,9 +1,9 @@
 // libfabric's binary interface, as far as this folder uses it. The library is opened with dlopen,
 // so that the package builds and loads where it is not installed; six functions are symbols,
-// everything else is reached through the tables of functions that its objects carry. Layouts are
-// those of <rdma/fabric.h> 1.17; later releases only append. tests/cpp/libfabric_abi_test.cpp
-// compares them with the header where there is one. Functions and fields that nobody here uses have
-// no type.
+// everything else is reached through the tables of functions that its objects carry. Layouts follow
+// <rdma/fabric.h> 1.17; later releases only append. tests/cpp/libfabric_abi_test.cpp compares them
+// with the header where it is installed. Functions and fields that this folder does not use have no
+// type.
 #pragma once
 
 #include <sys/types.h>
@@ -144,7 +144,7 @@ struct CqError {
   int err, prov_errno;
   void* err_data;
   size_t err_data_size;
-  uint64_t later[4];  // what later releases append
+  uint64_t later[4];  // space for what later releases append
 };
 struct CompletionQueue;
 struct CqOps {
@@ -181,7 +181,7 @@ struct MrAttr {
   uint8_t* auth_key;
   int iface;
   uint64_t device;
-  uint64_t later[4];  // zero: what later releases append
+  uint64_t later[4];  // zero: space for what later releases append
 };
 struct MrOps {
   size_t size;
@@ -251,7 +251,7 @@ struct Fabric {
   FabricOps* ops;
 };
 
-// What providers may use of a request while it is under way (fi_context2).
+// Space of a request that providers may use while it is in flight (fi_context2).
 struct Context {
   void* internal[8];
 };
@@ -266,22 +266,23 @@ struct Library {
   uint32_t (*version)();
 };
 
-// Opens `file`, or, when it is empty, the machine's own library or the one of AWS's installer, for EFA the
-// latter first: distributions carry releases without EFA's RDMA writes. One library serves the process:
-// another file later is an Error{kInvalidArgument}. Throws Error{kUnavailable} that says how to get it.
+// Opens `file`, or, when it is empty, the machine's own library or AWS's installer's, for EFA the
+// latter first: distributions carry releases without EFA's RDMA writes. The process has one
+// library: another file later is an Error{kInvalidArgument}. Throws Error{kUnavailable} that tells
+// how to install it.
 void open_library(const std::string& file, bool for_efa);
-// The one that is open; opens the machine's own when none is.
+// Returns the open library; opens the machine's own when none is open.
 const Library& library();
 
 // "Connection refused (111)"; takes either sign.
 std::string error_text(int64_t error);
 
 #if defined(MOE_P2P_TESTING)
-// Stands in for the library from now on; null: the real one again.
+// Replaces the library from now on; null restores the real one.
 void set_library_for_tests(const Library* library) noexcept;
 #endif
 
-// One deleter for everything that has a Fid.
+// The deleter of every object with a Fid.
 struct FidCloser {
   template <typename T>
   void operator()(T* object) const noexcept {

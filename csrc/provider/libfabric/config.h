@@ -2,16 +2,16 @@
 //
 //   provider=efa        libfabric's provider: efa, tcp, net, shm, sockets, verbs;ofi_rxm. All but
 //                       efa and verbs are software: the CPU copies every byte
-//   interfaces=         a:b:...: what NIC 0, 1, ... of a rank uses, each a domain name
-//                       (rdmap0s6-rdm), an interface name (eth0) or an IPv4 address. Without: all domains in turn,
+//   interfaces=         a:b:...: for NIC 0, 1, ... of a rank, each a domain name (rdmap0s6-rdm), an
+//                       interface name (eth0) or an IPv4 address. Not given: all domains in turn,
 //                       the loopback interface only where there is no other
-//   library=            file of libfabric; without: libfabric.so.1 or that of AWS's installer, which is
-//                       the first for efa
+//   library=            file of libfabric. Not given: libfabric.so.1 or AWS's installer's, for efa
+//                       the latter first
 //   max_in_flight=1024  accepted and not yet completed writes
 //   max_write_bytes=1073741824
-//   timeout_ms=10000    a peer that takes nothing for so long is given up (kPeerDead)
-//   hmem=auto           GPU memory: on (libfabric's FI_HMEM), off, or auto: efa and verbs where
-//                       libfabric can, efa else by dma-buf
+//   timeout_ms=10000    a peer that takes nothing for this long is given up (kPeerDead)
+//   hmem=auto           GPU memory: on (libfabric's FI_HMEM), off, or auto: FI_HMEM for efa and
+//                       verbs where libfabric has it, else dma-buf for efa
 #pragma once
 
 #include <chrono>
@@ -38,7 +38,7 @@ struct Config {
   bool is_software() const { return !is_efa() && !is_verbs(); }
 };
 
-// Throws Error{kInvalidArgument} that names the key and what it may be.
+// Throws Error{kInvalidArgument} that names the key and its valid values.
 Config parse_config(const std::string& settings);
 
 }  // namespace moe_p2p::provider::libfabric

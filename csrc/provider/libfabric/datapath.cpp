@@ -64,7 +64,7 @@ size_t LibfabricDomain::read_queue(std::span<Completion> completions) noexcept {
   if (result < 0) return read_error(completions);
   size_t count = 0;
   for (const CqEntry& entry : std::span(entries).first(static_cast<size_t>(result))) {
-    if (entry.flags & kRemoteWrite) {  // its length is not told by all providers
+    if (entry.flags & kRemoteWrite) {  // not all providers report its length
       completions[count++] = {.kind = Completion::Kind::kImmediate,
                               .imm = static_cast<uint32_t>(entry.data),
                               .status = {}};
@@ -84,7 +84,7 @@ size_t LibfabricDomain::read_error(std::span<Completion> completions) noexcept {
     writes_.fail_all({Code::kTransport, static_cast<int32_t>(-result)});
     return take_ready(completions);
   }
-  // Also a peer's write that was refused here; that one has no context, or one that is not ours.
+  // Also reports a peer's write that was refused here, without a context or with a foreign one.
   if (!writes_.owns(error.op_context)) return 0;
   const auto status = status_of(error.err, error.prov_errno, config_);
   const auto done = writes_.finish(error.op_context, status, error.prov_errno);

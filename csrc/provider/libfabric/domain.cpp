@@ -19,11 +19,11 @@ using platform::Clock;
 
 namespace {
 
-// How long a control call waits for writes that are under way: for those that read from memory
-// which is given back, and at the end for all. Too small: a slow peer loses them. Too large:
-// closing beside a dead peer takes as long.
+// How long a control call waits for writes in flight: unregister_memory() for writes that read the
+// memory, the destructor for all. Too small: writes to a slow peer are lost. Too large: closing
+// takes this long when a peer is dead.
 constexpr auto kDrain = std::chrono::milliseconds(500);
-// Polls after memory was given back, for writes that a software provider has received by half.
+// Polls after memory was given back, for writes that a software provider has received in part.
 constexpr int kSettlePolls = 64;
 constexpr size_t kEntries = 64;
 
@@ -56,7 +56,7 @@ LibfabricDomain::LibfabricDomain(const DomainOptions& options)
   address_ = address.serialize(config_.provider);
 }
 
-// What was accepted still leaves; what came in is acknowledged.
+// Still sends accepted writes and acknowledges received ones.
 LibfabricDomain::~LibfabricDomain() {
   try {
     int quiet = 0;

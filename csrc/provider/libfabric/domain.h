@@ -1,16 +1,15 @@
 // libfabric's NICs: EFA first, and the same code over its software providers (tcp between hosts
-// without RDMA, shm within one) for those who ask for them. One endpoint of the reliable-datagram
-// kind per Domain; peers are entries of its address vector, nobody shakes hands. Settings:
-// config.h.
+// without RDMA, shm within one) on request. One endpoint of the reliable-datagram kind per Domain;
+// peers are entries of its address vector, without a handshake of ours. Settings: config.h.
 //
-// libfabric is opened without locks for endpoint and completion queue; the gate lets one control call
-// or the polling thread in. Memory is registered beside them where there is a NIC, so that it stops no
-// traffic. Progress is manual: a target that is not polled receives nothing, and no
-// provider wakes anybody, so a Domain that was given a waker is never idle.
+// libfabric is opened without locks for endpoint and completion queue; the gate admits one control
+// call or the polling thread. With a NIC, memory is registered outside the gate, so that it stops
+// no traffic. Progress is manual: a target that is not polled receives nothing, and no provider
+// wakes a thread, so a Domain that has a waker is never idle.
 //
-// tcp, net and shm differ from a NIC in what follows a refused write: the whole connection goes
-// down, so other writes to that peer fail with it (kPeerDead), and the next one connects again. A
-// write that has been received by half when its memory is given back is finished into it.
+// After a refused write tcp, net and shm, unlike a NIC, drop the whole connection: other writes to
+// that peer fail too (kPeerDead), and the next one connects again. A write that has been received
+// in part when its memory is given back is still completed there.
 //
 // This file and domain.cpp are the control path, datapath.cpp is the data path.
 #pragma once
@@ -26,7 +25,7 @@
 
 namespace moe_p2p::provider {
 
-// Throws Error{kUnavailable} when the library, the provider or the NIC is not there.
+// Throws Error{kUnavailable} when the library, the provider or the NIC is missing.
 std::unique_ptr<Domain> make_libfabric_domain(const DomainOptions& options);
 
 namespace libfabric {
@@ -50,8 +49,8 @@ class LibfabricDomain final : public Domain {
   bool idle() const noexcept override;
 
  private:
-  // Polls on behalf of a control call until ready() or the deadline, in turns with the polling thread;
-  // what completes is kept for poll().
+  // Polls on behalf of a control call until ready() or the deadline, alternating with the polling
+  // thread; completions are kept for poll().
   template <typename Ready>
   bool poll_until(platform::Deadline deadline, Ready&& ready);
   size_t take_ready(std::span<Completion> completions) noexcept;
@@ -59,16 +58,16 @@ class LibfabricDomain final : public Domain {
   size_t read_error(std::span<Completion> completions) noexcept;
 
   const Config config_;
-  const bool sleeps_;  // the polling thread would, if this NIC were idle
+  const bool sleeps_;  // the polling thread sleeps when all NICs are idle
   alignas(64) std::array<std::byte, 64> scratch_{};
   Session session_;
   const std::string name_;
   std::mutex registering_;  // one registration or its end at a time
-  mutable Gate gate_;       // guards all that follows
-  // Completions to show. The polling thread adds only what is accepted and not yet shown, which its
-  // capacity holds; control calls make room first.
+  mutable Gate gate_;       // guards all members below
+  // Completions to report. The polling thread adds at most the accepted writes that are not
+  // reported yet, which the capacity holds; control calls make room first.
   std::vector<Completion> ready_;
-  Regions regions_;  // the first one is scratch_
+  Regions regions_;  // the first region is scratch_
   Peers peers_;
   Writes writes_;
   base::Bytes address_;

@@ -10,7 +10,7 @@ using base::Code;
 
 namespace {
 
-// Completion statuses of the device that the general number hides: EFA's, and those of libibverbs.
+// Completion statuses of the device that the general number hides: EFA's and libibverbs'.
 constexpr int kEfaRemoteBadAddress = 7, kEfaRemoteBadLength = 11;
 constexpr int kWcFlushed = 5, kWcRemoteInvalidRequest = 9, kWcRemoteAccess = 10,
               kWcRetriesExceeded = 12, kWcRnrRetriesExceeded = 13;
@@ -45,9 +45,9 @@ const char* cause_of(Code code) noexcept {
       return "its process or host is gone, or a firewall or security group drops what is sent to "
              "it";
     case Code::kRemoteAccess:
-      return "it has given that memory back, or the key is that of another NIC";
+      return "it has given that memory back, or the key belongs to another NIC";
     case Code::kInvalidArgument: return "the source is not memory that is registered at this NIC";
-    default: return "FI_LOG_LEVEL=warn makes libfabric say more";
+    default: return "FI_LOG_LEVEL=warn makes libfabric log the cause";
   }
 }
 

@@ -1,6 +1,5 @@
-// What libfabric's error numbers mean to the engine. Status::detail keeps the number, so that
-// whoever reports it can say more; the device's own number counts where it is more exact than the
-// general one.
+// Maps libfabric's error numbers to a Status. Status::detail keeps the number for the error text;
+// the device's own number is used where it is more exact than the general one.
 #pragma once
 
 #include <string>
@@ -12,9 +11,10 @@
 namespace moe_p2p::provider::libfabric {
 
 base::Status status_of(int error) noexcept;
-base::Status status_of(int error, int prov_errno, const Config& config) noexcept;  // a completion's
+// For a completion.
+base::Status status_of(int error, int prov_errno, const Config& config) noexcept;
 
-// A write that failed, for whoever has to mend it.
+// A failed write, for the error text.
 struct Failure {
   base::Status status;
   int prov_errno = 0;  // the provider's own number

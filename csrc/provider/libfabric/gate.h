@@ -1,10 +1,9 @@
-// Keeps control calls and the polling thread out of libfabric at the same time: domains are opened with
-// FI_THREAD_DOMAIN, or, where there is a NIC, FI_THREAD_COMPLETION, which have no locks for endpoint and
-// completion queue inside and leave that to the caller. Under the latter memory may be registered and
-// given back without the gate: that takes seconds for tens of GB. The polling
-// thread never waits here: it finds the gate taken, reports that nothing happened, and comes again.
-// A control call announces itself first, or a thread that polls without a pause would never let it
-// in.
+// Keeps control calls and the polling thread out of libfabric at the same time: domains are opened
+// with FI_THREAD_DOMAIN, or, with a NIC, FI_THREAD_COMPLETION, under which the caller must lock
+// endpoint and completion queue. Under the latter memory may be registered and given back without
+// the gate, which takes seconds for tens of GB. The polling thread never waits here: when the gate
+// is taken it reports that nothing happened and tries again. A control call announces itself first,
+// or a thread that polls without a pause would never let it in.
 #pragma once
 
 #include <sched.h>
@@ -52,7 +51,7 @@ class Gate {
   };
 
  private:
-  // acquire: pairs with leave(), whoever was inside before.
+  // acquire: pairs with the last leave().
   bool take() noexcept { return !taken_.exchange(true, std::memory_order_acquire); }
 
   std::atomic<bool> taken_{false};

@@ -14,7 +14,7 @@ using base::Code;
 
 namespace {
 
-// How libfabric takes a dma-buf.
+// libfabric's description of a dma-buf.
 Dmabuf description_of(const platform::ExportedMemory& memory, size_t bytes) {
   Dmabuf dmabuf{};
   dmabuf.fd = memory.fd();
@@ -29,8 +29,8 @@ Dmabuf description_of(const platform::ExportedMemory& memory, size_t bytes) {
 Regions::Regions(const Session& session, std::string name)
     : session_(session), name_(std::move(name)) {}
 
-// Where keys are ours to choose they are chosen at random: a key of another NIC, or one that was
-// given back, must not fit.
+// Keys that we choose are random: a key of another NIC, or a key that was given back, must not be
+// valid.
 uint64_t Regions::next_key() {
   if (session_.mr_mode(kMrProvKey)) return 0;
   const size_t bytes = session_.info->domain_attr->mr_key_size;
@@ -62,9 +62,9 @@ Owned<MemoryRegion> Regions::open(const MemorySpan& span) {
     if (exported) {
       const Dmabuf dmabuf = description_of(exported, span.bytes);
       attr.memory = &dmabuf;
-      // A dma-buf that is said to be the host's: EFA registers it without looking at CUDA and posts it
-      // without calls of CUDA, its needs_sync stays false (efa_mr.c of libfabric 1.22: lines 195, 521,
-      // 959; of 2.5.1: 212, 629, 1152). A write by the device is all that touches the memory.
+      // A dma-buf declared as host memory: EFA registers it without looking at CUDA and posts it
+      // without calls of CUDA, its needs_sync stays false (efa_mr.c of libfabric 1.22: lines 195,
+      // 521, 959; of 2.5.1: 212, 629, 1152). Only writes by the device touch the memory.
       attr.iface = session_.gpu_memory == kHmem ? kHmemCuda : kHmemSystem;
       attr.device = attr.iface == kHmemCuda ? static_cast<uint32_t>(span.device) : 0;
       error = reg(kMrDmabuf);
@@ -74,10 +74,10 @@ Owned<MemoryRegion> Regions::open(const MemorySpan& span) {
                   ": registering ", span.bytes, what,
                   exported ? "by dma-buf: " + error_text(error)
                            : "the CUDA driver exports no dma-buf of it: " + exported.why_not(),
-                  ". The other way is closed too: ", session_.why_no_hmem);
+                  ". FI_HMEM, the other way, cannot be used: ", session_.why_no_hmem);
   }
   if (error != 0) {
-    if (on_gpu) {  // hmem is on: libfabric asks CUDA itself
+    if (on_gpu) {  // hmem is on: libfabric calls CUDA itself
       attr.iface = kHmemCuda;
       attr.device = static_cast<uint32_t>(span.device);
     }

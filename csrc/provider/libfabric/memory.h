@@ -1,5 +1,5 @@
-// Registered memory of one NIC. Changed by control calls, looked at by the polling thread; the gate
-// of the Domain keeps them apart. open(), which takes long, stays outside where libfabric allows that.
+// Registered memory of one NIC. Changed by control calls, read by the polling thread, under the
+// Domain's gate; open(), which takes long, runs outside the gate where libfabric allows that.
 #pragma once
 
 #include <memory>
@@ -15,7 +15,7 @@ struct Region {
   MemorySpan span;
   Owned<MemoryRegion> mr;  // null: given back, the key is not used again
   void* descriptor = nullptr;
-  bool leaving = false;     // is being given back: takes no new writes
+  bool leaving = false;     // being given back: takes no new writes
   uint32_t num_writes = 0;  // from here, accepted and not returned by libfabric
 
   bool contains(const std::byte* data, uint64_t bytes) const noexcept {
@@ -28,11 +28,11 @@ class Regions {
  public:
   Regions(const Session& session, std::string name);
 
-  // Registers at the NIC. One caller at a time, beside all else.
+  // Registers at the NIC. One caller at a time; may run beside all other calls.
   Owned<MemoryRegion> open(const MemorySpan& span);
   MemoryKey add(const MemorySpan& span, Owned<MemoryRegion> mr);
   MemoryKey add(const MemorySpan& span) { return add(span, open(span)); }
-  // What to close, now or outside the gate.
+  // Returns what to close, now or outside the gate.
   [[nodiscard]] Owned<MemoryRegion> remove(const MemoryKey& key);
   // For key.local_key; throws Error{kInvalidArgument} when it is not registered.
   Region& at(const MemoryKey& key);
@@ -42,7 +42,7 @@ class Regions {
     const uint64_t index = local_key - first_key_;
     return index < regions_.size() ? regions_[index].get() : nullptr;
   }
-  Region& scratch() noexcept { return *regions_.front(); }  // whatever was added first
+  Region& scratch() noexcept { return *regions_.front(); }  // the region added first
 
  private:
   uint64_t next_key();

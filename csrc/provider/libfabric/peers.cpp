@@ -49,7 +49,7 @@ Address Peers::own_address() const {
   Address address;
   Endpoint& endpoint = *session_.endpoint;
   size_t length = 0;
-  endpoint.cm->getname(&endpoint.fid, nullptr, &length);  // says how long it is
+  endpoint.cm->getname(&endpoint.fid, nullptr, &length);  // gives the length
   address.name.resize(length);
   const int error = endpoint.cm->getname(&endpoint.fid, address.name.data(), &length);
   MOE_P2P_CHECK(error == 0, Code::kTransport, name_, ": has no address: ", error_text(error));
@@ -84,8 +84,9 @@ void Peers::disconnect(PeerId id) {
   peer.connected = false;
   const auto entry = entries_.find(peer.address.name);
   if (--entry->second.num_peers != 0) return;
-  // shm takes a peer's memory out of the process at once, and then looks there for what is still under
-  // way in either direction (libfabric 1.17, smr_progress.c). A name that comes again finds its entry.
+  // shm unmaps a peer's memory at once, and then still looks there for writes in flight in either
+  // direction (libfabric 1.17, smr_progress.c). So its entries stay, and the same name finds its
+  // entry again.
   if (std::string_view(session_.info->fabric_attr->prov_name) == "shm") return;
   AddressVector& av = *session_.av;
   const int error = av.ops->remove(&av, &entry->second.fi_addr, 1, 0);

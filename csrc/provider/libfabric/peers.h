@@ -1,5 +1,5 @@
 // The peers of one NIC and their places in libfabric's address vector. Changed by control calls,
-// looked at by the polling thread; the gate of the Domain keeps them apart.
+// read by the polling thread, under the Domain's gate.
 #pragma once
 
 #include <map>
@@ -15,15 +15,15 @@ namespace moe_p2p::provider::libfabric {
 
 struct Slot;
 
-// What a NIC tells its peers. Writes of no bytes go to the scratch region: providers check address
-// and key of those too.
+// A NIC's address, sent to its peers. Writes of no bytes go to the scratch region: providers check
+// their address and key too.
 struct Address {
   base::Bytes name;  // of the endpoint, as libfabric gives it
   uint64_t scratch_addr = 0;
   uint64_t scratch_key = 0;
 
   base::Bytes serialize(const std::string& provider) const;
-  // Throws Error{kInvalidArgument} when it was made by another provider or version.
+  // Throws Error{kInvalidArgument} for an address made by another provider or version.
   static Address parse(std::span<const std::byte> bytes, const std::string& provider);
 };
 
@@ -36,8 +36,8 @@ struct Peer {
   Slot* first = nullptr;
   Slot* last = nullptr;
   Peer* next_waiting = nullptr;
-  bool listed = false;    // among those that have any, or had when last looked at
-  bool answered = false;  // its last write that completed did so well: handshakes are over
+  bool listed = false;    // in the list of peers with such writes; left at the next pump()
+  bool answered = false;  // its last completed write succeeded: handshakes are over
   std::optional<platform::Clock::time_point> refused_since = {};
 };
 
@@ -51,19 +51,19 @@ class Peers {
   Peer& at(PeerId id);
   void disconnect(PeerId id);
 
-  // One that can be written to without a handshake; null where there is none.
+  // Returns a peer that can be written to without a handshake; null when there is none.
   Peer* find_answered() noexcept {
     for (const auto& peer : peers_)
       if (peer->connected && peer->answered) return peer.get();
     return nullptr;
   }
-  // Null: not connected (any more).
+  // Returns null when the peer is not connected (any more).
   Peer* find(PeerId id) noexcept {
     return id < peers_.size() && peers_[id]->connected ? peers_[id].get() : nullptr;
   }
 
  private:
-  // One entry of the address vector per address: providers differ in what a second one means.
+  // One entry of the address vector per address: providers differ in the meaning of a second entry.
   struct Entry {
     uint64_t fi_addr;
     uint32_t num_peers;
@@ -71,7 +71,7 @@ class Peers {
 
   const Session& session_;
   const std::string name_;
-  std::vector<std::unique_ptr<Peer>> peers_;  // by id; ids are not used again
+  std::vector<std::unique_ptr<Peer>> peers_;  // by id; ids are not reused
   std::map<base::Bytes, Entry> entries_;
 };
 

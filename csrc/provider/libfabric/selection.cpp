@@ -29,8 +29,8 @@ std::string ipv4_of(const Info& info) {
 
 std::string_view domain_of(const Info& info) { return info.domain_attr->name; }
 
-// What every provider is asked for. Memory modes: all that we can live with; the answer says which
-// of them count. Manual progress: no threads of the provider's own beside the polling thread.
+// Requirements for every provider. Memory modes: all that we support; the answer has the required
+// ones. Manual progress: no threads of the provider beside the polling thread.
 OwnedInfo make_hints(const Config& config, bool hmem, uint64_t completion_level) {
   OwnedInfo hints(library().dupinfo(nullptr));
   MOE_P2P_CHECK(hints, Code::kResourceExhausted, "libfabric: out of memory");
@@ -40,7 +40,7 @@ OwnedInfo make_hints(const Config& config, bool hmem, uint64_t completion_level)
   hints->tx_attr->op_flags = completion_level;
   hints->domain_attr->mr_mode =
       kMrLocal | kMrVirtAddr | kMrAllocated | kMrProvKey | kMrEndpoint | (hmem ? kMrHmem : 0);
-  // Of a NIC memory is registered beside traffic (gate.h).
+  // With a NIC, memory is registered beside traffic (gate.h).
   hints->domain_attr->threading = config.is_software() ? kThreadDomain : kThreadCompletion;
   hints->domain_attr->control_progress = kProgressManual;
   hints->domain_attr->data_progress = kProgressManual;
@@ -48,7 +48,7 @@ OwnedInfo make_hints(const Config& config, bool hmem, uint64_t completion_level)
   return hints;
 }
 
-// Why libfabric does not take GPU memory, from what it answered when it was asked to.
+// Returns why libfabric does not take GPU memory; `error` is its answer to the request.
 std::string why_no_hmem(const Config& config, int error) {
   if (config.is_software()) return base::concat("provider ", config.provider, " is software");
   if (config.hmem == Config::Hmem::kOff) return "hmem=off was set";
@@ -60,15 +60,15 @@ std::string why_no_hmem(const Config& config, int error) {
 }
 
 Selection ask(const Config& config) {
-  // 1.20 is the first release with dma-buf registration; an older library is asked for its own.
+  // 1.20 is the first release with dma-buf registration; an older library gets its own version.
   const uint32_t version = std::min(library().version(), make_version(1, 20));
   const bool want_hmem = config.hmem == Config::Hmem::kOn ||
                          (config.hmem == Config::Hmem::kAuto && !config.is_software());
   int error = 0, hmem_error = 0;
   for (const bool hmem : {true, false}) {
     if (hmem ? !want_hmem : config.hmem == Config::Hmem::kOn) continue;
-    // Where a provider has no level above transmit-complete, that one already means that the
-    // target's NIC has answered (reliable connections).
+    // For a provider without a level above transmit-complete, transmit-complete already means that
+    // the target's NIC has answered (reliable connections).
     for (const uint64_t level : {kDeliveryComplete, uint64_t{0}}) {
       if (level == 0 && config.is_software()) continue;
       const OwnedInfo hints = make_hints(config, hmem, level);
@@ -102,13 +102,13 @@ void check_version(const Config& config) {
       "installer (/opt/amazon/efa), or name its file with library=");
 }
 
-// Since 2.1 EFA offers each device under the fabric "efa-direct" too, before "efa" (efa_prov.c). Writes
-// with immediates need receives posted there, and nobody retries.
+// Since 2.1 EFA offers each device under the fabric "efa-direct" too, before "efa" (efa_prov.c).
+// There writes with immediates need posted receives, and are not retried.
 bool is_usable(const Info& info) { return std::strcmp(info.fabric_attr->name, "efa-direct") != 0; }
 
 bool is_loopback(const Info& info) { return domain_of(info) == "lo"; }
 
-// One info per domain, IPv4 before other addresses, the loopback interface only where it is alone.
+// One info per domain, IPv4 before other addresses, the loopback interface only when it is alone.
 std::vector<Info*> usable(Info* first) {
   std::vector<Info*> found;
   const auto add = [&](bool ipv4_only) {
@@ -162,10 +162,10 @@ Info* choose(const Config& config, int nic, Info* first) {
   return found;
 }
 
-// Both are read by libfabric once, when it is asked for the first time. EFA writes to ranks of the
-// same host through shared memory unless told not to; those writes follow the rules of another
-// provider. verbs keeps registrations in a cache after they are closed: peers could go on writing to
-// memory that was given back, and beside a region that lies in an older one.
+// libfabric reads both once, at its first call. EFA writes to ranks of the same host through shared
+// memory unless this forbids it; such writes follow another provider's rules. verbs keeps
+// registrations in a cache after they are closed: peers could still write to memory that was given
+// back, and outside a region that lies in an older one.
 void set_environment(const Config& config) {
   static std::once_flag efa, verbs;
   if (config.is_efa())
@@ -177,7 +177,7 @@ void set_environment(const Config& config) {
 }  // namespace
 
 Selection select_info(const Config& config, int nic) {
-  const platform::KeptSignalHandlers kept;  // the first question loads what providers are in files
+  const platform::KeptSignalHandlers kept;  // the first call loads providers from files
   set_environment(config);
   open_library(config.library, config.is_efa());
   check_version(config);

@@ -12,13 +12,12 @@ using platform::Clock;
 
 namespace {
 
-// Posts per doorbell. Too small: the NIC is rung for every few writes. Too large: the first of a
-// chain waits for the last, and a chain must fit the smallest send queue (256) several times.
+// Posts per doorbell. Too small: the doorbell rings for every few writes. Too large: the first
+// write of a chain waits for the last, and the smallest send queue (256) must hold several chains.
 constexpr uint32_t kChain = 16;
 
-// A connection that went down is noticed by the write that finds it so, and made again while that
-// one waits. Too small: the write fails although the peer is there. Too large: so long until it is
-// said that a peer is dead.
+// The first write to find a connection down waits while it is made again. Too small: the write
+// fails although the peer is alive. Too large: a dead peer is reported this late.
 constexpr auto kReconnect = std::chrono::milliseconds(1000);
 
 }  // namespace
@@ -36,7 +35,7 @@ Writes::Writes(const Session& session, const Config& config, Regions& regions, P
       ready_(ready),
       shares_queue_(config.is_efa()),
       queue_size_(shares_queue_ ? session.info->tx_attr->size : ~size_t{0}) {
-  // Twice: peers that are given up on the data path keep theirs until libfabric returns them.
+  // Twice: slots of peers given up on the data path stay taken until libfabric returns them.
   add_slots(size_t{2} * max_in_flight_);
 }
 
@@ -73,7 +72,7 @@ size_t Writes::accept(std::span<const WorkRequest> requests) noexcept {
   return count;
 }
 
-// Inline, as are the next two: a write costs less than 80 ns on shm, calls are a part of that.
+// Inline, as are the next two: a write costs less than 80 ns on shm, calls included.
 inline void Writes::accept(const WorkRequest& request, Slot& slot) noexcept {
   slot.wr_id = request.wr_id;
   slot.region = nullptr;
@@ -125,11 +124,12 @@ void Writes::pump() noexcept {
       link = &peer.next_waiting;
     }
   }
-  // Other providers send what has the flag by themselves, and shm crashes on a write to a peer that left.
+  // Other providers send writes with FI_MORE by themselves, and shm crashes on a write to a peer
+  // that left.
   if (shares_queue_ && chain_length_ > 0) ring();
 }
 
-// True when nothing waits any more.
+// True when nothing of the peer waits any more.
 bool Writes::push(Peer& peer) noexcept {
   while (Slot* slot = peer.first) {
     const bool more = chain_length_ + 1 < kChain && goes_on(*slot, peer);
@@ -140,7 +140,7 @@ bool Writes::push(Peer& peer) noexcept {
       const Status stalled{Code::kPeerDead, ETIMEDOUT};
       if (num_posted_ == 0) return fail(peer, stalled), true;
       fail_if(stalled, [](const Slot& other) { return other.state == Slot::State::kPosted; });
-      completed_ = true;  // those that hold the queue were given up; now it is the turn of the rest
+      completed_ = true;  // the writes that filled the queue are given up; the rest may go
       return false;
     }
     if (result == -EAGAIN || status.code == Code::kPeerDead) {
@@ -164,16 +164,16 @@ bool Writes::push(Peer& peer) noexcept {
   return true;
 }
 
-// Whether another write will be posted right behind this one. Before hands are shaken EFA keeps a write
-// back and says that it took it: it rings for nobody before it, and libfabric without the commit
-// 3b01e1417 posts it later with the FI_MORE that it came with, when nothing may follow.
+// True when another write will be posted right after this one. Before its handshake EFA holds a
+// write back and reports it as taken: it then does not ring for earlier writes, and libfabric
+// without the commit 3b01e1417 posts the write later with its FI_MORE, when nothing may follow.
 bool Writes::goes_on(const Slot& slot, const Peer& peer) const noexcept {
   if (slot.next) return true;
   const Peer* next = shares_queue_ && peer.answered ? peer.next_waiting : nullptr;
   return next && next->first && next->answered && !next->refused_since;
 }
 
-// Ends a chain whose continuation was refused or failed, by a write of nothing that nobody is told of.
+// Ends a chain whose continuation was refused or failed, with an empty write without completion.
 void Writes::ring() noexcept {
   Peer* peer = peers_.find(chain_peer_);
   if (!peer) peer = peers_.find_answered();
@@ -226,7 +226,7 @@ bool Writes::has_given_up(Peer& peer, std::chrono::milliseconds patience) noexce
 
 // --- completing ---
 
-// What the caller asked for itself is no failure of the NIC.
+// Failures that the caller caused are not the NIC's.
 void Writes::note(const Slot& slot, Status status, int prov_errno) noexcept {
   if (status.ok() || status.code == Code::kClosed || first_failure_) return;
   first_failure_ = {status, prov_errno, slot.bytes, slot.peer};

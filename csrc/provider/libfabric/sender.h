@@ -1,13 +1,15 @@
 // The sending side of one NIC: accepted writes, in a list per peer until libfabric takes them. A
-// peer that takes nothing (not connected yet, its queue full) holds up only itself; pump() offers
-// again at every poll. Data path, inside the Domain's gate; what allocates is marked as control.
+// peer that takes nothing (not connected yet, its queue full) delays only itself; pump() tries
+// again at every poll. Data path, inside the Domain's gate; functions that allocate are marked as
+// control.
 //
-// Writes go out in chains with FI_MORE, which lets the NIC be rung once per chain. EFA's peers share one
-// send queue, so a chain goes on to the next peer there; neither to nor from one that may have to shake
-// hands first, for EFA keeps its writes back. A chain that was cut short is rung by an empty write.
+// Writes are posted in chains with FI_MORE, which needs one doorbell per chain. EFA's peers share
+// one send queue, so a chain continues with the next peer there; but neither to nor from a peer
+// that may still need a handshake, because EFA holds back its writes. A chain that was cut short is
+// rung by an empty write.
 //
-// A shared queue that is full refuses everybody: the patience with a peer counts refusals that are its
-// own, the patience with the queue counts from the last completion.
+// A full shared queue refuses all peers: a peer's patience counts only its own refusals, the
+// queue's patience counts from the last completion.
 #pragma once
 
 #include <chrono>
@@ -22,9 +24,9 @@
 namespace moe_p2p::provider::libfabric {
 
 // One accepted write. libfabric has the address of `context` while the write is posted. The rest is
-// one cache line: between two batches of writes, caches forget what the last one touched.
+// one cache line: between two batches of writes, it falls out of the caches.
 struct alignas(64) Slot {
-  // kAbandoned: completed toward the engine, libfabric still has to return it.
+  // kAbandoned: reported to the engine as complete, not yet returned by libfabric.
   enum class State : uint8_t { kFree, kWaiting, kPosted, kAbandoned };
 
   Context context{};  // first: a completion's op_context is the slot's address
@@ -33,7 +35,7 @@ struct alignas(64) Slot {
   Region* region = nullptr;
   uint64_t remote_addr = 0;
   uint64_t remote_key = 0;
-  Slot* next = nullptr;  // in the list of the peer
+  Slot* next = nullptr;  // in the peer's list
   uint32_t bytes = 0;
   uint32_t imm = 0;
   PeerId peer = 0;
@@ -49,18 +51,19 @@ class Writes {
 
   // Takes the first n requests and returns n.
   size_t accept(std::span<const WorkRequest> requests) noexcept;
-  // Offers what waits to libfabric.
+  // Offers waiting writes to libfabric.
   void pump() noexcept;
-  // libfabric returned op_context. The engine's completion of it, unless it has had one.
+  // libfabric returned op_context: returns its completion for the engine, unless that was reported
+  // before.
   std::optional<Completion> finish(void* op_context, base::Status status,
                                    int prov_errno = 0) noexcept;
   bool owns(const void* op_context) const noexcept;
-  // Completes what is under way to the peer, or from the memory, with `status`.
+  // Completes the writes in flight to the peer, or from the memory, with `status`.
   void fail(Peer& peer, base::Status status) noexcept;
   void fail(const Region& region, base::Status status) noexcept;
-  // Completes everything with `status`, from now on: the NIC is lost.
+  // For a lost NIC: completes all writes with `status`, also later ones.
   void fail_all(base::Status status) noexcept;
-  // Control: makes up for slots that were abandoned and may never come back.
+  // Control: replaces abandoned slots, which may never be returned.
   void refill();
 
   const std::optional<Failure>& first_failure() const noexcept { return first_failure_; }
@@ -94,19 +97,19 @@ class Writes {
   Peers& peers_;
   std::vector<Completion>& ready_;
   std::deque<Slot> slots_;
-  std::vector<Slot*> free_;     // no list: each link would be a miss that the next one waits for
+  std::vector<Slot*> free_;     // no linked list: each link would be a cache miss
   Peer* waiting_ = nullptr;     // peers with a list, by Peer::next_waiting
   const bool shares_queue_;     // all peers have one send queue
-  const size_t queue_size_;     // of it
-  uint32_t chain_length_ = 0;   // writes with FI_MORE since the NIC was rung
-  PeerId chain_peer_ = 0;       // of the last one
+  const size_t queue_size_;     // of the shared send queue
+  uint32_t chain_length_ = 0;   // writes with FI_MORE since the last doorbell
+  PeerId chain_peer_ = 0;       // of the last write with FI_MORE
   uint32_t num_in_flight_ = 0;  // accepted, no completion yet
   uint32_t num_posted_ = 0;
-  size_t num_held_ = 0;    // by libfabric
-  bool completed_ = true;  // something has, since last_completion_ was set
+  size_t num_held_ = 0;    // posted writes that libfabric has, abandoned ones too
+  bool completed_ = true;  // a write has, since last_completion_ was set
   platform::Clock::time_point last_completion_;
   std::optional<Failure> first_failure_;
-  base::Status broken_;  // what every write ends with
+  base::Status broken_;  // not ok: every write ends with it
 };
 
 }  // namespace moe_p2p::provider::libfabric

@@ -13,8 +13,8 @@ using base::Code;
 
 namespace {
 
-// Entries for arrivals beside those for own writes. Too small: EFA drops to its slow path, other
-// providers to a list of their own.
+// Entries for arrivals, besides the entries for own writes. Too small: EFA uses its slow path,
+// other providers a list of their own.
 constexpr size_t kArrivals = 4096;
 constexpr size_t kMinImmBytes = 4;
 
@@ -33,7 +33,7 @@ class Opening {
   std::string name_;
 };
 
-// Runs open(T** out) and keeps what it made.
+// Runs open(T** out) and owns what it made.
 template <typename T, typename Open>
 Owned<T> own(const Opening& opening, const char* step, Open&& open) {
   T* object = nullptr;
@@ -58,15 +58,16 @@ void bind(const Opening& opening, const Config& config, Session& session) {
   bind_to(session.cq->fid, kTransmit | kRecv, "binding the completion queue");
   Fid& endpoint = session.endpoint->fid;
   const int error = endpoint.ops->control(&endpoint, kControlEnable, nullptr);
-  // ofi_rxm makes its queues for as many peers as the environment says.
+  // ofi_rxm sizes its queues by the number of peers in the environment.
   opening.check(error, config.is_verbs() ? "enabling the endpoint (if the device's queues are too "
                                            "small for 256 peers: FI_UNIVERSE_SIZE=8)"
                                          : "enabling the endpoint");
 }
 
-// EFA's own options, before the endpoint is enabled. Unless forbidden to, EFA calls CUDA for each region
-// of GPU memory at its first write (efa_rdm_ep.h, efa_rdm_attempt_to_sync_memops_iov): CUDA refuses that
-// for memory of cuMemCreate, and the write fails. It also copies with CUDA where GPUDirect is missing.
+// Sets EFA's own options, before the endpoint is enabled. Unless this forbids it, EFA calls CUDA
+// for each region of GPU memory at its first write (efa_rdm_ep.h,
+// efa_rdm_attempt_to_sync_memops_iov): CUDA refuses that for memory of cuMemCreate, and the write
+// fails. It also copies with CUDA where GPUDirect is missing.
 void set_efa_options(const Opening& opening, const Config& config, Session& s) {
   Endpoint& endpoint = *s.endpoint;
   const auto forbid = [&](int option) {
@@ -74,7 +75,7 @@ void set_efa_options(const Opening& opening, const Config& config, Session& s) {
     return -endpoint.ops->setopt(&endpoint.fid, kOptEndpoint, option, &permitted, sizeof(bool));
   };
   const int error = forbid(kOptSharedMemoryPermitted);
-  if (error != ENOPROTOOPT)  // 1.20: the environment does it (selection.cpp)
+  if (error != ENOPROTOOPT)  // with 1.20 the environment forbids it (selection.cpp)
     opening.check(error, "forbidding EFA's own shared memory");
   bool emulated = false;
   size_t length = sizeof(emulated);
@@ -91,8 +92,8 @@ void set_efa_options(const Opening& opening, const Config& config, Session& s) {
     if (const int refused = forbid(kOptCudaApiPermitted)) {
       s.gpu_memory = Session::GpuMemory::kDmabuf;
       s.why_no_hmem =
-          base::concat(refused == EOPNOTSUPP ? "EFA says that there is no GPUDirect RDMA: "
-                                             : "EFA cannot do without calls of CUDA: ",
+          base::concat(refused == EOPNOTSUPP ? "EFA reports that it has no GPUDirect RDMA: "
+                                             : "EFA cannot be kept from calling CUDA: ",
                        error_text(refused));
     }
   } else if (config.hmem == Config::Hmem::kAuto) {

@@ -1,5 +1,5 @@
-// What one NIC has open in libfabric, from the choice of the domain to the enabled endpoint.
-// Control path only. Opened by LibfabricDomain, closed in the reverse order.
+// The libfabric objects of one NIC, from the chosen domain to the enabled endpoint. Control path
+// only. Opened by LibfabricDomain, closed in the reverse order.
 #pragma once
 
 #include <string>
@@ -17,14 +17,14 @@ struct Session {
   Owned<CompletionQueue> cq;
   Owned<Endpoint> endpoint;
 
-  // How GPU memory is registered. kDmabuf: as a dma-buf that libfabric takes for the host's, where it
-  // has no CUDA of its own; only a device touches the memory then, so writes must be RDMA.
+  // How GPU memory is registered. kDmabuf: as a dma-buf declared as host memory, for a libfabric
+  // without CUDA; only a device may touch the memory then, so writes must be RDMA.
   enum class GpuMemory { kNone, kDmabuf, kHmem };
   GpuMemory gpu_memory = GpuMemory::kNone;
   std::string why_no_hmem;  // unless kHmem
 
   bool mr_mode(int bit) const { return (info->domain_attr->mr_mode & bit) != 0; }
-  // Registering memory needs no turn with endpoint and completion queue (gate.h).
+  // True when memory is registered without the gate (gate.h).
   bool registers_beside_traffic() const {
     return info->domain_attr->threading == kThreadCompletion;
   }

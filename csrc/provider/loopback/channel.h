@@ -1,13 +1,13 @@
-// What lies in a NIC's shared memory segment. The segment belongs to the receiver; every sender that
+// Layout of a NIC's shared memory segment. The segment belongs to the receiver; every sender that
 // connects claims one channel in it: a record of counters, an acknowledgement ring and a payload
-// ring. Only plain words and offsets, because each process maps the segment elsewhere.
+// ring. Only plain words and offsets, because each process maps the segment at another address.
 //
 //   header | record[channels] | block[channels]        block = claim | acks | partials | ring
 //
 // A payload ring carries fragments: a 64-byte Fragment and its payload, padded to 64 bytes. Payload
-// never wraps: a fragment ends at the ring's end and the write goes on in the next one. The payload
-// of GPU memory does not come this way where the sender has the peer's memory mapped: it has then copied
-// it to where it belongs before it puts the fragment into the ring.
+// never wraps: a fragment ends at the ring's end and the write continues in the next one. For GPU
+// memory of the peer that the sender has mapped, the ring carries no payload: the sender copies it
+// into place before it puts the fragment into the ring.
 #pragma once
 
 #include <atomic>
@@ -29,10 +29,10 @@ struct alignas(kLine) SegmentHeader {
   uint32_t num_channels;
   uint32_t window;
   // Counts claims and releases of channels. Release by Segment::claim() and Segment::release();
-  // acquire by Receiver::poll(), which looks at the records only when it has changed.
+  // acquire by Receiver::poll() and rescan(). The records are read only when it has changed.
   alignas(kLine) std::atomic<uint64_t> changes;
-  // Not 0: the NIC is gone, nobody reads its channels. Release by Segment::close(), acquire by
-  // Segment::closed().
+  // Not 0: the NIC is closed, its channels are not read any more. Release by Segment::close(),
+  // acquire by Segment::closed().
   std::atomic<uint32_t> closed;
 };
 
@@ -56,13 +56,13 @@ struct ChannelRecord {
   alignas(kLine) std::atomic<uint64_t> tail;
   // Acknowledgements given. Release by Receiver::publish, acquire by Connection::next_ack.
   std::atomic<uint64_t> ack_head;
-  // channel_word(). Every change is a release or acquire-release, every look an acquire.
+  // channel_word(). Every change is a release or acquire-release, every read an acquire.
   alignas(kLine) std::atomic<uint64_t> state;
 };
 
-// Who holds the channel. Written before the state becomes kOpen, constant from then on.
+// The channel's sender. Written before the state becomes kOpen, constant from then on.
 struct Claim {
-  char sender_segment[kMaxName];  // is the sender alive?
+  char sender_segment[kMaxName];  // shows whether the sender is alive
   char sender_waker[kMaxName];    // notified after acknowledgements; may be empty
 };
 
@@ -71,8 +71,8 @@ struct Ack {
   int32_t code;  // base::Code
 };
 
-// The receiver's account of a write that comes in several fragments. Only the receiver touches it;
-// it lies here because a poll may not allocate when a new peer shows up.
+// The receiver's progress with a write of several fragments. Used by the receiver only; it lies
+// here because a poll may not allocate for a new peer.
 struct Partial {
   uint32_t bytes_received;
   uint16_t failed;         // base::Code of the first fragment that was refused
@@ -81,8 +81,8 @@ struct Partial {
 
 struct alignas(kLine) Fragment {
   static constexpr uint32_t kHasImm = 1;
-  static constexpr uint32_t kAbort = 2;  // the sender gives this write up; nothing more comes of it
-  // The payload is in the GPU memory that it is for.
+  static constexpr uint32_t kAbort = 2;  // the sender gives this write up and sends no more of it
+  // The payload is already in its target GPU memory.
   static constexpr uint32_t kInPlace = 4;
 
   uint64_t remote_addr;  // of the whole write, like remote_key and write_bytes
@@ -101,7 +101,7 @@ static_assert(std::atomic<uint64_t>::is_always_lock_free);
 constexpr uint64_t align_up(uint64_t bytes, uint64_t unit) noexcept {
   return (bytes + unit - 1) / unit * unit;
 }
-// What follows the header in the ring.
+// Bytes that follow the header in the ring.
 constexpr uint32_t payload_bytes(const Fragment& fragment) noexcept {
   return fragment.flags & Fragment::kInPlace ? 0 : fragment.bytes;
 }
@@ -109,7 +109,7 @@ constexpr uint64_t ring_bytes_of(const Fragment& fragment) noexcept {
   return kLine + align_up(payload_bytes(fragment), kLine);
 }
 
-// Where things are, from the three numbers in the header.
+// Offsets in the segment, from the three numbers in the header.
 struct SegmentLayout {
   uint64_t ring_bytes;
   uint32_t num_channels;
@@ -121,7 +121,8 @@ struct SegmentLayout {
   constexpr uint64_t block(uint32_t channel) const noexcept {
     return align_up(record(num_channels), kPage) + channel * block_bytes();
   }
-  constexpr uint64_t acks() const noexcept { return sizeof(Claim); }  // offsets inside a block
+  // Offsets in a block.
+  constexpr uint64_t acks() const noexcept { return sizeof(Claim); }
   constexpr uint64_t partials() const noexcept { return acks() + window * sizeof(Ack); }
   constexpr uint64_t ring() const noexcept {
     return align_up(partials() + window * sizeof(Partial), kLine);
@@ -130,7 +131,7 @@ struct SegmentLayout {
   constexpr uint64_t total_bytes() const noexcept { return block(num_channels); }
 };
 
-// One channel as either end sees it in its own address space.
+// One channel in the address space of either end.
 struct Channel {
   uint32_t index = 0;
   ChannelRecord* record = nullptr;

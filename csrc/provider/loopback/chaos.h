@@ -1,7 +1,7 @@
-// The adversary's dice. Everything the contract leaves open is decided here: which fragment goes
-// next, what is held back, which completion is shown first. Decisions come from the seed and from
-// the sequence of calls alone (no clock, address or process id), so a single-threaded simulation
-// replays exactly. Seed 0: the adversary is off and nobody asks.
+// The adversary's random decisions. It decides what the contract leaves open: which fragment goes
+// next, what is held back, which completion is reported first. Decisions depend on the seed and the
+// sequence of calls alone (no clock, address or process id), so a single-threaded simulation
+// replays exactly. Seed 0: the adversary is off.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@ namespace moe_p2p::provider::loopback {
 
 class Chaos {
  public:
-  // Each user has a stream of its own, or one busy peer would change the luck of another.
+  // Each user has a stream of its own, or a busy peer would change another peer's decisions.
   Chaos(uint64_t seed, uint64_t stream) noexcept : on_(seed != 0), state_(seed) {
     state_ = next() ^ stream * 0xda942042e4dd58b5;
     next();
@@ -23,13 +23,13 @@ class Chaos {
   }
   bool one_in(uint32_t n) noexcept { return below(n) == 0; }
 
-  // How many polls a new write waits before its first byte leaves: mostly none, now and then so
-  // many that hundreds of later writes overtake it.
+  // How many polls a new write waits before its first byte leaves: mostly none, sometimes so many
+  // that hundreds of later writes overtake it.
   uint32_t hold_polls() noexcept {
     if (one_in(64)) return below(256);
     return one_in(8) ? below(32) : 0;
   }
-  // Into how many pieces a write is cut, at most 64; the pieces travel in any order.
+  // Number of pieces of a write, at most 64; the pieces travel in any order.
   uint32_t num_pieces() noexcept { return 1 + below(one_in(4) ? 64 : 4); }
 
  private:

@@ -3,15 +3,15 @@
 //   seed=0             0: everything in order. N: the adversary, reproducible from N (chaos.h)
 //   ring_kib=1024      payload ring of one channel; a power of two. Smaller: more turns per write
 //   channels=256       peers that may be connected *to* this NIC at a time
-//   max_in_flight=1024 accepted and not yet completed writes; a channel of a small ring takes fewer
+//   max_in_flight=1024 accepted and not yet completed writes; a small ring takes fewer per channel
 //   max_write_bytes=1073741824
 //   gbps=0             0: as fast as memory. N: link rate in Gbit/s (link_model.h), not with a seed
 //   latency_us=0       one way, added to the link rate
 //   fail_nth=0         N: the N-th accepted write (from 1) fails with kTransport
 //   mutate=none        early_imm: BREAKS the contract, immediates come before their payload
-//   copy_kernel=0      CUfunction of moe_p2p_copy on the one GPU (platform/copy_kernel.h); 0: its copy
-//                      engines carry all writes of GPU memory
-//   addressing=virtual offset: peers count from the start of the region, as some fabrics do
+//   copy_kernel=0      CUfunction of moe_p2p_copy on the one GPU (platform/copy_kernel.h); 0: its
+//                      copy engines carry all writes of GPU memory
+//   addressing=virtual offset: peers count from the start of the region, as with some fabrics
 #pragma once
 
 #include <cstdint>
@@ -24,8 +24,8 @@ struct Config {
   uint64_t ring_bytes = 0;
   uint32_t num_channels = 0;
   uint32_t max_in_flight = 0;
-  // Writes one channel can have under way, a power of two: enough for max_in_flight, and no more
-  // than a small ring could hold, or 64 ranks in one process need gigabytes of accounts.
+  // Writes one channel can have in flight, a power of two: enough for max_in_flight, and no more
+  // than a small ring could hold, or 64 ranks in one process need gigabytes of Partials.
   uint32_t window = 0;
   uint32_t max_write_bytes = 0;
   double gbps = 0;
@@ -36,7 +36,7 @@ struct Config {
   bool offset_addressing = false;
 };
 
-// Throws Error{kInvalidArgument} that names the key and what it may be.
+// Throws Error{kInvalidArgument} that names the key and its valid values.
 Config parse_config(const std::string& settings);
 
 }  // namespace moe_p2p::provider::loopback

@@ -30,7 +30,7 @@ void Copies::open(int device) {
   if (!queue_) queue_ = std::make_unique<CopyQueue>(device, copy_kernel_);
   MOE_P2P_CHECK(queue_->device() == device, Code::kInvalidArgument,
                 "a loopback NIC serves one GPU: ", "memory of device ", device,
-                " does not go with that of device ", queue_->device());
+                " cannot join memory of device ", queue_->device());
 }
 
 void Copies::drain() {
@@ -61,7 +61,7 @@ Copies::State Copies::state_of(uint64_t ticket) noexcept {
 }
 
 bool Copies::full() noexcept {
-  if (queue_->full()) queue_->poll();  // forgotten copies may be done
+  if (queue_->full()) queue_->poll();  // copies of forgotten connections may be done
   return queue_->full() || waiting_.size() == CopyQueue::kCapacity;
 }
 
@@ -81,7 +81,7 @@ bool Copies::poll() noexcept {
 Copies::Fate Copies::look_at(Waiting& waiting) noexcept {
   Connection& connection = *waiting.connection;
   if (connection.given_up(waiting.fragment.slot)) return Fate::kDropped;
-  // mutate=early_imm, a fault on purpose: the fragment does not wait for its payload.
+  // mutate=early_imm, a deliberate fault: the fragment does not wait for its payload.
   if (!early_imm_ && !queue_->done(waiting.ticket)) {
     if (queue_->status().ok()) return Fate::kWaits;
     connection.give_up(waiting.fragment.slot, queue_->status());

@@ -1,8 +1,8 @@
-// Copies of GPU memory, of two kinds. Where the peer's memory is mapped here (RegionTable::find_window)
-// the payload does not go through the ring: it is copied from our GPU straight to where it belongs, and
-// the fragment that says so waits here until the copy is done. Elsewhere the sender copies it into the
-// ring, and the receiver from there, with the GPU of each. Opened and drained on the control path; the
-// rest belongs to the polling thread, through Connection, Sender and Receiver.
+// Copies of GPU memory, of two kinds. When the peer's memory is mapped here
+// (RegionTable::find_window), the payload bypasses the ring: our GPU copies it straight into place,
+// and its fragment waits here until the copy is done. Otherwise the sender copies it into the ring,
+// and the receiver out of it, each with its own GPU. Opened and drained on the control path; the
+// rest is called by the polling thread, through Connection, Sender and Receiver.
 #pragma once
 
 #include <memory>
@@ -25,30 +25,30 @@ class Copies {
   Copies(const Config& config, int nic);
   ~Copies();
 
-  // --- any thread ---
-  // Before the first span of `device` is registered or mapped. Throws Error{kInvalidArgument} for a
-  // second device, Error{kUnavailable} without a driver.
+  // --- any thread --- Call it before the first span of `device` is registered or mapped. Throws
+  // Error{kInvalidArgument} for a second device, Error{kUnavailable} without a driver.
   void open(int device);
-  // Returns when no copy begun before runs any more. Throws Error{kTimeout}.
+  // Waits for all copies begun before. Throws Error{kTimeout}.
   void drain();
-  void settle() noexcept;  // the same at the NIC's end; what a device still copies then is logged
+  void settle() noexcept;  // drain() at the NIC's end; logs copies that still run
 
   // --- polling thread, once it has found GPU memory registered ---
   bool full() noexcept;
-  // Must not be full. The fragment leaves through publish(), unless the status is a failure.
+  // Must not be full. publish() sends the fragment, unless the status is a failure.
   base::Status start(Connection& connection, const Fragment& fragment, std::byte* to,
                      const std::byte* from) noexcept;
-  // Between a GPU and a ring. Must not be full.
+  // Copies between a GPU and a ring. Must not be full.
   platform::CopyQueue::Started start_by_ring(std::byte* to, const std::byte* from,
                                              uint64_t bytes) noexcept;
   enum class State : uint8_t { kUnderWay, kDone, kFailed };
   State state_of(uint64_t ticket) noexcept;
-  base::Status failure() const noexcept { return queue_->status(); }  // once one is kFailed
-  // Puts fragments whose payload is in place into their rings, with an adversary not all of them.
-  // Calls published(connection) for each. Writes whose copies failed are given up.
+  base::Status failure() const noexcept { return queue_->status(); }  // after a kFailed
+  // Puts fragments whose payload is in place into their rings, with an adversary only some of them.
+  // Calls published(connection) for each. Gives up writes whose copies failed.
   template <typename Published>
   void publish(Published&& published) noexcept;
-  // The connection is about to go; its copies go on, and drain() waits for them.
+  // Forgets a connection that is about to be deleted; its copies continue, and drain() waits for
+  // them.
   void forget(const Connection& connection) noexcept;
 
  private:
@@ -64,8 +64,8 @@ class Copies {
   const bool early_imm_;
   const uint64_t copy_kernel_;
   Chaos chaos_;
-  std::mutex mutex_;  // control calls among each other
-  // Constant once made; the polling thread sees it through the key of a region or window.
+  std::mutex mutex_;  // between control calls
+  // Constant once made; published to the polling thread with the key of a region or window.
   std::unique_ptr<platform::CopyQueue> queue_;
   std::vector<Waiting> waiting_;  // capacity reserved
 };

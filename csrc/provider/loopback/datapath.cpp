@@ -18,7 +18,7 @@ size_t LoopbackDomain::poll(std::span<Completion> completions) noexcept {
     return output.count;
   }
   const RegionTable::Pass pass(regions_);
-  // In turns: a caller with a short array must not see one kind of completion only.
+  // Alternates: a caller with a short array must not get one kind of completion only.
   receive_first_ = !receive_first_;
   if (receive_first_) receiver_.poll(output);
   sender_.complete_writes(output);

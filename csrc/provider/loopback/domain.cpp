@@ -19,7 +19,7 @@ namespace {
 
 constexpr uint32_t kAddressTag = 0x31504f4c;
 
-// Any number that differs between NICs; it only makes foreign keys miss.
+// Any number that differs between NICs; it makes other NICs' keys invalid here.
 uint32_t key_owner(const std::string& segment_name) {
   return static_cast<uint32_t>(std::hash<std::string>{}(segment_name));
 }
@@ -40,7 +40,7 @@ LoopbackDomain::LoopbackDomain(const DomainOptions& options)
                 waker_name_, " is longer than ", kMaxName - 1, " characters");
 }
 
-// Rings of peers that a GPU still writes to are not given back before.
+// Waits for copies before the members give the peers' rings back: a GPU may still write to them.
 LoopbackDomain::~LoopbackDomain() {
   segment_->close();
   copies_.settle();

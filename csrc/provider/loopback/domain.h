@@ -1,12 +1,12 @@
-// The software NIC: ranks are processes of one host or threads of one process, by one mechanism.
-// Each NIC owns a shared memory segment to receive in; a sender claims a channel there, puts payload
-// into its ring, and the *receiver's* poll() copies it into registered memory, which may therefore be
-// any host memory. GPU memory comes into the ring and out of it by the copy engines of the GPU it is on.
-// Into GPU memory of a peer that map_remote() named the *sender* copies, with its GPU's copy engine or a
-// kernel (platform/cuda_copy.h); only headers go through the ring (copies.h). It runs in order and
-// fast, or (setting seed=N) as an adversary that reorders all that the contract of provider.h leaves
-// open; a copy kernel does not keep the order of writes among those of the engine. Settings: config.h.
-// Hooks for tests: control.h.
+// The software NIC: ranks are processes of one host or threads of one process, with one mechanism
+// for both. Each NIC owns a shared memory segment to receive in; a sender claims a channel there,
+// puts payload into its ring, and the *receiver's* poll() copies it into registered memory, which
+// may therefore be any host memory. GPU memory is copied into the ring and out of it by its own
+// GPU's copy engines. To GPU memory of a peer that map_remote() named, the *sender* copies, with
+// its GPU's copy engine or a kernel (platform/cuda_copy.h); only headers go through the ring
+// (copies.h). The NIC runs in order and fast, or (setting seed=N) as an adversary that reorders all
+// that the contract of provider.h leaves open; writes by a copy kernel are not ordered with writes
+// by the copy engines. Settings: config.h. Hooks for tests: test_hooks.h.
 //
 // This file and domain.cpp are the control path, datapath.cpp is the data path.
 #pragma once
@@ -25,8 +25,8 @@
 
 namespace moe_p2p::provider {
 
-// Throws Error{kInvalidArgument} for settings that it does not know, Error{kResourceExhausted} when
-// /dev/shm is full.
+// Throws Error{kInvalidArgument} for unknown settings, Error{kResourceExhausted} when /dev/shm is
+// full.
 std::unique_ptr<Domain> make_loopback_domain(const DomainOptions& options);
 
 namespace loopback {
@@ -38,7 +38,7 @@ class LoopbackDomain final : public Domain, public LoopbackControl {
 
   const char* provider_name() const noexcept override { return "loopback"; }
   DomainLimits limits() const noexcept override;
-  bool needs_gpu_flush() const noexcept override { return false; }  // GPUs copy
+  bool needs_gpu_flush() const noexcept override { return false; }  // GPUs do the writes
   base::Bytes address() const override;
   PeerId connect(std::span<const std::byte> address) override;
   void disconnect(PeerId peer) override;
@@ -64,7 +64,7 @@ class LoopbackDomain final : public Domain, public LoopbackControl {
   Copies copies_;
   Receiver receiver_;
   Sender sender_;
-  // Store by kill(), release; acquire by the polling thread.
+  // Stored by kill(), release; acquire by the polling thread.
   std::atomic<bool> dead_{false};
   bool receive_first_ = false;  // polling thread
 };

@@ -1,5 +1,5 @@
 // A link of finite speed: fragments of one NIC leave one after the other at `gbps`, and arrive
-// `latency_us` after they have left. Pure arithmetic over a time that the caller passes in, so tests
+// `latency_us` after they have left. Pure arithmetic on a time that the caller passes in, so tests
 // need no clock.
 #pragma once
 
@@ -26,7 +26,7 @@ class LinkModel {
   bool on() const noexcept { return on_; }
   int64_t latency_ns() const noexcept { return latency_ns_; }
 
-  // When `bytes` handed over at `now` have arrived. Calls are in the order of transmission.
+  // Returns when `bytes` handed over at `now` arrive. Call it in the order of transmission.
   int64_t transmit(int64_t now, uint64_t bytes) noexcept {
     const double start = std::max(static_cast<double>(now - origin(now)), busy_until_);
     busy_until_ = start + static_cast<double>(bytes) * ns_per_byte_;

@@ -10,7 +10,7 @@ namespace moe_p2p::provider::loopback {
 
 using base::Code;
 
-// Every index that a key can name exists, so a lookup needs no range check.
+// Every index that fits into a key exists, so a lookup needs no range check.
 RegionTable::RegionTable(uint32_t owner, bool offset_addressing)
     : owner_(owner & kOwnerMask),
       offset_addressing_(offset_addressing),
@@ -54,7 +54,7 @@ void RegionTable::map(uint64_t remote_key, const MemorySpan& local) {
                 remote_key == 0 ? " is none" : " is mapped at this loopback NIC already");
   const auto free = find(0);
   MOE_P2P_CHECK(free != windows_.end(), Code::kResourceExhausted, "all ", kMaxWindows,
-                " windows of this loopback NIC are taken; drop those of peers that left");
+                " windows of this loopback NIC are taken; disconnect peers that left");
   publish(*free, remote_key, local, 0);
 }
 
@@ -78,9 +78,9 @@ void RegionTable::publish(Region& region, uint64_t key, const MemorySpan& span,
   region.key.store(key, std::memory_order_seq_cst);
 }
 
-// Either the polling thread's key load comes after our store and it sees the region gone, or its
-// pass began before and our load sees it odd. Four seq_cst operations (store pass, load key; store
-// key, load pass): with anything weaker both sides may read the old value.
+// Either the polling thread's key load comes after our store and finds no region, or its pass began
+// before and our load finds `pass_` odd. Four seq_cst operations (store pass, load key; store key,
+// load pass): with anything weaker both sides may read the old value.
 void RegionTable::retire(Region& region) {
   region.key.store(0, std::memory_order_seq_cst);
   const uint64_t pass = pass_.load(std::memory_order_seq_cst);

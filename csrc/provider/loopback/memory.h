@@ -1,9 +1,8 @@
 // The registered memory of one NIC, and its windows: GPU memory of peers that is mapped here. Any
-// thread adds and removes both while the polling thread looks them up and copies; the polling thread
-// never waits.
+// thread adds and removes both while the polling thread uses them; the polling thread never waits.
 //
-// A key is  1 remote | 23 owner | 28 generation | 12 index : one that was given back, one of another
-// NIC, and a local key where a remote one belongs are all refused.
+// A key is  1 remote | 23 owner | 28 generation | 12 index : this refuses a key that was given
+// back, a key of another NIC, and a local key in place of a remote one.
 #pragma once
 
 #include <atomic>
@@ -21,34 +20,32 @@ class RegionTable {
  public:
   // Too small: a KV cache that registers its layers one by one is refused.
   static constexpr uint32_t kMaxRegions = 1u << 12;
-  // Too small: a NIC with more peers on this host is refused. They are searched in order.
+  // Too small: a NIC cannot map memory of more peers on this host. Searched in order.
   static constexpr uint32_t kMaxWindows = 256;
 
-  // `owner` tells the keys of different NICs apart. Remote addresses are virtual, or count from the
-  // region's start; those of GPU memory always do, because it is mapped elsewhere at a peer.
+  // `owner` distinguishes the keys of different NICs. Remote addresses are virtual, or count from
+  // the region's start; GPU memory's always count from it, because peers map it at another address.
   RegionTable(uint32_t owner, bool offset_addressing);
 
-  // --- any thread ---
-  // Throws Error{kResourceExhausted} when all are taken.
+  // --- any thread --- Throws Error{kResourceExhausted} when all regions are taken.
   MemoryKey add(const MemorySpan& span);
-  // When it returns the polling thread touches the region no more; yields its kind. Throws
-  // Error{kInvalidArgument} for a key that is not here.
+  // When it returns the polling thread does not use the region any more. Returns the region's kind.
+  // Throws Error{kInvalidArgument} for an unknown key.
   MemoryKind remove(const MemoryKey& key);
-  // Likewise for windows, by the key of the peer. unmap() is false for a key that is not here.
+  // Likewise for windows, by the peer's key. unmap() returns false for an unknown key.
   void map(uint64_t remote_key, const MemorySpan& local);
   bool unmap(uint64_t remote_key);
 
-  // --- polling thread ---
-  // Around all use of what find_*() says: remove() and unmap() wait for the end of a pass that is
-  // under way.
+  // --- polling thread --- Surrounds every use of find_*() and its results: remove() and unmap()
+  // wait for the end of the current pass.
   class Pass {
    public:
     explicit Pass(RegionTable& table) noexcept : pass_(table.pass_) {
-      // seq_cst: with the load in matches() on one side and retire() on the other; see retire().
+      // seq_cst: together with the load in matches(), pairs with retire(); see there.
       pass_.store(pass_.load(std::memory_order_relaxed) + 1, std::memory_order_seq_cst);
     }
     ~Pass() {
-      // release: pairs with the acquire in retire(): copies of this pass come before its return.
+      // release: pairs with the acquire in retire(): copies of this pass precede its return.
       pass_.store(pass_.load(std::memory_order_relaxed) + 1, std::memory_order_release);
     }
     Pass(const Pass&) = delete;
@@ -58,7 +55,7 @@ class RegionTable {
     std::atomic<uint64_t>& pass_;
   };
 
-  // Where a peer's write of `bytes` goes; null when it may not.
+  // Target of a peer's write of `bytes`; null when it is not allowed.
   struct Target {
     std::byte* data = nullptr;
     MemoryKind kind = MemoryKind::kHost;
@@ -70,7 +67,7 @@ class RegionTable {
     if (!contains(region, offset, bytes)) return {};
     return {region.data + offset, region.kind};
   }
-  // What [local, local + bytes) is under this local key; nothing when it may not be read.
+  // Kind of [local, local + bytes) under this local key; nothing when it may not be read.
   std::optional<MemoryKind> find_local(uint64_t key, const std::byte* local,
                                        uint64_t bytes) const noexcept {
     const Region& region = regions_[key & kIndexMask];
@@ -79,7 +76,7 @@ class RegionTable {
     if (!contains(region, offset, bytes)) return std::nullopt;
     return region.kind;
   }
-  // Where GPU memory of a peer is mapped here; null when it is not, or not all of it.
+  // Where GPU memory of a peer is mapped here; null when not all of it is.
   std::byte* find_window(uint64_t remote_key, uint64_t addr, uint64_t bytes) const noexcept {
     for (const Region& window : windows_)
       if (matches(window, remote_key))
@@ -96,10 +93,10 @@ class RegionTable {
   static constexpr uint64_t kRemoteBit = uint64_t{1} << 63;
 
   struct Region {
-    // The local key, or that of the peer; 0 while free. seq_cst store by publish() and retire(),
-    // seq_cst load by matches().
+    // The local key, or a window's peer's key; 0 while free. seq_cst store by publish() and
+    // retire(), seq_cst load by matches().
     std::atomic<uint64_t> key{0};
-    std::byte* data = nullptr;  // the rest changes only while no pass can see the key
+    std::byte* data = nullptr;  // from here: changes only while no pass can see the key
     uint64_t bytes = 0;
     uint64_t remote_addr = 0;
     uint64_t generation = 0;
@@ -120,8 +117,8 @@ class RegionTable {
   std::vector<Region> regions_;  // [kMaxRegions]
   std::vector<Region> windows_;  // [kMaxWindows], the first free one is taken
   std::vector<uint32_t> free_;
-  std::mutex mutex_;               // control calls among each other
-  std::atomic<uint64_t> pass_{0};  // odd while the polling thread is in a pass
+  std::mutex mutex_;               // between control calls
+  std::atomic<uint64_t> pass_{0};  // odd during a pass of the polling thread
 };
 
 }  // namespace moe_p2p::provider::loopback

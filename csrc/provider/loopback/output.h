@@ -1,4 +1,4 @@
-// What poll() is filling.
+// The array that poll() fills.
 #pragma once
 
 #include <span>

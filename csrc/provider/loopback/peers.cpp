@@ -8,7 +8,7 @@ namespace moe_p2p::provider::loopback {
 namespace {
 
 // Small enough that the receiver copies one fragment while the sender writes the next, large enough
-// that the 64-byte header does not count; at most a quarter of the ring.
+// that the cost of the 64-byte header is negligible; at most a quarter of the ring.
 uint32_t max_fragment_bytes(uint64_t ring_bytes) noexcept {
   return static_cast<uint32_t>(std::min<uint64_t>(ring_bytes / 4, 64 * 1024));
 }
@@ -24,7 +24,7 @@ Connection::Connection(PeerId id, std::shared_ptr<Segment> segment, Waker waker,
       channel_(segment_->channel(claimed_.index)),
       max_fragment_bytes_(max_fragment_bytes(segment_->layout().ring_bytes)),
       waker_(std::move(waker)),
-      // The channel's number sets ranks apart that were given the same seed.
+      // The channel's number separates ranks with the same seed.
       chaos_(seed, stream ^ static_cast<uint64_t>(claimed_.index) << 32),
       writes_(segment_->layout().window),
       unsent_(segment_->layout().window) {
@@ -55,7 +55,7 @@ void Connection::enqueue(const WorkRequest& request) noexcept {
 
 void Connection::finish(uint32_t slot) noexcept {
   writes_[slot].in_use = false;
-  free_slots_.push_back(slot);  // capacity was reached at construction: does not allocate
+  free_slots_.push_back(slot);  // within its capacity: does not allocate
   --num_in_flight_;
 }
 
@@ -80,8 +80,8 @@ void Connection::pump_in_order(const SendContext& context) noexcept {
   }
 }
 
-// Any part of any write may be next. One time in four it is of the newest write, so that short ones
-// overtake everything; held writes wait for their round while the others go on.
+// Sends any piece of any write next. One time in four it takes the newest write, so that short
+// writes overtake everything; held writes wait for their round while the others continue.
 void Connection::pump_shuffled(const SendContext& context) noexcept {
   for (uint32_t budget = 1 + chaos_.below(32); budget > 0 && !unsent_.empty(); --budget) {
     const size_t newest = unsent_.size() - 1;
@@ -94,7 +94,7 @@ void Connection::pump_shuffled(const SendContext& context) noexcept {
   }
 }
 
-// The next part of the piece under way. False when it has to wait for room.
+// Sends the next part of the current piece. False when it has to wait for room.
 bool Connection::send_part(uint32_t slot, const SendContext& context) noexcept {
   if (staged_.under_way) return false;
   OutgoingWrite& write = writes_[slot];
@@ -119,14 +119,14 @@ bool Connection::send_fragment(uint32_t slot, const SendContext& context) noexce
   return true;
 }
 
-// Of the piece under way, in the fragment that comes next: the payload does not wrap.
+// Bytes of the current piece in the next fragment: the payload does not wrap.
 uint32_t Connection::next_bytes(const OutgoingWrite& write) noexcept {
   const uint64_t to_end = channel_.ring_mask + 1 - ((head_ + kLine) & channel_.ring_mask);
   return static_cast<uint32_t>(
       std::min<uint64_t>(std::min(write.cursor_end - write.cursor, max_fragment_bytes_), to_end));
 }
 
-// send_fragment() for GPU memory: the payload is on its way into the ring when this returns.
+// send_fragment() for GPU memory: starts the copy of the payload into the ring.
 bool Connection::stage(uint32_t slot, const SendContext& context) noexcept {
   OutgoingWrite& write = writes_[slot];
   const uint32_t bytes = next_bytes(write);
@@ -142,7 +142,7 @@ bool Connection::stage(uint32_t slot, const SendContext& context) noexcept {
   return publish_staged(context.copies);
 }
 
-// False while the copy is under way.
+// False while the copy runs.
 bool Connection::publish_staged(Copies& copies) noexcept {
   if (!staged_.under_way) return true;
   const Copies::State state = copies.state_of(staged_.ticket);
@@ -157,7 +157,7 @@ bool Connection::publish_staged(Copies& copies) noexcept {
   return true;
 }
 
-// All of the piece at once: the payload takes no room in the ring.
+// Copies all of the piece at once: the payload takes no room in the ring.
 bool Connection::start_copy(uint32_t slot, const SendContext& context) noexcept {
   OutgoingWrite& write = writes_[slot];
   const WorkRequest& request = write.request;
@@ -197,7 +197,7 @@ bool Connection::send_abort(uint32_t slot) noexcept {
   return true;
 }
 
-// What was copied and waits is dropped by Copies::look_at.
+// Copies::look_at drops fragments that wait.
 void Connection::abort(OutgoingWrite& write, uint32_t flags, base::Status status) noexcept {
   write.abort_flags = flags;
   write.status = status;
@@ -212,7 +212,7 @@ void Connection::give_up(uint32_t slot, base::Status status) noexcept {
   abort(write, Fragment::kAbort, status);
 }
 
-// The header of the next `bytes` of the piece under way, which count as sent from here on.
+// Makes the header of the next `bytes` of the current piece, which count as sent from here on.
 Fragment Connection::begin_fragment(uint32_t slot, uint32_t bytes, uint32_t flags,
                                     LinkModel& link) noexcept {
   OutgoingWrite& write = writes_[slot];
@@ -261,7 +261,7 @@ void Connection::publish(const Fragment& fragment) noexcept {
 
 const Ack* Connection::next_ack() noexcept {
   if (ack_tail_ == known_ack_head_) {
-    // acquire: pairs with the release in Receiver::publish: the payload is where it belongs.
+    // acquire: pairs with the release in Receiver::publish: the payload is in place.
     known_ack_head_ = channel_.record->ack_head.load(std::memory_order_acquire);
     if (ack_tail_ == known_ack_head_) return nullptr;
   }

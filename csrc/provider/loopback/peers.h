@@ -1,6 +1,6 @@
-// One connected peer as the sender sees it: the channel it claimed in the peer's segment and the
-// writes that are under way through it. Data path: only the polling thread calls into a Connection
-// once it is in the Sender's table, except close_requested.
+// One connected peer on the sending side: the channel claimed in the peer's segment and the writes
+// in flight through it. Data path: once a Connection is in the Sender's table only the polling
+// thread uses it, except close_requested.
 #pragma once
 
 #include <atomic>
@@ -17,24 +17,24 @@
 
 namespace moe_p2p::provider::loopback {
 
-// A write that was accepted and whose acknowledgement has not come.
+// A write that was accepted and not acknowledged yet.
 struct OutgoingWrite {
   WorkRequest request;
-  uint64_t pieces = 0;       // bit p: piece p was not begun yet (adversary: at most 64 pieces)
-  uint32_t piece_bytes = 0;  // of each piece but the last
-  uint32_t cursor = 0;       // the piece under way is [cursor, cursor_end)
+  uint64_t pieces = 0;       // bit p: piece p is not begun (adversary: at most 64 pieces)
+  uint32_t piece_bytes = 0;  // size of all pieces but the last
+  uint32_t cursor = 0;       // the current piece's rest is [cursor, cursor_end)
   uint32_t cursor_end = 0;
-  uint64_t hold_until = 0;        // adversary: the pump round before which nothing leaves
+  uint64_t hold_until = 0;        // adversary: nothing leaves before this pump round
   int64_t complete_after_ns = 0;  // link model: when the acknowledgement can be back
   bool begun = false;
   bool in_use = false;
-  uint32_t abort_flags = 0;  // not 0: given up; of the fragment that says so
-  base::Status status;       // why; ok: the receiver knows
+  uint32_t abort_flags = 0;  // not 0: given up; flags of the fragment that reports it
+  base::Status status;       // the failure; ok: the acknowledgement has the result
 
   bool all_sent() const noexcept { return begun && pieces == 0 && cursor == cursor_end; }
 };
 
-// What all connections of a NIC send with.
+// What all connections of a NIC share for sending.
 struct SendContext {
   const RegionTable& regions;
   LinkModel& link;
@@ -43,7 +43,7 @@ struct SendContext {
 
 class Connection {
  public:
-  // `id` is ours. Claims a channel; throws as Segment::open() and claim() do.
+  // `id` is this NIC's id of the peer. Claims a channel; throws as Segment::claim() does.
   Connection(PeerId id, std::shared_ptr<Segment> segment, Waker waker,
              const std::string& own_segment, const std::string& own_waker, uint64_t seed,
              uint64_t stream);
@@ -54,17 +54,17 @@ class Connection {
   bool has_unsent() const noexcept { return !unsent_.empty() || staged_.under_way; }
   uint32_t num_in_flight() const noexcept { return num_in_flight_; }
 
-  // Takes a write into a free slot; it leaves with pump().
+  // Takes a write into a free slot; pump() sends it.
   void enqueue(const WorkRequest& request) noexcept;
   // Puts fragments into the ring while there is room, and starts copies. True when it put any.
   bool pump(const SendContext& context) noexcept;
-  // The payload of this one, given to Copies before, is in place. False when there is no room.
+  // Publishes a fragment whose payload Copies has put in place. False when there is no room.
   bool publish_copied(const Fragment& fragment) noexcept;
-  // Nothing more is sent of the write but that it was given up.
+  // Sends nothing more of the write but a fragment that reports its end.
   void give_up(uint32_t slot, base::Status status) noexcept;
   bool given_up(uint32_t slot) const noexcept { return writes_[slot].abort_flags != 0; }
 
-  // The next acknowledgement, if one is there; next_ack() without pop_ack() gives the same again.
+  // Returns the next acknowledgement or null; without pop_ack() the same one again.
   const Ack* next_ack() noexcept;
   void pop_ack() noexcept { ++ack_tail_; }
   OutgoingWrite& write(uint32_t slot) noexcept { return writes_[slot & channel_.window_mask]; }
@@ -73,12 +73,12 @@ class Connection {
     unsent_.clear();
     staged_.dropped = true;
   }
-  // A copy still writes into the ring, which therefore is not to be released.
+  // True while a copy still writes into the ring, which must not be released then.
   bool is_staging(Copies& copies) noexcept {
     return staged_.under_way && copies.state_of(staged_.ticket) == Copies::State::kUnderWay;
   }
 
-  // The peer closed its NIC, or took the channel back because it thought us dead.
+  // True when the peer closed its NIC, or took the channel back because it considered us dead.
   bool peer_left() const noexcept {
     // acquire: pairs with the state changes of the receiver (Segment::release).
     return segment_->closed() ||
@@ -90,11 +90,11 @@ class Connection {
   // Set by Sender::request_close (any thread), release; acquire by the polling thread.
   std::atomic<bool> close_requested{false};
 
-  // Polling thread, for Sender only.
+  // Used by Sender, polling thread.
   bool broken = false;         // the peer is gone; posts fail at once
-  bool touched = false;        // to be notified at the end of this post()
+  bool touched = false;        // the peer is notified at the end of this post()
   uint32_t stalled_polls = 0;  // polls in a row without an acknowledgement
-  int64_t next_look_ns = 0;    // when to ask again whether the peer lives
+  int64_t next_look_ns = 0;    // when to check again that the peer lives
 
  private:
   void pump_in_order(const SendContext& context) noexcept;
@@ -123,12 +123,13 @@ class Connection {
   const Waker waker_;
   Chaos chaos_;
 
-  // The fragment at the head of the ring whose payload a GPU copies there. Nothing leaves before it.
+  // The fragment at the head of the ring whose payload a GPU copies there. Nothing else leaves
+  // before it.
   struct Staged {
     Fragment fragment;
     uint64_t ticket = 0;
     bool under_way = false;
-    bool dropped = false;  // its write has failed meanwhile
+    bool dropped = false;  // its write has failed
   };
   Staged staged_{};
 

@@ -1,5 +1,5 @@
-// A queue of fixed capacity that can also give up an element from its middle: the fast path takes
-// the oldest, the adversary takes any. Never allocates after construction.
+// A queue of fixed capacity with removal from its middle: the fast path takes the oldest element,
+// the adversary any. Never allocates after construction.
 #pragma once
 
 #include <bit>

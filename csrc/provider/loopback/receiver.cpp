@@ -12,10 +12,10 @@ using base::Code;
 
 namespace {
 
-// Immediates the adversary may hold back at a time. Too small: it can no longer show an immediate
-// long after its neighbours.
+// Immediates the adversary may hold back at a time. Too small: it cannot report an immediate long
+// after its neighbours.
 constexpr size_t kMaxHeld = 256;
-// A sender that was killed holds its channel until this look finds it: one channel per interval.
+// A killed sender holds its channel until this check finds it: one channel per interval.
 constexpr uint32_t kLookIntervalPolls = 256;
 constexpr int64_t kLookIntervalNs = 50'000'000;
 
@@ -49,7 +49,7 @@ void Receiver::poll(Output& output) noexcept {
 // --- channels come and go ---
 
 void Receiver::rescan() noexcept {
-  // Before the records: a change that comes in between is seen again at the next poll.
+  // Loaded before the records: the next poll sees a change in between again.
   seen_changes_ = segment_.header().changes.load(std::memory_order_acquire);
   active_.clear();
   for (uint32_t i = 0; i < incoming_.size(); ++i) {
@@ -75,8 +75,8 @@ void Receiver::attach(Incoming& incoming, uint64_t word) noexcept {
   incoming.waker = Waker(incoming.channel.claim->sender_waker);
 }
 
-// The sender has let go, so all of the channel is ours. What it still holds is lost; the sender has
-// reported those writes as failed.
+// The sender has released the channel, so all of it is ours. Fragments in it are lost; the sender
+// has reported their writes as failed.
 void Receiver::free_channel(Incoming& incoming, uint64_t word) noexcept {
   const Channel& channel = incoming.channel;
   std::memset(channel.partials, 0, (channel.window_mask + 1) * sizeof(Partial));
@@ -90,7 +90,7 @@ void Receiver::free_channel(Incoming& incoming, uint64_t word) noexcept {
                               std::memory_order_release);
 }
 
-// Our side gives the channel up; a sender that lives after all finds out by Connection::peer_left().
+// Takes the channel back; a sender that is alive after all notices in Connection::peer_left().
 void Receiver::begin_close(Incoming& incoming) noexcept {
   segment_.release({incoming.channel.index, incoming.word});
 }
@@ -116,7 +116,7 @@ void Receiver::poll_channel(Incoming& incoming, Output& output) noexcept {
   if (chaos_.on()) budget = chaos_.one_in(3) ? 0 : 1 + chaos_.below(16);
   const uint64_t tail_before = incoming.tail;
   while (incoming.tail != head) {
-    left_over_ = true;  // unless this turn goes through
+    left_over_ = true;  // unless this turn handles it
     if (budget-- == 0 || !has_room(output)) break;
     const auto* at = channel.ring + (incoming.tail & channel.ring_mask);
     const Fragment fragment = *reinterpret_cast<const Fragment*>(at);
@@ -136,7 +136,8 @@ void Receiver::poll_channel(Incoming& incoming, Output& output) noexcept {
   if (incoming.tail != tail_before) incoming.waker.notify();
 }
 
-// Another process wrote this. Nothing it says may make us touch memory outside its channel.
+// Another process wrote the fragment. Whatever it contains, we must not use memory outside its
+// channel.
 bool Receiver::well_formed(const Incoming& incoming, const Fragment& fragment) const noexcept {
   const uint64_t payload_at = (incoming.tail + kLine) & incoming.channel.ring_mask;
   return fragment.slot <= incoming.channel.window_mask &&
@@ -149,7 +150,7 @@ Copies::State Receiver::state_of(const Incoming& incoming) noexcept {
   return copies_.state_of(incoming.ticket);
 }
 
-// False while a GPU copies the payload to its memory, or before it can.
+// False until a GPU has copied the payload to its memory.
 bool Receiver::upload(Incoming& incoming, const Fragment& fragment,
                       const std::byte* payload) noexcept {
   if (incoming.uploading) return state_of(incoming) != Copies::State::kUnderWay;
@@ -175,7 +176,7 @@ void Receiver::take(Incoming& incoming, const Fragment& fragment, const std::byt
   }
   const bool show_imm = (fragment.flags & Fragment::kHasImm) && !partial.imm_delivered;
   const Code placed = place(incoming, fragment, payload);
-  if (fragment.bytes == fragment.write_bytes) {  // all of it: no account needed
+  if (fragment.bytes == fragment.write_bytes) {  // one fragment: needs no Partial
     if (early_imm_) partial = {};
     return finish(incoming, fragment, placed, show_imm, output);
   }
@@ -189,17 +190,17 @@ void Receiver::take(Incoming& incoming, const Fragment& fragment, const std::byt
 
 void Receiver::finish(Incoming& incoming, const Fragment& fragment, Code code, bool show_imm,
                       Output& output) noexcept {
-  // Cannot overflow: the sender has at most `window` writes that were not acknowledged.
+  // Cannot overflow: the sender has at most `window` unacknowledged writes.
   incoming.channel.acks[incoming.ack_head++ & incoming.channel.window_mask] = {
       fragment.slot, static_cast<int32_t>(code)};
   if (code == Code::kOk && show_imm) show(fragment.imm, output);
 }
 
-// The range of the whole write is checked, so one that does not fit leaves no byte behind.
+// Checks the range of the whole write, so that a write that does not fit changes no byte.
 Code Receiver::place(Incoming& incoming, const Fragment& fragment,
                      const std::byte* payload) noexcept {
   const bool uploaded = std::exchange(incoming.uploading, false);
-  if (fragment.write_bytes == 0) return Code::kOk;  // carries an immediate only; has no address
+  if (fragment.write_bytes == 0) return Code::kOk;  // immediate only, without an address
   const auto target =
       regions_.find_remote(fragment.remote_key, fragment.remote_addr, fragment.write_bytes);
   if (!target.data) return Code::kRemoteAccess;
@@ -232,8 +233,8 @@ void Receiver::show_held(Output& output) noexcept {
     output.put_imm(held_.take(chaos_.below(held_.size())));
 }
 
-// mutate=early_imm, a fault on purpose: the immediate at the first fragment, and the payload not
-// before the next poll. Tests must catch it.
+// mutate=early_imm, a deliberate fault: reports the immediate at the first fragment, and copies the
+// payload at the next poll or later. Tests must catch it.
 bool Receiver::show_early(Incoming& incoming, const Fragment& fragment, Output& output) noexcept {
   Partial& partial = incoming.channel.partials[fragment.slot];
   if (!(fragment.flags & Fragment::kHasImm) || partial.imm_delivered) return false;

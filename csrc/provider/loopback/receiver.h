@@ -1,6 +1,7 @@
 // The receiving half of a NIC: walks the channels that peers claimed in our segment, checks each
-// fragment against the registered memory, copies it there (if the sender has not; to a GPU with that GPU,
-// while the channel waits), answers, and counts the write complete when its last byte is in place. Only then is its immediate shown. Data path, polling thread only.
+// fragment against the registered memory, copies it there (unless the sender has; to a GPU with
+// that GPU, while the channel waits), and acknowledges the write when its last byte is in place.
+// Only then does it report the immediate. Data path, polling thread only.
 #pragma once
 
 #include <memory>
@@ -22,21 +23,21 @@ class Receiver {
   Receiver(const Config& config, int nic, Segment& segment, RegionTable& regions, Copies& copies);
 
   void poll(Output& output) noexcept;
-  // True when the last poll left something that it had seen: no notification will come for it.
+  // True when the last poll left work that it had seen: no notification will arrive for it.
   bool pending() const noexcept { return left_over_ || !held_.empty(); }
 
  private:
   // One claimed channel. Positions as in ChannelRecord.
   struct Incoming {
     Channel channel;
-    uint64_t word = 0;  // its state while it is ours to read; 0 = not attached
+    uint64_t word = 0;  // its state while we may read it; 0 = not attached
     uint64_t tail = 0;
     uint64_t ack_head = 0;
     Waker waker;
-    // The payload at the tail is being copied to a GPU, or has been.
+    // The copy of the payload at the tail to a GPU has been started.
     bool uploading = false;
     uint64_t ticket = 0;
-    base::Status refused;  // by the driver: nothing is copied
+    base::Status refused;  // the driver refused the copy
   };
 
   void rescan() noexcept;
@@ -68,10 +69,10 @@ class Receiver {
 
   std::vector<Incoming> incoming_;  // [channels]
   std::vector<uint32_t> active_;    // indices of attached channels, ascending
-  Pool<uint32_t> held_;             // adversary: immediates whose payload is visible, not yet shown
+  Pool<uint32_t> held_;             // adversary: immediates held back, payload visible
   uint64_t seen_changes_ = 0;
   bool left_over_ = false;
-  uint32_t first_ = 0;  // which active channel is polled first, so that none starves
+  uint32_t first_ = 0;  // active channel to poll first, so that none starves
 
   uint32_t polls_until_look_ = 0;  // for find_dead_senders
   int64_t next_look_ns_ = 0;

@@ -15,8 +15,8 @@ using base::Code;
 
 namespace {
 
-// The segments mapped by this process. A forked child begins with none: those of its parent are not
-// its own, and another thread may have held the lock.
+// The segments mapped by this process. A forked child begins with none: it must not use its
+// parent's segments, and another thread may have held the lock.
 struct Mapped {
   std::mutex mutex;
   std::map<std::string, std::weak_ptr<Segment>> segments;
@@ -49,7 +49,7 @@ void copy_name(char (&to)[kMaxName], const std::string& name) {
 std::shared_ptr<Segment> Segment::create(const Config& config) {
   const SegmentLayout layout{config.ring_bytes, config.num_channels, config.window};
   auto shm = platform::SharedMemory::create("nic", layout.total_bytes(), /*reserve=*/false);
-  shm.reserve(0, layout.block(0));  // the channels' pages follow when they are claimed
+  shm.reserve(0, layout.block(0));  // claim() reserves the channels' pages
   auto* header = reinterpret_cast<SegmentHeader*>(shm.data());
   header->magic = kSegmentMagic;
   header->letter = base::letter();
@@ -82,7 +82,7 @@ Segment::Segment(platform::SharedMemory shm, bool own_process)
                 " is no loopback segment of this version");
   layout_ = {header().ring_bytes, header().num_channels, header().window};
   MOE_P2P_CHECK(layout_.total_bytes() == shm_.size(), Code::kInvalidArgument, "loopback segment ",
-                name(), " has ", shm_.size(), " bytes, its header says ", layout_.total_bytes());
+                name(), " has ", shm_.size(), " bytes, its header gives ", layout_.total_bytes());
 }
 
 Channel Segment::channel(uint32_t index) const noexcept {
@@ -137,7 +137,8 @@ void Segment::release(const Claimed& claimed) noexcept {
   if (shm_.inherited()) return;
   auto& state = channel(claimed.index).record->state;
   uint64_t word = claimed.word;
-  // release: pairs with the acquire in Receiver::rescan; this sender touches the ring no more.
+  // release: pairs with the acquire in Receiver::rescan; this sender does not use the ring any
+  // more.
   if (state.compare_exchange_strong(word, channel_word(generation_of(word), ChannelState::kClosing),
                                     std::memory_order_acq_rel))
     header().changes.fetch_add(1, std::memory_order_release);

@@ -1,7 +1,7 @@
-// A mapped segment: made by the NIC that receives in it, opened by those that send to it. One
-// mapping per process and segment, the creator's own where it is in the same process, so that 64
-// ranks in one process do not need 64 * 64 descriptors and thread sanitizers see both ends.
-// Control path, except the noexcept members. In a forked child close() and release() do nothing.
+// A mapped segment: made by the NIC that receives in it, opened by the NICs that send to it. One
+// mapping per process and segment, shared with a creator in the same process, so that 64 ranks in
+// one process do not need 64 * 64 descriptors and thread sanitizers see both ends. Control path,
+// except the noexcept members. In a forked child close() and release() do nothing.
 #pragma once
 
 #include <memory>
@@ -16,10 +16,10 @@ namespace moe_p2p::provider::loopback {
 class Segment {
  public:
   static std::shared_ptr<Segment> create(const Config& config);
-  // What a segment takes of /dev/shm with so many channels claimed, the most that it can have: its
-  // head, and a ring for each. The pages of other channels are not reserved.
+  // Bytes of /dev/shm that a segment takes with `num_claimed` channels claimed: its head, and a
+  // block for each. Pages of other channels are not reserved.
   static uint64_t reserved_bytes(const Config& config, uint32_t num_claimed) noexcept;
-  // Throws Error{kPeerDead} when it is not there any more.
+  // Throws Error{kPeerDead} when it does not exist any more.
   static std::shared_ptr<Segment> open(const std::string& name);
 
   Segment(platform::SharedMemory shm, bool own_process);
@@ -33,20 +33,21 @@ class Segment {
 
   struct Claimed {
     uint32_t index;
-    uint64_t word;  // channel_word() while the channel is ours
+    uint64_t word;  // its channel_word() while claimed
   };
-  // Takes the free channel of lowest number, with its pages. Throws Error{kResourceExhausted}.
+  // Takes the free channel of lowest number and reserves its pages. Throws
+  // Error{kResourceExhausted}.
   Claimed claim(const std::string& sender_segment, const std::string& sender_waker);
-  // Hands a channel that claim() gave to the receiver, which frees it at its next poll. Nothing
-  // happens when the receiver took it back before.
+  // Hands a claimed channel to the receiver, which frees it at its next poll. Does nothing when the
+  // receiver has already taken it back.
   void release(const Claimed& claimed) noexcept;
 
-  // Creator: tells senders that nobody reads here any more.
+  // Creator: marks that the channels are not read any more.
   void close() noexcept;
   bool closed() const noexcept {
     return header().closed.load(std::memory_order_acquire) != 0;  // pairs with close()
   }
-  // False once the receiver's process has ended. A system call, unless that process is this one.
+  // False once the receiver's process has ended. A system call, unless it is this process.
   bool process_alive() const noexcept { return own_process_ || shm_.owner_alive(); }
 
  private:

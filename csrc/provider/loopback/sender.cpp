@@ -10,9 +10,9 @@ using base::Code;
 
 namespace {
 
-// How long a peer may keep silent before a system call asks whether it lives, and between two such.
+// How long a peer may be silent before a system call checks that it lives, and between two checks.
 constexpr int64_t kLookIntervalNs = 20'000'000;
-// Polls without an answer after which the peer's flags are looked at, which costs a cache line.
+// Polls without an acknowledgement after which the peer's flags are read, which costs a cache line.
 constexpr uint32_t kLookIntervalPolls = 64;
 
 Completion completion_of(const WorkRequest& request, base::Status status) noexcept {
@@ -69,7 +69,7 @@ void Sender::request_close(PeerId peer) {
                     !connection->close_requested.load(std::memory_order_relaxed),
                 Code::kInvalidArgument, "disconnecting peer ", peer, ", which is not connected");
   connection->close_requested.store(true, std::memory_order_release);
-  // release: pairs with the acquire in close_requested_connections(), which then finds the flag.
+  // release: pairs with the acquire in close_requested_connections(), which then sees the flag.
   close_requests_.fetch_add(1, std::memory_order_release);
 }
 
@@ -136,7 +136,7 @@ void Sender::notify_touched() noexcept {
 }
 
 void Sender::pump() noexcept {
-  // First, also when nothing is in flight: what waits of a write that was given up has to be gone
+  // First, also when nothing is in flight: fragments of a write that was given up must be dropped
   // before its slot is used again.
   copies_.publish([this](Connection& connection) { touch(connection); });
   notify_touched();
@@ -194,9 +194,9 @@ void Sender::show_ready(Output& output) noexcept {
   }
 }
 
-// Nothing came back from a peer that owes us something. Is it still there? What a simulation can
-// bring about (a peer that closes) is looked at by the count of polls, and with an adversary by that
-// alone, so that a replay does not depend on the clock.
+// Checks a peer that owes acknowledgements and sends none. That it closed, which simulations have
+// too, is checked by the count of polls, with an adversary by that alone, so that a replay does not
+// depend on the clock.
 void Sender::look_after(Connection& connection) noexcept {
   bool gone = connection.stalled_polls % kLookIntervalPolls == 0 && connection.peer_left();
   const int64_t now = poll_time_ns();
@@ -210,7 +210,7 @@ void Sender::look_after(Connection& connection) noexcept {
   fail_all(connection, Code::kPeerDead);
 }
 
-// One look at the clock per poll, and none while acknowledgements flow.
+// Reads the clock once per poll, and never while acknowledgements arrive.
 int64_t Sender::poll_time_ns() noexcept {
   if (poll_time_ns_ == 0) poll_time_ns_ = now_ns();
   return poll_time_ns_;
@@ -234,13 +234,13 @@ void Sender::close_requested_connections() noexcept {
     Connection* connection = table_[i].load(std::memory_order_acquire);
     if (!connection || !connection->close_requested.load(std::memory_order_acquire)) continue;
     fail_all(*connection, Code::kClosed);
-    if (connection->is_staging(copies_)) continue;  // the next poll looks again
+    if (connection->is_staging(copies_)) continue;  // the next poll tries again
     remove(*connection);
-    close_requests_.fetch_sub(1, std::memory_order_relaxed);  // the next look finds any new one
+    close_requests_.fetch_sub(1, std::memory_order_relaxed);  // the next poll finds a new one
   }
 }
 
-// The last touch of the polling thread: delete_removed() may free it at once.
+// The polling thread's last use of the connection: delete_removed() may free it at once.
 void Sender::remove(Connection& connection) noexcept {
   connection.release();
   connection.notify();

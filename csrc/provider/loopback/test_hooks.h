@@ -1,5 +1,5 @@
-// What tests may do to a software NIC while it runs: dynamic_cast<LoopbackControl*>(domain). Any
-// thread. Nothing outside tests and simulations includes this.
+// Faults that tests may cause in a running software NIC: dynamic_cast<LoopbackControl*>(domain).
+// Any thread. Used in tests and simulations only.
 #pragma once
 
 #include <cstdint>
@@ -11,10 +11,10 @@ class LoopbackControl {
  public:
   virtual ~LoopbackControl() = default;
 
-  // The NIC falls dead: nothing arrives or leaves any more. Its own writes fail with kTransport,
-  // those of its peers with kPeerDead.
+  // The NIC dies: nothing arrives or leaves any more. Its own writes fail with kTransport, its
+  // peers' writes with kPeerDead.
   virtual void kill() noexcept = 0;
-  // Of the writes accepted since the NIC was opened, the nth (from 1) fails with kTransport. 0: none.
+  // The nth write (from 1) accepted since the NIC was opened fails with kTransport. 0: none.
   virtual void fail_write(uint64_t nth) noexcept = 0;
   // "loopback NIC 0 (seed=7)"
   virtual std::string describe() const = 0;

@@ -1,5 +1,5 @@
-// A peer's event count, mapped from the shared memory object it lies at the start of. Opened with
-// three system calls and without the heap, so that a poll may do it once for a peer it has not seen.
+// A peer's event count, mapped from the shared memory object that begins with it. Opened with three
+// system calls and without the heap, so that a poll may do it once for a new peer.
 #pragma once
 
 #include <utility>
@@ -11,7 +11,7 @@ namespace moe_p2p::provider::loopback {
 class Waker {
  public:
   Waker() = default;
-  // Empty when `name` is empty or not there; notify() then does nothing.
+  // Empty when `name` is empty or does not exist; notify() then does nothing.
   explicit Waker(const char* name) noexcept;
   Waker(Waker&& other) noexcept : event_(std::exchange(other.event_, nullptr)) {}
   Waker& operator=(Waker&& other) noexcept {

@@ -1,7 +1,7 @@
-// A NIC that completes every write at once and delivers nothing: what remains is the cost of our own
-// code. Used by benchmarks and by tests that look at counts, offsets and limits. Accepts memory of
-// every kind and connects to every address; never touches memory.
-// Settings: max_in_flight (default 1024), max_write_bytes (default 1 GiB).
+// A NIC that completes every write at once and delivers nothing: what remains is the cost of our
+// own code. Used in benchmarks and in tests of counts, offsets and limits. Accepts memory of every
+// kind and connects to every address; never touches memory. Settings: max_in_flight (default 1024),
+// max_write_bytes (default 1 GiB).
 #pragma once
 
 #include <memory>

@@ -14,7 +14,7 @@ const Api* fake_api = nullptr;
 #endif
 
 Api open_library(const std::string& file) {
-  // The version of symbols: the library still carries an older interface under the same names.
+  // The version of its symbols: the library also has an older interface under the same names.
   const platform::Library library(
       {file},
       {.what = "the RDMA library",

@@ -1,9 +1,9 @@
-// The part of libibverbs that this provider calls, opened with dlopen: the package builds without RDMA
-// headers and loads on machines without the library. What stands here is the library's stable binary
+// The part of libibverbs that this provider calls, opened with dlopen: the package builds without
+// RDMA headers and loads on machines without the library. This is the library's stable binary
 // interface, in our own names; tests/cpp/verbs_abi_test.cpp compares it with <infiniband/verbs.h>
-// where that is installed. The calls of the data path are no symbols: they go through Context::ops.
+// where that is installed. The calls of the data path are not symbols but members of Context::ops.
 //
-// Must not assume: that a field is there because a newer library has it. Only what every rdma-core has.
+// Only fields that every rdma-core has: must not assume the fields of newer ones.
 #pragma once
 
 #include <pthread.h>
@@ -106,7 +106,7 @@ struct DeviceAttr {
   int max_sge_rd;
   int max_cq;
   int max_cqe;
-  int unused[19];  // not looked at
+  int unused[19];
   int max_srq;
   int max_srq_wr;
   int max_srq_sge;
@@ -297,10 +297,10 @@ enum AsyncType : int {
   kEventDeviceFatal = 8,
   kEventPortActive = 9,
   kEventPortError = 10,
-  kEventLastReceive = 16,  // `element` is a queue pair in error that takes no receive any more
+  kEventLastReceive = 16,  // `element`: a queue pair in error that takes no more receives
 };
 
-// Only the calls of the data path are used; the others keep their places.
+// Only the data path's calls are used; the other members keep their offsets.
 struct ContextOps {
   void* unused0[11];
   int (*poll_cq)(Cq*, int num_entries, Wc*);
@@ -321,8 +321,8 @@ struct Context {
   void* abi_compat;
 };
 
-// Calls that no symbol names either, and that not every library or device has. They stand right before
-// the Context, whose `abi_compat` says that they do; the library adds new ones in front.
+// More calls without a symbol, which not every library or device has. They lie right before a
+// Context whose `abi_compat` marks them; the library adds new ones in front.
 struct Td;  // opaque
 struct TdInitAttr {
   uint32_t comp_mask;
@@ -334,17 +334,17 @@ struct ParentDomainInitAttr {
   void* unused[3];
 };
 struct ExtendedOps {
-  Pd* (*alloc_parent_domain)(Context*, ParentDomainInitAttr*);  // ends by dealloc_pd
+  Pd* (*alloc_parent_domain)(Context*, ParentDomainInitAttr*);  // ended by dealloc_pd
   int (*dealloc_td)(Td*);
   Td* (*alloc_td)(Context*, TdInitAttr*);
   void* unused[22];
-  size_t bytes;  // of what the library has here, with the Context
+  size_t bytes;  // size of the library's own struct, with the Context
 };
-// Null where the library has no such calls; each may be null, too.
+// Null when the library has no such calls; each of them may be null, too.
 const ExtendedOps* extended_ops(const Context* context) noexcept;
 
-// Named without the library's prefix. query_gid_table, reg_mr_iova2 and reg_dmabuf_mr came late: they
-// are null where the library is older.
+// Named without the library's prefix. query_gid_table, reg_mr_iova2 and reg_dmabuf_mr are null in
+// older libraries.
 struct Api {
   VerbsDevice** (*get_device_list)(int* num_devices);
   void (*free_device_list)(VerbsDevice** list);
@@ -376,11 +376,11 @@ struct Api {
   void (*ack_async_event)(AsyncEvent*);
 };
 
-// Opened once per name and kept. Throws Error{kUnavailable} that says what to install.
+// Opened once per name and kept. Throws Error{kUnavailable} that tells what to install.
 const Api& load_api(const std::string& library);
 
 #if defined(MOE_P2P_TESTING)
-// What load_api(kFakeLibrary) gives.
+// Sets what load_api(kFakeLibrary) returns.
 inline constexpr const char* kFakeLibrary = "fake";
 void set_fake_api_for_tests(const Api* api) noexcept;
 #endif

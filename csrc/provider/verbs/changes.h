@@ -1,4 +1,4 @@
-// What the control side and the polling thread of a NIC tell each other, in words that only grow.
+// Words between the control side and the polling thread of a NIC; all but receive_error only grow.
 #pragma once
 
 #include <atomic>
@@ -13,7 +13,7 @@ class Changes {
   // `waker` is the polling thread's; null when it never sleeps.
   explicit Changes(platform::EventCount* waker) noexcept : waker_(waker) {}
 
-  // Control side: the polling thread is to look at its peers and at drain_wanted.
+  // Control side: makes the polling thread check its peers and drain_wanted.
   void announce() noexcept {
     num_.fetch_add(1, std::memory_order_release);  // pairs with num()
     if (waker_) platform::notify_all(*waker_);
@@ -21,12 +21,12 @@ class Changes {
   // Polling thread; acquire: pairs with announce().
   uint64_t num() const noexcept { return num_.load(std::memory_order_acquire); }
 
-  // Tickets for emptying the completion queue. What was in it when the control side drew a ticket
-  // (release) has been polled once the polling thread has stored that ticket as done (release).
+  // Tickets for draining the completion queue. Once drain_done reaches a ticket (release, polling
+  // thread), what was in the queue when the control side drew it (release) has been polled.
   std::atomic<uint64_t> drain_wanted{0};
   std::atomic<uint64_t> drain_done{0};
-  // Why this NIC takes no receives any more: an errno of its driver, stored by the polling thread
-  // (release; acquire in Control). 0: it does.
+  // The driver's errno with which this NIC stopped taking receives; 0: it takes them. Stored by the
+  // polling thread (release; acquire in Control::look and VerbsDomain::failure).
   std::atomic<int> receive_error{0};
 
  private:

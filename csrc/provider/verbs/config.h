@@ -1,28 +1,29 @@
 // The settings of the verbs provider, parsed once when a Domain is opened.
 //
-//   devices=            names separated by ":", one per NIC of this engine; NIC i takes the i-th, and
-//                       begins anew after the last. Not given: all with an active port, by name
+//   devices=            names separated by ":", one per NIC of this engine; NIC i takes the i-th,
+//                       the first again after the last. Not given: all with an active port, by name
 //   port=1              of the device
-//   gid_index=          not given: chosen (gid.h) by the two that follow
+//   gid_index=          not given: chosen (gid.h) by the next two
 //   gid_type=v2         v2 or v1: which kind of RoCE; InfiniBand has neither
 //   gid_address=        the GID that carries this IP address
 //   traffic_class=0     service_level=0     pkey_index=0
 //   mtu=0               path MTU in bytes; 0: the largest that both ports allow
-//   timeout=18          of an acknowledgement: 4.096 us * 2^timeout (18: about a second)
-//   retries=6           after that many more timeouts the peer counts as dead. 7 is endless on some NICs
+//   timeout=18          for an acknowledgement: 4.096 us * 2^timeout (18: about a second)
+//   retries=6           after this many more timeouts the peer counts as dead. 7: endless on some
 //   rnr_timer=12        how long the peer waits when we have no receive posted (12: 0.64 ms)
-//   qps_per_peer=1      more let one peer use several engines of the NIC
+//   qps_per_peer=1      with more, one peer uses several engines of the NIC
 //   max_in_flight=1024  accepted and not yet completed writes
 //   max_write_bytes=1073741824
-//   receives=8192       immediates that may arrive between two polls. More than that wait at the
-//                       sender's NIC, which tries again without end; nothing is lost
+//   receives=8192       immediates that may arrive between two polls. More wait at the
+//                       sender's NIC, which retries without end; none is lost
 //   inline_bytes=64     writes from host memory up to this size travel inside their work request
-//   relaxed_ordering=1  let PCIe reorder payload (never behind its own completion)
+//   relaxed_ordering=1  lets PCIe reorder payload (never after its own completion)
 //   dmabuf=1            0: GPU memory through the peer memory module only
-//   host=               IP address or name under which peers reach this process; not given: all it has
-//   bind=               IP address of this host that listens for peers; not given: all it has. Announced
+//   host=               IP address or name at which peers reach this process; not given: all
+//   bind=               IP address of this host that listens for peers; not given: all. Announced
 //                       unless host= is given
-//   handshake_ms=10000  how long connect() tries, and who connects may take to prove who it is
+//   handshake_ms=10000  how long connect() tries, and how long a connecting peer may take to
+//                       prove that it knows the secret
 //   library=libibverbs.so.1
 #pragma once
 
@@ -59,7 +60,7 @@ struct Config {
   std::chrono::milliseconds handshake_timeout{};
 };
 
-// Throws Error{kInvalidArgument} that names the key and what it may be.
+// Throws Error{kInvalidArgument} that names the key and its valid values.
 Config parse_config(const std::string& settings);
 
 }  // namespace moe_p2p::provider::verbs

@@ -1,4 +1,4 @@
-// The data path of the verbs provider: what the polling thread runs. Sender does the sending half.
+// The data path of the verbs provider: what the polling thread runs. Sender has the sending half.
 #include <arpa/inet.h>
 
 #include <algorithm>
@@ -9,9 +9,10 @@
 namespace moe_p2p::provider::verbs {
 namespace {
 
-// Completions taken from the NIC at once. At most as many immediates as Sender's backlog has room for.
+// Completions taken from the NIC at once. At most as many immediates as Sender's backlog has room
+// for.
 constexpr size_t kPollBatch = 32;
-// Empty polls before the NIC is asked to wake us: asking costs a doorbell.
+// Empty polls before an event is requested from the NIC, which costs a doorbell.
 constexpr uint32_t kPollsBeforeSleep = 64;
 
 }  // namespace
@@ -44,8 +45,8 @@ void VerbsDomain::take_changes(Output& output) noexcept {
   sender_.look_at_peers(output);
 }
 
-// What was in the queue when the ticket was drawn is out once a poll finds it empty, or has taken as
-// much as it holds.
+// What was in the queue when the ticket was drawn has been taken once a poll finds it empty, or
+// polls have taken as many entries as it holds.
 void VerbsDomain::drained(int num) noexcept {
   drain_left_ -= num;
   if (num > 0 && drain_left_ > 0) return;
@@ -75,7 +76,7 @@ bool VerbsDomain::poll_queue(Output& output) noexcept {
   return true;
 }
 
-// A receive comes back without an immediate when its write was refused or its queue pair ended.
+// A receive completes without an immediate when its write was refused or its queue pair ended.
 void VerbsDomain::receive(const Wc& wc, Output& output) noexcept {
   ++num_owed_;
   if (wc.status == kWcSuccess && (wc.wc_flags & kWcWithImm)) output.immediate(ntohl(wc.imm_data));
@@ -93,9 +94,10 @@ void VerbsDomain::refill() noexcept {
     }
     num_owed_ -= bad ? static_cast<uint64_t>(bad - first) : 0;
     if (error == ENOMEM) {
-      num_owed_ = 0;  // full: a receive that was thought lost was not
+      num_owed_ = 0;  // full: a receive counted as lost was not
     } else if (changes_.receive_error.load(std::memory_order_relaxed) == 0) {
-      // release: pairs with the acquire in Control, which ends all peers; they would wait for ever.
+      // release: pairs with the acquire in Control::look, which ends all peers; they would wait
+      // forever.
       changes_.receive_error.store(error < 0 ? errno : error, std::memory_order_release);
       kick_();
     }
@@ -103,7 +105,7 @@ void VerbsDomain::refill() noexcept {
   }
 }
 
-// Asks for an event, then for another poll: what came in between raises none.
+// Requests an event, then needs another poll: a completion in between raises none.
 void VerbsDomain::prepare_sleep() noexcept {
   if (armed_ || sender_.num_open() > 0 || ++num_empty_polls_ < kPollsBeforeSleep) return;
   armed_ = nic_.context->ops.req_notify_cq(nic_.cq.get(), 0) == 0;

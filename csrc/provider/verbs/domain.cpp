@@ -16,7 +16,7 @@ namespace verbs {
 namespace {
 
 // Receives posted with one doorbell. Too small: a doorbell per few immediates. Too large: a small
-// receive queue is empty before it is filled again.
+// receive queue runs empty before it is refilled.
 constexpr uint32_t kRefillBatch = 64;
 
 }  // namespace
@@ -35,7 +35,7 @@ VerbsDomain::VerbsDomain(const DomainOptions& options)
   }
   receives_.back().next = nullptr;
   num_owed_ = nic_.num_receives;
-  refill();  // before anybody knows our address
+  refill();  // before peers know our address
   MOE_P2P_LOG(base::LogLevel::kInfo, "verbs NIC ", options.nic, ": ", control_.address().label,
               ", port ", int{nic_.config.port}, ", GID ", nic_.gid.index, " ",
               gid_text(nic_.gid.gid), ", ", nic_.num_receives, " receives");

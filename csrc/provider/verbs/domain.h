@@ -1,7 +1,7 @@
-// NICs that speak RDMA through libibverbs: ConnectX over RoCE or InfiniBand, and soft-RoCE. One reliable
-// connection (or several, qps_per_peer) leads to each peer; writes with immediates, one shared receive
-// queue. Settings: config.h. How peers meet: wire.h and control.h. What happens when a write is refused:
-// peer.h. GPU memory: memory.h.
+// NICs that speak RDMA through libibverbs: ConnectX over RoCE or InfiniBand, and soft-RoCE. One
+// reliable connection (or several, qps_per_peer) to each peer; writes with immediates, one shared
+// receive queue. Settings: config.h. Handshakes: wire.h and peers.h. Refused writes: peer.h. GPU
+// memory: memory.h.
 //
 // This file and domain.cpp are the control path, datapath.cpp is the data path.
 #pragma once
@@ -17,8 +17,8 @@
 
 namespace moe_p2p::provider {
 
-// Throws Error{kUnavailable} when the library, the device or a fitting GID is not there,
-// Error{kInvalidArgument} for settings that it does not know.
+// Throws Error{kUnavailable} when the library, the device or a fitting GID is missing,
+// Error{kInvalidArgument} for unknown settings.
 std::unique_ptr<Domain> make_verbs_domain(const DomainOptions& options);
 
 namespace verbs {
@@ -61,11 +61,11 @@ class VerbsDomain final : public Domain {
   // Polling thread.
   const bool may_sleep_;
   const uint32_t refill_batch_;
-  std::vector<RecvWr> receives_;  // [refill_batch_], chained; each the same empty receive
+  std::vector<RecvWr> receives_;  // [refill_batch_], chained; all the same empty receive
   uint64_t num_owed_ = 0;         // receives to post
   uint64_t seen_changes_ = 0;
   uint64_t drain_wanted_ = 0, drain_done_ = 0;  // tickets of Changes
-  int drain_left_ = 0;  // completions that may have been there when drain_wanted_ was drawn
+  int drain_left_ = 0;  // completions left that may be older than drain_wanted_
   uint32_t num_empty_polls_ = 0;
   bool armed_ = false;  // the next completion wakes the poller
 };

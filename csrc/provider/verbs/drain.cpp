@@ -9,8 +9,8 @@ namespace {
 
 using platform::Clock;
 
-// How long the event of the last receive is waited for; not every driver raises it (rxe of Linux 6.1
-// does not). Too short: a NIC that is slow to hand in a completion loses it.
+// How long to wait for the event of the last receive; not every driver raises it (rxe of Linux 6.1
+// does not). Too short: a late completion of a slow NIC is lost.
 constexpr std::chrono::milliseconds kLastReceive{500};
 constexpr size_t kMaxEntries = 4096;
 

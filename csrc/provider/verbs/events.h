@@ -1,4 +1,4 @@
-// The file descriptors that a NIC's control thread waits for, each with what it is about.
+// The file descriptors that a NIC's control thread waits for, each with its source.
 #pragma once
 
 #include <sys/epoll.h>
@@ -23,7 +23,7 @@ class Events {
   // `name` is the NIC's.
   explicit Events(const std::string& name) : name_(name), epoll_(epoll_create1(EPOLL_CLOEXEC)) {}
 
-  // Until the descriptor is closed or removed.
+  // Watches `fd` until it is closed or removed.
   void add(int fd, Source source, uint32_t id = 0) const {
     epoll_event event{};
     event.events = EPOLLIN;
@@ -44,7 +44,7 @@ class Events {
 
  private:
   const std::string name_;
-  const Socket epoll_;  // only for the closing of its descriptor
+  const Socket epoll_;  // closes its descriptor
 };
 
 }  // namespace moe_p2p::provider::verbs

@@ -1,5 +1,4 @@
-// What went wrong with a write: from the NIC's words to a Status, and to a sentence for whoever has to
-// mend it.
+// Failed writes: turns the NIC's status into a Status and an error text.
 #pragma once
 
 #include <atomic>
@@ -10,16 +9,16 @@
 
 namespace moe_p2p::provider::verbs {
 
-// For a completion that is not good. `end` is why the peer is over, kOk while it is not. The detail is
-// the NIC's own status.
+// For a failed completion. `end` is why the peer ended, kOk while it has not. The detail is the
+// NIC's own status.
 base::Status status_of(int wc_status, base::Code end) noexcept;
-// True when the write was refused and those behind it were not carried out: they may be sent again.
+// True when the write was refused and later writes were not carried out: they may be sent again.
 bool refused_only(base::Code code) noexcept;
 
-// "remote access error (10)" and what usually is behind it.
+// "remote access error (10)" and its usual cause.
 std::string cause_of(int wc_status);
 
-// The first write of a NIC that failed by itself. Kept by the polling thread, told by any other.
+// The first write of a NIC that failed by itself. Kept by the polling thread, read by any thread.
 struct Failure {
   base::Status status;
   uint32_t vendor_error = 0;
@@ -36,7 +35,7 @@ class FirstFailure {
     failure_ = failure;
     there_.store(true, std::memory_order_release);  // pairs with the acquire in get()
   }
-  // Null while there is none.
+  // Null without a failure.
   const Failure* get() const noexcept {
     return there_.load(std::memory_order_acquire) ? &failure_ : nullptr;
   }

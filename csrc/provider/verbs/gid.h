@@ -1,6 +1,6 @@
-// Which of a port's addresses (GIDs) to speak from. A RoCE port has several: one per IP address and
-// version of RoCE. The wrong one is the usual reason why nothing arrives, so errors list them all.
-// Pure functions over a table; nic.cpp reads it.
+// Chooses a port's own address (GID). A RoCE port has several: one per IP address and version of
+// RoCE. A wrong choice is the usual reason why nothing arrives, so errors list them all. Pure
+// functions over a table; nic.cpp reads it.
 #pragma once
 
 #include <span>

@@ -41,7 +41,7 @@ void Registrations::remove(const MemoryKey& key) {
   regions_.erase(found);
 }
 
-// The older call would take the wish for relaxed order as an order, and old kernels refuse it.
+// The older call would pass relaxed ordering as a required flag, which old kernels refuse.
 Owned<Mr> Registrations::register_address(const MemorySpan& span) const {
   const auto address = reinterpret_cast<uint64_t>(span.data);
   Mr* mr = nic_.api.reg_mr_iova2
@@ -71,7 +71,7 @@ Owned<Mr> Registrations::register_cuda(const MemorySpan& span) const {
   return mr;
 }
 
-// Null when some part of the way does not know dma-bufs; `why` says which.
+// Null when library, driver, kernel or NIC does not support dma-bufs; `why` gets the reason.
 Owned<Mr> Registrations::register_dmabuf(const MemorySpan& span, std::string& why) const {
   Owned<Mr> none(nullptr, nic_.api.dereg_mr);
   if (!nic_.api.reg_dmabuf_mr) {

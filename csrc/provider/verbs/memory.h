@@ -1,5 +1,5 @@
-// Registered memory. Host memory as it is; GPU memory as a dma-buf, where driver, kernel and NIC know
-// that, else by its address, which needs NVIDIA's peer memory module. Control path.
+// Registered memory. Host memory by address; GPU memory as a dma-buf where driver, kernel and NIC
+// support it, else by address, which needs NVIDIA's peer memory module. Control path.
 #pragma once
 
 #include <map>
@@ -16,7 +16,7 @@ class Registrations {
 
   // Throws Error{kResourceExhausted} with the driver's text and what it usually means.
   MemoryKey add(const MemorySpan& span);
-  // Afterwards the NIC lets no write through to it.
+  // Afterwards the NIC refuses writes to it.
   void remove(const MemoryKey& key);
 
  private:

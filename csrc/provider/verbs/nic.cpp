@@ -18,8 +18,9 @@ using base::Code;
 
 namespace {
 
-// Completions beyond one per write in flight, one per marker (a lane has one only while it has writes
-// in flight) and one per receive: none is expected. Too small would be a completion queue that overruns, which kills every queue pair of the NIC.
+// Completions beyond one per write in flight, one per marker (a lane has one only while it has
+// writes in flight) and one per receive: none is expected. Too small: the completion queue
+// overruns, which kills every queue pair of the NIC.
 constexpr int kSpareEntries = 64;
 
 bool port_active(const Api& api, VerbsDevice* device, uint8_t port) {
@@ -71,7 +72,7 @@ Owned<Context> open_device(const Api& api, const Config& config, int nic) {
   return context;
 }
 
-// Without query_gid_table the type stands in sysfs only.
+// Without query_gid_table the type is found in sysfs only.
 std::vector<GidTableEntry> read_gids(const Api& api, Context* context, uint8_t port, int num) {
   std::vector<GidTableEntry> table(static_cast<size_t>(std::max(num, 1)));
   if (api.query_gid_table) {
@@ -137,7 +138,7 @@ void Nic::open_port() {
   ethernet = port.link_layer == kLinkEthernet;
   gid = choose_gid(read_gids(api, context.get(), config.port, port.gid_tbl_len), config, ethernet,
                    name());
-  // The control thread asks whether there are events; it must not wait for one.
+  // Non-blocking: the control thread reads events and must not wait for one.
   fcntl(context->async_fd, F_SETFL, fcntl(context->async_fd, F_GETFL) | O_NONBLOCK);
 }
 
@@ -149,7 +150,7 @@ void Nic::make_domains() {
   if (!ops || !ops->alloc_td || !ops->dealloc_td || !ops->alloc_parent_domain) return;
   TdInitAttr none{};
   thread = {ops->alloc_td(context.get(), &none), ops->dealloc_td};
-  if (!thread) return;  // the device has none, or none is left: queue pairs with locks do as well
+  if (!thread) return;  // the device has none, or none is left: queue pairs keep their locks
   ParentDomainInitAttr attr{.pd = pd.get(), .td = thread.get(), .comp_mask = 0, .unused = {}};
   sending.reset(ops->alloc_parent_domain(context.get(), &attr));
 }
@@ -171,7 +172,7 @@ void Nic::make_queues(bool with_events) {
                   ": making an event channel: ", error_text(errno));
     fcntl(channel->fd, F_SETFL, fcntl(channel->fd, F_GETFL) | O_NONBLOCK);
   }
-  // The driver may have made the receive queue larger, and each entry may be under way.
+  // The driver may have made the receive queue larger, and each entry may be in use.
   const int entries = static_cast<int>(std::max(receive.max_wr, num_receives)) +
                       2 * static_cast<int>(config.max_in_flight) + kSpareEntries;
   check_limit(name(), "receives or max_in_flight", static_cast<uint64_t>(entries), attr.max_cqe);

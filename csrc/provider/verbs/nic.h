@@ -1,6 +1,6 @@
-// One opened device: its port, address, protection domain, completion queue and shared receive queue.
-// Made and destroyed on the control path; the data path reads it. Everything here outlives the queue
-// pairs and memory registered with it.
+// One opened device: its port, address, protection domain, completion queue and shared receive
+// queue. Made and destroyed on the control path; the data path reads it. Everything here outlives
+// the queue pairs and memory registered with it.
 #pragma once
 
 #include <memory>
@@ -18,8 +18,8 @@ using Owned = std::unique_ptr<T, int (*)(T*)>;
 inline constexpr uint64_t kReceiveId = ~uint64_t{0};
 
 struct Nic {
-  // Throws Error{kUnavailable} that says which devices there are, Error{kResourceExhausted} when the
-  // device or the limit on locked memory does not allow the queues.
+  // Throws Error{kUnavailable} that lists the devices, Error{kResourceExhausted} when the device or
+  // the limit on locked memory does not allow the queues.
   Nic(const Config& config, int nic, bool with_events);
 
   std::string name() const;  // "mlx5_0 port 1"
@@ -30,10 +30,10 @@ struct Nic {
   PortAttr port{};
   GidTableEntry gid{};
   bool ethernet = false;
-  uint32_t num_receives = 0;  // posted at most; immediates that fit into the completion queue
+  uint32_t num_receives = 0;  // most receives posted; the completion queue holds as many
   Owned<Pd> pd;
-  // Of queue pairs that send, which one thread posts to: the driver takes no locks there, and stops the
-  // process when two threads do. `sending` is null where there are no thread domains.
+  // For queue pairs that send, to which one thread posts: the driver takes no locks there, and
+  // stops the process when two threads post. `sending` is null without thread domains.
   Owned<Td> thread;
   Owned<Pd> sending;
   Owned<CompChannel> channel;  // null without events
@@ -46,7 +46,7 @@ struct Nic {
   void make_queues(bool with_events);
 };
 
-// "Cannot allocate memory (12)", and for what smells of it, the limit on locked memory.
+// "Cannot allocate memory (12)", with the limit on locked memory if that may be the cause.
 std::string error_text(int error);
 
 }  // namespace moe_p2p::provider::verbs

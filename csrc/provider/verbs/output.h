@@ -1,5 +1,5 @@
-// The completions of one poll. One completion of the NIC may end many writes: what the caller's array
-// cannot hold waits in Backlog. Polling thread only.
+// The completions of one poll. One completion of the NIC may complete many writes: what the
+// caller's array cannot hold waits in Backlog. Polling thread only.
 #pragma once
 
 #include <bit>
@@ -12,7 +12,7 @@ namespace moe_p2p::provider::verbs {
 
 class Backlog {
  public:
-  // Never holds more: there are as many writes in flight, and only what one poll has seen is added.
+  // Cannot overflow: it holds at most the writes in flight and the immediates of one poll.
   explicit Backlog(size_t max_entries)
       : entries_(std::bit_ceil(max_entries)), mask_(entries_.size() - 1) {}
   bool empty() const noexcept { return head_ == tail_; }

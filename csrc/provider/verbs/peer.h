@@ -1,12 +1,13 @@
-// A connected NIC and the queue pairs (lanes) that lead to it: what the control path and the polling
-// thread know of it, and the few words through which they tell each other.
+// A connected NIC and the queue pairs (lanes) that lead to it: the state of the control path and of
+// the polling thread, and the few words between them.
 //
-// A lane breaks when one of its writes is refused, the driver refuses to post, or the peer ends. What
-// the NIC holds then comes back in its own time and not always write by write, so the polling thread
-// posts one more, the marker, whose completion comes after all others (Sender::end_lane). With it the
-// lane is repaired, when only a write was refused: what had not been carried out is kept, the control
-// thread makes a new pair of queues, and the rest is posted there. Else what it owes fails. A marker that
-// does not come in time is given up by the control thread, and the lane fails.
+// A lane breaks when one of its writes is refused, the driver refuses to post, or the peer ends.
+// The NIC then completes the lane's writes at some later time and not always one by one, so the
+// polling thread posts one more write, the marker, whose completion follows all others
+// (Sender::end_lane). When the marker completes and only a write was refused, the lane is repaired:
+// writes that were not carried out are kept, the control thread makes a new queue pair, and they
+// are posted there. Otherwise all writes of the lane fail. When the marker does not complete in
+// time, the control thread gives it up, and the lane fails.
 #pragma once
 
 #include <array>
@@ -24,8 +25,8 @@ namespace moe_p2p::provider::verbs {
 struct Peer;
 struct Lane;
 
-// An accepted write until its completion is shown. `wr` is what the NIC is given: its next pointers are
-// the lane's queue, so that posting a chain copies nothing.
+// An accepted write until its completion is reported. The NIC gets `wr`: its next pointers are the
+// lane's queue, so that posting a chain copies nothing.
 struct Slot {
   SendWr wr{};
   Sge sge{};
@@ -41,21 +42,21 @@ struct Lane {
   Peer* peer = nullptr;
   uint32_t index = 0;
 
-  // Between the threads. kEnding, kNone and kWanted are stored by the polling thread (release; acquire
-  // in Control::look_at_peers), the others by the control thread (release; acquire in Sender::look_at).
-  // Both leave kEnding, so by exchange: the marker came (kNone, kWanted) or did not (kGivenUp). While it
-  // is kEnding the polling thread leaves `qp` alone.
+  // Between the threads. The polling thread stores kEnding, kNone and kWanted (release; acquire in
+  // Control::look_at_lane), the control thread the others (release; acquire in Sender::look_at).
+  // Both may leave kEnding, so they exchange it: the marker completed (kNone, kWanted) or did not
+  // (kGivenUp). During kEnding the polling thread does not use `qp`.
   std::atomic<Repair> repair{Repair::kNone};
-  // Stored by the control side before kRepaired, or before the peer is shown at all.
+  // Stored by the control side before kRepaired, or before the peer is in the PeerTable.
   Qp* qp = nullptr;
 
   // Control side.
   Owned<Qp> owner{nullptr, nullptr};
   uint32_t psn = 0;
-  platform::Deadline end_by = platform::Deadline::max();  // for the marker to be there
-  uint64_t end_ticket = 0;  // of Changes: when it is done the marker must have been seen
+  platform::Deadline end_by = platform::Deadline::max();  // deadline of the marker
+  uint64_t end_ticket = 0;  // of Changes: once done, the marker must have been polled
 
-  // Polling thread. The queue: `head` is the oldest, `unposted` the first that the NIC has not got.
+  // Polling thread. The queue: `head` is the oldest write, `unposted` the first one not posted.
   Slot* head = nullptr;
   Slot* unposted = nullptr;
   Slot* tail = nullptr;
@@ -64,8 +65,8 @@ struct Lane {
   bool waiting = false;  // in the Sender's list of lanes with something to post
   bool broken = false;   // nothing more is posted to this queue pair
   bool ending = false;   // the marker is under way
-  bool failed = false;   // a completion was not good: those behind it were not carried out
-  bool dead = false;     // what comes fails with `failure`
+  bool failed = false;   // a completion failed: later writes were not carried out
+  bool dead = false;     // new writes fail with `failure`
   base::Status failure;
   Lane* next_waiting = nullptr;
 };
@@ -75,15 +76,15 @@ struct Peer {
   NicAddress address;
   std::vector<std::unique_ptr<Lane>> lanes;
 
-  // Why nothing can be sent any more: kPeerDead or kClosed, the first stays. Stored by the control
-  // side (release; acquire in Sender::look_at), after which it breaks the queue pairs.
+  // Why nothing can be sent any more, the first reason stays. Stored by the control side (release;
+  // acquire in Sender::look_at), which breaks the queue pairs afterwards.
   std::atomic<base::Code> end{base::Code::kOk};
-  std::atomic<bool> leaving{false};   // disconnect() was called; as `end`
-  std::atomic<bool> released{false};  // the polling thread has forgotten it (release; Control)
+  std::atomic<bool> leaving{false};   // disconnect() was called; ordered as `end`
+  std::atomic<bool> released{false};  // dropped by the polling thread (release; Control::look)
 
   // Control side.
   Socket link;
-  std::optional<Proof> proof;  // of what travels over `link`
+  std::optional<Proof> proof;  // for messages over `link`
   platform::Deadline answer_by = platform::Deadline::max();
 
   uint32_t next_lane = 0;  // polling thread

@@ -19,17 +19,17 @@ using std::chrono::milliseconds;
 
 namespace {
 
-// How long one address of a peer is tried before the next, at first: until its greeting is there. The
-// target takes connections before it makes queue pairs for the ones it has (Sessions::accept), so that
-// this need not grow with the number of peers; the answer has all of handshake_ms.
+// First time limit of one address of a peer, until its greeting arrives; then the next is tried.
+// The target accepts connections before it makes queue pairs for earlier ones (Sessions::accept),
+// so this need not grow with the number of peers; the answer may take all of handshake_ms.
 constexpr milliseconds kFirstTry{1000};
 constexpr milliseconds kPause{50};
-// So often all addresses must refuse before the peer counts as gone.
+// Times that all addresses must refuse before the peer counts as dead.
 constexpr int kMaxRefusals = 3;
-// How long a queue pair in error may take until all that it held has come back. Too short: a peer is
-// given up that could have been repaired.
+// How long a queue pair in error may take to complete all its writes. Too short: a lane that could
+// be repaired fails.
 constexpr milliseconds kEndOfLane{2000};
-// Between two looks at what takes too long.
+// Time between two checks of deadlines.
 constexpr int kLookMs = 250;
 
 std::string own_label(const Nic& nic) {
@@ -114,11 +114,11 @@ void Control::handle(Events::Event event) {
   }
 }
 
-// What the polling thread asked for, and deadlines.
+// Serves the polling thread's requests, and deadlines.
 void Control::look() {
   sessions_.look();
   const std::lock_guard lock(mutex_);
-  // acquire: pairs with Sender::look_at_peers, which does not touch the peer after that.
+  // acquire: pairs with Sender::look_at_peers, which does not use the peer after that.
   std::erase_if(peers_, [](const auto& entry) {
     return entry.second->released.load(std::memory_order_acquire);
   });
@@ -201,7 +201,7 @@ const Secret& Control::secret_of(const NicAddress& address) const {
   return address.secret ? *address.secret : *shared_secret_;
 }
 
-// `first` is for the greeting, `last` for the answer.
+// `first` is the deadline of the greeting, `last` of the answer.
 Socket Control::try_host(Peer& peer, const std::string& host, Deadline first, Deadline last) const {
   std::vector<Lane*> lanes;
   for (const auto& lane : peer.lanes) lanes.push_back(lane.get());
@@ -214,13 +214,13 @@ Socket Control::try_host(Peer& peer, const std::string& host, Deadline first, De
   hello.insert(hello.end(), sealed.begin(), sealed.end());
   MOE_P2P_CHECK(link.send(hello), Code::kPeerDead, host, ": the connection ended");
   const auto answer = peer.proof->open(link.wait_message(last));
-  MOE_P2P_CHECK(answer, Code::kPeerDead, "the answer is not of one who knows the secret");
+  MOE_P2P_CHECK(answer, Code::kPeerDead, "the answer does not prove knowledge of the secret");
   finish(peer, Answer::decode(*answer));
   return link;
 }
 
-// Every address of the peer in turn, again and again with more patience until the deadline. Asking
-// twice does no harm: what the peer made for a connection that ended is gone with it.
+// Tries every address of the peer in turn, repeatedly with longer time limits, until the deadline.
+// A repeated request is harmless: what the peer made for a connection ends with it.
 Socket Control::shake_hands(Peer& peer) {
   const Deadline deadline = Clock::now() + nic_.config.handshake_timeout;
   static_cast<void>(secret_of(peer.address));
@@ -234,7 +234,7 @@ Socket Control::shake_hands(Peer& peer) {
       try {
         return try_host(peer, host, until, deadline);
       } catch (const Error& error) {
-        // Reached, and it cannot work; or a signal.
+        // The peer was reached and cannot be connected, or a signal arrived.
         if (error.code() == Code::kTransport || error.code() == Code::kAborted) throw;
         all_refused = all_refused && error.code() == Code::kPeerDead;
         tried += base::concat(tried.empty() ? "" : "; ", host, ": ", error.what());
@@ -257,7 +257,7 @@ void Control::finish(Peer& peer, const Answer& answer) const {
                 " cannot be connected: ", answer.refusal);
   for (const QpAddress& end : answer.lanes) {
     MOE_P2P_CHECK(end.lane < peer.lanes.size(), Code::kTransport, nic_.name(), ": ",
-                  peer.address.label, " answers for a lane that there is not");
+                  peer.address.label, " answers for a lane that does not exist");
     Lane& lane = *peer.lanes[end.lane];
     make_ready_to_receive(nic_, *lane.owner, answer.port, end, peer.address.label);
     make_ready_to_send(nic_, *lane.owner, lane.psn);
@@ -337,7 +337,7 @@ void Control::end_peers(const char* sign) {
 }
 
 void Control::look_at_lane(Peer& peer, Lane& lane) {
-  // acquire: pairs with the release in Sender: the polling thread has let go of the queue pair.
+  // acquire: pairs with the releases in Sender: the polling thread does not use the queue pair.
   const auto wish = lane.repair.load(std::memory_order_acquire);
   if (wish == Lane::Repair::kWanted && peer.end.load(std::memory_order_relaxed) == Code::kOk)
     begin_repair(peer, lane);
@@ -355,7 +355,7 @@ void Control::look_at_lane(Peer& peer, Lane& lane) {
              changes_.drain_done.load(std::memory_order_acquire) >= lane.end_ticket) {
     lane.owner.reset();
     auto expected = Lane::Repair::kEnding;
-    // acq_rel: pairs with Sender::marker_came, which sees the marker or this.
+    // acq_rel: pairs with Sender::marker_came: exactly one of the two exchanges succeeds.
     lane.repair.compare_exchange_strong(expected, Lane::Repair::kGivenUp,
                                         std::memory_order_acq_rel);
     changes_.announce();
@@ -370,7 +370,7 @@ void Control::begin_repair(Peer& peer, Lane& lane) {
     peer.answer_by = Clock::now() + nic_.config.handshake_timeout;
     Lane* const lanes[] = {&lane};
     if (!peer.link.send(peer.proof->seal(hello_for(peer, lanes))))
-      end_peer(peer, Code::kPeerDead, "it cannot be asked for a new connection");
+      end_peer(peer, Code::kPeerDead, "the request for a new connection could not be sent");
   } catch (const Error& error) {
     MOE_P2P_LOG(base::LogLevel::kError, error.what());
     end_peer(peer, Code::kTransport, "a connection could not be made anew");

@@ -1,5 +1,5 @@
-// Everything of a NIC that may block: the handshakes, the ends of peers, repairs, the device's own
-// events. One thread serves the peers that connect to us (sessions.h) and watches over those that we
+// All work of a NIC that may block: handshakes, ends of peers, repairs, the device's own events.
+// One thread serves the peers that connect to us (sessions.h) and watches the peers that we
 // connected to; connect() and disconnect() run on their caller's thread.
 #pragma once
 
@@ -29,10 +29,10 @@ class Control {
   const NicAddress& address() const noexcept { return address_; }
   PeerId connect(std::span<const std::byte> address);
   void disconnect(PeerId peer);
-  // "mlx5_0 of host7 (pid 12)"; says so when it is not connected any more.
+  // "mlx5_0 of host7 (pid 12)", or "a peer that was disconnected".
   std::string peer_label(PeerId peer) const;
   uint64_t num_refused() const noexcept { return sessions_.num_refused(); }
-  // Which peer ended first without being disconnected, and what that looks like; empty: none.
+  // The first peer that ended without being disconnected, and the sign of its end; empty: none.
   std::string first_loss() const;
 
  private:
@@ -62,7 +62,7 @@ class Control {
   const Kick& kick_;
   Changes& changes_;
   platform::EventCount* const waker_;
-  const std::optional<Secret> shared_secret_;  // of the environment
+  const std::optional<Secret> shared_secret_;  // from the environment
   const Secret secret_;
   const Events events_;
   Sessions sessions_;  // control thread only

@@ -1,10 +1,11 @@
-// How the ends of a handshake's connection prove to each other, in every message, that they know the
-// secret of the target: HMAC-SHA256 over who speaks, both ends' nonces, the number of the message and the
-// message. The nonces are new for each connection, so that nothing can be said again on another. What is
-// said is not hidden; nor is what the NICs write afterwards. Control path.
+// How the ends of a handshake's connection prove to each other, in every message, that they know
+// the secret of the target: HMAC-SHA256 over the sending side, both ends' nonces, the number of the
+// message and the message. The nonces are new for each connection, so that no message can be
+// replayed on another. Messages are not encrypted; nor is what the NICs write afterwards. Control
+// path.
 //
-// The secret is drawn by each NIC and travels inside its address, so that whoever was given the address
-// may connect; with MOE_P2P_SECRET set it is made from that, and the address carries none.
+// Each NIC draws its secret and sends it inside its address, so that a process with the address may
+// connect; with MOE_P2P_SECRET set the secret is made from that, and the address carries none.
 #pragma once
 
 #include <array>
@@ -28,9 +29,9 @@ class Proof {
   Proof(Side own, const Secret& secret, const Nonce& of_target, const Nonce& of_connector)
       : own_(own), secret_(secret), of_target_(of_target), of_connector_(of_connector) {}
 
-  // The message with its proof behind it.
+  // Returns the message followed by its proof.
   base::Bytes seal(base::Bytes message);
-  // The message without it; nullopt when that is wrong.
+  // Returns the message without its proof; nullopt when the proof is wrong.
   std::optional<base::Bytes> open(std::span<const std::byte> sealed);
 
  private:

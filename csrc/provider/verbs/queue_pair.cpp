@@ -15,9 +15,9 @@ using base::Code;
 namespace {
 
 constexpr uint8_t kHopLimit = 64;
-constexpr uint8_t kEndlessRnrRetries = 7;  // a busy receiver is not a dead one
+constexpr uint8_t kEndlessRnrRetries = 7;  // a busy receiver is not dead
 
-// Also of a library that returns -1 and sets errno.
+// Also handles a library that returns -1 and sets errno.
 int error_of(int result) { return result < 0 ? errno : result; }
 
 AhAttr path_to(const Nic& nic, const PortAddress& peer) {

@@ -1,5 +1,5 @@
-// Queue pairs, one way each: the writer's, which goes to "ready to send", and the target's, which only
-// receives and takes its immediates from the NIC's shared receive queue. Control path.
+// Queue pairs, one way each: the writer's, which goes to "ready to send", and the target's, which
+// only receives and takes its immediates from the NIC's shared receive queue. Control path.
 #pragma once
 
 #include <cstdint>
@@ -8,14 +8,14 @@
 
 namespace moe_p2p::provider::verbs {
 
-// How to reach a port and what it can take. Travels in the handshake.
+// Address and limits of a port. Sent in the handshake.
 struct PortAddress {
   Gid gid{};
   uint16_t lid = 0;
-  uint8_t mtu = 0;  // as the library numbers them: 1 = 256 ... 5 = 4096
+  uint8_t mtu = 0;  // the library's number: 1 = 256 ... 5 = 4096
   uint8_t ethernet = 0;
 };
-// One end of a connection; `lane` says which of the peer's connections it is.
+// One end of a connection; `lane` is its index among the peer's connections.
 struct QpAddress {
   uint32_t lane = 0;
   uint32_t qp_num = 0;
@@ -30,7 +30,7 @@ Owned<Qp> make_qp(const Nic& nic, bool sends);
 void make_ready_to_receive(const Nic& nic, Qp& qp, const PortAddress& from, const QpAddress& peer,
                            const std::string& label);
 void make_ready_to_send(const Nic& nic, Qp& qp, uint32_t psn);
-// What is posted completes as flushed.
+// Posted work then completes as flushed.
 void break_qp(const Nic& nic, Qp& qp) noexcept;
 
 uint32_t random_psn();

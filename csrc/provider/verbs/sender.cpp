@@ -18,13 +18,13 @@ using base::Status;
 namespace {
 
 // Writes given to the NIC with one doorbell. Too small: a doorbell per few writes. Too large: the
-// first completion of a long backlog comes late.
+// first completion of a long backlog is late.
 constexpr uint32_t kMaxChain = 64;
-// What one poll may add to the backlog beside the completions of writes.
+// Immediates that one poll may add to the backlog.
 constexpr size_t kMaxImmediates = 64;
 
-// wr_ids: a slot's index in the lower half; how often it was given up above it; a marker instead has this
-// bit, its peer and lane.
+// A slot's wr_id has its index in the lower half, and above it how often it was given up. A
+// marker's wr_id has the bit kMarker, its peer and lane.
 constexpr uint64_t kMarker = uint64_t{1} << 62;
 constexpr uint64_t kSlotMask = 0xffffffff, kGivenUp = uint64_t{1} << 32;
 
@@ -65,7 +65,7 @@ Sender::Sender(const Nic& nic, PeerTable& peers, const Kick& kick, FirstFailure&
 }
 
 size_t Sender::post(std::span<const WorkRequest> requests) noexcept {
-  Output output({}, backlog_);  // what fails at once is shown by the next poll
+  Output output({}, backlog_);  // the next poll reports what fails at once
   size_t num = 0;
   for (; num < requests.size(); ++num) {
     if (free_ == nullptr || num_open_ == slots_.size()) break;
@@ -82,7 +82,7 @@ size_t Sender::post(std::span<const WorkRequest> requests) noexcept {
       continue;
     }
     accept(lane, request);
-    // The next lane after a few: each change of lane is a doorbell.
+    // Changes the lane after a few writes only: each change costs a doorbell.
     if (peer->lanes.size() > 1 && lane.num_unposted % 8 == 0)
       peer->next_lane = (peer->next_lane + 1) % static_cast<uint32_t>(peer->lanes.size());
   }
@@ -139,7 +139,7 @@ void Sender::post_lane(Lane& lane, Output& output) noexcept {
     const int error = post_chain(lane);
     if (error == 0) continue;
     if (is_full(error)) {
-      queue_for_posting(lane);  // again at the next poll
+      queue_for_posting(lane);  // tries again at the next poll
       return;
     }
     const Status status{Code::kTransport, -error};
@@ -148,7 +148,7 @@ void Sender::post_lane(Lane& lane, Output& output) noexcept {
   }
 }
 
-// What the driver takes is counted, also of a chain that it refuses half way.
+// Counts what the driver takes, also when it refuses the rest of a chain.
 int Sender::post_chain(Lane& lane) noexcept {
   Slot* const first = lane.unposted;
   Slot* last = lane.tail;
@@ -192,7 +192,7 @@ void Sender::fail_all(Lane& lane, Status status, Output& output) noexcept {
   lane.failure = status;
   while (lane.head != nullptr) finish_head(lane, status, output);
   lane.num_posted = 0;
-  must_look_ = true;  // the peer may be ready to be forgotten
+  must_look_ = true;  // the peer may be done
 }
 
 void Sender::complete(const Wc& wc, Output& output) noexcept {
@@ -202,7 +202,7 @@ void Sender::complete(const Wc& wc, Output& output) noexcept {
   Lane& lane = *slot.lane;
   if (wc.status != kWcSuccess) {
     if (!lane.failed) begin_break(lane, wc, output);
-    return;  // those behind it say so too: the marker ends them
+    return;  // flushed like all later writes: the marker ends them
   }
   finish_before(lane, &slot, output);
   finish_head(lane, {}, output);
@@ -213,12 +213,12 @@ void Sender::finish_before(Lane& lane, const Slot* slot, Output& output) noexcep
   for (; lane.head != slot; --lane.num_posted) finish_head(lane, {}, output);
 }
 
-// The first completion of a lane that is not good: all before it were carried out.
+// The first failed completion of a lane: all earlier writes were carried out.
 void Sender::begin_break(Lane& lane, const Wc& wc, Output& output) noexcept {
   Slot& slot = slots_[wc.wr_id & kSlotMask];
   finish_before(lane, &slot, output);
   lane.failed = true;
-  // acquire: pairs with the release in Control, which broke the queue pair after it.
+  // acquire: pairs with the release in Control::end_peer, which breaks the queue pair afterwards.
   const Status status = status_of(wc.status, lane.peer->end.load(std::memory_order_acquire));
   if (wc.status != kWcFlushed) keep_failure(slot, status, wc.vendor_err);
   if (refused_only(status.code)) {
@@ -228,8 +228,8 @@ void Sender::begin_break(Lane& lane, const Wc& wc, Output& output) noexcept {
   if (!lane.ending) end_lane(lane, status, output);
 }
 
-// Posts the marker: a write of no bytes, so that no key is looked at. In a queue pair in error it is
-// flushed behind the others. A driver that refuses it leaves the lane to its deadline.
+// Posts the marker: a write of no bytes, for which no key is checked. In a queue pair in error it
+// is flushed after the others. When the driver refuses it, the lane's deadline ends the lane.
 void Sender::end_lane(Lane& lane, Status failure, Output& output) noexcept {
   lane.broken = true;
   lane.failure = failure;
@@ -241,7 +241,7 @@ void Sender::end_lane(Lane& lane, Status failure, Output& output) noexcept {
   marker.send_flags = kSendSignaled;
   SendWr* bad = nullptr;
   static_cast<void>(ops_.post_send(lane.qp, &marker, &bad));
-  lane.repair.store(Lane::Repair::kEnding, std::memory_order_release);  // Control::look_at_peers
+  lane.repair.store(Lane::Repair::kEnding, std::memory_order_release);  // Control::look_at_lane
   kick_();
 }
 
@@ -250,17 +250,17 @@ void Sender::marker_came(const Wc& wc, Output& output) noexcept {
   Lane* lane = peer ? peer->lanes[wc.wr_id & 0xff].get() : nullptr;
   if (!lane || !lane->ending) return;
   auto expected = Lane::Repair::kEnding;
-  // acq_rel: pairs with Control::look_at_lanes, which may have given up just now.
+  // acq_rel: pairs with Control::look_at_lane, which may have given up just now.
   if (!lane->repair.compare_exchange_strong(expected, Lane::Repair::kNone,
                                             std::memory_order_acq_rel))
     return;
   lane->ending = false;
-  // The queue pair never broke: all that it held was carried out.
+  // The queue pair never broke: all its writes were carried out.
   if (wc.status == kWcSuccess) finish_before(*lane, lane->unposted, output);
   ended(*lane, output);
 }
 
-// The NIC holds nothing of this lane any more.
+// Called when the NIC has no writes of this lane any more.
 void Sender::ended(Lane& lane, Output& output) noexcept {
   const Code end = lane.peer->end.load(std::memory_order_acquire);  // as in begin_break
   if (end != Code::kOk || !refused_only(lane.failure.code)) {
@@ -273,11 +273,11 @@ void Sender::ended(Lane& lane, Output& output) noexcept {
     ++lane.num_unposted;
   }
   lane.unposted = lane.head;
-  lane.repair.store(Lane::Repair::kWanted, std::memory_order_release);  // Control::look_at_peers
+  lane.repair.store(Lane::Repair::kWanted, std::memory_order_release);  // Control::look_at_lane
   kick_();
 }
 
-// The queue pair is destroyed. What its NIC may still say of these slots is not listened to.
+// Called when the queue pair is destroyed. Later completions of these slots are ignored.
 void Sender::give_up(Lane& lane, Output& output) noexcept {
   lane.ending = false;
   const Status status = {lane.peer->end.load(std::memory_order_acquire), lane.failure.detail};
@@ -293,12 +293,12 @@ void Sender::look_at_peers(Output& output) noexcept {
     Peer* peer = entry.load(std::memory_order_acquire);
     if (peer == nullptr || !look_at(*peer, output)) continue;
     entry.store(nullptr, std::memory_order_release);
-    peer->released.store(true, std::memory_order_release);  // pairs with Control::look_at_peers
+    peer->released.store(true, std::memory_order_release);  // pairs with Control::look
     kick_();
   }
 }
 
-// True when the peer can be forgotten.
+// Returns true when the peer can be dropped.
 bool Sender::look_at(Peer& peer, Output& output) noexcept {
   // acquire: pairs with the release of the control side.
   const Code end = peer.end.load(std::memory_order_acquire);

@@ -1,6 +1,6 @@
-// The sending half of a NIC, on the polling thread: accepted writes lie in slots, each in the queue of
-// its lane, and are posted in chains with one doorbell, of which only the last is signalled. A good
-// completion ends all before it. What breaks a lane is told in peer.h.
+// The sending half of a NIC, on the polling thread: accepted writes lie in slots, each in the queue
+// of its lane, and are posted in chains with one doorbell, of which only the last is signalled. A
+// good completion completes all writes before it. peer.h describes broken lanes.
 #pragma once
 
 #include <memory>
@@ -14,7 +14,7 @@
 
 namespace moe_p2p::provider::verbs {
 
-// Tells the control thread to look at the peers: an eventfd, whose write never blocks here.
+// Wakes the control thread to check the peers: an eventfd, whose write never blocks here.
 class Kick {
  public:
   Kick();
@@ -29,7 +29,7 @@ class Kick {
   const int fd_;
 };
 
-// In local_key beside the NIC's own 32 bits: the memory is a GPU's, which inlining would read by CPU.
+// Flag in local_key above the NIC's own 32 bits: GPU memory, which inlining would read by CPU.
 inline constexpr uint64_t kCudaKey = uint64_t{1} << 32;
 
 class Sender {
@@ -37,11 +37,11 @@ class Sender {
   Sender(const Nic& nic, PeerTable& peers, const Kick& kick, FirstFailure& failure);
 
   size_t post(std::span<const WorkRequest> requests) noexcept;
-  // A completion of one of our writes.
+  // Handles a completion of one of our writes.
   void complete(const Wc& wc, Output& output) noexcept;
-  // After the control side has changed a peer.
+  // Call it after the control side has changed a peer.
   void look_at_peers(Output& output) noexcept;
-  // Posts what waits: after a repair, or because a queue was full.
+  // Posts waiting writes: after a repair, or when a queue was full.
   void post_waiting(Output& output) noexcept;
   bool has_waiting() const noexcept { return waiting_ != nullptr; }
   bool must_look() const noexcept { return must_look_; }
@@ -75,7 +75,7 @@ class Sender {
 
   std::vector<Slot> slots_;  // [max_in_flight]
   Slot* free_ = nullptr;
-  uint32_t num_open_ = 0;  // accepted and not yet shown as complete
+  uint32_t num_open_ = 0;  // accepted, completion not reported
   Backlog backlog_;
   Lane* waiting_ = nullptr;
   bool must_look_ = false;

@@ -13,11 +13,11 @@ using platform::Clock;
 
 namespace {
 
-// Too small: many peers that connect at once push each other out before they have spoken. Each costs a
-// descriptor.
+// Too small: many peers that connect at once push each other out before they have sent anything.
+// Each costs a descriptor.
 constexpr size_t kMaxPending = 256;
 constexpr size_t kMaxSessions = 4096;
-// Taken at once; what has come over the others is looked at in between.
+// Connections accepted at once; messages of others are handled in between.
 constexpr int kAcceptBatch = 64;
 constexpr std::chrono::seconds kLogPause{10};
 
@@ -45,7 +45,7 @@ void Sessions::accept() {
       continue;
     }
     if (!out_of_room(errno)) return;
-    if (pending_.empty()) {  // look() tries again; else this would be a busy loop
+    if (pending_.empty()) {  // look() tries again; watching it would be a busy loop
       events_.remove(listener_.fd());
       paused_ = true;
       return;
@@ -66,14 +66,14 @@ void Sessions::accept(Socket link) {
   pending_.insert(id);
 }
 
-// The oldest may have spoken by now: then it is served, not refused.
+// The oldest may have sent its message by now: then it is served, not refused.
 void Sessions::make_room() {
   const uint32_t oldest = *pending_.begin();
   serve(oldest);
-  if (pending_.contains(oldest)) refuse(oldest, "others wait, and it has said nothing");
+  if (pending_.contains(oldest)) refuse(oldest, "others wait, and it has sent nothing");
 }
 
-// One message, so that nobody keeps the thread.
+// Handles one message, so that no session occupies the thread.
 void Sessions::serve(uint32_t session_id) {
   const auto found = sessions_.find(session_id);
   if (found == sessions_.end()) return;
@@ -82,13 +82,13 @@ void Sessions::serve(uint32_t session_id) {
   const Socket::Got got = session.link.receive(message);
   if (got == Socket::Got::kNothing) return;
   if (got == Socket::Got::kEnd && !session.proof)
-    return refuse(session_id, "what it sent is no handshake, or it left without one");
+    return refuse(session_id, "it sent no valid handshake, or closed without one");
   if (got == Socket::Got::kEnd) return end(session_id);
   if (!open(session_id, session, message))
     return refuse(session_id, "it does not prove that it knows the secret of this NIC");
   try {
     const Hello hello = Hello::decode(message);
-    // Not for us: a host and port of somebody else that is ours by chance.
+    // Else it wants another NIC, whose host and port are ours by chance.
     if (hello.nic_id == nic_id_ &&
         session.link.send(session.proof->seal(answer(session, hello).encode())))
       return;
@@ -98,7 +98,7 @@ void Sessions::serve(uint32_t session_id) {
   end(session_id);
 }
 
-// True when the message is from one who knows the secret; what is left of it is the Hello.
+// True when the message proves knowledge of the secret; then `message` becomes the Hello.
 bool Sessions::open(uint32_t id, Session& session, Bytes& message) {
   std::span<const std::byte> sealed = message;
   std::optional<Proof> proof = session.proof;
@@ -120,7 +120,7 @@ bool Sessions::open(uint32_t id, Session& session, Bytes& message) {
 void Sessions::look() {
   drain_.look();
   while (!pending_.empty() && sessions_.at(*pending_.begin()).prove_by <= Clock::now())
-    refuse(*pending_.begin(), "it proved nothing within handshake_ms");
+    refuse(*pending_.begin(), "it sent no proof within handshake_ms");
   if (!paused_) return;
   events_.add(listener_.fd(), Source::kListener);
   paused_ = false;

@@ -1,11 +1,11 @@
-// The NICs that connect to this one, and our ends of their lanes: a session lives as long as the TCP
-// connection over which it was asked for. A peer that disconnects, ends or is killed takes its queue
-// pairs along (drain.h), and one that asks again gets new ones. Control thread only.
+// The NICs that connect to this one, and our ends of their lanes: a session lives as long as its
+// TCP connection. When a peer disconnects, ends or is killed, its queue pairs end with it
+// (drain.h); when it connects again, it gets new ones. Control thread only.
 //
-// Anybody may connect. Until a session has proved that it knows the secret it is pending: it gets a
-// greeting, may send one message, and has handshake_ms. So many may be pending; then the oldest that has
-// said nothing goes, so that strangers who hold connections keep no peer out. Who is refused is counted
-// and logged, now and then.
+// Any process may connect. A session is pending until it has proved that it knows the secret: it
+// gets a greeting, may send one message, and has handshake_ms. At most kMaxPending are pending;
+// then the oldest that has sent nothing is refused, so that strangers who hold connections keep no
+// peer out. Refusals are counted and, now and then, logged.
 #pragma once
 
 #include <atomic>
@@ -23,12 +23,12 @@ class Sessions {
   Sessions(const Nic& nic, const Events& events, Changes& changes, const Secret& secret);
 
   uint16_t port() const { return listener_.local_port(); }
-  // Before the first session.
+  // Call it before the first session.
   void set_id(uint64_t nic_id) noexcept { nic_id_ = nic_id; }
   void accept();
   void serve(uint32_t session_id);
   void end_all();
-  // Deadlines, and what has been drained.
+  // Checks deadlines, and what has been drained.
   void look();
   void last_receive(const void* qp) noexcept;
   uint64_t num_refused() const noexcept { return num_refused_.load(std::memory_order_relaxed); }
@@ -36,13 +36,13 @@ class Sessions {
  private:
   struct Lane {
     Owned<Qp> qp;
-    bool has_ended;  // broken by a write that was refused, and its last receive is in
+    bool has_ended;  // broken by a refused write, and its last receive has completed
   };
   struct Session {
     Socket link;
     Nonce nonce{};
     platform::Deadline prove_by;
-    std::optional<Proof> proof;  // none while it is pending
+    std::optional<Proof> proof;  // none while pending
     std::map<uint32_t, Lane> lanes;
   };
   bool open(uint32_t id, Session& session, base::Bytes& message);
@@ -61,7 +61,7 @@ class Sessions {
   std::map<uint32_t, Session> sessions_;
   std::set<uint32_t> pending_;  // the oldest first
   uint32_t next_session_ = 0;
-  bool paused_ = false;  // the listener is not watched: there are no descriptors left
+  bool paused_ = false;  // the listener is not watched: no descriptors are left
   std::atomic<uint64_t> num_refused_{0};
   platform::Deadline log_after_{};
 };

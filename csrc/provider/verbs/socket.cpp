@@ -28,10 +28,10 @@ using platform::Deadline;
 
 namespace {
 
-// A Hello with 16 lanes is below 1 KiB. Whoever connects may make us keep this much.
+// A Hello with 16 lanes is below 1 KiB. Every connection may make us keep this much.
 constexpr uint32_t kMaxMessageBytes = 4096;
 constexpr size_t kMaxHosts = 8;
-// A host that vanished without a word is noticed after about a minute.
+// A host that vanished silently is noticed after about a minute.
 constexpr int kKeepIdleS = 30, kKeepIntervalS = 10, kKeepProbes = 3;
 // How late a wait notices a signal.
 constexpr int kSliceMs = 50;
@@ -90,7 +90,7 @@ Socket Socket::listen(const std::string& address) {
                   " is refused; it must be an IP address of this host");
     const std::unique_ptr<addrinfo, decltype(&freeaddrinfo)> owner(found, freeaddrinfo);
     listener = Socket(socket(found->ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
-    const int off = 0;  // IPv4 comes mapped
+    const int off = 0;  // IPv4 peers have mapped addresses
     if (found->ai_family == AF_INET6)
       setsockopt(listener.fd(), IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off);
     const bool listens = bind(listener.fd(), found->ai_addr, found->ai_addrlen) == 0 &&
@@ -114,7 +114,7 @@ std::string Socket::peer_host() const {
 }
 
 uint16_t Socket::local_port() const {
-  sockaddr_in6 own{};  // the port lies at the same place for both families
+  sockaddr_in6 own{};  // the port has the same offset in both families
   socklen_t size = sizeof own;
   getsockname(fd_.get(), reinterpret_cast<sockaddr*>(&own), &size);
   return ntohs(own.sin6_port);
@@ -165,7 +165,7 @@ Socket::Got Socket::receive(Bytes& message) {
     size_t wanted = sizeof bytes;
     if (received_.size() >= wanted) {
       std::memcpy(&bytes, received_.data(), sizeof bytes);
-      if (bytes > kMaxMessageBytes) return Got::kEnd;  // not one of ours
+      if (bytes > kMaxMessageBytes) return Got::kEnd;  // not a message of ours
       wanted += bytes;
       if (received_.size() == wanted) {
         message.assign(received_.begin() + sizeof bytes, received_.end());

@@ -69,7 +69,7 @@ Bytes Greeting::encode() const {
 
 Greeting Greeting::decode(std::span<const std::byte> bytes) {
   base::WireReader reader(bytes, "greeting of a verbs handshake");
-  base::expect_letter(reader, kGreetingTag, Code::kPeerDead, "somebody else listens there");
+  base::expect_letter(reader, kGreetingTag, Code::kPeerDead, "another program listens there");
   const Greeting greeting{reader.get<Nonce>()};
   reader.expect_end();
   return greeting;
