@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from moe_p2p import AllToAll, AllToAllConfig
+from moe_p2p import AllToAll, AllToAllConfig, DispatchOptions
 from moe_p2p.deep_ep import Buffer, ElasticBuffer
 
 TOKENS, HIDDEN, TOPK, EXPERTS = 16, 512, 8, 64
@@ -41,6 +41,11 @@ class Place(NamedTuple):
     padded: torch.Tensor  # [E, T, H], experts' outputs, padded
     by_rank: torch.Tensor  # [T, H]
 
+
+AS_LOW_LATENCY = DispatchOptions(
+    quantize=True, column_scales=True, with_source=True, with_ranges=True
+)
+AS_BY_RANK = DispatchOptions(layout="by_rank", with_source=True, solo=True)
 
 Pair = Callable[[], object]
 
@@ -85,10 +90,7 @@ def as_low_latency(place: Place) -> Pair:
         received = place.all_to_all.dispatch(
             place.x,
             place.idx,
-            quantize=True,
-            column_scales=True,
-            with_source=True,
-            with_ranges=True,
+            options=AS_LOW_LATENCY,
         )
         return place.all_to_all.combine(
             place.padded, received, topk_weights=place.weights, out=place.out
@@ -124,7 +126,7 @@ def low_latency_hooks(place: Place) -> Pair:
 def as_by_rank(place: Place) -> Pair:
     def pair() -> object:
         received = place.all_to_all.dispatch(
-            place.x, place.idx, layout="by_rank", capacity=TOKENS, with_source=True, solo=True
+            place.x, place.idx, options=AS_BY_RANK, capacity=TOKENS
         )
         return place.all_to_all.combine(place.by_rank, received, weighted=False)
 

@@ -206,7 +206,6 @@ class Life:
             chunk_tokens=MAX_TOKENS if self.masks else together.choice([16, MAX_TOKENS]),
             dtype=torch.float32,
             ranks_per_node=setting.ranks_per_node,
-            transport=setting.transport,
             timeout_s=setting.timeout_s,
             num_threads=1,
             mask_lost_ranks=self.masks,

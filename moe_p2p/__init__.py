@@ -22,6 +22,7 @@ from moe_p2p.errors import (
     TransportError,
     UnavailableError,
 )
+from moe_p2p.options import DispatchOptions
 from moe_p2p.pool import AllToAllPool
 from moe_p2p.version import __version__
 
@@ -31,6 +32,7 @@ __all__ = [
     "AllToAllConfig",
     "AllToAllPool",
     "ClosedError",
+    "DispatchOptions",
     "Dispatched",
     "Engine",
     "InvalidArgumentError",

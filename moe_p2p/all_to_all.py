@@ -17,23 +17,27 @@ P scales of a token, R rows received (padded: E_local * capacity, else capacity)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor
 
 from moe_p2p import arguments, errors
-from moe_p2p.dispatched import BY_RANK, Dispatched, DispatchOptions
+from moe_p2p.dispatched import Call, Dispatched
 from moe_p2p.halves import Halves, with_more
-from moe_p2p.ops import (
+from moe_p2p.ops import NO_EXTRA_GRADIENT, NO_FP8_GRADIENT, NO_SCALAR_GRADIENT, call
+from moe_p2p.options import (
+    BY_RANK,
     COPY_TOPK,
-    NO_EXTRA_GRADIENT,
-    NO_FP8_GRADIENT,
-    NO_SCALAR_GRADIENT,
+    LAYOUT_MASK,
+    SOLO,
     WITH_RANGES,
     WITH_SOURCE,
     WITH_WAIT_TICKS,
-    call,
+    ZERO_PADDING,
+    DispatchForm,
+    DispatchOptions,
+    RowLayout,
 )
 
 _ops = torch.ops.moe_p2p
@@ -48,8 +52,10 @@ class AllToAll(Halves):
     group_or_store: a torch.distributed ProcessGroup, None for the default group, or a Store with
         rank and world_size. Used during construction only. Ranks that are threads of one process
         share a HashStore; other stores are one object per rank.
-    config: equal on all ranks but for timeout_s, wait, num_threads and proxy_cpu.
-    engine: NICs to use; None: an engine of its own, closed with this object.
+    config: equal on all ranks but for timeout_s, wait, num_threads, num_sms and what says which
+        engine is used.
+    engine: NICs to use, in place of the fields of config that say which. None: an engine of its
+        own, closed with this object.
     masked: with mask_lost_ranks, the tensor [W] of `masked`; objects that share one mask together.
         None: one of its own.
 
@@ -69,85 +75,54 @@ class AllToAll(Halves):
         topk_idx: Tensor,
         topk_weights: Tensor | None = None,
         *,
+        options: DispatchOptions | None = None,
+        layout: RowLayout | None = None,
+        quantize: bool | None = None,
         scales: Tensor | None = None,
         extras: Sequence[Tensor] = (),
         num_tokens: int | Tensor | None = None,
         max_tokens: int | None = None,
-        quantize: bool = False,
-        scale_format: Literal["float32", "power_of_two", "ue8m0"] = "float32",
-        layout: Literal["padded", "grouped", "by_rank"] = "padded",
         capacity: int | None = None,
-        alignment: int = 1,
-        column_scales: bool = False,
-        with_source: bool = False,
-        with_ranges: bool = False,
-        with_wait_ticks: bool = False,
-        copy_topk: bool = False,
-        solo: bool = False,
-        zero_padding: bool | None = None,
+        **moved: NoReturn,
     ) -> Dispatched:
         """Sends each token to the ranks of its experts and returns the rows for this rank's.
 
         x: [T, H] bfloat16, float16, float32 or float8_e4m3fn, contiguous, T from 0 to max_tokens.
         topk_idx: [T, K] int32 or int64 expert ids, distinct in a row; -1: none.
         topk_weights: [T, K] float32. None: 1.
+        options: how rows travel and lie, and what else is returned. None: as DispatchOptions().
+        layout, quantize: in place of options that differ from DispatchOptions() in these alone.
         scales: [T, P] float32 or int32, with x of float8_e4m3fn only. They travel as bytes; more
             than ceil(H / 128) need room from extra_bytes of the configuration.
         extras: up to 8 tensors [T, n] of any type that travel along as bytes.
         num_tokens: rows of x that count, or a tensor of one int32 or int64. None: all.
         max_tokens: bound on T of all ranks in this call. None: that of the configuration.
-        quantize: send x as float8_e4m3fn with one scale per 128 values.
-        scale_format: of quantize. "power_of_two" rounds scales up to powers of two; "ue8m0" gives
-            their exponent bytes, four in an int32: [rows, ceil(H / 512)].
-        layout: "padded" gives [E_local, capacity, H], "grouped" [capacity, H] with expert e from
-            row offsets[e] on, a multiple of alignment. "by_rank" gives [capacity, H] with one row
-            for each token that has experts here: those of source s from row offsets[s] on, and
-            their local expert ids in row_topk.
         capacity: rows of each expert when padded, else of all. None: enough for any routing.
-        column_scales: scales lie column by column, in columns of a multiple of 4 rows; their shape
-            stays.
-        with_source: also return where each row comes from.
-        with_ranges: also return, when padded, where the rows of each source lie: [E_local, W] of
-            (first row among the expert's) << 32 | number of rows.
-        with_wait_ticks: also return how long each source was waited for, [W]: GPU clock cycles, or
-            nanoseconds.
-        copy_topk: the result holds a copy of topk_idx, which may then be written over before the
-            result was combined.
-        solo: no combine follows while other calls are under way (training does this by itself).
-        zero_padding: rows without a token become zero. None: when autograd records this call.
-            Experts that train need it: the gradient of their weights multiplies all rows.
 
         Differentiable in x and topk_weights. Raises InvalidArgumentError before anything is sent;
         TimeoutError, PeerDeadError and ProtocolError break the object (`broken`).
         """
-        options = arguments.dispatch_options(
+        form = arguments.dispatch_form(
             self._shape,
             self.config.max_tokens if max_tokens is None else max_tokens,
-            quantize,
-            scale_format,
+            options,
             layout,
+            quantize,
             capacity,
-            alignment,
-            column_scales,
-            with_source,
-            with_ranges,
-            with_wait_ticks,
-            copy_topk,
-            solo,
-            zero_padding,
+            moved,
         )
         count, count_on_host = None, arguments.ALL_ROWS
         if num_tokens is not None:
             count, count_on_host = arguments.split_count(num_tokens)
         return Dispatched._make(
             self.dispatch_with(
-                options, x, topk_idx, topk_weights, scales, extras, count, count_on_host
+                form, x, topk_idx, topk_weights, scales, extras, count, count_on_host
             )
         )
 
     def dispatch_with(
         self,
-        options: DispatchOptions,
+        form: DispatchForm,
         x: Tensor,
         topk_idx: Tensor,
         topk_weights: Tensor | None = None,
@@ -156,23 +131,23 @@ class AllToAll(Halves):
         count: Tensor | None = None,
         count_on_host: int = arguments.ALL_ROWS,
     ) -> tuple[Any, ...]:
-        """The fields of Dispatched. `options` are of arguments.dispatch_options, for many calls."""
+        """The fields of Dispatched, for callers that make many calls of one form."""
         if not isinstance(x, Tensor):
             raise errors.wrong_type("x", x)
-        tokens, quantize, scale_format, layout, column_scales, zero_padding, outputs, solo = options
+        given, max_tokens, capacity = form
+        options, quantize = given.number, given.quantize
         grad = torch.is_grad_enabled() and arguments.require_grad(x, topk_weights, *extras)
-        row_layout, capacity, alignment = layout
-        by_rank = row_layout == BY_RANK
-        self._prepare_dispatch(x.dtype, quantize, scale_format, by_rank, grad)
+        self._prepare_dispatch(x.dtype, options, grad)
         if grad:
             if quantize or x.dtype == torch.float8_e4m3fn:
                 arguments.refuse_gradient(NO_FP8_GRADIENT, x=x)
             named = {f"extras[{i}]": extra for i, extra in enumerate(extras)}
             arguments.refuse_gradient(NO_EXTRA_GRADIENT, **named)
-        zeroed = grad if zero_padding is None else zero_padding
+            options |= SOLO | (ZERO_PADDING if given.zero_padding is None else 0)
         rows, row_scales, row_weights, counts, offsets, handle, more = call(
             _DISPATCH if grad else _DISPATCH_INFERENCE,
             self._comm,
+            options,
             x,
             scales,
             list(extras),
@@ -180,39 +155,28 @@ class AllToAll(Halves):
             topk_weights,
             count,
             count_on_host,
-            tokens,
-            quantize,
-            scale_format,
-            row_layout,
+            max_tokens,
             capacity,
-            alignment,
-            column_scales,
-            zeroed,
-            outputs,
-            solo or grad,
         )
         rest = iter(more)
-        source = next(rest) if outputs & WITH_SOURCE else None
-        ranges = next(rest) if outputs & WITH_RANGES else None
-        wait_ticks = next(rest) if outputs & WITH_WAIT_TICKS else None
-        topk = next(rest) if outputs & COPY_TOPK else topk_idx
-        row_topk = next(rest) if by_rank else None
+        source = next(rest) if options & WITH_SOURCE else None
+        ranges = next(rest) if options & WITH_RANGES else None
+        wait_ticks = next(rest) if options & WITH_WAIT_TICKS else None
+        topk = next(rest) if options & COPY_TOPK else topk_idx
+        row_topk = next(rest) if options & LAYOUT_MASK == BY_RANK else None
         return (
             rows,
             row_scales if quantize or scales is not None else None,
             tuple(rest),
             row_weights,
+            row_topk,
             counts,
             offsets,
             source,
-            handle,
-            topk,
-            tokens,
-            layout,
-            zeroed,
             ranges,
             wait_ticks,
-            row_topk,
+            topk,
+            Call(handle, options, max_tokens, capacity),
         )
 
     @overload
@@ -316,9 +280,9 @@ class AllToAll(Halves):
             arguments.check_out(out, out_dtype, dispatched.topk_idx.shape[0], grad)
             out_dtype = out.dtype
         sum_dtype = y.dtype if out_dtype is None else out_dtype
-        row_layout, capacity, alignment = dispatched.layout
-        self._prepare_combine(y.dtype, sum_dtype, row_layout == BY_RANK, grad)
-        if grad and not dispatched.zero_padding:
+        handle, options, max_tokens, capacity = dispatched.call
+        self._prepare_combine(y.dtype, sum_dtype, options, grad)
+        if grad and not options & ZERO_PADDING:
             raise errors.make(errors.InvalidArgumentError, arguments.PADDING_IS_NOT_ZERO)
         if out is not None:
             scalars, ticks = self._beside_sums(
@@ -332,8 +296,8 @@ class AllToAll(Halves):
                 row_scalars,
                 topk_weights,
                 terms,
-                dispatched.handle,
-                dispatched.max_tokens,
+                handle,
+                max_tokens,
                 out,
                 scalars,
                 ticks,
@@ -347,13 +311,12 @@ class AllToAll(Halves):
             row_scalars,
             topk_weights,
             terms,
-            dispatched.handle,
+            handle,
             dispatched.topk_idx,
-            dispatched.max_tokens,
+            max_tokens,
             sum_dtype,
-            row_layout,
+            options,
             capacity,
-            alignment,
             with_wait_ticks,
         )
         return (out, *more) if more else out

@@ -5,21 +5,23 @@ Shapes: as in all_to_all.py.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from moe_p2p import errors
-from moe_p2p.dispatched import (
+from moe_p2p.dispatched import Dispatched
+from moe_p2p.ops import CommunicatorShape
+from moe_p2p.options import (
     BY_RANK,
-    GROUPED,
-    LAYOUTS,
-    PADDED,
-    SCALE_FORMATS,
-    Dispatched,
+    DEFAULT,
+    LAYOUT_MASK,
+    DispatchForm,
     DispatchOptions,
-    Layout,
+    refuse_moved,
+    shorthand,
 )
-from moe_p2p.ops import COPY_TOPK, WITH_RANGES, WITH_SOURCE, WITH_WAIT_TICKS, CommunicatorShape
 
 ALL_ROWS = -1  # as a number of tokens
 PADDING_IS_NOT_ZERO = (
@@ -49,55 +51,36 @@ def split_count(num_tokens: int | Tensor) -> tuple[Tensor | None, int]:
     return None, num_tokens
 
 
-def number_of(value: str, name: str, among: tuple[str, ...]) -> int:
-    """The position of a named choice, which is its number in the ops."""
-    if value in among:
-        return among.index(value)
-    text = f"{name} is {value!r}, must be one of {among}"
-    raise errors.make(errors.InvalidArgumentError, text)
-
-
-def dispatch_options(
+def dispatch_form(
     shape: CommunicatorShape,
     max_tokens: int,
-    quantize: bool = False,
-    scale_format: str = "float32",
-    layout: str = "padded",
-    capacity: int | None = None,
-    alignment: int = 1,
-    column_scales: bool = False,
-    with_source: bool = False,
-    with_ranges: bool = False,
-    with_wait_ticks: bool = False,
-    copy_topk: bool = False,
-    solo: bool = False,
-    zero_padding: bool | None = None,
-) -> DispatchOptions:
-    """`capacity` None: enough for any routing."""
-    rows = number_of(layout, "layout", LAYOUTS)
+    options: DispatchOptions | None,
+    layout: str | None,
+    quantize: bool | None,
+    capacity: int | None,
+    moved: dict[str, Any],
+) -> DispatchForm:
+    """Of what dispatch and dispatch_send are given by name; moved: names that they do not have."""
+    if moved:
+        refuse_moved(moved)
+    if layout is not None or quantize is not None:
+        options = shorthand(options, layout, quantize)
+    elif options is None:
+        options = DEFAULT
+    elif not isinstance(options, DispatchOptions):
+        raise errors.wrong_type("options", options, "a DispatchOptions")
     if capacity is None:
-        capacity = shape.world_size * max_tokens
-        if rows == GROUPED:
-            experts = shape.num_local_experts
-            capacity = capacity * min(shape.topk, experts) + (alignment - 1) * experts
-    if with_ranges:
-        errors.require(
-            rows == PADDED,
-            "with_ranges tells rows within an expert's own, it needs layout='padded'",
-        )
-    return (
-        max_tokens,
-        quantize,
-        number_of(scale_format, "scale_format", SCALE_FORMATS),
-        Layout(rows, capacity, alignment),
-        column_scales,
-        zero_padding,
-        with_source * WITH_SOURCE
-        + with_ranges * WITH_RANGES
-        + with_wait_ticks * WITH_WAIT_TICKS
-        + copy_topk * COPY_TOPK,
-        solo,
-    )
+        capacity = most_rows(shape, max_tokens, options)
+    return DispatchForm(options, max_tokens, capacity)
+
+
+def most_rows(shape: CommunicatorShape, max_tokens: int, options: DispatchOptions) -> int:
+    """A capacity that is enough for any routing."""
+    rows = shape.world_size * max_tokens
+    if options.layout == "grouped":
+        experts = shape.num_local_experts
+        rows = rows * min(shape.topk, experts) + (options.alignment - 1) * experts
+    return rows
 
 
 def row_weights_of(
@@ -105,7 +88,7 @@ def row_weights_of(
 ) -> Tensor | None:
     """What combine multiplies rows with; None: nothing that dispatch has brought."""
     errors.require_type("dispatched", dispatched, Dispatched, "the result of a dispatch")
-    if dispatched.layout.rows == BY_RANK:
+    if dispatched.call.options & LAYOUT_MASK == BY_RANK:
         errors.require(
             not weighted and topk_weights is None,
             "rows by rank are sums over experts already, combine adds them as they are; "

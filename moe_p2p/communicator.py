@@ -25,6 +25,7 @@ from moe_p2p.gpu.kernels import DeviceSide, Partners
 from moe_p2p.lifetime import Closing, NotCopied
 from moe_p2p.nics import transport
 from moe_p2p.ops import call
+from moe_p2p.options import QUANTIZE, gradient_of
 from moe_p2p.rendezvous import shared_memory
 from moe_p2p.rendezvous.agreement import Facts, Offer, agree_on_transport, conclude
 from moe_p2p.rendezvous.bootstrap import Bootstrap
@@ -74,6 +75,8 @@ class Communicator(NotCopied):
         masked: Tensor | None = None,
     ) -> None:
         self.config = config
+        if engine is not None:
+            config.check_beside_engine()
         meeting = Bootstrap(
             group_or_store, rank=rank, world_size=world_size, timeout_s=config.timeout_s
         )
@@ -229,20 +232,18 @@ class Communicator(NotCopied):
         num_threads = config.num_threads
         if num_threads is None:
             num_threads = max(1, len(os.sched_getaffinity(0)) // agreed.ranks_on_host)
-        comm = int(
-            call(
-                _ops.all_to_all_create.default,
-                self.engine.number,
-                self.rank,
-                agreed.communicator,
-                *config.plan_arguments(self.world_size, self.ranks_per_node),
-                config.timeout_s,
-                config.wait,
-                num_threads,
-                self._on_gpu,
-                self._masks[1] if self._masks is not None else None,
-            )
+        settings = config.settings(
+            self.world_size,
+            self.ranks_per_node,
+            rank=self.rank,
+            communicator=agreed.communicator,
+            timeout_s=float(config.timeout_s),
+            wait=config.wait,
+            num_threads=num_threads,
+            on_device=int(self._on_gpu),
         )
+        masks = self._masks[1] if self._masks is not None else None
+        comm = int(call(_ops.all_to_all_create.default, self.engine.number, settings, masks))
         self._shape = ops.CommunicatorShape(
             world_size=self.world_size,
             ranks_per_node=self.ranks_per_node,
@@ -334,26 +335,22 @@ class Communicator(NotCopied):
     # What must be compiled before a call runs on a GPU.
 
     @_when_traced
-    def _prepare_dispatch(
-        self, x_dtype: torch.dtype, quantize: bool, scale_format: int, by_rank: bool, trains: bool
-    ) -> None:
+    def _prepare_dispatch(self, x_dtype: torch.dtype, options: int, trains: bool) -> None:
         if self._device is None:
             return
-        self._device.prepare_dispatch(
-            x_dtype, quantize=quantize, scale_format=scale_format, by_rank=by_rank
-        )
-        if trains and not quantize and x_dtype != torch.float8_e4m3fn:
+        self._device.prepare_dispatch(x_dtype, options)
+        if trains and not options & QUANTIZE and x_dtype != torch.float8_e4m3fn:
             self._device.prepare_combine(x_dtype, x_dtype)
 
     @_when_traced
     def _prepare_combine(
-        self, y_dtype: torch.dtype, out_dtype: torch.dtype, by_rank: bool, trains: bool
+        self, y_dtype: torch.dtype, out_dtype: torch.dtype, options: int, trains: bool
     ) -> None:
         if self._device is None:
             return
         self._device.prepare_combine(y_dtype, out_dtype)
         if trains:
-            self._device.prepare_dispatch(out_dtype, quantize=False, by_rank=by_rank)
+            self._device.prepare_dispatch(out_dtype, gradient_of(options))
 
     def close(self) -> None:
         """Idempotent. Ranks close on their own; what they have sent still arrives.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -20,8 +20,10 @@ PAYLOAD_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m
 COMBINE_DTYPES = PAYLOAD_DTYPES[:3]
 DEFAULT_CHUNK_TOKENS = 512
 MAX_RANKS = 8192
-WAITS = ("spin", "yield", "sleep")
+Wait = Literal["spin", "yield", "sleep"]
 DEVICES = ("cpu", "cuda")
+# What a communicator that makes its own engine makes it with.
+ENGINE_FIELDS = ("transport", "nics_per_rank", "nics", "transport_settings", "proxy_cpu")
 # Each rank may choose these for itself; all other fields must be equal on all ranks.
 # `transport` is compared by agreement.py: ranks may come to the same one in different ways.
 LOCAL_FIELDS = frozenset(
@@ -66,7 +68,8 @@ class AllToAllConfig:
     wait: how waiting threads wait: "spin", "yield" or "sleep".
     num_threads: threads of the host kernels. None: CPUs of this process / ranks on this host.
     proxy_cpu: CPU that the proxy thread stays on. None: any.
-    device: "cpu", or "cuda" for tensors on the current CUDA device of each rank.
+    device: "cpu", or "cuda" for tensors on the current CUDA device of each rank; also a
+        torch.device without an index.
     num_sms: thread blocks that a call may use on a GPU. None: as many as help. Ranks may differ,
         but where steps are of 65 to 256 tokens all have at most 48, or all more.
     mask_lost_ranks: a rank that does not come within timeout_s, or is gone, is masked: calls go on
@@ -92,10 +95,10 @@ class AllToAllConfig:
     nics: str = ""
     transport_settings: str = ""
     timeout_s: float = 30.0
-    wait: str = "sleep"
+    wait: Wait = "sleep"
     num_threads: int | None = None
     proxy_cpu: int | None = None
-    device: str = "cpu"
+    device: torch.device | str = "cpu"
     num_sms: int | None = None
     mask_lost_ranks: bool = False
 
@@ -118,8 +121,14 @@ class AllToAllConfig:
         if self.combine_dtype is not None:
             self._check_choice("combine_dtype", COMBINE_DTYPES)
         self._check_range("num_sms", 1, 1024)
-        self._check_choice("wait", WAITS)
-        self._check_choice("device", DEVICES)
+        self._check_choice("wait", get_args(Wait))
+        if isinstance(self.device, torch.device):
+            object.__setattr__(self, "device", str(self.device))
+        errors.require(
+            self.device in DEVICES,
+            f"device is {self.device!r}, must be one of {DEVICES}; of several GPUs a rank uses the "
+            "current one (torch.cuda.set_device)",
+        )
         self._check_choice("mask_lost_ranks", (False, True))
         errors.require(
             isinstance(self.timeout_s, (int, float)) and self.timeout_s > 0,
@@ -173,6 +182,17 @@ class AllToAllConfig:
         """transport_settings, or those of the environment."""
         return self.transport_settings or env.transport_settings()
 
+    def check_beside_engine(self) -> None:
+        """Raises for what an engine that is given already has."""
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        for name in ENGINE_FIELDS:
+            value = getattr(self, name)
+            errors.require(
+                value == defaults[name],
+                f"{name} is {value!r} and an engine is given, which has its own; "
+                f"make the engine with it",
+            )
+
     def num_local_experts(self, rank: int, world_size: int) -> int:
         """E_local: how many experts `rank` owns."""
         if self.expert_rank is None:
@@ -209,30 +229,30 @@ class AllToAllConfig:
             return "any"
         return "few" if few(self.num_sms) else "many"
 
-    def plan_arguments(self, world_size: int, ranks_per_node: int) -> tuple[Any, ...]:
-        """What the ops `plan` and `all_to_all_create` take, in their order."""
-        return (
-            world_size,
-            ranks_per_node,
-            self.num_experts,
-            self.hidden_dim,
-            self.topk,
-            self.max_tokens,
-            self.step_tokens,
-            self.steps_in_flight,
-            self.dtype.itemsize,
-            self.widest_combine_dtype.itemsize,
-            self.extra_bytes,
-            self.part_bytes,
-            list(self.expert_rank or ()),
-        )
+    def settings(self, world_size: int, ranks_per_node: int, **more: object) -> str:
+        """What the ops `plan` and `all_to_all_create` take (csrc/ops/communicator_settings.cpp)."""
+        values = {
+            "world_size": world_size,
+            "ranks_per_node": ranks_per_node,
+            "num_experts": self.num_experts,
+            "hidden_dim": self.hidden_dim,
+            "topk": self.topk,
+            "max_tokens": self.max_tokens,
+            "chunk_tokens": self.step_tokens,
+            "steps_in_flight": self.steps_in_flight,
+            "payload_item_bytes": self.dtype.itemsize,
+            "combine_item_bytes": self.widest_combine_dtype.itemsize,
+            "extra_bytes": self.extra_bytes,
+            "part_bytes": self.part_bytes,
+        } | more
+        if self.expert_rank is not None:
+            values["expert_rank"] = ":".join(map(str, self.expert_rank))
+        return ",".join(f"{key}={value}" for key, value in values.items())
 
     def plan(self, *, world_size: int, ranks_per_node: int) -> dict[str, int]:
         """Bytes of every memory region of one rank, all steps together, by name of the region.
 
         Needs no communicator. Raises InvalidArgumentError when the numbers do not fit together.
         """
-        text = ops.call(
-            torch.ops.moe_p2p.plan.default, *self.plan_arguments(world_size, ranks_per_node)
-        )
+        text = ops.call(torch.ops.moe_p2p.plan.default, self.settings(world_size, ranks_per_node))
         return {name: int(size) for name, size in (line.split() for line in text.splitlines())}

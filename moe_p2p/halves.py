@@ -6,22 +6,27 @@ A mixin of AllToAll, which has the whole calls. Shapes: as in all_to_all.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, overload
+from typing import Literal, NoReturn, overload
 
 import torch
 from torch import Tensor
 
 from moe_p2p import arguments, errors
 from moe_p2p.communicator import Communicator
-from moe_p2p.dispatched import (
+from moe_p2p.dispatched import Call, Dispatched, PendingCombine, PendingDispatch
+from moe_p2p.ops import call, new_scales
+from moe_p2p.options import (
     BY_RANK,
+    COPY_TOPK,
     PADDED,
-    Dispatched,
+    WITH_RANGES,
+    WITH_SOURCE,
+    WITH_WAIT_TICKS,
+    DispatchForm,
     DispatchOptions,
-    PendingCombine,
-    PendingDispatch,
+    RowLayout,
+    layout_of,
 )
-from moe_p2p.ops import COPY_TOPK, WITH_RANGES, WITH_SOURCE, WITH_WAIT_TICKS, call, new_scales
 
 _ops = torch.ops.moe_p2p
 
@@ -44,22 +49,15 @@ class Halves(Communicator):
         topk_idx: Tensor,
         topk_weights: Tensor | None = None,
         *,
+        options: DispatchOptions | None = None,
+        layout: RowLayout | None = None,
+        quantize: bool | None = None,
         scales: Tensor | None = None,
         extras: Sequence[Tensor] = (),
         num_tokens: int | Tensor | None = None,
         max_tokens: int | None = None,
-        quantize: bool = False,
-        scale_format: Literal["float32", "power_of_two", "ue8m0"] = "float32",
-        layout: Literal["padded", "grouped", "by_rank"] = "padded",
         capacity: int | None = None,
-        alignment: int = 1,
-        column_scales: bool = False,
-        with_source: bool = False,
-        with_ranges: bool = False,
-        with_wait_ticks: bool = False,
-        copy_topk: bool = False,
-        solo: bool = False,
-        zero_padding: bool = False,
+        **moved: NoReturn,
     ) -> PendingDispatch:
         """The first half of dispatch: returns once the inputs may be overwritten.
 
@@ -68,32 +66,25 @@ class Halves(Communicator):
         """
         if torch.is_grad_enabled():
             arguments.refuse_gradient(arguments.NO_HALF_GRADIENT, x=x, topk_weights=topk_weights)
-        options = arguments.dispatch_options(
+        form = arguments.dispatch_form(
             self._shape,
             self.config.max_tokens if max_tokens is None else max_tokens,
-            quantize,
-            scale_format,
+            options,
             layout,
+            quantize,
             capacity,
-            alignment,
-            column_scales,
-            with_source,
-            with_ranges,
-            with_wait_ticks,
-            copy_topk,
-            solo,
-            zero_padding,
+            moved,
         )
         count, count_on_host = None, arguments.ALL_ROWS
         if num_tokens is not None:
             count, count_on_host = arguments.split_count(num_tokens)
         return self.dispatch_send_with(
-            options, x, topk_idx, topk_weights, scales, extras, count, count_on_host
+            form, x, topk_idx, topk_weights, scales, extras, count, count_on_host
         )
 
     def dispatch_send_with(
         self,
-        options: DispatchOptions,
+        form: DispatchForm,
         x: Tensor,
         topk_idx: Tensor,
         topk_weights: Tensor | None = None,
@@ -105,13 +96,15 @@ class Halves(Communicator):
         """As AllToAll.dispatch_with."""
         if not isinstance(x, Tensor):
             raise errors.wrong_type("x", x)
-        tokens, quantize, scale_format, layout, _, _, outputs, solo = options
-        self._prepare_dispatch(x.dtype, quantize, scale_format, layout.rows == BY_RANK, False)
-        words = self._shape.handle_words(x.shape[0], tokens)
+        given, max_tokens, capacity = form
+        options = given.number
+        self._prepare_dispatch(x.dtype, options, False)
+        words = self._shape.handle_words(x.shape[0], max_tokens)
         handle = torch.empty(words, dtype=torch.int32, device=x.device)
         call(
             _ops.dispatch_send.default,
             self._comm,
+            options,
             x,
             scales,
             list(extras),
@@ -119,35 +112,31 @@ class Halves(Communicator):
             topk_weights,
             count,
             count_on_host,
-            tokens,
-            quantize,
-            scale_format,
-            layout.rows,
-            solo,
+            max_tokens,
             handle,
         )
-        has_scales = quantize or scales is not None
+        has_scales = given.quantize or scales is not None
         return PendingDispatch(
-            handle,
-            topk_idx.clone() if outputs & COPY_TOPK else topk_idx,
-            options,
-            torch.float8_e4m3fn if quantize else x.dtype,
-            self._shape.scales_of(scales, scale_format) if has_scales else None,
+            Call(handle, options, max_tokens, capacity),
+            topk_idx.clone() if options & COPY_TOPK else topk_idx,
+            torch.float8_e4m3fn if given.quantize else x.dtype,
+            self._shape.scales_of(scales, options) if has_scales else None,
             tuple((extra.shape[1], extra.dtype) for extra in extras),
         )
 
     def dispatch_recv(self, pending: PendingDispatch, out: Dispatched | None = None) -> Dispatched:
         """The second half of dispatch: waits for the rows.
 
-        out: an earlier result of the same layout and options, to receive into. None: new tensors.
+        out: an earlier result of the same options, to receive into. None: new tensors.
         """
         errors.require_type("pending", pending, PendingDispatch, "the result of a dispatch_send")
         into = self._make_outputs(pending) if out is None else out
-        tokens, _, scale_format, layout, column_scales, zero_padding, _, _ = pending.options
+        handle, options, _, capacity = pending.call
         call(
             _ops.dispatch_recv.default,
             self._comm,
-            pending.handle,
+            options,
+            handle,
             into.x,
             into.scales,
             list(into.extras),
@@ -158,20 +147,11 @@ class Halves(Communicator):
             into.ranges,
             into.wait_ticks,
             into.row_topk,
-            scale_format,
-            *layout,
-            column_scales,
-            bool(zero_padding),
+            capacity,
         )
-        if out is None or out.handle is pending.handle:
+        if out is None or out.call is pending.call:
             return into  # made for this dispatch
-        return into._replace(
-            handle=pending.handle,
-            topk_idx=pending.topk_idx,
-            max_tokens=tokens,
-            layout=layout,
-            zero_padding=bool(zero_padding),
-        )
+        return into._replace(topk_idx=pending.topk_idx, call=pending.call)
 
     def combine_send(
         self,
@@ -192,8 +172,8 @@ class Halves(Communicator):
         if not isinstance(y, Tensor):
             raise errors.wrong_type("y", y)
         dtype = y.dtype if out_dtype is None else out_dtype
-        self._prepare_combine(y.dtype, dtype, dispatched.layout.rows == BY_RANK, False)
-        handle = dispatched.handle
+        handle, options, max_tokens, _ = dispatched.call
+        self._prepare_combine(y.dtype, dtype, options, False)
         call(
             _ops.combine_send.default,
             self._comm,
@@ -203,7 +183,7 @@ class Halves(Communicator):
             row_scalars,
             topk_weights,
             dtype,
-            dispatched.max_tokens,
+            max_tokens,
         )
         num_rows = dispatched.topk_idx.shape[0]
         return PendingCombine(handle, num_rows, dtype, row_scalars is not None)
@@ -257,7 +237,7 @@ class Halves(Communicator):
         """Ends a dispatch that gets no combine. All ranks release it, in one order of calls."""
         kinds = (Dispatched, PendingDispatch)
         errors.require_type("given", given, kinds, "the result of a dispatch or dispatch_send")
-        call(_ops.release.default, self._comm, given.handle)
+        call(_ops.release.default, self._comm, given.call.handle)
 
     def _beside_sums(
         self, like: Tensor, num_rows: int, with_scalars: bool, with_wait_ticks: bool
@@ -272,29 +252,25 @@ class Halves(Communicator):
 
     def _make_outputs(self, pending: PendingDispatch) -> Dispatched:
         experts, world_size, topk = self.num_local_experts, self.world_size, self.config.topk
-        tokens, _, _, layout, column_scales, zero_padding, outputs, _ = pending.options
-        rows, capacity, _ = layout
-        by_rank = rows == BY_RANK
-        lead = (experts, capacity) if rows == PADDED else (capacity,)
-        num_rows = experts * capacity if rows == PADDED else capacity
-        handle = pending.handle
+        handle, options, _, capacity = pending.call
+        layout = layout_of(options)
+        by_rank = layout == BY_RANK
+        lead = (experts, capacity) if layout == PADDED else (capacity,)
+        num_rows = experts * capacity if layout == PADDED else capacity
         new, fp32, int32, int64 = handle.new_empty, torch.float32, torch.int32, torch.int64
         return Dispatched(
             x=new((*lead, self.config.hidden_dim), dtype=pending.dtype),
             scales=None
             if pending.scales is None
-            else new_scales(handle, lead, *pending.scales, column_scales),
+            else new_scales(handle, lead, *pending.scales, options),
             extras=tuple(new((*lead, width), dtype=dtype) for width, dtype in pending.extras),
             row_weights=new((num_rows, topk) if by_rank else (num_rows,), dtype=fp32),
+            row_topk=new((num_rows, topk), dtype=pending.topk_idx.dtype) if by_rank else None,
             counts=new((experts,), dtype=int32),
             offsets=new(((world_size if by_rank else experts) + 1,), dtype=int32),
-            source=new((num_rows, 2), dtype=int32) if outputs & WITH_SOURCE else None,
-            handle=handle,
+            source=new((num_rows, 2), dtype=int32) if options & WITH_SOURCE else None,
+            ranges=new((experts, world_size), dtype=int64) if options & WITH_RANGES else None,
+            wait_ticks=new((world_size,), dtype=int64) if options & WITH_WAIT_TICKS else None,
             topk_idx=pending.topk_idx,
-            max_tokens=tokens,
-            layout=layout,
-            zero_padding=bool(zero_padding),
-            ranges=new((experts, world_size), dtype=int64) if outputs & WITH_RANGES else None,
-            wait_ticks=new((world_size,), dtype=int64) if outputs & WITH_WAIT_TICKS else None,
-            row_topk=new((num_rows, topk), dtype=pending.topk_idx.dtype) if by_rank else None,
+            call=pending.call,
         )

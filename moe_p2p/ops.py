@@ -26,10 +26,8 @@ from torch import Tensor
 from torch.fx.node import has_side_effect
 
 from moe_p2p import errors
-from moe_p2p.dispatched import BY_RANK, PADDED, SCALE_FORMATS
+from moe_p2p import options as bits
 
-WITH_SOURCE, WITH_RANGES, WITH_WAIT_TICKS, COPY_TOPK = 1, 2, 4, 8  # `outputs` of dispatch
-UE8M0 = SCALE_FORMATS.index("ue8m0")
 _VALUES_AT_ONCE = 1 << 24  # 64 MiB of fp32: what a backward multiplies at a time
 
 
@@ -125,21 +123,21 @@ class CommunicatorShape:
         """Slots of a source in a chunk of such a call, at most (Plan::num_slots)."""
         return int(min(max(max_tokens, 1), self.chunk_tokens))  # ops refuse what is no integer
 
-    def scales_of(self, given: Tensor | None, scale_format: int) -> tuple[Any, torch.dtype]:
+    def scales_of(self, given: Tensor | None, options: int) -> tuple[Any, torch.dtype]:
         """How many scales a row is delivered with, and their type: as given, or of quantize."""
         if given is not None:
             return given.shape[1], given.dtype
         num_scales = -(-self.hidden_dim // SCALE_BLOCK)
-        if scale_format == UE8M0:
+        if bits.scale_format_of(options) == bits.UE8M0:
             return -(-num_scales // 4), torch.int32
         return num_scales, torch.float32
 
 
 def new_scales(
-    like: Tensor, lead: tuple[int, ...], width: Any, dtype: torch.dtype, column_scales: bool
+    like: Tensor, lead: tuple[int, ...], width: Any, dtype: torch.dtype, options: int
 ) -> Tensor:
     """Rows of scales [*lead, width]; by columns of a multiple of 4 rows with column_scales."""
-    if not column_scales:
+    if not options & bits.COLUMN_SCALES:
         return like.new_empty((*lead, width), dtype=dtype)
     ld = -(-lead[-1] // 4) * 4
     strides = (width * ld, 1, ld)[-1 - len(lead) :]
@@ -170,6 +168,7 @@ def _shape(comm: int) -> CommunicatorShape:
 
 def _fake_dispatch(
     comm: int,
+    options: int,
     x: Tensor,  # [T, H]
     scales: Tensor | None,
     extras: list[Tensor],
@@ -178,32 +177,24 @@ def _fake_dispatch(
     num_tokens: Tensor | None,
     num_tokens_host: int,
     max_tokens: int,
-    quantize: bool,
-    scale_format: int,
-    layout: int,
     capacity: int,
-    alignment: int,
-    column_scales: bool,
-    zero_padding: bool,
-    outputs: int,
-    solo: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
-    shape = _shape(comm)
-    experts, topk, by_rank = shape.num_local_experts, shape.topk, layout == BY_RANK
-    lead = (experts, capacity) if layout == PADDED else (capacity,)
-    num_rows = experts * capacity if layout == PADDED else capacity
+    shape, layout, quantize = _shape(comm), bits.layout_of(options), options & bits.QUANTIZE
+    experts, topk, by_rank = shape.num_local_experts, shape.topk, layout == bits.BY_RANK
+    lead = (experts, capacity) if layout == bits.PADDED else (capacity,)
+    num_rows = experts * capacity if layout == bits.PADDED else capacity
     row_scales = x.new_empty((0,), dtype=torch.float32)
     if scales is not None or quantize:
-        width, dtype = shape.scales_of(scales, scale_format)
-        row_scales = new_scales(x, lead, width, dtype, column_scales)
+        width, dtype = shape.scales_of(scales, options)
+        row_scales = new_scales(x, lead, width, dtype, options)
     more = []
-    if outputs & WITH_SOURCE:
+    if options & bits.WITH_SOURCE:
         more.append(x.new_empty((num_rows, 2), dtype=torch.int32))
-    if outputs & WITH_RANGES:
+    if options & bits.WITH_RANGES:
         more.append(x.new_empty((experts, shape.world_size), dtype=torch.int64))
-    if outputs & WITH_WAIT_TICKS:
+    if options & bits.WITH_WAIT_TICKS:
         more.append(x.new_empty((shape.world_size,), dtype=torch.int64))
-    if outputs & COPY_TOPK:
+    if options & bits.COPY_TOPK:
         more.append(topk_idx.new_empty(topk_idx.shape))
     if by_rank:
         more.append(topk_idx.new_empty((num_rows, topk)))
@@ -229,9 +220,8 @@ def _fake_combine(
     topk_idx: Tensor,
     max_tokens: int,
     out_dtype: torch.dtype,
-    layout: int,
+    options: int,
     capacity: int,
-    alignment: int,
     with_wait_ticks: bool,
 ) -> tuple[Tensor, list[Tensor]]:
     shape = _shape(comm)
@@ -285,20 +275,22 @@ NO_SCALAR_GRADIENT = (
 
 
 def _dispatch_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    (comm, x, _, extras, topk_idx, topk_weights, _, _, max_tokens, quantize) = inputs[:10]
+    (comm, options, x, _, extras, topk_idx, topk_weights, _, _, max_tokens, capacity) = inputs
     _, row_scales, _, _, _, handle, more = output
-    if x.requires_grad and (quantize or x.dtype == torch.float8_e4m3fn):
+    if x.requires_grad and (options & bits.QUANTIZE or x.dtype == torch.float8_e4m3fn):
         raise errors.make(errors.InvalidArgumentError, NO_FP8_GRADIENT)
     if any(extra.requires_grad for extra in extras):
         raise errors.make(errors.InvalidArgumentError, NO_EXTRA_GRADIENT.format("an extra"))
-    ctx.layout = inputs[11:14]
     # Entries of row_weights by rank that stand for no expert here are constants.
-    row_topk = more[len(more) - len(extras) - 1] if ctx.layout[0] == BY_RANK else None
+    by_rank = bits.layout_of(options) == bits.BY_RANK
+    row_topk = more[len(more) - len(extras) - 1] if by_rank else None
     ctx.save_for_backward(handle, topk_idx, row_topk)
     ctx.mark_non_differentiable(row_scales, *more)
     ctx.set_materialize_grads(False)
     ctx.comm = comm
+    ctx.options = options
     ctx.max_tokens = max_tokens
+    ctx.capacity = capacity
     ctx.x_dtype = x.dtype
     ctx.rows_shape = output[0].shape
     ctx.row_weights_shape = output[2].shape
@@ -342,12 +334,13 @@ def _dispatch_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         topk_idx,
         ctx.max_tokens,
         ctx.x_dtype,
-        *ctx.layout,
+        ctx.options,
+        ctx.capacity,
         False,
     )
     weights = scalars[0] if ctx.with_weights else None  # [T, K]
     no_extras = [None] * ctx.num_extras
-    return (None, grad_x, None, no_extras, None, weights, *(None,) * 12)
+    return (None, None, grad_x, None, no_extras, None, weights, *(None,) * 4)
 
 
 def _combine_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -365,7 +358,8 @@ def _combine_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...])
     ctx.set_materialize_grads(False)
     ctx.comm = comm
     ctx.max_tokens = inputs[8]
-    ctx.layout = inputs[10:13]
+    ctx.options = bits.gradient_of(inputs[10])
+    ctx.capacity = inputs[11]
     ctx.bias_needs_grad = [term.requires_grad for term in bias]
     ctx.y_shape = y.shape
     ctx.y_dtype = y.dtype
@@ -378,6 +372,7 @@ def _combine_backward(ctx: Any, grad_out: Tensor | None, _: Any) -> tuple[Any, .
     g, _, present, *_ = call(
         _ops.dispatch.default,
         ctx.comm,
+        ctx.options,
         # In the type of y, which slots are sized for; the gradient of y has no other.
         grad_out.to(ctx.y_dtype).contiguous(),  # [T, H]
         None,
@@ -387,13 +382,7 @@ def _combine_backward(ctx: Any, grad_out: Tensor | None, _: Any) -> tuple[Any, .
         handle.narrow(0, _HANDLE_NUM_TOKENS, 1),
         -1,
         ctx.max_tokens,
-        False,
-        0,
-        *ctx.layout,
-        False,
-        True,  # zero_padding
-        0,
-        True,  # solo
+        ctx.capacity,
     )
     g = g.view(-1, g.shape[-1])  # [R, H]
     has_token = present > 0  # [R]; by rank there are no row_weights
@@ -408,7 +397,7 @@ def _combine_backward(ctx: Any, grad_out: Tensor | None, _: Any) -> tuple[Any, .
             g = (g * factors).to(ctx.y_dtype) if torch.is_grad_enabled() else g.mul_(factors)
         grad_y = g.view(ctx.y_shape)
     grad_bias = [grad_out if needed else None for needed in ctx.bias_needs_grad]
-    return (None, grad_y, grad_weights, None, None, grad_bias, *(None,) * 8)
+    return (None, grad_y, grad_weights, None, None, grad_bias, *(None,) * 7)
 
 
 def _row_dots(a: Tensor, b: Tensor) -> Tensor:

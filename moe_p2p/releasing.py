@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from moe_p2p.all_to_all import AllToAll
-from moe_p2p.arguments import dispatch_options
-from moe_p2p.dispatched import Dispatched, DispatchOptions, PendingCombine, PendingDispatch
+from moe_p2p.dispatched import Dispatched, PendingCombine, PendingDispatch
 from moe_p2p.ops import call
+from moe_p2p.options import DispatchForm
 
 _ops = torch.ops.moe_p2p
-_HANDLE = Dispatched._fields.index("handle")
 # Replaces x and its scales in a handle, which would keep them alive.
 _NO_ROWS = (torch.empty(0, dtype=torch.float32, device="cpu"), None)
 
@@ -30,7 +29,8 @@ def without_rows(received: tuple[Any, ...]) -> Dispatched:
 
 
 def tensors_of(received: tuple[Any, ...]) -> list[Tensor]:
-    return [part for part in received if isinstance(part, Tensor)]
+    """Of a Dispatched's fields, of which the last is the Call."""
+    return [received[-1].handle, *(part for part in received if isinstance(part, Tensor))]
 
 
 class ReleasingAllToAll(AllToAll):
@@ -42,22 +42,16 @@ class ReleasingAllToAll(AllToAll):
         # id(handle): (handle, step), oldest first. The handle is kept, so that its id stays unique.
         self._open: dict[int, tuple[Tensor, int]] = {}
 
-    def options(
-        self, max_tokens: int, *, zero_padding: bool = False, **options: Any
-    ) -> DispatchOptions:
-        """Options for dispatch_with, by dispatch's argument names. Without autograd."""
-        return dispatch_options(self._shape, max_tokens, zero_padding=zero_padding, **options)
-
-    def dispatch_with(self, options: DispatchOptions, *given: Any) -> tuple[Any, ...]:
-        num_steps = self._make_room(options[0])
-        received = AllToAll.dispatch_with(self, options, *given)
-        self._opened(received[_HANDLE], num_steps, options[-1])
+    def dispatch_with(self, form: DispatchForm, *given: Any) -> tuple[Any, ...]:
+        num_steps = self._make_room(form.max_tokens)
+        received = AllToAll.dispatch_with(self, form, *given)
+        self._opened(received[-1].handle, num_steps, form.options.solo)
         return received
 
-    def dispatch_send_with(self, options: DispatchOptions, *given: Any) -> PendingDispatch:
-        num_steps = self._make_room(options[0])
-        pending = AllToAll.dispatch_send_with(self, options, *given)
-        self._opened(pending.handle, num_steps, options[-1])
+    def dispatch_send_with(self, form: DispatchForm, *given: Any) -> PendingDispatch:
+        num_steps = self._make_room(form.max_tokens)
+        pending = AllToAll.dispatch_send_with(self, form, *given)
+        self._opened(pending.call.handle, num_steps, form.options.solo)
         return pending
 
     def make_outputs(self, pending: PendingDispatch) -> Dispatched:
@@ -78,7 +72,7 @@ class ReleasingAllToAll(AllToAll):
 
     def release(self, given: Dispatched | PendingDispatch) -> None:
         super().release(given)
-        self._open.pop(id(given.handle), None)
+        self._open.pop(id(given.call.handle), None)
 
     def _make_room(self, max_tokens: int) -> int:
         """Releases dispatches whose steps a call of max_tokens needs; returns how many it needs."""
@@ -99,10 +93,10 @@ class ReleasingAllToAll(AllToAll):
 
     def _steps_of_combine(self, dispatched: Dispatched) -> int:
         """Number of steps that a combine opens: 0 while its dispatch holds one."""
-        if id(dispatched.handle) in self._open:
+        if id(dispatched.call.handle) in self._open:
             return 0
-        return self._make_room(dispatched.max_tokens)
+        return self._make_room(dispatched.call.max_tokens)
 
     def _combined(self, dispatched: Dispatched, num_steps: int) -> None:
-        self._open.pop(id(dispatched.handle), None)
+        self._open.pop(id(dispatched.call.handle), None)
         self._next_step += num_steps

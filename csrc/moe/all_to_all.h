@@ -21,6 +21,7 @@
 #include "base/wire.h"
 #include "engine/transfer_engine.h"
 #include "kernels/abi/params.h"
+#include "moe/dispatch_options.h"
 #include "moe/plan/plan.h"
 #include "platform/stream_order.h"
 #include "proxy/proxy_thread.h"
@@ -78,9 +79,7 @@ struct Handle {
 struct DispatchSend {
   const void* x = nullptr;  // [T, H] of x_dtype, contiguous
   abi::DType x_dtype{};
-  bool quantize = false;  // x to fp8 e4m3 with one fp32 scale per 128 values
-  abi::ScaleFormat scale_format = abi::ScaleFormat::kFloat32;  // with quantize
-  bool by_rank = false;          // the receivers' layout is kByRank; all ranks give the same
+  DispatchOptions options;
   const void* scales = nullptr;  // [T, scale_bytes] for x of fp8; null: fp8 without scales
   uint64_t scale_bytes = 0;      // of one token's given scales, a multiple of 4
   bool opaque_scales = false;    // they may hold any words: not ceil(H / 128) fp32 numbers
@@ -94,25 +93,21 @@ struct DispatchSend {
   const void* device_num_tokens = nullptr;  // on a GPU: instead of num_tokens, read by the kernel
   bool num_tokens_is_int64 = false;
   int64_t max_tokens = 0;  // of any rank in this call; all ranks give the same
-  bool solo = false;
   Handle handle{};
   platform::Stream stream{};  // on a GPU: where the call runs
 };
 
 struct DispatchRecv {
   Handle handle{};
-  abi::RowLayout layout = abi::RowLayout::kPadded;
-  int64_t capacity = 0;       // padded: rows per expert, else rows in all
-  int64_t alignment = 1;      // grouped: each expert starts at a multiple of this
-  bool zero_padding = false;  // rows that hold no token become zero; else they keep what they held
-  abi::DType x_dtype{};       // of `x` below: the payload type on the wire
+  DispatchOptions options;  // those of the sender, but for what lies only here: zeros and columns
+  int64_t capacity = 0;     // padded: rows per expert, else rows in all
+  abi::DType x_dtype{};     // of `x` below: the payload type on the wire
   void* x = nullptr;
-  abi::ScaleFormat scale_format = abi::ScaleFormat::kFloat32;  // that of the sender
   void* scales = nullptr;    // [rows, scale_bytes]; null when the dispatch has none
   uint64_t scale_bytes = 0;  // of one row: kUe8m0 4 * ceil(H / 512), else what travels
-  bool column_scales =
-      false;                 // 4-byte scale i of row r of an expert lies at [i * scale_stride + r],
-  int64_t scale_stride = 0;  // and the next expert's begin after all of them
+  // With column_scales the 4-byte scale i of row r of an expert lies at [i * scale_stride + r], and
+  // those of the next expert begin after all of them.
+  int64_t scale_stride = 0;
   std::vector<ExtraOutput> extras;
   float* row_weights = nullptr;  // [rows], by rank [rows, K]
   int32_t* counts = nullptr;     // [E_local] tokens of each expert

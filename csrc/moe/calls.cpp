@@ -105,24 +105,25 @@ DispatchCall::DispatchCall(const Plan& plan, StepRing& ring, HostKernels& kernel
   routing_ = kernels_.route(send, num_chunks_, handle_);
   meta.magic = abi::HandleMeta::kMagic;
   meta.communicator = communicator;
-  send_.solo = send.solo || num_chunks_ > 1;
+  send_.options.solo = send.options.solo || num_chunks_ > 1;
   ring.check_room(num_chunks_);
 }
 
 void DispatchCall::check(const DispatchRecv& recv) const {
-  const abi::DType sent = send_.quantize ? abi::DType::kFloat8E4M3 : send_.x_dtype;
+  const abi::DType sent = send_.options.quantize ? abi::DType::kFloat8E4M3 : send_.x_dtype;
   const abi::TokenParts parts = recv_parts(plan_, recv);
   bool fits = recv.x_dtype == sent && parts.num_parts == parts_.num_parts &&
-              recv.scale_format == send_.scale_format;
+              recv.options.scale_format == send_.options.scale_format;
   for (int i = 0; fits && i < parts.num_parts; ++i) fits = parts.bytes[i] == parts_.bytes[i];
   MOE_P2P_CHECK(
       fits, Code::kInvalidArgument,
       "the outputs of this dispatch do not fit its inputs: payload type, scales and extras "
       "must be those that were sent");
-  MOE_P2P_CHECK((recv.layout == abi::RowLayout::kByRank) == send_.by_rank, Code::kInvalidArgument,
+  MOE_P2P_CHECK(recv.options.by_rank() == send_.options.by_rank(), Code::kInvalidArgument,
                 "layout by_rank goes with both halves of a dispatch, or with none");
-  MOE_P2P_CHECK(recv.capacity >= 0 && recv.alignment >= 1, Code::kInvalidArgument, "capacity is ",
-                recv.capacity, " and alignment ", recv.alignment, ", must be at least 0 and 1");
+  MOE_P2P_CHECK(recv.capacity >= 0 && recv.options.alignment >= 1, Code::kInvalidArgument,
+                "capacity is ", recv.capacity, " and alignment ", recv.options.alignment,
+                ", must be at least 0 and 1");
 }
 
 bool DispatchCall::advance_send() {
@@ -149,7 +150,7 @@ bool DispatchCall::advance_recv(const DispatchRecv& recv) {
     const Step step = in_flight_.front();
     kernels_.dispatch_recv(step, recv, parts_, handle_, num_received_++, placement_);
     in_flight_.pop_front();
-    if (send_.solo) {
+    if (send_.options.solo) {
       ring_.acknowledge(step);
       advance_send();
     } else {

@@ -55,18 +55,6 @@ void set_num_tokens(moe::DispatchSend& send, const std::optional<Tensor>& num_to
   }
 }
 
-template <typename Enum>
-Enum enum_from(int64_t value, const char* name) {
-  constexpr int64_t kLast = 2;  // of both enums
-  MOE_P2P_CHECK(value >= 0 && value <= kLast, Code::kInvalidArgument, name, " is ", value,
-                ", must be from 0 to ", kLast);
-  return static_cast<Enum>(value);
-}
-abi::RowLayout row_layout_from(int64_t value) { return enum_from<abi::RowLayout>(value, "layout"); }
-abi::ScaleFormat scale_format_from(int64_t value) {
-  return enum_from<abi::ScaleFormat>(value, "scale_format");
-}
-
 uint64_t row_bytes(const Tensor& rows) {
   return static_cast<uint64_t>(rows.size(rows.dim() - 1)) * rows.element_size();
 }
@@ -87,7 +75,7 @@ void check_rows(const Tensor& rows, const char* name, int64_t num_rows, int64_t 
 // The 4-byte scales of column_scales: [.., capacity, P] with the rows of a scale side by side.
 void check_column_scales(const Tensor& scales, const Layout& layout, int64_t experts) {
   check_on_device(scales, "scales");
-  const int64_t dims = layout.padded() ? 3 : 2, ld = layout.scale_stride();
+  const int64_t dims = layout.options.padded() ? 3 : 2, ld = layout.scale_stride();
   const bool fits = scales.dim() == dims && scales.size(dims - 2) == layout.capacity &&
                     (dims == 2 || scales.size(0) == experts);
   const int64_t width = fits ? scales.size(dims - 1) : 0;
@@ -97,7 +85,7 @@ void check_column_scales(const Tensor& scales, const Layout& layout, int64_t exp
   MOE_P2P_CHECK(fits && strides_of(dims - 1, ld) && strides_of(dims - 2, 1) &&
                     (dims == 2 || strides_of(0, width * ld)),
                 Code::kInvalidArgument, "scales is ", describe(scales), ", must hold ",
-                layout.capacity, " rows", layout.padded() ? " for each expert" : "",
+                layout.capacity, " rows", layout.options.padded() ? " for each expert" : "",
                 ", with column_scales in columns of stride ", ld);
 }
 
@@ -152,13 +140,8 @@ moe::DispatchSend dispatch_send_from(AllToAllObject& comm, const DispatchArgumen
   send.x_dtype = payload_type(in.x.scalar_type(), "x");
   send.num_rows = in.x.size(0);
   const bool is_fp8 = send.x_dtype == abi::DType::kFloat8E4M3;
-  send.quantize = in.quantize;
-  send.scale_format = scale_format_from(in.scale_format);
-  MOE_P2P_CHECK(in.quantize || send.scale_format == abi::ScaleFormat::kFloat32,
-                Code::kInvalidArgument,
-                "scale_format says how scales of quantize are rounded; pass quantize=True");
-  send.by_rank = row_layout_from(in.layout) == abi::RowLayout::kByRank;
-  MOE_P2P_CHECK(!in.quantize || !is_fp8, Code::kInvalidArgument, "x is ", describe(in.x),
+  send.options = in.options;
+  MOE_P2P_CHECK(!in.options.quantize || !is_fp8, Code::kInvalidArgument, "x is ", describe(in.x),
                 "; quantize takes torch.bfloat16, torch.float16 or torch.float32");
   MOE_P2P_CHECK(!in.scales || is_fp8, Code::kInvalidArgument, "scales are given for x of ",
                 dtype_name(in.x.scalar_type()), ", must go with torch.float8_e4m3fn");
@@ -183,24 +166,14 @@ moe::DispatchSend dispatch_send_from(AllToAllObject& comm, const DispatchArgumen
       in.topk_weights, {"topk_weights", {ScalarType::Float}, {send.num_rows, comm.topk()}});
   set_num_tokens(send, in.num_tokens, in.num_tokens_host, comm.device >= 0);
   send.max_tokens = in.max_tokens;
-  send.solo = in.solo;
   send.handle = handle_from(handle);
   return send;
 }
 
-Layout make_layout(int64_t scale_format, int64_t layout, int64_t capacity, int64_t alignment,
-                   bool column_scales, bool zero_padding) {
+Layout::Layout(const moe::DispatchOptions& asked, int64_t rows) : options(asked), capacity(rows) {
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max();  // rows are numbered in 32 bits
   MOE_P2P_CHECK(capacity >= 0 && capacity <= kMost, Code::kInvalidArgument, "capacity is ",
                 capacity, ", must be from 0 to ", kMost);
-  MOE_P2P_CHECK(alignment >= 1 && alignment <= kMost, Code::kInvalidArgument, "alignment is ",
-                alignment, ", must be from 1 to ", kMost);
-  return {row_layout_from(layout),
-          scale_format_from(scale_format),
-          capacity,
-          alignment,
-          column_scales,
-          zero_padding};
 }
 
 moe::DispatchRecv dispatch_recv_from(AllToAllObject& comm, const Layout& layout,
@@ -210,25 +183,21 @@ moe::DispatchRecv dispatch_recv_from(AllToAllObject& comm, const Layout& layout,
   moe::DispatchRecv recv;
   recv.stream = current_stream(comm.device);
   recv.handle = handle_from(handle);
-  recv.layout = layout.rows;
+  recv.options = layout.options;
   recv.capacity = layout.capacity;
-  recv.alignment = layout.alignment;
-  recv.zero_padding = layout.zero_padding;
   recv.x_dtype = payload_type(to.x.scalar_type(), "x");
   check_rows(to.x, "x", rows, comm.hidden_dim());
   recv.x = mutable_data_of(to.x);
   if (to.scales) {
-    if (layout.column_scales) {
+    if (layout.options.column_scales) {
       check_column_scales(*to.scales, layout, experts);
     } else {
       check_rows(*to.scales, "scales", rows, kAny);
     }
     MOE_P2P_CHECK(to.scales->element_size() == 4, Code::kInvalidArgument, "scales is ",
                   describe(*to.scales), ", must be torch.float32 or torch.int32");
-    recv.scale_format = layout.scale_format;
     recv.scales = mutable_data_of(*to.scales);
     recv.scale_bytes = row_bytes(*to.scales);
-    recv.column_scales = layout.column_scales;
     recv.scale_stride = layout.scale_stride();
   }
   for (const Tensor& extra : to.extras) {
@@ -238,18 +207,19 @@ moe::DispatchRecv dispatch_recv_from(AllToAllObject& comm, const Layout& layout,
   const Expected by_topk{"row_weights", {ScalarType::Float}, {rows, comm.topk()}};
   recv.row_weights = output<float>(
       to.row_weights,
-      layout.by_rank() ? by_topk : Expected{"row_weights", {ScalarType::Float}, {rows}});
+      layout.options.by_rank() ? by_topk : Expected{"row_weights", {ScalarType::Float}, {rows}});
   recv.counts = output<int32_t>(to.counts, {"counts", {ScalarType::Int}, {experts}});
   recv.offsets = output<int32_t>(
-      to.offsets, {"offsets", {ScalarType::Int}, {(layout.by_rank() ? world_size : experts) + 1}});
+      to.offsets,
+      {"offsets", {ScalarType::Int}, {(layout.options.by_rank() ? world_size : experts) + 1}});
   recv.source = optional_output<int32_t>(to.source, {"source", {ScalarType::Int}, {rows, 2}});
   recv.ranges =
       optional_output<int64_t>(to.ranges, {"ranges", {ScalarType::Long}, {experts, world_size}});
-  MOE_P2P_CHECK(!recv.ranges || layout.padded(), Code::kInvalidArgument,
+  MOE_P2P_CHECK(!recv.ranges || layout.options.padded(), Code::kInvalidArgument,
                 "ranges are of rows within an expert's; they need layout padded");
   recv.wait_ticks =
       optional_output<int64_t>(to.wait_ticks, {"wait_ticks", {ScalarType::Long}, {world_size}});
-  MOE_P2P_CHECK(to.row_topk.has_value() == layout.by_rank(), Code::kInvalidArgument,
+  MOE_P2P_CHECK(to.row_topk.has_value() == layout.options.by_rank(), Code::kInvalidArgument,
                 "row_topk goes with layout by_rank, and only with it");
   recv.row_topk = optional_output<void>(
       to.row_topk, {"row_topk", {ScalarType::Int, ScalarType::Long}, {rows, comm.topk()}});

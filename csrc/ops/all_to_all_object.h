@@ -89,34 +89,25 @@ struct DispatchArguments {
   const std::optional<Tensor>& num_tokens;
   int64_t num_tokens_host;  // used without num_tokens; -1: all rows
   int64_t max_tokens;
-  bool quantize;
-  int64_t scale_format;  // abi::ScaleFormat
-  int64_t layout;        // abi::RowLayout
-  bool solo;
+  const moe::DispatchOptions& options;
 };
 moe::DispatchSend dispatch_send_from(AllToAllObject& comm, const DispatchArguments& arguments,
                                      const Tensor& handle);
 
 // How received rows and their scales are laid out.
 struct Layout {
-  abi::RowLayout rows;
-  abi::ScaleFormat scale_format;
-  int64_t capacity;
-  int64_t alignment;
-  bool column_scales;
-  bool zero_padding;
+  // Throws Error{kInvalidArgument} when the capacity is out of range.
+  Layout(const moe::DispatchOptions& options, int64_t capacity);
 
-  bool padded() const { return rows == abi::RowLayout::kPadded; }
-  bool by_rank() const { return rows == abi::RowLayout::kByRank; }
+  const moe::DispatchOptions options;
+  const int64_t capacity;
+
   int64_t num_rows(int64_t num_local_experts) const {
-    return padded() ? num_local_experts * capacity : capacity;
+    return options.padded() ? num_local_experts * capacity : capacity;
   }
   // Column scales: from one scale of a row to the next.
   int64_t scale_stride() const { return (capacity + 3) / 4 * 4; }
 };
-// Throws Error{kInvalidArgument} when a number is out of range.
-Layout make_layout(int64_t scale_format, int64_t layout, int64_t capacity, int64_t alignment,
-                   bool column_scales, bool zero_padding);
 
 struct DispatchOutputs {
   const Tensor& x;

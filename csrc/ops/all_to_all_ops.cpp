@@ -6,6 +6,7 @@
 #include "kernels/abi/params.h"
 #include "moe/device/calls.h"
 #include "ops/all_to_all_object.h"
+#include "ops/communicator_settings.h"
 
 namespace moe_p2p::ops {
 
@@ -13,39 +14,13 @@ using base::Code;
 
 namespace {
 
-moe::PlanInput plan_input(int64_t world_size, int64_t ranks_per_node, int64_t num_experts,
-                          int64_t hidden_dim, int64_t topk, int64_t max_tokens,
-                          int64_t chunk_tokens, int64_t steps_in_flight, int64_t payload_item_bytes,
-                          int64_t combine_item_bytes, int64_t extra_bytes, int64_t part_bytes,
-                          std::vector<int64_t> expert_rank) {
-  return {.world_size = world_size,
-          .ranks_per_node = ranks_per_node,
-          .num_experts = num_experts,
-          .hidden_dim = hidden_dim,
-          .topk = topk,
-          .max_tokens = max_tokens,
-          .chunk_tokens = chunk_tokens,
-          .steps_in_flight = steps_in_flight,
-          .payload_item_bytes = payload_item_bytes,
-          .combine_item_bytes = combine_item_bytes,
-          .extra_bytes = extra_bytes,
-          .part_bytes = part_bytes,
-          .expert_rank = std::move(expert_rank)};
-}
-
-// One line "name bytes" per region.
 void check_ranks_per_node(int64_t ranks) { moe::check_ranks_per_node(ranks); }
 
-std::string plan(int64_t world_size, int64_t ranks_per_node, int64_t num_experts,
-                 int64_t hidden_dim, int64_t topk, int64_t max_tokens, int64_t chunk_tokens,
-                 int64_t steps_in_flight, int64_t payload_item_bytes, int64_t combine_item_bytes,
-                 int64_t extra_bytes, int64_t part_bytes, std::vector<int64_t> expert_rank) {
-  const auto made = moe::make_plan(plan_input(world_size, ranks_per_node, num_experts, hidden_dim,
-                                              topk, max_tokens, chunk_tokens, steps_in_flight,
-                                              payload_item_bytes, combine_item_bytes, extra_bytes,
-                                              part_bytes, std::move(expert_rank)));
+// One line "name bytes" per region.
+std::string plan(const std::string& settings) {
   std::string text;
-  for (const auto& [name, bytes] : made.table()) text += base::concat(name, " ", bytes, "\n");
+  for (const auto& [name, bytes] : moe::make_plan(plan_input_from(settings)).table())
+    text += base::concat(name, " ", bytes, "\n");
   return text;
 }
 
@@ -61,34 +36,12 @@ std::string layout(int64_t topk) {
                       offsetof(abi::DeviceState, masks) / sizeof(uint64_t), "\n");
 }
 
-int64_t all_to_all_create(int64_t engine, int64_t rank, int64_t communicator, int64_t world_size,
-                          int64_t ranks_per_node, int64_t num_experts, int64_t hidden_dim,
-                          int64_t topk, int64_t max_tokens, int64_t chunk_tokens,
-                          int64_t steps_in_flight, int64_t payload_item_bytes,
-                          int64_t combine_item_bytes, int64_t extra_bytes, int64_t part_bytes,
-                          std::vector<int64_t> expert_rank, double timeout_s,
-                          const std::string& wait, int64_t num_threads, bool on_device,
+int64_t all_to_all_create(int64_t engine, const std::string& settings,
                           std::optional<Tensor> masks) {
-  MOE_P2P_CHECK(rank >= 0 && rank < world_size, Code::kInvalidArgument, "rank is ", rank,
-                ", must be from 0 to ", world_size - 1);
-  MOE_P2P_CHECK(communicator >= 0 && communicator < engine::ImmKey::kMaxCommunicators,
-                Code::kResourceExhausted, "this engine has no communicator number left after ",
-                communicator, "; make another engine");
-  MOE_P2P_CHECK(num_threads >= 1 && num_threads <= 1024, Code::kInvalidArgument, "num_threads is ",
-                num_threads, ", must be from 1 to 1024");
+  moe::AllToAllOptions options = communicator_options_from(settings);
   const OnDevice host(-1);
-  const Expected expected{"masks", {ScalarType::Int}, {world_size}};
-  const moe::AllToAllOptions options{
-      .plan = plan_input(world_size, ranks_per_node, num_experts, hidden_dim, topk, max_tokens,
-                         chunk_tokens, steps_in_flight, payload_item_bytes, combine_item_bytes,
-                         extra_bytes, part_bytes, std::move(expert_rank)),
-      .rank = static_cast<int>(rank),
-      .communicator = static_cast<uint32_t>(communicator),
-      .wait = wait_policy(wait),
-      .timeout = timeout_from(timeout_s),
-      .num_threads = static_cast<int>(num_threads),
-      .device = on_device,
-      .masks = masks ? output<int32_t>(*masks, expected) : nullptr};
+  const Expected expected{"masks", {ScalarType::Int}, {options.plan.world_size}};
+  if (masks) options.masks = output<int32_t>(*masks, expected);
   return communicators().add(
       std::make_shared<AllToAllObject>(engines().get(engine), options, std::move(masks)));
 }
@@ -146,14 +99,14 @@ moe::DeviceKernel kernel_from(const std::vector<int64_t>& numbers) {
           .max_slot_bytes = static_cast<uint64_t>(at(9))};
 }
 
-void all_to_all_set_dispatch_kernel(int64_t comm, ScalarType x_dtype, bool quantize,
-                                    int64_t scale_format, bool by_rank,
+void all_to_all_set_dispatch_kernel(int64_t comm, ScalarType x_dtype, int64_t options_number,
                                     std::vector<int64_t> kernel) {
   const Caller caller(comm);
+  const moe::DispatchOptions options = moe::dispatch_options_from(options_number);
   const moe::DispatchVariant variant{.x_dtype = payload_type(x_dtype, "x_dtype"),
-                                     .quantize = quantize,
-                                     .scale_format = static_cast<abi::ScaleFormat>(scale_format),
-                                     .by_rank = by_rank};
+                                     .quantize = options.quantize,
+                                     .scale_format = options.scale_format,
+                                     .by_rank = options.by_rank()};
   caller->all_to_all.device().set_dispatch(variant, kernel_from(kernel));
 }
 
@@ -219,31 +172,29 @@ int64_t handle_words(int64_t comm, int64_t num_rows, int64_t max_tokens) {
   return communicators().get(comm)->all_to_all.handle_words(num_rows, max_tokens);
 }
 
-void dispatch_send(int64_t comm, const Tensor& x, std::optional<Tensor> scales,
-                   std::vector<Tensor> extras, const Tensor& topk_idx,
+void dispatch_send(int64_t comm, int64_t options_number, const Tensor& x,
+                   std::optional<Tensor> scales, std::vector<Tensor> extras, const Tensor& topk_idx,
                    std::optional<Tensor> topk_weights, std::optional<Tensor> num_tokens,
-                   int64_t num_tokens_host, int64_t max_tokens, bool quantize, int64_t scale_format,
-                   int64_t layout, bool solo, const Tensor& handle) {
+                   int64_t num_tokens_host, int64_t max_tokens, const Tensor& handle) {
   const Caller caller(comm);
-  caller->all_to_all.dispatch_send(
-      dispatch_send_from(*caller,
-                         {x, scales, extras, topk_idx, topk_weights, num_tokens, num_tokens_host,
-                          max_tokens, quantize, scale_format, layout, solo},
-                         handle));
+  const moe::DispatchOptions options = moe::dispatch_options_from(options_number);
+  caller->all_to_all.dispatch_send(dispatch_send_from(
+      *caller,
+      {x, scales, extras, topk_idx, topk_weights, num_tokens, num_tokens_host, max_tokens, options},
+      handle));
   remember_sent(*caller, caller->sent_dispatches, handle);
 }
 
-void dispatch_recv(int64_t comm, const Tensor& handle, const Tensor& x,
+void dispatch_recv(int64_t comm, int64_t options, const Tensor& handle, const Tensor& x,
                    std::optional<Tensor> scales, std::vector<Tensor> extras,
                    const Tensor& row_weights, const Tensor& counts, const Tensor& offsets,
                    std::optional<Tensor> source, std::optional<Tensor> ranges,
                    std::optional<Tensor> wait_ticks, std::optional<Tensor> row_topk,
-                   int64_t scale_format, int64_t layout, int64_t capacity, int64_t alignment,
-                   bool column_scales, bool zero_padding) {
+                   int64_t capacity) {
   const Caller caller(comm);
   SentHandle sent(*caller, caller->sent_dispatches, handle);
   caller->all_to_all.dispatch_recv(dispatch_recv_from(
-      *caller, make_layout(scale_format, layout, capacity, alignment, column_scales, zero_padding),
+      *caller, Layout(moe::dispatch_options_from(options), capacity),
       {x, scales, extras, row_weights, counts, offsets, source, ranges, wait_ticks, row_topk},
       sent.tensor()));
   sent.received();

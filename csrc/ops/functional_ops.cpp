@@ -28,77 +28,71 @@ Tensor make_handle(AllToAllObject& comm, int64_t num_rows, int64_t max_tokens, b
 
 // [rows, width], or [E_local, capacity, width] when experts lie apart.
 Tensor make_rows(const Layout& layout, int64_t experts, int64_t width, ScalarType dtype) {
-  return layout.padded() ? make_tensor({experts, layout.capacity, width}, dtype)
-                         : make_tensor({layout.capacity, width}, dtype);
+  return layout.options.padded() ? make_tensor({experts, layout.capacity, width}, dtype)
+                                 : make_tensor({layout.capacity, width}, dtype);
 }
 
 Tensor make_scales(const Layout& layout, int64_t experts, int64_t width, ScalarType dtype) {
-  if (!layout.column_scales) return make_rows(layout, experts, width, dtype);
+  if (!layout.options.column_scales) return make_rows(layout, experts, width, dtype);
   const int64_t ld = layout.scale_stride();
   const int64_t sizes[] = {experts, layout.capacity, width}, strides[] = {width * ld, 1, ld};
-  const size_t skip = layout.padded() ? 0 : 1;
+  const size_t skip = layout.options.padded() ? 0 : 1;
   return make_tensor(std::span(sizes).subspan(skip), std::span(strides).subspan(skip), dtype);
 }
 
 // Scales as they are delivered: those of the caller, or of quantize.
 std::optional<Tensor> make_scales(const AllToAllObject& comm, const Layout& layout, int64_t experts,
-                                  const std::optional<Tensor>& given, bool quantize) {
+                                  const std::optional<Tensor>& given) {
   if (given) return make_scales(layout, experts, given->size(1), given->scalar_type());
-  if (!quantize) return std::nullopt;
-  if (layout.scale_format != abi::ScaleFormat::kUe8m0)
+  if (!layout.options.quantize) return std::nullopt;
+  if (layout.options.scale_format != abi::ScaleFormat::kUe8m0)
     return make_scales(layout, experts, comm.num_scales(), ScalarType::Float);
   return make_scales(layout, experts, (comm.num_scales() + 3) / 4, ScalarType::Int);
 }
 
-// The bits of `outputs` in the schema.
-enum Outputs : int64_t { kSource = 1, kRanges = 2, kWaitTicks = 4, kTopkCopy = 8 };
-
 using Dispatched = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, std::vector<Tensor>>;
 
-Dispatched dispatch(int64_t comm_id, const Tensor& x, std::optional<Tensor> scales,
-                    std::vector<Tensor> extras, const Tensor& topk_idx,
-                    std::optional<Tensor> topk_weights, std::optional<Tensor> num_tokens,
-                    int64_t num_tokens_host, int64_t max_tokens, bool quantize,
-                    int64_t scale_format, int64_t layout_number, int64_t capacity,
-                    int64_t alignment, bool column_scales, bool zero_padding, int64_t outputs,
-                    bool solo) {
+Dispatched dispatch(int64_t comm_id, int64_t options_number, const Tensor& x,
+                    std::optional<Tensor> scales, std::vector<Tensor> extras,
+                    const Tensor& topk_idx, std::optional<Tensor> topk_weights,
+                    std::optional<Tensor> num_tokens, int64_t num_tokens_host, int64_t max_tokens,
+                    int64_t capacity) {
   const Caller comm(comm_id);
-  const Layout layout =
-      make_layout(scale_format, layout_number, capacity, alignment, column_scales, zero_padding);
+  const moe::DispatchOptions options = moe::dispatch_options_from(options_number);
+  const Layout layout(options, capacity);
   const int64_t experts = comm->num_local_experts(), topk = comm->topk();
   const int64_t rows = layout.num_rows(experts), world_size = comm->plan().shape.world_size;
 
   const int64_t num_rows = x.dim() > 0 ? x.size(0) : 0;
-  const Tensor handle = make_handle(*comm, num_rows, max_tokens, solo);
-  auto send =
-      dispatch_send_from(*comm,
-                         {x, scales, extras, topk_idx, topk_weights, num_tokens, num_tokens_host,
-                          max_tokens, quantize, scale_format, layout_number, solo},
-                         handle);
+  const Tensor handle = make_handle(*comm, num_rows, max_tokens, options.solo);
+  auto send = dispatch_send_from(
+      *comm,
+      {x, scales, extras, topk_idx, topk_weights, num_tokens, num_tokens_host, max_tokens, options},
+      handle);
 
   const Tensor row_x = make_rows(layout, experts, comm->hidden_dim(),
-                                 quantize ? ScalarType::Float8_e4m3fn : x.scalar_type());
-  const auto row_scales = make_scales(*comm, layout, experts, scales, quantize);
-  const Tensor row_weights = layout.by_rank() ? make_tensor({rows, topk}, ScalarType::Float)
-                                              : make_tensor({rows}, ScalarType::Float);
+                                 options.quantize ? ScalarType::Float8_e4m3fn : x.scalar_type());
+  const auto row_scales = make_scales(*comm, layout, experts, scales);
+  const Tensor row_weights = options.by_rank() ? make_tensor({rows, topk}, ScalarType::Float)
+                                               : make_tensor({rows}, ScalarType::Float);
   const Tensor counts = make_tensor({experts}, ScalarType::Int);
   const Tensor offsets =
-      make_tensor({(layout.by_rank() ? world_size : experts) + 1}, ScalarType::Int);
+      make_tensor({(options.by_rank() ? world_size : experts) + 1}, ScalarType::Int);
   std::vector<Tensor> more, row_extras;
   const auto make_more = [&](bool wanted, std::initializer_list<int64_t> sizes, ScalarType dtype) {
     return wanted ? std::optional(more.emplace_back(make_tensor(sizes, dtype))) : std::nullopt;
   };
-  const auto source = make_more(outputs & kSource, {rows, 2}, ScalarType::Int);
-  const auto ranges = make_more(outputs & kRanges, {experts, world_size}, ScalarType::Long);
-  const auto wait_ticks = make_more(outputs & kWaitTicks, {world_size}, ScalarType::Long);
+  const auto source = make_more(options.with_source, {rows, 2}, ScalarType::Int);
+  const auto ranges = make_more(options.with_ranges, {experts, world_size}, ScalarType::Long);
+  const auto wait_ticks = make_more(options.with_wait_ticks, {world_size}, ScalarType::Long);
   if (const auto copy =
-          make_more(outputs & kTopkCopy, {send.num_rows, topk}, topk_idx.scalar_type())) {
+          make_more(options.copy_topk, {send.num_rows, topk}, topk_idx.scalar_type())) {
     send.topk_copy = mutable_data_of(*copy);
     if (comm->device < 0)
       std::memcpy(send.topk_copy, send.topk_idx,
                   static_cast<size_t>(topk_idx.numel()) * (send.topk_is_int64 ? 8 : 4));
   }
-  const auto row_topk = make_more(layout.by_rank(), {rows, topk}, topk_idx.scalar_type());
+  const auto row_topk = make_more(options.by_rank(), {rows, topk}, topk_idx.scalar_type());
   for (const Tensor& extra : extras)
     row_extras.push_back(make_rows(layout, experts, extra.size(1), extra.scalar_type()));
 
@@ -107,7 +101,7 @@ Dispatched dispatch(int64_t comm_id, const Tensor& x, std::optional<Tensor> scal
                                {row_x, row_scales, row_extras, row_weights, counts, offsets, source,
                                 ranges, wait_ticks, row_topk},
                                handle));
-  if (solo && comm->device < 0)
+  if (options.solo && comm->device < 0)
     static_cast<abi::HandleMeta*>(handle.mutable_data_ptr())->first_step = kNoStep;
   more.insert(more.end(), row_extras.begin(), row_extras.end());
   return {row_x,          row_scales ? *row_scales : make_tensor({0}, ScalarType::Float),
@@ -148,7 +142,7 @@ std::tuple<Tensor, std::vector<Tensor>> combine(
     int64_t comm_id, const Tensor& y, std::optional<Tensor> row_weights,
     std::optional<Tensor> row_scalars, std::optional<Tensor> topk_weights, std::vector<Tensor> bias,
     const Tensor& handle, const Tensor& topk_idx, int64_t max_tokens, ScalarType out_dtype,
-    int64_t /*layout*/, int64_t /*capacity*/, int64_t /*alignment*/, bool with_wait_ticks) {
+    int64_t /*options*/, int64_t /*capacity*/, bool with_wait_ticks) {
   const Caller comm(comm_id);
   check_tensor(topk_idx, {"topk_idx", {ScalarType::Int, ScalarType::Long}, {kAny, comm->topk()}});
   const int64_t num_rows = topk_idx.size(0);

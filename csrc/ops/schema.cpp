@@ -6,25 +6,22 @@
 
 namespace {
 
-// scale_format and layout are numbers of kernels/abi/shape.h. `outputs` adds up what is wanted: 1
-// source, 2 ranges, 4 wait_ticks, 8 a copy of topk_idx. `more` holds these in this order, then
-// row_topk where rows lie by rank, then the extras; that of combine holds the scalars, then the
-// wait_ticks.
+// `options` is the number of a moe_p2p.DispatchOptions (moe/dispatch_options.h); combine takes those of
+// its dispatch. `more` holds source, ranges, wait_ticks and the copy of topk_idx as far as the options
+// ask for them, then row_topk where rows lie by rank, then the extras; that of combine holds the
+// scalars, then the wait_ticks.
 //
 // Whole calls come twice. The `_inference` ones have no autograd: torch.library puts a Python
 // function in front of the others, which doubles what a call of few tokens costs.
 const std::string kDispatch =
-    "(int comm, Tensor x, Tensor? scales, Tensor[] extras, Tensor topk_idx, "
-    "Tensor? topk_weights, Tensor? num_tokens, int num_tokens_host, int max_tokens, "
-    "bool quantize, int scale_format, int layout, int capacity, int alignment, "
-    "bool column_scales, bool zero_padding, int outputs, bool solo) -> (Tensor rows, "
-    "Tensor row_scales, Tensor row_weights, Tensor counts, Tensor offsets, Tensor handle, "
-    "Tensor[] more)";
+    "(int comm, int options, Tensor x, Tensor? scales, Tensor[] extras, Tensor topk_idx, "
+    "Tensor? topk_weights, Tensor? num_tokens, int num_tokens_host, int max_tokens, int capacity) "
+    "-> (Tensor rows, Tensor row_scales, Tensor row_weights, Tensor counts, Tensor offsets, "
+    "Tensor handle, Tensor[] more)";
 const std::string kCombine =
     "(int comm, Tensor y, Tensor? row_weights, Tensor? row_scalars, Tensor? topk_weights, "
     "Tensor[] bias, Tensor handle, Tensor topk_idx, int max_tokens, ScalarType out_dtype, "
-    "int layout, int capacity, int alignment, bool with_wait_ticks) -> (Tensor out, "
-    "Tensor[] more)";
+    "int options, int capacity, bool with_wait_ticks) -> (Tensor out, Tensor[] more)";
 
 }  // namespace
 
@@ -71,25 +68,16 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
 
   // --- all to all: set-up ---
   m.def("check_ranks_per_node(int ranks) -> ()");
-  m.def(
-      "plan(int world_size, int ranks_per_node, int num_experts, int hidden_dim, int topk, "
-      "int max_tokens, int chunk_tokens, int steps_in_flight, int payload_item_bytes, "
-      "int combine_item_bytes, int extra_bytes, int part_bytes, int[] expert_rank) -> str");
+  m.def("plan(str settings) -> str");  // of communicator_settings.h, as that of all_to_all_create
   m.def("layout(int topk) -> str");
-  m.def(
-      "all_to_all_create(int engine, int rank, int communicator, int world_size, "
-      "int ranks_per_node, int num_experts, int hidden_dim, int topk, int max_tokens, "
-      "int chunk_tokens, int steps_in_flight, int payload_item_bytes, int combine_item_bytes, "
-      "int extra_bytes, int part_bytes, int[] expert_rank, float timeout_s, str wait, "
-      "int num_threads, bool on_device=False, Tensor? masks=None) -> int");
+  m.def("all_to_all_create(int engine, str settings, Tensor? masks=None) -> int");
   m.def(
       "all_to_all_use_device(int comm, int device, int[] data, int[] peer_data, int state, "
       "int expert_rank, int expert_local, int fault, int fault_device, int num_sms) -> ()");
   m.def("all_to_all_signals(int comm) -> int[]");
   m.def("all_to_all_use_signals(int comm, int[] device_addresses) -> ()");
   m.def(
-      "all_to_all_set_dispatch_kernel(int comm, ScalarType x_dtype, bool quantize, "
-      "int scale_format, bool by_rank, int[] kernel) "
+      "all_to_all_set_dispatch_kernel(int comm, ScalarType x_dtype, int options, int[] kernel) "
       "-> ()");
   m.def(
       "all_to_all_set_combine_kernel(int comm, ScalarType y_dtype, ScalarType out_dtype, "
@@ -104,15 +92,14 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
 
   // --- all to all: halves ---
   m.def(
-      "dispatch_send(int comm, Tensor x, Tensor? scales, Tensor[] extras, Tensor topk_idx, "
-      "Tensor? topk_weights, Tensor? num_tokens, int num_tokens_host, int max_tokens, "
-      "bool quantize, int scale_format, int layout, bool solo, Tensor(a!) handle) -> ()");
+      "dispatch_send(int comm, int options, Tensor x, Tensor? scales, Tensor[] extras, "
+      "Tensor topk_idx, Tensor? topk_weights, Tensor? num_tokens, int num_tokens_host, "
+      "int max_tokens, Tensor(a!) handle) -> ()");
   m.def(
-      "dispatch_recv(int comm, Tensor(a!) handle, Tensor(b!) x, Tensor(c!)? scales, "
+      "dispatch_recv(int comm, int options, Tensor(a!) handle, Tensor(b!) x, Tensor(c!)? scales, "
       "Tensor(d!)[] extras, Tensor(e!) row_weights, Tensor(f!) counts, Tensor(g!) offsets, "
       "Tensor(h!)? source, Tensor(i!)? ranges, Tensor(j!)? wait_ticks, Tensor(k!)? row_topk, "
-      "int scale_format, int layout, int capacity, int alignment, bool column_scales, "
-      "bool zero_padding) -> ()");
+      "int capacity) -> ()");
   m.def(
       "combine_send(int comm, Tensor(a!) handle, Tensor y, Tensor? row_weights, "
       "Tensor? row_scalars, Tensor? topk_weights, ScalarType out_dtype, int max_tokens) -> ()");

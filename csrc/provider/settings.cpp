@@ -70,6 +70,21 @@ std::string Settings::word(std::string_view key, std::string_view fallback,
   return *text;
 }
 
+std::vector<int64_t> Settings::integers(std::string_view key) const {
+  const std::string* text = find(key);
+  std::vector<int64_t> values;
+  if (!text) return values;
+  std::string_view rest = *text;
+  for (bool more = true; more;) {
+    const auto item = rest.substr(0, rest.find(':'));
+    more = item.size() < rest.size();
+    rest.remove_prefix(item.size() + (more ? 1 : 0));
+    if (!parse(std::string(item), values.emplace_back()))
+      refuse(key, *text, "integers with colons between them");
+  }
+  return values;
+}
+
 std::string Settings::text(std::string_view key, std::string_view fallback) const {
   const std::string* given = find(key);
   return given ? *given : std::string(fallback);

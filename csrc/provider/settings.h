@@ -1,6 +1,6 @@
-// "key=value,key=value": the settings text of DomainOptions. A provider names its keys and reads
-// each by type and range; a misspelt key is an Error{kInvalidArgument} that lists the valid keys,
-// and is never ignored. Control path only.
+// "key=value,key=value": the settings text of DomainOptions, and of a communicator. Its reader names
+// the keys and reads each by type and range; a misspelt key is an Error{kInvalidArgument} that lists the
+// valid keys, and is never ignored. Control path only.
 #pragma once
 
 #include <cstdint>
@@ -8,6 +8,7 @@
 #include <map>
 #include <string>
 #include <string_view>
+#include <vector>
 
 namespace moe_p2p::provider {
 
@@ -23,6 +24,8 @@ class Settings {
   double real(std::string_view key, double fallback, double low, double high) const;
   std::string word(std::string_view key, std::string_view fallback,
                    std::initializer_list<std::string_view> choices) const;
+  // "1:2:3"; empty when it was not given.
+  std::vector<int64_t> integers(std::string_view key) const;
   // Any text without a comma.
   std::string text(std::string_view key, std::string_view fallback) const;
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from moe_p2p.deep_ep.mpi import MpiComm, store_over
 from moe_p2p.deep_ep.streams import Streams
-from moe_p2p.dispatched import DispatchOptions
+from moe_p2p.options import DispatchForm
 from moe_p2p.pool import TIMEOUT_S, AllToAllPool
 from moe_p2p.releasing import ReleasingAllToAll
 from moe_p2p.row_counts import HostCounts
@@ -69,7 +69,7 @@ class BufferBase:
         self._streams = Streams()
         self._host_counts = HostCounts()
         self._normal: dict[tuple[Any, ...], ReleasingAllToAll] = {}  # by shape of a normal call
-        self._low_latency_made: dict[LowLatencyKey, tuple[ReleasingAllToAll, DispatchOptions]] = {}
+        self._low_latency_made: dict[LowLatencyKey, tuple[ReleasingAllToAll, DispatchForm]] = {}
         self.rank = self._pool.rank
         self.group_size = self._pool.world_size
         self.group = comm if group is None and comm is not None else group

@@ -78,7 +78,7 @@ class ElasticBuffer(ElasticBase):
         with self._streams.turn(values, previous_event, async_with_compute_stream) as turn:
             wait_for(previous_event_before_epilogue, values)
             copies = do_handle_copy and handle is None
-            form = (do_expand, do_zero_padding, use_tma_aligned_col_major_sf, copies)
+            rows = (do_expand, do_zero_padding, use_tma_aligned_col_major_sf, copies)
             if handle is None:
                 assert topk_idx is not None, "topk_idx is missing, and there is no handle"
                 assert num_experts is not None, "num_experts is missing, and there is no handle"
@@ -95,13 +95,13 @@ class ElasticBuffer(ElasticBase):
                     num_tokens,
                     num_sms,
                     alignment,
-                    form,
+                    rows,
                 )
-                all_to_all, counts, options = self._made.get(key) or self._make(values, key)
+                all_to_all, counts, form = self._made.get(key) or self._make(values, key)
                 topk = topk_idx.contiguous()
                 if sync:
                     counts = self._count(all_to_all, topk, alignment)
-                    options = counts.options(all_to_all, num_tokens, alignment, form)
+                    form = counts.form(num_tokens, alignment, rows)
             else:
                 assert topk_idx is None, "a handle was given with topk_idx; give one of them"
                 assert not sync, "a handle brings its counts: there is no CPU sync with it"
@@ -114,9 +114,9 @@ class ElasticBuffer(ElasticBase):
                 all_to_all, alignment = handle.all_to_all, handle.expert_alignment
                 topk, num_tokens = handle.topk_idx, handle.num_max_tokens_per_rank
                 counts = handle.row_counts
-                options = counts.options(all_to_all, num_tokens, alignment, form)
+                form = counts.form(num_tokens, alignment, rows)
             fields = all_to_all.dispatch_with(
-                options,
+                form,
                 values.contiguous(),
                 topk,
                 topk_weights,
@@ -141,9 +141,9 @@ class ElasticBuffer(ElasticBase):
             )
         else:
             handle.received = received  # holds the open step, for the next combine
-        rows, scales = fields[:2]
+        got, scales = fields[:2]
         return (
-            rows if scales is None else (rows, scales),
+            got if scales is None else (got, scales),
             received.row_topk,
             None if topk_weights is None else received.row_weights,
             handle,
@@ -189,7 +189,7 @@ class ElasticBuffer(ElasticBase):
             if exact:
                 sums = sums.to(x.dtype)
             if async_with_compute_stream:
-                turn.uses((x, topk_weights, *terms, received.handle), (sums, weights))
+                turn.uses((x, topk_weights, *terms, received.call.handle), (sums, weights))
         return sums, weights, turn.event
 
     def _count(self, all_to_all: ReleasingAllToAll, topk: Tensor, alignment: int) -> RowCounts:

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_p2p.config import DEFAULT_CHUNK_TOKENS, AllToAllConfig
-from moe_p2p.deep_ep.elastic_handle import Form, RowCounts
+from moe_p2p.deep_ep.elastic_handle import RowCounts, Rows
 from moe_p2p.deep_ep.event import EventHandle
 from moe_p2p.deep_ep.streams import Streams
-from moe_p2p.dispatched import DispatchOptions
 from moe_p2p.ops import SCALE_BLOCK
+from moe_p2p.options import DispatchForm
 from moe_p2p.pool import AllToAllPool, config_of
 from moe_p2p.releasing import ReleasingAllToAll
 from moe_p2p.row_counts import HostCounts
@@ -28,10 +28,10 @@ _OVERLAP_SMS = 24  # enough for both calls to come near the links' rate; docs/tu
 _MAX_LOCAL_EXPERTS = 256  # DeepEP's limit, for sizes without experts
 _MAX_EXPERTS = 32768
 _SIZE_ALIGNMENT = 2 << 20
-# Key of a dispatch: type, device, H, P, K, E, T, thread blocks, expert alignment, form.
-_Key = tuple[torch.dtype, int, int, int, int, int, int, int, int, Form]
-# Made for a key: the communicator, the most rows that can arrive, dispatch options with these.
-_Made = tuple[ReleasingAllToAll, RowCounts, DispatchOptions]
+# Key of a dispatch: type, device, H, P, K, E, T, thread blocks, expert alignment, rows.
+_Key = tuple[torch.dtype, int, int, int, int, int, int, int, int, Rows]
+# Made for a key: the communicator, the most rows that can arrive, a dispatch form with these.
+_Made = tuple[ReleasingAllToAll, RowCounts, DispatchForm]
 
 
 class ElasticBase:
@@ -213,7 +213,7 @@ class ElasticBase:
         )
 
     def _make(self, values: Tensor, key: _Key) -> _Made:
-        dtype, _, hidden, num_packs, topk, num_experts, num_tokens, num_sms, alignment, form = key
+        dtype, _, hidden, num_packs, topk, num_experts, num_tokens, num_sms, alignment, rows = key
         step_tokens = self.num_max_tokens_per_rank or num_tokens
         if dtype == torch.float8_e4m3fn and not self.use_fp8_dispatch:
             dtype = torch.bfloat16
@@ -235,7 +235,7 @@ class ElasticBase:
         )
         all_to_all = self._pool.get(config, limit_bytes=self._limit_bytes)
         most = RowCounts.most(all_to_all, num_tokens, alignment)
-        made = all_to_all, most, most.options(all_to_all, num_tokens, alignment, form)
+        made = all_to_all, most, most.form(num_tokens, alignment, rows)
         self._made[key] = made
         return made
 

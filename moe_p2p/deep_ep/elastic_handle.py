@@ -10,19 +10,33 @@ order of (source rank, token), or W * T where the host does not know their numbe
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from moe_p2p.dispatched import Dispatched, DispatchOptions
+from moe_p2p.dispatched import Dispatched
 from moe_p2p.ops import HANDLE_META_WORDS
+from moe_p2p.options import DispatchForm, DispatchOptions
 from moe_p2p.releasing import ReleasingAllToAll
 from moe_p2p.row_counts import to_device
 
 # do_expand, do_zero_padding, use_tma_aligned_col_major_sf, whether topk_idx is copied
-Form = tuple[bool, bool, bool, bool]
+Rows = tuple[bool, bool, bool, bool]
+
+
+@cache
+def _options(alignment: int, rows: Rows) -> DispatchOptions:
+    do_expand, zero_padding, column_scales, copy_topk = rows
+    return DispatchOptions(
+        layout="grouped" if do_expand else "by_rank",
+        alignment=alignment if do_expand else 1,
+        column_scales=column_scales,
+        with_source=True,
+        copy_topk=copy_topk,
+        zero_padding=zero_padding,
+    )
 
 
 class RowCounts(NamedTuple):
@@ -40,21 +54,10 @@ class RowCounts(NamedTuple):
         expanded = tokens * min(all_to_all.config.topk, experts) + (alignment - 1) * experts
         return RowCounts(tokens, expanded, [])
 
-    def options(
-        self, all_to_all: ReleasingAllToAll, num_tokens: int, alignment: int, form: Form
-    ) -> DispatchOptions:
-        """Returns options of a dispatch with this many rows, in this form."""
-        do_expand, zero_padding, column_scales, copy_topk = form
-        return all_to_all.options(
-            num_tokens,
-            layout="grouped" if do_expand else "by_rank",
-            capacity=self.num_expanded_tokens if do_expand else self.num_recv_tokens,
-            alignment=alignment if do_expand else 1,
-            column_scales=column_scales,
-            with_source=True,
-            copy_topk=copy_topk,
-            zero_padding=zero_padding,
-        )
+    def form(self, num_tokens: int, alignment: int, rows: Rows) -> DispatchForm:
+        """Returns the form of a dispatch with this many rows, in this format."""
+        capacity = self.num_expanded_tokens if rows[0] else self.num_recv_tokens
+        return DispatchForm(_options(alignment, rows), num_tokens, capacity)
 
 
 class EPHandle:
@@ -86,7 +89,7 @@ class EPHandle:
 
     @property
     def num_max_tokens_per_rank(self) -> int:
-        return self.received.max_tokens
+        return self.received.call.max_tokens
 
     @property
     def topk_idx(self) -> Tensor:
@@ -140,7 +143,7 @@ class EPHandle:
     @property
     def dst_buffer_slot_idx(self) -> Tensor:
         """[t, L + N] int32: slot of each token at each rank of the node, then for each node."""
-        words, num_tokens = self.received.handle, self.topk_idx.shape[0]
+        words, num_tokens = self.received.call.handle, self.topk_idx.shape[0]
         shape = self.all_to_all._shape
         width = shape.ranks_per_node + shape.world_size // shape.ranks_per_node
         return words[words.shape[0] - num_tokens * width :].view(num_tokens, width)
@@ -181,7 +184,7 @@ class EPHandle:
     @cached_property
     def _token_rows(self) -> Tensor:
         """[W, C * M, K] int32: row of each slot and k, -1 where the expert is not this rank's."""
-        shape, words = self.all_to_all._shape, self.received.handle
+        shape, words = self.all_to_all._shape, self.received.call.handle
         num_ranks, topk, max_tokens = shape.world_size, shape.topk, self.num_max_tokens_per_rank
         num_chunks = max(1, -(-max_tokens // shape.chunk_tokens))
         chunk = shape.num_slots(max_tokens)

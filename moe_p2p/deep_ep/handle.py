@@ -9,9 +9,19 @@ from typing import Any
 from torch import Tensor
 
 from moe_p2p.deep_ep.base import NODE_RANKS
-from moe_p2p.dispatched import Dispatched, DispatchOptions
+from moe_p2p.dispatched import Dispatched
+from moe_p2p.options import DispatchForm, DispatchOptions
 from moe_p2p.releasing import ReleasingAllToAll
 from moe_p2p.row_counts import Extent, to_device
+
+# Options of a normal dispatch, without and with a copy of topk_idx; then of a cached dispatch.
+ROWS = tuple(
+    DispatchOptions(
+        layout="by_rank", solo=True, zero_padding=False, with_source=True, copy_topk=copies
+    )
+    for copies in (False, True)
+)
+ROWS_AGAIN = DispatchOptions(layout="by_rank", solo=True, zero_padding=False)
 
 
 class Handle(Sequence[Tensor]):
@@ -42,9 +52,9 @@ class Handle(Sequence[Tensor]):
         self._is_token_in_rank = is_token_in_rank
 
     @cached_property
-    def options_again(self) -> DispatchOptions:
-        """Returns options of a dispatch of other values along the same routes."""
-        return by_rank_options(self.all_to_all, self.extent)
+    def form_again(self) -> DispatchForm:
+        """Returns the form of a dispatch of other values along the same routes."""
+        return DispatchForm(ROWS_AGAIN, self.extent.max_tokens, self.extent.num_rows)
 
     @cached_property
     def _elements(self) -> list[Tensor]:
@@ -66,24 +76,6 @@ class Handle(Sequence[Tensor]):
 
     def __len__(self) -> int:
         return len(self._elements)
-
-
-def by_rank_options(
-    all_to_all: ReleasingAllToAll,
-    extent: Extent,
-    *,
-    with_source: bool = False,
-    copy_topk: bool = False,
-) -> DispatchOptions:
-    """Returns options of a dispatch by rank of this extent."""
-    return all_to_all.options(
-        extent.max_tokens,
-        layout="by_rank",
-        capacity=extent.num_rows,
-        with_source=with_source,
-        copy_topk=copy_topk,
-        solo=True,
-    )
 
 
 def _prefix_matrix(of_rank: Tensor, extent: Extent) -> Tensor:

@@ -22,7 +22,8 @@ from moe_p2p.config import AllToAllConfig
 from moe_p2p.deep_ep import streams
 from moe_p2p.deep_ep.base import NODE_RANKS, BufferBase, LowLatencyKey
 from moe_p2p.deep_ep.event import EventOverlap
-from moe_p2p.dispatched import Dispatched, DispatchOptions, PendingCombine, PendingDispatch
+from moe_p2p.dispatched import Dispatched, PendingCombine, PendingDispatch
+from moe_p2p.options import DispatchForm, DispatchOptions
 from moe_p2p.releasing import ReleasingAllToAll, tensors_of, without_rows
 
 Hook = Callable[[], None]
@@ -45,7 +46,7 @@ class LowLatencyHandle(Sequence[Any]):
     ) -> None:
         self.all_to_all = all_to_all
         self.received = received  # without its rows, which may be freed before this handle
-        self._sizes = (received.max_tokens, hidden, num_experts)
+        self._sizes = (received.call.max_tokens, hidden, num_experts)
 
     @functools.cached_property
     def _elements(self) -> tuple[Any, ...]:
@@ -110,13 +111,13 @@ class LowLatencyCalls(BufferBase):
             use_ue8m0,
             dispatch_wait_recv_cost_stats is not None,
         )
-        all_to_all, options = self._low_latency_made.get(key) or self._make_low_latency(x, key)
+        all_to_all, form = self._low_latency_made.get(key) or self._make_low_latency(x, key)
         stats = (cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats)
         hook: Hook | None = None
         fields: tuple[Any, ...]  # fields of a Dispatched
         with self._streams.turn(x, None, async_finish) as turn:
             if return_recv_hook:
-                pending = all_to_all.dispatch_send_with(options, x, topk_idx)
+                pending = all_to_all.dispatch_send_with(form, x, topk_idx)
                 fields = outputs = all_to_all.make_outputs(pending)
                 hook = self._hook(
                     x,
@@ -124,7 +125,7 @@ class LowLatencyCalls(BufferBase):
                     (x, topk_idx, *stats, *tensors_of(fields)),
                 )
             else:
-                fields = all_to_all.dispatch_with(options, x, topk_idx)
+                fields = all_to_all.dispatch_with(form, x, topk_idx)
             received = without_rows(fields)
             if hook is None:
                 _count(received, stats)
@@ -177,7 +178,7 @@ class LowLatencyCalls(BufferBase):
                 hook = self._hook(
                     x,
                     functools.partial(_receive_sums, all_to_all, pending, out, stats),
-                    (y, topk_weights, received.handle, stats, out),
+                    (y, topk_weights, received.call.handle, stats, out),
                 )
             else:
                 result = all_to_all.combine_with(
@@ -189,7 +190,7 @@ class LowLatencyCalls(BufferBase):
                 )
                 out = _sums(result, stats)
             if async_finish:
-                turn.uses((y, topk_weights, received.handle, stats, out), (out,))
+                turn.uses((y, topk_weights, received.call.handle, stats, out), (out,))
         return out, turn.event, hook
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:
@@ -277,7 +278,7 @@ class LowLatencyCalls(BufferBase):
 
     def _make_low_latency(
         self, x: Tensor, key: LowLatencyKey
-    ) -> tuple[ReleasingAllToAll, DispatchOptions]:
+    ) -> tuple[ReleasingAllToAll, DispatchForm]:
         _, _, hidden, topk, num_tokens, num_experts, use_fp8, round_scale, use_ue8m0, timed = key
         assert use_fp8 or not round_scale, "round_scale needs use_fp8"
         assert round_scale or not use_ue8m0, "use_ue8m0 needs round_scale"
@@ -294,17 +295,18 @@ class LowLatencyCalls(BufferBase):
         )
         masked = self._masks(x.device) if self.enable_shrink else None
         all_to_all = self._pool.get(config, masked=masked)
-        options = all_to_all.options(
-            num_tokens,
+        options = DispatchOptions(
             quantize=use_fp8,
             scale_format="ue8m0" if use_ue8m0 else "power_of_two" if round_scale else "float32",
             column_scales=use_fp8,
             with_source=True,
             with_ranges=True,
             with_wait_ticks=timed,
+            zero_padding=False,
         )
-        self._low_latency_made[key] = all_to_all, options
-        return all_to_all, options
+        form = DispatchForm(options, num_tokens, self.group_size * num_tokens)
+        self._low_latency_made[key] = all_to_all, form
+        return all_to_all, form
 
     def _hook(self, x: Tensor, receive: Callable[[], None], uses: Iterable[Tensor | None]) -> Hook:
         """Wraps receive() for a call on any stream; `uses` belong to the sending stream."""

@@ -20,8 +20,8 @@ from moe_p2p.config import AllToAllConfig
 from moe_p2p.deep_ep.base import NODE_RANKS, BufferBase
 from moe_p2p.deep_ep.config import Config
 from moe_p2p.deep_ep.event import EventHandle, EventOverlap
-from moe_p2p.deep_ep.handle import Handle, by_rank_options
-from moe_p2p.dispatched import DispatchOptions
+from moe_p2p.deep_ep.handle import ROWS, Handle
+from moe_p2p.options import DispatchForm
 from moe_p2p.releasing import ReleasingAllToAll, tensors_of, without_rows
 from moe_p2p.routing_counts import count_routing
 from moe_p2p.row_counts import agree_on_extent, worst_extent
@@ -110,8 +110,8 @@ class NormalCalls(BufferBase):
                 "handle brings the routing of its own dispatch",
             )
             with turn:
-                options, topk = handle.options_again, handle.dispatched.topk_idx
-                again = _send(handle.all_to_all, options, values, scales, topk)
+                form, topk = handle.form_again, handle.dispatched.topk_idx
+                again = _send(handle.all_to_all, form, values, scales, topk)
                 if async_finish:
                     turn.uses((values, scales, topk), again[:2])
             return _rows_of(again, scales), None, None, None, None, turn.event
@@ -133,10 +133,9 @@ class NormalCalls(BufferBase):
                     num_tokens_per_rank, num_tokens_per_expert, values.shape[0]
                 )
                 extent = agree_on_extent(all_to_all, counts, expert_alignment)
-            # The handle has a copy of topk_idx: the caller may overwrite theirs.
-            copies = topk_idx is not None
-            options = by_rank_options(all_to_all, extent, with_source=True, copy_topk=copies)
-            fields = _send(all_to_all, options, values, scales, topk, topk_weights)
+            # The handle has a copy of topk_idx: the caller may overwrite the given one.
+            form = DispatchForm(ROWS[topk_idx is not None], extent.max_tokens, extent.num_rows)
+            fields = _send(all_to_all, form, values, scales, topk, topk_weights)
             received = without_rows(fields)
             new_handle = Handle(all_to_all, received, extent, is_token_in_rank)
             if async_finish:
@@ -186,7 +185,7 @@ class NormalCalls(BufferBase):
                 summed = summed[:, : topk_weights.shape[1]]
             if async_finish:
                 terms = bias if isinstance(bias, tuple) else (bias,)
-                turn.uses((x, topk_weights, *terms, dispatched.handle), (out, summed))
+                turn.uses((x, topk_weights, *terms, dispatched.call.handle), (out, summed))
         return out, summed, turn.event
 
     internode_dispatch = dispatch
@@ -219,7 +218,7 @@ class NormalCalls(BufferBase):
 
 def _send(
     all_to_all: ReleasingAllToAll,
-    options: DispatchOptions,
+    form: DispatchForm,
     values: Tensor,
     scales: Tensor | None,
     topk_idx: Tensor,
@@ -228,7 +227,7 @@ def _send(
     """Dispatches; returns the fields of a Dispatched."""
     if scales is not None:
         scales = (scales.unsqueeze(1) if scales.dim() == 1 else scales).contiguous()
-    return all_to_all.dispatch_with(options, values.contiguous(), topk_idx, topk_weights, scales)
+    return all_to_all.dispatch_with(form, values.contiguous(), topk_idx, topk_weights, scales)
 
 
 def _rows_of(fields: tuple[Any, ...], scales: Tensor | None) -> _Values:

@@ -33,6 +33,15 @@ from moe_p2p.gpu.launch_shape import (
 )
 from moe_p2p.gpu.memory import PinnedPages, share_memory, share_node_memory
 from moe_p2p.ops import SCALE_BLOCK, call, layout
+from moe_p2p.options import (
+    BY_RANK,
+    DEFAULT,
+    QUANTIZE,
+    DispatchOptions,
+    layout_of,
+    scale_format_of,
+    variant_of,
+)
 
 if TYPE_CHECKING:
     from moe_p2p.config import AllToAllConfig
@@ -346,28 +355,18 @@ class DeviceSide:
         """Prepares all kernels for the configuration's types, and for their gradients."""
         widest = config.widest_combine_dtype
         for dtype in dict.fromkeys((config.dtype, widest)):
-            self.prepare_dispatch(dtype, quantize=False)
+            self.prepare_dispatch(dtype, DEFAULT.number)
             if dtype != torch.float8_e4m3fn:
                 self.prepare_combine(dtype, dtype)
         if config.dtype != torch.float8_e4m3fn and config.hidden_dim % 16 == 0:
-            self.prepare_dispatch(config.dtype, quantize=True)
+            self.prepare_dispatch(config.dtype, DispatchOptions(quantize=True).number)
 
-    def prepare_dispatch(
-        self,
-        x_dtype: torch.dtype,
-        *,
-        quantize: bool,
-        scale_format: int = 0,
-        by_rank: bool = False,
-    ) -> None:
-        """Compiles such a dispatch's kernel and passes it to the op; returns at once if it has it.
-
-        scale_format: position in dispatched.SCALE_FORMATS.
-        """
-        key = (x_dtype, quantize, scale_format, by_rank)
-        if key in self._ready:
+    def prepare_dispatch(self, x_dtype: torch.dtype, options: int) -> None:
+        """Compiles this dispatch kernel and passes it to the op; does nothing if the op has it."""
+        variant = variant_of(options)
+        if (x_dtype, variant) in self._ready:
             return
-        hidden = self._shape["MOE_P2P_HIDDEN_DIM"]
+        hidden, quantize = self._shape["MOE_P2P_HIDDEN_DIM"], bool(variant & QUANTIZE)
         errors.require(
             not quantize or hidden % 16 == 0,
             f"hidden_dim is {hidden}, must be a multiple of 16 to quantize on a GPU",
@@ -376,13 +375,13 @@ class DeviceSide:
             self._shape,
             x_dtype,
             quantize=quantize,
-            scale_format=scale_format,
-            by_rank=by_rank,
+            scale_format=scale_format_of(variant),
+            by_rank=layout_of(variant) == BY_RANK,
             num_sms=self._num_sms,
         )
         loaded = self._load(kernel)
-        call(_ops.all_to_all_set_dispatch_kernel.default, self._comm, *key, loaded)
-        self._ready.add(key)
+        call(_ops.all_to_all_set_dispatch_kernel.default, self._comm, x_dtype, variant, loaded)
+        self._ready.add((x_dtype, variant))
 
     def prepare_combine(self, y_dtype: torch.dtype, out_dtype: torch.dtype) -> None:
         """The same for a combine."""

@@ -21,11 +21,22 @@ from torch import Tensor
 from moe_p2p.all_to_all import AllToAll
 from moe_p2p.dispatched import Dispatched
 from moe_p2p.integrations import derived, put, required
+from moe_p2p.options import DispatchOptions
 from moe_p2p.pool import TIMEOUT_S, AllToAllPool, config_of
 from moe_p2p.row_counts import SizeExchange
 
 _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
 _MAX_TOKENS = 1 << 20  # per call; calls are cut into steps, so a large bound costs nothing
+
+
+@functools.cache
+def _options(alignment: int) -> DispatchOptions:
+    return DispatchOptions(
+        layout="grouped",
+        alignment=alignment,
+        zero_padding=alignment > 1 or None,
+        solo=True,  # pipelines dispatch other micro-batches before they combine this one
+    )
 
 
 class Manager:
@@ -77,12 +88,9 @@ class Manager:
             hidden_states.contiguous(),
             self._token_indices,
             self._token_probs.float(),
-            layout="grouped",
+            options=_options(alignment),
             max_tokens=sizes.max_tokens,
             capacity=sizes.capacity,
-            alignment=alignment,
-            zero_padding=alignment > 1 or None,
-            solo=True,  # pipelines dispatch other micro-batches before they combine this one
         )
         self._received = all_to_all, got
         self._tokens_per_expert = sizes.counts.to(torch.int64)

@@ -24,6 +24,7 @@ from moe_p2p import errors
 from moe_p2p.all_to_all import AllToAll
 from moe_p2p.dispatched import Dispatched, PendingDispatch
 from moe_p2p.integrations import derived, optional, put, required
+from moe_p2p.options import DispatchOptions, RowLayout
 from moe_p2p.pool import TIMEOUT_S, AllToAllPool, config_of
 from moe_p2p.row_counts import SizeExchange
 
@@ -66,7 +67,7 @@ class Dispatcher:
         self._num_experts = num_experts or 0
         self._max_tokens = _low_latency_tokens()
         self._group, self._sizes = group, SizeExchange()
-        self._options: dict[str, Any] | None = None  # of dispatch; None: not chosen yet
+        self._options: dict[str, DispatchOptions] = {}  # by layout; chosen at its first call
         self._hooks: list[Callable[[Any], None]] = []
         self._dispatching: Callable[[], Any] | None = None
         self._combining: Callable[[], Tensor] | None = None
@@ -123,7 +124,7 @@ class Dispatcher:
             self._shared[self._group].check()
 
     def set_quant_config(self, quant_config: dict[str, Any]) -> None:
-        self.quant_config, self._options = quant_config, None
+        self.quant_config, self._options = quant_config, {}
 
     def set_overlap_args(self, combine_overlap_args: Any, meta_overlap_args: Any) -> None:
         raise errors.make(
@@ -141,9 +142,8 @@ class Dispatcher:
 
     def _low_latency(self, x: Tensor, ids: Tensor, weights: Tensor) -> Callable[[], Any]:
         all_to_all = self._all_to_all(x, ids, low_latency=True)
-        options = self._dispatch_options()
         pending = all_to_all.dispatch_send(
-            x, ids, weights, layout="padded", column_scales=bool(options), **options
+            x, ids, weights, options=self._dispatch_options("padded")
         )
         # Mean rows per expert if all ranks have as many tokens as this one, rounded up.
         expected = -(-x.shape[0] * all_to_all.world_size * ids.shape[1] // self._num_experts)
@@ -176,10 +176,9 @@ class Dispatcher:
             x,
             ids,
             weights,
-            layout="grouped",
+            options=self._dispatch_options("grouped"),
             max_tokens=sizes.max_tokens,
             capacity=sizes.capacity,
-            **self._dispatch_options(),
         )
         self._received = all_to_all, got
         # Not by repeat_interleave: counts are -1 after a failure.
@@ -220,10 +219,11 @@ class Dispatcher:
         mode = self.deepep_mode.resolve(attention.get_is_extend_in_batch())
         return bool(mode.is_low_latency())
 
-    def _dispatch_options(self) -> dict[str, Any]:
-        if self._options is None:
-            self._options = _options_for(self)
-        return self._options
+    def _dispatch_options(self, layout: RowLayout) -> DispatchOptions:
+        options = self._options.get(layout)
+        if options is None:
+            options = self._options[layout] = _options_for(self, layout)
+        return options
 
 
 class _Registered:
@@ -261,7 +261,7 @@ def _made(names: tuple[str, ...], **values: Any) -> Any:
     return kind(**{field: values[field] for field in kind._fields})
 
 
-def _options_for(dispatcher: Dispatcher) -> dict[str, Any]:
+def _options_for(dispatcher: Dispatcher, layout: RowLayout) -> DispatchOptions:
     """Returns options of dispatch for the row format that the runner's kernels take."""
     utils = required("sglang.srt.layers.moe.utils", "sglang")
     choose = getattr(utils, "get_deepep_output_dtype", None)
@@ -272,9 +272,14 @@ def _options_for(dispatcher: Dispatcher) -> dict[str, Any]:
         "--deepep-dispatcher-output-dtype bf16",
     )
     if dtype == "bf16":
-        return {}
+        return DispatchOptions(layout=layout)
     packed = _uses_deep_gemm() and getattr(_deep_gemm(), "DEEPGEMM_SCALE_UE8M0", False)
-    return {"quantize": True, "scale_format": "ue8m0" if packed else "float32"}
+    return DispatchOptions(
+        layout=layout,
+        quantize=True,
+        scale_format="ue8m0" if packed else "float32",
+        column_scales=layout == "padded",
+    )
 
 
 def _deep_gemm() -> Any:

@@ -26,6 +26,7 @@ from moe_p2p import errors
 from moe_p2p.all_to_all import AllToAll
 from moe_p2p.dispatched import Dispatched
 from moe_p2p.integrations import derived, optional, put, required
+from moe_p2p.options import DispatchOptions, RowLayout, ScaleFormat
 from moe_p2p.pool import TIMEOUT_S, AllToAllPool, config_of
 from moe_p2p.row_counts import SizeExchange, capturing
 
@@ -181,7 +182,9 @@ class _PrepareAndFinalize:
         ids = topk_ids if self._physical is None else self._physical[topk_ids]
         return a1.contiguous(), weights, ids
 
-    def _options(self, quant_config: Any, defer_input_quant: bool) -> dict[str, Any]:
+    def _options(
+        self, layout: RowLayout, quant_config: Any, defer_input_quant: bool
+    ) -> DispatchOptions:
         """Returns options of dispatch: it quantizes if it can produce the experts' format."""
         block = quant_config.block_shape
         quantize = (
@@ -189,9 +192,7 @@ class _PrepareAndFinalize:
             and quant_config.quant_dtype == torch.float8_e4m3fn
             and list(block or ()) == _FP8_BLOCK
         )
-        if not quantize:
-            return {}
-        return {"quantize": True, "scale_format": self._scale_format}
+        return _options_of(layout, self._scale_format if quantize else None)
 
 
 class Batched(_PrepareAndFinalize):
@@ -220,10 +221,8 @@ class Batched(_PrepareAndFinalize):
     ) -> tuple[Callable[[], None], Callable[[], Prepared]]:
         x, weights, ids = self._inputs(a1, topk_weights, topk_ids, apply_router_weight_on_input)
         all_to_all = self._handle.all_to_all(x, ids, num_experts, one_step=True)
-        options = self._options(quant_config, defer_input_quant)
-        pending = all_to_all.dispatch_send(
-            x, ids, weights, layout="padded", column_scales=bool(options), **options
-        )
+        options = self._options("padded", quant_config, defer_input_quant)
+        pending = all_to_all.dispatch_send(x, ids, weights, options=options)
         batch = _micro_batch()
 
         def hook() -> None:
@@ -232,7 +231,7 @@ class Batched(_PrepareAndFinalize):
         def receiver() -> Prepared:
             got = self._received[batch][1]
             rows, scales = got.x, got.scales
-            if not options and not defer_input_quant:
+            if not options.quantize and not defer_input_quant:
                 rows, scales = _quantized(rows, quant_config)
             return rows, scales, _tokens_metadata(got.counts, None), None, None
 
@@ -292,20 +291,19 @@ class Standard(_PrepareAndFinalize):
     ) -> Prepared:
         x, weights, ids = self._inputs(a1, topk_weights, topk_ids, apply_router_weight_on_input)
         all_to_all = self._handle.all_to_all(x, ids, num_experts, one_step=False)
-        options = self._options(quant_config, defer_input_quant)
+        options = self._options("grouped", quant_config, defer_input_quant)
         sizes = None if capturing(x) else self._handle.sizes.ask(all_to_all, ids)
         got = all_to_all.dispatch(
             x,
             ids,
             weights,
-            layout="grouped",
+            options=options,
             max_tokens=sizes and sizes.max_tokens,
             capacity=sizes and sizes.capacity,
-            **options,
         )
         self._received[_micro_batch()] = all_to_all, got
         rows, scales = got.x, got.scales
-        if not options and not defer_input_quant and rows.numel():
+        if not options.quantize and not defer_input_quant and rows.numel():
             rows, scales = _quantized(rows, quant_config)
         metadata = _tokens_metadata(got.counts, sizes and sizes.counts)
         experts = _experts_of_rows(got, all_to_all).to(topk_ids.dtype)
@@ -399,6 +397,19 @@ def _delegates(weight_and_reduce_impl: Any) -> bool:
 def _tokens_metadata(counts: Tensor, counts_on_cpu: Tensor | None) -> Any:
     return _kernel().ExpertTokensMetadata(
         expert_num_tokens=counts, expert_num_tokens_cpu=counts_on_cpu
+    )
+
+
+@functools.cache
+def _options_of(layout: RowLayout, scale_format: ScaleFormat | None) -> DispatchOptions:
+    """Returns options that quantize with this scale_format; None: rows travel unchanged."""
+    if scale_format is None:
+        return DispatchOptions(layout=layout)
+    return DispatchOptions(
+        layout=layout,
+        quantize=True,
+        scale_format=scale_format,
+        column_scales=layout == "padded",
     )
 
 

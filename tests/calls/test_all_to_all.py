@@ -27,6 +27,7 @@ from tests.support.cases import (
     combine_arguments,
     dispatch_arguments,
     expect,
+    in_options,
     make,
     make_tokens,
     run_steps,
@@ -134,9 +135,9 @@ def test_halves_have_all_that_the_whole_call_has(layout: str) -> None:
                     tokens.append(replace(t, topk_idx=t.topk_idx.int(), extras=(number,)))
                 wanted = expect(topology_of(comm), tokens, max_tokens=12, **options)
                 sent = comm.dispatch_send(
-                    **dispatch_arguments(comm, wanted),
-                    with_ranges=layout == "padded",
-                    with_wait_ticks=True,
+                    **dispatch_arguments(
+                        comm, wanted, with_ranges=layout == "padded", with_wait_ticks=True
+                    )
                 )
                 reused = comm.dispatch_recv(sent, out=reused)
                 assert_received(reused, wanted.received[rank.rank])
@@ -157,11 +158,12 @@ def test_topk_may_be_written_over_once_it_is_copied(halves: bool) -> None:
             tokens = [make_tokens(0, r, 5 + r) for r in range(2)]
             wanted = expect(topology_of(comm), tokens, max_tokens=12)
             mine = tokens[rank.rank]
-            given: Any = dispatch_arguments(comm, wanted) | {"topk_idx": mine.topk_idx.clone()}
+            given = dispatch_arguments(comm, wanted, copy_topk=True)
+            given["topk_idx"] = mine.topk_idx.clone()
             if halves:
-                received = comm.dispatch_recv(comm.dispatch_send(**given, copy_topk=True))
+                received = comm.dispatch_recv(comm.dispatch_send(**given))
             else:
-                received = comm.dispatch(**given, copy_topk=True)
+                received = comm.dispatch(**given)
             given["topk_idx"].fill_(-1)
             assert torch.equal(received.topk_idx, mine.topk_idx)
             late = {"topk_weights": mine.topk_weights}  # by the experts of topk_idx
@@ -196,6 +198,24 @@ def test_sums_go_into_a_tensor_of_the_caller(layout: str) -> None:
     run_threads(2, body)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("transport", "loopback"),
+        ("nics_per_rank", 2),
+        ("nics", "mlx5_0"),
+        ("transport_settings", "seed=1"),
+        ("proxy_cpu", 0),
+    ],
+)
+def test_what_an_engine_has_is_refused_beside_it(name: str, value: object) -> None:
+    rank = Rank(0, 1, torch.distributed.HashStore())
+    with Engine("loopback") as engine:
+        with pytest.raises(moe_p2p.InvalidArgumentError, match=f"{name} is .*an engine is given"):
+            make(rank, engine=engine, **{name: value})
+        make(rank, engine=engine, timeout_s=5.0, wait="yield").close()
+
+
 def test_tells_how_long_it_waited_for_each_source() -> None:
     late = threading.Event()
 
@@ -205,7 +225,7 @@ def test_tells_how_long_it_waited_for_each_source() -> None:
             if rank.rank == 1:
                 assert late.wait(20)
             if rank.rank == 0:
-                sent = comm.dispatch_send(t.x, t.topk_idx, with_wait_ticks=True)
+                sent = comm.dispatch_send(t.x, t.topk_idx, **in_options(with_wait_ticks=True))
                 threading.Timer(0.2, late.set).start()
                 began = time.monotonic_ns()
                 received = comm.dispatch_recv(sent)

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import moe_p2p
-from moe_p2p import AllToAll, Dispatched, ops
+from moe_p2p import AllToAll, Dispatched, DispatchOptions, ops
 from tests.calls.test_compile import next_step
-from tests.support.cases import HIDDEN_DIM, TOPK, make
+from tests.support.cases import HIDDEN_DIM, TOPK, in_options, make
 from tests.support.ranks import Rank, run_threads
 
 NUM_EXPERTS = 8
@@ -96,10 +96,13 @@ def apply_experts(received: Dispatched, experts: Tensor) -> Tensor:
     return torch.einsum("rh,rhf->rf", rows, experts[owner.clamp_max(len(experts) - 1)]).tanh()
 
 
+ZEROED = DispatchOptions(zero_padding=True)
+
+
 def layer(
     comm: AllToAll, x: Tensor, given: Inputs, weights: Tensor, experts: Tensor, **options: Any
 ) -> Tensor:
-    received = comm.dispatch(x, given.topk_idx, weights, **options)
+    received = comm.dispatch(x, given.topk_idx, weights, **in_options(**options))
     y = apply_experts(received, experts)
     return comm.combine(y, received)
 
@@ -159,7 +162,7 @@ def test_bias_gets_the_gradient_of_the_result() -> None:
         with make(rank) as comm:
             given = inputs(rank.rank)
             bias = tuple(torch.randn_like(given.x).requires_grad_() for _ in range(2))
-            received = comm.dispatch(given.x, given.topk_idx, zero_padding=True)
+            received = comm.dispatch(given.x, given.topk_idx, options=ZEROED)
             without = comm.combine(received.x, received)
             out = comm.combine(received.x, received, bias=bias)
             torch.testing.assert_close(out, without + bias[0] + bias[1])
@@ -175,7 +178,7 @@ def test_a_combine_with_weights_of_its_own_has_no_gradient() -> None:
     def body(rank: Rank) -> None:
         with make(rank) as comm:
             given = inputs(rank.rank)
-            received = comm.dispatch(given.x, given.topk_idx, zero_padding=True)
+            received = comm.dispatch(given.x, given.topk_idx, options=ZEROED)
             weights = given.topk_weights.requires_grad_()
             with pytest.raises(moe_p2p.InvalidArgumentError, match="give them to dispatch"):
                 comm.combine(received.x, received, topk_weights=weights)
@@ -208,7 +211,7 @@ def test_garbage_in_padding_never_reaches_a_gradient() -> None:
         with make(rank, ranks_per_node=1) as comm:
             given = inputs(rank.rank)
             weights = given.topk_weights.requires_grad_()
-            received = comm.dispatch(given.x, given.topk_idx, weights, zero_padding=True)
+            received = comm.dispatch(given.x, given.topk_idx, weights, options=ZEROED)
             has_token = (received.row_weights > 0).view(received.x.shape[:2])
             y = torch.where(has_token[..., None], received.x, torch.nan)
             y = y.detach().requires_grad_()
@@ -393,7 +396,7 @@ def test_a_backward_makes_no_fp32_copies_of_all_rows(monkeypatch: pytest.MonkeyP
         for at_once in (1 << 30, 100):
             monkeypatch.setattr(ops, "_VALUES_AT_ONCE", at_once)
             x = given.x.bfloat16()
-            received = comm.dispatch(x, given.topk_idx, given.topk_weights, zero_padding=True)
+            received = comm.dispatch(x, given.topk_idx, given.topk_weights, options=ZEROED)
             y = (received.x * 2).requires_grad_()
             weights = received.row_weights.clone().requires_grad_()
             out = comm.combine(y, received._replace(row_weights=weights))
@@ -436,7 +439,7 @@ def test_a_combine_of_a_wider_type_trains() -> None:
             gradients = []
             for out_dtype in (torch.float32, torch.bfloat16):
                 x = given.x.bfloat16().requires_grad_()
-                received = comm.dispatch(x, given.topk_idx, weights, zero_padding=True)
+                received = comm.dispatch(x, given.topk_idx, weights, options=ZEROED)
                 out = comm.combine(received.x, received, out_dtype=out_dtype)
                 gradients.append(torch.autograd.grad(out, (x, weights), given.grad.to(out_dtype)))
             for wide, narrow in zip(*gradients, strict=True):

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 import moe_p2p
-from moe_p2p import AllToAll, AllToAllConfig
-from tests.support.cases import HIDDEN_DIM, SMALL, check_step, make, make_tokens
+from moe_p2p import AllToAll, AllToAllConfig, Dispatched, DispatchOptions
+from tests.support.cases import HIDDEN_DIM, SMALL, check_step, in_options, make, make_tokens
 from tests.support.ranks import Rank, run_processes, run_threads
 
 
@@ -94,11 +94,6 @@ BAD_DISPATCH: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         lambda: {"x": torch.zeros(4, 48).to(torch.float8_e4m3fn), "scales": torch.zeros(4, 0)},
         "must have at least one column",
     ),
-    "layout of ranges": (
-        lambda: {"layout": "by_rank", "with_ranges": True},
-        "it needs layout='padded'",
-    ),
-    "scale format without quantize": (lambda: {"scale_format": "ue8m0"}, "pass quantize=True"),
     "shape of scales": (
         lambda: {"x": torch.zeros(4, 48).to(torch.float8_e4m3fn), "scales": torch.zeros(3, 2)},
         r"scales is torch.float32 \[3, 2\], must have shape \[4",
@@ -155,13 +150,13 @@ BAD_DISPATCH: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     ),
     "layout": (lambda: {"layout": "sorted"}, "layout is 'sorted', must be one of"),
     "capacity": (lambda: {"capacity": -1}, "capacity is -1, must be from 0"),
-    "alignment": (lambda: {"alignment": 0}, "alignment is 0, must be from 1"),
+    "alignment": (lambda: {"alignment": 0}, "alignment is 0, must be an integer from 1"),
 }
 
 
-# What the layout must be is looked at by the receiving half.
+# The capacity is looked at by the receiving half.
 HALVES = [(name, half) for half in ("", "_send") for name in BAD_DISPATCH]
-HALVES = [pair for pair in HALVES if pair not in {("capacity", "_send"), ("alignment", "_send")}]
+HALVES = [pair for pair in HALVES if pair != ("capacity", "_send")]
 
 
 @pytest.mark.parametrize(("name", "half"), HALVES)
@@ -169,7 +164,7 @@ def test_dispatch_refuses(alone: AllToAll, name: str, half: str) -> None:
     change, match = BAD_DISPATCH[name]
     call = getattr(alone, f"dispatch{half}")
     with pytest.raises(moe_p2p.InvalidArgumentError, match=match):
-        call(**(good() | change()))
+        call(**in_options(**(good() | change())))
     assert alone.broken == ""
     tokens = make_tokens(0, 0, 4, dtype=torch.bfloat16)
     check_step(alone, [tokens])
@@ -237,16 +232,20 @@ def test_combine_refuses_too_few_rows_of_y(alone: AllToAll) -> None:
     alone.combine(received.x, received)
 
 
+def with_handle(received: Dispatched, handle: torch.Tensor) -> Dispatched:
+    return received._replace(call=received.call._replace(handle=handle))
+
+
 def test_handle_of_somebody_else(alone: AllToAll) -> None:
     received = alone.dispatch(**good())
     for handle, match in [
         (torch.zeros(4, dtype=torch.int32), "handle was not made by a dispatch"),
         (torch.zeros(900, dtype=torch.int32), "handle was not made by a dispatch"),
-        (received.handle.long(), r"handle is torch.int64 .*must be torch.int32"),
-        (received.handle[:20].clone(), "handle has 20 words"),
+        (received.call.handle.long(), r"handle is torch.int64 .*must be torch.int32"),
+        (received.call.handle[:20].clone(), "handle has 20 words"),
     ]:
         with pytest.raises(moe_p2p.InvalidArgumentError, match=match):
-            alone.combine(received.x, received._replace(handle=handle))
+            alone.combine(received.x, with_handle(received, handle))
     alone.combine(received.x, received)
 
 
@@ -258,20 +257,20 @@ def combine_with_overwritten_handles(rank: Rank) -> list[str]:
     with make(rank, dtype=torch.bfloat16) as comm:
         received = comm.dispatch(**good(), layout="grouped")
         for case in range(300):
-            handle = received.handle.clone()
+            handle = received.call.handle.clone()
             begin, end = sorted(torch.randint(4, len(handle) + 1, (2,), generator=generator))
             words = torch.randint(-(1 << 31), 1 << 31, (end - begin,), generator=generator)
             handle[begin:end] = words.int() if case % 2 else limits[case // 2 % len(limits)]
             try:
-                comm.combine(received.x, received._replace(handle=handle))
+                comm.combine(received.x, with_handle(received, handle))
             except moe_p2p.InvalidArgumentError as error:
                 told.append(str(error))
         pending = comm.combine_send(received.x, received)
-        kept = received.handle.clone()
-        received.handle[len(kept) // 2 :] = 0x7FFFFFFF
+        kept = received.call.handle.clone()
+        received.call.handle[len(kept) // 2 :] = 0x7FFFFFFF
         with pytest.raises(moe_p2p.InvalidArgumentError, match="overwritten after its dispatch"):
             comm.combine_recv(pending)
-        received.handle.copy_(kept)
+        received.call.handle.copy_(kept)
         assert torch.isfinite(comm.combine_recv(pending)).all()
         assert comm.broken == ""
     return told
@@ -300,7 +299,7 @@ def test_halves_in_the_wrong_order(alone: AllToAll) -> None:
 
 def test_outputs_that_do_not_fit(alone: AllToAll) -> None:
     pending = alone.dispatch_send(**good())
-    other = alone.dispatch(**(good() | {"layout": "grouped", "solo": True}))
+    other = alone.dispatch(**good(), options=DispatchOptions(layout="grouped", solo=True))
     with pytest.raises(moe_p2p.InvalidArgumentError, match="must hold 96 rows of 48 values"):
         alone.dispatch_recv(pending, out=other)
     alone.release(alone.dispatch_recv(pending))
@@ -314,7 +313,7 @@ def test_sums_that_do_not_fit(alone: AllToAll) -> None:
         match = f"out has {rows} rows, the dispatch had {num_rows}"
         with pytest.raises(moe_p2p.InvalidArgumentError, match=match):
             alone.combine(y, received, out=out)
-        given = (alone._comm, y, None, None, None, [], received.handle, 12, out, None, None)
+        given = (alone._comm, y, None, None, None, [], received.call.handle, 12, out, None, None)
         with pytest.raises(RuntimeError, match=match):
             torch.ops.moe_p2p.combine_out(*given)
     out = y.new_empty(num_rows, y.shape[-1])
@@ -401,6 +400,7 @@ def test_capacity_too_small_breaks_the_object() -> None:
         ({"nics_per_rank": 9}, "nics_per_rank is 9"),
         ({"expert_rank": (0, 1)}, "expert_rank has 2 entries"),
         ({"transport": None}, "transport is None, must be a string"),
+        ({"device": torch.device("cuda", 1)}, "device is 'cuda:1', must be one of"),
     ],
 )
 def test_configuration_names_the_field(change: dict[str, Any], match: str) -> None:

@@ -16,17 +16,27 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from moe_p2p import AllToAll
+from moe_p2p import AllToAll, DispatchOptions
+from moe_p2p.options import BY_RANK, QUANTIZE, layout_of, scale_format_of
 from tests.support.cases import HIDDEN_DIM, TOPK, make, make_tokens
 from tests.support.ranks import Rank, run_processes
 
 NUM_EXPERTS = 8
+ROWS_BY_RANK = DispatchOptions(layout="by_rank", zero_padding=True)
+PACKED = DispatchOptions(
+    quantize=True,
+    scale_format="ue8m0",
+    column_scales=True,
+    with_ranges=True,
+    with_wait_ticks=True,
+    zero_padding=True,
+)
 
 
 class Layer(nn.Module):
     """Router, dispatch, one matrix per expert, combine."""
 
-    def __init__(self, comm: AllToAll, **options: Any) -> None:
+    def __init__(self, comm: AllToAll, options: DispatchOptions | None = None) -> None:
         super().__init__()
         self.comm = comm
         self.options = options
@@ -39,7 +49,7 @@ class Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [T, H] -> [T, H]."""
         weights, topk_idx = (x @ self.router.t()).softmax(-1).topk(TOPK)
-        received = self.comm.dispatch(x, topk_idx, weights, **self.options)
+        received = self.comm.dispatch(x, topk_idx, weights, options=self.options)
         y = torch.bmm(received.x, self.experts).relu()
         return x + self.comm.combine(y, received)
 
@@ -94,9 +104,14 @@ def test_options_and_inference(alone: AllToAll) -> None:
 
     def step(x: Tensor, idx: Tensor, weights: Tensor, count: Tensor) -> tuple[Tensor, ...]:
         received = alone.dispatch(
-            x, idx, weights, quantize=True, layout="grouped", alignment=4, num_tokens=count,
-            with_source=True, zero_padding=True,
-        )  # fmt: skip
+            x,
+            idx,
+            weights,
+            num_tokens=count,
+            options=DispatchOptions(
+                quantize=True, layout="grouped", alignment=4, with_source=True, zero_padding=True
+            ),
+        )
         assert received.scales is not None
         assert received.source is not None
         scales = received.scales.repeat_interleave(128, dim=-1)[:, :HIDDEN_DIM]
@@ -142,17 +157,14 @@ def test_every_output_of_dispatch_and_combine_is_in_the_graph(alone: AllToAll) -
     tokens = make_tokens(2, 0, 6)
 
     def step(x: Tensor, idx: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
-        padded = alone.dispatch(
-            x, idx, quantize=True, scale_format="ue8m0", column_scales=True, with_ranges=True,
-            with_wait_ticks=True, zero_padding=True,
-        )  # fmt: skip
+        padded = alone.dispatch(x, idx, options=PACKED)
         assert padded.scales is not None
         assert padded.ranges is not None
         assert padded.wait_ticks is not None
         out, ticks = alone.combine(
             padded.x.float(), padded, topk_weights=weights, bias=(x, x), with_wait_ticks=True
         )
-        by_rank = alone.dispatch(x, idx, weights, layout="by_rank", zero_padding=True)
+        by_rank = alone.dispatch(x, idx, weights, options=ROWS_BY_RANK)
         assert by_rank.row_topk is not None
         sums, back = alone.combine(by_rank.x, by_rank, row_scalars=by_rank.row_weights)
         waited = (padded.wait_ticks.numel() + ticks.numel()) * torch.ones(1)
@@ -216,10 +228,9 @@ class Kernels:
     def __init__(self) -> None:
         self.asked: set[tuple[object, ...]] = set()
 
-    def prepare_dispatch(
-        self, x_dtype: torch.dtype, *, quantize: bool, scale_format: int = 0, by_rank: bool = False
-    ) -> None:
-        self.asked.add((x_dtype, quantize, scale_format, by_rank))
+    def prepare_dispatch(self, x_dtype: torch.dtype, number: int) -> None:
+        quantize, by_rank = bool(number & QUANTIZE), layout_of(number) == BY_RANK
+        self.asked.add((x_dtype, quantize, scale_format_of(number), by_rank))
 
     def prepare_combine(self, y_dtype: torch.dtype, out_dtype: torch.dtype) -> None:
         self.asked.add((y_dtype, out_dtype))
@@ -233,12 +244,12 @@ def test_kernels_of_a_graph_are_prepared_while_it_is_traced(
     monkeypatch.setattr(alone, "_device", kernels)
 
     def train(x: Tensor) -> Tensor:
-        received = alone.dispatch(x, tokens.topk_idx, layout="by_rank", zero_padding=True)
+        received = alone.dispatch(x, tokens.topk_idx, options=ROWS_BY_RANK)
         return alone.combine(received.x, received).sum()
 
     def infer(x: Tensor) -> Tensor:
-        options = {"quantize": True, "scale_format": "ue8m0"}
-        received = alone.dispatch(x, tokens.topk_idx, **options)  # type: ignore[arg-type]
+        options = DispatchOptions(quantize=True, scale_format="ue8m0")
+        received = alone.dispatch(x, tokens.topk_idx, options=options)
         return alone.combine(received.x.half(), received, out_dtype=torch.float32)
 
     def halves(x: Tensor) -> Tensor:
@@ -269,15 +280,15 @@ def next_step(comm: AllToAll) -> int:
     tokens = make_tokens(0, 0, 1)
     received = comm.dispatch(tokens.x, tokens.topk_idx)
     comm.release(received)
-    return int(received.handle.view(torch.int32)[2])
+    return int(received.call.handle.view(torch.int32)[2])
 
 
 def test_a_call_that_nobody_reads_still_runs(alone: AllToAll) -> None:
     tokens = make_tokens(0, 0, 4)
 
     def step(x: Tensor, idx: Tensor) -> Tensor:
-        alone.dispatch(x, idx, solo=True)
-        alone.dispatch(x, idx, solo=True)  # alike, and yet a second one
+        alone.dispatch(x, idx, options=DispatchOptions(solo=True))
+        alone.dispatch(x, idx, options=DispatchOptions(solo=True))  # alike, and yet a second one
         return x + 1
 
     before = next_step(alone)
@@ -313,7 +324,7 @@ def test_errors_come_through_with_their_text(alone: AllToAll) -> None:
     tokens = make_tokens(0, 0, 4)
 
     def step(x: Tensor, idx: Tensor) -> Tensor:
-        return alone.dispatch(x, idx, solo=True).x
+        return alone.dispatch(x, idx, options=DispatchOptions(solo=True)).x
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     bad = tokens.topk_idx.clone()

@@ -71,7 +71,8 @@ WIRES = [
 def wire(rank: Rank, config: dict[str, Any], options: dict[str, Any]) -> tuple[int, int, int]:
     """Bytes that this rank's NICs wrote, what the reference says of its tokens, and the floor."""
     expected = floor = 0
-    with Engine(num_nics=config.get("nics_per_rank", 2)) as engine:
+    config = dict(config)
+    with Engine(num_nics=config.pop("nics_per_rank", 2)) as engine:
         with make(rank, engine=engine, **config) as comm:
             for seed, counts in enumerate([(12, 0, 5, 1), (0, 0, 0, 0), (3, 12, 12, 12)]):
                 dtype = comm.config.dtype

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +13,10 @@ from torch._library.custom_ops import OPDEFS
 from torch.library import opcheck
 
 import moe_p2p
-from moe_p2p import AllToAll, Engine, errors
-from moe_p2p.dispatched import BY_RANK, GROUPED, PADDED
+from moe_p2p import AllToAll, DispatchOptions, Engine, errors
 from moe_p2p.engine import tensor_from
-from moe_p2p.ops import COPY_TOPK, UE8M0, WITH_RANGES, WITH_SOURCE
 from moe_p2p.ops import layout as numbers
+from moe_p2p.options import RowLayout
 from moe_p2p.reference import fp8, wire
 from tests.support.cases import HIDDEN_DIM, TOPK, make, make_tokens
 from tests.support.ranks import Rank
@@ -44,10 +43,14 @@ def comm_number(comm: AllToAll) -> int:
     return comm._comm
 
 
-def dispatch_arguments(comm: AllToAll, **change: Any) -> tuple[Any, ...]:
+def dispatch_arguments(
+    comm: AllToAll, change: dict[str, Any] | None = None, **options: Any
+) -> tuple[Any, ...]:
     tokens = make_tokens(0, 0, 5)
+    options = {"zero_padding": True, "solo": True} | options
     arguments = {
         "comm": comm_number(comm),
+        "options": DispatchOptions(**options).number,
         "x": tokens.x,
         "scales": None,
         "extras": [],
@@ -56,43 +59,40 @@ def dispatch_arguments(comm: AllToAll, **change: Any) -> tuple[Any, ...]:
         "num_tokens": None,
         "num_tokens_host": -1,
         "max_tokens": MAX_TOKENS,
-        "quantize": False,
-        "scale_format": 0,
-        "layout": PADDED,
         "capacity": MAX_TOKENS,
-        "alignment": 1,
-        "column_scales": False,
-        "zero_padding": True,
-        "outputs": 0,
-        "solo": True,
     }
-    return tuple((arguments | change).values())
+    return tuple((arguments | (change or {})).values())
 
 
 DISPATCHES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "grouped": {"layout": GROUPED, "capacity": 40, "alignment": 4},
+    "grouped": {"layout": "grouped", "alignment": 4, "change": {"capacity": 40}},
     "quantized": {"quantize": True},
-    "all options": {
-        "extras": [torch.ones(5, 3, dtype=torch.int64), torch.ones(5, 1, dtype=torch.uint8)],
-        "num_tokens": torch.tensor(4),
-        "outputs": WITH_SOURCE,
+    "extras": {
+        "with_source": True,
+        "change": {
+            "extras": [torch.ones(5, 3, dtype=torch.int64), torch.ones(5, 1, dtype=torch.uint8)],
+            "num_tokens": torch.tensor(4),
+        },
     },
-    "no weights": {"topk_weights": None, "num_tokens_host": 2},
+    "no weights": {"change": {"topk_weights": None, "num_tokens_host": 2}},
     "by rank": {
-        "layout": BY_RANK,
-        "outputs": WITH_SOURCE + COPY_TOPK,
-        "extras": [torch.ones(5, 3, dtype=torch.int64)],
+        "layout": "by_rank",
+        "with_source": True,
+        "copy_topk": True,
+        "change": {"extras": [torch.ones(5, 3, dtype=torch.int64)]},
     },
     "packed scales": {
         "quantize": True,
-        "scale_format": UE8M0,
+        "scale_format": "ue8m0",
         "column_scales": True,
-        "outputs": WITH_RANGES,
+        "with_ranges": True,
     },
     "float8": {
-        "x": torch.ones(5, HIDDEN_DIM).to(torch.float8_e4m3fn),
-        "scales": torch.ones(5, 1),
+        "change": {
+            "x": torch.ones(5, HIDDEN_DIM).to(torch.float8_e4m3fn),
+            "scales": torch.ones(5, 1),
+        }
     },
 }
 # opcheck compares the results of two runs, so rows without a token must be alike: zero_padding.
@@ -109,17 +109,15 @@ def test_dispatch(alone: AllToAll, name: str, suffix: str) -> None:
     opcheck(getattr(ops, f"dispatch{suffix}").default, arguments, test_utils=utils)
 
 
-@pytest.mark.parametrize("layout", [PADDED, BY_RANK])
-def test_dispatch_with_gradients(alone: AllToAll, layout: int) -> None:
+@pytest.mark.parametrize("layout", ["padded", "by_rank"])
+def test_dispatch_with_gradients(alone: AllToAll, layout: RowLayout) -> None:
     tokens = make_tokens(0, 0, 5)
-    arguments = dispatch_arguments(
-        alone,
-        layout=layout,
-        x=tokens.x.requires_grad_(),
-        topk_weights=tokens.topk_weights.requires_grad_()
-        if tokens.topk_weights is not None
-        else None,
-    )
+    assert tokens.topk_weights is not None
+    change = {
+        "x": tokens.x.requires_grad_(),
+        "topk_weights": tokens.topk_weights.requires_grad_(),
+    }
+    arguments = dispatch_arguments(alone, change, layout=layout)
     opcheck(ops.dispatch.default, arguments)
 
 
@@ -129,12 +127,11 @@ def combine_arguments(
     grad: bool = False,
     scalars: bool = False,
     late: bool = False,
-    layout: Literal["padded", "by_rank"] = "padded",
+    layout: RowLayout = "padded",
 ) -> tuple[Any, ...]:
     tokens = make_tokens(0, 0, 5)
-    received = comm.dispatch(
-        tokens.x, tokens.topk_idx, tokens.topk_weights, layout=layout, solo=True, zero_padding=True
-    )
+    options = DispatchOptions(layout=layout, solo=True, zero_padding=True)
+    received = comm.dispatch(tokens.x, tokens.topk_idx, tokens.topk_weights, options=options)
     weighted = layout == "padded" and not late
     return (
         comm_number(comm),
@@ -143,11 +140,12 @@ def combine_arguments(
         torch.rand(received.row_weights.shape) if scalars else None,
         tokens.topk_weights if late else None,
         [torch.ones(5, HIDDEN_DIM).requires_grad_(grad)],
-        received.handle,
+        received.call.handle,
         tokens.topk_idx,
-        received.max_tokens,
+        received.call.max_tokens,
         torch.float32,
-        *received.layout,
+        received.call.options,
+        received.call.capacity,
         False,
     )
 
@@ -172,9 +170,9 @@ def test_combine(alone: AllToAll, options: dict[str, Any]) -> None:
 
 
 def send_arguments(comm: AllToAll) -> tuple[Any, ...]:
-    arguments = dispatch_arguments(comm)
+    arguments = dispatch_arguments(comm, solo=False)
     handle = torch.zeros(ops.handle_words(comm_number(comm), 5, MAX_TOKENS), dtype=torch.int32)
-    return (*arguments[:12], False, handle)
+    return (*arguments[:-1], handle)
 
 
 def sent(comm: AllToAll) -> torch.Tensor:
@@ -186,6 +184,7 @@ def sent(comm: AllToAll) -> torch.Tensor:
 def recv_arguments(comm: AllToAll, handle: torch.Tensor) -> tuple[Any, ...]:
     return (
         comm_number(comm),
+        DispatchOptions(zero_padding=True).number,
         handle,
         torch.zeros(8, MAX_TOKENS, HIDDEN_DIM),
         None,
@@ -197,12 +196,7 @@ def recv_arguments(comm: AllToAll, handle: torch.Tensor) -> tuple[Any, ...]:
         None,
         None,
         None,
-        0,
-        PADDED,
         MAX_TOKENS,
-        1,
-        False,
-        True,
     )
 
 
@@ -234,8 +228,8 @@ def test_combine_send_and_recv(alone: AllToAll, util: str) -> None:
         send = (
             comm_number(alone),
             handle,
-            received[2],
-            received[5],
+            received[3],
+            received[6],
             torch.zeros(ROWS),
             None,
             torch.float32,
@@ -310,9 +304,8 @@ def test_connect_takes_the_addresses_of_all(engines: tuple[Engine, Engine]) -> N
     # Connecting happens once in the life of a communicator, so each check has one of its own.
     config = moe_p2p.AllToAllConfig(num_experts=2, hidden_dim=8, topk=1, max_tokens=4)
     for number, util in enumerate(ONCE):
-        comm = ops.all_to_all_create(
-            engines[0].number, 0, number, *config.plan_arguments(1, 1), 5.0, "sleep", 1
-        )
+        settings = config.settings(1, 1, communicator=number, timeout_s=5.0)
+        comm = ops.all_to_all_create(engines[0].number, settings)
         address = ops.all_to_all_address(comm)
         opcheck(ops.all_to_all_connect.default, (comm, [address]), test_utils=util)
         ops.all_to_all_close(comm)
@@ -355,6 +348,60 @@ def test_python_has_the_other_numbers_of_the_letter() -> None:
 
 
 # --- errors ---
+
+
+GOOD = (
+    "world_size=2,ranks_per_node=2,num_experts=4,hidden_dim=256,topk=2,max_tokens=8,chunk_tokens=8"
+)
+
+
+def test_plan_reads_its_settings() -> None:
+    config = moe_p2p.AllToAllConfig(
+        num_experts=4, hidden_dim=256, topk=2, max_tokens=8, part_bytes=0
+    )
+    text = ops.plan(f"{GOOD},part_bytes=0")
+    assert text == ops.plan(config.settings(2, 2))
+    assert config.settings(2, 2).startswith(GOOD)
+    assert text == ops.plan(f"{GOOD},part_bytes=0,expert_rank=0:0:1:1")
+    assert text != ops.plan(f"{GOOD},part_bytes=0,steps_in_flight=3")
+    assert text != ops.plan(f"{GOOD},part_bytes=0,payload_item_bytes=4")
+
+
+@pytest.mark.parametrize(
+    ("more", "match"),
+    [
+        ("wings=2", '"wings=2" is not understood'),
+        ("topk=2", "topk is given twice"),
+        ("extra_bytes=2.5", "extra_bytes=2.5 is refused; it must be an integer"),
+        ("extra_bytes=-1", "extra_bytes=-1 is refused; it must be an integer"),
+        ("expert_rank=0:0:1", "expert_rank has 3 entries"),
+        ("expert_rank=0:0:1:2", r"expert_rank\[3\] is 2, must be from 0 to 1"),
+        ("expert_rank=0:0:1:", "expert_rank=0:0:1: is refused; it must be integers with colons"),
+        ("expert_rank=0:0:one:1", "it must be integers with colons"),
+    ],
+)
+def test_plan_refuses_settings(more: str, match: str) -> None:
+    with pytest.raises(RuntimeError, match=match):
+        ops.plan(f"{GOOD},{more}")
+
+
+@pytest.mark.parametrize(
+    ("more", "match"),
+    [
+        ("rank=2", "rank is 2, must be from 0 to 1"),
+        ("num_threads=0", "num_threads=0 is refused; it must be an integer from 1 to 1024"),
+        ("wait=doze", "doze"),
+        ("timeout_s=-1.0", "timeout_s is -1"),
+        ("timeout_s=nan", "timeout_s=nan is refused"),
+        ("communicator=4096000", "no communicator number left after 4096000"),
+        ("on_device=2", "on_device=2 is refused"),
+    ],
+)
+def test_a_communicator_refuses_settings(
+    engines: tuple[Engine, Engine], more: str, match: str
+) -> None:
+    with pytest.raises(RuntimeError, match=match):
+        ops.all_to_all_create(engines[0].number, f"{GOOD},{more}")
 
 
 def test_errors_keep_their_text_and_get_their_type() -> None:

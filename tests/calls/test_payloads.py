@@ -11,7 +11,7 @@ from typing import Literal
 import pytest
 import torch
 
-from moe_p2p import reference
+from moe_p2p import DispatchOptions, reference
 from tests.support.cases import (
     COUNTS,
     GROUPS,
@@ -104,9 +104,7 @@ def test_every_number_is_quantized_to_the_bits_of_the_reference(
         got = comm.dispatch(
             x,
             torch.zeros(len(x), 1, dtype=torch.int64),
-            layout="grouped",
-            quantize=True,
-            scale_format=scale_format,
+            options=DispatchOptions(layout="grouped", quantize=True, scale_format=scale_format),
         )
         assert torch.equal(bits(got.x), bits(expected))
         assert got.scales is not None
@@ -202,9 +200,8 @@ def test_empty_padding_is_zero_when_asked() -> None:
         with make(rank) as comm:
             t = make_tokens(2, rank.rank, 4)
             for layout in LAYOUTS:
-                got = comm.dispatch(
-                    t.x, t.topk_idx, t.topk_weights, layout=layout, zero_padding=True, solo=True
-                )
+                options = DispatchOptions(layout=layout, zero_padding=True, solo=True)
+                got = comm.dispatch(t.x, t.topk_idx, t.topk_weights, options=options)
                 tokens = [make_tokens(2, r, 4) for r in range(2)]
                 routing = reference.route(topology_of(comm), tokens, layout=layout, max_tokens=12)
                 want = reference.dispatch(routing, rank.rank)

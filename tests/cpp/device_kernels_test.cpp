@@ -133,7 +133,7 @@ class Rank {
     call.x_dtype = DType::kBFloat16;
     call.num_rows = call.num_tokens = 3;
     call.max_tokens = max_tokens;
-    call.solo = solo;
+    call.options.solo = solo;
     call.handle = handle(which);
     return call;
   }
@@ -390,7 +390,7 @@ TEST_CASE("device calls: halves are received once, and agree") {
 TEST_CASE("device calls: types that were not compiled are refused") {
   Rank rank;
   auto sent = rank.send(8);
-  sent.quantize = true;
+  sent.options.quantize = true;
   CHECK(refused([&] { rank.kernels.dispatch(&sent, nullptr, {}); }) == Code::kUnavailable);
   rank.dispatch(8);
   auto partials = rank.combine_send(8);

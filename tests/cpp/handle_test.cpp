@@ -58,7 +58,7 @@ class Rank {
   bool advance_dispatch() {
     DispatchRecv recv;
     recv.handle = words();
-    recv.layout = abi::RowLayout::kGrouped;
+    recv.options.layout = abi::RowLayout::kGrouped;
     recv.capacity = kRows;
     recv.x_dtype = abi::DType::kFloat32;
     recv.x = rows_.data();

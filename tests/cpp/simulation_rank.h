@@ -213,7 +213,7 @@ class Rank {
     send.topk_weights = call.late_weights ? nullptr : call.weights[r].data();
     send.num_rows = send.num_tokens = tokens;
     send.max_tokens = call.max_tokens;
-    send.solo = call.kind == Kind::kSolo;
+    send.options.solo = call.kind == Kind::kSolo;
     send.handle = {b.handle.data(), static_cast<int64_t>(b.handle.size())};
     const auto rows = static_cast<size_t>(capacity() * world_.experts_per_rank);
     b.rows.assign(rows * kHidden, -1.0f);

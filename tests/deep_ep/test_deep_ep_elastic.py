@@ -76,7 +76,7 @@ def stale_slots(place: Place) -> None:
     handle = dispatch(place.buffer, batches[place.rank.rank], SHAPE, call)[3]
     cases.check_handle(handle, batches, place.rank.rank, SHAPE, call)
     wanted = handle.recv_src_metadata
-    shape, words = handle.all_to_all._shape, handle.received.handle
+    shape, words = handle.all_to_all._shape, handle.received.call.handle
     sizes = (16 + 4, 4 * shape.chunk_tokens * SHAPE.topk)  # words before rows, and of rows
     rows = words[sizes[0] : sum(sizes)].view(4, shape.chunk_tokens, SHAPE.topk)
     others = (rows == -1).all(2)

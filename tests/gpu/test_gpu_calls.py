@@ -82,7 +82,7 @@ def test_solo_calls_close_their_steps(world: World) -> None:
 def solo_dispatches_only(rank: Rank, world: World, wanted: list[Wanted]) -> None:
     with make(rank, world) as comm:
         for step in wanted:
-            got = comm.dispatch(**dispatch_arguments(comm, step), solo=True)
+            got = comm.dispatch(**dispatch_arguments(comm, step, solo=True))
             finish(comm)
             assert_received(on_cpu(got), step.received[rank.rank])
         run_step(comm, wanted[0])

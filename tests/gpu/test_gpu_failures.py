@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import moe_p2p
-from moe_p2p import AllToAll
+from moe_p2p import AllToAll, DispatchOptions
 from tests.gpu.test_gpu import call
 from tests.support.cases import (
     Wanted,
@@ -110,7 +110,7 @@ def run_until_killed(rank: Rank, world: World, lost: int) -> tuple[float, str]:
     def more() -> None:
         # The lost rank's last dispatch may have got through, or not.
         for _ in range(3):
-            comm.dispatch(**arguments, solo=True)
+            comm.dispatch(**arguments | {"options": DispatchOptions(solo=True)})
             settle(comm)
 
     story = story_of(comm, more)
@@ -146,7 +146,7 @@ def failing_nic(rank: Rank, world: World, wanted: list[Wanted]) -> str:
 
         def until_it_fails() -> None:
             for step in wanted:
-                comm.dispatch(**dispatch_arguments(comm, step), solo=True)
+                comm.dispatch(**dispatch_arguments(comm, step, solo=True))
                 if settle(comm):
                     return
 
@@ -237,8 +237,8 @@ def bad_call(
             change(arguments)
         arguments = {name: on_device(comm, value) for name, value in arguments.items()}
         if comm._device is not None:
-            by_rank = arguments["layout"] == "by_rank"
-            comm._device.prepare_dispatch(arguments["x"].dtype, quantize=False, by_rank=by_rank)
+            variant = DispatchOptions(layout=arguments["layout"]).number
+            comm._device.prepare_dispatch(arguments["x"].dtype, variant)
         meet(rank, "prepared")
         try:
             comm.dispatch(**arguments)

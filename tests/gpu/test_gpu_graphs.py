@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_p2p import AllToAll, Dispatched, MoeP2pError
+from moe_p2p import AllToAll, Dispatched, DispatchOptions, MoeP2pError
+from moe_p2p.options import RowLayout
 from moe_p2p.reference import Received, Tokens, Topology
 from tests.support.cases import TOPK, Wanted, assert_received, expect, finish, make_tokens, on_cpu
 from tests.support.gpu_ranks import (
@@ -98,8 +99,7 @@ class Inputs:
             "topk_weights": self.topk_weights,
             "num_tokens": self.num_tokens,
             "max_tokens": max_tokens,
-            "layout": layout,
-            "with_source": True,
+            "options": DispatchOptions(layout=layout, with_source=True),  # type: ignore[arg-type]
         }
 
 
@@ -205,7 +205,8 @@ def test_replays_without_a_rank_give_nothing_that_passes_for_a_result(
 
 def prepare_bf16(rank: Rank, comm: AllToAll, *, by_rank: bool = False) -> None:
     if comm._device is not None:
-        comm._device.prepare_dispatch(torch.bfloat16, quantize=False, by_rank=by_rank)
+        layout: RowLayout = "by_rank" if by_rank else "padded"
+        comm._device.prepare_dispatch(torch.bfloat16, DispatchOptions(layout=layout).number)
         comm._device.prepare_combine(torch.bfloat16, torch.bfloat16)
     meet(rank, "prepared")
 

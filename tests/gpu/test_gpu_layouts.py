@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from moe_p2p import AllToAll, Dispatched, reference
-from moe_p2p.dispatched import SCALE_FORMATS
+from moe_p2p import AllToAll, Dispatched, DispatchOptions, reference
+from moe_p2p.options import SCALE_FORMATS, RowLayout
 from moe_p2p.reference import Received, Tokens
 from tests.gpu.test_gpu import (
     ALL_WORLDS,
@@ -36,6 +36,7 @@ from tests.support.cases import (
     assert_received,
     dispatch_arguments,
     finish,
+    in_options,
     make_tokens,
     on_cpu,
     on_device,
@@ -246,10 +247,10 @@ def columns(rank: Rank, world: World, wanted: list[Wanted], padded: bool) -> Non
     with make(rank, world) as comm:
         prepare(rank, comm, wanted)
         for step in wanted:
-            arguments = dispatch_arguments(comm, step) | {"zero_padding": padded}
-            live = comm.dispatch(**arguments, column_scales=True, solo=True)
+            how = {"zero_padding": padded, "column_scales": True, "solo": True}
+            live = comm.dispatch(**dispatch_arguments(comm, step, **how))
             finish(comm)
-            assert_columns(live, live.layout.capacity)
+            assert_columns(live, live.call.capacity)
             theirs = step.received[rank.rank]
             got = on_cpu(live)
             assert_received(got, theirs)
@@ -298,7 +299,9 @@ def opaque_scales(rank: Rank, world: World, wanted: Sequence[Expected]) -> None:
     with make(rank, world) as comm:
         if comm._device is not None:
             for by_rank in (False, True):
-                comm._device.prepare_dispatch(torch.float8_e4m3fn, quantize=False, by_rank=by_rank)
+                layout: RowLayout = "by_rank" if by_rank else "padded"
+                variant = DispatchOptions(layout=layout).number
+                comm._device.prepare_dispatch(torch.float8_e4m3fn, variant)
         meet(rank, "prepared")
         for tokens, options, received in wanted:
             mine = tokens[rank.rank]
@@ -307,8 +310,7 @@ def opaque_scales(rank: Rank, world: World, wanted: Sequence[Expected]) -> None:
                 on_device(comm, mine.topk_idx),
                 on_device(comm, mine.topk_weights),
                 scales=on_device(comm, mine.scales),
-                solo=True,
-                **options,
+                **in_options(**options, solo=True),
             )
             finish(comm)
             got = on_cpu(live)
@@ -359,7 +361,7 @@ def late_rank(rank: Rank, world: World, wanted: Wanted, late: int) -> list[int]:
     with make(rank, world) as comm:
         prepare(rank, comm, [wanted])
         run_step(comm, wanted)
-        arguments = dispatch_arguments(comm, wanted) | {"with_wait_ticks": True}
+        arguments = dispatch_arguments(comm, wanted, with_wait_ticks=True)
         meet(rank, "ready")
         if rank.rank == late:
             meet(rank, "all others wait")
@@ -387,8 +389,9 @@ def test_wait_ticks_name_the_rank_that_comes_late(world: World) -> None:
 
 def several_outputs(comm: AllToAll, step: Wanted) -> Dispatched:
     wanted = {"with_ranges": True, "with_wait_ticks": True, "copy_topk": True}
-    arguments = dispatch_arguments(comm, step)
-    got = comm.dispatch(**arguments, **wanted, column_scales=True, solo=True)
+    how = {"column_scales": True, "solo": True}
+    arguments = dispatch_arguments(comm, step, **wanted, **how)
+    got = comm.dispatch(**arguments)
     assert got.topk_idx is not arguments["topk_idx"]
     return got
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_p2p import AllToAll
+from moe_p2p import AllToAll, DispatchOptions
 from moe_p2p.gpu.kernels import _NO_REGIONS
 from tests.gpu.test_gpu import call
 from tests.support.cases import Wanted, combine_arguments, finish, run_step
@@ -55,7 +55,7 @@ def masking(rank: Rank, world: World, **overrides: Any) -> AllToAll:
     """With the kernels of mask_cases.step loaded: later that would wait for ranks that wait."""
     comm = make(rank, world, mask_lost_ranks=True, **overrides)
     if comm._device is not None:
-        comm._device.prepare_dispatch(torch.float32, quantize=False, by_rank=True)
+        comm._device.prepare_dispatch(torch.float32, DispatchOptions(layout="by_rank").number)
     meet(rank, "made", world.ranks)
     return comm
 

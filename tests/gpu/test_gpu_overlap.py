@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributed import PrefixStore
 
-from moe_p2p import AllToAll
+from moe_p2p import AllToAll, DispatchOptions
 from moe_p2p.reference import Received, Topology
 from tests.gpu.test_gpu_graphs import Inputs, Result, prepare_bf16, record
 from tests.support.cases import TOPK, Wanted, assert_received, expect, finish, make_tokens, on_cpu
@@ -122,7 +122,7 @@ def two_communicators(rank: Rank, world: World, steps: list[list[Wanted]]) -> No
         made = []
         for i, comm in enumerate((first, second)):
             if comm._device is not None:
-                comm._device.prepare_dispatch(torch.bfloat16, quantize=False, by_rank=False)
+                comm._device.prepare_dispatch(torch.bfloat16, DispatchOptions().number)
                 comm._device.prepare_combine(torch.bfloat16, torch.bfloat16)
             meet(rank, f"prepared {i}")
             made.append(Pairs(rank, comm, f"pairs {i}", 2))

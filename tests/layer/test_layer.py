@@ -112,7 +112,7 @@ def rows_of_experts(rank: Rank) -> list[tuple[int, int, int]]:
 
         def kept(*args: Any, **kwargs: Any) -> Dispatched:
             received = dispatch(*args, **kwargs)
-            handles.append(received.handle)
+            handles.append(received.call.handle)
             return received
 
         all_to_all.dispatch = kept  # type: ignore[method-assign]

@@ -7,6 +7,7 @@ tests/gpu/test_gpu_training.py runs all of it on GPUs.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
-from moe_p2p import AllToAll, Dispatched
+from moe_p2p import AllToAll, Dispatched, DispatchOptions
 from moe_p2p.layer import MoELayer
 from tests.calls.test_autograd import (
     NUM_EXPERTS,
@@ -28,7 +29,7 @@ from tests.calls.test_autograd import (
     inputs,
     layer,
 )
-from tests.support.cases import HIDDEN_DIM, TOPK, finish, make
+from tests.support.cases import HIDDEN_DIM, TOPK, finish, in_options, make
 from tests.support.ranks import Rank, run_processes, run_threads
 
 # (communicator, x, inputs, weights, experts, **options of dispatch) -> out
@@ -72,7 +73,7 @@ def beside_other_work(
     side.wait_stream(here)
     lend(side, x, weights, given.topk_idx)
     with device.stream(side):
-        received = comm.dispatch(x, given.topk_idx, weights, **options)
+        received = comm.dispatch(x, given.topk_idx, weights, **in_options(**options))
     shared = (x @ x.t()).softmax(1) @ x
     here.wait_stream(side)
     lend(here, received.x, received.row_weights, received.counts, received.offsets)
@@ -87,6 +88,9 @@ def beside_other_work(
     return out + nothing
 
 
+FUSED = DispatchOptions(layout="by_rank", zero_padding=True)
+
+
 class FusedDispatch(torch.autograd.Function):
     """As engines do that bring functions of their own: rows by rank, whose gradients go home with
     those of the weights beside them."""
@@ -95,7 +99,7 @@ class FusedDispatch(torch.autograd.Function):
     def forward(
         ctx: Any, comm: AllToAll, x: Tensor, topk_idx: Tensor, weights: Tensor
     ) -> tuple[Tensor, Tensor, Dispatched]:
-        received = comm.dispatch(x, topk_idx, weights, layout="by_rank", zero_padding=True)
+        received = comm.dispatch(x, topk_idx, weights, options=FUSED)
         ctx.comm, ctx.received = comm, received
         return received.x, received.row_weights, received
 
@@ -117,9 +121,8 @@ class FusedCombine(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        rows = ctx.comm.dispatch(
-            grads[0].contiguous(), ctx.topk_idx, layout="by_rank", solo=True, zero_padding=True
-        )
+        options = dataclasses.replace(FUSED, solo=True)
+        rows = ctx.comm.dispatch(grads[0].contiguous(), ctx.topk_idx, options=options)
         return None, rows.x, None
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_p2p import AllToAll, AllToAllConfig, Engine, deep_ep
+from moe_p2p import AllToAll, AllToAllConfig, DispatchOptions, Engine, deep_ep
 from moe_p2p.engine import Slice
 from moe_p2p.layer import MoELayer
 from moe_p2p.reference import Tokens, Topology, combine, dispatch, route
@@ -105,12 +105,14 @@ class Made:
                 topk_idx,
                 weights,
                 extras=[topk_idx] if layout == "grouped" else (),
-                layout=layout,  # type: ignore[arg-type]
-                quantize=quantize,
-                zero_padding=True,
-                with_source=True,
-                with_wait_ticks=True,
-                copy_topk=True,
+                options=DispatchOptions(
+                    layout=layout,  # type: ignore[arg-type]
+                    quantize=quantize,
+                    zero_padding=True,
+                    with_source=True,
+                    with_wait_ticks=True,
+                    copy_topk=True,
+                ),
             )
             rows = got.x.to(BF16)
             yield from (got.counts, got.offsets, got.x.float(), got.topk_idx)
@@ -137,7 +139,9 @@ class Made:
         self.masking.mask_ranks(other for other in range(W) if other != self.rank.rank)
         x, topk_idx, weights = given
         with torch.no_grad():
-            got = self.masking.dispatch(x, topk_idx, weights, zero_padding=True)
+            got = self.masking.dispatch(
+                x, topk_idx, weights, options=DispatchOptions(zero_padding=True)
+            )
             yield self.masking.combine(got.x, got)
         yield self.masking.masked
 

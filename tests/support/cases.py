@@ -5,6 +5,7 @@ Symbols: W ranks, T rows of one rank's x, K top-k, E experts, H hidden size.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import signal
@@ -16,7 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_p2p import AllToAll, AllToAllConfig, Dispatched, MoeP2pError, reference
+from moe_p2p import (
+    AllToAll,
+    AllToAllConfig,
+    Dispatched,
+    DispatchOptions,
+    MoeP2pError,
+    reference,
+)
 from moe_p2p.reference import Received, Tokens, Topology
 from tests.support.ranks import Rank
 
@@ -214,10 +222,20 @@ def on_device(comm: AllToAll, value: Any) -> Any:
     return value.to(comm.config.device) if isinstance(value, Tensor) else value
 
 
-def dispatch_arguments(comm: AllToAll, wanted: Wanted) -> dict[str, Any]:
-    """Returns this rank's arguments of dispatch or dispatch_send."""
+OPTIONS = {option.name for option in dataclasses.fields(DispatchOptions) if option.init}
+
+
+def in_options(**given: Any) -> dict[str, Any]:
+    """Moves options, given by their names, into options=, as dispatch takes them."""
+    options = {name: value for name, value in given.items() if name in OPTIONS}
+    rest = {name: value for name, value in given.items() if name not in OPTIONS}
+    return rest | {"options": DispatchOptions(**options)}
+
+
+def dispatch_arguments(comm: AllToAll, wanted: Wanted, **more: Any) -> dict[str, Any]:
+    """Returns this rank's arguments of dispatch or dispatch_send. more: replace `wanted`'s."""
     mine = wanted.tokens[comm.rank]
-    return {
+    given = {
         "x": on_device(comm, mine.x),
         "topk_idx": on_device(comm, mine.topk_idx),
         "topk_weights": on_device(comm, mine.topk_weights),
@@ -226,7 +244,9 @@ def dispatch_arguments(comm: AllToAll, wanted: Wanted) -> dict[str, Any]:
         "num_tokens": mine.num_tokens,
         "with_source": True,
         **wanted.options,
+        **more,
     }
+    return in_options(**given)
 
 
 def combine_arguments(comm: AllToAll, wanted: Wanted) -> dict[str, Any]:
@@ -246,7 +266,7 @@ def run_step(comm: AllToAll, wanted: Wanted, **arguments: Any) -> tuple[Dispatch
 
     arguments: of dispatch; they replace the arguments in `wanted`.
     """
-    live = comm.dispatch(**(dispatch_arguments(comm, wanted) | arguments))
+    live = comm.dispatch(**dispatch_arguments(comm, wanted, **arguments))
     finish(comm)
     got = on_cpu(live)
     assert_received(got, wanted.received[comm.rank])
@@ -290,7 +310,9 @@ def check_received(comm: AllToAll, tokens: list[Tokens], **options: Any) -> None
         max_tokens=comm.config.max_tokens,
     )
     mine = tokens[comm.rank]
-    got = comm.dispatch(mine.x, mine.topk_idx, mine.topk_weights, scales=mine.scales, **options)
+    got = comm.dispatch(
+        mine.x, mine.topk_idx, mine.topk_weights, scales=mine.scales, **in_options(**options)
+    )
     finish(comm)
     assert_received(on_cpu(got), reference.dispatch(routing, comm.rank))
     comm.release(got)

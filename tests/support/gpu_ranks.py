@@ -41,8 +41,8 @@ import torch
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 from moe_p2p import AllToAll, AllToAllConfig
-from moe_p2p.dispatched import SCALE_FORMATS
 from moe_p2p.gpu import jit, kernels
+from moe_p2p.options import SCALE_FORMATS, DispatchOptions, RowLayout
 from moe_p2p.reference import Topology
 from tests.support import cases
 from tests.support.ranks import Rank, run_processes, run_threads
@@ -129,6 +129,15 @@ class Payload(NamedTuple):
         """Type of y and of the sums in tests: the type of x; bfloat16 for fp8 rows."""
         return torch.bfloat16 if self.quantize or self.dtype.itemsize == 1 else self.dtype
 
+    @property
+    def number(self) -> int:
+        """Of the options of such a dispatch."""
+        layout: RowLayout = "by_rank" if self.by_rank else "padded"
+        scale_format: Any = SCALE_FORMATS[self.scale_format]
+        return DispatchOptions(
+            layout=layout, quantize=self.quantize, scale_format=scale_format
+        ).number
+
     def fields(self) -> dict[str, Any]:
         return {name: value for name, value in self._asdict().items() if name != "dtype"}
 
@@ -175,7 +184,7 @@ def prepare(rank: Rank, comm: AllToAll, wanted: list[cases.Wanted], name: str = 
     """Loads the kernels of all calls in `wanted`; each rank starts with another call."""
     if comm._device is not None:
         kernels = [
-            functools.partial(comm._device.prepare_dispatch, payload.dtype, **payload.fields())
+            functools.partial(comm._device.prepare_dispatch, payload.dtype, payload.number)
             for payload in dict.fromkeys(Payload.of(w) for w in wanted)
         ]
         kernels += [

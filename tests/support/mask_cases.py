@@ -23,6 +23,7 @@ from tests.support.cases import (
     combine_arguments,
     expect,
     finish,
+    in_options,
     make_tokens,
     on_cpu,
     on_device,
@@ -78,7 +79,7 @@ def given_by(comm: AllToAll, seed: int, **options: Any) -> dict[str, Any]:
     mine = tokens_by(comm, seed)
     names = ("x", "topk_idx", "topk_weights")
     arguments = {name: on_device(comm, getattr(mine, name)) for name in names}
-    return arguments | {"with_source": True, **options}
+    return in_options(**arguments, with_source=True, **options)
 
 
 def step(comm: AllToAll, seed: int, gone: Iterable[int]) -> None:

@@ -36,8 +36,8 @@ const DeviceKernel& find_kernel(const std::map<Key, DeviceKernel>& kernels, cons
 
 abi::ScalePlace scale_place(const DispatchRecv& recv) noexcept {
   const auto words = static_cast<int64_t>(recv.scale_bytes / 4);
-  if (!recv.column_scales) return {.row = words, .expert = 0, .word = 1};
-  const bool padded = recv.layout == abi::RowLayout::kPadded;
+  if (!recv.options.column_scales) return {.row = words, .expert = 0, .word = 1};
+  const bool padded = recv.options.padded();
   return {.row = 1,
           .expert = padded ? words * recv.scale_stride - recv.capacity : 0,
           .word = recv.scale_stride};
@@ -219,12 +219,12 @@ OpenCall DeviceKernels::begin_dispatch(const DispatchSend& send) const {
   return {.handle = send.handle.words,
           .num_steps = num_chunks,
           .num_slots = static_cast<int32_t>(num_slots),
-          .solo = send.solo || num_chunks > 1,
+          .solo = send.options.solo || num_chunks > 1,
           .stage = Stage::kDispatchSent,
           .variant = {.x_dtype = send.x_dtype,
-                      .quantize = send.quantize,
-                      .scale_format = send.scale_format,
-                      .by_rank = send.by_rank},
+                      .quantize = send.options.quantize,
+                      .scale_format = send.options.scale_format,
+                      .by_rank = send.options.by_rank()},
           .parts = send_parts(plan_, send),
           .opaque = send.opaque_scales || !send.extras.empty(),
           .num_extras = static_cast<int32_t>(send.extras.size()),
@@ -266,10 +266,10 @@ void DeviceKernels::fill(abi::DispatchParams& p, const DispatchRecv& recv) const
   p.source = on_device(recv.source);
   p.ranges = on_device(recv.ranges);
   p.wait_ticks = on_device(recv.wait_ticks);
-  p.grouped = recv.layout == abi::RowLayout::kGrouped;
-  p.zero_padding = recv.zero_padding;
+  p.grouped = recv.options.grouped();
+  p.zero_padding = recv.options.zero_padding;
   p.capacity = recv.capacity;
-  p.alignment = recv.alignment;
+  p.alignment = recv.options.alignment;
 }
 
 abi::DispatchParams DeviceKernels::params_of(const OpenCall& call) const {
@@ -297,11 +297,10 @@ void DeviceKernels::dispatch(const DispatchSend* send, const DispatchRecv* recv,
   OpenCall call = send ? begin_dispatch(*send) : *before;
   if (send) open_.check_room(call.num_steps, place.capture);
   if (!recv) check_half(call.num_steps);
-  MOE_P2P_CHECK(!recv || (recv->layout == abi::RowLayout::kByRank) == call.variant.by_rank,
-                Code::kInvalidArgument,
+  MOE_P2P_CHECK(!recv || recv->options.by_rank() == call.variant.by_rank, Code::kInvalidArgument,
                 "layout is by_rank for one half and not for the other; give dispatch_recv that of "
                 "dispatch_send");
-  MOE_P2P_CHECK(!recv || !recv->scales || recv->scale_format == call.variant.scale_format,
+  MOE_P2P_CHECK(!recv || !recv->scales || recv->options.scale_format == call.variant.scale_format,
                 Code::kInvalidArgument,
                 "scale_format is not that of dispatch_send; give dispatch_recv the same");
   const DeviceKernel& kernel = find_kernel(dispatch_kernels_, call.variant, "dispatch");

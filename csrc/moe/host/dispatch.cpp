@@ -15,8 +15,6 @@ using base::Code;
 
 namespace {
 
-bool is_by_rank(const DispatchRecv& call) { return call.layout == abi::RowLayout::kByRank; }
-
 void store_id(const DispatchRecv& call, uint64_t at, int32_t id) noexcept {
   if (call.topk_is_int64) {
     static_cast<int64_t*>(call.row_topk)[at] = id;
@@ -47,8 +45,8 @@ void HostKernels::build_slot(std::byte* slot, Step step, const DispatchSend& cal
   const auto* x =
       static_cast<const std::byte*>(call.x) + t * hidden * abi::item_bytes(call.x_dtype);
   auto* scales = abi::values_at<float>(slot, parts.offset[1]);
-  if (call.quantize) {
-    quantize_row(x, call.x_dtype, call.scale_format != abi::ScaleFormat::kFloat32,
+  if (call.options.quantize) {
+    quantize_row(x, call.x_dtype, call.options.scale_format != abi::ScaleFormat::kFloat32,
                  slot + parts.offset[0], scales, hidden);
   } else {
     std::memcpy(slot + parts.offset[0], x, parts.bytes[0]);
@@ -69,8 +67,8 @@ void HostKernels::dispatch_send(Step step, const DispatchSend& call, const abi::
   const int num_columns = num_local + shape_.num_nodes();
   const int32_t* num_slots =
       &routing.num_slots[static_cast<size_t>(chunk) * static_cast<size_t>(num_columns)];
-  const uint32_t flags =
-      abi::dispatch_flags(call.quantize ? DType::kFloat8E4M3 : call.x_dtype, call.by_rank);
+  const uint32_t flags = abi::dispatch_flags(
+      call.options.quantize ? DType::kFloat8E4M3 : call.x_dtype, call.options.by_rank());
   // Column c < L is the inbox of own-node rank c, column L + n the outbox for node n.
   std::vector<std::byte*> slots(static_cast<size_t>(num_columns), nullptr);
   for (int c = 0; c < num_columns; ++c) {
@@ -155,7 +153,8 @@ void HostKernels::place(Step step, const DispatchRecv& call, Placement& placemen
   const auto sources = static_cast<size_t>(shape_.world_size);
   placement.first_row.resize(static_cast<size_t>(num_experts) * sources);
   placement.num_rows.resize(placement.first_row.size());
-  const bool grouped = call.layout == abi::RowLayout::kGrouped;
+  const bool grouped = call.options.grouped();
+  const int64_t alignment = call.options.alignment;
   int64_t row = 0;
   for (int e = 0; e < num_experts; ++e) {
     const int64_t first = grouped ? row : e * call.capacity;
@@ -173,7 +172,7 @@ void HostKernels::place(Step step, const DispatchRecv& call, Placement& placemen
     }
     call.counts[e] = static_cast<int32_t>(at - first);
     call.offsets[e] = static_cast<int32_t>(first);
-    row = grouped ? (at + call.alignment - 1) / call.alignment * call.alignment : 0;
+    row = grouped ? (at + alignment - 1) / alignment * alignment : 0;
     MOE_P2P_CHECK((grouped ? at : at - first) <= call.capacity, Code::kResourceExhausted, "rank ",
                   memory_.rank(), ": local expert ", e, " ends at row ", grouped ? at : at - first,
                   ", capacity is ", call.capacity,
@@ -207,7 +206,7 @@ void HostKernels::place_by_rank(Step step, const DispatchRecv& call, Placement& 
 
 void HostKernels::read_heads(Step step, const DispatchRecv& call, const abi::TokenParts& parts,
                              const HandleView& handle, int64_t chunk, Placement& placement) const {
-  const bool by_rank = is_by_rank(call);
+  const bool by_rank = call.options.by_rank();
   const int num_local = shape_.ranks_per_node;
   const auto topk = static_cast<size_t>(shape_.topk);
   placement.items.clear();
@@ -275,7 +274,7 @@ void HostKernels::copy_rows(Step step, const DispatchRecv& call, const abi::Toke
       if (call.scales) scales.store(row, slot + parts.offset[1], parts.bytes[1]);
       for (size_t i = 0; i < call.extras.size(); ++i)
         copy(call.extras[i].data, 2 + static_cast<int>(i), row);
-      if (is_by_rank(call)) {
+      if (call.options.by_rank()) {
         fill_topk(call, slot, row);
       } else {
         call.row_weights[row] = weights[k];
@@ -303,7 +302,7 @@ void HostKernels::fill_topk(const DispatchRecv& call, const std::byte* slot,
 
 // Rows that hold no token: weight 0, source and experts -1 always, zero values when asked for.
 void HostKernels::clear_padding(const DispatchRecv& call) const noexcept {
-  const bool by_rank = is_by_rank(call);
+  const bool by_rank = call.options.by_rank();
   const auto per_row = static_cast<uint64_t>(by_rank ? shape_.topk : 1);
   const ScaleRows scales(call);
   const auto clear = [&](int64_t from, int64_t to) {
@@ -313,7 +312,7 @@ void HostKernels::clear_padding(const DispatchRecv& call) const noexcept {
     for (uint64_t i = first * per_row; by_rank && i < (first + rows) * per_row; ++i)
       store_id(call, i, -1);
     if (call.source) std::fill_n(call.source + 2 * first, 2 * rows, -1);
-    if (!call.zero_padding) return;
+    if (!call.options.zero_padding) return;
     const auto zero = [&](void* base, uint64_t row_bytes) {
       std::memset(static_cast<std::byte*>(base) + first * row_bytes, 0, rows * row_bytes);
     };
@@ -325,14 +324,14 @@ void HostKernels::clear_padding(const DispatchRecv& call) const noexcept {
   const int num_experts = plan_.num_local_experts(memory_.rank());
   for (int e = 0; e < num_experts; ++e)
     clear(call.offsets[e] + call.counts[e], call.offsets[e + 1]);
-  if (call.layout == abi::RowLayout::kGrouped) clear(call.offsets[num_experts], call.capacity);
+  if (call.options.grouped()) clear(call.offsets[num_experts], call.capacity);
 }
 
 void HostKernels::dispatch_recv(Step step, const DispatchRecv& call, const abi::TokenParts& parts,
                                 const HandleView& handle, int64_t chunk, Placement& placement) {
   for (int s = 0; s < shape_.world_size; ++s) {
     const RegionHeader& header = dispatch_region(step, s);
-    check_header(header, step, abi::dispatch_flags(call.x_dtype, is_by_rank(call)),
+    check_header(header, step, abi::dispatch_flags(call.x_dtype, call.options.by_rank()),
                  parts.slot_bytes, s, "dispatch");
     MOE_P2P_CHECK(silent(s) || header.num_tokens <= handle.num_slots(), Code::kProtocol, "rank ",
                   memory_.rank(), ": dispatch of step ", step.index, ": rank ", s, " sent ",
@@ -340,7 +339,7 @@ void HostKernels::dispatch_recv(Step step, const DispatchRecv& call, const abi::
                   handle.num_slots(), "; it must be the same on all ranks");
   }
   if (chunk == 0) {
-    is_by_rank(call) ? place_by_rank(step, call, placement) : place(step, call, placement);
+    call.options.by_rank() ? place_by_rank(step, call, placement) : place(step, call, placement);
     clear_padding(call);
   }
   read_heads(step, call, parts, handle, chunk, placement);

@@ -90,7 +90,7 @@ Routing HostKernels::route(const DispatchSend& call, int64_t num_chunks, const H
       if (last_of_rank[r] != t) ++routing.rank_counts[r];
       last_of_rank[r] = t;
       const int32_t earlier = routing.expert_counts[e]++;
-      routing.positions[i] = call.by_rank ? routing.rank_counts[r] - 1 : earlier;
+      routing.positions[i] = call.options.by_rank() ? routing.rank_counts[r] - 1 : earlier;
       const int node = rank / num_local;
       const int column = node == memory_.node() ? rank % num_local : num_local + node;
       if (slots[column] < 0) slots[column] = next[column]++;

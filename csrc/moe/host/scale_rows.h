@@ -16,13 +16,13 @@ class ScaleRows {
   explicit ScaleRows(const DispatchRecv& call)
       : words_(static_cast<uint32_t*>(call.scales)),
         num_words_(call.scale_bytes / sizeof(uint32_t)),
-        packed_(call.scale_format == abi::ScaleFormat::kUe8m0) {
+        packed_(call.options.scale_format == abi::ScaleFormat::kUe8m0) {
     const auto stride = static_cast<uint64_t>(call.scale_stride);
     const auto capacity = static_cast<uint64_t>(call.capacity);
-    if (call.layout == abi::RowLayout::kPadded) rows_of_expert_ = capacity;
-    row_step_ = call.column_scales ? 1 : num_words_;
-    word_step_ = call.column_scales ? stride : 1;
-    expert_step_ = num_words_ * (call.column_scales ? stride : capacity);
+    if (call.options.padded()) rows_of_expert_ = capacity;
+    row_step_ = call.options.column_scales ? 1 : num_words_;
+    word_step_ = call.options.column_scales ? stride : 1;
+    expert_step_ = num_words_ * (call.options.column_scales ? stride : capacity);
   }
 
   // `sent`: the scales of the row as they travelled, sent_bytes of them.

@@ -49,14 +49,14 @@ uint64_t block_scale_bytes(const Plan& plan) {
 }  // namespace
 
 abi::TokenParts send_parts(const Plan& plan, const DispatchSend& call) {
-  if (call.quantize)
+  if (call.options.quantize)
     return make_parts(plan, DType::kFloat8E4M3, block_scale_bytes(plan), row_bytes(call.extras));
   return make_parts(plan, call.x_dtype, call.scales ? call.scale_bytes : 0, row_bytes(call.extras));
 }
 
 abi::TokenParts recv_parts(const Plan& plan, const DispatchRecv& call) {
   uint64_t bytes = call.scales ? call.scale_bytes : 0;
-  if (call.scales && call.scale_format == abi::ScaleFormat::kUe8m0) {
+  if (call.scales && call.options.scale_format == abi::ScaleFormat::kUe8m0) {
     const uint64_t packed = abi::align_up(block_scale_bytes(plan) / 4, 4);
     MOE_P2P_CHECK(bytes == packed, Code::kInvalidArgument, "scales of a row are ", bytes,
                   " bytes, must be ", packed, " in ue8m0");

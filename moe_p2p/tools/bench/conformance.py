@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_p2p import AllToAll, Dispatched, errors, reference
+from moe_p2p import AllToAll, Dispatched, DispatchOptions, errors, reference
 from moe_p2p.reference import Tokens
 from moe_p2p.tools import launch
 from moe_p2p.tools.bench.cases import changing_counts, make_job
@@ -130,7 +130,8 @@ class Ranks:
         mine = on_device(tokens[self.rank], options.device)
         given = {name: getattr(mine, name) for name in ("x", "topk_idx", "topk_weights", "scales")}
         y = expected.y.to(options.device)
-        return Call(given=given | quantization | how, y=y, expected=expected)
+        given["options"] = DispatchOptions(**quantization, **how)
+        return Call(given=given, y=y, expected=expected)
 
     @staticmethod
     def _with_gaps(tokens: Tokens, step: int, lost: Tensor) -> Tokens:
@@ -397,13 +398,14 @@ class Halves:
         got = self._comm.dispatch(**first.given)
         found = self._ranks.rows(first, got)
         self._comm.release(got)
-        return found + self._ranks.rows(second, self._comm.dispatch(**second.given, solo=True))
+        alone = second.given | {"options": replace(second.given["options"], solo=True)}
+        return found + self._ranks.rows(second, self._comm.dispatch(**alone))
 
     def _combine_alone(self, first: Call, second: Call) -> Wrong:
         """Of rows whose dispatch had no weights; by rank the experts have used them."""
         found = []
         for call in (first, second):
-            late = call.given["topk_weights"] if call.given["layout"] != "by_rank" else None
+            late = call.given["topk_weights"] if call.given["options"].layout != "by_rank" else None
             given = call.given | ({} if late is None else {"topk_weights": None})
             got = self._comm.dispatch(**given)
             found += self._ranks.sums(call, self._comm.combine(call.y, got, topk_weights=late))

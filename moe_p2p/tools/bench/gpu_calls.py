@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_p2p import AllToAll, Dispatched
+from moe_p2p import AllToAll, Dispatched, DispatchOptions
 from moe_p2p.reference import Layout, Tokens
 from moe_p2p.tools.bench.gpu_layer import Experts
 from moe_p2p.tools.bench.options import Options
@@ -92,6 +92,15 @@ class Halves:
         return dict(zip(HALVES, steps, strict=True))
 
 
+def alone(given: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a dispatch without a combine, of those of another one."""
+    rest = {name: value for name, value in given.items() if name not in ("layout", "quantize")}
+    options = DispatchOptions(
+        layout=given["layout"], quantize=given.get("quantize", False), solo=True
+    )
+    return rest | {"options": options}
+
+
 def package_calls(
     system: MoeP2p, options: Options, tokens: Tokens, *, num_sms: int, experts: Experts | None
 ) -> Calls:
@@ -152,7 +161,7 @@ def package_calls(
         num_sms=num_sms,
         layout=layout,
         last=last,
-        eager=lambda: comm.dispatch(**given, solo=True),
+        eager=lambda: comm.dispatch(**alone(given)),
         broken=lambda: comm.broken,
         waited_s=lambda: system.waited_s,
     )

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from moe_p2p import env
+from moe_p2p.config import Wait
 
 DType = Literal["bf16", "fp16", "fp32", "fp8"]
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -38,7 +39,7 @@ class Options:
     latency_us: float = 0.0
     part_bytes: int = 2 << 20  # of the configuration
     seed: int = 0  # not 0: the software NIC reorders what it may
-    wait: str = "sleep"
+    wait: Wait = "sleep"
     timeout_s: float = 30.0
     baseline: bool = True
     check: bool = False  # correctness alone

@@ -1,0 +1,49 @@
+#include "moe/dispatch_options.h"
+
+#include "base/log.h"
+
+namespace moe_p2p::moe {
+
+namespace {
+
+constexpr int kScaleFormatShift = 2;  // above the layout
+enum Flags : int64_t {
+  kQuantize = 1 << 4,
+  kColumnScales = 1 << 5,
+  kZeroPadding = 1 << 6,
+  kSolo = 1 << 7,
+  kWithSource = 1 << 8,
+  kWithRanges = 1 << 9,
+  kWithWaitTicks = 1 << 10,
+  kCopyTopk = 1 << 11,
+};
+constexpr int kAlignmentShift = 12;
+constexpr int64_t kMaxAlignment = (int64_t{1} << 31) - 1;  // rows are numbered in 32 bits
+
+}  // namespace
+
+DispatchOptions dispatch_options_from(int64_t number) {
+  const auto layout = static_cast<abi::RowLayout>(number & 3);
+  const auto scale_format = static_cast<abi::ScaleFormat>(number >> kScaleFormatShift & 3);
+  const int64_t alignment = number >> kAlignmentShift;
+  const auto has = [&](Flags flag) { return (number & flag) != 0; };
+  MOE_P2P_CHECK(layout <= abi::RowLayout::kByRank && scale_format <= abi::ScaleFormat::kUe8m0 &&
+                    alignment >= 1 && alignment <= kMaxAlignment &&
+                    (has(kQuantize) || scale_format == abi::ScaleFormat::kFloat32) &&
+                    (!has(kWithRanges) || layout == abi::RowLayout::kPadded),
+                base::Code::kInvalidArgument, "options is ", number,
+                ", must be the number of a moe_p2p.DispatchOptions");
+  return {.layout = layout,
+          .scale_format = scale_format,
+          .quantize = has(kQuantize),
+          .column_scales = has(kColumnScales),
+          .zero_padding = has(kZeroPadding),
+          .solo = has(kSolo),
+          .with_source = has(kWithSource),
+          .with_ranges = has(kWithRanges),
+          .with_wait_ticks = has(kWithWaitTicks),
+          .copy_topk = has(kCopyTopk),
+          .alignment = alignment};
+}
+
+}  // namespace moe_p2p::moe

@@ -1,0 +1,33 @@
+// What a dispatch is asked for beside its tensors and sizes: one struct from the ops down to the
+// kernels of the host, made of the one int that ops take. moe_p2p/options.py makes that int and has
+// the same bits, so a change here is one there.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/abi/shape.h"
+
+namespace moe_p2p::moe {
+
+struct DispatchOptions {
+  abi::RowLayout layout = abi::RowLayout::kPadded;
+  abi::ScaleFormat scale_format = abi::ScaleFormat::kFloat32;  // of quantize
+  bool quantize = false;       // x to fp8 e4m3 with one fp32 scale per 128 values
+  bool column_scales = false;  // scales lie column by column: see DispatchRecv::scale_stride
+  bool zero_padding = false;   // rows that hold no token become zero; else they keep what they held
+  bool solo = false;           // no combine follows while other calls are under way
+  bool with_source = false;
+  bool with_ranges = false;
+  bool with_wait_ticks = false;
+  bool copy_topk = false;
+  int64_t alignment = 1;  // grouped: each expert starts at a multiple of this
+
+  bool padded() const noexcept { return layout == abi::RowLayout::kPadded; }
+  bool grouped() const noexcept { return layout == abi::RowLayout::kGrouped; }
+  bool by_rank() const noexcept { return layout == abi::RowLayout::kByRank; }
+};
+
+// Throws Error{kInvalidArgument} for a number that options.py makes of no options.
+DispatchOptions dispatch_options_from(int64_t number);
+
+}  // namespace moe_p2p::moe
