@@ -1,14 +1,14 @@
 # make bench    correctness, table, plot and JSON of the main job, into bench_out/: on the GPUs of
 #               this machine if there are any, else CPU ranks over the software NIC; BENCH_ARGS="..."
 # make test     lint, build, C++ tests (plain, ASan+UBSan, TSan), Python tests
-# make test-quick  the part of it that takes a few minutes, for people who edit
-# make lint     ruff, mypy, clang-format, clang-tidy; `make format` mends what can be mended
-# make wheel    dist/*.whl, for every Linux as old as the one that its tag names; make sdist: dist/*.tar.gz
+# make test-quick  the part of it that takes a few minutes, for use while editing
+# make lint     ruff, mypy, clang-format, clang-tidy; `make format` fixes what tools can fix
+# make wheel    dist/*.whl, for systems as old as its tag says, or newer; make sdist: dist/*.tar.gz
 # make clean    removes everything that was built; `make distclean` removes .venv too
 #
-# Without PYTHON, an environment is made in .venv once; pip finds its packages as it is configured
-# on this machine. With PYTHON=python3 that interpreter is used as it is: nothing is installed and
-# nothing is fetched; what it lacks is skipped with a reason (linters, doctest) or reported (torch).
+# Without PYTHON, an environment is made in .venv once; pip uses this machine's configuration. With
+# PYTHON=python3 that interpreter is used unchanged: nothing is installed or downloaded; missing
+# linters and doctest are skipped with a reason, a missing torch is an error.
 
 TORCH ?= 2.13.0
 VENV ?= .venv
@@ -46,14 +46,14 @@ SOURCES := $(shell find csrc kernels -type f -not -name '*.pyc') setup.py pyproj
 bench: build
 	$(PY) -m moe_p2p bench $(BENCH_ARGS)
 
-# Two prerequisites and no recipe, so that `make -k test` runs the tests of badly formatted code too.
+# Two prerequisites and no recipe, so that `make -k test` runs the tests even if lint fails.
 test: lint pytest
 
-# Workers run files side by side, also while others wait (tests/progress.py). Without pytest-xdist one does.
+# Workers run files in parallel (tests/progress.py). Without pytest-xdist there is one.
 pytest: build doctest libfabric
 	$(PY) -m pytest -rs --durations=8 --progress $(call workers) $(PYTEST_ARGS)
 
-# What is longer than that: clang-tidy, sanitizers, the emulated GPU, soft-RoCE, all kernels by NVRTC.
+# Leaves out: clang-tidy, sanitizers, the emulated GPU, soft-RoCE, all kernels by NVRTC.
 test-quick: build doctest
 	$(PY) tests/lint.py --quick
 	@if $(PY) -c '$(HAS_DOCTEST)'; then \
@@ -70,7 +70,7 @@ format: $(ENVIRONMENT)
 
 build: $(STAMPS)/extension
 
-# auditwheel gives it the tag of the oldest systems that it runs on. torch is not part of it.
+# auditwheel tags the wheel with the oldest systems that it runs on. torch is not included.
 wheel: $(ENVIRONMENT)
 	@rm -rf build/wheel && mkdir -p dist
 	$(PY) -m pip wheel --no-index --no-build-isolation --no-deps --wheel-dir build/wheel .
@@ -90,16 +90,16 @@ clean:
 distclean: clean
 	rm -rf '$(VENV)'
 
-# --- what the targets above need ---------------------------------------------------------------
+# --- prerequisites of the targets above --------------------------------------------------------
 
-# The extension lies beside the Python sources, so the package runs from this folder. Ninja compiles
-# what changed; when nothing did, nothing is started.
+# The extension is built next to the Python sources, so the package runs from this folder. Ninja
+# compiles what changed; when nothing changed, this does not run.
 $(STAMPS)/extension: $(ENVIRONMENT) $(STAMPS)/interpreter $(SOURCES)
 	@echo "building the extension (a minute or two the first time)"
 	@$(PY) setup.py $(QUIET) build_ext --inplace
 	@touch $@
 
-# Changes when another interpreter or another torch is used.
+# Changes with the interpreter or the torch version.
 $(STAMPS)/interpreter: $(ENVIRONMENT) force
 	@mkdir -p $(STAMPS)
 	@$(PY) -c 'import sys, importlib.metadata as m; print(sys.executable, sys.version, m.version("torch"))' > $@.new \
@@ -116,8 +116,8 @@ $(VENV)/.ready: requirements-dev.txt
 	    echo "pip could not set up $(VENV): is there a network? PYTHON=python3 needs none, if it has torch"; exit 1; }
 	@touch $@
 
-# The C++ tests need doctest's header. It is installed where that takes no questions; elsewhere
-# tests/package/test_cpp.py is skipped and says so.
+# The C++ tests need doctest's header. It is installed where apt-get runs without questions;
+# elsewhere tests/package/test_cpp.py is skipped with a reason.
 doctest:
 	@$(PY) -c '$(HAS_DOCTEST)' || { \
 	  if [ -z '$(PYTHON)' ] && [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
@@ -127,8 +127,8 @@ doctest:
 	      || echo "doctest-dev could not be installed: the C++ tests will be skipped"; \
 	  else echo "doctest is missing: the C++ tests will be skipped (apt-get install doctest-dev)"; fi; }
 
-# The tests of the libfabric provider run over its tcp and shm; namespaces as hosts need iproute2, and
-# test_aarch64.py a compiler. Without them their tests are skipped and say so.
+# Tests of the libfabric provider run over its tcp and shm; namespaces as hosts need iproute2, and
+# test_aarch64.py a compiler. Without them these tests are skipped with a reason.
 libfabric:
 	@{ $(PY) -c 'import ctypes; ctypes.CDLL("libfabric.so.1")' 2> /dev/null && command -v ip > /dev/null \
 	  && command -v aarch64-linux-gnu-g++ > /dev/null; } || { \

@@ -24,7 +24,7 @@ from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError, PlatformError
 
 ROOT = Path(__file__).resolve().parent
-TORCH_TARGET_VERSION = "0x020a000000000000"  # 2.10: the oldest torch this will load into
+TORCH_TARGET_VERSION = "0x020a000000000000"  # 2.10: the oldest torch that can load this
 # The order of floating-point operations is part of the specification: no contraction to fma.
 CXX_FLAGS = [
     "-std=c++20",
@@ -34,7 +34,7 @@ CXX_FLAGS = [
     "-fvisibility=hidden",
     "-Wall",
     "-Wextra",
-    "-Wno-stringop-overread",  # g++ 12 sees one in comparisons of vector<std::byte>
+    "-Wno-stringop-overread",  # g++ 12 warns falsely for comparisons of vector<std::byte>
     "-DNDEBUG",
     f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}",
 ]
@@ -63,10 +63,10 @@ def find_cxx() -> str:
 
 
 def shared_cxx_library(cxx: str) -> list[str]:
-    """What a compiler that comes with a static libstdc++ only must be told.
+    """Returns linker flags for compilers that come with a static libstdc++ only.
 
-    torch has the shared one in the process. With a second copy inside this library, streams and
-    exceptions of one meet the other's locales and types, and the first number printed crashes.
+    torch loads the shared libstdc++. A second copy inside this library would mix streams and
+    exceptions with the first copy's locales and types, and printing the first number crashes.
     """
     found = subprocess.run(
         [*shlex.split(cxx), "-print-file-name=libstdc++.so"], capture_output=True, text=True
@@ -75,7 +75,7 @@ def shared_cxx_library(cxx: str) -> list[str]:
 
 
 def build_file(sources: list[Path], output: Path) -> str:
-    """The text of a build.ninja that makes `output`."""
+    """Returns the text of a build.ninja that makes `output`."""
     torch = find_torch()
     include = [
         f"-I{ROOT / 'csrc'}",
@@ -96,7 +96,7 @@ def build_file(sources: list[Path], output: Path) -> str:
         "  depfile = $out.d",
         "  deps = gcc",
         "rule link",
-        # libgcc.a first: its numbers of 16 bits are not in the shared one of GCC 11 and older.
+        # libgcc.a first: its 16-bit float routines are not in libgcc_s of GCC 11 and older.
         f"  command = $cxx -shared -o $out $in -lgcc {' '.join(libraries)} -lrt -ldl -lpthread",
         *(edge(o, s) for o, s in zip(objects, sources, strict=True)),
         f"build {output}: link {' '.join(objects)}",
@@ -105,7 +105,7 @@ def build_file(sources: list[Path], output: Path) -> str:
 
 
 class Build(build):
-    """Looks for what it takes before it copies files."""
+    """Checks for torch, ninja and a compiler before it copies files."""
 
     def run(self) -> None:
         find_torch(), find_ninja(), find_cxx()
@@ -113,7 +113,7 @@ class Build(build):
 
 
 class NinjaBuild(build_ext):
-    """Compiles what changed. MAX_JOBS limits how many compilers run side by side."""
+    """Compiles what changed. MAX_JOBS limits the number of parallel compilers."""
 
     def build_extension(self, ext: Extension) -> None:
         folder = ROOT / "build" / "extension"

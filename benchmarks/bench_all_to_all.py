@@ -1,7 +1,7 @@
 """Dispatch and combine over shapes: four ranks as threads, two nodes of two.
 
-For comparing one commit with another on the same machine; `python -m moe_p2p bench` has processes,
-a baseline and the bytes. The time of a round is that of the slowest rank.
+Compares commits on the same machine; `python -m moe_p2p bench` has processes, a baseline and byte
+counts. A round takes the time of its slowest rank.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def team(request: pytest.FixtureRequest) -> Iterator[Team]:
 
 
 class Halves:
-    """The calls of a rank with its buffers, which are made once."""
+    """Calls of a rank; makes its buffers once."""
 
     def __init__(self, tokens: int, *, quantize: bool) -> None:
         self.tokens, self.quantize = tokens, quantize

@@ -1,6 +1,6 @@
-"""What the transfer engine itself costs, and how fast the software NIC carries bytes.
+"""Cost of the transfer engine itself, and bandwidth of the software NIC.
 
-The `null` provider completes every write at once and moves nothing, so what is left is the engine.
+The `null` provider completes every write at once and moves nothing, so only the engine is measured.
 Goals: 150 ns per page of a 10,000-page write, 1 us at the median from a doorbell to the first post.
 """
 
@@ -26,7 +26,7 @@ def null_engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
 
 
 def test_write_pages(benchmark: BenchmarkFixture, null_engine: Engine) -> None:
-    """10,000 pages from the Python call until they are done."""
+    """10,000 pages, from the Python call to completion."""
     memory = null_engine.register(torch.zeros(NUM_PAGES * PAGE_BYTES, dtype=torch.uint8))
     region = null_engine.resolve(memory.descriptor)
     generator = torch.Generator().manual_seed(1)
@@ -48,7 +48,7 @@ def test_write_pages(benchmark: BenchmarkFixture, null_engine: Engine) -> None:
 
 
 def test_one_write(benchmark: BenchmarkFixture, null_engine: Engine) -> None:
-    """The way of one write through ops, mailbox, poller and back to the waiter."""
+    """One write through ops, mailbox and poller, and back to the waiter."""
     memory = null_engine.register(torch.zeros(1 << 20, dtype=torch.uint8))
     region = null_engine.resolve(memory.descriptor)
     benchmark(lambda: null_engine.write(memory, region, imm=1).wait())
@@ -56,7 +56,7 @@ def test_one_write(benchmark: BenchmarkFixture, null_engine: Engine) -> None:
 
 @pytest.mark.parametrize("nbytes", [4 << 10, 64 << 10, 1 << 20, 16 << 20], ids=lambda n: f"{n} B")
 def test_loopback_bandwidth(benchmark: BenchmarkFixture, nbytes: int) -> None:
-    """Single writes from one engine of this process to another, 16 under way (4 for 16 MiB)."""
+    """Single writes from one engine of this process to another, 16 in flight (4 for 16 MiB)."""
     in_flight = 4 if nbytes > 1 << 20 else 16
     with Engine("loopback", wait="yield") as here, Engine("loopback", wait="yield") as there:
         source = here.register(torch.ones(nbytes, dtype=torch.uint8))
@@ -76,7 +76,7 @@ def test_loopback_bandwidth(benchmark: BenchmarkFixture, nbytes: int) -> None:
 
 
 def test_engine_alone(benchmark: BenchmarkFixture) -> None:
-    """The same and the doorbell without Python, by tests/cpp/engine_benchmark.cpp."""
+    """The same, and the doorbell, without Python: tests/cpp/engine_benchmark.cpp."""
     program = cpp_program.build(timeout_s=280)
     command = [program, "--no-skip", "-tc=benchmark: engine*"]
     cpp_program.run(benchmark, command, name="engine")

@@ -1,10 +1,10 @@
 """libfabric's providers: the Domain beside a raw loop over the same provider, then whole engines.
 
-The first two, by tests/cpp/libfabric_benchmark.cpp and transfer_benchmark.cpp (pages by size and
-scatter to n peers, also over the software NIC), take turns between the two in one run. Goals: large
-writes at least 0.95 of the raw loop, posting 8 KiB at most 1.2 times its cost. The others are what
-a user gets between two engines of one process, in Python, with a thread each. Over tcp and shm the
-CPU copies every byte: the numbers are those of this machine's cores.
+test_beside_a_raw_loop runs tests/cpp/libfabric_benchmark.cpp and transfer_benchmark.cpp (pages by
+size and scatter to n peers, also over the software NIC), with Domain and raw loop in turns. Goals:
+large writes at least 0.95 of the raw loop's rate, posting 8 KiB at most 1.2 times its cost. The
+others measure two engines of one process, in Python, with a thread each. Over tcp and shm the CPU
+copies every byte: the numbers show this machine's cores.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def route(request: pytest.FixtureRequest) -> Iterator[Route]:
 
 @pytest.mark.parametrize("nbytes", [8 << 10, 64 << 10, 1 << 20, 16 << 20], ids=lambda n: f"{n} B")
 def test_bandwidth(benchmark: BenchmarkFixture, route: Route, nbytes: int) -> None:
-    """Single writes, 16 under way (4 of 16 MiB)."""
+    """Single writes, 16 in flight (4 of 16 MiB)."""
     in_flight = 4 if nbytes > 1 << 20 else 16
 
     def write() -> None:

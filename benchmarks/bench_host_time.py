@@ -1,12 +1,12 @@
-"""What Python takes of a dispatch and its combine: of AllToAll, and of DeepEP's names above it.
+"""Python time of a dispatch and its combine, for AllToAll and for the DeepEP API on top of it.
 
-One rank on the CPU. Ops are replaced by what returns the tensors of an earlier call at once, so
-what is measured is Python alone, without allocations, launches and what torch takes to call an op
-with so many arguments (about 5 us each). Rows "as ..." are the calls of AllToAll to which the
-DeepEP call of that name comes down: the difference is what its names cost.
+One rank on the CPU. Ops are replaced by functions that return the tensors of an earlier call at
+once, so only Python is measured: no allocations, no launches, and not the time that torch takes to
+call an op with so many arguments (about 5 us each). Rows "as ..." are the AllToAll calls that the
+DeepEP call of that name makes: the difference is the cost of the DeepEP layer.
 
-hot: pairs in a loop. cold: between two pairs the caches of the core are filled with other things,
-as models and waiting for a GPU do; what counts then is how much code and data a pair touches.
+hot: pairs in a loop. cold: other data fills the core's caches between two pairs, as models and
+waiting for a GPU do; then the amount of code and data that a pair touches decides.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HALVES = ("dispatch_send", "dispatch_recv", "combine_send", "combine_recv")
 
 
 class Place(NamedTuple):
-    """A rank that is alone, with everything that calls can be made on."""
+    """A single rank with all objects to call."""
 
     all_to_all: AllToAll
     buffer: Buffer
@@ -38,7 +38,7 @@ class Place(NamedTuple):
     idx: torch.Tensor
     weights: torch.Tensor
     out: torch.Tensor
-    padded: torch.Tensor  # [E, T, H], what experts make of rows by expert
+    padded: torch.Tensor  # [E, T, H], experts' outputs, padded
     by_rank: torch.Tensor  # [T, H]
 
 
@@ -146,7 +146,7 @@ def _dispatch_normal(place: Place, layout: tuple[Any, ...]) -> Any:
 
 
 def normal(place: Place) -> Pair:
-    """With the counts, which are there at once."""
+    """With counts, available at once."""
     layout = place.buffer.get_dispatch_layout(place.idx, EXPERTS)
     return lambda: place.buffer.combine(place.by_rank, _dispatch_normal(place, layout))
 
@@ -215,7 +215,7 @@ def test_python_of_a_pair(
         real, latest = op._op, []
 
         def call(*arguments: Any) -> Any:
-            if len(latest) < 2:  # the first time memory and kernels are made ready
+            if len(latest) < 2:  # the first call prepares memory and kernels
                 latest.append(real(*arguments))
             return latest[-1]
 

@@ -1,13 +1,13 @@
 """The verbs provider beside perftest and bare loops of the library's own calls, over soft-RoCE.
 
 In the machine that tests/rdma/vm.py boots, between devices on one wire, all in one run: ib_write_bw
-and ib_write_lat (which know no write with immediate), then the benchmarks of tests/cpp, where bare
-loop and provider take turns; libfabric's verbs;ofi_rxm too. Goals: 95% of the bare loop for large
-writes, 1.2 times its cost per posted page of 8 KiB.
+and ib_write_lat (which have no write with immediate), then the benchmarks of tests/cpp, where bare
+loop and provider take turns; libfabric's verbs;ofi_rxm too. Goals: 95% of the bare loop's rate for
+large writes, 1.2 times its cost per posted page of 8 KiB.
 
 test_two_nics_against_one: the same on two wires at once. Its links carry 40 Mbit/s each; without
-that limit (`-k unlimited`) the two cores that emulate the devices are what both wires share, and
-perftest on both at once says how far they scale. Goal: two NICs 1.8 times one where the wires are.
+that limit (`-k unlimited`) both wires share the two cores that emulate the devices, and perftest on
+both at once shows how far they scale. Goal: two NICs reach 1.8 times one where the wires do.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 VM = cpp_program.ROOT / "tests/rdma/vm.py"
 RUN_DEADLINE_S, BUILD_DEADLINE_S = 500, 900
-SIZES = {8192: 1000, 65536: 200, 1 << 20: 40}  # bytes of a write: how many
+SIZES = {8192: 1000, 65536: 200, 1 << 20: 40}  # bytes of a write: number of writes
 
 sys.path.insert(0, str(VM.parent))
 import vm  # type: ignore[import-not-found]  # noqa: E402
@@ -29,7 +29,7 @@ sys.path.pop(0)
 
 
 def perftest(tool: str, size: int, number: int, wire: tuple[int, int] = (0, 1)) -> str:
-    """A shell command that prints `tool size result`, with result in the tool's own unit."""
+    """Returns a shell command that prints `tool size result`, result in the tool's own unit."""
     source, target = wire
     port = 18515 + source
     options = f"-x 1 -u 18 -s {size} -n {number} -F -p {port}"

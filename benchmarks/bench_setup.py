@@ -1,9 +1,9 @@
-"""What the store takes when W ranks meet: `python benchmarks/bench_setup.py --ranks 1024`.
+"""Time in the store when W ranks meet: `python benchmarks/bench_setup.py --ranks 1024`.
 
 Ranks are threads without engines, each with its own connection to one TCPStore of this process.
-They make the exchanges of AllToAll on GPUs with payloads of the sizes that ranks send: descriptions
-of themselves, and random bytes for the addresses of NICs and memory, which do not compress.
-Connecting to the store is not part of the time; the ranks wait for each other before it starts.
+They make AllToAll's exchanges on GPUs, with payloads of real sizes: the ranks' facts, and random
+bytes for the addresses of NICs and memory, which do not compress. Connecting to the store is not
+measured; the ranks wait for each other before the clock starts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ADDRESS_BYTES = 1024
 
 
 def payloads(rank: int) -> list[tuple[str, bytes]]:
-    """What a rank brings to each exchange."""
+    """Returns (name, payload) of each exchange."""
     host = f"{rank // GPUS_PER_HOST:08x}-3783-45fd-a6ff-430cd84173e7.27.1"
     config = AllToAllConfig(num_experts=256, hidden_dim=7168, topk=8, max_tokens=128)
     choice = Choice("verbs", "the RDMA devices mlx5_0 to mlx5_7 are active", automatic=True)
@@ -43,7 +43,7 @@ def payloads(rank: int) -> list[tuple[str, bytes]]:
 
 
 def measure(world_size: int, repeats: int) -> tuple[list[float], int]:
-    """Seconds of each meeting from the first rank's start to the last one's end; keys left."""
+    """Returns seconds of each meeting, from the first start to the last end, and keys left."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     before = server.num_keys()
     start = threading.Barrier(world_size + 1)
@@ -76,8 +76,8 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1024)
     parser.add_argument("--repeats", type=int, default=3)
     given = parser.parse_args()
-    # A thread that waits for the interpreter asks for it at this interval: a thousand threads that
-    # ask every 5 ms, the default, take both cores. Ranks of a job are processes.
+    # Threads that wait for the interpreter lock request it at this interval: a thousand threads at
+    # 5 ms, the default, take both cores. Ranks of a real job are processes.
     sys.setswitchinterval(1.0)
     seconds, left = measure(given.ranks, given.repeats)
     print(

@@ -1,7 +1,7 @@
-"""There and back between two processes: an immediate, counted by the other one, answered by it.
+"""Round trip between two processes: the peer counts an immediate and answers with another.
 
-The way of one direction: mailbox of the sender's proxy thread, the software NIC's shared memory,
-the receiver's proxy thread, its counter, the waiting thread. Nothing is copied but the words.
+One direction passes: mailbox of the sender's proxy thread, the software NIC's shared memory, the
+receiver's proxy thread, its counter, the waiting thread. Only these words are copied.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DEADLINE_S = 30.0
 
 
 def answer(pipe: Connection, wait: str) -> None:
-    """The other process: answers every PING until STOP was counted."""
+    """Runs in the peer process: answers every PING until STOP is counted."""
     with Engine("loopback", 1, wait=wait) as engine:
         peer = engine.connect(pipe.recv_bytes())
         pipe.send_bytes(engine.address)

@@ -1,4 +1,4 @@
-"""Benchmarks of tests/cpp, run within those of this folder: built with optimization, or skipped."""
+"""Runs the benchmarks of tests/cpp as pytest benchmarks: built with optimization, or skipped."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def build(timeout_s: float) -> str:
-    """The path of the C++ test program."""
+    """Returns the path of the C++ test program."""
     made = subprocess.run(
         [sys.executable, "tests/cpp/build.py", "--optimize"],
         cwd=ROOT,
@@ -36,9 +36,9 @@ def run(
     timeout_s: float = 120.0,
     also: str | None = None,
 ) -> list[str]:
-    """What the benchmarks of `command` say, one line each; printed and kept as `name`.
+    """Returns the result lines of `command`'s benchmarks; prints them and stores them as `name`.
 
-    also: a pattern of whole lines that other programs print.
+    also: a pattern of whole result lines of other programs.
     """
 
     def call() -> str:

@@ -1,11 +1,11 @@
-"""How long the wire alone takes, at sizes no machine here has: a floor for every system.
+"""Time of the wire alone, at sizes that no machine here has: a lower bound for every system.
 
     python benchmarks/model.py [--gbps 400] [--tokens 128] ...
 
-One NIC per GPU, all busy at once, nothing but bytes: the time a rank's NIC needs to send its tokens
-to other nodes, for uniform routing. Three ways to send: a copy per (token, expert), a copy per
-(token, node), and the latter with the slot heads and headers this package adds. Expectations are
-exact (hypergeometric: a token's experts are distinct), so they match what the benchmark counts.
+One NIC per GPU, all busy at once, bytes only: the time in which a rank's NIC sends its tokens to
+other nodes, for uniform routing. Three ways to send: a copy per (token, expert), a copy per (token,
+node), and a copy per (token, node) with this package's slot heads and headers. Expectations are
+exact (hypergeometric: a token's experts are distinct), so they match the benchmark's byte counts.
 
 Symbols: W ranks, L ranks per node, N = W / L nodes, T tokens per rank, K top-k, E experts,
 H hidden size.
@@ -51,7 +51,7 @@ class Scale:
 
 @dataclass(frozen=True, kw_only=True)
 class Floor:
-    """Microseconds a NIC is busy."""
+    """Microseconds for which a NIC is busy."""
 
     dispatch_us: float
     combine_us: float
@@ -63,11 +63,11 @@ def copies_per_expert(scale: Scale) -> float:
 
 
 def copies_per_node(scale: Scale) -> float:
-    """Expected other nodes that one token goes to.
+    """Expected number of other nodes to which one token goes.
 
     Example: 2 nodes, top-8 of 256: all experts are on the own node once in 285, so 0.9965.
     """
-    away = scale.experts - scale.experts // scale.num_nodes  # experts on the nodes but one
+    away = scale.experts - scale.experts // scale.num_nodes  # experts on all nodes but one
     missed = math.comb(away, scale.topk) / math.comb(scale.experts, scale.topk)
     return (scale.num_nodes - 1) * (1 - missed)
 
@@ -83,7 +83,7 @@ def node_floor(scale: Scale) -> Floor:
 
 
 def as_sent(scale: Scale) -> Floor:
-    """What this package sends: slots, their heads, region headers and counts."""
+    """As this package sends: slots with heads, region headers and counts."""
     payload = scale.hidden * scale.dispatch_item
     parts = align(payload, 16) + align(scale.dispatch_row - payload, 16)
     slot = align(slot_head_bytes(scale.topk) + parts, LINE)

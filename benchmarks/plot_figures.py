@@ -3,9 +3,9 @@
     python benchmarks/plot_figures.py            # writes the SVG
     python benchmarks/plot_figures.py --table    # prints README's table
 
-Bars of one axis in microseconds, a value behind each, large enough to read on a phone. A bar that
-is longer than the axis is cut, with a gap in it. tests/package/test_docs.py compares both outputs
-with what is committed.
+Bars on one axis in microseconds, each followed by its value, readable on a phone. A bar longer than
+the axis is cut and shows a gap. tests/package/test_docs.py compares both outputs with the committed
+files.
 """
 
 from __future__ import annotations

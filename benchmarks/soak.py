@@ -1,4 +1,4 @@
-"""Dispatch and combine for a long time while peers die and links fail: nothing lost, no growth.
+"""Dispatches and combines for a long time while peers die and links fail: no loss, no growth.
 
     python benchmarks/soak.py --minutes 10                    three hosts, two interfaces each
     python benchmarks/soak.py --minutes 10 --over loopback    on this host; or lo, over its tcp
@@ -10,16 +10,16 @@ of soft-RoCE devices in the machine of tests/rdma/vm.py, used through libibverbs
 software NIC, which reorders. Every few seconds a link goes down for a moment, and ranks pause at
 random. soak_rank.py compares every row.
 
-Communicators come and go on engines that stay. Most end in good order: ranks leave one by one, some
-while their last words are under way. Every --replace-every seconds a rank is killed at a random
-moment of set-up, right after it, in a call, between calls, while it closes, or where the others
-mask it. The others must notice, close, and make the next communicator with the process that takes
-its place.
+Engines stay; communicators on them come and go. Most close in good order: ranks leave one by one,
+some while their last writes are in flight. Every --replace-every seconds a rank is killed at a
+random moment: in set-up, right after it, in a call, between calls, while it closes, or where the
+others mask it. The others must notice, close, and make the next communicator with the process that
+replaces it.
 
 Exit status 1: a row was wrong, a rank failed, hung or noticed nothing, something is left in
 /dev/shm, or a rank holds more descriptors, threads or memory than after its first quarter; 2: it
-cannot run here; 130: interrupted. Where it fails, all ranks print where they are. Run by
-tests/package/test_soak.py for some seconds.
+cannot run here; 130: interrupted. On failure all ranks print their stacks. Run for some seconds by
+tests/package/test_soak.py.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
-# Ranks are forked from a server that has imported torch once, and looks for modules here.
+# Ranks are forked from a server that has imported torch once and searches these folders.
 os.environ["PYTHONPATH"] = os.pathsep.join([*sys.path[:2], os.environ.get("PYTHONPATH", "")])
 
 import soak_rank  # noqa: E402
@@ -54,12 +54,12 @@ from soak_rank import MOMENTS, Alive, Attempt, Connected, Failure, Report, Setti
 
 from tests.support import hosts  # noqa: E402
 
-START_S = 400.0  # most that a process needs until it has an engine, in an emulated machine
-DOWN_S = 1.0  # most that a link is down
+START_S = 400.0  # longest time until a process has an engine, in an emulated machine
+DOWN_S = 1.0  # longest time that a link is down
 
 
 class FailedError(Exception):
-    """The run is not as it should be; the text says what."""
+    """The run failed; the text says why."""
 
 
 @dataclass
@@ -69,17 +69,17 @@ class Process:
     rank: int
     handle: BaseProcess
     pipe: Connection
-    usages: list[Usage] = field(default_factory=list)  # of each attempt
+    usages: list[Usage] = field(default_factory=list)  # one per attempt
 
     def receive(self) -> Any:
-        """What it has sent, or when it was found dead."""
+        """Returns the message it sent, or the time at which it was found dead."""
         try:
             return self.pipe.recv()
         except (EOFError, ConnectionResetError):
             return time.monotonic()
 
     def growth(self) -> Usage:
-        """From the second quarter of its life to the last one."""
+        """Growth from the second quarter of its life to the last one."""
         quarter = len(self.usages) // 4
         early, late = self.usages[quarter : 2 * quarter + 1], self.usages[-max(1, quarter) :]
         before, after = ([max(values) for values in zip(*us, strict=True)] for us in (early, late))
@@ -87,7 +87,7 @@ class Process:
 
 
 class Run:
-    """The ranks, and all that happened to them."""
+    """The ranks, and what happened to them."""
 
     def __init__(self, arguments: argparse.Namespace, network: hosts.Hosts) -> None:
         self.arguments, self.network = arguments, network
@@ -98,17 +98,17 @@ class Run:
         self.witness = arguments.seed % self.world_size  # never killed
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(["soak_rank"])
-        self.interrupted = False  # Ctrl-C came; not at once: end() knows no process half started
+        self.interrupted = False  # Ctrl-C; handled later: end() cannot end a half-started process
         signal.signal(signal.SIGINT, self._interrupt)
         self.started: list[Process] = []
         self.ranks: list[Process] = []  # the living, by rank
-        self.setup_s = 1.0  # of the last attempt
+        self.setup_s = 1.0  # set-up time of the last attempt
         self.num_steps = self.num_attempts = self.num_flaps = 0
-        self.deaths: list[str] = []  # their moments
+        self.deaths: list[str] = []  # moments of deaths
         self.died_at = 0.0
         self.noticed_s: dict[str, list[float]] = {moment: [] for moment in MOMENTS}
-        self.left_s: list[float] = []  # how long closing took
-        self.back_s: list[float] = []  # from a death until all are connected again
+        self.left_s: list[float] = []  # durations of closing
+        self.back_s: list[float] = []  # times from a death until all are connected again
 
     def _interrupt(self, *_: object) -> None:
         self.interrupted = True
@@ -147,7 +147,7 @@ class Run:
     def _start_process(self, function: Callable[..., None], *arguments: Any) -> BaseProcess:
         process = self.context.Process(target=function, args=arguments, daemon=True)
         process.start()
-        arguments[-1].close()  # the process's end of its pipe
+        arguments[-1].close()  # the child's end of the pipe
         return process
 
     def _place(self, host: int) -> hosts.Place | None:
@@ -164,17 +164,17 @@ class Run:
                 self._fail(f"rank {process.rank} ended with {process.handle.exitcode}")
 
     def end(self) -> None:
-        """Ends what is still there."""
+        """Ends all processes that are left."""
         for child in multiprocessing.active_children():
             child.kill()
             child.join()
 
-    # --- what ranks say ---
+    # --- messages of ranks ---
 
     def _messages(
         self, pending: set[int], timeout_s: float
     ) -> Iterator[tuple[Process, Any] | None]:
-        """What the ranks of `pending` say, which the caller takes out of it; None now and then."""
+        """Yields messages of ranks in `pending`, from which the caller removes them; else None."""
         ends = time.monotonic() + timeout_s
         while pending:
             if self.interrupted:
@@ -203,7 +203,7 @@ class Run:
                 pending.remove(process.rank)
 
     def _show_where(self, process: Process) -> None:
-        """The rank prints its Python stacks; of all its threads, state and CPU time."""
+        """Makes the rank print its Python stacks; prints state and CPU time of its threads."""
         name, pid = f"rank {process.rank}", process.handle.pid
         if not process.handle.is_alive():
             print(f"{name} has ended: {process.handle.exitcode}", flush=True)
@@ -218,10 +218,10 @@ class Run:
         print(f"{name} is here; its threads: {', '.join(threads)}", flush=True)
         assert pid is not None
         os.kill(pid, soak_rank.SHOW_STACKS)
-        time.sleep(0.5)  # it writes to the same place
+        time.sleep(0.5)  # the rank writes to the same terminal
 
     def _fail(self, text: str) -> NoReturn:
-        """With what others say within a moment: who speaks first is not always the cause."""
+        """Fails with others' messages of the next moment too: the first is not always the cause."""
         time.sleep(1)
         for process in self.ranks:
             self._show_where(process)
@@ -271,7 +271,7 @@ class Run:
         reports: dict[int, Report] = {}
         died_at, next_flap, flaps_end = 0.0, 0.0, 0.0
         pending = set(range(self.world_size))
-        # Set-up, a call, closing: what has a deadline of its own in the ranks ends before this one.
+        # Longer than the ranks' own deadlines of set-up, a call and closing together.
         for found in self._messages(pending, 5 * self.timeout_s + START_S / 4):
             now = time.monotonic()
             if found is None:
@@ -309,7 +309,7 @@ class Run:
             self.died_at = 0.0
 
     def _replace(self, attempt: Attempt, died_at: float, reports: dict[int, Report]) -> None:
-        """What survivors noticed, and a new process."""
+        """Checks what survivors noticed, and starts a new process."""
         victim, moment = attempt.victim, attempt.moment
         if not died_at:
             self._fail(f"rank {victim} was to die in {moment} and did not: {reports}")
@@ -318,11 +318,11 @@ class Run:
             for rank, report in reports.items()
             if report.noticed_at
         }
-        said = [report.error for report in reports.values()]
+        texts = [report.error for report in reports.values()]
         if moment != "closing" and len(took) < self.world_size - 1:
             self._fail(f"rank {victim} died in {moment}, and not all noticed it: {reports}")
-        if any(said) and not any(f"rank {victim}" in text for text in said):
-            self._fail(f"nobody names rank {victim}, which died in {moment}: {said}")
+        if any(texts) and not any(f"rank {victim}" in text for text in texts):
+            self._fail(f"no error names rank {victim}, which died in {moment}: {texts}")
         self.noticed_s[moment] += took.values()
         self.deaths.append(moment)
         self.died_at = died_at
@@ -338,7 +338,7 @@ class Run:
         if self.arguments.over == "tcp":
             interface = f"eth{self.draw.randrange(2)}"
             self.network.flap(self.draw.randrange(self.arguments.hosts), interface, down_s=down_s)
-        elif self.arguments.over == "roce":  # the far end of a device's cable
+        elif self.arguments.over == "roce":  # the far end of a device's link
             link = f"rp{self.draw.randrange(2 * self.arguments.hosts)}"
             subprocess.run(["ip", "link", "set", link, "down"], check=True)
             time.sleep(down_s)
@@ -347,10 +347,10 @@ class Run:
             return
         self.num_flaps += 1
 
-    # --- what is left ---
+    # --- results ---
 
     def left_behind(self) -> list[str]:
-        """Shared memory of our processes."""
+        """Returns shared memory that our processes left."""
         folders = [self._place(host) for host in range(self.arguments.hosts)]
         pids = [process.handle.pid for process in self.started]
         return [

@@ -1,4 +1,4 @@
-"""What soak.py is asked for, where it runs, and when its ranks hold too much."""
+"""Options of soak.py, transports it runs over, and limits of what its ranks may hold."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from soak_rank import MOMENTS
 
 from tests.support import hosts
 
-# ofi_rxm gives each NIC a ring of 262,144 completions of 48 bytes, allocated at once and touched
-# page by page until it has gone round (34,000 steps here): two rings in a rank.
+# ofi_rxm gives each NIC a ring of 262,144 completions of 48 bytes, allocated at once but touched
+# page by page during the first lap (34,000 steps here); a rank has two rings.
 GROWTH_MIB, RINGS_MIB = 8.0, 24.0
 # By name: transport, settings of a host (its number, seed), timeout_s.
 OVER: dict[str, tuple[str, Callable[[int, int], str], float]] = {
@@ -46,7 +46,7 @@ def parse(description: str) -> argparse.Namespace:
 
 
 def why_not(arguments: argparse.Namespace) -> str:
-    """Why it cannot run here; empty when it can."""
+    """Returns why it cannot run here; empty when it can."""
     if arguments.over == "roce" and not os.environ.get("MOE_P2P_RDMA_MACHINE"):
         return "links of devices go down only in the machine of tests/rdma/vm.py"
     if arguments.over == "tcp" and (reason := hosts.why_not()):

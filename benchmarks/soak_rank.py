@@ -1,8 +1,8 @@
 """One rank of benchmarks/soak.py: communicators in a row on one engine, every row checked.
 
-All ranks know what the others send, because tokens follow from the numbers of attempt, step and
-rank. So each compares the rows that arrive and its sums with what it works out alone; experts
-differ by a factor, so wrong rows, weights and stale slots show.
+Tokens follow from the numbers of attempt, step and rank, so each rank knows what the others send
+and compares rows and sums with its own computation. Experts multiply by different factors, so
+wrong rows, wrong weights and stale slots show.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ STEPS_PER_ROUND = 10
 EXPERTS_PER_RANK, TOPK, HIDDEN_DIM, MAX_TOKENS = 4, 4, 256, 64
 PAGE_MIB = os.sysconf("SC_PAGE_SIZE") / 2**20
 STORE_S = 120.0
-SHOW_STACKS = signal.SIGUSR1  # a rank prints where its threads are
-LATE_S = 0.03  # most that a rank leaves after another, in good order
-# Where a victim dies. "connected": before its first call; "masked": as "between", in a communicator
-# that masks lost ranks.
+SHOW_STACKS = signal.SIGUSR1  # makes a rank print its threads' stacks
+LATE_S = 0.03  # longest delay between two ranks that leave in good order
+# Moments at which a victim dies. "connected": before its first call; "masked": like "between", in a
+# communicator that masks lost ranks.
 MOMENTS = ("dispatch", "between", "combine", "set-up", "connected", "closing", "masked")
 
 
 class Setting(NamedTuple):
-    """What a rank is for its whole life."""
+    """Constants of a rank's whole life."""
 
     rank: int
     world_size: int
@@ -61,7 +61,7 @@ class Attempt(NamedTuple):
     seconds: float
     victim: int = -1
     moment: str = ""
-    setup_s: float = 1.0  # how long the last one took
+    setup_s: float = 1.0  # set-up time of the last attempt
 
 
 class Connected(NamedTuple):
@@ -69,18 +69,18 @@ class Connected(NamedTuple):
 
 
 class Alive(NamedTuple):
-    """Said every second between two steps."""
+    """Sent every second between two steps."""
 
     num_steps: int
 
 
 class Usage(NamedTuple):
-    """What a process holds."""
+    """Resources of a process."""
 
     descriptors: int
     threads: int
     memory_mib: float  # resident
-    allocated_mib: float  # of the heap, touched or not
+    allocated_mib: float  # heap memory, touched or not
 
     @staticmethod
     def now() -> Usage:
@@ -106,7 +106,7 @@ class _MallInfo(ctypes.Structure):
 
 
 def allocated_mib() -> float:
-    """What malloc has given out and not got back; 0 where the C library does not tell."""
+    """Returns heap memory in use; 0 where the C library has no mallinfo2."""
     mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if mallinfo is None:
         return 0.0
@@ -119,12 +119,12 @@ NOTHING = Usage(0, 0, 0.0, 0.0)
 
 
 class Report(NamedTuple):
-    """How an attempt ended here."""
+    """End of an attempt on this rank."""
 
     num_steps: int
-    noticed_at: float  # time.monotonic() when the victim was noticed; 0: it was not
-    error: str  # that said so; empty where the victim was masked
-    left_s: float  # how long closing took
+    noticed_at: float  # time.monotonic() when the victim's death was noticed; 0: it was not
+    error: str  # text of the error that reported it; empty where the victim was masked
+    left_s: float  # duration of closing
     usage: Usage  # while all were connected; NOTHING if they never were
 
 
@@ -139,7 +139,7 @@ class Tokens(NamedTuple):
 
 
 def serve_store(place: hosts.Place | None, address: str, pipe: Connection) -> None:
-    """The process with the store, which outlives ranks; sends its port."""
+    """Runs the process with the store, which outlives ranks; sends its port."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if place is not None:
         place.enter()
@@ -150,8 +150,8 @@ def serve_store(place: hosts.Place | None, address: str, pipe: Connection) -> No
 
 
 def run(setting: Setting, address: str, port: int, pipe: Connection) -> None:
-    """Attempts as the pipe gives them, until it is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C: soak.py ends its ranks
+    """Runs attempts from the pipe, until it is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C soak.py ends its ranks
     faulthandler.enable()
     faulthandler.register(SHOW_STACKS)
     torch.set_num_threads(1)
@@ -172,7 +172,7 @@ def run(setting: Setting, address: str, port: int, pipe: Connection) -> None:
                 pipe.send(Life(setting, attempt, engine, prefixed, pipe).run())
         pipe.send("closed")
     except EOFError:
-        return  # soak.py has gone
+        return  # soak.py has ended
     except BaseException:
         pipe.send(Failure(traceback.format_exc()))
 
@@ -195,7 +195,7 @@ class Life:
         self.draw = random.Random(f"{setting.seed} {attempt.number} {setting.rank}")
         together = random.Random(f"{setting.seed} {attempt.number}")
         self.die_at = together.randrange(STEPS_PER_ROUND)
-        # The last dispatch, which nobody combines.
+        # Releases the last dispatch instead of combining it.
         self.releases = together.random() < 0.5 and attempt.moment in ("", "closing")
         self.masks = attempt.moment == "masked"
         self.config = AllToAllConfig(
@@ -213,9 +213,9 @@ class Life:
         self.round = -1
         self.num_steps = 0
         self.next_word = 0.0
-        self.may_miss = False  # the victim's tokens and experts, from its last step on
+        self.may_miss = False  # from the victim's last step on, its tokens and experts may be lost
         self.masked_at = 0.0
-        self.took_s = {"dispatch": 0.0, "combine": 0.0}  # the last ones
+        self.took_s = {"dispatch": 0.0, "combine": 0.0}  # of the last step
 
     def run(self) -> Report:
         noticed_at, error_text, usage, leaves_at = 0.0, "", NOTHING, 0.0
@@ -245,7 +245,7 @@ class Life:
                 signal.pause()
         except MoeP2pError as error:
             if self.rank == self.setting.witness:
-                # Others may have done the last step of this round before they can notice anything.
+                # Others may finish this round's last step before they can notice the death.
                 self.store.set(f"round {self.round + 1}", "go")
             if self.attempt.victim < 0:
                 raise
@@ -257,7 +257,7 @@ class Life:
         return Report(self.num_steps, noticed_at or self.masked_at, error_text, left_s, usage)
 
     def _rounds(self, comm: AllToAll) -> Usage:
-        """Until the witness says that the time is over; another might die before it does."""
+        """Steps until the witness ends the attempt; any other rank might die before it could."""
         ends = time.monotonic() + self.attempt.seconds
         for self.round in itertools.count():
             key = f"round {self.round}"
@@ -278,7 +278,7 @@ class Life:
         raise AssertionError
 
     def _go_on(self, comm: AllToAll) -> None:
-        """Steps until the victim is noticed; where it is masked, as many on every rank."""
+        """Steps until the death is noticed; with masks, equally many on every rank."""
         ends = time.monotonic() + 3 * self.setting.timeout_s
         last = self.num_steps + 2 * STEPS_PER_ROUND if self.masks else math.inf
         while self.num_steps < last and time.monotonic() < ends:
@@ -291,7 +291,7 @@ class Life:
             self.next_word = time.monotonic() + 1
             self.pipe.send(Alive(self.num_steps))
         if self.draw.random() < 0.1:
-            time.sleep(self.draw.random() * 0.02)  # a rank that is late
+            time.sleep(self.draw.random() * 0.02)  # plays a late rank
         everyones = [self._tokens(rank) for rank in self.ranks]
         mine = everyones[self.rank]
         if dies and self.attempt.moment == "dispatch":
@@ -321,7 +321,7 @@ class Life:
             self.masked_at = time.monotonic()
 
     def _tokens(self, rank: int) -> Tokens:
-        """What a rank sends in this step, the same wherever it is asked."""
+        """Returns what `rank` sends in this step; equal on every rank."""
         generator = torch.Generator().manual_seed(
             hash((self.setting.seed, self.attempt.number, self.num_steps, rank)) & 2**62 - 1
         )
@@ -336,17 +336,17 @@ class Life:
 
 
 def die_within(draw: random.Random, seconds: float) -> None:
-    """The process ends as if by SIGKILL, wherever it is then: nobody handles this signal."""
+    """Kills this process within `seconds`, at any point, by a signal that nothing handles."""
     signal.setitimer(signal.ITIMER_REAL, max(1e-6, draw.random() * seconds))
 
 
 def factor(expert: Tensor) -> Tensor:
-    """What an expert multiplies its rows by."""
+    """The factor by which an expert multiplies its rows."""
     return 0.5 + 0.125 * expert.float()
 
 
 def rows_of(experts: Tensor, everyones: list[Tokens], *, without: int) -> Tensor:
-    """[R, H]: the rows that these experts receive, grouped, when a rank is lost (-1: none is)."""
+    """[R, H]: rows that these experts receive, grouped. without: a lost rank; -1: none."""
     return torch.cat(
         [
             tokens.x[(tokens.experts == expert).any(dim=1)]
@@ -358,15 +358,15 @@ def rows_of(experts: Tensor, everyones: list[Tokens], *, without: int) -> Tensor
 
 
 def sums_of(tokens: Tokens, *, without: int) -> Tensor:
-    """[T, H]: what combine returns, likewise."""
+    """[T, H]: result of combine. without: likewise."""
     there = tokens.experts // EXPERTS_PER_RANK != without
     return tokens.x * (tokens.weights * factor(tokens.experts) * there).sum(dim=1, keepdim=True)
 
 
 def check(found: Tensor, expected: list[Tensor]) -> None:
-    """Whether it is one of the expected ones.
+    """Asserts that `found` equals one of `expected`.
 
-    The tolerance is for sums of four fp32 products in another order: some units in the last place.
+    The tolerance covers sums of four fp32 products in another order: some units in the last place.
     """
     if not any(e.shape == found.shape and torch.allclose(found, e, 1e-5, 1e-5) for e in expected):
         torch.testing.assert_close(found, expected[0], rtol=1e-5, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Ranks as threads of this process that repeat a call together, for the suites of this folder."""
+"""Ranks as threads of this process that repeat a call together, for the benchmarks here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEADLINE_S = 60.0
 class Team:
     """One AllToAll per thread. `step(function)` runs function(all_to_all) on all of them.
 
-    A step begins and ends at a barrier of the threads: its time is that of the slowest rank.
+    A step begins and ends at a barrier of the threads: it takes as long as its slowest rank.
     """
 
     def __init__(self, config: AllToAllConfig, *, world_size: int) -> None:

@@ -1,8 +1,8 @@
-"""What can go wrong, as exception types.
+"""The package's exception types.
 
-C++ says `moe_p2p [timeout] rank 3 ...`; the word in brackets chooses the type and the text stays as
-it is. Every type is a RuntimeError, so code compiled by torch.compile, where the plain RuntimeError
-comes through, may be guarded by the same `except`.
+C++ error texts look like `moe_p2p [timeout] rank 3 ...`: the word in brackets chooses the type, the
+text is kept. Every type is a RuntimeError, so one `except` also covers code compiled by
+torch.compile, which raises the plain RuntimeError.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ class MoeP2pError(RuntimeError):
 
 
 class InvalidArgumentError(MoeP2pError, ValueError):
-    """The caller's values are off. Nothing was sent; the object stays usable."""
+    """The caller passed a wrong value. Nothing was sent; the object stays usable."""
 
 
 class TimeoutError(MoeP2pError, builtins.TimeoutError):
-    """A deadline passed; the text says who, phase and step, what was expected and what came."""
+    """A deadline passed; the text names ranks, phase, step, what was expected and what arrived."""
 
 
 class PeerDeadError(MoeP2pError):
@@ -36,11 +36,11 @@ class TransportError(MoeP2pError):
 
 
 class ProtocolError(MoeP2pError):
-    """A peer sent something that this step does not expect: calls differ between ranks."""
+    """A peer sent data that does not belong to this step: calls differ between ranks."""
 
 
 class AbortedError(MoeP2pError):
-    """Another part of this object, or another rank during set-up, failed first, or a signal did."""
+    """Another part of this object, or another rank in set-up, failed first, or a signal came."""
 
 
 class ClosedError(MoeP2pError):
@@ -52,7 +52,7 @@ class ResourceExhaustedError(MoeP2pError):
 
 
 class UnavailableError(MoeP2pError):
-    """Hardware or a library that was asked for is not there."""
+    """Hardware or a library that is needed is missing."""
 
 
 _BY_WORD: dict[str, type[MoeP2pError]] = {
@@ -69,7 +69,7 @@ _BY_WORD: dict[str, type[MoeP2pError]] = {
 }
 _WORDS = {error: word for word, error in _BY_WORD.items()}
 _PATTERN = re.compile(r"moe_p2p \[([a-z ]+)\] .*", re.DOTALL)
-# What torch says before an op of ours is called with something that its schema does not allow.
+# torch's error text when an argument does not fit the schema of one of our ops.
 _REFUSED = re.compile(
     r"moe_p2p::\w+\(\) Expected a value of type '(?P<wanted>.+?)' for argument '(?P<name>\w+)' but "
     r"instead found type '(?P<kind>.+?)'\.\nPosition: \d+\nValue: (?P<value>.*)"
@@ -85,7 +85,7 @@ _SHOWN = ("NoneType", "bool", "int", "float", "str")  # types whose values are s
 
 
 def typed(error: RuntimeError) -> RuntimeError:
-    """`error` as the type that its text names, or as it is when the text is not ours."""
+    """Returns `error` as the type named in its text; unchanged when the text is not ours."""
     if isinstance(error, MoeP2pError):
         return error
     found = _PATTERN.search(str(error))
@@ -111,7 +111,7 @@ def _wrong_type(name: str, kind: str, shown: str, wanted: str) -> MoeP2pError:
 
 
 def wrong_type(name: str, value: object, wanted: str = "a torch.Tensor") -> MoeP2pError:
-    """An argument that is of another type than it must be."""
+    """Returns the error for an argument of the wrong type."""
     return _wrong_type(name, type(value).__name__, repr(value), wanted)
 
 
@@ -124,7 +124,7 @@ def require_type(
 
 
 def make(kind: type[MoeP2pError], message: str) -> MoeP2pError:
-    """An error raised in Python, with the same prefix as those of C++."""
+    """Returns an error with the same prefix as errors of C++."""
     return kind(f"moe_p2p [{_WORDS[kind]}] {message}")
 
 

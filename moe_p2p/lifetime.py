@@ -1,7 +1,7 @@
-"""How an engine or a communicator ends, and that there is one of each.
+"""Closes engines and communicators once, and forbids copies of them.
 
-Both are this process's end of connections: threads, shared memory and locks that a forked child has
-no part in, and that no copy could have.
+Both hold one process's end of connections: threads, shared memory and locks, which neither a forked
+child nor a copy can share.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ def _unless_forked(pid: int, close: Callable[..., Any], args: tuple[Any, ...]) -
 
 
 class Closing:
-    """Calls close(*args) once: when called, or `owner` is collected, or the interpreter ends.
+    """Calls close(*args) once: when called, when `owner` is collected, or at interpreter exit.
 
-    In a forked child it does nothing: what `owner` has is its parent's.
+    Does nothing in a forked child: the resources belong to its parent.
     """
 
     def __init__(self, owner: object, close: Callable[..., Any], *args: Any) -> None:
@@ -32,14 +32,14 @@ class Closing:
 
     @property
     def why_closed(self) -> str:
-        """Empty while `owner` may be used here."""
+        """Returns why `owner` cannot be used here; empty while it can."""
         if os.getpid() != self._pid:
             return f"of process {self._pid}, from which this one was forked"
         return "" if self._finalizer.alive else "closed"
 
 
 class NotCopied:
-    """Objects that copy, deepcopy, pickle and torch.save refuse."""
+    """Base of objects that refuse copy, deepcopy, pickle and torch.save."""
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         name = type(self).__name__

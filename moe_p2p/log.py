@@ -1,4 +1,4 @@
-"""Lines of log from Python, in the form and at the levels of csrc/base/log.cpp."""
+"""Log lines of Python code, in the format and with the levels of csrc/base/log.cpp."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from moe_p2p import env
 
 
 def warning(text: str) -> None:
-    """Something is amiss, and the job goes on."""
+    """Logs a problem that does not end the job."""
     if env.log_level() != "error":
         _line("warning", text)
 
 
 def info(text: str) -> None:
-    """A choice that was made."""
+    """Logs a choice."""
     if env.log_level() in ("info", "debug"):
         _line("info", text)
 

@@ -1,12 +1,12 @@
-"""AllToAll objects of one group by configuration: made when a configuration first comes, and kept.
+"""AllToAll objects of one group by configuration: made at first use of a configuration, then kept.
 
-Layers, engines and DeepEP's calls learn the shape of a call when it is made, and an AllToAll is
-made for one shape. So they share a pool: layers of one shape share one AllToAll and its memory.
+Layers, engines and DeepEP's calls know the shape only when a call is made, and an AllToAll is made
+for one shape. So they share a pool: layers of one shape share one AllToAll and its memory.
 
     pool = AllToAllPool(group)
     all_to_all = pool.get(AllToAllConfig(num_experts=256, hidden_dim=7168, topk=8, max_tokens=128))
 
-Making one is collective, which holds by itself where all ranks make the same calls in one order.
+Making one is collective: all ranks have to make the same calls in the same order.
 
 Symbols: W ranks, L ranks per node, K top-k, E experts, H hidden size, M tokens per step.
 """
@@ -29,12 +29,12 @@ from moe_p2p.releasing import ReleasingAllToAll
 from moe_p2p.rendezvous.agreement import find_ranks_per_node
 from moe_p2p.rendezvous.bootstrap import Bootstrap
 
-TIMEOUT_S = 100.0  # of every wait, where an engine does not say: as in DeepEP
-# AllToAllConfig(**fields), checked once for equal fields: for callers that ask in every call.
+TIMEOUT_S = 100.0  # default deadline of every wait, as in DeepEP
+# AllToAllConfig(**fields), built and checked once per set of fields: for use in every call.
 config_of = functools.lru_cache(maxsize=1024)(AllToAllConfig)
-_MOST_TOKENS = 8192  # of a step whose size memory decides; more would make no call faster
-_WHOLE_TOKENS = 64  # such a step is a multiple of it, where so many fit
-_KEPT_SHARE = 32  # this part of what is left is left to other shapes
+_MOST_TOKENS = 8192  # per step, where memory decides the step's size; more makes no call faster
+_WHOLE_TOKENS = 64  # such a step is rounded down to a multiple of it, where so many fit
+_KEPT_SHARE = 32  # 1/32 of the memory left is kept for other shapes
 
 
 class AllToAllPool:
@@ -45,7 +45,7 @@ class AllToAllPool:
         store is used whenever an AllToAll is made, so it has to outlive this object.
     timeout_s: deadline for ranks to meet, in seconds.
 
-    Dispatches need no combine: a call that needs the step of an open one releases the oldest.
+    Dispatches need no combine: when a call needs a step, the oldest open dispatch is released.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class AllToAllPool:
         hosts = self.meet("the hosts", call(torch.ops.moe_p2p.host_identity.default))
         self.ranks_per_node = find_ranks_per_node(hosts, None)
         self._made: dict[tuple[AllToAllConfig, bool], ReleasingAllToAll] = {}
-        self._limited_bytes = 0  # of those made within a limit
+        self._limited_bytes = 0  # bytes of the AllToAlls made with a limit
 
     def get(
         self,
@@ -70,13 +70,13 @@ class AllToAllPool:
         limit_bytes: int = 0,
         masked: torch.Tensor | None = None,
     ) -> ReleasingAllToAll:
-        """The AllToAll of this configuration; equal configurations share one. Collective when new.
+        """Returns the AllToAll of this configuration; equal ones share it. Collective when new.
 
-        config: without ranks_per_node, the ranks that share a host are a node; with
-            mask_lost_ranks and several hosts each rank is one.
-        limit_bytes: what all that are made with a limit may take together; 0: no limit. A step then
-            has as many tokens as fit into 31/32 of what is left, at most chunk_tokens.
-        masked: of one with mask_lost_ranks, the tensor [W] of its masks (AllToAll.masked).
+        config: without ranks_per_node, the ranks of a host form a node; with mask_lost_ranks and
+            several hosts, each rank is a node.
+        limit_bytes: bytes that all AllToAlls with a limit may take together; 0: no limit. With it,
+            a step has as many tokens as fit into 31/32 of what is left, at most chunk_tokens.
+        masked: int32 [W], the masks (AllToAll.masked), for a config with mask_lost_ranks.
 
         Raises ResourceExhaustedError when not even a step of one token fits.
         """
@@ -95,13 +95,13 @@ class AllToAllPool:
         return made
 
     def _ranks_per_node(self, config: AllToAllConfig) -> int:
-        """Masks are for one node, or for nodes of one rank."""
+        """Masks work in one node, or with nodes of one rank."""
         if config.mask_lost_ranks and self.ranks_per_node < self.world_size:
             return 1
         return self.ranks_per_node
 
     def _within(self, limit_bytes: int, config: AllToAllConfig) -> AllToAllConfig:
-        """With a step of as many tokens as there is memory for, at most those of `config`."""
+        """Returns `config` with as many tokens per step as memory allows, at most its own."""
         left, most = limit_bytes - self._limited_bytes, config.chunk_tokens or _MOST_TOKENS
         room = left - left // _KEPT_SHARE
 
@@ -125,32 +125,32 @@ class AllToAllPool:
         plan = config.plan(world_size=self.world_size, ranks_per_node=self.ranks_per_node)
         return sum(plan.values())
 
-    def meet(self, what: str, said: str = "") -> list[str]:
-        """Returns when all ranks have come, with what each of them says. `what` is for errors."""
+    def meet(self, what: str, text: str = "") -> list[str]:
+        """Waits for all ranks; returns the text of each. `what` names the wait in errors."""
         meeting = Bootstrap(
             self._store, rank=self.rank, world_size=self.world_size, timeout_s=self.timeout_s
         )
         with meeting:
-            return [data.decode() for data in meeting.exchange(said.encode(), what)]
+            return [data.decode() for data in meeting.exchange(text.encode(), what)]
 
     def check(self) -> None:
-        """Raises what has broken one of them (AllToAll.check)."""
+        """Raises the error that broke any of its AllToAlls (AllToAll.check)."""
         for made in self._made.values():
             made.check()
 
     def check_others(self) -> None:
-        """The same, before a call that looks at its own anyway."""
+        """check() for callers that check their own AllToAll anyway: skips if it is the only one."""
         if len(self._made) > 1:
             self.check()
 
     def close_masking(self) -> None:
-        """Closes those that mask ranks; the next call of each shape makes a new one."""
+        """Closes AllToAlls that mask ranks; the next call of each shape makes a new one."""
         for key, made in tuple(self._made.items()):
             if made.config.mask_lost_ranks:
                 self._made.pop(key).close()
 
     def close(self) -> None:
-        """Closes what was made. Idempotent; each rank closes on its own."""
+        """Closes all AllToAlls. Idempotent; not collective."""
         while self._made:
             self._made.popitem()[1].close()
 

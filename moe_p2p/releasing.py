@@ -1,4 +1,4 @@
-"""An AllToAll whose dispatches need no combine: a call that needs an open one's step releases it.
+"""An AllToAll whose dispatches need no combine: a call that needs a step releases its old dispatch.
 
 DeepEP's callers dispatch without combining (a backward pass, a benchmark) and combine one dispatch
 several times. Here a paired dispatch holds one of `steps_in_flight` steps until its combine, so the
@@ -19,12 +19,12 @@ from moe_p2p.dispatched import Dispatched, PendingDispatch
 from moe_p2p.ops import call
 
 _ops = torch.ops.moe_p2p
-# In place of x and its scales, which a handle would keep alive.
+# Replaces x and its scales in a handle, which would keep them alive.
 _NO_ROWS = (torch.empty(0, dtype=torch.float32, device="cpu"), None)
 
 
 def without_rows(received: tuple[Any, ...]) -> Dispatched:
-    """What a handle keeps of a Dispatched's fields: all but x and its scales, the first two."""
+    """Returns the fields of a Dispatched without x and scales (the first two), for a handle."""
     return Dispatched._make(_NO_ROWS + received[2:])
 
 
@@ -34,12 +34,12 @@ def tensors_of(received: tuple[Any, ...]) -> list[Tensor]:
 
 
 class ReleasingAllToAll(AllToAll):
-    """Takes and returns what AllToAll does."""
+    """Arguments and results are AllToAll's."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         call(_ops.all_to_all_release_oldest.default, self._comm)
 
     def make_outputs(self, pending: PendingDispatch) -> Dispatched:
-        """Tensors for dispatch_recv, where the caller wants them before they are filled."""
+        """Returns dispatch_recv's output tensors before they are filled."""
         return self._make_outputs(pending)

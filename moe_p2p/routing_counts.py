@@ -1,4 +1,4 @@
-"""How many tokens of a routing go to each rank, node and expert, counted on the device.
+"""Counts, on the device, how many tokens of a routing go to each rank, node and expert.
 
 Symbols: T tokens, K top-k, E experts in equal blocks, W ranks, L ranks per node.
 """
@@ -16,10 +16,10 @@ from moe_p2p import errors
 
 
 class RoutingCounts(NamedTuple):
-    """Of one rank's tokens. The counts lie in one block of memory, in this order."""
+    """Counts of one rank's tokens. They lie in one block of memory, in this order."""
 
     num_tokens_per_rank: Tensor  # [W] int32
-    num_tokens_per_node: Tensor | None  # [W / L] int32; None: not asked for
+    num_tokens_per_node: Tensor | None  # [W / L] int32; None: not requested
     num_tokens_per_expert: Tensor  # [E] int32
     is_token_in_rank: Tensor  # [T, W] bool
 
@@ -27,9 +27,10 @@ class RoutingCounts(NamedTuple):
 def count_routing(
     topk_idx: Tensor, num_experts: int, num_ranks: int, *, num_nodes: int = 0
 ) -> RoutingCounts:
-    """topk_idx: [T, K] int32 or int64; -1: none. Entries that are no expert count nowhere.
+    """Counts topk_idx [T, K], int32 or int64. Entries outside 0..E-1, such as -1, are not counted.
 
-    num_nodes: nodes of equally many ranks, to be counted too; 0: none.
+    num_nodes: counts nodes too, of W / num_nodes ranks each; 0: does not. Raises
+    InvalidArgumentError unless num_experts is a multiple of num_ranks.
     """
     errors.require(
         num_experts % num_ranks == 0,
@@ -52,7 +53,7 @@ def _count_in_torch(
     idx = topk_idx.long()
     idx = torch.where((idx >= 0) & (idx < num_experts), idx, -1)  # [T, K]
     one = torch.ones((), dtype=torch.int32, device=idx.device)
-    # A place more than needed takes entries that name none.
+    # Index 0 takes entries that name no expert.
     experts = torch.zeros(num_experts + 1, dtype=torch.int32, device=idx.device)
     experts.scatter_add_(0, (idx + 1).flatten(), one.expand(idx.numel()))
     per_expert.copy_(experts[1:])

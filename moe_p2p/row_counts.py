@@ -1,8 +1,8 @@
-"""Counts that the host must know before it can allocate: of this rank's device, and of all ranks.
+"""Counts that the host needs before it can allocate: from this rank's device, and from all ranks.
 
-A device's counts are copied behind the work that makes them, and the host waits for that copy
-alone; the other ranks' counts come from host to host. Engines that take the rows of all experts one
-after the other want exactly as many rows as arrive: SizeExchange.
+The device's counts are copied on the stream that computes them, and the host waits only for that
+copy; the other ranks' counts arrive from host to host. SizeExchange serves engines that lay out the
+rows of all experts without gaps and allocate exactly the rows that arrive.
 
 Symbols: W ranks, E experts, E_local of this rank, T tokens of a rank, K top-k, R rows received.
 """
@@ -25,15 +25,16 @@ _CAPTURED = (
 
 
 class HostCounts:
-    """Reads counts of one rank's device; one call at a time."""
+    """Reads counts from one rank's device. Not reentrant: one call at a time."""
 
     def __init__(self) -> None:
         self._pinned = torch.empty(0, dtype=torch.int32, device="cpu")
 
     def read(self, per_rank: Tensor, per_expert: Tensor, num_tokens: int) -> Tensor:
-        """[W + E + 1] int32 on the host: both, then the number. Good until the next call.
+        """Returns [W + E + 1] int32 on the host: per_rank, per_expert, num_tokens.
 
-        Runs on the current stream.
+        Valid until the next call. Runs on the current stream, and waits for it. Raises
+        InvalidArgumentError while a graph is captured.
         """
         if not per_rank.is_cuda:
             number = torch.tensor([num_tokens], dtype=torch.int32, device="cpu")
@@ -56,25 +57,26 @@ class HostCounts:
 
 
 class Extent(NamedTuple):
-    """How much a dispatch with one row for each (token, rank) moves."""
+    """Sizes of a dispatch with one row per (token, rank)."""
 
     num_rows: int  # R
-    max_tokens: int  # T of any rank, or a bound
-    counts: list[int]  # tokens of each local expert, rounded up; empty where nobody counted
-    gathered: Tensor | None  # [W, W + ..] int32, on the host: rows of rank j from each rank i
+    max_tokens: int  # largest T of any rank, or a bound
+    counts: list[int]  # tokens of each local expert, rounded up; empty if not counted
+    gathered: Tensor | None  # [W, W + ..] int32, on the host: [i, j] rows from rank i to rank j
 
     @property
     def prefix(self) -> Tensor | None:
-        """[W, W] int32, on the host: rows of rank j from ranks 0 to i."""
+        """[W, W] int32, on the host: [i, j] rows of rank j from ranks 0 to i."""
         if self.gathered is None:
             return None
         return self.gathered[:, : self.gathered.shape[0]].cumsum(0, dtype=torch.int32)
 
 
 def agree_on_extent(all_to_all: AllToAll, counts: Tensor, alignment: int) -> Extent:
-    """Exact, from what all ranks count; all ranks call this.
+    """Returns exact sizes from the counts of all ranks. Collective.
 
-    counts: what HostCounts has read of this rank's tokens, whose experts lie in equal blocks.
+    counts: HostCounts.read() of this rank's tokens. Raises InvalidArgumentError unless experts are
+    in equal blocks.
     """
     errors.require(
         all_to_all.config.expert_rank is None,
@@ -82,7 +84,7 @@ def agree_on_extent(all_to_all: AllToAll, counts: Tensor, alignment: int) -> Ext
         "count rows of each rank's experts yourself and share them by gather_counts",
     )
     gathered = all_to_all.gather_counts(counts)  # [W, W + E + 1]
-    # A GPU waits for what follows: few operations, and lists instead of small tensors.
+    # The GPU idles during what follows: few operations, and lists instead of small tensors.
     totals = gathered.sum(0, dtype=torch.int32).tolist()
     max_tokens = max(1, *gathered.select(1, -1).tolist())
     first = all_to_all.world_size + all_to_all.rank * all_to_all.num_local_experts
@@ -93,7 +95,7 @@ def agree_on_extent(all_to_all: AllToAll, counts: Tensor, alignment: int) -> Ext
 
 
 def worst_extent(num_worst_tokens: int, num_tokens: int, world_size: int) -> Extent:
-    """From what all ranks give alike, without asking them."""
+    """Returns upper bounds from num_worst_tokens, which is equal on all ranks; no exchange."""
     max_tokens = -(-num_worst_tokens // world_size)
     errors.require(
         num_tokens <= max_tokens,
@@ -105,24 +107,24 @@ def worst_extent(num_worst_tokens: int, num_tokens: int, world_size: int) -> Ext
 
 
 def to_device(counts: Tensor, like: Tensor) -> Tensor:
-    """Counts of the host where `like` lies, on the current stream; the host waits for nothing."""
+    """Copies host counts to the device of `like` on the current stream, without waiting."""
     return counts.pin_memory().to(like.device, non_blocking=True) if like.is_cuda else counts
 
 
 class Sizes(NamedTuple):
-    max_tokens: int  # of any rank in this call, at least 1
-    capacity: int  # rows that come to this rank, each expert's rounded up to the alignment
+    max_tokens: int  # most tokens of any rank in this call, at least 1
+    capacity: int  # rows that arrive at this rank, each expert's rounded up to the alignment
     counts: Tensor  # [E_local] int32 on the CPU: rows of each expert, rounded up
 
 
 class SizeExchange:
-    """Asks the ranks of one AllToAll, or of several, one call at a time."""
+    """Exchanges sizes among the ranks of an AllToAll, or of several, one call at a time."""
 
     def __init__(self) -> None:
         self._host_counts = HostCounts()
 
     def ask(self, all_to_all: AllToAll, topk_idx: Tensor, *, alignment: int = 1) -> Sizes:
-        """Sizes of the next dispatch. All ranks call it, each with its own topk_idx [T, K]."""
+        """Returns the next dispatch's sizes. Collective; each rank passes its topk_idx [T, K]."""
         routing = count_routing(topk_idx, all_to_all.config.num_experts, all_to_all.world_size)
         mine = self._host_counts.read(
             routing.num_tokens_per_rank, routing.num_tokens_per_expert, topk_idx.shape[0]
@@ -133,5 +135,5 @@ class SizeExchange:
 
 
 def capturing(x: Tensor) -> bool:
-    """Whether calls on x become part of a CUDA graph, so that the host cannot know their sizes."""
+    """Whether calls on x are being captured in a CUDA graph: then the host cannot know sizes."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()

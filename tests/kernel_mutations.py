@@ -1,11 +1,11 @@
-"""Deliberate faults of the device kernels, each of which a test on the emulated GPU has to catch.
+"""Deliberate faults of the device kernels; a test on the emulated GPU has to catch each of them.
 
     python -m tests.kernel_mutations                      # all: most of an hour
     python -m tests.kernel_mutations kPartBefore steps.cuh:53
 
-Named ones stand in kernels/device/mutation.cuh. The others leave out one line that orders
+Named mutations are listed in kernels/device/mutation.cuh. The others remove one line that orders
 memory: a fence, a release, an acquire, a wait for copies or earlier kernels (emulation/order.h).
-Ends with 1 if one is not caught that REDUNDANT does not name, or if a test fails without any.
+Exit status 1: a mutation that REDUNDANT does not list was not caught, or a test failed without any.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import NamedTuple
 from tests.support import emulated_gpu
 
 ROOT = Path(__file__).resolve().parents[1]
-# Of the cases of one mutation; one that waits for ever is caught too. CPU time, because others take
-# wall time: of that as much as all deadlines of a device need.
+# Limits for the cases of one mutation; reaching them counts as caught. CPU time, because other load
+# stretches wall time; the wall limit covers all deadlines of a device.
 LIMIT_CPU_S, LIMIT_S = 240, 1800
 CHUNKS = "test_gpu_calls.py::test_long_calls_run_in_chunks[4ranks-2pernode]"
 LONG_STEPS = "test_gpu_long_steps.py::test_steps_of_three_hundred_tokens[4ranks-2pernode]"
@@ -53,7 +53,7 @@ NAMED = {
     "kMaskAtOnce": PATIENCE,
     "kStepOfOneWord": "one block at a time",
 }
-# What shows that a line of a file orders nothing any more.
+# Cases that fail when a line of a file no longer orders memory.
 ORDERED_BY = {
     "bulk": [BULK, BULK_QUANTIZED, BULK_MANY],
     "late_weights": [LATE],
@@ -67,7 +67,7 @@ ORDERS = re.compile(
     r"\b(?:fence_acq_rel_sys|fence_(?:shared|global)_for_bulk|st_release_\w+|ld_acquire_\w+|"
     r"atom_inc_acq_rel\w+|bulk_wait(?:_read)?<\w+>|griddepcontrol_wait)\("
 )
-# Lines that no test misses, by file and a part of their text, and why they are redundant.
+# Lines whose removal no test catches, by file and a part of their text, and why: redundant.
 REDUNDANT: dict[tuple[str, str], str] = {}
 
 
@@ -84,7 +84,7 @@ class Site(NamedTuple):
 
     @property
     def why_redundant(self) -> str:
-        """Empty: a test has to see it."""
+        """Returns why no test can catch its removal; empty: a test has to."""
         reasons = (
             why
             for (name, text), why in REDUNDANT.items()
@@ -94,7 +94,7 @@ class Site(NamedTuple):
 
 
 def sites() -> Iterator[Site]:
-    """Of the kernels of dispatch and combine."""
+    """Yields ordering lines of the dispatch and combine kernels."""
     files = sorted(path for end in ("*.cuh", "*.cu") for path in (ROOT / "kernels").rglob(end))
     for path in files:
         if path.name in ("ptx.cuh", "copy.cu", "probe.cu"):
@@ -105,12 +105,12 @@ def sites() -> Iterator[Site]:
 
 
 def site_of(file: str, text: str) -> Site:
-    """The first line of that file with this text."""
+    """Returns the first ordering line of that file with this text."""
     return next(site for site in sites() if site.path.name == file and text in site.text)
 
 
 def run(mutation: str, cases: list[str], **more: str) -> tuple[int, str]:
-    """Exit status of the cases with that mutation, and what they wrote."""
+    """Runs the cases with that mutation; returns exit status and output."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     environment |= emulated_gpu.few_cpus() | {"MOE_P2P_MUTATION": mutation} | more
     if cases == ["one block at a time"]:
@@ -137,22 +137,22 @@ def run(mutation: str, cases: list[str], **more: str) -> tuple[int, str]:
     return ran.returncode, ran.stdout + ran.stderr
 
 
-def story_of(output: str) -> str:
-    """What a failing test said first."""
-    story = re.search(
+def first_error(output: str) -> str:
+    """Returns the first error line of a failing test."""
+    error = re.search(
         r"emulated GPU: .*|^E   +(?!ranks|Traceback|File)\S.*|the tests did not end",
         output,
         re.MULTILINE,
     )
-    return story[0] if story else output[-400:]
+    return error[0] if error else output[-400:]
 
 
 def caught(mutation: str, cases: list[str], **more: str) -> str:
-    """How a test failed; empty: none did. more: of the environment."""
+    """Returns the error of a failing test; empty: none failed. more: environment variables."""
     status, output = run(mutation, cases, **more)
     # 1: a test failed; a signal: the emulated GPU ended the process. Else nothing was tested.
     assert status in (0, 1) or status < 0, output
-    return story_of(output) if status else ""
+    return first_error(output) if status else ""
 
 
 def cases_of(mutation: str) -> list[str]:
@@ -165,17 +165,17 @@ def main(wanted: list[str]) -> int:
     known = {site.name: site for site in sites()}
     mutations = wanted or [*NAMED, *known]
     for cases in dict.fromkeys(tuple(cases_of(mutation)) for mutation in mutations):
-        if story := caught("", list(cases)):
-            print(f"without any fault: {', '.join(cases)}\n    {story}", flush=True)
+        if error := caught("", list(cases)):
+            print(f"without any fault: {', '.join(cases)}\n    {error}", flush=True)
             return 1
     missed = []
     for mutation in mutations:
-        story = caught(mutation, cases_of(mutation))
+        error = caught(mutation, cases_of(mutation))
         why = known[mutation].why_redundant if mutation in known else ""
-        if not story and not why:
+        if not error and not why:
             missed.append(mutation)
         text = known[mutation].text if mutation in known else ""
-        verdict = story or (f"redundant: {why}" if why else "NOT CAUGHT")
+        verdict = error or (f"redundant: {why}" if why else "NOT CAUGHT")
         print(f"{mutation} {text}\n    {verdict}", flush=True)
     print(f"not caught: {', '.join(missed) or 'none'}")
     return 1 if missed else 0

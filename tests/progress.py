@@ -1,9 +1,9 @@
-"""How far `make test` is: which tests go first, how workers share them, and lines that say it.
+"""Order of tests, their division among workers, and progress lines, for `make test`.
 
-Hooks of pytest, for conftest.py. With pytest-xdist (`-n 2`) several workers run the tests; files
-stay together, but for those of LONG, whose tests go out one by one and first, so that all workers
-end together. With --progress there is a line each time a twentieth is done or a long test has
-ended, in place of a dot for each test; --quick leaves LONG out.
+Hooks of pytest, for conftest.py. With pytest-xdist (`-n 2`) several workers run the tests. A file's
+tests stay together, except tests of LONG: they start first, one by one, so that all workers end
+together. --progress prints a line per twentieth of the tests and per long test, instead of a dot
+per test; --quick leaves LONG out.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-# Tests that take minutes, by the start of their names; the longest first.
+# Tests that take minutes, by prefix of their names; the longest first.
 LONG = (
     "test_cpp.py",
     "test_emulated_gpu.py",
@@ -36,14 +36,14 @@ LONG = (
     "test_readme.py",
     "test_wheel.py::test_commands",
 )
-# Of these no two tests run at once: each machine of test_rdma.py takes all cores, and what the last
-# two install is built in one folder.
+# Tests of one group never run at the same time: each machine of test_rdma.py takes all cores, and
+# the last two build in the same folder.
 ALONE = (("test_rdma.py",), ("test_wheel.py", "test_readme.py"))
 WORTH_A_LINE_S = 20.0
 
 
 def _name(nodeid: str) -> str:
-    """Without its folders."""
+    """Test id without folders."""
     file, between, test = nodeid.partition("::")
     return Path(file).name + between + test
 
@@ -54,7 +54,7 @@ def _place(nodeid: str) -> int:
 
 
 def unit_of(nodeid: str) -> str:
-    """Tests of one unit run one after the other, in one worker."""
+    """Returns a test's unit. Tests of a unit run one after the other, in one worker."""
     file = _name(nodeid).split("::")[0]
     for files in ALONE:
         if file in files:

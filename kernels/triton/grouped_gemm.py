@@ -1,8 +1,8 @@
 """Matrix products of rows that are grouped by expert, in Triton: the kernels and their tiles.
 
-grouped_ops.py makes torch operators of them. Which expert a tile belongs to is found on the device,
-from the counts, by a fixed number of programs that take tiles in turn. So the host never waits, a
-launch can be captured in a graph, and room for more rows than came costs nothing.
+grouped_ops.py wraps them as torch operators. A fixed number of programs take tiles in turn and find
+each tile's expert on the device, from the counts. So the host never waits, a launch can be captured
+in a graph, and capacity beyond the rows that arrived costs nothing.
 
 Shapes: R rows, E experts; A [R, K], B [E, K, N], C [R, N]. Expert e has the rows starts[e] up to
 starts[e] + counts[e]; other rows are neither read nor written.
@@ -20,11 +20,11 @@ import triton.language as tl
 from moe_p2p.kernels.triton.precision import dot, dot_fp8, to_nearest
 from moe_p2p.kernels.triton.quantize import quantize_block
 
-_FEW_ROWS = 256  # room for so few rows per expert: reading weights is what takes the time
+_FEW_ROWS = 256  # up to this capacity per expert, reading weights takes most of the time
 
 
 class Tiles(NamedTuple):
-    """How a product is cut. Chosen for the shared memory and registers of sm_90 and sm_100."""
+    """Tile sizes of a product, chosen for the shared memory and registers of sm_90 and sm_100."""
 
     block_m: int
     block_n: int
@@ -36,11 +36,11 @@ class Tiles(NamedTuple):
 def choose_tiles(dtype: torch.dtype, rows_per_expert: int, *, gated: bool) -> Tiles:
     """Tiles for operands of dtype. gated: two products share the tile of A.
 
-    Scales of fp8 weights belong to 128 x 128 of them, so a tile lies within one. A sum of
-    64 x 128 for each 128 threads takes 64 of their 255 registers, and so does a product that waits
-    for its scales; two sums and a product do not fit beside all else, and are spread over 256.
+    A scale of fp8 weights covers 128 x 128 values, so a tile lies within one. A sum of 64 x 128 per
+    128 threads takes 64 of their 255 registers, and so does a product that is not scaled yet. Two
+    sums and a product do not fit beside everything else, so they use 256 threads.
     """
-    if dtype == torch.float32:  # without tensor cores, so that it is fp32: for tests and demos
+    if dtype == torch.float32:  # exact fp32 without tensor cores: for tests and demos
         return Tiles(32, 64, 32, num_warps=4, num_stages=2)
     fp8 = dtype == torch.float8_e4m3fn
     block_k = 128 if fp8 else 64
@@ -51,7 +51,7 @@ def choose_tiles(dtype: torch.dtype, rows_per_expert: int, *, gated: bool) -> Ti
 
 
 def grad_tiles(dtype: torch.dtype) -> Tiles:
-    """Tiles for the gradient of a weight, [block_k, block_n] of it; block_m rows are added up."""
+    """Tiles [block_k, block_n] of a weight's gradient, summed over block_m rows at a time."""
     if dtype == torch.float32:
         return Tiles(32, 32, 32, num_warps=4, num_stages=2)
     return Tiles(64, 128, 128, num_warps=8, num_stages=3)
@@ -59,7 +59,7 @@ def grad_tiles(dtype: torch.dtype) -> Tiles:
 
 @functools.cache
 def num_programs(device: torch.device) -> int:
-    """How many programs take tiles in turn: what the GPU runs at once (a few when interpreted)."""
+    """Programs that take tiles in turn: as many as the GPU runs at once (few when interpreted)."""
     if device.type != "cuda":
         return 3
     return 2 * torch.cuda.get_device_properties(device).multi_processor_count
@@ -67,7 +67,7 @@ def num_programs(device: torch.device) -> int:
 
 @triton.jit
 def _load(pointers, mask, EVEN: tl.constexpr):
-    """Without a mask where tiles fill the matrix, which saves registers."""
+    """Loads without a mask where tiles fill the matrix, which saves registers."""
     return tl.load(pointers) if EVEN else tl.load(pointers, mask=mask, other=0.0)
 
 
@@ -84,9 +84,9 @@ def _add_product(a, b, total, a_scale, b_scale_ptr):
 
 @triton.jit
 def _count_rows(starts_ptr, counts_ptr, expert, mask, num_rows):
-    """Rows of `expert` that x holds, int32: a dispatch that ran out of room may have counted more.
+    """Rows of `expert` that x holds, int32: a dispatch over its capacity may have counted more.
 
-    Example: counts [2, 9] from rows 0 and 2 on of 8 rows are 2 and 6.
+    Example: with 8 rows, counts [2, 9] that start at rows 0 and 2 become 2 and 6.
     """
     start = tl.load(starts_ptr + expert, mask=mask, other=0).to(tl.int64)
     count = tl.load(counts_ptr + expert, mask=mask, other=0).to(tl.int64)
@@ -120,12 +120,12 @@ def grouped_gemm_kernel(
 ):
     """C = A @ B[e], or silu(A @ B[e]) * (A @ up[e]) with `up`, for the rows of each expert e.
 
-    With scales (fp8) one per 128 values of a row of A and per 128 x 128 of B; with c_scales C is
-    written as fp8 with scales too. A tile of C has one expert; those of an expert that share their
-    columns of B are neighbours, so that B is read once.
+    Scales (fp8): one per 128 values of a row of A, one per 128 x 128 of B; with c_scales C is
+    written as fp8 with scales too. A tile of C belongs to one expert; tiles of an expert with the
+    same columns of B are consecutive, so that B is read once.
 
     Example: counts [3, 0, 70], BLOCK_M 64, N two tiles wide: tiles 0..1 are expert 0, tiles 2..5
-    expert 2, namely rows 0..63 and 64..69 of it by columns of the first block, then of the second.
+    expert 2: its rows 0..63 and 64..69 by the first block of columns, then by the second.
     """
     experts = tl.arange(0, EXPERTS)
     here = experts < num_experts
@@ -141,11 +141,12 @@ def grouped_gemm_kernel(
         num_row_tiles = tl.cdiv(count, BLOCK_M)
         column_tile = in_expert // num_row_tiles
         first = (in_expert % num_row_tiles) * BLOCK_M
-        # 64 bits only where matrices begin: within a tile 32 are enough, and half the registers.
+        # 64-bit offsets only for the start of a matrix: within a tile 32 bits suffice and take half
+        # the registers.
         first_row = tl.load(starts_ptr + expert).to(tl.int64) + first
         expert = expert.to(tl.int64)
         stored = tl.arange(0, BLOCK_M) < count - first
-        # Rows past the last read the last again and are not stored.
+        # Rows past the last one read the last row again; they are not stored.
         row = tl.minimum(tl.arange(0, BLOCK_M), count - first - 1)
         column = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
 

@@ -3,8 +3,8 @@
     y = grouped_gemm(x, weight, counts)                  # x [R, K], weight [E, K, N] -> [R, N]
     h = grouped_swiglu(x, w_gate, w_up, counts)          # silu(x w_gate) * (x w_up), one kernel
 
-No host synchronisation: counts and offsets stay on the device. They work in CUDA graphs and under
-torch.compile, where each is one node. Importing this needs Triton; `import moe_p2p` does not.
+No host synchronisation: counts and offsets stay on the device. The operators work in CUDA graphs
+and under torch.compile, one node each. Importing this needs Triton; `import moe_p2p` does not.
 
 Shapes: R rows (of any expert), E experts, weights [E, K, N]. Rows are [R, K] or padded
 [E, capacity, K]. Expert e has counts[e] rows from offsets[e] on.
@@ -44,11 +44,12 @@ def grouped_gemm(
     """x @ weight[e] for the rows of each expert e, [..., N], summed in fp32.
 
     x, weight: both bf16, fp16 or fp32, or both Fp8. Weights may be views, e.g. transposed.
-    counts: [E] int32 or int64 rows of each expert. Rows past the end of x, or of a padded expert's
-        capacity, are left out: no counts harm memory. Negative ones, of a dispatch that failed: 0.
-    offsets: [E] or longer, first row of each. None: one after the other; padded: e * capacity.
-    out_dtype: None: that of x; bf16 for Fp8.
-    zero_padding: other rows become zero. Else they are undefined.
+    counts: [E] int32 or int64 rows of each expert. Rows past the end of x, or past a padded
+        expert's capacity, are left out, so no counts access foreign memory. Negative counts, from a
+        failed dispatch, are 0.
+    offsets: [E] or longer, first row of each expert. None: consecutive; padded: e * capacity.
+    out_dtype: None: the type of x; bf16 for Fp8.
+    zero_padding: rows of no expert become zero. Otherwise they are undefined.
 
     Differentiable in x and weight (not Fp8), for out_dtype None. Raises InvalidArgumentError when
     shapes or types do not fit. Example: counts [2, 1] multiply rows 0 and 1 with weight[0], row 2
@@ -74,8 +75,8 @@ def grouped_swiglu(
 ) -> Tensor | Fp8:
     """silu(x @ gate[e]) * (x @ up[e]) for the rows of each expert e, [..., N], of the type of x.
 
-    All of one type; Fp8 in, Fp8 out, quantized from the fp32 sums. Other rows are undefined. No
-    gradient: to train, use grouped_gemm twice. Else as grouped_gemm.
+    All operands have one type; Fp8 gives Fp8, quantized from the fp32 sums. Rows of no expert are
+    undefined. No gradient: to train, use grouped_gemm twice. Otherwise like grouped_gemm.
     """
     rows, row_scales, gates, gate_scales = *_parts(x), *_parts(gate)
     ups, up_scales = _parts(up)
@@ -211,7 +212,7 @@ def _parts(x: Tensor | Fp8) -> tuple[Tensor, Tensor | None]:
 
 
 def _bounded(x: Tensor, counts: Tensor) -> Tensor:
-    """Contiguous; padded: at most the capacity. The kernels compare with the end of x."""
+    """Contiguous counts; padded: at most the capacity. The kernels check the end of x."""
     return counts.clamp_max(x.shape[1]) if x.dim() == 3 else counts.contiguous()
 
 

@@ -1,4 +1,4 @@
-"""Rows by index in Triton: gather, and the weighted sum that undoes it.
+"""Permutes rows by index in Triton: gather, and its inverse, a weighted sum.
 
 For engines that sort tokens by expert themselves, and for baselines that move rows with a plain
 all-to-all. No gradients. Importing this needs Triton; `import moe_p2p` does not.
@@ -31,7 +31,7 @@ def _permute_kernel(
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     source = tl.load(index_ptr + row).to(tl.int64)
     inside = (source >= 0) & (source < num_source_rows)
-    width = tl.where(inside, hidden_dim, 0)  # of the row to read
+    width = tl.where(inside, hidden_dim, 0)  # values to read; 0: no such row
     x = tl.load(x_ptr + source * hidden_dim + column, mask=column < width, other=0)
     if weights_ptr is not None:
         x = x.to(tl.float32) * tl.load(weights_ptr + row)
@@ -77,7 +77,7 @@ def permute_rows(
 
     index: [R] int32 or int64 rows of x; -1 gives a row of zeros.
     weights: [R] fp32, multiplied in fp32; not for fp8. None: 1.
-    out: [R, H], contiguous, to write into. None: a new tensor of the type of x.
+    out: [R, H], contiguous, is written. None: a new tensor of the type of x.
 
     Raises InvalidArgumentError when shapes or types do not fit. Example: with the order of a sort
     by expert, permute_rows(x, order // K) puts the rows of each expert side by side.
@@ -104,8 +104,8 @@ def unpermute_sum(
     rows: [R, H] bf16, fp16 or fp32. index: [T, K] int32 or int64; -1: nothing.
     weights: [T, K] fp32. None: 1. out: as for permute_rows.
 
-    In fp32 from zero, k ascending, each product rounded before it is added: the same bits each time
-    and as combine within one rank. Raises InvalidArgumentError when shapes do not fit.
+    Summed in fp32 from zero, k ascending, each product rounded before it is added: deterministic,
+    and bit for bit as combine within one rank. Raises InvalidArgumentError when shapes do not fit.
     """
     errors.require(rows.dim() == 2, f"rows is {tuple(rows.shape)}, must be [R, H]")
     errors.require(index.dim() == 2, f"index is {tuple(index.shape)}, must be [T, K]")
@@ -141,7 +141,7 @@ def _launch(
     weights: Tensor | None,
     constants: dict[str, int],
 ) -> None:
-    """Runs a kernel from the first tensor to the second, a block of columns of a row each."""
+    """Runs a kernel from the first tensor to the second, a program per block of a row's columns."""
     x, out = tensors
     if out.numel() == 0:
         return

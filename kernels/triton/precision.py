@@ -1,9 +1,8 @@
-"""Rounding and products that are the same on the GPU and under Triton's interpreter.
+"""Rounding and products that are equal on the GPU and under Triton's interpreter.
 
-On the GPU these are casts and dots. The interpreter (TRITON_INTERPRET=1, as the tests on CPU run
-it) truncates to bf16, loses carries to the exponent of e4m3, knows no NaN of e4m3 and multiplies
-the bits of bf16 as integers. There, and only there, values are prepared so that what it does is
-exact.
+On the GPU these are casts and dots. The interpreter (TRITON_INTERPRET=1, used by tests on the CPU)
+truncates to bf16, loses carries into the exponent of e4m3, does not know e4m3's NaN and multiplies
+the bits of bf16 as integers. Only there, values are prepared first so that its result is exact.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit
 def _drop_bits(x, DROPPED: tl.constexpr):
-    """fp32 x without its last mantissa bits. Example: 1.75 without 22 is 2.0, 1.25 is 1.0."""
+    """Rounds off DROPPED mantissa bits of fp32 x. Example: 22 bits: 1.75 to 2.0, 1.25 to 1.0."""
     bits = x.to(tl.uint32, bitcast=True)
     odd = (bits >> DROPPED) & 1
     bits = (bits + odd + ((1 << (DROPPED - 1)) - 1)) >> DROPPED << DROPPED
@@ -25,8 +24,8 @@ def _drop_bits(x, DROPPED: tl.constexpr):
 
 @triton.jit
 def _to_e4m3_values(x):
-    """The nearest values that e4m3 has. Example: 17 is 16, -0.001 is -0.0."""
-    # Below 2**-6 they are multiples of 2**-9, which is the last bit of fp32 near 24576.
+    """Rounds to values of e4m3. Example: 17 becomes 16, -0.001 becomes -0.0."""
+    # Below 2**-6, e4m3 values are multiples of 2**-9, which is the last bit of fp32 near 24576.
     small = (tl.abs(x) + 24576.0) - 24576.0
     size = tl.where(tl.abs(x) < 0.015625, small, _drop_bits(tl.abs(x), 20))
     sign = x.to(tl.uint32, bitcast=True) & 0x80000000
@@ -35,7 +34,7 @@ def _to_e4m3_values(x):
 
 @triton.jit
 def to_nearest(x, dtype: tl.constexpr):
-    """fp32 x as dtype; what is past the largest e4m3 was clamped. Example: 1.01 is bf16 1.0078."""
+    """Rounds fp32 x to dtype; e4m3 needs clamped x. Example: 1.01 becomes bf16 1.0078."""
     if _INTERPRETED:
         if dtype == tl.bfloat16:
             x = tl.where(x == x, _drop_bits(x, 16), x)
@@ -65,7 +64,7 @@ def dot_fp8(a, b):
 
 @triton.jit
 def dot(a, b, total):
-    """total + a @ b, in fp32; fp32 operands are not shortened to tf32."""
+    """total + a @ b, in fp32; fp32 operands are not rounded to tf32."""
     if _INTERPRETED and a.dtype == tl.bfloat16:
         a = a.to(tl.float32)
         b = b.to(tl.float32)

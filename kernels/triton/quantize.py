@@ -1,7 +1,7 @@
-"""fp8 with block scales in Triton: rows as dispatch sends them, and back; weights in square blocks.
+"""fp8 with block scales in Triton: rows in dispatch's format and back; weights in square blocks.
 
-For users who quantize outside of dispatch, for the example layer and for baselines. Same bits as
-moe_p2p/reference/routing.py. Importing this needs Triton; `import moe_p2p` does not.
+For users who quantize outside of dispatch, for the example layer and for baselines. Bit for bit
+like moe_p2p/reference/fp8.py. Importing this needs Triton; `import moe_p2p` does not.
 
 Shapes: [..., H] rows of H values; E experts, K and N the sizes of a weight.
 """
@@ -29,10 +29,10 @@ def quantize_block(x):
 
     Example: a row whose largest value is 2.0 has scale 0.004464, and 1.0 becomes 224.
     """
-    # Magnitudes order like their bits, NaN above inf: a block that holds a NaN has amax = inf.
+    # Magnitudes compare like their bits, NaN above inf: a block with a NaN has amax = inf.
     bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
     amax = tl.maximum(tl.minimum(bits, 0x7F800000).to(tl.float32, bitcast=True), 1e-4)
-    # Divisions are rounded to nearest: Triton's `/` is not, and one bit off is another result.
+    # div_rn rounds to nearest; Triton's `/` does not, and bits must equal the reference.
     largest = tl.full(amax.shape, 448.0, tl.float32)
     scaled = x * tl.div_rn(largest, amax)[:, None]
     scaled = tl.clamp(scaled, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
@@ -94,10 +94,10 @@ def _quantized_like(x: Tensor, num_rows: Tensor | None) -> tuple[Tensor, Tensor]
 def quantize(x: Tensor, *, num_rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """e4m3 [..., H] and fp32 scales [..., ceil(H / 128)] of bf16, fp16 or fp32 x [..., H].
 
-    num_rows: one int on the device of x; rows of the result from there on are undefined. None: all.
+    num_rows: one int on the device of x; later rows of the result are undefined. None: all rows.
 
     amax = max(|x|, 1e-4) of 128 values, scale = amax / 448, q = e4m3(x * (448 / amax)), to nearest
-    even. A block that holds an inf or a NaN is NaN as a whole; reference.quantize() has the
+    even. A block with an inf or a NaN is NaN as a whole; reference.quantize() specifies the
     bits. No gradient. Example: quantize(torch.ones(1, 256)) gives q = 448 everywhere and scales
     [[1 / 448, 1 / 448]].
     """
@@ -115,8 +115,8 @@ def dequantize(
 ) -> Tensor:
     """q * scales, [..., H] of dtype, from e4m3 [..., H] and scales [..., ceil(H / 128)].
 
-    num_rows: one int on the device of q; rows from there on are left as they are. None: all.
-    out: contiguous, to write into; its type is the one that counts. None: a new tensor.
+    num_rows: one int on the device of q; later rows are left unchanged. None: all rows.
+    out: contiguous, is written; its type replaces `dtype`. None: a new tensor.
 
     Raises InvalidArgumentError when shapes do not fit.
     """
@@ -137,8 +137,8 @@ def dequantize(
 def quantize_weights(weights: Tensor) -> tuple[Tensor, Tensor]:
     """e4m3 [E, K, N] and fp32 scales [E, ceil(K / 128), ceil(N / 128)], one per 128 x 128 block.
 
-    Once per weight, so in plain torch. K is contiguous in the result (a view of [E, N, K]): the
-    tensor cores read fp8 in that order only.
+    Runs once per weight, so in plain torch. K is contiguous in the result (a view of [E, N, K]):
+    tensor cores read fp8 only in that order.
     """
     num_experts, k, n = weights.shape
     padded = weights.new_zeros(

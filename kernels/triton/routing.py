@@ -1,4 +1,4 @@
-"""Where the tokens of a routing go, in Triton: counts for ranks, nodes and experts, in one launch.
+"""Counts a routing's tokens for each rank, node and expert in Triton, in one launch.
 
 Importing this needs Triton; `import moe_p2p` does not.
 
@@ -15,8 +15,8 @@ from torch import Tensor
 _BLOCK_TOKENS = 64
 
 
-# One compilation for all batches: else T = 1 and multiples of 16 would have kernels of their own,
-# and the first of each could come while a graph is captured.
+# One compilation for all batches: otherwise T = 1 and multiples of 16 would get kernels of their
+# own, and one could be compiled first while a graph is captured.
 @triton.jit(do_not_specialize=["num_tokens"])
 def _count_kernel(
     topk_idx_ptr,
@@ -32,7 +32,7 @@ def _count_kernel(
     COLUMNS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Adds up TOKENS tokens; COLUMNS is TOPK or more.
+    """Counts TOKENS tokens; COLUMNS is at least TOPK.
 
     Example: of 4 experts on 2 ranks, the token [0, 1] adds 1 to experts 0 and 1 and to rank 0.
     """
@@ -59,8 +59,8 @@ def _count_kernel(
 def count_routing(
     topk_idx: Tensor, per_rank: Tensor, per_node: Tensor, per_expert: Tensor, in_rank: Tensor
 ) -> None:
-    """Adds to per_rank [W], per_node [N], N may be 0, and per_expert [E], all int32, and writes
-    in_rank [T, W] bool. topk_idx: [T, K] int32 or int64, contiguous; -1: none.
+    """Adds to per_rank [W], per_node [N] (N may be 0) and per_expert [E], all int32; writes in_rank
+    [T, W] bool. topk_idx: [T, K] int32 or int64, contiguous; -1: none.
     """
     num_tokens, topk = topk_idx.shape
     num_ranks, num_nodes = per_rank.shape[0], per_node.shape[0]

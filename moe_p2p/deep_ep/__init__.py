@@ -1,10 +1,10 @@
 """DeepEP's Python API over AllToAll: V1's Buffer and V2's ElasticBuffer.
 
-    import moe_p2p.deep_ep as deep_ep            # change the import, or change none:
+    import moe_p2p.deep_ep as deep_ep            # change the import, or keep imports as they are:
     moe_p2p.deep_ep.install()                    # from now on `import deep_ep` gives this package
 
-installation.py has more ways to change none. Names, arguments, shapes and meanings are DeepEP's.
-What they need is in AllToAll, so these modules translate and compute nothing. CPU tensors work too.
+installation.py has more ways to keep imports. Names, arguments, shapes and meanings are DeepEP's.
+These modules only translate calls to AllToAll and compute nothing. CPU tensors work too.
 """
 
 import torch
@@ -17,8 +17,8 @@ from moe_p2p.deep_ep.elastic_handle import EPHandle
 from moe_p2p.deep_ep.event import EventHandle, EventOverlap
 from moe_p2p.deep_ep.installation import install, uninstall
 
-__version__ = "2.1.0"  # the newest DeepEP whose calls these are
-topk_idx_t = torch.int64  # what DeepEP's users make; int32 will do as well
+__version__ = "2.1.0"  # the newest DeepEP version that this API follows
+topk_idx_t = torch.int64  # type that DeepEP's users create; int32 works too
 
 __all__ = [
     "Buffer",

@@ -1,7 +1,7 @@
-"""`python -m moe_p2p.deep_ep SCRIPT [ARGS]` or `... -m MODULE [ARGS]`: with this as deep_ep.
+"""`python -m moe_p2p.deep_ep SCRIPT [ARGS]` or `... -m MODULE [ARGS]`: runs it with this deep_ep.
 
-Processes that it starts have it too: new ones through PYTHONPATH, those of multiprocessing through
-sys.path, which they copy. `--path` prints what to put there.
+Processes that the program starts get it too: new programs through PYTHONPATH, multiprocessing's
+children through sys.path, which they copy. `--path` prints the folder to put on PYTHONPATH.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What all calls of a V1 `Buffer` share: its group, its communicators and its streams.
+"""Base of V1's `Buffer`: its group, communicators and streams, shared by all calls.
 
-normal.py and low_latency.py add the calls, buffer.py puts them together.
+normal.py and low_latency.py add the calls, buffer.py combines them.
 """
 
 from __future__ import annotations
@@ -17,32 +17,31 @@ from moe_p2p.pool import TIMEOUT_S, AllToAllPool
 from moe_p2p.releasing import ReleasingAllToAll
 from moe_p2p.row_counts import HostCounts
 
-# What a low-latency dispatch brings: type, device, H, K, T, E, use_fp8, round_scale, use_ue8m0,
-# whether it adds up what it waited.
+# Key of a low-latency dispatch: type, device, H, K, T, E, use_fp8, round_scale, use_ue8m0, whether
+# it records the time waited.
 LowLatencyKey = tuple[torch.dtype, int, int, int, int, int, bool, bool, bool, bool]
-NODE_RANKS = 8  # DeepEP's calls speak of nodes of 8 ranks, whatever the machine is
+NODE_RANKS = 8  # DeepEP's API assumes nodes of 8 ranks on every machine
 
 
 class BufferBase:
     """A rank's end of its group, under DeepEP's names.
 
-    Making one is collective. Memory is taken later, when the first call of a shape comes.
+    The constructor is collective. Memory is allocated at the first call of each shape.
 
-    group: of any backend, also of the CPU; None for `comm` or the default group.
-    num_nvl_bytes, num_rdma_bytes: their sum is what normal calls may take. The first shape has
-        steps of as many tokens as fit into 31/32 of it, the next one into 31/32 of what is left.
-        0: steps of 512 tokens, whatever they take.
-    low_latency_mode: num_rdma_bytes are for low-latency calls, and normal ones take none of them.
-        Both kinds of calls work in any case, also side by side.
-    explicitly_destroy: destroy() will be called. Otherwise memory goes back with the object.
-    enable_shrink: low-latency calls mask a rank that is gone and go on without it
-        (low_latency.py). Other calls raise.
-    comm: an mpi4py communicator, in place of a group.
+    group: of any backend, also a CPU backend; None: `comm` or the default group.
+    num_nvl_bytes, num_rdma_bytes: normal calls may take their sum, in bytes. Steps of the first
+        shape have as many tokens as fit into 31/32 of it, of the next one into 31/32 of what is
+        left. 0: steps of 512 tokens, without a limit.
+    low_latency_mode: num_rdma_bytes are for low-latency calls; normal calls do not use them. Both
+        kinds of calls work in any case, also side by side.
+    explicitly_destroy: destroy() will be called. Otherwise memory is freed with the object.
+    enable_shrink: low-latency calls mask a lost rank and go on without it (low_latency.py). Other
+        calls raise.
+    comm: an mpi4py communicator instead of a group.
     timeout_s: deadline of every wait, in seconds. A wait that passes it raises, or masks.
 
-    Without meaning here, and accepted: num_qps_per_rank, allow_nvlink_for_low_latency_mode,
-    allow_mnnvl, use_fabric (MOE_P2P_FABRIC=1 is what asks for fabric handles). Any number of ranks
-    will do.
+    Accepted and ignored: num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl,
+    use_fabric (set MOE_P2P_FABRIC=1 for fabric handles). Works with any number of ranks.
     """
 
     def __init__(
@@ -69,7 +68,7 @@ class BufferBase:
             self._pool = AllToAllPool(group, timeout_s=self._timeout_s)
         self._streams = Streams()
         self._host_counts = HostCounts()
-        self._normal: dict[tuple[Any, ...], ReleasingAllToAll] = {}  # by what a normal call brings
+        self._normal: dict[tuple[Any, ...], ReleasingAllToAll] = {}  # by shape of a normal call
         self._low_latency_made: dict[LowLatencyKey, tuple[ReleasingAllToAll, DispatchForm]] = {}
         self.rank = self._pool.rank
         self.group_size = self._pool.world_size
@@ -82,9 +81,9 @@ class BufferBase:
         self.runtime: Runtime | None = Runtime(self.rank, self.group_size)
 
     def destroy(self) -> None:
-        """Gives everything back, once all ranks are here: collective.
+        """Waits for all ranks, then frees everything. Collective.
 
-        A rank that masks some waits for nobody.
+        A rank that has masked others does not wait.
         """
         assert self.explicitly_destroy, "destroy() needs explicitly_destroy=True at construction"
         if self.runtime is None:
@@ -97,15 +96,15 @@ class BufferBase:
         self.runtime = None
 
     def check(self) -> None:
-        """Raises what has broken this buffer, with its whole text. Not DeepEP's.
+        """Raises the error that broke this buffer, with its whole text. Not part of DeepEP's API.
 
-        Every call does; the replay of a CUDA graph makes none, so call it once per step that
-        replays some. It waits for nothing and launches nothing.
+        Every call checks by itself. Replays of CUDA graphs do not: call this once per step of them.
+        It neither waits nor launches.
         """
         self._pool.check()
 
     def _masks_some(self) -> bool:
-        return False  # low_latency.py knows
+        return False  # low_latency.py overrides it
 
     def get_comm_stream(self) -> torch.cuda.Stream:
         """The stream of asynchronous calls."""
@@ -118,17 +117,17 @@ class BufferBase:
         offset: int = 0,
         use_rdma_buffer: bool = False,
     ) -> torch.Tensor:
-        """A tensor of this size, or of none. Nothing of this package lies in it.
+        """Returns a tensor of this size, or an empty one. This package does not use it.
 
-        DeepEP shows its raw buffer here, which users clear after a fault; here nothing of an
-        earlier call can be mistaken for one of a later call, so there is nothing to clear.
+        DeepEP returns its raw buffer, which users clear after a fault. Here a later call cannot
+        mistake data of an earlier one for its own, so there is nothing to clear.
         """
         device = "cuda" if torch.cuda.is_available() else "cpu"
         return torch.zeros(size or (0,), dtype=dtype, device=device)
 
 
 class Runtime:
-    """What users ask DeepEP's C++ object: who this rank is in terms of nodes of 8 ranks."""
+    """Stands in for DeepEP's C++ object: this rank's place among nodes of 8 ranks."""
 
     def __init__(self, rank: int, group_size: int) -> None:
         self._rank = rank

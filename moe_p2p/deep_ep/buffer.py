@@ -9,14 +9,14 @@ from moe_p2p.deep_ep.normal import NormalCalls
 
 
 class Buffer(NormalCalls, LowLatencyCalls):
-    """All calls of one rank; base.py says what the constructor takes.
+    """All calls of one rank; base.py documents the constructor.
 
-    num_sms: thread blocks of normal calls without a Config, of all buffers.
+    num_sms: thread blocks of normal calls without a Config, for all buffers.
     """
 
     @staticmethod
     def is_sm90_compiled() -> bool:
-        """True: what a GPU can do is found out when its kernels are compiled."""
+        """Returns True: kernels are compiled later, for the GPU that is there."""
         return True
 
     @staticmethod
@@ -26,15 +26,15 @@ class Buffer(NormalCalls, LowLatencyCalls):
 
     @staticmethod
     def capture() -> EventOverlap:
-        """An event of the current stream."""
+        """Returns an event of the current stream."""
         return EventOverlap(EventHandle())
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
-        """What dispatch does without a Config; for every number of ranks."""
+        """Returns the Config that dispatch uses by default; for any number of ranks."""
         return recommend(num_ranks, Buffer.num_sms, combine=False)
 
     @staticmethod
     def get_combine_config(num_ranks: int) -> Config:
-        """What combine does without a Config; for every number of ranks."""
+        """Returns the Config that combine uses by default; for any number of ranks."""
         return recommend(num_ranks, Buffer.num_sms, combine=True)

@@ -1,4 +1,4 @@
-"""Config: how DeepEP's users say how many SMs a call may use, and ask how much memory it wants."""
+"""DeepEP's Config: how many SMs a call may use, and hints of how much memory it takes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import NamedTuple
 from moe_p2p.deep_ep.base import NODE_RANKS
 
 _ALIGNMENT_BYTES = 128
-# Beside its values a token may carry 128 expert ids (i64), 128 weights and 128 scales.
+# In addition to its values a token may carry 128 expert ids (i64), 128 weights and 128 scales.
 _TOKEN_EXTRA_BYTES = 128 * (8 + 4 + 4) + 16
 
 
 @dataclass(frozen=True)
 class Config:
-    """num_sms: thread blocks that a call may use. The chunk sizes have no meaning here."""
+    """num_sms: thread blocks that a call may use. Chunk sizes only enter the size hints."""
 
     num_sms: int = 20
     num_max_nvl_chunked_send_tokens: int = 6
@@ -23,7 +23,7 @@ class Config:
     num_max_rdma_chunked_recv_tokens: int = 256
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """Bytes for num_nvl_bytes: about what DeepEP takes. Buffer says what comes of them."""
+        """Bytes for num_nvl_bytes, about what DeepEP takes. Buffer documents their use."""
         return self._size(
             hidden_bytes, min(num_ranks, NODE_RANKS), self.num_max_nvl_chunked_recv_tokens
         )
@@ -32,18 +32,18 @@ class Config:
         """Bytes for num_rdma_bytes; 0 up to 8 ranks."""
         if num_ranks <= NODE_RANKS:
             return 0
-        # To send from and to receive into.
+        # One buffer to send from, one to receive into.
         tokens = 2 * self.num_max_rdma_chunked_recv_tokens
         return self._size(hidden_bytes, num_ranks // NODE_RANKS, tokens)
 
     def _size(self, hidden_bytes: int, num_peers: int, num_tokens: int) -> int:
-        """Two SMs are a channel, and each channel holds num_tokens of each peer."""
+        """Two SMs form a channel; each channel holds num_tokens of each peer."""
         rows = self.num_sms // 2 * num_peers * num_tokens
         return -(-rows * (hidden_bytes + _TOKEN_EXTRA_BYTES) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 class _Chunks(NamedTuple):
-    """Sizes that DeepEP recommends to a number of ranks."""
+    """Sizes that DeepEP recommends for a number of ranks."""
 
     dispatch_send: int
     combine_send: int
@@ -70,7 +70,7 @@ _RDMA_RECV = 128
 
 
 def recommend(num_ranks: int, num_sms: int, *, combine: bool) -> Config:
-    """The Config for a number of ranks. Where DeepEP has none, that of the next larger number."""
+    """Returns the Config for a number of ranks; DeepEP's for the next larger one if it has none."""
     known = min((n for n in _RECOMMENDED if n >= num_ranks), default=max(_RECOMMENDED))
     chunks = _RECOMMENDED[known]
     if combine:

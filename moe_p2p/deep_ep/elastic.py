@@ -25,7 +25,7 @@ _Event = EventOverlap | EventHandle
 
 
 class ElasticBuffer(ElasticBase):
-    """Dispatch and combine of one rank; elastic_base.py says what the constructor takes."""
+    """Dispatch and combine of one rank; elastic_base.py documents the constructor."""
 
     def dispatch(
         self,
@@ -54,20 +54,20 @@ class ElasticBuffer(ElasticBase):
         x: [t, H], or a pair of float8_e4m3fn [t, H] and scale packs [t, P] of 4 bytes, which travel
             as they are.
         topk_idx, topk_weights: [t, K]; -1: none. num_experts: E.
-        cumulative_local_expert_recv_stats: [E_local] int32; tokens of each expert are added.
+        cumulative_local_expert_recv_stats: [E_local] int32; each expert's tokens are added to it.
         num_max_tokens_per_rank: T, equal on all ranks.
-        num_sms: thread blocks of this call and its combine. 0: of get_theoretical_num_sms.
-        previous_event, previous_event_before_epilogue: the call comes after both.
-        async_with_compute_stream: on the communication stream; wait for the event.
-        handle: of an earlier dispatch: the same routing again, other values. do_expand and what is
-            given of the numbers must be what they were.
-        do_handle_copy: the handle's topk_idx is a copy, so that the caller may write over his.
-        do_cpu_sync: the host waits for all ranks' counts, and there are as many rows as come; else
-            as many as could come. None: yes, but not with a handle.
-        do_expand: a row for each (token, expert), in groups by expert that begin at multiples of
-            expert_alignment; else a row for each token, in the order of (source rank, token).
-        do_zero_padding: with do_expand; rows without a token are zero. Otherwise they are not set.
-        use_tma_aligned_col_major_sf: received packs lie column by column.
+        num_sms: thread blocks of this call and its combine. 0: get_theoretical_num_sms().
+        previous_event, previous_event_before_epilogue: the call runs after both.
+        async_with_compute_stream: runs on the communication stream; wait for the event.
+        handle: of an earlier dispatch: sends other values along the same routes. do_expand and any
+            numbers that are given must equal the earlier ones.
+        do_handle_copy: the handle copies topk_idx, so that the caller may overwrite theirs.
+        do_cpu_sync: the host waits for all ranks' counts, and R is exact; else R is the most rows
+            that could arrive. None: True without a handle, False with one.
+        do_expand: one row per (token, expert), in groups by expert that begin at multiples of
+            expert_alignment; else one row per token, in the order of (source rank, token).
+        do_zero_padding: with do_expand, rows without a token are zero. Otherwise they are not set.
+        use_tma_aligned_col_major_sf: received packs are stored column by column.
 
         Returns rows (a pair if a pair was given), their local expert ids [R, K] with -1 elsewhere
         (None with do_expand), their weights ([R, K], with do_expand [R], None without
@@ -142,7 +142,7 @@ class ElasticBuffer(ElasticBase):
                 num_sms=num_sms or self._usual_num_sms,
             )
         else:
-            handle.received = received  # the step that is open, for the next combine
+            handle.received = received  # holds the open step, for the next combine
         got, scales = fields[:2]
         return (
             got if scales is None else (got, scales),
@@ -165,19 +165,19 @@ class ElasticBuffer(ElasticBase):
         async_with_compute_stream: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
-        """Adds up the rows of each token, without weights.
+        """Sums the rows of each token, without weights.
 
-        x: [R, H] where dispatch put the rows.
-        topk_weights: [R, K], with do_expand [R]; they come back beside the sums.
-        bias: one or two [t, H] to begin each sum with.
-        num_sms: that of the dispatch is used.
+        x: [R, H], rows in dispatch's order.
+        topk_weights: [R, K], with do_expand [R]; returned to the tokens together with the sums.
+        bias: one or two [t, H]; each sum starts with them.
+        num_sms: ignored; the dispatch's number is used.
 
         Returns [t, H] of x's type, [t, K] or None, and the event.
         """
         received, terms = handle.received, [] if bias is None else bias_list(bias)
         with self._streams.turn(x, previous_event, async_with_compute_stream) as turn:
             wait_for(previous_event_before_epilogue, x)
-            # A rank that sends the row it is given rounds nothing.
+            # Without a partial sum there is no rounding on the way.
             adds_on_the_way = handle.do_expand or self.num_rdma_ranks > 1
             exact = adds_on_the_way and not self.allow_multiple_reduction
             result: Any = handle.all_to_all.combine_with(
@@ -195,7 +195,7 @@ class ElasticBuffer(ElasticBase):
         return sums, weights, turn.event
 
     def _count(self, all_to_all: ReleasingAllToAll, topk: Tensor, alignment: int) -> RowCounts:
-        """The rows that come, once all ranks have said how many they send."""
+        """Returns the exact row counts. Collective: waits for the counts of all ranks."""
         routing = count_routing(topk, all_to_all.config.num_experts, self.num_ranks)
         mine = self._host_counts.read(
             routing.num_tokens_per_rank, routing.num_tokens_per_expert, topk.shape[0]

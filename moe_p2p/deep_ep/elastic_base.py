@@ -1,4 +1,4 @@
-"""What ElasticBuffer is beside its calls: group, communicators, sizes, and what it does not serve.
+"""Base of V2's ElasticBuffer: group, communicators, sizes, and methods that are not supported.
 
 Symbols: W ranks, T the bound on a rank's tokens, K top-k, E experts, H hidden size.
 """
@@ -23,37 +23,37 @@ from moe_p2p.pool import AllToAllPool, config_of
 from moe_p2p.releasing import ReleasingAllToAll
 from moe_p2p.row_counts import HostCounts
 
-_MAX_TOKENS = 1 << 24  # of a communicator: it sizes nothing, what a call brings does
-_OVERLAP_SMS = 24  # with which both calls come near what the links carry; docs/tuning.md
+_MAX_TOKENS = 1 << 24  # of a communicator: sizes nothing, memory follows from each call's tokens
+_OVERLAP_SMS = 24  # enough for both calls to come near the links' rate; docs/tuning.md
 _MAX_LOCAL_EXPERTS = 256  # DeepEP's limit, for sizes without experts
 _MAX_EXPERTS = 32768
 _SIZE_ALIGNMENT = 2 << 20
-# What a dispatch brings: type, device, H, P, K, E, T, blocks, alignment of experts, rows.
+# Key of a dispatch: type, device, H, P, K, E, T, thread blocks, expert alignment, rows.
 _Key = tuple[torch.dtype, int, int, int, int, int, int, int, int, Rows]
-# The communicator of such calls, the most rows that can come, the options of a dispatch of them.
+# Made for a key: the communicator, the most rows that can arrive, a dispatch form with these.
 _Made = tuple[ReleasingAllToAll, RowCounts, DispatchForm]
 
 
 class ElasticBase:
     """A rank's end of its group, under DeepEP's newer names.
 
-    Making one is collective.
+    The constructor is collective.
 
     group: of any backend.
-    num_bytes: what calls may take. The first shape has steps of as many tokens as fit into 31/32 of
-        it, the next one into 31/32 of what is left. None: steps of 512 tokens, whatever they take.
-    num_max_tokens_per_rank: T of calls that give none. hidden, num_topk: for `num_bytes` as it is
-        read later, nothing else.
+    num_bytes: bytes that calls may take. Steps of the first shape have as many tokens as fit into
+        31/32 of it, of the next one into 31/32 of what is left. None: steps of 512 tokens, without
+        a limit.
+    num_max_tokens_per_rank: T for calls that pass none. hidden, num_topk: only used to compute the
+        attribute num_bytes.
     use_fp8_dispatch: x of float8_e4m3fn get a communicator of half the size.
-    allow_multiple_reduction: partial sums are rounded to x's type where they travel. False: sums
-        are rounded once, at the end; partial ones travel as float32, which are twice the bytes.
+    allow_multiple_reduction: partial sums are rounded to x's type before they travel. False: sums
+        are rounded once, at the end; partial sums travel as float32, twice the bytes.
     prefer_overlap_with_compute: calls without num_sms use 24 thread blocks, not all that help.
     num_gpu_timeout_secs: deadline of every wait, of the host too. A wait that passes it raises.
-    explicitly_destroy: destroy() will be called. Otherwise memory goes back with the object.
+    explicitly_destroy: destroy() will be called. Otherwise memory is freed with the object.
 
-    Without meaning here, and accepted: num_cpu_bytes, deterministic (results always are),
-    allow_hybrid_mode (each rank and each node adds up before it sends), sl_idx,
-    num_allocated_qps, num_cpu_timeout_secs.
+    Accepted and ignored: num_cpu_bytes, deterministic (results always are), allow_hybrid_mode (each
+    rank and each node adds up before it sends), sl_idx, num_allocated_qps, num_cpu_timeout_secs.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class ElasticBase:
         self.runtime: AllToAllPool | None = self._pool
 
     def destroy(self) -> None:
-        """Gives everything back, once all ranks are here: collective."""
+        """Waits for all ranks, then frees everything. Collective."""
         assert self.explicitly_destroy, "destroy() needs explicitly_destroy=True at construction"
         if self.runtime is None:
             return
@@ -117,19 +117,19 @@ class ElasticBase:
         self.runtime = None
 
     def check(self) -> None:
-        """Raises what has broken this buffer, with its whole text. Not DeepEP's.
+        """Raises the error that broke this buffer, with its whole text. Not part of DeepEP's API.
 
-        Every call does; the replay of a CUDA graph makes none, so call it once per step that
-        replays some. It waits for nothing and launches nothing.
+        Every call checks by itself. Replays of CUDA graphs do not: call this once per step of them.
+        It neither waits nor launches.
         """
         self._pool.check()
 
     def barrier(
         self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True
     ) -> None:
-        """What the current stream does next comes after what those of all ranks did so far.
+        """Orders later work of the current stream after the work so far of all ranks' streams.
 
-        Later calls of this buffer come after it too, whatever stream they are on.
+        Later calls of this buffer run after it too, on any stream. Collective.
         """
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if with_cpu_sync and device.type == "cuda":
@@ -153,7 +153,7 @@ class ElasticBase:
 
     @staticmethod
     def capture() -> EventHandle:
-        """An event of the current stream."""
+        """Returns an event of the current stream."""
         return EventHandle()
 
     def get_comm_stream(self) -> torch.cuda.Stream:
@@ -161,12 +161,12 @@ class ElasticBase:
         return self._streams.comm
 
     def get_physical_domain_size(self) -> tuple[int, int]:
-        """Nodes, and ranks of a node: those that share memory."""
+        """Returns (number of nodes, ranks per node); the ranks of a node share memory."""
         per_node = self._pool.ranks_per_node
         return self.num_ranks // per_node, per_node
 
     def get_logical_domain_size(self) -> tuple[int, int]:
-        """(1, W): counts are by rank, wherever a rank is."""
+        """Returns (1, W): counts are by rank on any topology."""
         return 1, self.num_ranks
 
     def get_theoretical_num_sms(
@@ -179,7 +179,7 @@ class ElasticBase:
         sm_read_gbs: float = 200,
         sm_write_gbs: float = 50,
     ) -> int:
-        """Thread blocks of a call without num_sms. It does not depend on the routing here."""
+        """Returns the thread blocks of a call without num_sms, independent of the routing."""
         return self._usual_num_sms
 
     @cached_property
@@ -189,7 +189,7 @@ class ElasticBase:
         return torch.cuda.get_device_properties().multi_processor_count
 
     def get_theoretical_num_qps(self, num_sms: int) -> int:
-        """0: one thread per GPU owns its NICs, however many blocks a call has."""
+        """Returns 0: one thread per GPU owns its NICs, for any number of thread blocks."""
         return 0
 
     @staticmethod
@@ -202,7 +202,7 @@ class ElasticBase:
         allow_hybrid_mode: bool = True,
         allow_multiple_reduction: bool = True,
     ) -> int:
-        """Bytes of one rank that such calls take, a multiple of 2 MiB. Collective."""
+        """Returns the bytes that such calls take on one rank, a multiple of 2 MiB. Collective."""
         return _size(
             AllToAllPool(group),
             num_max_tokens_per_rank,
@@ -248,7 +248,7 @@ def _size(
     use_fp8: bool,
     allow_multiple_reduction: bool,
 ) -> int:
-    """Bytes of a communicator in steps of the usual size."""
+    """Bytes of a communicator with steps of the default size."""
     world_size = pool.world_size
     config = AllToAllConfig(
         num_experts=min(_MAX_LOCAL_EXPERTS, _MAX_EXPERTS // world_size) * world_size,
@@ -293,7 +293,7 @@ for _name in (
 
 
 def get_physical_domain_size(group: dist.ProcessGroup) -> tuple[int, int]:
-    """Nodes of the group, and ranks of a node: those that share memory. Collective."""
+    """Returns (nodes of the group, ranks per node); a node's ranks share memory. Collective."""
     pool = AllToAllPool(group)
     per_node = pool.ranks_per_node
     return pool.world_size // per_node, per_node
@@ -302,5 +302,5 @@ def get_physical_domain_size(group: dist.ProcessGroup) -> tuple[int, int]:
 def get_logical_domain_size(
     group: dist.ProcessGroup, allow_hybrid_mode: bool = True
 ) -> tuple[int, int]:
-    """(1, W): counts are by rank, wherever a rank is."""
+    """Returns (1, W): counts are by rank on any topology."""
     return 1, group.size()

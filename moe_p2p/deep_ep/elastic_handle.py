@@ -1,11 +1,11 @@
-"""EPHandle: what a dispatch of ElasticBuffer leaves for its combine and for the next dispatches.
+"""EPHandle: returned by ElasticBuffer.dispatch, for its combine and for cached dispatches.
 
-Its fields are DeepEP's. Those that the calls themselves do not need are worked out when somebody
-reads them, on the current stream, and the host waits for nothing.
+Its fields are DeepEP's. Fields that our calls do not need are computed when they are read, on the
+current stream, without waiting on the host.
 
 Symbols: W ranks, T the bound on a rank's tokens, t tokens of this rank, K top-k, E_local experts of
 this rank, M tokens per step, C chunks of a call. R rows by rank: received tokens, each once, in the
-order of (source rank, token), or W * T where the host does not know how many.
+order of (source rank, token), or W * T where the host does not know their number.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _options(alignment: int, rows: Rows) -> DispatchOptions:
 
 
 class RowCounts(NamedTuple):
-    """Of a dispatch, as the host knows them: the most there can be, where it has not asked."""
+    """Row counts of a dispatch on the host: exact after a CPU sync, else upper bounds."""
 
     num_recv_tokens: int
     num_expanded_tokens: int  # rows of all experts, each rounded up to expert_alignment
@@ -49,21 +49,21 @@ class RowCounts(NamedTuple):
 
     @staticmethod
     def most(all_to_all: ReleasingAllToAll, num_tokens: int, alignment: int) -> RowCounts:
-        """The most that can come."""
+        """Returns upper bounds."""
         tokens, experts = all_to_all.world_size * num_tokens, all_to_all.num_local_experts
         expanded = tokens * min(all_to_all.config.topk, experts) + (alignment - 1) * experts
         return RowCounts(tokens, expanded, [])
 
     def form(self, num_tokens: int, alignment: int, rows: Rows) -> DispatchForm:
-        """Of a dispatch that brings so many rows, of these."""
+        """Returns the form of a dispatch with this many rows, in this format."""
         capacity = self.num_expanded_tokens if rows[0] else self.num_recv_tokens
         return DispatchForm(_options(alignment, rows), num_tokens, capacity)
 
 
 class EPHandle:
-    """Of one routing. A dispatch that is given it sends other tokens along the same routes."""
+    """Handle of one routing. Passed to dispatch, it sends other values along the same routes."""
 
-    # Of DeepEP's own transport; nothing here has these.
+    # Fields of DeepEP's own transport, without counterpart here.
     token_metadata_at_forward: Tensor | None = None
     channel_linked_list: Tensor | None = None
 
@@ -78,7 +78,7 @@ class EPHandle:
         expert_alignment: int,
         num_sms: int,
     ) -> None:
-        """received: without its rows, which may go before this does."""
+        """received: without its rows, which may be freed before this handle."""
         self.all_to_all = all_to_all
         self.received = received
         self.do_expand = do_expand
@@ -106,17 +106,17 @@ class EPHandle:
 
     @property
     def num_recv_tokens_per_expert_list(self) -> list[int]:
-        return list(self.row_counts.per_expert)  # handles of one shape share theirs
+        return list(self.row_counts.per_expert)  # a copy: handles of one shape share the list
 
     def check_same(self, **given: int | None) -> None:
-        """Whether a dispatch with this handle is given what it was made with; None: not given."""
+        """Asserts that arguments equal the handle's; None: not given."""
         for name, value in given.items():
             mine = getattr(self, name)
             assert value in (None, mine), f"{name} is {value}, the handle's is {mine}"
 
     @cached_property
     def psum_num_recv_tokens_per_scaleup_rank(self) -> Tensor:
-        """[W] int32: tokens of each source rank, added up; all ranks are one domain."""
+        """[W] int32: running sum of the tokens of each source rank; all ranks are one domain."""
         if not self.do_expand:
             return self.received.offsets[1:]
         from_rank = self.row_counts.from_rank
@@ -126,9 +126,9 @@ class EPHandle:
 
     @cached_property
     def psum_num_recv_tokens_per_expert(self) -> Tensor:
-        """[E_local] int32: rows of the experts up to each, rounded up to expert_alignment.
+        """[E_local] int32: running sum of each expert's rows, rounded up to expert_alignment.
 
-        With do_expand the expert's own rows count as they are: where they end.
+        With do_expand the expert's own rows are not rounded up, so this is where they end.
         """
         if self.do_expand:
             return self.received.offsets[:-1] + self.received.counts
@@ -142,7 +142,7 @@ class EPHandle:
 
     @property
     def dst_buffer_slot_idx(self) -> Tensor:
-        """[t, L + N] int32: the slot of each token at each rank of its node and for each node."""
+        """[t, L + N] int32: slot of each token at each rank of the node, then for each node."""
         words, num_tokens = self.received.call.handle, self.topk_idx.shape[0]
         shape = self.all_to_all._shape
         width = shape.ranks_per_node + shape.world_size // shape.ranks_per_node
@@ -150,12 +150,13 @@ class EPHandle:
 
     @cached_property
     def recv_src_metadata(self) -> Tensor:
-        """[R, K + 2] int32 of each token received: source rank * T + token there, source rank * K +
-        its first k with an expert here, and its row for each k (-1: none). Past the last: not set.
+        """[R, K + 2] int32, a row per received token: source rank * T + token at the source, source
+        rank * K + first k with an expert here, then its row for each k (-1: none). Rows past the
+        last received token are not set.
         """
         rows = self._rows_by_token if self.do_expand else self._rows_by_rank
         here = rows >= 0
-        first_row = rows.amax(1).clamp(min=0)  # all rows of a token are of one source
+        first_row = rows.amax(1).clamp(min=0)  # any row will do: all have the token's source
         assert self.received.source is not None
         rank, token = self.received.source[first_row].unbind(1)
         first_k = here.int().argmax(1)
@@ -172,17 +173,17 @@ class EPHandle:
 
     @property
     def _rows_by_token(self) -> Tensor:
-        """[R, K]: rows of each token received, in the order of (source rank, token)."""
+        """[R, K]: rows of each received token, in the order of (source rank, token)."""
         rows = self._token_rows.flatten(0, 1)
         ours = (rows >= 0).any(1)
-        # Slots for other ranks of the node all go to one place more than there are.
+        # Slots for other ranks of the node all go to an extra last row.
         place = torch.where(ours, ours.cumsum(0) - 1, self.num_recv_tokens)
         gathered = rows.new_full((self.num_recv_tokens + 1, rows.shape[1]), -1)
         return gathered.index_copy_(0, place, rows)[:-1]
 
     @cached_property
     def _token_rows(self) -> Tensor:
-        """[W, C * M, K] int32: the row of each slot and k, -1 where there is none of this rank."""
+        """[W, C * M, K] int32: row of each slot and k, -1 where the expert is not this rank's."""
         shape, words = self.all_to_all._shape, self.received.call.handle
         num_ranks, topk, max_tokens = shape.world_size, shape.topk, self.num_max_tokens_per_rank
         num_chunks = max(1, -(-max_tokens // shape.chunk_tokens))
@@ -193,7 +194,7 @@ class EPHandle:
         counts, rows = words[HANDLE_META_WORDS:begin], words[begin:end]
         ours = torch.arange(chunk, device=words.device) < counts.unsqueeze(1)  # [C * W, M]
         if shape.ranks_per_node < num_ranks:
-            # Of another node's tokens there are also those for our neighbours alone.
+            # Another node's tokens include tokens that go only to our neighbours.
             node, local = divmod(self.all_to_all.rank, shape.ranks_per_node)
             sources = torch.arange(num_ranks, device=words.device).repeat(num_chunks)
             near = sources // shape.ranks_per_node == node

@@ -1,6 +1,6 @@
-"""EventHandle and EventOverlap: what DeepEP's calls return to say when their work is done.
+"""EventHandle and EventOverlap: returned by DeepEP's calls, to wait until their work is done.
 
-For tensors of the CPU a call is done when it returns, and waiting is nothing.
+With CPU tensors a call is done when it returns, and waits do nothing.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ if TYPE_CHECKING:
 
 
 class EventHandle:
-    """A point of the stream that is current when this is made."""
+    """A point in the stream that is current at construction."""
 
     def __init__(self) -> None:
-        self.tensors_to_record: Sequence[Tensor] = ()  # kept as long as this is
+        self.tensors_to_record: Sequence[Tensor] = ()  # kept alive by this object
         self._event: torch.cuda.Event | None = None
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
 
     def current_stream_wait(self) -> None:
-        """What the current stream does from now on comes after that point."""
+        """Orders later work of the current stream after that point."""
         if self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
 
     def synchronize(self) -> None:
-        """Returns when what came before that point is done."""
+        """Blocks the host until the work before that point is done."""
         if self._event is not None:
             self._event.synchronize()
 
@@ -43,7 +43,7 @@ class EventOverlap:
             work_that_needs_no_result()
 
     event: None when the call was synchronous.
-    extra_tensors: kept as long as this is, so that nobody reuses their memory before.
+    extra_tensors: kept alive by this object, so that their memory is not reused earlier.
     """
 
     hook_after_wait: Callable[[], Any] | None = None
@@ -56,10 +56,10 @@ class EventOverlap:
         self.extra_tensors = extra_tensors
 
     def current_stream_wait(self, release_handle: bool = False) -> Any:
-        """Waits on the current stream, then calls the hook, once, and returns what it returned.
+        """Waits on the current stream, then calls the hook, once, and returns the hook's result.
 
-        A synchronous call leaves nothing to wait for. release_handle: forget the event and its
-        tensors.
+        After a synchronous call there is nothing to wait for. release_handle: drops the event and
+        its tensors.
         """
         if self.event is not None:
             self.event.current_stream_wait()
@@ -72,7 +72,7 @@ class EventOverlap:
     wait = current_stream_wait
 
     def register_hook_after_wait(self, hook_after_wait: Callable[[], Any]) -> None:
-        """It is called at the end of the next wait. One at a time."""
+        """Registers a hook, called at the end of the next wait. One at a time."""
         assert self.hook_after_wait is None, "this EventOverlap has a hook already"
         self.hook_after_wait = hook_after_wait
 

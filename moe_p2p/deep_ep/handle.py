@@ -1,4 +1,4 @@
-"""What a normal dispatch leaves for cached dispatches and for combine."""
+"""The handle that a normal dispatch returns for combine and for cached dispatches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moe_p2p.options import DispatchForm, DispatchOptions
 from moe_p2p.releasing import ReleasingAllToAll
 from moe_p2p.row_counts import Extent, to_device
 
-# Of a normal dispatch, without and with a copy of topk_idx, and of one with the routes of a handle.
+# Options of a normal dispatch, without and with a copy of topk_idx; then of a cached dispatch.
 ROWS = tuple(
     DispatchOptions(
         layout="by_rank", solo=True, zero_padding=False, with_source=True, copy_topk=copies
@@ -25,17 +25,17 @@ ROWS_AGAIN = DispatchOptions(layout="by_rank", solo=True, zero_padding=False)
 
 
 class Handle(Sequence[Tensor]):
-    """The tensors of DeepEP's handle that users look at, in its places; empty ones elsewhere.
+    """DeepEP's tuple with the tensors that users read, at the same indices; the others are empty.
 
     Up to 8 ranks: (rank_prefix_matrix, -, -, recv_src_idx, is_token_in_rank, -).
     More: (is_token_in_rank, -, -, -, -, -, recv_gbl_rank_prefix_sum, recv_src_idx, -, -).
 
     rank_prefix_matrix [W, W] int32: at [i][j] the rows of rank j from ranks 0 to i. Where the host
-        did not wait for counts, all columns show that of this rank.
-    recv_src_idx [R] int32: the token at its source. recv_gbl_rank_prefix_sum [W]: rows of this rank
-        from ranks 0 to i.
+        did not wait for counts, all columns equal this rank's column.
+    recv_src_idx [R] int32: index of the token at its source. recv_gbl_rank_prefix_sum [W]: rows of
+        this rank from ranks 0 to i.
 
-    They are made when somebody looks, on the current stream.
+    They are computed at first access, on the current stream.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Handle(Sequence[Tensor]):
         extent: Extent,
         is_token_in_rank: Tensor,
     ) -> None:
-        """dispatched: without its rows, which may go before this does."""
+        """dispatched: without its rows, which may be freed before this handle."""
         self.all_to_all = all_to_all
         self.dispatched = dispatched
         self.extent = extent
@@ -53,7 +53,7 @@ class Handle(Sequence[Tensor]):
 
     @cached_property
     def form_again(self) -> DispatchForm:
-        """Of a dispatch of other values along the same routes."""
+        """Returns the form of a dispatch of other values along the same routes."""
         return DispatchForm(ROWS_AGAIN, self.extent.max_tokens, self.extent.num_rows)
 
     @cached_property
@@ -79,7 +79,7 @@ class Handle(Sequence[Tensor]):
 
 
 def _prefix_matrix(of_rank: Tensor, extent: Extent) -> Tensor:
-    """[W, W], on the device of of_rank [W], this rank's column."""
+    """rank_prefix_matrix on the device of of_rank [W], which is this rank's column."""
     prefix = extent.prefix
     if prefix is None:
         return of_rank.unsqueeze(1).expand(-1, of_rank.shape[0])

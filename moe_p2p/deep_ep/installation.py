@@ -1,4 +1,4 @@
-"""How `import deep_ep` comes to mean this package.
+"""Makes `import deep_ep` give this package. Four ways:
 
 In a program:         import moe_p2p.deep_ep; moe_p2p.deep_ep.install()
 Through a plugin:     MOE_P2P_AS_DEEP_EP=1, and `import moe_p2p` installs. vLLM imports it by itself
@@ -26,9 +26,9 @@ _replaced: dict[str, ModuleType] = {}
 
 
 def install(*, force: bool = False) -> None:
-    """From now on `import deep_ep` gives this package. Once or often.
+    """Makes `import deep_ep` give this package from now on. Idempotent.
 
-    force: also where the real one was imported already; who has it keeps it.
+    force: also after the real one was imported; modules that hold the real one keep it.
 
     Raises ImportError when the real one was imported and force is not set.
     """
@@ -37,7 +37,7 @@ def install(*, force: bool = False) -> None:
         file = getattr(next(iter(theirs.values())), "__file__", None)
         raise ImportError(
             f"deep_ep is imported already, from {file}: call moe_p2p.deep_ep.install() before, "
-            "or install(force=True) if nobody has to get the same module"
+            "or install(force=True) if modules may keep the one they imported"
         )
     _replaced.update(theirs)
     for name in theirs:
@@ -47,7 +47,7 @@ def install(*, force: bool = False) -> None:
 
 
 def uninstall() -> None:
-    """Undoes install: `import deep_ep` gives again what it gave before."""
+    """Undoes install: `import deep_ep` behaves as before."""
     for alias in _ALIASES:
         if not _is_theirs(alias, sys.modules.get(alias)):
             sys.modules.pop(alias, None)
@@ -56,7 +56,7 @@ def uninstall() -> None:
 
 
 def plugin() -> None:
-    """For engines that call what an entry point names. Importing this did what there is to do."""
+    """Called by engines as an entry point. Does nothing: importing moe_p2p has done the work."""
 
 
 def _is_theirs(name: str, module: ModuleType | None) -> bool:

@@ -1,8 +1,8 @@
-"""The low-latency calls of `Buffer`: rows of each expert one after the other, padded, for decoding.
+"""The low-latency calls of `Buffer`: rows grouped by expert, padded, for decoding.
 
 A dispatch is one kernel that writes the caller's layout directly; with a hook it is two, and other
-work runs between them. Weights are known at combine only: each rank sends those of its own tokens
-to the ranks of their experts, which add up before anything travels back.
+work can run between them. Weights arrive at combine: each rank sends its tokens' weights to the
+ranks of their experts, which sum up before anything travels back.
 
 Symbols: W ranks, T the bound on a rank's tokens, t tokens of this rank, K top-k, E experts, E_local
 of this rank, H hidden size, P scales of a token.
@@ -28,15 +28,15 @@ from moe_p2p.releasing import ReleasingAllToAll, tensors_of, without_rows
 
 Hook = Callable[[], None]
 
-_NUM_TOPK_OF_HINT = 32  # the most there can be; a slot of 8 is as large as one of 12
-_SIZE_ALIGNMENT = 128  # DeepEP's Buffer asks for it
+_NUM_TOPK_OF_HINT = 32  # the largest top-k; slots for top-8 and top-12 have the same size
+_SIZE_ALIGNMENT = 128  # required by DeepEP's Buffer
 
 
 class LowLatencyHandle(Sequence[Any]):
     """(src_info [E_local, W * T] int32, layout_range [E_local, W] int64, T, H, E) of a dispatch.
 
-    src_info: the token at its source, of each row. layout_range: of each source, the first of its
-    rows << 32 | how many. Carries what combine needs, so pass on this object, not a copy.
+    src_info: index of each row's token at its source. layout_range: for each source, its first row
+    << 32 | number of rows. The object itself carries what combine needs: pass it on, not a copy.
     """
 
     combine_buffer: Tensor | None = None
@@ -45,7 +45,7 @@ class LowLatencyHandle(Sequence[Any]):
         self, all_to_all: ReleasingAllToAll, received: Dispatched, hidden: int, num_experts: int
     ) -> None:
         self.all_to_all = all_to_all
-        self.received = received  # without its rows, which may go before this does
+        self.received = received  # without its rows, which may be freed before this handle
         self._sizes = (received.call.max_tokens, hidden, num_experts)
 
     @functools.cached_property
@@ -64,9 +64,9 @@ class LowLatencyHandle(Sequence[Any]):
 
 
 class LowLatencyCalls(BufferBase):
-    """What `Buffer` inherits."""
+    """Mixin of `Buffer`."""
 
-    _mask_status: Tensor | None = None  # [W] int32; 1: masked. That of all its communicators
+    _mask_status: Tensor | None = None  # [W] int32; 1: masked. Shared by all its communicators
 
     def low_latency_dispatch(
         self,
@@ -86,12 +86,12 @@ class LowLatencyCalls(BufferBase):
 
         x: [t, H] bfloat16. topk_idx: [t, K] int64 or int32; -1: none.
         num_max_dispatch_tokens_per_rank: T, equal on all ranks.
-        cumulative_local_expert_recv_stats: [E_local] int32; tokens of each expert are added.
+        cumulative_local_expert_recv_stats: [E_local] int32; each expert's tokens are added to it.
         dispatch_wait_recv_cost_stats: [W] int64; time waited for each source is added.
         use_fp8: x becomes float8_e4m3fn with a scale per 128 values. round_scale: scales are powers
-            of two; use_ue8m0: and come as bytes, four in an int32.
-        async_finish: on the communication stream; wait for the event.
-        return_recv_hook: only send; the returned hook receives, into the tensors returned here.
+            of two; use_ue8m0: packed as bytes, four in an int32.
+        async_finish: runs on the communication stream; wait for the event.
+        return_recv_hook: only sends; the returned hook receives, into the tensors returned here.
 
         Returns (rows, counts [E_local] int32, handle, event, hook): rows [E_local, W * T, H], with
         use_fp8 a pair with scales of logical shape [E_local, W * T, P], stored column by column.
@@ -114,7 +114,7 @@ class LowLatencyCalls(BufferBase):
         all_to_all, form = self._low_latency_made.get(key) or self._make_low_latency(x, key)
         stats = (cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats)
         hook: Hook | None = None
-        fields: tuple[Any, ...]  # of a Dispatched
+        fields: tuple[Any, ...]  # fields of a Dispatched
         with self._streams.turn(x, None, async_finish) as turn:
             if return_recv_hook:
                 pending = all_to_all.dispatch_send_with(form, x, topk_idx)
@@ -149,14 +149,14 @@ class LowLatencyCalls(BufferBase):
         out: Tensor | None = None,
         combine_wait_recv_cost_stats: Tensor | None = None,
     ) -> tuple[Tensor, EventOverlap, Hook | None]:
-        """Brings rows back to their tokens, each times its weight, and adds them up in fp32.
+        """Returns rows to their tokens, each multiplied by its weight, and sums them in fp32.
 
-        x: [E_local, W * T, H] bfloat16, where dispatch put the rows.
-        topk_idx: [t, K] as at dispatch; the ids given there are the ones that are used.
+        x: [E_local, W * T, H] bfloat16, rows in dispatch's order.
+        topk_idx: [t, K] as at dispatch; ignored, the ids given there are used.
         topk_weights: [t, K] float32.
-        use_logfmt: accepted; bfloat16 travels, which is more precise.
-        zero_copy: the rows are in the buffer of get_next_low_latency_combine_buffer, if one was
-            asked for. No call copies rows.
+        use_logfmt: accepted and ignored; rows travel as bfloat16, which is more precise.
+        zero_copy: reads rows from the buffer of get_next_low_latency_combine_buffer, if that was
+            called, instead of x. Rows are never copied.
         out: [t, H] bfloat16 to write to. None: a new tensor.
         combine_wait_recv_cost_stats: [W] int64; time waited for each rank is added.
 
@@ -194,9 +194,9 @@ class LowLatencyCalls(BufferBase):
         return out, turn.event, hook
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:
-        """A tensor [E_local, W * T, H] bfloat16 for the rows of a combine with zero_copy.
+        """Returns a tensor [E_local, W * T, H] bfloat16 for the rows of a combine with zero_copy.
 
-        It is the handle's own: there is no ring of buffers that a later call would overwrite.
+        Each handle has its own: there is no ring of buffers that a later call would overwrite.
         """
         if handle.combine_buffer is None:
             src_info, _, _, hidden, _ = handle
@@ -207,16 +207,16 @@ class LowLatencyCalls(BufferBase):
     def clean_low_latency_buffer(
         self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
     ) -> None:
-        """Does nothing: no call reads what another left behind."""
+        """Does nothing: calls do not depend on data that earlier calls left."""
 
     @staticmethod
     def get_low_latency_rdma_size_hint(
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
-        """Bytes of one rank that calls of this shape take, a multiple of 128.
+        """Returns the bytes that calls of this shape take on one rank, a multiple of 128.
 
-        For nodes of 8 ranks and any top-k. Memory is taken at the first call, whatever
-        num_rdma_bytes was.
+        For nodes of 8 ranks and any top-k. Memory is allocated at the first call, independent of
+        num_rdma_bytes.
         """
         config = AllToAllConfig(
             num_experts=num_experts,
@@ -228,15 +228,15 @@ class LowLatencyCalls(BufferBase):
         regions = config.plan(world_size=num_ranks, ranks_per_node=math.gcd(num_ranks, NODE_RANKS))
         return -(-sum(regions.values()) // _SIZE_ALIGNMENT) * _SIZE_ALIGNMENT
 
-    # --- masks: ranks that the calls above leave out, where enable_shrink is set ---
+    # --- masks: ranks that the calls above leave out, if enable_shrink is set ---
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
-        """Masks a rank: low-latency calls neither wait for it nor send it tokens any more.
+        """Masks a rank: low-latency calls no longer wait for it or send it tokens.
 
-        So they do by themselves with a rank that does not come in time (`timeout_s`) or is gone.
-        All ranks had better mask alike: those who do not wait for the masked rank, and it for those
-        who do. mask=False is for a rank that is not masked since a call was made; one that is has
-        missed what was said meanwhile, and comes back by low_latency_clean_mask_buffer.
+        Calls mask a rank by themselves when it misses the deadline (`timeout_s`) or is gone. Mask
+        it on all ranks: otherwise ranks without the mask wait for it, and it waits for ranks with
+        the mask. mask=False undoes a mask only if no call was made since; otherwise the rank has
+        missed calls (AssertionError), and low_latency_clean_mask_buffer takes it back.
         """
         masks = self._masks()
         assert mask or not self._low_latency_made or int(masks[rank_to_mask]) == 0, (
@@ -246,15 +246,15 @@ class LowLatencyCalls(BufferBase):
         masks[rank_to_mask].fill_(int(mask))
 
     def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:
-        """Writes 1 for each masked rank, else 0, to mask_status [W] int32; waits for no GPU."""
+        """Writes 1 for each masked rank, else 0, to mask_status [W] int32, without waiting."""
         mask_status.copy_(self._masks())
 
     def low_latency_clean_mask_buffer(self) -> None:
-        """Masks no rank. Collective: all ranks of the group call it, those that were masked too.
+        """Removes all masks. Collective: all ranks of the group call it, masked ranks too.
 
-        The next low-latency call of each shape makes a new communicator, where all of them have to
-        come: if one is gone, that call ends with a TimeoutError that names it. Handles of earlier
-        dispatches are of no use any more.
+        The next low-latency call of each shape makes a new communicator of all ranks: if one is
+        gone, that call raises a TimeoutError that names it. Handles of earlier dispatches become
+        invalid.
         """
         masks = self._masks()
         self._pool.close_masking()
@@ -265,11 +265,11 @@ class LowLatencyCalls(BufferBase):
         return self._mask_status is not None and bool(self._mask_status.any())
 
     def _masks(self, device: torch.device | None = None) -> Tensor:
-        """The masks, on the device that the first call named."""
+        """Returns the masks, on the device of the first call."""
         assert self.enable_shrink, "masks need a Buffer made with enable_shrink=True"
         if self._mask_status is None:
             at_first = "cuda" if torch.cuda.is_available() else "cpu"
-            with torch.inference_mode(False):  # calls and users write to it in any mode
+            with torch.inference_mode(False):  # written later in any mode
                 self._mask_status = torch.zeros(self.group_size, dtype=torch.int32, device=at_first)
         if device is not None and not self._low_latency_made:
             with torch.inference_mode(False):
@@ -309,7 +309,7 @@ class LowLatencyCalls(BufferBase):
         return all_to_all, form
 
     def _hook(self, x: Tensor, receive: Callable[[], None], uses: Iterable[Tensor | None]) -> Hook:
-        """receive(), to be called on any stream; it uses tensors of the one that sends."""
+        """Wraps receive() for a call on any stream; `uses` belong to the sending stream."""
         sent_on = streams.current(x)
 
         def hook() -> None:
@@ -328,7 +328,7 @@ def _check_waiting(async_finish: bool, return_recv_hook: bool) -> None:
 
 
 def _count(received: Dispatched, stats: tuple[Tensor | None, Tensor | None]) -> None:
-    """Adds to the statistics of a dispatch."""
+    """Adds a dispatch's counts and wait times to the user's statistics."""
     tokens, waited = stats
     if tokens is not None:
         tokens.add_(received.counts)
@@ -337,7 +337,7 @@ def _count(received: Dispatched, stats: tuple[Tensor | None, Tensor | None]) -> 
 
 
 def _sums(result: Any, waited: Tensor | None) -> Tensor:
-    """The tensor in what a combine returned; the time that it waited is added to `waited`."""
+    """Returns the tensor in a combine's result, and adds the time it waited to `waited`."""
     if waited is None:
         return result  # type: ignore[no-any-return]
     sums, ticks = result

@@ -1,4 +1,4 @@
-"""A store for ranks that know each other through mpi4py only, DeepEP's `comm`."""
+"""A store for ranks that are connected only through mpi4py, DeepEP's `comm`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch._C._distributed_c10d import TCPStore
 
 
 class MpiComm(Protocol):
-    """What is used of an mpi4py communicator."""
+    """The methods of an mpi4py communicator that are used."""
 
     def Get_rank(self) -> int: ...  # noqa: N802
     def Get_size(self) -> int: ...  # noqa: N802
@@ -17,7 +17,7 @@ class MpiComm(Protocol):
 
 
 def store_over(comm: MpiComm) -> tuple[TCPStore, int, int]:
-    """A store of its own, this rank and the number of ranks. Collective."""
+    """Returns a new store, this rank and the number of ranks. Collective."""
     rank, host = comm.Get_rank(), socket.gethostname()
     if rank == 0:
         server = TCPStore(host, 0, is_master=True, wait_for_workers=False)

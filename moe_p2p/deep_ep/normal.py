@@ -26,7 +26,7 @@ from moe_p2p.releasing import ReleasingAllToAll, tensors_of, without_rows
 from moe_p2p.routing_counts import count_routing
 from moe_p2p.row_counts import agree_on_extent, worst_extent
 
-_MAX_TOKENS = 1 << 24  # of a communicator: it sizes nothing, what a call brings does
+_MAX_TOKENS = 1 << 24  # of a communicator: sizes nothing, memory follows from each call's tokens
 _Event = EventOverlap | EventHandle
 _Values = Tensor | tuple[Tensor, Tensor]
 _Result = tuple[
@@ -37,8 +37,8 @@ _Result = tuple[
 class NormalCalls(BufferBase):
     """get_dispatch_layout, dispatch and combine.
 
-    Every one takes previous_event (the work comes after it, not after the current stream),
-    async_finish (the work is on the communication stream; wait for the returned event) and
+    All take previous_event (the work runs after it, not after the current stream), async_finish
+    (the work runs on the communication stream; wait for the returned event) and
     allocate_on_comm_stream, which needs both and changes nothing: results are safe on both streams.
     """
 
@@ -52,7 +52,7 @@ class NormalCalls(BufferBase):
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, EventOverlap]:
-        """Where the tokens of topk_idx [T, K] go; -1: nowhere.
+        """Counts where the tokens of topk_idx [T, K] go; -1: nowhere.
 
         Returns num_tokens_per_rank [W] int32, num_tokens_per_rdma_rank [W / 8] int32 or None up to
         8 ranks, num_tokens_per_expert [E] int32, is_token_in_rank [T, W] bool, and the event.
@@ -86,14 +86,14 @@ class NormalCalls(BufferBase):
         """Sends each token once to each rank that owns one of its experts.
 
         x: [T, H], or a pair of float8_e4m3fn [T, H] and its scales [T, P], float32 or int32.
-        handle: of an earlier dispatch: the same routing again. No counts, no top-k, no waiting.
+        handle: of an earlier dispatch: the same routing again, without counts, top-k or waiting.
         num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert: of get_dispatch_layout.
-        topk_idx, topk_weights: [T, K]. Without topk_idx, rows go where is_token_in_rank says.
+        topk_idx, topk_weights: [T, K]. Without topk_idx, is_token_in_rank decides where rows go.
         expert_alignment: counts in the list are rounded up to it.
-        num_worst_tokens: more than 0: there are so many rows, and the host waits for nobody, so the
-            call can be captured in a graph. It must be W times the largest T of any rank, or more,
-            and the same on all ranks: no rank may bring more than its W-th part.
-        config: its num_sms is for this dispatch and for what is called with its handle.
+        num_worst_tokens: greater than 0: R is this number, and the host does not wait, so the call
+            can be captured in a graph. At least W times the largest T of any rank, and equal on all
+            ranks: no rank may send more than its W-th part.
+        config: its num_sms applies to this dispatch and to later calls with its handle.
 
         Returns x of R rows (a pair if a pair was given), their top-k as local experts [R, K] with
         -1 elsewhere, their weights [R, K], tokens of each local expert as a list (empty with
@@ -162,11 +162,11 @@ class NormalCalls(BufferBase):
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
-        """Adds up the rows of each token of the dispatch that left `handle`, without weights.
+        """Sums the rows of each token of the dispatch that returned `handle`, without weights.
 
-        x: [R, H], a row for each that was dispatched here.
-        topk_weights: [R, K] float32, added up over the ranks of each token as well.
-        bias: one or two [T, H] to begin each sum with.
+        x: [R, H], a row for each row that dispatch returned.
+        topk_weights: [R, K] float32, summed over the ranks of each token as well.
+        bias: one or two [T, H]; each sum starts with them.
 
         Returns [T, H] of x's type, [T, K] or None, and the event.
         """
@@ -194,7 +194,7 @@ class NormalCalls(BufferBase):
     def _all_to_all(
         self, num_experts: int, topk: int, values: Tensor, config: Config | None
     ) -> ReleasingAllToAll:
-        """The communicator of these shapes; types of 1 and 2 bytes share one."""
+        """Returns the communicator of these shapes; types of 1 and 2 bytes share one."""
         narrow = values.dtype.itemsize <= 2
         fields: dict[str, Any] = {
             "num_experts": num_experts,
@@ -207,7 +207,7 @@ class NormalCalls(BufferBase):
         key = tuple(fields.values())
         made = self._normal.get(key)
         if made is None:
-            # Low-latency calls of the same buffer take num_rdma_bytes.
+            # In this mode num_rdma_bytes are kept for low-latency calls.
             rdma_bytes = 0 if self.low_latency_mode else self.num_rdma_bytes
             shape = AllToAllConfig(**fields, max_tokens=_MAX_TOKENS, timeout_s=self._timeout_s)
             made = self._normal[key] = self._pool.get(
@@ -224,14 +224,14 @@ def _send(
     topk_idx: Tensor,
     topk_weights: Tensor | None = None,
 ) -> tuple[Any, ...]:
-    """The fields of a Dispatched."""
+    """Dispatches; returns the fields of a Dispatched."""
     if scales is not None:
         scales = (scales.unsqueeze(1) if scales.dim() == 1 else scales).contiguous()
     return all_to_all.dispatch_with(form, values.contiguous(), topk_idx, topk_weights, scales)
 
 
 def _rows_of(fields: tuple[Any, ...], scales: Tensor | None) -> _Values:
-    """In the shape in which x was given; scales may have come as [T]."""
+    """Returns rows in the form of the caller's x; its scales may be [T] instead of [T, P]."""
     rows: Tensor = fields[0]
     if scales is None:
         return rows
@@ -246,7 +246,7 @@ def _ranks_as_topk(is_token_in_rank: Tensor, num_experts: int) -> Tensor:
 
 
 def _widened(topk_weights: Tensor | None, topk: int) -> Tensor | None:
-    """With as many columns as the dispatch had."""
+    """Adds columns up to the number that the dispatch used."""
     if topk_weights is None:
         return None
     if topk_weights.shape[1] == topk:

@@ -1,8 +1,8 @@
-"""On which stream a call of DeepEP's API runs, and what waits for what.
+"""On which stream a call of DeepEP's API runs, and which stream waits for which.
 
 A synchronous call runs on the current stream, an asynchronous one on the communication stream.
-Calls of one buffer run one after the other, whatever streams they are on: an AllToAll wants its
-calls in one order. Without a GPU nothing of this is needed, and nothing is done.
+Calls of one buffer run one after the other, on any streams, because an AllToAll needs its calls in
+one order. Without a GPU all of this does nothing.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Streams:
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> Turn:
-        """A block whose work comes after previous_event; without one, after the current stream.
+        """Returns a context whose work runs after previous_event, by default the current stream.
 
         like: a tensor of the call, for its device.
         """
@@ -59,7 +59,7 @@ class Streams:
             raise errors.make(errors.InvalidArgumentError, _NO_OWNER)
         ordinal = like.get_device()  # -1: host memory
         event = previous_event.event if isinstance(previous_event, EventOverlap) else previous_event
-        # What most calls are, without a stream's object: on the stream of the latest call.
+        # Fast path of most calls, without a stream object: on the stream of the latest call.
         on_latest = ordinal < 0 or self._latest_raw == _current_raw(ordinal)
         if on_latest and event is None and not async_finish:
             return Turn(False) if torch.is_grad_enabled() else _BARE
@@ -69,16 +69,16 @@ class Streams:
         return CudaTurn(self, event, async_finish)
 
     def follow(self, stream: torch.cuda.Stream) -> None:
-        """`stream`, the current one, runs the next call: after the latest one."""
+        """Orders the next call, on `stream` (the current one), after the latest call."""
         latest, self._latest = self._latest, stream
         self._latest_raw = stream.cuda_stream
-        # Nothing outside a graph's capture can be waited for in it; the user orders whole graphs.
+        # A capture cannot wait for work outside its graph; the user orders whole graphs.
         if latest not in (None, stream) and _is_capturing(latest) == _is_capturing(stream):
             stream.wait_stream(latest)
 
 
 def wait_for(event: EventOverlap | EventHandle | None, like: Tensor) -> None:
-    """What is done with tensors like this one comes after the event."""
+    """Orders later work on the device of `like` after the event."""
     handle = event.event if isinstance(event, EventOverlap) else event
     if handle is None:
         return
@@ -89,13 +89,13 @@ def wait_for(event: EventOverlap | EventHandle | None, like: Tensor) -> None:
 
 
 def current(like: Tensor) -> int:
-    """A number of the stream that the caller works on; 0 in host memory."""
+    """Returns a number of the caller's current stream; 0 for host memory."""
     return _current_raw(like.get_device()) if like.is_cuda else 0
 
 
 def use_here(like: Tensor, tensors: Iterable[Tensor | None], since: int) -> None:
-    """What belongs to the stream `since` is used on the current one: its memory is not given out
-    before that is over, whoever lets go of it."""
+    """Records that tensors of the stream `since` are used on the current stream, so that their
+    memory is not reused before that use is over."""
     if current(like) == since:
         return
     stream = torch.cuda.current_stream()
@@ -114,9 +114,9 @@ def _is_capturing(stream: torch.cuda.Stream | None) -> bool:
 
 
 class Turn:
-    """One call, as a context manager. `event`, after its end, is what the call returns.
+    """One call, as a context manager. `event`, after its end, is the event that the call returns.
 
-    Autograd records nothing of a call: who trains puts functions of his own around calls.
+    Autograd is off within a call: for training, wrap calls in autograd functions.
     """
 
     def __init__(self, async_finish: bool) -> None:
@@ -142,11 +142,11 @@ class Turn:
         return EventOverlap(self._end)
 
     def uses(self, given: Iterable[Tensor | None], made: Iterable[Tensor | None]) -> None:
-        """Arguments and results of the call, which two streams use: say so before the end."""
+        """Registers arguments and results that two streams use. Called before the block ends."""
 
 
 with torch.no_grad():
-    _BARE = Turn(False)  # of all calls with nothing to do before and after them
+    _BARE = Turn(False)  # shared by all calls with nothing to do before and after them
 
 
 class CudaTurn(Turn):
@@ -181,7 +181,7 @@ class CudaTurn(Turn):
             self._scope.__exit__(kind, error, trace)
 
     def uses(self, given: Iterable[Tensor | None], made: Iterable[Tensor | None]) -> None:
-        # What is given was allocated elsewhere and is used here, what is made the other way round.
+        # Arguments were allocated elsewhere and are used here; results the other way round.
         for tensors, stream in ((given, self._stream), (made, self._callers)):
             for tensor in tensors:
                 if tensor is not None:

@@ -1,1 +1,1 @@
-"""What a communicator needs on a GPU: memory, kernels by NVRTC, launch shapes, the driver."""
+"""The GPU side of a communicator: memory, kernels by NVRTC, launch shapes, the driver."""

@@ -47,7 +47,7 @@ def module() -> Any:
     driver = bindings("driver")
     try:
         (result,) = driver.cuInit(0)
-    except RuntimeError as error:  # it did not find libcuda.so.1
+    except RuntimeError as error:  # libcuda.so.1 was not found
         raise errors.make(
             errors.UnavailableError, f"the CUDA driver cannot be opened: {error}"
         ) from None
@@ -57,7 +57,7 @@ def module() -> Any:
 
 
 def call(name: str, *args: Any) -> Any:
-    """The value (or values, or None) of the driver function `name`.
+    """Calls the driver function `name`; returns its value (or values, or None).
 
     Raises ResourceExhaustedError when memory is short, UnavailableError when the device or the
     driver cannot do it, TransportError for every other failure.
@@ -90,7 +90,7 @@ def _retain(device: int) -> Any:
 def primary_context(device: int) -> Iterator[None]:
     """Makes the primary context of `device`, the one torch uses, current inside the block.
 
-    It is retained once and never given back: kernels and memory of this process live in it.
+    It is retained once and never released: kernels and memory of this process live in it.
     """
     with _lock:
         context = _retain(device)
@@ -116,7 +116,7 @@ def capability(device: int) -> tuple[int, int]:
 
 
 def max_resident_blocks(device: int, kernel: int, num_threads: int, shared_bytes: int) -> int:
-    """Blocks of a loaded kernel (jit.load) that `device` can hold at once."""
+    """Returns how many blocks of a loaded kernel (jit.load) fit on `device` at once."""
     with primary_context(device):
         per_multiprocessor = call(
             "cuOccupancyMaxActiveBlocksPerMultiprocessor",

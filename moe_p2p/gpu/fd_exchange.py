@@ -1,15 +1,14 @@
 """Passes open files among the L processes of a node over UNIX sockets. Control path only.
 
 Every rank listens at an abstract address made from the key, connects to all others, sends its
-descriptors and waits until they are received. No right to look into other processes is needed
-(pidfd_getfd wants that of ptrace), and nothing is left in the file system. Ranks may be threads of
-one process: then they get duplicates.
+descriptors and waits until they are received. It needs no ptrace permission, as pidfd_getfd would,
+and leaves nothing in the file system. Ranks may be threads of one process: they get duplicates.
 
 Abstract addresses are open to all users of a host, and /proc/net/unix lists them. So each side
-checks that the other is of the same user, and both prove that they know the key, of which the
-address is only a hash: whoever listens first, before a descriptor is sent, then whoever connects.
-A proof names who gives it and serves once, so that it is of no use to others. What a stranger may
-take is bounded: the connections that are open, their time and the bytes of their one message.
+checks that the peer belongs to the same user, and both prove that they know the key, of which the
+address is only a hash: the listener first, before a descriptor is sent, then the connecting side. A
+proof names its sender and is valid once, so that nobody else can use it. A stranger's use of
+resources is bounded: number and duration of open connections, and the bytes of one message each.
 """
 
 from __future__ import annotations
@@ -32,15 +31,15 @@ from moe_p2p import errors, log
 if TYPE_CHECKING:
     from moe_p2p.rendezvous.bootstrap import Bootstrap
 
-MAX_FDS = 253  # of one message, in Linux
+MAX_FDS = 253  # per message, a limit of Linux
 _PROOF_BYTES = 32
 _HEADER = struct.Struct(f"<{_PROOF_BYTES}sII")  # proof, local rank, number of descriptors
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 _RETRY_S = 0.005
-# How long a connection may stay silent. When it is too short, a rank that the scheduler keeps from
-# running connects again.
+# How long a connection may stay silent. Too short: a rank that is not scheduled in time has to
+# connect again.
 _PATIENCE_S = 5.0
-_MORE_SESSIONS = 16  # open at once, beside one of each rank
+_MORE_SESSIONS = 16  # open at once, in addition to one per rank
 
 
 def exchange_fds(
@@ -52,21 +51,22 @@ def exchange_fds(
     deadline: float,
     meeting: Bootstrap | None = None,
 ) -> list[list[int]]:
-    """The descriptors of all ranks of this node, in rank order, as new descriptors of this process.
+    """Returns all ranks' descriptors, in rank order, as new descriptors of this process.
 
     local, num_local: this rank within its node, and L.
-    key: equal on all ranks of the node, different for every exchange of the host; the caller
-        agrees on it through its Store.
-    fds: at most 253, not closed here. Ranks may give different numbers of them.
+    key: equal on all ranks of the node, different for every exchange on the host; ranks agree on it
+        through their Store.
+    fds: at most 253, not closed here. Their number may differ between ranks.
     deadline: by time.monotonic(), in seconds.
-    meeting: of these ranks and perhaps others: one of this host whose process ends is missed at
-        once, and strangers who were refused are counted there.
+    meeting: of these ranks and perhaps others. With it, the end of a process on this host is
+        noticed at once; it also counts refused connections.
 
-    The caller closes what it gets, its own duplicates included. On an error nothing stays open.
+    The caller closes all returned descriptors, duplicates of its own included. On an error nothing
+    stays open.
 
-    Raises TimeoutError naming the local ranks that did not come, PeerDeadError naming one that went
-    away before it had received, AbortedError naming one that failed, InvalidArgumentError when the
-    key is in use on this host.
+    Raises TimeoutError naming the missing local ranks, PeerDeadError naming a rank that left before
+    it had received, AbortedError naming a rank that failed, InvalidArgumentError when the key is in
+    use on this host.
     """
     errors.require(0 <= local < num_local, f"local rank is {local} of {num_local}")
     errors.require(len(fds) <= MAX_FDS, f"{len(fds)} descriptors, at most {MAX_FDS} fit a message")
@@ -87,23 +87,23 @@ def exchange_fds(
 
 @dataclass
 class _Call:
-    """A connection to a rank that listens."""
+    """A connection made to a listening rank."""
 
     peer: int
     connection: socket.socket
-    sent: bool = False  # the peer has proved itself, and has our descriptors
+    sent: bool = False  # the peer has proved itself, and our descriptors are sent
 
 
 @dataclass
 class _Session:
-    """A connection of somebody who has not proved anything yet."""
+    """An accepted connection whose peer has not proved itself yet."""
 
     connection: socket.socket
     expires: float
 
 
 class _Exchange:
-    """One of them, in one loop that waits for all connections at once."""
+    """One exchange: a loop that waits for all connections at once."""
 
     def __init__(
         self,
@@ -121,8 +121,8 @@ class _Exchange:
         self._key = key.encode()
         self._hash = hashlib.sha256(self._key).digest()[:16]
         peers = set(range(num_local)) - {local}
-        self._unacknowledged, self._to_hear = set(peers), set(peers)
-        self._calls: dict[int, _Call] = {}  # by descriptor, as sessions
+        self._unacknowledged, self._to_receive = set(peers), set(peers)
+        self._calls: dict[int, _Call] = {}  # by file descriptor, like sessions
         self._sessions: dict[int, _Session] = {}
         self._retry_at = 0.0
         self._num_refused = 0
@@ -152,7 +152,7 @@ class _Exchange:
             log.warning(f"local rank {self._local}: passing file descriptors, {self._refused()}")
 
     def run(self) -> None:
-        while self._unacknowledged or self._to_hear:
+        while self._unacknowledged or self._to_receive:
             self._check_deadline()
             self._drop_silent()
             self._connect()
@@ -160,7 +160,7 @@ class _Exchange:
                 if fd in self._calls:
                     self._advance(self._calls[fd])
                 elif fd in self._sessions:
-                    self._hear(self._sessions.pop(fd).connection)
+                    self._take(self._sessions.pop(fd).connection)
                 elif fd in self._watched:
                     assert self._meeting is not None
                     self._meeting.check_neighbours(self._watched[fd], "file descriptors")
@@ -171,7 +171,7 @@ class _Exchange:
         return f"\0moe_p2p.{self._hash.hex()}.{rank}".encode()
 
     def _proof(self, giver: int, receiver: int | None) -> bytes:
-        """`giver` gives it to one that listens; receiver None: it listens and gives it to all."""
+        """Proof of `giver` for a listening `receiver`; None: proof of a listener, for any peer."""
         return hmac.digest(self._key, f"{giver} to {receiver}".encode(), "sha256")
 
     def _refuse(self, why: str) -> None:
@@ -186,9 +186,9 @@ class _Exchange:
     def _check_deadline(self) -> None:
         if time.monotonic() < self._deadline:
             return
-        # A rank that came but waits for another one is not to blame.
+        # A rank that was reached but waits for another one is not late.
         reached = {call.peer for call in self._calls.values() if call.sent}
-        late = (self._unacknowledged - reached) | self._to_hear or self._unacknowledged
+        late = (self._unacknowledged - reached) | self._to_receive or self._unacknowledged
         missing = ", ".join(map(str, sorted(late)))
         raise errors.make(
             errors.TimeoutError,
@@ -198,7 +198,7 @@ class _Exchange:
         )
 
     def _wait(self) -> list[int]:
-        """Descriptors of connections on which something came, and of the listener."""
+        """Returns the file descriptors, of connections and the listener, that are readable."""
         poll = select.poll()
         for fd in (*self._calls, *self._sessions, *self._watched):
             poll.register(fd, select.POLLIN)
@@ -209,7 +209,7 @@ class _Exchange:
             until.append(self._retry_at)
         return [fd for fd, _ in poll.poll(max(1000 * (min(until) - time.monotonic()), 1))]
 
-    # To ranks that listen.
+    # Outgoing connections.
 
     def _connect(self) -> None:
         if time.monotonic() < self._retry_at:
@@ -220,7 +220,7 @@ class _Exchange:
             try:
                 connection.connect(self._address(peer))
                 self._check_user(connection, peer)
-            except (ConnectionError, BlockingIOError):  # it does not listen, or has no room
+            except (ConnectionError, BlockingIOError):  # not listening yet, or its backlog is full
                 connection.close()
             except BaseException:
                 connection.close()
@@ -241,16 +241,16 @@ class _Exchange:
                     "received the file descriptors",
                 )
             self._unacknowledged.remove(call.peer)
-            self._hang_up(call)
+            self._end_call(call)
         elif hmac.compare_digest(data, self._proof(call.peer, None)):
             try:
                 self._send(call)
             except ConnectionError:
-                self._hang_up(call)
+                self._end_call(call)
         else:
             if data:
                 self._refuse(f"at the address of local rank {call.peer} without the key")
-            self._hang_up(call)
+            self._end_call(call)
 
     def _send(self, call: _Call) -> None:
         header = _HEADER.pack(self._proof(self._local, call.peer), self._local, len(self._fds))
@@ -260,7 +260,7 @@ class _Exchange:
             call.connection.send(header)
         call.sent = True
 
-    def _hang_up(self, call: _Call) -> None:
+    def _end_call(self, call: _Call) -> None:
         del self._calls[call.connection.fileno()]
         call.connection.close()
 
@@ -272,7 +272,7 @@ class _Exchange:
                 "user of this host",
             )
 
-    # From ranks that connect.
+    # Incoming connections.
 
     def _accept(self) -> None:
         try:
@@ -296,17 +296,17 @@ class _Exchange:
     def _drop_silent(self) -> None:
         now = time.monotonic()
         for fd in [fd for fd, one in self._sessions.items() if one.expires <= now]:
-            self._hear(self._sessions.pop(fd).connection)
+            self._take(self._sessions.pop(fd).connection)
 
-    def _hear(self, connection: socket.socket) -> None:
-        """Takes the descriptors of a rank. Whatever else came ends the connection."""
+    def _take(self, connection: socket.socket) -> None:
+        """Receives a rank's descriptors. Any other message ends the connection."""
         with connection:
             try:
                 data, fds, truncated = _receive(connection)
             except (ConnectionError, BlockingIOError):
                 data, fds, truncated = b"", [], False
             peer, count = self._prove(data)
-            if peer not in self._to_hear:
+            if peer not in self._to_receive:
                 for fd in fds:
                     os.close(fd)
                 self._refuse("without the key")
@@ -318,12 +318,12 @@ class _Exchange:
                     f"local rank {self._local}: {len(fds)} of the {count} file descriptors of "
                     f"local rank {peer} came: this process may open no more files (ulimit -n)",
                 )
-            self._to_hear.remove(peer)
+            self._to_receive.remove(peer)
             with suppress(ConnectionError):
                 connection.send(b"+")
 
     def _prove(self, data: bytes) -> tuple[int, int]:
-        """The rank that sent this header, and how many descriptors it sent; -1: not one of ours."""
+        """Returns the header's sender and its number of descriptors; sender -1: invalid proof."""
         if len(data) != _HEADER.size:
             return -1, 0
         proof, peer, count = _HEADER.unpack(data)
@@ -338,9 +338,9 @@ def _socket() -> socket.socket:
 
 
 def _receive(connection: socket.socket) -> tuple[bytes, list[int], bool]:
-    """One message, its descriptors, and whether some were lost.
+    """Returns one message, its descriptors, and whether some descriptors were lost.
 
-    socket.recv_fds of Python 3.11 ignores its flags, so children would inherit the descriptors.
+    Not socket.recv_fds: in Python 3.11 it ignores its flags, so children would inherit descriptors.
     """
     fds = array.array("i")
     data, ancillary, flags, _ = connection.recvmsg(

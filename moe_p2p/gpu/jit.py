@@ -1,11 +1,11 @@
 """Kernels: compiled by NVRTC at first use, kept on disk, loaded into a device's primary context.
 
-`compile_only` needs no GPU; `load` does. A kernel is looked up on disk by a hash over all that goes
-into it: its source, the files of kernels/ that it includes, the options and the build of NVRTC.
-One process of those that want the same kernel compiles it, the others wait for the file. Without a
-writable cache folder every process compiles for itself.
+`compile_only` needs no GPU; `load` does. A kernel's file is named by a hash of everything that
+determines it: its source, the files of kernels/ that it includes, the options and the build of
+NVRTC. When several processes need one kernel, one compiles it and the others wait for the file.
+Without a writable cache folder every process compiles for itself.
 
-Nothing here is on the data path: whoever launches a kernel keeps the handle that `load` returned.
+Not on the data path: callers keep the handle that `load` returned.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _ARCH = re.compile(r"sm_\d+[af]?")
 
 
 class Usage(NamedTuple):
-    """What the assembler says that one kernel needs, per thread and, for shared_bytes, per block.
+    """Resources of a kernel as ptxas reports them: per thread, but shared_bytes per block.
 
-    A kernel that spills reads and writes registers through memory: spill bytes should be 0.
+    Spilled registers go through memory: spill bytes should be 0.
     """
 
     registers: int
@@ -54,12 +54,12 @@ class Compiled(NamedTuple):
 
     @property
     def usage(self) -> dict[str, Usage]:
-        """By entry; empty where the assembler's log has another form."""
+        """Usage by entry; empty where the assembler's log has another format."""
         return parse_usage(self.log)
 
 
 class Loaded(NamedTuple):
-    """One line of `report`. local_bytes: of one thread, spills and arrays that are indexed."""
+    """One line of `report`. local_bytes: per thread, spills and dynamically indexed arrays."""
 
     device: int
     source: str
@@ -72,7 +72,7 @@ class Loaded(NamedTuple):
     max_threads: int
     usage: Usage | None
     cached: bool
-    ready_s: float  # from the call of load until it could be launched
+    ready_s: float  # from the call of load until the kernel can be launched
 
 
 _handles: dict[tuple[Any, ...], int] = {}
@@ -89,13 +89,13 @@ def load(
     *,
     dynamic_shared_bytes: int = 0,
 ) -> int:
-    """A CUfunction of `device`, as an int, valid in its primary context until the process ends.
+    """Returns a CUfunction of `device`, as an int, valid in its primary context until process exit.
 
     device: number of the device, as torch counts.
     source: a file name in kernels/, or the path of another file. It is read once per process.
     entry: name of an extern "C" kernel.
     macros: passed as -DNAME=VALUE.
-    dynamic_shared_bytes: the most that a launch will ask for.
+    dynamic_shared_bytes: the most that any launch will use.
 
     A repeated call is a look-up. Raises UnavailableError when a package or the driver is missing,
     the source does not compile (with the compiler's log) or the device cannot run it, and
@@ -135,7 +135,7 @@ def load(
 
 
 def report() -> list[Loaded]:
-    """What this process has loaded, in order."""
+    """Returns the kernels that this process has loaded, in order."""
     with _load_lock:
         return list(_loaded)
 
@@ -143,10 +143,10 @@ def report() -> list[Loaded]:
 def compile_only(
     source: str | Path, macros: Mapping[str, int], arch: str, *, anew: bool = False
 ) -> Compiled:
-    """`source` compiled for `arch` ("sm_90a"), from the cache where it is there. Needs no GPU.
+    """Returns `source` compiled for `arch` ("sm_90a"), from the cache if possible. Needs no GPU.
 
-    anew: what is in the cache is replaced. Raises UnavailableError when NVRTC is missing or the
-    source does not compile (with its log).
+    anew: compiles in any case and replaces the cached file. Raises UnavailableError when NVRTC is
+    missing or the source does not compile (with its log).
     """
     path = source_path(source)
     options = _options(path, macros, arch)
@@ -185,14 +185,14 @@ def _options(path: Path, macros: Mapping[str, int], arch: str) -> list[str]:
 
 
 def arch_of(device: int) -> str:
-    """The architecture to compile for: "sm_90a" for an H200, with all that only it can do."""
+    """Returns the architecture to compile for, with its own features: "sm_90a" for an H200."""
     major, minor = driver.capability(device)
     return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
 
 
 def source_path(source: str | Path) -> Path:
-    """The file behind a name in kernels/ or a path. Raises InvalidArgumentError without one."""
-    path = (kernels_root() / "kernels" / source).absolute()  # a path that is absolute stays so
+    """Returns the file of a name in kernels/ or a path. InvalidArgumentError if there is none."""
+    path = (kernels_root() / "kernels" / source).absolute()  # keeps an absolute path as it is
     errors.require(path.is_file(), f"there is no kernel source {path}")
     return path
 
@@ -204,13 +204,13 @@ def kernels_root() -> Path:
 
 
 def include_folders(source: Path) -> list[Path]:
-    """Where NVRTC looks: kernels/ and all below it, beside the source, then headers of CUDA."""
+    """Folders that NVRTC searches: kernels/ and all below, the source's own, then CUDA headers."""
     return [kernels_root(), source.parent, *_cuda_headers()]
 
 
 @functools.cache
 def _cuda_headers() -> tuple[Path, ...]:
-    """Headers of CUDA and of its C++ library: those of the pip packages, else of the toolkit."""
+    """Folders of CUDA's headers and its C++ library's: from the pip packages, else the toolkit."""
     major = _nvrtc_version()[0]
     spec = importlib.util.find_spec("nvidia")
     places = [Path(place) for place in (spec.submodule_search_locations or ())] if spec else []
@@ -225,7 +225,7 @@ def _cuda_headers() -> tuple[Path, ...]:
 
 
 def cache_key(source: Path, options: list[str]) -> str:
-    """Hash of the source, of all that it includes with quotes, the options and the compiler."""
+    """Hash of the source, all files it includes with quotes, the options and the compiler."""
     root = kernels_root()
     digest = hashlib.sha256(repr((_nvrtc_build(), source.name, options)).encode())
     queue, seen = [source], {source}
@@ -245,10 +245,10 @@ def cache_key(source: Path, options: list[str]) -> str:
 
 
 def parse_usage(log: str) -> dict[str, Usage]:
-    """Usage by entry, from what the assembler prints under -v.
+    """Parses the assembler's -v output; returns usage by entry.
 
-    A line "Compiling entry function 'k'" opens a part; functions that were not inlined have lines
-    of their own in it and are added up.
+    A line "Compiling entry function 'k'" opens a part. Functions that were not inlined have lines
+    of their own in it; they are summed.
     """
     result = {}
     for part in log.split("Compiling entry function '")[1:]:
@@ -304,11 +304,11 @@ def _load(
 
 
 def _nvrtc(name: str, *args: Any) -> Any:
-    """The value of the NVRTC function `name`. Raises UnavailableError."""
+    """Calls the NVRTC function `name`; returns its value. Raises UnavailableError."""
     nvrtc = driver.bindings("nvrtc")
     try:
         result, *values = getattr(nvrtc, name)(*args)
-    except RuntimeError as error:  # it did not find libnvrtc
+    except RuntimeError as error:  # libnvrtc was not found
         raise errors.make(
             errors.UnavailableError,
             f"NVRTC cannot be opened ({error}): pip install nvidia-cuda-nvrtc",
@@ -326,9 +326,9 @@ def _nvrtc_version() -> tuple[int, int]:
 
 @functools.cache
 def _nvrtc_build() -> str:
-    """The whole version, "V13.0.48 CL-36037853": NVRTC tells it in PTX only. 20 ms.
+    """Returns the full version, "V13.0.48 CL-36037853", which NVRTC writes in PTX only. 20 ms.
 
-    Updates within 13.0 mend the compiler too, and what the last one made must not outlive it.
+    Updates within 13.0 fix the compiler too, so kernels of an older build must not be reused.
     """
     program = _nvrtc("nvrtcCreateProgram", b"", b"version.cu", 0, [], [])
     try:
@@ -341,9 +341,9 @@ def _nvrtc_build() -> str:
 
 
 def _fetch(what: str, program: Any) -> bytes:
-    """nvrtcGet`what` of a program: NVRTC writes into the bytes that it is given."""
+    """Returns nvrtcGet`what` of a program, which NVRTC writes into the buffer it is passed."""
     size = int(_nvrtc(f"nvrtcGet{what}Size", program))
-    buffer = bytes(size + 2)  # bytes of length 0 and 1 are shared by the whole interpreter
+    buffer = bytes(size + 2)  # the interpreter shares bytes objects of length 0 and 1
     _nvrtc(f"nvrtcGet{what}", program, buffer)
     return buffer[:size]
 

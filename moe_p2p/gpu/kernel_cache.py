@@ -1,11 +1,11 @@
 """Compiled kernels on disk, for jit.py: a cubin, the assembler's log and a digest of both, by key.
 
-Whoever can write to the folder decides what runs on the GPU. So a folder, and a file in it, is used
-only when it belongs to this user or to root and nobody else may write to it. What is open is asked
-for that, and files are opened relative to the open folder. The digest finds what a disk damaged,
-not what an enemy wrote.
+Anyone who can write to the folder controls what runs on the GPU. So a folder, or a file in it, is
+used only when it belongs to this user or to root and nobody else may write to it. The check is made
+on the open descriptor, and files are opened relative to the open folder. The digest detects damage
+on disk, not an attack.
 
-A folder that is refused, or cannot be written, is no error: there is no cache then.
+A folder that is refused or not writable is no error: kernels are then not cached.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from pathlib import Path
 
 from moe_p2p import env, log
 
-# When it is too short, two processes compile the same kernel; nothing else happens.
+# Too short: two processes compile the same kernel, without other harm.
 _LOCK_WAIT_S = 300.0
 
 
 def read(key: str) -> tuple[bytes, str] | None:
-    """Cubin and log; None when they are not there, or not as they were written."""
+    """Returns cubin and log; None when they are missing or damaged."""
     try:
         with _folder() as folder:
             digest, cubin, text = (
@@ -40,7 +40,7 @@ def read(key: str) -> tuple[bytes, str] | None:
 
 
 def write(key: str, cubin: bytes, text: str) -> None:
-    """Each file appears whole or not at all, the digest last. Without room there is no cache."""
+    """Writes each file atomically, the digest last. On a full disk nothing is cached."""
     files = {".cubin": cubin, ".log": text.encode(), ".sha256": _digest(cubin, text.encode())}
     with contextlib.suppress(OSError), _folder() as folder:
         for end, data in files.items():
@@ -57,7 +57,7 @@ def write(key: str, cubin: bytes, text: str) -> None:
 
 @contextlib.contextmanager
 def exclusive(key: str) -> Iterator[bool]:
-    """Holds the lock of one kernel. False: the folder cannot be written."""
+    """Holds the lock of one kernel; yields False when the folder cannot be written."""
     with contextlib.ExitStack() as stack:
         try:
             path = env.cache_folder()
@@ -83,7 +83,7 @@ def exclusive(key: str) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def _folder() -> Iterator[int]:
-    """The cache folder, open. Raises OSError when there is none, and when it is refused."""
+    """Opens the cache folder. Raises OSError when there is none, or when it is refused."""
     path = env.cache_folder()
     if not path.is_absolute():
         _refuse(path, "it depends on the working directory; name it from / on")

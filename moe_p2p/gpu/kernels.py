@@ -1,4 +1,4 @@
-"""The GPU's side of a communicator: its memory, and the kernels of kernels/ compiled for its shape.
+"""The GPU side of a communicator: its memory, and the kernels of kernels/ compiled for its shape.
 
 Symbols: W ranks, L ranks per node, E experts, H hidden size, K top-k, M tokens per step.
 """
@@ -87,9 +87,9 @@ def shape_macros(config: AllToAllConfig, *, world_size: int, ranks_per_node: int
 
 
 class Kernel(NamedTuple):
-    """A kernel as it is compiled, and the most blocks of its halves.
+    """Source and macros of a kernel, and the most blocks of each of its halves.
 
-    max_copy_blocks: in place of max_send_blocks, of a combine whose rows need no sum.
+    max_copy_blocks: replaces max_send_blocks when combine only copies rows (nothing to add).
     """
 
     source: str
@@ -108,9 +108,10 @@ def dispatch_kernel(
     by_rank: bool = False,
     num_sms: int | None = None,
 ) -> Kernel:
-    """Of x_dtype as the caller has it. It sends tokens and receives slots.
+    """Returns the dispatch kernel, which sends tokens and receives slots.
 
-    scale_format: of a quantizing one (kernels/abi/shape.h, ScaleFormat).
+    x_dtype: type of the caller's x. scale_format: of the scales when `quantize`
+    (kernels/abi/shape.h, ScaleFormat).
     """
     hidden = shape["MOE_P2P_HIDDEN_DIM"]
     row_bytes = hidden * (1 if quantize else x_dtype.itemsize)
@@ -148,7 +149,7 @@ def combine_kernel(
     *,
     num_sms: int | None = None,
 ) -> Kernel:
-    """It sends slots and receives tokens."""
+    """Returns the combine kernel, which sends slots and receives tokens."""
     row_bytes = shape["MOE_P2P_HIDDEN_DIM"] * max(y_dtype.itemsize, out_dtype.itemsize)
     bulk = None
     if goes_in_bulk(shape, num_sms):
@@ -234,7 +235,7 @@ def variants() -> Iterator[Kernel]:
 class Partners(NamedTuple):
     """The ranks with this local index on the other nodes, where they are on this host.
 
-    num_nics: whose copy kernels take the place of a block each.
+    num_nics: software NICs; the copy kernel of each takes the place of a block.
     """
 
     node: int
@@ -247,7 +248,7 @@ class DeviceSide:
     """Memory and kernels of one rank on one GPU. Made by Communicator; close() after its last call.
 
     Raises UnavailableError when the driver, NVRTC or peer access is missing, TimeoutError when a
-    rank of the node does not come.
+    rank of the node is missing.
     """
 
     def __init__(
@@ -265,17 +266,17 @@ class DeviceSide:
     ) -> None:
         """meeting: of all ranks. key: of this node's exchange of file descriptors.
 
-        partners: with the key of the exchange with them; None: none on this host.
+        partners: ranks of other nodes on this host, with the key of their exchange; None: none.
         exchange: carries bytes among the ranks of this node; memory is then shared by fabric
             handle.
-        masks: those of the kernels, on the device, and of the host; None: without.
+        masks: the kernels' masks, on the device, and the host's masks; None: without masks.
         """
         self._comm, self._device, self._num_sms = comm, device, config.num_sms
         self._masks = masks
         world_size, deadline = meeting.world_size, time.monotonic() + config.timeout_s
         self._copy_blocks = 0 if partners is None else partners.num_nics
         self._shape = shape_macros(config, world_size=world_size, ranks_per_node=ranks_per_node)
-        self._ready: set[tuple[object, ...]] = set()  # kernels of the op, by what they are for
+        self._ready: set[tuple[object, ...]] = set()  # keys of kernels that the op has
         self._undo, self._signals = ExitStack(), ExitStack()
         plan = config.plan(world_size=world_size, ranks_per_node=ranks_per_node)
         try:
@@ -344,14 +345,14 @@ class DeviceSide:
         )
 
     def use_signals(self) -> None:
-        """After the communicator is connected: lets the GPU see the signal memory of the node."""
+        """Maps the node's signal memory for the GPU. Called once the communicator is connected."""
         *hosts, size = call(_ops.all_to_all_signals.default, self._comm)
         pinned = [self._signals.enter_context(PinnedPages(self._device, at, size)) for at in hosts]
         addresses = [pages.device_address for pages in pinned]
         call(_ops.all_to_all_use_signals.default, self._comm, addresses)
 
     def prepare(self, config: AllToAllConfig) -> None:
-        """All kernels of the types that the configuration names, and of their gradients."""
+        """Prepares all kernels for the configuration's types, and for their gradients."""
         widest = config.widest_combine_dtype
         for dtype in dict.fromkeys((config.dtype, widest)):
             self.prepare_dispatch(dtype, DEFAULT.number)
@@ -361,7 +362,7 @@ class DeviceSide:
             self.prepare_dispatch(config.dtype, DispatchOptions(quantize=True).number)
 
     def prepare_dispatch(self, x_dtype: torch.dtype, options: int) -> None:
-        """Compiles and hands over the kernel of such a dispatch; at once when that was done."""
+        """Compiles this dispatch kernel and passes it to the op; does nothing if the op has it."""
         variant = variant_of(options)
         if (x_dtype, variant) in self._ready:
             return
@@ -391,7 +392,7 @@ class DeviceSide:
         self._ready.add((y_dtype, out_dtype))
 
     def _load(self, kernel: Kernel) -> list[int]:
-        """The numbers of csrc/moe/device/grid.h, DeviceKernel."""
+        """Returns the fields of DeviceKernel (csrc/moe/device/grid.h)."""
         macros = kernel.macros
         function, resident_blocks = self._open(kernel)
         return [
@@ -408,7 +409,7 @@ class DeviceSide:
         ]
 
     def _open(self, kernel: Kernel) -> tuple[int, int]:
-        """A function of the driver, and how many of its blocks fit on the device at once."""
+        """Returns a CUfunction, and how many of its blocks fit on the device at once."""
         macros, entry = kernel.macros, f"moe_p2p_{kernel.source.removesuffix('.cu')}"
         threads, shared = macros["MOE_P2P_BLOCK_THREADS"], macros["MOE_P2P_SHARED_BYTES"]
         function = jit.load(self._device, kernel.source, entry, macros, dynamic_shared_bytes=shared)
@@ -416,18 +417,18 @@ class DeviceSide:
         return function, resident - self._copy_blocks
 
     def _wait(self) -> None:
-        """For all that was asked of the device."""
+        """Waits for all work of the device."""
         torch.cuda.synchronize(self._device)
 
     def finish(self) -> None:
-        """Waits for the kernels and lets go of the signal memory, which the communicator unmaps."""
+        """Waits for the kernels and unregisters the signal memory before it is unmapped."""
         self._wait()
-        if self._masks is not None:  # the host then waits for no write to a rank that is masked
+        if self._masks is not None:  # the host then does not wait for writes to masked ranks
             on_device, on_host = self._masks
             on_host.copy_(on_device)
         self._signals.close()
 
     def close(self) -> None:
-        """Unmaps and frees, once the communicator is closed."""
+        """Unmaps and frees. Called once the communicator is closed."""
         self._signals.close()
         self._undo.close()

@@ -1,8 +1,8 @@
 """How the kernels of a communicator divide a GPU: threads of a block, its workers, and blocks.
 
 A worker carries one token or slot at a time (kernels/device/worker.cuh). Large workers hide the
-latency of one token, small ones keep more tokens under way. All blocks of a kernel should be on the
-device together: a receiver that starts when a sender ends has missed what it could have hidden.
+latency of one token, small ones keep more tokens in flight. All blocks of a kernel should be on the
+device together: a receiver that starts only when a sender ends overlaps nothing.
 
 Symbols: W ranks, L ranks per node, E experts, H hidden size, K top-k, M tokens per step.
 """
@@ -15,10 +15,10 @@ from typing import NamedTuple
 from moe_p2p import errors
 from moe_p2p.ops import SCALE_BLOCK, layout
 
-_MAX_THREADS = 512  # of a block with one worker, two of them on a multiprocessor
-_MOST_THREADS = 1024  # of a block that is alone there
-_SPARE_THREADS = 768  # of one whose threads need more registers
-_SMS = 132  # of an H200; elsewhere blocks wait for each other or leave some idle
+_MAX_THREADS = 512  # of a block with one worker, two blocks per multiprocessor
+_MOST_THREADS = 1024  # of a block that is alone on its multiprocessor
+_SPARE_THREADS = 768  # of such a block whose threads need more registers
+_SMS = 132  # of an H200; other GPUs leave multiprocessors idle or run blocks one after the other
 _FEW_SMS = 48  # up to here blocks are large, each alone on its multiprocessor
 _TINY_STEP, _SMALL_STEP, _LARGE_STEP = 16, 32, 512  # tokens of a step
 _MAX_SHARED_BYTES = 227 << 10  # of a multiprocessor, for one block
@@ -26,11 +26,11 @@ _MAX_SHARED_BYTES = 227 << 10  # of a multiprocessor, for one block
 _CARRY_THREADS, _COMPUTE_THREADS, _FLAG_THREADS = 64, 128, 32
 _LEAST_IMAGES, _MOST_IMAGES = 3, 8  # kernels/dispatch/bulk_send.cuh, kImages
 _PIECES_OUT, _DEEP = 3, 4  # kernels/combine/bulk.cuh, kOuts and the most of kDeep
-_FLAG_BYTES = 128  # and Progress, for each rank
+_FLAG_BYTES = 128  # flags and Progress, for each rank
 BULK_STEP = 256  # tokens of a step up to which rows go through registers
 FEW_BULK_STEP = 128  # the same on few multiprocessors
 _MAX_BULK_RANKS = 32  # a lane of a warp for each rank
-_MANY_RANKS = 4  # of a node: beyond, short combines have large blocks
+_MANY_RANKS = 4  # ranks per node beyond which short combines have large blocks
 
 
 class LaunchShape(NamedTuple):
@@ -77,7 +77,7 @@ class Job(NamedTuple):
 
 
 def job_of(macros: dict[str, int], *, adds: bool, by_rank: bool = False) -> Job:
-    """That of a dispatch or a combine of this shape."""
+    """Returns the Job of a dispatch or a combine of this shape."""
     ranks = macros["MOE_P2P_RANKS_PER_NODE"]
     one_node = macros["MOE_P2P_WORLD_SIZE"] == ranks
     splits_rows = adds and one_node and bool(macros["MOE_P2P_SELF_FLAGGED"])
@@ -105,7 +105,7 @@ def candidates(
         return [LaunchShape(quarter, 1, 1, 2, tokens, 2 * _SMS - 1 - tokens), single]
     if step_tokens <= _SMALL_STEP:
         tokens = 1 + _SMALL_STEP
-        slots = _SMS - 1 - tokens  # and a block that relays
+        slots = _SMS - 1 - tokens  # one block relays
         return [LaunchShape(large, 1, 1 if tiny else 2, 1, tokens, slots), single]
     if step_tokens <= BULK_STEP and job.adds and job.many_ranks:
         return [LaunchShape(large, 1, 2, 1, _SMS // 2, _SMS // 2), single]
@@ -136,12 +136,12 @@ def choose(
 
 
 def dispatch_shared_bytes(macros: dict[str, int], by_rank: bool, launch: LaunchShape) -> int:
-    """At least what dispatch.cu asks for; SendShared and RecvShared there are compared with it."""
+    """Upper bound of dispatch.cu's shared memory; SendShared and RecvShared are checked with it."""
     world, local = macros["MOE_P2P_WORLD_SIZE"], macros["MOE_P2P_RANKS_PER_NODE"]
     topk, columns = macros["MOE_P2P_TOPK"], local + world // local
     head = layout(topk).slot_head_bytes
     scales = 4 * up(macros["MOE_P2P_HIDDEN_DIM"], SCALE_BLOCK) // SCALE_BLOCK
-    ranks = world if by_rank else 0  # what by_rank keeps of each
+    ranks = world if by_rank else 0  # by_rank keeps words for each rank
     words = 4 * (columns + ranks) * (up(macros["MOE_P2P_CHUNK_TOKENS"], 32) // 32) + 4 * ranks
     counts = 4 * (macros["MOE_P2P_NUM_EXPERTS"] + ranks)
     send = words + launch.token_workers * (counts + head + scales + 16 * columns + 256)
@@ -187,12 +187,12 @@ def few(num_sms: int | None) -> bool:
 
 
 def can_go_in_bulk(world_size: int, ranks_per_node: int, num_sms: int | None) -> bool:
-    """Few multiprocessors, no other node, not too many ranks."""
+    """True for few multiprocessors, a single node and not too many ranks."""
     return few(num_sms) and world_size == ranks_per_node <= _MAX_BULK_RANKS
 
 
 def goes_in_bulk(macros: dict[str, int], num_sms: int | None) -> bool:
-    """If it can, long steps without masks."""
+    """True for long steps without masks, when can_go_in_bulk() holds."""
     if macros["MOE_P2P_MASKS"] or macros["MOE_P2P_SELF_FLAGGED"]:
         return False
     ranks, local = macros["MOE_P2P_WORLD_SIZE"], macros["MOE_P2P_RANKS_PER_NODE"]
@@ -202,7 +202,7 @@ def goes_in_bulk(macros: dict[str, int], num_sms: int | None) -> bool:
 def bulk_dispatch(
     macros: dict[str, int], *, by_rank: bool, x_bytes: int, row_bytes: int, quantize: bool
 ) -> Bulk | None:
-    """x_bytes: of a row as the caller has it, row_bytes: as it travels. None: it does not fit."""
+    """x_bytes: bytes of the caller's row; row_bytes: as it travels. None: it does not fit."""
     topk = macros["MOE_P2P_TOPK"]
     scales = 4 * up(macros["MOE_P2P_HIDDEN_DIM"], SCALE_BLOCK) // SCALE_BLOCK
     head = layout(topk).slot_head_bytes
@@ -236,10 +236,10 @@ def bulk_dispatch(
 
 
 def bulk_combine(macros: dict[str, int], *, y_item: int, out_item: int) -> Bulk | None:
-    """Bytes of a value of y and of a partial sum. None: it does not fit.
+    """y_item, out_item: bytes of a value of y, of a partial sum. None: it does not fit.
 
-    Blocks are in the proportion of the rows of a token that pass through: senders read one for
-    each expert and write one for each rank that has some of them, receivers read the latter.
+    Blocks are divided by the rows of a token that pass through each half: senders read one per
+    expert and write one per rank with such an expert, receivers read one per rank.
     """
     values = 16 // min(y_item, out_item)
     deep = -(-macros["MOE_P2P_HIDDEN_DIM"] // (values * _COMPUTE_THREADS))

@@ -1,8 +1,8 @@
 """Memory that processes share: of a GPU (CUDA VMM), and of the host for GPUs (pinned pages).
 
-Control path only: what stays is addresses, which the C++ side and the kernels are given. Plain
-pinned device memory: neither managed nor multicast. Whoever closes memory has made sure that no
-kernel and no NIC uses it any more; the memory itself lives until the last process has unmapped it.
+Control path only: the C++ side and the kernels get addresses. Plain pinned device memory: neither
+managed nor multicast. Before memory is closed, its owner makes sure that no kernel and no NIC uses
+it any more; the memory itself lives until the last process has unmapped it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = [
 
 
 class _Owner:
-    """Something that is undone in reverse order, once, with the device's context current."""
+    """A stack of clean-ups, run once, in reverse order, with the device's context current."""
 
     def __init__(self, device: int) -> None:
         self.device = device
@@ -55,7 +55,7 @@ class _Owner:
 class DeviceMemory(_Owner):
     """Memory of a GPU, mapped for `device`: allocated here, or imported from another process.
 
-    address: where `device` finds it. size: bytes, a multiple of the allocation granularity, 2 MiB.
+    address: of `device`. size: bytes, a multiple of the allocation granularity, 2 MiB.
 
     Made by `allocate`, `import_fd` or `import_fabric`. All raise ResourceExhaustedError when memory
     is short and UnavailableError when the device cannot.
@@ -82,7 +82,7 @@ class DeviceMemory(_Owner):
 
     @classmethod
     def allocate(cls, device: int, size_bytes: int, *, fabric: bool = False) -> Self:
-        """At least `size_bytes` of zeros on `device`, which NICs may write where it supports that.
+        """Allocates at least `size_bytes` of zeros on `device`, writable by NICs if supported.
 
         fabric: shared by fabric handle, across the hosts of one NVLink domain, instead of by file
             descriptor. Raises UnavailableError where that is not permitted.
@@ -106,9 +106,9 @@ class DeviceMemory(_Owner):
 
     @classmethod
     def import_fd(cls, fd: int, size_bytes: int, device: int) -> Self:
-        """A peer's memory, mapped for `device`. The descriptor may be closed afterwards.
+        """Maps a peer's memory for `device`. The descriptor may be closed afterwards.
 
-        fd, size_bytes: what `export_fd` and `size` of the peer said.
+        fd, size_bytes: the peer's `export_fd()` and `size`.
         """
         with primary_context(device):
             handle = call("cuMemImportFromShareableHandle", fd, _handle_type(fabric=False))
@@ -116,7 +116,7 @@ class DeviceMemory(_Owner):
 
     @classmethod
     def import_fabric(cls, exported: bytes, size_bytes: int, device: int) -> Self:
-        """A peer's memory, mapped for `device`, by what its `export_fabric` said."""
+        """Maps a peer's memory for `device`. exported: the peer's `export_fabric()`."""
         fabric_handle = module().CUmemFabricHandle()
         fabric_handle.data = exported
         with primary_context(device), _fabric_explained(device, True):
@@ -128,12 +128,12 @@ class DeviceMemory(_Owner):
         return cls(device, handle, size_bytes, fabric=True)
 
     def export_fd(self) -> int:
-        """A new file descriptor of this memory; the caller closes it."""
+        """Returns a new file descriptor of this memory; the caller closes it."""
         errors.require(not self._fabric, "this memory is shared by fabric handle")
         return int(self._export())
 
     def export_fabric(self) -> bytes:
-        """The fabric handle, 64 bytes."""
+        """Returns the fabric handle, 64 bytes."""
         errors.require(self._fabric, "this memory is shared by file descriptor")
         return bytes(self._export().data)
 
@@ -168,7 +168,7 @@ def _allocation_properties(device: int, fabric: bool) -> Any:
 
 @contextlib.contextmanager
 def _fabric_explained(device: int, fabric: bool) -> Any:
-    """Says what fabric handles need when the driver only says that it refuses."""
+    """Adds to the driver's bare refusal what fabric handles need."""
     try:
         yield
     except errors.ResourceExhaustedError:
@@ -188,7 +188,7 @@ class PinnedPages(_Owner):
     """Host memory of this process that `device` may use while this object is open.
 
     host_address, size_bytes: whole pages, mapped until this object is closed; other processes may
-    map them too. device_address: where kernels of `device` find them.
+    map them too. device_address: the pages' address in kernels of `device`.
     """
 
     def __init__(self, device: int, host_address: int, size_bytes: int) -> None:
@@ -204,7 +204,7 @@ class PinnedPages(_Owner):
 class SharedDeviceMemory(_Owner):
     """The memory of several ranks, each one's own, mapped for `device`.
 
-    own: this rank's. addresses: of each rank's, in order, as `device` sees it.
+    own: this rank's memory. addresses: of each rank's memory, in rank order, on `device`.
     """
 
     def __init__(
@@ -226,15 +226,14 @@ def share_node_memory(
     meeting: Bootstrap | None = None,
     exchange: Callable[[bytes], list[bytes]] | None = None,
 ) -> SharedDeviceMemory:
-    """Allocates `size_bytes` of zeros on `device` and maps those of all ranks of the node.
+    """Allocates `size_bytes` of zeros on `device` and maps the memory of all ranks of the node.
 
-    size_bytes: equal on all ranks. The other arguments and the errors are those of exchange_fds
-    and DeviceMemory. A rank that fails before it has passed its memory on is missed by the others
-    at the deadline, or when its process ends; one that fails later is not: let ranks meet again
-    before they use the memory.
+    size_bytes: equal on all ranks. Other arguments and errors: see exchange_fds and DeviceMemory.
+    A rank that fails before it has shared its memory is noticed by the others, at the deadline or
+    when its process ends; a later failure is not: let ranks meet again before they use the memory.
 
-    exchange: what every rank of the node passed to it, in order. With it memory is shared by fabric
-        handle, through `exchange`, instead of by file descriptor.
+    exchange: an all-gather of bytes in the node. With it memory is shared by fabric handle, through
+        `exchange`, instead of by file descriptor.
     """
     with ExitStack() as undo:
         own = undo.enter_context(
@@ -287,7 +286,7 @@ def _map_others(
     imports: Sequence[Callable[[int, int], DeviceMemory]],
     undo: ExitStack,
 ) -> list[int]:
-    """Addresses of all; imports[i](size_bytes, device) maps that of rank i."""
+    """Returns all addresses; imports[i](size_bytes, device) maps the memory of rank i."""
     addresses = []
     for rank, import_it in enumerate(imports):
         if rank == place:

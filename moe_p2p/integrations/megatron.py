@@ -4,8 +4,8 @@
     megatron.install()   # before the model is made; then --moe-token-dispatcher-type flex
                          # and --moe-flex-dispatcher-backend deepep
 
-Rows come expert by expert, so that nothing is left to permute, and exactly as many as there are.
-Gradients of tokens and probabilities take the same way back; Megatron's experts apply the latter.
+Rows arrive grouped by expert, so there is nothing to permute, and without spare rows. Gradients of
+tokens and probabilities travel back the same way; Megatron's experts apply the probabilities.
 
 Symbols: T tokens, K top-k, E experts, E_local of this rank, H hidden size, R rows received.
 """
@@ -26,7 +26,7 @@ from moe_p2p.pool import TIMEOUT_S, AllToAllPool, config_of
 from moe_p2p.row_counts import SizeExchange
 
 _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
-_MAX_TOKENS = 1 << 20  # of a call, which is cut into steps: a bound without cost
+_MAX_TOKENS = 1 << 20  # per call; calls are cut into steps, so a large bound costs nothing
 
 
 @functools.cache
@@ -40,7 +40,7 @@ def _options(alignment: int) -> DispatchOptions:
 
 
 class Manager:
-    """The arguments are those of Megatron's manager for DeepEP, of newer and older versions."""
+    """Takes the arguments of Megatron's manager for DeepEP, of newer and older versions."""
 
     _shared: dict[Any, AllToAllPool] = {}  # noqa: RUF012  # by group: layers share the memory
 
@@ -63,10 +63,10 @@ class Manager:
         self._tokens_per_expert: Tensor | None = None
 
     def setup_metadata(self, routing_map: Tensor, probs: Tensor) -> None:
-        """routing_map [T, E] bool, probs [T, E]; both may have more dimensions behind T."""
+        """routing_map [T, E] bool, probs [T, E]; E may be split into several dimensions."""
         shape = (routing_map.shape[0], self.num_experts)
         chosen, probs = routing_map.reshape(shape).bool(), probs.reshape(shape)
-        # Chosen ones first: a probability may be 0, and of those that capacity dropped it is.
+        # Chosen experts first: a chosen probability may be 0 too, like capacity-dropped ones.
         order = probs.detach().masked_fill(~chosen, -1.0)
         indices = order.topk(self.router_topk, dim=-1).indices
         kept = chosen.gather(1, indices)
@@ -79,7 +79,7 @@ class Manager:
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> Tensor:
-        """[T, H] -> [R, H], on the current stream whatever the options say."""
+        """[T, H] -> [R, H]. Runs on the current stream; both options are ignored."""
         assert self._token_indices is not None, "dispatch follows setup_metadata"
         assert self._token_probs is not None
         all_to_all, alignment = self._all_to_all(hidden_states), self._alignment()
@@ -107,16 +107,15 @@ class Manager:
         return all_to_all.combine(hidden_states, got, weighted=False)
 
     def check(self) -> None:
-        """Raises what has broken a communicator of the group, with its whole text.
+        """Raises the error that broke a communicator of the group, with its whole text.
 
-        dispatch looks by itself. Steps that only replay CUDA graphs make no call, so whoever runs
-        them calls this, once per step.
+        dispatch checks by itself. Replays of CUDA graphs do not: call this once per step of them.
         """
         if self.group in self._shared:
             self._shared[self.group].check()
 
     def get_permuted_hidden_states_by_experts(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """The rows as they are, and the probability of each, [R]."""
+        """Returns the rows unchanged, and their probabilities [R]."""
         weights = self._got()[1].row_weights
         return hidden_states, weights.double() if self._router_dtype == "fp64" else weights
 
@@ -129,7 +128,7 @@ class Manager:
         return self._tokens_per_expert
 
     def get_dispached_metadata(self) -> tuple[Tensor, Tensor]:
-        """Older versions' name: local expert and probability of each row, [R, 1]."""
+        """Used by older versions: local expert and probability of each row, [R, 1] each."""
         got = self._got()[1]
         counts = self.get_number_of_tokens_per_expert()
         each = torch.arange(len(counts), device=counts.device)
@@ -166,23 +165,13 @@ class Manager:
 
 @functools.cache
 def manager_class() -> Any:
-    """Manager as a @functools.cache
-    def _options(alignment: int) -> DispatchOptions:
-        return DispatchOptions(
-            layout="grouped",
-            alignment=alignment,
-            zero_padding=alignment > 1 or None,
-            solo=True,  # pipelines dispatch other micro-batches before they combine this one
-        )
-
-
-    class of Megatron. Raises ImportError where there is no Megatron."""
+    """Returns Manager as a class of Megatron. Raises ImportError without Megatron."""
     dispatcher = required(_DISPATCHER, "megatron")
     return derived(Manager, dispatcher._DispatchManager)
 
 
 def install() -> None:
-    """Puts it in the place of the manager for DeepEP. Also makes `deep_ep` importable."""
+    """Replaces Megatron's manager for DeepEP. Also makes `deep_ep` importable."""
     from moe_p2p import deep_ep
 
     required("megatron", "megatron")

@@ -3,10 +3,10 @@
     from moe_p2p.integrations import sglang
     sglang.install()     # before the model is made; then --moe-a2a-backend deepep
 
-The two modes answer in the formats that SGLang's MoE runners know. low_latency: padded rows of each
+The two modes return the formats that SGLang's MoE runners expect. low_latency: padded rows of each
 expert, [E_local, W * max_tokens, H], in CUDA graphs; weights travel with dispatch and combine
-applies them. normal: exactly the rows that come, one for each (token, expert) and expert by expert;
-the runner applies the weights. Both modes and all layers share one memory of each shape.
+applies them. normal: one row per (token, expert), grouped by expert, without spare rows; the runner
+applies the weights. Both modes and all layers share one AllToAll per shape.
 
 Symbols: T tokens, K top-k, E experts, E_local of this rank, H hidden size, R rows received.
 """
@@ -36,13 +36,13 @@ _USERS = (
     "sglang.srt.batch_overlap.two_batch_overlap",
     "sglang.srt.two_batch_overlap",
 )
-_MAX_TOKENS = 1 << 20  # of a normal call, which is cut into steps: a bound without cost
-_GEMM_ROWS = 128  # DeepGEMM wants each expert's rows to begin at a multiple of it
-_LOW_LATENCY_TOKENS = 128  # where SGLang does not say
+_MAX_TOKENS = 1 << 20  # per normal call; calls are cut into steps, so a large bound costs nothing
+_GEMM_ROWS = 128  # DeepGEMM requires each expert's rows to begin at a multiple of it
+_LOW_LATENCY_TOKENS = 128  # default, where SGLang has no setting
 
 
 class Dispatcher:
-    """The arguments are those of DeepEPDispatcher; what is for DeepEP alone is ignored."""
+    """Takes DeepEPDispatcher's arguments; those that only DeepEP's transport uses are ignored."""
 
     _shared: dict[Any, AllToAllPool] = {}  # noqa: RUF012  # by group: layers share the memory
 
@@ -116,10 +116,9 @@ class Dispatcher:
         return finish()
 
     def check(self) -> None:
-        """Raises what has broken a communicator of the group, with its whole text.
+        """Raises the error that broke a communicator of the group, with its whole text.
 
-        dispatch looks by itself. Steps that only replay CUDA graphs make no call, so whoever runs
-        them calls this, once per step.
+        dispatch checks by itself. Replays of CUDA graphs do not: call this once per step of them.
         """
         if self._group in self._shared:
             self._shared[self._group].check()
@@ -135,7 +134,7 @@ class Dispatcher:
         )
 
     def register_deepep_dispatch_hook(self, hook: Callable[[Any], None]) -> Any:
-        """hook(dispatcher) runs between the halves of dispatch. The result has remove()."""
+        """Registers hook(dispatcher), run between dispatch's halves; the result has remove()."""
         self._hooks.append(hook)
         return _Registered(self._hooks, hook)
 
@@ -146,7 +145,7 @@ class Dispatcher:
         pending = all_to_all.dispatch_send(
             x, ids, weights, options=self._dispatch_options("padded")
         )
-        # Rows of an expert if all ranks have as many tokens, rounded up.
+        # Mean rows per expert if all ranks have as many tokens as this one, rounded up.
         expected = -(-x.shape[0] * all_to_all.world_size * ids.shape[1] // self._num_experts)
         return functools.partial(self._low_latency_rows, all_to_all, pending, weights, expected)
 
@@ -182,7 +181,7 @@ class Dispatcher:
             capacity=sizes.capacity,
         )
         self._received = all_to_all, got
-        # Not by repeating each expert: counts are -1 after a failure.
+        # Not by repeat_interleave: counts are -1 after a failure.
         rows = torch.arange(sizes.capacity, device=x.device, dtype=torch.int32)
         row_experts = torch.searchsorted(got.offsets[1:].contiguous(), rows, right=True)
         row_experts.clamp_(max=len(got.counts) - 1)
@@ -240,12 +239,12 @@ class _Registered:
 
 @functools.cache
 def dispatcher_class() -> Any:
-    """Dispatcher as a class of SGLang. Raises ImportError where there is no SGLang."""
+    """Returns Dispatcher as a class of SGLang. Raises ImportError without SGLang."""
     return derived(Dispatcher, required(_DISPATCHERS, "sglang").BaseDispatcher)
 
 
 def install() -> None:
-    """Puts it in the place of DeepEPDispatcher. Also makes `deep_ep` importable."""
+    """Replaces DeepEPDispatcher. Also makes `deep_ep` importable."""
     from moe_p2p import deep_ep
 
     required("sglang", "sglang")
@@ -256,14 +255,14 @@ def install() -> None:
 
 
 def _made(names: tuple[str, ...], **values: Any) -> Any:
-    """The named tuple that this version of SGLang has under one of `names`, with its fields."""
+    """Builds the named tuple that this SGLang has under one of `names`, from fields it knows."""
     module = required(_DISPATCHERS, "sglang")
     kind = next(found for name in names if (found := getattr(module, name, None)) is not None)
     return kind(**{field: values[field] for field in kind._fields})
 
 
 def _options_for(dispatcher: Dispatcher, layout: RowLayout) -> DispatchOptions:
-    """Options of dispatch for what the runner's kernels take."""
+    """Returns options of dispatch for the row format that the runner's kernels take."""
     utils = required("sglang.srt.layers.moe.utils", "sglang")
     choose = getattr(utils, "get_deepep_output_dtype", None)
     dtype = "fp8" if choose is None else choose(dispatcher).value
@@ -292,7 +291,7 @@ def _uses_deep_gemm() -> bool:
 
 
 def _low_latency_tokens() -> int:
-    """Most tokens of a rank in a low_latency call, from SGLang's environment."""
+    """Returns the most tokens of a rank in a low_latency call, from SGLang's environment."""
     envs = getattr(optional("sglang.srt.environ"), "envs", None)
     setting = getattr(envs, "SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK", None)
     return _LOW_LATENCY_TOKENS if setting is None else int(setting.get())

@@ -3,12 +3,12 @@
     from moe_p2p.integrations import vllm
     vllm.install()     # in every worker, before the model is made
 
-vLLM then makes these where `--all2all-backend` is deepep_low_latency (Batched: padded rows of each
+vLLM then uses these when `--all2all-backend` is deepep_low_latency (Batched: padded rows of each
 expert, [E_local, W * max_tokens, H], CUDA graphs) or deepep_high_throughput or deepep_v2 (Standard:
-one row for each (token, expert), exactly as many as come; all that can come in CUDA graphs).
-Weights travel with dispatch and are applied by combine, unless the experts apply them.
+one row per (token, expert), without spare rows; in CUDA graphs as many as could arrive). Weights
+travel with dispatch and are applied by combine, unless the experts apply them.
 
-A manager's handle is a Handle: vLLM asks for it before it says how large top-k is.
+A manager returns a Handle, not an AllToAll, because vLLM asks for it before top-k is known.
 
 Symbols: T tokens, K top-k, E experts, E_local of this rank, H hidden size, R rows received.
 """
@@ -32,8 +32,8 @@ from moe_p2p.row_counts import SizeExchange, capturing
 
 _MANAGERS = "vllm.distributed.device_communicators.base_device_communicator"
 _FUSED_MOE = "vllm.model_executor.layers.fused_moe"
-_FP8_BLOCK = [128, 128]  # rows are then quantized by dispatch, one scale per 128 values
-# What prepare returns: rows, scales, ExpertTokensMetadata, expert of each row, weight of each row.
+_FP8_BLOCK = [128, 128]  # with this block shape dispatch quantizes, one scale per 128 values
+# Result of prepare: rows, scales, ExpertTokensMetadata, expert of each row, weight of each row.
 Prepared = tuple[Tensor, Tensor | None, Any, Tensor | None, Tensor | None]
 
 
@@ -41,7 +41,7 @@ class Handle:
     """The AllToAll objects of one group, made when a layer's shape is first seen.
 
     max_tokens: most tokens of any rank in a call.
-    check: raises what has broken it, or others of the same engine. None: looks at this one alone.
+    check: raises the error that broke this or another handle of the manager. None: only this one.
     """
 
     def __init__(
@@ -60,7 +60,10 @@ class Handle:
     def all_to_all(
         self, x: Tensor, topk_idx: Tensor, num_experts: int, *, one_step: bool
     ) -> AllToAll:
-        """For x [T, H] and topk_idx [T, K]. one_step: halves are used, so no call may be cut."""
+        """Returns the AllToAll for x [T, H] and topk_idx [T, K].
+
+        one_step: calls must not be cut into steps, because halves are used.
+        """
         self._check()
         config = config_of(
             num_experts=num_experts,
@@ -76,7 +79,7 @@ class Handle:
         return self._pool.get(config)
 
     def check(self) -> None:
-        """Raises what has broken one of them (AllToAll.check)."""
+        """Raises the error that broke any of its AllToAlls (AllToAll.check)."""
         self._pool.check()
 
     def destroy(self) -> None:
@@ -84,19 +87,19 @@ class Handle:
 
 
 class All2AllManager:
-    """One for each group of expert-parallel ranks; vLLM gives it the group that runs on CPUs."""
+    """One per group of expert-parallel ranks; vLLM passes the group's CPU process group."""
 
     cpu_group: Any  # set by the base class
 
     def __init__(self, cpu_group: Any, tcp_store_group: Any = None) -> None:
-        # Only later versions know the second one, for groups outside torch.distributed.
+        # Only later versions have the second argument, for groups outside torch.distributed.
         given = (cpu_group,) if tcp_store_group is None else (cpu_group, tcp_store_group)
         super().__init__(*given)
         self._handles: dict[int, Handle] = {}
         self._num_sms: int | None = None
 
     def get_handle(self, kwargs: dict[str, Any]) -> Handle:
-        """kwargs: as for the backend in whose place this is; only the number of tokens is used."""
+        """kwargs: as for the replaced backend; only the number of tokens is used."""
         max_tokens = (
             kwargs.get("max_num_tokens_per_dp_rank")
             or kwargs.get("num_max_tokens_per_rank")
@@ -109,16 +112,17 @@ class All2AllManager:
         return self._handles[max_tokens]
 
     def set_num_sms(self, num_sms: int) -> None:
-        """Thread blocks that calls may use, of layers not yet run."""
+        """Limits the thread blocks of calls. Applies to layers that have not run yet."""
         self._num_sms = num_sms
 
     def max_sms_used(self) -> int | None:
-        """None: all."""
+        """Returns the limit of set_num_sms; None: no limit."""
         return self._num_sms
 
     def check(self) -> None:
-        """Raises what has broken any of its handles. prepare() calls it; steps that only replay
-        CUDA graphs make no call, so whoever runs them does, once per step.
+        """Raises the error that broke any of its handles.
+
+        prepare() calls it. Replays of CUDA graphs do not: call this once per step of them.
         """
         for handle in self._handles.values():
             handle.check()
@@ -129,7 +133,7 @@ class All2AllManager:
 
 
 class _PrepareAndFinalize:
-    """What both have in common. Further arguments of the constructor are for DeepEP alone."""
+    """Base of Batched and Standard. Further constructor arguments, for DeepEP, are ignored."""
 
     def __init__(
         self,
@@ -141,13 +145,13 @@ class _PrepareAndFinalize:
     ) -> None:
         self._handle = buffer
         self._num_dispatchers = num_dispatchers
-        self._physical = global_to_physical  # [E]: where experts are, when not in their order
+        self._physical = global_to_physical  # [E] physical id of each expert; None: the same
         self._scale_format: Any = "float32"
         self._received: dict[int, tuple[AllToAll, Dispatched]] = {}  # by micro-batch
 
     @staticmethod
     def maybe_roundup_layer_hidden_size(hidden_size: int, *_: Any) -> int:
-        """Any size is served as it is."""
+        """Returns hidden_size: no size needs rounding."""
         return hidden_size
 
     def post_init_setup(self, fused_experts: Any) -> None:
@@ -167,7 +171,7 @@ class _PrepareAndFinalize:
     def _inputs(
         self, a1: Tensor, topk_weights: Tensor, topk_ids: Tensor, on_input: bool
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """x, weights and ids as dispatch takes them."""
+        """Returns x, weights and ids as dispatch takes them."""
         weights: Tensor | None = topk_weights.float()
         if on_input:
             errors.require(
@@ -181,7 +185,7 @@ class _PrepareAndFinalize:
     def _options(
         self, layout: RowLayout, quant_config: Any, defer_input_quant: bool
     ) -> DispatchOptions:
-        """Of a dispatch: it quantizes where it then sends what the experts take."""
+        """Returns options of dispatch: it quantizes if it can produce the experts' format."""
         block = quant_config.block_shape
         quantize = (
             not defer_input_quant
@@ -192,7 +196,7 @@ class _PrepareAndFinalize:
 
 
 class Batched(_PrepareAndFinalize):
-    """Padded rows of each expert; halves, so that other work may run while rows travel."""
+    """Padded rows of each expert; uses halves, so that other work can run while rows travel."""
 
     @property
     def activation_format(self) -> Any:
@@ -265,7 +269,7 @@ class Batched(_PrepareAndFinalize):
 
 
 class Standard(_PrepareAndFinalize):
-    """One row for each (token, expert), expert by expert."""
+    """One row per (token, expert), grouped by expert."""
 
     @property
     def activation_format(self) -> Any:
@@ -330,22 +334,22 @@ class Standard(_PrepareAndFinalize):
 
 @functools.cache
 def manager_class() -> Any:
-    """All2AllManager as a vLLM class. Raises ImportError where there is no vLLM."""
+    """Returns All2AllManager as a vLLM class. Raises ImportError without vLLM."""
     return derived(All2AllManager, required(_MANAGERS, "vllm").All2AllManagerBase)
 
 
 @functools.cache
 def prepare_and_finalize_classes() -> tuple[Any, Any]:
-    """(Batched, Standard) as vLLM classes."""
+    """Returns (Batched, Standard) as vLLM classes."""
     kernel = _kernel()
-    # Before it knew kernels that route by themselves it had one class for both.
+    # vLLM without self-routing kernels has one class for both kinds.
     base = getattr(kernel, "FusedMoEPrepareAndFinalizeModular", None)
     base = base or kernel.FusedMoEPrepareAndFinalize
     return derived(Batched, base), derived(Standard, base)
 
 
 def install() -> None:
-    """Puts them in the place of DeepEP's. Also makes `deep_ep` importable, which vLLM looks for."""
+    """Replaces DeepEP's classes in vLLM. Makes `deep_ep` importable, which vLLM checks for."""
     from moe_p2p import deep_ep
 
     required("vllm", "vllm")
@@ -373,19 +377,19 @@ def _kernel() -> Any:
 
 
 def _scheduled_tokens() -> int:
-    """Most tokens that vLLM schedules in one step."""
+    """Returns the most tokens that vLLM schedules in one step."""
     config = required("vllm.config", "vllm").get_current_vllm_config()
     return int(config.scheduler_config.max_num_batched_tokens)
 
 
 def _micro_batch() -> int:
-    """Which of the micro-batches that vLLM overlaps this thread runs."""
+    """Returns the index of the micro-batch that this thread runs, where vLLM overlaps several."""
     batching = optional("vllm.v1.worker.ubatching")
     return int(batching.dbo_current_ubatch_id()) if batching else 0
 
 
 def _delegates(weight_and_reduce_impl: Any) -> bool:
-    """Whether experts leave it to finalize to apply weights."""
+    """Whether the experts leave applying weights to finalize."""
     module = required(f"{_FUSED_MOE}.topk_weight_and_reduce", "vllm")
     return isinstance(weight_and_reduce_impl, module.TopKWeightAndReduceDelegate)
 
@@ -398,7 +402,7 @@ def _tokens_metadata(counts: Tensor, counts_on_cpu: Tensor | None) -> Any:
 
 @functools.cache
 def _options_of(layout: RowLayout, scale_format: ScaleFormat | None) -> DispatchOptions:
-    """scale_format: of quantize. None: rows travel as they are."""
+    """Returns options that quantize with this scale_format; None: rows travel unchanged."""
     if scale_format is None:
         return DispatchOptions(layout=layout)
     return DispatchOptions(
@@ -410,7 +414,7 @@ def _options_of(layout: RowLayout, scale_format: ScaleFormat | None) -> Dispatch
 
 
 def _quantized(rows: Tensor, quant_config: Any) -> tuple[Tensor, Tensor | None]:
-    """Rows as the experts take them, where dispatch cannot send them so."""
+    """Quantizes rows for the experts, in formats that dispatch cannot produce."""
     dtype = quant_config.quant_dtype
     if dtype is None or (dtype == "nvfp4" and rows.dim() == 3):
         return rows, None  # vLLM's batched fp4 experts quantize by themselves
@@ -430,7 +434,7 @@ def _quantized(rows: Tensor, quant_config: Any) -> tuple[Tensor, Tensor | None]:
 
 
 def _experts_of_rows(got: Dispatched, all_to_all: AllToAll) -> Tensor:
-    """Global expert of each row, [R]; of rows without a token one that another rank has."""
+    """Global expert id of each row, [R]; rows without a token get an expert of another rank."""
     row = torch.arange(got.x.shape[0], device=got.x.device, dtype=torch.int32)
     local = torch.searchsorted(got.offsets[1:].contiguous(), row, right=True)
     first = all_to_all.rank * all_to_all.num_local_experts

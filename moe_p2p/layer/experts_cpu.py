@@ -1,7 +1,7 @@
 """Matrix products of rows grouped by expert, on a CPU (on GPUs: kernels/triton/grouped_ops.py).
 
-Operators, because how many rows an expert has is data: torch.compile does not look inside, so its
-graph has no break there and serves any counts.
+Custom operators, because the rows per expert are data: torch.compile does not trace into them, so
+its graph has no break there and serves any counts.
 
 Shapes: R rows, expert by expert, E experts, weights [E, K, N], counts [E] of int32 or int64.
 """

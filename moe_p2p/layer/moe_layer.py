@@ -3,17 +3,16 @@
 With an AllToAll the experts are spread over its ranks, and every rank passes its own tokens; with
 None all experts live in this process and the same mathematics runs without communication. Both
 train. Gradients of an expert sum over the tokens of all ranks, as they do in one process; gradients
-of the router, like those of any replicated weight, are this rank's and the caller's to reduce.
+of the router cover this rank's tokens only: the caller reduces them, as for any replicated weight.
 
 On a GPU the experts are Triton kernels (kernels/triton), in bf16, fp16 or, for inference, fp8:
-`quantize_experts`. In inference the host waits for nothing, so a layer runs in CUDA graphs; it has
-room for the most rows that any routing could bring. Training keeps its rows until the backward, so
-there the ranks tell each other how many come, for which the host waits; compiled it does not, and
-has room for all. torch.compile makes one graph of it, on a CPU too; mark its tokens as unbacked
-(torch._dynamo.decorators.mark_unbacked) and that graph serves 0 and 1 of them as well (not 0 in
-inductor of torch 2.11 on a GPU: its grids divide by their number). Checkpoints
-(torch.utils.checkpoint) go around the compiled layer: inside, torch 2.13 fails on operators whose
-order counts.
+`quantize_experts`. In inference the host waits for nothing, so a layer runs in CUDA graphs; it
+allocates rows for the worst routing. Training keeps its rows until the backward, so ranks exchange
+counts first, for which the host waits; compiled, it does not wait and allocates for the worst case.
+torch.compile makes one graph of it, on a CPU too; mark the number of tokens as unbacked
+(torch._dynamo.decorators.mark_unbacked) and that graph serves 0 and 1 tokens as well (not 0 in
+inductor of torch 2.11 on a GPU: its grids divide by the number). Put checkpoints
+(torch.utils.checkpoint) around the compiled layer: inside, torch 2.13 fails on ordered operators.
 
 Shapes: T tokens, H hidden size, F width of an expert, E experts, E_local of this rank, K top-k,
 R rows at this rank's experts.
@@ -34,7 +33,7 @@ from moe_p2p.row_counts import HostCounts
 
 
 def local_experts(all_to_all: AllToAll) -> list[int]:
-    """Global ids of this rank's experts, in the order of the rows that dispatch gives."""
+    """Global ids of this rank's experts, in the order of dispatch's rows."""
     owners = all_to_all.config.expert_rank
     if owners is None:
         count = all_to_all.num_local_experts
@@ -43,7 +42,7 @@ def local_experts(all_to_all: AllToAll) -> list[int]:
 
 
 class Router(nn.Module):
-    """Softmax over all experts, the K largest, rescaled to sum to one."""
+    """Softmax over all experts; keeps the K largest, rescaled to sum to one."""
 
     def __init__(self, hidden_dim: int, num_experts: int, *, topk: int) -> None:
         super().__init__()
@@ -72,23 +71,23 @@ class Experts(nn.Module):
         for i, expert in enumerate(expert_ids):
             generator = torch.Generator().manual_seed(1_000_003 * seed + expert)
             for weight in (self.w_gate, self.w_up, self.w_down):
-                # On the host, so that the weights are the same whatever device they are for.
+                # Drawn on the host, so that the weights do not depend on the device.
                 drawn = torch.empty(weight.shape[1:], dtype=weight.dtype, device="cpu")
                 drawn.normal_(std=weight.shape[1] ** -0.5, generator=generator)
                 weight.data[i] = drawn
 
     def forward(self, rows: Tensor, counts: Tensor, offsets: Tensor | None = None) -> Tensor:
-        """rows [R, H], counts [E_local] rows of each expert, one after the other -> [R, H].
+        """rows [R, H], counts [E_local] rows of each expert, expert by expert -> [R, H].
 
-        offsets: [E_local] or longer, first row of each expert; the CPU does without. Rows of no
-        expert become zero; on a GPU without autograd they are undefined.
+        offsets: [E_local] or longer, first row of each expert; unused on the CPU. Rows of no expert
+        become zero; on a GPU without autograd they are undefined.
         """
         if rows.is_cuda:
             return self._with_kernels(rows, counts, offsets)
         return self._by_products(rows, functools.partial(experts_cpu.grouped_gemm, counts=counts))
 
     def _with_kernels(self, rows: Tensor, counts: Tensor, offsets: Tensor | None) -> Tensor:
-        """Nothing waits for counts, so that all of it can be captured in a graph."""
+        """The host does not wait for counts, so all of it can be captured in a graph."""
         from moe_p2p.kernels.triton.grouped_ops import grouped_gemm, grouped_swiglu
 
         starts = counts.cumsum(0) - counts if offsets is None else offsets
@@ -107,9 +106,9 @@ class Experts(nn.Module):
 
 
 class Fp8Experts(nn.Module):
-    """The same experts with weights in fp8, one scale per 128 x 128 of them: inference on a GPU.
+    """The same experts with fp8 weights, one scale per 128 x 128 values: inference on a GPU.
 
-    Rows are multiplied in fp8 as they come from dispatch, and so are those between the matrices.
+    Rows are multiplied in fp8 as dispatch returns them; so are the rows between the matrices.
     """
 
     w_gate: Tensor  # e4m3 [E_local, H, F], and fp32 scales [E_local, ceil(H / 128), ceil(F / 128)]
@@ -137,7 +136,7 @@ class Fp8Experts(nn.Module):
         *,
         scales: Tensor | None = None,
     ) -> Tensor:
-        """As Experts. scales: [R, ceil(H / 128)] of rows in fp8; None: quantizes the rows."""
+        """Like Experts. scales: fp32 [R, ceil(H / 128)] of fp8 rows; None: quantizes the rows."""
         from moe_p2p.kernels.triton.grouped_ops import Fp8, grouped_gemm, grouped_swiglu
         from moe_p2p.kernels.triton.quantize import quantize
 
@@ -177,16 +176,16 @@ class MoELayer(nn.Module):
         self.experts: Experts | Fp8Experts = Experts(mine, hidden_dim, ffn_dim=ffn_dim, seed=seed)
 
     def quantize_experts(self) -> MoELayer:
-        """Experts in fp8 from now on, and tokens to them: for inference, on a GPU.
+        """Uses fp8 for experts and dispatched tokens from now on: for inference, on a GPU.
 
-        The last step of making a layer: after weights are loaded, of their type and on the device.
+        Call it last, once weights are loaded, converted and on the device.
         """
         if isinstance(self.experts, Experts):
             self.experts = Fp8Experts(self.experts)
         return self.requires_grad_(False)
 
     def check(self) -> None:
-        """Raises what has broken its communicator; forward does, but no replay of a CUDA graph."""
+        """Raises the error that broke its communicator. forward does too; graph replays do not."""
         if self.all_to_all is not None:
             self.all_to_all.check()
 
@@ -195,7 +194,7 @@ class MoELayer(nn.Module):
         return self.apply_experts(x, *self.router(x))
 
     def apply_experts(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
-        """forward with a routing, [T, K] each, that was made elsewhere."""
+        """Like forward, with a given routing: topk_idx and topk_weights [T, K]."""
         if self.all_to_all is None:
             return self._one_process(x, topk_idx, topk_weights)
         fp8 = isinstance(self.experts, Fp8Experts)
@@ -214,24 +213,24 @@ class MoELayer(nn.Module):
         return self.all_to_all.combine(y, received)
 
     def _room(self, topk_idx: Tensor) -> tuple[int | None, int | None]:
-        """Rows to make room for at this rank, and the most tokens of any; None: for any routing.
+        """Returns this rank's capacity in rows and the most tokens of any rank; None: worst case.
 
-        All ranks call this alike: they tell each other how many tokens they have for each expert.
+        Collective: ranks exchange how many tokens they have for each expert.
         """
         if not torch.is_grad_enabled() or not _host_may_wait(topk_idx):
             return None, None
         all_to_all = self.all_to_all
         assert all_to_all is not None
-        if all_to_all.config.mask_lost_ranks:  # which does not wait for all, as telling does
+        if all_to_all.config.mask_lost_ranks:  # gather_counts would wait for all ranks
             return None, None
         # Entry -1, no expert, is counted last.
         counts = topk_idx.new_zeros(self.num_experts + 1, dtype=torch.int32)
         expert = topk_idx.flatten().long() % (self.num_experts + 1)
         counts.scatter_add_(0, expert, torch.ones_like(expert, dtype=torch.int32))
         mine = self._host_counts.read(counts[:0], counts[:-1], topk_idx.shape[0])
-        told = all_to_all.gather_counts(mine)  # [W, E + 1], the number of tokens behind
-        rows = told[:, local_experts(all_to_all)].sum()
-        return max(1, int(rows)), max(1, int(told[:, -1].max()))
+        gathered = all_to_all.gather_counts(mine)  # [W, E + 1], last column the number of tokens
+        rows = gathered[:, local_experts(all_to_all)].sum()
+        return max(1, int(rows)), max(1, int(gathered[:, -1].max()))
 
     def _one_process(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
         expert, order = topk_idx.flatten().sort(stable=True)  # (token, k) pairs, expert by expert

@@ -1,1 +1,1 @@
-"""Which NICs a rank uses: what the machine has, and which transport carries its writes."""
+"""Which NICs and which transport a rank uses: topology of the machine, then the choice."""

@@ -1,12 +1,12 @@
-"""What this machine is made of: GPUs, NICs, how far apart they are, and which GPU uses which NIC.
+"""The GPUs and NICs of this machine, their distances, and which GPU uses which NIC.
 
-Read from sysfs only; nothing here opens a device or loads a library. It is Python because it is
-decided once, before there is an engine, by code that ranks agree in and the doctor prints: the
-engine is told device names in its settings and knows no topology. `root` stands for / in tests.
+Reads sysfs only; opens no device and loads no library. Decided once, before there is an engine, and
+used by the ranks' agreement and the doctor, hence Python: the engine gets device names in its
+settings and knows no topology. `root` replaces / in tests.
 
 The rails of a GPU are the usable NICs at the smallest distance from it. GPUs at the same distance
-from the same NICs divide them, so that two GPUs below one PCIe switch do not meet in one NIC. Where
-the machine says nothing (a flattened VM), all distances are equal and all GPUs divide all NICs.
+from the same NICs divide them, so that two GPUs below one PCIe switch do not share a NIC. Where
+sysfs shows no topology (a flattened VM), all distances are equal and all GPUs divide all NICs.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ _NVIDIA, _DISPLAY = "0x10de", ("0x0300", "0x0302")  # PCI vendor; classes of GPU
 _PCI_PART = re.compile(
     r"pci[0-9a-f]{4,}:[0-9a-f]{2}|[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f]"
 )
-_IWARP = "4"  # node_type of devices whose writes carry no immediate
-# A NIC slower than this share of the fastest one is there for something else (management, storage).
+_IWARP = "4"  # node_type of devices without write-with-immediate
+# A NIC slower than this share of the fastest one serves something else (management, storage).
 _SLOW = 0.5
 
 
 class Distance(enum.IntEnum):
-    """How far two devices are apart; smaller is nearer."""
+    """Distance of two devices; smaller is nearer."""
 
-    SWITCH = 0  # below one PCIe switch
-    ROOT = 1  # below one root complex
-    NUMA = 2  # at one socket
-    FAR = 3  # another socket, or nothing is known
+    SWITCH = 0  # below the same PCIe switch
+    ROOT = 1  # below the same root complex
+    NUMA = 2  # at the same socket
+    FAR = 3  # at different sockets, or unknown
 
 
 @dataclass(frozen=True, order=True)
 class Place:
-    """Where a device is."""
+    """Position of a device in the PCI tree."""
 
     pci: str = ""  # "0000:18:00.0"; empty for software devices
     path: tuple[str, ...] = ()  # root complex, bridges, the device itself
@@ -56,7 +56,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Nic:
-    """An RDMA device, judged by its first port, which is the one that providers use."""
+    """An RDMA device with the state of its first port, the one that providers use."""
 
     name: str  # "mlx5_0"
     place: Place
@@ -87,7 +87,7 @@ class _Port(NamedTuple):
 
 
 def read_host(root: Path = Path("/")) -> Host:
-    """What sysfs below `root` says. A machine without GPUs or RDMA devices is an empty answer."""
+    """Reads sysfs below `root`. Lists are empty on a machine without GPUs or RDMA devices."""
     devices = _entries(root / "sys/bus/pci/devices")
     gpus = [
         Gpu(_place(device))
@@ -99,7 +99,7 @@ def read_host(root: Path = Path("/")) -> Host:
 
 
 def _entries(folder: Path) -> list[Path]:
-    """What lies in a folder, mlx5_9 before mlx5_10; nothing when there is no such folder."""
+    """Entries of a folder, mlx5_9 before mlx5_10; empty when there is no such folder."""
 
     def natural(path: Path) -> list[tuple[str, int]]:
         return [(text, int(digits or 0)) for text, digits in re.findall(r"(\D*)(\d*)", path.name)]
@@ -158,11 +158,11 @@ def _port(path: Path) -> _Port:
 
 
 def _gid(port: Path, ethernet: bool) -> str:
-    """The one that provider verbs takes when nothing is set, as csrc/provider/verbs/gid.cpp."""
+    """Returns the GID that provider verbs uses by default (csrc/provider/verbs/gid.cpp)."""
     found = []
     for entry in _entries(port / "gids"):
         text = _text(entry)
-        if not text.strip("0:"):  # some NICs have 256, most of them 0
+        if not text.strip("0:"):  # unused: some NICs have 256 entries, most of them 0
             continue
         address = ipaddress.IPv6Address(text)
         if not ethernet:
@@ -189,9 +189,8 @@ def _device_problem(root: Path, entry: Path) -> str:
 
 
 def distance(a: Place, b: Place) -> Distance:
-    """How far `a` and `b` are apart."""
     common = _num_common(a, b)
-    if common >= 2:  # beyond the root complex they share a root port, so a switch below it
+    if common >= 2:  # they share the root complex and a root port, so a switch below it
         return Distance.SWITCH
     if common == 1:
         return Distance.ROOT
@@ -199,33 +198,33 @@ def distance(a: Place, b: Place) -> Distance:
 
 
 def _num_common(a: Place, b: Place) -> int:
-    """Parts of their paths that lead to both."""
+    """Length of the common beginning of both paths."""
     parts = zip(a.path, b.path, strict=False)
     return sum(1 for _ in itertools.takewhile(lambda part: part[0] == part[1], parts))
 
 
 def _farness(a: Place, b: Place) -> tuple[int, int]:
-    """As distance(); of switches in a row, the one deeper down is nearer."""
+    """Sort key: distance(); among cascaded switches a deeper common one is nearer."""
     far = distance(a, b)
     shared = _num_common(a, b) if far == Distance.SWITCH else 0
     return far, -shared
 
 
 def usable(host: Host, kind: str) -> list[Nic]:
-    """NICs of a kind that can carry rails: no problem, and about as fast as the fastest."""
+    """NICs of a kind that rails may use: without a problem, and about as fast as the fastest."""
     nics = [nic for nic in host.nics if nic.kind == kind and not nic.problem]
     fastest = max((nic.rate_gbps for nic in nics), default=0.0)
     return [nic for nic in nics if nic.rate_gbps >= _SLOW * fastest]
 
 
 def part_of(items: Sequence[T], index: int, count: int) -> list[T]:
-    """What the index-th of `count` gets: a block of its own, or one item that it shares."""
+    """Share of the index-th of `count` users: its own block of items, or one item it shares."""
     begin, end = (len(items) * i // count for i in (index, index + 1))
     return list(items[begin : max(end, begin + 1)])
 
 
 def rails(host: Host, nics: Sequence[Nic], gpu: Gpu) -> list[Nic]:
-    """Those of `nics` that the GPU uses."""
+    """Returns the NICs among `nics` that the GPU uses."""
     choices = [_own(host, nics, other.place) for other in host.gpus]
     mine = choices[host.gpus.index(gpu)]
     sharers = [other for other, choice in zip(host.gpus, choices, strict=True) if choice == mine]
@@ -233,7 +232,7 @@ def rails(host: Host, nics: Sequence[Nic], gpu: Gpu) -> list[Nic]:
 
 
 def _own(host: Host, nics: Sequence[Nic], place: Place) -> list[Nic]:
-    """The nearest NICs; of these, those to which no GPU is nearer, when there are such."""
+    """Returns the nearest NICs; leaves out NICs to which another GPU is nearer, if any remain."""
     least = min((_farness(place, nic.place) for nic in nics), default=(0, 0))
     nearest = [nic for nic in nics if _farness(place, nic.place) == least]
     owned = [
@@ -245,10 +244,10 @@ def _own(host: Host, nics: Sequence[Nic], place: Place) -> list[Nic]:
 def pick(
     host: Host, nics: Sequence[Nic], *, pci: str, share: tuple[int, int], wanted: int | None
 ) -> list[Nic]:
-    """The rails of one engine: of the GPU at `pci`, or the part of the rank that has none.
+    """Returns the rails of one engine: the rails of the GPU at `pci`; without one, its share.
 
-    share: (index, number) of the rank among those of this host, for ranks whose GPU is not known.
-    wanted: so many, with farther ones where the rails are fewer; None: the rails.
+    share: (index, number) of the rank among the host's ranks, for ranks whose GPU is not known.
+    wanted: how many NICs; adds farther ones where the rails are fewer. None: the rails.
     """
     gpu = next((gpu for gpu in host.gpus if gpu.place.pci == pci), None)
     chosen = part_of(nics, *share) if gpu is None else rails(host, nics, gpu)

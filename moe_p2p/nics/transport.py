@@ -1,12 +1,12 @@
-"""Which provider and which NICs an engine is opened with.
+"""Chooses the provider and the NICs with which an engine is opened.
 
-transport="auto" is libfabric where there are EFA devices, else verbs where there is another usable
-RDMA device, else loopback, which reaches the ranks of one host. Nothing but a setting chooses TCP.
+transport="auto" means libfabric where there are EFA devices, else verbs where there is another
+usable RDMA device, else loopback, which reaches only ranks of one host. TCP needs a setting.
 
-Two steps, because ranks must agree between them: `choose` names the provider of this rank, and
-agreement.py compares it with that of the others; `open_with` then picks the NICs. Providers are
-told them by one setting each, devices=mlx5_0:mlx5_1 or interfaces=rdmap79s0-rdm:rdmap80s0-rdm: NIC
-i of the engine is the i-th name, and begins anew after the last.
+Two steps, because ranks must agree between them: `choose` names this rank's provider, agreement.py
+compares the providers of all ranks, and `open_with` picks the NICs. Providers take NICs in one
+setting, devices=mlx5_0:mlx5_1 or interfaces=rdmap79s0-rdm:rdmap80s0-rdm: NIC i of the engine is the
+i-th name, starting over after the last.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from moe_p2p.nics.topology import Host, Nic
 
 LOOPBACK, LIBFABRIC, VERBS = "loopback", "libfabric", "verbs"
 MAX_NICS = 8  # kMaxNics of csrc/engine/memory_region.h
-DEFAULT_NICS = 2  # of providers without devices
-# Where each provider looks for its library (the api.cpp of its folder), in this order;
-# libfabric's is that for EFA.
+DEFAULT_NICS = 2  # for providers without devices
+# Where each provider looks for its library (the api.cpp of its folder), in this order; for
+# libfabric, the order with EFA.
 LIBRARIES = {
     LIBFABRIC: (
         "/opt/amazon/efa/lib/libfabric.so.1",
@@ -34,7 +34,7 @@ LIBRARIES = {
     ),
     VERBS: ("libibverbs.so.1",),
 }
-# By kind of NIC, the better one first.
+# Provider by kind of NIC, in order of preference.
 PROVIDERS = {"efa": LIBFABRIC, "verbs": VERBS}
 _KINDS = {"efa": "EFA", "verbs": "RDMA"}
 _NAMES_KEY = {LIBFABRIC: "interfaces", VERBS: "devices"}
@@ -43,7 +43,7 @@ _DOCTOR = "`python -m moe_p2p doctor` says more"
 
 
 class Choice(NamedTuple):
-    """The provider that this rank would use."""
+    """The provider that this rank proposes."""
 
     provider: str
     why: str
@@ -51,16 +51,16 @@ class Choice(NamedTuple):
 
 
 class Wish(NamedTuple):
-    """What an engine says about the NICs that it wants."""
+    """The NICs that an engine asks for."""
 
     num_nics: int | None = None  # None: what the topology gives
-    nics: str = ""  # names in rail order; empty: the environment's, else the nearest
+    nics: str = ""  # names in rail order; empty: MOE_P2P_NICS, else the nearest NICs
     pci: str = ""  # address of the rank's GPU; empty: none
-    share: tuple[int, int] = (0, 1)  # the i-th of n ranks of this host; counts without a GPU
+    share: tuple[int, int] = (0, 1)  # (i, n): i-th of n ranks of this host; used without a GPU
 
 
 class Opening(NamedTuple):
-    """What an engine is opened with."""
+    """Arguments with which an engine is opened."""
 
     provider: str
     num_nics: int
@@ -68,7 +68,7 @@ class Opening(NamedTuple):
 
 
 def load_problem(provider: str) -> str:
-    """Why the library of a provider cannot be loaded; empty when it can."""
+    """Returns why a provider's library cannot be loaded; empty when it can."""
     problem = ""
     for name in LIBRARIES[provider]:
         try:
@@ -81,7 +81,7 @@ def load_problem(provider: str) -> str:
 
 
 def choose(transport: str, *, nics: str = "", root: Path = Path("/")) -> Choice:
-    """The provider for `transport`; "auto" asks the environment, then the machine."""
+    """Returns the provider for `transport`; "auto": MOE_P2P_TRANSPORT, else by the machine."""
     if transport != "auto":
         return Choice(transport, "it was asked for", automatic=False)
     if asked := env.transport():
@@ -93,7 +93,7 @@ def choose(transport: str, *, nics: str = "", root: Path = Path("/")) -> Choice:
 
 
 def prefer(host: Host) -> Choice:
-    """The best provider of a machine, with the reason against each better one."""
+    """Returns the best usable provider, and why each preferred one is not usable."""
     against: list[str] = []
     for kind, provider in PROVIDERS.items():
         nics = topology.usable(host, kind)
@@ -108,21 +108,21 @@ def prefer(host: Host) -> Choice:
 
 
 def rail_nics(host: Host) -> list[Nic]:
-    """The NICs that rails are made of: EFA devices, else other RDMA devices."""
+    """NICs that rails are chosen from: EFA devices, else other RDMA devices."""
     return topology.usable(host, "efa") or topology.usable(host, "verbs")
 
 
 def why_none(host: Host, kind: str) -> str:
-    """Why a machine has no usable NIC of a kind."""
+    """Returns why a machine has no usable NIC of a kind."""
     problems = [f"{nic.name}: {nic.problem}" for nic in host.nics if nic.kind == kind]
     return "; ".join(problems[:8]) or f"there is no {_KINDS[kind]} device"
 
 
 def open_with(provider: str, settings: str, wish: Wish, *, root: Path = Path("/")) -> Opening:
-    """What the engine of one rank is opened with; settings that name devices are left alone.
+    """Returns the arguments that open one rank's engine; settings that name devices are kept.
 
-    Raises InvalidArgumentError for a name that is not there, UnavailableError when no device can
-    be used.
+    Raises InvalidArgumentError for an unknown device name, UnavailableError when no device is
+    usable.
     """
     key, names = _NAMES_KEY.get(provider), named_in(provider, settings)
     if key and not names:
@@ -134,7 +134,7 @@ def open_with(provider: str, settings: str, wish: Wish, *, root: Path = Path("/"
 
 
 def _rails(provider: str, settings: str, wish: Wish, root: Path) -> list[str]:
-    """Names that the provider is to be told; none where it finds its own."""
+    """Device names for the provider's setting; empty where the provider finds its own."""
     asked = names_of(wish.nics or env.nics())
     kind = _kind(provider, settings)
     if not kind:
@@ -149,7 +149,7 @@ def _rails(provider: str, settings: str, wish: Wish, root: Path) -> list[str]:
             raise errors.make(errors.UnavailableError, f"no {kind} device can be used: {why}")
         chosen = topology.pick(host, nics, pci=wish.pci, share=wish.share, wanted=wish.num_nics)
     else:
-        chosen = []  # the provider itself says best what is not there
+        chosen = []  # the provider's own error text for a missing device is the better one
     for nic in chosen:
         errors.require(
             nic.kind == kind,
@@ -159,25 +159,25 @@ def _rails(provider: str, settings: str, wish: Wish, root: Path) -> list[str]:
 
 
 def _kind(provider: str, settings: str) -> str:
-    """Kind of NICs that a provider wants to be told; empty when it finds its own."""
+    """Kind of NICs that a provider's setting names; empty when the provider finds its own."""
     if provider == LIBFABRIC:
         return "efa" if _setting(settings, "provider") in ("", "efa") else ""
     return "verbs"
 
 
 def named_in(provider: str, settings: str) -> list[str]:
-    """The devices that settings name for a provider, by rail."""
+    """Device names in a provider's settings, in rail order."""
     named = _setting(settings, _NAMES_KEY.get(provider, "devices"))
     return named.split(":") if named else []
 
 
 def names_of(text: str) -> list[str]:
-    """The names in "mlx5_0,mlx5_1"."""
+    """Splits "mlx5_0,mlx5_1"."""
     return [name for name in (part.strip() for part in text.split(",")) if name]
 
 
 def _named(host: Host, names: list[str]) -> list[Nic]:
-    """The NICs of these names. Raises when one is not there or cannot be used."""
+    """Returns the NICs of these names. Raises InvalidArgumentError when one is not usable."""
     found = {nic.name: nic for nic in host.nics}
     for name in names:
         errors.require(
@@ -199,9 +199,9 @@ def _setting(settings: str, key: str) -> str:
 
 
 def with_copy_kernel(provider: str, settings: str, device: int) -> str:
-    """`settings` with a kernel that carries the software NIC's writes of memory of that GPU.
+    """Adds to `settings` a kernel with which the software NIC copies memory of CUDA `device`.
 
-    As they are for other providers, and where they say what carries them.
+    Unchanged for other providers, and where `settings` already say how to copy.
     """
     if provider != LOOPBACK or _setting(settings, "copy_kernel"):
         return settings
@@ -210,7 +210,7 @@ def with_copy_kernel(provider: str, settings: str, device: int) -> str:
 
 
 def shared_settings(settings: str) -> str:
-    """`settings` without what names devices of one host, to be compared between hosts."""
+    """`settings` without keys that name devices of one host: comparable between hosts."""
     items = settings.split(",")
     return ",".join(item for item in items if item.partition("=")[0] not in _OF_ONE_HOST)
 
@@ -224,7 +224,7 @@ def pci_of(device: int) -> str:
 
 
 def announce(label: str, choice: Choice, opening: Opening) -> None:
-    """One line about a choice, when MOE_P2P_LOG wants it."""
+    """Logs a choice at level info."""
     names = ", ".join(named_in(opening.provider, opening.settings))
     where = names or f"{opening.num_nics} NICs"
     log.info(f"{label}: transport {opening.provider} over {where}: {choice.why}")

@@ -1,6 +1,6 @@
-"""The executable specification of fp8: values, one scale per block, and how scales are delivered.
+"""The executable specification of fp8: values, one scale per block, and formats of scales.
 
-Part of reference.py, which has the calls.
+Used by routing.py, which has the calls.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def quantize(x: Tensor, scale_format: ScaleFormat = "float32") -> tuple[Tensor, 
     nearest even, saturating. x is about q * scale. Formats but "float32" round the scale up to a
     power of two, and q = e4m3(x / scale).
 
-    amax is inf where the block holds an inf or a NaN. Then scale is inf, q is NaN (0x7f) for these
-    and 0 with the sign of x for all others: every value of the block is NaN as q * scale.
+    amax is inf where the block holds an inf or a NaN. Then scale is inf, q is NaN (0x7f) for such
+    values and 0 with the sign of x for all others: q * scale is NaN in the whole block.
 
     Example: a block whose largest value is 2.0 has scale 0.004464, and 1.0 becomes q = 224. As a
     power of two the scale is 2^-7, and 1.0 becomes q = 128.
@@ -51,9 +51,9 @@ def quantize(x: Tensor, scale_format: ScaleFormat = "float32") -> tuple[Tensor, 
 
 
 def pack_ue8m0(scales: Tensor) -> Tensor:
-    """int32 [..., ceil(P / 4)]: exponent bytes of the powers of two [..., P], the first lowest.
+    """int32 [..., ceil(P / 4)]: exponent bytes of powers of two [..., P], the first the lowest.
 
-    255 is inf, which ue8m0 calls NaN.
+    inf becomes 255, ue8m0's NaN.
     """
     exponents = scales.contiguous().view(torch.int32) >> 23
     padded = torch.nn.functional.pad(exponents, (0, -scales.shape[-1] % 4)).to(torch.uint8)
@@ -67,7 +67,7 @@ def unpack_ue8m0(packed: Tensor, num_scales: int) -> Tensor:
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
-    """fp32; torch.ldexp of whole numbers would have torch's default type."""
+    """2 ** exponent in fp32; torch.ldexp of integers would use torch's default type."""
     exponent = exponent.to(torch.float32)
     return torch.ldexp(torch.ones_like(exponent), exponent)
 

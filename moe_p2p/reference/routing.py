@@ -74,14 +74,14 @@ class Topology:
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """What one rank hands to dispatch."""
+    """Arguments of dispatch on one rank."""
 
     x: Tensor  # [T, H] bf16, fp16, fp32 or e4m3
     topk_idx: Tensor  # [T, K] int, -1 = none
     topk_weights: Tensor | None = None  # [T, K] fp32; None: 1
     scales: Tensor | None = None  # [T, P] fp32 or int32, for x of fp8
-    extras: tuple[Tensor, ...] = ()  # [T, ...] each, carried as they are
-    num_tokens: int | None = None  # rows that count; None: T
+    extras: tuple[Tensor, ...] = ()  # [T, ...] each, copied unchanged
+    num_tokens: int | None = None  # first rows that are tokens; None: T
 
     @property
     def count(self) -> int:
@@ -90,7 +90,7 @@ class Tokens:
 
 @dataclass(frozen=True, kw_only=True)
 class Received:
-    """What one expert rank gets. Rows that hold no token are zero here, source -1."""
+    """Results of dispatch on one expert rank. Rows without a token are zero here, source -1."""
 
     x: Tensor  # padded [E_local, capacity, H], else [capacity, H]
     scales: Tensor | None  # same rows, [..., P]
@@ -100,8 +100,8 @@ class Received:
     # [E_local + 1] int32 first row of each expert, by_rank [W + 1] of each source; then the end
     offsets: Tensor
     source: Tensor  # [R, 2] int32 (source rank, its token)
-    ranges: Tensor  # [E_local, W] int64 first row of a source within the expert's << 32 | its rows
-    row_topk: Tensor | None  # by_rank: [R, K] local expert ids, -1: none of this rank
+    ranges: Tensor  # [E_local, W] int64: (source's first row within the expert) << 32 | its rows
+    row_topk: Tensor | None  # by_rank: [R, K] local expert ids, -1: expert of another rank
 
     def rows(self) -> Tensor:
         """Indices of the rows that hold a token, in order."""
@@ -117,24 +117,24 @@ class Routing:
     """Every (source, token, k) pair of one call with its place, sorted by source, token, k."""
 
     topology: Topology
-    tokens: tuple[Tokens, ...]  # as they travel: already quantized where that was asked
+    tokens: tuple[Tokens, ...]  # as they travel: already quantized if requested
     layout: Layout
     scale_format: ScaleFormat
-    capacity: tuple[int, ...]  # [W] rows per expert (padded) or in all, of each rank
+    capacity: tuple[int, ...]  # [W] rows per expert (padded) or rows of all experts, per rank
     source: Tensor  # [P] int64
     token: Tensor  # [P]
     k: Tensor  # [P]
     rank: Tensor  # [P] owner of the pair's expert
     local: Tensor  # [P] local index of the expert there
-    row: Tensor  # [P] row at that owner; by_rank the same for all pairs of a token there
-    first: Tensor  # [P] by_rank: the first pair of its token there; else always true
+    row: Tensor  # [P] row at that owner; by_rank, pairs of one token and owner share a row
+    first: Tensor  # [P] by_rank: first pair of its token and owner; else always true
     counts: tuple[Tensor, ...] = field(repr=False)  # [W] of [E_local]
     offsets: tuple[Tensor, ...] = field(repr=False)  # [W] of [E_local + 1], by_rank [W + 1]
 
     def table(self, source: int) -> tuple[Tensor, Tensor]:
-        """(rank, row) of each top-k entry of one source, [T, K] each; rank -1: no row.
+        """Returns rank and row, [T, K] each, of one source's top-k entries; rank -1: no row.
 
-        by_rank a row stands at the first entry of its rank.
+        by_rank: only the first entry of each rank has the row.
         """
         mine = (self.source == source) & self.first
         rank = torch.full_like(self.tokens[source].topk_idx, -1, dtype=torch.int64)
@@ -225,7 +225,7 @@ def dispatch(routing: Routing, rank: int) -> Received:
     starts = [0]
     for t in routing.tokens:
         starts.append(starts[-1] + t.x.shape[0])
-    # Of the pair's token among all ranks' rows.
+    # Index of each pair's token among the concatenated tokens of all ranks.
     index = torch.tensor(starts, device="cpu")[source] + token
 
     def placed(parts: Sequence[Tensor]) -> Tensor:
@@ -275,14 +275,14 @@ def combine(
 ) -> Tensor:
     """The combined rows of one source, [T, H] of out_dtype; `y` holds the rows of every rank.
 
-    `weighted` None: but for by_rank, whose rows are partial sums already. `bias` [T, H] each.
+    `weighted` None: True except by_rank, whose rows are partial sums already. `bias`: [T, H] each.
 
     Sums in fp32, multiply then add, each from 0.0 (so -0.0 alone gives 0.0), rounded to out_dtype
     after each stage:
-    1. expert rank: over the rank's experts among the token's top-k, k ascending;
-    2. for tokens from another node, there: over its ranks that hold a partial, ascending;
-    3. source: bias, then over nodes ascending, the own node contributing rank by rank, others
-        their sum.
+    1. on the expert rank: over its experts among the token's top-k, k ascending;
+    2. on the expert's node, if it is not the source's: over ranks with a partial sum, ascending;
+    3. on the source: bias, then over nodes ascending: of the own node each rank's partial sum, of
+        another node its total.
     """
     if weighted is None:
         weighted = routing.layout != "by_rank"
@@ -303,9 +303,9 @@ def combine(
 
 
 def combine_scalars(routing: Routing, source: int, row_scalars: Sequence[Tensor]) -> Tensor:
-    """Scalars of the rows, back at their (token, k): fp32 [T, K], zero: no expert.
+    """Returns the rows' scalars at their (token, k): fp32 [T, K], zero where there is no expert.
 
-    by_rank: all K of a row go back, and add up over the ranks of the token, in combine's order.
+    by_rank: all K of a row go back; they are summed over the token's ranks in combine's order.
     """
     local = routing.topology.ranks_per_node
     rank_tk, row_tk = routing.table(source)
@@ -371,7 +371,7 @@ def _offsets(count: Tensor, layout: Layout, capacity: int, alignment: int) -> Te
 
 
 def _from_zero(count: Tensor) -> Tensor:
-    """0, then the sums of the counts up to each."""
+    """0, then the running sums of the counts."""
     return torch.cat([count.new_zeros(1), torch.cumsum(count, 0)])
 
 

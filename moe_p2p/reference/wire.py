@@ -1,4 +1,4 @@
-"""The executable specification of bytes: what the NICs carry for a call, and the least they could.
+"""The executable specification of wire bytes: what NICs carry for a call, and the lower bound.
 
 Tests and the benchmark hold the engine's counters against this file. Per (source, other node,
 step) a dispatch write is a region header, the expert counts of that node and one slot per token
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moe_p2p.reference.routing import Routing, Tokens
 
-LINE = 128  # slots and headers are whole lines of this many bytes
+LINE = 128  # slots and headers are multiples of this many bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,11 +54,11 @@ def wire_bytes(
     scalars: bool = False,
     num_steps: int = 1,
 ) -> WireBytes:
-    """Exactly what the NICs carry for one source, all headers included.
+    """Exact bytes that the NICs carry for one source, all headers included.
 
-    `num_steps` is the number of chunks the call runs in; `scalars` whether combine returns them.
-    With several, dispatch closes its steps with empty combines, and combine opens its own with
-    empty dispatches: a header each.
+    `num_steps`: chunks of the call; `scalars`: whether combine returns them. With several chunks,
+    dispatch closes its steps by empty combines, and combine opens its own by empty dispatches: a
+    header each.
     """
     topology, tokens = routing.topology, routing.tokens[source]
     topk = tokens.topk_idx.shape[1]
@@ -78,7 +78,7 @@ def wire_bytes(
 def floor_bytes(
     routing: Routing, source: int, *, combine_dtype: torch.dtype, dedup: bool = True
 ) -> WireBytes:
-    """Payload alone: per (token, other node); without dedup per (token, expert there) pair."""
+    """Payload bytes only: per (token, other node); without dedup per (token, expert there)."""
     tokens, local = routing.tokens[source], routing.topology.ranks_per_node
     away = (routing.source == source) & (routing.rank // local != source // local)
     copies = len(_node_pairs(routing, source)) if dedup else int(away.sum())

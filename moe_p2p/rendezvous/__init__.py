@@ -1,1 +1,1 @@
-"""How ranks meet: a store, one configuration that all agree on, and what they need of /dev/shm."""
+"""How ranks meet: a store, one configuration that all agree on, and the /dev/shm they need."""

@@ -1,6 +1,6 @@
-"""What ranks conclude from each other's facts: pure, so that all ranks conclude the same.
+"""What ranks conclude from each other's facts. Pure functions, so all ranks conclude the same.
 
-Every rank publishes its `Facts` and reads those of all, in rank order.
+Every rank publishes its `Facts` and reads the facts of all ranks, in rank order.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Offer(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """What a rank says of itself when it joins."""
+    """What a rank publishes about itself when it joins."""
 
     fields: dict[str, str]  # must be equal on all ranks
     host: str  # equal for ranks that can share memory
@@ -45,12 +45,14 @@ class Facts(NamedTuple):
 class Agreement(NamedTuple):
     ranks_per_node: int
     communicator: int
-    ranks_on_host: int  # of the rank that asks
+    ranks_on_host: int  # ranks on this rank's host, itself included
 
 
 def agree_on_transport(offers: list[Offer], wanted_ranks_per_node: int | None) -> Choice:
-    """The transport of all ranks. Raises InvalidArgumentError when they would use several, and
-    UnavailableError when theirs does not reach from host to host.
+    """Returns the transport of all ranks.
+
+    Raises InvalidArgumentError when ranks chose different ones, UnavailableError when the chosen
+    one does not reach from host to host.
     """
     hosts = {offer.host for offer in offers}
     automatic = all(offer.choice.automatic for offer in offers)
@@ -73,7 +75,7 @@ def agree_on_transport(offers: list[Offer], wanted_ranks_per_node: int | None) -
 
 
 def _by_choice(offers: list[Offer]) -> str:
-    """Who would use what and why; ranks in a row that say the same are one entry."""
+    """Lists which ranks chose what and why; consecutive ranks with equal choices share an entry."""
     starts = [
         rank
         for rank, offer in enumerate(offers)
@@ -99,7 +101,7 @@ def check_fields(facts: list[Facts]) -> None:
 
 
 def find_ranks_per_node(hosts: list[str], wanted: int | None) -> int:
-    """How many consecutive ranks share memory; `wanted` asks for smaller nodes than hosts are."""
+    """Returns how many consecutive ranks form a node; `wanted` may split a host into several."""
     world_size = len(hosts)
     starts = [r for r in range(world_size) if r == 0 or hosts[r] != hosts[r - 1]]
     sizes = {
@@ -127,7 +129,7 @@ def find_ranks_per_node(hosts: list[str], wanted: int | None) -> int:
 
 
 def conclude(facts: list[Facts], rank: int, wanted_ranks_per_node: int | None) -> Agreement:
-    """What all ranks do, given what all ranks said."""
+    """Returns what all ranks do, given the facts of all ranks."""
     check_fields(facts)
     hosts = [fact.host for fact in facts]
     return Agreement(

@@ -1,30 +1,29 @@
-"""How ranks meet: they exchange bytes through a torch.distributed Store until all have all of them.
+"""How ranks meet: an all-gather of bytes through a torch.distributed Store.
 
-Control path only. Rank 0 puts each exchange together: every rank sets one key, rank 0 takes all W
-keys away and publishes one value, which the others wait for. An exchange of W ranks is so O(W)
-requests at the store, a few for each rank, and then a few a second for each that waits. Every
-exchange has a deadline and names who is missing; a rank that fails says so in its next exchange, so
-that the others need not wait for the deadline. For one that is killed the ranks of its host say it,
-who watch its process once the first exchange was made (neighbours.py). One that is killed before it
-came to that, or that is alone on its host, is missed at the deadline.
-What a rank brings to the first exchange begins with its version and its letter (csrc/letter.py):
-rank 0 refuses a mix of letters by name. So this start must never change, nor how refusals look.
+Control path only. Rank 0 assembles each exchange: every rank sets one key, rank 0 deletes all W
+keys and publishes one value, for which the others wait. An exchange of W ranks makes O(W) requests
+to the store: a few per rank, then a few per second for each rank that waits. Every exchange has a
+deadline and names the missing ranks. A rank that fails reports it in its next exchange, so the
+others need not wait for the deadline. After the first exchange the ranks of a host watch each
+other's processes (neighbours.py) and report one that is killed. A rank that is killed earlier, or
+is alone on its host, is noticed at the deadline.
+The first payload begins with the rank's version and its letter (csrc/letter.py); rank 0 refuses a
+mix of letters and names them. So the format of that beginning and of refusals must never change.
 
-Waits ask the store now and then whether a key is there. Its own wait() holds up Ctrl-C until its
-deadline, and in slices it writes two lines to the log for each (torch 2.13). So Ctrl-C waits only
-for a request that the store's server does not answer.
+Waits poll the store for a key. The store's own wait() blocks Ctrl-C until its deadline, and called
+in slices it logs two lines for each (torch 2.13). Here Ctrl-C is held up only by a request that the
+store's server does not answer.
 
 Keys, all below moe_p2p/. A is the attempt, M the meeting, a random name that rank 0 chooses:
-    attempt/{rank}     how often this rank has tried to meet since a meeting last came about
-    {A}/0/{rank}       what a rank brings to the first exchange, behind its version and letter and
-                       its process, a line each
-    {A}/answer/{rank}  rank 0's answer to it: M, or why there will be none. Only `rank` reads it
-    {M}/{stage}/{rank} what a rank brings to a later exchange
-    {M}/{stage}/all    what rank 0 made of it, in pieces that a store takes
-    {M}/left           ranks that will not come back, and how many of them failed
-No key is left when all ranks have left (one that is killed does not). The counts of attempts, with
-the notes of ranks that failed before they met, stay until the next meeting: they keep apart what
-belongs to different attempts.
+    attempt/{rank}     attempts of this rank since the last meeting that succeeded
+    {A}/0/{rank}       the rank's first payload, after a line with its version and letter and a
+                       line with the identity of its process
+    {A}/answer/{rank}  rank 0's answer to it: M, or why the meeting failed. Only `rank` reads it
+    {M}/{stage}/{rank} the rank's payload of a later exchange
+    {M}/{stage}/all    the result that rank 0 publishes, in pieces small enough for a store
+    {M}/left           number of ranks that have left, and how many of them failed
+When all ranks have left, no key remains (a killed rank never leaves). The attempt counts, and notes
+of ranks that failed before they met, remain until the next meeting: they keep attempts apart.
 """
 
 from __future__ import annotations
@@ -48,20 +47,20 @@ from moe_p2p.version import __version__
 
 T = TypeVar("T")
 _OK, _FAILED = b"+", b"-"
-# A TCPStore closes the connection of whoever sets a value of more than 8 MiB.
+# A TCPStore closes the connection of a client that sets a value of more than 8 MiB.
 _PIECE_BYTES = 4 << 20
-# Rank 0 works on an exchange to which all have come. When it is too short, ranks whose deadline is
-# then over give up on a meeting that would have come about.
+# Extra time for rank 0 to publish an exchange in which all ranks have arrived. Too short: ranks
+# whose deadline passes meanwhile give up a meeting that would have succeeded.
 _PATIENCE_S = 10.0
 _MOST_NAMED = 16
-# Between two questions of a wait: at first; for each rank, so that many do not ask always; then
-# half of what it has waited; at last. Too long: set-up takes longer.
+# Pause between two polls of a wait: at least the first, or the second times W, so that many ranks
+# do not flood the store; then half of the time waited; at most the last. Too long: slower set-up.
 _FIRST_PAUSE_S, _PAUSE_OF_A_RANK_S, _LAST_PAUSE_S = 0.001, 0.0004, 0.25
-_ONE_FAILED = 1 << 32  # in {M}/left; the ranks that left are the lower half
+_ONE_FAILED = 1 << 32  # in {M}/left: upper half failed ranks, lower half ranks that left
 
 
 def _store_of(group: dist.ProcessGroup | None) -> tuple[Store, int, int]:
-    """The store behind a group (None: the default one), this rank in it and its size."""
+    """Returns a group's store (None: the default group's), this rank in it and its size."""
     if not dist.is_initialized():
         raise errors.make(
             errors.InvalidArgumentError,
@@ -79,7 +78,7 @@ class Bootstrap:
     group_or_store: a ProcessGroup, None for the default one, or a Store with rank and world_size.
     timeout_s: deadline of each exchange, in seconds.
 
-    A context manager: at its end the rank leaves, and tells the others when the block failed here.
+    A context manager: at its end the rank leaves, and reports to the others if the block raised.
     """
 
     def __init__(
@@ -114,16 +113,16 @@ class Bootstrap:
         self._timeout_s = timeout_s
         self._deadline = 0.0
         self._stage = 0
-        # Its last word is compared.
+        # Only its last word, the letter, is compared.
         self._version = f"moe_p2p {__version__}, letter {torch.ops.moe_p2p.letter.default()}"
         self._met = False  # this rank knows M
-        self._told = False  # this meeting has failed, and whoever asks is told without this rank
+        self._reported = False  # the meeting's failure is in the store; no report is due from here
         self._published: list[str] = []  # keys of the last value that all read
-        self.neighbours = Neighbours()  # none before the first exchange was made
-        self.num_refused = 0  # strangers, where ranks pass each other descriptors
+        self.neighbours = Neighbours()  # filled by the first exchange
+        self.num_refused = 0  # connections that gpu/fd_exchange.py refused
         if self.world_size == 1:
             return
-        # Each rank counts its own attempts; all count alike because all make them in one order.
+        # Each rank counts its own attempts; counts agree because all ranks meet in one order.
         self._attempt = int(self._guarded(lambda: self.store.add(self._attempts(self.rank), 1)))
         self._name = f"moe_p2p/{self._attempt}"
 
@@ -136,27 +135,27 @@ class Bootstrap:
         if self.world_size == 1:
             return
         try:
-            if error is not None and not self._told:
-                self._tell(self.rank, str(error) or type(error).__name__)
+            if error is not None and not self._reported:
+                self._report(self.rank, str(error) or type(error).__name__)
             if self._met:
                 self._leave(failed=error is not None)
         except errors.TransportError:
             if error is None:
                 raise
-            # The store is gone too; the error at hand is the one to raise.
+            # The store is gone too: let the block's own error through.
         finally:
             self.neighbours.close()
 
     def exchange(self, payload: bytes, what: str) -> list[bytes]:
-        """Payloads of all ranks, in rank order. `what` stands in errors.
+        """Returns the payloads of all ranks, in rank order. `what` names the exchange in errors.
 
-        Raises TimeoutError naming the ranks that did not come, AbortedError when one failed, and
-        PeerDeadError when the process of one of this host has ended.
+        Raises TimeoutError naming the missing ranks, AbortedError when a rank failed, PeerDeadError
+        when the process of a rank on this host has ended.
         """
         if self.world_size == 1:
             return [payload]
         self._deadline = time.monotonic() + self._timeout_s
-        # Either this rank is late, or it died or gave up when it was about to be admitted.
+        # Answered already: this rank is late, or ended or gave up just before it was admitted.
         if self.rank and not self._met and self._has_all([self._answer(self.rank)]):
             self._take_answer(what)
         first = not self._met
@@ -174,7 +173,7 @@ class Bootstrap:
     # Rank 0.
 
     def _collect(self, what: str) -> list[bytes]:
-        """Takes what all ranks brought, and publishes it."""
+        """Gathers the payloads of all ranks and publishes them."""
         keys, old = self._keys(self._stage), self._published
         if not self._wait(keys, what):
             self._check_all_came(what)
@@ -182,28 +181,28 @@ class Bootstrap:
         for rank, value in enumerate(values):
             if value[:1] == _FAILED:
                 text = value[1:].decode(errors="replace")
-                self._tell(rank, text)
+                self._report(rank, text)
                 self._delete(keys)
                 raise _aborted(rank, text, what)
         if not self._met:
             try:
                 values = self._checked_versions(values)
             except errors.ProtocolError as error:
-                self._tell(0, str(error))
+                self._report(0, str(error))
                 self._delete(keys)
                 raise
-        # Keys go after the others can know that all have come; see _wait_for_rank_0.
+        # Keys are deleted only once the others can see that all arrived; see _wait_for_rank_0.
         joined = self._met
         if not joined:
             self._admit(keys)
         payloads = [value[1:] for value in values]
         self._publish(_pack(payloads))
         if joined:
-            self._delete([*keys, *old])  # whoever came has read what was published before
+            self._delete([*keys, *old])  # a rank that arrived here has read the previous result
         return payloads
 
     def _checked_versions(self, values: list[bytes]) -> list[bytes]:
-        """The values of the first exchange without the versions, which have one letter."""
+        """Strips versions from the first exchange's values. ProtocolError if letters differ."""
         parted = [value[1:].partition(b"\n") for value in values]
         texts = [text.decode(errors="replace") for text, _, _ in parted]
         for rank, text in enumerate(texts):
@@ -217,10 +216,10 @@ class Bootstrap:
         return [_OK + payload for _, _, payload in parted]
 
     def _admit(self, joins: list[str]) -> None:
-        """All ranks have joined: from here on the keys have M in their names.
+        """Called when all ranks have joined: from here on key names contain M.
 
-        The next attempt may use the names of this one again, so nothing of it may be left when a
-        rank goes on, which it does when the first exchange is published.
+        The next attempt may reuse this attempt's key names, so they are all deleted before ranks go
+        on, which is when the first exchange is published.
         """
         ranks = range(self.world_size)
         self._name, self._met = f"moe_p2p/{secrets.token_hex(8)}", True
@@ -232,8 +231,8 @@ class Bootstrap:
             self._delete(f"{earlier}/{part}/{rank}" for part in ("0", "answer") for rank in ranks)
 
     def _answer_all(self, value: bytes) -> None:
-        # One by one: of a multi_set that comes in several pieces the server of a TCPStore applies
-        # the start more than once, which brings back keys deleted in between (torch 2.13).
+        # One by one: when a multi_set arrives in several pieces, a TCPStore's server applies its
+        # start more than once, which restores keys deleted in between (torch 2.13).
         for rank in range(1, self.world_size):
             self._set(self._answer(rank), value)
 
@@ -241,14 +240,14 @@ class Bootstrap:
         pieces = [data[i : i + _PIECE_BYTES] for i in range(0, len(data), _PIECE_BYTES)]
         self._published = self._result_keys(self._stage, len(pieces))
         pieces[0] = _OK + struct.pack("<I", len(pieces)) + pieces[0]
-        # The others wait for the first.
+        # The first piece last: the others wait for it.
         for key, piece in reversed(list(zip(self._published, pieces, strict=True))):
             self._set(key, piece)
 
     # The other ranks.
 
     def _read(self, what: str) -> list[bytes]:
-        """What rank 0 publishes."""
+        """Returns the payloads that rank 0 publishes."""
         all_came = not self._met
         if not self._met:
             self._wait_for_rank_0(self._answer(self.rank), what)
@@ -256,24 +255,24 @@ class Bootstrap:
         first = self._result_keys(self._stage, 1)[0]
         self._wait_for_rank_0(first, what, all_came=all_came)
         value = self._get(first)
-        self._heed(value, what)
+        self._raise_if_failed(value, what)
         (num_pieces,) = struct.unpack_from("<I", value, 1)
         self._published = self._result_keys(self._stage, num_pieces)
         data = value[5:] + b"".join(map(self._get, self._published[1:]))
         return _unpack(data, self.world_size)
 
     def _take_answer(self, what: str) -> str:
-        """The name of the meeting that this rank has joined."""
+        """Reads and deletes rank 0's answer; returns the name of the meeting joined."""
         key = self._answer(self.rank)
         value = self._get(key)
         self._delete([key])
-        self._heed(value, what)
+        self._raise_if_failed(value, what)
         return value[1:].decode()
 
-    def _heed(self, value: bytes, what: str) -> None:
+    def _raise_if_failed(self, value: bytes, what: str) -> None:
         """Raises AbortedError when rank 0 published a failure."""
         if value[:1] == _FAILED:
-            self._told = True
+            self._reported = True
             if not self._met:
                 self._delete([self._key(self.rank)])
             rank, text = json.loads(value[1:])
@@ -286,7 +285,7 @@ class Bootstrap:
             try:
                 self._check_all_came(what)
             except errors.TimeoutError:
-                if self._has_all([key]):  # rank 0 has it from all, and has taken away the keys
+                if self._has_all([key]):  # all arrived, and rank 0 has deleted the keys
                     return
                 raise
         self._deadline = time.monotonic() + _PATIENCE_S
@@ -300,25 +299,25 @@ class Bootstrap:
 
     # Failure and end.
 
-    def _tell(self, rank: int, text: str) -> None:
-        """`rank` failed: the others learn it when they next look, those that are late too."""
-        self._told = True
+    def _report(self, rank: int, text: str) -> None:
+        """Stores the failure of `rank` where all others, late ones too, poll next."""
+        self._reported = True
         note = _FAILED + json.dumps([rank, text]).encode()
         if self.rank:
-            self._tell_rank_0(rank, text)
+            self._report_to_rank_0(rank, text)
         elif self._met:
             self._set(self._result_keys(self._stage, 1)[0], note)
         else:
             self._answer_all(note)
 
-    def _tell_rank_0(self, rank: int, text: str) -> None:
-        # It is unknown whether rank 0 has taken what `rank` brought to the exchange.
+    def _report_to_rank_0(self, rank: int, text: str) -> None:
+        # Rank 0 may or may not have taken the payload of `rank` already: write to both stages.
         stages = (self._stage, self._stage + 1) if self._met else (0,)
         for stage in stages:
             self._set(f"{self._name}/{stage}/{rank}", _FAILED + text.encode())
 
     def check_neighbours(self, rank: int | None, what: str) -> None:
-        """The process has ended: raises PeerDeadError, or AbortedError where it said why."""
+        """The rank's process ended: raises AbortedError if it reported why, else PeerDeadError."""
         if rank is None:
             return
         brought = self._key(rank)
@@ -326,26 +325,26 @@ class Bootstrap:
         if value[:1] == _FAILED:
             raise _aborted(rank, value[1:].decode(errors="replace"), what)
         text = f"the process of rank {rank} has ended. See what it printed last"
-        if rank == 0:  # nobody else publishes
+        if rank == 0:  # publish in its place
             note = _FAILED + json.dumps([rank, text]).encode()
             self._set(self._result_keys(self._stage, 1)[0], note)
         elif self.rank:
-            self._tell_rank_0(rank, text)
+            self._report_to_rank_0(rank, text)
         else:
-            self._tell(rank, text)
+            self._report(rank, text)
         raise errors.make(
             errors.PeerDeadError,
             f"rank {self.rank} of {self.world_size}: waiting for {what}, {text}",
         )
 
     def _leave(self, *, failed: bool) -> None:
-        """The last rank that leaves deletes what the others may still have wanted to read."""
+        """Counts this rank as gone. The last one deletes keys that others might still have read."""
         key, one = f"{self._name}/left", 1 + (_ONE_FAILED if failed else 0)
         left = int(self._guarded(lambda: self.store.add(key, one)))
         if left % _ONE_FAILED == self.world_size:
             self._delete([key, *self._published])
             if left > _ONE_FAILED:
-                # One that fails may be an exchange behind the others, or ahead of them.
+                # A failed rank may be an exchange behind the others, or ahead of them.
                 for stage in range(max(0, self._stage - 1), self._stage + 3):
                     self._delete([*self._keys(stage), *self._result_keys(stage, 1)])
 
@@ -362,7 +361,7 @@ class Bootstrap:
             )
 
     def _find_missing(self, ranks: Sequence[int]) -> list[int]:
-        """Halves the ranks, so that to find a few missing ones of many costs few requests."""
+        """Bisects, so that finding a few missing ranks among many takes few requests."""
         if self._has_all([self._key(rank) for rank in ranks]):
             return []
         if len(ranks) == 1:
@@ -391,7 +390,7 @@ class Bootstrap:
         return [key, *(f"{key}.{piece}" for piece in range(1, num_pieces))]
 
     def _set(self, key: str, value: bytes) -> None:
-        # The stub of set() knows str only.
+        # The type stub of set() allows only str.
         self._guarded(lambda: self.store.set(key, value))  # type: ignore[arg-type]
 
     def _get(self, key: str) -> bytes:
@@ -405,7 +404,7 @@ class Bootstrap:
             self._guarded(lambda key=key: self.store.delete_key(key))  # type: ignore[misc]
 
     def _wait(self, keys: list[str], what: str) -> bool:
-        """Until all keys are there; False at the deadline."""
+        """Waits until all keys are there; returns False at the deadline."""
         began = time.monotonic()
         first = max(_FIRST_PAUSE_S, _PAUSE_OF_A_RANK_S * self.world_size)
         while not self._has_all(keys):
@@ -414,7 +413,7 @@ class Bootstrap:
                 return False
             pause = max(first, min((now - began) / 2, _LAST_PAUSE_S))
             ended = self.neighbours.wait(min(pause, self._deadline - now))
-            # One that has all that it needs may end before this rank has seen the keys.
+            # A rank that is done may end before this rank has seen the keys: poll once more.
             if ended is not None and not self._has_all(keys):
                 self.check_neighbours(ended, what)
         return True
@@ -433,7 +432,7 @@ def _aborted(rank: int, text: str, what: str) -> errors.MoeP2pError:
 
 
 def _pack(payloads: list[bytes]) -> bytes:
-    """Compressed: most of what ranks say of themselves is alike."""
+    """Compressed, because the payloads of ranks are mostly alike."""
     lengths = struct.pack(f"<{len(payloads)}I", *map(len, payloads))
     return zlib.compress(lengths + b"".join(payloads), 1)
 

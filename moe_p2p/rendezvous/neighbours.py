@@ -1,9 +1,8 @@
-"""Processes of other ranks of this host, watched during set-up: one that is killed says nothing.
+"""Watches the processes of this host's other ranks during set-up; a killed one reports nothing.
 
-Control path only. Each rank gives the identity of its process to all others, who then hold a
-descriptor of it (pidfd) that the kernel marks when the process has ended. Ranks of other hosts or
-containers, and those that are threads of this process, are not watched; nor is any on a kernel
-without pidfds.
+Control path only. Each rank sends the identity of its process to all others, which open a pidfd for
+it; the kernel makes that readable when the process ends. Not watched: ranks of other hosts or
+containers, ranks that are threads of this process, and any rank on a kernel without pidfds.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from pathlib import Path
 
 
 def _start_of(pid: int) -> str:
-    """When a process began, in ticks since the host did: with its number it names a process."""
+    """Start time of a process, in ticks since boot. Unique together with the process id."""
     text = Path(f"/proc/{pid}/stat").read_text()
     return text.rpartition(")")[2].split()[19]
 
 
 def own_identity() -> str:
-    """Of this process; empty where the kernel does not say it."""
+    """Identity of this process: "boot id.pid namespace, pid, start"; empty if /proc lacks it."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return (
@@ -33,14 +32,14 @@ def own_identity() -> str:
 
 
 class Neighbours:
-    """Other ranks of this host. `add` them once, then `wait` in place of sleeping."""
+    """Other ranks of this host. Call `add` once, then `wait` instead of sleeping."""
 
     def __init__(self) -> None:
-        self.ranks: dict[int, int] = {}  # by descriptor
-        self._gone: int | None = None  # one that had ended before it was watched
+        self.ranks: dict[int, int] = {}  # rank by pidfd
+        self._gone: int | None = None  # a rank whose process ended before it was watched
 
     def add(self, identities: list[str]) -> None:
-        """identities: of the processes of all ranks, in rank order."""
+        """identities: own_identity() of all ranks, in rank order."""
         space, pid, _ = (own_identity() or "  ").split(" ")
         for rank, identity in enumerate(identities):
             if not space or not identity.startswith(f"{space} "):
@@ -55,17 +54,17 @@ class Neighbours:
         except ProcessLookupError:
             self._gone = rank
             return
-        except OSError:  # a kernel without them, or no descriptors left
+        except OSError:  # a kernel without pidfds, or no descriptors left
             return
         self.ranks[descriptor] = rank
         try:
-            if _start_of(pid) != start:  # another process has its number by now
+            if _start_of(pid) != start:  # the pid has been reused
                 self._gone = rank
         except OSError:
             self._gone = rank
 
     def wait(self, seconds: float) -> int | None:
-        """A rank whose process has ended, as soon as one has; else None after so many seconds."""
+        """Returns a rank whose process has ended, as soon as one has; None after `seconds`."""
         if self._gone is not None:
             return self._gone
         if not self.ranks:

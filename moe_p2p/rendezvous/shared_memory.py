@@ -1,7 +1,7 @@
-"""What communicators take of /dev/shm, before they are made and in the error of one that is full.
+"""How much of /dev/shm communicators take: for `plan`, and for the error text of a full /dev/shm.
 
 Each rank has an object with its signal words and, for tensors on the CPU, its regions. Each of its
-software NICs has one with a ring for the partner on every other node, and its engine a small one.
+software NICs has an object with a ring for the partner on every other node; its engine a small one.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from moe_p2p.config import AllToAllConfig
 
 MIB = 1 << 20
 PAGE = 4096
-_ON_GPU = ("signals",)  # lines of the plan that lie in /dev/shm whatever the device
+_ON_GPU = ("signals",)  # lines of the plan that lie in /dev/shm on GPUs, too
 
 
 def of_a_rank(
     config: AllToAllConfig, *, world_size: int, ranks_per_node: int, num_nics: int
 ) -> dict[str, int]:
-    """Bytes by what takes them; `num_nics` are software NICs, 0 where NICs are real."""
+    """Returns bytes of /dev/shm by use. num_nics: software NICs of a rank; 0: NICs are real."""
     plan = config.plan(world_size=world_size, ranks_per_node=ranks_per_node)
     lines = _ON_GPU if config.device == "cuda" else plan.keys() - {"device_state"}
     nic = ops.call(
@@ -38,7 +38,7 @@ def of_a_rank(
 
 @contextlib.contextmanager
 def explained(needed: Callable[[], str]) -> Iterator[None]:
-    """Adds to the error of a full /dev/shm what all of the communicator needs of it."""
+    """Adds needed(), the communicator's total, to the error text of a full /dev/shm."""
     try:
         yield
     except errors.ResourceExhaustedError as error:

@@ -1,15 +1,15 @@
 """`python -m moe_p2p demo`: a small mixture-of-experts language model learns Python, twice.
 
-Once with its experts spread over ranks (one process each, two nodes of two) and data-parallel
+Once with experts spread over ranks (one process each, two nodes of two) and data-parallel
 everything else, once in one process; same seed, same batches. The loss curves must be equal within
 rounding, or the command fails. The text is the standard library of the running interpreter.
 
-The two runs add the same fp32 numbers in another order, which by itself moves the loss by 1e-6
-nats; but where two experts tie for the last of the top-k, rounding decides, and a token goes to
-another expert. Allowed is therefore what one token can do to the mean: one nat in T tokens. A wrong
-weight, expert or token moves it by hundredths within a few steps. `--control` shows this without
-any communication: one process against one process with the rows of each batch in reverse (the
-default sizes, 2 x86 cores: 1e-6 for 90 steps, then 9e-5 after a tie).
+The two runs add the same fp32 numbers in different orders, which alone moves the loss by 1e-6 nats;
+but where two experts tie for the last of the top-k, rounding decides, and a token goes to another
+expert. So the tolerance is what one token can do to the mean: one nat in T tokens. A wrong weight,
+expert or token moves the loss by hundredths within a few steps. `--control` shows rounding without
+communication: one process against one process with the rows of each batch in reverse (the default
+sizes, 2 x86 cores: 1e-6 for 90 steps, then 9e-5 after a tie).
 
 Shapes: B sequences of a batch, S bytes of a sequence, H hidden size, T = B * S tokens, W ranks.
 """
@@ -67,9 +67,9 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What a run leaves behind."""
+    """Results of a run."""
 
-    losses: list[float]  # nats per byte, mean over the batch of all ranks
+    losses: list[float]  # nats per byte, mean over all ranks' batch
     seconds: float
     topk_idx: Tensor  # [records * layers, T, K] of this rank
     topk_weights: Tensor
@@ -188,7 +188,7 @@ def train(
 
 
 class Recorder:
-    """Keeps what the routers chose in some of the steps."""
+    """Keeps the routers' choices in some of the steps."""
 
     def __init__(self, model: LanguageModel, settings: Settings) -> None:
         self.active = False
@@ -278,7 +278,7 @@ def curves(ranks: list[float], alone: list[float]) -> str:
 
 
 def plot(settings: Settings, ranks: list[float], alone: list[float], path: Path) -> str | None:
-    """Both curves, and how far they are apart; returns why not where it could not be drawn."""
+    """Draws both curves and their difference. Returns why it could not; None when it could."""
 
     def paint(axes: Any) -> None:
         loss, gap = axes

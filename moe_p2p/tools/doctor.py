@@ -1,8 +1,8 @@
-"""`python -m moe_p2p doctor`: what this machine has for moe_p2p, what it lacks and how to get that.
+"""`python -m moe_p2p doctor`: what this machine has for moe_p2p, what it lacks and how to fix it.
 
-`examine` collects facts, `judge` turns them into problems and is pure, doctor_text.py prints them.
-Works without a GPU, without RDMA and without their libraries; the only things it opens are engines
-that write to each other, to see that each rail does.
+`examine` collects facts, `judge` (pure) turns them into problems, doctor_text.py prints them. Works
+without a GPU, without RDMA and without their libraries; it opens only engines, which write to each
+other to test each rail.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LIBRARIES = {
 LIBRARY_OF = {"efa": "libfabric", "verbs": "libibverbs"}  # by kind of NIC
 MIN_EFA_VERSION = (1, 20)  # of libfabric (csrc/provider/libfabric/selection.cpp)
 MIN_SHM_BYTES = 1 << 30
-MIN_MEMLOCK_BYTES = 1 << 32  # what is registered is locked: regions, and KV caches of users
+MIN_MEMLOCK_BYTES = 1 << 32  # registered memory is locked: regions, and users' KV caches
 CAP_IPC_LOCK = 14  # linux/capability.h
 WRITE_BYTES, NUM_WRITES = 4 << 20, 4
 WRITE_TIMEOUT_S = 10.0
@@ -46,7 +46,7 @@ WRITE_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """One GPU. What needs the CUDA driver to answer is None where it does not."""
+    """One GPU. Fields that need the CUDA driver are None without it."""
 
     pci: str
     numa_node: int
@@ -59,7 +59,7 @@ class GpuFacts:
 
 @dataclass(frozen=True)
 class Write:
-    """What a rail did with NUM_WRITES writes from engine to engine."""
+    """Result of NUM_WRITES writes from engine to engine on one rail."""
 
     provider: str
     nic: str
@@ -76,14 +76,14 @@ class Problem:
 
 @dataclass
 class Report:
-    """Everything that was found; --json prints it as it stands."""
+    """All facts; --json prints them unchanged."""
 
     machine: dict[str, str | int]
     gpus: list[GpuFacts]
     nics: list[Nic]
-    rail_nics: list[str]  # those of which rails are made
+    rail_nics: list[str]  # NICs that rails are chosen from
     distances: dict[str, dict[str, str]]  # GPU, NIC: distance
-    transport: dict[str, str]  # what "auto" is here: provider, why; no provider: an error
+    transport: dict[str, str]  # what "auto" means here: provider, why; without provider: an error
     libraries: dict[str, str]  # version and path; empty where it cannot be loaded
     packages: dict[str, str]
     memlock_bytes: int  # -1: unlimited
@@ -161,13 +161,13 @@ def _driver(root: Path) -> str:
 def _choice(root: Path) -> dict[str, str]:
     try:
         choice = transport.choose("auto", root=root)
-    except MoeP2pError as error:  # MOE_P2P_NICS names what is not there
+    except MoeP2pError as error:  # MOE_P2P_NICS names a missing device
         return {"provider": "", "why": str(error)}
     return {"provider": choice.provider, "why": choice.why}
 
 
 def _gpus(root: Path, host: Host) -> list[GpuFacts]:
-    """GPUs of sysfs, and those that only CUDA knows (containers may hide /sys)."""
+    """GPUs of sysfs, and GPUs that only CUDA knows (containers may hide /sys)."""
     ordinals = _cuda_devices()
     known = {gpu.place.pci for gpu in host.gpus}
     hidden = [Gpu(topology.Place(pci)) for pci in ordinals if pci not in known]
@@ -241,7 +241,7 @@ def _mapped(stem: str) -> str:
 
 
 def _memlock_bytes() -> int:
-    """How much this process may lock; -1: all, also because it is privileged to."""
+    """Bytes that this process may lock; -1: unlimited, also with CAP_IPC_LOCK."""
     status = Path("/proc/self/status").read_text()
     effective = re.search(r"^CapEff:\s*(\w+)", status, re.MULTILINE)
     if effective and int(effective[1], 16) >> CAP_IPC_LOCK & 1:
@@ -276,7 +276,7 @@ def _write_everywhere(report: Report) -> list[Write]:
 
 
 def _write(provider: str, nic: str, memory: str) -> Write:
-    """Two engines on one NIC; what one writes must be what the other then has."""
+    """Writes between two engines on one NIC, and compares the bytes."""
     device = None if memory == "host" else torch.device(memory)
     gpu = None if device is None else device.index
     try:
@@ -306,7 +306,7 @@ def _write(provider: str, nic: str, memory: str) -> Write:
 
 
 def judge(report: Report) -> list[Problem]:
-    """What stands in the way, each with its remedy. A machine without GPU or RDMA is no problem."""
+    """Returns problems with their remedies. A machine without GPU or RDMA is no problem."""
     found = [*_memory_problems(report), *_gpu_problems(report), *_nic_problems(report)]
     found += _transport_problems(report)
     found += [
@@ -367,7 +367,7 @@ def _gpu_problems(report: Report) -> list[Problem]:
             Problem("kernels cannot be compiled: no cuda-core", "pip install 'moe_p2p[cuda]'")
         )
     with_rails = [gpu for gpu in report.gpus if gpu.rails]
-    # None: whoever could tell, the driver by way of torch and cuda-bindings, was not asked.
+    # dma_buf is None where the driver could not be asked, without torch's CUDA or cuda-bindings.
     if not report.peer_memory and with_rails and all(gpu.dma_buf is False for gpu in with_rails):
         found.append(
             Problem(

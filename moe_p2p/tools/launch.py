@@ -1,10 +1,10 @@
 """Starts one process per rank on this machine, with torchrun's own machinery, and joins them.
 
-Used by the commands of `python -m moe_p2p`. The agent watches the ranks: when one fails the others
-are ended, and the failure comes back with the tracebacks of all ranks that raised, causes first.
+Used by the commands of `python -m moe_p2p`. torchrun's agent watches the ranks: when one fails, it
+ends the others, and the error raised here has the tracebacks of all ranks, causes first.
 
-A signal that ends the program (Ctrl-C, SIGTERM) ends the ranks without a word of theirs: they close
-what they hold. When the program is killed they notice, and do the same.
+A signal that ends the program (Ctrl-C, SIGTERM) ends the ranks without output: they close what they
+hold. They do the same when the program is killed.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from moe_p2p import env, errors
 
-# Of every collective of the helpers' process group. A rank that imports torch on a busy machine
-# needs several seconds; a dead one is noticed by the agent long before this.
+# Timeout of collectives in process_group(). A rank that imports torch on a busy machine needs
+# several seconds; the agent notices a dead rank long before this.
 GROUP_TIMEOUT = timedelta(seconds=120)
-# The agent ends all ranks once the first has left, so one that failed stays for the stories of
-# others: a moment, or long enough for the cause while only results of it are told. (Who began it
-# closes what it holds before its error comes here.) Too short: nobody learns why.
-STORIES_TIMEOUT_S, CAUSE_TIMEOUT_S = 1.0, 10.0
-STORIES_LOOK_S = 0.02
-# Ranks that were asked to end are killed after so long. Too short: they leave shared memory behind,
-# which is removed after them; they close within milliseconds unless a core is hard to get.
+# The agent ends all ranks once the first has exited, so a failed rank waits for the error reports
+# of others: briefly, or, while all reports are results of another rank's failure, long enough for
+# the report of the cause. (That rank closes what it holds first.) Too short: the cause is lost.
+REPORTS_TIMEOUT_S, CAUSE_TIMEOUT_S = 1.0, 10.0
+REPORTS_POLL_S = 0.02
+# Seconds until ranks that were asked to end are killed. Too short: they leave shared memory, which
+# run_ranks removes. They close within milliseconds unless the cores are busy.
 END_S = 5
 
 _SIOCGIFADDR = 0x8915  # <linux/sockios.h>: the IPv4 address of an interface
@@ -55,7 +55,7 @@ _CONFIG_FIELDS = {field.name for field in dataclasses.fields(LaunchConfig)}
 
 
 class RanksFailedError(RuntimeError):
-    """Ranks raised or died; the text has the story of each, those that began it first."""
+    """Ranks raised or died; the text has the error of each, causes first."""
 
 
 def run_ranks(function: Callable[..., Any], *args: Any, num_ranks: int) -> list[Any]:
@@ -64,7 +64,7 @@ def run_ranks(function: Callable[..., Any], *args: Any, num_ranks: int) -> list[
     `function` must be importable by name, args and results must pickle. Inside, `process_group()`
     gives the gloo group. Raises RanksFailedError; on signals KeyboardInterrupt or SystemExit.
     """
-    # torch before 2.12 waits for its own time when it ends ranks.
+    # torch before 2.12 has a fixed time to end ranks.
     shutdown: dict[str, Any] = (
         {"shutdown_timeout": END_S} if "shutdown_timeout" in _CONFIG_FIELDS else {}
     )
@@ -83,14 +83,14 @@ def run_ranks(function: Callable[..., Any], *args: Any, num_ranks: int) -> list[
     )
     # Ranks are forked from a server that has imported all this once: 2 s instead of 2 s each.
     multiprocessing.set_forkserver_preload([function.__module__])
-    # The error raised here says it once. The agent's own logger has a level of its own.
+    # The error raised here has everything. The agent's logger has a level of its own.
     for name in ("torch", "torch.distributed.elastic.agent.server.api"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    with tempfile.TemporaryDirectory(prefix="moe_p2p_ranks_") as stories, _handlers_restored():
+    with tempfile.TemporaryDirectory(prefix="moe_p2p_ranks_") as reports, _handlers_restored():
         try:
-            results = elastic_launch(config, _enter)(os.getpid(), Path(stories), function, *args)
+            results = elastic_launch(config, _enter)(os.getpid(), Path(reports), function, *args)
         except ChildFailedError as error:
-            raise RanksFailedError(_story(error, Path(stories))) from None
+            raise RanksFailedError(_error_text(error, Path(reports))) from None
         except SignalException as error:
             if error.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from None
@@ -102,7 +102,7 @@ def run_ranks(function: Callable[..., Any], *args: Any, num_ranks: int) -> list[
 
 @contextlib.contextmanager
 def _handlers_restored() -> Iterator[None]:
-    """The agent leaves its own behind."""
+    """Restores signal handlers, which the agent replaces."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -117,7 +117,7 @@ def _handlers_restored() -> Iterator[None]:
 
 @contextlib.contextmanager
 def process_group() -> Iterator[tuple[int, int]]:
-    """The gloo group of the started ranks, within another such `with` that one's."""
+    """Yields (rank, world_size) of the started ranks' gloo group; nested uses share one group."""
     is_outer = not dist.is_initialized()
     if is_outer:
         if env.local_world_size() < env.world_size() and (
@@ -133,15 +133,15 @@ def process_group() -> Iterator[tuple[int, int]]:
 
 
 def device_index() -> int:
-    """The GPU of this rank; ranks share one where there are fewer."""
+    """Returns this rank's GPU; ranks share GPUs where there are fewer."""
     return env.local_rank() % torch.cuda.device_count()
 
 
 def interface_to(host: str) -> str:
-    """The IPv4 interface from which packets to a host leave; empty: not known.
+    """Returns the IPv4 interface that sends packets to a host; empty: not known.
 
-    By itself gloo takes the address that the host's name stands for: often 127.0.1.1, where no
-    other host finds it.
+    By default gloo uses the address to which the own host name resolves: often 127.0.1.1, which
+    other hosts cannot reach.
     """
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -159,11 +159,11 @@ def interface_to(host: str) -> str:
 
 
 def threads_per_rank(num_ranks: int) -> int:
-    """So that all ranks together use the cores of this machine once."""
+    """Returns CPU threads per rank such that all ranks together use each core once."""
     return max(1, len(os.sched_getaffinity(0)) // num_ranks)
 
 
-def _enter(launcher: int, stories: Path, function: Callable[..., Any], *args: Any) -> Any:
+def _enter(launcher: int, reports: Path, function: Callable[..., Any], *args: Any) -> Any:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _end)
     _end_with(launcher)
@@ -171,26 +171,26 @@ def _enter(launcher: int, stories: Path, function: Callable[..., Any], *args: An
     try:
         return function(*args)
     except Exception as error:
-        _tell(stories, error)
+        _report(reports, error)
         raise
     finally:
         sys.stdout.flush()
 
 
 def _end(number: int, _: FrameType | None) -> None:
-    """Unwinds the rank, so that it closes what it holds; the launcher has the word."""
+    """Unwinds the rank, so that it closes what it holds; the launcher reports."""
     for other in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C comes from the terminal and the agent
         signal.signal(other, signal.SIG_IGN)
     raise SystemExit(128 + number)
 
 
 def _end_with(launcher: int) -> None:
-    """This rank ends when the launcher has; its parent is the fork server, which lives on."""
+    """Ends this rank when the launcher ends; its parent is the fork server, which lives on."""
     try:
         process = os.pidfd_open(launcher)
     except ProcessLookupError:
         os._exit(1)
-    except OSError:  # a kernel without them
+    except OSError:  # a kernel without pidfds
         return
 
     def watch() -> None:
@@ -206,36 +206,36 @@ def _end_with(launcher: int) -> None:
 
 
 def _is_result(error: Exception) -> bool:
-    """Whether another rank's failure led to this one: ours, or that of a collective it has left."""
+    """Whether another rank's failure caused this one: by our abort, or by a broken collective."""
     return isinstance(error, errors.AbortedError) or "/gloo/" in str(error)
 
 
-def _tell(stories: Path, error: Exception) -> None:
-    """Leaves the story for run_ranks, and waits for those of other ranks."""
-    unfinished = stories / f"unfinished.{env.rank()}"
+def _report(reports: Path, error: Exception) -> None:
+    """Writes this rank's error for run_ranks, and waits for the reports of other ranks."""
+    unfinished = reports / f"unfinished.{env.rank()}"
     unfinished.write_text("".join(traceback.format_exception(error)).strip())
-    unfinished.rename(stories / f"{'result' if _is_result(error) else 'cause'}.{env.rank()}")
+    unfinished.rename(reports / f"{'result' if _is_result(error) else 'cause'}.{env.rank()}")
     started = time.monotonic()
-    while len(kinds := [path.stem for path in stories.iterdir()]) < env.local_world_size():
-        timeout_s = STORIES_TIMEOUT_S if "cause" in kinds else CAUSE_TIMEOUT_S
+    while len(kinds := [path.stem for path in reports.iterdir()]) < env.local_world_size():
+        timeout_s = REPORTS_TIMEOUT_S if "cause" in kinds else CAUSE_TIMEOUT_S
         if time.monotonic() - started > timeout_s:
             return
-        time.sleep(STORIES_LOOK_S)
+        time.sleep(REPORTS_POLL_S)
 
 
-def _story(error: ChildFailedError, stories: Path) -> str:
-    told = {
+def _error_text(error: ChildFailedError, reports: Path) -> str:
+    texts = {
         int(path.suffix[1:]): path.read_text()
         for kind in ("cause", "result")
-        for path in sorted(stories.glob(f"{kind}.*"), key=lambda path: path.stat().st_mtime_ns)
+        for path in sorted(reports.glob(f"{kind}.*"), key=lambda path: path.stat().st_mtime_ns)
     }
-    # A rank that died without a word comes first: the others may have failed because of it.
-    died = [_end_of(rank, error) for rank in sorted(error.failures) if rank not in told]
-    return "\n".join(died + [f"rank {rank} failed:\n{text}" for rank, text in told.items()])
+    # Ranks that died without a report come first: the others may have failed because of them.
+    died = [_end_of(rank, error) for rank in sorted(error.failures) if rank not in texts]
+    return "\n".join(died + [f"rank {rank} failed:\n{text}" for rank, text in texts.items()])
 
 
 def _end_of(rank: int, error: ChildFailedError) -> str:
-    """What the agent knows of a rank that failed."""
+    """Returns the agent's description of a failed rank."""
     failure = error.failures[rank]
     message = failure.message
     if isinstance(message, dict):

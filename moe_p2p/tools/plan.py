@@ -28,11 +28,11 @@ ABOUT = {
     "gather": "sums of this node's ranks for tokens from other nodes",
     "combine_outbox": "their totals, read by the NICs",
     "combine_landing": "totals from other nodes",
-    "weights_inbox": "weights that ranks of this node tell with combine",
+    "weights_inbox": "weights that ranks of this node send with combine",
     "weights_outbox": "weights for other nodes, read by the NICs",
     "weights_landing": "weights from other nodes, read by every rank of this node",
-    "gather_flags": "which of those rows have come, on GPUs",
-    "signals": "doorbells, arrivals and flags; what gather_counts brings",
+    "gather_flags": "a flag for each row in gather, on GPUs",
+    "signals": "doorbells, arrivals and flags; values of gather_counts",
     "device_state": "words of a GPU's own kernels, on GPUs",
 }
 
@@ -75,7 +75,7 @@ def table(regions: dict[str, int]) -> str:
 
 
 def shared_memory_table(config: AllToAllConfig, *, ranks: int, local: int, num_nics: int) -> str:
-    """What /dev/shm has to hold: one line for each place of the tensors and kind of NIC."""
+    """Returns a host's need of /dev/shm: one line per device of the tensors and kind of NIC."""
     lines = ["/dev/shm of a host has to hold"]
     for device in ("cpu", "cuda"):
         of_device = dataclasses.replace(config, device=device)

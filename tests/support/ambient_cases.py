@@ -1,6 +1,6 @@
-"""All public calls, on objects made once: what test_ambient.py runs in states of torch.
+"""All public calls, on objects made once; test_ambient.py runs them in several states of torch.
 
-The calls name the device and type of what they make, as a program must that runs in any state.
+The calls name the device and type of every tensor they create, as programs for any state must.
 
 Symbols: T tokens, K top-k, E experts, H hidden size, W ranks.
 """
@@ -42,7 +42,7 @@ class Given(NamedTuple):
     weights: Tensor  # [T, K]
 
     def copies(self) -> Given:
-        """Made in the state."""
+        """Returns copies, created in the current state."""
         return Given._make(tensor.clone() for tensor in self)
 
 
@@ -74,7 +74,7 @@ class Made:
             group, num_max_tokens_per_rank=T, explicitly_destroy=True
         )
         self.engines = [Engine("loopback"), Engine("loopback")]
-        # A module's weights are where and of the type that torch's defaults say.
+        # A module's weights get torch's default device and type.
         with torch.inference_mode(False), torch.device(device), default_dtype(BF16):
             self.layer = MoELayer(H, E, topk=K, ffn_dim=32, all_to_all=self.comm)
             self.layer.router.score.weight.data.copy_(given_to(7, device).x[:E])
@@ -88,7 +88,7 @@ class Made:
             engine.close()
 
     def results(self, given: Given) -> Results:
-        """Of all calls, on the CPU; of training where autograd is on."""
+        """Returns the results of all calls, on the CPU; of training too where autograd is on."""
         calls = [self.whole, self.halves, self.masks, self.low_latency_calls]
         calls += [self.normal_calls, self.elastic_calls, self.transfers, self.sizes, self.model]
         if torch.is_grad_enabled():
@@ -135,7 +135,7 @@ class Made:
             self.comm.release(self.comm.dispatch_send(x, topk_idx, weights))
 
     def masks(self, given: Given) -> Iterator[Tensor]:
-        """Each rank goes on alone; objects that were used before are masked already."""
+        """Each rank masks all others; in objects that were used before they are masked already."""
         self.masking.mask_ranks(other for other in range(W) if other != self.rank.rank)
         x, topk_idx, weights = given
         with torch.no_grad():

@@ -42,7 +42,7 @@ SMALL: dict[str, Any] = {
 
 LAYOUTS = ["padded", "grouped", "by_rank"]
 GROUPS = [(1, 1), (2, 2), (2, 1), (4, 2), (4, 1), (6, 3)]
-# Tokens of rank r in step s: COUNTS[s][r]. None at some ranks, at all, the most at all.
+# Tokens of rank r in step s: COUNTS[s][r]. Steps with 0 tokens on some or all ranks, or the most.
 COUNTS = [[5, 3, 0, 12, 1, 7], [0] * 6, [12] * 6, [0, 0, 9, 0, 0, 0], [1, 2, 3, 4, 5, 6]]
 
 
@@ -72,7 +72,7 @@ def make_tokens(
     num_experts: int = 8,
     hidden_dim: int = HIDDEN_DIM,
 ) -> Tokens:
-    """Tokens of one rank; every rank can make those of all others. Some entries name no expert."""
+    """Tokens of one rank; every rank can make any rank's. Some entries name no expert."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     weights, idx = torch.rand(count, num_experts, generator=generator).topk(topk, dim=1)
     idx[torch.rand(idx.shape, generator=generator) < 0.2] = -1
@@ -81,12 +81,12 @@ def make_tokens(
 
 
 def expert(number: int, x: Tensor) -> Tensor:
-    """Different for every expert, and no two of them commute."""
+    """A function of its own for every expert; no two of them commute."""
     return (x.float() * (0.5 + 0.25 * number) + math.sin(number)).to(x.dtype)
 
 
 def apply_experts(topology: Topology, rank: int, received: Received) -> Tensor:
-    """Expert outputs in the rows of `received`; the other rows hold one that must not leak."""
+    """Expert outputs in the rows of `received`; other rows hold a value that must not leak."""
     y = torch.full_like(received.x.reshape(-1, received.x.shape[-1]), 1e4)
     flat = received.x.reshape(y.shape)
     if received.row_topk is not None:
@@ -100,7 +100,7 @@ def apply_experts(topology: Topology, rank: int, received: Received) -> Tensor:
 
 
 def sum_of_experts(topology: Topology, rank: int, received: Received) -> Tensor:
-    """Of rows by rank that hold a token: the weighted sum over this rank's experts, k ascending."""
+    """For rows by rank with a token: the weighted sum over this rank's experts, k ascending."""
     assert received.row_topk is not None
     rows = received.rows()
     x, total = received.x[rows], torch.zeros(len(rows), received.x.shape[-1])
@@ -116,7 +116,7 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def assert_combined(got: Tensor, expected: Tensor) -> None:
-    """Bit for bit, 0.0 and -0.0 apart; one NaN is as good as another."""
+    """Asserts equal bits, so that 0.0 differs from -0.0; all NaNs are equal."""
     assert got.dtype == expected.dtype
     nan = expected.isnan()
     assert torch.equal(got.isnan(), nan)
@@ -127,7 +127,7 @@ NO_NUMBERS = (math.nan, math.inf, -math.inf, -0.0)
 
 
 def with_no_numbers(tokens: Tokens, rank: int) -> Tokens:
-    """Tokens 0, 1, ... hold one of NO_NUMBERS each, token 4 has all of them in its last block."""
+    """Puts one of NO_NUMBERS into each of tokens 0, 1, ..., and all into token 4's last block."""
     x = tokens.x.clone()
     for row, value in zip(x, NO_NUMBERS, strict=False):
         row[3 + rank] = value
@@ -137,7 +137,7 @@ def with_no_numbers(tokens: Tokens, rank: int) -> Tokens:
 
 
 def negative_zeros(topology: Topology, rank: int, received: Received) -> Tensor:
-    """Experts of `expect`: sums of them are 0.0, for they begin at 0.0."""
+    """Experts for `expect`, all -0.0: sums begin at 0.0, so they are 0.0."""
     return torch.full_like(received.x.reshape(-1, received.x.shape[-1]), -0.0)
 
 
@@ -146,7 +146,7 @@ def flat_rows(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def assert_received(got: Dispatched, expected: Received) -> None:
-    """Rows that hold a token agree bit for bit; what lies in the others is nobody's business."""
+    """Asserts that rows with a token agree bit for bit; other rows are not compared."""
     assert torch.equal(got.counts, expected.counts)
     assert torch.equal(got.offsets, expected.offsets)
     rows = expected.rows()
@@ -169,16 +169,16 @@ def assert_received(got: Dispatched, expected: Received) -> None:
     if got.ranges is not None:
         assert torch.equal(got.ranges, expected.ranges)
     assert (got.row_topk is None) == (expected.row_topk is None)
-    if got.row_topk is not None and expected.row_topk is not None:  # also of rows without a token
+    if got.row_topk is not None and expected.row_topk is not None:  # rows without a token too
         assert torch.equal(got.row_topk, expected.row_topk.to(got.row_topk.dtype))
         assert torch.equal(got.row_weights, expected.row_weights)
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """One call of all ranks, and what the reference says comes of it, in rank order.
+    """One call of all ranks, and the reference's results, in rank order.
 
-    Ranks that are threads share one: working it out takes longer than the call.
+    Ranks that are threads share one: computing it takes longer than the call.
     """
 
     tokens: list[Tokens]
@@ -197,7 +197,7 @@ def expect(
     experts: Callable[[Topology, int, Received], Tensor] = apply_experts,
     **options: Any,
 ) -> Wanted:
-    """`experts`: (topology, rank, rows in a type that it can compute with) -> rows of combine."""
+    """experts: (topology, rank, rows in a type for arithmetic) -> rows of combine."""
     routing = reference.route(
         topology,
         tokens,
@@ -226,14 +226,14 @@ OPTIONS = {option.name for option in dataclasses.fields(DispatchOptions) if opti
 
 
 def in_options(**given: Any) -> dict[str, Any]:
-    """Arguments of dispatch and options by their names, as dispatch takes them."""
+    """Moves options, given by their names, into options=, as dispatch takes them."""
     options = {name: value for name, value in given.items() if name in OPTIONS}
     rest = {name: value for name, value in given.items() if name not in OPTIONS}
     return rest | {"options": DispatchOptions(**options)}
 
 
 def dispatch_arguments(comm: AllToAll, wanted: Wanted, **more: Any) -> dict[str, Any]:
-    """What this rank passes to dispatch or dispatch_send. more: in place of what `wanted` has."""
+    """Returns this rank's arguments of dispatch or dispatch_send. more: replace `wanted`'s."""
     mine = wanted.tokens[comm.rank]
     given = {
         "x": on_device(comm, mine.x),
@@ -250,21 +250,21 @@ def dispatch_arguments(comm: AllToAll, wanted: Wanted, **more: Any) -> dict[str,
 
 
 def combine_arguments(comm: AllToAll, wanted: Wanted) -> dict[str, Any]:
-    """What this rank passes to combine or combine_send, beside what it received."""
+    """Returns this rank's arguments of combine or combine_send, without `dispatched`."""
     return {"y": on_device(comm, wanted.y[comm.rank]), "out_dtype": wanted.out_dtype}
 
 
 def finish(comm: AllToAll) -> None:
-    """What this rank has asked for is done, without an error."""
+    """Waits for this rank's work, and asserts that it had no error."""
     if comm.config.device == "cuda":
         torch.cuda.current_stream().synchronize()
     assert comm.broken == "", comm.broken
 
 
 def run_step(comm: AllToAll, wanted: Wanted, **arguments: Any) -> tuple[Dispatched, Tensor]:
-    """Dispatch and combine, bit for bit as `wanted`; the results lie on the CPU.
+    """Dispatches and combines, bit for bit as `wanted`; returns results on the CPU.
 
-    arguments: of dispatch, in place of what `wanted` has.
+    arguments: of dispatch; they replace the arguments in `wanted`.
     """
     live = comm.dispatch(**dispatch_arguments(comm, wanted, **arguments))
     finish(comm)
@@ -278,13 +278,13 @@ def run_step(comm: AllToAll, wanted: Wanted, **arguments: Any) -> tuple[Dispatch
 
 
 def check_step(comm: AllToAll, tokens: list[Tokens], **options: Any) -> tuple[Dispatched, Tensor]:
-    """Dispatch and combine of `tokens` (of all ranks), bit for bit as the reference has them."""
+    """Dispatches and combines `tokens` (of all ranks), bit for bit as the reference."""
     max_tokens = options.pop("max_tokens", comm.config.max_tokens)
     return run_step(comm, expect(topology_of(comm), tokens, max_tokens=max_tokens, **options))
 
 
 def steps(comm: AllToAll, **options: Any) -> None:
-    """Several calls, with other tokens at each rank each time."""
+    """Several calls, each with other tokens on each rank."""
     dtype = options.pop("dtype", torch.float32)
     for seed, counts in enumerate(COUNTS):
         tokens = [
@@ -295,14 +295,14 @@ def steps(comm: AllToAll, **options: Any) -> None:
 
 
 def run_steps(rank: Rank, config: dict[str, Any], options: dict[str, Any]) -> None:
-    """What a rank does that only makes steps: (config, options) of make and of dispatch."""
+    """Body of a rank that only runs steps. config: of make; options: of dispatch."""
     with make(rank, **config) as comm:
         steps(comm, **options)
         assert comm.broken == ""
 
 
 def check_received(comm: AllToAll, tokens: list[Tokens], **options: Any) -> None:
-    """Dispatch alone, for rows that no expert can compute with."""
+    """Dispatches only, for rows of a type without arithmetic."""
     routing = reference.route(
         topology_of(comm),
         tokens,
@@ -319,12 +319,12 @@ def check_received(comm: AllToAll, tokens: list[Tokens], **options: Any) -> None
 
 
 def lose_a_rank(comm: AllToAll, tokens: Tokens, lost: int) -> tuple[float, str, str]:
-    """Rank `lost` is killed between dispatch and combine, while the others go on with steps.
+    """Kills rank `lost` between dispatch and combine, while the others go on with steps.
 
-    They are given: seconds until they were told, the error, and what `broken` says; then closed.
+    Returns on the others: seconds until the error, its text, and `broken`. Closes `comm`.
     """
     began = time.monotonic()
-    try:  # the lost rank may take with it what it was still sending of its dispatch
+    try:  # part of the lost rank's dispatch may be lost too
         received = comm.dispatch(tokens.x, tokens.topk_idx, tokens.topk_weights)
         if comm.rank == lost:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -339,9 +339,9 @@ def lose_a_rank(comm: AllToAll, tokens: Tokens, lost: int) -> tuple[float, str, 
 
 
 def lose_an_idle_rank(comm: AllToAll, lost: int, call: Callable[[], object]) -> tuple[float, str]:
-    """Rank `lost` is killed once it has all that the call of the others writes to it.
+    """Kills rank `lost` once it has received everything that the others' call writes to it.
 
-    They are given: seconds until they were told, and the error.
+    Returns on the others: seconds until the error, and its text.
     """
     if comm.rank == lost:
         time.sleep(0.5)
@@ -363,7 +363,7 @@ def on_cpu(got: Dispatched) -> Dispatched:
 
 
 def _decoded(received: Received, dtype: torch.dtype) -> Received:
-    """`received` with rows of a type that experts can compute with."""
+    """`received` with rows in a type for arithmetic."""
     if received.x.dtype != torch.float8_e4m3fn:
         return received
     x = received.x.float()

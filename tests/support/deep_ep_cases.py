@@ -1,7 +1,7 @@
-"""DeepEP's normal calls as users make them, and what they must give, in plain torch.
+"""DeepEP's normal calls as users make them, and their expected results in plain torch.
 
 The checks run on threads of the CPU (test_deep_ep_normal.py) and on GPUs (test_deep_ep_gpu.py).
-Every rank makes the tokens of all ranks, so it knows what must come.
+Every rank makes the tokens of all ranks, so it knows what must arrive.
 
 Symbols: W ranks, T tokens of a rank, K top-k, E experts, H hidden size, R rows received.
 """
@@ -24,9 +24,9 @@ H = 256
 
 @dataclass(frozen=True)
 class Setting:
-    """What all ranks of a world agree on."""
+    """Parameters of a test, equal on all ranks."""
 
-    num_tokens: tuple[int, ...] = (5, 3, 7, 4)  # of each rank; the last ranks of it are not there
+    num_tokens: tuple[int, ...] = (5, 3, 7, 4)  # by rank; smaller worlds use the first ones
     num_experts: int = 12
     topk: int = 3
     hidden_dim: int = H
@@ -74,7 +74,7 @@ def open_buffer(rank: Rank, device: str, **options: Any) -> Place:
     return Place(rank.rank, rank.world_size, device, buffer)
 
 
-# --- tokens, and what becomes of them ---
+# --- tokens, and expected rows ---
 
 
 def make_tokens(setting: Setting, rank: int) -> Tokens:
@@ -91,7 +91,7 @@ def make_tokens(setting: Setting, rank: int) -> Tokens:
         if setting.packed_scales:
             width = -(-setting.hidden_dim // 512)
             scales = torch.randint(1 << 30, (count, width), generator=generator, dtype=torch.int32)
-        # Column by column, as engines have them.
+        # Column by column, as in engines.
         scales = scales.flatten() if setting.flat_scales else scales.t().contiguous().t()
     dtype = torch.float8_e4m3fn if setting.fp8 else torch.bfloat16
     return Tokens(x.to(dtype), scales, topk_idx.to(setting.topk_dtype), weights)
@@ -121,7 +121,7 @@ def expect_rows(setting: Setting, tokens: list[Tokens], rank: int) -> Expected:
 
 
 def difference(x: Tensor, y: Tensor) -> float:
-    """0 for equal tensors, by angle and length."""
+    """Relative difference in angle and length; 0 for equal tensors."""
     assert x.shape == y.shape
     if x.numel() == 0:
         return 0.0
@@ -164,7 +164,7 @@ def values_of(rows: Any) -> Tensor:
 
 
 def send(place: Place, setting: Setting, **options: Any) -> Sent:
-    """get_dispatch_layout and dispatch of this rank's tokens; waits for the event."""
+    """Calls get_dispatch_layout and dispatch with this rank's tokens; waits for the event."""
     tokens = [make_tokens(setting, rank) for rank in range(place.world_size)]
     mine = tokens[place.rank]
     topk_idx, buffer = place.put(mine.topk_idx), place.buffer
@@ -203,7 +203,7 @@ def expert_rows(place: Place, sent: Sent) -> Tensor:
 
 
 def expect_sum(place: Place, setting: Setting, sent: Sent) -> Tensor:
-    """What combine makes of the expert_rows of all ranks, [T, H] fp32."""
+    """Combine's result for the expert_rows of all ranks, [T, H] fp32."""
     mine = sent.tokens[place.rank]
     total = torch.zeros(mine.x.shape[0], setting.hidden_dim)
     for rank in range(place.world_size):
@@ -214,7 +214,7 @@ def expect_sum(place: Place, setting: Setting, sent: Sent) -> Tensor:
     return total
 
 
-# --- checks: each of all ranks, with one buffer or its own setting ---
+# --- checks: called by all ranks, with one buffer or its own setting ---
 
 
 def check_layout(place: Place, setting: Setting) -> None:
@@ -238,7 +238,7 @@ def check_layout(place: Place, setting: Setting) -> None:
 
 
 def check_dispatch(place: Place, setting: Setting) -> None:
-    """Rows, their experts, weights and counts; what the handle shows."""
+    """Rows, their experts, weights and counts, and the handle's tensors."""
     sent = send(place, setting, expert_alignment=4)
     expected = sent.expected
     check_rows(sent, sent.rows)
@@ -284,7 +284,7 @@ def check_combine(place: Place, setting: Setting) -> None:
 
 
 def check_cached(place: Place, setting: Setting) -> None:
-    """A handle brings the same rows again, of the tokens that are given now, and again."""
+    """Repeated dispatches with a handle give the same rows, with the current values."""
     sent = send(place, setting)
     sent_again = replace(setting, seed=setting.seed + 50)
     new = make_tokens(sent_again, place.rank)
@@ -331,7 +331,7 @@ def check_worst(place: Place, setting: Setting) -> None:
 
 
 def check_without_topk(place: Place, setting: Setting) -> None:
-    """is_token_in_rank alone says where rows go."""
+    """is_token_in_rank alone decides where rows go."""
     sent = send(place, setting)
     rows, topk_idx, weights, counts, handle, event = place.buffer.dispatch(sent.x, **sent.layout)
     event.current_stream_wait()
@@ -413,7 +413,7 @@ CHECKS = (
     check_repeats,
     check_events,
 )
-# What the real DeepEP has no kernels for is among them: 16 of 896 experts of width 3584.
+# Includes a shape for which the real DeepEP has no kernels: 16 of 896 experts of width 3584.
 SETTINGS = {
     "bf16": Setting(),
     "fp8": Setting(fp8=True, topk_dtype=torch.int32),

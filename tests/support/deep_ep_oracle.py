@@ -1,4 +1,4 @@
-"""What DeepEP's calls must give, worked out in plain torch from the tokens of all ranks.
+"""Expected results of DeepEP's calls, computed in plain torch from the tokens of all ranks.
 
 Symbols: W ranks, T tokens of a rank, K top-k, E experts, H hidden size.
 """
@@ -14,14 +14,14 @@ from torch import Tensor
 from tests.support import gpu_ranks
 from tests.support.ranks import Rank
 
-# 1 - 2<x,y> / (<x,x> + <y,y>) of sums of bf16 rows, as DeepEP's own tests ask for.
+# Largest 1 - 2<x,y> / (<x,x> + <y,y>) for sums of bf16 rows; from DeepEP's own tests.
 BF16_DIFFERENCE = 1e-5
 
 
 def captured(
     rank: Rank, name: str, body: Callable[[], Tensor]
 ) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """body() once as it is, so that all it needs is there, then as a graph, with its result."""
+    """Runs body() once as a warm-up, then captures it; returns the graph and its result."""
     body()
     graph = torch.cuda.CUDAGraph()
 
@@ -34,7 +34,7 @@ def captured(
 
 
 def replay(rank: Rank, name: str, shape: Shape, body: Callable[[Batch], Tensor]) -> None:
-    """A graph of body(batch), which doubles each row for its k, follows what lies in the batch."""
+    """Asserts that replays of body(batch), which doubles each row for its k, use current values."""
     counts = [shape.max_tokens] * rank.world_size
     place = make_batches(0, counts, shape)[rank.rank].on("cuda")
     graph, out = captured(rank, name, lambda: body(place))
@@ -49,7 +49,7 @@ def replay(rank: Rank, name: str, shape: Shape, body: Callable[[Batch], Tensor])
 
 
 class Shape(NamedTuple):
-    """Of the calls of a test."""
+    """Shape of a test's calls."""
 
     num_experts: int = 12
     hidden_dim: int = 384
@@ -69,7 +69,7 @@ class Batch(NamedTuple):
 
 
 def make_batches(seed: int, counts: list[int], shape: Shape, drop: float = 0.2) -> list[Batch]:
-    """Of all ranks; counts: tokens of each."""
+    """Batches of all ranks; counts: tokens of each rank."""
     return [
         _make_batch(1000 * seed + rank, count, shape, drop) for rank, count in enumerate(counts)
     ]
@@ -110,14 +110,14 @@ def owned(topk_idx: Tensor, rank: int, num_local_experts: int) -> Tensor:
 
 
 def gather(batches: list[Batch], rows: Tensor, field: str = "x") -> Tensor:
-    """The tokens that `rows` names, one after the other."""
+    """Returns `field` of the tokens that `rows` names, in order."""
     values = [getattr(batches[rank], field)[token] for rank, token in rows.tolist()]
     like = getattr(batches[0], field)
     return torch.stack(values) if values else like.new_empty((0, *like.shape[1:]))
 
 
 def expert(number: int, x: Tensor) -> Tensor:
-    """Another one for each expert, in bfloat16."""
+    """A function of its own for each expert, in bfloat16."""
     return (x.float() * (0.5 + 0.25 * (number % 7))).bfloat16()
 
 
@@ -131,14 +131,14 @@ def combined(batch: Batch, weights: Tensor | None = None) -> Tensor:
 
 
 def difference(x: Tensor, y: Tensor) -> float:
-    """0 for equal tensors; how DeepEP's tests compare."""
+    """The difference used by DeepEP's tests; 0 for equal tensors."""
     x, y = x.double().flatten(), y.double().flatten()
     squares = (x @ x + y @ y).item()
     return 0.0 if squares == 0 else 1 - 2 * (x @ y).item() / squares
 
 
 def host(tensor: Tensor) -> Tensor:
-    """On the CPU, when the current stream has come there."""
+    """Copies to the CPU, after the current stream's work."""
     if tensor.is_cuda:
         torch.cuda.current_stream().synchronize()
     return tensor.cpu()
@@ -151,14 +151,14 @@ def dequantize(x: Tensor, scales: Tensor) -> Tensor:
 
 
 def assert_quantized(x: Tensor, q: Tensor, scales: Tensor) -> None:
-    """q and scales stand for x as well as e4m3 can: 3 bits of mantissa, 2^-9 of a scale."""
+    """Asserts that q * scales is x within e4m3's precision: 3 bits of mantissa, 2^-9 of a scale."""
     error = (dequantize(q, scales) - x.float()).abs()
     steps = scales.repeat_interleave(128, dim=1)[:, : x.shape[1]] * 2.0**-10
     assert (error <= torch.maximum(x.float().abs() * 2.0**-4, steps) * 1.001).all()
 
 
 def largest_of_blocks(x: Tensor) -> Tensor:
-    """[n, ceil(H / 128)] of [n, H]."""
+    """Largest magnitudes of blocks of 128 values, [n, ceil(H / 128)] of [n, H]."""
     pad = -x.shape[1] % 128
     padded = torch.cat((x.float().abs(), x.new_zeros((x.shape[0], pad)).float()), 1)
     return padded.reshape(x.shape[0], padded.shape[1] // 128, 128).amax(2)

@@ -1,6 +1,6 @@
-"""What the calls of DeepEP's ElasticBuffer must do: functions of one rank, on the CPU or on a GPU.
+"""Checks of DeepEP's ElasticBuffer: functions of one rank, on the CPU or on a GPU.
 
-test_deep_ep_elastic.py and test_deep_ep_gpu_calls.py run them, deep_ep_oracle.py knows what comes.
+Run by test_deep_ep_elastic.py and test_deep_ep_gpu_calls.py; deep_ep_oracle.py has the results.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def make_buffer(rank: Rank, **options: Any) -> Any:
 
 
 class Call(NamedTuple):
-    """What is asked of a dispatch."""
+    """Options of a dispatch."""
 
     do_expand: bool = False
     do_cpu_sync: bool = True
@@ -60,7 +60,7 @@ class Call(NamedTuple):
 
 
 def packed(x: Tensor, num_packs: int = 3) -> tuple[Tensor, Tensor]:
-    """x as float8_e4m3fn, and packs [n, num_packs] that nobody looks into."""
+    """x as float8_e4m3fn, and packs [n, num_packs] whose contents do not matter."""
     first = x.view(torch.int16)[:, :num_packs].int()
     return x.to(torch.float8_e4m3fn), first * 65537 + 11
 
@@ -88,7 +88,7 @@ def waited(mode: str, result: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def later(buffer: Any, mode: str) -> dict[str, Any]:
-    """Options of an asynchronous call that comes after everything so far."""
+    """Options of an asynchronous call that runs after all work so far."""
     if mode == "sync":
         return {}
     return {
@@ -151,7 +151,7 @@ def check_handle(handle: Any, batches: list[Batch], rank: int, shape: Shape, cal
 def check_by_rank(
     result: tuple[Any, ...], batches: list[Batch], rank: int, shape: Shape, call: Call
 ) -> Tensor:
-    """Returns the rows of combine: each the sum of what this rank's experts make of its token."""
+    """Returns the rows of combine: sums of this rank's expert outputs for each token."""
     got, recv_idx, recv_weights, handle, _ = result
     local = shape.num_experts // len(batches)
     rows = rows_by_rank(batches, rank, shape.num_experts)
@@ -231,7 +231,7 @@ def check_combine(
     return out, weights
 
 
-# --- what must hold: each on all ranks of a world
+# --- checks: each called on all ranks of a world
 
 CALLS = {
     "rows by rank": Call(),
@@ -296,7 +296,7 @@ def own_routing(place: Place) -> None:
 
 
 def columns(place: Place, num_packs: int, do_expand: bool) -> None:
-    """Packs of any width come as they were sent, row by row and column by column."""
+    """Packs of any width arrive unchanged, stored row by row and column by column."""
     rank, device, _ = place
     buffer = make_buffer(rank, use_fp8_dispatch=True)
     batches = make_batches(2, SOME[: rank.world_size], SHAPE)
@@ -345,7 +345,7 @@ def cached(place: Place, call: Call) -> None:
     check = check_expanded if call.do_expand else check_by_rank
     y = check(first, batches, rank.rank, SHAPE, call)
     sums = check_combine(buffer, y, first, batches[rank.rank], device, call)
-    x: Any = packed(mine.x) if call.fp8 else mine.x.T.contiguous().T  # of any strides
+    x: Any = packed(mine.x) if call.fp8 else mine.x.T.contiguous().T  # any strides will do
     for _ in range(3):
         again = buffer.dispatch(
             x, topk_weights=mine.weights, handle=handle, do_expand=call.do_expand
@@ -361,7 +361,7 @@ def cached(place: Place, call: Call) -> None:
 def zero_padding(place: Place) -> None:
     call = Call(do_expand=True, expert_alignment=8)
     rank, device, buffer = place
-    for seed in range(3):  # memory of an earlier step lies in later ones
+    for seed in range(3):  # later steps reuse memory of earlier ones
         batches = make_batches(seed, SOME[: rank.world_size], SHAPE)
         mine = batches[rank.rank].on(device)
         result = dispatch(buffer, mine, SHAPE, call, do_zero_padding=True)
@@ -377,7 +377,7 @@ def zero_padding(place: Place) -> None:
 def one_rounding(place: Place, do_expand: bool) -> None:
     """256 + 1 + 1 in bfloat16 is 258, or 256 where 256 + 1 is rounded on the way.
 
-    Two experts of rank 0 add up there; by rank, the second of two nodes adds up for the first.
+    Rank 0 adds the rows of two of its experts; by rank, the second of two nodes adds for the first.
     """
     rank, device, _ = place
     num_ranks, local = rank.world_size, SHAPE.num_experts // rank.world_size

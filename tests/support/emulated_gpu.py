@@ -1,11 +1,11 @@
 """GPUs for tests where there are none: kernels/ compiled for the CPU, run by tests/emulation.
 
-Communicators of CPU tensors then call the device kernels, through everything of the package but the
-driver. As a pytest plugin it runs tests of GPUs that have their ranks as threads (gpu_ranks.run):
+Communicators of CPU tensors then call the device kernels, through the whole package except the
+driver. As a pytest plugin it runs GPU tests whose ranks are threads (gpu_ranks.run):
 
     pytest -p tests.support.emulated_gpu tests/gpu/test_gpu_bulk.py
 
-MOE_P2P_EMULATED_BLOCKS is the most blocks of a kernel that are there at once. x86-64 only.
+MOE_P2P_EMULATED_BLOCKS is the most blocks of a kernel that are resident at once. x86-64 only.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from moe_p2p.rendezvous.bootstrap import Bootstrap
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "build" / "emulation"
 FLAGS = ["-std=c++20", "-O2", "-w", "-ffp-contract=off", "-fPIC"]
-FLAGS += ["-fsanitize=alignment", "-fno-sanitize-recover=alignment"]  # a GPU refuses such too
+FLAGS += ["-fsanitize=alignment", "-fno-sanitize-recover=alignment"]  # misaligned: a GPU faults
 INCLUDE = [f"-I{ROOT / 'tests/emulation'}", f"-I{ROOT}"]  # the first hides kernels/device/ptx.cuh
 # The machine is called before each access to memory (tests/emulation/order.h).
 WATCHED = ("-fsanitize=thread", "-g1")
 MACHINE = ("order", "machine", "instructions", "driver")
-RESIDENT_BLOCKS = 8  # of a kernel; more are only more to run
+RESIDENT_BLOCKS = 8  # of a kernel; more would only take longer
 _ops = torch.ops.moe_p2p
 _compiling = threading.Lock()
 _meeting = threading.Condition()
@@ -62,7 +62,7 @@ def _compiler() -> list[str]:
 
 
 def why_not() -> str:
-    """Why it cannot run here; empty when it can."""
+    """Returns why it cannot run here; empty when it can."""
     if torch.cuda.is_available():
         return "there is a GPU, which runs the kernels itself"
     if platform.machine() != "x86_64":
@@ -72,7 +72,7 @@ def why_not() -> str:
 
 
 def build(source: str, *arguments: str, extra: tuple[str, ...] = ()) -> Path:
-    """A shared library of this text, made once for all that goes into it.
+    """Returns a library compiled from this text, built once per text, flags and included files.
 
     arguments: of the linker. extra: of the compiler.
     """
@@ -102,14 +102,14 @@ def _run_compiler(*arguments: str) -> None:
 
 
 def few_cpus() -> dict[str, str]:
-    """Environment of a process whose threads leave the CPU to each other while they wait."""
+    """Environment of a process whose threads yield the CPU while they wait."""
     naps = build((ROOT / "tests" / "emulation" / "yield.cpp").read_text())
     return {"LD_PRELOAD": str(naps), "OMP_NUM_THREADS": "1"}
 
 
 @functools.cache
 def machine() -> Path:
-    """The machine, open in this process under the driver's name."""
+    """The emulator's library, loaded in this process under the driver's name."""
     library = build(
         "".join(f'#include "tests/emulation/{part}.cpp"\n' for part in MACHINE),
         "-Wl,-soname,libcuda.so.1",
@@ -127,7 +127,7 @@ def _machine() -> ctypes.CDLL:
 
 
 class Graph:
-    """In place of a torch.cuda.CUDAGraph: kernels, which are replayed without the host."""
+    """Replaces torch.cuda.CUDAGraph: kernels, which are replayed without the host."""
 
     def __init__(self) -> None:
         self._driver, self._graph, self._length = _machine(), ctypes.c_void_p(), 0
@@ -148,7 +148,7 @@ class Graph:
             self._driver.moe_p2p_end_capture()
 
     def add(self, step: Callable[[], object]) -> None:
-        """Something that is no kernel of the package."""
+        """Adds a step that is no kernel of the package."""
         self._between.append((self._driver.moe_p2p_num_captured(), step))
 
     def replay(self) -> None:
@@ -164,19 +164,19 @@ class Graph:
 
 
 class Stream:
-    """In place of a torch.cuda.Stream: a thread, so that kernels of several are there together."""
+    """Replaces torch.cuda.Stream: a thread, so that kernels of several streams run concurrently."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1)
         self._last: Future[Any] | None = None
 
     def run(self, step: Callable[[], object]) -> Future[Any]:
-        """Behind all that it was given before. An event, too."""
+        """Runs step() after all earlier steps. The result also serves as an event."""
         self._last = self._thread.submit(step)
         return self._last
 
     def wait_event(self, event: Future[Any]) -> None:
-        if "MOE_P2P_EMULATED_WITHOUT_EVENTS" not in os.environ:  # a fault, for a test of the tests
+        if "MOE_P2P_EMULATED_WITHOUT_EVENTS" not in os.environ:  # set: a fault to test the tests
             self._thread.submit(event.result)
 
     def synchronize(self) -> None:
@@ -188,7 +188,7 @@ _capturing = threading.local()
 
 
 def compute(step: Callable[[], object]) -> None:
-    """What step() computes into tensors that are there; in a captured body, at each replay."""
+    """Runs step(), which writes into existing tensors; in a captured body, at each replay."""
     graph = getattr(_capturing, "graph", None)
     if graph is None:
         step()
@@ -216,7 +216,7 @@ def _function(source: str, macros: tuple[tuple[str, int], ...]) -> tuple[ctypes.
 
 
 def _meet(key: str, local: int, count: int, address: int, deadline: float) -> list[int]:
-    """The addresses of all `count` ranks that come with this key."""
+    """Exchanges addresses among `count` ranks with the same key."""
     with _meeting:
         _regions[key, local] = address
         _meeting.notify_all()
@@ -286,11 +286,11 @@ class EmulatedDevice(DeviceSide):
 
 
 def install(patch: pytest.MonkeyPatch) -> None:
-    """From now on communicators of CPU tensors have an emulated GPU."""
+    """Gives communicators of CPU tensors an emulated GPU from now on."""
     patch.setattr(communicator, "DeviceSide", EmulatedDevice)
     patch.setattr(communicator.Communicator, "_on_gpu", True)
     patch.setattr(torch.cuda, "current_device", lambda: 0)
-    # Its memory is that of the host, which the software NIC copies by itself.
+    # Its memory is host memory, which the software NIC copies by itself.
     patch.setattr(transport, "with_copy_kernel", lambda provider, settings, device: settings)
 
 

@@ -1,7 +1,7 @@
-"""Layers of a mixture of experts as engines have them: inputs, experts, and what must come out.
+"""Mixture-of-experts layers as in engines: inputs, experts, and expected results.
 
-Every expert has a function of its own, and every step other numbers of tokens; ranks are processes,
-each with a gloo group. Used by test_vllm.py, test_sglang.py and test_megatron.py.
+Every expert has a function of its own, and the numbers of tokens change with each step; ranks are
+processes with a gloo group. Used by test_vllm.py, test_sglang.py and test_megatron.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WORLD, EXPERTS, HIDDEN, TOPK, TOKENS = 3, 12, 256, 3, 20
 COUNTS = ([20, 0, 7, 11], [1, 13, 20, 0], [0, 0, 1, 0])  # tokens of each rank, step by step
 # Three roundings to bf16 (row, partial sum, sum), each 2^-9 of a value, and sums that cancel.
 BF16 = {"rtol": 2e-2, "atol": 2e-2}
-FP32 = {"rtol": 1e-5, "atol": 1e-5}  # the order of sums is another one
+FP32 = {"rtol": 1e-5, "atol": 1e-5}  # sums in another order
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def plain(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
 
 
 def as_sent(x: Tensor) -> Tensor:
-    """x as experts see it after a block-wise quantized dispatch."""
+    """x as the experts receive it after a block-wise quantized dispatch."""
     return reference.dequantize(*reference.quantize(x))
 
 
@@ -72,7 +72,7 @@ def first_expert(rank: Rank) -> int:
 
 
 def wide(rows: Tensor, scales: Tensor | None) -> Tensor:
-    """Rows in fp32; one scale for each block of 128 values, or for each row."""
+    """Dequantizes rows to fp32; one scale per block of 128 values, or per row."""
     if scales is None:
         return rows.float()
     return (rows.float().unflatten(-1, (scales.shape[-1], -1)) * scales[..., None]).flatten(-2)

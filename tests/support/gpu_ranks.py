@@ -1,24 +1,25 @@
 """Worlds of ranks on GPUs: several ranks as threads on one GPU, or one process per rank.
 
 Threads. Each rank has a stream of its own, and few thread blocks (`num_sms`), so that the blocks of
-all ranks are on the device together, and with them those of the kernels queued behind, which start
-early and wait in place: ranks x queued calls x num_sms stays below 132, one block for each
-multiprocessor of an H200. A kernel waits for kernels that other threads launch, so no thread may be
-kept from launching. What keeps it, and why it does not happen here:
+all ranks are on the device together, and also the blocks of queued kernels, which start early and
+wait in place: ranks x queued calls x num_sms stays below 132, one block for each multiprocessor of
+an H200. A kernel waits for kernels that other threads launch, so nothing may block a launch. What
+could block it, and why it does not:
 
 - Work of another rank ahead in the same hardware queue: there are more queues than streams.
-- Waiting for the whole device, which would wait for a kernel that waits for this thread: bodies
-  wait for their own stream (cases.finish) and copy results when it is idle.
-- What the driver does with the device idle (allocating, loading a kernel at its first launch): the
+- Waiting for the whole device, and so for a kernel that waits for this thread: bodies wait for
+  their own stream (cases.finish) and copy results when it is idle.
+- Driver work that needs an idle device (allocating, loading a kernel at its first launch): the
   allocator is filled before, all kernels are loaded by construction or `prepare`, torch's kernels
   run once in `_warm_up`, and after each of these the ranks meet (`meet`). Comparing and computing
-  happens on the CPU. What allocates later (a graph's capture) is done by one rank at a time,
-  between two meetings.
+  happens on the CPU. Later allocations (a graph's capture) are made by one rank at a time, between
+  two meetings.
 
-Should one slip through, each wait of a kernel ends at `timeout_s`, and the test fails with a story.
+If one of them blocks nevertheless, each wait of a kernel ends at `timeout_s`, and the test fails
+with an error text.
 
 Processes. Rank r has device r; where there are fewer devices than ranks they share them, and the
-GPU gives each process a slice of time in turn: right, but slow, so with few steps.
+GPU gives each process a time slice in turn: correct but slow, so use few steps.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-# Read when the driver starts. Fewer: a rank's kernel could stand behind one that waits for it.
+# Read when the driver starts. Fewer: a rank's kernel could queue behind one that waits for it.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 from moe_p2p import AllToAll, AllToAllConfig
@@ -47,7 +48,7 @@ from tests.support import cases
 from tests.support.ranks import Rank, run_processes, run_threads
 
 DEVICE = "cuda"
-# Of ranks that are threads, which wait for each other. Emulated GPUs share few CPUs with much else.
+# Deadline of ranks that are threads. Emulated GPUs share few CPUs with other work: longer.
 DEADLINE_S = 300.0 if "MOE_P2P_EMULATED_GPU" in os.environ else 100.0
 NUM_DEVICES = torch.cuda.device_count() if torch.cuda.is_available() else 0
 HIDDEN_DIM = 272  # two blocks of 128 that share a scale, and a short one
@@ -74,7 +75,7 @@ class World(NamedTuple):
 
 
 def worlds(*shapes: tuple[int, int], devices: bool = False) -> list[Any]:
-    """Parameters of a test. devices: each rank needs one of its own."""
+    """Parameters of a test. devices: each rank needs a device of its own."""
     params = []
     for shape in shapes:
         marks = []
@@ -86,7 +87,7 @@ def worlds(*shapes: tuple[int, int], devices: bool = False) -> list[Any]:
 
 
 def fields_of(world: World, **overrides: Any) -> dict[str, Any]:
-    """Of a configuration for small calls of any payload type."""
+    """Fields of a configuration for small calls of any payload type."""
     fields = {
         "device": DEVICE,
         "num_experts": world.num_experts,
@@ -106,7 +107,7 @@ def make(rank: Rank, world: World, **overrides: Any) -> AllToAll:
 
 
 class Payload(NamedTuple):
-    """What a dispatch kernel is compiled for, beside the shape of its communicator."""
+    """What a dispatch kernel is compiled for, in addition to the communicator's shape."""
 
     dtype: torch.dtype  # of x
     quantize: bool = False
@@ -125,7 +126,7 @@ class Payload(NamedTuple):
 
     @property
     def sums(self) -> torch.dtype:
-        """Type of y and of the sums in tests: that of x, of fp8 rows bfloat16."""
+        """Type of y and of the sums in tests: the type of x; bfloat16 for fp8 rows."""
         return torch.bfloat16 if self.quantize or self.dtype.itemsize == 1 else self.dtype
 
     @property
@@ -151,7 +152,7 @@ PAYLOADS = [
 def compile_ahead(
     shapes: Iterable[tuple[World, dict[str, Any]]], payloads: Iterable[Payload] = PAYLOADS
 ) -> None:
-    """Fills the cache with kernels of (world, overrides), on all CPUs; a rank compiles on one."""
+    """Fills the cache with kernels of (world, overrides), on all CPUs; a rank would use one CPU."""
     if DEVICE == "cpu":
         return
     arch = jit.arch_of(0)
@@ -162,7 +163,7 @@ def compile_ahead(
         for wanted in (*payloads, *sums)
     ]
     missing = [k for k in kernels if not jit.is_compiled(k.source, k.macros, arch)]
-    if not missing:  # a pool takes as long to start as some of them to compile
+    if not missing:  # starting a pool takes as long as compiling some of them
         return
     with ProcessPoolExecutor(mp_context=multiprocessing.get_context("forkserver")) as pool:
         for done in [pool.submit(jit.compile_only, k.source, k.macros, arch) for k in missing]:
@@ -170,7 +171,7 @@ def compile_ahead(
 
 
 def _kernel(config: AllToAllConfig, world: World, wanted: Payload | torch.dtype) -> kernels.Kernel:
-    """wanted: of a dispatch, or the type of a combine."""
+    """wanted: payload of a dispatch, or type of a combine."""
     shape = kernels.shape_macros(config, world_size=world.ranks, ranks_per_node=world.per_node)
     if isinstance(wanted, Payload):
         return kernels.dispatch_kernel(
@@ -180,7 +181,7 @@ def _kernel(config: AllToAllConfig, world: World, wanted: Payload | torch.dtype)
 
 
 def prepare(rank: Rank, comm: AllToAll, wanted: list[cases.Wanted], name: str = "prepared") -> None:
-    """Loads the kernels of all calls in `wanted`; each rank begins at another one."""
+    """Loads the kernels of all calls in `wanted`; each rank starts with another call."""
     if comm._device is not None:
         kernels = [
             functools.partial(comm._device.prepare_dispatch, payload.dtype, payload.number)
@@ -197,14 +198,14 @@ def prepare(rank: Rank, comm: AllToAll, wanted: list[cases.Wanted], name: str = 
 
 
 def meet(rank: Rank, name: str, timeout_s: float = DEADLINE_S) -> None:
-    """Returns when all ranks have come. Each name once per world."""
+    """Waits for all ranks. Each name is used once per world."""
     if rank.store.add(f"came to {name}", 1) == rank.world_size:
         rank.store.set(f"all at {name}", "")
     rank.store.wait([f"all at {name}"], timedelta(seconds=timeout_s))
 
 
 def in_turn(rank: Rank, name: str, body: Callable[[], Any]) -> Any:
-    """body() of one rank after the other, while no kernel waits."""
+    """Runs body() on one rank after the other, while no kernel waits."""
     if DEVICE == "cuda":
         torch.cuda.current_stream().synchronize()
     meet(rank, f"{name}, before")
@@ -217,7 +218,7 @@ def in_turn(rank: Rank, name: str, body: Callable[[], Any]) -> Any:
 def run(
     world: World, body: Callable[..., Any], *arguments: Any, processes: bool = False, **options: Any
 ) -> list[Any]:
-    """body(rank, world, *arguments) of all ranks; options: of run_threads and run_processes."""
+    """Runs body(rank, world, *arguments) on all ranks; options: of run_threads, run_processes."""
     if processes:
         return run_processes(world.ranks, _in_process, world, body, *arguments, **options)
     options.setdefault("deadline_s", DEADLINE_S)
@@ -225,7 +226,7 @@ def run(
 
 
 def run_apart(world: World, body: Callable[..., Any], *arguments: Any, deadline_s: float) -> Any:
-    """`run` on threads of a process of their own, for what may break the device's context."""
+    """`run` on threads of a separate process, for bodies that may break the device's context."""
     (result,) = run_processes(1, _world_of_threads, world, body, *arguments, deadline_s=deadline_s)
     return result
 
@@ -247,7 +248,7 @@ def _in_thread(rank: Rank, world: World, body: Callable[..., Any], *arguments: A
         return body(rank, world, *arguments)
     torch.cuda.set_device(0)
     with torch.cuda.stream(_stream(rank.rank)):
-        if rank.world_size > 1:  # one alone keeps nobody waiting
+        if rank.world_size > 1:  # a single rank delays no other
             with _one_at_a_time:
                 _warm_up()
             meet(rank, "warm")
@@ -256,12 +257,12 @@ def _in_thread(rank: Rank, world: World, body: Callable[..., Any], *arguments: A
 
 @functools.cache
 def _stream(rank: int) -> torch.cuda.Stream:
-    # The same in every test: what the allocator keeps, it keeps for one stream.
+    # The same in every test: the allocator keeps memory per stream.
     return torch.cuda.Stream(0)
 
 
 def _warm_up() -> None:
-    """Memory for all that a body allocates on this stream, and torch's kernels that bodies use."""
+    """Allocates what a body will use on this stream, and runs torch's kernels that bodies use."""
     small = [torch.empty(_MIB // 2, dtype=torch.uint8, device=DEVICE) for _ in range(64)]
     large = torch.empty(256 * _MIB, dtype=torch.uint8, device=DEVICE)
     del small, large

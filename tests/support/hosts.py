@@ -2,11 +2,11 @@
 
     with Hosts(2, num_interfaces=2) as hosts:
         hosts.start(0, ["python", "program.py"])      # eth0 has 10.77.0.1, eth1 10.77.1.1
-        hosts.place(1).enter()                        # in a process that is to be there
+        hosts.place(1).enter()                        # in a process that shall run there
         hosts.flap(1, "eth1", down_s=0.5)
 
-Interface i of all hosts is one link layer: a bridge in a namespace of its own. Needs root and
-iproute2; what is missing is said by why_not().
+Interfaces i of all hosts share one link layer: a bridge in a namespace of its own. Needs root and
+iproute2; why_not() returns what is missing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SHM = "mount -t tmpfs -o size=4g tmpfs /dev/shm && exec"
 
 
 def why_not() -> str:
-    """Why there can be no hosts here; empty when there can."""
+    """Returns why hosts cannot be made here; empty when they can."""
     for program in ("ip", "unshare", "mount"):
         if shutil.which(program) is None:
             return f"{program} is not installed (apt-get install iproute2 util-linux)"
@@ -46,7 +46,7 @@ def _ip(*arguments: str) -> None:
 
 
 class Place(NamedTuple):
-    """A host, for processes that move to it. Those of one host share its /dev/shm."""
+    """A host, for processes that move to it. Processes of one host share its /dev/shm."""
 
     name: str
     shm: Path
@@ -68,7 +68,7 @@ class Place(NamedTuple):
 
 
 class Hosts:
-    """Made by the constructor, taken down at the end of the `with`, with all that was started."""
+    """Hosts made by the constructor; the end of the `with` removes them and ends their programs."""
 
     def __init__(self, num_hosts: int, *, num_interfaces: int = 1) -> None:
         stem = f"moe_p2p_{os.getpid()}_{time.monotonic_ns() % 10**6}"

@@ -20,14 +20,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def build_wheel(folder: Path) -> Path:
-    """What is compiled already stays as it is; takes seconds then."""
+    """Builds a wheel; reuses compiled objects, so it takes seconds then."""
     options = ["--no-index", "--no-build-isolation", "--no-deps", "--quiet"]
     _pip("wheel", *options, "--wheel-dir", str(folder), str(ROOT))
     return next(folder.glob("*.whl"))
 
 
 def make_environment(folder: Path, wheel: Path) -> Path:
-    """Its Python. torch comes as links to the one that runs the tests."""
+    """Returns the environment's Python. torch is linked from the one that runs the tests."""
     venv.create(folder, symlinks=True)
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     site = folder / "lib" / version / "site-packages"
@@ -42,7 +42,7 @@ def make_environment(folder: Path, wheel: Path) -> Path:
 def run_installed(
     python: Path, *command: str, cwd: Path, timeout_s: float = 120
 ) -> subprocess.CompletedProcess[str]:
-    """`command` with the environment's programs first, without the source tree."""
+    """Runs `command` with the environment's programs first, without the source tree."""
     path = os.pathsep.join([str(python.parent), os.environ.get("PATH", "")])
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
     return subprocess.run(

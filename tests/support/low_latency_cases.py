@@ -1,7 +1,6 @@
-"""What DeepEP's low-latency calls must do: functions of one rank, on the CPU or on a GPU.
+"""Checks of DeepEP's low-latency calls: functions of one rank, on the CPU or on a GPU.
 
-test_deep_ep_low_latency.py and test_deep_ep_gpu_calls.py run them, deep_ep_oracle.py knows what
-comes.
+Run by test_deep_ep_low_latency.py and test_deep_ep_gpu_calls.py; deep_ep_oracle.py has the results.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from tests.support.deep_ep_oracle import (
 from tests.support.ranks import Rank, StoreGroup
 
 SHAPE = Shape()
-# Tokens of rank r in step s: COUNTS[s][r]. None at some ranks, at all, the most at all.
+# Tokens of rank r in step s: COUNTS[s][r]. Steps with 0 tokens on some or all ranks, or the most.
 SOME = [12, 8, 5, 3]
 COUNTS = [[5, 3, 0, 12], [12] * 4, [0] * 4, [0, 0, 9, 0], [1, 2, 3, 4]]
 FORMATS = {
@@ -48,7 +47,7 @@ SHAPES = {
     "K of 32": (Shape(num_experts=64, topk=32), [3, 12], "fp8"),
     "an empty rank": (SHAPE, [0, 12, 12], "round_scale"),
 }
-FP8_DIFFERENCE = 9e-4  # like BF16_DIFFERENCE, of rows that were rounded to e4m3
+FP8_DIFFERENCE = 9e-4  # like BF16_DIFFERENCE, for rows that were rounded to e4m3
 
 
 class Place(NamedTuple):
@@ -117,7 +116,7 @@ def unpacked(packs: Tensor, num_scales: int) -> Tensor:
 
 
 def check_scales(x: Tensor, q: Tensor, scales: Tensor, options: dict[str, Any]) -> Tensor:
-    """q and scales of one expert's rows are those of x; returns the scales in float32."""
+    """Asserts that q and scales match x, one expert's rows; returns the scales in float32."""
     smallest = largest_of_blocks(x) / 448
     if options.get("use_ue8m0"):
         assert scales.dtype == torch.int32
@@ -141,7 +140,7 @@ def check_rows(
     handle: Any,
     **options: Any,
 ) -> Tensor:
-    """Everything that dispatch returned; returns [E_local, W * T, H] for combine."""
+    """Checks everything that dispatch returned; returns [E_local, W * T, H] for combine."""
     num_ranks, num_local = len(batches), shape.num_experts // len(batches)
     capacity = num_ranks * shape.max_tokens
     values, scales = got if options.get("use_fp8", True) else (got, None)
@@ -189,7 +188,7 @@ def check_ranges(ranges: Tensor, sources: Tensor, num_ranks: int) -> None:
 def check_step(
     place: Place, batches: list[Batch], shape: Shape, mode: str, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """Counts and sums."""
+    """Dispatches and combines; returns counts and sums."""
     rank, device, buffer = place
     mine = batches[rank.rank].on(device)
     rows, counts, handle = dispatch(buffer, mine, shape, mode, **options)
@@ -201,7 +200,7 @@ def check_step(
     return counts, out
 
 
-# --- what must hold: each on all ranks of a world
+# --- checks: each called on all ranks of a world
 
 
 def steps(place: Place, form: str, mode: str = "sync") -> None:
@@ -257,7 +256,7 @@ def never_or_again(place: Place) -> None:
 
 
 def results_go(place: Place) -> None:
-    """To `out`, from rows in the zero-copy buffer, whatever x says."""
+    """Results go to `out`, from rows in the zero-copy buffer; x is ignored."""
     rank, device, buffer = place
     batches = make_batches(6, SOME[: rank.world_size], SHAPE)
     mine = batches[rank.rank].on(device)
@@ -275,7 +274,7 @@ def results_go(place: Place) -> None:
 
 
 def times_waited(place: Place) -> Tensor:
-    """[2, W]: of dispatches and combines. Rank 1 comes late to the first, so that rank 0 waits."""
+    """[2, W] of dispatches and combines. Rank 1 is late for the first, so that rank 0 waits."""
     rank, device, buffer = place
     late_s = 0.2 * (rank.rank == 1)
     waited = torch.zeros(2, rank.world_size, dtype=torch.int64, device=device)
@@ -305,7 +304,7 @@ def two_in_flight(place: Place) -> None:
         )
         for m in mine
     ]
-    between = mine[0].x @ mine[0].x.T  # other work while bytes travel
+    between = mine[0].x @ mine[0].x.T  # other work while rows travel
     ys = []
     for (rows, counts, handle, _, hook), batches in zip(sent, pair, strict=True):
         assert hook is not None
@@ -332,7 +331,7 @@ def graphs(place: Place, mode: str) -> None:
 
 
 def without(batches: list[Batch], gone: list[int]) -> list[Batch]:
-    """What is left of a call's tokens without these ranks and their experts."""
+    """Returns a call's batches without these ranks' tokens and experts."""
     each = SHAPE.num_experts // len(batches)
     left = []
     for rank, batch in enumerate(batches):
@@ -343,7 +342,7 @@ def without(batches: list[Batch], gone: list[int]) -> list[Batch]:
 
 
 def step_without(place: Place, seed: int, gone: list[int], mode: str = "sync") -> None:
-    """All ranks' tokens are given, and what comes is that of the ranks that are left."""
+    """Every rank passes all its tokens; only the remaining ranks' tokens arrive."""
     rank, device, buffer = place
     batches = make_batches(seed, SOME[: rank.world_size], SHAPE)
     seen = without(batches, gone)
@@ -363,7 +362,7 @@ def check_masks(place: Place, masked: list[int]) -> None:
 
 
 def masked(place: Place) -> None:
-    """The last rank and the others leave each other out, until all clean their masks."""
+    """The last rank and the others mask each other, until all clean their masks."""
     rank = place.rank
     place = place._replace(buffer=make_buffer(rank, enable_shrink=True))
     last = rank.world_size - 1

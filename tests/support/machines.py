@@ -1,8 +1,7 @@
-"""Fake sysfs trees of machines that exist, for topology, choice of transport and the doctor.
+"""Fake sysfs trees of real machines, for topology, choice of transport and the doctor.
 
-Addresses of p5 and p5en follow what lspci and lstopo print there. GPU addresses of p5en, and
-bus numbers of the HGX and Grace machines, are examples of their published layouts. Files have the
-form in which the kernel writes them.
+Addresses of p5 and p5en follow lspci and lstopo there. GPU addresses of p5en, and bus numbers of
+the HGX and Grace machines, are examples of their published layouts. Files have the kernel's format.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ EFA, MELLANOX, NVIDIA, INTEL = "0x1d0f", "0x15b3", "0x10de", "0x8086"
 
 
 class Machine:
-    """A tree below `root` that grows by devices. `path` is a device's road below sys/devices."""
+    """A tree below `root`, to which devices are added. `path`: a device's path in sys/devices."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -101,7 +100,7 @@ class Machine:
             ("gid_attrs/types/0", gid_type),
         ):
             self.write(f"{port}/{file}", text)
-        (self.root / port / "gid_attrs/types/1").mkdir()  # reading it fails, as the kernel's does
+        (self.root / port / "gid_attrs/types/1").mkdir()  # reading it fails, as in the kernel
         number = len(list((self.root / "sys/class/infiniband").iterdir())) - 1
         self.write(f"sys/class/infiniband_verbs/uverbs{number}/ibdev", name)
         if verbs:
@@ -182,7 +181,7 @@ def hgx(root: Path) -> Machine:
 
 
 def flat_vm(root: Path) -> Machine:
-    """8 GPUs and 8 VFs, every one on a bus of its own and without NUMA; Ethernet NIC of 100."""
+    """8 GPUs and 8 VFs, each on its own bus and without NUMA; an Ethernet NIC of 100 Gbit/s."""
     machine = Machine(root)
     for i in range(8):
         machine.nic(f"mlx5_ib{i}", f"LNXSYSTM:00/pci01{i:02x}:00/01{i:02x}:00:00.0")
@@ -212,7 +211,7 @@ def grace(root: Path) -> Machine:
 
 
 def laptop(root: Path) -> Machine:
-    """No GPU of NVIDIA, no RDMA."""
+    """No NVIDIA GPU, no RDMA."""
     machine = Machine(root)
     machine.pci("pci0000:00/0000:00:02.0", INTEL, "0x030000", -1)
     machine.pci("pci0000:00/0000:00:14.3", INTEL, "0x028000", -1)

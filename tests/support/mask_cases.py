@@ -1,7 +1,7 @@
-"""Ranks that are masked, on CPUs and GPUs: what the others must get then, bit for bit.
+"""Masked ranks, on CPUs and GPUs: expected results of the others, bit for bit.
 
-A rank that is gone has sent no tokens, and no token goes to its experts: so says the reference when
-its tokens are taken away, and its experts out of the routing of the others.
+A lost rank sends no tokens, and no token goes to its experts. So the reference runs without its
+tokens, and with its experts removed from the others' routing.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def tokens_by(comm: AllToAll, seed: int) -> Tokens:
 
 
 def without(topology: Topology, tokens: list[Tokens], gone: Iterable[int]) -> list[Tokens]:
-    """What is left of a call's tokens without these ranks."""
+    """Returns a call's tokens without these ranks' tokens and experts."""
     lost = torch.cat([topology.local_experts(rank) for rank in gone] or [torch.empty(0)])
     left = [
         dataclasses.replace(t, topk_idx=t.topk_idx.masked_fill(torch.isin(t.topk_idx, lost), -1))
@@ -61,7 +61,7 @@ def expect_without(comm: AllToAll, seed: int, gone: Iterable[int], **options: An
     return _expected(*given, seed, tuple(gone), tuple(options.items()))
 
 
-@functools.cache  # ranks that are threads wait for each other in calls, not for this
+@functools.cache  # shared by ranks that are threads: none waits for it in a call
 def _expected(
     topology: Topology,
     hidden_dim: int,
@@ -75,7 +75,7 @@ def _expected(
 
 
 def given_by(comm: AllToAll, seed: int, **options: Any) -> dict[str, Any]:
-    """What this rank passes to dispatch: all its tokens, whoever is gone."""
+    """Returns this rank's arguments of dispatch: all its tokens, also for lost ranks' experts."""
     mine = tokens_by(comm, seed)
     names = ("x", "topk_idx", "topk_weights")
     arguments = {name: on_device(comm, getattr(mine, name)) for name in names}
@@ -83,7 +83,7 @@ def given_by(comm: AllToAll, seed: int, **options: Any) -> dict[str, Any]:
 
 
 def step(comm: AllToAll, seed: int, gone: Iterable[int]) -> None:
-    """A dispatch and a combine without these ranks, which are masked or will not come."""
+    """Dispatches and combines without these ranks, which are masked or lost."""
     options = HOLDING[seed % len(HOLDING)]
     wanted = expect_without(comm, seed, gone, **options)
     live = comm.dispatch(**given_by(comm, seed, **options))
@@ -93,7 +93,7 @@ def step(comm: AllToAll, seed: int, gone: Iterable[int]) -> None:
 
 
 def check_sums(comm: AllToAll, live: Any, wanted: Wanted, seed: int) -> None:
-    """With the weights of dispatch, or in turn with late ones."""
+    """Combines with dispatch's weights, or, in turn, with late weights."""
     given = combine_arguments(comm, wanted)
     mine = tokens_by(comm, seed)
     if seed % 3 == 1 and live.row_topk is None:
@@ -104,7 +104,7 @@ def check_sums(comm: AllToAll, live: Any, wanted: Wanted, seed: int) -> None:
 
 
 def last_step(comm: AllToAll, seed: int, gone: Iterable[int], dying: Iterable[int]) -> None:
-    """Ranks `dying` end between dispatch and combine; their dispatch comes, or not, but whole."""
+    """Ranks `dying` end between dispatch and combine; their dispatch arrives whole or not."""
     gone, dying = list(gone), list(dying)
     mine = expect_without(comm, seed, [*gone, *dying])
     live = comm.dispatch(**given_by(comm, seed))

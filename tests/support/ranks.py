@@ -1,15 +1,15 @@
 """Runs a function once per rank, as threads of this process or as processes, before a deadline.
 
-Threads are cheap and share a HashStore; processes are for what needs isolation: a rank that is
-killed, a process group, shared memory between address spaces. A fork server that has imported torch
-once starts them in milliseconds.
+Threads are cheap and share a HashStore; processes are for tests that need isolation: a killed rank,
+a process group, shared memory between address spaces. A fork server that has imported torch once
+starts them in milliseconds.
 
     def body(rank: Rank, hidden_dim: int) -> float: ...
     results = run_threads(4, body, 64)            # in rank order
     results = run_processes(4, body, 64)          # body is a function of a module, not a closure
 
-A rank that raises makes the call raise RankError with every rank's story. With
-return_errors=True exceptions are returned in place of results instead.
+A rank that raises makes the call raise RankError with the traceback of every failed rank. With
+return_errors=True exceptions are returned instead of results.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ DEADLINE_S = 60.0
 
 @dataclass(frozen=True)
 class Rank:
-    """What a body knows about itself."""
+    """A rank's number, world and store, passed to its body."""
 
     rank: int
     world_size: int
@@ -45,7 +45,7 @@ class Rank:
 
 
 class StoreGroup:
-    """As much of a ProcessGroup as a buffer asks for, also for ranks that are threads."""
+    """The part of a ProcessGroup that buffers use, also for ranks that are threads."""
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
@@ -69,21 +69,21 @@ class DiedError(Exception):
     """A rank's process ended without a result."""
 
 
-def _told(error: BaseException) -> BaseException:
-    """`error` with its traceback as a note, so that it survives pickling."""
-    error.__dict__["story"] = "".join(traceback.format_exception(error))
+def _with_traceback(error: BaseException) -> BaseException:
+    """Attaches the traceback as text, so that it survives pickling."""
+    error.__dict__["traceback"] = "".join(traceback.format_exception(error))
     return error
 
 
 def _finish(results: list[Any], return_errors: bool) -> list[Any]:
-    """return_errors: but not a test's own assertions, which no test asks a rank to fail."""
+    """return_errors: returns exceptions, but raises for failed assertions of the test itself."""
     unwanted = AssertionError if return_errors else BaseException
     failed = {r: e for r, e in enumerate(results) if isinstance(e, unwanted)}
     if failed:
-        stories = [
-            f"--- rank {r} ---\n{e.__dict__.get('story', repr(e))}" for r, e in failed.items()
+        texts = [
+            f"--- rank {r} ---\n{e.__dict__.get('traceback', repr(e))}" for r, e in failed.items()
         ]
-        raise RankError("\n".join(stories))
+        raise RankError("\n".join(texts))
     return results
 
 
@@ -94,7 +94,7 @@ def run_threads(
     deadline_s: float = DEADLINE_S,
     return_errors: bool = False,
 ) -> list[Any]:
-    """body(Rank, *arguments) on one thread per rank; results in rank order."""
+    """Runs body(Rank, *arguments) on one thread per rank; returns results in rank order."""
     store = dist.HashStore()
     results: list[Any] = [DiedError("did not return")] * world_size
 
@@ -102,7 +102,7 @@ def run_threads(
         try:
             results[rank] = body(Rank(rank, world_size, store), *arguments)
         except BaseException as error:
-            results[rank] = _told(error)
+            results[rank] = _with_traceback(error)
 
     threads = [
         threading.Thread(target=run, args=(rank,), daemon=True, name=f"rank {rank}")
@@ -133,14 +133,14 @@ def _process(
         body, arguments = torch.load(io.BytesIO(call), weights_only=False)
         outcome = body(Rank(rank, world_size, store), *arguments)
     except BaseException as error:
-        outcome = _told(error)
+        outcome = _with_traceback(error)
     try:
         data = pickle.dumps(outcome)
     except Exception:
         data = pickle.dumps(DiedError(f"result cannot be pickled: {outcome!r}"))
     pipe.send_bytes(data)
     pipe.close()
-    # What a body left open is not the next test's problem; atexit handlers still run.
+    # Whatever a body left open must not reach the next test; atexit handlers still run.
     sys.stdout.flush()
 
 
@@ -151,7 +151,7 @@ def run_processes(
     deadline_s: float = DEADLINE_S,
     return_errors: bool = False,
 ) -> list[Any]:
-    """body(Rank, *arguments) in one process per rank; results, pickled, in rank order.
+    """Runs body(Rank, *arguments) in one process per rank; returns results in rank order.
 
     A process that ends without a result (killed) counts as having raised DiedError. At the
     deadline all are killed.
@@ -159,8 +159,8 @@ def run_processes(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["moe_p2p", "pytest"])
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    # As bytes: multiprocessing would pass each tensor as a file descriptor, and not many of those.
-    # By torch: pickle alone does not know fp8.
+    # As bytes: multiprocessing would pass each tensor as a file descriptor, and these run out.
+    # By torch: pickle alone does not support fp8.
     call = io.BytesIO()
     torch.save((body, arguments), call)
     receivers: dict[Connection, int] = {}

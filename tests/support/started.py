@@ -1,6 +1,6 @@
-"""Ranks as children of a process that has asked nothing of a GPU (test_ambient.py).
+"""Ranks as children of a process that has not used a GPU (test_ambient.py).
 
-Nothing imported here may do so either: torch refuses GPUs to the forked child of who has.
+Nothing imported here may use one: torch refuses GPUs in a forked child if its parent used one.
 """
 
 from __future__ import annotations

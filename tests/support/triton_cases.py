@@ -1,9 +1,9 @@
-"""What the Triton kernels compute, at small and odd shapes: run by test_triton_kernels.py.
+"""Tests of the Triton kernels at small and odd shapes; run by test_triton_kernels.py.
 
     TRITON_INTERPRET=1 python -m pytest tests/support/triton_cases.py     # on the CPU
     python -m pytest tests/support/triton_cases.py                        # on a GPU
 
-A process of their own, because Triton decides at import whether it interprets.
+They need a process of their own, because Triton decides at import whether it interprets.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def test_routing_is_counted_for_ranks_nodes_and_experts(
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("hidden_dim", WIDTHS)
 def test_quantize_has_the_bits_of_the_reference(hidden_dim: int, dtype: torch.dtype) -> None:
-    """Rows from 1e-7, below the smallest amax, to 3e4; one of zeros; ties between two e4m3."""
+    """Rows from 1e-7, below the smallest amax, to 3e4; a row of zeros; ties of e4m3 values."""
     sizes = torch.logspace(-7, 4.4, 37)[:, None]
     x = (torch.randn(37, hidden_dim).clamp(-2, 2) * sizes).to(dtype)
     x[5] = 0
@@ -125,7 +125,7 @@ def test_dequantize_does_not_touch_rows_past_the_count() -> None:
 
 
 def spread(weights: Fp8) -> Tensor:
-    """fp32 [E, K, N] of a weight in fp8."""
+    """Dequantizes a weight to fp32 [E, K, N]."""
     _, k, n = weights.values.shape
     scales = weights.scales.repeat_interleave(128, 1)[:, :k].repeat_interleave(128, 2)[:, :, :n]
     return weights.values.float() * scales
@@ -140,7 +140,7 @@ def test_weights_have_a_scale_per_square(k: int, n: int) -> None:
         for j in range(-(-n // 128)):
             block = plain[1, 128 * i :, 128 * j :][:128, :128]
             torch.testing.assert_close(weights.scales[1, i, j], block.abs().max() / 448)
-    # Half a step of e4m3 is a 16th of a value, and 2**-10 of 1 / 448 of the block's largest.
+    # Half a step of e4m3 is 1/16 of a value, or, near 0, 2**-10 of the scale (largest / 448).
     error = (spread(weights) - plain).abs()
     assert bool((error <= plain.abs() / 16 + plain.abs().max() / 448 * 2**-10 * 1.01).all())
 
@@ -245,7 +245,7 @@ def test_padded_rows() -> None:
 
 
 def test_counts_past_the_end_read_and_write_no_other_row() -> None:
-    """Of a dispatch whose capacity was too small: the last expert would write far past the end."""
+    """Counts of a dispatch over its capacity: the last expert would write far past the end."""
     weight = rand(3, 64, 40) / 8
     x, counts, grad = rand(8, 64).requires_grad_(), ints(3, 60_000, 60_000), rand(8, 40)
     got = grouped_gemm(x, weight.requires_grad_(), counts, offsets=ints(0, 3, 60_003))
@@ -285,8 +285,8 @@ def test_no_rows_and_no_experts() -> None:
 
 
 def test_rows_behind_two_to_the_thirty_first_value() -> None:
-    """Of tensors that are mostly never touched: no page of theirs is there before it is written."""
-    rows = (1 << 31) // 64 + 3  # of 64 values
+    """Tensors are mostly untouched, so that their pages take no memory."""
+    rows = (1 << 31) // 64 + 3  # rows of 64 values
     x = torch.empty(rows, 64, dtype=torch.bfloat16, device=DEVICE)
     x[-2:] = rand(2, 64)
     weight, counts, offsets = rand(1, 64, 64, dtype=torch.bfloat16), ints(2), ints(rows - 2)
@@ -325,13 +325,13 @@ def test_fp8_products_use_the_scales_of_their_blocks(k: int, n: int, counts: lis
     )
     want_gate, want_up = (by_hand(rows, spread(w), counts, starts) for w in (gate, up))
     got = grouped_gemm(x, gate, ints(*counts), out_dtype=torch.float32, zero_padding=True)
-    # The tensor cores add the products of fp8 with 14 bits or so.
+    # Tensor cores sum fp8 products with about 14 bits.
     torch.testing.assert_close(got, want_gate, rtol=2**-8, atol=2**-8)
     h = grouped_swiglu(x, gate, up, ints(*counts))
     assert isinstance(h, Fp8)
     want = functional.silu(want_gate) * want_up
     got_h = reference.dequantize(*(part[:used].cpu() for part in h)).to(DEVICE)
-    # Half a step of e4m3 is a 16th of a value.
+    # Half a step of e4m3 is 1/16 of a value.
     torch.testing.assert_close(got_h, want[:used], rtol=0.07, atol=0.02)
 
 
@@ -440,6 +440,6 @@ def test_fp8_layer_is_close_to_the_plain_one(over: str) -> None:
         with AllToAll(dist.HashStore(), config, rank=0, world_size=1) as layer.all_to_all:
             got = layer(x).clone()
     assert not got.requires_grad
-    # Four roundings of up to a 16th, uniform between that and nothing, in sums of many signs.
+    # Four roundings, uniform between 0 and 1/16, in sums of mixed signs.
     distance = (got - want).norm() / want.norm()
     assert 0.01 < distance < 0.1

@@ -1,4 +1,4 @@
-"""NaN, inf and -0.0 in the Triton kernels: run by test_triton_kernels.py, as triton_cases.py is."""
+"""NaN, inf and -0.0 in the Triton kernels; run by test_triton_kernels.py, like triton_cases.py."""
 
 from __future__ import annotations
 
