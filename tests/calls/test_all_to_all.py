@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import moe_p2p
-from moe_p2p import AllToAll, AllToAllConfig, Engine, reference
+from moe_p2p import AllToAll, AllToAllConfig, DispatchOptions, Engine, reference
 from tests.support.cases import (
     GROUPS,
     HIDDEN_DIM,
@@ -416,7 +416,9 @@ def test_combines_of_solo_dispatches_keep_their_own_sums() -> None:
         with make(rank) as comm:
             step = [make_tokens(5, r, 6) for r in range(2)][rank.rank]
             given = (step.topk_idx.int(), step.topk_weights)
-            received = [comm.dispatch(x, *given, solo=True) for x in (step.x, 2 * step.x)]
+            solo = DispatchOptions(solo=True)
+            both = (step.x, 2 * step.x)
+            received = [comm.dispatch(x, *given, options=solo) for x in both]
             sums = [comm.combine(one.x, one).clone() for one in received]
             assert not sums[0].equal(sums[1])
             pending = [comm.combine_send(one.x, one) for one in received]
