@@ -310,7 +310,8 @@ __device__ inline bool begin_chunk(const Receiver& a, const RecvWorker& worker, 
     lose_rows(a.p, step);
     return false;
   }
-  if (threadIdx.x == 0) a.s.lost = false;
+  // Once a slot of a call is lost, later chunks poison the rows again: they wrote to these rows too.
+  if (chunk == 0 && threadIdx.x == 0) a.s.lost = false;
   // A second barrier behind the headers of later chunks: with the one in read_headers alone,
   // compute-sanitizer's racecheck takes what the last warps read of them for a race, in most runs.
   __syncthreads();

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from moe_p2p import AllToAll, Dispatched, DispatchOptions, MoeP2pError
 from moe_p2p.options import RowLayout
@@ -272,17 +273,13 @@ def test_two_micro_batches_in_flight_within_a_graph(world: World, apart: bool) -
 
 def static(dispatched: Dispatched) -> Dispatched:
     """Tensors of the same sizes, for a graph that combines what others have dispatched."""
-    return dispatched._replace(
-        **{
-            name: torch.empty_like(value)
-            for name, value in dispatched._asdict().items()
-            if isinstance(value, Tensor)
-        }
+    return tree_map(
+        lambda value: torch.empty_like(value) if isinstance(value, Tensor) else value, dispatched
     )
 
 
 def fill(to: Dispatched, dispatched: Dispatched) -> None:
-    for place, value in zip(to, dispatched, strict=True):
+    for place, value in zip(tree_leaves(to), tree_leaves(dispatched), strict=True):
         if isinstance(value, Tensor):
             place.copy_(value)
 
