@@ -1,7 +1,7 @@
 """Deliberate faults of the device kernels; a test on the emulated GPU has to catch each of them.
 
     python -m tests.kernel_mutations                      # all: most of an hour
-    python -m tests.kernel_mutations kPartBefore steps.cuh:53
+    python -m tests.kernel_mutations kPartBefore device/steps.cuh:114
 
 Named mutations are listed in kernels/device/mutation.cuh. The others remove one line that orders
 memory: a fence, a release, an acquire, a wait for copies or earlier kernels (emulation/order.h).
@@ -56,10 +56,10 @@ NAMED = {
 # Cases that fail when a line of a file no longer orders memory.
 ORDERED_BY = {
     "bulk": [BULK, BULK_QUANTIZED, BULK_MANY],
-    "late_weights": [LATE],
-    "dispatch_place": [MASKS],
-    "dispatch_recv": [LONG_CHUNKS, CHUNKS],
-    "combine_recv": [LONG_CHUNKS],
+    "combine/weights": [LATE],
+    "dispatch/place": [MASKS],
+    "dispatch/recv": [LONG_CHUNKS, CHUNKS],
+    "combine/recv": [LONG_CHUNKS, CHUNKS],
     "wait": [LONG_STEPS, CHUNKS, FAILURE],
     "": [LONG_STEPS, CHUNKS],
 }
@@ -79,8 +79,13 @@ class Site(NamedTuple):
     text: str
 
     @property
+    def file(self) -> str:
+        """Returns its path within kernels/."""
+        return self.path.relative_to(ROOT / "kernels").as_posix()
+
+    @property
     def name(self) -> str:
-        return f"{self.path.name}:{self.line}"
+        return f"{self.file}:{self.line}"
 
     @property
     def why_redundant(self) -> str:
@@ -88,7 +93,7 @@ class Site(NamedTuple):
         reasons = (
             why
             for (name, text), why in REDUNDANT.items()
-            if name == self.path.name and text in self.text
+            if name == self.file and text in self.text
         )
         return next(reasons, "")
 
@@ -106,7 +111,7 @@ def sites() -> Iterator[Site]:
 
 def site_of(file: str, text: str) -> Site:
     """Returns the first ordering line of that file with this text."""
-    return next(site for site in sites() if site.path.name == file and text in site.text)
+    return next(site for site in sites() if site.file == file and text in site.text)
 
 
 def run(mutation: str, cases: list[str], **more: str) -> tuple[int, str]:

@@ -43,7 +43,7 @@ void run(const std::vector<Work>& stream);
 
 // What kernels call.
 extern "C" {
-// Whether this process has that mutation (MOE_P2P_MUTATION), or one of this line: "wait.cuh:130".
+// Whether this process has that mutation (MOE_P2P_MUTATION), or one of this line: "device/wait.cuh:130".
 bool moe_p2p_mutated(const char* name);
 bool moe_p2p_leaves_out();  // whether it is one of a line
 bool moe_p2p_left_out(const char* file, unsigned line);

@@ -99,9 +99,9 @@ CASES = {
 # A few faults of kernel_mutations.py: named ones, and lines that order memory, by file and text.
 FAULTS = [
     "kPartBefore",
-    ("steps.cuh", "fence_acq_rel_sys"),
+    ("device/steps.cuh", "fence_acq_rel_sys"),
     ("dispatch.cu", "griddepcontrol_wait"),
-    ("dispatch_bulk_recv.cuh", "fence_global_for_bulk"),
+    ("dispatch/bulk_recv.cuh", "fence_global_for_bulk"),
 ]
 needs_an_emulated_gpu = pytest.mark.skipif(
     bool(emulated_gpu.why_not()), reason=emulated_gpu.why_not() or "it can run"
