@@ -41,7 +41,8 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, MOE_P2P_BLOCKS_PER_S
   // By every block, once.
   const auto begin = [&]() -> Begun {
     const bool valid = is_valid();
-    // The step of its dispatch where that is open, or else steps of its own, with an empty dispatch each.
+    // The step of its dispatch where that is open, or else steps of its own, with an empty dispatch
+    // each.
     const bool ends_pair = valid && sends && open.closed_by(launch.number(), meta.first_step);
     const bool opens = sends && !p.empty && !ends_pair;
     const u64 first = !sends ? combined_step(p) : opens ? launch.next_step() : meta.first_step;

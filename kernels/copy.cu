@@ -1,15 +1,16 @@
-// The software NIC's copies to memory of peers (csrc/platform/copy_kernel.h). One block that stays on
-// the device while there is something to copy: what the host asks for is under way after one look over
-// the bus, where a copy engine is asked through the driver. It needs no more of a multiprocessor than a
-// block of the kernels whose rows it carries, or it would find no place beside them.
+// The software NIC's copies to memory of peers (csrc/platform/copy_kernel.h). One block that stays
+// on the device while there is something to copy: what the host asks for is under way after one
+// look over the bus, where a copy engine is asked through the driver. It needs no more of a
+// multiprocessor than a block of the kernels whose rows it carries, or it would find no place
+// beside them.
 #include "kernels/abi/copy.h"
 #include "kernels/device/ptx.cuh"
 
 namespace moe_p2p::device {
 
 constexpr i32 kVecsAtOnce = 8;  // of a thread
-// By one access. Looks at one word come one after the other: with four blocks that each read the same eight
-// requests, a copy of 30 KB took 17 us instead of 6.
+// By one access. Looks at one word come one after the other: with four blocks that each read the
+// same eight requests, a copy of 30 KB took 17 us instead of 6.
 constexpr i32 kRequestsAtOnce = 2;
 constexpr u32 kLooksBetweenClocks = 64;
 
@@ -19,8 +20,8 @@ struct Asked {
 };
 static_assert(sizeof(Asked) <= kCopySharedBytes);
 
-// One warp: what is asked for from copy `next` on, as far as a look shows; nothing after idle_ns. Two
-// lanes read a request, so that a look is one access.
+// One warp: what is asked for from copy `next` on, as far as a look shows; nothing after idle_ns.
+// Two lanes read a request, so that a look is one access.
 __device__ inline void await_requests(const CopyParams& p, u64 next, i32 lane, Asked& asked) {
   const auto& ring = *reinterpret_cast<const CopyRing*>(p.ring);
   const u64 number = next + static_cast<u64>(lane / 2);

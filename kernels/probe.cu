@@ -1,7 +1,7 @@
 // What the links of this machine do, for the floors of `python -m moe_p2p bench`: bandwidth of an
 // all-to-all push, round trips of words between GPUs and between GPU and host, and a barrier of the
-// GPUs that lines up the clocks. Launched by moe_p2p/tools/bench/probe.py, by nothing else; every wait has
-// a deadline, and whoever misses it says so in Params::result.
+// GPUs that lines up the clocks. Launched by moe_p2p/tools/bench/probe.py, by nothing else; every
+// wait has a deadline, and whoever misses it says so in Params::result.
 #include "kernels/device/ptx.cuh"
 
 namespace moe_p2p::probe {
@@ -100,8 +100,8 @@ extern "C" __global__ void moe_p2p_probe_flags(const __grid_constant__ Params p)
   reinterpret_cast<Result*>(p.result)->elapsed_ns = globaltimer_ns() - begin;
 }
 
-// Answers the host's words. With a second block the first one hands them on in device memory, as the
-// relay block does with arrivals from other nodes.
+// Answers the host's words. With a second block the first one hands them on in device memory, as
+// the relay block does with arrivals from other nodes.
 extern "C" __global__ void moe_p2p_probe_host(const __grid_constant__ Params p) {
   const bool relayed = gridDim.x > 1;
   const bool relays = relayed && blockIdx.x == 0;

@@ -1,7 +1,7 @@
 """Deliberate faults of the device kernels; a test on the emulated GPU has to catch each of them.
 
     python -m tests.kernel_mutations                      # all: most of an hour
-    python -m tests.kernel_mutations kPartBefore device/steps.cuh:114
+    python -m tests.kernel_mutations kPartBefore device/steps.cuh:118
 
 Named mutations are listed in kernels/device/mutation.cuh. The others remove one line that orders
 memory: a fence, a release, an acquire, a wait for copies or earlier kernels (emulation/order.h).

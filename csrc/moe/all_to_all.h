@@ -6,9 +6,9 @@
 // All ranks make the same calls in the same order with the same max_tokens, solo and types.
 //
 // One caller thread at a time per object. Bad input throws Error{kInvalidArgument} before anything
-// is sent, and the object stays usable. Timeouts, dead peers and protocol errors break it: the story
-// is latched and every later call throws it again. With options.masks a rank that does not come in
-// time, or is gone, is left out instead, of that call and of all later ones.
+// is sent, and the object stays usable. Timeouts, dead peers and protocol errors break it: the
+// story is latched and every later call throws it again. With options.masks a rank that does not
+// come in time, or is gone, is left out instead, of that call and of all later ones.
 #pragma once
 
 #include <cstdint>
@@ -43,9 +43,8 @@ class AllToAll {
   // Addresses of all ranks, in rank order. Afterwards every rank may call dispatch once all ranks
   // have returned from connect() (the bootstrap's barrier).
   void connect(std::span<const base::Bytes> addresses);
-  // Waits until all that this rank has sent arrived, says so to its partners and neighbours, and lets
-  // go of everything. Idempotent.
-  // For options.device: no kernel of it runs any more.
+  // Waits until all that this rank has sent arrived, says so to its partners and neighbours, and
+  // lets go of everything. Idempotent. For options.device: no kernel of it runs any more.
   void close() noexcept;
 
   // For options.device: the GPU's side of it. Calls then return once their kernels are launched.
@@ -68,8 +67,8 @@ class AllToAll {
   // being refused. All ranks do so. For options.device after use_device().
   void release_oldest();
 
-  // The same number of values from every rank, [W, n] on each; waits for all ranks. On the host, with
-  // or without options.device: what kernels do at that time does not matter.
+  // The same number of values from every rank, [W, n] on each; waits for all ranks. On the host,
+  // with or without options.device: what kernels do at that time does not matter.
   void gather_counts(std::span<const int32_t> values, std::span<int32_t> gathered);
 
   // Empty while the object is usable; else why it is not.
@@ -80,7 +79,8 @@ class AllToAll {
   // For a simulation, which turns the loop itself and advances calls (moe/host/calls.h) one by one.
   HostBackend& host();
   proxy::ProxyTask* task() noexcept;
-  // The first half of close(), and whether it is done, which close() waits for where there is a proxy.
+  // The first half of close(), and whether it is done, which close() waits for where there is a
+  // proxy.
   void leave();
   bool has_left() const noexcept;
 

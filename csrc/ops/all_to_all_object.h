@@ -41,8 +41,8 @@ struct AllToAllObject {
 
 ObjectTable<AllToAllObject>& communicators();
 
-// The communicator while one call runs. Throws Error{kInvalidArgument} when another call is running:
-// the order of calls would differ between ranks.
+// The communicator while one call runs. Throws Error{kInvalidArgument} when another call is
+// running: the order of calls would differ between ranks.
 class Caller {
  public:
   explicit Caller(int64_t comm);

@@ -61,7 +61,8 @@ int64_t engine_region_bytes(int64_t engine, int64_t region) {
   return static_cast<int64_t>(engines().get(engine)->region(region)->bytes);
 }
 
-// [nics, 5]: bytes written, writes posted, immediates sent, immediates received, connections refused.
+// [nics, 5]: bytes written, writes posted, immediates sent, immediates received, connections
+// refused.
 Tensor engine_counters(int64_t engine) {
   const auto counters = engines().get(engine)->engine().counters();
   Tensor tensor = make_tensor({static_cast<int64_t>(counters.size()), 5}, ScalarType::Long);

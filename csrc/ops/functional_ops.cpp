@@ -13,8 +13,8 @@ namespace moe_p2p::ops {
 
 namespace {
 
-// The handle of a solo dispatch names no step: it is closed already, and then equal calls give equal
-// handles. Any other number would come up again.
+// The handle of a solo dispatch names no step: it is closed already, and then equal calls give
+// equal handles. Any other number would come up again.
 constexpr uint64_t kNoStep = ~uint64_t{0};
 
 Tensor make_handle(AllToAllObject& comm, int64_t num_rows, int64_t max_tokens, bool solo) {

@@ -1,6 +1,7 @@
-// Signals while an op waits: runs Python's handlers, as Python's own blocking calls do (PEP 475), and
-// ends the wait when one raises. The exception is kept; moe_p2p/ops.py raises it in place of the error
-// that the wait ends with. Python's functions are looked up in the process: nothing links to them.
+// Signals while an op waits: runs Python's handlers, as Python's own blocking calls do (PEP 475),
+// and ends the wait when one raises. The exception is kept; moe_p2p/ops.py raises it in place of
+// the error that the wait ends with. Python's functions are looked up in the process: nothing links
+// to them.
 #include <dlfcn.h>
 
 #include <utility>
@@ -68,8 +69,8 @@ bool check_signals() noexcept {
   return true;
 }();
 
-// The address of the exception object, whose reference goes to the caller; 0: none was raised, or the
-// caller is not the main thread.
+// The address of the exception object, whose reference goes to the caller; 0: none was raised, or
+// the caller is not the main thread.
 int64_t take_interrupt() {
   if (!platform::on_main_thread()) return 0;
   return reinterpret_cast<int64_t>(std::exchange(kept, nullptr));

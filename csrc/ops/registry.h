@@ -2,8 +2,9 @@
 // shared_ptr while it runs, so closing an object under a running call frees it afterwards.
 // The tables are never destroyed: a proxy thread may outlive static destruction.
 //
-// A forked child begins with empty tables and goes on with the numbers. The objects of its parent lie
-// there untouched for as long as the child lives: their threads are missing, their locks may be held.
+// A forked child begins with empty tables and goes on with the numbers. The objects of its parent
+// lie there untouched for as long as the child lives: their threads are missing, their locks may be
+// held.
 #pragma once
 
 #include <atomic>

@@ -6,10 +6,10 @@
 
 namespace {
 
-// `options` is the number of a moe_p2p.DispatchOptions (moe/dispatch_options.h); combine takes those of
-// its dispatch. `more` holds source, ranges, wait_ticks and the copy of topk_idx as far as the options
-// ask for them, then row_topk where rows lie by rank, then the extras; that of combine holds the
-// scalars, then the wait_ticks.
+// `options` is the number of a moe_p2p.DispatchOptions (moe/dispatch_options.h); combine takes
+// those of its dispatch. `more` holds source, ranges, wait_ticks and the copy of topk_idx as far as
+// the options ask for them, then row_topk where rows lie by rank, then the extras; that of combine
+// holds the scalars, then the wait_ticks.
 //
 // Whole calls come twice. The `_inference` ones have no autograd: torch.library puts a Python
 // function in front of the others, which doubles what a call of few tokens costs.

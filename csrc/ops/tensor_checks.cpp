@@ -48,9 +48,9 @@ int32_t shim_dtype(ScalarType dtype) {
   return torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
 }
 
-// Whether the current stream, `handle`, is one of torch's own, which are never destroyed. Torch numbers them
-// with odd numbers, and one that it was given (torch.cuda.ExternalStream) with its address
-// (c10/cuda/CUDAStream.cpp).
+// Whether the current stream, `handle`, is one of torch's own, which are never destroyed. Torch
+// numbers them with odd numbers, and one that it was given (torch.cuda.ExternalStream) with its
+// address (c10/cuda/CUDAStream.cpp).
 bool is_lasting(int device, void* handle) {
   thread_local void* known = nullptr;  // the last that is; null: the default stream
   if (handle == nullptr || handle == known) return true;

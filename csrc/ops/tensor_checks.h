@@ -29,8 +29,8 @@ struct Expected {
   std::initializer_list<int64_t> sizes;
 };
 
-// Where the tensors of the running call must lie and are made: host memory, or a GPU while an object
-// of this class for one lives in this thread.
+// Where the tensors of the running call must lie and are made: host memory, or a GPU while an
+// object of this class for one lives in this thread.
 class OnDevice {
  public:
   explicit OnDevice(int device);  // CUDA ordinal; -1: host memory
@@ -75,7 +75,8 @@ inline constexpr std::initializer_list<ScalarType> kPayloadTypes = {
     ScalarType::BFloat16, ScalarType::Half, ScalarType::Float, ScalarType::Float8_e4m3fn};
 inline constexpr std::initializer_list<ScalarType> kCombineTypes = {
     ScalarType::BFloat16, ScalarType::Half, ScalarType::Float};
-// Throws Error{kInvalidArgument} for a type that is not one of `allowed`, which are of kPayloadTypes.
+// Throws Error{kInvalidArgument} for a type that is not one of `allowed`, which are of
+// kPayloadTypes.
 abi::DType payload_type(ScalarType dtype, const char* name,
                         std::initializer_list<ScalarType> allowed = kPayloadTypes);
 

@@ -1,6 +1,6 @@
-// "key=value,key=value": the settings text of DomainOptions, and of a communicator. Its reader names
-// the keys and reads each by type and range; a misspelt key is an Error{kInvalidArgument} that lists the
-// valid keys, and is never ignored. Control path only.
+// "key=value,key=value": the settings text of DomainOptions, and of a communicator. Its reader
+// names the keys and reads each by type and range; a misspelt key is an Error{kInvalidArgument}
+// that lists the valid keys, and is never ignored. Control path only.
 #pragma once
 
 #include <cstdint>

@@ -5,8 +5,8 @@
 
 namespace moe_p2p::abi {
 
-// Copy number n, counted from 0, is request n mod kCopyRequests. Whoever reads it while it is written
-// finds that `check` does not fit.
+// Copy number n, counted from 0, is request n mod kCopyRequests. Whoever reads it while it is
+// written finds that `check` does not fit.
 struct CopyRequest {
   u64 to, from, bytes, check;
 

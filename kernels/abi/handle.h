@@ -5,14 +5,15 @@
 
 namespace moe_p2p::abi {
 
-// One int32 tensor. C chunks, T rows at the source, M slots of each source in a chunk: chunk_tokens, or
-// fewer where max_tokens of the call is less.
+// One int32 tensor. C chunks, T rows at the source, M slots of each source in a chunk:
+// chunk_tokens, or fewer where max_tokens of the call is less.
 //   meta        HandleMeta
 //   slot_counts [C][W]         slots received from each source
-//   slot_rows   [C][W][M][K]   row of the output; -1 = not an expert of this rank. In kByRank the row
-//                              is at the first k of this rank, and -1 at its others
+//   slot_rows   [C][W][M][K]   row of the output; -1 = not an expert of this rank. In kByRank the
+//                              row is at the first k of this rank, and -1 at its others
 //   slot_ranks  [C][W][M][2]   bits of the own-node ranks that hold a partial (other-node sources)
-//   send_slots  [T][L + N]     slot of token t at own-node rank l, then in outbox of node n; -1 = none
+//   send_slots  [T][L + N]     slot of token t at own-node rank l, then in the outbox of node n;
+//                              -1 = none
 struct HandleMeta {
   static constexpr u32 kMagic = 0x4d503270;
   u32 magic;
@@ -22,7 +23,7 @@ struct HandleMeta {
   i32 num_tokens;     // valid rows of x
   i32 num_rows;       // T: rows of x
   u32 state;          // HandleState
-  u64 combined_step;  // on GPUs, for the receiving half of a combine: first_step, or steps of its own
+  u64 combined_step;  // on GPUs, for a combine's receiving half: first_step, or a step of its own
   i32 num_slots;      // M
   i32 padding;
   i64 reserved[2];

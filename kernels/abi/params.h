@@ -36,21 +36,21 @@ enum FaultKind : u32 {
 
 // Device memory of one communicator that only its own kernels use: DeviceState, then the words.
 struct DeviceState {
-  // Every block of a kernel adds its share once it has read this, kLaunch in all: the upper part counts
-  // kernels and changes only when the last block has added.
+  // Every block of a kernel adds its share once it has read this, kLaunch in all: the upper part
+  // counts kernels and changes only when the last block has added.
   u64 launches;
   u64 next_step[2];  // kernel number n reads [n mod 2] and writes the other
   u32 aborted;       // 1 once a fault was raised: nobody waits any more
   u32 begun;         // kernels whose first block has begun
-  u64 masks;  // i32 [W] on this device, not 0 for ranks that are masked (csrc/moe/node/masks.h); or null
+  u64 masks;  // i32 [W] on this device, not 0 for masked ranks (csrc/moe/node/masks.h); or null
   u32 ended;  // kernels whose first block has ended: as many as have begun, unless two run at once
   u32 reserved[21];
 };
 static_assert(sizeof(DeviceState) == kLine, "the words start on a line");
 inline constexpr u64 kLaunch = 65536;  // most blocks of a kernel
 
-// A step slot's last dispatch that its combine, or a release, has to close. Which combine that is must be
-// decided here: a graph is replayed without the host.
+// A step slot's last dispatch that its combine, or a release, has to close. Which combine that is
+// must be decided here: a graph is replayed without the host.
 struct OpenStep {
   u64 step;    // e + 1
   u64 closer;  // 1 + the number of the kernel that has closed it, or closes it; 0: nobody yet
@@ -59,8 +59,8 @@ struct OpenStep {
 // Offsets in bytes from DeviceState.
 struct DeviceWords {
   u64 arrivals;  // u64 [3][S][W]  flags of other nodes (signal.h), relayed here by one block
-  // u32 [S][N][kMaxParts]  what is written of a part of an outbox, and of a combine_outbox: its slots,
-  // and the header. Each wraps to 0 when it is complete.
+  // u32 [S][N][kMaxParts]  what is written of a part of an outbox, and of a combine_outbox: its
+  // slots, and the header. Each wraps to 0 when it is complete.
   u64 outbox, combine_outbox;
   u64 read;      // u64 [S]        e + 1: the sums of a solo combine of step e are read
   u64 received;  // u32 [S]        workers that have read a solo dispatch, or combine
@@ -88,8 +88,8 @@ struct DeviceWords {
   }
 };
 
-// The address of values in a device's memory, which the host only hands on. Of void: their type depends on
-// the call.
+// The address of values in a device's memory, which the host only hands on. Of void: their type
+// depends on the call.
 template <typename T>
 struct DevicePtr {
   u64 address;
@@ -132,8 +132,8 @@ struct DevicePart {
   u64 row_bytes;
 };
 
-// Where scales lie: word b of those of row r of local expert e at r * row + e * expert + b * word, in
-// words of 4 bytes. `expert` is 0 but for columns in the padded layout.
+// Where scales lie: word b of those of row r of local expert e at r * row + e * expert + b * word,
+// in words of 4 bytes. `expert` is 0 but for columns in the padded layout.
 struct ScalePlace {
   i64 row, expert, word;
 };

@@ -28,8 +28,8 @@ struct RegionHeader {
   u32 num_tokens;  // slots that follow
   u32 flags;       // RegionFlags
   u64 slot_bytes;  // stride the sender used
-  // On GPUs, where rows flag themselves: step + 1 in the upper halves of both, below it num_tokens and
-  // told_shape(), so that readers need not wait for the whole header and its flag.
+  // On GPUs, where rows flag themselves: step + 1 in the upper halves of both, below it num_tokens
+  // and told_shape(), so that readers need not wait for the whole header and its flag.
   u64 told[2];
   u64 reserved[11];
 
@@ -58,8 +58,8 @@ MOE_P2P_HD constexpr u32 told_shape(u32 flags, u64 slot_bytes) {
 
 // A dispatch region: header, expert counts, slots. The counts are those of the whole call (all its
 // chunks), so a receiver can place rows before the last chunk is there.
-//   inbox:           counts[max_local_experts + 1], of the receiving rank; room for 64 bits each, in
-//                    which GPUs put them below step + 1 where rows flag themselves
+//   inbox:           counts[max_local_experts + 1], of the receiving rank; room for 64 bits each,
+//                    in which GPUs put them below step + 1 where rows flag themselves
 //   outbox, landing: counts[L][max_local_experts + 1], of every rank of the receiving node
 // The last count of a rank is that of the tokens for it, whichever of its experts they name. GPUs
 // write it in calls by rank, which alone read it.
@@ -91,9 +91,10 @@ MOE_P2P_HD constexpr u64 partial_bytes(const Shape& s) {
          static_cast<u64>(s.chunk_tokens) * align_up(s.max_partial_bytes, kLine);
 }
 
-// Between nodes a region of slots leaves in parts, each as soon as it is written: `part_slots` slots
-// each, the header and what else is in front of the slots with the first. Which part a slot is in
-// follows from its number and the stride alone, so that who waits for it need not know how many there are.
+// Between nodes a region of slots leaves in parts, each as soon as it is written: `part_slots`
+// slots each, the header and what else is in front of the slots with the first. Which part a slot
+// is in follows from its number and the stride alone, so that who waits for it need not know how
+// many there are.
 inline constexpr i32 kMaxParts = 4;
 MOE_P2P_HD constexpr i32 part_slots(const Shape& s, u64 stride) {
   if (s.part_bytes == 0 || stride == 0) return s.chunk_tokens;
@@ -120,16 +121,16 @@ struct RegionPart {
   }
 };
 
-// Weights of a source's tokens: header, then [M][K] fp32, those of a token at the slot that it has in
-// the inbox of that rank or the outbox for that node. `num_slots` of them travel.
+// Weights of a source's tokens: header, then [M][K] fp32, those of a token at the slot that it has
+// in the inbox of that rank or the outbox for that node. `num_slots` of them travel.
 MOE_P2P_HD constexpr u64 weights_bytes(const Shape& s, i32 num_slots) {
   return align_up(sizeof(RegionHeader) + 4 * static_cast<u64>(num_slots) * static_cast<u64>(s.topk),
                   kLine);
 }
 MOE_P2P_HD constexpr u64 weights_bytes(const Shape& s) { return weights_bytes(s, s.chunk_tokens); }
 
-// u32 per slot or row, low half of step + 1, so that a device starts on the first one to come. Apart
-// from the slots, whose places depend on the call: a word must always be the same word.
+// u32 per slot or row, low half of step + 1, so that a device starts on the first one to come.
+// Apart from the slots, whose places depend on the call: a word must always be the same word.
 MOE_P2P_HD constexpr u64 flags_bytes(const Shape& s) {
   return align_up(4 * static_cast<u64>(s.chunk_tokens), kLine);
 }

@@ -1,8 +1,9 @@
-// The letter of the protocol, first page: integers, types, limits, and the shape of a communicator, from
-// which all sizes follow. The files of this folder are the one description used by the planner, the host
-// kernels and the device kernels, so they compile under g++ and NVRTC and include nothing else:
+// The letter of the protocol, first page: integers, types, limits, and the shape of a communicator,
+// from which all sizes follow. The files of this folder are the one description used by the
+// planner, the host kernels and the device kernels, so they compile under g++ and NVRTC and include
+// nothing else:
 //
-//   shape.h    what a communicator is made for      handle.h   what dispatch leaves behind for combine
+//   shape.h    what a communicator is made for      handle.h   what dispatch leaves for its combine
 //   slot.h     where a token lies in its slot       signal.h   words that ranks of a node share
 //   region.h   where slots lie in a rank's memory   params.h   what the host hands to a kernel
 //                                                   copy.h     what it asks of the copy kernel
@@ -52,8 +53,8 @@ inline constexpr i32 kScaleBlock = 128;  // values that share one fp8 scale
 
 MOE_P2P_HD constexpr u64 align_up(u64 value, u64 to) { return (value + to - 1) / to * to; }
 
-// The values that lie `offset` bytes behind `base`, const where the bytes are. Byte: char in kernels,
-// std::byte on hosts.
+// The values that lie `offset` bytes behind `base`, const where the bytes are. Byte: char in
+// kernels, std::byte on hosts.
 template <typename T, typename Byte>
 struct SameConst {
   using Type = T;
@@ -73,8 +74,8 @@ inline constexpr i32 kNumPhases = 3;
 
 enum class DType : i32 { kBFloat16 = 0, kFloat16 = 1, kFloat32 = 2, kFloat8E4M3 = 3 };
 
-// How received rows lie: those of each expert in room of its own, those of all experts one after the
-// other, or one row for each (source token, receiving rank), source after source.
+// How received rows lie: those of each expert in room of its own, those of all experts one after
+// the other, or one row for each (source token, receiving rank), source after source.
 enum class RowLayout : i32 { kPadded = 0, kGrouped = 1, kByRank = 2 };
 
 // What a quantizing dispatch delivers as scales; on the wire they are fp32 always.

@@ -1,13 +1,12 @@
-// The words. Every word is 64 bits and is never cleared; but for doorbells it counts upward, and waiters
-// compare with >=.
-// A rank's signal memory is mapped by all ranks of its node; its proxy thread looks at it too.
+// All words are 64-bit and never cleared. All but doorbells only increase, and waiters compare with
+// >=. A rank's signal memory is mapped by all ranks of its node; its proxy thread reads it too.
 //
-//   flags[phase][slot][source]   value come(e): what `source` sent in `phase` of step e is visible here.
-//       Own-node sources store it themselves; for others the gateway's proxy does (an *arrival*), and
-//       before it e * kMaxParts + n: so many parts are, from the first on. Arrivals of what (n, l)
-//       dispatched, and of its weights, lie at the gateway with local index l and are read by its node.
-//   doorbell[phase][slot][node]  for each part what to send of the outbox for `node`, because the proxy
-//       cannot look into a GPU's, and e + 1: it is complete there; rung by kernels.
+//   flags[phase][slot][source]   value come(e): what `source` sent in `phase` of step e is visible
+//       here. Own-node sources store it themselves; for others the gateway's proxy does (an *arrival*),
+//       and before it e * kMaxParts + n: the first n parts are visible. Arrivals of what (n, l)
+//       dispatched, and of its weights, lie at the gateway with local index l; its node reads them.
+//   doorbell[phase][slot][node]  for each part what to send of the outbox for `node`, because the
+//       proxy cannot look into a GPU's, and e + 1: it is complete there; rung by kernels.
 //   gather_count[slot][node]     partial sums handed in for `node`; the L-th of a step adds them up
 #pragma once
 
@@ -25,11 +24,12 @@ static_assert(sizeof(SignalHead) == kLine, "shared between processes");
 
 MOE_P2P_HD constexpr u64 come(u64 step) { return (step + 1) * kMaxParts; }
 
-// Both words of a part have the low half of e + 1 above what they say, so neither has to be stored before
-// the other: on a device a fence between them would wait until the first has crossed the bus.
+// Both words of a part have the low half of e + 1 above what they say, so neither has to be stored
+// before the other: on a device a fence between them would wait until the first has crossed the
+// bus.
 struct BellWords {
-  u64 size;  // lines of the part
-  u64 place;  // its first line, and above that, from kPartsBit on, one less than the region has parts
+  u64 size;   // lines of the part
+  u64 place;  // its first line, and from kPartsBit on the number of the region's parts less one
 
   static constexpr i32 kPartsBit = 30;
 

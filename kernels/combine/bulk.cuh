@@ -1,7 +1,7 @@
-// Both halves of combine where few multiprocessors do it (kernels/device/bulk.cuh): rows are added piece
-// by piece in shared memory. The loading warp asks for the pieces of every row of a sum in turn, the
-// computing warps add them in registers, the storing warp carries the sum away. A sum that is a row as it
-// stands goes straight from the one to the other.
+// Both halves of combine where few multiprocessors do it (kernels/device/bulk.cuh): rows are added
+// piece by piece in shared memory. The loading warp asks for the pieces of every row of a sum in
+// turn, the computing warps add them in registers, the storing warp carries the sum away. A sum
+// that is a row as it stands goes straight from the one to the other.
 #pragma once
 
 #include "kernels/combine/recv.cuh"
@@ -31,8 +31,8 @@ struct Sum {
 };
 inline constexpr i32 kEnd = -1;
 
-// A piece of a row: kDeep groups of kValues values for each thread. Fewer would wait more often than they
-// add, more would not fit in registers.
+// A piece of a row: kDeep groups of kValues values for each thread. Fewer would wait more often
+// than they add, more would not fit in registers.
 inline constexpr i32 kAllDeep = (kGroups + kComputeThreads - 1) / kComputeThreads;
 inline constexpr i32 kPieces = (kAllDeep + 3) / 4;
 inline constexpr i32 kDeep = (kAllDeep + kPieces - 1) / kPieces;
@@ -335,8 +335,8 @@ __device__ inline void combine_send(const CombineParams& p, i32 block, const IsT
 
 // --- receiving ---
 
-// Tokens whose rows a warp waits for together: one wait for all of them, but the first of a short chunk
-// should not wait for others.
+// Tokens whose rows a warp waits for together: one wait for all of them, but the first of a short
+// chunk should not wait for others.
 inline constexpr i32 kSpeakerLanes = kSpeakers <= 2    ? 2
                                      : kSpeakers <= 4  ? 4
                                      : kSpeakers <= 8  ? 8

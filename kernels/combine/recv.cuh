@@ -1,6 +1,6 @@
-// Combine, receiving half: adds the partial rows of each own token, as soon as those it needs are here.
-// The caller's bias first, then nodes ascending; the own node contributes its ranks one after the other,
-// any other node one row.
+// Combine, receiving half: adds the partial rows of each own token, as soon as those it needs are
+// here. The caller's bias first, then nodes ascending; the own node contributes its ranks one after
+// the other, any other node one row.
 #pragma once
 
 #include "kernels/combine/send.cuh"
@@ -27,8 +27,8 @@ __device__ __forceinline__ i32 order_of(const Self& self, i32 i) {
   return node < self.node ? node : node + kLocal - 1;
 }
 
-// The row that speaker i sent for a token; null when there is none. One that did not come is a lost one. A
-// row that flags itself may be still to come, and each word of it is a lost one until then.
+// The row that speaker i sent for a token; null when there is none. One that did not come is a lost
+// one. A row that flags itself may be still to come, and each word of it is a lost one until then.
 __device__ inline const char* wait_partial(const CombineParams& p, const Self& self, u64 step,
                                            i32 i, i32 index) {
   if (index < 0) return nullptr;
@@ -97,8 +97,9 @@ __device__ inline void recv_token(const CombineParams& p, const Self& self,
   worker.sync();
 }
 
-// Everybody has said what belongs to this step; before that it is not over. The block that relays knows it
-// first. With masks that block ends once somebody who waits has masked the missing, so another waits.
+// Everybody has said what belongs to this step; before that it is not over. The block that relays
+// knows it first. With masks that block ends once somebody who waits has masked the missing, so
+// another waits.
 inline constexpr bool kRelayEnds = kOthers > 0 && !kMasks;
 __device__ inline void end_step(const CombineParams& p, const Self& self, u64 step) {
   for (i32 i = static_cast<i32>(threadIdx.x); i < kSpeakers; i += kBlockThreads) {
@@ -114,8 +115,9 @@ __device__ inline void end_step(const CombineParams& p, const Self& self, u64 st
   }
 }
 
-// How long this rank waits for each speaker to be heard; the ranks of other nodes that do not speak to
-// it have no time of their own. Of its own node's ranks this is the word with which they begin to send.
+// How long this rank waits for each speaker to be heard; the ranks of other nodes that do not speak
+// to it have no time of their own. Of its own node's ranks this is the word with which they begin
+// to send.
 __device__ __noinline__ void tell_waits(const CombineParams& p, const Self& self, u64 step,
                                         bool first) {
   i64* ticks = p.wait_ticks.get();
@@ -161,8 +163,8 @@ __device__ inline void end_chunk(const CombineParams& p, const Self& self, const
   if (p.num_chunks > kSteps) say_sums_read(p, worker, step);
 }
 
-// A block that may not receive loses its own tokens, those of `num` workers of `count` from `first` on:
-// others of its grid may have asked before the fault was raised, and receive theirs.
+// A block that may not receive loses its own tokens, those of `num` workers of `count` from `first`
+// on: others of its grid may have asked before the fault was raised, and receive theirs.
 __device__ __noinline__ void lose_sums(const CombineParams& p, i32 first, i32 num, i32 count) {
   const auto thread = static_cast<i32>(threadIdx.x);
   for (i32 token = thread; !p.empty && token < p.num_rows; token += kBlockThreads) {

@@ -1,7 +1,7 @@
-// Combine, sending half: adds up this rank's experts for each received slot. For a token of the own node
-// the partial row goes to its source. For one of another node it goes to the gateway, which adds up those
-// of its node and with the last row of a part rings. Sums are in fp32 in a fixed order (docs/protocol.md,
-// section 10), so the result does not depend on arrival.
+// Combine, sending half: adds up this rank's experts for each received slot. For a token of the own
+// node the partial row goes to its source. For one of another node it goes to the gateway, which
+// adds up those of its node and with the last row of a part rings. Sums are in fp32 in a fixed
+// order (docs/protocol.md, section 10), so the result does not depend on arrival.
 #pragma once
 
 #include "kernels/combine/sum.cuh"
@@ -70,8 +70,8 @@ struct Trusts {
   __device__ bool operator()() const { return true; }
 };
 
-// The rows and weights of items i, i + count, ...: of each slot those of this rank. All that lies in
-// the handle is asked for at once, wanted or not. Where that is not trusted nothing is found.
+// The rows and weights of items i, i + count, ...: of each slot those of this rank. All that lies
+// in the handle is asked for at once, wanted or not. Where that is not trusted nothing is found.
 template <typename W, i32 kItems, typename IsTrusted = Trusts>
 __device__ inline void look_up(const Adder& a, const W& worker, u64 step, i32 chunk, i32 num_items,
                                i32 i, Rows<kItems>& w, const IsTrusted& is_trusted = {}) {
@@ -135,7 +135,8 @@ __device__ inline void store_partial(const Adder& a, const SendWorker& worker, i
 
 // --- tokens of other nodes ---
 
-// The node's partials of one row, which neighbours push, added up into this gateway's combine_outbox.
+// The node's partials of one row, which neighbours push, added up into this gateway's
+// combine_outbox.
 __device__ inline void add_partials(const Adder& a, const SendWorker& worker, u64 step, u64 ranks,
                                     i32 other, i32 index, char* to) {
   const u64 data = a.p.comm.data[a.self.local];
@@ -169,8 +170,8 @@ __device__ inline void add_partials(const Adder& a, const SendWorker& worker, u6
         sum_scalars<2>(a.p.comm, step, worker.thread, 0, num_ranks, row_at, source_of);
 }
 
-// To its gateway, if that is another rank. Else its sum: where no other rank of this node holds rows for
-// it, this rank's partial.
+// To its gateway, if that is another rank. Else its sum: where no other rank of this node holds
+// rows for it, this rank's partial.
 __device__ inline void send_to_node(const Adder& a, const SendWorker& worker, u64 step, i32 chunk,
                                     i32 place, i32 source, i32 index) {
   const CombineScratch& w = scratch_of(worker);
@@ -286,14 +287,14 @@ __device__ inline void say_chunk_read(const Adder& a, u64 step, i32 chunk) {
   say_read(a.p.comm, a.self, step, static_cast<i32>(threadIdx.x), kBlockThreads,
            [&](i32 source) { return a.header_of(chunk, source); });
 }
-// Between nodes that takes longer than a sum, so the block that relays says it where nothing has to come
-// before it.
+// Between nodes that takes longer than a sum, so the block that relays says it where nothing has to
+// come before it.
 __device__ inline bool relay_says_read(const CombineParams& p, bool opens) {
   return kOthers > 0 && !opens && !p.topk_weights;
 }
 
-// What comes before the sums of a chunk, by the whole block. opens: a step of its own. False: somebody did
-// not come.
+// What comes before the sums of a chunk, by the whole block. opens: a step of its own. False:
+// somebody did not come.
 __device__ inline bool open_chunk(const Adder& a, bool opens, u64 step, i32 chunk, i32 block) {
   if (opens && !open_solo(a, step, chunk, block)) return false;
   if (a.p.topk_weights && !exchange_weights(a.p, step, chunk, block)) return false;
@@ -301,8 +302,8 @@ __device__ inline bool open_chunk(const Adder& a, bool opens, u64 step, i32 chun
   return true;
 }
 
-// begin: what every block has to do, which waits for what it was asked first. So the rows of the first slots
-// are looked up before that; nobody follows them if the handle is not trusted.
+// begin: what every block has to do, which waits for what it was asked first. So the rows of the
+// first slots are looked up before that; nobody follows them if the handle is not trusted.
 template <typename IsTrusted, typename Begin>
 __device__ inline void combine_send(const CombineParams& p, i32 block, const IsTrusted& is_trusted,
                                     const Begin& begin) {

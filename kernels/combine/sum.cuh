@@ -95,8 +95,8 @@ __device__ __forceinline__ void store_values_shared(char* row, i32 group, const 
         Values<kOutType>::store(acc + i * kPerVec);
 }
 
-// Parts of a row, one group for each thread of a worker, which several workers share where a step has few
-// rows.
+// Parts of a row, one group for each thread of a worker, which several workers share where a step
+// has few rows.
 inline constexpr bool kFewRows = kSelfFlagged && kOthers == 0 && kChunk <= 16;
 template <typename W>
 inline constexpr i32 kRowParts = kFewRows ? (kGroups + W::kThreads - 1) / W::kThreads : 1;
@@ -156,8 +156,8 @@ __device__ __forceinline__ void sum_rows(const W& worker, i32 part, char* to, bo
   }
 }
 
-// What sum_rows() waits for, of rows at row_at(i) that flag themselves: source_of(i) is who sends row i, or
-// -1 when it is there.
+// What sum_rows() waits for, of rows at row_at(i) that flag themselves: source_of(i) is who sends
+// row i, or -1 when it is there.
 template <typename RowAt, typename SourceOf>
 __device__ __forceinline__ auto settle_rows(const DeviceComm& comm, u64 step, const RowAt& row_at,
                                             const SourceOf& source_of) {

@@ -1,9 +1,9 @@
-// Weights that a source did not know at dispatch and tells with combine: every rank pushes those of its
-// own tokens to the expert ranks, and each sending block waits for everybody's before it sums.
+// Weights that a source did not know at dispatch and tells with combine: every rank pushes those of
+// its own tokens to the expert ranks, and each sending block waits for everybody's before it sums.
 //
-// So senders wait for senders here. Destinations are dealt to the first blocks of a grid, which are on
-// the device before any other, and no block waits before it has pushed: what is waited for is under way
-// wherever the same call has been launched (docs/protocol.md, section 9).
+// So senders wait for senders here. Destinations are dealt to the first blocks of a grid, which are
+// on the device before any other, and no block waits before it has pushed: what is waited for is
+// under way wherever the same call has been launched (docs/protocol.md, section 9).
 #pragma once
 
 #include "kernels/device/steps.cuh"
@@ -43,8 +43,8 @@ __device__ inline void push_weights_to(const CombineParams& p, const Self& self,
          region_part(weights_bytes(Shape{kShape}, num_slots), 0, 0, 0));
 }
 
-// Pushes this block's share of one chunk, and waits for all that this rank needs. False: some did not
-// come.
+// Pushes this block's share of one chunk, and waits for all that this rank needs. False: some did
+// not come.
 __device__ __noinline__ bool exchange_weights(const CombineParams& p, u64 step, i32 chunk,
                                               i32 block) {
   const Self self(p.comm);
@@ -58,7 +58,8 @@ __device__ __noinline__ bool exchange_weights(const CombineParams& p, u64 step, 
       continue;
     }
     const RegionHeader* header = region_header(weights_region(p.comm, self, slot_of(step), source));
-    // By the block that has not yet said that this rank has read: then the header may be another one.
+    // By the block that has not yet said that this rank has read: then the header may be another
+    // one.
     if (block != 0 || (header->flags == kWeightsFlags && header->slot_bytes == kSlotWeightsBytes))
       continue;
     raise_fault(p.comm, kWrongHeader, Phase::kWeights, source, step, kSlotWeightsBytes,

@@ -1,6 +1,6 @@
-// Bulk copies: a thread asks, the multiprocessor's copy unit moves up to a whole row between global and
-// shared memory, and a barrier in shared memory tells when it is there. So a few multiprocessors keep as
-// much under way as their shared memory holds, which registers would not.
+// Bulk copies: a thread asks, the multiprocessor's copy unit moves up to a whole row between global
+// and shared memory, and a barrier in shared memory tells when it is there. So a few
+// multiprocessors keep as much under way as their shared memory holds, which registers would not.
 //
 // A buffer goes round between one who fills it and those who use it: a Ring of barriers, `full` and
 // `empty`. Both sides count the same turns, so nothing is ever reset.
@@ -10,12 +10,13 @@
 
 namespace moe_p2p::device {
 
-// Rows go through shared memory. Nodes with neighbours keep to the other way: their gateways add rows
-// that several ranks push.
+// Rows go through shared memory. Nodes with neighbours keep to the other way: their gateways add
+// rows that several ranks push.
 static_assert(kOthers == 0);
 static_assert(!kSelfFlagged);  // copies put no mark on words
 
-// Buffers in shared memory lie at lines. Copies may begin at any 16 bytes, and are slower by a third then.
+// Buffers in shared memory lie at lines. Copies may begin at any 16 bytes, and are slower by a
+// third then.
 inline constexpr i32 kBulkAlign = 128;
 
 // --- rings ---
@@ -58,9 +59,10 @@ struct Turn {
 
 // --- flags, raised by a warp that does nothing else ---
 
-// A fence for the whole system takes microseconds, and whoever asks for it issues no copy meanwhile. So the
-// storing warps only say how many of their items are written, and one warp of the block raises the flags of
-// all that it finds so, behind one fence: the longer fences take, the more flags share one.
+// A fence for the whole system takes microseconds, and whoever asks for it issues no copy
+// meanwhile. So the storing warps only say how many of their items are written, and one warp of the
+// block raises the flags of all that it finds so, behind one fence: the longer fences take, the
+// more flags share one.
 template <i32 kFlags>  // of an item
 struct Progress {
   static constexpr i32 kItems = 16;  // whose flags are noted; a power of two
@@ -69,8 +71,8 @@ struct Progress {
   u32 num_ended;                     // chunks that are written to their end
 
   __device__ void init() { num_written = num_raised = num_ended = 0; }
-  // By the storing warp, until there is room for the flags of item number `num`: it waits for its block
-  // only, as barrier_wait() does, and so does raise_flags().
+  // By the storing warp, until there is room for the flags of item number `num`: it waits for its
+  // block only, as barrier_wait() does, and so does raise_flags().
   __device__ void wait_room(u32 num) const {
     while (num - ld_acquire_cta_u32(&num_raised) >= kItems) {
     }
@@ -119,8 +121,8 @@ __device__ inline void raise_flags(const ProgressOf& progress, i32 lane, i32 chu
   }
 }
 
-// --- a worker of three parts: one warp loads, one stores, and the others compute. Behind the workers one
-// warp raises the flags of all. ---
+// --- a worker of three parts: one warp loads, one stores, and the others compute. Behind the
+// workers one warp raises the flags of all. ---
 
 inline constexpr i32 kPipeThreads = (kBlockThreads - 32) / SendWorker::kCount;
 inline constexpr i32 kComputeThreads = kPipeThreads - 64;
@@ -143,7 +145,8 @@ struct PipeRole {
   }
 };
 
-// One arrival for each computing warp, after all of its threads, or as many as its first thread says.
+// One arrival for each computing warp, after all of its threads, or as many as its first thread
+// says.
 __device__ __forceinline__ void arrive_warp(u64* barrier, i32 thread, u32 num_arrivals = 1) {
   __syncwarp();
   if (thread % 32 == 0) barrier_arrive(barrier, num_arrivals);

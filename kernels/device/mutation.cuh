@@ -1,6 +1,7 @@
-// Deliberate faults for the tests of the tests, which have to catch each: tests/kernel_mutations.py runs them
-// on the emulated GPU. In kernels MOE_P2P_MUTATED is the constant false, and nothing of this exists.
-// Fences, releases, acquires and waits for copies need no name: the emulated GPU leaves out any of them.
+// Deliberate faults for the tests of the tests, which have to catch each: tests/kernel_mutations.py
+// runs them on the emulated GPU. In kernels MOE_P2P_MUTATED is the constant false, and nothing of
+// this exists. Fences, releases, acquires and waits for copies need no name: the emulated GPU
+// leaves out any of them.
 #pragma once
 
 namespace moe_p2p::device {

@@ -1,5 +1,5 @@
-// All of the package that only a GPU has: inline PTX, and shared memory. Names are op_order_scope_type.
-// tests/emulation has the same names for a CPU.
+// All of the package that only a GPU has: inline PTX, and shared memory. Names are
+// op_order_scope_type. tests/emulation has the same names for a CPU.
 #pragma once
 
 #include "kernels/abi/shape.h"
@@ -85,7 +85,8 @@ __device__ __forceinline__ u32 atom_inc_acq_rel_gpu_u32(u32* p, u32 last) {
   return old;
 }
 
-// --- rows: read once or written for somebody else, so not worth a place in the first-level cache ---
+// --- rows: read once or written for somebody else, so not worth a place in the first-level cache
+// ---
 
 // For memory that nobody writes while the kernel runs.
 __device__ __forceinline__ Vec ld_nc_v4(const void* p) {
@@ -233,7 +234,8 @@ __device__ __forceinline__ void barrier_expect(u64* barrier, u32 bytes) {
       "r"(bytes)
       : "memory");
 }
-// Until the phase of that parity is over. It waits for this block and its copies only, never for a peer.
+// Until the phase of that parity is over. It waits for this block and its copies only, never for a
+// peer.
 __device__ __forceinline__ void barrier_wait(u64* barrier, u32 parity) {
   asm volatile(
       "{\n"

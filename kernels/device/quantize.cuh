@@ -98,10 +98,10 @@ __device__ __forceinline__ float max_magnitude(const Vec* v) {
   return most;
 }
 
-// Of kNum blocks of 128 values, each in the hands of the same 8 neighbouring threads: amax[j] is the
-// largest magnitude of this thread's values of block j, and becomes what they are multiplied with. A
-// thread divides once: of the eight, thread j for block j, and thread 4 + j for its scale, which it
-// returns. All 32 threads of a warp call this.
+// Of kNum blocks of 128 values, each in the hands of the same 8 neighbouring threads: amax[j] is
+// the largest magnitude of this thread's values of block j, and becomes what they are multiplied
+// with. A thread divides once: of the eight, thread j for block j, and thread 4 + j for its scale,
+// which it returns. All 32 threads of a warp call this.
 template <ScaleFormat kFormat, i32 kNum>
 __device__ __forceinline__ float find_scales(float (&amax)[kNum]) {
   static_assert(kNum == 1 || kNum == 2 || kNum == 4);

@@ -1,7 +1,7 @@
-// Self-flagging words: 0 means not arrived, as memory is at the start, so no flag has to follow behind a
-// fence (docs/gpu.md, "Rows that flag themselves"). Senders store the complement of the value; the reader
-// resets the word to 0 after reading it. All ones, a NaN in every format of rows, would become 0: another
-// NaN is sent in its place.
+// Self-flagging words: 0 means not arrived, as memory is at the start, so no flag has to follow
+// behind a fence (docs/gpu.md, "Rows that flag themselves"). Senders store the complement of the
+// value; the reader resets the word to 0 after reading it. All ones, a NaN in every format of rows,
+// would become 0: another NaN is sent in its place.
 #pragma once
 
 #include "kernels/device/wait.cuh"
@@ -48,7 +48,8 @@ __device__ __forceinline__ u32 take_word(const DeviceComm& comm, u32* from, u32 
   return ~word;
 }
 
-// --- words that many read: the number of the step comes in the upper half, and nobody clears them ---
+// --- words that many read: the number of the step comes in the upper half, and nobody clears them
+// ---
 
 __device__ __forceinline__ void st_tagged(u64* to, u64 step, u32 value) {
   st_relaxed_sys_u64(to, (step + 1) << 32 | value);

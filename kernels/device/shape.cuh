@@ -123,14 +123,15 @@ struct Self {
 struct Item {
   i32 source, index;
 };
-// Items in an order that takes the sources in turns, the own rank first, and begins each round with the
-// next: whoever takes every n-th item has all sources, whatever n is.
+// Items in an order that takes the sources in turns, the own rank first, and begins each round with
+// the next: whoever takes every n-th item has all sources, whatever n is.
 __device__ __forceinline__ Item item_of(const Self& self, i32 i) {
   const i32 index = i / kWorld;
   return {(i + index + self.rank) % kWorld, index};
 }
-// The same in the order of combine, for sources that have at most `most` each: what a neighbour adds up
-// for another node and therefore waits for, what this rank adds up for other nodes, and the own node's.
+// The same in the order of combine, for sources that have at most `most` each: what a neighbour
+// adds up for another node and therefore waits for, what this rank adds up for other nodes, and the
+// own node's.
 __device__ __forceinline__ Item sum_item_of(const Self& self, i32 i, i32 most) {
   if constexpr (kOthers == 0) return item_of(self, i);
   constexpr i32 kNeighbours = kLocal > 1 ? kLocal - 1 : 1, kFar = kOthers > 0 ? kOthers : 1;
@@ -178,7 +179,8 @@ __device__ __forceinline__ i32 slot_of(u64 step) {
   return static_cast<i32>(step % static_cast<u64>(kSteps));
 }
 
-// What the flags of a step's slots and rows say: the low half of e + 1, and never 0, as memory is at first.
+// What the flags of a step's slots and rows say: the low half of e + 1, and never 0, as memory is
+// at first.
 __device__ __forceinline__ u32 flag_of(u64 step) {
   const auto flag = static_cast<u32>(step + 1);
   return flag != 0 ? flag : 1u << 31;

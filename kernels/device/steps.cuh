@@ -1,13 +1,14 @@
-// Steps that kernels open, and what they say to other ranks without tokens: empty halves, doorbells.
+// Steps that kernels open, and what they say to other ranks without tokens: empty halves,
+// doorbells.
 #pragma once
 
 #include "kernels/device/wait.cuh"
 
 namespace moe_p2p::device {
 
-// Which kernel of its communicator this one is, and the step that it may open first. Every thread asks
-// before its block calls join(). The words are held as they were read: who asks for what follows from them
-// waits for them, and has other loads under way by then.
+// Which kernel of its communicator this one is, and the step that it may open first. Every thread
+// asks before its block calls join(). The words are held as they were read: who asks for what
+// follows from them waits for them, and has other loads under way by then.
 struct Launch {
   u64 even, odd, launches;
   u32 aborted, ended;
@@ -16,8 +17,8 @@ struct Launch {
   __device__ static bool opens() { return blockIdx.x == 0 && threadIdx.x == 0; }
   __device__ static Launch ask(const DeviceComm& comm) {
     DeviceState& state = state_of(comm);
-    // Under way together; one of them another block may be writing. By all warps of a GPU at once: the
-    // second-level cache would take microseconds to answer them all from one line.
+    // Under way together; one of them another block may be writing. By all warps of a GPU at once:
+    // the second-level cache would take microseconds to answer them all from one line.
     Launch launch;
     launch.begun = opens() ? atom_add_relaxed_gpu_u32(&state.begun, 1) : 0;
     launch.even = ld_relaxed_cta_u64(&state.next_step[0]);
@@ -31,8 +32,9 @@ struct Launch {
   __device__ u64 next_step() const {
     return number() % 2 && !MOE_P2P_MUTATED(kStepOfOneWord) ? odd : even;
   }
-  // An earlier kernel raised a fault, or one is not over whose blocks have all begun. A fault of this kernel
-  // may be seen or not. What may not be done any more is left out and poisoned (kernels/device/lost.cuh).
+  // An earlier kernel raised a fault, or one is not over whose blocks have all begun. A fault of
+  // this kernel may be seen or not. What may not be done any more is left out and poisoned
+  // (kernels/device/lost.cuh).
   __device__ bool is_late() const {
     // The first block of this kernel may have ended before another one asks.
     return aborted || static_cast<i32>(ended - static_cast<u32>(number())) < 0;
@@ -43,15 +45,17 @@ struct Launch {
         &state_of(comm).next_step[MOE_P2P_MUTATED(kStepOfOneWord) ? 0 : (number() + 1) % 2],
         next_step() + static_cast<u64>(num_steps));
   }
-  // By all blocks. The last one to add makes it the next kernel's turn, so no block has to find out who is
-  // last. Not at the end of a kernel, which would last until all have added; and behind the first loads of a
-  // block, which would wait for the words above. False: some thread of the block is not `good`.
+  // By all blocks. The last one to add makes it the next kernel's turn, so no block has to find out
+  // who is last. Not at the end of a kernel, which would last until all have added; and behind the
+  // first loads of a block, which would wait for the words above. False: some thread of the block
+  // is not `good`.
   __device__ bool join(const DeviceComm& comm, Phase phase, bool good) const {
     good = __syncthreads_and(good);  // all threads have asked whose turn it is
     if (threadIdx.x == 0)
       red_add_relaxed_gpu_u64(&state_of(comm).launches,
                               blockIdx.x == 0 ? kLaunch - (gridDim.x - 1) : 1);
-    // Another kernel that has begun and not ended takes the same steps. Asked last: an atomic takes longest.
+    // Another kernel that has begun and not ended takes the same steps. Asked last: an atomic takes
+    // longest.
     if (opens() && begun != ended)
       raise_fault(comm, kTwoAtOnce, phase, comm.rank, next_step(), ended, begun);
     return good;
@@ -86,8 +90,8 @@ struct OpenSteps {
     }
     return open;
   }
-  // Whether kernel `number` is the one that closes the dispatch of `step`. Its first block says so while
-  // others may have yet to ask, which makes no difference to them.
+  // Whether kernel `number` is the one that closes the dispatch of `step`. Its first block says so
+  // while others may have yet to ask, which makes no difference to them.
   __device__ bool closed_by(u64 number, u64 first_step) const {
     bool found = false;
 #pragma unroll
@@ -116,10 +120,10 @@ __device__ inline void ring(const DeviceComm& comm, Phase phase, u64 step, i32 g
   st_relaxed_sys_u64(&bell->part[part.index].place, words.place);
 }
 
-// A row of what this rank sends to another node is in its combine_outbox, or its header may be written,
-// which goes with the first part. Whoever hands in the last of a part rings; of the first, that one
-// writes the header, once all ranks of the node have said that they have read the dispatch: whom this
-// goes to may then write over it.
+// A row of what this rank sends to another node is in its combine_outbox, or its header may be
+// written, which goes with the first part. Whoever hands in the last of a part rings; of the first,
+// that one writes the header, once all ranks of the node have said that they have read the
+// dispatch: whom this goes to may then write over it.
 struct CombineHeader {
   u32 num_tokens;
   u32 flags;

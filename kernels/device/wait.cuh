@@ -1,7 +1,7 @@
 // Waiting on a device: every wait has a deadline and looks at the abort words. A wait that fails is
-// told once, in the communicator's Fault, and returns false; callers then leave out what they waited
-// for, so the kernel ends and the context stays usable. With masks it is told nobody: the rank that it
-// waited for is masked, and callers go on without it.
+// told once, in the communicator's Fault, and returns false; callers then leave out what they
+// waited for, so the kernel ends and the context stays usable. With masks it is told nobody: the
+// rank that it waited for is masked, and callers go on without it.
 #pragma once
 
 #include "kernels/abi/params.h"
@@ -73,9 +73,9 @@ __device__ __noinline__ u64 look_around(const DeviceComm& comm, u32 looks, u64 d
                                         u32 got, Awaited what) {
   if (is_aborted(comm)) return 0;
   if (is_masked(comm, what.source)) return 0;
-  // The host's abort word is far: one block looks at it often, and tells the others by theirs. Were it
-  // all of them, thousands of reads would queue on the bus and every wait took as long as they do
-  // (measured: a combine of 4096 tokens 17 ms instead of 0.5).
+  // The host's abort word is far: one block looks at it often, and tells the others by theirs. Were
+  // it all of them, thousands of reads would queue on the bus and every wait took as long as they
+  // do (measured: a combine of 4096 tokens 17 ms instead of 0.5).
   const u32 looks_between_aborts = blockIdx.x == 0 ? kLooksBetweenClocks : 1u << 18;
   if (looks % looks_between_aborts == 0) {
     const auto* head = reinterpret_cast<const SignalHead*>(comm.signals[comm.rank % kLocal]);
@@ -85,7 +85,8 @@ __device__ __noinline__ u64 look_around(const DeviceComm& comm, u32 looks, u64 d
     }
   }
   const u64 now = globaltimer_ns();
-  // This rank's own blocks are late because they wait for other ranks: those are to be told, or masked.
+  // This rank's own blocks are late because they wait for other ranks: those are to be told, or
+  // masked.
   if (deadline == 0) return now + comm.timeout_ns * (what.source != comm.rank ? 1 : kMasks ? 8 : 2);
   if (now < deadline) return deadline;
   if constexpr (kMasks)
@@ -112,8 +113,8 @@ __device__ inline bool wait_word(const DeviceComm& comm, const u64* word, u64 wa
     if (!lasts(comm, patience, static_cast<u32>(want), static_cast<u32>(got), what)) return false;
   }
 }
-// Until the flag of a slot or a row is that of the step. A seldom used one may be of any step before, and
-// 32 bits cannot order these: only one value is right.
+// Until the flag of a slot or a row is that of the step. A seldom used one may be of any step
+// before, and 32 bits cannot order these: only one value is right.
 __device__ inline bool wait_flag(const DeviceComm& comm, const u32* flag, const Awaited& what) {
   const u32 want = flag_of(what.step);
   for (Patience patience;;) {
@@ -128,8 +129,8 @@ __device__ inline bool wait_flag(const DeviceComm& comm, const u32* flag, const 
 
 __device__ inline u64* header_word(char* region) { return &region_header(region)->step; }
 
-// --- what other nodes say: flags in the node's signal memory, which one block relays to this device.
-// Looks at one word of the host's memory come one after the other, a microsecond each. ---
+// --- what other nodes say: flags in the node's signal memory, which one block relays to this
+// device. Looks at one word of the host's memory come one after the other, a microsecond each. ---
 
 __device__ inline u64* arrival_word(const DeviceComm& comm, Phase phase, i32 slot, i32 source) {
   const i32 index = (static_cast<i32>(phase) * kSteps + slot) * kWorld + source;
@@ -178,8 +179,9 @@ __device__ inline bool wait_dispatch(const DeviceComm& comm, const Self& self, u
                    header_word(inbox_at(comm.data[self.local], slot_of(step), source % kLocal)),
                    step + 1, {Phase::kDispatch, source, step});
 }
-// Speaker i: a rank of this node, or after those the rank with our local index on another one. Of its
-// own node's ranks this only says that they have read the dispatch; rows have flags of their own.
+// Speaker i: a rank of this node, or after those the rank with our local index on another one. Of
+// its own node's ranks this only says that they have read the dispatch; rows have flags of their
+// own.
 inline constexpr i32 kSpeakers = kLocal + kOthers;
 __device__ inline i32 speaker_rank(const Self& self, i32 i) {
   return i < kLocal ? self.node * kLocal + i
@@ -227,9 +229,9 @@ struct Relayed {
   bool combine = false;
 };
 
-// What all ranks of other nodes say in a phase of `step`, part by part; in combine, those that speak to
-// this one. Threads of a warp end their waits together, so each passes on what it finds while it waits.
-// With masks, who waits for a rank masks it, which ends this too.
+// What all ranks of other nodes say in a phase of `step`, part by part; in combine, those that
+// speak to this one. Threads of a warp end their waits together, so each passes on what it finds
+// while it waits. With masks, who waits for a rank masks it, which ends this too.
 __device__ inline void relay_phase(const DeviceComm& comm, const Self& self, Phase phase,
                                    u64 step) {
   const Signals signals = kSignals;

@@ -1,6 +1,6 @@
-// Who does what: a block is divided into workers, each of which carries one token or slot at a time. Few
-// large workers hide the latency of one token, many small ones keep more tokens under way per
-// multiprocessor.
+// Who does what: a block is divided into workers, each of which carries one token or slot at a
+// time. Few large workers hide the latency of one token, many small ones keep more tokens under way
+// per multiprocessor.
 #pragma once
 
 #include "kernels/device/shape.cuh"
@@ -49,8 +49,8 @@ struct Threads {
 struct Part {
   i32 index = 0, count = 1;
 
-  // `worker` as one of a team: the number of its team, and how many there are. One that is left over has
-  // a number behind all items.
+  // `worker` as one of a team: the number of its team, and how many there are. One that is left
+  // over has a number behind all items.
   template <typename W>
   __device__ W team(W worker) const {
     worker.count /= count;

@@ -1,6 +1,6 @@
-// Dispatch, receiving half, where few multiprocessors do it: a whole slot is fetched by one copy and its
-// payload goes to every row as another. Every warp has a ring of slots of its own, as far as shared memory
-// goes.
+// Dispatch, receiving half, where few multiprocessors do it: a whole slot is fetched by one copy
+// and its payload goes to every row as another. Every warp has a ring of slots of its own, as far
+// as shared memory goes.
 #pragma once
 
 #include "kernels/device/bulk.cuh"
@@ -10,8 +10,8 @@ namespace moe_p2p::device::bulk {
 
 inline constexpr i32 kPayloadBytes = kPayloadVecs * static_cast<i32>(sizeof(Vec));
 inline constexpr i32 kRings = MOE_P2P_RINGS, kRingImages = MOE_P2P_RING_IMAGES;
-// Slots that are fetched while one is taken. Rows by expert are several of a slot, whose copies need the
-// time of another image.
+// Slots that are fetched while one is taken. Rows by expert are several of a slot, whose copies
+// need the time of another image.
 inline constexpr i32 kAhead = kByRank ? kRingImages - 1 : kRingImages - 2;
 static_assert(kAhead >= 1);
 
@@ -84,8 +84,8 @@ __device__ inline void leave_out(const Receiver& a, Fetcher& fetcher, i32 chunk,
   if (fetcher.lane < kTopk) a.handle.rows_of(chunk, item.source, item.index)[fetcher.lane] = -1;
 }
 
-// Slots first, first + stride, ... before `end`, about in the order in which they come: each lane looks for
-// every 32nd.
+// Slots first, first + stride, ... before `end`, about in the order in which they come: each lane
+// looks for every 32nd.
 __device__ inline void fetch_slots(const Receiver& a, Fetcher& fetcher, u64 step, i32 chunk,
                                    i32 first, i32 end, i32 stride) {
   const u32 want = flag_of(step);

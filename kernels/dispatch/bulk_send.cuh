@@ -1,6 +1,7 @@
-// Dispatch, sending half, where few multiprocessors do it (kernels/device/bulk.cuh): a whole slot is made
-// in shared memory and goes to every rank as one copy. The loading warp asks for the row and makes the
-// head, the computing warps make payload and scales, the storing warp carries the slot.
+// Dispatch, sending half, where few multiprocessors do it (kernels/device/bulk.cuh): a whole slot
+// is made in shared memory and goes to every rank as one copy. The loading warp asks for the row
+// and makes the head, the computing warps make payload and scales, the storing warp carries the
+// slot.
 #pragma once
 
 #include "kernels/device/bulk.cuh"
@@ -10,8 +11,8 @@ namespace moe_p2p::device::bulk {
 
 inline constexpr i32 kRowBytes = kHidden * static_cast<i32>(item_bytes(kXType));  // of x
 
-// One image is made while others leave. Rows of x that are quantized come through buffers of their own,
-// others straight into the image.
+// One image is made while others leave. Rows of x that are quantized come through buffers of their
+// own, others straight into the image.
 inline constexpr i32 kImages = MOE_P2P_IMAGES, kXs = kQuantize ? 2 : kImages;
 inline constexpr i32 kUnderWay = 1;  // images whose copies may be, beside those that are asked for
 static_assert(kLocal <= 32, "a lane for each rank");

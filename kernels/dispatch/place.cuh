@@ -1,5 +1,5 @@
-// Dispatch, receiving half: where rows go, from the counts in the headers. Each receiving block works
-// it out for itself; one tells the caller.
+// Dispatch, receiving half: where rows go, from the counts in the headers. Each receiving block
+// works it out for itself; one tells the caller.
 #pragma once
 
 #include "kernels/device/lost.cuh"
@@ -52,7 +52,8 @@ __device__ inline void tell_ticks(const Receiver& a, i32 chunk, i32 source, i64 
 }
 
 // --- masks: whether a source has come is decided once, by the block that tells, because all blocks
-// place rows by it. It has when all of its slots have: rows of one that ends in between are absent. ---
+// place rows by it. It has when all of its slots have: rows of one that ends in between are absent.
+// ---
 
 __device__ inline u64* came_word(const Receiver& a, u64 step, i32 source) {
   return state_words<u64>(a.p.comm, kWords.came) + slot_of(step) * kWorld + source;
@@ -74,8 +75,8 @@ __device__ inline bool is_lost(const Receiver& a, i32 source) {
   return !kMasks || (is_aborted(a.p.comm) && !is_masked(a.p.comm, source));
 }
 
-// By the block that tells: waits for the slots of the own node, and says what became of each source.
-// False: one that should have come did not.
+// By the block that tells: waits for the slots of the own node, and says what became of each
+// source. False: one that should have come did not.
 __device__ inline bool decide(const Receiver& a, u64 step, i32* num_slots) {
   const DeviceComm& comm = a.p.comm;
   const i32 thread = static_cast<i32>(threadIdx.x);
@@ -132,8 +133,9 @@ __device__ inline i32 hear_slots(const Receiver& a, u64 step, i32 source) {
   return -1;
 }
 
-// Waits for the headers of a step from everybody. wait_ticks are those of these waits: slots of the own
-// node may come later than their header, but no single place waits for all of them. False: one is lost.
+// Waits for the headers of a step from everybody. wait_ticks are those of these waits: slots of the
+// own node may come later than their header, but no single place waits for all of them. False: one
+// is lost.
 __device__ inline bool read_headers(const Receiver& a, u64 step, i32 chunk) {
   const DispatchParams& p = a.p;
   bool lost = false;
@@ -178,8 +180,8 @@ __device__ inline void place_groups(const Receiver& a) {
   }
 }
 
-// Count i of those that `source` tells this rank about the call, in two steps: loads of several can be
-// under way together.
+// Count i of those that `source` tells this rank about the call, in two steps: loads of several can
+// be under way together.
 __device__ __forceinline__ const char* counts_from(const Receiver& a, u64 step, i32 source) {
   return behind_header<char>(dispatch_region(a.p.comm, a.self, slot_of(step), source));
 }
@@ -232,7 +234,8 @@ __device__ inline void tell_experts(const Receiver& a, u64 step) {
   }
 }
 
-// kByRank: counts of experts, offsets of sources. Out of line, or slots have fewer registers for it.
+// kByRank: counts of experts, offsets of sources. Out of line, or slots have fewer registers for
+// it.
 __device__ __noinline__ void tell_sources(const DispatchParams& p, RecvShared& s, u64 step) {
   const Receiver a{p, Self(p.comm), HandleArrays(p), true, s};
   const i32 thread = static_cast<i32>(threadIdx.x);
@@ -297,8 +300,9 @@ __device__ inline void tell_lost(const Receiver& a) {
   for (i32 i = thread; i <= (kByRank ? kWorld : num_experts); i += kBlockThreads) p.offsets[i] = 0;
 }
 
-// Something of `step` is lost, and nobody knows which rows it would have filled. So all are poisoned, by
-// all threads that come here; rows that do come are stored beside that and may be whole or not.
+// Something of `step` is lost, and nobody knows which rows it would have filled. So all are
+// poisoned, by all threads that come here; rows that do come are stored beside that and may be
+// whole or not.
 __device__ __noinline__ void lose_rows(const DispatchParams& p, u64 step) {
   if (!p.offsets) return;
   const i64 num_rows = (kByRank || p.grouped ? 1 : p.comm.num_local_experts) * p.capacity;

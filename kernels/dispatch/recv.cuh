@@ -1,7 +1,7 @@
-// Dispatch, receiving half: slots straight into rows. Those of the own node lie in this rank's inbox
-// and are taken one by one as their flags go up; those of other nodes lie in the gateways' landing
-// regions and are read over NVLink once their source has arrived. Which row it is follows from what
-// dispatch_place.cuh found out and the position in the slot.
+// Dispatch, receiving half: slots straight into rows. Those of the own node lie in this rank's
+// inbox and are taken one by one as their flags go up; those of other nodes lie in the gateways'
+// landing regions and are read over NVLink once their source has arrived. Which row it is follows
+// from what dispatch_place.cuh found out and the position in the slot.
 #pragma once
 
 #include "kernels/dispatch/place.cuh"
@@ -92,8 +92,8 @@ __device__ inline void find_rows(const Receiver& a, i32 lane, i32 chunk, const I
   }
 }
 
-// The head of a slot, by the first warp, into shared memory: all of it for the latency of one load. takes:
-// it flags itself.
+// The head of a slot, by the first warp, into shared memory: all of it for the latency of one load.
+// takes: it flags itself.
 __device__ inline void read_head(const Receiver& a, i32 lane, char* from, bool takes, i32 buffer,
                                  const Awaited& what, RecvScratch& w) {
   constexpr i32 kEach = (kHeadWords + 31) / 32;
@@ -116,7 +116,8 @@ __device__ inline char* slot_at(const Receiver& a, u64 step, const Item& item) {
          static_cast<u64>(item.index) * a.p.parts.slot_bytes;
 }
 
-// The words behind the payload of a self-flagged slot that none of them marks as come: its flag did.
+// The words behind the payload of a self-flagged slot that none of them marks as come: its flag
+// did.
 __device__ inline void clear_opaque(const DispatchParams& p, const RecvWorker& worker, char* from) {
   worker.sync();  // all have read them
   for (u64 at = p.parts.offset[1] + static_cast<u64>(worker.thread) * 16; at < p.parts.slot_bytes;
@@ -217,8 +218,8 @@ __device__ inline void recv_slot(const Receiver& a, const RecvWorker& worker, u6
   if (takes && p.opaque) clear_opaque(p, worker, from);
 }
 
-// Which own-node ranks the slot of another node's source is for; the handle keeps it for combine. All
-// slots are looked at, so that the kernel does not end before all parts are here.
+// Which own-node ranks the slot of another node's source is for; the handle keeps it for combine.
+// All slots are looked at, so that the kernel does not end before all parts are here.
 __device__ inline bool slot_is_mine(const Receiver& a, u64 step, i32 chunk, const Item& item,
                                     i32 part) {
   if (MOE_P2P_MUTATED(kPartBefore)) part = max(part - 1, 0);
@@ -258,8 +259,9 @@ __device__ inline void recv_slots(const Receiver& a, const RecvWorker& worker, u
     }
     return;
   }
-  // Those of the own node with the first part of the others. In batches: each thread looks at the head
-  // of one slot, or the latency of NVLink adds up over the many that are for other ranks of the node.
+  // Those of the own node with the first part of the others. In batches: each thread looks at the
+  // head of one slot, or the latency of NVLink adds up over the many that are for other ranks of
+  // the node.
   const i32 each = slots_of_part(a.p.parts.slot_bytes);
   for (i32 part = 0; part * each < most; ++part) {
     const i32 begin = part * each * kWorld;
@@ -310,7 +312,8 @@ __device__ inline bool begin_chunk(const Receiver& a, const RecvWorker& worker, 
     lose_rows(a.p, step);
     return false;
   }
-  // Once a slot of a call is lost, later chunks poison the rows again: they wrote to these rows too.
+  // Once a slot of a call is lost, later chunks poison the rows again: they wrote to these rows
+  // too.
   if (chunk == 0 && threadIdx.x == 0) a.s.lost = false;
   // A second barrier behind the headers of later chunks: with the one in read_headers alone,
   // compute-sanitizer's racecheck takes what the last warps read of them for a race, in most runs.

@@ -8,8 +8,8 @@
 namespace moe_p2p::device {
 
 struct SendScratch {
-  // How many earlier tokens of the call name the expert. With kByRank only send_headers() counts here:
-  // tokens for each expert, and behind those for each rank.
+  // How many earlier tokens of the call name the expert. With kByRank only send_headers() counts
+  // here: tokens for each expert, and behind those for each rank.
   i32 seen[kExperts + (kByRank ? kWorld : 0)];
   u32 head[kHeadWords];  // of the token at hand
   float scale[kScales];
@@ -53,8 +53,8 @@ __device__ __forceinline__ i64 id_at(const DispatchParams& p, i64 i) {
   return p.topk_is_int64 ? __ldg(p.topk_idx.as<const i64>() + i)
                          : __ldg(p.topk_idx.as<const i32>() + i);
 }
-// Its low word: all that is needed once route_chunk() has told of entries out of range. No thread waits
-// for it before expert_of().
+// Its low word: all that is needed once route_chunk() has told of entries out of range. No thread
+// waits for it before expert_of().
 __device__ __forceinline__ i32 ask_id(const DispatchParams& p, i64 i) {
   return __ldg(p.topk_idx.as<const i32>() + (i << p.topk_is_int64));
 }
@@ -133,8 +133,8 @@ __device__ inline bool route_chunk(const Sender& a, u64 step, i32 chunk, bool te
   return __syncthreads_and(true);
 }
 
-// Tokens for masked ranks go nowhere. Blocks that see a mask at different times differ in what they do
-// for that rank only: it gets slots without a header, or an outbox that is never complete.
+// Tokens for masked ranks go nowhere. Blocks that see a mask at different times differ in what they
+// do for that rank only: it gets slots without a header, or an outbox that is never complete.
 __device__ inline void drop_masked(const Sender& a) {
   for (i32 i = static_cast<i32>(threadIdx.x); i < kSpeakers; i += kBlockThreads) {
     const i32 rank = speaker_rank(a.self, i);
@@ -220,8 +220,8 @@ __device__ inline void find_slots(const Sender& a, const W& worker, i32 chunk, i
   }
 }
 
-// With kByRank: tokens of the call for `rank` before token `at` of the chunk, which has `slot` in the
-// inbox of a rank of the own node.
+// With kByRank: tokens of the call for `rank` before token `at` of the chunk, which has `slot` in
+// the inbox of a rank of the own node.
 __device__ inline i32 rank_position(const Sender& a, i32 rank, i32 at, i32 slot) {
   if constexpr (kOthers > 0)
     if (!a.self.same_node(rank)) slot = tokens_before(a.s.far_has[rank], at);
@@ -316,8 +316,9 @@ __device__ inline void send_headers(const Sender& a, u64 step, i32 chunk) {
     if constexpr (kMasks)
       if (speaker_masked(a.p.comm, a.self, i)) continue;
     if (i < kLocal) {
-      // The flag of header and counts; pairs with wait_dispatch() of rank i. Where rows flag themselves
-      // it says no more than that this rank has read what rank i sent it in earlier steps.
+      // The flag of header and counts; pairs with wait_dispatch() of rank i. Where rows flag
+      // themselves it says no more than that this rank has read what rank i sent it in earlier
+      // steps.
       st_release_sys_u64(header_word(inbox_at(a.p.comm.data[i], slot, a.self.local)), step + 1);
     } else {
       *header_word(outbox_at(own, slot, i - kLocal)) = step + 1;

@@ -1,6 +1,6 @@
 // Dispatch, sending half: each token once into the outbox for every other node that owns one of its
-// experts, and once to every rank of the own node that does, by stores over NVLink. Where it goes is
-// what dispatch_route.cuh found out.
+// experts, and once to every rank of the own node that does, by stores over NVLink. Where it goes
+// is what dispatch_route.cuh found out.
 #pragma once
 
 #include "kernels/dispatch/route.cuh"
@@ -116,7 +116,8 @@ __device__ inline void build_head(const Sender& a, const W& worker, u64 step, i3
     *slot_head(head) = {static_cast<u32>(step + 1), static_cast<u32>(token)};
 }
 
-// Of a token whose slots are out, so that nobody waits for this. By the threads that built its head.
+// Of a token whose slots are out, so that nobody waits for this. By the threads that built its
+// head.
 __device__ inline void check_experts(const Sender& a, u64 step, i32 token, i32 thread,
                                      const char* head) {
   const u32 e = slot_expert_ids(head)[thread];
@@ -231,8 +232,8 @@ __device__ inline void send_token(const Sender& a, const SendWorker& worker, con
       },
       true, payload, w);
   worker.sync();
-  // The slot's flag, after every thread's stores; pairs with the wait in recv_slot() of rank l. A thread
-  // looks at no other place of `slot` than it writes for the next token.
+  // The slot's flag, after every thread's stores; pairs with the wait in recv_slot() of rank l. A
+  // thread looks at no other place of `slot` than it writes for the next token.
   if (!kSelfFlagged || p.opaque)
     for (i32 l = thread; l < kLocal; l += SendWorker::kThreads)
       if (w.slot[l] >= 0 && part.has((l + kLocal - a.self.local) % kLocal))
@@ -283,8 +284,8 @@ __device__ inline void copy_topk(const DispatchParams& p, i32 block) {
     to[i] = from[i];
 }
 
-// begin: what every block has to do, which waits for what it was asked first; so loads of the payload are
-// under way before that.
+// begin: what every block has to do, which waits for what it was asked first; so loads of the
+// payload are under way before that.
 template <typename Begin>
 __device__ inline void dispatch_send(const DispatchParams& p, i32 block, const Begin& begin) {
   const i32 num_blocks = p.grid.num_send_blocks;

@@ -1,4 +1,5 @@
-// What both halves of dispatch know of a token: its types, how it lies in a slot, and how a worker carries it.
+// What both halves of dispatch know of a token: its types, how it lies in a slot, and how a worker
+// carries it.
 #pragma once
 
 #include "kernels/device/quantize.cuh"

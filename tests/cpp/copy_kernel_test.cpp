@@ -1,5 +1,5 @@
-// The queue of copies with a copy kernel beside the engines: who carries what, what is left behind by a
-// kernel that leaves, who waits for it. The kernel is a thread of fake_driver.h.
+// The queue of copies with a copy kernel beside the engines: who carries what, what is left behind
+// by a kernel that leaves, who waits for it. The kernel is a thread of fake_driver.h.
 #include "platform/copy_kernel.h"
 
 #include <thread>

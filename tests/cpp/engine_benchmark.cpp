@@ -79,7 +79,8 @@ TEST_CASE("benchmark: engine, one write from submit to done" * doctest::skip()) 
   MESSAGE(percentile(ns, 50), " ns (p50), ", percentile(ns, 99), " ns (p99)");
 }
 
-// Rings once per round from another thread and reads from the counters when the provider was posted.
+// Rings once per round from another thread and reads from the counters when the provider was
+// posted.
 TEST_CASE("benchmark: engine, doorbell to first post" * doctest::skip()) {
   class Task final : public proxy::ProxyTask {
    public:

@@ -1,5 +1,5 @@
-// Engine, proxy and the software NIC together: what the layers above rely on, in order and under the
-// adversary. The seed of a failing run is in the message.
+// Engine, proxy and the software NIC together: what the layers above rely on, in order and under
+// the adversary. The seed of a failing run is in the message.
 #include <algorithm>
 
 #include "engine_traffic.h"

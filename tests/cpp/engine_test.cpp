@@ -1,6 +1,6 @@
 // What the engine delivers, over a network that reorders: bytes, immediates, limits, control calls.
-// Polled by the test's own thread; see engine_thread_test.cpp for threads and engine_failure_test.cpp
-// for what goes wrong.
+// Polled by the test's own thread; see engine_thread_test.cpp for threads and
+// engine_failure_test.cpp for what goes wrong.
 #include <numeric>
 #include <set>
 

@@ -52,8 +52,8 @@ struct RawEnd {
   size_t num_imms = 0;
 };
 
-// post() takes as many of `count` writes of `bytes` as go; poll() polls both ends and returns how many
-// are done.
+// post() takes as many of `count` writes of `bytes` as go; poll() polls both ends and returns how
+// many are done.
 class RawPair {
  public:
   explicit RawPair(const std::string& settings) : RawPair(settings, settings) {}

@@ -2,10 +2,11 @@
 // stream does its copies late, while somebody asks for one of its events. How late is drawn from a
 // seed, so a reader that believes an immediate before the copy sees old bytes, each time the same.
 //
-// It refuses what would be wrong on a device: copies on a thread without a context, and event queries
-// that may break a stream capture. A launch is of the copy kernel (kernels/copy.cu), whatever function
-// it names: a thread that keeps the same protocol. What a NIC writes to memory that was placed on a GPU
-// is not there for those who read it until the GPU is flushed, unless it orders such writes.
+// It refuses what would be wrong on a device: copies on a thread without a context, and event
+// queries that may break a stream capture. A launch is of the copy kernel (kernels/copy.cu),
+// whatever function it names: a thread that keeps the same protocol. What a NIC writes to memory
+// that was placed on a GPU is not there for those who read it until the GPU is flushed, unless it
+// orders such writes.
 #pragma once
 
 #include <atomic>
@@ -79,8 +80,8 @@ class FakeDriver {
   uint64_t copies = 0;
   std::atomic<bool> kernels_out{false}, kernels_in{false};
   std::atomic<uint64_t> kernel_copies{~uint64_t{0}}, launches{0};
-  // `memory` passes for that of a GPU, whose own kernels read it (readers 100), or other GPUs as well
-  // (200), until it is given back with take_back().
+  // `memory` passes for that of a GPU, whose own kernels read it (readers 100), or other GPUs as
+  // well (200), until it is given back with take_back().
   void place(std::span<std::byte> memory, int device, int readers);
   void take_back(std::span<std::byte> memory);
   // A NIC's write: at once, or not before the GPU of that memory flushes.

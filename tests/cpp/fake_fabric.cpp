@@ -200,8 +200,8 @@ int register_memory(Fid* fid, const MrAttr* attr, uint64_t flags, MemoryRegion**
     region->data = static_cast<std::byte*>(whole.iov_base);
     region->bytes = whole.iov_len;
   }
-  // efa_mr_regattr(): -FI_ENOSYS for an interface that is not initialized. Without FI_HMEM at the domain
-  // CUDA's memory is taken for the host's (efa_mr_hmem_setup).
+  // efa_mr_regattr(): -FI_ENOSYS for an interface that is not initialized. Without FI_HMEM at the
+  // domain CUDA's memory is taken for the host's (efa_mr_hmem_setup).
   if (attr->iface == kHmemCuda && !network().machine.cuda) return -ENOSYS;
   region->needs_sync = attr->iface == kHmemCuda && domain->has_hmem;
   ++network().num_registering;

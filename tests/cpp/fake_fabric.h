@@ -2,10 +2,10 @@
 // and harder than a device would. Completions and immediates come in any order, requests are
 // refused with EAGAIN (at first contact until the peers have shaken hands, when the queue is full,
 // and now and then), immediates have four bytes, memory has to be registered at both ends, and
-// nothing inside has a lock of its own: a second thread in one domain is counted, unless it registers
-// memory and the domain was opened for that (FI_THREAD_COMPLETION). What was posted with FI_MORE does
-// not leave until a post without it. All peers share a send queue. GPU memory cannot be written from
-// unless the endpoint was forbidden to call CUDA.
+// nothing inside has a lock of its own: a second thread in one domain is counted, unless it
+// registers memory and the domain was opened for that (FI_THREAD_COMPLETION). What was posted with
+// FI_MORE does not leave until a post without it. All peers share a send queue. GPU memory cannot
+// be written from unless the endpoint was forbidden to call CUDA.
 //
 // Its NICs are named after the seed that they draw from: interfaces=efa7. Endpoints of one process
 // reach each other.
@@ -47,8 +47,8 @@ struct FakeFabric {
   };
   static void set_machine(const Machine& machine);
 
-  // What is written to endpoints of that NIC ("efa8") stays under way, and they shake no hands; "": all
-  // answer.
+  // What is written to endpoints of that NIC ("efa8") stays under way, and they shake no hands; "":
+  // all answer.
   static void silence(std::string_view nic);
   // Registrations do not return until they are let go; how many there are.
   static void hold_registrations(bool hold);

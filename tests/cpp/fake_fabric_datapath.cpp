@@ -122,10 +122,10 @@ ssize_t writemsg(Endpoint* object, const RmaMessage* message, uint64_t flags) {
   // CUDA refuses SYNC_MEMOPS for memory of cuMemCreate (efa_rdm_ep.h:467, ofiwg/libfabric#12853).
   auto& local = *static_cast<FakeRegion*>(message->desc[0]);
   if (endpoint.cuda_permitted && local.needs_sync) return -EINVAL;
-  // 1.20 refuses until hands are shaken, later releases keep up to 16 writes back and say that they have
-  // them (efa_rdm_rma.c:360, efa_rdm_ep_utils.c:1099 and efa_rdm_ep.h:35 of 2.5.1): what was posted before
-  // with FI_MORE is not rung by that, and they are posted later with the FI_MORE that they came with
-  // (efa_rdm_ope_process_queued_ope, until the commit 3b01e1417).
+  // 1.20 refuses until hands are shaken, later releases keep up to 16 writes back and say that they
+  // have them (efa_rdm_rma.c:360, efa_rdm_ep_utils.c:1099 and efa_rdm_ep.h:35 of 2.5.1): what was
+  // posted before with FI_MORE is not rung by that, and they are posted later with the FI_MORE that
+  // they came with (efa_rdm_ope_process_queued_ope, until the commit 3b01e1417).
   const bool ready = is_ready(endpoint, target);
   if (n.refuse_all || endpoint.num_outstanding >= kQueue || one_in(domain, 8) ||
       (!ready && (!domain.keeps_early_writes || endpoint.before_handshake.size() >= kMaxEarly)))

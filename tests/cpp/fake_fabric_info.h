@@ -1,5 +1,6 @@
-// What the fake of EFA answers to fi_getinfo: ten NICs, efa0 to efa9, with the limits of the device, each
-// in the fabrics efa-direct and efa, in this order (efa_util_prov_initialize() of libfabric 2.1).
+// What the fake of EFA answers to fi_getinfo: ten NICs, efa0 to efa9, with the limits of the
+// device, each in the fabrics efa-direct and efa, in this order (efa_util_prov_initialize() of
+// libfabric 2.1).
 #pragma once
 
 #include "provider/libfabric/api.h"

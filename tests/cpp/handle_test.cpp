@@ -1,5 +1,6 @@
 // Handles that were overwritten after their dispatch: a host combine refuses what it cannot follow,
-// and stays inside its memory with the rest (run under ASan). Four ranks in two nodes, in one thread.
+// and stays inside its memory with the rest (run under ASan). Four ranks in two nodes, in one
+// thread.
 #include <algorithm>
 #include <cstddef>
 #include <functional>

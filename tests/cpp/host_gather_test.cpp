@@ -1,4 +1,5 @@
-// gather_counts with a thread per rank and a proxy thread per engine: what ThreadSanitizer looks at.
+// gather_counts with a thread per rank and a proxy thread per engine: what ThreadSanitizer looks
+// at.
 #include <algorithm>
 #include <memory>
 #include <thread>

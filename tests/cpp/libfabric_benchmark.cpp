@@ -175,8 +175,8 @@ TEST_CASE("benchmark: libfabric beside a bare loop" * doctest::skip()) {
   }
 }
 
-// Registers and gives back 1 GiB until it ends. Over the fake of EFA each registration takes 200 ms, with 20 between;
-// libfabric's tcp only notes it.
+// Registers and gives back 1 GiB until it ends. Over the fake of EFA each registration takes 200
+// ms, with 20 between; libfabric's tcp only notes it.
 class Registrar {
  public:
   Registrar(Domain& domain, bool is_fake)

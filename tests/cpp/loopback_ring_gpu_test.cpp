@@ -1,5 +1,5 @@
-// The software NIC with GPU memory that its peers have not mapped: through the ring, between GPUs and
-// to and from host memory.
+// The software NIC with GPU memory that its peers have not mapped: through the ring, between GPUs
+// and to and from host memory.
 #include <algorithm>
 
 #include "loopback_gpu.h"

@@ -189,8 +189,8 @@ TEST_CASE("loopback: regions are limited in number, and a key is used once") {
   CHECK(fresh.remote_key != fresh.local_key);
 }
 
-// The copy under way is what matters here, so the writes are large and the target copies most of the
-// time. Without the handshake in RegionTable::remove this fails at once, with and without TSan.
+// The copy under way is what matters here, so the writes are large and the target copies most of
+// the time. Without the handshake in RegionTable::remove this fails at once, with and without TSan.
 TEST_CASE("loopback: giving memory back waits for the copy that is under way") {
   for (const char* settings : {"", "seed=6"}) {
     constexpr size_t kBytes = 100'000;

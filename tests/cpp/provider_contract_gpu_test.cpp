@@ -1,6 +1,6 @@
 // The contract of provider/provider.h, third part: GPU memory under an engine. What a NIC wrote is
-// visible to all readers of the memory when the engine counts the immediate, also where the GPU orders
-// a device's writes less than its readers need; and no GPU is flushed that need not be.
+// visible to all readers of the memory when the engine counts the immediate, also where the GPU
+// orders a device's writes less than its readers need; and no GPU is flushed that need not be.
 #include <algorithm>
 
 #include "engine/transfer_engine.h"

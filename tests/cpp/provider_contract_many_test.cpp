@@ -1,4 +1,5 @@
-// The contract of provider/provider.h, of peers: many at once, and ones that leave with their last word.
+// The contract of provider/provider.h, of peers: many at once, and ones that leave with their last
+// word.
 #include <algorithm>
 
 #include "provider_table.h"

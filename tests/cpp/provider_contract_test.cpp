@@ -1,5 +1,5 @@
-// The contract of provider/provider.h, for every provider in provider_table.h: what arrives, when it
-// may be believed, and what is refused. Coming and going, threads and order: the other file,
+// The contract of provider/provider.h, for every provider in provider_table.h: what arrives, when
+// it may be believed, and what is refused. Coming and going, threads and order: the other file,
 // provider_contract_lifetime_test.cpp.
 #include <algorithm>
 #include <random>
@@ -11,8 +11,8 @@
 namespace moe_p2p::provider_test {
 namespace {
 
-// Posts `num` writes of random sizes with immediates 0..num-1, each to a slot of its own, and checks
-// every slot at the moment its immediate is seen. Returns how many were wrong.
+// Posts `num` writes of random sizes with immediates 0..num-1, each to a slot of its own, and
+// checks every slot at the moment its immediate is seen. Returns how many were wrong.
 size_t run_slots(Pair& pair, uint32_t num, size_t slot_bytes, uint64_t seed) {
   std::mt19937_64 random(seed);
   std::vector<size_t> sizes(num);

@@ -172,7 +172,8 @@ inline WorkRequest make_imm(uint64_t wr_id, PeerId peer, uint32_t imm) {
 }
 
 // Offers the core now and then: other threads may need it. At every empty poll would be far too
-// often: an adversary shows nothing in most polls, and on a busy machine a yield costs milliseconds.
+// often: an adversary shows nothing in most polls, and on a busy machine a yield costs
+// milliseconds.
 class Patience {
  public:
   void polled(size_t num_shown) {

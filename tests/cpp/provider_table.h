@@ -14,11 +14,11 @@ struct ProviderUnderTest {
   bool reorders = false;  // has an adversary: order must really change, and replay from the seed
   MemoryKind memory = MemoryKind::kHost;
   bool takes_unpolled = false;  // its target takes writes while nobody polls there
-  // A refused write takes the connection down with it: others under way fail too, all that the poster
-  // learns is that the peer was lost, and it takes a moment until writes get through again.
+  // A refused write takes the connection down with it: others under way fail too, all that the
+  // poster learns is that the peer was lost, and it takes a moment until writes get through again.
   bool drops_connection = false;
-  // Of libfabric 1.17: shm has no notion of a dead peer; over shm a refused write never completes and
-  // stops those after it, over verbs;ofi_rxm the connection that it broke is not made again.
+  // Of libfabric 1.17: shm has no notion of a dead peer; over shm a refused write never completes
+  // and stops those after it, over verbs;ofi_rxm the connection that it broke is not made again.
   bool notices_death = true;
   bool recovers = true;
   bool by_ring = false;  // GPU memory of the target is not mapped at the poster

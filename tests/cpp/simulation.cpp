@@ -65,8 +65,8 @@ Outcome run(const World& world, uint64_t seed) {
                                : Rank::Fate::kCloses,
                 nics && !world.closing);
   }
-  // Where ranks close, one is slower than the others, and all but stands still once the first has gone:
-  // there is time for all that can go wrong between these two and the rest.
+  // Where ranks close, one is slower than the others, and all but stands still once the first has
+  // gone: there is time for all that can go wrong between these two and the rest.
   const size_t slow = world.closing ? random() % ranks.size() : ranks.size();
   uint64_t first_end = 0;
   try {

@@ -24,7 +24,8 @@ struct World {
   int patience = 0;
   // Ranks close when they have done all of their program, each on its own.
   bool closing = false;
-  // Ranks that stop for good, somewhere in their program. Where ranks close: that close there, or die.
+  // Ranks that stop for good, somewhere in their program. Where ranks close: that close there, or
+  // die.
   int num_lost = 0;
 };
 
@@ -37,9 +38,9 @@ struct Outcome {
 
 // Runs a program of calls drawn from the seed: paired, solo, chunked, released, two in flight, with
 // weights from dispatch or from combine, token counts from zero to the maximum, all tokens to one
-// expert, tokens without any. With masks, what comes of a masked rank is there or not, but whole; of
-// any other it is there. Where ranks close, all of them end: with the whole program when nobody is
-// lost, else as far as they came, and none fails for a rank that did all of its own.
+// expert, tokens without any. With masks, what comes of a masked rank is there or not, but whole;
+// of any other it is there. Where ranks close, all of them end: with the whole program when nobody
+// is lost, else as far as they came, and none fails for a rank that did all of its own.
 Outcome run(const World& world, uint64_t seed);
 
 // "4x2 ranks, 2 NICs, S 2, seed 17": what to put into MOE_P2P_SIMULATE to run it alone.

@@ -81,8 +81,8 @@ class Rank {
   // Did all of its program, and closed in order.
   bool completed() const { return next_ >= program_.items.size() && !gave_up_ && !died(); }
   bool died() const { return fate_ == Fate::kDies && finished(); }
-  // From item `item` on this rank does nothing any more, and its NICs do not if `nics`; or it closes,
-  // or dies there.
+  // From item `item` on this rank does nothing any more, and its NICs do not if `nics`; or it
+  // closes, or dies there.
   void end_at(size_t item, Fate fate, bool nics = false) {
     end_ = item;
     fate_ = fate;

@@ -1,5 +1,6 @@
-// Launches on streams that change, over a driver that knows what is behind what and refuses what CUDA
-// refuses: handles that are gone, and events of a capture outside of it or the other way round.
+// Launches on streams that change, over a driver that knows what is behind what and refuses what
+// CUDA refuses: handles that are gone, and events of a capture outside of it or the other way
+// round.
 #include "platform/stream_order.h"
 
 #include <doctest/doctest.h>

@@ -1,6 +1,6 @@
-// Whole engines beside bare loops of the calls below them: pages by size, scatter to n peers, and two
-// NICs against one. One thread polls all, so that figures are the cost of code and not of the scheduler.
-// Skipped unless asked for; benchmarks/bench_fabric.py and bench_rdma.py run it:
+// Whole engines beside bare loops of the calls below them: pages by size, scatter to n peers, and
+// two NICs against one. One thread polls all, so that figures are the cost of code and not of the
+// scheduler. Skipped unless asked for; benchmarks/bench_fabric.py and bench_rdma.py run it:
 //   $(python tests/cpp/build.py --optimize) --no-skip -tc="benchmark: transfers*"
 #include <algorithm>
 #include <cstring>
@@ -23,8 +23,8 @@ constexpr size_t kMemory = fabric_bare::kBufferBytes, kWindow = 64;
 constexpr int kTurns = 7;
 constexpr uint32_t kImm = 1;
 
-// A stream of writes with immediates to one peer by the calls below the provider. It goes through all
-// of its memory, as the engines do.
+// A stream of writes with immediates to one peer by the calls below the provider. It goes through
+// all of its memory, as the engines do.
 struct Bare {
   std::function<bool(size_t bytes)> post;  // false: try again after a poll
   std::function<size_t()> poll;            // how many are done
@@ -74,8 +74,8 @@ double bare_s(std::span<const Bare> streams, size_t num, size_t bytes) {
   return seconds_since(start);
 }
 
-// An engine that writes to others: from and to the memory of the bare loops, for where its pages lie
-// matters more than what is measured.
+// An engine that writes to others: from and to the memory of the bare loops, for where its pages
+// lie matters more than what is measured.
 class Engines {
  public:
   Engines(const std::string& provider, int num_nics, const std::string& from,
@@ -221,8 +221,8 @@ TEST_CASE("benchmark: transfers, pages by size and scatter to n peers" * doctest
   }
 }
 
-// Two wires: rxe0 to rxe2, rxe1 to rxe3. They need `vm.py --devices 4`; with --netem "rate 40mbit" the
-// wires are the limit and not the cores.
+// Two wires: rxe0 to rxe2, rxe1 to rxe3. They need `vm.py --devices 4`; with --netem "rate 40mbit"
+// the wires are the limit and not the cores.
 struct TwoWires {
   const char* provider;
   std::string from[2], to[2];  // of one NIC, of two

@@ -1,8 +1,8 @@
-// What the verbs provider costs beside a bare loop of the library's own calls, on the same devices in the
-// same run, in turns. Skipped unless asked for; benchmarks/bench_rdma.py runs it:
+// What the verbs provider costs beside a bare loop of the library's own calls, on the same devices
+// in the same run, in turns. Skipped unless asked for; benchmarks/bench_rdma.py runs it:
 //   $(python tests/cpp/build.py --optimize) --no-skip -tc="benchmark: verbs*"
-// Targets: large writes at least 95% of the bare loop's rate; posting a page of 8 KiB at most 1.2 times a
-// bare post_send.
+// Targets: large writes at least 95% of the bare loop's rate; posting a page of 8 KiB at most 1.2
+// times a bare post_send.
 #include <algorithm>
 #include <utility>
 
@@ -128,8 +128,8 @@ TEST_CASE("benchmark: verbs, beside a bare loop on the same devices" * doctest::
           own_post * 1e9, " ns, ", own_post / bare_post, " times");
 }
 
-// Without a device: what the provider adds to the driver's own work, which here is nearly none. The last
-// write of each chain completes at the next poll.
+// Without a device: what the provider adds to the driver's own work, which here is nearly none. The
+// last write of each chain completes at the next poll.
 uint64_t last_posted = kReceiveId;
 int post_nothing(Qp*, SendWr* wr, SendWr**) {
   while (wr->next) wr = wr->next;

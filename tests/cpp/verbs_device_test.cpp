@@ -1,6 +1,6 @@
 // The verbs provider over real devices: soft-RoCE's rxe0 and rxe1, two ends of one wire, as
-// tests/rdma/vm.py makes them. Skipped where they are not. Links are taken down by name, so these cases
-// belong into that machine.
+// tests/rdma/vm.py makes them. Skipped where they are not. Links are taken down by name, so these
+// cases belong into that machine.
 #include <linux/capability.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>

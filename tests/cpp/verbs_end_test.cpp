@@ -1,5 +1,6 @@
-// How queue pairs of the verbs provider end, over a libibverbs as strict as mlx5: nothing that a peer was
-// told has arrived is lost, nothing that the NIC held is leaked, and every end comes in time.
+// How queue pairs of the verbs provider end, over a libibverbs as strict as mlx5: nothing that a
+// peer was told has arrived is lost, nothing that the NIC held is leaked, and every end comes in
+// time.
 #include <cerrno>
 
 #include "verbs_pair.h"
@@ -7,8 +8,8 @@
 namespace moe_p2p::provider_test {
 namespace {
 
-// The target's control thread has seen that the connection ended: its queue pair is broken, or, against
-// the rule, gone.
+// The target's control thread has seen that the connection ended: its queue pair is broken, or,
+// against the rule, gone.
 bool target_has_noticed(FakePair& pair, const FakeVerbs::Counters& before) {
   return pump({&pair.a}, [&] {
     const auto now = pair.counters();

@@ -1,5 +1,5 @@
-// The data path of the verbs provider over a fake libibverbs: queues that are full, drivers that refuse,
-// and completions that are not good.
+// The data path of the verbs provider over a fake libibverbs: queues that are full, drivers that
+// refuse, and completions that are not good.
 #include <cerrno>
 
 #include "verbs_pair.h"

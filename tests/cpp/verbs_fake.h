@@ -1,11 +1,12 @@
-// libibverbs for machines without RDMA: devices fake0 and fake1 (ports up) and fake2 (down), reliable
-// queue pairs, a shared receive queue, completion and event queues, in this process's memory. A write is
-// carried out while somebody polls the writer's completion queue, in the order of its queue pair, the
-// queue pairs among each other in an order drawn from a seed. As strict as mlx5: it says nothing of
-// unsignalled writes, flushes what a broken queue pair holds, waits when the target has no receive,
-// acknowledges a write before the target's completion is there, forgets the completions of a queue pair
-// that is destroyed, keeps the place of a write or receive until its completion is polled, ends with a
-// completion queue that overruns, and destroys nothing that is in use. Faults are set by tests.
+// libibverbs for machines without RDMA: devices fake0 and fake1 (ports up) and fake2 (down),
+// reliable queue pairs, a shared receive queue, completion and event queues, in this process's
+// memory. A write is carried out while somebody polls the writer's completion queue, in the order
+// of its queue pair, the queue pairs among each other in an order drawn from a seed. As strict as
+// mlx5: it says nothing of unsignalled writes, flushes what a broken queue pair holds, waits when
+// the target has no receive, acknowledges a write before the target's completion is there, forgets
+// the completions of a queue pair that is destroyed, keeps the place of a write or receive until
+// its completion is polled, ends with a completion queue that overruns, and destroys nothing that
+// is in use. Faults are set by tests.
 #pragma once
 
 #include <cstdint>
@@ -19,9 +20,9 @@ namespace moe_p2p::test {
 
 class FakeVerbs {
  public:
-  // What the setting library=fake opens from now on; the same one at each call, without faults. With
-  // `old_sysfs` a library as it was in 2018: no query_gid_table (types of GIDs stand in files below that
-  // folder), no reg_mr_iova2, no dma-bufs.
+  // What the setting library=fake opens from now on; the same one at each call, without faults.
+  // With `old_sysfs` a library as it was in 2018: no query_gid_table (types of GIDs stand in files
+  // below that folder), no reg_mr_iova2, no dma-bufs.
   static FakeVerbs& install(const std::string& old_sysfs = "");
 
   struct Faults {

@@ -57,9 +57,9 @@ void break_queue(FakeVerbs& f, FakeQp& qp) {
   tell_last_receive(f, qp);
 }
 
-// What nobody has polled goes with its queue pair, and the places of its receives are free again: as
-// mlx5 does (rdma-core v64, providers/mlx5/verbs.c:3024 mlx5_destroy_qp, cq.c:1807 __mlx5_cq_clean and
-// :1785 free_res_cqe).
+// What nobody has polled goes with its queue pair, and the places of its receives are free again:
+// as mlx5 does (rdma-core v64, providers/mlx5/verbs.c:3024 mlx5_destroy_qp, cq.c:1807
+// __mlx5_cq_clean and :1785 free_res_cqe).
 void purge(FakeQp& qp) {
   auto& cq = *static_cast<FakeCq*>(qp.recv_cq);
   const auto drop = [&](const FakeCq::Entry& entry) {
@@ -71,8 +71,8 @@ void purge(FakeQp& qp) {
   std::erase_if(qp.late, drop);
 }
 
-// An acknowledgement may leave the NIC before the completion is written: what the queue pairs of this
-// queue have acknowledged shows itself now.
+// An acknowledgement may leave the NIC before the completion is written: what the queue pairs of
+// this queue have acknowledged shows itself now.
 void show_late(FakeVerbs& f, FakeCq& cq) {
   for (FakeQp* qp : cq.users) {
     for (; !qp->late.empty(); qp->late.pop_front()) add_completion(f, cq, qp->late.front());

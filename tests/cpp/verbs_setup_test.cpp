@@ -1,5 +1,5 @@
-// The control path of the verbs provider over a fake libibverbs: libraries, devices, addresses, memory
-// and handshakes, and what is said when one of them is not as it has to be.
+// The control path of the verbs provider over a fake libibverbs: libraries, devices, addresses,
+// memory and handshakes, and what is said when one of them is not as it has to be.
 #include <sys/resource.h>
 
 #include <cerrno>

@@ -1,5 +1,6 @@
-// The port on which the verbs provider listens for peers, when others connect to it: silent ones, loud ones,
-// ones that repeat what they have seen and ones that do not know the secret. Over a fake libibverbs.
+// The port on which the verbs provider listens for peers, when others connect to it: silent ones,
+// loud ones, ones that repeat what they have seen and ones that do not know the secret. Over a fake
+// libibverbs.
 #include <poll.h>
 #include <sys/socket.h>
 #include <unistd.h>

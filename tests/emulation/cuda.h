@@ -1,5 +1,5 @@
-// CUDA's language and functions, as far as kernels/ use them, for a C++ compiler. Included ahead of a
-// kernel's source.
+// CUDA's language and functions, as far as kernels/ use them, for a C++ compiler. Included ahead of
+// a kernel's source.
 #pragma once
 
 // A name that kernels/device/mutation.cuh does not have does not compile.

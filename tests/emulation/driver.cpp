@@ -1,6 +1,7 @@
 // The functions that csrc/platform/cuda_driver.h loads, for a machine of machine.h: built as
-// libcuda.so.1. A stream is the thread that calls, and nothing returns before it is done: so events are in
-// order by themselves, and threads that wait for each other are streams that wait for events.
+// libcuda.so.1. A stream is the thread that calls, and nothing returns before it is done: so events
+// are in order by themselves, and threads that wait for each other are streams that wait for
+// events.
 #include <atomic>
 #include <cstddef>
 #include <cstdint>

@@ -1,5 +1,5 @@
-// What kernels and their memory accesses call: the instructions that ptx.cuh stands for, the hooks of
-// the compiler, and the faults that tests plant.
+// What kernels and their memory accesses call: the instructions that ptx.cuh stands for, the hooks
+// of the compiler, and the faults that tests plant.
 #include "tests/emulation/launch.h"
 
 namespace moe_p2p::emulation {

@@ -1,4 +1,5 @@
-// One launch of a kernel on the emulated GPU: its blocks, warps and fibers, and the copies under way.
+// One launch of a kernel on the emulated GPU: its blocks, warps and fibers, and the copies under
+// way.
 #pragma once
 
 #include "tests/emulation/machine.h"
@@ -37,8 +38,8 @@ constexpr unsigned kIdleUs = 20, kMostIdleUs = 160;  // for peers, other threads
 constexpr unsigned kAwake = 64;  // turns of a warp, on average, until it falls asleep
 constexpr auto kPatience = std::chrono::seconds(60);  // for what no peer can bring
 
-// Stacks of threads, kept from launch to launch: the kernel takes longer to map and unmap one than most
-// threads run.
+// Stacks of threads, kept from launch to launch: the kernel takes longer to map and unmap one than
+// most threads run.
 class Stacks {
  public:
   void take(size_t count, std::vector<char*>& to) {

@@ -92,7 +92,8 @@ void Launch::start(unsigned index) {
     const order::View view = order_.first_view();
     fiber.actor = {block.log, i, {view, view}};
     fiber.actor.stack = reinterpret_cast<const std::byte*>(block.stacks[i]);
-    // As moe_p2p_switch leaves a stack: six registers, then where to go on; aligned as after a call.
+    // As moe_p2p_switch leaves a stack: six registers, then where to go on; aligned as after a
+    // call.
     void** top = reinterpret_cast<void**>(block.stacks[i] + kStackBytes) - 8;
     std::fill_n(top, 8, nullptr);
     top[6] = reinterpret_cast<void*>(&Launch::enter);
@@ -211,7 +212,8 @@ void Launch::st_block(uint32_t* word, uint32_t value) {
   *word = value;
 }
 
-// The last store may still be on its way to a thread that has not seen it, unless something orders the two.
+// The last store may still be on its way to a thread that has not seen it, unless something orders
+// the two.
 uint32_t Launch::ld_block(const uint32_t* word) {
   const auto found = fiber_->owner->stores.find(word);
   if (found == fiber_->owner->stores.end()) return *word;
@@ -300,7 +302,8 @@ void Launch::end(Block& block) {
     fail("a block wrote behind its shared memory");
 }
 
-// One launch may begin early once all blocks of the one before it allow that; else when that has ended.
+// One launch may begin early once all blocks of the one before it allow that; else when that has
+// ended.
 void run(const std::vector<Work>& stream) {
   std::list<Launch> launches;
   size_t next = 0;

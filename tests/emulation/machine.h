@@ -1,12 +1,13 @@
-// A GPU's threads on one of the host's, for the kernels of kernels/: each is a fiber that runs until it
-// waits, for its warp, its block, a barrier, a copy or a peer. Launches run to their end inside
-// cuLaunchKernelEx, those of a graph inside its replay, where one may begin before those ahead have ended;
-// a stream is a thread that asks for them. Ranks are threads of one process and see each other's memory.
+// A GPU's threads on one of the host's, for the kernels of kernels/: each is a fiber that runs
+// until it waits, for its warp, its block, a barrier, a copy or a peer. Launches run to their end
+// inside cuLaunchKernelEx, those of a graph inside its replay, where one may begin before those
+// ahead have ended; a stream is a thread that asks for them. Ranks are threads of one process and
+// see each other's memory.
 //
-// What is as on a GPU, or worse: the order of threads is random, warps sleep while others go on, copies
-// in bulk happen late, shared memory starts full of garbage, and only so many blocks are there at once.
-// Memory is that of the host, but who reads what no chain of releases, acquires, barriers and fences
-// orders ends with a story (order.h).
+// What is as on a GPU, or worse: the order of threads is random, warps sleep while others go on,
+// copies in bulk happen late, shared memory starts full of garbage, and only so many blocks are
+// there at once. Memory is that of the host, but who reads what no chain of releases, acquires,
+// barriers and fences orders ends with a story (order.h).
 #pragma once
 
 #include <cstddef>
@@ -43,15 +44,16 @@ void run(const std::vector<Work>& stream);
 
 // What kernels call.
 extern "C" {
-// Whether this process has that mutation (MOE_P2P_MUTATION), or one of this line: "device/wait.cuh:130".
+// Whether this process has that mutation (MOE_P2P_MUTATION), or one of this line:
+// "device/wait.cuh:130".
 bool moe_p2p_mutated(const char* name);
 bool moe_p2p_leaves_out();  // whether it is one of a line
 bool moe_p2p_left_out(const char* file, unsigned line);
 const Thread& moe_p2p_thread();
 // Nothing new was seen: others go on first.
 void moe_p2p_pause();
-// The values of all lanes of the mask, by lane, once all have come. Good until the lane's next call.
-// orders: what was written before it is seen behind it.
+// The values of all lanes of the mask, by lane, once all have come. Good until the lane's next
+// call. orders: what was written before it is seen behind it.
 const uint64_t* moe_p2p_warp(uint32_t mask, uint64_t value, bool orders);
 // Barrier `id` of the block, once so many threads have come; 0: all that have not ended.
 Votes moe_p2p_meet(int id, unsigned num_threads, bool vote);
@@ -70,7 +72,8 @@ void moe_p2p_wait_stores(unsigned num_left, bool written);
 // A word of shared memory says that this thread is here; and it was read, and said so.
 void moe_p2p_arrive(const void* word);
 void moe_p2p_depart(const void* word);
-// Before a word of global memory says so, to this rank's blocks or to everybody; and behind reading one.
+// Before a word of global memory says so, to this rank's blocks or to everybody; and behind reading
+// one.
 void moe_p2p_release(const void* word, bool to_system);
 void moe_p2p_release_too(
     const void* word);  // to this rank's, by a word that is read and written at once
@@ -86,7 +89,8 @@ void moe_p2p_fence_shared();
 void moe_p2p_tell_host(const void* word);
 void moe_p2p_host_memory(const void* at, size_t bytes);
 void moe_p2p_no_host_memory(const void* at);
-// Words of shared memory. One that nothing orders behind the last store may be read as it was before.
+// Words of shared memory. One that nothing orders behind the last store may be read as it was
+// before.
 void moe_p2p_st_block(uint32_t* word, uint32_t value);
 uint32_t moe_p2p_ld_block(const uint32_t* word);
 }

@@ -239,7 +239,8 @@ Block& Kernel::add_block(unsigned num_threads) {
   return *blocks_.back();
 }
 
-// Forgets blocks once all kernels that ran with them have ended: later ones have all that they wrote.
+// Forgets blocks once all kernels that ran with them have ended: later ones have all that they
+// wrote.
 Kernel::~Kernel() {
   const When now = ++clock_now;
   for (Block* block : blocks_) {

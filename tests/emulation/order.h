@@ -1,19 +1,21 @@
-// Which writes a thread of an emulated GPU may rely on, by the memory model of PTX: tests/emulation keeps the
-// memory of the host, which forgets nothing, and finds out here what a GPU could have kept back.
+// Which writes a thread of an emulated GPU may rely on, by the memory model of PTX: tests/emulation
+// keeps the memory of the host, which forgets nothing, and finds out here what a GPU could have
+// kept back.
 //
-// Each write is stamped with its thread and a time of its block. Reads of it need a chain: the same thread;
-// a barrier of the block that both came to, the writer first; or a release, by the writer or a thread that it
-// met before, and an acquire of the reader behind it. Writes over what was read need the same chain from the
-// last reader. The copy unit needs a fence of its own on the chain. A
-// kernel that waits for earlier ones (griddepcontrol.wait) has all of theirs. Without a chain the process
-// ends with a story, whatever the order of threads was.
+// Each write is stamped with its thread and a time of its block. Reads of it need a chain: the same
+// thread; a barrier of the block that both came to, the writer first; or a release, by the writer
+// or a thread that it met before, and an acquire of the reader behind it. Writes over what was read
+// need the same chain from the last reader. The copy unit needs a fence of its own on the chain. A
+// kernel that waits for earlier ones (griddepcontrol.wait) has all of theirs. Without a chain the
+// process ends with a story, whatever the order of threads was.
 //
-// A word carries the time of its last release: the store's own, or of its thread's last fence before it. Who
-// acquires the word, or reads it before a fence, has everything that was released up to then, by whoever. So a
-// wait that is missing altogether is for wrong results to show. What the driver copied for the host needs more:
-// an acquire of a word that the host wrote, and a chain of words from there. A word of host memory carries all that was
-// released until it is read: what the host has seen in between is not known. Words that are written and read
-// by atomic accesses need no chain themselves, nor does what the host writes but for copies by the driver.
+// A word carries the time of its last release: the store's own, or of its thread's last fence
+// before it. Who acquires the word, or reads it before a fence, has everything that was released up
+// to then, by whoever. So a wait that is missing altogether is for wrong results to show. What the
+// driver copied for the host needs more: an acquire of a word that the host wrote, and a chain of
+// words from there. A word of host memory carries all that was released until it is read: what the
+// host has seen in between is not known. Words that are written and read by atomic accesses need no
+// chain themselves, nor does what the host writes but for copies by the driver.
 #pragma once
 
 #include <algorithm>
@@ -148,7 +150,8 @@ struct Actor {
   void wait_for_kernels();
   void fence_global();
   void fence_shared();
-  // Copies: from global memory, from shared memory, and to either, between their beginning and their end.
+  // Copies: from global memory, from shared memory, and to either, between their beginning and
+  // their end.
   void copies_global(const void* from, size_t bytes) const;
   void copies_shared(const void* from, size_t bytes) const;
   void has_read(const void* from, size_t bytes) const;  // a copy, which the thread has waited for
@@ -180,8 +183,8 @@ void forget(const void* at, size_t bytes);
 // Memory of the host that kernels write doorbells and faults to.
 void add_host_memory(const void* at, size_t bytes);
 void remove_host_memory(const void* at);
-// A copy by the engine of a GPU: it reads what was released to the system until the host asked for it, and
-// who acquires what the host then writes has it.
+// A copy by the engine of a GPU: it reads what was released to the system until the host asked for
+// it, and who acquires what the host then writes has it.
 void copy_for_host(void* to, const void* from, size_t bytes);
 
 inline constexpr size_t kStackBytes = 64 << 10;

@@ -399,8 +399,8 @@ void DeviceBackend::discard(const OpenCall& call, const Place& place) {
   launch(kernel, p, place);
 }
 
-// A handle that holds no step, of a solo dispatch or combined already, needs nothing; of one that was
-// captured only the device knows.
+// A handle that holds no step, of a solo dispatch or combined already, needs nothing; of one that
+// was captured only the device knows.
 void DeviceBackend::launch_release(const int32_t* handle, const Place& place) {
   const OpenCall* open = ledger_.find(handle, Stage::kDispatched, place.capture);
   if (!open) {

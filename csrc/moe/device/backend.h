@@ -2,8 +2,8 @@
 // them on the caller's stream. Nothing here waits for the device; what a kernel has to tell comes
 // back through the Fault, which every later call looks at. Capturable in CUDA graphs.
 //
-// Which steps a kernel opens, and whether a combine closes that of its dispatch, is decided on the device.
-// Kernels of one communicator run one after the other: on streams that change by events
+// Which steps a kernel opens, and whether a combine closes that of its dispatch, is decided on the
+// device. Kernels of one communicator run one after the other: on streams that change by events
 // (platform/stream_order.h); two graphs, or a graph and other calls, as their owner replays them.
 #pragma once
 

@@ -9,9 +9,9 @@ using base::Code;
 namespace {
 
 // Which word a wait was for, as far as the low halves of what was expected and found show it
-// (kernels/device/wait.cuh). Ranks of other nodes arrive by parts. Ranks of the own node write words of a
-// step: headers in every use of a step slot, flags of slots and rows now and then; where these flag
-// themselves nothing was found.
+// (kernels/device/wait.cuh). Ranks of other nodes arrive by parts. Ranks of the own node write
+// words of a step: headers in every use of a step slot, flags of slots and rows now and then; where
+// these flag themselves nothing was found.
 std::string awaited(const abi::Fault& fault, const Plan& plan, int rank) {
   const auto phase = static_cast<abi::Phase>(fault.phase);
   const int local = plan.shape.ranks_per_node;

@@ -31,9 +31,9 @@ struct GridInput {
 
 // A worker for each item, as far as blocks may be had; few blocks are divided in the proportion of
 // the most that each half may have, and what one half does not need the other gets.
-// Each half that there is has a block, whatever num_sms says. A grid stays within max_resident_blocks:
-// senders of several chunks wait for what other ranks' receivers do in the same call, those of a
-// gateway for what other senders of its node do.
+// Each half that there is has a block, whatever num_sms says. A grid stays within
+// max_resident_blocks: senders of several chunks wait for what other ranks' receivers do in the
+// same call, those of a gateway for what other senders of its node do.
 abi::Grid choose_grid(const DeviceKernel& kernel, const GridInput& input) noexcept;
 
 }  // namespace moe_p2p::moe

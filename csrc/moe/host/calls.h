@@ -6,8 +6,8 @@
 //   paired combine    that step: send partial sums, receive sums
 //   solo combine      C steps:   empty dispatch, send partial sums, receive sums
 //   release           that step: empty combine
-// A combine that is given weights pushes them with the beginning of each step, and sends partial sums
-// once everybody's are here.
+// A combine that is given weights pushes them with the beginning of each step, and sends partial
+// sums once everybody's are here.
 #pragma once
 
 #include <deque>

@@ -1,4 +1,5 @@
-// Dispatch on the host: tokens into slots at the source, slots into expert-major rows at the experts.
+// Dispatch on the host: tokens into slots at the source, slots into expert-major rows at the
+// experts.
 #include <algorithm>
 #include <cstring>
 

@@ -119,7 +119,8 @@ void HostGather::fail(Code code, const std::string& message) const {
 
 void HostGather::check_write(const Link& link, platform::Deadline deadline) const {
   if (!link.request.done() || link.request.status().ok()) return;
-  // Its farewell was here before its NICs were gone (Exchange::partner_left), and is the polling thread's.
+  // Its farewell was here before its NICs were gone (Exchange::partner_left), and is the polling
+  // thread's.
   bool left = false;
   engine_.run_on_poller([&] { left = memory_.farewell_in(link.remote.node).load() != 0; },
                         deadline);

@@ -31,8 +31,8 @@ class HostGather final : public engine::ImmSink {
   static constexpr uint32_t kPhase = engine::ImmKey::kMaxPhases - 1;
   static_assert(abi::kNumPhases <= kPhase);
   static constexpr uint32_t kNumRows = 2;
-  // No row has these slots; they are of the Exchange: immediates of probes, which say nothing, and of
-  // farewells.
+  // No row has these slots; they are of the Exchange: immediates of probes, which say nothing, and
+  // of farewells.
   static constexpr uint32_t kProbeSlot = engine::ImmKey::kMaxSlots - 1;
   static constexpr uint32_t kFarewellSlot = engine::ImmKey::kMaxSlots - 2;
 
@@ -56,13 +56,15 @@ class HostGather final : public engine::ImmSink {
   // Throws Error{kInvalidArgument} for too many values, before anything is sent.
   void send(std::span<const int32_t> values);
   bool arrived(int source) const noexcept;
-  // Calls whose values are on that other node; nullopt while a write to it is under way. Between calls.
+  // Calls whose values are on that other node; nullopt while a write to it is under way. Between
+  // calls.
   std::optional<uint64_t> num_arrived(int node) const noexcept;
   // The values of all ranks are here. Throws Error when a write of this rank failed, but to a rank
   // that has closed its communicator: it had what it needs.
   bool complete(platform::Deadline deadline) const;
-  // [W, n]. Also waits for the end of this rank's writes, after which its row may be used again (and
-  // the communicator be closed). Throws Error{kProtocol} naming a rank that gave another number.
+  // [W, n]. Also waits for the end of this rank's writes, after which its row may be used again
+  // (and the communicator be closed). Throws Error{kProtocol} naming a rank that gave another
+  // number.
   void read(std::span<int32_t> gathered, platform::Deadline deadline);
   // For stories: "gather_counts call 3", and what has come from a partner.
   std::string call() const;

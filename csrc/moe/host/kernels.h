@@ -43,8 +43,8 @@ class HostKernels {
   HostKernels(const Plan& plan, NodeMemory& memory, int num_threads, const Masks& masks);
   int rank() const noexcept { return memory_.rank(); }
 
-  // Which ranks are masked is looked at here, and stays for all kernels until the next look. Nothing
-  // is written for them; what they would say counts as said, and is empty.
+  // Which ranks are masked is looked at here, and stays for all kernels until the next look.
+  // Nothing is written for them; what they would say counts as said, and is empty.
   void look_at_masks();
 
   // Checks the expert ids, counts, and gives every token its slots (into the handle).
@@ -67,8 +67,9 @@ class HostKernels {
   void send_empty_combine(Step step);
   void recv_empty_combine(Step step) const;
 
-  // Whether what `source` sends this rank in a phase is visible, or it is masked. In combine another node speaks
-  // through its rank with this local index only; for its other ranks this is always true.
+  // Whether what `source` sends this rank in a phase is visible, or it is masked. In combine
+  // another node speaks through its rank with this local index only; for its other ranks this is
+  // always true.
   bool arrived(Step step, abi::Phase phase, int source) const noexcept;
 
  private:

@@ -5,9 +5,9 @@
 #include <cmath>
 #include <cstring>
 
-// The loops below are plain so that the compiler can vectorise them; the x86 build carries a version
-// for machines with AVX-512 and AVX2 beside the baseline, chosen when the library is loaded.
-// Sanitizers cannot instrument that choice.
+// The loops below are plain so that the compiler can vectorise them; the x86 build carries a
+// version for machines with AVX-512 and AVX2 beside the baseline, chosen when the library is
+// loaded. Sanitizers cannot instrument that choice.
 #if defined(__x86_64__) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
 #define MOE_P2P_VECTOR __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
@@ -96,8 +96,8 @@ MOE_P2P_VECTOR void quantize_block(const float* x, float multiplier, uint8_t* ou
     const uint32_t bits = std::bit_cast<uint32_t>(value);
     const uint32_t sign = bits >> 24 & 0x80u;
     const uint32_t magnitude = bits & 0x7fffffffu;
-    // Below 2^-6 the format is denormal with steps of 2^-9: adding 2^14 leaves the rounded number of
-    // steps in the low mantissa bits.
+    // Below 2^-6 the format is denormal with steps of 2^-9: adding 2^14 leaves the rounded number
+    // of steps in the low mantissa bits.
     const float shifted = std::bit_cast<float>(magnitude) + 16384.0f;
     const uint32_t denormal = std::bit_cast<uint32_t>(shifted) - 0x46800000u;
     const uint32_t normal = (magnitude - (120u << 23) + 0x7ffffu + (magnitude >> 20 & 1u)) >> 20;

@@ -114,8 +114,9 @@ bool Exchange::take(Lane& lane, int index) noexcept {
     check_left(lane.node);
     return false;
   }
-  // By the plan, because a GPU's regions have no address here. All ranks share one plan, so the other
-  // end is computed as that rank would: this node's place among the nodes other than *its* own.
+  // By the plan, because a GPU's regions have no address here. All ranks share one plan, so the
+  // other end is computed as that rank would: this node's place among the nodes other than *its*
+  // own.
   const Road road = road_of(plan_, lane.phase);
   const uint64_t slot = static_cast<uint64_t>(lane.slot) * plan_.regions.step_bytes;
   const auto from = static_cast<uint64_t>(abi::other_index(lane.node, memory_.node()));
@@ -212,8 +213,8 @@ bool Exchange::is_quiet(const Lane& lane) noexcept {
   return true;
 }
 
-// False once nothing more will be rung there before its next dispatch. Combine comes after all else,
-// and who rings it has seen what was rung before: so what is taken last is there by then.
+// False once nothing more will be rung there before its next dispatch. Combine comes after all
+// else, and who rings it has seen what was rung before: so what is taken last is there by then.
 bool Exchange::look_at(size_t watched, bool& moved) noexcept {
   const auto num_nodes = static_cast<size_t>(plan_.shape.num_nodes());
   const int slot = static_cast<int>(watched / num_nodes);
@@ -293,9 +294,9 @@ void Exchange::on_imm(const engine::ImmKey& key) noexcept {
 }
 
 // The one whose immediates are coming. Dispatch and combine come with every use of a slot. Not
-// every step has weights, but the combine of the slot's last use has left here, because the source had
-// it before it began this one, and that of this one waits for the weights: so it is the use that
-// follows the last doorbell of combine.
+// every step has weights, but the combine of the slot's last use has left here, because the source
+// had it before it began this one, and that of this one waits for the weights: so it is the use
+// that follows the last doorbell of combine.
 uint64_t Exchange::next_step(const Lane& lane) const noexcept {
   const auto slot = static_cast<uint64_t>(lane.slot);
   const auto steps = static_cast<uint64_t>(plan_.shape.steps_in_flight);
@@ -334,8 +335,8 @@ bool Exchange::publish(Lane& lane) noexcept {
     ++lane.published;
   }
   const int source = rank_of(lane.node);
-  // release: pairs with the acquire in HostKernels::arrived(). The payload is visible to this thread
-  // (provider.h, assumption 1), so it is to whoever acquires the flag.
+  // release: pairs with the acquire in HostKernels::arrived(). The payload is visible to this
+  // thread (provider.h, assumption 1), so it is to whoever acquires the flag.
   memory_.flag(memory_.local(), lane.phase, lane.slot, source)
       .store(word, std::memory_order_release);
   const bool whole_node = lane.phase != Phase::kCombine;

@@ -1,20 +1,20 @@
 // The network half of the protocol: doorbells in, writes out; immediates in, arrivals out. Runs on
 // the proxy thread, once per turn, and never waits. One Exchange per communicator and rank.
 //
-// Sending: a doorbell word of step e says that a part of the outbox of a phase for a node is complete;
-// one Write takes what stands beside the word to the landing of the rank with the same local index
-// there, cut over all NICs, an immediate on each piece. A turn looks at one word of each step slot and
-// node: the first part of dispatch, the first to be rung of every step. It looks at the others of those
-// slots alone that are *open*: whose dispatch was rung, and whose combine was not, or is under way.
-// Receiving: when as many immediates of a (phase, step slot, source, part) came as the source has NICs,
-// all pieces of the part are visible. The flag counts the parts from the first on; with the last, which
-// its immediates say that it is, it goes up to that of the step.
-// Probes: a partner that is waited for, and to which nothing is under way, may be gone without any
-// write failing. So now and then it is sent immediates that it ignores.
-// Farewells: a rank that closes waits, partner by partner, until all that it has for one has arrived
-// there, and then sends it one word: how many writes that were, and whether it closes in order. From
-// then on that partner needs nothing more: a write to it that fails is no failure. Who waits for
-// something that was not among those writes waits in vain, and learns it when all of them are here.
+// Sending: a doorbell word of step e says that a part of the outbox of a phase for a node is
+// complete; one Write takes what stands beside the word to the landing of the rank with the same
+// local index there, cut over all NICs, an immediate on each piece. A turn looks at one word of
+// each step slot and node: the first part of dispatch, the first to be rung of every step. It looks
+// at the others of those slots alone that are *open*: whose dispatch was rung, and whose combine
+// was not, or is under way. Receiving: when as many immediates of a (phase, step slot, source,
+// part) came as the source has NICs, all pieces of the part are visible. The flag counts the parts
+// from the first on; with the last, which its immediates say that it is, it goes up to that of the
+// step. Probes: a partner that is waited for, and to which nothing is under way, may be gone
+// without any write failing. So now and then it is sent immediates that it ignores. Farewells: a
+// rank that closes waits, partner by partner, until all that it has for one has arrived there, and
+// then sends it one word: how many writes that were, and whether it closes in order. From then on
+// that partner needs nothing more: a write to it that fails is no failure. Who waits for something
+// that was not among those writes waits in vain, and learns it when all of them are here.
 #pragma once
 
 #include <atomic>
@@ -41,8 +41,8 @@ class Exchange final : public proxy::ProxyTask, public engine::ImmSink {
     const engine::RemoteRegion* board;   // and its board
     int num_nics;                        // it sends that many immediates at a time
   };
-  // device: a GPU rings the doorbells, and its memory holds the regions; `data` and `board` are null
-  // where there are no remotes.
+  // device: a GPU rings the doorbells, and its memory holds the regions; `data` and `board` are
+  // null where there are no remotes.
   Exchange(const Plan& plan, NodeMemory& memory, engine::TransferEngine& engine,
            const engine::MemoryHandle* data, const engine::MemoryHandle* board,
            uint32_t communicator, std::vector<Remote> remotes, const Masks& masks,
@@ -54,11 +54,13 @@ class Exchange final : public proxy::ProxyTask, public engine::ImmSink {
   bool must_poll() const noexcept override { return device_ && !remotes_.empty(); }
   void on_imm(const engine::ImmKey& key) noexcept override;
 
-  // Begins to close, on the polling thread: nothing more will be rung here but the combines of these
-  // steps, which neighbours may hand in last. Once more with fewer, when these neighbours are gone.
+  // Begins to close, on the polling thread: nothing more will be rung here but the combines of
+  // these steps, which neighbours may hand in last. Once more with fewer, when these neighbours are
+  // gone.
   struct Closing {
     bool failed = false;
-    // Of the other node, writes of gather_counts that arrived; nullopt while one is under way. None: 0.
+    // Of the other node, writes of gather_counts that arrived; nullopt while one is under way.
+    // None: 0.
     std::function<std::optional<uint64_t>(int node)> gathers;
     std::span<const Step> combines;  // what this rank has handed in of each slot last
   };
@@ -90,8 +92,8 @@ class Exchange final : public proxy::ProxyTask, public engine::ImmSink {
   // the host still asks a while later, that is a failed write: the partner may have sent its last
   // word, and left, while the probe was under way. For a GPU this object asks by itself.
   void probe(int node) noexcept;
-  // Small next to any timeout, large next to some writes. A NIC may take longer to say that nobody is
-  // there.
+  // Small next to any timeout, large next to some writes. A NIC may take longer to say that nobody
+  // is there.
   static constexpr std::chrono::milliseconds kProbeInterval{1000};
 
  private:

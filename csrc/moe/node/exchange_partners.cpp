@@ -10,8 +10,8 @@ using abi::Phase;
 
 namespace {
 
-// After a probe in vain: whoever asks before the first may not have seen what came at the same time,
-// and whoever asks after the second waits for something else.
+// After a probe in vain: whoever asks before the first may not have seen what came at the same
+// time, and whoever asks after the second waits for something else.
 constexpr auto kSoon = Exchange::kProbeInterval / 2, kLater = Exchange::kProbeInterval * 2;
 // Of a thread that never sleeps, between two looks at the clock: they cost more than a turn.
 constexpr uint32_t kTurns = 1u << 12;
@@ -167,16 +167,17 @@ bool Exchange::settle(bool turn, platform::Deadline deadline) noexcept {
 
 // --- a partner closes ----------------------------------------------------------------------------
 
-// Its farewell may be here before the immediates of it are. When it is gone, and writes to it fail for
-// that, it is: it went when the farewell had arrived (provider.h, assumption 2).
+// Its farewell may be here before the immediates of it are. When it is gone, and writes to it fail
+// for that, it is: it went when the farewell had arrived (provider.h, assumption 2).
 bool Exchange::partner_left(int node) noexcept {
   Partner& partner = partner_of(node);
   if (!partner.left) partner.left = memory_.farewell_in(node).load(std::memory_order_relaxed) != 0;
   return partner.left;
 }
 
-// Its farewell may also overtake what was sent before it. So ranks of this node are told once as many
-// immediates are here as it has sent, and their flags are up: what has not come then never does.
+// Its farewell may also overtake what was sent before it. So ranks of this node are told once as
+// many immediates are here as it has sent, and their flags are up: what has not come then never
+// does.
 bool Exchange::publish_left() noexcept {
   bool moved = false;
   for (const Remote& remote : remotes_) {
@@ -197,8 +198,8 @@ bool Exchange::publish_left() noexcept {
   return moved;
 }
 
-// Kernels of a GPU cannot look at why nobody comes: so when one has sent a step that a partner has left
-// without, this rank fails for it.
+// Kernels of a GPU cannot look at why nobody comes: so when one has sent a step that a partner has
+// left without, this rank fails for it.
 void Exchange::check_left(int node) noexcept {
   if (!device_ || !partner_of(node).told) return;
   if (const Lane* lane = owed_by(node))

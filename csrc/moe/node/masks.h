@@ -1,6 +1,6 @@
-// Which ranks are gone, as this rank sees it: one int32 of each, not 0 once it is masked. They lie in
-// memory of the caller's, who reads and sets them too. While the communicator lives a mask is never
-// taken back, so whoever has seen one sees it from then on (docs/failure.md, "Masks").
+// Which ranks are gone, as this rank sees it: one int32 of each, not 0 once it is masked. They lie
+// in memory of the caller's, who reads and sets them too. While the communicator lives a mask is
+// never taken back, so whoever has seen one sees it from then on (docs/failure.md, "Masks").
 #pragma once
 
 #include <atomic>

@@ -19,7 +19,8 @@ namespace moe_p2p::moe {
 
 class NodeMemory {
  public:
-  // Allocates this rank's part; attach() maps the neighbours'. Without regions when those are on a GPU.
+  // Allocates this rank's part; attach() maps the neighbours'. Without regions when those are on a
+  // GPU.
   NodeMemory(const Plan& plan, int rank, bool with_regions = true);
 
   struct Neighbour {

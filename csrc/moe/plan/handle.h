@@ -22,8 +22,8 @@ class HandleView {
   // For one that a dispatch of this communicator has written. Throws unless it is one, and all that
   // its numbers speak of lies inside.
   static HandleView open(const abi::Shape& shape, uint32_t communicator, Handle handle);
-  // Throws unless `rank` may follow every number that its combine reads here: slots of partial sums,
-  // ranks of its node, rows of y.
+  // Throws unless `rank` may follow every number that its combine reads here: slots of partial
+  // sums, ranks of its node, rows of y.
   void check_contents(int rank, int64_t y_rows) const;
 
   abi::HandleMeta& meta() const noexcept { return *reinterpret_cast<abi::HandleMeta*>(words_); }
