@@ -2,7 +2,7 @@
 // >=. A rank's signal memory is mapped by all ranks of its node; its proxy thread reads it too.
 //
 //   flags[phase][slot][source]   value come(e): what `source` sent in `phase` of step e is visible
-//       here. Own-node sources store it themselves; for others the gateway's proxy does (an *arrival*),
+//       here. Own-node sources store it; for others the gateway's proxy does (an *arrival*),
 //       and before it e * kMaxParts + n: the first n parts are visible. Arrivals of what (n, l)
 //       dispatched, and of its weights, lie at the gateway with local index l; its node reads them.
 //   doorbell[phase][slot][node]  for each part what to send of the outbox for `node`, because the
