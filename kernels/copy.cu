@@ -91,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(kCopyThreads, 2)
     }
     next += static_cast<u64>(num);
     __syncthreads();
-    // Ordered behind the copies of all threads; pairs with the host's read of `done`.
+    // Ordered behind the copies of all threads; pairs with CopyKernel::num_done().
     if (thread == 0) st_release_sys_u64(&ring.done, next);
   }
   if (thread == 0) st_release_sys_u64(&ring.left, p.launch);

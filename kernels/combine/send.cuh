@@ -226,7 +226,7 @@ __device__ inline void combine_chunk(const Adder& a, const SendWorker& worker, c
         store_partial(a, worker, part, place, chunk, source, index, to, true);
       if constexpr (kSelfFlagged) continue;
       worker.sync();
-      // The row's flag, after every thread's stores; pairs with the wait in combine_recv() there.
+      // The row's flag, after every thread's stores; pairs with the wait in wait_partial() there.
       if (worker.thread == 0)
         st_release_sys_u32(partial_flags_at(data, slot, a.self.local) + index, flag_of(step));
     }
