@@ -5,7 +5,7 @@
 
 namespace moe_p2p::abi {
 
-inline constexpr i32 kMaxDomainRanks = 64;  // ranks whose memory a device maps: those of its node
+inline constexpr i32 kMaxDomainRanks = 64;  // ranks of a node, whose memory a device maps
 
 // The first failure of a communicator, for the host to report. In pinned host memory, written by
 // the thread that sets DeviceState::aborted, so only one is reported.

@@ -6,7 +6,7 @@
 //   shape.h    what a communicator is made for      handle.h   what dispatch leaves for its combine
 //   slot.h     where a token lies in its slot       signal.h   words that ranks of a node share
 //   region.h   where slots lie in a rank's memory   params.h   what the host hands to a kernel
-//                                                   copy.h     what it asks of the copy kernel
+//                                                   copy.h     requests to the copy kernel
 //
 //   W ranks, L ranks per node, N = W / L nodes, rank = node * L + local
 //   M tokens per step (slot capacity), K top-k, S steps in flight, H hidden size

@@ -5,8 +5,8 @@
 //       here. Own-node sources store it; for others the gateway's proxy does (an *arrival*),
 //       and before it e * kMaxParts + n: the first n parts are visible. Arrivals of what (n, l)
 //       dispatched, and of its weights, lie at the gateway with local index l; its node reads them.
-//   doorbell[phase][slot][node]  for each part what to send of the outbox for `node`, because the
-//       proxy cannot look into a GPU's, and e + 1: it is complete there; rung by kernels.
+//   doorbell[phase][slot][node]  for each part which bytes to send of the outbox for `node`, as the
+//       proxy cannot look into a GPU's, and e + 1: the part is complete; rung by kernels.
 //   gather_count[slot][node]     partial sums handed in for `node`; the L-th of a step adds them up
 #pragma once
 

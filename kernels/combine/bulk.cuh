@@ -199,7 +199,7 @@ struct Storer {
   u32 num_stored = 0, num_read = 0;  // pieces; `unread` goes round
   bool has_rows = false;             // buffers of rows may be among the unread
 
-  // kFlagged: others wait for the sums.
+  // kFlagged: other ranks wait for the sums.
   template <bool kFlagged>
   __device__ void run(i32 chunk) {
     for (;; sum.next()) {
@@ -368,7 +368,7 @@ __device__ inline void load_tokens(const CombineParams& p, const Self& self,
         if (p.bias[b]) sum.row[num++] = p.bias[b].as<const char>() + offset;
       sum.num_rows = num + __popc(bits);
       sum.is_row =
-          false;  // a row alone is added to 0.0 here, for no other half has: -0.0 gives 0.0
+          false;  // a row alone is added to 0.0 here, as no other half does: -0.0 gives 0.0
       sum.token = first + t * stride;
       sum.to = p.out.as<char>() + offset;
       sum.flag = nullptr;

@@ -73,7 +73,7 @@ struct Piece {
   }
 };
 
-// flag: into a self-flagged row.
+// flag: the row is self-flagged.
 __device__ __forceinline__ void store_values(char* row, i32 group, const float* acc, bool flag) {
   constexpr i32 kPerVec = Values<kOutType>::kCount;
 #pragma unroll

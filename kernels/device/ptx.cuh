@@ -191,7 +191,7 @@ __device__ __forceinline__ float cvt_f32_f16(u16 x) {
 
 // --- shared memory of a block ---
 
-// All of it, as the launch asked for it.
+// Returns all of it, as the launch requested it.
 __device__ __forceinline__ char* shared_memory() {
   extern __shared__ __align__(128) char bytes[];
   return bytes;

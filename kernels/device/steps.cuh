@@ -36,7 +36,7 @@ struct Launch {
   // begun. A fault of this kernel may be seen or not. Work that is no longer allowed is left out
   // and poisoned (kernels/device/lost.cuh).
   __device__ bool is_late() const {
-    // The first block of this kernel may have ended before another one asks.
+    // The first block of this kernel may have ended before another one calls ask().
     return aborted || static_cast<i32>(ended - static_cast<u32>(number())) < 0;
   }
   // Called by the thread that opens.

@@ -18,7 +18,7 @@ struct FoundRows {
 };
 struct RecvScratch : FoundRows {
   u32 head[2][kHeadWords];  // what lies before the payload
-  // Of self-flagged slots: the scales behind the payload.
+  // For self-flagged slots: the scales behind the payload.
   u32 scale[2][kSelfFlagged && kScaled ? kScales : 1];
   u32 mine[RecvWorker::kThreads / 32];  // bit j: item j of the batch has rows of this rank
 };

@@ -183,7 +183,7 @@ __device__ inline void count_tokens(const DispatchParams& p, i32* tokens, i32 nu
       atomicAdd(&tokens[rank], count[w]);
 }
 
-// Number of tokens [from, to) of the chunk that go there.
+// Returns how many of tokens [from, to) of the chunk are in `has`.
 __device__ inline i32 tokens_between(const u32* has, i32 from, i32 to) {
   i32 count = 0;
   for (i32 w = from / 32; w <= to / 32; ++w) {
@@ -221,8 +221,8 @@ __device__ inline void find_slots(const Sender& a, const W& worker, i32 chunk, i
   }
 }
 
-// With kByRank: tokens of the call for `rank` before token `at` of the chunk, which has `slot` in
-// the inbox of a rank of the own node.
+// With kByRank: returns how many of the call's tokens for `rank` come before token `at` of the
+// chunk, which has `slot` in the inbox of an own-node rank.
 __device__ inline i32 rank_position(const Sender& a, i32 rank, i32 at, i32 slot) {
   if constexpr (kOthers > 0)
     if (!a.self.same_node(rank)) slot = tokens_before(a.s.far_has[rank], at);
@@ -250,7 +250,7 @@ __device__ inline void outbox_part(const Sender& a, u64 step, i32 node, i32 inde
   ring(a.p.comm, Phase::kDispatch, step, a.self.local, node, part);
 }
 
-// Puts count i of this call where `rank` finds it.
+// Stores count i of this call where `rank` reads it.
 __device__ __forceinline__ void tell_count(const Sender& a, u64 step, i32 rank, i32 i, i32 count) {
   const i32 l = rank % kLocal, slot = slot_of(step);
   if (!a.self.same_node(rank)) {

@@ -62,7 +62,7 @@ struct Payload {
       }
     }
   }
-  // flag: into a self-flagged slot.
+  // flag: the slot is self-flagged.
   __device__ __forceinline__ void store(const SendWorker& worker, i32 piece, char* to,
                                         bool flag) const {
 #pragma unroll
@@ -181,7 +181,7 @@ __device__ inline void store_slots(const Sender& a, const SendWorker& worker, co
     for (i32 i = part.index; i < count; i += part.count)
       if (char* to = slot_at(i)) payload.store(worker, piece, to + kHeadBytes, flag);
   }
-  if (Rounds<SendWorker>::kPieces > 1 && kQuantize) worker.sync();  // all scales are there
+  if (Rounds<SendWorker>::kPieces > 1 && kQuantize) worker.sync();  // all scales are stored
 #pragma unroll 1
   for (i32 i = part.index; i < count; i += part.count)
     if (char* to = slot_at(i)) store_rest(a, worker, token, to, flag, w);

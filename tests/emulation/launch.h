@@ -35,7 +35,7 @@ using order::kStackBytes;
 constexpr size_t kGuardBytes = 256;  // behind shared memory
 constexpr std::byte kGarbage{0xa5};
 constexpr unsigned kIdleUs = 20, kMostIdleUs = 160;  // for peers: other threads of this machine
-constexpr unsigned kAwake = 64;  // turns of a warp, on average, until it sleeps
+constexpr unsigned kAwake = 64;                      // turns of a warp, on average, until it sleeps
 constexpr auto kPatience = std::chrono::seconds(60);  // when no progress is possible
 
 // Stacks of threads, kept from launch to launch: mapping and unmapping one takes the host's kernel

@@ -1,8 +1,8 @@
 // Runs a GPU's threads on one host thread, for the kernels of kernels/: each is a fiber that runs
 // until it waits, for its warp, its block, a barrier, a copy or a peer. Launches run to their end
-// inside cuLaunchKernelEx, those of a graph inside its replay, where one may begin before those
-// ahead have ended; a stream is a thread that asks for them. Ranks are threads of one process and
-// see each other's memory.
+// inside cuLaunchKernelEx, launches of a graph inside its replay, where one may begin before
+// earlier ones have ended; a stream is a thread that calls these. Ranks are threads of one process
+// and see each other's memory.
 //
 // As on a GPU, or worse: the order of threads is random, warps sleep while others go on, copies in
 // bulk happen late, shared memory starts full of garbage, and only so many blocks run at once.

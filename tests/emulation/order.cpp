@@ -149,7 +149,7 @@ void carry(const void* word, const Carried& what) {
 }
 
 Block* new_block(unsigned num_threads, bool is_host = false) {
-  auto* block = new Block;  // as long as the process: stamps name it
+  auto* block = new Block;  // lives as long as the process: stamps name it
   block->is_host = is_host;
   block->device = own_device();
   block->threads.resize(num_threads);
