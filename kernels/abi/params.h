@@ -132,8 +132,8 @@ struct DevicePart {
   u64 row_bytes;
 };
 
-// Where scales lie: word b of the scales of row r of local expert e is at r * row + e * expert + b
-// * word, in words of 4 bytes. `expert` is 0 but for columns in the padded layout.
+// Where scales lie: word b of row r of local expert e is at r * row + e * expert + b * word, in
+// words of 4 bytes. `expert` is 0 but for columns in the padded layout.
 struct ScalePlace {
   i64 row, expert, word;
 };

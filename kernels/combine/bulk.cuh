@@ -188,8 +188,7 @@ struct Summer {
   }
 };
 
-// --- the storing warp: only one thread works, because a thread can wait only for its own copies
-// ---
+// --- the storing warp: one thread works, because a thread can wait only for its own copies ---
 
 struct Storer {
   SumPipe& pipe;

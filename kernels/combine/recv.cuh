@@ -166,8 +166,8 @@ __device__ inline void end_chunk(const CombineParams& p, const Self& self, const
 }
 
 // Called by a block that may not receive: loses its own tokens, i.e. the tokens of `num` workers of
-// `count` from `first` on. Other blocks of its grid may have read the words before the fault was
-// raised, and receive theirs.
+// `count` from `first` on. Other blocks of its grid may have called Launch::ask() before the fault
+// was raised, and receive theirs.
 __device__ __noinline__ void lose_sums(const CombineParams& p, i32 first, i32 num, i32 count) {
   const auto thread = static_cast<i32>(threadIdx.x);
   for (i32 token = thread; !p.empty && token < p.num_rows; token += kBlockThreads) {

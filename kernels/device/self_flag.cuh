@@ -49,8 +49,7 @@ __device__ __forceinline__ u32 take_word(const DeviceComm& comm, u32* from, u32 
   return ~word;
 }
 
-// --- words with many readers: the step number lies in the upper half, and they are never cleared
-// ---
+// --- words with many readers: never cleared, with the step number in the upper half ---
 
 __device__ __forceinline__ void st_tagged(u64* to, u64 step, u32 value) {
   st_relaxed_sys_u64(to, (step + 1) << 32 | value);
