@@ -36,7 +36,7 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, MOE_P2P_BLOCKS_PER_S
            num_chunks == p.num_chunks && num_slots == p.num_slots &&
            (p.empty || !(receives || p.topk_weights) || num_rows == p.num_rows);
   };
-  // Invalid handle, or late kernel: ignore its contents, which may be stale.
+  // Otherwise the handle's contents may be stale.
   const auto is_trusted = [&] { return is_valid() && !launch.is_late(); };
   // Called by every block, once.
   const auto begin = [&]() -> Begun {
@@ -66,8 +66,7 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, MOE_P2P_BLOCKS_PER_S
   } else if (begun.good && role.relay) {
     const u64 first = begun.first_step;
     if (sends && !p.empty && relay_says_read(p, begun.opens)) {
-      // Always chunk 0: a combine of several chunks opens steps of its own and takes the other
-      // branch.
+      // Always chunk 0: combines of several chunks open steps of their own, in the other branch.
       say_chunk_read({p, Self(p.comm), HandleArrays(p)}, first, 0);
     }
     relay(p.comm, first, p.num_chunks,

@@ -20,8 +20,8 @@ struct Asked {
 };
 static_assert(sizeof(Asked) <= kCopySharedBytes);
 
-// Waits for requests from copy `next` on and stores in `asked` as many as one look finds; none
-// after idle_ns. Called by one warp. Two lanes read a request, so that a look is one access.
+// Waits for requests from copy `next` on: `asked` gets what one look finds, nothing after idle_ns.
+// Called by one warp. Two lanes read a request, so that a look is one access.
 __device__ inline void await_requests(const CopyParams& p, u64 next, i32 lane, Asked& asked) {
   const auto& ring = *reinterpret_cast<const CopyRing*>(p.ring);
   const u64 number = next + static_cast<u64>(lane / 2);
@@ -91,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(kCopyThreads, 2)
     }
     next += static_cast<u64>(num);
     __syncthreads();
-    // Ordered behind the copies of all threads; pairs with CopyKernel::num_done().
+    // Behind the copies of all threads; pairs with CopyKernel::num_done().
     if (thread == 0) st_release_sys_u64(&ring.done, next);
   }
   if (thread == 0) st_release_sys_u64(&ring.left, p.launch);

@@ -43,8 +43,7 @@ constexpr u64 kThreads = 512, kStores = 4, kPieceBytes = kThreads * kStores * si
 
 __device__ u64* word_at(u64 base, u64 offset) { return reinterpret_cast<u64*>(base + offset); }
 
-// Waits until the word reaches `want`; returns false, and reports it in the result, when it does
-// not in time.
+// Waits until the word reaches `want`; returns false, with a report in the result, if it is late.
 __device__ bool wait_word(const Params& p, const u64* word, u64 want, u64 what) {
   const u64 deadline = globaltimer_ns() + p.timeout_ns;
   for (u32 looks = 1; ld_acquire_sys_u64(word) < want; ++looks) {
@@ -60,8 +59,7 @@ __device__ bool wait_word(const Params& p, const u64* word, u64 want, u64 what) 
 
 using namespace moe_p2p::probe;
 
-// Thread t flags rank t and waits for its flag. Returns on all GPUs within a one-way flag of each
-// other.
+// Thread t flags rank t and waits for it. Returns on all GPUs within a one-way flag of each other.
 extern "C" __global__ void moe_p2p_probe_barrier(const __grid_constant__ Params p) {
   const auto peer = static_cast<i32>(threadIdx.x);
   if (peer >= p.num_ranks) return;
@@ -70,8 +68,7 @@ extern "C" __global__ void moe_p2p_probe_barrier(const __grid_constant__ Params 
   wait_word(p, word_at(p.data[p.rank], kBarrierWords + kLine * threadIdx.x), want, threadIdx.x);
 }
 
-// Pieces go to the peers in turn, and every rank begins with a different peer: no link is used
-// twice.
+// Pieces go to the peers in turn, and every rank begins with another one: no link is used twice.
 extern "C" __global__ void __launch_bounds__(kThreads)
     moe_p2p_probe_push(const __grid_constant__ Params p) {
   const u64 others = static_cast<u64>(p.num_ranks - 1);

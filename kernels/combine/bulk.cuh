@@ -214,7 +214,7 @@ struct Storer {
       if constexpr (kFlagged) {
         const u32 num = num_stored / kPieces;
         pipe.progress.wait_room(num);
-        // raise_flags() stores it; pairs with the wait in wait_partial() there.
+        // Pairs with the wait in wait_partial() there.
         pipe.progress.flag[num % Progress<1>::kItems][0] = flag;
       }
       // The rows of a sum may need every buffer.
@@ -245,7 +245,7 @@ struct Storer {
     bulk_commit();
     pipe.unread[num_stored++ % kMostUnread] = empty;
   }
-  // Waits until all pieces but the last kNumLeft are written, and frees their buffers.
+  // Frees the buffers of all pieces but the last kNumLeft, once written.
   template <bool kFlagged, i32 kNumLeft>
   __device__ void give_back() {
     if (num_stored - num_read <= kNumLeft) return;

@@ -28,8 +28,8 @@ __device__ __forceinline__ i32 order_of(const Self& self, i32 i) {
 }
 
 // Returns the row that speaker i sent for a token; null when there is none. A row that did not
-// arrive is replaced by a lost row. A row that flags itself may still be arriving: settle_rows()
-// waits for its words, and a word that does not arrive is a lost one.
+// arrive becomes a lost row. A row that flags itself may still be arriving; a word that does not is
+// a lost one.
 __device__ inline const char* wait_partial(const CombineParams& p, const Self& self, u64 step,
                                            i32 i, i32 index) {
   if (index < 0) return nullptr;
@@ -132,9 +132,9 @@ __device__ __noinline__ void tell_waits(const CombineParams& p, const Self& self
   }
 }
 
-// Announces that all workers have read the sums of a step: the first sending block may then open
-// the slot's next step, and the workers may count for that one; a worker without tokens would
-// otherwise be far ahead.
+// Announces that all workers have read the sums of a step: the first sending block may open the
+// slot's next one, and the workers may count for it; one without tokens would otherwise be far
+// ahead.
 __device__ inline void say_sums_read(const CombineParams& p, const RecvWorker& worker, u64 step) {
   u32* received = state_words<u32>(p.comm, kWords.received) + slot_of(step);
   const auto last = static_cast<u32>(worker.count - 1);
@@ -165,9 +165,8 @@ __device__ inline void end_chunk(const CombineParams& p, const Self& self, const
   if (p.num_chunks > kSteps) say_sums_read(p, worker, step);
 }
 
-// Called by a block that may not receive: loses its own tokens, i.e. the tokens of `num` workers of
-// `count` from `first` on. Other blocks of its grid may have called Launch::ask() before the fault
-// was raised, and receive theirs.
+// A block that may not receive loses its own tokens, of `num` workers of `count` from `first` on:
+// other blocks of its grid may have called Launch::ask() before the fault, and receive theirs.
 __device__ __noinline__ void lose_sums(const CombineParams& p, i32 first, i32 num, i32 count) {
   const auto thread = static_cast<i32>(threadIdx.x);
   for (i32 token = thread; !p.empty && token < p.num_rows; token += kBlockThreads) {

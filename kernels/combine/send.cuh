@@ -1,8 +1,7 @@
 // Combine, sending half: adds up this rank's experts for each received slot. For a token of the own
 // node the partial row goes to its source. For a token of another node it goes to the gateway,
 // which adds up the partials of its node and rings with the last row of a part. Sums are in fp32 in
-// a fixed order (docs/protocol.md, section 10), so the result does not depend on the order of
-// arrival.
+// a fixed order (docs/protocol.md, section 10), so the order of arrival does not matter.
 #pragma once
 
 #include "kernels/combine/sum.cuh"
@@ -173,7 +172,7 @@ __device__ inline void add_partials(const Adder& a, const SendWorker& worker, u6
         sum_scalars<2>(a.p.comm, step, worker.thread, 0, num_ranks, row_at, source_of);
 }
 
-// Sends the partial to its gateway, if that is another rank. Otherwise stores the node's sum: if no
+// Stores the partial at its gateway, if that is another rank. Otherwise the node's sum: where no
 // other rank of this node holds rows for it, this rank's partial.
 __device__ inline void send_to_node(const Adder& a, const SendWorker& worker, u64 step, i32 chunk,
                                     i32 place, i32 source, i32 index) {

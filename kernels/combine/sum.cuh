@@ -37,8 +37,7 @@ struct Piece {
                : kWritten == Written::kByPeers ? ld_na_v4(at(row, group, i))
                                                : ld_relaxed_sys_v4(at(row, group, i));
   }
-  // For a self-flagged row: reads again the words that have not arrived; returns whether there were
-  // any.
+  // Self-flagged row: reads again what has not arrived; returns whether there was any.
   __device__ __forceinline__ bool again(const char* row, i32 group) {
     bool any = false;
 #pragma unroll

@@ -77,8 +77,7 @@ struct Progress {
     while (num - ld_acquire_cta_u32(&num_raised) >= kItems) {
     }
   }
-  // Called by one thread of the storing warp, after its copies completed; pairs with the acquire in
-  // raise_flags().
+  // Called by one storing thread, after the copies completed; pairs with raise_flags().
   __device__ void tell(u32 num) { st_release_cta_u32(&num_written, num); }
   __device__ void tell_end(i32 chunk) {
     st_release_cta_u32(&num_ended, static_cast<u32>(chunk + 1));

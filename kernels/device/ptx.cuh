@@ -233,8 +233,7 @@ __device__ __forceinline__ void barrier_expect(u64* barrier, u32 bytes) {
       "r"(bytes)
       : "memory");
 }
-// Waits until the phase of that parity is over. Waits for this block and its copies only, never for
-// a peer.
+// Waits until the phase of that parity is over: for this block and its copies, never for a peer.
 __device__ __forceinline__ void barrier_wait(u64* barrier, u32 parity) {
   asm volatile(
       "{\n"

@@ -21,8 +21,7 @@ __device__ __forceinline__ void st_flagged_v4(void* to, const Vec& v) {
       to, {flagged(v.word[0]), flagged(v.word[1]), flagged(v.word[2]), flagged(v.word[3])});
 }
 
-// Waits by again(), which reads again the words that have not arrived and returns whether there
-// were any.
+// Waits until again(), which reads missing words again, returns that none was missing.
 template <typename Again>
 __device__ __forceinline__ bool wait_flagged(const DeviceComm& comm, const Again& again,
                                              const Awaited& what) {
@@ -31,7 +30,7 @@ __device__ __forceinline__ bool wait_flagged(const DeviceComm& comm, const Again
   return true;
 }
 
-// Resets the words that `v` was read from, for the next sender, and returns their values.
+// Resets the words that `v` was read from; returns their values.
 __device__ __forceinline__ Vec take_vec(void* from, const Vec& v) {
   st_relaxed_sys_v4(from, Vec{});
   return {~v.word[0], ~v.word[1], ~v.word[2], ~v.word[3]};

@@ -129,8 +129,8 @@ __device__ __forceinline__ Item item_of(const Self& self, i32 i) {
   const i32 index = i / kWorld;
   return {(i + index + self.rank) % kWorld, index};
 }
-// The same in the order of combine, for sources with at most `most` slots each: first slots that a
-// neighbour adds up for another node and therefore waits for, then slots that this rank adds up for
+// The same in the order of combine, for sources with at most `most` slots each: slots that a
+// neighbour adds up for another node and therefore waits for, slots that this rank adds up for
 // other nodes, then the own node's.
 __device__ __forceinline__ Item sum_item_of(const Self& self, i32 i, i32 most) {
   if constexpr (kOthers == 0) return item_of(self, i);

@@ -16,9 +16,9 @@ struct Launch {
   __device__ static bool opens() { return blockIdx.x == 0 && threadIdx.x == 0; }
   __device__ static Launch ask(const DeviceComm& comm) {
     DeviceState& state = state_of(comm);
-    // These loads are under way together; another block may be writing one of the words. All warps
-    // of a GPU load at once: the second-level cache would take microseconds to answer them all from
-    // one line.
+    // Loads under way together; another block may be writing one of the words. All warps of a GPU
+    // load at once: from one line the second-level cache would take microseconds to answer them
+    // all.
     Launch launch;
     launch.begun = opens() ? atom_add_relaxed_gpu_u32(&state.begun, 1) : 0;
     launch.even = ld_relaxed_cta_u64(&state.next_step[0]);
@@ -120,10 +120,10 @@ __device__ inline void ring(const DeviceComm& comm, Phase phase, u64 step, i32 g
   st_relaxed_sys_u64(&bell->part[part.index].place, words.place);
 }
 
-// Counts a row that this rank sends to another node and that is in its combine_outbox, or the
-// permission to write its header, which goes with the first part. The worker that hands in the last
-// item of a part rings; for the first part it also writes the header, once all ranks of the node
-// have announced that they have read the dispatch: the destination may then overwrite it.
+// Counts a row in this rank's combine_outbox for another node, or the permission to write its
+// header, which goes with the first part. The last one of a part rings; for the first part it also
+// writes the header, once all ranks of the node have announced that they have read the dispatch:
+// the destination may then overwrite it.
 struct CombineHeader {
   u32 num_tokens;
   u32 flags;

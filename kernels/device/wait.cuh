@@ -50,9 +50,8 @@ __device__ inline bool is_masked(const DeviceComm& comm, i32 rank) {
 
 __device__ inline i32 num_missing(const DeviceComm& comm, const Awaited& what);
 
-// Called for a rank that has not arrived by the deadline; masks it or returns false: keep waiting.
-// A wait lasts T (2 - 1/n) in all where n ranks are missing, as on the host
-// (AllToAll::State::patience).
+// Masks a rank that has not arrived by the deadline, or returns false: keep waiting. That lasts T
+// (2 - 1/n) in all where n ranks are missing, as on the host (AllToAll::State::patience).
 __device__ __noinline__ bool mask_late(const DeviceComm& comm, const Awaited& what, u64 late_ns) {
   if (!MOE_P2P_MUTATED(kMaskAtOnce) &&
       late_ns < comm.timeout_ns - comm.timeout_ns / static_cast<u64>(num_missing(comm, what)))
@@ -69,8 +68,7 @@ struct Patience {
 };
 inline constexpr u32 kLooksBetweenClocks = 256;  // fewer: the clock costs as much as the look
 
-// Called every kLooksBetweenClocks looks: returns the deadline of the wait; 0 when the wait is
-// over.
+// Called every kLooksBetweenClocks looks; returns the wait's deadline, or 0 when it is over.
 __device__ __noinline__ u64 look_around(const DeviceComm& comm, u32 looks, u64 deadline, u32 want,
                                         u32 got, Awaited what) {
   if (is_aborted(comm)) return 0;
@@ -233,8 +231,7 @@ struct Relayed {
 
 // Relays the arrivals from all ranks of other nodes in a phase of `step`, part by part; in combine,
 // from the speakers of this rank. Threads of a warp end their waits together, so each passes on
-// what it finds while it waits. With masks, the block that waits for a rank masks it, which ends
-// this too.
+// what it finds while it waits. With masks, a waiting block masks the rank, which ends this too.
 __device__ inline void relay_phase(const DeviceComm& comm, const Self& self, Phase phase,
                                    u64 step) {
   const Signals signals = kSignals;

@@ -29,7 +29,7 @@ struct BulkSendShared {
   SlotPipe worker[SendWorker::kCount];
 };
 
-// Tokens that a worker's loading, computing and storing warps go through, in step with each other.
+// Tokens of a worker, whose three parts go through them in step.
 struct Tokens {
   i32 first, end, stride;
 };
@@ -201,7 +201,7 @@ struct Storer {
   const i32 lane;
   u32 num_stored = 0, num_read = 0;  // images; the ring is in step with them
 
-  // Waits until all images but the last kNumLeft are written, and frees them.
+  // Frees all images but the last kNumLeft, once written.
   template <i32 kNumLeft>
   __device__ void give_back() {
     bulk_wait<kNumLeft>();
@@ -228,8 +228,7 @@ struct Storer {
                          static_cast<u64>(at) * p.parts.slot_bytes,
                      pipe.image[image.at], static_cast<u32>(p.parts.slot_bytes));
         bulk_commit();
-        // raise_flags() stores it; pairs with the wait for the flag in fetch_slots() or recv_slot()
-        // there.
+        // Pairs with the wait for the flag in fetch_slots() or recv_slot() there.
         pipe.progress.flag[num_stored % Progress<kLocal>::kItems][lane] =
             at < 0 ? nullptr : inbox_flags_at(p.comm.data[l], slot, a.self.local) + at;
       }

@@ -51,9 +51,9 @@ __device__ inline void tell_ticks(const Receiver& a, i32 chunk, i32 source, i64 
   *told = chunk == 0 ? ticks : *told + ticks;
 }
 
-// --- masks: whether a source has arrived is decided once, by the telling block (Receiver::tells),
-// because all blocks place rows by it. It has arrived when all of its slots have: rows of a source
-// that ends in between are absent. ---
+// --- masks: whether a source has arrived is decided once, by the block that `tells`, because all
+// blocks place rows by it. It has arrived when all of its slots have: rows of a source that ends in
+// between are absent. ---
 
 __device__ inline u64* came_word(const Receiver& a, u64 step, i32 source) {
   return state_words<u64>(a.p.comm, kWords.came) + slot_of(step) * kWorld + source;
@@ -75,8 +75,8 @@ __device__ inline bool is_lost(const Receiver& a, i32 source) {
   return !kMasks || (is_aborted(a.p.comm) && !is_masked(a.p.comm, source));
 }
 
-// Called by the telling block: waits for the slots of the own node, and stores whether each source
-// has arrived. Returns false if one is lost.
+// Called by the block that `tells`: waits for the slots of the own node, and stores whether each
+// source has arrived. Returns false if one is lost.
 __device__ inline bool decide(const Receiver& a, u64 step, i32* num_slots) {
   const DeviceComm& comm = a.p.comm;
   const i32 thread = static_cast<i32>(threadIdx.x);
@@ -133,9 +133,9 @@ __device__ inline i32 hear_slots(const Receiver& a, u64 step, i32 source) {
   return -1;
 }
 
-// Waits for the headers of a step from all ranks. wait_ticks measures only these header waits.
-// Own-node slots may arrive later than their header; that time is not counted, because no single
-// place waits for all of them. Returns false if one is lost.
+// Waits for the headers of a step from all ranks. wait_ticks measures only these waits: own-node
+// slots may arrive later than their header, but no single place waits for all of them. Returns
+// false if one is lost.
 __device__ inline bool read_headers(const Receiver& a, u64 step, i32 chunk) {
   const DispatchParams& p = a.p;
   bool lost = false;
@@ -286,7 +286,7 @@ __device__ __forceinline__ i64 scales_of(const DispatchParams& p, i64 row, i32 e
 
 // --- what is lost ---
 
-// Marks outputs: nothing is known of the rows of this call. Called by the whole block.
+// Marks the rows of this call as unknown. Called by the whole block.
 __device__ inline void tell_lost(const Receiver& a) {
   const DispatchParams& p = a.p;
   const i32 thread = static_cast<i32>(threadIdx.x), num_experts = p.comm.num_local_experts;
@@ -326,7 +326,7 @@ __device__ __noinline__ void lose_rows(const DispatchParams& p, u64 step) {
 }
 
 // Places the rows of every (group, source), by the counts of the whole call. Returns false if some
-// counts did not arrive.
+// did not arrive.
 __device__ inline bool place_rows(const Receiver& a, u64 step) {
   const DispatchParams& p = a.p;
   RecvShared& s = a.s;

@@ -220,8 +220,8 @@ __device__ inline void recv_slot(const Receiver& a, const RecvWorker& worker, u6
 }
 
 // Finds the own-node ranks that the slot of another node's source is for; the handle keeps them for
-// combine. Returns whether this rank is one. All slots are looked at, so that the kernel does not
-// end before all parts have arrived.
+// combine. True if this rank is one. Looks at all slots, so that the kernel ends only after all
+// parts have arrived.
 __device__ inline bool slot_is_mine(const Receiver& a, u64 step, i32 chunk, const Item& item,
                                     i32 part) {
   if (MOE_P2P_MUTATED(kPartBefore)) part = max(part - 1, 0);

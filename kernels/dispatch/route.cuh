@@ -238,8 +238,8 @@ __device__ inline void add_chunk(const Sender& a) {
   }
 }
 
-// Called when an item of part `index` of an outbox is written: a slot, or header and counts, which
-// belong to the first part. The last item of a part rings.
+// Counts an item of part `index` of an outbox as written: a slot, or header and counts, which are
+// in the first. The last item rings.
 __device__ inline void outbox_part(const Sender& a, u64 step, i32 node, i32 index) {
   u32* words = state_words<u32>(a.p.comm, kWords.outbox);
   const RegionPart part =

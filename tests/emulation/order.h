@@ -156,7 +156,7 @@ struct Actor {
   void has_read(const void* from, size_t bytes) const;  // a copy, which the thread has waited for
   void begins(const void* to, size_t bytes) const;
   void ends(const void* to, size_t bytes) const;
-  // Called before a word is stored for the host, which then reads what this thread knows.
+  // Before a word is stored for the host, which then reads what this thread knows.
   void tells_host(const void* word) const;
 };
 
