@@ -52,8 +52,7 @@ struct AllToAll::State final : engine::ImmSink {
   void set_backend(std::unique_ptr<Backend> made);
   void require_usable() const;
   bool failed() const;
-  // Begins to close; wait_to_leave() waits until all that this rank has sent arrived, or its
-  // partners are gone.
+  // Begins to close; wait_to_leave() ends once all that was sent arrived, or the partners are gone.
   void leave();
   void wait_to_leave();
 

@@ -31,8 +31,7 @@ struct DispatchVariant {
 
   auto operator<=>(const DispatchVariant&) const = default;
 };
-using CombineTypes =
-    std::pair<int, int>;  // what a combine kernel is compiled for: types of y, of out
+using CombineTypes = std::pair<int, int>;  // types of y and out that a combine is compiled for
 
 struct OpenCall {
   enum class Stage : uint8_t { kDispatchSent, kDispatched, kCombineSent };

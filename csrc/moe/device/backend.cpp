@@ -124,8 +124,7 @@ void DeviceBackend::check() const {
   if (raised == nullptr) return;
   if (raised->raised != abi::kTimedOut) throw error_of(*raised, plan_, comm_.rank, "", "");
   const abi::Shape& shape = plan_.shape;
-  const int node =
-      raised->source / shape.ranks_per_node;  // node of the rank that the kernel waited for
+  const int node = raised->source / shape.ranks_per_node;  // of the rank that was waited for
   const int local = raised->source % shape.ranks_per_node;
   std::string progress;  // other local ranks of that node send to other gateways here
   if (node != comm_.rank / shape.ranks_per_node && local == local_)

@@ -55,8 +55,7 @@ class HostKernels {
   // Chunk 0 also lays out the output.
   void dispatch_recv(Step step, const DispatchRecv& call, const abi::TokenParts& parts,
                      const HandleView& handle, int64_t chunk, Placement& placement);
-  // Pushes call.topk_weights to the ranks that hold the tokens; combine_send() then needs every
-  // rank's.
+  // Pushes call.topk_weights to the ranks that hold the tokens; combine_send() needs all ranks'.
   void push_weights(Step step, const CombineSend& call, const HandleView& handle, int64_t chunk);
   void recv_weights(Step step) const;
   void combine_send(Step step, const CombineSend& call, const HandleView& handle, int64_t chunk);
@@ -116,9 +115,8 @@ class HostKernels {
   const abi::Shape& shape_;
   NodeMemory& memory_;
   const Masks masks_;
-  std::vector<bool> silent_;  // [W] masked at the last look
-  std::vector<uint64_t>
-      empty_;  // stands for a masked rank's dispatch: a header and counts, all zero
+  std::vector<bool> silent_;     // [W] masked at the last look
+  std::vector<uint64_t> empty_;  // dispatch of a masked rank: a header and counts, all zero
   platform::ThreadPool pool_;
 };
 

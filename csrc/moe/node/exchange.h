@@ -59,8 +59,7 @@ class Exchange final : public proxy::ProxyTask, public engine::ImmSink {
   // neighbours are gone.
   struct Closing {
     bool failed = false;
-    // Writes of gather_counts that arrived at the other node; nullopt while one is under way. Null:
-    // 0.
+    // gather_counts' writes that arrived at that node; nullopt while one is under way. Null: 0.
     std::function<std::optional<uint64_t>(int node)> gathers;
     std::span<const Step> combines;  // the last combine that this rank has handed in of each slot
   };

@@ -19,8 +19,7 @@ namespace moe_p2p::moe {
 
 class NodeMemory {
  public:
-  // Allocates this rank's part; attach() maps the neighbours'. Without regions when a GPU holds
-  // them.
+  // Allocates this rank's part; attach() maps the neighbours'. No regions when a GPU holds them.
   NodeMemory(const Plan& plan, int rank, bool with_regions = true);
 
   struct Neighbour {
@@ -84,8 +83,7 @@ class NodeMemory {
   Word board_word(int local, uint64_t at, int node) const noexcept {
     return Word(*reinterpret_cast<uint64_t*>(board(local) + at + 8 * static_cast<uint64_t>(node)));
   }
-  int other(int node)
-      const noexcept;  // index of another node among the other nodes, as this node counts them
+  int other(int node) const noexcept;  // index of another node among the others, as seen here
 
   const Plan plan_;
   const int rank_;

@@ -98,9 +98,9 @@ void Waits::check_neighbours(const Arrived& arrived, const Text& text) const {
 }
 
 // T (2 - 1/n) for n ranks that are missing, masked or not. A rank that dies may have sent something
-// to some ranks and not to others. The others wait for it, and the rest soon wait for these and for
-// it, or have masked it already. So a rank that misses fewer masks first, and arrives at the others
-// in time.
+// to some ranks only. The others wait for it, and the ranks that have it soon wait for these others
+// and for the dead one, or have masked it. So a rank that misses fewer masks first, and arrives at
+// the others in time.
 std::chrono::milliseconds Waits::patience(const Arrived& arrived) const {
   int missing = 0;
   for (int source = 0; source < plan_.shape.world_size; ++source)
