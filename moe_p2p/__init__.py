@@ -4,7 +4,7 @@ Importing loads the extension and does nothing else, unless MOE_P2P_AS_DEEP_EP=1
 moe_p2p.deep_ep in the place of deep_ep.
 """
 
-from moe_p2p import env
+from moe_p2p import _interrupts, env
 from moe_p2p.all_to_all import AllToAll
 from moe_p2p.config import AllToAllConfig
 from moe_p2p.dispatched import Dispatched, PendingCombine, PendingDispatch
@@ -53,3 +53,4 @@ if env.as_deep_ep():
     from moe_p2p.deep_ep import install
 
     install()
+_interrupts.restore()

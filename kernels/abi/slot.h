@@ -44,14 +44,14 @@ MOE_P2P_HD auto* slot_weights(Byte* slot, i32 topk) {
   return values_at<float>(slot, weights_offset(topk));
 }
 // The same in kernels, which are compiled for one K.
-template <i32 kTopk, typename Byte>
+template <i32 Topk, typename Byte>
 MOE_P2P_HD auto* slot_positions(Byte* slot) {
-  constexpr u64 kOffset = positions_offset(kTopk);
+  constexpr u64 kOffset = positions_offset(Topk);
   return values_at<i32>(slot, kOffset);
 }
-template <i32 kTopk, typename Byte>
+template <i32 Topk, typename Byte>
 MOE_P2P_HD auto* slot_weights(Byte* slot) {
-  constexpr u64 kOffset = weights_offset(kTopk);
+  constexpr u64 kOffset = weights_offset(Topk);
   return values_at<float>(slot, kOffset);
 }
 

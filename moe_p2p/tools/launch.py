@@ -26,6 +26,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from multiprocessing import forkserver
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -83,6 +84,7 @@ def run_ranks(function: Callable[..., Any], *args: Any, num_ranks: int) -> list[
     )
     # Ranks are forked from a server that has imported all this once: 2 s instead of 2 s each.
     multiprocessing.set_forkserver_preload([function.__module__])
+    _start_fork_server()
     # The error raised here has everything. The agent's logger has a level of its own.
     for name in ("torch", "torch.distributed.elastic.agent.server.api"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -98,6 +100,17 @@ def run_ranks(function: Callable[..., Any], *args: Any, num_ranks: int) -> list[
         finally:
             torch.ops.moe_p2p.remove_stale_memory.default()  # of ranks that had to be killed
     return [results[rank] for rank in range(num_ranks)]
+
+
+def _start_fork_server() -> None:
+    """Ctrl-C at a terminal reaches it too, and would print a traceback while it imports."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which the new process inherits
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 @contextlib.contextmanager

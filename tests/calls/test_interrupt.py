@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -246,6 +247,40 @@ def test_ctrl_c_ends_a_command_with_one_line(command: str) -> None:
         assert (program.returncode, said) == (130, f"{command}: interrupted\n")
         until(lambda: is_gone(program.pid), "helpers that stay")
         assert not objects & set(os.listdir("/dev/shm"))
+
+
+def imports_torch(pid: int) -> bool:
+    return "libtorch_cpu" in Path(f"/proc/{pid}/maps").read_text()
+
+
+def starts_ranks(pid: int) -> bool:
+    """It has a fork server, which imports for seconds before it handles signals."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return any(b"forkserver" in Path(f"/proc/{c}/cmdline").read_bytes() for c in children)
+
+
+@pytest.mark.parametrize(
+    ("when", "line"),
+    [(imports_torch, "moe_p2p: interrupted\n"), (starts_ranks, "bench: interrupted\n")],
+)
+def test_ctrl_c_ends_a_command_that_has_only_begun(when: Callable[[int], bool], line: str) -> None:
+    program = subprocess.Popen(
+        [sys.executable, "-m", "moe_p2p", *LONG["bench"]],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        until(lambda: when(program.pid), "it never begins")
+        os.killpg(program.pid, signal.SIGINT)
+        _, said = program.communicate(timeout=60)
+        assert (program.returncode, said) == (130, line)
+        until(lambda: is_gone(program.pid), "helpers that stay")
+    finally:
+        if not is_gone(program.pid):
+            os.killpg(program.pid, signal.SIGKILL)
+        program.wait()
 
 
 def test_sigterm_ends_a_command_and_leaves_nothing() -> None:
