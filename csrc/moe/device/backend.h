@@ -4,8 +4,7 @@
 //
 // The device decides which steps a kernel opens, and whether a combine closes the step of its
 // dispatch. Kernels of one communicator run one after the other: events order streams that change
-// (platform/stream_order.h); the owner of two graphs, or of a graph and other calls, orders their
-// replays.
+// (platform/stream_order.h); the owner of two graphs, or of a graph and calls, orders replays.
 #pragma once
 
 #include <cstdint>

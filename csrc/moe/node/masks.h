@@ -1,7 +1,6 @@
 // Which ranks are gone, as this rank sees it: one int32 of each, not 0 once it is masked. The words
-// lie in the caller's memory, and the caller reads and sets them too. While the communicator lives
-// a mask is never taken back, so a thread that has seen one sees it from then on (docs/failure.md,
-// "Masks").
+// lie in memory of the caller, who reads and sets them too. While the communicator lives a mask is
+// never taken back, so a thread that has seen one sees it from then on (docs/failure.md, "Masks").
 #pragma once
 
 #include <atomic>
