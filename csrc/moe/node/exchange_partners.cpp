@@ -176,8 +176,8 @@ bool Exchange::partner_left(int node) noexcept {
   return partner.left;
 }
 
-// Its farewell may also overtake earlier writes. So this rank reports it to its node once all its
-// immediates have arrived, and their flags are up: what is missing then never arrives.
+// Its farewell may also overtake earlier writes. So this rank reports it to its node once all the
+// partner's immediates have arrived, and their flags are up: what is missing then never arrives.
 bool Exchange::publish_left() noexcept {
   bool moved = false;
   for (const Remote& remote : remotes_) {
