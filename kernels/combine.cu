@@ -1,6 +1,6 @@
-// One kernel for both halves of combine, and for release. Blocks that send come before those that
-// receive; what they wait for, the dispatches of this step and the weights and partials that other
-// ranks' senders push before they wait for any, does not depend on any receiver.
+// One kernel for both halves of combine, and for release. Sending blocks come before receiving
+// ones. They wait for the dispatches of this step and for the weights and partials that other
+// ranks' senders push before they wait themselves; none of these depends on a receiver.
 #if MOE_P2P_BULK  // moe_p2p/gpu/launch_shape.py chooses; never with masks
 #include "kernels/combine/bulk.cuh"
 namespace way = moe_p2p::device::bulk;
@@ -13,7 +13,7 @@ using namespace moe_p2p::device;
 
 namespace {
 
-// The step of a receiving half alone: its sending half left it in the handle.
+// The step of a receiving half alone, where its sending half left it in the handle.
 __device__ u64& combined_step(const CombineParams& p) {
   return reinterpret_cast<HandleMeta*>(p.handle)->combined_step;
 }
@@ -36,13 +36,13 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, MOE_P2P_BLOCKS_PER_S
            num_chunks == p.num_chunks && num_slots == p.num_slots &&
            (p.empty || !(receives || p.topk_weights) || num_rows == p.num_rows);
   };
-  // Else what the handle says may be stale.
+  // Invalid handle, or late kernel: ignore its contents, which may be stale.
   const auto is_trusted = [&] { return is_valid() && !launch.is_late(); };
-  // By every block, once.
+  // Called by every block, once.
   const auto begin = [&]() -> Begun {
     const bool valid = is_valid();
-    // The step of its dispatch where that is open, or else steps of its own, with an empty dispatch
-    // each.
+    // The step of its dispatch if that is open, otherwise steps of its own, each with an empty
+    // dispatch.
     const bool ends_pair = valid && sends && open.closed_by(launch.number(), meta.first_step);
     const bool opens = sends && !p.empty && !ends_pair;
     const u64 first = !sends ? combined_step(p) : opens ? launch.next_step() : meta.first_step;
@@ -55,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, MOE_P2P_BLOCKS_PER_S
         raise_fault(p.comm, kBadHandle, Phase::kCombine, p.comm.rank, 0, p.comm.communicator,
                     communicator);
     }
-    // A release that closes nothing has nothing to do.
+    // A release without an open dispatch has nothing to do.
     const bool good = is_trusted() && (!p.empty || ends_pair);
     return {launch.join(p.comm, Phase::kCombine, good), first, opens};
   };
@@ -66,7 +66,8 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, MOE_P2P_BLOCKS_PER_S
   } else if (begun.good && role.relay) {
     const u64 first = begun.first_step;
     if (sends && !p.empty && relay_says_read(p, begun.opens)) {
-      // Of one chunk: combines of several open steps of their own.
+      // Always chunk 0: a combine of several chunks opens steps of its own and takes the other
+      // branch.
       say_chunk_read({p, Self(p.comm), HandleArrays(p)}, first, 0);
     }
     relay(p.comm, first, p.num_chunks,

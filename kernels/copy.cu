@@ -1,16 +1,16 @@
-// The software NIC's copies to memory of peers (csrc/platform/copy_kernel.h). One block that stays
-// on the device while there is something to copy: what the host asks for is under way after one
-// look over the bus, where a copy engine is asked through the driver. It needs no more of a
-// multiprocessor than a block of the kernels whose rows it carries, or it would find no place
-// beside them.
+// The software NIC's copies to memory of peers (csrc/platform/copy_kernel.h). One block stays on
+// the device while there is something to copy: a request of the host is under way after one read
+// over the bus, whereas a copy engine is asked through the driver. It needs no more of a
+// multiprocessor than a block of the kernels whose rows it carries, or it would find no room beside
+// them.
 #include "kernels/abi/copy.h"
 #include "kernels/device/ptx.cuh"
 
 namespace moe_p2p::device {
 
 constexpr i32 kVecsAtOnce = 8;  // of a thread
-// By one access. Looks at one word come one after the other: with four blocks that each read the
-// same eight requests, a copy of 30 KB took 17 us instead of 6.
+// Requests read by one access. Reads of one word are served one after the other: with four blocks
+// that each read the same eight requests, a copy of 30 KB took 17 us instead of 6.
 constexpr i32 kRequestsAtOnce = 2;
 constexpr u32 kLooksBetweenClocks = 64;
 
@@ -20,8 +20,8 @@ struct Asked {
 };
 static_assert(sizeof(Asked) <= kCopySharedBytes);
 
-// One warp: what is asked for from copy `next` on, as far as a look shows; nothing after idle_ns.
-// Two lanes read a request, so that a look is one access.
+// Waits for requests from copy `next` on and stores in `asked` as many as one look finds; none
+// after idle_ns. Called by one warp. Two lanes read a request, so that a look is one access.
 __device__ inline void await_requests(const CopyParams& p, u64 next, i32 lane, Asked& asked) {
   const auto& ring = *reinterpret_cast<const CopyRing*>(p.ring);
   const u64 number = next + static_cast<u64>(lane / 2);
@@ -30,7 +30,7 @@ __device__ inline void await_requests(const CopyParams& p, u64 next, i32 lane, A
   bool idle = false;
   i32 num = 0;
   for (u32 looks = 1; num == 0 && !idle; ++looks) {
-    // Before the last look.
+    // Checked before the last look.
     idle = looks % kLooksBetweenClocks == 0 && __all_sync(~0u, globaltimer_ns() > deadline);
     // Pairs with the host's store of the request.
     const Vec mine = lane < 2 * kRequestsAtOnce ? ld_acquire_sys_v4(half) : Vec{};
@@ -47,7 +47,7 @@ __device__ inline void await_requests(const CopyParams& p, u64 next, i32 lane, A
   if (lane == 0) asked.num = num;
 }
 
-// By kThreads threads.
+// Called by kThreads threads.
 template <i32 kThreads>
 __device__ inline void copy(const CopyRequest& request, i32 thread) {
   auto* to = reinterpret_cast<char*>(request.to);
@@ -91,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(kCopyThreads, 2)
     }
     next += static_cast<u64>(num);
     __syncthreads();
-    // What all threads have copied comes before it.
+    // Ordered behind the copies of all threads; pairs with CopyKernel::num_done().
     if (thread == 0) st_release_sys_u64(&ring.done, next);
   }
   if (thread == 0) st_release_sys_u64(&ring.left, p.launch);

@@ -1,6 +1,6 @@
 // One kernel for both halves of dispatch. Blocks that send come before those that receive and wait
 // for earlier steps only, so the receivers behind them cannot keep them from running; a call of
-// more chunks than steps in flight needs all its blocks at once.
+// more chunks than steps in flight needs all its blocks on the device at once.
 #if MOE_P2P_BULK  // moe_p2p/gpu/launch_shape.py chooses; never with masks
 #include "kernels/dispatch/bulk_recv.cuh"
 #include "kernels/dispatch/bulk_send.cuh"
@@ -20,9 +20,9 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, MOE_P2P_BLOCKS_PER_S
   const Launch launch = Launch::ask(p.comm);
   const Role role = Role::of(p.grid);
   const bool sends = p.grid.num_send_blocks > 0, receives = p.grid.num_recv_blocks > 0;
-  // By every block, once.
+  // Called by every block, once.
   const auto begin = [&]() -> Begun {
-    // A receive half alone finds its step in the handle, which its send half wrote.
+    // A receiving half alone finds its step in the handle, where its sending half wrote it.
     const u64 first =
         sends ? launch.next_step() : reinterpret_cast<const HandleMeta*>(p.handle)->first_step;
     if (Launch::opens()) {

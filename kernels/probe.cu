@@ -1,7 +1,7 @@
-// What the links of this machine do, for the floors of `python -m moe_p2p bench`: bandwidth of an
+// Measures the links of this machine, for the floors of `python -m moe_p2p bench`: bandwidth of an
 // all-to-all push, round trips of words between GPUs and between GPU and host, and a barrier of the
-// GPUs that lines up the clocks. Launched by moe_p2p/tools/bench/probe.py, by nothing else; every
-// wait has a deadline, and whoever misses it says so in Params::result.
+// GPUs that lines up the clocks. Launched only by moe_p2p/tools/bench/probe.py; every wait has a
+// deadline, and a missed one is reported in Params::result.
 #include "kernels/device/ptx.cuh"
 
 namespace moe_p2p::probe {
@@ -36,14 +36,15 @@ constexpr u64 kPingWord = kMaxRanksPerNode * kLine;
 constexpr u64 kRelayWord = kPingWord + kLine;
 constexpr u64 kPushed = 65536;
 static_assert(kRelayWord < kPushed, "words lie before the payload");
-// Pinned memory: one line per direction, so that neither side takes the other's line away.
+// Pinned memory: one line per direction, so that neither side evicts the other's line.
 constexpr u64 kToDevice = 0, kToHost = kLine;
 
 constexpr u64 kThreads = 512, kStores = 4, kPieceBytes = kThreads * kStores * sizeof(device::Vec);
 
 __device__ u64* word_at(u64 base, u64 offset) { return reinterpret_cast<u64*>(base + offset); }
 
-// Until the word reaches `want`; false, and said in the result, when it does not in time.
+// Waits until the word reaches `want`; returns false, and reports it in the result, when it does
+// not in time.
 __device__ bool wait_word(const Params& p, const u64* word, u64 want, u64 what) {
   const u64 deadline = globaltimer_ns() + p.timeout_ns;
   for (u32 looks = 1; ld_acquire_sys_u64(word) < want; ++looks) {
@@ -59,7 +60,8 @@ __device__ bool wait_word(const Params& p, const u64* word, u64 want, u64 what) 
 
 using namespace moe_p2p::probe;
 
-// Thread t tells rank t and waits for it. Returns on all GPUs within a one-way flag of each other.
+// Thread t flags rank t and waits for its flag. Returns on all GPUs within a one-way flag of each
+// other.
 extern "C" __global__ void moe_p2p_probe_barrier(const __grid_constant__ Params p) {
   const auto peer = static_cast<i32>(threadIdx.x);
   if (peer >= p.num_ranks) return;
@@ -68,7 +70,8 @@ extern "C" __global__ void moe_p2p_probe_barrier(const __grid_constant__ Params 
   wait_word(p, word_at(p.data[p.rank], kBarrierWords + kLine * threadIdx.x), want, threadIdx.x);
 }
 
-// Pieces go to the peers in turn, and every rank begins with another one: no link is asked twice.
+// Pieces go to the peers in turn, and every rank begins with a different peer: no link is used
+// twice.
 extern "C" __global__ void __launch_bounds__(kThreads)
     moe_p2p_probe_push(const __grid_constant__ Params p) {
   const u64 others = static_cast<u64>(p.num_ranks - 1);
@@ -100,7 +103,7 @@ extern "C" __global__ void moe_p2p_probe_flags(const __grid_constant__ Params p)
   reinterpret_cast<Result*>(p.result)->elapsed_ns = globaltimer_ns() - begin;
 }
 
-// Answers the host's words. With a second block the first one hands them on in device memory, as
+// Answers the host's words. With a second block the first one passes them on in device memory, as
 // the relay block does with arrivals from other nodes.
 extern "C" __global__ void moe_p2p_probe_host(const __grid_constant__ Params p) {
   const bool relayed = gridDim.x > 1;

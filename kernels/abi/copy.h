@@ -1,12 +1,12 @@
-// What the host asks of the copy kernel (kernels/copy.cu), in pinned memory that both see.
+// Requests of the host to the copy kernel (kernels/copy.cu), in pinned memory that both see.
 #pragma once
 
 #include "kernels/abi/shape.h"
 
 namespace moe_p2p::abi {
 
-// Copy number n, counted from 0, is request n mod kCopyRequests. Whoever reads it while it is
-// written finds that `check` does not fit.
+// Copy number n, counted from 0, is request n mod kCopyRequests. In a half-written request `check`
+// does not fit.
 struct CopyRequest {
   u64 to, from, bytes, check;
 
@@ -27,9 +27,9 @@ inline constexpr i32 kCopyThreads = 512, kCopySharedBytes = 128;
 struct CopyRing {
   CopyRequest request[kCopyRequests];
   // Written by the kernel.
-  u64 done;     // copies whose bytes are there
+  u64 done;     // copies whose bytes have arrived
   u64 entered;  // the last launch that is on the device
-  u64 left;     // the last launch that is not any more
+  u64 left;     // the last launch that has ended
   u64 padding[13];
 };
 static_assert(sizeof(CopyRing) == 32 * kCopyRequests + kLine);
@@ -38,7 +38,7 @@ struct CopyParams {
   u64 ring;     // CopyRing, device address
   u64 first;    // the copy to begin with
   u64 launch;   // number of this launch, from 1
-  u64 idle_ns;  // it leaves when nothing was asked for so long
+  u64 idle_ns;  // the kernel ends after this long without a request
 };
 
 }  // namespace moe_p2p::abi

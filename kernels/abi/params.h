@@ -1,18 +1,18 @@
-// What the host hands to each device kernel: one struct, filled by csrc/moe/device/backend.cpp.
+// What the host passes to each device kernel: one struct, filled in csrc/moe/device/backend.cpp.
 #pragma once
 
 #include "kernels/abi/region.h"
 
 namespace moe_p2p::abi {
 
-inline constexpr i32 kMaxDomainRanks = 64;  // ranks whose memory a device maps: those of its node
+inline constexpr i32 kMaxDomainRanks = 64;  // ranks of a node, whose memory a device maps
 
-// The first wait of a communicator that ended without its word, for the host to tell. In pinned
-// host memory, written by whoever sets DeviceState::aborted, so one story is told.
+// The first failure of a communicator, for the host to report. In pinned host memory, written by
+// the thread that sets DeviceState::aborted, so only one is reported.
 struct Fault {
   u32 raised;  // FaultKind
   i32 phase;
-  i32 source;  // rank that was waited for; for kCapacity local expert, or -1: of all together
+  i32 source;  // rank waited for; for kCapacity the local expert, or -1: all together
   i32 reserved;
   u64 step;
   u64 expected;
@@ -24,7 +24,7 @@ static_assert(sizeof(Fault) == 48, "shared between host and device");
 enum FaultKind : u32 {
   kNoFault = 0,
   kTimedOut = 1,
-  kCapacity = 2,         // expected: rows there are, got: rows needed
+  kCapacity = 2,         // expected: rows available, got: rows needed
   kBadExpert = 3,        // expected: token, got: expert id
   kWrongHeader = 4,      // expected, got: flags or slot bytes
   kTooManyTokens = 5,    // expected: at most, got: tokens
@@ -40,7 +40,7 @@ struct DeviceState {
   // counts kernels and changes only when the last block has added.
   u64 launches;
   u64 next_step[2];  // kernel number n reads [n mod 2] and writes the other
-  u32 aborted;       // 1 once a fault was raised: nobody waits any more
+  u32 aborted;       // 1 once a fault was raised: all waits end
   u32 begun;         // kernels whose first block has begun
   u64 masks;  // i32 [W] on this device, not 0 for masked ranks (csrc/moe/node/masks.h); or null
   u32 ended;  // kernels whose first block has ended: as many as have begun, unless two run at once
@@ -49,24 +49,24 @@ struct DeviceState {
 static_assert(sizeof(DeviceState) == kLine, "the words start on a line");
 inline constexpr u64 kLaunch = 65536;  // most blocks of a kernel
 
-// A step slot's last dispatch that its combine, or a release, has to close. Which combine that is
-// must be decided here: a graph is replayed without the host.
+// The last dispatch of a step slot, which its combine or a release has to close. The device decides
+// which combine that is: a graph is replayed without the host.
 struct OpenStep {
   u64 step;    // e + 1
-  u64 closer;  // 1 + the number of the kernel that has closed it, or closes it; 0: nobody yet
+  u64 closer;  // 1 + the number of the kernel that has closed it, or closes it; 0: none yet
 };
 
 // Offsets in bytes from DeviceState.
 struct DeviceWords {
   u64 arrivals;  // u64 [3][S][W]  flags of other nodes (signal.h), relayed here by one block
-  // u32 [S][N][kMaxParts]  what is written of a part of an outbox, and of a combine_outbox: its
-  // slots, and the header. Each wraps to 0 when it is complete.
+  // u32 [S][N][kMaxParts]  how many items of a part of an outbox, or of a combine_outbox, are
+  // written: slots, and the header. Wraps to 0 when the part is complete.
   u64 outbox, combine_outbox;
   u64 read;      // u64 [S]        e + 1: the sums of a solo combine of step e are read
   u64 received;  // u32 [S]        workers that have read a solo dispatch, or combine
-  u64 came;      // u64 [S][W]     with masks, 2 (e + 1) + whether the dispatch of step e came
-  u64 lost;  // u64 [S]        after a fault, above e + 1: rows of its dispatch that are poisoned
-  u64 lost_row;  // what stands for a partial row that did not come
+  u64 came;      // u64 [S][W]     with masks, 2 (e + 1) + whether the dispatch of step e arrived
+  u64 lost;  // u64 [S]        after a fault, e + 1 above the count of poisoned rows of its dispatch
+  u64 lost_row;  // stands in for a partial row that did not arrive
   u64 open;      // OpenStep [S]
   u64 total_bytes;
 
@@ -88,8 +88,8 @@ struct DeviceWords {
   }
 };
 
-// The address of values in a device's memory, which the host only hands on. Of void: their type
-// depends on the call.
+// Address of values in device memory, which the host only passes on. T = void: the type depends on
+// the call.
 template <typename T>
 struct DevicePtr {
   u64 address;
@@ -118,8 +118,8 @@ struct DeviceComm {
   i32 reserved;
 };
 
-// Who does what in a kernel: one relaying block when there are other nodes, then sending blocks,
-// then receiving ones. Without blocks a half is left out.
+// Roles of a kernel's blocks: one relaying block when there are other nodes, then sending blocks,
+// then receiving ones. A half without blocks is left out.
 struct Grid {
   i32 num_send_blocks;
   i32 num_recv_blocks;
@@ -132,8 +132,8 @@ struct DevicePart {
   u64 row_bytes;
 };
 
-// Where scales lie: word b of those of row r of local expert e at r * row + e * expert + b * word,
-// in words of 4 bytes. `expert` is 0 but for columns in the padded layout.
+// Where scales lie: word b of row r of local expert e is at r * row + e * expert + b * word, in
+// words of 4 bytes. `expert` is 0 but for columns in the padded layout.
 struct ScalePlace {
   i64 row, expert, word;
 };
@@ -185,7 +185,7 @@ struct CombineParams {
   DevicePtr<const void> y;             // [rows, H]
   DevicePtr<const float> row_weights;  // [rows] or 0
   DevicePtr<const float> row_scalars;  // [rows] or [rows, K], or 0
-  // [T, K] of the own tokens, for the expert ranks, or 0; on all ranks alike
+  // [T, K] of this rank's tokens, for the expert ranks, or 0; alike on all ranks
   DevicePtr<const float> topk_weights;
   DevicePtr<void> out;            // [T, H]
   DevicePtr<float> out_scalars;   // [T, K] or 0

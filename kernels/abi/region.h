@@ -22,7 +22,7 @@ MOE_P2P_HD constexpr u32 combine_flags(DType dtype, bool scalars) {
   return dtype_flags(dtype) | (scalars ? static_cast<u32>(kScalars) : 0);
 }
 
-// Every region of every phase starts with one, and it travels in the same write as the slots.
+// Every region of every phase starts with a header, which travels in the same write as the slots.
 struct RegionHeader {
   u64 step;        // step + 1; stored last inside a node, where it is the flag of the counts
   u32 num_tokens;  // slots that follow
@@ -33,7 +33,7 @@ struct RegionHeader {
   u64 told[2];
   u64 reserved[11];
 
-  // All but the words that are stored last where they are flags: step, and told.
+  // Sets all words but step and told, which are stored last where they are flags.
   MOE_P2P_HD constexpr void describe(u32 tokens, u32 region_flags, u64 stride) {
     num_tokens = tokens;
     flags = region_flags;
@@ -56,13 +56,13 @@ MOE_P2P_HD constexpr u32 told_shape(u32 flags, u64 slot_bytes) {
   return flags | static_cast<u32>(slot_bytes / kLine) << 16;
 }
 
-// A dispatch region: header, expert counts, slots. The counts are those of the whole call (all its
-// chunks), so a receiver can place rows before the last chunk is there.
+// A dispatch region: header, expert counts, slots. The counts cover the whole call (all its
+// chunks), so a receiver can place rows before the last chunk arrives.
 //   inbox:           counts[max_local_experts + 1], of the receiving rank; room for 64 bits each,
 //                    in which GPUs put them below step + 1 where rows flag themselves
 //   outbox, landing: counts[L][max_local_experts + 1], of every rank of the receiving node
-// The last count of a rank is that of the tokens for it, whichever of its experts they name. GPUs
-// write it in calls by rank, which alone read it.
+// The last count of a rank is the number of tokens for it, whichever of its experts they name. GPUs
+// write it in calls by rank, the only ones that read it.
 MOE_P2P_HD constexpr i32 counts_per_rank(i32 max_local_experts) { return max_local_experts + 1; }
 MOE_P2P_HD constexpr u64 counts_bytes(i32 num_ranks, i32 max_local_experts) {
   return align_up(
@@ -93,8 +93,8 @@ MOE_P2P_HD constexpr u64 partial_bytes(const Shape& s) {
 
 // Between nodes a region of slots leaves in parts, each as soon as it is written: `part_slots`
 // slots each, the header and what else is in front of the slots with the first. Which part a slot
-// is in follows from its number and the stride alone, so that who waits for it need not know how
-// many there are.
+// is in follows from its number and the stride alone, so the receiver need not know how many slots
+// there are.
 inline constexpr i32 kMaxParts = 4;
 MOE_P2P_HD constexpr i32 part_slots(const Shape& s, u64 stride) {
   if (s.part_bytes == 0 || stride == 0) return s.chunk_tokens;
@@ -121,16 +121,16 @@ struct RegionPart {
   }
 };
 
-// Weights of a source's tokens: header, then [M][K] fp32, those of a token at the slot that it has
-// in the inbox of that rank or the outbox for that node. `num_slots` of them travel.
+// Weights of a source's tokens: header, then [M][K] fp32: a token's K weights lie at its slot
+// number in the inbox of that rank or the outbox for that node. `num_slots` slots travel.
 MOE_P2P_HD constexpr u64 weights_bytes(const Shape& s, i32 num_slots) {
   return align_up(sizeof(RegionHeader) + 4 * static_cast<u64>(num_slots) * static_cast<u64>(s.topk),
                   kLine);
 }
 MOE_P2P_HD constexpr u64 weights_bytes(const Shape& s) { return weights_bytes(s, s.chunk_tokens); }
 
-// u32 per slot or row, low half of step + 1, so that a device starts on the first one to come.
-// Apart from the slots, whose places depend on the call: a word must always be the same word.
+// u32 per slot or row, low half of step + 1, so that a device starts on the first to arrive. Flags
+// lie apart from the slots, whose places depend on the call: a flag must always be the same word.
 MOE_P2P_HD constexpr u64 flags_bytes(const Shape& s) {
   return align_up(4 * static_cast<u64>(s.chunk_tokens), kLine);
 }
@@ -144,10 +144,10 @@ struct Regions {
   u64 landing;          // [N-1]   written by NICs, read by every rank of this node
   u64 partial_inbox;    // [L]     written by own-node expert ranks, read by this rank
   u64 partial_flags;    // [L]     a flag for each row of it
-  u64 gather;           // [N-1][L] written by own-node expert ranks, read by who adds them up: the
+  u64 gather;           // [N-1][L] written by own-node expert ranks, read by the one that adds: the
                         // last of them on hosts, this rank on GPUs
   u64 gather_flags;     // [N-1][L] on GPUs, a flag for each row of it
-  u64 combine_outbox;   // [N-1]   written by who adds them up, read by this rank's NICs
+  u64 combine_outbox;   // [N-1]   written by the one that adds, read by this rank's NICs
   u64 combine_landing;  // [N-1]   written by NICs, read by this rank
   u64 weights_inbox;    // [L]     written by own-node sources, read by this rank
   u64 weights_outbox;   // [N-1]   written by this rank, read by its NICs
@@ -179,7 +179,7 @@ MOE_P2P_HD constexpr Regions make_regions(const Shape& s) {
   return r;
 }
 
-// Position of `node` among the nodes other than `own` (node != own).
+// Returns the position of `node` among the nodes other than `own` (node != own).
 MOE_P2P_HD constexpr i32 other_index(i32 node, i32 own) { return node < own ? node : node - 1; }
 // The inverse.
 MOE_P2P_HD constexpr i32 other_node(i32 index, i32 own) { return index < own ? index : index + 1; }

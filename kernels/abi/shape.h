@@ -6,7 +6,7 @@
 //   shape.h    what a communicator is made for      handle.h   what dispatch leaves for its combine
 //   slot.h     where a token lies in its slot       signal.h   words that ranks of a node share
 //   region.h   where slots lie in a rank's memory   params.h   what the host hands to a kernel
-//                                                   copy.h     what it asks of the copy kernel
+//                                                   copy.h     requests to the copy kernel
 //
 //   W ranks, L ranks per node, N = W / L nodes, rank = node * L + local
 //   M tokens per step (slot capacity), K top-k, S steps in flight, H hidden size
@@ -53,7 +53,7 @@ inline constexpr i32 kScaleBlock = 128;  // values that share one fp8 scale
 
 MOE_P2P_HD constexpr u64 align_up(u64 value, u64 to) { return (value + to - 1) / to * to; }
 
-// The values that lie `offset` bytes behind `base`, const where the bytes are. Byte: char in
+// Returns the values `offset` bytes behind `base`, const where the bytes are. Byte: char in
 // kernels, std::byte on hosts.
 template <typename T, typename Byte>
 struct SameConst {
@@ -68,13 +68,13 @@ MOE_P2P_HD auto* values_at(Byte* base, u64 offset = 0) {
   return reinterpret_cast<typename SameConst<T, Byte>::Type*>(base + offset);
 }
 
-// kWeights: weights that a source tells with combine, because it did not know them at dispatch.
+// kWeights: weights that a source sends with combine, because it did not know them at dispatch.
 enum class Phase : i32 { kDispatch = 0, kCombine = 1, kWeights = 2 };
 inline constexpr i32 kNumPhases = 3;
 
 enum class DType : i32 { kBFloat16 = 0, kFloat16 = 1, kFloat32 = 2, kFloat8E4M3 = 3 };
 
-// How received rows lie: those of each expert in room of its own, those of all experts one after
+// Layout of received rows: each expert's rows in space of their own, all experts' rows one after
 // the other, or one row for each (source token, receiving rank), source after source.
 enum class RowLayout : i32 { kPadded = 0, kGrouped = 1, kByRank = 2 };
 
@@ -95,7 +95,7 @@ struct Shape {
   i32 topk;
   i32 chunk_tokens;     // M
   i32 steps_in_flight;  // S
-  i32 part_bytes;  // between nodes, the least that leaves before the rest; 0: a region is whole
+  i32 part_bytes;  // between nodes, least bytes sent ahead of the rest; 0: a region is sent whole
   u64 max_token_bytes;    // payload + scales + extras of one token, each part 16-byte aligned
   u64 max_partial_bytes;  // one combined row, with its K scalars
 

@@ -5,8 +5,8 @@
 //       here. Own-node sources store it; for others the gateway's proxy does (an *arrival*),
 //       and before it e * kMaxParts + n: the first n parts are visible. Arrivals of what (n, l)
 //       dispatched, and of its weights, lie at the gateway with local index l; its node reads them.
-//   doorbell[phase][slot][node]  for each part what to send of the outbox for `node`, because the
-//       proxy cannot look into a GPU's, and e + 1: it is complete there; rung by kernels.
+//   doorbell[phase][slot][node]  for each part which bytes to send of the outbox for `node`, as the
+//       proxy cannot look into a GPU's, and e + 1: the part is complete; rung by kernels.
 //   gather_count[slot][node]     partial sums handed in for `node`; the L-th of a step adds them up
 #pragma once
 
@@ -15,7 +15,7 @@
 namespace moe_p2p::abi {
 
 struct SignalHead {
-  u64 abort;         // 0, or AbortWord: nobody waits any more
+  u64 abort;         // 0, or AbortWord: all waits end
   u64 bell;          // platform::EventCount: waiters of this rank sleep on it
   u64 closed;        // 1 once this rank has closed its communicator
   u64 reserved[13];  // the words that follow start on a line of their own
@@ -24,9 +24,8 @@ static_assert(sizeof(SignalHead) == kLine, "shared between processes");
 
 MOE_P2P_HD constexpr u64 come(u64 step) { return (step + 1) * kMaxParts; }
 
-// Both words of a part have the low half of e + 1 above what they say, so neither has to be stored
-// before the other: on a device a fence between them would wait until the first has crossed the
-// bus.
+// Both words of a part hold the low half of e + 1 above their value, so they may be stored in
+// either order: on a device a fence between them would wait until the first has crossed the bus.
 struct BellWords {
   u64 size;   // lines of the part
   u64 place;  // its first line, and from kPartsBit on the number of the region's parts less one

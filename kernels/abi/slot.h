@@ -26,7 +26,7 @@ MOE_P2P_HD constexpr u64 weights_offset(i32 topk) {
 MOE_P2P_HD constexpr u64 slot_head_bytes(i32 topk) {
   return align_up(weights_offset(topk) + 4 * static_cast<u64>(topk), kLine);
 }
-// The words of a slot, or of a copy of its head. Whoever builds or reads one does it through these.
+// The words of a slot, or of a copy of its head. All code that builds or reads a slot uses these.
 template <typename Byte>
 MOE_P2P_HD auto* slot_head(Byte* slot) {
   return values_at<SlotHead>(slot);

@@ -1,7 +1,7 @@
-// Both halves of combine where few multiprocessors do it (kernels/device/bulk.cuh): rows are added
-// piece by piece in shared memory. The loading warp asks for the pieces of every row of a sum in
-// turn, the computing warps add them in registers, the storing warp carries the sum away. A sum
-// that is a row as it stands goes straight from the one to the other.
+// Both halves of combine on few multiprocessors (kernels/device/bulk.cuh): rows are added piece by
+// piece through shared memory. The loading warp asks for the pieces of every row of a sum in turn,
+// the computing warps add them in registers, the storing warp stores the sum. A sum that is one
+// unchanged row goes straight from the loading to the storing warp.
 #pragma once
 
 #include "kernels/combine/recv.cuh"
@@ -9,7 +9,7 @@
 
 namespace moe_p2p::device::bulk {
 
-// Looks rows up for a whole worker.
+// The warp that looks up rows for a whole worker.
 struct LoadWarp {
   static constexpr i32 kThreads = 32;
   i32 thread, id, count;
@@ -17,7 +17,7 @@ struct LoadWarp {
 inline constexpr i32 kLookedUp = LoadWarp::kThreads / kLanes;
 inline constexpr i32 kMaxAddends = kTopk > kBiases + kSpeakers ? kTopk : kBiases + kSpeakers;
 
-// A sum: rows in their order, where it goes, and the word that says so.
+// A sum: its rows in order, its destination, and its flag.
 struct Sum {
   i32 num_rows;   // kEnd: no more in this chunk
   i32 first_row;  // of y
@@ -43,7 +43,7 @@ inline constexpr i32 kPieceBytes =
 inline constexpr i32 kInBytes =
     kPieceBytes<kYType> > kPieceBytes<kOutType> ? kPieceBytes<kYType> : kPieceBytes<kOutType>;
 inline constexpr i32 kIns = MOE_P2P_PIECES_IN, kOuts = 3, kSums = 4;
-// Pieces whose copies may be under way: those of sums, and those of rows.
+// Pieces whose stores may be under way: pieces of sums, and pieces of unchanged rows.
 inline constexpr i32 kUnreadOuts = kOuts - 2, kUnreadIns = kIns / 2;
 inline constexpr i32 kMostUnread = (kUnreadIns > kUnreadOuts ? kUnreadIns : kUnreadOuts) + 1;
 
@@ -89,7 +89,7 @@ struct Loader {
   Turn<kIns> in;
   Turn<kSums> sum;
 
-  // The place of the next sum, for all lanes to fill; put() follows.
+  // Returns the place of the next sum, for all lanes to fill; put() follows.
   __device__ Sum& next() {
     sum.wait_empty(pipe.sums);
     return pipe.sum[sum.at];
@@ -150,8 +150,8 @@ struct Summer {
     sum.next();
   }
 
-  // The storing warp takes the pieces, and these threads see every turn of theirs all the same: one
-  // that missed two could not tell them apart.
+  // The storing warp takes the pieces, but these threads follow every turn of the buffers too: a
+  // thread that missed two could not tell them apart.
   __device__ void pass() {
     for (i32 piece = 0; piece < kPieces; ++piece, in.next()) {
       in.wait_full(pipe.ins);
@@ -159,7 +159,7 @@ struct Summer {
     }
   }
 
-  // The last piece may end before its buffers do: what lies behind it is added and goes nowhere.
+  // The last piece may end before its buffers do: what lies behind it is added but not stored.
   template <DType kType>
   __device__ void add(const Sum& s, bool weighted) {
     const i32 num_rows = s.num_rows;
@@ -172,7 +172,7 @@ struct Summer {
 #pragma unroll
         for (i32 d = 0; d < kDeep; ++d)
           values[d].load_shared(pipe.in[in.at], d * kComputeThreads + thread);
-        // The first warp arrives for the storing one too, which leaves these pieces alone.
+        // The first warp also arrives for the storing warp, which does not use these pieces.
         arrive_warp(&pipe.ins.empty[in.at], thread, thread == 0 ? 2 : 1);
 #pragma unroll
         for (i32 d = 0; d < kDeep; ++d) values[d].add_to(acc[d], weight, weighted);
@@ -188,7 +188,7 @@ struct Summer {
   }
 };
 
-// --- the storing warp, of which one thread works: it is the one that knows of its copies ---
+// --- the storing warp: one thread works, because a thread can wait only for its own copies ---
 
 struct Storer {
   SumPipe& pipe;
@@ -198,7 +198,7 @@ struct Storer {
   u32 num_stored = 0, num_read = 0;  // pieces; `unread` goes round
   bool has_rows = false;             // buffers of rows may be among the unread
 
-  // kFlagged: others wait for the sums.
+  // kFlagged: other ranks wait for the sums.
   template <bool kFlagged>
   __device__ void run(i32 chunk) {
     for (;; sum.next()) {
@@ -214,7 +214,7 @@ struct Storer {
       if constexpr (kFlagged) {
         const u32 num = num_stored / kPieces;
         pipe.progress.wait_room(num);
-        // Pairs with the wait in wait_partial() there.
+        // raise_flags() stores it; pairs with the wait in wait_partial() there.
         pipe.progress.flag[num % Progress<1>::kItems][0] = flag;
       }
       // The rows of a sum may need every buffer.
@@ -245,7 +245,7 @@ struct Storer {
     bulk_commit();
     pipe.unread[num_stored++ % kMostUnread] = empty;
   }
-  // All pieces but the last kNumLeft are written.
+  // Waits until all pieces but the last kNumLeft are written, and frees their buffers.
   template <bool kFlagged, i32 kNumLeft>
   __device__ void give_back() {
     if (num_stored - num_read <= kNumLeft) return;
@@ -258,7 +258,7 @@ struct Storer {
 
 // --- sending ---
 
-// Whether sums of one row go as it stands; the receiving half adds it to 0.0.
+// Whether a sum of one row is sent unchanged; the receiving half adds it to 0.0.
 __device__ inline bool rows_stay(const Adder& a) {
   return kYType == kOutType && !a.weighted() && !a.p.with_scalars;
 }
@@ -335,8 +335,8 @@ __device__ inline void combine_send(const CombineParams& p, i32 block, const IsT
 
 // --- receiving ---
 
-// Tokens whose rows a warp waits for together: one wait for all of them, but the first of a short
-// chunk should not wait for others.
+// A warp waits for the rows of several tokens together: one wait for all, but in a short chunk the
+// first token should not wait for others.
 inline constexpr i32 kSpeakerLanes = kSpeakers <= 2    ? 2
                                      : kSpeakers <= 4  ? 4
                                      : kSpeakers <= 8  ? 8
@@ -345,7 +345,7 @@ inline constexpr i32 kSpeakerLanes = kSpeakers <= 2    ? 2
 inline constexpr i32 kTokenLanes = kChunk > 512 ? kSpeakerLanes : 32;  // of one token
 inline constexpr i32 kTokensAtOnce = 32 / kTokenLanes;
 
-// Tokens first, first + stride, ... up to kTokensAtOnce of them.
+// Loads the rows of tokens first, first + stride, ... up to kTokensAtOnce of them.
 __device__ inline void load_tokens(const CombineParams& p, const Self& self,
                                    const HandleArrays& handle, Loader& loader, u64 step, i32 first,
                                    i32 end, i32 stride) {
@@ -367,7 +367,7 @@ __device__ inline void load_tokens(const CombineParams& p, const Self& self,
         if (p.bias[b]) sum.row[num++] = p.bias[b].as<const char>() + offset;
       sum.num_rows = num + __popc(bits);
       sum.is_row =
-          false;  // a row alone is added to 0.0 here, for no other half has: -0.0 gives 0.0
+          false;  // a row alone is added to 0.0 here, as no other half does: -0.0 gives 0.0
       sum.token = first + t * stride;
       sum.to = p.out.as<char>() + offset;
       sum.flag = nullptr;

@@ -1,6 +1,6 @@
-// Combine, receiving half: adds the partial rows of each own token, as soon as those it needs are
-// here. The caller's bias first, then nodes ascending; the own node contributes its ranks one after
-// the other, any other node one row.
+// Combine, receiving half: adds the partial rows of each own token, as soon as they have arrived.
+// The caller's bias first, then nodes ascending; the own node contributes its ranks one after the
+// other, any other node one row.
 #pragma once
 
 #include "kernels/combine/send.cuh"
@@ -15,7 +15,7 @@ __device__ __forceinline__ i32 num_biases(const CombineParams& p) {
 struct CombineRecvShared {
   struct {
     const char* row[kBiases + kSpeakers];  // in the order of the sum; null = none
-    i32 source[kBiases + kSpeakers];       // of a self-flagged row: whose it is; else -1
+    i32 source[kBiases + kSpeakers];       // of a self-flagged row: its sender; else -1
     i32 num_rows;
   } worker[RecvWorker::kCount];
 };
@@ -27,8 +27,9 @@ __device__ __forceinline__ i32 order_of(const Self& self, i32 i) {
   return node < self.node ? node : node + kLocal - 1;
 }
 
-// The row that speaker i sent for a token; null when there is none. One that did not come is a lost
-// one. A row that flags itself may be still to come, and each word of it is a lost one until then.
+// Returns the row that speaker i sent for a token; null when there is none. A row that did not
+// arrive is replaced by a lost row. A row that flags itself may still be arriving: settle_rows()
+// waits for its words, and a word that does not arrive is a lost one.
 __device__ inline const char* wait_partial(const CombineParams& p, const Self& self, u64 step,
                                            i32 i, i32 index) {
   if (index < 0) return nullptr;
@@ -62,7 +63,7 @@ __device__ inline void recv_token(const CombineParams& p, const Self& self,
     w.source[worker.thread] = -1;
   }
   worker.sync();
-  if (worker.thread < 32) {  // the rows that there are, one after the other
+  if (worker.thread < 32) {  // packs the existing rows, one after the other
     i32 num = 0;
     for (i32 first = 0; first < kBiases + kSpeakers; first += 32) {
       const i32 i = first + worker.thread;
@@ -97,9 +98,9 @@ __device__ inline void recv_token(const CombineParams& p, const Self& self,
   worker.sync();
 }
 
-// Everybody has said what belongs to this step; before that it is not over. The block that relays
-// knows it first. With masks that block ends once somebody who waits has masked the missing, so
-// another waits.
+// Waits until all speakers have sent all of this step; before that it is not over. The relaying
+// block sees it first. With masks that block ends once a waiting block has masked the missing
+// ranks, so another one waits.
 inline constexpr bool kRelayEnds = kOthers > 0 && !kMasks;
 __device__ inline void end_step(const CombineParams& p, const Self& self, u64 step) {
   for (i32 i = static_cast<i32>(threadIdx.x); i < kSpeakers; i += kBlockThreads) {
@@ -115,9 +116,9 @@ __device__ inline void end_step(const CombineParams& p, const Self& self, u64 st
   }
 }
 
-// How long this rank waits for each speaker to be heard; the ranks of other nodes that do not speak
-// to it have no time of their own. Of its own node's ranks this is the word with which they begin
-// to send.
+// Measures how long this rank waits for each speaker; ranks of other nodes that do not send to it
+// directly have no time of their own. For own-node ranks this is the wait for the word that they
+// store as they begin to send.
 __device__ __noinline__ void tell_waits(const CombineParams& p, const Self& self, u64 step,
                                         bool first) {
   i64* ticks = p.wait_ticks.get();
@@ -131,8 +132,9 @@ __device__ __noinline__ void tell_waits(const CombineParams& p, const Self& self
   }
 }
 
-// Once all workers have read the sums of a step, the first sending block may open the slot's next
-// one, and they themselves may count for it: one without tokens would otherwise be far ahead.
+// Announces that all workers have read the sums of a step: the first sending block may then open
+// the slot's next step, and the workers may count for that one; a worker without tokens would
+// otherwise be far ahead.
 __device__ inline void say_sums_read(const CombineParams& p, const RecvWorker& worker, u64 step) {
   u32* received = state_words<u32>(p.comm, kWords.received) + slot_of(step);
   const auto last = static_cast<u32>(worker.count - 1);
@@ -144,7 +146,7 @@ __device__ inline void say_sums_read(const CombineParams& p, const RecvWorker& w
 
 __device__ inline i32 end_of_chunk(const CombineParams& p, i32 chunk) {
   if (p.empty) return 0;
-  // Tokens past the last chunk become zero.
+  // Rows past the last chunk become zero.
   return chunk + 1 == p.num_chunks ? p.num_rows : min((chunk + 1) * kChunk, p.num_rows);
 }
 
@@ -163,8 +165,9 @@ __device__ inline void end_chunk(const CombineParams& p, const Self& self, const
   if (p.num_chunks > kSteps) say_sums_read(p, worker, step);
 }
 
-// A block that may not receive loses its own tokens, those of `num` workers of `count` from `first`
-// on: others of its grid may have asked before the fault was raised, and receive theirs.
+// Called by a block that may not receive: loses its own tokens, i.e. the tokens of `num` workers of
+// `count` from `first` on. Other blocks of its grid may have called Launch::ask() before the fault
+// was raised, and receive theirs.
 __device__ __noinline__ void lose_sums(const CombineParams& p, i32 first, i32 num, i32 count) {
   const auto thread = static_cast<i32>(threadIdx.x);
   for (i32 token = thread; !p.empty && token < p.num_rows; token += kBlockThreads) {

@@ -1,7 +1,8 @@
 // Combine, sending half: adds up this rank's experts for each received slot. For a token of the own
-// node the partial row goes to its source. For one of another node it goes to the gateway, which
-// adds up those of its node and with the last row of a part rings. Sums are in fp32 in a fixed
-// order (docs/protocol.md, section 10), so the result does not depend on arrival.
+// node the partial row goes to its source. For a token of another node it goes to the gateway,
+// which adds up the partials of its node and rings with the last row of a part. Sums are in fp32 in
+// a fixed order (docs/protocol.md, section 10), so the result does not depend on the order of
+// arrival.
 #pragma once
 
 #include "kernels/combine/sum.cuh"
@@ -24,7 +25,7 @@ template <i32 kItems>
 struct Rows {
   i32 row[kItems][kLanes];  // rows of y of one slot, k ascending, one after the other
   float weight[kItems][kLanes];
-  i32 num_rows[kItems];  // -1: nothing is to be done for it
+  i32 num_rows[kItems];  // -1: nothing to do for it
   u64 ranks[kOthers > 0 ? kItems
                         : 1];  // own-node ranks that hold a partial, of slots of other nodes
 };
@@ -42,7 +43,7 @@ struct Adder {
   const Self self;
   const HandleArrays handle;
 
-  // Slots of a chunk in the order of item(); those behind a source's last are left out.
+  // Slots of a chunk in the order of item(); items behind a source's last slot are left out.
   __device__ i32 num_items(i32 chunk) const {
     i32 most = 0;
     for (i32 source = 0; source < kWorld; ++source)
@@ -59,7 +60,7 @@ struct Adder {
   }
 };
 
-// The weight of row `row` of y, which is the k-th expert of a slot.
+// Returns the weight of row `row` of y, which is the k-th expert of a slot.
 __device__ __forceinline__ float weight_of_row(const Adder& a, u64 step, i32 source, i32 index,
                                                i32 k, i32 row) {
   if (a.p.topk_weights) return slot_weights(a.p.comm, a.self, slot_of(step), source, index)[k];
@@ -70,8 +71,9 @@ struct Trusts {
   __device__ bool operator()() const { return true; }
 };
 
-// The rows and weights of items i, i + count, ...: of each slot those of this rank. All that lies
-// in the handle is asked for at once, wanted or not. Where that is not trusted nothing is found.
+// Finds the rows and weights of items i, i + count, ...: of each slot the rows of this rank. All
+// words of the handle are asked for at once, needed or not. If the handle is not trusted, nothing
+// is found.
 template <typename W, i32 kItems, typename IsTrusted = Trusts>
 __device__ inline void look_up(const Adder& a, const W& worker, u64 step, i32 chunk, i32 num_items,
                                i32 i, Rows<kItems>& w, const IsTrusted& is_trusted = {}) {
@@ -84,7 +86,7 @@ __device__ inline void look_up(const Adder& a, const W& worker, u64 step, i32 ch
   const i32 found = inside && lane < kTopk ? a.handle.rows_of(chunk, source, index)[lane] : -1;
   const u64 ranks = kOthers > 0 && inside ? *a.handle.ranks_of(chunk, source, index) : 0;
   bool mine = is_trusted() && inside && index < count;
-  // Its weights may not have come.
+  // The source's weights may not have arrived.
   if constexpr (kMasks) mine = mine && !is_masked(a.p.comm, source);
   i32 none = -1;
   if (kOthers > 0 && mine && !a.self.same_node(source)) {
@@ -104,7 +106,8 @@ __device__ inline void look_up(const Adder& a, const W& worker, u64 step, i32 ch
   if (lane == 0) w.num_rows[place] = mine ? __popc(bits) : none;
 }
 
-// Scalar k behind the sum at `to`, of a slot whose rows of y are `rows` and begin with `first`.
+// Stores scalar k behind the sum at `to`, of a slot whose rows of y are `rows` and begin with
+// `first`.
 __device__ __forceinline__ void store_scalar(const Adder& a, char* to, bool flag, const i32* rows,
                                              i32 first, i32 k) {
   const i64 at = a.p.scalars_by_rank ? static_cast<i64>(first) * kTopk + k : rows[k];
@@ -117,11 +120,11 @@ __device__ __forceinline__ void store_scalar(const Adder& a, char* to, bool flag
   }
 }
 
-// This rank's rows of one slot, added up at `to`.
+// Adds up this rank's rows of one slot at `to`.
 __device__ inline void store_partial(const Adder& a, const SendWorker& worker, i32 part, i32 place,
                                      i32 chunk, i32 source, i32 index, char* to, bool flag) {
   const CombineScratch& w = scratch_of(worker);
-  // Those of most tokens for the latency of one, where a thread has the registers.
+  // Most tokens' rows are loaded for the latency of one, where a thread has the registers.
   constexpr i32 kMost = kGroups <= SendWorker::kThreads * kRowParts<SendWorker> ? 4 : 2;
   constexpr i32 kRowsAtOnce = kTopk < kMost ? kTopk : kMost;
   sum_rows<kYType, Written::kBefore, kRowsAtOnce>(
@@ -135,7 +138,7 @@ __device__ inline void store_partial(const Adder& a, const SendWorker& worker, i
 
 // --- tokens of other nodes ---
 
-// The node's partials of one row, which neighbours push, added up into this gateway's
+// Adds up the node's partials of one row, which neighbours push, into this gateway's
 // combine_outbox.
 __device__ inline void add_partials(const Adder& a, const SendWorker& worker, u64 step, u64 ranks,
                                     i32 other, i32 index, char* to) {
@@ -170,8 +173,8 @@ __device__ inline void add_partials(const Adder& a, const SendWorker& worker, u6
         sum_scalars<2>(a.p.comm, step, worker.thread, 0, num_ranks, row_at, source_of);
 }
 
-// To its gateway, if that is another rank. Else its sum: where no other rank of this node holds
-// rows for it, this rank's partial.
+// Sends the partial to its gateway, if that is another rank. Otherwise stores the node's sum: if no
+// other rank of this node holds rows for it, this rank's partial.
 __device__ inline void send_to_node(const Adder& a, const SendWorker& worker, u64 step, i32 chunk,
                                     i32 place, i32 source, i32 index) {
   const CombineScratch& w = scratch_of(worker);
@@ -205,7 +208,7 @@ __device__ inline void combine_chunk(const Adder& a, const SendWorker& worker, c
   const i32 slot = slot_of(step);
   const i32 num_items = a.num_items(chunk);
   for (i32 first = worker.id; first < num_items; first += worker.count * kBatch) {
-    // combine_send() did the first, unless weights had to be here before.
+    // combine_send() looked up the first batch, unless weights had to arrive before.
     if (first != worker.id || p.topk_weights)
       look_up(a, worker, step, chunk, num_items, first, scratch_of(worker));
     worker.sync();
@@ -223,7 +226,7 @@ __device__ inline void combine_chunk(const Adder& a, const SendWorker& worker, c
         store_partial(a, worker, part, place, chunk, source, index, to, true);
       if constexpr (kSelfFlagged) continue;
       worker.sync();
-      // The row's flag, after every thread's stores; pairs with the wait in combine_recv() there.
+      // The row's flag, after every thread's stores; pairs with the wait in wait_partial() there.
       if (worker.thread == 0)
         st_release_sys_u32(partial_flags_at(data, slot, a.self.local) + index, flag_of(step));
     }
@@ -231,7 +234,7 @@ __device__ inline void combine_chunk(const Adder& a, const SendWorker& worker, c
   }
 }
 
-// e + 1: a combine of several chunks has read the sums of step e.
+// Holds e + 1 once a combine of several chunks has read the sums of step e.
 __device__ inline u64* read_word(const DeviceComm& comm, u64 step) {
   return state_words<u64>(comm, kWords.read) + slot_of(step);
 }
@@ -241,8 +244,9 @@ __device__ inline bool wait_sums_read(const DeviceComm& comm, u64 step) {
   return wait_word(comm, read_word(comm, step), step + 1, {Phase::kCombine, comm.rank, step});
 }
 
-// A combine that opens steps of its own begins each with an empty dispatch, and with everybody's.
-// False: somebody's did not come. The first kSteps steps of a call use slots of earlier kernels.
+// A combine that opens steps of its own begins each with an empty dispatch to, and from, all ranks.
+// Returns false if one did not arrive. The first kSteps steps of a call use slots of earlier
+// kernels.
 __device__ inline bool open_solo(const Adder& a, u64 step, i32 chunk, i32 block) {
   const DeviceComm& comm = a.p.comm;
   if (block == 0) {
@@ -261,7 +265,7 @@ __device__ inline bool open_solo(const Adder& a, u64 step, i32 chunk, i32 block)
     }
     const RegionHeader* header =
         region_header(dispatch_region(comm, a.self, slot_of(step), source));
-    // By the block that will say that this was read: then the header may be another one.
+    // Only block 0 checks the header. After block 0 announces 'read', the source may overwrite it.
     if (block != 0 || header->flags == kEmpty) continue;
     raise_fault(comm, kWrongHeader, Phase::kDispatch, source, step, 0, header->slot_bytes);
     came = false;
@@ -269,7 +273,7 @@ __device__ inline bool open_solo(const Adder& a, u64 step, i32 chunk, i32 block)
   return __syncthreads_and(came);
 }
 
-// Release: whatever was dispatched has to be here before its source may send again.
+// Release: all that was dispatched must have arrived before its source may send again.
 __device__ inline void send_release(const CombineParams& p, u64 first_step) {
   const Self self(p.comm);
   for (u64 step = first_step; step < first_step + static_cast<u64>(p.num_chunks); ++step) {
@@ -281,20 +285,20 @@ __device__ inline void send_release(const CombineParams& p, u64 first_step) {
   }
 }
 
-// This rank has read all of the step's dispatch, tokens or not: whoever sent may use the slot again
-// (protocol.md, section 9).
+// Announces that this rank has read all of the step's dispatch, tokens or not: the senders may use
+// the slot again (protocol.md, section 9).
 __device__ inline void say_chunk_read(const Adder& a, u64 step, i32 chunk) {
   say_read(a.p.comm, a.self, step, static_cast<i32>(threadIdx.x), kBlockThreads,
            [&](i32 source) { return a.header_of(chunk, source); });
 }
-// Between nodes that takes longer than a sum, so the block that relays says it where nothing has to
-// come before it.
+// Between nodes that takes longer than a sum, so the relaying block announces it where nothing has
+// to happen before it.
 __device__ inline bool relay_says_read(const CombineParams& p, bool opens) {
   return kOthers > 0 && !opens && !p.topk_weights;
 }
 
-// What comes before the sums of a chunk, by the whole block. opens: a step of its own. False:
-// somebody did not come.
+// Runs before the sums of a chunk. Called by the whole block. opens: a step of its own. Returns
+// false if a rank did not arrive.
 __device__ inline bool open_chunk(const Adder& a, bool opens, u64 step, i32 chunk, i32 block) {
   if (opens && !open_solo(a, step, chunk, block)) return false;
   if (a.p.topk_weights && !exchange_weights(a.p, step, chunk, block)) return false;
@@ -302,8 +306,8 @@ __device__ inline bool open_chunk(const Adder& a, bool opens, u64 step, i32 chun
   return true;
 }
 
-// begin: what every block has to do, which waits for what it was asked first. So the rows of the
-// first slots are looked up before that; nobody follows them if the handle is not trusted.
+// begin(): called by every block, once; it waits for the loads of Launch::ask(). So the rows of the
+// first slots are looked up before it; none is followed if the handle is not trusted.
 template <typename IsTrusted, typename Begin>
 __device__ inline void combine_send(const CombineParams& p, i32 block, const IsTrusted& is_trusted,
                                     const Begin& begin) {
@@ -312,12 +316,12 @@ __device__ inline void combine_send(const CombineParams& p, i32 block, const IsT
   const Part share = share_of_row(own);
   const SendWorker worker = share.team(own);
   const auto look_first = [&](u64 step, i32 chunk, const auto& trusts) {
-    if (!p.topk_weights)  // else weights have to be here before
+    if (!p.topk_weights)  // otherwise weights have to arrive before
       look_up(a, worker, step, chunk, a.num_items(chunk), worker.id, scratch_of(worker), trusts);
   };
   look_first(0, 0, is_trusted);
   const Begun begun = begin();
-  if (!begun.good) return;  // who waits for its sums gives up
+  if (!begun.good) return;  // waits for its sums end with the fault
   for (i32 chunk = 0; chunk < p.num_chunks; ++chunk) {
     const u64 step = begun.first_step + static_cast<u64>(chunk);
     if (chunk > 0) look_first(step, chunk, Trusts{});

@@ -18,7 +18,7 @@ inline constexpr i32 kValues = Values<kYType>::kCount > Values<kOutType>::kCount
 inline constexpr i32 kGroups = kHidden / kValues;
 static_assert(kHidden % kValues == 0);
 
-// Who writes a row: nobody while the kernel runs, peers before its flag, or peers right now.
+// When a row is written: before the kernel runs, by peers before its flag, or by peers right now.
 enum class Written { kBefore, kByPeers, kNow };
 
 // kValues values of one row.
@@ -37,7 +37,8 @@ struct Piece {
                : kWritten == Written::kByPeers ? ld_na_v4(at(row, group, i))
                                                : ld_relaxed_sys_v4(at(row, group, i));
   }
-  // Of a self-flagged row: reads again what has not come, if any.
+  // For a self-flagged row: reads again the words that have not arrived; returns whether there were
+  // any.
   __device__ __forceinline__ bool again(const char* row, i32 group) {
     bool any = false;
 #pragma unroll
@@ -72,7 +73,7 @@ struct Piece {
   }
 };
 
-// flag: into a self-flagged row.
+// flag: the row is self-flagged.
 __device__ __forceinline__ void store_values(char* row, i32 group, const float* acc, bool flag) {
   constexpr i32 kPerVec = Values<kOutType>::kCount;
 #pragma unroll
@@ -113,7 +114,7 @@ struct AllHaveCome {
 };
 
 // to = sum of `num_rows` rows in their order, times weight_of(i) when `weighted`. Rows are loaded
-// kRowsAtOnce at a time. settle(each) then waits for what is still to come of them: each(f) calls
+// kRowsAtOnce at a time. settle(each) then waits for words that have not arrived: each(f) calls
 // f(piece, i, group) for every piece.
 template <DType kType, Written kWritten, i32 kRowsAtOnce, typename W, typename RowAt,
           typename WeightOf, typename Settle = AllHaveCome>
@@ -121,7 +122,7 @@ __device__ __forceinline__ void sum_rows(const W& worker, i32 part, char* to, bo
                                          i32 num_rows, const RowAt& row_at, bool weighted,
                                          const WeightOf& weight_of, const Settle& settle = {}) {
   constexpr i32 kStride = W::kThreads * kRowParts<W>;
-  // Groups of a thread that are under way together. More hide more latency and cost registers.
+  // Groups that a thread has under way together. More hide more latency and cost registers.
   constexpr i32 kGroupsAtOnce = kGroups <= kStride || kWritten == Written::kNow ? 1 : 2;
   for (i32 first = part * W::kThreads + worker.thread; first < kGroups;
        first += kStride * kGroupsAtOnce) {
@@ -156,8 +157,8 @@ __device__ __forceinline__ void sum_rows(const W& worker, i32 part, char* to, bo
   }
 }
 
-// What sum_rows() waits for, of rows at row_at(i) that flag themselves: source_of(i) is who sends
-// row i, or -1 when it is there.
+// Returns the wait of sum_rows() for rows at row_at(i) that flag themselves: source_of(i) is the
+// sender of row i, or -1 when it has arrived.
 template <typename RowAt, typename SourceOf>
 __device__ __forceinline__ auto settle_rows(const DeviceComm& comm, u64 step, const RowAt& row_at,
                                             const SourceOf& source_of) {
@@ -179,7 +180,7 @@ __device__ __forceinline__ auto settle_rows(const DeviceComm& comm, u64 step, co
   };
 }
 
-// Scalar k of the same rows, from row `first` on.
+// Returns the sum of scalar k of the same rows, from row `first` on.
 template <i32 kRowsAtOnce, typename RowAt, typename SourceOf>
 __device__ __forceinline__ float sum_scalars(const DeviceComm& comm, u64 step, i32 k, i32 first,
                                              i32 num_rows, const RowAt& row_at,

@@ -1,8 +1,9 @@
-// Weights that a source did not know at dispatch and tells with combine: every rank pushes those of
-// its own tokens to the expert ranks, and each sending block waits for everybody's before it sums.
+// Weights that a source did not know at dispatch and sends with combine: every rank pushes the
+// weights of its own tokens to the expert ranks, and each sending block waits for all ranks'
+// weights before it sums.
 //
 // So senders wait for senders here. Destinations are dealt to the first blocks of a grid, which are
-// on the device before any other, and no block waits before it has pushed: what is waited for is
+// on the device before any other, and no block waits before it has pushed: the awaited weights are
 // under way wherever the same call has been launched (docs/protocol.md, section 9).
 #pragma once
 
@@ -13,7 +14,7 @@ namespace moe_p2p::device {
 inline constexpr u64 kSlotWeightsBytes = 4 * kTopk;
 inline constexpr u32 kWeightsFlags = dtype_flags(DType::kFloat32);
 
-// Destination d: a rank of this node, or after those another node, by way of the outbox for it.
+// Destination d: a rank of this node, or after those another node, through the outbox for it.
 __device__ inline void push_weights_to(const CombineParams& p, const Self& self, u64 step,
                                        i32 chunk, i32 d) {
   if constexpr (kMasks)
@@ -43,8 +44,8 @@ __device__ inline void push_weights_to(const CombineParams& p, const Self& self,
          region_part(weights_bytes(Shape{kShape}, num_slots), 0, 0, 0));
 }
 
-// Pushes this block's share of one chunk, and waits for all that this rank needs. False: some did
-// not come.
+// Pushes this block's share of one chunk, and waits for all that this rank needs. Returns false if
+// some did not arrive.
 __device__ __noinline__ bool exchange_weights(const CombineParams& p, u64 step, i32 chunk,
                                               i32 block) {
   const Self self(p.comm);
@@ -58,8 +59,7 @@ __device__ __noinline__ bool exchange_weights(const CombineParams& p, u64 step, 
       continue;
     }
     const RegionHeader* header = region_header(weights_region(p.comm, self, slot_of(step), source));
-    // By the block that has not yet said that this rank has read: then the header may be another
-    // one.
+    // Only block 0 checks the header. After block 0 announces 'read', the source may overwrite it.
     if (block != 0 || (header->flags == kWeightsFlags && header->slot_bytes == kSlotWeightsBytes))
       continue;
     raise_fault(p.comm, kWrongHeader, Phase::kWeights, source, step, kSlotWeightsBytes,
@@ -69,7 +69,7 @@ __device__ __noinline__ bool exchange_weights(const CombineParams& p, u64 step, 
   return __syncthreads_and(came);
 }
 
-// Those of one slot from `source`, [K].
+// Returns the weights of one slot from `source`, [K].
 __device__ inline const float* slot_weights(const DeviceComm& comm, const Self& self, i32 slot,
                                             i32 source, i32 index) {
   return behind_header<float>(weights_region(comm, self, slot, source)) + index * kTopk;

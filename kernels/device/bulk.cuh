@@ -1,22 +1,22 @@
 // Bulk copies: a thread asks, the multiprocessor's copy unit moves up to a whole row between global
-// and shared memory, and a barrier in shared memory tells when it is there. So a few
-// multiprocessors keep as much under way as their shared memory holds, which registers would not.
+// and shared memory, and a barrier in shared memory completes when it has arrived. So a few
+// multiprocessors keep as much under way as their shared memory holds, more than registers would.
 //
-// A buffer goes round between one who fills it and those who use it: a Ring of barriers, `full` and
-// `empty`. Both sides count the same turns, so nothing is ever reset.
+// A buffer alternates between the thread that fills it and the threads that use it: a Ring of
+// barriers, `full` and `empty`. Both sides count the same turns, so nothing is ever reset.
 #pragma once
 
 #include "kernels/device/worker.cuh"
 
 namespace moe_p2p::device {
 
-// Rows go through shared memory. Nodes with neighbours keep to the other way: their gateways add
-// rows that several ranks push.
+// Rows go through shared memory. Calls between nodes keep to the other way: their gateways add rows
+// that several ranks push.
 static_assert(kOthers == 0);
 static_assert(!kSelfFlagged);  // copies put no mark on words
 
-// Buffers in shared memory lie at lines. Copies may begin at any 16 bytes, and are slower by a
-// third then.
+// Buffers in shared memory lie at lines. Copies may begin at any 16 bytes, but are a third slower
+// then.
 inline constexpr i32 kBulkAlign = 128;
 
 // --- rings ---
@@ -26,7 +26,7 @@ struct Ring {
   u64 full[kCount];
   u64 empty[kCount];
 
-  // By one thread, before the block meets.
+  // Called by one thread, before the block synchronises.
   __device__ void init(u32 num_fillers, u32 num_users) {
     for (i32 i = 0; i < kCount; ++i) {
       barrier_init(&full[i], num_fillers);
@@ -35,7 +35,7 @@ struct Ring {
   }
 };
 
-// Whose turn it is in a Ring, as one side counts it.
+// The current turn in a Ring, as one side counts it.
 template <i32 kCount>
 struct Turn {
   i32 at = 0;
@@ -59,10 +59,10 @@ struct Turn {
 
 // --- flags, raised by a warp that does nothing else ---
 
-// A fence for the whole system takes microseconds, and whoever asks for it issues no copy
-// meanwhile. So the storing warps only say how many of their items are written, and one warp of the
-// block raises the flags of all that it finds so, behind one fence: the longer fences take, the
-// more flags share one.
+// A fence for the whole system takes microseconds, and its thread issues no copy meanwhile. So the
+// storing warps only publish how many of their items are written, and one warp of the block raises
+// the flags of all written items, behind one fence: the longer fences take, the more flags share
+// one.
 template <i32 kFlags>  // of an item
 struct Progress {
   static constexpr i32 kItems = 16;  // whose flags are noted; a power of two
@@ -71,20 +71,21 @@ struct Progress {
   u32 num_ended;                     // chunks that are written to their end
 
   __device__ void init() { num_written = num_raised = num_ended = 0; }
-  // By the storing warp, until there is room for the flags of item number `num`: it waits for its
-  // block only, as barrier_wait() does, and so does raise_flags().
+  // Called by the storing warp; waits until there is room for the flags of item number `num`. Waits
+  // for its block only, as barrier_wait() and raise_flags() do.
   __device__ void wait_room(u32 num) const {
     while (num - ld_acquire_cta_u32(&num_raised) >= kItems) {
     }
   }
-  // By one thread of it, which has seen the copies written.
+  // Called by one thread of the storing warp, after its copies completed; pairs with the acquire in
+  // raise_flags().
   __device__ void tell(u32 num) { st_release_cta_u32(&num_written, num); }
   __device__ void tell_end(i32 chunk) {
     st_release_cta_u32(&num_ended, static_cast<u32>(chunk + 1));
   }
 };
 
-// All lanes of the warp, for one chunk. progress(w): that of worker w.
+// Called by all lanes of the warp, for one chunk. progress(w): the Progress of worker w.
 template <i32 kWorkers, i32 kFlags, typename ProgressOf>
 __device__ inline void raise_flags(const ProgressOf& progress, i32 lane, i32 chunk, u32 word) {
   static_assert(kFlags <= 32);
@@ -95,7 +96,7 @@ __device__ inline void raise_flags(const ProgressOf& progress, i32 lane, i32 chu
     bool any = false;
 #pragma unroll
     for (i32 w = 0; w < kWorkers; ++w) {
-      // In this order: what ended has told all that it wrote.
+      // In this order: a worker that has ended has published all that it wrote.
       ended = ld_acquire_cta_u32(&progress(w).num_ended) == static_cast<u32>(chunk + 1) && ended;
       num[w] = ld_acquire_cta_u32(&progress(w).num_written);
       any = num[w] != progress(w).num_raised || any;
@@ -105,7 +106,7 @@ __device__ inline void raise_flags(const ProgressOf& progress, i32 lane, i32 chu
 #pragma unroll
     for (i32 w = 0; w < kWorkers; ++w) num[w] = __shfl_sync(~0u, num[w], 0);
     if (!__shfl_sync(~0u, any, 0)) continue;
-    __syncwarp();  // what the first lane has acquired, all have
+    __syncwarp();  // all lanes have what the first has acquired
     fence_acq_rel_sys();
 #pragma unroll
     for (i32 w = 0; w < kWorkers; ++w) {
@@ -146,7 +147,7 @@ struct PipeRole {
 };
 
 // One arrival for each computing warp, after all of its threads, or as many as its first thread
-// says.
+// passes.
 __device__ __forceinline__ void arrive_warp(u64* barrier, i32 thread, u32 num_arrivals = 1) {
   __syncwarp();
   if (thread % 32 == 0) barrier_arrive(barrier, num_arrivals);

@@ -1,12 +1,12 @@
-// What a kernel leaves out after a failure cannot pass for a result: all its bits are ones. That is
-// a NaN in every format of rows, scales and weights, and -1 where it counts or names something.
+// Output that a kernel leaves out after a failure cannot pass for a result: all its bits are ones,
+// which is a NaN in every format of rows, scales and weights, and -1 in counts and indices.
 #pragma once
 
 #include "kernels/device/wait.cuh"
 
 namespace moe_p2p::device {
 
-// By one thread.
+// Called by one thread.
 __device__ inline void lose(char* to, u64 bytes) {
   u64 at = 0;
   if (reinterpret_cast<u64>(to) % sizeof(Vec) == 0)
@@ -14,7 +14,7 @@ __device__ inline void lose(char* to, u64 bytes) {
   for (; at < bytes; ++at) to[at] = static_cast<char>(-1);
 }
 
-// A lost row of a combine, of `bytes`. Whoever takes it writes it, for the threads of its own
+// Returns a lost row of a combine, of `bytes`. The caller writes it, for the threads of its own
 // block.
 __device__ __noinline__ const char* lost_row(const DeviceComm& comm, u64 bytes) {
   char* row = state_words<char>(comm, kWords.lost_row);
@@ -22,8 +22,8 @@ __device__ __noinline__ const char* lost_row(const DeviceComm& comm, u64 bytes) 
   return row;
 }
 
-// The next row of those that a dispatch loses, which all threads that find something lost share;
-// -1: the others are taken. Of a call of several steps the last that is lost counts.
+// Returns the next row to poison of a dispatch's rows, which all threads that find something lost
+// share; -1: a later step has taken over. In a call of several steps the last lost step counts.
 __device__ inline i64 take_lost(const DeviceComm& comm, u64 step) {
   u64* taken = state_words<u64>(comm, kWords.lost) + slot_of(step);
   const u64 none = (step + 1) << 32;

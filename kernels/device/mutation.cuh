@@ -1,4 +1,4 @@
-// Deliberate faults for the tests of the tests, which have to catch each: tests/kernel_mutations.py
+// Deliberate faults for the tests of the tests, which must catch each: tests/kernel_mutations.py
 // runs them on the emulated GPU. In kernels MOE_P2P_MUTATED is the constant false, and nothing of
 // this exists. Fences, releases, acquires and waits for copies need no name: the emulated GPU
 // leaves out any of them.
@@ -9,10 +9,10 @@ namespace moe_p2p::device {
 enum class Mutation {
   kReuseSlotEarly,    // (R1): dispatch(e + S) without waiting for combine(e)
   kRingWithoutNode,   // (R4): a gateway rings before its node has read the dispatch
-  kPartBefore,        // dispatch takes slots of another node once the part before theirs is here
-  kFirstPartIsAll,    // combine takes any row of another node once the first part is here
-  kSumBeforeNode,     // a gateway adds rows of its node that are still to come
-  kSumsOverwritten,   // a combine of many chunks takes no heed of sums that are still to be read
+  kPartBefore,        // dispatch takes slots of another node once the part before has arrived
+  kFirstPartIsAll,    // combine takes any row of another node once the first part has arrived
+  kSumBeforeNode,     // a gateway adds rows of its node that have not arrived
+  kSumsOverwritten,   // a combine of many chunks ignores sums that are still to be read
   kSoloReadByFirst,   // a solo dispatch is acknowledged by the first worker, not by the last
   kSumBeforeWeights,  // partial sums without waiting for late weights
   kMaskAtOnce,        // a late rank is masked at the first deadline, however many are missing

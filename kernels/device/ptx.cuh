@@ -75,7 +75,7 @@ __device__ __forceinline__ u32 atom_add_relaxed_gpu_u32(u32* p, u32 v) {
                : "memory");
   return old;
 }
-// Adds 1, or goes back to 0 from `last`; returns what was there.
+// Adds 1, or goes back to 0 from `last`; returns the old value.
 __device__ __forceinline__ u32 atom_inc_acq_rel_gpu_u32(u32* p, u32 last) {
   u32 old;
   asm volatile("atom.inc.acq_rel.gpu.global.u32 %0, [%1], %2;"
@@ -85,10 +85,9 @@ __device__ __forceinline__ u32 atom_inc_acq_rel_gpu_u32(u32* p, u32 last) {
   return old;
 }
 
-// --- rows: read once or written for somebody else, so not worth a place in the first-level cache
-// ---
+// --- rows: read once or written for a peer, so not worth a place in the first-level cache ---
 
-// For memory that nobody writes while the kernel runs.
+// For memory that is not written while the kernel runs.
 __device__ __forceinline__ Vec ld_nc_v4(const void* p) {
   Vec v;
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -141,14 +140,14 @@ __device__ __forceinline__ u64 globaltimer_ns() {
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(v));
   return v;
 }
-// Everything that this kernel reads of earlier kernels comes after this.
+// All reads of what earlier kernels wrote come after this.
 __device__ __forceinline__ void griddepcontrol_wait() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 __device__ __forceinline__ void griddepcontrol_launch_dependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
-// Waits until `num_threads` threads of the block, a multiple of 32, have come to barrier `id`.
+// Waits until `num_threads` threads of the block, a multiple of 32, have reached barrier `id`.
 __device__ __forceinline__ void bar_sync(i32 id, i32 num_threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
 }
@@ -192,7 +191,7 @@ __device__ __forceinline__ float cvt_f32_f16(u16 x) {
 
 // --- shared memory of a block ---
 
-// All of it, as the launch asked for it.
+// Returns all of it, as the launch requested it.
 __device__ __forceinline__ char* shared_memory() {
   extern __shared__ __align__(128) char bytes[];
   return bytes;
@@ -227,15 +226,15 @@ __device__ __forceinline__ void barrier_arrive(u64* barrier, u32 num_arrivals = 
                "r"(num_arrivals)
                : "memory");
 }
-// Arrives, and lets the barrier wait for that many bytes of bulk_load() too.
+// Arrives, and makes the barrier also wait for that many bytes of bulk_load().
 __device__ __forceinline__ void barrier_expect(u64* barrier, u32 bytes) {
   asm volatile(
       "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
       "r"(bytes)
       : "memory");
 }
-// Until the phase of that parity is over. It waits for this block and its copies only, never for a
-// peer.
+// Waits until the phase of that parity is over. Waits for this block and its copies only, never for
+// a peer.
 __device__ __forceinline__ void barrier_wait(u64* barrier, u32 parity) {
   asm volatile(
       "{\n"
@@ -279,21 +278,21 @@ __device__ __forceinline__ void bulk_store(void* to, const void* from, u32 bytes
                "r"(shared_address(from)), "r"(bytes)
                : "memory");
 }
-// What this thread has stored since its last bulk_commit() is one group.
+// Makes the bulk_store() calls of this thread since its last bulk_commit() one group.
 __device__ __forceinline__ void bulk_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
-// Until all of this thread's groups but the last kNumLeft are written.
+// Waits until all of this thread's groups but the last kNumLeft are written.
 template <i32 kNumLeft>
 __device__ __forceinline__ void bulk_wait() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kNumLeft) : "memory");
 }
-// Until they are read, so that their shared memory may be used again.
+// Waits until they are read, so that their shared memory may be used again.
 template <i32 kNumLeft>
 __device__ __forceinline__ void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kNumLeft) : "memory");
 }
-// Copies of this thread come behind the stores to shared memory that it has seen.
+// Orders later copies of this thread behind the stores to shared memory that it has seen.
 __device__ __forceinline__ void fence_shared_for_bulk() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

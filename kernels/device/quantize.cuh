@@ -6,7 +6,7 @@
 
 namespace moe_p2p::device {
 
-// Of one Vec. The general form is for types that are only copied.
+// Conversion of one Vec. The general form is for types that are only copied.
 template <DType kType>
 struct Values {
   static constexpr i32 kCount = 16;
@@ -75,7 +75,7 @@ __device__ __forceinline__ float inverse_of_power_of_two(float x) {
   return __uint_as_float(max(0x7f000000 - static_cast<i32>(__float_as_uint(x)), 0));
 }
 
-// Largest magnitude in kNum Vecs; NaN where there is one.
+// Returns the largest magnitude in kNum Vecs; NaN if there is one.
 template <DType kType, i32 kNum>
 __device__ __forceinline__ float max_magnitude(const Vec* v) {
   float most = 0.0f;
@@ -98,10 +98,10 @@ __device__ __forceinline__ float max_magnitude(const Vec* v) {
   return most;
 }
 
-// Of kNum blocks of 128 values, each in the hands of the same 8 neighbouring threads: amax[j] is
-// the largest magnitude of this thread's values of block j, and becomes what they are multiplied
-// with. A thread divides once: of the eight, thread j for block j, and thread 4 + j for its scale,
-// which it returns. All 32 threads of a warp call this.
+// For kNum blocks of 128 values, each held by the same 8 neighbouring threads: amax[j] is the
+// largest magnitude of this thread's values of block j, and becomes their multiplier. A thread
+// divides once: of the eight, thread j for block j's multiplier, and thread 4 + j for its scale,
+// which it returns. Called by all 32 threads of a warp.
 template <ScaleFormat kFormat, i32 kNum>
 __device__ __forceinline__ float find_scales(float (&amax)[kNum]) {
   static_assert(kNum == 1 || kNum == 2 || kNum == 4);
@@ -128,7 +128,7 @@ __device__ __forceinline__ float find_scales(float (&amax)[kNum]) {
   return found;
 }
 
-// 16 values, in Vecs of their type, to 16 e4m3.
+// Converts 16 values, in Vecs of their type, to 16 e4m3.
 template <DType kType>
 __device__ __forceinline__ Vec to_e4m3(const Vec* from, float multiplier) {
   constexpr i32 kCount = Values<kType>::kCount;

@@ -21,7 +21,8 @@ __device__ __forceinline__ void st_flagged_v4(void* to, const Vec& v) {
       to, {flagged(v.word[0]), flagged(v.word[1]), flagged(v.word[2]), flagged(v.word[3])});
 }
 
-// Reads again what has not come, by again() that says whether there was any.
+// Waits by again(), which reads again the words that have not arrived and returns whether there
+// were any.
 template <typename Again>
 __device__ __forceinline__ bool wait_flagged(const DeviceComm& comm, const Again& again,
                                              const Awaited& what) {
@@ -30,12 +31,12 @@ __device__ __forceinline__ bool wait_flagged(const DeviceComm& comm, const Again
   return true;
 }
 
-// Room for what comes next where `v` was read, and what it says.
+// Resets the words that `v` was read from, for the next sender, and returns their values.
 __device__ __forceinline__ Vec take_vec(void* from, const Vec& v) {
   st_relaxed_sys_v4(from, Vec{});
   return {~v.word[0], ~v.word[1], ~v.word[2], ~v.word[3]};
 }
-// A word that does not come is taken as all ones, which travel as something else.
+// A word that does not arrive is taken as all ones, which are never sent as such.
 __device__ __forceinline__ u32 take_word(const DeviceComm& comm, u32* from, u32 word,
                                          const Awaited& what, bool* lost = nullptr) {
   const auto again = [&] {
@@ -48,13 +49,12 @@ __device__ __forceinline__ u32 take_word(const DeviceComm& comm, u32* from, u32 
   return ~word;
 }
 
-// --- words that many read: the number of the step comes in the upper half, and nobody clears them
-// ---
+// --- words with many readers: never cleared, with the step number in the upper half ---
 
 __device__ __forceinline__ void st_tagged(u64* to, u64 step, u32 value) {
   st_relaxed_sys_u64(to, (step + 1) << 32 | value);
 }
-// `word` was read before.
+// `word`: its value when it was read before.
 __device__ __forceinline__ bool wait_tagged(const DeviceComm& comm, const u64* from, u64& word,
                                             const Awaited& what) {
   const auto again = [&] {

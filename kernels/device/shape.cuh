@@ -17,7 +17,7 @@ inline constexpr Shape kShape{
     .topk = MOE_P2P_TOPK,
     .chunk_tokens = MOE_P2P_CHUNK_TOKENS,
     .steps_in_flight = MOE_P2P_STEPS_IN_FLIGHT,
-    // With masks a source comes with all of its rows or with none.
+    // With masks either all rows of a source arrive or none.
     .part_bytes = MOE_P2P_MASKS ? 0 : MOE_P2P_PART_BYTES,
     .max_token_bytes = MOE_P2P_MAX_TOKEN_BYTES,
     .max_partial_bytes = MOE_P2P_MAX_PARTIAL_BYTES,
@@ -33,7 +33,7 @@ inline constexpr u64 kFlagsBytes = flags_bytes(kShape);
 inline constexpr u64 kInboxSlots = inbox_slots_offset(kShape);
 inline constexpr u64 kOutboxSlots = outbox_slots_offset(kShape);
 inline constexpr bool kMasks = MOE_P2P_MASKS;  // ranks that are gone are masked
-// Rows from ranks of the own node say by themselves that they have come (device/self_flag.cuh).
+// Rows from own-node ranks flag themselves as arrived (device/self_flag.cuh).
 inline constexpr bool kSelfFlagged = MOE_P2P_SELF_FLAGGED;
 // Whether what goes to another node can be more than one part.
 inline constexpr u64 kWidestSlot = slot_bytes(kShape.topk, kShape.max_token_bytes);
@@ -119,19 +119,19 @@ struct Self {
   __device__ bool same_node(i32 source) const { return kNodes == 1 || source / kLocal == node; }
 };
 
-// A slot of a step: `index` of those of `source`.
+// A slot of a step: slot `index` of `source`.
 struct Item {
   i32 source, index;
 };
 // Items in an order that takes the sources in turns, the own rank first, and begins each round with
-// the next: whoever takes every n-th item has all sources, whatever n is.
+// the next: a worker that takes every n-th item meets all sources, whatever n is.
 __device__ __forceinline__ Item item_of(const Self& self, i32 i) {
   const i32 index = i / kWorld;
   return {(i + index + self.rank) % kWorld, index};
 }
-// The same in the order of combine, for sources that have at most `most` each: what a neighbour
-// adds up for another node and therefore waits for, what this rank adds up for other nodes, and the
-// own node's.
+// The same in the order of combine, for sources with at most `most` slots each: first slots that a
+// neighbour adds up for another node and therefore waits for, then slots that this rank adds up for
+// other nodes, then the own node's.
 __device__ __forceinline__ Item sum_item_of(const Self& self, i32 i, i32 most) {
   if constexpr (kOthers == 0) return item_of(self, i);
   constexpr i32 kNeighbours = kLocal > 1 ? kLocal - 1 : 1, kFar = kOthers > 0 ? kOthers : 1;
@@ -151,14 +151,14 @@ __device__ __forceinline__ Item sum_item_of(const Self& self, i32 i, i32 most) {
   return {self.node * kLocal + (i + index + self.local) % kLocal, index};
 }
 
-// Where this rank finds what `source` dispatched to it or its node.
+// Returns the region with what `source` dispatched to this rank or its node.
 __device__ __forceinline__ char* dispatch_region(const DeviceComm& comm, const Self& self, i32 slot,
                                                  i32 source) {
   return self.same_node(source) ? inbox_at(comm.data[self.local], slot, source % kLocal)
                                 : landing_at(comm.data[source % kLocal], slot,
                                              other_index(source / kLocal, self.node));
 }
-// The same for the weights that come with combine.
+// The same for the weights sent with combine.
 __device__ __forceinline__ char* weights_region(const DeviceComm& comm, const Self& self, i32 slot,
                                                 i32 source) {
   return self.same_node(source) ? weights_inbox_at(comm.data[self.local], slot, source % kLocal)
@@ -166,7 +166,7 @@ __device__ __forceinline__ char* weights_region(const DeviceComm& comm, const Se
                                                      other_index(source / kLocal, self.node));
 }
 
-// Slots of a part of what comes from, or goes to, another node.
+// Number of slots in a part that comes from, or goes to, another node.
 __device__ __forceinline__ i32 slots_of_part(u64 stride) {
   const Shape shape = kShape;  // a constant of the compiler has no address on the device
   return kInParts ? part_slots(shape, stride) : kChunk;
@@ -179,8 +179,8 @@ __device__ __forceinline__ i32 slot_of(u64 step) {
   return static_cast<i32>(step % static_cast<u64>(kSteps));
 }
 
-// What the flags of a step's slots and rows say: the low half of e + 1, and never 0, as memory is
-// at first.
+// The value of the flags of a step's slots and rows: the low half of e + 1, but never 0, which
+// memory holds at first.
 __device__ __forceinline__ u32 flag_of(u64 step) {
   const auto flag = static_cast<u32>(step + 1);
   return flag != 0 ? flag : 1u << 31;
@@ -198,7 +198,7 @@ __device__ __forceinline__ Owner owner_of(const DeviceComm& comm, i32 expert) {
 #endif
 }
 
-// The handle's arrays (HandleLayout). What they need in registers is an address and two numbers.
+// The handle's arrays (HandleLayout). In registers they need an address and two numbers.
 struct HandleArrays {
   i32* words;
   i32 num_chunks, num_slots;

@@ -1,5 +1,4 @@
-// Steps that kernels open, and what they say to other ranks without tokens: empty halves,
-// doorbells.
+// Steps that kernels open, and what they send without tokens: empty halves, doorbells.
 #pragma once
 
 #include "kernels/device/wait.cuh"
@@ -7,8 +6,8 @@
 namespace moe_p2p::device {
 
 // Which kernel of its communicator this one is, and the step that it may open first. Every thread
-// asks before its block calls join(). The words are held as they were read: who asks for what
-// follows from them waits for them, and has other loads under way by then.
+// calls ask() before its block calls join(). The words are kept as loaded: a caller waits for them
+// only when it uses what follows from them, and has other loads under way by then.
 struct Launch {
   u64 even, odd, launches;
   u32 aborted, ended;
@@ -17,8 +16,9 @@ struct Launch {
   __device__ static bool opens() { return blockIdx.x == 0 && threadIdx.x == 0; }
   __device__ static Launch ask(const DeviceComm& comm) {
     DeviceState& state = state_of(comm);
-    // Under way together; one of them another block may be writing. By all warps of a GPU at once:
-    // the second-level cache would take microseconds to answer them all from one line.
+    // These loads are under way together; another block may be writing one of the words. All warps
+    // of a GPU load at once: the second-level cache would take microseconds to answer them all from
+    // one line.
     Launch launch;
     launch.begun = opens() ? atom_add_relaxed_gpu_u32(&state.begun, 1) : 0;
     launch.even = ld_relaxed_cta_u64(&state.next_step[0]);
@@ -32,35 +32,35 @@ struct Launch {
   __device__ u64 next_step() const {
     return number() % 2 && !MOE_P2P_MUTATED(kStepOfOneWord) ? odd : even;
   }
-  // An earlier kernel raised a fault, or one is not over whose blocks have all begun. A fault of
-  // this kernel may be seen or not. What may not be done any more is left out and poisoned
-  // (kernels/device/lost.cuh).
+  // True when an earlier kernel raised a fault, or has not ended although all its blocks have
+  // begun. A fault of this kernel may be seen or not. Work that is no longer allowed is left out
+  // and poisoned (kernels/device/lost.cuh).
   __device__ bool is_late() const {
-    // The first block of this kernel may have ended before another one asks.
+    // The first block of this kernel may have ended before another one calls ask().
     return aborted || static_cast<i32>(ended - static_cast<u32>(number())) < 0;
   }
-  // By the thread that opens.
+  // Called by the thread that opens.
   __device__ void open(const DeviceComm& comm, i32 num_steps) const {
     st_relaxed_sys_u64(
         &state_of(comm).next_step[MOE_P2P_MUTATED(kStepOfOneWord) ? 0 : (number() + 1) % 2],
         next_step() + static_cast<u64>(num_steps));
   }
-  // By all blocks. The last one to add makes it the next kernel's turn, so no block has to find out
-  // who is last. Not at the end of a kernel, which would last until all have added; and behind the
-  // first loads of a block, which would wait for the words above. False: some thread of the block
-  // is not `good`.
+  // Called by all blocks. The last one to add makes it the next kernel's turn, so no block has to
+  // find out which is last. Not at the end of a kernel, which would last until all have added; and
+  // behind the first loads of a block, which would wait for the words above. Returns false if some
+  // thread of the block is not `good`.
   __device__ bool join(const DeviceComm& comm, Phase phase, bool good) const {
-    good = __syncthreads_and(good);  // all threads have asked whose turn it is
+    good = __syncthreads_and(good);  // all threads have called ask()
     if (threadIdx.x == 0)
       red_add_relaxed_gpu_u64(&state_of(comm).launches,
                               blockIdx.x == 0 ? kLaunch - (gridDim.x - 1) : 1);
-    // Another kernel that has begun and not ended takes the same steps. Asked last: an atomic takes
-    // longest.
+    // Another kernel that has begun and not ended takes the same steps. Checked last: an atomic
+    // takes longest.
     if (opens() && begun != ended)
       raise_fault(comm, kTwoAtOnce, phase, comm.rank, next_step(), ended, begun);
     return good;
   }
-  // By the first block, when it has nothing left to do.
+  // Called by the first block, when it has nothing left to do.
   __device__ static void end(const DeviceComm& comm) {
     if (opens()) atom_add_relaxed_gpu_u32(&state_of(comm).ended, 1);
   }
@@ -77,7 +77,7 @@ __device__ inline OpenStep* open_steps(const DeviceComm& comm) {
   return state_words<OpenStep>(comm, kWords.open);
 }
 
-// What is open, as it was read.
+// The open steps, as they were read.
 struct OpenSteps {
   u64 step[kSteps], closer[kSteps];
 
@@ -90,8 +90,8 @@ struct OpenSteps {
     }
     return open;
   }
-  // Whether kernel `number` is the one that closes the dispatch of `step`. Its first block says so
-  // while others may have yet to ask, which makes no difference to them.
+  // Whether kernel `number` closes the dispatch of `first_step`. Its first block stores that while
+  // others may not have read it yet, which makes no difference to them.
   __device__ bool closed_by(u64 number, u64 first_step) const {
     bool found = false;
 #pragma unroll
@@ -120,10 +120,10 @@ __device__ inline void ring(const DeviceComm& comm, Phase phase, u64 step, i32 g
   st_relaxed_sys_u64(&bell->part[part.index].place, words.place);
 }
 
-// A row of what this rank sends to another node is in its combine_outbox, or its header may be
-// written, which goes with the first part. Whoever hands in the last of a part rings; of the first,
-// that one writes the header, once all ranks of the node have said that they have read the
-// dispatch: whom this goes to may then write over it.
+// Counts a row that this rank sends to another node and that is in its combine_outbox, or the
+// permission to write its header, which goes with the first part. The worker that hands in the last
+// item of a part rings; for the first part it also writes the header, once all ranks of the node
+// have announced that they have read the dispatch: the destination may then overwrite it.
 struct CombineHeader {
   u32 num_tokens;
   u32 flags;
@@ -149,9 +149,9 @@ __device__ inline void hand_in(const DeviceComm& comm, const Self& self, u64 ste
   ring(comm, Phase::kCombine, step, self.local, node, part);
 }
 
-// "I have read the dispatch of this step", to all ranks that sent some. `header_of(source)` is what
-// goes with it: nothing but flags for an empty half. All threads of a block or of a worker call it,
-// each with its number.
+// Announces "this rank has read the dispatch of this step" to all ranks that sent some.
+// `header_of(source)` goes with it: nothing but flags for an empty half. Called by all threads of a
+// block or of a worker, each with its number.
 template <typename HeaderOf>
 __device__ inline void say_read(const DeviceComm& comm, const Self& self, u64 step, i32 thread,
                                 i32 num_threads, const HeaderOf& header_of) {
@@ -164,7 +164,7 @@ __device__ inline void say_read(const DeviceComm& comm, const Self& self, u64 st
     region_header(region)->describe(header.num_tokens, header.flags, header.stride);
     st_release_sys_u64(header_word(region), step + 1);  // pairs with wait_combine() there
   }
-  // By other threads, if there are: hand_in() takes as long as the fence before that word.
+  // Done by other threads, if there are any: hand_in() takes as long as the fence before that word.
   for (i32 other = num_threads - 1 - thread; other < kOthers; other += num_threads) {
     const i32 source = other_node(other, self.node) * kLocal + self.local;
     if constexpr (kMasks)
@@ -177,7 +177,7 @@ struct EmptyHeader {
   __device__ CombineHeader operator()(i32) const { return {0, kEmpty, 0}; }
 };
 
-// The dispatch of a step that carries none, from one block.
+// Sends the dispatch of a step that carries no tokens. Called by one block.
 __device__ inline void send_empty_dispatch(const DeviceComm& comm, const Self& self, u64 step) {
   const i32 slot = slot_of(step);
   for (i32 i = static_cast<i32>(threadIdx.x); i < kSpeakers; i += static_cast<i32>(blockDim.x)) {

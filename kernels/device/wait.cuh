@@ -1,7 +1,7 @@
-// Waiting on a device: every wait has a deadline and looks at the abort words. A wait that fails is
-// told once, in the communicator's Fault, and returns false; callers then leave out what they
-// waited for, so the kernel ends and the context stays usable. With masks it is told nobody: the
-// rank that it waited for is masked, and callers go on without it.
+// Waiting on a device: every wait has a deadline and looks at the abort words. A failed wait is
+// reported once, in the communicator's Fault, and returns false; callers then leave out what they
+// waited for, so the kernel ends and the context stays usable. With masks nothing is reported: the
+// late rank is masked, and callers go on without it.
 #pragma once
 
 #include "kernels/abi/params.h"
@@ -25,7 +25,7 @@ __device__ __noinline__ void raise_fault(const DeviceComm& comm, FaultKind kind,
   fault->step = step;
   fault->expected = expected;
   fault->got = got;
-  st_release_sys_u32(&fault->complete, 1);  // pairs with the host's look at the fault
+  st_release_sys_u32(&fault->complete, 1);  // pairs with the host's read of the fault
 }
 
 // Whether a fault was raised.
@@ -33,14 +33,14 @@ __device__ __forceinline__ bool is_aborted(const DeviceComm& comm) {
   return ld_relaxed_sys_u32(&state_of(comm).aborted) != 0;
 }
 
-// What a wait is for, for the story of its end.
+// What a wait is waiting for; used in its error text.
 struct Awaited {
   Phase phase;
   i32 source;
   u64 step;
 };
 
-// --- masks (docs/failure.md, "Masks"). Whoever has seen a mask sees it from then on. ---
+// --- masks (docs/failure.md, "Masks"). A thread that has seen a mask sees it from then on. ---
 
 __device__ inline bool is_masked(const DeviceComm& comm, i32 rank) {
   if constexpr (!kMasks) return false;
@@ -50,8 +50,9 @@ __device__ inline bool is_masked(const DeviceComm& comm, i32 rank) {
 
 __device__ inline i32 num_missing(const DeviceComm& comm, const Awaited& what);
 
-// What to do about a rank that has not come by the deadline; false: it is to be waited for still.
-// That lasts T (2 - 1/n) in all where n are missing, as on the host (AllToAll::State::patience).
+// Called for a rank that has not arrived by the deadline; masks it or returns false: keep waiting.
+// A wait lasts T (2 - 1/n) in all where n ranks are missing, as on the host
+// (AllToAll::State::patience).
 __device__ __noinline__ bool mask_late(const DeviceComm& comm, const Awaited& what, u64 late_ns) {
   if (!MOE_P2P_MUTATED(kMaskAtOnce) &&
       late_ns < comm.timeout_ns - comm.timeout_ns / static_cast<u64>(num_missing(comm, what)))
@@ -68,14 +69,15 @@ struct Patience {
 };
 inline constexpr u32 kLooksBetweenClocks = 256;  // fewer: the clock costs as much as the look
 
-// After kLooksBetweenClocks looks more: the deadline of the wait; 0 when it is over.
+// Called every kLooksBetweenClocks looks: returns the deadline of the wait; 0 when the wait is
+// over.
 __device__ __noinline__ u64 look_around(const DeviceComm& comm, u32 looks, u64 deadline, u32 want,
                                         u32 got, Awaited what) {
   if (is_aborted(comm)) return 0;
   if (is_masked(comm, what.source)) return 0;
-  // The host's abort word is far: one block looks at it often, and tells the others by theirs. Were
-  // it all of them, thousands of reads would queue on the bus and every wait took as long as they
-  // do (measured: a combine of 4096 tokens 17 ms instead of 0.5).
+  // The host's abort word is far: one block reads it often, and reports to the others through the
+  // device's. If all blocks read it, thousands of reads would queue on the bus and every wait would
+  // take as long as they do (measured: a combine of 4096 tokens 17 ms instead of 0.5).
   const u32 looks_between_aborts = blockIdx.x == 0 ? kLooksBetweenClocks : 1u << 18;
   if (looks % looks_between_aborts == 0) {
     const auto* head = reinterpret_cast<const SignalHead*>(comm.signals[comm.rank % kLocal]);
@@ -85,7 +87,7 @@ __device__ __noinline__ u64 look_around(const DeviceComm& comm, u32 looks, u64 d
     }
   }
   const u64 now = globaltimer_ns();
-  // This rank's own blocks are late because they wait for other ranks: those are to be told, or
+  // This rank's own blocks are late because they wait for other ranks: those should be reported, or
   // masked.
   if (deadline == 0) return now + comm.timeout_ns * (what.source != comm.rank ? 1 : kMasks ? 8 : 2);
   if (now < deadline) return deadline;
@@ -95,7 +97,7 @@ __device__ __noinline__ u64 look_around(const DeviceComm& comm, u32 looks, u64 d
   return 0;
 }
 
-// After a look that was in vain: whether to look again. want, got: the low half of a word.
+// Called after a failed look; returns whether to look again. want, got: the low half of a word.
 __device__ __forceinline__ bool lasts(const DeviceComm& comm, Patience& patience, u32 want, u32 got,
                                       const Awaited& what) {
   if (++patience.looks % kLooksBetweenClocks != 0) return true;
@@ -103,7 +105,7 @@ __device__ __forceinline__ bool lasts(const DeviceComm& comm, Patience& patience
   return patience.deadline != 0;
 }
 
-// Until the word, a count that only grows, reaches `want`.
+// Waits until the word, a count that only grows, reaches `want`.
 __device__ inline bool wait_word(const DeviceComm& comm, const u64* word, u64 want,
                                  const Awaited& what) {
   for (Patience patience;;) {
@@ -113,8 +115,8 @@ __device__ inline bool wait_word(const DeviceComm& comm, const u64* word, u64 wa
     if (!lasts(comm, patience, static_cast<u32>(want), static_cast<u32>(got), what)) return false;
   }
 }
-// Until the flag of a slot or a row is that of the step. A seldom used one may be of any step
-// before, and 32 bits cannot order these: only one value is right.
+// Waits until the flag of a slot or a row is the step's. A seldom used flag may be from any earlier
+// step, and 32 bits cannot order steps: only one value is right.
 __device__ inline bool wait_flag(const DeviceComm& comm, const u32* flag, const Awaited& what) {
   const u32 want = flag_of(what.step);
   for (Patience patience;;) {
@@ -125,31 +127,31 @@ __device__ inline bool wait_flag(const DeviceComm& comm, const u32* flag, const 
   }
 }
 
-// --- what ranks of the own node say: the step in a region's header ---
+// --- words of own-node ranks: the step in a region's header ---
 
 __device__ inline u64* header_word(char* region) { return &region_header(region)->step; }
 
-// --- what other nodes say: flags in the node's signal memory, which one block relays to this
-// device. Looks at one word of the host's memory come one after the other, a microsecond each. ---
+// --- words of other nodes: flags in the node's signal memory, which one block relays to this
+// device. Reads of one word of host memory are served one after the other, a microsecond each. ---
 
 __device__ inline u64* arrival_word(const DeviceComm& comm, Phase phase, i32 slot, i32 source) {
   const i32 index = (static_cast<i32>(phase) * kSteps + slot) * kWorld + source;
   return state_words<u64>(comm, kWords.arrivals) + index;
 }
 
-// Whether part `part` of what `source` sends in a phase of `step`, and all before it, are here.
+// Waits for part `part` of what `source` sends in a phase of `step`, and all parts before it.
 __device__ inline bool wait_part(const DeviceComm& comm, Phase phase, u64 step, i32 source,
                                  i32 part) {
   const u64 want = step * kMaxParts + static_cast<u64>(part) + 1;
   return wait_word(comm, arrival_word(comm, phase, slot_of(step), source), want,
                    {phase, source, step});
 }
-// The same of all of it.
+// The same for all parts.
 __device__ inline bool wait_arrival(const DeviceComm& comm, Phase phase, u64 step, i32 source) {
   return wait_part(comm, phase, step, source, kMaxParts - 1);
 }
 
-// The word with which `source` says that it has come to a phase.
+// The word that `source` stores when it has reached a phase.
 __device__ inline const u64* word_of(const DeviceComm& comm, const Self& self, Phase phase,
                                      i32 slot, i32 source) {
   if (!self.same_node(source)) return arrival_word(comm, phase, slot, source);
@@ -159,7 +161,7 @@ __device__ inline const u64* word_of(const DeviceComm& comm, const Self& self, P
                                                 : weights_inbox_at(own, slot, source % kLocal));
 }
 
-// Ranks that have not come to this phase, masked or not; at least 1.
+// Number of ranks that have not reached this phase, masked or not; at least 1.
 __device__ inline i32 num_missing(const DeviceComm& comm, const Awaited& what) {
   const Self self(comm);
   i32 missing = 0;
@@ -171,7 +173,7 @@ __device__ inline i32 num_missing(const DeviceComm& comm, const Awaited& what) {
   return max(missing, 1);
 }
 
-// Whether what `source` sends this rank or its node in a phase of `step` is here.
+// Waits for what `source` dispatches to this rank or its node in `step`.
 __device__ inline bool wait_dispatch(const DeviceComm& comm, const Self& self, u64 step,
                                      i32 source) {
   if (!self.same_node(source)) return wait_arrival(comm, Phase::kDispatch, step, source);
@@ -179,9 +181,9 @@ __device__ inline bool wait_dispatch(const DeviceComm& comm, const Self& self, u
                    header_word(inbox_at(comm.data[self.local], slot_of(step), source % kLocal)),
                    step + 1, {Phase::kDispatch, source, step});
 }
-// Speaker i: a rank of this node, or after those the rank with our local index on another one. Of
-// its own node's ranks this only says that they have read the dispatch; rows have flags of their
-// own.
+// Speaker i: a rank of this node, or after those the rank with our local index on another node. For
+// own-node ranks wait_combine() only means that they have read the dispatch; rows have flags of
+// their own.
 inline constexpr i32 kSpeakers = kLocal + kOthers;
 __device__ inline i32 speaker_rank(const Self& self, i32 i) {
   return i < kLocal ? self.node * kLocal + i
@@ -197,7 +199,7 @@ __device__ inline bool wait_combine(const DeviceComm& comm, const Self& self, u6
   return wait_word(comm, header_word(partial_at(comm.data[self.local], slot_of(step), i)), step + 1,
                    {Phase::kCombine, source, step});
 }
-// Whether the weights that `source` sends with its combine of `step` are here.
+// Waits for the weights that `source` sends with its combine of `step`.
 __device__ inline bool wait_weights(const DeviceComm& comm, const Self& self, u64 step,
                                     i32 source) {
   if (!self.same_node(source)) return wait_arrival(comm, Phase::kWeights, step, source);
@@ -206,7 +208,7 @@ __device__ inline bool wait_weights(const DeviceComm& comm, const Self& self, u6
 }
 
 // Rule (R1) of docs/protocol.md: the slot of `step` is free once the combine of its last use has
-// come from everybody. The lanes of one warp share the looking.
+// arrived from all ranks. The lanes of one warp share the looks.
 __device__ inline bool wait_free(const DeviceComm& comm, const Self& self, u64 step, i32 lane) {
   bool is_free = true;
   if (!MOE_P2P_MUTATED(kReuseSlotEarly) && step >= static_cast<u64>(kSteps))
@@ -229,9 +231,10 @@ struct Relayed {
   bool combine = false;
 };
 
-// What all ranks of other nodes say in a phase of `step`, part by part; in combine, those that
-// speak to this one. Threads of a warp end their waits together, so each passes on what it finds
-// while it waits. With masks, who waits for a rank masks it, which ends this too.
+// Relays the arrivals from all ranks of other nodes in a phase of `step`, part by part; in combine,
+// from the speakers of this rank. Threads of a warp end their waits together, so each passes on
+// what it finds while it waits. With masks, the block that waits for a rank masks it, which ends
+// this too.
 __device__ inline void relay_phase(const DeviceComm& comm, const Self& self, Phase phase,
                                    u64 step) {
   const Signals signals = kSignals;

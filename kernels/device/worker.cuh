@@ -1,6 +1,6 @@
-// Who does what: a block is divided into workers, each of which carries one token or slot at a
-// time. Few large workers hide the latency of one token, many small ones keep more tokens under way
-// per multiprocessor.
+// Roles within a grid: a block is divided into workers, each of which carries one token or slot at
+// a time. Few large workers hide the latency of one token, many small ones keep more tokens under
+// way per multiprocessor.
 #pragma once
 
 #include "kernels/device/shape.cuh"
@@ -14,7 +14,7 @@ template <i32 kPerBlock>
 struct Worker {
   static constexpr i32 kCount = kPerBlock;
   static constexpr i32 kThreads = kBlockThreads / kPerBlock / 32 * 32;
-  // Where rows go through shared memory a warp is over (kernels/device/bulk.cuh).
+  // Where rows go through shared memory a warp is left over (kernels/device/bulk.cuh).
   static_assert((kThreads * kPerBlock == kBlockThreads || MOE_P2P_BULK) && kPerBlock <= 15 &&
                     kBlockThreads <= 1024,
                 "barrier 0 is the block's, 1 to 15 are those of its workers");
@@ -49,8 +49,8 @@ struct Threads {
 struct Part {
   i32 index = 0, count = 1;
 
-  // `worker` as one of a team: the number of its team, and how many there are. One that is left
-  // over has a number behind all items.
+  // Returns `worker` as one of a team: id is the team's number, count the number of teams. A worker
+  // left over has an id behind all items.
   template <typename W>
   __device__ W team(W worker) const {
     worker.count /= count;
@@ -62,7 +62,7 @@ struct Part {
 using SendWorker = Worker<MOE_P2P_SEND_WORKERS>;
 using RecvWorker = Worker<MOE_P2P_RECV_WORKERS>;
 
-// What a block is in its grid; -1: not that.
+// The role of a block in its grid; -1: not that role.
 struct Role {
   i32 send = -1;
   i32 recv = -1;

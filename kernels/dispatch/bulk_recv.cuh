@@ -1,6 +1,6 @@
-// Dispatch, receiving half, where few multiprocessors do it: a whole slot is fetched by one copy
-// and its payload goes to every row as another. Every warp has a ring of slots of its own, as far
-// as shared memory goes.
+// Dispatch, receiving half, on few multiprocessors: one copy fetches a whole slot, and another
+// takes its payload to each row. Every warp has a ring of slots of its own, as far as shared memory
+// allows.
 #pragma once
 
 #include "kernels/device/bulk.cuh"
@@ -10,8 +10,8 @@ namespace moe_p2p::device::bulk {
 
 inline constexpr i32 kPayloadBytes = kPayloadVecs * static_cast<i32>(sizeof(Vec));
 inline constexpr i32 kRings = MOE_P2P_RINGS, kRingImages = MOE_P2P_RING_IMAGES;
-// Slots that are fetched while one is taken. Rows by expert are several of a slot, whose copies
-// need the time of another image.
+// Slots that are fetched while one is taken. By expert a slot fills several rows, whose copies need
+// the time of another image.
 inline constexpr i32 kAhead = kByRank ? kRingImages - 1 : kRingImages - 2;
 static_assert(kAhead >= 1);
 
@@ -34,7 +34,7 @@ struct Fetcher {
   i32 num_ahead = 0;  // fetched and not taken
   i32 buffer = 0;
 
-  // Of a slot whose flag is up, behind a fence.
+  // Fetches a slot whose flag is up. Called behind a fence.
   __device__ void fetch(u64 step, i32 chunk, const Item& item) {
     if (num_ahead == kAhead) take(chunk);
     bulk_wait_read<1>();  // the copies out of the image that is next
@@ -79,13 +79,13 @@ struct Fetcher {
   }
 };
 
-// The rows of a slot that did not come are none.
+// Notes in the handle that a slot that did not arrive fills no row.
 __device__ inline void leave_out(const Receiver& a, Fetcher& fetcher, i32 chunk, const Item& item) {
   if (fetcher.lane < kTopk) a.handle.rows_of(chunk, item.source, item.index)[fetcher.lane] = -1;
 }
 
-// Slots first, first + stride, ... before `end`, about in the order in which they come: each lane
-// looks for every 32nd.
+// Slots first, first + stride, ... before `end`, about in the order of arrival: each lane looks at
+// every 32nd.
 __device__ inline void fetch_slots(const Receiver& a, Fetcher& fetcher, u64 step, i32 chunk,
                                    i32 first, i32 end, i32 stride) {
   const u32 want = flag_of(step);
@@ -108,7 +108,7 @@ __device__ inline void fetch_slots(const Receiver& a, Fetcher& fetcher, u64 step
     const bool has_come = i < end && ld_acquire_sys_u32(flag) == want;
     const u32 ready = __ballot_sync(~0u, has_come);
     if (ready != 0) {
-      __syncwarp();  // what one lane has acquired, the first has, and its copies behind the fence
+      __syncwarp();  // the first lane has what any has acquired, and behind the fence its copies
       if (fetcher.lane == 0) fence_global_for_bulk();
       for (u32 rest = ready; rest != 0; rest &= rest - 1)
         fetcher.fetch(step, chunk, of_lane(__ffs(rest) - 1));

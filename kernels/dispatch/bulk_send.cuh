@@ -1,7 +1,6 @@
-// Dispatch, sending half, where few multiprocessors do it (kernels/device/bulk.cuh): a whole slot
-// is made in shared memory and goes to every rank as one copy. The loading warp asks for the row
-// and makes the head, the computing warps make payload and scales, the storing warp carries the
-// slot.
+// Dispatch, sending half, on few multiprocessors (kernels/device/bulk.cuh): a whole slot is made in
+// shared memory and goes to every rank as one copy. The loading warp asks for the row and makes the
+// head, the computing warps make payload and scales, the storing warp stores the slot.
 #pragma once
 
 #include "kernels/device/bulk.cuh"
@@ -11,10 +10,10 @@ namespace moe_p2p::device::bulk {
 
 inline constexpr i32 kRowBytes = kHidden * static_cast<i32>(item_bytes(kXType));  // of x
 
-// One image is made while others leave. Rows of x that are quantized come through buffers of their
-// own, others straight into the image.
+// One image is made while others leave. Rows of x that are quantized pass through buffers of their
+// own, others go straight into the image.
 inline constexpr i32 kImages = MOE_P2P_IMAGES, kXs = kQuantize ? 2 : kImages;
-inline constexpr i32 kUnderWay = 1;  // images whose copies may be, beside those that are asked for
+inline constexpr i32 kUnderWay = 1;  // images whose copies may be, beside the one being stored
 static_assert(kLocal <= 32, "a lane for each rank");
 
 struct SlotPipe {
@@ -30,20 +29,21 @@ struct BulkSendShared {
   SlotPipe worker[SendWorker::kCount];
 };
 
-// Whose tokens a worker's three parts go through, in step with each other.
+// Tokens that a worker's loading, computing and storing warps go through, in step with each other.
 struct Tokens {
   i32 first, end, stride;
 };
 
 // --- the loading warp, which makes the heads too ---
 
-// What a lane needs of the routing for a token, asked for while the head before is made.
+// What a lane needs of the routing for a token, asked for while the head of the token before is
+// made.
 struct Ahead {
   static constexpr i32 kCounted = kByRank ? 0 : 24;  // entries that are counted
   Entry entry;
   i32 id[kByRank ? 1 : kCounted];
 
-  // `counted`: tokens that were counted before.
+  // `counted`: tokens counted already.
   __device__ void ask(const DispatchParams& p, i32 counted, i32 token, i32 lane) {
     entry.ask(p, token, lane);
     const i64 first = static_cast<i64>(counted) * kTopk + lane;
@@ -63,7 +63,7 @@ struct Ahead {
   }
 };
 
-// Asks for a row of x: of `x` where it is quantized, else to the image it is part of.
+// Asks for a row of x, into a buffer of `x` where it is quantized, else into its image.
 __device__ inline void load_row(const DispatchParams& p, SlotPipe& pipe, i32 token,
                                 const Turn<kImages>& image, Turn<kXs>& x, i32 lane) {
   if (lane == 0) {
@@ -113,7 +113,7 @@ __device__ inline void make_heads(const Sender& a, const PipeRole& role, u64 ste
 
 // --- the computing warps ---
 
-// Row to payload and scales of an image.
+// Quantizes a row into payload and scales of an image.
 __device__ inline void quantize_row(const char* row, i32 thread, char* payload, float* scales) {
   constexpr i32 kSources = 16 / Values<kXType>::kCount;
   constexpr i32 kAtOnce = kSources > 2 ? 2 : 4;  // vectors of a thread, as registers allow
@@ -138,7 +138,7 @@ __device__ inline void quantize_row(const char* row, i32 thread, char* payload, 
   }
 }
 
-// The scales that were given, of which a thread asks for its first words a token ahead.
+// Scales given by the caller; a thread asks for its first words one token ahead.
 struct GivenScales {
   static constexpr i32 kAsked = (kScales + kComputeThreads - 1) / kComputeThreads;
   u32 word[kAsked];
@@ -195,13 +195,13 @@ __device__ inline i32 fill_images(const DispatchParams& p, i32 thread, const Tok
 
 // --- the storing warp ---
 
-// Each lane carries the images to its ranks.
+// Each lane stores the images to its rank.
 struct Storer {
   SlotPipe& pipe;
   const i32 lane;
   u32 num_stored = 0, num_read = 0;  // images; the ring is in step with them
 
-  // All images but the last kNumLeft are written.
+  // Waits until all images but the last kNumLeft are written, and frees them.
   template <i32 kNumLeft>
   __device__ void give_back() {
     bulk_wait<kNumLeft>();
@@ -228,7 +228,8 @@ struct Storer {
                          static_cast<u64>(at) * p.parts.slot_bytes,
                      pipe.image[image.at], static_cast<u32>(p.parts.slot_bytes));
         bulk_commit();
-        // Pairs with the wait for the flag at the receiver.
+        // raise_flags() stores it; pairs with the wait for the flag in fetch_slots() or recv_slot()
+        // there.
         pipe.progress.flag[num_stored % Progress<kLocal>::kItems][lane] =
             at < 0 ? nullptr : inbox_flags_at(p.comm.data[l], slot, a.self.local) + at;
       }

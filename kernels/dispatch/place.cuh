@@ -1,5 +1,5 @@
 // Dispatch, receiving half: where rows go, from the counts in the headers. Each receiving block
-// works it out for itself; one tells the caller.
+// works it out for itself; one writes the caller's outputs.
 #pragma once
 
 #include "kernels/device/lost.cuh"
@@ -11,23 +11,23 @@ namespace moe_p2p::device {
 inline constexpr i32 kRowGroups = kByRank ? 1 : kMaxLocalExperts;
 
 struct FoundRows {
-  i32 row[2][kTopk];  // rows of the slot at hand that are ours, and of the one before
-  i64 scales[2][kScaled ? kTopk : 1];  // where theirs begin (ScalePlace)
+  i32 row[2][kTopk];  // this rank's rows of the current slot, and of the one before
+  i64 scales[2][kScaled ? kTopk : 1];  // where their scales begin (ScalePlace)
   i32 num_rows[2];
   bool arrived[2];
 };
 struct RecvScratch : FoundRows {
   u32 head[2][kHeadWords];  // what lies before the payload
-  // Of self-flagged slots: what lies behind it.
+  // For self-flagged slots: the scales behind the payload.
   u32 scale[2][kSelfFlagged && kScaled ? kScales : 1];
-  u32 mine[RecvWorker::kThreads / 32];  // bit j: item j of the batch has rows of ours
+  u32 mine[RecvWorker::kThreads / 32];  // bit j: item j of the batch has rows of this rank
 };
 struct RecvShared {
   i32 first_row[kRowGroups][kWorld];  // of each source
   i32 num_rows[kRowGroups];
   i32 start[kRowGroups];
   i32 num_slots[2][kWorld];  // of this chunk and the one before; -1 = did not arrive
-  bool lost;                 // a slot is, or a part of one
+  bool lost;                 // a slot, or some of its words, is lost
   RecvScratch worker[RecvWorker::kCount];
 };
 
@@ -35,25 +35,25 @@ struct Receiver {
   const DispatchParams& p;
   const Self self;
   const HandleArrays handle;
-  const bool tells;  // one block writes what all find out
+  const bool tells;  // one block writes what all work out
   RecvShared& s;
 
   __device__ i32 num_groups() const { return kByRank ? 1 : p.comm.num_local_experts; }
-  // Row behind the last one that there is room for.
+  // Returns the row behind the last one that there is room for.
   __device__ i64 end_of(i32 group) const {
     return p.grouped ? p.capacity : (group + 1) * p.capacity;
   }
 };
 
-// How long a wait took, in cycles of the GPU; a call of several chunks adds up.
+// Writes how long a wait took, in cycles of the GPU; a call of several chunks adds up.
 __device__ inline void tell_ticks(const Receiver& a, i32 chunk, i32 source, i64 ticks) {
   i64* told = &a.p.wait_ticks[source];
   *told = chunk == 0 ? ticks : *told + ticks;
 }
 
-// --- masks: whether a source has come is decided once, by the block that tells, because all blocks
-// place rows by it. It has when all of its slots have: rows of one that ends in between are absent.
-// ---
+// --- masks: whether a source has arrived is decided once, by the telling block (Receiver::tells),
+// because all blocks place rows by it. It has arrived when all of its slots have: rows of a source
+// that ends in between are absent. ---
 
 __device__ inline u64* came_word(const Receiver& a, u64 step, i32 source) {
   return state_words<u64>(a.p.comm, kWords.came) + slot_of(step) * kWorld + source;
@@ -61,7 +61,7 @@ __device__ inline u64* came_word(const Receiver& a, u64 step, i32 source) {
 
 __device__ inline bool hear(const Receiver& a, u64 step, i32 source) {
   const DeviceComm& comm = a.p.comm;
-  if (kInParts && !a.self.same_node(source))  // header and counts come with the first
+  if (kInParts && !a.self.same_node(source))  // header and counts are in the first
     return wait_part(comm, Phase::kDispatch, step, source, 0);
   if constexpr (!kMasks) return wait_dispatch(comm, a.self, step, source);
   if (a.tells) return wait_dispatch(comm, a.self, step, source) && !is_masked(comm, source);
@@ -70,13 +70,13 @@ __device__ inline bool hear(const Receiver& a, u64 step, i32 source) {
          (ld_relaxed_sys_u64(word) & 1);
 }
 
-// Of a source that did not come: whether it should have.
+// Whether a source that did not arrive is lost, not merely masked.
 __device__ inline bool is_lost(const Receiver& a, i32 source) {
   return !kMasks || (is_aborted(a.p.comm) && !is_masked(a.p.comm, source));
 }
 
-// By the block that tells: waits for the slots of the own node, and says what became of each
-// source. False: one that should have come did not.
+// Called by the telling block: waits for the slots of the own node, and stores whether each source
+// has arrived. Returns false if one is lost.
 __device__ inline bool decide(const Receiver& a, u64 step, i32* num_slots) {
   const DeviceComm& comm = a.p.comm;
   const i32 thread = static_cast<i32>(threadIdx.x);
@@ -98,7 +98,7 @@ __device__ inline bool decide(const Receiver& a, u64 step, i32* num_slots) {
   return !__syncthreads_or(lost);
 }
 
-// The slots of a chunk that `source` sends; -1 when it does not come.
+// Returns the number of slots of a chunk from `source`; -1 when it does not arrive.
 __device__ inline i32 hear_slots(const Receiver& a, u64 step, i32 source) {
   const DispatchParams& p = a.p;
   const RegionHeader* header =
@@ -133,14 +133,14 @@ __device__ inline i32 hear_slots(const Receiver& a, u64 step, i32 source) {
   return -1;
 }
 
-// Waits for the headers of a step from everybody. wait_ticks are those of these waits: slots of the
-// own node may come later than their header, but no single place waits for all of them. False: one
-// is lost.
+// Waits for the headers of a step from all ranks. wait_ticks measures only these header waits.
+// Own-node slots may arrive later than their header; that time is not counted, because no single
+// place waits for all of them. Returns false if one is lost.
 __device__ inline bool read_headers(const Receiver& a, u64 step, i32 chunk) {
   const DispatchParams& p = a.p;
   bool lost = false;
   // Threads of one warp end a wait together, so where ticks count they are as far apart as can be.
-  constexpr i32 kEach = kBlockThreads / kWorld;  // threads that there are for a source
+  constexpr i32 kEach = kBlockThreads / kWorld;  // threads available for a source
   constexpr i32 kApart = kEach > 32 ? 32 : kEach < 1 ? 1 : kEach;
   const bool timed = a.tells && p.wait_ticks;
   const i32 apart = timed ? kApart : 1;
@@ -180,7 +180,7 @@ __device__ inline void place_groups(const Receiver& a) {
   }
 }
 
-// Count i of those that `source` tells this rank about the call, in two steps: loads of several can
+// Count i of `source` about the call for this rank, read in two steps: loads of several counts can
 // be under way together.
 __device__ __forceinline__ const char* counts_from(const Receiver& a, u64 step, i32 source) {
   return behind_header<char>(dispatch_region(a.p.comm, a.self, slot_of(step), source));
@@ -191,7 +191,7 @@ __device__ __forceinline__ u64 ask_count(const Receiver& a, u64 step, i32 source
   if (kSelfFlagged && near) return ld_relaxed_sys_u64(values_at<u64>(counts) + i);
   return values_at<u32>(counts)[(near ? 0 : a.self.local * kCountsPerRank) + i];
 }
-// -1: it did not come.
+// Returns -1 if the count did not arrive.
 __device__ __forceinline__ i32 hear_count(const Receiver& a, u64 step, i32 source, i32 i,
                                           u64 word) {
   if (kSelfFlagged && a.self.same_node(source))
@@ -201,7 +201,7 @@ __device__ __forceinline__ i32 hear_count(const Receiver& a, u64 step, i32 sourc
   return static_cast<i32>(static_cast<u32>(word));
 }
 
-// The capacity that would have done, and of rows by expert which of them needs it.
+// Reports the capacity that would have sufficed and, in the padded layout, which expert needs it.
 __device__ __noinline__ void raise_capacity(const DispatchParams& p, const RecvShared& s,
                                             u64 step) {
   const bool shared_room = kByRank || p.grouped;
@@ -215,7 +215,7 @@ __device__ __noinline__ void raise_capacity(const DispatchParams& p, const RecvS
               static_cast<u64>(p.capacity), static_cast<u64>(needed));
 }
 
-// Counts and offsets of experts. None is more than there is room for, whatever was sent.
+// Writes counts and offsets of experts. None exceeds the room, whatever was sent.
 __device__ inline void tell_experts(const Receiver& a, u64 step) {
   const DispatchParams& p = a.p;
   const RecvShared& s = a.s;
@@ -234,8 +234,8 @@ __device__ inline void tell_experts(const Receiver& a, u64 step) {
   }
 }
 
-// kByRank: counts of experts, offsets of sources. Out of line, or slots have fewer registers for
-// it.
+// kByRank: writes counts of experts, offsets of sources. Out of line, or recv_slot() would have
+// fewer registers.
 __device__ __noinline__ void tell_sources(const DispatchParams& p, RecvShared& s, u64 step) {
   const Receiver a{p, Self(p.comm), HandleArrays(p), true, s};
   const i32 thread = static_cast<i32>(threadIdx.x);
@@ -258,11 +258,11 @@ __device__ __noinline__ void tell_sources(const DispatchParams& p, RecvShared& s
       for (i32 j = 0; j < kAtOnce; ++j)
         if (first + j < kWorld && s.num_slots[0][first + j] >= 0) {
           const i32 count = hear_count(a, step, first + j, e, word[j]);
-          all |= count;  // negative once one is
+          all |= count;  // negative once one count is
           sum += count;
         }
     }
-    // As many rows as there is room for name it at most.
+    // At most as many rows as there is room for name it.
     a.p.counts[e] = all < 0 ? -1 : static_cast<i32>(min(i64{sum}, a.p.capacity));
   }
 }
@@ -286,7 +286,7 @@ __device__ __forceinline__ i64 scales_of(const DispatchParams& p, i64 row, i32 e
 
 // --- what is lost ---
 
-// Nothing is known of the rows of this call. By the whole block.
+// Marks outputs: nothing is known of the rows of this call. Called by the whole block.
 __device__ inline void tell_lost(const Receiver& a) {
   const DispatchParams& p = a.p;
   const i32 thread = static_cast<i32>(threadIdx.x), num_experts = p.comm.num_local_experts;
@@ -300,9 +300,9 @@ __device__ inline void tell_lost(const Receiver& a) {
   for (i32 i = thread; i <= (kByRank ? kWorld : num_experts); i += kBlockThreads) p.offsets[i] = 0;
 }
 
-// Something of `step` is lost, and nobody knows which rows it would have filled. So all are
-// poisoned, by all threads that come here; rows that do come are stored beside that and may be
-// whole or not.
+// Something of `step` is lost, and which rows it would have filled is unknown. So all are poisoned,
+// by all threads that get here; rows that do arrive are stored at the same time and may be whole or
+// not.
 __device__ __noinline__ void lose_rows(const DispatchParams& p, u64 step) {
   if (!p.offsets) return;
   const i64 num_rows = (kByRank || p.grouped ? 1 : p.comm.num_local_experts) * p.capacity;
@@ -325,7 +325,8 @@ __device__ __noinline__ void lose_rows(const DispatchParams& p, u64 step) {
   }
 }
 
-// The rows of every (group, source), from the counts of the whole call. False: some did not come.
+// Places the rows of every (group, source), by the counts of the whole call. Returns false if some
+// counts did not arrive.
 __device__ inline bool place_rows(const Receiver& a, u64 step) {
   const DispatchParams& p = a.p;
   RecvShared& s = a.s;
@@ -361,7 +362,7 @@ __device__ inline bool place_rows(const Receiver& a, u64 step) {
   if constexpr (!kByRank)
     for (i32 i = thread; i < num_groups * kWorld; i += kBlockThreads)
       s.first_row[i / kWorld][i % kWorld] += s.start[i / kWorld];
-  if (!a.tells || !p.offsets) return true;  // without outputs nobody asks
+  if (!a.tells || !p.offsets) return true;  // no outputs, nothing to write
   if constexpr (kByRank) {
     tell_sources(p, s, step);
   } else {
@@ -386,7 +387,7 @@ __device__ inline void clear_padding(const Receiver& a, const RecvWorker& worker
   const i32 num_groups = a.num_groups();
   for (i32 g = num_groups > 0 ? 0 : -1; g < num_groups; ++g) {  // -1: this rank owns none
     const i64 begin = g < 0 ? 0 : static_cast<i64>(a.s.start[g]) + a.s.num_rows[g];
-    const i64 room = a.end_of(g);  // too many rows were told of in place_rows()
+    const i64 room = a.end_of(g);  // place_rows() reported too many rows
     const i64 end = p.grouped && g + 1 < num_groups ? min(i64{a.s.start[g + 1]}, room) : room;
     for (i64 row = begin + worker.id; row < end; row += worker.count) {
       for (i32 at = worker.thread; at < kPayloadVecs; at += RecvWorker::kThreads)

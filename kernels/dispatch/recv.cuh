@@ -1,7 +1,7 @@
-// Dispatch, receiving half: slots straight into rows. Those of the own node lie in this rank's
-// inbox and are taken one by one as their flags go up; those of other nodes lie in the gateways'
-// landing regions and are read over NVLink once their source has arrived. Which row it is follows
-// from what dispatch_place.cuh found out and the position in the slot.
+// Dispatch, receiving half: slots straight into rows. Own-node slots lie in this rank's inbox and
+// are taken one by one as their flags go up; slots of other nodes lie in the gateways' landing
+// regions and are read over NVLink once their source has arrived. The row follows from place.cuh
+// and the position in the slot.
 #pragma once
 
 #include "kernels/dispatch/place.cuh"
@@ -22,7 +22,7 @@ __device__ inline void copy_extras(const DispatchParams& p, const W& worker, u64
              slot + p.parts.offset[2 + e], p.parts.bytes[2 + e]);
 }
 
-// Word i of a row's scales as this rank keeps them, from a slot.
+// Returns word i of a row's scales in this rank's format, from a slot.
 __device__ __forceinline__ u32 scale_word(const char* scales, i32 i) {
   const u32* words = values_at<u32>(scales);
   if constexpr (kScaleFormat != ScaleFormat::kUe8m0) return words[i];
@@ -34,7 +34,7 @@ __device__ __forceinline__ u32 scale_word(const char* scales, i32 i) {
   return packed;
 }
 
-// Words first, first + kThreads, ... of the scales of a row.
+// Stores words first, first + kThreads, ... of the scales of a row.
 template <typename W>
 __device__ inline void store_scales(const DispatchParams& p, const W&, i64 at, const char* scales,
                                     i32 first) {
@@ -43,7 +43,7 @@ __device__ inline void store_scales(const DispatchParams& p, const W&, i64 at, c
     to[i * p.scale_place.word] = scale_word(scales, i);
 }
 
-// kByRank: the K entries of a row, those of other ranks' experts as none.
+// kByRank: stores the K entries of a row; other ranks' experts become none.
 __device__ inline void store_entries(const DispatchParams& p, i32 lane, i64 row, i32 expert,
                                      const char* from) {
   if (row < 0 || lane >= kTopk) return;
@@ -52,7 +52,8 @@ __device__ inline void store_entries(const DispatchParams& p, i32 lane, i64 row,
   p.row_weights[row * kTopk + lane] = expert < 0 ? 0.0f : weight;
 }
 
-// Which rows of this rank the slot at `from` fills, into w.row[buffer]; the first warp calls it.
+// Finds the rows of this rank that the slot at `from` fills, into w.row[buffer]. Called by the
+// first warp.
 __device__ inline void find_rows(const Receiver& a, i32 lane, i32 chunk, const Item& item,
                                  const char* from, i32 buffer, FoundRows& w) {
   const DispatchParams& p = a.p;
@@ -66,14 +67,14 @@ __device__ inline void find_rows(const Receiver& a, i32 lane, i32 chunk, const I
       const i32 group = kByRank ? 0 : expert;
       const i32 position = slot_positions<kTopk>(from)[lane];
       row = a.s.first_row[group][item.source] + position;
-      // Told in place_rows(); a position that is lost is -1.
+      // place_rows() reported the excess; a lost position is -1.
       if (row >= a.end_of(group) || position < 0) row = -1;
     }
   }
   u32 have = __ballot_sync(~0u, row >= 0);
   if constexpr (kByRank) {
     store_entries(p, lane, __shfl_sync(~0u, row, max(__ffs(have) - 1, 0)), expert, from);
-    have &= ~have + 1;  // one row for all of them: the first has it
+    have &= ~have + 1;  // one row for all K: the first lane has it
     if (!(have >> lane & 1)) row = -1;
   }
   if (row >= 0) {
@@ -92,8 +93,8 @@ __device__ inline void find_rows(const Receiver& a, i32 lane, i32 chunk, const I
   }
 }
 
-// The head of a slot, by the first warp, into shared memory: all of it for the latency of one load.
-// takes: it flags itself.
+// Reads the head of a slot into shared memory, all of it for the latency of one load. Called by the
+// first warp. takes: the slot flags itself.
 __device__ inline void read_head(const Receiver& a, i32 lane, char* from, bool takes, i32 buffer,
                                  const Awaited& what, RecvScratch& w) {
   constexpr i32 kEach = (kHeadWords + 31) / 32;
@@ -116,7 +117,7 @@ __device__ inline char* slot_at(const Receiver& a, u64 step, const Item& item) {
          static_cast<u64>(item.index) * a.p.parts.slot_bytes;
 }
 
-// The words behind the payload of a self-flagged slot that none of them marks as come: its flag
+// Clears the words behind the payload of a self-flagged slot that do not flag themselves: a flag
 // did.
 __device__ inline void clear_opaque(const DispatchParams& p, const RecvWorker& worker, char* from) {
   worker.sync();  // all have read them
@@ -170,7 +171,7 @@ __device__ inline void recv_slot(const Receiver& a, const RecvWorker& worker, u6
     each_vec(piece, [&](Vec& vec, char* at) { vec = take_vec(at, vec); });
   };
   load(0);
-  // So is a word of the scales for each thread.
+  // Also under way: a word of the scales for each thread.
   char* scales = from + p.parts.offset[1];
   const bool takes_scales = kScaled && takes && !p.opaque;
   const auto scale_at = [&](i32 i) { return values_at<u32>(scales) + i; };
@@ -218,8 +219,9 @@ __device__ inline void recv_slot(const Receiver& a, const RecvWorker& worker, u6
   if (takes && p.opaque) clear_opaque(p, worker, from);
 }
 
-// Which own-node ranks the slot of another node's source is for; the handle keeps it for combine.
-// All slots are looked at, so that the kernel does not end before all parts are here.
+// Finds the own-node ranks that the slot of another node's source is for; the handle keeps them for
+// combine. Returns whether this rank is one. All slots are looked at, so that the kernel does not
+// end before all parts have arrived.
 __device__ inline bool slot_is_mine(const Receiver& a, u64 step, i32 chunk, const Item& item,
                                     i32 part) {
   if (MOE_P2P_MUTATED(kPartBefore)) part = max(part - 1, 0);
@@ -259,9 +261,9 @@ __device__ inline void recv_slots(const Receiver& a, const RecvWorker& worker, u
     }
     return;
   }
-  // Those of the own node with the first part of the others. In batches: each thread looks at the
-  // head of one slot, or the latency of NVLink adds up over the many that are for other ranks of
-  // the node.
+  // Own-node slots are handled together with part 0 of remote slots. In batches: each thread looks
+  // at the head of one slot, or the latency of NVLink would add up over the many slots for other
+  // ranks of the node.
   const i32 each = slots_of_part(a.p.parts.slot_bytes);
   for (i32 part = 0; part * each < most; ++part) {
     const i32 begin = part * each * kWorld;
@@ -289,7 +291,7 @@ __device__ inline void recv_slots(const Receiver& a, const RecvWorker& worker, u
   }
 }
 
-// Once all workers have read a solo step, the last one says so with its empty combine.
+// Once all workers have read a solo step, the last one announces it with the empty combine.
 __device__ inline void acknowledge(const Receiver& a, const RecvWorker& worker, u64 step) {
   RecvScratch& w = a.s.worker[worker.place];
   u32* received = state_words<u32>(a.p.comm, kWords.received);
@@ -304,7 +306,8 @@ __device__ inline void acknowledge(const Receiver& a, const RecvWorker& worker, 
   worker.sync();
 }
 
-// good: the kernel may receive. False: where rows go is lost, or nobody may know any more.
+// good: the kernel may receive. Returns false if the places of rows are lost, or the kernel may not
+// receive.
 __device__ inline bool begin_chunk(const Receiver& a, const RecvWorker& worker, bool good, u64 step,
                                    i32 chunk) {
   if (!good || !read_headers(a, step, chunk) || (chunk == 0 && !place_rows(a, step))) {
@@ -331,8 +334,8 @@ __device__ inline void dispatch_recv(const DispatchParams& p, const Begun& begun
     const u64 step = begun.first_step + static_cast<u64>(chunk);
     if (!begin_chunk(a, worker, begun.good, step, chunk)) return;
     recv_slots(a, worker, step, chunk);
-    if (a.s.lost) lose_rows(p, step);  // whoever found it, and others as they come
-    // What the own node's ranks write into this rank's memory at combine comes behind what was read
+    if (a.s.lost) lose_rows(p, step);  // the thread that found it, and others as they get here
+    // Writes of own-node ranks into this rank's memory at combine are ordered behind the reads
     // there in earlier steps (docs/gpu.md, "Rows that flag themselves").
     if (kSelfFlagged && a.tells)
       for (i32 l = static_cast<i32>(threadIdx.x); l < kLocal; l += kBlockThreads)

@@ -1,6 +1,6 @@
-// Dispatch, sending half: where tokens go, and what receivers are told about the whole call. Every
-// block works out slot numbers and positions by itself from the routing table, so blocks never wait
-// for each other and the result does not depend on their order.
+// Dispatch, sending half: where tokens go, and what receivers need to know about the whole call.
+// Every block works out slot numbers and positions by itself from the routing table, so blocks
+// never wait for each other and the result does not depend on their order.
 #pragma once
 
 #include "kernels/dispatch/token.cuh"
@@ -9,12 +9,12 @@ namespace moe_p2p::device {
 
 struct SendScratch {
   // How many earlier tokens of the call name the expert. With kByRank only send_headers() counts
-  // here: tokens for each expert, and behind those for each rank.
+  // here: tokens for each expert, and behind them tokens for each rank.
   i32 seen[kExperts + (kByRank ? kWorld : 0)];
-  u32 head[kHeadWords];  // of the token at hand
+  u32 head[kHeadWords];  // of the current token
   float scale[kScales];
   i32 slot[kColumns];    // -1 = does not go there
-  i32 passed[kColumns];  // slots taken before the token looked at last
+  i32 passed[kColumns];  // slots taken before the token looked up last
 };
 struct SendShared {
   u32 has[kColumns][kChunkWords];  // bit t: token t of the chunk goes there
@@ -32,12 +32,12 @@ struct Sender {
   SendShared& s;
 };
 
-// num_tokens of this call, as the caller gives it.
+// Returns num_tokens of this call, as the caller gave it.
 __device__ inline i64 ask_num_tokens(const DispatchParams& p) {
   if (!p.num_tokens) return p.num_tokens_host;
   return p.num_tokens_is_int64 ? *p.num_tokens.as<const i64>() : *p.num_tokens.as<const i32>();
 }
-// The same; 0 after telling a fault.
+// Returns it checked; 0 after raising a fault.
 __device__ inline i32 check_num_tokens(const DispatchParams& p, u64 step, i64 n) {
   const i64 room = p.num_chunks == 1 ? p.num_slots : static_cast<i64>(p.num_chunks) * kChunk;
   const i64 most = p.num_rows < room ? p.num_rows : room;
@@ -53,7 +53,7 @@ __device__ __forceinline__ i64 id_at(const DispatchParams& p, i64 i) {
   return p.topk_is_int64 ? __ldg(p.topk_idx.as<const i64>() + i)
                          : __ldg(p.topk_idx.as<const i32>() + i);
 }
-// Its low word: all that is needed once route_chunk() has told of entries out of range. No thread
+// Its low word: all that is needed once route_chunk() has reported entries out of range. No thread
 // waits for it before expert_of().
 __device__ __forceinline__ i32 ask_id(const DispatchParams& p, i64 i) {
   return __ldg(p.topk_idx.as<const i32>() + (i << p.topk_is_int64));
@@ -66,7 +66,7 @@ __device__ __forceinline__ i32 column_of(const Self& self, i32 rank) {
   return self.same_node(rank) ? rank % kLocal : kLocal + rank / kLocal;
 }
 
-// each(id) for the entries of a token, read together.
+// Calls each(id) for the entries of a token, read together.
 template <typename Each>
 __device__ __forceinline__ void for_each_id(const DispatchParams& p, i32 token, const Each& each) {
   constexpr i32 kAtOnce = kTopk < 8 ? kTopk : 8;
@@ -92,20 +92,20 @@ struct Bits {
     for (i32 w = 0; w < kWords; ++w)
       if (i / 32 == w) word[w] |= 1u << (i % 32);
   }
-  // Which lanes have i, a constant of an unrolled loop.
+  // Returns which lanes have i, a constant of an unrolled loop.
   __device__ __forceinline__ u32 lanes_with(i32 i) const {
     return __ballot_sync(~0u, word[i / 32] >> (i % 32) & 1);
   }
 };
 
-// Where the chunk's tokens go. False: the slot of the step did not get free.
+// Finds where the chunk's tokens go. Returns false if the step's slot did not become free.
 __device__ inline bool route_chunk(const Sender& a, u64 step, i32 chunk, bool tell) {
   const i32 thread = static_cast<i32>(threadIdx.x), lane = thread % 32;
   if constexpr (kByRank && kOthers > 0) {
     for (i32 i = thread; i < kWorld * kChunkWords; i += kBlockThreads) (&a.s.far_has[0][0])[i] = 0;
     __syncthreads();
   }
-  // The last warp looks whether the step's slot is free, the others at the routing table.
+  // The last warp waits until the step's slot is free, the others read the routing table.
   constexpr i32 kRouters = kBlockThreads / 32 - 1;
   if (thread / 32 == kRouters) return __syncthreads_and(wait_free(a.p.comm, a.self, step, lane));
   for (i32 w = thread / 32; w < kChunkWords; w += kRouters) {
@@ -133,8 +133,8 @@ __device__ inline bool route_chunk(const Sender& a, u64 step, i32 chunk, bool te
   return __syncthreads_and(true);
 }
 
-// Tokens for masked ranks go nowhere. Blocks that see a mask at different times differ in what they
-// do for that rank only: it gets slots without a header, or an outbox that is never complete.
+// Drops tokens for masked ranks. Blocks that see a mask at different times differ in what they do
+// for that rank only: it gets slots without a header, or an outbox that is never complete.
 __device__ inline void drop_masked(const Sender& a) {
   for (i32 i = static_cast<i32>(threadIdx.x); i < kSpeakers; i += kBlockThreads) {
     const i32 rank = speaker_rank(a.self, i);
@@ -183,7 +183,7 @@ __device__ inline void count_tokens(const DispatchParams& p, i32* tokens, i32 nu
       atomicAdd(&tokens[rank], count[w]);
 }
 
-// Tokens [from, to) of the chunk that go there.
+// Returns how many of tokens [from, to) of the chunk are in `has`.
 __device__ inline i32 tokens_between(const u32* has, i32 from, i32 to) {
   i32 count = 0;
   for (i32 w = from / 32; w <= to / 32; ++w) {
@@ -205,7 +205,8 @@ __device__ inline i32 tokens_in(const u32* has) {
   return count;
 }
 
-// The slots of a token, by the threads of its worker; `before`: the token they looked at last.
+// Finds the slots of a token. Called by the threads of its worker; `before`: the token they looked
+// up last.
 template <typename W>
 __device__ inline void find_slots(const Sender& a, const W& worker, i32 chunk, i32 before,
                                   i32 token, bool tell, SendScratch& w) {
@@ -220,14 +221,14 @@ __device__ inline void find_slots(const Sender& a, const W& worker, i32 chunk, i
   }
 }
 
-// With kByRank: tokens of the call for `rank` before token `at` of the chunk, which has `slot` in
-// the inbox of a rank of the own node.
+// With kByRank: returns how many of the call's tokens for `rank` come before token `at` of the
+// chunk, which has `slot` in the inbox of an own-node rank.
 __device__ inline i32 rank_position(const Sender& a, i32 rank, i32 at, i32 slot) {
   if constexpr (kOthers > 0)
     if (!a.self.same_node(rank)) slot = tokens_before(a.s.far_has[rank], at);
   return a.s.before[rank] + slot;
 }
-// What the chunk adds for the next one. Between two barriers of the block.
+// Adds the chunk's tokens for the next one. Called between two barriers of the block.
 __device__ inline void add_chunk(const Sender& a) {
   for (i32 rank = static_cast<i32>(threadIdx.x); rank < kWorld; rank += kBlockThreads) {
     const u32* has = a.s.has[rank % kLocal];
@@ -237,8 +238,8 @@ __device__ inline void add_chunk(const Sender& a) {
   }
 }
 
-// Something of part `index` of an outbox is written: a slot, or header and counts, which are of the
-// first. The last one rings.
+// Called when an item of part `index` of an outbox is written: a slot, or header and counts, which
+// belong to the first part. The last item of a part rings.
 __device__ inline void outbox_part(const Sender& a, u64 step, i32 node, i32 index) {
   u32* words = state_words<u32>(a.p.comm, kWords.outbox);
   const RegionPart part =
@@ -249,7 +250,7 @@ __device__ inline void outbox_part(const Sender& a, u64 step, i32 node, i32 inde
   ring(a.p.comm, Phase::kDispatch, step, a.self.local, node, part);
 }
 
-// Puts count i of this call where `rank` finds it.
+// Stores count i of this call where `rank` reads it.
 __device__ __forceinline__ void tell_count(const Sender& a, u64 step, i32 rank, i32 i, i32 count) {
   const i32 l = rank % kLocal, slot = slot_of(step);
   if (!a.self.same_node(rank)) {
@@ -266,7 +267,7 @@ __device__ __forceinline__ void tell_count(const Sender& a, u64 step, i32 rank, 
   }
 }
 
-// With the first chunk, the counts of the whole call. Only kByRank needs those of ranks.
+// Sends the counts of the whole call, with the first chunk. Only kByRank needs counts by rank.
 __device__ inline void send_counts(const Sender& a, u64 step) {
   const i32 thread = static_cast<i32>(threadIdx.x);
   SendScratch& w = a.s.worker[0];
@@ -290,8 +291,8 @@ __device__ inline void send_counts(const Sender& a, u64 step) {
   for (i32 i = thread; i < kSeen; i += kBlockThreads) w.seen[i] = 0;
 }
 
-// Headers for all columns, from one block, and with the first chunk the counts. Early, because
-// receivers place rows by them.
+// Sends headers for all columns, and with the first chunk the counts. Called by one block; early,
+// because receivers place rows by them.
 __device__ inline void send_headers(const Sender& a, u64 step, i32 chunk) {
   const i32 thread = static_cast<i32>(threadIdx.x), slot = slot_of(step);
   const u64 own = a.p.comm.data[a.self.local];
@@ -317,8 +318,7 @@ __device__ inline void send_headers(const Sender& a, u64 step, i32 chunk) {
       if (speaker_masked(a.p.comm, a.self, i)) continue;
     if (i < kLocal) {
       // The flag of header and counts; pairs with wait_dispatch() of rank i. Where rows flag
-      // themselves it says no more than that this rank has read what rank i sent it in earlier
-      // steps.
+      // themselves it only means that this rank has read what rank i sent it in earlier steps.
       st_release_sys_u64(header_word(inbox_at(a.p.comm.data[i], slot, a.self.local)), step + 1);
     } else {
       *header_word(outbox_at(own, slot, i - kLocal)) = step + 1;

@@ -1,6 +1,6 @@
 // Dispatch, sending half: each token once into the outbox for every other node that owns one of its
-// experts, and once to every rank of the own node that does, by stores over NVLink. Where it goes
-// is what dispatch_route.cuh found out.
+// experts, and once to every rank of the own node that does, by stores over NVLink. route.cuh finds
+// where it goes.
 #pragma once
 
 #include "kernels/dispatch/route.cuh"
@@ -13,7 +13,7 @@ struct Payload {
   static constexpr i32 kVecs = R::kVecs;
   static constexpr i32 kSources =
       kQuantize ? 16 / Values<kXType>::kCount : 1;  // vectors of x in one
-  // A thread with a single vector asks for its part of x before it has looked at the routing.
+  // A thread with a single vector asks for its values of x before it has read the routing.
   static constexpr bool kEarly = R::kPieces == 1 && kVecs == 1;
   Vec vec[kVecs];
   Vec early[kEarly ? kSources : 1];
@@ -62,7 +62,7 @@ struct Payload {
       }
     }
   }
-  // flag: into a self-flagged slot.
+  // flag: the slot is self-flagged.
   __device__ __forceinline__ void store(const SendWorker& worker, i32 piece, char* to,
                                         bool flag) const {
 #pragma unroll
@@ -78,7 +78,7 @@ struct Payload {
   }
 };
 
-// An entry of a token's routing, of each of its worker's first kTopk threads.
+// One entry of a token's routing, held by each of its worker's first kTopk threads.
 struct Entry {
   i32 id;
   float weight;
@@ -91,8 +91,8 @@ struct Entry {
   }
 };
 
-// Everything of a slot but payload and scales, to `head` in shared memory. `seen` counts the tokens
-// before it; it is token `at` of the chunk.
+// Builds the head of a slot in shared memory: all but payload, scales and extras. `seen` counts the
+// tokens before this one, which is token `at` of the chunk.
 template <typename W>
 __device__ inline void build_head(const Sender& a, const W& worker, u64 step, i32 token, i32 at,
                                   const Entry& entry, const SendScratch& w, char* head) {
@@ -116,8 +116,8 @@ __device__ inline void build_head(const Sender& a, const W& worker, u64 step, i3
     *slot_head(head) = {static_cast<u32>(step + 1), static_cast<u32>(token)};
 }
 
-// Of a token whose slots are out, so that nobody waits for this. By the threads that built its
-// head.
+// Reports duplicate experts. Runs after the token's slots are stored, so it delays nobody. Called
+// by the threads that ran build_head().
 __device__ inline void check_experts(const Sender& a, u64 step, i32 token, i32 thread,
                                      const char* head) {
   const u32 e = slot_expert_ids(head)[thread];
@@ -143,7 +143,7 @@ __device__ inline void flag_words(const W& worker, char* to, const char* from, u
     st_flagged_u32(to + i, *values_at<u32>(from, i));
 }
 
-// Head, scales and extras.
+// Stores head, scales and extras.
 __device__ inline void store_rest(const Sender& a, const SendWorker& worker, i32 token, char* to,
                                   bool flag, const SendScratch& w) {
   const DispatchParams& p = a.p;
@@ -161,14 +161,15 @@ __device__ inline void store_rest(const Sender& a, const SendWorker& worker, i32
   store_extras(p, worker, token, to);
 }
 
-// Workers share a token where they are more than tokens: each stores into every count-th slot.
+// Workers share a token where there are more workers than tokens: each stores into every count-th
+// slot.
 __device__ inline Part part_of(const SendWorker& worker, i32 num_rows) {
   const i32 most = (worker.count - SendWorker::kCount) / max(min(num_rows, kChunk), 1);
   const i32 count = max(min(most, kColumns), 1);
   return {worker.id % count, count};
 }
 
-// The token into `count` of its slots, this part of them. `payload` holds its first piece.
+// Stores the token into this worker's share of `count` slots. `payload` holds its first piece.
 template <typename SlotAt>
 __device__ inline void store_slots(const Sender& a, const SendWorker& worker, const Part& part,
                                    i32 token, i32 count, const SlotAt& slot_at, bool flag,
@@ -180,13 +181,13 @@ __device__ inline void store_slots(const Sender& a, const SendWorker& worker, co
     for (i32 i = part.index; i < count; i += part.count)
       if (char* to = slot_at(i)) payload.store(worker, piece, to + kHeadBytes, flag);
   }
-  if (Rounds<SendWorker>::kPieces > 1 && kQuantize) worker.sync();  // all scales are there
+  if (Rounds<SendWorker>::kPieces > 1 && kQuantize) worker.sync();  // all scales are stored
 #pragma unroll 1
   for (i32 i = part.index; i < count; i += part.count)
     if (char* to = slot_at(i)) store_rest(a, worker, token, to, flag, w);
 }
 
-// `payload` has been asked for.
+// payload.ask() was called before.
 __device__ inline void send_token(const Sender& a, const SendWorker& worker, const Part& part,
                                   u64 step, i32 chunk, i32 token, i32& counted, Payload& payload) {
   const i32 thread = worker.thread, slot = slot_of(step);
@@ -233,7 +234,7 @@ __device__ inline void send_token(const Sender& a, const SendWorker& worker, con
       true, payload, w);
   worker.sync();
   // The slot's flag, after every thread's stores; pairs with the wait in recv_slot() of rank l. A
-  // thread looks at no other place of `slot` than it writes for the next token.
+  // thread reads only those places of `slot` that it writes for the next token.
   if (!kSelfFlagged || p.opaque)
     for (i32 l = thread; l < kLocal; l += SendWorker::kThreads)
       if (w.slot[l] >= 0 && part.has((l + kLocal - a.self.local) % kLocal))
@@ -273,7 +274,7 @@ __device__ inline void end_chunk(const Sender& a) {
   __syncthreads();
 }
 
-// For a caller who writes over his topk_idx while the result is in use.
+// Copies topk_idx for a caller that overwrites it while the result is in use.
 __device__ inline void copy_topk(const DispatchParams& p, i32 block) {
   if (!p.topk_copy) return;
   const i32 num_words = p.num_rows * kTopk * (p.topk_is_int64 ? 2 : 1);
@@ -284,8 +285,8 @@ __device__ inline void copy_topk(const DispatchParams& p, i32 block) {
     to[i] = from[i];
 }
 
-// begin: what every block has to do, which waits for what it was asked first; so loads of the
-// payload are under way before that.
+// begin(): called by every block, once; it waits for the loads of Launch::ask(), so loads of the
+// payload are issued before it.
 template <typename Begin>
 __device__ inline void dispatch_send(const DispatchParams& p, i32 block, const Begin& begin) {
   const i32 num_blocks = p.grid.num_send_blocks;

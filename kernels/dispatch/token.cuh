@@ -1,4 +1,4 @@
-// What both halves of dispatch know of a token: its types, how it lies in a slot, and how a worker
+// A token as both halves of dispatch see it: its types, its layout in a slot, and how a worker
 // carries it.
 #pragma once
 

@@ -2,7 +2,7 @@
 // a kernel's source.
 #pragma once
 
-// A name that kernels/device/mutation.cuh does not have does not compile.
+// A name that is not in kernels/device/mutation.cuh does not compile.
 #define MOE_P2P_MUTATED(name) \
   (static_cast<void>(moe_p2p::device::Mutation::name), moe_p2p::emulation::moe_p2p_mutated(#name))
 
@@ -120,7 +120,7 @@ inline int __syncthreads_count(bool vote) {
   return static_cast<int>(moe_p2p::emulation::moe_p2p_meet(0, 0, vote).count);
 }
 
-// --- atomics: seen by all ranks' threads ---
+// --- atomics: visible to all ranks' threads ---
 
 template <typename T>
 T atomicAdd(T* p, std::type_identity_t<T> value) {

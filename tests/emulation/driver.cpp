@@ -1,7 +1,7 @@
 // The functions that csrc/platform/cuda_driver.h loads, for a machine of machine.h: built as
-// libcuda.so.1. A stream is the thread that calls, and nothing returns before it is done: so events
-// are in order by themselves, and threads that wait for each other are streams that wait for
-// events.
+// libcuda.so.1. A stream is the calling thread, and every call returns only when its work is done:
+// so events are in order by themselves, and threads that wait for each other are streams that wait
+// for events.
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -21,7 +21,7 @@ using moe_p2p::emulation::Kernel;
 using moe_p2p::emulation::Work;
 namespace order = moe_p2p::emulation::order;
 
-// What a capture records, and a replay runs: kernels with their parameters as they were then.
+// What a capture records, and a replay runs: kernels with their parameters at capture time.
 struct Graph {
   struct Launch {
     Config config;
@@ -29,7 +29,7 @@ struct Graph {
     std::vector<std::byte> params;
   };
   uint64_t id;
-  order::Device* device;  // of the thread that has captured it
+  order::Device* device;  // of the thread that captured it
   std::vector<Launch> launches;
 };
 thread_local Graph* capturing = nullptr;  // as in torch's mode "thread_local"
@@ -66,7 +66,7 @@ struct LaunchConfig {
   unsigned grid[3], block[3], shared_bytes;
   void* stream;
   const void* attributes;
-  unsigned num_attributes;  // the only one there is says that the launch is early
+  unsigned num_attributes;  // the only one used marks the launch as early
 };
 
 int cuLaunchKernelEx(const LaunchConfig* config, void* kernel, void** params, void**) {

@@ -1,4 +1,4 @@
-// What kernels and their memory accesses call: the instructions that ptx.cuh stands for, the hooks
+// Called by kernels and their memory accesses: the instructions that ptx.cuh stands for, the hooks
 // of the compiler, and the faults that tests plant.
 #include "tests/emulation/launch.h"
 
@@ -87,7 +87,7 @@ void moe_p2p_no_host_memory(const void* at) { order::remove_host_memory(at); }
 void moe_p2p_st_block(uint32_t* word, uint32_t value) { current->st_block(word, value); }
 uint32_t moe_p2p_ld_block(const uint32_t* word) { return current->ld_block(word); }
 
-// What the compiler calls with -fsanitize=thread: before each access of a kernel to memory.
+// Called by code compiled with -fsanitize=thread, before each access of a kernel to memory.
 // NOLINTBEGIN(bugprone-reserved-identifier,readability-identifier-naming): its names
 void __tsan_init() {}
 void __tsan_func_entry(void*) {}

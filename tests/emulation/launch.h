@@ -34,12 +34,12 @@ using order::fail;
 using order::kStackBytes;
 constexpr size_t kGuardBytes = 256;  // behind shared memory
 constexpr std::byte kGarbage{0xa5};
-constexpr unsigned kIdleUs = 20, kMostIdleUs = 160;  // for peers, other threads of this machine
-constexpr unsigned kAwake = 64;  // turns of a warp, on average, until it falls asleep
-constexpr auto kPatience = std::chrono::seconds(60);  // for what no peer can bring
+constexpr unsigned kIdleUs = 20, kMostIdleUs = 160;  // for peers: other threads of this machine
+constexpr unsigned kAwake = 64;                      // turns of a warp, on average, until it sleeps
+constexpr auto kPatience = std::chrono::seconds(60);  // when no progress is possible
 
-// Stacks of threads, kept from launch to launch: the kernel takes longer to map and unmap one than
-// most threads run.
+// Stacks of threads, kept from launch to launch: mapping and unmapping one takes the host's kernel
+// longer than most threads run.
 class Stacks {
  public:
   void take(size_t count, std::vector<char*>& to) {
@@ -65,7 +65,7 @@ class Stacks {
 };
 inline Stacks stacks;
 
-// mbarrier: who is awaited in this phase. 64 bits, as on a GPU.
+// mbarrier: arrivals awaited in this phase. 64 bits, as on a GPU.
 struct Barrier {
   int32_t bytes;  // of copies under way
   uint16_t pending, expected;
@@ -86,12 +86,12 @@ struct Copy {
   uint64_t* barrier;            // of a load
   std::vector<std::byte> read;  // of a store, between its halves
   bool is_read = false;
-  bool is_slow = false;  // goes on when nothing else does
+  bool is_slow = false;  // advances only when nothing else does
   std::byte* target = nullptr;
-  bool may_be_read = false;  // of a store: nobody has waited until it is read
+  bool may_be_read = false;  // of a store: its thread has not waited until it is read
 };
 
-// A word of shared memory that threads store by themselves.
+// A word of shared memory that threads store to.
 struct Word {
   uint32_t before;      // its last store
   order::Stamp stored;  // the last
@@ -113,13 +113,13 @@ struct Meeting {
   unsigned come = 0, count = 0;
   bool all = true;
   Votes result{};
-  order::Knowledge joined, known;  // of this time, of the last
+  order::Knowledge joined, known;  // at this meeting, at the last
   std::vector<Fiber*> waiting;
 };
 struct Warp {
   struct Gathering {
     uint32_t come = 0;
-    uint64_t values[2][32];  // in turns: who is late still reads the last ones
+    uint64_t values[2][32];  // alternating: a late lane still reads the last values
     order::Knowledge known[2];
     std::array<uint8_t, 32> turns{};
     std::vector<Fiber*> waiting;
@@ -133,7 +133,7 @@ struct Block {
   std::vector<Warp> warps;
   std::array<Meeting, 16> meetings;
   std::vector<std::shared_ptr<Copy>> copies;  // under way
-  std::vector<std::shared_ptr<Copy>> unread;  // stores, until their thread has waited for that
+  std::vector<std::shared_ptr<Copy>> unread;  // stores, until their thread has waited for the read
   std::vector<char*> stacks;
   order::Block* log = nullptr;
   std::unordered_map<const void*, order::Knowledge> words;  // barriers and flags, by address
@@ -147,7 +147,7 @@ struct Block {
 class Launch;
 inline thread_local Launch* current = nullptr;
 
-// One launch. Those of one stream run on the thread that asked for them (run()).
+// One launch. The launches of one stream run on the thread that asked for them (run()).
 class Launch {
  public:
   // before: the launch before it that has not ended.
@@ -158,11 +158,11 @@ class Launch {
         order_(work.config.early),
         random_(seed()),
         before_(before) {}
-  // Every thread that can go on does once. False: none can.
+  // Runs every thread that can go on once. Returns false if none can.
   bool round();
   bool has_ended() const { return num_started_ == config_.num_blocks && blocks_.empty(); }
   bool made_progress() const { return progress_; }
-  // Whether one behind it that may begin early does.
+  // Whether a launch behind it that may begin early may do so now.
   bool lets_next_begin() const;
   void ended(const Launch& launch);
 
@@ -202,13 +202,13 @@ class Launch {
   order::Kernel order_;
   std::mt19937 random_;
   Launch* before_;
-  std::vector<Fiber*> waiting_;  // for that
+  std::vector<Fiber*> waiting_;  // for before_
   unsigned num_started_ = 0;
   std::list<Block> blocks_;
-  Fiber* fiber_ = nullptr;  // that runs
+  Fiber* fiber_ = nullptr;  // the one that runs
   void* scheduler_ = nullptr;
   uint64_t round_ = 0;
-  bool progress_ = false, had_progress_ = false;  // in this round, in the last one
+  bool progress_ = false, had_progress_ = false;  // in this round, in the last
 };
 
 }  // namespace moe_p2p::emulation

@@ -1,7 +1,7 @@
 // Fibers, and a launch that runs on them. Only x86-64.
 #include "tests/emulation/launch.h"
 
-// Saves the registers that a call keeps and its stack, and goes on where `to` was left.
+// Saves the registers that a call preserves and the stack, and continues where `to` was left.
 extern "C" void moe_p2p_switch(void** from, void* to);
 asm(R"(
 .globl moe_p2p_switch
@@ -75,7 +75,7 @@ void Launch::start(unsigned index) {
   const size_t bytes = (block.shared_bytes + kGuardBytes + 1023) / 1024 * 1024;
   block.shared.reset(static_cast<std::byte*>(std::aligned_alloc(1024, bytes)));
   std::fill_n(block.shared.get(), bytes, kGarbage);
-  order::forget(block.shared.get(), bytes);  // the host had it for something else
+  order::forget(block.shared.get(), bytes);  // the host used it for something else
   block.fibers = std::vector<Fiber>(count);
   block.warps.resize((count + 31) / 32);
   block.num_live = count;
@@ -92,8 +92,8 @@ void Launch::start(unsigned index) {
     const order::View view = order_.first_view();
     fiber.actor = {block.log, i, {view, view}};
     fiber.actor.stack = reinterpret_cast<const std::byte*>(block.stacks[i]);
-    // As moe_p2p_switch leaves a stack: six registers, then where to go on; aligned as after a
-    // call.
+    // As moe_p2p_switch leaves a stack: six registers, then the address to continue at; aligned as
+    // after a call.
     void** top = reinterpret_cast<void**>(block.stacks[i] + kStackBytes) - 8;
     std::fill_n(top, 8, nullptr);
     top[6] = reinterpret_cast<void*>(&Launch::enter);
@@ -115,8 +115,8 @@ void Launch::enter() {
   launch.leave(/*blocked=*/true);
 }
 
-// Each thread of the block that can go on does, from a random one on, but for those of warps that
-// sleep: others get as far ahead of them as they can. False: none can.
+// Runs each thread of the block that can go on, from a random one on, except threads of sleeping
+// warps: others get as far ahead of them as they can. Returns false if none can.
 bool Launch::turn(Block& block) {
   for (Warp& warp : block.warps)
     warp.asleep = had_progress_ && (warp.asleep || random_() % kAwake == 0);
@@ -212,8 +212,8 @@ void Launch::st_block(uint32_t* word, uint32_t value) {
   *word = value;
 }
 
-// The last store may still be on its way to a thread that has not seen it, unless something orders
-// the two.
+// The last store may not have reached a thread that has not seen it, unless something orders the
+// two.
 uint32_t Launch::ld_block(const uint32_t* word) {
   const auto found = fiber_->owner->stores.find(word);
   if (found == fiber_->owner->stores.end()) return *word;
@@ -267,7 +267,7 @@ void Launch::wait_stores(unsigned num_left, bool written) {
     for (const auto& copy : fiber.groups.front()) fiber.actor.ends(copy->target, copy->bytes);
 }
 
-// A store is read, and some time later written; `to` is null once a copy is done.
+// A store is read, and written some time later; `to` is null once a copy is done.
 void Launch::advance_copies(Block& block, bool all) {
   for (size_t i = 0; i < block.copies.size(); ++i) {
     Copy& copy = *block.copies[i];
@@ -302,8 +302,8 @@ void Launch::end(Block& block) {
     fail("a block wrote behind its shared memory");
 }
 
-// One launch may begin early once all blocks of the one before it allow that; else when that has
-// ended.
+// A launch may begin early once all blocks of the launch before it allow that; otherwise it begins
+// when that has ended.
 void run(const std::vector<Work>& stream) {
   std::list<Launch> launches;
   size_t next = 0;

@@ -20,8 +20,8 @@ std::atomic<When> clock_now{1};
 
 constexpr size_t kPageBits = 12, kCells = (size_t{1} << kPageBits) / 4;
 struct Cell {
-  std::atomic<uint64_t> wrote, read;  // by whom last
-  std::atomic<When> released, host;   // what the word carries that begins here
+  std::atomic<uint64_t> wrote, read;  // last access of each kind
+  std::atomic<When> released, host;   // carried by the word that begins here
 };
 struct Page {
   uintptr_t number;
@@ -49,7 +49,7 @@ Page* find_page(uintptr_t number, bool add) {
   }
 }
 
-// f(cell) of all that these bytes touch.
+// Calls f(cell) for all cells that these bytes touch.
 template <typename F>
 void each_cell(const void* at, size_t bytes, bool add, const F& f) {
   auto address = reinterpret_cast<uintptr_t>(at);
@@ -74,14 +74,14 @@ void set_stamps(const void* at, size_t bytes, Stamp stamp, std::atomic<uint64_t>
 std::mutex registry;
 std::array<std::atomic<Block*>, 1 << 20> blocks;
 uint32_t num_blocks = 1;      // 0 is no stamp
-std::multiset<When> running;  // when kernels began that have not ended
+std::multiset<When> running;  // begin times of kernels that have not ended
 struct Ended {
   When when;
   std::vector<Block*> blocks;
 };
 std::deque<Ended> ended;
 
-// The first of `times` behind `time`; 0: none.
+// Returns the first of `times` after `time`; 0: none.
 uint32_t first_after(const std::vector<uint32_t>& times, uint32_t time) {
   const auto found = std::ranges::upper_bound(times, time);
   return found == times.end() ? 0 : *found;
@@ -149,7 +149,7 @@ void carry(const void* word, const Carried& what) {
 }
 
 Block* new_block(unsigned num_threads, bool is_host = false) {
-  auto* block = new Block;  // as long as the process: stamps name it
+  auto* block = new Block;  // lives as long as the process: stamps name it
   block->is_host = is_host;
   block->device = own_device();
   block->threads.resize(num_threads);
@@ -174,7 +174,7 @@ std::string name_of(const Actor& actor) {
   if (actor.block->is_host) return "a copy that the host has asked for, block " + number;
   return "thread " + std::to_string(actor.thread) + " of block " + number;
 }
-// What an access finds of an earlier one, by the stamps of one kind.
+// How an access conflicts with an earlier one, by the stamps of one kind.
 struct Earlier {
   const char* does;  // the later access
   const char* did;
@@ -207,7 +207,7 @@ void check(const Actor& actor, const Earlier& what, const void* at, size_t bytes
     good = bits;
   });
 }
-// Of accesses of the thread itself, which sees its own in their order.
+// Checks accesses of the thread itself, which sees its own in their order.
 void check_own(const Actor& actor, const Earlier& what, const void* at, size_t bytes,
                const void* where) {
   check(actor, what, at, bytes, where, [&](Stamp stamp) {
@@ -239,8 +239,8 @@ Block& Kernel::add_block(unsigned num_threads) {
   return *blocks_.back();
 }
 
-// Forgets blocks once all kernels that ran with them have ended: later ones have all that they
-// wrote.
+// Forgets blocks once all kernels that ran with them have ended: later kernels have all their
+// writes.
 Kernel::~Kernel() {
   const When now = ++clock_now;
   for (Block* block : blocks_) {
@@ -282,7 +282,7 @@ void remove_host_memory(const void* at) {
     if (host_memory[place].end != 0 &&
         host_memory[place].begin == reinterpret_cast<uintptr_t>(at)) {
       host_memory[place].end = 0;
-      return;  // others may have it too
+      return;  // others may have added it too
     }
 }
 

@@ -1,21 +1,21 @@
 // Which writes a thread of an emulated GPU may rely on, by the memory model of PTX: tests/emulation
-// keeps the memory of the host, which forgets nothing, and finds out here what a GPU could have
-// kept back.
+// uses the memory of the host, which forgets nothing, and checks here what a GPU could have kept
+// back.
 //
 // Each write is stamped with its thread and a time of its block. Reads of it need a chain: the same
-// thread; a barrier of the block that both came to, the writer first; or a release, by the writer
-// or a thread that it met before, and an acquire of the reader behind it. Writes over what was read
-// need the same chain from the last reader. The copy unit needs a fence of its own on the chain. A
-// kernel that waits for earlier ones (griddepcontrol.wait) has all of theirs. Without a chain the
-// process ends with a story, whatever the order of threads was.
+// thread; a barrier of the block that both reached, the writer first; or a release, by the writer
+// or a thread that it met before, and an acquire of the reader behind it. A write that overwrites
+// what was read needs the same chain from the last reader. The copy unit needs a fence of its own
+// on the chain. A kernel that waits for earlier ones (griddepcontrol.wait) has all of their writes.
+// Without a chain the process ends with an error text, whatever the order of threads was.
 //
-// A word carries the time of its last release: the store's own, or of its thread's last fence
-// before it. Who acquires the word, or reads it before a fence, has everything that was released up
-// to then, by whoever. So a wait that is missing altogether is for wrong results to show. What the
-// driver copied for the host needs more: an acquire of a word that the host wrote, and a chain of
-// words from there. A word of host memory carries all that was released until it is read: what the
-// host has seen in between is not known. Words that are written and read by atomic accesses need no
-// chain themselves, nor does what the host writes but for copies by the driver.
+// A word carries the time of its last release: of the store itself, or of its thread's last fence
+// before it. A thread that acquires the word, or reads it before a fence, has everything that any
+// thread released up to then. So a wait that is missing altogether shows only in wrong results.
+// What the driver copied for the host needs more: an acquire of a word that the host wrote, and a
+// chain of words from there. A word of host memory carries all that was released until it is read:
+// what the host has seen in between is not known. Words that are written and read by atomic
+// accesses need no chain themselves, nor does what the host writes, except copies by the driver.
 #pragma once
 
 #include <algorithm>
@@ -33,8 +33,8 @@ namespace moe_p2p::emulation::order {
 using When = uint64_t;  // of the whole process: how much has been released
 inline constexpr When kNever = std::numeric_limits<When>::max();
 
-inline constexpr uint32_t kUnderWay = (1u << 30) - 1;  // of a copy that nobody has waited for
-// Who accessed a word last, and when by its block's clock; 0: nobody.
+inline constexpr uint32_t kUnderWay = (1u << 30) - 1;  // of a copy that no thread has waited for
+// The thread that accessed a word last, and the time by its block's clock; 0: none.
 struct Stamp {
   uint64_t bits;
   static Stamp of(uint32_t block, uint32_t thread, uint32_t time) {
@@ -49,7 +49,7 @@ using Times = std::array<uint32_t, 32>;  // of the block's clock, one for each o
 
 // What a word hands on.
 struct Carried {
-  When released = 0;  // by anybody up to then
+  When released = 0;  // by any thread up to then
   When host = 0;      // by copies of the host up to then
 
   void join(const Carried& other) {
@@ -61,7 +61,7 @@ struct Carried {
 struct View {
   When acquired = 0;  // what was released up to then
   When host = 0;      // what the host copied up to then
-  Times arrived{};    // what threads of these warps wrote before they came to a barrier, up to then
+  Times arrived{};    // writes of these warps' threads before a barrier, up to then
 
   void join(const View& other) {
     acquired = std::max(acquired, other.acquired);
@@ -69,7 +69,7 @@ struct View {
     for (size_t w = 0; w < arrived.size(); ++w) arrived[w] = std::max(arrived[w], other.arrived[w]);
   }
 };
-// What a thread may rely on, and its copies; joined with that of others at barriers.
+// What a thread, and its copies, may rely on; joined with the Knowledge of others at barriers.
 struct Knowledge {
   View own, copies;
 
@@ -79,7 +79,7 @@ struct Knowledge {
   }
 };
 
-// When something was covered first; of each addition only what goes beyond those before it.
+// When something was covered first; of each addition only what goes beyond earlier additions.
 template <typename Bound>
 class Coverage {
  public:
@@ -102,10 +102,10 @@ struct Device {
   Coverage<When> released;
 };
 
-// That of the calling thread: one of its own, unless it takes that of another one.
+// The Device of the calling thread: one of its own, unless it takes over another thread's.
 Device*& own_device();
 
-// What became of the writes of a block, as long as a kernel may ask.
+// What became of the writes of a block, as long as a kernel may need it.
 struct Block {
   struct Thread {
     std::vector<uint32_t> arrivals, fences;  // for copies of shared memory
@@ -126,10 +126,10 @@ struct Actor {
   Block* block = nullptr;
   uint32_t thread = 0;
   Knowledge knows;
-  Times fenced{};      // what had arrived at its last fence for copies of shared memory
-  Carried seen;        // by words that it has read, for its next fence
+  Times fenced{};      // arrivals at its last fence for copies of shared memory
+  Carried seen;        // carried by words that it has read, for its next fence
   Carried fenced_all;  // at its last fence, for words that it writes behind it
-  bool holds = false;  // it has written or acquired since it released to the system last
+  bool holds = false;  // it has written or acquired since its last release to the system
   const std::byte* stack = nullptr;
 
   bool is_own(const void* at) const;  // on its stack
@@ -137,11 +137,11 @@ struct Actor {
   void wrote(const void* at, size_t bytes, const void* where);
   void read(const void* at, size_t bytes, const void* where) const;
   bool sees(Stamp stamp) const;      // a write of another thread
-  void arrive();                     // before a barrier of its block, or what orders as one
-  void leave(const Knowledge& all);  // and behind it, with what all who came know
+  void arrive();                     // before a barrier of its block, or an equivalent
+  void leave(const Knowledge& all);  // behind it, with the Knowledge of all that arrived
   When release(bool to_system);
   void release(const void* word, bool to_system);
-  void release_too(const void* word, bool to_system);  // what it carried, it still does
+  void release_too(const void* word, bool to_system);  // keeps what the word carried
   void saw(const void* word);                          // read it, without an order
   void marked(const void* word);                       // wrote it, without an order
   void acquire(const void* word);
@@ -150,18 +150,17 @@ struct Actor {
   void wait_for_kernels();
   void fence_global();
   void fence_shared();
-  // Copies: from global memory, from shared memory, and to either, between their beginning and
-  // their end.
+  // Copies: from global memory, from shared memory, and to either, between begin and end.
   void copies_global(const void* from, size_t bytes) const;
   void copies_shared(const void* from, size_t bytes) const;
   void has_read(const void* from, size_t bytes) const;  // a copy, which the thread has waited for
   void begins(const void* to, size_t bytes) const;
   void ends(const void* to, size_t bytes) const;
-  // A word for the host, which then reads what this thread knows.
+  // Called before a word is stored for the host, which then reads what this thread knows.
   void tells_host(const void* word) const;
 };
 
-// The blocks of a kernel: from its launch until nobody asks any more.
+// The blocks of a kernel: from its launch until no kernel needs them any more.
 class Kernel {
  public:
   // early: it may have begun before earlier kernels of its stream ended.
@@ -178,13 +177,13 @@ class Kernel {
   std::vector<Block*> blocks_;
 };
 
-// What was written there is for nobody any more.
+// Forgets accesses there: the memory gets a new use.
 void forget(const void* at, size_t bytes);
-// Memory of the host that kernels write doorbells and faults to.
+// Adds memory of the host that kernels write doorbells and faults to.
 void add_host_memory(const void* at, size_t bytes);
 void remove_host_memory(const void* at);
 // A copy by the engine of a GPU: it reads what was released to the system until the host asked for
-// it, and who acquires what the host then writes has it.
+// it, and a thread that acquires what the host then writes has the copy.
 void copy_for_host(void* to, const void* from, size_t bytes);
 
 inline constexpr size_t kStackBytes = 64 << 10;

@@ -1,6 +1,5 @@
-// To be loaded before everything else (LD_PRELOAD): who yields while a peer has to do something
-// sleeps for a moment instead. Proxy threads poll for GPUs all the time, and there are more of them
-// than CPUs.
+// Loaded before everything else (LD_PRELOAD): a thread that yields to wait for a peer sleeps for a
+// moment instead. Proxy threads poll for GPUs all the time, and there are more of them than CPUs.
 #include <unistd.h>
 
 extern "C" int sched_yield() {  // NOLINT(readability-identifier-naming): the name in libc

@@ -17,15 +17,15 @@ struct alignas(16) Vec {
   u32 word[4];
 };
 
-// --- what orders memory. Any line of a kernel that asks for it can be left out, as a mutation. ---
+// --- what orders memory. Any line of a kernel that calls it can be left out, as a mutation. ---
 
 using Site = std::source_location;
-// A Site is not looked at for nothing: its memory may have been somebody else's, who wrote there.
+// A Site is read only when needed: its memory may have been another thread's, which wrote there.
 inline bool orders(const Site& site) {
   return !emulation::moe_p2p_leaves_out() ||
          !emulation::moe_p2p_left_out(site.file_name(), site.line());
 }
-// Before the word is written.
+// Called before the word is written.
 inline void release(const void* word, bool to_system, const Site& site) {
   if (orders(site)) {
     emulation::moe_p2p_release(word, to_system);
@@ -33,12 +33,12 @@ inline void release(const void* word, bool to_system, const Site& site) {
     emulation::moe_p2p_marked(word);
   }
 }
-// Behind reading it.
+// Called after it is read.
 inline void acquire(const void* word, const Site& site) {
   if (orders(site)) emulation::moe_p2p_acquire(word);
 }
 
-// --- words shared between devices and the host. Who looks lets others go on. ---
+// --- words shared between devices and the host. A thread that reads one lets others go on. ---
 
 template <typename T>
 T ld_word(const T* p) {
