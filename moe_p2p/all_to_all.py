@@ -7,7 +7,7 @@
     out = all_to_all.combine(y, received)
 
 All ranks make the same calls in the same order, with the same max_tokens, solo, types and options;
-their numbers of tokens are their own. Calls of one object come from one thread at a time.
+their numbers of tokens may differ. Calls of one object come from one thread at a time.
 
 Shapes: W ranks, T rows of this rank's x, K top-k, E experts, E_local of this rank, H hidden size,
 P scales of a token, R rows received (padded: E_local * capacity, else capacity); [rows] stands for
@@ -52,21 +52,21 @@ class AllToAll(Halves):
     group_or_store: a torch.distributed ProcessGroup, None for the default group, or a Store with
         rank and world_size. Used during construction only. Ranks that are threads of one process
         share a HashStore; other stores are one object per rank.
-    config: equal on all ranks but for timeout_s, wait, num_threads, num_sms and what says which
-        engine is used.
-    engine: NICs to use, in place of the fields of config that say which. None: an engine of its
-        own, closed with this object.
+    config: equal on all ranks but for timeout_s, wait, num_threads, proxy_cpu, num_sms, transport,
+        nics_per_rank and nics (config.LOCAL_FIELDS); all ranks must arrive at the same transport.
+    engine: NICs to use, in place of the fields of config that choose them. None: makes an engine,
+        closed with this object.
     masked: with mask_lost_ranks, the tensor [W] of `masked`; objects that share one mask together.
-        None: one of its own.
+        None: makes one.
 
     On a GPU, calls run one after the other in the order in which they are made, also on different
     streams: a call on another stream than the one before waits for it. Any part may be captured
-    into CUDA graphs. Whoever replays graphs on several streams, or beside calls, puts them in
-    order: two that run at once raise InvalidArgumentError, at the next call or check().
+    into CUDA graphs. Replays on several streams, or beside calls, must be ordered by the caller:
+    two that run at once raise InvalidArgumentError, at the next call or check().
 
     Raises on all ranks alike InvalidArgumentError when a field of the configurations differs
-    (naming it, two ranks and both values), and TimeoutError naming the ranks that did not come.
-    Also ResourceExhaustedError when /dev/shm is too small, saying what was asked for.
+    (naming it, two ranks and both values), and TimeoutError naming the ranks that are missing.
+    Also ResourceExhaustedError when /dev/shm is too small, with the bytes that were asked for.
     """
 
     def dispatch(
@@ -85,18 +85,18 @@ class AllToAll(Halves):
         capacity: int | None = None,
         **moved: NoReturn,
     ) -> Dispatched:
-        """Sends each token to the ranks of its experts and returns the rows for this rank's.
+        """Sends each token to the ranks of its experts; returns the rows for this rank's experts.
 
         x: [T, H] bfloat16, float16, float32 or float8_e4m3fn, contiguous, T from 0 to max_tokens.
         topk_idx: [T, K] int32 or int64 expert ids, distinct in a row; -1: none.
         topk_weights: [T, K] float32. None: 1.
-        options: how rows travel and lie, and what else is returned. None: as DispatchOptions().
-        layout, quantize: in place of options that differ from DispatchOptions() in these alone.
+        options: how rows travel and lie, and what else is returned. None: DispatchOptions().
+        layout, quantize: replace options that differ from DispatchOptions() in these alone.
         scales: [T, P] float32 or int32, with x of float8_e4m3fn only. They travel as bytes; more
             than ceil(H / 128) need room from extra_bytes of the configuration.
         extras: up to 8 tensors [T, n] of any type that travel along as bytes.
         num_tokens: rows of x that count, or a tensor of one int32 or int64. None: all.
-        max_tokens: bound on T of all ranks in this call. None: that of the configuration.
+        max_tokens: bound on T of all ranks in this call. None: the configuration's.
         capacity: rows of each expert when padded, else of all. None: enough for any routing.
 
         Differentiable in x and topk_weights. Raises InvalidArgumentError before anything is sent;
@@ -131,7 +131,7 @@ class AllToAll(Halves):
         count: Tensor | None = None,
         count_on_host: int = arguments.ALL_ROWS,
     ) -> tuple[Any, ...]:
-        """The fields of Dispatched, for callers that make many calls of one form."""
+        """Returns the fields of Dispatched, for callers that make many calls of one form."""
         if not isinstance(x, Tensor):
             raise errors.wrong_type("x", x)
         given, max_tokens, capacity = form
@@ -225,15 +225,15 @@ class AllToAll(Halves):
         """Adds up each token's rows at its own rank, in fp32 and in one order, and returns [T, H].
 
         y: [rows, H] bfloat16, float16 or float32, where dispatch put the rows, or flat [R, H].
-        weighted: times row_weights. None: yes, but for rows by rank, which are added as they are.
-        out_dtype: of the result and of the partial sums that travel. None: that of y.
+        weighted: multiply by row_weights. None: yes, but rows by rank are added as they are.
+        out_dtype: type of the result and of the partial sums that travel. None: y's type.
         row_scalars: [R] float32, returned to the (token, k) of each row as a second result [T, K].
             By rank [R, K]: each k summed over the ranks that the token went to.
         topk_weights: [T, K] float32 of this rank's own tokens, where dispatch did not have them:
             times these, `weighted` is ignored. On all ranks or none. Not differentiable.
         bias: [T, H] of out_dtype, or two of them: the first addends of the result.
-        out: [T, H] to write the result to, of out_dtype where that is given. Not differentiable.
-        with_wait_ticks: also return, last, how long each source was waited for, as dispatch does.
+        out: [T, H] to write the result to, of out_dtype if that is given. Not differentiable.
+        with_wait_ticks: also return, last, the wait for each source, as dispatch does.
 
         Rows of x past num_tokens give zeros, plus bias. Differentiable in y, bias and the
         dispatched row_weights. Raises as dispatch does.
@@ -273,7 +273,7 @@ class AllToAll(Halves):
         with_wait_ticks: bool = False,
         grad: bool = False,
     ) -> Tensor | tuple[Tensor, ...]:
-        """A combine of what `combine` has looked at. grad: autograd records it."""
+        """Runs a combine that `combine` has checked. grad: autograd records it."""
         if not isinstance(y, Tensor):
             raise errors.wrong_type("y", y)
         if out is not None:

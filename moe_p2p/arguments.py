@@ -1,4 +1,4 @@
-"""What the calls of a communicator are given, checked and turned into what the ops take.
+"""Arguments of a communicator's calls, checked and turned into what the ops take.
 
 Shapes: as in all_to_all.py.
 """
@@ -23,7 +23,7 @@ from moe_p2p.options import (
     shorthand,
 )
 
-ALL_ROWS = -1  # as a number of tokens
+ALL_ROWS = -1  # in place of a number of tokens
 PADDING_IS_NOT_ZERO = (
     "y requires grad, but rows without a token were not zeroed, and gradients of expert weights "
     "multiply them (0 * NaN is NaN); pass zero_padding=True to dispatch, "
@@ -43,7 +43,7 @@ NO_LATE_GRADIENT = (
 
 
 def split_count(num_tokens: int | Tensor) -> tuple[Tensor | None, int]:
-    """The count as a tensor, and as a number that is used without the tensor."""
+    """Returns the count as a tensor, and as the number that is used without a tensor."""
     if isinstance(num_tokens, Tensor):
         return num_tokens, ALL_ROWS
     errors.require_type("num_tokens", num_tokens, int, "an int, or a torch.Tensor of one")
@@ -60,7 +60,7 @@ def dispatch_form(
     capacity: int | None,
     moved: dict[str, Any],
 ) -> DispatchForm:
-    """Of what dispatch and dispatch_send are given by name; moved: names that they do not have."""
+    """Form of a dispatch from its named arguments. moved: names that it does not have."""
     if moved:
         refuse_moved(moved)
     if layout is not None or quantize is not None:
@@ -75,7 +75,7 @@ def dispatch_form(
 
 
 def most_rows(shape: CommunicatorShape, max_tokens: int, options: DispatchOptions) -> int:
-    """A capacity that is enough for any routing."""
+    """Returns a capacity that is enough for any routing."""
     rows = shape.world_size * max_tokens
     if options.layout == "grouped":
         experts = shape.num_local_experts
@@ -106,7 +106,7 @@ def bias_list(bias: Tensor | tuple[Tensor, Tensor]) -> list[Tensor]:
 
 
 def check_out(out: Tensor, out_dtype: torch.dtype | None, num_rows: int, grad: bool) -> None:
-    """Whether a combine of num_rows tokens may write into `out`."""
+    """Raises unless a combine of num_rows tokens may write into `out`."""
     errors.require_type("out", out, Tensor)
     if grad:
         text = NO_OUT_GRADIENT
@@ -122,12 +122,12 @@ def check_out(out: Tensor, out_dtype: torch.dtype | None, num_rows: int, grad: b
 def require_grad(*tensors: Tensor | None) -> bool:
     """Whether autograd, where it is on, records what is done with one of these.
 
-    What is no tensor is refused by name when the op is called.
+    The op refuses arguments that are no tensors, by name, when it is called.
     """
     return any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tensors)
 
 
 def refuse_gradient(text: str, **tensors: Tensor | None) -> None:
-    """For calls without a gradient, where autograd is on."""
+    """Called by calls without a gradient: raises where autograd would need one."""
     for name, tensor in tensors.items():
         errors.require(not require_grad(tensor), text.format(name))

@@ -49,13 +49,13 @@ def _close(comm: int, engine: Engine | None, device: DeviceSide | None) -> None:
                 device.finish()
         finally:
             _ops.all_to_all_close.default(comm)
-            ops.raise_interrupt()  # of a signal that cut the wait for partners short
+            ops.raise_interrupt()  # of a signal that ended the wait for partners early
 
 
 def _when_traced(function: _Function) -> _Function:
-    """torch.compile runs it while it traces, and leaves nothing of it in its graph.
+    """Makes torch.compile run the function while it traces, and leave nothing of it in its graph.
 
-    What torch.compiler.assume_constant_result does, without importing the compiler for it.
+    Does what torch.compiler.assume_constant_result does, without importing the compiler for it.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
@@ -118,8 +118,8 @@ class Communicator(NotCopied):
                 raise
 
     def _shared_memory(self) -> str:
-        """What the communicator needs of /dev/shm, in a sentence."""
-        made = getattr(self, "engine", None)  # one that is not yet made is of software NICs
+        """Returns what the communicator needs of /dev/shm, in a sentence."""
+        made = getattr(self, "engine", None)  # an engine that is not yet made has software NICs
         software = made is None or made.provider == "loopback"
         num_nics = (self.config.nics_per_rank or 2) if made is None else made.num_nics
         local = getattr(self, "ranks_per_node", self.config.ranks_per_node or self.world_size)
@@ -137,7 +137,7 @@ class Communicator(NotCopied):
         )
 
     def _make_masks(self, given: Tensor | None) -> tuple[Tensor, Tensor] | None:
-        """Those of the calls, and those of the NICs: the same on the CPU, apart on a GPU."""
+        """Returns the masks of the calls and of the NICs: the same on the CPU, two on a GPU."""
         if not self.config.mask_lost_ranks:
             errors.require(given is None, "masked is given, and mask_lost_ranks is False")
             return None
@@ -164,7 +164,7 @@ class Communicator(NotCopied):
         def among_node(data: bytes) -> list[bytes]:
             return meeting.exchange(data, "fabric handles")[first : first + num_local]
 
-        # Only NICs that are software write through a mapping of the peer's memory.
+        # Only software NICs write through a mapping of the peer's memory.
         windows = num_nodes > 1 and self.engine.provider == "loopback"
         return DeviceSide(
             self._comm,
@@ -183,7 +183,7 @@ class Communicator(NotCopied):
         )
 
     def _choose_engine(self, meeting: Bootstrap, given: Engine | None) -> Engine:
-        """The engine given, or one over the transport that all ranks agree on."""
+        """Returns the given engine, or makes one over the transport that all ranks agree on."""
         config = self.config
         if given is None:
             mine = transport.choose(config.transport, nics=config.nics)
@@ -261,22 +261,22 @@ class Communicator(NotCopied):
 
     @property
     def closed(self) -> bool:
-        """Also in a child forked from the process that made it."""
+        """True also in a child forked from the process that made it."""
         return bool(self._closing.why_closed)
 
     @property
     def broken(self) -> str:
-        """Why the object can no longer be used; empty while it can."""
+        """The error text of what broke the object; empty while it is usable."""
         return self._closing.why_closed or str(_ops.all_to_all_broken.default(self._comm))
 
     def check(self) -> None:
         """Raises what has broken this object, with its whole text; nothing while it is usable.
 
         Every call does so by itself, but the replay of a CUDA graph makes none: call it once per
-        step of an engine that replays graphs. It looks at one word of pinned memory, waits for
-        nothing and launches nothing, so it finds what kernels have found so far; what a kernel
-        leaves out meanwhile is NaN in its outputs, or -1 where it counts. Other ranks of the node
-        then stop waiting for this one. Raises as calls do, and ClosedError once it is closed.
+        step of an engine that replays graphs. It reads one word of pinned memory, waits for nothing
+        and launches nothing, so it finds what kernels have reported so far; what a kernel leaves
+        out meanwhile is NaN in its outputs, or -1 in counts. Other ranks of the node then stop
+        waiting for this one. Raises as calls do, and ClosedError once it is closed.
         """
         call(_ops.all_to_all_check.default, self._comm)
 
@@ -286,8 +286,8 @@ class Communicator(NotCopied):
 
     @property
     def refused_connections(self) -> int:
-        """Connections of strangers that this rank has refused: those to its NICs, which `counters`
-        has one by one, and those to its node's ranks while they passed on memory of GPUs."""
+        """Connections of strangers that this rank has refused: to its NICs, which `counters` lists
+        one by one, and to its node's ranks while they passed on memory of GPUs."""
         return self._num_refused + sum(nic["connections_refused"] for nic in self.counters())
 
     @property
@@ -295,8 +295,8 @@ class Communicator(NotCopied):
         """[W] int32 on the device of the calls: 1 for each rank that is masked here, else 0.
 
         The memory itself, which calls and the polling thread set: copy it (on a GPU in stream
-        order, which waits for nothing). Ranks mask each other on their own, so theirs may differ
-        for as long as a deadline. A masked rank does not come back in this object; make a new one
+        order, which waits for nothing). Each rank masks others by itself, so masks may differ
+        for as long as a deadline. A masked rank does not return to this object; make a new one
         with all ranks, or without it. Raises InvalidArgumentError without mask_lost_ranks.
         """
         if self._masks is None:
@@ -305,9 +305,9 @@ class Communicator(NotCopied):
         return self._masks[0]
 
     def mask_ranks(self, ranks: Iterable[int]) -> None:
-        """Masks these ranks at once; on a GPU in stream order. All ranks had better do so: one that
-        does not waits for the masked ones, and one that is masked waits for those who masked it.
-        What is still on its way to a masked rank need not come there.
+        """Masks these ranks at once; on a GPU in stream order. Call it on all ranks: a rank that
+        does not waits for the masked ranks, and masked ranks wait for the callers. Data under way
+        to a masked rank need not arrive.
 
         Raises InvalidArgumentError for this rank itself and for numbers that no rank has.
         """
@@ -321,12 +321,12 @@ class Communicator(NotCopied):
             masked[rank].fill_(1)
 
     def gather_counts(self, values: Tensor) -> Tensor:
-        """The same number of int32 [n] from every rank, [W, n] on each, in host memory.
+        """Gathers the same number of int32 [n] from every rank, [W, n] on each, in host memory.
 
         For numbers that the host must know ahead. All ranks call it, in the one order of their
         calls; it waits for them, but neither uses a GPU nor waits for one. n: at most
         num_experts + W + 16. Raises InvalidArgumentError before anything is sent; TimeoutError and
-        PeerDeadError, naming who is missing, and ProtocolError for another n break the object.
+        PeerDeadError, naming the missing ranks, and ProtocolError for another n break the object.
         Not with mask_lost_ranks.
         """
         gathered: Tensor = call(_ops.all_to_all_gather_counts.default, self._comm, values)
@@ -353,9 +353,9 @@ class Communicator(NotCopied):
             self._device.prepare_dispatch(out_dtype, gradient_of(options))
 
     def close(self) -> None:
-        """Idempotent. Ranks close on their own; what they have sent still arrives.
+        """Idempotent. Each rank closes by itself; what it has sent still arrives.
 
-        In a child forked from the process that made it: nothing.
+        Does nothing in a child forked from the process that made it.
         """
         self._closing()
 
@@ -373,7 +373,7 @@ class Communicator(NotCopied):
         except Exception as failed:
             if error is None:
                 raise
-            # An ExitStack on the way has cut `error` off, which says what went wrong first.
+            # An ExitStack on the way has cut off `error`, the first failure.
             warnings.warn(f"closing {self} failed too: {failed}", RuntimeWarning, stacklevel=2)
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""What a communicator is made with. Checked here field by field, before anything is allocated.
+"""The configuration of a communicator. Checked here field by field, before anything is allocated.
 
 Symbols: W ranks, L ranks per node, T rows of one rank's x, K top-k, E experts, H hidden size,
 M tokens per step (chunk_tokens), S steps in flight.
@@ -22,10 +22,10 @@ DEFAULT_CHUNK_TOKENS = 512
 MAX_RANKS = 8192
 Wait = Literal["spin", "yield", "sleep"]
 DEVICES = ("cpu", "cuda")
-# What a communicator that makes its own engine makes it with.
+# Fields for the engine that a communicator makes; refused beside engine=.
 ENGINE_FIELDS = ("transport", "nics_per_rank", "nics", "transport_settings", "proxy_cpu")
-# Each rank may choose these for itself; all other fields must be equal on all ranks.
-# `transport` is compared by agreement.py: ranks may come to the same one in different ways.
+# Each rank may choose these by itself; all other fields must be equal on all ranks. agreement.py
+# compares `transport`: ranks may choose the same one in different ways.
 LOCAL_FIELDS = frozenset(
     {
         "timeout_s",
@@ -57,11 +57,11 @@ class AllToAllConfig:
         bytes, and GPUs receive it part by part. 0, or on GPUs with mask_lost_ranks: as a whole.
     steps_in_flight: S, 2 to 16: dispatches that may be under way before their combines.
     expert_rank: owner of each expert. None: equal blocks in order.
-    ranks_per_node: L, at most 64. None: ranks whose host is the same; they must be consecutive.
+    ranks_per_node: L, at most 64. None: ranks with the same host; they must be consecutive.
     transport: "auto", "libfabric", "verbs", "loopback" or another provider. "auto": environment,
         else libfabric where EFA devices are, verbs where other RDMA devices are, loopback where
         all ranks are of one node or the host has no RDMA.
-    nics_per_rank: NICs that this rank uses, 1 to 8. None: those nearest to its GPU; of loopback 2.
+    nics_per_rank: NICs that this rank uses, 1 to 8. None: the nearest to its GPU; loopback: 2.
     nics: RDMA devices to use instead, "mlx5_0,mlx5_1": the NICs of the rank in this order.
     transport_settings: "key=value,..." for the provider, for example "seed=7,gbps=400".
     timeout_s: deadline of every wait, in seconds.
@@ -71,9 +71,9 @@ class AllToAllConfig:
     device: "cpu", or "cuda" for tensors on the current CUDA device of each rank; also a
         torch.device without an index.
     num_sms: thread blocks that a call may use on a GPU. None: as many as help. Ranks may differ,
-        but where steps are of 65 to 256 tokens all have at most 48, or all more.
-    mask_lost_ranks: a rank that does not come within timeout_s, or is gone, is masked: calls go on
-        without it (AllToAll.masked). For ranks of one node, or ranks_per_node=1.
+        but when steps have 65 to 256 tokens, all ranks have at most 48 or all have more.
+    mask_lost_ranks: a rank that is gone, or does not arrive within timeout_s, is masked: calls go
+        on without it (AllToAll.masked). For ranks of one node, or ranks_per_node=1.
 
     Raises InvalidArgumentError naming the field, its value and the limit.
     """
@@ -112,7 +112,7 @@ class AllToAllConfig:
         self._check_range("part_bytes", 0, 1 << 30)
         self._check_range("steps_in_flight", 2, 16)
         self._check_range("ranks_per_node", 1, MAX_RANKS)
-        if self.ranks_per_node is not None:  # one text for all who ask for too large a node
+        if self.ranks_per_node is not None:  # one text for every use of a node that is too large
             ops.call(torch.ops.moe_p2p.check_ranks_per_node.default, self.ranks_per_node)
         self._check_range("nics_per_rank", 1, MAX_NICS)
         self._check_range("num_threads", 1, 1024)
@@ -179,11 +179,11 @@ class AllToAllConfig:
 
     @property
     def provider_settings(self) -> str:
-        """transport_settings, or those of the environment."""
+        """transport_settings, or the settings in the environment."""
         return self.transport_settings or env.transport_settings()
 
     def check_beside_engine(self) -> None:
-        """Raises for what an engine that is given already has."""
+        """Raises when a field is set that a given engine already has."""
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         for name in ENGINE_FIELDS:
             value = getattr(self, name)
@@ -194,7 +194,7 @@ class AllToAllConfig:
             )
 
     def num_local_experts(self, rank: int, world_size: int) -> int:
-        """E_local: how many experts `rank` owns."""
+        """E_local: the number of experts that `rank` owns."""
         if self.expert_rank is None:
             return self.num_experts // world_size
         return self.expert_rank.count(rank)
@@ -222,7 +222,7 @@ class AllToAllConfig:
         }
 
     def _class_of_num_sms(self) -> str:
-        """Where it decides how rows travel."""
+        """'few' or 'many' when num_sms changes the wire format, else 'any'. Equal on all ranks."""
         step, masks = self.step_tokens, self.mask_lost_ranks
         ways = {flags_itself(step, masks=masks, bulk=bulk) for bulk in (False, True)}
         if self.device == "cpu" or len(ways) == 1:
@@ -230,7 +230,7 @@ class AllToAllConfig:
         return "few" if few(self.num_sms) else "many"
 
     def settings(self, world_size: int, ranks_per_node: int, **more: object) -> str:
-        """What the ops `plan` and `all_to_all_create` take (csrc/ops/communicator_settings.cpp)."""
+        """The text for the ops `plan` and `all_to_all_create` (communicator_settings.cpp)."""
         values = {
             "world_size": world_size,
             "ranks_per_node": ranks_per_node,

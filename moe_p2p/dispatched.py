@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class Call(NamedTuple):
-    """What the calls that follow a dispatch need of it. Nothing in it is for users."""
+    """What the calls that follow a dispatch need of it. Not for users."""
 
     handle: Tensor  # int32
     options: int  # DispatchOptions.number, with what autograd has added
@@ -38,7 +38,7 @@ class Dispatched(NamedTuple):
     source: Tensor | None  # [R, 2] int32: source rank and its token; with_source only
     ranges: Tensor | None  # [E_local, W] int64; with_ranges only
     wait_ticks: Tensor | None  # [W] int64; with_wait_ticks only
-    topk_idx: Tensor  # [T, K] of this rank's tokens, as it was given, or with copy_topk a copy
+    topk_idx: Tensor  # [T, K] of this rank's tokens, as it was given; with copy_topk a copy
     call: Call  # for combine and release; not for users
 
 
@@ -47,13 +47,13 @@ class PendingDispatch(NamedTuple):
 
     call: Call
     topk_idx: Tensor  # [T, K]
-    dtype: torch.dtype  # of the rows
-    scales: tuple[int, torch.dtype] | None  # how many of a row, and their type
+    dtype: torch.dtype  # type of the rows
+    scales: tuple[int, torch.dtype] | None  # number of scales of a row, and their type
     extras: tuple[tuple[int, torch.dtype], ...]  # width and type of each
 
 
 class PendingCombine(NamedTuple):
-    """A combine whose rows are on their way."""
+    """A combine whose sums are on their way."""
 
     handle: Tensor
     num_rows: int  # T

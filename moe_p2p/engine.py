@@ -1,7 +1,7 @@
 """The transfer engine for users: one-sided writes between processes, for KV pages or weights.
 
-There is no world here: each engine gives its descriptors to whom it likes, by whatever way, and
-peers come and go at any time. A write may carry an immediate, a number that the receiver counts;
+There is no world here: each engine gives its descriptors to any peer, in any way, and peers
+connect and leave at any time. A write may carry an immediate, a number that the receiver counts;
 when an immediate was counted, the bytes of that same write are there. Writes may arrive in any
 order.
 
@@ -10,7 +10,7 @@ order.
     send(inbox.descriptor) ------------------->  region = sender.resolve(received)
     receiver.wait_imm(7, count)                  sender.write(source, region, imm=7).wait()
 
-Immediates are counted per write as the schema of each call says; R is the sender's number of NICs.
+Immediates are counted per write, as each call documents; R is the sender's number of NICs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class NicCounters(TypedDict):
     writes: int  # posted work requests
     immediates_sent: int
     immediates_received: int
-    connections_refused: int  # of strangers, to the port of verbs' handshakes
+    connections_refused: int  # from strangers, to the port of verbs' handshakes
 
 
 class Slice(NamedTuple):
@@ -50,14 +50,14 @@ class Slice(NamedTuple):
 
 
 def tensor_from(data: bytes) -> Tensor:
-    # frombuffer knows no device: it is the host's, whatever the default device is.
+    # frombuffer takes no device: its tensor is the host's, whatever the default device is.
     if data:
         return torch.frombuffer(bytearray(data), dtype=torch.uint8)
     return torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def bytes_from(tensor: Tensor) -> bytes:
-    return bytes(tensor.tolist())  # not by way of numpy, which torch does without
+    return bytes(tensor.tolist())  # not through numpy, which torch can do without
 
 
 class Memory:
@@ -119,7 +119,7 @@ class Request:
         self._finished = False
 
     def done(self) -> bool:
-        """True once it is done, well or not; `wait` tells which."""
+        """True once it is done, well or not; `wait` returns or raises accordingly."""
         if self._finished:
             return True
         return bool(call(_ops.engine_poll.default, self._engine.number, self._number))
@@ -127,8 +127,8 @@ class Request:
     def wait(self, timeout_s: float | None = None) -> None:
         """Returns when the bytes are visible at the peer.
 
-        timeout_s: seconds; None: the engine's. Raises TimeoutError when it passes, the request then
-        goes on; else what the transfer failed with: PeerDeadError, RemoteAccessError,
+        timeout_s: seconds; None: the engine's. Raises TimeoutError when it passes, and the request
+        goes on; else the transfer's own error: PeerDeadError, RemoteAccessError,
         TransportError or ClosedError.
         """
         if self._finished:
@@ -153,13 +153,13 @@ class Engine(NotCopied):
 
     provider: "auto" (environment, else the best that this machine has), "loopback" or another one.
     num_nics: 1 to 8. None: the NICs nearest to `gpu`; of "loopback" 2.
-    settings: "key=value,..." for the provider. label: stands in errors.
+    settings: "key=value,..." for the provider. label: used in errors.
     wait: how its thread and waiters wait: "spin", "yield" or "sleep".
     proxy_cpu: CPU of its thread. None: any.
     timeout_s: deadline of waits that give none, in seconds.
-    nics: names of RDMA devices to use, "mlx5_0,mlx5_1". Empty: the environment's, else the nearest.
+    nics: names of RDMA devices, "mlx5_0,mlx5_1". Empty: from the environment, else the nearest.
     gpu: CUDA device whose memory will be registered. None: host memory.
-    share: (i, n): the i-th of n engines that divide this host's NICs where `gpu` does not say it.
+    share: (i, n): the i-th of n engines that divide this host's NICs, if `gpu` does not decide.
 
     Any thread may call it. Raises UnavailableError when the provider cannot run here. A forked
     child makes its own: calls on an engine of its parent raise ClosedError and change nothing.
@@ -212,21 +212,21 @@ class Engine(NotCopied):
 
     @property
     def closed(self) -> bool:
-        """Also in a child forked from the process that made it."""
+        """True also in a child forked from the process that made it."""
         return bool(self._closing.why_closed)
 
     def register(self, tensor: Tensor) -> Memory:
         """Lets writes from here read a contiguous tensor, and peers write to it.
 
-        GPU memory of any allocator, but not managed memory; "loopback" takes that of one GPU per
+        GPU memory of any allocator, but not managed memory; "loopback" takes memory of one GPU per
         engine. What a kernel writes must be done before `write` is called (synchronize its stream
-        or event), and kernels launched after `wait_imm` on the tensor's GPU see what came. Raises
-        InvalidArgumentError, and UnavailableError where the NIC cannot reach GPU memory.
+        or event), and kernels launched after `wait_imm` on the tensor's GPU see what arrived.
+        Raises InvalidArgumentError, and UnavailableError where the NIC cannot reach GPU memory.
         """
         return Memory(self, tensor, int(call(_ops.engine_register.default, self.number, tensor)))
 
     def connect(self, address: bytes) -> Peer:
-        """Connects to the engine of `address`; it need not do anything."""
+        """Connects to the engine of `address`, which need not do anything."""
         number = call(_ops.engine_connect.default, self.number, tensor_from(address))
         return Peer(self, int(number))
 
@@ -321,34 +321,34 @@ class Engine(NotCopied):
         return Request(self, number)
 
     def send_imm(self, peer: Peer, imm: int) -> Request:
-        """An immediate without bytes; counted once at the peer."""
+        """Sends an immediate without bytes; counted once at the peer."""
         return Request(self, call(_ops.engine_imm.default, self.number, peer.number, imm))
 
     def wait_imm(self, imm: int, count: int, timeout_s: float | None = None) -> int:
         """Waits until `imm` was counted `count` times in all; returns how often it was.
 
         Counters grow until `free_imm`: a second round waits for twice the count. Raises
-        TimeoutError saying how many came, ResourceExhaustedError when all counters are taken.
+        TimeoutError with how many arrived, ResourceExhaustedError when all counters are taken.
         """
         limit = self.timeout_s if timeout_s is None else timeout_s
         return int(call(_ops.engine_imm_wait.default, self.number, imm, count, limit))
 
     def imm_value(self, imm: int) -> int:
-        """How often `imm` was counted so far."""
+        """Returns how often `imm` was counted so far."""
         return int(call(_ops.engine_imm_value.default, self.number, imm))
 
     def free_imm(self, imm: int) -> int:
         """Gives the counter of `imm` back; returns how often it was counted.
 
         An engine counts 4,096 values at a time, each from its first immediate on. For users who
-        number their transfers: call it once all immediates of a value have come; one that comes
-        later counts from 0. Raises InvalidArgumentError while another thread waits for the value.
+        number their transfers: call it once all immediates of a value have arrived; a later one
+        counts from 0. Raises InvalidArgumentError while another thread waits for the value.
         """
         return int(call(_ops.engine_imm_free.default, self.number, imm))
 
     @property
     def discarded_imms(self) -> int:
-        """Immediates that came and could not be counted: of values beyond the 4,096, or for
+        """Immediates that arrived and could not be counted: with values beyond the 4,096, or for
         communicators that were closed."""
         return int(call(_ops.engine_imm_discarded.default, self.number))
 
@@ -374,7 +374,7 @@ class Engine(NotCopied):
         try:
             _ops.engine_forget.default(self.number, request)
         except RuntimeError:
-            return  # closed between the look and the call
+            return  # closed between this check and the call
 
     def __enter__(self) -> Engine:
         if self.closed:

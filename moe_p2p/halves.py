@@ -34,7 +34,7 @@ _ops = torch.ops.moe_p2p
 def with_more(
     out: Tensor, scalars: Tensor | None, ticks: Tensor | None
 ) -> Tensor | tuple[Tensor, ...]:
-    """What a combine returns: its result, with what was asked for beside it."""
+    """Returns what a combine returns: its result and the other outputs that were asked for."""
     if scalars is None and ticks is None:
         return out
     return out, *(tensor for tensor in (scalars, ticks) if tensor is not None)
@@ -93,7 +93,7 @@ class Halves(Communicator):
         count: Tensor | None = None,
         count_on_host: int = arguments.ALL_ROWS,
     ) -> PendingDispatch:
-        """As AllToAll.dispatch_with."""
+        """Like AllToAll.dispatch_with."""
         if not isinstance(x, Tensor):
             raise errors.wrong_type("x", x)
         given, max_tokens, capacity = form
@@ -196,7 +196,7 @@ class Halves(Communicator):
         *,
         bias: Tensor | tuple[Tensor, Tensor] | None = None,
         with_wait_ticks: Literal[False] = False,
-    ) -> Tensor: ...  # or a tuple, where the first half was given row_scalars
+    ) -> Tensor: ...  # or a tuple, if the first half had row_scalars
 
     @overload
     def combine_recv(
@@ -242,7 +242,7 @@ class Halves(Communicator):
     def _beside_sums(
         self, like: Tensor, num_rows: int, with_scalars: bool, with_wait_ticks: bool
     ) -> tuple[Tensor | None, Tensor | None]:
-        """New tensors for the scalars and the wait_ticks of a combine."""
+        """Makes tensors for the scalars and the wait_ticks of a combine."""
         scalars = ticks = None
         if with_scalars:
             scalars = like.new_empty((num_rows, self.config.topk), dtype=torch.float32)

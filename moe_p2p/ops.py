@@ -28,7 +28,7 @@ from torch.fx.node import has_side_effect
 from moe_p2p import errors
 from moe_p2p import options as bits
 
-_VALUES_AT_ONCE = 1 << 24  # 64 MiB of fp32: what a backward multiplies at a time
+_VALUES_AT_ONCE = 1 << 24  # 64 MiB of fp32 that a backward multiplies at a time
 
 
 def _load() -> None:
@@ -47,8 +47,8 @@ _ops = torch.ops.moe_p2p
 def call(op: Callable[..., Any], *args: Any) -> Any:
     """op(*args), with errors of C++ as the types of moe_p2p.errors.
 
-    A signal that comes while the op waits has its handler run within a tenth of a second or two, on
-    the main thread; what the handler raises (KeyboardInterrupt) ends the wait and comes from here.
+    The handler of a signal that arrives while the op waits runs within a tenth of a second or two,
+    on the main thread; what it raises (KeyboardInterrupt) ends the wait and is raised here.
     """
     try:
         return op(*args)
@@ -60,21 +60,21 @@ def call(op: Callable[..., Any], *args: Any) -> Any:
 
 
 def raise_interrupt() -> None:
-    """What a handler of a signal raised while an op of this thread waited, which ended the wait."""
+    """Raises what a signal handler raised while an op of this thread waited, ending its wait."""
     address = _ops.take_interrupt.default()
     if address:
         held = ctypes.cast(address, ctypes.py_object)
         error = held.value
-        ctypes.pythonapi.Py_DecRef(held)  # the reference that came with the address
+        ctypes.pythonapi.Py_DecRef(held)  # take_interrupt() gave us a reference
         raise error from None
 
 
 class Layout(NamedTuple):
-    """Numbers of kernels/abi, where they are computed.
+    """Numbers of kernels/abi, from where they are computed.
 
     slot_head_bytes: of a slot before its payload. handle_meta_words: int32 words of a handle before
-    its arrays. handle_num_tokens: the word of them that is num_tokens. fault_bytes: of a Fault.
-    masks_word: the 64-bit word of a DeviceState that holds the address of masks. scale_block:
+    its arrays. handle_num_tokens: index of the word num_tokens. fault_bytes: of a Fault.
+    masks_word: index of the DeviceState's 64-bit word with the address of masks. scale_block:
     values that share one fp8 scale.
     """
 
@@ -88,7 +88,7 @@ class Layout(NamedTuple):
 
 @functools.cache
 def layout(topk: int = 1) -> Layout:
-    """For slots of topk experts. Raises InvalidArgumentError when topk is out of range."""
+    """Returns it for slots of topk experts. InvalidArgumentError if topk is out of range."""
     lines = call(_ops.layout.default, topk).splitlines()
     return Layout(**{name: int(number) for name, number in (line.split() for line in lines)})
 
@@ -110,7 +110,7 @@ class CommunicatorShape:
     chunk_tokens: int
 
     def handle_words(self, num_rows: Any, max_tokens: int) -> Any:
-        """Size of a handle in int32 words; num_rows may be symbolic."""
+        """Returns a handle's size in int32 words; num_rows may be symbolic."""
         num_nodes = self.world_size // self.ranks_per_node
         num_chunks = max(1, -(-max_tokens // self.chunk_tokens))
         num_sources = num_chunks * self.world_size
@@ -120,11 +120,11 @@ class CommunicatorShape:
         return (before_ranks + 1) // 2 * 2 + 2 * num_slots + send_slots
 
     def num_slots(self, max_tokens: int) -> int:
-        """Slots of a source in a chunk of such a call, at most (Plan::num_slots)."""
-        return int(min(max(max_tokens, 1), self.chunk_tokens))  # ops refuse what is no integer
+        """The most slots of a source in a chunk of such a call (Plan::num_slots)."""
+        return int(min(max(max_tokens, 1), self.chunk_tokens))  # ops refuse anything but an integer
 
     def scales_of(self, given: Tensor | None, options: int) -> tuple[Any, torch.dtype]:
-        """How many scales a row is delivered with, and their type: as given, or of quantize."""
+        """Returns number and type of a row's scales as delivered: as given, or from quantize."""
         if given is not None:
             return given.shape[1], given.dtype
         num_scales = -(-self.hidden_dim // SCALE_BLOCK)
@@ -136,7 +136,7 @@ class CommunicatorShape:
 def new_scales(
     like: Tensor, lead: tuple[int, ...], width: Any, dtype: torch.dtype, options: int
 ) -> Tensor:
-    """Rows of scales [*lead, width]; by columns of a multiple of 4 rows with column_scales."""
+    """Makes scales [*lead, width]; column_scales: in columns of a multiple of 4 rows."""
     if not options & bits.COLUMN_SCALES:
         return like.new_empty((*lead, width), dtype=dtype)
     ld = -(-lead[-1] // 4) * 4
@@ -295,7 +295,7 @@ def _dispatch_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]
     ctx.rows_shape = output[0].shape
     ctx.row_weights_shape = output[2].shape
     ctx.num_extras = len(extras)
-    # Every rank must return scalars or none, whatever became of its own rows.
+    # Every rank must return scalars or none, whatever its own rows need.
     ctx.with_weights = topk_weights is not None and topk_weights.requires_grad
 
 
@@ -378,7 +378,7 @@ def _combine_backward(ctx: Any, grad_out: Tensor | None, _: Any) -> tuple[Any, .
         None,
         [],
         topk_idx,
-        None,  # without weights, those of the rows are 1, and 0 where there is no token
+        None,  # the rows' weights are 1 then, and 0 where there is no token
         handle.narrow(0, _HANDLE_NUM_TOKENS, 1),
         -1,
         ctx.max_tokens,
@@ -393,7 +393,7 @@ def _combine_backward(ctx: Any, grad_out: Tensor | None, _: Any) -> tuple[Any, .
         # Weights of rows without a token may be anything, also NaN.
         if row_weights is not None:
             factors = row_weights.where(has_token, 0.0).unsqueeze(-1)
-            # Products are fp32 and rounded once. In place, as nobody else has g, but for a graph.
+            # Products are fp32 and rounded once. In place, as only a graph uses g otherwise.
             g = (g * factors).to(ctx.y_dtype) if torch.is_grad_enabled() else g.mul_(factors)
         grad_y = g.view(ctx.y_shape)
     grad_bias = [grad_out if needed else None for needed in ctx.bias_needs_grad]
@@ -403,7 +403,7 @@ def _combine_backward(ctx: Any, grad_out: Tensor | None, _: Any) -> tuple[Any, .
 def _row_dots(a: Tensor, b: Tensor) -> Tensor:
     """fp32 [R], the sum of a * b over each row of [R, H].
 
-    Eager torch keeps every product, in fp32: of a few rows at a time, that is little memory. A
+    Eager torch keeps every product, in fp32: with a few rows at a time, that is little memory. A
     compiler makes one kernel of it that keeps none.
     """
     rows = a.shape[0]
@@ -429,7 +429,7 @@ torch.library.register_autograd(
 
 
 def _mark_effect(name: str) -> None:
-    """Keeps a compiler from dropping a call that nobody reads, or from swapping two calls.
+    """Keeps a compiler from dropping a call whose result is unused, or from swapping two calls.
 
     The other ranks wait for every call, in order. Where torch cannot order ops of a graph by
     effect, at least none is dropped.

@@ -1,4 +1,4 @@
-"""What a dispatch is asked for beside its tensors and sizes, and the one int that ops take for it.
+"""Options of a dispatch beside its tensors and sizes, and the one int that ops take for them.
 
 The int holds every option (csrc/moe/dispatch_options.h has the same bits), so nothing has to be
 registered: fake kernels, autograd and C++ read it without looking anything up, and a graph that was
@@ -50,13 +50,13 @@ def scale_format_of(number: int) -> int:
 
 
 def gradient_of(number: int) -> int:
-    """Of the dispatch that is the gradient of a combine: the same rows, and nothing else."""
+    """For the dispatch that is the gradient of a combine: the same rows, and nothing else."""
     alignment = number >> _ALIGNMENT_SHIFT << _ALIGNMENT_SHIFT
     return number & LAYOUT_MASK | alignment | ZERO_PADDING | SOLO
 
 
 def variant_of(number: int) -> int:
-    """Of the kernel that runs such a dispatch: whether rows lie by rank, and what quantize does."""
+    """The bits that choose the kernel: whether rows lie by rank, and what quantize does."""
     layout = BY_RANK if number & LAYOUT_MASK == BY_RANK else PADDED
     scale_format = number & 3 << _SCALE_FORMAT_SHIFT
     return layout | scale_format | number & QUANTIZE | 1 << _ALIGNMENT_SHIFT
@@ -64,9 +64,9 @@ def variant_of(number: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class DispatchOptions:
-    """What a dispatch is asked for. Make one, and use it for all calls that are alike.
+    """Options of a dispatch. Make one, and use it for all calls that are alike.
 
-    Shapes: as in all_to_all.py. All ranks give equal options, but for with_source, with_ranges,
+    Shapes: as in all_to_all.py. Equal on all ranks but for with_source, with_ranges,
     with_wait_ticks, copy_topk, column_scales and zero_padding.
 
     layout: "padded" gives [E_local, capacity, H], "grouped" [capacity, H] with expert e from row
@@ -74,23 +74,22 @@ class DispatchOptions:
         token that has experts here: the rows of source s from row offsets[s] on, and their local
         expert ids in row_topk.
     quantize: send x as float8_e4m3fn with one scale per 128 values.
-    scale_format: of quantize. "power_of_two" rounds scales up to powers of two; "ue8m0" gives their
-        exponent bytes, four in an int32: [rows, ceil(H / 512)].
+    scale_format: with quantize. "power_of_two" rounds scales up to powers of two; "ue8m0" gives
+        their exponent bytes, four in an int32: [rows, ceil(H / 512)].
     alignment: of the first row of each expert, when grouped.
     column_scales: scales lie column by column, in columns of a multiple of 4 rows; their shape
         stays.
-    with_source: also return where each row comes from.
+    with_source: also return the source of each row.
     with_ranges: also return, when padded, where the rows of each source lie: [E_local, W] of (first
         row among the expert's) << 32 | number of rows.
-    with_wait_ticks: also return how long each source was waited for, [W]: GPU clock cycles, or
-        nanoseconds.
+    with_wait_ticks: also return the wait for each source, [W]: GPU clock cycles, or nanoseconds.
     copy_topk: the result holds a copy of topk_idx, which may then be overwritten before the result
         was combined.
     solo: no combine follows while other calls are under way (training does this by itself).
     zero_padding: rows without a token become zero. None: when autograd records the call. Experts
         that train need it: the gradient of their weights multiplies all rows.
 
-    Raises InvalidArgumentError naming the option, its value and what it may be.
+    Raises InvalidArgumentError naming the option, its value and the valid ones.
     """
 
     layout: RowLayout = "padded"
@@ -143,7 +142,7 @@ def _position(value: str, name: str, among: tuple[str, ...]) -> int:
 
 
 class DispatchForm(NamedTuple):
-    """What a dispatch is given but for its tensors and their number of rows."""
+    """Arguments of a dispatch but for its tensors and their number of rows."""
 
     options: DispatchOptions
     max_tokens: int  # bound on T of all ranks
@@ -162,7 +161,7 @@ _NAMES = tuple(option.name for option in dataclasses.fields(DispatchOptions) if 
 def shorthand(
     options: DispatchOptions | None, layout: str | None, quantize: bool | None
 ) -> DispatchOptions:
-    """The options that dispatch(layout=, quantize=) stands for."""
+    """Returns the options that dispatch(layout=, quantize=) stands for."""
     errors.require(
         options is None,
         "options are given, and layout or quantize beside them; give those in the options: "
@@ -175,7 +174,7 @@ def shorthand(
 
 
 def refuse_moved(given: dict[str, Any]) -> None:
-    """For keyword arguments that dispatch does not have, or has no longer."""
+    """Raises for keyword arguments that dispatch does not have, or no longer has."""
     options = [name for name in given if name in _NAMES]
     if not options:
         raise TypeError(f"dispatch has no argument {', '.join(given)}")

@@ -23,7 +23,7 @@ struct RankAddress {
   int32_t rank;
   engine::EngineAddress engine;
   base::Bytes data;   // a serialized MemoryDescriptor; empty where the regions are on a GPU
-  base::Bytes board;  // the same of HostGather; empty without other nodes
+  base::Bytes board;  // the descriptor of HostGather's board; empty without other nodes
   NodeMemory::Neighbour memory;
 
   static RankAddress parse(std::span<const std::byte> bytes) {
@@ -52,7 +52,7 @@ struct AllToAll::State final : engine::ImmSink {
   void set_backend(std::unique_ptr<Backend> made);
   void require_usable() const;
   bool failed() const;
-  // Begins to close; until all that this rank has sent arrived, or its partners are gone.
+  // Begins to close; wait_to_leave() ends once all that was sent arrived, or the partners are gone.
   void leave();
   void wait_to_leave();
 
@@ -61,7 +61,7 @@ struct AllToAll::State final : engine::ImmSink {
     exchange->on_imm(key);
   }
 
-  // Of a communicator that has failed, at close: data under way to partners that live takes less.
+  // Deadline of wait_to_leave() after a failure: data under way to live partners takes less.
   static constexpr std::chrono::seconds kFailedPatience{5};
 
   engine::TransferEngine& engine;
@@ -73,10 +73,10 @@ struct AllToAll::State final : engine::ImmSink {
   Waits waits;
   HostGather gather;
   std::unique_ptr<Backend> backend;               // null until use_device()
-  const engine::MemoryHandle* regions = nullptr;  // null where NICs have nothing to do with them
+  const engine::MemoryHandle* regions = nullptr;  // null where NICs do not use the regions
   std::vector<const engine::Peer*> peers;
   std::unique_ptr<Exchange> exchange;
-  bool has_signals;  // the addresses that kernels know them by, where there are kernels
+  bool has_signals;  // kernels know the signals' addresses, where there are kernels
   bool closed = false;
 };
 
@@ -230,7 +230,7 @@ void AllToAll::close() noexcept {
   } catch (const std::exception& error) {
     MOE_P2P_LOG(base::LogLevel::kWarning, "rank ", s.options.rank, ": closing: ", error.what());
   }
-  // release: pairs with check_neighbours(); all that this rank had to say is said.
+  // release: pairs with check_neighbours(); this rank sends nothing after it.
   std::atomic_ref(s.memory.head(s.memory.local()).closed).store(1, std::memory_order_release);
   const auto end = platform::Clock::now() + s.options.timeout;
   try {
@@ -245,7 +245,7 @@ void AllToAll::close() noexcept {
     }
     for (const engine::Peer* peer : s.peers) s.engine.disconnect(peer);
     if (s.exchange && !s.exchange->settle(s.proxy == nullptr, end)) {
-      (void)s.exchange.release();  // the engine still holds its Requests: better lost than freed
+      (void)s.exchange.release();  // the engine still holds its Requests: leaked rather than freed
       MOE_P2P_LOG(base::LogLevel::kError, "rank ", s.options.rank, ": writes did not end at close");
     }
     if (s.regions) s.engine.unregister_memory(s.regions);

@@ -7,8 +7,8 @@
 //
 // One caller thread at a time per object. Bad input throws Error{kInvalidArgument} before anything
 // is sent, and the object stays usable. Timeouts, dead peers and protocol errors break it: the
-// story is latched and every later call throws it again. With options.masks a rank that does not
-// come in time, or is gone, is left out instead, of that call and of all later ones.
+// error text is latched and every later call throws it again. With options.masks a rank that is
+// late or gone is left out instead, in that call and all later ones.
 #pragma once
 
 #include <cstdint>
@@ -40,17 +40,17 @@ class AllToAll {
   const Plan& plan() const noexcept;
   // What every other rank's connect() needs.
   base::Bytes address() const;
-  // Addresses of all ranks, in rank order. Afterwards every rank may call dispatch once all ranks
+  // Takes the addresses of all ranks, in rank order. Every rank may call dispatch once all ranks
   // have returned from connect() (the bootstrap's barrier).
   void connect(std::span<const base::Bytes> addresses);
-  // Waits until all that this rank has sent arrived, says so to its partners and neighbours, and
-  // lets go of everything. Idempotent. For options.device: no kernel of it runs any more.
+  // Waits until all that this rank has sent arrived, reports it to its partners and neighbours, and
+  // frees everything. Idempotent. With options.device no kernel may run any more.
   void close() noexcept;
 
-  // For options.device: the GPU's side of it. Calls then return once their kernels are launched.
+  // With options.device: sets the GPU's memory. Calls then return once their kernels are launched.
   void use_device(const DeviceMemory& memory);
   DeviceBackend& device();
-  // The node's signal memory as this process maps it, [L]; the GPU's addresses of it come back.
+  // The node's signal memory as this process maps it, [L]; use_signals() takes the GPU's addresses.
   std::vector<std::span<std::byte>> signals() const;
   void use_signals(const std::vector<uint64_t>& device_addresses);
 
@@ -64,16 +64,16 @@ class AllToAll {
   void release(Handle handle, const platform::Stream& stream = {});
 
   // From now on a call that needs the step of an older paired dispatch releases it, instead of
-  // being refused. All ranks do so. For options.device after use_device().
+  // being refused. All ranks call it; with options.device after use_device().
   void release_oldest();
 
-  // The same number of values from every rank, [W, n] on each; waits for all ranks. On the host,
-  // with or without options.device: what kernels do at that time does not matter.
+  // Gathers the same number of values from every rank, [W, n] on each; waits for all ranks. Runs on
+  // the host, with or without options.device, and independently of kernels.
   void gather_counts(std::span<const int32_t> values, std::span<int32_t> gathered);
 
-  // Empty while the object is usable; else why it is not.
+  // Empty while the object is usable; else the error text.
   std::string broken() const;
-  // Throws that, as the next call would. Neither waits nor launches anything.
+  // Throws that error, as the next call would. Neither waits nor launches anything.
   void check();
 
   // For a simulation, which turns the loop itself and advances calls (moe/host/calls.h) one by one.

@@ -1,5 +1,5 @@
 // Carries out the calls of an AllToAll: on the CPU (host/backend.h), or with kernels of a GPU
-// (device/backend.h). An AllToAll has one, for the memory that its tensors lie in.
+// (device/backend.h). An AllToAll has one, chosen by the memory of its tensors.
 #pragma once
 
 #include <optional>
@@ -24,12 +24,12 @@ class Backend {
   // Closes the step of a paired dispatch that gets no combine.
   virtual void release(Handle handle, const platform::Stream& stream) = 0;
 
-  // Throws what has failed since the call that caused it returned. Latches nothing, waits for
-  // nothing.
+  // Throws what has failed since the call that caused it returned. Neither latches nor waits.
   virtual void check() const = 0;
   virtual bool failed() const noexcept = 0;  // a kernel has reported something
-  // The last step of each step slot whose combine this rank has handed in, unless a neighbour that
-  // is gone has not: nobody rings its doorbell then. A rank that closes waits for these to be sent.
+  // The last step of each step slot whose combine this rank has handed in, unless a neighbour is
+  // gone and has not: nobody rings its doorbell then. A rank that closes waits until these are
+  // sent.
   virtual std::vector<Step> last_steps() const = 0;
 
   // Which calls are open.

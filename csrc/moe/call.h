@@ -1,6 +1,5 @@
-// What a call is given: plain pointers to its inputs and outputs, in the memory that the
-// communicator is for. Filled by ops and tests; checked by the backend that takes them
-// (moe/backend.h).
+// Arguments of a call: plain pointers to its inputs and outputs, in the communicator's kind of
+// memory. Filled by ops and tests; checked by the backend (moe/backend.h).
 #pragma once
 
 #include <cstdint>
@@ -33,22 +32,22 @@ struct DispatchSend {
   abi::DType x_dtype{};
   DispatchOptions options;
   const void* scales = nullptr;  // [T, scale_bytes] for x of fp8; null: fp8 without scales
-  uint64_t scale_bytes = 0;      // of one token's given scales, a multiple of 4
-  bool opaque_scales = false;    // they may hold any words: not ceil(H / 128) fp32 numbers
+  uint64_t scale_bytes = 0;      // bytes of one token's given scales, a multiple of 4
+  bool opaque_scales = false;    // scales may hold any words: not ceil(H / 128) fp32 numbers
   std::vector<ExtraPart> extras;
   const void* topk_idx = nullptr;  // [T, K] int32 or int64, -1 = none
   bool topk_is_int64 = true;
-  void* topk_copy = nullptr;  // on a GPU: as topk_idx, which the caller may then write over
+  void* topk_copy = nullptr;  // on a GPU: a copy of topk_idx, which the caller may then overwrite
   const float* topk_weights = nullptr;      // [T, K]; null: 1
   int64_t num_rows = 0;                     // T
   int64_t num_tokens = 0;                   // rows that count, <= T
   const void* device_num_tokens = nullptr;  // on a GPU: instead of num_tokens, read by the kernel
   bool num_tokens_is_int64 = false;
-  int64_t max_tokens = 0;  // of any rank in this call; all ranks give the same
+  int64_t max_tokens = 0;  // bound for every rank in this call, equal on all ranks
   Handle handle{};
-  // Of its words, where the ledger releases dispatches that nobody combines; else null.
+  // Owns the handle's words, where the ledger releases dispatches that nobody combines; else null.
   std::shared_ptr<const void> handle_owner;
-  platform::Stream stream{};  // on a GPU: where the call runs
+  platform::Stream stream{};  // on a GPU: the stream of the call
 };
 
 struct DispatchRecv {
@@ -58,9 +57,9 @@ struct DispatchRecv {
   abi::DType x_dtype{};     // of `x` below: the payload type on the wire
   void* x = nullptr;
   void* scales = nullptr;    // [rows, scale_bytes]; null when the dispatch has none
-  uint64_t scale_bytes = 0;  // of one row: kUe8m0 4 * ceil(H / 512), else what travels
-  // With column_scales the 4-byte scale i of row r of an expert lies at [i * scale_stride + r], and
-  // the scales of the next expert begin after all of them.
+  uint64_t scale_bytes = 0;  // of one row: kUe8m0 4 * ceil(H / 512), else the bytes that travel
+  // With column_scales the 4-byte scale i of row r of an expert lies at [i * scale_stride + r]; the
+  // scales of the next expert follow.
   int64_t scale_stride = 0;
   std::vector<ExtraOutput> extras;
   float* row_weights = nullptr;  // [rows], by rank [rows, K]
@@ -68,12 +67,11 @@ struct DispatchRecv {
   int32_t* offsets =
       nullptr;  // [E_local + 1] first row of each expert, by rank [W + 1] of each source
   void* row_topk = nullptr;   // by rank: [rows, K] local expert ids, -1 = none of this rank
-  bool topk_is_int64 = true;  // row_topk is
+  bool topk_is_int64 = true;  // the type of row_topk
   // null: not wanted
   int32_t* source = nullptr;  // [rows, 2] source rank and its token
-  int64_t* ranges = nullptr;  // [E_local, W] first row of that source there << 32 | number of rows
-  int64_t* wait_ticks =
-      nullptr;  // [W] how long each source was waited for: ns, on a GPU clock cycles
+  int64_t* ranges = nullptr;  // [E_local, W] first row of the source there << 32 | number of rows
+  int64_t* wait_ticks = nullptr;  // [W] wait for each source: ns, on a GPU clock cycles
   platform::Stream stream{};
 };
 
@@ -83,14 +81,14 @@ struct CombineSend {
   abi::DType y_dtype{};
   int64_t y_rows = 0;
   const float* row_weights = nullptr;  // [y_rows]; null: plain sum
-  // [y_rows]: returned to their (token, k), or [y_rows, K] by rank: all K added up; null: none
+  // [y_rows]: returned to their (token, k); by rank [y_rows, K]: all K are added up; null: none
   const float* row_scalars = nullptr;
   bool scalars_by_rank = false;
-  // [T, K] of this rank's tokens, which it tells with this call; null: row_weights
+  // [T, K] of this rank's tokens, pushed to the experts with this call; null: row_weights are used
   const float* topk_weights = nullptr;
   int64_t num_rows = 0;    // T, with topk_weights
   abi::DType out_dtype{};  // of partial sums on the wire and of the result
-  int64_t max_tokens = 0;  // on a GPU: that of the dispatch
+  int64_t max_tokens = 0;  // on a GPU: max_tokens of the dispatch
   platform::Stream stream{};
 };
 

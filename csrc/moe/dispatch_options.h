@@ -1,6 +1,6 @@
-// What a dispatch is asked for beside its tensors and sizes: one struct from the ops down to the
-// kernels of the host, made of the one int that ops take. moe_p2p/options.py makes that int and has
-// the same bits, so a change here is one there.
+// Options of a dispatch beside its tensors and sizes: one struct from the ops down to the kernels
+// of the host, made of the one int that ops take. moe_p2p/options.py makes that int with the same
+// bits; change both together.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +27,7 @@ struct DispatchOptions {
   bool by_rank() const noexcept { return layout == abi::RowLayout::kByRank; }
 };
 
-// Throws Error{kInvalidArgument} for a number that options.py makes of no options.
+// Throws Error{kInvalidArgument} for a number that options.py never makes.
 DispatchOptions dispatch_options_from(int64_t number);
 
 }  // namespace moe_p2p::moe

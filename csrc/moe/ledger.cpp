@@ -53,7 +53,7 @@ const OpenCall* Ledger::find(const int32_t* handle, Stage stage, uint64_t captur
   const auto captured = captured_.find(handle);
   const bool was_captured = captured != captured_.end() && captured->second.stage >= stage;
   if (capture != 0 && was_captured) return &captured->second;
-  // The newest first: memory of a handle that was dropped may be that of another one now.
+  // Newest first: a dropped handle's memory may belong to another handle now.
   const auto found = std::find_if(eager_.rbegin(), eager_.rend(), [&](const OpenCall& open) {
     return open.handle == handle && open.stage == stage;
   });
@@ -61,7 +61,7 @@ const OpenCall* Ledger::find(const int32_t* handle, Stage stage, uint64_t captur
   return was_captured ? &captured->second : nullptr;
 }
 
-// Several solo dispatches may name no step at all: their combines differ by where the handles lie.
+// Several solo dispatches may name no step at all: handle addresses tell their combines apart.
 const OpenCall* Ledger::find_named(uint64_t step, const int32_t* handle, Stage stage) const {
   const OpenCall* found = nullptr;
   for (const OpenCall& open : eager_)

@@ -1,15 +1,15 @@
-// Which calls of this rank are open: a dispatch that was not received, a paired one that was not
-// combined, a combine that was not received. The half that follows finds here what it must agree
-// with, and a call that would wait for a step which its own caller holds open is refused, or the
-// oldest dispatches are released for it. Used by both backends. When a step ends is another
-// question: hosts see it arrive (host/calls.h, StepRing), on GPUs kernels do, which also decide
-// what they open and close (kernels/device/steps.cuh).
+// Open calls of this rank: a dispatch that was not received, a paired one that was not combined, a
+// combine that was not received. The following half finds here what it must agree with. A call that
+// would wait for a step that its own caller holds open is refused, or the oldest dispatches are
+// released for it. Used by both backends. When a step ends is decided elsewhere: hosts see it
+// arrive (host/calls.h, StepRing); on GPUs kernels do, which also decide what they open and close
+// (kernels/device/steps.cuh).
 //
-// Calls that are captured run whenever their graph is replayed, without the host. So they stay
-// known until another dispatch takes their handle, and only calls of the same capture are held
-// against each other. Where a graph closes dispatches that it does not hold, no call is refused any
-// more for being too many: the host cannot know how many are open. Where the oldest are released, a
-// captured call counts as if it ran once, as the release does that it may bring.
+// Captured calls run whenever their graph is replayed, without the host. So they stay known until
+// another dispatch takes their handle, and are checked only against calls of the same capture. Once
+// a graph closes dispatches that it does not hold, no call is refused for being too many: the host
+// cannot know how many are open. Where the oldest are released, a captured call counts as if it ran
+// once, and so does the release that it may cause.
 #pragma once
 
 #include <cstdint>
@@ -31,13 +31,13 @@ struct DispatchVariant {
 
   auto operator<=>(const DispatchVariant&) const = default;
 };
-using CombineTypes = std::pair<int, int>;  // what a combine kernel is compiled for: of y, of out
+using CombineTypes = std::pair<int, int>;  // types of y and out that a combine is compiled for
 
 struct OpenCall {
   enum class Stage : uint8_t { kDispatchSent, kDispatched, kCombineSent };
 
   const int32_t*
-      handle;  // where its words lie; on hosts of a sent half only, the rest may be a copy
+      handle;  // address of its words; on hosts only for a sent half: else it may be a copy
   int64_t num_steps;
   int32_t num_slots = 0;  // HandleMeta's
   bool solo;
@@ -53,9 +53,9 @@ struct OpenCall {
   std::shared_ptr<const void>
       owner{};              // of the handle's words, as long as a release would read them
   uint64_t capture = 0;     // platform::capture_of
-  uint64_t first_step = 0;  // as counted here; of a paired combine, that of its dispatch
-  uint64_t named_step = 0;  // on hosts: the one that the handle names
-  bool holds = true;        // its step, as far as this capture, or the host, has come
+  uint64_t first_step = 0;  // as counted here; of a paired combine, its dispatch's
+  uint64_t named_step = 0;  // on hosts: named by the handle
+  bool holds = true;        // its step is open, as far as this capture, or the host, knows
 };
 
 class Ledger {
@@ -63,26 +63,26 @@ class Ledger {
   using Stage = OpenCall::Stage;
 
   explicit Ledger(int64_t steps_in_flight) : steps_in_flight_(steps_in_flight) {}
-  // Else a call without room is refused.
+  // Releases the oldest dispatches; without it a call without room is refused.
   void release_oldest() noexcept { releases_ = true; }
   bool releases() const noexcept { return releases_; }
 
   // Dispatches to release before a call of so many steps, oldest first.
   std::vector<OpenCall> to_release(int64_t num_steps, uint64_t capture = 0) const;
-  // The steps of this call must not come to wait for one that the caller himself holds open. Throws
-  // Error{kInvalidArgument}.
+  // Throws Error{kInvalidArgument} when a step of this call would wait for one that the caller
+  // itself holds open.
   void check_room(int64_t num_steps, uint64_t capture = 0);
   // The first step of the next call.
   uint64_t next_step() const noexcept { return steps_; }
 
-  // The newest of this handle that waits for what follows `stage`, or null.
+  // Returns the newest call of this handle that waits for what follows `stage`, or null.
   const OpenCall* find(const int32_t* handle, Stage stage, uint64_t capture) const;
-  // The same on hosts, where handles may be copied between the calls: by the step that they name.
+  // The same on hosts, where handles may be copied between the calls: found by the step they name.
   const OpenCall* find_named(uint64_t step, const int32_t* handle, Stage stage) const;
   bool waits_to_be_received(const int32_t* handle) const;
 
-  // A call of `capture` has been sent: it takes the place of `before`, which find() has returned,
-  // if any. `opens`: steps of its own. `stays`: another one belongs to it.
+  // Records a sent call of `capture`, which replaces `before`, the result of find(), if any.
+  // `opens`: it opens steps. `stays`: another call follows it.
   void record(const OpenCall* before, OpenCall call, uint64_t capture, bool opens, bool stays);
 
  private:
@@ -97,9 +97,9 @@ class Ledger {
   bool releases_ = false;
   std::vector<OpenCall> eager_;  // a handful, oldest first
   std::unordered_map<const int32_t*, OpenCall> captured_;
-  int64_t num_held_ = 0;  // of these, with a step; captured ones may be thousands
+  int64_t num_held_ = 0;  // calls in eager_ with a step; captured ones may be thousands
   uint64_t steps_ = 0, captured_steps_ = 0;
-  bool replays_close_ = false;  // dispatches that were not captured with what closes them
+  bool replays_close_ = false;  // dispatches that were not captured with the call that closes them
 };
 
 }  // namespace moe_p2p::moe

@@ -58,8 +58,8 @@ uint64_t row_bytes(const Tensor& rows) {
   return static_cast<uint64_t>(rows.size(rows.dim() - 1)) * rows.element_size();
 }
 
-// `rows` holds one row of `width` (kAny: any) for each of num_rows, as [num_rows, width] or with
-// the rows of each expert apart.
+// `rows` has one row of `width` (kAny: any) for each of num_rows, as [num_rows, width] or with the
+// rows of each expert apart.
 void check_rows(const Tensor& rows, const char* name, int64_t num_rows, int64_t width) {
   check_placed(rows, name);
   const int64_t dims = rows.dim();
@@ -201,7 +201,7 @@ moe::CombineSend combine_send_from(AllToAllObject& comm, const CombineArguments&
   check_rows(in.y, "y", send.y_rows, comm.hidden_dim());
   send.y_dtype = payload_type(in.y.scalar_type(), "y", kCombineTypes);
   send.y = data_of(in.y);
-  // Those of the dispatch, which its caller has not given: y is what does not fit.
+  // row_weights are the dispatch's, not given by the caller: y does not fit.
   MOE_P2P_CHECK(!in.row_weights || in.row_weights->numel() == send.y_rows, Code::kInvalidArgument,
                 "y is ", describe(in.y), ", must hold the ", in.row_weights->numel(),
                 " rows that dispatch returned: row_weights is ", describe(*in.row_weights));

@@ -55,7 +55,7 @@ class Caller {
   const OnDevice on_device_;
 };
 
-// What a caller gives to dispatch. The tensors must outlive the struct made of it.
+// Arguments of a dispatch. The tensors must outlive the struct made of them.
 struct DispatchArguments {
   const Tensor& x;
   const std::optional<Tensor>& scales;

@@ -46,7 +46,7 @@ int64_t all_to_all_create(int64_t engine, const std::string& settings,
       std::make_shared<AllToAllObject>(engines().get(engine), options, std::move(masks)));
 }
 
-// Addresses and sizes are those of moe::DeviceMemory; the caller keeps the memory.
+// Takes the addresses and sizes of moe::DeviceMemory; the caller keeps the memory.
 void all_to_all_use_device(int64_t comm, int64_t device, std::vector<int64_t> data,
                            std::vector<int64_t> peer_data, int64_t state, int64_t expert_rank,
                            int64_t expert_local, int64_t fault, int64_t fault_device,
@@ -79,7 +79,7 @@ void all_to_all_use_signals(int64_t comm, std::vector<int64_t> device_addresses)
   caller->all_to_all.use_signals({device_addresses.begin(), device_addresses.end()});
 }
 
-// The numbers of moe::DeviceKernel, in its order.
+// Takes the numbers of moe::DeviceKernel, in its order.
 moe::DeviceKernel kernel_from(const std::vector<int64_t>& numbers) {
   MOE_P2P_CHECK(numbers.size() == 10, Code::kInvalidArgument, "a kernel has 10 numbers, ",
                 numbers.size(), " are given");
@@ -139,14 +139,14 @@ void all_to_all_close(int64_t comm) {
   object->all_to_all.close();
 }
 
-// Empty while a call of another thread runs: what will become of it is not known yet.
+// Empty while a call of another thread runs: its outcome is not known yet.
 std::string all_to_all_broken(int64_t comm) {
   const auto object = communicators().get(comm);
   const std::unique_lock lock(object->in_use, std::try_to_lock);
   return lock.owns_lock() ? object->all_to_all.broken() : std::string();
 }
 
-// Nothing either: that call will raise it.
+// Does nothing then either: that call will raise it.
 void all_to_all_check(int64_t comm) {
   const auto object = communicators().get(comm);
   const std::unique_lock lock(object->in_use, std::try_to_lock);
@@ -159,7 +159,7 @@ void all_to_all_release_oldest(int64_t comm) {
   caller->releases_oldest = true;
 }
 
-// [W, n] of each rank's values; host memory, whatever the communicator's tensors are.
+// Returns each rank's values, [W, n], in host memory, whatever the communicator's device is.
 Tensor all_to_all_gather_counts(int64_t comm, const Tensor& values) {
   const Caller caller(comm);
   const OnDevice host(-1);

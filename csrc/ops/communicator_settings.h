@@ -1,5 +1,5 @@
-// What a communicator is made with, as it crosses from Python: one "key=value,..." text of
-// moe_p2p/config.py (AllToAllConfig.settings). `plan` takes the part of it that sizes memory.
+// Settings of a communicator, as they cross from Python: one "key=value,..." text of
+// moe_p2p/config.py (AllToAllConfig.settings). `plan` takes the part that sizes memory.
 #pragma once
 
 #include <string>
@@ -8,8 +8,8 @@
 
 namespace moe_p2p::ops {
 
-// Throw Error{kInvalidArgument} for a key that is not known and a value that is no number or out of
-// range. What the numbers must be together is checked by moe::make_plan.
+// Throw Error{kInvalidArgument} for an unknown key, and for a value that is no number or out of
+// range. moe::make_plan checks the numbers against each other.
 moe::PlanInput plan_input_from(const std::string& settings);
 // Without masks.
 moe::AllToAllOptions communicator_options_from(const std::string& settings);

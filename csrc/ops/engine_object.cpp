@@ -15,7 +15,7 @@ using std::chrono::milliseconds;
 
 namespace {
 
-// How late a waiter notices that its engine was closed, or a signal.
+// How late a waiter notices a signal, or that its engine was closed.
 constexpr milliseconds kSlice{50};
 
 template <typename Table>

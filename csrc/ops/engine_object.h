@@ -1,4 +1,4 @@
-// An engine, its proxy thread and what users made on it, each under a number. Any thread may call.
+// An engine, its proxy thread and what users made on it, each under a number. Called by any thread.
 #pragma once
 
 #include <atomic>
@@ -22,7 +22,7 @@ platform::WaitPolicy wait_policy(const std::string& mode);
 // Throws Error{kInvalidArgument} unless it is a number of seconds of at least 0.
 std::chrono::milliseconds timeout_from(double timeout_s);
 
-// A submitted request with the arrays its operation points to.
+// A submitted request with the arrays that its operation points to.
 struct RequestRecord {
   engine::Request request;
   std::vector<int64_t> source_pages;
@@ -56,10 +56,10 @@ class EngineObject {
   std::shared_ptr<RequestRecord> request(int64_t request);
   // Waits in slices, so that close() and signals end it early.
   void wait_request(int64_t request, double timeout_s);
-  // Nobody will wait for it: its record goes away once it is done.
+  // No one waits for it any more: its record goes away once it is done.
   void forget_request(int64_t request);
   uint64_t wait_imm(uint32_t imm, uint64_t count, double timeout_s);
-  uint64_t free_imm(uint32_t imm);  // how often it was counted
+  uint64_t free_imm(uint32_t imm);  // returns how often it was counted
 
   // Later calls and running waits throw Error{kClosed}.
   void close() noexcept { closed_.store(true, std::memory_order_release); }
@@ -78,7 +78,7 @@ class EngineObject {
   const platform::WaitPolicy wait_;
   std::atomic<bool> closed_{false};
 
-  std::mutex mutex_;  // of the tables
+  std::mutex mutex_;  // guards the tables
   int64_t last_id_ = 0;
   std::unordered_map<int64_t, Memory> memories_;
   std::unordered_map<int64_t, const engine::Peer*> peers_;

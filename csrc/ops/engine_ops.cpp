@@ -74,7 +74,7 @@ Tensor engine_counters(int64_t engine) {
   return tensor;
 }
 
-// What the software NIC takes of /dev/shm: one of them, with so many peers connected to it.
+// Bytes of /dev/shm that one software NIC takes with so many peers connected to it.
 int64_t software_nic_bytes(const std::string& settings, int64_t num_peers) {
   namespace loopback = provider::loopback;
   const auto config = loopback::parse_config(settings);

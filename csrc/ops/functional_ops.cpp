@@ -1,5 +1,5 @@
 // torch.ops.moe_p2p.dispatch and combine: whole calls that make their results, so that autograd and
-// torch.compile see functions of tensors. combine_out is given where they go.
+// torch.compile see functions of tensors. combine_out writes to a given tensor.
 #include <array>
 #include <cstring>
 #include <span>
@@ -13,14 +13,14 @@ namespace moe_p2p::ops {
 
 namespace {
 
-// The handle of a solo dispatch names no step: it is closed already, and then equal calls give
-// equal handles. Any other number would come up again.
+// The handle of a solo dispatch names no step: its step is closed already, and so equal calls give
+// equal handles. Any other number would be used again.
 constexpr uint64_t kNoStep = ~uint64_t{0};
 
 Tensor make_handle(AllToAllObject& comm, int64_t num_rows, int64_t max_tokens, bool solo) {
   Tensor handle =
       make_tensor({comm.all_to_all.handle_words(num_rows, max_tokens)}, ScalarType::Int);
-  if (solo && comm.device < 0)  // a kernel writes it otherwise
+  if (solo && comm.device < 0)  // on a GPU a kernel writes it
     std::memset(handle.mutable_data_ptr(), 0,
                 static_cast<size_t>(handle.numel()) * sizeof(int32_t));
   return handle;
@@ -40,7 +40,7 @@ Tensor make_scales(const Layout& layout, int64_t experts, int64_t width, ScalarT
   return make_tensor(std::span(sizes).subspan(skip), std::span(strides).subspan(skip), dtype);
 }
 
-// Scales as they are delivered: those of the caller, or of quantize.
+// Makes the delivered scales: as the caller gave them, or as quantize makes them.
 std::optional<Tensor> make_scales(const AllToAllObject& comm, const Layout& layout, int64_t experts,
                                   const std::optional<Tensor>& given) {
   if (given) return make_scales(layout, experts, given->size(1), given->scalar_type());
@@ -110,8 +110,8 @@ Dispatched dispatch(int64_t comm_id, int64_t options_number, const Tensor& x,
           std::move(more)};
 }
 
-// The schema says that combine leaves the handle alone, and so it does: a compiler may then use one
-// handle for several combines. Which step is still open is known to the communicator.
+// The schema declares that combine does not change the handle, and this restores it: so a compiler
+// may use one handle for several combines. The communicator knows which step is still open.
 class HandleGuard {
  public:
   explicit HandleGuard(const moe::Handle& handle) : handle_(handle) {

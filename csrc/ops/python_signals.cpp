@@ -69,8 +69,8 @@ bool check_signals() noexcept {
   return true;
 }();
 
-// The address of the exception object, whose reference goes to the caller; 0: none was raised, or
-// the caller is not the main thread.
+// Returns the address of the exception object with its reference; 0: none was raised, or the caller
+// is not the main thread.
 int64_t take_interrupt() {
   if (!platform::on_main_thread()) return 0;
   return reinterpret_cast<int64_t>(std::exchange(kept, nullptr));

@@ -2,8 +2,8 @@
 // shared_ptr while it runs, so closing an object under a running call frees it afterwards.
 // The tables are never destroyed: a proxy thread may outlive static destruction.
 //
-// A forked child begins with empty tables and goes on with the numbers. The objects of its parent
-// lie there untouched for as long as the child lives: their threads are missing, their locks may be
+// A forked child begins with empty tables and continues the numbers. Its parent's objects stay
+// there untouched for as long as the child lives: their threads are missing, their locks may be
 // held.
 #pragma once
 
@@ -23,7 +23,7 @@ namespace moe_p2p::ops {
 template <typename Object>
 class ObjectTable {
  public:
-  // `kind` stands in errors: "engine". One table for each type of objects, for good.
+  // `kind` is used in errors: "engine". One table for each type of objects, for good.
   explicit ObjectTable(std::string kind) : kind_(std::move(kind)), state_(new State) {
     static ObjectTable* self = nullptr;
     self = this;
@@ -43,7 +43,7 @@ class ObjectTable {
                   why(id));
     return found->second;
   }
-  // Empty when it was closed before, or is not of this process.
+  // Returns null when it was closed before, or belongs to another process.
   std::shared_ptr<Object> take(int64_t id) {
     const std::lock_guard lock(state_->mutex);
     auto node = state_->objects.extract(id);

@@ -1,4 +1,4 @@
-// Every op of the package with its schema; the one place where names, types and mutation are said.
+// Every op of the package with its schema; the one place that defines names, types and mutation.
 // Objects are numbers (registry.h). Fake kernels and autograd are in moe_p2p/ops.py.
 #include <torch/csrc/stable/library.h>
 
@@ -6,13 +6,13 @@
 
 namespace {
 
-// `options` is the number of a moe_p2p.DispatchOptions (moe/dispatch_options.h); combine takes
-// those of its dispatch. `more` holds source, ranges, wait_ticks and the copy of topk_idx as far as
-// the options ask for them, then row_topk where rows lie by rank, then the extras; that of combine
-// holds the scalars, then the wait_ticks.
+// `options` is the number of a moe_p2p.DispatchOptions (moe/dispatch_options.h); combine takes its
+// dispatch's number. dispatch's `more` holds source, ranges, wait_ticks and the copy of topk_idx if
+// the options ask for them, then row_topk for rows by rank, then the extras; combine's `more` holds
+// the scalars, then the wait_ticks.
 //
-// Whole calls come twice. The `_inference` ones have no autograd: torch.library puts a Python
-// function in front of the others, which doubles what a call of few tokens costs.
+// Whole calls exist twice. The `_inference` ones have no autograd: for the others torch.library
+// calls a Python function first, which doubles what a call of few tokens costs.
 const std::string kDispatch =
     "(int comm, int options, Tensor x, Tensor? scales, Tensor[] extras, Tensor topk_idx, "
     "Tensor? topk_weights, Tensor? num_tokens, int num_tokens_host, int max_tokens, int capacity) "
@@ -43,7 +43,7 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
   m.def("software_nic_bytes(str settings, int num_peers) -> int");
   m.def("host_identity() -> str");
   m.def("letter() -> str");               // base/letter.h
-  m.def("remove_stale_memory() -> int");  // of killed processes, in /dev/shm; how many objects
+  m.def("remove_stale_memory() -> int");  // of killed processes, in /dev/shm; number of objects
   m.def("take_interrupt() -> int");       // python_signals.cpp
 
   // --- engine: transfers; each returns a request to wait for ---
@@ -68,7 +68,7 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
 
   // --- all to all: set-up ---
   m.def("check_ranks_per_node(int ranks) -> ()");
-  m.def("plan(str settings) -> str");  // of communicator_settings.h, as that of all_to_all_create
+  m.def("plan(str settings) -> str");  // settings: communicator_settings.h, as in all_to_all_create
   m.def("layout(int topk) -> str");
   m.def("all_to_all_create(int engine, str settings, Tensor? masks=None) -> int");
   m.def(

@@ -49,10 +49,10 @@ int32_t shim_dtype(ScalarType dtype) {
 }
 
 // Whether the current stream, `handle`, is one of torch's own, which are never destroyed. Torch
-// numbers them with odd numbers, and one that it was given (torch.cuda.ExternalStream) with its
-// address (c10/cuda/CUDAStream.cpp).
+// gives its own streams odd numbers, and an external one (torch.cuda.ExternalStream) its address
+// (c10/cuda/CUDAStream.cpp).
 bool is_lasting(int device, void* handle) {
-  thread_local void* known = nullptr;  // the last that is; null: the default stream
+  thread_local void* known = nullptr;  // the last lasting stream; null: the default stream
   if (handle == nullptr || handle == known) return true;
   StreamHandle stream = nullptr;
   int64_t id = 0;

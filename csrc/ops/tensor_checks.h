@@ -1,5 +1,5 @@
-// Tensors as the ops see them: checked and turned into pointers, or made. Every error says which
-// argument it is, what was given and what it must be.
+// Tensors as the ops see them: checked and turned into pointers, or made. Every error names the
+// argument, what was given and what it must be.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -41,14 +41,14 @@ class OnDevice {
  private:
   const int before_;
 };
-// The caller's current stream on a GPU; for host memory none.
+// Returns the caller's current stream on a GPU; none for host memory.
 platform::Stream current_stream(int device);
 
 // Throws Error{kInvalidArgument} unless `tensor` lies where it must, is contiguous and fits.
 void check_tensor(const Tensor& tensor, const Expected& expected);
 // The checks that do not depend on the shape.
 void check_placed(const Tensor& tensor, const char* name);
-// Those of them that any strides pass.
+// The checks that tensors of any strides must pass.
 void check_on_device(const Tensor& tensor, const char* name);
 
 // Where the data lies. Never null: below the ops a null pointer means "not given", and a tensor
@@ -75,12 +75,11 @@ inline constexpr std::initializer_list<ScalarType> kPayloadTypes = {
     ScalarType::BFloat16, ScalarType::Half, ScalarType::Float, ScalarType::Float8_e4m3fn};
 inline constexpr std::initializer_list<ScalarType> kCombineTypes = {
     ScalarType::BFloat16, ScalarType::Half, ScalarType::Float};
-// Throws Error{kInvalidArgument} for a type that is not one of `allowed`, which are of
-// kPayloadTypes.
+// Throws Error{kInvalidArgument} for a type that is not in `allowed`, a part of kPayloadTypes.
 abi::DType payload_type(ScalarType dtype, const char* name,
                         std::initializer_list<ScalarType> allowed = kPayloadTypes);
 
-// A new tensor where the running call works, not initialised: of these strides, or contiguous.
+// Makes a tensor where the running call works, not initialised: with these strides, or contiguous.
 Tensor make_tensor(std::span<const int64_t> sizes, std::span<const int64_t> strides,
                    ScalarType dtype);
 Tensor make_tensor(std::span<const int64_t> sizes, ScalarType dtype);

@@ -1,4 +1,4 @@
-// torch.ops.moe_p2p.engine_*: what is sent over an engine, and waiting for it.
+// torch.ops.moe_p2p.engine_*: transfers over an engine, and waits for them.
 #include <limits>
 #include <utility>
 

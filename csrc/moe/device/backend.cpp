@@ -98,7 +98,7 @@ provider::MemorySpan DeviceBackend::span_at(uint64_t address) const {
           .read_by_neighbours = plan_.shape.ranks_per_node > 1};
 }
 
-// NICs have nothing to do within a node.
+// NICs do not use the regions within a node.
 std::optional<provider::MemorySpan> DeviceBackend::regions() const {
   if (plan_.shape.num_nodes() == 1) return std::nullopt;
   return span_at(memory_.data[static_cast<size_t>(local_)]);
@@ -124,7 +124,7 @@ void DeviceBackend::check() const {
   if (raised == nullptr) return;
   if (raised->raised != abi::kTimedOut) throw error_of(*raised, plan_, comm_.rank, "", "");
   const abi::Shape& shape = plan_.shape;
-  const int node = raised->source / shape.ranks_per_node;  // of whom it waited for
+  const int node = raised->source / shape.ranks_per_node;  // of the rank that was waited for
   const int local = raised->source % shape.ranks_per_node;
   std::string progress;  // other local ranks of that node send to other gateways here
   if (node != comm_.rank / shape.ranks_per_node && local == local_)
@@ -188,7 +188,7 @@ OpenCall DeviceBackend::begin_dispatch(const DispatchSend& send) const {
   const int64_t num_chunks = plan_.num_chunks(send.max_tokens);
   MOE_P2P_CHECK(send.num_tokens >= 0 && send.num_tokens <= send.num_rows, Code::kInvalidArgument,
                 "num_tokens is ", send.num_tokens, ", x has ", send.num_rows, " rows");
-  // A count on the device is checked there, against the rows of x and the chunks of the call.
+  // The device checks a count that lies there, against the rows of x and the chunks of the call.
   MOE_P2P_CHECK(send.device_num_tokens || send.num_tokens <= send.max_tokens,
                 Code::kInvalidArgument, "this rank sends ", send.num_tokens,
                 " tokens, max_tokens of this call is ", send.max_tokens);
@@ -344,7 +344,7 @@ void DeviceBackend::launch_combine(const CombineSend* send, const CombineRecv* r
                 "combine_recv: this handle has no combine_send waiting; each send half is received "
                 "once");
   OpenCall call = before ? *before : begin_combine(*send);
-  // Steps of its own, as far as the host knows.
+  // Whether the call opens steps, as far as the host knows.
   const bool opens = send && (call.solo || (ledger_.releases() && !call.holds));
   if (send) {
     call.stage = Stage::kCombineSent;
@@ -357,7 +357,7 @@ void DeviceBackend::launch_combine(const CombineSend* send, const CombineRecv* r
     call.types = {static_cast<int>(send->y_dtype), static_cast<int>(send->out_dtype)};
     call.with_scalars = send->row_scalars != nullptr;
   }
-  // Rows of one expert or by rank go as they stand: rows_stay of kernels/combine/bulk.cuh.
+  // Rows of one expert or by rank are copied as they are: rows_stay of kernels/combine/bulk.cuh.
   const bool copies = send && send->y_dtype == send->out_dtype && !send->row_weights &&
                       !send->topk_weights && !send->row_scalars;
   const auto out_dtype = static_cast<DType>(call.types.second);
@@ -382,14 +382,13 @@ void DeviceBackend::launch_combine(const CombineSend* send, const CombineRecv* r
   p.grid = grid_of(kernel, {.send_items = send ? chunk * plan_.shape.world_size : 0,
                             .recv_items = recv ? chunk * kMostShares : 0,
                             .copies = copies});
-  // `before` stays where it is: a call that opens steps of its own has none, or one that was
-  // captured.
+  // `before` stays valid: a call that opens steps has none, or a captured one.
   if (opens) make_room(call.num_steps, place);
   launch(kernel, p, place);
   ledger_.record(before, call, place.capture, opens, !recv);
 }
 
-// Receives a dispatch without outputs: slots that flag themselves have to be taken.
+// Receives a dispatch without outputs: self-flagging slots must be read.
 void DeviceBackend::discard(const OpenCall& call, const Place& place) {
   const DeviceKernel& kernel = find_kernel(dispatch_kernels_, call.variant, "dispatch");
   abi::DispatchParams p = params_of(call);
@@ -399,15 +398,15 @@ void DeviceBackend::discard(const OpenCall& call, const Place& place) {
   launch(kernel, p, place);
 }
 
-// A handle that holds no step, of a solo dispatch or combined already, needs nothing; of one that
-// was captured only the device knows.
+// A handle that holds no step, of a solo dispatch or combined already, needs nothing; for a
+// captured handle only the device knows.
 void DeviceBackend::launch_release(const int32_t* handle, const Place& place) {
   const OpenCall* open = ledger_.find(handle, Stage::kDispatched, place.capture);
   if (!open) {
     open = ledger_.find(handle, Stage::kDispatchSent, place.capture);
     if (!open) return;
     discard(*open, place);
-    if (open->solo)  // the receiving half has said that all is read
+    if (open->solo)  // the receiving half has reported that all is read
       return ledger_.record(open, *open, place.capture, false, false);
   }
   if (open->solo) return;

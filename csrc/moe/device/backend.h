@@ -1,10 +1,10 @@
 // The calls of one rank on a GPU: fills the kernels' parameters (kernels/abi/params.h) and launches
-// them on the caller's stream. Nothing here waits for the device; what a kernel has to tell comes
-// back through the Fault, which every later call looks at. Capturable in CUDA graphs.
+// them on the caller's stream. Nothing here waits for the device; kernels report through the Fault,
+// which every later call reads. Capturable in CUDA graphs.
 //
-// Which steps a kernel opens, and whether a combine closes that of its dispatch, is decided on the
-// device. Kernels of one communicator run one after the other: on streams that change by events
-// (platform/stream_order.h); two graphs, or a graph and other calls, as their owner replays them.
+// The device decides which steps a kernel opens, and whether a combine closes the step of its
+// dispatch. Kernels of one communicator run one after the other: events order streams that change
+// (platform/stream_order.h); the owner of two graphs, or of a graph and calls, orders replays.
 #pragma once
 
 #include <cstdint>
@@ -20,12 +20,12 @@
 
 namespace moe_p2p::moe {
 
-// What a rank of options.device was given on its GPU; the caller keeps the memory until close().
+// GPU memory of a rank with options.device; the caller keeps it until close().
 struct DeviceMemory {
   int ordinal = 0;             // of the CUDA device
   std::vector<uint64_t> data;  // [L] regions of each rank of the node, zeroed, as mapped here
   std::vector<uint64_t>
-      peer_data;                // [N] those of the rank with our local index; 0 = not mapped here
+      peer_data;                // [N] regions of the rank with our local index; 0 = not mapped here
   uint64_t state = 0;           // abi::DeviceState and DeviceWords on this device, zeroed
   uint64_t expert_rank = 0;     // i32 [E] on this device
   uint64_t expert_local = 0;    // i32 [E]
@@ -38,7 +38,7 @@ class DeviceBackend final : public Backend {
  public:
   DeviceBackend(const Plan& plan, const AllToAllOptions& options, const DeviceMemory& memory,
                 Waits& waits);
-  // [L] signal memory of the node's ranks, as the device sees it; before the first call.
+  // [L] signal memory of the node's ranks, as the device sees it; called before the first call.
   void set_signals(const std::vector<uint64_t>& addresses);
 
   void set_dispatch(const DispatchVariant& variant, const DeviceKernel& kernel);
@@ -60,7 +60,7 @@ class DeviceBackend final : public Backend {
 
  private:
   using Stage = OpenCall::Stage;
-  // Where a call runs, and the capture that it is part of.
+  // The stream of a call, and the capture that it is part of.
   struct Place {
     const platform::Stream& stream;
     uint64_t capture;
@@ -70,8 +70,8 @@ class DeviceBackend final : public Backend {
 
   // What the first kernel that failed reported; null while none did.
   const abi::Fault* fault() const noexcept;
-  // A call that launches kernels. It may fail in the driver, which breaks the communicator;
-  // anything else that it throws is the caller's.
+  // Runs a call that launches kernels. A failure in the driver breaks the communicator; the caller
+  // handles anything else that it throws.
   template <typename Call>
   void launching(Call&& call);
   void launch_dispatch(const DispatchSend* send, const DispatchRecv* recv,
@@ -79,7 +79,7 @@ class DeviceBackend final : public Backend {
   void launch_combine(const CombineSend* send, const CombineRecv* recv,
                       const platform::Stream& stream);
   void launch_release(const int32_t* handle, const Place& place);
-  // Releases the oldest dispatches, where the ledger is for that; throws where there is no room.
+  // Releases the oldest dispatches, where the ledger does that; throws where there is no room.
   void make_room(int64_t num_steps, const Place& place);
   provider::MemorySpan span_at(uint64_t address) const;
 

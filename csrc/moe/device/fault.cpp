@@ -8,9 +8,9 @@ using base::Code;
 
 namespace {
 
-// Which word a wait was for, as far as the low halves of what was expected and found show it
+// Which word a wait was for, as far as the low halves of the expected and the found value show it
 // (kernels/device/wait.cuh). Ranks of other nodes arrive by parts. Ranks of the own node write
-// words of a step: headers in every use of a step slot, flags of slots and rows now and then; where
+// words of a step: headers in every use of a step slot, flags of slots and rows in some; where
 // these flag themselves nothing was found.
 std::string awaited(const abi::Fault& fault, const Plan& plan, int rank) {
   const auto phase = static_cast<abi::Phase>(fault.phase);

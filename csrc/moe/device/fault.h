@@ -1,4 +1,4 @@
-// The error text of what a kernel reported.
+// The error text of a fault that a kernel reported.
 #pragma once
 
 #include <string>
@@ -9,8 +9,8 @@
 
 namespace moe_p2p::moe {
 
-// Of any fault but kAborted; `rank` is the kernel's. Of a timeout, `gone`: why the rank that it
-// waited for will not come, if that is known; `progress`: what came of it so far.
+// For any fault but kAborted; `rank` is the kernel's. For a timeout, `gone`: why the rank that it
+// waited for will not arrive, if known; `progress`: what has arrived from it so far.
 base::Error error_of(const abi::Fault& fault, const Plan& plan, int rank, const std::string& gone,
                      const std::string& progress);
 

@@ -8,14 +8,14 @@ using Stage = OpenCall::Stage;
 
 namespace {
 
-// The halves hold no inputs between them, so all chunks must fit the slots at once.
+// Inputs are not kept between the halves, so all chunks must fit the slots at once.
 void check_halves(const Plan& plan, int64_t num_chunks) {
   MOE_P2P_CHECK(num_chunks <= plan.shape.steps_in_flight, Code::kInvalidArgument, "this call has ",
                 num_chunks, " chunks, send and receive halves take at most steps_in_flight = ",
                 plan.shape.steps_in_flight, "; use the whole call or raise chunk_tokens");
 }
 
-// Sums are written by the tokens of the dispatch, whatever `out` is.
+// Combine writes sums for the tokens of the dispatch, whatever the size of `out`.
 void check_out(const CombineRecv& recv, const abi::HandleMeta& meta) {
   MOE_P2P_CHECK(recv.num_rows == meta.num_rows, Code::kInvalidArgument, "out has ", recv.num_rows,
                 " rows, the dispatch had ", meta.num_rows);
@@ -67,8 +67,8 @@ void HostBackend::check(const Pending& pending) const {
   waits_.check_neighbours(arrived, text);
 }
 
-// The last of the node to hand in rings. A neighbour that is gone, or was stopped, without having
-// done so never does.
+// The last rank of the node to hand in rings the doorbell. A neighbour that is gone or was stopped
+// before it handed in never does.
 std::vector<Step> HostBackend::last_steps() const {
   const bool aborted = waits_.aborted();
   std::vector<Step> steps = ring_.last_combines();
@@ -135,7 +135,7 @@ void HostBackend::release(Handle handle, const platform::Stream&) {
   const OpenCall* call =
       ledger_.find_named(view.meta().first_step, handle.words, Stage::kDispatchSent);
   if (!call) call = context_.open_dispatch(view);
-  if (!call) return;  // of a solo dispatch, or combined already
+  if (!call) return;  // the handle of a solo dispatch, or combined already
   release(OpenCall(*call));
   view.meta().state = abi::kReleased;
 }
@@ -143,7 +143,7 @@ void HostBackend::release(Handle handle, const platform::Stream&) {
 void HostBackend::release(const OpenCall& call) {
   for (int64_t chunk = 0; chunk < call.num_steps; ++chunk) {
     const Step step = ring_.step_of(call.first_step + static_cast<uint64_t>(chunk));
-    if (call.stage == Stage::kDispatchSent)  // what comes is dropped
+    if (call.stage == Stage::kDispatchSent)  // arriving rows are dropped
       run([&] { return ring_.arrived(step, Phase::kDispatch); },
           [&] { return Pending{step, Phase::kDispatch}; });
     ring_.acknowledge(step);

@@ -18,7 +18,7 @@ class HostBackend final : public Backend {
   void dispatch(const DispatchSend* send, const DispatchRecv* recv) override;
   void combine(const CombineSend* send, const CombineRecv* recv) override;
   void release(Handle handle, const platform::Stream& stream) override;
-  void check() const override {}  // calls throw their own
+  void check() const override {}  // host calls throw their own errors
   bool failed() const noexcept override { return false; }
   std::vector<Step> last_steps() const override;
   Ledger& ledger() noexcept override { return ledger_; }
@@ -27,18 +27,18 @@ class HostBackend final : public Backend {
 
   // For a simulation, which advances calls one by one.
   const HostContext& context() const noexcept { return context_; }
-  // Throws what ends the wait of a call for `pending`, once something does.
+  // Throws when something ends the wait of a call for `pending`.
   void check(const Pending& pending) const;
 
  private:
   void send_dispatch(const DispatchSend& send);
   void send_combine(const CombineSend& send);
-  // The first half that waits for its second one.
+  // Returns the first half of `handle` that waits for its second one.
   const OpenCall& sent(Handle handle, OpenCall::Stage stage, const char* what) const;
   void release(const OpenCall& call);
-  // Releases the oldest dispatches, where the ledger is for that.
+  // Releases the oldest dispatches, where the ledger does that.
   void make_room(int64_t num_steps);
-  // Advances until done; every time something moved the deadline starts anew.
+  // Advances until done; the deadline starts anew whenever something moved.
   template <typename Advance, typename GetPending>
   void run(Advance&& advance, GetPending&& get_pending);
 

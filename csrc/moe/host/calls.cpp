@@ -143,7 +143,7 @@ void DispatchCall::check(const DispatchRecv& recv) const {
                 ", must be at least 0 and 1");
 }
 
-// The step that comes next; nobody else opens any while this call does.
+// The next step; only this call opens steps while it runs.
 uint64_t DispatchCall::next_step() const {
   return num_sent_ == 0 ? context_.ledger.next_step()
                         : call_.first_step + static_cast<uint64_t>(num_sent_);
@@ -254,7 +254,7 @@ bool CombineCall::heard_from_all(Step step, int64_t chunk) const {
   return true;
 }
 
-// Whether everything that the partial sums of `step` need is here.
+// Whether everything that the partial sums of `step` need has arrived.
 bool CombineCall::may_sum(Step step) const {
   if (call_.solo) {
     if (!context_.ring.arrived(step, Phase::kDispatch)) return false;
@@ -272,7 +272,7 @@ uint64_t CombineCall::next_step() const {
                          : call_.first_step + static_cast<uint64_t>(num_begun_);
 }
 
-// Its steps are open, or that of its dispatch is this call's now.
+// Called once its steps are open, or once it has taken over the step of its dispatch.
 void CombineCall::record() {
   if (std::exchange(recorded_, true)) return;
   const OpenCall* dispatch = call_.solo ? nullptr : context_.open_dispatch(handle_);

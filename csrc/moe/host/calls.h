@@ -6,8 +6,8 @@
 //   paired combine    that step: send partial sums, receive sums
 //   solo combine      C steps:   empty dispatch, send partial sums, receive sums
 //   release           that step: empty combine
-// A combine that is given weights pushes them with the beginning of each step, and sends partial
-// sums once everybody's are here.
+// A combine with given weights pushes them at the beginning of each step, and sends partial sums
+// once the weights of all ranks have arrived.
 #pragma once
 
 #include <deque>
@@ -19,9 +19,9 @@
 
 namespace moe_p2p::moe {
 
-// When steps may begin: step e once step e - S has seen its combine arrive, which is the whole of
-// flow control (docs/protocol.md, "Why no barrier is needed"). Which of them the caller holds open
-// is in the ledger.
+// When steps may begin: step e begins once the combine of step e - S has arrived, which is the
+// whole of flow control (docs/protocol.md, "Why no barrier is needed"). The ledger knows which
+// steps the caller holds open.
 class StepRing {
  public:
   StepRing(const Plan& plan, HostKernels& kernels);
@@ -33,7 +33,7 @@ class StepRing {
 
   void acknowledge(Step step);     // sends the empty combine; nobody waits for its answer yet
   void close(Step step) noexcept;  // its combine has arrived
-  // From everybody; looks at the masks first.
+  // True when every rank has arrived; looks at the masks first.
   bool arrived(Step step, abi::Phase phase) const;
   Step step_of(uint64_t index) const noexcept;
   // This rank has handed in its part of the combine.
@@ -64,7 +64,7 @@ struct HostContext {
   HandleView open(Handle handle) const {
     return HandleView::open(plan.shape, communicator, handle);
   }
-  // The dispatch whose rows are in this handle, while its step is open.
+  // Returns the dispatch whose rows are in this handle, while its step is open.
   const OpenCall* open_dispatch(const HandleView& handle) const {
     return ledger.find_named(handle.meta().first_step, nullptr, OpenCall::Stage::kDispatched);
   }
@@ -74,13 +74,13 @@ class DispatchCall {
  public:
   // Checks the input and routes; nothing is sent yet.
   DispatchCall(const HostContext& context, const DispatchSend& send);
-  // Its second half: `handle` is that of the first, or a copy.
+  // Makes its second half: `handle` is the first half's, or a copy.
   DispatchCall(const HostContext& context, const OpenCall& sent, Handle handle);
   // Throws Error{kInvalidArgument} when `recv` does not fit what was sent.
   void check(const DispatchRecv& recv) const;
   // True once everything that the send half may send has been sent.
   bool advance_send();
-  // True once all is received; sends what still waits for a slot. `recv` is the same at every call.
+  // True once all is received; sends what still waits for a slot. Takes the same `recv` every time.
   bool advance_recv(const DispatchRecv& recv);
   Pending pending() const;
   const abi::HandleMeta& meta() const noexcept { return handle_.meta(); }
@@ -102,7 +102,7 @@ class DispatchCall {
 class CombineCall {
  public:
   CombineCall(const HostContext& context, const CombineSend& send);
-  // Its second half. Throws Error{kInvalidArgument} when the handle was overwritten since the
+  // Makes its second half. Throws Error{kInvalidArgument} when the handle was overwritten since the
   // first.
   CombineCall(const HostContext& context, const OpenCall& sent, Handle handle);
   bool advance_send();                         // true once all partial sums are handed in
@@ -120,7 +120,7 @@ class CombineCall {
   const HostContext& context_;
   CombineSend send_{};  // of the first half
   HandleView handle_;
-  OpenCall call_;          // not solo: the step is that of its dispatch
+  OpenCall call_;          // not solo: its step is its dispatch's
   bool recorded_ = false;  // in the ledger
   std::deque<Step> in_flight_;
   WaitClock waits_;

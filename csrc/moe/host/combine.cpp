@@ -1,5 +1,5 @@
-// Combine on the host: partial sums at the expert's rank, sums per node, the sum at the source. The
-// order of additions is fixed (docs/protocol.md), so results do not depend on arrival.
+// Combine on the host: partial sums at the expert's rank, sums per node, the sum at the source.
+// Additions have a fixed order (docs/protocol.md), so results do not depend on arrival.
 #include <algorithm>
 #include <array>
 #include <bit>
@@ -24,7 +24,7 @@ float* weights_at(RegionHeader& region, int64_t slot, int topk) noexcept {
   return abi::behind_header<float>(region_bytes(region)) + slot * topk;
 }
 
-// Bytes of a slot's weights, which a header of weights names as its slots'.
+// Bytes of a slot's weights, which a header of weights gives as slot bytes.
 uint64_t slot_weights_bytes(const abi::Shape& shape) noexcept {
   return sizeof(float) * static_cast<uint64_t>(shape.topk);
 }
@@ -34,7 +34,7 @@ struct SlotRows {
   std::array<Addend, abi::kMaxTopk> addends;
   size_t num_addends = 0;
 
-  // late: [K] of the slot; null: those of the rows, or none.
+  // late: [K] weights of the slot that came with combine; null: the rows' weights, or none.
   SlotRows(const CombineSend& call, const int32_t* rows, const float* late, int topk,
            uint64_t row_bytes) noexcept {
     for (int k = 0; k < topk; ++k) {
@@ -46,7 +46,7 @@ struct SlotRows {
   }
 };
 
-// The scalars that go back with a slot: one of each row, or by rank all K of the slot's only row.
+// Copies the scalars that return with a slot: one of each row, or by rank all K of its only row.
 void copy_scalars(float* out, const CombineSend& call, const int32_t* rows, int topk) noexcept {
   if (call.scalars_by_rank) {
     const int64_t row = *std::max_element(rows, rows + topk);
@@ -162,7 +162,7 @@ void HostKernels::hand_in(Step step, const CombineSend* call, const HandleView* 
     for (int i = 0; i < shape_.num_other_nodes(); ++i) {
       const int node = abi::other_node(i, memory_.node());
       if (skips(rank_of(node, gateway))) continue;
-      // acq_rel: releases this rank's partial sums, and for the last one acquires all the others'.
+      // acq_rel: releases this rank's partial sums; the last rank acquires all others' sums.
       const uint64_t before =
           memory_.gather_count(gateway, step.slot, node).fetch_add(1, std::memory_order_acq_rel);
       if (before + 1 == full) add_up(step, call, handle, chunk, gateway, node);
@@ -171,7 +171,7 @@ void HostKernels::hand_in(Step step, const CombineSend* call, const HandleView* 
   for (int l = 0; l < shape_.ranks_per_node; ++l) raise_flag(step, Phase::kCombine, l);
 }
 
-// Runs at whichever rank of the node came last; reads and writes the gateway's memory.
+// Called by the last rank of the node to hand in; reads and writes the gateway's memory.
 void HostKernels::add_up(Step step, const CombineSend* call, const HandleView* handle,
                          int64_t chunk, int gateway, int node) {
   const bool scalars = call && call->row_scalars;

@@ -129,7 +129,7 @@ void HostKernels::send_empty_dispatch(Step step) {
 // --- receiving ---
 
 RegionHeader& HostKernels::dispatch_region(Step step, int source) const noexcept {
-  // Nobody writes to what is returned, whoever it is of.
+  // Callers only read the returned header, also a peer's.
   if (silent(source)) return *reinterpret_cast<RegionHeader*>(const_cast<uint64_t*>(empty_.data()));
   const int node = source / shape_.ranks_per_node;
   const int local = source % shape_.ranks_per_node;
@@ -142,7 +142,7 @@ void HostKernels::recv_empty_dispatch(Step step) const {
     check_header(dispatch_region(step, s), step, abi::kEmpty, 0, s, "dispatch");
 }
 
-// [max_local_experts + 1] of this rank.
+// Returns [max_local_experts + 1] counts for this rank.
 const int32_t* HostKernels::counts_from(Step step, int source) const noexcept {
   const bool own_node = source / shape_.ranks_per_node == memory_.node();
   const auto* counts = abi::behind_header<int32_t>(region_bytes(dispatch_region(step, source)));
@@ -288,7 +288,7 @@ void HostKernels::copy_rows(Step step, const DispatchRecv& call, const abi::Toke
   });
 }
 
-// The experts of this rank that a token by rank has, and their weights.
+// Writes this rank's experts of a token by rank, and their weights.
 void HostKernels::fill_topk(const DispatchRecv& call, const std::byte* slot,
                             uint64_t row) const noexcept {
   const auto topk = static_cast<size_t>(shape_.topk);
@@ -301,7 +301,7 @@ void HostKernels::fill_topk(const DispatchRecv& call, const std::byte* slot,
   }
 }
 
-// Rows that hold no token: weight 0, source and experts -1 always, zero values when asked for.
+// Clears rows without a token: weight 0, source and experts -1 always, zero values when asked for.
 void HostKernels::clear_padding(const DispatchRecv& call) const noexcept {
   const bool by_rank = call.options.by_rank();
   const auto per_row = static_cast<uint64_t>(by_rank ? shape_.topk : 1);

@@ -30,7 +30,7 @@ void HostGather::connect(const std::vector<Remote>& remotes) {
 void HostGather::close(platform::Deadline deadline) {
   for (size_t i = 0; i < num_links_; ++i)
     if (links_[i].request.active() && !links_[i].request.wait(deadline)) {
-      (void)links_.release();  // the engine still holds the Requests: better lost than freed
+      (void)links_.release();  // the engine still holds the Requests: leaked rather than freed
       throw Error(Code::kTimeout, "writes of gather_counts did not end");
     }
   if (board_) engine_.unregister_memory(board_);
@@ -93,8 +93,8 @@ void HostGather::on_imm(const engine::ImmKey& key) noexcept {
     return link.immediates[call % 2].load(std::memory_order_relaxed) >=
            uses(call) * static_cast<uint64_t>(link.remote.num_nics);
   };
-  // The payload is visible to this thread (provider.h, assumption 1), so it is to whoever acquires
-  // the word. Two calls at once when the later one overtook.
+  // The payload is visible to this thread (provider.h, assumption 1), so it is to every thread that
+  // acquires the word. Publishes two calls when the later one overtook.
   while (complete(link.published + 1)) publish(node, ++link.published);
 }
 
@@ -119,8 +119,8 @@ void HostGather::fail(Code code, const std::string& message) const {
 
 void HostGather::check_write(const Link& link, platform::Deadline deadline) const {
   if (!link.request.done() || link.request.status().ok()) return;
-  // Its farewell was here before its NICs were gone (Exchange::partner_left), and is the polling
-  // thread's.
+  // Its farewell arrived before its NICs were gone (Exchange::partner_left), and belongs to the
+  // polling thread.
   bool left = false;
   engine_.run_on_poller([&] { left = memory_.farewell_in(link.remote.node).load() != 0; },
                         deadline);

@@ -4,11 +4,11 @@
 // A rank writes its values into its own *board* and, for other nodes, into the board of the rank
 // there with its local index; then every rank reads the boards of its node. A board is part of the
 // rank's shared memory (BoardLayout in plan.h), in host memory on GPU ranks too. Word r of a source
-// node says that its values of call r are there; calls use two rows in turn.
+// node means that its values of call r have arrived; calls use two rows in turn.
 //
-// Why two rows are enough: a rank begins call r + 2 once it has everybody's values of r + 1, and a
-// rank hands those in after it has read call r. For the same reason immediates of r and r + 1 may
-// mix, those of r and r + 2 cannot: they are counted by row.
+// Why two rows are enough: a rank begins call r + 2 once it has every rank's values of r + 1, and a
+// rank hands in r + 1 after it has read call r. For the same reason immediates of r and r + 1 may
+// mix, but r and r + 2 cannot: they are counted by row.
 #pragma once
 
 #include <atomic>
@@ -27,12 +27,12 @@ namespace moe_p2p::moe {
 
 class HostGather final : public engine::ImmSink {
  public:
-  // Of the immediates, beside those of the steps.
+  // Phase of the immediates, beside the phases of the steps.
   static constexpr uint32_t kPhase = engine::ImmKey::kMaxPhases - 1;
   static_assert(abi::kNumPhases <= kPhase);
   static constexpr uint32_t kNumRows = 2;
-  // No row has these slots; they are of the Exchange: immediates of probes, which say nothing, and
-  // of farewells.
+  // No row has these slots. The Exchange uses them for immediates of probes, which carry nothing,
+  // and of farewells.
   static constexpr uint32_t kProbeSlot = engine::ImmKey::kMaxSlots - 1;
   static constexpr uint32_t kFarewellSlot = engine::ImmKey::kMaxSlots - 2;
 
@@ -49,24 +49,24 @@ class HostGather final : public engine::ImmSink {
     int num_nics;
   };
   void connect(const std::vector<Remote>& remotes);  // [N-1] by node
-  // Once the peers are disconnected: lets go of writes that a failed call left, and of the board.
+  // Called once the peers are disconnected: frees writes that a failed call left, and the board.
   void close(platform::Deadline deadline);
 
   // One call: send(), wait until it is complete(), read().
   // Throws Error{kInvalidArgument} for too many values, before anything is sent.
   void send(std::span<const int32_t> values);
   bool arrived(int source) const noexcept;
-  // Calls whose values are on that other node; nullopt while a write to it is under way. Between
-  // calls.
+  // Calls whose values arrived on that other node; nullopt while a write to it is under way. Called
+  // between calls.
   std::optional<uint64_t> num_arrived(int node) const noexcept;
-  // The values of all ranks are here. Throws Error when a write of this rank failed, but to a rank
-  // that has closed its communicator: it had what it needs.
+  // The values of all ranks have arrived. Throws Error when a write of this rank failed, except to
+  // a rank that has closed its communicator: it had what it needs.
   bool complete(platform::Deadline deadline) const;
-  // [W, n]. Also waits for the end of this rank's writes, after which its row may be used again
-  // (and the communicator be closed). Throws Error{kProtocol} naming a rank that gave another
+  // Returns [W, n]. Also waits for the end of this rank's writes, after which its row may be used
+  // again (and the communicator closed). Throws Error{kProtocol} naming a rank that gave another
   // number.
   void read(std::span<int32_t> gathered, platform::Deadline deadline);
-  // For stories: "gather_counts call 3", and what has come from a partner.
+  // For error texts: "gather_counts call 3", and what has arrived from a partner.
   std::string call() const;
   std::string progress(int node) const;
 
@@ -76,7 +76,7 @@ class HostGather final : public engine::ImmSink {
   struct Link {
     Remote remote{};
     engine::Request request;
-    std::atomic<uint64_t> immediates[2]{};  // by row; other threads read them for stories only
+    std::atomic<uint64_t> immediates[2]{};  // by row; other threads read them for error texts only
     uint64_t published = 0;                 // last call whose word is up; polling thread
   };
 

@@ -1,4 +1,4 @@
-// What all host kernels share: the layout of a token, its routing, headers and signals.
+// Shared by all host kernels: the layout of a token, its routing, headers and signals.
 #include "moe/host/kernels.h"
 
 #include <algorithm>
@@ -18,7 +18,7 @@ const char* dtype_name(uint32_t flags) {
   return index < 4 ? kNames[index] : "unknown";
 }
 
-// What a header's flags say, for errors.
+// A header's flags as text, for errors.
 std::string flags_text(uint32_t flags) {
   if (flags & abi::kEmpty) return "an empty half (a solo call or a release)";
   return base::concat(dtype_name(flags), flags & abi::kScalars ? " rows with scalars" : " rows",
@@ -169,12 +169,12 @@ bool HostKernels::arrived(Step step, Phase phase, int source) const noexcept {
   if (silent(source)) return true;
   const int node = source / shape_.ranks_per_node;
   const int local = source % shape_.ranks_per_node;
-  int keeper = memory_.local();  // whose signal memory holds the flag
+  int keeper = memory_.local();  // local rank whose signal memory holds the flag
   if (node != memory_.node()) {
     if (phase != Phase::kCombine) {
       keeper = local;
     } else if (local != memory_.local()) {
-      return true;  // that node's sum comes from the rank with our local index
+      return true;  // the rank there with our local index sends that node's sum
     }
   }
   // acquire: pairs with raise_flag() and Exchange::publish_arrivals().

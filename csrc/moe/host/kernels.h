@@ -1,6 +1,6 @@
 // The CPU twins of kernels/*.cu: each works on one step of one rank and never waits. Callers
-// (host/calls.cpp) have seen that the step's slot is free, or that everything the kernel reads has
-// arrived. They throw only on what peers sent wrong (Error{kProtocol}, naming the rank).
+// (host/calls.cpp) have checked that the step's slot is free, or that everything the kernel reads
+// has arrived. They throw only on wrong data from peers (Error{kProtocol}, naming the rank).
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@
 
 namespace moe_p2p::moe {
 
-// What a dispatch knows of its routing: made once per call, before anything is sent.
+// Routing of a dispatch: made once per call, before anything is sent.
 struct Routing {
   std::vector<int32_t> experts;    // [T', K] global ids, -1 = none
   std::vector<int32_t> positions;  // [T', K] earlier tokens of the call with that expert, or rank
@@ -43,8 +43,8 @@ class HostKernels {
   HostKernels(const Plan& plan, NodeMemory& memory, int num_threads, const Masks& masks);
   int rank() const noexcept { return memory_.rank(); }
 
-  // Which ranks are masked is looked at here, and stays for all kernels until the next look.
-  // Nothing is written for them; what they would say counts as said, and is empty.
+  // Reads which ranks are masked; all kernels use that until the next call of this. Nothing is
+  // written for masked ranks; they count as arrived, and empty.
   void look_at_masks();
 
   // Checks the expert ids, counts, and gives every token its slots (into the handle).
@@ -55,31 +55,31 @@ class HostKernels {
   // Chunk 0 also lays out the output.
   void dispatch_recv(Step step, const DispatchRecv& call, const abi::TokenParts& parts,
                      const HandleView& handle, int64_t chunk, Placement& placement);
-  // call.topk_weights to the ranks that hold the tokens; combine_send() then needs everybody's.
+  // Pushes call.topk_weights to the ranks that hold the tokens; combine_send() needs all ranks'.
   void push_weights(Step step, const CombineSend& call, const HandleView& handle, int64_t chunk);
   void recv_weights(Step step) const;
   void combine_send(Step step, const CombineSend& call, const HandleView& handle, int64_t chunk);
   void combine_recv(Step step, const CombineRecv& call, const HandleView& handle, int64_t chunk);
 
-  // The halves of a step that carry nothing; the receiving side checks that nothing came.
+  // Empty halves of a step; the receiving side checks that nothing arrived.
   void send_empty_dispatch(Step step);
   void recv_empty_dispatch(Step step) const;
   void send_empty_combine(Step step);
   void recv_empty_combine(Step step) const;
 
-  // Whether what `source` sends this rank in a phase is visible, or it is masked. In combine
-  // another node speaks through its rank with this local index only; for its other ranks this is
-  // always true.
+  // True when what `source` sends this rank in a phase is visible, or `source` is masked. In
+  // combine the rank with this local index sends for its whole node; true for that node's other
+  // ranks.
   bool arrived(Step step, abi::Phase phase, int source) const noexcept;
 
  private:
   bool silent(int rank) const noexcept { return silent_[static_cast<size_t>(rank)]; }
-  // Nothing is written for this rank: it may still read what it was told before.
+  // Nothing is written for this rank: it may still read what was sent before its mask.
   bool skips(int rank) const noexcept { return silent(rank) && !MOE_P2P_MUTATED(kWriteToMasked); }
   int rank_of(int node, int local) const noexcept { return node * shape_.ranks_per_node + local; }
-  // That a column of send_slots stands for: of this node, or our partner on another one.
+  // The rank of a column of send_slots: of this node, or our partner on another one.
   int rank_of_column(int column) const noexcept;
-  // Where this rank reads what `source` sent; no tokens and no counts when it is silent.
+  // Where this rank reads what `source` sent; no tokens and no counts when it is masked.
   abi::RegionHeader& dispatch_region(Step step, int source) const noexcept;
   abi::RegionHeader& combine_region(Step step, int source) const noexcept;
   abi::RegionHeader& weights_region(Step step, int source) const noexcept;
@@ -116,7 +116,7 @@ class HostKernels {
   NodeMemory& memory_;
   const Masks masks_;
   std::vector<bool> silent_;     // [W] masked at the last look
-  std::vector<uint64_t> empty_;  // what a silent rank dispatches: a header and counts, of zeros
+  std::vector<uint64_t> empty_;  // dispatch of a masked rank: a header and counts, all zero
   platform::ThreadPool pool_;
 };
 

@@ -21,13 +21,13 @@ using abi::DType;
 namespace {
 
 #if defined(__aarch64__)
-using Half = __fp16;  // g++ has _Float16 there only from version 13 on
+using Half = __fp16;  // g++ has _Float16 there from version 13 on
 #else
 using Half = _Float16;
 #endif
 constexpr size_t kBlock = 512;  // floats of accumulator: stays in the first-level cache
 
-// Sums begin at 0.0f, as the specification's: -0.0 alone gives +0.0.
+// Sums begin at 0.0f, as specified: -0.0 alone gives +0.0.
 MOE_P2P_VECTOR void add_bf16(float* acc, const uint16_t* x, float w, bool weighted, size_t n) {
   if (weighted) {
     for (size_t i = 0; i < n; ++i) acc[i] += w * std::bit_cast<float>(uint32_t{x[i]} << 16);
@@ -107,7 +107,7 @@ MOE_P2P_VECTOR void quantize_block(const float* x, float multiplier, uint8_t* ou
   }
 }
 
-// inf for a NaN.
+// Returns inf for a NaN.
 MOE_P2P_VECTOR float absolute_max(const float* x, size_t n) {
   uint32_t largest = 0;  // magnitudes order like their bits, NaN above inf
   for (size_t i = 0; i < n; ++i)

@@ -25,7 +25,7 @@ class ScaleRows {
     expert_step_ = num_words_ * (call.options.column_scales ? stride : capacity);
   }
 
-  // `sent`: the scales of the row as they travelled, sent_bytes of them.
+  // `sent`: the scales of the row as they travelled, sent_bytes long.
   void store(uint64_t row, const std::byte* sent, uint64_t sent_bytes) const noexcept {
     const auto* words = abi::values_at<uint32_t>(sent);
     const auto* scales = abi::values_at<float>(sent);

@@ -1,5 +1,5 @@
-// How long a receiving half waits for each source. Reads the clock only where somebody asks, so a
-// simulation without one stays exact.
+// Measures how long a receiving half waits for each source. Reads the clock only when ticks are
+// asked for, so a simulation without them stays exact.
 #pragma once
 
 #include <algorithm>
@@ -13,8 +13,8 @@ namespace moe_p2p::moe {
 
 class WaitClock {
  public:
-  // At every look at the arrivals of `step`, which is waited for since the first one. ticks: [W]
-  // nanoseconds, summed over the steps of a call; null: nobody asks.
+  // Called at every look at the arrivals of `step`; the first call begins the wait. ticks: [W]
+  // nanoseconds, summed over the steps of a call; null: not measured.
   void look(const HostKernels& kernels, Step step, abi::Phase phase, std::span<int64_t> ticks) {
     if (ticks.empty()) return;
     const auto now = platform::Clock::now();
@@ -32,7 +32,7 @@ class WaitClock {
   }
 
  private:
-  std::vector<bool> heard_;  // of this step
+  std::vector<bool> heard_;  // sources of this step that have arrived
   uint64_t step_ = 0;
   platform::Clock::time_point begin_;
 };

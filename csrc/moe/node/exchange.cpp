@@ -164,7 +164,7 @@ void Exchange::fail(const Failure& failure) noexcept {
   stop(failure);
 }
 
-// What this rank waits for may be among the immediates that are not counted.
+// Immediates that are not counted may include what this rank waits for.
 void Exchange::check_flushes() noexcept {
   if (engine_.gpu_flush_failed() && !remotes_.empty()) [[unlikely]]
     stop({memory_.node(), Failure::Kind::kFlush, {}, 0, {base::Code::kTransport, 0}});
@@ -176,15 +176,15 @@ void Exchange::stop(const Failure& failure) noexcept {
   failed_.store(true, std::memory_order_release);  // pairs with failure()
   for (int l = 0; l < memory_.num_local(); ++l) {
     if (masks_.enabled() && l != memory_.local()) continue;  // they mask this rank
-    // The whole node stops waiting: whom this rank cannot reach, its neighbours will miss too.
+    // The whole node stops waiting: neighbours will miss the same partner.
     std::atomic_ref(memory_.head(l).abort)
         .store(1 + static_cast<uint64_t>(memory_.rank()), std::memory_order_release);
     platform::notify_all(memory_.bell(l));
   }
 }
 
-// The first part may at any time, the others once it was taken: before it they are of no use at the
-// other end.
+// The first part may always be rung, the others once it was taken: the receiver cannot use them
+// before.
 bool Exchange::may_ring(const Lane& lane, int index) noexcept {
   const Part& first = lane.parts[0];
   return index == 0 ||
@@ -206,15 +206,15 @@ bool Exchange::advance(Lane& lane) noexcept {
   return moved;
 }
 
-// All of its last step is taken, and acknowledged.
+// All doorbells of its last step are taken, and their writes acknowledged.
 bool Exchange::is_quiet(const Lane& lane) noexcept {
   for (int p = 0; p < most_parts(lane); ++p)
     if (lane.parts[p].busy || (p > 0 && may_ring(lane, p))) return false;
   return true;
 }
 
-// False once nothing more will be rung there before its next dispatch. Combine comes after all
-// else, and who rings it has seen what was rung before: so what is taken last is there by then.
+// False once nothing more will be rung there before its next dispatch. Combine is rung last, by a
+// rank that has seen the earlier doorbells: so when combine is taken, all others are there.
 bool Exchange::look_at(size_t watched, bool& moved) noexcept {
   const auto num_nodes = static_cast<size_t>(plan_.shape.num_nodes());
   const int slot = static_cast<int>(watched / num_nodes);
@@ -233,7 +233,7 @@ bool Exchange::take_doorbells() noexcept {
   const auto num_nodes = static_cast<size_t>(plan_.shape.num_nodes());
   for (int slot = 0; !remotes_.empty() && slot < plan_.shape.steps_in_flight; ++slot) {
     const size_t first = static_cast<size_t>(slot) * num_nodes;
-    // That of the own node, which nobody rings, lies among them.
+    // The doorbell of the own node, which nobody rings, lies among them.
     abi::Doorbell* const bells = &memory_.doorbell(memory_.local(), Phase::kDispatch, slot, 0);
     for (size_t node = 0; node < num_nodes; ++node) {
       // relaxed: take() looks again.
@@ -293,10 +293,10 @@ void Exchange::on_imm(const engine::ImmKey& key) noexcept {
     from.num_heard.store(num_parts, std::memory_order_relaxed);
 }
 
-// The one whose immediates are coming. Dispatch and combine come with every use of a slot. Not
+// The step whose immediates are arriving. Dispatch and combine arrive with every use of a slot. Not
 // every step has weights, but the combine of the slot's last use has left here, because the source
-// had it before it began this one, and that of this one waits for the weights: so it is the use
-// that follows the last doorbell of combine.
+// had it before it began this step, and the combine of this step waits for the weights: so it is
+// the use that follows the last doorbell of combine.
 uint64_t Exchange::next_step(const Lane& lane) const noexcept {
   const auto slot = static_cast<uint64_t>(lane.slot);
   const auto steps = static_cast<uint64_t>(plan_.shape.steps_in_flight);
@@ -308,8 +308,8 @@ uint64_t Exchange::next_step(const Lane& lane) const noexcept {
   return combined == 0 ? slot : combined - 1 + steps;
 }
 
-// True when more parts are here than the flag counts. Those of the slot's next use cannot be among
-// them: its source begins that once it knows that this one was received.
+// True when more parts have arrived than the flag counts. They cannot include parts of the slot's
+// next use: its source begins that once it knows that this one was received.
 bool Exchange::publish(Lane& lane) noexcept {
   const auto nics = static_cast<uint64_t>(
       MOE_P2P_MUTATED(kPublishBeforePayload) ? 1 : remote_of(lane.node).num_nics);
@@ -336,7 +336,7 @@ bool Exchange::publish(Lane& lane) noexcept {
   }
   const int source = rank_of(lane.node);
   // release: pairs with the acquire in HostKernels::arrived(). The payload is visible to this
-  // thread (provider.h, assumption 1), so it is to whoever acquires the flag.
+  // thread (provider.h, assumption 1), so it is to every thread that acquires the flag.
   memory_.flag(memory_.local(), lane.phase, lane.slot, source)
       .store(word, std::memory_order_release);
   const bool whole_node = lane.phase != Phase::kCombine;

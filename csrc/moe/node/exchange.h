@@ -1,20 +1,20 @@
 // The network half of the protocol: doorbells in, writes out; immediates in, arrivals out. Runs on
 // the proxy thread, once per turn, and never waits. One Exchange per communicator and rank.
 //
-// Sending: a doorbell word of step e says that a part of the outbox of a phase for a node is
-// complete; one Write takes what stands beside the word to the landing of the rank with the same
-// local index there, cut over all NICs, an immediate on each piece. A turn looks at one word of
-// each step slot and node: the first part of dispatch, the first to be rung of every step. It looks
-// at the others of those slots alone that are *open*: whose dispatch was rung, and whose combine
-// was not, or is under way. Receiving: when as many immediates of a (phase, step slot, source,
-// part) came as the source has NICs, all pieces of the part are visible. The flag counts the parts
-// from the first on; with the last, which its immediates say that it is, it goes up to that of the
-// step. Probes: a partner that is waited for, and to which nothing is under way, may be gone
-// without any write failing. So now and then it is sent immediates that it ignores. Farewells: a
-// rank that closes waits, partner by partner, until all that it has for one has arrived there, and
-// then sends it one word: how many writes that were, and whether it closes in order. From then on
-// that partner needs nothing more: a write to it that fails is no failure. Who waits for something
-// that was not among those writes waits in vain, and learns it when all of them are here.
+// Sending: a doorbell word of step e means that a part of the outbox of a phase for a node is
+// complete; one Write takes the bytes described beside the word to the landing of the rank with the
+// same local index there, cut over all NICs, with an immediate on each piece. A turn looks at one
+// word of each step slot and node: the first part of dispatch, the first to be rung in every step.
+// It looks at the others only for *open* slots: dispatch was rung, and combine was not, or is under
+// way. Receiving: when as many immediates of a (phase, step slot, source, part) have arrived as the
+// source has NICs, all pieces of the part are visible. The flag counts the parts from the first on;
+// with the last, which its immediates mark as such, it goes up to the step's value. Probes: a
+// partner that is waited for, and to which nothing is under way, may be gone without any write
+// failing. So now and then this rank sends it immediates that it ignores. Farewells: a rank that
+// closes waits, partner by partner, until all that it has for one has arrived there, and then sends
+// it one word: how many writes it made, and whether it closes in order. From then on that partner
+// needs nothing more: a write to it that fails is no failure. A wait for anything beyond these
+// writes fails once all of them have arrived.
 #pragma once
 
 #include <atomic>
@@ -39,7 +39,7 @@ class Exchange final : public proxy::ProxyTask, public engine::ImmSink {
     int node;
     const engine::RemoteRegion* region;  // its data memory
     const engine::RemoteRegion* board;   // and its board
-    int num_nics;                        // it sends that many immediates at a time
+    int num_nics;                        // it sends one immediate per NIC at a time
   };
   // device: a GPU rings the doorbells, and its memory holds the regions; `data` and `board` are
   // null where there are no remotes.
@@ -55,45 +55,44 @@ class Exchange final : public proxy::ProxyTask, public engine::ImmSink {
   void on_imm(const engine::ImmKey& key) noexcept override;
 
   // Begins to close, on the polling thread: nothing more will be rung here but the combines of
-  // these steps, which neighbours may hand in last. Once more with fewer, when these neighbours are
-  // gone.
+  // these steps, which neighbours may hand in last. Called again with fewer steps when these
+  // neighbours are gone.
   struct Closing {
     bool failed = false;
-    // Of the other node, writes of gather_counts that arrived; nullopt while one is under way.
-    // None: 0.
+    // gather_counts' writes that arrived at that node; nullopt while one is under way. Null: 0.
     std::function<std::optional<uint64_t>(int node)> gathers;
-    std::span<const Step> combines;  // what this rank has handed in of each slot last
+    std::span<const Step> combines;  // the last combine that this rank has handed in of each slot
   };
   void leave(const Closing& closing) noexcept;
 
-  // Once no thread runs this task any more and the peers are disconnected: waits until the engine
-  // has let go of the last Request, turning the engine itself when `turn`. False: it did not, and
+  // Called once no thread runs this task any more and the peers are disconnected: waits until the
+  // engine holds no Request, turning the engine itself when `turn`. False: it still holds one, and
   // this object must not be destroyed.
   bool settle(bool turn, platform::Deadline deadline) noexcept;
 
   // --- any thread ---
   // After leave(): every partner has its farewell, or has left or is lost or masked.
   bool has_left() const noexcept;
-  // The first failure of this rank's dealings with a partner; node -1 while there is none. With
-  // masks there is none but kFlush: the rank is masked.
+  // The first failure between this rank and a partner; node -1 while there is none. With masks
+  // there is none but kFlush: the rank is masked.
   struct Failure {
-    // kFlush: of this rank's own GPU; `node` is its own.
+    // kFlush: this rank's own GPU; `node` is its own.
     enum class Kind : uint8_t { kWrite, kProbe, kLeft, kFlush };
     int node = -1;
     Kind kind{};
-    abi::Phase phase{};  // of a write, and of what a rank that left has not sent
+    abi::Phase phase{};  // of a write, or of what a closed rank has not sent
     uint64_t step = 0;
     base::Status status;  // kLeft: kPeerDead; kFlush: kTransport
   };
   Failure failure() const noexcept;
-  // Immediates that came of a step whose flag is not up, for the text of a timeout: "1 of 2".
+  // Immediates that arrived of a step whose flag is not up, for the text of a timeout: "1 of 2".
   std::string immediates(abi::Phase phase, int slot, int node) const;
-  // For a host that waits for the partner on that node, every kProbeInterval. If it is in vain and
-  // the host still asks a while later, that is a failed write: the partner may have sent its last
-  // word, and left, while the probe was under way. For a GPU this object asks by itself.
+  // For a host that waits for the partner on that node, every kProbeInterval. A failed probe counts
+  // as a failed write only if the host is still waiting later: the peer may have finished and
+  // closed while the probe was in flight. For a GPU this object probes by itself.
   void probe(int node) noexcept;
-  // Small next to any timeout, large next to some writes. A NIC may take longer to say that nobody
-  // is there.
+  // Small next to any timeout, large next to some writes. A NIC may take longer to report that a
+  // peer is gone.
   static constexpr std::chrono::milliseconds kProbeInterval{1000};
 
  private:
@@ -104,7 +103,7 @@ class Exchange final : public proxy::ProxyTask, public engine::ImmSink {
     uint64_t word = 0;          // last doorbell taken
     uint64_t num_parts = 0;     // of its region
     uint64_t acknowledged = 0;  // last doorbell whose write completed
-    uint64_t immediates = 0;    // received, of the use that is not published
+    uint64_t immediates = 0;    // received, of the unpublished use
   };
   // One (phase, step slot, other node). Belongs to the proxy thread; others read the atomics, for
   // error texts only.
@@ -113,13 +112,13 @@ class Exchange final : public proxy::ProxyTask, public engine::ImmSink {
     int slot = 0;
     abi::Phase phase{};
     Part parts[abi::kMaxParts];
-    uint64_t acknowledged = 0;  // last doorbell of which the writes of all parts completed
-    uint64_t wanted = 0;        // when this rank closes: the last that will be rung
+    uint64_t acknowledged = 0;  // last doorbell for which the writes of all parts completed
+    uint64_t wanted = 0;        // when this rank closes: the last doorbell that will be rung
     // Of the use of the slot whose flag is not up:
     std::atomic<uint64_t> immediates{0};  // received, of all parts
-    std::atomic<uint64_t> num_heard{1};   // parts that immediates named, up to the highest
+    std::atomic<uint64_t> num_heard{1};   // parts named by immediates, up to the highest
     bool heard_last = false;              // the highest is the last
-    bool touched = false;                 // an immediate came since it was looked at
+    bool touched = false;                 // an immediate arrived since the last look
     int told = 0;                         // parts that the flag counts
     uint64_t published = 0;               // uses whose flag is up
   };
@@ -128,19 +127,19 @@ class Exchange final : public proxy::ProxyTask, public engine::ImmSink {
     std::atomic<bool> probe_wanted{false};
     engine::Request probe;
     bool probing = false;
-    base::Status probe_status;  // of the last one
+    base::Status probe_status;  // of the last probe
     platform::Clock::time_point probed;
 
-    uint64_t written = 0;    // writes of lanes that have arrived there
+    uint64_t written = 0;    // writes of lanes that arrived there
     uint64_t received = 0;   // its immediates, of lanes and of gather_counts
-    uint64_t farewells = 0;  // and of its farewell
-    bool left = false;       // its farewell is here: it needs nothing more
-    bool told = false;       // and all that it has sent: ranks of this node know
+    uint64_t farewells = 0;  // immediates of its farewell
+    bool left = false;       // its farewell arrived: it needs nothing more
+    bool told = false;       // all that it sent arrived too, and ranks of this node can see it
     bool lost = false;       // a write to it has failed
     engine::Request farewell;
     enum class Parting : uint8_t { kNo, kSaid, kDone } parting{};
   };
-  // What every turn looks at, of one step slot and node, side by side.
+  // What every turn looks at for one step slot and node, side by side.
   struct Watched {
     uint32_t tag = 0;  // low half of the last dispatch taken, of its first part
     bool open = false;
@@ -186,9 +185,9 @@ class Exchange final : public proxy::ProxyTask, public engine::ImmSink {
   uint32_t turns_ = 0;
   platform::Clock::time_point next_probe_;
   std::vector<Watched> watched_;  // [slot][N]
-  std::vector<uint32_t> open_;    // [..] those that are, by their index there
+  std::vector<uint32_t> open_;    // [..] open entries of watched_, by index
   std::vector<Lane*> touched_;    // [..] lanes since the last publish_arrivals()
-  bool dirty_ = false;            // an immediate came since then
+  bool dirty_ = false;            // an immediate arrived since then
   bool leaving_ = false;
   Closing closing_;                    // its steps are in Lane::wanted
   std::atomic<size_t> num_parted_{0};  // partners that this rank is done with

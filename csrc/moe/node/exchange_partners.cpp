@@ -1,5 +1,5 @@
-// What an Exchange knows of its partners: whether they are there (probes), and how they and it part
-// (farewells). Its own writes and arrivals are in exchange.cpp.
+// Partners of an Exchange: whether they are there (probes), and how either side closes (farewells).
+// Its own writes and arrivals are in exchange.cpp.
 #include "base/mutation.h"
 #include "moe/host/gather.h"
 #include "moe/node/exchange.h"
@@ -10,10 +10,10 @@ using abi::Phase;
 
 namespace {
 
-// After a probe in vain: whoever asks before the first may not have seen what came at the same
-// time, and whoever asks after the second waits for something else.
+// After a failed probe: requests sooner than kSoon may predate an arrival; requests later than
+// kLater belong to another wait.
 constexpr auto kSoon = Exchange::kProbeInterval / 2, kLater = Exchange::kProbeInterval * 2;
-// Of a thread that never sleeps, between two looks at the clock: they cost more than a turn.
+// Turns between two clock reads of a thread that never sleeps: a read costs more than a turn.
 constexpr uint32_t kTurns = 1u << 12;
 
 // A farewell is one word, not 0: how many writes its sender made, and above kOrderBits how it left.
@@ -29,7 +29,7 @@ void Exchange::probe(int node) noexcept {
   platform::notify_all(engine_.waker());
 }
 
-// A lane of which this rank has sent a step that the partner has not answered in kind.
+// Returns a lane whose last step this rank has sent and the partner has not.
 const Exchange::Lane* Exchange::owed_by(int node) const noexcept {
   const int index = abi::other_index(node, memory_.node());
   for (int phase = 0; phase < abi::kNumPhases; ++phase)
@@ -93,7 +93,7 @@ void Exchange::leave(const Closing& closing) noexcept {
       lane(Phase::kCombine, step.slot, static_cast<int>(i)).wanted = step.word();
 }
 
-// Whatever was rung for the node has arrived there, and nothing more will be rung.
+// Everything that was rung for the node has arrived there, and nothing more will be rung.
 bool Exchange::all_arrived(int node) const noexcept {
   for (int phase = 0; phase < abi::kNumPhases; ++phase)
     for (int slot = 0; slot < plan_.shape.steps_in_flight; ++slot) {
@@ -118,7 +118,7 @@ bool Exchange::part_from(const Remote& remote) noexcept {
     const std::optional<uint64_t> gathers = closing_.gathers ? closing_.gathers(remote.node) : 0;
     if ((!gathers || !all_arrived(remote.node)) && !MOE_P2P_MUTATED(kFarewellEarly)) return false;
     const Left left = closing_.failed ? Left::kFailed : Left::kInOrder;
-    // The NICs read it once they were given the write.
+    // The NICs read it once they have the write.
     memory_.farewell_out(remote.node)
         .store((partner.written + gathers.value_or(0)) << kOrderBits | static_cast<uint64_t>(left),
                std::memory_order_relaxed);
@@ -136,7 +136,7 @@ bool Exchange::part_from(const Remote& remote) noexcept {
     engine_.submit_from_poller(partner.farewell);
     return true;
   }
-  // Whether it arrived or not: nothing is left to do.
+  // Whether or not it arrived, nothing is left to do.
   if (!needs_nothing && !partner.farewell.done()) return false;
   partner.parting = Partner::Parting::kDone;
   // release: pairs with the acquire in has_left().
@@ -167,17 +167,17 @@ bool Exchange::settle(bool turn, platform::Deadline deadline) noexcept {
 
 // --- a partner closes ----------------------------------------------------------------------------
 
-// Its farewell may be here before the immediates of it are. When it is gone, and writes to it fail
-// for that, it is: it went when the farewell had arrived (provider.h, assumption 2).
+// Its farewell may arrive before the farewell's immediates. When the partner is gone, and writes to
+// it fail for that, the farewell is here: the partner left after it had arrived (provider.h,
+// assumption 2).
 bool Exchange::partner_left(int node) noexcept {
   Partner& partner = partner_of(node);
   if (!partner.left) partner.left = memory_.farewell_in(node).load(std::memory_order_relaxed) != 0;
   return partner.left;
 }
 
-// Its farewell may also overtake what was sent before it. So ranks of this node are told once as
-// many immediates are here as it has sent, and their flags are up: what has not come then never
-// does.
+// Its farewell may also overtake earlier writes. So this rank reports it to its node once all the
+// partner's immediates have arrived, and their flags are up: what is missing then never arrives.
 bool Exchange::publish_left() noexcept {
   bool moved = false;
   for (const Remote& remote : remotes_) {
@@ -198,8 +198,8 @@ bool Exchange::publish_left() noexcept {
   return moved;
 }
 
-// Kernels of a GPU cannot look at why nobody comes: so when one has sent a step that a partner has
-// left without, this rank fails for it.
+// Kernels of a GPU cannot see why a partner does not arrive: so this rank fails for the kernel when
+// it has sent a step and the partner has left without sending it.
 void Exchange::check_left(int node) noexcept {
   if (!device_ || !partner_of(node).told) return;
   if (const Lane* lane = owed_by(node))

@@ -1,6 +1,6 @@
-// Which ranks are gone, as this rank sees it: one int32 of each, not 0 once it is masked. They lie
-// in memory of the caller's, who reads and sets them too. While the communicator lives a mask is
-// never taken back, so whoever has seen one sees it from then on (docs/failure.md, "Masks").
+// Which ranks are gone, as this rank sees it: one int32 of each, not 0 once it is masked. The words
+// lie in memory of the caller, who reads and sets them too. While the communicator lives a mask is
+// never taken back, so a thread that has seen one sees it from then on (docs/failure.md, "Masks").
 #pragma once
 
 #include <atomic>
@@ -10,11 +10,11 @@ namespace moe_p2p::moe {
 
 class Masks {
  public:
-  // [W]; null: ranks are not masked, one that is gone breaks the communicator.
+  // [W]; null: ranks are not masked, a rank that is gone breaks the communicator.
   explicit Masks(int32_t* words) noexcept : words_(words) {}
 
   bool enabled() const noexcept { return words_ != nullptr; }
-  // relaxed, both: a mask says that something will not come; there is no data behind it.
+  // relaxed, both: a mask means that something will not arrive; no data depends on it.
   bool has(int rank) const noexcept {
     return words_ && std::atomic_ref(words_[rank]).load(std::memory_order_relaxed) != 0;
   }

@@ -19,8 +19,7 @@ namespace moe_p2p::moe {
 
 class NodeMemory {
  public:
-  // Allocates this rank's part; attach() maps the neighbours'. Without regions when those are on a
-  // GPU.
+  // Allocates this rank's part; attach() maps the neighbours'. No regions when a GPU holds them.
   NodeMemory(const Plan& plan, int rank, bool with_regions = true);
 
   struct Neighbour {
@@ -46,7 +45,7 @@ class NodeMemory {
   abi::Doorbell& doorbell(int local, abi::Phase phase, int slot, int node) const noexcept;
   Word gather_count(int local, int slot, int node) const noexcept;
   platform::EventCount& bell(int local) const noexcept;   // waiters of that rank
-  platform::EventCount& waker(int local) const noexcept;  // its proxy
+  platform::EventCount& waker(int local) const noexcept;  // the proxy of that rank
 
   // --- regions of one step slot ---
   using Region = abi::RegionHeader;
@@ -61,13 +60,13 @@ class NodeMemory {
   Region& weights_outbox(int local, int slot, int node) const noexcept;
   Region& weights_landing(int local, int slot, int source_node) const noexcept;
 
-  // This rank's regions, the span that its NICs are given.
+  // This rank's regions, which its NICs may access.
   std::span<std::byte> data() const noexcept;
   // The signal memory of a local rank, for a GPU to map.
   std::byte* signals(int local) const noexcept;
-  // What reaches a local rank beside the steps (BoardLayout).
+  // A local rank's board: what arrives there beside the steps (BoardLayout).
   std::byte* board(int local) const noexcept { return signals(local) + board_; }
-  // Of this rank's farewells to and from its partner on that node (exchange.h).
+  // Words of this rank's farewells to and from its partner on that node (exchange.h).
   Word farewell_out(int node) const noexcept {
     return board_word(local(), plan_.board.farewell_out, node);
   }
@@ -84,7 +83,7 @@ class NodeMemory {
   Word board_word(int local, uint64_t at, int node) const noexcept {
     return Word(*reinterpret_cast<uint64_t*>(board(local) + at + 8 * static_cast<uint64_t>(node)));
   }
-  int other(int node) const noexcept;  // index of another node, of this node's point of view
+  int other(int node) const noexcept;  // index of another node among the others, as seen here
 
   const Plan plan_;
   const int rank_;
@@ -95,7 +94,7 @@ class NodeMemory {
   std::vector<platform::SharedMemory> wakers_;  // [L]
 };
 
-// How a partner on another node has closed its communicator; 0: it has not, as far as is known.
+// How a partner on another node has closed its communicator; 0: not closed, as far as is known.
 enum class Left : uint64_t { kNo = 0, kInOrder = 1, kFailed = 2 };
 
 // The slots of a region lie behind its header and, for dispatch, its counts.

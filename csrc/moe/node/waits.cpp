@@ -89,7 +89,7 @@ void Waits::check_neighbours(const Arrived& arrived, const Text& text) const {
     if (arrived(source)) continue;
     const std::string why = silent(source);
     if (why.empty()) continue;
-    if (arrived(source)) continue;  // it came before the end
+    if (arrived(source)) continue;  // it arrived before the end
     if (!masks_.enabled()) fail(Code::kPeerDead, base::concat(why, "; ", text()));
     MOE_P2P_LOG(base::LogLevel::kWarning, "rank ", options_.rank, ": rank ", source,
                 " is masked: ", why);
@@ -97,10 +97,10 @@ void Waits::check_neighbours(const Arrived& arrived, const Text& text) const {
   }
 }
 
-// T (2 - 1/n) for n ranks that are missing, masked or not. A rank that dies may have said the same
-// thing to some and not to others; those wait for it, and the rest soon wait for them and for it,
-// or have masked it already. So whoever misses fewer masks first, and is heard in time by the
-// others.
+// T (2 - 1/n) for n ranks that are missing, masked or not. A rank that dies may have sent something
+// to some ranks only. The others wait for it, and the ranks that have it soon wait for these others
+// and for the dead one, or have masked it. So a rank that misses fewer masks first, and arrives at
+// the others in time.
 std::chrono::milliseconds Waits::patience(const Arrived& arrived) const {
   int missing = 0;
   for (int source = 0; source < plan_.shape.world_size; ++source)

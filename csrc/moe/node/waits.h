@@ -20,7 +20,7 @@ namespace moe_p2p::moe {
 class Waits {
  public:
   using Arrived = std::function<bool(int source)>;
-  using Text = std::function<std::string()>;  // what is waited for
+  using Text = std::function<std::string()>;  // describes what is waited for
   using Breaks = bool (*)(base::Code);  // whether an error with this code breaks the communicator
 
   Waits(const Plan& plan, const AllToAllOptions& options, NodeMemory& memory, const Masks& masks,
@@ -28,26 +28,26 @@ class Waits {
       : plan_(plan), options_(options), memory_(memory), masks_(masks), engine_(engine) {}
   void set_exchange(Exchange* exchange) noexcept { exchange_ = exchange; }
 
-  // Until ready(), with a deadline; gives up when a rank that has not arrived() is gone, or masks
-  // it.
+  // Waits until ready(), with a deadline; throws or masks when a rank that has not arrived() is
+  // gone.
   void wait(const std::function<bool()>& ready, const Arrived& arrived, const Text& text) const;
 
   // --- what ends a wait, and calls that do not wait ---
-  // Throws when a rank of this node gave up, or this rank's exchange did.
+  // Throws when a rank of this node, or this rank's exchange, has failed.
   void check_abort(const Text& text) const;
-  // Throws, or masks, where a rank that has not arrived() is gone.
+  // Throws or masks when a rank that has not arrived() is gone.
   void check_neighbours(const Arrived& arrived, const Text& text) const;
   // Why a local rank will send nothing more: "rank 3's process has ended"; empty while it may.
   std::string gone(int local) const;
   bool aborted() const noexcept;  // some rank of this node gave up
 
   // --- texts ---
-  // "1 of 2 immediates came" of this rank's partner on that node.
+  // "1 of 2 immediates came" for this rank's partner on that node.
   std::string progress(const Pending& pending, int node) const;
   // "dispatch of step 3 waits for rank 2 (node 1, 1 of 2 immediates came)"
   std::string waiting_for(const Pending& pending, const Arrived& arrived) const;
-  // " rank 2 (node 1) rank 3 (node 1, ...)": who has not arrived(), with progress(node) of this
-  // rank's partners.
+  // " rank 2 (node 1) rank 3 (node 1, ...)": ranks that have not arrived(), with progress(node) for
+  // this rank's partners.
   std::string missing(const Arrived& arrived,
                       const std::function<std::string(int node)>& progress) const;
   [[noreturn]] void fail(base::Code code, const std::string& message) const;
@@ -69,17 +69,17 @@ class Waits {
 
  private:
   int rank_of(int node, int local) const { return node * plan_.shape.ranks_per_node + local; }
-  // Stops everybody on this node who waits.
+  // Ends all waits on this node.
   void latch(const base::Error& error);
-  // gone() of any rank, whose gateway here may be gone too.
+  // gone() for any rank; its gateway here may be gone too.
   std::string silent(int source) const;
   // Why the exchange failed.
   std::string failure_text(const Exchange::Failure& failure) const;
-  // This rank's partners on other nodes that have not arrived(source).
+  // Probes this rank's partners on other nodes that have not arrived(source).
   void probe(const Arrived& arrived) const;
   // How long a wait lasts before it masks.
   std::chrono::milliseconds patience(const Arrived& arrived) const;
-  // Masks who has not arrived(source); false when nobody can be masked.
+  // Masks ranks that have not arrived(source); false when none can be masked.
   bool mask_missing(const Arrived& arrived, const Text& text) const;
   // False when the deadline passed.
   bool wait_until(platform::Deadline deadline, const std::function<bool()>& ready,

@@ -1,4 +1,4 @@
-// What a handle may hold. Called by host calls; kernels of a GPU trust theirs.
+// Checks of a handle's contents. Called by host calls; kernels of a GPU trust their handle.
 #include "moe/plan/handle.h"
 
 #include <algorithm>
@@ -28,7 +28,7 @@ HandleView HandleView::open(const abi::Shape& shape, uint32_t communicator, Hand
                 Code::kInvalidArgument, "handle is of ", meta->num_tokens, " tokens in ",
                 meta->num_rows, " rows, ", meta->num_chunks, " chunks and ", meta->num_slots,
                 " slots, state ", meta->state, kOverwritten);
-  // Before the layout is made of them: sizes of 2^31 chunks need not fit 64 bits.
+  // Checked before the layout is computed: sizes of 2^31 chunks need not fit 64 bits.
   const int64_t chunk_slots = int64_t{shape.world_size} * meta->num_slots;
   MOE_P2P_CHECK(meta->num_chunks <= handle.num_words / chunk_slots, Code::kInvalidArgument,
                 "handle has ", handle.num_words, " words, too few for its ", meta->num_chunks,
@@ -51,7 +51,7 @@ void HandleView::check_contents(int rank, int64_t y_rows) const {
                                                      slot_rows(chunk, source, slot) + shape.topk);
         first = std::min(first, *low);
         last = std::max(last, *high);
-        if (source / shape.ranks_per_node == node) continue;  // nobody adds up for its own node
+        if (source / shape.ranks_per_node == node) continue;  // no rank adds up for its own node
         const auto num_ranks = static_cast<int>(std::bit_width(slot_ranks(chunk, source, slot)));
         MOE_P2P_CHECK(num_ranks <= shape.ranks_per_node, Code::kInvalidArgument,
                       "handle names rank ", num_ranks - 1, " of this node for slot ", slot,

@@ -19,15 +19,15 @@ class HandleView {
                   " words, this dispatch needs ", layout.total, " (handle_words)");
     return {shape, handle.words, layout, num_slots};
   }
-  // For one that a dispatch of this communicator has written. Throws unless it is one, and all that
-  // its numbers speak of lies inside.
+  // For a handle that a dispatch of this communicator has written. Throws unless it is one, and
+  // every array that its numbers describe lies inside.
   static HandleView open(const abi::Shape& shape, uint32_t communicator, Handle handle);
-  // Throws unless `rank` may follow every number that its combine reads here: slots of partial
-  // sums, ranks of its node, rows of y.
+  // Throws unless `rank` may use every number that its combine reads here: slots of partial sums,
+  // ranks of its node, rows of y.
   void check_contents(int rank, int64_t y_rows) const;
 
   abi::HandleMeta& meta() const noexcept { return *reinterpret_cast<abi::HandleMeta*>(words_); }
-  // Slots that a source has in a chunk, at most.
+  // The most slots that a source has in a chunk.
   int64_t num_slots() const noexcept { return num_slots_; }
   // [L + N] of token t
   int32_t* send_slots(int64_t token) const noexcept {

@@ -61,7 +61,7 @@ void place_experts(const PlanInput& in, Plan& plan) {
 
 }  // namespace
 
-// A whole NVLink domain of 72 GPUs, for one, is more than a node.
+// Refuses, for one, a whole NVLink domain of 72 GPUs, which is more than a node.
 void check_ranks_per_node(int64_t ranks) {
   MOE_P2P_CHECK(ranks >= 1, Code::kInvalidArgument, "ranks_per_node is ", ranks,
                 ", must be from 1 to ", abi::kMaxRanksPerNode);
@@ -81,7 +81,7 @@ Plan make_plan(const PlanInput& in) {
   MOE_P2P_CHECK(payload % 16 == 0, Code::kInvalidArgument, "hidden_dim ", in.hidden_dim, " of ",
                 in.payload_item_bytes, "-byte values is ", payload,
                 " bytes a token, must be a multiple of 16");
-  // Any type may be quantized, and a row of few values is then larger by its scale.
+  // Any type may be quantized; a row of few values is then larger by its scale.
   const auto hidden = static_cast<uint64_t>(in.hidden_dim);
   const uint64_t fp8 = abi::align_up(hidden, 16) +
                        abi::align_up(4 * ((hidden + abi::kScaleBlock - 1) / abi::kScaleBlock), 16);
@@ -111,7 +111,7 @@ BoardLayout BoardLayout::make(const abi::Shape& shape) {
   // Counts of every expert, of every rank, and a few numbers more.
   g.max_values =
       static_cast<uint64_t>(shape.num_experts) + static_cast<uint64_t>(shape.world_size) + 16;
-  // Partners write the words of farewell_in; other words keep to lines of their own.
+  // Partners write the words of farewell_in; other words have their own lines.
   const uint64_t words = abi::align_up(8 * nodes, abi::kLine);
   g.farewell_out = words;
   g.farewell_in = 2 * words;

@@ -13,7 +13,7 @@
 
 namespace moe_p2p::moe {
 
-// As the user gives them; equal on all ranks.
+// The user's numbers; equal on all ranks.
 struct PlanInput {
   int64_t world_size = 0;
   int64_t ranks_per_node = 0;
@@ -30,8 +30,8 @@ struct PlanInput {
   std::vector<int64_t> expert_rank;  // [E] owner of each expert; empty: equal blocks
 };
 
-// A rank's board, behind its signal words and regions: what host_gather.h brings, and farewells
-// (exchange.h). Offsets in bytes. It begins with u64 words [N] of gather_counts.
+// A rank's board, behind its signal words and regions: values of gather_counts (moe/host/gather.h)
+// and farewells (exchange.h). Offsets in bytes. It begins with u64 words [N] of gather_counts.
 struct BoardLayout {
   uint64_t farewell_out;  // u64 [N] to the partner on each other node
   uint64_t farewell_in;   // u64 [N] from them
@@ -56,7 +56,7 @@ struct Plan {
 
   int num_local_experts(int rank) const;
   int64_t num_chunks(int64_t max_tokens_of_call) const;
-  // Slots of a source in a chunk of such a call, at most; at least 1.
+  // The most slots of a source in a chunk of such a call; at least 1.
   int64_t num_slots(int64_t max_tokens_of_call) const;
   // Every region by name and its bytes for all steps, for people and for the allocator's check.
   std::vector<std::pair<std::string, uint64_t>> table() const;

@@ -1,4 +1,4 @@
-// One step of the protocol by its number and its place, and what somebody waits for in it.
+// One step of the protocol: its number, its place, and what a wait in it is for.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@ struct Step {
   uint64_t flag() const noexcept { return abi::come(index); }
 };
 
-// What somebody waits for, for the error text of a timeout.
+// What a call waits for; used in the error text of a timeout.
 struct Pending {
   Step step;
   abi::Phase phase{};

@@ -41,7 +41,7 @@ std::vector<uint64_t> row_bytes(const Extras& extras) {
   return bytes;
 }
 
-// fp32, as they travel.
+// fp32 scales, as they travel.
 uint64_t block_scale_bytes(const Plan& plan) {
   return 4 * ((static_cast<uint64_t>(plan.hidden_dim) + abi::kScaleBlock - 1) / abi::kScaleBlock);
 }

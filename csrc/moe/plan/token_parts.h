@@ -1,5 +1,5 @@
-// How a token lies in a slot and a partial row in a region: what both kinds of kernels, host and
-// device, must agree on for one call.
+// How a token lies in a slot and a partial row in a region: host and device kernels must agree on
+// it for one call.
 #pragma once
 
 #include "kernels/abi/region.h"

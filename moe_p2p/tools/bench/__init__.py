@@ -1,7 +1,7 @@
-"""`python -m moe_p2p bench`: is it right, how long does it take, how many bytes does it send.
+"""`python -m moe_p2p bench`: checks results, measures times and counts the bytes that are sent.
 
-Every rank is a process, with a GPU of its own where there are any: started here, or by torchrun on
-any number of hosts. First dispatch and combine are compared bit for bit with moe_p2p.reference over
+Every rank is a process, with its own GPU if there are any: started here, or by torchrun on any
+number of hosts. First dispatch and combine are compared bit for bit with moe_p2p.reference over
 several steps with changing token counts; then they are timed, interleaved with baselines that do
 the same job. `--check` compares alone, everything that the ranks at hand allow.
 
@@ -11,10 +11,10 @@ the same job. `--check` compares alone, everything that the ranks at hand allow.
     cases         inputs: routing (uniform, skewed, replayed) and rows
     systems       the package;  baseline: torch.distributed;  deep_ep: DeepEP's calls, of any module
     gpu_calls     their calls as they are timed;  gpu_layer: experts for the full layer
-    check         comparison with the reference;  gpu_last: of what was timed
-    clocks        how spans are taken;  gpu_measure: in which ways;  gpu_timing: by events
-    probe         what the links do (kernels/probe.cu);  floors: what follows for the job
+    check         comparison with the reference;  gpu_last: comparison of timed calls
+    clocks        how spans are taken;  gpu_measure: ways of timing;  gpu_timing: by events
+    probe         measures the links (kernels/probe.cu);  floors: least times that follow
     report        rows as a table and JSON;  plot: as a picture;  progress: the bar on a terminal
 
-Files whose names begin with gpu serve CPUs too, where tensors are on them.
+Files whose names begin with gpu also serve CPUs, when tensors are on them.
 """

@@ -45,7 +45,7 @@ class TorchAllToAll:
         pairs = max(options.tokens) * job.topk
         rows = self.world_size * max(options.tokens) * min(job.topk, self.num_local)
         hidden, self.num_scales = job.hidden_dim, -(-job.hidden_dim // 128)
-        self.wire_dtype = torch.uint8 if self.quantize else options.x_dtype  # gloo knows no fp8
+        self.wire_dtype = torch.uint8 if self.quantize else options.x_dtype  # gloo has no fp8
         extra = 1 + (self.num_scales if self.quantize else 0)
         empty = functools.partial(torch.empty, device=options.device)
         self.send_x = empty(pairs, hidden, dtype=self.wire_dtype)
@@ -84,7 +84,7 @@ class TorchAllToAll:
         rows = self._exchange(self.recv_x[:received], self.send_x[:sent], recv_splits, send_splits)
         rest = self._exchange(self.recv_extra[:received], extra, recv_splits, send_splits)
 
-        # They come ordered by (source, expert), and go to (expert, source).
+        # Rows arrive ordered by (source, expert), and go to (expert, source).
         by_source = recv_counts.view(self.world_size, self.num_local)
         place = _expert_major(by_source, received)
         torch.index_select(rows, 0, place, out=self.grouped_x[:received])
@@ -126,7 +126,7 @@ class TorchAllToAll:
 
 
 def quantizer(device: str) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """One kernel on GPUs where there is Triton; the same bits in plain torch elsewhere."""
+    """Returns one kernel on GPUs with Triton; elsewhere plain torch with the same bits."""
     if device == "cuda" and importlib.util.find_spec("triton") is not None:
         from moe_p2p.kernels.triton.quantize import quantize as fused  # importing needs Triton
 
@@ -135,7 +135,7 @@ def quantizer(device: str) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
 
 
 def _expert_major(counts: Tensor, total: int) -> Tensor:
-    """Where to find each row in an array of blocks ordered (a, b), read in the order (b, a).
+    """Returns where each row lies in blocks ordered (a, b), read in the order (b, a).
 
     counts [A, B] rows per block, `total` of all. Example: [[1, 2], [1, 0]], 4 -> [0, 3, 1, 2].
     """

@@ -1,4 +1,4 @@
-"""What the benchmark feeds in: deterministic, so that every rank can make every rank's input.
+"""Inputs of the benchmark: deterministic, so that every rank can make every rank's input.
 
 Shapes: W ranks, T tokens of one rank, K top-k, E experts, H hidden size, S recorded steps.
 """
@@ -20,7 +20,7 @@ SKEW = 1.0  # exponent of the popularity of experts, ordered: the n-th is chosen
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """Routing as a router gave it, for replay."""
+    """Routing recorded from a router, for replay."""
 
     topk_idx: Tensor  # [S, W, T, K] int64
     topk_weights: Tensor  # [S, W, T, K] fp32
@@ -56,11 +56,11 @@ class Job:
     routing: Callable[[int, int, int], tuple[Tensor, Tensor]]  # (step, rank, T) -> [T, K] twice
 
     def tokens(self, step: int, counts: list[int]) -> list[Tokens]:
-        """Input of every rank in one step; `counts` tokens of each."""
+        """Returns every rank's input in one step; `counts` tokens of each."""
         return [self.tokens_of(step, rank, count) for rank, count in enumerate(counts)]
 
     def tokens_of(self, step: int, rank: int, count: int) -> Tokens:
-        """Input of one rank."""
+        """Returns one rank's input."""
         topk_idx, topk_weights = self.routing(step, rank, count)
         x = torch.randn(count, self.hidden_dim, generator=_generator(step, rank))
         return Tokens(x=x.to(self.x_dtype), topk_idx=topk_idx, topk_weights=topk_weights)

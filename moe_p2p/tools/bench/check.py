@@ -1,6 +1,6 @@
 """Comparison with the reference: the package bit for bit, the baseline within rounding.
 
-What is too much for the reference is compared with the closed form that the experts' answers allow.
+Larger calls are compared with the closed form that the experts' answers allow.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from moe_p2p.tools.bench.cases import Job
 from moe_p2p.tools.bench.options import Options
 from moe_p2p.tools.bench.systems import MoeP2p, Rows, System, experts_of_rows, finish
 
-# Steps of x_dtype: weights, products and sums rounded once each, three stages, under 8 halves.
+# In steps of x_dtype: weights, products and sums rounded once each, three stages, under 8 halves.
 _BOUND = 4
 _LEAK = 1e4
 
@@ -28,20 +28,20 @@ class Expected:
     """What one rank must see in one step."""
 
     received: Received
-    y: Tensor  # [R, H] what its experts answer
+    y: Tensor  # [R, H] the answers of its experts
     out: Tensor  # [T, H] combined, rounded as the package does
-    bound: Tensor  # [T, H] how far a sum in another order may lie from it
+    bound: Tensor  # [T, H] how far a sum in another order may differ
 
 
 def answer(wide: Tensor, e: Tensor) -> Tensor:
-    """Of expert number e * E to rows [R, H], fp32: a different function for every expert."""
+    """Expert number e * E's answer to rows [R, H], fp32: a different function for every expert."""
     return wide * (0.5 + e) + (e - 0.25)
 
 
 def apply_experts(
     job: Job, options: Options, rank: int, *, x: Tensor, scales: Tensor | None, counts: Tensor
 ) -> Tensor:
-    """What experts answer to the rows that hold tokens, [R, H] of x_dtype."""
+    """Returns the experts' answers to rows that hold tokens, [R, H] of x_dtype."""
     expert = experts_of_rows(job, rank, counts)
     rows = x[: len(expert)]
     wide = rows.float() if scales is None else reference.dequantize(rows, scales[: len(expert)])
@@ -58,7 +58,7 @@ def expect(
     max_tokens: int | None = None,
     **how: Any,
 ) -> Expected:
-    """max_tokens: of the call, for rows that lie as the package's do; None: no more than needed.
+    """max_tokens: the call's, for rows laid out as the package's; None: no more than needed.
 
     how: layout and scale_format of dispatch.
     """
@@ -80,7 +80,7 @@ def expect(
 
 
 def _answers(job: Job, options: Options, rank: int, got: Received) -> Tensor:
-    """What experts answer, [R, H]; rows without a token hold what must not leak."""
+    """Returns the experts' answers, [R, H]; rows without a token hold values that must not leak."""
     rows = got.rows()
     x = _flat(got.x, got.row_weights)[rows]
     scales = None if got.scales is None else _flat(got.scales, got.row_weights)[rows]
@@ -95,7 +95,7 @@ def _answers(job: Job, options: Options, rank: int, got: Received) -> Tensor:
 
 
 def verify(system: System, tokens: Tokens, expected: Expected, *, exact: bool) -> list[str]:
-    """Runs one step; says what is wrong, nothing when all is right."""
+    """Runs one step; returns what is wrong, nothing when all is right."""
     rows = system.dispatch(tokens)
     wrong = compare_rows(rows, expected.received)
     y = torch.zeros(rows.x.shape, dtype=expected.y.dtype, device=rows.x.device)
@@ -109,9 +109,9 @@ def verify(system: System, tokens: Tokens, expected: Expected, *, exact: bool) -
 
 
 def closed_form(job: Job, options: Options, tokens: Tokens) -> tuple[Tensor, Tensor]:
-    """What one rank must get from apply_experts, fp32 [T, H], and the sum of its magnitudes.
+    """Returns one rank's sums after apply_experts, fp32 [T, H], and the sums of magnitudes.
 
-    Of this rank's tokens alone, on their device: the answer to a row depends only on its expert.
+    Needs this rank's tokens alone, on their device: the answer to a row depends only on its expert.
     """
     assert tokens.topk_weights is not None
     wide = tokens.x.float()
@@ -129,7 +129,7 @@ def closed_form(job: Job, options: Options, tokens: Tokens) -> tuple[Tensor, Ten
 def verify_whole(
     system: System, job: Job, options: Options, rank: int, tokens: Tokens
 ) -> list[str]:
-    """Runs one step of any size on its device; says what is beyond rounding."""
+    """Runs one step of any size on its device; returns what is beyond rounding."""
     rows = system.dispatch(tokens)
     answers = apply_experts(job, options, rank, x=rows.x, scales=rows.scales, counts=rows.counts)
     y = torch.zeros(rows.x.shape, dtype=options.x_dtype, device=rows.x.device)
@@ -140,14 +140,14 @@ def verify_whole(
 def verify_by_rank(
     system: MoeP2p, job: Job, options: Options, rank: int, tokens: Tokens
 ) -> list[str]:
-    """verify_whole of rows by rank, whose answers are partial sums."""
+    """Like verify_whole for rows by rank, whose answers are partial sums."""
     comm = system.all_to_all
     got = comm.dispatch(**system.given(tokens, layout="by_rank"))
     finish(comm.config.device)
     assert got.row_topk is not None
     rows = got.x if got.scales is None else (got.x, got.scales)
     y = answer_by_rank(job, rank, rows, got.row_topk, got.row_weights).to(options.x_dtype)
-    y[int(got.offsets[-1]) :] = 0  # rows past the count are whatever the memory held
+    y[int(got.offsets[-1]) :] = 0  # rows past the count hold arbitrary values
     out = comm.combine(y, got)
     finish(comm.config.device)
     return verify_sums("moe_p2p by rank", job, options, tokens=tokens, got=out)
@@ -156,7 +156,7 @@ def verify_by_rank(
 def answer_by_rank(
     job: Job, rank: int, received: Any, local_idx: Tensor, weights: Tensor
 ) -> Tensor:
-    """What this rank's experts answer to rows [R, H] together, fp32.
+    """Returns the joint answer of this rank's experts to rows [R, H], fp32.
 
     local_idx [R, K]: experts of this rank, -1: another rank's.
     """
@@ -170,7 +170,7 @@ def answer_by_rank(
 def verify_sums(
     name: str, job: Job, options: Options, *, tokens: Tokens, got: Tensor, steps: float = _BOUND
 ) -> list[str]:
-    """Says where combined rows [T, H] are further than `steps` of x_dtype from the closed form."""
+    """Reports combined rows [T, H] further than `steps` of x_dtype from the closed form."""
     out, magnitude = closed_form(job, options, tokens)
     found = beyond_rounding(got, out, magnitude, options.x_dtype, steps=steps)
     return [f"{name}: {text}" for text in found]
@@ -179,7 +179,7 @@ def verify_sums(
 def beyond_rounding(
     got: Tensor, want: Tensor, magnitude: Tensor, dtype: torch.dtype, *, steps: float = _BOUND
 ) -> list[str]:
-    """Says where `got` is further than `steps` of dtype, times magnitude, from `want`."""
+    """Reports where `got` is further than `steps` of dtype, times magnitude, from `want`."""
     bound = steps * torch.finfo(dtype).eps * magnitude
     beyond = ~((got.float() - want).abs() <= bound)  # NaN is beyond
     if not bool(beyond.any()):
@@ -192,7 +192,7 @@ def beyond_rounding(
 
 
 def _most_rows(job: Job, tokens: list[Tokens]) -> int:
-    """Of a rank."""
+    """Returns the most rows of any rank."""
     owner = job.topology.owner()
     per_rank = sum(
         torch.bincount(owner[t.topk_idx.flatten()], minlength=job.topology.world_size)
@@ -202,12 +202,12 @@ def _most_rows(job: Job, tokens: list[Tokens]) -> int:
 
 
 def _flat(rows: Tensor, row_weights: Tensor) -> Tensor:
-    """One row after the other, [R, ...], however they are laid out."""
+    """Returns one row after the other, [R, ...], in any layout."""
     return rows.reshape(len(row_weights), -1)
 
 
 def compare_rows(got: Rows | Dispatched, want: Received) -> list[str]:
-    """Rows that hold a token, bit for bit."""
+    """Compares rows that hold a token, bit for bit."""
     wrong = []
     if got.counts.tolist() != want.counts.tolist():
         return [f"counts are {got.counts.tolist()}, expected {want.counts.tolist()}"]
@@ -231,7 +231,7 @@ def compare_rows(got: Rows | Dispatched, want: Received) -> list[str]:
 
 
 def compare_sums(out: Tensor, expected: Expected) -> list[str]:
-    """Combined rows, bit for bit."""
+    """Compares combined rows, bit for bit."""
     if torch.equal(out, expected.out):
         return []
     return [_difference("combined row", out, expected.out)]

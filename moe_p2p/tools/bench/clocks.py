@@ -1,4 +1,4 @@
-"""How calls are timed: by the host's clock on CPUs, by events on GPUs, and the host alone.
+"""Clocks for calls: the host's on CPUs, events on GPUs, and the host's work alone.
 
 Collective: all ranks of the default process group (gloo) make the same calls.
 """
@@ -21,18 +21,18 @@ from moe_p2p.tools.bench.gpu_timing import FLUSH_BYTES, interleaved
 from moe_p2p.tools.bench.options import Options
 from moe_p2p.tools.bench.probe import Probe
 
-# Of timing the host alone, for each system; a round begins on an idle device.
+# Seconds of timing the host alone, for each system; a round begins on an idle device.
 HOST_SECONDS = 0.4
-# Pairs of a row: before the clock starts, and by the clock. More might fill the queue of launches,
-# and the host would wait for the device.
+# Pairs in a row: before the clock starts, and timed. More might fill the queue of launches, and the
+# host would wait for the device.
 WARM_PAIRS, TIMED_PAIRS = 4, 16
 
 
 class HostTime(NamedTuple):
-    """Until the calls of an eager pair return; None on CPUs, where the calls are the work."""
+    """Time until the calls of an eager pair return; None on CPUs, where the calls do the work."""
 
     us: float | None = None  # of pairs in a row, as an engine issues them
-    alone_us: float | None = None  # of one when the ranks have met: caches are cold, the CPU slept
+    alone_us: float | None = None  # of one pair after the ranks met: caches are cold, the CPU slept
 
 
 def make_clock(options: Options) -> CpuClock | GpuClock:
@@ -102,14 +102,14 @@ class GpuClock:
         return host_times(systems)
 
     def close(self) -> None:
-        """Not after a failure: it waits for the others."""
+        """Not to be called after a failure: it waits for the others."""
         if self._hosts is not None:
             self._hosts.close()
         self._probe.close()
 
 
 def host_group(options: Options) -> dist.ProcessGroup | None:
-    """The ranks of this host; None: all of them."""
+    """Returns the ranks of this host; None: all ranks."""
     if options.hosts == 1:
         return None
     local = options.ranks // options.hosts
@@ -136,7 +136,7 @@ class HostsMeet:
         self._idx = torch.full((1, 1), dist.get_rank(), device=options.device)
 
     def meet(self) -> None:
-        """Of GPUs on the current stream; the host does not wait."""
+        """On GPUs in order of the current stream; the host does not wait."""
         self._comm.release(self._comm.dispatch(self._x, self._idx))
 
     def close(self) -> None:
@@ -144,7 +144,7 @@ class HostsMeet:
 
 
 def host_times(systems: Sequence[Calls]) -> dict[Calls, HostTime]:
-    """In turns: hosts have tenths of a second in which everything takes twice as long."""
+    """Times in turns: hosts have tenths of a second in which everything takes twice as long."""
     rows = _until_issued(systems, warm=WARM_PAIRS, timed=TIMED_PAIRS)
     alone = _until_issued(systems, warm=0, timed=1)
     return {calls: HostTime(us=rows[calls], alone_us=alone[calls]) for calls in systems}

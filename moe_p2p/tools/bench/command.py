@@ -1,6 +1,6 @@
-"""`python -m moe_p2p bench`: starts the ranks, prints and writes what they found.
+"""`python -m moe_p2p bench`: starts the ranks, prints and writes their results.
 
-Under torchrun it is one of them: rank 0 prints and writes.
+Under torchrun it is one rank: rank 0 prints and writes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from moe_p2p.tools.bench.report import Row
 
 
 def main(arguments: list[str]) -> int:
-    """Exit code: 0 all right, 1 a figure or a line of --check is not correct, 2 a rank failed."""
+    """Returns 0: all right, 1: a figure or a line of --check is not correct, 2: a rank failed."""
     worlds = parse(arguments)
     with contextlib.ExitStack() as stack:
         if not env.launched():
@@ -65,7 +65,7 @@ def _start(function: Callable[[Options], Any], options: Options) -> Any:
 
 
 def _join(function: Callable[[Options], Any], options: Options) -> Any:
-    """This process is a rank. Its failure ends it: torchrun ends the others."""
+    """Runs this process as a rank. Its failure ends it: torchrun ends the others."""
     try:
         return function(options)
     except errors.MoeP2pError as error:

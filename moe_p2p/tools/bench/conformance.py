@@ -1,8 +1,8 @@
-"""One rank of `bench --check`: correctness alone, a line for all that the ranks at hand allow.
+"""One rank of `bench --check`: correctness alone, a line for each case that the ranks allow.
 
-What an owner of new NICs or GPUs runs first. Rows and sums are compared with moe_p2p.reference bit
-for bit; what goes wrong on purpose has to be reported by every rank in time. Faults come last, each
-with a communicator of its own.
+An owner of new NICs or GPUs runs it first. Rows and sums are compared with moe_p2p.reference bit
+for bit; every rank must report a deliberate fault in time. Faults run last, each with its own
+communicator.
 
 Shapes: W ranks, T tokens, K top-k, E experts, H hidden size.
 """
@@ -41,23 +41,23 @@ TYPES: dict[str, tuple[Any, dict[str, Any]]] = {
     GIVEN: ("fp8", {}),
 }
 SOON_S = 5.0  # timeout_s where a rank stays away on purpose
-CALLS = 8  # until a fault shows
-IN_TIME_S = 30.0  # more than that, on a busy machine, until the error comes
+CALLS = 8  # calls until a fault must show
+IN_TIME_S = 30.0  # latest error of any rank; well above SOON_S, for busy machines
 
 Wrong = list[str]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """One dispatch and combine of all ranks, as this rank makes it, and what has to come of it."""
+    """One dispatch and combine of all ranks, as this rank makes it, and the expected results."""
 
-    given: dict[str, Any]  # of dispatch
+    given: dict[str, Any]  # arguments of dispatch
     y: Tensor  # [R, H] rows of combine
     expected: Expected
 
 
 def run(options: Options) -> Wrong:
-    """The whole check of one rank; returns what is wrong on any of them, the same on all."""
+    """Runs the whole check of one rank; returns the errors of all ranks, the same on each."""
     with launch.process_group() as (rank, _):
         if options.device == "cuda":
             torch.cuda.set_device(launch.device_index())
@@ -70,13 +70,13 @@ def run(options: Options) -> Wrong:
 
 
 class Ranks:
-    """All ranks, seen from one. wrong: what is, so far, on any of them."""
+    """All ranks, seen from one. wrong: errors so far, of any rank."""
 
     def __init__(self, options: Options, rank: int) -> None:
         self.options, self.rank = options, rank
         self.size, self.last = options.ranks, options.ranks - 1
         self.nodes = options.ranks // options.ranks_per_node
-        self.is_software = False  # the NICs
+        self.is_software = False  # whether the NICs are software
         self.wrong: Wrong = []
 
     # --- lines ---
@@ -103,7 +103,7 @@ class Ranks:
     # --- calls ---
 
     def make(self, **fields: Any) -> AllToAll:
-        """With room for every type."""
+        """Makes a communicator with room for every type."""
         config = make_config(self.options, make_job(self.options))
         wide = {"dtype": torch.float32, "combine_dtype": torch.float32}
         return AllToAll(None, replace(config, **wide | fields))
@@ -111,7 +111,7 @@ class Ranks:
     def call(
         self, step: int, *, kind: str = "bf16", gone: bool = False, full: bool = False, **how: Any
     ) -> Call:
-        """gone: the last rank has no tokens, and nobody any for its experts."""
+        """gone: the last rank has no tokens, and no rank has any for its experts."""
         dtype, quantization = TYPES[kind]
         options = replace(self.options, dtype=dtype)
         job, (most,) = make_job(options), options.tokens
@@ -135,7 +135,7 @@ class Ranks:
 
     @staticmethod
     def _with_gaps(tokens: Tokens, step: int, lost: Tensor) -> Tokens:
-        """Some entries name no expert."""
+        """Removes the expert from some entries."""
         generator = torch.Generator().manual_seed(step)
         none = torch.rand(tokens.topk_idx.shape, generator=generator) < 0.1
         none |= torch.isin(tokens.topk_idx, lost)
@@ -159,7 +159,7 @@ class Ranks:
         return [f"step {step}: {text}" for step in steps for text in check(step)]
 
     def steps(self, comm: AllToAll, **how: Any) -> Wrong:
-        """Whole calls with tokens at all ranks, at some, at none."""
+        """Makes whole calls with tokens at all ranks, at some, at none."""
         return self.each_step(lambda step: self.whole(comm, self.call(step, **how)))
 
     # --- what is checked ---
@@ -299,7 +299,7 @@ class Ranks:
         began = time.monotonic()
         error = fault.provoke(self, comm)
         took = time.monotonic() - began
-        every = everyones(error)  # nobody closes before all have their error
+        every = everyones(error)  # no rank closes before all have their error
         if self.rank == self.last and fault.away:
             return []
         found = [] if error else ["no error came"]
@@ -311,7 +311,7 @@ class Ranks:
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """What goes wrong on purpose, and words that an error of some rank has to have."""
+    """A deliberate fault, and words that some rank's error must contain."""
 
     says: str
     away: str = ""  # the call that the last rank does not make
@@ -319,7 +319,7 @@ class Fault:
     differs: bool = False  # the call of rank 0
 
     def provoke(self, ranks: Ranks, comm: AllToAll) -> str:
-        """The error of this rank; empty: none came."""
+        """Returns the error of this rank; empty: there was none."""
         stays = bool(self.away) and ranks.rank == ranks.last
         call = ranks.call(0, kind="fp16" if self.differs and ranks.rank == 0 else "fp32", full=True)
         if stays and self.away == "dispatch":
@@ -394,7 +394,7 @@ class Halves:
         ]
 
     def _dispatch_alone(self, first: Call, second: Call) -> Wrong:
-        """Without a combine: released, or solo."""
+        """Dispatches without a combine: released, or solo."""
         got = self._comm.dispatch(**first.given)
         found = self._ranks.rows(first, got)
         self._comm.release(got)
@@ -402,7 +402,7 @@ class Halves:
         return found + self._ranks.rows(second, self._comm.dispatch(**alone))
 
     def _combine_alone(self, first: Call, second: Call) -> Wrong:
-        """Of rows whose dispatch had no weights; by rank the experts have used them."""
+        """Combines rows whose dispatch had no weights; by rank the experts have used them."""
         found = []
         for call in (first, second):
             late = call.given["topk_weights"] if call.given["options"].layout != "by_rank" else None

@@ -1,4 +1,4 @@
-"""Who takes part: the package in every form that was asked for, baselines, DeepEP's calls.
+"""Contestants: the package in every form that was asked for, baselines, DeepEP's calls.
 
 Each is compared with the reference, or with the closed form, before it is timed.
 """
@@ -30,15 +30,15 @@ OURS = "moe_p2p.deep_ep"
 CHECKED_TOKENS = (
     48  # of a rank in steps on GPUs that are compared bit for bit: on all ranks' behalf
 )
-MEMORY_PART = 0.25  # of a GPU that the regions of one communicator may take
+MEMORY_PART = 0.25  # of a GPU; most for the regions of one communicator
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contestant:
     calls: Calls
-    story: list[str]  # what is wrong with its results on this rank
-    system: System | None = None  # what takes the small steps; None: nothing does
-    package: MoeP2p | None = None  # whose bytes are counted
+    story: list[str]  # errors in its results on this rank
+    system: System | None = None  # for the small checked steps; None: it takes none
+    package: MoeP2p | None = None  # the system whose bytes are counted
 
     @property
     def compared(self) -> str:
@@ -61,10 +61,10 @@ class Entry:
     experts: Experts | None
     group: dist.ProcessGroup | None  # of the baselines; None: there are none
     stack: ExitStack  # closes them
-    notes: list[str]  # what was left out, and why
+    notes: list[str]  # what was left out, with the reason
 
     def packages(self) -> Iterator[Contestant]:
-        """The package in every form that fits this GPU."""
+        """Yields the package in every form that fits this GPU."""
         options, (tokens,) = self.options, self.options.tokens
         for chunk_tokens, num_sms in forms(options):
             what = f"T {tokens}, chunk_tokens {chunk_tokens}"
@@ -110,7 +110,7 @@ class Entry:
                 yield Contestant(calls=calls, story=story)
 
     def through_deep_ep(self, interface: str, group: dist.ProcessGroup) -> Iterator[Contestant]:
-        """AllToAll by itself, the shim, and another module if one was named."""
+        """Yields AllToAll itself, the shim, and another module if one was named."""
         num_sms = None if interface == "low-latency" else deep_ep.NORMAL_SMS
         yield self._all_to_all(interface, num_sms=num_sms)
         for name in (OURS, self.options.deep_ep_module):
@@ -134,9 +134,9 @@ class Entry:
         )
 
     def _all_to_all(self, interface: str, *, num_sms: int | None) -> Contestant:
-        """This package's own calls, given what the interface is given and asked for the same rows.
+        """This package's own calls, with the interface's inputs and the same rows asked for.
 
-        Low-latency: rows by expert, quantized inside. The others: by rank, quantized by the caller.
+        Low-latency: rows by expert, quantized inside. Others: by rank, quantized by the caller.
         """
         options, tokens = self.options, self.tokens
         system = MoeP2p(options, self.job, num_sms=num_sms)
@@ -154,7 +154,7 @@ class Entry:
         return Contestant(calls=calls, story=story, package=system)
 
     def check(self, system: System, steps: range, *, exact: bool) -> list[str]:
-        """Steps with changing counts against the reference, small ones on GPUs."""
+        """Compares steps with changing counts with the reference, small ones on GPUs."""
         options, (tokens,), wrong = self.options, self.options.tokens, []
         most = min(tokens, CHECKED_TOKENS) if options.device == "cuda" else tokens
         for step in steps:
@@ -166,13 +166,13 @@ class Entry:
         return wrong
 
     def _whole(self, system: System) -> list[str]:
-        """The call to be timed."""
+        """Compares the call to be timed."""
         found = verify_whole(system, self.job, self.options, self.rank, self.tokens)
         return [f"T {self.options.tokens[0]}, rank {self.rank}: {text}" for text in found]
 
 
 def forms(options: Options) -> list[tuple[int, int]]:
-    """(chunk_tokens, num_sms) of every form of the package for a call of options.tokens[0]."""
+    """Returns (chunk_tokens, num_sms) of every form of the package for options.tokens[0]."""
     (tokens,) = options.tokens
     names = {"default": make_config(options, make_job(options)).step_tokens, "T": tokens}
     chunks = dict.fromkeys(min(names.get(c) or int(c), tokens) for c in options.chunks)
@@ -180,5 +180,5 @@ def forms(options: Options) -> list[tuple[int, int]]:
 
 
 def wrong_anywhere(story: list[str]) -> list[str]:
-    """What is wrong on any rank."""
+    """Returns the errors of any rank."""
     return [text for one in everyones(story) for text in one]

@@ -1,9 +1,8 @@
 """DeepEP's API on the same inputs: V1 low-latency, V1 normal and V2, of any module that has it.
 
 Each is called as its documentation shows. Its sums are compared with the closed form before it is
-timed, and after that those of a last run. Rows that V1 normal and V2 exchange arrive quantized:
-they take what the caller quantized, so their figures leave that out, while V1 low-latency and this
-package quantize inside.
+timed, and again after its last run. V1 normal and V2 exchange rows that the caller quantized, so
+their figures leave the quantizing out, while V1 low-latency and this package quantize inside.
 
 Shapes: n ranks, T tokens, K top-k, E experts, H hidden size, R rows at this rank's experts.
 """
@@ -28,16 +27,16 @@ from moe_p2p.tools.bench.gather import everyones
 from moe_p2p.tools.bench.gpu_calls import Calls, answer_like
 from moe_p2p.tools.bench.options import Options
 
-LOW_LATENCY_TOKENS = 511  # of a call of DeepEP: the depth of its queues by default
+LOW_LATENCY_TOKENS = 511  # most of a call of DeepEP: the depth of its queues by default
 NORMAL_SMS = 24
-# Of bf16: an fp8 step is 16 of them, and where one quantizes itself it may round a value otherwise.
+# In steps of bf16: an fp8 step is 16 of them, and an interface that quantizes may round otherwise.
 STEPS = 20
 NVLINK_BYTES = 2_000_000_000  # buffers of V1 normal
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Api:
-    """A module with DeepEP's names, and what to call it with."""
+    """A module with DeepEP's names, and the inputs of its calls."""
 
     module: Any
     label: str
@@ -46,9 +45,9 @@ class Api:
     tokens: Tokens  # of this rank
     group: dist.ProcessGroup
     stack: ExitStack  # destroys buffers
-    low_latency_tokens: int = LOW_LATENCY_TOKENS  # most that low-latency calls take
+    low_latency_tokens: int = LOW_LATENCY_TOKENS  # limit of low-latency calls
     cached: bool = False  # V1 normal dispatches by the handle of an earlier call
-    num_sms: int | None = None  # of V2; None: what it advises
+    num_sms: int | None = None  # of V2; None: as V2 advises
 
     @property
     def job_and_tokens(self) -> tuple[Options, Job, Tokens]:
@@ -59,14 +58,14 @@ Exchange = tuple[Calls, Callable[[], Tensor]]  # and one step with real experts,
 
 
 def missing() -> str | None:
-    """Why there is no DeepEP, or None."""
+    """Returns why DeepEP is missing, or None."""
     return None if importlib.util.find_spec("deep_ep") else "deep_ep is not installed"
 
 
 def systems(
     api: Api, notes: list[str], *, interfaces: Iterable[str] = ("low-latency", "normal", "v2")
 ) -> Iterator[tuple[Calls, list[str]]]:
-    """The interfaces that take this call, each with what is wrong with its sums on this rank."""
+    """Yields the interfaces that take this call, with errors in their sums on this rank."""
     makers = {"low-latency": low_latency, "normal": normal, "v2": elastic}
     for interface in interfaces:
         name = f"{api.label} {interface}"
@@ -146,7 +145,7 @@ def low_latency(api: Api) -> Exchange | str:
 def normal(api: Api) -> Exchange | str:
     """Rows per (token, rank); sums without weights.
 
-    The host waits for the counts in dispatch, unless that goes by the handle of an earlier one.
+    The host waits for the counts in dispatch, unless it reuses the handle of an earlier one.
     """
     module, (options, job, tokens), rank = api.module, api.job_and_tokens, api.group.rank()
     if options.dtype not in ("fp8", "bf16"):
@@ -253,7 +252,7 @@ def elastic(api: Api) -> Exchange | str:
         dispatch()
         received = int(state[3].psum_num_recv_tokens_per_scaleup_rank[-1])
         y = _answers(job, rank, state)
-        y[received:] = 0  # rows past the count are whatever the memory held
+        y[received:] = 0  # rows past the count hold arbitrary values
         return combine_of(y)
 
     dispatch()
@@ -281,5 +280,5 @@ def _rows(received: Any) -> Tensor:
 
 
 def _answers(job: Job, rank: int, state: list[Any]) -> Tensor:
-    """To rows by rank: state begins with these, their local experts and weights."""
+    """Returns answers to rows by rank: state begins with these, their local experts and weights."""
     return answer_by_rank(job, rank, *state[:3]).to(torch.bfloat16)

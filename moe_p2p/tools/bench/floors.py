@@ -1,4 +1,4 @@
-"""How fast the job can be at best on this machine: bytes of the busiest rank over measured links.
+"""Least time of the job on this machine: bytes of the busiest rank over measured links.
 
 Nothing here touches a device. Bytes are those of slots, partial rows and headers as they are sent,
 one copy per (token, rank) inside a node and one per (token, node) between nodes.
@@ -20,7 +20,7 @@ from moe_p2p.reference.wire import LINE, align, slot_head_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
-    """What moe_p2p/tools/bench/probe.py measured; 0: nothing to measure with one GPU."""
+    """Results of moe_p2p/tools/bench/probe.py; 0: not measured, as with one GPU."""
 
     push_gbs: float = 0.0  # all-to-all push out of a GPU, slowest rank, GB/s, all blocks
     push_24_gbs: float = 0.0  # the same with 24 blocks
@@ -30,7 +30,7 @@ class Links:
 
     @property
     def arrival_us(self) -> float:
-        """From the host's store of an arrival until a kernel behind the relay block sees it."""
+        """From the host's store of an arrival until a kernel sees it through the relay block."""
         return self.relayed_us - self.pinned_us / 2
 
 
@@ -96,7 +96,7 @@ def node_copies(topk_idx: Sequence[Tensor], topology: Topology) -> Tensor:
 
 
 def expert_copies(topk_idx: Sequence[Tensor], topology: Topology) -> int:
-    """(token, expert of another node) of all sources: tokens that go once for each expert."""
+    """Pairs (token, expert on another node) of all sources: copies without dedup."""
     node = torch.cat([topology.owner() // topology.ranks_per_node, torch.tensor([-1])])
     return sum(
         int(((idx >= 0) & (node[idx.long()] != source // topology.ranks_per_node)).sum())
@@ -105,7 +105,7 @@ def expert_copies(topk_idx: Sequence[Tensor], topology: Topology) -> int:
 
 
 def nvlink_bytes(copies: Tensor, topology: Topology, sizes: Sizes) -> PhaseBytes:
-    """What leaves the busiest GPU over NVLink in each phase.
+    """Bytes that leave the busiest GPU over NVLink in each phase.
 
     Dispatch: slots pushed to ranks of the own node, and slots of other nodes that the ranks of this
     node read at the gateway, which has the source's local index. Combine: the same copies go back.
@@ -129,9 +129,9 @@ def nvlink_bytes(copies: Tensor, topology: Topology, sizes: Sizes) -> PhaseBytes
 def nic_bytes(
     sent: Tensor, topology: Topology, sizes: Sizes, *, num_steps: int
 ) -> tuple[PhaseBytes, PhaseBytes]:
-    """What leaves the NICs of one GPU between nodes: of the busiest one, and of all together.
+    """Bytes that leave the NICs of one GPU between nodes: of the busiest GPU, and of all.
 
-    sent: what node_copies says. num_steps: chunks of the call; with several each phase also carries
+    sent: result of node_copies. num_steps: chunks of the call; with several each phase also carries
     the empty half of the steps that it closes or opens.
     """
     local, others = topology.ranks_per_node, topology.num_nodes - 1
@@ -149,7 +149,7 @@ def nic_bytes(
 
 @dataclass(frozen=True, kw_only=True)
 class Floor:
-    """Microseconds; 0: nothing is known."""
+    """Microseconds; 0: not known."""
 
     dispatch: float
     combine: float
@@ -160,7 +160,7 @@ class Floor:
 
 
 def floor_us(nvlink: PhaseBytes, nic: PhaseBytes, *, push_gbs: float, gbps: float) -> Floor:
-    """The slower of NVLink and NICs in each phase.
+    """Returns the slower of NVLink and NICs in each phase.
 
     push_gbs: GB/s of NVLink, gbps: Gbit/s of all NICs of a GPU; 0: not known or not limited.
     """
@@ -177,13 +177,13 @@ def floor_us(nvlink: PhaseBytes, nic: PhaseBytes, *, push_gbs: float, gbps: floa
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """What one call has to move, and how long that takes at least."""
+    """Bytes that one call has to move, and the least time for them."""
 
     nvlink: PhaseBytes  # out of the busiest GPU
     nic: PhaseBytes  # out of the NICs of the busiest GPU
     wire: PhaseBytes  # between nodes, all ranks
-    payload: PhaseBytes  # of those, rows and scales alone
-    flat: PhaseBytes  # of those, were each token sent once for each expert
+    payload: PhaseBytes  # of wire, rows and scales alone
+    flat: PhaseBytes  # of payload, were each token sent once for each expert
     floor: Floor
 
 

@@ -1,4 +1,4 @@
-"""What each rank has to say, on all ranks: torch's own all_gather_object needs numpy."""
+"""Gathers values of all ranks: torch's own all_gather_object needs numpy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 
 def everyones(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """`value` of every rank of the group, which is of gloo; None: the default one. Collective."""
+    """Returns `value` of every rank of a gloo group; None: the default group. Collective."""
     data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
     sizes = torch.zeros(dist.get_world_size(group), 1, dtype=torch.int64)
     dist.all_gather(list(sizes), torch.tensor([len(data)]), group)

@@ -1,4 +1,4 @@
-"""What is timed: calls on tensors that stay where they are, of the package and of others.
+"""Timed calls, of the package and of others, on tensors that stay where they are.
 
 Shapes: T tokens, K top-k, H hidden size, R rows at this rank's experts.
 """
@@ -19,12 +19,12 @@ from moe_p2p.tools.bench.options import Options
 from moe_p2p.tools.bench.report import HALVES
 from moe_p2p.tools.bench.systems import MoeP2p, System, finish
 
-PADDED_UP_TO = 512  # tokens of a call for which layout "auto" is padded, as decoding wants it
+PADDED_UP_TO = 512  # most tokens of a call for which layout "auto" is padded, for decoding
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Calls:
-    """combine follows dispatch; both are repeated at will, in CUDA graphs where capturable."""
+    """combine follows dispatch; both may be repeated, in CUDA graphs where capturable."""
 
     system: str
     dispatch: Callable[[], object]
@@ -32,15 +32,15 @@ class Calls:
     capturable: bool
     chunk_tokens: int = 0  # 0: it has no chunks
     num_steps: int = 1
-    num_sms: int = 0  # that it was limited to; 0: not limited
+    num_sms: int = 0  # its limit; 0: not limited
     layout: str = "grouped"
     layer: Callable[[], Tensor] | None = None  # dispatch, experts and combine
     halves: Mapping[str, Callable[[], object]] = field(default_factory=dict)  # report.HALVES
-    # (name of a way) -> out, answer and rows of its last run; None: nobody keeps them.
+    # (name of a way) -> out, answer and rows of its last run; None: not kept.
     last: Callable[[str], dict[str, Tensor]] | None = None
     eager: Callable[[], Dispatched] | None = None  # a dispatch of the same inputs, by itself
     broken: Callable[[], str] = str
-    # Seconds that the host has waited for the GPU in calls so far; None: nobody knows.
+    # Seconds that the host has waited for the GPU in calls so far; None: not known.
     waited_s: Callable[[], float] | None = None
 
     def pair(self) -> None:
@@ -61,13 +61,13 @@ def layout_of(options: Options, tokens: int) -> Layout:
 
 
 def answer_like(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """What experts answer while the clock runs: not zeros, which links and memory favour."""
+    """Returns the answer of timed experts: not zeros, which links and memory favour."""
     row = torch.randn(x.shape[-1], device=x.device).to(dtype)
     return row.expand(x.shape).contiguous()
 
 
 class Halves:
-    """Those of a pair, called in this order."""
+    """The halves of a pair, called in this order."""
 
     def __init__(self, comm: AllToAll, y: Tensor, given: dict[str, Any]) -> None:
         self._comm, self._y, self._given = comm, y, given
@@ -93,7 +93,7 @@ class Halves:
 
 
 def alone(given: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of a dispatch without a combine, of those of another one."""
+    """Returns arguments of a dispatch without a combine, from those of another dispatch."""
     rest = {name: value for name, value in given.items() if name not in ("layout", "quantize")}
     options = DispatchOptions(
         layout=given["layout"], quantize=given.get("quantize", False), solo=True
@@ -107,7 +107,7 @@ def package_calls(
     """`tokens` with scales are quantized already."""
     comm, layout = system.all_to_all, layout_of(options, tokens.x.shape[0])
     given = system.given(tokens, layout=layout)
-    reuses = system.reuses and layout == "grouped"  # what exchange and combine do on CPUs
+    reuses = system.reuses and layout == "grouped"  # as exchange and combine do on CPUs
     received: Dispatched | None = None
     out: Tensor | None = None
 
@@ -120,7 +120,7 @@ def package_calls(
     finish(comm.config.device)
     y = answer_like(first.x, options.x_dtype)
     if experts is not None:
-        experts(first.x, first.scales, first.counts)  # loads its kernels, which later calls do not
+        experts(first.x, first.scales, first.counts)  # loads its kernels ahead of later calls
 
     def combine() -> Tensor:
         nonlocal out
@@ -182,7 +182,7 @@ def system_calls(
         assert experts is not None
         got = system.dispatch(tokens)
         out = system.combine(experts(got.x, got.scales, got.counts))
-        return out.clone()  # its buffers are made once
+        return out.clone()  # later calls reuse the buffers
 
     return Calls(
         system=system.name,

@@ -1,9 +1,8 @@
-"""Results of timed calls, compared after timing: calls that end at once have the best figures.
+"""Results of timed calls, compared after timing: calls that return at once have the best figures.
 
 Inputs change from round to round, in the memory that graphs have captured. After the last round of
-each way of timing it runs once more on inputs that it has never had: no communicator may be
-broken on any rank, rows must be those of an eager call bit for bit, sums those of a closed form
-within rounding.
+each way of timing it runs once more on new inputs: no rank's communicator may be broken, rows must
+equal an eager call's bit for bit, sums must equal a closed form within rounding.
 
 Shapes: T tokens, K top-k, H hidden size, W ranks, R rows at this rank's experts.
 """
@@ -31,9 +30,9 @@ COMPARED = f"{COMPARED_SUMS}, and its rows bit for bit those of an eager call"
 
 
 class Inputs:
-    """Tokens whose values change in place, to those of each of `variants` in turn.
+    """Tokens whose values change in place, to each of `variants` in turn.
 
-    Of one variant rows and weights change; the routing, which decides the time on GPUs, stays.
+    With one variant rows and weights change; the routing, which decides the time on GPUs, stays.
     """
 
     def __init__(self, *variants: Tokens) -> None:
@@ -59,7 +58,7 @@ class Inputs:
         self.tokens.topk_weights.copy_(variant.topk_weights)
 
     def renew(self) -> None:
-        """Values that no call has had, so that an earlier result cannot pass for the last run's."""
+        """Sets values that no call has had: earlier results cannot pass for the last run's."""
         self.change()
         self._num_new += 1
         assert self.tokens.topk_weights is not None
@@ -68,7 +67,7 @@ class Inputs:
 
 
 class Watch:
-    """Changes inputs between rounds, compares the results of a last one. story: what is wrong."""
+    """Changes inputs between rounds, compares the results of a last one. story: the errors."""
 
     def __init__(self, job: Job, options: Options, rank: int, inputs: Inputs) -> None:
         self._job, self._options, self._rank, self._inputs = job, options, rank, inputs
@@ -78,14 +77,14 @@ class Watch:
         self._inputs.change()
 
     def look(self, calls: Calls, what: str, again: Callable[[], object]) -> None:
-        """Collective. again: runs once more what was timed."""
+        """Collective. again: repeats the timed run."""
         if calls.last is None:
             return
         self._inputs.renew()
         again()
         finish(self._options.device)
         found = [f"broken: {text}" for text in everyones(calls.broken()) if text]
-        if not found:  # on all ranks, for what follows is collective too
+        if not found:  # on all ranks, as the rest is collective too
             found = self._compare(calls, what)
         said = self.story.setdefault(calls, [])
         tokens = self._options.tokens[0]
@@ -109,15 +108,15 @@ class Watch:
 
 
 def constant_sums(job: Job, tokens: Tokens, answers: Tensor, layout: str) -> tuple[Tensor, Tensor]:
-    """What combine must give where rank r answers every row with answers[r], fp32 [T, H], and the
-    sum of its magnitudes."""
+    """Returns the sums when rank r answers every row with answers[r], fp32 [T, H], and the sums
+    of magnitudes."""
     device = tokens.x.device
     answers = answers.float().to(device)
     named = tokens.topk_idx >= 0
     owner = job.topology.owner().to(device)[tokens.topk_idx.clamp_min(0).long()]  # [T, K]
     assert tokens.topk_weights is not None
     weights = tokens.topk_weights.where(named, 0.0)
-    if layout == "by_rank":  # a row for each rank, which its answer is the sum of already
+    if layout == "by_rank":  # one row per rank, whose answer is already the sum
         hits = torch.zeros(len(owner), job.topology.world_size, device=device)
         hits.scatter_add_(1, owner, named.float())
         factors = hits.clamp_max(1.0)
@@ -133,7 +132,7 @@ def constant_sums(job: Job, tokens: Tokens, answers: Tensor, layout: str) -> tup
 
 
 def compare_rows(last: Mapping[str, Tensor], want: Dispatched) -> list[str]:
-    """Rows that hold a token, bit for bit."""
+    """Compares rows that hold a token, bit for bit."""
     if not torch.equal(last["counts"], want.counts):
         return [f"counts are {last['counts'].tolist()}, of an eager call {want.counts.tolist()}"]
     if want.x.dim() == 3:

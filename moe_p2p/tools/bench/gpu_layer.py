@@ -13,15 +13,15 @@ from torch import Tensor
 from moe_p2p.tools.bench.cases import Job
 from moe_p2p.tools.bench.options import Options
 
-# (x, scales, counts) as dispatch gives them -> what the experts answer, shaped like x
+# (x, scales, counts) from dispatch -> the experts' answers, shaped like x
 Experts = Callable[[Tensor, Tensor | None, Tensor], Tensor]
 
-# Two systems sum a token's rows in another order, in steps of 2^-8 of bf16; more is another result.
+# Two systems sum a token's rows in different orders, in steps of 2^-8 of bf16; more is an error.
 MAX_DIFFERENCE = 0.02
 
 
 def make_experts(options: Options, job: Job, rank: int) -> Experts:
-    """Random weights for this rank's experts: fp8 with block scales where dispatch quantizes."""
+    """Makes random weights of this rank's experts: fp8 with block scales if dispatch quantizes."""
     from moe_p2p.kernels.triton.grouped_ops import Fp8, grouped_gemm, grouped_swiglu
     from moe_p2p.kernels.triton.quantize import quantize_weights  # importing needs Triton
 
@@ -42,6 +42,6 @@ def make_experts(options: Options, job: Job, rank: int) -> Experts:
 
 
 def difference(got: Tensor, want: Tensor) -> float:
-    """Distance of two results, as part of the second one's length."""
+    """Returns the distance of two results, relative to the second one's length."""
     wide = want.double()
     return float((got.double() - wide).norm() / wide.norm().clamp_min(1e-30))

@@ -1,4 +1,4 @@
-"""The ways in which everything is timed on a GPU, all systems taking turns in each of them."""
+"""Ways of timing on a GPU; all systems take turns in each way."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Timed:
 
 class Watch(Protocol):
     def change(self) -> None:
-        """Other inputs, before a round."""
+        """Sets other inputs, before a round."""
 
     def look(self, calls: Calls, what: str, again: Run) -> None:
-        """After the last round. again: runs once more what was timed. Collective."""
+        """Called after the last round. again: repeats the timed run. Collective."""
 
 
 def measure(
@@ -47,7 +47,7 @@ def measure(
     flushed: Tensor | None,
     watch: Watch,
 ) -> list[Timed]:
-    """Graphs come last, so that a capture that fails does not spoil the other figures."""
+    """Measures graphs last, so that a capture that fails does not spoil the other figures."""
     pairs = {c: c.pair for c in systems}
     timed = _chained("pair", pairs, align, watch, seconds=seconds, replayed=False)
     for parts in (
@@ -73,7 +73,7 @@ def _chained(
     seconds: float,
     replayed: bool,
 ) -> list[Timed]:
-    """Period of runs one after the other, with nothing in between."""
+    """Measures the period of back-to-back runs."""
     chains = {calls: chain_length(run, align) for calls, run in runs.items()}
 
     def eager(run: Run, chain: int) -> Callable[[], tuple[float]]:
@@ -114,7 +114,7 @@ def _apart(
     seconds: float,
     flushed: Tensor | None,
 ) -> list[Timed]:
-    """Parts of a pair by name, in the order in which they make one."""
+    """Measures parts of a pair, by name, in the order of the pair."""
 
     def run(calls: Calls) -> Callable[[], tuple[float, ...]]:
         return lambda: apart_us(parts[calls].values(), align, flushed=flushed)

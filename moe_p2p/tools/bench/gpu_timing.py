@@ -1,4 +1,4 @@
-"""Time on GPUs, from events. Every span begins when all GPUs have met, and the slowest rank counts.
+"""Time on GPUs, by events. Every span begins when all GPUs have met; the slowest rank counts.
 
 Collective: all ranks of the default process group (gloo) make the same calls.
 """
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-HEAD_START_CYCLES = 4_000_000  # about 2 ms: the host has queued everything before the GPU begins
+HEAD_START_CYCLES = 4_000_000  # about 2 ms: the host queues everything before the GPU begins
 CHAIN_US = 10_000.0  # of pairs between two events
 MIN_CHAIN, MAX_CHAIN = 2, 20
 MIN_ROUNDS, MAX_ROUNDS = 10, 400
@@ -41,9 +41,9 @@ def timed_us(run: Callable[[], object], align: Align, *, repeats: int = 1) -> fl
 def host_us(
     run: Callable[[], object], waited_s: Callable[[], float], align: Align, *, repeats: int
 ) -> float:
-    """Microseconds that the host of the slowest rank works in run(), mean of a chain.
+    """Microseconds of host work in run(), mean of a chain, on the slowest rank.
 
-    waited_s: seconds that it has waited for the GPU in such runs so far, which do not count.
+    waited_s: seconds that the host has waited for the GPU in such runs so far; not counted.
     """
     spans = []
     for _ in range(MIN_ROUNDS):
@@ -61,9 +61,9 @@ def host_us(
 def apart_us(
     parts: Iterable[Callable[[], object]], align: Align, *, flushed: Tensor | None
 ) -> tuple[float, ...]:
-    """Each part once on this rank, all GPUs meeting before each.
+    """Runs each part once on this rank, after all GPUs met.
 
-    flushed: memory that is zeroed before each part, so that nothing else is in the caches.
+    flushed: memory that is zeroed before each part, to clear the caches.
     """
     spans = []
     for run in parts:
@@ -74,7 +74,7 @@ def apart_us(
 
 
 def captured(run: Callable[[], object], *, repeats: int) -> Callable[[], None]:
-    """A CUDA graph of `repeats` calls, as a function that replays it."""
+    """Captures `repeats` calls in a CUDA graph; returns a function that replays it."""
     cuda.synchronize()
     dist.barrier()
     graph = cuda.CUDAGraph()
@@ -88,7 +88,7 @@ def captured(run: Callable[[], object], *, repeats: int) -> Callable[[], None]:
 
 
 def chain_length(run: Callable[[], object], align: Align) -> int:
-    """How often to run it between two events, so that this takes about CHAIN_US."""
+    """Returns how often to run it between two events, for about CHAIN_US."""
     timed_us(run, align)
     once = agreed_max(timed_us(run, align, repeats=2))
     return max(MIN_CHAIN, min(MAX_CHAIN, int(CHAIN_US / max(once, 1.0))))
@@ -100,9 +100,9 @@ def interleaved(
     seconds: float,
     before: Callable[[], None] = lambda: None,
 ) -> dict[T, Tensor]:
-    """The same keys -> [rounds, values], the slowest rank of each round; all runs take turns.
+    """Returns the same keys -> [rounds, values], the slowest rank of each round; runs take turns.
 
-    seconds: for each run. before: called before each round, not timed. The order is turned round
+    seconds: for each run. before: called before each round, not timed. The order is reversed
     from one round to the next.
     """
     names = list(runs)
@@ -127,7 +127,7 @@ def interleaved(
 
 
 def agreed_max(value: float) -> float:
-    """The largest of what the ranks give."""
+    """Returns the largest value of any rank."""
     shared = torch.tensor([value], dtype=torch.float64)
     dist.all_reduce(shared, dist.ReduceOp.MAX)
     return float(shared)

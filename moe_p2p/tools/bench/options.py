@@ -19,7 +19,7 @@ SWEEP = tuple(1 << i for i in range(14))  # 1 to 8192
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """One world of ranks. The defaults are those of CPU ranks; ON_CUDA has those of GPUs."""
+    """One world of ranks. The defaults are for CPU ranks; ON_CUDA has the defaults for GPUs."""
 
     device: str = "cpu"
     ranks: int = 4
@@ -33,8 +33,8 @@ class Options:
     trace: str | None = None  # file of a recorded routing; overrides topk, experts and routing
     checks: int = 4  # compared steps per token count
     seconds: float = 6.0  # of timing per token count
-    nics: int = 2  # per rank; 0: those nearest to it
-    hosts: int = 1  # each with as many ranks; several are torchrun's
+    nics: int = 2  # per rank; 0: the nearest
+    hosts: int = 1  # each with as many ranks; several need torchrun
     gbps: float = 0.0  # link model of one NIC; 0: as fast as memory
     latency_us: float = 0.0
     part_bytes: int = 2 << 20  # of the configuration
@@ -52,7 +52,7 @@ class Options:
     sms: tuple[int, ...] = ()  # num_sms; 0: all
     # auto: padded up to 512 tokens, grouped above
     layout: Literal["auto", "padded", "grouped", "by_rank"] = "auto"
-    flush: bool = False  # the caches before each part that is measured apart
+    flush: bool = False  # clear the caches before each part that is measured apart
     layer: bool = False  # dispatch, experts and combine too
     halves: bool = False  # of dispatch and combine, each by itself
     ffn: int = 2048  # width of an expert of the layer
@@ -91,10 +91,10 @@ ON_CUDA: dict[str, Any] = {
     "sms": (0,),
 }
 ON_CPU: dict[str, Any] = {"chunks": ("default",), "sms": (0,), "layout": "grouped"}
-# Of --check: the reference is slow, and every type and layout has its lines.
+# For --check: the reference is slow, and every type and layout has its lines.
 CHECK: dict[str, Any] = {"tokens": (16,), "hidden": 1024, "checks": 3, "timeout_s": 60.0}
-RANKS_OF_A_GPU = 2  # of --check where there is one GPU: they share it
-# Tokens of each of DeepEP's interfaces where none are given, and the rest of such a run.
+RANKS_OF_A_GPU = 2  # ranks of --check that share the only GPU
+# Default tokens of each of DeepEP's interfaces, and the rest of such a run.
 INTERFACES = {"low-latency": (8, 32), "normal": (64,), "v2": (32,)}
 INTERFACES_ON_CUDA = {"low-latency": (8, 32, 128), "normal": (512, 4096), "v2": (128,)}
 DEEP_EP: dict[str, Any] = {
@@ -103,12 +103,12 @@ DEEP_EP: dict[str, Any] = {
     "json": "bench_out/deep_ep.json",
     "plot": "bench_out/deep_ep.png",
 }
-GBPS_OF_A_GPU = 400.0  # what the NICs of a GPU have together between emulated nodes, unless said
+GBPS_OF_A_GPU = 400.0  # default rate of all NICs of a GPU between emulated nodes
 _CUDA_ONLY = ("chunks", "sms", "layout", "flush", "layer", "halves", "ffn")
 
 
 def parse(arguments: list[str]) -> list[Options]:
-    """One for each world that was asked for. Exits with a message for wrong input, as argparse."""
+    """Returns one for each requested world. Exits with a message for wrong input, as argparse."""
     parser = _parser()
     given = {k: v for k, v in vars(parser.parse_args(arguments)).items() if v is not None}
     quick, sweep, check = given.pop("quick"), given.pop("sweep"), given.get("check", False)
@@ -146,7 +146,7 @@ def parse(arguments: list[str]) -> list[Options]:
 def _machines(
     parser: argparse.ArgumentParser, base: dict[str, Any], given: dict[str, Any], device: str
 ) -> int:
-    """GPUs of this machine, 0: ranks are on CPUs. base and given get what torchrun has decided."""
+    """Returns this machine's GPUs, 0: ranks use CPUs. Sets torchrun's choices in base and given."""
     num_devices = torch.cuda.device_count() if device == "cuda" else 0
     if env.launched():
         ranks, local = env.world_size(), env.local_world_size()
@@ -174,9 +174,9 @@ def _worlds(
     *,
     check: bool,
 ) -> list[tuple[int, int]]:
-    """(ranks, ranks per node) of each world.
+    """Returns (ranks, ranks per node) of each world.
 
-    DeepEP's calls find the nodes by themselves: a host is one. A check has both extremes.
+    DeepEP's calls find the nodes by themselves: each host is one. --check has both extremes.
     """
     all_ranks = given.pop("ranks", (base["ranks"],))
     per_node = given.pop("ranks_per_node", None)

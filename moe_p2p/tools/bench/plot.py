@@ -17,13 +17,13 @@ OURS, MARKERS = "moe_p2p", "os^vDP*X"
 
 
 def draw(path: Path, heading: str, paint: Callable[[Any], None], **subplots: Any) -> str | None:
-    """A figure of pyplot.subplots(**subplots), whose axes are given to `paint`.
+    """Gives the axes of pyplot.subplots(**subplots) to `paint`, and writes the figure.
 
-    Returns why not where it could not be drawn.
+    Returns the reason if it could not be drawn.
     """
     if importlib.util.find_spec("matplotlib") is None:
         return NO_MATPLOTLIB
-    import matplotlib  # takes a second: only when there is something to draw
+    import matplotlib  # takes a second: imported only to draw
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
@@ -39,7 +39,7 @@ def draw(path: Path, heading: str, paint: Callable[[Any], None], **subplots: Any
 
 
 def plot(rows: Sequence[Row], path: Path) -> str | None:
-    """A PNG of all worlds; returns why not where it could not be drawn."""
+    """Draws all worlds into a PNG; returns the reason if it could not."""
     pairs = lines(rows)
     apart = {
         f"{label} {what}": [row for row in of_one if row is not None]
@@ -65,7 +65,7 @@ def plot(rows: Sequence[Row], path: Path) -> str | None:
 
 
 def lines(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Headline rows by label, each label a line over token counts."""
+    """Returns headline rows by label; each label is a line over token counts."""
     found: dict[str, list[Row]] = {}
     for case in dict.fromkeys(row.case for row in rows):
         pair = headline(row for row in rows if row.case == case)
@@ -93,7 +93,7 @@ def _same(pair: Row, what: str, rows: Sequence[Row]) -> Row | None:
 
 
 def _latency(axis: Any, series: dict[str, list[Row]], what: str) -> None:
-    """Ours in full lines with numbers, others dashed, what the links allow dotted."""
+    """Draws ours in full lines with numbers, others dashed, the links' floor dotted."""
     floors: set[tuple[Any, ...]] = set()
     for i, (label, points) in enumerate(series.items()):
         tokens, ours = [row.tokens for row in points], points[0].system == OURS
@@ -114,7 +114,7 @@ def _latency(axis: Any, series: dict[str, list[Row]], what: str) -> None:
 
 
 def _bytes(axis: Any, series: dict[str, list[Row]]) -> None:
-    """What a pair sent, against the least, and against a copy for each expert."""
+    """Draws the bytes of a pair, beside the least, and beside a copy for each expert."""
     ours = {name: points for name, points in series.items() if points[0].wire_bytes}
     for i, (label, points) in enumerate(ours.items()):
         tokens = [row.tokens for row in points]

@@ -51,7 +51,7 @@ def macros() -> dict[str, int]:
 
 
 class Probe:
-    """The memory that ranks measure with. The current device is this rank's.
+    """The memory for measurements. The current device is this rank's.
 
     group: the ranks of this host; None: all ranks.
     """
@@ -76,14 +76,14 @@ class Probe:
         self._words = (ctypes.c_uint64 * _HOST_WORDS).from_address(self._pinned.data_ptr())
         self._counts: dict[str, int] = {}
         self._kernels: dict[str, Any] = {}
-        dist.barrier(self._group)  # nobody uses memory that another rank has not mapped
+        dist.barrier(self._group)  # no rank uses memory that another has not mapped
 
     def barrier(self) -> None:
         """Queues a meeting of all GPUs on the current stream. The host does not wait."""
         self._launch("barrier", threads=MAX_RANKS, count=1)
 
     def links(self) -> Links:
-        """Some tenths of a second."""
+        """Measures the links; takes some tenths of a second."""
         found = Links(pinned_us=self._host_round_trip(1), relayed_us=self._host_round_trip(2))
         if self.num_ranks == 1:
             return found
@@ -97,7 +97,7 @@ class Probe:
         )
 
     def check(self) -> None:
-        """After a synchronization: raises TimeoutError when a wait on the device was in vain."""
+        """After a synchronization: raises TimeoutError when a wait on the device failed."""
         missed = int(self._words[_RESULT_AT + 1])
         if missed:
             whom = "the host" if missed > MAX_RANKS else f"the GPU of rank {missed - 1}"
@@ -107,13 +107,13 @@ class Probe:
             )
 
     def close(self) -> None:
-        """All ranks: waits for the device first, and for the others."""
+        """Called by all ranks: waits for the device first, and for the other ranks."""
         torch.cuda.synchronize(self.device)
         dist.barrier(self._group)
         self._memory.close()
 
     def _push(self, blocks: int) -> float:
-        """GB/s out of the slowest rank, median of several."""
+        """Returns GB/s out of the slowest rank, median of several."""
         rounds = []
         for _ in range(9):
             took_us = timed_us(
@@ -140,7 +140,7 @@ class Probe:
         return float(slowest)
 
     def _host_round_trip(self, blocks: int) -> float:
-        """Median of single trips, in microseconds; two blocks: one of them relays."""
+        """Returns the median of single trips, in microseconds; two blocks: one of them relays."""
         words, first = self._words, self._counts.get("host", 0)
         self._launch("host", blocks=blocks, threads=1, count=ROUND_TRIPS)
         spans, end = [], time.monotonic() + self.timeout_s

@@ -1,4 +1,4 @@
-"""The bar on a terminal: tqdm's where it is installed, else one line that is written over."""
+"""The bar on a terminal: tqdm's where it is installed, else one line, overwritten."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """What the worker uses of tqdm."""
+    """The part of tqdm that the worker uses."""
 
     def set_description(self, text: str) -> None: ...
     def update(self) -> object: ...
@@ -40,7 +40,7 @@ class Line:
 
 @contextlib.contextmanager
 def bar(total: int, *, shown: bool) -> Iterator[Progress]:
-    """Counts `total` updates on stderr while it is a terminal and `shown`; else says nothing."""
+    """Counts `total` updates on stderr while it is a terminal and `shown`; else prints nothing."""
     shown = shown and sys.stderr.isatty()
     try:
         from tqdm import tqdm

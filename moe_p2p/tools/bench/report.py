@@ -39,7 +39,7 @@ HOST_OF_CALLS = (
     "host: until the calls of an eager pair return, of pairs in a row; host alone: of one, the "
     "device idle before"
 )
-HOST_BOUND = 0.5  # of an eager pair: where its host works longer, the GPU waits more than it works
+HOST_BOUND = 0.5  # of an eager pair: longer host work means that the GPU mostly waits
 SAME_WORK = (
     "each system is given the same and returns the same rows: low-latency by expert, quantized "
     "inside; normal and v2 by rank, quantized by the caller"
@@ -67,7 +67,7 @@ class Spread:
 @dataclass(frozen=True, kw_only=True)
 class Machine:
     device: str  # name of the GPU, or cpu
-    driver: str  # version of CUDA that it serves
+    driver: str  # CUDA version that it supports
     torch: str
     nccl: str
     hosts: int = 1
@@ -110,22 +110,22 @@ class Row:
     nics: int
     rounds: int
     chain: int  # pairs between two events
-    flushed: bool  # caches, before each part that was measured apart
+    flushed: bool  # caches were cleared before each part that was measured apart
     spread: Spread
     host_us: float | None = None  # HOST, or with an interface HOST_OF_CALLS; None: not measured
     host_alone_us: float | None = None
     nvlink_bytes: int  # that leave the busiest GPU inside its node
     nic_bytes: int  # that leave the NICs of the busiest GPU
     wire_bytes: int | None  # between nodes, all ranks, as the engines counted; None: not counted
-    expected_wire_bytes: int  # the same as it must be: once per (token, node)
-    floor_bytes: int  # of those, rows and scales alone
+    expected_wire_bytes: int  # the same by routing: once per (token, node)
+    floor_bytes: int  # of expected_wire_bytes, rows and scales alone
     flat_floor_bytes: int  # the same, were a token sent once for each expert on another node
     floor_us: float  # 0: not known
     links: Links
     machine: Machine
     correct: bool
-    compared: str = ""  # what `correct` is about
-    story: list[str] = field(default_factory=list)  # what is not
+    compared: str = ""  # what `correct` compares
+    story: list[str] = field(default_factory=list)  # its errors
 
     @property
     def on_cuda(self) -> bool:
@@ -133,11 +133,11 @@ class Row:
 
     @property
     def percent_of_push(self) -> float | None:
-        """NVLink bytes over the time, as part of what a push alone reaches."""
+        """NVLink bytes over the time, as a percentage of what a push alone reaches."""
         if not self.links.push_gbs or self.ranks_per_node < self.ranks or "layer" in self.what:
             return None
         if self.system != "moe_p2p" or "receive" in self.what:
-            return None  # others send other bytes, and a receiving half none
+            return None  # others send other bytes, a receiving half sends none
         return self.nvlink_bytes / self.spread.p50_us / 1e3 / self.links.push_gbs * 100
 
     @property
@@ -149,7 +149,7 @@ class Row:
 
     @property
     def limit_us(self) -> float | None:
-        """What a pair between nodes may take: half as long again as the wire alone, and 25 us."""
+        """Limit of a pair between nodes: half as long again as the wire alone, and 25 us."""
         if self.ranks_per_node == self.ranks or not self.what.startswith("pair"):
             return None
         return 1.5 * self.floor_us + 25.0 if self.floor_us and self.on_cuda else None
@@ -179,7 +179,7 @@ class Row:
 
 
 def baseline_of(row: Row, rows: Iterable[Row]) -> Row | None:
-    """torch's row of the same job; of a chained pair the eager one, for no graph holds it."""
+    """Returns torch's row of the same job; for a chained pair the eager one: no graph holds it."""
     what = "pair eager" if row.what == "pair graph" else row.what
     for other in rows:
         same = (other.world, other.tokens, other.what) == (row.world, row.tokens, what)
@@ -194,7 +194,7 @@ def speedup(row: Row, rows: Iterable[Row]) -> float | None:
 
 
 def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """With how much longer the baseline takes."""
+    """Adds how much longer the baseline takes."""
     found = []
     for row in rows:
         against = speedup(row, rows)
@@ -203,7 +203,7 @@ def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """One line per system and case; microseconds, p50 unless said. Columns of nothing are left out.
+    """One line per system and case; microseconds, p50 unless named. Leaves out empty columns.
 
     rows: of one world.
     """
@@ -219,12 +219,12 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def _us(value: float | None) -> str | None:
-    """None: nothing was measured."""
+    """None: not measured."""
     return None if value is None else f"{value:,.1f}" if value < 10_000 else f"{value:,.0f}"
 
 
 def _cells(rows: Sequence[Row], case: tuple[Any, ...]) -> list[tuple[str, str | None]]:
-    """(heading, text) of one line."""
+    """Returns (heading, text) pairs of one line."""
     ways = {row.what: row for row in rows if row.case == case}
     pair = headline(ways.values())
     assert pair is not None
@@ -268,16 +268,16 @@ def _cells(rows: Sequence[Row], case: tuple[Any, ...]) -> list[tuple[str, str | 
 
 
 def _host(eager: Row | None) -> list[tuple[str, str | None]]:
-    """Whether the host bounds an eager pair."""
+    """Reports whether the host bounds an eager pair."""
     bound = eager.host_bound if eager else None
     worked = eager.host_us if eager and bound is not None else None
     return [("host", _us(worked)), ("bound by", {True: "host", False: "GPU", None: None}[bound])]
 
 
 def _wire(pair: Row) -> list[tuple[str, str | None]]:
-    """A pair's bytes as counted, without heads and padding, and were tokens sent to each expert.
+    """Bytes of a pair: counted, without heads and padding, and with a copy for each expert.
 
-    On CPUs of all ranks; on GPUs a NIC's mean share, to be compared with its rate.
+    On CPUs the sum of all ranks; on GPUs a NIC's mean share, to be compared with its rate.
     """
     names: tuple[str, ...] = ("wire KiB", "floor KiB", "no dedup KiB")
     kib = 1024.0
@@ -292,7 +292,7 @@ def _wire(pair: Row) -> list[tuple[str, str | None]]:
 
 
 def headline(rows: Iterable[Row]) -> Row | None:
-    """The row of the chained pair: replayed where that exists, else eager."""
+    """Returns the row of the chained pair: replayed if there is one, else eager."""
     pairs = {row.what: row for row in rows if row.what.startswith("pair")}
     return pairs.get("pair graph") or pairs.get("pair eager")
 
@@ -327,7 +327,7 @@ def links_line(links: Links) -> str:
 
 
 def text(rows: Sequence[Row], notes: Sequence[str]) -> str:
-    """All that is printed of a world."""
+    """Returns the printed text of a world."""
     first = rows[0]
     device = "cuda" if first.on_cuda else "cpu"
     lines = [title(first), table(rows)]

@@ -1,4 +1,4 @@
-"""What is timed. A system does dispatch and combine; buffers are made once and reused by both.
+"""Timed systems. A system does dispatch and combine; buffers are made once and reused by both.
 
 Shapes: T tokens, H hidden size, K top-k, R rows at this rank's experts, E_local its experts.
 """
@@ -29,7 +29,7 @@ class Rows:
 
 class System(Protocol):
     name: str
-    num_steps: int  # that a call takes
+    num_steps: int  # steps of a call
     waited_s: float  # seconds that the host has waited for the GPU in calls so far
 
     def dispatch(self, tokens: Tokens) -> Rows: ...
@@ -65,25 +65,25 @@ def make_config(
 
 
 def finish(device: torch.device | str) -> None:
-    """On a GPU, waits for what was launched: the results of a call may then be looked at.
+    """On a GPU, waits for launched work, so that results of a call may be read.
 
-    While a kernel waits for another node, the software NIC has to reach the driver. A copy to
-    pageable memory (.cpu(), .tolist()) and the first launch of a kernel keep its lock until that
-    kernel ends, which then ends by its deadline. Waiting for the device does not.
+    While a kernel waits for another node, the software NIC needs the driver. A copy to pageable
+    memory (.cpu(), .tolist()) and the first launch of a kernel keep the driver's lock until the
+    kernel ends, so that it ends by its deadline. Waiting for the device does not.
     """
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize()
 
 
 class MoeP2p:
-    """The package. Whole calls on GPUs; on CPUs halves, which reuse buffers, where they can be.
+    """The package. Whole calls on GPUs; on CPUs halves, which reuse buffers, where they can.
 
-    dispatch and combine wait for their results, in rows that are grouped; calls to be timed are
-    those of gpu_calls. `given` is the one place that says how AllToAll is called.
+    dispatch and combine wait for their results, in grouped rows; gpu_calls makes the calls to be
+    timed. `given` is the one place that decides how AllToAll is called.
     """
 
     name = "moe_p2p"
-    waited_s = 0.0  # calls to be timed do not
+    waited_s = 0.0  # timed calls do not wait
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class MoeP2p:
         self._out: dict[int, Tensor] = {}
 
     def given(self, tokens: Tokens, *, layout: Layout = "grouped") -> dict[str, Any]:
-        """Arguments of AllToAll.dispatch and dispatch_send. With scales: quantized already."""
+        """Returns arguments of AllToAll.dispatch and dispatch_send. With scales: x is quantized."""
         return {
             "x": tokens.x,
             "topk_idx": tokens.topk_idx,
@@ -114,7 +114,7 @@ class MoeP2p:
         }
 
     def exchange(self, tokens: Tokens) -> Dispatched:
-        """dispatch, without waiting for it."""
+        """Dispatches without waiting for the result."""
         given = self.given(tokens)
         if self.reuses:
             pending = self.all_to_all.dispatch_send(**given)
@@ -148,6 +148,6 @@ class MoeP2p:
 
 
 def experts_of_rows(job: Job, rank: int, counts: Tensor) -> Tensor:
-    """Global expert of each row that holds a token, [R]."""
+    """Returns the global expert of each row that holds a token, [R]."""
     experts = job.topology.local_experts(rank).to(counts.device)
     return experts.repeat_interleave(counts.to(torch.int64))

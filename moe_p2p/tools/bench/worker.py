@@ -1,8 +1,8 @@
 """One rank of the benchmark: check first, then measure.
 
 For each number of tokens all systems are made and compared with the reference, then timed in turns,
-and compared again. Buffers are reused, inputs change from one round to the next (clocks.py says how
-spans are taken, gpu_last.py what is compared after timing).
+and compared again. Buffers are reused, inputs change from one round to the next (clocks.py takes
+spans, gpu_last.py compares after timing).
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from moe_p2p.tools.bench.progress import Progress, bar
 from moe_p2p.tools.bench.report import Machine, Row, Spread
 from moe_p2p.tools.bench.systems import MoeP2p, finish
 
-TIMED_STEP = 1_000  # its routing and rows are those that are timed
+TIMED_STEP = 1_000  # step whose routing and rows are timed
 NUM_INPUTS = 4  # on CPUs: routings that are timed, in turn
 COUNTED_PAIRS = NUM_INPUTS  # each routing equally often
-SETTLED_S = 0.02  # without a write: nothing of the last call is still to come
+SETTLED_S = 0.02  # without a write: nothing of the last call is outstanding
 
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
     rows: list[Row]
-    notes: list[str]  # what was left out, and why
+    notes: list[str]  # what was left out, with the reason
 
 
 def run(options: Options) -> Results:
-    """The whole job of one rank; the results are the same on every rank."""
+    """Runs the job of one rank; the results are the same on every rank."""
     with launch.process_group() as (rank, _):
         if options.device == "cuda":
             torch.cuda.set_device(launch.device_index())
@@ -57,14 +57,14 @@ def run(options: Options) -> Results:
         with bar(len(cases), shown=rank == 0) as progress:
             for interface, tokens in cases:
                 world.measure(interface, tokens, progress)
-                torch.cuda.empty_cache()  # regions do not come out of torch's memory
+                torch.cuda.empty_cache()  # regions are not part of torch's memory
                 progress.update()
         clock.close()
         return Results(rows=world.rows, notes=list(dict.fromkeys(world.notes)))
 
 
 def _cases(options: Options) -> Iterator[tuple[str, int]]:
-    """(DeepEP's interface, tokens); AllToAll's own calls have no interface."""
+    """Yields (DeepEP's interface, tokens); AllToAll's own calls have no interface."""
     defaults = INTERFACES_ON_CUDA if options.device == "cuda" else INTERFACES
     for interface, counts in defaults.items() if options.api == "deep_ep" else [("", ())]:
         for tokens in options.tokens or counts:
@@ -72,7 +72,7 @@ def _cases(options: Options) -> Iterator[tuple[str, int]]:
 
 
 class World:
-    """What the measurements of a run have in common. rows and notes are its results."""
+    """Shared by the measurements of a run. rows and notes are its results."""
 
     def __init__(self, options: Options, rank: int, clock: CpuClock | GpuClock) -> None:
         self.options, self.rank, self.clock = options, rank, clock
@@ -122,7 +122,7 @@ class World:
             hosts = self.clock.host_times(calls) if interface else {}
             for one in found:
                 one.story.extend(watch.story.get(one.calls, []))
-                if one.system is not None:  # nothing went wrong while the clock ran
+                if one.system is not None:  # no failure while the clock ran
                     after = range(options.checks, options.checks + 1)
                     one.story.extend(entry.check(one.system, after, exact=one.package is not None))
                 of_one = [each for each in timed if each.calls is one.calls]
@@ -133,10 +133,10 @@ class World:
                     rows = [replace(row, interface=interface, **through) for row in rows]
                 self.rows += rows
             finish(options.device)
-            dist.barrier()  # nobody closes what another one still uses
+            dist.barrier()  # no rank closes what another still uses
 
     def _timed_steps(self, interface: str) -> list[int]:
-        """Routings: one where a graph or an earlier call's layout holds it."""
+        """Returns the routings: one if a graph or an earlier call's layout holds it."""
         several = self.options.device == "cpu" and not interface
         return list(range(TIMED_STEP, TIMED_STEP + (NUM_INPUTS if several else 1)))
 
@@ -225,7 +225,7 @@ class World:
 
 
 def _compare_layers(found: list[Contestant]) -> None:
-    """All of them against the last one, the baseline where there is one."""
+    """Compares all with the last one, the baseline where there is one."""
     layers = []
     for one in found:
         if one.calls.layer is not None:
@@ -238,14 +238,14 @@ def _compare_layers(found: list[Contestant]) -> None:
 
 
 def counted_bytes(system: MoeP2p, calls: Calls, inputs: Inputs) -> dict[str, int]:
-    """Bytes between nodes of all ranks, as the engines counted them, of a pair and of its phases.
+    """Returns bytes between nodes of all ranks, as the engines counted them, by phase and pair.
 
-    A pair's are of pairs with nothing in between.
+    A pair's bytes are counted over pairs with nothing in between.
     """
     device = system.all_to_all.config.device
 
     def settled() -> int:
-        """What this rank has sent, once a moment has passed without more of it."""
+        """Returns what this rank has sent, once a moment has passed without more."""
         finish(device)
         dist.barrier()
         seen = -1
@@ -271,7 +271,7 @@ def counted_bytes(system: MoeP2p, calls: Calls, inputs: Inputs) -> dict[str, int
 
 
 def miscounted(options: Options, counted: dict[str, int] | None, expected: int) -> list[str]:
-    """What the counters say against the routing, pairs and the two phases together.
+    """Compares the counters with the routing, pairs and the two phases together.
 
     Not phase by phase: a call of several steps closes them after it has returned, and such a header
     may then be counted with the next phase.
