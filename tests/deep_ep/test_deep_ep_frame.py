@@ -387,3 +387,21 @@ def test_destroy_names_who_does_not_come() -> None:
         "all ranks to destroy their buffers, rank 0 did not come"
         in run_threads(2, _leaves_first)[1]
     )
+
+
+def test_what_a_hook_uses_on_another_stream_is_recorded_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else torch could reuse its memory when the stream that sent is done with it."""
+    used: list[object] = []
+
+    class Rows:
+        def record_stream(self, stream: object) -> None:
+            used.append(stream)
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "here")
+    monkeypatch.setattr(streams, "current", lambda like: 7)
+    streams.use_here(torch.empty(0), (Rows(), None, Rows()), 7)  # type: ignore[arg-type]
+    assert used == []
+    streams.use_here(torch.empty(0), (Rows(), None, Rows()), 3)  # type: ignore[arg-type]
+    assert used == ["here", "here"]

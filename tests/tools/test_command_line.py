@@ -24,3 +24,9 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     printed = capsys.readouterr().out
     assert all(name in printed for name in COMMANDS)
+
+
+def test_what_is_no_number_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", "--tokens", "8,x"])
+    assert "'8,x' is not a number, or several with commas" in capsys.readouterr().err

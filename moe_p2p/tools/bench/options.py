@@ -294,7 +294,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _counts(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        wanted = f"{text!r} is not a number, or several with commas between them: 8,32,128"
+        raise argparse.ArgumentTypeError(wanted) from None
 
 
 def _names(text: str) -> tuple[str, ...]:
