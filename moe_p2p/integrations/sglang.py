@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_p2p import errors
+from moe_p2p import env, errors
 from moe_p2p.all_to_all import AllToAll
 from moe_p2p.dispatched import Dispatched, PendingDispatch
-from moe_p2p.integrations import derived, optional, put, required
+from moe_p2p.integrations import derived, optional, provide_deep_ep, put, required
 from moe_p2p.options import DispatchOptions, RowLayout
 from moe_p2p.pool import TIMEOUT_S, AllToAllPool, config_of
 from moe_p2p.row_counts import SizeExchange
@@ -245,13 +245,20 @@ def dispatcher_class() -> Any:
 
 def install() -> None:
     """Replaces DeepEPDispatcher. Also makes `deep_ep` importable."""
-    from moe_p2p import deep_ep
-
     required("sglang", "sglang")
-    deep_ep.install()  # before the modules below, which import it
+    provide_deep_ep()  # before the modules below, which import it
     ours = dispatcher_class()
     users = {name: module for name in _USERS if (module := optional(name)) is not None}
     put(users, {"DeepEPDispatcher": ours})
+
+
+def plugin() -> None:
+    """Entry point `sglang.srt.plugins`, which SGLang calls in each of its processes.
+
+    With MOE_P2P_ENGINES=1 it is install(), whether or not SGLang has imported a deep_ep by then.
+    """
+    if env.engines():
+        install()
 
 
 def _made(names: tuple[str, ...], **values: Any) -> Any:
