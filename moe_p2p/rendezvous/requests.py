@@ -1,9 +1,12 @@
 """Requests to a torch.distributed Store that end at a deadline, and which Ctrl-C interrupts.
 
 torch waits for the answer of a TCPStore's server in C++, without a deadline and without looking at
-signals (`check`, `set`, `add` and others of torch 2.13). So requests run on a thread of their own.
-When the server does not answer, the thread stays behind with the request; it does not keep the
-process from ending.
+signals (`check`, `set`, `add` and others of torch 2.13). So requests of the main thread run on a
+thread of their own. When the server does not answer, that thread stays behind with the request; it
+does not keep the process from ending.
+
+Other threads wait in torch: signals do not reach them, and where a thousand ranks are threads,
+handing over doubles the time of set-up (benchmarks/bench_setup.py).
 """
 
 from __future__ import annotations
@@ -29,13 +32,16 @@ class Requests:
 
     def __init__(self) -> None:
         self._queue: _Queue = SimpleQueue()
-        self._last: Future[Any] | None = None
-        threading.Thread(target=_serve, args=(self._queue,), daemon=True).start()
+        self._last: Future[Any] | None = None  # None: there is no thread yet
         self.close = weakref.finalize(self, self._queue.put, None)
 
     def run(self, access: Callable[[], T], timeout_s: float) -> T:
         """Returns or raises what `access` does; TimeoutError when it does not end in time."""
-        if self._last is not None:
+        if threading.current_thread() is not threading.main_thread():
+            return access()
+        if self._last is None:
+            threading.Thread(target=_serve, args=(self._queue,), daemon=True).start()
+        else:
             with suppress(Exception):  # of the request before
                 self._last.exception(_GRACE_S)
             if not self._last.done():
