@@ -21,7 +21,6 @@ COMPILER = "aarch64-linux-gnu-g++"
 FLAGS = ["-std=c++20", "-O1", "-fsyntax-only", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror"]
 FLAGS += ["-Wno-subobject-linkage"]  # what a unit includes is no header
 FLAGS += [
-    "-Wno-subobject-linkage",
     "-DMOE_P2P_LETTER=1",
     "-DTORCH_TARGET_VERSION=0x020a000000000000",
     "-I.",
