@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from moe_p2p import errors
+from moe_p2p import errors, serving_steps
 from moe_p2p.config import AllToAllConfig
 from moe_p2p.ops import call
 from moe_p2p.releasing import ReleasingAllToAll
@@ -46,6 +46,7 @@ class AllToAllPool:
     timeout_s: deadline for ranks to meet, in seconds.
 
     Dispatches need no combine: when a call needs a step, the oldest open dispatch is released.
+    Where vLLM or SGLang runs, each of its steps ends with check().
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class AllToAllPool:
         self.ranks_per_node = find_ranks_per_node(hosts, None)
         self._made: dict[tuple[AllToAllConfig, bool], ReleasingAllToAll] = {}
         self._limited_bytes = 0  # bytes of the AllToAlls made with a limit
+        serving_steps.end_with_check(self)
 
     def get(
         self,
@@ -135,7 +137,7 @@ class AllToAllPool:
 
     def check(self) -> None:
         """Raises the error that broke any of its AllToAlls (AllToAll.check)."""
-        for made in self._made.values():
+        for made in tuple(self._made.values()):
             made.check()
 
     def check_others(self) -> None:
