@@ -20,11 +20,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engines import test_megatron, vllm_layers
-from tests.integrations.test_sglang import run_sglang
+from tests.engines import sglang_layers, test_megatron, vllm_layers
 from tests.support import gpu_ranks
 from tests.support.ambient_cases import Made, W, default_dtype, difference, given_to
-from tests.support.engine_layers import WORLD
 from tests.support.gpu_ranks import World
 from tests.support.ranks import Rank, run_processes
 
@@ -117,13 +115,12 @@ def test_the_state_of_torch_changes_nothing_on_gpus(world: World) -> None:
 def all_at_once(
     rank: Rank,
     names: tuple[str, ...],
-    begin: Callable[[Rank], None] | None,
+    begin: Callable[[Rank], None],
     body: Callable[..., None],
     *given: Any,
 ) -> None:
     """begin() imports the engine, whose own modules need not load in such states."""
-    if begin is not None:
-        begin(rank)
+    begin(rank)
     with together(*names):
         body(rank, *given)
 
@@ -142,8 +139,11 @@ def test_nor_do_layers_of_vllm_change() -> None:
     run_processes(2, all_at_once, SERVING, vllm_layers.begin, vllm_layers.run_backends, **IMPORTING)
 
 
+@pytest.mark.timeout(240)
+@pytest.mark.engine("sglang")
 def test_nor_do_layers_of_sglang_change() -> None:
-    run_processes(WORLD, all_at_once, SERVING, None, run_sglang, "fp8", False, "cpu")
+    given = [SERVING, sglang_layers.begin_with_ours, sglang_layers.run_modes, "fp8"]
+    run_processes(2, all_at_once, *given, **IMPORTING)
 
 
 @pytest.mark.timeout(240)

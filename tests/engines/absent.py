@@ -23,7 +23,11 @@ VLLM = (
     "vllm.env_override vllm.entrypoints vllm.parser vllm.renderers vllm.v1.structured_output "
     "vllm.distributed.kv_transfer"
 )
-SGLANG = _SERVING
+SGLANG = (
+    f"{_SERVING} IPython compressed_tensors dill gguf sentencepiece starlette torchvision tvm_ffi "
+    "sgl_kernel sglang.kernels.jit sglang.srt.sampling.custom_logit_processor "
+    "sglang.srt.utils.hf_transformers_patches"
+)
 
 
 class _Nothing(type):
@@ -45,6 +49,8 @@ class _Nothing(type):
     def __iter__(cls) -> Any:
         return iter(())
 
+    def __setitem__(cls, key: Any, value: Any) -> None: ...
+
 
 def _returns_what_it_decorates(self: Any, *given: Any, **_: Any) -> Any:
     return given[0] if given and callable(given[0]) else self
@@ -53,7 +59,9 @@ def _returns_what_it_decorates(self: Any, *given: Any, **_: Any) -> Any:
 def _nothing(name: str) -> Any:
     body: dict[str, Any] = {
         "__init__": lambda self, *_, **__: None,
+        "__init_subclass__": classmethod(lambda cls, **_: None),
         "__class_getitem__": classmethod(lambda cls, _: cls),
+        "__setitem__": lambda self, key, value: None,
         "__call__": _returns_what_it_decorates,
         "__getattr__": lambda self, attribute: getattr(type(self), attribute),
     }

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.engines import test_megatron, vllm_layers
-from tests.integrations import test_sglang
+from tests.engines import sglang_layers, test_megatron, vllm_layers
 from tests.support.engine_layers import BF16, EXPERTS, HIDDEN, TOKENS, TOPK, as_sent, plain
 from tests.support.ranks import Rank, run_processes
 
@@ -36,9 +35,15 @@ def test_vllm_layer_computes_a_plain_moe(backend: str) -> None:
     run_processes(WORLD, run_vllm, backend)
 
 
+def run_sglang(rank: Rank, dtype: str) -> None:
+    sglang_layers.begin_with_ours(rank, "cuda")
+    sglang_layers.run_modes(rank, dtype, "cuda")
+
+
+@pytest.mark.engine("sglang")
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
-def test_sglang_layer_computes_a_plain_moe_in_both_modes(dtype: str) -> None:
-    run_processes(WORLD, test_sglang.run_sglang, dtype, False, "cuda")
+def test_sglang_layer_computes_a_plain_moe_in_all_modes(dtype: str) -> None:
+    run_processes(WORLD, run_sglang, dtype)
 
 
 def train_megatron(rank: Rank, alignment: int) -> None:
