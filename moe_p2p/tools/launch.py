@@ -129,15 +129,15 @@ def _handlers_restored() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def process_group() -> Iterator[tuple[int, int]]:
-    """Yields (rank, world_size) of the started ranks' gloo group; nested uses share one group."""
+def process_group(backend: str = "gloo") -> Iterator[tuple[int, int]]:
+    """Yields (rank, world_size) of the started ranks' group; nested uses share one group."""
     is_outer = not dist.is_initialized()
     if is_outer:
         if env.local_world_size() < env.world_size() and (
             name := interface_to(env.master_address())
         ):
             env.use_gloo_interface(name)
-        dist.init_process_group("gloo", timeout=GROUP_TIMEOUT)
+        dist.init_process_group(backend, timeout=GROUP_TIMEOUT)
     try:
         yield dist.get_rank(), dist.get_world_size()
     finally:

@@ -49,9 +49,9 @@ def begin(rank: Rank, device: str = "cpu", tensor_ranks: int = 1) -> None:
     megatron_layer.start(device, tensor_ranks)
 
 
-def trained(system: str, layer: Layer) -> list[dict[str, Tensor]]:
+def trained(system: str, layer: Layer, device: str) -> list[dict[str, Tensor]]:
     """Output and all gradients of each step, by name."""
-    made = megatron_layer.make(system, layer, "cpu")
+    made = megatron_layer.make(system, layer, device)
     dispatcher = made.token_dispatcher
     if system != "alltoall":
         manager = type(dispatcher._comm_manager)
@@ -59,7 +59,7 @@ def trained(system: str, layer: Layer) -> list[dict[str, Tensor]]:
         assert ours == (system == "integration")
     results = []
     for step in range(STEPS):
-        x, grad = megatron_layer.inputs(step, layer, TOKENS, "cpu")
+        x, grad = megatron_layer.inputs(step, layer, TOKENS, device)
         out, x_grad = megatron_layer.train(made, x, grad)
         of_parameters = {
             name: parameter.grad.clone()
@@ -76,15 +76,15 @@ def apart(mine: Tensor, other: Tensor) -> float:
     return float((mine.double() - other.double()).norm() / other.double().norm().clamp_min(1e-9))
 
 
-def run_case(rank: Rank, names: list[str], tensor_ranks: int) -> None:
-    begin(rank, tensor_ranks=tensor_ranks)
+def run_case(rank: Rank, names: list[str], tensor_ranks: int, device: str = "cpu") -> None:
+    begin(rank, device, tensor_ranks)
     for name in names:
         layer, near = CASES[name]
         layer = Layer(**{**vars(layer), "tensor_ranks": tensor_ranks})
-        expected = trained(SYSTEMS[0], layer)
+        expected = trained(SYSTEMS[0], layer, device)
         for system in SYSTEMS[1:]:
             for step, (mine, other) in enumerate(
-                zip(trained(system, layer), expected, strict=True)
+                zip(trained(system, layer, device), expected, strict=True)
             ):
                 assert mine.keys() == other.keys()
                 for what in mine:

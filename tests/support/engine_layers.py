@@ -62,7 +62,7 @@ def as_sent(x: Tensor) -> Tensor:
 
 def join(rank: Rank, device: str) -> Any:
     if device == "cuda":
-        torch.cuda.set_device(rank.rank)
+        torch.cuda.set_device(rank.rank % torch.cuda.device_count())
     dist.init_process_group("gloo", store=rank.store, rank=rank.rank, world_size=rank.world_size)
     return dist.group.WORLD
 

@@ -87,7 +87,8 @@ def run(options: Options) -> list[Figure]:
     """One rank."""
     if reason := megatron_layer.find():
         raise RuntimeError(reason)
-    with launch.process_group():
+    local = env.local_world_size()
+    with launch.process_group(megatron_layer.backend(options.device, local)):
         if options.device == "cuda":
             torch.cuda.set_device(launch.device_index())
         return _measure(options)
@@ -149,7 +150,7 @@ def _span(call: Callable[[], None], device: str) -> float:
     """Milliseconds of call(), begun by all ranks together."""
     if device == "cuda":
         torch.cuda.synchronize()
-    dist.barrier()
+    dist.all_reduce(torch.zeros(1, device="cpu"))
     began = time.perf_counter()
     call()
     if device == "cuda":
@@ -238,6 +239,8 @@ def _parse(arguments: list[str]) -> Options:
 
 def _report(options: Options, figures: list[Figure]) -> None:
     print(_title(options))
+    if options.device == "cuda" and options.ranks > torch.cuda.device_count():
+        print("ranks share a GPU: times are of its slices, and alltoall passes through the host")
     print(f"{'':26}" + "".join(f"{system:>22}" for system in SYSTEMS))
     for what in WHAT:
         of = {figure.system: figure for figure in figures if figure.what == what}

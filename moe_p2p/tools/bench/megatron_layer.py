@@ -59,13 +59,22 @@ def _numbers(folder: Path) -> list[int]:
     return [int(part) for part in version.split(".") if part.isdecimal()]
 
 
+def backend(device: str, local_ranks: int) -> str:
+    """Returns torch.distributed's backend. NCCL refuses ranks that share a GPU."""
+    alone = device == "cuda" and local_ranks <= torch.cuda.device_count()
+    return "cpu:gloo,cuda:nccl" if alone else "gloo"
+
+
 def start(device: str, tensor_ranks: int = 1) -> None:
     """Sets Megatron's groups up. Once per process, after torch.distributed is.
 
-    device "cpu": Megatron's CUDA streams and devices become empty stand-ins in this process.
+    device "cpu": Megatron's CUDA streams and devices become empty stand-ins in this process. On
+    GPUs with gloo, its collectives pass through the host.
     """
     if device == "cpu":
         _stand_in_for_cuda()
+    elif dist.get_backend() == "gloo":
+        _pass_through_the_host()
     # Megatron compiles small functions; a compiler may be missing, and its time is not measured.
     torch._dynamo.config.disable = True
     deep_ep.install(force=True)  # before Megatron imports it
@@ -124,6 +133,24 @@ def _stand_in_for_cuda() -> None:
         return exchange(*given, **options)
 
     dist.all_to_all_single = with_lists
+
+
+def _pass_through_the_host() -> None:
+    """gloo has no such collectives for CUDA tensors."""
+
+    def wrapped(collective: Any) -> Any:
+        def call(out: Tensor, given: Tensor, *rest: Any, **options: Any) -> Any:
+            if not given.is_cuda:
+                return collective(out, given, *rest, **options)
+            on_host = torch.empty_like(out, device="cpu")
+            done = collective(on_host, given.cpu(), *rest, **{**options, "async_op": False})
+            out.copy_(on_host)
+            return done
+
+        return call
+
+    for name in ("all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor"):
+        setattr(dist, name, wrapped(getattr(dist, name)))
 
 
 def make(system: str, layer: Layer, device: str) -> Any:
