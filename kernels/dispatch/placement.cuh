@@ -110,9 +110,10 @@ struct ByExpert {
   }
 
   // Returns which of the lanes with a row keep it: all.
-  __device__ static u32 keep(const DispatchParams&, i32, u32 have, i64&, i32, const char*) {
+  __device__ static u32 keep(const DispatchParams&, i32, u32 have, i64, i32, const char*) {
     return have;
   }
+  __device__ static i64 kept(u32, i32, i64 row) { return row; }
   __device__ static void store_weight(const DispatchParams& p, i64 row, float weight) {
     p.row_weights[row] = weight;
   }
@@ -196,12 +197,14 @@ struct ByRank {
     p.row_weights[row * kTopk + lane] = expert < 0 ? 0.0f : weight;
   }
   // All lanes with a row have the same one: the first keeps it.
-  __device__ static u32 keep(const DispatchParams& p, i32 lane, u32 have, i64& row, i32 expert,
+  __device__ static u32 keep(const DispatchParams& p, i32 lane, u32 have, i64 row, i32 expert,
                              const char* slot) {
     store_entries(p, lane, __shfl_sync(~0u, row, max(__ffs(have) - 1, 0)), expert, slot);
-    have &= ~have + 1;
+    return have & (~have + 1);
+  }
+  __device__ static i64 kept(u32 have, i32 lane, i64 row) {
     if (!(have >> lane & 1)) row = -1;
-    return have;
+    return row;
   }
   __device__ static void store_weight(const DispatchParams&, i64, float) {}
   __device__ static void lose_entries(const DispatchParams& p, i64 row) {

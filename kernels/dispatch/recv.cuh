@@ -63,6 +63,7 @@ __device__ inline void find_rows(const Receiver& a, i32 lane, i32 chunk, const I
     }
   }
   const u32 have = Placement::keep(p, lane, __ballot_sync(~0u, row >= 0), row, expert, from);
+  row = Placement::kept(have, lane, row);
   if (row >= 0) {
     const i32 r = __popc(have & ((1u << lane) - 1));
     w.row[buffer][r] = static_cast<i32>(row);
