@@ -5,6 +5,7 @@ Control path only. Symbols: W ranks, L ranks per node, E_local experts of this r
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import secrets
 import warnings
@@ -147,15 +148,15 @@ class Communicator(NotCopied):
                 given = on_host.to(self.config.device)
         fits = given.shape == (self.world_size,) and given.dtype == torch.int32
         errors.require(
-            fits and given.is_contiguous() and given.device.type == self.config.device,
+            fits and given.is_contiguous() and given.device.type == str(self.config.device),
             f"masked is {given.dtype} {tuple(given.shape)} on {given.device}, must be int32 "
             f"({self.world_size},) on {self.config.device}, contiguous",
         )
-        return given, on_host if self._on_gpu else given
+        return given, on_host if self.config.on_gpu else given
 
     def _make_device(self, meeting: Bootstrap) -> DeviceSide | None:
         config, num_local = self.config, self.ranks_per_node
-        if not self._on_gpu:
+        if not self.config.on_gpu:
             return None
         node, local = divmod(self.rank, num_local)
         num_nodes, first = self.world_size // num_local, node * num_local
@@ -195,26 +196,18 @@ class Communicator(NotCopied):
         if given is not None:
             return given
         neighbours = [rank for rank, other in enumerate(offers) if other.host == offer.host]
-        label = f"rank {self.rank}"
-        settings = config.provider_settings or env.transport_settings()
-        if (config.ranks_per_node or self.world_size) < self.world_size and self._on_gpu:
-            settings = transport.with_copy_kernel(
-                choice.provider, settings, torch.cuda.current_device()
-            )
+        gpu = torch.cuda.current_device() if config.on_gpu else None
+        settings = config.transport_settings or env.transport_settings()
+        if (config.ranks_per_node or self.world_size) < self.world_size and gpu is not None:
+            settings = transport.with_copy_kernel(choice.provider, settings, gpu)
         engine = Engine(
-            choice.provider,
-            config.nics_per_rank,
-            settings=settings,
-            label=label,
-            wait=config.wait,
-            proxy_cpu=config.proxy_cpu,
-            timeout_s=config.timeout_s,
-            nics=config.nics,
-            gpu=torch.cuda.current_device() if config.device == "cuda" else None,
+            dataclasses.replace(config, transport=choice.provider, transport_settings=settings),
+            label=f"rank {self.rank}",
+            gpu=gpu,
             share=(neighbours.index(self.rank), len(neighbours)),
         )
         if choice.automatic:
-            transport.announce(label, choice, engine.opening)
+            transport.announce(engine.label, choice, engine.opening)
         return engine
 
     def _create(self, meeting: Bootstrap) -> int:
@@ -240,7 +233,7 @@ class Communicator(NotCopied):
             timeout_s=float(config.timeout_s),
             wait=config.wait,
             num_threads=num_threads,
-            on_device=int(self._on_gpu),
+            on_device=int(config.on_gpu),
         )
         masks = self._masks[1] if self._masks is not None else None
         comm = int(call(_ops.all_to_all_create.default, self.engine.number, settings, masks))
@@ -254,10 +247,6 @@ class Communicator(NotCopied):
         )
         ops.remember_shape(comm, self._shape)
         return comm
-
-    @property
-    def _on_gpu(self) -> bool:
-        return self.config.device == "cuda"
 
     @property
     def closed(self) -> bool:

@@ -161,13 +161,13 @@ def _rails(provider: str, settings: str, wish: Wish, root: Path) -> list[str]:
 def _kind(provider: str, settings: str) -> str:
     """Kind of NICs that a provider's setting names; empty when the provider finds its own."""
     if provider == LIBFABRIC:
-        return "efa" if _setting(settings, "provider") in ("", "efa") else ""
+        return "efa" if setting(settings, "provider") in ("", "efa") else ""
     return "verbs"
 
 
 def named_in(provider: str, settings: str) -> list[str]:
     """Device names in a provider's settings, in rail order."""
-    named = _setting(settings, _NAMES_KEY.get(provider, "devices"))
+    named = setting(settings, _NAMES_KEY.get(provider, "devices"))
     return named.split(":") if named else []
 
 
@@ -193,7 +193,8 @@ def _named(host: Host, names: list[str]) -> list[Nic]:
     return [found[name] for name in names]
 
 
-def _setting(settings: str, key: str) -> str:
+def setting(settings: str, key: str) -> str:
+    """Returns the value of a key; empty when it is not there."""
     pairs = (item.partition("=") for item in settings.split(","))
     return next((value for name, _, value in pairs if name == key), "")
 
@@ -203,7 +204,7 @@ def with_copy_kernel(provider: str, settings: str, device: int) -> str:
 
     Unchanged for other providers, and where `settings` already say how to copy.
     """
-    if provider != LOOPBACK or _setting(settings, "copy_kernel"):
+    if provider != LOOPBACK or setting(settings, "copy_kernel"):
         return settings
     kernel = jit.load(device, "copy.cu", "moe_p2p_copy", {})
     return ",".join(filter(None, [settings, f"copy_kernel={kernel}"]))
@@ -211,8 +212,13 @@ def with_copy_kernel(provider: str, settings: str, device: int) -> str:
 
 def shared_settings(settings: str) -> str:
     """`settings` without keys that name devices of one host: comparable between hosts."""
+    return without(settings, *_OF_ONE_HOST)
+
+
+def without(settings: str, *keys: str) -> str:
+    """`settings` without these keys."""
     items = settings.split(",")
-    return ",".join(item for item in items if item.partition("=")[0] not in _OF_ONE_HOST)
+    return ",".join(item for item in items if item.partition("=")[0] not in keys)
 
 
 def pci_of(device: int) -> str:

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 
+from moe_p2p.config import EngineConfig
 from moe_p2p.engine import Engine
 from moe_p2p.errors import MoeP2pError
 from moe_p2p.gpu import driver
@@ -281,8 +282,18 @@ def _write(provider: str, nic: str, memory: str) -> Write:
     gpu = None if device is None else device.index
     try:
         with (
-            Engine(provider, 1, nics=nic, gpu=gpu, timeout_s=WRITE_TIMEOUT_S) as sender,
-            Engine(provider, 1, nics=nic, gpu=gpu, timeout_s=WRITE_TIMEOUT_S) as receiver,
+            Engine(
+                EngineConfig(
+                    transport=provider, nics_per_rank=1, nics=nic, timeout_s=WRITE_TIMEOUT_S
+                ),
+                gpu=gpu,
+            ) as sender,
+            Engine(
+                EngineConfig(
+                    transport=provider, nics_per_rank=1, nics=nic, timeout_s=WRITE_TIMEOUT_S
+                ),
+                gpu=gpu,
+            ) as receiver,
         ):
             data = torch.randint(0, 256, (WRITE_BYTES,), dtype=torch.uint8, device=device or "cpu")
             inbox = torch.zeros_like(data)

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import moe_p2p
-from moe_p2p import Engine
+from moe_p2p import Engine, EngineConfig
 from tests.support.cases import make, steps
 from tests.support.ranks import DiedError, Rank, run_processes
 
@@ -71,7 +71,7 @@ def put_one(queue: Any) -> None:
 
 def write_to_itself() -> str:
     """An engine made in the child works there."""
-    with Engine("loopback", timeout_s=10) as engine:
+    with Engine(EngineConfig(transport="loopback", timeout_s=10)) as engine:
         source, target = torch.arange(64), torch.zeros(64, dtype=torch.int64)
         region = engine.resolve(engine.register(target).descriptor)
         engine.write(engine.register(source), region, imm=1).wait()

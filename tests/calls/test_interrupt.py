@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import moe_p2p
-from moe_p2p import Engine
+from moe_p2p import Engine, EngineConfig
 from tests.support.cases import make, make_tokens, steps
 from tests.support.ranks import Rank, run_processes
 
@@ -163,7 +163,7 @@ def test_ctrl_c_ends_the_wait_for_ranks_that_set_up() -> None:
 
 
 def waits_again(rank: Rank) -> None:
-    with Engine("loopback", timeout_s=60.0) as engine:
+    with Engine(EngineConfig(transport="loopback", timeout_s=60.0)) as engine:
         data = torch.arange(8)
         region = engine.resolve(engine.register(torch.zeros(8, dtype=torch.int64)).descriptor)
         waits: list[Callable[[], Any]] = [

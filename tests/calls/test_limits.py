@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_p2p import AllToAllConfig, Engine, communicator, errors, reference
+from moe_p2p import AllToAllConfig, Engine, EngineConfig, communicator, errors, reference
 from moe_p2p.gpu import kernels
 from moe_p2p.reference.wire import floor_bytes, wire_bytes
 from moe_p2p.rendezvous.agreement import Agreement
@@ -72,7 +72,7 @@ def wire(rank: Rank, config: dict[str, Any], options: dict[str, Any]) -> tuple[i
     """Bytes that this rank's NICs wrote, what the reference says of its tokens, and the floor."""
     expected = floor = 0
     config = dict(config)
-    with Engine(num_nics=config.pop("nics_per_rank", 2)) as engine:
+    with Engine(EngineConfig(nics_per_rank=config.pop("nics_per_rank", 2))) as engine:
         with make(rank, engine=engine, **config) as comm:
             for seed, counts in enumerate([(12, 0, 5, 1), (0, 0, 0, 0), (3, 12, 12, 12)]):
                 dtype = comm.config.dtype

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import moe_p2p
-from moe_p2p import Engine, communicator, ops
+from moe_p2p import Engine, EngineConfig, communicator, ops
 from moe_p2p.rendezvous import agreement
 from moe_p2p.rendezvous.agreement import find_ranks_per_node
 from tests.support.cases import check_step, lose_a_rank, lose_an_idle_rank, make, make_tokens
@@ -57,7 +57,7 @@ def test_each_rank_may_wait_in_its_own_way() -> None:
 
 def test_a_rank_that_fails_tells_the_others() -> None:
     def body(rank: Rank) -> None:
-        engine = Engine("loopback")
+        engine = Engine(EngineConfig(transport="loopback"))
         if rank.rank == 1:
             engine.close()
         make(rank, engine=engine)

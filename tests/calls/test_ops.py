@@ -13,7 +13,7 @@ from torch._library.custom_ops import OPDEFS
 from torch.library import opcheck
 
 import moe_p2p
-from moe_p2p import AllToAll, DispatchOptions, Engine, errors
+from moe_p2p import AllToAll, DispatchOptions, Engine, EngineConfig, errors
 from moe_p2p.engine import tensor_from
 from moe_p2p.ops import layout as numbers
 from moe_p2p.options import RowLayout
@@ -35,7 +35,10 @@ def alone() -> Iterator[AllToAll]:
 
 @pytest.fixture
 def engines() -> Iterator[tuple[Engine, Engine]]:
-    with Engine("loopback", timeout_s=10) as one, Engine("loopback", timeout_s=10) as other:
+    with (
+        Engine(EngineConfig(transport="loopback", timeout_s=10)) as one,
+        Engine(EngineConfig(transport="loopback", timeout_s=10)) as other,
+    ):
         yield one, other
 
 

@@ -47,7 +47,7 @@ IN_TIME_S = 60.0  # until their story is told, on a machine with much else to do
 
 def settle(comm: AllToAll) -> str:
     """Waits for what was launched; what was told then, if anything."""
-    if comm.config.device == "cuda":
+    if comm.config.on_gpu:
         torch.cuda.current_stream().synchronize()
     return comm.broken
 

@@ -37,7 +37,13 @@ def why_not() -> str:
     import moe_p2p
 
     try:
-        moe_p2p.Engine("libfabric", 1, settings="provider=tcp,interfaces=lo").close()
+        moe_p2p.Engine(
+            moe_p2p.EngineConfig(
+                transport="libfabric",
+                nics_per_rank=1,
+                transport_settings="provider=tcp,interfaces=lo",
+            )
+        ).close()
     except moe_p2p.UnavailableError as error:
         return str(error)
     return hosts.why_not()

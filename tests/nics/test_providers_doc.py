@@ -29,7 +29,11 @@ def rows(text: str) -> list[list[str]]:
 
 def valid_keys(provider: str) -> set[str]:
     with pytest.raises(moe_p2p.InvalidArgumentError) as refused:
-        moe_p2p.Engine(provider, 1, settings="no_such_key=1")
+        moe_p2p.Engine(
+            moe_p2p.EngineConfig(
+                transport=provider, nics_per_rank=1, transport_settings="no_such_key=1"
+            )
+        )
     return set(re.findall(r"\w+", str(refused.value).split("keys")[-1]))
 
 

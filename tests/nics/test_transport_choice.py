@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import moe_p2p
-from moe_p2p import Engine
+from moe_p2p import Engine, EngineConfig
 from moe_p2p.nics import transport
 from moe_p2p.nics.transport import Choice, Opening, Wish, choose, open_with
 from moe_p2p.rendezvous.agreement import Offer, agree_on_transport
@@ -273,7 +273,7 @@ def test_none_is_what_the_topology_gives() -> None:
             return comm.engine.num_nics
 
     assert run_threads(2, body) == [2, 2]
-    with Engine("loopback") as engine:
+    with Engine(EngineConfig(transport="loopback")) as engine:
         assert engine.num_nics == 2
 
 

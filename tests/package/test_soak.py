@@ -36,7 +36,13 @@ def soak(*arguments: str) -> dict[str, Any]:
 
 def skip_without_hosts() -> None:
     try:
-        moe_p2p.Engine("libfabric", 1, settings="provider=tcp,interfaces=lo").close()
+        moe_p2p.Engine(
+            moe_p2p.EngineConfig(
+                transport="libfabric",
+                nics_per_rank=1,
+                transport_settings="provider=tcp,interfaces=lo",
+            )
+        ).close()
     except moe_p2p.UnavailableError as error:
         pytest.skip(str(error))
     if reason := hosts.why_not():

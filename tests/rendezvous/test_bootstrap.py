@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_p2p import Engine, errors
+from moe_p2p import Engine, EngineConfig, errors
 from moe_p2p.rendezvous import bootstrap, neighbours
 from moe_p2p.rendezvous.bootstrap import Bootstrap
 from moe_p2p.rendezvous.neighbours import Neighbours
@@ -126,7 +126,7 @@ def test_no_key_is_left_by_a_hundred_communicators() -> None:
     def body(rank: ranks.Rank) -> None:
         with make(rank):
             pass
-        engine = Engine("loopback")
+        engine = Engine(EngineConfig(transport="loopback"))
         for _ in range(99):
             make(rank, engine=engine).close()
         engine.close()

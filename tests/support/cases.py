@@ -256,7 +256,7 @@ def combine_arguments(comm: AllToAll, wanted: Wanted) -> dict[str, Any]:
 
 def finish(comm: AllToAll) -> None:
     """Waits for this rank's work, and asserts that it had no error."""
-    if comm.config.device == "cuda":
+    if comm.config.on_gpu:
         torch.cuda.current_stream().synchronize()
     assert comm.broken == "", comm.broken
 

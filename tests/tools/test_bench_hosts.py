@@ -31,7 +31,7 @@ def environment(**more: str) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | more
 
 
-def run_on_two_hosts(*arguments: str) -> list[tuple[int, str]]:
+def run_on_two_hosts(module: str, *arguments: str) -> list[tuple[int, str]]:
     """Two ranks on each; (exit status, output) of each host's torchrun."""
     env = environment(
         MOE_P2P_TRANSPORT="libfabric",
@@ -42,7 +42,7 @@ def run_on_two_hosts(*arguments: str) -> list[tuple[int, str]]:
         processes = [
             both.start(
                 host,
-                torchrun(*meeting, f"--node-rank={host}", "-m", "moe_p2p", "bench", *arguments),
+                torchrun(*meeting, f"--node-rank={host}", "-m", module, *arguments),
                 env=env,
             )
             for host in range(2)
@@ -63,7 +63,7 @@ def test_figures_of_two_hosts_with_two_interfaces_each(tmp_path: Path) -> None:
         pytest.skip(reason)
     out = tmp_path / "rows.json"
     figures = [f"--json={out}", "--plot=", "--seconds=0.1", "--checks=2", "--nics=2"]
-    (first, printed), (second, other) = run_on_two_hosts(*SMALL, *figures)
+    (first, printed), (second, other) = run_on_two_hosts("moe_p2p", "bench", *SMALL, *figures)
     assert (first, second) == (0, 0), printed + other
     assert "4 CPU ranks, 2 nodes of 2, 2 NICs a rank, 2 hosts" in printed
     assert "tokens/s" not in other  # the first rank prints for all
@@ -84,13 +84,22 @@ def test_a_check_of_two_hosts() -> None:
     if reason := why_not():
         pytest.skip(reason)
     arguments = (*SMALL, "--check", "--checks=2", "--ranks-per-node=2", "--nics=2")
-    (first, printed), (second, other) = run_on_two_hosts(*arguments)
+    (first, printed), (second, other) = run_on_two_hosts("moe_p2p", "bench", *arguments)
     assert (first, second) == (0, 0), printed + other
     assert "4 ranks on CPUs of 2 hosts, nodes of 2, 2 libfabric NICs a rank" in printed
-    assert "ok     by_rank, fp8, scales are ue8m0" in printed
-    assert "ok     a rank that closes is named" in printed
-    assert "skip   NICs that reorder or fail" in printed
+    assert "by_rank, fp8, scales are ue8m0 ... ok" in printed
+    assert "a rank that closes is named ... ok" in printed
+    assert "a process that is killed is named ... ok" in printed
+    assert "NICs that reorder or fail ... skipped" in printed
     assert "WRONG" not in printed
+
+
+def test_hosts_meet_before_a_span_is_timed() -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    (first, printed), (second, other) = run_on_two_hosts("tests.support.hosts_meet")
+    assert (first, second) == (0, 0), printed + other
+    assert "the hosts met" in printed
 
 
 def test_ranks_of_torchrun_on_one_host_are_the_ranks_of_the_bench(tmp_path: Path) -> None:
