@@ -217,8 +217,10 @@ class Communicator(NotCopied):
             host=call(_ops.host_identity.default),
             next_communicator=self.engine.next_communicator,
         )
-        said = [Facts.decode(d) for d in meeting.exchange(facts.encode(), "the configurations")]
-        agreed = conclude(said, self.rank, config.ranks_per_node)
+        facts_of_all = [
+            Facts.decode(d) for d in meeting.exchange(facts.encode(), "the configurations")
+        ]
+        agreed = conclude(facts_of_all, self.rank, config.ranks_per_node)
         self.engine.next_communicator = agreed.communicator + 1
         self.ranks_per_node = agreed.ranks_per_node
         self.num_local_experts = config.num_local_experts(self.rank, self.world_size)

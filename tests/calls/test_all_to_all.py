@@ -224,7 +224,7 @@ def test_ranks_may_pin_their_threads_to_different_cores() -> None:
     run_threads(2, body)
 
 
-def test_tells_how_long_it_waited_for_each_source() -> None:
+def test_reports_how_long_it_waited_for_each_source() -> None:
     late = threading.Event()
 
     def body(rank: Rank) -> None:
@@ -344,7 +344,7 @@ def test_counts_what_its_nics_wrote() -> None:
         assert [nic["bytes_written"] for nic in counters] == [0, 0]
 
 
-def test_says_what_it_is() -> None:
+def test_repr_names_rank_node_and_state() -> None:
     def body(rank: Rank) -> None:
         comm = make(rank)
         assert repr(comm) == (

@@ -74,7 +74,7 @@ def test_whole_memory_is_the_default_and_no_immediate_is_sent() -> None:
 
 
 @pytest.mark.parametrize("settings", ["", "seed=9"])
-def test_pages_go_where_they_are_told(settings: str) -> None:
+def test_pages_go_to_their_places(settings: str) -> None:
     sender, receiver = pair(2, settings)
     with sender, receiver:
         cache = torch.randn(8, 16)
@@ -143,7 +143,7 @@ def test_counts_per_nic() -> None:
         assert [nic["connections_refused"] for nic in receiver.counters()] == [0, 0]
 
 
-def test_waits_end_at_their_deadline_and_say_what_came() -> None:
+def test_waits_end_at_their_deadline_and_report_what_arrived() -> None:
     with Engine(EngineConfig(transport="loopback", nics_per_rank=1), label="lonely") as engine:
         began = time.monotonic()
         with pytest.raises(

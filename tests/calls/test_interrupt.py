@@ -158,8 +158,8 @@ def sets_up(rank: Rank) -> str:
 
 
 def test_ctrl_c_ends_the_wait_for_ranks_that_set_up() -> None:
-    _, told = run_processes(2, sets_up)
-    assert "rank 0 failed before the transports: KeyboardInterrupt" in told
+    _, reported = run_processes(2, sets_up)
+    assert "rank 0 failed before the transports: KeyboardInterrupt" in reported
 
 
 def waits_again(rank: Rank) -> None:
@@ -243,8 +243,8 @@ LONG = {
 def test_ctrl_c_ends_a_command_with_one_line(command: str) -> None:
     with running(*LONG[command]) as (program, objects):
         os.killpg(program.pid, signal.SIGINT)  # as a terminal does: to all of them
-        _, said = program.communicate(timeout=60)
-        assert (program.returncode, said) == (130, f"{command}: interrupted\n")
+        _, printed = program.communicate(timeout=60)
+        assert (program.returncode, printed) == (130, f"{command}: interrupted\n")
         until(lambda: is_gone(program.pid), "helpers that stay")
         assert not objects & set(os.listdir("/dev/shm"))
 
@@ -274,8 +274,8 @@ def test_ctrl_c_ends_a_command_that_has_only_begun(when: Callable[[int], bool], 
     try:
         until(lambda: when(program.pid), "it never begins")
         os.killpg(program.pid, signal.SIGINT)
-        _, said = program.communicate(timeout=60)
-        assert (program.returncode, said) == (130, line)
+        _, printed = program.communicate(timeout=60)
+        assert (program.returncode, printed) == (130, line)
         until(lambda: is_gone(program.pid), "helpers that stay")
     finally:
         if not is_gone(program.pid):
@@ -286,8 +286,8 @@ def test_ctrl_c_ends_a_command_that_has_only_begun(when: Callable[[int], bool], 
 def test_sigterm_ends_a_command_and_leaves_nothing() -> None:
     with running(*LONG["bench"]) as (program, objects):
         program.terminate()
-        _, said = program.communicate(timeout=60)
-        assert (program.returncode, said) == (143, "")
+        _, printed = program.communicate(timeout=60)
+        assert (program.returncode, printed) == (143, "")
         until(lambda: is_gone(program.pid), "helpers that stay")
         assert not objects & set(os.listdir("/dev/shm"))
 

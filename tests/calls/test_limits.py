@@ -85,9 +85,9 @@ def wire(rank: Rank, config: dict[str, Any], options: dict[str, Any]) -> tuple[i
                     quantized=options.get("quantize", False),
                 )
                 steps = -(-12 // comm.config.step_tokens)
-                said = wire_bytes(routing, rank.rank, combine_dtype=dtype, num_steps=steps)
+                counted = wire_bytes(routing, rank.rank, combine_dtype=dtype, num_steps=steps)
                 least = floor_bytes(routing, rank.rank, combine_dtype=dtype)
-                expected += said.pair
+                expected += counted.pair
                 floor += least.dispatch + least.combine
         # Closing waits for what the gateway still had to send.
         written = sum(nic["bytes_written"] for nic in engine.counters())
@@ -151,12 +151,12 @@ def test_ranks_agree_on_num_sms_where_it_decides_how_rows_travel(
     device: str, tokens: int, classes: int
 ) -> None:
     job: dict[str, Any] = {"num_experts": 8, "hidden_dim": 128, "topk": 2, "device": device}
-    said = [
+    counted = [
         AllToAllConfig(**job, max_tokens=tokens, num_sms=num_sms).agreed()["num_sms"]
         for num_sms in (None, 1, 48, 49)
     ]
-    assert len(set(said)) == classes
-    assert (said[0], said[1]) == (said[3], said[2])
+    assert len(set(counted)) == classes
+    assert (counted[0], counted[1]) == (counted[3], counted[2])
 
 
 @pytest.mark.parametrize(("local", "flagged"), [(8, 0), (4, 1)])

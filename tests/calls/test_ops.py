@@ -418,7 +418,7 @@ def test_errors_keep_their_text_and_get_their_type() -> None:
 
 @pytest.mark.parametrize("kind", errors._BY_WORD.values())
 def test_every_word_has_its_type(kind: type[moe_p2p.MoeP2pError]) -> None:
-    made = errors.make(kind, "rank 3: story\nof two lines")
+    made = errors.make(kind, "rank 3: text\nof two lines")
     assert type(errors.typed(RuntimeError(str(made)))) is kind
     assert isinstance(made, RuntimeError)
 

@@ -5,7 +5,7 @@
 Two ranks, each a process and a node of its own. With verbs they are at the ends of the wire between
 rxe0 and rxe1, rank 0 has both devices as NICs and rank 1 has one: rails are matched, not required
 equal. libfabric's verbs;ofi_rxm connects within one device only, so both ranks have both. Then
-again, and rank 1 is killed: rank 0 is told at once by whom, not at its deadline. One process does
+again, and rank 1 is killed: rank 0 names it at once, not at its deadline. One process does
 both transports: importing torch takes most of the time in there.
 """
 
@@ -67,7 +67,7 @@ def exchange(rank: Rank, transport: str, num_steps: int) -> None:
 
 
 def lose_a_rank(rank: Rank, transport: str) -> tuple[float, str]:
-    """Rank 1 is killed after some steps; how long rank 0 took to notice, and its story.
+    """Rank 1 is killed after some steps; how long rank 0 took to notice, and the error text.
 
     By then it has all of rank 0's next dispatch: no write fails that rank 0 has to make.
     """
@@ -94,10 +94,10 @@ def check(transport: str, num_steps: int) -> None:
     )
     assert isinstance(killed, DiedError), killed
     assert not isinstance(survivor, BaseException), survivor
-    took_s, story = survivor
-    print(f"{transport}: told after {took_s:.1f} s: {story}")
+    took_s, text = survivor
+    print(f"{transport}: reported after {took_s:.1f} s: {text}")
     assert took_s < TIMEOUT_S / 2
-    assert "rank 1" in story
+    assert "rank 1" in text
 
 
 if __name__ == "__main__":

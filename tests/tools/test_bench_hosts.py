@@ -74,7 +74,7 @@ def test_figures_of_two_hosts_with_two_interfaces_each(tmp_path: Path) -> None:
         for what in ("pair eager", "dispatch", "combine")
     }
     for row in rows:
-        assert row["correct"] is True, row["story"]
+        assert row["correct"] is True, row["wrong"]
         assert (row["hosts"], row["ranks"], row["ranks_per_node"]) == (2, 4, 2)
         if row["system"] == "moe_p2p":
             assert row["wire_bytes"] == row["expected_wire_bytes"] > 0
@@ -133,14 +133,14 @@ def test_torchrun_decides_ranks_and_nodes(
     assert found.transport_settings == ""  # a rate of these NICs, for the floor
     split = options.parse(["--device=cpu", "--check"])
     assert [each.ranks_per_node for each in split] == [8, 1]
-    for arguments, said in (
+    for arguments, text in (
         (["--ranks=8"], "--ranks: torchrun has started 16 ranks"),
         (["--ranks-per-node=16"], "--ranks 8 is not a multiple of --ranks-per-node 16"),
         (["--seed=3"], "software NIC, which reaches one host"),
     ):
         with pytest.raises(SystemExit):
             options.parse(["--device=cpu", *arguments])
-        assert said in capsys.readouterr().err
+        assert text in capsys.readouterr().err
     launched(monkeypatch, ranks=3, local=2)
     with pytest.raises(SystemExit):
         options.parse(["--device=cpu"])

@@ -53,7 +53,7 @@ def world(ranks: Ranks) -> None:
         nics = f"{len(comm.counters())} {comm.engine.provider} NICs a rank"
     nodes, hosts = f"nodes of {ranks.options.ranks_per_node}", ranks.options.hosts
     where = "CPUs" if ranks.options.device == "cpu" else torch.cuda.get_device_name()
-    ranks.say(f"{ranks.size} ranks on {where} of {hosts} hosts, {nodes}, {nics}")
+    ranks.print(f"{ranks.size} ranks on {where} of {hosts} hosts, {nodes}, {nics}")
 
 
 def payloads(ranks: Ranks) -> None:

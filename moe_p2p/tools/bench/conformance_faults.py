@@ -37,10 +37,10 @@ def faults(ranks: Ranks) -> None:
         ranks.line("calls after a refused one", ranks.steps, comm)
     last = f"rank {ranks.last}"
     for name, fault in {
-        "a rank that stays away from dispatch is named": Fault(says=last, away="dispatch"),
-        "a rank that stays away from combine is named": Fault(says=last, away="combine"),
-        "a rank that closes is named": Fault(says=last, away="dispatch", closes=True),
-        "calls that differ are reported": Fault(says="must make the same", differs=True),
+        "a rank that stays away from dispatch is named": Fault(names=last, away="dispatch"),
+        "a rank that stays away from combine is named": Fault(names=last, away="combine"),
+        "a rank that closes is named": Fault(names=last, away="dispatch", closes=True),
+        "calls that differ are reported": Fault(names="must make the same", differs=True),
     }.items():
         with ranks.make(timeout_s=SOON_S) as comm:
             ranks.line(name, _reported, ranks, comm, fault)
@@ -61,7 +61,7 @@ def faults(ranks: Ranks) -> None:
             _reported,
             ranks,
             comm,
-            Fault(says="failed: transport"),
+            Fault(names="failed: transport"),
         )
 
 
@@ -89,15 +89,15 @@ def _reported(ranks: Ranks, comm: AllToAll, fault: Fault) -> Wrong:
     every = everyones(error)  # no rank closes before all have their error
     if ranks.rank == ranks.last and fault.away:
         return []
-    return _judged(fault.says, error, took, every)
+    return _judged(fault.names, error, took, every)
 
 
-def _judged(says: str, error: str, took: float, every: list[str]) -> Wrong:
-    """every: the errors of all ranks, of which one has to contain `says`."""
+def _judged(names: str, error: str, took: float, every: list[str]) -> Wrong:
+    """every: the errors of all ranks, of which one has to contain `names`."""
     found = [] if error else ["no error came"]
     found += [f"the error came after {took:.1f} s"] if took > IN_TIME_S else []
-    if not any(says in text for text in every):
-        found.append(f"no error has {says!r}: {error}")
+    if not any(names in text for text in every):
+        found.append(f"no error has {names!r}: {error}")
     return found
 
 
@@ -139,7 +139,7 @@ def _until_killed(options: Options, rank: int, pipe: Connection) -> None:
         ranks.whole(comm, ranks.call(0, kind="fp32", full=True))
         os.kill(os.getpid(), signal.SIGKILL)
     began = time.monotonic()
-    error = Fault(says="").provoke(ranks, comm)
+    error = Fault(names="").provoke(ranks, comm)
     pipe.send((error, time.monotonic() - began))
     signal.pause()  # until this process is killed, too
 
@@ -148,7 +148,7 @@ def _until_killed(options: Options, rank: int, pipe: Connection) -> None:
 class Fault:
     """A deliberate fault, and words that some rank's error must contain."""
 
-    says: str
+    names: str
     away: str = ""  # the call that the last rank does not make
     closes: bool = False  # instead
     differs: bool = False  # the call of rank 0

@@ -64,19 +64,19 @@ class Ranks:
 
     # --- lines ---
 
-    def say(self, text: str, end: str = "\n") -> None:
+    def print(self, text: str, end: str = "\n") -> None:
         if self.rank == 0:
             print(text, end=end, flush=True)
 
     def skip(self, name: str, why: str) -> None:
-        self.say(f"{name} ... skipped: {why}")
+        self.print(f"{name} ... skipped: {why}")
 
     def line(self, name: str, check: Callable[..., Wrong], *args: Any, **how: Any) -> None:
         """check(*args, **how): what is wrong on this rank. Collective.
 
         The name is printed when the check begins, so a check that stops is the last name.
         """
-        self.say(f"{name} ... ", end="")
+        self.print(f"{name} ... ", end="")
         began = time.monotonic()
         self.set_deadline()
         try:
@@ -84,9 +84,9 @@ class Ranks:
         except errors.MoeP2pError as error:
             found = [f"{type(error).__name__}: {error}"]
         every = [f"rank {r}: {text}" for r, one in enumerate(everyones(found)) for text in one]
-        self.say(f"{'WRONG' if every else 'ok'}, {time.monotonic() - began:.1f} s")
+        self.print(f"{'WRONG' if every else 'ok'}, {time.monotonic() - began:.1f} s")
         for text in every[:8]:
-            self.say(f"         {text}")
+            self.print(f"         {text}")
         self.wrong += [f"{name}: {text}" for text in every]
         self.set_deadline()  # of what is made before the next check, too
 
