@@ -140,7 +140,8 @@ class Communicator(NotCopied):
     def _make_masks(self, given: Tensor | None) -> tuple[Tensor, Tensor] | None:
         """Returns the masks of the calls and of the NICs: the same on the CPU, two on a GPU."""
         if not self.config.mask_lost_ranks:
-            errors.require(given is None, "masked is given, and mask_lost_ranks is False")
+            text = "masked is given, and mask_lost_ranks is False; set it, or give none"
+            errors.require(given is None, text)
             return None
         with torch.inference_mode(False):  # calls and users write to it in any mode
             on_host = torch.zeros(self.world_size, dtype=torch.int32, device="cpu")
@@ -306,7 +307,8 @@ class Communicator(NotCopied):
         for rank in chosen:
             errors.require(
                 0 <= rank < self.world_size and rank != self.rank,
-                f"rank {rank} cannot be masked by rank {self.rank} of {self.world_size}",
+                f"rank {rank} cannot be masked by rank {self.rank} of {self.world_size}, "
+                "only another one",
             )
         for rank in chosen:
             masked[rank].fill_(1)

@@ -310,7 +310,7 @@ def test_sums_that_do_not_fit(alone: AllToAll) -> None:
     num_rows, y = len(received.topk_idx), received.x
     for rows in (num_rows - 1, num_rows + 1):
         out = y.new_empty(rows, y.shape[-1])
-        match = f"out has {rows} rows, the dispatch had {num_rows}"
+        match = f"out has {rows} rows, must have {num_rows}"
         with pytest.raises(moe_p2p.InvalidArgumentError, match=match):
             alone.combine(y, received, out=out)
         given = (alone._comm, y, None, None, None, [], received.call.handle, 12, out, None, None)

@@ -61,9 +61,16 @@ def test_efa_without_libfabric_is_not_verbs(
 
 def test_a_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    monkeypatch.setitem(transport.LIBRARIES, "verbs", ("libnothing.so.1", "libmissing.so.2"))
+    verbs = transport.PROVIDERS["verbs"]
+    monkeypatch.setitem(
+        transport.PROVIDERS,
+        "verbs",
+        verbs._replace(libraries=("libnothing.so.1", "libmissing.so.2")),
+    )
     assert "libnothing.so.1" in transport.load_problem("verbs")
-    monkeypatch.setitem(transport.LIBRARIES, "verbs", ("libnothing.so.1", "libc.so.6"))
+    monkeypatch.setitem(
+        transport.PROVIDERS, "verbs", verbs._replace(libraries=("libnothing.so.1", "libc.so.6"))
+    )
     assert transport.load_problem("verbs") == ""
 
 

@@ -183,8 +183,9 @@ PeerId Control::add(std::unique_ptr<Peer> peer) {
     entry.store(shown, std::memory_order_release);  // pairs with PeerTable::find
     return id;
   }
-  throw Error(Code::kResourceExhausted, base::concat(nic_.name(), ": ", PeerTable::kCapacity,
-                                                     " peers are connected already"));
+  throw Error(Code::kResourceExhausted,
+              base::concat(nic_.name(), ": ", PeerTable::kCapacity,
+                           " peers are connected already; disconnect some"));
 }
 
 Bytes Control::hello_for(Peer& peer, std::span<Lane* const> lanes) const {
