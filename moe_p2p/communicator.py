@@ -153,11 +153,11 @@ class Communicator(NotCopied):
             f"masked is {given.dtype} {tuple(given.shape)} on {given.device}, must be int32 "
             f"({self.world_size},) on {self.config.device}, contiguous",
         )
-        return given, on_host if self.config.on_gpu else given
+        return given, on_host if self._on_gpu else given
 
     def _make_device(self, meeting: Bootstrap) -> DeviceSide | None:
         config, num_local = self.config, self.ranks_per_node
-        if not self.config.on_gpu:
+        if not self._on_gpu:
             return None
         node, local = divmod(self.rank, num_local)
         num_nodes, first = self.world_size // num_local, node * num_local
@@ -199,8 +199,9 @@ class Communicator(NotCopied):
         neighbours = [rank for rank, other in enumerate(offers) if other.host == offer.host]
         gpu = torch.cuda.current_device() if config.on_gpu else None
         settings = config.transport_settings or env.transport_settings()
-        if (config.ranks_per_node or self.world_size) < self.world_size and gpu is not None:
-            settings = transport.with_copy_kernel(choice.provider, settings, gpu)
+        if (config.ranks_per_node or self.world_size) < self.world_size and self._on_gpu:
+            device = torch.cuda.current_device()
+            settings = transport.with_copy_kernel(choice.provider, settings, device)
         engine = Engine(
             dataclasses.replace(config, transport=choice.provider, transport_settings=settings),
             label=f"rank {self.rank}",
@@ -236,7 +237,7 @@ class Communicator(NotCopied):
             timeout_s=float(config.timeout_s),
             wait=config.wait,
             num_threads=num_threads,
-            on_device=int(config.on_gpu),
+            on_device=int(self._on_gpu),
         )
         masks = self._masks[1] if self._masks is not None else None
         comm = int(call(_ops.all_to_all_create.default, self.engine.number, settings, masks))
@@ -250,6 +251,10 @@ class Communicator(NotCopied):
         )
         ops.remember_shape(comm, self._shape)
         return comm
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self.config.on_gpu
 
     @property
     def closed(self) -> bool:
