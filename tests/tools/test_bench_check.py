@@ -40,6 +40,7 @@ FAULTS = (
 )
 
 
+@pytest.mark.timeout(300)
 def test_every_line_of_ranks_on_cpus() -> None:
     program = [sys.executable, "-m", "moe_p2p", "bench", *SMALL, "--ranks-per-node=1"]
     done = subprocess.run(program, capture_output=True, text=True, timeout=280)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -80,6 +81,7 @@ def test_figures_of_two_hosts_with_two_interfaces_each(tmp_path: Path) -> None:
             assert row["wire_bytes"] == row["expected_wire_bytes"] > 0
 
 
+@pytest.mark.timeout(300)
 def test_a_check_of_two_hosts() -> None:
     if reason := why_not():
         pytest.skip(reason)
@@ -87,9 +89,12 @@ def test_a_check_of_two_hosts() -> None:
     (first, printed), (second, other) = run_on_two_hosts("moe_p2p", "bench", *arguments)
     assert (first, second) == (0, 0), printed + other
     assert "4 ranks on CPUs of 2 hosts, nodes of 2, 2 libfabric NICs a rank" in printed
-    assert "by_rank, fp8, scales are ue8m0 ... ok" in printed
-    assert "a rank that closes is named ... ok" in printed
-    assert "a process that is killed is named ... ok" in printed
+    for name in (
+        "by_rank, fp8, scales are ue8m0",
+        "a rank that closes is named",
+        "a process that is killed is named",
+    ):  # the outputs of all ranks are one pipe: log lines may stand before the verdict
+        assert re.search(rf"^{name} \.\.\. .*?ok, \d+\.\d s$", printed, re.M | re.S), name
     assert "NICs that reorder or fail ... skipped" in printed
     assert "WRONG" not in printed
 
