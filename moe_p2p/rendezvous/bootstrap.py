@@ -11,8 +11,8 @@ The first payload begins with the rank's version and its letter (csrc/letter.py)
 mix of letters and names them. So the format of that beginning and of refusals must never change.
 
 Waits poll the store for a key. The store's own wait() blocks Ctrl-C until its deadline, and called
-in slices it logs two lines for each (torch 2.13). Here Ctrl-C is held up only by a request that the
-store's server does not answer.
+in slices it logs two lines for each (torch 2.13). A request that the store's server does not answer
+ends at a deadline too, and by Ctrl-C (requests.py).
 
 Keys, all below moe_p2p/. A is the attempt, M the meeting, a random name that rank 0 chooses:
     attempt/{rank}     attempts of this rank since the last meeting that succeeded
@@ -43,14 +43,15 @@ from torch._C._distributed_c10d import Store
 
 from moe_p2p import errors
 from moe_p2p.rendezvous.neighbours import Neighbours, own_identity
+from moe_p2p.rendezvous.requests import Requests
 from moe_p2p.version import __version__
 
 T = TypeVar("T")
 _OK, _FAILED = b"+", b"-"
 # A TCPStore closes the connection of a client that sets a value of more than 8 MiB.
 _PIECE_BYTES = 4 << 20
-# Extra time for rank 0 to publish an exchange in which all ranks have arrived. Too short: ranks
-# whose deadline passes meanwhile give up a meeting that would have succeeded.
+# Extra time for rank 0 to publish an exchange in which all ranks have arrived, and for a request's
+# answer. Too short: ranks whose deadline passes give up a meeting that would have succeeded.
 _PATIENCE_S = 10.0
 _MOST_NAMED = 16
 # Pause between two polls of a wait: at least the first, or the second times W, so that many ranks
@@ -119,6 +120,7 @@ class Bootstrap:
         self.num_refused = 0  # connections that gpu/fd_exchange.py refused
         if self.world_size == 1:
             return
+        self._requests = Requests()
         # Each rank counts its own attempts; counts agree because all ranks meet in one order.
         self._attempt = int(self._guarded(lambda: self.store.add(self._attempts(self.rank), 1)))
         self._name = f"moe_p2p/{self._attempt}"
@@ -142,6 +144,7 @@ class Bootstrap:
             # The store is gone too: let the block's own error through.
         finally:
             self.neighbours.close()
+            self._requests.close()
 
     def exchange(self, payload: bytes, what: str) -> list[bytes]:
         """Returns the payloads of all ranks, in rank order. `what` names the exchange in errors.
@@ -417,8 +420,8 @@ class Bootstrap:
 
     def _guarded(self, access: Callable[[], T]) -> T:
         try:
-            return access()
-        except RuntimeError as error:
+            return self._requests.run(access, self._timeout_s + _PATIENCE_S)
+        except (RuntimeError, TimeoutError) as error:
             raise errors.make(
                 errors.TransportError, f"rank {self.rank}: the store failed: {error}"
             ) from None

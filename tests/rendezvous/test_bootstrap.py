@@ -22,6 +22,7 @@ from moe_p2p import Engine, EngineConfig, errors
 from moe_p2p.rendezvous import bootstrap, neighbours
 from moe_p2p.rendezvous.bootstrap import Bootstrap
 from moe_p2p.rendezvous.neighbours import Neighbours
+from moe_p2p.rendezvous.requests import Requests
 from tests.support import ranks
 from tests.support.cases import make
 
@@ -250,6 +251,28 @@ def test_a_store_that_fails_is_named() -> None:
             Bootstrap(Broken(dist.HashStore()), rank=rank, world_size=2, timeout_s=30) as meeting,
         ):
             meeting.exchange(b"", "the transports")
+
+
+def test_requests_to_a_store_end_at_a_deadline_and_leave_no_thread() -> None:
+    """What the server answers later is not taken for the answer to the next request."""
+    before = threading.active_count()
+    made, release = Requests(), threading.Event()
+
+    def fails() -> int:
+        raise ValueError("of the store")
+
+    assert made.run(lambda: 1, 5.0) == 1
+    with pytest.raises(ValueError, match="of the store"):
+        made.run(fails, 5.0)
+    with pytest.raises(TimeoutError, match=r"no answer within 0\.01 s"):
+        made.run(lambda: release.wait(30), 0.01)
+    with pytest.raises(TimeoutError, match="no answer to the request before"):
+        made.run(lambda: 2, 5.0)
+    release.set()
+    assert made.run(lambda: 3, 5.0) == 3
+    made.close()
+    while threading.active_count() > before:
+        time.sleep(0.01)
 
 
 class AnotherVersion(Bootstrap):
