@@ -40,7 +40,7 @@ SLOW_LINK = "test_gpu_long_steps.py::test_parts_over_a_slow_link"
 SLOW_NEIGHBOUR = "test_gpu_calls.py::test_a_step_is_not_sent_over_what_a_slow_neighbour_reads"
 FAILURE = "test_gpu_failures.py::test_a_rank_that_does_not_come_is_named[3ranks-3pernode]"
 SCALES = "test_gpu_layouts.py::test_scales_beside_powers_of_two"
-PATIENCE = "test_gpu_masks.py::test_who_waits_for_the_lost_is_not_masked"
+PATIENCE = "test_gpu_masks.py::test_a_rank_that_waits_for_a_lost_one_is_not_masked"
 
 NAMED = {
     "kReuseSlotEarly": CHUNKS,
@@ -61,7 +61,7 @@ ORDERED_BY = {
     "combine/weights": [LATE],
     "dispatch/place": [MASKS],
     "dispatch/recv": [LONG_CHUNKS, CHUNKS],
-    "combine/recv": [LONG_CHUNKS, CHUNKS],
+    "combine/sums_read": [LONG_CHUNKS, CHUNKS],
     "wait": [LONG_STEPS, CHUNKS, FAILURE],
     "": [LONG_STEPS, CHUNKS],
 }

@@ -368,7 +368,7 @@ def ranges(rank: Rank, world: World, wanted: list[Wanted]) -> None:
 
 
 @pytest.mark.parametrize("world", worlds((1, 1), (2, 2), (2, 1), (4, 2), (3, 3), (8, 2)))
-def test_ranges_say_where_the_rows_of_a_source_lie(world: World) -> None:
+def test_ranges_are_the_rows_of_each_source(world: World) -> None:
     run(world, ranges, [call(world, seed) for seed in range(5)])
 
 

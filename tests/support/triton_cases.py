@@ -229,7 +229,7 @@ def test_every_expert_multiplies_its_rows(
     assert_close(got, want, dtype)
 
 
-def test_rows_start_where_offsets_say() -> None:
+def test_rows_start_at_their_offsets() -> None:
     counts, offsets = [3, 0, 9, 1, 5], [0, 8, 8, 24, 32, 40]
     x, weight = rand(48, 64), rand(NUM_EXPERTS, 64, 40) / 8
     got = grouped_gemm(x, weight, ints(*counts), offsets=ints(*offsets), zero_padding=True)
