@@ -5,10 +5,12 @@ The same runs over moe_p2p.deep_ep with vLLM's own classes.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import os
 import threading
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +18,8 @@ import torch
 from torch import Tensor
 
 from moe_p2p import InvalidArgumentError, UnavailableError
-from tests.engines import vllm_ranks
+from moe_p2p.serving_steps import STEPS
+from tests.engines import packages, vllm_ranks
 from tests.engines.vllm_layers import (
     BLOCKS,
     HIGH_THROUGHPUT,
@@ -317,3 +320,20 @@ def run_shim(rank: Rank) -> None:
 
 def test_vllms_own_classes_run_over_the_deep_ep_calls() -> None:
     run_processes(2, run_shim, deadline_s=200.0)
+
+
+def test_steps_end_where_the_engines_have_them() -> None:
+    """serving_steps.py wraps them by name."""
+    for (name, owner, method), project in zip(STEPS, ("vllm", "sglang"), strict=True):
+        folder = packages.find(project)
+        if folder is None:
+            pytest.skip(packages.why_not(project))
+        module = ast.parse(Path(folder, *name.split(".")).with_suffix(".py").read_text())
+        found = [
+            each.name
+            for node in module.body
+            if isinstance(node, ast.ClassDef) and node.name == owner
+            for each in node.body
+            if isinstance(each, ast.FunctionDef)
+        ]
+        assert method in found, f"{name}.{owner} of {project} has no {method}"

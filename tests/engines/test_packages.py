@@ -1,0 +1,88 @@
+"""Fetching engines' packages: what is kept, what is fetched again, and what a failure leaves."""
+
+from __future__ import annotations
+
+import subprocess
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.engines import packages
+
+
+class Pip:
+    """Downloads wheels of made-up contents."""
+
+    def __init__(self, version: str | None = None) -> None:
+        self.version, self.calls = version, list[str]()
+
+    def __call__(self, *arguments: str) -> None:
+        self.calls.append(arguments[-1])
+        if arguments[0] == "install":
+            folder = Path(arguments[arguments.index("--target") + 1])
+            (folder / "pydantic").mkdir(parents=True)
+            return
+        project, _, version = arguments[-1].partition("==")
+        folder = Path(arguments[arguments.index("-d") + 1])
+        name = f"{project.replace('-', '_')}-{self.version or version}-cp311-cp311-linux_x86_64.whl"
+        with zipfile.ZipFile(folder / name, "w") as wheel:
+            wheel.writestr("engine/__init__.py", "there = True\n")
+            wheel.writestr("engine/_C.abi3.so", b"\x7fELF")
+
+
+@pytest.fixture(name="cache", autouse=True)
+def an_empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MOE_P2P_CACHE", str(tmp_path))
+    monkeypatch.delenv("ENGINES", raising=False)
+    return tmp_path
+
+
+def test_python_files_are_kept_and_found_again(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pip = Pip()
+    monkeypatch.setattr(packages, "_pip", pip)
+    assert packages.find("vllm") is None
+    assert "make test-engines" in packages.why_not("vllm")
+    packages.fetch_all()
+    assert len(pip.calls) == 1 + len(packages.PINNED)
+    for project, version in packages.PINNED.items():
+        found = packages.find(project)
+        assert found == cache / "engines" / f"{project}-{version}"
+        assert [path.name for path in found.rglob("*.*")] == ["__init__.py"]
+    packages.fetch_all()
+    assert len(pip.calls) == 1 + len(packages.PINNED), "nothing is fetched twice"
+    assert not list((cache / "engines").glob("tmp*"))
+
+
+def test_the_newest_are_fetched_beside_the_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packages, "_pip", Pip())
+    packages.fetch_all()
+    monkeypatch.setenv("ENGINES", "newest")
+    assert packages.find("vllm") is None
+    newest = Pip("99.1")
+    monkeypatch.setattr(packages, "_pip", newest)
+    packages.fetch_all()
+    assert set(newest.calls) == set(packages.PINNED)
+    found = packages.find("vllm")
+    assert found is not None
+    assert found.name == "vllm-99.1"
+    monkeypatch.delenv("ENGINES")
+    pinned = packages.find("vllm")
+    assert pinned is not None
+    assert pinned.name == f"vllm-{packages.PINNED['vllm']}"
+
+
+def test_a_failure_says_so_and_leaves_nothing(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*arguments: str) -> None:
+        raise subprocess.CalledProcessError(1, ["pip", *arguments])
+
+    monkeypatch.setattr(packages, "_pip", fails)
+    monkeypatch.setattr("sys.argv", ["packages"])
+    assert packages.main() == 1
+    assert "could not fetch the engines' packages" in capsys.readouterr().out
+    assert list((cache / "engines").iterdir()) == []
+    assert packages.find("vllm") is None
