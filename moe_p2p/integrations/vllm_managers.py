@@ -183,23 +183,24 @@ class LowLatencyManager(All2AllManager):
     def clean_buffers(self) -> None:
         """Takes masked ranks back; every rank calls it by itself, and then all go on together.
 
-        Calls do not depend on data that earlier ones left, so without masked ranks nothing has to
-        be done. With some, the next call of each shape makes a new communicator of all ranks.
+        Also a rank without masks of its own, because others may have masked it: the next call of
+        each shape makes a new communicator of all ranks.
 
-        Raises UnavailableError when a CUDA graph holds the communicators: a masked rank has missed
-        steps that the graph counts, and no replay could take it back.
+        Raises UnavailableError when ranks are masked and a CUDA graph holds the communicators: a
+        masked rank has missed steps that the graph counts, and no replay could take it back.
         """
         masks = self._required_masks()
         masked = masks.masked()
-        if not bool(masked.any()):
-            return
         if masks.captured:
-            text = (
-                f"ranks {masked.nonzero().flatten().tolist()} are masked, and CUDA graphs hold the "
-                "communicators that lost them: restart the workers, or start vLLM with "
-                "--enforce-eager to take ranks back"
-            )
-            raise errors.make(errors.UnavailableError, text)
+            lost = masked.nonzero().flatten().tolist()
+            if lost:
+                text = (
+                    f"ranks {lost} are masked, and CUDA graphs hold the communicators that lost "
+                    "them: restart the workers, or start vLLM with --enforce-eager to take ranks "
+                    "back"
+                )
+                raise errors.make(errors.UnavailableError, text)
+            return  # graphs go on as they are; a rank that has masked this one raises there
         for handle in self._handles.values():
             handle.leave_masking()
         masked.zero_()
