@@ -45,7 +45,7 @@ class RowCounts(NamedTuple):
     num_recv_tokens: int
     num_expanded_tokens: int  # rows of all experts, each rounded up to expert_alignment
     per_expert: list[int]  # [E_local], rounded up likewise; empty: not known
-    from_rank: Tensor | None = None  # [W] int32, on the host: tokens of each source
+    gathered: Tensor | None = None  # [W, W + ..] int32, on the host: [i, j] tokens from i to j
 
     @staticmethod
     def most(all_to_all: ReleasingAllToAll, num_tokens: int, alignment: int) -> RowCounts:
@@ -119,8 +119,9 @@ class EPHandle:
         """[W] int32: running sum of the tokens of each source rank; all ranks are one domain."""
         if not self.do_expand:
             return self.received.offsets[1:]
-        from_rank = self.row_counts.from_rank
-        if from_rank is not None:
+        gathered = self.row_counts.gathered
+        if gathered is not None:
+            from_rank = gathered[:, self.all_to_all.rank]
             return to_device(from_rank.cumsum(0, dtype=torch.int32), self.received.counts)
         return self._token_rows.ge(0).any(2).sum(1).cumsum(0).int()
 

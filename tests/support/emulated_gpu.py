@@ -29,7 +29,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_p2p import communicator
+from moe_p2p import communicator, routing_counts, row_counts
 from moe_p2p.config import AllToAllConfig
 from moe_p2p.gpu.kernels import (
     _NO_REGIONS,
@@ -290,6 +290,9 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(communicator, "DeviceSide", EmulatedDevice)
     patch.setattr(communicator.Communicator, "_on_gpu", True)
     patch.setattr(torch.cuda, "current_device", lambda: 0)
+    count = lambda *_: _function("count.cu", ())[1]  # noqa: E731
+    patch.setattr(routing_counts, "count_kernel", count)
+    patch.setattr(row_counts, "count_kernel", count)
     # Its memory is host memory, which the software NIC copies by itself.
     patch.setattr(transport, "with_copy_kernel", lambda provider, settings, device: settings)
 
