@@ -44,7 +44,7 @@ class ElasticBase:
     group: of any backend.
     num_bytes: bytes that calls may take. Steps of the first shape have as many tokens as fit into
         31/32 of it, of the next one into 31/32 of what is left. None: on GPUs a call is one step,
-        as in DeepEP, as far as 2 GiB for its shape allow; else steps of 512 tokens. No limit in all.
+        as in DeepEP, as far as 2 GiB for its shape allow; else steps of 512 tokens.
     num_max_tokens_per_rank: T for calls that pass none. hidden, num_topk: only used to compute the
         attribute num_bytes.
     use_fp8_dispatch: x of float8_e4m3fn get a communicator of half the size.

@@ -114,6 +114,18 @@ class EPHandle:
             mine = getattr(self, name)
             assert value in (None, mine), f"{name} is {value}, the handle's is {mine}"
 
+    def deterministic_sort(
+        self,
+        do_cpu_sync: bool,
+        is_cached_dispatch: bool,
+        recv_x: Tensor,
+        recv_sf: Tensor | None,
+        recv_topk_idx: Tensor | None,
+        recv_topk_weights: Tensor | None,
+        channel_linked_list: Tensor | None,
+    ) -> None:
+        """Does nothing: rows are in the order of (source rank, token), of each expert too."""
+
     @cached_property
     def psum_num_recv_tokens_per_scaleup_rank(self) -> Tensor:
         """[W] int32: running sum of the tokens of each source rank; all ranks are one domain."""

@@ -235,6 +235,9 @@ def _compile_error(job: tuple[str, dict[str, int], str]) -> str:
         compiled = jit.compile_only(*job)
     except errors.UnavailableError as error:
         return str(error)
+    entries = [kernel.entry for kernel in kernels.variants() if kernel.source == job[0]]
+    if entries and entries[0] not in compiled.usage:
+        return f"{job}: profilers will not find {entries[0]} in {list(compiled.usage)}"
     return "" if compiled.usage else f"{job}: the assembler's log was not understood"
 
 

@@ -199,12 +199,13 @@ def compute(step: Callable[[], object]) -> None:
 @functools.cache
 def _function(source: str, macros: tuple[tuple[str, int], ...]) -> tuple[ctypes.CDLL, int]:
     name = source.removesuffix(".cu")
+    entry = f"moe_p2p::{name}" if name in ("dispatch", "combine") else f"moe_p2p_{name}"
     defines = "".join(f"#define {macro} {value}\n" for macro, value in macros)
     text = (
         f'{defines}#include "tests/emulation/cuda.h"\n#include "kernels/{source}"\n'
         'extern "C" void moe_p2p_emulated(const void* params) {\n'
         f"  using Params = moe_p2p::abi::{name.capitalize()}Params;\n"
-        f"  moe_p2p_{name}(*static_cast<const Params*>(params));\n}}\n"
+        f"  {entry}(*static_cast<const Params*>(params));\n}}\n"
         f"size_t moe_p2p_params_bytes = sizeof(moe_p2p::abi::{name.capitalize()}Params);\n"
     )
     library = ctypes.CDLL(str(build(text, str(machine()), extra=WATCHED)))
