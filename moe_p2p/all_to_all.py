@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from moe_p2p import arguments, errors
+from moe_p2p.default_device import unaffected
 from moe_p2p.dispatched import Call, Dispatched
 from moe_p2p.halves import Halves, with_more
 from moe_p2p.ops import NO_EXTRA_GRADIENT, NO_FP8_GRADIENT, NO_SCALAR_GRADIENT, call
@@ -69,6 +70,7 @@ class AllToAll(Halves):
     Also ResourceExhaustedError when /dev/shm is too small, with the bytes that were asked for.
     """
 
+    @unaffected
     def dispatch(
         self,
         x: Tensor,
@@ -191,6 +193,7 @@ class AllToAll(Halves):
         with_wait_ticks: bool = False,
     ) -> tuple[Tensor, ...]: ...
 
+    @unaffected
     def combine(
         self,
         y: Tensor,

@@ -21,6 +21,7 @@ from moe_p2p.deep_ep.base import NODE_RANKS, BufferBase
 from moe_p2p.deep_ep.config import Config
 from moe_p2p.deep_ep.event import EventHandle, EventOverlap
 from moe_p2p.deep_ep.handle import ROWS, Handle
+from moe_p2p.default_device import unaffected
 from moe_p2p.options import DispatchForm
 from moe_p2p.releasing import ReleasingAllToAll, tensors_of, without_rows
 from moe_p2p.row_counts import extent_of, worst_extent
@@ -43,6 +44,7 @@ class NormalCalls(BufferBase):
 
     num_sms: ClassVar[int] = 20
 
+    @unaffected
     def get_dispatch_layout(
         self,
         topk_idx: Tensor,
@@ -67,6 +69,7 @@ class NormalCalls(BufferBase):
                 turn.uses((topk_idx,), counts)
         return *counts, turn.event
 
+    @unaffected
     def dispatch(
         self,
         x: _Values,
@@ -161,6 +164,7 @@ class NormalCalls(BufferBase):
             turn.event,
         )
 
+    @unaffected
     def combine(
         self,
         x: Tensor,
