@@ -53,7 +53,7 @@ class AllToAll(Halves):
     group_or_store: a torch.distributed ProcessGroup, None for the default group, or a Store with
         rank and world_size. Used during construction only. Ranks that are threads of one process
         share a HashStore; other stores are one object per rank.
-    config: equal on all ranks but for timeout_s, wait, num_threads, proxy_cpu, num_sms, transport,
+    config: equal on all ranks but for timeout_s, wait, num_threads, num_sms, transport,
         nics_per_rank and nics (config.LOCAL_FIELDS); all ranks must arrive at the same transport.
     engine: NICs to use, in place of the fields of config that choose them. None: makes an engine,
         closed with this object.

@@ -108,6 +108,11 @@ def master_address() -> str:
     return os.environ["MASTER_ADDR"]
 
 
+def master_port() -> int:
+    """Port of the launcher's store."""
+    return int(os.environ["MASTER_PORT"])
+
+
 def use_gloo_interface(name: str) -> None:
     """Sets gloo's interface, unless the user has chosen one."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", name)

@@ -11,8 +11,8 @@ The first payload begins with the rank's version and its letter (csrc/letter.py)
 mix of letters and names them. So the format of that beginning and of refusals must never change.
 
 Waits poll the store for a key. The store's own wait() blocks Ctrl-C until its deadline, and called
-in slices it logs two lines for each (torch 2.13). Here Ctrl-C is held up only by a request that the
-store's server does not answer.
+in slices it logs two lines for each (torch 2.13). A request that the store's server does not answer
+ends at a deadline too, and by Ctrl-C (requests.py).
 
 Keys, all below moe_p2p/. A is the attempt, M the meeting, a random name that rank 0 chooses:
     attempt/{rank}     attempts of this rank since the last meeting that succeeded
@@ -35,7 +35,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -43,14 +43,15 @@ from torch._C._distributed_c10d import Store
 
 from moe_p2p import errors
 from moe_p2p.rendezvous.neighbours import Neighbours, own_identity
+from moe_p2p.rendezvous.requests import Requests
 from moe_p2p.version import __version__
 
 T = TypeVar("T")
 _OK, _FAILED = b"+", b"-"
 # A TCPStore closes the connection of a client that sets a value of more than 8 MiB.
 _PIECE_BYTES = 4 << 20
-# Extra time for rank 0 to publish an exchange in which all ranks have arrived. Too short: ranks
-# whose deadline passes meanwhile give up a meeting that would have succeeded.
+# Extra time for rank 0 to publish an exchange in which all ranks have arrived, and for a request's
+# answer. Too short: ranks whose deadline passes give up a meeting that would have succeeded.
 _PATIENCE_S = 10.0
 _MOST_NAMED = 16
 # Pause between two polls of a wait: at least the first, or the second times W, so that many ranks
@@ -59,17 +60,34 @@ _FIRST_PAUSE_S, _PAUSE_OF_A_RANK_S, _LAST_PAUSE_S = 0.001, 0.0004, 0.25
 _ONE_FAILED = 1 << 32  # in {M}/left: upper half failed ranks, lower half ranks that left
 
 
-def _store_of(group: dist.ProcessGroup | None) -> tuple[Store, int, int]:
-    """Returns a group's store (None: the default group's), this rank in it and its size."""
-    if not dist.is_initialized():
-        raise errors.make(
-            errors.InvalidArgumentError,
-            "there is no process group: call torch.distributed.init_process_group first, or pass "
-            "a Store with rank and world_size",
+def store_of(
+    group_or_store: Any, rank: int | None, world_size: int | None
+) -> tuple[Store, int, int]:
+    """Returns the store of a group (None: the default group), this rank in it, and its size."""
+    if isinstance(group_or_store, Store):
+        if rank is None or world_size is None:
+            text = "a Store was given without rank and world_size"
+            raise errors.make(errors.InvalidArgumentError, text)
+        errors.require(
+            0 <= rank < world_size, f"rank is {rank}, must be from 0 to {world_size - 1}"
         )
-    chosen = dist.group.WORLD if group is None else group
-    assert chosen is not None
-    return chosen.get_group_store(), dist.get_rank(chosen), dist.get_world_size(chosen)
+        return group_or_store, rank, world_size
+    errors.require(
+        rank is None and world_size is None,
+        "rank and world_size go with a Store; a process group knows its own",
+    )
+    if group_or_store is None:
+        errors.require(
+            dist.is_initialized(),
+            "no group was given and there is no default group: call "
+            "torch.distributed.init_process_group first, or pass a Store with rank and world_size",
+        )
+        group_or_store = dist.group.WORLD
+    errors.require(
+        hasattr(group_or_store, "get_group_store"),
+        f"a ProcessGroup, a Store or None is needed, not {type(group_or_store).__name__}",
+    )
+    return group_or_store.get_group_store(), group_or_store.rank(), group_or_store.size()
 
 
 class Bootstrap:
@@ -89,27 +107,7 @@ class Bootstrap:
         world_size: int | None,
         timeout_s: float,
     ) -> None:
-        if isinstance(group_or_store, Store):
-            errors.require(
-                rank is not None and world_size is not None,
-                "a Store was given without rank and world_size",
-            )
-            assert rank is not None
-            assert world_size is not None
-            errors.require(
-                0 <= rank < world_size, f"rank is {rank}, must be from 0 to {world_size - 1}"
-            )
-            self.store, self.rank, self.world_size = group_or_store, rank, world_size
-        else:
-            errors.require(
-                rank is None and world_size is None,
-                "rank and world_size go with a Store; a process group knows its own",
-            )
-            errors.require(
-                group_or_store is None or isinstance(group_or_store, dist.ProcessGroup),
-                f"a ProcessGroup, a Store or None is needed, not {type(group_or_store).__name__}",
-            )
-            self.store, self.rank, self.world_size = _store_of(group_or_store)
+        self.store, self.rank, self.world_size = store_of(group_or_store, rank, world_size)
         self._timeout_s = timeout_s
         self._deadline = 0.0
         self._stage = 0
@@ -122,6 +120,7 @@ class Bootstrap:
         self.num_refused = 0  # connections that gpu/fd_exchange.py refused
         if self.world_size == 1:
             return
+        self._requests = Requests()
         # Each rank counts its own attempts; counts agree because all ranks meet in one order.
         self._attempt = int(self._guarded(lambda: self.store.add(self._attempts(self.rank), 1)))
         self._name = f"moe_p2p/{self._attempt}"
@@ -145,6 +144,7 @@ class Bootstrap:
             # The store is gone too: let the block's own error through.
         finally:
             self.neighbours.close()
+            self._requests.close()
 
     def exchange(self, payload: bytes, what: str) -> list[bytes]:
         """Returns the payloads of all ranks, in rank order. `what` names the exchange in errors.
@@ -420,8 +420,8 @@ class Bootstrap:
 
     def _guarded(self, access: Callable[[], T]) -> T:
         try:
-            return access()
-        except RuntimeError as error:
+            return self._requests.run(access, self._timeout_s + _PATIENCE_S)
+        except (RuntimeError, TimeoutError) as error:
             raise errors.make(
                 errors.TransportError, f"rank {self.rank}: the store failed: {error}"
             ) from None

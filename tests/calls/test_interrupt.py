@@ -17,9 +17,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 import moe_p2p
-from moe_p2p import Engine
+from moe_p2p import Engine, EngineConfig
+from moe_p2p.rendezvous import bootstrap
 from tests.support.cases import make, make_tokens, steps
 from tests.support.ranks import Rank, run_processes
 
@@ -158,12 +161,63 @@ def sets_up(rank: Rank) -> str:
 
 
 def test_ctrl_c_ends_the_wait_for_ranks_that_set_up() -> None:
-    _, told = run_processes(2, sets_up)
-    assert "rank 0 failed before the transports: KeyboardInterrupt" in told
+    _, reported = run_processes(2, sets_up)
+    assert "rank 0 failed before the transports: KeyboardInterrupt" in reported
+
+
+SERVER = """
+import os, signal, torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+input()
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+@contextmanager
+def stopped_store() -> Iterator[Store]:
+    """A store whose server, another process, is stopped: it answers no request."""
+    server = subprocess.Popen(
+        [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert server.stdin
+    assert server.stdout
+    try:
+        store = dist.TCPStore("127.0.0.1", int(server.stdout.readline()), is_master=False)
+        server.stdin.write("\n")
+        server.stdin.flush()
+        until(lambda: is_stopped(server.pid), "a server that goes on")
+        yield store
+    finally:
+        server.kill()
+        server.communicate()
+
+
+def meets_at_a_stopped_store(_: Rank) -> None:
+    with stopped_store() as store:
+        began = time.monotonic()
+        with pytest.raises(KeyboardInterrupt), alarms(interrupt):
+            make(Rank(0, 2, store), timeout_s=60.0)
+        assert time.monotonic() - began < SOON_S
+
+
+def test_ctrl_c_ends_the_wait_for_a_store_that_does_not_answer() -> None:
+    run_processes(1, meets_at_a_stopped_store)
+
+
+def gives_up_a_stopped_store(_: Rank) -> None:
+    bootstrap._PATIENCE_S = 1.0
+    failed = "rank 1: the store failed: no answer within"
+    with stopped_store() as store, pytest.raises(moe_p2p.MoeP2pError, match=failed):
+        make(Rank(1, 2, store), timeout_s=0.5)
+
+
+def test_a_store_that_does_not_answer_is_given_up_at_a_deadline() -> None:
+    run_processes(1, gives_up_a_stopped_store)
 
 
 def waits_again(rank: Rank) -> None:
-    with Engine("loopback", timeout_s=60.0) as engine:
+    with Engine(EngineConfig(transport="loopback", timeout_s=60.0)) as engine:
         data = torch.arange(8)
         region = engine.resolve(engine.register(torch.zeros(8, dtype=torch.int64)).descriptor)
         waits: list[Callable[[], Any]] = [
@@ -243,8 +297,8 @@ LONG = {
 def test_ctrl_c_ends_a_command_with_one_line(command: str) -> None:
     with running(*LONG[command]) as (program, objects):
         os.killpg(program.pid, signal.SIGINT)  # as a terminal does: to all of them
-        _, said = program.communicate(timeout=60)
-        assert (program.returncode, said) == (130, f"{command}: interrupted\n")
+        _, printed = program.communicate(timeout=60)
+        assert (program.returncode, printed) == (130, f"{command}: interrupted\n")
         until(lambda: is_gone(program.pid), "helpers that stay")
         assert not objects & set(os.listdir("/dev/shm"))
 
@@ -274,8 +328,8 @@ def test_ctrl_c_ends_a_command_that_has_only_begun(when: Callable[[int], bool], 
     try:
         until(lambda: when(program.pid), "it never begins")
         os.killpg(program.pid, signal.SIGINT)
-        _, said = program.communicate(timeout=60)
-        assert (program.returncode, said) == (130, line)
+        _, printed = program.communicate(timeout=60)
+        assert (program.returncode, printed) == (130, line)
         until(lambda: is_gone(program.pid), "helpers that stay")
     finally:
         if not is_gone(program.pid):
@@ -286,8 +340,8 @@ def test_ctrl_c_ends_a_command_that_has_only_begun(when: Callable[[int], bool], 
 def test_sigterm_ends_a_command_and_leaves_nothing() -> None:
     with running(*LONG["bench"]) as (program, objects):
         program.terminate()
-        _, said = program.communicate(timeout=60)
-        assert (program.returncode, said) == (143, "")
+        _, printed = program.communicate(timeout=60)
+        assert (program.returncode, printed) == (143, "")
         until(lambda: is_gone(program.pid), "helpers that stay")
         assert not objects & set(os.listdir("/dev/shm"))
 

@@ -2,7 +2,7 @@
 #include <atomic>
 #include <thread>
 
-#include "engine_pair.h"
+#include "engine_traffic.h"
 
 namespace moe_p2p::test {
 namespace {
@@ -33,8 +33,6 @@ class Pollers {
   std::atomic<bool> stop_{false};
   std::vector<std::thread> threads_;
 };
-
-platform::Deadline soon() { return Clock::now() + seconds(30); }
 
 TEST_CASE("engine: several threads submit and wait at once") {
   constexpr size_t kThreads = 4, kWrites = 100, kBytes = 300;

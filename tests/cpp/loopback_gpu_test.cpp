@@ -8,18 +8,6 @@
 namespace moe_p2p::provider_test {
 namespace {
 
-std::string error_of(const std::function<void()>& action) {
-  try {
-    action();
-  } catch (const base::Error& error) {
-    return error.what();
-  }
-  return "";
-}
-bool contains(const std::string& text, const char* part) {
-  return text.find(part) != std::string::npos;
-}
-
 TEST_CASE("loopback GPU: an immediate never comes before its payload, however slow the copies") {
   const Driver driver;
   for (uint32_t seed = 0; seed <= 30; ++seed) {
@@ -48,15 +36,16 @@ TEST_CASE("loopback GPU: a second device, host windows and a second window for a
   Memory memory(node, 64);
   std::byte bytes[64];
   const auto refused = [&](MemoryKind kind, int device, uint64_t key) {
-    return error_of([&] { node.domain->map_remote(key, {bytes, 64, kind, device}); });
+    return text_of_error([&] { node.domain->map_remote(key, {bytes, 64, kind, device}); });
   };
   CHECK(contains(refused(MemoryKind::kHost, -1, 5), "GPU memory"));
   CHECK(contains(refused(MemoryKind::kCuda, 1, 5), "device 1"));
   CHECK(contains(refused(MemoryKind::kCuda, 0, 0), "none"));
   CHECK(refused(MemoryKind::kCuda, 0, 5).empty());
   CHECK(contains(refused(MemoryKind::kCuda, 0, 5), "already"));
-  CHECK(contains(error_of([&] { node.domain->register_memory({bytes, 64, MemoryKind::kCuda, 1}); }),
-                 "device 0"));
+  CHECK(contains(
+      text_of_error([&] { node.domain->register_memory({bytes, 64, MemoryKind::kCuda, 1}); }),
+      "device 0"));
 }
 
 // --- giving memory back ---

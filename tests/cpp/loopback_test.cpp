@@ -20,21 +20,9 @@ Pair open_pair(const char* settings, size_t bytes = 4096) {
 }
 LoopbackControl& control(Node& node) { return dynamic_cast<LoopbackControl&>(*node.domain); }
 
-std::string error_of(const std::function<void()>& action) {
-  try {
-    action();
-  } catch (const base::Error& error) {
-    return error.what();
-  }
-  return "";
-}
-bool contains(const std::string& text, const char* part) {
-  return text.find(part) != std::string::npos;
-}
-
 TEST_CASE("loopback settings: every mistake is an error that says what would be right") {
   const auto open_with = [](const char* settings) {
-    return error_of([&] { Node("loopback", settings); });
+    return text_of_error([&] { Node("loopback", settings); });
   };
   const std::string unknown = open_with("sede=3");
   CHECK(contains(unknown, "sede=3"));
@@ -58,23 +46,23 @@ TEST_CASE("loopback settings: every mistake is an error that says what would be 
 TEST_CASE("loopback: the seed stands in what it says of itself") {
   Node node("loopback", "seed=77", 1);
   CHECK(control(node).describe() == "loopback NIC 1 (seed=77)");
-  const std::string error = error_of([&] { node.domain->register_memory({nullptr, 5}); });
+  const std::string error = text_of_error([&] { node.domain->register_memory({nullptr, 5}); });
   CHECK(contains(error, "seed=77"));
 }
 
 TEST_CASE("loopback: addresses of others and of closed NICs are refused") {
   auto pair = open_pair("");
   auto address = pair.b.domain->address();
-  CHECK(contains(error_of([&] { pair.a.domain->connect(std::span(address).first(9)); }),
+  CHECK(contains(text_of_error([&] { pair.a.domain->connect(std::span(address).first(9)); }),
                  "truncated"));
   address[0] = std::byte{0};
-  CHECK(contains(error_of([&] { pair.a.domain->connect(address); }), "another provider"));
+  CHECK(contains(text_of_error([&] { pair.a.domain->connect(address); }), "another provider"));
   base::Bytes closed;
   {
     Node gone("loopback", "");
     closed = gone.domain->address();
   }
-  CHECK(contains(error_of([&] { pair.a.domain->connect(closed); }), "peer dead"));
+  CHECK(contains(text_of_error([&] { pair.a.domain->connect(closed); }), "peer dead"));
 }
 
 // --- faults on purpose ---
@@ -155,7 +143,7 @@ TEST_CASE("loopback: channels are given back and taken again, and their number i
     Memory source(a, 2000), target(b, 2000);
     for (uint64_t turn = 0; turn < 50; ++turn) {
       const PeerId first = a.connect(b), second = a.connect(b);
-      CHECK(contains(error_of([&] { a.connect(b); }), "channels"));
+      CHECK(contains(text_of_error([&] { a.connect(b); }), "channels"));
       fill(source.data, turn);
       // The first is left in the middle of a write, which must not disturb its successor.
       REQUIRE(a.post(make_write(2 * turn, first, source, 0, target, 0, 2000)));
@@ -177,13 +165,13 @@ TEST_CASE("loopback: regions are limited in number, and a key is used once") {
   Node node("loopback", "");
   std::vector<std::byte> bytes(64);
   std::vector<MemoryKey> keys;
-  const std::string error = error_of([&] {
+  const std::string error = text_of_error([&] {
     for (;;) keys.push_back(node.domain->register_memory({bytes.data(), bytes.size()}));
   });
   CHECK(contains(error, "4096 memory regions"));
   const MemoryKey old = keys.back();
   node.domain->unregister_memory(old);
-  CHECK(contains(error_of([&] { node.domain->unregister_memory(old); }), "not registered"));
+  CHECK(contains(text_of_error([&] { node.domain->unregister_memory(old); }), "not registered"));
   const MemoryKey fresh = node.domain->register_memory({bytes.data(), bytes.size()});
   CHECK(fresh.local_key != old.local_key);
   CHECK(fresh.remote_key != fresh.local_key);
@@ -293,10 +281,10 @@ TEST_CASE("loopback: a full /dev/shm is an error with the size in it") {
   // One channel larger than any /dev/shm here: refused when the channel is claimed.
   Node b("loopback", "channels=1,ring_kib=268435456");
   Node a("loopback", "");
-  const std::string error = error_of([&] { a.connect(b); });
+  const std::string error = text_of_error([&] { a.connect(b); });
   CHECK(contains(error, "resource exhausted"));
   CHECK(contains(error, "/dev/shm"));
-  CHECK(contains(error_of([&] { a.connect(b); }), "/dev/shm"));  // the channel is free again
+  CHECK(contains(text_of_error([&] { a.connect(b); }), "/dev/shm"));  // the channel is free again
 }
 
 }  // namespace

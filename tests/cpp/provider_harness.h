@@ -28,6 +28,19 @@ using provider::MemorySpan;
 using provider::PeerId;
 using provider::WorkRequest;
 
+// The text of the error that an action throws; empty if it throws none.
+inline std::string text_of_error(const std::function<void()>& action) {
+  try {
+    action();
+  } catch (const base::Error& error) {
+    return error.what();
+  }
+  return "";
+}
+inline bool contains(const std::string& text, const char* part) {
+  return text.find(part) != std::string::npos;
+}
+
 // Byte i of everything that write `index` carries.
 inline std::byte pattern(uint64_t index, uint64_t i) {
   return static_cast<std::byte>((index * 131 + i * 7 + (i >> 8)) % 251 + 1);  // never 0

@@ -368,7 +368,7 @@ def _implicit(rank: Rank) -> None:
     assert communicator() is None
 
 
-def test_who_does_not_destroy_lets_go() -> None:
+def test_without_destroy_everything_is_released() -> None:
     run_threads(1, _implicit)
 
 
@@ -382,7 +382,7 @@ def _leaves_first(rank: Rank) -> str:
     return str(raised.value)
 
 
-def test_destroy_names_who_does_not_come() -> None:
+def test_destroy_names_missing_ranks() -> None:
     assert (
         "all ranks to destroy their buffers, rank 0 did not come"
         in run_threads(2, _leaves_first)[1]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_p2p.gpu import jit
+from moe_p2p.gpu import driver, jit
 from tests.support import gpu_ranks
 
 pytestmark = pytest.mark.gpu
@@ -79,21 +79,21 @@ class Kernel:
         if gpu_ranks.DEVICE == "cpu":
             from tests.support import emulated_gpu
 
-            driver = ctypes.CDLL(str(emulated_gpu.machine()))
+            machine = ctypes.CDLL(str(emulated_gpu.machine()))
             function = ctypes.c_void_p(emulated_gpu._function("copy.cu", ())[1])
-            assert driver.cuLaunchKernelEx(ctypes.byref(config), function, arguments, None) == 0
+            assert machine.cuLaunchKernelEx(ctypes.byref(config), function, arguments, None) == 0
             return
         function = jit.load(0, "copy.cu", "moe_p2p_copy", {})
-        driver = driver.module()
+        cuda = driver.module()
         torch.cuda.synchronize(0)  # what it copies is there
         with driver.primary_context(0):
             driver.call(
                 "cuLaunchKernel",
-                driver.CUfunction(function),
+                cuda.CUfunction(function),
                 *(1, 1, 1),
                 *(512, 1, 1),
                 128,
-                driver.CUstream(torch.cuda.Stream().cuda_stream),
+                cuda.CUstream(torch.cuda.Stream().cuda_stream),
                 ctypes.addressof(arguments),
                 0,
             )

@@ -16,7 +16,7 @@ from tests.support.ranks import Rank
 
 
 @pytest.mark.parametrize("project", ["vllm", "sglang", "megatron"])
-def test_without_the_project_it_imports_and_says_what_is_missing(
+def test_without_the_project_it_imports_and_names_what_is_missing(
     project: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == project]:

@@ -62,8 +62,8 @@ def test_loads_with_the_libraries_of_gcc_11() -> None:
 
 def gcc_version() -> int:
     ask = [*shlex.split(os.environ.get("CXX", "g++")), "-dumpversion"]
-    told = subprocess.run(ask, capture_output=True, text=True, check=True).stdout
-    return int(told.split(".")[0])
+    reported = subprocess.run(ask, capture_output=True, text=True, check=True).stdout
+    return int(reported.split(".")[0])
 
 
 def test_exports_nothing_of_its_own() -> None:
@@ -99,14 +99,14 @@ def test_auditwheel_finds_it_fit_for_systems_of_2021(wheel: Path, tmp_path: Path
         pytest.skip(f"wheels are made with g++ 12, here is {gcc_version()}")
     programs = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
     command = [sys.executable, "-m", "auditwheel", "repair", "--exclude", "libtorch*"]
-    told = subprocess.run(
+    reported = subprocess.run(
         [*command, "--wheel-dir", str(tmp_path), str(wheel)],
         env=os.environ | {"PATH": os.pathsep.join(programs)},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert told.returncode == 0, told.stderr
+    assert reported.returncode == 0, reported.stderr
     (made,) = tmp_path.glob("*.whl")
     tag = re.fullmatch(r"moe_p2p-[\d.]+-cp310-abi3-manylinux_2_(\d+)_\w+\.whl", made.name)
     assert tag, made.name
@@ -230,7 +230,7 @@ def test_a_script_for_deep_ep_runs_where_the_wheel_is_installed(
 # --- what is missing is said in one sentence ---
 
 
-def test_a_build_without_a_compiler_says_so_before_it_begins(tmp_path: Path) -> None:
+def test_a_build_without_a_compiler_fails_before_it_begins(tmp_path: Path) -> None:
     built = subprocess.run(
         [sys.executable, "setup.py", "build", "--build-base", str(tmp_path)],
         cwd=ROOT,

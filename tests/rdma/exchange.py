@@ -1,12 +1,13 @@
 """Dispatch and combine over RDMA devices, against the reference: run in the machine of vm.py.
 
-    python tests/rdma/exchange.py verbs|libfabric|verbs,libfabric [steps]
+    python tests/rdma/exchange.py verbs|libfabric|verbs,libfabric [steps [steps with loss]]
 
 Two ranks, each a process and a node of its own. With verbs they are at the ends of the wire between
 rxe0 and rxe1, rank 0 has both devices as NICs and rank 1 has one: rails are matched, not required
-equal. libfabric's verbs;ofi_rxm connects within one device only, so both ranks have both. Then
-again, and rank 1 is killed: rank 0 is told at once by whom, not at its deadline. One process does
-both transports: importing torch takes most of the time in there.
+equal. libfabric's verbs;ofi_rxm connects within one device only, so both ranks have both. With
+verbs, strangers connect to the ports of rank 0 between steps. Then again, and rank 1 is killed:
+rank 0 names it at once, not at its deadline. At last over verbs with links that lose and
+reorder packets. One process does all of it: importing torch takes most of the time in there.
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -34,6 +38,7 @@ NICS = {
 WORLD_SIZE = 2
 MAX_TOKENS = 12
 TIMEOUT_S = 60.0
+NETEM = "loss 1% delay 200us 100us reorder 25%"
 
 
 def open_rank(rank: Rank, transport: str) -> AllToAll:
@@ -58,16 +63,54 @@ def steps(num_steps: int) -> Iterator[list[Tokens]]:
         ]
 
 
+def own_ports() -> list[int]:
+    """The TCP ports on which this process listens."""
+    links = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # the folder's own, closed meanwhile
+            links.add(os.readlink(f"/proc/self/fd/{fd}"))
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            _, address, _, state, *_, inode = line.split()[:10]
+            if state == "0A" and f"socket:[{inode}]" in links:
+                found.append(int(address.rpartition(":")[2], 16))
+    return found
+
+
+def meet_strangers() -> int:
+    """Connects to each NIC as anybody may who finds its port, until it is thrown out; how often."""
+    messages = [b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 5000]
+    ports = own_ports()
+    for port in ports:
+        for text in messages:
+            with socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_S) as stranger:
+                with suppress(ConnectionError):
+                    stranger.sendall(text)
+                with suppress(OSError):  # closed already
+                    stranger.shutdown(socket.SHUT_WR)
+                with suppress(ConnectionError):
+                    while stranger.recv(4096):
+                        pass  # a nonce, then the end
+    return len(ports) * len(messages)
+
+
 def exchange(rank: Rank, transport: str, num_steps: int) -> None:
     with open_rank(rank, transport) as comm:
-        for tokens in steps(num_steps):
+        assert comm.refused_connections == 0
+        refused = 0
+        for number, tokens in enumerate(steps(num_steps)):
+            if (rank.rank, transport, number) == (0, "verbs", num_steps // 2):
+                refused = meet_strangers()
+                assert refused == 3 * len(comm.counters())
             check_step(comm, tokens)
+        assert comm.refused_connections == refused
         assert comm.broken == ""
         assert all(nic["bytes_written"] > 0 for nic in comm.counters())
 
 
 def lose_a_rank(rank: Rank, transport: str) -> tuple[float, str]:
-    """Rank 1 is killed after some steps; how long rank 0 took to notice, and its story.
+    """Rank 1 is killed after some steps; how long rank 0 took to notice, and the error text.
 
     By then it has all of rank 0's next dispatch: no write fails that rank 0 has to make.
     """
@@ -86,6 +129,14 @@ def lose_a_rank(rank: Rank, transport: str) -> tuple[float, str]:
     raise AssertionError("1000 steps with a rank that is dead")
 
 
+def check_with_loss(num_steps: int) -> None:
+    for link in ("rn0", "rn1"):
+        command = f"tc qdisc replace dev {link} root netem limit 20000 {NETEM}"
+        subprocess.run(command.split(), check=True)
+    run_processes(WORLD_SIZE, exchange, "verbs", num_steps, deadline_s=300.0)
+    print(f"verbs with {NETEM}: {num_steps} steps equal the reference")
+
+
 def check(transport: str, num_steps: int) -> None:
     run_processes(WORLD_SIZE, exchange, transport, num_steps, deadline_s=300.0)
     print(f"{transport}: {num_steps} steps equal the reference")
@@ -94,12 +145,14 @@ def check(transport: str, num_steps: int) -> None:
     )
     assert isinstance(killed, DiedError), killed
     assert not isinstance(survivor, BaseException), survivor
-    took_s, story = survivor
-    print(f"{transport}: told after {took_s:.1f} s: {story}")
+    took_s, text = survivor
+    print(f"{transport}: reported after {took_s:.1f} s: {text}")
     assert took_s < TIMEOUT_S / 2
-    assert "rank 1" in story
+    assert "rank 1" in text
 
 
 if __name__ == "__main__":
     for used in sys.argv[1].split(","):
         check(used, int(sys.argv[2]) if len(sys.argv) > 2 else 50)
+    if len(sys.argv) > 3:
+        check_with_loss(int(sys.argv[3]))

@@ -18,10 +18,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_p2p import Engine, errors
+from moe_p2p import Engine, EngineConfig, errors
 from moe_p2p.rendezvous import bootstrap, neighbours
 from moe_p2p.rendezvous.bootstrap import Bootstrap
 from moe_p2p.rendezvous.neighbours import Neighbours
+from moe_p2p.rendezvous.requests import Requests
 from tests.support import ranks
 from tests.support.cases import make
 
@@ -126,7 +127,7 @@ def test_no_key_is_left_by_a_hundred_communicators() -> None:
     def body(rank: ranks.Rank) -> None:
         with make(rank):
             pass
-        engine = Engine("loopback")
+        engine = Engine(EngineConfig(transport="loopback"))
         for _ in range(99):
             make(rank, engine=engine).close()
         engine.close()
@@ -159,7 +160,7 @@ def _fail_at(rank: ranks.Rank, failing: int, stage: int, store: dist.Store) -> N
 
 @pytest.mark.parametrize("failing", [0, 2])
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_all_learn_who_failed_and_can_meet_again(failing: int, stage: int) -> None:
+def test_all_ranks_name_the_failed_one_and_can_meet_again(failing: int, stage: int) -> None:
     stores: list[dist.Store] = []
 
     def body(rank: ranks.Rank) -> None:
@@ -250,6 +251,28 @@ def test_a_store_that_fails_is_named() -> None:
             Bootstrap(Broken(dist.HashStore()), rank=rank, world_size=2, timeout_s=30) as meeting,
         ):
             meeting.exchange(b"", "the transports")
+
+
+def test_requests_to_a_store_end_at_a_deadline_and_leave_no_thread() -> None:
+    """What the server answers later is not taken for the answer to the next request."""
+    before = threading.active_count()
+    made, release = Requests(), threading.Event()
+
+    def fails() -> int:
+        raise ValueError("of the store")
+
+    assert made.run(lambda: 1, 5.0) == 1
+    with pytest.raises(ValueError, match="of the store"):
+        made.run(fails, 5.0)
+    with pytest.raises(TimeoutError, match=r"no answer within 0\.01 s"):
+        made.run(lambda: release.wait(30), 0.01)
+    with pytest.raises(TimeoutError, match="no answer to the request before"):
+        made.run(lambda: 2, 5.0)
+    release.set()
+    assert made.run(lambda: 3, 5.0) == 3
+    made.close()
+    while threading.active_count() > before:
+        time.sleep(0.01)
 
 
 class AnotherVersion(Bootstrap):
@@ -355,7 +378,7 @@ def test_a_rank_that_is_killed_is_missed_at_once(killed: int, stage: int) -> Non
             assert took_s < 20, took_s  # of 60; 0.3 s on a quiet machine
 
 
-def _is_told(rank: ranks.Rank) -> str:
+def _is_reported(rank: ranks.Rank) -> str:
     """Rank 2 is killed, rank 1 alone can see it: rank 0 is as of another host."""
     if rank.rank == 0:
         neighbours.own_identity = lambda: "another-host 1 1"  # type: ignore[assignment]
@@ -369,9 +392,9 @@ def _is_told(rank: ranks.Rank) -> str:
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
-def test_ranks_of_other_hosts_are_told_of_a_rank_that_was_killed() -> None:
+def test_ranks_of_other_hosts_report_a_rank_that_was_killed() -> None:
     began = time.monotonic()
-    first, second, killed = ranks.run_processes(3, _is_told, return_errors=True)
+    first, second, killed = ranks.run_processes(3, _is_reported, return_errors=True)
     assert time.monotonic() - began < 30
     assert isinstance(killed, ranks.DiedError)
     assert "PeerDeadError" in second

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_p2p import AllToAll, AllToAllConfig, DispatchOptions, Engine, deep_ep
+from moe_p2p import AllToAll, AllToAllConfig, DispatchOptions, Engine, EngineConfig, deep_ep
 from moe_p2p.engine import Slice
 from moe_p2p.layer import MoELayer
 from moe_p2p.reference import Tokens, Topology, combine, dispatch, route
@@ -73,7 +73,10 @@ class Made:
         self.elastic = deep_ep.ElasticBuffer(
             group, num_max_tokens_per_rank=T, explicitly_destroy=True
         )
-        self.engines = [Engine("loopback"), Engine("loopback")]
+        self.engines = [
+            Engine(EngineConfig(transport="loopback")),
+            Engine(EngineConfig(transport="loopback")),
+        ]
         # A module's weights get torch's default device and type.
         with torch.inference_mode(False), torch.device(device), default_dtype(BF16):
             self.layer = MoELayer(H, E, topk=K, ffn_dim=32, all_to_all=self.comm)

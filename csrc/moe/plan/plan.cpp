@@ -129,7 +129,8 @@ int Plan::num_local_experts(int rank) const {
 int64_t Plan::num_chunks(int64_t max_tokens_of_call) const {
   MOE_P2P_CHECK(max_tokens_of_call >= 0 && max_tokens_of_call <= max_tokens, Code::kInvalidArgument,
                 "max_tokens of this call is ", max_tokens_of_call,
-                ", the communicator was made for at most ", max_tokens);
+                ", the communicator was made for at most ", max_tokens,
+                "; raise max_tokens of its configuration");
   return std::max<int64_t>(1, (max_tokens_of_call + shape.chunk_tokens - 1) / shape.chunk_tokens);
 }
 

@@ -25,7 +25,7 @@ namespace {
 constexpr auto kDrain = std::chrono::milliseconds(500);
 // Polls after memory was given back, for writes that a software provider has received in part.
 constexpr int kSettlePolls = 64;
-constexpr size_t kEntries = 64;
+constexpr size_t kCompletions = 64;
 
 void warn_of_software(const Config& config) {
   static std::once_flag once;
@@ -130,7 +130,7 @@ std::string LibfabricDomain::failure() const {
 
 template <typename Ready>
 bool LibfabricDomain::poll_until(platform::Deadline deadline, Ready&& ready) {
-  std::array<Completion, kEntries> completions;
+  std::array<Completion, kCompletions> completions;
   while (Clock::now() <= deadline) {
     {
       const Gate::Control inside(gate_);

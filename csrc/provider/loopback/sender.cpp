@@ -11,9 +11,9 @@ using base::Code;
 namespace {
 
 // How long a peer may be silent before a system call checks that it lives, and between two checks.
-constexpr int64_t kLookIntervalNs = 20'000'000;
+constexpr int64_t kStalledLookNs = 20'000'000;
 // Polls without an acknowledgement after which the peer's flags are read, which costs a cache line.
-constexpr uint32_t kLookIntervalPolls = 64;
+constexpr uint32_t kStalledLookPolls = 64;
 
 Completion completion_of(const WorkRequest& request, base::Status status) noexcept {
   Completion completion;
@@ -198,11 +198,11 @@ void Sender::show_ready(Output& output) noexcept {
 // too, is checked by the count of polls, with an adversary by that alone, so that a replay does not
 // depend on the clock.
 void Sender::look_after(Connection& connection) noexcept {
-  bool gone = connection.stalled_polls % kLookIntervalPolls == 0 && connection.peer_left();
+  bool gone = connection.stalled_polls % kStalledLookPolls == 0 && connection.peer_left();
   const int64_t now = poll_time_ns();
-  if (connection.stalled_polls == 1) connection.next_look_ns = now + kLookIntervalNs;
+  if (connection.stalled_polls == 1) connection.next_look_ns = now + kStalledLookNs;
   if (!gone && now >= connection.next_look_ns) {
-    connection.next_look_ns = now + kLookIntervalNs;
+    connection.next_look_ns = now + kStalledLookNs;
     gone = !connection.segment().process_alive() || (!chaos_.on() && connection.peer_left());
   }
   if (!gone) return;

@@ -48,7 +48,7 @@ def _main(worlds: list[Options], each: Callable[..., Any], *, is_first: bool) ->
             failed = True
             continue
         rows += results.rows
-        wrong += [text for row in results.rows for text in row.story]
+        wrong += [text for row in results.rows for text in row.wrong]
         if is_first:
             print(report.text(results.rows, results.notes))
     if is_first:
