@@ -22,6 +22,7 @@ _ALIASES = {
     "deep_ep.buffers": "moe_p2p.deep_ep",
     "deep_ep.buffers.elastic": "moe_p2p.deep_ep.elastic",
     "deep_ep.buffers.legacy": "moe_p2p.deep_ep.buffer",
+    "deep_ep.hybrid_ep_buffer": "moe_p2p.deep_ep.hybrid",
     "deep_ep.utils": "moe_p2p.deep_ep.utils",
     "deep_ep.utils.envs": "moe_p2p.deep_ep.utils.envs",
     "deep_ep.utils.event": "moe_p2p.deep_ep.event",
