@@ -2,10 +2,12 @@
 // ones. They wait for the dispatches of this step and for the weights and partials that other
 // ranks' senders push before they wait themselves; none of these depends on a receiver.
 #if MOE_P2P_BULK  // moe_p2p/gpu/launch_shape.py chooses; never with masks
-#include "kernels/combine/bulk.cuh"
+#include "kernels/combine/bulk_recv.cuh"
+#include "kernels/combine/bulk_send.cuh"
 namespace way = moe_p2p::device::bulk;
 #else
 #include "kernels/combine/recv.cuh"
+#include "kernels/combine/send.cuh"
 namespace way = moe_p2p::device;
 #endif
 

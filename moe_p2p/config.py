@@ -16,6 +16,7 @@ import torch
 from moe_p2p import env, errors, ops
 from moe_p2p.gpu.launch_shape import few, flags_itself
 from moe_p2p.nics.transport import MAX_NICS, setting, shared_settings, without
+from moe_p2p.texts import numbers_of, settings_text
 
 PAYLOAD_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
 COMBINE_DTYPES = PAYLOAD_DTYPES[:3]
@@ -277,8 +278,8 @@ class AllToAllConfig(EngineConfig):
             "part_bytes": self.part_bytes,
         } | more
         if self.expert_rank is not None:
-            values["expert_rank"] = ":".join(map(str, self.expert_rank))
-        return ",".join(f"{key}={value}" for key, value in values.items())
+            values["expert_rank"] = list(self.expert_rank)
+        return settings_text(**values)
 
     def plan(self, *, world_size: int, ranks_per_node: int) -> dict[str, int]:
         """Bytes of every memory region of one rank, all steps together, by name of the region.
@@ -286,4 +287,4 @@ class AllToAllConfig(EngineConfig):
         Needs no communicator. Raises InvalidArgumentError when the numbers do not fit together.
         """
         text = ops.call(torch.ops.moe_p2p.plan.default, self.settings(world_size, ranks_per_node))
-        return {name: int(size) for name, size in (line.split() for line in text.splitlines())}
+        return numbers_of(text)

@@ -14,8 +14,8 @@ from torch import Tensor
 from moe_p2p import arguments, errors
 from moe_p2p.communicator import Communicator
 from moe_p2p.default_device import unaffected
-from moe_p2p.dispatched import Call, Dispatched, PendingCombine, PendingDispatch
-from moe_p2p.ops import call, new_scales
+from moe_p2p.dispatched import Call, Dispatched, PendingCombine, PendingDispatch, new_scales
+from moe_p2p.ops import call
 from moe_p2p.options import (
     BY_RANK,
     COPY_TOPK,

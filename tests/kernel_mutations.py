@@ -61,7 +61,7 @@ ORDERED_BY = {
     "combine/weights": [LATE],
     "dispatch/place": [MASKS],
     "dispatch/recv": [LONG_CHUNKS, CHUNKS],
-    "combine/recv": [LONG_CHUNKS, CHUNKS],
+    "combine/sums_read": [LONG_CHUNKS, CHUNKS],
     "wait": [LONG_STEPS, CHUNKS, FAILURE],
     "": [LONG_STEPS, CHUNKS],
 }

@@ -284,10 +284,7 @@ void AllToAll::use_signals(const std::vector<uint64_t>& device_addresses) {
 }
 
 int64_t AllToAll::handle_words(int64_t num_rows, int64_t max_tokens) const {
-  const Plan& plan = state_->plan;
-  const auto layout = abi::HandleLayout::make(plan.shape, num_rows, plan.num_chunks(max_tokens),
-                                              plan.num_slots(max_tokens));
-  return static_cast<int64_t>(layout.total);
+  return static_cast<int64_t>(state_->plan.handle_layout(num_rows, max_tokens).total);
 }
 
 // --- calls ---------------------------------------------------------------------------------------

@@ -77,19 +77,18 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
   // --- all to all: set-up ---
   m.def("check_ranks_per_node(int ranks) -> ()");
   m.def("plan(str settings) -> str");  // settings: communicator_settings.h, as in all_to_all_create
+  m.def("shape(str settings) -> str");  // abi::Shape
   m.def("layout(int topk) -> str");
   m.def("all_to_all_create(int engine, str settings, Tensor? masks=None) -> int");
-  m.def(
-      "all_to_all_use_device(int comm, int device, int[] data, int[] peer_data, int state, "
-      "int expert_rank, int expert_local, int fault, int fault_device, int num_sms) -> ()");
+  m.def("all_to_all_use_device(int comm, str memory) -> ()");  // device_settings.h, as `kernel`
   m.def("all_to_all_signals(int comm) -> int[]");
   m.def("all_to_all_use_signals(int comm, int[] device_addresses) -> ()");
   m.def(
-      "all_to_all_set_dispatch_kernel(int comm, ScalarType x_dtype, int options, int[] kernel) "
+      "all_to_all_set_dispatch_kernel(int comm, ScalarType x_dtype, int options, str kernel) "
       "-> ()");
   m.def(
       "all_to_all_set_combine_kernel(int comm, ScalarType y_dtype, ScalarType out_dtype, "
-      "int[] kernel) -> ()");
+      "str kernel) -> ()");
   m.def("all_to_all_address(int comm) -> Tensor");
   m.def("all_to_all_connect(int comm, Tensor[] addresses) -> ()");
   m.def("all_to_all_close(int comm) -> ()");
@@ -98,6 +97,7 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
   m.def("all_to_all_release_oldest(int comm) -> ()");
   m.def("all_to_all_gather_counts(int comm, Tensor values) -> Tensor");
   m.def("handle_words(int comm, int num_rows, int max_tokens) -> int");
+  m.def("handle_layout(int comm, int num_rows, int max_tokens) -> str");  // abi::HandleLayout
 
   // --- counts: `host` is the address of abi::count_words(), which hold the call's number last ---
   m.def(

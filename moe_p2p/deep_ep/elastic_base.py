@@ -18,7 +18,7 @@ from moe_p2p.config import DEFAULT_CHUNK_TOKENS, AllToAllConfig
 from moe_p2p.deep_ep.elastic_handle import RowCounts, Rows
 from moe_p2p.deep_ep.event import EventHandle
 from moe_p2p.deep_ep.streams import Streams
-from moe_p2p.ops import SCALE_BLOCK
+from moe_p2p.ops import SCALE_BLOCK, num_scales
 from moe_p2p.options import DispatchForm
 from moe_p2p.pool import MOST_STEP_TOKENS, AllToAllPool, config_of
 from moe_p2p.releasing import ReleasingAllToAll
@@ -219,7 +219,7 @@ class ElasticBase:
         step_tokens = self.num_max_tokens_per_rank or num_tokens
         if dtype == torch.float8_e4m3fn and not self.use_fp8_dispatch:
             dtype = torch.bfloat16
-        more_packs = num_packs - -(-hidden // SCALE_BLOCK)
+        more_packs = num_packs - num_scales(hidden)
         limited = self._limit_bytes > 0
         on_gpu = values.is_cuda and (num_sms > 0 or self.prefer_overlap_with_compute)
         config = AllToAllConfig(

@@ -269,7 +269,7 @@ class EmulatedDevice(DeviceSide):
             self._share_with_host(host, size)
         call(_ops.all_to_all_use_signals.default, self._comm, hosts)
 
-    def _load(self, kernel: Kernel) -> list[int]:
+    def _load(self, kernel: Kernel) -> str:
         half = RESIDENT_BLOCKS // 2
         few = kernel._replace(
             max_send_blocks=min(kernel.max_send_blocks, half),

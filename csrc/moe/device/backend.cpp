@@ -357,7 +357,7 @@ void DeviceBackend::launch_combine(const CombineSend* send, const CombineRecv* r
     call.types = {static_cast<int>(send->y_dtype), static_cast<int>(send->out_dtype)};
     call.with_scalars = send->row_scalars != nullptr;
   }
-  // Rows of one expert or by rank are copied as they are: rows_stay of kernels/combine/bulk.cuh.
+  // Rows of one expert or by rank are copied as they are: rows_stay of kernels/combine/bulk_send.cuh.
   const bool copies = send && send->y_dtype == send->out_dtype && !send->row_weights &&
                       !send->topk_weights && !send->row_scalars;
   const auto out_dtype = static_cast<DType>(call.types.second);
