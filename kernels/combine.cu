@@ -22,8 +22,10 @@ __device__ u64& combined_step(const CombineParams& p) {
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(kBlockThreads, MOE_P2P_BLOCKS_PER_SM)
-    moe_p2p_combine(const __grid_constant__ CombineParams p) {
+namespace moe_p2p {  // profilers show moe_p2p::combine
+
+__global__ void __launch_bounds__(kBlockThreads, MOE_P2P_BLOCKS_PER_SM)
+    combine(const __grid_constant__ CombineParams p) {
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
   const Launch launch = Launch::ask(p.comm);
@@ -85,3 +87,5 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, MOE_P2P_BLOCKS_PER_S
   }
   Launch::end(p.comm);
 }
+
+}  // namespace moe_p2p

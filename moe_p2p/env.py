@@ -18,6 +18,7 @@ PYTHONPATH                  extended for processes that this one starts
 RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR
                             rank and number of ranks, of the job and of this host, and the host of
                             the rendezvous, set by torchrun
+MASTER_PORT                 port of the rendezvous, for scripts that use deep_ep.utils.envs
 GLOO_SOCKET_IFNAME          interface of torch's gloo; set here for jobs on several hosts
 """
 
@@ -127,3 +128,13 @@ def master_port() -> int:
 def use_gloo_interface(name: str) -> None:
     """Sets gloo's interface, unless the user has chosen one."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+def hosts_of_a_script() -> tuple[str, int, int, int]:
+    """Address and port to meet at, number of hosts, and which this is, as DeepEP has them."""
+    read = os.environ.get
+    port, num_hosts, host = (
+        int(read(name, default))
+        for name, default in (("MASTER_PORT", "8361"), ("WORLD_SIZE", "1"), ("RANK", "0"))
+    )
+    return read("MASTER_ADDR", "127.0.0.1"), port, num_hosts, host

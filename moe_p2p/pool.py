@@ -30,7 +30,7 @@ from moe_p2p.rendezvous.bootstrap import Bootstrap, store_of
 TIMEOUT_S = 100.0  # default deadline of every wait, as in DeepEP
 # AllToAllConfig(**fields), built and checked once per set of fields: for use in every call.
 config_of = functools.lru_cache(maxsize=1024)(AllToAllConfig)
-_MOST_TOKENS = 8192  # per step, where memory decides the step's size; more makes no call faster
+MOST_STEP_TOKENS = 8192  # per step, where memory decides the step's size; more makes no call faster
 _WHOLE_TOKENS = 64  # such a step is rounded down to a multiple of it, where so many fit
 _KEPT_SHARE = 32  # 1/32 of the memory left is kept for other shapes
 
@@ -102,24 +102,34 @@ class AllToAllPool:
 
     def _within(self, limit_bytes: int, config: AllToAllConfig) -> AllToAllConfig:
         """Returns `config` with as many tokens per step as memory allows, at most its own."""
-        left, most = limit_bytes - self._limited_bytes, config.chunk_tokens or _MOST_TOKENS
+        left, most = limit_bytes - self._limited_bytes, config.chunk_tokens or MOST_STEP_TOKENS
         room = left - left // _KEPT_SHARE
+
+        tokens = self.tokens_within(room, dataclasses.replace(config, chunk_tokens=most))
+        if tokens == 0:
+            one, many = (
+                self._size(dataclasses.replace(config, chunk_tokens=tokens)) for tokens in (1, 512)
+            )
+            text = (
+                f"of the {limit_bytes} bytes that this pool may take {left} are left, and calls "
+                f"with {config.num_experts} experts, hidden size {config.hidden_dim} and top-"
+                f"{config.topk} need {one} for steps of one token, {many} for steps of "
+                "512: allow more bytes, or give no limit"
+            )
+            raise errors.make(errors.ResourceExhaustedError, text)
+        return dataclasses.replace(config, chunk_tokens=tokens)
+
+    def tokens_within(self, room: int, config: AllToAllConfig) -> int:
+        """Returns how many tokens of a step fit into `room` bytes, at most the step's; 0: none."""
+        most = config.step_tokens
 
         def size(tokens: int) -> int:
             return self._size(dataclasses.replace(config, chunk_tokens=tokens))
 
         tokens = bisect_right(range(1, most + 1), room, key=size)
-        if tokens == 0:
-            text = (
-                f"of the {limit_bytes} bytes that this pool may take {left} are left, and calls "
-                f"with {config.num_experts} experts, hidden size {config.hidden_dim} and top-"
-                f"{config.topk} need {size(1)} for steps of one token, {size(512)} for steps of "
-                "512: allow more bytes, or give no limit"
-            )
-            raise errors.make(errors.ResourceExhaustedError, text)
         if _WHOLE_TOKENS <= tokens < most:
             tokens -= tokens % _WHOLE_TOKENS
-        return dataclasses.replace(config, chunk_tokens=tokens)
+        return tokens
 
     def _size(self, config: AllToAllConfig) -> int:
         plan = config.plan(world_size=self.world_size, ranks_per_node=self.ranks_per_node)

@@ -46,7 +46,7 @@ class RowCounts(NamedTuple):
     num_recv_tokens: int
     num_expanded_tokens: int  # rows of all experts, each rounded up to expert_alignment
     per_expert: list[int]  # [E_local], rounded up likewise; empty: not known
-    from_rank: Tensor | None = None  # [W] int32, on the host: tokens of each source
+    gathered: Tensor | None = None  # [W, W + ..] int32, on the host: [i, j] tokens from i to j
 
     @staticmethod
     def most(all_to_all: ReleasingAllToAll, num_tokens: int, alignment: int) -> RowCounts:
@@ -115,13 +115,26 @@ class EPHandle:
             mine = getattr(self, name)
             assert value in (None, mine), f"{name} is {value}, the handle's is {mine}"
 
+    def deterministic_sort(
+        self,
+        do_cpu_sync: bool,
+        is_cached_dispatch: bool,
+        recv_x: Tensor,
+        recv_sf: Tensor | None,
+        recv_topk_idx: Tensor | None,
+        recv_topk_weights: Tensor | None,
+        channel_linked_list: Tensor | None,
+    ) -> None:
+        """Does nothing: rows are in the order of (source rank, token), of each expert too."""
+
     @cached_property
     def psum_num_recv_tokens_per_scaleup_rank(self) -> Tensor:
         """[W] int32: running sum of the tokens of each source rank; all ranks are one domain."""
         if not self.do_expand:
             return self.received.offsets[1:]
-        from_rank = self.row_counts.from_rank
-        if from_rank is not None:
+        gathered = self.row_counts.gathered
+        if gathered is not None:
+            from_rank = gathered[:, self.all_to_all.rank]
             return to_device(from_rank.cumsum(0, dtype=torch.int32), self.received.counts)
         return self._token_rows.ge(0).any(2).sum(1).cumsum(0).int()
 

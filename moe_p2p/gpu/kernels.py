@@ -85,6 +85,13 @@ class Kernel(NamedTuple):
     max_recv_blocks: int
     max_copy_blocks: int
 
+    @property
+    def entry(self) -> str:
+        """The mangled name of moe_p2p::dispatch or moe_p2p::combine."""
+        name = self.source.removesuffix(".cu")
+        params = f"{name.capitalize()}Params"
+        return f"_ZN7moe_p2p{len(name)}{name}ENS_3abi{len(params)}{params}E"
+
 
 def dispatch_kernel(
     shape: dict[str, int],
@@ -399,7 +406,7 @@ class DeviceSide:
 
     def _open(self, kernel: Kernel) -> tuple[int, int]:
         """Returns a CUfunction, and how many of its blocks fit on the device at once."""
-        macros, entry = kernel.macros, f"moe_p2p_{kernel.source.removesuffix('.cu')}"
+        macros, entry = kernel.macros, kernel.entry
         threads, shared = macros["MOE_P2P_BLOCK_THREADS"], macros["MOE_P2P_SHARED_BYTES"]
         function = jit.load(self._device, kernel.source, entry, macros, dynamic_shared_bytes=shared)
         resident = driver.max_resident_blocks(self._device, function, threads, shared)

@@ -45,6 +45,7 @@ CASES = {
         "test_gpu_self_flag.py::test_scales_of_the_callers_own_may_be_any_words[4ranks-2pernode]",
         "test_gpu_self_flag.py::test_workers_that_are_fewer_than_the_parts_of_a_row[3]",
         "test_gpu_copy_kernel.py",
+        "test_gpu_count_kernel.py",
         "test_gpu_long_steps.py::test_steps_of_three_hundred_tokens[4ranks-2pernode]",
         "test_gpu_long_steps.py::test_long_calls_run_in_chunks[4ranks-2pernode]",
         "test_gpu_long_steps.py::test_parts_over_a_slow_link",
@@ -83,6 +84,10 @@ CASES = {
         "test_gpu_training.py::test_gradients_are_those_of_a_dense_layer[2ranks-1pernode-padded]",
         "test_gpu_training.py::test_gradients_are_those_of_a_dense_layer[2ranks-2pernode-by rank]",
         "test_gpu_training.py::test_ranks_train_as_one_process_does[2ranks-2pernode]",
+    ],
+    "deep_ep": [  # what it waits for on the host is counted by a kernel
+        "../deep_ep/test_deep_ep_elastic.py::test_rows_sums_and_handles[rows by rank-3]",
+        "../deep_ep/test_deep_ep_normal.py::test_in_worlds_of_any_size[dispatch-2]",
     ],
     "masks": [
         "test_gpu_masks.py::test_nothing_changes_while_all_are_there[4ranks-1pernode]",

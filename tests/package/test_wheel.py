@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import tarfile
@@ -81,7 +82,7 @@ def test_wheel_is_complete(wheel: Path) -> None:
         for path in (ROOT / "moe_p2p").rglob("*.py")
         if "kernels" not in path.parts
     }
-    wanted |= {"moe_p2p/_C.abi3.so", "moe_p2p/py.typed"}
+    wanted |= {"moe_p2p/_C.abi3.so", "moe_p2p/py.typed", "moe_p2p_as_deep_ep.pth"}
     wanted |= {
         f"moe_p2p/{path.relative_to(ROOT)}"
         for path in (ROOT / "kernels").rglob("*")
@@ -172,6 +173,58 @@ def test_commands_run_where_only_torch_is_installed(installed: Path, tmp_path: P
         assert ran.returncode == 0, f"{command}\n{ran.stdout[-4000:]}\n{ran.stderr[-4000:]}"
     assert "no plot: matplotlib is not installed (pip install 'moe-p2p[bench]')" in ran.stdout
     assert list(tmp_path.rglob("*.json"))
+
+
+FIRST_FIVE_MINUTES = """
+import torch
+import torch.multiprocessing as mp
+import deep_ep
+from deep_ep.utils.envs import init_dist
+
+
+def main(rank, world):
+    rank, world, group = init_dist(rank, world)  # a default device and type, as in DeepEP's scripts
+    buffer = deep_ep.Buffer(group, int(1e8), explicitly_destroy=True)
+    x = torch.full((5, 256), rank + 1.0)
+    topk_idx = torch.arange(10).view(5, 2) % 4
+    weights = torch.ones((5, 2), dtype=torch.float32)
+    per_rank, per_node, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk_idx, 4)
+    rows, _, _, counts, handle, event = buffer.dispatch(
+        x, topk_idx=topk_idx, topk_weights=weights,
+        num_tokens_per_rank=per_rank, num_tokens_per_rdma_rank=per_node,
+        is_token_in_rank=in_rank, num_tokens_per_expert=per_expert,
+    )
+    assert counts == [6, 6] if rank == 0 else [4, 4]
+    out, _, _ = buffer.combine(rows, handle)
+    assert torch.equal(out, x * in_rank.sum(1, keepdim=True))
+    buffer.destroy()
+    print("done")
+
+
+if __name__ == "__main__":
+    mp.spawn(main, args=(2,), nprocs=2)
+"""
+
+
+@pytest.mark.timeout(150)
+def test_a_script_for_deep_ep_runs_where_the_wheel_is_installed(
+    installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The environment variable is all, with spawned workers, default device and default type."""
+    script = tmp_path / "script.py"
+    script.write_text(FIRST_FIVE_MINUTES)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("MASTER_PORT", str(free.getsockname()[1]))
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    ran = run_installed(installed, "python", str(script), cwd=tmp_path)
+    assert ran.returncode != 0
+    assert "No module named 'deep_ep'" in ran.stderr
+    monkeypatch.setenv("MOE_P2P_AS_DEEP_EP", "1")
+    ran = run_installed(installed, "python", str(script), cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    assert ran.stdout.splitlines() == ["done"] * 2
 
 
 # --- what is missing is said in one sentence ---
