@@ -70,6 +70,7 @@ def test_without_megatron_it_says_what_to_do(
     [
         (["--tokens", "7"], "--tokens 7 must be even"),
         (["--experts", "5"], "--experts 5 is not a multiple of --ranks 2"),
+        (["--systems", "alltoall,deepep"], "--systems: deepep is none of alltoall, shim"),
         (["--topk", "9"], "--topk 9 is more than --experts 4"),
     ],
 )

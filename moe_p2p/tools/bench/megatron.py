@@ -1,7 +1,6 @@
 """`python -m moe_p2p bench --api megatron`: whole training steps of Megatron's MoE layer.
 
-Times Megatron's own all-to-all dispatcher, its flex dispatcher over moe_p2p.deep_ep, and with the
-manager of moe_p2p.integrations.megatron: the first step, later steps, and dispatch and combine
+Times the dispatchers of megatron_layer.py: the first step, later steps, and dispatch and combine
 without experts, forward and backward. Outputs and gradients of two steps are compared. Systems take
 turns, a step each, so that a slow moment of the machine meets all of them; a figure is the median
 of the slower rank's times. On GPUs in bf16, on CPUs in fp32, which is what CPUs are fast at.
@@ -44,6 +43,7 @@ class Options:
     topk: int
     shared: int
     steps: int
+    systems: tuple[str, ...]  # the first is what others are compared with
     json: str
     plot: str
 
@@ -107,9 +107,11 @@ def _measure(options: Options) -> list[Figure]:
         dtype=torch.bfloat16 if options.device == "cuda" else torch.float32,
         more=more,
     )
-    made = {system: megatron_layer.make(system, layer, options.device) for system in SYSTEMS}
+    made = {
+        system: megatron_layer.make(system, layer, options.device) for system in options.systems
+    }
     spent: dict[tuple[str, str], list[float]] = {}
-    results = {system: list[Tensor]() for system in SYSTEMS}
+    results = {system: list[Tensor]() for system in options.systems}
     for step in range(options.steps + 1):
         x, grad = megatron_layer.inputs(step, layer, options.tokens, options.device)
         for system, module in made.items():
@@ -123,7 +125,10 @@ def _measure(options: Options) -> list[Figure]:
             if step < 2:
                 weights = [each.grad for each in module.parameters() if each.grad is not None]
                 results[system] += [*out, *(weight.clone() for weight in weights)]
-    apart = {system: _difference(results[system], results[SYSTEMS[0]]) for system in SYSTEMS}
+    apart = {
+        system: _difference(results[system], results[options.systems[0]])
+        for system in options.systems
+    }
     results.clear()
     x, _ = megatron_layer.inputs(0, layer, options.tokens, options.device)
     for _ in range(options.steps if not options.shared else 0):
@@ -204,10 +209,14 @@ def _parse(arguments: list[str]) -> Options:
     add("--topk", type=int, help="experts per token (4; 8)")
     add("--shared", type=int, default=0, help="width of shared experts, 0: none (0)")
     add("--steps", type=int, help="timed after the first (5; 20)")
+    add("--systems", default=",".join(SYSTEMS), help="compared with the first (%(default)s)")
     add("--json", default="bench_out/megatron.json", help="figures ('': none)")
     add("--plot", default="bench_out/megatron.png", help="PNG ('': none)")
     given = vars(parser.parse_args(arguments))
     del given["api"]
+    given["systems"] = tuple(given["systems"].split(","))
+    if unknown := set(given["systems"]) - set(SYSTEMS):
+        parser.error(f"--systems: {', '.join(sorted(unknown))} is none of {', '.join(SYSTEMS)}")
     if given["device"] == "auto":
         given["device"] = "cuda" if cuda else "cpu"
     elif given["device"] == "cuda" and not cuda:
@@ -241,12 +250,12 @@ def _report(options: Options, figures: list[Figure]) -> None:
     print(_title(options))
     if options.device == "cuda" and options.ranks > torch.cuda.device_count():
         print("ranks share a GPU: times are of its slices, and alltoall passes through the host")
-    print(f"{'':26}" + "".join(f"{system:>22}" for system in SYSTEMS))
+    print(f"{'':26}" + "".join(f"{system:>22}" for system in options.systems))
     for what in WHAT:
         of = {figure.system: figure for figure in figures if figure.what == what}
         if not of:
             continue
-        base = of[SYSTEMS[0]].median_ms
+        base = of[options.systems[0]].median_ms
         cells = "".join(f"{f.median_ms:>13.2f} ms x{f.median_ms / base:4.2f}" for f in of.values())
         print(f"{what:26}{cells}")
     for path, write in ((options.json, _write_json), (options.plot, _write_plot)):
@@ -277,10 +286,12 @@ def _number(value: float) -> str:
 def _write_plot(options: Options, figures: list[Figure], path: Path) -> str | None:
     def paint(axis: Any) -> None:
         shown = [what for what in WHAT[1:] if any(figure.what == what for figure in figures)]
-        for i, system in enumerate(SYSTEMS):
+        for i, system in enumerate(options.systems):
             of = {figure.what: figure.median_ms for figure in figures if figure.system == system}
-            places = [place + 0.27 * (i - 1) for place in range(len(shown))]
-            bars = axis.bar(places, [of[what] for what in shown], width=0.25, label=system)
+            places = [
+                place + 0.21 * (i - (len(options.systems) - 1) / 2) for place in range(len(shown))
+            ]
+            bars = axis.bar(places, [of[what] for what in shown], width=0.2, label=system)
             axis.bar_label(bars, fmt=_number, fontsize=9)
         axis.set_xticks(range(len(shown)), shown)
         axis.set(ylabel="median, ms", yscale="log")

@@ -2,6 +2,7 @@
 
     alltoall      Megatron's own, over torch.distributed.all_to_all_single
     shim          Megatron's flex dispatcher and its manager for DeepEP, over moe_p2p.deep_ep
+    hybridep      Megatron's manager for HybridEP, over HybridEPBuffer of moe_p2p.deep_ep
     integration   the flex dispatcher with the manager of moe_p2p.integrations.megatron
 
 All have the same weights and inputs. Megatron is imported from the environment, or else from where
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from moe_p2p import deep_ep, env
 
-SYSTEMS = ("alltoall", "shim", "integration")
+SYSTEMS = ("alltoall", "shim", "hybridep", "integration")
 _RNG_SEED = 1234
 
 
@@ -121,6 +122,13 @@ def _stand_in_for_cuda() -> None:
     cuda.Stream = cuda.Event = _Stream
     cuda.current_stream = lambda *_: _Stream()
     cuda.stream = lambda stream: stream if stream is not None else _Stream()
+    zeros = torch.zeros
+
+    def zeros_on_host(*given: Any, **options: Any) -> Tensor:
+        on_gpu = str(options.get("device", "")).startswith("cuda")
+        return zeros(*given, **(options | {"device": "cpu"} if on_gpu else options))
+
+    torch.zeros = zeros_on_host
     tensor: Any = torch.Tensor
     tensor.record_stream = lambda *_: None
     exchange = dist.all_to_all_single
@@ -204,7 +212,8 @@ def _config(system: str, layer: Layer, device: str) -> Any:
         **layer.more,
     }
     if flex:
-        options["moe_flex_dispatcher_backend"] = "deepep"
+        backend = "hybridep" if system == "hybridep" else "deepep"
+        options["moe_flex_dispatcher_backend"] = backend
     return TransformerConfig(**options)
 
 
