@@ -8,6 +8,8 @@ MOE_P2P_CACHE               folder of compiled kernels, writable by no other use
                             folder for temporary files)
 MOE_P2P_FABRIC              1: ranks of a node share GPU memory by fabric handle (set on all ranks)
 MOE_P2P_AS_DEEP_EP          1: importing moe_p2p makes `import deep_ep` give moe_p2p.deep_ep
+MOE_P2P_ENGINES             1: vLLM and SGLang load moe_p2p.integrations as a plugin
+EP_DISABLE_GIN              set for vLLM, which checks NCCL for DeepEP V2 unless it is 1
 CUDA_HOME                   CUDA toolkit whose headers kernels may use (default: /usr/local/cuda)
 MOE_P2P_LOG                 error, warning, info or debug; also read by csrc/base/log.cpp
 MOE_P2P_SECRET              secret by which processes trust each other over verbs, equal on all
@@ -65,6 +67,16 @@ def fabric() -> bool:
 def as_deep_ep() -> bool:
     """Whether `import deep_ep` shall give moe_p2p.deep_ep."""
     return os.environ.get("MOE_P2P_AS_DEEP_EP") == "1"
+
+
+def engines() -> bool:
+    """Whether vLLM's and SGLang's plugin replaces their classes for DeepEP."""
+    return os.environ.get("MOE_P2P_ENGINES") == "1"
+
+
+def disable_gin() -> None:
+    """Makes vLLM leave out its check of NCCL for DeepEP V2, unless the user has decided."""
+    os.environ.setdefault("EP_DISABLE_GIN", "1")
 
 
 def prepend_to_python_path(folder: Path) -> None:

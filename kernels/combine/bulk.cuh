@@ -238,7 +238,7 @@ struct Storer {
     }
     sum.next();
     give_back<kFlagged, 0>();
-    if (kFlagged) pipe.progress.tell_end(chunk);
+    if (kFlagged) pipe.progress.publish_end(chunk);
   }
   __device__ void store(char* to, const char* from, i32 piece, u64* empty) {
     bulk_store(to, from, piece_bytes<kOutType>(piece));
@@ -252,7 +252,7 @@ struct Storer {
     bulk_wait<kNumLeft>();
     for (; num_stored - num_read > kNumLeft; ++num_read)
       barrier_arrive(pipe.unread[num_read % kMostUnread]);
-    if (kFlagged) pipe.progress.tell(num_read / kPieces);
+    if (kFlagged) pipe.progress.publish(num_read / kPieces);
   }
 };
 

@@ -117,8 +117,8 @@ __device__ inline void end_step(const CombineParams& p, const Self& self, u64 st
 // Measures how long this rank waits for each speaker; ranks of other nodes that do not send to it
 // directly have no time of their own. For own-node ranks this is the wait for the word that they
 // store as they begin to send.
-__device__ __noinline__ void tell_waits(const CombineParams& p, const Self& self, u64 step,
-                                        bool first) {
+__device__ __noinline__ void report_waits(const CombineParams& p, const Self& self, u64 step,
+                                          bool first) {
   i64* ticks = p.wait_ticks.get();
   if (first)
     for (i32 i = static_cast<i32>(threadIdx.x); i < kWorld; i += kBlockThreads) ticks[i] = 0;
@@ -142,7 +142,7 @@ __device__ inline void begin_chunk(const CombineParams& p, const Self& self,
     if (worker.thread == 0) wait_sums_read(p.comm, step - static_cast<u64>(kSteps));
     worker.sync();
   }
-  if (p.wait_ticks && block == 0) tell_waits(p, self, step, chunk == 0);
+  if (p.wait_ticks && block == 0) report_waits(p, self, step, chunk == 0);
 }
 
 __device__ inline void end_chunk(const CombineParams& p, const Self& self, const RecvWorker& worker,

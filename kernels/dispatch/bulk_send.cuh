@@ -209,7 +209,7 @@ struct Storer {
     if (num_stored - num_read <= kNumLeft) return;
     for (; num_stored - num_read > kNumLeft; ++num_read)
       if (lane == 0) barrier_arrive(&pipe.images.empty[num_read % kImages]);
-    if (lane == 0) pipe.progress.tell(num_read);
+    if (lane == 0) pipe.progress.publish(num_read);
   }
 
   __device__ void run(const Sender& a, u64 step, i32 chunk, const Tokens& tokens,
@@ -237,7 +237,7 @@ struct Storer {
       image.next();
     }
     give_back<0>();
-    if (lane == 0) pipe.progress.tell_end(chunk);
+    if (lane == 0) pipe.progress.publish_end(chunk);
   }
 };
 

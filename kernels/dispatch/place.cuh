@@ -34,7 +34,7 @@ struct Receiver {
   const DispatchParams& p;
   const Self self;
   const HandleArrays handle;
-  const bool tells;  // one block writes what all work out
+  const bool reports;  // one block writes what all work out
   RecvShared& s;
 
   // Returns the row behind the last one that there is room for.
@@ -44,12 +44,12 @@ struct Receiver {
 };
 
 // Writes how long a wait took, in cycles of the GPU; a call of several chunks adds up.
-__device__ inline void tell_ticks(const Receiver& a, i32 chunk, i32 source, i64 ticks) {
-  i64* told = &a.p.wait_ticks[source];
-  *told = chunk == 0 ? ticks : *told + ticks;
+__device__ inline void report_ticks(const Receiver& a, i32 chunk, i32 source, i64 ticks) {
+  i64* ticks_of = &a.p.wait_ticks[source];
+  *ticks_of = chunk == 0 ? ticks : *ticks_of + ticks;
 }
 
-// --- masks: whether a source has arrived is decided once, by the block that `tells`, because all
+// --- masks: whether a source has arrived is decided once, by the block that `reports`, because all
 // blocks place rows by it. It has arrived when all of its slots have: rows of a source that ends in
 // between are absent. ---
 
@@ -57,12 +57,12 @@ __device__ inline u64* came_word(const Receiver& a, u64 step, i32 source) {
   return state_words<u64>(a.p.comm, kWords.came) + slot_of(step) * kWorld + source;
 }
 
-__device__ inline bool hear(const Receiver& a, u64 step, i32 source) {
+__device__ inline bool await_source(const Receiver& a, u64 step, i32 source) {
   const DeviceComm& comm = a.p.comm;
   if (kInParts && !a.self.same_node(source))  // header and counts are in the first
     return wait_part(comm, Phase::kDispatch, step, source, 0);
   if constexpr (!kMasks) return wait_dispatch(comm, a.self, step, source);
-  if (a.tells) return wait_dispatch(comm, a.self, step, source) && !is_masked(comm, source);
+  if (a.reports) return wait_dispatch(comm, a.self, step, source) && !is_masked(comm, source);
   const u64* word = came_word(a, step, source);
   return wait_word(comm, word, 2 * (step + 1), {Phase::kDispatch, comm.rank, step}) &&
          (ld_relaxed_sys_u64(word) & 1);
@@ -73,7 +73,7 @@ __device__ inline bool is_lost(const Receiver& a, i32 source) {
   return !kMasks || (is_aborted(a.p.comm) && !is_masked(a.p.comm, source));
 }
 
-// Called by the block that `tells`: waits for the slots of the own node, and stores whether each
+// Called by the block that `reports`: waits for the slots of the own node, and stores whether each
 // source has arrived. Returns false if one is lost.
 __device__ inline bool decide(const Receiver& a, u64 step, i32* num_slots) {
   const DeviceComm& comm = a.p.comm;
@@ -90,14 +90,14 @@ __device__ inline bool decide(const Receiver& a, u64 step, i32* num_slots) {
   for (i32 source = thread; source < kWorld; source += kBlockThreads) {
     if (num_slots[source] < 0) lost = lost || is_lost(a, source);
     a.handle.slot_count(0, source) = max(num_slots[source], 0);
-    // Pairs with the wait in hear(); behind it lie the header and the slots.
+    // Pairs with the wait in await_source(); behind it lie the header and the slots.
     st_release_gpu_u64(came_word(a, step, source), 2 * (step + 1) + (num_slots[source] >= 0));
   }
   return !__syncthreads_or(lost);
 }
 
 // Returns the number of slots of a chunk from `source`; -1 when it does not arrive.
-__device__ inline i32 hear_slots(const Receiver& a, u64 step, i32 source) {
+__device__ inline i32 receive_slots(const Receiver& a, u64 step, i32 source) {
   const DispatchParams& p = a.p;
   const RegionHeader* header =
       region_header(dispatch_region(p.comm, a.self, slot_of(step), source));
@@ -107,15 +107,16 @@ __device__ inline i32 hear_slots(const Receiver& a, u64 step, i32 source) {
   bool fits;
   if (kSelfFlagged && a.self.same_node(source)) {
     const Awaited what{Phase::kDispatch, source, step};
-    u64 told[2] = {ld_relaxed_sys_u64(&header->told[0]), ld_relaxed_sys_u64(&header->told[1])};
+    u64 words[2] = {ld_relaxed_sys_u64(&header->announced[0]),
+                    ld_relaxed_sys_u64(&header->announced[1])};
     for (i32 i = 0; i < 2; ++i)
-      if (!wait_tagged(p.comm, &header->told[i], told[i], what)) return -1;
-    const auto shape = static_cast<u32>(told[1]);
-    slots = static_cast<i32>(static_cast<u32>(told[0]));
+      if (!wait_tagged(p.comm, &header->announced[i], words[i], what)) return -1;
+    const auto shape = static_cast<u32>(words[1]);
+    slots = static_cast<i32>(static_cast<u32>(words[0]));
     slot_bytes = (shape >> 16) * kLine;
-    fits = shape == told_shape(flags, p.parts.slot_bytes);
+    fits = shape == announced_shape(flags, p.parts.slot_bytes);
   } else {
-    if (!hear(a, step, source)) return -1;
+    if (!await_source(a, step, source)) return -1;
     slots = static_cast<i32>(header->num_tokens);
     slot_bytes = header->slot_bytes;
     fits = header->flags == flags && slot_bytes == p.parts.slot_bytes;
@@ -140,21 +141,21 @@ __device__ inline bool read_headers(const Receiver& a, u64 step, i32 chunk) {
   // Threads of one warp end a wait together, so where ticks count they are as far apart as can be.
   constexpr i32 kEach = kBlockThreads / kWorld;  // threads available for a source
   constexpr i32 kApart = kEach > 32 ? 32 : kEach < 1 ? 1 : kEach;
-  const bool timed = a.tells && p.wait_ticks;
+  const bool timed = a.reports && p.wait_ticks;
   const i32 apart = timed ? kApart : 1;
   if (const i32 thread = static_cast<i32>(threadIdx.x); thread % apart == 0)
     for (i32 source = thread / apart; source < kWorld; source += kBlockThreads / apart) {
       const i64 began = clock64();
-      const i32 slots = hear_slots(a, step, source);
-      if (timed) tell_ticks(a, chunk, source, clock64() - began);
+      const i32 slots = receive_slots(a, step, source);
+      if (timed) report_ticks(a, chunk, source, clock64() - began);
       a.s.num_slots[chunk % 2][source] = slots;
       if (slots < 0) lost = lost || is_lost(a, source);
-      if (a.tells) a.handle.slot_count(chunk, source) = max(slots, 0);
+      if (a.reports) a.handle.slot_count(chunk, source) = max(slots, 0);
     }
   __syncwarp();
   lost = __syncthreads_or(lost);
   if constexpr (kMasks)
-    if (a.tells && !lost) lost = !decide(a, step, a.s.num_slots[chunk % 2]);
+    if (a.reports && !lost) lost = !decide(a, step, a.s.num_slots[chunk % 2]);
   return !lost;
 }
 
@@ -170,8 +171,8 @@ __device__ __forceinline__ u64 ask_count(const Receiver& a, u64 step, i32 source
   return values_at<u32>(counts)[(near ? 0 : a.self.local * kCountsPerRank) + i];
 }
 // Returns -1 if the count did not arrive.
-__device__ __forceinline__ i32 hear_count(const Receiver& a, u64 step, i32 source, i32 i,
-                                          u64 word) {
+__device__ __forceinline__ i32 receive_count(const Receiver& a, u64 step, i32 source, i32 i,
+                                             u64 word) {
   if (kSelfFlagged && a.self.same_node(source))
     if (!wait_tagged(a.p.comm, values_at<u64>(counts_from(a, step, source)) + i, word,
                      {Phase::kDispatch, source, step}))
@@ -205,10 +206,10 @@ __device__ __forceinline__ i64 scales_of(const DispatchParams& p, i64 row, i32 e
 // --- what is lost ---
 
 // Marks the rows of this call as unknown. Called by the whole block.
-__device__ inline void tell_lost(const Receiver& a) {
+__device__ inline void report_lost(const Receiver& a) {
   const DispatchParams& p = a.p;
   const i32 thread = static_cast<i32>(threadIdx.x), num_experts = p.comm.num_local_experts;
-  if (!a.tells || !p.offsets) return;
+  if (!a.reports || !p.offsets) return;
   for (i32 e = thread; e < num_experts; e += kBlockThreads) {
     p.counts[e] = -1;
     Placement::lose_ranges(p, e);
@@ -241,7 +242,7 @@ __device__ __noinline__ void lose_rows(const DispatchParams& p, u64 step) {
 }
 
 // Writes counts of experts, offsets of sources, for ByRank.
-__device__ __noinline__ void tell_sources(const DispatchParams& p, RecvShared& s, u64 step) {
+__device__ __noinline__ void report_sources(const DispatchParams& p, RecvShared& s, u64 step) {
   const Receiver a{p, Self(p.comm), HandleArrays(p), true, s};
   const i32 thread = static_cast<i32>(threadIdx.x);
   i32* offsets = a.p.offsets.get();
@@ -262,7 +263,7 @@ __device__ __noinline__ void tell_sources(const DispatchParams& p, RecvShared& s
 #pragma unroll
       for (i32 j = 0; j < kAtOnce; ++j)
         if (first + j < kWorld && s.num_slots[0][first + j] >= 0) {
-          const i32 count = hear_count(a, step, first + j, e, word[j]);
+          const i32 count = receive_count(a, step, first + j, e, word[j]);
           all |= count;  // negative once one count is
           sum += count;
         }
@@ -281,9 +282,9 @@ __device__ inline bool place_rows(const Receiver& a, u64 step) {
   bool lost = false;
   for (i32 i = thread; i < num_groups * kWorld; i += kBlockThreads) {
     const i32 source = i / num_groups, g = i % num_groups, index = Placement::count_of(g);
-    const i32 count = s.num_slots[0][source] < 0
-                          ? 0
-                          : hear_count(a, step, source, index, ask_count(a, step, source, index));
+    const i32 count = s.num_slots[0][source] < 0 ? 0
+                                                 : receive_count(a, step, source, index,
+                                                                 ask_count(a, step, source, index));
     lost = lost || count < 0;
     s.first_row[g][source] = count;
   }
@@ -292,7 +293,7 @@ __device__ inline bool place_rows(const Receiver& a, u64 step) {
     i32 at = 0;
     for (i32 source = 0; source < kWorld; ++source) {
       const i32 count = s.first_row[g][source];
-      Placement::tell_range(a, g, source, at, count);
+      Placement::report_range(a, g, source, at, count);
       s.first_row[g][source] = at;
       at += count;
     }
@@ -301,7 +302,7 @@ __device__ inline bool place_rows(const Receiver& a, u64 step) {
   }
   __syncthreads();
   Placement::add_starts(a, num_groups);
-  if (a.tells && p.offsets) Placement::tell(a, step);
+  if (a.reports && p.offsets) Placement::report(a, step);
   return true;
 }
 

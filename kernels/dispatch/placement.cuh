@@ -4,7 +4,7 @@
 // Senders put a position into every slot and counts of the whole call into the headers. A receiver
 // adds a position to the first row of (group, source), which follows from the counts. `a` is the
 // Sender (route.cuh) or the Receiver (place.cuh). All threads of its block call what begins, ends,
-// adds and tells; a worker or warp calls the others.
+// adds and reports; a worker or warp calls the others.
 #pragma once
 
 #include "kernels/dispatch/routing_table.cuh"
@@ -38,7 +38,7 @@ struct ByExpert {
     return w.seen[expert];
   }
   __device__ static void count_call(const auto&, i32*) {}
-  __device__ static void tell_call(const auto&, u64, const i32*) {}
+  __device__ static void send_call(const auto&, u64, const i32*) {}
 
   // --- receiving ---
   __device__ static constexpr i32 max_groups() { return kMaxLocalExperts; }
@@ -49,9 +49,9 @@ struct ByExpert {
   __device__ static i32 last_offset(const DispatchParams& p) { return p.comm.num_local_experts; }
   __device__ static constexpr i32 weights_per_row() { return 1; }
 
-  __device__ static void tell_range(const auto& a, i32 group, i32 source, i32 first, i32 count) {
+  __device__ static void report_range(const auto& a, i32 group, i32 source, i32 first, i32 count) {
     const DispatchParams& p = a.p;
-    if (a.tells && p.ranges)
+    if (a.reports && p.ranges)
       p.ranges[group * kWorld + source] =
           min(i64{first}, p.capacity) << 32 | max(min(i64{count}, p.capacity - first), i64{0});
   }
@@ -91,7 +91,7 @@ struct ByExpert {
       a.s.first_row[i / kWorld][i % kWorld] += a.s.start[i / kWorld];
   }
   // Writes counts and offsets of experts. None exceeds the room, whatever was sent.
-  __device__ static void tell(const auto& a, u64 step) {
+  __device__ static void report(const auto& a, u64 step) {
     const DispatchParams& p = a.p;
     const auto& s = a.s;
     const i32 thread = static_cast<i32>(threadIdx.x), num_experts = num_groups(p);
@@ -167,9 +167,9 @@ struct ByRank {
   __device__ static void count_call(const auto& a, i32* tokens) {
     count_tokens(a.p, tokens, a.num_tokens);
   }
-  __device__ static void tell_call(const auto& a, u64 step, const i32* tokens) {
+  __device__ static void send_call(const auto& a, u64 step, const i32* tokens) {
     for (i32 rank = static_cast<i32>(threadIdx.x); rank < kWorld; rank += kBlockThreads)
-      if (!is_masked(a.p.comm, rank)) tell_count(a, step, rank, count_of(0), tokens[rank]);
+      if (!is_masked(a.p.comm, rank)) send_count(a, step, rank, count_of(0), tokens[rank]);
   }
 
   // --- receiving ---
@@ -181,12 +181,12 @@ struct ByRank {
   __device__ static i32 last_offset(const DispatchParams&) { return kWorld; }
   __device__ static constexpr i32 weights_per_row() { return kTopk; }
 
-  __device__ static void tell_range(const auto&, i32, i32, i32, i32) {}
+  __device__ static void report_range(const auto&, i32, i32, i32, i32) {}
   __device__ static void lose_ranges(const DispatchParams&, i32) {}
   __device__ static void add_starts(const auto&, i32) {}
 
   // Out of line, or recv_slot() would have fewer registers: place.cuh.
-  __device__ static void tell(const auto& a, u64 step) { tell_sources(a.p, a.s, step); }
+  __device__ static void report(const auto& a, u64 step) { report_sources(a.p, a.s, step); }
 
   // Stores the K entries of a row; other ranks' experts become none.
   __device__ static void store_entries(const DispatchParams& p, i32 lane, i64 row, i32 expert,

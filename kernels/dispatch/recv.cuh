@@ -298,7 +298,7 @@ __device__ inline void acknowledge(const Receiver& a, const RecvWorker& worker, 
 __device__ inline bool begin_chunk(const Receiver& a, const RecvWorker& worker, bool good, u64 step,
                                    i32 chunk) {
   if (!good || !read_headers(a, step, chunk) || (chunk == 0 && !place_rows(a, step))) {
-    tell_lost(a);
+    report_lost(a);
     lose_rows(a.p, step);
     return false;
   }
@@ -324,7 +324,7 @@ __device__ inline void dispatch_recv(const DispatchParams& p, const Begun& begun
     if (a.s.lost) lose_rows(p, step);  // the thread that found it, and others as they get here
     // Writes of own-node ranks into this rank's memory at combine are ordered behind the reads
     // there in earlier steps (docs/gpu.md, "Rows that flag themselves").
-    if (kSelfFlagged && a.tells)
+    if (kSelfFlagged && a.reports)
       for (i32 l = static_cast<i32>(threadIdx.x); l < kLocal; l += kBlockThreads)
         wait_dispatch(p.comm, a.self, step, a.self.node * kLocal + l);
     if (p.solo) acknowledge(a, worker, step);

@@ -55,7 +55,7 @@ __device__ __forceinline__ i32 column_of(const Self& self, i32 rank) {
 }
 
 // Finds where the chunk's tokens go. Returns false if the step's slot did not become free.
-__device__ inline bool route_chunk(const Sender& a, u64 step, i32 chunk, bool tell) {
+__device__ inline bool route_chunk(const Sender& a, u64 step, i32 chunk, bool reports) {
   const i32 thread = static_cast<i32>(threadIdx.x), lane = thread % 32;
   Placement::begin_chunk(a);
   // The last warp waits until the step's slot is free, the others read the routing table.
@@ -70,7 +70,7 @@ __device__ inline bool route_chunk(const Sender& a, u64 step, i32 chunk, bool te
           const i32 rank = owner_of(a.p.comm, e).rank;
           columns.add(column_of(a.self, rank));
           Placement::route(a, rank, w, lane);
-        } else if (id != -1 && tell) {
+        } else if (id != -1 && reports) {
           raise_fault(a.p.comm, kBadExpert, Phase::kDispatch, a.self.rank, step,
                       static_cast<u64>(token), static_cast<u64>(id));
         }
@@ -100,7 +100,7 @@ __device__ inline void drop_masked(const Sender& a) {
 // up last.
 template <typename W>
 __device__ inline void find_slots(const Sender& a, const W& worker, i32 chunk, i32 before,
-                                  i32 token, bool tell, SendScratch& w) {
+                                  i32 token, bool reports, SendScratch& w) {
   const i32 at = token - chunk * kChunk, from = max(before - chunk * kChunk, 0);
   for (i32 column = worker.thread; column < kColumns; column += W::kThreads) {
     const u32* has = a.s.has[column];
@@ -108,7 +108,7 @@ __device__ inline void find_slots(const Sender& a, const W& worker, i32 chunk, i
     const i32 slot = has[at / 32] >> (at % 32) & 1 ? passed : -1;
     w.passed[column] = passed;
     w.slot[column] = slot;
-    if (tell) a.handle.send_slots(token)[column] = slot;
+    if (reports) a.handle.send_slots(token)[column] = slot;
   }
 }
 
@@ -125,7 +125,7 @@ __device__ inline void outbox_part(const Sender& a, u64 step, i32 node, i32 inde
 }
 
 // Stores count i of this call where `rank` reads it.
-__device__ __forceinline__ void tell_count(const Sender& a, u64 step, i32 rank, i32 i, i32 count) {
+__device__ __forceinline__ void send_count(const Sender& a, u64 step, i32 rank, i32 i, i32 count) {
   const i32 l = rank % kLocal, slot = slot_of(step);
   if (!a.self.same_node(rank)) {
     const i32 other = other_index(rank / kLocal, a.self.node);
@@ -155,9 +155,9 @@ __device__ inline void send_counts(const Sender& a, u64 step) {
     const Owner owner = owner_of(a.p.comm, e);
     if constexpr (kMasks)
       if (is_masked(a.p.comm, owner.rank)) continue;
-    tell_count(a, step, owner.rank, owner.local, w.seen[e]);
+    send_count(a, step, owner.rank, owner.local, w.seen[e]);
   }
-  Placement::tell_call(a, step, w.seen + kExperts);
+  Placement::send_call(a, step, w.seen + kExperts);
   __syncthreads();
   for (i32 i = thread; i < kSeen; i += kBlockThreads) w.seen[i] = 0;
 }
@@ -178,8 +178,8 @@ __device__ inline void send_headers(const Sender& a, u64 step, i32 chunk) {
     RegionHeader* header = region_header(region);
     const auto num_tokens = static_cast<u32>(tokens_in(a.s.has[column]));
     if (kSelfFlagged && i < kLocal) {
-      st_tagged(&header->told[0], step, num_tokens);
-      st_tagged(&header->told[1], step, told_shape(flags, a.p.parts.slot_bytes));
+      st_tagged(&header->announced[0], step, num_tokens);
+      st_tagged(&header->announced[1], step, announced_shape(flags, a.p.parts.slot_bytes));
     }
     header->describe(num_tokens, flags, a.p.parts.slot_bytes);
   }

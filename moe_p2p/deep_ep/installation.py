@@ -62,10 +62,6 @@ def uninstall() -> None:
     _replaced.clear()
 
 
-def plugin() -> None:
-    """Called by engines as an entry point. Does nothing: importing moe_p2p has done the work."""
-
-
 def _is_theirs(name: str, module: ModuleType | None) -> bool:
     """Whether this is a module of the real deep_ep."""
     if module is None or name.partition(".")[0] != "deep_ep":

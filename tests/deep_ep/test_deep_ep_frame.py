@@ -142,13 +142,6 @@ def test_the_runner_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"{installation.PATH}\n"
 
 
-def test_the_plugin_for_vllm_is_there() -> None:
-    text = (ROOT / "pyproject.toml").read_text()
-    found = re.search(r'"vllm\.general_plugins"\]\s+\w+ = "(.+):(.+)"', text)
-    assert found is not None
-    assert getattr(importlib.import_module(found[1]), found[2]) is installation.plugin
-
-
 # --- events and Config ---
 
 

@@ -349,7 +349,7 @@ def test_given_scales_travel_as_they_are(world: World) -> None:
     run(world, opaque_scales, wanted)
 
 
-# --- what else dispatch tells ---
+# --- what else dispatch returns ---
 
 
 def ranges(rank: Rank, world: World, wanted: list[Wanted]) -> None:

@@ -129,7 +129,7 @@ def beside_another(rank: Rank, world: World, wanted: Wanted) -> None:
         assert comm._device is not None
         state = comm._device._state  # kernels/abi/params.h, DeviceState
         # As another kernel leaves it, all blocks of which have begun, and which has not ended. All
-        # but its first block find this before they can hear of the fault.
+        # but its first block find this before they can see the fault.
         state[0] += 65536  # launches: kLaunch more
         state[1:3] = state[1:3].max()  # the step behind its own
         with unasked(comm):

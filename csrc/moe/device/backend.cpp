@@ -114,8 +114,9 @@ std::optional<provider::MemorySpan> DeviceBackend::mapped_regions(int node) cons
 
 const abi::Fault* DeviceBackend::fault() const noexcept {
   // acquire: pairs with raise_fault() of the device.
-  const bool told = std::atomic_ref(memory_.fault->complete).load(std::memory_order_acquire) != 0;
-  return told ? memory_.fault : nullptr;
+  const bool complete =
+      std::atomic_ref(memory_.fault->complete).load(std::memory_order_acquire) != 0;
+  return complete ? memory_.fault : nullptr;
 }
 
 void DeviceBackend::check() const {
