@@ -24,7 +24,7 @@ from moe_p2p.deep_ep import Buffer, ElasticBuffer
 
 TOKENS, HIDDEN, TOPK, EXPERTS = 16, 512, 8, 64
 OPS = ("dispatch_inference", "combine_inference", "combine_out", "release")
-GATHER = "all_to_all_gather_counts"
+COUNTED = ("count_routing", "dispatch_counted")
 HALVES = ("dispatch_send", "dispatch_recv", "combine_send", "combine_recv")
 
 
@@ -223,7 +223,7 @@ def test_python_of_a_pair(
 
     with torch.no_grad():
         pair = make(place)
-        for name in (*OPS, *HALVES, GATHER):
+        for name in (*OPS, *HALVES, *COUNTED):
             remember(getattr(torch.ops.moe_p2p, name).default)
         if caches == "hot":
             benchmark.pedantic(pair, rounds=100, iterations=200, warmup_rounds=2)
