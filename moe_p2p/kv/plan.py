@@ -279,7 +279,7 @@ def _streams(ours: tuple[Part, ...], theirs: tuple[Part, ...], *, apart: bool) -
         total = nbytes + ours[1].nbytes
         pair = [side[0]._replace(nbytes=total) for side in (ours, theirs)]
         return [_Stream("kv", pair[0], pair[1], ())]
-    if alike and not apart and ours[1].nbytes == nbytes:
+    if alike and not apart:  # equal strides, so equal bytes too
         return [_Stream("kv", ours[0], theirs[0], (Level(2, both[0], both[1]),))]
     return [_Stream(name, ours[i], theirs[i], ()) for i, name in enumerate("kv")]
 
@@ -301,7 +301,7 @@ def _shape(
     rows = _rows(stream, num_heads, cells[0])
     from_start = source.offset + first_head[0] * source.head_stride
     to_start = target.offset + first_head[1] * target.head_stride
-    units = [  # (cell, source offset, target offset)
+    units = [  # (cell, source offset, target offset), in the order of tokens, as cells are
         (
             cell,
             from_start + cell.blocks[0][0] * source.token_stride + offset,
@@ -310,7 +310,6 @@ def _shape(
         for cell in cells
         for offset, to_offset in rows.offsets
     ]
-    units.sort(key=lambda unit: unit[0].first_token)  # stable
     base, to_base = min(unit[1] for unit in units), min(unit[2] for unit in units)
     unit_bytes = math.gcd(source.page_stride, *(unit[1] - base for unit in units))
     to_unit_bytes = math.gcd(target.page_stride, *(unit[2] - to_base for unit in units))

@@ -43,6 +43,14 @@ def test_sources_with_the_same_latent_send_equal_shares(
     assert sent[0] > 0
 
 
+def test_shares_do_not_move_with_the_prefix() -> None:
+    """Page i comes from the same source with and without a prefix, so chunks fit each other."""
+    plan = kv.kv_plan(kv.KVLayout((MLA,), tp=8), kv.KVLayout((MLA,)))
+    for move in plan.moves:
+        found, _ = kv.indices(move, kv.span_of(plan, MLA, 64 * 3, 64 * 20), pages(20), pages(20))
+        assert found.tolist() == [page for page in range(3, 20) if page % 8 == move.source_rank]
+
+
 def test_equal_sides_pair_up() -> None:
     """Eight copies for eight dealt parts: one peer each, not eight."""
     plan = kv.kv_plan(kv.KVLayout((MLA,), tp=8), kv.KVLayout((MLA,), tp=8, dcp=8))
@@ -66,6 +74,15 @@ def test_a_slice_of_heads_is_rows_of_one_unit_a_page() -> None:
     assert (shape.row_bytes, shape.num_rows) == (2 * 256, 2 * 16)  # K and V of 16 tokens
     assert (shape.source_row_stride, shape.target_row_stride) == (4 * 256, 2 * 256)
     assert len(shape.phases) == 1
+
+
+def test_units_are_in_the_order_of_tokens() -> None:
+    """`indices` and `counts` cut a span off by it."""
+    for page_size in (16, 24, 64):
+        theirs = kv.KVLayout((dataclasses.replace(MLA, page_size=page_size),), tp=4, dcp=4)
+        for move in kv.kv_plan(kv.KVLayout((MLA,), tp=8, dcp=2), theirs).moves:
+            tokens = [phase.first_token for phase in move.shape.phases]
+            assert tokens == sorted(tokens)
 
 
 def test_a_plan_does_not_grow_with_layers_or_pages() -> None:
