@@ -36,8 +36,9 @@ class Span(NamedTuple):
 class KVCounts(NamedTuple):
     """What one source sends to one target, over all layers. Both sides know it before it is sent.
 
-    immediates: one for each unit of a direct move, as `Engine.write_pages` counts them, and one
-    for each write of packed rows.
+    immediates: one by each NIC of the source for each direct request of a layer, after all that it
+    carried of it, and for each write of packed rows. They do not depend on where pages lie, so
+    writes of neighbouring pages may be merged.
     """
 
     requests: int
@@ -144,10 +145,18 @@ def _check_list(name: str, pages: Tensor, last: int) -> None:
 
 
 def counts(
-    plan: KVPlan, target_rank: int, begin: int, end: int, total: int | None = None
+    plan: KVPlan,
+    target_rank: int,
+    begin: int,
+    end: int,
+    total: int | None = None,
+    *,
+    source_nics: int = 1,
 ) -> dict[int, KVCounts]:
-    """What arrives at `target_rank` for one request, by source rank. Sources of nothing are left
-    out."""
+    """What arrives at `target_rank` for one request, by source rank; sources of nothing are left
+    out. source_nics: NICs of each source's engine. Tokens as in `span_of`."""
+    require_type("counts: source_nics", source_nics, int, "an int")
+    require(source_nics >= 1, f"counts: source_nics is {source_nics}, must be at least 1")
     sums: defaultdict[int, list[int]] = defaultdict(lambda: [0] * len(KVCounts._fields))
     for move in plan.moves:
         if move.target_rank != target_rank:
@@ -157,8 +166,8 @@ def counts(
         if not units:
             continue
         nbytes = units * move.unit_bytes
-        writes = -(-nbytes // plan.link.packed_write_bytes) if move.why_packed else units
-        of_layer = (1, units, units * move.shape.num_rows, nbytes, writes)
+        writes = -(-nbytes // plan.link.packed_write_bytes) if move.why_packed else 1
+        of_layer = (1, units, units * move.shape.num_rows, nbytes, writes * source_nics)
         for i, value in enumerate(of_layer):
             sums[move.source_rank][i] += value * len(move.layers)
     return {source: KVCounts(*values) for source, values in sorted(sums.items())}

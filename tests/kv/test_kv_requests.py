@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from moe_p2p import Engine, kv
+from moe_p2p import Engine, EngineConfig, kv
 from moe_p2p.errors import InvalidArgumentError
 
 LAYERS = 61
@@ -124,11 +124,15 @@ def test_immediates_are_known_on_both_sides() -> None:
     layout = kv.KVLayout((GQA,))
     direct = kv.kv_plan(layout, layout)
     (counted,) = kv.counts(direct, 0, 0, 100).values()
-    assert counted.immediates == counted.units == LAYERS * 7  # pages of 16 tokens
+    assert (counted.immediates, counted.units) == (LAYERS, LAYERS * 7)  # pages of 16 tokens
+    (counted,) = kv.counts(direct, 0, 0, 100, source_nics=2).values()
+    assert (counted.immediates, counted.units) == (2 * LAYERS, LAYERS * 7)
     packed = kv.kv_plan(layout, layout, link=kv.KVLink("slow", 50e9, 1e3, packed_write_bytes=10**5))
     (counted,) = kv.counts(packed, 0, 0, 100).values()
     of_layer = 7 * 16 * 8 * 512
     assert counted.immediates == LAYERS * -(-of_layer // 10**5)
+    with pytest.raises(InvalidArgumentError, match="source_nics is 0, must be at least 1"):
+        kv.counts(direct, 0, 0, 100, source_nics=0)
 
 
 def test_a_prefix_at_the_target_is_neither_read_nor_written() -> None:
@@ -229,7 +233,7 @@ def test_a_new_pair_costs_milliseconds(source: kv.KVLayout, target: kv.KVLayout)
 def test_metadata_of_a_new_pair_is_small() -> None:
     """A tensor of its own for each layer, and 4,096 page indices on both sides."""
     layout = kv.KVLayout((MLA,), tp=8)
-    with Engine("loopback") as engine:
+    with Engine(EngineConfig(transport="loopback")) as engine:
         descriptors = tuple(engine.register(torch.zeros(64)).descriptor for _ in range(LAYERS))
     layers = tuple((kv.Place(region, 0),) for region in range(LAYERS))
     memory = kv.KVMemory(0, (layers,), descriptors)
