@@ -91,7 +91,7 @@ sdist: $(ENVIRONMENT)
 	@$(PY) -c 'from setuptools import build_meta; print(build_meta.build_sdist("dist"))' | tail -n 1
 
 clean:
-	rm -rf build dist bench_out .cache .pytest_cache .mypy_cache .ruff_cache .benchmarks *.egg-info
+	rm -rf build dist bench_out .cache .pytest_cache .mypy_cache .ruff_cache .benchmarks .hypothesis *.egg-info
 	find moe_p2p -name '*.so' -delete
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 

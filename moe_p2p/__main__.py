@@ -13,7 +13,10 @@ COMMANDS = {
         "moe_p2p.tools.doctor",
         "what this machine has and lacks: GPUs, NICs, libraries",
     ),
-    "plan": ("moe_p2p.tools.plan", "memory of every region for given shapes"),
+    "plan": (
+        "moe_p2p.tools.plan",
+        "memory of every region for given shapes; --kv: a KV transfer, row by row",
+    ),
 }
 
 

@@ -1,4 +1,7 @@
-"""`python -m moe_p2p plan`: memory of one rank by region, and of /dev/shm. Needs no ranks."""
+"""`python -m moe_p2p plan`: memory of one rank by region, and of /dev/shm. Needs no ranks.
+
+`plan --kv` is moe_p2p/tools/plan_kv.py.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import torch
 from moe_p2p.config import AllToAllConfig
 from moe_p2p.errors import MoeP2pError
 from moe_p2p.rendezvous.shared_memory import of_a_rank
+from moe_p2p.tools import plan_kv
 
 MIB = 1 << 20
 DTYPES = {
@@ -39,6 +43,8 @@ ABOUT = {
 
 def main(arguments: list[str]) -> int:
     """Prints the table; exit code 2 when the numbers do not fit together."""
+    if "--kv" in arguments:
+        return plan_kv.main([each for each in arguments if each != "--kv"])
     given = _parser().parse_args(arguments)
     try:
         config = AllToAllConfig(
@@ -97,6 +103,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
+    add("--kv", action="store_true", help="a plan of KV transfer instead: see plan --kv --help")
     add("--ranks", type=int, default=16, help="W")
     add("--ranks-per-node", type=int, default=8, help="L")
     add("--tokens", type=int, default=128, help="largest T of any rank and call")

@@ -1,0 +1,220 @@
+"""`python -m moe_p2p plan --kv`: the plan between two layouts, what one request sends, and why.
+
+Needs no ranks, GPUs or NICs. A side is key=value,... on the command line, or a file with the bytes
+of `layout_to_bytes`, for hybrid models.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_p2p import kv
+from moe_p2p.errors import InvalidArgumentError, MoeP2pError, make, require
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(each) for each in text.split("+"))
+
+
+KEYS: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "order": ("order", str),
+    "split": ("kv_split", str),
+    "tp": ("tp", int),
+    "pp": ("pp", int),
+    "dcp": ("dcp", int),
+    "interleave": ("dcp_interleave", int),
+    "page": ("page_size", int),
+    "stages": ("stages", _numbers),
+}
+MOST_LINES = 16
+REPEATS = 5  # of timings; the best counts
+
+
+def main(arguments: list[str]) -> int:
+    """Prints the plan; exit code 2 when the numbers do not fit together."""
+    given = _parser().parse_args(arguments)
+    try:
+        source, target = side_of("source", given), side_of("target", given)
+        link = kv.LINKS[given.link]
+        for field in ("bytes_per_s", "writes_per_s"):
+            if getattr(given, field) is not None:
+                link = dataclasses.replace(link, **{field: getattr(given, field)})
+        plan = kv.kv_plan(source, target, link=link)
+        text = "\n\n".join(
+            [
+                table(plan, everything=given.all),
+                reasons(plan),
+                request_table(plan, given.prefix, given.tokens, everything=given.all),
+                cost(plan, given.tokens),
+            ]
+        )
+    except (MoeP2pError, OSError) as error:
+        print(f"plan: {error}")
+        return 2
+    print(text)
+    return 0
+
+
+def side_of(name: str, given: argparse.Namespace) -> kv.KVLayout:
+    """The layout that --source or --target describes."""
+    text: str = getattr(given, name)
+    if text.endswith(".json"):
+        return kv.layout_from_bytes(Path(text).read_bytes())
+    fields: dict[str, Any] = {"page_size": 16}
+    for pair in text.split(",") if text else ():
+        key, _, value = pair.partition("=")
+        require(key in KEYS, f"--{name}: {key!r} is not one of {', '.join(KEYS)}")
+        field, parse = KEYS[key]
+        fields[field] = _parsed(f"--{name}: {key}", parse, value)
+    group = kv.KVGroup(
+        name="kv",
+        layers=tuple(range(given.layers)),
+        heads=given.kv_heads,
+        k_bytes=given.k_bytes,
+        v_bytes=given.v_bytes,
+        page_size=fields.pop("page_size"),
+        kind="attention" if given.window is None else "window",
+        window=given.window,
+    )
+    return kv.KVLayout(groups=(group,), **fields)
+
+
+def _parsed(name: str, parse: Callable[[str], Any], value: str) -> Any:
+    try:
+        return parse(value)
+    except ValueError as error:
+        raise make(InvalidArgumentError, f"{name}={value!r} is not a number") from error
+
+
+def table(plan: kv.KVPlan, *, everything: bool) -> str:
+    """One line per move."""
+    lines = [
+        f"{'group':10} {'layers':>9} {'heads':>7} {'ranks':>9} {'part':4} {'row bytes':>9} "
+        f"{'rows':>4} {'strides, bytes':>17} {'units':>5} {'tokens':>6} {'share':>5} via"
+    ]
+    lines += _cut([_line(plan, move) for move in plan.moves], everything)
+    lines.append(f"{len(plan.moves)} moves; units are those of a period of so many tokens")
+    return "\n".join(lines)
+
+
+def _cut(lines: list[str], everything: bool) -> list[str]:
+    if everything or len(lines) <= MOST_LINES:
+        return lines
+    return [*lines[:MOST_LINES], f"and {len(lines) - MOST_LINES} lines more; --all prints them"]
+
+
+def _line(plan: kv.KVPlan, move: kv.KVMove) -> str:
+    shape = move.shape
+    numbers = plan.source.group(move.group).layers
+    layers = f"{numbers[move.layers.start]}-{numbers[move.layers.stop - 1]}"
+    strides = f"{shape.source_row_stride} -> {shape.target_row_stride}"
+    return (
+        f"{move.group:10} {layers:>9} {f'{move.heads[0]}-{move.heads[1] - 1}':>7} "
+        f"{f'{move.source_rank} -> {move.target_rank}':>9} {shape.part:4} {shape.row_bytes:>9} "
+        f"{shape.num_rows:>4} {strides if shape.num_rows > 1 else '':>17} "
+        f"{len(shape.phases):>5} {move.cycle.tokens:>6} "
+        f"{f'{move.share.first + 1}/{move.share.of}':>5} {move.via}"
+    )
+
+
+def reasons(plan: kv.KVPlan) -> str:
+    """Why rows are packed, once for each size."""
+    link = plan.link
+    found = sorted({move.why_packed for move in plan.moves if move.why_packed})
+    if not found:
+        return f"all direct: no row is below the {link.small_row_bytes:,} B that {link.name} needs"
+    return "\n".join(f"pack: {reason}" for reason in found)
+
+
+def request_table(plan: kv.KVPlan, begin: int, end: int, *, everything: bool) -> str:
+    """What each target rank gets for one request, from whom."""
+    lines: list[str] = []
+    head = [
+        f"one request of {end} tokens, {begin} of them at the target already",
+        f"{'ranks':>9} {'bytes':>15} {'rows':>10} {'units':>10} {'requests':>8} {'immediates':>10}",
+    ]
+    total = [0] * 5
+    for rank in range(plan.target.world_size):
+        for source_rank, counts in kv.counts(plan, rank, begin, end).items():
+            each = (counts.nbytes, counts.rows, counts.units, counts.requests, counts.immediates)
+            lines.append(_counted(f"{source_rank} -> {rank}", each))
+            total = [a + b for a, b in zip(total, each, strict=True)]
+    return "\n".join([*head, *_cut(lines, everything), _counted("all", total)])
+
+
+def _counted(name: str, values: tuple[int, ...] | list[int]) -> str:
+    nbytes, rows, units, requests, immediates = values
+    return f"{name:>9} {nbytes:>15,} {rows:>10,} {units:>10,} {requests:>8,} {immediates:>10,}"
+
+
+def cost(plan: kv.KVPlan, tokens: int) -> str:
+    """What a new pair costs one source rank: time on this machine, bytes that travel."""
+    source, target = plan.source, plan.target
+    num_pages = max(-(-tokens // side.page_tokens(group)) for side in (source, target)
+                    for group in side.groups)  # fmt: skip
+    rank = next((move.source_rank for move in plan.moves), 0)
+    made = kv.kv_plan(source, target, link=plan.link, source_rank=rank)
+    peers = sorted({move.target_rank for move in made.moves})
+    ours = kv.dense_memory(source, rank, num_pages)[0]
+    theirs = [kv.dense_memory(target, peer, num_pages)[0] for peer in peers]
+    plan_ms = _best_ms(
+        lambda: kv.kv_plan(source, target, link=plan.link, source_rank=rank), kv.forget_periods
+    )
+    resolve_ms = _best_ms(lambda: [kv.resolve(made, ours, each) for each in theirs])
+    pages = torch.arange(num_pages, dtype=torch.int32, device="cpu")
+    indices_ms = _best_ms(lambda: _indices(made, tokens, pages))
+    layers, memory = len(kv.layout_to_bytes(source)), len(ours.to_bytes())
+    page_bytes = sum(4 * -(-tokens // source.page_tokens(group)) for group in source.groups)
+    return (
+        f"rank {rank} with {len(peers)} peers: plan {plan_ms:.2f} ms, resolved {resolve_ms:.2f} "
+        f"ms; indices of this request {indices_ms:.2f} ms\n"
+        f"sent once by each rank: layout {layers:,} B, places of layers {memory:,} B and the "
+        f"memory's descriptors; per request {page_bytes:,} B of page indices"
+    )
+
+
+def _indices(plan: kv.KVPlan, tokens: int, pages: torch.Tensor) -> None:
+    for move in plan.moves:
+        span = kv.span_of(plan, plan.source.group(move.group), 0, tokens)
+        kv.indices(move, span, pages, pages)
+
+
+def _best_ms(work: Callable[[], object], before: Callable[[], None] = lambda: None) -> float:
+    best = float("inf")
+    for _ in range(REPEATS):
+        before()
+        began = time.perf_counter()
+        work()
+        best = min(best, time.perf_counter() - began)
+    return best * 1e3
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m moe_p2p plan --kv",
+        description="The plan of a KV transfer between two layouts of one model (docs/kv.md). "
+        "SOURCE and TARGET: key=value,... with the keys " + ", ".join(KEYS) + "; or a .json file.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--source", default="tp=8,page=64", help="layout of the prefill side")
+    add("--target", default="tp=8,dcp=8,page=64", help="layout of the decode side")
+    add("--layers", type=int, default=61)
+    add("--kv-heads", type=int, default=1, help="of the model; MLA: 1")
+    add("--k-bytes", type=int, default=576, help="K of one head and token; MLA: the latent")
+    add("--v-bytes", type=int, default=0, help="V of one head and token; MLA: 0")
+    add("--window", type=int, help="tokens of a sliding window; default: full attention")
+    add("--tokens", type=int, default=4096, help="of one request")
+    add("--prefix", type=int, default=0, help="tokens that the target has already")
+    add("--link", choices=sorted(kv.LINKS), default="cx7", help="NICs of a GPU")
+    add("--bytes-per-s", type=float, help="instead of the link's")
+    add("--writes-per-s", type=float, help="instead of the link's; measure it on your NIC")
+    add("--all", action="store_true", help="every line of the table")
+    return parser

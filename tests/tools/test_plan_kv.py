@@ -1,0 +1,67 @@
+"""`python -m moe_p2p plan --kv` prints the plan, what a request sends, and why rows are packed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moe_p2p import kv
+from moe_p2p.__main__ import main
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> str:
+    assert main(["plan", "--kv", *arguments]) == status
+    return capsys.readouterr().out
+
+
+def test_rows_bytes_and_reasons_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, "--source", "tp=2,page=64", "--target", "tp=2,dcp=2,page=64")
+    assert "pack: rows of 576 B reach 6.4 of 50 GB/s at 11.1 M writes/s; CX7 needs 4,505 B" in text
+    total = next(line for line in text.splitlines() if line.lstrip().startswith("all "))
+    assert total.split()[1] == f"{61 * 4096 * 576:,}"
+    assert "plan " in text
+    assert " ms, resolved " in text
+
+
+def test_the_rate_is_the_users(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--source", "tp=2,page=64", "--target", "tp=2,dcp=2,page=64"]
+    text = printed(capsys, *arguments, "--writes-per-s", "1e9")
+    assert "all direct: no row is below the 50 B that CX7 needs" in text
+
+
+def test_a_prefix_sends_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, "--target", "tp=8,page=64", "--prefix", "4032")
+    assert f"{8 * 61 * 64 * 576:,}" in text
+
+
+def test_long_tables_are_cut_until_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    sides = ["--source", "tp=8", "--target", "tp=32", "--kv-heads", "8"]
+    assert "and 16 lines more; --all prints them" in printed(capsys, *sides)
+    assert "lines more" not in printed(capsys, *sides, "--all")
+
+
+def test_hybrid_models_come_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    full = kv.KVGroup("full", (0, 2), heads=2, k_bytes=8, v_bytes=8, page_size=16)
+    state = kv.KVGroup("ssm", (1,), heads=4, k_bytes=32, v_bytes=0, page_size=1, kind="state")
+    file = tmp_path / "layout.json"
+    file.write_bytes(kv.layout_to_bytes(kv.KVLayout((full, state), tp=2)))
+    text = printed(capsys, "--source", str(file), "--target", str(file))
+    assert "full" in text
+    assert "ssm" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--source", "tp=x"], "plan: moe_p2p [invalid argument] --source: tp='x' is not a number"),
+        (["--source", "ep=8"], "--source: 'ep' is not one of order, split, tp"),
+        (["--target", "tp=8,order=XYZ"], "order is 'XYZ', must be one of NHD"),
+        (["--target", "missing.json"], "No such file"),
+        (["--prefix", "5"], "begin=5 lies within a page of the target"),
+    ],
+)
+def test_what_does_not_fit_is_named(
+    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert text in printed(capsys, *arguments, status=2)
