@@ -10,7 +10,7 @@ namespace {
 constexpr uint64_t kShardAlignment = 128;
 
 struct Item {
-  const std::byte* local;
+  std::byte* local;
   uint64_t local_key;
   uint64_t remote_addr;
   uint64_t remote_key;
@@ -114,6 +114,16 @@ struct Cutter {
     };
     return cut_items(num_dealt(from.indices.size(), context.nic, context.num_nics), context,
                      pages.imm, cursor, out, item_at);
+  }
+
+  size_t operator()(const Read& read) const noexcept { return as_reads((*this)(read.reversed())); }
+  size_t operator()(const ReadPages& read) const noexcept {
+    return as_reads((*this)(read.reversed()));
+  }
+
+  size_t as_reads(size_t count) const noexcept {
+    for (provider::WorkRequest& work : out.first(count)) work.is_read = true;
+    return count;
   }
 
   size_t operator()(const Scatter& scatter) const noexcept {

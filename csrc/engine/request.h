@@ -26,7 +26,7 @@ namespace moe_p2p::engine {
 
 class Peer;  // peer.h
 
-// A descriptor resolved for one connected peer: rail i writes through NIC i.
+// A descriptor resolved for one connected peer: rail i goes through NIC i.
 struct RemoteRegion {
   struct Rail {
     provider::PeerId peer;
@@ -83,7 +83,34 @@ struct Scatter {
   std::optional<uint32_t> imm;
 };
 
-using Operation = std::variant<Imm, Write, WritePages, Scatter>;
+// The peer's memory is the source, the memory here the target. No immediate is delivered: who reads
+// knows when it is done.
+struct Read {
+  const MemoryHandle* target = nullptr;
+  uint64_t target_offset = 0;
+  const RemoteRegion* source = nullptr;
+  uint64_t source_offset = 0;
+  uint64_t bytes = 0;
+
+  // The same ranges as a write.
+  Write reversed() const noexcept {
+    return {target, target_offset, source, source_offset, bytes, std::nullopt};
+  }
+};
+
+struct ReadPages {
+  const MemoryHandle* target = nullptr;
+  const RemoteRegion* source = nullptr;
+  uint64_t page_bytes = 0;
+  Pages target_pages;
+  Pages source_pages;
+
+  WritePages reversed() const noexcept {
+    return {target, source, page_bytes, target_pages, source_pages, std::nullopt};
+  }
+};
+
+using Operation = std::variant<Imm, Write, WritePages, Scatter, Read, ReadPages>;
 
 // One NIC's progress with one Request. An item is what one NIC carries as a whole (a shard, a page,
 // a slice); it is cut into several writes only where the NIC limits the size of a write.
@@ -140,6 +167,7 @@ class Request : private MailboxNode {
   base::Status status_;     // the first failure
   uint64_t in_flight_ = 0;  // over all NICs
   int open_rails_ = 0;      // NICs that have more to post
+  bool fills_gpu_memory_ = false;
   std::array<Rail, kMaxNics> rails_;
   Request* previous_active_ = nullptr;
   Request* next_active_ = nullptr;

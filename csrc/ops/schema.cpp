@@ -55,6 +55,13 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
       "int stride, int offset, Tensor region_pages, int region_stride, int region_offset, "
       "int? imm=None) -> SymInt");
   m.def(
+      "engine_read(int engine, int memory, int offset, int region, int region_offset, int bytes) "
+      "-> SymInt");
+  m.def(
+      "engine_read_pages(int engine, int memory, int region, int page_bytes, Tensor pages, "
+      "int stride, int offset, Tensor region_pages, int region_stride, int region_offset) "
+      "-> SymInt");
+  m.def(
       "engine_scatter(int engine, int memory, Tensor slices, bool by_bytes, int? imm=None) "
       "-> SymInt");
   m.def("engine_imm(int engine, int peer, int imm) -> int");

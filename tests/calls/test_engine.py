@@ -14,7 +14,7 @@ import torch
 
 import moe_p2p
 from moe_p2p import Engine
-from moe_p2p.engine import Slice
+from moe_p2p.transfers import Slice
 from tests.support.ranks import Rank, run_processes
 
 
@@ -78,6 +78,61 @@ def test_pages_go_where_they_are_told(settings: str) -> None:
         assert receiver.wait_imm(3, 3) == 3
         assert torch.equal(other[targets, :8], cache[pages, :8])
         assert not other[:, 8:].any()
+
+
+@pytest.mark.parametrize("settings", ["", "seed=5"])
+@pytest.mark.parametrize("num_nics", [1, 3])
+def test_reads_bring_what_the_peer_has(settings: str, num_nics: int) -> None:
+    reader, owner = pair(num_nics, settings)
+    with reader, owner:
+        theirs = torch.randint(0, 255, (12_000,), dtype=torch.uint8)
+        mine = torch.zeros(10_000, dtype=torch.uint8)
+        region = reader.resolve(owner.register(theirs).descriptor)
+        memory = reader.register(mine)
+        reader.read(memory, region, offset=1000, region_offset=500, nbytes=9000).wait()
+        assert torch.equal(mine[1000:], theirs[500:9500])
+        assert not mine[:1000].any()
+        reader.read(memory, region, region_offset=2000).wait()
+        assert torch.equal(mine, theirs[2000:])
+        assert sum(nic["bytes_read"] for nic in reader.counters()) == 19_000
+        assert sum(nic["reads"] for nic in reader.counters()) == 2 * num_nics
+        assert sum(nic["writes"] for nic in reader.counters()) == 0
+        with pytest.raises(moe_p2p.InvalidArgumentError, match="Read source: 10000 bytes"):
+            reader.read(memory, region, region_offset=2001)
+
+
+@pytest.mark.parametrize("settings", ["", "seed=9"])
+def test_pages_are_read_where_they_are_told(settings: str) -> None:
+    reader, owner = pair(2, settings)
+    with reader, owner:
+        cache = torch.randn(8, 16)
+        mine = torch.zeros(10, 16)
+        region = reader.resolve(owner.register(cache).descriptor)
+        pages, theirs = torch.tensor([1, 9, 4]), torch.tensor([5, 0, 7])
+        reader.read_pages(
+            reader.register(mine),
+            region,
+            page_bytes=32,
+            stride=64,
+            region_stride=64,
+            pages=pages,
+            region_pages=theirs,
+        ).wait()
+        assert torch.equal(mine[pages, :8], cache[theirs, :8])
+        assert not mine[:, 8:].any()
+        assert not mine[[0, 2, 3, 5, 6, 7, 8]].any()
+
+
+def test_reads_of_memory_that_was_given_back_fail() -> None:
+    reader, owner = pair()
+    with reader, owner:
+        memory = reader.register(torch.zeros(1000))
+        theirs = owner.register(torch.ones(1000))
+        region = reader.resolve(theirs.descriptor)
+        theirs.unregister()
+        with pytest.raises(moe_p2p.RemoteAccessError, match="read of 4000 bytes"):
+            reader.read(memory, region).wait()
+        assert not memory.tensor.any()
 
 
 @pytest.mark.parametrize("by_bytes", [False, True])
