@@ -171,13 +171,22 @@ class Engine(NotCopied):
         region_stride: int | None = None,
         offset: int = 0,
         region_offset: int = 0,
+        row_bytes: int | None = None,
+        row_stride: int | None = None,
+        region_row_stride: int | None = None,
         imm: int | None = None,
+        imm_per_page: bool = True,
     ) -> Request:
         """Writes page pages[i] of `memory` to page region_pages[i] of `region`, for all i.
 
         Page p lies at offset + p * stride bytes (None: page_bytes). pages, region_pages: int64 [n].
-        imm is counted n times at the peer.
+        Its page_bytes may be rows of row_bytes each, row r at r * row_stride from the page's begin
+        (None: row_bytes): a layer, a slice of heads or both are one request. Pages and rows that
+        follow each other on both sides travel as one, unless imm is counted per page.
+        imm: counted n times at the peer; with imm_per_page=False R times, once by each NIC after
+        all that it carried. Rows want the latter.
         """
+        row = row_bytes or page_bytes
         number = call(
             _ops.engine_write_pages.default,
             self.number,
@@ -191,6 +200,10 @@ class Engine(NotCopied):
             page_bytes if region_stride is None else region_stride,
             region_offset,
             imm,
+            row_bytes or 0,
+            row if row_stride is None else row_stride,
+            row if region_row_stride is None else region_row_stride,
+            imm_per_page,
         )
         return Request(self, number)
 
@@ -231,11 +244,15 @@ class Engine(NotCopied):
         region_stride: int | None = None,
         offset: int = 0,
         region_offset: int = 0,
+        row_bytes: int | None = None,
+        row_stride: int | None = None,
+        region_row_stride: int | None = None,
     ) -> Request:
         """Reads page region_pages[i] of `region` into page pages[i] of `memory`, for all i.
 
         Arguments as in `write_pages`; a page of `memory` that is named twice may end up mixed.
         """
+        row = row_bytes or page_bytes
         number = call(
             _ops.engine_read_pages.default,
             self.number,
@@ -248,6 +265,9 @@ class Engine(NotCopied):
             region_pages,
             page_bytes if region_stride is None else region_stride,
             region_offset,
+            row_bytes or 0,
+            row if row_stride is None else row_stride,
+            row if region_row_stride is None else region_row_stride,
         )
         return Request(self, int(number))
 

@@ -5,7 +5,8 @@
 //   Imm         1
 //   Write       R: the bytes are cut into R shards, one per NIC, empty shards included;
 //               0 without an immediate
-//   WritePages  one per page
+//   WritePages  kPerPage: one per page; kPerNic: R, each after all that its NIC carries, if only
+//               the immediate
 //   Scatter     kByPeer: 1 per slice (slice i travels on NIC i mod R); kByBytes: R per slice
 #pragma once
 
@@ -52,20 +53,28 @@ struct Write {
   std::optional<uint32_t> imm;
 };
 
-// Page p of a side lies at offset + indices[p] * stride.
+// Page p of a side lies at offset + indices[p] * stride, its row r at r * row_stride from there.
 struct Pages {
   std::span<const int64_t> indices;
   uint64_t stride = 0;
   uint64_t offset = 0;
+  uint64_t row_stride = 0;
 };
 
+// Rows that follow each other on both sides are one write. Not with an immediate per page, which
+// also wants pages of one row.
 struct WritePages {
+  enum class Imms : uint8_t { kPerPage, kPerNic };
   const MemoryHandle* source = nullptr;
   const RemoteRegion* target = nullptr;
   uint64_t page_bytes = 0;
   Pages source_pages;
   Pages target_pages;
   std::optional<uint32_t> imm;
+  uint64_t row_bytes = 0;  // divides page_bytes; 0: a page is one row
+  Imms imms = Imms::kPerPage;
+
+  uint64_t num_rows() const noexcept { return row_bytes == 0 ? 1 : page_bytes / row_bytes; }
 };
 
 struct Slice {
@@ -104,9 +113,10 @@ struct ReadPages {
   uint64_t page_bytes = 0;
   Pages target_pages;
   Pages source_pages;
+  uint64_t row_bytes = 0;
 
   WritePages reversed() const noexcept {
-    return {target, source, page_bytes, target_pages, source_pages, std::nullopt};
+    return {target, source, page_bytes, target_pages, source_pages, std::nullopt, row_bytes};
   }
 };
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <tuple>
 
 #include "base/log.h"
 #include "engine/peer.h"
@@ -36,6 +37,14 @@ struct Checker {
     MOE_P2P_CHECK(offset <= limit && bytes <= limit - offset, Code::kInvalidArgument, label, ": ",
                   name, " ", side, ": ", bytes, " bytes at offset ", offset,
                   " do not lie within the ", limit, " registered bytes");
+  }
+
+  // From a page's first byte to its last row's last.
+  static uint64_t extent(const WritePages& write, const Pages& pages, uint64_t limit) {
+    const uint64_t num_rows = write.num_rows();
+    if (num_rows <= 1) return write.page_bytes;
+    if (pages.row_stride > limit / (num_rows - 1)) return std::numeric_limits<uint64_t>::max();
+    return pages.row_stride * (num_rows - 1) + write.row_bytes;
   }
 
   void pages(const char* side, const Pages& pages, uint64_t page_bytes, uint64_t limit) const {
@@ -84,8 +93,16 @@ struct Checker {
                   Code::kInvalidArgument, label, ": ", name, " has ",
                   write.source_pages.indices.size(), " ", from, " pages and ",
                   write.target_pages.indices.size(), " ", to, " pages, must be as many");
-    pages(from, write.source_pages, write.page_bytes, write.source->span.bytes);
-    pages(to, write.target_pages, write.page_bytes, write.target->bytes);
+    MOE_P2P_CHECK(write.row_bytes == 0 || write.page_bytes % write.row_bytes == 0,
+                  Code::kInvalidArgument, label, ": ", name, " has pages of ", write.page_bytes,
+                  " bytes, must be a multiple of its rows of ", write.row_bytes, " bytes");
+    MOE_P2P_CHECK(write.num_rows() <= 1 || !write.imm || write.imms == WritePages::Imms::kPerNic,
+                  Code::kInvalidArgument, label, ": ", name, " has an immediate per page and ",
+                  write.num_rows(), " rows per page; count the immediate per NIC");
+    const auto sides = {std::tuple{from, &write.source_pages, write.source->span.bytes},
+                        std::tuple{to, &write.target_pages, write.target->bytes}};
+    for (const auto& [side, these, limit] : sides)
+      pages(side, *these, extent(write, *these, limit), limit);
   }
 
   void operator()(const Write& write) {

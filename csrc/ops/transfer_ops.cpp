@@ -50,7 +50,8 @@ int64_t engine_write(int64_t engine, int64_t memory, int64_t offset, int64_t reg
 int64_t engine_write_pages(int64_t engine, int64_t memory, int64_t region, int64_t page_bytes,
                            const Tensor& pages, int64_t stride, int64_t offset,
                            const Tensor& region_pages, int64_t region_stride, int64_t region_offset,
-                           std::optional<int64_t> imm) {
+                           std::optional<int64_t> imm, int64_t row_bytes, int64_t row_stride,
+                           int64_t region_row_stride, bool imm_per_page) {
   const auto object = engines().get(engine);
   auto record = std::make_shared<RequestRecord>();
   record->source_pages = page_indices(pages, "pages");
@@ -62,10 +63,14 @@ int64_t engine_write_pages(int64_t engine, int64_t memory, int64_t region, int64
       .target = object->region(region),
       .page_bytes = unsigned_of(page_bytes, "page_bytes"),
       .source_pages = {record->source_pages, unsigned_of(stride, "stride"),
-                       unsigned_of(offset, "offset")},
+                       unsigned_of(offset, "offset"), unsigned_of(row_stride, "row_stride")},
       .target_pages = {record->target_pages, unsigned_of(region_stride, "region_stride"),
-                       unsigned_of(region_offset, "region_offset")},
-      .imm = free_form(imm)};
+                       unsigned_of(region_offset, "region_offset"),
+                       unsigned_of(region_row_stride, "region_row_stride")},
+      .imm = free_form(imm),
+      .row_bytes = unsigned_of(row_bytes, "row_bytes"),
+      .imms =
+          imm_per_page ? engine::WritePages::Imms::kPerPage : engine::WritePages::Imms::kPerNic};
   return object->submit(std::move(record));
 }
 
@@ -85,8 +90,8 @@ int64_t engine_read(int64_t engine, int64_t memory, int64_t offset, int64_t regi
 
 int64_t engine_read_pages(int64_t engine, int64_t memory, int64_t region, int64_t page_bytes,
                           const Tensor& pages, int64_t stride, int64_t offset,
-                          const Tensor& region_pages, int64_t region_stride,
-                          int64_t region_offset) {
+                          const Tensor& region_pages, int64_t region_stride, int64_t region_offset,
+                          int64_t row_bytes, int64_t row_stride, int64_t region_row_stride) {
   const auto object = engines().get(engine);
   auto record = std::make_shared<RequestRecord>();
   record->target_pages = page_indices(pages, "pages");
@@ -98,9 +103,11 @@ int64_t engine_read_pages(int64_t engine, int64_t memory, int64_t region, int64_
       .source = object->region(region),
       .page_bytes = unsigned_of(page_bytes, "page_bytes"),
       .target_pages = {record->target_pages, unsigned_of(stride, "stride"),
-                       unsigned_of(offset, "offset")},
+                       unsigned_of(offset, "offset"), unsigned_of(row_stride, "row_stride")},
       .source_pages = {record->source_pages, unsigned_of(region_stride, "region_stride"),
-                       unsigned_of(region_offset, "region_offset")}};
+                       unsigned_of(region_offset, "region_offset"),
+                       unsigned_of(region_row_stride, "region_row_stride")},
+      .row_bytes = unsigned_of(row_bytes, "row_bytes")};
   return object->submit(std::move(record));
 }
 

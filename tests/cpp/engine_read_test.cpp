@@ -56,6 +56,44 @@ TEST_CASE("engine: pages are read from their index at the peer to their index he
   }
 }
 
+TEST_CASE("engine: rows of pages travel both ways, with an immediate for each NIC at the end") {
+  for (uint64_t seed = 1; seed <= 10; ++seed) {
+    CAPTURE(seed);
+    FakeNetwork network({.seed = seed, .limits = {.max_write_bytes = 40, .max_in_flight = 7}});
+    Engines engines(network, {3, 2});
+    Buffer here(engines[0], pattern(64 * 100)), there(engines[1], std::vector<std::byte>(64 * 160));
+    const auto* region = engines.region(0, 1, there);
+    std::vector<int64_t> from(90), to(90);
+    std::iota(from.begin(), from.end(), 3);
+    std::iota(to.begin(), to.end(), 20);
+    std::shuffle(to.begin(), to.end(), std::mt19937(2));
+    const Pages mine{from, 64, 0, 16}, theirs{to, 80, 7, 20};
+    Request write(
+        WritePages{here.handle, region, 40, mine, theirs, 6, 10, WritePages::Imms::kPerNic});
+    auto expected = there.data;
+    for (size_t i = 0; i < from.size(); ++i)
+      for (int row = 0; row < 4; ++row)
+        std::copy_n(here.data.begin() + from[i] * 64 + row * 16, 10,
+                    expected.begin() + 7 + to[i] * 80 + row * 20);
+    engines[0].submit(write);
+    REQUIRE(engines.pump([&] {
+      if (engines.count(1, 6) == 3) CHECK(there.data == expected);
+      return write.done() && engines.count(1, 6) == 3;
+    }));
+    CHECK(write.status().ok());
+    for (int i = 0; i < 20; ++i) engines.turn();
+    CHECK(engines.count(1, 6) == 3);
+    const auto original = here.data;
+    std::ranges::fill(here.data, std::byte{0});
+    Request read(ReadPages{here.handle, region, 40, mine, theirs, 10});
+    REQUIRE(engines.run(0, read).ok());
+    for (size_t i = 0; i < original.size(); ++i) {
+      const bool moved = i >= 3 * 64 && i < 93 * 64 && i % 16 < 10;
+      REQUIRE(here.data[i] == (moved ? original[i] : std::byte{0}));
+    }
+  }
+}
+
 TEST_CASE("engine: reads are counted apart from writes") {
   FakeNetwork network;
   Engines engines(network, {2, 2});
