@@ -1,6 +1,8 @@
 # make bench    correctness, table, plot and JSON of the main job, into bench_out/: on the GPUs of
 #               this machine if there are any, else CPU ranks over the software NIC; BENCH_ARGS="..."
 # make test     lint, build, C++ tests (plain, ASan+UBSan, TSan), Python tests
+# make test-engines  fetches Megatron-Core, vLLM, SGLang and DeepEP (400 MB; .py files are kept in the
+#               user's cache) and runs tests/engines; ENGINES=newest: the newest releases
 # make test-quick  the part of it that takes a few minutes, for use while editing
 # make lint     ruff, mypy, clang-format, clang-tidy; `make format` fixes what tools can fix
 # make wheel    dist/*.whl, for systems as old as its tag says, or newer; make sdist: dist/*.tar.gz
@@ -11,6 +13,7 @@
 # linters and doctest are skipped with a reason, a missing torch is an error.
 
 TORCH ?= 2.13.0
+export ENGINES
 VENV ?= .venv
 BENCH_ARGS ?=
 PYTEST_ARGS ?=
@@ -40,7 +43,7 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 SOURCES := $(shell find csrc kernels -type f -not -name '*.pyc') setup.py pyproject.toml \
            moe_p2p/gpu/fd_exchange.py $(addprefix moe_p2p/rendezvous/,agreement.py bootstrap.py neighbours.py)  # csrc/letter.py
 
-.PHONY: bench test test-quick pytest lint format build wheel sdist clean distclean doctest libfabric force
+.PHONY: bench test test-engines test-quick pytest lint format build wheel sdist clean distclean doctest libfabric force
 .NOTPARALLEL:
 
 bench: build
@@ -52,6 +55,11 @@ test: lint pytest
 # Workers run files in parallel (tests/progress.py). Without pytest-xdist there is one.
 pytest: build doctest libfabric
 	$(PY) -m pytest -rs --durations=8 --progress $(call workers) $(PYTEST_ARGS)
+
+# Of these, `make test` runs what was fetched before.
+test-engines: build
+	$(PY) -m tests.engines.packages
+	$(PY) -m pytest -rs --durations=8 --progress $(call workers) tests/engines $(PYTEST_ARGS)
 
 # Leaves out: clang-tidy, sanitizers, the emulated GPU, soft-RoCE, all kernels by NVRTC.
 test-quick: build doctest

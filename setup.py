@@ -21,6 +21,7 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 from setuptools.errors import CompileError, PlatformError
 
 ROOT = Path(__file__).resolve().parent
@@ -112,6 +113,28 @@ class Build(build):
         super().run()
 
 
+class WithPath(build_py):
+    """Adds a line that Python runs as it starts: with MOE_P2P_AS_DEEP_EP=1 it looks for `deep_ep`
+    in this package first, in processes of any start method too."""
+
+    _line = (
+        'import os, sys; os.environ.get("MOE_P2P_AS_DEEP_EP") == "1" and '
+        'sys.path.insert(0, os.path.join(sitedir, "moe_p2p", "deep_ep", "path"))\n'
+    )
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            self._file.write_text(self._line)
+
+    def get_outputs(self, include_bytecode: bool = True) -> list[str]:
+        return [*super().get_outputs(include_bytecode), str(self._file)]
+
+    @property
+    def _file(self) -> Path:
+        return Path(self.build_lib, "moe_p2p_as_deep_ep.pth")
+
+
 class NinjaBuild(build_ext):
     """Compiles what changed. MAX_JOBS limits the number of parallel compilers."""
 
@@ -138,6 +161,6 @@ setup(
             py_limited_api=True,
         )
     ],
-    cmdclass={"build": Build, "build_ext": NinjaBuild},
+    cmdclass={"build": Build, "build_py": WithPath, "build_ext": NinjaBuild},
     options={"bdist_wheel": {"py_limited_api": "cp310"}},
 )

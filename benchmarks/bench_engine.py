@@ -15,14 +15,16 @@ import torch
 from cpp_program import median_s
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from moe_p2p import Engine
+from moe_p2p import Engine, EngineConfig
 
 NUM_PAGES, PAGE_BYTES = 10_000, 4096
 
 
 @pytest.fixture(params=[1, 2, 4], ids=lambda nics: f"{nics} NICs")
 def null_engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    with Engine("null", request.param, wait="yield") as engine:
+    with Engine(
+        EngineConfig(transport="null", nics_per_rank=request.param, wait="yield")
+    ) as engine:
         yield engine
 
 
@@ -106,7 +108,10 @@ def test_one_write(benchmark: BenchmarkFixture, null_engine: Engine) -> None:
 def test_loopback_bandwidth(benchmark: BenchmarkFixture, nbytes: int) -> None:
     """Single writes from one engine of this process to another, 16 in flight (4 for 16 MiB)."""
     in_flight = 4 if nbytes > 1 << 20 else 16
-    with Engine("loopback", wait="yield") as here, Engine("loopback", wait="yield") as there:
+    with (
+        Engine(EngineConfig(transport="loopback", wait="yield")) as here,
+        Engine(EngineConfig(transport="loopback", wait="yield")) as there,
+    ):
         source = here.register(torch.ones(nbytes, dtype=torch.uint8))
         target = there.register(torch.zeros(in_flight * nbytes, dtype=torch.uint8))
         region = here.resolve(target.descriptor)

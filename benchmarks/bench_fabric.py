@@ -17,7 +17,7 @@ import torch
 from cpp_program import median_s
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from moe_p2p import Engine, UnavailableError
+from moe_p2p import Engine, EngineConfig, UnavailableError
 from moe_p2p.transfers import Region
 
 SETTINGS = {"tcp": "provider=tcp,interfaces=lo", "shm": "provider=shm"}
@@ -28,8 +28,22 @@ class Route:
     """Two engines of one process and memory at both ends."""
 
     def __init__(self, settings: str, num_nics: int) -> None:
-        self.here = Engine("libfabric", num_nics, settings=settings, wait="yield")
-        self.there = Engine("libfabric", num_nics, settings=settings, wait="yield")
+        self.here = Engine(
+            EngineConfig(
+                transport="libfabric",
+                nics_per_rank=num_nics,
+                transport_settings=settings,
+                wait="yield",
+            )
+        )
+        self.there = Engine(
+            EngineConfig(
+                transport="libfabric",
+                nics_per_rank=num_nics,
+                transport_settings=settings,
+                wait="yield",
+            )
+        )
         self.source = self.here.register(torch.ones(TARGET_BYTES, dtype=torch.uint8))
         self.target = self.there.register(torch.zeros(TARGET_BYTES, dtype=torch.uint8))
         self.region: Region = self.here.resolve(self.target.descriptor)

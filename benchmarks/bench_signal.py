@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from moe_p2p import Engine
+from moe_p2p import Engine, EngineConfig
 
 PING, PONG, STOP = 1, 2, 3
 DEADLINE_S = 30.0
@@ -21,7 +21,7 @@ DEADLINE_S = 30.0
 
 def answer(pipe: Connection, wait: str) -> None:
     """Runs in the peer process: answers every PING until STOP is counted."""
-    with Engine("loopback", 1, wait=wait) as engine:
+    with Engine(EngineConfig(transport="loopback", nics_per_rank=1, wait=wait)) as engine:
         peer = engine.connect(pipe.recv_bytes())
         pipe.send_bytes(engine.address)
         count = 0
@@ -39,7 +39,7 @@ def other(request: pytest.FixtureRequest) -> Iterator[tuple[Engine, bytes]]:
     pipe, theirs = context.Pipe()
     process = context.Process(target=answer, args=(theirs, request.param), daemon=True)
     process.start()
-    with Engine("loopback", 1, wait=request.param) as engine:
+    with Engine(EngineConfig(transport="loopback", nics_per_rank=1, wait=request.param)) as engine:
         pipe.send_bytes(engine.address)
         assert pipe.poll(DEADLINE_S), "the other process did not come"
         address = pipe.recv_bytes()

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_p2p import AllToAll, AllToAllConfig, Engine, MoeP2pError
+from moe_p2p import AllToAll, AllToAllConfig, Engine, EngineConfig, MoeP2pError
 from tests.support import hosts
 
 STEPS_PER_ROUND = 10
@@ -160,11 +160,13 @@ def run(setting: Setting, address: str, port: int, pipe: Connection) -> None:
     try:
         store = dist.TCPStore(address, port, timeout=timedelta(seconds=STORE_S))
         with Engine(
-            setting.transport,
-            2,
-            settings=setting.settings,
+            EngineConfig(
+                transport=setting.transport,
+                nics_per_rank=2,
+                transport_settings=setting.settings,
+                timeout_s=setting.timeout_s,
+            ),
             label=f"rank {setting.rank}",
-            timeout_s=setting.timeout_s,
         ) as engine:
             pipe.send("ready")
             while (attempt := pipe.recv()) is not None:

@@ -1,4 +1,6 @@
-"""The letter: one number for all that ranks must have in common, made of the text of its files.
+"""The letter: one number for all that ranks must have in common, made of the code of its files.
+
+Comments, docstrings and blanks do not count: builds that differ in words alone fit together.
 
     python csrc/letter.py          prints it
 
@@ -10,6 +12,8 @@ into csrc/base/letter.cpp.
 from __future__ import annotations
 
 import hashlib
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,12 +44,52 @@ def files() -> list[Path]:
     return sorted({path for paths in found.values() for path in paths})
 
 
-def letter() -> str:
+# A comment, a string, a word or a sign. Not Python's tokenize, whose tokens depend on its version.
+_CPP = re.compile(
+    r"""(?P<comment>//[^\n]*|/\*.*?\*/)|R"(?P<end>\w*)\(.*?\)(?P=end)"|\w[\w']*"""
+    r"""|"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|\S""",
+    re.DOTALL,
+)
+_PYTHON = re.compile(
+    r"""(?P<comment>\#[^\n]*)|(?P<string>[A-Za-z]*(?P<quotes>\"{3}|'{3}|"|')"""
+    r"""(?:\\.|(?!(?P=quotes)).)*(?P=quotes))|(?P<line>\n[ ]*)|\w+|\S""",
+    re.DOTALL,
+)
+
+
+def _cpp(text: str) -> Iterator[str]:
+    return (found[0] for found in _CPP.finditer(text) if not found["comment"])
+
+
+def _python(text: str) -> Iterator[str]:
+    """Yields the tokens; each line that is not within brackets begins with its indent."""
+    depth, line, strings = 0, ["\n"], 0
+    for found in _PYTHON.finditer(text + "\n"):
+        if found["line"] and depth == 0:
+            if len(line) > 1 + strings or strings > 1:  # neither blank nor a docstring
+                yield from line
+            line, strings = [found["line"]], 0
+        elif not found["line"] and not found["comment"]:
+            line.append(found[0])
+            strings += found["string"] is not None
+            depth += (found[0] in "([{") - (found[0] in ")]}")
+
+
+def tokens(path: Path, text: str) -> list[str]:
+    """Returns the code of a file with this text: no comments, docstrings and blanks."""
+    return list(_python(text) if path.suffix == ".py" else _cpp(text))
+
+
+def read(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def letter(read: Callable[[Path], str] = read) -> str:
     """16 hexadecimal digits."""
-    text = hashlib.sha256()
+    code = hashlib.sha256()
     for path in files():
-        text.update(hashlib.sha256(path.read_bytes()).digest())
-    return text.hexdigest()[:16]
+        code.update(hashlib.sha256("\0".join(tokens(path, read(path))).encode()).digest())
+    return code.hexdigest()[:16]
 
 
 def compile_edge(output: str, source: Path, needs: str = "") -> str:

@@ -2,10 +2,12 @@
 // ones. They wait for the dispatches of this step and for the weights and partials that other
 // ranks' senders push before they wait themselves; none of these depends on a receiver.
 #if MOE_P2P_BULK  // moe_p2p/gpu/launch_shape.py chooses; never with masks
-#include "kernels/combine/bulk.cuh"
+#include "kernels/combine/bulk_recv.cuh"
+#include "kernels/combine/bulk_send.cuh"
 namespace way = moe_p2p::device::bulk;
 #else
 #include "kernels/combine/recv.cuh"
+#include "kernels/combine/send.cuh"
 namespace way = moe_p2p::device;
 #endif
 
@@ -20,8 +22,10 @@ __device__ u64& combined_step(const CombineParams& p) {
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(kBlockThreads, MOE_P2P_BLOCKS_PER_SM)
-    moe_p2p_combine(const __grid_constant__ CombineParams p) {
+namespace moe_p2p {  // profilers show moe_p2p::combine
+
+__global__ void __launch_bounds__(kBlockThreads, MOE_P2P_BLOCKS_PER_SM)
+    combine(const __grid_constant__ CombineParams p) {
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
   const Launch launch = Launch::ask(p.comm);
@@ -83,3 +87,5 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, MOE_P2P_BLOCKS_PER_S
   }
   Launch::end(p.comm);
 }
+
+}  // namespace moe_p2p

@@ -13,8 +13,10 @@ namespace way = moe_p2p::device;
 
 using namespace moe_p2p::device;
 
-extern "C" __global__ void __launch_bounds__(kBlockThreads, MOE_P2P_BLOCKS_PER_SM)
-    moe_p2p_dispatch(const __grid_constant__ DispatchParams p) {
+namespace moe_p2p {  // profilers show moe_p2p::dispatch
+
+__global__ void __launch_bounds__(kBlockThreads, MOE_P2P_BLOCKS_PER_SM)
+    dispatch(const __grid_constant__ DispatchParams p) {
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
   const Launch launch = Launch::ask(p.comm);
@@ -42,3 +44,5 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, MOE_P2P_BLOCKS_PER_S
   }
   Launch::end(p.comm);
 }
+
+}  // namespace moe_p2p

@@ -6,7 +6,7 @@ moe_p2p.deep_ep in the place of deep_ep.
 
 from moe_p2p import _interrupts, env
 from moe_p2p.all_to_all import AllToAll
-from moe_p2p.config import AllToAllConfig
+from moe_p2p.config import AllToAllConfig, EngineConfig
 from moe_p2p.dispatched import Dispatched, PendingCombine, PendingDispatch
 from moe_p2p.engine import Engine
 from moe_p2p.errors import (
@@ -35,6 +35,7 @@ __all__ = [
     "DispatchOptions",
     "Dispatched",
     "Engine",
+    "EngineConfig",
     "InvalidArgumentError",
     "MoeP2pError",
     "PeerDeadError",

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from moe_p2p import arguments, errors
+from moe_p2p.default_device import unaffected
 from moe_p2p.dispatched import Call, Dispatched
 from moe_p2p.halves import Halves, with_more
 from moe_p2p.ops import NO_EXTRA_GRADIENT, NO_FP8_GRADIENT, NO_SCALAR_GRADIENT, call
@@ -52,7 +53,7 @@ class AllToAll(Halves):
     group_or_store: a torch.distributed ProcessGroup, None for the default group, or a Store with
         rank and world_size. Used during construction only. Ranks that are threads of one process
         share a HashStore; other stores are one object per rank.
-    config: equal on all ranks but for timeout_s, wait, num_threads, proxy_cpu, num_sms, transport,
+    config: equal on all ranks but for timeout_s, wait, num_threads, num_sms, transport,
         nics_per_rank and nics (config.LOCAL_FIELDS); all ranks must arrive at the same transport.
     engine: NICs to use, in place of the fields of config that choose them. None: makes an engine,
         closed with this object.
@@ -69,6 +70,7 @@ class AllToAll(Halves):
     Also ResourceExhaustedError when /dev/shm is too small, with the bytes that were asked for.
     """
 
+    @unaffected
     def dispatch(
         self,
         x: Tensor,
@@ -144,7 +146,7 @@ class AllToAll(Halves):
             named = {f"extras[{i}]": extra for i, extra in enumerate(extras)}
             arguments.refuse_gradient(NO_EXTRA_GRADIENT, **named)
             options |= SOLO | (ZERO_PADDING if given.zero_padding is None else 0)
-        rows, row_scales, row_weights, counts, offsets, handle, more = call(
+        made = call(
             _DISPATCH if grad else _DISPATCH_INFERENCE,
             self._comm,
             options,
@@ -158,26 +160,8 @@ class AllToAll(Halves):
             max_tokens,
             capacity,
         )
-        rest = iter(more)
-        source = next(rest) if options & WITH_SOURCE else None
-        ranges = next(rest) if options & WITH_RANGES else None
-        wait_ticks = next(rest) if options & WITH_WAIT_TICKS else None
-        topk = next(rest) if options & COPY_TOPK else topk_idx
-        row_topk = next(rest) if options & LAYOUT_MASK == BY_RANK else None
-        return (
-            rows,
-            row_scales if quantize or scales is not None else None,
-            tuple(rest),
-            row_weights,
-            row_topk,
-            counts,
-            offsets,
-            source,
-            ranges,
-            wait_ticks,
-            topk,
-            Call(handle, options, max_tokens, capacity),
-        )
+        has_scales = quantize or scales is not None
+        return fields_of(made, options, topk_idx, has_scales, max_tokens, capacity)
 
     @overload
     def combine(
@@ -209,6 +193,7 @@ class AllToAll(Halves):
         with_wait_ticks: bool = False,
     ) -> tuple[Tensor, ...]: ...
 
+    @unaffected
     def combine(
         self,
         y: Tensor,
@@ -320,3 +305,35 @@ class AllToAll(Halves):
             with_wait_ticks,
         )
         return (out, *more) if more else out
+
+
+def fields_of(
+    made: tuple[Any, ...],
+    options: int,
+    topk_idx: Tensor,
+    has_scales: bool,
+    max_tokens: int,
+    capacity: int,
+) -> tuple[Any, ...]:
+    """Returns the fields of Dispatched from what a dispatch op has made."""
+    rows, row_scales, row_weights, counts, offsets, handle, more = made
+    rest = iter(more)
+    source = next(rest) if options & WITH_SOURCE else None
+    ranges = next(rest) if options & WITH_RANGES else None
+    wait_ticks = next(rest) if options & WITH_WAIT_TICKS else None
+    topk = next(rest) if options & COPY_TOPK else topk_idx
+    row_topk = next(rest) if options & LAYOUT_MASK == BY_RANK else None
+    return (
+        rows,
+        row_scales if has_scales else None,
+        tuple(rest),
+        row_weights,
+        row_topk,
+        counts,
+        offsets,
+        source,
+        ranges,
+        wait_ticks,
+        topk,
+        Call(handle, options, max_tokens, capacity),
+    )

@@ -111,7 +111,7 @@ def check_out(out: Tensor, out_dtype: torch.dtype | None, num_rows: int, grad: b
     if grad:
         text = NO_OUT_GRADIENT
     elif out.shape[0] != num_rows:
-        text = f"out has {out.shape[0]} rows, the dispatch had {num_rows}"
+        text = f"out has {out.shape[0]} rows, must have {num_rows}, as the dispatched x"
     elif out_dtype not in (None, out.dtype):
         text = f"out_dtype is {out_dtype}, but out is of {out.dtype}"
     else:

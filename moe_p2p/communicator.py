@@ -5,6 +5,7 @@ Control path only. Symbols: W ranks, L ranks per node, E_local experts of this r
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import secrets
 import warnings
@@ -140,7 +141,8 @@ class Communicator(NotCopied):
     def _make_masks(self, given: Tensor | None) -> tuple[Tensor, Tensor] | None:
         """Returns the masks of the calls and of the NICs: the same on the CPU, two on a GPU."""
         if not self.config.mask_lost_ranks:
-            errors.require(given is None, "masked is given, and mask_lost_ranks is False")
+            text = "masked is given, and mask_lost_ranks is False; set it, or give none"
+            errors.require(given is None, text)
             return None
         with torch.inference_mode(False):  # calls and users write to it in any mode
             on_host = torch.zeros(self.world_size, dtype=torch.int32, device="cpu")
@@ -148,7 +150,7 @@ class Communicator(NotCopied):
                 given = on_host.to(self.config.device)
         fits = given.shape == (self.world_size,) and given.dtype == torch.int32
         errors.require(
-            fits and given.is_contiguous() and given.device.type == self.config.device,
+            fits and given.is_contiguous() and given.device.type == str(self.config.device),
             f"masked is {given.dtype} {tuple(given.shape)} on {given.device}, must be int32 "
             f"({self.world_size},) on {self.config.device}, contiguous",
         )
@@ -196,26 +198,19 @@ class Communicator(NotCopied):
         if given is not None:
             return given
         neighbours = [rank for rank, other in enumerate(offers) if other.host == offer.host]
-        label = f"rank {self.rank}"
-        settings = config.provider_settings or env.transport_settings()
+        gpu = torch.cuda.current_device() if config.on_gpu else None
+        settings = config.transport_settings or env.transport_settings()
         if (config.ranks_per_node or self.world_size) < self.world_size and self._on_gpu:
-            settings = transport.with_copy_kernel(
-                choice.provider, settings, torch.cuda.current_device()
-            )
+            device = torch.cuda.current_device()
+            settings = transport.with_copy_kernel(choice.provider, settings, device)
         engine = Engine(
-            choice.provider,
-            config.nics_per_rank,
-            settings=settings,
-            label=label,
-            wait=config.wait,
-            proxy_cpu=config.proxy_cpu,
-            timeout_s=config.timeout_s,
-            nics=config.nics,
-            gpu=torch.cuda.current_device() if config.device == "cuda" else None,
+            dataclasses.replace(config, transport=choice.provider, transport_settings=settings),
+            label=f"rank {self.rank}",
+            gpu=gpu,
             share=(neighbours.index(self.rank), len(neighbours)),
         )
         if choice.automatic:
-            transport.announce(label, choice, engine.opening)
+            transport.announce(engine.label, choice, engine.opening)
         return engine
 
     def _create(self, meeting: Bootstrap) -> int:
@@ -225,8 +220,10 @@ class Communicator(NotCopied):
             host=call(_ops.host_identity.default),
             next_communicator=self.engine.next_communicator,
         )
-        said = [Facts.decode(d) for d in meeting.exchange(facts.encode(), "the configurations")]
-        agreed = conclude(said, self.rank, config.ranks_per_node)
+        facts_of_all = [
+            Facts.decode(d) for d in meeting.exchange(facts.encode(), "the configurations")
+        ]
+        agreed = conclude(facts_of_all, self.rank, config.ranks_per_node)
         self.engine.next_communicator = agreed.communicator + 1
         self.ranks_per_node = agreed.ranks_per_node
         self.num_local_experts = config.num_local_experts(self.rank, self.world_size)
@@ -258,7 +255,7 @@ class Communicator(NotCopied):
 
     @property
     def _on_gpu(self) -> bool:
-        return self.config.device == "cuda"
+        return self.config.on_gpu
 
     @property
     def closed(self) -> bool:
@@ -316,7 +313,8 @@ class Communicator(NotCopied):
         for rank in chosen:
             errors.require(
                 0 <= rank < self.world_size and rank != self.rank,
-                f"rank {rank} cannot be masked by rank {self.rank} of {self.world_size}",
+                f"rank {rank} cannot be masked by rank {self.rank} of {self.world_size}, "
+                "only another one",
             )
         for rank in chosen:
             masked[rank].fill_(1)

@@ -1,4 +1,5 @@
-"""The configuration of a communicator. Checked here field by field, before anything is allocated.
+"""The configuration of an engine and of a communicator. Checked here field by field, before
+anything is allocated.
 
 Symbols: W ranks, L ranks per node, T rows of one rank's x, K top-k, E experts, H hidden size,
 M tokens per step (chunk_tokens), S steps in flight.
@@ -14,16 +15,18 @@ import torch
 
 from moe_p2p import env, errors, ops
 from moe_p2p.gpu.launch_shape import few, flags_itself
-from moe_p2p.nics.transport import MAX_NICS, shared_settings
+from moe_p2p.nics.transport import MAX_NICS, setting, shared_settings, without
+from moe_p2p.texts import numbers_of, settings_text
 
 PAYLOAD_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
 COMBINE_DTYPES = PAYLOAD_DTYPES[:3]
 DEFAULT_CHUNK_TOKENS = 512
 MAX_RANKS = 8192
+MAX_CPUS = 1 << 16
 Wait = Literal["spin", "yield", "sleep"]
-DEVICES = ("cpu", "cuda")
-# Fields for the engine that a communicator makes; refused beside engine=.
-ENGINE_FIELDS = ("transport", "nics_per_rank", "nics", "transport_settings", "proxy_cpu")
+_CPU = torch.device("cpu")
+_DEVICES = ("cpu", "cuda")
+_CPU_KEY = "proxy_cpu"  # of transport_settings: read here, no provider sees it
 # Each rank may choose these by itself; all other fields must be equal on all ranks. agreement.py
 # compares `transport`: ranks may choose the same one in different ways.
 LOCAL_FIELDS = frozenset(
@@ -31,7 +34,6 @@ LOCAL_FIELDS = frozenset(
         "timeout_s",
         "wait",
         "num_threads",
-        "proxy_cpu",
         "num_sms",
         "transport",
         "nics_per_rank",
@@ -41,8 +43,90 @@ LOCAL_FIELDS = frozenset(
 
 
 @dataclass(frozen=True, kw_only=True)
-class AllToAllConfig:
-    """Configuration of an `AllToAll`. Fields that size memory bound what later calls may ask for.
+class EngineConfig:
+    """Configuration of an `Engine`: of the one that an `AllToAll` makes, or of one alone.
+
+    transport: "auto", "libfabric", "verbs", "loopback" or another provider. "auto": environment,
+        else libfabric where EFA devices are, verbs where other RDMA devices are, else loopback;
+        an AllToAll whose ranks are all of one node takes loopback.
+    nics_per_rank: NICs of the engine, 1 to 8. None: the nearest to its GPU; loopback: 2.
+    nics: RDMA devices to use instead, "mlx5_0,mlx5_1": the NICs of the rank in this order.
+    transport_settings: "key=value,..." for the provider, for example "seed=7,gbps=400"; also
+        proxy_cpu, the core that the engine's thread stays on. Empty: from the environment.
+    timeout_s: deadline of every wait, in seconds.
+    wait: how waiting threads wait: "spin", "yield" or "sleep".
+
+    Raises InvalidArgumentError naming the field, its value and the limit.
+    """
+
+    transport: str = "auto"
+    nics_per_rank: int | None = None
+    nics: str = ""
+    transport_settings: str = ""
+    timeout_s: float = 30.0
+    wait: Wait = "sleep"
+
+    def __post_init__(self) -> None:
+        self._check_range("nics_per_rank", 1, MAX_NICS)
+        self._check_choice("wait", get_args(Wait))
+        errors.require(
+            isinstance(self.timeout_s, (int, float)) and self.timeout_s > 0,
+            f"timeout_s is {self.timeout_s!r}, must be a positive number of seconds",
+        )
+        for name in ("transport", "transport_settings", "nics"):
+            value = getattr(self, name)
+            errors.require(isinstance(value, str), f"{name} is {value!r}, must be a string")
+        cpu = setting(self._settings, _CPU_KEY) or "0"
+        errors.require(
+            cpu.isdecimal() and int(cpu) < MAX_CPUS,
+            f"transport_settings: {_CPU_KEY}={cpu} is refused; it must be an integer from 0 to "
+            f"{MAX_CPUS - 1}",
+        )
+
+    def _check_range(self, name: str, low: int, high: int) -> None:
+        value = getattr(self, name)
+        optional = self.__dataclass_fields__[name].default is None
+        if value is None and optional:
+            return
+        errors.require(
+            isinstance(value, int) and not isinstance(value, bool) and low <= value <= high,
+            f"{name} is {value!r}, must be an integer from {low} to {high}",
+        )
+
+    def _check_choice(self, name: str, choices: tuple[Any, ...]) -> None:
+        value = getattr(self, name)
+        errors.require(value in choices, f"{name} is {value!r}, must be one of {choices}")
+
+    @property
+    def _settings(self) -> str:
+        return self.transport_settings or env.transport_settings()
+
+    @property
+    def provider_settings(self) -> str:
+        """transport_settings, or the settings in the environment, as the provider reads them."""
+        return without(self._settings, _CPU_KEY)
+
+    @property
+    def proxy_cpu(self) -> int:
+        """The core that the engine's thread stays on; -1: any."""
+        return int(setting(self._settings, _CPU_KEY) or -1)
+
+    def check_beside_engine(self) -> None:
+        """Raises when a field is set that a given engine already has."""
+        for field in dataclasses.fields(EngineConfig):
+            value = getattr(self, field.name)
+            errors.require(
+                value == field.default or field.name in ("timeout_s", "wait"),  # of calls, too
+                f"{field.name} is {value!r} and an engine is given, which has its own; "
+                f"make the engine with it",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllToAllConfig(EngineConfig):
+    """Configuration of an `AllToAll` and, as in EngineConfig, of the engine that it makes.
+
+    Fields that size memory bound what later calls may ask for.
 
     num_experts: E, at most 32768.
     hidden_dim: H; a row of the dispatched type must be a multiple of 16 bytes.
@@ -58,18 +142,9 @@ class AllToAllConfig:
     steps_in_flight: S, 2 to 16: dispatches that may be under way before their combines.
     expert_rank: owner of each expert. None: equal blocks in order.
     ranks_per_node: L, at most 64. None: ranks with the same host; they must be consecutive.
-    transport: "auto", "libfabric", "verbs", "loopback" or another provider. "auto": environment,
-        else libfabric where EFA devices are, verbs where other RDMA devices are, loopback where
-        all ranks are of one node or the host has no RDMA.
-    nics_per_rank: NICs that this rank uses, 1 to 8. None: the nearest to its GPU; loopback: 2.
-    nics: RDMA devices to use instead, "mlx5_0,mlx5_1": the NICs of the rank in this order.
-    transport_settings: "key=value,..." for the provider, for example "seed=7,gbps=400".
-    timeout_s: deadline of every wait, in seconds.
-    wait: how waiting threads wait: "spin", "yield" or "sleep".
     num_threads: threads of the host kernels. None: CPUs of this process / ranks on this host.
-    proxy_cpu: CPU that the proxy thread stays on. None: any.
-    device: "cpu", or "cuda" for tensors on the current CUDA device of each rank; also a
-        torch.device without an index.
+    device: "cpu", or "cuda" for tensors on the current CUDA device of each rank, as a torch.device
+        or its name; kept as a torch.device.
     num_sms: thread blocks that a call may use on a GPU. None: as many as help. Ranks may differ,
         but when steps have 65 to 256 tokens, all ranks have at most 48 or all have more.
     mask_lost_ranks: a rank that is gone, or does not arrive within timeout_s, is masked: calls go
@@ -90,19 +165,13 @@ class AllToAllConfig:
     steps_in_flight: int = 2
     expert_rank: tuple[int, ...] | None = None
     ranks_per_node: int | None = None
-    transport: str = "auto"
-    nics_per_rank: int | None = None
-    nics: str = ""
-    transport_settings: str = ""
-    timeout_s: float = 30.0
-    wait: Wait = "sleep"
     num_threads: int | None = None
-    proxy_cpu: int | None = None
-    device: torch.device | str = "cpu"
+    device: torch.device | str = _CPU
     num_sms: int | None = None
     mask_lost_ranks: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._check_range("num_experts", 1, 32768)
         self._check_range("hidden_dim", 1, 1 << 20)
         self._check_range("topk", 1, 32)
@@ -114,29 +183,18 @@ class AllToAllConfig:
         self._check_range("ranks_per_node", 1, MAX_RANKS)
         if self.ranks_per_node is not None:  # one text for every use of a node that is too large
             ops.call(torch.ops.moe_p2p.check_ranks_per_node.default, self.ranks_per_node)
-        self._check_range("nics_per_rank", 1, MAX_NICS)
         self._check_range("num_threads", 1, 1024)
-        self._check_range("proxy_cpu", 0, 1 << 16)
         self._check_choice("dtype", PAYLOAD_DTYPES)
         if self.combine_dtype is not None:
             self._check_choice("combine_dtype", COMBINE_DTYPES)
         self._check_range("num_sms", 1, 1024)
-        self._check_choice("wait", get_args(Wait))
-        if isinstance(self.device, torch.device):
-            object.__setattr__(self, "device", str(self.device))
         errors.require(
-            self.device in DEVICES,
-            f"device is {self.device!r}, must be one of {DEVICES}; of several GPUs a rank uses the "
-            "current one (torch.cuda.set_device)",
+            str(self.device) in _DEVICES,
+            f"device is {str(self.device)!r}, must be one of {_DEVICES}; of several GPUs a rank "
+            "uses the current one (torch.cuda.set_device)",
         )
+        object.__setattr__(self, "device", torch.device(self.device))
         self._check_choice("mask_lost_ranks", (False, True))
-        errors.require(
-            isinstance(self.timeout_s, (int, float)) and self.timeout_s > 0,
-            f"timeout_s is {self.timeout_s!r}, must be a positive number of seconds",
-        )
-        for name in ("transport", "transport_settings", "nics"):
-            value = getattr(self, name)
-            errors.require(isinstance(value, str), f"{name} is {value!r}, must be a string")
         errors.require(
             self.topk <= self.num_experts,
             f"topk is {self.topk}, must be at most num_experts {self.num_experts}",
@@ -149,19 +207,9 @@ class AllToAllConfig:
                 f"{self.num_experts} experts",
             )
 
-    def _check_range(self, name: str, low: int, high: int) -> None:
-        value = getattr(self, name)
-        optional = self.__dataclass_fields__[name].default is None
-        if value is None and optional:
-            return
-        errors.require(
-            isinstance(value, int) and not isinstance(value, bool) and low <= value <= high,
-            f"{name} is {value!r}, must be an integer from {low} to {high}",
-        )
-
-    def _check_choice(self, name: str, choices: tuple[Any, ...]) -> None:
-        value = getattr(self, name)
-        errors.require(value in choices, f"{name} is {value!r}, must be one of {choices}")
+    @property
+    def on_gpu(self) -> bool:
+        return str(self.device) == "cuda"
 
     @property
     def step_tokens(self) -> int:
@@ -176,22 +224,6 @@ class AllToAllConfig:
         if self.combine_dtype is not None:
             return self.combine_dtype
         return torch.bfloat16 if self.dtype == torch.float8_e4m3fn else self.dtype
-
-    @property
-    def provider_settings(self) -> str:
-        """transport_settings, or the settings in the environment."""
-        return self.transport_settings or env.transport_settings()
-
-    def check_beside_engine(self) -> None:
-        """Raises when a field is set that a given engine already has."""
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        for name in ENGINE_FIELDS:
-            value = getattr(self, name)
-            errors.require(
-                value == defaults[name],
-                f"{name} is {value!r} and an engine is given, which has its own; "
-                f"make the engine with it",
-            )
 
     def num_local_experts(self, rank: int, world_size: int) -> int:
         """E_local: the number of experts that `rank` owns."""
@@ -225,7 +257,7 @@ class AllToAllConfig:
         """'few' or 'many' when num_sms changes the wire format, else 'any'. Equal on all ranks."""
         step, masks = self.step_tokens, self.mask_lost_ranks
         ways = {flags_itself(step, masks=masks, bulk=bulk) for bulk in (False, True)}
-        if self.device == "cpu" or len(ways) == 1:
+        if not self.on_gpu or len(ways) == 1:
             return "any"
         return "few" if few(self.num_sms) else "many"
 
@@ -246,8 +278,8 @@ class AllToAllConfig:
             "part_bytes": self.part_bytes,
         } | more
         if self.expert_rank is not None:
-            values["expert_rank"] = ":".join(map(str, self.expert_rank))
-        return ",".join(f"{key}={value}" for key, value in values.items())
+            values["expert_rank"] = list(self.expert_rank)
+        return settings_text(**values)
 
     def plan(self, *, world_size: int, ranks_per_node: int) -> dict[str, int]:
         """Bytes of every memory region of one rank, all steps together, by name of the region.
@@ -255,4 +287,4 @@ class AllToAllConfig:
         Needs no communicator. Raises InvalidArgumentError when the numbers do not fit together.
         """
         text = ops.call(torch.ops.moe_p2p.plan.default, self.settings(world_size, ranks_per_node))
-        return {name: int(size) for name, size in (line.split() for line in text.splitlines())}
+        return numbers_of(text)

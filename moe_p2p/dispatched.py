@@ -6,10 +6,12 @@ E_local * capacity, else capacity); [rows] stands for [E_local, capacity] or [R]
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from moe_p2p.options import COLUMN_SCALES
 
 
 class Call(NamedTuple):
@@ -59,3 +61,14 @@ class PendingCombine(NamedTuple):
     num_rows: int  # T
     out_dtype: torch.dtype
     with_scalars: bool
+
+
+def new_scales(
+    like: Tensor, lead: tuple[int, ...], width: Any, dtype: torch.dtype, options: int
+) -> Tensor:
+    """Makes scales [*lead, width]; column_scales: in columns of a multiple of 4 rows."""
+    if not options & COLUMN_SCALES:
+        return like.new_empty((*lead, width), dtype=dtype)
+    ld = -(-lead[-1] // 4) * 4
+    strides = (width * ld, 1, ld)[-1 - len(lead) :]
+    return like.new_empty_strided((*lead, width), strides, dtype=dtype)

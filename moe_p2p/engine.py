@@ -21,7 +21,8 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from moe_p2p import env, errors
+from moe_p2p import errors
+from moe_p2p.config import EngineConfig
 from moe_p2p.lifetime import Closing, NotCopied
 from moe_p2p.nics import transport
 from moe_p2p.ops import call
@@ -42,13 +43,7 @@ _ops = torch.ops.moe_p2p
 class Engine(NotCopied):
     """NICs of one GPU or CPU rank, with the thread that owns them.
 
-    provider: "auto" (environment, else the best that this machine has), "loopback" or another one.
-    num_nics: 1 to 8. None: the NICs nearest to `gpu`; of "loopback" 2.
-    settings: "key=value,..." for the provider. label: used in errors.
-    wait: how its thread and waiters wait: "spin", "yield" or "sleep".
-    proxy_cpu: CPU of its thread. None: any.
-    timeout_s: deadline of waits that give none, in seconds.
-    nics: names of RDMA devices, "mlx5_0,mlx5_1". Empty: from the environment, else the nearest.
+    config: transport, NICs, settings and deadline. label: used in errors.
     gpu: CUDA device whose memory will be registered. None: host memory.
     share: (i, n): the i-th of n engines that divide this host's NICs, if `gpu` does not decide.
 
@@ -58,29 +53,25 @@ class Engine(NotCopied):
 
     def __init__(
         self,
-        provider: str = "auto",
-        num_nics: int | None = None,
+        config: EngineConfig | None = None,
         *,
-        settings: str = "",
         label: str = "engine",
-        wait: str = "sleep",
-        proxy_cpu: int | None = None,
-        timeout_s: float = 30.0,
-        nics: str = "",
         gpu: int | None = None,
         share: tuple[int, int] = (0, 1),
     ) -> None:
-        choice = transport.choose(provider, nics=nics)
+        config = EngineConfig() if config is None else config
+        choice = transport.choose(config.transport, nics=config.nics)
+        pci = "" if gpu is None else transport.pci_of(gpu)
         self.opening = transport.open_with(
             choice.provider,
-            settings or env.transport_settings(),
-            transport.Wish(num_nics, nics, "" if gpu is None else transport.pci_of(gpu), share),
+            config.provider_settings,
+            transport.Wish(config.nics_per_rank, config.nics, pci, share),
         )
         if choice.automatic:
             transport.announce(label, choice, self.opening)
         self.provider = choice.provider
         self.label = label
-        self.timeout_s = timeout_s
+        self.timeout_s = config.timeout_s
         self.number = int(
             call(
                 _ops.engine_create.default,
@@ -88,8 +79,8 @@ class Engine(NotCopied):
                 self.opening.num_nics,
                 self.opening.settings,
                 label,
-                wait,
-                -1 if proxy_cpu is None else proxy_cpu,
+                config.wait,
+                config.proxy_cpu,
             )
         )
         self.num_nics = self.opening.num_nics

@@ -8,6 +8,8 @@ MOE_P2P_CACHE               folder of compiled kernels, writable by no other use
                             folder for temporary files)
 MOE_P2P_FABRIC              1: ranks of a node share GPU memory by fabric handle (set on all ranks)
 MOE_P2P_AS_DEEP_EP          1: importing moe_p2p makes `import deep_ep` give moe_p2p.deep_ep
+MOE_P2P_ENGINES             1: vLLM and SGLang load moe_p2p.integrations as a plugin
+EP_DISABLE_GIN              set for vLLM, which checks NCCL for DeepEP V2 unless it is 1
 CUDA_HOME                   CUDA toolkit whose headers kernels may use (default: /usr/local/cuda)
 MOE_P2P_LOG                 error, warning, info or debug; also read by csrc/base/log.cpp
 MOE_P2P_SECRET              secret by which processes trust each other over verbs, equal on all
@@ -16,6 +18,7 @@ PYTHONPATH                  extended for processes that this one starts
 RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR
                             rank and number of ranks, of the job and of this host, and the host of
                             the rendezvous, set by torchrun
+MASTER_PORT                 port of the rendezvous, for scripts that use deep_ep.utils.envs
 GLOO_SOCKET_IFNAME          interface of torch's gloo; set here for jobs on several hosts
 """
 
@@ -66,6 +69,16 @@ def as_deep_ep() -> bool:
     return os.environ.get("MOE_P2P_AS_DEEP_EP") == "1"
 
 
+def engines() -> bool:
+    """Whether vLLM's and SGLang's plugin replaces their classes for DeepEP."""
+    return os.environ.get("MOE_P2P_ENGINES") == "1"
+
+
+def disable_gin() -> None:
+    """Makes vLLM leave out its check of NCCL for DeepEP V2, unless the user has decided."""
+    os.environ.setdefault("EP_DISABLE_GIN", "1")
+
+
 def prepend_to_python_path(folder: Path) -> None:
     """Makes processes started from now on search `folder` for modules first."""
     rest = os.environ.get("PYTHONPATH")
@@ -107,6 +120,21 @@ def master_address() -> str:
     return os.environ["MASTER_ADDR"]
 
 
+def master_port() -> int:
+    """Port of the launcher's store."""
+    return int(os.environ["MASTER_PORT"])
+
+
 def use_gloo_interface(name: str) -> None:
     """Sets gloo's interface, unless the user has chosen one."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+def hosts_of_a_script() -> tuple[str, int, int, int]:
+    """Address and port to meet at, number of hosts, and which this is, as DeepEP has them."""
+    read = os.environ.get
+    port, num_hosts, host = (
+        int(read(name, default))
+        for name, default in (("MASTER_PORT", "8361"), ("WORLD_SIZE", "1"), ("RANK", "0"))
+    )
+    return read("MASTER_ADDR", "127.0.0.1"), port, num_hosts, host

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from moe_p2p import arguments, errors
 from moe_p2p.communicator import Communicator
-from moe_p2p.dispatched import Call, Dispatched, PendingCombine, PendingDispatch
-from moe_p2p.ops import call, new_scales
+from moe_p2p.default_device import unaffected
+from moe_p2p.dispatched import Call, Dispatched, PendingCombine, PendingDispatch, new_scales
+from moe_p2p.ops import call
 from moe_p2p.options import (
     BY_RANK,
     COPY_TOPK,
@@ -43,6 +44,7 @@ def with_more(
 class Halves(Communicator):
     """See AllToAll."""
 
+    @unaffected
     def dispatch_send(
         self,
         x: Tensor,
@@ -124,6 +126,7 @@ class Halves(Communicator):
             tuple((extra.shape[1], extra.dtype) for extra in extras),
         )
 
+    @unaffected
     def dispatch_recv(self, pending: PendingDispatch, out: Dispatched | None = None) -> Dispatched:
         """The second half of dispatch: waits for the rows.
 
@@ -153,6 +156,7 @@ class Halves(Communicator):
             return into  # made for this dispatch
         return into._replace(topk_idx=pending.topk_idx, call=pending.call)
 
+    @unaffected
     def combine_send(
         self,
         y: Tensor,
@@ -208,6 +212,7 @@ class Halves(Communicator):
         with_wait_ticks: bool = False,
     ) -> tuple[Tensor, ...]: ...
 
+    @unaffected
     def combine_recv(
         self,
         pending: PendingCombine,

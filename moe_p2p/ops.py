@@ -27,6 +27,8 @@ from torch.fx.node import has_side_effect
 
 from moe_p2p import errors
 from moe_p2p import options as bits
+from moe_p2p.dispatched import new_scales
+from moe_p2p.texts import numbers_of
 
 _VALUES_AT_ONCE = 1 << 24  # 64 MiB of fp32 that a backward multiplies at a time
 
@@ -89,13 +91,17 @@ class Layout(NamedTuple):
 @functools.cache
 def layout(topk: int = 1) -> Layout:
     """Returns it for slots of topk experts. InvalidArgumentError if topk is out of range."""
-    lines = call(_ops.layout.default, topk).splitlines()
-    return Layout(**{name: int(number) for name, number in (line.split() for line in lines)})
+    return Layout(**numbers_of(call(_ops.layout.default, topk)))
 
 
 SCALE_BLOCK = layout().scale_block
 _HANDLE_NUM_TOKENS = layout().handle_num_tokens
-HANDLE_META_WORDS = layout().handle_meta_words
+_HANDLE_META_WORDS = layout().handle_meta_words
+
+
+def num_scales(hidden_dim: int) -> int:
+    """Returns how many fp8 scales a row of that many values has."""
+    return -(-hidden_dim // SCALE_BLOCK)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +121,7 @@ class CommunicatorShape:
         num_chunks = max(1, -(-max_tokens // self.chunk_tokens))
         num_sources = num_chunks * self.world_size
         num_slots = num_sources * self.num_slots(max_tokens)
-        before_ranks = HANDLE_META_WORDS + num_sources + num_slots * self.topk
+        before_ranks = _HANDLE_META_WORDS + num_sources + num_slots * self.topk
         send_slots = num_rows * (self.ranks_per_node + num_nodes)
         return (before_ranks + 1) // 2 * 2 + 2 * num_slots + send_slots
 
@@ -127,21 +133,10 @@ class CommunicatorShape:
         """Returns number and type of a row's scales as delivered: as given, or from quantize."""
         if given is not None:
             return given.shape[1], given.dtype
-        num_scales = -(-self.hidden_dim // SCALE_BLOCK)
+        width = num_scales(self.hidden_dim)
         if bits.scale_format_of(options) == bits.UE8M0:
-            return -(-num_scales // 4), torch.int32
-        return num_scales, torch.float32
-
-
-def new_scales(
-    like: Tensor, lead: tuple[int, ...], width: Any, dtype: torch.dtype, options: int
-) -> Tensor:
-    """Makes scales [*lead, width]; column_scales: in columns of a multiple of 4 rows."""
-    if not options & bits.COLUMN_SCALES:
-        return like.new_empty((*lead, width), dtype=dtype)
-    ld = -(-lead[-1] // 4) * 4
-    strides = (width * ld, 1, ld)[-1 - len(lead) :]
-    return like.new_empty_strided((*lead, width), strides, dtype=dtype)
+            return -(-width // 4), torch.int32
+        return width, torch.float32
 
 
 _shapes: dict[int, CommunicatorShape] = {}

@@ -129,7 +129,7 @@ class DispatchOptions:
         )
         errors.require(
             not self.with_ranges or layout == PADDED,
-            "with_ranges tells rows within an expert's own, it needs layout='padded'",
+            "with_ranges returns rows within an expert's own, it needs layout='padded'",
         )
         object.__setattr__(self, "number", number)
 

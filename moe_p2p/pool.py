@@ -19,20 +19,18 @@ from bisect import bisect_right
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 
-from moe_p2p import errors
+from moe_p2p import errors, serving_steps
 from moe_p2p.config import AllToAllConfig
 from moe_p2p.ops import call
 from moe_p2p.releasing import ReleasingAllToAll
 from moe_p2p.rendezvous.agreement import find_ranks_per_node
-from moe_p2p.rendezvous.bootstrap import Bootstrap
+from moe_p2p.rendezvous.bootstrap import Bootstrap, store_of
 
 TIMEOUT_S = 100.0  # default deadline of every wait, as in DeepEP
 # AllToAllConfig(**fields), built and checked once per set of fields: for use in every call.
 config_of = functools.lru_cache(maxsize=1024)(AllToAllConfig)
-_MOST_TOKENS = 8192  # per step, where memory decides the step's size; more makes no call faster
+MOST_STEP_TOKENS = 8192  # per step, where memory decides the step's size; more makes no call faster
 _WHOLE_TOKENS = 64  # such a step is rounded down to a multiple of it, where so many fit
 _KEPT_SHARE = 32  # 1/32 of the memory left is kept for other shapes
 
@@ -46,6 +44,7 @@ class AllToAllPool:
     timeout_s: deadline for ranks to meet, in seconds.
 
     Dispatches need no combine: when a call needs a step, the oldest open dispatch is released.
+    Where vLLM or SGLang runs, each of its steps ends with check().
     """
 
     def __init__(
@@ -56,12 +55,13 @@ class AllToAllPool:
         world_size: int | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        self._store, self.rank, self.world_size = _store_of(group_or_store, rank, world_size)
+        self._store, self.rank, self.world_size = store_of(group_or_store, rank, world_size)
         self.timeout_s = timeout_s
         hosts = self.meet("the hosts", call(torch.ops.moe_p2p.host_identity.default))
         self.ranks_per_node = find_ranks_per_node(hosts, None)
         self._made: dict[tuple[AllToAllConfig, bool], ReleasingAllToAll] = {}
         self._limited_bytes = 0  # bytes of the AllToAlls made with a limit
+        serving_steps.end_with_check(self)
 
     def get(
         self,
@@ -102,24 +102,34 @@ class AllToAllPool:
 
     def _within(self, limit_bytes: int, config: AllToAllConfig) -> AllToAllConfig:
         """Returns `config` with as many tokens per step as memory allows, at most its own."""
-        left, most = limit_bytes - self._limited_bytes, config.chunk_tokens or _MOST_TOKENS
+        left, most = limit_bytes - self._limited_bytes, config.chunk_tokens or MOST_STEP_TOKENS
         room = left - left // _KEPT_SHARE
+
+        tokens = self.tokens_within(room, dataclasses.replace(config, chunk_tokens=most))
+        if tokens == 0:
+            one, many = (
+                self._size(dataclasses.replace(config, chunk_tokens=tokens)) for tokens in (1, 512)
+            )
+            text = (
+                f"of the {limit_bytes} bytes that this pool may take {left} are left, and calls "
+                f"with {config.num_experts} experts, hidden size {config.hidden_dim} and top-"
+                f"{config.topk} need {one} for steps of one token, {many} for steps of "
+                "512: allow more bytes, or give no limit"
+            )
+            raise errors.make(errors.ResourceExhaustedError, text)
+        return dataclasses.replace(config, chunk_tokens=tokens)
+
+    def tokens_within(self, room: int, config: AllToAllConfig) -> int:
+        """Returns how many tokens of a step fit into `room` bytes, at most the step's; 0: none."""
+        most = config.step_tokens
 
         def size(tokens: int) -> int:
             return self._size(dataclasses.replace(config, chunk_tokens=tokens))
 
         tokens = bisect_right(range(1, most + 1), room, key=size)
-        if tokens == 0:
-            text = (
-                f"of the {limit_bytes} bytes that this pool may take {left} are left, and calls "
-                f"with {config.num_experts} experts, hidden size {config.hidden_dim} and top-"
-                f"{config.topk} need {size(1)} for steps of one token, {size(512)} for steps of "
-                "512: allow more bytes, or give no limit"
-            )
-            raise errors.make(errors.ResourceExhaustedError, text)
         if _WHOLE_TOKENS <= tokens < most:
             tokens -= tokens % _WHOLE_TOKENS
-        return dataclasses.replace(config, chunk_tokens=tokens)
+        return tokens
 
     def _size(self, config: AllToAllConfig) -> int:
         plan = config.plan(world_size=self.world_size, ranks_per_node=self.ranks_per_node)
@@ -135,7 +145,7 @@ class AllToAllPool:
 
     def check(self) -> None:
         """Raises the error that broke any of its AllToAlls (AllToAll.check)."""
-        for made in self._made.values():
+        for made in tuple(self._made.values()):
             made.check()
 
     def check_others(self) -> None:
@@ -153,25 +163,3 @@ class AllToAllPool:
         """Closes all AllToAlls. Idempotent; not collective."""
         while self._made:
             self._made.popitem()[1].close()
-
-
-def _store_of(
-    group_or_store: Any, rank: int | None, world_size: int | None
-) -> tuple[Store, int, int]:
-    if isinstance(group_or_store, Store):
-        if rank is None or world_size is None:
-            text = "a Store was given without rank and world_size"
-            raise errors.make(errors.InvalidArgumentError, text)
-        return group_or_store, rank, world_size
-    errors.require(
-        rank is None and world_size is None,
-        "rank and world_size go with a Store; a process group knows its own",
-    )
-    if group_or_store is None:
-        errors.require(
-            dist.is_initialized(),
-            "no group was given and there is no default group: call "
-            "torch.distributed.init_process_group first, or pass a Store with rank and world_size",
-        )
-        group_or_store = dist.group.WORLD
-    return group_or_store.get_group_store(), group_or_store.rank(), group_or_store.size()

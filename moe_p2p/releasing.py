@@ -14,9 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_p2p.all_to_all import AllToAll
+from moe_p2p import errors
+from moe_p2p.all_to_all import AllToAll, fields_of
 from moe_p2p.dispatched import Dispatched, PendingDispatch
 from moe_p2p.ops import call
+from moe_p2p.options import DispatchOptions
+from moe_p2p.row_counts import Given
 
 _ops = torch.ops.moe_p2p
 # Replaces x and its scales in a handle, which would keep them alive.
@@ -43,3 +46,51 @@ class ReleasingAllToAll(AllToAll):
     def make_outputs(self, pending: PendingDispatch) -> Dispatched:
         """Returns dispatch_recv's output tensors before they are filled."""
         return self._make_outputs(pending)
+
+    def dispatch_counted(
+        self,
+        options: DispatchOptions,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor | None,
+        scales: Tensor | None,
+        given: Given,
+        *,
+        alignment: int,
+        max_tokens: int = -1,
+    ) -> tuple[tuple[Any, ...], Tensor, list[int]]:
+        """Waits for the counts of all ranks, and makes exactly as many rows. Without gradients.
+
+        given: this rank's counts. alignment: of the rows of an expert that are counted.
+        max_tokens: bound on T of all ranks; -1: the largest, which the counts tell.
+
+        Returns the fields of a Dispatched, the counts of all ranks and the sizes that follow from
+        them (row_counts.extent_of).
+        """
+        self._prepare_dispatch(x.dtype, options.number, False)
+        *made, gathered, sizes = call(
+            _ops.dispatch_counted.default,
+            self._comm,
+            options.number,
+            x,
+            scales,
+            topk_idx,
+            topk_weights,
+            max_tokens,
+            alignment,
+            given.host,
+            given.number,
+        )
+        bound = sizes[1] if max_tokens < 0 else max_tokens
+        number, has_scales = options.number, scales is not None
+        capacity = made[0].shape[0]
+        return fields_of(made, number, topk_idx, has_scales, bound, capacity), gathered, sizes
+
+
+def _fake_dispatch_counted(*_: object) -> None:
+    text = "a dispatch whose host waits for the counts of all ranks cannot be traced: pass "
+    text += "num_worst_tokens (V1) or do_cpu_sync=False (V2)"
+    raise errors.make(errors.UnavailableError, text)
+
+
+torch.library.register_fake("moe_p2p::dispatch_counted")(_fake_dispatch_counted)

@@ -1,4 +1,4 @@
-"""Counts, on the device, how many tokens of a routing go to each rank, node and expert.
+"""Counts how many tokens of a routing go to each rank, node and expert, where the routing lies.
 
 Symbols: T tokens, K top-k, E experts in equal blocks, W ranks, L ranks per node.
 """
@@ -6,17 +6,20 @@ Symbols: T tokens, K top-k, E experts in equal blocks, W ranks, L ranks per node
 from __future__ import annotations
 
 import functools
-import importlib.util
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from moe_p2p import errors
+from moe_p2p.gpu import jit
+from moe_p2p.ops import call
+
+_ops = torch.ops.moe_p2p
+_SHARED_BYTES = 16384  # of the kernel, in multiples: so that few shapes need one of their own
 
 
 class RoutingCounts(NamedTuple):
-    """Counts of one rank's tokens. They lie in one block of memory, in this order."""
+    """Counts of one rank's tokens."""
 
     num_tokens_per_rank: Tensor  # [W] int32
     num_tokens_per_node: Tensor | None  # [W / L] int32; None: not requested
@@ -25,55 +28,61 @@ class RoutingCounts(NamedTuple):
 
 
 def count_routing(
-    topk_idx: Tensor, num_experts: int, num_ranks: int, *, num_nodes: int = 0
+    topk_idx: Tensor,
+    num_experts: int,
+    num_ranks: int,
+    *,
+    num_nodes: int = 0,
+    host: int = 0,
+    number: int = 0,
 ) -> RoutingCounts:
     """Counts topk_idx [T, K], int32 or int64. Entries outside 0..E-1, such as -1, are not counted.
 
-    num_nodes: counts nodes too, of W / num_nodes ranks each; 0: does not. Raises
-    InvalidArgumentError unless num_experts is a multiple of num_ranks.
+    num_nodes: counts nodes too, of W / num_nodes ranks each; 0: does not.
+    host: address of words that get the counts too (row_counts.HostCounts), then `number`.
+
+    Raises InvalidArgumentError unless num_experts is a multiple of num_ranks.
     """
-    errors.require(
-        num_experts % num_ranks == 0,
-        f"num_experts is {num_experts}, must be a multiple of the number of ranks {num_ranks}",
+    per_rank, per_node, per_expert, in_rank = call(
+        _ops.count_routing.default,
+        count_kernel(topk_idx.get_device(), num_ranks + num_nodes + num_experts),
+        topk_idx.contiguous(),
+        num_experts,
+        num_ranks,
+        num_nodes,
+        host,
+        number,
     )
-    counts = torch.zeros(
-        num_ranks + num_nodes + num_experts, dtype=torch.int32, device=topk_idx.device
-    )
-    per_rank, per_node, per_expert = torch.split(counts, [num_ranks, num_nodes, num_experts])
-    in_rank = torch.empty((topk_idx.shape[0], num_ranks), dtype=torch.bool, device=topk_idx.device)
-    count = _count_in_triton if topk_idx.is_cuda and _has_triton() else _count_in_torch
-    count(topk_idx, per_rank, per_node, per_expert, in_rank)
     return RoutingCounts(per_rank, per_node if num_nodes else None, per_expert, in_rank)
 
 
-def _count_in_torch(
-    topk_idx: Tensor, per_rank: Tensor, per_node: Tensor, per_expert: Tensor, in_rank: Tensor
-) -> None:
-    num_experts, num_ranks = per_expert.shape[0], per_rank.shape[0]
-    idx = topk_idx.long()
-    idx = torch.where((idx >= 0) & (idx < num_experts), idx, -1)  # [T, K]
-    one = torch.ones((), dtype=torch.int32, device=idx.device)
-    # Index 0 takes entries that name no expert.
-    experts = torch.zeros(num_experts + 1, dtype=torch.int32, device=idx.device)
-    experts.scatter_add_(0, (idx + 1).flatten(), one.expand(idx.numel()))
-    per_expert.copy_(experts[1:])
-    ranks = torch.zeros((idx.shape[0], num_ranks + 1), dtype=torch.bool, device=idx.device)
-    ranks.scatter_(1, idx.div(num_experts // num_ranks, rounding_mode="floor") + 1, True)
-    in_rank.copy_(ranks[:, 1:])
-    per_rank.copy_(in_rank.sum(0))
-    if num_nodes := per_node.shape[0]:
-        nodes = in_rank.view(-1, num_nodes, num_ranks // num_nodes)
-        per_node.copy_(nodes.any(2).sum(0))
-
-
-def _count_in_triton(
-    topk_idx: Tensor, per_rank: Tensor, per_node: Tensor, per_expert: Tensor, in_rank: Tensor
-) -> None:
-    from moe_p2p.kernels.triton.routing import count_routing
-
-    count_routing(topk_idx.contiguous(), per_rank, per_node, per_expert, in_rank)
+def count_kernel(device: int, num_counts: int) -> int:
+    """Returns kernels/count.cu with room for so many counts; 0 for host memory (device -1)."""
+    if device < 0:
+        return 0
+    return _loaded(device, -(-4 * num_counts // _SHARED_BYTES))
 
 
 @functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+def _loaded(device: int, room: int) -> int:
+    shared = room * _SHARED_BYTES
+    return jit.load(device, "count.cu", "moe_p2p_count", {}, dynamic_shared_bytes=shared)
+
+
+def _fake_count_routing(
+    kernel: int, topk_idx: Tensor, num_experts: int, num_ranks: int, num_nodes: int, *_: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    per_rank, per_node, per_expert = (
+        topk_idx.new_empty((size,), dtype=torch.int32)
+        for size in (num_ranks, num_nodes, num_experts)
+    )
+    in_rank = topk_idx.new_empty((topk_idx.shape[0], num_ranks), dtype=torch.bool)
+    return per_rank, per_node, per_expert, in_rank
+
+
+def _fake_share_counts(*_: object) -> None:
+    """It writes to the host's words only."""
+
+
+torch.library.register_fake("moe_p2p::count_routing")(_fake_count_routing)
+torch.library.register_fake("moe_p2p::share_counts")(_fake_share_counts)

@@ -1,14 +1,17 @@
 """Counts that the host needs before it can allocate: from this rank's device, and from all ranks.
 
-The device's counts are copied on the stream that computes them, and the host waits only for that
-copy; the other ranks' counts arrive from host to host. SizeExchange serves engines that lay out the
-rows of all experts without gaps and allocate exactly the rows that arrive.
+A kernel stores the device's counts in pinned memory as soon as it knows them, and the host looks
+there without waiting for the stream; the other ranks' counts arrive from host to host. SizeExchange
+serves engines that lay out the rows of all experts without gaps and allocate exactly the rows that
+arrive.
 
 Symbols: W ranks, E experts, E_local of this rank, T tokens of a rank, K top-k, R rows received.
 """
 
 from __future__ import annotations
 
+import collections
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -16,44 +19,93 @@ from torch import Tensor
 
 from moe_p2p import errors
 from moe_p2p.all_to_all import AllToAll
-from moe_p2p.routing_counts import count_routing
+from moe_p2p.ops import call
+from moe_p2p.routing_counts import RoutingCounts, count_kernel, count_routing
 
+_ops = torch.ops.moe_p2p
+_AGREE = _ops.all_to_all_agree.default
 _CAPTURED = (
     "counts for the host cannot be had while a graph is captured: pass num_worst_tokens (V1) or "
     "do_cpu_sync=False (V2), or a handle of an earlier dispatch"
 )
+_AT_ONCE = 4  # counts of one HostCounts that the host may not have read yet
+# A kernel may still write to the words of a HostCounts that is dropped: they are kept, a few KB.
+_kept: list[Tensor] = []
+
+
+class Given(NamedTuple):
+    """Where the counts of a rank's tokens are on the host, or will be."""
+
+    host: int  # address of [W + E + 2] int32: per rank, per expert, T, the number of the call
+    number: int
+
+    def gather(self, all_to_all: AllToAll, num_counts: int) -> Tensor:
+        """Returns the first num_counts of every rank, [W, num_counts], on the host. Collective."""
+        agreed = call(_AGREE, all_to_all._comm, num_counts, self.host, self.number, 1)
+        return agreed[0]  # type: ignore[no-any-return]
 
 
 class HostCounts:
-    """Reads counts from one rank's device. Not reentrant: one call at a time."""
+    """Counts of one rank's tokens, on their device and for the host. One call at a time.
+
+    Calls run one after the other, also on different streams: words are used again.
+    """
 
     def __init__(self) -> None:
-        self._pinned = torch.empty(0, dtype=torch.int32, device="cpu")
+        self._numbers = itertools.count(1)
+        self._words: dict[int, Tensor] = {}  # [_AT_ONCE, size] by size
+        # The latest counts, with the tensors that count() made of them; None: a caller's, who may
+        # write other counts to them.
+        self._latest: collections.deque[tuple[Tensor, Tensor, int, Given] | None]
+        self._latest = collections.deque(maxlen=_AT_ONCE)
 
-    def read(self, per_rank: Tensor, per_expert: Tensor, num_tokens: int) -> Tensor:
-        """Returns [W + E + 1] int32 on the host: per_rank, per_expert, num_tokens.
+    def count(
+        self, topk_idx: Tensor, num_experts: int, num_ranks: int, *, num_nodes: int = 0
+    ) -> RoutingCounts:
+        """Does what count_routing does; given() finds the counts without another kernel."""
+        if capturing(topk_idx):
+            return count_routing(topk_idx, num_experts, num_ranks, num_nodes=num_nodes)
+        given = self._new(topk_idx, num_ranks + num_experts + 2)
+        made = count_routing(
+            topk_idx,
+            num_experts,
+            num_ranks,
+            num_nodes=num_nodes,
+            host=given.host,
+            number=given.number,
+        )
+        known = (made.num_tokens_per_rank, made.num_tokens_per_expert, topk_idx.shape[0], given)
+        self._latest.append(known)
+        return made
 
-        Valid until the next call. Runs on the current stream, and waits for it. Raises
-        InvalidArgumentError while a graph is captured.
+    def given(self, per_rank: Tensor, per_expert: Tensor, num_tokens: int) -> Given:
+        """Gives these counts to the host, if count() has not. Runs on the current stream.
+
+        Raises InvalidArgumentError while a graph is captured.
         """
-        if not per_rank.is_cuda:
-            number = torch.tensor([num_tokens], dtype=torch.int32, device="cpu")
-            return torch.cat((per_rank, per_expert, number))
-        errors.require(not torch.cuda.is_current_stream_capturing(), _CAPTURED)
-        num_ranks, end = per_rank.shape[0], per_rank.shape[0] + per_expert.shape[0]
-        if self._pinned.shape[0] != end + 1:
-            with torch.inference_mode(False):  # later calls, in any mode, write to it
-                self._pinned = torch.empty(
-                    end + 1, dtype=torch.int32, device="cpu", pin_memory=True
+        errors.require(not capturing(per_expert), _CAPTURED)
+        for known in self._latest:
+            if known and known[0] is per_rank and known[1] is per_expert and known[2] == num_tokens:
+                return known[3]
+        num_counts = per_rank.shape[0] + per_expert.shape[0]
+        given = self._new(per_expert, num_counts + 2)
+        kernel = count_kernel(per_expert.get_device(), num_counts)
+        where = (given.host, given.number)
+        call(_ops.share_counts.default, kernel, per_rank, per_expert, num_tokens, *where)
+        self._latest.append(None)
+        return given
+
+    def _new(self, like: Tensor, size: int) -> Given:
+        words = self._words.get(size)
+        if words is None:
+            with torch.inference_mode(False):
+                words = torch.zeros(
+                    (_AT_ONCE, size), dtype=torch.int32, device="cpu", pin_memory=like.is_cuda
                 )
-        together = self._pinned
-        together[:num_ranks].copy_(per_rank, non_blocking=True)
-        together[num_ranks:end].copy_(per_expert, non_blocking=True)
-        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        copied.record()
-        together[end] = num_tokens
-        copied.synchronize()
-        return together
+            self._words[size] = words
+            _kept.append(words)
+        number = next(self._numbers)
+        return Given(words.data_ptr() + 4 * size * (number % _AT_ONCE), number)
 
 
 class Extent(NamedTuple):
@@ -72,26 +124,26 @@ class Extent(NamedTuple):
         return self.gathered[:, : self.gathered.shape[0]].cumsum(0, dtype=torch.int32)
 
 
-def agree_on_extent(all_to_all: AllToAll, counts: Tensor, alignment: int) -> Extent:
+def extent_of(gathered: Tensor, sizes: list[int]) -> Extent:
+    """From what torch.ops.moe_p2p.all_to_all_agree and dispatch_counted return."""
+    return Extent(sizes[0], sizes[1], sizes[2:], gathered)
+
+
+def agree_on_extent(all_to_all: AllToAll, given: Given, alignment: int) -> Extent:
     """Returns exact sizes from the counts of all ranks. Collective.
 
-    counts: HostCounts.read() of this rank's tokens. Raises InvalidArgumentError unless experts are
+    given: HostCounts.given() of this rank's tokens. Raises InvalidArgumentError unless experts are
     in equal blocks.
     """
+    config = all_to_all.config
     errors.require(
-        all_to_all.config.expert_rank is None,
+        config.expert_rank is None,
         "sizes are worked out for experts in equal blocks, but the configuration has expert_rank: "
         "count rows of each rank's experts yourself and share them by gather_counts",
     )
-    gathered = all_to_all.gather_counts(counts)  # [W, W + E + 1]
-    # The GPU idles during what follows: few operations, and lists instead of small tensors.
-    totals = gathered.sum(0, dtype=torch.int32).tolist()
-    max_tokens = max(1, *gathered.select(1, -1).tolist())
-    first = all_to_all.world_size + all_to_all.rank * all_to_all.num_local_experts
-    per_expert = totals[first : first + all_to_all.num_local_experts]
-    if alignment > 1:
-        per_expert = [-(-count // alignment) * alignment for count in per_expert]
-    return Extent(totals[all_to_all.rank], max_tokens, per_expert, gathered)
+    num_values = all_to_all.world_size + config.num_experts + 1
+    where = (given.host, given.number, alignment)
+    return extent_of(*call(_AGREE, all_to_all._comm, num_values, *where))
 
 
 def worst_extent(num_worst_tokens: int, num_tokens: int, world_size: int) -> Extent:
@@ -125,8 +177,10 @@ class SizeExchange:
 
     def ask(self, all_to_all: AllToAll, topk_idx: Tensor, *, alignment: int = 1) -> Sizes:
         """Returns the next dispatch's sizes. Collective; each rank passes its topk_idx [T, K]."""
-        routing = count_routing(topk_idx, all_to_all.config.num_experts, all_to_all.world_size)
-        mine = self._host_counts.read(
+        routing = self._host_counts.count(
+            topk_idx, all_to_all.config.num_experts, all_to_all.world_size
+        )
+        mine = self._host_counts.given(
             routing.num_tokens_per_rank, routing.num_tokens_per_expert, topk_idx.shape[0]
         )
         extent = agree_on_extent(all_to_all, mine, alignment)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.engines import packages
 from tests.progress import (  # noqa: F401  (hooks)
     pytest_addoption,
     pytest_collection_modifyitems,
@@ -29,6 +30,9 @@ def _why_not(item: pytest.Item) -> str | None:
         return f"needs several CUDA devices, here are {devices}"
     if item.get_closest_marker("rdma") and not any(Path("/sys/class").glob("infiniband/*")):
         return "needs an RDMA NIC: /sys/class/infiniband has none"
+    for marker in item.iter_markers("engine"):
+        if packages.find(marker.args[0]) is None:
+            return packages.why_not(marker.args[0])
     return None
 
 

@@ -124,20 +124,20 @@ class Lines:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
-            self._say(f"FAILED {_name(report.nodeid)} ({report.when})")
+            self._print(f"FAILED {_name(report.nodeid)} ({report.when})")
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         took_s = time.monotonic() - self._running.pop(nodeid, time.monotonic())
         self._done += 1
         share = self._done / max(self._total, 1)
         if took_s >= WORTH_A_LINE_S:
-            self._say(f"{_name(nodeid)} took {took_s:.0f} s")
+            self._print(f"{_name(nodeid)} took {took_s:.0f} s")
         elif share >= self._next:
-            self._say(f"{Path(_name(nodeid).split('::')[0]).name}")
+            self._print(f"{Path(_name(nodeid).split('::')[0]).name}")
         while self._next <= share:
             self._next += 0.05
 
-    def _say(self, what: str) -> None:
+    def _print(self, what: str) -> None:
         minutes, seconds = divmod(int(time.monotonic() - self._began), 60)
         self._reporter.ensure_newline()
         self._reporter.write_line(

@@ -71,7 +71,7 @@ def behind_overflow(rank: Rank, world: World, wanted: Wanted, timeout_s: float) 
         torch.cuda.current_stream().synchronize()
         with pytest.raises(ResourceExhaustedError, match="capacity is 2"):
             comm.check()
-        meet(rank, "told")
+        meet(rank, "reported")
 
 
 def check_overflow(world: World, timeout_s: float) -> None:

@@ -1,6 +1,7 @@
 #include "moe/all_to_all.h"
 
 #include <algorithm>
+#include <atomic>
 #include <thread>
 #include <utility>
 
@@ -283,10 +284,7 @@ void AllToAll::use_signals(const std::vector<uint64_t>& device_addresses) {
 }
 
 int64_t AllToAll::handle_words(int64_t num_rows, int64_t max_tokens) const {
-  const Plan& plan = state_->plan;
-  const auto layout = abi::HandleLayout::make(plan.shape, num_rows, plan.num_chunks(max_tokens),
-                                              plan.num_slots(max_tokens));
-  return static_cast<int64_t>(layout.total);
+  return static_cast<int64_t>(state_->plan.handle_layout(num_rows, max_tokens).total);
 }
 
 // --- calls ---------------------------------------------------------------------------------------
@@ -335,6 +333,21 @@ void AllToAll::release(Handle handle, const platform::Stream& stream) {
 void AllToAll::release_oldest() {
   MOE_P2P_CHECK(state_->backend, Code::kInvalidArgument, "use_device() has not been called");
   state_->backend->ledger().release_oldest();
+}
+
+void AllToAll::await_counts(const uint32_t& word, uint32_t number) {
+  State& s = *state_;
+  s.require_usable();
+  s.waits.latching([&] {
+    // acquire: pairs with the last store of kernels/count.cu.
+    const std::atomic_ref there(const_cast<uint32_t&>(word));
+    s.waits.wait([&] { return there.load(std::memory_order_acquire) == number; },
+                 [](int) { return true; },
+                 [] {
+                   return "the counts of this rank's tokens: work before them in the stream has "
+                          "not ended";
+                 });
+  });
 }
 
 void AllToAll::gather_counts(std::span<const int32_t> values, std::span<int32_t> gathered) {

@@ -71,6 +71,10 @@ class AllToAll {
   // the host, with or without options.device, and independently of kernels.
   void gather_counts(std::span<const int32_t> values, std::span<int32_t> gathered);
 
+  // Waits until a kernel before this call in its stream has stored `number` into the word, in
+  // memory that both see.
+  void await_counts(const uint32_t& word, uint32_t number);
+
   // Empty while the object is usable; else the error text.
   std::string broken() const;
   // Throws that error, as the next call would. Neither waits nor launches anything.

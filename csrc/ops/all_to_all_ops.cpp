@@ -4,9 +4,9 @@
 
 #include "kernels/abi/handle.h"
 #include "kernels/abi/params.h"
-#include "moe/device/backend.h"
 #include "ops/all_to_all_object.h"
 #include "ops/communicator_settings.h"
+#include "ops/device_settings.h"
 
 namespace moe_p2p::ops {
 
@@ -22,6 +22,16 @@ std::string plan(const std::string& settings) {
   for (const auto& [name, bytes] : moe::make_plan(plan_input_from(settings)).table())
     text += base::concat(name, " ", bytes, "\n");
   return text;
+}
+
+// One line "name number" per field of abi::Shape.
+std::string shape(const std::string& settings) {
+  const abi::Shape s = moe::make_plan(plan_input_from(settings)).shape;
+  return base::concat("world_size ", s.world_size, "\nranks_per_node ", s.ranks_per_node,
+                      "\nnum_experts ", s.num_experts, "\nmax_local_experts ", s.max_local_experts,
+                      "\ntopk ", s.topk, "\nchunk_tokens ", s.chunk_tokens, "\nsteps_in_flight ",
+                      s.steps_in_flight, "\npart_bytes ", s.part_bytes, "\nmax_token_bytes ",
+                      s.max_token_bytes, "\nmax_partial_bytes ", s.max_partial_bytes, "\n");
 }
 
 // One line "name number" for each number of kernels/abi that Python needs (moe_p2p/ops.py, Layout).
@@ -46,22 +56,12 @@ int64_t all_to_all_create(int64_t engine, const std::string& settings,
       std::make_shared<AllToAllObject>(engines().get(engine), options, std::move(masks)));
 }
 
-// Takes the addresses and sizes of moe::DeviceMemory; the caller keeps the memory.
-void all_to_all_use_device(int64_t comm, int64_t device, std::vector<int64_t> data,
-                           std::vector<int64_t> peer_data, int64_t state, int64_t expert_rank,
-                           int64_t expert_local, int64_t fault, int64_t fault_device,
-                           int64_t num_sms) {
+// memory: device_settings.h; the caller keeps it.
+void all_to_all_use_device(int64_t comm, const std::string& memory) {
+  const moe::DeviceMemory device = device_memory_from(memory);
   const Caller caller(comm);
-  caller->all_to_all.use_device({.ordinal = static_cast<int>(device),
-                                 .data = {data.begin(), data.end()},
-                                 .peer_data = {peer_data.begin(), peer_data.end()},
-                                 .state = static_cast<uint64_t>(state),
-                                 .expert_rank = static_cast<uint64_t>(expert_rank),
-                                 .expert_local = static_cast<uint64_t>(expert_local),
-                                 .fault = reinterpret_cast<abi::Fault*>(fault),
-                                 .fault_device = static_cast<uint64_t>(fault_device),
-                                 .num_sms = static_cast<int>(num_sms)});
-  caller->device = static_cast<int>(device);
+  caller->all_to_all.use_device(device);
+  caller->device = device.ordinal;
 }
 
 // [L] host addresses of the node's signal memory, then its bytes.
@@ -79,42 +79,24 @@ void all_to_all_use_signals(int64_t comm, std::vector<int64_t> device_addresses)
   caller->all_to_all.use_signals({device_addresses.begin(), device_addresses.end()});
 }
 
-// Takes the numbers of moe::DeviceKernel, in its order.
-moe::DeviceKernel kernel_from(const std::vector<int64_t>& numbers) {
-  MOE_P2P_CHECK(numbers.size() == 10, Code::kInvalidArgument, "a kernel has 10 numbers, ",
-                numbers.size(), " are given");
-  const auto at = [&](size_t i) { return static_cast<int>(numbers[i]); };
-  for (size_t i = 3; i < numbers.size(); ++i)
-    MOE_P2P_CHECK(at(i) >= 1, Code::kInvalidArgument, "number ", i, " of a kernel is ", at(i),
-                  ", must be at least 1");
-  return {.handle = static_cast<uint64_t>(numbers[0]),
-          .num_threads = static_cast<unsigned>(at(1)),
-          .shared_bytes = static_cast<unsigned>(at(2)),
-          .num_send_workers = at(3),
-          .num_recv_workers = at(4),
-          .max_send_blocks = at(5),
-          .max_recv_blocks = at(6),
-          .max_copy_blocks = at(7),
-          .max_resident_blocks = at(8),
-          .max_slot_bytes = static_cast<uint64_t>(at(9))};
-}
-
 void all_to_all_set_dispatch_kernel(int64_t comm, ScalarType x_dtype, int64_t options_number,
-                                    std::vector<int64_t> kernel) {
+                                    const std::string& kernel) {
+  const moe::DeviceKernel made = device_kernel_from(kernel);
   const Caller caller(comm);
   const moe::DispatchOptions options = moe::dispatch_options_from(options_number);
   const moe::DispatchVariant variant{.x_dtype = payload_type(x_dtype, "x_dtype"),
                                      .quantize = options.quantize,
                                      .scale_format = options.scale_format,
                                      .by_rank = options.by_rank()};
-  caller->all_to_all.device().set_dispatch(variant, kernel_from(kernel));
+  caller->all_to_all.device().set_dispatch(variant, made);
 }
 
 void all_to_all_set_combine_kernel(int64_t comm, ScalarType y_dtype, ScalarType out_dtype,
-                                   std::vector<int64_t> kernel) {
+                                   const std::string& kernel) {
+  const moe::DeviceKernel made = device_kernel_from(kernel);
   const Caller caller(comm);
-  caller->all_to_all.device().set_combine(
-      payload_type(y_dtype, "y_dtype"), payload_type(out_dtype, "out_dtype"), kernel_from(kernel));
+  caller->all_to_all.device().set_combine(payload_type(y_dtype, "y_dtype"),
+                                          payload_type(out_dtype, "out_dtype"), made);
 }
 
 Tensor all_to_all_address(int64_t comm) {
@@ -178,6 +160,15 @@ int64_t handle_words(int64_t comm, int64_t num_rows, int64_t max_tokens) {
   return communicators().get(comm)->all_to_all.handle_words(num_rows, max_tokens);
 }
 
+// One line "name number" per field of abi::HandleLayout, and the most slots of a source in a chunk.
+std::string handle_layout(int64_t comm, int64_t num_rows, int64_t max_tokens) {
+  const auto object = communicators().get(comm);
+  const abi::HandleLayout at = object->plan().handle_layout(num_rows, max_tokens);
+  return base::concat("slot_counts ", at.slot_counts, "\nslot_rows ", at.slot_rows, "\nslot_ranks ",
+                      at.slot_ranks, "\nsend_slots ", at.send_slots, "\ntotal ", at.total,
+                      "\nnum_slots ", object->plan().num_slots(max_tokens), "\n");
+}
+
 void dispatch_send(int64_t comm, int64_t options_number, const Tensor& x,
                    std::optional<Tensor> scales, std::vector<Tensor> extras, const Tensor& topk_idx,
                    std::optional<Tensor> topk_weights, std::optional<Tensor> num_tokens,
@@ -231,6 +222,7 @@ void release(int64_t comm, const Tensor& handle) {
 
 STABLE_TORCH_LIBRARY_IMPL(moe_p2p, CompositeExplicitAutograd, m) {
   m.impl("plan", TORCH_BOX(&plan));
+  m.impl("shape", TORCH_BOX(&shape));
   m.impl("layout", TORCH_BOX(&layout));
   m.impl("check_ranks_per_node", TORCH_BOX(&check_ranks_per_node));
   m.impl("all_to_all_create", TORCH_BOX(&all_to_all_create));
@@ -247,6 +239,7 @@ STABLE_TORCH_LIBRARY_IMPL(moe_p2p, CompositeExplicitAutograd, m) {
   m.impl("all_to_all_release_oldest", TORCH_BOX(&all_to_all_release_oldest));
   m.impl("all_to_all_gather_counts", TORCH_BOX(&all_to_all_gather_counts));
   m.impl("handle_words", TORCH_BOX(&handle_words));
+  m.impl("handle_layout", TORCH_BOX(&handle_layout));
   m.impl("dispatch_send", TORCH_BOX(&dispatch_send));
   m.impl("dispatch_recv", TORCH_BOX(&dispatch_recv));
   m.impl("combine_send", TORCH_BOX(&combine_send));

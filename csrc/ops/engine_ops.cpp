@@ -9,14 +9,10 @@
 
 namespace moe_p2p::ops {
 
-using base::Code;
-
 namespace {
 
 int64_t engine_create(const std::string& provider, int64_t num_nics, const std::string& settings,
                       const std::string& label, const std::string& wait, int64_t proxy_cpu) {
-  MOE_P2P_CHECK(num_nics >= 1 && num_nics <= engine::kMaxNics, Code::kInvalidArgument,
-                "num_nics is ", num_nics, ", must be from 1 to ", engine::kMaxNics);
   engine::EngineOptions options{
       .provider = provider, .num_nics = static_cast<int>(num_nics), .settings = settings};
   if (!label.empty()) options.label = label;

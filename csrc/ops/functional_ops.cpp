@@ -1,7 +1,9 @@
 // torch.ops.moe_p2p.dispatch and combine: whole calls that make their results, so that autograd and
 // torch.compile see functions of tensors. combine_out writes to a given tensor.
+#include <algorithm>
 #include <array>
 #include <cstring>
+#include <numeric>
 #include <span>
 #include <tuple>
 #include <vector>
@@ -10,6 +12,8 @@
 #include "ops/all_to_all_object.h"
 
 namespace moe_p2p::ops {
+
+using base::Code;
 
 namespace {
 
@@ -52,23 +56,16 @@ std::optional<Tensor> make_scales(const AllToAllObject& comm, const Layout& layo
 
 using Dispatched = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, std::vector<Tensor>>;
 
-Dispatched dispatch(int64_t comm_id, int64_t options_number, const Tensor& x,
-                    std::optional<Tensor> scales, std::vector<Tensor> extras,
-                    const Tensor& topk_idx, std::optional<Tensor> topk_weights,
-                    std::optional<Tensor> num_tokens, int64_t num_tokens_host, int64_t max_tokens,
-                    int64_t capacity) {
-  const Caller comm(comm_id);
-  const moe::DispatchOptions options = moe::dispatch_options_from(options_number);
+Dispatched dispatch_into_new(AllToAllObject* comm, const DispatchArguments& in, int64_t capacity) {
+  const auto& [x, scales, extras, topk_idx, topk_weights, num_tokens, host, max_tokens, options] =
+      in;
   const Layout layout(options, capacity);
   const int64_t experts = comm->num_local_experts(), topk = comm->topk();
   const int64_t rows = layout.num_rows(experts), world_size = comm->plan().shape.world_size;
 
   const int64_t num_rows = x.dim() > 0 ? x.size(0) : 0;
   const Tensor handle = make_handle(*comm, num_rows, max_tokens, options.solo);
-  auto send = dispatch_send_from(
-      *comm,
-      {x, scales, extras, topk_idx, topk_weights, num_tokens, num_tokens_host, max_tokens, options},
-      handle);
+  auto send = dispatch_send_from(*comm, in, handle);
 
   const Tensor row_x = make_rows(layout, experts, comm->hidden_dim(),
                                  options.quantize ? ScalarType::Float8_e4m3fn : x.scalar_type());
@@ -108,6 +105,90 @@ Dispatched dispatch(int64_t comm_id, int64_t options_number, const Tensor& x,
           row_weights,    counts,
           offsets,        handle,
           std::move(more)};
+}
+
+Dispatched dispatch(int64_t comm_id, int64_t options_number, const Tensor& x,
+                    std::optional<Tensor> scales, std::vector<Tensor> extras,
+                    const Tensor& topk_idx, std::optional<Tensor> topk_weights,
+                    std::optional<Tensor> num_tokens, int64_t num_tokens_host, int64_t max_tokens,
+                    int64_t capacity) {
+  const Caller comm(comm_id);
+  const moe::DispatchOptions options = moe::dispatch_options_from(options_number);
+  return dispatch_into_new(
+      &*comm,
+      {x, scales, extras, topk_idx, topk_weights, num_tokens, num_tokens_host, max_tokens, options},
+      capacity);
+}
+
+// --- calls whose host waits for the counts of all ranks, to make outputs of exactly that size ---
+
+struct Sizes {
+  Tensor gathered;  // [W, num_values], in host memory
+  int64_t num_rows = 0, max_tokens = 1;
+  std::vector<int64_t> per_expert;  // rounded up
+
+  std::vector<int64_t> numbers() const {
+    std::vector<int64_t> all{num_rows, max_tokens};
+    all.insert(all.end(), per_expert.begin(), per_expert.end());
+    return all;
+  }
+};
+
+// host: where num_values counts are, or a kernel stores them, and then the call's number. Without
+// counts for each rank and expert there are no sizes.
+Sizes agree(AllToAllObject& comm, int64_t num_values, int64_t host, int64_t call,
+            int64_t alignment) {
+  const OnDevice on_host(-1);
+  const abi::Shape& shape = comm.plan().shape;
+  const int64_t world_size = shape.world_size, experts = comm.num_local_experts();
+  MOE_P2P_CHECK(num_values > 0 && host != 0, Code::kInvalidArgument, "no counts are given");
+  const auto* words = reinterpret_cast<const int32_t*>(host);
+  comm.all_to_all.await_counts(reinterpret_cast<const uint32_t&>(words[num_values]),
+                               static_cast<uint32_t>(call));
+  Sizes sizes{.gathered = make_tensor({world_size, num_values}, ScalarType::Int),
+              .per_expert = std::vector<int64_t>(static_cast<size_t>(experts))};
+  auto* const all = static_cast<int32_t*>(mutable_data_of(sizes.gathered));
+  const auto total = static_cast<size_t>(world_size * num_values);
+  comm.all_to_all.gather_counts({words, static_cast<size_t>(num_values)}, {all, total});
+  if (num_values != world_size + shape.num_experts + 1) return sizes;
+  for (int64_t source = 0; source < world_size; ++source) {
+    const int32_t* const counts = all + source * num_values;
+    sizes.num_rows += counts[comm.rank];
+    sizes.max_tokens = std::max<int64_t>(sizes.max_tokens, counts[num_values - 1]);
+    for (int64_t e = 0; e < experts; ++e)
+      sizes.per_expert[static_cast<size_t>(e)] += counts[world_size + comm.rank * experts + e];
+  }
+  for (int64_t& count : sizes.per_expert) count = (count + alignment - 1) / alignment * alignment;
+  return sizes;
+}
+
+std::tuple<Tensor, std::vector<int64_t>> all_to_all_agree(int64_t comm_id, int64_t num_values,
+                                                          int64_t host, int64_t call,
+                                                          int64_t alignment) {
+  const Caller comm(comm_id);
+  const Sizes sizes = agree(*comm, num_values, host, call, alignment);
+  return {sizes.gathered, sizes.numbers()};
+}
+
+using Counted = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, std::vector<Tensor>,
+                           Tensor, std::vector<int64_t>>;
+
+Counted dispatch_counted(int64_t comm_id, int64_t options_number, const Tensor& x,
+                         std::optional<Tensor> scales, const Tensor& topk_idx,
+                         std::optional<Tensor> topk_weights, int64_t max_tokens, int64_t alignment,
+                         int64_t host, int64_t call) {
+  const Caller comm(comm_id);
+  const moe::DispatchOptions options = moe::dispatch_options_from(options_number);
+  const abi::Shape& shape = comm->plan().shape;
+  const Sizes sizes = agree(*comm, shape.world_size + shape.num_experts + 1, host, call, alignment);
+  if (max_tokens < 0) max_tokens = sizes.max_tokens;
+  const int64_t capacity = options.by_rank() ? sizes.num_rows
+                                             : std::accumulate(sizes.per_expert.begin(),
+                                                               sizes.per_expert.end(), int64_t{0});
+  auto made = dispatch_into_new(
+      &*comm, {x, scales, {}, topk_idx, topk_weights, std::nullopt, -1, max_tokens, options},
+      capacity);
+  return std::tuple_cat(std::move(made), std::tuple(sizes.gathered, sizes.numbers()));
 }
 
 // The schema declares that combine does not change the handle, and this restores it: so a compiler
@@ -174,6 +255,8 @@ void combine_out(int64_t comm_id, const Tensor& y, std::optional<Tensor> row_wei
 STABLE_TORCH_LIBRARY_IMPL(moe_p2p, CompositeExplicitAutograd, m) {
   m.impl("dispatch", TORCH_BOX(&dispatch));
   m.impl("dispatch_inference", TORCH_BOX(&dispatch));
+  m.impl("dispatch_counted", TORCH_BOX(&dispatch_counted));
+  m.impl("all_to_all_agree", TORCH_BOX(&all_to_all_agree));
   m.impl("combine", TORCH_BOX(&combine));
   m.impl("combine_inference", TORCH_BOX(&combine));
   m.impl("combine_out", TORCH_BOX(&combine_out));

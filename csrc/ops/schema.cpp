@@ -18,6 +18,14 @@ const std::string kDispatch =
     "Tensor? topk_weights, Tensor? num_tokens, int num_tokens_host, int max_tokens, int capacity) "
     "-> (Tensor rows, Tensor row_scales, Tensor row_weights, Tensor counts, Tensor offsets, "
     "Tensor handle, Tensor[] more)";
+// Waits for the counts of all ranks, and makes outputs of exactly as many rows; max_tokens -1: as
+// many as the rank with most has. sizes: [0] tokens that come here, [1] max_tokens, then the tokens
+// of each local expert, rounded up to the alignment.
+const std::string kDispatchCounted =
+    "(int comm, int options, Tensor x, Tensor? scales, Tensor topk_idx, Tensor? topk_weights, "
+    "int max_tokens, int alignment, int host, int call) -> (Tensor rows, Tensor row_scales, "
+    "Tensor row_weights, Tensor counts, Tensor offsets, Tensor handle, Tensor[] more, "
+    "Tensor gathered, int[] sizes)";
 const std::string kCombine =
     "(int comm, Tensor y, Tensor? row_weights, Tensor? row_scalars, Tensor? topk_weights, "
     "Tensor[] bias, Tensor handle, Tensor topk_idx, int max_tokens, ScalarType out_dtype, "
@@ -77,19 +85,18 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
   // --- all to all: set-up ---
   m.def("check_ranks_per_node(int ranks) -> ()");
   m.def("plan(str settings) -> str");  // settings: communicator_settings.h, as in all_to_all_create
+  m.def("shape(str settings) -> str");  // abi::Shape
   m.def("layout(int topk) -> str");
   m.def("all_to_all_create(int engine, str settings, Tensor? masks=None) -> int");
-  m.def(
-      "all_to_all_use_device(int comm, int device, int[] data, int[] peer_data, int state, "
-      "int expert_rank, int expert_local, int fault, int fault_device, int num_sms) -> ()");
+  m.def("all_to_all_use_device(int comm, str memory) -> ()");  // device_settings.h, as `kernel`
   m.def("all_to_all_signals(int comm) -> int[]");
   m.def("all_to_all_use_signals(int comm, int[] device_addresses) -> ()");
   m.def(
-      "all_to_all_set_dispatch_kernel(int comm, ScalarType x_dtype, int options, int[] kernel) "
+      "all_to_all_set_dispatch_kernel(int comm, ScalarType x_dtype, int options, str kernel) "
       "-> ()");
   m.def(
       "all_to_all_set_combine_kernel(int comm, ScalarType y_dtype, ScalarType out_dtype, "
-      "int[] kernel) -> ()");
+      "str kernel) -> ()");
   m.def("all_to_all_address(int comm) -> Tensor");
   m.def("all_to_all_connect(int comm, Tensor[] addresses) -> ()");
   m.def("all_to_all_close(int comm) -> ()");
@@ -98,6 +105,19 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
   m.def("all_to_all_release_oldest(int comm) -> ()");
   m.def("all_to_all_gather_counts(int comm, Tensor values) -> Tensor");
   m.def("handle_words(int comm, int num_rows, int max_tokens) -> int");
+  m.def("handle_layout(int comm, int num_rows, int max_tokens) -> str");  // abi::HandleLayout
+
+  // --- counts: `host` is the address of abi::count_words(), which hold the call's number last ---
+  m.def(
+      "count_routing(int kernel, Tensor topk_idx, int num_experts, int num_ranks, int num_nodes, "
+      "int host, int call) -> (Tensor per_rank, Tensor per_node, Tensor per_expert, "
+      "Tensor in_rank)");
+  m.def(
+      "share_counts(int kernel, Tensor per_rank, Tensor per_expert, int num_tokens, int host, "
+      "int call) -> ()");
+  m.def(
+      "all_to_all_agree(int comm, int num_values, int host, int call, int alignment) -> "
+      "(Tensor gathered, int[] sizes)");
 
   // --- all to all: halves ---
   m.def(
@@ -120,6 +140,7 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
   // --- all to all: whole calls ---
   m.def(("dispatch" + kDispatch).c_str());
   m.def(("dispatch_inference" + kDispatch).c_str());
+  m.def(("dispatch_counted" + kDispatchCounted).c_str());
   m.def(("combine" + kCombine).c_str());
   m.def(("combine_inference" + kCombine).c_str());
   m.def(

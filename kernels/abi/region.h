@@ -29,11 +29,11 @@ struct RegionHeader {
   u32 flags;       // RegionFlags
   u64 slot_bytes;  // stride the sender used
   // On GPUs, where rows flag themselves: step + 1 in the upper halves of both, below it num_tokens
-  // and told_shape(), so that readers need not wait for the whole header and its flag.
-  u64 told[2];
+  // and announced_shape(), so that readers need not wait for the whole header and its flag.
+  u64 announced[2];
   u64 reserved[11];
 
-  // Sets all words but step and told, which are stored last where they are flags.
+  // Sets all words but step and announced, which are stored last where they are flags.
   MOE_P2P_HD constexpr void describe(u32 tokens, u32 region_flags, u64 stride) {
     num_tokens = tokens;
     flags = region_flags;
@@ -52,7 +52,7 @@ MOE_P2P_HD auto* behind_header(Byte* region) {
   return values_at<T>(region, sizeof(RegionHeader));
 }
 
-MOE_P2P_HD constexpr u32 told_shape(u32 flags, u64 slot_bytes) {
+MOE_P2P_HD constexpr u32 announced_shape(u32 flags, u64 slot_bytes) {
   return flags | static_cast<u32>(slot_bytes / kLine) << 16;
 }
 

@@ -4,7 +4,7 @@
 // unchanged row goes straight from the loading to the storing warp.
 #pragma once
 
-#include "kernels/combine/recv.cuh"
+#include "kernels/combine/sum.cuh"
 #include "kernels/device/bulk.cuh"
 
 namespace moe_p2p::device::bulk {
@@ -238,7 +238,7 @@ struct Storer {
     }
     sum.next();
     give_back<kFlagged, 0>();
-    if (kFlagged) pipe.progress.tell_end(chunk);
+    if (kFlagged) pipe.progress.publish_end(chunk);
   }
   __device__ void store(char* to, const char* from, i32 piece, u64* empty) {
     bulk_store(to, from, piece_bytes<kOutType>(piece));
@@ -252,170 +252,8 @@ struct Storer {
     bulk_wait<kNumLeft>();
     for (; num_stored - num_read > kNumLeft; ++num_read)
       barrier_arrive(pipe.unread[num_read % kMostUnread]);
-    if (kFlagged) pipe.progress.tell(num_read / kPieces);
+    if (kFlagged) pipe.progress.publish(num_read / kPieces);
   }
 };
-
-// --- sending ---
-
-// Whether a sum of one row is sent unchanged; the receiving half adds it to 0.0.
-__device__ inline bool rows_stay(const Adder& a) {
-  return kYType == kOutType && !a.weighted() && !a.p.with_scalars;
-}
-
-__device__ inline void load_slots(const Adder& a, Loader& loader, const LoadWarp& warp, u64 step,
-                                  i32 chunk) {
-  Rows<kLookedUp>& found = loader.pipe.looked_up;
-  const i32 slot = slot_of(step);
-  const i32 num_items = a.num_items(chunk);
-  for (i32 first = warp.id; first < num_items; first += warp.count * kLookedUp) {
-    look_up(a, warp, step, chunk, num_items, first, found);
-    __syncwarp();
-    for (i32 place = 0, i = first; place < kLookedUp && i < num_items; ++place, i += warp.count) {
-      const i32 num_rows = found.num_rows[place];
-      if (num_rows < 0) continue;
-      const auto [source, index] = a.item(num_items, i);
-      const u64 data = a.p.comm.data[source % kLocal];
-      Sum& sum = loader.next();
-      if (warp.thread == 0) {
-        sum.num_rows = num_rows;
-        sum.is_row = num_rows == 1 && rows_stay(a);
-        sum.first_row = found.row[place][0];
-        sum.rows = a.handle.rows_of(chunk, source, index);
-        sum.to = partial_at(data, slot, a.self.local) + combine_slots_offset() +
-                 static_cast<u64>(index) * a.p.stride;
-        sum.flag = partial_flags_at(data, slot, a.self.local) + index;
-      }
-      for (i32 r = warp.thread; r < num_rows; r += 32) {
-        sum.row[r] = a.p.y.as<const char>() + static_cast<u64>(found.row[place][r]) * kYBytes;
-        sum.weight[r] = found.weight[place][r];
-      }
-      loader.put<kYType>();
-    }
-    __syncwarp();  // the next batch takes the place of this one
-  }
-  loader.end();
-}
-
-template <typename IsTrusted, typename Begin>
-__device__ inline void combine_send(const CombineParams& p, i32 block, const IsTrusted&,
-                                    const Begin& begin) {
-  auto& s = shared<BulkShared>();
-  const PipeRole role = PipeRole::of();
-  SumPipe& pipe = s.worker[role.place];
-  const Adder a{p, Self(p.comm), HandleArrays(p)};
-  const LoadWarp warp{role.thread, block * SendWorker::kCount + role.place,
-                      p.grid.num_send_blocks * SendWorker::kCount};
-  Loader loader{pipe, role.thread};
-  Summer summer{pipe, role.thread};
-  Storer storer{pipe};
-  init_pipes(s);
-  const Begun begun = begin();
-  if (!begun.good) return;
-  for (i32 chunk = 0; chunk < p.num_chunks; ++chunk) {
-    const u64 step = begun.first_step + static_cast<u64>(chunk);
-    if (!open_chunk(a, begun.opens, step, chunk, block)) return;
-    if (role.loads) {
-      load_slots(a, loader, warp, step, chunk);
-    } else if (role.stores) {
-      if (role.thread == 0) storer.run<true>(chunk);
-    } else if (role.flags) {
-      raise_flags<SendWorker::kCount, 1>(
-          [&](i32 w) -> Progress<1>& { return s.worker[w].progress; }, role.thread, chunk,
-          flag_of(step));
-    } else {
-      summer.run<kYType>(a.weighted(), [&](const Sum& sum) {
-        if (p.with_scalars && role.thread < kTopk)
-          store_scalar(a, sum.to, false, sum.rows, sum.first_row, role.thread);
-      });
-    }
-    __syncthreads();  // the next chunk opens with the whole block
-  }
-}
-
-// --- receiving ---
-
-// A warp waits for the rows of several tokens together: one wait for all, but in a short chunk the
-// first token should not wait for others.
-inline constexpr i32 kSpeakerLanes = kSpeakers <= 2    ? 2
-                                     : kSpeakers <= 4  ? 4
-                                     : kSpeakers <= 8  ? 8
-                                     : kSpeakers <= 16 ? 16
-                                                       : 32;
-inline constexpr i32 kTokenLanes = kChunk > 512 ? kSpeakerLanes : 32;  // of one token
-inline constexpr i32 kTokensAtOnce = 32 / kTokenLanes;
-
-// Loads the rows of tokens first, first + stride, ... up to kTokensAtOnce of them.
-__device__ inline void load_tokens(const CombineParams& p, const Self& self,
-                                   const HandleArrays& handle, Loader& loader, u64 step, i32 first,
-                                   i32 end, i32 stride) {
-  const i32 lane = loader.lane, mine = lane / kTokenLanes, speaker = lane % kTokenLanes;
-  const i32 token = first + mine * stride;
-  const char* row = nullptr;
-  if (token < end && speaker < kSpeakers)
-    row = wait_partial(p, self, step, speaker, handle.send_slots(token)[speaker]);
-  fence_global_for_bulk();
-  const u32 have = __ballot_sync(~0u, row != nullptr);
-  const i32 first_partial = num_biases(p);
-  for (i32 t = 0; t < kTokensAtOnce && first + t * stride < end; ++t) {
-    const u32 bits = have >> (t * kTokenLanes) & (~0u >> (32 - kTokenLanes));
-    const u64 offset = static_cast<u64>(first + t * stride) * kOutBytes;
-    Sum& sum = loader.next();
-    if (lane == 0) {
-      i32 num = 0;
-      for (i32 b = 0; b < kBiases; ++b)
-        if (p.bias[b]) sum.row[num++] = p.bias[b].as<const char>() + offset;
-      sum.num_rows = num + __popc(bits);
-      sum.is_row =
-          false;  // a row alone is added to 0.0 here, as no other half does: -0.0 gives 0.0
-      sum.token = first + t * stride;
-      sum.to = p.out.as<char>() + offset;
-      sum.flag = nullptr;
-    }
-    if (mine == t && row) sum.row[first_partial + __popc(bits & ((1u << speaker) - 1))] = row;
-    loader.put<kOutType>();
-  }
-}
-
-__device__ inline void sum_scalars(const CombineParams& p, const Sum& sum, i32 k) {
-  float total = 0.0f;
-  for (i32 r = num_biases(p); r < sum.num_rows; ++r)
-    total = __fadd_rn(total, values_at<float>(sum.row[r] + kOutBytes)[k]);
-  p.out_scalars[static_cast<i64>(sum.token) * kTopk + k] = total;
-}
-
-__device__ inline void combine_recv(const CombineParams& p, const Begun& begun, i32 block) {
-  auto& s = shared<BulkShared>();
-  const PipeRole role = PipeRole::of();
-  SumPipe& pipe = s.worker[role.place];
-  const Self self(p.comm);
-  const HandleArrays handle(p);
-  const RecvWorker worker = RecvWorker::of(block, p.grid.num_recv_blocks);
-  const i32 id = block * SendWorker::kCount + role.place;
-  const i32 count = p.grid.num_recv_blocks * SendWorker::kCount;
-  if (!begun.good) return lose_sums(p, block * SendWorker::kCount, SendWorker::kCount, count);
-  Loader loader{pipe, role.thread};
-  Summer summer{pipe, role.thread};
-  Storer storer{pipe};
-  init_pipes(s);
-  for (i32 chunk = 0; chunk < p.num_chunks; ++chunk) {
-    const u64 step = begun.first_step + static_cast<u64>(chunk);
-    begin_chunk(p, self, worker, step, chunk, block);
-    if (role.loads) {
-      const i32 end = end_of_chunk(p, chunk);
-      for (i32 token = chunk * kChunk + id; token < end; token += count * kTokensAtOnce)
-        load_tokens(p, self, handle, loader, step, token, end, count);
-      loader.end();
-    } else if (role.stores) {
-      if (role.thread == 0) storer.run<false>(chunk);
-    } else if (!role.flags) {
-      summer.run<kOutType>(false, [&](const Sum& sum) {
-        if (p.out_scalars && role.thread < kTopk) sum_scalars(p, sum, role.thread);
-      });
-    }
-    __syncthreads();
-    end_chunk(p, self, worker, step, block);
-  }
-}
 
 }  // namespace moe_p2p::device::bulk

@@ -3,14 +3,12 @@
 // other, any other node one row.
 #pragma once
 
-#include "kernels/combine/send.cuh"
+#include "kernels/combine/sum.cuh"
+#include "kernels/combine/sums_read.cuh"
+#include "kernels/device/lost.cuh"
+#include "kernels/device/steps.cuh"
 
 namespace moe_p2p::device {
-
-inline constexpr i32 kBiases = 2;
-__device__ __forceinline__ i32 num_biases(const CombineParams& p) {
-  return (p.bias[0] ? 1 : 0) + (p.bias[1] ? 1 : 0);
-}
 
 struct CombineRecvShared {
   struct {
@@ -119,8 +117,8 @@ __device__ inline void end_step(const CombineParams& p, const Self& self, u64 st
 // Measures how long this rank waits for each speaker; ranks of other nodes that do not send to it
 // directly have no time of their own. For own-node ranks this is the wait for the word that they
 // store as they begin to send.
-__device__ __noinline__ void tell_waits(const CombineParams& p, const Self& self, u64 step,
-                                        bool first) {
+__device__ __noinline__ void report_waits(const CombineParams& p, const Self& self, u64 step,
+                                          bool first) {
   i64* ticks = p.wait_ticks.get();
   if (first)
     for (i32 i = static_cast<i32>(threadIdx.x); i < kWorld; i += kBlockThreads) ticks[i] = 0;
@@ -130,18 +128,6 @@ __device__ __noinline__ void tell_waits(const CombineParams& p, const Self& self
     wait_combine(p.comm, self, step, i);
     ticks[speaker_rank(self, i)] += clock64() - begin;
   }
-}
-
-// Announces that all workers have read the sums of a step: the first sending block may open the
-// slot's next one, and the workers may count for it; one without tokens would otherwise be far
-// ahead.
-__device__ inline void say_sums_read(const CombineParams& p, const RecvWorker& worker, u64 step) {
-  u32* received = state_words<u32>(p.comm, kWords.received) + slot_of(step);
-  const auto last = static_cast<u32>(worker.count - 1);
-  worker.sync();
-  // Pairs with wait_sums_read().
-  if (worker.thread == 0 && atom_inc_acq_rel_gpu_u32(received, last) == last)
-    st_release_gpu_u64(read_word(p.comm, step), step + 1);
 }
 
 __device__ inline i32 end_of_chunk(const CombineParams& p, i32 chunk) {
@@ -156,7 +142,7 @@ __device__ inline void begin_chunk(const CombineParams& p, const Self& self,
     if (worker.thread == 0) wait_sums_read(p.comm, step - static_cast<u64>(kSteps));
     worker.sync();
   }
-  if (p.wait_ticks && block == 0) tell_waits(p, self, step, chunk == 0);
+  if (p.wait_ticks && block == 0) report_waits(p, self, step, chunk == 0);
 }
 
 __device__ inline void end_chunk(const CombineParams& p, const Self& self, const RecvWorker& worker,

@@ -5,29 +5,14 @@
 #pragma once
 
 #include "kernels/combine/sum.cuh"
+#include "kernels/combine/sums_read.cuh"
 #include "kernels/combine/weights.cuh"
 #include "kernels/device/lost.cuh"
 #include "kernels/device/steps.cuh"
 
 namespace moe_p2p::device {
 
-// Items are looked up in batches, kLanes threads for each: one latency for all of them.
-inline constexpr i32 kLanes = kTopk <= 1    ? 1
-                              : kTopk <= 2  ? 2
-                              : kTopk <= 4  ? 4
-                              : kTopk <= 8  ? 8
-                              : kTopk <= 16 ? 16
-                                            : 32;
 inline constexpr i32 kBatch = SendWorker::kThreads / kLanes;
-
-template <i32 kItems>
-struct Rows {
-  i32 row[kItems][kLanes];  // rows of y of one slot, k ascending, one after the other
-  float weight[kItems][kLanes];
-  i32 num_rows[kItems];  // -1: nothing to do for it
-  u64 ranks[kOthers > 0 ? kItems
-                        : 1];  // own-node ranks that hold a partial, of slots of other nodes
-};
 using CombineScratch = Rows<kBatch>;
 struct CombineSendShared {
   CombineScratch worker[SendWorker::kCount];
@@ -231,16 +216,6 @@ __device__ inline void combine_chunk(const Adder& a, const SendWorker& worker, c
     }
     worker.sync();  // the next batch takes the place of this one
   }
-}
-
-// Holds e + 1 once a combine of several chunks has read the sums of step e.
-__device__ inline u64* read_word(const DeviceComm& comm, u64 step) {
-  return state_words<u64>(comm, kWords.read) + slot_of(step);
-}
-
-__device__ inline bool wait_sums_read(const DeviceComm& comm, u64 step) {
-  if (MOE_P2P_MUTATED(kSumsOverwritten)) return true;
-  return wait_word(comm, read_word(comm, step), step + 1, {Phase::kCombine, comm.rank, step});
 }
 
 // A combine that opens steps of its own begins each with an empty dispatch to, and from, all ranks.

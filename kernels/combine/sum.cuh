@@ -95,6 +95,33 @@ __device__ __forceinline__ void store_values_shared(char* row, i32 group, const 
         Values<kOutType>::store(acc + i * kPerVec);
 }
 
+// --- what is added ---
+
+// Items are looked up in batches, kLanes threads for each: one latency for all of them.
+inline constexpr i32 kLanes = kTopk <= 1    ? 1
+                              : kTopk <= 2  ? 2
+                              : kTopk <= 4  ? 4
+                              : kTopk <= 8  ? 8
+                              : kTopk <= 16 ? 16
+                                            : 32;
+
+template <i32 kItems>
+struct Rows {
+  i32 row[kItems][kLanes];  // rows of y of one slot, k ascending, one after the other
+  float weight[kItems][kLanes];
+  i32 num_rows[kItems];  // -1: nothing to do for it
+  u64 ranks[kOthers > 0 ? kItems
+                        : 1];  // own-node ranks that hold a partial, of slots of other nodes
+};
+
+// The caller's addends of a token, before its partial rows.
+inline constexpr i32 kBiases = 2;
+__device__ __forceinline__ i32 num_biases(const CombineParams& p) {
+  return (p.bias[0] ? 1 : 0) + (p.bias[1] ? 1 : 0);
+}
+
+// --- sums ---
+
 // Parts of a row, one group for each thread of a worker, which several workers share where a step
 // has few rows.
 inline constexpr bool kFewRows = kSelfFlagged && kOthers == 0 && kChunk <= 16;

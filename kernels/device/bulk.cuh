@@ -78,8 +78,8 @@ struct Progress {
     }
   }
   // Called by one storing thread, after the copies completed; pairs with raise_flags().
-  __device__ void tell(u32 num) { st_release_cta_u32(&num_written, num); }
-  __device__ void tell_end(i32 chunk) {
+  __device__ void publish(u32 num) { st_release_cta_u32(&num_written, num); }
+  __device__ void publish_end(i32 chunk) {
     st_release_cta_u32(&num_ended, static_cast<u32>(chunk + 1));
   }
 };

@@ -17,6 +17,7 @@ enum class Mutation {
   kSumBeforeWeights,  // partial sums without waiting for late weights
   kMaskAtOnce,        // a late rank is masked at the first deadline, however many are missing
   kStepOfOneWord,     // blocks that start late read the step that the first has already left
+  kScaleRoundedDown,  // a scale barely above a power of two becomes that power
 };
 
 }  // namespace moe_p2p::device

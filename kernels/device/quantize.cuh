@@ -2,6 +2,7 @@
 // moe_p2p/reference/routing.py, bit for bit).
 #pragma once
 
+#include "kernels/device/mutation.cuh"
 #include "kernels/device/ptx.cuh"
 
 namespace moe_p2p::device {
@@ -68,7 +69,8 @@ inline constexpr u32 kInfinity = 0x7f800000u;  // as fp32
 
 // The smallest power of two that is not less than x; x is positive and normal, or inf.
 __device__ __forceinline__ float power_of_two_from(float x) {
-  return __uint_as_float((__float_as_uint(x) + 0x7fffffu) & kInfinity);
+  const u32 below = MOE_P2P_MUTATED(kScaleRoundedDown) ? 0x7fffefu : 0x7fffffu;
+  return __uint_as_float((__float_as_uint(x) + below) & kInfinity);
 }
 // 1 / x for a power of two from 2^-126 to 2^126; 0 for inf.
 __device__ __forceinline__ float inverse_of_power_of_two(float x) {

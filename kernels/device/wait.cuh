@@ -211,11 +211,11 @@ __device__ inline bool wait_free(const DeviceComm& comm, const Self& self, u64 s
   bool is_free = true;
   if (!MOE_P2P_MUTATED(kReuseSlotEarly) && step >= static_cast<u64>(kSteps))
     for (i32 i = lane; i < kSpeakers; i += 32) {
-      const bool heard = wait_combine(comm, self, step - static_cast<u64>(kSteps), i);
+      const bool arrived = wait_combine(comm, self, step - static_cast<u64>(kSteps), i);
       if constexpr (kMasks) {
-        is_free = (heard || speaker_masked(comm, self, i)) && is_free;
+        is_free = (arrived || speaker_masked(comm, self, i)) && is_free;
       } else {
-        is_free = heard && is_free;
+        is_free = arrived && is_free;
       }
     }
   return is_free;
@@ -243,13 +243,13 @@ __device__ inline void relay_phase(const DeviceComm& comm, const Self& self, Pha
     if (phase == Phase::kCombine && source % kLocal != self.local) continue;
     const u64 there = comm.signals[source % kLocal] + signals.flag(phase, slot, source);
     u64* here = arrival_word(comm, phase, slot, source);  // only this thread writes it
-    u64 told = *here;
-    for (Patience patience; told < want;) {
+    u64 seen = *here;
+    for (Patience patience; seen < want;) {
       // Pairs with Exchange::publish(); the release, with wait_part().
       const u64 word = ld_acquire_sys_u64(reinterpret_cast<const u64*>(there));
-      if (word > told) {
+      if (word > seen) {
         st_release_gpu_u64(here, word);
-        told = word;
+        seen = word;
       } else if constexpr (kMasks) {
         if (is_masked(comm, source) || is_aborted(comm)) break;
       } else if (!lasts(comm, patience, static_cast<u32>(want), static_cast<u32>(word),

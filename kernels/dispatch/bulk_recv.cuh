@@ -10,10 +10,10 @@ namespace moe_p2p::device::bulk {
 
 inline constexpr i32 kPayloadBytes = kPayloadVecs * static_cast<i32>(sizeof(Vec));
 inline constexpr i32 kRings = MOE_P2P_RINGS, kRingImages = MOE_P2P_RING_IMAGES;
-// Slots that are fetched while one is taken. By expert a slot fills several rows, whose copies need
-// the time of another image.
-inline constexpr i32 kAhead = kByRank ? kRingImages - 1 : kRingImages - 2;
-static_assert(kAhead >= 1);
+// Slots that are fetched while one is taken. Where a slot fills several rows, whose copies need the
+// time of another image, launch_shape.py gives a ring one more.
+inline constexpr i32 kAhead = 2;
+static_assert(kAhead < kRingImages);
 
 struct RecvRing {
   alignas(kBulkAlign) char image[kRingImages][kImageBytes];

@@ -39,9 +39,9 @@ struct Tokens {
 // What a lane needs of the routing for a token, asked for while the head of the token before is
 // made.
 struct Ahead {
-  static constexpr i32 kCounted = kByRank ? 0 : 24;  // entries that are counted
+  static constexpr i32 kCounted = Placement::num_counted_ahead();
   Entry entry;
-  i32 id[kByRank ? 1 : kCounted];
+  i32 id[kCounted > 0 ? kCounted : 1];
 
   // `counted`: tokens counted already.
   __device__ void ask(const DispatchParams& p, i32 counted, i32 token, i32 lane) {
@@ -59,7 +59,7 @@ struct Ahead {
     for (i32 j = 0; j < kCounted; ++j)
       if (first + j * 32 + lane < end)
         if (const i32 e = expert_of(id[j]); e >= 0) atomicAdd(&seen[e], 1);
-    count_experts(p, seen, first + kCounted * 32, end, lane, 32);
+    Placement::count(p, seen, first + kCounted * 32, end, lane, 32);
   }
 };
 
@@ -90,7 +90,7 @@ __device__ inline void make_heads(const Sender& a, const PipeRole& role, u64 ste
   ahead.ask(p, counted, tokens.first, lane);
   for (i32 token = tokens.first; token < tokens.end; token += tokens.stride) {
     const Entry entry = ahead.entry;
-    if constexpr (!kByRank) ahead.count(p, w.seen, counted, token, lane);
+    ahead.count(p, w.seen, counted, token, lane);
     if (const i32 next = token + tokens.stride; next < tokens.end) {
       ahead.ask(p, token, next, lane);
       if constexpr (kQuantize) load_row(p, pipe, next, image, x, lane);
@@ -209,7 +209,7 @@ struct Storer {
     if (num_stored - num_read <= kNumLeft) return;
     for (; num_stored - num_read > kNumLeft; ++num_read)
       if (lane == 0) barrier_arrive(&pipe.images.empty[num_read % kImages]);
-    if (lane == 0) pipe.progress.tell(num_read);
+    if (lane == 0) pipe.progress.publish(num_read);
   }
 
   __device__ void run(const Sender& a, u64 step, i32 chunk, const Tokens& tokens,
@@ -237,7 +237,7 @@ struct Storer {
       image.next();
     }
     give_back<0>();
-    if (lane == 0) pipe.progress.tell_end(chunk);
+    if (lane == 0) pipe.progress.publish_end(chunk);
   }
 };
 

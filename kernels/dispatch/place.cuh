@@ -3,12 +3,11 @@
 #pragma once
 
 #include "kernels/device/lost.cuh"
-#include "kernels/dispatch/token.cuh"
+#include "kernels/dispatch/placement.cuh"
 
 namespace moe_p2p::device {
 
-// Rows are placed by groups: one for each local expert, or with kByRank one for all.
-inline constexpr i32 kRowGroups = kByRank ? 1 : kMaxLocalExperts;
+inline constexpr i32 kRowGroups = Placement::max_groups();
 
 struct FoundRows {
   i32 row[2][kTopk];  // this rank's rows of the current slot, and of the one before
@@ -35,10 +34,9 @@ struct Receiver {
   const DispatchParams& p;
   const Self self;
   const HandleArrays handle;
-  const bool tells;  // one block writes what all work out
+  const bool reports;  // one block writes what all work out
   RecvShared& s;
 
-  __device__ i32 num_groups() const { return kByRank ? 1 : p.comm.num_local_experts; }
   // Returns the row behind the last one that there is room for.
   __device__ i64 end_of(i32 group) const {
     return p.grouped ? p.capacity : (group + 1) * p.capacity;
@@ -46,12 +44,12 @@ struct Receiver {
 };
 
 // Writes how long a wait took, in cycles of the GPU; a call of several chunks adds up.
-__device__ inline void tell_ticks(const Receiver& a, i32 chunk, i32 source, i64 ticks) {
-  i64* told = &a.p.wait_ticks[source];
-  *told = chunk == 0 ? ticks : *told + ticks;
+__device__ inline void report_ticks(const Receiver& a, i32 chunk, i32 source, i64 ticks) {
+  i64* ticks_of = &a.p.wait_ticks[source];
+  *ticks_of = chunk == 0 ? ticks : *ticks_of + ticks;
 }
 
-// --- masks: whether a source has arrived is decided once, by the block that `tells`, because all
+// --- masks: whether a source has arrived is decided once, by the block that `reports`, because all
 // blocks place rows by it. It has arrived when all of its slots have: rows of a source that ends in
 // between are absent. ---
 
@@ -59,12 +57,12 @@ __device__ inline u64* came_word(const Receiver& a, u64 step, i32 source) {
   return state_words<u64>(a.p.comm, kWords.came) + slot_of(step) * kWorld + source;
 }
 
-__device__ inline bool hear(const Receiver& a, u64 step, i32 source) {
+__device__ inline bool await_source(const Receiver& a, u64 step, i32 source) {
   const DeviceComm& comm = a.p.comm;
   if (kInParts && !a.self.same_node(source))  // header and counts are in the first
     return wait_part(comm, Phase::kDispatch, step, source, 0);
   if constexpr (!kMasks) return wait_dispatch(comm, a.self, step, source);
-  if (a.tells) return wait_dispatch(comm, a.self, step, source) && !is_masked(comm, source);
+  if (a.reports) return wait_dispatch(comm, a.self, step, source) && !is_masked(comm, source);
   const u64* word = came_word(a, step, source);
   return wait_word(comm, word, 2 * (step + 1), {Phase::kDispatch, comm.rank, step}) &&
          (ld_relaxed_sys_u64(word) & 1);
@@ -75,7 +73,7 @@ __device__ inline bool is_lost(const Receiver& a, i32 source) {
   return !kMasks || (is_aborted(a.p.comm) && !is_masked(a.p.comm, source));
 }
 
-// Called by the block that `tells`: waits for the slots of the own node, and stores whether each
+// Called by the block that `reports`: waits for the slots of the own node, and stores whether each
 // source has arrived. Returns false if one is lost.
 __device__ inline bool decide(const Receiver& a, u64 step, i32* num_slots) {
   const DeviceComm& comm = a.p.comm;
@@ -92,14 +90,14 @@ __device__ inline bool decide(const Receiver& a, u64 step, i32* num_slots) {
   for (i32 source = thread; source < kWorld; source += kBlockThreads) {
     if (num_slots[source] < 0) lost = lost || is_lost(a, source);
     a.handle.slot_count(0, source) = max(num_slots[source], 0);
-    // Pairs with the wait in hear(); behind it lie the header and the slots.
+    // Pairs with the wait in await_source(); behind it lie the header and the slots.
     st_release_gpu_u64(came_word(a, step, source), 2 * (step + 1) + (num_slots[source] >= 0));
   }
   return !__syncthreads_or(lost);
 }
 
 // Returns the number of slots of a chunk from `source`; -1 when it does not arrive.
-__device__ inline i32 hear_slots(const Receiver& a, u64 step, i32 source) {
+__device__ inline i32 receive_slots(const Receiver& a, u64 step, i32 source) {
   const DispatchParams& p = a.p;
   const RegionHeader* header =
       region_header(dispatch_region(p.comm, a.self, slot_of(step), source));
@@ -109,15 +107,16 @@ __device__ inline i32 hear_slots(const Receiver& a, u64 step, i32 source) {
   bool fits;
   if (kSelfFlagged && a.self.same_node(source)) {
     const Awaited what{Phase::kDispatch, source, step};
-    u64 told[2] = {ld_relaxed_sys_u64(&header->told[0]), ld_relaxed_sys_u64(&header->told[1])};
+    u64 words[2] = {ld_relaxed_sys_u64(&header->announced[0]),
+                    ld_relaxed_sys_u64(&header->announced[1])};
     for (i32 i = 0; i < 2; ++i)
-      if (!wait_tagged(p.comm, &header->told[i], told[i], what)) return -1;
-    const auto shape = static_cast<u32>(told[1]);
-    slots = static_cast<i32>(static_cast<u32>(told[0]));
+      if (!wait_tagged(p.comm, &header->announced[i], words[i], what)) return -1;
+    const auto shape = static_cast<u32>(words[1]);
+    slots = static_cast<i32>(static_cast<u32>(words[0]));
     slot_bytes = (shape >> 16) * kLine;
-    fits = shape == told_shape(flags, p.parts.slot_bytes);
+    fits = shape == announced_shape(flags, p.parts.slot_bytes);
   } else {
-    if (!hear(a, step, source)) return -1;
+    if (!await_source(a, step, source)) return -1;
     slots = static_cast<i32>(header->num_tokens);
     slot_bytes = header->slot_bytes;
     fits = header->flags == flags && slot_bytes == p.parts.slot_bytes;
@@ -142,42 +141,22 @@ __device__ inline bool read_headers(const Receiver& a, u64 step, i32 chunk) {
   // Threads of one warp end a wait together, so where ticks count they are as far apart as can be.
   constexpr i32 kEach = kBlockThreads / kWorld;  // threads available for a source
   constexpr i32 kApart = kEach > 32 ? 32 : kEach < 1 ? 1 : kEach;
-  const bool timed = a.tells && p.wait_ticks;
+  const bool timed = a.reports && p.wait_ticks;
   const i32 apart = timed ? kApart : 1;
   if (const i32 thread = static_cast<i32>(threadIdx.x); thread % apart == 0)
     for (i32 source = thread / apart; source < kWorld; source += kBlockThreads / apart) {
       const i64 began = clock64();
-      const i32 slots = hear_slots(a, step, source);
-      if (timed) tell_ticks(a, chunk, source, clock64() - began);
+      const i32 slots = receive_slots(a, step, source);
+      if (timed) report_ticks(a, chunk, source, clock64() - began);
       a.s.num_slots[chunk % 2][source] = slots;
       if (slots < 0) lost = lost || is_lost(a, source);
-      if (a.tells) a.handle.slot_count(chunk, source) = max(slots, 0);
+      if (a.reports) a.handle.slot_count(chunk, source) = max(slots, 0);
     }
   __syncwarp();
   lost = __syncthreads_or(lost);
   if constexpr (kMasks)
-    if (a.tells && !lost) lost = !decide(a, step, a.s.num_slots[chunk % 2]);
+    if (a.reports && !lost) lost = !decide(a, step, a.s.num_slots[chunk % 2]);
   return !lost;
-}
-
-// First rows of grouped experts: a prefix sum of their aligned numbers of rows, by one warp.
-__device__ inline void place_groups(const Receiver& a) {
-  const i32 lane = static_cast<i32>(threadIdx.x), num_experts = a.num_groups();
-  i32 before = 0;
-  for (i32 first = 0; first < num_experts; first += 32) {
-    const i32 e = first + lane;
-    const auto alignment = static_cast<i32>(a.p.alignment);
-    const i32 rows =
-        e < num_experts ? (a.s.num_rows[e] + alignment - 1) / alignment * alignment : 0;
-    i32 sum = rows;
-#pragma unroll
-    for (i32 d = 1; d < 32; d *= 2) {
-      const i32 left = __shfl_up_sync(~0u, sum, d);
-      if (lane >= d) sum += left;
-    }
-    if (e < num_experts) a.s.start[e] = before + sum - rows;
-    before += __shfl_sync(~0u, sum, 31);
-  }
 }
 
 // Count i of `source` about the call for this rank, read in two steps: loads of several counts can
@@ -192,8 +171,8 @@ __device__ __forceinline__ u64 ask_count(const Receiver& a, u64 step, i32 source
   return values_at<u32>(counts)[(near ? 0 : a.self.local * kCountsPerRank) + i];
 }
 // Returns -1 if the count did not arrive.
-__device__ __forceinline__ i32 hear_count(const Receiver& a, u64 step, i32 source, i32 i,
-                                          u64 word) {
+__device__ __forceinline__ i32 receive_count(const Receiver& a, u64 step, i32 source, i32 i,
+                                             u64 word) {
   if (kSelfFlagged && a.self.same_node(source))
     if (!wait_tagged(a.p.comm, values_at<u64>(counts_from(a, step, source)) + i, word,
                      {Phase::kDispatch, source, step}))
@@ -204,10 +183,10 @@ __device__ __forceinline__ i32 hear_count(const Receiver& a, u64 step, i32 sourc
 // Reports the capacity that would have sufficed and, in the padded layout, which expert needs it.
 __device__ __noinline__ void raise_capacity(const DispatchParams& p, const RecvShared& s,
                                             u64 step) {
-  const bool shared_room = kByRank || p.grouped;
+  const bool shared_room = Placement::shares_room(p);
   i64 needed = 0;
   i32 expert = -1;
-  for (i32 g = 0; g < (kByRank ? 1 : p.comm.num_local_experts); ++g) {
+  for (i32 g = 0; g < Placement::num_groups(p); ++g) {
     const i64 rows = (shared_room ? i64{s.start[g]} : 0) + s.num_rows[g];
     if (rows > needed) needed = rows, expert = g;
   }
@@ -215,28 +194,55 @@ __device__ __noinline__ void raise_capacity(const DispatchParams& p, const RecvS
               static_cast<u64>(p.capacity), static_cast<u64>(needed));
 }
 
-// Writes counts and offsets of experts. None exceeds the room, whatever was sent.
-__device__ inline void tell_experts(const Receiver& a, u64 step) {
+inline constexpr i32 kOutScales =  // 4-byte words that a quantizing dispatch delivers
+    kScaleFormat == ScaleFormat::kUe8m0 ? (kScales + 3) / 4 : kScales;
+__device__ __forceinline__ i32 num_scales(const DispatchParams& p) {
+  return kQuantize ? kOutScales : kScaled ? static_cast<i32>(p.parts.bytes[1] / 4) : 0;
+}
+__device__ __forceinline__ i64 scales_of(const DispatchParams& p, i64 row, i32 expert) {
+  return row * p.scale_place.row + expert * p.scale_place.expert;
+}
+
+// --- what is lost ---
+
+// Marks the rows of this call as unknown. Called by the whole block.
+__device__ inline void report_lost(const Receiver& a) {
   const DispatchParams& p = a.p;
-  const RecvShared& s = a.s;
   const i32 thread = static_cast<i32>(threadIdx.x), num_experts = p.comm.num_local_experts;
-  i32* offsets = p.offsets.get();
-  if (num_experts == 0 && thread == 0) offsets[0] = 0;
+  if (!a.reports || !p.offsets) return;
   for (i32 e = thread; e < num_experts; e += kBlockThreads) {
-    const i64 room = a.end_of(e), start = min(i64{s.start[e]}, room);
-    const i64 end = i64{s.start[e]} + s.num_rows[e];
-    if (end > room) raise_capacity(p, s, step);
-    p.counts[e] = static_cast<i32>(min(end, room) - start);
-    offsets[e] = static_cast<i32>(start);
-    if (e + 1 == num_experts)
-      offsets[e + 1] = static_cast<i32>(
-          p.grouped ? min((end + p.alignment - 1) / p.alignment * p.alignment, room) : room);
+    p.counts[e] = -1;
+    Placement::lose_ranges(p, e);
+  }
+  for (i32 i = thread; i <= Placement::last_offset(p); i += kBlockThreads) p.offsets[i] = 0;
+}
+
+// Something of `step` is lost, and which rows it would have filled is unknown. So all are poisoned,
+// by all threads that get here; rows that do arrive are stored at the same time and may be whole or
+// not.
+__device__ __noinline__ void lose_rows(const DispatchParams& p, u64 step) {
+  if (!p.offsets) return;
+  const i64 num_rows = (Placement::shares_room(p) ? 1 : p.comm.num_local_experts) * p.capacity;
+  for (i64 row; (row = take_lost(p.comm, step)) >= 0 && row < num_rows;) {
+    lose(p.out_x.as<char>() + row * kPayloadVecs * 16, kPayloadVecs * 16);
+    if constexpr (kScaled) {
+      const auto expert = static_cast<i32>(p.grouped ? 0 : row / p.capacity);
+      u32* scales = p.out_scales.as<u32>() + scales_of(p, row, Placement::group_of(expert));
+      for (i32 i = 0; i < num_scales(p); ++i) scales[i * p.scale_place.word] = ~0u;
+    }
+    for (i32 x = 0; x < p.num_extras; ++x) {
+      const u64 bytes = p.parts.bytes[2 + x];
+      lose(p.out_extras[x].data.get() + static_cast<u64>(row) * bytes, bytes);
+    }
+    constexpr i32 kWeights = Placement::weights_per_row();
+    lose(p.row_weights.as<char>() + row * kWeights * 4, kWeights * 4);
+    Placement::lose_entries(p, row);
+    if (p.source) p.source.as<i64>()[row] = -1;  // both words
   }
 }
 
-// kByRank: writes counts of experts, offsets of sources. Out of line, or recv_slot() would have
-// fewer registers.
-__device__ __noinline__ void tell_sources(const DispatchParams& p, RecvShared& s, u64 step) {
+// Writes counts of experts, offsets of sources, for ByRank.
+__device__ __noinline__ void report_sources(const DispatchParams& p, RecvShared& s, u64 step) {
   const Receiver a{p, Self(p.comm), HandleArrays(p), true, s};
   const i32 thread = static_cast<i32>(threadIdx.x);
   i32* offsets = a.p.offsets.get();
@@ -257,7 +263,7 @@ __device__ __noinline__ void tell_sources(const DispatchParams& p, RecvShared& s
 #pragma unroll
       for (i32 j = 0; j < kAtOnce; ++j)
         if (first + j < kWorld && s.num_slots[0][first + j] >= 0) {
-          const i32 count = hear_count(a, step, first + j, e, word[j]);
+          const i32 count = receive_count(a, step, first + j, e, word[j]);
           all |= count;  // negative once one count is
           sum += count;
         }
@@ -267,76 +273,18 @@ __device__ __noinline__ void tell_sources(const DispatchParams& p, RecvShared& s
   }
 }
 
-__device__ __forceinline__ void store_topk(const DispatchParams& p, i64 at, i32 expert) {
-  if (p.topk_is_int64) {
-    p.row_topk.as<i64>()[at] = expert;
-  } else {
-    p.row_topk.as<i32>()[at] = expert;
-  }
-}
-
-inline constexpr i32 kOutScales =  // 4-byte words that a quantizing dispatch delivers
-    kScaleFormat == ScaleFormat::kUe8m0 ? (kScales + 3) / 4 : kScales;
-__device__ __forceinline__ i32 num_scales(const DispatchParams& p) {
-  return kQuantize ? kOutScales : kScaled ? static_cast<i32>(p.parts.bytes[1] / 4) : 0;
-}
-__device__ __forceinline__ i64 scales_of(const DispatchParams& p, i64 row, i32 expert) {
-  return row * p.scale_place.row + expert * p.scale_place.expert;
-}
-
-// --- what is lost ---
-
-// Marks the rows of this call as unknown. Called by the whole block.
-__device__ inline void tell_lost(const Receiver& a) {
-  const DispatchParams& p = a.p;
-  const i32 thread = static_cast<i32>(threadIdx.x), num_experts = p.comm.num_local_experts;
-  if (!a.tells || !p.offsets) return;
-  for (i32 e = thread; e < num_experts; e += kBlockThreads) {
-    p.counts[e] = -1;
-    if (!kByRank && p.ranges)
-      for (i32 source = 0; source < kWorld; ++source)
-        p.ranges[e * kWorld + source] = 0xffffffff;  // from row 0 on, -1
-  }
-  for (i32 i = thread; i <= (kByRank ? kWorld : num_experts); i += kBlockThreads) p.offsets[i] = 0;
-}
-
-// Something of `step` is lost, and which rows it would have filled is unknown. So all are poisoned,
-// by all threads that get here; rows that do arrive are stored at the same time and may be whole or
-// not.
-__device__ __noinline__ void lose_rows(const DispatchParams& p, u64 step) {
-  if (!p.offsets) return;
-  const i64 num_rows = (kByRank || p.grouped ? 1 : p.comm.num_local_experts) * p.capacity;
-  for (i64 row; (row = take_lost(p.comm, step)) >= 0 && row < num_rows;) {
-    lose(p.out_x.as<char>() + row * kPayloadVecs * 16, kPayloadVecs * 16);
-    if constexpr (kScaled) {
-      const auto expert = static_cast<i32>(p.grouped ? 0 : row / p.capacity);
-      u32* scales = p.out_scales.as<u32>() + scales_of(p, row, kByRank ? 0 : expert);
-      for (i32 i = 0; i < num_scales(p); ++i) scales[i * p.scale_place.word] = ~0u;
-    }
-    for (i32 x = 0; x < p.num_extras; ++x) {
-      const u64 bytes = p.parts.bytes[2 + x];
-      lose(p.out_extras[x].data.get() + static_cast<u64>(row) * bytes, bytes);
-    }
-    constexpr i32 kWeights = kByRank ? kTopk : 1;
-    lose(p.row_weights.as<char>() + row * kWeights * 4, kWeights * 4);
-    if constexpr (kByRank)
-      for (i32 k = 0; k < kTopk; ++k) store_topk(p, row * kTopk + k, -1);
-    if (p.source) p.source.as<i64>()[row] = -1;  // both words
-  }
-}
-
 // Places the rows of every (group, source), by the counts of the whole call. Returns false if some
 // did not arrive.
 __device__ inline bool place_rows(const Receiver& a, u64 step) {
   const DispatchParams& p = a.p;
   RecvShared& s = a.s;
-  const i32 thread = static_cast<i32>(threadIdx.x), num_groups = a.num_groups();
+  const i32 thread = static_cast<i32>(threadIdx.x), num_groups = Placement::num_groups(p);
   bool lost = false;
   for (i32 i = thread; i < num_groups * kWorld; i += kBlockThreads) {
-    const i32 source = i / num_groups, g = i % num_groups, index = kByRank ? kMaxLocalExperts : g;
-    const i32 count = s.num_slots[0][source] < 0
-                          ? 0
-                          : hear_count(a, step, source, index, ask_count(a, step, source, index));
+    const i32 source = i / num_groups, g = i % num_groups, index = Placement::count_of(g);
+    const i32 count = s.num_slots[0][source] < 0 ? 0
+                                                 : receive_count(a, step, source, index,
+                                                                 ask_count(a, step, source, index));
     lost = lost || count < 0;
     s.first_row[g][source] = count;
   }
@@ -345,9 +293,7 @@ __device__ inline bool place_rows(const Receiver& a, u64 step) {
     i32 at = 0;
     for (i32 source = 0; source < kWorld; ++source) {
       const i32 count = s.first_row[g][source];
-      if (!kByRank && a.tells && p.ranges)
-        p.ranges[g * kWorld + source] =
-            min(i64{at}, p.capacity) << 32 | max(min(i64{count}, p.capacity - at), i64{0});
+      Placement::report_range(a, g, source, at, count);
       s.first_row[g][source] = at;
       at += count;
     }
@@ -355,36 +301,15 @@ __device__ inline bool place_rows(const Receiver& a, u64 step) {
     s.start[g] = static_cast<i32>(g * p.capacity);  // padded
   }
   __syncthreads();
-  if (!kByRank && p.grouped) {
-    if (thread < 32) place_groups(a);
-    __syncthreads();
-  }
-  if constexpr (!kByRank)
-    for (i32 i = thread; i < num_groups * kWorld; i += kBlockThreads)
-      s.first_row[i / kWorld][i % kWorld] += s.start[i / kWorld];
-  if (!a.tells || !p.offsets) return true;  // no outputs, nothing to write
-  if constexpr (kByRank) {
-    tell_sources(p, s, step);
-  } else {
-    tell_experts(a, step);
-  }
+  Placement::add_starts(a, num_groups);
+  if (a.reports && p.offsets) Placement::report(a, step);
   return true;
-}
-
-// kByRank: rows without a token name no expert, whether padding is cleared or not.
-__device__ inline void clear_topk(const Receiver& a, const RecvWorker& worker) {
-  const i64 end = a.p.capacity * kTopk, stride = worker.count * RecvWorker::kThreads;
-  i64 i = static_cast<i64>(a.s.num_rows[0]) * kTopk + worker.id * RecvWorker::kThreads;
-  for (i += worker.thread; i < end; i += stride) {
-    store_topk(a.p, i, -1);
-    a.p.row_weights[i] = 0.0f;
-  }
 }
 
 // Rows without a token, when asked for: weight 0, source -1, values 0.
 __device__ inline void clear_padding(const Receiver& a, const RecvWorker& worker) {
   const DispatchParams& p = a.p;
-  const i32 num_groups = a.num_groups();
+  const i32 num_groups = Placement::num_groups(p);
   for (i32 g = num_groups > 0 ? 0 : -1; g < num_groups; ++g) {  // -1: this rank owns none
     const i64 begin = g < 0 ? 0 : static_cast<i64>(a.s.start[g]) + a.s.num_rows[g];
     const i64 room = a.end_of(g);  // place_rows() reported too many rows
@@ -400,7 +325,7 @@ __device__ inline void clear_padding(const Receiver& a, const RecvWorker& worker
              b += RecvWorker::kThreads)
           p.out_extras[x].data.get()[static_cast<u64>(row) * p.parts.bytes[2 + x] + b] = 0;
       if (worker.thread == 0) {
-        if (!kByRank) p.row_weights[row] = 0.0f;
+        Placement::store_weight(p, row, 0.0f);
         if (p.source) p.source.as<i64>()[row] = -1;  // both words
       }
     }

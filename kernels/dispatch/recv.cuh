@@ -43,15 +43,6 @@ __device__ inline void store_scales(const DispatchParams& p, const W&, i64 at, c
     to[i * p.scale_place.word] = scale_word(scales, i);
 }
 
-// kByRank: stores the K entries of a row; other ranks' experts become none.
-__device__ inline void store_entries(const DispatchParams& p, i32 lane, i64 row, i32 expert,
-                                     const char* from) {
-  if (row < 0 || lane >= kTopk) return;
-  const float weight = slot_weights<kTopk>(from)[lane];
-  store_topk(p, row * kTopk + lane, expert);
-  p.row_weights[row * kTopk + lane] = expert < 0 ? 0.0f : weight;
-}
-
 // Finds the rows of this rank that the slot at `from` fills, into w.row[buffer]. Called by the
 // first warp.
 __device__ inline void find_rows(const Receiver& a, i32 lane, i32 chunk, const Item& item,
@@ -64,29 +55,25 @@ __device__ inline void find_rows(const Receiver& a, i32 lane, i32 chunk, const I
     const Owner owner = e < kExperts ? owner_of(p.comm, e) : Owner{-1, 0};
     if (owner.rank == p.comm.rank) {
       expert = owner.local;
-      const i32 group = kByRank ? 0 : expert;
+      const i32 group = Placement::group_of(expert);
       const i32 position = slot_positions<kTopk>(from)[lane];
       row = a.s.first_row[group][item.source] + position;
       // place_rows() reported the excess; a lost position is -1.
       if (row >= a.end_of(group) || position < 0) row = -1;
     }
   }
-  u32 have = __ballot_sync(~0u, row >= 0);
-  if constexpr (kByRank) {
-    store_entries(p, lane, __shfl_sync(~0u, row, max(__ffs(have) - 1, 0)), expert, from);
-    have &= ~have + 1;  // one row for all K: the first lane has it
-    if (!(have >> lane & 1)) row = -1;
-  }
+  const u32 have = Placement::keep(p, lane, __ballot_sync(~0u, row >= 0), row, expert, from);
+  row = Placement::kept(have, lane, row);
   if (row >= 0) {
     const i32 r = __popc(have & ((1u << lane) - 1));
     w.row[buffer][r] = static_cast<i32>(row);
-    if constexpr (kScaled) w.scales[buffer][r] = scales_of(p, row, kByRank ? 0 : expert);
+    if constexpr (kScaled) w.scales[buffer][r] = scales_of(p, row, Placement::group_of(expert));
   }
   if (lane == 0) w.num_rows[buffer] = __popc(have);
   if (lane >= kTopk) return;
   a.handle.rows_of(chunk, item.source, item.index)[lane] = static_cast<i32>(row);
   if (row < 0) return;
-  if constexpr (!kByRank) p.row_weights[row] = slot_weights<kTopk>(from)[lane];
+  Placement::store_weight(p, row, slot_weights<kTopk>(from)[lane]);
   if (p.source) {
     p.source[2 * row] = item.source;
     p.source[2 * row + 1] = static_cast<i32>(slot_head(from)->token);
@@ -311,7 +298,7 @@ __device__ inline void acknowledge(const Receiver& a, const RecvWorker& worker, 
 __device__ inline bool begin_chunk(const Receiver& a, const RecvWorker& worker, bool good, u64 step,
                                    i32 chunk) {
   if (!good || !read_headers(a, step, chunk) || (chunk == 0 && !place_rows(a, step))) {
-    tell_lost(a);
+    report_lost(a);
     lose_rows(a.p, step);
     return false;
   }
@@ -322,7 +309,7 @@ __device__ inline bool begin_chunk(const Receiver& a, const RecvWorker& worker, 
   // compute-sanitizer's racecheck takes what the last warps read of them for a race, in most runs.
   __syncthreads();
   if (chunk > 0) return true;
-  if constexpr (kByRank) clear_topk(a, worker);
+  Placement::clear_entries(a, worker);
   if (a.p.zero_padding) clear_padding(a, worker);
   return true;
 }
@@ -337,7 +324,7 @@ __device__ inline void dispatch_recv(const DispatchParams& p, const Begun& begun
     if (a.s.lost) lose_rows(p, step);  // the thread that found it, and others as they get here
     // Writes of own-node ranks into this rank's memory at combine are ordered behind the reads
     // there in earlier steps (docs/gpu.md, "Rows that flag themselves").
-    if (kSelfFlagged && a.tells)
+    if (kSelfFlagged && a.reports)
       for (i32 l = static_cast<i32>(threadIdx.x); l < kLocal; l += kBlockThreads)
         wait_dispatch(p.comm, a.self, step, a.self.node * kLocal + l);
     if (p.solo) acknowledge(a, worker, step);

@@ -3,24 +3,26 @@
 // never wait for each other and the result does not depend on their order.
 #pragma once
 
-#include "kernels/dispatch/token.cuh"
+#include "kernels/dispatch/placement.cuh"
 
 namespace moe_p2p::device {
 
 struct SendScratch {
-  // How many earlier tokens of the call name the expert. With kByRank only send_headers() counts
-  // here: tokens for each expert, and behind them tokens for each rank.
-  i32 seen[kExperts + (kByRank ? kWorld : 0)];
+  // How many earlier tokens of the call name the expert. By rank only send_headers() counts here:
+  // tokens for each expert, and behind them tokens for each rank.
+  i32 seen[kExperts + Placement::num_token_counts()];
   u32 head[kHeadWords];  // of the current token
   float scale[kScales];
   i32 slot[kColumns];    // -1 = does not go there
   i32 passed[kColumns];  // slots taken before the token looked up last
 };
+__device__ constexpr i32 at_least_one(i32 num) { return num > 1 ? num : 1; }  // in an array
 struct SendShared {
   u32 has[kColumns][kChunkWords];  // bit t: token t of the chunk goes there
-  // With kByRank: tokens of earlier chunks for each rank, and `has` of ranks on other nodes.
-  i32 before[kByRank ? kWorld : 1];
-  u32 far_has[kByRank && kOthers > 0 ? kWorld : 1][kByRank && kOthers > 0 ? kChunkWords : 1];
+  // By rank: tokens of earlier chunks for each rank, and `has` of ranks on other nodes.
+  i32 before[at_least_one(Placement::num_token_counts())];
+  u32 far_has[at_least_one(kOthers > 0 ? Placement::num_token_counts() : 0)]
+             [kOthers > 0 && Placement::num_token_counts() > 0 ? kChunkWords : 1];
   SendScratch worker[SendWorker::kCount];
 };
 
@@ -48,63 +50,14 @@ __device__ inline i32 check_num_tokens(const DispatchParams& p, u64 step, i64 n)
   return 0;
 }
 
-// Entry i of topk_idx; -1 = none.
-__device__ __forceinline__ i64 id_at(const DispatchParams& p, i64 i) {
-  return p.topk_is_int64 ? __ldg(p.topk_idx.as<const i64>() + i)
-                         : __ldg(p.topk_idx.as<const i32>() + i);
-}
-// Its low word: all that is needed once route_chunk() has reported entries out of range. No thread
-// waits for it before expert_of().
-__device__ __forceinline__ i32 ask_id(const DispatchParams& p, i64 i) {
-  return __ldg(p.topk_idx.as<const i32>() + (i << p.topk_is_int64));
-}
-__device__ __forceinline__ i32 expert_of(i64 id) {
-  return id >= 0 && id < kExperts ? static_cast<i32>(id) : -1;
-}
-
 __device__ __forceinline__ i32 column_of(const Self& self, i32 rank) {
   return self.same_node(rank) ? rank % kLocal : kLocal + rank / kLocal;
 }
 
-// Calls each(id) for the entries of a token, read together.
-template <typename Each>
-__device__ __forceinline__ void for_each_id(const DispatchParams& p, i32 token, const Each& each) {
-  constexpr i32 kAtOnce = kTopk < 8 ? kTopk : 8;
-  for (i32 first = 0; first < kTopk; first += kAtOnce) {
-    i64 id[kAtOnce];
-#pragma unroll
-    for (i32 k = 0; k < kAtOnce; ++k)
-      if (first + k < kTopk) id[k] = id_at(p, static_cast<i64>(token) * kTopk + first + k);
-#pragma unroll
-    for (i32 k = 0; k < kAtOnce; ++k)
-      if (first + k < kTopk) each(id[k]);
-  }
-}
-
-// A set of numbers below kCount, in registers.
-template <i32 kCount>
-struct Bits {
-  static constexpr i32 kWords = (kCount + 31) / 32;
-  u32 word[kWords] = {};
-
-  __device__ __forceinline__ void add(i32 i) {
-#pragma unroll
-    for (i32 w = 0; w < kWords; ++w)
-      if (i / 32 == w) word[w] |= 1u << (i % 32);
-  }
-  // Returns which lanes have i, a constant of an unrolled loop.
-  __device__ __forceinline__ u32 lanes_with(i32 i) const {
-    return __ballot_sync(~0u, word[i / 32] >> (i % 32) & 1);
-  }
-};
-
 // Finds where the chunk's tokens go. Returns false if the step's slot did not become free.
-__device__ inline bool route_chunk(const Sender& a, u64 step, i32 chunk, bool tell) {
+__device__ inline bool route_chunk(const Sender& a, u64 step, i32 chunk, bool reports) {
   const i32 thread = static_cast<i32>(threadIdx.x), lane = thread % 32;
-  if constexpr (kByRank && kOthers > 0) {
-    for (i32 i = thread; i < kWorld * kChunkWords; i += kBlockThreads) (&a.s.far_has[0][0])[i] = 0;
-    __syncthreads();
-  }
+  Placement::begin_chunk(a);
   // The last warp waits until the step's slot is free, the others read the routing table.
   constexpr i32 kRouters = kBlockThreads / 32 - 1;
   if (thread / 32 == kRouters) return __syncthreads_and(wait_free(a.p.comm, a.self, step, lane));
@@ -116,9 +69,8 @@ __device__ inline bool route_chunk(const Sender& a, u64 step, i32 chunk, bool te
         if (const i32 e = expert_of(id); e >= 0) {
           const i32 rank = owner_of(a.p.comm, e).rank;
           columns.add(column_of(a.self, rank));
-          if constexpr (kByRank && kOthers > 0)
-            if (!a.self.same_node(rank)) atomicOr(&a.s.far_has[rank][w], 1u << lane);
-        } else if (id != -1 && tell) {
+          Placement::route(a, rank, w, lane);
+        } else if (id != -1 && reports) {
           raise_fault(a.p.comm, kBadExpert, Phase::kDispatch, a.self.rank, step,
                       static_cast<u64>(token), static_cast<u64>(id));
         }
@@ -144,72 +96,11 @@ __device__ inline void drop_masked(const Sender& a) {
   __syncthreads();
 }
 
-// Adds the experts of entries [from, end) of the call's topk_idx to `seen`.
-__device__ inline void count_experts(const DispatchParams& p, i32* seen, i64 from, i64 end,
-                                     i32 thread, i32 num_threads) {
-  constexpr i32 kAtOnce = 4;  // loads under way together
-  for (i64 first = from + thread; first < end; first += num_threads * kAtOnce) {
-    i32 id[kAtOnce];
-#pragma unroll
-    for (i32 j = 0; j < kAtOnce; ++j)
-      if (const i64 i = first + j * num_threads; i < end) id[j] = ask_id(p, i);
-#pragma unroll
-    for (i32 j = 0; j < kAtOnce; ++j)
-      if (first + j * num_threads < end)
-        if (const i32 e = expert_of(id[j]); e >= 0) atomicAdd(&seen[e], 1);
-  }
-}
-
-// Adds to `tokens` how many of the call's first tokens are for each rank.
-__device__ inline void count_tokens(const DispatchParams& p, i32* tokens, i32 num_tokens) {
-  const i32 thread = static_cast<i32>(threadIdx.x), lane = thread % 32;
-  i32 count[Bits<kWorld>::kWords] = {};  // of ranks lane, lane + 32, ...
-  for (i32 first = thread - lane; first < num_tokens; first += kBlockThreads) {
-    Bits<kWorld> ranks;
-    if (first + lane < num_tokens)
-      for_each_id(p, first + lane, [&](i64 id) {
-        if (const i32 e = expert_of(id); e >= 0) ranks.add(owner_of(p.comm, e).rank);
-      });
-    __syncwarp();
-#pragma unroll
-    for (i32 rank = 0; rank < kWorld; ++rank) {
-      const u32 with = ranks.lanes_with(rank);
-      if (lane == rank % 32) count[rank / 32] += __popc(with);
-    }
-  }
-#pragma unroll
-  for (i32 w = 0; w < Bits<kWorld>::kWords; ++w)
-    if (const i32 rank = w * 32 + lane; rank < kWorld && count[w] > 0)
-      atomicAdd(&tokens[rank], count[w]);
-}
-
-// Returns how many of tokens [from, to) of the chunk are in `has`.
-__device__ inline i32 tokens_between(const u32* has, i32 from, i32 to) {
-  i32 count = 0;
-  for (i32 w = from / 32; w <= to / 32; ++w) {
-    u32 bits = has[w];
-    if (w == from / 32) bits &= ~0u << (from % 32);
-    if (w == to / 32) bits &= (1u << (to % 32)) - 1;
-    count += __popc(bits);
-  }
-  return count;
-}
-__device__ inline i32 tokens_before(const u32* has, i32 token) {
-  i32 count = 0;
-  for (i32 w = 0; w < token / 32; ++w) count += __popc(has[w]);
-  return count + __popc(has[token / 32] & ((1u << (token % 32)) - 1));
-}
-__device__ inline i32 tokens_in(const u32* has) {
-  i32 count = 0;
-  for (i32 w = 0; w < kChunkWords; ++w) count += __popc(has[w]);
-  return count;
-}
-
 // Finds the slots of a token. Called by the threads of its worker; `before`: the token they looked
 // up last.
 template <typename W>
 __device__ inline void find_slots(const Sender& a, const W& worker, i32 chunk, i32 before,
-                                  i32 token, bool tell, SendScratch& w) {
+                                  i32 token, bool reports, SendScratch& w) {
   const i32 at = token - chunk * kChunk, from = max(before - chunk * kChunk, 0);
   for (i32 column = worker.thread; column < kColumns; column += W::kThreads) {
     const u32* has = a.s.has[column];
@@ -217,24 +108,7 @@ __device__ inline void find_slots(const Sender& a, const W& worker, i32 chunk, i
     const i32 slot = has[at / 32] >> (at % 32) & 1 ? passed : -1;
     w.passed[column] = passed;
     w.slot[column] = slot;
-    if (tell) a.handle.send_slots(token)[column] = slot;
-  }
-}
-
-// With kByRank: returns how many of the call's tokens for `rank` come before token `at` of the
-// chunk, which has `slot` in the inbox of an own-node rank.
-__device__ inline i32 rank_position(const Sender& a, i32 rank, i32 at, i32 slot) {
-  if constexpr (kOthers > 0)
-    if (!a.self.same_node(rank)) slot = tokens_before(a.s.far_has[rank], at);
-  return a.s.before[rank] + slot;
-}
-// Adds the chunk's tokens for the next one. Called between two barriers of the block.
-__device__ inline void add_chunk(const Sender& a) {
-  for (i32 rank = static_cast<i32>(threadIdx.x); rank < kWorld; rank += kBlockThreads) {
-    const u32* has = a.s.has[rank % kLocal];
-    if constexpr (kOthers > 0)
-      if (!a.self.same_node(rank)) has = a.s.far_has[rank];
-    a.s.before[rank] += tokens_in(has);
+    if (reports) a.handle.send_slots(token)[column] = slot;
   }
 }
 
@@ -251,7 +125,7 @@ __device__ inline void outbox_part(const Sender& a, u64 step, i32 node, i32 inde
 }
 
 // Stores count i of this call where `rank` reads it.
-__device__ __forceinline__ void tell_count(const Sender& a, u64 step, i32 rank, i32 i, i32 count) {
+__device__ __forceinline__ void send_count(const Sender& a, u64 step, i32 rank, i32 i, i32 count) {
   const i32 l = rank % kLocal, slot = slot_of(step);
   if (!a.self.same_node(rank)) {
     const i32 other = other_index(rank / kLocal, a.self.node);
@@ -267,7 +141,7 @@ __device__ __forceinline__ void tell_count(const Sender& a, u64 step, i32 rank, 
   }
 }
 
-// Sends the counts of the whole call, with the first chunk. Only kByRank needs counts by rank.
+// Sends the counts of the whole call, with the first chunk.
 __device__ inline void send_counts(const Sender& a, u64 step) {
   const i32 thread = static_cast<i32>(threadIdx.x);
   SendScratch& w = a.s.worker[0];
@@ -275,18 +149,15 @@ __device__ inline void send_counts(const Sender& a, u64 step) {
   for (i32 i = thread; i < kSeen; i += kBlockThreads) w.seen[i] = 0;
   __syncthreads();
   count_experts(a.p, w.seen, 0, static_cast<i64>(a.num_tokens) * kTopk, thread, kBlockThreads);
-  if constexpr (kByRank) count_tokens(a.p, w.seen + kExperts, a.num_tokens);
+  Placement::count_call(a, w.seen + kExperts);
   __syncthreads();
   for (i32 e = thread; e < kExperts; e += kBlockThreads) {
     const Owner owner = owner_of(a.p.comm, e);
     if constexpr (kMasks)
       if (is_masked(a.p.comm, owner.rank)) continue;
-    tell_count(a, step, owner.rank, owner.local, w.seen[e]);
+    send_count(a, step, owner.rank, owner.local, w.seen[e]);
   }
-  if constexpr (kByRank)
-    for (i32 rank = thread; rank < kWorld; rank += kBlockThreads)
-      if (!is_masked(a.p.comm, rank))
-        tell_count(a, step, rank, kMaxLocalExperts, w.seen[kExperts + rank]);
+  Placement::send_call(a, step, w.seen + kExperts);
   __syncthreads();
   for (i32 i = thread; i < kSeen; i += kBlockThreads) w.seen[i] = 0;
 }
@@ -307,8 +178,8 @@ __device__ inline void send_headers(const Sender& a, u64 step, i32 chunk) {
     RegionHeader* header = region_header(region);
     const auto num_tokens = static_cast<u32>(tokens_in(a.s.has[column]));
     if (kSelfFlagged && i < kLocal) {
-      st_tagged(&header->told[0], step, num_tokens);
-      st_tagged(&header->told[1], step, told_shape(flags, a.p.parts.slot_bytes));
+      st_tagged(&header->announced[0], step, num_tokens);
+      st_tagged(&header->announced[1], step, announced_shape(flags, a.p.parts.slot_bytes));
     }
     header->describe(num_tokens, flags, a.p.parts.slot_bytes);
   }

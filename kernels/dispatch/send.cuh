@@ -100,16 +100,7 @@ __device__ inline void build_head(const Sender& a, const W& worker, u64 step, i3
   if (thread < kTopk) {
     const i32 e = expert_of(entry.id);
     slot_expert_ids(head)[thread] = e < 0 ? kNoExpert : static_cast<u16>(e);
-    i32 position = 0;
-    if constexpr (kByRank) {
-      if (e >= 0) {
-        const i32 rank = owner_of(a.p.comm, e).rank;
-        position = rank_position(a, rank, at, w.slot[rank % kLocal]);
-      }
-    } else if (e >= 0) {
-      position = w.seen[e];
-    }
-    slot_positions<kTopk>(head)[thread] = position;
+    slot_positions<kTopk>(head)[thread] = e >= 0 ? Placement::position(a, w, e, at) : 0;
     slot_weights<kTopk>(head)[thread] = entry.weight;
   }
   if (thread == W::kThreads - 1)
@@ -200,9 +191,8 @@ __device__ inline void send_token(const Sender& a, const SendWorker& worker, con
   };
   if (!Payload::kEarly && Rounds<SendWorker>::kPieces == 1)
     payload.load(p, worker, token, 0, w.scale);
-  if constexpr (!kByRank)
-    count_experts(p, w.seen, static_cast<i64>(counted) * kTopk, static_cast<i64>(token) * kTopk,
-                  thread, SendWorker::kThreads);
+  Placement::count(p, w.seen, static_cast<i64>(counted) * kTopk, static_cast<i64>(token) * kTopk,
+                   thread, SendWorker::kThreads);
   find_slots(a, worker, chunk, counted, token, part.index == 0, w);
   counted = token;
   if (Payload::kEarly) payload.load(p, worker, token, 0, w.scale);
@@ -244,8 +234,7 @@ __device__ inline void send_token(const Sender& a, const SendWorker& worker, con
 }
 
 __device__ inline void begin_send(const Sender& a, u64 first_step, i32 block) {
-  const i32 thread = static_cast<i32>(threadIdx.x);
-  if (block == 0 && thread == 0)
+  if (block == 0 && threadIdx.x == 0)
     a.handle.meta() = {.magic = HandleMeta::kMagic,
                        .communicator = a.p.comm.communicator,
                        .first_step = first_step,
@@ -254,12 +243,7 @@ __device__ inline void begin_send(const Sender& a, u64 first_step, i32 block) {
                        .num_rows = a.p.num_rows,
                        .state = kSent,
                        .num_slots = a.p.num_slots};
-  if constexpr (kByRank) {
-    for (i32 rank = thread; rank < kWorld; rank += kBlockThreads) a.s.before[rank] = 0;
-  } else {
-    for (i32 i = thread; i < SendWorker::kCount * kExperts; i += kBlockThreads)
-      a.s.worker[i / kExperts].seen[i % kExperts] = 0;
-  }
+  Placement::begin(a);
 }
 
 // Rows past the last chunk are sent nowhere, like those past num_tokens.
@@ -269,9 +253,7 @@ __device__ inline i32 end_of_chunk(const DispatchParams& p, i32 chunk) {
 
 __device__ inline void end_chunk(const Sender& a) {
   __syncthreads();  // the next chunk's routing takes the place of this one's
-  if constexpr (!kByRank) return;
-  add_chunk(a);
-  __syncthreads();
+  Placement::end_chunk(a);
 }
 
 // Copies topk_idx for a caller that overwrites it while the result is in use.

@@ -13,7 +13,7 @@ inline constexpr DType kXType = static_cast<DType>(MOE_P2P_X_DTYPE);  // as the 
 inline constexpr bool kQuantize = MOE_P2P_QUANTIZE;
 inline constexpr ScaleFormat kScaleFormat = static_cast<ScaleFormat>(MOE_P2P_SCALE_FORMAT);
 static_assert(kQuantize || kScaleFormat == ScaleFormat::kFloat32, "given scales are left alone");
-inline constexpr bool kByRank = MOE_P2P_BY_RANK;  // RowLayout::kByRank; else one of the others
+inline constexpr bool kByRank = MOE_P2P_BY_RANK;  // chooses the Placement (placement.cuh)
 inline constexpr DType kWireType = kQuantize ? DType::kFloat8E4M3 : kXType;
 inline constexpr bool kScaled = kWireType == DType::kFloat8E4M3;  // there may be scales
 __device__ __forceinline__ u32 wire_flags(const DispatchParams& p) {

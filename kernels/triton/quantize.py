@@ -15,8 +15,8 @@ from torch import Tensor
 
 from moe_p2p import errors
 from moe_p2p.kernels.triton.precision import to_nearest, widen
+from moe_p2p.ops import SCALE_BLOCK, num_scales  # a block of weights is square
 
-SCALE_BLOCK = 128  # values of a row that share a scale; weights: the side of a square
 FP8_MAX = 448.0  # largest finite float8_e4m3fn
 MIN_AMAX = 1e-4  # keeps the scale of an all-zero block finite and non-zero
 _FP8 = torch.float8_e4m3fn
@@ -70,11 +70,6 @@ def _dequantize_kernel(
     scale = tl.load(scales_ptr + scale_at, mask=row < num_rows, other=0.0)
     x = widen(tl.load(q_ptr + at, mask=mask, other=0.0)) * scale[:, None]
     tl.store(x_ptr + at, to_nearest(x, x_ptr.dtype.element_ty), mask=mask)
-
-
-def num_scales(hidden_dim: int) -> int:
-    """Scales of a row of that many values."""
-    return -(-hidden_dim // SCALE_BLOCK)
 
 
 @torch.library.custom_op("moe_p2p::fp8_quantize", mutates_args=())

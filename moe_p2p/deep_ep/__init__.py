@@ -1,4 +1,4 @@
-"""DeepEP's Python API over AllToAll: V1's Buffer and V2's ElasticBuffer.
+"""DeepEP's Python API over AllToAll: V1's Buffer, V2's ElasticBuffer, and HybridEPBuffer.
 
     import moe_p2p.deep_ep as deep_ep            # change the import, or keep imports as they are:
     moe_p2p.deep_ep.install()                    # from now on `import deep_ep` gives this package
@@ -15,6 +15,7 @@ from moe_p2p.deep_ep.elastic import ElasticBuffer
 from moe_p2p.deep_ep.elastic_base import get_logical_domain_size, get_physical_domain_size
 from moe_p2p.deep_ep.elastic_handle import EPHandle
 from moe_p2p.deep_ep.event import EventHandle, EventOverlap
+from moe_p2p.deep_ep.hybrid import HybridEPBuffer
 from moe_p2p.deep_ep.installation import install, uninstall
 
 __version__ = "2.1.0"  # the newest DeepEP version that this API follows
@@ -27,6 +28,7 @@ __all__ = [
     "ElasticBuffer",
     "EventHandle",
     "EventOverlap",
+    "HybridEPBuffer",
     "get_logical_domain_size",
     "get_physical_domain_size",
     "install",

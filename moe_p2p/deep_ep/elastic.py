@@ -16,9 +16,9 @@ from moe_p2p.deep_ep.elastic_base import ElasticBase
 from moe_p2p.deep_ep.elastic_handle import EPHandle, RowCounts
 from moe_p2p.deep_ep.event import EventHandle, EventOverlap
 from moe_p2p.deep_ep.streams import wait_for
+from moe_p2p.default_device import unaffected
+from moe_p2p.options import DispatchForm
 from moe_p2p.releasing import ReleasingAllToAll, tensors_of, without_rows
-from moe_p2p.routing_counts import count_routing
-from moe_p2p.row_counts import agree_on_extent
 
 _Values = Tensor | tuple[Tensor, Tensor]
 _Event = EventOverlap | EventHandle
@@ -27,6 +27,7 @@ _Event = EventOverlap | EventHandle
 class ElasticBuffer(ElasticBase):
     """Dispatch and combine of one rank; elastic_base.py documents the constructor."""
 
+    @unaffected
     def dispatch(
         self,
         x: _Values,
@@ -101,9 +102,6 @@ class ElasticBuffer(ElasticBase):
                 )
                 all_to_all, counts, form = self._made.get(key) or self._make(values, key)
                 topk = topk_idx.contiguous()
-                if sync:
-                    counts = self._count(all_to_all, topk, alignment)
-                    form = counts.form(num_tokens, alignment, rows)
             else:
                 assert topk_idx is None, "a handle was given with topk_idx; give one of them"
                 assert not sync, "a handle brings its counts: there is no CPU sync with it"
@@ -117,13 +115,16 @@ class ElasticBuffer(ElasticBase):
                 topk, num_tokens = handle.topk_idx, handle.num_max_tokens_per_rank
                 counts = handle.row_counts
                 form = counts.form(num_tokens, alignment, rows)
-            fields = all_to_all.dispatch_with(
-                form,
+            given = (
                 values.contiguous(),
                 topk,
                 topk_weights,
                 None if packs is None else packs.contiguous(),
             )
+            if sync:
+                fields, counts = self._dispatch_counted(all_to_all, form, given, alignment)
+            else:
+                fields = all_to_all.dispatch_with(form, *given)
             received = without_rows(fields)
             if cumulative_local_expert_recv_stats is not None:
                 cumulative_local_expert_recv_stats.add_(received.counts)
@@ -152,6 +153,7 @@ class ElasticBuffer(ElasticBase):
             turn.event,
         )
 
+    @unaffected
     def combine(
         self,
         x: Tensor,
@@ -194,13 +196,26 @@ class ElasticBuffer(ElasticBase):
                 turn.uses((x, topk_weights, *terms, received.call.handle), (sums, weights))
         return sums, weights, turn.event
 
-    def _count(self, all_to_all: ReleasingAllToAll, topk: Tensor, alignment: int) -> RowCounts:
-        """Returns the exact row counts. Collective: waits for the counts of all ranks."""
-        routing = count_routing(topk, all_to_all.config.num_experts, self.num_ranks)
-        mine = self._host_counts.read(
-            routing.num_tokens_per_rank, routing.num_tokens_per_expert, topk.shape[0]
+    def _dispatch_counted(
+        self,
+        all_to_all: ReleasingAllToAll,
+        form: DispatchForm,
+        given: tuple[Any, ...],
+        alignment: int,
+    ) -> tuple[tuple[Any, ...], RowCounts]:
+        """Dispatches into exactly as many rows as arrive: waits for the counts of all ranks."""
+        values, topk, weights, packs = given
+        mine = self._host_counts.count(topk, all_to_all.config.num_experts, self.num_ranks)
+        fields, gathered, (num_rows, _, *per_expert) = all_to_all.dispatch_counted(
+            form.options,
+            values,
+            topk,
+            weights,
+            packs,
+            self._host_counts.given(
+                mine.num_tokens_per_rank, mine.num_tokens_per_expert, topk.shape[0]
+            ),
+            alignment=alignment,
+            max_tokens=form.max_tokens,
         )
-        extent = agree_on_extent(all_to_all, mine, alignment)
-        assert extent.gathered is not None
-        from_rank = extent.gathered[:, self.rank_idx]
-        return RowCounts(extent.num_rows, sum(extent.counts), extent.counts, from_rank)
+        return fields, RowCounts(num_rows, sum(per_expert), per_expert, gathered)

@@ -5,6 +5,7 @@ Symbols: W ranks, T the bound on a rank's tokens, K top-k, E experts, H hidden s
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any, NoReturn
@@ -17,9 +18,9 @@ from moe_p2p.config import DEFAULT_CHUNK_TOKENS, AllToAllConfig
 from moe_p2p.deep_ep.elastic_handle import RowCounts, Rows
 from moe_p2p.deep_ep.event import EventHandle
 from moe_p2p.deep_ep.streams import Streams
-from moe_p2p.ops import SCALE_BLOCK
+from moe_p2p.ops import SCALE_BLOCK, num_scales
 from moe_p2p.options import DispatchForm
-from moe_p2p.pool import AllToAllPool, config_of
+from moe_p2p.pool import MOST_STEP_TOKENS, AllToAllPool, config_of
 from moe_p2p.releasing import ReleasingAllToAll
 from moe_p2p.row_counts import HostCounts
 
@@ -28,6 +29,7 @@ _OVERLAP_SMS = 24  # enough for both calls to come near the links' rate; docs/tu
 _MAX_LOCAL_EXPERTS = 256  # DeepEP's limit, for sizes without experts
 _MAX_EXPERTS = 32768
 _SIZE_ALIGNMENT = 2 << 20
+_USUAL_BYTES = 2 << 30  # of a shape without num_bytes: 4096 tokens of 7168 values on 8 ranks fit
 # Key of a dispatch: type, device, H, P, K, E, T, thread blocks, expert alignment, rows.
 _Key = tuple[torch.dtype, int, int, int, int, int, int, int, int, Rows]
 # Made for a key: the communicator, the most rows that can arrive, a dispatch form with these.
@@ -41,8 +43,8 @@ class ElasticBase:
 
     group: of any backend.
     num_bytes: bytes that calls may take. Steps of the first shape have as many tokens as fit into
-        31/32 of it, of the next one into 31/32 of what is left. None: steps of 512 tokens, without
-        a limit.
+        31/32 of it, of the next one into 31/32 of what is left. None: on GPUs a call is one step,
+        as in DeepEP, as far as 2 GiB for its shape allow; else steps of 512 tokens.
     num_max_tokens_per_rank: T for calls that pass none. hidden, num_topk: only used to compute the
         attribute num_bytes.
     use_fp8_dispatch: x of float8_e4m3fn get a communicator of half the size.
@@ -217,7 +219,7 @@ class ElasticBase:
         step_tokens = self.num_max_tokens_per_rank or num_tokens
         if dtype == torch.float8_e4m3fn and not self.use_fp8_dispatch:
             dtype = torch.bfloat16
-        more_packs = num_packs - -(-hidden // SCALE_BLOCK)
+        more_packs = num_packs - num_scales(hidden)
         limited = self._limit_bytes > 0
         on_gpu = values.is_cuda and (num_sms > 0 or self.prefer_overlap_with_compute)
         config = AllToAllConfig(
@@ -233,11 +235,20 @@ class ElasticBase:
             num_sms=(num_sms or _OVERLAP_SMS) if on_gpu else None,
             timeout_s=self._pool.timeout_s,
         )
+        if values.is_cuda and not limited:
+            config = usual_steps(self._pool, config, step_tokens)
         all_to_all = self._pool.get(config, limit_bytes=self._limit_bytes)
         most = RowCounts.most(all_to_all, num_tokens, alignment)
         made = all_to_all, most, most.form(num_tokens, alignment, rows)
         self._made[key] = made
         return made
+
+
+def usual_steps(pool: AllToAllPool, config: AllToAllConfig, step_tokens: int) -> AllToAllConfig:
+    """Returns `config` with a step for all tokens of a call, as far as memory allows."""
+    whole = dataclasses.replace(config, chunk_tokens=min(step_tokens, MOST_STEP_TOKENS))
+    fitting = pool.tokens_within(_USUAL_BYTES, whole)
+    return dataclasses.replace(config, chunk_tokens=max(fitting, config.step_tokens))
 
 
 def _size(
@@ -248,7 +259,7 @@ def _size(
     use_fp8: bool,
     allow_multiple_reduction: bool,
 ) -> int:
-    """Bytes of a communicator with steps of the default size."""
+    """Bytes of a communicator that is given no limit."""
     world_size = pool.world_size
     config = AllToAllConfig(
         num_experts=min(_MAX_LOCAL_EXPERTS, _MAX_EXPERTS // world_size) * world_size,
@@ -257,7 +268,10 @@ def _size(
         max_tokens=num_tokens,
         dtype=torch.float8_e4m3fn if use_fp8 else torch.bfloat16,
         combine_dtype=None if allow_multiple_reduction else torch.float32,
+        chunk_tokens=min(num_tokens, DEFAULT_CHUNK_TOKENS),
     )
+    if torch.cuda.is_available():
+        config = usual_steps(pool, config, num_tokens)
     regions = config.plan(world_size=world_size, ranks_per_node=pool.ranks_per_node)
     return -(-sum(regions.values()) // _SIZE_ALIGNMENT) * _SIZE_ALIGNMENT
 

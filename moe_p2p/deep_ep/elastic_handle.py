@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from moe_p2p.dispatched import Dispatched
-from moe_p2p.ops import HANDLE_META_WORDS
+from moe_p2p.ops import call
 from moe_p2p.options import DispatchForm, DispatchOptions
 from moe_p2p.releasing import ReleasingAllToAll
 from moe_p2p.row_counts import to_device
+from moe_p2p.texts import numbers_of
 
 # do_expand, do_zero_padding, use_tma_aligned_col_major_sf, whether topk_idx is copied
 Rows = tuple[bool, bool, bool, bool]
@@ -45,7 +46,7 @@ class RowCounts(NamedTuple):
     num_recv_tokens: int
     num_expanded_tokens: int  # rows of all experts, each rounded up to expert_alignment
     per_expert: list[int]  # [E_local], rounded up likewise; empty: not known
-    from_rank: Tensor | None = None  # [W] int32, on the host: tokens of each source
+    gathered: Tensor | None = None  # [W, W + ..] int32, on the host: [i, j] tokens from i to j
 
     @staticmethod
     def most(all_to_all: ReleasingAllToAll, num_tokens: int, alignment: int) -> RowCounts:
@@ -114,13 +115,26 @@ class EPHandle:
             mine = getattr(self, name)
             assert value in (None, mine), f"{name} is {value}, the handle's is {mine}"
 
+    def deterministic_sort(
+        self,
+        do_cpu_sync: bool,
+        is_cached_dispatch: bool,
+        recv_x: Tensor,
+        recv_sf: Tensor | None,
+        recv_topk_idx: Tensor | None,
+        recv_topk_weights: Tensor | None,
+        channel_linked_list: Tensor | None,
+    ) -> None:
+        """Does nothing: rows are in the order of (source rank, token), of each expert too."""
+
     @cached_property
     def psum_num_recv_tokens_per_scaleup_rank(self) -> Tensor:
         """[W] int32: running sum of the tokens of each source rank; all ranks are one domain."""
         if not self.do_expand:
             return self.received.offsets[1:]
-        from_rank = self.row_counts.from_rank
-        if from_rank is not None:
+        gathered = self.row_counts.gathered
+        if gathered is not None:
+            from_rank = gathered[:, self.all_to_all.rank]
             return to_device(from_rank.cumsum(0, dtype=torch.int32), self.received.counts)
         return self._token_rows.ge(0).any(2).sum(1).cumsum(0).int()
 
@@ -143,10 +157,10 @@ class EPHandle:
     @property
     def dst_buffer_slot_idx(self) -> Tensor:
         """[t, L + N] int32: slot of each token at each rank of the node, then for each node."""
-        words, num_tokens = self.received.call.handle, self.topk_idx.shape[0]
         shape = self.all_to_all._shape
         width = shape.ranks_per_node + shape.world_size // shape.ranks_per_node
-        return words[words.shape[0] - num_tokens * width :].view(num_tokens, width)
+        send_slots = self.received.call.handle[self._layout["send_slots"] :]
+        return send_slots.view(self.topk_idx.shape[0], width)
 
     @cached_property
     def recv_src_metadata(self) -> Tensor:
@@ -182,24 +196,29 @@ class EPHandle:
         return gathered.index_copy_(0, place, rows)[:-1]
 
     @cached_property
+    def _layout(self) -> dict[str, int]:
+        """Where the arrays of the received handle begin (kernels/abi/handle.h, HandleLayout)."""
+        comm, num_tokens = self.all_to_all._comm, self.topk_idx.shape[0]
+        op = torch.ops.moe_p2p.handle_layout.default
+        return numbers_of(call(op, comm, num_tokens, self.num_max_tokens_per_rank))
+
+    @cached_property
     def _token_rows(self) -> Tensor:
         """[W, C * M, K] int32: row of each slot and k, -1 where the expert is not this rank's."""
-        shape, words = self.all_to_all._shape, self.received.call.handle
-        num_ranks, topk, max_tokens = shape.world_size, shape.topk, self.num_max_tokens_per_rank
-        num_chunks = max(1, -(-max_tokens // shape.chunk_tokens))
-        chunk = shape.num_slots(max_tokens)
-        num_sources, num_slots = num_chunks * num_ranks, num_chunks * num_ranks * chunk
-        begin = HANDLE_META_WORDS + num_sources
-        end = begin + num_slots * topk
-        counts, rows = words[HANDLE_META_WORDS:begin], words[begin:end]
+        shape, words, at = self.all_to_all._shape, self.received.call.handle, self._layout
+        num_ranks, topk, chunk = shape.world_size, shape.topk, at["num_slots"]
+        counts = words[at["slot_counts"] : at["slot_rows"]]
+        num_sources = counts.shape[0]
+        num_chunks = num_sources // num_ranks
+        rows = words[at["slot_rows"] :][: num_sources * chunk * topk]
         ours = torch.arange(chunk, device=words.device) < counts.unsqueeze(1)  # [C * W, M]
         if shape.ranks_per_node < num_ranks:
             # Another node's tokens include tokens that go only to our neighbours.
             node, local = divmod(self.all_to_all.rank, shape.ranks_per_node)
             sources = torch.arange(num_ranks, device=words.device).repeat(num_chunks)
             near = sources // shape.ranks_per_node == node
-            end += end % 2  # the bits of the own node's ranks, 64 for each slot
-            ranks = words[end : end + 2 * num_slots].view(torch.int64).view(num_sources, chunk)
+            ranks = words[at["slot_ranks"] : at["send_slots"]].view(torch.int64)
+            ranks = ranks.view(num_sources, chunk)
             ours &= near.unsqueeze(1) | ((ranks >> local & 1) != 0)
         rows = rows.view(num_sources, chunk, topk).where(ours.unsqueeze(2), -1)
         rows = rows.view(num_chunks, num_ranks, chunk, topk)

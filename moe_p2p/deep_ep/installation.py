@@ -1,8 +1,8 @@
 """Makes `import deep_ep` give this package. Four ways:
 
 In a program:         import moe_p2p.deep_ep; moe_p2p.deep_ep.install()
-Through a plugin:     MOE_P2P_AS_DEEP_EP=1, and `import moe_p2p` installs. vLLM imports it by itself
-                      (entry point `vllm.general_plugins`).
+By the environment:   MOE_P2P_AS_DEEP_EP=1, and any Python where the wheel is installed finds it (a
+                      line that setup.py adds). In a source tree, `import moe_p2p` installs.
 A program as it is:   python -m moe_p2p.deep_ep script.py ...    or    -m module ...
 Any process:          PYTHONPATH=$(python -m moe_p2p.deep_ep --path)
 """
@@ -19,8 +19,15 @@ PATH = Path(__file__).with_name("path")  # a folder where `import deep_ep` finds
 _ALIASES = {
     "deep_ep": "moe_p2p.deep_ep",
     "deep_ep.buffer": "moe_p2p.deep_ep.buffer",
+    "deep_ep.buffers": "moe_p2p.deep_ep",
+    "deep_ep.buffers.elastic": "moe_p2p.deep_ep.elastic",
+    "deep_ep.buffers.legacy": "moe_p2p.deep_ep.buffer",
+    "deep_ep.hybrid_ep_buffer": "moe_p2p.deep_ep.hybrid",
     "deep_ep.utils": "moe_p2p.deep_ep.utils",
+    "deep_ep.utils.envs": "moe_p2p.deep_ep.utils.envs",
     "deep_ep.utils.event": "moe_p2p.deep_ep.event",
+    "deep_ep.utils.math": "moe_p2p.deep_ep.utils.math",
+    "deep_ep.utils.testing": "moe_p2p.deep_ep.utils.testing",
 }
 _replaced: dict[str, ModuleType] = {}
 
@@ -53,10 +60,6 @@ def uninstall() -> None:
             sys.modules.pop(alias, None)
     sys.modules.update(_replaced)
     _replaced.clear()
-
-
-def plugin() -> None:
-    """Called by engines as an entry point. Does nothing: importing moe_p2p has done the work."""
 
 
 def _is_theirs(name: str, module: ModuleType | None) -> bool:

@@ -22,6 +22,7 @@ from moe_p2p.config import AllToAllConfig
 from moe_p2p.deep_ep import streams
 from moe_p2p.deep_ep.base import NODE_RANKS, BufferBase, LowLatencyKey
 from moe_p2p.deep_ep.event import EventOverlap
+from moe_p2p.default_device import unaffected
 from moe_p2p.dispatched import Dispatched, PendingCombine, PendingDispatch
 from moe_p2p.options import DispatchForm, DispatchOptions
 from moe_p2p.releasing import ReleasingAllToAll, tensors_of, without_rows
@@ -68,6 +69,7 @@ class LowLatencyCalls(BufferBase):
 
     _mask_status: Tensor | None = None  # [W] int32; 1: masked. Shared by all its communicators
 
+    @unaffected
     def low_latency_dispatch(
         self,
         x: Tensor,
@@ -136,6 +138,7 @@ class LowLatencyCalls(BufferBase):
         handle = LowLatencyHandle(all_to_all, received, x.shape[1], num_experts)
         return got, received.counts, handle, turn.event, hook
 
+    @unaffected
     def low_latency_combine(
         self,
         x: Tensor,
@@ -312,6 +315,7 @@ class LowLatencyCalls(BufferBase):
         """Wraps receive() for a call on any stream; `uses` belong to the sending stream."""
         sent_on = streams.current(x)
 
+        @unaffected
         def hook() -> None:
             with self._streams.turn(x):
                 streams.use_here(x, uses, sent_on)

@@ -21,10 +21,10 @@ from moe_p2p.deep_ep.base import NODE_RANKS, BufferBase
 from moe_p2p.deep_ep.config import Config
 from moe_p2p.deep_ep.event import EventHandle, EventOverlap
 from moe_p2p.deep_ep.handle import ROWS, Handle
+from moe_p2p.default_device import unaffected
 from moe_p2p.options import DispatchForm
 from moe_p2p.releasing import ReleasingAllToAll, tensors_of, without_rows
-from moe_p2p.routing_counts import count_routing
-from moe_p2p.row_counts import agree_on_extent, worst_extent
+from moe_p2p.row_counts import extent_of, worst_extent
 
 _MAX_TOKENS = 1 << 24  # of a communicator: sizes nothing, memory follows from each call's tokens
 _Event = EventOverlap | EventHandle
@@ -44,6 +44,7 @@ class NormalCalls(BufferBase):
 
     num_sms: ClassVar[int] = 20
 
+    @unaffected
     def get_dispatch_layout(
         self,
         topk_idx: Tensor,
@@ -61,11 +62,14 @@ class NormalCalls(BufferBase):
         with turn:
             num_nodes, left = divmod(self.group_size, NODE_RANKS)
             num_nodes = num_nodes if num_nodes > 1 and not left else 0
-            counts = count_routing(topk_idx, num_experts, self.group_size, num_nodes=num_nodes)
+            counts = self._host_counts.count(
+                topk_idx, num_experts, self.group_size, num_nodes=num_nodes
+            )
             if async_finish:
                 turn.uses((topk_idx,), counts)
         return *counts, turn.event
 
+    @unaffected
     def dispatch(
         self,
         x: _Values,
@@ -125,17 +129,26 @@ class NormalCalls(BufferBase):
             else:
                 topk = topk_idx.contiguous()
             all_to_all = self._all_to_all(num_experts, topk.shape[1], values, config)
+            # The handle has a copy of topk_idx: the caller may overwrite the given one.
+            rows = ROWS[topk_idx is not None]
             if num_worst_tokens > 0:
                 assert topk_idx is not None, "num_worst_tokens needs topk_idx"
                 extent = worst_extent(num_worst_tokens, values.shape[0], self.group_size)
+                form = DispatchForm(rows, extent.max_tokens, extent.num_rows)
+                fields = _send(all_to_all, form, values, scales, topk, topk_weights)
             else:
-                counts = self._host_counts.read(
-                    num_tokens_per_rank, num_tokens_per_expert, values.shape[0]
+                fields, gathered, sizes = all_to_all.dispatch_counted(
+                    rows,
+                    values.contiguous(),
+                    topk,
+                    topk_weights,
+                    _in_columns(scales),
+                    self._host_counts.given(
+                        num_tokens_per_rank, num_tokens_per_expert, values.shape[0]
+                    ),
+                    alignment=expert_alignment,
                 )
-                extent = agree_on_extent(all_to_all, counts, expert_alignment)
-            # The handle has a copy of topk_idx: the caller may overwrite the given one.
-            form = DispatchForm(ROWS[topk_idx is not None], extent.max_tokens, extent.num_rows)
-            fields = _send(all_to_all, form, values, scales, topk, topk_weights)
+                extent = extent_of(gathered, sizes)
             received = without_rows(fields)
             new_handle = Handle(all_to_all, received, extent, is_token_in_rank)
             if async_finish:
@@ -151,6 +164,7 @@ class NormalCalls(BufferBase):
             turn.event,
         )
 
+    @unaffected
     def combine(
         self,
         x: Tensor,
@@ -225,9 +239,15 @@ def _send(
     topk_weights: Tensor | None = None,
 ) -> tuple[Any, ...]:
     """Dispatches; returns the fields of a Dispatched."""
-    if scales is not None:
-        scales = (scales.unsqueeze(1) if scales.dim() == 1 else scales).contiguous()
+    scales = _in_columns(scales)
     return all_to_all.dispatch_with(form, values.contiguous(), topk_idx, topk_weights, scales)
+
+
+def _in_columns(scales: Tensor | None) -> Tensor | None:
+    """[T] or [T, P] -> [T, P]"""
+    if scales is None:
+        return None
+    return (scales.unsqueeze(1) if scales.dim() == 1 else scales).contiguous()
 
 
 def _rows_of(fields: tuple[Any, ...], scales: Tensor | None) -> _Values:

@@ -29,10 +29,9 @@ from moe_p2p.gpu.launch_shape import (
     flags_itself,
     goes_in_bulk,
     job_of,
-    up,
 )
 from moe_p2p.gpu.memory import PinnedPages, share_memory, share_node_memory
-from moe_p2p.ops import SCALE_BLOCK, call, layout
+from moe_p2p.ops import call, layout
 from moe_p2p.options import (
     BY_RANK,
     DEFAULT,
@@ -42,6 +41,7 @@ from moe_p2p.options import (
     scale_format_of,
     variant_of,
 )
+from moe_p2p.texts import numbers_of, settings_text
 
 if TYPE_CHECKING:
     from moe_p2p.config import AllToAllConfig
@@ -56,23 +56,10 @@ _NO_REGIONS = ("signals", "device_state")  # lines of the plan that lie elsewher
 
 def shape_macros(config: AllToAllConfig, *, world_size: int, ranks_per_node: int) -> dict[str, int]:
     """What every kernel of a communicator is compiled with (kernels/device/shape.cuh)."""
-    hidden, item = config.hidden_dim, config.dtype.itemsize
-    fp8 = up(hidden, 16) + up(4 * (up(hidden, SCALE_BLOCK) // SCALE_BLOCK), 16)
-    combine_item = config.widest_combine_dtype.itemsize
-    return {
-        "MOE_P2P_WORLD_SIZE": world_size,
-        "MOE_P2P_RANKS_PER_NODE": ranks_per_node,
-        "MOE_P2P_NUM_EXPERTS": config.num_experts,
-        "MOE_P2P_MAX_LOCAL_EXPERTS": max(
-            config.num_local_experts(rank, world_size) for rank in range(world_size)
-        ),
-        "MOE_P2P_TOPK": config.topk,
-        "MOE_P2P_CHUNK_TOKENS": config.step_tokens,
-        "MOE_P2P_STEPS_IN_FLIGHT": config.steps_in_flight,
-        "MOE_P2P_PART_BYTES": config.part_bytes if world_size > ranks_per_node else 0,
-        "MOE_P2P_MAX_TOKEN_BYTES": max(hidden * item, fp8) + config.extra_bytes,
-        "MOE_P2P_MAX_PARTIAL_BYTES": up(hidden * combine_item, 16) + 4 * config.topk,
-        "MOE_P2P_HIDDEN_DIM": hidden,
+    settings = config.settings(world_size, ranks_per_node)
+    shape = numbers_of(call(_ops.shape.default, settings))
+    return {f"MOE_P2P_{name.upper()}": number for name, number in shape.items()} | {
+        "MOE_P2P_HIDDEN_DIM": config.hidden_dim,
         "MOE_P2P_EXTRA_BYTES": config.extra_bytes,
         "MOE_P2P_UNIFORM_EXPERTS": int(config.expert_rank is None),
         "MOE_P2P_MASKS": int(config.mask_lost_ranks),
@@ -97,6 +84,13 @@ class Kernel(NamedTuple):
     max_send_blocks: int
     max_recv_blocks: int
     max_copy_blocks: int
+
+    @property
+    def entry(self) -> str:
+        """The mangled name of moe_p2p::dispatch or moe_p2p::combine."""
+        name = self.source.removesuffix(".cu")
+        params = f"{name.capitalize()}Params"
+        return f"_ZN7moe_p2p{len(name)}{name}ENS_3abi{len(params)}{params}E"
 
 
 def dispatch_kernel(
@@ -333,15 +327,17 @@ class DeviceSide:
         call(
             _ops.all_to_all_use_device.default,
             self._comm,
-            -1 if on_device.index is None else on_device.index,
-            addresses,
-            peers,
-            self._state.data_ptr(),
-            self._owners.data_ptr(),
-            self._local.data_ptr(),
-            self._fault.data_ptr(),
-            self._fault.data_ptr(),  # one address on both sides: pinned by torch
-            self._num_sms or 0,
+            settings_text(
+                ordinal=-1 if on_device.index is None else on_device.index,
+                data=addresses,
+                peer_data=peers,
+                state=self._state.data_ptr(),
+                expert_rank=self._owners.data_ptr(),
+                expert_local=self._local.data_ptr(),
+                fault=self._fault.data_ptr(),
+                fault_device=self._fault.data_ptr(),  # the same on both sides: pinned by torch
+                num_sms=self._num_sms or 0,
+            ),
         )
 
     def use_signals(self) -> None:
@@ -391,26 +387,26 @@ class DeviceSide:
         call(_ops.all_to_all_set_combine_kernel.default, self._comm, y_dtype, out_dtype, kernel)
         self._ready.add((y_dtype, out_dtype))
 
-    def _load(self, kernel: Kernel) -> list[int]:
-        """Returns the fields of DeviceKernel (csrc/moe/device/grid.h)."""
+    def _load(self, kernel: Kernel) -> str:
+        """Returns the fields of DeviceKernel (csrc/moe/device/grid.h) as settings."""
         macros = kernel.macros
         function, resident_blocks = self._open(kernel)
-        return [
-            function,
-            macros["MOE_P2P_BLOCK_THREADS"],
-            macros["MOE_P2P_SHARED_BYTES"],
-            macros["MOE_P2P_SEND_WORKERS"],
-            macros["MOE_P2P_RECV_WORKERS"],
-            kernel.max_send_blocks,
-            kernel.max_recv_blocks,
-            kernel.max_copy_blocks,
-            resident_blocks,
-            macros.get("MOE_P2P_IMAGE_BYTES", _ANY_SLOT),
-        ]
+        return settings_text(
+            handle=function,
+            num_threads=macros["MOE_P2P_BLOCK_THREADS"],
+            shared_bytes=macros["MOE_P2P_SHARED_BYTES"],
+            num_send_workers=macros["MOE_P2P_SEND_WORKERS"],
+            num_recv_workers=macros["MOE_P2P_RECV_WORKERS"],
+            max_send_blocks=kernel.max_send_blocks,
+            max_recv_blocks=kernel.max_recv_blocks,
+            max_copy_blocks=kernel.max_copy_blocks,
+            max_resident_blocks=resident_blocks,
+            max_slot_bytes=macros.get("MOE_P2P_IMAGE_BYTES", _ANY_SLOT),
+        )
 
     def _open(self, kernel: Kernel) -> tuple[int, int]:
         """Returns a CUfunction, and how many of its blocks fit on the device at once."""
-        macros, entry = kernel.macros, f"moe_p2p_{kernel.source.removesuffix('.cu')}"
+        macros, entry = kernel.macros, kernel.entry
         threads, shared = macros["MOE_P2P_BLOCK_THREADS"], macros["MOE_P2P_SHARED_BYTES"]
         function = jit.load(self._device, kernel.source, entry, macros, dynamic_shared_bytes=shared)
         resident = driver.max_resident_blocks(self._device, function, threads, shared)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from moe_p2p import errors
-from moe_p2p.ops import SCALE_BLOCK, layout
+from moe_p2p.ops import layout, num_scales
 
 _MAX_THREADS = 512  # of a block with one worker, two blocks per multiprocessor
 _MOST_THREADS = 1024  # of a block that is alone on its multiprocessor
@@ -140,7 +140,7 @@ def dispatch_shared_bytes(macros: dict[str, int], by_rank: bool, launch: LaunchS
     world, local = macros["MOE_P2P_WORLD_SIZE"], macros["MOE_P2P_RANKS_PER_NODE"]
     topk, columns = macros["MOE_P2P_TOPK"], local + world // local
     head = layout(topk).slot_head_bytes
-    scales = 4 * up(macros["MOE_P2P_HIDDEN_DIM"], SCALE_BLOCK) // SCALE_BLOCK
+    scales = 4 * num_scales(macros["MOE_P2P_HIDDEN_DIM"])
     ranks = world if by_rank else 0  # by_rank keeps words for each rank
     words = 4 * (columns + ranks) * (up(macros["MOE_P2P_CHUNK_TOKENS"], 32) // 32) + 4 * ranks
     counts = 4 * (macros["MOE_P2P_NUM_EXPERTS"] + ranks)
@@ -204,7 +204,7 @@ def bulk_dispatch(
 ) -> Bulk | None:
     """x_bytes: bytes of the caller's row; row_bytes: as it travels. None: it does not fit."""
     topk = macros["MOE_P2P_TOPK"]
-    scales = 4 * up(macros["MOE_P2P_HIDDEN_DIM"], SCALE_BLOCK) // SCALE_BLOCK
+    scales = 4 * num_scales(macros["MOE_P2P_HIDDEN_DIM"])
     head = layout(topk).slot_head_bytes
     token = up(row_bytes, 16) + up(scales, 16) + macros["MOE_P2P_EXTRA_BYTES"]
     image = up(head + min(token, macros["MOE_P2P_MAX_TOKEN_BYTES"]), 128)

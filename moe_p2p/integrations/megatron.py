@@ -5,7 +5,8 @@
                          # and --moe-flex-dispatcher-backend deepep
 
 Rows arrive grouped by expert, so there is nothing to permute, and without spare rows. Gradients of
-tokens and probabilities travel back the same way; Megatron's experts apply the probabilities.
+tokens and probabilities travel back the same way; Megatron's experts apply the probabilities. For
+Megatron-Core 0.16 and newer.
 
 Symbols: T tokens, K top-k, E experts, E_local of this rank, H hidden size, R rows received.
 """
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from moe_p2p.all_to_all import AllToAll
 from moe_p2p.dispatched import Dispatched
-from moe_p2p.integrations import derived, put, required
+from moe_p2p.integrations import derived, provide_deep_ep, put, required
 from moe_p2p.options import DispatchOptions
 from moe_p2p.pool import TIMEOUT_S, AllToAllPool, config_of
 from moe_p2p.row_counts import SizeExchange
@@ -40,7 +41,12 @@ def _options(alignment: int) -> DispatchOptions:
 
 
 class Manager:
-    """Takes the arguments of Megatron's manager for DeepEP, of newer and older versions."""
+    """Takes the arguments of Megatron's manager for DeepEP.
+
+    The dispatcher reads token_probs, token_indices and dispatched_probs. 1F1B overlap also assigns
+    the two probabilities, detached, so that the graphs of its parts stay separate: each is read
+    where it is used, never remembered elsewhere.
+    """
 
     _shared: dict[Any, AllToAllPool] = {}  # noqa: RUF012  # by group: layers share the memory
 
@@ -51,14 +57,17 @@ class Manager:
         router_topk: int,
         num_experts: int,
         config: Any = None,
-        **older: Any,
     ) -> None:
         self.group = group
         self.router_topk, self.num_experts = router_topk, num_experts
         self._config, self._sizes = config, SizeExchange()
-        self._router_dtype = older.get("router_dtype", getattr(config, "moe_router_dtype", None))
-        self._token_probs: Tensor | None = None  # [T, K]
-        self._token_indices: Tensor | None = None  # [T, K], -1: dropped
+        self._router_dtype = getattr(config, "moe_router_dtype", None)
+        self._num_sms = getattr(
+            config, "moe_flex_dispatcher_num_sms", None
+        )  # None: as many as help
+        self.token_probs: Tensor | None = None  # [T, K]
+        self.token_indices: Tensor | None = None  # [T, K], -1: dropped
+        self.dispatched_probs: Tensor | None = None  # [R], between dispatch and combine
         self._received: tuple[AllToAll, Dispatched] | None = None
         self._tokens_per_expert: Tensor | None = None
 
@@ -70,8 +79,8 @@ class Manager:
         order = probs.detach().masked_fill(~chosen, -1.0)
         indices = order.topk(self.router_topk, dim=-1).indices
         kept = chosen.gather(1, indices)
-        self._token_probs = torch.where(kept, probs.gather(1, indices), 0.0)
-        self._token_indices = indices.masked_fill(~kept, -1)
+        self.token_probs = torch.where(kept, probs.gather(1, indices), 0.0)
+        self.token_indices = indices.masked_fill(~kept, -1)
 
     def dispatch(
         self,
@@ -80,19 +89,19 @@ class Manager:
         allocate_on_comm_stream: bool = False,
     ) -> Tensor:
         """[T, H] -> [R, H]. Runs on the current stream; both options are ignored."""
-        assert self._token_indices is not None, "dispatch follows setup_metadata"
-        assert self._token_probs is not None
+        assert self.token_indices is not None, "dispatch follows setup_metadata"
+        assert self.token_probs is not None
         all_to_all, alignment = self._all_to_all(hidden_states), self._alignment()
-        sizes = self._sizes.ask(all_to_all, self._token_indices, alignment=alignment)
+        sizes = self._sizes.ask(all_to_all, self.token_indices, alignment=alignment)
         got = all_to_all.dispatch(
             hidden_states.contiguous(),
-            self._token_indices,
-            self._token_probs.float(),
+            self.token_indices,
+            self.token_probs.float(),
             options=_options(alignment),
             max_tokens=sizes.max_tokens,
             capacity=sizes.capacity,
         )
-        self._received = all_to_all, got
+        self._received, self.dispatched_probs = (all_to_all, got), got.row_weights
         self._tokens_per_expert = sizes.counts.to(torch.int64)
         return got.x
 
@@ -103,7 +112,8 @@ class Manager:
         allocate_on_comm_stream: bool = False,
     ) -> Tensor:
         """[R, H] -> [T, H]: the sum of each token's rows."""
-        (all_to_all, got), self._received = self._got(), None
+        assert self._received is not None, "combine follows dispatch"
+        (all_to_all, got), self._received, self.dispatched_probs = self._received, None, None
         return all_to_all.combine(hidden_states, got, weighted=False)
 
     def check(self) -> None:
@@ -116,7 +126,8 @@ class Manager:
 
     def get_permuted_hidden_states_by_experts(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the rows unchanged, and their probabilities [R]."""
-        weights = self._got()[1].row_weights
+        weights = self.dispatched_probs
+        assert weights is not None, "it follows dispatch, and combine ends it"
         return hidden_states, weights.double() if self._router_dtype == "fp64" else weights
 
     def get_restored_hidden_states_by_experts(self, hidden_states: Tensor) -> Tensor:
@@ -126,18 +137,6 @@ class Manager:
         """[E_local] int64 on the CPU, padding included where rows are padded."""
         assert self._tokens_per_expert is not None, "it is known after dispatch"
         return self._tokens_per_expert
-
-    def get_dispached_metadata(self) -> tuple[Tensor, Tensor]:
-        """Used by older versions: local expert and probability of each row, [R, 1] each."""
-        got = self._got()[1]
-        counts = self.get_number_of_tokens_per_expert()
-        each = torch.arange(len(counts), device=counts.device)
-        experts = each.repeat_interleave(counts).to(got.x.device)
-        return experts[:, None], got.row_weights[:, None]
-
-    def _got(self) -> tuple[AllToAll, Dispatched]:
-        assert self._received is not None, "it follows dispatch, and combine ends it"
-        return self._received
 
     def _alignment(self) -> int:
         """Rows that each expert's rows are padded to, for quantized GEMMs."""
@@ -158,6 +157,7 @@ class Manager:
             max_tokens=_MAX_TOKENS,
             dtype=x.dtype,
             device=x.device.type,
+            num_sms=self._num_sms,
             timeout_s=TIMEOUT_S,
         )
         return pool.get(config)
@@ -172,8 +172,6 @@ def manager_class() -> Any:
 
 def install() -> None:
     """Replaces Megatron's manager for DeepEP. Also makes `deep_ep` importable."""
-    from moe_p2p import deep_ep
-
     required("megatron", "megatron")
-    deep_ep.install()  # before the module below, which imports it
+    provide_deep_ep()  # before the module below, which imports it
     put({_DISPATCHER: required(_DISPATCHER, "megatron")}, {"_DeepepManager": manager_class()})

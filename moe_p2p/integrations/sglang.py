@@ -20,12 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_p2p import errors
+from moe_p2p import env, errors
 from moe_p2p.all_to_all import AllToAll
 from moe_p2p.dispatched import Dispatched, PendingDispatch
-from moe_p2p.integrations import derived, optional, put, required
+from moe_p2p.integrations import derived, optional, provide_deep_ep, put, required
 from moe_p2p.options import DispatchOptions, RowLayout
 from moe_p2p.pool import TIMEOUT_S, AllToAllPool, config_of
+from moe_p2p.routing_counts import count_routing
 from moe_p2p.row_counts import SizeExchange
 
 _DISPATCHERS = "sglang.srt.layers.moe.token_dispatcher"
@@ -45,6 +46,7 @@ class Dispatcher:
     """Takes DeepEPDispatcher's arguments; those that only DeepEP's transport uses are ignored."""
 
     _shared: dict[Any, AllToAllPool] = {}  # noqa: RUF012  # by group: layers share the memory
+    expert_mask_gpu = None  # read by AMD's runner: ids of rows name experts of this rank only
 
     def __init__(
         self,
@@ -58,10 +60,11 @@ class Dispatcher:
         deepep_mode: Any = None,
         async_finish: bool = False,
         return_recv_hook: bool = False,
-        **_: Any,
+        runner_backend: Any = None,
     ) -> None:
         super().__init__()
         self.quant_config: dict[str, Any] = {}
+        self.runner_backend = runner_backend
         self.deepep_mode = deepep_mode
         errors.require(num_experts is not None, "num_experts is None, must be their number")
         self._num_experts = num_experts or 0
@@ -154,6 +157,8 @@ class Dispatcher:
     ) -> Any:
         got = all_to_all.dispatch_recv(pending)
         self._received = all_to_all, got
+        if (recorder := _recorder()) is not None:
+            recorder.on_deepep_dispatch_low_latency(got.counts)
         return _made(
             ("DeepEPLLDispatchOutput", "DeepEPLLOutput"),
             hidden_states=got.x,
@@ -187,6 +192,14 @@ class Dispatcher:
         row_experts.clamp_(max=len(got.counts) - 1)
         counts = sizes.counts.to(torch.int64)
         rounded = (counts + _GEMM_ROWS - 1) // _GEMM_ROWS * _GEMM_ROWS
+        if (recorder := _recorder()) is not None and recorder.recording:
+            sent = count_routing(ids, self._num_experts, all_to_all.world_size)
+            recorder.on_deepep_dispatch_normal(
+                counts.tolist(),
+                num_tokens_per_rank=sent.num_tokens_per_rank,
+                num_tokens_per_rdma_rank=None,
+                num_tokens_per_expert=sent.num_tokens_per_expert,
+            )
         return _made(
             ("DeepEPNormalDispatchOutput", "DeepEPNormalOutput"),
             hidden_states=got.x,
@@ -244,14 +257,27 @@ def dispatcher_class() -> Any:
 
 
 def install() -> None:
-    """Replaces DeepEPDispatcher. Also makes `deep_ep` importable."""
-    from moe_p2p import deep_ep
+    """Replaces DeepEPDispatcher. Also makes `deep_ep` importable.
 
+    Changes of mode clean DeepEP's buffer in SGLang; here is none, and calls need no cleaning.
+    """
     required("sglang", "sglang")
-    deep_ep.install()  # before the modules below, which import it
+    provide_deep_ep()  # before the modules below, which import it
     ours = dispatcher_class()
     users = {name: module for name in _USERS if (module := optional(name)) is not None}
     put(users, {"DeepEPDispatcher": ours})
+    buffer = getattr(users.get(f"{_DISPATCHERS}.deepep"), "DeepEPBuffer", None)
+    if buffer is not None:
+        buffer.clean_buffer = classmethod(lambda cls: None)
+
+
+def plugin() -> None:
+    """Entry point `sglang.srt.plugins`, which SGLang calls in each of its processes.
+
+    With MOE_P2P_ENGINES=1 it is install(), whether or not SGLang has imported a deep_ep by then.
+    """
+    if env.engines():
+        install()
 
 
 def _made(names: tuple[str, ...], **values: Any) -> Any:
@@ -265,7 +291,7 @@ def _options_for(dispatcher: Dispatcher, layout: RowLayout) -> DispatchOptions:
     """Returns options of dispatch for the row format that the runner's kernels take."""
     utils = required("sglang.srt.layers.moe.utils", "sglang")
     choose = getattr(utils, "get_deepep_output_dtype", None)
-    dtype = "fp8" if choose is None else choose(dispatcher).value
+    dtype = "fp8" if choose is None else choose(_Asking(dispatcher, layout, utils)).value
     errors.require(
         dtype in ("bf16", "fp8"),
         f"the runner wants rows of {dtype}; bf16 and fp8 are dispatched: start SGLang with "
@@ -280,6 +306,21 @@ def _options_for(dispatcher: Dispatcher, layout: RowLayout) -> DispatchOptions:
         scale_format="ue8m0" if packed else "float32",
         column_scales=layout == "padded",
     )
+
+
+class _Asking:
+    """What SGLang reads to choose the type of rows: that of a dispatcher for one mode."""
+
+    def __init__(self, dispatcher: Dispatcher, layout: RowLayout, utils: Any) -> None:
+        self.quant_config, self.runner_backend = dispatcher.quant_config, dispatcher.runner_backend
+        mode = utils.DeepEPMode
+        self.dispatch_mode = mode.LOW_LATENCY if layout == "padded" else mode.NORMAL
+
+
+def _recorder() -> Any:
+    """Returns what counts the rows of each expert for SGLang's expert placement; None: nothing."""
+    module = optional("sglang.srt.eplb.expert_distribution")
+    return None if module is None else module.get_global_expert_distribution_recorder()
 
 
 def _deep_gemm() -> Any:

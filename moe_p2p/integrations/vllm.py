@@ -8,128 +8,34 @@ expert, [E_local, W * max_tokens, H], CUDA graphs) or deepep_high_throughput or 
 one row per (token, expert), without spare rows; in CUDA graphs as many as could arrive). Weights
 travel with dispatch and are applied by combine, unless the experts apply them.
 
-A manager returns a Handle, not an AllToAll, because vLLM asks for it before top-k is known.
+vllm_managers.py has the managers. Both kinds take part in dual batch overlap: the other micro-batch
+computes while rows travel.
 
 Symbols: T tokens, K top-k, E experts, E_local of this rank, H hidden size, R rows received.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_p2p import errors
+from moe_p2p import env, errors
 from moe_p2p.all_to_all import AllToAll
 from moe_p2p.dispatched import Dispatched
-from moe_p2p.integrations import derived, optional, put, required
+from moe_p2p.integrations import derived, optional, provide_deep_ep, put, required
+from moe_p2p.integrations.vllm_managers import Handle, manager_classes
 from moe_p2p.options import DispatchOptions, RowLayout, ScaleFormat
-from moe_p2p.pool import TIMEOUT_S, AllToAllPool, config_of
-from moe_p2p.row_counts import SizeExchange, capturing
+from moe_p2p.row_counts import capturing
 
-_MANAGERS = "vllm.distributed.device_communicators.base_device_communicator"
 _FUSED_MOE = "vllm.model_executor.layers.fused_moe"
 _FP8_BLOCK = [128, 128]  # with this block shape dispatch quantizes, one scale per 128 values
 # Result of prepare: rows, scales, ExpertTokensMetadata, expert of each row, weight of each row.
 Prepared = tuple[Tensor, Tensor | None, Any, Tensor | None, Tensor | None]
-
-
-class Handle:
-    """The AllToAll objects of one group, made when a layer's shape is first seen.
-
-    max_tokens: most tokens of any rank in a call.
-    check: raises the error that broke this or another handle of the manager. None: only this one.
-    """
-
-    def __init__(
-        self,
-        group: Any,
-        max_tokens: int,
-        num_sms: int | None = None,
-        check: Callable[[], None] | None = None,
-    ) -> None:
-        self.max_tokens = max_tokens
-        self._check = check or self.check
-        self._num_sms = num_sms
-        self.sizes = SizeExchange()
-        self._pool = AllToAllPool(group)
-
-    def all_to_all(
-        self, x: Tensor, topk_idx: Tensor, num_experts: int, *, one_step: bool
-    ) -> AllToAll:
-        """Returns the AllToAll for x [T, H] and topk_idx [T, K].
-
-        one_step: calls must not be cut into steps, because halves are used.
-        """
-        self._check()
-        config = config_of(
-            num_experts=num_experts,
-            hidden_dim=x.shape[1],
-            topk=topk_idx.shape[1],
-            max_tokens=self.max_tokens,
-            dtype=x.dtype,
-            device=x.device.type,
-            chunk_tokens=self.max_tokens if one_step else None,
-            num_sms=self._num_sms,
-            timeout_s=TIMEOUT_S,
-        )
-        return self._pool.get(config)
-
-    def check(self) -> None:
-        """Raises the error that broke any of its AllToAlls (AllToAll.check)."""
-        self._pool.check()
-
-    def destroy(self) -> None:
-        self._pool.close()
-
-
-class All2AllManager:
-    """One per group of expert-parallel ranks; vLLM passes the group's CPU process group."""
-
-    cpu_group: Any  # set by the base class
-
-    def __init__(self, cpu_group: Any, tcp_store_group: Any = None) -> None:
-        # Only later versions have the second argument, for groups outside torch.distributed.
-        given = (cpu_group,) if tcp_store_group is None else (cpu_group, tcp_store_group)
-        super().__init__(*given)
-        self._handles: dict[int, Handle] = {}
-        self._num_sms: int | None = None
-
-    def get_handle(self, kwargs: dict[str, Any]) -> Handle:
-        """kwargs: as for the replaced backend; only the number of tokens is used."""
-        max_tokens = (
-            kwargs.get("max_num_tokens_per_dp_rank")
-            or kwargs.get("num_max_tokens_per_rank")
-            or _scheduled_tokens()
-        )
-        if max_tokens not in self._handles:
-            self._handles[max_tokens] = Handle(
-                self.cpu_group, max_tokens, self._num_sms, self.check
-            )
-        return self._handles[max_tokens]
-
-    def set_num_sms(self, num_sms: int) -> None:
-        """Limits the thread blocks of calls. Applies to layers that have not run yet."""
-        self._num_sms = num_sms
-
-    def max_sms_used(self) -> int | None:
-        """Returns the limit of set_num_sms; None: no limit."""
-        return self._num_sms
-
-    def check(self) -> None:
-        """Raises the error that broke any of its handles.
-
-        prepare() calls it. Replays of CUDA graphs do not: call this once per step of them.
-        """
-        for handle in self._handles.values():
-            handle.check()
-
-    def destroy(self) -> None:
-        while self._handles:
-            self._handles.popitem()[1].destroy()
 
 
 class _PrepareAndFinalize:
@@ -146,7 +52,7 @@ class _PrepareAndFinalize:
         self._handle = buffer
         self._num_dispatchers = num_dispatchers
         self._physical = global_to_physical  # [E] physical id of each expert; None: the same
-        self._scale_format: Any = "float32"
+        self._scale_format: ScaleFormat = "float32"
         self._received: dict[int, tuple[AllToAll, Dispatched]] = {}  # by micro-batch
 
     @staticmethod
@@ -192,7 +98,11 @@ class _PrepareAndFinalize:
             and quant_config.quant_dtype == torch.float8_e4m3fn
             and list(block or ()) == _FP8_BLOCK
         )
-        return _options_of(layout, self._scale_format if quantize else None)
+        return _options_of(layout, self._scales() if quantize else None)
+
+    def _scales(self) -> ScaleFormat:
+        """Returns the format of scales that the experts take."""
+        return self._scale_format
 
 
 class Batched(_PrepareAndFinalize):
@@ -251,6 +161,7 @@ class Batched(_PrepareAndFinalize):
         apply_router_weight_on_input: bool,
         weight_and_reduce_impl: Any,
     ) -> tuple[Callable[[], None], Callable[[], None]]:
+        _run_hook_of_the_other_micro_batch()
         all_to_all, got = self._received.pop(_micro_batch())
         pending = all_to_all.combine_send(
             fused_expert_output,
@@ -278,6 +189,15 @@ class Standard(_PrepareAndFinalize):
     def max_num_tokens_per_rank(self) -> int | None:
         return None  # calls are cut into steps
 
+    def supports_dbo(self) -> bool:
+        return True
+
+    def _scales(self) -> ScaleFormat:
+        """DeepGEMM may read the exponent of a scale alone: then scales are powers of two."""
+        deep_gemm = optional("vllm.utils.deep_gemm")
+        exponents = deep_gemm is not None and deep_gemm.is_deep_gemm_e8m0_used()
+        return "power_of_two" if exponents else super()._scales()
+
     def prepare(
         self,
         a1: Tensor,
@@ -292,15 +212,17 @@ class Standard(_PrepareAndFinalize):
         x, weights, ids = self._inputs(a1, topk_weights, topk_ids, apply_router_weight_on_input)
         all_to_all = self._handle.all_to_all(x, ids, num_experts, one_step=False)
         options = self._options("grouped", quant_config, defer_input_quant)
-        sizes = None if capturing(x) else self._handle.sizes.ask(all_to_all, ids)
-        got = all_to_all.dispatch(
-            x,
-            ids,
-            weights,
-            options=options,
-            max_tokens=sizes and sizes.max_tokens,
-            capacity=sizes and sizes.capacity,
-        )
+        with _communicating(x, ids, weights) as made:
+            sizes = None if capturing(x) else self._handle.sizes.ask(all_to_all, ids)
+            got = all_to_all.dispatch(
+                x,
+                ids,
+                weights,
+                options=options,
+                max_tokens=sizes and sizes.max_tokens,
+                capacity=sizes and sizes.capacity,
+            )
+            made += [got.x, got.scales, got.counts, got.offsets, got.row_weights]
         self._received[_micro_batch()] = all_to_all, got
         rows, scales = got.x, got.scales
         if not options.quantize and not defer_input_quant and rows.numel():
@@ -329,13 +251,8 @@ class Standard(_PrepareAndFinalize):
                 apply_router_weight_on_input=apply_router_weight_on_input,
             )
         rows = y.reshape(-1, output.shape[1])
-        all_to_all.combine(rows, got, weighted=weighted, out=output)
-
-
-@functools.cache
-def manager_class() -> Any:
-    """Returns All2AllManager as a vLLM class. Raises ImportError without vLLM."""
-    return derived(All2AllManager, required(_MANAGERS, "vllm").All2AllManagerBase)
+        with _communicating(rows, output):
+            all_to_all.combine(rows, got, weighted=weighted, out=output)
 
 
 @functools.cache
@@ -350,16 +267,19 @@ def prepare_and_finalize_classes() -> tuple[Any, Any]:
 
 def install() -> None:
     """Replaces DeepEP's classes in vLLM. Makes `deep_ep` importable, which vLLM checks for."""
-    from moe_p2p import deep_ep
-
     required("vllm", "vllm")
-    deep_ep.install()  # before the modules below, which import it
-    manager, (batched, standard) = manager_class(), prepare_and_finalize_classes()
+    provide_deep_ep()  # before the modules below, which import it
+    low_latency, manager = manager_classes()
+    batched, standard = prepare_and_finalize_classes()
     managers = "vllm.distributed.device_communicators.all2all"
     makers = f"{_FUSED_MOE}.all2all_utils"
     put(
         {managers: required(managers, "vllm")},
-        {f"DeepEP{kind}All2AllManager": manager for kind in ("LL", "HT", "V2")},
+        {
+            "DeepEPLLAll2AllManager": low_latency,
+            "DeepEPHTAll2AllManager": manager,
+            "DeepEPV2All2AllManager": manager,
+        },
     )
     put(
         {makers: required(makers, "vllm")},
@@ -372,20 +292,61 @@ def install() -> None:
     )
 
 
+def plugin() -> None:
+    """Entry point `vllm.general_plugins`: vLLM calls it in each of its processes.
+
+    With MOE_P2P_ENGINES=1 it is install(). With MOE_P2P_AS_DEEP_EP=1 vLLM's own classes run over
+    moe_p2p.deep_ep, and its checks of NCCL, which DeepEP's V2 needs and this does not, pass.
+    """
+    if env.engines():
+        install()
+    elif env.as_deep_ep():
+        env.disable_gin()
+        checks = required("vllm.utils.import_utils", "vllm")
+        checks.deep_ep_v2_unavailable_reason = lambda: None
+
+
 def _kernel() -> Any:
     return required(f"{_FUSED_MOE}.modular_kernel", "vllm")
-
-
-def _scheduled_tokens() -> int:
-    """Returns the most tokens that vLLM schedules in one step."""
-    config = required("vllm.config", "vllm").get_current_vllm_config()
-    return int(config.scheduler_config.max_num_batched_tokens)
 
 
 def _micro_batch() -> int:
     """Returns the index of the micro-batch that this thread runs, where vLLM overlaps several."""
     batching = optional("vllm.v1.worker.ubatching")
     return int(batching.dbo_current_ubatch_id()) if batching else 0
+
+
+def _run_hook_of_the_other_micro_batch() -> None:
+    """Receives its rows: it goes on once this one has sent."""
+    if (batching := optional("vllm.v1.worker.ubatching")) is not None:
+        batching.dbo_maybe_run_recv_hook()
+
+
+@contextlib.contextmanager
+def _communicating(*used: Tensor | None) -> Iterator[list[Tensor | None]]:
+    """Runs its block on vLLM's communication stream while micro-batches overlap.
+
+    The other micro-batch issues its work first, because the block may wait on the host. `used` are
+    read in the block; what is appended to the list made in it is used by experts afterwards.
+    Without micro-batches the block just runs.
+    """
+    made: list[Tensor | None] = []
+    batching = optional("vllm.v1.worker.ubatching")
+    if batching is None or not batching.dbo_enabled():
+        yield made
+        return
+    batching.dbo_yield_and_switch_from_compute_to_comm()
+    _record(used)
+    yield made
+    batching.dbo_switch_to_compute_sync()
+    _record(made)
+
+
+def _record(tensors: Iterable[Tensor | None]) -> None:
+    """The current stream uses them, so their memory stays theirs until it is done."""
+    for tensor in tensors:
+        if tensor is not None and tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream())
 
 
 def _delegates(weight_and_reduce_impl: Any) -> bool:
@@ -421,10 +382,12 @@ def _quantized(rows: Tensor, quant_config: Any) -> tuple[Tensor, Tensor | None]:
     utils = required(f"{_FUSED_MOE}.utils", "vllm")
     q, scales = utils.moe_kernel_quantize_input(
         rows.flatten(0, -2),
-        quant_config.a1_scale,
+        quant_config.a1_gscale if dtype == "nvfp4" else quant_config.a1_scale,
         dtype,
         quant_config.per_act_token_quant,
         quant_config.block_shape,
+        is_scale_swizzled=quant_config.is_scale_swizzled,
+        mx_alignment=quant_config.mx_alignment,
     )
     if rows.dim() == 2:
         return q, scales

@@ -223,12 +223,11 @@ class MoELayer(nn.Module):
         assert all_to_all is not None
         if all_to_all.config.mask_lost_ranks:  # gather_counts would wait for all ranks
             return None, None
-        # Entry -1, no expert, is counted last.
-        counts = topk_idx.new_zeros(self.num_experts + 1, dtype=torch.int32)
-        expert = topk_idx.flatten().long() % (self.num_experts + 1)
-        counts.scatter_add_(0, expert, torch.ones_like(expert, dtype=torch.int32))
-        mine = self._host_counts.read(counts[:0], counts[:-1], topk_idx.shape[0])
-        gathered = all_to_all.gather_counts(mine)  # [W, E + 1], last column the number of tokens
+        made = self._host_counts.count(topk_idx, self.num_experts, 1)
+        mine = self._host_counts.given(
+            made.num_tokens_per_rank, made.num_tokens_per_expert, topk_idx.shape[0]
+        )
+        gathered = mine.gather(all_to_all, self.num_experts + 2)[:, 1:]  # [W, E + 1], last column T
         rows = gathered[:, local_experts(all_to_all)].sum()
         return max(1, int(rows)), max(1, int(gathered[:, -1].max()))
 

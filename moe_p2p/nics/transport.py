@@ -24,20 +24,32 @@ from moe_p2p.nics.topology import Host, Nic
 LOOPBACK, LIBFABRIC, VERBS = "loopback", "libfabric", "verbs"
 MAX_NICS = 8  # kMaxNics of csrc/engine/memory_region.h
 DEFAULT_NICS = 2  # for providers without devices
-# Where each provider looks for its library (the api.cpp of its folder), in this order; for
-# libfabric, the order with EFA.
-LIBRARIES = {
-    LIBFABRIC: (
-        "/opt/amazon/efa/lib/libfabric.so.1",
-        "/opt/amazon/efa/lib64/libfabric.so.1",
-        "libfabric.so.1",
+
+
+class Provider(NamedTuple):
+    """A provider that has NICs of its own kind."""
+
+    kind: str  # of its NICs, in topology.py
+    title: str  # of the kind, in error texts
+    names_key: str  # the setting that names NICs
+    libraries: tuple[str, ...]  # where it looks for its library, as the api.cpp of its folder
+
+
+# In order of preference.
+PROVIDERS = {
+    LIBFABRIC: Provider(
+        "efa",
+        "EFA",
+        "interfaces",
+        (
+            "/opt/amazon/efa/lib/libfabric.so.1",
+            "/opt/amazon/efa/lib64/libfabric.so.1",
+            "libfabric.so.1",
+        ),
     ),
-    VERBS: ("libibverbs.so.1",),
+    VERBS: Provider("verbs", "RDMA", "devices", ("libibverbs.so.1",)),
 }
-# Provider by kind of NIC, in order of preference.
-PROVIDERS = {"efa": LIBFABRIC, "verbs": VERBS}
-_KINDS = {"efa": "EFA", "verbs": "RDMA"}
-_NAMES_KEY = {LIBFABRIC: "interfaces", VERBS: "devices"}
+OF_KIND = {provider.kind: name for name, provider in PROVIDERS.items()}
 _OF_ONE_HOST = ("devices", "interfaces", "host", "bind", "gid_index", "gid_address")
 _DOCTOR = "`python -m moe_p2p doctor` says more"
 
@@ -70,7 +82,7 @@ class Opening(NamedTuple):
 def load_problem(provider: str) -> str:
     """Returns why a provider's library cannot be loaded; empty when it can."""
     problem = ""
-    for name in LIBRARIES[provider]:
+    for name in PROVIDERS[provider].libraries:
         try:
             ctypes.CDLL(name)
         except OSError as error:
@@ -95,13 +107,11 @@ def choose(transport: str, *, nics: str = "", root: Path = Path("/")) -> Choice:
 def prefer(host: Host) -> Choice:
     """Returns the best usable provider, and why each preferred one is not usable."""
     against: list[str] = []
-    for kind, provider in PROVIDERS.items():
+    for provider, (kind, title, _, _) in PROVIDERS.items():
         nics = topology.usable(host, kind)
         problem = load_problem(provider) if nics else ""
         if nics and not problem:
-            found = (
-                f"{len(nics)} {_KINDS[kind]} devices ({', '.join(nic.name for nic in nics[:8])})"
-            )
+            found = f"{len(nics)} {title} devices ({', '.join(nic.name for nic in nics[:8])})"
             return Choice(provider, "; ".join([found, *against]), automatic=True)
         against.append(f"no {provider}: {problem or why_none(host, kind)}")
     return Choice(LOOPBACK, "; ".join(against), automatic=True)
@@ -115,7 +125,7 @@ def rail_nics(host: Host) -> list[Nic]:
 def why_none(host: Host, kind: str) -> str:
     """Returns why a machine has no usable NIC of a kind."""
     problems = [f"{nic.name}: {nic.problem}" for nic in host.nics if nic.kind == kind]
-    return "; ".join(problems[:8]) or f"there is no {_KINDS[kind]} device"
+    return "; ".join(problems[:8]) or f"there is no {PROVIDERS[OF_KIND[kind]].title} device"
 
 
 def open_with(provider: str, settings: str, wish: Wish, *, root: Path = Path("/")) -> Opening:
@@ -124,7 +134,9 @@ def open_with(provider: str, settings: str, wish: Wish, *, root: Path = Path("/"
     Raises InvalidArgumentError for an unknown device name, UnavailableError when no device is
     usable.
     """
-    key, names = _NAMES_KEY.get(provider), named_in(provider, settings)
+    names, key = named_in(provider, settings), ""
+    if provider in PROVIDERS:
+        key = PROVIDERS[provider].names_key
     if key and not names:
         names = _rails(provider, settings, wish, root)
         named = f"{key}={':'.join(names)}" if names else ""
@@ -153,21 +165,22 @@ def _rails(provider: str, settings: str, wish: Wish, root: Path) -> list[str]:
     for nic in chosen:
         errors.require(
             nic.kind == kind,
-            f"nics names {nic.name}, which {provider} cannot use; it is for {PROVIDERS[nic.kind]}",
+            f"nics names {nic.name}, which {provider} cannot use; it is for {OF_KIND[nic.kind]}",
         )
     return [f"{nic.name}-rdm" if kind == "efa" else nic.name for nic in chosen[:MAX_NICS]]
 
 
 def _kind(provider: str, settings: str) -> str:
     """Kind of NICs that a provider's setting names; empty when the provider finds its own."""
-    if provider == LIBFABRIC:
-        return "efa" if _setting(settings, "provider") in ("", "efa") else ""
-    return "verbs"
+    if provider == LIBFABRIC and setting(settings, "provider") not in ("", "efa"):
+        return ""
+    return PROVIDERS[provider].kind
 
 
 def named_in(provider: str, settings: str) -> list[str]:
     """Device names in a provider's settings, in rail order."""
-    named = _setting(settings, _NAMES_KEY.get(provider, "devices"))
+    key = PROVIDERS[provider].names_key if provider in PROVIDERS else "devices"
+    named = setting(settings, key)
     return named.split(":") if named else []
 
 
@@ -193,7 +206,8 @@ def _named(host: Host, names: list[str]) -> list[Nic]:
     return [found[name] for name in names]
 
 
-def _setting(settings: str, key: str) -> str:
+def setting(settings: str, key: str) -> str:
+    """Returns the value of a key; empty when it is not there."""
     pairs = (item.partition("=") for item in settings.split(","))
     return next((value for name, _, value in pairs if name == key), "")
 
@@ -203,7 +217,7 @@ def with_copy_kernel(provider: str, settings: str, device: int) -> str:
 
     Unchanged for other providers, and where `settings` already say how to copy.
     """
-    if provider != LOOPBACK or _setting(settings, "copy_kernel"):
+    if provider != LOOPBACK or setting(settings, "copy_kernel"):
         return settings
     kernel = jit.load(device, "copy.cu", "moe_p2p_copy", {})
     return ",".join(filter(None, [settings, f"copy_kernel={kernel}"]))
@@ -211,8 +225,13 @@ def with_copy_kernel(provider: str, settings: str, device: int) -> str:
 
 def shared_settings(settings: str) -> str:
     """`settings` without keys that name devices of one host: comparable between hosts."""
+    return without(settings, *_OF_ONE_HOST)
+
+
+def without(settings: str, *keys: str) -> str:
+    """`settings` without these keys."""
     items = settings.split(",")
-    return ",".join(item for item in items if item.partition("=")[0] not in _OF_ONE_HOST)
+    return ",".join(item for item in items if item.partition("=")[0] not in keys)
 
 
 def pci_of(device: int) -> str:

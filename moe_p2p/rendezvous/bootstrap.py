@@ -35,7 +35,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -60,17 +60,34 @@ _FIRST_PAUSE_S, _PAUSE_OF_A_RANK_S, _LAST_PAUSE_S = 0.001, 0.0004, 0.25
 _ONE_FAILED = 1 << 32  # in {M}/left: upper half failed ranks, lower half ranks that left
 
 
-def _store_of(group: dist.ProcessGroup | None) -> tuple[Store, int, int]:
-    """Returns a group's store (None: the default group's), this rank in it and its size."""
-    if not dist.is_initialized():
-        raise errors.make(
-            errors.InvalidArgumentError,
-            "there is no process group: call torch.distributed.init_process_group first, or pass "
-            "a Store with rank and world_size",
+def store_of(
+    group_or_store: Any, rank: int | None, world_size: int | None
+) -> tuple[Store, int, int]:
+    """Returns the store of a group (None: the default group), this rank in it, and its size."""
+    if isinstance(group_or_store, Store):
+        if rank is None or world_size is None:
+            text = "a Store was given without rank and world_size"
+            raise errors.make(errors.InvalidArgumentError, text)
+        errors.require(
+            0 <= rank < world_size, f"rank is {rank}, must be from 0 to {world_size - 1}"
         )
-    chosen = dist.group.WORLD if group is None else group
-    assert chosen is not None
-    return chosen.get_group_store(), dist.get_rank(chosen), dist.get_world_size(chosen)
+        return group_or_store, rank, world_size
+    errors.require(
+        rank is None and world_size is None,
+        "rank and world_size go with a Store; a process group knows its own",
+    )
+    if group_or_store is None:
+        errors.require(
+            dist.is_initialized(),
+            "no group was given and there is no default group: call "
+            "torch.distributed.init_process_group first, or pass a Store with rank and world_size",
+        )
+        group_or_store = dist.group.WORLD
+    errors.require(
+        hasattr(group_or_store, "get_group_store"),
+        f"a ProcessGroup, a Store or None is needed, not {type(group_or_store).__name__}",
+    )
+    return group_or_store.get_group_store(), group_or_store.rank(), group_or_store.size()
 
 
 class Bootstrap:
@@ -90,27 +107,7 @@ class Bootstrap:
         world_size: int | None,
         timeout_s: float,
     ) -> None:
-        if isinstance(group_or_store, Store):
-            errors.require(
-                rank is not None and world_size is not None,
-                "a Store was given without rank and world_size",
-            )
-            assert rank is not None
-            assert world_size is not None
-            errors.require(
-                0 <= rank < world_size, f"rank is {rank}, must be from 0 to {world_size - 1}"
-            )
-            self.store, self.rank, self.world_size = group_or_store, rank, world_size
-        else:
-            errors.require(
-                rank is None and world_size is None,
-                "rank and world_size go with a Store; a process group knows its own",
-            )
-            errors.require(
-                group_or_store is None or isinstance(group_or_store, dist.ProcessGroup),
-                f"a ProcessGroup, a Store or None is needed, not {type(group_or_store).__name__}",
-            )
-            self.store, self.rank, self.world_size = _store_of(group_or_store)
+        self.store, self.rank, self.world_size = store_of(group_or_store, rank, world_size)
         self._timeout_s = timeout_s
         self._deadline = 0.0
         self._stage = 0

@@ -24,7 +24,7 @@ def of_a_rank(
 ) -> dict[str, int]:
     """Returns bytes of /dev/shm by use. num_nics: software NICs of a rank; 0: NICs are real."""
     plan = config.plan(world_size=world_size, ranks_per_node=ranks_per_node)
-    lines = _ON_GPU if config.device == "cuda" else plan.keys() - {"device_state"}
+    lines = _ON_GPU if config.on_gpu else plan.keys() - {"device_state"}
     nic = ops.call(
         torch.ops.moe_p2p.software_nic_bytes.default,
         config.provider_settings if num_nics else "",

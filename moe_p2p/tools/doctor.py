@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 
+from moe_p2p.config import EngineConfig
 from moe_p2p.engine import Engine
 from moe_p2p.errors import MoeP2pError
 from moe_p2p.gpu import driver
@@ -30,8 +31,8 @@ from moe_p2p.tools import doctor_text
 
 PACKAGES = ("torch", "triton", "cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc")
 LIBRARIES = {
-    "libibverbs": transport.LIBRARIES[transport.VERBS],
-    "libfabric": transport.LIBRARIES[transport.LIBFABRIC],
+    "libibverbs": transport.PROVIDERS[transport.VERBS].libraries,
+    "libfabric": transport.PROVIDERS[transport.LIBFABRIC].libraries,
     "libcuda": ("libcuda.so.1",),
     "libcudart": ("libcudart.so",),  # as libfabric opens it
 }
@@ -265,7 +266,7 @@ def _write_everywhere(report: Report) -> list[Write]:
     for nic in report.nics:
         if nic.problem or not report.libraries[LIBRARY_OF[nic.kind]]:
             continue  # judge() says so
-        provider = transport.PROVIDERS[nic.kind]
+        provider = transport.OF_KIND[nic.kind]
         done.append(_write(provider, nic.name, "host"))
         done.extend(
             _write(provider, nic.name, f"cuda:{gpu.cuda_device}")
@@ -281,8 +282,18 @@ def _write(provider: str, nic: str, memory: str) -> Write:
     gpu = None if device is None else device.index
     try:
         with (
-            Engine(provider, 1, nics=nic, gpu=gpu, timeout_s=WRITE_TIMEOUT_S) as sender,
-            Engine(provider, 1, nics=nic, gpu=gpu, timeout_s=WRITE_TIMEOUT_S) as receiver,
+            Engine(
+                EngineConfig(
+                    transport=provider, nics_per_rank=1, nics=nic, timeout_s=WRITE_TIMEOUT_S
+                ),
+                gpu=gpu,
+            ) as sender,
+            Engine(
+                EngineConfig(
+                    transport=provider, nics_per_rank=1, nics=nic, timeout_s=WRITE_TIMEOUT_S
+                ),
+                gpu=gpu,
+            ) as receiver,
         ):
             data = torch.randint(0, 256, (WRITE_BYTES,), dtype=torch.uint8, device=device or "cpu")
             inbox = torch.zeros_like(data)
@@ -323,7 +334,7 @@ def judge(report: Report) -> list[Problem]:
 
 def _transport_problems(report: Report) -> list[Problem]:
     provider, why = report.transport["provider"], report.transport["why"]
-    known = (*transport.LIBRARIES, transport.LOOPBACK)
+    known = (*transport.PROVIDERS, transport.LOOPBACK)
     if not provider:
         return [Problem(why, "correct MOE_P2P_NICS")]
     if provider == "null":

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import moe_p2p
-from moe_p2p import AllToAll, AllToAllConfig, DispatchOptions, Engine, reference
+from moe_p2p import AllToAll, AllToAllConfig, DispatchOptions, Engine, EngineConfig, reference
 from tests.support.cases import (
     GROUPS,
     HIDDEN_DIM,
@@ -82,7 +82,7 @@ def test_what_a_step_sends_leaves_in_parts() -> None:
     """Of at least so many bytes, and in no more than four."""
 
     def count_writes(rank: Rank, part_bytes: int) -> int:
-        with Engine("loopback", 1) as engine:
+        with Engine(EngineConfig(transport="loopback", nics_per_rank=1)) as engine:
             with make(rank, engine=engine, ranks_per_node=1, part_bytes=part_bytes) as comm:
                 check_step(comm, [make_tokens(2, r, 12) for r in range(2)])
             return sum(nic["writes"] for nic in engine.counters())  # closing waits for them
@@ -205,18 +205,26 @@ def test_sums_go_into_a_tensor_of_the_caller(layout: str) -> None:
         ("nics_per_rank", 2),
         ("nics", "mlx5_0"),
         ("transport_settings", "seed=1"),
-        ("proxy_cpu", 0),
+        ("transport_settings", "proxy_cpu=0"),
     ],
 )
 def test_what_an_engine_has_is_refused_beside_it(name: str, value: object) -> None:
     rank = Rank(0, 1, torch.distributed.HashStore())
-    with Engine("loopback") as engine:
+    with Engine(EngineConfig(transport="loopback")) as engine:
         with pytest.raises(moe_p2p.InvalidArgumentError, match=f"{name} is .*an engine is given"):
             make(rank, engine=engine, **{name: value})
         make(rank, engine=engine, timeout_s=5.0, wait="yield").close()
 
 
-def test_tells_how_long_it_waited_for_each_source() -> None:
+def test_ranks_may_pin_their_threads_to_different_cores() -> None:
+    def body(rank: Rank) -> None:
+        settings = "seed=1" + (",proxy_cpu=0" if rank.rank else "")
+        make(rank, ranks_per_node=1, transport_settings=settings).close()
+
+    run_threads(2, body)
+
+
+def test_reports_how_long_it_waited_for_each_source() -> None:
     late = threading.Event()
 
     def body(rank: Rank) -> None:
@@ -294,7 +302,9 @@ def test_one_handle_serves_several_combines() -> None:
 
 def test_two_communicators_share_an_engine() -> None:
     def body(rank: Rank) -> None:
-        with Engine("loopback", 2, label=f"shared {rank.rank}") as engine:
+        with Engine(
+            EngineConfig(transport="loopback", nics_per_rank=2), label=f"shared {rank.rank}"
+        ) as engine:
             comms = [
                 AllToAll(
                     rank.store,
@@ -334,7 +344,7 @@ def test_counts_what_its_nics_wrote() -> None:
         assert [nic["bytes_written"] for nic in counters] == [0, 0]
 
 
-def test_says_what_it_is() -> None:
+def test_repr_names_rank_node_and_state() -> None:
     def body(rank: Rank) -> None:
         comm = make(rank)
         assert repr(comm) == (

@@ -20,12 +20,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integrations.test_megatron import run_megatron
-from tests.integrations.test_sglang import run_sglang
-from tests.integrations.test_vllm import run_vllm
+from tests.engines import sglang_layers, test_megatron, vllm_layers
 from tests.support import gpu_ranks
 from tests.support.ambient_cases import Made, W, default_dtype, difference, given_to
-from tests.support.engine_layers import WORLD
 from tests.support.gpu_ranks import World
 from tests.support.ranks import Rank, run_processes
 
@@ -115,24 +112,45 @@ def test_the_state_of_torch_changes_nothing_on_gpus(world: World) -> None:
 # --- engines' layers ---
 
 
-def all_at_once(_: Rank, names: tuple[str, ...], body: Callable[..., None], *given: Any) -> None:
+def all_at_once(
+    rank: Rank,
+    names: tuple[str, ...],
+    begin: Callable[[Rank], None],
+    body: Callable[..., None],
+    *given: Any,
+) -> None:
+    """begin() imports the engine, whose own modules need not load in such states."""
+    begin(rank)
     with together(*names):
-        body(_, *given)
+        body(rank, *given)
 
 
 SERVING = ("default device", "float64", "inference", "deterministic")
 TRAINING = ("default device", "float64", "anomalies", "deterministic")
-LAYERS: dict[str, tuple[tuple[str, ...], Callable[..., None], tuple[Any, ...]]] = {
-    "vllm": (SERVING, run_vllm, ("deepep_high_throughput", True, False, "cpu")),
-    "sglang": (SERVING, run_sglang, ("fp8", False, "cpu")),
-    "megatron": (TRAINING, run_megatron, (16, "cpu")),
-}
 
 
-@pytest.mark.parametrize("name", LAYERS)
-def test_nor_do_layers_of_engines_change(name: str) -> None:
-    names, body, given = LAYERS[name]
-    run_processes(WORLD, all_at_once, names, body, *given)
+# Ranks import the engine, which takes each of them seconds.
+IMPORTING: dict[str, Any] = {"deadline_s": 200.0}
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.engine("vllm")
+def test_nor_do_layers_of_vllm_change() -> None:
+    run_processes(2, all_at_once, SERVING, vllm_layers.begin, vllm_layers.run_backends, **IMPORTING)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.engine("sglang")
+def test_nor_do_layers_of_sglang_change() -> None:
+    given = [SERVING, sglang_layers.begin_with_ours, sglang_layers.run_modes, "fp8"]
+    run_processes(2, all_at_once, *given, **IMPORTING)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.engine("megatron-core")
+def test_nor_do_layers_of_megatron_change() -> None:
+    given = [TRAINING, test_megatron.begin, test_megatron.train_manager, 16, "cpu"]
+    run_processes(2, all_at_once, *given, **IMPORTING)
 
 
 # --- processes ---

@@ -253,7 +253,7 @@ def combine_with_overwritten_handles(rank: Rank) -> list[str]:
     """The errors of a few hundred handles; words from the number of chunks on are overwritten."""
     generator = torch.Generator().manual_seed(5)
     limits = torch.tensor([0x7FFFFFFF, -(1 << 31), -2, 97, 13], dtype=torch.int32)
-    told = []
+    reported = []
     with make(rank, dtype=torch.bfloat16) as comm:
         received = comm.dispatch(**good(), layout="grouped")
         for case in range(300):
@@ -264,7 +264,7 @@ def combine_with_overwritten_handles(rank: Rank) -> list[str]:
             try:
                 comm.combine(received.x, with_handle(received, handle))
             except moe_p2p.InvalidArgumentError as error:
-                told.append(str(error))
+                reported.append(str(error))
         pending = comm.combine_send(received.x, received)
         kept = received.call.handle.clone()
         received.call.handle[len(kept) // 2 :] = 0x7FFFFFFF
@@ -273,14 +273,14 @@ def combine_with_overwritten_handles(rank: Rank) -> list[str]:
         received.call.handle.copy_(kept)
         assert torch.isfinite(comm.combine_recv(pending)).all()
         assert comm.broken == ""
-    return told
+    return reported
 
 
 def test_handles_that_were_overwritten_are_refused() -> None:
     """In a process: combine once read, and wrote, wherever such a handle pointed."""
-    (told,) = run_processes(1, combine_with_overwritten_handles)
-    assert len(told) > 150  # of 300: words of slots that nobody uses may hold anything
-    assert all("overwritten" in text or "handle has" in text for text in told), told
+    (reported,) = run_processes(1, combine_with_overwritten_handles)
+    assert len(reported) > 150  # of 300: words of slots that nobody uses may hold anything
+    assert all("overwritten" in text or "handle has" in text for text in reported), reported
 
 
 def test_objects_that_are_no_halves(alone: AllToAll) -> None:
@@ -310,7 +310,7 @@ def test_sums_that_do_not_fit(alone: AllToAll) -> None:
     num_rows, y = len(received.topk_idx), received.x
     for rows in (num_rows - 1, num_rows + 1):
         out = y.new_empty(rows, y.shape[-1])
-        match = f"out has {rows} rows, the dispatch had {num_rows}"
+        match = f"out has {rows} rows, must have {num_rows}"
         with pytest.raises(moe_p2p.InvalidArgumentError, match=match):
             alone.combine(y, received, out=out)
         given = (alone._comm, y, None, None, None, [], received.call.handle, 12, out, None, None)
@@ -422,7 +422,7 @@ def test_configuration_names_the_field(change: dict[str, Any], match: str) -> No
         ),
     ],
 )
-def test_construction_says_what_does_not_fit(change: dict[str, Any], match: str) -> None:
+def test_construction_names_what_does_not_fit(change: dict[str, Any], match: str) -> None:
     with pytest.raises(moe_p2p.MoeP2pError, match=match):
         make(Rank(0, 1, dist.HashStore()), **change)
 

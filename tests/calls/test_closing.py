@@ -105,7 +105,7 @@ def test_a_rank_that_closes_early_is_named(call: str, world_size: int, ranks_per
     assert any(f"rank {lost}" in error.split(";")[0] for error in errors), errors
 
 
-def test_a_rank_that_fails_says_so_to_other_nodes() -> None:
+def test_a_rank_that_fails_reports_it_to_other_nodes() -> None:
     def body(rank: Rank) -> str:
         timeout_s = 0.5 if rank.rank == 1 else 60.0
         comm = make(rank, ranks_per_node=1, num_experts=6, timeout_s=timeout_s)

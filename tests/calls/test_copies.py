@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_p2p import AllToAllConfig, Engine
+from moe_p2p import AllToAllConfig, Engine, EngineConfig
 from moe_p2p.layer import MoELayer
 from tests.support.cases import make, steps
 from tests.support.ranks import Rank, run_threads
@@ -48,7 +48,7 @@ def test_a_communicator_is_not_copied_and_goes_on() -> None:
 
 
 def test_an_engine_is_not_copied() -> None:
-    with Engine("loopback") as engine:
+    with Engine(EngineConfig(transport="loopback")) as engine:
         memory = engine.register(torch.zeros(4))
         for made in COPIES:
             with pytest.raises(TypeError, match="Engine cannot be copied, pickled or saved"):

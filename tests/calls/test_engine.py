@@ -8,20 +8,37 @@ import signal
 import threading
 import time
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
 
 import moe_p2p
-from moe_p2p import Engine
+from moe_p2p import Engine, EngineConfig
 from moe_p2p.transfers import Slice
 from tests.support.ranks import Rank, run_processes
 
 
 def pair(num_nics: int = 2, settings: str = "") -> tuple[Engine, Engine]:
     return (
-        Engine("loopback", num_nics, label="sender", settings=settings, timeout_s=10),
-        Engine("loopback", num_nics, label="receiver", settings=settings, timeout_s=10),
+        Engine(
+            EngineConfig(
+                transport="loopback",
+                nics_per_rank=num_nics,
+                transport_settings=settings,
+                timeout_s=10,
+            ),
+            label="sender",
+        ),
+        Engine(
+            EngineConfig(
+                transport="loopback",
+                nics_per_rank=num_nics,
+                transport_settings=settings,
+                timeout_s=10,
+            ),
+            label="receiver",
+        ),
     )
 
 
@@ -57,7 +74,7 @@ def test_whole_memory_is_the_default_and_no_immediate_is_sent() -> None:
 
 
 @pytest.mark.parametrize("settings", ["", "seed=9"])
-def test_pages_go_where_they_are_told(settings: str) -> None:
+def test_pages_go_to_their_places(settings: str) -> None:
     sender, receiver = pair(2, settings)
     with sender, receiver:
         cache = torch.randn(8, 16)
@@ -80,109 +97,14 @@ def test_pages_go_where_they_are_told(settings: str) -> None:
         assert not other[:, 8:].any()
 
 
-@pytest.mark.parametrize("settings", ["", "seed=5"])
-@pytest.mark.parametrize("num_nics", [1, 3])
-def test_reads_bring_what_the_peer_has(settings: str, num_nics: int) -> None:
-    reader, owner = pair(num_nics, settings)
-    with reader, owner:
-        theirs = torch.randint(0, 255, (12_000,), dtype=torch.uint8)
-        mine = torch.zeros(10_000, dtype=torch.uint8)
-        region = reader.resolve(owner.register(theirs).descriptor)
-        memory = reader.register(mine)
-        reader.read(memory, region, offset=1000, region_offset=500, nbytes=9000).wait()
-        assert torch.equal(mine[1000:], theirs[500:9500])
-        assert not mine[:1000].any()
-        reader.read(memory, region, region_offset=2000).wait()
-        assert torch.equal(mine, theirs[2000:])
-        assert sum(nic["bytes_read"] for nic in reader.counters()) == 19_000
-        assert sum(nic["reads"] for nic in reader.counters()) == 2 * num_nics
-        assert sum(nic["writes"] for nic in reader.counters()) == 0
-        with pytest.raises(moe_p2p.InvalidArgumentError, match="Read source: 10000 bytes"):
-            reader.read(memory, region, region_offset=2001)
-
-
-@pytest.mark.parametrize("settings", ["", "seed=9"])
-def test_pages_are_read_where_they_are_told(settings: str) -> None:
-    reader, owner = pair(2, settings)
-    with reader, owner:
-        cache = torch.randn(8, 16)
-        mine = torch.zeros(10, 16)
-        region = reader.resolve(owner.register(cache).descriptor)
-        pages, theirs = torch.tensor([1, 9, 4]), torch.tensor([5, 0, 7])
-        reader.read_pages(
-            reader.register(mine),
-            region,
-            page_bytes=32,
-            stride=64,
-            region_stride=64,
-            pages=pages,
-            region_pages=theirs,
-        ).wait()
-        assert torch.equal(mine[pages, :8], cache[theirs, :8])
-        assert not mine[:, 8:].any()
-        assert not mine[[0, 2, 3, 5, 6, 7, 8]].any()
-
-
-@pytest.mark.parametrize("settings", ["", "seed=9"])
-def test_a_slice_of_heads_is_one_request_both_ways(settings: str) -> None:
-    here, there = pair(2, settings)
-    with here, there:
-        cache = torch.randn(8, 4, 6, 16)  # [pages, tokens, heads, head_dim]
-        other = torch.zeros(10, 4, 3, 16)  # the peer holds heads 2 to 4 of each token
-        memory = here.register(cache)
-        region = here.resolve(there.register(other).descriptor)
-        pages, theirs = torch.tensor([5, 0, 7]), torch.tensor([1, 9, 4])
-        head = 16 * cache.element_size()
-        layout = {
-            "page_bytes": 4 * 3 * head,
-            "row_bytes": 3 * head,
-            "stride": 4 * 6 * head,
-            "row_stride": 6 * head,
-            "offset": 2 * head,
-            "pages": pages,
-            "region_pages": theirs,
-        }
-        here.write_pages(memory, region, imm=3, imm_per_page=False, **layout).wait()
-        assert there.wait_imm(3, 2) == 2
-        assert torch.equal(other[theirs], cache[pages][:, :, 2:5])
-        assert not other[[0, 2, 3, 5, 6, 7, 8]].any()
-        expected = cache.clone()
-        expected[pages, :, 2:5] += 1
-        other[theirs] += 1
-        here.read_pages(memory, region, **layout).wait()
-        assert torch.equal(cache, expected)
-        with pytest.raises(moe_p2p.InvalidArgumentError, match="immediate per page and 4 rows"):
-            here.write_pages(memory, region, imm=3, **layout)
-
-
-def test_runs_of_pages_are_merged() -> None:
-    here, there = pair(1)
-    with here, there:
-        memory = here.register(torch.randn(64, 16))
-        inbox = torch.zeros(64, 16)
-        region = here.resolve(there.register(inbox).descriptor)
-        pages = torch.arange(64)
-        here.write_pages(memory, region, page_bytes=64, pages=pages, region_pages=pages).wait()
-        assert torch.equal(inbox, memory.tensor)
-        assert here.counters()[0]["writes"] == 1
-
-
-def test_reads_of_memory_that_was_given_back_fail() -> None:
-    reader, owner = pair()
-    with reader, owner:
-        memory = reader.register(torch.zeros(1000))
-        theirs = owner.register(torch.ones(1000))
-        region = reader.resolve(theirs.descriptor)
-        theirs.unregister()
-        with pytest.raises(moe_p2p.RemoteAccessError, match="read of 4000 bytes"):
-            reader.read(memory, region).wait()
-        assert not memory.tensor.any()
-
-
 @pytest.mark.parametrize("by_bytes", [False, True])
 def test_scatter_reaches_several_peers(by_bytes: bool) -> None:
     sender, first = pair()
-    with sender, first, Engine("loopback", 2, timeout_s=10) as second:
+    with (
+        sender,
+        first,
+        Engine(EngineConfig(transport="loopback", nics_per_rank=2, timeout_s=10)) as second,
+    ):
         data = torch.arange(64, dtype=torch.int32)
         inboxes = [torch.zeros(64, dtype=torch.int32) for _ in range(2)]
         regions = [
@@ -221,8 +143,8 @@ def test_counts_per_nic() -> None:
         assert [nic["connections_refused"] for nic in receiver.counters()] == [0, 0]
 
 
-def test_waits_end_at_their_deadline_and_say_what_came() -> None:
-    with Engine("loopback", 1, label="lonely") as engine:
+def test_waits_end_at_their_deadline_and_report_what_arrived() -> None:
+    with Engine(EngineConfig(transport="loopback", nics_per_rank=1), label="lonely") as engine:
         began = time.monotonic()
         with pytest.raises(
             moe_p2p.TimeoutError, match=r"lonely.*immediate 4 came 0 times.*expected 2"
@@ -254,16 +176,40 @@ def test_ranges_are_checked_before_anything_is_sent(change: dict[str, int], matc
         sender.write(source, region).wait()  # still usable
 
 
+def proxy_cores() -> set[int]:
+    """The cores of the one engine's thread in this process."""
+    (thread,) = (
+        int(task.name)
+        for task in Path("/proc/self/task").iterdir()
+        if (task / "comm").read_text().strip() == "moe_p2p.proxy"
+    )
+    return os.sched_getaffinity(thread)
+
+
+def test_settings_pin_the_thread_to_a_core() -> None:
+    core = max(os.sched_getaffinity(0))
+    settings = f"latency_us=5,proxy_cpu={core},gbps=400"
+    config = EngineConfig(transport="loopback", transport_settings=settings)
+    with Engine(config) as engine:
+        engine.register(torch.zeros(4))  # by the thread, which has run since
+        assert proxy_cores() == {core}
+    with Engine(EngineConfig(transport="loopback")):
+        assert proxy_cores() == os.sched_getaffinity(0)
+    for cpu in ("-1", "65536", "first"):
+        with pytest.raises(moe_p2p.InvalidArgumentError, match=f"proxy_cpu={cpu} is refused"):
+            EngineConfig(transport_settings=f"proxy_cpu={cpu}")
+
+
 def test_bad_arguments_name_themselves() -> None:
     with pytest.raises(moe_p2p.UnavailableError, match=r"quantum.*loopback"):
-        Engine("quantum")
-    with pytest.raises(moe_p2p.InvalidArgumentError, match="num_nics is 0"):
-        Engine("loopback", 0)
-    with pytest.raises(moe_p2p.InvalidArgumentError, match='wait is "doze"'):
-        Engine("loopback", wait="doze")
+        Engine(EngineConfig(transport="quantum"))
+    with pytest.raises(moe_p2p.InvalidArgumentError, match="nics_per_rank is 0"):
+        EngineConfig(nics_per_rank=0)
+    with pytest.raises(moe_p2p.InvalidArgumentError, match="wait is 'doze', must be one of"):
+        EngineConfig(wait="doze")  # type: ignore[arg-type]
     with pytest.raises(moe_p2p.InvalidArgumentError, match="speed"):
-        Engine("loopback", settings="speed=1")
-    with Engine("loopback") as engine:
+        Engine(EngineConfig(transport="loopback", transport_settings="speed=1"))
+    with Engine(EngineConfig(transport="loopback")) as engine:
         with pytest.raises(
             moe_p2p.InvalidArgumentError, match=r"memory.*strides \[1, 4\].*contiguous"
         ):
@@ -305,7 +251,7 @@ def test_disconnected_peer_takes_its_regions_along() -> None:
 
 
 def test_close_wakes_waiters_and_ends_calls() -> None:
-    engine = Engine("loopback", 1, label="closing")
+    engine = Engine(EngineConfig(transport="loopback", nics_per_rank=1), label="closing")
     raised: list[BaseException] = []
     waiting = threading.Event()
 
@@ -333,7 +279,7 @@ def test_close_wakes_waiters_and_ends_calls() -> None:
 
 
 def test_registration_keeps_the_tensor_and_lets_go() -> None:
-    with Engine("loopback") as engine:
+    with Engine(EngineConfig(transport="loopback")) as engine:
         tensor = torch.zeros(16)
         seen = weakref.ref(tensor.untyped_storage())
         memory = engine.register(tensor)
@@ -362,7 +308,9 @@ def exchange(rank: Rank, key: str, mine: bytes, other: int) -> bytes:
 
 
 def run_ping_pong(rank: Rank) -> float:
-    with Engine("loopback", 2, label=f"rank {rank.rank}", timeout_s=10) as engine:
+    with Engine(
+        EngineConfig(transport="loopback", nics_per_rank=2, timeout_s=10), label=f"rank {rank.rank}"
+    ) as engine:
         inbox, outbox = torch.zeros(256), torch.zeros(256)
         other = 1 - rank.rank
         descriptor = exchange(rank, "descriptor", engine.register(inbox).descriptor, other)
@@ -384,7 +332,9 @@ def test_processes_write_into_each_other() -> None:
 
 
 def run_lose_peer(rank: Rank) -> str:
-    engine = Engine("loopback", 2, label=f"rank {rank.rank}", timeout_s=10)
+    engine = Engine(
+        EngineConfig(transport="loopback", nics_per_rank=2, timeout_s=10), label=f"rank {rank.rank}"
+    )
     inbox = engine.register(torch.zeros(1024, dtype=torch.uint8))
     region = engine.resolve(exchange(rank, "descriptor", inbox.descriptor, 1 - rank.rank))
     if rank.rank == 1:
@@ -408,7 +358,7 @@ def test_killed_peer_fails_writes_in_time() -> None:
 
 def test_values_of_immediates_are_given_back() -> None:
     """One value for each transfer: more of them than an engine counts at a time."""
-    with Engine("loopback", num_nics=1, timeout_s=20) as engine:
+    with Engine(EngineConfig(transport="loopback", nics_per_rank=1, timeout_s=20)) as engine:
         peer = engine.connect(engine.address)
         for value in range(5000):
             engine.send_imm(peer, value)
@@ -420,7 +370,7 @@ def test_values_of_immediates_are_given_back() -> None:
 
 
 def test_immediates_of_too_many_values_are_discarded_and_counted() -> None:
-    with Engine("loopback", num_nics=1, timeout_s=20) as engine:
+    with Engine(EngineConfig(transport="loopback", nics_per_rank=1, timeout_s=20)) as engine:
         peer = engine.connect(engine.address)
         for value in range(4097):
             engine.send_imm(peer, value).wait()

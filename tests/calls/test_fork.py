@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import moe_p2p
-from moe_p2p import Engine
+from moe_p2p import Engine, EngineConfig
 from tests.support.cases import make, steps
 from tests.support.ranks import DiedError, Rank, run_processes
 
@@ -34,25 +34,25 @@ def in_child(act: Callable[[], object]) -> str:
     child = os.fork()
     if child == 0:
         try:
-            said = str(act())
+            answer = str(act())
         except BaseException as error:
-            said = f"{type(error).__name__}: {error}"
-        os.write(writer, said.encode())
+            answer = f"{type(error).__name__}: {error}"
+        os.write(writer, answer.encode())
         atexit._run_exitfuncs()
         os._exit(0)
     os.close(writer)
-    said = "silent"
+    answer = "silent"
     if select.select([reader], [], [], CHILD_S)[0]:
-        said = os.read(reader, 4096).decode()
+        answer = os.read(reader, 4096).decode()
     ends = time.monotonic() + CHILD_S
     while os.waitpid(child, os.WNOHANG) == (0, 0):
         if time.monotonic() > ends:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
-            return f"{said}, and did not end"
+            return f"{answer}, and did not end"
         time.sleep(0.01)
     os.close(reader)
-    return said
+    return answer
 
 
 class Numbers(torch.utils.data.Dataset[int]):
@@ -71,7 +71,7 @@ def put_one(queue: Any) -> None:
 
 def write_to_itself() -> str:
     """An engine made in the child works there."""
-    with Engine("loopback", timeout_s=10) as engine:
+    with Engine(EngineConfig(transport="loopback", timeout_s=10)) as engine:
         source, target = torch.arange(64), torch.zeros(64, dtype=torch.int64)
         region = engine.resolve(engine.register(target).descriptor)
         engine.write(engine.register(source), region, imm=1).wait()
@@ -108,9 +108,9 @@ def forks(rank: Rank, ranks_per_node: int) -> None:
                 lambda: engine.address,
                 lambda: engine.imm_value(3),
             ):
-                said = in_child(call)
-                assert said.startswith("ClosedError: "), said
-                assert "belongs to its parent; make one here" in said
+                answer = in_child(call)
+                assert answer.startswith("ClosedError: "), answer
+                assert "belongs to its parent; make one here" in answer
             assert in_child(write_to_itself) == "True"
             assert shared_memory() == objects
         steps(comm)

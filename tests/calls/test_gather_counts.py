@@ -125,12 +125,12 @@ def test_ranks_that_disagree_about_the_number_of_values(ranks_per_node: int) -> 
     def body(rank: Rank) -> None:
         with make(rank, ranks_per_node=ranks_per_node) as comm:
             other = 1 - rank.rank
-            story = f"gather_counts call 1: rank {other} gave {3 + other} values"
-            with pytest.raises(moe_p2p.ProtocolError, match=story):
+            text = f"gather_counts call 1: rank {other} gave {3 + other} values"
+            with pytest.raises(moe_p2p.ProtocolError, match=text):
                 comm.gather_counts(torch.zeros(3 + rank.rank, dtype=torch.int32))
-            with pytest.raises(moe_p2p.ProtocolError, match=story):
+            with pytest.raises(moe_p2p.ProtocolError, match=text):
                 comm.gather_counts(torch.zeros(3, dtype=torch.int32))
-            assert story in comm.broken
+            assert text in comm.broken
 
     run_threads(2, body)
 
@@ -161,7 +161,7 @@ def test_a_rank_that_stays_away_is_named(ranks_per_node: int) -> None:
     run_threads(3, body)
 
 
-def test_a_rank_that_closed_is_told_at_once() -> None:
+def test_a_rank_that_closed_is_reported_at_once() -> None:
     one = torch.ones(1, dtype=torch.int32)
 
     def body(rank: Rank) -> None:
@@ -195,11 +195,11 @@ def gather_until_killed(rank: Rank, ranks_per_node: int) -> str:
 def test_a_rank_that_is_killed_is_named(ranks_per_node: int) -> None:
     results = run_processes(3, gather_until_killed, ranks_per_node, return_errors=True)
     assert isinstance(results[1], DiedError)
-    stories = [results[0], results[2]]
-    assert all("Error: moe_p2p" in story for story in stories), stories
-    assert any("rank 1" in story for story in stories), stories
+    texts = [results[0], results[2]]
+    assert all("Error: moe_p2p" in text for text in texts), texts
+    assert any("rank 1" in text for text in texts), texts
     if ranks_per_node == 3:
-        assert any("rank 1's process has ended" in story for story in stories), stories
+        assert any("rank 1's process has ended" in text for text in texts), texts
 
 
 def test_a_failed_write_ends_the_call_here_and_there() -> None:
@@ -211,10 +211,10 @@ def test_a_failed_write_ends_the_call_here_and_there() -> None:
         with make(rank, **config) as comm:
             comm.gather_counts(one)  # one write of each NIC
             if rank.rank == 0:
-                story = "gather_counts call 2: the write to rank 1"
-                with pytest.raises(moe_p2p.TransportError, match=story):
+                text = "gather_counts call 2: the write to rank 1"
+                with pytest.raises(moe_p2p.TransportError, match=text):
                     comm.gather_counts(one)
-            else:  # it is told that the values will never come; it does not wait for its deadline
+            else:  # learns that the values will never arrive; does not wait for its deadline
                 assert first_left.wait(60)
                 with pytest.raises(moe_p2p.PeerDeadError, match=r"gather_counts call 2.*rank 0"):
                     comm.gather_counts(one)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 import moe_p2p
-from moe_p2p import Engine
+from moe_p2p import Engine, EngineConfig
 from moe_p2p.rendezvous import bootstrap
 from tests.support.cases import make, make_tokens, steps
 from tests.support.ranks import Rank, run_processes
@@ -161,8 +161,8 @@ def sets_up(rank: Rank) -> str:
 
 
 def test_ctrl_c_ends_the_wait_for_ranks_that_set_up() -> None:
-    _, told = run_processes(2, sets_up)
-    assert "rank 0 failed before the transports: KeyboardInterrupt" in told
+    _, reported = run_processes(2, sets_up)
+    assert "rank 0 failed before the transports: KeyboardInterrupt" in reported
 
 
 SERVER = """
@@ -217,7 +217,7 @@ def test_a_store_that_does_not_answer_is_given_up_at_a_deadline() -> None:
 
 
 def waits_again(rank: Rank) -> None:
-    with Engine("loopback", timeout_s=60.0) as engine:
+    with Engine(EngineConfig(transport="loopback", timeout_s=60.0)) as engine:
         data = torch.arange(8)
         region = engine.resolve(engine.register(torch.zeros(8, dtype=torch.int64)).descriptor)
         waits: list[Callable[[], Any]] = [
@@ -297,8 +297,8 @@ LONG = {
 def test_ctrl_c_ends_a_command_with_one_line(command: str) -> None:
     with running(*LONG[command]) as (program, objects):
         os.killpg(program.pid, signal.SIGINT)  # as a terminal does: to all of them
-        _, said = program.communicate(timeout=60)
-        assert (program.returncode, said) == (130, f"{command}: interrupted\n")
+        _, printed = program.communicate(timeout=60)
+        assert (program.returncode, printed) == (130, f"{command}: interrupted\n")
         until(lambda: is_gone(program.pid), "helpers that stay")
         assert not objects & set(os.listdir("/dev/shm"))
 
@@ -328,8 +328,8 @@ def test_ctrl_c_ends_a_command_that_has_only_begun(when: Callable[[int], bool], 
     try:
         until(lambda: when(program.pid), "it never begins")
         os.killpg(program.pid, signal.SIGINT)
-        _, said = program.communicate(timeout=60)
-        assert (program.returncode, said) == (130, line)
+        _, printed = program.communicate(timeout=60)
+        assert (program.returncode, printed) == (130, line)
         until(lambda: is_gone(program.pid), "helpers that stay")
     finally:
         if not is_gone(program.pid):
@@ -340,8 +340,8 @@ def test_ctrl_c_ends_a_command_that_has_only_begun(when: Callable[[int], bool], 
 def test_sigterm_ends_a_command_and_leaves_nothing() -> None:
     with running(*LONG["bench"]) as (program, objects):
         program.terminate()
-        _, said = program.communicate(timeout=60)
-        assert (program.returncode, said) == (143, "")
+        _, printed = program.communicate(timeout=60)
+        assert (program.returncode, printed) == (143, "")
         until(lambda: is_gone(program.pid), "helpers that stay")
         assert not objects & set(os.listdir("/dev/shm"))
 

@@ -205,12 +205,12 @@ def test_weights_that_do_not_come_are_missed_by_name(ranks_per_node: int) -> Non
             if rank.rank == 0:
                 with pytest.raises(TimeoutError) as raised:
                     comm.combine(got.x, got, topk_weights=tokens.topk_weights)
-                rank.store.set("told", str(raised.value))
-            rank.store.wait(["told"])
-            return str(rank.store.get("told"), "utf-8")
+                rank.store.set("reported", str(raised.value))
+            rank.store.wait(["reported"])
+            return str(rank.store.get("reported"), "utf-8")
 
-    told, _ = run_threads(2, body)
-    assert "late weights of step 0 waits for rank 1" in told
+    reported, _ = run_threads(2, body)
+    assert "late weights of step 0 waits for rank 1" in reported
 
 
 # --- bias ----------------------------------------------------------------------------------------
@@ -306,7 +306,7 @@ def waits_of_a_late_rank(rank: Rank, ranks_per_node: int, halves: bool) -> bool:
 
 @pytest.mark.parametrize("ranks_per_node", [1, 3])
 @pytest.mark.parametrize("halves", [False, True])
-def test_combine_tells_whom_it_waited_for(ranks_per_node: int, halves: bool) -> None:
+def test_combine_reports_the_sources_it_waited_for(ranks_per_node: int, halves: bool) -> None:
     first, _, third = run_threads(3, waits_of_a_late_rank, ranks_per_node, halves)
     assert first
     assert third

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_p2p import AllToAllConfig, Engine, communicator, errors, reference
+from moe_p2p import AllToAllConfig, Engine, EngineConfig, communicator, errors, reference
 from moe_p2p.gpu import kernels
 from moe_p2p.reference.wire import floor_bytes, wire_bytes
 from moe_p2p.rendezvous.agreement import Agreement
@@ -72,7 +72,7 @@ def wire(rank: Rank, config: dict[str, Any], options: dict[str, Any]) -> tuple[i
     """Bytes that this rank's NICs wrote, what the reference says of its tokens, and the floor."""
     expected = floor = 0
     config = dict(config)
-    with Engine(num_nics=config.pop("nics_per_rank", 2)) as engine:
+    with Engine(EngineConfig(nics_per_rank=config.pop("nics_per_rank", 2))) as engine:
         with make(rank, engine=engine, **config) as comm:
             for seed, counts in enumerate([(12, 0, 5, 1), (0, 0, 0, 0), (3, 12, 12, 12)]):
                 dtype = comm.config.dtype
@@ -85,9 +85,9 @@ def wire(rank: Rank, config: dict[str, Any], options: dict[str, Any]) -> tuple[i
                     quantized=options.get("quantize", False),
                 )
                 steps = -(-12 // comm.config.step_tokens)
-                said = wire_bytes(routing, rank.rank, combine_dtype=dtype, num_steps=steps)
+                counted = wire_bytes(routing, rank.rank, combine_dtype=dtype, num_steps=steps)
                 least = floor_bytes(routing, rank.rank, combine_dtype=dtype)
-                expected += said.pair
+                expected += counted.pair
                 floor += least.dispatch + least.combine
         # Closing waits for what the gateway still had to send.
         written = sum(nic["bytes_written"] for nic in engine.counters())
@@ -151,12 +151,12 @@ def test_ranks_agree_on_num_sms_where_it_decides_how_rows_travel(
     device: str, tokens: int, classes: int
 ) -> None:
     job: dict[str, Any] = {"num_experts": 8, "hidden_dim": 128, "topk": 2, "device": device}
-    said = [
+    counted = [
         AllToAllConfig(**job, max_tokens=tokens, num_sms=num_sms).agreed()["num_sms"]
         for num_sms in (None, 1, 48, 49)
     ]
-    assert len(set(said)) == classes
-    assert (said[0], said[1]) == (said[3], said[2])
+    assert len(set(counted)) == classes
+    assert (counted[0], counted[1]) == (counted[3], counted[2])
 
 
 @pytest.mark.parametrize(("local", "flagged"), [(8, 0), (4, 1)])

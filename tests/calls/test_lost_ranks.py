@@ -1,4 +1,4 @@
-"""Ranks that differ, do not come, do something else or die: every other rank is told in time.
+"""Ranks that differ, do not come, do something else or die: every other rank is reported in time.
 
 Each test would hang without a deadline somewhere; each says how long it may take.
 """
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import moe_p2p
-from moe_p2p import Engine, communicator, ops
+from moe_p2p import Engine, EngineConfig, communicator, ops
 from moe_p2p.rendezvous import agreement
 from moe_p2p.rendezvous.agreement import find_ranks_per_node
 from tests.support.cases import check_step, lose_a_rank, lose_an_idle_rank, make, make_tokens
@@ -55,9 +55,9 @@ def test_each_rank_may_wait_in_its_own_way() -> None:
     run_threads(2, body)
 
 
-def test_a_rank_that_fails_tells_the_others() -> None:
+def test_a_rank_that_fails_reports_to_the_others() -> None:
     def body(rank: Rank) -> None:
-        engine = Engine("loopback")
+        engine = Engine(EngineConfig(transport="loopback"))
         if rank.rank == 1:
             engine.close()
         make(rank, engine=engine)
@@ -180,13 +180,13 @@ def run_until_killed(rank: Rank, ranks_per_node: int) -> tuple[float, str, str]:
 def test_a_rank_that_is_killed_within_a_step(ranks_per_node: int) -> None:
     results = run_processes(3, run_until_killed, ranks_per_node, return_errors=True)
     assert isinstance(results[1], DiedError)
-    stories = [results[0], results[2]]
-    assert all(isinstance(story, tuple) for story in stories), stories
-    for took, text, broken in stories:
+    texts = [results[0], results[2]]
+    assert all(isinstance(text, tuple) for text in texts), texts
+    for took, text, broken in texts:
         assert took < 10, text
         assert broken, text
         assert "rank 1" in text or "gave up" in text, text
-    assert any("rank 1" in text for _, text, _ in stories), stories
+    assert any("rank 1" in text for _, text, _ in texts), texts
 
 
 def run_until_one_is_gone(rank: Rank, call: str) -> tuple[float, str]:
@@ -272,6 +272,6 @@ def test_check_raises_what_a_neighbour_has_met_as_well() -> None:
                 assert str(error.value) == str(first.value)
             else:
                 assert "rank 0 of this node gave up" in str(error.value)
-            meet(rank, "told")
+            meet(rank, "reported")
 
     run_threads(2, body)

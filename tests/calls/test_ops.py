@@ -13,7 +13,7 @@ from torch._library.custom_ops import OPDEFS
 from torch.library import opcheck
 
 import moe_p2p
-from moe_p2p import AllToAll, DispatchOptions, Engine, errors
+from moe_p2p import AllToAll, DispatchOptions, Engine, EngineConfig, errors
 from moe_p2p.ops import layout as numbers
 from moe_p2p.options import RowLayout
 from moe_p2p.reference import fp8, wire
@@ -35,7 +35,10 @@ def alone() -> Iterator[AllToAll]:
 
 @pytest.fixture
 def engines() -> Iterator[tuple[Engine, Engine]]:
-    with Engine("loopback", timeout_s=10) as one, Engine("loopback", timeout_s=10) as other:
+    with (
+        Engine(EngineConfig(transport="loopback", timeout_s=10)) as one,
+        Engine(EngineConfig(transport="loopback", timeout_s=10)) as other,
+    ):
         yield one, other
 
 
@@ -294,7 +297,8 @@ def test_engine_ops(engines: tuple[Engine, Engine]) -> None:
 
 
 def test_every_op_that_takes_tensors_is_checked_here() -> None:
-    source = Path(__file__).read_text()
+    here = Path(__file__)
+    source = here.read_text() + here.with_name("test_count_ops.py").read_text()
     schemas = [s for s in torch._C._jit_get_all_schemas() if s.name.startswith("moe_p2p::")]
     assert len(schemas) > 30
     for schema in schemas:
@@ -420,7 +424,7 @@ def test_errors_keep_their_text_and_get_their_type() -> None:
 
 @pytest.mark.parametrize("kind", errors._BY_WORD.values())
 def test_every_word_has_its_type(kind: type[moe_p2p.MoeP2pError]) -> None:
-    made = errors.make(kind, "rank 3: story\nof two lines")
+    made = errors.make(kind, "rank 3: text\nof two lines")
     assert type(errors.typed(RuntimeError(str(made)))) is kind
     assert isinstance(made, RuntimeError)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
+import types
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import moe_p2p
-from moe_p2p import AllToAllConfig, AllToAllPool
+from moe_p2p import AllToAllConfig, AllToAllPool, serving_steps
 from tests.support.ranks import Rank, run_processes, run_threads
 
 CONFIG = AllToAllConfig(num_experts=8, hidden_dim=128, topk=2, max_tokens=16, timeout_s=20.0)
@@ -50,6 +52,27 @@ def _shares(rank: Rank) -> None:
 
 def test_equal_configurations_share_one() -> None:
     run_threads(2, _shares)
+
+
+def _loses_its_peer(rank: Rank, module: str, owner: str, method: str) -> None:
+    # The step makes no call, as if it replayed graphs.
+    runner = type(owner, (), {method: lambda self, batch: 2 * batch})
+    sys.modules[module] = types.SimpleNamespace(**{owner: runner})  # type: ignore[assignment]
+    pool = make(rank)
+    round_trip(pool, CONFIG)
+    if rank.rank == 0:
+        assert getattr(runner(), method)(3) == 6
+        with pytest.raises(moe_p2p.PeerDeadError):
+            round_trip(pool, CONFIG)
+        with pytest.raises(moe_p2p.PeerDeadError, match="rank 1 has closed") as error:
+            getattr(runner(), method)(3)
+        assert str(error.value) == pool.get(CONFIG).broken
+    pool.close()
+
+
+@pytest.mark.parametrize("place", serving_steps.STEPS, ids=lambda place: str(place[1]))
+def test_a_step_of_an_engine_raises_what_broke(place: tuple[str, str, str]) -> None:
+    run_processes(2, _loses_its_peer, *place)
 
 
 def _limited(rank: Rank, one_step: int) -> list[int]:

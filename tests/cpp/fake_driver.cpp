@@ -182,11 +182,11 @@ int host_free(void* memory) { return std::free(memory), 0; }
 void copy_kernel(const abi::CopyParams& p, FakeDriver& f) {
   using Clock = std::chrono::steady_clock;
   auto& ring = *reinterpret_cast<abi::CopyRing*>(p.ring);
-  const auto tell = [&](uint64_t& word, uint64_t value) {
+  const auto report = [&](uint64_t& word, uint64_t value) {
     std::atomic_ref(word).store(value, std::memory_order_release);
   };
   while (f.kernels_out) std::this_thread::yield();
-  tell(ring.entered, p.launch);
+  report(ring.entered, p.launch);
   auto idle_at = Clock::now() + std::chrono::nanoseconds(p.idle_ns);
   for (uint64_t next = p.first; next - p.first < f.kernel_copies;) {
     auto& place = ring.request[next % abi::kCopyRequests];
@@ -204,10 +204,10 @@ void copy_kernel(const abi::CopyParams& p, FakeDriver& f) {
       return std::memcpy(reinterpret_cast<void*>(request.to),
                          reinterpret_cast<const void*>(request.from), request.bytes);
     });
-    tell(ring.done, ++next);
+    report(ring.done, ++next);
     idle_at = Clock::now() + std::chrono::nanoseconds(p.idle_ns);
   }
-  tell(ring.left, p.launch);
+  report(ring.left, p.launch);
 }
 
 int launch(const void* config, void*, void** params, void**) {

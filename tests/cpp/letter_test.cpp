@@ -27,11 +27,11 @@ std::string refusal(const base::Bytes& bytes, Parse&& parse) {
   return "accepted";
 }
 
-void check_named(const std::string& told) {
-  CAPTURE(told);
-  CHECK(told.find("another version of moe_p2p: its letter is " + letter_of_another()) !=
+void check_named(const std::string& reported) {
+  CAPTURE(reported);
+  CHECK(reported.find("another version of moe_p2p: its letter is " + letter_of_another()) !=
         std::string::npos);
-  CHECK(told.find("here it is " + base::letter_text(base::letter())) != std::string::npos);
+  CHECK(reported.find("here it is " + base::letter_text(base::letter())) != std::string::npos);
 }
 
 TEST_CASE("letter: 16 digits, as csrc/letter.py prints it") {

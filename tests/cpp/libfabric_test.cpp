@@ -149,15 +149,15 @@ TEST_CASE("libfabric on efa: memory that cannot be registered says how much and 
   Node node(kEfa.name, kEfa.settings);
   const auto refusal = [&](int err) {
     FakeFabric::fail_registration(err);
-    std::string told;
+    std::string reported;
     try {
       const Memory memory(node, 1000);
     } catch (const base::Error& error) {
       CHECK(error.code() == Code::kResourceExhausted);
-      told = error.what();
+      reported = error.what();
     }
     FakeFabric::fail_registration(0);
-    return told;
+    return reported;
   };
   rlimit before{};
   getrlimit(RLIMIT_MEMLOCK, &before);

@@ -16,12 +16,12 @@ namespace {
 using platform::SharedMemory;
 
 // A forked process that runs `body` and is killed at the end of the test. The child reports with
-// say(); bodies never return to the test program.
+// report(); bodies never return to the test program.
 class Child {
  public:
-  using Say = std::function<void(std::span<const std::byte>)>;
+  using Report = std::function<void(std::span<const std::byte>)>;
 
-  explicit Child(const std::function<void(const Say&)>& body) {
+  explicit Child(const std::function<void(const Report&)>& body) {
     REQUIRE(pipe(pipe_) == 0);
     pid_ = fork();
     REQUIRE(pid_ >= 0);
@@ -42,7 +42,7 @@ class Child {
     close(pipe_[1]);
   }
 
-  base::Bytes hear() const {
+  base::Bytes receive() const {
     uint32_t size = 0;
     REQUIRE(read(pipe_[0], &size, sizeof size) == sizeof size);
     base::Bytes bytes(size);
@@ -98,15 +98,15 @@ TEST_CASE("loopback process: payload reaches another process, acknowledgements c
     // The child copies what arrives into a page that both can see.
     auto* shared = static_cast<std::byte*>(
         mmap(nullptr, 8192, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
-    Child child([&](const Child::Say& say) {
+    Child child([&](const Child::Report& report) {
       Node node("loopback", settings);
       Memory target(node, 5000);
       node.on_imm = [&](uint32_t) { std::ranges::copy(target.data, shared); };
-      say(introduce(node, target.key));
+      report(introduce(node, target.key));
       for (;;)
-        if (node.poll() > 0) say(std::as_bytes(std::span("seen")));
+        if (node.poll() > 0) report(std::as_bytes(std::span("seen")));
     });
-    const Introduction introduction(child.hear());
+    const Introduction introduction(child.receive());
     Node node("loopback", settings);
     Memory source(node, 5000);
     fill(source.data, 6);
@@ -114,7 +114,7 @@ TEST_CASE("loopback process: payload reaches another process, acknowledgements c
     REQUIRE(node.post(write_to(introduction, 1, peer, source)));
     CHECK(pump({&node}, [&] { return node.done.size() == 1; }));
     CHECK(node.code(1) == Code::kOk);
-    child.hear();
+    child.receive();
     CHECK(holds({shared, 5000}, 6));
     munmap(shared, 8192);
   }
@@ -123,13 +123,13 @@ TEST_CASE("loopback process: payload reaches another process, acknowledgements c
 TEST_CASE("loopback process: a killed receiver fails its writers in bounded time") {
   for (const char* settings : kSettings) {
     INFO("settings ", std::string(settings));
-    Child child([&](const Child::Say& say) {
+    Child child([&](const Child::Report& report) {
       Node node("loopback", settings);
       Memory target(node, 5000);
-      say(introduce(node, target.key));
+      report(introduce(node, target.key));
       for (;;) node.poll();
     });
-    const Introduction introduction(child.hear());
+    const Introduction introduction(child.receive());
     Node node("loopback", settings);
     Memory source(node, 5000);
     const PeerId peer = node.domain->connect(introduction.address);
@@ -165,7 +165,7 @@ TEST_CASE("loopback process: the channel of a killed sender is freed by its rece
     INFO("settings ", std::string(settings));
     int to_child[2];
     REQUIRE(pipe(to_child) == 0);
-    Child child([&](const Child::Say& say) {
+    Child child([&](const Child::Report& report) {
       base::Bytes bytes(4096);
       const ssize_t size = read(to_child[0], bytes.data(), bytes.size());
       if (size <= 0) return;
@@ -174,7 +174,7 @@ TEST_CASE("loopback process: the channel of a killed sender is freed by its rece
       Node node("loopback", "seed=3");
       Memory source(node, 3000);
       const PeerId peer = node.domain->connect(introduction.address);
-      say({});
+      report({});
       for (uint64_t i = 0;; ++i) {
         node.post(write_to(introduction, i, peer, source));
         node.poll();
@@ -184,7 +184,7 @@ TEST_CASE("loopback process: the channel of a killed sender is freed by its rece
     Memory target(node, 3000);
     const base::Bytes bytes = introduce(node, target.key);
     REQUIRE(write(to_child[1], bytes.data(), bytes.size()) > 0);
-    child.hear();
+    child.receive();
     CHECK(pump({&node}, [&] { return node.imms.size() > 50; }));
     CHECK_THROWS_AS(node.connect(node), base::Error);  // the only channel is taken
     child.kill_now();
@@ -208,13 +208,13 @@ TEST_CASE("loopback process: the channel of a killed sender is freed by its rece
 }
 
 TEST_CASE("shared memory: what a killed process left is removed, what is in use is not") {
-  Child child([](const Child::Say& say) {
+  Child child([](const Child::Report& report) {
     Node node("loopback", "");
     const auto shm = SharedMemory::create("test", 4096);
-    say(std::as_bytes(std::span(shm.name())));
+    report(std::as_bytes(std::span(shm.name())));
     for (;;) pause();
   });
-  const base::Bytes bytes = child.hear();
+  const base::Bytes bytes = child.receive();
   const std::string name(reinterpret_cast<const char*>(bytes.data()), bytes.size());
   const auto mine = SharedMemory::create("test", 4096);
   const auto mapped = SharedMemory::open(name);

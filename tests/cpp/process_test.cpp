@@ -73,9 +73,9 @@ TEST_CASE("process: a killed owner is missed although its child lives") {
     const SharedMemory shm = SharedMemory::create("test", 4096);
     if (fork() == 0) {
       const pid_t child = getpid();
-      char said[64] = {};
-      shm.name().copy(said, sizeof said - 1);
-      if (write(ends[1], &child, sizeof child) < 0 || write(ends[1], said, sizeof said) < 0)
+      char text[64] = {};
+      shm.name().copy(text, sizeof text - 1);
+      if (write(ends[1], &child, sizeof child) < 0 || write(ends[1], text, sizeof text) < 0)
         _exit(1);
     }
     pause();

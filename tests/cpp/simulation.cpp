@@ -22,7 +22,7 @@ using Ranks = std::vector<std::unique_ptr<Rank>>;
 
 // Only ranks that are dead keep others waiting that long.
 void look_at_deadline(const Ranks& ranks, Rank& rank) {
-  if (rank.ended() || rank.turns_in_vain() < kDeadline) return;
+  if (rank.ended() || rank.idle_turns() < kDeadline) return;
   const auto missing = rank.missing();
   if (std::ranges::any_of(missing, [&](int r) { return ranks[static_cast<size_t>(r)]->died(); }))
     rank.give_up();

@@ -99,7 +99,7 @@ class Rank {
   }
   // As when the deadline of a call has passed.
   void give_up() { gave_up_ = true; }
-  int turns_in_vain() const { return idle_; }
+  int idle_turns() const { return idle_; }
   // The rank that the error of this one blames; -1 while there is none.
   int blamed() const { return blamed_; }
   const std::string& error() const { return error_; }

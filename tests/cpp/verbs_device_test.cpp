@@ -142,10 +142,10 @@ TEST_CASE("verbs devices: a link that stays down fails what is under way, and sa
     wire.post_writes();
     CHECK(pump({&wire.a, &wire.b}, [&] { return wire.a.done.size() == Wire::kNum; }));
     for (uint32_t i = 0; i < Wire::kNum; ++i) CHECK(wire.a.code(i) == Code::kPeerDead);
-    const std::string told = wire.a.domain->failure();
-    INFO("told: ", told);
-    CHECK(told.find("rxe0 port 1: a write of 20000 bytes to rxe1 of ") != std::string::npos);
-    CHECK(told.find("a link is down") != std::string::npos);
+    const std::string reported = wire.a.domain->failure();
+    INFO("reported: ", reported);
+    CHECK(reported.find("rxe0 port 1: a write of 20000 bytes to rxe1 of ") != std::string::npos);
+    CHECK(reported.find("a link is down") != std::string::npos);
     set_link("up");
   }
   Wire again("timeout=16");  // a new connection works
@@ -224,30 +224,32 @@ TEST_CASE("verbs devices: a process that is killed fails what it owes, soon") {
   const rlimit limit{256 * 1024, 256 * 1024};
   __user_cap_header_struct head{_LINUX_CAPABILITY_VERSION_3, 0};
   __user_cap_data_struct none[2] = {};
-  std::string told = "nothing";
+  std::string reported = "nothing";
   try {
     Node node(provider, settings);
     if (setrlimit(RLIMIT_MEMLOCK, &limit) != 0 || syscall(SYS_capset, &head, none) != 0) _exit(2);
     Memory memory(node, 64 << 20);
   } catch (const base::Error& error) {
-    told = error.what();
+    reported = error.what();
   }
-  _exit(write(out, told.data(), told.size()) == static_cast<ssize_t>(told.size()) ? 0 : 1);
+  _exit(write(out, reported.data(), reported.size()) == static_cast<ssize_t>(reported.size()) ? 0
+                                                                                              : 1);
 }
 
-void check_limit_is_told(const std::string& provider, const std::string& settings) {
+void check_limit_is_reported(const std::string& provider, const std::string& settings) {
   int ends[2];
   REQUIRE(pipe(ends) == 0);
   const pid_t child = fork();
   if (child == 0) register_too_much(provider, settings, ends[1]);
   close(ends[1]);
-  std::string told(2000, '\0');
-  told.resize(static_cast<size_t>(std::max<ssize_t>(read(ends[0], told.data(), told.size()), 0)));
-  INFO("told: ", told);
-  CHECK(told.find("rxe0") != std::string::npos);
-  CHECK(told.find("registering 67108864 bytes") != std::string::npos);
-  CHECK(told.find("256 KiB") != std::string::npos);
-  CHECK(told.find("ulimit -l") != std::string::npos);
+  std::string reported(2000, '\0');
+  reported.resize(
+      static_cast<size_t>(std::max<ssize_t>(read(ends[0], reported.data(), reported.size()), 0)));
+  INFO("reported: ", reported);
+  CHECK(reported.find("rxe0") != std::string::npos);
+  CHECK(reported.find("registering 67108864 bytes") != std::string::npos);
+  CHECK(reported.find("256 KiB") != std::string::npos);
+  CHECK(reported.find("ulimit -l") != std::string::npos);
   int status = 0;
   CHECK(waitpid(child, &status, 0) == child);
   close(ends[0]);
@@ -255,8 +257,8 @@ void check_limit_is_told(const std::string& provider, const std::string& setting
 
 TEST_CASE("verbs devices: memory beyond the limit on locked memory is refused with the limit") {
   NEEDS_DEVICES();
-  check_limit_is_told("verbs", "devices=rxe0");
-  check_limit_is_told("libfabric", "provider=verbs;ofi_rxm,interfaces=10.77.0.1");
+  check_limit_is_reported("verbs", "devices=rxe0");
+  check_limit_is_reported("libfabric", "provider=verbs;ofi_rxm,interfaces=10.77.0.1");
 }
 
 }  // namespace

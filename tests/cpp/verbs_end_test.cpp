@@ -18,10 +18,10 @@ bool target_has_noticed(FakePair& pair, const FakeVerbs::Counters& before) {
 }
 
 TEST_CASE("verbs: what a peer was told has arrived is shown after it has disconnected") {
-  for (const bool tells : {true, false}) {
+  for (const bool reports : {true, false}) {
     FakePair pair;
     FakeVerbs::Faults faults;
-    faults.no_last_receive = !tells;
+    faults.no_last_receive = !reports;
     pair.set(faults);
     CHECK(pair.a.domain->post(pair.writes(10, 100)) == 10);
     CHECK(pump({&pair.a}, [&] { return pair.a.done.size() == 10; }));

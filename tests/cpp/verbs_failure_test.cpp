@@ -81,8 +81,8 @@ TEST_CASE("verbs: a refused write fails alone, those behind it arrive once over 
     CHECK(pair.b.imms == all_but(60, 25));
     CHECK(pair.a.num_failed() == 1);
     CHECK(pair.a.status[25].detail == status);
-    const std::string told = pair.a.domain->failure();
-    CHECK(told.find("fake0 port 1: a write of 1000 bytes to fake1 of ") != std::string::npos);
+    const std::string reported = pair.a.domain->failure();
+    CHECK(reported.find("fake0 port 1: a write of 1000 bytes to fake1 of ") != std::string::npos);
   }
 }
 

@@ -40,9 +40,9 @@ void complete_send(FakeVerbs& f, FakeQp& qp, const SendWr& wr, int status) {
 
 // IBV_EVENT_QP_LAST_WQE_REACHED of a queue pair in error with a shared receive queue: everything it
 // took has been given to its completion queue (InfiniBand specification 1.4, section 10.2.9.3).
-void tell_last_receive(FakeVerbs& f, FakeQp& qp) {
-  if (qp.state != kQpError || !qp.late.empty() || qp.last_receive_told) return;
-  qp.last_receive_told = true;
+void report_last_receive(FakeVerbs& f, FakeQp& qp) {
+  if (qp.state != kQpError || !qp.late.empty() || qp.last_receive_reported) return;
+  qp.last_receive_reported = true;
   if (f.faults.no_last_receive) return;
   AsyncEvent event{};
   event.type = kEventLastReceive;
@@ -54,7 +54,7 @@ void break_queue(FakeVerbs& f, FakeQp& qp) {
   qp.state = kQpError;
   for (; !qp.pending.empty(); qp.pending.pop_front())
     complete_send(f, qp, qp.pending.front().wr, kWcFlushed);
-  tell_last_receive(f, qp);
+  report_last_receive(f, qp);
 }
 
 // What nobody has polled goes with its queue pair, and the places of its receives are free again:
@@ -76,7 +76,7 @@ void purge(FakeQp& qp) {
 void show_late(FakeVerbs& f, FakeCq& cq) {
   for (FakeQp* qp : cq.users) {
     for (; !qp->late.empty(); qp->late.pop_front()) add_completion(f, cq, qp->late.front());
-    tell_last_receive(f, *qp);
+    report_last_receive(f, *qp);
   }
 }
 

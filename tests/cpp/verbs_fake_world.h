@@ -85,7 +85,7 @@ struct FakeQp : Qp {
   uint64_t num_posted = 0, num_started = 0, num_freed = 0;
   std::deque<Pending> pending;
   std::deque<FakeCq::Entry> late;  // acknowledged to the peer, not yet in the completion queue
-  bool last_receive_told = false;
+  bool last_receive_reported = false;
   FakeTd* thread = nullptr;
 };
 
@@ -114,7 +114,7 @@ auto locked(Step&& step) {
 // --- data path, verbs_fake_datapath.cpp ---
 
 void break_queue(FakeVerbs& f, FakeQp& qp);
-void tell_last_receive(FakeVerbs& f, FakeQp& qp);
+void report_last_receive(FakeVerbs& f, FakeQp& qp);
 void purge(FakeQp& qp);
 int post_send(Qp* plain, SendWr* wr, SendWr** bad);
 int poll_cq(Cq* plain, int num_entries, Wc* wcs);

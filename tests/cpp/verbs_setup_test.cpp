@@ -1,5 +1,5 @@
 // The control path of the verbs provider over a fake libibverbs: libraries, devices, addresses,
-// memory and handshakes, and what is said when one of them is not as it has to be.
+// memory and handshakes, and the error text when one of them is not as it has to be.
 #include <sys/resource.h>
 
 #include <cerrno>
@@ -256,7 +256,7 @@ TEST_CASE("verbs: nobody at the address is an error in time, with everything tha
   auto gone = std::make_unique<Node>(open_fake());
   const auto address = gone->domain->address();
   gone.reset();
-  const auto said = [&](const base::Bytes& bytes, Code code) {
+  const auto text = [&](const base::Bytes& bytes, Code code) {
     std::string text;
     try {
       static_cast<void>(a.domain->connect(bytes));
@@ -266,17 +266,17 @@ TEST_CASE("verbs: nobody at the address is an error in time, with everything tha
     }
     return text;
   };
-  has(said(address, Code::kPeerDead), "Connection refused");
+  has(text(address, Code::kPeerDead), "Connection refused");
   // Somebody else who listens and never answers, and one who answers for another NIC.
   const auto silent = provider::verbs::Socket::listen();
   provider::verbs::NicAddress other{
       1, "nobody", silent.local_port(), {"127.0.0.1"}, provider::verbs::Secret{}};
-  has(said(other.encode(), Code::kTimeout), "nobody");
+  has(text(other.encode(), Code::kTimeout), "nobody");
   Node b = open_fake();
   auto wrong = provider::verbs::NicAddress::decode(b.domain->address());
   ++wrong.nic_id;
-  CHECK(said(wrong.encode(), Code::kPeerDead) != "");
-  CHECK(said(base::Bytes(3), Code::kInvalidArgument) != "");
+  CHECK(text(wrong.encode(), Code::kPeerDead) != "");
+  CHECK(text(base::Bytes(3), Code::kInvalidArgument) != "");
 }
 
 TEST_CASE("verbs: a signal ends a handshake with one who does not answer, or is not there") {

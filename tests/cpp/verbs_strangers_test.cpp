@@ -126,13 +126,13 @@ TEST_CASE("verbs: a peer without the secret gets nothing") {
   check_works(pair);
 }
 
-// Passes on one connection to `target` and keeps what the connector said.
+// Passes on one connection to `target` and keeps what the connector sent.
 std::vector<char> relay(const Socket& listener, const Node& target) {
   Socket from;
   const auto deadline = Clock::now() + seconds(20);
   while (!(from = listener.accept()) && Clock::now() < deadline) std::this_thread::yield();
   const Socket to = dial(target);
-  std::vector<char> said;
+  std::vector<char> text;
   pollfd ends[] = {{from.fd(), POLLIN, 0}, {to.fd(), POLLIN, 0}};
   while (Clock::now() < deadline) {
     ::poll(ends, 2, 100);
@@ -140,15 +140,15 @@ std::vector<char> relay(const Socket& listener, const Node& target) {
       if (!(ends[i].revents & (POLLIN | POLLHUP))) continue;
       char bytes[4096];
       const ssize_t got = recv(ends[i].fd, bytes, sizeof bytes, 0);
-      if (got <= 0) return said;
-      if (i == 0) said.insert(said.end(), bytes, bytes + got);
+      if (got <= 0) return text;
+      if (i == 0) text.insert(text.end(), bytes, bytes + got);
       static_cast<void>(send(ends[1 - i].fd, bytes, static_cast<size_t>(got), MSG_NOSIGNAL));
     }
   }
-  return said;
+  return text;
 }
 
-TEST_CASE("verbs: what a peer said is refused when another says it again") {
+TEST_CASE("verbs: what a peer sent is refused when another sends it again") {
   FakePair pair;
   const Socket listener = Socket::listen();
   auto address = address_of(pair.b);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -9,12 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_p2p import pool
+from moe_p2p import AllToAllConfig, AllToAllPool, pool
 from moe_p2p.deep_ep import (
     ElasticBuffer,
     get_logical_domain_size,
     get_physical_domain_size,
 )
+from moe_p2p.deep_ep.elastic_base import usual_steps
 from tests.support import elastic_cases as cases
 from tests.support.deep_ep_oracle import Shape, make_batches
 from tests.support.elastic_cases import (
@@ -148,7 +150,8 @@ def with_gloo(rank: Rank) -> None:
     assert group is not None
     hint = ElasticBuffer.get_buffer_size_hint(group, 4096, 7168, num_topk=8)
     assert hint % (2 << 20) == 0
-    steps_of = 2 * rank.world_size * 512 * 2 * 2 * 7168  # both ways, two steps of 512 tokens
+    tokens = 4096 if torch.cuda.is_available() else 512
+    steps_of = 2 * rank.world_size * tokens * 2 * 2 * 7168  # both ways, two steps
     assert steps_of < hint < 1.2 * steps_of
     buffer = ElasticBuffer(
         group,
@@ -180,6 +183,22 @@ def with_gloo(rank: Rank) -> None:
 
 def test_processes_with_a_group_of_gloo() -> None:
     run_processes(2, with_gloo)
+
+
+def test_without_num_bytes_a_call_is_one_step_as_far_as_memory_allows() -> None:
+    """As users of DeepEP make their buffers; steps of 512 tokens made long calls a third slower."""
+    made = AllToAllPool(dist.HashStore(), rank=0, world_size=1)
+    job: dict[str, Any] = {"num_experts": 256, "hidden_dim": 7168, "topk": 8}
+    config = AllToAllConfig(**job, max_tokens=1 << 24, chunk_tokens=512)
+    wanted = [(1, 4096, 4096), (8, 4096, 4096), (64, 4096, 576), (1, 9000, 8192)]
+    for ranks, tokens, steps in wanted:
+        made.world_size = made.ranks_per_node = ranks
+        chosen = usual_steps(made, config, tokens)
+        assert chosen.step_tokens == steps
+        assert sum(chosen.plan(world_size=ranks, ranks_per_node=ranks).values()) <= 2 << 30
+    made.world_size = made.ranks_per_node = 64
+    assert usual_steps(made, dataclasses.replace(config, hidden_dim=65536), 512).step_tokens == 512
+    assert usual_steps(made, dataclasses.replace(config, chunk_tokens=100), 100).step_tokens == 100
 
 
 def test_num_bytes_bounds_the_steps() -> None:

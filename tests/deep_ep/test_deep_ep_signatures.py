@@ -11,7 +11,14 @@ from typing import Any
 
 import pytest
 
-from moe_p2p.deep_ep import Buffer, Config, ElasticBuffer, EventHandle, EventOverlap
+from moe_p2p.deep_ep import (
+    Buffer,
+    Config,
+    ElasticBuffer,
+    EventHandle,
+    EventOverlap,
+    HybridEPBuffer,
+)
 
 LATER = "previous_event=None, async_finish=False, allocate_on_comm_stream=False"
 LATER_V2 = (
@@ -110,8 +117,28 @@ EVENTS = {
     "register_hook_after_wait": "self, hook_after_wait",
     "__call__": "self, release_handle=False",
 }
+HYBRID = {  # of the branch hybrid-ep; its calls take arguments by keyword only
+    "__init__": (
+        "self, group, hidden_dim, max_num_of_tokens_per_rank, num_local_experts, use_fp8=False, "
+        "num_sms_dispatch_api=None, num_sms_combine_api=None, num_sms_preprocessing_api=None, "
+        "num_blocks_permute=None, num_blocks_unpermute=None, load_cached_kernels=False, "
+        "use_shared_buffer=True, enable_custom_allgather=False, "
+        "num_of_hybrid_ep_ranks_per_nvlink_domain=None, use_mnnvl=None"
+    ),
+    "dispatch_with_permute": (
+        "self, hidden, topk_idx=None, topk_weights=None, num_of_experts_per_rank=None, "
+        "num_of_experts=None, use_fp8=None, routing_map=None, probs=None, scaling_factor=None, "
+        "num_permuted_tokens=None, pad_multiple=None, handle=None, non_blocking=False, "
+        "fuse_permute_dispatch=False, num_dispatched_tokens=None, use_host_meta=None"
+    ),
+    "combine_with_unpermute": (
+        "self, hidden, probs=None, handle=None, pad_multiple=None, fuse_unpermute_combine=False, "
+        "num_dispatched_tokens=None"
+    ),
+}
 SIGNATURES = {
     Buffer: V1,
+    HybridEPBuffer: HYBRID,
     ElasticBuffer: V2,
     Config: CONFIG,
     EventOverlap: EVENTS,
@@ -119,10 +146,12 @@ SIGNATURES = {
 }
 
 
-def written(function: Any) -> str:
-    """Its parameters as above, without those that are by keyword only."""
+def written(function: Any, *, by_keyword: bool) -> str:
+    """Its parameters as above. by_keyword: with those that are by keyword only."""
     parameters = inspect.signature(function).parameters.values()
-    own = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    kinds = {inspect.Parameter.POSITIONAL_OR_KEYWORD}
+    kinds |= {inspect.Parameter.KEYWORD_ONLY} if by_keyword else set()
+    own = [p for p in parameters if p.kind in kinds]
     texts = [p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in own]
     return ", ".join(texts)
 
@@ -131,7 +160,8 @@ def written(function: Any) -> str:
     ("kind", "name"), [(kind, name) for kind, names in SIGNATURES.items() for name in names]
 )
 def test_parameters_are_those_of_deep_ep(kind: type, name: str) -> None:
-    assert written(getattr(kind, name)) == SIGNATURES[kind][name]
+    found = written(getattr(kind, name), by_keyword=kind is HybridEPBuffer)
+    assert found == SIGNATURES[kind][name]
 
 
 def test_calls_without_an_object_need_none() -> None:

@@ -81,7 +81,7 @@ void moe_p2p_let_next_begin() { current->let_next_begin(); }
 void moe_p2p_wait_for_kernels() { current->wait_for_kernels(); }
 void moe_p2p_fence_global() { current->actor().fence_global(); }
 void moe_p2p_fence_shared() { current->actor().fence_shared(); }
-void moe_p2p_tell_host(const void* word) { current->actor().tells_host(word); }
+void moe_p2p_signal_host(const void* word) { current->actor().signals_host(word); }
 void moe_p2p_host_memory(const void* at, size_t bytes) { order::add_host_memory(at, bytes); }
 void moe_p2p_no_host_memory(const void* at) { order::remove_host_memory(at); }
 void moe_p2p_st_block(uint32_t* word, uint32_t value) { current->st_block(word, value); }

@@ -86,7 +86,7 @@ void moe_p2p_let_next_begin();
 void moe_p2p_wait_for_kernels();
 void moe_p2p_fence_global();
 void moe_p2p_fence_shared();
-void moe_p2p_tell_host(const void* word);
+void moe_p2p_signal_host(const void* word);
 void moe_p2p_host_memory(const void* at, size_t bytes);
 void moe_p2p_no_host_memory(const void* at);
 // Words of shared memory. A load that nothing orders behind the last store may return the value

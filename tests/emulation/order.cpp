@@ -224,8 +224,8 @@ Device*& own_device() {
   return device;
 }
 
-void fail(const std::string& story) {
-  std::fprintf(stderr, "emulated GPU: %s\n", story.c_str());
+void fail(const std::string& text) {
+  std::fprintf(stderr, "emulated GPU: %s\n", text.c_str());
   std::abort();
 }
 
@@ -409,7 +409,7 @@ void Actor::ends(const void* to, size_t bytes) const {
   set_stamps(to, bytes, stamp(), &Cell::wrote);
 }
 
-void Actor::tells_host(const void* word) const {
+void Actor::signals_host(const void* word) const {
   if (holds && is_of_host(word))
     fail(name_of(*this) + " rings, and nothing orders what it knows before the bell");
 }

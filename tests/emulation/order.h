@@ -157,7 +157,7 @@ struct Actor {
   void begins(const void* to, size_t bytes) const;
   void ends(const void* to, size_t bytes) const;
   // Before a word is stored for the host, which then reads what this thread knows.
-  void tells_host(const void* word) const;
+  void signals_host(const void* word) const;
 };
 
 // The blocks of a kernel: from its launch until no kernel needs them any more.
@@ -187,6 +187,6 @@ void remove_host_memory(const void* at);
 void copy_for_host(void* to, const void* from, size_t bytes);
 
 inline constexpr size_t kStackBytes = 64 << 10;
-[[noreturn]] void fail(const std::string& story);
+[[noreturn]] void fail(const std::string& text);
 
 }  // namespace moe_p2p::emulation::order

@@ -153,7 +153,7 @@ def _strangers_headers(key: str) -> list[bytes]:
     ]
 
 
-def test_who_knows_the_address_only_gets_nothing(
+def test_the_address_alone_gives_nothing(
     key: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MOE_P2P_LOG", "warning")
@@ -180,7 +180,7 @@ def test_who_knows_the_address_only_gets_nothing(
     assert peer.of_ranks.num_refused == 1 + len(headers)
 
 
-def test_who_takes_the_address_of_a_rank_gets_no_descriptors(key: str) -> None:
+def test_a_process_on_the_address_of_a_rank_gets_no_descriptors(key: str) -> None:
     """A stranger that listens there first: rank 0 sends nothing to it, and names rank 1."""
     stranger = fd_exchange._Exchange(1, 2, key, [], time.monotonic() + 20, {})
     fd = memfd("secret")
@@ -228,7 +228,7 @@ def test_silent_connections_are_bounded_and_dropped(
     assert peer.finish() == [[], []]
 
 
-def test_a_session_that_says_nothing_does_not_stop_the_exchange(key: str) -> None:
+def test_a_silent_session_does_not_stop_the_exchange(key: str) -> None:
     peer = _Peer(key)
     with peer.connect(), peer.meeting:
         peer.meeting.run()

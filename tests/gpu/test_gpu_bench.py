@@ -24,10 +24,12 @@ def test_a_check_of_ranks_that_share_a_gpu(per_node: int) -> None:
     printed = done.stdout
     assert done.returncode == 0, printed + done.stderr
     for layout in ("padded", "grouped", "by_rank"):
-        assert f"ok     {layout}, fp8, quantized inside, replayed from a CUDA graph" in printed
-        assert f"ok     {layout}, both in halves, two calls open" in printed
-    assert "ok     a rank that stays away is masked, the others go on" in printed
-    assert "ok     a rank that closes is named" in printed
+        assert f"{layout}, fp8, quantized inside, replayed from a CUDA graph ... ok" in printed
+        assert f"{layout}, both in halves, two calls open ... ok" in printed
+        assert f"{layout}, gradients ... ok" in printed
+    assert "a rank that stays away is masked, the others go on ... ok" in printed
+    assert "a rank that closes is named ... ok" in printed
+    assert "a process that is killed is named ... ok" in printed
 
 
 @pytest.mark.multi_gpu

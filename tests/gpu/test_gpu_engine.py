@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import moe_p2p
-from moe_p2p import Engine
+from moe_p2p import Engine, EngineConfig
 from moe_p2p.transfers import Slice
 from tests.support.ranks import Rank, run_processes
 
@@ -42,7 +42,12 @@ def bytes_on(device: str | torch.device, nbytes: int, seed: int, offset: int = 0
 
 
 def engine(name: str, settings: str = "") -> Engine:
-    return Engine("loopback", 2, settings=settings, label=name, timeout_s=60)
+    return Engine(
+        EngineConfig(
+            transport="loopback", nics_per_rank=2, transport_settings=settings, timeout_s=60
+        ),
+        label=name,
+    )
 
 
 def send(source: str, target: str, settings: str) -> None:

@@ -1,4 +1,4 @@
-"""What goes wrong on a GPU is told in time, and the device's context stays usable.
+"""What goes wrong on a GPU is reported in time, and the device's context stays usable.
 
 Ranks are threads that share one GPU but where one of them is killed; each test would hang without a
 deadline somewhere.
@@ -42,53 +42,53 @@ from tests.support.ranks import DiedError, Rank
 pytestmark = pytest.mark.gpu
 
 SOON_S = 2.0  # timeout_s of calls that are meant to time out
-IN_TIME_S = 60.0  # until their story is told, on a machine with much else to do
+IN_TIME_S = 60.0  # until their error is reported, on a machine with much else to do
 
 
 def settle(comm: AllToAll) -> str:
-    """Waits for what was launched; what was told then, if anything."""
-    if comm.config.device == "cuda":
+    """Waits for what was launched; returns the error text, if any."""
+    if comm.config.on_gpu:
         torch.cuda.current_stream().synchronize()
     return comm.broken
 
 
-def story_of(comm: AllToAll, launch: Callable[[], Any]) -> str:
+def error_of(comm: AllToAll, launch: Callable[[], Any]) -> str:
     """launch() gives an error, itself or what it launched, and every later call the same one."""
     try:
         launch()
-        story = settle(comm)
+        text = settle(comm)
     except moe_p2p.MoeP2pError as error:
-        story = str(error)
-    assert story, "no error came"
+        text = str(error)
+    assert text, "no error came"
     tokens = make_tokens(0, 0, 1, num_experts=comm.config.num_experts, hidden_dim=HIDDEN_DIM)
     given = on_device(comm, tokens.x), on_device(comm, tokens.topk_idx)
     with pytest.raises(moe_p2p.MoeP2pError) as again:
         comm.dispatch(*given)
     assert comm.broken in str(again.value)
-    return story
+    return text
 
 
 def absent(rank: Rank, world: World, wanted: list[Wanted]) -> str:
     lost = world.ranks - 1
     with make(rank, world, timeout_s=SOON_S) as comm:
         run_step(comm, wanted[0])
-        story = ""
+        text = ""
         if rank.rank != lost:
             arguments = dispatch_arguments(comm, wanted[1])
             began = time.monotonic()
-            story = story_of(comm, lambda: comm.dispatch(**arguments))
+            text = error_of(comm, lambda: comm.dispatch(**arguments))
             assert time.monotonic() - began < IN_TIME_S
-        meet(rank, "told")  # a rank that closes would be noticed sooner
+        meet(rank, "reported")  # a rank that closes would be noticed sooner
         assert_device_usable()
-        return story
+        return text
 
 
 @pytest.mark.parametrize("world", worlds((2, 2), (2, 1), (4, 2), (3, 3)))
 def test_a_rank_that_does_not_come_is_named(world: World) -> None:
-    stories = run(world, absent, [call(world, 0), call(world, 2)])[:-1]
-    assert any(f"rank {world.ranks - 1}" in story for story in stories), stories
-    for story in stories:
-        assert f"rank {world.ranks - 1}" in story or "gave up" in story, stories
+    texts = run(world, absent, [call(world, 0), call(world, 2)])[:-1]
+    assert any(f"rank {world.ranks - 1}" in text for text in texts), texts
+    for text in texts:
+        assert f"rank {world.ranks - 1}" in text or "gave up" in text, texts
 
 
 def run_until_killed(rank: Rank, world: World, lost: int) -> tuple[float, str]:
@@ -113,7 +113,7 @@ def run_until_killed(rank: Rank, world: World, lost: int) -> tuple[float, str]:
             comm.dispatch(**arguments | {"options": DispatchOptions(solo=True)})
             settle(comm)
 
-    story = story_of(comm, more)
+    text = error_of(comm, more)
     took = time.monotonic() - began
     assert_device_usable()
     comm.close()
@@ -121,7 +121,7 @@ def run_until_killed(rank: Rank, world: World, lost: int) -> tuple[float, str]:
     alone = World(1, 1)
     with make(Rank(0, 1, dist.HashStore()), alone) as comm:
         run_step(comm, call(alone, 0))
-    return took, story
+    return took, text
 
 
 # Without a device for each, processes take turns on one.
@@ -132,12 +132,12 @@ def test_a_process_that_is_killed_within_a_step(world: World) -> None:
         world, run_until_killed, lost, processes=True, return_errors=True, deadline_s=90.0
     )
     assert isinstance(results[lost], DiedError), results
-    stories = results[:lost]
-    assert all(isinstance(story, tuple) for story in stories), stories
-    for took, story in stories:
-        assert took < IN_TIME_S, story
-        assert f"rank {lost}" in story or "gave up" in story, stories
-    assert any(f"rank {lost}" in story for _, story in stories), stories
+    texts = results[:lost]
+    assert all(isinstance(text, tuple) for text in texts), texts
+    for took, text in texts:
+        assert took < IN_TIME_S, text
+        assert f"rank {lost}" in text or "gave up" in text, texts
+    assert any(f"rank {lost}" in text for _, text in texts), texts
 
 
 def failing_nic(rank: Rank, world: World, wanted: list[Wanted]) -> str:
@@ -150,18 +150,18 @@ def failing_nic(rank: Rank, world: World, wanted: list[Wanted]) -> str:
                 if settle(comm):
                     return
 
-        story = story_of(comm, until_it_fails)
-        meet(rank, "told")
+        text = error_of(comm, until_it_fails)
+        meet(rank, "reported")
         assert_device_usable()
-        return story
+        return text
 
 
 def test_a_failing_nic_names_the_peer() -> None:
     world = World(2, 1)
-    stories = run(world, failing_nic, [call(world, seed) for seed in range(6)])
-    assert any("failed" in s and "transport" in s for s in stories), stories
-    for rank, story in enumerate(stories):
-        assert f"rank {1 - rank}" in story, stories
+    texts = run(world, failing_nic, [call(world, seed) for seed in range(6)])
+    assert any("failed" in s and "transport" in s for s in texts), texts
+    for rank, text in enumerate(texts):
+        assert f"rank {1 - rank}" in text, texts
 
 
 # --- calls that cannot be right: rank 0 makes them, the others make good ones ---
@@ -249,7 +249,7 @@ def bad_call(
         else:
             result = settle(comm), type(None)
         settle(comm)
-        meet(rank, "told")
+        meet(rank, "reported")
         assert_device_usable()
         return result
 
@@ -265,8 +265,8 @@ def test_a_bad_call_gives_a_typed_error(world: World, layout: str, name: str) ->
     results = run(world, bad_call, name, wanted, layout)
     _, kind, match = BAD[name]
     # A wrong header is seen by whoever reads it; the rest by the rank that makes the call.
-    who = results if name.startswith("another") else results[:1]
-    assert any(match in text and issubclass(got, kind) for text, got in who), results
+    seen_by = results if name.startswith("another") else results[:1]
+    assert any(match in text and issubclass(got, kind) for text, got in seen_by), results
 
 
 def in_isolation(rank: Rank, world: World, wanted: list[Wanted], settings: str) -> str:
@@ -283,12 +283,12 @@ def in_isolation(rank: Rank, world: World, wanted: list[Wanted], settings: str) 
 
 def early_immediates(world: World, settings: str) -> list[str]:
     wanted = [call(world, seed) for seed in range(10)]
-    stories: list[str] = run_apart(world, in_isolation, wanted, settings, deadline_s=50.0)
-    return stories
+    texts: list[str] = run_apart(world, in_isolation, wanted, settings, deadline_s=50.0)
+    return texts
 
 
 def test_an_immediate_before_its_payload_is_noticed() -> None:
-    """The software NIC is told to do so: tests that pass all the same would see nothing."""
+    """The software NIC has settings for it: tests that pass all the same would see nothing."""
     world = World(2, 1)
     assert not any(early_immediates(world, "seed=1"))
     seeds = range(1, 9)

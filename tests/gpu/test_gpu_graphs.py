@@ -193,7 +193,7 @@ def without_one(rank: Rank, world: World, wanted: Wanted, layout: str) -> None:
             with pytest.raises(MoeP2pError, match=f"rank {world.ranks - 1}|gave up") as error:
                 comm.check()
             assert str(error.value) == comm.broken
-        meet(rank, "told")
+        meet(rank, "reported")
 
 
 @pytest.mark.parametrize("layout", ["grouped", "by_rank"])

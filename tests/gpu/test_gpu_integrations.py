@@ -1,20 +1,17 @@
 """The layers of test_vllm.py, test_sglang.py and test_megatron.py on GPUs, one for each rank.
 
-Those of vLLM in CUDA graphs too.
+The layers of vLLM in CUDA graphs too.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.integrations import test_megatron, test_sglang, test_vllm
+from tests.engines import sglang_layers, test_megatron, vllm_layers
 from tests.support.engine_layers import BF16, EXPERTS, HIDDEN, TOKENS, TOPK, as_sent, plain
-from tests.support.fakes import vllm as fake_vllm
 from tests.support.ranks import Rank, run_processes
 
 NUM_DEVICES = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -27,19 +24,37 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("backend", ["deepep_low_latency", "deepep_high_throughput"])
+def run_vllm(rank: Rank, backend: str) -> None:
+    vllm_layers.begin(rank, "cuda")
+    vllm_layers.run_backend(rank, backend, ["none", "blocks", "rows"], "cuda")
+
+
+@pytest.mark.engine("vllm")
+@pytest.mark.parametrize("backend", [vllm_layers.LOW_LATENCY, vllm_layers.HIGH_THROUGHPUT])
 def test_vllm_layer_computes_a_plain_moe(backend: str) -> None:
-    run_processes(WORLD, test_vllm.run_vllm, backend, True, False, "cuda")
+    run_processes(WORLD, run_vllm, backend)
 
 
+def run_sglang(rank: Rank, dtype: str) -> None:
+    sglang_layers.begin_with_ours(rank, "cuda")
+    sglang_layers.run_modes(rank, dtype, "cuda")
+
+
+@pytest.mark.engine("sglang")
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
-def test_sglang_layer_computes_a_plain_moe_in_both_modes(dtype: str) -> None:
-    run_processes(WORLD, test_sglang.run_sglang, dtype, False, "cuda")
+def test_sglang_layer_computes_a_plain_moe_in_all_modes(dtype: str) -> None:
+    run_processes(WORLD, run_sglang, dtype)
 
 
+def train_megatron(rank: Rank, alignment: int) -> None:
+    test_megatron.begin(rank, "cuda")
+    test_megatron.train_manager(rank, alignment, "cuda")
+
+
+@pytest.mark.engine("megatron-core")
 @pytest.mark.parametrize("alignment", [1, 16])
-def test_megatron_layer_trains_as_a_plain_moe(alignment: int) -> None:
-    run_processes(WORLD, test_megatron.run_megatron, alignment, "cuda")
+def test_megatron_manager_trains_as_a_plain_moe(alignment: int) -> None:
+    run_processes(WORLD, train_megatron, alignment)
 
 
 def inputs(rank: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -50,20 +65,18 @@ def inputs(rank: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def replay_vllm(rank: Rank, backend: str) -> None:
-    manager, layer = test_vllm.make_vllm(rank, backend, "cuda")
-    experts = test_vllm.vllm_experts(rank, layer, torch.bfloat16)
-    given: dict[str, Any] = {"num_experts": EXPERTS, "quant_config": test_vllm.QUANTIZED["blocks"]}
+    vllm_layers.begin(rank, "cuda")
+    manager, prepare_finalize, quant_config = vllm_layers.make_layer(
+        rank, backend, vllm_layers.BLOCKS
+    )
+    kernel = vllm_layers.make_kernel(rank, prepare_finalize, quant_config)
     x, ids, weights = inputs(rank.rank, 0)
-
-    def run() -> Tensor:
-        return fake_vllm.run_layer(layer, experts, x, weights, ids, **given)
-
-    run()  # makes the communicator
+    vllm_layers.run_kernel(kernel, x, ids, weights)  # makes the communicator
     torch.cuda.synchronize()
     dist.barrier()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        out = run()
+        out = vllm_layers.run_kernel(kernel, x, ids, weights)
     for seed in range(1, 4):
         for old, new in zip((x, ids, weights), inputs(rank.rank, seed), strict=True):
             old.copy_(new)
@@ -74,6 +87,7 @@ def replay_vllm(rank: Rank, backend: str) -> None:
     manager.destroy()
 
 
-@pytest.mark.parametrize("backend", ["deepep_low_latency", "deepep_v2"])
+@pytest.mark.engine("vllm")
+@pytest.mark.parametrize("backend", [vllm_layers.LOW_LATENCY, vllm_layers.V2])
 def test_vllm_layer_replays(backend: str) -> None:
     run_processes(WORLD, replay_vllm, backend)

@@ -19,7 +19,7 @@ from moe_p2p.reference import Tokens
 from tests.calls.test_late_weights import biased, biases_of, late_combine, late_dispatch
 from tests.gpu.test_gpu import call
 from tests.gpu.test_gpu_calls import CHUNKED, LONG, LONG_COUNTS
-from tests.gpu.test_gpu_failures import SOON_S, story_of
+from tests.gpu.test_gpu_failures import SOON_S, error_of
 from tests.gpu.test_gpu_graphs import Inputs, capture, doubled, prepare_bf16
 from tests.support.cases import (
     TOPK,
@@ -261,20 +261,20 @@ def waits(rank: Rank, world: World, wanted: list[Wanted], config: dict[str, Any]
             out, ticks = comm.combine(**back, with_wait_ticks=True)
             finish(comm)
             assert torch.equal(out.cpu(), step.out[rank.rank])
-            told = ticks.cpu()
-            assert told.shape == (world.ranks,)
+            reported = ticks.cpu()
+            assert reported.shape == (world.ranks,)
             speaks = [
                 r // world.per_node == rank.rank // world.per_node
                 or r % world.per_node == rank.rank % world.per_node
                 for r in range(world.ranks)
             ]
-            assert [t > 0 for t in told.tolist()] == speaks
-            assert int(told.max()) < 20e9 * 3  # cycles: below the timeout at 3 GHz
+            assert [t > 0 for t in reported.tolist()] == speaks
+            assert int(reported.max()) < 20e9 * 3  # cycles: below the timeout at 3 GHz
 
 
 @pytest.mark.parametrize("world", worlds((1, 1), (2, 2), (2, 1), (4, 2), (6, 2)))
 @pytest.mark.parametrize("chunked", [False, True])
-def test_combine_tells_how_long_it_waited(world: World, chunked: bool) -> None:
+def test_combine_reports_how_long_it_waited(world: World, chunked: bool) -> None:
     wanted = [call(world, seed) for seed in range(3)]
     config = {"chunk_tokens": 6} if chunked else {}
     run(world, waits, wanted, config)
@@ -290,19 +290,19 @@ def without_weights(rank: Rank, world: World, wanted: Wanted) -> str:
         late = late_combine(comm, wanted, got)
         finish(comm)
         meet(rank, "dispatched")
-        story = ""
+        text = ""
         if rank.rank == 0:
-            story = story_of(comm, lambda: comm.combine(**late))
-        meet(rank, "told")
-        return story
+            text = error_of(comm, lambda: comm.combine(**late))
+        meet(rank, "reported")
+        return text
 
 
 @pytest.mark.parametrize("world", worlds((2, 2), (2, 1)))
 def test_weights_that_do_not_come_are_missed_by_name(world: World) -> None:
-    story, _ = run(world, without_weights, call(world, 0))
-    # The receiving half of the kernel waits as long for sums of the same rank: either may be told.
-    assert "late weights of step 0" in story or "combine of step 0" in story
-    assert "rank 1" in story
+    text, _ = run(world, without_weights, call(world, 0))
+    # The kernel's receiving half waits as long for sums of the same rank: either may be reported.
+    assert "late weights of step 0" in text or "combine of step 0" in text
+    assert "rank 1" in text
 
 
 def short_weights(rank: Rank, world: World, wanted: Wanted) -> None:

@@ -214,6 +214,21 @@ def test_scales_of_seven_thousand_values(scale_format: str) -> None:
     run(world, steps, wanted, WIDE | {"extra_bytes": 0})
 
 
+def beside_powers_of_two(t: Tokens, rank: int) -> Tokens:
+    """Gives each block an amax whose scale is a power of two, or up to two ulps beside one."""
+    x, row, block = t.x.clone(), torch.arange(len(t.x))[:, None], torch.arange(HIDDEN_DIM // 128)
+    amax = (448.0 * 2.0**row).view(torch.int32) + (row + block + rank) % 4 - 1
+    x[row, 128 * block + row] = amax.int().view(torch.float32)
+    return replace(t, x=x)
+
+
+def test_scales_beside_powers_of_two() -> None:
+    world, formats = World(2, 2), ("power_of_two", "ue8m0")
+    options: list[dict[str, Any]] = [{"quantize": True, "scale_format": name} for name in formats]
+    wanted = [call(world, 2, beside_powers_of_two, **option) for option in options]
+    run(world, steps, wanted, {})
+
+
 @pytest.mark.parametrize("world", FEW_WORLDS)
 def test_no_number_comes_of_what_is_none(world: World) -> None:
     wanted = [
@@ -334,7 +349,7 @@ def test_given_scales_travel_as_they_are(world: World) -> None:
     run(world, opaque_scales, wanted)
 
 
-# --- what else dispatch tells ---
+# --- what else dispatch returns ---
 
 
 def ranges(rank: Rank, world: World, wanted: list[Wanted]) -> None:
@@ -353,7 +368,7 @@ def ranges(rank: Rank, world: World, wanted: list[Wanted]) -> None:
 
 
 @pytest.mark.parametrize("world", worlds((1, 1), (2, 2), (2, 1), (4, 2), (3, 3), (8, 2)))
-def test_ranges_say_where_the_rows_of_a_source_lie(world: World) -> None:
+def test_ranges_are_the_rows_of_each_source(world: World) -> None:
     run(world, ranges, [call(world, seed) for seed in range(5)])
 
 

@@ -46,11 +46,11 @@ pytestmark = pytest.mark.gpu
 def unasked(comm: AllToAll) -> Iterator[None]:
     """Calls launch kernels whatever these have found, as the replay of a graph does."""
     assert comm._device is not None
-    told = comm._device._fault.clone()
+    reported = comm._device._fault.clone()
     comm._device._fault.zero_()
     yield
     settle(comm)
-    comm._device._fault.copy_(told)
+    comm._device._fault.copy_(reported)
 
 
 def assert_nothing_known(got: Dispatched) -> None:
@@ -111,7 +111,7 @@ def without_one(rank: Rank, world: World, wanted: list[Wanted]) -> None:
                     assert_nothing_known(again)
                     assert combined(comm, again, wanted[-1]).isnan().all()
             assert_raises_it_all(comm, "rank ")
-        meet(rank, "told")
+        meet(rank, "reported")
         assert_device_usable()
 
 
@@ -129,7 +129,7 @@ def beside_another(rank: Rank, world: World, wanted: Wanted) -> None:
         assert comm._device is not None
         state = comm._device._state  # kernels/abi/params.h, DeviceState
         # As another kernel leaves it, all blocks of which have begun, and which has not ended. All
-        # but its first block find this before they can hear of the fault.
+        # but its first block find this before they can see the fault.
         state[0] += 65536  # launches: kLaunch more
         state[1:3] = state[1:3].max()  # the step behind its own
         with unasked(comm):
@@ -178,7 +178,7 @@ def combines_never(rank: Rank, world: World, wanted: Wanted) -> None:
             assert out.cpu()[needs].isnan().any(dim=1).all()
             assert torch.equal(out.cpu()[~needs], expected[~needs])
             assert_raises_it_all(comm, f"rank {lost}")
-        meet(rank, "told")
+        meet(rank, "reported")
         assert_device_usable()
 
 
@@ -223,7 +223,7 @@ def overflows(rank: Rank, world: World, wanted: Wanted, capacity: int) -> None:
                 settle(comm)
                 assert_nothing_known(again)
             assert_raises_it_all(comm, f" needs {needed} rows, capacity is {capacity}")
-        meet(rank, "told")
+        meet(rank, "reported")
         assert_device_usable()
 
 

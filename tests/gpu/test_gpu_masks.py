@@ -256,7 +256,7 @@ def impatient(rank: Rank, world: World) -> None:
 @pytest.mark.skipif(
     "MOE_P2P_EMULATED_GPU" not in os.environ, reason="writes to memory of an emulated GPU"
 )
-def test_who_waits_for_the_lost_is_not_masked() -> None:
+def test_a_rank_that_waits_for_a_lost_one_is_not_masked() -> None:
     run(World(3, 3), impatient)
 
 

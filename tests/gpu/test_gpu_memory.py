@@ -51,7 +51,7 @@ def memory(rank: Rank, world: World) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("world", worlds((4, 4), (4, 2)))
-def test_memory_is_what_the_plan_says(world: World) -> None:
+def test_memory_is_the_memory_of_the_plan(world: World) -> None:
     for held, planned, left in run(world, memory):
         assert planned - MIB <= held <= planned + world.ranks * SLACK
         assert abs(left) <= SLACK

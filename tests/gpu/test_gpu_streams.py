@@ -164,7 +164,7 @@ def test_graphs_in_turns_with_calls_on_other_streams() -> None:
                 call.check()
 
 
-def test_graphs_at_once_are_told() -> None:
+def test_graphs_at_once_are_reported() -> None:
     streams = [torch.cuda.Stream() for _ in range(2)]
     with alone() as comm:
         calls = ready(comm)

@@ -235,6 +235,9 @@ def _compile_error(job: tuple[str, dict[str, int], str]) -> str:
         compiled = jit.compile_only(*job)
     except errors.UnavailableError as error:
         return str(error)
+    entries = [kernel.entry for kernel in kernels.variants() if kernel.source == job[0]]
+    if entries and entries[0] not in compiled.usage:
+        return f"{job}: profilers will not find {entries[0]} in {list(compiled.usage)}"
     return "" if compiled.usage else f"{job}: the assembler's log was not understood"
 
 
@@ -248,10 +251,10 @@ def test_every_variant_of_every_kernel_compiles(
     # (file name in kernels/, macros) of all that a user's configuration can ask for, by sample.
     variants = list(kernels.variants())
     sources = {path.name for path in (jit.kernels_root() / "kernels").glob("*.cu")}
-    # Of the benchmark, and of the software NIC.
-    assert {kernel.source for kernel in variants} == sources - {"probe.cu", "copy.cu"}
+    # Of the benchmark, of the software NIC, and of calls without a communicator.
+    assert {kernel.source for kernel in variants} == sources - {"probe.cu", "copy.cu", "count.cu"}
     asked = [(kernel.source, kernel.macros) for kernel in variants]
-    jobs = [(*each, arch) for each in [*asked, ("copy.cu", {})] for arch in ARCHS]
+    jobs = [(*each, arch) for each in [*asked, ("copy.cu", {}), ("count.cu", {})] for arch in ARCHS]
     with ThreadPoolExecutor(ranks.cpu_count()) as pool:
         outcomes = list(pool.map(_compile_error, jobs))
     failures = [text for text in outcomes if text]

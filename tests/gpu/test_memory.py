@@ -231,7 +231,7 @@ def _share_by_fabric(rank: ranks.Rank) -> list[bytes]:
 
 
 @pytest.mark.gpu
-def test_fabric_handles_work_or_say_what_they_need() -> None:
+def test_fabric_handles_work_or_name_what_they_need() -> None:
     try:
         memory.DeviceMemory.allocate(0, 1 << 20, fabric=True).close()
     except errors.UnavailableError as error:

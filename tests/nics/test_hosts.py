@@ -37,7 +37,13 @@ def why_not() -> str:
     import moe_p2p
 
     try:
-        moe_p2p.Engine("libfabric", 1, settings="provider=tcp,interfaces=lo").close()
+        moe_p2p.Engine(
+            moe_p2p.EngineConfig(
+                transport="libfabric",
+                nics_per_rank=1,
+                transport_settings="provider=tcp,interfaces=lo",
+            )
+        ).close()
     except moe_p2p.UnavailableError as error:
         return str(error)
     return hosts.why_not()
@@ -83,17 +89,17 @@ def test_ranks_of_two_hosts_with_two_interfaces_each() -> None:
             assert f"rank {rank}: {NUM_STEPS} steps, nodes of 2" in output, outputs
 
 
-def test_an_interface_that_stays_down_is_told_to_every_rank() -> None:
+def test_an_interface_that_stays_down_is_reported_on_every_rank() -> None:
     if reason := why_not():
         pytest.skip(reason)
     outputs = _run("lose eth1", deadline_s=170.0)
     for host, output in enumerate(outputs):
         for rank in (2 * host, 2 * host + 1):
-            told = re.search(rf"rank {rank}: told after ([\d.]+) s: (.*)", output)
-            assert told, output
-            assert float(told[1]) < 3 * LOSS_TIMEOUT_S, told[0]
+            reported = re.search(rf"rank {rank}: reported after ([\d.]+) s: (.*)", output)
+            assert reported, output
+            assert float(reported[1]) < 3 * LOSS_TIMEOUT_S, reported[0]
             # Whose part did not come, or could not be sent: never only that something failed.
-            assert any(f"rank {other}" in told[2] for other in range(4)), told[0]
+            assert any(f"rank {other}" in reported[2] for other in range(4)), reported[0]
 
 
 def _exchange(comm: AllToAll) -> str:
@@ -112,7 +118,7 @@ def _exchange(comm: AllToAll) -> str:
 def _lose_interface(comm: AllToAll, store: dist.Store) -> str:
     """Rank 0 takes its host's second interface down after everybody's first step.
 
-    Then until the story is told.
+    Then until the text is reported.
     """
     from moe_p2p import MoeP2pError
     from tests.support.cases import check_step, make_tokens
@@ -128,7 +134,7 @@ def _lose_interface(comm: AllToAll, store: dist.Store) -> str:
         for _ in range(10_000):
             check_step(comm, tokens)
     except MoeP2pError as error:
-        return f"told after {time.monotonic() - began:.1f} s: {error}".replace("\n", " ")
+        return f"reported after {time.monotonic() - began:.1f} s: {error}".replace("\n", " ")
     raise AssertionError("10000 steps over an interface that is down")
 
 

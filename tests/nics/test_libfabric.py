@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import moe_p2p
-from moe_p2p import Engine
+from moe_p2p import Engine, EngineConfig
 from tests.support.cases import SMALL, check_step, lose_a_rank, lose_an_idle_rank, make, make_tokens
 from tests.support.ranks import DiedError, Rank, run_processes, run_threads
 
@@ -28,9 +28,15 @@ TCP = "provider=tcp,interfaces=lo,timeout_ms=3000"
 SHM = "provider=shm,timeout_ms=3000"
 
 
+def opened(num_nics: int, settings: str) -> str:
+    """Python of a program that imports moe_p2p."""
+    config = f"transport='libfabric', nics_per_rank={num_nics}, transport_settings='{settings}'"
+    return f"moe_p2p.Engine(moe_p2p.EngineConfig({config}))"
+
+
 def _why_not() -> str:
     try:
-        Engine("libfabric", 1, settings=TCP).close()
+        Engine(EngineConfig(transport="libfabric", nics_per_rank=1, transport_settings=TCP)).close()
     except moe_p2p.UnavailableError as error:
         return str(error)
     return ""
@@ -58,7 +64,9 @@ def run_changing_steps(rank: Rank, num_steps: int, config: dict[str, Any]) -> li
 def write_and_part(rank: Rank, num_turns: int) -> int:
     """Peers come and go while writes are under way both ways; how many of the writes ended."""
     memory = torch.zeros(1 << 20, dtype=torch.uint8)
-    with Engine("libfabric", 1, settings=SHM) as engine:
+    with Engine(
+        EngineConfig(transport="libfabric", nics_per_rank=1, transport_settings=SHM)
+    ) as engine:
         registered = engine.register(memory)
         rank.store.set(f"address {rank.rank}", engine.address)
         rank.store.set(f"memory {rank.rank}", registered.descriptor)
@@ -94,7 +102,7 @@ def test_loading_the_library_leaves_signal_handlers_alone(tmp_path: Path) -> Non
     program = (
         "import faulthandler, signal, sys, moe_p2p\n"
         "faulthandler.enable()\n"
-        f"moe_p2p.Engine('libfabric', 1, settings='{TCP}').close()\n"
+        f"{opened(1, TCP)}.close()\n"
         "try: signal.raise_signal(signal.SIGINT)\n"
         "except KeyboardInterrupt: print('interrupted', flush=True)\n"
         "signal.raise_signal(signal.SIGABRT)"
@@ -137,7 +145,12 @@ def test_equals_the_reference_for_fifty_steps(
 
 
 def run_with_own_nics(rank: Rank) -> int:
-    with Engine("libfabric", 1 + 2 * rank.rank, settings=TCP, label=f"rank {rank.rank}") as engine:
+    with Engine(
+        EngineConfig(
+            transport="libfabric", nics_per_rank=1 + 2 * rank.rank, transport_settings=TCP
+        ),
+        label=f"rank {rank.rank}",
+    ) as engine:
         with make(rank, ranks_per_node=1, engine=engine) as comm:
             for seed in range(10):
                 check_step(comm, [make_tokens(seed, r, (seed + 5 * r) % 13) for r in range(2)])
@@ -151,8 +164,12 @@ def test_ranks_with_different_numbers_of_nics() -> None:
 
 @needs_libfabric
 def test_a_peer_that_cannot_be_reached() -> None:
-    with Engine("libfabric", 2, settings=TCP) as engine:
-        with Engine("libfabric", 2, settings=TCP) as gone:
+    with Engine(
+        EngineConfig(transport="libfabric", nics_per_rank=2, transport_settings=TCP)
+    ) as engine:
+        with Engine(
+            EngineConfig(transport="libfabric", nics_per_rank=2, transport_settings=TCP)
+        ) as gone:
             address = gone.address
         began = time.monotonic()
         with pytest.raises(moe_p2p.PeerDeadError):
@@ -201,7 +218,7 @@ def test_a_peer_that_is_killed_while_nothing_is_under_way_to_it() -> None:
 def test_a_library_that_is_not_there() -> None:
     program = (
         "import moe_p2p\n"
-        "try: moe_p2p.Engine('libfabric', 1, settings='library=/nowhere/libfabric.so.1')\n"
+        f"try: {opened(1, 'library=/nowhere/libfabric.so.1')}\n"
         "except moe_p2p.UnavailableError as error: print(error)\n"
     )
     done = subprocess.run(
@@ -218,7 +235,7 @@ def test_tcp_is_announced_and_never_chosen_alone() -> None:
             return comm.engine.provider
 
     assert "libfabric" not in run_threads(2, body) or Path("/sys/class/infiniband").exists()
-    program = f"import moe_p2p; moe_p2p.Engine('libfabric', 2, settings='{TCP}').close()"
+    program = f"import moe_p2p; {opened(2, TCP)}.close()"
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
@@ -228,8 +245,12 @@ def test_tcp_is_announced_and_never_chosen_alone() -> None:
 @needs_libfabric
 def test_pages_written_over_tcp() -> None:
     with (
-        Engine("libfabric", 2, settings=TCP) as sender,
-        Engine("libfabric", 3, settings=TCP) as receiver,
+        Engine(
+            EngineConfig(transport="libfabric", nics_per_rank=2, transport_settings=TCP)
+        ) as sender,
+        Engine(
+            EngineConfig(transport="libfabric", nics_per_rank=3, transport_settings=TCP)
+        ) as receiver,
     ):
         pages = torch.arange(64 * 300, dtype=torch.int32).reshape(64, 300)
         inbox = torch.zeros_like(pages)

@@ -29,22 +29,26 @@ def rows(text: str) -> list[list[str]]:
 
 def valid_keys(provider: str) -> set[str]:
     with pytest.raises(moe_p2p.InvalidArgumentError) as refused:
-        moe_p2p.Engine(provider, 1, settings="no_such_key=1")
+        moe_p2p.Engine(
+            moe_p2p.EngineConfig(
+                transport=provider, nics_per_rank=1, transport_settings="no_such_key=1"
+            )
+        )
     return set(re.findall(r"\w+", str(refused.value).split("keys")[-1]))
 
 
 @pytest.mark.parametrize("provider", ["verbs", "libfabric"])
 def test_every_setting_stands_there_with_its_default(provider: str) -> None:
-    told = [name for row in rows(section(provider, "**")) for name in quoted(row[0])]
-    assert {name.split("=")[0] for name in told} == valid_keys(provider)
+    reported = [name for row in rows(section(provider, "**")) for name in quoted(row[0])]
+    assert {name.split("=")[0] for name in reported} == valid_keys(provider)
     source = (ROOT / f"csrc/provider/{provider}/config.h").read_text()
     defaults = set(re.findall(r"^//   .*", source, re.MULTILINE))
-    for name in told:
+    for name in reported:
         # `key=` has no default; the comment goes on behind it.
         assert any(re.search(rf"\b{re.escape(name)}(\s|$)", line) for line in defaults), name
 
 
-def test_every_error_text_is_one_that_is_told() -> None:
+def test_every_error_text_is_in_the_code() -> None:
     sources = [*ROOT.glob("csrc/**/*.cpp"), *ROOT.glob("moe_p2p/**/*.py")]
     # Literals that follow each other are one, across lines.
     code = re.sub(r'"\s*\n\s*"', "", "\n".join(path.read_text() for path in sources))

@@ -79,29 +79,35 @@ SUITES = [
 def test_suites_over_soft_roce(program: str) -> None:
     """One machine for all of them; each is run, whether or not the one before it passes."""
     runs = [shlex.join([program, f"-tc={cases}", f"-sc={sub}"]) for cases, sub in SUITES]
-    told = in_machine("bash", "-c", "; ".join([*(f"{run} || bad=1" for run in runs), "exit $bad"]))
-    assert "skipped:" not in told
-    assert told.count("Status: SUCCESS") == len(SUITES)
+    reported = in_machine(
+        "bash", "-c", "; ".join([*(f"{run} || bad=1" for run in runs), "exit $bad"])
+    )
+    assert "skipped:" not in reported
+    assert reported.count("Status: SUCCESS") == len(SUITES)
 
 
 @pytest.mark.timeout(BUILD_DEADLINE_S + RUN_DEADLINE_S)
 def test_links_that_lose_and_reorder_packets(program: str) -> None:
-    told = in_machine(
+    reported = in_machine(
         program,
         "-tc=verbs devices: every kind*,provider contract: payload*,provider contract: a wrong*",
         "-sc=verbs devices*",
         netem="loss 1% delay 200us 100us reorder 25%",
     )
-    assert "skipped:" not in told
-    assert "Status: SUCCESS" in told
+    assert "skipped:" not in reported
+    assert "Status: SUCCESS" in reported
 
 
 @pytest.mark.timeout(RUN_DEADLINE_S)
-def test_exchange_over_soft_roce_equals_the_reference_and_survivors_are_told() -> None:
+def test_exchange_over_soft_roce_equals_the_reference_and_survivors_report() -> None:
     python = sys.executable  # not a shim in front of it, which takes many seconds there
-    told = in_machine(python, str(ROOT / "tests/rdma/exchange.py"), "verbs,libfabric", "50", "30")
+    reported = in_machine(
+        python, str(ROOT / "tests/rdma/exchange.py"), "verbs,libfabric", "50", "30"
+    )
     for transport in ("verbs", "libfabric"):
-        assert f"{transport}: 50 steps equal the reference" in told
-        assert f"{transport}: told after" in told  # of the rank that was killed then
-    assert re.search(r"verbs with loss 1%.*: 30 steps equal the reference", told)
-    assert re.search(r"refused \d+ connections to its port \d+ so far", told)  # by rank 0's NICs
+        assert f"{transport}: 50 steps equal the reference" in reported
+        assert f"{transport}: reported after" in reported  # of the rank that was killed then
+    assert re.search(r"verbs with loss 1%.*: 30 steps equal the reference", reported)
+    assert re.search(
+        r"refused \d+ connections to its port \d+ so far", reported
+    )  # by rank 0's NICs

@@ -122,7 +122,7 @@ def test_the_gid_shown_is_the_one_that_verbs_takes(tmp_path: Path) -> None:
         ({"verbs": False}, "/dev/infiniband/uverbs0 is not there"),
     ],
 )
-def test_nics_that_cannot_be_used_say_why(
+def test_nics_that_cannot_be_used_give_the_reason(
     tmp_path: Path, change: dict[str, str], problem: str
 ) -> None:
     Machine(tmp_path).nic("mlx5_0", "pci0000:15/0000:15:01.0/0000:16:00.0", **change)

@@ -1,4 +1,4 @@
-"""transport="auto": what it chooses on which machine, how ranks agree, what engines are told."""
+"""transport="auto": what it chooses on which machine, how ranks agree, what engines are given."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import moe_p2p
-from moe_p2p import Engine
+from moe_p2p import Engine, EngineConfig
 from moe_p2p.nics import transport
 from moe_p2p.nics.transport import Choice, Opening, Wish, choose, open_with
 from moe_p2p.rendezvous.agreement import Offer, agree_on_transport
@@ -61,9 +61,16 @@ def test_efa_without_libfabric_is_not_verbs(
 
 def test_a_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    monkeypatch.setitem(transport.LIBRARIES, "verbs", ("libnothing.so.1", "libmissing.so.2"))
+    verbs = transport.PROVIDERS["verbs"]
+    monkeypatch.setitem(
+        transport.PROVIDERS,
+        "verbs",
+        verbs._replace(libraries=("libnothing.so.1", "libmissing.so.2")),
+    )
     assert "libnothing.so.1" in transport.load_problem("verbs")
-    monkeypatch.setitem(transport.LIBRARIES, "verbs", ("libnothing.so.1", "libc.so.6"))
+    monkeypatch.setitem(
+        transport.PROVIDERS, "verbs", verbs._replace(libraries=("libnothing.so.1", "libc.so.6"))
+    )
     assert transport.load_problem("verbs") == ""
 
 
@@ -83,7 +90,7 @@ def test_what_is_asked_for_is_not_chosen(tmp_path: Path, monkeypatch: pytest.Mon
     assert "MOE_P2P_TRANSPORT" in found.why
 
 
-# --- what an engine is told ---
+# --- what an engine is given ---
 
 
 def test_the_rails_of_the_gpu_become_settings(tmp_path: Path) -> None:
@@ -99,8 +106,8 @@ def test_the_rails_of_the_gpu_become_settings(tmp_path: Path) -> None:
 def test_a_cuda_device_is_found_in_sysfs_by_its_address(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = {"PCI_DOMAIN_ID": 0, "PCI_BUS_ID": 0xCA, "PCI_DEVICE_ID": 0}
-    monkeypatch.setattr(transport.driver, "attribute", lambda device, name: told[name])
+    attributes = {"PCI_DOMAIN_ID": 0, "PCI_BUS_ID": 0xCA, "PCI_DEVICE_ID": 0}
+    monkeypatch.setattr(transport.driver, "attribute", lambda device, name: attributes[name])
     machines.p5(tmp_path)
     found = open_with("libfabric", "", Wish(pci=transport.pci_of(3)), root=tmp_path)
     assert found.settings.startswith("interfaces=rdmap198s0-rdm:")
@@ -122,8 +129,8 @@ def test_names_override_the_topology(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert open_with("verbs", "", Wish(), root=tmp_path) == Opening("verbs", 1, "devices=mlx5_4")
     assert open_with("verbs", "", asked, root=tmp_path) == found
     # Settings that name devices are the last word.
-    said = "devices=mlx5_0:mlx5_1:mlx5_3"
-    assert open_with("verbs", said, asked, root=tmp_path) == Opening("verbs", 3, said)
+    given = "devices=mlx5_0:mlx5_1:mlx5_3"
+    assert open_with("verbs", given, asked, root=tmp_path) == Opening("verbs", 3, given)
 
 
 def test_names_decide_what_auto_is(tmp_path: Path) -> None:
@@ -163,7 +170,7 @@ def test_devices_that_are_all_down_are_an_error_before_the_provider(tmp_path: Pa
         open_with("verbs", "", Wish(), root=tmp_path)
 
 
-def test_providers_without_devices_are_told_nothing(tmp_path: Path) -> None:
+def test_providers_without_devices_get_no_names(tmp_path: Path) -> None:
     machines.p5(tmp_path)
     assert open_with("loopback", "seed=1", Wish(), root=tmp_path) == Opening(
         "loopback", 2, "seed=1"
@@ -173,15 +180,15 @@ def test_providers_without_devices_are_told_nothing(tmp_path: Path) -> None:
     )
 
 
-def test_one_line_says_what_was_chosen_and_why(
+def test_one_line_names_the_choice_and_its_reason(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    said = Choice("verbs", "2 RDMA devices (mlx5_0, mlx5_1)", automatic=True)
+    given = Choice("verbs", "2 RDMA devices (mlx5_0, mlx5_1)", automatic=True)
     opening = Opening("verbs", 2, "devices=mlx5_0:mlx5_1")
-    transport.announce("rank 3", said, opening)
+    transport.announce("rank 3", given, opening)
     assert capfd.readouterr().err == ""
     monkeypatch.setenv("MOE_P2P_LOG", "info")
-    transport.announce("rank 3", said, opening)
+    transport.announce("rank 3", given, opening)
     lines = capfd.readouterr().err.splitlines()
     assert len(lines) == 1
     expected = "rank 3: transport verbs over mlx5_0, mlx5_1: 2 RDMA devices (mlx5_0, mlx5_1)"
@@ -213,9 +220,9 @@ def test_ranks_of_one_node_need_no_nic() -> None:
 
 
 def test_hosts_that_choose_differently_are_named_with_their_reasons() -> None:
-    said = offers(("a", EFA), ("a", EFA), ("b", RDMA), ("c", NONE))
+    given = offers(("a", EFA), ("a", EFA), ("b", RDMA), ("c", NONE))
     with pytest.raises(moe_p2p.InvalidArgumentError) as error:
-        agree_on_transport(said, None)
+        agree_on_transport(given, None)
     for part in (
         "ranks 0 to 1 have libfabric (4 EFA devices)",
         "rank 2 has verbs (1 RDMA devices)",
@@ -273,7 +280,7 @@ def test_none_is_what_the_topology_gives() -> None:
             return comm.engine.num_nics
 
     assert run_threads(2, body) == [2, 2]
-    with Engine("loopback") as engine:
+    with Engine(EngineConfig(transport="loopback")) as engine:
         assert engine.num_nics == 2
 
 

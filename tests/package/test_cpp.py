@@ -87,5 +87,5 @@ def test_cpp(sanitize: str | None, capsys: pytest.CaptureFixture[str]) -> None:
         print(flush=True)
     cases = run.stdout.split("=" * 79)
     failed = [case for case in cases if "ERROR" in case or "Sanitizer" in case]
-    story = "\n".join([*failed, run.stdout[-4000:]])
-    assert run.returncode == 0, f"exit status {run.returncode}:\n{story[-30_000:]}"
+    text = "\n".join([*failed, run.stdout[-4000:]])
+    assert run.returncode == 0, f"exit status {run.returncode}:\n{text[-30_000:]}"

@@ -84,14 +84,14 @@ def test_readme_is_short() -> None:
 
 
 def test_every_option_stands_there_with_its_default() -> None:
-    told = {}
+    reported = {}
     for names, default, _ in rows((ROOT / "docs/options.md").read_text(), "field"):
         for name in re.findall(r"`(\w+)`", names):
-            told[name] = (default, names.endswith("*"))
+            reported[name] = (default, names.endswith("*"))
     fields = {field.name: field for field in dataclasses.fields(AllToAllConfig)}
-    assert set(told) == set(fields)
-    assert {name for name, (_, local) in told.items() if local} == LOCAL_FIELDS
-    for name, (default, _) in told.items():
+    assert set(reported) == set(fields)
+    assert {name for name, (_, local) in reported.items() if local} == LOCAL_FIELDS
+    for name, (default, _) in reported.items():
         value = fields[name].default
         if value is None or value == "":
             continue  # what it then is stands there in words

@@ -86,6 +86,34 @@ def test_abi_includes_nothing_but_itself() -> None:
     assert not offenders, "\n".join(offenders)
 
 
+def reached(name: str) -> set[str]:
+    """Files of kernels/ that this one includes, directly or not."""
+    found, queue = set(), [name]
+    while queue:
+        for _, target in includes(ROOT / queue.pop()):
+            if target.startswith("kernels/") and target not in found:
+                found.add(target)
+                queue.append(target)
+    return found
+
+
+@pytest.mark.parametrize("half", ["recv", "bulk_recv"])
+@pytest.mark.parametrize("what", ["dispatch", "combine"])
+def test_receiving_kernels_do_not_include_sending(what: str, half: str) -> None:
+    below = reached(f"kernels/{what}/{half}.cuh")
+    assert "kernels/device/wait.cuh" in below
+    assert not [name for name in below if name.endswith(("send.cuh", "/route.cuh"))]
+
+
+def test_one_file_of_the_kernels_knows_both_placements() -> None:
+    asking = [
+        path.relative_to(ROOT / "kernels").as_posix()
+        for path in native_sources("kernels")
+        if path.suffix != ".h" and re.search(r"\b(kByRank|MOE_P2P_BY_RANK)\b", path.read_text())
+    ]
+    assert asking == ["dispatch/placement.cuh", "dispatch/token.cuh"]  # which names the macro
+
+
 def test_no_provider_includes_another() -> None:
     offenders = []
     for path in native_sources("csrc/provider"):

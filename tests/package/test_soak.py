@@ -36,7 +36,13 @@ def soak(*arguments: str) -> dict[str, Any]:
 
 def skip_without_hosts() -> None:
     try:
-        moe_p2p.Engine("libfabric", 1, settings="provider=tcp,interfaces=lo").close()
+        moe_p2p.Engine(
+            moe_p2p.EngineConfig(
+                transport="libfabric",
+                nics_per_rank=1,
+                transport_settings="provider=tcp,interfaces=lo",
+            )
+        ).close()
     except moe_p2p.UnavailableError as error:
         pytest.skip(str(error))
     if reason := hosts.why_not():
@@ -62,7 +68,7 @@ def test_peers_are_replaced_over_the_software_nic() -> None:
     assert summary["left_behind"] == []
 
 
-def test_who_says_that_a_round_comes_never_dies() -> None:
+def test_the_rank_that_announces_a_round_never_dies() -> None:
     """Rank 0 said it, and the others waited in the store when it died right after set-up."""
     summary = soak(
         *("--over=loopback", "--minutes=0.02", "--least-deaths=4", "--moments=connected"),

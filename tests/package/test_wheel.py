@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import tarfile
@@ -61,8 +62,8 @@ def test_loads_with_the_libraries_of_gcc_11() -> None:
 
 def gcc_version() -> int:
     ask = [*shlex.split(os.environ.get("CXX", "g++")), "-dumpversion"]
-    told = subprocess.run(ask, capture_output=True, text=True, check=True).stdout
-    return int(told.split(".")[0])
+    reported = subprocess.run(ask, capture_output=True, text=True, check=True).stdout
+    return int(reported.split(".")[0])
 
 
 def test_exports_nothing_of_its_own() -> None:
@@ -81,7 +82,7 @@ def test_wheel_is_complete(wheel: Path) -> None:
         for path in (ROOT / "moe_p2p").rglob("*.py")
         if "kernels" not in path.parts
     }
-    wanted |= {"moe_p2p/_C.abi3.so", "moe_p2p/py.typed"}
+    wanted |= {"moe_p2p/_C.abi3.so", "moe_p2p/py.typed", "moe_p2p_as_deep_ep.pth"}
     wanted |= {
         f"moe_p2p/{path.relative_to(ROOT)}"
         for path in (ROOT / "kernels").rglob("*")
@@ -98,14 +99,14 @@ def test_auditwheel_finds_it_fit_for_systems_of_2021(wheel: Path, tmp_path: Path
         pytest.skip(f"wheels are made with g++ 12, here is {gcc_version()}")
     programs = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
     command = [sys.executable, "-m", "auditwheel", "repair", "--exclude", "libtorch*"]
-    told = subprocess.run(
+    reported = subprocess.run(
         [*command, "--wheel-dir", str(tmp_path), str(wheel)],
         env=os.environ | {"PATH": os.pathsep.join(programs)},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert told.returncode == 0, told.stderr
+    assert reported.returncode == 0, reported.stderr
     (made,) = tmp_path.glob("*.whl")
     tag = re.fullmatch(r"moe_p2p-[\d.]+-cp310-abi3-manylinux_2_(\d+)_\w+\.whl", made.name)
     assert tag, made.name
@@ -174,10 +175,62 @@ def test_commands_run_where_only_torch_is_installed(installed: Path, tmp_path: P
     assert list(tmp_path.rglob("*.json"))
 
 
+FIRST_FIVE_MINUTES = """
+import torch
+import torch.multiprocessing as mp
+import deep_ep
+from deep_ep.utils.envs import init_dist
+
+
+def main(rank, world):
+    rank, world, group = init_dist(rank, world)  # a default device and type, as in DeepEP's scripts
+    buffer = deep_ep.Buffer(group, int(1e8), explicitly_destroy=True)
+    x = torch.full((5, 256), rank + 1.0)
+    topk_idx = torch.arange(10).view(5, 2) % 4
+    weights = torch.ones((5, 2), dtype=torch.float32)
+    per_rank, per_node, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk_idx, 4)
+    rows, _, _, counts, handle, event = buffer.dispatch(
+        x, topk_idx=topk_idx, topk_weights=weights,
+        num_tokens_per_rank=per_rank, num_tokens_per_rdma_rank=per_node,
+        is_token_in_rank=in_rank, num_tokens_per_expert=per_expert,
+    )
+    assert counts == [6, 6] if rank == 0 else [4, 4]
+    out, _, _ = buffer.combine(rows, handle)
+    assert torch.equal(out, x * in_rank.sum(1, keepdim=True))
+    buffer.destroy()
+    print("done")
+
+
+if __name__ == "__main__":
+    mp.spawn(main, args=(2,), nprocs=2)
+"""
+
+
+@pytest.mark.timeout(150)
+def test_a_script_for_deep_ep_runs_where_the_wheel_is_installed(
+    installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The environment variable is all, with spawned workers, default device and default type."""
+    script = tmp_path / "script.py"
+    script.write_text(FIRST_FIVE_MINUTES)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("MASTER_PORT", str(free.getsockname()[1]))
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    ran = run_installed(installed, "python", str(script), cwd=tmp_path)
+    assert ran.returncode != 0
+    assert "No module named 'deep_ep'" in ran.stderr
+    monkeypatch.setenv("MOE_P2P_AS_DEEP_EP", "1")
+    ran = run_installed(installed, "python", str(script), cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    assert ran.stdout.splitlines() == ["done"] * 2
+
+
 # --- what is missing is said in one sentence ---
 
 
-def test_a_build_without_a_compiler_says_so_before_it_begins(tmp_path: Path) -> None:
+def test_a_build_without_a_compiler_fails_before_it_begins(tmp_path: Path) -> None:
     built = subprocess.run(
         [sys.executable, "setup.py", "build", "--build-base", str(tmp_path)],
         cwd=ROOT,

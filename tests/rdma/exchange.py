@@ -6,7 +6,7 @@ Two ranks, each a process and a node of its own. With verbs they are at the ends
 rxe0 and rxe1, rank 0 has both devices as NICs and rank 1 has one: rails are matched, not required
 equal. libfabric's verbs;ofi_rxm connects within one device only, so both ranks have both. With
 verbs, strangers connect to the ports of rank 0 between steps. Then again, and rank 1 is killed:
-rank 0 is told at once by whom, not at its deadline. At last over verbs with links that lose and
+rank 0 names it at once, not at its deadline. At last over verbs with links that lose and
 reorder packets. One process does all of it: importing torch takes most of the time in there.
 """
 
@@ -80,10 +80,10 @@ def own_ports() -> list[int]:
 
 def meet_strangers() -> int:
     """Connects to each NIC as anybody may who finds its port, until it is thrown out; how often."""
-    said = [b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 5000]
+    messages = [b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 5000]
     ports = own_ports()
     for port in ports:
-        for text in said:
+        for text in messages:
             with socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_S) as stranger:
                 with suppress(ConnectionError):
                     stranger.sendall(text)
@@ -92,7 +92,7 @@ def meet_strangers() -> int:
                 with suppress(ConnectionError):
                     while stranger.recv(4096):
                         pass  # a nonce, then the end
-    return len(ports) * len(said)
+    return len(ports) * len(messages)
 
 
 def exchange(rank: Rank, transport: str, num_steps: int) -> None:
@@ -110,7 +110,7 @@ def exchange(rank: Rank, transport: str, num_steps: int) -> None:
 
 
 def lose_a_rank(rank: Rank, transport: str) -> tuple[float, str]:
-    """Rank 1 is killed after some steps; how long rank 0 took to notice, and its story.
+    """Rank 1 is killed after some steps; how long rank 0 took to notice, and the error text.
 
     By then it has all of rank 0's next dispatch: no write fails that rank 0 has to make.
     """
@@ -145,10 +145,10 @@ def check(transport: str, num_steps: int) -> None:
     )
     assert isinstance(killed, DiedError), killed
     assert not isinstance(survivor, BaseException), survivor
-    took_s, story = survivor
-    print(f"{transport}: told after {took_s:.1f} s: {story}")
+    took_s, text = survivor
+    print(f"{transport}: reported after {took_s:.1f} s: {text}")
     assert took_s < TIMEOUT_S / 2
-    assert "rank 1" in story
+    assert "rank 1" in text
 
 
 if __name__ == "__main__":

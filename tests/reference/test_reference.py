@@ -94,7 +94,7 @@ def test_padded_rows_start_at_capacity() -> None:
     assert got.row_weights.tolist() == [0, 0, 1, 1]
 
 
-def test_stages_round_where_they_say() -> None:
+def test_stages_round_where_documented() -> None:
     """bf16 keeps 8 bits: 256 + 1 rounds to 256, so the places of rounding show."""
     topology = Topology(world_size=4, ranks_per_node=2, num_experts=4)
     idx = torch.tensor([[0, 1, 2, 3]])

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_p2p import Engine, errors
+from moe_p2p import Engine, EngineConfig, errors
 from moe_p2p.rendezvous import bootstrap, neighbours
 from moe_p2p.rendezvous.bootstrap import Bootstrap
 from moe_p2p.rendezvous.neighbours import Neighbours
@@ -127,7 +127,7 @@ def test_no_key_is_left_by_a_hundred_communicators() -> None:
     def body(rank: ranks.Rank) -> None:
         with make(rank):
             pass
-        engine = Engine("loopback")
+        engine = Engine(EngineConfig(transport="loopback"))
         for _ in range(99):
             make(rank, engine=engine).close()
         engine.close()
@@ -160,7 +160,7 @@ def _fail_at(rank: ranks.Rank, failing: int, stage: int, store: dist.Store) -> N
 
 @pytest.mark.parametrize("failing", [0, 2])
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_all_learn_who_failed_and_can_meet_again(failing: int, stage: int) -> None:
+def test_all_ranks_name_the_failed_one_and_can_meet_again(failing: int, stage: int) -> None:
     stores: list[dist.Store] = []
 
     def body(rank: ranks.Rank) -> None:
@@ -378,7 +378,7 @@ def test_a_rank_that_is_killed_is_missed_at_once(killed: int, stage: int) -> Non
             assert took_s < 20, took_s  # of 60; 0.3 s on a quiet machine
 
 
-def _is_told(rank: ranks.Rank) -> str:
+def _is_reported(rank: ranks.Rank) -> str:
     """Rank 2 is killed, rank 1 alone can see it: rank 0 is as of another host."""
     if rank.rank == 0:
         neighbours.own_identity = lambda: "another-host 1 1"  # type: ignore[assignment]
@@ -392,9 +392,9 @@ def _is_told(rank: ranks.Rank) -> str:
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
-def test_ranks_of_other_hosts_are_told_of_a_rank_that_was_killed() -> None:
+def test_ranks_of_other_hosts_report_a_rank_that_was_killed() -> None:
     began = time.monotonic()
-    first, second, killed = ranks.run_processes(3, _is_told, return_errors=True)
+    first, second, killed = ranks.run_processes(3, _is_reported, return_errors=True)
     assert time.monotonic() - began < 30
     assert isinstance(killed, ranks.DiedError)
     assert "PeerDeadError" in second

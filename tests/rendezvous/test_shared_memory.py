@@ -116,12 +116,12 @@ def in_a_shm_of(kib: int) -> str:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a /dev/shm of its own needs root")
-def test_a_full_one_says_what_is_needed_and_what_there_is() -> None:
-    told = in_a_shm_of(2048)
+def test_a_full_one_names_what_is_needed_and_what_there_is() -> None:
+    reported = in_a_shm_of(2048)
     found = re.search(
         r"/dev/shm has [\d.e-]+ MiB free of 2 MiB\. Enlarge it .* chunk_tokens.* ring_kib .*"
         r"The 2 ranks of this communicator need ([\d.]+) MiB there in all",
-        told,
+        reported,
     )
-    assert found is not None, told
+    assert found is not None, reported
     assert in_a_shm_of(int((float(found[1]) + 0.1) * 1024)).split() == ["made", "made"]

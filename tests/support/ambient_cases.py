@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_p2p import AllToAll, AllToAllConfig, DispatchOptions, Engine, deep_ep
+from moe_p2p import AllToAll, AllToAllConfig, DispatchOptions, Engine, EngineConfig, deep_ep
 from moe_p2p.layer import MoELayer
 from moe_p2p.reference import Tokens, Topology, combine, dispatch, route
 from moe_p2p.transfers import Slice
@@ -73,7 +73,11 @@ class Made:
         self.elastic = deep_ep.ElasticBuffer(
             group, num_max_tokens_per_rank=T, explicitly_destroy=True
         )
-        self.engines = [Engine("loopback"), Engine("loopback")]
+        self.hybrid = deep_ep.HybridEPBuffer(group, H, T, E // W)
+        self.engines = [
+            Engine(EngineConfig(transport="loopback")),
+            Engine(EngineConfig(transport="loopback")),
+        ]
         # A module's weights get torch's default device and type.
         with torch.inference_mode(False), torch.device(device), default_dtype(BF16):
             self.layer = MoELayer(H, E, topk=K, ffn_dim=32, all_to_all=self.comm)
@@ -90,7 +94,8 @@ class Made:
     def results(self, given: Given) -> Results:
         """Returns the results of all calls, on the CPU; of training too where autograd is on."""
         calls = [self.whole, self.halves, self.masks, self.low_latency_calls]
-        calls += [self.normal_calls, self.elastic_calls, self.transfers, self.sizes, self.model]
+        calls += [self.normal_calls, self.elastic_calls, self.hybrid_calls, self.transfers]
+        calls += [self.sizes, self.model]
         if torch.is_grad_enabled():
             calls += [self.training, self.layer_training]
         return {
@@ -235,6 +240,28 @@ class Made:
             assert summed is not None
             yield from (out, summed)
         self.elastic.barrier()
+
+    def hybrid_calls(self, given: Given) -> Iterator[Tensor]:
+        x, topk_idx, weights = given
+        zeros = torch.zeros((T, E), dtype=FP32, device=self.device)
+        probs = zeros.scatter(1, topk_idx, weights)
+        routing = zeros.scatter(1, topk_idx, 1.0).bool()
+        for budget in (None, W * T * K + 4 * E):
+            rows, row_probs, _, per_expert, handle = self.hybrid.dispatch_with_permute(
+                hidden=x,
+                routing_map=routing,
+                probs=probs,
+                pad_multiple=4,
+                num_permuted_tokens=budget,
+                non_blocking=budget is not None,
+            )
+            assert row_probs is not None
+            yield from (rows, row_probs, per_expert)
+            out, back = self.hybrid.combine_with_unpermute(
+                hidden=rows, probs=row_probs, handle=handle
+            )
+            assert back is not None
+            yield from (out, back)
 
     def model(self, given: Given) -> Iterator[Tensor]:
         with torch.no_grad():

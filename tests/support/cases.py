@@ -256,7 +256,7 @@ def combine_arguments(comm: AllToAll, wanted: Wanted) -> dict[str, Any]:
 
 def finish(comm: AllToAll) -> None:
     """Waits for this rank's work, and asserts that it had no error."""
-    if comm.config.device == "cuda":
+    if comm.config.on_gpu:
         torch.cuda.current_stream().synchronize()
     assert comm.broken == "", comm.broken
 
@@ -341,7 +341,7 @@ def lose_a_rank(comm: AllToAll, tokens: Tokens, lost: int) -> tuple[float, str, 
 def lose_an_idle_rank(comm: AllToAll, lost: int, call: Callable[[], object]) -> tuple[float, str]:
     """Kills rank `lost` once it has received everything that the others' call writes to it.
 
-    Returns on the others: seconds until the error, and its text.
+    Returns on the others: seconds until the error, and the error text.
     """
     if comm.rank == lost:
         time.sleep(0.5)

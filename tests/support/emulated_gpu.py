@@ -29,7 +29,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_p2p import communicator
+from moe_p2p import communicator, routing_counts, row_counts
 from moe_p2p.config import AllToAllConfig
 from moe_p2p.gpu.kernels import (
     _NO_REGIONS,
@@ -199,12 +199,13 @@ def compute(step: Callable[[], object]) -> None:
 @functools.cache
 def _function(source: str, macros: tuple[tuple[str, int], ...]) -> tuple[ctypes.CDLL, int]:
     name = source.removesuffix(".cu")
+    entry = f"moe_p2p::{name}" if name in ("dispatch", "combine") else f"moe_p2p_{name}"
     defines = "".join(f"#define {macro} {value}\n" for macro, value in macros)
     text = (
         f'{defines}#include "tests/emulation/cuda.h"\n#include "kernels/{source}"\n'
         'extern "C" void moe_p2p_emulated(const void* params) {\n'
         f"  using Params = moe_p2p::abi::{name.capitalize()}Params;\n"
-        f"  moe_p2p_{name}(*static_cast<const Params*>(params));\n}}\n"
+        f"  {entry}(*static_cast<const Params*>(params));\n}}\n"
         f"size_t moe_p2p_params_bytes = sizeof(moe_p2p::abi::{name.capitalize()}Params);\n"
     )
     library = ctypes.CDLL(str(build(text, str(machine()), extra=WATCHED)))
@@ -268,7 +269,7 @@ class EmulatedDevice(DeviceSide):
             self._share_with_host(host, size)
         call(_ops.all_to_all_use_signals.default, self._comm, hosts)
 
-    def _load(self, kernel: Kernel) -> list[int]:
+    def _load(self, kernel: Kernel) -> str:
         half = RESIDENT_BLOCKS // 2
         few = kernel._replace(
             max_send_blocks=min(kernel.max_send_blocks, half),
@@ -290,6 +291,9 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(communicator, "DeviceSide", EmulatedDevice)
     patch.setattr(communicator.Communicator, "_on_gpu", True)
     patch.setattr(torch.cuda, "current_device", lambda: 0)
+    count = lambda *_: _function("count.cu", ())[1]  # noqa: E731
+    patch.setattr(routing_counts, "count_kernel", count)
+    patch.setattr(row_counts, "count_kernel", count)
     # Its memory is host memory, which the software NIC copies by itself.
     patch.setattr(transport, "with_copy_kernel", lambda provider, settings, device: settings)
 

@@ -19,7 +19,7 @@ from moe_p2p.layer import Experts, Fp8Experts, MoELayer
 
 triton = pytest.importorskip("triton")
 
-from moe_p2p.kernels.triton import permute, quantize, routing  # noqa: E402
+from moe_p2p.kernels.triton import permute, quantize  # noqa: E402
 from moe_p2p.kernels.triton.grouped_ops import Fp8, grouped_gemm, grouped_swiglu  # noqa: E402
 
 DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
@@ -47,29 +47,6 @@ def ints(*values: int, dtype: torch.dtype = torch.int32) -> Tensor:
 
 def same_bits(got: Tensor, want: Tensor) -> bool:
     return torch.equal(got.cpu().view(torch.uint8), want.cpu().view(torch.uint8))
-
-
-# --- routing ---
-
-
-@pytest.mark.parametrize("idx_dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("shape", [(0, 2, 4, 2, 0), (7, 3, 12, 4, 0), (130, 5, 64, 16, 2)])
-def test_routing_is_counted_for_ranks_nodes_and_experts(
-    shape: tuple[int, int, int, int, int], idx_dtype: torch.dtype
-) -> None:
-    num_tokens, topk, num_experts, num_ranks, num_nodes = shape
-    idx = torch.rand(num_tokens, num_experts).topk(topk, 1).indices
-    idx[torch.rand(idx.shape) < 0.3] = -1
-    counts = [ints(*[0] * size) for size in (num_ranks, num_nodes, num_experts)]
-    in_rank = torch.empty(num_tokens, num_ranks, dtype=torch.bool, device=DEVICE)
-    routing.count_routing(idx.to(idx_dtype).to(DEVICE), *counts, in_rank)
-    named = functional.one_hot(idx + 1, num_experts + 1)[..., 1:].sum(1)  # [T, E]
-    ranks = named.view(-1, num_ranks, num_experts // num_ranks).any(2)
-    nodes = ranks.view(-1, max(1, num_nodes), num_ranks // max(1, num_nodes)).any(2)
-    assert torch.equal(in_rank.cpu(), ranks)
-    assert counts[0].tolist() == ranks.sum(0).tolist()
-    assert counts[1].tolist() == (nodes.sum(0).tolist() if num_nodes else [])
-    assert counts[2].tolist() == named.sum(0).tolist()
 
 
 # --- quantize ------------------------------------------------------------------------------------
@@ -229,7 +206,7 @@ def test_every_expert_multiplies_its_rows(
     assert_close(got, want, dtype)
 
 
-def test_rows_start_where_offsets_say() -> None:
+def test_rows_start_at_their_offsets() -> None:
     counts, offsets = [3, 0, 9, 1, 5], [0, 8, 8, 24, 32, 40]
     x, weight = rand(48, 64), rand(NUM_EXPERTS, 64, 40) / 8
     got = grouped_gemm(x, weight, ints(*counts), offsets=ints(*offsets), zero_padding=True)
@@ -355,11 +332,12 @@ def test_gradients_are_those_of_torch(counts: list[int], dtype: torch.dtype) -> 
 
 def test_counts_may_be_a_view() -> None:
     x, weight, grad = rand(8, 64), rand(2, 64, 40).requires_grad_(), rand(8, 40)
-    table = ints(3, 99, 5, 99).view(2, 2)
-    got, want = (
-        torch.autograd.grad(grouped_gemm(x, weight, counts), weight, grad)[0]
-        for counts in (table[:, 0], ints(3, 5))
+    table = ints(3, 1, 5, 1).view(2, 2)  # 1: fewer rows than there are, which no bound corrects
+    (y, got), (want_y, want) = (
+        (y, torch.autograd.grad(y, weight, grad)[0])
+        for y in (grouped_gemm(x, weight, counts) for counts in (table[:, 0], ints(3, 5)))
     )
+    assert same_bits(y, want_y)
     assert same_bits(got, want)
 
 

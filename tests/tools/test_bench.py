@@ -90,13 +90,13 @@ def give_up(seconds_to_close: float) -> None:
         torch.distributed.barrier()  # fails when another rank leaves
 
 
-def test_ranks_that_fail_tell_the_cause_first() -> None:
+def test_ranks_that_fail_report_the_cause_first() -> None:
     with pytest.raises(launch.RanksFailedError) as caught:
         launch.run_ranks(give_up, 1.5, num_ranks=3)
-    story = str(caught.value)
-    assert story.startswith("rank 1 failed:\nTraceback")
-    assert story.index("[timeout] the cause") < story.index("rank 0 failed:\nTraceback")
-    assert "[aborted] rank 1 of this node gave up" in story
+    wrong = str(caught.value)
+    assert wrong.startswith("rank 1 failed:\nTraceback")
+    assert wrong.index("[timeout] the cause") < wrong.index("rank 0 failed:\nTraceback")
+    assert "[aborted] rank 1 of this node gave up" in wrong
 
 
 def fail_alone() -> None:
@@ -215,8 +215,8 @@ def test_a_hidden_size_that_no_row_has_is_refused_in_a_line(
 ) -> None:
     with pytest.raises(SystemExit):
         parse(["--device=cpu", "--hidden=3"])
-    told = capsys.readouterr().err.splitlines()[-1]
-    assert "--hidden 3: a row of bf16 is 6 bytes, must be a positive multiple of 16" in told
+    reported = capsys.readouterr().err.splitlines()[-1]
+    assert "--hidden 3: a row of bf16 is 6 bytes, must be a positive multiple of 16" in reported
 
 
 def test_gpus_that_are_not_there_are_refused_in_a_line(
@@ -225,9 +225,9 @@ def test_gpus_that_are_not_there_are_refused_in_a_line(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit):
         parse(["--device=cuda"])
-    told = capsys.readouterr().err.splitlines()[-1]
-    assert "--device cuda: torch" in told
-    assert "finds no GPU" in told
+    reported = capsys.readouterr().err.splitlines()[-1]
+    assert "--device cuda: torch" in reported
+    assert "finds no GPU" in reported
 
 
 def test_help_explains_every_option(capsys: pytest.CaptureFixture[str]) -> None:

@@ -72,7 +72,7 @@ def test_another_module_runs_beside_ours_and_is_checked(
     assert "WRONG: tests.support.fakes.deep_ep low-latency" in printed.err
 
 
-def test_calls_that_are_right_only_while_they_are_checked_are_told(
+def test_calls_that_are_right_only_while_they_are_checked_are_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, module = tmp_path / "rows.json", "tests.support.fakes.lazy_deep_ep"

@@ -157,17 +157,17 @@ def test_every_interface_gives_the_sums(group: dist.ProcessGroup, dtype: Any, ca
     options = Options(**(vars(GIVEN) | {"dtype": dtype}))
     found, notes = run(group, options, cached=cached)
     assert notes == []
-    assert [(calls.system, calls.capturable, story) for calls, story in found] == [
+    assert [(calls.system, calls.capturable, wrong) for calls, wrong in found] == [
         ("deep_ep v1 low-latency", True, []),
         ("deep_ep v1 normal", False, []),
         ("deep_ep v2", True, []),
     ]
 
 
-def test_wrong_sums_are_told(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_sums_are_reported(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Buffer, "lost", 1)
     found, _ = run(group, GIVEN)
-    assert [bool(story) for _, story in found] == [True, True, False]
+    assert [bool(wrong) for _, wrong in found] == [True, True, False]
     assert "first in row 0" in found[0][1][0]
 
 
@@ -181,6 +181,6 @@ def test_what_it_cannot_do_is_left_out_with_a_note(
     assert "no V2" in notes[1]
 
 
-def test_says_that_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reports_that_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deep_ep.importlib.util, "find_spec", lambda _: None)
     assert deep_ep.missing() == "deep_ep is not installed"

@@ -55,8 +55,8 @@ def test_the_closed_form_is_the_reference(dtype: Any) -> None:
         found = check.verify_sums("sums", job, given, tokens=tokens[rank], got=expected.out)
         assert found == []
         expected.out[3, 7] += 1
-        (story,) = check.verify_sums("sums", job, given, tokens=tokens[rank], got=expected.out)
-        assert "1 values beyond rounding, first in row 3 at 7" in story
+        (wrong,) = check.verify_sums("sums", job, given, tokens=tokens[rank], got=expected.out)
+        assert "1 values beyond rounding, first in row 3 at 7" in wrong
 
 
 # --- options ---
@@ -88,7 +88,7 @@ def test_emulated_nodes_share_the_rate_of_a_gpu() -> None:
 
 @pytest.mark.usefixtures("four_gpus")
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "text"),
     [
         (["--ranks", "8"], "--ranks 8 is more than the 4 GPUs"),
         (["--ranks-per-node", "3"], "--ranks 4 is not a multiple of --ranks-per-node 3"),
@@ -96,12 +96,12 @@ def test_emulated_nodes_share_the_rate_of_a_gpu() -> None:
         (["--layer", "--layout=by_rank"], "--layer needs rows by expert"),
     ],
 )
-def test_says_what_does_not_fit_the_machine(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+def test_names_what_does_not_fit_the_machine(
+    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
         options.parse(arguments)
-    assert said in capsys.readouterr().err
+    assert text in capsys.readouterr().err
 
 
 def test_forms_of_a_call_come_once() -> None:
@@ -216,7 +216,7 @@ def test_a_run_checks_and_times_everything() -> None:
     }  # fmt: skip
     for row in results.rows:
         assert (row.host_us is not None) == (row.what == "pair eager")
-        assert row.correct, row.story
+        assert row.correct, row.wrong
         assert "after timing" in row.compared
         assert 0 < row.spread.min_us <= row.spread.p50_us <= row.spread.p99_us
         assert row.nvlink_bytes > 0
@@ -261,10 +261,10 @@ def test_results_of_the_last_replay_are_compared() -> None:
     rows = launch.run_ranks(with_replays_that_do_nothing, given, num_ranks=2)[0].rows
     ours = [row for row in rows if row.system == "moe_p2p"]
     assert not any(row.correct for row in ours)
-    told = {text.split(", ", 3)[3] for row in ours for text in row.story}
-    assert "rows are not those of an eager call" in told
-    assert any("values beyond rounding" in text for text in told)
-    assert all("pair graph" in text for row in ours for text in row.story)
+    reported = {text.split(", ", 3)[3] for row in ours for text in row.wrong}
+    assert "rows are not those of an eager call" in reported
+    assert any("values beyond rounding" in text for text in reported)
+    assert all("pair graph" in text for row in ours for text in row.wrong)
     assert all(row.correct for row in rows if row.system == "torch")
     assert "NO" in report.table(rows)
 
@@ -286,7 +286,7 @@ def broken_at_rank_1(given: Options) -> worker.Results:
     real = contestants.package_calls
 
     def calls(*args: Any, **kwargs: Any) -> gpu_calls.Calls:
-        broken = "a story" if dist.get_rank() == 1 else ""
+        broken = "a wrong" if dist.get_rank() == 1 else ""
         return replace(real(*args, **kwargs), broken=lambda: broken)
 
     patch.setattr(contestants, "package_calls", calls)
@@ -297,7 +297,7 @@ def test_a_communicator_that_broke_at_any_rank_is_not_correct() -> None:
     given = replace(TINY, chunks=("T",), baseline=False)
     rows = launch.run_ranks(broken_at_rank_1, given, num_ranks=2)[0].rows
     assert not any(row.correct for row in rows)
-    assert any("pair graph, broken: a story" in text for text in rows[0].story)
+    assert any("pair graph, broken: a wrong" in text for text in rows[0].wrong)
 
 
 @pytest.mark.parametrize("chunks", [("T",), ("2",)])
@@ -305,7 +305,7 @@ def test_a_run_over_nodes_counts_the_bytes(chunks: tuple[str, ...]) -> None:
     results = the_run(replace(TINY, ranks_per_node=1, chunks=chunks))
     assert any("no baselines" in note for note in results.notes)
     pairs = [row for row in results.rows if row.what == "pair graph"]
-    assert [row.story for row in pairs] == [[]]
+    assert [row.wrong for row in pairs] == [[]]
     assert pairs[0].wire_bytes == pairs[0].expected_wire_bytes > 0
     apart = [row.wire_bytes for row in results.rows if row.what in ("dispatch", "combine")]
     assert sum(sent or 0 for sent in apart) == pairs[0].wire_bytes
@@ -317,8 +317,8 @@ def without_memory(given: Options) -> worker.Results:
 
 
 def test_a_run_without_anything_to_measure_fails() -> None:
-    said = "nothing to measure: .*T 6, chunk_tokens 6: left out, . MiB of regions"
-    with pytest.raises(launch.RanksFailedError, match=said):
+    text = "nothing to measure: .*T 6, chunk_tokens 6: left out, . MiB of regions"
+    with pytest.raises(launch.RanksFailedError, match=text):
         launch.run_ranks(without_memory, TINY, num_ranks=2)
 
 
@@ -346,7 +346,7 @@ def test_a_run_times_the_halves_of_calls_that_have_them(layout: Any) -> None:
     assert cut.split().count("-") == whole.split().count("-") + len(HALVES)
 
 
-def test_layers_that_differ_are_told() -> None:
+def test_layers_that_differ_are_reported() -> None:
     def layer(value: float) -> contestants.Contestant:
         calls = gpu_calls.Calls(
             system=f"times {value}",
@@ -355,11 +355,11 @@ def test_layers_that_differ_are_told() -> None:
             capturable=False,
             layer=lambda: torch.full((4,), value),
         )
-        return contestants.Contestant(calls=calls, story=[])
+        return contestants.Contestant(calls=calls, wrong=[])
 
     found = [layer(1.0), layer(1.1), layer(float("nan")), layer(1.01)]
     worker._compare_layers(found)
-    assert [one.story for one in found] == [
+    assert [one.wrong for one in found] == [
         [],
         ["times 1.1: layer is 0.089 of its length away"],
         ["times nan: layer is nan of its length away"],

@@ -80,10 +80,10 @@ def test_round_trips_to_the_host_are_measured(driver: Driver) -> None:
     assert links.pinned_us > 0
     assert links.relayed_us > 0
     assert links.push_gbs == links.flag_us == 0  # one GPU has no peer
-    said = [
+    lines = [
         (name, blocks, threads, p.first, p.count) for name, blocks, threads, p in driver.launches
     ]
-    assert said == [
+    assert lines == [
         ("moe_p2p_probe_host", 1, 1, 0, 50),
         ("moe_p2p_probe_host", 2, 1, 50, 50),
     ]
@@ -101,10 +101,12 @@ def test_words_of_barriers_only_grow(driver: Driver) -> None:
     assert params.result - params.host == 8 * 32
 
 
-@pytest.mark.parametrize(("missed", "whom"), [(1, "the GPU of rank 0"), (65, "the host")])
-def test_a_wait_in_vain_names_who_was_missing(driver: Driver, missed: int, whom: str) -> None:
+@pytest.mark.parametrize(("missed", "peer"), [(1, "the GPU of rank 0"), (65, "the host")])
+def test_a_wait_that_times_out_names_the_missing_ranks(
+    driver: Driver, missed: int, peer: str
+) -> None:
     found = Probe(timeout_s=DEADLINE_S)
     found.check()
     found._words[33] = missed
-    with pytest.raises(errors.TimeoutError, match=f"rank 0: {whom} did not come within 20.0 s"):
+    with pytest.raises(errors.TimeoutError, match=f"rank 0: {peer} did not come within 20.0 s"):
         found.check()

@@ -15,9 +15,9 @@ def test_what_is_no_command_is_named(
     arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments) == 2
-    told = capsys.readouterr()
-    assert told.err.splitlines()[-1].startswith(f"moe_p2p: {text}")
-    assert told.out == ""
+    reported = capsys.readouterr()
+    assert reported.err.splitlines()[-1].startswith(f"moe_p2p: {text}")
+    assert reported.out == ""
 
 
 def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:

@@ -80,7 +80,7 @@ def test_p5_prints_gpus_rails_and_the_distance_matrix(tmp_path: Path) -> None:
     assert any(line.startswith("libfabric: 32 EFA devices") for line in lines)
 
 
-def test_nics_that_are_not_used_say_why(tmp_path: Path) -> None:
+def test_nics_that_are_not_used_give_the_reason(tmp_path: Path) -> None:
     machines.hgx(tmp_path)
     text = doctor_text.render(healthy(tmp_path))
     assert "not used: port 1 is DOWN" in text
@@ -150,7 +150,7 @@ def test_dma_buf_is_as_good_as_peer_memory(tmp_path: Path) -> None:
     assert re.search("neither dma-buf nor nvidia_peermem.*modprobe nvidia_peermem", found)
 
 
-def test_what_nobody_could_tell_of_dma_buf_is_no_problem(tmp_path: Path) -> None:
+def test_unknown_support_of_dma_buf_is_no_problem(tmp_path: Path) -> None:
     """Without CUDA in torch, or without cuda-bindings, the driver is not asked."""
     machines.hgx(tmp_path)
     report = healthy(tmp_path, peer_memory=False, torch_cuda=False)

@@ -114,8 +114,9 @@ std::optional<provider::MemorySpan> DeviceBackend::mapped_regions(int node) cons
 
 const abi::Fault* DeviceBackend::fault() const noexcept {
   // acquire: pairs with raise_fault() of the device.
-  const bool told = std::atomic_ref(memory_.fault->complete).load(std::memory_order_acquire) != 0;
-  return told ? memory_.fault : nullptr;
+  const bool complete =
+      std::atomic_ref(memory_.fault->complete).load(std::memory_order_acquire) != 0;
+  return complete ? memory_.fault : nullptr;
 }
 
 void DeviceBackend::check() const {
@@ -357,7 +358,7 @@ void DeviceBackend::launch_combine(const CombineSend* send, const CombineRecv* r
     call.types = {static_cast<int>(send->y_dtype), static_cast<int>(send->out_dtype)};
     call.with_scalars = send->row_scalars != nullptr;
   }
-  // Rows of one expert or by rank are copied as they are: rows_stay of kernels/combine/bulk.cuh.
+  // Rows of one expert or by rank are copied as they are: rows_stay of kernels/combine/bulk_send.cuh.
   const bool copies = send && send->y_dtype == send->out_dtype && !send->row_weights &&
                       !send->topk_weights && !send->row_scalars;
   const auto out_dtype = static_cast<DType>(call.types.second);

@@ -18,7 +18,7 @@ void check_halves(const Plan& plan, int64_t num_chunks) {
 // Combine writes sums for the tokens of the dispatch, whatever the size of `out`.
 void check_out(const CombineRecv& recv, const abi::HandleMeta& meta) {
   MOE_P2P_CHECK(recv.num_rows == meta.num_rows, Code::kInvalidArgument, "out has ", recv.num_rows,
-                " rows, the dispatch had ", meta.num_rows);
+                " rows, must have ", meta.num_rows, ", as the dispatched x");
 }
 
 }  // namespace

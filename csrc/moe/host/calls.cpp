@@ -239,7 +239,7 @@ CombineCall::CombineCall(const HostContext& context, const OpenCall& sent, Handl
   in_flight_ = steps_of(context.ring, sent);
 }
 
-bool CombineCall::heard_from_all(Step step, int64_t chunk) const {
+bool CombineCall::all_arrived(Step step, int64_t chunk) const {
   if (!MOE_P2P_MUTATED(kSkipEmptyPeer)) return context_.ring.arrived(step, Phase::kCombine);
   const int num_local = context_.plan.shape.ranks_per_node;
   for (int source = 0; source < context_.plan.shape.world_size; ++source) {
@@ -306,12 +306,12 @@ bool CombineCall::advance_recv(const CombineRecv& recv) {
   advance_send();
   const auto world_size = static_cast<size_t>(context_.plan.shape.world_size);
   const std::span ticks(recv.wait_ticks, recv.wait_ticks ? world_size : 0);
-  const auto heard = [&](Step step) {
-    const bool all = heard_from_all(step, num_received_);
+  const auto has_arrived = [&](Step step) {
+    const bool all = all_arrived(step, num_received_);
     waits_.look(context_.kernels, step, Phase::kCombine, ticks);
     return all;
   };
-  while (num_received_ < num_sent_ && heard(in_flight_.front())) {
+  while (num_received_ < num_sent_ && has_arrived(in_flight_.front())) {
     context_.kernels.combine_recv(in_flight_.front(), recv, handle_, num_received_++);
     context_.ring.close(in_flight_.front());
     in_flight_.pop_front();

@@ -113,7 +113,7 @@ class CombineCall {
 
  private:
   bool may_sum(Step step) const;
-  bool heard_from_all(Step step, int64_t chunk) const;
+  bool all_arrived(Step step, int64_t chunk) const;
   uint64_t next_step() const;
   void record();
 

@@ -18,21 +18,21 @@ class WaitClock {
   void look(const HostKernels& kernels, Step step, abi::Phase phase, std::span<int64_t> ticks) {
     if (ticks.empty()) return;
     const auto now = platform::Clock::now();
-    if (heard_.empty()) std::ranges::fill(ticks, 0);
-    if (heard_.empty() || step_ != step.index) {
-      heard_.assign(ticks.size(), false);
+    if (arrived_.empty()) std::ranges::fill(ticks, 0);
+    if (arrived_.empty() || step_ != step.index) {
+      arrived_.assign(ticks.size(), false);
       step_ = step.index;
       begin_ = now;
     }
     for (size_t source = 0; source < ticks.size(); ++source) {
-      if (heard_[source] || !kernels.arrived(step, phase, static_cast<int>(source))) continue;
-      heard_[source] = true;
+      if (arrived_[source] || !kernels.arrived(step, phase, static_cast<int>(source))) continue;
+      arrived_[source] = true;
       ticks[source] += std::chrono::nanoseconds(now - begin_).count();
     }
   }
 
  private:
-  std::vector<bool> heard_;  // sources of this step that have arrived
+  std::vector<bool> arrived_;  // sources of this step that have arrived
   uint64_t step_ = 0;
   platform::Clock::time_point begin_;
 };

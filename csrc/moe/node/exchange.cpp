@@ -287,10 +287,10 @@ void Exchange::on_imm(const engine::ImmKey& key) noexcept {
   if (!std::exchange(from.touched, true)) touched_.push_back(&from);
   const uint64_t num_parts = key.part + 1;
   ++from.parts[key.part].immediates;
-  from.heard_last |= key.is_last;
+  from.last_named |= key.is_last;
   from.immediates.fetch_add(1, std::memory_order_relaxed);
-  if (num_parts > from.num_heard.load(std::memory_order_relaxed))
-    from.num_heard.store(num_parts, std::memory_order_relaxed);
+  if (num_parts > from.num_named.load(std::memory_order_relaxed))
+    from.num_named.store(num_parts, std::memory_order_relaxed);
 }
 
 // The step whose immediates are arriving. Dispatch and combine arrive with every use of a slot. Not
@@ -315,23 +315,23 @@ bool Exchange::publish(Lane& lane) noexcept {
       MOE_P2P_MUTATED(kPublishBeforePayload) ? 1 : remote_of(lane.node).num_nics);
   int here = 0;
   while (here < most_parts(lane) && lane.parts[here].immediates >= nics) ++here;
-  const auto num_heard = static_cast<int>(lane.num_heard.load(std::memory_order_relaxed));
-  if (MOE_P2P_MUTATED(kLastPartIsAll) && lane.heard_last &&
-      lane.parts[num_heard - 1].immediates >= nics)
-    here = num_heard;
-  if (here == lane.told) return false;
+  const auto num_named = static_cast<int>(lane.num_named.load(std::memory_order_relaxed));
+  if (MOE_P2P_MUTATED(kLastPartIsAll) && lane.last_named &&
+      lane.parts[num_named - 1].immediates >= nics)
+    here = num_named;
+  if (here == lane.counted) return false;
   const uint64_t step = next_step(lane);
-  const bool whole = lane.heard_last && here == num_heard;
+  const bool whole = lane.last_named && here == num_named;
   const uint64_t word =
       whole ? abi::come(step) : step * abi::kMaxParts + static_cast<uint64_t>(here);
-  lane.told = whole ? 0 : here;
+  lane.counted = whole ? 0 : here;
   if (whole) {
     for (Part& part : std::span(lane.parts).first(static_cast<size_t>(here))) {
       part.immediates -= nics;
       lane.immediates.fetch_sub(nics, std::memory_order_relaxed);
     }
-    lane.num_heard.store(1, std::memory_order_relaxed);
-    lane.heard_last = false;
+    lane.num_named.store(1, std::memory_order_relaxed);
+    lane.last_named = false;
     ++lane.published;
   }
   const int source = rank_of(lane.node);
@@ -366,7 +366,7 @@ Exchange::Failure Exchange::failure() const noexcept {
 std::string Exchange::immediates(Phase phase, int slot, int node) const {
   const Lane& from = lane(phase, slot, abi::other_index(node, memory_.node()));
   return base::concat(from.immediates.load(std::memory_order_relaxed), " of ",
-                      from.num_heard.load(std::memory_order_relaxed) *
+                      from.num_named.load(std::memory_order_relaxed) *
                           static_cast<uint64_t>(remote_of(node).num_nics));
 }
 

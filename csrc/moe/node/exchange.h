@@ -116,10 +116,10 @@ class Exchange final : public proxy::ProxyTask, public engine::ImmSink {
     uint64_t wanted = 0;        // when this rank closes: the last doorbell that will be rung
     // Of the use of the slot whose flag is not up:
     std::atomic<uint64_t> immediates{0};  // received, of all parts
-    std::atomic<uint64_t> num_heard{1};   // parts named by immediates, up to the highest
-    bool heard_last = false;              // the highest is the last
+    std::atomic<uint64_t> num_named{1};   // parts named by immediates, up to the highest
+    bool last_named = false;              // the highest is the last
     bool touched = false;                 // an immediate arrived since the last look
-    int told = 0;                         // parts that the flag counts
+    int counted = 0;                      // parts that the flag counts
     uint64_t published = 0;               // uses whose flag is up
   };
   // The rank with this local index on another node.
@@ -134,10 +134,10 @@ class Exchange final : public proxy::ProxyTask, public engine::ImmSink {
     uint64_t received = 0;   // its immediates, of lanes and of gather_counts
     uint64_t farewells = 0;  // immediates of its farewell
     bool left = false;       // its farewell arrived: it needs nothing more
-    bool told = false;       // all that it sent arrived too, and ranks of this node can see it
+    bool complete = false;   // all that it sent arrived too, and ranks of this node can see it
     bool lost = false;       // a write to it has failed
     engine::Request farewell;
-    enum class Parting : uint8_t { kNo, kSaid, kDone } parting{};
+    enum class Parting : uint8_t { kNo, kSent, kDone } parting{};
   };
   // What every turn looks at for one step slot and node, side by side.
   struct Watched {

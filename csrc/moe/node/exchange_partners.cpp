@@ -132,7 +132,7 @@ bool Exchange::part_from(const Remote& remote) noexcept {
         .target_offset = to,
         .bytes = sizeof(uint64_t),
         .imm = key.pack()};
-    partner.parting = Partner::Parting::kSaid;
+    partner.parting = Partner::Parting::kSent;
     engine_.submit_from_poller(partner.farewell);
     return true;
   }
@@ -183,12 +183,12 @@ bool Exchange::publish_left() noexcept {
   for (const Remote& remote : remotes_) {
     Partner& partner = partner_of(remote.node);
     const auto nics = static_cast<uint64_t>(remote.num_nics);
-    if (partner.told || partner.farewells < nics) continue;
+    if (partner.complete || partner.farewells < nics) continue;
     partner.left = true;
     const uint64_t word = memory_.farewell_in(remote.node).load(std::memory_order_relaxed);
     const bool all_here = partner.received >= (word >> kOrderBits) * nics;
     if (!all_here && !MOE_P2P_MUTATED(kFarewellOvertakes)) continue;
-    partner.told = moved = true;
+    partner.complete = moved = true;
     // release: pairs with the acquire in AllToAll::State::gone(), which then finds the flags too.
     memory_.left(memory_.local(), remote.node)
         .store(word & ((1u << kOrderBits) - 1), std::memory_order_release);
@@ -201,7 +201,7 @@ bool Exchange::publish_left() noexcept {
 // Kernels of a GPU cannot see why a partner does not arrive: so this rank fails for the kernel when
 // it has sent a step and the partner has left without sending it.
 void Exchange::check_left(int node) noexcept {
-  if (!device_ || !partner_of(node).told) return;
+  if (!device_ || !partner_of(node).complete) return;
   if (const Lane* lane = owed_by(node))
     fail({node,
           Failure::Kind::kLeft,

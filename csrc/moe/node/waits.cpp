@@ -171,7 +171,7 @@ void Waits::wait(const std::function<bool()>& ready, const Arrived& arrived,
 
 bool Waits::wait_until(platform::Deadline deadline, const std::function<bool()>& ready,
                        const Arrived& arrived, const Text& text) const {
-  platform::Waiter waiter(memory_.bell(memory_.local()), options_.wait, deadline);
+  platform::Waiter waiter(memory_.bell(memory_.local()), policy_, deadline);
   auto next_look = platform::Clock::now() + kLookAtNeighbours;
   auto next_probe = platform::Clock::now() + Exchange::kProbeInterval;
   for (;;) {

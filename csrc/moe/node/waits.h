@@ -3,6 +3,7 @@
 // its backend, in the thread that makes the calls.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <functional>
 #include <optional>
@@ -25,7 +26,12 @@ class Waits {
 
   Waits(const Plan& plan, const AllToAllOptions& options, NodeMemory& memory, const Masks& masks,
         engine::TransferEngine& engine)
-      : plan_(plan), options_(options), memory_(memory), masks_(masks), engine_(engine) {}
+      : plan_(plan),
+        options_(options),
+        policy_(options.device ? without_sleep(options.wait) : options.wait),
+        memory_(memory),
+        masks_(masks),
+        engine_(engine) {}
   void set_exchange(Exchange* exchange) noexcept { exchange_ = exchange; }
 
   // Waits until ready(), with a deadline; throws or masks when a rank that has not arrived() is
@@ -68,6 +74,14 @@ class Waits {
   const std::optional<base::Error>& broken() const noexcept { return broken_; }
 
  private:
+  // Of a rank whose GPU idles until the wait is over, or stores the word: nobody wakes it then.
+  static platform::WaitPolicy without_sleep(platform::WaitPolicy wait) {
+    // Too short: a yield to other threads of this core may take longer than what is left to wait.
+    constexpr std::chrono::microseconds kSpin{200};
+    if (wait.mode == platform::WaitMode::kSleep) wait.mode = platform::WaitMode::kYield;
+    wait.spin = std::max(wait.spin, kSpin);
+    return wait;
+  }
   int rank_of(int node, int local) const { return node * plan_.shape.ranks_per_node + local; }
   // Ends all waits on this node.
   void latch(const base::Error& error);
@@ -87,6 +101,7 @@ class Waits {
 
   const Plan& plan_;
   const AllToAllOptions& options_;
+  const platform::WaitPolicy policy_;
   NodeMemory& memory_;
   const Masks& masks_;
   engine::TransferEngine& engine_;

@@ -18,10 +18,11 @@ HandleView HandleView::open(const abi::Shape& shape, uint32_t communicator, Hand
   const auto* meta = reinterpret_cast<const abi::HandleMeta*>(handle.words);
   MOE_P2P_CHECK(handle.words && handle.num_words * 4 >= static_cast<int64_t>(sizeof *meta) &&
                     meta->magic == abi::HandleMeta::kMagic,
-                Code::kInvalidArgument, "handle was not made by a dispatch");
+                Code::kInvalidArgument,
+                "handle was not made by a dispatch; pass what a dispatch returned");
   MOE_P2P_CHECK(meta->communicator == communicator, Code::kInvalidArgument,
                 "handle belongs to communicator ", meta->communicator, ", this one is ",
-                communicator);
+                communicator, "; pass it to the object that made the dispatch");
   MOE_P2P_CHECK(meta->num_chunks >= 1 && meta->num_slots >= 1 &&
                     meta->num_slots <= shape.chunk_tokens && meta->num_tokens >= 0 &&
                     meta->num_tokens <= meta->num_rows && meta->state <= abi::kReleased,

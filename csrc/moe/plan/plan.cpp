@@ -94,7 +94,7 @@ Plan make_plan(const PlanInput& in) {
   s.topk = static_cast<int32_t>(in.topk);
   s.chunk_tokens = static_cast<int32_t>(in.chunk_tokens);
   s.steps_in_flight = static_cast<int32_t>(in.steps_in_flight);
-  s.part_bytes = static_cast<int32_t>(in.part_bytes);
+  s.part_bytes = in.world_size > in.ranks_per_node ? static_cast<int32_t>(in.part_bytes) : 0;
   s.max_token_bytes = std::max(payload, fp8) + static_cast<uint64_t>(in.extra_bytes);
   s.max_partial_bytes =
       abi::align_up(static_cast<uint64_t>(in.hidden_dim * in.combine_item_bytes), 16) +
@@ -129,12 +129,18 @@ int Plan::num_local_experts(int rank) const {
 int64_t Plan::num_chunks(int64_t max_tokens_of_call) const {
   MOE_P2P_CHECK(max_tokens_of_call >= 0 && max_tokens_of_call <= max_tokens, Code::kInvalidArgument,
                 "max_tokens of this call is ", max_tokens_of_call,
-                ", the communicator was made for at most ", max_tokens);
+                ", the communicator was made for at most ", max_tokens,
+                "; raise max_tokens of its configuration");
   return std::max<int64_t>(1, (max_tokens_of_call + shape.chunk_tokens - 1) / shape.chunk_tokens);
 }
 
 int64_t Plan::num_slots(int64_t max_tokens_of_call) const {
   return std::clamp<int64_t>(max_tokens_of_call, 1, shape.chunk_tokens);
+}
+
+abi::HandleLayout Plan::handle_layout(int64_t num_rows, int64_t max_tokens_of_call) const {
+  return abi::HandleLayout::make(shape, num_rows, num_chunks(max_tokens_of_call),
+                                 num_slots(max_tokens_of_call));
 }
 
 std::vector<std::pair<std::string, uint64_t>> Plan::table() const {

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "kernels/abi/handle.h"
 #include "kernels/abi/region.h"
 #include "kernels/abi/signal.h"
 
@@ -58,6 +59,7 @@ struct Plan {
   int64_t num_chunks(int64_t max_tokens_of_call) const;
   // The most slots of a source in a chunk of such a call; at least 1.
   int64_t num_slots(int64_t max_tokens_of_call) const;
+  abi::HandleLayout handle_layout(int64_t num_rows, int64_t max_tokens_of_call) const;
   // Every region by name and its bytes for all steps, for people and for the allocator's check.
   std::vector<std::pair<std::string, uint64_t>> table() const;
 };

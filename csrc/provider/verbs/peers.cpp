@@ -108,7 +108,7 @@ void Control::handle(Events::Event event) {
     case Source::kPeer: {
       const std::lock_guard lock(mutex_);
       const auto found = peers_.find(event.id);
-      if (found != peers_.end() && found->second->link) hear(*found->second);
+      if (found != peers_.end() && found->second->link) read_answers(*found->second);
       return;
     }
   }
@@ -183,8 +183,9 @@ PeerId Control::add(std::unique_ptr<Peer> peer) {
     entry.store(shown, std::memory_order_release);  // pairs with PeerTable::find
     return id;
   }
-  throw Error(Code::kResourceExhausted, base::concat(nic_.name(), ": ", PeerTable::kCapacity,
-                                                     " peers are connected already"));
+  throw Error(Code::kResourceExhausted,
+              base::concat(nic_.name(), ": ", PeerTable::kCapacity,
+                           " peers are connected already; disconnect some"));
 }
 
 Bytes Control::hello_for(Peer& peer, std::span<Lane* const> lanes) const {
@@ -289,7 +290,7 @@ std::string Control::first_loss() const {
 
 // --- with the mutex held ---
 
-void Control::hear(Peer& peer) {
+void Control::read_answers(Peer& peer) {
   Bytes sealed;
   for (;;) {
     const Socket::Got got = peer.link.receive(sealed);

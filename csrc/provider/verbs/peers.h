@@ -49,7 +49,7 @@ class Control {
   void finish(Peer& peer, const Answer& answer) const;
 
   // These expect mutex_ to be held.
-  void hear(Peer& peer);
+  void read_answers(Peer& peer);
   void end_peer(Peer& peer, base::Code why, const char* sign);
   void look_at_lane(Peer& peer, Lane& lane);
   void begin_repair(Peer& peer, Lane& lane);

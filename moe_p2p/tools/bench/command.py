@@ -5,6 +5,7 @@ Under torchrun it is one rank: rank 0 prints and writes.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import sys
@@ -17,7 +18,7 @@ import torch
 
 from moe_p2p import env, errors
 from moe_p2p.tools import launch
-from moe_p2p.tools.bench import conformance, report, worker
+from moe_p2p.tools.bench import conformance, megatron, report, worker
 from moe_p2p.tools.bench.options import Options, parse
 from moe_p2p.tools.bench.plot import plot
 from moe_p2p.tools.bench.report import Row
@@ -25,6 +26,8 @@ from moe_p2p.tools.bench.report import Row
 
 def main(arguments: list[str]) -> int:
     """Returns 0: all right, 1: a figure or a line of --check is not correct, 2: a rank failed."""
+    if _api(arguments) == "megatron":
+        return megatron.main(arguments)  # it has options of its own
     worlds = parse(arguments)
     with contextlib.ExitStack() as stack:
         if not env.launched():
@@ -32,6 +35,14 @@ def main(arguments: list[str]) -> int:
         torch.set_num_threads(launch.threads_per_rank(env.local_world_size()))
         rank, _ = stack.enter_context(launch.process_group())
         return _main(worlds, _join, is_first=rank == 0)
+
+
+def _api(arguments: list[str]) -> str:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--api", default="")
+    with contextlib.suppress(argparse.ArgumentError):
+        return str(parser.parse_known_args(arguments)[0].api)
+    return ""
 
 
 def _main(worlds: list[Options], each: Callable[..., Any], *, is_first: bool) -> int:
@@ -48,7 +59,7 @@ def _main(worlds: list[Options], each: Callable[..., Any], *, is_first: bool) ->
             failed = True
             continue
         rows += results.rows
-        wrong += [text for row in results.rows for text in row.story]
+        wrong += [text for row in results.rows for text in row.wrong]
         if is_first:
             print(report.text(results.rows, results.notes))
     if is_first:

@@ -36,7 +36,7 @@ MEMORY_PART = 0.25  # of a GPU; most for the regions of one communicator
 @dataclass(frozen=True, kw_only=True)
 class Contestant:
     calls: Calls
-    story: list[str]  # errors in its results on this rank
+    wrong: list[str]  # errors in its results on this rank
     system: System | None = None  # for the small checked steps; None: it takes none
     package: MoeP2p | None = None  # the system whose bytes are counted
 
@@ -72,14 +72,14 @@ class Entry:
             if system is None:
                 continue
             self.stack.callback(system.close)
-            story = self.check(system, range(options.checks), exact=True)
-            story += self._whole(system)
+            wrong = self.check(system, range(options.checks), exact=True)
+            wrong += self._whole(system)
             if layout_of(options, tokens) == "by_rank":
-                story += verify_by_rank(system, self.job, options, self.rank, self.tokens)
+                wrong += verify_by_rank(system, self.job, options, self.rank, self.tokens)
             calls = package_calls(
                 system, options, self.tokens, num_sms=num_sms, experts=self.experts
             )
-            yield Contestant(calls=calls, story=story, system=system, package=system)
+            yield Contestant(calls=calls, wrong=wrong, system=system, package=system)
 
     def _made(self, what: str, chunk_tokens: int, num_sms: int) -> MoeP2p | None:
         options = self.options
@@ -101,13 +101,13 @@ class Entry:
             return
         options = self.options
         system = TorchAllToAll(options, self.job, group=self.group)
-        story = self.check(system, range(options.checks), exact=False) + self._whole(system)
+        wrong = self.check(system, range(options.checks), exact=False) + self._whole(system)
         calls = system_calls(system, options, self.tokens, experts=self.experts)
-        yield Contestant(calls=calls, story=story, system=system)
+        yield Contestant(calls=calls, wrong=wrong, system=system)
         if options.device == "cuda" and options.hosts == 1 and deep_ep.missing() is None:
             api = self._api("deep_ep", "deep_ep", self.group)
-            for calls, story in deep_ep.systems(api, self.notes):
-                yield Contestant(calls=calls, story=story)
+            for calls, wrong in deep_ep.systems(api, self.notes):
+                yield Contestant(calls=calls, wrong=wrong)
 
     def through_deep_ep(self, interface: str, group: dist.ProcessGroup) -> Iterator[Contestant]:
         """Yields AllToAll itself, the shim, and another module if one was named."""
@@ -119,8 +119,8 @@ class Entry:
             api = replace(self._api(name, name, group), cached=True, num_sms=num_sms)
             if name == OURS:
                 api = replace(api, low_latency_tokens=self.options.tokens[0])
-            for calls, story in deep_ep.systems(api, self.notes, interfaces=[interface]):
-                yield Contestant(calls=calls, story=story)
+            for calls, wrong in deep_ep.systems(api, self.notes, interfaces=[interface]):
+                yield Contestant(calls=calls, wrong=wrong)
 
     def _api(self, module: str, label: str, group: dist.ProcessGroup) -> deep_ep.Api:
         return deep_ep.Api(
@@ -143,15 +143,15 @@ class Entry:
         self.stack.callback(system.close)
         if interface == "low-latency":
             options = replace(options, layout="padded")
-            story = verify_whole(system, self.job, options, self.rank, tokens)
+            wrong = verify_whole(system, self.job, options, self.rank, tokens)
         else:
             options = replace(options, layout="by_rank")
-            story = verify_by_rank(system, self.job, options, self.rank, tokens)
+            wrong = verify_by_rank(system, self.job, options, self.rank, tokens)
             if options.quantize:
                 q, scales = reference.quantize(tokens.x)
                 tokens = replace(tokens, x=q, scales=scales)
         calls = package_calls(system, options, tokens, num_sms=num_sms or 0, experts=None)
-        return Contestant(calls=calls, story=story, package=system)
+        return Contestant(calls=calls, wrong=wrong, package=system)
 
     def check(self, system: System, steps: range, *, exact: bool) -> list[str]:
         """Compares steps with changing counts with the reference, small ones on GPUs."""
@@ -179,6 +179,6 @@ def forms(options: Options) -> list[tuple[int, int]]:
     return [(chunk, num_sms) for chunk in chunks for num_sms in options.sms]
 
 
-def wrong_anywhere(story: list[str]) -> list[str]:
+def wrong_anywhere(wrong: list[str]) -> list[str]:
     """Returns the errors of any rank."""
-    return [text for one in everyones(story) for text in one]
+    return [text for one in everyones(wrong) for text in one]

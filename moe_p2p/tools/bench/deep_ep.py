@@ -74,7 +74,7 @@ def systems(
             if isinstance(made, str):
                 problem = made
             else:
-                story = verify_sums(
+                wrong = verify_sums(
                     name, api.job, api.options, tokens=api.tokens, got=made[1](), steps=STEPS
                 )
                 problem = ""
@@ -85,7 +85,7 @@ def systems(
             notes.append(f"{name}: " + next(text for text in problems if text))
         else:
             assert not isinstance(made, str)
-            yield made[0], story
+            yield made[0], wrong
 
 
 def low_latency(api: Api) -> Exchange | str:

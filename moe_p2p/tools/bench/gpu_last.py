@@ -67,11 +67,11 @@ class Inputs:
 
 
 class Watch:
-    """Changes inputs between rounds, compares the results of a last one. story: the errors."""
+    """Changes inputs between rounds, compares the results of a last one. wrong: its errors."""
 
     def __init__(self, job: Job, options: Options, rank: int, inputs: Inputs) -> None:
         self._job, self._options, self._rank, self._inputs = job, options, rank, inputs
-        self.story: dict[Calls, list[str]] = {}
+        self.wrong: dict[Calls, list[str]] = {}
 
     def change(self) -> None:
         self._inputs.change()
@@ -86,9 +86,11 @@ class Watch:
         found = [f"broken: {text}" for text in everyones(calls.broken()) if text]
         if not found:  # on all ranks, as the rest is collective too
             found = self._compare(calls, what)
-        said = self.story.setdefault(calls, [])
+        found_so_far = self.wrong.setdefault(calls, [])
         tokens = self._options.tokens[0]
-        said += [f"T {tokens}, rank {self._rank}: {calls.system}, {what}, {text}" for text in found]
+        found_so_far += [
+            f"T {tokens}, rank {self._rank}: {calls.system}, {what}, {text}" for text in found
+        ]
 
     def _compare(self, calls: Calls, what: str) -> list[str]:
         assert calls.last is not None

@@ -262,7 +262,12 @@ def _parser() -> argparse.ArgumentParser:
         help="correctness alone: a line for each layout, type, half, mask, fault; status 0 or 1",
     )
     add("--timeout-s", type=float, help="deadline of every wait, seconds (30)")
-    add("--api", choices=["all_to_all", "deep_ep"], help="the calls that are timed (all_to_all)")
+    add(
+        "--api",
+        choices=["all_to_all", "deep_ep", "megatron"],
+        help="the calls that are timed (all_to_all); megatron: training steps of Megatron-Core's "
+        "MoE layer, with options of their own (--api megatron --help)",
+    )
     add("--deep-ep-module", metavar="NAME", help="time this module's DeepEP calls too (none)")
     add(
         "--no-baseline",

@@ -100,10 +100,10 @@ class Probe:
         """After a synchronization: raises TimeoutError when a wait on the device failed."""
         missed = int(self._words[_RESULT_AT + 1])
         if missed:
-            whom = "the host" if missed > MAX_RANKS else f"the GPU of rank {missed - 1}"
+            peer = "the host" if missed > MAX_RANKS else f"the GPU of rank {missed - 1}"
             raise errors.make(
                 errors.TimeoutError,
-                f"rank {self.rank}: {whom} did not come within {self.timeout_s} s",
+                f"rank {self.rank}: {peer} did not come within {self.timeout_s} s",
             )
 
     def close(self) -> None:

@@ -125,7 +125,7 @@ class Row:
     machine: Machine
     correct: bool
     compared: str = ""  # what `correct` compares
-    story: list[str] = field(default_factory=list)  # its errors
+    wrong: list[str] = field(default_factory=list)  # its errors
 
     @property
     def on_cuda(self) -> bool:

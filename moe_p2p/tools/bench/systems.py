@@ -98,7 +98,7 @@ class MoeP2p:
         self.all_to_all = AllToAll(None, made)
         config = self.all_to_all.config
         self.num_steps = -(-max(options.tokens) // config.step_tokens)
-        self.reuses = config.device == "cpu" and self.num_steps <= config.steps_in_flight
+        self.reuses = not config.on_gpu and self.num_steps <= config.steps_in_flight
         self.received: Dispatched | None = None
         self._out: dict[int, Tensor] = {}
 

@@ -121,10 +121,10 @@ class World:
             timed = self.clock.measure(calls, watch)
             hosts = self.clock.host_times(calls) if interface else {}
             for one in found:
-                one.story.extend(watch.story.get(one.calls, []))
+                one.wrong.extend(watch.wrong.get(one.calls, []))
                 if one.system is not None:  # no failure while the clock ran
                     after = range(options.checks, options.checks + 1)
-                    one.story.extend(entry.check(one.system, after, exact=one.package is not None))
+                    one.wrong.extend(entry.check(one.system, after, exact=one.package is not None))
                 of_one = [each for each in timed if each.calls is one.calls]
                 rows = self._rows(options, steps, one, of_one, counted=counted.get(one.calls))
                 if interface:
@@ -179,7 +179,7 @@ class World:
             return sum(float(getattr(getattr(b, what), phase)) for b in bounds) / len(bounds)
 
         expected = int(mean("wire", "pair"))
-        story = wrong_anywhere(one.story) + miscounted(options, counted, expected)
+        wrong = wrong_anywhere(one.wrong) + miscounted(options, counted, expected)
         nics = len(one.package.all_to_all.counters()) if one.package else options.nics
         rows = []
         for each in timed:
@@ -216,9 +216,9 @@ class World:
                     floor_us=round(mean("floor", phase), 2),
                     links=self.clock.links,
                     machine=self.machine,
-                    correct=not story,
+                    correct=not wrong,
                     compared=one.compared,
-                    story=story,
+                    wrong=wrong,
                 )
             )
         return rows
@@ -234,7 +234,7 @@ def _compare_layers(found: list[Contestant]) -> None:
     for one, out in layers[:-1]:
         apart = difference(out, layers[-1][1])
         if not apart <= MAX_DIFFERENCE:  # NaN is apart
-            one.story.append(f"{one.calls.system}: layer is {apart:.3f} of its length away")
+            one.wrong.append(f"{one.calls.system}: layer is {apart:.3f} of its length away")
 
 
 def counted_bytes(system: MoeP2p, calls: Calls, inputs: Inputs) -> dict[str, int]:

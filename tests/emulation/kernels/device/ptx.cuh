@@ -57,12 +57,12 @@ T ld_relaxed(const T* p) {
 }
 inline void st_release_sys_u32(u32* p, u32 v, Site site = Site::current()) {
   release(p, true, site);
-  emulation::moe_p2p_tell_host(p);
+  emulation::moe_p2p_signal_host(p);
   st_word(p, v);
 }
 inline void st_release_sys_u64(u64* p, u64 v, Site site = Site::current()) {
   release(p, true, site);
-  emulation::moe_p2p_tell_host(p);
+  emulation::moe_p2p_signal_host(p);
   st_word(p, v);
 }
 inline void st_release_gpu_u64(u64* p, u64 v, Site site = Site::current()) {
@@ -74,7 +74,7 @@ inline void st_relaxed_sys_u32(u32* p, u32 v) {
   st_word(p, v);
 }
 inline void st_relaxed_sys_u64(u64* p, u64 v) {
-  emulation::moe_p2p_tell_host(p);
+  emulation::moe_p2p_signal_host(p);
   emulation::moe_p2p_marked(p);
   st_word(p, v);
 }

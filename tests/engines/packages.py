@@ -1,0 +1,140 @@
+"""The engines' own Python files, for tests: from their wheels, unpacked into the user's cache.
+
+    python -m tests.engines.packages             # fetches what is missing; with ENGINES=newest
+                                                 # in the environment the newest releases
+    python -m tests.engines.packages --where     # prints the folder
+
+Nothing is installed. Only .py files are kept: compiled parts need CUDA builds of torch, and what
+tests call needs none. What these files import beyond torch is in requirements.txt, installed into
+the cache too, so that the test environment stays as it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from pathlib import Path
+
+from moe_p2p import env
+
+PINNED = {
+    "megatron-core": "0.19.2",
+    "vllm": "0.33.0",
+    "sglang": "0.5.23",
+    "sgl-deep-ep": "0.1.2.post1",  # DeepEP 2.1.0
+}
+_REQUIREMENTS = Path(__file__).with_name("requirements.txt")
+_DOWNLOAD_S = 500.0
+
+
+def folder() -> Path:
+    return env.cache_folder() / "engines"
+
+
+def newest_wanted() -> bool:
+    return os.environ.get("ENGINES") == "newest"
+
+
+def version_of(project: str) -> str | None:
+    """Returns the version that tests use; None: it was not fetched."""
+    if not newest_wanted():
+        return PINNED[project]
+    named = folder() / f"{project}-newest"
+    return named.read_text() if named.exists() else None
+
+
+def find(project: str) -> Path | None:
+    """Returns the folder to put on sys.path; None: it was not fetched."""
+    found = folder() / f"{project}-{version_of(project)}"
+    return found if found.is_dir() and dependencies().is_dir() else None
+
+
+def dependencies() -> Path:
+    """Returns the folder of what the engines import; it depends on the Python version."""
+    text = _REQUIREMENTS.read_bytes() + repr(sys.version_info[:2]).encode()
+    return folder() / f"requirements-{hashlib.sha256(text).hexdigest()[:12]}"
+
+
+def why_not(project: str) -> str:
+    """Returns the reason for a skip."""
+    return f"{project} {version_of(project) or ''} is not in {folder()}: run `make test-engines`"
+
+
+def _pip(*arguments: str) -> None:
+    quiet = ("--disable-pip-version-check", "--no-cache-dir", "-qq", "--no-deps")
+    subprocess.run(
+        [sys.executable, "-m", "pip", arguments[0], *quiet, *arguments[1:]],
+        check=True,
+        timeout=_DOWNLOAD_S,
+    )
+
+
+def _place(made: Path, at: Path) -> None:
+    """Moves a finished folder to its place; another process may have been faster."""
+    try:
+        made.rename(at)
+    except OSError:
+        if not at.is_dir():
+            raise
+
+
+def _fetch(project: str) -> str:
+    """Returns the version that it unpacked."""
+    wanted = project if newest_wanted() else f"{project}=={PINNED[project]}"
+    with tempfile.TemporaryDirectory(dir=folder()) as scratch:
+        # Wheels of other Python versions are fine, because only .py files are used.
+        _pip("download", "--ignore-requires-python", "--only-binary=:all:", "-d", scratch, wanted)
+        wheel = next(Path(scratch).glob("*.whl"))
+        version = wheel.name.split("-")[1]
+        unpacked = Path(scratch) / "unpacked"
+        with zipfile.ZipFile(wheel) as archive:
+            files = [name for name in archive.namelist() if name.endswith(".py")]
+            archive.extractall(unpacked, files)
+        _place(unpacked, folder() / f"{project}-{version}")
+    return version
+
+
+def fetch_all() -> None:
+    """Fetches what is missing, and prints a line for each."""
+    folder().mkdir(parents=True, exist_ok=True)
+    if not dependencies().is_dir():
+        with tempfile.TemporaryDirectory(dir=folder()) as scratch:
+            target = Path(scratch) / "target"
+            _pip("install", "--target", str(target), "-r", str(_REQUIREMENTS))
+            _place(target, dependencies())
+    for project in PINNED:
+        began = time.monotonic()
+        if newest_wanted():
+            version = _fetch(project)
+            (folder() / f"{project}-newest").write_text(version)
+        elif find(project) is None:
+            version = _fetch(project)
+        else:
+            print(f"{project} {PINNED[project]}: in {folder()} already")
+            continue
+        print(f"{project} {version}: fetched in {time.monotonic() - began:.0f} s", flush=True)
+
+
+def main() -> int:
+    if "--where" in sys.argv:
+        print(folder())
+        return 0
+    try:
+        fetch_all()
+    except (subprocess.SubprocessError, OSError) as error:
+        print(f"could not fetch the engines' packages: {error}; is there a network?")
+        return 1
+    finally:
+        for left in folder().glob("tmp*"):
+            shutil.rmtree(left, ignore_errors=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

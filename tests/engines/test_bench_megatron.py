@@ -1,0 +1,81 @@
+"""`python -m moe_p2p bench --api megatron` on CPU ranks, with Megatron-Core's own files."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe_p2p.tools.bench import command, megatron
+from moe_p2p.tools.bench.megatron_layer import SYSTEMS
+
+SIZES = "--tokens=8 --hidden=32 --ffn=16 --experts=4 --topk=2"
+SMALL = ["--device=cpu", "--steps=2", *shlex.split(SIZES)]
+
+
+@pytest.mark.engine("megatron-core")
+@pytest.mark.timeout(240)
+def test_all_dispatchers_are_timed_and_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = [f"--json={tmp_path / 'm.json'}", f"--plot={tmp_path / 'm.png'}"]
+    assert command.main(["--api", "megatron", *SMALL, *files]) == 0, capsys.readouterr().out
+    rows = json.loads((tmp_path / "m.json").read_text())
+    assert {(row["system"], row["what"]) for row in rows} == {
+        (system, what) for system in SYSTEMS for what in megatron.WHAT
+    }
+    for row in rows:
+        assert row["median_ms"] >= row["least_ms"] > 0
+        assert row["difference"] < 1e-6  # fp32 sums in another order
+        assert row["difference"] == 0 or row["system"] != SYSTEMS[0]
+    out = capsys.readouterr().out
+    assert "Megatron-Core" in out
+    assert "EP2 on CPU ranks: 8 tokens, hidden 32, top-2 of 4" in out
+    assert (tmp_path / "m.png").stat().st_size > 1000 or "no plot" in out
+
+
+def figures(difference: float) -> list[megatron.Figure]:
+    numbers: dict[str, Any] = {"median_ms": 2.0, "least_ms": 1.0, "difference": difference}
+    return [megatron.Figure(system=system, what="step", **numbers) for system in SYSTEMS]
+
+
+@pytest.mark.engine("megatron-core")
+@pytest.mark.parametrize("difference", [0.5, float("nan")])
+def test_other_results_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], difference: float
+) -> None:
+    monkeypatch.setattr(megatron.launch, "run_ranks", lambda *_, **__: [figures(difference)])
+    monkeypatch.setattr(megatron, "_report", lambda *_: None)
+    assert megatron.main(["--api", "megatron", *SMALL]) == 1
+    assert "WRONG: shim differs by" in capsys.readouterr().out
+    apart = megatron._difference([torch.ones(4)], [torch.full((4,), 2.0)])
+    assert apart == 0.5
+
+
+def test_without_megatron_it_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MOE_P2P_CACHE", str(tmp_path))
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    assert command.main(["--api=megatron", *SMALL]) == 2
+    assert "megatron-core is not installed, and not in" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (["--tokens", "7"], "--tokens 7 must be even"),
+        (["--experts", "5"], "--experts 5 is not a multiple of --ranks 2"),
+        (["--topk", "9"], "--topk 9 is more than --experts 4"),
+    ],
+)
+def test_nonsense_is_refused(
+    given: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        command.main(["--api", "megatron", *SMALL, *given])
+    assert text in capsys.readouterr().err

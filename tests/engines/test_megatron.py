@@ -1,0 +1,220 @@
+"""Megatron-Core's real MoELayer over ours, on CPU ranks, against its own all-to-all dispatcher."""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_p2p.tools.bench import megatron_layer
+from moe_p2p.tools.bench.megatron_layer import SYSTEMS, Layer
+from tests.engines import packages
+from tests.support import engine_layers as plain
+from tests.support.ranks import Rank, run_processes
+
+pytestmark = [pytest.mark.engine("megatron-core"), pytest.mark.timeout(240)]
+
+TOKENS, STEPS = 12, 3
+SMALL: dict[str, Any] = {"hidden": 64, "ffn": 32, "experts": 8, "topk": 4, "dtype": torch.float32}
+SHARED = {"moe_shared_expert_intermediate_size": 48}
+# Sums in another order; bf16 also rounds rows, gradients and sums, 2^-9 of a value each.
+FP32, BF16 = 1e-6, 1e-2
+SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+DROPPED = {"moe_expert_capacity_factor": 0.5, "moe_token_drop_policy": "probs"}
+CASES = {
+    "top-4": (Layer(**SMALL), FP32),
+    "bf16": (Layer(**SMALL | {"dtype": torch.bfloat16}), BF16),
+    "dropped tokens": (Layer(**SMALL, more=DROPPED), FP32),
+    "hidden size 72, top-2": (Layer(**SMALL | {"hidden": 72, "topk": 2}), FP32),
+    "shared experts": (Layer(**SMALL, more=SHARED), FP32),
+    "shared experts beside": (
+        Layer(**SMALL, more=SHARED | {"moe_shared_expert_overlap": True}),
+        FP32,
+    ),
+    "recompute": (Layer(**SMALL, more=SELECTIVE), FP32),
+}
+
+
+def begin(rank: Rank, device: str = "cpu", tensor_ranks: int = 1) -> None:
+    """Imports Megatron in a rank's process and makes its groups."""
+    found = packages.find("megatron-core")
+    assert found is not None
+    sys.path.insert(0, str(found))
+    plain.join(rank, device)
+    megatron_layer.start(device, tensor_ranks)
+
+
+def trained(system: str, layer: Layer) -> list[dict[str, Tensor]]:
+    """Output and all gradients of each step, by name."""
+    made = megatron_layer.make(system, layer, "cpu")
+    dispatcher = made.token_dispatcher
+    if system != "alltoall":
+        manager = type(dispatcher._comm_manager)
+        ours = "moe_p2p" in manager.__mro__[1].__module__
+        assert ours == (system == "integration")
+    results = []
+    for step in range(STEPS):
+        x, grad = megatron_layer.inputs(step, layer, TOKENS, "cpu")
+        out, x_grad = megatron_layer.train(made, x, grad)
+        of_parameters = {
+            name: parameter.grad.clone()
+            for name, parameter in made.named_parameters()
+            if parameter.grad is not None
+        }
+        assert any("experts" in name for name in of_parameters)
+        assert any("router" in name for name in of_parameters)
+        results.append({"out": out, "x": x_grad, **of_parameters})
+    return results
+
+
+def apart(mine: Tensor, other: Tensor) -> float:
+    return float((mine.double() - other.double()).norm() / other.double().norm().clamp_min(1e-9))
+
+
+def run_case(rank: Rank, names: list[str], tensor_ranks: int) -> None:
+    begin(rank, tensor_ranks=tensor_ranks)
+    for name in names:
+        layer, near = CASES[name]
+        layer = Layer(**{**vars(layer), "tensor_ranks": tensor_ranks})
+        expected = trained(SYSTEMS[0], layer)
+        for system in SYSTEMS[1:]:
+            for step, (mine, other) in enumerate(
+                zip(trained(system, layer), expected, strict=True)
+            ):
+                assert mine.keys() == other.keys()
+                for what in mine:
+                    difference = apart(mine[what], other[what])
+                    assert difference < near, f"{name}, {system}, step {step}: {what} {difference}"
+
+
+def test_tensor_parallel_ranks_train_as_with_alltoall() -> None:
+    run_processes(2, run_case, ["top-4"], 2, deadline_s=200.0)
+
+
+def train_in_parts() -> None:
+    """As 1F1B overlap: each part of a layer has a graph of its own (fine_grained_callables.py)."""
+    layer = Layer(**SMALL)
+    made = megatron_layer.make("integration", layer, "cpu")
+    manager = made.token_dispatcher._comm_manager
+    assert (manager.dispatched_probs, manager.token_probs) == (None, None)
+    x, grad = megatron_layer.inputs(0, layer, TOKENS, "cpu")
+    expected = megatron_layer.train(made, x, grad)
+    expected_router = made.router.weight.grad.clone()
+    made.router.weight.grad = None
+
+    def cut(tensor: Tensor) -> Tensor:
+        return tensor.detach().requires_grad_()
+
+    given = cut(x)
+    probs, routing_map = made.route(given)
+    rows, probs = made.preprocess(given, probs, routing_map)
+    rows_in, probs_in = cut(rows), cut(probs)
+    manager.token_probs = probs_in
+    sent, sent_probs = made.dispatch(rows_in, probs_in)
+    sent_in, sent_probs_in = cut(sent), cut(sent_probs)
+    manager.dispatched_probs = sent_probs_in
+    y, _ = made.routed_experts_compute(sent_in, sent_probs_in)
+    y_in = cut(y)
+    out = made.postprocess(made.combine(y_in), None)
+    torch.testing.assert_close(out, expected[0])
+    out.backward(grad)
+    assert sent_probs_in.grad is None, "combine's graph reaches the experts"
+    y.backward(y_in.grad)
+    assert rows_in.grad is None, "the experts' graph reaches dispatch"
+    assert probs_in.grad is None
+    torch.autograd.backward((sent, sent_probs), (sent_in.grad, sent_probs_in.grad))
+    assert given.grad is None, "dispatch's graph reaches the router"
+    torch.autograd.backward((rows, probs), (rows_in.grad, probs_in.grad))
+    torch.testing.assert_close(given.grad, expected[1])
+    torch.testing.assert_close(made.router.weight.grad, expected_router)
+
+
+def train_with_few_multiprocessors() -> None:
+    layer = Layer(**SMALL, more={"moe_flex_dispatcher_num_sms": 8})
+    made = megatron_layer.make("integration", layer, "cpu")
+    megatron_layer.train(made, *megatron_layer.inputs(0, layer, TOKENS, "cpu"))
+    manager = made.token_dispatcher._comm_manager
+    pool = manager._shared[manager.group]
+    assert {config.num_sms for config, _ in pool._made} == {8, None}, "None: of layers before"
+    manager.check()
+
+
+def manager_inputs(rank: int, step: int, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x [T, H], probabilities [T, E], routing map [T, E], and ids [T, K] as the router had them."""
+    x, ids, weights = plain.inputs(rank, step, torch.float32, device=device)
+    weights[:1, 0] = 0.0  # chosen all the same: it has a gradient
+    probs = x.new_zeros(len(x), plain.EXPERTS).scatter_(1, ids, weights)
+    chosen = torch.zeros_like(probs, dtype=torch.bool).scatter_(1, ids, True)
+    chosen[: len(x) // 2, 0] = False  # dropped
+    return x, probs, chosen, ids
+
+
+def train_manager(rank: Rank, alignment: int, device: str) -> None:
+    """The manager alone, with experts of its own function each, and rows padded for quantization.
+
+    Megatron pads for FP8 and FP4, whose experts need TransformerEngine.
+    """
+    from megatron.core.transformer.moe import token_dispatcher
+
+    from moe_p2p.integrations import megatron
+
+    megatron.install()
+    num_local = plain.EXPERTS // rank.world_size
+    config = types.SimpleNamespace(
+        moe_router_dtype="fp32",
+        moe_router_padding_for_quantization=alignment > 1,
+        use_transformer_engine_op_fuser=False,
+        fp8="hybrid",
+        fp8_recipe="delayed",  # 16 rows
+    )
+    manager = token_dispatcher._DeepepManager(
+        group=dist.group.WORLD,
+        num_local_experts=num_local,
+        router_topk=plain.TOPK,
+        num_experts=plain.EXPERTS,
+        config=config,
+    )
+    first = plain.first_expert(rank)
+    for step in range(len(plain.COUNTS)):
+        everyone = [manager_inputs(r, step, "cpu")[2] for r in range(rank.world_size)]
+        arriving = torch.cat(everyone)[:, first : first + num_local].sum(dim=0)
+        x, probs, chosen, ids = manager_inputs(rank.rank, step, device)
+        x_1, x_2, probs_1, probs_2 = (
+            leaf.clone().requires_grad_() for leaf in (x, x, probs, probs)
+        )
+        manager.setup_metadata(chosen, probs_1)
+        rows = manager.dispatch(x_1, async_finish=True, allocate_on_comm_stream=True)
+        rows, row_probs = manager.get_permuted_hidden_states_by_experts(rows)
+        counts = manager.get_number_of_tokens_per_expert()
+        assert torch.equal(counts, (arriving + alignment - 1) // alignment * alignment)
+        assert int(counts.sum()) == len(rows) == len(row_probs)
+        local = torch.arange(num_local, device="cpu").repeat_interleave(counts).to(device)
+        y = plain.expert(rows, local + first) * row_probs[:, None]
+        y = manager.get_restored_hidden_states_by_experts(y)
+        out = manager.combine(y, async_finish=True, allocate_on_comm_stream=True)
+        expected = plain.plain(x_2, ids, torch.where(chosen, probs_2, 0.0).gather(1, ids))
+        torch.testing.assert_close(out, expected, **plain.FP32)
+        grad = torch.linspace(-step, 1, out.numel(), dtype=out.dtype, device=device).sin()
+        out.backward(grad.view(out.shape))
+        expected.backward(grad.view(out.shape))
+        torch.testing.assert_close(x_1.grad, x_2.grad, **plain.FP32)
+        # Of probabilities: a sum over H products.
+        torch.testing.assert_close(probs_1.grad, probs_2.grad, rtol=1e-4, atol=1e-3)
+
+
+def run_all(rank: Rank) -> None:
+    """In one process, because importing Megatron takes seconds."""
+    run_case(rank, list(CASES), 1)
+    train_in_parts()
+    train_with_few_multiprocessors()
+    for alignment in (1, 16):
+        train_manager(rank, alignment, "cpu")
+
+
+def test_training_gives_the_outputs_and_gradients_of_alltoall() -> None:
+    run_processes(2, run_all, deadline_s=200.0)
