@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import Store
 
 from moe_p2p import env, errors, ops
 from moe_p2p.config import AllToAllConfig
-from moe_p2p.engine import Engine, NicCounters, bytes_from, tensor_from
+from moe_p2p.engine import Engine
 from moe_p2p.gpu.kernels import DeviceSide, Partners
 from moe_p2p.lifetime import Closing, NotCopied
 from moe_p2p.nics import transport
@@ -30,6 +30,7 @@ from moe_p2p.options import QUANTIZE, gradient_of
 from moe_p2p.rendezvous import shared_memory
 from moe_p2p.rendezvous.agreement import Facts, Offer, agree_on_transport, conclude
 from moe_p2p.rendezvous.bootstrap import Bootstrap
+from moe_p2p.transfers import NicCounters, bytes_from, tensor_from
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -1,4 +1,4 @@
-"""The transfer engine for users: one-sided writes between processes, for KV pages or weights.
+"""The transfer engine for users: one-sided writes and reads between processes, for KV or weights.
 
 There is no world here: each engine gives its descriptors to any peer, in any way, and peers
 connect and leave at any time. A write may carry an immediate, a number that the receiver counts;
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import TracebackType
-from typing import NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -27,126 +26,18 @@ from moe_p2p.config import EngineConfig
 from moe_p2p.lifetime import Closing, NotCopied
 from moe_p2p.nics import transport
 from moe_p2p.ops import call
+from moe_p2p.transfers import (
+    Memory,
+    NicCounters,
+    Peer,
+    Region,
+    Request,
+    Slice,
+    bytes_from,
+    tensor_from,
+)
 
 _ops = torch.ops.moe_p2p
-
-
-class NicCounters(TypedDict):
-    """What one NIC did since its engine was made."""
-
-    bytes_written: int
-    writes: int  # posted work requests
-    immediates_sent: int
-    immediates_received: int
-    connections_refused: int  # from strangers, to the port of verbs' handshakes
-
-
-class Slice(NamedTuple):
-    """One piece of a scatter, offsets and sizes in bytes."""
-
-    offset: int
-    region: Region
-    region_offset: int
-    nbytes: int
-
-
-def tensor_from(data: bytes) -> Tensor:
-    # frombuffer takes no device: its tensor is the host's, whatever the default device is.
-    if data:
-        return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    return torch.empty(0, dtype=torch.uint8, device="cpu")
-
-
-def bytes_from(tensor: Tensor) -> bytes:
-    return bytes(tensor.tolist())  # not through numpy, which torch can do without
-
-
-class Memory:
-    """A registered tensor. Made by `Engine.register`; keeps the tensor alive."""
-
-    def __init__(self, engine: Engine, tensor: Tensor, number: int) -> None:
-        self.engine = engine
-        self.tensor = tensor
-        self.number = number
-
-    @property
-    def nbytes(self) -> int:
-        return self.tensor.numel() * self.tensor.element_size()
-
-    @property
-    def descriptor(self) -> bytes:
-        """What another engine needs to write here (`Engine.resolve`)."""
-        number = self.engine.number
-        return bytes_from(call(_ops.engine_descriptor.default, number, self.number))
-
-    def unregister(self) -> None:
-        """No peer's write reaches the tensor afterwards; requests that read from it fail."""
-        call(_ops.engine_unregister.default, self.engine.number, self.number)
-
-    def __repr__(self) -> str:
-        return f"Memory({self.nbytes} bytes of {self.engine!r})"
-
-
-class Peer:
-    """A connected engine. Made by `Engine.connect`."""
-
-    def __init__(self, engine: Engine, number: int) -> None:
-        self.engine = engine
-        self.number = number
-
-    def disconnect(self) -> None:
-        """Its unfinished requests fail with ClosedError; its regions are gone."""
-        call(_ops.engine_disconnect.default, self.engine.number, self.number)
-
-
-class Region:
-    """Memory of a peer that may be written to. Made by `Engine.resolve`."""
-
-    def __init__(self, engine: Engine, number: int) -> None:
-        self.engine = engine
-        self.number = number
-        self.nbytes = int(call(_ops.engine_region_bytes.default, engine.number, number))
-
-    def __repr__(self) -> str:
-        return f"Region({self.nbytes} bytes of a peer)"
-
-
-class Request:
-    """Something submitted. The memory it reads must stay as it is until it is done."""
-
-    def __init__(self, engine: Engine, number: int) -> None:
-        self._engine = engine
-        self._number = number
-        self._finished = False
-
-    def done(self) -> bool:
-        """True once it is done, well or not; `wait` returns or raises accordingly."""
-        if self._finished:
-            return True
-        return bool(call(_ops.engine_poll.default, self._engine.number, self._number))
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Returns when the bytes are visible at the peer.
-
-        timeout_s: seconds; None: the engine's. Raises TimeoutError when it passes, and the request
-        goes on; else the transfer's own error: PeerDeadError, RemoteAccessError,
-        TransportError or ClosedError.
-        """
-        if self._finished:
-            return
-        limit = self._engine.timeout_s if timeout_s is None else timeout_s
-        try:
-            call(_ops.engine_wait.default, self._engine.number, self._number, limit)
-        except errors.TimeoutError:
-            raise
-        except RuntimeError:
-            self._finished = True
-            raise
-        self._finished = True
-
-    def __del__(self) -> None:
-        if not self._finished and not self._engine.closed:
-            self._engine._forget(self._number)
 
 
 class Engine(NotCopied):
@@ -207,11 +98,12 @@ class Engine(NotCopied):
         return bool(self._closing.why_closed)
 
     def register(self, tensor: Tensor) -> Memory:
-        """Lets writes from here read a contiguous tensor, and peers write to it.
+        """Lets transfers from here use a contiguous tensor, and peers write to it and read it.
 
         GPU memory of any allocator, but not managed memory; "loopback" takes memory of one GPU per
         engine. What a kernel writes must be done before `write` is called (synchronize its stream
-        or event), and kernels launched after `wait_imm` on the tensor's GPU see what arrived.
+        or event), and kernels launched after `wait_imm`, or `wait` of a read, on the tensor's GPU
+        see what arrived.
         Raises InvalidArgumentError, and UnavailableError where the NIC cannot reach GPU memory.
         """
         return Memory(self, tensor, int(call(_ops.engine_register.default, self.number, tensor)))
@@ -222,7 +114,7 @@ class Engine(NotCopied):
         return Peer(self, int(number))
 
     def resolve(self, descriptor: bytes, peer: Peer | None = None) -> Region:
-        """The memory of `descriptor`, to write to. Connects to its owner unless `peer` is it."""
+        """The memory of `descriptor`, for transfers. Connects to its owner unless `peer` is it."""
         number = call(
             _ops.engine_resolve.default,
             self.number,
@@ -270,13 +162,22 @@ class Engine(NotCopied):
         region_stride: int | None = None,
         offset: int = 0,
         region_offset: int = 0,
+        row_bytes: int | None = None,
+        row_stride: int | None = None,
+        region_row_stride: int | None = None,
         imm: int | None = None,
+        imm_per_page: bool = True,
     ) -> Request:
         """Writes page pages[i] of `memory` to page region_pages[i] of `region`, for all i.
 
         Page p lies at offset + p * stride bytes (None: page_bytes). pages, region_pages: int64 [n].
-        imm is counted n times at the peer.
+        Its page_bytes may be rows of row_bytes each, row r at r * row_stride from the page's begin
+        (None: row_bytes): a layer, a slice of heads or both are one request. Pages and rows that
+        follow each other on both sides travel as one, unless imm is counted per page.
+        imm: counted n times at the peer; with imm_per_page=False R times, once by each NIC after
+        all that it carried. Rows want the latter.
         """
+        row = row_bytes or page_bytes
         number = call(
             _ops.engine_write_pages.default,
             self.number,
@@ -290,8 +191,76 @@ class Engine(NotCopied):
             page_bytes if region_stride is None else region_stride,
             region_offset,
             imm,
+            row_bytes or 0,
+            row if row_stride is None else row_stride,
+            row if region_row_stride is None else region_row_stride,
+            imm_per_page,
         )
         return Request(self, number)
+
+    def read(
+        self,
+        memory: Memory,
+        region: Region,
+        *,
+        nbytes: int | None = None,
+        offset: int = 0,
+        region_offset: int = 0,
+    ) -> Request:
+        """Reads nbytes of `region` into `memory` (None: all from `offset` on).
+
+        The peer does nothing for it and does not learn of it. Arguments and errors as in `write`.
+        After a failure any of these bytes of `memory` may have been overwritten.
+        """
+        number = call(
+            _ops.engine_read.default,
+            self.number,
+            memory.number,
+            offset,
+            region.number,
+            region_offset,
+            memory.nbytes - offset if nbytes is None else nbytes,
+        )
+        return Request(self, int(number))
+
+    def read_pages(
+        self,
+        memory: Memory,
+        region: Region,
+        *,
+        page_bytes: int,
+        pages: Tensor,
+        region_pages: Tensor,
+        stride: int | None = None,
+        region_stride: int | None = None,
+        offset: int = 0,
+        region_offset: int = 0,
+        row_bytes: int | None = None,
+        row_stride: int | None = None,
+        region_row_stride: int | None = None,
+    ) -> Request:
+        """Reads page region_pages[i] of `region` into page pages[i] of `memory`, for all i.
+
+        Arguments as in `write_pages`; a page of `memory` that is named twice may end up mixed.
+        """
+        row = row_bytes or page_bytes
+        number = call(
+            _ops.engine_read_pages.default,
+            self.number,
+            memory.number,
+            region.number,
+            page_bytes,
+            pages,
+            page_bytes if stride is None else stride,
+            offset,
+            region_pages,
+            page_bytes if region_stride is None else region_stride,
+            region_offset,
+            row_bytes or 0,
+            row if row_stride is None else row_stride,
+            row if region_row_stride is None else region_row_stride,
+        )
+        return Request(self, int(number))
 
     def scatter(
         self,
@@ -345,7 +314,7 @@ class Engine(NotCopied):
 
     def counters(self) -> list[NicCounters]:
         """Per NIC, since the engine was made."""
-        rows = call(_ops.engine_counters.default, self.number).tolist()  # [nics, 5]
+        rows = call(_ops.engine_counters.default, self.number).tolist()  # [nics, 7]
         return [
             NicCounters(
                 bytes_written=row[0],
@@ -353,6 +322,8 @@ class Engine(NotCopied):
                 immediates_sent=row[2],
                 immediates_received=row[3],
                 connections_refused=row[4],
+                bytes_read=row[5],
+                reads=row[6],
             )
             for row in rows
         ]

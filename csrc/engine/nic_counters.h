@@ -7,7 +7,9 @@ namespace moe_p2p::engine {
 
 struct NicCounters {
   uint64_t bytes_written = 0;
-  uint64_t writes = 0;  // posted work requests
+  uint64_t writes = 0;  // posted work requests that are not reads
+  uint64_t bytes_read = 0;
+  uint64_t reads = 0;
   uint64_t immediates_sent = 0;
   uint64_t immediates_received = 0;
   uint64_t connections_refused = 0;  // from strangers (Domain::num_refused)

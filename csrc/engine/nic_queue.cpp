@@ -104,14 +104,16 @@ size_t NicQueue::post() noexcept {
 
 void NicQueue::count(std::span<const provider::WorkRequest> posted, int sign) noexcept {
   if (posted.empty()) return;
-  int64_t bytes = 0;
-  int64_t immediates = 0;
+  int64_t bytes = 0, bytes_read = 0, reads = 0, immediates = 0;
   for (const auto& work : posted) {
-    bytes += static_cast<int64_t>(work.bytes);
+    (work.is_read ? bytes_read : bytes) += static_cast<int64_t>(work.bytes);
+    reads += work.is_read ? 1 : 0;
     immediates += work.has_imm ? 1 : 0;
   }
   add(counters_.bytes_written, static_cast<uint64_t>(sign * bytes));
-  add(counters_.writes, static_cast<uint64_t>(sign * std::ssize(posted)));
+  add(counters_.writes, static_cast<uint64_t>(sign * (std::ssize(posted) - reads)));
+  add(counters_.bytes_read, static_cast<uint64_t>(sign * bytes_read));
+  add(counters_.reads, static_cast<uint64_t>(sign * reads));
   add(counters_.immediates_sent, static_cast<uint64_t>(sign * immediates));
 }
 
@@ -130,6 +132,8 @@ NicCounters NicQueue::counters() const noexcept {
   };
   return {.bytes_written = read(counters_.bytes_written),
           .writes = read(counters_.writes),
+          .bytes_read = read(counters_.bytes_read),
+          .reads = read(counters_.reads),
           .immediates_sent = read(counters_.immediates_sent),
           .immediates_received = read(counters_.immediates_received),
           .last_post_ns = read(counters_.last_post_ns)};

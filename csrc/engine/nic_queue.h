@@ -51,7 +51,8 @@ class NicQueue {
  private:
   // Written by the polling thread, read by any; relaxed, because they order nothing.
   struct Counters {
-    std::atomic<uint64_t> bytes_written{0}, writes{0}, immediates_sent{0}, immediates_received{0};
+    std::atomic<uint64_t> bytes_written{0}, writes{0}, bytes_read{0}, reads{0};
+    std::atomic<uint64_t> immediates_sent{0}, immediates_received{0};
     std::atomic<uint64_t> last_post_ns{0};
   };
   // One writer, so no read-modify-write instruction is needed.

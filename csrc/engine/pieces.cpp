@@ -10,7 +10,7 @@ namespace {
 constexpr uint64_t kShardAlignment = 128;
 
 struct Item {
-  const std::byte* local;
+  std::byte* local;
   uint64_t local_key;
   uint64_t remote_addr;
   uint64_t remote_key;
@@ -77,6 +77,98 @@ size_t cut_items(uint64_t count, const CutContext& context, std::optional<uint32
   return n;
 }
 
+// The rows of all pages, in the order of the request: bytes from the first page's place.
+class RowWalk {
+ public:
+  explicit RowWalk(const WritePages& write) noexcept
+      : from_(write.source_pages), to_(write.target_pages), num_rows_(write.num_rows()) {}
+
+  void seek(uint64_t at) noexcept {
+    page_ = at / num_rows_;
+    row_ = at % num_rows_;
+    begin_page();
+    local += row_ * from_.row_stride;
+    remote += row_ * to_.row_stride;
+  }
+  void advance() noexcept {
+    local += from_.row_stride;
+    remote += to_.row_stride;
+    if (++row_ != num_rows_) return;
+    row_ = 0;
+    ++page_;
+    begin_page();
+  }
+
+  uint64_t local = 0, remote = 0;
+
+ private:
+  void begin_page() noexcept {
+    if (page_ >= from_.indices.size()) return;
+    local = static_cast<uint64_t>(from_.indices[page_]) * from_.stride;
+    remote = static_cast<uint64_t>(to_.indices[page_]) * to_.stride;
+  }
+
+  const Pages from_, to_;
+  const uint64_t num_rows_;
+  uint64_t page_ = 0, row_ = 0;
+};
+
+// Each NIC carries consecutive rows, so that what follows each other stays together. cursor.item
+// counts the NIC's rows, and one more for the immediate.
+size_t cut_runs(const WritePages& write, const CutContext& context, RailCursor& cursor,
+                std::span<provider::WorkRequest> out) noexcept {
+  const uint64_t num_rows = write.num_rows(), row_bytes = write.page_bytes / num_rows;
+  const auto nic = static_cast<uint64_t>(context.nic);
+  const auto num_nics = static_cast<uint64_t>(context.num_nics);
+  const uint64_t total = row_bytes == 0 ? 0 : write.source_pages.indices.size() * num_rows;
+  const uint64_t begin = total * nic / num_nics, end = total * (nic + 1) / num_nics;
+  const Item base = make_item(*write.source, write.source_pages.offset, *write.target,
+                              write.target_pages.offset, 0, context.nic);
+  size_t n = 0;
+  uint64_t at = begin + cursor.item, offset = cursor.offset;
+  RowWalk walk(write);
+  if (at < end) walk.seek(at);
+  while (at < end && n < out.size()) {
+    const uint64_t local = walk.local + offset, remote = walk.remote + offset;
+    uint64_t bytes = row_bytes - offset;
+    walk.advance();
+    ++at;
+    while (at < end && bytes < context.max_write_bytes && walk.local == local + bytes &&
+           walk.remote == remote + bytes) {
+      bytes += row_bytes;
+      walk.advance();
+      ++at;
+    }
+    offset = 0;
+    if (bytes > context.max_write_bytes) {  // its last row goes on in the next write
+      offset = row_bytes - (bytes - context.max_write_bytes);
+      bytes = context.max_write_bytes;
+      walk.seek(--at);
+    }
+    out[n++] = {.wr_id = context.wr_id,
+                .local = base.local + local,
+                .local_key = base.local_key,
+                .remote_addr = base.remote_addr + remote,
+                .remote_key = base.remote_key,
+                .bytes = static_cast<uint32_t>(bytes),
+                .peer = base.peer};
+  }
+  cursor.item = at - begin;
+  cursor.offset = offset;
+  cursor.in_flight += n;
+  cursor.state = RailCursor::State::kMore;
+  if (at < end) return n;
+  if (write.imm && at == end) {
+    if (cursor.in_flight != 0) cursor.state = RailCursor::State::kHeld;
+    if (cursor.in_flight != 0 || n == out.size()) return n;
+    out[n++] = {.wr_id = context.wr_id, .peer = base.peer, .imm = *write.imm, .has_imm = true};
+    ++cursor.in_flight;
+    ++cursor.item;
+  }
+  cursor.state = RailCursor::State::kExhausted;
+  return n;
+}
+
 // One overload per kind of operation: it gives the number of items, and where item i lies.
 struct Cutter {
   const CutContext& context;
@@ -100,6 +192,8 @@ struct Cutter {
   }
 
   size_t operator()(const WritePages& pages) const noexcept {
+    if (!pages.imm || pages.imms == WritePages::Imms::kPerNic)
+      return cut_runs(pages, context, cursor, out);
     const Pages from = pages.source_pages;
     const Pages to = pages.target_pages;
     // The first byte of both sides, computed once; a page then costs two multiplications.
@@ -114,6 +208,16 @@ struct Cutter {
     };
     return cut_items(num_dealt(from.indices.size(), context.nic, context.num_nics), context,
                      pages.imm, cursor, out, item_at);
+  }
+
+  size_t operator()(const Read& read) const noexcept { return as_reads((*this)(read.reversed())); }
+  size_t operator()(const ReadPages& read) const noexcept {
+    return as_reads((*this)(read.reversed()));
+  }
+
+  size_t as_reads(size_t count) const noexcept {
+    for (provider::WorkRequest& work : out.first(count)) work.is_read = true;
+    return count;
   }
 
   size_t operator()(const Scatter& scatter) const noexcept {

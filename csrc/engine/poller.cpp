@@ -18,16 +18,26 @@ bool uses_peer(const Operation& operation, const Peer& peer) noexcept {
   if (const auto* imm = std::get_if<Imm>(&operation)) return imm->peer == &peer;
   if (const auto* write = std::get_if<Write>(&operation)) return write->target->owner == &peer;
   if (const auto* pages = std::get_if<WritePages>(&operation)) return pages->target->owner == &peer;
+  if (const auto* read = std::get_if<Read>(&operation)) return read->source->owner == &peer;
+  if (const auto* pages = std::get_if<ReadPages>(&operation)) return pages->source->owner == &peer;
   const auto& slices = std::get_if<Scatter>(&operation)->slices;
   return std::any_of(slices.begin(), slices.end(),
                      [&](const Slice& slice) { return slice.target->owner == &peer; });
 }
 
-const MemoryHandle* source_of(const Operation& operation) noexcept {
+// Null unless the operation is a read.
+const MemoryHandle* target_of(const Operation& operation) noexcept {
+  if (const auto* read = std::get_if<Read>(&operation)) return read->target;
+  if (const auto* pages = std::get_if<ReadPages>(&operation)) return pages->target;
+  return nullptr;
+}
+
+// Null for an immediate.
+const MemoryHandle* memory_of(const Operation& operation) noexcept {
   if (const auto* write = std::get_if<Write>(&operation)) return write->source;
   if (const auto* pages = std::get_if<WritePages>(&operation)) return pages->source;
   if (const auto* scatter = std::get_if<Scatter>(&operation)) return scatter->source;
-  return nullptr;
+  return target_of(operation);
 }
 
 }  // namespace
@@ -69,6 +79,8 @@ void Poller::activate(Request& request) noexcept {
   active_ = &request;
   request.in_flight_ = 0;
   request.open_rails_ = 0;
+  const MemoryHandle* target = target_of(request.operation);
+  request.fills_gpu_memory_ = target != nullptr && target->span.kind == provider::MemoryKind::kCuda;
   for (int nic = 0; nic < num_nics_; ++nic)
     request.open_rails_ += nics_[static_cast<size_t>(nic)].add(request) ? 1 : 0;
   finish_if_settled(request);  // nothing to send at all
@@ -102,16 +114,19 @@ bool Poller::poll(NicQueue& queue) noexcept {
   return moved;
 }
 
-// One flush for all immediates of a batch: their payloads were written before it was polled.
+// One flush for all immediates and reads of a batch: their payloads were written before it was
+// polled.
 bool Poller::flush_for(std::span<const Completion> completions) noexcept {
-  const auto is_immediate = [](const Completion& c) {
-    return c.kind == Completion::Kind::kImmediate;
+  const auto fills_memory = [](const Completion& c) {
+    return c.kind == Completion::Kind::kImmediate ||
+           reinterpret_cast<const Request*>(c.wr_id)->fills_gpu_memory_;
   };
-  return !gpu_flushes_.needed() || std::ranges::none_of(completions, is_immediate) ||
+  return !gpu_flushes_.needed() || std::ranges::none_of(completions, fills_memory) ||
          gpu_flushes_.flush();
 }
 
-// An immediate whose payload a GPU could not flush is dropped: counting it would be too early.
+// An immediate whose payload a GPU could not flush is dropped: counting it would be too early. A
+// read fails.
 void Poller::complete(NicQueue& queue, const Completion& completion, bool visible) noexcept {
   if (completion.kind == Completion::Kind::kImmediate) {
     if (!visible) [[unlikely]]
@@ -124,6 +139,8 @@ void Poller::complete(NicQueue& queue, const Completion& completion, bool visibl
   queue.complete(request);
   if (!completion.status.ok()) [[unlikely]]
     fail(request, completion.status);
+  else if (!visible && request.fills_gpu_memory_) [[unlikely]]
+    fail(request, {base::Code::kTransport, 0});
   finish_if_settled(request);
 }
 
@@ -159,9 +176,9 @@ void Poller::revoke(const Peer& peer, base::Status status) noexcept {
   revoke_if(status, [&](const Request& request) { return uses_peer(request.operation, peer); });
 }
 
-void Poller::revoke(const MemoryHandle& source, base::Status status) noexcept {
+void Poller::revoke(const MemoryHandle& memory, base::Status status) noexcept {
   revoke_if(status,
-            [&](const Request& request) { return source_of(request.operation) == &source; });
+            [&](const Request& request) { return memory_of(request.operation) == &memory; });
 }
 
 void Poller::close(base::Status status) noexcept {

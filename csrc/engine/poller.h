@@ -32,7 +32,7 @@ class Poller {
   // Fails the active Requests that use the peer (or the memory); they finish when their outstanding
   // writes have completed.
   void revoke(const Peer& peer, base::Status status) noexcept;
-  void revoke(const MemoryHandle& source, base::Status status) noexcept;
+  void revoke(const MemoryHandle& memory, base::Status status) noexcept;
   // Finishes every active and every mailed Request. Call it after the NICs are closed: nothing
   // completes any more.
   void close(base::Status status) noexcept;

@@ -5,7 +5,8 @@
 //   Imm         1
 //   Write       R: the bytes are cut into R shards, one per NIC, empty shards included;
 //               0 without an immediate
-//   WritePages  one per page
+//   WritePages  kPerPage: one per page; kPerNic: R, each after all that its NIC carries, if only
+//               the immediate
 //   Scatter     kByPeer: 1 per slice (slice i travels on NIC i mod R); kByBytes: R per slice
 #pragma once
 
@@ -26,7 +27,7 @@ namespace moe_p2p::engine {
 
 class Peer;  // peer.h
 
-// A descriptor resolved for one connected peer: rail i writes through NIC i.
+// A descriptor resolved for one connected peer: rail i goes through NIC i.
 struct RemoteRegion {
   struct Rail {
     provider::PeerId peer;
@@ -52,20 +53,28 @@ struct Write {
   std::optional<uint32_t> imm;
 };
 
-// Page p of a side lies at offset + indices[p] * stride.
+// Page p of a side lies at offset + indices[p] * stride, its row r at r * row_stride from there.
 struct Pages {
   std::span<const int64_t> indices;
   uint64_t stride = 0;
   uint64_t offset = 0;
+  uint64_t row_stride = 0;
 };
 
+// Rows that follow each other on both sides are one write. Not with an immediate per page, which
+// also wants pages of one row.
 struct WritePages {
+  enum class Imms : uint8_t { kPerPage, kPerNic };
   const MemoryHandle* source = nullptr;
   const RemoteRegion* target = nullptr;
   uint64_t page_bytes = 0;
   Pages source_pages;
   Pages target_pages;
   std::optional<uint32_t> imm;
+  uint64_t row_bytes = 0;  // divides page_bytes; 0: a page is one row
+  Imms imms = Imms::kPerPage;
+
+  uint64_t num_rows() const noexcept { return row_bytes == 0 ? 1 : page_bytes / row_bytes; }
 };
 
 struct Slice {
@@ -83,7 +92,35 @@ struct Scatter {
   std::optional<uint32_t> imm;
 };
 
-using Operation = std::variant<Imm, Write, WritePages, Scatter>;
+// The peer's memory is the source, the memory here the target. No immediate is delivered: who reads
+// knows when it is done.
+struct Read {
+  const MemoryHandle* target = nullptr;
+  uint64_t target_offset = 0;
+  const RemoteRegion* source = nullptr;
+  uint64_t source_offset = 0;
+  uint64_t bytes = 0;
+
+  // The same ranges as a write.
+  Write reversed() const noexcept {
+    return {target, target_offset, source, source_offset, bytes, std::nullopt};
+  }
+};
+
+struct ReadPages {
+  const MemoryHandle* target = nullptr;
+  const RemoteRegion* source = nullptr;
+  uint64_t page_bytes = 0;
+  Pages target_pages;
+  Pages source_pages;
+  uint64_t row_bytes = 0;
+
+  WritePages reversed() const noexcept {
+    return {target, source, page_bytes, target_pages, source_pages, std::nullopt, row_bytes};
+  }
+};
+
+using Operation = std::variant<Imm, Write, WritePages, Scatter, Read, ReadPages>;
 
 // One NIC's progress with one Request. An item is what one NIC carries as a whole (a shard, a page,
 // a slice); it is cut into several writes only where the NIC limits the size of a write.
@@ -140,6 +177,7 @@ class Request : private MailboxNode {
   base::Status status_;     // the first failure
   uint64_t in_flight_ = 0;  // over all NICs
   int open_rails_ = 0;      // NICs that have more to post
+  bool fills_gpu_memory_ = false;
   std::array<Rail, kMaxNics> rails_;
   Request* previous_active_ = nullptr;
   Request* next_active_ = nullptr;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <tuple>
 
 #include "base/log.h"
 #include "engine/peer.h"
@@ -17,25 +18,33 @@ struct Checker {
   const std::string& label;
   const char* name = "";
 
-  void source(const MemoryHandle* handle) const {
-    MOE_P2P_CHECK(handle != nullptr, Code::kInvalidArgument, label, ": ", name, " has no source");
+  void local(const char* side, const MemoryHandle* handle) const {
+    MOE_P2P_CHECK(handle != nullptr, Code::kInvalidArgument, label, ": ", name, " has no ", side);
     MOE_P2P_CHECK(handle->keys.size() == num_nics, Code::kInvalidArgument, label, ": ", name,
-                  ": the source is registered at ", handle->keys.size(), " NICs, this engine has ",
-                  num_nics, "; is it of another engine?");
+                  ": the ", side, " is registered at ", handle->keys.size(),
+                  " NICs, this engine has ", num_nics, "; is it of another engine?");
   }
 
-  void target(const RemoteRegion* region) const {
+  void remote(const char* side, const RemoteRegion* region) const {
     MOE_P2P_CHECK(region != nullptr && region->owner != nullptr, Code::kInvalidArgument, label,
-                  ": ", name, " has no target");
+                  ": ", name, " has no ", side);
     MOE_P2P_CHECK(region->rails.size() == num_nics, Code::kInvalidArgument, label, ": ", name,
-                  ": the target was resolved for ", region->rails.size(), " NICs, this engine has ",
-                  num_nics, "; is it of another engine?");
+                  ": the ", side, " was resolved for ", region->rails.size(),
+                  " NICs, this engine has ", num_nics, "; is it of another engine?");
   }
 
   void range(const char* side, uint64_t offset, uint64_t bytes, uint64_t limit) const {
     MOE_P2P_CHECK(offset <= limit && bytes <= limit - offset, Code::kInvalidArgument, label, ": ",
                   name, " ", side, ": ", bytes, " bytes at offset ", offset,
                   " do not lie within the ", limit, " registered bytes");
+  }
+
+  // From a page's first byte to its last row's last.
+  static uint64_t extent(const WritePages& write, const Pages& pages, uint64_t limit) {
+    const uint64_t num_rows = write.num_rows();
+    if (num_rows <= 1) return write.page_bytes;
+    if (pages.row_stride > limit / (num_rows - 1)) return std::numeric_limits<uint64_t>::max();
+    return pages.row_stride * (num_rows - 1) + write.row_bytes;
   }
 
   void pages(const char* side, const Pages& pages, uint64_t page_bytes, uint64_t limit) const {
@@ -69,34 +78,58 @@ struct Checker {
                   " NICs, this engine has ", num_nics, "; is it of another engine?");
   }
 
-  void operator()(const Write& write) {
-    name = "Write";
-    source(write.source);
-    target(write.target);
-    range("source", write.source_offset, write.bytes, write.source->span.bytes);
-    range("target", write.target_offset, write.bytes, write.target->bytes);
+  // `from` and `to` name the sides: the write's source is memory here, its target a peer's.
+  void check(const Write& write, const char* from, const char* to) const {
+    local(from, write.source);
+    remote(to, write.target);
+    range(from, write.source_offset, write.bytes, write.source->span.bytes);
+    range(to, write.target_offset, write.bytes, write.target->bytes);
   }
 
+  void check(const WritePages& write, const char* from, const char* to) const {
+    local(from, write.source);
+    remote(to, write.target);
+    MOE_P2P_CHECK(write.source_pages.indices.size() == write.target_pages.indices.size(),
+                  Code::kInvalidArgument, label, ": ", name, " has ",
+                  write.source_pages.indices.size(), " ", from, " pages and ",
+                  write.target_pages.indices.size(), " ", to, " pages, must be as many");
+    MOE_P2P_CHECK(write.row_bytes == 0 || write.page_bytes % write.row_bytes == 0,
+                  Code::kInvalidArgument, label, ": ", name, " has pages of ", write.page_bytes,
+                  " bytes, must be a multiple of its rows of ", write.row_bytes, " bytes");
+    MOE_P2P_CHECK(write.num_rows() <= 1 || !write.imm || write.imms == WritePages::Imms::kPerNic,
+                  Code::kInvalidArgument, label, ": ", name, " has an immediate per page and ",
+                  write.num_rows(), " rows per page; count the immediate per NIC");
+    const auto sides = {std::tuple{from, &write.source_pages, write.source->span.bytes},
+                        std::tuple{to, &write.target_pages, write.target->bytes}};
+    for (const auto& [side, these, limit] : sides)
+      pages(side, *these, extent(write, *these, limit), limit);
+  }
+
+  void operator()(const Write& write) {
+    name = "Write";
+    check(write, "source", "target");
+  }
   void operator()(const WritePages& write) {
     name = "WritePages";
-    source(write.source);
-    target(write.target);
-    MOE_P2P_CHECK(write.source_pages.indices.size() == write.target_pages.indices.size(),
-                  Code::kInvalidArgument, label, ": WritePages has ",
-                  write.source_pages.indices.size(), " source pages and ",
-                  write.target_pages.indices.size(), " target pages, must be as many");
-    pages("source", write.source_pages, write.page_bytes, write.source->span.bytes);
-    pages("target", write.target_pages, write.page_bytes, write.target->bytes);
+    check(write, "source", "target");
+  }
+  void operator()(const Read& read) {
+    name = "Read";
+    check(read.reversed(), "target", "source");
+  }
+  void operator()(const ReadPages& read) {
+    name = "ReadPages";
+    check(read.reversed(), "target", "source");
   }
 
   void operator()(const Scatter& scatter) {
     name = "Scatter";
-    source(scatter.source);
+    local("source", scatter.source);
     for (size_t i = 0; i < scatter.slices.size(); ++i) {
       const Slice& slice = scatter.slices[i];
       const std::string slice_name = base::concat("Scatter slice ", i);
       name = slice_name.c_str();
-      target(slice.target);
+      remote("target", slice.target);
       range("source", slice.source_offset, slice.bytes, scatter.source->span.bytes);
       range("target", slice.target_offset, slice.bytes, slice.target->bytes);
     }

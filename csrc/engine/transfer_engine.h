@@ -1,4 +1,4 @@
-// The transfer engine: one-sided writes with immediates over all NICs of one GPU (or CPU rank). It
+// The transfer engine: one-sided writes with immediates, and reads, over all NICs of one GPU (or CPU rank). It
 // has no world: peers are connected and dropped one by one, at any time.
 //
 // Threads. Exactly one thread calls progress() (the proxy thread, or a simulation). Everything
@@ -49,13 +49,14 @@ class TransferEngine {
   const std::string& waker_name() const noexcept;
 
   const MemoryHandle* register_memory(const provider::MemorySpan& span);
-  // Tries every NIC. Requests that still read from the memory fail with kClosed.
+  // Tries every NIC. Requests that still use the memory fail with kClosed. Throws Error{kTimeout}
+  // when a peer may still answer a read into it (Domain::unregister_memory).
   void unregister_memory(const MemoryHandle* handle);
   MemoryDescriptor descriptor(const MemoryHandle* handle) const;
 
   // Returns a new Peer at every call; the other engine need not do anything.
   const Peer* connect(const EngineAddress& address);
-  // Unfinished Requests that write to the peer fail with kClosed; others are not affected. The Peer
+  // Unfinished Requests to the peer fail with kClosed; others are not affected. The Peer
   // and its RemoteRegions are destroyed.
   void disconnect(const Peer* peer);
   // Connects to the owner unless it is connected or `peer` is given. The region is valid until that

@@ -93,7 +93,13 @@ void EngineObject::unregister_memory(int64_t memory) {
   const Memory removed = find(memories_, memory, "memory", label_);
   memories_.erase(memory);
   lock.unlock();
-  engine_.unregister_memory(removed.handle);
+  try {
+    engine_.unregister_memory(removed.handle);
+  } catch (...) {  // a NIC may still use it
+    lock.lock();
+    kept_.push_back(removed.tensor);
+    throw;
+  }
 }
 
 const engine::MemoryHandle* EngineObject::memory(int64_t memory) {

@@ -57,15 +57,16 @@ int64_t engine_region_bytes(int64_t engine, int64_t region) {
   return static_cast<int64_t>(engines().get(engine)->region(region)->bytes);
 }
 
-// [nics, 5]: bytes written, writes posted, immediates sent, immediates received, connections
-// refused.
+// [nics, 7]: bytes written, writes posted, immediates sent, immediates received, connections
+// refused, bytes read, reads posted.
 Tensor engine_counters(int64_t engine) {
   const auto counters = engines().get(engine)->engine().counters();
-  Tensor tensor = make_tensor({static_cast<int64_t>(counters.size()), 5}, ScalarType::Long);
+  Tensor tensor = make_tensor({static_cast<int64_t>(counters.size()), 7}, ScalarType::Long);
   auto* out = static_cast<int64_t*>(tensor.mutable_data_ptr());
   for (const engine::NicCounters& nic : counters)
-    for (const uint64_t value : {nic.bytes_written, nic.writes, nic.immediates_sent,
-                                 nic.immediates_received, nic.connections_refused})
+    for (const uint64_t value :
+         {nic.bytes_written, nic.writes, nic.immediates_sent, nic.immediates_received,
+          nic.connections_refused, nic.bytes_read, nic.reads})
       *out++ = static_cast<int64_t>(value);
   return tensor;
 }

@@ -61,7 +61,15 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
   m.def(
       "engine_write_pages(int engine, int memory, int region, int page_bytes, Tensor pages, "
       "int stride, int offset, Tensor region_pages, int region_stride, int region_offset, "
-      "int? imm=None) -> SymInt");
+      "int? imm=None, int row_bytes=0, int row_stride=0, int region_row_stride=0, "
+      "bool imm_per_page=True) -> SymInt");
+  m.def(
+      "engine_read(int engine, int memory, int offset, int region, int region_offset, int bytes) "
+      "-> SymInt");
+  m.def(
+      "engine_read_pages(int engine, int memory, int region, int page_bytes, Tensor pages, "
+      "int stride, int offset, Tensor region_pages, int region_stride, int region_offset, "
+      "int row_bytes=0, int row_stride=0, int region_row_stride=0) -> SymInt");
   m.def(
       "engine_scatter(int engine, int memory, Tensor slices, bool by_bytes, int? imm=None) "
       "-> SymInt");

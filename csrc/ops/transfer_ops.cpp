@@ -50,7 +50,8 @@ int64_t engine_write(int64_t engine, int64_t memory, int64_t offset, int64_t reg
 int64_t engine_write_pages(int64_t engine, int64_t memory, int64_t region, int64_t page_bytes,
                            const Tensor& pages, int64_t stride, int64_t offset,
                            const Tensor& region_pages, int64_t region_stride, int64_t region_offset,
-                           std::optional<int64_t> imm) {
+                           std::optional<int64_t> imm, int64_t row_bytes, int64_t row_stride,
+                           int64_t region_row_stride, bool imm_per_page) {
   const auto object = engines().get(engine);
   auto record = std::make_shared<RequestRecord>();
   record->source_pages = page_indices(pages, "pages");
@@ -62,10 +63,51 @@ int64_t engine_write_pages(int64_t engine, int64_t memory, int64_t region, int64
       .target = object->region(region),
       .page_bytes = unsigned_of(page_bytes, "page_bytes"),
       .source_pages = {record->source_pages, unsigned_of(stride, "stride"),
-                       unsigned_of(offset, "offset")},
+                       unsigned_of(offset, "offset"), unsigned_of(row_stride, "row_stride")},
       .target_pages = {record->target_pages, unsigned_of(region_stride, "region_stride"),
-                       unsigned_of(region_offset, "region_offset")},
-      .imm = free_form(imm)};
+                       unsigned_of(region_offset, "region_offset"),
+                       unsigned_of(region_row_stride, "region_row_stride")},
+      .imm = free_form(imm),
+      .row_bytes = unsigned_of(row_bytes, "row_bytes"),
+      .imms =
+          imm_per_page ? engine::WritePages::Imms::kPerPage : engine::WritePages::Imms::kPerNic};
+  return object->submit(std::move(record));
+}
+
+int64_t engine_read(int64_t engine, int64_t memory, int64_t offset, int64_t region,
+                    int64_t region_offset, int64_t bytes) {
+  const auto object = engines().get(engine);
+  auto record = std::make_shared<RequestRecord>();
+  record->what = base::concat("read of ", bytes, " bytes");
+  record->request.operation =
+      engine::Read{.target = object->memory(memory),
+                   .target_offset = unsigned_of(offset, "offset"),
+                   .source = object->region(region),
+                   .source_offset = unsigned_of(region_offset, "region_offset"),
+                   .bytes = unsigned_of(bytes, "bytes")};
+  return object->submit(std::move(record));
+}
+
+int64_t engine_read_pages(int64_t engine, int64_t memory, int64_t region, int64_t page_bytes,
+                          const Tensor& pages, int64_t stride, int64_t offset,
+                          const Tensor& region_pages, int64_t region_stride, int64_t region_offset,
+                          int64_t row_bytes, int64_t row_stride, int64_t region_row_stride) {
+  const auto object = engines().get(engine);
+  auto record = std::make_shared<RequestRecord>();
+  record->target_pages = page_indices(pages, "pages");
+  record->source_pages = page_indices(region_pages, "region_pages");
+  record->what =
+      base::concat("read of ", record->target_pages.size(), " pages of ", page_bytes, " bytes");
+  record->request.operation = engine::ReadPages{
+      .target = object->memory(memory),
+      .source = object->region(region),
+      .page_bytes = unsigned_of(page_bytes, "page_bytes"),
+      .target_pages = {record->target_pages, unsigned_of(stride, "stride"),
+                       unsigned_of(offset, "offset"), unsigned_of(row_stride, "row_stride")},
+      .source_pages = {record->source_pages, unsigned_of(region_stride, "region_stride"),
+                       unsigned_of(region_offset, "region_offset"),
+                       unsigned_of(region_row_stride, "region_row_stride")},
+      .row_bytes = unsigned_of(row_bytes, "row_bytes")};
   return object->submit(std::move(record));
 }
 
@@ -133,6 +175,8 @@ int64_t engine_imm_discarded(int64_t engine) {
 STABLE_TORCH_LIBRARY_IMPL(moe_p2p, CompositeExplicitAutograd, m) {
   m.impl("engine_write", TORCH_BOX(&engine_write));
   m.impl("engine_write_pages", TORCH_BOX(&engine_write_pages));
+  m.impl("engine_read", TORCH_BOX(&engine_read));
+  m.impl("engine_read_pages", TORCH_BOX(&engine_read_pages));
   m.impl("engine_scatter", TORCH_BOX(&engine_scatter));
   m.impl("engine_imm", TORCH_BOX(&engine_imm));
   m.impl("engine_wait", TORCH_BOX(&engine_wait));

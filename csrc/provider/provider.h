@@ -5,8 +5,11 @@
 //      no other, is visible there. In GPU memory, with needs_gpu_flush(), only to readers for whom
 //      the GPU orders devices' writes: the engine flushes for others (engine/gpu_flushes.h).
 //   2. Every accepted work request yields exactly one kWrite completion at its poster, good or bad.
-//      A good one means that the payload is visible at the target and the source may be reused.
-//   3. Writes, immediates and completions may be reordered and interleaved in every other way.
+//      A good one means that the payload is visible at the target and the source may be reused. For
+//      a read the target is the poster's memory, in which GPU memory is visible as in 1; after a
+//      bad one any part of it may have been overwritten.
+//   3. Writes, reads, immediates and completions may be reordered and interleaved in every other
+//      way.
 //
 // Control calls (anything without noexcept) may block, allocate and throw Error, and may be made by
 // any thread while another one polls. Data calls (noexcept) are made by the polling thread only;
@@ -46,9 +49,10 @@ struct MemoryKey {
 
 using PeerId = uint32_t;  // meaningful within one Domain only
 
+// A write of local memory to the peer's, or a read of the peer's memory into local memory.
 struct WorkRequest {
-  uint64_t wr_id = 0;                // returned in the kWrite completion
-  const std::byte* local = nullptr;  // may be null when bytes is 0
+  uint64_t wr_id = 0;          // returned in the kWrite completion
+  std::byte* local = nullptr;  // may be null when bytes is 0; changed by reads only
   uint64_t local_key = 0;
   uint64_t remote_addr = 0;
   uint64_t remote_key = 0;
@@ -56,10 +60,11 @@ struct WorkRequest {
   PeerId peer = 0;
   uint32_t imm = 0;
   bool has_imm = false;
+  bool is_read = false;  // has bytes and no immediate
 };
 
 struct Completion {
-  enum class Kind : uint8_t { kWrite, kImmediate };
+  enum class Kind : uint8_t { kWrite, kImmediate };  // kWrite: of a read too
   Kind kind = Kind::kWrite;
   uint32_t imm = 0;     // kImmediate
   uint64_t wr_id = 0;   // kWrite
@@ -67,7 +72,7 @@ struct Completion {
 };
 
 struct DomainLimits {
-  uint32_t max_write_bytes = 1u << 30;  // larger writes are split by the engine
+  uint32_t max_write_bytes = 1u << 30;  // larger writes and reads are split by the engine
   uint32_t max_in_flight = 1024;        // accepted and not yet completed work requests
 };
 
@@ -95,13 +100,14 @@ class Domain {
   virtual bool needs_gpu_flush() const noexcept { return true; }
   // The bytes that a peer passes to connect(). Valid as long as the Domain lives.
   virtual base::Bytes address() const = 0;
-  // Makes `address` writable from here. Each call yields a new id; the peer need not cooperate.
+  // Makes `address` writable and readable from here. Each call yields a new id; the peer need not cooperate.
   virtual PeerId connect(std::span<const std::byte> address) = 0;
   // Outstanding writes to the peer complete, good or bad; other peers are not affected.
   virtual void disconnect(PeerId peer) = 0;
   virtual MemoryKey register_memory(const MemorySpan& span) = 0;
-  // When this returns no peer's write reaches the span any more; later writes fail with
-  // kRemoteAccess at their poster.
+  // When this returns no peer's write and no own read reaches the span any more; later writes and
+  // reads by peers fail with kRemoteAccess at their poster. Throws Error{kTimeout} where the NIC
+  // cannot take a read back and its peer does not answer: the span may still be overwritten.
   virtual void unregister_memory(const MemoryKey& key) = 0;
   // A window: GPU memory of a peer on this host, registered there under remote_key, is mapped here
   // at `local`. Providers without a NIC write through it, others ignore it. A span without bytes

@@ -334,7 +334,7 @@ def test_two_communicators_share_an_engine() -> None:
 
 
 def test_counts_what_its_nics_wrote() -> None:
-    def body(rank: Rank) -> list[moe_p2p.engine.NicCounters]:
+    def body(rank: Rank) -> list[moe_p2p.transfers.NicCounters]:
         with make(rank, ranks_per_node=2) as comm:
             steps(comm)
             return comm.counters()

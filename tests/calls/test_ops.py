@@ -14,10 +14,10 @@ from torch.library import opcheck
 
 import moe_p2p
 from moe_p2p import AllToAll, DispatchOptions, Engine, EngineConfig, errors
-from moe_p2p.engine import tensor_from
 from moe_p2p.ops import layout as numbers
 from moe_p2p.options import RowLayout
 from moe_p2p.reference import fp8, wire
+from moe_p2p.transfers import tensor_from
 from tests.support.cases import HIDDEN_DIM, TOPK, make, make_tokens
 from tests.support.ranks import Rank
 
@@ -284,6 +284,11 @@ def test_engine_ops(engines: tuple[Engine, Engine]) -> None:
     opcheck(
         ops.engine_write_pages.default,
         (one.number, memory.number, region.number, 8, pages, 8, 0, pages, 8, 0, None),
+        test_utils=ONCE,
+    )
+    opcheck(
+        ops.engine_read_pages.default,
+        (one.number, memory.number, region.number, 8, pages, 8, 0, pages, 8, 0),
         test_utils=ONCE,
     )
     slices = torch.tensor([[0, region.number, 0, 8]])

@@ -43,6 +43,12 @@ TEST_CASE("engine: what lies outside the registered memory is refused before any
       {WritePages{s, t, 100, {two, 1u << 31, 0}, {two, kMax / 2, 0}, {}}, {"WritePages source"}},
       {WritePages{s, t, 501, {two, 0, 0}, {two, 0, 0}, {}}, {"WritePages target", "501"}},
       {WritePages{s, t, 100, {two, 100, 0}, {one, 100, 0}, {}}, {"2 source pages", "1 target"}},
+      {WritePages{s, t, 100, {one, 0, 0, 100}, {one, 0, 0, 121}, {}, 20},
+       {"WritePages target", "504 bytes", "500"}},
+      {WritePages{s, t, 100, {one, 0, 0, kMax}, {one, 0, 0, 20}, {}, 20}, {"WritePages source"}},
+      {WritePages{s, t, 100, {one, 0, 0}, {one, 0, 0}, {}, 30}, {"multiple", "100", "30"}},
+      {WritePages{s, t, 100, {one, 0, 0, 20}, {one, 0, 0, 20}, 1, 20},
+       {"immediate per page", "5 rows"}},
       {Scatter{s, bad_slice, Scatter::Sharding::kByPeer, {}}, {"slice 1", "source", "11"}},
       {Imm{nullptr, 1}, {"Imm has no peer"}},
   };

@@ -213,7 +213,10 @@ class FakeDomain final : public provider::Domain {
       const auto target = to->regions_.find(work.remote_key - 1'000'000);
       if (target == to->regions_.end() || !contains(target->second, work.remote_addr, work.bytes))
         return {Code::kRemoteAccess, 5};
-      if (network_.options_.copy)
+      if (work.is_read && work.has_imm) return {Code::kTransport, 6};
+      if (network_.options_.copy && work.is_read)
+        std::memcpy(work.local, reinterpret_cast<const void*>(work.remote_addr), work.bytes);
+      else if (network_.options_.copy)
         std::memcpy(reinterpret_cast<void*>(work.remote_addr), work.local, work.bytes);
     }
     if (work.has_imm) to->inbox_.push_back(work.imm);

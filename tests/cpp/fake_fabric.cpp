@@ -172,7 +172,7 @@ int open_cq(AccessDomain* domain, CqAttr* attr, CompletionQueue** out, void*) {
 
 int open_endpoint(AccessDomain* domain, Info*, Endpoint** out, void*) {
   static CmOps cm{sizeof(CmOps), nullptr, get_name};
-  static RmaOps rma{sizeof(RmaOps), nullptr, nullptr, nullptr, nullptr, nullptr, writemsg};
+  static RmaOps rma{sizeof(RmaOps), nullptr, nullptr, readmsg, nullptr, nullptr, writemsg};
   auto* endpoint = new FakeEndpoint;
   endpoint->fid = {3, nullptr, fid_ops<close_endpoint>()};
   static EndpointOps options{sizeof(EndpointOps), nullptr, get_option, set_option};
@@ -203,6 +203,7 @@ int register_memory(Fid* fid, const MrAttr* attr, uint64_t flags, MemoryRegion**
   // efa_mr_regattr(): -FI_ENOSYS for an interface that is not initialized. Without FI_HMEM at the
   // domain CUDA's memory is taken for the host's (efa_mr_hmem_setup).
   if (attr->iface == kHmemCuda && !network().machine.cuda) return -ENOSYS;
+  region->access = attr->access;
   region->needs_sync = attr->iface == kHmemCuda && domain->has_hmem;
   ++network().num_registering;
   while (network().hold_registrations) std::this_thread::yield();

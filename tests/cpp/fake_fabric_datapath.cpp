@@ -18,15 +18,16 @@ constexpr size_t kMaxEarly = 16;  // writes kept back until hands are shaken
 bool one_in(FakeDomain& domain, uint32_t n) { return domain.random() % n == 0; }
 
 void report(const Operation& op, int err, int prov_errno) {
+  const uint64_t kind = kRma | (op.is_read ? kRead : kWrite);
   --op.source->num_outstanding;
   if (err == 0) {
-    op.source->cq->entries.push_back({op.context, kRma | kWrite, 0, nullptr, 0});
+    op.source->cq->entries.push_back({op.context, kind, 0, nullptr, 0});
     return;
   }
   ++network().counts.failed;
   CqError error{};
   error.op_context = op.context;
-  error.flags = kRma | kWrite;
+  error.flags = kind;
   error.err = err;
   error.prov_errno = prov_errno;
   op.source->cq->errors.push_back(error);
@@ -40,16 +41,21 @@ void carry_out(const Operation& op) {
   const auto& local = op.source->domain->regions;
   const bool has_local = std::ranges::any_of(
       local, [&](const auto& entry) { return entry.second == op.local_region; });
-  if (!has_local) return report(op, EINVAL, kBadLocalKey);
+  if (!has_local || !(op.local_region->access & (op.is_read ? kRead : kWrite)))
+    return report(op, EINVAL, kBadLocalKey);
   const auto& regions = target->second->domain->regions;
   const auto found = regions.find(op.remote.key);
-  if (found == regions.end()) return report(op, EINVAL, kBadAddress);
+  if (found == regions.end() ||
+      !(found->second->access & (op.is_read ? kRemoteRead : kRemoteWrite)))
+    return report(op, EINVAL, kBadAddress);
   const auto base = reinterpret_cast<uint64_t>(found->second->data);
   const uint64_t offset = op.remote.addr - base;
   if (op.remote.addr < base || offset > found->second->bytes ||
       op.bytes > found->second->bytes - offset)
     return report(op, EINVAL, kBadAddress);
-  FakeDriver::write_by_nic(found->second->data + offset, op.local, op.bytes);
+  std::byte* const remote = found->second->data + offset;
+  FakeDriver::write_by_nic(op.is_read ? op.local : remote, op.is_read ? remote : op.local,
+                           op.bytes);
   if (op.has_imm)
     target->second->cq->entries.push_back(
         {nullptr, kRma | kRemoteWrite | kRemoteCqData, 0, nullptr, op.imm});
@@ -105,14 +111,13 @@ bool is_ready(FakeEndpoint& endpoint, uint64_t target) {
   return peer->second == 0;
 }
 
-}  // namespace
-
-ssize_t writemsg(Endpoint* object, const RmaMessage* message, uint64_t flags) {
+ssize_t post(Endpoint* object, const RmaMessage* message, uint64_t flags, bool is_read) {
   auto& endpoint = *static_cast<FakeEndpoint*>(object);
   FakeDomain& domain = *endpoint.domain;
   const Call call(domain);
   Network& n = network();
-  const uint64_t wanted = kCompletion | kDeliveryComplete;
+  const uint64_t wanted = kCompletion | (is_read ? 0 : kDeliveryComplete);
+  if (is_read && (flags & (kRemoteCqData | kDeliveryComplete))) return -EINVAL;
   if (message->iov_count != 1 || message->rma_iov_count != 1 || (flags & wanted) != wanted ||
       message->data >> 32 != 0 || message->addr >= endpoint.av->ids.size() || !message->desc ||
       !message->desc[0])
@@ -135,7 +140,7 @@ ssize_t writemsg(Endpoint* object, const RmaMessage* message, uint64_t flags) {
   const uint32_t delay = one_in(domain, 16) ? domain.random() % 64 : domain.random() % 4;
   const Operation op{&endpoint,
                      &local,
-                     static_cast<const std::byte*>(message->msg_iov->iov_base),
+                     static_cast<std::byte*>(message->msg_iov->iov_base),
                      message->msg_iov->iov_len,
                      *message->rma_iov,
                      target,
@@ -143,7 +148,11 @@ ssize_t writemsg(Endpoint* object, const RmaMessage* message, uint64_t flags) {
                      (flags & kRemoteCqData) != 0,
                      message->context,
                      delay,
-                     (flags & kMore) != 0};
+                     (flags & kMore) != 0,
+                     is_read};
+  // A read begins and ends a chain of its own, also inside another (efa_rdm_pke.c:
+  // efa_rdm_pke_read of 1.22).
+  if (is_read && (op.more || !endpoint.unrung.empty())) ++n.counts.left_open;
   if (op.more) ++n.counts.chained;
   if (!endpoint.unrung.empty() && endpoint.unrung.back().target != target) ++n.counts.across_peers;
   if (ready)
@@ -151,6 +160,15 @@ ssize_t writemsg(Endpoint* object, const RmaMessage* message, uint64_t flags) {
   else
     endpoint.before_handshake.push_back(op);
   return 0;
+}
+
+}  // namespace
+
+ssize_t readmsg(Endpoint* endpoint, const RmaMessage* message, uint64_t flags) {
+  return post(endpoint, message, flags, /*is_read=*/true);
+}
+ssize_t writemsg(Endpoint* endpoint, const RmaMessage* message, uint64_t flags) {
+  return post(endpoint, message, flags, /*is_read=*/false);
 }
 
 ssize_t cq_read(CompletionQueue* object, void* out, size_t count) {

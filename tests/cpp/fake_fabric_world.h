@@ -24,13 +24,14 @@ struct FakeRegion : MemoryRegion {
   FakeDomain* domain = nullptr;
   std::byte* data = nullptr;
   size_t bytes = 0;
+  uint64_t access = 0;
   bool needs_sync = false;  // registered as CUDA's: not synchronised with CUDA yet
 };
 
 struct Operation {
   FakeEndpoint* source;
   FakeRegion* local_region;
-  const std::byte* local;
+  std::byte* local;
   size_t bytes;
   RmaIov remote;
   uint64_t target;  // id of the endpoint
@@ -39,6 +40,7 @@ struct Operation {
   void* context;
   uint32_t delay;  // in polls of anybody
   bool more;       // posted with FI_MORE
+  bool is_read;
 };
 
 struct FakeDomain : AccessDomain {
@@ -111,6 +113,7 @@ class Call {
 };
 
 // The data path (fake_fabric_datapath.cpp).
+ssize_t readmsg(Endpoint* object, const RmaMessage* message, uint64_t flags);
 ssize_t writemsg(Endpoint* object, const RmaMessage* message, uint64_t flags);
 ssize_t cq_read(CompletionQueue* object, void* out, size_t count);
 ssize_t cq_readerr(CompletionQueue* object, CqError* error, uint64_t flags);

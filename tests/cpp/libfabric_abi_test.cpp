@@ -60,6 +60,7 @@ SAME_PLACE(fabric::CmOps, getname, fi_ops_cm, getname);
 static_assert(sizeof(fabric::RmaIov) == sizeof(fi_rma_iov));
 static_assert(sizeof(fabric::RmaMessage) == sizeof(fi_msg_rma));
 SAME_PLACE(fabric::RmaMessage, data, fi_msg_rma, data);
+SAME_PLACE(fabric::RmaOps, readmsg, fi_ops_rma, readmsg);
 SAME_PLACE(fabric::RmaOps, writemsg, fi_ops_rma, writemsg);
 SAME_PLACE(fabric::Endpoint, cm, fid_ep, cm);
 SAME_PLACE(fabric::Endpoint, rma, fid_ep, rma);

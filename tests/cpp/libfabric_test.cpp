@@ -63,6 +63,29 @@ TEST_CASE("libfabric on efa: chains are rung, calls are alone, shared memory of 
   CHECK(num_inversions(pair.a.done) > 1000);
 }
 
+TEST_CASE("libfabric on efa: no read is posted within a chain of writes") {
+  Pair pair(kEfa, 64 * 100);
+  fill(pair.target.data, 1);
+  for (uint64_t i = 0; i < 4000; i += 40) {
+    std::vector<WorkRequest> batch;
+    for (uint64_t k = i; k < i + 40; ++k)
+      batch.push_back(k % 4 == 0 ? pair.read(k, k % 64 * 100, 100) : make_imm(k, pair.peer, 1));
+    size_t posted = 0;
+    CHECK(pump({&pair.a, &pair.b}, [&] {
+      posted += pair.a.domain->post(std::span(batch).subspan(posted));
+      return posted == batch.size();
+    }));
+  }
+  CHECK(pair.pump_until_done(4000));
+  CHECK(pair.a.num_failed() == 0);
+  const auto counts = FakeFabric::counts();
+  CHECK(counts.chained > 500);
+  CHECK(counts.left_open == 0);
+  for (uint64_t k = 0; k < 64; k += 4)
+    CHECK(std::ranges::equal(pair.source.data.subspan(k * 100, 100),
+                             pair.target.data.subspan(k * 100, 100)));
+}
+
 TEST_CASE("libfabric on efa: a peer that takes nothing is given up, and only that one") {
   const ProviderUnderTest impatient = {.name = "libfabric",
                                        .settings = "provider=efa,interfaces=efa7,timeout_ms=50"};

@@ -130,6 +130,10 @@ struct Pair {
   WorkRequest write(uint64_t wr_id, size_t offset, size_t bytes) const {
     return make_write(wr_id, peer, source, offset, target, offset, bytes);
   }
+  // Into `source`, from `target`.
+  WorkRequest read(uint64_t wr_id, size_t offset, size_t bytes) const {
+    return make_read(wr_id, peer, source, offset, target, offset, bytes);
+  }
   void post(const WorkRequest& request) { post_all(a, {&a, &b}, request); }
   bool pump_until_done(size_t num) {
     return pump({&a, &b}, [&] { return a.done.size() >= num; });

@@ -28,6 +28,8 @@ SAME_PLACE(Qp, qp_num, ibv_qp, qp_num);
 SAME_SIZE(DeviceAttr, ibv_device_attr);
 SAME_PLACE(DeviceAttr, max_qp_wr, ibv_device_attr, max_qp_wr);
 SAME_PLACE(DeviceAttr, max_cqe, ibv_device_attr, max_cqe);
+SAME_PLACE(DeviceAttr, max_qp_rd_atom, ibv_device_attr, max_qp_rd_atom);
+SAME_PLACE(DeviceAttr, max_qp_init_rd_atom, ibv_device_attr, max_qp_init_rd_atom);
 SAME_PLACE(DeviceAttr, max_srq_wr, ibv_device_attr, max_srq_wr);
 SAME_PLACE(DeviceAttr, phys_port_cnt, ibv_device_attr, phys_port_cnt);
 SAME_SIZE(PortAttr, ibv_port_attr);
@@ -87,6 +89,8 @@ static_assert(kMaskSendPsn == +IBV_QP_SQ_PSN && kMaskMaxPeerReads == +IBV_QP_MAX
 static_assert(kMaskPeerQp == +IBV_QP_DEST_QPN);
 static_assert(kAccessLocalWrite == +IBV_ACCESS_LOCAL_WRITE);
 static_assert(kAccessRemoteWrite == +IBV_ACCESS_REMOTE_WRITE);
+static_assert(kAccessRemoteRead == +IBV_ACCESS_REMOTE_READ);
+static_assert(kOpRead == +IBV_WR_RDMA_READ);
 static_assert(kAccessRelaxedOrdering == +IBV_ACCESS_RELAXED_ORDERING);
 static_assert(kOpWrite == +IBV_WR_RDMA_WRITE && kOpWriteImm == +IBV_WR_RDMA_WRITE_WITH_IMM);
 static_assert(kSendSignaled == +IBV_SEND_SIGNALED && kSendInline == +IBV_SEND_INLINE);

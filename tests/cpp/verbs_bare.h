@@ -29,7 +29,7 @@ struct BareEnd {
   }
   void connect(BareEnd& to) {
     make_ready_to_receive(nic, *qp, own_port(to.nic), {0, to.qp->qp_num, 0}, "peer");
-    make_ready_to_send(nic, *qp, 0);
+    make_ready_to_send(nic, *qp, own_port(to.nic), 0);
   }
   void add_receives(uint32_t num) {
     RecvWr wr{kReceiveId, nullptr, nullptr, 0}, *bad = nullptr;

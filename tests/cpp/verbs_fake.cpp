@@ -92,7 +92,11 @@ int query_device(Context*, DeviceAttr* attr) {
   *attr = {};
   attr->max_qp_wr = 1 << 14;
   attr->max_cqe = attr->max_srq_wr = 1 << 16;
-  return 0;
+  return locked([&](FakeVerbs& f, World&) {
+    attr->max_qp_init_rd_atom = f.faults.max_reads_sent;
+    attr->max_qp_rd_atom = f.faults.max_reads_served;
+    return 0;
+  });
 }
 int query_port(Context* context, uint8_t port, PortAttr* attr) {
   if (port != 1) return EINVAL;
@@ -157,8 +161,12 @@ Pd* alloc_parent_domain(Context* context, ParentDomainInitAttr* attr) {
   });
 }
 
-Mr* add_region(Pd* pd, void* addr, size_t bytes) {
+// A peer may not get more rights than the owner has (ibv_reg_mr(3)).
+Mr* add_region(Pd* pd, void* addr, size_t bytes, int access) {
+  if ((access & kAccessRemoteWrite) && !(access & kAccessLocalWrite))
+    return errno = EINVAL, nullptr;
   auto* mr = new FakeMr{};
+  mr->access = access;
   mr->pd = pd;
   mr->addr = addr;
   mr->length = bytes;
@@ -173,23 +181,24 @@ Mr* fail_region(int error) {
   errno = error;
   return nullptr;
 }
-Mr* reg_mr_iova2(Pd* pd, void* addr, size_t bytes, uint64_t, unsigned) {
+Mr* reg_mr_iova2(Pd* pd, void* addr, size_t bytes, uint64_t, unsigned access) {
   const int error = locked([](FakeVerbs& f, World&) {
     ++f.counters.address_regions;
     return f.faults.register_error;
   });
-  return error != 0 ? fail_region(error) : add_region(pd, addr, bytes);
+  return error != 0 ? fail_region(error) : add_region(pd, addr, bytes, static_cast<int>(access));
 }
 Mr* reg_mr(Pd* pd, void* addr, size_t bytes, int access) {
   if (access & kAccessRelaxedOrdering) return fail_region(EINVAL);
-  return reg_mr_iova2(pd, addr, bytes, 0, 0);
+  return reg_mr_iova2(pd, addr, bytes, 0, static_cast<unsigned>(access));
 }
-Mr* reg_dmabuf_mr(Pd* pd, uint64_t, size_t bytes, uint64_t iova, int fd, int) {
+Mr* reg_dmabuf_mr(Pd* pd, uint64_t, size_t bytes, uint64_t iova, int fd, int access) {
   const int error = locked([&](FakeVerbs& f, World&) {
     ++f.counters.dmabuf_regions;
     return fd < 0 ? EBADF : f.faults.dmabuf_error;
   });
-  return error != 0 ? fail_region(error) : add_region(pd, reinterpret_cast<void*>(iova), bytes);
+  return error != 0 ? fail_region(error)
+                    : add_region(pd, reinterpret_cast<void*>(iova), bytes, access);
 }
 int dereg_mr(Mr* mr) {
   return locked([&](FakeVerbs&, World& w) {
@@ -301,6 +310,13 @@ int modify_qp(Qp* plain, QpAttr* attr, int mask) {
         return ENETUNREACH;
       qp.peer_qp = attr->dest_qp_num;
     }
+    // mlx5 and others refuse more than the device has.
+    if (attr->max_rd_atomic > f.faults.max_reads_sent ||
+        attr->max_dest_rd_atomic > f.faults.max_reads_served)
+      return EINVAL;
+    if (mask & kMaskAccess) qp.access = attr->qp_access_flags;
+    if (mask & kMaskMaxReads) qp.max_reads_sent = attr->max_rd_atomic;
+    if (mask & kMaskMaxPeerReads) qp.max_reads_served = attr->max_dest_rd_atomic;
     qp.state = attr->qp_state;
     return 0;
   });

@@ -38,6 +38,7 @@ class FakeVerbs {
     uint64_t max_queue_pairs = ~uint64_t{0};
     int receive_error = 0;  // what post_srq_recv returns, after taking receives_taken of the chain
     uint32_t receives_taken = 0;
+    int max_reads_sent = 16, max_reads_served = 16;  // of a queue pair at a time, by query_device
     bool signaled_errors_only = false;  // a broken queue says nothing of unsignalled writes
     bool no_errors = false;             // nor of any other
     bool no_thread_domains = false;
@@ -51,6 +52,7 @@ class FakeVerbs {
     uint64_t thread_domains = 0;             // alive
     uint64_t queue_pairs_without_locks = 0;  // made in one
     uint64_t lock_violations = 0;            // two threads posted at once to one of those
+    uint64_t reads = 0, read_waits = 0;      // started; found as many under way as were agreed
     uint64_t broken = 0;                     // queue pairs that were moved to error
     uint64_t busy = 0;                       // was to be destroyed and is in use
     uint64_t full_receives = 0;              // receives that found no place

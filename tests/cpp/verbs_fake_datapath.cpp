@@ -82,38 +82,78 @@ void show_late(FakeVerbs& f, FakeCq& cq) {
 
 // --- writes ---
 
-bool covered(World& w, uint32_t key, const Qp& qp, uint64_t addr, uint64_t bytes) {
+bool covered(World& w, uint32_t key, const Qp& qp, uint64_t addr, uint64_t bytes, int access) {
   const auto* domain = reinterpret_cast<const FakePd*>(qp.pd);
   const void* pd = domain->parent ? domain->parent : domain;
   const auto found = w.regions.find(key);
   if (found == w.regions.end() || found->second->pd != pd) return false;
+  if ((found->second->access & access) != access) return false;
   const auto begin = reinterpret_cast<uint64_t>(found->second->addr);
   return addr >= begin && bytes <= found->second->length &&
          addr - begin <= found->second->length - bytes;
 }
 
-// The status of the write at the front; -1: the target has no receive, later.
+// Starts the reads at the front of the queue, as many as may be under way. Others wait, and what is
+// behind them (InfiniBand specification 1.4, section 9.7.7.1).
+void start_reads(FakeVerbs& f, FakeQp& qp) {
+  uint32_t num = 0;
+  for (Pending& read : qp.pending) {
+    if (read.wr.opcode != kOpRead) return;
+    if (num++ == qp.max_reads_sent) {
+      ++f.counters.read_waits;
+      return;
+    }
+    if (read.polls_left >= 0) continue;
+    read.polls_left = static_cast<int>(f.random() % 8);
+    ++f.counters.reads;
+  }
+}
+
+// How the target refuses a read or write; kWcSuccess: it does not. A queue pair without the right
+// calls the request invalid, and so it does with more reads than it serves (drivers/infiniband/sw/
+// rxe/rxe_resp.c, check_op_valid; InfiniBand specification 1.4, section 9.7.4.1).
+int refusal(World& w, const FakeQp& qp, const FakeQp& target, const SendWr& wr, uint32_t bytes) {
+  const bool read = wr.opcode == kOpRead;
+  const int right = read ? kAccessRemoteRead : kAccessRemoteWrite;
+  const auto started = [](const Pending& pending) { return pending.polls_left >= 0; };
+  if (!(target.access & static_cast<unsigned>(right))) return kWcRemoteInvalidRequest;
+  if (read && std::ranges::count_if(qp.pending, started) > target.max_reads_served)
+    return kWcRemoteInvalidRequest;
+  if (bytes > 0 && !covered(w, wr.rkey, target, wr.remote_addr, bytes, right))
+    return kWcRemoteAccess;
+  return kWcSuccess;
+}
+
+// The status of the write or read at the front; -1: later, because the target has no receive or the
+// answer is under way.
 int carry_out(FakeVerbs& f, World& w, FakeQp& qp, FakeQp*& target) {
-  const Pending& write = qp.pending.front();
+  Pending& write = qp.pending.front();
   const SendWr& wr = write.wr;
   const uint32_t bytes = wr.num_sge > 0 ? write.sge.length : 0;
   if (f.faults.link_down) return kWcRetriesExceeded;
   if (f.faults.next_status != 0) return std::exchange(f.faults.next_status, 0);
   const bool inlined = (wr.send_flags & kSendInline) != 0;
-  if (bytes > 0 && !inlined && !covered(w, write.sge.lkey, qp, write.sge.addr, bytes))
+  const bool read = wr.opcode == kOpRead;
+  if (read && qp.max_reads_sent == 0) return kWcLocalQpOperation;
+  if (bytes > 0 && !inlined &&
+      !covered(w, write.sge.lkey, qp, write.sge.addr, bytes, read ? kAccessLocalWrite : 0))
     return kWcLocalProtection;
   const auto found = w.qps.find(qp.peer_qp);
   if (found == w.qps.end() || found->second->peer_qp != qp.qp_num ||
       (found->second->state != kQpReadyToReceive && found->second->state != kQpReadyToSend))
     return kWcRetriesExceeded;
   target = found->second;
-  if (bytes > 0 && !covered(w, wr.rkey, *target, wr.remote_addr, bytes)) return kWcRemoteAccess;
+  if (const int refused = refusal(w, qp, *target, wr, bytes); refused != kWcSuccess) return refused;
+  if (read && write.polls_left-- > 0) return -1;
   auto* receives = static_cast<FakeSrq*>(target->srq);
   if (wr.opcode == kOpWriteImm && receives->num == 0) {
     ++f.counters.receiver_waits;
     return -1;
   }
-  if (bytes > 0)
+  if (bytes > 0 && read)
+    FakeDriver::write_by_nic(reinterpret_cast<void*>(write.sge.addr),
+                             reinterpret_cast<const void*>(wr.remote_addr), bytes);
+  else if (bytes > 0)
     FakeDriver::write_by_nic(
         reinterpret_cast<void*>(wr.remote_addr),
         inlined ? write.inlined.data() : reinterpret_cast<const void*>(write.sge.addr), bytes);
@@ -135,6 +175,7 @@ int carry_out(FakeVerbs& f, World& w, FakeQp& qp, FakeQp*& target) {
 void run_queue(FakeVerbs& f, World& w, FakeQp& qp) {
   for (uint64_t budget = 1 + f.random() % 16; budget > 0 && !qp.pending.empty(); --budget) {
     FakeQp* target = nullptr;
+    start_reads(f, qp);
     const int status = carry_out(f, w, qp, target);
     if (status < 0) return;
     ++f.counters.writes;
@@ -142,7 +183,8 @@ void run_queue(FakeVerbs& f, World& w, FakeQp& qp) {
     qp.pending.pop_front();
     if (status == kWcSuccess) continue;
     break_queue(f, qp);
-    if (status == kWcRemoteAccess && target) break_queue(f, *target);
+    if ((status == kWcRemoteAccess || status == kWcRemoteInvalidRequest) && target)
+      break_queue(f, *target);
   }
 }
 
@@ -159,6 +201,7 @@ int post_send(Qp* plain, SendWr* wr, SendWr** bad) {
       int error = fails && taken == f.faults.posts_taken ? f.faults.post_error : 0;
       if (qp.num_posted - qp.num_freed >= qp.init.cap.max_send_wr) error = ENOMEM;
       if (qp.state != kQpReadyToSend && qp.state != kQpError) error = EINVAL;
+      if ((wr->send_flags & kSendInline) && wr->opcode == kOpRead) error = EINVAL;
       if ((wr->send_flags & kSendInline) && wr->sg_list->length > qp.init.cap.max_inline_data)
         error = ENOMEM;  // mlx5, qp.c: set_data_inl_seg
       if (error != 0) {
@@ -166,7 +209,7 @@ int post_send(Qp* plain, SendWr* wr, SendWr** bad) {
         return error;
       }
       ++qp.num_posted;
-      Pending write{*wr, wr->num_sge > 0 ? *wr->sg_list : Sge{}, {}};
+      Pending write{*wr, wr->num_sge > 0 ? *wr->sg_list : Sge{}, {}, -1};
       if (wr->send_flags & kSendInline) {
         ++f.counters.inlined;
         const auto* from = reinterpret_cast<const std::byte*>(write.sge.addr);

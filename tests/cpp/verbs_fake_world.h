@@ -51,11 +51,14 @@ struct FakePd {
 struct FakeChannel : CompChannel {
   FakePipe events;
 };
-struct FakeMr : Mr {};
+struct FakeMr : Mr {
+  int access = 0;
+};
 struct Pending {
   SendWr wr;
   Sge sge;
   std::vector<std::byte> inlined;
+  int polls_left = -1;  // of a read, until its answer is here; -1: not started
 };
 struct FakeQp;
 struct FakeSrq : Srq {
@@ -77,6 +80,8 @@ struct FakeCq : Cq {
 struct FakeQp : Qp {
   QpInitAttr init;
   uint32_t peer_qp = 0;
+  unsigned access = 0;
+  uint32_t max_reads_sent = 0, max_reads_served = 0;
   uint64_t num_posted = 0, num_started = 0, num_freed = 0;
   std::deque<Pending> pending;
   std::deque<FakeCq::Entry> late;  // acknowledged to the peer, not yet in the completion queue

@@ -218,7 +218,9 @@ struct RmaMessage {
 struct Endpoint;
 struct RmaOps {
   size_t size;
-  Unused read, readv, readmsg, write, writev;
+  Unused read, readv;
+  ssize_t (*readmsg)(Endpoint* endpoint, const RmaMessage* message, uint64_t flags);
+  Unused write, writev;
   ssize_t (*writemsg)(Endpoint* endpoint, const RmaMessage* message, uint64_t flags);
 };
 struct Endpoint {

@@ -103,13 +103,19 @@ void LibfabricDomain::unregister_memory(const MemoryKey& key) {
   poll_until(Clock::now() + kDrain, [&] {
     Region& region = regions_.at(key);
     region.leaving = true;
-    return region.num_writes == 0;
+    return region.num_writes + region.num_reads == 0;
   });
   {
     const std::lock_guard lock(registering_);
     Owned<MemoryRegion> mr;
     {
       const Gate::Control inside(gate_);
+      // A software provider would still copy an answer there, whether or not the region is closed.
+      const uint32_t num_reads = config_.is_software() ? regions_.at(key).num_reads : 0;
+      MOE_P2P_CHECK(num_reads == 0, Code::kTimeout, name_, ": ", num_reads,
+                    " reads into the memory to unregister are not answered after ", kDrain.count(),
+                    " ms, and their peers may still answer: it stays registered, and must not be "
+                    "freed before this NIC is closed");
       ready_.reserve(ready_.size() + config_.max_in_flight);
       writes_.fail(regions_.at(key), {Code::kClosed, 0});
       writes_.refill();

@@ -54,7 +54,8 @@ const char* cause_of(Code code) noexcept {
 }  // namespace
 
 std::string describe(const Failure& failure) {
-  return base::concat("a write of ", failure.bytes, " bytes to peer ", failure.peer,
+  return base::concat(failure.is_read ? "a read of " : "a write of ", failure.bytes,
+                      failure.is_read ? " bytes from peer " : " bytes to peer ", failure.peer,
                       " failed: ", base::code_name(failure.status.code), ", ",
                       error_text(failure.status.detail), ", device status ", failure.prov_errno,
                       "; likely cause: ", cause_of(failure.status.code));

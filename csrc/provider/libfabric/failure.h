@@ -20,6 +20,7 @@ struct Failure {
   int prov_errno = 0;  // the provider's own number
   uint32_t bytes = 0;
   uint32_t peer = 0;
+  bool is_read = false;
 };
 std::string describe(const Failure& failure);
 

@@ -50,7 +50,7 @@ Owned<MemoryRegion> Regions::open(const MemorySpan& span) {
   MrAttr attr{};
   attr.memory = &whole;
   attr.iov_count = 1;
-  attr.access = kWrite | kRemoteWrite;
+  attr.access = kWrite | kRemoteWrite | kRead | kRemoteRead;
   attr.requested_key = next_key();
   MemoryRegion* region = nullptr;
   const auto reg = [&](uint64_t flags) {

@@ -15,8 +15,9 @@ struct Region {
   MemorySpan span;
   Owned<MemoryRegion> mr;  // null: given back, the key is not used again
   void* descriptor = nullptr;
-  bool leaving = false;     // being given back: takes no new writes
-  uint32_t num_writes = 0;  // from here, accepted and not returned by libfabric
+  bool leaving = false;  // being given back: takes no new writes
+  // From here or, for reads, to here; accepted and not returned by libfabric.
+  uint32_t num_writes = 0, num_reads = 0;
 
   bool contains(const std::byte* data, uint64_t bytes) const noexcept {
     return mr != nullptr && !leaving && data >= span.data && bytes <= span.bytes &&

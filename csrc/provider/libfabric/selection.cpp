@@ -34,7 +34,7 @@ std::string_view domain_of(const Info& info) { return info.domain_attr->name; }
 OwnedInfo make_hints(const Config& config, bool hmem, uint64_t completion_level) {
   OwnedInfo hints(library().dupinfo(nullptr));
   MOE_P2P_CHECK(hints, Code::kResourceExhausted, "libfabric: out of memory");
-  hints->caps = kMsg | kRma | kWrite | kRemoteWrite | (hmem ? kHmem : 0);
+  hints->caps = kMsg | kRma | kWrite | kRemoteWrite | kRead | kRemoteRead | (hmem ? kHmem : 0);
   hints->mode = kContext | kContext2;
   hints->ep_attr->type = kEndpointRdm;
   hints->tx_attr->op_flags = completion_level;

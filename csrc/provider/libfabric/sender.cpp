@@ -30,6 +30,9 @@ Writes::Writes(const Session& session, const Config& config, Regions& regions, P
       // shm of libfabric 1.17 delivers an empty write and then never completes it.
       bytes_when_empty_(config.provider == "shm" ? 1 : 0),
       completion_flags_(kCompletion | (session.info->tx_attr->op_flags & kDeliveryComplete)),
+      // A read's completion is its delivery. Without the flag shm reads the peer's memory itself, and
+      // looks at no key (smr_rma.c, smr_do_fast_rma, of 1.17).
+      read_flags_(kCompletion | (config.provider == "shm" ? kDeliveryComplete : 0)),
       regions_(regions),
       peers_(peers),
       ready_(ready),
@@ -80,6 +83,7 @@ inline void Writes::accept(const WorkRequest& request, Slot& slot) noexcept {
   slot.imm = request.imm;
   slot.peer = request.peer;
   slot.has_imm = request.has_imm;
+  slot.is_read = request.is_read;
   slot.state = Slot::State::kWaiting;
   Peer* peer = peers_.find(request.peer);
   if (!broken_.ok()) return complete(slot, broken_);
@@ -106,7 +110,7 @@ inline void Writes::enqueue(Slot& slot, Peer& peer) noexcept {
   slot.next = nullptr;
   (peer.first ? peer.last->next : peer.first) = &slot;
   peer.last = &slot;
-  ++slot.region->num_writes;
+  ++(slot.is_read ? slot.region->num_reads : slot.region->num_writes);
   if (std::exchange(peer.listed, true)) return;
   peer.next_waiting = waiting_;
   waiting_ = &peer;
@@ -132,7 +136,10 @@ void Writes::pump() noexcept {
 // True when nothing of the peer waits any more.
 bool Writes::push(Peer& peer) noexcept {
   while (Slot* slot = peer.first) {
-    const bool more = chain_length_ + 1 < kChain && goes_on(*slot, peer);
+    if (slot->is_read && shares_queue_ && chain_length_ > 0) ring();
+    if (slot->is_read && shares_queue_ && chain_length_ > 0)
+      return false;  // again at the next poll
+    const bool more = !slot->is_read && chain_length_ + 1 < kChain && goes_on(*slot, peer);
     const ssize_t result = post(*slot, peer, more ? kMore : 0);
     const Status status = result == 0 ? Status{} : status_of(static_cast<int>(-result));
     if (result == -EAGAIN && is_full()) {
@@ -168,9 +175,9 @@ bool Writes::push(Peer& peer) noexcept {
 // write back and reports it as taken: it then does not ring for earlier writes, and libfabric
 // without the commit 3b01e1417 posts the write later with its FI_MORE, when nothing may follow.
 bool Writes::goes_on(const Slot& slot, const Peer& peer) const noexcept {
-  if (slot.next) return true;
+  if (slot.next) return !slot.next->is_read;
   const Peer* next = shares_queue_ && peer.answered ? peer.next_waiting : nullptr;
-  return next && next->first && next->answered && !next->refused_since;
+  return next && next->first && !next->first->is_read && next->answered && !next->refused_since;
 }
 
 // Ends a chain whose continuation was refused or failed, with an empty write without completion.
@@ -185,7 +192,7 @@ void Writes::ring() noexcept {
   slot.remote_addr = peer->address.scratch_addr;
   slot.remote_key = peer->address.scratch_key;
   slot.peer = peer->id;
-  slot.has_imm = false;
+  slot.has_imm = slot.is_read = false;
   if (post(slot, *peer, 0) != 0) return;  // again at the next poll
   free_.pop_back();
   slot.state = Slot::State::kAbandoned;
@@ -207,6 +214,7 @@ inline ssize_t Writes::post(Slot& slot, const Peer& peer, uint64_t flags) noexce
                            .data = slot.imm};
   if (slot.has_imm) flags |= kRemoteCqData;
   Endpoint& endpoint = *session_.endpoint;
+  if (slot.is_read) return endpoint.rma->readmsg(&endpoint, &message, flags | read_flags_);
   return endpoint.rma->writemsg(&endpoint, &message, flags | completion_flags_);
 }
 
@@ -229,7 +237,7 @@ bool Writes::has_given_up(Peer& peer, std::chrono::milliseconds patience) noexce
 // Failures that the caller caused are not the NIC's.
 void Writes::note(const Slot& slot, Status status, int prov_errno) noexcept {
   if (status.ok() || status.code == Code::kClosed || first_failure_) return;
-  first_failure_ = {status, prov_errno, slot.bytes, slot.peer};
+  first_failure_ = {status, prov_errno, slot.bytes, slot.peer, slot.is_read};
 }
 
 void Writes::show(const Slot& slot, Status status) noexcept {
@@ -238,9 +246,13 @@ void Writes::show(const Slot& slot, Status status) noexcept {
   ready_.push_back({.wr_id = slot.wr_id, .status = status});  // within its capacity
 }
 
+void Writes::leave(const Slot& slot) noexcept {
+  --(slot.is_read ? slot.region->num_reads : slot.region->num_writes);
+}
+
 void Writes::complete(Slot& slot, Status status) noexcept {
   show(slot, status);
-  if (slot.region) --slot.region->num_writes;
+  if (slot.region) leave(slot);
   release(slot);
 }
 
@@ -257,7 +269,7 @@ std::optional<Completion> Writes::finish(void* op_context, Status status, int pr
   if (shares_queue_)
     if (Peer* peer = peers_.find(slot.peer)) peer->answered = status.ok();
   const uint64_t wr_id = slot.wr_id;
-  --slot.region->num_writes;
+  leave(slot);
   release(slot);
   if (!wanted) return std::nullopt;
   --num_posted_;

@@ -6,7 +6,8 @@
 // Writes are posted in chains with FI_MORE, which needs one doorbell per chain. EFA's peers share
 // one send queue, so a chain continues with the next peer there; but neither to nor from a peer
 // that may still need a handshake, because EFA holds back its writes. A chain that was cut short is
-// rung by an empty write.
+// rung by an empty write. Reads are in no chain: EFA begins one of its own for each read, also when
+// another is open (efa_rdm_pke.c, efa_rdm_pke_read, of 1.20 to 1.22).
 //
 // A full shared queue refuses all peers: a peer's patience counts only its own refusals, the
 // queue's patience counts from the last completion.
@@ -23,7 +24,7 @@
 
 namespace moe_p2p::provider::libfabric {
 
-// One accepted write. libfabric has the address of `context` while the write is posted. The rest is
+// One accepted write or read. libfabric has the address of `context` while the write is posted. The rest is
 // one cache line: between two batches of writes, it falls out of the caches.
 struct alignas(64) Slot {
   // kAbandoned: reported to the engine as complete, not yet returned by libfabric.
@@ -40,6 +41,7 @@ struct alignas(64) Slot {
   uint32_t imm = 0;
   PeerId peer = 0;
   bool has_imm = false;
+  bool is_read = false;
   State state = State::kFree;
 };
 static_assert(sizeof(Slot) == sizeof(Context) + 64);
@@ -76,6 +78,7 @@ class Writes {
   void enqueue(Slot& slot, Peer& peer) noexcept;
   bool push(Peer& peer) noexcept;
   ssize_t post(Slot& slot, const Peer& peer, uint64_t flags) noexcept;
+  void leave(const Slot& slot) noexcept;
   bool goes_on(const Slot& slot, const Peer& peer) const noexcept;
   void ring() noexcept;
   bool is_full() const noexcept { return num_held_ >= queue_size_; }
@@ -92,7 +95,7 @@ class Writes {
   const uint32_t max_in_flight_;
   const std::chrono::milliseconds timeout_;
   const uint32_t bytes_when_empty_;
-  const uint64_t completion_flags_;
+  const uint64_t completion_flags_, read_flags_;
   Regions& regions_;
   Peers& peers_;
   std::vector<Completion>& ready_;

@@ -7,7 +7,8 @@
 // A payload ring carries fragments: a 64-byte Fragment and its payload, padded to 64 bytes. Payload
 // never wraps: a fragment ends at the ring's end and the write continues in the next one. For GPU
 // memory of the peer that the sender has mapped, the ring carries no payload: the sender copies it
-// into place before it puts the fragment into the ring.
+// into place before it puts the fragment into the ring. A read asks with a fragment whose payload
+// the receiver fills in place; the sender copies it out before it uses that part of the ring again.
 #pragma once
 
 #include <atomic>
@@ -84,6 +85,8 @@ struct alignas(kLine) Fragment {
   static constexpr uint32_t kAbort = 2;  // the sender gives this write up and sends no more of it
   // The payload is already in its target GPU memory.
   static constexpr uint32_t kInPlace = 4;
+  // The receiver fills the payload, from the memory named, and acknowledges this fragment alone.
+  static constexpr uint32_t kRead = 8;
 
   uint64_t remote_addr;  // of the whole write, like remote_key and write_bytes
   uint64_t remote_key;

@@ -27,7 +27,8 @@ Connection::Connection(PeerId id, std::shared_ptr<Segment> segment, Waker waker,
       // The channel's number separates ranks with the same seed.
       chaos_(seed, stream ^ static_cast<uint64_t>(claimed_.index) << 32),
       writes_(segment_->layout().window),
-      unsent_(segment_->layout().window) {
+      unsent_(segment_->layout().window),
+      reads_(segment_->layout().window) {
   for (uint32_t slot = segment_->layout().window; slot > 0; --slot) free_slots_.push_back(slot - 1);
 }
 
@@ -75,7 +76,7 @@ void Connection::pump_in_order(const SendContext& context) noexcept {
   while (!unsent_.empty()) {
     const uint32_t slot = unsent_[0];
     const bool sent = send_part(slot, context);
-    if (writes_[slot].all_sent()) unsent_.pop();  // also when its last fragment is staged
+    if (writes_[slot].nothing_to_send()) unsent_.pop();  // also when its last fragment is staged
     if (!sent) return;
   }
 }
@@ -89,7 +90,7 @@ void Connection::pump_shuffled(const SendContext& context) noexcept {
     const uint32_t slot = unsent_[i];
     if (round_ < writes_[slot].hold_until) continue;
     const bool sent = send_part(slot, context);
-    if (writes_[slot].all_sent()) unsent_.take(i);  // also when its last fragment is staged
+    if (writes_[slot].nothing_to_send()) unsent_.take(i);  // also when its last fragment is staged
     if (!sent) return;
   }
 }
@@ -107,7 +108,58 @@ bool Connection::send_part(uint32_t slot, const SendContext& context) noexcept {
     abort(write, Fragment::kAbort, {base::Code::kInvalidArgument, 0});
     return send_abort(slot);
   }
+  if (write.request.is_read) return send_read(slot, context.link);
   return *kind == MemoryKind::kCuda ? start_copy(slot, context) : send_fragment(slot, context);
+}
+
+bool Connection::send_read(uint32_t slot, LinkModel& link) noexcept {
+  OutgoingWrite& read = writes_[slot];
+  const uint32_t bytes = next_bytes(read);
+  if (!has_room(kLine + align_up(bytes, kLine))) return false;
+  read.reading = true;
+  read.read_bytes = bytes;
+  read.read_at = head_;
+  reads_.push(slot);
+  publish(begin_fragment(slot, bytes, Fragment::kRead, link));
+  return true;
+}
+
+bool Connection::land(uint32_t slot, base::Code code, const SendContext& context) noexcept {
+  OutgoingWrite& read = writes_[slot];
+  const WorkRequest& request = read.request;
+  std::byte* const to = request.local + (read.cursor - read.read_bytes);
+  const std::byte* const from = channel_.ring + ((read.read_at + kLine) & channel_.ring_mask);
+  base::Status status{code, 0};
+  if (landing_) {
+    const Copies::State state = context.copies.state_of(landing_ticket_);
+    if (state == Copies::State::kUnderWay) return false;
+    if (state == Copies::State::kFailed) status = context.copies.failure();
+    landing_ = false;
+  } else if (status.ok()) {
+    const auto kind = context.regions.find_local(request.local_key, to, read.read_bytes);
+    if (kind == MemoryKind::kCuda) {
+      if (context.copies.full()) return false;
+      const auto started = context.copies.start_by_ring(to, from, read.read_bytes);
+      landing_ = started.status.ok();
+      landing_ticket_ = started.ticket;
+      if (landing_) return land(slot, code, context);
+      status = started.status;
+    } else if (kind) {
+      std::memcpy(to, from, read.read_bytes);
+    } else {
+      status = {base::Code::kInvalidArgument, 0};
+    }
+  }
+  reads_.pop();  // acknowledgements come in the order of the ring
+  read.reading = false;
+  read.status = status;
+  return true;
+}
+
+bool Connection::read_goes_on(uint32_t slot) noexcept {
+  if (!writes_[slot].status.ok() || writes_[slot].all_sent()) return false;
+  unsent_.push(slot);
+  return true;
 }
 
 bool Connection::send_fragment(uint32_t slot, const SendContext& context) noexcept {
@@ -246,10 +298,12 @@ void Connection::choose_piece(OutgoingWrite& write) noexcept {
 
 bool Connection::has_room(uint64_t bytes) noexcept {
   const uint64_t ring_bytes = channel_.ring_mask + 1;
-  if (head_ + bytes - known_tail_ <= ring_bytes) return true;
+  // Reads that have not landed keep their part of the ring.
+  const uint64_t read_at = reads_.empty() ? ~uint64_t{0} : writes_[reads_[0]].read_at;
+  if (head_ + bytes - std::min(known_tail_, read_at) <= ring_bytes) return true;
   // acquire: pairs with the release in Receiver::publish: the receiver has read what we overwrite.
   known_tail_ = channel_.record->tail.load(std::memory_order_acquire);
-  return head_ + bytes - known_tail_ <= ring_bytes;
+  return head_ + bytes - std::min(known_tail_, read_at) <= ring_bytes;
 }
 
 void Connection::publish(const Fragment& fragment) noexcept {

@@ -17,7 +17,7 @@
 
 namespace moe_p2p::provider::loopback {
 
-// A write that was accepted and not acknowledged yet.
+// A write or read that was accepted and not acknowledged yet.
 struct OutgoingWrite {
   WorkRequest request;
   uint64_t pieces = 0;       // bit p: piece p is not begun (adversary: at most 64 pieces)
@@ -31,7 +31,14 @@ struct OutgoingWrite {
   uint32_t abort_flags = 0;  // not 0: given up; flags of the fragment that reports it
   base::Status status;       // the failure; ok: the acknowledgement has the result
 
+  // Reads have one fragment under way at a time, so that each slot owes one acknowledgement at
+  // most: the one before the cursor.
+  bool reading = false;
+  uint32_t read_bytes = 0;
+  uint64_t read_at = 0;  // ring position of its header
+
   bool all_sent() const noexcept { return begun && pieces == 0 && cursor == cursor_end; }
+  bool nothing_to_send() const noexcept { return reading || all_sent(); }
 };
 
 // What all connections of a NIC share for sending.
@@ -67,15 +74,24 @@ class Connection {
   // Returns the next acknowledgement or null; without pop_ack() the same one again.
   const Ack* next_ack() noexcept;
   void pop_ack() noexcept { ++ack_tail_; }
+  // For the acknowledgement of a fragment of a read: copies its payload into place. False while a
+  // GPU copies; call it again then.
+  bool land(uint32_t slot, base::Code code, const SendContext& context) noexcept;
+  // After land(): true when the read has more to ask for, which pump() does.
+  bool read_goes_on(uint32_t slot) noexcept;
   OutgoingWrite& write(uint32_t slot) noexcept { return writes_[slot & channel_.window_mask]; }
   void finish(uint32_t slot) noexcept;
   void drop_unsent() noexcept {
     unsent_.clear();
+    reads_.clear();
     staged_.dropped = true;
   }
-  // True while a copy still writes into the ring, which must not be released then.
-  bool is_staging(Copies& copies) noexcept {
-    return staged_.under_way && copies.state_of(staged_.ticket) == Copies::State::kUnderWay;
+  // True while a copy still uses the ring, which must not be released then.
+  bool is_copying(Copies& copies) noexcept {
+    const auto runs = [&](uint64_t ticket) {
+      return copies.state_of(ticket) == Copies::State::kUnderWay;
+    };
+    return (staged_.under_way && runs(staged_.ticket)) || (landing_ && runs(landing_ticket_));
   }
 
   // True when the peer closed its NIC, or took the channel back because it considered us dead.
@@ -101,6 +117,7 @@ class Connection {
   void pump_shuffled(const SendContext& context) noexcept;
   bool send_part(uint32_t slot, const SendContext& context) noexcept;
   bool send_fragment(uint32_t slot, const SendContext& context) noexcept;
+  bool send_read(uint32_t slot, LinkModel& link) noexcept;
   uint32_t next_bytes(const OutgoingWrite& write) noexcept;
   std::byte* next_payload() const noexcept {
     return channel_.ring + ((head_ + kLine) & channel_.ring_mask);
@@ -133,9 +150,14 @@ class Connection {
   };
   Staged staged_{};
 
+  // A GPU copies the payload of the oldest fragment of a read out of the ring.
+  bool landing_ = false;
+  uint64_t landing_ticket_ = 0;
+
   std::vector<OutgoingWrite> writes_;  // [window]
   std::vector<uint32_t> free_slots_;
   Pool<uint32_t> unsent_;  // slots of writes with bytes left to send
+  Pool<uint32_t> reads_;   // slots of reads under way, in the order of the ring
   uint32_t num_in_flight_ = 0;
   uint64_t round_ = 0;  // pump() calls
   uint64_t head_ = 0;   // ring positions, as in ChannelRecord

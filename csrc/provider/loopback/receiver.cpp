@@ -57,7 +57,7 @@ void Receiver::rescan() noexcept {
     // acquire: pairs with Segment::claim (the claim is written) and Segment::release.
     const uint64_t word = incoming.channel.record->state.load(std::memory_order_acquire);
     if (loopback::state_of(word) == ChannelState::kClosing) {
-      if (incoming.uploading && state_of(incoming) == Copies::State::kUnderWay)
+      if (incoming.copying && state_of(incoming) == Copies::State::kUnderWay)
         seen_changes_ = ~uint64_t{0};  // a GPU still reads the ring: the next poll looks again
       else
         free_channel(incoming, word);
@@ -71,7 +71,7 @@ void Receiver::rescan() noexcept {
 void Receiver::attach(Incoming& incoming, uint64_t word) noexcept {
   incoming.word = word;
   incoming.tail = incoming.ack_head = 0;
-  incoming.uploading = false;
+  incoming.copying = false;
   incoming.waker = Waker(incoming.channel.claim->sender_waker);
 }
 
@@ -126,8 +126,8 @@ void Receiver::poll_channel(Incoming& incoming, Output& output) noexcept {
       break;
     }
     if (early_imm_ && show_early(incoming, fragment, output)) break;
-    const std::byte* payload = channel.ring + ((incoming.tail + kLine) & channel.ring_mask);
-    if (!upload(incoming, fragment, payload)) break;
+    std::byte* payload = channel.ring + ((incoming.tail + kLine) & channel.ring_mask);
+    if (!copy(incoming, fragment, payload)) break;
     take(incoming, fragment, payload, output);
     incoming.tail += ring_bytes_of(fragment);
     publish(incoming);
@@ -142,6 +142,7 @@ bool Receiver::well_formed(const Incoming& incoming, const Fragment& fragment) c
   const uint64_t payload_at = (incoming.tail + kLine) & incoming.channel.ring_mask;
   return fragment.slot <= incoming.channel.window_mask &&
          payload_bytes(fragment) <= incoming.channel.ring_mask + 1 - payload_at &&
+         !(fragment.flags & Fragment::kRead && fragment.flags & Fragment::kInPlace) &&
          uint64_t{fragment.offset} + fragment.bytes <= fragment.write_bytes;
 }
 
@@ -150,24 +151,25 @@ Copies::State Receiver::state_of(const Incoming& incoming) noexcept {
   return copies_.state_of(incoming.ticket);
 }
 
-// False until a GPU has copied the payload to its memory.
-bool Receiver::upload(Incoming& incoming, const Fragment& fragment,
-                      const std::byte* payload) noexcept {
-  if (incoming.uploading) return state_of(incoming) != Copies::State::kUnderWay;
+// False until a GPU has copied the payload to its memory, or out of it for a read.
+bool Receiver::copy(Incoming& incoming, const Fragment& fragment, std::byte* payload) noexcept {
+  if (incoming.copying) return state_of(incoming) != Copies::State::kUnderWay;
   if (payload_bytes(fragment) == 0) return true;
   const auto target =
       regions_.find_remote(fragment.remote_key, fragment.remote_addr, fragment.write_bytes);
   if (!target.data || target.kind != MemoryKind::kCuda) return true;
   if (copies_.full()) return false;
+  std::byte* const memory = target.data + fragment.offset;
+  const bool read = fragment.flags & Fragment::kRead;
   const auto started =
-      copies_.start_by_ring(target.data + fragment.offset, payload, fragment.bytes);
-  incoming.uploading = true;
+      copies_.start_by_ring(read ? payload : memory, read ? memory : payload, fragment.bytes);
+  incoming.copying = true;
   incoming.ticket = started.ticket;
   incoming.refused = started.status;
   return state_of(incoming) != Copies::State::kUnderWay;
 }
 
-void Receiver::take(Incoming& incoming, const Fragment& fragment, const std::byte* payload,
+void Receiver::take(Incoming& incoming, const Fragment& fragment, std::byte* payload,
                     Output& output) noexcept {
   Partial& partial = incoming.channel.partials[fragment.slot];
   if (fragment.flags & Fragment::kAbort) {
@@ -176,6 +178,7 @@ void Receiver::take(Incoming& incoming, const Fragment& fragment, const std::byt
   }
   const bool show_imm = (fragment.flags & Fragment::kHasImm) && !partial.imm_delivered;
   const Code placed = place(incoming, fragment, payload);
+  if (fragment.flags & Fragment::kRead) return finish(incoming, fragment, placed, false, output);
   if (fragment.bytes == fragment.write_bytes) {  // one fragment: needs no Partial
     if (early_imm_) partial = {};
     return finish(incoming, fragment, placed, show_imm, output);
@@ -197,14 +200,18 @@ void Receiver::finish(Incoming& incoming, const Fragment& fragment, Code code, b
 }
 
 // Checks the range of the whole write, so that a write that does not fit changes no byte.
-Code Receiver::place(Incoming& incoming, const Fragment& fragment,
-                     const std::byte* payload) noexcept {
-  const bool uploaded = std::exchange(incoming.uploading, false);
+Code Receiver::place(Incoming& incoming, const Fragment& fragment, std::byte* payload) noexcept {
+  const bool copied = std::exchange(incoming.copying, false);
   if (fragment.write_bytes == 0) return Code::kOk;  // immediate only, without an address
   const auto target =
       regions_.find_remote(fragment.remote_key, fragment.remote_addr, fragment.write_bytes);
   if (!target.data) return Code::kRemoteAccess;
-  if (uploaded) return state_of(incoming) == Copies::State::kDone ? Code::kOk : Code::kTransport;
+  if (copied) return state_of(incoming) == Copies::State::kDone ? Code::kOk : Code::kTransport;
+  if (fragment.flags & Fragment::kRead) {
+    if (target.kind == MemoryKind::kCuda) return Code::kInvalidArgument;
+    std::memcpy(payload, target.data + fragment.offset, fragment.bytes);
+    return Code::kOk;
+  }
   const bool in_place = fragment.flags & Fragment::kInPlace;
   if (in_place != (target.kind == MemoryKind::kCuda)) return Code::kInvalidArgument;
   if (!in_place) std::memcpy(target.data + fragment.offset, payload, fragment.bytes);

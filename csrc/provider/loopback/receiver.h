@@ -34,8 +34,8 @@ class Receiver {
     uint64_t tail = 0;
     uint64_t ack_head = 0;
     Waker waker;
-    // The copy of the payload at the tail to a GPU has been started.
-    bool uploading = false;
+    // A GPU's copy of the payload at the tail has been started.
+    bool copying = false;
     uint64_t ticket = 0;
     base::Status refused;  // the driver refused the copy
   };
@@ -49,13 +49,13 @@ class Receiver {
   void poll_channel(Incoming& incoming, Output& output) noexcept;
   bool well_formed(const Incoming& incoming, const Fragment& fragment) const noexcept;
   bool show_early(Incoming& incoming, const Fragment& fragment, Output& output) noexcept;
-  bool upload(Incoming& incoming, const Fragment& fragment, const std::byte* payload) noexcept;
+  bool copy(Incoming& incoming, const Fragment& fragment, std::byte* payload) noexcept;
   Copies::State state_of(const Incoming& incoming) noexcept;
-  void take(Incoming& incoming, const Fragment& fragment, const std::byte* payload,
+  void take(Incoming& incoming, const Fragment& fragment, std::byte* payload,
             Output& output) noexcept;
   void finish(Incoming& incoming, const Fragment& fragment, base::Code code, bool show_imm,
               Output& output) noexcept;
-  base::Code place(Incoming& incoming, const Fragment& fragment, const std::byte* payload) noexcept;
+  base::Code place(Incoming& incoming, const Fragment& fragment, std::byte* payload) noexcept;
   void show(uint32_t imm, Output& output) noexcept;
   void show_held(Output& output) noexcept;
   bool has_room(const Output& output) const noexcept;

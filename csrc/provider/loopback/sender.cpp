@@ -171,9 +171,15 @@ void Sender::reap(Connection& connection, Output& output) noexcept {
     const uint32_t slot = ack->slot;
     OutgoingWrite& write = connection.write(slot);
     if (write.complete_after_ns != 0 && now_ns() < write.complete_after_ns) return;
-    connection.pop_ack();
-    if (!write.in_use) continue;
     const base::Status status{static_cast<Code>(ack->code), 0};
+    if (write.in_use && write.reading) {
+      if (!connection.land(slot, status.code, context_)) return;
+      connection.pop_ack();
+      if (connection.read_goes_on(slot)) continue;
+    } else {
+      connection.pop_ack();
+    }
+    if (!write.in_use) continue;
     show(completion_of(write.request, write.status.ok() ? status : write.status), output);
     connection.finish(slot);
   }
@@ -234,7 +240,7 @@ void Sender::close_requested_connections() noexcept {
     Connection* connection = table_[i].load(std::memory_order_acquire);
     if (!connection || !connection->close_requested.load(std::memory_order_acquire)) continue;
     fail_all(*connection, Code::kClosed);
-    if (connection->is_staging(copies_)) continue;  // the next poll tries again
+    if (connection->is_copying(copies_)) continue;  // the next poll tries again
     remove(*connection);
     close_requests_.fetch_sub(1, std::memory_order_relaxed);  // the next poll finds a new one
   }

@@ -106,7 +106,11 @@ struct DeviceAttr {
   int max_sge_rd;
   int max_cq;
   int max_cqe;
-  int unused[19];
+  int unused0[2];
+  int max_qp_rd_atom;  // reads of a peer that one queue pair serves at a time
+  int unused1[2];
+  int max_qp_init_rd_atom;  // own reads that one queue pair has under way
+  int unused2[13];
   int max_srq;
   int max_srq_wr;
   int max_srq_sge;
@@ -229,6 +233,7 @@ enum QpMask : int {
 enum Access : int {
   kAccessLocalWrite = 1,
   kAccessRemoteWrite = 2,
+  kAccessRemoteRead = 4,
   kAccessRelaxedOrdering = 1 << 20,
 };
 
@@ -250,7 +255,7 @@ struct SendWr {
   uint32_t unused[19];
 };
 static_assert(sizeof(SendWr) == 128);
-enum Opcode : int { kOpWrite = 0, kOpWriteImm = 1 };
+enum Opcode : int { kOpWrite = 0, kOpWriteImm = 1, kOpRead = 4 };
 enum SendFlag : unsigned { kSendSignaled = 2, kSendInline = 8 };
 struct RecvWr {
   uint64_t wr_id;

@@ -54,11 +54,11 @@ std::string VerbsDomain::failure() const {
                         "; all peers of this NIC are given up");
   const Failure* failure = failure_.get();
   if (!failure) return control_.first_loss();
-  return base::concat(nic_.name(), ": a write of ", failure->bytes, " bytes to ",
-                      control_.peer_label(failure->peer), " (address 0x", std::hex,
-                      failure->remote_addr, ", key 0x", failure->remote_key, std::dec,
-                      ") failed: ", cause_of(failure->status.detail), ", vendor error ",
-                      failure->vendor_error);
+  return base::concat(
+      nic_.name(), ": a ", failure->is_read ? "read of " : "write of ", failure->bytes,
+      failure->is_read ? " bytes from " : " bytes to ", control_.peer_label(failure->peer),
+      " (address 0x", std::hex, failure->remote_addr, ", key 0x", failure->remote_key, std::dec,
+      ") failed: ", cause_of(failure->status.detail), ", vendor error ", failure->vendor_error);
 }
 
 }  // namespace verbs

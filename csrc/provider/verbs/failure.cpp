@@ -35,7 +35,8 @@ std::string cause_of(int wc_status) {
     case kWcLocalLength:
     case kWcLocalQpOperation:
     case kWcLocalProtection:
-      return text("local protection error", "is the source registered, and as long as the write?");
+      return text("local protection error",
+                  "is the memory here registered, and as long as the write or read?");
     case kWcRemoteInvalidRequest:
     case kWcRemoteAccess:
       return text("remote access error",

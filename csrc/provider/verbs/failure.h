@@ -26,6 +26,7 @@ struct Failure {
   uint64_t remote_addr = 0;
   uint32_t remote_key = 0;
   uint32_t bytes = 0;
+  bool is_read = false;
 };
 
 class FirstFailure {

@@ -12,7 +12,7 @@ using base::Code;
 
 namespace {
 
-constexpr int kAccess = kAccessLocalWrite | kAccessRemoteWrite;
+constexpr int kAccess = kAccessLocalWrite | kAccessRemoteWrite | kAccessRemoteRead;
 
 int access_of(const Nic& nic) {
   return kAccess | (nic.config.relaxed_ordering ? kAccessRelaxedOrdering : 0);

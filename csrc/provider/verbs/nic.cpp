@@ -22,6 +22,9 @@ namespace {
 // writes in flight) and one per receive: none is expected. Too small: the completion queue
 // overruns, which kills every queue pair of the NIC.
 constexpr int kSpareEntries = 64;
+// Reads that a queue pair has under way; devices allow 16 (mlx5) to 128 (rxe). Too small: small
+// reads wait for round trips.
+constexpr int kMaxReads = 128;
 
 bool port_active(const Api& api, VerbsDevice* device, uint8_t port) {
   const Owned<Context> context(api.open_device(device), api.close_device);
@@ -159,6 +162,11 @@ void Nic::make_queues(bool with_events) {
   DeviceAttr attr{};
   const int error = api.query_device(context.get(), &attr);
   MOE_P2P_CHECK(error == 0, Code::kUnavailable, name(), ": asking for limits: ", error_text(error));
+  const auto reads = [](int limit) {
+    return static_cast<uint8_t>(std::clamp(limit, 0, kMaxReads));
+  };
+  max_reads_sent = reads(attr.max_qp_init_rd_atom);
+  max_reads_served = reads(attr.max_qp_rd_atom);
   check_limit(name(), "max_in_flight", config.max_in_flight + 1, attr.max_qp_wr);
   num_receives =
       std::min<uint32_t>(config.num_receives, static_cast<uint32_t>(std::max(attr.max_srq_wr, 1)));

@@ -30,6 +30,7 @@ struct Nic {
   PortAttr port{};
   GidTableEntry gid{};
   bool ethernet = false;
+  uint8_t max_reads_sent = 0, max_reads_served = 0;  // of one queue pair at a time
   uint32_t num_receives = 0;  // most receives posted; the completion queue holds as many
   Owned<Pd> pd;
   // For queue pairs that send, to which one thread posts: the driver takes no locks there, and

@@ -261,7 +261,7 @@ void Control::finish(Peer& peer, const Answer& answer) const {
                   peer.address.label, " answers for a lane that does not exist");
     Lane& lane = *peer.lanes[end.lane];
     make_ready_to_receive(nic_, *lane.owner, answer.port, end, peer.address.label);
-    make_ready_to_send(nic_, *lane.owner, lane.psn);
+    make_ready_to_send(nic_, *lane.owner, answer.port, lane.psn);
   }
 }
 

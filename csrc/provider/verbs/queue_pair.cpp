@@ -42,7 +42,8 @@ PortAddress own_port(const Nic& nic) {
   return {.gid = nic.gid.gid,
           .lid = nic.port.lid,
           .mtu = static_cast<uint8_t>(mtu),
-          .ethernet = static_cast<uint8_t>(nic.ethernet ? 1 : 0)};
+          .ethernet = static_cast<uint8_t>(nic.ethernet ? 1 : 0),
+          .max_reads = nic.max_reads_served};
 }
 
 uint32_t random_psn() {
@@ -67,7 +68,7 @@ Owned<Qp> make_qp(const Nic& nic, bool sends) {
   attr.qp_state = kQpInit;
   attr.pkey_index = nic.config.pkey_index;
   attr.port_num = nic.config.port;
-  attr.qp_access_flags = kAccessRemoteWrite;
+  attr.qp_access_flags = kAccessRemoteWrite | kAccessRemoteRead;
   const int error = error_of(
       nic.api.modify_qp(qp.get(), &attr, kMaskState | kMaskPkey | kMaskPort | kMaskAccess));
   MOE_P2P_CHECK(error == 0, Code::kTransport, nic.name(),
@@ -85,7 +86,7 @@ void make_ready_to_receive(const Nic& nic, Qp& qp, const PortAddress& from, cons
   attr.path_mtu = std::min(from.mtu, own_port(nic).mtu);
   attr.dest_qp_num = peer.qp_num;
   attr.rq_psn = peer.psn;
-  attr.max_dest_rd_atomic = 1;
+  attr.max_dest_rd_atomic = nic.max_reads_served;
   attr.min_rnr_timer = nic.config.rnr_timer;
   attr.ah_attr = path_to(nic, from);
   const int error =
@@ -99,14 +100,16 @@ void make_ready_to_receive(const Nic& nic, Qp& qp, const PortAddress& from, cons
                 "gid_type or gid_address");
 }
 
-void make_ready_to_send(const Nic& nic, Qp& qp, uint32_t psn) {
+// More reads than both ends allow wait in the NIC's send queue; a peer that is sent more than it
+// serves refuses them (InfiniBand specification 1.4, section 9.4.1).
+void make_ready_to_send(const Nic& nic, Qp& qp, const PortAddress& to, uint32_t psn) {
   QpAttr attr{};
   attr.qp_state = kQpReadyToSend;
   attr.timeout = nic.config.timeout;
   attr.retry_cnt = nic.config.retries;
   attr.rnr_retry = kEndlessRnrRetries;
   attr.sq_psn = psn;
-  attr.max_rd_atomic = 1;
+  attr.max_rd_atomic = std::min(nic.max_reads_sent, to.max_reads);
   const int error = error_of(nic.api.modify_qp(
       &qp, &attr,
       kMaskState | kMaskTimeout | kMaskRetries | kMaskRnrRetries | kMaskSendPsn | kMaskMaxReads));

@@ -14,6 +14,8 @@ struct PortAddress {
   uint16_t lid = 0;
   uint8_t mtu = 0;  // the library's number: 1 = 256 ... 5 = 4096
   uint8_t ethernet = 0;
+  uint8_t max_reads = 0;  // that a queue pair here serves at a time
+  uint8_t unused[3] = {};
 };
 // One end of a connection; `lane` is its index among the peer's connections.
 struct QpAddress {
@@ -29,7 +31,7 @@ Owned<Qp> make_qp(const Nic& nic, bool sends);
 // `label` names the peer.
 void make_ready_to_receive(const Nic& nic, Qp& qp, const PortAddress& from, const QpAddress& peer,
                            const std::string& label);
-void make_ready_to_send(const Nic& nic, Qp& qp, uint32_t psn);
+void make_ready_to_send(const Nic& nic, Qp& qp, const PortAddress& to, uint32_t psn);
 // Posted work then completes as flushed.
 void break_qp(const Nic& nic, Qp& qp) noexcept;
 

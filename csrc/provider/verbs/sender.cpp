@@ -100,9 +100,9 @@ void Sender::accept(Lane& lane, const WorkRequest& request) noexcept {
   SendWr& wr = slot.wr;
   wr.next = nullptr;
   wr.num_sge = request.bytes > 0 ? 1 : 0;
-  wr.opcode = request.has_imm ? kOpWriteImm : kOpWrite;
+  wr.opcode = request.is_read ? kOpRead : request.has_imm ? kOpWriteImm : kOpWrite;
   wr.imm_data = htonl(request.imm);
-  const bool small = request.bytes > 0 && request.bytes <= inline_bytes_;
+  const bool small = request.bytes > 0 && request.bytes <= inline_bytes_ && !request.is_read;
   wr.send_flags = small && !(request.local_key & kCudaKey) ? unsigned{kSendInline} : 0;
   wr.remote_addr = request.remote_addr;
   wr.rkey = static_cast<uint32_t>(request.remote_key);
@@ -327,7 +327,8 @@ void Sender::keep_failure(const Slot& slot, Status status, uint32_t vendor_error
                  .peer = slot.lane->peer->id,
                  .remote_addr = slot.wr.remote_addr,
                  .remote_key = slot.wr.rkey,
-                 .bytes = slot.sge.length});
+                 .bytes = slot.sge.length,
+                 .is_read = slot.wr.opcode == kOpRead});
 }
 
 }  // namespace moe_p2p::provider::verbs

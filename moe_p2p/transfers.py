@@ -1,0 +1,140 @@
+"""What an `Engine` gives out: registered memory, peers, their regions, requests."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
+
+import torch
+from torch import Tensor
+
+from moe_p2p import errors
+from moe_p2p.ops import call
+
+if TYPE_CHECKING:
+    from moe_p2p.engine import Engine
+
+_ops = torch.ops.moe_p2p
+
+
+class NicCounters(TypedDict):
+    """What one NIC did since its engine was made."""
+
+    bytes_written: int
+    writes: int  # posted work requests, immediates alone included, reads not
+    immediates_sent: int
+    immediates_received: int
+    connections_refused: int  # from strangers, to the port of verbs' handshakes
+    bytes_read: int
+    reads: int  # posted work requests
+
+
+class Slice(NamedTuple):
+    """One piece of a scatter, offsets and sizes in bytes."""
+
+    offset: int
+    region: Region
+    region_offset: int
+    nbytes: int
+
+
+def tensor_from(data: bytes) -> Tensor:
+    # frombuffer takes no device: its tensor is the host's, whatever the default device is.
+    if data:
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return torch.empty(0, dtype=torch.uint8, device="cpu")
+
+
+def bytes_from(tensor: Tensor) -> bytes:
+    return bytes(tensor.tolist())  # not through numpy, which torch can do without
+
+
+class Memory:
+    """A registered tensor. Made by `Engine.register`; keeps the tensor alive."""
+
+    def __init__(self, engine: Engine, tensor: Tensor, number: int) -> None:
+        self.engine = engine
+        self.tensor = tensor
+        self.number = number
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.numel() * self.tensor.element_size()
+
+    @property
+    def descriptor(self) -> bytes:
+        """What another engine needs to write and read here (`Engine.resolve`)."""
+        number = self.engine.number
+        return bytes_from(call(_ops.engine_descriptor.default, number, self.number))
+
+    def unregister(self) -> None:
+        """Nothing of a peer reaches the tensor afterwards; requests that use it fail.
+
+        Raises TimeoutError where a peer may still answer a read into it (software providers of
+        libfabric); the engine then keeps the tensor alive until it is closed.
+        """
+        call(_ops.engine_unregister.default, self.engine.number, self.number)
+
+    def __repr__(self) -> str:
+        return f"Memory({self.nbytes} bytes of {self.engine!r})"
+
+
+class Peer:
+    """A connected engine. Made by `Engine.connect`."""
+
+    def __init__(self, engine: Engine, number: int) -> None:
+        self.engine = engine
+        self.number = number
+
+    def disconnect(self) -> None:
+        """Its unfinished requests fail with ClosedError; its regions are gone."""
+        call(_ops.engine_disconnect.default, self.engine.number, self.number)
+
+
+class Region:
+    """Memory of a peer that may be written and read. Made by `Engine.resolve`."""
+
+    def __init__(self, engine: Engine, number: int) -> None:
+        self.engine = engine
+        self.number = number
+        self.nbytes = int(call(_ops.engine_region_bytes.default, engine.number, number))
+
+    def __repr__(self) -> str:
+        return f"Region({self.nbytes} bytes of a peer)"
+
+
+class Request:
+    """Something submitted. The memory here that it uses must be left alone until it is done."""
+
+    def __init__(self, engine: Engine, number: int) -> None:
+        self._engine = engine
+        self._number = number
+        self._finished = False
+
+    def done(self) -> bool:
+        """True once it is done, well or not; `wait` returns or raises accordingly."""
+        if self._finished:
+            return True
+        return bool(call(_ops.engine_poll.default, self._engine.number, self._number))
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Returns when the bytes are visible at the peer, of a read here.
+
+        timeout_s: seconds; None: the engine's. Raises TimeoutError when it passes, and the request
+        goes on; else the transfer's own error: PeerDeadError, RemoteAccessError,
+        TransportError or ClosedError.
+        """
+        if self._finished:
+            return
+        limit = self._engine.timeout_s if timeout_s is None else timeout_s
+        try:
+            call(_ops.engine_wait.default, self._engine.number, self._number, limit)
+        except errors.TimeoutError:
+            raise
+        except RuntimeError:
+            self._finished = True
+            raise
+        self._finished = True
+
+    def __del__(self) -> None:
+        if not self._finished and not self._engine.closed:
+            self._engine._forget(self._number)

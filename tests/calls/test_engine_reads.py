@@ -1,0 +1,108 @@
+"""Reads, and pages of several rows, through the transfer engine for users."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import moe_p2p
+from tests.calls.test_engine import pair
+
+
+@pytest.mark.parametrize("settings", ["", "seed=5"])
+@pytest.mark.parametrize("num_nics", [1, 3])
+def test_reads_bring_what_the_peer_has(settings: str, num_nics: int) -> None:
+    reader, owner = pair(num_nics, settings)
+    with reader, owner:
+        theirs = torch.randint(0, 255, (12_000,), dtype=torch.uint8)
+        mine = torch.zeros(10_000, dtype=torch.uint8)
+        region = reader.resolve(owner.register(theirs).descriptor)
+        memory = reader.register(mine)
+        reader.read(memory, region, offset=1000, region_offset=500, nbytes=9000).wait()
+        assert torch.equal(mine[1000:], theirs[500:9500])
+        assert not mine[:1000].any()
+        reader.read(memory, region, region_offset=2000).wait()
+        assert torch.equal(mine, theirs[2000:])
+        assert sum(nic["bytes_read"] for nic in reader.counters()) == 19_000
+        assert sum(nic["reads"] for nic in reader.counters()) == 2 * num_nics
+        assert sum(nic["writes"] for nic in reader.counters()) == 0
+        with pytest.raises(moe_p2p.InvalidArgumentError, match="Read source: 10000 bytes"):
+            reader.read(memory, region, region_offset=2001)
+
+
+@pytest.mark.parametrize("settings", ["", "seed=9"])
+def test_pages_are_read_where_they_are_told(settings: str) -> None:
+    reader, owner = pair(2, settings)
+    with reader, owner:
+        cache = torch.randn(8, 16)
+        mine = torch.zeros(10, 16)
+        region = reader.resolve(owner.register(cache).descriptor)
+        pages, theirs = torch.tensor([1, 9, 4]), torch.tensor([5, 0, 7])
+        reader.read_pages(
+            reader.register(mine),
+            region,
+            page_bytes=32,
+            stride=64,
+            region_stride=64,
+            pages=pages,
+            region_pages=theirs,
+        ).wait()
+        assert torch.equal(mine[pages, :8], cache[theirs, :8])
+        assert not mine[:, 8:].any()
+        assert not mine[[0, 2, 3, 5, 6, 7, 8]].any()
+
+
+@pytest.mark.parametrize("settings", ["", "seed=9"])
+def test_a_slice_of_heads_is_one_request_both_ways(settings: str) -> None:
+    here, there = pair(2, settings)
+    with here, there:
+        cache = torch.randn(8, 4, 6, 16)  # [pages, tokens, heads, head_dim]
+        other = torch.zeros(10, 4, 3, 16)  # the peer holds heads 2 to 4 of each token
+        memory = here.register(cache)
+        region = here.resolve(there.register(other).descriptor)
+        pages, theirs = torch.tensor([5, 0, 7]), torch.tensor([1, 9, 4])
+        head = 16 * cache.element_size()
+        layout = {
+            "page_bytes": 4 * 3 * head,
+            "row_bytes": 3 * head,
+            "stride": 4 * 6 * head,
+            "row_stride": 6 * head,
+            "offset": 2 * head,
+            "pages": pages,
+            "region_pages": theirs,
+        }
+        here.write_pages(memory, region, imm=3, imm_per_page=False, **layout).wait()
+        assert there.wait_imm(3, 2) == 2
+        assert torch.equal(other[theirs], cache[pages][:, :, 2:5])
+        assert not other[[0, 2, 3, 5, 6, 7, 8]].any()
+        expected = cache.clone()
+        expected[pages, :, 2:5] += 1
+        other[theirs] += 1
+        here.read_pages(memory, region, **layout).wait()
+        assert torch.equal(cache, expected)
+        with pytest.raises(moe_p2p.InvalidArgumentError, match="immediate per page and 4 rows"):
+            here.write_pages(memory, region, imm=3, **layout)
+
+
+def test_runs_of_pages_are_merged() -> None:
+    here, there = pair(1)
+    with here, there:
+        memory = here.register(torch.randn(64, 16))
+        inbox = torch.zeros(64, 16)
+        region = here.resolve(there.register(inbox).descriptor)
+        pages = torch.arange(64)
+        here.write_pages(memory, region, page_bytes=64, pages=pages, region_pages=pages).wait()
+        assert torch.equal(inbox, memory.tensor)
+        assert here.counters()[0]["writes"] == 1
+
+
+def test_reads_of_memory_that_was_given_back_fail() -> None:
+    reader, owner = pair()
+    with reader, owner:
+        memory = reader.register(torch.zeros(1000))
+        theirs = owner.register(torch.ones(1000))
+        region = reader.resolve(theirs.descriptor)
+        theirs.unregister()
+        with pytest.raises(moe_p2p.RemoteAccessError, match="read of 4000 bytes"):
+            reader.read(memory, region).wait()
+        assert not memory.tensor.any()
