@@ -171,7 +171,7 @@ def in_new_process(program: str) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("how", ["fork", "spawn"])  # most tests' ranks are of a fork server
+@pytest.mark.parametrize("how", ["fork", "spawn", "forkserver"])
 def test_ranks_may_be_started_in_any_way(how: str, device: str) -> None:
     in_new_process(f"from tests.support import started; started.start({how!r}, {device!r})")
 
