@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 _Queue = SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
 # How long a request waits for the one before it, whose wait has ended. Too short: after Ctrl-C a
-# rank does not tell the others, although the server is only slow.
+# rank does not report it to the others, although the server is only slow.
 _GRACE_S = 1.0
 
 
