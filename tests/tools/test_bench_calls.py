@@ -22,7 +22,9 @@ class Launches(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.log: list[str] = []
-        self.config = SimpleNamespace(device="cuda", step_tokens=6, steps_in_flight=2)
+        self.config = SimpleNamespace(
+            device=torch.device("cuda"), on_gpu=True, step_tokens=6, steps_in_flight=2
+        )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.log.append("torch")
