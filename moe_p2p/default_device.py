@@ -25,7 +25,7 @@ def unaffected(function: _Function) -> _Function:
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if _compiling() or not _num_modes() or not _only_devices():
+        if not _num_modes() or _compiling() or not _only_devices():
             return function(*args, **kwargs)
         with torch._C.DisableTorchFunction():
             return function(*args, **kwargs)
