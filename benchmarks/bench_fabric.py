@@ -28,22 +28,13 @@ class Route:
     """Two engines of one process and memory at both ends."""
 
     def __init__(self, settings: str, num_nics: int) -> None:
-        self.here = Engine(
-            EngineConfig(
-                transport="libfabric",
-                nics_per_rank=num_nics,
-                transport_settings=settings,
-                wait="yield",
-            )
+        config = EngineConfig(
+            transport="libfabric",
+            nics_per_rank=num_nics,
+            transport_settings=settings,
+            wait="yield",
         )
-        self.there = Engine(
-            EngineConfig(
-                transport="libfabric",
-                nics_per_rank=num_nics,
-                transport_settings=settings,
-                wait="yield",
-            )
-        )
+        self.here, self.there = Engine(config), Engine(config)
         self.source = self.here.register(torch.ones(TARGET_BYTES, dtype=torch.uint8))
         self.target = self.there.register(torch.zeros(TARGET_BYTES, dtype=torch.uint8))
         self.region: Region = self.here.resolve(self.target.descriptor)

@@ -177,7 +177,6 @@ class Engine(NotCopied):
         imm: counted n times at the peer; with imm_per_page=False R times, once by each NIC after
         all that it carried. Rows want the latter.
         """
-        row = row_bytes or page_bytes
         number = call(
             _ops.engine_write_pages.default,
             self.number,
@@ -191,9 +190,7 @@ class Engine(NotCopied):
             page_bytes if region_stride is None else region_stride,
             region_offset,
             imm,
-            row_bytes or 0,
-            row if row_stride is None else row_stride,
-            row if region_row_stride is None else region_row_stride,
+            *_rows(page_bytes, row_bytes, row_stride, region_row_stride),
             imm_per_page,
         )
         return Request(self, number)
@@ -243,7 +240,6 @@ class Engine(NotCopied):
 
         Arguments as in `write_pages`; a page of `memory` that is named twice may end up mixed.
         """
-        row = row_bytes or page_bytes
         number = call(
             _ops.engine_read_pages.default,
             self.number,
@@ -256,9 +252,7 @@ class Engine(NotCopied):
             region_pages,
             page_bytes if region_stride is None else region_stride,
             region_offset,
-            row_bytes or 0,
-            row if row_stride is None else row_stride,
-            row if region_row_stride is None else region_row_stride,
+            *_rows(page_bytes, row_bytes, row_stride, region_row_stride),
         )
         return Request(self, int(number))
 
@@ -351,3 +345,18 @@ class Engine(NotCopied):
     def __repr__(self) -> str:
         state = self._closing.why_closed or f"{self.num_nics} NICs"
         return f"Engine({self.label!r}, {self.provider}, {state})"
+
+
+def _rows(
+    page_bytes: int, row_bytes: int | None, row_stride: int | None, region_row_stride: int | None
+) -> tuple[int, int, int]:
+    """Returns what the ops take: bytes of a row, 0 where a page is one, and both strides."""
+    errors.require(
+        row_bytes != 0, "row_bytes is 0, must divide page_bytes, or be None where a page is one row"
+    )
+    row = page_bytes if row_bytes is None else row_bytes
+    return (
+        row_bytes or 0,
+        row if row_stride is None else row_stride,
+        row if region_row_stride is None else region_row_stride,
+    )

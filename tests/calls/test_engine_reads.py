@@ -82,6 +82,9 @@ def test_a_slice_of_heads_is_one_request_both_ways(settings: str) -> None:
         assert torch.equal(cache, expected)
         with pytest.raises(moe_p2p.InvalidArgumentError, match="immediate per page and 4 rows"):
             here.write_pages(memory, region, imm=3, **layout)
+        for pages_of in (here.write_pages, here.read_pages):
+            with pytest.raises(moe_p2p.InvalidArgumentError, match="row_bytes is 0"):
+                pages_of(memory, region, **(layout | {"row_bytes": 0}))
 
 
 def test_runs_of_pages_are_merged() -> None:
