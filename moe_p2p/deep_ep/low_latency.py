@@ -313,15 +313,15 @@ class LowLatencyCalls(BufferBase):
 
     def _hook(self, x: Tensor, receive: Callable[[], None], uses: Iterable[Tensor | None]) -> Hook:
         """Wraps receive() for a call on any stream; `uses` belong to the sending stream."""
-        sent_on = streams.current(x)
+        return functools.partial(self._run_hook, x, receive, uses, streams.current(x))
 
-        @unaffected
-        def hook() -> None:
-            with self._streams.turn(x):
-                streams.use_here(x, uses, sent_on)
-                receive()
-
-        return hook
+    @unaffected
+    def _run_hook(
+        self, x: Tensor, receive: Callable[[], None], uses: Iterable[Tensor | None], sent_on: Any
+    ) -> None:
+        with self._streams.turn(x):
+            streams.use_here(x, uses, sent_on)
+            receive()
 
 
 def _check_waiting(async_finish: bool, return_recv_hook: bool) -> None:
