@@ -39,6 +39,8 @@ from moe_p2p.options import (
     DispatchForm,
     DispatchOptions,
     RowLayout,
+    SumOrder,
+    sum_order_bits,
 )
 
 _ops = torch.ops.moe_p2p
@@ -175,6 +177,7 @@ class AllToAll(Halves):
         topk_weights: Tensor | None = None,
         bias: Tensor | tuple[Tensor, Tensor] | None = None,
         out: Tensor | None = None,
+        order: SumOrder = "ranks",
         with_wait_ticks: Literal[False] = False,
     ) -> Tensor: ...
 
@@ -190,6 +193,7 @@ class AllToAll(Halves):
         topk_weights: Tensor | None = None,
         bias: Tensor | tuple[Tensor, Tensor] | None = None,
         out: Tensor | None = None,
+        order: SumOrder = "ranks",
         with_wait_ticks: bool = False,
     ) -> tuple[Tensor, ...]: ...
 
@@ -205,6 +209,7 @@ class AllToAll(Halves):
         topk_weights: Tensor | None = None,
         bias: Tensor | tuple[Tensor, Tensor] | None = None,
         out: Tensor | None = None,
+        order: SumOrder = "ranks",
         with_wait_ticks: bool = False,
     ) -> Tensor | tuple[Tensor, ...]:
         """Adds up each token's rows at its own rank, in fp32 and in one order, and returns [T, H].
@@ -218,6 +223,10 @@ class AllToAll(Halves):
             times these, `weighted` is ignored. On all ranks or none. Not differentiable.
         bias: [T, H] of out_dtype, or two of them: the first addends of the result.
         out: [T, H] to write the result to, of out_dtype if that is given. Not differentiable.
+        order: of the addends behind the bias. "ranks": what each rank, or other node, has added up.
+            On one node also "topk": the sum of a rank at the last k of its experts, and "rows":
+            rows travel one by one, unweighted, each is added at its k; that takes combine_rows of
+            the configuration. By rank, "rows" is "topk". Not with out.
         with_wait_ticks: also return, last, the wait for each source, as dispatch does.
 
         Rows of x past num_tokens give zeros, plus bias. Differentiable in y, bias and the
@@ -243,6 +252,7 @@ class AllToAll(Halves):
             out,
             with_wait_ticks,
             grad,
+            sum_order_bits(order) if order != "ranks" else 0,
         )
 
     def combine_with(
@@ -257,15 +267,21 @@ class AllToAll(Halves):
         out: Tensor | None = None,
         with_wait_ticks: bool = False,
         grad: bool = False,
+        order: int = 0,
     ) -> Tensor | tuple[Tensor, ...]:
-        """Runs a combine that `combine` has checked. grad: autograd records it."""
+        """Runs a combine that `combine` has checked. grad: autograd records it.
+
+        order: options.sum_order_bits().
+        """
         if not isinstance(y, Tensor):
             raise errors.wrong_type("y", y)
         if out is not None:
             arguments.check_out(out, out_dtype, dispatched.topk_idx.shape[0], grad)
+            errors.require(not order, "out is given, which takes sums in order='ranks' only")
             out_dtype = out.dtype
         sum_dtype = y.dtype if out_dtype is None else out_dtype
         handle, options, max_tokens, capacity = dispatched.call
+        options |= order
         self._prepare_combine(y.dtype, sum_dtype, options, grad)
         if grad and not options & ZERO_PADDING:
             raise errors.make(errors.InvalidArgumentError, arguments.PADDING_IS_NOT_ZERO)

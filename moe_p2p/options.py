@@ -14,20 +14,23 @@ from typing import Any, Literal, NamedTuple, get_args
 from moe_p2p import errors
 
 RowLayout = Literal["padded", "grouped", "by_rank"]
+SumOrder = Literal["ranks", "topk", "rows"]
 ScaleFormat = Literal["float32", "power_of_two", "ue8m0"]
 LAYOUTS: tuple[str, ...] = get_args(RowLayout)  # kernels/abi/shape.h has the same order
+SUM_ORDERS: tuple[str, ...] = get_args(SumOrder)
 SCALE_FORMATS: tuple[str, ...] = get_args(ScaleFormat)
 PADDED, GROUPED, BY_RANK = range(3)
 UE8M0 = SCALE_FORMATS.index("ue8m0")
 _MAX_ALIGNMENT = (1 << 31) - 1
 
 # The bits. The layout is in the lowest two, the scale format in the next two, above all flags the
-# alignment.
+# alignment, and above it the order of a combine's sums.
 LAYOUT_MASK = 3
 _SCALE_FORMAT_SHIFT = 2
 QUANTIZE, COLUMN_SCALES, ZERO_PADDING, SOLO = 1 << 4, 1 << 5, 1 << 6, 1 << 7
 WITH_SOURCE, WITH_RANGES, WITH_WAIT_TICKS, COPY_TOPK = 1 << 8, 1 << 9, 1 << 10, 1 << 11
-_ALIGNMENT_SHIFT = 12
+_ALIGNMENT_SHIFT, SUM_ORDER_SHIFT = 12, 44
+_ALIGNMENT_MASK = _MAX_ALIGNMENT << _ALIGNMENT_SHIFT
 _FLAGS = {
     "quantize": QUANTIZE,
     "column_scales": COLUMN_SCALES,
@@ -51,8 +54,13 @@ def scale_format_of(number: int) -> int:
 
 def gradient_of(number: int) -> int:
     """For the dispatch that is the gradient of a combine: the same rows, and nothing else."""
-    alignment = number >> _ALIGNMENT_SHIFT << _ALIGNMENT_SHIFT
+    alignment = number & _ALIGNMENT_MASK
     return number & LAYOUT_MASK | alignment | ZERO_PADDING | SOLO
+
+
+def sum_order_bits(order: str) -> int:
+    """What is added to the number of a dispatch for a combine in this order."""
+    return _position(order, "order", SUM_ORDERS) << SUM_ORDER_SHIFT
 
 
 def variant_of(number: int) -> int:

@@ -88,6 +88,7 @@ struct CombineSend {
   const float* topk_weights = nullptr;
   int64_t num_rows = 0;    // T, with topk_weights
   abi::DType out_dtype{};  // of partial sums on the wire and of the result
+  abi::SumOrder order{};   // alike on all ranks
   int64_t max_tokens = 0;  // on a GPU: max_tokens of the dispatch
   platform::Stream stream{};
 };
@@ -97,6 +98,9 @@ struct CombineRecv {
   int64_t num_rows = 0;  // T
   void* out = nullptr;   // [T, H]; rows past num_tokens become zero
   abi::DType out_dtype{};
+  abi::SumOrder order{};           // as CombineSend's
+  const void* topk_idx = nullptr;  // [T, K] of the dispatch, int32 or int64; null for kRanks
+  bool topk_is_int64 = true;
   float* out_scalars = nullptr;   // [T, K]
   const void* bias[2]{};          // [T, H] of out_dtype, the first addends; null: none
   int64_t* wait_ticks = nullptr;  // as in dispatch

@@ -18,6 +18,7 @@ enum Flags : int64_t {
   kCopyTopk = 1 << 11,
 };
 constexpr int kAlignmentShift = 12;
+constexpr int kSumOrderShift = 44;                         // above the alignment; of a combine only
 constexpr int64_t kMaxAlignment = (int64_t{1} << 31) - 1;  // rows are numbered in 32 bits
 
 }  // namespace
@@ -44,6 +45,13 @@ DispatchOptions dispatch_options_from(int64_t number) {
           .with_wait_ticks = has(kWithWaitTicks),
           .copy_topk = has(kCopyTopk),
           .alignment = alignment};
+}
+
+abi::SumOrder sum_order_from(int64_t number) {
+  const auto order = static_cast<abi::SumOrder>(number >> kSumOrderShift & 3);
+  // Rows by rank are one for each rank.
+  const bool by_rank = static_cast<abi::RowLayout>(number & 3) == abi::RowLayout::kByRank;
+  return order == abi::SumOrder::kRows && by_rank ? abi::SumOrder::kTopk : order;
 }
 
 }  // namespace moe_p2p::moe

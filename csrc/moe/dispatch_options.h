@@ -29,5 +29,7 @@ struct DispatchOptions {
 
 // Throws Error{kInvalidArgument} for a number that options.py never makes.
 DispatchOptions dispatch_options_from(int64_t number);
+// The order in which the combine adds that is given this number.
+abi::SumOrder sum_order_from(int64_t number);
 
 }  // namespace moe_p2p::moe

@@ -218,6 +218,11 @@ moe::CombineSend combine_send_from(AllToAllObject& comm, const CombineArguments&
                 "row_weights and topk_weights are given, must be one of them");
   if (in.topk_weights) send.num_rows = in.topk_weights->size(0);
   send.out_dtype = payload_type(in.out_dtype, "out_dtype", kCombineTypes);
+  send.order = in.order;
+  MOE_P2P_CHECK(in.order != abi::SumOrder::kRows || (!in.row_weights && !in.topk_weights),
+                Code::kInvalidArgument,
+                "rows that travel one by one are added as they are; pass weighted=False, and no "
+                "topk_weights");
   send.max_tokens = in.max_tokens;
   return send;
 }
@@ -230,6 +235,13 @@ moe::CombineRecv combine_recv_from(AllToAllObject& comm, const CombineOutputs& t
   recv.out = output<void>(to.out, {"out", kCombineTypes, {kAny, comm.hidden_dim()}});
   recv.num_rows = to.out.size(0);
   recv.out_dtype = payload_type(to.out.scalar_type(), "out");
+  recv.order = to.order;
+  if (to.topk_idx) {
+    recv.topk_idx = input<void>(
+        *to.topk_idx,
+        {"topk_idx", {ScalarType::Int, ScalarType::Long}, {recv.num_rows, comm.topk()}});
+    recv.topk_is_int64 = to.topk_idx->scalar_type() == ScalarType::Long;
+  }
   recv.out_scalars = optional_output<float>(
       to.out_scalars, {"out_scalars", {ScalarType::Float}, {recv.num_rows, comm.topk()}});
   MOE_P2P_CHECK(to.bias.size() <= std::size(recv.bias), Code::kInvalidArgument, to.bias.size(),

@@ -92,11 +92,11 @@ void all_to_all_set_dispatch_kernel(int64_t comm, ScalarType x_dtype, int64_t op
 }
 
 void all_to_all_set_combine_kernel(int64_t comm, ScalarType y_dtype, ScalarType out_dtype,
-                                   const std::string& kernel) {
+                                   const std::string& kernel, bool by_topk) {
   const moe::DeviceKernel made = device_kernel_from(kernel);
   const Caller caller(comm);
-  caller->all_to_all.device().set_combine(payload_type(y_dtype, "y_dtype"),
-                                          payload_type(out_dtype, "out_dtype"), made);
+  caller->all_to_all.device().set_combine(
+      {payload_type(y_dtype, "y_dtype"), payload_type(out_dtype, "out_dtype"), by_topk}, made);
 }
 
 Tensor all_to_all_address(int64_t comm) {

@@ -96,7 +96,7 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
       "-> ()");
   m.def(
       "all_to_all_set_combine_kernel(int comm, ScalarType y_dtype, ScalarType out_dtype, "
-      "str kernel) -> ()");
+      "str kernel, bool by_topk=False) -> ()");
   m.def("all_to_all_address(int comm) -> Tensor");
   m.def("all_to_all_connect(int comm, Tensor[] addresses) -> ()");
   m.def("all_to_all_close(int comm) -> ()");

@@ -141,15 +141,19 @@ def combine_kernel(
     y_dtype: torch.dtype,
     out_dtype: torch.dtype,
     *,
+    by_topk: bool = False,
     num_sms: int | None = None,
 ) -> Kernel:
-    """Returns the combine kernel, which sends slots and receives tokens."""
+    """Returns the combine kernel, which sends slots and receives tokens.
+
+    by_topk: it adds in the order of top-k (kernels/combine/topk_order.cuh).
+    """
     row_bytes = shape["MOE_P2P_HIDDEN_DIM"] * max(y_dtype.itemsize, out_dtype.itemsize)
     bulk = None
-    if goes_in_bulk(shape, num_sms):
+    if goes_in_bulk(shape, num_sms) and not by_topk:
         bulk = bulk_combine(shape, y_item=y_dtype.itemsize, out_item=out_dtype.itemsize)
     if bulk is None:
-        shared = functools.partial(combine_shared_bytes, shape)
+        shared = functools.partial(combine_shared_bytes, shape, by_topk)
         job = job_of(shape, adds=True)
         launch = choose(row_bytes, shape["MOE_P2P_CHUNK_TOKENS"], num_sms, job, shared)
         bulk = Bulk(launch, NO_BULK, shared(launch))
@@ -157,6 +161,7 @@ def combine_kernel(
     macros = {
         "MOE_P2P_Y_DTYPE": _CODES[y_dtype],
         "MOE_P2P_OUT_DTYPE": _CODES[out_dtype],
+        "MOE_P2P_TOPK_ORDER": int(by_topk),
         "MOE_P2P_SEND_WORKERS": launch.slot_workers,
         "MOE_P2P_RECV_WORKERS": launch.token_workers,
     } | _block_macros(bulk)
@@ -224,6 +229,10 @@ def variants() -> Iterator[Kernel]:
     yield dispatch_kernel(long, torch.float32, quantize=True, num_sms=24)
     yield dispatch_kernel(long, torch.float8_e4m3fn, quantize=False, num_sms=24)
     yield combine_kernel(long, torch.float32, torch.float32, num_sms=24)
+    apart = shape(8, combine_rows=8, **job)
+    masked = shape(8, mask_lost_ranks=True, combine_rows=8, **job)
+    for other, num_sms in ((apart, None), (long, 24), (masked, None)):
+        yield combine_kernel(other, torch.bfloat16, torch.bfloat16, by_topk=True, num_sms=num_sms)
 
 
 class Partners(NamedTuple):
@@ -379,13 +388,18 @@ class DeviceSide:
         call(_ops.all_to_all_set_dispatch_kernel.default, self._comm, x_dtype, variant, loaded)
         self._ready.add((x_dtype, variant))
 
-    def prepare_combine(self, y_dtype: torch.dtype, out_dtype: torch.dtype) -> None:
+    def prepare_combine(
+        self, y_dtype: torch.dtype, out_dtype: torch.dtype, by_topk: bool = False
+    ) -> None:
         """The same for a combine."""
-        if (y_dtype, out_dtype) in self._ready:
+        if (y_dtype, out_dtype, by_topk) in self._ready:
             return
-        kernel = self._load(combine_kernel(self._shape, y_dtype, out_dtype, num_sms=self._num_sms))
-        call(_ops.all_to_all_set_combine_kernel.default, self._comm, y_dtype, out_dtype, kernel)
-        self._ready.add((y_dtype, out_dtype))
+        kernel = self._load(
+            combine_kernel(self._shape, y_dtype, out_dtype, by_topk=by_topk, num_sms=self._num_sms)
+        )
+        op = _ops.all_to_all_set_combine_kernel.default
+        call(op, self._comm, y_dtype, out_dtype, kernel, by_topk)
+        self._ready.add((y_dtype, out_dtype, by_topk))
 
     def _load(self, kernel: Kernel) -> str:
         """Returns the fields of DeviceKernel (csrc/moe/device/grid.h) as settings."""

@@ -1,12 +1,15 @@
 #include "moe/plan/token_parts.h"
 
+#include <algorithm>
 #include <span>
+#include <string>
 
 #include "base/log.h"
 
 namespace moe_p2p::moe {
 
 using abi::DType;
+using abi::SumOrder;
 using base::Code;
 
 namespace {
@@ -65,18 +68,32 @@ abi::TokenParts recv_parts(const Plan& plan, const DispatchRecv& call) {
   return make_parts(plan, call.x_dtype, bytes, row_bytes(call.extras));
 }
 
-uint64_t partial_stride(const Plan& plan, DType dtype, bool scalars) noexcept {
-  return abi::align_up(static_cast<uint64_t>(plan.hidden_dim) * abi::item_bytes(dtype) +
-                           (scalars ? 4 * static_cast<uint64_t>(plan.shape.topk) : 0),
-                       abi::kLine);
+uint64_t scalars_offset(const Plan& plan, const PartialForm& form) noexcept {
+  const auto& shape = plan.shape;
+  const auto rows = static_cast<uint64_t>(
+      form.order == SumOrder::kRows ? std::min(shape.topk, shape.max_local_experts) : 1);
+  return rows * static_cast<uint64_t>(plan.hidden_dim) * abi::item_bytes(form.dtype);
 }
 
-void check_partial(const Plan& plan, DType dtype, bool scalars) {
-  const uint64_t bytes = partial_stride(plan, dtype, scalars);
-  MOE_P2P_CHECK(bytes <= abi::align_up(plan.shape.max_partial_bytes, abi::kLine),
-                Code::kInvalidArgument, "a combined row is ", bytes,
-                " bytes, the communicator was made for ", plan.shape.max_partial_bytes,
-                "; widen combine_dtype of its configuration");
+uint64_t partial_stride(const Plan& plan, const PartialForm& form) noexcept {
+  const uint64_t scalars = form.scalars ? 4 * static_cast<uint64_t>(plan.shape.topk) : 0;
+  return abi::align_up(scalars_offset(plan, form) + scalars, abi::kLine);
+}
+
+void check_partial(const Plan& plan, const PartialForm& form) {
+  const abi::Shape& shape = plan.shape;
+  MOE_P2P_CHECK(form.order == SumOrder::kRanks || shape.num_nodes() == 1, Code::kInvalidArgument,
+                "combine adds in the order of top-k among ranks of one node, these are ",
+                shape.num_nodes(), " nodes, each of which adds up before it sends");
+  const uint64_t bytes = partial_stride(plan, form);
+  MOE_P2P_CHECK(bytes <= abi::align_up(shape.max_partial_bytes, abi::kLine), Code::kInvalidArgument,
+                "a combined row is ", bytes, " bytes, the communicator was made for ",
+                shape.max_partial_bytes,
+                form.order == SumOrder::kRows ? "; set combine_rows of its configuration to "
+                                              : "; widen combine_dtype of its configuration",
+                form.order == SumOrder::kRows
+                    ? std::to_string(std::min(shape.topk, shape.max_local_experts))
+                    : "");
 }
 
 }  // namespace moe_p2p::moe
