@@ -177,6 +177,7 @@ struct DispatchParams {
   i32 num_extras;
   i32 opaque;  // RegionFlags::kOpaque
   Grid grid;
+  i32 drop;  // rows past the capacity are no fault; the last offset says how many would be enough
 };
 
 struct CombineParams {

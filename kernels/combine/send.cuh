@@ -178,7 +178,7 @@ __device__ inline void send_to_node(const Adder& a, const SendWorker& worker, u6
   const u64 offset = combine_slots_offset() + static_cast<u64>(index) * a.p.stride;
   const bool pushes = gateway != a.self.local, alone = ranks == u64{1} << a.self.local;
   char* to = combine_outbox_at(data, slot, other) + offset;
-  if (w.num_rows[place] > 0)
+  if (ranks >> a.self.local & 1)
     store_partial(a, worker, 0, place, chunk, source, index,
                   alone && !pushes ? to : gather_at(data, slot, other, a.self.local) + offset,
                   pushes);

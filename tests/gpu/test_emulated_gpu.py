@@ -90,6 +90,8 @@ CASES = {
     "deep_ep": [  # what it waits for on the host is counted by a kernel
         "../deep_ep/test_deep_ep_elastic.py::test_rows_sums_and_handles[rows by rank-3]",
         "../deep_ep/test_deep_ep_normal.py::test_in_worlds_of_any_size[dispatch-2]",
+        "../deep_ep/test_deep_ep_hybrid.py::test_rows_past_the_budget_are_dropped[2-4]",
+        "../deep_ep/test_deep_ep_hybrid.py::test_rows_past_the_budget_are_dropped_between_nodes[2]",
     ],
     "masks": [
         "test_gpu_masks.py::test_nothing_changes_while_all_are_there[4ranks-1pernode]",

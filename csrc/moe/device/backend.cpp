@@ -254,6 +254,7 @@ void DeviceBackend::fill(abi::DispatchParams& p, const DispatchRecv& recv) const
   p.zero_padding = recv.options.zero_padding;
   p.capacity = recv.capacity;
   p.alignment = recv.options.alignment;
+  p.drop = recv.options.drop;
 }
 
 abi::DispatchParams DeviceBackend::params_of(const OpenCall& call) const {

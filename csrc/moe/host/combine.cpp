@@ -143,10 +143,11 @@ void HostKernels::combine_send(Step step, const CombineSend& call, const HandleV
       const float* late =
           call.topk_weights ? weights_at(weights_region(step, s), slot, shape_.topk) : nullptr;
       const SlotRows mine(call, rows, late, shape_.topk, y_bytes);
-      if (mine.num_addends == 0) return;  // a token of this node, but not of this rank
+      const bool is_mine = handle.slot_ranks(chunk, s, slot) >> memory_.local() & 1;
+      if (!is_mine) return;  // a token of this node, but not of this rank
       std::byte* partial = partial_at(region, slot, stride);
       const size_t each = call.order == SumOrder::kRows ? 1 : mine.num_addends;
-      for (size_t r = 0; r < mine.num_addends; r += each)
+      for (size_t r = 0; r < std::max<size_t>(mine.num_addends, 1); r += std::max<size_t>(each, 1))
         sum_rows(partial + r * out_bytes, call.out_dtype, mine.addends.data() + r, each,
                  call.y_dtype, weighted, hidden);
       if (scalars)

@@ -171,16 +171,21 @@ void HostKernels::place(Step step, const DispatchRecv& call, Placement& placemen
       if (call.ranges) call.ranges[i] = (at - first) << 32 | count;
       at += count;
     }
-    call.counts[e] = static_cast<int32_t>(at - first);
-    call.offsets[e] = static_cast<int32_t>(first);
+    const auto within = [&](int64_t r) {
+      return call.options.drop ? std::min(r, call.capacity) : r;
+    };
+    call.counts[e] = static_cast<int32_t>(within(at) - within(first));
+    call.offsets[e] = static_cast<int32_t>(within(first));
     row = grouped ? (at + alignment - 1) / alignment * alignment : 0;
-    MOE_P2P_CHECK((grouped ? at : at - first) <= call.capacity, Code::kResourceExhausted, "rank ",
-                  memory_.rank(), ": local expert ", e, " ends at row ", grouped ? at : at - first,
-                  ", capacity is ", call.capacity,
+    MOE_P2P_CHECK(call.options.drop || (grouped ? at : at - first) <= call.capacity,
+                  Code::kResourceExhausted, "rank ", memory_.rank(), ": local expert ", e,
+                  " ends at row ", grouped ? at : at - first, ", capacity is ", call.capacity,
                   grouped ? " rows for all experts" : " rows per expert");
   }
   call.offsets[num_experts] =
-      static_cast<int32_t>(grouped ? std::min(row, call.capacity) : num_experts * call.capacity);
+      static_cast<int32_t>(!grouped            ? num_experts * call.capacity
+                           : call.options.drop ? row
+                                               : std::min(row, call.capacity));
 }
 
 void HostKernels::place_by_rank(Step step, const DispatchRecv& call, Placement& placement) const {
@@ -243,8 +248,9 @@ void HostKernels::read_heads(Step step, const DispatchRecv& call, const abi::Tok
                       Code::kProtocol, "rank ", memory_.rank(), ": rank ", s, " sent token ",
                       positions[k], " for expert ", ids[k], " and announced ",
                       placement.num_rows[place]);
-        rows[k] = placement.first_row[place] + positions[k];
         mine = true;
+        const int32_t row = placement.first_row[place] + positions[k];
+        if (!call.options.drop || row < call.capacity) rows[k] = row;
       }
       handle.set_slot_ranks(chunk, s, i, ranks);
       if (mine) placement.items.push_back({s, static_cast<int32_t>(i)});
@@ -324,7 +330,9 @@ void HostKernels::clear_padding(const DispatchRecv& call) const noexcept {
   if (by_rank) return clear(call.offsets[shape_.world_size], call.capacity);
   const int num_experts = plan_.num_local_experts(memory_.rank());
   for (int e = 0; e < num_experts; ++e)
-    clear(call.offsets[e] + call.counts[e], call.offsets[e + 1]);
+    clear(call.offsets[e] + call.counts[e],
+          std::min<int64_t>(call.offsets[e + 1],
+                            call.options.padded() ? call.offsets[e + 1] : call.capacity));
   if (call.options.grouped()) clear(call.offsets[num_experts], call.capacity);
 }
 
