@@ -92,12 +92,14 @@ class AllToAll(Halves):
         """Sends each token to the ranks of its experts; returns the rows for this rank's experts.
 
         x: [T, H] bfloat16, float16, float32 or float8_e4m3fn, contiguous, T from 0 to max_tokens.
+            Or uint8 [T, B], bytes of any meaning (packed fp4), B a multiple of 16 that a row has
+            room for: they arrive unchanged.
         topk_idx: [T, K] int32 or int64 expert ids, distinct in a row; -1: none.
         topk_weights: [T, K] float32. None: 1.
         options: how rows travel and lie, and what else is returned. None: DispatchOptions().
         layout, quantize: replace options that differ from DispatchOptions() in these alone.
-        scales: [T, P] float32 or int32, with x of float8_e4m3fn only. They travel as bytes; more
-            than ceil(H / 128) need room from extra_bytes of the configuration.
+        scales: [T, P] float32 or int32, with x of float8_e4m3fn or uint8. They travel as bytes;
+            more than ceil(H / 128) need room from extra_bytes of the configuration.
         extras: up to 8 tensors [T, n] of any type that travel along as bytes.
         num_tokens: rows of x that count, or a tensor of one int32 or int64. None: all.
         max_tokens: bound on T of all ranks in this call. None: the configuration's.
@@ -141,7 +143,7 @@ class AllToAll(Halves):
         given, max_tokens, capacity = form
         options, quantize = given.number, given.quantize
         grad = torch.is_grad_enabled() and arguments.require_grad(x, topk_weights, *extras)
-        self._prepare_dispatch(x.dtype, options, grad)
+        self._prepare_dispatch(x.dtype, options, grad, arguments.bytes_of_rows(x))
         if grad:
             if quantize or x.dtype == torch.float8_e4m3fn:
                 arguments.refuse_gradient(NO_FP8_GRADIENT, x=x)

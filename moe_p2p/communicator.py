@@ -334,10 +334,12 @@ class Communicator(NotCopied):
     # What must be compiled before a call runs on a GPU.
 
     @_when_traced
-    def _prepare_dispatch(self, x_dtype: torch.dtype, options: int, trains: bool) -> None:
+    def _prepare_dispatch(
+        self, x_dtype: torch.dtype, options: int, trains: bool, x_bytes: int = 0
+    ) -> None:
         if self._device is None:
             return
-        self._device.prepare_dispatch(x_dtype, options)
+        self._device.prepare_dispatch(x_dtype, options, x_bytes)
         if trains and not options & QUANTIZE and x_dtype != torch.float8_e4m3fn:
             self._device.prepare_combine(x_dtype, x_dtype)
 

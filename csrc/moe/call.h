@@ -30,6 +30,7 @@ struct Handle {
 struct DispatchSend {
   const void* x = nullptr;  // [T, H] of x_dtype, contiguous
   abi::DType x_dtype{};
+  uint64_t x_bytes = 0;  // of a row of x that is the caller's bytes; 0: H values
   DispatchOptions options;
   const void* scales = nullptr;  // [T, scale_bytes] for x of fp8; null: fp8 without scales
   uint64_t scale_bytes = 0;      // bytes of one token's given scales, a multiple of 4
@@ -55,6 +56,7 @@ struct DispatchRecv {
   DispatchOptions options;  // the sender's, but for what lies only here: zeros and columns
   int64_t capacity = 0;     // padded: rows per expert, else rows in all
   abi::DType x_dtype{};     // of `x` below: the payload type on the wire
+  uint64_t x_bytes = 0;     // the sender's
   void* x = nullptr;
   void* scales = nullptr;    // [rows, scale_bytes]; null when the dispatch has none
   uint64_t scale_bytes = 0;  // of one row: kUe8m0 4 * ceil(H / 512), else the bytes that travel

@@ -28,6 +28,7 @@ struct DispatchVariant {
   bool quantize = false;
   abi::ScaleFormat scale_format = abi::ScaleFormat::kFloat32;
   bool by_rank = false;
+  uint64_t x_bytes = 0;  // DispatchSend's
 
   auto operator<=>(const DispatchVariant&) const = default;
 };

@@ -67,7 +67,7 @@ Dispatched dispatch_into_new(AllToAllObject* comm, const DispatchArguments& in, 
   const Tensor handle = make_handle(*comm, num_rows, max_tokens, options.solo);
   auto send = dispatch_send_from(*comm, in, handle);
 
-  const Tensor row_x = make_rows(layout, experts, comm->hidden_dim(),
+  const Tensor row_x = make_rows(layout, experts, send.x_bytes > 0 ? x.size(1) : comm->hidden_dim(),
                                  options.quantize ? ScalarType::Float8_e4m3fn : x.scalar_type());
   const auto row_scales = make_scales(*comm, layout, experts, scales);
   const Tensor row_weights = options.by_rank() ? make_tensor({rows, topk}, ScalarType::Float)

@@ -161,7 +161,7 @@ def num_gpus() -> int:
     Before CUDA is initialised torch counts what NVML lists, which may be every GPU of a host of
     which this process has one: then rank 1 would get an invalid device ordinal.
     """
-    torch.cuda.init()
+    torch.cuda.init()  # type: ignore[no-untyped-call]
     return torch.cuda.device_count()
 
 

@@ -207,9 +207,10 @@ OpenCall DeviceBackend::begin_dispatch(const DispatchSend& send) const {
           .variant = {.x_dtype = send.x_dtype,
                       .quantize = send.options.quantize,
                       .scale_format = send.options.scale_format,
-                      .by_rank = send.options.by_rank()},
+                      .by_rank = send.options.by_rank(),
+                      .x_bytes = send.x_bytes},
           .parts = send_parts(plan_, send),
-          .opaque = send.opaque_scales || !send.extras.empty(),
+          .opaque = send.opaque_scales || !send.extras.empty() || send.x_bytes > 0,
           .num_extras = static_cast<int32_t>(send.extras.size()),
           .num_rows = static_cast<int32_t>(send.num_rows),
           .owner = send.handle_owner};

@@ -97,7 +97,8 @@ DispatchCall::DispatchCall(const HostContext& context, const DispatchSend& send)
             .variant = {.x_dtype = send.x_dtype,
                         .quantize = send.options.quantize,
                         .scale_format = send.options.scale_format,
-                        .by_rank = send.options.by_rank()},
+                        .by_rank = send.options.by_rank(),
+                        .x_bytes = send.x_bytes},
             .num_rows = static_cast<int32_t>(send.num_rows)},
       handle_(HandleView::create(context.plan.shape, send.handle, send.num_rows, call_.num_steps,
                                  call_.num_slots)) {

@@ -43,8 +43,8 @@ void HostKernels::build_slot(std::byte* slot, Step step, const DispatchSend& cal
     weights[k] = call.topk_weights ? call.topk_weights[t * topk + k] : 1.0f;
   }
   const auto hidden = static_cast<uint64_t>(plan_.hidden_dim);
-  const auto* x =
-      static_cast<const std::byte*>(call.x) + t * hidden * abi::item_bytes(call.x_dtype);
+  const auto* x = static_cast<const std::byte*>(call.x) +
+                  t * (call.x_bytes > 0 ? call.x_bytes : hidden * abi::item_bytes(call.x_dtype));
   auto* scales = abi::values_at<float>(slot, parts.offset[1]);
   if (call.options.quantize) {
     quantize_row(x, call.x_dtype, call.options.scale_format != abi::ScaleFormat::kFloat32,
@@ -323,7 +323,7 @@ void HostKernels::clear_padding(const DispatchRecv& call) const noexcept {
     const auto zero = [&](void* base, uint64_t row_bytes) {
       std::memset(static_cast<std::byte*>(base) + first * row_bytes, 0, rows * row_bytes);
     };
-    zero(call.x, static_cast<uint64_t>(plan_.hidden_dim) * abi::item_bytes(call.x_dtype));
+    zero(call.x, recv_parts(plan_, call).bytes[0]);
     for (uint64_t row = first; call.scales && row < first + rows; ++row) scales.clear(row);
     for (const auto& extra : call.extras) zero(extra.data, extra.row_bytes);
   };

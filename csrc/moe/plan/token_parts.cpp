@@ -14,12 +14,11 @@ using base::Code;
 
 namespace {
 
-abi::TokenParts make_parts(const Plan& plan, DType dtype, uint64_t scale_bytes,
+abi::TokenParts make_parts(const Plan& plan, uint64_t x_bytes, uint64_t scale_bytes,
                            std::span<const uint64_t> extra_bytes) {
   MOE_P2P_CHECK(extra_bytes.size() <= abi::kMaxExtras, Code::kInvalidArgument, extra_bytes.size(),
                 " extras, at most ", abi::kMaxExtras, " can travel with a token");
   abi::TokenParts parts{};
-  const auto hidden = static_cast<uint64_t>(plan.hidden_dim);
   const uint64_t head = abi::slot_head_bytes(plan.shape.topk);
   uint64_t at = head;
   const auto add = [&](uint64_t bytes) {
@@ -27,7 +26,7 @@ abi::TokenParts make_parts(const Plan& plan, DType dtype, uint64_t scale_bytes,
     parts.offset[parts.num_parts++] = at;
     at += abi::align_up(bytes, 16);
   };
-  add(hidden * abi::item_bytes(dtype));
+  add(x_bytes);
   add(scale_bytes);
   for (const uint64_t bytes : extra_bytes) add(bytes);
   MOE_P2P_CHECK(at - head <= plan.shape.max_token_bytes, Code::kInvalidArgument,
@@ -44,6 +43,11 @@ std::vector<uint64_t> row_bytes(const Extras& extras) {
   return bytes;
 }
 
+// Bytes of x of a token.
+uint64_t payload_bytes(const Plan& plan, uint64_t x_bytes, DType dtype) {
+  return x_bytes > 0 ? x_bytes : static_cast<uint64_t>(plan.hidden_dim) * abi::item_bytes(dtype);
+}
+
 // fp32 scales, as they travel.
 uint64_t block_scale_bytes(const Plan& plan) {
   return 4 * ((static_cast<uint64_t>(plan.hidden_dim) + abi::kScaleBlock - 1) / abi::kScaleBlock);
@@ -53,8 +57,10 @@ uint64_t block_scale_bytes(const Plan& plan) {
 
 abi::TokenParts send_parts(const Plan& plan, const DispatchSend& call) {
   if (call.options.quantize)
-    return make_parts(plan, DType::kFloat8E4M3, block_scale_bytes(plan), row_bytes(call.extras));
-  return make_parts(plan, call.x_dtype, call.scales ? call.scale_bytes : 0, row_bytes(call.extras));
+    return make_parts(plan, payload_bytes(plan, 0, DType::kFloat8E4M3), block_scale_bytes(plan),
+                      row_bytes(call.extras));
+  return make_parts(plan, payload_bytes(plan, call.x_bytes, call.x_dtype),
+                    call.scales ? call.scale_bytes : 0, row_bytes(call.extras));
 }
 
 abi::TokenParts recv_parts(const Plan& plan, const DispatchRecv& call) {
@@ -65,7 +71,8 @@ abi::TokenParts recv_parts(const Plan& plan, const DispatchRecv& call) {
                   " bytes, must be ", packed, " in ue8m0");
     bytes = block_scale_bytes(plan);
   }
-  return make_parts(plan, call.x_dtype, bytes, row_bytes(call.extras));
+  return make_parts(plan, payload_bytes(plan, call.x_bytes, call.x_dtype), bytes,
+                    row_bytes(call.extras));
 }
 
 uint64_t scalars_offset(const Plan& plan, const PartialForm& form) noexcept {
