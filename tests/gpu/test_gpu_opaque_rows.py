@@ -14,7 +14,7 @@ pytestmark = pytest.mark.gpu
 
 
 def layouts(rank: Rank, world: World, config: dict[str, Any]) -> None:
-    with make(rank, world, **CONFIG | config) as comm:
+    with make(rank, world, num_experts=8, **CONFIG | config) as comm:
         run_layouts(comm)
 
 
