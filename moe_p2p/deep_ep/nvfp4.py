@@ -22,7 +22,7 @@ def quantize(x: Tensor, global_scale: Tensor | None) -> tuple[Tensor, Tensor]:
     assert x.shape[1] % 32 == 0, f"hidden size {x.shape[1]} is no multiple of 32, as nvfp4 needs"
     assert global_scale is not None, "use_nvfp4 needs x_global_scale"
     factor = global_scale.float().reshape(-1, 1, 1)  # of the tensor, or of each token
-    blocks = x.float().unflatten(1, (-1, _BLOCK))
+    blocks = x.float().view(x.shape[0], x.shape[1] // _BLOCK, _BLOCK)
     amax = blocks.abs().amax(2, keepdim=True)
     scales = (factor * (amax / _MOST)).clamp(max=_MOST_SCALE).to(torch.float8_e4m3fn)
     by = scales.float()
