@@ -7,7 +7,8 @@ rxe0 and rxe1, rank 0 has both devices as NICs and rank 1 has one: rails are mat
 equal. libfabric's verbs;ofi_rxm connects within one device only, so both ranks have both. With
 verbs, strangers connect to the ports of rank 0 between steps. Then again, and rank 1 is killed:
 rank 0 names it at once, not at its deadline. At last over verbs with links that lose and
-reorder packets. One process does all of it: importing torch takes most of the time in there.
+reorder packets. One process does all of it, and ranks are copies of it: importing torch takes most
+of the time in there.
 """
 
 from __future__ import annotations
@@ -133,15 +134,15 @@ def check_with_loss(num_steps: int) -> None:
     for link in ("rn0", "rn1"):
         command = f"tc qdisc replace dev {link} root netem limit 20000 {NETEM}"
         subprocess.run(command.split(), check=True)
-    run_processes(WORLD_SIZE, exchange, "verbs", num_steps, deadline_s=300.0)
+    run_processes(WORLD_SIZE, exchange, "verbs", num_steps, deadline_s=300.0, fork=True)
     print(f"verbs with {NETEM}: {num_steps} steps equal the reference")
 
 
 def check(transport: str, num_steps: int) -> None:
-    run_processes(WORLD_SIZE, exchange, transport, num_steps, deadline_s=300.0)
+    run_processes(WORLD_SIZE, exchange, transport, num_steps, deadline_s=300.0, fork=True)
     print(f"{transport}: {num_steps} steps equal the reference")
     survivor, killed = run_processes(
-        WORLD_SIZE, lose_a_rank, transport, deadline_s=200.0, return_errors=True
+        WORLD_SIZE, lose_a_rank, transport, deadline_s=200.0, return_errors=True, fork=True
     )
     assert isinstance(killed, DiedError), killed
     assert not isinstance(survivor, BaseException), survivor
