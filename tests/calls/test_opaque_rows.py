@@ -83,8 +83,8 @@ def send(comm: AllToAll, seed: int, counts: list[int], layout: RowLayout, halves
     assert torch.equal(out.cpu().float(), torch.as_tensor(want).float()[:, None].expand(-1, H))
 
 
-def run_layouts(comm: AllToAll) -> None:
-    for seed, counts in enumerate([*COUNTS, *COUNTS]):  # slots are used again
+def run_layouts(comm: AllToAll, rounds: int) -> None:
+    for seed, counts in enumerate(COUNTS * rounds):  # slots are used again
         for number, layout in enumerate(LAYOUTS):
             send(comm, seed, counts, layout, (seed + number) % 2 == 1)
 
@@ -97,7 +97,7 @@ CONFIG: dict[str, Any] = {"hidden_dim": H, "dtype": torch.bfloat16}
 def test_bytes_arrive_unchanged(per_node: int, chunk_tokens: int | None) -> None:
     def body(rank: Rank) -> None:
         with make(rank, ranks_per_node=per_node, chunk_tokens=chunk_tokens, **CONFIG) as comm:
-            run_layouts(comm)
+            run_layouts(comm, 2)
 
     run_threads(4, body)
 

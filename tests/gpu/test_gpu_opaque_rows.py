@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 
 def layouts(rank: Rank, world: World, config: dict[str, Any]) -> None:
     with make(rank, world, num_experts=8, **CONFIG | config) as comm:
-        run_layouts(comm)
+        run_layouts(comm, 1)
 
 
 @pytest.mark.parametrize("world", worlds((1, 1), (2, 2), (4, 2)))
