@@ -199,10 +199,8 @@ def variants() -> Iterator[Kernel]:
     ]:
         yield dispatch_kernel(usual, dtype, quantize=quantize)
         yield dispatch_kernel(usual, dtype, quantize=quantize, by_rank=True)
-    for scale_format, by_rank in itertools.product((1, 2), (False, True)):
-        yield dispatch_kernel(
-            usual, torch.bfloat16, quantize=True, scale_format=scale_format, by_rank=by_rank
-        )
+    for form, rows in itertools.product((1, 2), (False, True)):
+        yield dispatch_kernel(usual, floats[0], quantize=True, scale_format=form, by_rank=rows)
     for y_dtype, out_dtype in itertools.product(floats, (torch.bfloat16, torch.float32)):
         yield combine_kernel(usual, y_dtype, out_dtype)
     uneven = tuple(min(expert // 50, 7) for expert in range(256))
@@ -235,8 +233,7 @@ def variants() -> Iterator[Kernel]:
     for other, num_sms in ((usual, None), (long, 24)):  # nvfp4
         yield dispatch_kernel(other, torch.uint8, quantize=False, x_bytes=3584, num_sms=num_sms)
     yield combine_kernel(long, torch.float32, torch.float32, num_sms=24)
-    apart = shape(8, combine_rows=8, **job)
-    masked = shape(8, mask_lost_ranks=True, combine_rows=8, **job)
+    apart, masked = shape(8, combine_rows=8, **job), shape(8, mask_lost_ranks=True, **job)
     for other, num_sms in ((apart, None), (long, 24), (masked, None)):
         yield combine_kernel(other, torch.bfloat16, torch.bfloat16, by_topk=True, num_sms=num_sms)
 
@@ -399,14 +396,13 @@ class DeviceSide:
         self, y_dtype: torch.dtype, out_dtype: torch.dtype, by_topk: bool = False
     ) -> None:
         """The same for a combine."""
-        if (y_dtype, out_dtype, by_topk) in self._ready:
+        types = y_dtype, out_dtype
+        if (*types, by_topk) in self._ready:
             return
-        kernel = self._load(
-            combine_kernel(self._shape, y_dtype, out_dtype, by_topk=by_topk, num_sms=self._num_sms)
-        )
+        kernel = combine_kernel(self._shape, *types, by_topk=by_topk, num_sms=self._num_sms)
         op = _ops.all_to_all_set_combine_kernel.default
-        call(op, self._comm, y_dtype, out_dtype, kernel, by_topk)
-        self._ready.add((y_dtype, out_dtype, by_topk))
+        call(op, self._comm, *types, self._load(kernel), by_topk)
+        self._ready.add((*types, by_topk))
 
     def _load(self, kernel: Kernel) -> str:
         """Returns the fields of DeviceKernel (csrc/moe/device/grid.h) as settings."""
