@@ -9,6 +9,7 @@ import functools
 import itertools
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -360,14 +361,21 @@ class DeviceSide:
         call(_ops.all_to_all_use_signals.default, self._comm, addresses)
 
     def prepare(self, config: AllToAllConfig) -> None:
-        """Prepares all kernels for the configuration's types, and for their gradients."""
-        widest = config.widest_combine_dtype
-        for dtype in dict.fromkeys((config.dtype, widest)):
-            self.prepare_dispatch(dtype, DEFAULT.number)
+        """Prepares all kernels for the configuration's types, and for their gradients.
+
+        They are compiled side by side: NVRTC takes seconds for each, and a core.
+        """
+        jobs: list[Callable[[], None]] = []
+        for dtype in dict.fromkeys((config.dtype, config.widest_combine_dtype)):
+            jobs.append(functools.partial(self.prepare_dispatch, dtype, DEFAULT.number))
             if dtype != torch.float8_e4m3fn:
-                self.prepare_combine(dtype, dtype)
+                jobs.append(functools.partial(self.prepare_combine, dtype, dtype))
         if config.dtype != torch.float8_e4m3fn and config.hidden_dim % 16 == 0:
-            self.prepare_dispatch(config.dtype, DispatchOptions(quantize=True).number)
+            quantized = DispatchOptions(quantize=True).number
+            jobs.append(functools.partial(self.prepare_dispatch, config.dtype, quantized))
+        with ThreadPoolExecutor(len(jobs), thread_name_prefix="moe_p2p.prepare") as threads:
+            for done in [threads.submit(job) for job in jobs]:
+                done.result()
 
     def prepare_dispatch(self, x_dtype: torch.dtype, options: int, x_bytes: int = 0) -> None:
         """Compiles this dispatch kernel and passes it to the op; does nothing if the op has it."""
