@@ -6,12 +6,11 @@ Symbols: W ranks, L ranks per node, E experts, H hidden size, K top-k, M tokens 
 from __future__ import annotations
 
 import functools
-import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -181,62 +180,6 @@ def _block_macros(bulk: Bulk) -> dict[str, int]:
         "MOE_P2P_BLOCKS_PER_SM": bulk.launch.blocks_per_sm,
         "MOE_P2P_SHARED_BYTES": bulk.shared_bytes,
     }
-
-
-def variants() -> Iterator[Kernel]:
-    """Kernels that must compile: every type, and shapes at the edges."""
-    from moe_p2p.config import AllToAllConfig  # the configuration imports the ops
-
-    def shape(world_size: int, local: int | None = None, **fields: Any) -> dict[str, int]:
-        config = AllToAllConfig(**fields)
-        return shape_macros(config, world_size=world_size, ranks_per_node=local or world_size)
-
-    job: dict[str, Any] = {"num_experts": 256, "hidden_dim": 7168, "topk": 8, "max_tokens": 128}
-    usual = shape(8, **job)
-    floats = (torch.bfloat16, torch.float16, torch.float32)
-    for dtype, quantize in [
-        *itertools.product(floats, (False, True)),
-        (torch.float8_e4m3fn, False),
-    ]:
-        yield dispatch_kernel(usual, dtype, quantize=quantize)
-        yield dispatch_kernel(usual, dtype, quantize=quantize, by_rank=True)
-    for form, rows in itertools.product((1, 2), (False, True)):
-        yield dispatch_kernel(usual, floats[0], quantize=True, scale_format=form, by_rank=rows)
-    for y_dtype, out_dtype in itertools.product(floats, (torch.bfloat16, torch.float32)):
-        yield combine_kernel(usual, y_dtype, out_dtype)
-    uneven = tuple(min(expert // 50, 7) for expert in range(256))
-    others = [
-        (shape(1, num_experts=1, hidden_dim=16, topk=1, max_tokens=1), None),
-        (shape(3, num_experts=1023, hidden_dim=3584, topk=32, max_tokens=300), None),
-        (shape(8, **job | {"max_tokens": 2048, "chunk_tokens": 2048}), None),
-        (shape(8, expert_rank=uneven, **job), None),
-        (shape(8, 4, **job), None),
-        (shape(8, 2, **job), 8),
-        (shape(8, 4, part_bytes=1 << 17, **job), None),
-        (shape(8, 1, part_bytes=1 << 17, **job), 24),
-        (shape(4, 1, **job | {"topk": 1}), None),
-        (shape(64, 8, **job), 24),
-        (usual, 24),
-        (shape(8, **job | {"max_tokens": 32}), 24),
-        (shape(8, **job | {"max_tokens": 2048, "chunk_tokens": 2048}), 24),
-        (shape(3, num_experts=1023, hidden_dim=3584, topk=32, max_tokens=300), 24),
-        (shape(2, num_experts=4, hidden_dim=16, topk=2, max_tokens=300), 24),
-        (shape(8, mask_lost_ranks=True, **job), None),
-        (shape(4, 1, mask_lost_ranks=True, **job | {"max_tokens": 600}), 24),
-    ]
-    for other, num_sms in others:
-        yield dispatch_kernel(other, torch.bfloat16, quantize=True, num_sms=num_sms)
-        yield dispatch_kernel(other, torch.bfloat16, quantize=False, by_rank=True, num_sms=num_sms)
-        yield combine_kernel(other, torch.bfloat16, torch.bfloat16, num_sms=num_sms)
-    long = shape(8, **job | {"max_tokens": 2048, "chunk_tokens": 2048})
-    yield dispatch_kernel(long, torch.float32, quantize=True, num_sms=24)
-    yield dispatch_kernel(long, torch.float8_e4m3fn, quantize=False, num_sms=24)
-    for other, num_sms in ((usual, None), (long, 24)):  # nvfp4
-        yield dispatch_kernel(other, torch.uint8, quantize=False, x_bytes=3584, num_sms=num_sms)
-    yield combine_kernel(long, torch.float32, torch.float32, num_sms=24)
-    apart, masked = shape(8, combine_rows=8, **job), shape(8, mask_lost_ranks=True, **job)
-    for other, num_sms in ((apart, None), (long, 24), (masked, None)):
-        yield combine_kernel(other, torch.bfloat16, torch.bfloat16, by_topk=True, num_sms=num_sms)
 
 
 class Partners(NamedTuple):

@@ -15,6 +15,7 @@ import pytest
 
 from moe_p2p import AllToAllConfig, errors
 from moe_p2p.gpu import driver, jit, kernels
+from moe_p2p.gpu.variants import every_kernel
 from tests.support import ranks
 
 ARCHS = ("sm_90a", "sm_100a")
@@ -238,7 +239,7 @@ def _compile_error(job: tuple[str, dict[str, int], str]) -> str:
         compiled = jit.compile_only(*job)
     except errors.UnavailableError as error:
         return str(error)
-    entries = [kernel.entry for kernel in kernels.variants() if kernel.source == job[0]]
+    entries = [kernel.entry for kernel in every_kernel() if kernel.source == job[0]]
     if entries and entries[0] not in compiled.usage:
         return f"{job}: profilers will not find {entries[0]} in {list(compiled.usage)}"
     return "" if compiled.usage else f"{job}: the assembler's log was not understood"
@@ -250,7 +251,7 @@ SAMPLE = 5
 
 
 def _jobs(every: bool) -> list[tuple[str, dict[str, int], str]]:
-    asked = [(kernel.source, kernel.macros) for kernel in kernels.variants()]
+    asked = [(kernel.source, kernel.macros) for kernel in every_kernel()]
     return [
         (*each, arch)
         for first, arch in enumerate(ARCHS)
@@ -278,7 +279,7 @@ def test_a_sample_of_all_kernels_compiles(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("MOE_P2P_CACHE", str(tmp_path))
     sources = {path.name for path in (jit.kernels_root() / "kernels").glob("*.cu")}
     alone = {source for source, _ in ALONE}
-    assert {kernel.source for kernel in kernels.variants()} == sources - alone - {"probe.cu"}
+    assert {kernel.source for kernel in every_kernel()} == sources - alone - {"probe.cu"}
     jobs = _jobs(every="MOE_P2P_ALL_KERNELS" in os.environ)
     with ThreadPoolExecutor(ranks.cpu_count()) as pool:
         outcomes = list(pool.map(_compile_error, jobs))
