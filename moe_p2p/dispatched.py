@@ -14,6 +14,9 @@ from torch import Tensor
 from moe_p2p.options import COLUMN_SCALES
 
 
+new_tuple = tuple.__new__  # a named tuple of all its fields, in less time than its own way
+
+
 class Call(NamedTuple):
     """What the calls that follow a dispatch need of it. Not for users."""
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moe_p2p import arguments, errors
 from moe_p2p.communicator import Communicator
-from moe_p2p.default_device import unaffected
+from moe_p2p.default_device import unaffected, without_default_device
 from moe_p2p.dispatched import Call, Dispatched, PendingCombine, PendingDispatch, new_scales
 from moe_p2p.ops import call
 from moe_p2p.options import (
@@ -44,7 +44,6 @@ def with_more(
 class Halves(Communicator):
     """See AllToAll."""
 
-    @unaffected
     def dispatch_send(
         self,
         x: Tensor,
@@ -67,7 +66,8 @@ class Halves(Communicator):
         differentiable.
         """
         if torch.is_grad_enabled():
-            arguments.refuse_gradient(arguments.NO_HALF_GRADIENT, x=x, topk_weights=topk_weights)
+            refuse = without_default_device(arguments.refuse_gradient)
+            refuse(arguments.NO_HALF_GRADIENT, x=x, topk_weights=topk_weights)
         form = arguments.dispatch_form(
             self._shape,
             self.config.max_tokens if max_tokens is None else max_tokens,
@@ -80,13 +80,13 @@ class Halves(Communicator):
         count, count_on_host = None, arguments.ALL_ROWS
         if num_tokens is not None:
             count, count_on_host = arguments.split_count(num_tokens)
-        return self.dispatch_send_with(
+        return without_default_device(self.dispatch_send_with)(
             form, x, topk_idx, topk_weights, scales, extras, count, count_on_host
         )
 
     def dispatch_send_with(
         self,
-        form: DispatchForm,
+        form: DispatchForm | tuple[DispatchOptions, int, int],
         x: Tensor,
         topk_idx: Tensor,
         topk_weights: Tensor | None = None,

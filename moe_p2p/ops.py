@@ -19,7 +19,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -55,10 +55,15 @@ def call(op: Callable[..., Any], *args: Any) -> Any:
     try:
         return op(*args)
     except RuntimeError as error:
-        if torch.compiler.is_compiling():
-            raise
-        raise_interrupt()
-        raise errors.typed(error) from None
+        raise_typed(error)
+
+
+def raise_typed(error: RuntimeError) -> NoReturn:
+    """The second half of `call`, for calls that cannot afford the first."""
+    if torch.compiler.is_compiling():
+        raise error
+    raise_interrupt()
+    raise errors.typed(error) from None
 
 
 def raise_interrupt() -> None:

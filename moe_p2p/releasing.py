@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moe_p2p import errors
 from moe_p2p.all_to_all import AllToAll, fields_of
-from moe_p2p.dispatched import Dispatched, PendingDispatch
+from moe_p2p.dispatched import Dispatched, PendingDispatch, new_tuple
 from moe_p2p.ops import call
 from moe_p2p.options import DispatchOptions
 from moe_p2p.row_counts import Given
@@ -28,7 +28,7 @@ _NO_ROWS = (torch.empty(0, dtype=torch.float32, device="cpu"), None)
 
 def without_rows(received: tuple[Any, ...]) -> Dispatched:
     """Returns the fields of a Dispatched without x and scales (the first two), for a handle."""
-    return Dispatched._make(_NO_ROWS + received[2:])
+    return new_tuple(Dispatched, _NO_ROWS + received[2:])
 
 
 def tensors_of(received: tuple[Any, ...]) -> list[Tensor]:

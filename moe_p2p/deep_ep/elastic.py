@@ -16,7 +16,6 @@ from moe_p2p.deep_ep.elastic_base import ElasticBase
 from moe_p2p.deep_ep.elastic_handle import EPHandle, RowCounts
 from moe_p2p.deep_ep.event import EventHandle, EventOverlap
 from moe_p2p.deep_ep.streams import wait_for
-from moe_p2p.default_device import unaffected
 from moe_p2p.options import DispatchForm
 from moe_p2p.releasing import ReleasingAllToAll, tensors_of, without_rows
 
@@ -27,7 +26,6 @@ _Event = EventOverlap | EventHandle
 class ElasticBuffer(ElasticBase):
     """Dispatch and combine of one rank; elastic_base.py documents the constructor."""
 
-    @unaffected
     def dispatch(
         self,
         x: _Values,
@@ -153,7 +151,6 @@ class ElasticBuffer(ElasticBase):
             turn.event,
         )
 
-    @unaffected
     def combine(
         self,
         x: Tensor,
