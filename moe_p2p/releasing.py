@@ -43,10 +43,6 @@ class ReleasingAllToAll(AllToAll):
         super().__init__(*args, **kwargs)
         call(_ops.all_to_all_release_oldest.default, self._comm)
 
-    def make_outputs(self, pending: PendingDispatch) -> Dispatched:
-        """Returns dispatch_recv's output tensors before they are filled."""
-        return self._make_outputs(pending)
-
     def dispatch_counted(
         self,
         options: DispatchOptions,

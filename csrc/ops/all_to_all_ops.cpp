@@ -190,7 +190,7 @@ void dispatch_recv(int64_t comm, int64_t options, const Tensor& handle, const Te
                    int64_t capacity) {
   const Caller caller(comm);
   const auto recv = dispatch_recv_from(
-      *caller, Layout(moe::dispatch_options_from(options), capacity),
+      *caller, Layout(*caller, moe::dispatch_options_from(options), capacity),
       {x, scales, extras, row_weights, counts, offsets, source, ranges, wait_ticks, row_topk},
       handle);
   caller->all_to_all.dispatch(nullptr, &recv);
