@@ -58,6 +58,20 @@ class Dispatched(NamedTuple):
     call: Call  # for combine and release; not for users
 
 
+# Replaces x and its scales in a handle, which would keep them alive.
+_NO_ROWS = (torch.empty(0, dtype=torch.float32, device="cpu"), None)
+
+
+def without_rows(received: tuple[Any, ...]) -> Dispatched:
+    """Returns the fields of a Dispatched without x and scales (the first two), for a handle."""
+    return new_tuple(Dispatched, _NO_ROWS + received[2:])
+
+
+def tensors_of(received: tuple[Any, ...]) -> list[Tensor]:
+    """Of a Dispatched's fields, of which the last is the Call."""
+    return [received[-1].handle, *(part for part in received if isinstance(part, Tensor))]
+
+
 class PendingDispatch(NamedTuple):
     """A dispatch whose rows are on their way."""
 

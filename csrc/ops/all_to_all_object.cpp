@@ -173,18 +173,17 @@ moe::DispatchRecv dispatch_recv_from(AllToAllObject& comm, const Layout& layout,
     check_rows(extra, "an extra", rows, kAny);
     recv.extras.push_back({mutable_data_of(extra), row_bytes(extra)});
   }
-  recv.row_weights = output<float>(
-      to.row_weights, {"row_weights", {ScalarType::Float}, layout.row_weights()});
+  recv.row_weights =
+      output<float>(to.row_weights, {"row_weights", {ScalarType::Float}, layout.row_weights()});
   recv.counts = output<int32_t>(to.counts, {"counts", {ScalarType::Int}, layout.counts()});
   recv.offsets = output<int32_t>(to.offsets, {"offsets", {ScalarType::Int}, layout.offsets()});
-  recv.source =
-      optional_output<int32_t>(to.source, {"source", {ScalarType::Int}, layout.source()});
+  recv.source = optional_output<int32_t>(to.source, {"source", {ScalarType::Int}, layout.source()});
   recv.ranges =
       optional_output<int64_t>(to.ranges, {"ranges", {ScalarType::Long}, layout.ranges()});
   MOE_P2P_CHECK(!recv.ranges || layout.options.padded(), Code::kInvalidArgument,
                 "ranges are of rows within an expert's; they need layout padded");
-  recv.wait_ticks =
-      optional_output<int64_t>(to.wait_ticks, {"wait_ticks", {ScalarType::Long}, layout.wait_ticks()});
+  recv.wait_ticks = optional_output<int64_t>(
+      to.wait_ticks, {"wait_ticks", {ScalarType::Long}, layout.wait_ticks()});
   MOE_P2P_CHECK(to.row_topk.has_value() == layout.options.by_rank(), Code::kInvalidArgument,
                 "row_topk goes with layout by_rank, and only with it");
   recv.row_topk = optional_output<void>(

@@ -22,9 +22,9 @@ from moe_p2p.config import AllToAllConfig
 from moe_p2p.deep_ep import streams
 from moe_p2p.deep_ep.base import NODE_RANKS, BufferBase, LowLatencyKey
 from moe_p2p.deep_ep.event import EventOverlap
-from moe_p2p.dispatched import Dispatched, PendingCombine, PendingDispatch
+from moe_p2p.dispatched import Dispatched, PendingCombine, PendingDispatch, tensors_of, without_rows
 from moe_p2p.options import DispatchForm, DispatchOptions
-from moe_p2p.releasing import ReleasingAllToAll, tensors_of, without_rows
+from moe_p2p.pool import ReleasingAllToAll
 
 Hook = Callable[[], None]
 

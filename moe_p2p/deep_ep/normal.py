@@ -21,8 +21,9 @@ from moe_p2p.deep_ep.base import NODE_RANKS, BufferBase
 from moe_p2p.deep_ep.config import Config
 from moe_p2p.deep_ep.event import EventHandle, EventOverlap
 from moe_p2p.deep_ep.handle import ROWS, Handle
+from moe_p2p.dispatched import tensors_of, without_rows
 from moe_p2p.options import DispatchForm
-from moe_p2p.releasing import ReleasingAllToAll, tensors_of, without_rows
+from moe_p2p.pool import ReleasingAllToAll
 from moe_p2p.row_counts import extent_of, worst_extent
 
 _MAX_TOKENS = 1 << 24  # of a communicator: sizes nothing, memory follows from each call's tokens
