@@ -167,18 +167,9 @@ def _shape(comm: int) -> CommunicatorShape:
 
 
 def _fake_dispatch(
-    comm: int,
-    options: int,
-    x: Tensor,  # [T, H]
-    scales: Tensor | None,
-    extras: list[Tensor],
-    topk_idx: Tensor,  # [T, K]
-    topk_weights: Tensor | None,
-    num_tokens: Tensor | None,
-    num_tokens_host: int,
-    max_tokens: int,
-    capacity: int,
+    *inputs: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+    comm, options, x, scales, extras, topk_idx, _, _, _, max_tokens, capacity = inputs
     shape, quantize = _shape(comm), options & bits.QUANTIZE
     has_scales = scales is not None or quantize
     handle = x.new_empty((shape.handle_words(x.shape[0], max_tokens),), dtype=torch.int32)
@@ -203,21 +194,8 @@ def _fake_dispatch(
     )
 
 
-def _fake_combine(
-    comm: int,
-    y: Tensor,  # [R, H], or [E_local, capacity, H]
-    row_weights: Tensor | None,
-    row_scalars: Tensor | None,
-    topk_weights: Tensor | None,
-    bias: list[Tensor],
-    handle: Tensor,
-    topk_idx: Tensor,
-    max_tokens: int,
-    out_dtype: torch.dtype,
-    options: int,
-    capacity: int,
-    with_wait_ticks: bool,
-) -> tuple[Tensor, list[Tensor]]:
+def _fake_combine(*inputs: Any) -> tuple[Tensor, list[Tensor]]:
+    comm, y, _, row_scalars, _, _, _, topk_idx, _, out_dtype, _, _, with_wait_ticks = inputs
     shape = _shape(comm)
     num_rows = topk_idx.shape[0]
     more = []

@@ -212,8 +212,8 @@ class AllToAllPool:
 
     def check(self) -> None:
         """Raises the error that broke any of its AllToAlls (AllToAll.check)."""
-        for made in tuple(self._made.values()):
-            made.check()
+        comms = [made._comm for made in tuple(self._made.values())]
+        call(_ops.all_to_all_check.default, comms)
 
     def check_others(self) -> None:
         """check() for callers that check their own AllToAll anyway: skips if it is the only one."""

@@ -129,10 +129,12 @@ std::string all_to_all_broken(int64_t comm) {
 }
 
 // Does nothing then either: that call will raise it.
-void all_to_all_check(int64_t comm) {
-  const auto object = communicators().get(comm);
-  const std::unique_lock lock(object->in_use, std::try_to_lock);
-  if (lock.owns_lock()) object->all_to_all.check();
+void all_to_all_check(std::vector<int64_t> comms) {
+  for (const int64_t comm : comms) {
+    const auto object = communicators().get(comm);
+    const std::unique_lock lock(object->in_use, std::try_to_lock);
+    if (lock.owns_lock()) object->all_to_all.check();
+  }
 }
 
 void all_to_all_release_oldest(int64_t comm) {
