@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from moe_p2p import arguments, errors
-from moe_p2p.default_device import unaffected
-from moe_p2p.dispatched import Call, Dispatched
+from moe_p2p.default_device import without_default_device
+from moe_p2p.dispatched import Call, Dispatched, new_tuple
 from moe_p2p.halves import Halves, with_more
-from moe_p2p.ops import NO_EXTRA_GRADIENT, NO_FP8_GRADIENT, NO_SCALAR_GRADIENT, call
+from moe_p2p.ops import NO_EXTRA_GRADIENT, NO_FP8_GRADIENT, raise_typed
 from moe_p2p.options import (
     BY_RANK,
     COPY_TOPK,
@@ -73,7 +73,6 @@ class AllToAll(Halves):
     Also ResourceExhaustedError when /dev/shm is too small, with the bytes that were asked for.
     """
 
-    @unaffected
     def dispatch(
         self,
         x: Tensor,
@@ -121,15 +120,14 @@ class AllToAll(Halves):
         count, count_on_host = None, arguments.ALL_ROWS
         if num_tokens is not None:
             count, count_on_host = arguments.split_count(num_tokens)
-        return Dispatched._make(
-            self.dispatch_with(
-                form, x, topk_idx, topk_weights, scales, extras, count, count_on_host
-            )
+        run = without_default_device(self.dispatch_with)
+        return new_tuple(
+            Dispatched, run(form, x, topk_idx, topk_weights, scales, extras, count, count_on_host)
         )
 
     def dispatch_with(
         self,
-        form: DispatchForm,
+        form: DispatchForm | tuple[DispatchOptions, int, int],
         x: Tensor,
         topk_idx: Tensor,
         topk_weights: Tensor | None = None,
@@ -144,27 +142,30 @@ class AllToAll(Halves):
         given, max_tokens, capacity = form
         options, quantize = given.number, given.quantize
         grad = torch.is_grad_enabled() and arguments.require_grad(x, topk_weights, *extras)
-        self._prepare_dispatch(x.dtype, options, grad, arguments.bytes_of_rows(x))
+        if self._device is not None:
+            self._prepare_dispatch(x.dtype, options, grad, arguments.bytes_of_rows(x))
         if grad:
             if quantize or x.dtype == torch.float8_e4m3fn:
                 arguments.refuse_gradient(NO_FP8_GRADIENT, x=x)
             named = {f"extras[{i}]": extra for i, extra in enumerate(extras)}
             arguments.refuse_gradient(NO_EXTRA_GRADIENT, **named)
             options |= SOLO | (ZERO_PADDING if given.zero_padding is None else 0)
-        made = call(
-            _DISPATCH if grad else _DISPATCH_INFERENCE,
-            self._comm,
-            options,
-            x,
-            scales,
-            list(extras),
-            topk_idx,
-            topk_weights,
-            count,
-            count_on_host,
-            max_tokens,
-            capacity,
-        )
+        try:
+            made = (_DISPATCH if grad else _DISPATCH_INFERENCE)(
+                self._comm,
+                options,
+                x,
+                scales,
+                [*extras],
+                topk_idx,
+                topk_weights,
+                count,
+                count_on_host,
+                max_tokens,
+                capacity,
+            )
+        except RuntimeError as error:
+            raise_typed(error)
         has_scales = quantize or scales is not None
         return fields_of(made, options, topk_idx, has_scales, max_tokens, capacity)
 
@@ -200,7 +201,6 @@ class AllToAll(Halves):
         with_wait_ticks: bool = False,
     ) -> tuple[Tensor, ...]: ...
 
-    @unaffected
     def combine(
         self,
         y: Tensor,
@@ -237,14 +237,10 @@ class AllToAll(Halves):
         """
         row_weights = arguments.row_weights_of(dispatched, weighted, topk_weights)
         terms = [] if bias is None else arguments.bias_list(bias)
-        grad = False
-        if torch.is_grad_enabled():
-            if topk_weights is not None:
-                text = arguments.NO_LATE_GRADIENT
-                arguments.refuse_gradient(text, y=y, topk_weights=topk_weights)
-            arguments.refuse_gradient(NO_SCALAR_GRADIENT, row_scalars=row_scalars)
-            grad = arguments.require_grad(y, row_weights, *terms)
-        return self.combine_with(
+        grad = torch.is_grad_enabled() and without_default_device(arguments.grad_of_combine)(
+            y, row_weights, row_scalars, topk_weights, terms
+        )
+        return without_default_device(self.combine_with)(
             y,
             dispatched,
             row_weights,
@@ -285,44 +281,30 @@ class AllToAll(Halves):
         sum_dtype = y.dtype if out_dtype is None else out_dtype
         handle, options, max_tokens, capacity = dispatched.call
         options |= order
-        self._prepare_combine(y.dtype, sum_dtype, options, grad)
+        if self._device is not None:
+            self._prepare_combine(y.dtype, sum_dtype, options, grad)
         if grad and not options & ZERO_PADDING:
             raise errors.make(errors.InvalidArgumentError, arguments.PADDING_IS_NOT_ZERO)
         if out is not None:
             scalars, ticks = self._beside_sums(
                 y, out.shape[0], row_scalars is not None, with_wait_ticks
             )
-            call(
-                _COMBINE_OUT,
-                self._comm,
-                y,
-                row_weights,
-                row_scalars,
-                topk_weights,
-                terms,
-                handle,
+        given = (self._comm, y, row_weights, row_scalars, topk_weights, terms, handle)
+        try:
+            if out is not None:
+                _COMBINE_OUT(*given, max_tokens, out, scalars, ticks)
+                return with_more(out, scalars, ticks)
+            out, more = (_COMBINE if grad else _COMBINE_INFERENCE)(
+                *given,
+                dispatched.topk_idx,
                 max_tokens,
-                out,
-                scalars,
-                ticks,
+                sum_dtype,
+                options,
+                capacity,
+                with_wait_ticks,
             )
-            return with_more(out, scalars, ticks)
-        out, more = call(
-            _COMBINE if grad else _COMBINE_INFERENCE,
-            self._comm,
-            y,
-            row_weights,
-            row_scalars,
-            topk_weights,
-            terms,
-            handle,
-            dispatched.topk_idx,
-            max_tokens,
-            sum_dtype,
-            options,
-            capacity,
-            with_wait_ticks,
-        )
+        except RuntimeError as error:
+            raise_typed(error)
         return (out, *more) if more else out
 
 
@@ -336,16 +318,20 @@ def fields_of(
 ) -> tuple[Any, ...]:
     """Returns the fields of Dispatched from what a dispatch op has made."""
     rows, row_scales, row_weights, counts, offsets, handle, more = made
-    rest = iter(more)
-    source = next(rest) if options & WITH_SOURCE else None
-    ranges = next(rest) if options & WITH_RANGES else None
-    wait_ticks = next(rest) if options & WITH_WAIT_TICKS else None
-    topk = next(rest) if options & COPY_TOPK else topk_idx
-    row_topk = next(rest) if options & LAYOUT_MASK == BY_RANK else None
+    extras: tuple[Tensor, ...] = ()
+    source = ranges = wait_ticks = row_topk = None
+    if more:
+        rest = iter(more)
+        source = next(rest) if options & WITH_SOURCE else None
+        ranges = next(rest) if options & WITH_RANGES else None
+        wait_ticks = next(rest) if options & WITH_WAIT_TICKS else None
+        topk_idx = next(rest) if options & COPY_TOPK else topk_idx
+        row_topk = next(rest) if options & LAYOUT_MASK == BY_RANK else None
+        extras = tuple(rest)
     return (
         rows,
         row_scales if has_scales else None,
-        tuple(rest),
+        extras,
         row_weights,
         row_topk,
         counts,
@@ -353,6 +339,6 @@ def fields_of(
         source,
         ranges,
         wait_ticks,
-        topk,
-        Call(handle, options, max_tokens, capacity),
+        topk_idx,
+        new_tuple(Call, (handle, options, max_tokens, capacity)),
     )

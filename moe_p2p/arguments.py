@@ -5,6 +5,7 @@ Shapes: as in all_to_all.py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,12 +13,11 @@ from torch import Tensor
 
 from moe_p2p import errors
 from moe_p2p.dispatched import Dispatched
-from moe_p2p.ops import CommunicatorShape
+from moe_p2p.ops import NO_SCALAR_GRADIENT, CommunicatorShape
 from moe_p2p.options import (
     BY_RANK,
     DEFAULT,
     LAYOUT_MASK,
-    DispatchForm,
     DispatchOptions,
     refuse_moved,
     shorthand,
@@ -59,8 +59,8 @@ def dispatch_form(
     quantize: bool | None,
     capacity: int | None,
     moved: dict[str, Any],
-) -> DispatchForm:
-    """Form of a dispatch from its named arguments. moved: names that it does not have."""
+) -> tuple[DispatchOptions, int, int]:
+    """Fields of a DispatchForm from its named arguments. moved: names that it does not have."""
     if moved:
         refuse_moved(moved)
     if layout is not None or quantize is not None:
@@ -71,7 +71,7 @@ def dispatch_form(
         raise errors.wrong_type("options", options, "a DispatchOptions")
     if capacity is None:
         capacity = most_rows(shape, max_tokens, options)
-    return DispatchForm(options, max_tokens, capacity)
+    return options, max_tokens, capacity
 
 
 def most_rows(shape: CommunicatorShape, max_tokens: int, options: DispatchOptions) -> int:
@@ -122,6 +122,20 @@ def check_out(out: Tensor, out_dtype: torch.dtype | None, num_rows: int, grad: b
     else:
         return
     raise errors.make(errors.InvalidArgumentError, text)
+
+
+def grad_of_combine(
+    y: Tensor,
+    row_weights: Tensor | None,
+    row_scalars: Tensor | None,
+    topk_weights: Tensor | None,
+    terms: Sequence[Tensor],
+) -> bool:
+    """Whether autograd records a combine of these. Raises where it would need what has none."""
+    if topk_weights is not None:
+        refuse_gradient(NO_LATE_GRADIENT, y=y, topk_weights=topk_weights)
+    refuse_gradient(NO_SCALAR_GRADIENT, row_scalars=row_scalars)
+    return require_grad(y, row_weights, *terms)
 
 
 def require_grad(*tensors: Tensor | None) -> bool:

@@ -276,7 +276,7 @@ class Communicator(NotCopied):
         out meanwhile is NaN in its outputs, or -1 in counts. Other ranks of the node then stop
         waiting for this one. Raises as calls do, and ClosedError once it is closed.
         """
-        call(_ops.all_to_all_check.default, self._comm)
+        call(_ops.all_to_all_check.default, [self._comm])
 
     def counters(self) -> list[NicCounters]:
         """What each NIC of this rank's engine wrote and received since the engine was made."""

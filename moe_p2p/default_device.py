@@ -2,7 +2,8 @@
 
 torch.set_default_device, and `with torch.device(...)`, pass every use of a tensor in Python to a
 function of torch's, reading its type included: a call of ours took three times as long. Our calls
-name the device of each tensor they make, so they switch that off for as long as they last.
+name the device of each tensor they make, so they switch that off for as long as they last. Where
+there is no default device, that costs a look at the number of modes.
 """
 
 from __future__ import annotations
@@ -15,25 +16,38 @@ import torch
 from torch.utils._device import DeviceContext
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-_num_modes = torch._C._len_torch_function_stack
+num_modes = torch._C._len_torch_function_stack
+switched_off = torch._C.DisableTorchFunction  # a context
 _mode = torch._C._get_function_stack_at
-_compiling = torch.compiler.is_compiling
 
 
-def unaffected(function: _Function) -> _Function:
-    """Runs the function without a default device. Other modes of torch still see what it does."""
+def without_default_device(function: _Function) -> _Function:
+    """Returns what runs the function without a default device: the function itself without one.
 
-    @functools.wraps(function)
+    Other modes of torch still see what it does. For one call, as modes change.
+    """
+    if not num_modes() or not is_set():
+        return function
+
     def run(*args: Any, **kwargs: Any) -> Any:
-        if not _num_modes() or _compiling() or not _only_devices():
-            return function(*args, **kwargs)
-        with torch._C.DisableTorchFunction():
+        with switched_off():
             return function(*args, **kwargs)
 
     return run  # type: ignore[return-value]
 
 
-def _only_devices() -> bool:
-    if _num_modes() == 1:
-        return type(_mode(0)) is DeviceContext
-    return all(isinstance(_mode(i), DeviceContext) for i in range(_num_modes()))
+def unaffected(function: _Function) -> _Function:
+    """Decorates calls that can afford the time of one more function."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return without_default_device(function)(*args, **kwargs)
+
+    return run  # type: ignore[return-value]
+
+
+def is_set() -> bool:
+    """Whether all modes of torch are default devices, so that nobody else is watching."""
+    if torch.compiler.is_compiling():
+        return False
+    return all(isinstance(_mode(i), DeviceContext) for i in range(num_modes()))

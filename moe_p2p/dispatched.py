@@ -6,12 +6,26 @@ E_local * capacity, else capacity); [rows] stands for [E_local, capacity] or [R]
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from moe_p2p.options import COLUMN_SCALES
+from moe_p2p.options import (
+    BY_RANK,
+    COLUMN_SCALES,
+    LAYOUT_MASK,
+    PADDED,
+    WITH_RANGES,
+    WITH_SOURCE,
+    WITH_WAIT_TICKS,
+)
+
+if TYPE_CHECKING:
+    from moe_p2p.ops import CommunicatorShape
+
+
+new_tuple = tuple.__new__  # a named tuple of all its fields, in less time than its own way
 
 
 class Call(NamedTuple):
@@ -44,6 +58,20 @@ class Dispatched(NamedTuple):
     call: Call  # for combine and release; not for users
 
 
+# Replaces x and its scales in a handle, which would keep them alive.
+_NO_ROWS = (torch.empty(0, dtype=torch.float32, device="cpu"), None)
+
+
+def without_rows(received: tuple[Any, ...]) -> Dispatched:
+    """Returns the fields of a Dispatched without x and scales (the first two), for a handle."""
+    return new_tuple(Dispatched, _NO_ROWS + received[2:])
+
+
+def tensors_of(received: tuple[Any, ...]) -> list[Tensor]:
+    """Of a Dispatched's fields, of which the last is the Call."""
+    return [received[-1].handle, *(part for part in received if isinstance(part, Tensor))]
+
+
 class PendingDispatch(NamedTuple):
     """A dispatch whose rows are on their way."""
 
@@ -64,7 +92,36 @@ class PendingCombine(NamedTuple):
     with_scalars: bool
 
 
-def new_scales(
+def new_outputs(like: Tensor, shape: CommunicatorShape, pending: PendingDispatch) -> Dispatched:
+    """Makes what a dispatch fills, where `like` is: also for fake kernels, with symbolic sizes.
+
+    The one list of these shapes in Python; Layout in csrc/ops/all_to_all_object.h is C++'s, and
+    tests/calls/test_ops.py compares the two.
+    """
+    options, capacity, topk_idx = pending.call.options, pending.call.capacity, pending.topk_idx
+    experts, ranks, topk = shape.num_local_experts, shape.world_size, shape.topk
+    layout, new = options & LAYOUT_MASK, like.new_empty
+    padded, by_rank = layout == PADDED, layout == BY_RANK
+    lead = (experts, capacity) if padded else (capacity,)
+    num_rows = experts * capacity if padded else capacity
+    fp32, int32, int64 = torch.float32, torch.int32, torch.int64
+    return Dispatched(
+        x=new((*lead, pending.width), dtype=pending.dtype),
+        scales=pending.scales and _new_scales(like, lead, *pending.scales, options),
+        extras=tuple(new((*lead, width), dtype=dtype) for width, dtype in pending.extras),
+        row_weights=new((num_rows, topk) if by_rank else (num_rows,), dtype=fp32),
+        row_topk=new((num_rows, topk), dtype=topk_idx.dtype) if by_rank else None,
+        counts=new((experts,), dtype=int32),
+        offsets=new(((ranks if by_rank else experts) + 1,), dtype=int32),
+        source=new((num_rows, 2), dtype=int32) if options & WITH_SOURCE else None,
+        ranges=new((experts, ranks), dtype=int64) if options & WITH_RANGES else None,
+        wait_ticks=new((ranks,), dtype=int64) if options & WITH_WAIT_TICKS else None,
+        topk_idx=topk_idx,
+        call=pending.call,
+    )
+
+
+def _new_scales(
     like: Tensor, lead: tuple[int, ...], width: Any, dtype: torch.dtype, options: int
 ) -> Tensor:
     """Makes scales [*lead, width]; column_scales: in columns of a multiple of 4 rows."""

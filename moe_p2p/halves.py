@@ -13,21 +13,10 @@ from torch import Tensor
 
 from moe_p2p import arguments, errors
 from moe_p2p.communicator import Communicator
-from moe_p2p.default_device import unaffected
-from moe_p2p.dispatched import Call, Dispatched, PendingCombine, PendingDispatch, new_scales
+from moe_p2p.default_device import unaffected, without_default_device
+from moe_p2p.dispatched import Call, Dispatched, PendingCombine, PendingDispatch, new_outputs
 from moe_p2p.ops import call
-from moe_p2p.options import (
-    BY_RANK,
-    COPY_TOPK,
-    PADDED,
-    WITH_RANGES,
-    WITH_SOURCE,
-    WITH_WAIT_TICKS,
-    DispatchForm,
-    DispatchOptions,
-    RowLayout,
-    layout_of,
-)
+from moe_p2p.options import COPY_TOPK, DispatchForm, DispatchOptions, RowLayout
 
 _ops = torch.ops.moe_p2p
 
@@ -44,7 +33,6 @@ def with_more(
 class Halves(Communicator):
     """See AllToAll."""
 
-    @unaffected
     def dispatch_send(
         self,
         x: Tensor,
@@ -67,7 +55,8 @@ class Halves(Communicator):
         differentiable.
         """
         if torch.is_grad_enabled():
-            arguments.refuse_gradient(arguments.NO_HALF_GRADIENT, x=x, topk_weights=topk_weights)
+            refuse = without_default_device(arguments.refuse_gradient)
+            refuse(arguments.NO_HALF_GRADIENT, x=x, topk_weights=topk_weights)
         form = arguments.dispatch_form(
             self._shape,
             self.config.max_tokens if max_tokens is None else max_tokens,
@@ -80,13 +69,13 @@ class Halves(Communicator):
         count, count_on_host = None, arguments.ALL_ROWS
         if num_tokens is not None:
             count, count_on_host = arguments.split_count(num_tokens)
-        return self.dispatch_send_with(
+        return without_default_device(self.dispatch_send_with)(
             form, x, topk_idx, topk_weights, scales, extras, count, count_on_host
         )
 
     def dispatch_send_with(
         self,
-        form: DispatchForm,
+        form: DispatchForm | tuple[DispatchOptions, int, int],
         x: Tensor,
         topk_idx: Tensor,
         topk_weights: Tensor | None = None,
@@ -127,6 +116,10 @@ class Halves(Communicator):
             tuple((extra.shape[1], extra.dtype) for extra in extras),
         )
 
+    def make_outputs(self, pending: PendingDispatch) -> Dispatched:
+        """Returns what dispatch_recv fills, before it is filled."""
+        return new_outputs(pending.call.handle, self._shape, pending)
+
     @unaffected
     def dispatch_recv(self, pending: PendingDispatch, out: Dispatched | None = None) -> Dispatched:
         """The second half of dispatch: waits for the rows.
@@ -134,7 +127,7 @@ class Halves(Communicator):
         out: an earlier result of the same options, to receive into. None: new tensors.
         """
         errors.require_type("pending", pending, PendingDispatch, "the result of a dispatch_send")
-        into = self._make_outputs(pending) if out is None else out
+        into = self.make_outputs(pending) if out is None else out
         handle, options, _, capacity = pending.call
         call(
             _ops.dispatch_recv.default,
@@ -255,28 +248,3 @@ class Halves(Communicator):
         if with_wait_ticks:
             ticks = like.new_empty((self.world_size,), dtype=torch.int64)
         return scalars, ticks
-
-    def _make_outputs(self, pending: PendingDispatch) -> Dispatched:
-        experts, world_size, topk = self.num_local_experts, self.world_size, self.config.topk
-        handle, options, _, capacity = pending.call
-        layout = layout_of(options)
-        by_rank = layout == BY_RANK
-        lead = (experts, capacity) if layout == PADDED else (capacity,)
-        num_rows = experts * capacity if layout == PADDED else capacity
-        new, fp32, int32, int64 = handle.new_empty, torch.float32, torch.int32, torch.int64
-        return Dispatched(
-            x=new((*lead, pending.width), dtype=pending.dtype),
-            scales=None
-            if pending.scales is None
-            else new_scales(handle, lead, *pending.scales, options),
-            extras=tuple(new((*lead, width), dtype=dtype) for width, dtype in pending.extras),
-            row_weights=new((num_rows, topk) if by_rank else (num_rows,), dtype=fp32),
-            row_topk=new((num_rows, topk), dtype=pending.topk_idx.dtype) if by_rank else None,
-            counts=new((experts,), dtype=int32),
-            offsets=new(((world_size if by_rank else experts) + 1,), dtype=int32),
-            source=new((num_rows, 2), dtype=int32) if options & WITH_SOURCE else None,
-            ranges=new((experts, world_size), dtype=int64) if options & WITH_RANGES else None,
-            wait_ticks=new((world_size,), dtype=int64) if options & WITH_WAIT_TICKS else None,
-            topk_idx=pending.topk_idx,
-            call=pending.call,
-        )

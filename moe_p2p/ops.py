@@ -19,7 +19,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from torch.fx.node import has_side_effect
 
 from moe_p2p import errors
 from moe_p2p import options as bits
-from moe_p2p.dispatched import new_scales
+from moe_p2p.dispatched import Call, PendingDispatch, new_outputs
 from moe_p2p.texts import numbers_of
 
 _VALUES_AT_ONCE = 1 << 24  # 64 MiB of fp32 that a backward multiplies at a time
@@ -55,10 +55,15 @@ def call(op: Callable[..., Any], *args: Any) -> Any:
     try:
         return op(*args)
     except RuntimeError as error:
-        if torch.compiler.is_compiling():
-            raise
-        raise_interrupt()
-        raise errors.typed(error) from None
+        raise_typed(error)
+
+
+def raise_typed(error: RuntimeError) -> NoReturn:
+    """The second half of `call`, for calls that cannot afford the first."""
+    if torch.compiler.is_compiling():
+        raise error
+    raise_interrupt()
+    raise errors.typed(error) from None
 
 
 def raise_interrupt() -> None:
@@ -162,66 +167,36 @@ def _shape(comm: int) -> CommunicatorShape:
 
 
 def _fake_dispatch(
-    comm: int,
-    options: int,
-    x: Tensor,  # [T, H]
-    scales: Tensor | None,
-    extras: list[Tensor],
-    topk_idx: Tensor,  # [T, K]
-    topk_weights: Tensor | None,
-    num_tokens: Tensor | None,
-    num_tokens_host: int,
-    max_tokens: int,
-    capacity: int,
+    *inputs: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
-    shape, layout, quantize = _shape(comm), bits.layout_of(options), options & bits.QUANTIZE
-    experts, topk, by_rank = shape.num_local_experts, shape.topk, layout == bits.BY_RANK
-    lead = (experts, capacity) if layout == bits.PADDED else (capacity,)
-    num_rows = experts * capacity if layout == bits.PADDED else capacity
-    row_scales = x.new_empty((0,), dtype=torch.float32)
-    if scales is not None or quantize:
-        width, dtype = shape.scales_of(scales, options)
-        row_scales = new_scales(x, lead, width, dtype, options)
-    more = []
-    if options & bits.WITH_SOURCE:
-        more.append(x.new_empty((num_rows, 2), dtype=torch.int32))
-    if options & bits.WITH_RANGES:
-        more.append(x.new_empty((experts, shape.world_size), dtype=torch.int64))
-    if options & bits.WITH_WAIT_TICKS:
-        more.append(x.new_empty((shape.world_size,), dtype=torch.int64))
-    if options & bits.COPY_TOPK:
-        more.append(topk_idx.new_empty(topk_idx.shape))
-    if by_rank:
-        more.append(topk_idx.new_empty((num_rows, topk)))
+    comm, options, x, scales, extras, topk_idx, _, _, _, max_tokens, capacity = inputs
+    shape, quantize = _shape(comm), options & bits.QUANTIZE
+    has_scales = scales is not None or quantize
+    handle = x.new_empty((shape.handle_words(x.shape[0], max_tokens),), dtype=torch.int32)
+    pending = PendingDispatch(
+        Call(handle, options, max_tokens, capacity),
+        topk_idx,
+        torch.float8_e4m3fn if quantize else x.dtype,
+        x.shape[1] if x.dtype == torch.uint8 else shape.hidden_dim,
+        shape.scales_of(scales, options) if has_scales else None,
+        tuple((extra.shape[1], extra.dtype) for extra in extras),
+    )
+    made = new_outputs(x, shape, pending)
+    copied = topk_idx.new_empty(topk_idx.shape) if options & bits.COPY_TOPK else None
+    more = (made.source, made.ranges, made.wait_ticks, copied, made.row_topk)
     return (
-        x.new_empty(
-            (*lead, x.shape[1] if x.dtype == torch.uint8 else shape.hidden_dim),
-            dtype=torch.float8_e4m3fn if quantize else x.dtype,
-        ),
-        row_scales,
-        x.new_empty((num_rows, topk) if by_rank else (num_rows,), dtype=torch.float32),
-        x.new_empty((experts,), dtype=torch.int32),
-        x.new_empty(((shape.world_size if by_rank else experts) + 1,), dtype=torch.int32),
-        x.new_empty((shape.handle_words(x.shape[0], max_tokens),), dtype=torch.int32),
-        more + [extra.new_empty((*lead, extra.shape[1])) for extra in extras],
+        made.x,
+        x.new_empty((0,), dtype=torch.float32) if made.scales is None else made.scales,
+        made.row_weights,
+        made.counts,
+        made.offsets,
+        handle,
+        [tensor for tensor in more if tensor is not None] + list(made.extras),
     )
 
 
-def _fake_combine(
-    comm: int,
-    y: Tensor,  # [R, H], or [E_local, capacity, H]
-    row_weights: Tensor | None,
-    row_scalars: Tensor | None,
-    topk_weights: Tensor | None,
-    bias: list[Tensor],
-    handle: Tensor,
-    topk_idx: Tensor,
-    max_tokens: int,
-    out_dtype: torch.dtype,
-    options: int,
-    capacity: int,
-    with_wait_ticks: bool,
-) -> tuple[Tensor, list[Tensor]]:
+def _fake_combine(*inputs: Any) -> tuple[Tensor, list[Tensor]]:
+    comm, y, _, row_scalars, _, _, _, topk_idx, _, out_dtype, _, _, with_wait_ticks = inputs
     shape = _shape(comm)
     num_rows = topk_idx.shape[0]
     more = []

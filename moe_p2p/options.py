@@ -157,7 +157,7 @@ def _position(value: str, name: str, among: tuple[str, ...]) -> int:
 
 
 class DispatchForm(NamedTuple):
-    """Arguments of a dispatch but for its tensors and their number of rows."""
+    """Arguments of a dispatch but for its tensors and their number of rows, for many calls."""
 
     options: DispatchOptions
     max_tokens: int  # bound on T of all ranks

@@ -19,20 +19,87 @@ from bisect import bisect_right
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from moe_p2p import errors, serving_steps
+from moe_p2p.all_to_all import AllToAll, fields_of
 from moe_p2p.config import AllToAllConfig
 from moe_p2p.ops import call
-from moe_p2p.releasing import ReleasingAllToAll
+from moe_p2p.options import DispatchOptions
 from moe_p2p.rendezvous.agreement import find_ranks_per_node
 from moe_p2p.rendezvous.bootstrap import Bootstrap, store_of
+from moe_p2p.row_counts import Given
 
+_ops = torch.ops.moe_p2p
 TIMEOUT_S = 100.0  # default deadline of every wait, as in DeepEP
 # AllToAllConfig(**fields), built and checked once per set of fields: for use in every call.
 config_of = functools.lru_cache(maxsize=1024)(AllToAllConfig)
 MOST_STEP_TOKENS = 8192  # per step, where memory decides the step's size; more makes no call faster
 _WHOLE_TOKENS = 64  # such a step is rounded down to a multiple of it, where so many fit
 _KEPT_SHARE = 32  # 1/32 of the memory left is kept for other shapes
+
+
+class ReleasingAllToAll(AllToAll):
+    """An AllToAll whose dispatches need no combine: a call that needs a step releases the oldest.
+
+    DeepEP's callers dispatch without combining (a backward pass, a benchmark) and combine one
+    dispatch several times. Here a paired dispatch holds one of `steps_in_flight` steps until its
+    combine, so the oldest are released when their steps come up again (csrc/moe/ledger.h); a later
+    combine of theirs opens a step of its own. All ranks make the same calls, so all release the
+    same ones at the same call.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        call(_ops.all_to_all_release_oldest.default, self._comm)
+
+    def dispatch_counted(
+        self,
+        options: DispatchOptions,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor | None,
+        scales: Tensor | None,
+        given: Given,
+        *,
+        alignment: int,
+        max_tokens: int = -1,
+    ) -> tuple[tuple[Any, ...], Tensor, list[int]]:
+        """Waits for the counts of all ranks, and makes exactly as many rows. Without gradients.
+
+        given: this rank's counts. alignment: of the rows of an expert that are counted.
+        max_tokens: bound on T of all ranks; -1: the largest, which the counts tell.
+
+        Returns the fields of a Dispatched, the counts of all ranks and the sizes that follow from
+        them (row_counts.extent_of).
+        """
+        self._prepare_dispatch(x.dtype, options.number, False, arguments.bytes_of_rows(x))
+        *made, gathered, sizes = call(
+            _ops.dispatch_counted.default,
+            self._comm,
+            options.number,
+            x,
+            scales,
+            topk_idx,
+            topk_weights,
+            max_tokens,
+            alignment,
+            given.host,
+            given.number,
+        )
+        bound = sizes[1] if max_tokens < 0 else max_tokens
+        number, has_scales = options.number, scales is not None
+        capacity = made[0].shape[0]
+        return fields_of(made, number, topk_idx, has_scales, bound, capacity), gathered, sizes
+
+
+def _fake_dispatch_counted(*_: object) -> None:
+    text = "a dispatch whose host waits for the counts of all ranks cannot be traced: pass "
+    text += "num_worst_tokens (V1) or do_cpu_sync=False (V2)"
+    raise errors.make(errors.UnavailableError, text)
+
+
+torch.library.register_fake("moe_p2p::dispatch_counted")(_fake_dispatch_counted)
 
 
 class AllToAllPool:
@@ -57,7 +124,7 @@ class AllToAllPool:
     ) -> None:
         self._store, self.rank, self.world_size = store_of(group_or_store, rank, world_size)
         self.timeout_s = timeout_s
-        hosts = self.meet("the hosts", call(torch.ops.moe_p2p.host_identity.default))
+        hosts = self.meet("the hosts", call(_ops.host_identity.default))
         self.ranks_per_node = find_ranks_per_node(hosts, None)
         self._made: dict[tuple[AllToAllConfig, bool], ReleasingAllToAll] = {}
         self._limited_bytes = 0  # bytes of the AllToAlls made with a limit
@@ -145,8 +212,8 @@ class AllToAllPool:
 
     def check(self) -> None:
         """Raises the error that broke any of its AllToAlls (AllToAll.check)."""
-        for made in tuple(self._made.values()):
-            made.check()
+        comms = [made._comm for made in tuple(self._made.values())]
+        call(_ops.all_to_all_check.default, comms)
 
     def check_others(self) -> None:
         """check() for callers that check their own AllToAll anyway: skips if it is the only one."""

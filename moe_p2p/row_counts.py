@@ -95,6 +95,11 @@ class HostCounts:
         self._latest.append(None)
         return given
 
+    def of(self, topk_idx: Tensor, num_experts: int, num_ranks: int) -> Given:
+        """Counts, and gives the counts to the host."""
+        made = self.count(topk_idx, num_experts, num_ranks)
+        return self.given(made.num_tokens_per_rank, made.num_tokens_per_expert, topk_idx.shape[0])
+
     def _new(self, like: Tensor, size: int) -> Given:
         words = self._words.get(size)
         if words is None:
@@ -177,12 +182,7 @@ class SizeExchange:
 
     def ask(self, all_to_all: AllToAll, topk_idx: Tensor, *, alignment: int = 1) -> Sizes:
         """Returns the next dispatch's sizes. Collective; each rank passes its topk_idx [T, K]."""
-        routing = self._host_counts.count(
-            topk_idx, all_to_all.config.num_experts, all_to_all.world_size
-        )
-        mine = self._host_counts.given(
-            routing.num_tokens_per_rank, routing.num_tokens_per_expert, topk_idx.shape[0]
-        )
+        mine = self._host_counts.of(topk_idx, all_to_all.config.num_experts, all_to_all.world_size)
         extent = agree_on_extent(all_to_all, mine, alignment)
         counts = torch.tensor(extent.counts, dtype=torch.int32, device="cpu")
         return Sizes(extent.max_tokens, sum(extent.counts), counts)

@@ -87,11 +87,11 @@ void check_rows(const Tensor& rows, const char* name, int64_t num_rows, int64_t 
 }
 
 // The 4-byte scales of column_scales: [.., capacity, P] with the rows of a scale side by side.
-void check_column_scales(const Tensor& scales, const Layout& layout, int64_t experts) {
+void check_column_scales(const Tensor& scales, const Layout& layout) {
   check_on_device(scales, "scales");
   const int64_t dims = layout.options.padded() ? 3 : 2, ld = layout.scale_stride();
   const bool fits = scales.dim() == dims && scales.size(dims - 2) == layout.capacity &&
-                    (dims == 2 || scales.size(0) == experts);
+                    (dims == 2 || scales.size(0) == layout.experts);
   const int64_t width = fits ? scales.size(dims - 1) : 0;
   const auto strides_of = [&](int64_t dim, int64_t stride) {
     return scales.size(dim) <= 1 || scales.stride(dim) == stride;
@@ -151,7 +151,13 @@ moe::DispatchSend dispatch_send_from(AllToAllObject& comm, const DispatchArgumen
   return send;
 }
 
-Layout::Layout(const moe::DispatchOptions& asked, int64_t rows) : options(asked), capacity(rows) {
+Layout::Layout(const AllToAllObject& comm, const moe::DispatchOptions& asked, int64_t rows)
+    : options(asked),
+      capacity(rows),
+      experts(comm.num_local_experts()),
+      ranks(comm.plan().shape.world_size),
+      topk(comm.topk()),
+      num_rows(asked.padded() ? experts * rows : rows) {
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max();  // rows are numbered in 32 bits
   MOE_P2P_CHECK(capacity >= 0 && capacity <= kMost, Code::kInvalidArgument, "capacity is ",
                 capacity, ", must be from 0 to ", kMost);
@@ -159,8 +165,7 @@ Layout::Layout(const moe::DispatchOptions& asked, int64_t rows) : options(asked)
 
 moe::DispatchRecv dispatch_recv_from(AllToAllObject& comm, const Layout& layout,
                                      const DispatchOutputs& to, const Tensor& handle) {
-  const int64_t experts = comm.num_local_experts(), world_size = comm.plan().shape.world_size;
-  const int64_t rows = layout.num_rows(experts);
+  const int64_t rows = layout.num_rows;
   moe::DispatchRecv recv;
   recv.stream = current_stream(comm.device);
   recv.handle = handle_from(handle);
@@ -172,7 +177,7 @@ moe::DispatchRecv dispatch_recv_from(AllToAllObject& comm, const Layout& layout,
   recv.x = mutable_data_of(to.x);
   if (to.scales) {
     if (layout.options.column_scales) {
-      check_column_scales(*to.scales, layout, experts);
+      check_column_scales(*to.scales, layout);
     } else {
       check_rows(*to.scales, "scales", rows, kAny);
     }
@@ -186,25 +191,21 @@ moe::DispatchRecv dispatch_recv_from(AllToAllObject& comm, const Layout& layout,
     check_rows(extra, "an extra", rows, kAny);
     recv.extras.push_back({mutable_data_of(extra), row_bytes(extra)});
   }
-  const Expected by_topk{"row_weights", {ScalarType::Float}, {rows, comm.topk()}};
-  recv.row_weights = output<float>(
-      to.row_weights,
-      layout.options.by_rank() ? by_topk : Expected{"row_weights", {ScalarType::Float}, {rows}});
-  recv.counts = output<int32_t>(to.counts, {"counts", {ScalarType::Int}, {experts}});
-  recv.offsets = output<int32_t>(
-      to.offsets,
-      {"offsets", {ScalarType::Int}, {(layout.options.by_rank() ? world_size : experts) + 1}});
-  recv.source = optional_output<int32_t>(to.source, {"source", {ScalarType::Int}, {rows, 2}});
+  recv.row_weights =
+      output<float>(to.row_weights, {"row_weights", {ScalarType::Float}, layout.row_weights()});
+  recv.counts = output<int32_t>(to.counts, {"counts", {ScalarType::Int}, layout.counts()});
+  recv.offsets = output<int32_t>(to.offsets, {"offsets", {ScalarType::Int}, layout.offsets()});
+  recv.source = optional_output<int32_t>(to.source, {"source", {ScalarType::Int}, layout.source()});
   recv.ranges =
-      optional_output<int64_t>(to.ranges, {"ranges", {ScalarType::Long}, {experts, world_size}});
+      optional_output<int64_t>(to.ranges, {"ranges", {ScalarType::Long}, layout.ranges()});
   MOE_P2P_CHECK(!recv.ranges || layout.options.padded(), Code::kInvalidArgument,
                 "ranges are of rows within an expert's; they need layout padded");
-  recv.wait_ticks =
-      optional_output<int64_t>(to.wait_ticks, {"wait_ticks", {ScalarType::Long}, {world_size}});
+  recv.wait_ticks = optional_output<int64_t>(
+      to.wait_ticks, {"wait_ticks", {ScalarType::Long}, layout.wait_ticks()});
   MOE_P2P_CHECK(to.row_topk.has_value() == layout.options.by_rank(), Code::kInvalidArgument,
                 "row_topk goes with layout by_rank, and only with it");
   recv.row_topk = optional_output<void>(
-      to.row_topk, {"row_topk", {ScalarType::Int, ScalarType::Long}, {rows, comm.topk()}});
+      to.row_topk, {"row_topk", {ScalarType::Int, ScalarType::Long}, layout.row_topk()});
   recv.topk_is_int64 = to.row_topk && to.row_topk->scalar_type() == ScalarType::Long;
   return recv;
 }

@@ -70,19 +70,30 @@ struct DispatchArguments {
 moe::DispatchSend dispatch_send_from(AllToAllObject& comm, const DispatchArguments& arguments,
                                      const Tensor& handle);
 
-// How received rows and their scales are laid out.
+// How received rows and what goes with them are laid out. The one list of these shapes in C++, for
+// calls that make them and calls that check them; new_outputs in moe_p2p/dispatched.py is Python's,
+// and tests/calls/test_ops.py compares the two.
 struct Layout {
   // Throws Error{kInvalidArgument} when the capacity is out of range.
-  Layout(const moe::DispatchOptions& options, int64_t capacity);
+  Layout(const AllToAllObject& comm, const moe::DispatchOptions& options, int64_t capacity);
 
   const moe::DispatchOptions options;
-  const int64_t capacity;
+  const int64_t capacity, experts, ranks, topk;
+  const int64_t num_rows;
 
-  int64_t num_rows(int64_t num_local_experts) const {
-    return options.padded() ? num_local_experts * capacity : capacity;
+  // Rows of `width` values each.
+  Sizes of_rows(int64_t width) const {
+    return options.padded() ? Sizes{experts, capacity, width} : Sizes{capacity, width};
   }
   // Column scales: from one scale of a row to the next.
   int64_t scale_stride() const { return (capacity + 3) / 4 * 4; }
+  Sizes row_weights() const { return options.by_rank() ? Sizes{num_rows, topk} : Sizes{num_rows}; }
+  Sizes row_topk() const { return {num_rows, topk}; }
+  Sizes counts() const { return {experts}; }
+  Sizes offsets() const { return {(options.by_rank() ? ranks : experts) + 1}; }
+  Sizes source() const { return {num_rows, 2}; }
+  Sizes ranges() const { return {experts, ranks}; }
+  Sizes wait_ticks() const { return {ranks}; }
 };
 
 struct DispatchOutputs {

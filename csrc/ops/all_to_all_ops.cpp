@@ -131,10 +131,12 @@ std::string all_to_all_broken(int64_t comm) {
 }
 
 // Does nothing then either: that call will raise it.
-void all_to_all_check(int64_t comm) {
-  const auto object = communicators().get(comm);
-  const std::unique_lock lock(object->in_use, std::try_to_lock);
-  if (lock.owns_lock()) object->all_to_all.check();
+void all_to_all_check(std::vector<int64_t> comms) {
+  for (const int64_t comm : comms) {
+    const auto object = communicators().get(comm);
+    const std::unique_lock lock(object->in_use, std::try_to_lock);
+    if (lock.owns_lock()) object->all_to_all.check();
+  }
 }
 
 void all_to_all_release_oldest(int64_t comm) {
@@ -192,7 +194,7 @@ void dispatch_recv(int64_t comm, int64_t options, const Tensor& handle, const Te
                    int64_t capacity) {
   const Caller caller(comm);
   const auto recv = dispatch_recv_from(
-      *caller, Layout(moe::dispatch_options_from(options), capacity),
+      *caller, Layout(*caller, moe::dispatch_options_from(options), capacity),
       {x, scales, extras, row_weights, counts, offsets, source, ranges, wait_ticks, row_topk},
       handle);
   caller->all_to_all.dispatch(nullptr, &recv);

@@ -30,28 +30,22 @@ Tensor make_handle(AllToAllObject& comm, int64_t num_rows, int64_t max_tokens, b
   return handle;
 }
 
-// [rows, width], or [E_local, capacity, width] when experts lie apart.
-Tensor make_rows(const Layout& layout, int64_t experts, int64_t width, ScalarType dtype) {
-  return layout.options.padded() ? make_tensor({experts, layout.capacity, width}, dtype)
-                                 : make_tensor({layout.capacity, width}, dtype);
-}
-
-Tensor make_scales(const Layout& layout, int64_t experts, int64_t width, ScalarType dtype) {
-  if (!layout.options.column_scales) return make_rows(layout, experts, width, dtype);
+Tensor make_scales(const Layout& layout, int64_t width, ScalarType dtype) {
+  const Sizes sizes = layout.of_rows(width);
+  if (!layout.options.column_scales) return make_tensor(sizes, dtype);
   const int64_t ld = layout.scale_stride();
-  const int64_t sizes[] = {experts, layout.capacity, width}, strides[] = {width * ld, 1, ld};
-  const size_t skip = layout.options.padded() ? 0 : 1;
-  return make_tensor(std::span(sizes).subspan(skip), std::span(strides).subspan(skip), dtype);
+  const int64_t strides[] = {width * ld, 1, ld};
+  return make_tensor(sizes.all(), std::span(strides).last(sizes.all().size()), dtype);
 }
 
 // Makes the delivered scales: as the caller gave them, or as quantize makes them.
-std::optional<Tensor> make_scales(const AllToAllObject& comm, const Layout& layout, int64_t experts,
+std::optional<Tensor> make_scales(const AllToAllObject& comm, const Layout& layout,
                                   const std::optional<Tensor>& given) {
-  if (given) return make_scales(layout, experts, given->size(1), given->scalar_type());
+  if (given) return make_scales(layout, given->size(1), given->scalar_type());
   if (!layout.options.quantize) return std::nullopt;
   if (layout.options.scale_format != abi::ScaleFormat::kUe8m0)
-    return make_scales(layout, experts, comm.num_scales(), ScalarType::Float);
-  return make_scales(layout, experts, (comm.num_scales() + 3) / 4, ScalarType::Int);
+    return make_scales(layout, comm.num_scales(), ScalarType::Float);
+  return make_scales(layout, (comm.num_scales() + 3) / 4, ScalarType::Int);
 }
 
 using Dispatched = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, std::vector<Tensor>>;
@@ -59,39 +53,35 @@ using Dispatched = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, st
 Dispatched dispatch_into_new(AllToAllObject* comm, const DispatchArguments& in, int64_t capacity) {
   const auto& [x, scales, extras, topk_idx, topk_weights, num_tokens, host, max_tokens, options] =
       in;
-  const Layout layout(options, capacity);
-  const int64_t experts = comm->num_local_experts(), topk = comm->topk();
-  const int64_t rows = layout.num_rows(experts), world_size = comm->plan().shape.world_size;
+  const Layout layout(*comm, options, capacity);
 
   const int64_t num_rows = x.dim() > 0 ? x.size(0) : 0;
   const Tensor handle = make_handle(*comm, num_rows, max_tokens, options.solo);
   auto send = dispatch_send_from(*comm, in, handle);
 
-  const Tensor row_x = make_rows(layout, experts, send.x_bytes > 0 ? x.size(1) : comm->hidden_dim(),
-                                 options.quantize ? ScalarType::Float8_e4m3fn : x.scalar_type());
-  const auto row_scales = make_scales(*comm, layout, experts, scales);
-  const Tensor row_weights = options.by_rank() ? make_tensor({rows, topk}, ScalarType::Float)
-                                               : make_tensor({rows}, ScalarType::Float);
-  const Tensor counts = make_tensor({experts}, ScalarType::Int);
-  const Tensor offsets =
-      make_tensor({(options.by_rank() ? world_size : experts) + 1}, ScalarType::Int);
+  const Tensor row_x = make_tensor(layout.of_rows(send.x_bytes > 0 ? x.size(1) : comm->hidden_dim()),
+                                   options.quantize ? ScalarType::Float8_e4m3fn : x.scalar_type());
+  const auto row_scales = make_scales(*comm, layout, scales);
+  const Tensor row_weights = make_tensor(layout.row_weights(), ScalarType::Float);
+  const Tensor counts = make_tensor(layout.counts(), ScalarType::Int);
+  const Tensor offsets = make_tensor(layout.offsets(), ScalarType::Int);
   std::vector<Tensor> more, row_extras;
-  const auto make_more = [&](bool wanted, std::initializer_list<int64_t> sizes, ScalarType dtype) {
+  const auto make_more = [&](bool wanted, const Sizes& sizes, ScalarType dtype) {
     return wanted ? std::optional(more.emplace_back(make_tensor(sizes, dtype))) : std::nullopt;
   };
-  const auto source = make_more(options.with_source, {rows, 2}, ScalarType::Int);
-  const auto ranges = make_more(options.with_ranges, {experts, world_size}, ScalarType::Long);
-  const auto wait_ticks = make_more(options.with_wait_ticks, {world_size}, ScalarType::Long);
+  const auto source = make_more(options.with_source, layout.source(), ScalarType::Int);
+  const auto ranges = make_more(options.with_ranges, layout.ranges(), ScalarType::Long);
+  const auto wait_ticks = make_more(options.with_wait_ticks, layout.wait_ticks(), ScalarType::Long);
   if (const auto copy =
-          make_more(options.copy_topk, {send.num_rows, topk}, topk_idx.scalar_type())) {
+          make_more(options.copy_topk, {send.num_rows, layout.topk}, topk_idx.scalar_type())) {
     send.topk_copy = mutable_data_of(*copy);
     if (comm->device < 0)
       std::memcpy(send.topk_copy, send.topk_idx,
                   static_cast<size_t>(topk_idx.numel()) * (send.topk_is_int64 ? 8 : 4));
   }
-  const auto row_topk = make_more(options.by_rank(), {rows, topk}, topk_idx.scalar_type());
+  const auto row_topk = make_more(options.by_rank(), layout.row_topk(), topk_idx.scalar_type());
   for (const Tensor& extra : extras)
-    row_extras.push_back(make_rows(layout, experts, extra.size(1), extra.scalar_type()));
+    row_extras.push_back(make_tensor(layout.of_rows(extra.size(1)), extra.scalar_type()));
 
   const auto recv = dispatch_recv_from(*comm, layout,
                                        {row_x, row_scales, row_extras, row_weights, counts, offsets,

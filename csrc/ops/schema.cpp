@@ -101,7 +101,7 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
   m.def("all_to_all_connect(int comm, Tensor[] addresses) -> ()");
   m.def("all_to_all_close(int comm) -> ()");
   m.def("all_to_all_broken(int comm) -> str");
-  m.def("all_to_all_check(int comm) -> ()");
+  m.def("all_to_all_check(int[] comms) -> ()");
   m.def("all_to_all_release_oldest(int comm) -> ()");
   m.def("all_to_all_gather_counts(int comm, Tensor values) -> Tensor");
   m.def("handle_words(int comm, int num_rows, int max_tokens) -> int");

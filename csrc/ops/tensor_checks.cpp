@@ -36,7 +36,7 @@ std::string names(std::initializer_list<ScalarType> dtypes) {
   return text;
 }
 
-bool fits(const Tensor& tensor, std::initializer_list<int64_t> sizes) {
+bool fits(const Tensor& tensor, std::span<const int64_t> sizes) {
   const auto have = tensor.sizes();
   return std::equal(have.begin(), have.end(), sizes.begin(), sizes.end(),
                     [](int64_t size, int64_t must) { return must == kAny || size == must; });
@@ -139,8 +139,8 @@ void check_tensor(const Tensor& tensor, const Expected& expected) {
                     std::find(dtypes.begin(), dtypes.end(), tensor.scalar_type()) != dtypes.end(),
                 Code::kInvalidArgument, expected.name, " is ", describe(tensor), ", must be ",
                 names(dtypes));
-  MOE_P2P_CHECK(fits(tensor, expected.sizes), Code::kInvalidArgument, expected.name, " is ",
-                describe(tensor), ", must have shape ", list(expected.sizes));
+  MOE_P2P_CHECK(fits(tensor, expected.sizes.all()), Code::kInvalidArgument, expected.name, " is ",
+                describe(tensor), ", must have shape ", list(expected.sizes.all()));
   check_placed(tensor, expected.name);
 }
 

@@ -6,6 +6,8 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
+#include <algorithm>
+#include <array>
 #include <cstdint>
 #include <initializer_list>
 #include <span>
@@ -22,11 +24,25 @@ using torch::stable::Tensor;
 
 inline constexpr int64_t kAny = -1;  // any extent of a dimension
 
+// The extents of a tensor, at most three.
+class Sizes {
+ public:
+  // NOLINTNEXTLINE(google-explicit-constructor): written as a list where a shape is expected
+  Sizes(std::initializer_list<int64_t> sizes) : dims_(sizes.size()) {
+    std::copy(sizes.begin(), sizes.end(), sizes_.begin());
+  }
+  std::span<const int64_t> all() const noexcept { return {sizes_.data(), dims_}; }
+
+ private:
+  std::array<int64_t, 3> sizes_{};
+  size_t dims_;
+};
+
 // What an argument must be. No `dtypes` means any type.
 struct Expected {
   const char* name;
   std::initializer_list<ScalarType> dtypes;
-  std::initializer_list<int64_t> sizes;
+  Sizes sizes;
 };
 
 // Where the tensors of the running call must lie and are made: host memory, or a GPU while an
@@ -83,8 +99,8 @@ abi::DType payload_type(ScalarType dtype, const char* name,
 Tensor make_tensor(std::span<const int64_t> sizes, std::span<const int64_t> strides,
                    ScalarType dtype);
 Tensor make_tensor(std::span<const int64_t> sizes, ScalarType dtype);
-inline Tensor make_tensor(std::initializer_list<int64_t> sizes, ScalarType dtype) {
-  return make_tensor(std::span(sizes.begin(), sizes.size()), dtype);
+inline Tensor make_tensor(const Sizes& sizes, ScalarType dtype) {
+  return make_tensor(sizes.all(), dtype);
 }
 // Opaque bytes, which the bootstrap carries as uint8 tensors.
 Tensor bytes_tensor(const base::Bytes& bytes);

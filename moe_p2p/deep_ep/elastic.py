@@ -16,9 +16,9 @@ from moe_p2p.deep_ep.elastic_base import ElasticBase
 from moe_p2p.deep_ep.elastic_handle import EPHandle, RowCounts
 from moe_p2p.deep_ep.event import EventHandle, EventOverlap
 from moe_p2p.deep_ep.streams import wait_for
-from moe_p2p.default_device import unaffected
+from moe_p2p.dispatched import tensors_of, without_rows
 from moe_p2p.options import DispatchForm, sum_order_bits
-from moe_p2p.releasing import ReleasingAllToAll, tensors_of, without_rows
+from moe_p2p.pool import ReleasingAllToAll
 
 _Values = Tensor | tuple[Tensor, Tensor]
 _Event = EventOverlap | EventHandle
@@ -27,7 +27,6 @@ _Event = EventOverlap | EventHandle
 class ElasticBuffer(ElasticBase):
     """Dispatch and combine of one rank; elastic_base.py documents the constructor."""
 
-    @unaffected
     def dispatch(
         self,
         x: _Values,
@@ -153,7 +152,6 @@ class ElasticBuffer(ElasticBase):
             turn.event,
         )
 
-    @unaffected
     def combine(
         self,
         x: Tensor,
@@ -211,16 +209,13 @@ class ElasticBuffer(ElasticBase):
     ) -> tuple[tuple[Any, ...], RowCounts]:
         """Dispatches into exactly as many rows as arrive: waits for the counts of all ranks."""
         values, topk, weights, packs = given
-        mine = self._host_counts.count(topk, all_to_all.config.num_experts, self.num_ranks)
         fields, gathered, (num_rows, _, *per_expert) = all_to_all.dispatch_counted(
             form.options,
             values,
             topk,
             weights,
             packs,
-            self._host_counts.given(
-                mine.num_tokens_per_rank, mine.num_tokens_per_expert, topk.shape[0]
-            ),
+            self._host_counts.of(topk, all_to_all.config.num_experts, self.num_ranks),
             alignment=alignment,
             max_tokens=form.max_tokens,
         )

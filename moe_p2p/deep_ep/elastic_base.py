@@ -20,8 +20,7 @@ from moe_p2p.deep_ep.event import EventHandle
 from moe_p2p.deep_ep.streams import Streams
 from moe_p2p.ops import SCALE_BLOCK, num_scales
 from moe_p2p.options import DispatchForm
-from moe_p2p.pool import MOST_STEP_TOKENS, AllToAllPool, config_of
-from moe_p2p.releasing import ReleasingAllToAll
+from moe_p2p.pool import MOST_STEP_TOKENS, AllToAllPool, ReleasingAllToAll, config_of
 from moe_p2p.row_counts import HostCounts
 
 _MAX_TOKENS = 1 << 24  # of a communicator: sizes nothing, memory follows from each call's tokens

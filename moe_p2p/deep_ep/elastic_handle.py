@@ -19,7 +19,7 @@ from torch import Tensor
 from moe_p2p.dispatched import Dispatched
 from moe_p2p.ops import call
 from moe_p2p.options import DispatchForm, DispatchOptions
-from moe_p2p.releasing import ReleasingAllToAll
+from moe_p2p.pool import ReleasingAllToAll
 from moe_p2p.row_counts import to_device
 from moe_p2p.texts import numbers_of
 

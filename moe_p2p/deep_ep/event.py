@@ -46,6 +46,8 @@ class EventOverlap:
     extra_tensors: kept alive by this object, so that their memory is not reused earlier.
     """
 
+    event: EventHandle | None = None
+    extra_tensors: Sequence[Tensor] | None = None
     hook_after_wait: Callable[[], Any] | None = None
     _releases = False
 

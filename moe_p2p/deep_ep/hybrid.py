@@ -21,10 +21,9 @@ from moe_p2p import errors
 from moe_p2p.config import DEFAULT_CHUNK_TOKENS, AllToAllConfig
 from moe_p2p.deep_ep.elastic_base import usual_steps
 from moe_p2p.default_device import unaffected
-from moe_p2p.dispatched import Dispatched
+from moe_p2p.dispatched import Dispatched, without_rows
 from moe_p2p.options import DispatchForm, DispatchOptions
-from moe_p2p.pool import TIMEOUT_S, AllToAllPool
-from moe_p2p.releasing import ReleasingAllToAll, without_rows
+from moe_p2p.pool import TIMEOUT_S, AllToAllPool, ReleasingAllToAll
 from moe_p2p.row_counts import HostCounts
 
 _MAX_TOKENS = 1 << 24  # of a communicator: sizes nothing, memory follows from each call's tokens
@@ -184,16 +183,13 @@ class HybridEPBuffer:
     ) -> tuple[tuple[Any, ...], Tensor]:
         """Waits for the counts of all ranks; returns the fields and the rows of each expert."""
         values, topk, weights, scales = given
-        counts = self._host_counts.count(topk, all_to_all.config.num_experts, self.group_size)
         fields, _, (_, _, *per_expert) = all_to_all.dispatch_counted(
             _options(alignment),
             values,
             topk,
             weights,
             scales,
-            self._host_counts.given(
-                counts.num_tokens_per_rank, counts.num_tokens_per_expert, topk.shape[0]
-            ),
+            self._host_counts.of(topk, all_to_all.config.num_experts, self.group_size),
             alignment=alignment,
         )
         return fields, torch.tensor(per_expert, dtype=torch.int32, device="cpu")

@@ -22,12 +22,16 @@ from moe_p2p.config import AllToAllConfig
 from moe_p2p.deep_ep import nvfp4, streams
 from moe_p2p.deep_ep.base import NODE_RANKS, BufferBase, LowLatencyKey
 from moe_p2p.deep_ep.event import EventOverlap
-from moe_p2p.default_device import unaffected
-from moe_p2p.dispatched import Dispatched, PendingCombine, PendingDispatch
+from moe_p2p.dispatched import Dispatched, PendingCombine, PendingDispatch, tensors_of, without_rows
 from moe_p2p.options import DispatchForm, DispatchOptions
-from moe_p2p.releasing import ReleasingAllToAll, tensors_of, without_rows
+from moe_p2p.pool import ReleasingAllToAll
 
 Hook = Callable[[], None]
+
+_TWO_WAYS = (
+    "async_finish and return_recv_hook exclude each other: a hook is called where the result is "
+    "needed, an event is waited for"
+)
 
 _NUM_TOPK_OF_HINT = 32  # the largest top-k; slots for top-8 and top-12 have the same size
 _SIZE_ALIGNMENT = 128  # required by DeepEP's Buffer
@@ -69,7 +73,6 @@ class LowLatencyCalls(BufferBase):
 
     _mask_status: Tensor | None = None  # [W] int32; 1: masked. Shared by all its communicators
 
-    @unaffected
     def low_latency_dispatch(
         self,
         x: Tensor,
@@ -105,25 +108,26 @@ class LowLatencyCalls(BufferBase):
         use_fp8 a pair with scales of logical shape [E_local, W * T, P], stored column by column.
         Rows of an expert are in the order of (source rank, token); rows past its count are not set.
         """
-        _check_waiting(async_finish, return_recv_hook)
+        assert not (async_finish and return_recv_hook), _TWO_WAYS
         self._pool.check_others()
-        key = (
-            x.dtype,
-            x.get_device(),
-            x.shape[1],
-            topk_idx.shape[1],
-            num_max_dispatch_tokens_per_rank,
-            num_experts,
-            use_fp8 and not use_nvfp4,
-            round_scale,
-            use_ue8m0,
-            dispatch_wait_recv_cost_stats is not None,
-        )
-        all_to_all, form = self._low_latency_made.get(key) or self._make_low_latency(x, key)
         stats = (cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats)
         hook: Hook | None = None
         fields: tuple[Any, ...]  # fields of a Dispatched
         with self._streams.turn(x, None, async_finish) as turn:
+            hidden = x.shape[1]
+            key = (
+                x.dtype,
+                x.get_device(),
+                hidden,
+                topk_idx.shape[1],
+                num_max_dispatch_tokens_per_rank,
+                num_experts,
+                use_fp8 and not use_nvfp4,
+                round_scale,
+                use_ue8m0,
+                dispatch_wait_recv_cost_stats is not None,
+            )
+            all_to_all, form = self._low_latency_made.get(key) or self._make_low_latency(x, key)
             given, extras = (x, ()) if not use_nvfp4 else _as_nvfp4(x, x_global_scale)
             tiles: Tensor | None = None
             if return_recv_hook:
@@ -150,10 +154,9 @@ class LowLatencyCalls(BufferBase):
         if tiles is not None:
             rows, scales = rows.permute(1, 2, 0), tiles
         got = rows if scales is None else (rows, scales)
-        handle = LowLatencyHandle(all_to_all, received, x.shape[1], num_experts)
+        handle = LowLatencyHandle(all_to_all, received, hidden, num_experts)
         return got, received.counts, handle, turn.event, hook
 
-    @unaffected
     def low_latency_combine(
         self,
         x: Tensor,
@@ -180,7 +183,7 @@ class LowLatencyCalls(BufferBase):
 
         Returns (sums [t, H], event, hook).
         """
-        _check_waiting(async_finish, return_recv_hook)
+        assert not (async_finish and return_recv_hook), _TWO_WAYS
         assert isinstance(handle, LowLatencyHandle), (
             "the handle is not one that low_latency_dispatch of this package returned; "
             "pass the object itself, not a tuple of its elements"
@@ -289,6 +292,8 @@ class LowLatencyCalls(BufferBase):
             at_first = "cuda" if torch.cuda.is_available() else "cpu"
             with torch.inference_mode(False):  # written later in any mode
                 self._mask_status = torch.zeros(self.group_size, dtype=torch.int32, device=at_first)
+            if self._mask_status.is_cuda:  # calls and users have it on any stream
+                torch.cuda.current_stream().synchronize()
         if device is not None and not self._low_latency_made:
             with torch.inference_mode(False):
                 self._mask_status = self._mask_status.to(device)
@@ -330,20 +335,12 @@ class LowLatencyCalls(BufferBase):
         """Wraps receive() for a call on any stream; `uses` belong to the sending stream."""
         return functools.partial(self._run_hook, x, receive, uses, streams.current(x))
 
-    @unaffected
     def _run_hook(
         self, x: Tensor, receive: Callable[[], None], uses: Iterable[Tensor | None], sent_on: Any
     ) -> None:
         with self._streams.turn(x):
             streams.use_here(x, uses, sent_on)
             receive()
-
-
-def _check_waiting(async_finish: bool, return_recv_hook: bool) -> None:
-    assert not (async_finish and return_recv_hook), (
-        "async_finish and return_recv_hook exclude each other: a hook is called where the result "
-        "is needed, an event is waited for"
-    )
 
 
 def _count(received: Dispatched, stats: tuple[Tensor | None, Tensor | None]) -> None:

@@ -21,9 +21,9 @@ from moe_p2p.deep_ep.base import NODE_RANKS, BufferBase
 from moe_p2p.deep_ep.config import Config
 from moe_p2p.deep_ep.event import EventHandle, EventOverlap
 from moe_p2p.deep_ep.handle import ROWS, Handle
-from moe_p2p.default_device import unaffected
+from moe_p2p.dispatched import tensors_of, without_rows
 from moe_p2p.options import DispatchForm
-from moe_p2p.releasing import ReleasingAllToAll, tensors_of, without_rows
+from moe_p2p.pool import ReleasingAllToAll
 from moe_p2p.row_counts import extent_of, worst_extent
 
 _MAX_TOKENS = 1 << 24  # of a communicator: sizes nothing, memory follows from each call's tokens
@@ -44,7 +44,6 @@ class NormalCalls(BufferBase):
 
     num_sms: ClassVar[int] = 20
 
-    @unaffected
     def get_dispatch_layout(
         self,
         topk_idx: Tensor,
@@ -69,7 +68,6 @@ class NormalCalls(BufferBase):
                 turn.uses((topk_idx,), counts)
         return *counts, turn.event
 
-    @unaffected
     def dispatch(
         self,
         x: _Values,
@@ -116,9 +114,10 @@ class NormalCalls(BufferBase):
             with turn:
                 form, topk = handle.form_again, handle.dispatched.topk_idx
                 again = _send(handle.all_to_all, form, values, scales, topk)
+                got = _rows_of(again, scales)
                 if async_finish:
                     turn.uses((values, scales, topk), again[:2])
-            return _rows_of(again, scales), None, None, None, None, turn.event
+            return got, None, None, None, None, turn.event
         with turn:
             assert is_token_in_rank is not None, "is_token_in_rank is missing"
             assert num_tokens_per_rank is not None, "num_tokens_per_rank is missing"
@@ -149,14 +148,14 @@ class NormalCalls(BufferBase):
                     alignment=expert_alignment,
                 )
                 extent = extent_of(gathered, sizes)
-            received = without_rows(fields)
+            received, got = without_rows(fields), _rows_of(fields, scales)
             new_handle = Handle(all_to_all, received, extent, is_token_in_rank)
             if async_finish:
                 layout = (num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank)
                 given = (values, scales, topk_idx, topk, topk_weights, *layout)
                 turn.uses(given, tensors_of(fields))
         return (
-            _rows_of(fields, scales),
+            got,
             None if topk_idx is None else received.row_topk,
             None if topk_weights is None else received.row_weights,
             extent.counts,
@@ -164,7 +163,6 @@ class NormalCalls(BufferBase):
             turn.event,
         )
 
-    @unaffected
     def combine(
         self,
         x: Tensor,

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from moe_p2p import errors
 from moe_p2p.deep_ep.event import EventHandle, EventOverlap
+from moe_p2p.default_device import is_set, num_modes, switched_off, without_default_device
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -25,6 +26,10 @@ _NO_OWNER = (
     "allocate_on_comm_stream needs previous_event and async_finish: what is allocated on the "
     "communication stream can only be used after an event"
 )
+
+
+_records = torch.is_grad_enabled
+_new_event = EventOverlap.__new__  # one without fields of its own, which takes less time
 
 
 class Streams:
@@ -57,12 +62,14 @@ class Streams:
         """
         if allocate_on_comm_stream and (previous_event is None or not async_finish):
             raise errors.make(errors.InvalidArgumentError, _NO_OWNER)
-        ordinal = like.get_device()  # -1: host memory
+        modes = num_modes()
+        # -1: host memory
+        ordinal = without_default_device(like.get_device)() if modes else like.get_device()
         event = previous_event.event if isinstance(previous_event, EventOverlap) else previous_event
         # Fast path of most calls, without a stream object: on the stream of the latest call.
         on_latest = ordinal < 0 or self._latest_raw == _current_raw(ordinal)
         if on_latest and event is None and not async_finish:
-            return Turn(False) if torch.is_grad_enabled() else _BARE
+            return Turn(False) if modes or _records() else _BARE
         if ordinal < 0:
             wait_for(event, like)
             return Turn(async_finish)
@@ -116,15 +123,19 @@ def _is_capturing(stream: torch.cuda.Stream | None) -> bool:
 class Turn:
     """One call, as a context manager. `event`, after its end, is the event that the call returns.
 
-    Autograd is off within a call: for training, wrap calls in autograd functions.
+    Within a call there is neither autograd (for training, wrap calls in autograd functions) nor a
+    default device (default_device.py).
     """
 
     def __init__(self, async_finish: bool) -> None:
         self._async_finish = async_finish
-        self._records = torch.is_grad_enabled()
+        self._records = _records()
+        self._unaffected = switched_off() if num_modes() and is_set() else None
         self._end: EventHandle | None = None
 
     def __enter__(self) -> Self:
+        if self._unaffected is not None:
+            self._unaffected.__enter__()
         if self._records:
             torch._C._set_grad_enabled(False)
         return self
@@ -136,6 +147,8 @@ class Turn:
             torch._C._set_grad_enabled(True)
         if self._async_finish:
             self._end = EventHandle()
+        if self._unaffected is not None:
+            self._unaffected.__exit__(None, None, None)
 
     @property
     def event(self) -> EventOverlap:
@@ -145,8 +158,21 @@ class Turn:
         """Registers arguments and results that two streams use. Called before the block ends."""
 
 
-with torch.no_grad():
-    _BARE = Turn(False)  # shared by all calls with nothing to do before and after them
+class _Bare(Turn):
+    """A call with nothing to do before and after it."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing."""
+
+    @property
+    def event(self) -> EventOverlap:
+        return _new_event(EventOverlap)
+
+
+_BARE = _Bare(False)  # shared by all of them
 
 
 class CudaTurn(Turn):

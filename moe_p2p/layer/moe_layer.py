@@ -223,10 +223,7 @@ class MoELayer(nn.Module):
         assert all_to_all is not None
         if all_to_all.config.mask_lost_ranks:  # gather_counts would wait for all ranks
             return None, None
-        made = self._host_counts.count(topk_idx, self.num_experts, 1)
-        mine = self._host_counts.given(
-            made.num_tokens_per_rank, made.num_tokens_per_expert, topk_idx.shape[0]
-        )
+        mine = self._host_counts.of(topk_idx, self.num_experts, 1)
         gathered = mine.gather(all_to_all, self.num_experts + 2)[:, 1:]  # [W, E + 1], last column T
         rows = gathered[:, local_experts(all_to_all)].sum()
         return max(1, int(rows)), max(1, int(gathered[:, -1].max()))

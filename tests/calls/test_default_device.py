@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 
-from moe_p2p import deep_ep
+from moe_p2p import InvalidArgumentError, deep_ep
 from tests.support.cases import make, make_tokens
 from tests.support.ranks import Rank
 
@@ -108,3 +108,19 @@ def test_other_modes_see_what_a_call_does() -> None:
     with default_device("meta"), Seeing() as seeing:
         pair()
     assert any("dispatch" in name for name in seeing.names)
+
+
+def test_a_call_that_fails_leaves_the_default_device_as_it_was() -> None:
+    group = dist.ProcessGroup(dist.HashStore(), 0, 1)
+    buffer = deep_ep.Buffer(group, explicitly_destroy=True)
+    tokens = make_tokens(0, 0, T)
+    x, idx = tokens.x.bfloat16(), tokens.topk_idx
+    wrong = idx.float()
+    buffer.low_latency_dispatch(x, idx, T, E)
+    with default_device("meta"):
+        with pytest.raises(InvalidArgumentError, match="topk_idx") as failed:
+            buffer.low_latency_dispatch(x, wrong, T, E)
+        assert torch.empty(1).is_meta, failed
+        buffer.low_latency_dispatch(x, idx, T, E)
+        assert torch.empty(1).is_meta
+    buffer.destroy()
