@@ -28,6 +28,16 @@ class NicCounters(TypedDict):
     reads: int  # posted work requests
 
 
+class Cancelled(NamedTuple):
+    """How far a request was that was cancelled, over all NICs."""
+
+    posted_bytes: int  # may have arrived
+    posted_writes: int  # work requests, of reads too
+    posted_imms: int  # these are counted at the peer, or lost with it
+    taken_back_bytes: int  # never posted
+    taken_back_imms: int
+
+
 class Slice(NamedTuple):
     """One piece of a scatter, offsets and sizes in bytes."""
 
@@ -109,6 +119,7 @@ class Request:
         self._engine = engine
         self._number = number
         self._finished = False
+        self._cancelled: Cancelled | None = None
 
     def done(self) -> bool:
         """True once it is done, well or not; `wait` returns or raises accordingly."""
@@ -121,7 +132,7 @@ class Request:
 
         timeout_s: seconds; None: the engine's. Raises TimeoutError when it passes, and the request
         goes on; else the transfer's own error: PeerDeadError, RemoteAccessError,
-        TransportError or ClosedError.
+        TransportError, CancelledError or ClosedError.
         """
         if self._finished:
             return
@@ -134,6 +145,19 @@ class Request:
             self._finished = True
             raise
         self._finished = True
+
+    def cancel(self) -> Cancelled | None:
+        """Takes back what is not posted; returns what was, and what was not.
+
+        The request ends when its posted part has completed: `wait` then raises CancelledError, all
+        of that part has arrived and the memory here may be reused; or it raises that part's own
+        error. Any thread may call it, also again: it returns the same. None: the request had ended
+        before.
+        """
+        if self._cancelled is None and not self._finished:
+            found = call(_ops.engine_cancel.default, self._engine.number, self._number).tolist()
+            self._cancelled = Cancelled(*found) if found else None
+        return self._cancelled
 
     def __del__(self) -> None:
         if not self._finished and not self._engine.closed:

@@ -170,6 +170,18 @@ std::shared_ptr<RequestRecord> EngineObject::request(int64_t request) {
   return find(requests_, request, "request", label_);
 }
 
+std::optional<engine::Cancellation> EngineObject::cancel_request(int64_t request) {
+  check_open();
+  std::shared_ptr<RequestRecord> record;
+  {
+    const std::lock_guard lock(mutex_);
+    const auto found = requests_.find(request);
+    if (found == requests_.end()) return std::nullopt;
+    record = found->second;
+  }
+  return engine_.cancel(record->request);
+}
+
 template <typename Ready>
 bool EngineObject::wait_in_slices(milliseconds timeout, Ready&& ready) {
   const auto deadline = platform::Clock::now() + timeout;
@@ -196,6 +208,11 @@ void EngineObject::wait_request(int64_t request_id, double timeout_s) {
     requests_.erase(request_id);
   }
   const base::Status status = record->request.status();
+  const engine::Cancellation& end = record->request.cancellation();
+  MOE_P2P_CHECK(status.code != Code::kCancelled, status.code, label_, ": ", record->what,
+                " was cancelled; ", end.posted.bytes, " bytes in ", end.posted_writes,
+                " work requests were posted and are done, ", end.taken_back.bytes,
+                " bytes were taken back");
   MOE_P2P_CHECK(status.ok(), status.code, label_, ": ", record->what, " failed (",
                 base::code_name(status.code), ", provider code ", status.detail, ")",
                 engine_.first_failure());

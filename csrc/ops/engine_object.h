@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -56,6 +57,8 @@ class EngineObject {
   std::shared_ptr<RequestRecord> request(int64_t request);
   // Waits in slices, so that close() and signals end it early.
   void wait_request(int64_t request, double timeout_s);
+  // As TransferEngine::cancel(); nothing also when somebody has waited for its end.
+  std::optional<engine::Cancellation> cancel_request(int64_t request);
   // No one waits for it any more: its record goes away once it is done.
   void forget_request(int64_t request);
   uint64_t wait_imm(uint32_t imm, uint64_t count, double timeout_s);

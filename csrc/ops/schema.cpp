@@ -77,6 +77,7 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
   m.def("engine_wait(int engine, int request, float timeout_s) -> ()");
   m.def("engine_poll(int engine, int request) -> bool");
   m.def("engine_forget(int engine, int request) -> ()");
+  m.def("engine_cancel(int engine, int request) -> Tensor");
   m.def("engine_imm_wait(int engine, int imm, int count, float timeout_s) -> int");
   m.def("engine_imm_value(int engine, int imm) -> int");
   m.def("engine_imm_free(int engine, int imm) -> int");
