@@ -65,6 +65,7 @@ class Memory:
         self.engine = engine
         self.tensor = tensor
         self.number = number
+        self.registered = True
 
     @property
     def nbytes(self) -> int:
@@ -79,13 +80,49 @@ class Memory:
     def unregister(self) -> None:
         """Nothing of a peer reaches the tensor afterwards; requests that use it fail.
 
-        Raises TimeoutError where a peer may still answer a read into it (software providers of
-        libfabric); the engine then keeps the tensor alive until it is closed.
+        Its grants are revoked. Raises TimeoutError where a peer may still answer a read into it
+        (software providers of libfabric); the engine then keeps the tensor alive until it is
+        closed.
         """
         call(_ops.engine_unregister.default, self.engine.number, self.number)
+        self.registered = False
 
     def __repr__(self) -> str:
         return f"Memory({self.nbytes} bytes of {self.engine!r})"
+
+
+class Grant:
+    """Memory lent to one peer under a key of its own. Made by `Engine.grant`."""
+
+    def __init__(self, memory: Memory, peer: str, number: int) -> None:
+        self.memory = memory
+        self.peer = peer
+        self._number = number
+        self._revoked = False
+
+    @property
+    def descriptor(self) -> bytes:
+        """What the peer needs to write and read the memory (`Engine.resolve`)."""
+        engine = self.memory.engine
+        if self._revoked:
+            text = f"{engine.label}: the grant for {self.peer} was revoked"
+            raise errors.make(errors.ClosedError, text)
+        return bytes_from(call(_ops.engine_descriptor.default, engine.number, self._number))
+
+    def revoke(self) -> None:
+        """The fence: when it returns no write or read of that peer reaches the memory any more.
+
+        Nobody has to answer for it. The peer's requests that still use the grant fail with
+        RemoteAccessError there; other peers, and other memory, are not affected. Idempotent.
+        docs/providers.md says what each transport does for it.
+        """
+        if self.memory.registered and not self._revoked:
+            call(_ops.engine_unregister.default, self.memory.engine.number, self._number)
+            self._revoked = True
+
+    def __repr__(self) -> str:
+        state = "revoked" if self._revoked else f"{self.memory.nbytes} bytes"
+        return f"Grant({self.peer!r}, {state})"
 
 
 class Peer:

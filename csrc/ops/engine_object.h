@@ -43,6 +43,10 @@ class EngineObject {
 
   // The tensor stays alive while it is registered.
   int64_t register_memory(const Tensor& memory);
+  // Registers the memory once more, under keys of its own: for one peer, so that unregistering the
+  // grant takes the memory back from that peer alone.
+  int64_t grant(int64_t memory);
+  // Of a memory with grants: the grants first.
   void unregister_memory(int64_t memory);
   const engine::MemoryHandle* memory(int64_t memory);
 
@@ -71,10 +75,13 @@ class EngineObject {
   struct Memory {
     const engine::MemoryHandle* handle;
     Tensor tensor;
+    int64_t granted = 0;  // of a grant: the memory
   };
+  int64_t add_registration(const provider::MemorySpan& span, const Tensor& tensor, int64_t granted);
   template <typename Ready>
   bool wait_in_slices(std::chrono::milliseconds timeout, Ready&& ready);
   void check_open() const;
+  std::vector<int64_t> grants_of(int64_t memory);
   void drop_forgotten();  // under mutex_
 
   const std::string label_;

@@ -42,6 +42,7 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
   m.def("engine_address(int engine) -> Tensor");
   m.def("engine_register(int engine, Tensor memory) -> SymInt");
   m.def("engine_unregister(int engine, int memory) -> ()");
+  m.def("engine_grant(int engine, int memory) -> SymInt");
   m.def("engine_descriptor(int engine, int memory) -> Tensor");
   m.def("engine_connect(int engine, Tensor address) -> SymInt");
   m.def("engine_disconnect(int engine, int peer) -> ()");
