@@ -27,6 +27,7 @@ from moe_p2p.lifetime import Closing, NotCopied
 from moe_p2p.nics import transport
 from moe_p2p.ops import call
 from moe_p2p.transfers import (
+    Grant,
     Memory,
     NicCounters,
     Peer,
@@ -107,6 +108,15 @@ class Engine(NotCopied):
         Raises InvalidArgumentError, and UnavailableError where the NIC cannot reach GPU memory.
         """
         return Memory(self, tensor, int(call(_ops.engine_register.default, self.number, tensor)))
+
+    def grant(self, memory: Memory, peer: str) -> Grant:
+        """Lets one peer, and no other, write and read `memory` until `Grant.revoke`.
+
+        A grant has a key of its own: give `descriptor` of it, and not of the memory, to that peer.
+        peer: its name in errors. It costs a registration, so make it with the connection.
+        """
+        number = int(call(_ops.engine_grant.default, self.number, memory.number))
+        return Grant(memory, peer, number)
 
     def connect(self, address: bytes) -> Peer:
         """Connects to the engine of `address`, which need not do anything."""

@@ -28,6 +28,16 @@ class NicCounters(TypedDict):
     reads: int  # posted work requests
 
 
+class Cancelled(NamedTuple):
+    """How far a request was that was cancelled, over all NICs."""
+
+    posted_bytes: int  # may have arrived
+    posted_writes: int  # work requests, of reads too
+    posted_imms: int  # these are counted at the peer, or lost with it
+    taken_back_bytes: int  # never posted
+    taken_back_imms: int
+
+
 class Slice(NamedTuple):
     """One piece of a scatter, offsets and sizes in bytes."""
 
@@ -55,6 +65,7 @@ class Memory:
         self.engine = engine
         self.tensor = tensor
         self.number = number
+        self.registered = True
 
     @property
     def nbytes(self) -> int:
@@ -69,13 +80,49 @@ class Memory:
     def unregister(self) -> None:
         """Nothing of a peer reaches the tensor afterwards; requests that use it fail.
 
-        Raises TimeoutError where a peer may still answer a read into it (software providers of
-        libfabric); the engine then keeps the tensor alive until it is closed.
+        Its grants are revoked. Raises TimeoutError where a peer may still answer a read into it
+        (software providers of libfabric); the engine then keeps the tensor alive until it is
+        closed.
         """
         call(_ops.engine_unregister.default, self.engine.number, self.number)
+        self.registered = False
 
     def __repr__(self) -> str:
         return f"Memory({self.nbytes} bytes of {self.engine!r})"
+
+
+class Grant:
+    """Memory lent to one peer under a key of its own. Made by `Engine.grant`."""
+
+    def __init__(self, memory: Memory, peer: str, number: int) -> None:
+        self.memory = memory
+        self.peer = peer
+        self._number = number
+        self._revoked = False
+
+    @property
+    def descriptor(self) -> bytes:
+        """What the peer needs to write and read the memory (`Engine.resolve`)."""
+        engine = self.memory.engine
+        if self._revoked:
+            text = f"{engine.label}: the grant for {self.peer} was revoked"
+            raise errors.make(errors.ClosedError, text)
+        return bytes_from(call(_ops.engine_descriptor.default, engine.number, self._number))
+
+    def revoke(self) -> None:
+        """The fence: when it returns no write or read of that peer reaches the memory any more.
+
+        Nobody has to answer for it. The peer's requests that still use the grant fail with
+        RemoteAccessError there; other peers, and other memory, are not affected. Idempotent.
+        docs/providers.md says what each transport does for it.
+        """
+        if self.memory.registered and not self._revoked:
+            call(_ops.engine_unregister.default, self.memory.engine.number, self._number)
+            self._revoked = True
+
+    def __repr__(self) -> str:
+        state = "revoked" if self._revoked else f"{self.memory.nbytes} bytes"
+        return f"Grant({self.peer!r}, {state})"
 
 
 class Peer:
@@ -109,6 +156,7 @@ class Request:
         self._engine = engine
         self._number = number
         self._finished = False
+        self._cancelled: Cancelled | None = None
 
     def done(self) -> bool:
         """True once it is done, well or not; `wait` returns or raises accordingly."""
@@ -121,7 +169,7 @@ class Request:
 
         timeout_s: seconds; None: the engine's. Raises TimeoutError when it passes, and the request
         goes on; else the transfer's own error: PeerDeadError, RemoteAccessError,
-        TransportError or ClosedError.
+        TransportError, CancelledError or ClosedError.
         """
         if self._finished:
             return
@@ -134,6 +182,19 @@ class Request:
             self._finished = True
             raise
         self._finished = True
+
+    def cancel(self) -> Cancelled | None:
+        """Takes back what is not posted; returns what was, and what was not.
+
+        The request ends when its posted part has completed: `wait` then raises CancelledError, all
+        of that part has arrived and the memory here may be reused; or it raises that part's own
+        error. Any thread may call it, also again: it returns the same. None: the request had ended
+        before.
+        """
+        if self._cancelled is None and not self._finished:
+            found = call(_ops.engine_cancel.default, self._engine.number, self._number).tolist()
+            self._cancelled = Cancelled(*found) if found else None
+        return self._cancelled
 
     def __del__(self) -> None:
         if not self._finished and not self._engine.closed:

@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "base/log.h"
-#include "engine/pieces.h"
 
 namespace moe_p2p::engine {
 
@@ -27,12 +26,19 @@ bool NicQueue::add(Request& request) noexcept {
   return true;
 }
 
+CutContext NicQueue::context(const Request& request) const noexcept {
+  return {.nic = static_cast<int>(nic_),
+          .num_nics = num_nics_,
+          .max_write_bytes = limits_.max_write_bytes,
+          .wr_id = reinterpret_cast<uint64_t>(&request)};
+}
+
 size_t NicQueue::cut_next(Request& request, std::span<provider::WorkRequest> out) const noexcept {
-  const CutContext context{.nic = static_cast<int>(nic_),
-                           .num_nics = num_nics_,
-                           .max_write_bytes = limits_.max_write_bytes,
-                           .wr_id = reinterpret_cast<uint64_t>(&request)};
-  return cut(request.operation, context, rail(request).cursor, out);
+  return cut(request.operation, context(request), rail(request).cursor, out);
+}
+
+Amount NicQueue::share_of(const Request& request) const noexcept {
+  return left(request.operation, context(request), {});
 }
 
 void NicQueue::push_back(Request& request) noexcept {
@@ -65,24 +71,30 @@ void NicQueue::stage_front() noexcept {
   const size_t staged = cut_next(request, free);
   num_staged_ += staged;
   request.in_flight_ += staged;
+  request.num_writes_ += staged;
   if (cursor.state == RailCursor::State::kMore && head_ == tail_) return;  // alone: its turn again
   remove(request);
   if (cursor.state == RailCursor::State::kMore) push_back(request);
   if (cursor.state == RailCursor::State::kExhausted) --request.open_rails_;
 }
 
-void NicQueue::drop(Request& request) noexcept {
+Amount NicQueue::drop(Request& request) noexcept {
   remove(request);
+  Amount dropped_amount = left(request.operation, context(request), rail(request).cursor);
   const auto mine = [&](const provider::WorkRequest& work) {
-    return work.wr_id == reinterpret_cast<uint64_t>(&request);
+    if (work.wr_id != reinterpret_cast<uint64_t>(&request)) return false;
+    dropped_amount += {work.bytes, work.has_imm ? 1u : 0u};
+    return true;
   };
   const auto end = staged_.begin() + static_cast<std::ptrdiff_t>(num_staged_);
   const auto kept = std::remove_if(staged_.begin(), end, mine);
   const auto dropped = static_cast<size_t>(end - kept);
   num_staged_ -= dropped;
   request.in_flight_ -= dropped;
+  request.num_writes_ -= dropped;
   rail(request).cursor.in_flight -= dropped;
   rail(request).cursor.state = RailCursor::State::kExhausted;
+  return dropped_amount;
 }
 
 size_t NicQueue::post() noexcept {

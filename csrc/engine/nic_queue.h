@@ -8,6 +8,7 @@
 #include <span>
 
 #include "engine/nic_counters.h"
+#include "engine/pieces.h"
 #include "engine/request.h"
 #include "provider/provider.h"
 
@@ -32,8 +33,10 @@ class NicQueue {
   // has no more or is held, out of the queue. Requires room() > 0.
   void stage_front() noexcept;
   size_t room() const noexcept;
-  // Removes all that is queued or staged for the Request.
-  void drop(Request& request) noexcept;
+  // Removes all that is queued or staged for the Request; returns what it will not send here.
+  Amount drop(Request& request) noexcept;
+  // Returns all that the Request sends through this NIC.
+  Amount share_of(const Request& request) const noexcept;
   // Posts what is staged; returns how many work requests the provider took.
   size_t post() noexcept;
   bool has_staged() const noexcept { return num_staged_ != 0; }
@@ -63,6 +66,7 @@ class NicQueue {
   // Requests take turns: one with more to stage goes to the back.
   void push_back(Request& request) noexcept;
   void remove(Request& request) noexcept;
+  CutContext context(const Request& request) const noexcept;
   size_t cut_next(Request& request, std::span<provider::WorkRequest> out) const noexcept;
   Request::Rail& rail(Request& request) const noexcept { return request.rails_[nic_]; }
   void count(std::span<const provider::WorkRequest> posted, int sign) noexcept;  // sign: 1 or -1

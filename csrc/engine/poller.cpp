@@ -78,6 +78,7 @@ void Poller::activate(Request& request) noexcept {
   if (active_ != nullptr) active_->previous_active_ = &request;
   active_ = &request;
   request.in_flight_ = 0;
+  request.num_writes_ = 0;
   request.open_rails_ = 0;
   const MemoryHandle* target = target_of(request.operation);
   request.fills_gpu_memory_ = target != nullptr && target->span.kind == provider::MemoryKind::kCuda;
@@ -144,10 +145,31 @@ void Poller::complete(NicQueue& queue, const Completion& completion, bool visibl
   finish_if_settled(request);
 }
 
+// A Request that failed before has nothing left to post. The first failure is kept, but for
+// kCancelled, which says that all of the posted part completed well.
 void Poller::fail(Request& request, base::Status status) noexcept {
-  if (request.status_.ok()) request.status_ = status;
-  for (int nic = 0; nic < num_nics_; ++nic) nics_[static_cast<size_t>(nic)].drop(request);
+  const bool failed = !request.status_.ok();
+  if (!failed || request.status_.code == base::Code::kCancelled) request.status_ = status;
+  if (failed) return;
   request.open_rails_ = 0;
+  Amount all, taken_back;
+  for (int nic = 0; nic < num_nics_; ++nic) {
+    NicQueue& queue = nics_[static_cast<size_t>(nic)];
+    all += queue.share_of(request);
+    taken_back += queue.drop(request);
+  }
+  request.cancellation_ = {.posted = {all.bytes - taken_back.bytes, all.imms - taken_back.imms},
+                           .posted_writes = request.num_writes_,
+                           .taken_back = taken_back};
+}
+
+std::optional<Cancellation> Poller::cancel(Request& request) noexcept {
+  if (!request.status_.ok()) return request.cancellation_;
+  if (!request.active()) return std::nullopt;
+  fail(request, {base::Code::kCancelled, 0});
+  const Cancellation cancellation = request.cancellation_;
+  finish_if_settled(request);
+  return cancellation;
 }
 
 void Poller::finish_if_settled(Request& request) noexcept {

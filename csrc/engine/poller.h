@@ -4,6 +4,7 @@
 #pragma once
 
 #include <array>
+#include <optional>
 
 #include "engine/domain_group.h"
 #include "engine/gpu_flushes.h"
@@ -33,6 +34,9 @@ class Poller {
   // writes have completed.
   void revoke(const Peer& peer, base::Status status) noexcept;
   void revoke(const MemoryHandle& memory, base::Status status) noexcept;
+  // Takes back what is not posted of a Request that was submitted; it is done once the rest has
+  // completed, with kCancelled if well. Returns nothing when it ended well before.
+  std::optional<Cancellation> cancel(Request& request) noexcept;
   // Finishes every active and every mailed Request. Call it after the NICs are closed: nothing
   // completes any more.
   void close(base::Status status) noexcept;

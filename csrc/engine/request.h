@@ -136,6 +136,24 @@ struct RailCursor {
   State state = State::kExhausted;
 };
 
+struct Amount {
+  uint64_t bytes = 0;
+  uint64_t imms = 0;
+
+  Amount& operator+=(const Amount& more) noexcept {
+    bytes += more.bytes;
+    imms += more.imms;
+    return *this;
+  }
+};
+
+// How far a Request was that did not end well, over all NICs. What was posted may have arrived.
+struct Cancellation {
+  Amount posted;
+  uint64_t posted_writes = 0;  // or reads: work requests
+  Amount taken_back;           // never posted
+};
+
 class Request : private MailboxNode {
  public:
   Request() noexcept : MailboxNode(Kind::kRequest) {}
@@ -150,6 +168,8 @@ class Request : private MailboxNode {
   // Submitted and not done.
   bool active() const noexcept;
   base::Status status() const noexcept { return status_; }
+  // Of a Request that is done and did not end well.
+  const Cancellation& cancellation() const noexcept { return cancellation_; }
   // Returns false when the deadline passed first; the Request is then still in use.
   bool wait(platform::Deadline deadline, const platform::WaitPolicy& policy = {});
 
@@ -174,9 +194,11 @@ class Request : private MailboxNode {
   void finish() noexcept;  // polling thread; the Request may be gone when this returns
 
   // Polling thread only, from here to `event_`.
-  base::Status status_;     // the first failure
-  uint64_t in_flight_ = 0;  // over all NICs
-  int open_rails_ = 0;      // NICs that have more to post
+  base::Status status_;        // the first failure
+  Cancellation cancellation_;  // at that moment
+  uint64_t in_flight_ = 0;     // over all NICs, staged included
+  uint64_t num_writes_ = 0;    // likewise, completed ones included
+  int open_rails_ = 0;         // NICs that have more to post
   bool fills_gpu_memory_ = false;
   std::array<Rail, kMaxNics> rails_;
   Request* previous_active_ = nullptr;

@@ -261,6 +261,12 @@ void TransferEngine::submit_from_poller(Request& request) noexcept {
   state_->poller.activate(request);
 }
 
+std::optional<Cancellation> TransferEngine::cancel(Request& request) {
+  std::optional<Cancellation> cancellation;
+  state_->run_exclusive(*this, [&] { cancellation = state_->poller.cancel(request); });
+  return cancellation;
+}
+
 void TransferEngine::run_on_poller(const Closure& closure, Deadline deadline) {
   if (state_->polled_by_caller()) {
     state_->poller.take_mail();  // earlier submissions come first

@@ -8,6 +8,7 @@
 
 #include <chrono>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -70,6 +71,12 @@ class TransferEngine {
   // Throws Error{kInvalidArgument} for a range outside the registered memory or a Request that is
   // still in use, before anything is sent.
   void submit(Request& request);
+  // Takes back what is not posted and returns how much that is. The Request is done when its posted
+  // part has completed: with kCancelled when all of it arrived, so that its memory here may be
+  // reused, else with that part's failure. Returns nothing when it ended well before; of one that
+  // failed, or was cancelled before, how far it was then. The Request must have been submitted.
+  // Throws Error{kTimeout} as run_on_poller() does.
+  std::optional<Cancellation> cancel(Request& request);
   // Runs closure on the polling thread, in order with submissions, and waits for it; rethrows its
   // exception. Throws Error{kTimeout} when it had not begun by the deadline; it then never runs.
   // The closure must not block. Runs at once when the caller is the polling thread.

@@ -78,17 +78,32 @@ int64_t EngineObject::register_memory(const Tensor& memory) {
                 describe(memory),
                 " in managed memory, which moves between GPU and host; use a tensor of torch's own "
                 "allocator");
-  const auto* handle = engine_.register_memory(
+  return add_registration(
       {.data = data,
        .bytes = bytes,
        .kind = on_gpu ? provider::MemoryKind::kCuda : provider::MemoryKind::kHost,
-       .device = on_gpu ? memory.get_device() : -1});
+       .device = on_gpu ? memory.get_device() : -1},
+      memory, 0);
+}
+
+int64_t EngineObject::add_registration(const provider::MemorySpan& span, const Tensor& tensor,
+                                       int64_t granted) {
+  const auto* handle = engine_.register_memory(span);
   const std::lock_guard lock(mutex_);
-  memories_.emplace(++last_id_, Memory{handle, memory});
+  memories_.emplace(++last_id_, Memory{handle, tensor, granted});
   return last_id_;
 }
 
+int64_t EngineObject::grant(int64_t memory) {
+  std::unique_lock lock(mutex_);
+  const Memory granted = find(memories_, memory, "memory", label_);
+  lock.unlock();
+  const OnDevice placed(granted.tensor.is_cuda() ? granted.tensor.get_device() : -1);
+  return add_registration(granted.handle->span, granted.tensor, memory);
+}
+
 void EngineObject::unregister_memory(int64_t memory) {
+  for (const int64_t grant : grants_of(memory)) unregister_memory(grant);
   std::unique_lock lock(mutex_);
   const Memory removed = find(memories_, memory, "memory", label_);
   memories_.erase(memory);
@@ -100,6 +115,14 @@ void EngineObject::unregister_memory(int64_t memory) {
     kept_.push_back(removed.tensor);
     throw;
   }
+}
+
+std::vector<int64_t> EngineObject::grants_of(int64_t memory) {
+  const std::lock_guard lock(mutex_);
+  std::vector<int64_t> grants;
+  for (const auto& [id, one] : memories_)
+    if (one.granted == memory) grants.push_back(id);
+  return grants;
 }
 
 const engine::MemoryHandle* EngineObject::memory(int64_t memory) {
@@ -170,6 +193,18 @@ std::shared_ptr<RequestRecord> EngineObject::request(int64_t request) {
   return find(requests_, request, "request", label_);
 }
 
+std::optional<engine::Cancellation> EngineObject::cancel_request(int64_t request) {
+  check_open();
+  std::shared_ptr<RequestRecord> record;
+  {
+    const std::lock_guard lock(mutex_);
+    const auto found = requests_.find(request);
+    if (found == requests_.end()) return std::nullopt;
+    record = found->second;
+  }
+  return engine_.cancel(record->request);
+}
+
 template <typename Ready>
 bool EngineObject::wait_in_slices(milliseconds timeout, Ready&& ready) {
   const auto deadline = platform::Clock::now() + timeout;
@@ -196,6 +231,11 @@ void EngineObject::wait_request(int64_t request_id, double timeout_s) {
     requests_.erase(request_id);
   }
   const base::Status status = record->request.status();
+  const engine::Cancellation& end = record->request.cancellation();
+  MOE_P2P_CHECK(status.code != Code::kCancelled, status.code, label_, ": ", record->what,
+                " was cancelled; ", end.posted.bytes, " bytes in ", end.posted_writes,
+                " work requests were posted and are done, ", end.taken_back.bytes,
+                " bytes were taken back");
   MOE_P2P_CHECK(status.ok(), status.code, label_, ": ", record->what, " failed (",
                 base::code_name(status.code), ", provider code ", status.detail, ")",
                 engine_.first_failure());

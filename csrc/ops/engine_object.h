@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -42,6 +43,10 @@ class EngineObject {
 
   // The tensor stays alive while it is registered.
   int64_t register_memory(const Tensor& memory);
+  // Registers the memory once more, under keys of its own: for one peer, so that unregistering the
+  // grant takes the memory back from that peer alone.
+  int64_t grant(int64_t memory);
+  // Of a memory with grants: the grants first.
   void unregister_memory(int64_t memory);
   const engine::MemoryHandle* memory(int64_t memory);
 
@@ -56,6 +61,8 @@ class EngineObject {
   std::shared_ptr<RequestRecord> request(int64_t request);
   // Waits in slices, so that close() and signals end it early.
   void wait_request(int64_t request, double timeout_s);
+  // As TransferEngine::cancel(); nothing also when somebody has waited for its end.
+  std::optional<engine::Cancellation> cancel_request(int64_t request);
   // No one waits for it any more: its record goes away once it is done.
   void forget_request(int64_t request);
   uint64_t wait_imm(uint32_t imm, uint64_t count, double timeout_s);
@@ -68,10 +75,13 @@ class EngineObject {
   struct Memory {
     const engine::MemoryHandle* handle;
     Tensor tensor;
+    int64_t granted = 0;  // of a grant: the memory
   };
+  int64_t add_registration(const provider::MemorySpan& span, const Tensor& tensor, int64_t granted);
   template <typename Ready>
   bool wait_in_slices(std::chrono::milliseconds timeout, Ready&& ready);
   void check_open() const;
+  std::vector<int64_t> grants_of(int64_t memory);
   void drop_forgotten();  // under mutex_
 
   const std::string label_;

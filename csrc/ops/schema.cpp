@@ -42,6 +42,7 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
   m.def("engine_address(int engine) -> Tensor");
   m.def("engine_register(int engine, Tensor memory) -> SymInt");
   m.def("engine_unregister(int engine, int memory) -> ()");
+  m.def("engine_grant(int engine, int memory) -> SymInt");
   m.def("engine_descriptor(int engine, int memory) -> Tensor");
   m.def("engine_connect(int engine, Tensor address) -> SymInt");
   m.def("engine_disconnect(int engine, int peer) -> ()");
@@ -77,6 +78,7 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
   m.def("engine_wait(int engine, int request, float timeout_s) -> ()");
   m.def("engine_poll(int engine, int request) -> bool");
   m.def("engine_forget(int engine, int request) -> ()");
+  m.def("engine_cancel(int engine, int request) -> Tensor");
   m.def("engine_imm_wait(int engine, int imm, int count, float timeout_s) -> int");
   m.def("engine_imm_value(int engine, int imm) -> int");
   m.def("engine_imm_free(int engine, int imm) -> int");

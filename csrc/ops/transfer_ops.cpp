@@ -1,4 +1,6 @@
 // torch.ops.moe_p2p.engine_*: transfers over an engine, and waits for them.
+#include <algorithm>
+#include <iterator>
 #include <limits>
 #include <utility>
 
@@ -152,6 +154,18 @@ void engine_forget(int64_t engine, int64_t request) {
   engines().get(engine)->forget_request(request);
 }
 
+// [5]: bytes posted, work requests posted, immediates posted, bytes and immediates taken back; [0]
+// when it had ended before.
+Tensor engine_cancel(int64_t engine, int64_t request) {
+  const auto found = engines().get(engine)->cancel_request(request);
+  Tensor tensor = make_tensor({found ? 5 : 0}, ScalarType::Long);
+  if (!found) return tensor;
+  const uint64_t values[] = {found->posted.bytes, found->posted_writes, found->posted.imms,
+                             found->taken_back.bytes, found->taken_back.imms};
+  std::copy(std::begin(values), std::end(values), static_cast<int64_t*>(tensor.mutable_data_ptr()));
+  return tensor;
+}
+
 int64_t engine_imm_wait(int64_t engine, int64_t imm, int64_t count, double timeout_s) {
   return static_cast<int64_t>(
       engines().get(engine)->wait_imm(free_form(imm), unsigned_of(count, "count"), timeout_s));
@@ -182,6 +196,7 @@ STABLE_TORCH_LIBRARY_IMPL(moe_p2p, CompositeExplicitAutograd, m) {
   m.impl("engine_wait", TORCH_BOX(&engine_wait));
   m.impl("engine_poll", TORCH_BOX(&engine_poll));
   m.impl("engine_forget", TORCH_BOX(&engine_forget));
+  m.impl("engine_cancel", TORCH_BOX(&engine_cancel));
   m.impl("engine_imm_wait", TORCH_BOX(&engine_imm_wait));
   m.impl("engine_imm_value", TORCH_BOX(&engine_imm_value));
   m.impl("engine_imm_free", TORCH_BOX(&engine_imm_free));
