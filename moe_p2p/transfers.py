@@ -81,8 +81,8 @@ class Memory:
         """Nothing of a peer reaches the tensor afterwards; requests that use it fail.
 
         Its grants are revoked. Raises TimeoutError where a peer may still answer a read into it
-        (software providers of libfabric); the engine then keeps the tensor alive until it is
-        closed.
+        (software providers of libfabric); the tensor then stays alive, and a later call tries
+        again.
         """
         call(_ops.engine_unregister.default, self.engine.number, self.number)
         self.registered = False

@@ -114,10 +114,14 @@ std::vector<provider::MemoryKey> DomainGroup::register_memory(const provider::Me
   return all_or_none<provider::MemoryKey>(domains_.size(), make, undo);
 }
 
-void DomainGroup::unregister_memory(const std::vector<provider::MemoryKey>& keys) {
+void DomainGroup::unregister_memory(const std::vector<provider::MemoryKey>& keys,
+                                    std::vector<bool>& withdrawn) {
+  withdrawn.resize(keys.size());
   for_all(keys.size(), [&](size_t nic) {
+    if (withdrawn[nic]) return;
     with_context(base::concat(label_, ": unregistering memory at NIC ", nic),
                  [&] { domains_[nic]->unregister_memory(keys[nic]); });
+    withdrawn[nic] = true;
   });
 }
 

@@ -36,7 +36,9 @@ class DomainGroup {
   void disconnect(const std::vector<provider::PeerId>& rails);
   std::vector<provider::MemoryKey> register_memory(const provider::MemorySpan& span);
   // Tries every NIC, as disconnect() does.
-  void unregister_memory(const std::vector<provider::MemoryKey>& keys);
+  // withdrawn: by NIC, what an earlier call that threw got done; not done again.
+  void unregister_memory(const std::vector<provider::MemoryKey>& keys,
+                         std::vector<bool>& withdrawn);
   // Gives every NIC the window under the key of its rail, or drops it when `local` has no bytes.
   // Tries every NIC, as disconnect() does.
   void map_remote(const RemoteRegion& region, const provider::MemorySpan& local);

@@ -41,6 +41,7 @@ struct PeerEntry {
 struct HandleEntry {
   std::unique_ptr<MemoryHandle> handle;
   bool leaving = false;
+  std::vector<bool> withdrawn = {};  // NICs that an earlier unregister_memory() got it back from
 };
 
 // Marks an entry for a step that must not run twice. The caller takes the mark back when the step
@@ -133,7 +134,8 @@ const MemoryHandle* TransferEngine::register_memory(const provider::MemorySpan& 
     try {
       state_->poller.gpu_flushes().include(span);
     } catch (...) {
-      state_->group.unregister_memory(handle->keys);
+      std::vector<bool> withdrawn;
+      state_->group.unregister_memory(handle->keys, withdrawn);
       throw;
     }
   }
@@ -147,19 +149,21 @@ void TransferEngine::unregister_memory(const MemoryHandle* handle) {
   State& s = *state_;
   mark_leaving(s.mutex, s.handles, handle,
                s.options.label + ": unregistering memory that is not registered here");
-  try {
-    s.run_exclusive(*this, [&] { s.poller.revoke(*handle, {Code::kClosed, 0}); });
-  } catch (...) {
-    const std::lock_guard lock(s.mutex);
-    s.handles[handle].leaving = false;
-    throw;
-  }
-  HandleEntry entry;
+  HandleEntry* entry = nullptr;
   {
     const std::lock_guard lock(s.mutex);
-    entry = std::move(s.handles.extract(handle).mapped());
+    entry = &s.handles[handle];  // stays where it is; nobody else uses a leaving one
   }
-  s.group.unregister_memory(entry.handle->keys);
+  try {
+    s.run_exclusive(*this, [&] { s.poller.revoke(*handle, {Code::kClosed, 0}); });
+    s.group.unregister_memory(handle->keys, entry->withdrawn);
+  } catch (...) {
+    const std::lock_guard lock(s.mutex);
+    entry->leaving = false;
+    throw;
+  }
+  const std::lock_guard lock(s.mutex);
+  s.handles.erase(handle);
 }
 
 MemoryDescriptor TransferEngine::descriptor(const MemoryHandle* handle) const {

@@ -51,7 +51,7 @@ class TransferEngine {
 
   const MemoryHandle* register_memory(const provider::MemorySpan& span);
   // Tries every NIC. Requests that still use the memory fail with kClosed. Throws Error{kTimeout}
-  // when a peer may still answer a read into it (Domain::unregister_memory).
+  // when a peer may still answer a read into it (Domain::unregister_memory); to be called again.
   void unregister_memory(const MemoryHandle* handle);
   MemoryDescriptor descriptor(const MemoryHandle* handle) const;
 

@@ -110,9 +110,9 @@ void EngineObject::unregister_memory(int64_t memory) {
   lock.unlock();
   try {
     engine_.unregister_memory(removed.handle);
-  } catch (...) {  // a NIC may still use it
+  } catch (...) {  // a NIC may still use it: the tensor stays alive, and it may be tried again
     lock.lock();
-    kept_.push_back(removed.tensor);
+    memories_.emplace(memory, removed);
     throw;
   }
 }

@@ -91,7 +91,6 @@ class EngineObject {
   std::mutex mutex_;  // guards the tables
   int64_t last_id_ = 0;
   std::unordered_map<int64_t, Memory> memories_;
-  std::vector<Tensor> kept_;  // could not be unregistered
   std::unordered_map<int64_t, const engine::Peer*> peers_;
   std::unordered_map<int64_t, const engine::RemoteRegion*> regions_;
   std::unordered_map<int64_t, std::shared_ptr<RequestRecord>> requests_;
