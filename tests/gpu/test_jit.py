@@ -6,17 +6,20 @@ import ctypes
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from moe_p2p import errors
+from moe_p2p import AllToAllConfig, errors
 from moe_p2p.gpu import driver, jit, kernels
 from tests.support import ranks
 
 ARCHS = ("sm_90a", "sm_100a")
+# Kernels of the software NIC, and of calls without a communicator.
+ALONE: list[tuple[str, dict[str, int]]] = [("copy.cu", {}), ("count.cu", {})]
 KERNEL = """
 #include <cuda_fp8.h>
 
@@ -241,20 +244,42 @@ def _compile_error(job: tuple[str, dict[str, int], str]) -> str:
     return "" if compiled.usage else f"{job}: the assembler's log was not understood"
 
 
+# One in so many is compiled for an architecture, others for the other one; not a multiple of 3: the
+# last ones repeat dispatch, dispatch by rank, combine. MOE_P2P_ALL_KERNELS=1: all for both.
+SAMPLE = 5
+
+
+def _jobs(every: bool) -> list[tuple[str, dict[str, int], str]]:
+    asked = [(kernel.source, kernel.macros) for kernel in kernels.variants()]
+    return [
+        (*each, arch)
+        for first, arch in enumerate(ARCHS)
+        for each in [*asked[0 if every else 2 * first :: 1 if every else SAMPLE], *ALONE]
+    ]
+
+
+def test_a_sample_of_the_kernels_has_all_kinds() -> None:
+    asked = [macros for _, macros, _ in _jobs(every=False)]
+    for name in ("BULK", "MASKS", "BY_RANK", "QUANTIZE", "UNIFORM_EXPERTS", "SELF_FLAGGED"):
+        assert {macros[f"MOE_P2P_{name}"] for macros in asked if f"MOE_P2P_{name}" in macros} == (
+            {0, 1}
+        ), name
+    nodes = {(m["MOE_P2P_RANKS_PER_NODE"], m["MOE_P2P_WORLD_SIZE"]) for m in asked if m}
+    assert any(local == world for local, world in nodes)
+    assert any(local == 1 < world for local, world in nodes)
+    assert any(1 < local < world for local, world in nodes)
+
+
 @pytest.mark.timeout(1200)
-def test_every_variant_of_every_kernel_compiles(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sample_of_all_kernels_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that a user's configuration can ask for, by sample; here a sample of that."""
     if reason := _no_nvrtc():
         pytest.skip(reason)
     monkeypatch.setenv("MOE_P2P_CACHE", str(tmp_path))
-    # (file name in kernels/, macros) of all that a user's configuration can ask for, by sample.
-    variants = list(kernels.variants())
     sources = {path.name for path in (jit.kernels_root() / "kernels").glob("*.cu")}
-    # Of the benchmark, of the software NIC, and of calls without a communicator.
-    assert {kernel.source for kernel in variants} == sources - {"probe.cu", "copy.cu", "count.cu"}
-    asked = [(kernel.source, kernel.macros) for kernel in variants]
-    jobs = [(*each, arch) for each in [*asked, ("copy.cu", {}), ("count.cu", {})] for arch in ARCHS]
+    alone = {source for source, _ in ALONE}
+    assert {kernel.source for kernel in kernels.variants()} == sources - alone - {"probe.cu"}
+    jobs = _jobs(every="MOE_P2P_ALL_KERNELS" in os.environ)
     with ThreadPoolExecutor(ranks.cpu_count()) as pool:
         outcomes = list(pool.map(_compile_error, jobs))
     failures = [text for text in outcomes if text]
@@ -285,6 +310,34 @@ def test_a_loaded_kernel_runs(source: Path) -> None:
     assert loaded.usage is not None
     assert (loaded.entry, loaded.registers) == ("multiply_add", loaded.usage.registers)
     assert loaded.shared_bytes == 256
+
+
+def test_a_communicators_kernels_are_prepared_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    three = threading.Barrier(3, timeout=20)
+
+    def prepare(*_: object) -> None:
+        three.wait()
+
+    monkeypatch.setattr(kernels.DeviceSide, "prepare_dispatch", prepare)
+    monkeypatch.setattr(kernels.DeviceSide, "prepare_combine", prepare)
+    config = AllToAllConfig(num_experts=8, hidden_dim=512, topk=2, max_tokens=8)
+    object.__new__(kernels.DeviceSide).prepare(config)
+    assert not three.broken
+
+    def fails(*_: object) -> None:
+        raise errors.make(errors.UnavailableError, "no NVRTC")
+
+    monkeypatch.setattr(kernels.DeviceSide, "prepare_combine", fails)
+    monkeypatch.setattr(kernels.DeviceSide, "prepare_dispatch", lambda *_: None)
+    with pytest.raises(errors.UnavailableError, match="no NVRTC"):
+        object.__new__(kernels.DeviceSide).prepare(config)
+
+
+def test_lines_are_for_profilers(monkeypatch: pytest.MonkeyPatch, source: Path) -> None:
+    monkeypatch.setenv("MOE_P2P_LOG", "warning")
+    assert "-lineinfo" not in jit._options(source, {}, "sm_90a")
+    monkeypatch.setenv("MOE_P2P_LOG", "debug")
+    assert "-lineinfo" in jit._options(source, {}, "sm_90a")
 
 
 @pytest.mark.gpu
