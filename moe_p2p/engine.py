@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from moe_p2p import errors
+from moe_p2p.awaiting import Awaiting
 from moe_p2p.config import EngineConfig
 from moe_p2p.lifetime import Closing, NotCopied
 from moe_p2p.nics import transport
@@ -87,6 +88,9 @@ class Engine(NotCopied):
         self.num_nics = self.opening.num_nics
         self.next_communicator = 0  # numbers below it were used by communicators on this engine
         self._closing = Closing(self, _ops.engine_close.default, self.number)
+        self._awaiting = Awaiting(self.number)
+        self._polled: dict[int, Request] = {}
+        self._poll_queue: int | None = None
 
     @property
     def address(self) -> bytes:
@@ -288,6 +292,40 @@ class Engine(NotCopied):
         """Sends an immediate without bytes; counted once at the peer."""
         return Request(self, call(_ops.engine_imm.default, self.number, peer.number, imm))
 
+    def watch(self, *requests: Request) -> None:
+        """Makes `poll` return these requests once they have ended, also when they have by now.
+
+        A request is watched or awaited (`await request`), in one event loop, not both.
+        """
+        for request in requests:
+            self._polled[request.number] = request
+            try:
+                call(_ops.engine_watch.default, self.number, self._queue(), request.number)
+            except RuntimeError:
+                self._polled.pop(request.number, None)
+                raise
+
+    def poll(self, timeout_s: float = 0.0) -> list[Request]:
+        """Returns watched requests that have ended since the last call, well or not.
+
+        Waits up to timeout_s until there is one; `wait` of each returns at once, or raises what it
+        ended with. For one thread, and any number of requests.
+        """
+        ended = call(_ops.engine_take.default, self.number, self._queue(), timeout_s).tolist()
+        return [self._polled.pop(number) for number in ended]
+
+    def fileno(self) -> int:
+        """A descriptor that is readable when `poll` has something, for `select` and the like.
+
+        Of the engine: do not read or close it.
+        """
+        return int(call(_ops.engine_queue_fd.default, self.number, self._queue()))
+
+    def _queue(self) -> int:
+        if self._poll_queue is None:
+            self._poll_queue = int(call(_ops.engine_queue.default, self.number))
+        return self._poll_queue
+
     def wait_imm(self, imm: int, count: int, timeout_s: float | None = None) -> int:
         """Waits until `imm` was counted `count` times in all; returns how often it was.
 
@@ -335,6 +373,7 @@ class Engine(NotCopied):
     def close(self) -> None:
         """Idempotent. Waiters wake with ClosedError. Communicators on the engine keep it alive."""
         self._closing()
+        self._awaiting.close()
 
     def _forget(self, request: int) -> None:
         try:

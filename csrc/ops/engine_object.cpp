@@ -219,13 +219,20 @@ bool EngineObject::wait_in_slices(milliseconds timeout, Ready&& ready) {
   }
 }
 
-void EngineObject::wait_request(int64_t request_id, double timeout_s) {
+std::vector<int64_t> EngineObject::take_finished(int64_t queue, double timeout_s) {
+  std::vector<int64_t> ended;
+  wait_in_slices(timeout_from(timeout_s),
+                 [&](platform::Deadline until) { return finished_.take(queue, until, ended); });
+  return ended;
+}
+
+void EngineObject::wait_request(int64_t request_id, double timeout_s, double waited_s) {
   const auto record = request(request_id);
   const bool done = wait_in_slices(timeout_from(timeout_s), [&](platform::Deadline until) {
     return record->request.wait(until, wait_);
   });
-  MOE_P2P_CHECK(done, Code::kTimeout, label_, ": ", record->what, " is not done within ", timeout_s,
-                " s; it may still be waited for");
+  MOE_P2P_CHECK(done, Code::kTimeout, label_, ": ", record->what, " is not done within ",
+                timeout_s + waited_s, " s; it may still be waited for");
   {
     const std::lock_guard lock(mutex_);
     requests_.erase(request_id);

@@ -75,10 +75,14 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
       "engine_scatter(int engine, int memory, Tensor slices, bool by_bytes, int? imm=None) "
       "-> SymInt");
   m.def("engine_imm(int engine, int peer, int imm) -> int");
-  m.def("engine_wait(int engine, int request, float timeout_s) -> ()");
+  m.def("engine_wait(int engine, int request, float timeout_s, float waited_s=0) -> ()");
   m.def("engine_poll(int engine, int request) -> bool");
   m.def("engine_forget(int engine, int request) -> ()");
   m.def("engine_cancel(int engine, int request) -> Tensor");
+  m.def("engine_queue(int engine) -> SymInt");
+  m.def("engine_queue_fd(int engine, int queue) -> int");
+  m.def("engine_watch(int engine, int queue, int request) -> ()");
+  m.def("engine_take(int engine, int queue, float timeout_s) -> Tensor");
   m.def("engine_imm_wait(int engine, int imm, int count, float timeout_s) -> int");
   m.def("engine_imm_value(int engine, int imm) -> int");
   m.def("engine_imm_free(int engine, int imm) -> int");

@@ -142,8 +142,9 @@ int64_t engine_imm(int64_t engine, int64_t peer, int64_t imm) {
   return object->submit(std::move(record));
 }
 
-void engine_wait(int64_t engine, int64_t request, double timeout_s) {
-  engines().get(engine)->wait_request(request, timeout_s);
+// waited_s: what the caller has waited already, for the error text.
+void engine_wait(int64_t engine, int64_t request, double timeout_s, double waited_s) {
+  engines().get(engine)->wait_request(request, timeout_s, waited_s);
 }
 
 bool engine_poll(int64_t engine, int64_t request) {
@@ -163,6 +164,26 @@ Tensor engine_cancel(int64_t engine, int64_t request) {
   const uint64_t values[] = {found->posted.bytes, found->posted_writes, found->posted.imms,
                              found->taken_back.bytes, found->taken_back.imms};
   std::copy(std::begin(values), std::end(values), static_cast<int64_t*>(tensor.mutable_data_ptr()));
+  return tensor;
+}
+
+// A new queue of finished requests, and the descriptor to sleep on; both live as long as the engine.
+int64_t engine_queue(int64_t engine) { return engines().get(engine)->finished().open(); }
+int64_t engine_queue_fd(int64_t engine, int64_t queue) {
+  return engines().get(engine)->finished().fd(queue);
+}
+
+void engine_watch(int64_t engine, int64_t queue, int64_t request) {
+  const auto object = engines().get(engine);
+  object->finished().watch(queue, request, object->request(request));
+}
+
+// Numbers of watched requests that have ended since the last call; waits until there is one.
+Tensor engine_take(int64_t engine, int64_t queue, double timeout_s) {
+  const auto object = engines().get(engine);
+  const std::vector<int64_t> ended = object->take_finished(queue, timeout_s);
+  Tensor tensor = make_tensor({std::ssize(ended)}, ScalarType::Long);
+  std::ranges::copy(ended, static_cast<int64_t*>(tensor.mutable_data_ptr()));
   return tensor;
 }
 
@@ -197,6 +218,10 @@ STABLE_TORCH_LIBRARY_IMPL(moe_p2p, CompositeExplicitAutograd, m) {
   m.impl("engine_poll", TORCH_BOX(&engine_poll));
   m.impl("engine_forget", TORCH_BOX(&engine_forget));
   m.impl("engine_cancel", TORCH_BOX(&engine_cancel));
+  m.impl("engine_queue", TORCH_BOX(&engine_queue));
+  m.impl("engine_queue_fd", TORCH_BOX(&engine_queue_fd));
+  m.impl("engine_watch", TORCH_BOX(&engine_watch));
+  m.impl("engine_take", TORCH_BOX(&engine_take));
   m.impl("engine_imm_wait", TORCH_BOX(&engine_imm_wait));
   m.impl("engine_imm_value", TORCH_BOX(&engine_imm_value));
   m.impl("engine_imm_free", TORCH_BOX(&engine_imm_free));
