@@ -11,6 +11,9 @@ order.
     receiver.wait_imm(7, count)                  sender.write(source, region, imm=7).wait()
 
 Immediates are counted per write, as each call documents; R is the sender's number of NICs.
+
+`priority` of a request is 0 to 2: MoE (communicators on the same engine), KV (the default), weights.
+Requests of a lower number go first; docs/transfer_engine.md says how long they may have to wait.
 """
 
 from __future__ import annotations
@@ -122,18 +125,27 @@ class Engine(NotCopied):
         number = int(call(_ops.engine_grant.default, self.number, memory.number))
         return Grant(memory, peer, number)
 
-    def connect(self, address: bytes) -> Peer:
-        """Connects to the engine of `address`, which need not do anything."""
-        number = call(_ops.engine_connect.default, self.number, tensor_from(address))
+    def connect(self, address: bytes, *, priority: int = 1) -> Peer:
+        """Connects to the engine of `address`, which need not do anything.
+
+        Each call makes connections of their own, in the NIC's class for `priority` where there are
+        classes (docs/providers.md).
+        """
+        number = call(_ops.engine_connect.default, self.number, tensor_from(address), priority)
         return Peer(self, int(number))
 
-    def resolve(self, descriptor: bytes, peer: Peer | None = None) -> Region:
-        """The memory of `descriptor`, for transfers. Connects to its owner unless `peer` is it."""
+    def resolve(self, descriptor: bytes, peer: Peer | None = None, *, priority: int = 1) -> Region:
+        """The memory of `descriptor`, for transfers.
+
+        Connects to its owner unless `peer` is it, or it is connected for `priority`. Communicators
+        on this engine have priority 0, so 1 and 2 share no connection with them.
+        """
         number = call(
             _ops.engine_resolve.default,
             self.number,
             tensor_from(descriptor),
             None if peer is None else peer.number,
+            priority,
         )
         return Region(self, int(number))
 
@@ -146,6 +158,7 @@ class Engine(NotCopied):
         offset: int = 0,
         region_offset: int = 0,
         imm: int | None = None,
+        priority: int = 1,
     ) -> Request:
         """Writes nbytes (None: all from `offset` on), cut into R shards, one per NIC.
 
@@ -161,6 +174,7 @@ class Engine(NotCopied):
             region_offset,
             memory.nbytes - offset if nbytes is None else nbytes,
             imm,
+            priority,
         )
         return Request(self, number)
 
@@ -181,6 +195,7 @@ class Engine(NotCopied):
         region_row_stride: int | None = None,
         imm: int | None = None,
         imm_per_page: bool = True,
+        priority: int = 1,
     ) -> Request:
         """Writes page pages[i] of `memory` to page region_pages[i] of `region`, for all i.
 
@@ -206,6 +221,7 @@ class Engine(NotCopied):
             imm,
             *_rows(page_bytes, row_bytes, row_stride, region_row_stride),
             imm_per_page,
+            priority,
         )
         return Request(self, number)
 
@@ -217,6 +233,7 @@ class Engine(NotCopied):
         nbytes: int | None = None,
         offset: int = 0,
         region_offset: int = 0,
+        priority: int = 1,
     ) -> Request:
         """Reads nbytes of `region` into `memory` (None: all from `offset` on).
 
@@ -231,6 +248,7 @@ class Engine(NotCopied):
             region.number,
             region_offset,
             memory.nbytes - offset if nbytes is None else nbytes,
+            priority,
         )
         return Request(self, int(number))
 
@@ -249,6 +267,7 @@ class Engine(NotCopied):
         row_bytes: int | None = None,
         row_stride: int | None = None,
         region_row_stride: int | None = None,
+        priority: int = 1,
     ) -> Request:
         """Reads page region_pages[i] of `region` into page pages[i] of `memory`, for all i.
 
@@ -267,6 +286,7 @@ class Engine(NotCopied):
             page_bytes if region_stride is None else region_stride,
             region_offset,
             *_rows(page_bytes, row_bytes, row_stride, region_row_stride),
+            priority,
         )
         return Request(self, int(number))
 
@@ -277,6 +297,7 @@ class Engine(NotCopied):
         *,
         by_bytes: bool = False,
         imm: int | None = None,
+        priority: int = 1,
     ) -> Request:
         """Writes each slice of `memory` to its region, also to several peers at once.
 
@@ -285,12 +306,14 @@ class Engine(NotCopied):
         """
         rows = [[s.offset, s.region.number, s.region_offset, s.nbytes] for s in slices]
         table = torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(len(rows), 4)  # [n, 4]
-        number = call(_ops.engine_scatter.default, self.number, memory.number, table, by_bytes, imm)
+        number = call(
+            _ops.engine_scatter.default, self.number, memory.number, table, by_bytes, imm, priority
+        )
         return Request(self, number)
 
-    def send_imm(self, peer: Peer, imm: int) -> Request:
+    def send_imm(self, peer: Peer, imm: int, *, priority: int = 1) -> Request:
         """Sends an immediate without bytes; counted once at the peer."""
-        return Request(self, call(_ops.engine_imm.default, self.number, peer.number, imm))
+        return Request(self, call(_ops.engine_imm.default, self.number, peer.number, imm, priority))
 
     def watch(self, *requests: Request) -> None:
         """Makes `poll` return these requests once they have ended, also when they have by now.

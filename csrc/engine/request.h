@@ -25,6 +25,8 @@
 
 namespace moe_p2p::engine {
 
+inline constexpr int kNumPriorities = 3;
+
 class FinishedQueue;  // finished_queue.h
 class Peer;           // peer.h
 
@@ -163,6 +165,8 @@ class Request : private MailboxNode {
   Request& operator=(const Request&) = delete;
 
   Operation operation;
+  // 0 to 2, the most urgent first: MoE, KV, weights. Must not change while the Request is active.
+  uint8_t priority = 0;
 
   // acquire: pairs with the release in finish(); status() is valid once this is true.
   bool done() const noexcept { return phase_.load(std::memory_order_acquire) == Phase::kDone; }
@@ -190,6 +194,7 @@ class Request : private MailboxNode {
   // One per NIC: the cursor, and the links of that NIC's queue.
   struct Rail {
     RailCursor cursor;
+    uint32_t largest = 0;  // bytes of a write in flight, at most
     Request* previous = nullptr;
     Request* next = nullptr;
     bool queued = false;

@@ -42,14 +42,15 @@ class EngineObject {
   void unregister_memory(int64_t memory);
   const engine::MemoryHandle* memory(int64_t memory);
 
-  int64_t connect(const engine::EngineAddress& address);
+  int64_t connect(const engine::EngineAddress& address, int64_t priority);
   void disconnect(int64_t peer);
   const engine::Peer* peer(int64_t peer);
 
-  int64_t resolve(const engine::MemoryDescriptor& descriptor, const engine::Peer* peer);
+  int64_t resolve(const engine::MemoryDescriptor& descriptor, const engine::Peer* peer,
+                  int64_t priority);
   const engine::RemoteRegion* region(int64_t region);
 
-  int64_t submit(std::shared_ptr<RequestRecord> record);
+  int64_t submit(std::shared_ptr<RequestRecord> record, int64_t priority);
   std::shared_ptr<RequestRecord> request(int64_t request);
   // Waits in slices, so that close() and signals end it early.
   void wait_request(int64_t request, double timeout_s, double waited_s);

@@ -35,7 +35,8 @@ std::vector<int64_t> page_indices(const Tensor& pages, const char* name) {
 }
 
 int64_t engine_write(int64_t engine, int64_t memory, int64_t offset, int64_t region,
-                     int64_t region_offset, int64_t bytes, std::optional<int64_t> imm) {
+                     int64_t region_offset, int64_t bytes, std::optional<int64_t> imm,
+                     int64_t priority) {
   const auto object = engines().get(engine);
   auto record = std::make_shared<RequestRecord>();
   record->what = base::concat("write of ", bytes, " bytes");
@@ -46,14 +47,14 @@ int64_t engine_write(int64_t engine, int64_t memory, int64_t offset, int64_t reg
                     .target_offset = unsigned_of(region_offset, "region_offset"),
                     .bytes = unsigned_of(bytes, "bytes"),
                     .imm = free_form(imm)};
-  return object->submit(std::move(record));
+  return object->submit(std::move(record), priority);
 }
 
 int64_t engine_write_pages(int64_t engine, int64_t memory, int64_t region, int64_t page_bytes,
                            const Tensor& pages, int64_t stride, int64_t offset,
                            const Tensor& region_pages, int64_t region_stride, int64_t region_offset,
                            std::optional<int64_t> imm, int64_t row_bytes, int64_t row_stride,
-                           int64_t region_row_stride, bool imm_per_page) {
+                           int64_t region_row_stride, bool imm_per_page, int64_t priority) {
   const auto object = engines().get(engine);
   auto record = std::make_shared<RequestRecord>();
   record->source_pages = page_indices(pages, "pages");
@@ -73,11 +74,11 @@ int64_t engine_write_pages(int64_t engine, int64_t memory, int64_t region, int64
       .row_bytes = unsigned_of(row_bytes, "row_bytes"),
       .imms =
           imm_per_page ? engine::WritePages::Imms::kPerPage : engine::WritePages::Imms::kPerNic};
-  return object->submit(std::move(record));
+  return object->submit(std::move(record), priority);
 }
 
 int64_t engine_read(int64_t engine, int64_t memory, int64_t offset, int64_t region,
-                    int64_t region_offset, int64_t bytes) {
+                    int64_t region_offset, int64_t bytes, int64_t priority) {
   const auto object = engines().get(engine);
   auto record = std::make_shared<RequestRecord>();
   record->what = base::concat("read of ", bytes, " bytes");
@@ -87,13 +88,14 @@ int64_t engine_read(int64_t engine, int64_t memory, int64_t offset, int64_t regi
                    .source = object->region(region),
                    .source_offset = unsigned_of(region_offset, "region_offset"),
                    .bytes = unsigned_of(bytes, "bytes")};
-  return object->submit(std::move(record));
+  return object->submit(std::move(record), priority);
 }
 
 int64_t engine_read_pages(int64_t engine, int64_t memory, int64_t region, int64_t page_bytes,
                           const Tensor& pages, int64_t stride, int64_t offset,
                           const Tensor& region_pages, int64_t region_stride, int64_t region_offset,
-                          int64_t row_bytes, int64_t row_stride, int64_t region_row_stride) {
+                          int64_t row_bytes, int64_t row_stride, int64_t region_row_stride,
+                          int64_t priority) {
   const auto object = engines().get(engine);
   auto record = std::make_shared<RequestRecord>();
   record->target_pages = page_indices(pages, "pages");
@@ -110,12 +112,12 @@ int64_t engine_read_pages(int64_t engine, int64_t memory, int64_t region, int64_
                        unsigned_of(region_offset, "region_offset"),
                        unsigned_of(region_row_stride, "region_row_stride")},
       .row_bytes = unsigned_of(row_bytes, "row_bytes")};
-  return object->submit(std::move(record));
+  return object->submit(std::move(record), priority);
 }
 
 // slices [n, 4]: offset, region, offset in the region, bytes.
 int64_t engine_scatter(int64_t engine, int64_t memory, const Tensor& slices, bool by_bytes,
-                       std::optional<int64_t> imm) {
+                       std::optional<int64_t> imm, int64_t priority) {
   const auto object = engines().get(engine);
   const auto* row = input<int64_t>(slices, {"slices", {ScalarType::Long}, {kAny, 4}});
   auto record = std::make_shared<RequestRecord>();
@@ -131,15 +133,15 @@ int64_t engine_scatter(int64_t engine, int64_t memory, const Tensor& slices, boo
                       .sharding = by_bytes ? engine::Scatter::Sharding::kByBytes
                                            : engine::Scatter::Sharding::kByPeer,
                       .imm = free_form(imm)};
-  return object->submit(std::move(record));
+  return object->submit(std::move(record), priority);
 }
 
-int64_t engine_imm(int64_t engine, int64_t peer, int64_t imm) {
+int64_t engine_imm(int64_t engine, int64_t peer, int64_t imm, int64_t priority) {
   const auto object = engines().get(engine);
   auto record = std::make_shared<RequestRecord>();
   record->what = base::concat("immediate ", imm);
   record->request.operation = engine::Imm{.peer = object->peer(peer), .imm = free_form(imm)};
-  return object->submit(std::move(record));
+  return object->submit(std::move(record), priority);
 }
 
 // waited_s: what the caller has waited already, for the error text.

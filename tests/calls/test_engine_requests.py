@@ -266,3 +266,29 @@ def test_polling_waits_and_ends_when_the_engine_is_closed() -> None:
     with pytest.raises(moe_p2p.ClosedError):
         sender.poll(60)
     receiver.close()
+
+
+def test_a_priority_is_0_to_2_and_connects_apart() -> None:
+    sender, receiver = pair(1)
+    with sender, receiver:
+        memory = sender.register(torch.ones(64, dtype=torch.uint8))
+        theirs = torch.zeros(64, dtype=torch.uint8)
+        descriptor = receiver.register(theirs).descriptor
+        regions = [sender.resolve(descriptor, priority=priority) for priority in range(3)]
+        requests = [
+            sender.write(memory, region, priority=priority, imm=1)
+            for region in regions
+            for priority in range(3)
+        ]
+        for request in requests:
+            request.wait()
+        assert receiver.wait_imm(1, 9) == 9
+        peer = sender.connect(receiver.address, priority=0)
+        sender.send_imm(peer, 2, priority=0).wait()
+        peer.disconnect()
+        sender.write(memory, regions[0], priority=0).wait()  # resolve() had a connection of its own
+        for bad in (-1, 3):
+            with pytest.raises(moe_p2p.InvalidArgumentError, match=f"priority is {bad}, must be"):
+                sender.write(memory, regions[0], priority=bad)
+            with pytest.raises(moe_p2p.InvalidArgumentError, match=f"priority is {bad}, must be"):
+                sender.connect(receiver.address, priority=bad)
