@@ -61,7 +61,7 @@ test-engines: build
 	$(PY) -m tests.engines.packages
 	$(PY) -m pytest -rs --durations=8 --progress $(call workers) tests/engines $(PYTEST_ARGS)
 
-# Leaves out: clang-tidy, sanitizers, the emulated GPU, soft-RoCE, all kernels by NVRTC.
+# Leaves out: clang-tidy, sanitizers, the emulated GPU, soft-RoCE, kernels by NVRTC.
 test-quick: build doctest
 	$(PY) tests/lint.py --quick
 	@if $(PY) -c '$(HAS_DOCTEST)'; then \

@@ -114,25 +114,26 @@ class Build(build):
 
 
 class WithPath(build_py):
-    """Adds a line that Python runs as it starts: with MOE_P2P_AS_DEEP_EP=1 it looks for `deep_ep`
-    in this package first, in processes of any start method too."""
+    """Adds lines that Python runs as it starts: with MOE_P2P_AS_DEEP_EP=1 it looks for `deep_ep` in
+    this package first, in processes of any start method too; likewise for `mooncake`."""
 
-    _line = (
-        'import os, sys; os.environ.get("MOE_P2P_AS_DEEP_EP") == "1" and '
-        'sys.path.insert(0, os.path.join(sitedir, "moe_p2p", "deep_ep", "path"))\n'
+    _lines = "".join(
+        f'import os, sys; os.environ.get("MOE_P2P_AS_{name.upper()}") == "1" and '
+        f'sys.path.insert(0, os.path.join(sitedir, "moe_p2p", "{name}", "path"))\n'
+        for name in ("deep_ep", "mooncake")
     )
 
     def run(self) -> None:
         super().run()
         if not self.editable_mode:
-            self._file.write_text(self._line)
+            self._file.write_text(self._lines)
 
     def get_outputs(self, include_bytecode: bool = True) -> list[str]:
         return [*super().get_outputs(include_bytecode), str(self._file)]
 
     @property
     def _file(self) -> Path:
-        return Path(self.build_lib, "moe_p2p_as_deep_ep.pth")
+        return Path(self.build_lib, "moe_p2p_as_others.pth")
 
 
 class NinjaBuild(build_ext):

@@ -53,7 +53,11 @@ __all__ = [
 ]
 
 if env.as_deep_ep():
-    from moe_p2p.deep_ep import install
+    from moe_p2p import deep_ep
 
-    install()
+    deep_ep.install()
+if env.as_mooncake():
+    from moe_p2p import mooncake
+
+    mooncake.install()
 _interrupts.restore()

@@ -1,4 +1,4 @@
-"""`python -m moe_p2p bench | demo | doctor | plan`. Each command explains itself with --help."""
+"""`python -m moe_p2p bench | demo | doctor | model | plan`; each explains itself with --help."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ COMMANDS = {
     "doctor": (
         "moe_p2p.tools.doctor",
         "what this machine has and lacks: GPUs, NICs, libraries",
+    ),
+    "model": (
+        "moe_p2p.tools.model.command",
+        "predicted times at sizes that no machine here has, beside published ones",
     ),
     "plan": (
         "moe_p2p.tools.plan",

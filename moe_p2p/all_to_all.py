@@ -63,7 +63,8 @@ class AllToAll(Halves):
     On a GPU, calls run one after the other in the order in which they are made, also on different
     streams: a call on another stream than the one before waits for it. Any part may be captured
     into CUDA graphs. Replays on several streams, or beside calls, must be ordered by the caller:
-    two that run at once raise InvalidArgumentError, at the next call or check().
+    two that run at once raise InvalidArgumentError, at the next call or check(). Calls of other
+    communicators of the process on this GPU are ordered likewise, unless both have num_sms.
 
     Raises on all ranks alike InvalidArgumentError when a field of the configurations differs
     (naming it, two ranks and both values), and TimeoutError naming the ranks that are missing.

@@ -8,6 +8,8 @@ MOE_P2P_CACHE               folder of compiled kernels, writable by no other use
                             folder for temporary files)
 MOE_P2P_FABRIC              1: ranks of a node share GPU memory by fabric handle (set on all ranks)
 MOE_P2P_AS_DEEP_EP          1: importing moe_p2p makes `import deep_ep` give moe_p2p.deep_ep
+MOE_P2P_AS_MOONCAKE         1: likewise `import mooncake.engine` and moe_p2p.mooncake
+MC_TRANSFER_TIMEOUT         Mooncake's: seconds of a transfer of moe_p2p.mooncake (default: 30)
 MOE_P2P_ENGINES             1: vLLM and SGLang load moe_p2p.integrations as a plugin
 EP_DISABLE_GIN              set for vLLM, which checks NCCL for DeepEP V2 unless it is 1
 CUDA_HOME                   CUDA toolkit whose headers kernels may use (default: /usr/local/cuda)
@@ -67,6 +69,16 @@ def fabric() -> bool:
 def as_deep_ep() -> bool:
     """Whether `import deep_ep` shall give moe_p2p.deep_ep."""
     return os.environ.get("MOE_P2P_AS_DEEP_EP") == "1"
+
+
+def as_mooncake() -> bool:
+    """Whether `import mooncake.engine` shall give moe_p2p.mooncake.engine."""
+    return os.environ.get("MOE_P2P_AS_MOONCAKE") == "1"
+
+
+def mooncake_timeout_s() -> float:
+    """Deadline of a transfer of moe_p2p.mooncake. Raises ValueError when it is no number."""
+    return float(os.environ.get("MC_TRANSFER_TIMEOUT") or 30)
 
 
 def engines() -> bool:

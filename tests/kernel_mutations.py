@@ -10,17 +10,14 @@ Exit status 1: a mutation that REDUNDANT does not list was not caught, or a test
 
 from __future__ import annotations
 
-import os
 import re
-import resource
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.support import emulated_gpu
+from tests.support import emulated_runs
 
 ROOT = Path(__file__).resolve().parents[1]
 # Limits for the cases of one mutation; reaching them counts as caught. CPU time, because other load
@@ -118,30 +115,15 @@ def site_of(file: str, text: str) -> Site:
 
 def run(mutation: str, cases: list[str], **more: str) -> tuple[int, str]:
     """Runs the cases with that mutation; returns exit status and output."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    environment |= emulated_gpu.few_cpus() | {"MOE_P2P_MUTATION": mutation} | more
     if cases == ["one block at a time"]:
-        environment["MOE_P2P_EMULATED_BLOCKS"] = "1"
+        more["MOE_P2P_EMULATED_BLOCKS"] = "1"
         cases = ["test_gpu.py::test_every_format_is_the_reference_bit_for_bit[3ranks-3pernode]"]
-    command = [sys.executable, "-m", "pytest", "-p", "tests.support.emulated_gpu"]
-    command += ["-p", "no:cacheprovider", "-q", "-x", "-s", "-o", f"timeout={LIMIT_S}"]
-    command += [f"tests/gpu/{case}" for case in cases]
-    limits = (LIMIT_CPU_S, LIMIT_CPU_S + 10)
-    try:
-        ran = subprocess.run(
-            command,
-            cwd=ROOT,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, limits),
-        )
-    except subprocess.TimeoutExpired:
+    more["MOE_P2P_MUTATION"] = mutation
+    options = ("-x", "-o", f"timeout={LIMIT_S}")
+    ran = emulated_runs.run(cases, *options, deadline_s=LIMIT_S, cpu_s=LIMIT_CPU_S, **more)
+    if ran.status in (-signal.SIGKILL, -signal.SIGXCPU):
         return 1, "the tests did not end"
-    if ran.returncode == -signal.SIGXCPU:
-        return 1, "the tests did not end"
-    return ran.returncode, ran.stdout + ran.stderr
+    return ran.status, ran.output
 
 
 def first_error(output: str) -> str:

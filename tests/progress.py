@@ -19,11 +19,11 @@ import pytest
 LONG = (
     "test_cpp.py",
     "test_emulated_gpu.py",
-    "test_jit.py::test_every_variant",
     "test_rdma.py",
+    "test_triton_kernels.py",
+    "test_jit.py::test_a_sample_of_all",
     "test_aarch64.py",
     "test_compile.py",
-    "test_triton_kernels.py",
     "test_hosts.py",
     "test_soak.py",
     "test_masks.py::test_a_slow_rank",
@@ -39,8 +39,8 @@ LONG = (
     "test_readme.py",
     "test_wheel.py::test_commands",
 )
-# Tests of one group never run at the same time: each machine of test_rdma.py takes all cores, and
-# the last two build in the same folder.
+# Tests of one group are one worker's, in turns: tests of test_rdma.py share a machine, and the last
+# two files build in the same folder.
 ALONE = (("test_rdma.py",), ("test_wheel.py", "test_readme.py"))
 WORTH_A_LINE_S = 20.0
 

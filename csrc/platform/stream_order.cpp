@@ -1,5 +1,9 @@
 #include "platform/stream_order.h"
 
+#include <atomic>
+#include <map>
+#include <vector>
+
 #include "base/log.h"
 #include "platform/cuda_driver.h"
 
@@ -7,10 +11,27 @@ namespace moe_p2p::platform {
 
 using base::Code;
 
+// While an order takes all multiprocessors, every launch on the device holds the lock. Without one
+// no launch does: ranks that are threads have a part of the GPU each, and a launch that finds the
+// queue of its stream full waits for kernels that another thread launches.
+struct OrdersOfDevice {
+  std::mutex mutex;
+  std::vector<StreamOrder*> orders;
+  std::atomic<int> num_taking_all = 0;
+};
+
 namespace {
 
 void check(int error, const char* what) {
   MOE_P2P_CHECK(error == 0, Code::kTransport, what, ": ", driver_error(error));
+}
+
+OrdersOfDevice& orders_of(int device) {
+  static std::mutex mutex;
+  // Outlives communicators that static objects hold.
+  static auto& devices = *new std::map<int, OrdersOfDevice>;
+  const std::lock_guard lock(mutex);
+  return devices[device];
 }
 
 // Called for a stream that differs from the previous launch's.
@@ -34,28 +55,49 @@ uint64_t capture_of(const Stream& stream) {
   return error == 0 && status == kIsCapturing ? id : 0;
 }
 
-StreamOrder::StreamOrder(const PrimaryContext& context, bool takes_all)
-    : context_(context), takes_all_(takes_all) {
+StreamOrder::StreamOrder(int device, const PrimaryContext& context, bool takes_all)
+    : all_(orders_of(device)), context_(context), takes_all_(takes_all) {
   const ContextGuard current(context_);
   for (void** event : {&event_, &captured_event_})
     check(driver().event_create(event, kEventWithoutTiming), "making an event");
+  const std::lock_guard lock(all_.mutex);
+  all_.orders.push_back(this);
+  all_.num_taking_all += takes_all_;
 }
 
 StreamOrder::~StreamOrder() {
+  {
+    const std::lock_guard lock(all_.mutex);
+    std::erase(all_.orders, this);
+    all_.num_taking_all -= takes_all_;
+  }
   const ContextGuard current(context_);
   for (void* event : {event_, captured_event_}) driver().event_destroy(event);
 }
 
-bool StreamOrder::follow(const Stream& stream, uint64_t capture) {
-  const auto& before = capture != 0 ? last_captured_ : last_;
-  const bool is_same = before && before->lasting && before->handle == stream.handle;
-  if (takes_all_ && !is_same) refuse_part_of_gpu(stream);
+StreamOrder::Turn StreamOrder::follow(const Stream& stream, uint64_t capture) {
+  Turn turn;
+  if (takes_all_) {
+    const auto& before = capture != 0 ? last_captured_ : last_;
+    if (!before || !before->lasting || before->handle != stream.handle) refuse_part_of_gpu(stream);
+  }
+  if (all_.num_taking_all > 0) {
+    turn.lock = std::unique_lock(all_.mutex);
+    for (StreamOrder* other : all_.orders)
+      if (other != this && (takes_all_ || other->takes_all_))
+        turn.in_stream &= other->precede(stream, capture);
+  }
+  turn.in_stream &= precede(stream, capture);
+  return turn;
+}
+
+bool StreamOrder::precede(const Stream& stream, uint64_t capture) {
   if (capture != 0) {
     if (capture != capture_ || last_captured_->handle == stream.handle) return true;
     wait(stream, captured_event_);
     return false;
   }
-  if (!last_ || is_same) return true;
+  if (!last_ || (last_->lasting && last_->handle == stream.handle)) return true;
   if (last_->lasting) {
     // Its capture began after the launch, so an event recorded on it would belong to the capture.
     // The device detects two kernels that run at once (kernels/device/steps.cuh, Launch).
@@ -66,7 +108,9 @@ bool StreamOrder::follow(const Stream& stream, uint64_t capture) {
   return false;
 }
 
-void StreamOrder::launched(const Stream& stream, uint64_t capture) {
+void StreamOrder::launched(const Turn& turn, const Stream& stream, uint64_t capture) {
+  std::unique_lock<std::mutex> lock;
+  if (!turn.lock) lock = std::unique_lock(all_.mutex);
   if (capture != 0) {
     record(captured_event_, stream);  // adds nothing to the graph
     last_captured_ = stream;

@@ -8,9 +8,14 @@
 //
 // Launches of one capture are ordered within it. Between a capture and other launches there is no
 // order: a graph runs when, and where, its owner replays it.
+//
+// A kernel whose blocks wait for other ranks needs all of them resident, so two kernels that may
+// take the whole GPU must not run at once. Orders of one device of this process know each other: a
+// launch also follows the last one of every other order, unless neither takes all multiprocessors.
 #pragma once
 
 #include <cstdint>
+#include <mutex>
 #include <optional>
 
 #include "platform/cuda_context.h"
@@ -25,26 +30,36 @@ struct Stream {
 // The capture that a stream belongs to; 0: none, launches on it run.
 uint64_t capture_of(const Stream& stream);
 
+struct OrdersOfDevice;  // of this process
+
 class StreamOrder {
  public:
+  // Lives until its launch is made: none of the launches that it keeps away comes between.
+  struct Turn {
+    bool in_stream = true;  // the launches before it precede it in the stream itself
+    std::unique_lock<std::mutex> lock;
+  };
+
   // takes_all: launches may take all multiprocessors of the GPU, so a stream of a green context is
   // refused.
-  StreamOrder(const PrimaryContext& context, bool takes_all);
+  StreamOrder(int device, const PrimaryContext& context, bool takes_all);
   ~StreamOrder();
   StreamOrder(const StreamOrder&) = delete;
   StreamOrder& operator=(const StreamOrder&) = delete;
 
   // Call follow() before each launch and launched() after it, with the context current; `capture`
-  // is capture_of(stream). follow() returns true when the previous launch, if any, precedes this
-  // one in the stream itself. Both throw Error{kTransport} with the driver's text when it refuses,
+  // is capture_of(stream). Both throw Error{kTransport} with the driver's text when it refuses,
   // follow() also Error{kInvalidArgument} for a stream that has too few multiprocessors.
-  bool follow(const Stream& stream, uint64_t capture);
-  void launched(const Stream& stream, uint64_t capture);
+  Turn follow(const Stream& stream, uint64_t capture);
+  void launched(const Turn& turn, const Stream& stream, uint64_t capture);
 
  private:
+  // Puts the stream behind the last launch. Returns whether it was already.
+  bool precede(const Stream& stream, uint64_t capture);
   static void record(void* event, const Stream& stream);
   static void wait(const Stream& stream, void* event);
 
+  OrdersOfDevice& all_;
   const PrimaryContext& context_;
   const bool takes_all_;
   // One for launches that run, one for the last capture: a stream that is not captured must not

@@ -14,6 +14,8 @@ from moe_p2p.config import AllToAllConfig
 from moe_p2p.errors import MoeP2pError
 from moe_p2p.rendezvous.shared_memory import of_a_rank
 from moe_p2p.tools import plan_kv
+from moe_p2p.tools.model import phases
+from moe_p2p.tools.model.wire import NICS, Job
 
 MIB = 1 << 20
 DTYPES = {
@@ -67,7 +69,29 @@ def main(arguments: list[str]) -> int:
         print(f"plan: {error}")
         return 2
     print(f"{table(regions)}\n\n{on_hosts}")
+    if prediction := predicted(given):
+        print(f"\n{prediction}")
     return 0
+
+
+def predicted(given: argparse.Namespace) -> str:
+    """Returns a line with the time of a pair; empty where `python -m moe_p2p model` has none."""
+    even = given.ranks % given.ranks_per_node == 0 and given.experts >= given.topk
+    if not even or given.dtype == "fp32" or given.combine_dtype == "fp32":
+        return ""
+    job = Job(
+        ranks=given.ranks,
+        ranks_per_node=given.ranks_per_node,
+        tokens=given.tokens,
+        hidden=given.hidden,
+        topk=given.topk,
+        experts=given.experts,
+    )
+    pair = phases.ours(job, NICS["cx7"])
+    return (
+        f"predicted on H200s with a ConnectX-7 each, fp8 there and bf16 back: dispatch "
+        f"{pair.dispatch:.0f} us, combine {pair.combine:.0f} us (python -m moe_p2p model)"
+    )
 
 
 def table(regions: dict[str, int]) -> str:

@@ -4,9 +4,10 @@
 
 prints the program's path. Ninja rebuilds only what changed; each kind of build has a folder of its
 own under build/. Files of one folder of csrc, or with the same first word here, are compiled as one
-unit, and the headers of the standard library that most include once per build (precompiled.h),
-which takes a third of the time. That may hide an include that is missing: setup.py and clang-tidy
-compile each file by itself.
+unit, and the headers that most include once per build (precompiled*.h), which takes a third of the
+time. That may hide an include that is missing: setup.py and clang-tidy compile each file by itself.
+Benchmarks are in the optimized program only; of the other ones, csrc and the simulation are
+optimized, tests are not: that would take longer than they run.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ FLAGS = [
     "-ffp-contract=off",
     "-DMOE_P2P_TESTING",
 ]
+HEADERS = "precompiled.h.gch precompiled_tests.h.gch"
 # Optimizing all of ASan's checks takes longer than the tests, then faster, save.
 SANITIZERS = {
     "address": ["-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"],
@@ -54,6 +56,16 @@ def unit_of(source: Path) -> Path:
     if source.name == "letter.cpp" or source.stem.endswith("_benchmark"):  # letter: its own flags
         return place.with_suffix("")
     return place.parent if "csrc" in place.parts else place.parent / source.stem.split("_")[0]
+
+
+def how(unit: str, optimize: bool) -> str:
+    """Returns how this unit's edge of build.ninja differs from the others."""
+    if unit == "tests_cpp_main":  # only doctest: sanitizers look for faults of ours
+        return "\n  flags = $flags -O0 -fno-sanitize=all\n  header ="
+    if unit.startswith("csrc_"):
+        return ""
+    fast = optimize or "simulation" in unit
+    return "" if fast else "\n  flags = $flags -O0\n  header = -include precompiled_tests.h"
 
 
 def units(folder: Path, sources: list[Path]) -> dict[str, Path]:
@@ -81,7 +93,7 @@ def build(sanitize: str | None = None, optimize: bool = False, debug: bool = Fal
         for part in ("csrc", "tests/cpp")
         for source in (ROOT / part).rglob("*.cpp")
         if "ops" not in source.relative_to(ROOT).parts
-        and not (sanitize and source.stem.endswith("_benchmark"))
+        and (optimize or not source.stem.endswith("_benchmark"))
     ]
     flags = [
         *FLAGS,
@@ -96,18 +108,21 @@ def build(sanitize: str | None = None, optimize: bool = False, debug: bool = Fal
     lines = [
         f"cxx = {os.environ.get('CXX', 'g++')}",
         f"flags = {' '.join(flags + include)}",
+        "header = -include precompiled.h",
         "rule precompile",
         "  command = $cxx $flags -x c++-header -MMD -MF $out.d $in -o $out",
         "  depfile = $out.d",
         "  deps = gcc",
         "rule compile",
-        "  command = $cxx -include precompiled.h $flags -MMD -MF $out.d -c $in -o $out",
+        "  command = $cxx $header $flags -MMD -MF $out.d -c $in -o $out",
         "  depfile = $out.d",
         "  deps = gcc",
         "rule link",
         "  command = $cxx $flags $in -o $out -ldl -lrt -lpthread",
         f"build precompiled.h.gch: precompile {ROOT / 'tests/cpp/precompiled.h'}",
-        *(edge(o, s, "precompiled.h.gch") for o, s in compiled.items()),
+        f"build precompiled_tests.h.gch: precompile {ROOT / 'tests/cpp/precompiled_tests.h'}",
+        "  flags = $flags -O0",
+        *(edge(o, s, HEADERS) + how(o.removesuffix(".o"), optimize) for o, s in compiled.items()),
         f"build moe_p2p_tests: link {' '.join(compiled)}",
     ]
     (folder / "build.ninja").write_text("\n".join(lines) + "\n")

@@ -4,13 +4,14 @@
 
 #include "loopback_gpu.h"
 #include "provider/loopback/test_hooks.h"
+#include "seeds.h"
 
 namespace moe_p2p::provider_test {
 namespace {
 
 TEST_CASE("loopback GPU: an immediate never comes before its payload, however slow the copies") {
   const Driver driver;
-  for (uint32_t seed = 0; seed <= 30; ++seed) {
+  for (uint32_t seed = 0; seed < num_seeds(31); ++seed) {
     driver.fake.set_max_queries(seed % 3 * 40);
     const auto settings =
         base::concat("seed=", seed, ",ring_kib=", 4 << seed % 3, ",copy_kernel=", seed % 2);

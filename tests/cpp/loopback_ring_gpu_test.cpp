@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "loopback_gpu.h"
+#include "seeds.h"
 
 namespace moe_p2p::provider_test {
 namespace {
@@ -67,7 +68,7 @@ ProviderUnderTest by_ring(const std::string& settings) {
 
 TEST_CASE("loopback GPU: by the ring too an immediate never comes before its payload") {
   const Driver driver;
-  for (uint32_t seed = 0; seed <= 20; ++seed) {
+  for (uint32_t seed = 0; seed < num_seeds(21); ++seed) {
     driver.fake.set_max_queries(seed % 3 * 40);
     const auto settings = base::concat("seed=", seed, ",ring_kib=", 4 << seed % 3);
     CAPTURE(settings);

@@ -5,6 +5,7 @@
 
 #include "engine/transfer_engine.h"
 #include "provider_table.h"
+#include "seeds.h"
 
 namespace moe_p2p::provider_test {
 namespace {
@@ -89,7 +90,7 @@ TEST_CASE("provider contract: reads among writes with immediates") {
 }
 
 TEST_CASE("provider contract: reads among writes with immediates, under many seeds") {
-  for (uint64_t seed = 1; seed <= 40; ++seed) {
+  for (uint64_t seed = 1; seed <= num_seeds(40); ++seed) {
     const std::string settings = base::concat("ring_kib=", 4 << seed % 4, ",seed=", seed);
     CAPTURE(settings);
     run_mixed({"loopback", settings.c_str(), true}, seed);

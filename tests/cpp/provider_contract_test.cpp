@@ -7,6 +7,7 @@
 
 #include "platform/shm.h"
 #include "provider_table.h"
+#include "seeds.h"
 
 namespace moe_p2p::provider_test {
 namespace {
@@ -42,7 +43,7 @@ TEST_CASE("provider contract: payload is visible when its immediate is seen") {
 }
 
 TEST_CASE("provider contract: payload is visible when its immediate is seen, under many seeds") {
-  for (uint64_t seed = 1; seed <= 60; ++seed) {
+  for (uint64_t seed = 1; seed <= num_seeds(60); ++seed) {
     const std::string settings = base::concat("ring_kib=", 4 << seed % 4, ",seed=", seed);
     CAPTURE(settings);
     Pair pair({"loopback", settings.c_str(), true}, 60 * 2500);

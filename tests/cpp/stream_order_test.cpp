@@ -6,7 +6,6 @@
 #include <doctest/doctest.h>
 
 #include <map>
-#include <optional>
 #include <set>
 
 #include "base/log.h"
@@ -26,7 +25,7 @@ struct Events {
   };
   std::map<void*, Line> streams;  // those that live
   std::map<void*, Line> events;
-  int num_recorded = 0, num_waits = 0;
+  int num_recorded = 0, num_waits = 0, num_launches = 0;
 } model;
 
 int event_create(void** event, unsigned) {
@@ -61,9 +60,9 @@ int stream_green(void* stream, void** green) {
   return 0;
 }
 
-class Launches {
+class Driver {
  public:
-  explicit Launches(bool takes_all = true) {
+  Driver() {
     table_ = *before_;
     table_.event_create = event_create;
     table_.event_record = event_record;
@@ -73,12 +72,23 @@ class Launches {
     table_.stream_green = stream_green;
     platform::set_driver_for_tests(&table_);
     model = {};
-    order_.emplace(context_, takes_all);
   }
-  ~Launches() {
-    order_.reset();
-    platform::set_driver_for_tests(before_);
+  ~Driver() { platform::set_driver_for_tests(before_); }
+
+ private:
+  static const platform::DriverTable* installed() {
+    FakeDriver::install();
+    return &platform::driver();
   }
+
+  const platform::DriverTable* const before_ = installed();
+  platform::DriverTable table_;
+};
+
+// Of one communicator.
+class Launches {
+ public:
+  explicit Launches(bool takes_all = true, int device = 0) : order_(device, context_, takes_all) {}
 
   static Stream make(uint64_t handle, bool lasting = true) {
     const Stream stream{reinterpret_cast<void*>(handle), lasting};
@@ -91,33 +101,27 @@ class Launches {
   }
   static void end_capture(const Stream& stream) { model.streams[stream.handle].capture = 0; }
 
-  void follow(const Stream& stream) { order_->follow(stream, 0); }
-  // Whether it comes behind launch number `after`.
+  void follow(const Stream& stream) { order_.follow(stream, 0); }
+  // Whether it comes behind launch number `after`; 0: behind nothing.
   bool launch(const Stream& stream, int after) {
     const uint64_t capture = platform::capture_of(stream);
     auto& line = model.streams[stream.handle];
     const bool was_behind = after == 0 || line.behind.contains(after);
-    CHECK(order_->follow(stream, capture) == was_behind);
-    const bool is_behind = after == 0 || line.behind.contains(after);
-    line.behind.insert(++last_);
-    order_->launched(stream, capture);
+    const auto turn = order_.follow(stream, capture);
+    if (turn.in_stream) CHECK(was_behind);
+    const bool is_behind = after == 0 ? line.behind.empty() : line.behind.contains(after);
+    line.behind.insert(++model.num_launches);
+    order_.launched(turn, stream, capture);
     return is_behind;
   }
 
  private:
-  static const platform::DriverTable* installed() {
-    FakeDriver::install();
-    return &platform::driver();
-  }
-
-  const platform::DriverTable* const before_ = installed();
-  platform::DriverTable table_;
   const platform::PrimaryContext context_{0};
-  std::optional<platform::StreamOrder> order_;
-  int last_ = 0;
+  platform::StreamOrder order_;
 };
 
 TEST_CASE("stream order: nothing is recorded while the stream is the same") {
+  const Driver driver;
   Launches l;
   const Stream a = Launches::make(0);
   for (int i = 0; i < 5; ++i) CHECK(l.launch(a, i));
@@ -126,6 +130,7 @@ TEST_CASE("stream order: nothing is recorded while the stream is the same") {
 }
 
 TEST_CASE("stream order: a launch is behind the one before it on another stream") {
+  const Driver driver;
   Launches l;
   const Stream a = Launches::make(0), b = Launches::make(16), c = Launches::make(32);
   int number = 0;
@@ -137,6 +142,7 @@ TEST_CASE("stream order: a launch is behind the one before it on another stream"
 }
 
 TEST_CASE("stream order: a stream that was destroyed is not touched, nor taken for its successor") {
+  const Driver driver;
   Launches l;
   const Stream a = Launches::make(16), given = Launches::make(32, false);
   CHECK(l.launch(a, 0));
@@ -151,6 +157,7 @@ TEST_CASE("stream order: a stream that was destroyed is not touched, nor taken f
 }
 
 TEST_CASE("stream order: a green context is refused to kernels that may need the whole GPU") {
+  const Driver driver;
   {
     Launches l;
     const Stream a = Launches::make(16), green = Launches::make(96);
@@ -161,10 +168,11 @@ TEST_CASE("stream order: a green context is refused to kernels that may need the
   Launches limited(false);
   const Stream green = Launches::make(96);
   CHECK(limited.launch(green, 0));
-  CHECK(limited.launch(green, 1));
+  CHECK(limited.launch(green, 3));
 }
 
 TEST_CASE("stream order: within a capture by events of the capture, outside by others") {
+  const Driver driver;
   Launches l;
   const Stream a = Launches::make(16), b = Launches::make(32), c = Launches::make(48);
   CHECK(l.launch(a, 0));  // 1
@@ -183,7 +191,49 @@ TEST_CASE("stream order: within a capture by events of the capture, outside by o
   CHECK(l.launch(a, 6));  // 8
 }
 
+TEST_CASE("stream order: communicators that may take the whole GPU are behind each other") {
+  const Driver driver;
+  Launches first, second, elsewhere(true, 1);
+  const Stream a = Launches::make(16), b = Launches::make(32), c = Launches::make(48);
+  CHECK(first.launch(a, 0));      // 1
+  CHECK(second.launch(b, 1));     // 2
+  CHECK(elsewhere.launch(c, 0));  // 3: on another GPU
+  CHECK(first.launch(a, 2));      // 4
+  CHECK(second.launch(a, 4));     // 5
+  CHECK(first.launch(a, 5));      // 6
+  CHECK(model.num_waits == 3);    // the last one is in the stream of the two before it
+  Launches limited(false);
+  CHECK(limited.launch(b, 6));  // 7
+  CHECK(second.launch(a, 7));   // 8
+}
+
+TEST_CASE("stream order: communicators with parts of the GPU are not behind each other") {
+  const Driver driver;
+  Launches first(false), second(false);
+  const Stream a = Launches::make(16), b = Launches::make(32);
+  CHECK(first.launch(a, 0));
+  CHECK(second.launch(b, 0));
+  CHECK(model.num_recorded == 0);
+  {
+    Launches whole;
+  }  // it is gone by the next launch
+  CHECK(first.launch(a, 1));
+  CHECK(model.num_recorded == 0);
+}
+
+TEST_CASE("stream order: communicators in one capture are ordered by its events") {
+  const Driver driver;
+  Launches first, second;
+  const Stream a = Launches::make(16), b = Launches::make(32);
+  CHECK(first.launch(a, 0));  // 1: runs
+  Launches::begin_capture(a, 7);
+  Launches::begin_capture(b, 7);
+  CHECK(second.launch(b, 0));  // 2
+  CHECK(first.launch(a, 2));   // 3
+}
+
 TEST_CASE("stream order: a stream that has begun a capture since is left alone") {
+  const Driver driver;
   Launches l;
   const Stream a = Launches::make(16), b = Launches::make(32);
   CHECK(l.launch(a, 0));

@@ -4,9 +4,9 @@
                                                  # in the environment the newest releases
     python -m tests.engines.packages --where     # prints the folder
 
-Nothing is installed. Only .py files are kept: compiled parts need CUDA builds of torch, and what
-tests call needs none. What these files import beyond torch is in requirements.txt, installed into
-the cache too, so that the test environment stays as it is.
+Nothing is installed. Of most only .py files are kept: compiled parts need CUDA builds of torch, and
+what tests call needs none. What these files import beyond torch is in requirements.txt, installed
+into the cache too, so that the test environment stays as it is.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ PINNED = {
     "vllm": "0.33.0",
     "sglang": "0.5.23",
     "sgl-deep-ep": "0.1.2.post1",  # DeepEP 2.1.0
+    "mooncake-transfer-engine-non-cuda": "0.3.13.post1",
 }
+WHOLE = ("mooncake-transfer-engine-non-cuda",)  # its compiled part runs without CUDA and torch
 _REQUIREMENTS = Path(__file__).with_name("requirements.txt")
 _DOWNLOAD_S = 500.0
 
@@ -88,14 +90,15 @@ def _fetch(project: str) -> str:
     """Returns the version that it unpacked."""
     wanted = project if newest_wanted() else f"{project}=={PINNED[project]}"
     with tempfile.TemporaryDirectory(dir=folder()) as scratch:
-        # Wheels of other Python versions are fine, because only .py files are used.
+        # Wheels of other Python versions are fine where only .py files are used.
         _pip("download", "--ignore-requires-python", "--only-binary=:all:", "-d", scratch, wanted)
         wheel = next(Path(scratch).glob("*.whl"))
         version = wheel.name.split("-")[1]
         unpacked = Path(scratch) / "unpacked"
         with zipfile.ZipFile(wheel) as archive:
-            files = [name for name in archive.namelist() if name.endswith(".py")]
-            archive.extractall(unpacked, files)
+            names = archive.namelist()
+            keeps_all = project in WHOLE
+            archive.extractall(unpacked, [n for n in names if keeps_all or n.endswith(".py")])
         _place(unpacked, folder() / f"{project}-{version}")
     return version
 

@@ -1,22 +1,20 @@
 """The device kernels where there is no GPU: a part of their tests, on an emulated one.
 
-In a process of its own, which believes that it has a driver. All of them run the same way, but for
-those of graphs that hold kernels of torch as well, of torch's streams and of processes:
-`pytest -p tests.support.emulated_gpu tests/gpu/test_gpu_layouts.py`.
+In processes of their own (emulated_runs.py), which believe that they have a driver. All of them run
+the same way, but for those of graphs that hold kernels of torch as well, of torch's streams and of
+processes: `pytest -p tests.support.emulated_gpu tests/gpu/test_gpu_layouts.py`.
 """
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
+import signal
 from pathlib import Path
 
 import pytest
 
 from tests import kernel_mutations
-from tests.support import emulated_gpu
+from tests.support import emulated_gpu, emulated_runs
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 1200
@@ -119,25 +117,13 @@ needs_an_emulated_gpu = pytest.mark.skipif(
 @pytest.mark.parametrize("which", CASES)
 def test_kernels_on_an_emulated_gpu(which: str) -> None:
     cases = CASES[which]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    environment |= emulated_gpu.few_cpus()
-    if which == "one block at a time":
-        environment["MOE_P2P_EMULATED_BLOCKS"] = "1"
-    options = ["-p", "tests.support.emulated_gpu", "-p", "no:cacheprovider"]
-    options += ["-q", "-s", "--durations=3", "-o", f"timeout={DEADLINE_S}"]
-    ran = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, *[f"tests/gpu/{case}" for case in cases]],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=DEADLINE_S,
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    passed = re.search(r"^(\d+) passed in", ran.stdout.splitlines()[-1])  # and none skipped
-    assert passed is not None, ran.stdout
-    assert int(passed[1]) >= len(cases), ran.stdout
+    more = {"MOE_P2P_EMULATED_BLOCKS": "1"} if which == "one block at a time" else {}
+    limits = ("--durations=3", "-o", f"timeout={DEADLINE_S}")
+    ran = emulated_runs.run(cases, *limits, deadline_s=DEADLINE_S, **more)
+    assert ran.status == 0, ran.output
+    passed = re.search(r"^(\d+) passed in", ran.output.splitlines()[-1])  # and none skipped
+    assert passed is not None, ran.output
+    assert int(passed[1]) >= len(cases), ran.output
 
 
 @pytest.mark.timeout(DEADLINE_S + 10)
@@ -154,6 +140,15 @@ def test_streams_that_do_not_wait_for_each_other_are_caught() -> None:
     case = "test_gpu_overlap.py::test_one_communicator_on_two_streams_in_turns[2ranks-2pernode]"
     text = kernel_mutations.caught("", [case], MOE_P2P_EMULATED_WITHOUT_EVENTS="1")
     assert re.search("emulated GPU|another call of this communicator was running", text), text
+
+
+@needs_an_emulated_gpu
+def test_a_run_is_killed_at_its_deadline_and_the_next_one_begins() -> None:
+    ran = emulated_runs.run(["test_gpu.py"], deadline_s=0.1)
+    assert ran.status == -signal.SIGKILL, ran
+    ran = emulated_runs.run(["test_gpu.py"], "--collect-only", deadline_s=DEADLINE_S)
+    assert ran.status == 0, ran.output
+    assert "tests collected" in ran.output
 
 
 def test_every_mutation_of_kernels_has_a_case() -> None:

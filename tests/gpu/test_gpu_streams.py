@@ -99,6 +99,23 @@ def test_two_streams() -> None:
                 call.check()
 
 
+def test_two_communicators_that_may_take_the_whole_gpu() -> None:
+    """Blocks of a call wait for its other blocks, in steps of which each needs the whole GPU."""
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    whole = {"num_sms": None, "chunk_tokens": 128, "steps_in_flight": 2, "timeout_s": 20.0}
+    with alone(**whole) as first, alone(**whole) as second:
+        calls = [ready(comm)[0] for comm in (first, second)]
+        for _ in range(20):
+            for part in ("dispatch", "combine"):
+                for stream, call in zip(streams, calls, strict=True):
+                    with torch.cuda.stream(stream):
+                        getattr(call, part)()
+        torch.cuda.synchronize()
+        for comm, call in zip((first, second), calls, strict=True):
+            assert comm.broken == ""
+            call.check()
+
+
 def test_a_stream_of_somebody_else_is_destroyed() -> None:
     """Its handle may be that of the next one."""
     driver = pytest.importorskip("cuda.bindings.driver")

@@ -33,7 +33,11 @@ _SHARED_BYTES = 227 << 10  # what a block may have on sm_90 and sm_100
     "interpret", [True, pytest.param(False, marks=pytest.mark.gpu)], ids=["interpreter", "gpu"]
 )
 def test_kernels_compute_what_they_should(interpret: bool) -> None:
-    pytest.importorskip("triton", reason="Triton is not installed")
+    triton = pytest.importorskip("triton", reason="Triton is not installed")
+    if interpret and triton.__version__.startswith("3.6."):
+        numpy = pytest.importorskip("numpy").__version__
+        if tuple(map(int, numpy.split(".")[:2])) >= (2, 4):
+            pytest.skip(f"the interpreter of Triton 3.6 fails with numpy 2.4 and later ({numpy})")
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"TRITON_INTERPRET": "1"} if interpret else {}
     ran = subprocess.run(

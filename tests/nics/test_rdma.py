@@ -1,7 +1,8 @@
 """Both providers over a real RDMA stack: soft-RoCE, in a machine that tests/rdma/vm.py boots.
 
-libfabric runs over its verbs;ofi_rxm, which has the same rules of memory registration as efa.
-Skipped with the reason where that machine cannot run. CI and `make test` install what it needs.
+One machine for all tests that are asked for: the first of them waits for it. libfabric runs over
+its verbs;ofi_rxm, which has the same rules of memory registration as efa. Skipped with the reason
+where that machine cannot run. CI and `make test` install what it needs.
 """
 
 from __future__ import annotations
@@ -17,43 +18,61 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 VM = ROOT / "tests/rdma/vm.py"
-RUN_DEADLINE_S = 600
+RUN_DEADLINE_S = 900
+PART_DEADLINE_S = 400
 BUILD_DEADLINE_S = 1200
 UNIVERSE_SIZE = (
     "8"  # peers that verbs;ofi_rxm makes its queues for; for its 256 rxe's are too small
 )
+DOCTEST_IS_MISSING = "doctest is not installed (apt-get install doctest-dev)"
 
 sys.path.insert(0, str(VM.parent))
 import vm  # type: ignore[import-not-found]  # noqa: E402
 
 sys.path.pop(0)
 
-pytestmark = pytest.mark.skipif(bool(vm.why_not()), reason=vm.why_not() or "")
+pytestmark = [
+    pytest.mark.skipif(bool(vm.why_not()), reason=vm.why_not() or ""),
+    pytest.mark.timeout(BUILD_DEADLINE_S + RUN_DEADLINE_S),
+]
+
+# Cases of the C++ tests, by part.
+SUITES = {
+    "contract over verbs": ("provider contract*", "verbs devices*"),
+    "contract over libfabric": ("provider contract*", "*ofi_rxm*"),
+    "engine over libfabric": ("engine over libfabric*", "*ofi_rxm*"),
+    "links, processes and limits": ("verbs devices*", "*"),
+    "links that lose and reorder packets": (
+        "verbs devices: every kind*,provider contract: payload*,provider contract: a wrong*",
+        "verbs devices*",
+    ),
+}
+EXCHANGE = "exchange"  # the last part: it leaves links that lose packets
+LOSSY = "links that lose and reorder packets"
+NETEM = "loss 1% delay 200us 100us reorder 25%"
 
 
-def in_machine(*command: str, netem: str = "") -> str:
-    """The output of a command that ends well in there. `netem` is what the links do to packets."""
-    options = ["--timeout", str(RUN_DEADLINE_S - 60), "--netem", netem]
-    done = subprocess.run(
-        [sys.executable, str(VM), *options, "--", *command],
-        cwd=ROOT,
-        env={**os.environ, "FI_UNIVERSE_SIZE": UNIVERSE_SIZE},
-        capture_output=True,
-        text=True,
-        timeout=RUN_DEADLINE_S,
-        check=False,
-    )
-    if done.returncode == vm.BROKEN:
-        pytest.skip(f"the RDMA machine did not come up: {done.stderr[-2000:]}")
-    assert done.returncode == 0, (
-        f"exit status {done.returncode}:\n{done.stdout[-8000:]}{done.stderr}"
-    )
-    return done.stdout
+def commands_of(part: str, program: str) -> list[str]:
+    """Lines of a shell. A part runs whether or not the one before it ended well."""
+    if part == EXCHANGE:  # sys.executable: a shim in front of it takes many seconds there
+        command = [sys.executable, "tests/rdma/exchange.py", "verbs,libfabric", "50", "30"]
+    else:
+        cases, subcases = SUITES[part]
+        command = [program, f"-tc={cases}", f"-sc={subcases}"]
+    lines = [
+        f"echo '--- {part}'",
+        f"timeout {PART_DEADLINE_S} {shlex.join(command)}",
+        "echo status $?",
+    ]
+    if part != LOSSY:
+        return lines
+    links = ("rn0", "rn1")
+    lose = [f"tc qdisc add dev {link} root netem limit 20000 {NETEM}" for link in links]
+    return [*lose, *lines, *(f"tc qdisc del dev {link} root" for link in links)]
 
 
-@pytest.fixture(name="program", scope="module")
-def cpp_program() -> str:
-    """The C++ tests, built as tests/package/test_cpp.py builds them."""
+def build_program() -> str:
+    """The C++ tests, built as tests/package/test_cpp.py builds them; empty without doctest."""
     built = subprocess.run(
         [sys.executable, str(ROOT / "tests/cpp/build.py")],
         capture_output=True,
@@ -62,52 +81,65 @@ def cpp_program() -> str:
         check=False,
     )
     if "doctest-dev" in built.stderr:
-        pytest.skip("doctest is not installed (apt-get install doctest-dev)")
+        return ""
     assert built.returncode == 0, f"build failed:\n{built.stderr[-8000:]}"
     return built.stdout.strip().splitlines()[-1]
 
 
-SUITES = [
-    ("provider contract*", "verbs devices*"),
-    ("provider contract*", "*ofi_rxm*"),
-    ("engine over libfabric*", "*ofi_rxm*"),
-    ("verbs devices*", "*"),  # links, processes and limits
-]
-
-
-@pytest.mark.timeout(BUILD_DEADLINE_S + RUN_DEADLINE_S)
-def test_suites_over_soft_roce(program: str) -> None:
-    """One machine for all of them; each is run, whether or not the one before it passes."""
-    runs = [shlex.join([program, f"-tc={cases}", f"-sc={sub}"]) for cases, sub in SUITES]
-    reported = in_machine(
-        "bash", "-c", "; ".join([*(f"{run} || bad=1" for run in runs), "exit $bad"])
+@pytest.fixture(name="reports", scope="module")
+def reports_of_one_machine(request: pytest.FixtureRequest) -> dict[str, str]:
+    """The output of each part that tests of this run ask for; its last line is its status."""
+    items = [item for item in request.session.items if item.path == request.path]
+    asked = {item.callspec.params["part"] for item in items if isinstance(item, pytest.Function)}
+    parts = [part for part in (*SUITES, EXCHANGE) if part in asked]
+    program = build_program() if asked & SUITES.keys() else ""
+    if not program:
+        parts = [part for part in parts if part == EXCHANGE]
+    if not parts:
+        return {}
+    lines = [line for part in parts for line in commands_of(part, program)]
+    script = "\n".join([*lines, "exit 0"])
+    machine = [sys.executable, str(VM), "--timeout", str(RUN_DEADLINE_S - 60)]
+    done = subprocess.run(
+        [*machine, "--", "bash", "-c", script],
+        cwd=ROOT,
+        env={**os.environ, "FI_UNIVERSE_SIZE": UNIVERSE_SIZE},
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=RUN_DEADLINE_S,
+        check=False,
     )
-    assert "skipped:" not in reported
-    assert reported.count("Status: SUCCESS") == len(SUITES)
+    if done.returncode == vm.BROKEN:
+        pytest.skip(f"the RDMA machine did not come up: {done.stderr[-2000:]}")
+    assert done.returncode in (0, vm.TIMED_OUT), done.stdout[-8000:] + done.stderr
+    named = re.split(r"^--- (.+)\n", done.stdout.replace("\r", ""), flags=re.MULTILINE)
+    return dict(zip(named[1::2], named[2::2], strict=True))
 
 
-@pytest.mark.timeout(BUILD_DEADLINE_S + RUN_DEADLINE_S)
-def test_links_that_lose_and_reorder_packets(program: str) -> None:
-    reported = in_machine(
-        program,
-        "-tc=verbs devices: every kind*,provider contract: payload*,provider contract: a wrong*",
-        "-sc=verbs devices*",
-        netem="loss 1% delay 200us 100us reorder 25%",
-    )
-    assert "skipped:" not in reported
-    assert "Status: SUCCESS" in reported
+def report_of(reports: dict[str, str], part: str) -> str:
+    """The output of a part that has ended well."""
+    text = reports.get(part, "it has not begun: the machine was stopped at its deadline")
+    assert text.rstrip().endswith("status 0"), f"{part}:\n{text[-8000:]}"
+    return text
 
 
-@pytest.mark.timeout(RUN_DEADLINE_S)
-def test_exchange_over_soft_roce_equals_the_reference_and_survivors_report() -> None:
-    python = sys.executable  # not a shim in front of it, which takes many seconds there
-    reported = in_machine(
-        python, str(ROOT / "tests/rdma/exchange.py"), "verbs,libfabric", "50", "30"
-    )
+@pytest.mark.parametrize("part", SUITES)
+def test_suites_over_soft_roce(part: str, reports: dict[str, str]) -> None:
+    if not any(name in reports for name in SUITES):
+        pytest.skip(DOCTEST_IS_MISSING)
+    text = report_of(reports, part)
+    assert "skipped:" not in text
+    assert text.count("Status: SUCCESS") == 1
+
+
+@pytest.mark.parametrize("part", [EXCHANGE])
+def test_exchange_equals_the_reference_and_survivors_report(
+    part: str, reports: dict[str, str]
+) -> None:
+    text = report_of(reports, part)
     for transport in ("verbs", "libfabric"):
-        assert f"{transport}: 50 steps equal the reference" in reported
-        assert f"{transport}: reported after" in reported  # of the rank that was killed then
-    assert re.search(r"verbs with loss 1%.*: 30 steps equal the reference", reported)
-    assert re.search(
-        r"refused \d+ connections to its port \d+ so far", reported
-    )  # by rank 0's NICs
+        assert f"{transport}: 50 steps equal the reference" in text
+        assert f"{transport}: reported after" in text  # of the rank that was killed then
+    assert re.search(r"verbs with loss 1%.*: 30 steps equal the reference", text)
+    assert re.search(r"refused \d+ connections to its port \d+ so far", text)  # by rank 0's NICs

@@ -7,7 +7,8 @@ rxe0 and rxe1, rank 0 has both devices as NICs and rank 1 has one: rails are mat
 equal. libfabric's verbs;ofi_rxm connects within one device only, so both ranks have both. With
 verbs, strangers connect to the ports of rank 0 between steps. Then again, and rank 1 is killed:
 rank 0 names it at once, not at its deadline. At last over verbs with links that lose and
-reorder packets. One process does all of it: importing torch takes most of the time in there.
+reorder packets. One process does all of it, and ranks are copies of it: importing torch takes most
+of the time in there.
 """
 
 from __future__ import annotations
@@ -78,10 +79,9 @@ def own_ports() -> list[int]:
     return found
 
 
-def meet_strangers() -> int:
+def meet_strangers(ports: list[int]) -> int:
     """Connects to each NIC as anybody may who finds its port, until it is thrown out; how often."""
     messages = [b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 5000]
-    ports = own_ports()
     for port in ports:
         for text in messages:
             with socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_S) as stranger:
@@ -96,12 +96,13 @@ def meet_strangers() -> int:
 
 
 def exchange(rank: Rank, transport: str, num_steps: int) -> None:
+    inherited = own_ports()  # of the process that this one is a copy of: its store's
     with open_rank(rank, transport) as comm:
         assert comm.refused_connections == 0
         refused = 0
         for number, tokens in enumerate(steps(num_steps)):
             if (rank.rank, transport, number) == (0, "verbs", num_steps // 2):
-                refused = meet_strangers()
+                refused = meet_strangers([p for p in own_ports() if p not in inherited])
                 assert refused == 3 * len(comm.counters())
             check_step(comm, tokens)
         assert comm.refused_connections == refused
@@ -133,15 +134,15 @@ def check_with_loss(num_steps: int) -> None:
     for link in ("rn0", "rn1"):
         command = f"tc qdisc replace dev {link} root netem limit 20000 {NETEM}"
         subprocess.run(command.split(), check=True)
-    run_processes(WORLD_SIZE, exchange, "verbs", num_steps, deadline_s=300.0)
+    run_processes(WORLD_SIZE, exchange, "verbs", num_steps, deadline_s=300.0, fork=True)
     print(f"verbs with {NETEM}: {num_steps} steps equal the reference")
 
 
 def check(transport: str, num_steps: int) -> None:
-    run_processes(WORLD_SIZE, exchange, transport, num_steps, deadline_s=300.0)
+    run_processes(WORLD_SIZE, exchange, transport, num_steps, deadline_s=300.0, fork=True)
     print(f"{transport}: {num_steps} steps equal the reference")
     survivor, killed = run_processes(
-        WORLD_SIZE, lose_a_rank, transport, deadline_s=200.0, return_errors=True
+        WORLD_SIZE, lose_a_rank, transport, deadline_s=200.0, return_errors=True, fork=True
     )
     assert isinstance(killed, DiedError), killed
     assert not isinstance(survivor, BaseException), survivor

@@ -150,14 +150,17 @@ def run_processes(
     *arguments: Any,
     deadline_s: float = DEADLINE_S,
     return_errors: bool = False,
+    fork: bool = False,
 ) -> list[Any]:
     """Runs body(Rank, *arguments) in one process per rank; returns results in rank order.
 
     A process that ends without a result (killed) counts as having raised DiedError. At the
-    deadline all are killed.
+    deadline all are killed. fork: copies of this process, which must have no threads of its own;
+    saves importing torch for a server.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["moe_p2p", "pytest"])
+    context: Any = multiprocessing.get_context("fork" if fork else "forkserver")
+    if not fork:
+        context.set_forkserver_preload(["moe_p2p", "pytest"])
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     # As bytes: multiprocessing would pass each tensor as a file descriptor, and these run out.
     # By torch: pickle alone does not support fp8.

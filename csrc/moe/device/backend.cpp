@@ -57,7 +57,7 @@ DeviceBackend::DeviceBackend(const Plan& plan, const AllToAllOptions& options,
       memory_(memory),
       context_(memory.ordinal),
       ledger_(plan.shape.steps_in_flight),
-      order_(context_, memory.num_sms == 0) {
+      order_(memory.ordinal, context_, memory.num_sms == 0) {
   MOE_P2P_CHECK(memory.data.size() == static_cast<size_t>(plan.shape.ranks_per_node) &&
                     memory.data.size() <= abi::kMaxDomainRanks,
                 Code::kInvalidArgument, memory.data.size(), " ranks' memory for ",
@@ -172,15 +172,15 @@ void DeviceBackend::launch(const DeviceKernel& kernel, const Params& params, con
   const int num_blocks = abi::Grid::relay_blocks(plan_.shape) + params.grid.num_send_blocks +
                          params.grid.num_recv_blocks;
   const platform::ContextGuard current(context_);
-  const bool in_stream = order_.follow(place.stream, place.capture);
+  const auto turn = order_.follow(place.stream, place.capture);
   platform::launch_kernel({.kernel = kernel.handle,
                            .num_blocks = static_cast<unsigned>(num_blocks),
                            .num_threads = kernel.num_threads,
                            .shared_bytes = kernel.shared_bytes,
                            .stream = place.stream.handle,
-                           .overlap_previous = in_stream},
+                           .overlap_previous = turn.in_stream},
                           &params);
-  order_.launched(place.stream, place.capture);
+  order_.launched(turn, place.stream, place.capture);
 }
 
 // --- dispatch ------------------------------------------------------------------------------------

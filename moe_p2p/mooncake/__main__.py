@@ -1,0 +1,17 @@
+"""`python -m moe_p2p.mooncake SCRIPT [ARGS]` or `... -m MODULE [ARGS]`: runs it with this engine.
+
+Processes that the program starts get it too. `--path` prints the folder to put on PYTHONPATH.
+"""
+
+import sys
+
+from moe_p2p import launcher
+from moe_p2p.mooncake.installation import PATH, install
+
+
+def main(arguments: list[str]) -> int:
+    return launcher.run("moe_p2p.mooncake", PATH, install, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,324 @@
+"""What a TransferEngine has beside transfers: NICs, registered memory, peers by host:port."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from moe_p2p import Engine, EngineConfig, env, errors
+from moe_p2p.mooncake import codes, handshake, memory
+from moe_p2p.mooncake.codes import instead_of_errors
+from moe_p2p.nics import topology
+from moe_p2p.transfers import Memory, Region, Request
+
+_TRANSPORTS = {"rdma": "auto", "tcp": "auto", "efa": "libfabric", "": "auto"}
+
+
+class Endpoint:
+    """Set-up, registered memory and peers of a TransferEngine."""
+
+    def __init__(self) -> None:
+        self._engine: Engine | None = None
+        self._service: handshake.Service | None = None
+        self._lock = threading.RLock()  # of what follows
+        self._memory = memory.Table()  # values: Memory
+        self._first: list[int] = []  # addresses in the order of their registration
+        self._remotes: dict[str, memory.Remote] = {}
+        self._notifies: list[codes.TransferNotify] = []
+        self._managed: dict[int, Any] = {}
+
+    # --- set-up ---
+
+    @instead_of_errors(codes.FAILED)
+    def initialize(
+        self, local_hostname: str, metadata_server: str, protocol: str, device_name: str
+    ) -> int:
+        """Opens the NICs. 0; or a negative number. Calling it again changes nothing.
+
+        local_hostname: by which peers reach this host; a port behind it is ignored.
+        metadata_server: "P2PHANDSHAKE".
+        protocol: "rdma" and "tcp" take the best that the machine has (MOE_P2P_TRANSPORT decides
+            otherwise), "efa" libfabric.
+        device_name: NICs, separated by commas; "": the nearest to the current GPU.
+        """
+        if self._engine is not None:
+            return 0
+        errors.require(
+            metadata_server == "P2PHANDSHAKE",
+            f"metadata_server is {metadata_server!r}, must be 'P2PHANDSHAKE': peers are found by "
+            "host:port",
+        )
+        errors.require(
+            protocol in _TRANSPORTS,
+            f"protocol is {protocol!r}, must be one of {', '.join(sorted(_TRANSPORTS))}",
+        )
+        config = EngineConfig(
+            transport=_TRANSPORTS[protocol],
+            nics=device_name.replace(" ", ""),
+            timeout_s=env.mooncake_timeout_s(),
+        )
+        on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        gpu = torch.cuda.current_device() if on_gpu else None
+        self._engine = Engine(config, label=f"mooncake engine of {local_hostname}", gpu=gpu)
+        self._service = handshake.Service(_host_of(local_hostname), _answering(self))
+        weakref.finalize(self, _close, self._engine, self._service)
+        return 0
+
+    def initialize_ext(
+        self,
+        local_hostname: str,
+        metadata_server: str,
+        protocol: str,
+        device_name: str,
+        metadata_type: str,
+    ) -> int:
+        """initialize; metadata_type is that of a metadata server, which there is none of."""
+        return self.initialize(local_hostname, metadata_server, protocol, device_name)
+
+    def get_rpc_port(self) -> int:
+        """The port by which peers name this engine."""
+        if self._service is None:
+            raise errors.make(errors.InvalidArgumentError, "call initialize() first")
+        return self._service.port
+
+    def get_local_topology(self, device_name: str | None = None) -> str:
+        """JSON: the NICs that each place of memory prefers, and the rest."""
+        names = [nic.name for nic in topology.read_host().nics if not nic.problem]
+        if device_name:
+            names = [name for name in names if name in device_name.split(",")]
+        return json.dumps({"cpu:0": [names, []]})
+
+    def get_engine(self) -> Any:
+        """Raises: mooncake.store needs Mooncake's own engine object."""
+        raise errors.make(
+            errors.UnavailableError,
+            "moe_p2p's TransferEngine has no C++ engine of Mooncake inside: let "
+            "mooncake.store make an engine of its own (SGLANG_HICACHE_MOONCAKE_REUSE_TE=0)",
+        )
+
+    def get_engine_ptr(self) -> int:
+        """Raises, as get_engine."""
+        return int(self.get_engine())
+
+    # --- memory ---
+
+    @instead_of_errors(codes.FAILED)
+    def register_memory(self, buffer_addr: int, capacity: int, location: str = "*") -> int:
+        """Lets transfers from here use memory of the host or a GPU, and peers use it.
+
+        0; -7 where it overlaps registered memory. location is ignored: the memory says where it is.
+        """
+        engine = self._opened()
+        errors.require(capacity > 0, f"capacity is {capacity}, must be positive")
+        with self._lock:
+            if self._memory.overlaps(buffer_addr, capacity):
+                return codes.REGISTERED
+            registered = engine.register(memory.tensor_at(buffer_addr, capacity))
+            self._memory.add(buffer_addr, capacity, registered)
+            self._first.append(buffer_addr)
+        return 0
+
+    @instead_of_errors(codes.FAILED)
+    def unregister_memory(self, buffer_addr: int) -> int:
+        """Nothing of a peer reaches the memory afterwards. 0; -3 where nothing begins there."""
+        with self._lock:
+            registered = self._memory.take(buffer_addr)
+            if registered is None:
+                return codes.NOT_REGISTERED
+            self._first.remove(buffer_addr)
+        registered.unregister()
+        return 0
+
+    def batch_register_memory(
+        self, buffer_addresses: Sequence[int], capacities: Sequence[int], location: str = "*"
+    ) -> int:
+        """register_memory of each; ends at the first that fails, with its code."""
+        if len(buffer_addresses) != len(capacities):
+            return codes.REGISTERED  # as the wheel
+        for address, capacity in zip(buffer_addresses, capacities, strict=True):
+            if (code := self.register_memory(address, capacity, location)) != 0:
+                return code
+        return 0
+
+    def batch_unregister_memory(self, buffer_addresses: Sequence[int]) -> int:
+        """unregister_memory of each; the first code that is not 0, after all of them."""
+        codes = [self.unregister_memory(address) for address in buffer_addresses]
+        return next((code for code in codes if code != 0), 0)
+
+    @instead_of_errors(0)
+    def get_first_buffer_address(self, segment_name: str) -> int:
+        """Address of what the engine at host:port registered first; 0: nothing, or no engine."""
+        return self._remote(segment_name, asks=True).first
+
+    @instead_of_errors(0)
+    def allocate_managed_buffer(self, length: int) -> int:
+        """Registers `length` bytes of new host memory; returns their address, 0 on failure."""
+        errors.require(length > 0, f"length is {length}, must be positive")
+        tensor = torch.zeros(length, dtype=torch.uint8, device="cpu")
+        if self.register_memory(tensor.data_ptr(), length) != 0:
+            return 0
+        self._managed[tensor.data_ptr()] = tensor
+        return tensor.data_ptr()
+
+    def free_managed_buffer(self, address: int, length: int) -> int:
+        """0; -1 where no managed buffer begins there."""
+        if self._managed.get(address) is None or self.unregister_memory(address) != 0:
+            return codes.FAILED
+        del self._managed[address]
+        return 0
+
+    @instead_of_errors(codes.FAILED)
+    def write_bytes_to_buffer(self, address: int, data: str | bytes, length: int) -> int:
+        """Copies `length` bytes of data into registered host memory."""
+        raw = data.encode() if isinstance(data, str) else bytes(data)
+        errors.require(length <= len(raw), f"length is {length}, data has {len(raw)} bytes")
+        ctypes.memmove(self._host_memory(address, length), raw, length)
+        return 0
+
+    def read_bytes_from_buffer(self, address: int, length: int) -> bytes:
+        """Returns bytes of registered host memory. Raises InvalidArgumentError for other memory."""
+        return ctypes.string_at(self._host_memory(address, length), length)
+
+    # --- peers ---
+
+    def get_notifies(self) -> list[codes.TransferNotify]:
+        """What peers have sent since the last call."""
+        with self._lock:
+            found, self._notifies = self._notifies, []
+        return found
+
+    @instead_of_errors(codes.NO_PEER)
+    def send_probe(self, peer_server_name: str) -> int:
+        """0 when the engine at host:port answers."""
+        handshake.ask(peer_server_name, {})
+        return 0
+
+    @instead_of_errors(codes.FAILED)
+    def warmup_efa_segment(self, segment_name: str) -> int:
+        """Connects to the engine at host:port before its first transfer."""
+        self._remote(segment_name)
+        return 0
+
+    # --- inside ---
+
+    def _opened(self) -> Engine:
+        if self._engine is None:
+            raise errors.make(errors.InvalidArgumentError, "call initialize() first")
+        return self._engine
+
+    def _host_memory(self, address: int, length: int) -> int:
+        with self._lock:
+            found = self._memory.find(address, length)
+        errors.require(
+            found is not None and not found[0].tensor.is_cuda,
+            f"{length} bytes at {address:#x} are not registered host memory",
+        )
+        return address
+
+    def _remote(self, session: str, *, asks: bool = False) -> memory.Remote:
+        """Returns the peer; asks: with the memory that it has registered by now."""
+        engine = self._opened()
+        with self._lock:
+            known = self._remotes.get(session)
+        if known is not None and not asks:
+            return known
+        answer = handshake.ask(session, {"memory": True})
+        with self._lock:
+            if known is None or self._remotes.get(session) is not known:
+                known = self._remotes.setdefault(session, memory.Remote(engine, answer))
+            known.update(answer)
+        return known
+
+    @contextlib.contextmanager
+    def _dropping(self, session: str) -> Iterator[None]:
+        """Forgets a peer with which a transfer failed: the next one looks for it again."""
+        try:
+            yield
+        except errors.InvalidArgumentError:
+            raise  # nothing was sent
+        except errors.MoeP2pError:
+            with self._lock:
+                remote = self._remotes.pop(session, None)
+            if remote is not None:
+                remote.disconnect()
+            raise
+
+    def _submit(
+        self, session: str, pieces: Sequence[tuple[int, int, int]], opcode: codes.TransferOpcode
+    ) -> list[Request]:
+        """pieces: (address here, address there, bytes). One request for all of one size."""
+        engine, remote, asked = self._opened(), self._remote(session), False
+        groups: dict[tuple[Memory, Region, int], tuple[list[int], list[int]]] = {}
+        for here, there, nbytes in pieces:
+            if nbytes == 0:
+                continue
+            with self._lock:
+                local = self._memory.find(here, nbytes)
+                far = remote.find(there, nbytes)
+            errors.require(
+                local is not None, f"{nbytes} bytes at {here:#x} are not registered memory"
+            )
+            if far is None and not asked:
+                remote, asked = self._remote(session, asks=True), True
+                far = remote.find(there, nbytes)
+            if local is None or far is None:
+                memory.refuse_unknown(session, there, nbytes)
+                continue
+            offsets, far_offsets = groups.setdefault((local[0], far[0], nbytes), ([], []))
+            offsets.append(local[1])
+            far_offsets.append(far[1])
+        move = engine.write_pages if opcode is codes.TransferOpcode.Write else engine.read_pages
+        return [
+            move(
+                registered,
+                region,
+                page_bytes=nbytes,
+                stride=1,  # pages are offsets
+                region_stride=1,
+                pages=torch.tensor(offsets, dtype=torch.int64, device="cpu"),
+                region_pages=torch.tensor(far_offsets, dtype=torch.int64, device="cpu"),
+            )
+            for (registered, region, nbytes), (offsets, far_offsets) in groups.items()
+        ]
+
+
+def _host_of(name: str) -> str:
+    """Returns the host of "host", "host:port" or "[host]:port"."""
+    if name.startswith("["):
+        return name[1:].partition("]")[0]
+    return name.partition(":")[0] if name.count(":") == 1 else name
+
+
+def _answering(endpoint: Endpoint) -> handshake.Answer:
+    """Returns what answers peers; it does not keep the engine alive."""
+    known = weakref.ref(endpoint)
+
+    def answer(request: dict[str, Any]) -> dict[str, Any]:
+        self = known()
+        if self is None or self._engine is None:
+            return {}
+        with self._lock:
+            if "notify" in request:
+                name, msg = request["notify"]
+                self._notifies.append(codes.TransferNotify(str(name), str(msg)))
+            if "memory" not in request:
+                return {}
+            return {
+                "address": self._engine.address.hex(),
+                "memory": memory.described(self._memory.entries()),
+                "first": self._first[0] if self._first else 0,
+            }
+
+    return answer
+
+
+def _close(engine: Engine, service: handshake.Service) -> None:
+    service.close()
+    engine.close()

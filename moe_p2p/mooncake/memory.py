@@ -1,0 +1,136 @@
+"""Memory that is known by its address: registered, found again, and named to peers."""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_p2p import Engine, errors
+from moe_p2p.gpu import driver
+from moe_p2p.transfers import Memory, Peer, Region
+
+
+def tensor_at(address: int, nbytes: int) -> Tensor:
+    """uint8 [nbytes] of host memory or of the GPU that the address belongs to; owns nothing."""
+    if on_gpu(address):
+        return torch.as_tensor(_GpuMemory(address, nbytes), device=_gpu_of(address))
+    return torch.frombuffer((ctypes.c_ubyte * nbytes).from_address(address), dtype=torch.uint8)
+
+
+def on_gpu(address: int) -> bool:
+    if not torch.cuda.is_available():
+        return False
+    cuda = driver.module()
+    kind = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
+    result, value = cuda.cuPointerGetAttribute(kind, address)
+    return bool(result == 0 and int(value) == int(cuda.CUmemorytype.CU_MEMORYTYPE_DEVICE))
+
+
+def _gpu_of(address: int) -> torch.device:
+    attribute = driver.module().CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+    return torch.device("cuda", int(driver.call("cuPointerGetAttribute", attribute, address)))
+
+
+class _GpuMemory:
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+class _Entry(NamedTuple):
+    address: int
+    nbytes: int
+    value: Any
+
+
+class Table:
+    """Ranges of addresses that do not overlap, each with a value."""
+
+    def __init__(self) -> None:
+        self._entries: list[_Entry] = []
+
+    def _behind(self, address: int) -> int:
+        """Returns the number of entries that begin at or before the address."""
+        return bisect.bisect_right(self._entries, address, key=lambda entry: entry.address)
+
+    def overlaps(self, address: int, nbytes: int) -> bool:
+        i = self._behind(address + nbytes - 1)
+        return i > 0 and self._entries[i - 1].address + self._entries[i - 1].nbytes > address
+
+    def add(self, address: int, nbytes: int, value: Any) -> None:
+        self._entries.insert(self._behind(address), _Entry(address, nbytes, value))
+
+    def take(self, address: int) -> Any:
+        """Removes what begins at the address and returns its value; None: nothing does."""
+        i = self._behind(address) - 1
+        if i < 0 or self._entries[i].address != address:
+            return None
+        return self._entries.pop(i).value
+
+    def find(self, address: int, nbytes: int) -> tuple[Any, int] | None:
+        """Returns the value that holds the whole range and where it begins there, or None."""
+        entry = self._entries[i - 1] if (i := self._behind(address)) else None
+        if entry is None or address + nbytes > entry.address + entry.nbytes:
+            return None
+        return entry.value, address - entry.address
+
+    def entries(self) -> list[_Entry]:
+        return list(self._entries)
+
+
+class Remote:
+    """A peer's memory by address, as it was when the peer was asked."""
+
+    def __init__(self, engine: Engine, answer: dict[str, Any]) -> None:
+        self.first = 0
+        self._engine = engine
+        self._peer: Peer = engine.connect(bytes.fromhex(answer["address"]))
+        self._regions: dict[str, Region] = {}  # by descriptor
+        self.update(answer)
+
+    def update(self, answer: dict[str, Any]) -> None:
+        """Takes a newer answer; regions that are known stay resolved."""
+        table = Table()
+        for address, nbytes, descriptor in answer["memory"]:
+            table.add(address, nbytes, descriptor)
+        self._table = table
+        self.first = answer["first"]
+
+    def find(self, address: int, nbytes: int) -> tuple[Region, int] | None:
+        found = self._table.find(address, nbytes)
+        if found is None:
+            return None
+        descriptor, offset = found
+        region = self._regions.get(descriptor)
+        if region is None:
+            region = self._engine.resolve(bytes.fromhex(descriptor), self._peer)
+            self._regions[descriptor] = region
+        return region, offset
+
+    def disconnect(self) -> None:
+        self._peer.disconnect()
+
+
+def described(entries: list[_Entry]) -> list[tuple[int, int, str]]:
+    """What a peer is told of this side's memory."""
+    made = []
+    for entry in entries:
+        memory: Memory = entry.value
+        made.append((entry.address, entry.nbytes, memory.descriptor.hex()))
+    return made
+
+
+def refuse_unknown(session: str, address: int, nbytes: int) -> None:
+    raise errors.make(
+        errors.InvalidArgumentError,
+        f"{nbytes} bytes at {address:#x} are not within memory that the engine at {session} has "
+        "registered",
+    )

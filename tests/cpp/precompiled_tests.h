@@ -1,0 +1,3 @@
+// The same for tests, which all include doctest.
+#include "doctest/doctest.h"
+#include "precompiled.h"
