@@ -12,7 +12,7 @@ order.
 
 Immediates are counted per write, as each call documents; R is the sender's number of NICs.
 
-`priority` of a request is 0 to 2: MoE (communicators on the same engine), KV (the default), weights.
+`priority` of a request is 0 to 2: MoE (communicators on this engine), KV (the default), weights.
 Requests of a lower number go first; docs/transfer_engine.md says how long they may have to wait.
 """
 

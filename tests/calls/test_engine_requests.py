@@ -13,6 +13,7 @@ import torch
 
 import moe_p2p
 from moe_p2p import Engine, EngineConfig
+from moe_p2p.transfers import Request
 from tests.calls.test_engine import pair
 
 PAGES, PAGE_BYTES = 20_000, 64
@@ -169,7 +170,7 @@ def test_an_awaited_request_raises_what_it_ended_with() -> None:
         asyncio.run(twice())
 
 
-def stuck() -> tuple[Engine, Engine, moe_p2p.transfers.Request]:
+def stuck() -> tuple[Engine, Engine, Request]:
     """A request that no one completes: each write takes a second."""
     sender, receiver = (
         Engine(
@@ -202,7 +203,7 @@ def test_an_await_ends_at_the_deadline_of_the_engine_and_may_be_repeated() -> No
         asyncio.run(late())
 
 
-async def _wait(request: moe_p2p.transfers.Request) -> None:
+async def _wait(request: Request) -> None:
     await request
 
 
@@ -238,7 +239,7 @@ def test_watched_requests_are_polled_through_one_descriptor() -> None:
             sender.watch(early)
         requests = [sender.write(memory, nowhere if i % 10 == 0 else region) for i in range(2000)]
         sender.watch(*requests)
-        polled = []
+        polled: list[Request] = []
         while len(polled) < 2000:
             assert select.select([sender], [], [], 20)[0]
             polled += sender.poll()
