@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, TypedDict
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -150,19 +151,24 @@ class Region:
 
 
 class Request:
-    """Something submitted. The memory here that it uses must be left alone until it is done."""
+    """Something submitted. The memory here that it uses must be left alone until it is done.
+
+    `await request` is `wait` in asyncio, with the engine's timeout; a task that is cancelled leaves
+    the request as it is.
+    """
 
     def __init__(self, engine: Engine, number: int) -> None:
         self._engine = engine
-        self._number = number
+        self.number = number
         self._finished = False
+        self._error: RuntimeError | None = None
         self._cancelled: Cancelled | None = None
 
     def done(self) -> bool:
         """True once it is done, well or not; `wait` returns or raises accordingly."""
         if self._finished:
             return True
-        return bool(call(_ops.engine_poll.default, self._engine.number, self._number))
+        return bool(call(_ops.engine_poll.default, self._engine.number, self.number))
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Returns when the bytes are visible at the peer, of a read here.
@@ -171,17 +177,27 @@ class Request:
         goes on; else the transfer's own error: PeerDeadError, RemoteAccessError,
         TransportError, CancelledError or ClosedError.
         """
+        if self._error is not None:
+            raise self._error
         if self._finished:
             return
         limit = self._engine.timeout_s if timeout_s is None else timeout_s
         try:
-            call(_ops.engine_wait.default, self._engine.number, self._number, limit)
+            call(_ops.engine_wait.default, self._engine.number, self.number, limit)
         except errors.TimeoutError:
             raise
-        except RuntimeError:
-            self._finished = True
+        except RuntimeError as error:
+            self._finished, self._error = True, error
             raise
         self._finished = True
+
+    def __await__(self) -> Generator[Any, None, None]:
+        if not self.done():
+            limit = self._engine.timeout_s
+            ended = yield from self._engine._awaiting.ended(self.number, limit).__await__()
+            if not ended and not self.done():
+                call(_ops.engine_wait.default, self._engine.number, self.number, 0.0, limit)
+        self.wait(0)
 
     def cancel(self) -> Cancelled | None:
         """Takes back what is not posted; returns what was, and what was not.
@@ -192,10 +208,10 @@ class Request:
         before.
         """
         if self._cancelled is None and not self._finished:
-            found = call(_ops.engine_cancel.default, self._engine.number, self._number).tolist()
+            found = call(_ops.engine_cancel.default, self._engine.number, self.number).tolist()
             self._cancelled = Cancelled(*found) if found else None
         return self._cancelled
 
     def __del__(self) -> None:
         if not self._finished and not self._engine.closed:
-            self._engine._forget(self._number)
+            self._engine._forget(self.number)

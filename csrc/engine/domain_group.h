@@ -31,7 +31,7 @@ class DomainGroup {
   bool needs_gpu_flush() const noexcept;  // any NIC does
   EngineAddress address() const;
   // One id per local NIC. NIC i connects to the peer's NIC i mod its count.
-  std::vector<provider::PeerId> connect(const EngineAddress& address);
+  std::vector<provider::PeerId> connect(const EngineAddress& address, int priority);
   // Tries every NIC even when one of them fails; then throws the first failure.
   void disconnect(const std::vector<provider::PeerId>& rails);
   std::vector<provider::MemoryKey> register_memory(const provider::MemorySpan& span);

@@ -25,7 +25,10 @@
 
 namespace moe_p2p::engine {
 
-class Peer;  // peer.h
+inline constexpr int kNumPriorities = 3;
+
+class FinishedQueue;  // finished_queue.h
+class Peer;           // peer.h
 
 // A descriptor resolved for one connected peer: rail i goes through NIC i.
 struct RemoteRegion {
@@ -162,6 +165,8 @@ class Request : private MailboxNode {
   Request& operator=(const Request&) = delete;
 
   Operation operation;
+  // 0 to 2, the most urgent first: MoE, KV, weights. Must not change while the Request is active.
+  uint8_t priority = 0;
 
   // acquire: pairs with the release in finish(); status() is valid once this is true.
   bool done() const noexcept { return phase_.load(std::memory_order_acquire) == Phase::kDone; }
@@ -170,6 +175,9 @@ class Request : private MailboxNode {
   base::Status status() const noexcept { return status_; }
   // Of a Request that is done and did not end well.
   const Cancellation& cancellation() const noexcept { return cancellation_; }
+  // Any thread, after the submission. The Request comes out of the queue once it has ended, also
+  // when it had before, and must stay alive until then. False when another queue has it already.
+  bool watch(FinishedQueue& queue) noexcept;
   // Returns false when the deadline passed first; the Request is then still in use.
   bool wait(platform::Deadline deadline, const platform::WaitPolicy& policy = {});
 
@@ -177,6 +185,7 @@ class Request : private MailboxNode {
   friend class TransferEngine;
   friend class Poller;
   friend class NicQueue;
+  friend class FinishedQueue;
 
   // kFinishing exists because a Request may be destroyed as soon as it is done: waiters are
   // notified before kDone, the last write of the polling thread.
@@ -185,13 +194,15 @@ class Request : private MailboxNode {
   // One per NIC: the cursor, and the links of that NIC's queue.
   struct Rail {
     RailCursor cursor;
+    uint32_t largest = 0;  // bytes of a write in flight, at most
     Request* previous = nullptr;
     Request* next = nullptr;
     bool queued = false;
   };
 
-  void start() noexcept;   // submitter, before the push
-  void finish() noexcept;  // polling thread; the Request may be gone when this returns
+  void start() noexcept;            // submitter, before the push
+  void finish() noexcept;           // polling thread; the Request may be gone when this returns
+  void take_from_queue() noexcept;  // user, out of its FinishedQueue
 
   // Polling thread only, from here to `event_`.
   base::Status status_;        // the first failure
@@ -204,6 +215,10 @@ class Request : private MailboxNode {
   Request* previous_active_ = nullptr;
   Request* next_active_ = nullptr;
 
+  // Null, a FinishedQueue, or kEnded. finish() and watch() exchange it: exactly one of the two puts
+  // the Request into the queue.
+  static constexpr uintptr_t kEnded = 1;
+  std::atomic<uintptr_t> watcher_{0};
   std::atomic<Phase> phase_{Phase::kIdle};
   platform::EventCount event_{};
 };

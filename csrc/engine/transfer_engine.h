@@ -23,6 +23,8 @@
 
 namespace moe_p2p::engine {
 
+class Lookout;  // poller.h
+
 struct EngineOptions {
   std::string provider = "loopback";
   int num_nics = 2;
@@ -55,15 +57,18 @@ class TransferEngine {
   void unregister_memory(const MemoryHandle* handle);
   MemoryDescriptor descriptor(const MemoryHandle* handle) const;
 
-  // Returns a new Peer at every call; the other engine need not do anything.
-  const Peer* connect(const EngineAddress& address);
+  // Returns a new Peer at every call, with connections of its own (queue pairs), so that what
+  // breaks them does not touch other Peers of the same address. The other engine need not do
+  // anything. `priority`: the class of the connections, where NICs have classes (settings).
+  const Peer* connect(const EngineAddress& address, int priority = 0);
   // Unfinished Requests to the peer fail with kClosed; others are not affected. The Peer
   // and its RemoteRegions are destroyed.
   void disconnect(const Peer* peer);
-  // Connects to the owner unless it is connected or `peer` is given. The region is valid until that
+  // Connects to the owner unless it is connected for `priority`, or `peer` is given. The region is valid until that
   // peer is disconnected; the same descriptor yields the same region. Throws when the descriptor
   // does not belong to the peer.
-  const RemoteRegion* resolve(const MemoryDescriptor& descriptor, const Peer* peer = nullptr);
+  const RemoteRegion* resolve(const MemoryDescriptor& descriptor, const Peer* peer = nullptr,
+                              int priority = 0);
   // Names GPU memory of a peer on this host that is mapped here at `local`: software NICs write
   // through it, other NICs ignore it. One window per region; dropped with the peer.
   void map_region(const RemoteRegion* region, const provider::MemorySpan& local);
@@ -96,8 +101,9 @@ class TransferEngine {
   // --- polling thread --- submit() without the mailbox and the checks (made once, at set-up). The
   // Request must not be active.
   void submit_from_poller(Request& request) noexcept;
-  // Takes the mailbox, posts, polls. True when anything moved.
-  bool progress() noexcept;
+  // Takes the mailbox, posts, polls. True when anything moved. `lookout` is asked for urgent work
+  // between posts of lower classes.
+  bool progress(Lookout* lookout = nullptr) noexcept;
   // True when nothing is active or in flight: the poller may sleep until notified.
   bool idle() const noexcept;
 

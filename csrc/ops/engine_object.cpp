@@ -130,8 +130,8 @@ const engine::MemoryHandle* EngineObject::memory(int64_t memory) {
   return find(memories_, memory, "memory", label_).handle;
 }
 
-int64_t EngineObject::connect(const engine::EngineAddress& address) {
-  const engine::Peer* peer = engine_.connect(address);
+int64_t EngineObject::connect(const engine::EngineAddress& address, int64_t priority) {
+  const engine::Peer* peer = engine_.connect(address, static_cast<int>(priority));
   const std::lock_guard lock(mutex_);
   peers_.emplace(++last_id_, peer);
   return last_id_;
@@ -151,9 +151,10 @@ const engine::Peer* EngineObject::peer(int64_t peer) {
   return find(peers_, peer, "peer", label_);
 }
 
-int64_t EngineObject::resolve(const engine::MemoryDescriptor& descriptor,
-                              const engine::Peer* peer) {
-  const engine::RemoteRegion* region = engine_.resolve(descriptor, peer);
+int64_t EngineObject::resolve(const engine::MemoryDescriptor& descriptor, const engine::Peer* peer,
+                              int64_t priority) {
+  const engine::RemoteRegion* region =
+      engine_.resolve(descriptor, peer, static_cast<int>(priority));
   const std::lock_guard lock(mutex_);
   regions_.emplace(++last_id_, region);
   return last_id_;
@@ -164,8 +165,11 @@ const engine::RemoteRegion* EngineObject::region(int64_t region) {
   return find(regions_, region, "region", label_);
 }
 
-int64_t EngineObject::submit(std::shared_ptr<RequestRecord> record) {
+int64_t EngineObject::submit(std::shared_ptr<RequestRecord> record, int64_t priority) {
   check_open();
+  MOE_P2P_CHECK(priority >= 0 && priority < engine::kNumPriorities, Code::kInvalidArgument, label_,
+                ": priority is ", priority, ", must be 0 to ", engine::kNumPriorities - 1);
+  record->request.priority = static_cast<uint8_t>(priority);
   engine_.submit(record->request);
   const std::lock_guard lock(mutex_);
   drop_forgotten();
@@ -219,13 +223,20 @@ bool EngineObject::wait_in_slices(milliseconds timeout, Ready&& ready) {
   }
 }
 
-void EngineObject::wait_request(int64_t request_id, double timeout_s) {
+std::vector<int64_t> EngineObject::take_finished(int64_t queue, double timeout_s) {
+  std::vector<int64_t> ended;
+  wait_in_slices(timeout_from(timeout_s),
+                 [&](platform::Deadline until) { return finished_.take(queue, until, ended); });
+  return ended;
+}
+
+void EngineObject::wait_request(int64_t request_id, double timeout_s, double waited_s) {
   const auto record = request(request_id);
   const bool done = wait_in_slices(timeout_from(timeout_s), [&](platform::Deadline until) {
     return record->request.wait(until, wait_);
   });
-  MOE_P2P_CHECK(done, Code::kTimeout, label_, ": ", record->what, " is not done within ", timeout_s,
-                " s; it may still be waited for");
+  MOE_P2P_CHECK(done, Code::kTimeout, label_, ": ", record->what, " is not done within ",
+                timeout_s + waited_s, " s; it may still be waited for");
   {
     const std::lock_guard lock(mutex_);
     requests_.erase(request_id);

@@ -46,16 +46,18 @@ Tensor engine_descriptor(int64_t engine, int64_t memory) {
   return bytes_tensor(object->engine().descriptor(object->memory(memory)).serialize());
 }
 
-int64_t engine_connect(int64_t engine, const Tensor& address) {
-  return engines().get(engine)->connect(engine::EngineAddress::parse(bytes_of(address, "address")));
+int64_t engine_connect(int64_t engine, const Tensor& address, int64_t priority) {
+  return engines().get(engine)->connect(engine::EngineAddress::parse(bytes_of(address, "address")),
+                                        priority);
 }
 
 void engine_disconnect(int64_t engine, int64_t peer) { engines().get(engine)->disconnect(peer); }
 
-int64_t engine_resolve(int64_t engine, const Tensor& descriptor, std::optional<int64_t> peer) {
+int64_t engine_resolve(int64_t engine, const Tensor& descriptor, std::optional<int64_t> peer,
+                       int64_t priority) {
   const auto object = engines().get(engine);
   return object->resolve(engine::MemoryDescriptor::parse(bytes_of(descriptor, "descriptor")),
-                         peer ? object->peer(*peer) : nullptr);
+                         peer ? object->peer(*peer) : nullptr, priority);
 }
 
 int64_t engine_region_bytes(int64_t engine, int64_t region) {

@@ -27,6 +27,9 @@ class DelayedDomain final : public provider::Domain {
   provider::PeerId connect(std::span<const std::byte> address) override {
     return nic_->connect(address);
   }
+  provider::PeerId connect_for(std::span<const std::byte> address, int priority) override {
+    return nic_->connect_for(address, priority);
+  }
   void disconnect(provider::PeerId peer) override { nic_->disconnect(peer); }
   provider::MemoryKey register_memory(const provider::MemorySpan& span) override {
     return nic_->register_memory(span);
