@@ -11,6 +11,7 @@ from moe_p2p.dispatched import Dispatched, PendingCombine, PendingDispatch
 from moe_p2p.engine import Engine
 from moe_p2p.errors import (
     AbortedError,
+    CancelledError,
     ClosedError,
     InvalidArgumentError,
     MoeP2pError,
@@ -32,6 +33,7 @@ __all__ = [
     "AllToAll",
     "AllToAllConfig",
     "AllToAllPool",
+    "CancelledError",
     "ClosedError",
     "DispatchOptions",
     "Dispatched",

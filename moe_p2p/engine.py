@@ -11,6 +11,9 @@ order.
     receiver.wait_imm(7, count)                  sender.write(source, region, imm=7).wait()
 
 Immediates are counted per write, as each call documents; R is the sender's number of NICs.
+
+`priority` of a request is 0 to 2: MoE (communicators on this engine), KV (the default), weights.
+Requests of a lower number go first; docs/transfer_engine.md says how long they may have to wait.
 """
 
 from __future__ import annotations
@@ -22,11 +25,13 @@ import torch
 from torch import Tensor
 
 from moe_p2p import errors
+from moe_p2p.awaiting import Awaiting
 from moe_p2p.config import EngineConfig
 from moe_p2p.lifetime import Closing, NotCopied
 from moe_p2p.nics import transport
 from moe_p2p.ops import call
 from moe_p2p.transfers import (
+    Grant,
     Memory,
     NicCounters,
     Peer,
@@ -86,6 +91,9 @@ class Engine(NotCopied):
         self.num_nics = self.opening.num_nics
         self.next_communicator = 0  # numbers below it were used by communicators on this engine
         self._closing = Closing(self, _ops.engine_close.default, self.number)
+        self._awaiting = Awaiting(self.number)
+        self._polled: dict[int, Request] = {}
+        self._poll_queue: int | None = None
 
     @property
     def address(self) -> bytes:
@@ -108,18 +116,36 @@ class Engine(NotCopied):
         """
         return Memory(self, tensor, int(call(_ops.engine_register.default, self.number, tensor)))
 
-    def connect(self, address: bytes) -> Peer:
-        """Connects to the engine of `address`, which need not do anything."""
-        number = call(_ops.engine_connect.default, self.number, tensor_from(address))
+    def grant(self, memory: Memory, peer: str) -> Grant:
+        """Lets one peer, and no other, write and read `memory` until `Grant.revoke`.
+
+        A grant has a key of its own: give `descriptor` of it, and not of the memory, to that peer.
+        peer: its name in errors. It costs a registration, so make it with the connection.
+        """
+        number = int(call(_ops.engine_grant.default, self.number, memory.number))
+        return Grant(memory, peer, number)
+
+    def connect(self, address: bytes, *, priority: int = 1) -> Peer:
+        """Connects to the engine of `address`, which need not do anything.
+
+        Each call makes connections of their own, in the NIC's class for `priority` where there are
+        classes (docs/providers.md).
+        """
+        number = call(_ops.engine_connect.default, self.number, tensor_from(address), priority)
         return Peer(self, int(number))
 
-    def resolve(self, descriptor: bytes, peer: Peer | None = None) -> Region:
-        """The memory of `descriptor`, for transfers. Connects to its owner unless `peer` is it."""
+    def resolve(self, descriptor: bytes, peer: Peer | None = None, *, priority: int = 1) -> Region:
+        """The memory of `descriptor`, for transfers.
+
+        Connects to its owner unless `peer` is it, or it is connected for `priority`. Communicators
+        on this engine have priority 0, so 1 and 2 share no connection with them.
+        """
         number = call(
             _ops.engine_resolve.default,
             self.number,
             tensor_from(descriptor),
             None if peer is None else peer.number,
+            priority,
         )
         return Region(self, int(number))
 
@@ -132,6 +158,7 @@ class Engine(NotCopied):
         offset: int = 0,
         region_offset: int = 0,
         imm: int | None = None,
+        priority: int = 1,
     ) -> Request:
         """Writes nbytes (None: all from `offset` on), cut into R shards, one per NIC.
 
@@ -147,6 +174,7 @@ class Engine(NotCopied):
             region_offset,
             memory.nbytes - offset if nbytes is None else nbytes,
             imm,
+            priority,
         )
         return Request(self, number)
 
@@ -167,6 +195,7 @@ class Engine(NotCopied):
         region_row_stride: int | None = None,
         imm: int | None = None,
         imm_per_page: bool = True,
+        priority: int = 1,
     ) -> Request:
         """Writes page pages[i] of `memory` to page region_pages[i] of `region`, for all i.
 
@@ -192,6 +221,7 @@ class Engine(NotCopied):
             imm,
             *_rows(page_bytes, row_bytes, row_stride, region_row_stride),
             imm_per_page,
+            priority,
         )
         return Request(self, number)
 
@@ -203,6 +233,7 @@ class Engine(NotCopied):
         nbytes: int | None = None,
         offset: int = 0,
         region_offset: int = 0,
+        priority: int = 1,
     ) -> Request:
         """Reads nbytes of `region` into `memory` (None: all from `offset` on).
 
@@ -217,6 +248,7 @@ class Engine(NotCopied):
             region.number,
             region_offset,
             memory.nbytes - offset if nbytes is None else nbytes,
+            priority,
         )
         return Request(self, int(number))
 
@@ -235,6 +267,7 @@ class Engine(NotCopied):
         row_bytes: int | None = None,
         row_stride: int | None = None,
         region_row_stride: int | None = None,
+        priority: int = 1,
     ) -> Request:
         """Reads page region_pages[i] of `region` into page pages[i] of `memory`, for all i.
 
@@ -253,6 +286,7 @@ class Engine(NotCopied):
             page_bytes if region_stride is None else region_stride,
             region_offset,
             *_rows(page_bytes, row_bytes, row_stride, region_row_stride),
+            priority,
         )
         return Request(self, int(number))
 
@@ -263,6 +297,7 @@ class Engine(NotCopied):
         *,
         by_bytes: bool = False,
         imm: int | None = None,
+        priority: int = 1,
     ) -> Request:
         """Writes each slice of `memory` to its region, also to several peers at once.
 
@@ -271,12 +306,48 @@ class Engine(NotCopied):
         """
         rows = [[s.offset, s.region.number, s.region_offset, s.nbytes] for s in slices]
         table = torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(len(rows), 4)  # [n, 4]
-        number = call(_ops.engine_scatter.default, self.number, memory.number, table, by_bytes, imm)
+        number = call(
+            _ops.engine_scatter.default, self.number, memory.number, table, by_bytes, imm, priority
+        )
         return Request(self, number)
 
-    def send_imm(self, peer: Peer, imm: int) -> Request:
+    def send_imm(self, peer: Peer, imm: int, *, priority: int = 1) -> Request:
         """Sends an immediate without bytes; counted once at the peer."""
-        return Request(self, call(_ops.engine_imm.default, self.number, peer.number, imm))
+        return Request(self, call(_ops.engine_imm.default, self.number, peer.number, imm, priority))
+
+    def watch(self, *requests: Request) -> None:
+        """Makes `poll` return these requests once they have ended, also when they have by now.
+
+        A request is watched or awaited (`await request`), in one event loop, not both.
+        """
+        for request in requests:
+            self._polled[request.number] = request
+            try:
+                call(_ops.engine_watch.default, self.number, self._queue(), request.number)
+            except RuntimeError:
+                self._polled.pop(request.number, None)
+                raise
+
+    def poll(self, timeout_s: float = 0.0) -> list[Request]:
+        """Returns watched requests that have ended since the last call, well or not.
+
+        Waits up to timeout_s until there is one; `wait` of each returns at once, or raises what it
+        ended with. For one thread, and any number of requests.
+        """
+        ended = call(_ops.engine_take.default, self.number, self._queue(), timeout_s).tolist()
+        return [self._polled.pop(number) for number in ended]
+
+    def fileno(self) -> int:
+        """A descriptor that is readable when `poll` has something, for `select` and the like.
+
+        Of the engine: do not read or close it.
+        """
+        return int(call(_ops.engine_queue_fd.default, self.number, self._queue()))
+
+    def _queue(self) -> int:
+        if self._poll_queue is None:
+            self._poll_queue = int(call(_ops.engine_queue.default, self.number))
+        return self._poll_queue
 
     def wait_imm(self, imm: int, count: int, timeout_s: float | None = None) -> int:
         """Waits until `imm` was counted `count` times in all; returns how often it was.
@@ -325,6 +396,7 @@ class Engine(NotCopied):
     def close(self) -> None:
         """Idempotent. Waiters wake with ClosedError. Communicators on the engine keep it alive."""
         self._closing()
+        self._awaiting.close()
 
     def _forget(self, request: int) -> None:
         try:

@@ -14,8 +14,9 @@ MOE_P2P_ENGINES             1: vLLM and SGLang load moe_p2p.integrations as a pl
 EP_DISABLE_GIN              set for vLLM, which checks NCCL for DeepEP V2 unless it is 1
 CUDA_HOME                   CUDA toolkit whose headers kernels may use (default: /usr/local/cuda)
 MOE_P2P_LOG                 error, warning, info or debug; also read by csrc/base/log.cpp
-MOE_P2P_SECRET              secret by which processes trust each other over verbs, equal on all
-                            ranks; read by csrc/provider/verbs/proof.cpp
+MOE_P2P_SECRET              secret by which processes trust each other over verbs and for KV
+                            transfer, equal on all ranks; also read by
+                            csrc/provider/verbs/proof.cpp
 PYTHONPATH                  extended for processes that this one starts
 RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR
                             rank and number of ranks, of the job and of this host, and the host of
@@ -44,6 +45,11 @@ def transport_settings() -> str:
 def nics() -> str:
     """`mlx5_0,mlx5_1`: the devices to use; empty: the topology decides."""
     return os.environ.get("MOE_P2P_NICS", "")
+
+
+def secret() -> str:
+    """By which workers of a KV transfer trust each other; empty: drawn by each, in its lease."""
+    return os.environ.get("MOE_P2P_SECRET", "")
 
 
 def log_level() -> str:

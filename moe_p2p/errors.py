@@ -55,6 +55,10 @@ class UnavailableError(MoeP2pError):
     """Hardware or a library that is needed is missing."""
 
 
+class CancelledError(MoeP2pError):
+    """The request was cancelled; the text says what of it was posted."""
+
+
 _BY_WORD: dict[str, type[MoeP2pError]] = {
     "invalid argument": InvalidArgumentError,
     "timeout": TimeoutError,
@@ -66,6 +70,7 @@ _BY_WORD: dict[str, type[MoeP2pError]] = {
     "closed": ClosedError,
     "resource exhausted": ResourceExhaustedError,
     "unavailable": UnavailableError,
+    "cancelled": CancelledError,
 }
 _WORDS = {error: word for word, error in _BY_WORD.items()}
 _PATTERN = re.compile(r"moe_p2p \[([a-z ]+)\] .*", re.DOTALL)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, TypedDict
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -26,6 +27,16 @@ class NicCounters(TypedDict):
     connections_refused: int  # from strangers, to the port of verbs' handshakes
     bytes_read: int
     reads: int  # posted work requests
+
+
+class Cancelled(NamedTuple):
+    """How far a request was that was cancelled, over all NICs."""
+
+    posted_bytes: int  # may have arrived
+    posted_writes: int  # work requests, of reads too
+    posted_imms: int  # these are counted at the peer, or lost with it
+    taken_back_bytes: int  # never posted
+    taken_back_imms: int
 
 
 class Slice(NamedTuple):
@@ -55,6 +66,7 @@ class Memory:
         self.engine = engine
         self.tensor = tensor
         self.number = number
+        self.registered = True
 
     @property
     def nbytes(self) -> int:
@@ -69,13 +81,49 @@ class Memory:
     def unregister(self) -> None:
         """Nothing of a peer reaches the tensor afterwards; requests that use it fail.
 
-        Raises TimeoutError where a peer may still answer a read into it (software providers of
-        libfabric); the engine then keeps the tensor alive until it is closed.
+        Its grants are revoked. Raises TimeoutError where a peer may still answer a read into it
+        (software providers of libfabric); the tensor then stays alive, and a later call tries
+        again.
         """
         call(_ops.engine_unregister.default, self.engine.number, self.number)
+        self.registered = False
 
     def __repr__(self) -> str:
         return f"Memory({self.nbytes} bytes of {self.engine!r})"
+
+
+class Grant:
+    """Memory lent to one peer under a key of its own. Made by `Engine.grant`."""
+
+    def __init__(self, memory: Memory, peer: str, number: int) -> None:
+        self.memory = memory
+        self.peer = peer
+        self._number = number
+        self._revoked = False
+
+    @property
+    def descriptor(self) -> bytes:
+        """What the peer needs to write and read the memory (`Engine.resolve`)."""
+        engine = self.memory.engine
+        if self._revoked:
+            text = f"{engine.label}: the grant for {self.peer} was revoked"
+            raise errors.make(errors.ClosedError, text)
+        return bytes_from(call(_ops.engine_descriptor.default, engine.number, self._number))
+
+    def revoke(self) -> None:
+        """The fence: when it returns no write or read of that peer reaches the memory any more.
+
+        Nobody has to answer for it. The peer's requests that still use the grant fail with
+        RemoteAccessError there; other peers, and other memory, are not affected. Idempotent.
+        docs/providers.md says what each transport does for it.
+        """
+        if self.memory.registered and not self._revoked:
+            call(_ops.engine_unregister.default, self.memory.engine.number, self._number)
+            self._revoked = True
+
+    def __repr__(self) -> str:
+        state = "revoked" if self._revoked else f"{self.memory.nbytes} bytes"
+        return f"Grant({self.peer!r}, {state})"
 
 
 class Peer:
@@ -103,38 +151,67 @@ class Region:
 
 
 class Request:
-    """Something submitted. The memory here that it uses must be left alone until it is done."""
+    """Something submitted. The memory here that it uses must be left alone until it is done.
+
+    `await request` is `wait` in asyncio, with the engine's timeout; a task that is cancelled leaves
+    the request as it is.
+    """
 
     def __init__(self, engine: Engine, number: int) -> None:
         self._engine = engine
-        self._number = number
+        self.number = number
         self._finished = False
+        self._error: RuntimeError | None = None
+        self._cancelled: Cancelled | None = None
 
     def done(self) -> bool:
         """True once it is done, well or not; `wait` returns or raises accordingly."""
         if self._finished:
             return True
-        return bool(call(_ops.engine_poll.default, self._engine.number, self._number))
+        return bool(call(_ops.engine_poll.default, self._engine.number, self.number))
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Returns when the bytes are visible at the peer, of a read here.
 
         timeout_s: seconds; None: the engine's. Raises TimeoutError when it passes, and the request
         goes on; else the transfer's own error: PeerDeadError, RemoteAccessError,
-        TransportError or ClosedError.
+        TransportError, CancelledError or ClosedError.
         """
+        if self._error is not None:
+            raise self._error
         if self._finished:
             return
         limit = self._engine.timeout_s if timeout_s is None else timeout_s
         try:
-            call(_ops.engine_wait.default, self._engine.number, self._number, limit)
+            call(_ops.engine_wait.default, self._engine.number, self.number, limit)
         except errors.TimeoutError:
             raise
-        except RuntimeError:
-            self._finished = True
+        except RuntimeError as error:
+            self._finished, self._error = True, error
             raise
         self._finished = True
 
+    def __await__(self) -> Generator[Any, None, None]:
+        if not self.done():
+            limit = self._engine.timeout_s
+            ended = yield from self._engine._awaiting.ended(self.number, limit).__await__()
+            if not ended and not self.done():
+                call(_ops.engine_wait.default, self._engine.number, self.number, 0.0, limit)
+        self.wait(0)
+
+    def cancel(self) -> Cancelled | None:
+        """Takes back what is not posted; returns what was, and what was not.
+
+        The request ends when its posted part has completed: `wait` then raises CancelledError, all
+        of that part has arrived and the memory here may be reused; or it raises that part's own
+        error. Any thread may call it, also again: it returns the same. None: the request had ended
+        before.
+        """
+        if self._cancelled is None and not self._finished:
+            found = call(_ops.engine_cancel.default, self._engine.number, self.number).tolist()
+            self._cancelled = Cancelled(*found) if found else None
+        return self._cancelled
+
     def __del__(self) -> None:
         if not self._finished and not self._engine.closed:
-            self._engine._forget(self._number)
+            self._engine._forget(self.number)

@@ -26,6 +26,8 @@ LONG = (
     "test_compile.py",
     "test_hosts.py",
     "test_soak.py",
+    "test_kv_soak.py",
+    "test_disaggregated.py",
     "test_masks.py::test_a_slow_rank",
     "test_interrupt.py",
     "test_ambient.py",

@@ -15,6 +15,7 @@ const char* code_name(Code code) noexcept {
     case Code::kClosed: return "closed";
     case Code::kResourceExhausted: return "resource exhausted";
     case Code::kUnavailable: return "unavailable";
+    case Code::kCancelled: return "cancelled";
   }
   return "unknown";
 }

@@ -21,6 +21,7 @@ enum class Code : int32_t {
   kClosed,             // the object was closed
   kResourceExhausted,  // a table or queue of fixed size is full
   kUnavailable,        // hardware or library not there
+  kCancelled,          // the caller took it back
 };
 
 // The word in an Error's brackets, which Python maps to an exception type.

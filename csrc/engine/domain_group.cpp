@@ -80,14 +80,14 @@ EngineAddress DomainGroup::address() const {
   return address;
 }
 
-std::vector<provider::PeerId> DomainGroup::connect(const EngineAddress& address) {
+std::vector<provider::PeerId> DomainGroup::connect(const EngineAddress& address, int priority) {
   MOE_P2P_CHECK(!address.nics.empty(), Code::kInvalidArgument, label_,
                 ": connecting to an address without NICs");
   const auto make = [&](size_t nic) {
     const size_t remote_nic = nic % address.nics.size();
     return with_context(
         base::concat(label_, ": connecting NIC ", nic, " to NIC ", remote_nic, " of the peer"),
-        [&] { return domains_[nic]->connect(address.nics[remote_nic]); });
+        [&] { return domains_[nic]->connect_for(address.nics[remote_nic], priority); });
   };
   const auto undo = [&](size_t nic, provider::PeerId peer) { domains_[nic]->disconnect(peer); };
   return all_or_none<provider::PeerId>(domains_.size(), make, undo);
@@ -114,10 +114,14 @@ std::vector<provider::MemoryKey> DomainGroup::register_memory(const provider::Me
   return all_or_none<provider::MemoryKey>(domains_.size(), make, undo);
 }
 
-void DomainGroup::unregister_memory(const std::vector<provider::MemoryKey>& keys) {
+void DomainGroup::unregister_memory(const std::vector<provider::MemoryKey>& keys,
+                                    std::vector<bool>& withdrawn) {
+  withdrawn.resize(keys.size());
   for_all(keys.size(), [&](size_t nic) {
+    if (withdrawn[nic]) return;
     with_context(base::concat(label_, ": unregistering memory at NIC ", nic),
                  [&] { domains_[nic]->unregister_memory(keys[nic]); });
+    withdrawn[nic] = true;
   });
 }
 

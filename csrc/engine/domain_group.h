@@ -31,12 +31,14 @@ class DomainGroup {
   bool needs_gpu_flush() const noexcept;  // any NIC does
   EngineAddress address() const;
   // One id per local NIC. NIC i connects to the peer's NIC i mod its count.
-  std::vector<provider::PeerId> connect(const EngineAddress& address);
+  std::vector<provider::PeerId> connect(const EngineAddress& address, int priority);
   // Tries every NIC even when one of them fails; then throws the first failure.
   void disconnect(const std::vector<provider::PeerId>& rails);
   std::vector<provider::MemoryKey> register_memory(const provider::MemorySpan& span);
   // Tries every NIC, as disconnect() does.
-  void unregister_memory(const std::vector<provider::MemoryKey>& keys);
+  // withdrawn: by NIC, what an earlier call that threw got done; not done again.
+  void unregister_memory(const std::vector<provider::MemoryKey>& keys,
+                         std::vector<bool>& withdrawn);
   // Gives every NIC the window under the key of its rail, or drops it when `local` has no bytes.
   // Tries every NIC, as disconnect() does.
   void map_remote(const RemoteRegion& region, const provider::MemorySpan& local);

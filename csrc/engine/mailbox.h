@@ -1,4 +1,4 @@
-// How other threads reach the polling thread: an intrusive lock-free stack of Requests and
+// How other threads reach the polling thread, and it them (finished_queue.h): an intrusive lock-free stack of Requests and
 // closures. push() is one compare-and-swap; take_all() empties it in one exchange, in order of
 // arrival. Nothing is allocated: each node belongs to its pusher until it is done.
 #pragma once
@@ -26,8 +26,8 @@ struct MailboxNode {
 // during another push (the ABA case) does no harm.
 class Mailbox {
  public:
-  // Any thread. The node must not be in a mailbox.
-  void push(MailboxNode& node) noexcept {
+  // Any thread. The node must not be in a mailbox. True when the mailbox was empty.
+  bool push(MailboxNode& node) noexcept {
     MailboxNode* newest = newest_.load(std::memory_order_relaxed);
     // release: pairs with the acquire in take_all(), which then sees all earlier writes to the
     // node. Later pushes are read-modify-writes and keep this release visible.
@@ -35,6 +35,7 @@ class Mailbox {
       node.next = newest;
     } while (!newest_.compare_exchange_weak(newest, &node, std::memory_order_release,
                                             std::memory_order_relaxed));
+    return newest == nullptr;
   }
 
   // Polling thread. Returns a list linked by `next`, oldest first; null when the mailbox is empty.

@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "base/log.h"
-#include "engine/pieces.h"
 
 namespace moe_p2p::engine {
 
@@ -19,70 +18,133 @@ void NicQueue::open(provider::Domain& domain, int nic, int num_nics) {
 }
 
 bool NicQueue::add(Request& request) noexcept {
-  rail(request).cursor = {};
-  rail(request).queued = false;
-  cut_next(request, {});
-  if (rail(request).cursor.state == RailCursor::State::kExhausted) return false;
+  Request::Rail& own = rail(request);
+  own.cursor = {};
+  own.largest = 0;
+  own.queued = false;
+  cut(request.operation, context(request), own.cursor, {});
+  if (own.cursor.state == RailCursor::State::kExhausted) return false;
   push_back(request);
   return true;
 }
 
-size_t NicQueue::cut_next(Request& request, std::span<provider::WorkRequest> out) const noexcept {
-  const CutContext context{.nic = static_cast<int>(nic_),
-                           .num_nics = num_nics_,
-                           .max_write_bytes = limits_.max_write_bytes,
-                           .wr_id = reinterpret_cast<uint64_t>(&request)};
-  return cut(request.operation, context, rail(request).cursor, out);
+CutContext NicQueue::context(const Request& request) const noexcept {
+  return {.nic = static_cast<int>(nic_),
+          .num_nics = num_nics_,
+          .max_write_bytes = limits_.max_write_bytes,
+          .wr_id = reinterpret_cast<uint64_t>(&request)};
+}
+
+Amount NicQueue::share_of(const Request& request) const noexcept {
+  return left(request.operation, context(request), {});
 }
 
 void NicQueue::push_back(Request& request) noexcept {
   Request::Rail& own = rail(request);
-  own.previous = tail_;
+  Lane& queue = lane(request);
+  own.previous = queue.tail;
   own.next = nullptr;
   own.queued = true;
-  (tail_ != nullptr ? rail(*tail_).next : head_) = &request;
-  tail_ = &request;
+  ++num_waiting_;
+  if (queue.tail == nullptr) queue.waits_since = {};
+  (queue.tail != nullptr ? rail(*queue.tail).next : queue.head) = &request;
+  queue.tail = &request;
 }
 
 void NicQueue::remove(Request& request) noexcept {
   Request::Rail& own = rail(request);
   if (!own.queued) return;
-  (own.previous != nullptr ? rail(*own.previous).next : head_) = own.next;
-  (own.next != nullptr ? rail(*own.next).previous : tail_) = own.previous;
+  Lane& queue = lane(request);
+  (own.previous != nullptr ? rail(*own.previous).next : queue.head) = own.next;
+  (own.next != nullptr ? rail(*own.next).previous : queue.tail) = own.previous;
   own.queued = false;
+  --num_waiting_;
 }
 
-size_t NicQueue::room() const noexcept {
-  const size_t used = in_flight_ + num_staged_;
-  return std::min(kBatch - num_staged_,
-                  limits_.max_in_flight - std::min<size_t>(used, limits_.max_in_flight));
+// Lower classes leave a part of the NIC's queue free, or an urgent write would wait for room.
+size_t NicQueue::room(bool lower) const noexcept {
+  const size_t used = in_flight_ + num_staged_, all = limits_.max_in_flight;
+  const size_t limit = lower ? all - std::min(kBatch, all / 4) : all;
+  return std::min(kBatch - num_staged_, limit - std::min(used, limit));
 }
 
-void NicQueue::stage_front() noexcept {
-  Request& request = *head_;
-  const RailCursor& cursor = rail(request).cursor;
-  const auto free = std::span(staged_).subspan(num_staged_, std::min(room(), kQuantum));
-  const size_t staged = cut_next(request, free);
+NicQueue::Turn NicQueue::turn_of(int priority, int urgent, const Classes& classes) const noexcept {
+  const size_t free = room(priority > classes.first_used);
+  Request* const request = lanes_[static_cast<size_t>(priority)].head;
+  if (free == 0) return {};
+  if (priority <= urgent) return {request, std::min(free, kQuantum), limits_.max_write_bytes};
+  uint64_t lower = 0;
+  for (int other = urgent + 1; other < kNumPriorities; ++other)
+    lower += lanes_[static_cast<size_t>(other)].bytes;
+  const size_t writes = (kLowerBytes - std::min(kLowerBytes, lower)) / kLowerPiece;
+  if (writes == 0) return {};
+  return {request, std::min({free, kQuantum, writes}),
+          std::min(kLowerPiece, limits_.max_write_bytes)};
+}
+
+NicQueue::Turn NicQueue::next(const Classes& classes, platform::Deadline now) noexcept {
+  if (num_waiting_ == 0) return {};
+  const int urgent = classes.urgent();
+  const int last = classes.num_used > 1 ? kNumPriorities - 1 : urgent;
+  for (int priority = last; priority > urgent; --priority) {
+    Lane& queue = lanes_[static_cast<size_t>(priority)];
+    if (queue.head == nullptr) continue;
+    if (queue.waits_since == platform::Deadline{}) queue.waits_since = now;
+    if (now - queue.waits_since < kPatience) continue;
+    const Turn turn = turn_of(priority, urgent, classes);
+    if (turn.request != nullptr) return turn;
+  }
+  for (int priority = 0; priority < kNumPriorities; ++priority) {
+    if (lanes_[static_cast<size_t>(priority)].head == nullptr) continue;
+    const Turn turn = turn_of(priority, urgent, classes);
+    if (turn.request != nullptr) return turn;
+  }
+  return {};
+}
+
+size_t NicQueue::stage(const Turn& turn, platform::Deadline now) noexcept {
+  Request& request = *turn.request;
+  Request::Rail& own = rail(request);
+  Lane& queue = lane(request);
+  const RailCursor& cursor = own.cursor;
+  const uint64_t before = cursor.in_flight * own.largest;
+  if (cursor.in_flight == 0) own.largest = 0;
+  const auto free = std::span(staged_).subspan(num_staged_, turn.most);
+  CutContext terms = context(request);
+  terms.max_write_bytes = turn.max_bytes;
+  const size_t staged = cut(request.operation, terms, own.cursor, free);
+  for (const provider::WorkRequest& work : free.first(staged))
+    own.largest = std::max(own.largest, work.bytes);
+  queue.bytes += cursor.in_flight * own.largest - before;
+  queue.waits_since = now;
   num_staged_ += staged;
   request.in_flight_ += staged;
-  if (cursor.state == RailCursor::State::kMore && head_ == tail_) return;  // alone: its turn again
+  request.num_writes_ += staged;
+  if (cursor.state == RailCursor::State::kMore && queue.head == queue.tail) return staged;  // alone
   remove(request);
   if (cursor.state == RailCursor::State::kMore) push_back(request);
   if (cursor.state == RailCursor::State::kExhausted) --request.open_rails_;
+  return staged;
 }
 
-void NicQueue::drop(Request& request) noexcept {
+Amount NicQueue::drop(Request& request) noexcept {
   remove(request);
+  Amount dropped_amount = left(request.operation, context(request), rail(request).cursor);
   const auto mine = [&](const provider::WorkRequest& work) {
-    return work.wr_id == reinterpret_cast<uint64_t>(&request);
+    if (work.wr_id != reinterpret_cast<uint64_t>(&request)) return false;
+    dropped_amount += {work.bytes, work.has_imm ? 1u : 0u};
+    return true;
   };
   const auto end = staged_.begin() + static_cast<std::ptrdiff_t>(num_staged_);
   const auto kept = std::remove_if(staged_.begin(), end, mine);
   const auto dropped = static_cast<size_t>(end - kept);
   num_staged_ -= dropped;
   request.in_flight_ -= dropped;
+  request.num_writes_ -= dropped;
   rail(request).cursor.in_flight -= dropped;
+  lane(request).bytes -= dropped * rail(request).largest;
   rail(request).cursor.state = RailCursor::State::kExhausted;
+  return dropped_amount;
 }
 
 size_t NicQueue::post() noexcept {
@@ -117,11 +179,12 @@ void NicQueue::count(std::span<const provider::WorkRequest> posted, int sign) no
   add(counters_.immediates_sent, static_cast<uint64_t>(sign * immediates));
 }
 
-void NicQueue::complete(Request& request) noexcept {
+void NicQueue::complete(Request& request, size_t count) noexcept {
   Request::Rail& own = rail(request);
-  --in_flight_;
-  --request.in_flight_;
-  --own.cursor.in_flight;
+  in_flight_ -= count;
+  request.in_flight_ -= count;
+  own.cursor.in_flight -= count;
+  lane(request).bytes -= count * own.largest;
   if (own.cursor.state == RailCursor::State::kHeld && own.cursor.in_flight == 0 && !own.queued)
     push_back(request);
 }

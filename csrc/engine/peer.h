@@ -11,13 +11,16 @@ namespace moe_p2p::engine {
 
 class Peer {
  public:
-  Peer(EngineAddress address, std::vector<provider::PeerId> rails)
-      : address_(std::move(address)), rails_(std::move(rails)) {}
+  Peer(EngineAddress address, int priority, std::vector<provider::PeerId> rails)
+      : address_(std::move(address)), priority_(priority), rails_(std::move(rails)) {}
   const EngineAddress& address() const noexcept { return address_; }
+  // The class of traffic that it was connected for.
+  int priority() const noexcept { return priority_; }
   const std::vector<provider::PeerId>& rails() const noexcept { return rails_; }
 
  private:
   EngineAddress address_;
+  int priority_;
   std::vector<provider::PeerId> rails_;
 };
 

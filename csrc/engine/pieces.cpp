@@ -113,15 +113,24 @@ class RowWalk {
   uint64_t page_ = 0, row_ = 0;
 };
 
-// Each NIC carries consecutive rows, so that what follows each other stays together. cursor.item
-// counts the NIC's rows, and one more for the immediate.
-size_t cut_runs(const WritePages& write, const CutContext& context, RailCursor& cursor,
-                std::span<provider::WorkRequest> out) noexcept {
+struct RowRange {
+  uint64_t row_bytes;
+  uint64_t begin, end;
+};
+
+// Each NIC carries consecutive rows, so that what follows each other stays together.
+RowRange rows_of(const WritePages& write, const CutContext& context) noexcept {
   const uint64_t num_rows = write.num_rows(), row_bytes = write.page_bytes / num_rows;
   const auto nic = static_cast<uint64_t>(context.nic);
   const auto num_nics = static_cast<uint64_t>(context.num_nics);
   const uint64_t total = row_bytes == 0 ? 0 : write.source_pages.indices.size() * num_rows;
-  const uint64_t begin = total * nic / num_nics, end = total * (nic + 1) / num_nics;
+  return {row_bytes, total * nic / num_nics, total * (nic + 1) / num_nics};
+}
+
+// cursor.item counts the NIC's rows, and one more for the immediate.
+size_t cut_runs(const WritePages& write, const CutContext& context, RailCursor& cursor,
+                std::span<provider::WorkRequest> out) noexcept {
+  const auto [row_bytes, begin, end] = rows_of(write, context);
   const Item base = make_item(*write.source, write.source_pages.offset, *write.target,
                               write.target_pages.offset, 0, context.nic);
   size_t n = 0;
@@ -240,6 +249,56 @@ struct Cutter {
   }
 };
 
+// One overload per kind of operation, as the Cutter has.
+struct Remainder {
+  const CutContext& context;
+  const RailCursor& cursor;
+
+  // `bytes_at` gives the size of one of `count` items.
+  template <typename BytesAt>
+  Amount of_items(uint64_t count, bool imm, BytesAt&& bytes_at) const noexcept {
+    Amount sum;
+    for (uint64_t i = cursor.item; i < count; ++i) sum += {bytes_at(i), imm ? 1u : 0u};
+    sum.bytes -= cursor.offset;
+    return sum;
+  }
+  uint64_t shard_bytes(uint64_t bytes) const noexcept {
+    return shard_of(bytes, context.nic, context.num_nics).bytes;
+  }
+
+  Amount operator()(const Imm&) const noexcept {
+    return {0, context.nic == 0 && cursor.item == 0 ? 1u : 0u};
+  }
+  Amount operator()(const Write& write) const noexcept {
+    return of_items(1, write.imm.has_value(), [&](uint64_t) { return shard_bytes(write.bytes); });
+  }
+  Amount operator()(const WritePages& pages) const noexcept {
+    const bool counts_pages = pages.imm && pages.imms == WritePages::Imms::kPerPage;
+    const uint64_t num_pages = pages.source_pages.indices.size();
+    if (counts_pages) {
+      const uint64_t items = num_dealt(num_pages, context.nic, context.num_nics) - cursor.item;
+      return {items * pages.page_bytes - cursor.offset, items};
+    }
+    const RowRange rows = rows_of(pages, context);
+    const uint64_t count = rows.end - rows.begin;
+    const uint64_t rows_left = count - std::min(count, cursor.item);
+    return {rows_left * rows.row_bytes - cursor.offset,
+            pages.imm && cursor.item <= count ? 1u : 0u};
+  }
+  Amount operator()(const Read& read) const noexcept { return (*this)(read.reversed()); }
+  Amount operator()(const ReadPages& read) const noexcept { return (*this)(read.reversed()); }
+  Amount operator()(const Scatter& scatter) const noexcept {
+    const bool by_peer = scatter.sharding == Scatter::Sharding::kByPeer;
+    const auto bytes_at = [&](uint64_t i) {
+      return by_peer ? scatter.slices[dealt(i, context)].bytes
+                     : shard_bytes(scatter.slices[i].bytes);
+    };
+    const uint64_t num_slices = scatter.slices.size();
+    return of_items(by_peer ? num_dealt(num_slices, context.nic, context.num_nics) : num_slices,
+                    scatter.imm.has_value(), bytes_at);
+  }
+};
+
 }  // namespace
 
 Shard shard_of(uint64_t bytes, int nic, int num_nics) noexcept {
@@ -253,6 +312,11 @@ Shard shard_of(uint64_t bytes, int nic, int num_nics) noexcept {
 size_t cut(const Operation& operation, const CutContext& context, RailCursor& cursor,
            std::span<provider::WorkRequest> out) noexcept {
   return std::visit(Cutter{context, cursor, out}, operation);
+}
+
+Amount left(const Operation& operation, const CutContext& context,
+            const RailCursor& cursor) noexcept {
+  return std::visit(Remainder{context, cursor}, operation);
 }
 
 }  // namespace moe_p2p::engine

@@ -34,4 +34,9 @@ struct CutContext {
 size_t cut(const Operation& operation, const CutContext& context, RailCursor& cursor,
            std::span<provider::WorkRequest> out) noexcept;
 
+// What the cursor has yet to stage. Looks at sizes only, never at memory, peers or keys, which may
+// be gone.
+Amount left(const Operation& operation, const CutContext& context,
+            const RailCursor& cursor) noexcept;
+
 }  // namespace moe_p2p::engine

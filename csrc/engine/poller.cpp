@@ -40,6 +40,17 @@ const MemoryHandle* memory_of(const Operation& operation) noexcept {
   return target_of(operation);
 }
 
+// How many completions at the front are good ones of the same Request; 1 for any other.
+size_t num_alike(std::span<const Completion> completions) noexcept {
+  const Completion& first = completions.front();
+  size_t count = 1;
+  if (first.kind == Completion::Kind::kImmediate || !first.status.ok()) return count;
+  while (count < completions.size() && completions[count].wr_id == first.wr_id &&
+         completions[count].kind == first.kind && completions[count].status.ok())
+    ++count;
+  return count;
+}
+
 }  // namespace
 
 Poller::Poller(const DomainGroup& group) : group_(group), num_nics_(group.size()) {
@@ -47,9 +58,9 @@ Poller::Poller(const DomainGroup& group) : group_(group), num_nics_(group.size()
     nics_[static_cast<size_t>(nic)].open(group[nic], nic, num_nics_);
 }
 
-bool Poller::turn() noexcept {
+bool Poller::turn(Lookout* lookout) noexcept {
   bool moved = take_mail();
-  for (int nic = 0; nic < num_nics_; ++nic) moved |= post(nics_[static_cast<size_t>(nic)]);
+  for (int nic = 0; nic < num_nics_; ++nic) moved |= post(nics_[static_cast<size_t>(nic)], lookout);
   for (int nic = 0; nic < num_nics_; ++nic) moved |= poll(nics_[static_cast<size_t>(nic)]);
   return moved;
 }
@@ -77,7 +88,9 @@ void Poller::activate(Request& request) noexcept {
   request.next_active_ = active_;
   if (active_ != nullptr) active_->previous_active_ = &request;
   active_ = &request;
+  classes_.add(request.priority);
   request.in_flight_ = 0;
+  request.num_writes_ = 0;
   request.open_rails_ = 0;
   const MemoryHandle* target = target_of(request.operation);
   request.fills_gpu_memory_ = target != nullptr && target->span.kind == provider::MemoryKind::kCuda;
@@ -86,19 +99,37 @@ void Poller::activate(Request& request) noexcept {
   finish_if_settled(request);  // nothing to send at all
 }
 
-bool Poller::post(NicQueue& queue) noexcept {
+bool Poller::post(NicQueue& queue, Lookout* lookout) noexcept {
   bool moved = false;
   for (int batch = 0; batch < kBatchesPerTurn; ++batch) {
-    while (queue.front() != nullptr && queue.room() != 0) {
-      Request& request = *queue.front();
-      queue.stage_front();
-      finish_if_settled(request);  // its last items were empty
-    }
-    if (!queue.has_staged()) break;
+    const bool urgent_only = stage(queue);
+    if (queue.num_staged() == 0) break;
     moved |= queue.post() != 0;
-    if (queue.has_staged()) break;  // the NIC is full
+    if (queue.num_staged() != 0) break;  // the NIC is full
+    if (urgent_only) continue;
+    take_mail();
+    if (lookout != nullptr) lookout->look();
   }
   return moved;
+}
+
+// Fills a batch. False when writes of lower classes are in it: no more than kQuantum of them, with
+// those that a full NIC left over.
+bool Poller::stage(NicQueue& queue) noexcept {
+  const auto now = classes_.num_used > 1 ? platform::Clock::now() : platform::Deadline{};
+  size_t num_lower = classes_.num_used > 1 ? queue.num_staged() : 0;
+  for (;;) {
+    NicQueue::Turn turn = queue.next(classes_, now);
+    if (turn.request == nullptr) break;
+    const bool lower = turn.request->priority > classes_.first_used;
+    if (lower)
+      turn.most = std::min(turn.most, NicQueue::kQuantum - std::min(NicQueue::kQuantum, num_lower));
+    if (turn.most == 0) break;
+    const size_t staged = queue.stage(turn, now);
+    num_lower += lower ? staged : 0;
+    finish_if_settled(*turn.request);  // its last items were empty
+  }
+  return num_lower == 0;
 }
 
 bool Poller::poll(NicQueue& queue) noexcept {
@@ -107,7 +138,11 @@ bool Poller::poll(NicQueue& queue) noexcept {
   for (int batch = 0; batch < kBatchesPerTurn; ++batch) {
     const size_t count = queue.poll(completions);
     const bool visible = flush_for(std::span(completions).first(count));
-    for (size_t i = 0; i < count; ++i) complete(queue, completions[i], visible);
+    for (size_t i = 0; i < count;) {
+      const size_t same = num_alike(std::span(completions).first(count).subspan(i));
+      complete(queue, completions[i], same, visible);
+      i += same;
+    }
     moved |= count != 0;
     if (count < completions.size()) break;
   }
@@ -127,7 +162,8 @@ bool Poller::flush_for(std::span<const Completion> completions) noexcept {
 
 // An immediate whose payload a GPU could not flush is dropped: counting it would be too early. A
 // read fails.
-void Poller::complete(NicQueue& queue, const Completion& completion, bool visible) noexcept {
+void Poller::complete(NicQueue& queue, const Completion& completion, size_t count,
+                      bool visible) noexcept {
   if (completion.kind == Completion::Kind::kImmediate) {
     if (!visible) [[unlikely]]
       return;
@@ -136,7 +172,7 @@ void Poller::complete(NicQueue& queue, const Completion& completion, bool visibl
     return;
   }
   Request& request = *reinterpret_cast<Request*>(completion.wr_id);
-  queue.complete(request);
+  queue.complete(request, count);
   if (!completion.status.ok()) [[unlikely]]
     fail(request, completion.status);
   else if (!visible && request.fills_gpu_memory_) [[unlikely]]
@@ -144,10 +180,31 @@ void Poller::complete(NicQueue& queue, const Completion& completion, bool visibl
   finish_if_settled(request);
 }
 
+// A Request that failed before has nothing left to post. The first failure is kept, but for
+// kCancelled, which says that all of the posted part completed well.
 void Poller::fail(Request& request, base::Status status) noexcept {
-  if (request.status_.ok()) request.status_ = status;
-  for (int nic = 0; nic < num_nics_; ++nic) nics_[static_cast<size_t>(nic)].drop(request);
+  const bool failed = !request.status_.ok();
+  if (!failed || request.status_.code == base::Code::kCancelled) request.status_ = status;
+  if (failed) return;
   request.open_rails_ = 0;
+  Amount all, taken_back;
+  for (int nic = 0; nic < num_nics_; ++nic) {
+    NicQueue& queue = nics_[static_cast<size_t>(nic)];
+    all += queue.share_of(request);
+    taken_back += queue.drop(request);
+  }
+  request.cancellation_ = {.posted = {all.bytes - taken_back.bytes, all.imms - taken_back.imms},
+                           .posted_writes = request.num_writes_,
+                           .taken_back = taken_back};
+}
+
+std::optional<Cancellation> Poller::cancel(Request& request) noexcept {
+  if (!request.status_.ok()) return request.cancellation_;
+  if (!request.active()) return std::nullopt;
+  fail(request, {base::Code::kCancelled, 0});
+  const Cancellation cancellation = request.cancellation_;
+  finish_if_settled(request);
+  return cancellation;
 }
 
 void Poller::finish_if_settled(Request& request) noexcept {
@@ -156,6 +213,7 @@ void Poller::finish_if_settled(Request& request) noexcept {
   Request* next = request.next_active_;
   (previous != nullptr ? previous->next_active_ : active_) = next;
   if (next != nullptr) next->previous_active_ = previous;
+  --classes_.active[request.priority];
   request.finish();
 }
 

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <array>
+#include <optional>
 
 #include "engine/domain_group.h"
 #include "engine/gpu_flushes.h"
@@ -13,6 +14,13 @@
 #include "engine/request.h"
 
 namespace moe_p2p::engine {
+
+// Takes work of the most urgent class that does not come through the mailbox.
+class Lookout {
+ public:
+  virtual ~Lookout() = default;
+  virtual void look() noexcept = 0;
+};
 
 class Poller {
  public:
@@ -26,23 +34,30 @@ class Poller {
   const NicQueue& nic(int nic) const noexcept { return nics_[static_cast<size_t>(nic)]; }
 
   // Polling thread.
-  bool turn() noexcept;
+  // Looks at the mailbox and at `lookout`, if there is one, after at most NicQueue::kQuantum posts
+  // of a class that others go before.
+  bool turn(Lookout* lookout) noexcept;
   bool take_mail() noexcept;
   void activate(Request& request) noexcept;
   // Fails the active Requests that use the peer (or the memory); they finish when their outstanding
   // writes have completed.
   void revoke(const Peer& peer, base::Status status) noexcept;
   void revoke(const MemoryHandle& memory, base::Status status) noexcept;
+  // Takes back what is not posted of a Request that was submitted; it is done once the rest has
+  // completed, with kCancelled if well. Returns nothing when it ended well before.
+  std::optional<Cancellation> cancel(Request& request) noexcept;
   // Finishes every active and every mailed Request. Call it after the NICs are closed: nothing
   // completes any more.
   void close(base::Status status) noexcept;
   bool idle() const noexcept;
 
  private:
-  bool post(NicQueue& queue) noexcept;
+  bool post(NicQueue& queue, Lookout* lookout) noexcept;
+  bool stage(NicQueue& queue) noexcept;
   bool poll(NicQueue& queue) noexcept;
   bool flush_for(std::span<const provider::Completion> completions) noexcept;
-  void complete(NicQueue& queue, const provider::Completion& completion, bool visible) noexcept;
+  void complete(NicQueue& queue, const provider::Completion& completion, size_t count,
+                bool visible) noexcept;
   void fail(Request& request, base::Status status) noexcept;
   void finish_if_settled(Request& request) noexcept;
   template <typename Uses>
@@ -51,6 +66,7 @@ class Poller {
   const DomainGroup& group_;
   const int num_nics_;
   std::array<NicQueue, kMaxNics> nics_;
+  Classes classes_;
   Request* active_ = nullptr;  // list of Requests that are not done, newest first
   ImmTable imm_table_;
   GpuFlushes gpu_flushes_;

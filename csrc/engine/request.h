@@ -25,7 +25,10 @@
 
 namespace moe_p2p::engine {
 
-class Peer;  // peer.h
+inline constexpr int kNumPriorities = 3;
+
+class FinishedQueue;  // finished_queue.h
+class Peer;           // peer.h
 
 // A descriptor resolved for one connected peer: rail i goes through NIC i.
 struct RemoteRegion {
@@ -136,6 +139,24 @@ struct RailCursor {
   State state = State::kExhausted;
 };
 
+struct Amount {
+  uint64_t bytes = 0;
+  uint64_t imms = 0;
+
+  Amount& operator+=(const Amount& more) noexcept {
+    bytes += more.bytes;
+    imms += more.imms;
+    return *this;
+  }
+};
+
+// How far a Request was that did not end well, over all NICs. What was posted may have arrived.
+struct Cancellation {
+  Amount posted;
+  uint64_t posted_writes = 0;  // or reads: work requests
+  Amount taken_back;           // never posted
+};
+
 class Request : private MailboxNode {
  public:
   Request() noexcept : MailboxNode(Kind::kRequest) {}
@@ -144,12 +165,19 @@ class Request : private MailboxNode {
   Request& operator=(const Request&) = delete;
 
   Operation operation;
+  // 0 to 2, the most urgent first: MoE, KV, weights. Must not change while the Request is active.
+  uint8_t priority = 0;
 
   // acquire: pairs with the release in finish(); status() is valid once this is true.
   bool done() const noexcept { return phase_.load(std::memory_order_acquire) == Phase::kDone; }
   // Submitted and not done.
   bool active() const noexcept;
   base::Status status() const noexcept { return status_; }
+  // Of a Request that is done and did not end well.
+  const Cancellation& cancellation() const noexcept { return cancellation_; }
+  // Any thread, after the submission. The Request comes out of the queue once it has ended, also
+  // when it had before, and must stay alive until then. False when another queue has it already.
+  bool watch(FinishedQueue& queue) noexcept;
   // Returns false when the deadline passed first; the Request is then still in use.
   bool wait(platform::Deadline deadline, const platform::WaitPolicy& policy = {});
 
@@ -157,6 +185,7 @@ class Request : private MailboxNode {
   friend class TransferEngine;
   friend class Poller;
   friend class NicQueue;
+  friend class FinishedQueue;
 
   // kFinishing exists because a Request may be destroyed as soon as it is done: waiters are
   // notified before kDone, the last write of the polling thread.
@@ -165,23 +194,31 @@ class Request : private MailboxNode {
   // One per NIC: the cursor, and the links of that NIC's queue.
   struct Rail {
     RailCursor cursor;
+    uint32_t largest = 0;  // bytes of a write in flight, at most
     Request* previous = nullptr;
     Request* next = nullptr;
     bool queued = false;
   };
 
-  void start() noexcept;   // submitter, before the push
-  void finish() noexcept;  // polling thread; the Request may be gone when this returns
+  void start() noexcept;            // submitter, before the push
+  void finish() noexcept;           // polling thread; the Request may be gone when this returns
+  void take_from_queue() noexcept;  // user, out of its FinishedQueue
 
   // Polling thread only, from here to `event_`.
-  base::Status status_;     // the first failure
-  uint64_t in_flight_ = 0;  // over all NICs
-  int open_rails_ = 0;      // NICs that have more to post
+  base::Status status_;        // the first failure
+  Cancellation cancellation_;  // at that moment
+  uint64_t in_flight_ = 0;     // over all NICs, staged included
+  uint64_t num_writes_ = 0;    // likewise, completed ones included
+  int open_rails_ = 0;         // NICs that have more to post
   bool fills_gpu_memory_ = false;
   std::array<Rail, kMaxNics> rails_;
   Request* previous_active_ = nullptr;
   Request* next_active_ = nullptr;
 
+  // Null, a FinishedQueue, or kEnded. finish() and watch() exchange it: exactly one of the two puts
+  // the Request into the queue.
+  static constexpr uintptr_t kEnded = 1;
+  std::atomic<uintptr_t> watcher_{0};
   std::atomic<Phase> phase_{Phase::kIdle};
   platform::EventCount event_{};
 };

@@ -138,6 +138,11 @@ struct Checker {
 
 }  // namespace
 
+void check_priority(int priority, const std::string& label) {
+  MOE_P2P_CHECK(priority >= 0 && priority < kNumPriorities, Code::kInvalidArgument, label,
+                ": priority is ", priority, ", must be 0 to ", kNumPriorities - 1);
+}
+
 void check_operation(const Operation& operation, int num_nics, const std::string& label) {
   std::visit(Checker{static_cast<size_t>(num_nics), label}, operation);
 }

@@ -11,6 +11,7 @@ namespace moe_p2p::engine {
 
 // Throws Error{kInvalidArgument} that names the operation, the side, its range and the registered
 // range.
+void check_priority(int priority, const std::string& label);
 void check_operation(const Operation& operation, int num_nics, const std::string& label);
 
 }  // namespace moe_p2p::engine

@@ -41,6 +41,7 @@ struct PeerEntry {
 struct HandleEntry {
   std::unique_ptr<MemoryHandle> handle;
   bool leaving = false;
+  std::vector<bool> withdrawn = {};  // NICs that an earlier unregister_memory() got it back from
 };
 
 // Marks an entry for a step that must not run twice. The caller takes the mark back when the step
@@ -82,7 +83,7 @@ struct TransferEngine::State {
   }
 
   RemoteRegion* find_or_add_region(const Peer* peer, const MemoryDescriptor& descriptor);
-  const Peer* find_peer(const EngineAddress& address);
+  const Peer* find_peer(const EngineAddress& address, int priority);
 
   const EngineOptions options;
   platform::SharedMemory waker_memory;
@@ -133,7 +134,8 @@ const MemoryHandle* TransferEngine::register_memory(const provider::MemorySpan& 
     try {
       state_->poller.gpu_flushes().include(span);
     } catch (...) {
-      state_->group.unregister_memory(handle->keys);
+      std::vector<bool> withdrawn;
+      state_->group.unregister_memory(handle->keys, withdrawn);
       throw;
     }
   }
@@ -147,19 +149,21 @@ void TransferEngine::unregister_memory(const MemoryHandle* handle) {
   State& s = *state_;
   mark_leaving(s.mutex, s.handles, handle,
                s.options.label + ": unregistering memory that is not registered here");
-  try {
-    s.run_exclusive(*this, [&] { s.poller.revoke(*handle, {Code::kClosed, 0}); });
-  } catch (...) {
-    const std::lock_guard lock(s.mutex);
-    s.handles[handle].leaving = false;
-    throw;
-  }
-  HandleEntry entry;
+  HandleEntry* entry = nullptr;
   {
     const std::lock_guard lock(s.mutex);
-    entry = std::move(s.handles.extract(handle).mapped());
+    entry = &s.handles[handle];  // stays where it is; nobody else uses a leaving one
   }
-  s.group.unregister_memory(entry.handle->keys);
+  try {
+    s.run_exclusive(*this, [&] { s.poller.revoke(*handle, {Code::kClosed, 0}); });
+    s.group.unregister_memory(handle->keys, entry->withdrawn);
+  } catch (...) {
+    const std::lock_guard lock(s.mutex);
+    entry->leaving = false;
+    throw;
+  }
+  const std::lock_guard lock(s.mutex);
+  s.handles.erase(handle);
 }
 
 MemoryDescriptor TransferEngine::descriptor(const MemoryHandle* handle) const {
@@ -175,8 +179,9 @@ MemoryDescriptor TransferEngine::descriptor(const MemoryHandle* handle) const {
 
 // --- peers ---
 
-const Peer* TransferEngine::connect(const EngineAddress& address) {
-  auto peer = std::make_unique<Peer>(address, state_->group.connect(address));
+const Peer* TransferEngine::connect(const EngineAddress& address, int priority) {
+  check_priority(priority, state_->options.label);
+  auto peer = std::make_unique<Peer>(address, priority, state_->group.connect(address, priority));
   const Peer* key = peer.get();
   const std::lock_guard lock(state_->mutex);
   state_->peers[key].peer = std::move(peer);
@@ -204,10 +209,10 @@ void TransferEngine::disconnect(const Peer* peer) {
   s.group.disconnect(entry.peer->rails());
 }
 
-const Peer* TransferEngine::State::find_peer(const EngineAddress& address) {
+const Peer* TransferEngine::State::find_peer(const EngineAddress& address, int priority) {
   const std::lock_guard lock(mutex);
   for (const auto& [peer, entry] : peers)
-    if (!entry.leaving && peer->address() == address) return peer;
+    if (!entry.leaving && peer->priority() == priority && peer->address() == address) return peer;
   return nullptr;
 }
 
@@ -228,14 +233,15 @@ RemoteRegion* TransferEngine::State::find_or_add_region(const Peer* peer,
   return region.get();
 }
 
-const RemoteRegion* TransferEngine::resolve(const MemoryDescriptor& descriptor, const Peer* peer) {
+const RemoteRegion* TransferEngine::resolve(const MemoryDescriptor& descriptor, const Peer* peer,
+                                            int priority) {
   const std::string& label = state_->options.label;
   MOE_P2P_CHECK(
       !descriptor.rails.empty() && descriptor.rails.size() == descriptor.owner.nics.size(),
       Code::kInvalidArgument, label, ": memory descriptor has ", descriptor.rails.size(),
       " keys for ", descriptor.owner.nics.size(), " NICs of its owner");
-  if (peer == nullptr) peer = state_->find_peer(descriptor.owner);
-  if (peer == nullptr) peer = connect(descriptor.owner);
+  if (peer == nullptr) peer = state_->find_peer(descriptor.owner, priority);
+  if (peer == nullptr) peer = connect(descriptor.owner, priority);
   MOE_P2P_CHECK(peer->address() == descriptor.owner, Code::kInvalidArgument, label,
                 ": the memory descriptor belongs to another peer than the one given");
   return state_->find_or_add_region(peer, descriptor);
@@ -248,6 +254,7 @@ void TransferEngine::map_region(const RemoteRegion* region, const provider::Memo
 // --- submission ---
 
 void TransferEngine::submit(Request& request) {
+  check_priority(request.priority, state_->options.label);
   check_operation(request.operation, num_nics(), state_->options.label);
   MOE_P2P_CHECK(!request.active(), Code::kInvalidArgument, state_->options.label,
                 ": submitting a Request that is not done");
@@ -259,6 +266,12 @@ void TransferEngine::submit(Request& request) {
 void TransferEngine::submit_from_poller(Request& request) noexcept {
   request.start();
   state_->poller.activate(request);
+}
+
+std::optional<Cancellation> TransferEngine::cancel(Request& request) {
+  std::optional<Cancellation> cancellation;
+  state_->run_exclusive(*this, [&] { cancellation = state_->poller.cancel(request); });
+  return cancellation;
 }
 
 void TransferEngine::run_on_poller(const Closure& closure, Deadline deadline) {
@@ -276,10 +289,10 @@ void TransferEngine::run_on_poller(const Closure& closure, Deadline deadline) {
 
 // --- polling thread ---
 
-bool TransferEngine::progress() noexcept {
+bool TransferEngine::progress(Lookout* lookout) noexcept {
   // relaxed: readers compare it with their own mark, or with null (see detach_poller()).
   state_->polling_thread.store(this_thread(), std::memory_order_relaxed);
-  return state_->poller.turn();
+  return state_->poller.turn(lookout);
 }
 
 bool TransferEngine::idle() const noexcept { return state_->poller.idle(); }

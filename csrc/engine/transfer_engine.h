@@ -8,6 +8,7 @@
 
 #include <chrono>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -21,6 +22,8 @@
 #include "platform/shm.h"
 
 namespace moe_p2p::engine {
+
+class Lookout;  // poller.h
 
 struct EngineOptions {
   std::string provider = "loopback";
@@ -50,19 +53,22 @@ class TransferEngine {
 
   const MemoryHandle* register_memory(const provider::MemorySpan& span);
   // Tries every NIC. Requests that still use the memory fail with kClosed. Throws Error{kTimeout}
-  // when a peer may still answer a read into it (Domain::unregister_memory).
+  // when a peer may still answer a read into it (Domain::unregister_memory); to be called again.
   void unregister_memory(const MemoryHandle* handle);
   MemoryDescriptor descriptor(const MemoryHandle* handle) const;
 
-  // Returns a new Peer at every call; the other engine need not do anything.
-  const Peer* connect(const EngineAddress& address);
+  // Returns a new Peer at every call, with connections of its own (queue pairs), so that what
+  // breaks them does not touch other Peers of the same address. The other engine need not do
+  // anything. `priority`: the class of the connections, where NICs have classes (settings).
+  const Peer* connect(const EngineAddress& address, int priority = 0);
   // Unfinished Requests to the peer fail with kClosed; others are not affected. The Peer
   // and its RemoteRegions are destroyed.
   void disconnect(const Peer* peer);
-  // Connects to the owner unless it is connected or `peer` is given. The region is valid until that
+  // Connects to the owner unless it is connected for `priority`, or `peer` is given. The region is valid until that
   // peer is disconnected; the same descriptor yields the same region. Throws when the descriptor
   // does not belong to the peer.
-  const RemoteRegion* resolve(const MemoryDescriptor& descriptor, const Peer* peer = nullptr);
+  const RemoteRegion* resolve(const MemoryDescriptor& descriptor, const Peer* peer = nullptr,
+                              int priority = 0);
   // Names GPU memory of a peer on this host that is mapped here at `local`: software NICs write
   // through it, other NICs ignore it. One window per region; dropped with the peer.
   void map_region(const RemoteRegion* region, const provider::MemorySpan& local);
@@ -70,6 +76,12 @@ class TransferEngine {
   // Throws Error{kInvalidArgument} for a range outside the registered memory or a Request that is
   // still in use, before anything is sent.
   void submit(Request& request);
+  // Takes back what is not posted and returns how much that is. The Request is done when its posted
+  // part has completed: with kCancelled when all of it arrived, so that its memory here may be
+  // reused, else with that part's failure. Returns nothing when it ended well before; of one that
+  // failed, or was cancelled before, how far it was then. The Request must have been submitted.
+  // Throws Error{kTimeout} as run_on_poller() does.
+  std::optional<Cancellation> cancel(Request& request);
   // Runs closure on the polling thread, in order with submissions, and waits for it; rethrows its
   // exception. Throws Error{kTimeout} when it had not begun by the deadline; it then never runs.
   // The closure must not block. Runs at once when the caller is the polling thread.
@@ -89,8 +101,9 @@ class TransferEngine {
   // --- polling thread --- submit() without the mailbox and the checks (made once, at set-up). The
   // Request must not be active.
   void submit_from_poller(Request& request) noexcept;
-  // Takes the mailbox, posts, polls. True when anything moved.
-  bool progress() noexcept;
+  // Takes the mailbox, posts, polls. True when anything moved. `lookout` is asked for urgent work
+  // between posts of lower classes.
+  bool progress(Lookout* lookout = nullptr) noexcept;
   // True when nothing is active or in flight: the poller may sleep until notified.
   bool idle() const noexcept;
 

@@ -78,28 +78,51 @@ int64_t EngineObject::register_memory(const Tensor& memory) {
                 describe(memory),
                 " in managed memory, which moves between GPU and host; use a tensor of torch's own "
                 "allocator");
-  const auto* handle = engine_.register_memory(
+  return add_registration(
       {.data = data,
        .bytes = bytes,
        .kind = on_gpu ? provider::MemoryKind::kCuda : provider::MemoryKind::kHost,
-       .device = on_gpu ? memory.get_device() : -1});
+       .device = on_gpu ? memory.get_device() : -1},
+      memory, 0);
+}
+
+int64_t EngineObject::add_registration(const provider::MemorySpan& span, const Tensor& tensor,
+                                       int64_t granted) {
+  const auto* handle = engine_.register_memory(span);
   const std::lock_guard lock(mutex_);
-  memories_.emplace(++last_id_, Memory{handle, memory});
+  memories_.emplace(++last_id_, Memory{handle, tensor, granted});
   return last_id_;
 }
 
+int64_t EngineObject::grant(int64_t memory) {
+  std::unique_lock lock(mutex_);
+  const Memory granted = find(memories_, memory, "memory", label_);
+  lock.unlock();
+  const OnDevice placed(granted.tensor.is_cuda() ? granted.tensor.get_device() : -1);
+  return add_registration(granted.handle->span, granted.tensor, memory);
+}
+
 void EngineObject::unregister_memory(int64_t memory) {
+  for (const int64_t grant : grants_of(memory)) unregister_memory(grant);
   std::unique_lock lock(mutex_);
   const Memory removed = find(memories_, memory, "memory", label_);
   memories_.erase(memory);
   lock.unlock();
   try {
     engine_.unregister_memory(removed.handle);
-  } catch (...) {  // a NIC may still use it
+  } catch (...) {  // a NIC may still use it: the tensor stays alive, and it may be tried again
     lock.lock();
-    kept_.push_back(removed.tensor);
+    memories_.emplace(memory, removed);
     throw;
   }
+}
+
+std::vector<int64_t> EngineObject::grants_of(int64_t memory) {
+  const std::lock_guard lock(mutex_);
+  std::vector<int64_t> grants;
+  for (const auto& [id, one] : memories_)
+    if (one.granted == memory) grants.push_back(id);
+  return grants;
 }
 
 const engine::MemoryHandle* EngineObject::memory(int64_t memory) {
@@ -107,8 +130,8 @@ const engine::MemoryHandle* EngineObject::memory(int64_t memory) {
   return find(memories_, memory, "memory", label_).handle;
 }
 
-int64_t EngineObject::connect(const engine::EngineAddress& address) {
-  const engine::Peer* peer = engine_.connect(address);
+int64_t EngineObject::connect(const engine::EngineAddress& address, int64_t priority) {
+  const engine::Peer* peer = engine_.connect(address, static_cast<int>(priority));
   const std::lock_guard lock(mutex_);
   peers_.emplace(++last_id_, peer);
   return last_id_;
@@ -128,9 +151,10 @@ const engine::Peer* EngineObject::peer(int64_t peer) {
   return find(peers_, peer, "peer", label_);
 }
 
-int64_t EngineObject::resolve(const engine::MemoryDescriptor& descriptor,
-                              const engine::Peer* peer) {
-  const engine::RemoteRegion* region = engine_.resolve(descriptor, peer);
+int64_t EngineObject::resolve(const engine::MemoryDescriptor& descriptor, const engine::Peer* peer,
+                              int64_t priority) {
+  const engine::RemoteRegion* region =
+      engine_.resolve(descriptor, peer, static_cast<int>(priority));
   const std::lock_guard lock(mutex_);
   regions_.emplace(++last_id_, region);
   return last_id_;
@@ -141,8 +165,11 @@ const engine::RemoteRegion* EngineObject::region(int64_t region) {
   return find(regions_, region, "region", label_);
 }
 
-int64_t EngineObject::submit(std::shared_ptr<RequestRecord> record) {
+int64_t EngineObject::submit(std::shared_ptr<RequestRecord> record, int64_t priority) {
   check_open();
+  MOE_P2P_CHECK(priority >= 0 && priority < engine::kNumPriorities, Code::kInvalidArgument, label_,
+                ": priority is ", priority, ", must be 0 to ", engine::kNumPriorities - 1);
+  record->request.priority = static_cast<uint8_t>(priority);
   engine_.submit(record->request);
   const std::lock_guard lock(mutex_);
   drop_forgotten();
@@ -170,6 +197,18 @@ std::shared_ptr<RequestRecord> EngineObject::request(int64_t request) {
   return find(requests_, request, "request", label_);
 }
 
+std::optional<engine::Cancellation> EngineObject::cancel_request(int64_t request) {
+  check_open();
+  std::shared_ptr<RequestRecord> record;
+  {
+    const std::lock_guard lock(mutex_);
+    const auto found = requests_.find(request);
+    if (found == requests_.end()) return std::nullopt;
+    record = found->second;
+  }
+  return engine_.cancel(record->request);
+}
+
 template <typename Ready>
 bool EngineObject::wait_in_slices(milliseconds timeout, Ready&& ready) {
   const auto deadline = platform::Clock::now() + timeout;
@@ -184,18 +223,30 @@ bool EngineObject::wait_in_slices(milliseconds timeout, Ready&& ready) {
   }
 }
 
-void EngineObject::wait_request(int64_t request_id, double timeout_s) {
+std::vector<int64_t> EngineObject::take_finished(int64_t queue, double timeout_s) {
+  std::vector<int64_t> ended;
+  wait_in_slices(timeout_from(timeout_s),
+                 [&](platform::Deadline until) { return finished_.take(queue, until, ended); });
+  return ended;
+}
+
+void EngineObject::wait_request(int64_t request_id, double timeout_s, double waited_s) {
   const auto record = request(request_id);
   const bool done = wait_in_slices(timeout_from(timeout_s), [&](platform::Deadline until) {
     return record->request.wait(until, wait_);
   });
-  MOE_P2P_CHECK(done, Code::kTimeout, label_, ": ", record->what, " is not done within ", timeout_s,
-                " s; it may still be waited for");
+  MOE_P2P_CHECK(done, Code::kTimeout, label_, ": ", record->what, " is not done within ",
+                timeout_s + waited_s, " s; it may still be waited for");
   {
     const std::lock_guard lock(mutex_);
     requests_.erase(request_id);
   }
   const base::Status status = record->request.status();
+  const engine::Cancellation& end = record->request.cancellation();
+  MOE_P2P_CHECK(status.code != Code::kCancelled, status.code, label_, ": ", record->what,
+                " was cancelled; ", end.posted.bytes, " bytes in ", end.posted_writes,
+                " work requests were posted and are done, ", end.taken_back.bytes,
+                " bytes were taken back");
   MOE_P2P_CHECK(status.ok(), status.code, label_, ": ", record->what, " failed (",
                 base::code_name(status.code), ", provider code ", status.detail, ")",
                 engine_.first_failure());

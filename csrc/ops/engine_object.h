@@ -6,11 +6,13 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
 #include "engine/transfer_engine.h"
+#include "ops/finished_requests.h"
 #include "ops/registry.h"
 #include "ops/tensor_checks.h"
 #include "proxy/proxy_thread.h"
@@ -21,15 +23,6 @@ namespace moe_p2p::ops {
 platform::WaitPolicy wait_policy(const std::string& mode);
 // Throws Error{kInvalidArgument} unless it is a number of seconds of at least 0.
 std::chrono::milliseconds timeout_from(double timeout_s);
-
-// A submitted request with the arrays that its operation points to.
-struct RequestRecord {
-  engine::Request request;
-  std::vector<int64_t> source_pages;
-  std::vector<int64_t> target_pages;
-  std::vector<engine::Slice> slices;
-  std::string what;  // "write of 64 bytes", for errors
-};
 
 class EngineObject {
  public:
@@ -42,36 +35,51 @@ class EngineObject {
 
   // The tensor stays alive while it is registered.
   int64_t register_memory(const Tensor& memory);
+  // Registers the memory once more, under keys of its own: for one peer, so that unregistering the
+  // grant takes the memory back from that peer alone.
+  int64_t grant(int64_t memory);
+  // Of a memory with grants: the grants first.
   void unregister_memory(int64_t memory);
   const engine::MemoryHandle* memory(int64_t memory);
 
-  int64_t connect(const engine::EngineAddress& address);
+  int64_t connect(const engine::EngineAddress& address, int64_t priority);
   void disconnect(int64_t peer);
   const engine::Peer* peer(int64_t peer);
 
-  int64_t resolve(const engine::MemoryDescriptor& descriptor, const engine::Peer* peer);
+  int64_t resolve(const engine::MemoryDescriptor& descriptor, const engine::Peer* peer,
+                  int64_t priority);
   const engine::RemoteRegion* region(int64_t region);
 
-  int64_t submit(std::shared_ptr<RequestRecord> record);
+  int64_t submit(std::shared_ptr<RequestRecord> record, int64_t priority);
   std::shared_ptr<RequestRecord> request(int64_t request);
   // Waits in slices, so that close() and signals end it early.
-  void wait_request(int64_t request, double timeout_s);
+  void wait_request(int64_t request, double timeout_s, double waited_s);
+  FinishedRequests& finished() noexcept { return finished_; }
+  std::vector<int64_t> take_finished(int64_t queue, double timeout_s);
+  // As TransferEngine::cancel(); nothing also when somebody has waited for its end.
+  std::optional<engine::Cancellation> cancel_request(int64_t request);
   // No one waits for it any more: its record goes away once it is done.
   void forget_request(int64_t request);
   uint64_t wait_imm(uint32_t imm, uint64_t count, double timeout_s);
   uint64_t free_imm(uint32_t imm);  // returns how often it was counted
 
   // Later calls and running waits throw Error{kClosed}.
-  void close() noexcept { closed_.store(true, std::memory_order_release); }
+  void close() noexcept {
+    closed_.store(true, std::memory_order_release);
+    finished_.wake_all();
+  }
 
  private:
   struct Memory {
     const engine::MemoryHandle* handle;
     Tensor tensor;
+    int64_t granted = 0;  // of a grant: the memory
   };
+  int64_t add_registration(const provider::MemorySpan& span, const Tensor& tensor, int64_t granted);
   template <typename Ready>
   bool wait_in_slices(std::chrono::milliseconds timeout, Ready&& ready);
   void check_open() const;
+  std::vector<int64_t> grants_of(int64_t memory);
   void drop_forgotten();  // under mutex_
 
   const std::string label_;
@@ -81,12 +89,12 @@ class EngineObject {
   std::mutex mutex_;  // guards the tables
   int64_t last_id_ = 0;
   std::unordered_map<int64_t, Memory> memories_;
-  std::vector<Tensor> kept_;  // could not be unregistered
   std::unordered_map<int64_t, const engine::Peer*> peers_;
   std::unordered_map<int64_t, const engine::RemoteRegion*> regions_;
   std::unordered_map<int64_t, std::shared_ptr<RequestRecord>> requests_;
   std::vector<int64_t> forgotten_;  // in requests_, removed by a later submit() once done
 
+  FinishedRequests finished_;
   // Destroyed in this order, last member first: the thread, the engine, then what they point to.
   engine::TransferEngine engine_;
   proxy::ProxyThread proxy_;

@@ -36,21 +36,28 @@ void engine_unregister(int64_t engine, int64_t memory) {
   engines().get(engine)->unregister_memory(memory);
 }
 
+// The number of the grant, which engine_descriptor and engine_unregister take as a memory's.
+int64_t engine_grant(int64_t engine, int64_t memory) {
+  return engines().get(engine)->grant(memory);
+}
+
 Tensor engine_descriptor(int64_t engine, int64_t memory) {
   const auto object = engines().get(engine);
   return bytes_tensor(object->engine().descriptor(object->memory(memory)).serialize());
 }
 
-int64_t engine_connect(int64_t engine, const Tensor& address) {
-  return engines().get(engine)->connect(engine::EngineAddress::parse(bytes_of(address, "address")));
+int64_t engine_connect(int64_t engine, const Tensor& address, int64_t priority) {
+  return engines().get(engine)->connect(engine::EngineAddress::parse(bytes_of(address, "address")),
+                                        priority);
 }
 
 void engine_disconnect(int64_t engine, int64_t peer) { engines().get(engine)->disconnect(peer); }
 
-int64_t engine_resolve(int64_t engine, const Tensor& descriptor, std::optional<int64_t> peer) {
+int64_t engine_resolve(int64_t engine, const Tensor& descriptor, std::optional<int64_t> peer,
+                       int64_t priority) {
   const auto object = engines().get(engine);
   return object->resolve(engine::MemoryDescriptor::parse(bytes_of(descriptor, "descriptor")),
-                         peer ? object->peer(*peer) : nullptr);
+                         peer ? object->peer(*peer) : nullptr, priority);
 }
 
 int64_t engine_region_bytes(int64_t engine, int64_t region) {
@@ -93,6 +100,7 @@ STABLE_TORCH_LIBRARY_IMPL(moe_p2p, CompositeExplicitAutograd, m) {
   m.impl("engine_address", TORCH_BOX(&engine_address));
   m.impl("engine_register", TORCH_BOX(&engine_register));
   m.impl("engine_unregister", TORCH_BOX(&engine_unregister));
+  m.impl("engine_grant", TORCH_BOX(&engine_grant));
   m.impl("engine_descriptor", TORCH_BOX(&engine_descriptor));
   m.impl("engine_connect", TORCH_BOX(&engine_connect));
   m.impl("engine_disconnect", TORCH_BOX(&engine_disconnect));

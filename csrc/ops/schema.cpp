@@ -42,10 +42,13 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
   m.def("engine_address(int engine) -> Tensor");
   m.def("engine_register(int engine, Tensor memory) -> SymInt");
   m.def("engine_unregister(int engine, int memory) -> ()");
+  m.def("engine_grant(int engine, int memory) -> SymInt");
   m.def("engine_descriptor(int engine, int memory) -> Tensor");
-  m.def("engine_connect(int engine, Tensor address) -> SymInt");
+  m.def("engine_connect(int engine, Tensor address, int priority=1) -> SymInt");
   m.def("engine_disconnect(int engine, int peer) -> ()");
-  m.def("engine_resolve(int engine, Tensor descriptor, int? peer=None) -> SymInt");
+  m.def(
+      "engine_resolve(int engine, Tensor descriptor, int? peer=None, "
+      "int priority=1) -> SymInt");
   m.def("engine_region_bytes(int engine, int region) -> int");
   m.def("engine_counters(int engine) -> Tensor");
   m.def("software_nic_bytes(str settings, int num_peers) -> int");
@@ -57,26 +60,31 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
   // --- engine: transfers; each returns a request to wait for ---
   m.def(
       "engine_write(int engine, int memory, int offset, int region, int region_offset, int bytes, "
-      "int? imm=None) -> int");
+      "int? imm=None, int priority=1) -> int");
   m.def(
       "engine_write_pages(int engine, int memory, int region, int page_bytes, Tensor pages, "
       "int stride, int offset, Tensor region_pages, int region_stride, int region_offset, "
       "int? imm=None, int row_bytes=0, int row_stride=0, int region_row_stride=0, "
-      "bool imm_per_page=True) -> SymInt");
+      "bool imm_per_page=True, int priority=1) -> SymInt");
   m.def(
-      "engine_read(int engine, int memory, int offset, int region, int region_offset, int bytes) "
-      "-> SymInt");
+      "engine_read(int engine, int memory, int offset, int region, int region_offset, int bytes, "
+      "int priority=1) -> SymInt");
   m.def(
       "engine_read_pages(int engine, int memory, int region, int page_bytes, Tensor pages, "
       "int stride, int offset, Tensor region_pages, int region_stride, int region_offset, "
-      "int row_bytes=0, int row_stride=0, int region_row_stride=0) -> SymInt");
+      "int row_bytes=0, int row_stride=0, int region_row_stride=0, int priority=1) -> SymInt");
   m.def(
-      "engine_scatter(int engine, int memory, Tensor slices, bool by_bytes, int? imm=None) "
-      "-> SymInt");
-  m.def("engine_imm(int engine, int peer, int imm) -> int");
-  m.def("engine_wait(int engine, int request, float timeout_s) -> ()");
+      "engine_scatter(int engine, int memory, Tensor slices, bool by_bytes, int? imm=None, "
+      "int priority=1) -> SymInt");
+  m.def("engine_imm(int engine, int peer, int imm, int priority=1) -> int");
+  m.def("engine_wait(int engine, int request, float timeout_s, float waited_s=0) -> ()");
   m.def("engine_poll(int engine, int request) -> bool");
   m.def("engine_forget(int engine, int request) -> ()");
+  m.def("engine_cancel(int engine, int request) -> Tensor");
+  m.def("engine_queue(int engine) -> SymInt");
+  m.def("engine_queue_fd(int engine, int queue) -> int");
+  m.def("engine_watch(int engine, int queue, int request) -> ()");
+  m.def("engine_take(int engine, int queue, float timeout_s) -> Tensor");
   m.def("engine_imm_wait(int engine, int imm, int count, float timeout_s) -> int");
   m.def("engine_imm_value(int engine, int imm) -> int");
   m.def("engine_imm_free(int engine, int imm) -> int");

@@ -1,4 +1,6 @@
 // torch.ops.moe_p2p.engine_*: transfers over an engine, and waits for them.
+#include <algorithm>
+#include <iterator>
 #include <limits>
 #include <utility>
 
@@ -33,7 +35,8 @@ std::vector<int64_t> page_indices(const Tensor& pages, const char* name) {
 }
 
 int64_t engine_write(int64_t engine, int64_t memory, int64_t offset, int64_t region,
-                     int64_t region_offset, int64_t bytes, std::optional<int64_t> imm) {
+                     int64_t region_offset, int64_t bytes, std::optional<int64_t> imm,
+                     int64_t priority) {
   const auto object = engines().get(engine);
   auto record = std::make_shared<RequestRecord>();
   record->what = base::concat("write of ", bytes, " bytes");
@@ -44,14 +47,14 @@ int64_t engine_write(int64_t engine, int64_t memory, int64_t offset, int64_t reg
                     .target_offset = unsigned_of(region_offset, "region_offset"),
                     .bytes = unsigned_of(bytes, "bytes"),
                     .imm = free_form(imm)};
-  return object->submit(std::move(record));
+  return object->submit(std::move(record), priority);
 }
 
 int64_t engine_write_pages(int64_t engine, int64_t memory, int64_t region, int64_t page_bytes,
                            const Tensor& pages, int64_t stride, int64_t offset,
                            const Tensor& region_pages, int64_t region_stride, int64_t region_offset,
                            std::optional<int64_t> imm, int64_t row_bytes, int64_t row_stride,
-                           int64_t region_row_stride, bool imm_per_page) {
+                           int64_t region_row_stride, bool imm_per_page, int64_t priority) {
   const auto object = engines().get(engine);
   auto record = std::make_shared<RequestRecord>();
   record->source_pages = page_indices(pages, "pages");
@@ -71,11 +74,11 @@ int64_t engine_write_pages(int64_t engine, int64_t memory, int64_t region, int64
       .row_bytes = unsigned_of(row_bytes, "row_bytes"),
       .imms =
           imm_per_page ? engine::WritePages::Imms::kPerPage : engine::WritePages::Imms::kPerNic};
-  return object->submit(std::move(record));
+  return object->submit(std::move(record), priority);
 }
 
 int64_t engine_read(int64_t engine, int64_t memory, int64_t offset, int64_t region,
-                    int64_t region_offset, int64_t bytes) {
+                    int64_t region_offset, int64_t bytes, int64_t priority) {
   const auto object = engines().get(engine);
   auto record = std::make_shared<RequestRecord>();
   record->what = base::concat("read of ", bytes, " bytes");
@@ -85,13 +88,14 @@ int64_t engine_read(int64_t engine, int64_t memory, int64_t offset, int64_t regi
                    .source = object->region(region),
                    .source_offset = unsigned_of(region_offset, "region_offset"),
                    .bytes = unsigned_of(bytes, "bytes")};
-  return object->submit(std::move(record));
+  return object->submit(std::move(record), priority);
 }
 
 int64_t engine_read_pages(int64_t engine, int64_t memory, int64_t region, int64_t page_bytes,
                           const Tensor& pages, int64_t stride, int64_t offset,
                           const Tensor& region_pages, int64_t region_stride, int64_t region_offset,
-                          int64_t row_bytes, int64_t row_stride, int64_t region_row_stride) {
+                          int64_t row_bytes, int64_t row_stride, int64_t region_row_stride,
+                          int64_t priority) {
   const auto object = engines().get(engine);
   auto record = std::make_shared<RequestRecord>();
   record->target_pages = page_indices(pages, "pages");
@@ -108,12 +112,12 @@ int64_t engine_read_pages(int64_t engine, int64_t memory, int64_t region, int64_
                        unsigned_of(region_offset, "region_offset"),
                        unsigned_of(region_row_stride, "region_row_stride")},
       .row_bytes = unsigned_of(row_bytes, "row_bytes")};
-  return object->submit(std::move(record));
+  return object->submit(std::move(record), priority);
 }
 
 // slices [n, 4]: offset, region, offset in the region, bytes.
 int64_t engine_scatter(int64_t engine, int64_t memory, const Tensor& slices, bool by_bytes,
-                       std::optional<int64_t> imm) {
+                       std::optional<int64_t> imm, int64_t priority) {
   const auto object = engines().get(engine);
   const auto* row = input<int64_t>(slices, {"slices", {ScalarType::Long}, {kAny, 4}});
   auto record = std::make_shared<RequestRecord>();
@@ -129,19 +133,20 @@ int64_t engine_scatter(int64_t engine, int64_t memory, const Tensor& slices, boo
                       .sharding = by_bytes ? engine::Scatter::Sharding::kByBytes
                                            : engine::Scatter::Sharding::kByPeer,
                       .imm = free_form(imm)};
-  return object->submit(std::move(record));
+  return object->submit(std::move(record), priority);
 }
 
-int64_t engine_imm(int64_t engine, int64_t peer, int64_t imm) {
+int64_t engine_imm(int64_t engine, int64_t peer, int64_t imm, int64_t priority) {
   const auto object = engines().get(engine);
   auto record = std::make_shared<RequestRecord>();
   record->what = base::concat("immediate ", imm);
   record->request.operation = engine::Imm{.peer = object->peer(peer), .imm = free_form(imm)};
-  return object->submit(std::move(record));
+  return object->submit(std::move(record), priority);
 }
 
-void engine_wait(int64_t engine, int64_t request, double timeout_s) {
-  engines().get(engine)->wait_request(request, timeout_s);
+// waited_s: what the caller has waited already, for the error text.
+void engine_wait(int64_t engine, int64_t request, double timeout_s, double waited_s) {
+  engines().get(engine)->wait_request(request, timeout_s, waited_s);
 }
 
 bool engine_poll(int64_t engine, int64_t request) {
@@ -150,6 +155,38 @@ bool engine_poll(int64_t engine, int64_t request) {
 
 void engine_forget(int64_t engine, int64_t request) {
   engines().get(engine)->forget_request(request);
+}
+
+// [5]: bytes posted, work requests posted, immediates posted, bytes and immediates taken back; [0]
+// when it had ended before.
+Tensor engine_cancel(int64_t engine, int64_t request) {
+  const auto found = engines().get(engine)->cancel_request(request);
+  Tensor tensor = make_tensor({found ? 5 : 0}, ScalarType::Long);
+  if (!found) return tensor;
+  const uint64_t values[] = {found->posted.bytes, found->posted_writes, found->posted.imms,
+                             found->taken_back.bytes, found->taken_back.imms};
+  std::copy(std::begin(values), std::end(values), static_cast<int64_t*>(tensor.mutable_data_ptr()));
+  return tensor;
+}
+
+// A new queue of finished requests, and the descriptor to sleep on; both live as long as the engine.
+int64_t engine_queue(int64_t engine) { return engines().get(engine)->finished().open(); }
+int64_t engine_queue_fd(int64_t engine, int64_t queue) {
+  return engines().get(engine)->finished().fd(queue);
+}
+
+void engine_watch(int64_t engine, int64_t queue, int64_t request) {
+  const auto object = engines().get(engine);
+  object->finished().watch(queue, request, object->request(request));
+}
+
+// Numbers of watched requests that have ended since the last call; waits until there is one.
+Tensor engine_take(int64_t engine, int64_t queue, double timeout_s) {
+  const auto object = engines().get(engine);
+  const std::vector<int64_t> ended = object->take_finished(queue, timeout_s);
+  Tensor tensor = make_tensor({std::ssize(ended)}, ScalarType::Long);
+  std::ranges::copy(ended, static_cast<int64_t*>(tensor.mutable_data_ptr()));
+  return tensor;
 }
 
 int64_t engine_imm_wait(int64_t engine, int64_t imm, int64_t count, double timeout_s) {
@@ -182,6 +219,11 @@ STABLE_TORCH_LIBRARY_IMPL(moe_p2p, CompositeExplicitAutograd, m) {
   m.impl("engine_wait", TORCH_BOX(&engine_wait));
   m.impl("engine_poll", TORCH_BOX(&engine_poll));
   m.impl("engine_forget", TORCH_BOX(&engine_forget));
+  m.impl("engine_cancel", TORCH_BOX(&engine_cancel));
+  m.impl("engine_queue", TORCH_BOX(&engine_queue));
+  m.impl("engine_queue_fd", TORCH_BOX(&engine_queue_fd));
+  m.impl("engine_watch", TORCH_BOX(&engine_watch));
+  m.impl("engine_take", TORCH_BOX(&engine_take));
   m.impl("engine_imm_wait", TORCH_BOX(&engine_imm_wait));
   m.impl("engine_imm_value", TORCH_BOX(&engine_imm_value));
   m.impl("engine_imm_free", TORCH_BOX(&engine_imm_free));

@@ -102,6 +102,11 @@ class Domain {
   virtual base::Bytes address() const = 0;
   // Makes `address` writable and readable from here. Each call yields a new id; the peer need not cooperate.
   virtual PeerId connect(std::span<const std::byte> address) = 0;
+  // The same for traffic of one class, 0 to 2, the most urgent first. Where a NIC has classes its
+  // settings say which of them each becomes.
+  virtual PeerId connect_for(std::span<const std::byte> address, int /*priority*/) {
+    return connect(address);
+  }
   // Outstanding writes to the peer complete, good or bad; other peers are not affected.
   virtual void disconnect(PeerId peer) = 0;
   virtual MemoryKey register_memory(const MemorySpan& span) = 0;

@@ -6,6 +6,7 @@
 #include <chrono>
 
 #include "base/log.h"
+#include "engine/poller.h"
 #include "platform/thread.h"
 
 namespace moe_p2p::proxy {
@@ -22,6 +23,22 @@ constexpr auto kAnswerTimeout = std::chrono::seconds(10);
 // to ordinary completions. Too large: a slow peer costs a core for as long.
 constexpr auto kPatience = std::chrono::milliseconds(1);
 constexpr auto kNap = std::chrono::microseconds(50);
+
+// Doorbells are also looked at between posts of requests that are less urgent.
+class Doorbells final : public engine::Lookout {
+ public:
+  explicit Doorbells(std::span<ProxyTask* const> tasks) : tasks_(tasks) {}
+  bool take() noexcept {
+    bool taken = false;
+    for (ProxyTask* const& task : tasks_)
+      if (task != nullptr) taken |= task->take_doorbells();
+    return taken;
+  }
+  void look() noexcept override { take(); }
+
+ private:
+  const std::span<ProxyTask* const> tasks_;
+};
 
 }  // namespace
 
@@ -63,10 +80,9 @@ void ProxyThread::remove_task(ProxyTask* task) {
 }
 
 bool ProxyThread::turn(engine::TransferEngine& engine, std::span<ProxyTask* const> tasks) noexcept {
-  bool moved = false;
-  for (ProxyTask* task : tasks)
-    if (task != nullptr) moved |= task->take_doorbells();
-  moved |= engine.progress();  // mailbox, post, poll
+  Doorbells doorbells(tasks);
+  bool moved = doorbells.take();
+  moved |= engine.progress(&doorbells);  // mailbox, post, poll
   for (ProxyTask* const& task : tasks)
     if (task != nullptr) moved |= task->publish_arrivals();
   return moved;

@@ -1,7 +1,12 @@
-"""KV-cache transfer: layouts and the plan between two of them. docs/kv.md."""
+"""KV-cache transfer: layouts, the plan between two of them, and workers that carry it out.
+
+docs/kv.md explains it.
+"""
 
 from moe_p2p.kv.layout import ORDERS, Holding, KVGroup, KVLayout
+from moe_p2p.kv.leases import Leases, TorchLeases, Worker
 from moe_p2p.kv.link import CX7, EFA, LINKS, KVLink
+from moe_p2p.kv.membership import Membership
 from moe_p2p.kv.memory import (
     KVMemory,
     KVRequest,
@@ -11,9 +16,15 @@ from moe_p2p.kv.memory import (
     layout_to_bytes,
     resolve,
 )
+from moe_p2p.kv.pair import KVCache
 from moe_p2p.kv.plan import KVMove, KVPlan, kv_plan
+from moe_p2p.kv.receiver import KVReceiver
 from moe_p2p.kv.requests import KVCounts, Span, aligned_begin, check_pages, counts, indices, span_of
+from moe_p2p.kv.reservation import KVReservation
+from moe_p2p.kv.sender import KVSender
+from moe_p2p.kv.sending import KVSending
 from moe_p2p.kv.tokens import forget_periods
+from moe_p2p.kv.worker import KVTimeouts
 
 __all__ = [
     "CX7",
@@ -21,6 +32,7 @@ __all__ = [
     "LINKS",
     "ORDERS",
     "Holding",
+    "KVCache",
     "KVCounts",
     "KVGroup",
     "KVLayout",
@@ -28,9 +40,18 @@ __all__ = [
     "KVMemory",
     "KVMove",
     "KVPlan",
+    "KVReceiver",
     "KVRequest",
+    "KVReservation",
+    "KVSender",
+    "KVSending",
+    "KVTimeouts",
+    "Leases",
+    "Membership",
     "Place",
     "Span",
+    "TorchLeases",
+    "Worker",
     "aligned_begin",
     "check_pages",
     "counts",

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
+import subprocess
+import sys
+import time
+
 import pytest
 import torch
 
@@ -97,6 +103,60 @@ def test_runs_of_pages_are_merged() -> None:
         here.write_pages(memory, region, page_bytes=64, pages=pages, region_pages=pages).wait()
         assert torch.equal(inbox, memory.tensor)
         assert here.counters()[0]["writes"] == 1
+
+
+OWNER = """
+import sys, torch, moe_p2p
+settings = "provider=tcp,interfaces=lo"
+engine = moe_p2p.Engine(moe_p2p.EngineConfig(transport="libfabric", transport_settings=settings))
+memory = engine.register(torch.ones(1000))
+print(memory.descriptor.hex(), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_memory_that_a_peer_may_still_answer_into_is_unregistered_later() -> None:
+    """tcp takes no read back: unregistering works once the stopped peer goes on."""
+    config = moe_p2p.EngineConfig(
+        transport="libfabric", transport_settings="provider=tcp,interfaces=lo"
+    )
+    try:
+        reader = moe_p2p.Engine(config)
+    except moe_p2p.UnavailableError as error:
+        pytest.skip(str(error))
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert owner.stdout
+        with reader:
+            region = reader.resolve(bytes.fromhex(owner.stdout.readline()))
+            memory = reader.register(torch.zeros(1000))
+            reader.read(memory, region).wait()
+            owner.send_signal(signal.SIGSTOP)
+            late = reader.read(memory, region)
+            while reader.counters()[0]["reads"] < 2:  # the first one is done, this one is posted
+                time.sleep(0.001)
+            for _ in range(2):
+                with pytest.raises(moe_p2p.TimeoutError, match="must not be freed"):
+                    memory.unregister()
+            owner.send_signal(signal.SIGCONT)
+            _unregister_in_the_end(memory)
+            with pytest.raises(moe_p2p.ClosedError):
+                late.wait()
+            with pytest.raises(moe_p2p.InvalidArgumentError, match="is not known here"):
+                memory.unregister()
+    finally:
+        owner.kill()
+        owner.communicate()
+
+
+def _unregister_in_the_end(memory: moe_p2p.transfers.Memory) -> None:
+    for _ in range(160):  # half a second each
+        with contextlib.suppress(moe_p2p.TimeoutError):
+            memory.unregister()
+            return
+    raise AssertionError("the peer goes on, and the memory stays registered")
 
 
 def test_reads_of_memory_that_was_given_back_fail() -> None:

@@ -26,6 +26,10 @@ static_assert(sizeof(fabric::Fid) == sizeof(fid));
 SAME_PLACE(fabric::TxAttr, op_flags, fi_tx_attr, op_flags);
 SAME_PLACE(fabric::TxAttr, size, fi_tx_attr, size);
 SAME_PLACE(fabric::TxAttr, rma_iov_limit, fi_tx_attr, rma_iov_limit);
+SAME_PLACE(fabric::TxAttr, tclass, fi_tx_attr, tclass);
+static_assert(fabric::kBestEffort == FI_TC_BEST_EFFORT &&
+              fabric::kLowLatency == FI_TC_LOW_LATENCY && fabric::kBulkData == FI_TC_BULK_DATA &&
+              fabric::kScavenger == FI_TC_SCAVENGER);
 SAME_PLACE(fabric::EpAttr, type, fi_ep_attr, type);
 SAME_PLACE(fabric::EpAttr, max_msg_size, fi_ep_attr, max_msg_size);
 SAME_PLACE(fabric::DomainAttr, name, fi_domain_attr, name);

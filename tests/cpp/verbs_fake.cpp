@@ -309,6 +309,7 @@ int modify_qp(Qp* plain, QpAttr* attr, int mask) {
       if ((attr->ah_attr.dgid.raw[0] == 0xfe) != (attr->ah_attr.sgid_index == 0))
         return ENETUNREACH;
       qp.peer_qp = attr->dest_qp_num;
+      f.paths.emplace_back(attr->ah_attr.sl, attr->ah_attr.traffic_class);
     }
     // mlx5 and others refuse more than the device has.
     if (attr->max_rd_atomic > f.faults.max_reads_sent ||

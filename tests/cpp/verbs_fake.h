@@ -13,6 +13,8 @@
 #include <mutex>
 #include <random>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "provider/verbs/api.h"
 
@@ -62,8 +64,9 @@ class FakeVerbs {
     const std::lock_guard lock(mutex_);
     return step(*this);
   }
-  Faults faults;      // set in locked()
-  Counters counters;  // since install(), but for those alive
+  Faults faults;                           // set in locked()
+  Counters counters;                       // since install(), but for those alive
+  std::vector<std::pair<int, int>> paths;  // service level, traffic class of each end, as made
   std::mt19937_64 random{1};
   // The link of a device goes down or comes up: its event, not its effect (Faults::link_down).
   void raise(const char* device, int event_type);

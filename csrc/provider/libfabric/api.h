@@ -37,6 +37,9 @@ inline constexpr int kMrLocal = 1 << 2, kMrVirtAddr = 1 << 4, kMrAllocated = 1 <
 inline constexpr int kAvTable = 2, kProgressManual = 2, kThreadDomain = 3, kThreadCompletion = 4,
                      kEndpointRdm = 3, kCqFormatData = 3, kWaitNone = 0, kControlEnable = 6,
                      kHmemSystem = 0, kHmemCuda = 1;
+// Traffic classes of endpoints.
+inline constexpr uint32_t kBestEffort = 0x200, kLowLatency = 0x201, kBulkData = 0x203,
+                          kScavenger = 0x204;
 // Options of endpoints: each a bool. The last is EFA's own (fi_ext.h).
 inline constexpr int kOptEndpoint = 0, kOptCudaApiPermitted = 10, kOptSharedMemoryPermitted = 11,
                      kOptEfaEmulatedWrite = -(0xefa << 16) + 2;

@@ -2,6 +2,7 @@
 
 #include <sstream>
 
+#include "provider/libfabric/api.h"
 #include "provider/settings.h"
 
 namespace moe_p2p::provider::libfabric {
@@ -9,7 +10,7 @@ namespace moe_p2p::provider::libfabric {
 Config parse_config(const std::string& text) {
   const Settings settings("libfabric", text,
                           {"provider", "interfaces", "library", "max_in_flight", "max_write_bytes",
-                           "timeout_ms", "hmem"});
+                           "timeout_ms", "hmem", "tclass"});
   Config config;
   config.provider =
       settings.word("provider", "efa", {"efa", "tcp", "net", "shm", "sockets", "verbs;ofi_rxm"});
@@ -25,6 +26,12 @@ Config parse_config(const std::string& text) {
   config.hmem = hmem == "on"    ? Config::Hmem::kOn
                 : hmem == "off" ? Config::Hmem::kOff
                                 : Config::Hmem::kAuto;
+  const std::string tclass =
+      settings.word("tclass", "", {"best_effort", "low_latency", "bulk_data", "scavenger"});
+  if (tclass == "best_effort") config.tclass = kBestEffort;
+  if (tclass == "low_latency") config.tclass = kLowLatency;
+  if (tclass == "bulk_data") config.tclass = kBulkData;
+  if (tclass == "scavenger") config.tclass = kScavenger;
   return config;
 }
 

@@ -12,6 +12,8 @@
 //   timeout_ms=10000    a peer that takes nothing for this long is given up (kPeerDead)
 //   hmem=auto           GPU memory: on (libfabric's FI_HMEM), off, or auto: FI_HMEM for efa and
 //                       verbs where libfabric has it, else dma-buf for efa
+//   tclass=             best_effort, low_latency, bulk_data or scavenger: the traffic class of this
+//                       engine's endpoints. Not given: the provider's own
 #pragma once
 
 #include <chrono>
@@ -31,6 +33,7 @@ struct Config {
   uint32_t max_write_bytes = 0;
   std::chrono::milliseconds timeout{};
   Hmem hmem = Hmem::kAuto;
+  uint32_t tclass = 0;
 
   bool is_efa() const { return provider == "efa"; }
   bool is_verbs() const { return provider.starts_with("verbs"); }

@@ -38,6 +38,7 @@ OwnedInfo make_hints(const Config& config, bool hmem, uint64_t completion_level)
   hints->mode = kContext | kContext2;
   hints->ep_attr->type = kEndpointRdm;
   hints->tx_attr->op_flags = completion_level;
+  hints->tx_attr->tclass = config.tclass;
   hints->domain_attr->mr_mode =
       kMrLocal | kMrVirtAddr | kMrAllocated | kMrProvKey | kMrEndpoint | (hmem ? kMrHmem : 0);
   // With a NIC, memory is registered beside traffic (gate.h).

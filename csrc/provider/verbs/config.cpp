@@ -16,6 +16,23 @@ std::vector<std::string> split(const std::string& text) {
   return parts;
 }
 
+// One number for all classes of traffic, or one for each.
+std::array<uint8_t, 3> by_priority(const Settings& settings, std::string_view key, int64_t high) {
+  std::vector<int64_t> given = settings.integers(key);
+  if (given.empty()) given.push_back(0);
+  if (given.size() == 1) given.resize(3, given[0]);
+  MOE_P2P_CHECK(given.size() == 3, base::Code::kInvalidArgument, "verbs settings: ", key, " has ",
+                given.size(),
+                " values; it must be one, or one for each of the 3 priorities, 0:8:16");
+  std::array<uint8_t, 3> values{};
+  for (size_t i = 0; i < values.size(); ++i) {
+    MOE_P2P_CHECK(given[i] >= 0 && given[i] <= high, base::Code::kInvalidArgument,
+                  "verbs settings: ", key, "=", given[i], " is refused; it must be 0 to ", high);
+    values[i] = static_cast<uint8_t>(given[i]);
+  }
+  return values;
+}
+
 }  // namespace
 
 Config parse_config(const std::string& text) {
@@ -40,8 +57,8 @@ Config parse_config(const std::string& text) {
   config.host = settings.text("host", one ? config.bind : "");
   if (!settings.text("gid_index", "").empty()) number("gid_index", config.gid_index, 0, 0, 255);
   number("port", config.port, 1, 1, 255);
-  number("traffic_class", config.traffic_class, 0, 0, 255);
-  number("service_level", config.service_level, 0, 0, 15);
+  config.traffic_class = by_priority(settings, "traffic_class", 255);
+  config.service_level = by_priority(settings, "service_level", 15);
   number("pkey_index", config.pkey_index, 0, 0, 65535);
   number("mtu", config.mtu_bytes, 0, 0, 4096);
   number("timeout", config.timeout, 18, 1, 31);

@@ -6,7 +6,8 @@
 //   gid_index=          not given: chosen (gid.h) by the next two
 //   gid_type=v2         v2 or v1: which kind of RoCE; InfiniBand has neither
 //   gid_address=        the GID that carries this IP address
-//   traffic_class=0     service_level=0     pkey_index=0
+//   traffic_class=0     service_level=0     one for all, or "a:b:c" for the classes of traffic
+//   pkey_index=0
 //   mtu=0               path MTU in bytes; 0: the largest that both ports allow
 //   timeout=18          for an acknowledgement: 4.096 us * 2^timeout (18: about a second)
 //   retries=6           after this many more timeouts the peer counts as dead. 7: endless on some
@@ -27,6 +28,7 @@
 //   library=libibverbs.so.1
 #pragma once
 
+#include <array>
 #include <chrono>
 #include <cstdint>
 #include <string>
@@ -41,8 +43,8 @@ struct Config {
   int gid_index = -1;
   bool roce_v1 = false;
   std::string gid_address;
-  uint8_t traffic_class = 0;
-  uint8_t service_level = 0;
+  std::array<uint8_t, 3> traffic_class{};  // by priority
+  std::array<uint8_t, 3> service_level{};
   uint16_t pkey_index = 0;
   uint32_t mtu_bytes = 0;
   uint8_t timeout = 0;

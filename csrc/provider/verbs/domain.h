@@ -30,7 +30,10 @@ class VerbsDomain final : public Domain {
   const char* provider_name() const noexcept override { return "verbs"; }
   DomainLimits limits() const noexcept override;
   base::Bytes address() const override { return control_.address().encode(); }
-  PeerId connect(std::span<const std::byte> address) override { return control_.connect(address); }
+  PeerId connect(std::span<const std::byte> address) override { return connect_for(address, 0); }
+  PeerId connect_for(std::span<const std::byte> address, int priority) override {
+    return control_.connect(address, priority);
+  }
   void disconnect(PeerId peer) override { control_.disconnect(peer); }
   MemoryKey register_memory(const MemorySpan& span) override { return memory_.add(span); }
   void unregister_memory(const MemoryKey& key) override { memory_.remove(key); }

@@ -74,6 +74,7 @@ struct Lane {
 struct Peer {
   PeerId id = 0;
   NicAddress address;
+  int priority = 0;
   std::vector<std::unique_ptr<Lane>> lanes;
 
   // Why nothing can be sent any more, the first reason stays. Stored by the control side (release;

@@ -155,8 +155,9 @@ void Control::read_device_events() {
 
 // --- peers that we connect to ---
 
-PeerId Control::connect(std::span<const std::byte> address) {
+PeerId Control::connect(std::span<const std::byte> address, int priority) {
   auto peer = std::make_unique<Peer>();
+  peer->priority = priority;
   peer->address = NicAddress::decode(address);
   for (uint32_t i = 0; i < nic_.config.qps_per_peer; ++i) {
     auto& lane = *peer->lanes.emplace_back(std::make_unique<Lane>());
@@ -189,7 +190,7 @@ PeerId Control::add(std::unique_ptr<Peer> peer) {
 }
 
 Bytes Control::hello_for(Peer& peer, std::span<Lane* const> lanes) const {
-  Hello hello{peer.address.nic_id, address_.label, own_port(nic_), {}};
+  Hello hello{peer.address.nic_id, address_.label, own_port(nic_, peer.priority), {}};
   for (const Lane* lane : lanes)
     hello.lanes.push_back({lane->index, lane->owner->qp_num, lane->psn});
   return hello.encode();

@@ -27,7 +27,7 @@ class Control {
   Control& operator=(const Control&) = delete;
 
   const NicAddress& address() const noexcept { return address_; }
-  PeerId connect(std::span<const std::byte> address);
+  PeerId connect(std::span<const std::byte> address, int priority);
   void disconnect(PeerId peer);
   // "mlx5_0 of host7 (pid 12)", or "a peer that was disconnected".
   std::string peer_label(PeerId peer) const;

@@ -20,14 +20,16 @@ constexpr uint8_t kEndlessRnrRetries = 7;  // a busy receiver is not dead
 // Also handles a library that returns -1 and sets errno.
 int error_of(int result) { return result < 0 ? errno : result; }
 
+// Both ends use the class of the end that sends, for acknowledgements and what is read, too.
 AhAttr path_to(const Nic& nic, const PortAddress& peer) {
+  const size_t priority = std::min<size_t>(peer.priority, nic.config.service_level.size() - 1);
   AhAttr path{};
   path.dgid = peer.gid;
   path.sgid_index = static_cast<uint8_t>(nic.gid.index);
   path.hop_limit = kHopLimit;
-  path.traffic_class = nic.config.traffic_class;
+  path.traffic_class = nic.config.traffic_class[priority];
   path.dlid = peer.lid;
-  path.sl = nic.config.service_level;
+  path.sl = nic.config.service_level[priority];
   path.is_global = nic.ethernet || nic.config.gid_index >= 0 ? 1 : 0;
   path.port_num = nic.config.port;
   return path;
@@ -35,7 +37,7 @@ AhAttr path_to(const Nic& nic, const PortAddress& peer) {
 
 }  // namespace
 
-PortAddress own_port(const Nic& nic) {
+PortAddress own_port(const Nic& nic, int priority) {
   int mtu = nic.port.active_mtu;
   if (nic.config.mtu_bytes != 0)
     mtu = std::min(mtu, static_cast<int>(std::countr_zero(nic.config.mtu_bytes)) - 7);
@@ -43,7 +45,8 @@ PortAddress own_port(const Nic& nic) {
           .lid = nic.port.lid,
           .mtu = static_cast<uint8_t>(mtu),
           .ethernet = static_cast<uint8_t>(nic.ethernet ? 1 : 0),
-          .max_reads = nic.max_reads_served};
+          .max_reads = nic.max_reads_served,
+          .priority = static_cast<uint8_t>(priority)};
 }
 
 uint32_t random_psn() {

@@ -15,7 +15,8 @@ struct PortAddress {
   uint8_t mtu = 0;  // the library's number: 1 = 256 ... 5 = 4096
   uint8_t ethernet = 0;
   uint8_t max_reads = 0;  // that a queue pair here serves at a time
-  uint8_t unused[3] = {};
+  uint8_t priority = 0;   // of the connection, from the end that sends
+  uint8_t unused[2] = {};
 };
 // One end of a connection; `lane` is its index among the peer's connections.
 struct QpAddress {
@@ -24,7 +25,7 @@ struct QpAddress {
   uint32_t psn = 0;
 };
 
-PortAddress own_port(const Nic& nic);
+PortAddress own_port(const Nic& nic, int priority = 0);
 
 // All throw Error{kTransport}, or {kResourceExhausted}, naming device, peer and likely cause.
 Owned<Qp> make_qp(const Nic& nic, bool sends);

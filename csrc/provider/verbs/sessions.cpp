@@ -141,7 +141,7 @@ void Sessions::refuse(uint32_t session_id, const char* why) {
 
 Answer Sessions::answer(Session& session, const Hello& hello) {
   Answer answer;
-  answer.port = own_port(nic_);
+  answer.port = own_port(nic_, hello.port.priority);
   try {
     MOE_P2P_CHECK(!drain_.full(), Code::kResourceExhausted, nic_.name(),
                   ": too many queue pairs wait to be drained; does its polling thread run?");

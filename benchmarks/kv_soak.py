@@ -1,0 +1,314 @@
+"""Thousands of KV requests while users cancel, workers join, leave, stop and are killed.
+
+    python benchmarks/kv_soak.py --requests 10000                 the software NIC, which reorders
+    python benchmarks/kv_soak.py --requests 10000 --over tcp      libfabric's tcp
+
+Two prefill and two decode workers are processes (kv_peer.py). A tenth of the requests is cancelled
+at either side, a third has a prefix at the decode side, half are pulled, some come in chunks. All
+bytes are compared and all checksums are on. Every --trouble-every requests one worker is killed,
+stopped for longer than drain_s, or leaves in good order, and another one joins.
+
+Exit status 1: wrong bytes, a write into pages that were free, pages or slots that did not come
+back, a request that ended nowhere; 2: it cannot run here. Run for 300 requests by
+tests/kv/test_kv_soak.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import time
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+os.environ["PYTHONPATH"] = os.pathsep.join([*sys.path[:2], os.environ.get("PYTHONPATH", "")])
+
+from kv_peer import LEASE_S, Job, Result, Setting  # noqa: E402
+from kv_peer import main as peer_main  # noqa: E402
+from torch.distributed import TCPStore  # noqa: E402
+
+from moe_p2p import Engine, EngineConfig, UnavailableError, kv  # noqa: E402
+
+OVER = {
+    "loopback": ("loopback", "seed={seed}"),
+    "tcp": ("libfabric", "provider=tcp,interfaces=lo,timeout_ms=2000"),
+}
+WINDOW = 12  # requests under way
+TROUBLES = ("kill", "stop", "leave")
+RECOVERY_S = 10.0  # after trouble at a worker, until all its requests must be complete again
+STUCK_S = 90.0  # after which a request that has not ended at a living worker hangs
+START_S = 90.0
+
+
+class FailedError(Exception):
+    """The run failed; the text says why."""
+
+
+@dataclass
+class Process:
+    role: str
+    instance: str
+    handle: BaseProcess
+    pipe: Connection
+    jobs: dict[int, float] = field(default_factory=dict)  # under way: since when
+    stopped_until: float = 0.0
+    leaving: bool = False
+    troubled_at: float = -1e9
+
+
+class Soak:
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+        self.draw = random.Random(arguments.seed)
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(["kv_peer"])
+        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.timeouts = kv.KVTimeouts(
+            connect_s=30,
+            open_s=10,
+            layers_s=30,
+            tail_s=30,
+            drain_s=arguments.drain_s,
+            lease_s=LEASE_S,
+        )
+        self.processes: list[Process] = []
+        self.num_started = self.num_done = 0
+        self.ends: dict[str, int] = {}
+        self.troubles = dict.fromkeys(TROUBLES, 0)
+        self.reusable_s: list[float] = []
+        self.excused: set[int] = set()  # requests that may fail: cancelled, or a worker in trouble
+        self.began = time.monotonic()
+
+    # --- workers ---
+
+    def start(self, role: str) -> None:
+        self.num_started += 1
+        transport, settings = OVER[self.arguments.over]
+        setting = Setting(
+            role,
+            f"{role}-{self.num_started}",
+            self.store.port,
+            transport,
+            settings.format(seed=self.arguments.seed and self.arguments.seed + self.num_started),
+            self.timeouts,
+            num_pages=96,
+            verify=self.arguments.verify,
+            token_bytes=self.arguments.token_bytes,
+        )
+        ours, theirs = self.context.Pipe()
+        handle = self.context.Process(target=peer_main, args=(setting, theirs), daemon=True)
+        handle.start()
+        theirs.close()
+        if not ours.poll(START_S) or ours.recv() != "ready":
+            raise FailedError(f"{setting.instance} did not start")
+        self.processes.append(Process(role, setting.instance, handle, ours))
+
+    def of(self, role: str) -> list[Process]:
+        return [p for p in self.processes if p.role == role and not p.leaving]
+
+    # --- requests ---
+
+    def submit(self, number: int) -> None:
+        draw = self.draw
+        prefill, decode = (draw.choice(self.of(role)) for role in ("prefill", "decode"))
+        total = draw.randint(1, 60)
+        prefix = 8 * draw.randint(0, min(2, (total - 1) // 8)) if draw.random() < 1 / 3 else 0
+        cuts = sorted({draw.randint(1, total) for _ in range(draw.choice([0, 0, 1, 2]))} | {total})
+        job = Job(
+            number,
+            prefill.instance,
+            decode.instance,
+            total,
+            prefix,
+            tuple(cuts),
+            pull=draw.random() < 0.5,
+            cancel=draw.choices(["", "prefill", "decode"], [9, 0.5, 0.5])[0],
+            cancel_after_s=draw.random() * 0.05,
+            pause_s=draw.choice([0, 0, 0, 0.002]),
+        )
+        now = time.monotonic()
+        if job.cancel or any(now - each.troubled_at < RECOVERY_S for each in (prefill, decode)):
+            self.excused.add(number)
+        for process in (decode, prefill):
+            process.jobs[number] = now
+            try:
+                process.pipe.send(job)
+            except (BrokenPipeError, ConnectionResetError):
+                process.jobs.pop(number)  # it was killed just now
+
+    def receive(self, timeout_s: float) -> None:
+        by_pipe = {process.pipe: process for process in self.processes}
+        for pipe in wait(list(by_pipe), timeout_s):
+            process = by_pipe[pipe]  # type: ignore[index]
+            try:
+                self.take(process, process.pipe.recv())
+            except (EOFError, ConnectionResetError):
+                raise FailedError(f"{process.instance} died by itself") from None
+        now = time.monotonic()
+        for process in self.processes:
+            if process.stopped_until and now >= process.stopped_until:
+                process.stopped_until = 0.0
+                os.kill(process.handle.pid or 0, signal.SIGCONT)
+            for number, since in process.jobs.items():
+                if now - since > STUCK_S:
+                    raise FailedError(f"request {number} hangs at {process.instance}")
+
+    def take(self, process: Process, message: Any) -> None:
+        if isinstance(message, tuple):
+            _, missing, slots = message
+            if missing or slots:
+                raise FailedError(f"{process.instance} left without {missing} pages, {slots} slots")
+            process.handle.join(30)
+            self.processes.remove(process)
+            return
+        result: Result = message
+        process.jobs.pop(result.number, None)
+        if result.end == "wrong":
+            raise FailedError(f"{process.instance}: request {result.number}: {result.text}")
+        if result.end != "complete" and result.number not in self.excused:
+            raise FailedError(
+                f"{process.instance}: request {result.number} did not complete, and nothing was "
+                f"wrong: {result.text}"
+            )
+        name = f"{result.role} {'lost' if result.lost else result.end}"
+        self.ends[name] = self.ends.get(name, 0) + 1
+        if result.end == "failed":
+            self.reusable_s.append(result.reusable_at - result.ended_at)
+            if self.arguments.verbose:
+                print(f"{process.instance}: {result.text}", flush=True)
+
+    @property
+    def under_way(self) -> int:
+        return len({number for process in self.processes for number in process.jobs})
+
+    # --- trouble ---
+
+    def trouble(self) -> None:
+        kind = TROUBLES[sum(self.troubles.values()) % len(TROUBLES)]
+        role = self.draw.choice(["prefill", "decode"])
+        victim = self.draw.choice(self.of(role))
+        self.troubles[kind] += 1
+        self.excused |= victim.jobs.keys()
+        victim.troubled_at = time.monotonic()
+        pid = victim.handle.pid or 0
+        if kind == "stop":
+            if not victim.stopped_until:
+                os.kill(pid, signal.SIGSTOP)
+                victim.stopped_until = time.monotonic() + 2 * self.timeouts.drain_s
+            return
+        self.start(role)  # the one that joins
+        if kind == "kill":
+            os.kill(pid, signal.SIGKILL)
+            victim.handle.join(30)
+            self.processes.remove(victim)
+        else:
+            victim.leaving = True
+            victim.pipe.send("leave")
+
+    # --- all of it ---
+
+    def run(self) -> None:
+        for role in ("prefill", "decode"):
+            for _ in range(2):
+                self.start(role)
+        every = self.arguments.trouble_every
+        for number in range(1, self.arguments.requests + 1):
+            self.submit(number)
+            while self.under_way >= WINDOW:
+                self.receive(0.05)
+            self.receive(0)
+            if number % every == 0 and number < self.arguments.requests:
+                self.trouble()
+            if number % 500 == 0:
+                seconds = time.monotonic() - self.began
+                print(
+                    f"{number} requests, {seconds:.0f} s, {self.troubles}, {self.ends}", flush=True
+                )
+        while self.under_way:
+            self.receive(0.05)
+        for process in self.processes:
+            if process.stopped_until:
+                os.kill(process.handle.pid or 0, signal.SIGCONT)
+            if not process.leaving:
+                process.leaving = True
+                process.pipe.send("leave")
+        ending = time.monotonic()
+        while self.processes:
+            self.receive(0.1)
+            if time.monotonic() - ending > STUCK_S:
+                raise FailedError(f"{[p.instance for p in self.processes]} do not leave")
+
+    def end(self) -> None:
+        for process in self.processes:
+            if process.handle.is_alive():
+                process.handle.kill()
+                process.handle.join(10)
+
+    def summary(self) -> dict[str, Any]:
+        slowest = sorted(self.reusable_s)
+        at = [slowest[int(len(slowest) * share)] for share in (0.5, 0.99)] if slowest else [0, 0]
+        return {
+            "requests": self.arguments.requests,
+            "over": self.arguments.over,
+            "seconds": round(time.monotonic() - self.began, 1),
+            "ends": self.ends,
+            "troubles": self.troubles,
+            "reusable_ms": {"p50": round(at[0] * 1e3, 1), "p99": round(at[1] * 1e3, 1)},
+        }
+
+
+def why_not(over: str) -> str:
+    transport, settings = OVER[over]
+    try:
+        Engine(
+            EngineConfig(transport=transport, transport_settings=settings.format(seed=1))
+        ).close()
+    except UnavailableError as error:
+        return str(error)
+    return ""
+
+
+def main() -> int:
+    about, _, more = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(
+        description=about, epilog=more, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--over", choices=OVER, default="loopback")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--trouble-every", type=int, default=100)
+    parser.add_argument(
+        "--verbose", action="store_true", help="error texts of requests that failed"
+    )
+    parser.add_argument(
+        "--drain-s", type=float, default=2.0, help="others may take the CPU for so long"
+    )
+    parser.set_defaults(verify="always", token_bytes=64)
+    arguments = parser.parse_args()
+    if reason := why_not(arguments.over):
+        print(f"kv_soak: {reason}", file=sys.stderr)
+        return 2
+    soak = Soak(arguments)
+    try:
+        soak.run()
+    except FailedError as error:
+        print(f"kv_soak, seed {arguments.seed}: {error}", file=sys.stderr)
+        return 1
+    finally:
+        soak.end()
+    print(json.dumps(soak.summary()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,315 @@
+"""Prefill and decode in processes of their own, with a front end over HTTP.
+
+    python -m moe_p2p.examples.disaggregated          a demonstration: some requests, and it ends
+    python -m moe_p2p.examples.disaggregated --serve  and then
+    curl -N -d '{"prompt": "hello", "max_tokens": 20}' http://127.0.0.1:PORT/generate
+
+The demonstration sends requests to itself while a worker joins and a prefill worker is killed. Each
+answer must equal what one process computes; exit status 1 where one does not. It runs on the CPU,
+and on GPUs where there are any. --timeline FILE.png draws who did what when (needs matplotlib).
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import itertools
+import json
+import multiprocessing
+import queue
+import random
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from moe_p2p.examples.small_model import MOST_TOKENS, SmallModel, generate
+from moe_p2p.examples.workers import Job
+from moe_p2p.examples.workers import main as worker_main
+
+CHUNK = 32  # tokens of a prefill chunk
+ATTEMPTS = 4
+START_S = 120.0
+QUIET_S = 60.0  # without a token, after which another attempt is made
+
+
+@dataclass
+class Process:
+    role: str
+    instance: str
+    handle: BaseProcess
+    pipe: Connection
+
+
+class Router:
+    """Starts workers, gives them jobs, and hands tokens to whoever asked for them."""
+
+    def __init__(self) -> None:
+        self.context = multiprocessing.get_context("spawn")
+        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.numbers, self.requests = itertools.count(1), itertools.count(1)
+        self.processes: dict[str, list[Process]] = {"prefill": [], "decode": []}
+        self.answers: dict[int, queue.Queue[Any]] = {}
+        self.events: list[tuple[str, str, int, float, float]] = []  # of the timeline
+        self.began, self.retries, self.turn = time.monotonic(), 0, itertools.count()
+
+    def join(self, role: str) -> Process:
+        number = next(self.numbers)
+        gpu = number % torch.cuda.device_count() if torch.cuda.is_available() else None
+        ours, theirs = self.context.Pipe()
+        handle = self.context.Process(
+            target=worker_main,
+            args=(role, f"{role}-{number}", self.store.port, gpu, theirs),
+            daemon=True,
+        )
+        handle.start()
+        theirs.close()
+        process = Process(role, f"{role}-{number}", handle, ours)
+        if not ours.poll(START_S):
+            raise RuntimeError(f"{process.instance} did not start within {START_S} s")
+        threading.Thread(target=self._listen, args=(process,), daemon=True).start()
+        self.processes[role].append(process)
+        self._mark("joins", process.instance)
+        return process
+
+    def kill(self, process: Process) -> None:
+        process.handle.kill()
+        self._mark("is killed", process.instance)
+
+    def _mark(self, what: str, instance: str) -> None:
+        now = time.monotonic()
+        self.events.append((what, instance, 0, now, now))
+
+    def _listen(self, process: Process) -> None:
+        while True:
+            try:
+                kind, request, value, begin, end = process.pipe.recv()
+            except (EOFError, ConnectionResetError):
+                break
+            if kind in ("token", "failed") and request in self.answers:
+                self.answers[request].put((kind, value))
+            elif kind not in ("token", "failed", "ready"):
+                self.events.append((kind, process.instance, request, begin, end))
+        self.processes[process.role].remove(process)
+
+    def tokens(self, prompt: list[int], num_tokens: int) -> Any:
+        """Yields tokens. What a lost worker did not finish is done again by others."""
+        request, sent = next(self.requests), 0
+        answer = self.answers[request] = queue.Queue()
+        try:
+            for attempt in range(ATTEMPTS):
+                self._submit(request, attempt, prompt, num_tokens)
+                while sent < num_tokens:
+                    try:
+                        kind, value = answer.get(timeout=QUIET_S)
+                    except queue.Empty:
+                        break
+                    if kind == "failed" and value[0] == attempt:
+                        break
+                    if kind == "token" and value[0] == sent:  # an earlier attempt sent those before
+                        sent += 1
+                        yield value[1]
+                if sent == num_tokens:
+                    return
+                self.retries += 1
+            raise RuntimeError(f"request {request} failed {ATTEMPTS} times")
+        finally:
+            del self.answers[request]
+
+    def _submit(self, request: int, attempt: int, prompt: list[int], num_tokens: int) -> None:
+        pair, turn = [], next(self.turn)
+        for role in ("prefill", "decode"):
+            alive = [each for each in self.processes[role] if each.handle.is_alive()]
+            if not alive:
+                raise RuntimeError(f"there is no {role} worker")
+            pair.append(alive[turn % len(alive)])
+        names = [process.instance for process in pair]
+        job = Job(request, attempt, names[0], names[1], prompt, num_tokens, CHUNK)
+        for process in pair:
+            try:
+                process.pipe.send(job)
+            except (BrokenPipeError, ConnectionResetError):
+                self.answers[request].put(("failed", (attempt, "it ended just now")))
+
+    def close(self) -> None:
+        for process in [each for role in self.processes.values() for each in role]:
+            process.handle.terminate()
+            process.handle.join(10)
+
+
+class Handler(BaseHTTPRequestHandler):
+    """POST /generate: {"prompt": text, "max_tokens": n}; a line of JSON for each token."""
+
+    router: Router
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        try:
+            body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))))
+            prompt, num_tokens = list(str(body["prompt"]).encode()), int(body.get("max_tokens", 16))
+            if not prompt or num_tokens < 1 or len(prompt) + num_tokens > MOST_TOKENS:
+                raise ValueError(
+                    f"prompt and max_tokens must be 1 to {MOST_TOKENS} tokens together"
+                )
+        except (ValueError, KeyError, TypeError) as error:
+            self.send_error(400, str(error))
+            return
+        self.send_response(200)
+        self.send_header("Content-Type", "application/jsonl")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        try:
+            for token in self.router.tokens(prompt, num_tokens):
+                self._line({"token": token})
+        except RuntimeError as error:
+            self._line({"error": str(error)})
+        self.wfile.write(b"0\r\n\r\n")
+
+    def _line(self, what: dict[str, Any]) -> None:
+        line = json.dumps(what).encode() + b"\n"
+        self.wfile.write(b"%x\r\n%s\r\n" % (len(line), line))
+        self.wfile.flush()
+
+    def log_message(self, *_: Any) -> None:
+        return
+
+
+def ask(port: int, prompt: str, num_tokens: int) -> list[int]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
+    connection.request(
+        "POST", "/generate", json.dumps({"prompt": prompt, "max_tokens": num_tokens})
+    )
+    lines = [json.loads(line) for line in connection.getresponse().read().splitlines()]
+    wrong = [line["error"] for line in lines if "error" in line]
+    if wrong:
+        raise RuntimeError(wrong[0])
+    return [line["token"] for line in lines]
+
+
+def demonstrate(router: Router, port: int, num_requests: int) -> bool:
+    """Returns whether all answers were right."""
+    draw, model = random.Random(1), SmallModel("cuda" if torch.cuda.is_available() else "cpu")
+    prompts = ["".join(chr(draw.randint(97, 122)) for _ in range(draw.randint(20, 90)))
+               for _ in range(num_requests)]  # fmt: skip
+    todo: queue.SimpleQueue[str] = queue.SimpleQueue()
+    for prompt in prompts:
+        todo.put(prompt)
+    right: list[str] = []
+    wrong: list[str] = []
+    begun, joined = itertools.count(1), threading.Event()
+
+    def client() -> None:
+        while True:
+            try:
+                prompt = todo.get_nowait()
+            except queue.Empty:
+                return
+            number = next(begun)
+            if number == max(num_requests // 3, 1):
+                router.join("prefill")  # the other clients go on
+                joined.set()
+            if number >= num_requests // 2:
+                joined.wait(START_S)  # so that some requests meet all three
+            if number == num_requests // 2 + 2:
+                router.kill(router.processes["prefill"][0])
+            try:
+                got = ask(port, prompt, 12)
+            except (RuntimeError, OSError, http.client.HTTPException) as error:
+                wrong.append(f"{prompt!r}: {error}")
+                continue
+            want = generate(model, list(prompt.encode()), 12, CHUNK)
+            (right if got == want else wrong).append(f"{prompt!r}: {got}, one process: {want}")
+            names = [p.instance for role in router.processes.values() for p in role]
+            show(f"{len(right)} of {num_requests} equal one process; {', '.join(names)}")
+
+    clients = [threading.Thread(target=client) for _ in range(4)]
+    for thread in clients:
+        thread.start()
+    for thread in clients:
+        thread.join()
+    print()
+    for text in wrong:
+        print(f"WRONG {text}", file=sys.stderr)
+    print(f"{len(right)} requests equal one process, {router.retries} done again after a loss")
+    return not wrong
+
+
+def show(text: str) -> None:
+    """The progress line."""
+    if sys.stdout.isatty():
+        print(f"\r{text:<100}", end="", flush=True)
+    else:
+        print(text, flush=True)
+
+
+def draw_timeline(router: Router, path: Path) -> None:
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import patches, pyplot
+
+    colours = {"prefill": "tab:blue", "transfer": "tab:orange", "decode": "tab:green"}
+    names = sorted({event[1] for event in router.events})
+    figure, axes = pyplot.subplots(figsize=(10, 0.8 + 0.6 * len(names)))
+    for kind, name, _, begin, end in router.events:
+        row, left = names.index(name), begin - router.began
+        if kind in colours:
+            axes.barh(row, max(end - begin, 1e-3), left=left, color=colours[kind], alpha=0.6)
+        else:
+            axes.annotate(kind, (left, row), ha="center", fontsize=8)
+            axes.plot(left, row, "k|", markersize=18)
+    axes.set_yticks(range(len(names)), names)
+    axes.set_xlabel("seconds")
+    axes.legend([patches.Patch(color=c) for c in colours.values()], colours)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    about, _, more = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(
+        description=about, epilog=more, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--serve", action="store_true", help="until Ctrl-C, without requests of its own"
+    )
+    parser.add_argument("--port", type=int, default=0, help="0: any that is free")
+    parser.add_argument("--requests", type=int, default=24)
+    parser.add_argument("--prefill", type=int, default=2, help="workers at the beginning")
+    parser.add_argument("--decode", type=int, default=1)
+    parser.add_argument("--timeline", type=Path, help="PNG to write")
+    options = parser.parse_args(arguments)
+    router = Router()
+    try:
+        for role in ("prefill", "decode"):
+            for _ in range(getattr(options, role)):
+                show(f"starts {router.join(role).instance}")
+        Handler.router = router
+        server = ThreadingHTTPServer(("127.0.0.1", options.port), Handler)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        print(f"\nhttp://127.0.0.1:{server.server_port}/generate", flush=True)
+        ok = True
+        if options.serve:
+            threading.Event().wait()
+        else:
+            ok = demonstrate(router, server.server_port, options.requests)
+        if options.timeline is not None:
+            draw_timeline(router, options.timeline)
+            print(f"wrote {options.timeline}")
+        return 0 if ok else 1
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        router.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""What a reservation knows of one of its senders. Used by moe_p2p/kv/receiver.py."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Any
+
+from moe_p2p.kv.checksum import add
+from moe_p2p.kv.pair import KVCache, Pair
+from moe_p2p.kv.requests import counts
+from moe_p2p.kv.tail import Slot, Tail
+from moe_p2p.kv.units import Pages, Units
+
+
+class LegState(enum.Enum):
+    OPEN = "open"
+    DRAINING = "draining"  # cancelled: writes may still land
+    SETTLED = "settled"  # nothing lands any more
+
+
+@dataclass(eq=False)
+class Leg:
+    """nonce: of this reservation at this sender; a message or a tail without it is of another one.
+    least: immediates, where the request comes as one chunk; expected: as its tail says."""
+
+    pair: Pair
+    slot: Slot
+    nonce: int
+    least: int = 0
+    expected: int = 0
+    counted: int = 0
+    state: LegState = LegState.OPEN
+    tail: Tail | None = None
+    drain_until: float = 0.0
+    drained: bool = False  # the sender has said so
+    # of a pull
+    reads: list[Any] = field(default_factory=list)
+    nonce_read: bool = False
+    export_row: int = 0
+
+
+def count_expected(leg: Leg, rank: int) -> int:
+    """Immediates of all chunks, and of the tail."""
+    assert leg.tail is not None
+    nics, source = leg.pair.theirs.num_nics, leg.pair.worker.rank
+    found = nics
+    for begin, end in leg.tail.spans():
+        arriving = counts(leg.pair.plan, rank, begin, end, leg.tail.total, source_nics=nics)
+        if source in arriving:
+            found += arriving[source].immediates
+    return found
+
+
+def sum_of_layers(cache: KVCache, pages: Pages, leg: Leg) -> list[int]:
+    """What arrived, in the order of `leg.pair.layers`."""
+    assert leg.tail is not None
+    units = Units(leg.pair, leg.tail.total, target=pages)
+    return [
+        add(*(units.checksum(cache, layer, each, at_source=False) for each in leg.tail.spans()))
+        for layer in leg.pair.layers
+    ]
+
+
+def pull_pages(engine: Any, leg: Leg, source: Pages, target: Pages) -> list[Any]:
+    assert leg.tail is not None
+    units = Units(leg.pair, leg.tail.total, source=source, target=target)
+    return [read for each in leg.tail.spans() for read in units.read(engine, each)]
+
+
+def pull_nonce(engine: Any, leg: Leg, row_bytes: int) -> Any:
+    """Reads the nonce under which the sender keeps the pages, into the leg's own row. Where it is
+    still there after all else was read, the pages had not been given to another request."""
+    return engine.read(
+        leg.pair.memory.control,
+        leg.pair.control,
+        nbytes=8,
+        offset=leg.slot.number * row_bytes,
+        region_offset=leg.export_row * row_bytes,
+    )

@@ -1,0 +1,193 @@
+"""Workers find each other, connect, and notice who is gone. All of it off the path of requests.
+
+    leases = kv.TorchLeases(store)
+    with kv.Membership(receiver, leases):       and the same for each sender
+        receiver.wait_for("prefill-0")
+
+A heartbeat thread renews the lease of this worker, connects to senders that are new (receivers
+connect to senders), and ends pairs whose worker's lease is over. It touches no CUDA. A second
+thread handles deadlines and fences. Ports are ephemeral and stand in the lease.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from types import TracebackType
+
+from moe_p2p import env, log
+from moe_p2p.errors import MoeP2pError, ProtocolError, make
+from moe_p2p.kv.channel import Channel, prove, receive
+from moe_p2p.kv.leases import Leases, Worker
+from moe_p2p.kv.pair import Hello, Pair, PairMemory
+from moe_p2p.kv.worker import KVWorker
+
+_BACKLOG = 64
+
+
+class Membership:
+    """host: address under which others reach this process; it is also the one that listens."""
+
+    def __init__(self, worker: KVWorker, leases: Leases, *, host: str = "127.0.0.1") -> None:
+        self.worker, self.leases = worker, leases
+        self._listener = socket.create_server((host, 0), backlog=_BACKLOG)
+        secret = env.secret()
+        drawn = "" if secret else secrets.token_hex(32)
+        self._secret = (secret or drawn).encode()
+        self.record = dataclasses.replace(
+            worker.worker, host=host, port=self._listener.getsockname()[1], secret=drawn
+        )
+        self._stop = threading.Event()
+        self._beat = threading.Event()
+        self._dialing: set[str] = set()
+        self._known: dict[str, Worker] = {}
+        self._threads = [
+            self._thread("lease", self._heartbeat),
+            self._thread("step", self._steps),
+            self._thread("accept", self._accept),
+        ]
+
+    def _thread(self, name: str, run: Callable[..., None], *args: object) -> threading.Thread:
+        thread = threading.Thread(
+            target=run, args=args, name=f"{self.worker.name} {name}", daemon=True
+        )
+        thread.start()
+        return thread
+
+    # --- leases ---
+
+    def _heartbeat(self) -> None:
+        every = self.worker.timeouts.lease_s / 4
+        failing = False
+        while not self._stop.is_set():
+            try:
+                self.leases.renew(self.record.name, self.record.to_bytes())
+                self._look_at(self.leases.members())
+                failing = False
+            except Exception as error:  # the store is gone: pairs go on as long as they can
+                if not failing:
+                    log.warning(
+                        f"{self.record.name}: the store of leases does not answer: {error!r}"
+                    )
+                failing = True
+            self._beat.wait(every)
+            self._beat.clear()
+        with suppress(Exception):  # the store may be gone
+            self.leases.withdraw(self.record.name)
+
+    def _look_at(self, members: dict[str, bytes]) -> None:
+        found = {name: Worker.from_bytes(record) for name, record in members.items()}
+        for name, pair in list(self.worker.pairs.items()):
+            now = found.get(name)
+            if now is None and name in self._known:
+                self.worker.lose(pair, f"its lease is over, after {self.worker.timeouts.lease_s} s")
+            elif now is not None and now.incarnation != pair.worker.incarnation:
+                self.worker.lose(pair, "it was started anew")
+        self._known = found
+        for other in found.values():
+            wanted = self.worker.role == "receiver" and other.role == "sender"
+            if wanted and other.name not in self.worker.pairs and other.name not in self._dialing:
+                self._dialing.add(other.name)
+                self._thread(f"dials {other.name}", self._dial, other)
+
+    # --- connections ---
+
+    def _dial(self, other: Worker) -> None:
+        try:
+            limit = self.worker.timeouts.connect_s
+            connection = socket.create_connection((other.host, other.port), limit)
+            secret = other.secret.encode() if other.secret else self._secret
+            self._meet(connection, secret, dials=True)
+        except (OSError, MoeP2pError) as error:
+            if not self._stop.is_set():
+                # Mostly a worker that has just ended, whose lease is not over yet.
+                log.info(f"{self.record.name}: cannot connect to {other.name}: {error}; again soon")
+        finally:
+            self._dialing.discard(other.name)
+
+    def _accept(self) -> None:
+        while not self._stop.is_set():
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return  # closed
+            self._thread("meets", self._answer, connection)
+
+    def _answer(self, connection: socket.socket) -> None:
+        try:
+            self._meet(connection, self._secret, dials=False)
+        except (OSError, MoeP2pError) as error:
+            if not self._stop.is_set():
+                log.warning(f"{self.record.name}: refused a connection: {error}")
+
+    def _meet(self, connection: socket.socket, secret: bytes, *, dials: bool) -> None:
+        """Both ends: proof, hello, and a pair that requests may use."""
+        memory: PairMemory | None = None
+        try:
+            connection.settimeout(self.worker.timeouts.connect_s)
+            prove(connection, secret, dials=dials)
+            memory = self.worker.register()
+            connection.sendall(self.worker.hello(memory, self.record).to_message().to_bytes())
+            theirs = Hello.from_message(receive(connection))
+            if theirs.worker.role == self.worker.role:
+                raise make(ProtocolError, f"{theirs.worker.name} is a {theirs.worker.role} too")
+            channel = Channel(connection)
+            pair = self.worker.meet(memory, theirs, channel)
+        except BaseException:
+            connection.close()
+            if memory is not None:
+                memory.withdraw()
+            raise
+        self._begin(pair, channel)
+
+    def _begin(self, pair: Pair, channel: Channel) -> None:
+        self.worker.attach(pair)
+        channel.start(
+            f"{self.record.name} with {pair.name}",
+            lambda message: self.worker.on_message(pair, message),
+            lambda why: self._ended(pair, why),
+        )
+
+    def _ended(self, pair: Pair, why: str) -> None:
+        if not self._stop.is_set():
+            self.worker.lose(pair, why)
+            self._beat.set()  # it may be back already
+
+    # --- deadlines and fences ---
+
+    def _steps(self) -> None:
+        while not self._stop.is_set():
+            self.worker.wake.clear()
+            try:
+                pause = self.worker.step()
+            except Exception as error:
+                log.warning(f"{self.record.name}: a step failed: {error!r}")
+                pause = 0.05
+            self.worker.wake.wait(pause)
+
+    def close(self) -> None:
+        """Leaves: withdraws the lease, ends all pairs and fences them. Idempotent."""
+        if self._stop.is_set():
+            return
+        self._stop.set()
+        self._beat.set()
+        self.worker.wake.set()
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for thread in self._threads:
+            thread.join(self.worker.timeouts.connect_s)
+        self.worker.lose_all("this worker leaves")
+        self.worker.step()
+
+    def __enter__(self) -> Membership:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,198 @@
+"""Two workers that know each other, from their meeting to the fence; then they may meet anew.
+
+Each side registers its KV memory once for each pair, so each pair has a key of its own, and
+withdrawing it reaches nobody else. `Pair.fence` is the one place where that is done: when it
+returns, nothing of the other worker changes memory here any more, and no NIC here reads for it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from moe_p2p.errors import ProtocolError, make, require, require_type
+from moe_p2p.kv.channel import Message
+from moe_p2p.kv.layout import KVLayout
+from moe_p2p.kv.leases import Worker
+from moe_p2p.kv.memory import (
+    KVMemory,
+    KVRequest,
+    Place,
+    layout_from_bytes,
+    layout_to_bytes,
+    resolve,
+)
+from moe_p2p.kv.plan import KVPlan, kv_plan
+
+VERSION = 1  # of the messages; another one is refused
+
+
+class Sends(Protocol):
+    """A `Channel`, as far as a pair needs it."""
+
+    def send(self, message: Message) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class KVCache:
+    """The KV memory of one rank.
+
+    layers: as in `KVMemory`: where each layer of each group begins, by place in `tensors`.
+    tensors: contiguous, all on one device. pages: number of pages of each group.
+    """
+
+    layout: KVLayout
+    rank: int
+    layers: tuple[tuple[tuple[Place, ...], ...], ...]
+    tensors: tuple[Tensor, ...]
+    pages: Mapping[str, int]
+
+    def __post_init__(self) -> None:
+        require_type("KVCache.layout", self.layout, KVLayout, "a KVLayout")
+        self.memory((b"",) * len(self.tensors)).check(self.layout)
+        names = [group.name for group in self.layout.groups]
+        require(
+            sorted(self.pages) == sorted(names),
+            f"KVCache.pages has groups {sorted(self.pages)}, the layout {sorted(names)}",
+        )
+
+    def memory(self, descriptors: tuple[bytes, ...]) -> KVMemory:
+        return KVMemory(self.rank, self.layers, descriptors)
+
+
+@dataclass(frozen=True)
+class Hello:
+    """What one worker says to another when they meet."""
+
+    worker: Worker
+    layout: KVLayout
+    memory: KVMemory
+    address: bytes
+    control: bytes  # descriptor of tails and nonces
+    num_nics: int
+    tail_bytes: int
+
+    def to_message(self) -> Message:
+        fields = {"version": VERSION, "num_nics": self.num_nics, "tail_bytes": self.tail_bytes}
+        arrays = (
+            self.worker.to_bytes(),
+            layout_to_bytes(self.layout),
+            self.memory.to_bytes(),
+            self.address,
+            self.control,
+        )
+        return Message("hello", fields, arrays)
+
+    @staticmethod
+    def from_message(message: Message) -> Hello:
+        if message.kind != "hello" or message.fields.get("version") != VERSION:
+            raise make(
+                ProtocolError,
+                f"a worker says {message.kind!r}, version {message.fields.get('version')}; this "
+                f"build begins with 'hello', version {VERSION}",
+            )
+        worker, layout, memory, address, control = message.arrays
+        return Hello(
+            Worker.from_bytes(worker),
+            layout_from_bytes(layout),
+            KVMemory.from_bytes(memory),
+            address,
+            control,
+            int(message.fields["num_nics"]),
+            int(message.fields["tail_bytes"]),
+        )
+
+
+class PairMemory:
+    """This side's memory, registered for one pair."""
+
+    def __init__(self, engine: Any, cache: KVCache, control: Tensor) -> None:
+        self._registered: list[Any] = []
+        try:
+            for tensor in (*cache.tensors, control):
+                self._registered.append(engine.register(tensor))
+        except BaseException:
+            self.withdraw()
+            raise
+        self.kv, self.control = self._registered[:-1], self._registered[-1]
+        self.num_regions = len(self._registered)
+
+    def descriptors(self) -> tuple[bytes, ...]:
+        return tuple(memory.descriptor for memory in self.kv)
+
+    def withdraw(self) -> None:
+        """When it returns, nothing of the peer reaches the memory. Raises TimeoutError where the
+        NIC cannot promise that yet; to be called again."""
+        while self._registered:
+            self._registered[-1].unregister()
+            self._registered.pop()
+
+
+@dataclass(eq=False)
+class Pair:
+    """requests: the plan's, by layer, with the places of both sides."""
+
+    theirs: Hello
+    channel: Sends
+    memory: PairMemory
+    plan: KVPlan
+    requests: dict[int, list[KVRequest]]
+    peer: Any
+    regions: list[Any]
+    control: Any  # Region: tails at a receiver, nonces at a sender
+    lost: str = ""
+    fenced: bool = False
+    fence_at: float = 0.0  # not before, where a fence failed
+
+    @property
+    def worker(self) -> Worker:
+        return self.theirs.worker
+
+    @property
+    def name(self) -> str:
+        return self.worker.name
+
+    @cached_property
+    def layers(self) -> list[int]:
+        """The model's layers that travel between the two."""
+        return sorted(self.requests)
+
+    def send(self, kind: str, *arrays: bytes, **fields: Any) -> None:
+        self.channel.send(Message(kind, fields, arrays))
+
+    def fence(self) -> None:
+        """May take milliseconds. Raises TimeoutError where it must be called again."""
+        if self.peer is not None:
+            self.peer.disconnect()
+            self.peer = None
+        self.memory.withdraw()
+
+
+def make_pair(
+    engine: Any, cache: KVCache, memory: PairMemory, theirs: Hello, channel: Sends, *, sends: bool
+) -> Pair:
+    """Resolves all that requests will need. Connects the engines; the other one does nothing."""
+    ours = cache.memory(memory.descriptors())
+    sides = (cache.layout, theirs.layout) if sends else (theirs.layout, cache.layout)
+    ranks = (cache.rank, theirs.memory.rank) if sends else (theirs.memory.rank, cache.rank)
+    plan = kv_plan(*sides)
+    found = resolve(plan, *((ours, theirs.memory) if sends else (theirs.memory, ours)))
+    by_layer: defaultdict[int, list[KVRequest]] = defaultdict(list)
+    for request in found:
+        by_layer[request.layer].append(request)
+    assert all((r.move.source_rank, r.move.target_rank) == ranks for r in found)
+    peer = engine.connect(theirs.address)
+    try:
+        regions = [engine.resolve(each, peer) for each in theirs.memory.regions]
+        control = engine.resolve(theirs.control, peer)
+    except BaseException:
+        peer.disconnect()
+        raise
+    return Pair(theirs, channel, memory, plan, dict(by_layer), peer, regions, control)

@@ -1,0 +1,440 @@
+"""The side that decodes: reserves pages, waits for their bytes, and gets the pages back.
+
+    reserve --> open --> layers --> tail --> complete           pages belong to the caller again
+       \\          \\________|________/
+        \\__________________|_ cancel, deadline, a lost sender --> draining --> settled
+                                                                    \\-- drain_s --> fence --/
+
+Pages of a reservation are *held* until no write of a sender can land in them: because all that was
+announced has arrived, because each sender has said that it drained, or because the fence says so.
+Each source rank that sends to this one is a *leg* of the reservation, with a number of its own by
+which its immediates are counted.
+"""
+
+from __future__ import annotations
+
+import secrets
+import struct
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from moe_p2p import errors
+from moe_p2p.errors import (
+    AbortedError,
+    InvalidArgumentError,
+    MoeP2pError,
+    PeerDeadError,
+    make,
+)
+from moe_p2p.kv.channel import Message
+from moe_p2p.kv.legs import Leg, LegState, count_expected, pull_nonce, pull_pages, sum_of_layers
+from moe_p2p.kv.pair import Pair
+from moe_p2p.kv.requests import counts
+from moe_p2p.kv.reservation import KVReservation, PageHolds
+from moe_p2p.kv.tail import Tail
+from moe_p2p.kv.units import int32_bytes, int32_tensor
+from moe_p2p.kv.verify import Verify
+from moe_p2p.kv.worker import KVWorker
+
+_SLICE_S = 0.05  # after which a waiter looks at deadlines again
+
+
+class KVReceiver(KVWorker):
+    """engine: an `Engine` of its own; its immediates from 2^30 on are counted here.
+
+    verify: "off", "always", or "sample:0.01" for one in a hundred requests.
+    """
+
+    role = "receiver"
+
+    def __init__(self, *args: Any, verify: str = "sample:0.01", **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.verify = Verify(verify)
+        self.reservations: list[KVReservation] = []  # not reusable yet
+        self._holds = PageHolds(self.cache.layout, self.cache.pages)
+        self._last_imm: dict[int, int] = {}  # of each slot
+
+    # --- open ---
+
+    def reserve(
+        self,
+        request: str,
+        source: str,
+        pages: Mapping[str, Tensor],
+        *,
+        total: int,
+        begin: int = 0,
+        pull: bool = False,
+        on_free: Callable[[], None] | None = None,
+    ) -> KVReservation:
+        """Reserves pages for tokens `begin` to `total` of a request and opens it at `source`.
+
+        pages: per group, int32 [n], pages of the whole request from its first token on; those
+        before `begin` are not touched. source: an instance. on_free: called once when the pages
+        may be given to somebody else, from any thread.
+        Raises UnavailableError unless connected to all its ranks, InvalidArgumentError for pages
+        that another reservation still holds.
+        """
+        with self.lock:
+            reservation = KVReservation(self, request, pages)
+            reservation.begin, reservation.total = begin, total
+            reservation.pull, reservation.on_free = pull, on_free
+            pairs = self._sources(source)
+            self._holds.take(pairs[0].plan, reservation, self.reservations)
+            try:
+                self._open_legs(reservation, pairs)
+            except BaseException:
+                self._free(reservation)
+                raise
+            reservation.began_at = self.clock()
+            reservation.verified = self.verify.draw()
+            self.reservations.append(reservation)
+            for leg in reservation.legs:
+                self._send_open(reservation, leg)
+        self.wake.set()
+        return reservation
+
+    def _sources(self, source: str) -> list[Pair]:
+        known = [pair for pair in self.pairs.values() if pair.worker.instance == source]
+        ranks = self.ranks_of(known[0]) if known else [0]
+        return [self.pair_with(source, rank) for rank in ranks]
+
+    def _open_legs(self, reservation: KVReservation, pairs: list[Pair]) -> None:
+        for pair in pairs:
+            slot = self.slots.take(f"{self.name}: request {reservation.request!r}")
+            leg = Leg(pair, slot, secrets.randbits(63) | 1)
+            reservation.legs.append(leg)
+            if self._last_imm.get(slot.number) is not None:
+                self._drop_counter(self._last_imm[slot.number])  # what arrived late
+            self._last_imm[slot.number] = slot.imm
+            arriving = counts(
+                pair.plan,
+                self.cache.rank,
+                reservation.begin,
+                reservation.total,
+                source_nics=pair.theirs.num_nics,
+            ).get(pair.worker.rank)
+            data = arriving.immediates if arriving else 0
+            leg.least = data + pair.theirs.num_nics  # and the tail; more where it comes in chunks
+
+    def _send_open(self, reservation: KVReservation, leg: Leg) -> None:
+        names = [group.name for group in self.cache.layout.groups]
+        leg.pair.send(
+            "open",
+            *(int32_bytes(reservation.pages[name]) for name in names),
+            request=reservation.request,
+            nonce=leg.nonce,
+            imm=leg.slot.imm,
+            row=leg.slot.number,
+            begin=reservation.begin,
+            total=reservation.total,
+            pull=reservation.pull,
+            verify=reservation.verified,
+            groups=names,
+        )
+
+    # --- layers, tail, complete ---
+
+    def poll(self, reservation: KVReservation) -> bool:
+        with self.lock:
+            if reservation.state != "open":
+                return True
+            try:
+                arrived = [self._arrived(reservation, leg) for leg in reservation.legs]
+            except MoeP2pError as error:
+                self._fail(reservation, error)
+                return True
+            if not all(arrived):
+                return False
+            if not reservation.verified:
+                self._complete(reservation)
+                return True
+        return self._verify(reservation)  # without the lock: it reads all bytes
+
+    def _arrived(self, reservation: KVReservation, leg: Leg) -> bool:
+        if leg.state is LegState.SETTLED:
+            return True
+        if reservation.pull:
+            return self._pulled(reservation, leg)
+        value = self.engine.imm_value(leg.slot.imm)
+        now = self.clock()
+        if value and reservation.first_byte_at is None:
+            reservation.first_byte_at = now
+        leg.counted = value
+        if value < leg.least:
+            return False
+        if leg.tail is None:
+            reservation.tail_at = reservation.tail_at or now
+            leg.tail = self._read_tail(reservation, leg)
+            if leg.tail is None:
+                return False
+            leg.expected = count_expected(leg, self.cache.rank)
+        if value < leg.expected:
+            return False
+        leg.state = LegState.SETTLED
+        return True
+
+    def _read_tail(self, reservation: KVReservation, leg: Leg) -> Tail | None:
+        """None while it is not there, or is of an earlier use of the row."""
+        at = leg.slot.number * self.row_bytes
+        tail = Tail.parse(memoryview(self.rows)[at : at + self.row_bytes])
+        if tail is None or tail.nonce != leg.nonce:
+            return None
+        self._check_tail(reservation, leg, tail)
+        return tail
+
+    def _check_tail(self, reservation: KVReservation, leg: Leg, tail: Tail) -> None:
+        got = (tail.begin, tail.chunks[-1], tail.total)
+        want = (reservation.begin, reservation.total, reservation.total)
+        if got != want:
+            raise make(
+                errors.ProtocolError,
+                f"{self.name}: request {reservation.request!r}: {leg.pair.name} has sent tokens "
+                f"{got[0]} to {got[1]} of {got[2]}, reserved are {want[0]} to {want[1]}",
+            )
+        reservation.user = tail.user
+
+    def _pulled(self, reservation: KVReservation, leg: Leg) -> bool:
+        if leg.tail is None or not all(read.done() for read in leg.reads):
+            return False
+        now = self.clock()
+        reservation.first_byte_at = reservation.first_byte_at or now
+        if not leg.nonce_read:
+            for read in leg.reads:
+                read.wait(0)  # raises what went wrong
+            reservation.tail_at = now
+            leg.reads, leg.nonce_read = [pull_nonce(self.engine, leg, self.row_bytes)], True
+            return False
+        leg.reads[0].wait(0)
+        at = leg.slot.number * self.row_bytes
+        (nonce,) = struct.unpack_from("<Q", self.rows, at)
+        if nonce != leg.nonce:
+            raise make(
+                AbortedError,
+                f"{self.name}: request {reservation.request!r}: {leg.pair.name} gave the pages to "
+                f"another request while they were read (nonce {nonce:x}, expected {leg.nonce:x})",
+            )
+        leg.reads = []
+        leg.state = LegState.SETTLED
+        leg.pair.send("release", nonce=leg.nonce)
+        return True
+
+    def _verify(self, reservation: KVReservation) -> bool:
+        wrong = ""
+        for leg in reservation.legs:
+            assert leg.tail is not None
+            sums = sum_of_layers(self.cache, reservation.pages, leg)
+            for layer, got, sent in zip(leg.pair.layers, sums, leg.tail.checksums, strict=True):
+                if got != sent and not wrong:
+                    wrong = f"layer {layer} from {leg.pair.name}: {got & (1 << 64) - 1:016x}, sent "
+                    wrong += f"{sent & (1 << 64) - 1:016x}"
+        with self.lock:
+            if reservation.state != "open":
+                return True
+            if wrong:
+                text = f"{self.name}: request {reservation.request!r}: checksum of {wrong}"
+                self._fail(reservation, make(errors.ProtocolError, text))
+            else:
+                self._complete(reservation)
+        return True
+
+    def _complete(self, reservation: KVReservation) -> None:
+        reservation.state = "complete"
+        self._free(reservation)
+
+    def wait(self, reservation: KVReservation, timeout_s: float | None) -> bytes:
+        deadline = None if timeout_s is None else self.clock() + timeout_s
+        while not self.poll(reservation):
+            left = _SLICE_S if deadline is None else min(_SLICE_S, deadline - self.clock())
+            if left <= 0:
+                raise make(
+                    errors.TimeoutError, self._progress(reservation, f"waited {timeout_s} s")
+                )
+            self._wait_a_little(reservation, left)
+        if reservation.error is not None:
+            raise reservation.error
+        return reservation.user
+
+    def _wait_a_little(self, reservation: KVReservation, left: float) -> None:
+        """Until something may have arrived, or the request ended."""
+        if reservation.pull:
+            with self.lock:
+                self.changed.wait(min(left, 0.0005))
+            return
+        with self.lock:
+            legs = [leg for leg in reservation.legs if leg.state is LegState.OPEN]
+            if not legs or reservation.state != "open":
+                return
+            leg, count = legs[0], legs[0].expected or max(legs[0].least, legs[0].counted + 1)
+        try:
+            self.engine.wait_imm(leg.slot.imm, count, left)
+        except errors.TimeoutError:
+            return
+
+    # --- cancel, deadlines, losses ---
+
+    def cancel(self, reservation: KVReservation, why: str) -> None:
+        text = self._progress(reservation, why)
+        with self.lock:
+            self._fail(reservation, make(AbortedError, text))
+
+    def _fail(self, reservation: KVReservation, error: MoeP2pError) -> None:
+        if reservation.state != "open":
+            return
+        reservation.state, reservation.error = "failed", error
+        drain_until = self.clock() + self.timeouts.drain_s
+        for leg in reservation.legs:
+            if leg.state is LegState.OPEN:
+                leg.state, leg.drain_until = LegState.DRAINING, drain_until
+                if leg.pair.lost:
+                    continue  # the fence settles it
+                leg.pair.send("cancel", nonce=leg.nonce, why=str(error)[:400])
+                for read in leg.reads:
+                    read.cancel()
+        self._free_if_settled(reservation)
+        self.changed.notify_all()
+        self.wake.set()
+
+    def _free_if_settled(self, reservation: KVReservation) -> None:
+        if reservation.state == "failed" and all(
+            leg.state is LegState.SETTLED for leg in reservation.legs
+        ):
+            self._free(reservation)
+
+    def _free(self, reservation: KVReservation) -> None:
+        """No write can land in its pages any more."""
+        if reservation.reusable:
+            return
+        reservation.reusable = True
+        self._holds.give_back(reservation)
+        for leg in reservation.legs:
+            self._drop_counter(leg.slot.imm)
+            self.slots.give_back(leg.slot)
+        if reservation in self.reservations:
+            self.reservations.remove(reservation)
+        self.changed.notify_all()
+        if reservation.on_free is not None:
+            reservation.on_free()
+
+    def _drop_counter(self, imm: int) -> None:
+        try:
+            self.engine.free_imm(imm)
+        except (InvalidArgumentError, errors.ClosedError):
+            return  # a thread waits for it: the next use of the slot drops it
+
+    def wait_reusable(self, reservation: KVReservation, timeout_s: float | None) -> None:
+        limit = self.timeouts.drain_s + self.timeouts.connect_s if timeout_s is None else timeout_s
+        deadline = self.clock() + limit
+        with self.lock:
+            while not reservation.reusable:
+                left = deadline - self.clock()
+                if left <= 0:
+                    text = self._progress(reservation, f"pages are not free after {limit} s")
+                    raise make(errors.TimeoutError, text)
+                self.changed.wait(min(left, _SLICE_S))
+
+    def on_message(self, pair: Pair, message: Message) -> None:
+        with self.lock:
+            found = self._leg(pair, message.fields.get("nonce"))
+            if found is None:
+                return  # of a request that has ended
+            reservation, leg = found
+            if message.kind == "drained":
+                self._drained(reservation, leg, str(message.fields.get("why", "")))
+            elif message.kind == "offer" and leg.state is LegState.OPEN and leg.tail is None:
+                self._take_offer(reservation, leg, message)
+
+    def _leg(self, pair: Pair, nonce: Any) -> tuple[KVReservation, Leg] | None:
+        for reservation in self.reservations:
+            for leg in reservation.legs:
+                if leg.nonce == nonce and leg.pair is pair:
+                    return reservation, leg
+        return None
+
+    def _drained(self, reservation: KVReservation, leg: Leg, why: str) -> None:
+        """All that the sender wrote is visible here, and it writes nothing more."""
+        if leg.state is LegState.OPEN:
+            failed = f"{self.name}: request {reservation.request!r}: {leg.pair.name} gave up: {why}"
+            self._fail(reservation, make(AbortedError, failed))
+        leg.drained = True
+        if leg.state is LegState.DRAINING and all(read.done() for read in leg.reads):
+            leg.state = LegState.SETTLED
+        self._free_if_settled(reservation)
+
+    def _take_offer(self, reservation: KVReservation, leg: Leg, message: Message) -> None:
+        try:
+            leg.tail = tail = Tail.parse(message.arrays[0])
+            if tail is None or tail.nonce != leg.nonce:
+                raise make(errors.ProtocolError, f"{leg.pair.name} offers pages without their tail")
+            self._check_tail(reservation, leg, tail)
+            leg.export_row = int(message.fields["row"])
+            pages = dict(zip(message.fields["groups"], message.arrays[1:], strict=True))
+            theirs = {name: int32_tensor(data) for name, data in pages.items()}
+            leg.reads = pull_pages(self.engine, leg, theirs, reservation.pages)
+        except (MoeP2pError, KeyError, ValueError, IndexError) as error:
+            wrong = error if isinstance(error, MoeP2pError) else None
+            self._fail(reservation, wrong or make(errors.ProtocolError, f"an offer: {error!r}"))
+        self.changed.notify_all()
+
+    def on_time(self, now: float) -> bool:
+        draining = False
+        for reservation in list(self.reservations):
+            if reservation.state == "open":
+                late = self._late(reservation, now)
+                if late:
+                    self._fail(reservation, make(errors.TimeoutError, late))
+            for leg in reservation.legs:
+                if leg.state is not LegState.DRAINING:
+                    continue
+                draining = True
+                if leg.drained and all(read.done() for read in leg.reads):
+                    leg.state = LegState.SETTLED
+                elif now >= leg.drain_until and not leg.pair.lost:
+                    self._lose(
+                        leg.pair,
+                        f"it did not drain request {reservation.request!r} within "
+                        f"{self.timeouts.drain_s} s",
+                    )
+            self._free_if_settled(reservation)
+        return draining
+
+    def _late(self, reservation: KVReservation, now: float) -> str:
+        limits, first = self.timeouts, reservation.first_byte_at
+        if reservation.tail_at:
+            phase, limit, since = "tail", limits.tail_s, reservation.tail_at
+        elif first is not None:
+            phase, limit, since = "layers", limits.layers_s, first
+        else:
+            phase, limit, since = "open", limits.open_s, reservation.began_at
+        if now - since <= limit or self.poll(reservation):
+            return ""
+        return self._progress(reservation, f"waited {limit} s in phase {phase}")
+
+    def _progress(self, reservation: KVReservation, why: str) -> str:
+        """What arrived, by worker."""
+        legs = []
+        for leg in reservation.legs:
+            layers, want = len(leg.pair.layers), leg.expected or leg.least
+            at = min(leg.counted * layers // want, layers) if want else layers
+            legs.append(
+                f"{leg.pair.name} {leg.counted} of {want} immediates (about layer {at} of {layers})"
+            )
+        return (
+            f"{self.name}: request {reservation.request!r}, tokens {reservation.begin} to "
+            f"{reservation.total}: {why}; arrived from {', '.join(legs) or 'nobody'}"
+        )
+
+    def on_lost(self, pair: Pair) -> None:
+        for reservation in list(self.reservations):
+            if any(leg.pair is pair and leg.state is LegState.OPEN for leg in reservation.legs):
+                text = self._progress(reservation, f"lost {pair.name}: {pair.lost}")
+                self._fail(reservation, make(PeerDeadError, text))
+
+    def on_fenced(self, pair: Pair) -> None:
+        for reservation in list(self.reservations):
+            for leg in reservation.legs:
+                if leg.pair is pair:
+                    leg.state = LegState.SETTLED
+            self._free_if_settled(reservation)

@@ -1,0 +1,124 @@
+"""The last write of a request, its *tail*, and the numbers that requests are counted by.
+
+A tail names the reservation (nonce), the chunks that were sent, checksums and what the user adds
+(a first token, say). It arrives like any other write, maybe before what it speaks of: only the
+count of immediates says that all is there. It ends with a checksum of its own, so that half of one
+is not taken for one.
+"""
+
+from __future__ import annotations
+
+import secrets
+import struct
+import zlib
+from typing import NamedTuple
+
+from moe_p2p.errors import ResourceExhaustedError, make, require
+
+MAX_CHUNKS = 64
+MAX_USER_BYTES = 256
+_HEAD = struct.Struct("<QIIIHHHH")  # nonce, begin, end, total, chunks, checksums, user bytes, 0
+_CRC = struct.Struct("<I")
+# Above it lies what communicators count; below it, what users of the same engine may.
+_KV_BIT = 1 << 30
+_SLOT_BITS, _EPOCH_BITS = 12, 18
+MAX_SLOTS = 1 << _SLOT_BITS
+
+
+class Tail(NamedTuple):
+    """chunks: one past the last token of each; `begin` is where the first one begins.
+    checksums: by place of the layer among the source's layers; empty where they are not sent."""
+
+    nonce: int
+    begin: int
+    total: int
+    chunks: tuple[int, ...]
+    checksums: tuple[int, ...]
+    user: bytes
+
+    def spans(self) -> list[tuple[int, int]]:
+        return list(zip((self.begin, *self.chunks[:-1]), self.chunks, strict=True))
+
+    def to_bytes(self) -> bytes:
+        head = _HEAD.pack(
+            self.nonce,
+            self.begin,
+            self.chunks[-1],
+            self.total,
+            len(self.chunks),
+            len(self.checksums),
+            len(self.user),
+            0,
+        )
+        body = head + struct.pack(
+            f"<{len(self.chunks)}I{len(self.checksums)}q", *self.chunks, *self.checksums
+        )
+        body += self.user
+        return body + _CRC.pack(zlib.crc32(body))
+
+    @staticmethod
+    def parse(data: bytes | bytearray | memoryview) -> Tail | None:
+        """None: not all of it is there."""
+        nonce, begin, _, total, chunks, checksums, user, _ = _HEAD.unpack_from(data)
+        size = _HEAD.size + 4 * chunks + 8 * checksums + user
+        if chunks == 0 or size + _CRC.size > len(data):
+            return None
+        body = bytes(data[:size])
+        if _CRC.unpack_from(data, size)[0] != zlib.crc32(body):
+            return None
+        numbers = struct.unpack_from(f"<{chunks}I{checksums}q", body, _HEAD.size)
+        return Tail(
+            nonce, begin, total, numbers[:chunks], numbers[chunks:], body[size - user : size]
+        )
+
+
+def tail_bytes(num_layers: int) -> int:
+    """Of the largest tail, a multiple of 64."""
+    size = _HEAD.size + 4 * MAX_CHUNKS + 8 * num_layers + MAX_USER_BYTES + _CRC.size
+    return -(-size // 64) * 64
+
+
+def immediate(slot: int, epoch: int) -> int:
+    """What a request is counted by. An immediate of an earlier use of the slot, which may arrive
+    late, counts for another number."""
+    return _KV_BIT | slot << _EPOCH_BITS | epoch % (1 << _EPOCH_BITS)
+
+
+class Slot(NamedTuple):
+    number: int
+    epoch: int
+
+    @property
+    def imm(self) -> int:
+        return immediate(self.number, self.epoch)
+
+
+class Slots:
+    """Places of requests under way; each use of one has a number of its own."""
+
+    def __init__(self, count: int) -> None:
+        require(
+            type(count) is int and 1 <= count <= MAX_SLOTS,
+            f"max_requests is {count!r}, must be an integer from 1 to {MAX_SLOTS}",
+        )
+        self.count = count
+        self._free = list(reversed(range(count)))
+        # Not from 0: receivers that follow each other on an engine must not share numbers.
+        self._epochs = [secrets.randbelow(1 << _EPOCH_BITS)] * count
+
+    def take(self, what: str) -> Slot:
+        if not self._free:
+            raise make(
+                ResourceExhaustedError,
+                f"{what}: all {self.count} requests are under way; raise max_requests, or wait",
+            )
+        number = self._free.pop()
+        self._epochs[number] += 1
+        return Slot(number, self._epochs[number])
+
+    def give_back(self, slot: Slot) -> None:
+        self._free.insert(0, slot.number)  # the longest unused one is taken next
+
+    @property
+    def num_taken(self) -> int:
+        return self.count - len(self._free)

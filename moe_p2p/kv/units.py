@@ -1,0 +1,148 @@
+"""The units of one request between one pair of workers, and what is done with them: writes, reads,
+checksums. A layer is the same units at another place, so they are worked out once a chunk."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_p2p.kv.checksum import add, rows_checksum
+from moe_p2p.kv.layout import KVLayout
+from moe_p2p.kv.memory import KVRequest
+from moe_p2p.kv.pair import KVCache, Pair
+from moe_p2p.kv.plan import KVMove
+from moe_p2p.kv.requests import indices, span_of
+
+Pages = Mapping[str, Tensor]
+Chunk = tuple[int, int]
+
+
+class Units:
+    """source, target: pages by group. None: of the other side, and not known here."""
+
+    def __init__(
+        self, pair: Pair, total: int, *, source: Pages | None = None, target: Pages | None = None
+    ) -> None:
+        self.pair, self.total = pair, total
+        plan = pair.plan
+        self.source = _blank(plan.source, total) if source is None else source
+        self.target = _blank(plan.target, total) if target is None else target
+        self._known: dict[tuple[int, Chunk], tuple[Tensor, Tensor]] = {}
+        self._num_rows: dict[int, int] = {}  # of each layer, summed so far
+
+    def of(self, move: KVMove, chunk: Chunk) -> tuple[Tensor, Tensor]:
+        """int64, at the source and at the target, in the order of tokens."""
+        key = (id(move), chunk)
+        if key not in self._known:
+            span = span_of(
+                self.pair.plan, self.pair.plan.source.group(move.group), *chunk, self.total
+            )
+            lists = (self.source[move.group], self.target[move.group])
+            ours, theirs = indices(move, span, *lists)
+            self._known[key] = (ours.to(torch.int64), theirs.to(torch.int64))
+        return self._known[key]
+
+    def each(self, layer: int, chunk: Chunk) -> Iterator[tuple[KVRequest, Tensor, Tensor]]:
+        """Requests of a layer that have something to carry."""
+        for request in self.pair.requests[layer]:
+            ours, theirs = self.of(request.move, chunk)
+            if len(ours):
+                yield request, ours, theirs
+
+    def write(self, engine: Any, layer: int, chunk: Chunk, imm: int) -> list[Any]:
+        """Submits one layer from here to the pair's worker; one immediate by each NIC a request."""
+        pair = self.pair
+        return [
+            engine.write_pages(
+                pair.memory.kv[request.source.region],
+                pair.regions[request.target.region],
+                pages=ours,
+                region_pages=theirs,
+                offset=request.source.offset,
+                region_offset=request.target.offset,
+                imm=imm,
+                imm_per_page=False,
+                **_strides(request, here="source"),
+            )
+            for request, ours, theirs in self.each(layer, chunk)
+        ]
+
+    def read(self, engine: Any, chunk: Chunk) -> list[Any]:
+        """Submits reads of all layers from the pair's worker to here."""
+        pair = self.pair
+        return [
+            engine.read_pages(
+                pair.memory.kv[request.target.region],
+                pair.regions[request.source.region],
+                pages=theirs,
+                region_pages=ours,
+                offset=request.target.offset,
+                region_offset=request.source.offset,
+                **_strides(request, here="target"),
+            )
+            for layer in pair.layers
+            for request, ours, theirs in self.each(layer, chunk)
+        ]
+
+    def checksum(self, cache: KVCache, layer: int, chunk: Chunk, *, at_source: bool) -> int:
+        """Of one layer of a chunk. Chunks are summed in their order, on both sides."""
+        total, row = 0, self._num_rows.get(layer, 0)
+        for request, ours, theirs in self.each(layer, chunk):
+            shape = request.move.shape
+            place = request.source if at_source else request.target
+            part = rows_checksum(
+                cache.tensors[place.region],
+                ours if at_source else theirs,
+                offset=place.offset,
+                unit=shape.source_unit if at_source else shape.target_unit,
+                row_bytes=shape.row_bytes,
+                num_rows=shape.num_rows,
+                row_stride=shape.source_row_stride if at_source else shape.target_row_stride,
+                first_row=row,
+            )
+            total, row = add(total, part), row + len(ours) * shape.num_rows
+        self._num_rows[layer] = row
+        return total
+
+
+def _strides(request: KVRequest, *, here: str) -> dict[str, int]:
+    """In the engine's words: `here` is the side that calls it."""
+    shape = request.move.shape
+    units = (shape.source_unit, shape.target_unit)
+    rows = (shape.source_row_stride, shape.target_row_stride)
+    if here == "target":
+        units, rows = units[::-1], rows[::-1]
+    return {
+        "page_bytes": request.move.unit_bytes,
+        "stride": units[0],
+        "region_stride": units[1],
+        "row_bytes": shape.row_bytes,
+        "row_stride": rows[0],
+        "region_row_stride": rows[1],
+    }
+
+
+def _blank(layout: KVLayout, total: int) -> Pages:
+    """As many pages as the other side has; their numbers are not used."""
+    return {
+        group.name: torch.zeros(
+            1 if group.kind == "state" else -(-total // layout.page_tokens(group)),
+            dtype=torch.int32,
+            device="cpu",
+        )
+        for group in layout.groups
+    }
+
+
+def int32_bytes(pages: Tensor) -> bytes:
+    return struct.pack(f"<{len(pages)}i", *pages.tolist())
+
+
+def int32_tensor(data: bytes) -> Tensor:
+    if not data:
+        return torch.empty(0, dtype=torch.int32, device="cpu")
+    return torch.frombuffer(bytearray(data), dtype=torch.int32)

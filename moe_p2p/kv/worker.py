@@ -1,0 +1,238 @@
+"""What `KVSender` and `KVReceiver` have in common: their pairs, the clock, and losing a pair.
+
+No thread lives here. Messages, deadlines and fences are handled by whoever calls `on_message` and
+`step`: threads of moe_p2p/kv/membership.py, or a test that decides about each step itself. Any
+thread may call any method.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from moe_p2p import errors, log
+from moe_p2p.errors import UnavailableError, make, require, require_type
+from moe_p2p.kv.channel import Message
+from moe_p2p.kv.leases import Worker
+from moe_p2p.kv.pair import Hello, KVCache, Pair, PairMemory, Sends, make_pair
+from moe_p2p.kv.tail import Slots, tail_bytes
+
+QUICK_S, SLOW_S = 0.0005, 0.02  # between two looks, while something drains and otherwise
+RETRY_S = 0.5  # between two tries of a fence: each may take so long itself
+
+
+@dataclass(frozen=True)
+class KVTimeouts:
+    """Deadlines in seconds; each has an error text of its own.
+
+    connect_s: of a meeting of two workers. open_s: until the first byte of a request, or, at a
+    sender, until its receivers have opened it. layers_s: between the first byte and the last layer.
+    tail_s: from then on. drain_s: how long a cancelled request may drain before the pair is fenced.
+    lease_s: after which a worker that renews nothing is gone.
+    """
+
+    connect_s: float = 10.0
+    open_s: float = 30.0
+    layers_s: float = 30.0
+    tail_s: float = 10.0
+    drain_s: float = 0.25
+    lease_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            require(
+                isinstance(value, (int, float)) and value > 0,
+                f"KVTimeouts.{each.name} is {value!r}, must be a positive number of seconds",
+            )
+
+
+class KVWorker:
+    """Base of `KVSender` and `KVReceiver`."""
+
+    role = ""
+
+    def __init__(
+        self,
+        engine: Any,
+        cache: KVCache,
+        *,
+        instance: str,
+        timeouts: KVTimeouts | None = None,
+        max_requests: int = 256,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        require_type(f"{type(self).__name__}: cache", cache, KVCache, "a KVCache")
+        require(
+            isinstance(instance, str) and bool(instance) and "/" not in instance,
+            f"instance is {instance!r}, must be a name without '/'",
+        )
+        self.engine, self.cache = engine, cache
+        self.timeouts = KVTimeouts() if timeouts is None else timeouts
+        self.worker = Worker(instance, cache.rank, self.role, uuid.uuid4().hex)
+        self.clock = clock
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)  # a request ended, or a pair came
+        self.wake = threading.Event()  # of whoever calls step()
+        self.pairs: dict[str, Pair] = {}  # by name of the other worker
+        self.slots = Slots(max_requests)
+        self.row_bytes = tail_bytes(cache.layout.num_layers)
+        # One row a slot. A bytearray, so that rows are read and written without a tensor.
+        self.rows = bytearray(max_requests * self.row_bytes)
+        self.control = torch.frombuffer(self.rows, dtype=torch.uint8)
+        self._losing: list[Pair] = []  # lost, and not yet fenced
+
+    @property
+    def name(self) -> str:
+        return self.worker.name
+
+    # --- meeting ---
+
+    def register(self) -> PairMemory:
+        return PairMemory(self.engine, self.cache, self.control)
+
+    def hello(self, memory: PairMemory, worker: Worker) -> Hello:
+        return Hello(
+            worker,
+            self.cache.layout,
+            self.cache.memory(memory.descriptors()),
+            self.engine.address,
+            memory.control.descriptor,
+            self.engine.num_nics,
+            self.row_bytes,
+        )
+
+    def meet(self, memory: PairMemory, theirs: Hello, channel: Sends) -> Pair:
+        """Makes the pair; `attach` lets requests use it. Raises what does not fit, by name."""
+        require(
+            theirs.tail_bytes == self.row_bytes,
+            f"{self.name}: tails of {theirs.worker.name} have {theirs.tail_bytes} bytes, here "
+            f"{self.row_bytes}; both sides must hold the same model",
+        )
+        sends = self.role == "sender"
+        return make_pair(self.engine, self.cache, memory, theirs, channel, sends=sends)
+
+    def attach(self, pair: Pair) -> None:
+        with self.lock:
+            before = self.pairs.get(pair.name)
+            if before is not None:
+                self._lose(before, "it connected anew")
+            self.pairs[pair.name] = pair
+            self.changed.notify_all()
+
+    def pair_with(self, instance: str, rank: int) -> Pair:
+        pair = self.pairs.get(f"{instance}/{rank}")
+        if pair is None:
+            known = ", ".join(sorted(self.pairs)) or "nobody"
+            raise make(
+                UnavailableError,
+                f"{self.name}: not connected to {instance}/{rank}; connected to {known}",
+            )
+        return pair
+
+    def wait_for(self, instance: str, timeout_s: float | None = None) -> None:
+        """Waits until all ranks of an instance that exchange KV with this one are connected."""
+        limit = self.timeouts.connect_s if timeout_s is None else timeout_s
+        deadline = self.clock() + limit
+        with self.lock:
+            while missing := self._missing(instance):
+                left = deadline - self.clock()
+                if left <= 0:
+                    raise make(
+                        errors.TimeoutError,
+                        f"{self.name}: waited {limit} s in phase connect for {missing}",
+                    )
+                self.changed.wait(min(left, 0.1))
+
+    def _missing(self, instance: str) -> str:
+        known = [pair for pair in self.pairs.values() if pair.worker.instance == instance]
+        if not known:
+            return f"any rank of {instance}"
+        ranks = self.ranks_of(known[0])
+        have = {pair.worker.rank for pair in known}
+        return ", ".join(f"{instance}/{rank}" for rank in ranks if rank not in have)
+
+    def ranks_of(self, pair: Pair) -> list[int]:
+        """Ranks of the other instance that exchange KV with this one."""
+        moves = pair.plan.moves
+        if self.role == "sender":
+            return sorted({m.target_rank for m in moves if m.source_rank == self.cache.rank})
+        return sorted({m.source_rank for m in moves if m.target_rank == self.cache.rank})
+
+    # --- losing a pair ---
+
+    def lose(self, pair: Pair, why: str) -> None:
+        """Ends a pair: its requests fail by name, and its fence follows in `step`."""
+        with self.lock:
+            self._lose(pair, why)
+
+    def _lose(self, pair: Pair, why: str) -> None:
+        if pair.lost:
+            return
+        pair.lost = why
+        if self.pairs.get(pair.name) is pair:
+            del self.pairs[pair.name]
+        pair.channel.close()
+        self._losing.append(pair)
+        self.on_lost(pair)
+        self.wake.set()
+
+    def fence(self, pair: Pair) -> None:
+        """When it returns, no write of the other worker lands here any more."""
+        pair.fence()
+
+    def step(self) -> float:
+        """Handles deadlines and fences; returns how many seconds later it wants to be called."""
+        with self.lock:
+            busy = self.on_time(self.clock())
+            losing = [pair for pair in self._losing if self.clock() >= pair.fence_at]
+        for pair in losing:
+            if not self._try_to_fence(pair):
+                continue
+            with self.lock:
+                self._losing.remove(pair)
+                pair.fenced = True
+                self.on_fenced(pair)
+                self.changed.notify_all()
+        return QUICK_S if busy else SLOW_S
+
+    def _try_to_fence(self, pair: Pair) -> bool:
+        """Without the lock: other pairs go on. False: pages stay held, and it is tried again."""
+        try:
+            self.fence(pair)
+        except errors.ClosedError:
+            return True  # the engine is closed: its NICs write nothing
+        except errors.MoeP2pError as error:
+            if not pair.fence_at:
+                log.warning(f"{self.name}: pages stay held, {pair.name} is not fenced: {error}")
+            pair.fence_at = self.clock() + RETRY_S
+            return False
+        return True
+
+    def lose_all(self, why: str) -> None:
+        with self.lock:
+            for pair in list(self.pairs.values()):
+                self._lose(pair, why)
+
+    # --- what senders and receivers do ---
+
+    def on_message(self, pair: Pair, message: Message) -> None:
+        raise NotImplementedError
+
+    def on_time(self, now: float) -> bool:
+        """Under the lock. Returns whether something drains."""
+        raise NotImplementedError
+
+    def on_lost(self, pair: Pair) -> None:
+        """Under the lock: requests on the pair fail; their pages wait for the fence."""
+        raise NotImplementedError
+
+    def on_fenced(self, pair: Pair) -> None:
+        """Under the lock: their pages come back."""
+        raise NotImplementedError

@@ -1,0 +1,205 @@
+"""Workers come and go: leases, incarnations, secrets, and what a lost worker takes with it."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+import pytest
+import torch
+from torch.distributed import FileStore, HashStore
+
+from moe_p2p import Engine, EngineConfig, PeerDeadError, ProtocolError, errors, kv
+from moe_p2p.kv.channel import Message, prove, receive
+from tests.support.kv_fakes import Clock, cache_of
+from tests.support.kv_workers import QUICK, some_pages, workers
+
+GROUP = kv.KVGroup("kv", (0, 1), heads=2, k_bytes=16, v_bytes=16, page_size=4)
+LAYOUT = kv.KVLayout((GROUP,))
+PAGES = {"kv": some_pages(4, 32, 1)}
+
+
+def eventually(happens: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not happens():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.01)
+
+
+def test_a_lease_ends_by_the_readers_clock() -> None:
+    store, clock = HashStore(), Clock()
+    writer, reader = kv.TorchLeases(store, 5, clock), kv.TorchLeases(store, 5, clock)
+    writer.renew("a", b"1")
+    assert reader.members() == {"a": b"1"}
+    clock.now = 4
+    writer.renew("a", b"1")
+    assert reader.members() == {"a": b"1"}
+    clock.now = 8.9
+    assert reader.members() == {"a": b"1"}
+    clock.now = 9.1
+    assert reader.members() == {}
+    writer.renew("a", b"2")
+    assert reader.members() == {"a": b"2"}
+    writer.withdraw("a")
+    assert reader.members() == {}
+
+
+def test_places_of_leases_are_used_again() -> None:
+    """Of workers that left, and of workers that died once somebody has seen it for a while."""
+    store, clock = HashStore(), Clock()
+    witness = kv.TorchLeases(store, 5, clock)
+    for number in range(20):
+        leases = kv.TorchLeases(store, 5, clock)
+        leases.renew(f"worker {number}", b"")
+        assert witness.members() == {f"worker {number}": b""}
+        if number % 2:
+            leases.withdraw(f"worker {number}")
+        for _ in range(2):
+            clock.now += 6
+            assert witness.members() == {}
+    assert store.add("moe_p2p/kv/places", 0) == 1
+
+
+def test_a_worker_that_was_stopped_does_not_overwrite_another_ones_lease() -> None:
+    store, clock = HashStore(), Clock()
+    stopped, witness, other = (kv.TorchLeases(store, 5, clock) for _ in range(3))
+    stopped.renew("stopped", b"1")
+    witness.members()
+    clock.now += 11
+    witness.members()
+    other.renew("other", b"2")
+    stopped.renew("stopped", b"1")
+    assert witness.members() == {"stopped": b"1", "other": b"2"}
+
+
+def test_leases_in_a_file(tmp_path: object) -> None:
+    first, other = (kv.TorchLeases(FileStore(f"{tmp_path}/store", 2), 5) for _ in range(2))
+    first.renew("a", b"1")
+    other.renew("b", b"2")
+    assert first.members() == other.members() == {"a": b"1", "b": b"2"}
+
+
+def test_a_dead_prefiller_does_not_fail_the_decoder() -> None:
+    """Its requests fail by name; a new process under its name, and others, go on."""
+    store = HashStore()
+    config = EngineConfig(transport="loopback")
+    leases = [kv.TorchLeases(store, QUICK.lease_s) for _ in range(4)]
+    with (
+        Engine(config) as one,
+        Engine(config) as other,
+        Engine(config) as third,
+        Engine(config) as new,
+    ):
+        common = {"timeouts": QUICK}
+        receiver = kv.KVReceiver(one, cache_of(LAYOUT, 0, 32), instance="decode", **common)
+        senders = [
+            kv.KVSender(engine, cache_of(LAYOUT, 0, 32), instance=name, **common)
+            for engine, name in ((other, "p0"), (third, "p1"), (new, "p0"))
+        ]
+        with kv.Membership(receiver, leases[0]), kv.Membership(senders[1], leases[2]):
+            dying = kv.Membership(senders[0], leases[1])
+            for name in ("p0", "p1"):
+                receiver.wait_for(name, 20)
+            doomed = receiver.reserve("doomed", "p0", PAGES, total=16)
+            pages = {"kv": torch.tensor([p for p in range(32) if p not in PAGES["kv"]]).int()[:4]}
+            lives = receiver.reserve("lives", "p1", pages, total=16)
+            dying.close()
+            with pytest.raises(
+                PeerDeadError, match=r"request 'doomed', .*: lost p0/0: its connect"
+            ):
+                doomed.wait(20)
+            doomed.wait_reusable(20)
+            sending = senders[1].start("lives", "decode", pages, total=16)
+            for layer in (0, 1):
+                sending.layer(layer)
+            sending.commit()
+            lives.wait(20)
+            with kv.Membership(senders[2], leases[3]):
+                eventually(lambda: "p0/0" in receiver.pairs)
+                assert receiver.pairs["p0/0"].worker.incarnation == senders[2].worker.incarnation
+
+
+def test_a_lease_that_is_over_ends_the_pair() -> None:
+    """A host that is gone closes no connection."""
+    with workers(LAYOUT, LAYOUT, timeouts=dataclasses.replace(QUICK, lease_s=0.4)) as found:
+        receiver, member = found.receivers[0], found.memberships["prefill/0"]
+        pair = receiver.pairs["prefill/0"]
+        member.leases.renew = lambda name, record: None  # type: ignore[method-assign]
+        reservation = receiver.reserve("r", "prefill", PAGES, total=16)
+        with pytest.raises(PeerDeadError, match=r"lost prefill/0: its lease is over, after 0.4 s"):
+            reservation.wait(20)
+        reservation.wait_reusable(20)
+        assert pair.fenced
+
+
+def test_a_store_that_does_not_answer_ends_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    with workers(LAYOUT, LAYOUT, timeouts=dataclasses.replace(QUICK, lease_s=0.2)) as found:
+        receiver = found.receivers[0]
+        before = dict(receiver.pairs)
+
+        def gone() -> dict[str, bytes]:
+            raise RuntimeError("the store is gone")
+
+        for member in found.memberships.values():
+            member.leases.members = gone  # type: ignore[method-assign]
+        eventually(lambda: "the store of leases does not answer" in capfd.readouterr().err)
+        until = time.monotonic() + 1
+        eventually(lambda: time.monotonic() > until)
+        assert receiver.pairs == before
+
+
+def test_waiting_for_nobody_names_who_is_missing() -> None:
+    with workers(kv.KVLayout((GROUP,), tp=2), LAYOUT) as found:
+        receiver = found.receivers[0]
+        receiver.wait_for("prefill", 0.0)
+        receiver.lose(receiver.pairs["prefill/1"], "test")
+        receiver.pairs.pop("prefill/1", None)
+        with pytest.raises(
+            errors.TimeoutError, match=r"waited 0.05 s in phase connect for any ran"
+        ):
+            receiver.wait_for("other", 0.05)
+
+
+def test_a_stranger_is_refused_and_nobody_else() -> None:
+    """It does not know the secret, sends what is no message, or stays silent."""
+    quick = dataclasses.replace(QUICK, connect_s=0.5)
+    with workers(LAYOUT, LAYOUT, timeouts=quick) as found:
+        record = found.memberships["prefill/0"].record
+        for sent in (b"", b"GET / HTTP/1.1\r\n\r\n" + b"x" * 64):
+            with socket.create_connection((record.host, record.port), 10) as stranger:
+                stranger.sendall(sent)
+                with suppress(ConnectionResetError):  # there were bytes that it did not read
+                    while stranger.recv(4096):  # its nonce, then the end
+                        pass
+        with (
+            socket.create_connection((record.host, record.port), 10) as stranger,
+            pytest.raises((ProtocolError, OSError, PeerDeadError)),
+        ):
+            prove(stranger, b"a wrong secret", dials=True)
+        with socket.create_connection((record.host, record.port), 10) as stranger:
+            prove(stranger, record.secret.encode(), dials=True)
+            assert receive(stranger).kind == "hello"
+            stranger.sendall(Message("hello", {"version": 99}).to_bytes())
+            while stranger.recv(4096):
+                pass
+        reservation = found.receivers[0].reserve("r", "prefill", PAGES, total=16)
+        reservation.cancel()
+        reservation.wait_reusable(20)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"{}", b"[]", b'{"kind":"x","arrays":[9]}', b'{"kind":"x","arrays":[-1]}', b"\xff"],
+)
+def test_bytes_that_are_no_message_are_refused(body: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        Message.parse(body, len(body))
+
+
+def test_messages_survive_the_wire() -> None:
+    message = Message("open", {"nonce": (1 << 63) - 1, "request": "ü"}, (b"", b"abc"))
+    data = message.to_bytes()
+    assert Message.parse(data[8:], int.from_bytes(data[4:8], "little")) == message

@@ -1,0 +1,304 @@
+"""An engine and a network that do nothing by themselves: a test decides what happens next.
+
+As strict as a NIC may be: rows of a request land in any order, one by one, read at that moment from
+the source; immediates and completions come any time after their rows; what is posted is not taken
+back by `cancel` or `disconnect`, and lands later unless the target's key was withdrawn.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_p2p import kv
+from moe_p2p.errors import ClosedError, RemoteAccessError, make
+from moe_p2p.kv.channel import Message
+from moe_p2p.kv.pair import Pair
+from moe_p2p.kv.worker import KVWorker
+
+
+class FakeRequest:
+    def __init__(self) -> None:
+        self.finished = self.cancelled = False
+        self.error: Exception | None = None
+
+    def done(self) -> bool:
+        return self.finished
+
+    def wait(self, timeout_s: float = 0) -> None:
+        assert self.finished, "the test waits for nothing"
+        if self.error is not None:
+            raise self.error
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+@dataclasses.dataclass(eq=False)
+class Row:
+    """One write or read of one row."""
+
+    request: FakeRequest
+    source: FakeMemory
+    source_at: int
+    target: FakeMemory
+    target_at: int
+    nbytes: int
+    is_read: bool
+    posted: bool = False
+
+
+class FakeMemory:
+    def __init__(self, engine: FakeEngine, tensor: Tensor, number: int) -> None:
+        self.engine, self.tensor, self.number = engine, tensor, number
+        self.valid = True
+        self.flat = tensor.reshape(-1).view(torch.uint8)
+
+    @property
+    def descriptor(self) -> bytes:
+        return struct.pack("<ii", self.engine.number, self.number)
+
+    def unregister(self) -> None:
+        self.valid = False
+        # Own requests that use it fail, and none of their rows moves a byte afterwards.
+        self.engine.net.revoke(self)
+
+
+class FakePeer:
+    def __init__(self, engine: FakeEngine, other: FakeEngine) -> None:
+        self.engine, self.other, self.connected = engine, other, True
+
+    def disconnect(self) -> None:
+        self.connected = False
+        for operation in self.engine.net.operations:
+            if operation.peer is self:
+                operation.request.error = make(ClosedError, "disconnected")
+                operation.request.cancelled = operation.request.finished = True
+
+
+@dataclasses.dataclass(eq=False)
+class FakeRegion:
+    memory: FakeMemory
+    peer: FakePeer
+
+
+@dataclasses.dataclass(eq=False)
+class Operation:
+    """rows: not landed. imm: delivered once, after all rows landed well."""
+
+    request: FakeRequest
+    peer: FakePeer
+    rows: list[Row]
+    imm: int | None
+    target_engine: FakeEngine
+    failed: bool = False
+
+
+class FakeNet:
+    def __init__(self) -> None:
+        self.engines: list[FakeEngine] = []
+        self.operations: list[Operation] = []
+        self.on_land: Callable[[Row], None] = lambda row: None
+
+    def revoke(self, memory: FakeMemory) -> None:
+        for operation in self.operations:
+            local = [row for row in operation.rows if _local(row, operation) is memory]
+            if local:
+                operation.rows = [row for row in operation.rows if row not in local]
+                self._fail(operation, make(ClosedError, "memory was unregistered"))
+                operation.request.finished = True
+
+    def _fail(self, operation: Operation, error: Exception) -> None:
+        operation.failed = True
+        operation.request.error = operation.request.error or error
+
+    def moves(self) -> list[tuple[str, Operation, Row | None]]:
+        """All that may happen next."""
+        found: list[tuple[str, Operation, Row | None]] = []
+        for operation in self.operations:
+            for row in operation.rows:
+                if row.posted:
+                    found.append(("land", operation, row))
+                elif operation.request.cancelled or operation.failed:
+                    found.append(("drop", operation, row))
+                else:
+                    found.append(("post", operation, row))
+            if not operation.rows:
+                if operation.imm is not None and not operation.failed:
+                    found.append(("imm", operation, None))
+                if not operation.request.finished:
+                    found.append(("complete", operation, None))
+        return found
+
+    def move(self, what: str, operation: Operation, row: Row | None) -> None:
+        if row is not None:
+            if what == "post":
+                row.posted = True
+                return
+            operation.rows.remove(row)
+            if what == "land":
+                self._land(operation, row)
+            else:
+                operation.failed = True
+        elif what == "imm":
+            operation.target_engine.counters[operation.imm] += 1
+            operation.imm = None
+        else:
+            operation.request.finished = True
+        over = operation.imm is None or operation.failed
+        if operation.request.finished and not operation.rows and over:
+            self.operations.remove(operation)
+
+    def _land(self, operation: Operation, row: Row) -> None:
+        if not (row.source.valid and row.target.valid):
+            self._fail(operation, make(RemoteAccessError, "the key was withdrawn"))
+            return
+        self.on_land(row)
+        data = row.source.flat[row.source_at : row.source_at + row.nbytes]
+        row.target.flat[row.target_at : row.target_at + row.nbytes] = data
+
+
+def _local(row: Row, operation: Operation) -> FakeMemory:
+    return row.source if row.source.engine is operation.peer.engine else row.target
+
+
+class FakeEngine:
+    num_nics = 1
+
+    def __init__(self, net: FakeNet) -> None:
+        self.net = net
+        self.number = len(net.engines)
+        net.engines.append(self)
+        self.memories: list[FakeMemory] = []
+        self.counters: Counter[int | None] = Counter()
+
+    @property
+    def address(self) -> bytes:
+        return struct.pack("<i", self.number)
+
+    def register(self, tensor: Tensor) -> FakeMemory:
+        self.memories.append(FakeMemory(self, tensor, len(self.memories)))
+        return self.memories[-1]
+
+    def connect(self, address: bytes) -> FakePeer:
+        return FakePeer(self, self.net.engines[struct.unpack("<i", address)[0]])
+
+    def resolve(self, descriptor: bytes, peer: FakePeer) -> FakeRegion:
+        engine, number = struct.unpack("<ii", descriptor)
+        return FakeRegion(self.net.engines[engine].memories[number], peer)
+
+    def write_pages(self, memory: FakeMemory, region: FakeRegion, **how: Any) -> FakeRequest:
+        rows = [(memory, ours, region.memory, theirs) for ours, theirs in _places(how)]
+        return self._submit(region.peer, rows, how["row_bytes"], how["imm"], is_read=False)
+
+    def read_pages(self, memory: FakeMemory, region: FakeRegion, **how: Any) -> FakeRequest:
+        rows = [(region.memory, theirs, memory, ours) for ours, theirs in _places(how)]
+        return self._submit(region.peer, rows, how["row_bytes"], None, is_read=True)
+
+    def write(self, memory: FakeMemory, region: FakeRegion, **how: Any) -> FakeRequest:
+        rows = [(memory, how["offset"], region.memory, how["region_offset"])]
+        return self._submit(region.peer, rows, how["nbytes"], how["imm"], is_read=False)
+
+    def read(self, memory: FakeMemory, region: FakeRegion, **how: Any) -> FakeRequest:
+        rows = [(region.memory, how["region_offset"], memory, how["offset"])]
+        return self._submit(region.peer, rows, how["nbytes"], None, is_read=True)
+
+    def _submit(
+        self,
+        peer: FakePeer,
+        rows: list[tuple[FakeMemory, int, FakeMemory, int]],
+        nbytes: int,
+        imm: int | None,
+        *,
+        is_read: bool,
+    ) -> FakeRequest:
+        if not peer.connected:
+            raise make(ClosedError, "the peer was disconnected")
+        request = FakeRequest()
+        found = [Row(request, *row, nbytes, is_read) for row in rows]
+        self.net.operations.append(Operation(request, peer, found, imm, peer.other))
+        return request
+
+    def imm_value(self, imm: int) -> int:
+        return self.counters[imm]
+
+    def free_imm(self, imm: int) -> int:
+        return self.counters.pop(imm, 0)
+
+
+def _places(how: dict[str, Any]) -> Iterator[tuple[int, int]]:
+    """Of each row, here and at the peer."""
+    num_rows = how["page_bytes"] // how["row_bytes"]
+    for ours, theirs in zip(how["pages"].tolist(), how["region_pages"].tolist(), strict=True):
+        for row in range(num_rows):
+            yield (
+                how["offset"] + ours * how["stride"] + row * how["row_stride"],
+                how["region_offset"]
+                + theirs * how["region_stride"]
+                + row * how["region_row_stride"],
+            )
+
+
+class FakeChannel:
+    """Messages of one direction, delivered one by one, in their order, while it is not cut."""
+
+    def __init__(self) -> None:
+        self.queue: deque[bytes] = deque()
+        self.closed = False
+
+    def send(self, message: Message) -> None:
+        if not self.closed:
+            self.queue.append(message.to_bytes())
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Link:
+    """A pair of workers, both ends: what moe_p2p/kv/membership.py makes with sockets."""
+
+    def __init__(self, one: KVWorker, other: KVWorker) -> None:
+        self.workers = (one, other)
+        self.channels = (FakeChannel(), FakeChannel())  # of messages from one, from the other
+        memories = [worker.register() for worker in self.workers]
+        hellos = [w.hello(m, w.worker) for w, m in zip(self.workers, memories, strict=True)]
+        self.pairs: list[Pair] = []
+        for i, worker in enumerate(self.workers):
+            self.pairs.append(worker.meet(memories[i], hellos[1 - i], self.channels[i]))
+        for worker, pair in zip(self.workers, self.pairs, strict=True):
+            worker.attach(pair)
+
+    def deliver(self, sender: int) -> None:
+        """The oldest message that worker `sender` has sent, or the end of its channel."""
+        channel, to = self.channels[sender], 1 - sender
+        if channel.queue:
+            data = channel.queue.popleft()
+            header = int.from_bytes(data[4:8], "little")
+            self.workers[to].on_message(self.pairs[to], Message.parse(data[8:], header))
+        elif channel.closed:
+            self.workers[to].lose(self.pairs[to], "its connection ended")
+
+    def can_deliver(self, sender: int) -> bool:
+        to = self.pairs[1 - sender]
+        return bool(self.channels[sender].queue or (self.channels[sender].closed and not to.lost))
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def cache_of(layout: kv.KVLayout, rank: int, num_pages: int) -> kv.KVCache:
+    memory, sizes = kv.dense_memory(layout, rank, num_pages)
+    tensors = tuple(torch.zeros(max(size, 1), dtype=torch.uint8) for size in sizes)
+    pages = {group.name: num_pages for group in layout.groups}
+    return kv.KVCache(layout, rank, memory.layers, tensors, pages)

@@ -1,0 +1,74 @@
+"""Prefill and decode workers over real engines, in this process, for tests of KV transfer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import HashStore
+
+from moe_p2p import Engine, EngineConfig, kv
+from tests.support.kv_fakes import cache_of
+
+QUICK = kv.KVTimeouts(connect_s=20, open_s=20, layers_s=20, tail_s=20, drain_s=0.2, lease_s=4)
+
+
+class Workers(NamedTuple):
+    senders: list[kv.KVSender]
+    receivers: list[kv.KVReceiver]
+    memberships: dict[str, kv.Membership]
+    engines: dict[str, Engine]
+
+
+@contextmanager
+def workers(
+    prefill: kv.KVLayout,
+    decode: kv.KVLayout,
+    *,
+    num_pages: tuple[int, int] = (32, 32),
+    transport: str = "loopback",
+    settings: str = "seed=7",
+    timeouts: kv.KVTimeouts = QUICK,
+    verify: str = "always",
+    kinds: Sequence[type[Any]] = (kv.KVSender, kv.KVReceiver),
+) -> Iterator[Workers]:
+    """All ranks of one instance "prefill" and of one "decode", connected."""
+    store = HashStore()
+    found = Workers([], [], {}, {})
+    with ExitStack() as stack:
+        for layout, name, pages in (
+            (prefill, "prefill", num_pages[0]),
+            (decode, "decode", num_pages[1]),
+        ):
+            for rank in range(layout.world_size):
+                config = EngineConfig(transport=transport, transport_settings=settings)
+                engine = stack.enter_context(Engine(config, label=f"{name}/{rank}"))
+                cache = cache_of(layout, rank, pages)
+                common: dict[str, Any] = {"instance": name, "timeouts": timeouts}
+                if name == "prefill":
+                    worker = kinds[0](engine, cache, **common)
+                    found.senders.append(worker)
+                else:
+                    worker = kinds[1](engine, cache, verify=verify, **common)
+                    found.receivers.append(worker)
+                leases = kv.TorchLeases(store, timeouts.lease_s)
+                found.memberships[worker.name] = stack.enter_context(kv.Membership(worker, leases))
+                found.engines[worker.name] = engine
+        for sender in found.senders:
+            sender.wait_for("decode")
+        for receiver in found.receivers:
+            receiver.wait_for("prefill")
+        yield found
+
+
+def random_cache(cache: kv.KVCache, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in cache.tensors:
+        tensor.copy_(torch.randint(0, 256, tensor.shape, generator=generator).to(torch.uint8))
+
+
+def some_pages(count: int, of: int, seed: int) -> Tensor:
+    return torch.randperm(of, generator=torch.Generator().manual_seed(seed))[:count].int()
