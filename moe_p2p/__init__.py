@@ -25,6 +25,7 @@ from moe_p2p.errors import (
 )
 from moe_p2p.options import DispatchOptions
 from moe_p2p.pool import AllToAllPool
+from moe_p2p.scale_rows import swizzle_scales
 from moe_p2p.version import __version__
 
 __all__ = [
@@ -50,6 +51,7 @@ __all__ = [
     "TransportError",
     "UnavailableError",
     "__version__",
+    "swizzle_scales",
 ]
 
 if env.as_deep_ep():

@@ -39,6 +39,8 @@ from moe_p2p.options import (
     DispatchForm,
     DispatchOptions,
     RowLayout,
+    SumOrder,
+    sum_order_bits,
 )
 
 _ops = torch.ops.moe_p2p
@@ -91,12 +93,14 @@ class AllToAll(Halves):
         """Sends each token to the ranks of its experts; returns the rows for this rank's experts.
 
         x: [T, H] bfloat16, float16, float32 or float8_e4m3fn, contiguous, T from 0 to max_tokens.
+            Or uint8 [T, B], bytes of any meaning (packed fp4), B a multiple of 16 that a row has
+            room for: they arrive unchanged.
         topk_idx: [T, K] int32 or int64 expert ids, distinct in a row; -1: none.
         topk_weights: [T, K] float32. None: 1.
         options: how rows travel and lie, and what else is returned. None: DispatchOptions().
         layout, quantize: replace options that differ from DispatchOptions() in these alone.
-        scales: [T, P] float32 or int32, with x of float8_e4m3fn only. They travel as bytes; more
-            than ceil(H / 128) need room from extra_bytes of the configuration.
+        scales: [T, P] float32 or int32, with x of float8_e4m3fn or uint8. They travel as bytes;
+            more than ceil(H / 128) need room from extra_bytes of the configuration.
         extras: up to 8 tensors [T, n] of any type that travel along as bytes.
         num_tokens: rows of x that count, or a tensor of one int32 or int64. None: all.
         max_tokens: bound on T of all ranks in this call. None: the configuration's.
@@ -140,7 +144,7 @@ class AllToAll(Halves):
         given, max_tokens, capacity = form
         options, quantize = given.number, given.quantize
         grad = torch.is_grad_enabled() and arguments.require_grad(x, topk_weights, *extras)
-        self._prepare_dispatch(x.dtype, options, grad)
+        self._prepare_dispatch(x.dtype, options, grad, arguments.bytes_of_rows(x))
         if grad:
             if quantize or x.dtype == torch.float8_e4m3fn:
                 arguments.refuse_gradient(NO_FP8_GRADIENT, x=x)
@@ -176,6 +180,7 @@ class AllToAll(Halves):
         topk_weights: Tensor | None = None,
         bias: Tensor | tuple[Tensor, Tensor] | None = None,
         out: Tensor | None = None,
+        order: SumOrder = "ranks",
         with_wait_ticks: Literal[False] = False,
     ) -> Tensor: ...
 
@@ -191,6 +196,7 @@ class AllToAll(Halves):
         topk_weights: Tensor | None = None,
         bias: Tensor | tuple[Tensor, Tensor] | None = None,
         out: Tensor | None = None,
+        order: SumOrder = "ranks",
         with_wait_ticks: bool = False,
     ) -> tuple[Tensor, ...]: ...
 
@@ -206,6 +212,7 @@ class AllToAll(Halves):
         topk_weights: Tensor | None = None,
         bias: Tensor | tuple[Tensor, Tensor] | None = None,
         out: Tensor | None = None,
+        order: SumOrder = "ranks",
         with_wait_ticks: bool = False,
     ) -> Tensor | tuple[Tensor, ...]:
         """Adds up each token's rows at its own rank, in fp32 and in one order, and returns [T, H].
@@ -219,6 +226,10 @@ class AllToAll(Halves):
             times these, `weighted` is ignored. On all ranks or none. Not differentiable.
         bias: [T, H] of out_dtype, or two of them: the first addends of the result.
         out: [T, H] to write the result to, of out_dtype if that is given. Not differentiable.
+        order: of the addends behind the bias. "ranks": what each rank, or other node, has added up.
+            On one node also "topk": the sum of a rank at the last k of its experts, and "rows":
+            rows travel one by one, unweighted, each is added at its k; that takes combine_rows of
+            the configuration. By rank, "rows" is "topk". Not with out.
         with_wait_ticks: also return, last, the wait for each source, as dispatch does.
 
         Rows of x past num_tokens give zeros, plus bias. Differentiable in y, bias and the
@@ -244,6 +255,7 @@ class AllToAll(Halves):
             out,
             with_wait_ticks,
             grad,
+            sum_order_bits(order) if order != "ranks" else 0,
         )
 
     def combine_with(
@@ -258,15 +270,21 @@ class AllToAll(Halves):
         out: Tensor | None = None,
         with_wait_ticks: bool = False,
         grad: bool = False,
+        order: int = 0,
     ) -> Tensor | tuple[Tensor, ...]:
-        """Runs a combine that `combine` has checked. grad: autograd records it."""
+        """Runs a combine that `combine` has checked. grad: autograd records it.
+
+        order: options.sum_order_bits().
+        """
         if not isinstance(y, Tensor):
             raise errors.wrong_type("y", y)
         if out is not None:
             arguments.check_out(out, out_dtype, dispatched.topk_idx.shape[0], grad)
+            errors.require(not order, "out is given, which takes sums in order='ranks' only")
             out_dtype = out.dtype
         sum_dtype = y.dtype if out_dtype is None else out_dtype
         handle, options, max_tokens, capacity = dispatched.call
+        options |= order
         self._prepare_combine(y.dtype, sum_dtype, options, grad)
         if grad and not options & ZERO_PADDING:
             raise errors.make(errors.InvalidArgumentError, arguments.PADDING_IS_NOT_ZERO)

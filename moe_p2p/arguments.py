@@ -83,6 +83,11 @@ def most_rows(shape: CommunicatorShape, max_tokens: int, options: DispatchOption
     return rows
 
 
+def bytes_of_rows(x: Tensor) -> int:
+    """Bytes of a row of x that is the caller's bytes; 0: x is of values, or wrong."""
+    return x.shape[1] if x.dtype == torch.uint8 and x.dim() == 2 else 0
+
+
 def row_weights_of(
     dispatched: Dispatched, weighted: bool | None, topk_weights: Tensor | None
 ) -> Tensor | None:

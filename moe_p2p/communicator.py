@@ -26,7 +26,7 @@ from moe_p2p.gpu.kernels import DeviceSide, Partners
 from moe_p2p.lifetime import Closing, NotCopied
 from moe_p2p.nics import transport
 from moe_p2p.ops import call
-from moe_p2p.options import QUANTIZE, gradient_of
+from moe_p2p.options import QUANTIZE, SUM_ORDER_SHIFT, gradient_of
 from moe_p2p.rendezvous import shared_memory
 from moe_p2p.rendezvous.agreement import Facts, Offer, agree_on_transport, conclude
 from moe_p2p.rendezvous.bootstrap import Bootstrap
@@ -334,10 +334,12 @@ class Communicator(NotCopied):
     # What must be compiled before a call runs on a GPU.
 
     @_when_traced
-    def _prepare_dispatch(self, x_dtype: torch.dtype, options: int, trains: bool) -> None:
+    def _prepare_dispatch(
+        self, x_dtype: torch.dtype, options: int, trains: bool, x_bytes: int = 0
+    ) -> None:
         if self._device is None:
             return
-        self._device.prepare_dispatch(x_dtype, options)
+        self._device.prepare_dispatch(x_dtype, options, x_bytes)
         if trains and not options & QUANTIZE and x_dtype != torch.float8_e4m3fn:
             self._device.prepare_combine(x_dtype, x_dtype)
 
@@ -347,7 +349,7 @@ class Communicator(NotCopied):
     ) -> None:
         if self._device is None:
             return
-        self._device.prepare_combine(y_dtype, out_dtype)
+        self._device.prepare_combine(y_dtype, out_dtype, options >> SUM_ORDER_SHIFT > 0)
         if trains:
             self._device.prepare_dispatch(out_dtype, gradient_of(options))
 

@@ -136,6 +136,8 @@ class AllToAllConfig(EngineConfig):
         min(max_tokens, 512), with mask_lost_ranks max_tokens, which is the least then.
     dtype: widest type that will be dispatched: bfloat16, float16, float32 or float8_e4m3fn.
     combine_dtype: widest type that will be combined. None: dtype, or bfloat16 for float8_e4m3fn.
+    combine_rows: rows of a token that a rank may send back one by one, for combine(order="rows"):
+        min(K, experts of a rank) are enough for it.
     extra_bytes: bytes of all extras of one token, each rounded up to 16.
     part_bytes: between nodes, what a step sends leaves in up to four parts of at least so many
         bytes, and GPUs receive it part by part. 0, or on GPUs with mask_lost_ranks: as a whole.
@@ -160,6 +162,7 @@ class AllToAllConfig(EngineConfig):
     chunk_tokens: int | None = None
     dtype: torch.dtype = torch.bfloat16
     combine_dtype: torch.dtype | None = None
+    combine_rows: int = 1
     extra_bytes: int = 0
     part_bytes: int = 2 << 20
     steps_in_flight: int = 2
@@ -177,6 +180,7 @@ class AllToAllConfig(EngineConfig):
         self._check_range("topk", 1, 32)
         self._check_range("max_tokens", 1, 1 << 24)
         self._check_range("chunk_tokens", 1, 1 << 20)
+        self._check_range("combine_rows", 1, 32)
         self._check_range("extra_bytes", 0, 1 << 20)
         self._check_range("part_bytes", 0, 1 << 30)
         self._check_range("steps_in_flight", 2, 16)
@@ -274,6 +278,7 @@ class AllToAllConfig(EngineConfig):
             "steps_in_flight": self.steps_in_flight,
             "payload_item_bytes": self.dtype.itemsize,
             "combine_item_bytes": self.widest_combine_dtype.itemsize,
+            "combine_rows": self.combine_rows,
             "extra_bytes": self.extra_bytes,
             "part_bytes": self.part_bytes,
         } | more

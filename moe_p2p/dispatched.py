@@ -50,6 +50,7 @@ class PendingDispatch(NamedTuple):
     call: Call
     topk_idx: Tensor  # [T, K]
     dtype: torch.dtype  # type of the rows
+    width: int  # values of a row, or bytes
     scales: tuple[int, torch.dtype] | None  # number of scales of a row, and their type
     extras: tuple[tuple[int, torch.dtype], ...]  # width and type of each
 

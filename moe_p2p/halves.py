@@ -100,7 +100,7 @@ class Halves(Communicator):
             raise errors.wrong_type("x", x)
         given, max_tokens, capacity = form
         options = given.number
-        self._prepare_dispatch(x.dtype, options, False)
+        self._prepare_dispatch(x.dtype, options, False, arguments.bytes_of_rows(x))
         words = self._shape.handle_words(x.shape[0], max_tokens)
         handle = torch.empty(words, dtype=torch.int32, device=x.device)
         call(
@@ -122,6 +122,7 @@ class Halves(Communicator):
             Call(handle, options, max_tokens, capacity),
             topk_idx.clone() if options & COPY_TOPK else topk_idx,
             torch.float8_e4m3fn if given.quantize else x.dtype,
+            arguments.bytes_of_rows(x) or self.config.hidden_dim,
             self._shape.scales_of(scales, options) if has_scales else None,
             tuple((extra.shape[1], extra.dtype) for extra in extras),
         )
@@ -264,7 +265,7 @@ class Halves(Communicator):
         num_rows = experts * capacity if layout == PADDED else capacity
         new, fp32, int32, int64 = handle.new_empty, torch.float32, torch.int32, torch.int64
         return Dispatched(
-            x=new((*lead, self.config.hidden_dim), dtype=pending.dtype),
+            x=new((*lead, pending.width), dtype=pending.dtype),
             scales=None
             if pending.scales is None
             else new_scales(handle, lead, *pending.scales, options),

@@ -194,7 +194,10 @@ def _fake_dispatch(
     if by_rank:
         more.append(topk_idx.new_empty((num_rows, topk)))
     return (
-        x.new_empty((*lead, shape.hidden_dim), dtype=torch.float8_e4m3fn if quantize else x.dtype),
+        x.new_empty(
+            (*lead, x.shape[1] if x.dtype == torch.uint8 else shape.hidden_dim),
+            dtype=torch.float8_e4m3fn if quantize else x.dtype,
+        ),
         row_scales,
         x.new_empty((num_rows, topk) if by_rank else (num_rows,), dtype=torch.float32),
         x.new_empty((experts,), dtype=torch.int32),

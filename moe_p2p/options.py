@@ -14,20 +14,23 @@ from typing import Any, Literal, NamedTuple, get_args
 from moe_p2p import errors
 
 RowLayout = Literal["padded", "grouped", "by_rank"]
+SumOrder = Literal["ranks", "topk", "rows"]
 ScaleFormat = Literal["float32", "power_of_two", "ue8m0"]
 LAYOUTS: tuple[str, ...] = get_args(RowLayout)  # kernels/abi/shape.h has the same order
+SUM_ORDERS: tuple[str, ...] = get_args(SumOrder)
 SCALE_FORMATS: tuple[str, ...] = get_args(ScaleFormat)
 PADDED, GROUPED, BY_RANK = range(3)
 UE8M0 = SCALE_FORMATS.index("ue8m0")
 _MAX_ALIGNMENT = (1 << 31) - 1
 
 # The bits. The layout is in the lowest two, the scale format in the next two, above all flags the
-# alignment.
+# alignment, and above it the order of a combine's sums.
 LAYOUT_MASK = 3
 _SCALE_FORMAT_SHIFT = 2
 QUANTIZE, COLUMN_SCALES, ZERO_PADDING, SOLO = 1 << 4, 1 << 5, 1 << 6, 1 << 7
 WITH_SOURCE, WITH_RANGES, WITH_WAIT_TICKS, COPY_TOPK = 1 << 8, 1 << 9, 1 << 10, 1 << 11
-_ALIGNMENT_SHIFT = 12
+_ALIGNMENT_SHIFT, DROP, SUM_ORDER_SHIFT = 12, 1 << 43, 44
+_ALIGNMENT_MASK = _MAX_ALIGNMENT << _ALIGNMENT_SHIFT
 _FLAGS = {
     "quantize": QUANTIZE,
     "column_scales": COLUMN_SCALES,
@@ -36,6 +39,7 @@ _FLAGS = {
     "with_ranges": WITH_RANGES,
     "with_wait_ticks": WITH_WAIT_TICKS,
     "copy_topk": COPY_TOPK,
+    "drop": DROP,
 }
 
 
@@ -51,8 +55,13 @@ def scale_format_of(number: int) -> int:
 
 def gradient_of(number: int) -> int:
     """For the dispatch that is the gradient of a combine: the same rows, and nothing else."""
-    alignment = number >> _ALIGNMENT_SHIFT << _ALIGNMENT_SHIFT
-    return number & LAYOUT_MASK | alignment | ZERO_PADDING | SOLO
+    alignment = number & _ALIGNMENT_MASK
+    return number & (LAYOUT_MASK | DROP) | alignment | ZERO_PADDING | SOLO
+
+
+def sum_order_bits(order: str) -> int:
+    """What is added to the number of a dispatch for a combine in this order."""
+    return _position(order, "order", SUM_ORDERS) << SUM_ORDER_SHIFT
 
 
 def variant_of(number: int) -> int:
@@ -85,6 +94,8 @@ class DispatchOptions:
     with_wait_ticks: also return the wait for each source, [W]: GPU clock cycles, or nanoseconds.
     copy_topk: the result holds a copy of topk_idx, which may then be overwritten before the result
         was combined.
+    drop: when grouped, leave rows past the capacity out, without an error; offsets[-1] is then the
+        capacity that would have been enough, and their share is absent from sums.
     solo: no combine follows while other calls are under way (training does this by itself).
     zero_padding: rows without a token become zero. None: when autograd records the call. Experts
         that train need it: the gradient of their weights multiplies all rows.
@@ -101,6 +112,7 @@ class DispatchOptions:
     with_ranges: bool = False
     with_wait_ticks: bool = False
     copy_topk: bool = False
+    drop: bool = False
     solo: bool = False
     zero_padding: bool | None = None
     number: int = field(init=False, repr=False, compare=False)  # what ops take
@@ -130,6 +142,9 @@ class DispatchOptions:
         errors.require(
             not self.with_ranges or layout == PADDED,
             "with_ranges returns rows within an expert's own, it needs layout='padded'",
+        )
+        errors.require(
+            not self.drop or layout == GROUPED, "drop leaves out rows of layout='grouped' only"
         )
         object.__setattr__(self, "number", number)
 

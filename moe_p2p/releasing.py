@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_p2p import errors
+from moe_p2p import arguments, errors
 from moe_p2p.all_to_all import AllToAll, fields_of
 from moe_p2p.dispatched import Dispatched, PendingDispatch
 from moe_p2p.ops import call
@@ -67,7 +67,7 @@ class ReleasingAllToAll(AllToAll):
         Returns the fields of a Dispatched, the counts of all ranks and the sizes that follow from
         them (row_counts.extent_of).
         """
-        self._prepare_dispatch(x.dtype, options.number, False)
+        self._prepare_dispatch(x.dtype, options.number, False, arguments.bytes_of_rows(x))
         *made, gathered, sizes = call(
             _ops.dispatch_counted.default,
             self._comm,

@@ -30,6 +30,7 @@ struct Handle {
 struct DispatchSend {
   const void* x = nullptr;  // [T, H] of x_dtype, contiguous
   abi::DType x_dtype{};
+  uint64_t x_bytes = 0;  // of a row of x that is the caller's bytes; 0: H values
   DispatchOptions options;
   const void* scales = nullptr;  // [T, scale_bytes] for x of fp8; null: fp8 without scales
   uint64_t scale_bytes = 0;      // bytes of one token's given scales, a multiple of 4
@@ -55,6 +56,7 @@ struct DispatchRecv {
   DispatchOptions options;  // the sender's, but for what lies only here: zeros and columns
   int64_t capacity = 0;     // padded: rows per expert, else rows in all
   abi::DType x_dtype{};     // of `x` below: the payload type on the wire
+  uint64_t x_bytes = 0;     // the sender's
   void* x = nullptr;
   void* scales = nullptr;    // [rows, scale_bytes]; null when the dispatch has none
   uint64_t scale_bytes = 0;  // of one row: kUe8m0 4 * ceil(H / 512), else the bytes that travel
@@ -88,6 +90,7 @@ struct CombineSend {
   const float* topk_weights = nullptr;
   int64_t num_rows = 0;    // T, with topk_weights
   abi::DType out_dtype{};  // of partial sums on the wire and of the result
+  abi::SumOrder order{};   // alike on all ranks
   int64_t max_tokens = 0;  // on a GPU: max_tokens of the dispatch
   platform::Stream stream{};
 };
@@ -97,6 +100,9 @@ struct CombineRecv {
   int64_t num_rows = 0;  // T
   void* out = nullptr;   // [T, H]; rows past num_tokens become zero
   abi::DType out_dtype{};
+  abi::SumOrder order{};           // as CombineSend's
+  const void* topk_idx = nullptr;  // [T, K] of the dispatch, int32 or int64; null for kRanks
+  bool topk_is_int64 = true;
   float* out_scalars = nullptr;   // [T, K]
   const void* bias[2]{};          // [T, H] of out_dtype, the first addends; null: none
   int64_t* wait_ticks = nullptr;  // as in dispatch

@@ -18,6 +18,8 @@ enum Flags : int64_t {
   kCopyTopk = 1 << 11,
 };
 constexpr int kAlignmentShift = 12;
+constexpr int64_t kDrop = int64_t{1} << 43;                // above the alignment
+constexpr int kSumOrderShift = 44;                         // above the alignment; of a combine only
 constexpr int64_t kMaxAlignment = (int64_t{1} << 31) - 1;  // rows are numbered in 32 bits
 
 }  // namespace
@@ -25,12 +27,14 @@ constexpr int64_t kMaxAlignment = (int64_t{1} << 31) - 1;  // rows are numbered 
 DispatchOptions dispatch_options_from(int64_t number) {
   const auto layout = static_cast<abi::RowLayout>(number & 3);
   const auto scale_format = static_cast<abi::ScaleFormat>(number >> kScaleFormatShift & 3);
-  const int64_t alignment = number >> kAlignmentShift;
+  const int64_t alignment = (number & (kDrop - 1)) >> kAlignmentShift;
+  const bool drop = (number & kDrop) != 0;
   const auto has = [&](Flags flag) { return (number & flag) != 0; };
   MOE_P2P_CHECK(layout <= abi::RowLayout::kByRank && scale_format <= abi::ScaleFormat::kUe8m0 &&
                     alignment >= 1 && alignment <= kMaxAlignment &&
                     (has(kQuantize) || scale_format == abi::ScaleFormat::kFloat32) &&
-                    (!has(kWithRanges) || layout == abi::RowLayout::kPadded),
+                    (!has(kWithRanges) || layout == abi::RowLayout::kPadded) &&
+                    (!drop || layout == abi::RowLayout::kGrouped) && number >> kSumOrderShift == 0,
                 base::Code::kInvalidArgument, "options is ", number,
                 ", must be the number of a moe_p2p.DispatchOptions");
   return {.layout = layout,
@@ -43,7 +47,15 @@ DispatchOptions dispatch_options_from(int64_t number) {
           .with_ranges = has(kWithRanges),
           .with_wait_ticks = has(kWithWaitTicks),
           .copy_topk = has(kCopyTopk),
+          .drop = drop,
           .alignment = alignment};
+}
+
+abi::SumOrder sum_order_from(int64_t number) {
+  const auto order = static_cast<abi::SumOrder>(number >> kSumOrderShift & 3);
+  // Rows by rank are one for each rank.
+  const bool by_rank = static_cast<abi::RowLayout>(number & 3) == abi::RowLayout::kByRank;
+  return order == abi::SumOrder::kRows && by_rank ? abi::SumOrder::kTopk : order;
 }
 
 }  // namespace moe_p2p::moe

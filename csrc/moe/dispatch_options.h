@@ -20,6 +20,9 @@ struct DispatchOptions {
   bool with_ranges = false;
   bool with_wait_ticks = false;
   bool copy_topk = false;
+  // grouped: rows past the capacity are left out without an error, and the last offset says how many
+  // would have been enough
+  bool drop = false;
   int64_t alignment = 1;  // grouped: each expert starts at a multiple of this
 
   bool padded() const noexcept { return layout == abi::RowLayout::kPadded; }
@@ -29,5 +32,7 @@ struct DispatchOptions {
 
 // Throws Error{kInvalidArgument} for a number that options.py never makes.
 DispatchOptions dispatch_options_from(int64_t number);
+// The order in which the combine adds that is given this number.
+abi::SumOrder sum_order_from(int64_t number);
 
 }  // namespace moe_p2p::moe

@@ -28,10 +28,17 @@ struct DispatchVariant {
   bool quantize = false;
   abi::ScaleFormat scale_format = abi::ScaleFormat::kFloat32;
   bool by_rank = false;
+  uint64_t x_bytes = 0;  // DispatchSend's
 
   auto operator<=>(const DispatchVariant&) const = default;
 };
-using CombineTypes = std::pair<int, int>;  // types of y and out that a combine is compiled for
+// What a combine kernel is compiled for.
+struct CombineVariant {
+  abi::DType y_dtype{}, out_dtype{};
+  bool by_topk = false;  // SumOrder::kTopk or kRows
+
+  auto operator<=>(const CombineVariant&) const = default;
+};
 
 struct OpenCall {
   enum class Stage : uint8_t { kDispatchSent, kDispatched, kCombineSent };
@@ -43,7 +50,8 @@ struct OpenCall {
   bool solo;
   Stage stage;
   DispatchVariant variant{};  // of a dispatch
-  CombineTypes types{};       // of a combine
+  CombineVariant sum{};       // of a combine
+  abi::SumOrder order{};
   abi::TokenParts parts{};
   bool opaque = false;  // RegionFlags::kOpaque
   int32_t num_extras = 0;

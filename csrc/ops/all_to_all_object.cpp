@@ -58,6 +58,21 @@ uint64_t row_bytes(const Tensor& rows) {
   return static_cast<uint64_t>(rows.size(rows.dim() - 1)) * rows.element_size();
 }
 
+// Bytes of a row of x that is the caller's bytes; 0: x is of values.
+uint64_t bytes_of_rows(const Tensor& x) {
+  if (x.scalar_type() != ScalarType::Byte) return 0;
+  const int64_t width = x.dim() >= 2 ? x.size(x.dim() - 1) : 0;
+  MOE_P2P_CHECK(width > 0 && width % 16 == 0, Code::kInvalidArgument, "x is ", describe(x),
+                ", rows of bytes must be a multiple of 16 bytes");
+  return static_cast<uint64_t>(width);
+}
+
+// Bytes travel as fp8 does.
+abi::DType wire_type(const Tensor& x) {
+  return x.scalar_type() == ScalarType::Byte ? abi::DType::kFloat8E4M3
+                                             : payload_type(x.scalar_type(), "x");
+}
+
 // `rows` has one row of `width` (kAny: any) for each of num_rows, as [num_rows, width] or with the
 // rows of each expert apart.
 void check_rows(const Tensor& rows, const char* name, int64_t num_rows, int64_t width) {
@@ -98,10 +113,12 @@ moe::DispatchSend dispatch_send_from(AllToAllObject& comm, const DispatchArgumen
                                      const Tensor& handle) {
   moe::DispatchSend send;
   send.stream = current_stream(comm.device);
-  send.x = input<void>(in.x, {"x", kPayloadTypes, {kAny, comm.hidden_dim()}});
-  send.x_dtype = payload_type(in.x.scalar_type(), "x");
+  send.x_bytes = bytes_of_rows(in.x);
+  send.x = send.x_bytes > 0 ? input<void>(in.x, {"x", {ScalarType::Byte}, {kAny, kAny}})
+                            : input<void>(in.x, {"x", kPayloadTypes, {kAny, comm.hidden_dim()}});
+  send.x_dtype = wire_type(in.x);
   send.num_rows = in.x.size(0);
-  const bool is_fp8 = send.x_dtype == abi::DType::kFloat8E4M3;
+  const bool is_fp8 = send.x_dtype == abi::DType::kFloat8E4M3;  // or bytes
   send.options = in.options;
   MOE_P2P_CHECK(!in.options.quantize || !is_fp8, Code::kInvalidArgument, "x is ", describe(in.x),
                 "; quantize takes torch.bfloat16, torch.float16 or torch.float32");
@@ -111,8 +128,8 @@ moe::DispatchSend dispatch_send_from(AllToAllObject& comm, const DispatchArgumen
       in.scales, {"scales", {ScalarType::Float, ScalarType::Int}, {send.num_rows, kAny}});
   if (in.scales) {
     send.scale_bytes = row_bytes(*in.scales);
-    send.opaque_scales =
-        in.scales->scalar_type() != ScalarType::Float || in.scales->size(1) != comm.num_scales();
+    send.opaque_scales = in.scales->scalar_type() != ScalarType::Float ||
+                         in.scales->size(1) != comm.num_scales() || send.x_bytes > 0;
   }
   MOE_P2P_CHECK(!in.scales || send.scale_bytes > 0, Code::kInvalidArgument, "scales is ",
                 describe(*in.scales), ", must have at least one column");
@@ -149,8 +166,9 @@ moe::DispatchRecv dispatch_recv_from(AllToAllObject& comm, const Layout& layout,
   recv.handle = handle_from(handle);
   recv.options = layout.options;
   recv.capacity = layout.capacity;
-  recv.x_dtype = payload_type(to.x.scalar_type(), "x");
-  check_rows(to.x, "x", rows, comm.hidden_dim());
+  recv.x_bytes = bytes_of_rows(to.x);
+  recv.x_dtype = wire_type(to.x);
+  check_rows(to.x, "x", rows, recv.x_bytes > 0 ? kAny : comm.hidden_dim());
   recv.x = mutable_data_of(to.x);
   if (to.scales) {
     if (layout.options.column_scales) {
@@ -218,6 +236,11 @@ moe::CombineSend combine_send_from(AllToAllObject& comm, const CombineArguments&
                 "row_weights and topk_weights are given, must be one of them");
   if (in.topk_weights) send.num_rows = in.topk_weights->size(0);
   send.out_dtype = payload_type(in.out_dtype, "out_dtype", kCombineTypes);
+  send.order = in.order;
+  MOE_P2P_CHECK(in.order != abi::SumOrder::kRows || (!in.row_weights && !in.topk_weights),
+                Code::kInvalidArgument,
+                "rows that travel one by one are added as they are; pass weighted=False, and no "
+                "topk_weights");
   send.max_tokens = in.max_tokens;
   return send;
 }
@@ -230,6 +253,13 @@ moe::CombineRecv combine_recv_from(AllToAllObject& comm, const CombineOutputs& t
   recv.out = output<void>(to.out, {"out", kCombineTypes, {kAny, comm.hidden_dim()}});
   recv.num_rows = to.out.size(0);
   recv.out_dtype = payload_type(to.out.scalar_type(), "out");
+  recv.order = to.order;
+  if (to.topk_idx) {
+    recv.topk_idx = input<void>(
+        *to.topk_idx,
+        {"topk_idx", {ScalarType::Int, ScalarType::Long}, {recv.num_rows, comm.topk()}});
+    recv.topk_is_int64 = to.topk_idx->scalar_type() == ScalarType::Long;
+  }
   recv.out_scalars = optional_output<float>(
       to.out_scalars, {"out_scalars", {ScalarType::Float}, {recv.num_rows, comm.topk()}});
   MOE_P2P_CHECK(to.bias.size() <= std::size(recv.bias), Code::kInvalidArgument, to.bias.size(),

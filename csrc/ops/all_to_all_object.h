@@ -107,6 +107,7 @@ struct CombineArguments {
   const std::optional<Tensor>& topk_weights;
   ScalarType out_dtype;
   int64_t max_tokens;  // of the dispatch
+  abi::SumOrder order{};
 };
 moe::CombineSend combine_send_from(AllToAllObject& comm, const CombineArguments& arguments,
                                    const Tensor& handle);
@@ -115,6 +116,8 @@ struct CombineOutputs {
   const std::optional<Tensor>& out_scalars;
   const std::vector<Tensor>& bias;
   const std::optional<Tensor>& wait_ticks;
+  abi::SumOrder order{};
+  const Tensor* topk_idx = nullptr;  // unless kRanks
 };
 moe::CombineRecv combine_recv_from(AllToAllObject& comm, const CombineOutputs& outputs,
                                    const Tensor& handle);

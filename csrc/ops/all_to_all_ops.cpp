@@ -80,23 +80,25 @@ void all_to_all_use_signals(int64_t comm, std::vector<int64_t> device_addresses)
 }
 
 void all_to_all_set_dispatch_kernel(int64_t comm, ScalarType x_dtype, int64_t options_number,
-                                    const std::string& kernel) {
+                                    const std::string& kernel, int64_t x_bytes) {
   const moe::DeviceKernel made = device_kernel_from(kernel);
   const Caller caller(comm);
   const moe::DispatchOptions options = moe::dispatch_options_from(options_number);
-  const moe::DispatchVariant variant{.x_dtype = payload_type(x_dtype, "x_dtype"),
-                                     .quantize = options.quantize,
-                                     .scale_format = options.scale_format,
-                                     .by_rank = options.by_rank()};
+  const moe::DispatchVariant variant{
+      .x_dtype = x_bytes > 0 ? abi::DType::kFloat8E4M3 : payload_type(x_dtype, "x_dtype"),
+      .quantize = options.quantize,
+      .scale_format = options.scale_format,
+      .by_rank = options.by_rank(),
+      .x_bytes = static_cast<uint64_t>(x_bytes)};
   caller->all_to_all.device().set_dispatch(variant, made);
 }
 
 void all_to_all_set_combine_kernel(int64_t comm, ScalarType y_dtype, ScalarType out_dtype,
-                                   const std::string& kernel) {
+                                   const std::string& kernel, bool by_topk) {
   const moe::DeviceKernel made = device_kernel_from(kernel);
   const Caller caller(comm);
-  caller->all_to_all.device().set_combine(payload_type(y_dtype, "y_dtype"),
-                                          payload_type(out_dtype, "out_dtype"), made);
+  caller->all_to_all.device().set_combine(
+      {payload_type(y_dtype, "y_dtype"), payload_type(out_dtype, "out_dtype"), by_topk}, made);
 }
 
 Tensor all_to_all_address(int64_t comm) {

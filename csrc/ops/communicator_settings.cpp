@@ -30,6 +30,7 @@ constexpr struct {
     {"steps_in_flight", &moe::PlanInput::steps_in_flight},
     {"payload_item_bytes", &moe::PlanInput::payload_item_bytes},
     {"combine_item_bytes", &moe::PlanInput::combine_item_bytes},
+    {"combine_rows", &moe::PlanInput::combine_rows},
     {"extra_bytes", &moe::PlanInput::extra_bytes},
     {"part_bytes", &moe::PlanInput::part_bytes},
 };
@@ -37,10 +38,26 @@ constexpr struct {
 provider::Settings parse(const std::string& text) {
   return {"communicator",
           text,
-          {"world_size", "ranks_per_node", "num_experts", "hidden_dim", "topk", "max_tokens",
-           "chunk_tokens", "steps_in_flight", "payload_item_bytes", "combine_item_bytes",
-           "extra_bytes", "part_bytes", "expert_rank", "rank", "communicator", "timeout_s", "wait",
-           "num_threads", "on_device"}};
+          {"world_size",
+           "ranks_per_node",
+           "num_experts",
+           "hidden_dim",
+           "topk",
+           "max_tokens",
+           "chunk_tokens",
+           "steps_in_flight",
+           "payload_item_bytes",
+           "combine_item_bytes",
+           "combine_rows",
+           "extra_bytes",
+           "part_bytes",
+           "expert_rank",
+           "rank",
+           "communicator",
+           "timeout_s",
+           "wait",
+           "num_threads",
+           "on_device"}};
 }
 
 moe::PlanInput plan_input(const provider::Settings& settings) {

@@ -67,7 +67,7 @@ Dispatched dispatch_into_new(AllToAllObject* comm, const DispatchArguments& in, 
   const Tensor handle = make_handle(*comm, num_rows, max_tokens, options.solo);
   auto send = dispatch_send_from(*comm, in, handle);
 
-  const Tensor row_x = make_rows(layout, experts, comm->hidden_dim(),
+  const Tensor row_x = make_rows(layout, experts, send.x_bytes > 0 ? x.size(1) : comm->hidden_dim(),
                                  options.quantize ? ScalarType::Float8_e4m3fn : x.scalar_type());
   const auto row_scales = make_scales(*comm, layout, experts, scales);
   const Tensor row_weights = options.by_rank() ? make_tensor({rows, topk}, ScalarType::Float)
@@ -224,8 +224,9 @@ std::tuple<Tensor, std::vector<Tensor>> combine(
     int64_t comm_id, const Tensor& y, std::optional<Tensor> row_weights,
     std::optional<Tensor> row_scalars, std::optional<Tensor> topk_weights, std::vector<Tensor> bias,
     const Tensor& handle, const Tensor& topk_idx, int64_t max_tokens, ScalarType out_dtype,
-    int64_t /*options*/, int64_t /*capacity*/, bool with_wait_ticks) {
+    int64_t options, int64_t /*capacity*/, bool with_wait_ticks) {
   const Caller comm(comm_id);
+  const abi::SumOrder order = moe::sum_order_from(options);
   check_tensor(topk_idx, {"topk_idx", {ScalarType::Int, ScalarType::Long}, {kAny, comm->topk()}});
   const int64_t num_rows = topk_idx.size(0);
   const Tensor out = make_tensor({num_rows, comm->hidden_dim()}, out_dtype);
@@ -235,8 +236,10 @@ std::tuple<Tensor, std::vector<Tensor>> combine(
     scalars = more.emplace_back(make_tensor({num_rows, comm->topk()}, ScalarType::Float));
   if (with_wait_ticks)
     wait_ticks = more.emplace_back(make_tensor({comm->plan().shape.world_size}, ScalarType::Long));
-  combine_into(*comm, {y, row_weights, row_scalars, topk_weights, out_dtype, max_tokens},
-               {out, scalars, bias, wait_ticks}, handle);
+  combine_into(
+      *comm, {y, row_weights, row_scalars, topk_weights, out_dtype, max_tokens, order},
+      {out, scalars, bias, wait_ticks, order, order == abi::SumOrder::kRanks ? nullptr : &topk_idx},
+      handle);
   return {out, std::move(more)};
 }
 

@@ -100,11 +100,11 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
   m.def("all_to_all_signals(int comm) -> int[]");
   m.def("all_to_all_use_signals(int comm, int[] device_addresses) -> ()");
   m.def(
-      "all_to_all_set_dispatch_kernel(int comm, ScalarType x_dtype, int options, str kernel) "
-      "-> ()");
+      "all_to_all_set_dispatch_kernel(int comm, ScalarType x_dtype, int options, str kernel, "
+      "int x_bytes=0) -> ()");
   m.def(
       "all_to_all_set_combine_kernel(int comm, ScalarType y_dtype, ScalarType out_dtype, "
-      "str kernel) -> ()");
+      "str kernel, bool by_topk=False) -> ()");
   m.def("all_to_all_address(int comm) -> Tensor");
   m.def("all_to_all_connect(int comm, Tensor[] addresses) -> ()");
   m.def("all_to_all_close(int comm) -> ()");

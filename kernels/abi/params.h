@@ -177,6 +177,7 @@ struct DispatchParams {
   i32 num_extras;
   i32 opaque;  // RegionFlags::kOpaque
   Grid grid;
+  i32 drop;  // rows past the capacity are no fault; the last offset says how many would be enough
 };
 
 struct CombineParams {
@@ -199,6 +200,10 @@ struct CombineParams {
   i32 scalars_by_rank;  // row_scalars has K for each row, and all of them travel
   i32 empty;            // release: headers only, once the dispatch has arrived
   Grid grid;
+  // Of kernels that add in the order of top-k.
+  DevicePtr<const void> topk_idx;  // i32 or i64 [T, K] of the dispatch
+  i32 topk_is_int64;
+  i32 rows_apart;  // SumOrder::kRows
 };
 
 }  // namespace moe_p2p::abi

@@ -78,6 +78,11 @@ enum class DType : i32 { kBFloat16 = 0, kFloat16 = 1, kFloat32 = 2, kFloat8E4M3 
 // the other, or one row for each (source token, receiving rank), source after source.
 enum class RowLayout : i32 { kPadded = 0, kGrouped = 1, kByRank = 2 };
 
+// The order in which a combine adds (docs/protocol.md, section 10). All but kRanks on one node only.
+//   kRanks: rank by rank. kTopk: the sum of each rank at the last k of its experts. kRows: no sums
+//   on the way, each row at its k.
+enum class SumOrder : i32 { kRanks = 0, kTopk = 1, kRows = 2 };
+
 // What a quantizing dispatch delivers as scales; on the wire they are fp32 always.
 //   kPowerOfTwo: fp32, rounded up to a power of two; kUe8m0: its exponent byte, four in an i32
 enum class ScaleFormat : i32 { kFloat32 = 0, kPowerOfTwo = 1, kUe8m0 = 2 };

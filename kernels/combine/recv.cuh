@@ -5,6 +5,7 @@
 
 #include "kernels/combine/sum.cuh"
 #include "kernels/combine/sums_read.cuh"
+#include "kernels/combine/topk_order.cuh"
 #include "kernels/device/lost.cuh"
 #include "kernels/device/steps.cuh"
 
@@ -12,9 +13,17 @@ namespace moe_p2p::device {
 
 struct CombineRecvShared {
   struct {
-    const char* row[kBiases + kSpeakers];  // in the order of the sum; null = none
-    i32 source[kBiases + kSpeakers];       // of a self-flagged row: its sender; else -1
+    const char* row[kBiases + kAddends];  // in the order of the sum; null = none
+    i32 source[kBiases + kAddends];       // of a self-flagged row: its sender; else -1
     i32 num_rows;
+  } worker[RecvWorker::kCount];
+};
+// Behind it, in the order of top-k: what each rank sent, of which scalars are read.
+struct TopkOrderShared {
+  CombineRecvShared rows;
+  struct {
+    const char* partial[kTopk];  // null = none
+    i32 source[kTopk];
   } worker[RecvWorker::kCount];
 };
 
@@ -44,12 +53,45 @@ __device__ inline const char* wait_partial(const CombineParams& p, const Self& s
          combine_slots_offset() + static_cast<u64>(index) * p.stride;
 }
 
+// The rows of a token in the order of top-k, and what each rank sent at its last k.
+__device__ inline void find_by_topk(const CombineParams& p, const Self& self,
+                                    const RecvWorker& worker, u64 step, const i32* send_slots,
+                                    i64 token) {
+  auto& s = shared<TopkOrderShared>();
+  auto& w = s.rows.worker[worker.place];
+  auto& sent = s.worker[worker.place];
+  for (i32 k = worker.thread; k < kTopk; k += RecvWorker::kThreads) {
+    const Addition found = addition_at(p, token, k);
+    const i32 index = found.rank < 0 ? -1 : send_slots[found.rank];
+    const char* partial = wait_partial(p, self, step, found.rank, index);
+    w.row[kBiases + k] = partial ? partial + static_cast<u64>(found.row) * kOutBytes : nullptr;
+    w.source[kBiases + k] = kSelfFlagged ? found.rank : -1;
+    sent.partial[k] = found.last ? partial : nullptr;
+    sent.source[k] = kSelfFlagged ? found.rank : -1;
+  }
+}
+
+// The sum of scalar k of all ranks.
+__device__ inline float sum_topk_scalars(const CombineParams& p, const RecvWorker& worker, u64 step,
+                                         i32 k) {
+  const auto& sent = shared<TopkOrderShared>().worker[worker.place];
+  float sum = 0.0f;
+  for (i32 r = 0; r < kTopk; ++r) {
+    if (!sent.partial[r]) continue;
+    const auto row_at = [&](i32) { return sent.partial[r] + (scalars_offset(p) - kOutBytes); };
+    sum = __fadd_rn(
+        sum, sum_scalars<1>(p.comm, step, k, 0, 1, row_at, [&](i32) { return sent.source[r]; }));
+  }
+  return sum;
+}
+
 __device__ inline void recv_token(const CombineParams& p, const Self& self,
                                   const RecvWorker& worker, const Part& share, u64 step,
                                   const i32* send_slots, i64 token, CombineRecvShared& s) {
   auto& w = s.worker[worker.place];
   const u64 offset = static_cast<u64>(token) * kOutBytes;
-  for (i32 i = worker.thread; i < kSpeakers; i += RecvWorker::kThreads) {
+  if constexpr (kTopkOrder) find_by_topk(p, self, worker, step, send_slots, token);
+  for (i32 i = worker.thread; !kTopkOrder && i < kSpeakers; i += RecvWorker::kThreads) {
     const i32 column = i < kLocal ? i : kLocal + other_node(i - kLocal, self.node);
     const i32 at = kBiases + order_of(self, i);
     w.row[at] = wait_partial(p, self, step, i, send_slots[column]);
@@ -63,9 +105,9 @@ __device__ inline void recv_token(const CombineParams& p, const Self& self,
   worker.sync();
   if (worker.thread < 32) {  // packs the existing rows, one after the other
     i32 num = 0;
-    for (i32 first = 0; first < kBiases + kSpeakers; first += 32) {
+    for (i32 first = 0; first < kBiases + kAddends; first += 32) {
       const i32 i = first + worker.thread;
-      const char* row = i < kBiases + kSpeakers ? w.row[i] : nullptr;
+      const char* row = i < kBiases + kAddends ? w.row[i] : nullptr;
       const i32 source = row ? w.source[i] : -1;
       const u32 have = __ballot_sync(~0u, row != nullptr);
       __syncwarp();  // all have read before one writes
@@ -89,8 +131,9 @@ __device__ inline void recv_token(const CombineParams& p, const Self& self,
         [](i32) { return 1.0f; }, settle_rows(p.comm, step, row_at, source_of));
   if (p.with_scalars && share.index == 0 && worker.thread < kTopk) {
     const i32 first = num_biases(p);
-    const float sum =
-        sum_scalars<kRowsAtOnce>(p.comm, step, worker.thread, first, w.num_rows, row_at, source_of);
+    const float sum = kTopkOrder ? sum_topk_scalars(p, worker, step, worker.thread)
+                                 : sum_scalars<kRowsAtOnce>(p.comm, step, worker.thread, first,
+                                                            w.num_rows, row_at, source_of);
     if (p.out_scalars) p.out_scalars[token * kTopk + worker.thread] = sum;
   }
   worker.sync();
@@ -177,7 +220,7 @@ __device__ inline void combine_recv(const CombineParams& p, const Begun& begun, 
     return lose_sums(p, first, end - first, worker.count / share.count);
   }
   const RecvWorker team = share.team(worker);
-  auto& s = shared<CombineRecvShared>();
+  auto& s = kTopkOrder ? shared<TopkOrderShared>().rows : shared<CombineRecvShared>();
   for (i32 chunk = 0; chunk < p.num_chunks; ++chunk) {
     const u64 step = begun.first_step + static_cast<u64>(chunk);
     begin_chunk(p, self, worker, step, chunk, block);

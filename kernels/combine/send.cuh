@@ -6,6 +6,7 @@
 
 #include "kernels/combine/sum.cuh"
 #include "kernels/combine/sums_read.cuh"
+#include "kernels/combine/topk_order.cuh"
 #include "kernels/combine/weights.cuh"
 #include "kernels/device/lost.cuh"
 #include "kernels/device/steps.cuh"
@@ -96,7 +97,7 @@ __device__ __forceinline__ void store_scalar(const Adder& a, char* to, bool flag
                                              i32 first, i32 k) {
   const i64 at = a.p.scalars_by_rank ? static_cast<i64>(first) * kTopk + k : rows[k];
   const float scalar = at >= 0 ? a.p.row_scalars[at] : 0.0f;
-  auto* place = reinterpret_cast<float*>(to + kOutBytes) + k;
+  auto* place = reinterpret_cast<float*>(to + scalars_offset(a.p)) + k;
   if (kSelfFlagged && flag) {
     st_flagged_u32(place, __float_as_uint(scalar));
   } else {
@@ -111,10 +112,19 @@ __device__ inline void store_partial(const Adder& a, const SendWorker& worker, i
   // Most tokens' rows are loaded for the latency of one, where a thread has the registers.
   constexpr i32 kMost = kGroups <= SendWorker::kThreads * kRowParts<SendWorker> ? 4 : 2;
   constexpr i32 kRowsAtOnce = kTopk < kMost ? kTopk : kMost;
-  sum_rows<kYType, Written::kBefore, kRowsAtOnce>(
-      worker, part, to, flag, w.num_rows[place],
-      [&](i32 r) { return a.p.y.as<const char>() + static_cast<u64>(w.row[place][r]) * kYBytes; },
-      a.weighted(), [&](i32 r) { return w.weight[place][r]; });
+  const auto row_at = [&](i32 r) {
+    return a.p.y.as<const char>() + static_cast<u64>(w.row[place][r]) * kYBytes;
+  };
+  if (kTopkOrder && a.p.rows_apart) {
+    for (i32 r = 0; r < w.num_rows[place]; ++r)
+      sum_rows<kYType, Written::kBefore, 1>(
+          worker, part, to + static_cast<u64>(r) * kOutBytes, flag, 1,
+          [&](i32) { return row_at(r); }, false, [](i32) { return 1.0f; });
+  } else {
+    sum_rows<kYType, Written::kBefore, kRowsAtOnce>(worker, part, to, flag, w.num_rows[place],
+                                                    row_at, a.weighted(),
+                                                    [&](i32 r) { return w.weight[place][r]; });
+  }
   if (a.p.with_scalars && part == 0 && worker.thread < kTopk)
     store_scalar(a, to, flag, a.handle.rows_of(chunk, source, index), w.row[place][0],
                  worker.thread);
@@ -168,7 +178,7 @@ __device__ inline void send_to_node(const Adder& a, const SendWorker& worker, u6
   const u64 offset = combine_slots_offset() + static_cast<u64>(index) * a.p.stride;
   const bool pushes = gateway != a.self.local, alone = ranks == u64{1} << a.self.local;
   char* to = combine_outbox_at(data, slot, other) + offset;
-  if (w.num_rows[place] > 0)
+  if (ranks >> a.self.local & 1)
     store_partial(a, worker, 0, place, chunk, source, index,
                   alone && !pushes ? to : gather_at(data, slot, other, a.self.local) + offset,
                   pushes);

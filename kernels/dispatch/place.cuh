@@ -181,8 +181,10 @@ __device__ __forceinline__ i32 receive_count(const Receiver& a, u64 step, i32 so
 }
 
 // Reports the capacity that would have sufficed and, in the padded layout, which expert needs it.
-__device__ __noinline__ void raise_capacity(const DispatchParams& p, const RecvShared& s,
+// Returns false where rows may be left out.
+__device__ __noinline__ bool raise_capacity(const DispatchParams& p, const RecvShared& s,
                                             u64 step) {
+  if (p.drop) return false;
   const bool shared_room = Placement::shares_room(p);
   i64 needed = 0;
   i32 expert = -1;
@@ -192,6 +194,7 @@ __device__ __noinline__ void raise_capacity(const DispatchParams& p, const RecvS
   }
   raise_fault(p.comm, kCapacity, Phase::kDispatch, shared_room ? -1 : expert, step,
               static_cast<u64>(p.capacity), static_cast<u64>(needed));
+  return true;
 }
 
 inline constexpr i32 kOutScales =  // 4-byte words that a quantizing dispatch delivers

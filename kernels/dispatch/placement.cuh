@@ -100,12 +100,14 @@ struct ByExpert {
     for (i32 e = thread; e < num_experts; e += kBlockThreads) {
       const i64 room = a.end_of(e), start = min(i64{s.start[e]}, room);
       const i64 end = i64{s.start[e]} + s.num_rows[e];
-      if (end > room) raise_capacity(p, s, step);
+      const bool drops = end > room && !raise_capacity(p, s, step);
       p.counts[e] = static_cast<i32>(min(end, room) - start);
       offsets[e] = static_cast<i32>(start);
       if (e + 1 == num_experts)
-        offsets[e + 1] = static_cast<i32>(
-            p.grouped ? min((end + p.alignment - 1) / p.alignment * p.alignment, room) : room);
+        offsets[e + 1] =
+            static_cast<i32>(p.grouped ? min((end + p.alignment - 1) / p.alignment * p.alignment,
+                                             drops ? i64{0x7fffffff} : room)
+                                       : room);
     }
   }
 

@@ -104,12 +104,11 @@ __device__ inline char* slot_at(const Receiver& a, u64 step, const Item& item) {
          static_cast<u64>(item.index) * a.p.parts.slot_bytes;
 }
 
-// Clears the words behind the payload of a self-flagged slot that do not flag themselves: a flag
-// did.
+// Clears the words of a self-flagged slot that do not flag themselves: a flag did.
 __device__ inline void clear_opaque(const DispatchParams& p, const RecvWorker& worker, char* from) {
   worker.sync();  // all have read them
-  for (u64 at = p.parts.offset[1] + static_cast<u64>(worker.thread) * 16; at < p.parts.slot_bytes;
-       at += RecvWorker::kThreads * 16)
+  for (u64 at = p.parts.offset[kOpaqueX ? 0 : 1] + static_cast<u64>(worker.thread) * 16;
+       at < p.parts.slot_bytes; at += RecvWorker::kThreads * 16)
     st_relaxed_sys_v4(from + at, Vec{});
 }
 
@@ -121,6 +120,7 @@ __device__ inline void recv_slot(const Receiver& a, const RecvWorker& worker, u6
   char* from = slot_at(a, step, item);
   const bool near = a.self.same_node(item.source), takes = kSelfFlagged && near;
   const Awaited what{Phase::kDispatch, item.source, step};
+  const bool takes_x = takes && !kOpaqueX;
   const bool flag = near && (!takes || p.opaque);
   if (worker.thread == 0) w.arrived[buffer] = true;
   if (flag && !kMasks) {
@@ -142,11 +142,12 @@ __device__ inline void recv_slot(const Receiver& a, const RecvWorker& worker, u6
         each(payload[i], from + kHeadBytes + at * 16);
   };
   const auto load = [&](i32 piece) {
-    each_vec(piece,
-             [&](Vec& vec, const char* at) { vec = takes ? ld_relaxed_sys_v4(at) : ld_na_v4(at); });
+    each_vec(piece, [&](Vec& vec, const char* at) {
+      vec = takes_x ? ld_relaxed_sys_v4(at) : ld_na_v4(at);
+    });
   };
   const auto take = [&](i32 piece) {
-    if (!takes) return;
+    if (!takes_x) return;
     const auto again = [&] {
       bool any = false;
       each_vec(piece, [&](Vec& vec, const char* at) {

@@ -69,7 +69,7 @@ struct Payload {
     for (i32 i = 0; i < kVecs; ++i) {
       const i32 where = R::at(worker, piece, i);
       if (where >= kPayloadVecs) continue;
-      if (kSelfFlagged && flag) {
+      if (kSelfFlagged && flag && !kOpaqueX) {
         st_flagged_v4(to + where * 16, vec[i]);
       } else {
         st_na_v4(to + where * 16, vec[i]);

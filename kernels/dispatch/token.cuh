@@ -11,6 +11,8 @@ namespace moe_p2p::device {
 
 inline constexpr DType kXType = static_cast<DType>(MOE_P2P_X_DTYPE);  // as the caller gives it
 inline constexpr bool kQuantize = MOE_P2P_QUANTIZE;
+// x is the caller's bytes, which may be any words: they do not flag themselves.
+inline constexpr bool kOpaqueX = MOE_P2P_OPAQUE_X;
 inline constexpr ScaleFormat kScaleFormat = static_cast<ScaleFormat>(MOE_P2P_SCALE_FORMAT);
 static_assert(kQuantize || kScaleFormat == ScaleFormat::kFloat32, "given scales are left alone");
 inline constexpr bool kByRank = MOE_P2P_BY_RANK;  // chooses the Placement (placement.cuh)

@@ -17,7 +17,7 @@ from moe_p2p.deep_ep.elastic_handle import EPHandle, RowCounts
 from moe_p2p.deep_ep.event import EventHandle, EventOverlap
 from moe_p2p.deep_ep.streams import wait_for
 from moe_p2p.default_device import unaffected
-from moe_p2p.options import DispatchForm
+from moe_p2p.options import DispatchForm, sum_order_bits
 from moe_p2p.releasing import ReleasingAllToAll, tensors_of, without_rows
 
 _Values = Tensor | tuple[Tensor, Tensor]
@@ -171,7 +171,8 @@ class ElasticBuffer(ElasticBase):
 
         x: [R, H], rows in dispatch's order.
         topk_weights: [R, K], with do_expand [R]; returned to the tokens together with the sums.
-        bias: one or two [t, H]; each sum starts with them.
+        bias: one or two [t, H]; each sum starts with them, and goes on in the order of top-k where
+            all ranks are one node.
         num_sms: ignored; the dispatch's number is used.
 
         Returns [t, H] of x's type, [t, K] or None, and the event.
@@ -179,15 +180,20 @@ class ElasticBuffer(ElasticBase):
         received, terms = handle.received, [] if bias is None else bias_list(bias)
         with self._streams.turn(x, previous_event, async_with_compute_stream) as turn:
             wait_for(previous_event_before_epilogue, x)
-            # Without a partial sum there is no rounding on the way.
-            adds_on_the_way = handle.do_expand or self.num_rdma_ranks > 1
-            exact = adds_on_the_way and not self.allow_multiple_reduction
+            # Between nodes, sums on the way travel as float32 where they may not be rounded.
+            exact = not self.allow_multiple_reduction and self.num_rdma_ranks > 1
+            order = "ranks"  # as DeepEP's is, where its documentation says what is added when
+            if self.num_rdma_ranks == 1 and not self.allow_multiple_reduction:
+                order = "rows"
+            elif self.num_rdma_ranks == 1 and terms:
+                order = "topk"
             result: Any = handle.all_to_all.combine_with(
                 x.contiguous(),
                 received,
                 row_scalars=topk_weights,
                 terms=[term.float() for term in terms] if exact else terms,
                 out_dtype=torch.float32 if exact else None,
+                order=sum_order_bits(order),
             )
             sums, weights = (result, None) if topk_weights is None else result
             if exact:

@@ -49,7 +49,8 @@ class ElasticBase:
         attribute num_bytes.
     use_fp8_dispatch: x of float8_e4m3fn get a communicator of half the size.
     allow_multiple_reduction: partial sums are rounded to x's type before they travel. False: sums
-        are rounded once, at the end; partial sums travel as float32, twice the bytes.
+        are rounded once, at the end. On one node rows travel one by one and are added in the order
+        of top-k; between nodes partial sums travel as float32, twice the bytes.
     prefer_overlap_with_compute: calls without num_sms use 24 thread blocks, not all that help.
     num_gpu_timeout_secs: deadline of every wait, of the host too. A wait that passes it raises.
     explicitly_destroy: destroy() will be called. Otherwise memory is freed with the object.
@@ -228,7 +229,7 @@ class ElasticBase:
             topk=topk,
             max_tokens=_MAX_TOKENS,
             dtype=dtype,
-            combine_dtype=None if self.allow_multiple_reduction else torch.float32,
+            **_sums(self._pool, self.allow_multiple_reduction, topk, num_experts),
             extra_bytes=max(0, -(-4 * more_packs // 16) * 16),
             device=values.device.type,
             chunk_tokens=step_tokens if limited else min(step_tokens, DEFAULT_CHUNK_TOKENS),
@@ -251,6 +252,17 @@ def usual_steps(pool: AllToAllPool, config: AllToAllConfig, step_tokens: int) ->
     return dataclasses.replace(config, chunk_tokens=max(fitting, config.step_tokens))
 
 
+def _sums(
+    pool: AllToAllPool, allow_multiple_reduction: bool, topk: int, num_experts: int
+) -> dict[str, Any]:
+    """Fields of a configuration whose sums are rounded once, if that is asked."""
+    if allow_multiple_reduction:
+        return {}
+    if pool.ranks_per_node < pool.world_size:
+        return {"combine_dtype": torch.float32}
+    return {"combine_rows": min(topk, num_experts // pool.world_size)}
+
+
 def _size(
     pool: AllToAllPool,
     num_tokens: int,
@@ -267,7 +279,7 @@ def _size(
         topk=topk or 1,
         max_tokens=num_tokens,
         dtype=torch.float8_e4m3fn if use_fp8 else torch.bfloat16,
-        combine_dtype=None if allow_multiple_reduction else torch.float32,
+        **_sums(pool, allow_multiple_reduction, topk or 1, _MAX_EXPERTS),
         chunk_tokens=min(num_tokens, DEFAULT_CHUNK_TOKENS),
     )
     if torch.cuda.is_available():

@@ -34,7 +34,7 @@ _TOPKS = (8, 16, 32)  # a map does not name K: the least of these that the first
 class HybridHandle(Sequence[Any]):
     """Handle of one routing. [0]: rows of each local expert, [-1]: overflow flag, int32 [1].
 
-    The flag is zero: rows past num_permuted_tokens are not dropped, but raise.
+    The flag is 1 where rows past num_permuted_tokens were dropped, else 0.
     """
 
     def __init__(
@@ -59,7 +59,8 @@ class HybridHandle(Sequence[Any]):
 
     @functools.cached_property
     def _elements(self) -> tuple[Tensor, Tensor]:
-        return self.per_expert, torch.zeros(1, dtype=torch.int32, device=self.topk.device)
+        received = self.received
+        return self.per_expert, (received.offsets[-1:] > received.call.capacity).int()
 
     def __getitem__(self, index: Any) -> Any:
         return self._elements[index]
@@ -139,7 +140,7 @@ class HybridEPBuffer:
 
         Returns rows [R, H], their probs [R] or None, their scales or None, the rows of each local
         expert with padding [E_local] int32 (on the host unless non_blocking), and the handle. Where
-        more than num_permuted_tokens arrive, the next call raises.
+        more than num_permuted_tokens arrive, the last rows are dropped and handle[-1] says so.
         """
         blocking = not (non_blocking if use_host_meta is None else not use_host_meta)
         values = hidden.view(torch.float8_e4m3fn) if hidden.dtype == torch.uint8 else hidden
@@ -291,7 +292,9 @@ class HybridEPBuffer:
 
 @functools.cache
 def _options(alignment: int) -> DispatchOptions:
-    return DispatchOptions(layout="grouped", alignment=alignment, solo=True, zero_padding=True)
+    return DispatchOptions(
+        layout="grouped", alignment=alignment, solo=True, zero_padding=True, drop=True
+    )
 
 
 def _returned(

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from moe_p2p.config import AllToAllConfig
-from moe_p2p.deep_ep import streams
+from moe_p2p.deep_ep import nvfp4, streams
 from moe_p2p.deep_ep.base import NODE_RANKS, BufferBase, LowLatencyKey
 from moe_p2p.deep_ep.event import EventOverlap
 from moe_p2p.default_device import unaffected
@@ -83,6 +83,9 @@ class LowLatencyCalls(BufferBase):
         use_ue8m0: bool = False,
         async_finish: bool = False,
         return_recv_hook: bool = False,
+        *,
+        x_global_scale: Tensor | None = None,
+        use_nvfp4: bool = False,
     ) -> tuple[Tensor | tuple[Tensor, Tensor], Tensor, LowLatencyHandle, EventOverlap, Hook | None]:
         """Sends tokens to the ranks of their experts.
 
@@ -94,6 +97,9 @@ class LowLatencyCalls(BufferBase):
             of two; use_ue8m0: packed as bytes, four in an int32.
         async_finish: runs on the communication stream; wait for the event.
         return_recv_hook: only sends; the returned hook receives, into the tensors returned here.
+        use_nvfp4: instead of use_fp8, for which it stands; x becomes nvfp4, made for x_global_scale
+            [1] or [t]. Rows are a pair of uint8 [W * T, H / 2, E_local] and scales float8_e4m3fn
+            [32, 4, ceil(W * T / 128), 4, ceil(H / 64), E_local], as in the branch hybrid-ep.
 
         Returns (rows, counts [E_local] int32, handle, event, hook): rows [E_local, W * T, H], with
         use_fp8 a pair with scales of logical shape [E_local, W * T, P], stored column by column.
@@ -108,7 +114,7 @@ class LowLatencyCalls(BufferBase):
             topk_idx.shape[1],
             num_max_dispatch_tokens_per_rank,
             num_experts,
-            use_fp8,
+            use_fp8 and not use_nvfp4,
             round_scale,
             use_ue8m0,
             dispatch_wait_recv_cost_stats is not None,
@@ -118,22 +124,31 @@ class LowLatencyCalls(BufferBase):
         hook: Hook | None = None
         fields: tuple[Any, ...]  # fields of a Dispatched
         with self._streams.turn(x, None, async_finish) as turn:
+            given, extras = (x, ()) if not use_nvfp4 else _as_nvfp4(x, x_global_scale)
+            tiles: Tensor | None = None
             if return_recv_hook:
-                pending = all_to_all.dispatch_send_with(form, x, topk_idx)
+                pending = all_to_all.dispatch_send_with(form, given, topk_idx, extras=extras)
                 fields = outputs = all_to_all.make_outputs(pending)
+                tiles = nvfp4.tiles_for(fields[2][0]) if use_nvfp4 else None
                 hook = self._hook(
                     x,
-                    functools.partial(_receive_rows, all_to_all, pending, outputs, stats),
-                    (x, topk_idx, *stats, *tensors_of(fields)),
+                    functools.partial(_receive_rows, all_to_all, pending, outputs, stats, tiles),
+                    (given, topk_idx, *stats, *tensors_of(fields), *fields[2], tiles),
                 )
             else:
-                fields = all_to_all.dispatch_with(form, x, topk_idx)
+                fields = all_to_all.dispatch_with(form, given, topk_idx, extras=extras)
+                if use_nvfp4:
+                    tiles = nvfp4.tiles_for(fields[2][0])
+                    nvfp4.fill(tiles, fields[2][0])
             received = without_rows(fields)
             if hook is None:
                 _count(received, stats)
             if async_finish:
-                turn.uses((x, topk_idx, *stats), tensors_of(fields))
+                made = [*tensors_of(fields), *fields[2], *([] if tiles is None else [tiles])]
+                turn.uses((x, topk_idx, x_global_scale, *stats), made)
         rows, scales = fields[:2]
+        if tiles is not None:
+            rows, scales = rows.permute(1, 2, 0), tiles
         got = rows if scales is None else (rows, scales)
         handle = LowLatencyHandle(all_to_all, received, x.shape[1], num_experts)
         return got, received.counts, handle, turn.event, hook
@@ -349,13 +364,21 @@ def _sums(result: Any, waited: Tensor | None) -> Tensor:
     return sums  # type: ignore[no-any-return]
 
 
+def _as_nvfp4(x: Tensor, global_scale: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+    values, scales = nvfp4.quantize(x, global_scale)
+    return values, (scales,)
+
+
 def _receive_rows(
     all_to_all: ReleasingAllToAll,
     pending: PendingDispatch,
     outputs: Dispatched,
     stats: tuple[Tensor | None, Tensor | None],
+    tiles: Tensor | None,
 ) -> None:
     _count(all_to_all.dispatch_recv(pending, outputs), stats)
+    if tiles is not None:
+        nvfp4.fill(tiles, outputs.extras[0])
 
 
 def _receive_sums(

@@ -26,7 +26,7 @@ from moe_p2p.gpu import driver, kernel_cache
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 # Products are rounded before they are added: the order of operations is part of the specification.
-_OPTIONS = ("-std=c++20", "-fmad=false", "-lineinfo", "-default-device", "--ptxas-options=-v")
+_OPTIONS = ("-std=c++20", "-fmad=false", "-default-device", "--ptxas-options=-v")
 _INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
 _ARCH = re.compile(r"sm_\d+[af]?")
 
@@ -179,6 +179,7 @@ def _options(path: Path, macros: Mapping[str, int], arch: str) -> list[str]:
     return [
         f"-arch={arch}",
         *_OPTIONS,
+        *(["-lineinfo"] if env.log_level() == "debug" else []),  # for profilers; doubles a cubin
         *(f"-D{name}={int(value)}" for name, value in sorted(macros.items())),
         *(f"-I{folder}" for folder in include_folders(path)),
     ]

@@ -9,6 +9,7 @@ import functools
 import itertools
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -100,13 +101,16 @@ def dispatch_kernel(
     quantize: bool,
     scale_format: int = 0,
     by_rank: bool = False,
+    x_bytes: int = 0,
     num_sms: int | None = None,
 ) -> Kernel:
     """Returns the dispatch kernel, which sends tokens and receives slots.
 
-    x_dtype: type of the caller's x. scale_format: of the scales when `quantize`
-    (kernels/abi/shape.h, ScaleFormat).
+    x_dtype: type of the caller's x. x_bytes: of a row of x that is bytes; 0: H values.
+    scale_format: of the scales when `quantize` (kernels/abi/shape.h, ScaleFormat).
     """
+    if x_bytes:
+        shape, x_dtype = shape | {"MOE_P2P_HIDDEN_DIM": x_bytes}, torch.float8_e4m3fn
     hidden = shape["MOE_P2P_HIDDEN_DIM"]
     row_bytes = hidden * (1 if quantize else x_dtype.itemsize)
     bulk = None
@@ -127,6 +131,7 @@ def dispatch_kernel(
     macros = {
         "MOE_P2P_X_DTYPE": _CODES[x_dtype],
         "MOE_P2P_QUANTIZE": int(quantize),
+        "MOE_P2P_OPAQUE_X": int(x_bytes > 0),
         "MOE_P2P_SCALE_FORMAT": scale_format,
         "MOE_P2P_BY_RANK": int(by_rank),
         "MOE_P2P_SEND_WORKERS": launch.token_workers,
@@ -141,15 +146,19 @@ def combine_kernel(
     y_dtype: torch.dtype,
     out_dtype: torch.dtype,
     *,
+    by_topk: bool = False,
     num_sms: int | None = None,
 ) -> Kernel:
-    """Returns the combine kernel, which sends slots and receives tokens."""
+    """Returns the combine kernel, which sends slots and receives tokens.
+
+    by_topk: it adds in the order of top-k (kernels/combine/topk_order.cuh).
+    """
     row_bytes = shape["MOE_P2P_HIDDEN_DIM"] * max(y_dtype.itemsize, out_dtype.itemsize)
     bulk = None
-    if goes_in_bulk(shape, num_sms):
+    if goes_in_bulk(shape, num_sms) and not by_topk:
         bulk = bulk_combine(shape, y_item=y_dtype.itemsize, out_item=out_dtype.itemsize)
     if bulk is None:
-        shared = functools.partial(combine_shared_bytes, shape)
+        shared = functools.partial(combine_shared_bytes, shape, by_topk)
         job = job_of(shape, adds=True)
         launch = choose(row_bytes, shape["MOE_P2P_CHUNK_TOKENS"], num_sms, job, shared)
         bulk = Bulk(launch, NO_BULK, shared(launch))
@@ -157,6 +166,7 @@ def combine_kernel(
     macros = {
         "MOE_P2P_Y_DTYPE": _CODES[y_dtype],
         "MOE_P2P_OUT_DTYPE": _CODES[out_dtype],
+        "MOE_P2P_TOPK_ORDER": int(by_topk),
         "MOE_P2P_SEND_WORKERS": launch.slot_workers,
         "MOE_P2P_RECV_WORKERS": launch.token_workers,
     } | _block_macros(bulk)
@@ -223,7 +233,13 @@ def variants() -> Iterator[Kernel]:
     long = shape(8, **job | {"max_tokens": 2048, "chunk_tokens": 2048})
     yield dispatch_kernel(long, torch.float32, quantize=True, num_sms=24)
     yield dispatch_kernel(long, torch.float8_e4m3fn, quantize=False, num_sms=24)
+    for other, num_sms in ((usual, None), (long, 24)):  # nvfp4
+        yield dispatch_kernel(other, torch.uint8, quantize=False, x_bytes=3584, num_sms=num_sms)
     yield combine_kernel(long, torch.float32, torch.float32, num_sms=24)
+    apart = shape(8, combine_rows=8, **job)
+    masked = shape(8, mask_lost_ranks=True, combine_rows=8, **job)
+    for other, num_sms in ((apart, None), (long, 24), (masked, None)):
+        yield combine_kernel(other, torch.bfloat16, torch.bfloat16, by_topk=True, num_sms=num_sms)
 
 
 class Partners(NamedTuple):
@@ -348,19 +364,26 @@ class DeviceSide:
         call(_ops.all_to_all_use_signals.default, self._comm, addresses)
 
     def prepare(self, config: AllToAllConfig) -> None:
-        """Prepares all kernels for the configuration's types, and for their gradients."""
-        widest = config.widest_combine_dtype
-        for dtype in dict.fromkeys((config.dtype, widest)):
-            self.prepare_dispatch(dtype, DEFAULT.number)
-            if dtype != torch.float8_e4m3fn:
-                self.prepare_combine(dtype, dtype)
-        if config.dtype != torch.float8_e4m3fn and config.hidden_dim % 16 == 0:
-            self.prepare_dispatch(config.dtype, DispatchOptions(quantize=True).number)
+        """Prepares all kernels for the configuration's types, and for their gradients.
 
-    def prepare_dispatch(self, x_dtype: torch.dtype, options: int) -> None:
+        They are compiled side by side: NVRTC takes seconds for each, and a core.
+        """
+        jobs: list[Callable[[], None]] = []
+        for dtype in dict.fromkeys((config.dtype, config.widest_combine_dtype)):
+            jobs.append(functools.partial(self.prepare_dispatch, dtype, DEFAULT.number))
+            if dtype != torch.float8_e4m3fn:
+                jobs.append(functools.partial(self.prepare_combine, dtype, dtype))
+        if config.dtype != torch.float8_e4m3fn and config.hidden_dim % 16 == 0:
+            quantized = DispatchOptions(quantize=True).number
+            jobs.append(functools.partial(self.prepare_dispatch, config.dtype, quantized))
+        with ThreadPoolExecutor(len(jobs), thread_name_prefix="moe_p2p.prepare") as threads:
+            for done in [threads.submit(job) for job in jobs]:
+                done.result()
+
+    def prepare_dispatch(self, x_dtype: torch.dtype, options: int, x_bytes: int = 0) -> None:
         """Compiles this dispatch kernel and passes it to the op; does nothing if the op has it."""
         variant = variant_of(options)
-        if (x_dtype, variant) in self._ready:
+        if (x_dtype, variant, x_bytes) in self._ready:
             return
         hidden, quantize = self._shape["MOE_P2P_HIDDEN_DIM"], bool(variant & QUANTIZE)
         errors.require(
@@ -373,19 +396,25 @@ class DeviceSide:
             quantize=quantize,
             scale_format=scale_format_of(variant),
             by_rank=layout_of(variant) == BY_RANK,
+            x_bytes=x_bytes,
             num_sms=self._num_sms,
         )
-        loaded = self._load(kernel)
-        call(_ops.all_to_all_set_dispatch_kernel.default, self._comm, x_dtype, variant, loaded)
-        self._ready.add((x_dtype, variant))
+        op = _ops.all_to_all_set_dispatch_kernel.default
+        call(op, self._comm, x_dtype, variant, self._load(kernel), x_bytes)
+        self._ready.add((x_dtype, variant, x_bytes))
 
-    def prepare_combine(self, y_dtype: torch.dtype, out_dtype: torch.dtype) -> None:
+    def prepare_combine(
+        self, y_dtype: torch.dtype, out_dtype: torch.dtype, by_topk: bool = False
+    ) -> None:
         """The same for a combine."""
-        if (y_dtype, out_dtype) in self._ready:
+        if (y_dtype, out_dtype, by_topk) in self._ready:
             return
-        kernel = self._load(combine_kernel(self._shape, y_dtype, out_dtype, num_sms=self._num_sms))
-        call(_ops.all_to_all_set_combine_kernel.default, self._comm, y_dtype, out_dtype, kernel)
-        self._ready.add((y_dtype, out_dtype))
+        kernel = self._load(
+            combine_kernel(self._shape, y_dtype, out_dtype, by_topk=by_topk, num_sms=self._num_sms)
+        )
+        op = _ops.all_to_all_set_combine_kernel.default
+        call(op, self._comm, y_dtype, out_dtype, kernel, by_topk)
+        self._ready.add((y_dtype, out_dtype, by_topk))
 
     def _load(self, kernel: Kernel) -> str:
         """Returns the fields of DeviceKernel (csrc/moe/device/grid.h) as settings."""

@@ -151,10 +151,10 @@ def dispatch_shared_bytes(macros: dict[str, int], by_rank: bool, launch: LaunchS
     return max(send, recv) + 1024
 
 
-def combine_shared_bytes(macros: dict[str, int], launch: LaunchShape) -> int:
+def combine_shared_bytes(macros: dict[str, int], by_topk: bool, launch: LaunchShape) -> int:
     """The same for combine.cu: rows, weights, counts and ranks of a batch, or addresses of rows."""
     world, local = macros["MOE_P2P_WORLD_SIZE"], macros["MOE_P2P_RANKS_PER_NODE"]
-    speakers = 8 * (local + world // local)
+    speakers = 8 * (local + world // local) + (24 * macros["MOE_P2P_TOPK"] if by_topk else 0)
     workers = max(launch.token_workers, launch.slot_workers)
     return launch.block_threads * 20 + workers * (speakers + 512) + 1024
 

@@ -17,7 +17,7 @@ pairs.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -27,6 +27,7 @@ from torch import Tensor
 from moe_p2p.reference.fp8 import FP8, ScaleFormat, pack_ue8m0, quantize
 
 Layout = Literal["padded", "grouped", "by_rank"]
+SumOrder = Literal["ranks", "topk", "rows"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,6 +273,7 @@ def combine(
     out_dtype: torch.dtype,
     weighted: bool | None = None,
     bias: Sequence[Tensor] = (),
+    order: SumOrder = "ranks",
 ) -> Tensor:
     """The combined rows of one source, [T, H] of out_dtype; `y` holds the rows of every rank.
 
@@ -283,6 +285,9 @@ def combine(
     2. on the expert's node, if it is not the source's: over ranks with a partial sum, ascending;
     3. on the source: bias, then over nodes ascending: of the own node each rank's partial sum, of
         another node its total.
+    On one node also, in the third stage after the bias, with order "topk": each rank's partial sum
+    at the last k of its experts, k ascending; with "rows": each row, rounded to out_dtype, at its
+    k, without the first stage. By rank, "rows" is "topk".
     """
     if weighted is None:
         weighted = routing.layout != "by_rank"
@@ -292,7 +297,10 @@ def combine(
     out = _zeros((rank_tk.shape[0], y[0].shape[-1]))
     for term in bias:
         out += term.to(torch.float32)
-    for node in range(topology.num_nodes):
+    for hits in _hits_by_topk(routing, source, order):
+        for rank in range(topology.world_size):
+            out += _partial(hits & (rank_tk == rank), row_tk, y[rank], weights).to(out_dtype)
+    for node in range(topology.num_nodes if order == "ranks" else 0):
         own = node == source // local
         total = out if own else torch.zeros_like(out)
         for rank in range(node * local, (node + 1) * local):
@@ -395,6 +403,23 @@ def _partial(hit: Tensor, row_tk: Tensor, y: Tensor, weights: Tensor | None) -> 
         rows = flat.index_select(0, row_tk[token, k]).to(torch.float32)
         total[token] += rows if weights is None else weights[token, k, None] * rows
     return total
+
+
+def _hits_by_topk(routing: Routing, source: int, order: SumOrder) -> Iterator[Tensor]:
+    """For each k, the entries [T, K] that are added there; none for "ranks"."""
+    if order == "ranks":
+        return
+    assert routing.topology.num_nodes == 1, "each node adds up before it sends"
+    topk_idx = routing.tokens[source].topk_idx.to(torch.int64)
+    owner = routing.topology.owner()[topk_idx.clamp(min=0)].where(topk_idx >= 0, -1)
+    for k in range(owner.shape[1]):
+        mine = owner == owner[:, k, None]
+        if order == "rows" and routing.layout != "by_rank":
+            hits = torch.zeros_like(mine)
+            hits[:, k] = True
+        else:
+            hits = mine & ~mine[:, k + 1 :].any(1, keepdim=True)
+        yield hits
 
 
 def _ranges(local: Tensor, source: Tensor, num_local: int, world_size: int) -> Tensor:

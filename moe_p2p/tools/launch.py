@@ -147,7 +147,22 @@ def process_group(backend: str = "gloo") -> Iterator[tuple[int, int]]:
 
 def device_index() -> int:
     """Returns this rank's GPU; ranks share GPUs where there are fewer."""
-    return env.local_rank() % torch.cuda.device_count()
+    return gpu_of(env.local_rank())
+
+
+def gpu_of(local_rank: int) -> int:
+    """Returns the GPU of a rank of this host."""
+    return local_rank % num_gpus()
+
+
+def num_gpus() -> int:
+    """Returns the GPUs that this process, a rank, may use.
+
+    Before CUDA is initialised torch counts what NVML lists, which may be every GPU of a host of
+    which this process has one: then rank 1 would get an invalid device ordinal.
+    """
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    return torch.cuda.device_count()
 
 
 def interface_to(host: str) -> str:

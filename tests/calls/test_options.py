@@ -36,6 +36,8 @@ def every_one() -> Iterator[DispatchOptions]:
                 continue
             if scale_format != "float32" and not given["quantize"]:
                 continue
+            if given["drop"] and layout != "grouped":
+                continue
             yield DispatchOptions(layout=layout, scale_format=scale_format, **given)
 
 
@@ -52,7 +54,11 @@ def test_the_number_of_a_gradient_has_the_rows_and_nothing_else() -> None:
     for one in every_one():
         for alignment in (1, 5):
             wanted = DispatchOptions(
-                layout=one.layout, alignment=alignment, zero_padding=True, solo=True
+                layout=one.layout,
+                alignment=alignment,
+                zero_padding=True,
+                solo=True,
+                drop=one.drop,
             )
             assert options.gradient_of(replace(one, alignment=alignment).number) == wanted.number
 
@@ -80,6 +86,7 @@ def test_they_can_be_keys_and_travel() -> None:
         ({"solo": None}, "solo is None, must be False or True"),
         ({"zero_padding": 2}, "zero_padding is 2, must be None, False or True"),
         ({"layout": "grouped", "with_ranges": True}, "it needs layout='padded'"),
+        ({"layout": "padded", "drop": True}, "drop leaves out rows of layout='grouped' only"),
     ],
     ids=str,
 )
@@ -127,7 +134,8 @@ def test_shorthands_are_the_options_of_those_names(alone: AllToAll) -> None:
         1 << 12 | 1 << 4 | 3 << 2,  # nor scale format
         1 << 12 | 1 << 2,  # a scale format without quantize
         1 << 12 | 1 << 9 | 1,  # ranges of grouped rows
-        1 << 43,
+        1 << 43 | 1 << 12,  # rows that are dropped, and padded
+        1 << 44 | 1 << 12,  # of a combine
     ],
 )
 def test_ops_refuse_numbers_of_no_options(alone: AllToAll, number: int) -> None:

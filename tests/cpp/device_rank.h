@@ -139,7 +139,7 @@ class Rank {
                         .max_slot_bytes = 1 << 20};
     backend.set_dispatch({.x_dtype = DType::kBFloat16}, kernel);
     kernel.handle = kCombineKernel;
-    backend.set_combine(DType::kBFloat16, DType::kBFloat16, kernel);
+    backend.set_combine({DType::kBFloat16, DType::kBFloat16}, kernel);
   }
 
   DispatchSend send(int64_t max_tokens, int which = 0, bool solo = false) {

@@ -29,6 +29,7 @@ from tests.support.elastic_cases import (
     dispatch,
     make_buffer,
 )
+from tests.support.elastic_order import deep_ep_order
 from tests.support.ranks import Rank, run_processes, run_threads
 
 
@@ -69,6 +70,21 @@ def test_sums_are_rounded_once_where_no_more_is_allowed(monkeypatch: pytest.Monk
     run(2, cases.one_rounding, True)
     monkeypatch.setattr(pool, "find_ranks_per_node", lambda *_: 2)
     run(4, cases.one_rounding, False)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("call", "allowed"),
+    [
+        (Call(do_expand=True), False),
+        (Call(do_expand=True, do_cpu_sync=False, expert_alignment=8, num_bias=1), False),
+        (Call(), False),
+        (Call(num_bias=2), True),
+        (Call(do_expand=True, num_bias=1), True),
+    ],
+)
+def test_sums_are_in_deep_eps_order(num_ranks: int, call: Call, allowed: bool) -> None:
+    run(num_ranks, deep_ep_order, call, allowed)
 
 
 def stale_slots(place: Place) -> None:

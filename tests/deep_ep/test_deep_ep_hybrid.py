@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_p2p import MoeP2pError, deep_ep
+from moe_p2p import MoeP2pError, deep_ep, pool
 from tests.support import gpu_ranks
 from tests.support.gpu_ranks import World
 from tests.support.ranks import Rank, run_threads
@@ -185,16 +185,6 @@ def test_what_does_not_fit_is_refused() -> None:
         with pytest.raises(MoeP2pError, match=f"is {E}, must be -1"):
             place.buffer.dispatch_with_permute(hidden=x, routing_map=torch.ones_like(one))
 
-    def too_few_rows(place: Place) -> None:
-        one = torch.ones(3, E, dtype=torch.bool)
-        with pytest.raises(MoeP2pError, match="capacity"):
-            place.buffer.dispatch_with_permute(
-                hidden=torch.ones(3, H).bfloat16(),
-                routing_map=one,
-                num_permuted_tokens=35,
-                non_blocking=True,
-            )
-
     def other(place: Place) -> None:
         with pytest.raises(MoeP2pError, match="the routing is of 6 experts, 1 ranks have 12 each"):
             place.buffer.dispatch_with_permute(
@@ -202,12 +192,68 @@ def test_what_does_not_fit_is_refused() -> None:
             )
 
     run(1, check)
-    run(1, too_few_rows)
     run(1, other)
+
+
+def check_too_few_rows(place: Place, pad: int | None) -> None:
+    """Some ranks exceed the budget: their last rows are dropped, and nothing else is missing."""
+    num_ranks, budget = place.rank.world_size, 12
+    local, last = E // num_ranks, 0
+    for seed in range(4):
+        tokens = place.all_tokens(seed, (7,))
+        mine = tokens[place.rank.rank]
+        expected, probs, per_expert = wanted(place, tokens, pad or 1)
+        rows, row_probs, _, of_expert, handle = place.buffer.dispatch_with_permute(
+            **place.put(mine), num_permuted_tokens=budget, non_blocking=True, pad_multiple=pad
+        )
+        ends = torch.tensor([0, *per_expert]).cumsum(0).clamp(max=budget)
+        assert of_expert.tolist() == ends.diff().tolist()
+        assert int(handle[-1]) == int(sum(per_expert) > budget)
+        last += int(handle[-1])
+        num = min(budget, len(expected))
+        assert torch.equal(rows[:num].cpu(), expected[:num])
+        assert row_probs is not None
+        assert torch.equal(row_probs[:num].cpu(), probs[:num])
+        out, back = place.buffer.combine_with_unpermute(
+            hidden=rows, probs=row_probs, handle=handle, pad_multiple=pad
+        )
+        left = torch.zeros(7, E)
+        for rank in range(num_ranks):
+            at = 0
+            for expert in range(rank * local, (rank + 1) * local):
+                for source, of_source in enumerate(tokens):
+                    for token in of_source.map[:, expert].nonzero().flatten().tolist():
+                        if source == place.rank.rank:
+                            left[token, expert] = at < budget
+                        at += 1
+                at += -at % (pad or 1)
+        assert torch.equal(out.cpu(), mine.x * left.sum(1, keepdim=True).bfloat16())
+        assert back is not None
+        assert torch.equal(back.cpu(), mine.probs * left)
+        again = place.buffer.dispatch_with_permute(
+            hidden=place.put(mine)["hidden"] * 2, handle=handle, pad_multiple=pad
+        )[0]
+        assert torch.equal(again[:num].cpu(), expected[:num] * 2)
+    assert last > 0
+
+
+@pytest.mark.parametrize("pad", [None, 4])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_rows_past_the_budget_are_dropped(num_ranks: int, pad: int | None) -> None:
+    run(num_ranks, lambda place: check_too_few_rows(place, pad))
+
+
+@pytest.mark.parametrize("per_node", [1, 2])
+def test_rows_past_the_budget_are_dropped_between_nodes(
+    per_node: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "find_ranks_per_node", lambda *_: per_node)
+    run(4, lambda place: check_too_few_rows(place, None))
 
 
 def on_gpu(rank: Rank, _: World) -> None:
     place = open_place(rank, "cuda")
+    check_too_few_rows(place, 4)
     check_rows(place, True, 4, (5, 9))
     check_rows(place, False, None, (7,))
 

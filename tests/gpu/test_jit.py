@@ -6,13 +6,14 @@ import ctypes
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from moe_p2p import errors
+from moe_p2p import AllToAllConfig, errors
 from moe_p2p.gpu import driver, jit, kernels
 from tests.support import ranks
 
@@ -309,6 +310,34 @@ def test_a_loaded_kernel_runs(source: Path) -> None:
     assert loaded.usage is not None
     assert (loaded.entry, loaded.registers) == ("multiply_add", loaded.usage.registers)
     assert loaded.shared_bytes == 256
+
+
+def test_a_communicators_kernels_are_prepared_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    three = threading.Barrier(3, timeout=20)
+
+    def prepare(*_: object) -> None:
+        three.wait()
+
+    monkeypatch.setattr(kernels.DeviceSide, "prepare_dispatch", prepare)
+    monkeypatch.setattr(kernels.DeviceSide, "prepare_combine", prepare)
+    config = AllToAllConfig(num_experts=8, hidden_dim=512, topk=2, max_tokens=8)
+    object.__new__(kernels.DeviceSide).prepare(config)
+    assert not three.broken
+
+    def fails(*_: object) -> None:
+        raise errors.make(errors.UnavailableError, "no NVRTC")
+
+    monkeypatch.setattr(kernels.DeviceSide, "prepare_combine", fails)
+    monkeypatch.setattr(kernels.DeviceSide, "prepare_dispatch", lambda *_: None)
+    with pytest.raises(errors.UnavailableError, match="no NVRTC"):
+        object.__new__(kernels.DeviceSide).prepare(config)
+
+
+def test_lines_are_for_profilers(monkeypatch: pytest.MonkeyPatch, source: Path) -> None:
+    monkeypatch.setenv("MOE_P2P_LOG", "warning")
+    assert "-lineinfo" not in jit._options(source, {}, "sm_90a")
+    monkeypatch.setenv("MOE_P2P_LOG", "debug")
+    assert "-lineinfo" in jit._options(source, {}, "sm_90a")
 
 
 @pytest.mark.gpu

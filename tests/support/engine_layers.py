@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_p2p import reference
+from moe_p2p.tools import launch
 from tests.support.ranks import Rank
 
 WORLD, EXPERTS, HIDDEN, TOPK, TOKENS = 3, 12, 256, 3, 20
@@ -62,7 +63,7 @@ def as_sent(x: Tensor) -> Tensor:
 
 def join(rank: Rank, device: str) -> Any:
     if device == "cuda":
-        torch.cuda.set_device(rank.rank % torch.cuda.device_count())
+        torch.cuda.set_device(launch.gpu_of(rank.rank))
     dist.init_process_group("gloo", store=rank.store, rank=rank.rank, world_size=rank.world_size)
     return dist.group.WORLD
 

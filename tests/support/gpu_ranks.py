@@ -44,6 +44,7 @@ from moe_p2p import AllToAll, AllToAllConfig
 from moe_p2p.gpu import jit, kernels
 from moe_p2p.options import SCALE_FORMATS, DispatchOptions, RowLayout
 from moe_p2p.reference import Topology
+from moe_p2p.tools import launch
 from tests.support import cases
 from tests.support.ranks import Rank, run_processes, run_threads
 
@@ -238,7 +239,7 @@ def _world_of_threads(_: Rank, world: World, body: Callable[..., Any], *argument
 def _in_process(rank: Rank, world: World, body: Callable[..., Any], *arguments: Any) -> Any:
     if DEVICE == "cpu":
         return body(rank, world, *arguments)
-    torch.cuda.set_device(rank.rank % torch.cuda.device_count())
+    torch.cuda.set_device(launch.gpu_of(rank.rank))
     with torch.cuda.stream(torch.cuda.Stream()):
         return body(rank, world, *arguments)
 

@@ -10,6 +10,7 @@ import multiprocessing
 import torch
 import torch.distributed as dist
 
+from moe_p2p.tools import launch
 from tests.support.ambient_cases import Made, W, given_to
 from tests.support.ranks import Rank
 
@@ -17,7 +18,7 @@ from tests.support.ranks import Rank
 def in_process(rank: int, port: int, device: str) -> None:
     torch.set_num_threads(1)
     if device == "cuda":
-        torch.cuda.set_device(rank % torch.cuda.device_count())
+        torch.cuda.set_device(launch.gpu_of(rank))
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     made = Made(Rank(rank, W, store), device)
     made.results(given_to(rank, device))

@@ -165,6 +165,10 @@ def test_one_gpu_is_shared_for_a_check_alone(
     (found,) = options.parse(["--check", "--ranks=4", "--ranks-per-node=1"])
     assert (found.ranks, found.ranks_per_node) == (4, 1)
     monkeypatch.setenv("LOCAL_RANK", "3")
+    # NVML may list GPUs of the host that CUDA does not give this process; torch asks it at first.
+    listed = [8]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: listed[0])
+    monkeypatch.setattr(torch.cuda, "init", lambda: listed.__setitem__(0, 1))
     assert launch.device_index() == 0
     with pytest.raises(SystemExit):
         options.parse(["--ranks=4", "--ranks-per-node=1"])

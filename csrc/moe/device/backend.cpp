@@ -13,6 +13,7 @@
 namespace moe_p2p::moe {
 
 using abi::DType;
+using abi::SumOrder;
 using base::Code;
 
 namespace {
@@ -86,8 +87,8 @@ void DeviceBackend::set_dispatch(const DispatchVariant& variant, const DeviceKer
   dispatch_kernels_[variant] = kernel;
 }
 
-void DeviceBackend::set_combine(DType y_dtype, DType out_dtype, const DeviceKernel& kernel) {
-  combine_kernels_[{static_cast<int>(y_dtype), static_cast<int>(out_dtype)}] = kernel;
+void DeviceBackend::set_combine(const CombineVariant& variant, const DeviceKernel& kernel) {
+  combine_kernels_[variant] = kernel;
 }
 
 provider::MemorySpan DeviceBackend::span_at(uint64_t address) const {
@@ -206,9 +207,10 @@ OpenCall DeviceBackend::begin_dispatch(const DispatchSend& send) const {
           .variant = {.x_dtype = send.x_dtype,
                       .quantize = send.options.quantize,
                       .scale_format = send.options.scale_format,
-                      .by_rank = send.options.by_rank()},
+                      .by_rank = send.options.by_rank(),
+                      .x_bytes = send.x_bytes},
           .parts = send_parts(plan_, send),
-          .opaque = send.opaque_scales || !send.extras.empty(),
+          .opaque = send.opaque_scales || !send.extras.empty() || send.x_bytes > 0,
           .num_extras = static_cast<int32_t>(send.extras.size()),
           .num_rows = static_cast<int32_t>(send.num_rows),
           .owner = send.handle_owner};
@@ -253,6 +255,7 @@ void DeviceBackend::fill(abi::DispatchParams& p, const DispatchRecv& recv) const
   p.zero_padding = recv.options.zero_padding;
   p.capacity = recv.capacity;
   p.alignment = recv.options.alignment;
+  p.drop = recv.options.drop;
 }
 
 abi::DispatchParams DeviceBackend::params_of(const OpenCall& call) const {
@@ -319,6 +322,7 @@ void DeviceBackend::fill(abi::CombineParams& p, const CombineSend& send) {
   p.row_weights = on_device(send.row_weights);
   p.row_scalars = on_device(send.row_scalars);
   p.scalars_by_rank = send.scalars_by_rank;
+  p.rows_apart = send.order == SumOrder::kRows;
   p.topk_weights = on_device(send.topk_weights);
   p.num_rows = static_cast<int32_t>(send.num_rows);
 }
@@ -330,6 +334,8 @@ void DeviceBackend::fill(abi::CombineParams& p, const CombineRecv& recv) {
   p.out = on_device(recv.out);
   p.out_scalars = on_device(recv.out_scalars);
   std::ranges::transform(recv.bias, p.bias, on_device<const void>);
+  p.topk_idx = on_device(recv.topk_idx);
+  p.topk_is_int64 = recv.topk_is_int64;
   p.wait_ticks = on_device(recv.wait_ticks);
 }
 
@@ -355,25 +361,26 @@ void DeviceBackend::launch_combine(const CombineSend* send, const CombineRecv* r
     MOE_P2P_CHECK(static_cast<uint64_t>(handle.num_words) >= layout.total, Code::kInvalidArgument,
                   "handle has ", handle.num_words, " words, too few for a dispatch of max_tokens ",
                   send->max_tokens, "; pass it whole, and max_tokens of its dispatch");
-    call.types = {static_cast<int>(send->y_dtype), static_cast<int>(send->out_dtype)};
+    call.sum = {send->y_dtype, send->out_dtype, send->order != SumOrder::kRanks};
+    call.order = send->order;
     call.with_scalars = send->row_scalars != nullptr;
   }
   // Rows of one expert or by rank are copied as they are: rows_stay of kernels/combine/bulk_send.cuh.
   const bool copies = send && send->y_dtype == send->out_dtype && !send->row_weights &&
                       !send->topk_weights && !send->row_scalars;
-  const auto out_dtype = static_cast<DType>(call.types.second);
-  check_partial(plan_, out_dtype, call.with_scalars);
+  const PartialForm form{call.sum.out_dtype, call.with_scalars, call.order};
+  check_partial(plan_, form);
   if (!recv) check_half(call.num_steps);
-  MOE_P2P_CHECK(!recv || (recv->out_dtype == out_dtype &&
+  MOE_P2P_CHECK(!recv || (recv->out_dtype == form.dtype && recv->order == form.order &&
                           (call.with_scalars || recv->out_scalars == nullptr)),
                 Code::kInvalidArgument,
                 "out must be of the out_dtype that combine_send was given, and scalars come back "
                 "only where row_scalars were sent");
-  const DeviceKernel& kernel = find_kernel(combine_kernels_, call.types, "combine");
+  const DeviceKernel& kernel = find_kernel(combine_kernels_, call.sum, "combine");
   abi::CombineParams p{};
   p.comm = comm_;
   p.handle = address(handle.words);
-  p.stride = partial_stride(plan_, out_dtype, call.with_scalars);
+  p.stride = partial_stride(plan_, form);
   p.num_chunks = static_cast<int32_t>(call.num_steps);
   p.num_slots = call.num_slots;
   p.with_scalars = call.with_scalars;

@@ -42,8 +42,7 @@ class DeviceBackend final : public Backend {
   void set_signals(const std::vector<uint64_t>& addresses);
 
   void set_dispatch(const DispatchVariant& variant, const DeviceKernel& kernel);
-  // Compiled for (type of y, type of out).
-  void set_combine(abi::DType y_dtype, abi::DType out_dtype, const DeviceKernel& kernel);
+  void set_combine(const CombineVariant& variant, const DeviceKernel& kernel);
 
   // One kernel for both halves. They throw before anything is launched.
   void dispatch(const DispatchSend* send, const DispatchRecv* recv) override;
@@ -103,7 +102,7 @@ class DeviceBackend final : public Backend {
   const platform::PrimaryContext context_;
   abi::DeviceComm comm_{};
   std::map<DispatchVariant, DeviceKernel> dispatch_kernels_;
-  std::map<CombineTypes, DeviceKernel> combine_kernels_;
+  std::map<CombineVariant, DeviceKernel> combine_kernels_;
   Ledger ledger_;
   platform::StreamOrder order_;
 };

@@ -97,7 +97,8 @@ DispatchCall::DispatchCall(const HostContext& context, const DispatchSend& send)
             .variant = {.x_dtype = send.x_dtype,
                         .quantize = send.options.quantize,
                         .scale_format = send.options.scale_format,
-                        .by_rank = send.options.by_rank()},
+                        .by_rank = send.options.by_rank(),
+                        .x_bytes = send.x_bytes},
             .num_rows = static_cast<int32_t>(send.num_rows)},
       handle_(HandleView::create(context.plan.shape, send.handle, send.num_rows, call_.num_steps,
                                  call_.num_slots)) {
@@ -210,7 +211,7 @@ CombineCall::CombineCall(const HostContext& context, const CombineSend& send)
             .named_step = handle_.meta().first_step} {
   MOE_P2P_CHECK(handle_.meta().state != abi::kSent, Code::kInvalidArgument,
                 "combine needs a dispatch that was received; call dispatch_recv first");
-  check_partial(context.plan, send.out_dtype, send.row_scalars != nullptr);
+  check_partial(context.plan, {send.out_dtype, send.row_scalars != nullptr, send.order});
   handle_.check_contents(context.kernels.rank(), send.y_rows);
   MOE_P2P_CHECK(!send.topk_weights || send.num_rows == handle_.meta().num_rows,
                 Code::kInvalidArgument, "topk_weights has ", send.num_rows,

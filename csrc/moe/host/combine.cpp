@@ -13,6 +13,7 @@ namespace moe_p2p::moe {
 using abi::DType;
 using abi::Phase;
 using abi::RegionHeader;
+using abi::SumOrder;
 
 namespace {
 
@@ -67,6 +68,13 @@ void sum_scalars(float* sums, std::span<const Addend> rows, uint64_t offset, int
 
 }  // namespace
 
+// What a token's sum adds, in order, and what the ranks sent back for it: each has one of K experts.
+struct HostKernels::Addends {
+  std::array<Addend, std::size(CombineRecv{}.bias) + abi::kMaxTopk> rows;
+  std::array<Addend, abi::kMaxTopk> partials;
+  size_t num_rows = 0, num_partials = 0;
+};
+
 // --- weights that come with combine ---
 
 RegionHeader& HostKernels::weights_region(Step step, int source) const noexcept {
@@ -114,9 +122,11 @@ void HostKernels::recv_weights(Step step) const {
 void HostKernels::combine_send(Step step, const CombineSend& call, const HandleView& handle,
                                int64_t chunk) {
   const bool scalars = call.row_scalars != nullptr;
-  const uint64_t stride = partial_stride(plan_, call.out_dtype, scalars);
+  const PartialForm form{call.out_dtype, scalars, call.order};
+  const uint64_t stride = partial_stride(plan_, form);
   const uint32_t flags = abi::combine_flags(call.out_dtype, scalars);
   const auto hidden = static_cast<uint64_t>(plan_.hidden_dim);
+  const bool weighted = call.row_weights || call.topk_weights;
   const uint64_t y_bytes = hidden * abi::item_bytes(call.y_dtype);
   const uint64_t out_bytes = hidden * abi::item_bytes(call.out_dtype);
   for (int s = 0; s < shape_.world_size; ++s) {
@@ -133,11 +143,16 @@ void HostKernels::combine_send(Step step, const CombineSend& call, const HandleV
       const float* late =
           call.topk_weights ? weights_at(weights_region(step, s), slot, shape_.topk) : nullptr;
       const SlotRows mine(call, rows, late, shape_.topk, y_bytes);
-      if (mine.num_addends == 0) return;  // a token of this node, but not of this rank
+      const bool is_mine = handle.slot_ranks(chunk, s, slot) >> memory_.local() & 1;
+      if (!is_mine) return;  // a token of this node, but not of this rank
       std::byte* partial = partial_at(region, slot, stride);
-      sum_rows(partial, call.out_dtype, mine.addends.data(), mine.num_addends, call.y_dtype,
-               call.row_weights || call.topk_weights, hidden);
-      if (scalars) copy_scalars(abi::values_at<float>(partial, out_bytes), call, rows, shape_.topk);
+      const size_t each = call.order == SumOrder::kRows ? 1 : mine.num_addends;
+      for (size_t r = 0; r < std::max<size_t>(mine.num_addends, 1); r += std::max<size_t>(each, 1))
+        sum_rows(partial + r * out_bytes, call.out_dtype, mine.addends.data() + r, each,
+                 call.y_dtype, weighted, hidden);
+      if (scalars)
+        copy_scalars(abi::values_at<float>(partial, scalars_offset(plan_, form)), call, rows,
+                     shape_.topk);
     });
   }
   hand_in(step, &call, &handle, chunk);
@@ -175,7 +190,7 @@ void HostKernels::hand_in(Step step, const CombineSend* call, const HandleView* 
 void HostKernels::add_up(Step step, const CombineSend* call, const HandleView* handle,
                          int64_t chunk, int gateway, int node) {
   const bool scalars = call && call->row_scalars;
-  const uint64_t stride = call ? partial_stride(plan_, call->out_dtype, scalars) : 0;
+  const uint64_t stride = call ? partial_stride(plan_, {call->out_dtype, scalars}) : 0;
   const uint32_t flags =
       call ? abi::combine_flags(call->out_dtype, scalars) : uint32_t{abi::kEmpty};
   for (int j = 0; j < shape_.ranks_per_node; ++j)
@@ -226,45 +241,86 @@ void HostKernels::recv_empty_combine(Step step) const { check_combine(step, abi:
 void HostKernels::combine_recv(Step step, const CombineRecv& call, const HandleView& handle,
                                int64_t chunk) {
   const bool scalars = call.out_scalars != nullptr;
-  const uint64_t stride = partial_stride(plan_, call.out_dtype, scalars);
+  const PartialForm form{call.out_dtype, scalars, call.order};
+  const uint64_t stride = partial_stride(plan_, form);
   check_combine(step, abi::combine_flags(call.out_dtype, scalars), stride);
-  const int num_local = shape_.ranks_per_node;
   const auto hidden = static_cast<uint64_t>(plan_.hidden_dim);
   const uint64_t row_bytes = hidden * abi::item_bytes(call.out_dtype);
   const int64_t begin = chunk * shape_.chunk_tokens;
   const bool last = chunk + 1 == handle.meta().num_chunks;
   const int64_t end = last ? handle.meta().num_rows
                            : std::min<int64_t>(begin + shape_.chunk_tokens, handle.meta().num_rows);
+  const uint64_t behind = scalars_offset(plan_, form);
   pool_.parallel_for(static_cast<size_t>(std::max<int64_t>(0, end - begin)), [&](size_t i) {
     const int64_t token = begin + static_cast<int64_t>(i);
-    const int32_t* slots = handle.send_slots(token);
-    // Each contributor holds one of the K experts.
-    std::array<Addend, std::size(CombineRecv{}.bias) + abi::kMaxTopk> addends;
-    size_t num_addends = 0;
+    Addends found;
     for (const void* bias : call.bias)
       if (bias)
-        addends[num_addends++] = {
+        found.rows[found.num_rows++] = {
             static_cast<const std::byte*>(bias) + static_cast<uint64_t>(token) * row_bytes, 1.0f};
-    const size_t num_biases = num_addends;
-    const auto add = [&](RegionHeader& region, int32_t slot) {
-      addends[num_addends++] = {partial_at(region, slot, stride), 1.0f};
-    };
-    for (int n = 0; n < shape_.num_nodes(); ++n) {
-      if (n != memory_.node()) {
-        if (slots[num_local + n] >= 0 && !silent(rank_of(n, memory_.local())))
-          add(memory_.combine_landing(memory_.local(), step.slot, n), slots[num_local + n]);
-        continue;
-      }
-      for (int l = 0; l < num_local; ++l)
-        if (slots[l] >= 0 && !silent(rank_of(n, l)))
-          add(memory_.partial_inbox(memory_.local(), step.slot, l), slots[l]);
+    if (call.order == SumOrder::kRanks) {
+      find_by_rank(step, handle.send_slots(token), stride, found);
+    } else {
+      find_by_topk(step, call, token, handle.send_slots(token), stride, found);
     }
     std::byte* out = static_cast<std::byte*>(call.out) + static_cast<uint64_t>(token) * row_bytes;
-    sum_rows(out, call.out_dtype, addends.data(), num_addends, call.out_dtype, false, hidden);
+    sum_rows(out, call.out_dtype, found.rows.data(), found.num_rows, call.out_dtype, false, hidden);
     if (scalars)
       sum_scalars(call.out_scalars + token * shape_.topk,
-                  {addends.data() + num_biases, num_addends - num_biases}, row_bytes, shape_.topk);
+                  {found.partials.data(), found.num_partials}, behind, shape_.topk);
   });
+}
+
+// Nodes ascending; of the own one each rank.
+void HostKernels::find_by_rank(Step step, const int32_t* slots, uint64_t stride,
+                               Addends& found) const noexcept {
+  const int num_local = shape_.ranks_per_node;
+  const auto add = [&](RegionHeader& region, int32_t slot) {
+    found.rows[found.num_rows++] =
+        found.partials[found.num_partials++] = {partial_at(region, slot, stride), 1.0f};
+  };
+  for (int n = 0; n < shape_.num_nodes(); ++n) {
+    if (n != memory_.node()) {
+      if (slots[num_local + n] >= 0 && !silent(rank_of(n, memory_.local())))
+        add(memory_.combine_landing(memory_.local(), step.slot, n), slots[num_local + n]);
+      continue;
+    }
+    for (int l = 0; l < num_local; ++l)
+      if (slots[l] >= 0 && !silent(rank_of(n, l)))
+        add(memory_.partial_inbox(memory_.local(), step.slot, l), slots[l]);
+  }
+}
+
+// k ascending, on one node: the sum of a rank at the last k of its experts, or each of its rows.
+void HostKernels::find_by_topk(Step step, const CombineRecv& call, int64_t token,
+                               const int32_t* slots, uint64_t stride,
+                               Addends& found) const noexcept {
+  const int topk = shape_.topk;
+  const uint64_t row_bytes =
+      static_cast<uint64_t>(plan_.hidden_dim) * abi::item_bytes(call.out_dtype);
+  std::array<int, abi::kMaxTopk> rank;
+  for (int k = 0; k < topk; ++k) {
+    const int64_t at = token * topk + k;
+    const int64_t expert = call.topk_is_int64 ? static_cast<const int64_t*>(call.topk_idx)[at]
+                                              : static_cast<const int32_t*>(call.topk_idx)[at];
+    const bool known = expert >= 0 && expert < shape_.num_experts;
+    const int owner = known ? plan_.expert_rank[static_cast<size_t>(expert)] : -1;
+    rank[static_cast<size_t>(k)] = known && slots[owner] >= 0 && !silent(owner) ? owner : -1;
+  }
+  const auto end = rank.begin() + topk;
+  for (auto at = rank.begin(); at != end; ++at) {
+    if (*at < 0) continue;
+    const bool last = std::find(at + 1, end, *at) == end;
+    const std::byte* partial =
+        partial_at(memory_.partial_inbox(memory_.local(), step.slot, *at), slots[*at], stride);
+    const auto before = static_cast<uint64_t>(std::count(rank.begin(), at, *at));
+    if (call.order == SumOrder::kRows) {
+      found.rows[found.num_rows++] = {partial + before * row_bytes, 1.0f};
+    } else if (last) {
+      found.rows[found.num_rows++] = {partial, 1.0f};
+    }
+    if (last) found.partials[found.num_partials++] = {partial, 1.0f};
+  }
 }
 
 }  // namespace moe_p2p::moe

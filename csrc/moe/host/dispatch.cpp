@@ -43,8 +43,8 @@ void HostKernels::build_slot(std::byte* slot, Step step, const DispatchSend& cal
     weights[k] = call.topk_weights ? call.topk_weights[t * topk + k] : 1.0f;
   }
   const auto hidden = static_cast<uint64_t>(plan_.hidden_dim);
-  const auto* x =
-      static_cast<const std::byte*>(call.x) + t * hidden * abi::item_bytes(call.x_dtype);
+  const auto* x = static_cast<const std::byte*>(call.x) +
+                  t * (call.x_bytes > 0 ? call.x_bytes : hidden * abi::item_bytes(call.x_dtype));
   auto* scales = abi::values_at<float>(slot, parts.offset[1]);
   if (call.options.quantize) {
     quantize_row(x, call.x_dtype, call.options.scale_format != abi::ScaleFormat::kFloat32,
@@ -171,16 +171,21 @@ void HostKernels::place(Step step, const DispatchRecv& call, Placement& placemen
       if (call.ranges) call.ranges[i] = (at - first) << 32 | count;
       at += count;
     }
-    call.counts[e] = static_cast<int32_t>(at - first);
-    call.offsets[e] = static_cast<int32_t>(first);
+    const auto within = [&](int64_t r) {
+      return call.options.drop ? std::min(r, call.capacity) : r;
+    };
+    call.counts[e] = static_cast<int32_t>(within(at) - within(first));
+    call.offsets[e] = static_cast<int32_t>(within(first));
     row = grouped ? (at + alignment - 1) / alignment * alignment : 0;
-    MOE_P2P_CHECK((grouped ? at : at - first) <= call.capacity, Code::kResourceExhausted, "rank ",
-                  memory_.rank(), ": local expert ", e, " ends at row ", grouped ? at : at - first,
-                  ", capacity is ", call.capacity,
+    MOE_P2P_CHECK(call.options.drop || (grouped ? at : at - first) <= call.capacity,
+                  Code::kResourceExhausted, "rank ", memory_.rank(), ": local expert ", e,
+                  " ends at row ", grouped ? at : at - first, ", capacity is ", call.capacity,
                   grouped ? " rows for all experts" : " rows per expert");
   }
   call.offsets[num_experts] =
-      static_cast<int32_t>(grouped ? std::min(row, call.capacity) : num_experts * call.capacity);
+      static_cast<int32_t>(!grouped            ? num_experts * call.capacity
+                           : call.options.drop ? row
+                                               : std::min(row, call.capacity));
 }
 
 void HostKernels::place_by_rank(Step step, const DispatchRecv& call, Placement& placement) const {
@@ -243,8 +248,9 @@ void HostKernels::read_heads(Step step, const DispatchRecv& call, const abi::Tok
                       Code::kProtocol, "rank ", memory_.rank(), ": rank ", s, " sent token ",
                       positions[k], " for expert ", ids[k], " and announced ",
                       placement.num_rows[place]);
-        rows[k] = placement.first_row[place] + positions[k];
         mine = true;
+        const int32_t row = placement.first_row[place] + positions[k];
+        if (!call.options.drop || row < call.capacity) rows[k] = row;
       }
       handle.set_slot_ranks(chunk, s, i, ranks);
       if (mine) placement.items.push_back({s, static_cast<int32_t>(i)});
@@ -317,14 +323,16 @@ void HostKernels::clear_padding(const DispatchRecv& call) const noexcept {
     const auto zero = [&](void* base, uint64_t row_bytes) {
       std::memset(static_cast<std::byte*>(base) + first * row_bytes, 0, rows * row_bytes);
     };
-    zero(call.x, static_cast<uint64_t>(plan_.hidden_dim) * abi::item_bytes(call.x_dtype));
+    zero(call.x, recv_parts(plan_, call).bytes[0]);
     for (uint64_t row = first; call.scales && row < first + rows; ++row) scales.clear(row);
     for (const auto& extra : call.extras) zero(extra.data, extra.row_bytes);
   };
   if (by_rank) return clear(call.offsets[shape_.world_size], call.capacity);
   const int num_experts = plan_.num_local_experts(memory_.rank());
   for (int e = 0; e < num_experts; ++e)
-    clear(call.offsets[e] + call.counts[e], call.offsets[e + 1]);
+    clear(call.offsets[e] + call.counts[e],
+          std::min<int64_t>(call.offsets[e + 1],
+                            call.options.padded() ? call.offsets[e + 1] : call.capacity));
   if (call.options.grouped()) clear(call.offsets[num_experts], call.capacity);
 }
 

@@ -102,6 +102,11 @@ class HostKernels {
                  const HandleView& handle, int64_t chunk, const Placement& placement);
   void fill_topk(const DispatchRecv& call, const std::byte* slot, uint64_t row) const noexcept;
   void clear_padding(const DispatchRecv& call) const noexcept;
+  struct Addends;
+  void find_by_rank(Step step, const int32_t* slots, uint64_t stride,
+                    Addends& found) const noexcept;
+  void find_by_topk(Step step, const CombineRecv& call, int64_t token, const int32_t* slots,
+                    uint64_t stride, Addends& found) const noexcept;
   // Raises flags of own-node peers, hands the node's partial sums in and adds them up when last.
   void hand_in(Step step, const CombineSend* call, const HandleView* handle, int64_t chunk);
   void add_up(Step step, const CombineSend* call, const HandleView* handle, int64_t chunk,

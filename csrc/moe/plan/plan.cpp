@@ -30,6 +30,7 @@ void check(const PlanInput& in) {
   check_range("hidden_dim", in.hidden_dim, 1, 1 << 20);
   check_range("extra_bytes", in.extra_bytes, 0, 1 << 20);
   check_range("part_bytes", in.part_bytes, 0, 1 << 30);
+  check_range("combine_rows", in.combine_rows, 1, abi::kMaxTopk);
   for (const auto& [name, bytes] :
        {std::pair{"payload", in.payload_item_bytes}, std::pair{"combine", in.combine_item_bytes}})
     MOE_P2P_CHECK(bytes == 1 || bytes == 2 || bytes == 4, Code::kInvalidArgument, name,
@@ -97,7 +98,8 @@ Plan make_plan(const PlanInput& in) {
   s.part_bytes = in.world_size > in.ranks_per_node ? static_cast<int32_t>(in.part_bytes) : 0;
   s.max_token_bytes = std::max(payload, fp8) + static_cast<uint64_t>(in.extra_bytes);
   s.max_partial_bytes =
-      abi::align_up(static_cast<uint64_t>(in.hidden_dim * in.combine_item_bytes), 16) +
+      static_cast<uint64_t>(in.combine_rows) *
+          abi::align_up(static_cast<uint64_t>(in.hidden_dim * in.combine_item_bytes), 16) +
       4 * static_cast<uint64_t>(in.topk);
   plan.regions = abi::make_regions(s);
   plan.signals = abi::Signals::make(s);

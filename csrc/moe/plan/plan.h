@@ -26,6 +26,7 @@ struct PlanInput {
   int64_t steps_in_flight = 2;
   int64_t payload_item_bytes = 2;    // of the widest payload type that will be dispatched
   int64_t combine_item_bytes = 2;    // of the widest type that will be combined
+  int64_t combine_rows = 1;          // of a token, that a rank may send back one by one
   int64_t extra_bytes = 0;           // per token, the parts rounded up to 16 each
   int64_t part_bytes = 0;            // abi::Shape's
   std::vector<int64_t> expert_rank;  // [E] owner of each expert; empty: equal blocks

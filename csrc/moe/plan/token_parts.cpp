@@ -1,22 +1,24 @@
 #include "moe/plan/token_parts.h"
 
+#include <algorithm>
 #include <span>
+#include <string>
 
 #include "base/log.h"
 
 namespace moe_p2p::moe {
 
 using abi::DType;
+using abi::SumOrder;
 using base::Code;
 
 namespace {
 
-abi::TokenParts make_parts(const Plan& plan, DType dtype, uint64_t scale_bytes,
+abi::TokenParts make_parts(const Plan& plan, uint64_t x_bytes, uint64_t scale_bytes,
                            std::span<const uint64_t> extra_bytes) {
   MOE_P2P_CHECK(extra_bytes.size() <= abi::kMaxExtras, Code::kInvalidArgument, extra_bytes.size(),
                 " extras, at most ", abi::kMaxExtras, " can travel with a token");
   abi::TokenParts parts{};
-  const auto hidden = static_cast<uint64_t>(plan.hidden_dim);
   const uint64_t head = abi::slot_head_bytes(plan.shape.topk);
   uint64_t at = head;
   const auto add = [&](uint64_t bytes) {
@@ -24,7 +26,7 @@ abi::TokenParts make_parts(const Plan& plan, DType dtype, uint64_t scale_bytes,
     parts.offset[parts.num_parts++] = at;
     at += abi::align_up(bytes, 16);
   };
-  add(hidden * abi::item_bytes(dtype));
+  add(x_bytes);
   add(scale_bytes);
   for (const uint64_t bytes : extra_bytes) add(bytes);
   MOE_P2P_CHECK(at - head <= plan.shape.max_token_bytes, Code::kInvalidArgument,
@@ -41,6 +43,11 @@ std::vector<uint64_t> row_bytes(const Extras& extras) {
   return bytes;
 }
 
+// Bytes of x of a token.
+uint64_t payload_bytes(const Plan& plan, uint64_t x_bytes, DType dtype) {
+  return x_bytes > 0 ? x_bytes : static_cast<uint64_t>(plan.hidden_dim) * abi::item_bytes(dtype);
+}
+
 // fp32 scales, as they travel.
 uint64_t block_scale_bytes(const Plan& plan) {
   return 4 * ((static_cast<uint64_t>(plan.hidden_dim) + abi::kScaleBlock - 1) / abi::kScaleBlock);
@@ -50,8 +57,10 @@ uint64_t block_scale_bytes(const Plan& plan) {
 
 abi::TokenParts send_parts(const Plan& plan, const DispatchSend& call) {
   if (call.options.quantize)
-    return make_parts(plan, DType::kFloat8E4M3, block_scale_bytes(plan), row_bytes(call.extras));
-  return make_parts(plan, call.x_dtype, call.scales ? call.scale_bytes : 0, row_bytes(call.extras));
+    return make_parts(plan, payload_bytes(plan, 0, DType::kFloat8E4M3), block_scale_bytes(plan),
+                      row_bytes(call.extras));
+  return make_parts(plan, payload_bytes(plan, call.x_bytes, call.x_dtype),
+                    call.scales ? call.scale_bytes : 0, row_bytes(call.extras));
 }
 
 abi::TokenParts recv_parts(const Plan& plan, const DispatchRecv& call) {
@@ -62,21 +71,36 @@ abi::TokenParts recv_parts(const Plan& plan, const DispatchRecv& call) {
                   " bytes, must be ", packed, " in ue8m0");
     bytes = block_scale_bytes(plan);
   }
-  return make_parts(plan, call.x_dtype, bytes, row_bytes(call.extras));
+  return make_parts(plan, payload_bytes(plan, call.x_bytes, call.x_dtype), bytes,
+                    row_bytes(call.extras));
 }
 
-uint64_t partial_stride(const Plan& plan, DType dtype, bool scalars) noexcept {
-  return abi::align_up(static_cast<uint64_t>(plan.hidden_dim) * abi::item_bytes(dtype) +
-                           (scalars ? 4 * static_cast<uint64_t>(plan.shape.topk) : 0),
-                       abi::kLine);
+uint64_t scalars_offset(const Plan& plan, const PartialForm& form) noexcept {
+  const auto& shape = plan.shape;
+  const auto rows = static_cast<uint64_t>(
+      form.order == SumOrder::kRows ? std::min(shape.topk, shape.max_local_experts) : 1);
+  return rows * static_cast<uint64_t>(plan.hidden_dim) * abi::item_bytes(form.dtype);
 }
 
-void check_partial(const Plan& plan, DType dtype, bool scalars) {
-  const uint64_t bytes = partial_stride(plan, dtype, scalars);
-  MOE_P2P_CHECK(bytes <= abi::align_up(plan.shape.max_partial_bytes, abi::kLine),
-                Code::kInvalidArgument, "a combined row is ", bytes,
-                " bytes, the communicator was made for ", plan.shape.max_partial_bytes,
-                "; widen combine_dtype of its configuration");
+uint64_t partial_stride(const Plan& plan, const PartialForm& form) noexcept {
+  const uint64_t scalars = form.scalars ? 4 * static_cast<uint64_t>(plan.shape.topk) : 0;
+  return abi::align_up(scalars_offset(plan, form) + scalars, abi::kLine);
+}
+
+void check_partial(const Plan& plan, const PartialForm& form) {
+  const abi::Shape& shape = plan.shape;
+  MOE_P2P_CHECK(form.order == SumOrder::kRanks || shape.num_nodes() == 1, Code::kInvalidArgument,
+                "combine adds in the order of top-k among ranks of one node, these are ",
+                shape.num_nodes(), " nodes, each of which adds up before it sends");
+  const uint64_t bytes = partial_stride(plan, form);
+  MOE_P2P_CHECK(bytes <= abi::align_up(shape.max_partial_bytes, abi::kLine), Code::kInvalidArgument,
+                "a combined row is ", bytes, " bytes, the communicator was made for ",
+                shape.max_partial_bytes,
+                form.order == SumOrder::kRows ? "; set combine_rows of its configuration to "
+                                              : "; widen combine_dtype of its configuration",
+                form.order == SumOrder::kRows
+                    ? std::to_string(std::min(shape.topk, shape.max_local_experts))
+                    : "");
 }
 
 }  // namespace moe_p2p::moe

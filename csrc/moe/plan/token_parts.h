@@ -12,9 +12,18 @@ namespace moe_p2p::moe {
 abi::TokenParts send_parts(const Plan& plan, const DispatchSend& call);
 abi::TokenParts recv_parts(const Plan& plan, const DispatchRecv& call);
 
-// Bytes from one combined row to the next.
-uint64_t partial_stride(const Plan& plan, abi::DType dtype, bool scalars) noexcept;
-// Throws Error{kInvalidArgument} when such a row is larger than the communicator was made for.
-void check_partial(const Plan& plan, abi::DType dtype, bool scalars);
+// What one rank sends back for a token: a row, or with SumOrder::kRows room for a row of each of
+// its experts, and K scalars behind.
+struct PartialForm {
+  abi::DType dtype{};
+  bool scalars = false;
+  abi::SumOrder order{};
+};
+uint64_t scalars_offset(const Plan& plan, const PartialForm& form) noexcept;
+// Bytes from one token's to the next.
+uint64_t partial_stride(const Plan& plan, const PartialForm& form) noexcept;
+// Throws Error{kInvalidArgument} when it is larger than the communicator was made for, or its order
+// is not for so many nodes.
+void check_partial(const Plan& plan, const PartialForm& form);
 
 }  // namespace moe_p2p::moe

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_p2p import deep_ep, env
+from moe_p2p.tools import launch
 
 SYSTEMS = ("alltoall", "shim", "hybridep", "integration")
 _RNG_SEED = 1234
@@ -62,7 +63,7 @@ def _numbers(folder: Path) -> list[int]:
 
 def backend(device: str, local_ranks: int) -> str:
     """Returns torch.distributed's backend. NCCL refuses ranks that share a GPU."""
-    alone = device == "cuda" and local_ranks <= torch.cuda.device_count()
+    alone = device == "cuda" and local_ranks <= launch.num_gpus()
     return "cpu:gloo,cuda:nccl" if alone else "gloo"
 
 
