@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_p2p import errors, serving_steps
+from moe_p2p import arguments, errors, serving_steps
 from moe_p2p.all_to_all import AllToAll, fields_of
 from moe_p2p.config import AllToAllConfig
 from moe_p2p.ops import call
