@@ -176,6 +176,7 @@ class Communicator(NotCopied):
             device=torch.cuda.current_device(),
             ranks_per_node=num_local,
             key=keys[first].decode(),
+            world=int(keys[0][:15], 16) | 1,
             partners=Partners(
                 node, num_nodes, f"{keys[local].decode()}.partners", self.engine.num_nics
             )

@@ -32,7 +32,7 @@ std::vector<uint64_t> addresses(const Settings& settings, std::string_view key) 
 moe::DeviceMemory device_memory_from(const std::string& text) {
   const Settings settings("device memory", text,
                           {"ordinal", "data", "peer_data", "state", "expert_rank", "expert_local",
-                           "fault", "fault_device", "num_sms"});
+                           "fault", "fault_device", "num_sms", "world"});
   const auto ordinal = settings.integers("ordinal");  // -1: an emulated device
   constexpr int64_t kMost = std::numeric_limits<int>::max();
   MOE_P2P_CHECK(ordinal.size() == 1 && ordinal[0] >= -1 && ordinal[0] <= kMost,
@@ -46,7 +46,8 @@ moe::DeviceMemory device_memory_from(const std::string& text) {
       .expert_local = required<uint64_t>(settings, "expert_local"),
       .fault = reinterpret_cast<abi::Fault*>(required<uint64_t>(settings, "fault")),
       .fault_device = required<uint64_t>(settings, "fault_device"),
-      .num_sms = static_cast<int>(settings.integer("num_sms", 0, 0, static_cast<uint64_t>(kMost)))};
+      .num_sms = static_cast<int>(settings.integer("num_sms", 0, 0, static_cast<uint64_t>(kMost))),
+      .world = required<uint64_t>(settings, "world")};
 }
 
 moe::DeviceKernel device_kernel_from(const std::string& text) {

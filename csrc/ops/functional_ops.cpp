@@ -59,8 +59,9 @@ Dispatched dispatch_into_new(AllToAllObject* comm, const DispatchArguments& in, 
   const Tensor handle = make_handle(*comm, num_rows, max_tokens, options.solo);
   auto send = dispatch_send_from(*comm, in, handle);
 
-  const Tensor row_x = make_tensor(layout.of_rows(send.x_bytes > 0 ? x.size(1) : comm->hidden_dim()),
-                                   options.quantize ? ScalarType::Float8_e4m3fn : x.scalar_type());
+  const Tensor row_x =
+      make_tensor(layout.of_rows(send.x_bytes > 0 ? x.size(1) : comm->hidden_dim()),
+                  options.quantize ? ScalarType::Float8_e4m3fn : x.scalar_type());
   const auto row_scales = make_scales(*comm, layout, scales);
   const Tensor row_weights = make_tensor(layout.row_weights(), ScalarType::Float);
   const Tensor counts = make_tensor(layout.counts(), ScalarType::Int);

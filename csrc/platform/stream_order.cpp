@@ -1,5 +1,6 @@
 #include "platform/stream_order.h"
 
+#include <algorithm>
 #include <atomic>
 #include <map>
 #include <vector>
@@ -11,13 +12,13 @@ namespace moe_p2p::platform {
 
 using base::Code;
 
-// While an order takes all multiprocessors, every launch on the device holds the lock. Without one
-// no launch does: ranks that are threads have a part of the GPU each, and a launch that finds the
-// queue of its stream full waits for kernels that another thread launches.
+// While an order takes all multiprocessors, every launch on the device holds the lock. Otherwise no
+// launch does, nor where ranks are threads: a launch that finds the queue of its stream full waits
+// for kernels that another thread launches.
 struct OrdersOfDevice {
   std::mutex mutex;
   std::vector<StreamOrder*> orders;
-  std::atomic<int> num_taking_all = 0;
+  std::atomic<int> num_taking_all = 0, num_rank_pairs = 0;
 };
 
 namespace {
@@ -55,12 +56,13 @@ uint64_t capture_of(const Stream& stream) {
   return error == 0 && status == kIsCapturing ? id : 0;
 }
 
-StreamOrder::StreamOrder(int device, const PrimaryContext& context, bool takes_all)
-    : all_(orders_of(device)), context_(context), takes_all_(takes_all) {
+StreamOrder::StreamOrder(int device, uint64_t world, const PrimaryContext& context, bool takes_all)
+    : all_(orders_of(device)), world_(world), context_(context), takes_all_(takes_all) {
   const ContextGuard current(context_);
   for (void** event : {&event_, &captured_event_})
     check(driver().event_create(event, kEventWithoutTiming), "making an event");
   const std::lock_guard lock(all_.mutex);
+  all_.num_rank_pairs += num_other_ranks();
   all_.orders.push_back(this);
   all_.num_taking_all += takes_all_;
 }
@@ -69,10 +71,16 @@ StreamOrder::~StreamOrder() {
   {
     const std::lock_guard lock(all_.mutex);
     std::erase(all_.orders, this);
+    all_.num_rank_pairs -= num_other_ranks();
     all_.num_taking_all -= takes_all_;
   }
   const ContextGuard current(context_);
   for (void* event : {event_, captured_event_}) driver().event_destroy(event);
+}
+
+int StreamOrder::num_other_ranks() const {
+  return static_cast<int>(std::ranges::count(
+      all_.orders, world_, [](const StreamOrder* other) { return other->world_; }));
 }
 
 StreamOrder::Turn StreamOrder::follow(const Stream& stream, uint64_t capture) {
@@ -81,7 +89,7 @@ StreamOrder::Turn StreamOrder::follow(const Stream& stream, uint64_t capture) {
     const auto& before = capture != 0 ? last_captured_ : last_;
     if (!before || !before->lasting || before->handle != stream.handle) refuse_part_of_gpu(stream);
   }
-  if (all_.num_taking_all > 0) {
+  if (all_.num_taking_all > 0 && all_.num_rank_pairs == 0) {
     turn.lock = std::unique_lock(all_.mutex);
     for (StreamOrder* other : all_.orders)
       if (other != this && (takes_all_ || other->takes_all_))

@@ -12,6 +12,7 @@
 // A kernel whose blocks wait for other ranks needs all of them resident, so two kernels that may
 // take the whole GPU must not run at once. Orders of one device of this process know each other: a
 // launch also follows the last one of every other order, unless neither takes all multiprocessors.
+// Not where ranks of one communicator are threads of this process: they wait for each other.
 #pragma once
 
 #include <cstdint>
@@ -40,9 +41,9 @@ class StreamOrder {
     std::unique_lock<std::mutex> lock;
   };
 
-  // takes_all: launches may take all multiprocessors of the GPU, so a stream of a green context is
-  // refused.
-  StreamOrder(int device, const PrimaryContext& context, bool takes_all);
+  // world: number of the communicator, the same for its other ranks. takes_all: launches may take
+  // all multiprocessors of the GPU, so a stream of a green context is refused.
+  StreamOrder(int device, uint64_t world, const PrimaryContext& context, bool takes_all);
   ~StreamOrder();
   StreamOrder(const StreamOrder&) = delete;
   StreamOrder& operator=(const StreamOrder&) = delete;
@@ -54,12 +55,14 @@ class StreamOrder {
   void launched(const Turn& turn, const Stream& stream, uint64_t capture);
 
  private:
+  int num_other_ranks() const;  // of the same world
   // Puts the stream behind the last launch. Returns whether it was already.
   bool precede(const Stream& stream, uint64_t capture);
   static void record(void* event, const Stream& stream);
   static void wait(const Stream& stream, void* event);
 
   OrdersOfDevice& all_;
+  const uint64_t world_;
   const PrimaryContext& context_;
   const bool takes_all_;
   // One for launches that run, one for the last capture: a stream that is not captured must not

@@ -210,11 +210,13 @@ class DeviceSide:
         device: int,
         ranks_per_node: int,
         key: str,
+        world: int,
         partners: Partners | None,
         exchange: Callable[[bytes], list[bytes]] | None,
         masks: tuple[Tensor, Tensor] | None,
     ) -> None:
         """meeting: of all ranks. key: of this node's exchange of file descriptors.
+        world: number of the communicator.
 
         partners: ranks of other nodes on this host, with the key of their exchange; None: none.
         exchange: carries bytes among the ranks of this node; memory is then shared by fabric
@@ -222,6 +224,7 @@ class DeviceSide:
         masks: the kernels' masks, on the device, and the host's masks; None: without masks.
         """
         self._comm, self._device, self._num_sms = comm, device, config.num_sms
+        self._world = world
         self._masks = masks
         world_size, deadline = meeting.world_size, time.monotonic() + config.timeout_s
         self._copy_blocks = 0 if partners is None else partners.num_nics
@@ -293,6 +296,7 @@ class DeviceSide:
                 fault=self._fault.data_ptr(),
                 fault_device=self._fault.data_ptr(),  # the same on both sides: pinned by torch
                 num_sms=self._num_sms or 0,
+                world=self._world,
             ),
         )
 

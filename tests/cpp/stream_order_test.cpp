@@ -88,7 +88,10 @@ class Driver {
 // Of one communicator.
 class Launches {
  public:
-  explicit Launches(bool takes_all = true, int device = 0) : order_(device, context_, takes_all) {}
+  explicit Launches(bool takes_all = true, int device = 0)
+      : Launches(++num_worlds, takes_all, device) {}
+  Launches(uint64_t world, bool takes_all, int device)
+      : order_(device, world, context_, takes_all) {}
 
   static Stream make(uint64_t handle, bool lasting = true) {
     const Stream stream{reinterpret_cast<void*>(handle), lasting};
@@ -116,6 +119,7 @@ class Launches {
   }
 
  private:
+  static inline uint64_t num_worlds = 1000;
   const platform::PrimaryContext context_{0};
   platform::StreamOrder order_;
 };
@@ -219,6 +223,16 @@ TEST_CASE("stream order: communicators with parts of the GPU are not behind each
   }  // it is gone by the next launch
   CHECK(first.launch(a, 1));
   CHECK(model.num_recorded == 0);
+}
+
+TEST_CASE("stream order: ranks that are threads are not behind each other") {
+  const Driver driver;
+  Launches first(7, true, 0), second(7, true, 0), other(8, true, 0);
+  const Stream a = Launches::make(16), b = Launches::make(32), c = Launches::make(48);
+  CHECK(first.launch(a, 0));
+  CHECK(second.launch(b, 0));
+  CHECK(other.launch(c, 0));
+  CHECK(second.launch(c, 2));  // its own launches are in order
 }
 
 TEST_CASE("stream order: communicators in one capture are ordered by its events") {

@@ -242,12 +242,14 @@ class EmulatedDevice(DeviceSide):
         *,
         ranks_per_node: int,
         key: str,
+        world: int,
         partners: Partners | None,
         masks: tuple[torch.Tensor, torch.Tensor] | None,
         **_: Any,
     ) -> None:
         world_size, deadline = meeting.world_size, time.monotonic() + config.timeout_s
         self._comm, self._num_sms, self._masks = comm, config.num_sms, masks
+        self._world = world
         self._shape = shape_macros(config, world_size=world_size, ranks_per_node=ranks_per_node)
         self._ready, self._undo, self._signals = set(), ExitStack(), ExitStack()
         plan = config.plan(world_size=world_size, ranks_per_node=ranks_per_node)

@@ -58,7 +58,7 @@ DeviceBackend::DeviceBackend(const Plan& plan, const AllToAllOptions& options,
       memory_(memory),
       context_(memory.ordinal),
       ledger_(plan.shape.steps_in_flight),
-      order_(memory.ordinal, context_, memory.num_sms == 0) {
+      order_(memory.ordinal, memory.world, context_, memory.num_sms == 0) {
   MOE_P2P_CHECK(memory.data.size() == static_cast<size_t>(plan.shape.ranks_per_node) &&
                     memory.data.size() <= abi::kMaxDomainRanks,
                 Code::kInvalidArgument, memory.data.size(), " ranks' memory for ",

@@ -32,6 +32,7 @@ struct DeviceMemory {
   abi::Fault* fault = nullptr;  // pinned host memory, zeroed
   uint64_t fault_device = 0;    // the same as the device sees it
   int num_sms = 0;              // most blocks of a kernel; 0: as many as help
+  uint64_t world = 0;           // number of the communicator, the same on all ranks
 };
 
 class DeviceBackend final : public Backend {
