@@ -312,29 +312,49 @@ class DeviceSide:
 
         They are compiled side by side: NVRTC takes seconds for each, and a core.
         """
-        jobs: list[Callable[[], None]] = []
-        for dtype in dict.fromkeys((config.dtype, config.widest_combine_dtype)):
-            jobs.append(functools.partial(self.prepare_dispatch, dtype, DEFAULT.number))
-            if dtype != torch.float8_e4m3fn:
-                jobs.append(functools.partial(self.prepare_combine, dtype, dtype))
+        types = tuple(dict.fromkeys((config.dtype, config.widest_combine_dtype)))
+        dispatches = [(dtype, DEFAULT.number) for dtype in types]
         if config.dtype != torch.float8_e4m3fn and config.hidden_dim % 16 == 0:
-            quantized = DispatchOptions(quantize=True).number
-            jobs.append(functools.partial(self.prepare_dispatch, config.dtype, quantized))
-        with ThreadPoolExecutor(len(jobs), thread_name_prefix="moe_p2p.prepare") as threads:
-            for done in [threads.submit(job) for job in jobs]:
-                done.result()
+            dispatches.append((config.dtype, DispatchOptions(quantize=True).number))
+        sums = [dtype for dtype in types if dtype != torch.float8_e4m3fn]
+        kernels = [self._dispatch_kernel(*each) for each in dispatches]
+        kernels += [self._combine_kernel(dtype, dtype) for dtype in sums]
+        with ThreadPoolExecutor(len(kernels), thread_name_prefix="moe_p2p.prepare") as threads:
+            list(threads.map(self._open, kernels))  # raises what one of them raised
+        for dtype, options in dispatches:
+            self.prepare_dispatch(dtype, options)
+        for dtype in sums:
+            self.prepare_combine(dtype, dtype)
 
     def prepare_dispatch(self, x_dtype: torch.dtype, options: int, x_bytes: int = 0) -> None:
         """Compiles this dispatch kernel and passes it to the op; does nothing if the op has it."""
         variant = variant_of(options)
         if (x_dtype, variant, x_bytes) in self._ready:
             return
+        kernel = self._load(self._dispatch_kernel(x_dtype, options, x_bytes))
+        op = _ops.all_to_all_set_dispatch_kernel.default
+        call(op, self._comm, x_dtype, variant, kernel, x_bytes)
+        self._ready.add((x_dtype, variant, x_bytes))
+
+    def prepare_combine(
+        self, y_dtype: torch.dtype, out_dtype: torch.dtype, by_topk: bool = False
+    ) -> None:
+        """The same for a combine."""
+        if (y_dtype, out_dtype, by_topk) in self._ready:
+            return
+        kernel = self._load(self._combine_kernel(y_dtype, out_dtype, by_topk))
+        op = _ops.all_to_all_set_combine_kernel.default
+        call(op, self._comm, y_dtype, out_dtype, kernel, by_topk)
+        self._ready.add((y_dtype, out_dtype, by_topk))
+
+    def _dispatch_kernel(self, x_dtype: torch.dtype, options: int, x_bytes: int = 0) -> Kernel:
+        variant = variant_of(options)
         hidden, quantize = self._shape["MOE_P2P_HIDDEN_DIM"], bool(variant & QUANTIZE)
         errors.require(
             not quantize or hidden % 16 == 0,
             f"hidden_dim is {hidden}, must be a multiple of 16 to quantize on a GPU",
         )
-        kernel = dispatch_kernel(
+        return dispatch_kernel(
             self._shape,
             x_dtype,
             quantize=quantize,
@@ -343,21 +363,13 @@ class DeviceSide:
             x_bytes=x_bytes,
             num_sms=self._num_sms,
         )
-        op = _ops.all_to_all_set_dispatch_kernel.default
-        call(op, self._comm, x_dtype, variant, self._load(kernel), x_bytes)
-        self._ready.add((x_dtype, variant, x_bytes))
 
-    def prepare_combine(
+    def _combine_kernel(
         self, y_dtype: torch.dtype, out_dtype: torch.dtype, by_topk: bool = False
-    ) -> None:
-        """The same for a combine."""
-        types = y_dtype, out_dtype
-        if (*types, by_topk) in self._ready:
-            return
-        kernel = combine_kernel(self._shape, *types, by_topk=by_topk, num_sms=self._num_sms)
-        op = _ops.all_to_all_set_combine_kernel.default
-        call(op, self._comm, *types, self._load(kernel), by_topk)
-        self._ready.add((*types, by_topk))
+    ) -> Kernel:
+        return combine_kernel(
+            self._shape, y_dtype, out_dtype, by_topk=by_topk, num_sms=self._num_sms
+        )
 
     def _load(self, kernel: Kernel) -> str:
         """Returns the fields of DeviceKernel (csrc/moe/device/grid.h) as settings."""

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,6 +45,9 @@ def _no_nvrtc() -> str | None:
     except errors.UnavailableError as error:
         return str(error)
     return None
+
+
+SIZES: dict[str, Any] = {"num_experts": 8, "hidden_dim": 512, "topk": 2, "max_tokens": 8}
 
 
 @pytest.fixture(name="source")
@@ -314,24 +318,34 @@ def test_a_loaded_kernel_runs(source: Path) -> None:
 
 
 def test_a_communicators_kernels_are_prepared_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    three = threading.Barrier(3, timeout=20)
+    """Compiled together, and passed to the communicator one after the other: it has one caller."""
+    three, config = threading.Barrier(3, timeout=20), AllToAllConfig(**SIZES)
+    caller, passed = threading.current_thread(), list[str]()
 
-    def prepare(*_: object) -> None:
-        three.wait()
+    def pass_on(kind: str) -> Callable[..., None]:
+        def prepare(*_: object) -> None:
+            assert threading.current_thread() is caller
+            assert three.n_waiting == 0
+            passed.append(kind)
 
-    monkeypatch.setattr(kernels.DeviceSide, "prepare_dispatch", prepare)
-    monkeypatch.setattr(kernels.DeviceSide, "prepare_combine", prepare)
-    config = AllToAllConfig(num_experts=8, hidden_dim=512, topk=2, max_tokens=8)
-    object.__new__(kernels.DeviceSide).prepare(config)
-    assert not three.broken
+        return prepare
 
-    def fails(*_: object) -> None:
-        raise errors.make(errors.UnavailableError, "no NVRTC")
+    side = object.__new__(kernels.DeviceSide)
+    side._shape = kernels.shape_macros(config, world_size=2, ranks_per_node=2)
+    side._num_sms = None
+    monkeypatch.setattr(side, "_open", lambda _: three.wait())
+    for kind in ("dispatch", "combine"):
+        monkeypatch.setattr(side, f"prepare_{kind}", pass_on(kind))
+    side.prepare(config)
+    assert passed == ["dispatch", "dispatch", "combine"]
 
-    monkeypatch.setattr(kernels.DeviceSide, "prepare_combine", fails)
-    monkeypatch.setattr(kernels.DeviceSide, "prepare_dispatch", lambda *_: None)
+    def fails(kernel: kernels.Kernel) -> None:
+        if "combine" in kernel.source:
+            raise errors.make(errors.UnavailableError, "no NVRTC")
+
+    monkeypatch.setattr(side, "_open", fails)
     with pytest.raises(errors.UnavailableError, match="no NVRTC"):
-        object.__new__(kernels.DeviceSide).prepare(config)
+        side.prepare(config)
 
 
 def test_lines_are_for_profilers(monkeypatch: pytest.MonkeyPatch, source: Path) -> None:
