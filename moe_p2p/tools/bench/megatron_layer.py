@@ -144,6 +144,13 @@ def _stand_in_for_cuda() -> None:
     dist.all_to_all_single = with_lists
 
 
+class _Done:
+    """The work of a collective that has been waited for."""
+
+    def wait(self) -> bool:
+        return True
+
+
 def _pass_through_the_host() -> None:
     """gloo has no such collectives for CUDA tensors."""
 
@@ -152,9 +159,10 @@ def _pass_through_the_host() -> None:
             if not given.is_cuda:
                 return collective(out, given, *rest, **options)
             on_host = torch.empty_like(out, device="cpu")
-            done = collective(on_host, given.cpu(), *rest, **{**options, "async_op": False})
+            asynchronous = options.pop("async_op", False)
+            collective(on_host, given.cpu(), *rest, **options)
             out.copy_(on_host)
-            return done
+            return _Done() if asynchronous else None
 
         return call
 
