@@ -16,13 +16,13 @@ struct Shared {
       : network(options), engines(network, {num_nics, num_nics}) {
     for (int64_t i = 0; i < 4000; ++i) every_second.push_back(i % 2000 * 2 + i / 2000);
   }
-  // Pages of 1 KiB, none of which can be merged.
-  std::unique_ptr<Request> pages(int priority, size_t count, uint32_t imm) {
+  // Pages of 1 KiB, none of which can be merged. The request outlives the engines.
+  Request* pages(int priority, size_t count, uint32_t imm) {
     const std::span<const int64_t> some(every_second.data(), count);
-    auto request = std::make_unique<Request>(
-        WritePages{source.handle, region, 1024, {some, 1024, 0}, {some, 1024, 0}, imm});
-    request->priority = static_cast<uint8_t>(priority);
-    return request;
+    requests.push_back(std::make_unique<Request>(
+        WritePages{source.handle, region, 1024, {some, 1024, 0}, {some, 1024, 0}, imm}));
+    requests.back()->priority = static_cast<uint8_t>(priority);
+    return requests.back().get();
   }
   std::vector<uint32_t> order(size_t nic = 0) {
     std::vector<uint32_t> imms;
@@ -37,6 +37,7 @@ struct Shared {
   }
 
   std::vector<int64_t> every_second;
+  std::vector<std::unique_ptr<Request>> requests;
   FakeNetwork network;
   Engines engines;
   Buffer source{engines[0], pattern(4 << 20)}, target{engines[1], pattern(4 << 20, 9)};
@@ -53,10 +54,9 @@ struct Bell final : Lookout {
 TEST_CASE("engine: urgent requests go first, each class in turns, and the order is exact") {
   Shared world;
   world.network.nic(0).hold(true);
-  const auto weights = world.pages(2, 20, 2), kv = world.pages(1, 20, 1),
-             moe = world.pages(0, 40, 0), second_kv = world.pages(1, 20, 11);
-  for (Request* request : {weights.get(), kv.get(), moe.get(), second_kv.get()})
-    world.engines[0].submit(*request);
+  Request *weights = world.pages(2, 20, 2), *kv = world.pages(1, 20, 1),
+          *moe = world.pages(0, 40, 0), *second_kv = world.pages(1, 20, 11);
+  for (Request* request : {weights, kv, moe, second_kv}) world.engines[0].submit(*request);
   world.engines[0].progress();
   // All of MoE's. Then lower ones, 16 at a time: KV in turns, of 16 writes or what is left of the
   // 256 KiB in units of 16; weights last.
@@ -77,9 +77,9 @@ TEST_CASE(
       for (size_t nic = 0; nic < nics; ++nic) sum += world.network.nic(nic).posted().size();
       return sum;
     };
-    const auto first = world.pages(0, 1, 9);  // the class is used from here on
+    Request* first = world.pages(0, 1, 9);  // the class is used from here on
     REQUIRE(world.engines.run(0, *first).ok());
-    const auto weights = world.pages(2, 1500, 2), kv = world.pages(1, 1500, 1);
+    Request *weights = world.pages(2, 1500, 2), *kv = world.pages(1, 1500, 1);
     world.engines[0].submit(*weights);
     world.engines[0].submit(*kv);
     size_t seen = num_posted(), num_looks = 0;
@@ -100,9 +100,9 @@ TEST_CASE(
 TEST_CASE("engine: a doorbell between two posts of a lower class comes before the next of these") {
   for (const size_t rings_at : {1, 2, 5}) {
     Shared world;
-    const auto first = world.pages(0, 1, 9);
+    Request* first = world.pages(0, 1, 9);
     REQUIRE(world.engines.run(0, *first).ok());
-    const auto kv = world.pages(1, 200, 1), moe = world.pages(0, 3, 0);
+    Request *kv = world.pages(1, 200, 1), *moe = world.pages(0, 3, 0);
     world.engines[0].submit(*kv);
     size_t num_looks = 0;
     Bell bell([&] {
@@ -122,9 +122,9 @@ TEST_CASE("engine: a doorbell between two posts of a lower class comes before th
 
 TEST_CASE("engine: the mailbox is looked at between posts of lower classes, too") {
   Shared world;
-  const auto first = world.pages(0, 1, 9);
+  Request* first = world.pages(0, 1, 9);
   REQUIRE(world.engines.run(0, *first).ok());
-  const auto kv = world.pages(1, 64, 1), moe = world.pages(0, 2, 0);
+  Request *kv = world.pages(1, 64, 1), *moe = world.pages(0, 2, 0);
   world.engines[0].submit(*kv);
   bool submitted = false;
   Bell bell([&] {
@@ -144,7 +144,7 @@ TEST_CASE("engine: lower classes keep 256 KiB in flight while a higher one has w
     Request moe(Imm{world.region->owner, 0});
     Request large(Write{world.source.handle, 0, world.region, 0, 2 << 20, {}});
     large.priority = 1;
-    const auto weights = world.pages(2, 1000, 2);
+    Request* weights = world.pages(2, 1000, 2);
     world.engines[0].submit(moe);
     world.engines[0].progress();
     world.engines[0].submit(large);
@@ -177,16 +177,15 @@ TEST_CASE("engine: what completes, is cancelled or fails gives its part of the 2
   Request moe(Imm{world.region->owner, 0});
   for (int round = 0; round < 30; ++round) {
     CAPTURE(round);
-    const auto kv = world.pages(1, 700, 1), weights = world.pages(2, 300, 2);
+    Request *kv = world.pages(1, 700, 1), *weights = world.pages(2, 300, 2);
     Request large(Write{world.source.handle, 0, world.region, 0, 1 << 20, {}});
     large.priority = 2;
-    for (Request* request : {kv.get(), weights.get(), &large}) world.engines[0].submit(*request);
+    for (Request* request : {kv, weights, &large}) world.engines[0].submit(*request);
     if (round % 3 == 0) world.engines[0].submit(moe);
     for (int i = 0; i < round % 5; ++i) world.engines.turn();
     if (round % 2) (void)world.engines[0].cancel(*kv);
     if (round % 4 == 1) world.network.nic(0).fail_next(1, {base::Code::kTransport, 1});
-    for (Request* request : {kv.get(), weights.get(), &large})
-      REQUIRE(world.engines.pump(*request));
+    for (Request* request : {kv, weights, &large}) REQUIRE(world.engines.pump(*request));
     if (round % 3 == 0) REQUIRE(world.engines.pump(moe));
     world.network.nic(0).fail_next(0, {});
   }
@@ -196,7 +195,7 @@ TEST_CASE("engine: what completes, is cancelled or fails gives its part of the 2
   world.engines[0].submit(moe);
   world.engines[0].progress();
   const size_t before = world.network.nic(0).posted().size();
-  const auto kv = world.pages(1, 1000, 1);
+  Request* kv = world.pages(1, 1000, 1);
   world.engines[0].submit(*kv);
   for (int i = 0; i < 100; ++i) world.engines[0].progress();
   CHECK(world.network.nic(0).posted().size() - before > 128);
@@ -207,27 +206,27 @@ TEST_CASE("engine: what completes, is cancelled or fails gives its part of the 2
 
 TEST_CASE("engine: urgent work without end does not starve lower classes") {
   Shared world({.limits = {.max_in_flight = 4}});
-  std::vector<std::unique_ptr<Request>> moe;  // of several lengths: some of them always wait
+  std::vector<Request*> moe;  // of several lengths: some of them always wait
   for (const size_t count : {500, 470, 430, 390, 350}) moe.push_back(world.pages(0, count, 0));
-  const auto kv = world.pages(1, 20, 1), weights = world.pages(2, 20, 2);
-  for (const auto& request : moe) world.engines[0].submit(*request);
+  Request *kv = world.pages(1, 20, 1), *weights = world.pages(2, 20, 2);
+  for (Request* request : moe) world.engines[0].submit(*request);
   world.engines[0].submit(*kv);
   world.engines[0].submit(*weights);
   const auto deadline = platform::Clock::now() + std::chrono::seconds(20);
   while (!(kv->done() && weights->done()) && platform::Clock::now() < deadline) {
     world.engines.turn();
-    for (const auto& request : moe)
+    for (Request* request : moe)
       if (request->done()) world.engines[0].submit(*request);
   }
   CHECK(kv->done());
   CHECK(weights->done());
-  for (const auto& request : moe) REQUIRE(world.engines.pump(*request));
+  for (Request* request : moe) REQUIRE(world.engines.pump(*request));
 }
 
 TEST_CASE("engine: a full NIC has room for urgent writes before lower ones let go") {
   Shared world({.limits = {.max_in_flight = 40}});
   world.network.nic(0).hold(true);
-  const auto first = world.pages(0, 1, 9), kv = world.pages(1, 1000, 1), moe = world.pages(0, 5, 0);
+  Request *first = world.pages(0, 1, 9), *kv = world.pages(1, 1000, 1), *moe = world.pages(0, 5, 0);
   world.engines[0].submit(*first);
   world.engines[0].progress();
   world.network.nic(0).hold(false);

@@ -191,13 +191,14 @@ def replayed(device: str) -> None:
         (x_grad,) = torch.autograd.grad(out, x, grad)
         return out.detach(), x_grad
 
-    step()  # makes the communicator
-    if device == "cpu":
+    side = torch.cuda.Stream() if device == "cuda" else None
+    if side is None:
+        step()
         results = step()
         again = step
     else:
-        side = torch.cuda.Stream()
-        with torch.cuda.stream(side):
+        with torch.cuda.stream(side):  # a node of autograd keeps the stream of its first use
+            step()
             step()
         side.synchronize()
         dist.barrier()
@@ -217,7 +218,11 @@ def replayed(device: str) -> None:
             grad.copy_(new_grad)
         found = [tensor.clone() for tensor in again()]
         dist.barrier()
-        for mine, eager in zip(found, step(), strict=True):
+        with torch.cuda.stream(side):
+            expected = step()
+        if side is not None:
+            side.synchronize()
+        for mine, eager in zip(found, expected, strict=True):
             assert mine.abs().sum() > 0
             assert torch.equal(mine, eager)  # sums have one order
         dist.barrier()

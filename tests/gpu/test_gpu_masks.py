@@ -18,7 +18,14 @@ import torch
 from moe_p2p import AllToAll, DispatchOptions
 from moe_p2p.gpu.kernels import _NO_REGIONS
 from tests.gpu.test_gpu import call
-from tests.support.cases import Wanted, combine_arguments, finish, run_step
+from tests.support.cases import (
+    Wanted,
+    assert_received,
+    combine_arguments,
+    finish,
+    on_cpu,
+    run_step,
+)
 from tests.support.emulated_gpu import EmulatedDevice
 from tests.support.gpu_ranks import (
     DEADLINE_S,
@@ -179,6 +186,28 @@ def halves(rank: Rank, world: World) -> None:
 @pytest.mark.parametrize("world", worlds((2, 2), (3, 3), (4, 1)))
 def test_halves_in_flight_and_releases(world: World) -> None:
     run(world, halves)
+
+
+def masked_after_sending(rank: Rank, world: World) -> None:
+    """What each rank has sent is there, and is left out: the other one has masked it since."""
+    other = 1 - rank.rank
+    with masking(rank, world, timeout_s=DEADLINE_S) as comm:
+        step(comm, 0, [])
+        pending = comm.dispatch_send(**given_by(comm, 1))
+        finish(comm)
+        meet(rank, "sent", world.ranks)
+        comm.mask_ranks([other])
+        live = comm.dispatch_recv(pending)
+        finish(comm)
+        wanted = expect_without(comm, 1, [other])
+        assert_received(on_cpu(live), wanted.received[rank.rank])
+        check_sums(comm, live, wanted, 1)
+        meet(rank, "done", world.ranks)
+
+
+@pytest.mark.parametrize("world", worlds((2, 2), (2, 1)))
+def test_what_a_masked_rank_has_sent_is_left_out(world: World) -> None:
+    run(world, masked_after_sending)
 
 
 def header_alone(rank: Rank, world: World) -> None:
