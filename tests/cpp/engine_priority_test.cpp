@@ -46,9 +46,9 @@ struct Shared {
 
 // What a proxy's doorbells are: urgent work that is found by looking.
 struct Bell final : Lookout {
-  explicit Bell(std::function<void()> found) : found_(std::move(found)) {}
-  void look() noexcept override { found_(); }
-  const std::function<void()> found_;
+  explicit Bell(std::function<void()> called) : found(std::move(called)) {}
+  void look() noexcept override { found(); }
+  const std::function<void()> found;
 };
 
 TEST_CASE("engine: urgent requests go first, each class in turns, and the order is exact") {
