@@ -199,7 +199,7 @@ FACTORIES = {"arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", 
 FACTORIES |= {"ones", "rand", "randint", "randn", "randperm", "scalar_tensor", "tensor", "zeros"}
 OF_DEFAULT_TYPE = {"empty", "empty_strided", "eye", "linspace", "ones", "rand", "randn", "zeros"}
 BY_DEFAULT = {"layer/moe_layer.py": 3}  # calls that take the defaults
-COMMANDS = {"tools"}
+COMMANDS = {"examples", "tools"}
 
 
 def leaves_to_defaults(call: ast.Call) -> bool:

@@ -228,11 +228,15 @@ class Kernels:
     def __init__(self) -> None:
         self.asked: set[tuple[object, ...]] = set()
 
-    def prepare_dispatch(self, x_dtype: torch.dtype, number: int) -> None:
+    def prepare_dispatch(self, x_dtype: torch.dtype, number: int, x_bytes: int) -> None:
+        assert x_bytes == 0
         quantize, by_rank = bool(number & QUANTIZE), layout_of(number) == BY_RANK
         self.asked.add((x_dtype, quantize, scale_format_of(number), by_rank))
 
-    def prepare_combine(self, y_dtype: torch.dtype, out_dtype: torch.dtype) -> None:
+    def prepare_combine(
+        self, y_dtype: torch.dtype, out_dtype: torch.dtype, by_topk: bool = False
+    ) -> None:
+        assert not by_topk
         self.asked.add((y_dtype, out_dtype))
 
 
