@@ -228,7 +228,7 @@ class Kernels:
     def __init__(self) -> None:
         self.asked: set[tuple[object, ...]] = set()
 
-    def prepare_dispatch(self, x_dtype: torch.dtype, number: int, x_bytes: int) -> None:
+    def prepare_dispatch(self, x_dtype: torch.dtype, number: int, x_bytes: int = 0) -> None:
         assert x_bytes == 0
         quantize, by_rank = bool(number & QUANTIZE), layout_of(number) == BY_RANK
         self.asked.add((x_dtype, quantize, scale_format_of(number), by_rank))

@@ -58,7 +58,7 @@ def test_kernels_are_compiled_with_every_number_of_the_shape() -> None:
 
 def test_settings_of_device_memory_and_kernels_are_checked() -> None:
     memory = {"ordinal": -1, "data": [1], "peer_data": [0], "num_sms": 0} | dict.fromkeys(
-        ("state", "expert_rank", "expert_local", "fault", "fault_device"), 64
+        ("state", "expert_rank", "expert_local", "fault", "fault_device", "world"), 64
     )
     with make(Rank(0, 1, dist.HashStore())) as comm:
         number = comm._comm

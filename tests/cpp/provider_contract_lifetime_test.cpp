@@ -131,6 +131,7 @@ TEST_CASE("provider contract: what comes from a peer that was disconnected harms
       }
       a.domain->disconnect(to_late);
       settle({&late, &a});
+      CHECK(pump({&a, &late}, [&] { return a.done.size() == 5; }));  // source is a's again
       fill(source.data, 4);
       post_all(a, {&a, &b}, with_imm(make_write(9, to_b, source, 0, target, 0, bytes), 1));
       CHECK(pump({&a, &b, &late}, [&] { return a.done.size() == 6 && b.imms.size() == 1; }));
