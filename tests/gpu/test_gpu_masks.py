@@ -193,15 +193,15 @@ def masked_after_sending(rank: Rank, world: World) -> None:
     other = 1 - rank.rank
     with masking(rank, world, timeout_s=DEADLINE_S) as comm:
         step(comm, 0, [])
-        pending = comm.dispatch_send(**given_by(comm, 1))
+        pending = comm.dispatch_send(**given_by(comm, 2))
         finish(comm)
         meet(rank, "sent", world.ranks)
         comm.mask_ranks([other])
         live = comm.dispatch_recv(pending)
         finish(comm)
-        wanted = expect_without(comm, 1, [other])
+        wanted = expect_without(comm, 2, [other])
         assert_received(on_cpu(live), wanted.received[rank.rank])
-        check_sums(comm, live, wanted, 1)
+        check_sums(comm, live, wanted, 2)
         meet(rank, "done", world.ranks)
 
 
