@@ -199,9 +199,9 @@ def demonstrate(router: Router, port: int, num_requests: int) -> bool:
     draw, model = random.Random(1), SmallModel("cuda" if torch.cuda.is_available() else "cpu")
     prompts = ["".join(chr(draw.randint(97, 122)) for _ in range(draw.randint(20, 90)))
                for _ in range(num_requests)]  # fmt: skip
-    todo: queue.SimpleQueue[str] = queue.SimpleQueue()
+    prompts_left: queue.SimpleQueue[str] = queue.SimpleQueue()
     for prompt in prompts:
-        todo.put(prompt)
+        prompts_left.put(prompt)
     right: list[str] = []
     wrong: list[str] = []
     begun, joined = itertools.count(1), threading.Event()
@@ -209,7 +209,7 @@ def demonstrate(router: Router, port: int, num_requests: int) -> bool:
     def client() -> None:
         while True:
             try:
-                prompt = todo.get_nowait()
+                prompt = prompts_left.get_nowait()
             except queue.Empty:
                 return
             number = next(begun)
