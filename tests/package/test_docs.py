@@ -36,12 +36,9 @@ PATH = re.compile(rf"^(?:(?:{FOLDERS})(?:/[\w.*{{}},-]+)*/?|[A-Z]\w+\.md)$")
 MOST_README_LINES = 200
 EXAMPLE = "`waits for rank 2 (node 1, 1 of 2 immediates came)`"  # in docs/failure.md, of one text
 
-# Pages about what other packages have name what is theirs.
-OWN_PAGES = [
-    page
-    for page in PAGES
-    if page.stem not in {"CHANGELOG", "NOTES", "deep_ep", "engines", "mooncake"}
-]
+# Other pages are of their time, or name what other packages have.
+OTHER_PAGES = ("CHANGELOG", "NOTES", "deep_ep", "engines", "mooncake")
+OWN_PAGES = [page for page in PAGES if page.stem not in OTHER_PAGES]
 FILE = re.compile(r"\w\.(py|cpp|h|cuh?|md)\b")
 NAME = re.compile(r"[A-Za-z]\w*_\w+|[A-Za-z]*[a-z][A-Z]\w*")  # snake_case or camelCase
 HALF = re.compile(r"\b([CD][RS]|PW)_\w|\b[wy]_k\d")  # of the proof in docs/protocol.md
@@ -49,64 +46,35 @@ FOREIGN = {
     *("FI_OPT_CUDA_API_PERMITTED", "FI_OPT_SHARED_MEMORY_PERMITTED", "fi_close", "fi_readmsg"),
     *("cudaFree", "ibv_post_send", "ib_write_bw", "ib_write_lat"),
 }
-PROXY, FABRIC = "csrc/proxy/proxy_thread.cpp", "csrc/provider/libfabric/"
-VERBS = "csrc/provider/verbs/"
+VERBS, FABRIC = "csrc/provider/verbs/", "csrc/provider/libfabric/"
+PROXY, QUEUE = "csrc/proxy/proxy_thread.cpp", "csrc/engine/nic_queue.h"
+COPY, LOOPBACK = "csrc/platform/cuda_copy.cpp", "csrc/provider/loopback/copies.cpp"
+STORE, CACHE = "moe_p2p/rendezvous/bootstrap.py", "moe_p2p/gpu/kernel_cache.py"
+CLOSE, KV, BENCH = "csrc/moe/all_to_all.cpp", "moe_p2p/kv/", "moe_p2p/tools/bench/"
 # Page, words around a number, and the constant that the number is: file, definition, its unit.
 NUMBERS = [
-    (
-        "gpu",
-        r"up to (\d+) KiB are carried",
-        "csrc/platform/cuda_copy.cpp",
-        r"Kernel = (\d+) << 10",
-        1,
-    ),
+    ("gpu", r"up to (\d+) KiB are carried", COPY, r"Kernel = (\d+) << 10", 1),
     ("protocol", r"naps (\d+) µs", PROXY, r"kNap = .*\((\d+)\)", 1),
     ("protocol", r"take longer than (\d+) ms", PROXY, r"kPatience = .*\((\d+)\)", 1),
     ("failure", r"naps of (\d+) µs", PROXY, r"kNap = .*\((\d+)\)", 1),
     ("failure", r"`PollerCall` \| (\d+) s", PROXY, r"kAnswerTimeout = .*\((\d+)\)", 1),
-    (
-        "failure",
-        r"; (\d+) s after a failure",
-        "csrc/moe/all_to_all.cpp",
-        r"kFailedPatience{(\d+)}",
-        1,
-    ),
-    (
-        "failure",
-        r"in the store \| (\d+) s",
-        "moe_p2p/rendezvous/bootstrap.py",
-        r"_PATIENCE_S = (\S+)",
-        1,
-    ),
-    ("failure", r"_CACHE` \| (\d+) s", "moe_p2p/gpu/kernel_cache.py", r"_LOCK_WAIT_S = (\S+)", 1),
-    ("failure", r"looked at every (\d+) ms", "moe_p2p/kv/worker.py", r" SLOW_S = .*?, (\S+)", 1e-3),
+    ("failure", r"; (\d+) s after a failure", CLOSE, r"kFailedPatience{(\d+)}", 1),
+    ("failure", r"in the store \| (\d+) s", STORE, r"_PATIENCE_S = (\S+)", 1),
+    ("failure", r"_CACHE` \| (\d+) s", CACHE, r"_LOCK_WAIT_S = (\S+)", 1),
+    ("failure", r"at every (\d+) ms", f"{KV}worker.py", r" SLOW_S = .*?, (\S+)", 1e-3),
     ("failure", r"old queue pair (\d+) s", f"{VERBS}peers.cpp", r"kEndOfLane{(\d+)}", 1e3),
     ("failure", r"handed in \| ([\d.]+) s", f"{VERBS}drain.cpp", r"kLastReceive{(\d+)}", 1e3),
-    ("failure", r"must reconnect (\d+) s", f"{FABRIC}sender.cpp", r"kReconnect = .*\((\d+)\)", 1e3),
-    (
-        "failure",
-        r"leaves at close \| ([\d.]+) s",
-        f"{FABRIC}domain.cpp",
-        r"kDrain = .*\((\d+)\)",
-        1e3,
-    ),
-    ("failure", r"are answered \| ([\d.]+) s", f"{FABRIC}domain.cpp", r"kDrain = .*\((\d+)\)", 1e3),
-    (
-        "failure",
-        r"given back \| (\d+) s",
-        "csrc/provider/loopback/copies.cpp",
-        r"Timeout = .*\((\d+)\)",
-        1,
-    ),
-    ("providers", r"message of (\d+) KiB", f"{VERBS}socket.cpp", r"kMaxMessageBytes = (\d+)", 1024),
-    ("providers", r"and (\d+) such connections", f"{VERBS}sessions.cpp", r"kMaxPending = (\d+)", 1),
-    (
-        "tuning",
-        r"up to (\d+) tokens a rank",
-        "moe_p2p/tools/bench/contestants.py",
-        r"CHECKED_TOKENS = \(?\s*(\d+)",
-        1,
-    ),
+    ("failure", r"reconnect (\d+) s", f"{FABRIC}sender.cpp", r"kReconnect = .*\((\d+)\)", 1e3),
+    ("failure", r"at close \| ([\d.]+) s", f"{FABRIC}domain.cpp", r"kDrain = .*\((\d+)\)", 1e3),
+    ("failure", r"answered \| ([\d.]+) s", f"{FABRIC}domain.cpp", r"kDrain = .*\((\d+)\)", 1e3),
+    ("failure", r"given back \| (\d+) s", LOOPBACK, r"kDrainTimeout = .*\((\d+)\)", 1),
+    ("providers", r"message of (\d+) KiB", f"{VERBS}socket.cpp", r"MessageBytes = (\d+)", 1024),
+    ("providers", r"and (\d+) such", f"{VERBS}sessions.cpp", r"kMaxPending = (\d+)", 1),
+    ("transfer_engine", r"at most (\d+) writes of a lower", QUEUE, r"kQuantum = (\d+)", 1),
+    ("transfer_engine", r"at most (\d+) KiB in flight", QUEUE, r"kLowerBytes = (\d+) << 10", 1),
+    ("transfer_engine", r"writes of at most (\d+) KiB", QUEUE, r"kLowerPiece = (\d+) << 10", 1),
+    ("transfer_engine", r"a turn for (\d+) ms", QUEUE, r"kPatience{(\d+)}", 1),
+    ("tuning", r"up to (\d+) tokens a rank", f"{BENCH}contestants.py", r"_TOKENS = \(\s*(\d+)", 1),
 ]
 
 
@@ -346,3 +314,29 @@ def test_figures_of_the_readme_are_those_of_the_data() -> None:
     assert figures.PLOT.read_text() == figures.plot(data)
     run = [sys.executable, str(ROOT / "benchmarks/plot_figures.py"), "--table"]
     assert subprocess.check_output(run, text=True, timeout=60).strip() == figures.table(data)
+
+
+def test_figures_of_tuning_are_those_of_the_readme() -> None:
+    systems = {row[0]: row for row in rows((ROOT / "README.md").read_text(), "tokens a rank")}
+    found = rows((ROOT / "docs/tuning.md").read_text(), "tokens")
+    pairs = [row for row in found if re.fullmatch(r"\d+(, in one chunk)?", row[0])]
+    assert len(pairs) == len(systems)
+    for tokens, pair, *_, floor in pairs:
+        of_readme = systems[f"{int(tokens.split(',')[0]):,}"]
+        assert (of_readme[1].removesuffix(".0"), of_readme[2]) == (floor, pair)
+
+
+def test_memory_in_tuning_is_that_of_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    found = re.search(
+        r"Memory at (\d+) ranks, (\d+) tokens, two steps in flight: ([\d.]+) MiB a GPU; at (\d+) "
+        r"nodes of (\d+), (\d+) MiB",
+        (ROOT / "docs/tuning.md").read_text(),
+    )
+    assert found
+    one, tokens, few, nodes, local, many = found.groups()
+    sizes = ["--experts", "256", "--hidden", "7168", "--topk", "8", "--tokens", tokens]
+    for ranks, of_node, size in ((int(one), one, few), (int(nodes) * int(local), local, many)):
+        assert main(["plan", "--ranks", str(ranks), "--ranks-per-node", of_node, *sizes]) == 0
+        total = re.search(r"^total +([\d.]+) MiB", capsys.readouterr().out, re.MULTILINE)
+        assert total
+        assert round(float(total[1]), len(size.partition(".")[2])) == float(size)

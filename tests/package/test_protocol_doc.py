@@ -129,6 +129,25 @@ def immediate_claims() -> list[str]:
     return claims
 
 
+@pytest.mark.parametrize(
+    ("path", "heading"),
+    [
+        ("csrc/base/mutation.h", "the suite demands that each is caught"),
+        ("kernels/device/mutation.cuh", "Kernels have faults too"),
+    ],
+)
+def test_tables_of_faults_are_complete(path: str, heading: str) -> None:
+    listed = TEXT[TEXT.index(heading) :]
+    listed = listed[listed.index("| mutation |") :].split("\n\n")[0]
+    (members,) = re.findall(r"enum class Mutation {(.*?)};", (ROOT / path).read_text(), re.DOTALL)
+    faults = set(re.findall(r"^\s*(k\w+),", members, re.MULTILINE)) - {"kNone"}
+    named = [
+        name for row in listed.splitlines() for name in re.findall(r"`(k\w+)`", row.split("|")[1])
+    ]
+    assert len(faults) > 5
+    assert sorted(named) == sorted(faults)
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to compile kernels/abi with")
 @pytest.mark.parametrize(
     "claims",
