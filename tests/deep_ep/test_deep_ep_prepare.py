@@ -77,7 +77,7 @@ def test_a_call_after_prepare_makes_no_communicator(
         assert len(before) == 1
         call()
         assert buffer._pool._made == before
-        buffer.destroy()
+        buffer._pool.close()
 
     run_threads(2, body)
     expected = {_low_latency: ("padded", True), _normal: ("by_rank", False)}
