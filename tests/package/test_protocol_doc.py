@@ -186,6 +186,17 @@ def test_tables_of_faults_are_complete(path: str, heading: str) -> None:
     assert sorted(named) == sorted(faults)
 
 
+def test_places_of_sequential_consistency_are_named() -> None:
+    (sentence,) = re.findall(r"Sequential consistency is used in .*?\. There", TEXT, re.DOTALL)
+    named = {ROOT / path for path in re.findall(r"`(csrc/\S+)`", sentence)}
+    using = {
+        path.with_suffix(".cpp")  # with its header
+        for path in (ROOT / "csrc").rglob("*.*")
+        if path.suffix in {".h", ".cpp"} and "memory_order_seq_cst" in path.read_text()
+    }
+    assert named == using
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to compile kernels/abi with")
 @pytest.mark.parametrize(
     "claims",
