@@ -54,7 +54,7 @@ CLOSE, KV, BENCH = "csrc/moe/all_to_all.cpp", "moe_p2p/kv/", "moe_p2p/tools/benc
 # Page, words around a number, and the constant that the number is: file, definition, its unit.
 NUMBERS = [
     ("gpu", r"up to (\d+) KiB are carried", COPY, r"Kernel = (\d+) << 10", 1),
-    ("protocol", r"naps (\d+) µs", PROXY, r"kNap = .*\((\d+)\)", 1),
+    ("protocol", r"naps of (\d+) µs", PROXY, r"kNap = .*\((\d+)\)", 1),
     ("protocol", r"take longer than (\d+) ms", PROXY, r"kPatience = .*\((\d+)\)", 1),
     ("failure", r"naps of (\d+) µs", PROXY, r"kNap = .*\((\d+)\)", 1),
     ("failure", r"`PollerCall` \| (\d+) s", PROXY, r"kAnswerTimeout = .*\((\d+)\)", 1),
