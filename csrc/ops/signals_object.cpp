@@ -64,8 +64,9 @@ void SignalsObject::check_in_caches(const Tensor& kv) const {
     return at >= begin && at < begin + cache.numel() * static_cast<int64_t>(cache.element_size());
   };
   MOE_P2P_CHECK(std::ranges::any_of(caches_, holds), Code::kInvalidArgument, "kv is ", describe(kv),
-                " outside of the tensors of the KVCache: pass the layer's part of the cache itself; "
-                "a compiled graph must not copy it (torch.compile's backend \"inductor\" does not)");
+                " outside of the tensors of the KVCache: pass the layer's part of the cache itself. "
+                "A compiled graph may have copied it: compile by inductor, with the cache of each "
+                "layer as an input, or call it outside of the compiled part");
 }
 
 void SignalsObject::signal(int64_t layer, const Tensor& kv) {

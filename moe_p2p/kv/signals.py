@@ -14,7 +14,6 @@ run outside of `step`: their signals carry the number 0, and send nothing.
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -40,10 +39,11 @@ _ops = torch.ops.moe_p2p
 _kept: list[tuple[Tensor, Tensor]] = []
 
 
-@functools.cache
-def signal_kernel(device: int) -> int:
-    """Returns kernels/signal.cu for a GPU."""
-    return jit.load(device, "signal.cu", "moe_p2p_signal", {})
+def kernel_for(device: torch.device) -> int:
+    """Returns kernels/signal.cu for a GPU; 0 for host memory."""
+    if device.type != "cuda":
+        return 0
+    return jit.load(device.index or 0, "signal.cu", "moe_p2p_signal", {})
 
 
 class _Step(NamedTuple):
@@ -72,7 +72,7 @@ class KVSignals:
         self.sender, self.max_steps = sender, max_steps
         tensors = sender.cache.tensors
         device = tensors[0].device
-        kernel = self._kernel(device)
+        kernel = kernel_for(device)
         layers = [layer for group in sender.cache.layout.groups for layer in group.layers]
         with torch.inference_mode(False):
             words = torch.zeros(
@@ -99,13 +99,14 @@ class KVSignals:
         self._closed = False
         self._lock = threading.Lock()
 
-    @staticmethod
-    def _kernel(device: torch.device) -> int:
-        return signal_kernel(device.index or 0) if device.type == "cuda" else 0
-
     def signal(self, layer: int, kv: Tensor) -> None:
         """Says that number `layer` of the model is computed: `moe_p2p.ops.signal`."""
         ops.signal(self.number, layer, kv)
+
+    def capturing(self) -> bool:
+        """Whether the current stream is captured: vLLM's connectors then ask for `save_kv_layer`
+        (docs/kv.md)."""
+        return self._step.is_cuda and torch.cuda.is_current_stream_capturing()
 
     def begin_step(self, sends: Sequence[tuple[KVSending, int | None]]) -> int:
         """Before a forward pass, on its stream: what its signals send. Returns the step's number.
@@ -180,7 +181,7 @@ class KVSignals:
         if self._closed:
             raise make(errors.ClosedError, f"{self.sender.name}: KVSignals is closed")
         require(
-            not (self._step.is_cuda and torch.cuda.is_current_stream_capturing()),
+            not self.capturing(),
             f"{self.sender.name}: a step is begun while a graph is captured, which would repeat its "
             "number; begin it before each replay",
         )
