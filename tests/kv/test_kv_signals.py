@@ -120,6 +120,19 @@ def test_replays_outside_of_a_step_send_nothing_and_shift_no_step(found: Workers
             assert writes(found) == before
 
 
+def test_a_step_without_its_forward_pass_is_not_signalled_by_the_next_replay(
+    found: Workers,
+) -> None:
+    with kv.KVSignals(found.senders[0]) as signals:
+        sending, _ = start(found)
+        until(lambda: sending.flights[0].state == "open")
+        with signals.step([(sending, None)]):
+            pass
+        Model(signals).forward()
+        assert in_flight(sending) == LAYERS
+        assert writes(found) == 0
+
+
 def test_chunks_of_several_steps_and_a_receiver_that_opens_late(found: Workers) -> None:
     sender, receiver = found.senders[0], found.receivers[0]
     with kv.KVSignals(sender) as signals:
