@@ -51,7 +51,9 @@ class _Step(NamedTuple):
     sends: tuple[tuple[KVSending, int], ...]
 
     def over(self) -> bool:
-        return not any(sending.state == "open" and sending.shut_gates() for sending, _ in self.sends)
+        return not any(
+            sending.state == "open" and sending.shut_gates() for sending, _ in self.sends
+        )
 
 
 class KVSignals:
@@ -182,8 +184,8 @@ class KVSignals:
             raise make(errors.ClosedError, f"{self.sender.name}: KVSignals is closed")
         require(
             not self.capturing(),
-            f"{self.sender.name}: a step is begun while a graph is captured, which would repeat its "
-            "number; begin it before each replay",
+            f"{self.sender.name}: a step is begun while a graph is captured, which would repeat "
+            "its number; begin it before each replay",
         )
 
     def _make_room(self) -> None:

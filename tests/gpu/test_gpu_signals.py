@@ -136,6 +136,20 @@ def test_a_layer_travels_before_later_ones_are_computed(found: Workers) -> None:
         assert received(found).tolist() == [1] * LAYERS
 
 
+def test_a_receiver_may_open_after_a_dummy_batch(found: Workers) -> None:
+    """What was signalled stays signalled."""
+    with kv.KVSignals(found.senders[0]) as signals:
+        graph = Model(signals).capture()
+        sending = found.senders[0].start("r", "decode", {"kv": OURS}, total=TOKENS)
+        with signals.step([(sending, None)]):
+            graph.replay()
+        graph.replay()
+        synchronize()
+        pages = {"kv": THEIRS}
+        reservation = found.receivers[0].reserve("r", "prefill", pages, total=TOKENS)
+        finish(sending, reservation)
+
+
 def test_a_full_ring_is_an_error_by_name(found: Workers) -> None:
     with kv.KVSignals(found.senders[0], max_steps=1) as signals:
         model = Model(signals)
