@@ -1,0 +1,31 @@
+"""RL weight updates: layouts of both sides, the plan between them, and fp8 without gathering.
+
+docs/weights.md explains it.
+"""
+
+from moe_p2p.weights.fp8 import block_amax, merge, quantize, scales
+from moe_p2p.weights.layout import Blocks, Param, WeightLayout, dtype_name, of_tensor
+from moe_p2p.weights.placement import Placement, Replicate, Shard
+from moe_p2p.weights.plan import Copy, Counts, Gathered, Maxima, WeightPlan, Write, weight_plan
+
+__all__ = [
+    "Blocks",
+    "Copy",
+    "Counts",
+    "Gathered",
+    "Maxima",
+    "Param",
+    "Placement",
+    "Replicate",
+    "Shard",
+    "WeightLayout",
+    "WeightPlan",
+    "Write",
+    "block_amax",
+    "dtype_name",
+    "merge",
+    "of_tensor",
+    "quantize",
+    "scales",
+    "weight_plan",
+]
