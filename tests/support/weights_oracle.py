@@ -235,7 +235,8 @@ def as_received(plan: WeightPlan) -> WeightPlan:
     for param in plan.target.params:
         number, seen[param.name] = seen[param.name], seen[param.name] + 1
         if number in numbers[param.name] and not param.finalize:
-            assert param.blocks and not aligned(param), param
+            assert param.blocks is not None
+            assert not aligned(param), param
             dtype = plan.source.by_name[param.name][0].dtype
             param = dataclasses.replace(param, dtype=dtype, blocks=None, finalize="unaligned")
         params.append(param)

@@ -1,4 +1,4 @@
-"""Descriptions of DTensors are what torch itself gives to each rank, on a mesh of fake processes."""
+"""Descriptions of DTensors are what torch gives to each rank, on a mesh of fake processes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_ranks_hold_what_torch_gives_them(
 def test_partial_sums_are_no_elements() -> None:
     with mesh_of((2,), 0) as ranks:
         tensor = DTensor.from_local(torch.ones(4), ranks, [Partial()], run_check=False)
-        with pytest.raises(InvalidArgumentError, match="w: .*redistribute to Shard or Replicate"):
+        with pytest.raises(InvalidArgumentError, match=r"w: .*redistribute to Shard or Replicate"):
             of_tensor("w", tensor)
 
 

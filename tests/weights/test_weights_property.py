@@ -2,7 +2,7 @@
 
 300 cases, the same ones each time. More, and others each time:
 
-    MOE_P2P_WEIGHTS_CASES=3000 python -m pytest tests/weights/test_weights_property.py --timeout 1200
+    MOE_P2P_WEIGHTS_CASES=3000 python -m pytest tests/weights --timeout 1200
 """
 
 from __future__ import annotations
