@@ -3,6 +3,7 @@
 docs/weights.md explains it.
 """
 
+from moe_p2p.weights import copies
 from moe_p2p.weights.fp8 import block_amax, merge, quantize, scales
 from moe_p2p.weights.layout import Blocks, Param, WeightLayout, dtype_name, of_tensor
 from moe_p2p.weights.placement import Placement, Replicate, Shard
@@ -22,6 +23,7 @@ __all__ = [
     "WeightPlan",
     "Write",
     "block_amax",
+    "copies",
     "dtype_name",
     "merge",
     "of_tensor",

@@ -116,6 +116,25 @@ def test_fp8_without_gathering(blocks: tuple[int, int]) -> None:
     assert plan.gathered == ()
 
 
+def test_targets_of_one_parameter_have_blocks_of_their_own() -> None:
+    source = [Param("w", (8, 12), BF16, range(2), placements=(Shard(0),))]
+    target = [
+        Param("w", (8, 12), FP8, (i,), tensor=f"w{i}", blocks=Blocks(f"s{i}", 0, shape))
+        for i, shape in enumerate(((4, 4), (2, 12), (4, 4)))
+    ]
+    plan = plan_of(source, target)
+    assert len({copy.tensor for copy in plan.copies(0)}) == 2
+    check(plan, values_of(plan))
+
+
+def test_a_window_of_one_element_that_some_ranks_lack() -> None:
+    window = ((2, 1), (1, 1))
+    source = [Param("w", (3, 2), BF16, range(3), placements=(Shard(0),), window=window)]
+    plan = plan_of(source, [Param("w", (1,), "float32", (0,), offset=3)])
+    check(plan, values_of(plan))
+    assert [len(list(plan.of_source(rank))) for rank in range(3)] == [0, 0, 1]
+
+
 def test_without_boundary_maxima_blocks_differ() -> None:
     """The test of the test: plans whose exchanges are dropped are found out."""
     source = [Param("w", (8, 8), BF16, range(4), placements=(Shard(0),))]
