@@ -1,4 +1,5 @@
-"""RL weight updates: layouts of both sides, the plan between them, and fp8 without gathering.
+"""RL weight updates: layouts of both sides, the plan between them, fp8 without gathering, and a
+recorder of what a receiver's own loader does.
 
 docs/weights.md explains it.
 """
@@ -8,6 +9,7 @@ from moe_p2p.weights.fp8 import block_amax, merge, quantize, scales
 from moe_p2p.weights.layout import Blocks, Param, WeightLayout, dtype_name, of_tensor
 from moe_p2p.weights.placement import Placement, Replicate, Shard
 from moe_p2p.weights.plan import Copy, Counts, Gathered, Maxima, WeightPlan, Write, weight_plan
+from moe_p2p.weights.recorder import Recording, record
 
 __all__ = [
     "Blocks",
@@ -17,6 +19,7 @@ __all__ = [
     "Maxima",
     "Param",
     "Placement",
+    "Recording",
     "Replicate",
     "Shard",
     "WeightLayout",
@@ -28,6 +31,7 @@ __all__ = [
     "merge",
     "of_tensor",
     "quantize",
+    "record",
     "scales",
     "weight_plan",
 ]

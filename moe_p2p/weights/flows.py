@@ -132,10 +132,10 @@ def _wish(name: str, source: Param, target: Param) -> _Wish:
             f"{name}: the source has shape {source.elements}, the target {target.elements}; "
             "describe both as the same tensor (Param.window)"
         )
-    if source.blocks or source.finalize:
+    if source.blocks or source.finalize or source.part:
         raise _wrong(
-            f"{name}: the source has blocks or finalize, which only targets have; scales of an fp8 "
-            "trainer are parameters of their own"
+            f"{name}: the source has blocks, finalize or part, which only targets have; scales of "
+            "an fp8 trainer are parameters of their own"
         )
     why = target.finalize
     if not why:

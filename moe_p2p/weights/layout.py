@@ -61,6 +61,8 @@ class Param:
     order: dimensions, outermost first, where the rank's elements are stored in another order.
     strides: in elements of `tensor`, where they are not dense; the same on all ranks.
     blocks: a target that wants fp8; dtype is "float8_e4m3fn".
+    part: a target whose ranks hold only this box of the parameter, (first, size) in each dimension
+        of `shape`; then placements are all Replicate, and there is no window.
     finalize: a target that converts by itself, and why: it gets what the source has, dense, in a
         tensor of the parameter's name, and its `finalize` does the rest at commit.
     """
@@ -78,6 +80,7 @@ class Param:
     strides: tuple[int, ...] = ()
     blocks: Blocks | None = None
     finalize: str = ""
+    part: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         put = functools.partial(object.__setattr__, self)
@@ -101,6 +104,15 @@ class Param:
             raise _wrong(f"{where} torch has no dtype {self.dtype!r}")
         if self.window and not _fits(self.window, self.shape):
             raise _wrong(f"{where} window {self.window} is not inside shape {self.shape}")
+        if self.part and (
+            not _fits(self.part, self.shape)
+            or self.window
+            or any(isinstance(each, Shard) for each in self.placements)
+        ):
+            raise _wrong(
+                f"{where} part {self.part} must be inside shape {self.shape}, without a window, "
+                "and not sharded"
+            )
         if self.order and sorted(self.order) != list(range(dims)):
             raise _wrong(f"{where} order {self.order} must name each of {dims} dimensions once")
         if self.strides and (len(self.strides) != dims or min(self.strides) < 0 or self.order):
@@ -123,7 +135,7 @@ class Param:
         blocks = self.blocks
         kind = (blocks.shape, blocks.order, blocks.strides) if blocks else ()
         return (self.shape, self.dtype, self.mesh, self.placements, self.window, self.order,
-                self.strides, kind, self.finalize)  # fmt: skip
+                self.strides, self.part, kind, self.finalize)  # fmt: skip
 
 
 def _wrong(message: str) -> Exception:
@@ -228,11 +240,11 @@ def _tuples(value: Any) -> Any:
 
 
 def _kind(*fields: Any) -> dict[str, Any]:
-    names = ("shape", "dtype", "mesh", "placements", "window", "order", "strides", "ranks")
-    kind = dict(zip(names, _tuples(list(fields[:8])), strict=True))
+    names = ("shape", "dtype", "mesh", "placements", "window", "order", "strides", "part", "ranks")
+    kind = dict(zip(names, _tuples(list(fields[:9])), strict=True))
     kind["placements"] = tuple(Shard(*each) if each else Replicate() for each in fields[3])
-    blocks = tuple(_tuples(each) for each in fields[8:11])
-    return {**kind, "blocks": blocks if blocks[0] else None, "finalize": fields[11]}
+    blocks = tuple(_tuples(each) for each in fields[9:12])
+    return {**kind, "blocks": blocks if blocks[0] else None, "finalize": fields[12]}
 
 
 def _param(

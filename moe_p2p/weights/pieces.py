@@ -38,7 +38,7 @@ def offset_in(piece: Piece, box: Box) -> int:
 
 def held(param: Param, position: int) -> list[Piece]:
     """What a rank holds, where its own tensor has it; offsets count from param.offset."""
-    whole = axes_of(param.shape, param.mesh, param.placements, position)
+    whole = _whole(param, position)
     strides = param.strides or _dense([length(axis) for axis in whole], param.order)
     axes = _windowed(param, whole)
     skipped = len(axes) - len(param.elements)  # leading dimensions of size 1
@@ -51,7 +51,7 @@ def held(param: Param, position: int) -> list[Piece]:
 
 def parameter_axes(param: Param, position: int) -> tuple[Axis, ...]:
     """What a rank holds of each dimension of the parameter, `local` as in a dense tensor of it."""
-    axes = _windowed(param, axes_of(param.shape, param.mesh, param.placements, position))
+    axes = _windowed(param, _whole(param, position))
     skipped = len(axes) - len(param.elements)
     if not all(axes[:skipped]):
         return ((),) * len(param.elements)
@@ -114,6 +114,12 @@ def _owned(axis: Axis, size: int) -> Axis:
             found.append(Run(first, end - first, local))
             local += end - first
     return tuple(found)
+
+
+def _whole(param: Param, position: int) -> tuple[Axis, ...]:
+    if param.part:
+        return tuple((Run(first, size, 0),) for first, size in param.part)
+    return axes_of(param.shape, param.mesh, param.placements, position)
 
 
 def _windowed(param: Param, axes: tuple[Axis, ...]) -> tuple[Axis, ...]:

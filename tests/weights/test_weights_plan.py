@@ -244,7 +244,11 @@ def test_a_plan_travels_as_bytes_and_is_read_from_disk(
         ({"dtype": "int32"}, {}, "w: int32 does not become bfloat16 without blocks"),
         ({}, {"dtype": FP8}, "w: bfloat16 does not become float8_e4m3fn without blocks"),
         ({"dtype": FP8}, {"dtype": FP8, "blocks": Blocks("s")}, "w: float8_e4m3fn does not become"),
-        ({"finalize": "x"}, {}, "w: the source has blocks or finalize, which only targets have"),
+        (
+            {"finalize": "x"},
+            {},
+            "w: the source has blocks, finalize or part, which only targets have",
+        ),
         ({"shape": (8,)}, {"shape": (8,), "dtype": FP8, "blocks": Blocks("s")}, "need two dim"),
     ],
 )
@@ -266,6 +270,8 @@ def test_errors_name_the_parameter(
         ({"window": ((0, 9), (0, 8))}, "w: window .* is not inside shape"),
         ({"order": (0, 0)}, "w: order .* must name each of 2 dimensions once"),
         ({"strides": (8,)}, "w: strides .* must be 2 of 0 or more"),
+        ({"part": ((0, 9), (0, 8))}, "w: part .* must be inside shape"),
+        ({"part": ((0, 1), (0, 1)), "placements": (Shard(0),)}, "w: part .* and not sharded"),
         ({"offset": -1}, "w: an offset is below 0"),
         ({"blocks": Blocks("s")}, "w: has blocks, so dtype must be float8_e4m3fn"),
     ],
