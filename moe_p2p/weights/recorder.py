@@ -71,7 +71,6 @@ def record(load: Loader, shapes: Shapes, *, rank: int) -> Recording:
         makes = ", ".join(tensor for tensor, names in derived.items() if name in names)
         why = f"the loader makes {makes} of it otherwise than by moving elements"
         params.append(Param(name, shape, dtype_name(dtype), (rank,), finalize=why))
-    params = [each for each in params if each.finalize or each.name not in used]
     fallback = {name: math.prod(shapes[name][0]) * shapes[name][1].itemsize for name in used}
     return Recording(tuple(params), derived, fallback)
 

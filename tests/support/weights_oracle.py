@@ -28,7 +28,9 @@ def torch_placement(placement: object) -> torch_placements.Placement:
 
 
 def shard_by_torch(param: Param, position: int, whole: Tensor) -> Tensor:
-    """The DTensor's local tensor on one rank."""
+    """The DTensor's local tensor on one rank, or the part that it holds."""
+    if param.part:
+        return whole[tuple(slice(first, first + size) for first, size in param.part)]
     index = torch.arange(len(param.ranks)).view(param.mesh).eq(position).nonzero()[0].tolist()
     for placement, times, at in zip(param.placements, param.mesh, index, strict=True):
         placed = torch_placement(placement)

@@ -83,7 +83,14 @@ def params(draw: st.DrawFn, name: str, elements: tuple[int, ...], dtype: str, wo
 
 @st.composite
 def as_target(draw: st.DrawFn, param: Param, tensor: str) -> Param:
-    """The Param in another type, or with blocks, in a tensor of its own."""
+    """The Param in another type, or with blocks, or only a part, in a tensor of its own."""
+    if not param.window and draw(st.booleans()):
+        firsts = [draw(st.integers(0, size - 1)) for size in param.shape]
+        part = tuple(
+            (first, draw(st.integers(1, size - first)))
+            for first, size in zip(firsts, param.shape, strict=True)
+        )
+        param = changed(param, part=part, placements=(), offset=param.offset)
     if param.dtype == "int8":
         return changed(param, tensor=tensor)
     if len(param.elements) < 2 or draw(st.booleans()):

@@ -109,6 +109,18 @@ def test_what_is_quantized_falls_back_alone_and_says_so() -> None:
     assert (0, "w2") not in got
 
 
+def test_what_is_moved_and_used_otherwise_too_is_written_and_received() -> None:
+    def load(given: Given) -> dict[str, Tensor]:
+        return {"moved": given["w"].t().contiguous(), "norms": given["w"].float().norm(dim=1)}
+
+    found = record(load, {"w": ((5, 6), BF16), "other": ((3,), BF16)}, rank=0)
+    assert found.derived == {"norms": ("w",)}
+    assert [(each.name, each.tensor, bool(each.finalize)) for each in found.params] == [
+        ("w", "moved", False),
+        ("w", "w", True),
+    ]
+
+
 @pytest.mark.parametrize(
     "change",
     [lambda x: x + 1, torch.abs, lambda x: x.clamp(max=100), lambda x: x * 2, torch.neg],
