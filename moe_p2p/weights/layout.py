@@ -63,8 +63,8 @@ class Param:
     blocks: a target that wants fp8; dtype is "float8_e4m3fn".
     part: a target whose ranks hold only this box of the parameter, (first, size) in each dimension
         of `shape`; then placements are all Replicate, and there is no window.
-    finalize: a target that converts by itself at commit, and why: it gets what the source has, dense,
-        in a tensor of the name `received`.
+    finalize: a target that converts by itself at commit, and why: it gets what the source has,
+        dense, in a tensor of the name `received`.
     """
 
     name: str
