@@ -23,7 +23,7 @@ COMMANDS = {
     ),
     "plan": (
         "moe_p2p.tools.plan",
-        "memory of every region for given shapes; --kv: a KV transfer, row by row",
+        "memory of every region for given shapes; --kv: a KV transfer; --weights: an update",
     ),
 }
 

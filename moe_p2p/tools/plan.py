@@ -1,6 +1,6 @@
 """`python -m moe_p2p plan`: memory of one rank by region, and of /dev/shm. Needs no ranks.
 
-`plan --kv` is moe_p2p/tools/plan_kv.py.
+`plan --kv` is moe_p2p/tools/plan_kv.py, `plan --weights` moe_p2p/tools/plan_weights.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from moe_p2p.config import AllToAllConfig
 from moe_p2p.errors import MoeP2pError
 from moe_p2p.rendezvous.shared_memory import of_a_rank
-from moe_p2p.tools import plan_kv
+from moe_p2p.tools import plan_kv, plan_weights
 from moe_p2p.tools.model import phases
 from moe_p2p.tools.model.wire import NICS, Job
 
@@ -47,6 +47,8 @@ def main(arguments: list[str]) -> int:
     """Prints the table; exit code 2 when the numbers do not fit together."""
     if "--kv" in arguments:
         return plan_kv.main([each for each in arguments if each != "--kv"])
+    if any(each.split("=")[0] == "--weights" for each in arguments):
+        return plan_weights.main(arguments)
     given = _parser().parse_args(arguments)
     try:
         config = AllToAllConfig(
@@ -128,6 +130,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--kv", action="store_true", help="a plan of KV transfer instead: see plan --kv --help")
+    add("--weights", metavar="MODEL", help="of a weight update instead: plan --weights x --help")
     add("--ranks", type=int, default=16, help="W")
     add("--ranks-per-node", type=int, default=8, help="L")
     add("--tokens", type=int, default=128, help="largest T of any rank and call")

@@ -1,0 +1,63 @@
+"""fp8 in blocks of a tensor that nobody holds whole: maxima travel, elements do not.
+
+A shard takes the maxima of the blocks it touches, shards that share blocks merge theirs, and each
+quantizes what it holds: bit for bit what quantizing the gathered tensor gives. The numbers are
+those of moe_p2p/reference/fp8.py, as DeepGEMM's per_block_cast_to_fp8 has them: amax = max(|x|,
+1e-4), scale = amax / 448, q = e4m3(x * (448 / amax)). Scales multiply q: weight_scale_inv of
+DeepSeek's checkpoints.
+
+Shapes: x [.., N, K], a box of a parameter whose first element has index `first` there; amax and
+scales [.., n, k], of the blocks that the box touches. Blocks divide the last two dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from moe_p2p.reference.fp8 import FP8, FP8_MAX, MIN_AMAX
+
+BLOCK = (128, 128)
+
+
+def block_amax(x: Tensor, first: Sequence[int], block: Sequence[int] = BLOCK) -> Tensor:
+    """max |x| of each block that the box touches, float32; inf where there is an inf or a NaN."""
+    n, k = (
+        _touched(at, size, b) for at, size, b in zip(first[-2:], x.shape[-2:], block, strict=True)
+    )
+    values = x.abs()  # exact in every type; 0 beside the box changes no maximum
+    before = [at % b for at, b in zip(first[-2:], block, strict=True)]
+    after = [c * b - skip - size for c, b, skip, size in
+             zip((n, k), block, before, x.shape[-2:], strict=True)]  # fmt: skip
+    padded = pad(values, (before[1], after[1], before[0], after[0]))
+    cells = padded.reshape(*x.shape[:-2], n, block[0], k, block[1])
+    amax = cells.amax(dim=(-3, -1)).to(torch.float32)
+    return torch.where(amax.isnan(), torch.inf, amax)
+
+
+def merge(maxima: Sequence[Tensor]) -> Tensor:
+    """Maxima of the same blocks, of several shards."""
+    return torch.stack(list(maxima)).amax(dim=0)
+
+
+def scales(amax: Tensor) -> Tensor:
+    """What dequantizing multiplies by, float32."""
+    return amax.clamp_min(MIN_AMAX) / FP8_MAX
+
+
+def quantize(x: Tensor, first: Sequence[int], amax: Tensor, block: Sequence[int] = BLOCK) -> Tensor:
+    """fp8 of the box, from the merged maxima of the blocks that it touches."""
+    multiplier = torch.full_like(amax, FP8_MAX) / amax.clamp_min(MIN_AMAX)
+    for dim, at, size, b in zip((-2, -1), first[-2:], x.shape[-2:], block, strict=True):
+        multiplier = multiplier.repeat_interleave(b, dim).narrow(dim, at % b, size)
+    scaled = x.to(torch.float32) * multiplier
+    q = scaled.clamp(-FP8_MAX, FP8_MAX).to(FP8)
+    q.view(torch.uint8)[scaled.isnan()] = 0x7F  # without a sign
+    return q
+
+
+def _touched(first: int, size: int, block: int) -> int:
+    return -(-(first + size) // block) - first // block

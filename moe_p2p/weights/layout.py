@@ -1,0 +1,276 @@
+"""What one side of a weight update holds: the input of `weight_plan`. Nothing here is an address.
+
+A side is a `WeightLayout`: a list of `Param`s, each a parameter as some ranks hold it, in the names
+of the checkpoint. A parameter may stand there several times: physical copies of an expert, tied
+embeddings on two pipeline stages. Both sides name parameters alike; local tensors are their own.
+
+    q_proj [4096, 2048] of FSDP:  Param("q_proj", (4096, 2048), "bfloat16", ranks=range(8),
+                                        placements=(Shard(0),))
+    its place in a fused qkv, TP 2:  Param("q_proj", (4096, 2048), "bfloat16", ranks=(0, 1),
+                                        placements=(Shard(0),), tensor="qkv_proj")
+    k_proj [512, 2048] behind it:    Param("k_proj", .., tensor="qkv_proj", offset=2048 * 2048)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from moe_p2p.errors import InvalidArgumentError, make, require, require_type
+from moe_p2p.weights.placement import Placement, Replicate, Shard, from_torch
+
+FP8 = "float8_e4m3fn"
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """fp8 with one float32 scale for each block of `shape` in the last two dimensions.
+
+    The grid of scales of a rank lies in its `tensor` from element `offset` on, outermost dimension
+    first, or in `order`, or with `strides`. Scales are for dequantizing: weight_scale_inv.
+    """
+
+    tensor: str
+    offset: int = 0
+    shape: tuple[int, int] = (128, 128)
+    order: tuple[int, ...] = ()
+    strides: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Param:
+    """A parameter as ranks of one side hold it.
+
+    name: the parameter's; both sides have the same.
+    shape: of the tensor over all ranks; dtype: as torch names it.
+    ranks: of the mesh, last dimension fastest. mesh: its shape; (): one dimension.
+    placements: one for each dimension of the mesh; (): replicated.
+    window: (first, size) in each dimension of `shape`, where the parameter is a part of the tensor
+        (stacked experts, fused gate and up). (): the whole. Leading sizes of 1 do not count.
+    tensor: name of the rank's own tensor. "": the parameter's. offset: its element where this
+        parameter's begin; of a window of a sharded tensor: where that tensor's elements begin.
+    order: dimensions, outermost first, where the rank's elements are stored in another order.
+    strides: in elements of `tensor`, where they are not dense; the same on all ranks.
+    blocks: a target that wants fp8; dtype is "float8_e4m3fn".
+    part: a target whose ranks hold only this box of the parameter, (first, size) in each dimension
+        of `shape`; then placements are all Replicate, and there is no window.
+    finalize: a target that converts by itself at commit, and why: it gets what the source has,
+        dense, in a tensor of the name `received`.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    ranks: Sequence[int]
+    mesh: tuple[int, ...] = ()
+    placements: tuple[Placement, ...] = ()
+    window: tuple[tuple[int, int], ...] = ()
+    tensor: str = ""
+    offset: int = 0
+    order: tuple[int, ...] = ()
+    strides: tuple[int, ...] = ()
+    blocks: Blocks | None = None
+    finalize: str = ""
+    part: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        put = functools.partial(object.__setattr__, self)
+        if not isinstance(self.ranks, tuple):
+            put("ranks", tuple(self.ranks))
+        put("mesh", self.mesh or (len(self.ranks),))
+        put("placements", self.placements or (Replicate(),) * len(self.mesh))
+        put("tensor", self.tensor or self.name)
+        self._check()
+
+    def _check(self) -> None:
+        where, dims = f"{self.name}:", len(self.shape)
+        if math.prod(self.mesh) != len(self.ranks) or not self.ranks:
+            raise _wrong(f"{where} mesh {self.mesh} has not {len(self.ranks)} ranks")
+        if not _distinct(self.ranks):
+            raise _wrong(f"{where} ranks {self.ranks} name one twice; describe its tensors apart")
+        if len(self.placements) != len(self.mesh):
+            raise _wrong(f"{where} {self.placements} must be one for each of mesh {self.mesh}")
+        for each in self.placements:
+            if isinstance(each, Shard) and not (0 <= each.dim < dims and each.split_factor > 0):
+                raise _wrong(f"{where} {each} is no dimension of shape {self.shape}")
+        if not hasattr(torch, self.dtype):
+            raise _wrong(f"{where} torch has no dtype {self.dtype!r}")
+        if self.window and not _fits(self.window, self.shape):
+            raise _wrong(f"{where} window {self.window} is not inside shape {self.shape}")
+        if self.part and (
+            not _fits(self.part, self.shape)
+            or self.window
+            or any(isinstance(each, Shard) for each in self.placements)
+        ):
+            raise _wrong(
+                f"{where} part {self.part} must be inside shape {self.shape}, without a window, "
+                "and not sharded"
+            )
+        if self.order and sorted(self.order) != list(range(dims)):
+            raise _wrong(f"{where} order {self.order} must name each of {dims} dimensions once")
+        if self.strides and (len(self.strides) != dims or min(self.strides) < 0 or self.order):
+            raise _wrong(f"{where} strides {self.strides} must be {dims} of 0 or more, no order")
+        if self.offset < 0 or (self.blocks and self.blocks.offset < 0):
+            raise _wrong(f"{where} an offset is below 0")
+        if self.blocks and self.dtype != FP8:
+            raise _wrong(f"{where} has blocks, so dtype must be {FP8}, not {self.dtype}")
+
+    @property
+    def elements(self) -> tuple[int, ...]:
+        """Shape of the parameter itself; it has at least one dimension."""
+        sizes = tuple(size for _, size in self.window) if self.window else self.shape
+        first = next((i for i, size in enumerate(sizes[:-1]) if size != 1), len(sizes) - 1)
+        return sizes[first:]
+
+    @property
+    def received(self) -> str:
+        """The dense tensor of a target that converts by itself: one for each place it has."""
+        name = f"{self.name}:received"
+        return (
+            name
+            if (self.tensor, self.offset) == (self.name, 0)
+            else (f"{name}:{self.tensor}:{self.offset}")
+        )
+
+    @property
+    def how(self) -> tuple[object, ...]:
+        """All but names, ranks and offsets: Params that are equal in it are planned once."""
+        blocks = self.blocks
+        kind = (blocks.shape, blocks.order, blocks.strides) if blocks else ()
+        return (self.shape, self.dtype, self.mesh, self.placements, self.window, self.order,
+                self.strides, self.part, kind, self.finalize)  # fmt: skip
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _distinct(ranks: tuple[int, ...]) -> bool:
+    return len(set(ranks)) == len(ranks)
+
+
+def _wrong(message: str) -> Exception:
+    return make(InvalidArgumentError, message)
+
+
+def _fits(window: Sequence[tuple[int, int]], shape: Sequence[int]) -> bool:
+    return len(window) == len(shape) and all(
+        min(first, size - 1) >= 0 and first + size <= whole
+        for (first, size), whole in zip(window, shape, strict=True)
+    )
+
+
+@functools.cache
+def item_bytes(dtype: str) -> int:
+    return int(getattr(torch, dtype).itemsize)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def of_tensor(name: str, tensor: torch.Tensor, ranks: Sequence[int] = (0,)) -> Param:
+    """A tensor of a trainer: a DTensor as it is sharded, any other as each of `ranks` holds it."""
+    mesh = getattr(tensor, "device_mesh", None)
+    shape, dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
+    if mesh is None:
+        return Param(name, shape, dtype, ranks, strides=tensor.stride())
+    try:
+        placements = from_torch(getattr(tensor, "placements"))  # noqa: B009
+    except InvalidArgumentError as error:
+        raise make(InvalidArgumentError, f"{name}: {error}") from None
+    return Param(
+        name,
+        shape,
+        dtype,
+        ranks=tuple(mesh.mesh.flatten().tolist()),
+        mesh=tuple(mesh.mesh.shape),
+        placements=placements,
+    )
+
+
+@dataclass(frozen=True)
+class WeightLayout:
+    """One side: parameters of all ranks. world_size: ranks, those without parameters too."""
+
+    params: tuple[Param, ...]
+    world_size: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "params", tuple(self.params))
+        for each in self.params:
+            require_type("WeightLayout.params", each, Param, "a Param")
+        for ranks, name in {each.ranks: each.name for each in self.params}.items():
+            require(
+                all(0 <= rank < self.world_size for rank in ranks),
+                f"{name}: ranks {ranks} must be 0 to {self.world_size - 1}",
+            )
+
+    @functools.cached_property
+    def by_name(self) -> dict[str, tuple[Param, ...]]:
+        found: dict[str, list[Param]] = {}
+        for each in self.params:
+            found.setdefault(each.name, []).append(each)
+        return {name: tuple(params) for name, params in found.items()}
+
+    def to_bytes(self) -> bytes:
+        """Params of the same kind share a row: a model of 70,000 parameters is some 100 KB."""
+        return self._packed
+
+    @functools.cached_property
+    def _packed(self) -> bytes:
+        kinds: dict[tuple[object, ...], int] = {}
+        rows = []
+        for each in self.params:
+            kind = (*each.how[:-2], each.ranks, each.blocks and each.blocks.shape,
+                    each.blocks and each.blocks.order, each.blocks and each.blocks.strides,
+                    each.finalize)  # fmt: skip
+            place = [each.blocks.tensor, each.blocks.offset] if each.blocks else []
+            number = kinds.setdefault(kind, len(kinds))
+            rows.append([number, each.name, each.tensor, each.offset, *place])
+        text = json.dumps([self.world_size, list(kinds), rows], separators=(",", ":"))
+        return zlib.compress(text.encode(), 1)
+
+    @functools.cached_property
+    def digest(self) -> str:
+        return hashlib.sha256(self.to_bytes()).hexdigest()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> WeightLayout:
+        try:
+            world_size, kinds, rows = json.loads(zlib.decompress(data))
+            made = [_kind(*each) for each in kinds]
+            params = tuple(_param(made[row[0]], *row[1:]) for row in rows)
+        except (ValueError, TypeError, IndexError, zlib.error) as error:
+            raise _wrong(f"these bytes are no WeightLayout: {error}") from error
+        return cls(params, world_size)
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(each) for each in value) if isinstance(value, list) else value
+
+
+def _kind(*fields: Any) -> dict[str, Any]:
+    names = ("shape", "dtype", "mesh", "placements", "window", "order", "strides", "part", "ranks")
+    kind = dict(zip(names, _tuples(list(fields[:9])), strict=True))
+    kind["placements"] = tuple(Shard(*each) if each else Replicate() for each in fields[3])
+    blocks = tuple(_tuples(each) for each in fields[9:12])
+    return {**kind, "blocks": blocks if blocks[0] else None, "finalize": fields[12]}
+
+
+def _param(
+    kind: dict[str, Any], name: str, tensor: str, offset: int, scales: str = "", at: int = 0
+) -> Param:
+    blocks = Blocks(scales, at, *kind["blocks"]) if kind["blocks"] else None
+    return Param(name=name, tensor=tensor, offset=offset, **{**kind, "blocks": blocks})
+
+
+def replaced(param: Param, **changes: object) -> Param:
+    """A copy with these fields changed."""
+    return dataclasses.replace(param, **changes)  # type: ignore[arg-type]

@@ -1,0 +1,152 @@
+"""A rank's elements of a parameter as boxes with strides. Pure; used by flows.py and copies.py."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from moe_p2p.weights.layout import Blocks, Param
+from moe_p2p.weights.placement import Axis, Run, axes_of, length, within
+
+Box = tuple[tuple[int, int], ...]  # (first, size) in each dimension of a parameter
+
+
+class Piece(NamedTuple):
+    """A box of elements; the first lies at `offset`, neighbours in dimension d at strides[d]."""
+
+    box: Box
+    offset: int
+    strides: tuple[int, ...]
+
+
+def overlap(one: Box, other: Box) -> Box | None:
+    found = []
+    for (a, size_a), (b, size_b) in zip(one, other, strict=True):
+        low, high = max(a, b), min(a + size_a, b + size_b)
+        if low >= high:
+            return None
+        found.append((low, high - low))
+    return tuple(found)
+
+
+def offset_in(piece: Piece, box: Box) -> int:
+    """Of the first element of `box`, which is inside the piece."""
+    steps = zip(box, piece.box, piece.strides, strict=True)
+    return piece.offset + sum((at - first) * stride for (at, _), (first, _), stride in steps)
+
+
+def held(param: Param, position: int) -> list[Piece]:
+    """What a rank holds, where its own tensor has it; offsets count from param.offset."""
+    whole = _whole(param, position)
+    strides = param.strides or _dense([length(axis) for axis in whole], param.order)
+    axes = _windowed(param, whole)
+    skipped = len(axes) - len(param.elements)  # leading dimensions of size 1
+    outer = axes[:skipped]
+    if not all(outer):
+        return []
+    base = sum(axis[0].local * stride for axis, stride in zip(outer, strides, strict=False))
+    return _product(axes[skipped:], strides[skipped:], base)
+
+
+def parameter_axes(param: Param, position: int) -> tuple[Axis, ...]:
+    """What a rank holds of each dimension of the parameter, `local` as in a dense tensor of it."""
+    axes = _windowed(param, _whole(param, position))
+    skipped = len(axes) - len(param.elements)
+    if not all(axes[:skipped]):
+        return ((),) * len(param.elements)
+    return tuple(_packed(axis) for axis in axes[skipped:])
+
+
+def dense(axes: Sequence[Axis], order: Sequence[int] = ()) -> list[Piece]:
+    """The same elements in a dense tensor, its dimensions stored in `order`."""
+    return _product(axes, _dense([length(axis) for axis in axes], order), 0)
+
+
+def order_of(param: Param) -> tuple[int, ...]:
+    """Dimensions of the parameter that have more than one element, outermost in memory first."""
+    dims = len(param.shape)
+    skipped = dims - len(param.elements)
+    strides = param.strides or _dense(param.shape, param.order)
+    found = [d for d in range(dims) if d >= skipped and param.elements[d - skipped] > 1]
+    return tuple(d - skipped for d in sorted(found, key=lambda d: -strides[d]))
+
+
+def block_axes(axes: Sequence[Axis], shape: Sequence[int]) -> tuple[Axis, ...]:
+    """Blocks whose first element a shard holds, in each dimension; each block is one shard's."""
+    return tuple(_owned(axis, size) for axis, size in zip(axes, _sizes(axes, shape), strict=True))
+
+
+def target_blocks(axes: Sequence[Axis], blocks: Blocks) -> list[Piece]:
+    """Where a target keeps scales of the blocks that it holds; offsets count from blocks.offset.
+
+    Its runs begin at blocks: `why_unaligned` is empty.
+    """
+    grid = [
+        tuple(Run(run.first // size, -(-run.size // size), run.local // size) for run in axis)
+        for axis, size in zip(axes, _sizes(axes, blocks.shape), strict=True)
+    ]
+    counts = [axis[-1].local + axis[-1].size if axis else 0 for axis in grid]
+    return _product(grid, blocks.strides or _dense(counts, blocks.order), 0)
+
+
+def why_unaligned(axes: Sequence[Axis], shape: Sequence[int]) -> str:
+    """Empty where blocks of the parameter are blocks of the rank's tensor; else why not."""
+    for dim, (axis, size) in enumerate(zip(axes, _sizes(axes, shape), strict=True)):
+        for run in axis:
+            if run.first % size or run.local % size:
+                return (
+                    f"indices {run.first} to {run.first + run.size - 1} of dimension {dim} begin "
+                    f"inside a block of {size}"
+                )
+    return ""
+
+
+def _sizes(axes: Sequence[Axis], shape: Sequence[int]) -> tuple[int, ...]:
+    return (1,) * (len(axes) - 2) + tuple(shape)
+
+
+def _owned(axis: Axis, size: int) -> Axis:
+    found, local = [], 0
+    for run in axis:
+        first, end = -(-run.first // size), -(-(run.first + run.size) // size)
+        if first < end:
+            found.append(Run(first, end - first, local))
+            local += end - first
+    return tuple(found)
+
+
+def _whole(param: Param, position: int) -> tuple[Axis, ...]:
+    if param.part:
+        return tuple((Run(first, size, 0),) for first, size in param.part)
+    return axes_of(param.shape, param.mesh, param.placements, position)
+
+
+def _windowed(param: Param, axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
+    if not param.window:
+        return axes
+    return tuple(within(axis, *each) for axis, each in zip(axes, param.window, strict=True))
+
+
+def _packed(axis: Axis) -> Axis:
+    locals_ = itertools.accumulate((run.size for run in axis), initial=0)
+    return tuple(run._replace(local=at) for run, at in zip(axis, locals_, strict=False))
+
+
+def _dense(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [0] * len(shape), 1
+    for dim in reversed(order or range(len(shape))):
+        strides[dim] = step
+        step *= shape[dim]
+    return tuple(strides)
+
+
+def _product(axes: Sequence[Axis], strides: Sequence[int], base: int) -> list[Piece]:
+    return [
+        Piece(
+            box=tuple((run.first, run.size) for run in runs),
+            offset=base + sum(run.local * step for run, step in zip(runs, strides, strict=True)),
+            strides=tuple(strides),
+        )
+        for runs in itertools.product(*axes)
+    ]

@@ -1,0 +1,308 @@
+"""The plan of a weight update: which strided bytes each trainer writes into which generator.
+
+`weight_plan` is pure and made once, from both layouts; every rank may make it by itself, read it
+from disk, or get it as bytes. Parameters that are described alike share a template (flows.py), so a
+plan of 70,000 parameters has some dozens of them. docs/weights.md explains it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from moe_p2p.errors import InvalidArgumentError, require, require_type
+from moe_p2p.kv.strides import Rows
+from moe_p2p.weights import stored
+from moe_p2p.weights.flows import Flow, Place, Stage, Template, template
+from moe_p2p.weights.layout import Param, WeightLayout, item_bytes
+
+FORMAT = (
+    "weights 1"  # changes with what flows.py makes of layouts: files of another one are not read
+)
+
+
+class Write(NamedTuple):
+    """Row r of unit u: offsets[u][0] + r * source_stride bytes of the source's tensor, to
+    offsets[u][1] + r * target_stride bytes of the target's."""
+
+    name: str
+    scales: bool
+    source_rank: int
+    source_tensor: str
+    target_rank: int
+    target_tensor: str
+    rows: Rows
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows.row_bytes * self.rows.num_rows * len(self.rows.offsets)
+
+
+class Copy(NamedTuple):
+    """A dense copy that a source rank makes of its elements of a parameter before it writes."""
+
+    name: str
+    tensor: str
+    param: Param
+    position: int  # of the rank in the Param's mesh
+    stage: Stage
+
+
+class Maxima(NamedTuple):
+    """Blocks of a parameter, (first, size) of its grid, whose maxima these ranks exchange.
+
+    tensor: the copy that is quantized by them.
+    """
+
+    name: str
+    tensor: str
+    blocks: tuple[tuple[int, int], ...]
+    ranks: tuple[int, ...]
+
+
+class Counts(NamedTuple):
+    """What one rank writes to another in an update."""
+
+    nbytes: int
+    writes: int  # of `of_source`
+    rows: int
+
+
+class Gathered(NamedTuple):
+    """A parameter that targets get unconverted, in their tensor `Param.received`."""
+
+    name: str
+    nbytes: int
+    why: str
+
+
+class Entry(NamedTuple):
+    """A parameter of a plan. turn: its number."""
+
+    name: str
+    turn: int
+    template: Template
+    sources: tuple[Param, ...]
+    targets: tuple[Param, ...]
+
+
+@dataclass(frozen=True)
+class WeightPlan:
+    source: WeightLayout
+    target: WeightLayout
+    templates: tuple[Template, ...]
+    numbers: tuple[int, ...]  # of the template of each of `names`
+
+    @functools.cached_property
+    def names(self) -> tuple[str, ...]:
+        """Parameters that travel, in the source's order."""
+        return tuple(name for name in self.source.by_name if name in self.target.by_name)
+
+    @functools.cached_property
+    def unused(self) -> tuple[str, ...]:
+        """Parameters of the source that no target has."""
+        return tuple(name for name in self.source.by_name if name not in self.target.by_name)
+
+    def of_source(self, rank: int, names: Sequence[str] | None = None) -> Iterator[Write]:
+        """What a source rank writes, of all parameters or of `names`. Sources begin with different
+        targets, so that they do not all write to the same one."""
+        self._check("source", rank, self.source)
+        wanted = None if names is None else set(names)
+        for entry, (by_source, _) in self._indexed():
+            if wanted is not None and entry.name not in wanted:
+                continue
+            found = [
+                _write(entry, flow, place, target)
+                for place in _places(entry.sources, rank)
+                for flow, number in by_source.get(place, ())
+                for i, target in enumerate(flow.targets)
+                if flow.source_of(i, entry.turn) == number
+            ]
+            found.sort(key=lambda write: (write.target_rank - rank) % self.target.world_size)
+            yield from found
+
+    def of_target(self, rank: int) -> dict[int, Counts]:
+        """What a target rank gets, from which source ranks."""
+        self._check("target", rank, self.target)
+        found: dict[int, list[int]] = {}
+        for entry, (_, by_target) in self._indexed():
+            for place in _places(entry.targets, rank):
+                for flow, number in by_target.get(place, ()):
+                    i, at = flow.sources[flow.source_of(number, entry.turn)]
+                    counts = found.setdefault(entry.sources[i].ranks[at], [0, 0, 0])
+                    counts[0] += flow.nbytes
+                    counts[1] += 1
+                    counts[2] += flow.rows.num_rows * len(flow.rows.offsets)
+        return {source: Counts(*counts) for source, counts in sorted(found.items())}
+
+    def copies(self, rank: int) -> Iterator[Copy]:
+        """What a source rank converts before it writes: other types, other orders, fp8."""
+        self._check("source", rank, self.source)
+        for entry in self.entries():
+            for i, at in _places(entry.sources, rank) if entry.template.stages else ():
+                for stage in entry.template.stages:
+                    yield Copy(entry.name, stage.tensor(entry.name), entry.sources[i], at, stage)
+
+    def maxima(self, rank: int) -> Iterator[Maxima]:
+        """Exchanges of block maxima that a source rank takes part in."""
+        self._check("source", rank, self.source)
+        for entry in self.entries():
+            if entry.template.exchanges:
+                yield from _maxima(entry, set(_places(entry.sources, rank)))
+
+    @functools.cached_property
+    def gathered(self) -> tuple[Gathered, ...]:
+        """What is not written in its final form, and why; bytes of all targets together."""
+        return tuple(
+            Gathered(
+                name=entry.name,
+                nbytes=sum(
+                    flow.nbytes * sum(i == number for i, _ in flow.targets)
+                    for flow in entry.template.flows
+                ),
+                why=f"{entry.targets[number].tensor}: {why}",
+            )
+            for entry in self.entries()
+            for number, why in entry.template.received
+        )
+
+    def entries(self) -> Iterator[Entry]:
+        ours, theirs = self.source.by_name, self.target.by_name
+        for turn, (name, number) in enumerate(zip(self.names, self.numbers, strict=True)):
+            yield Entry(name, turn, self.templates[number], ours[name], theirs[name])
+
+    def _indexed(self) -> Iterator[tuple[Entry, tuple[_ByPlace, _ByPlace]]]:
+        for entry, number in zip(self.entries(), self.numbers, strict=True):
+            yield entry, self._indices[number]
+
+    @functools.cached_property
+    def _indices(self) -> list[tuple[_ByPlace, _ByPlace]]:
+        return [_by_place(each) for each in self.templates]
+
+    def _check(self, side: str, rank: int, layout: WeightLayout) -> None:
+        require(
+            type(rank) is int and 0 <= rank < layout.world_size,
+            f"{side} rank {rank!r} must be 0 to {layout.world_size - 1}",
+        )
+
+    def to_bytes(self) -> bytes:
+        """The plan with both layouts, to send to other ranks."""
+        source, target = self.source.to_bytes(), self.target.to_bytes()
+        head = len(source).to_bytes(8, "little") + len(target).to_bytes(8, "little")
+        return head + source + target + stored.pack(self.templates, self.numbers)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> WeightPlan:
+        first, second = (int.from_bytes(data[at : at + 8], "little") for at in (0, 8))
+        ends = (16, 16 + first, 16 + first + second)
+        source, target = (data[a:b] for a, b in itertools.pairwise(ends))
+        layouts = (WeightLayout.from_bytes(source), WeightLayout.from_bytes(target))
+        return cls(*layouts, *stored.unpack(data[ends[2] :]))
+
+
+def weight_plan(
+    source: WeightLayout, target: WeightLayout, *, cache: str | Path | None = None
+) -> WeightPlan:
+    """Returns the plan from `source` to `target`.
+
+    cache: folder of plans by a hash of both layouts; a plan that is there is read. Raises
+    InvalidArgumentError with the parameter that one side lacks or that cannot be converted.
+    """
+    require_type("weight_plan: source", source, WeightLayout, "a WeightLayout")
+    require_type("weight_plan: target", target, WeightLayout, "a WeightLayout")
+    if cache is None:
+        return _plan(source, target)
+    key = hashlib.sha256(f"{FORMAT} {source.digest} {target.digest}".encode()).hexdigest()
+    file = Path(cache) / f"{key[:32]}.weights"
+    with contextlib.suppress(OSError, InvalidArgumentError):  # missing, or torn: made anew
+        return WeightPlan(source, target, *stored.unpack(file.read_bytes()))
+    plan = _plan(source, target)
+    stored.replace(file, stored.pack(plan.templates, plan.numbers))
+    return plan
+
+
+def _plan(source: WeightLayout, target: WeightLayout) -> WeightPlan:
+    missing = [name for name in target.by_name if name not in source.by_name]
+    require(
+        not missing,
+        f"weight_plan: no source rank has {', '.join(missing[:3])}"
+        + (f" and {len(missing) - 3} more" if len(missing) > 3 else ""),
+    )
+    known: dict[tuple[object, ...], int] = {}
+    made: list[Template] = []
+    numbers = []
+    for name, ours in source.by_name.items():
+        theirs = target.by_name.get(name)
+        if theirs is None:
+            continue
+        key = (tuple(each.how for each in ours), tuple(each.how for each in theirs))
+        if key not in known:
+            known[key] = len(made)
+            made.append(template(name, ours, theirs))
+        numbers.append(known[key])
+    return WeightPlan(source, target, tuple(made), tuple(numbers))
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _positions(ranks: tuple[int, ...], rank: int) -> tuple[int, ...]:
+    return tuple(i for i, each in enumerate(ranks) if each == rank)
+
+
+def _places(params: Sequence[Param], rank: int) -> list[Place]:
+    return [(i, at) for i, each in enumerate(params) for at in _positions(each.ranks, rank)]
+
+
+_ByPlace = dict[Place, list[tuple[Flow, int]]]
+
+
+def _by_place(each: Template) -> tuple[_ByPlace, _ByPlace]:
+    """Flows by source and by target place, with the number of the place in the flow."""
+    sides: tuple[_ByPlace, _ByPlace] = ({}, {})
+    for flow in each.flows:
+        for side, places in zip(sides, (flow.sources, flow.targets), strict=True):
+            for i, place in enumerate(places):
+                side.setdefault(place, []).append((flow, i))
+    return sides
+
+
+def _write(entry: Entry, flow: Flow, source: Place, target: Place) -> Write:
+    ours, theirs = entry.sources[source[0]], entry.targets[target[0]]
+    stage = entry.template.stages[flow.stage] if flow.stage >= 0 else None
+    if stage is None:
+        tensor, offset = ours.tensor, ours.offset * item_bytes(ours.dtype)
+    else:
+        tensor, offset = stage.tensor(entry.name) + (":scales" if flow.scales else ""), 0
+    if target[0] in dict(entry.template.received):
+        to_tensor, to_offset = theirs.received, 0
+    elif flow.scales:
+        assert theirs.blocks is not None
+        to_tensor, to_offset = theirs.blocks.tensor, theirs.blocks.offset * 4
+    else:
+        to_tensor, to_offset = theirs.tensor, theirs.offset * item_bytes(theirs.dtype)
+    offsets = tuple((offset + a, to_offset + b) for a, b in flow.rows.offsets)
+    return Write(
+        name=entry.name,
+        scales=flow.scales,
+        source_rank=ours.ranks[source[1]],
+        source_tensor=tensor,
+        target_rank=theirs.ranks[target[1]],
+        target_tensor=to_tensor,
+        rows=flow.rows._replace(offsets=offsets),
+    )
+
+
+def _maxima(entry: Entry, places: set[Place]) -> Iterator[Maxima]:
+    """Places of the same number exchange; a shard with fewer of them takes part several times."""
+    for each in entry.template.exchanges:
+        for k in range(max(len(party) for party in each.parties)):
+            group = [party[k % len(party)] for party in each.parties]
+            if places.intersection(group):
+                ranks = tuple(entry.sources[i].ranks[at] for i, at in group)
+                stage = entry.template.stages[each.stage]
+                yield Maxima(entry.name, stage.tensor(entry.name), each.blocks, ranks)

@@ -1,0 +1,113 @@
+"""How long an update takes, from what each rank sends and public rates; nothing here is fitted.
+
+A stage takes n * (time of one) + bytes / rate, on the rank that has most of it. Stages of an update
+run side by side, layer by layer: the longest one counts, and of the others one layer's share.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from moe_p2p.weights.models import Model, weights
+from moe_p2p.weights.totals import Totals
+
+EAGER_BYTES = (
+    31  # of device memory for an element: per_block_cast_to_fp8 of DeepGEMM in eager torch
+)
+EAGER_KERNELS = 9  # of it: zeros, copy, abs, float, amax, clamp, divide, multiply, cast
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Per GPU. nic: bytes/s of its NICs together.
+
+    wire_part: what large writes reach of it: 370 of 400 Gbit/s (fabric-lib, pages of 64 KiB, CX7).
+    write_s: posting one slice of a scatter: 8.5 us for 64 (fabric-lib, CX7).
+    call_s: one call from Python: a budget of ours (5 us), not a measurement.
+    memory: bytes/s of HBM (H100 SXM's data sheet). launch_s: launching a kernel or a copy of torch.
+    host: pinned host to device over PCIe 5.0 x16, of 63 GB/s raw.
+    """
+
+    nic: float = 50e9
+    wire_part: float = 370 / 400
+    write_s: float = 8.5e-6 / 64
+    call_s: float = 5e-6
+    memory: float = 3.35e12
+    launch_s: float = 5e-6
+    host: float = 55e9
+
+
+class Stage(NamedTuple):
+    name: str
+    seconds: float
+    how: str
+
+
+class Prediction(NamedTuple):
+    stages: tuple[Stage, ...]
+    seconds: float
+
+
+def predict(totals: Totals, layers: int, rates: Rates) -> Prediction:
+    """Our update: shards on the GPUs, no gather, written into another buffer of the targets."""
+    moved = max(map(sum, zip(totals.copied_bytes, totals.read_bytes, strict=True)))
+    launches = 2 * layers  # grouped: maxima, then values
+    convert = launches * rates.launch_s + moved / rates.memory
+    peers = max((len(each) - 1 for each in totals.peers), default=0)
+    sent = max(b * (len(p) - 1) for b, p in zip(totals.maxima_bytes, totals.peers, strict=True))
+    messages = max(peers, 0) * layers
+    wire_rate = rates.nic * rates.wire_part
+    exchange = messages * rates.write_s + max(sent, 0) / wire_rate
+    writes, calls = max(totals.source_writes), layers
+    submit = calls * rates.call_s + writes * rates.write_s
+    out, into = max(totals.source_bytes), max(totals.target_bytes)
+    side = "in, at a generator" if into >= out else "out, at a trainer"
+    stages = (
+        Stage("convert", convert, f"{launches} kernels, {moved / 1e9:.2f} GB of device memory"),
+        Stage("block maxima", exchange, f"{messages} messages, {sent / 1e6:.1f} MB"),
+        Stage("submit", submit, f"{calls} calls, {writes:,} writes"),
+        Stage("wire", max(out, into) / wire_rate, f"{max(out, into) / 1e9:.2f} GB {side}"),
+    )
+    longest = max(stage.seconds for stage in stages)
+    rest = sum(stage.seconds for stage in stages) - longest
+    return Prediction(stages, longest + rest / layers)
+
+
+class Published(NamedTuple):
+    name: str
+    predicted_ms: float
+    published_ms: float
+    how: str
+
+
+def paper(model: Model, trainers: int, generators: int, rates: Rates) -> tuple[Published, ...]:
+    """fabric-lib's own procedure for Kimi-K2: bf16 shards on hosts, experts dealt to the 8 GPUs of
+    a node and sharded over nodes, other parameters sharded over all; parameters gathered, each
+    converted by eager torch where it is sent from, and one write per parameter, scale and target.
+
+    An expert goes to one target, other parameters to all, spread over the trainers.
+    """
+    elements = sends = quantized = kernels = local = 0.0
+    for each in weights(model):
+        size = 1
+        for n in each.shape:
+            size *= n
+        elements += size
+        local += 1 / 8 if each.expert is not None else 1
+        times = 1 if each.expert is not None else generators
+        sends += times * (2 if each.quantized else 1)
+        if each.quantized:
+            quantized += times * size
+            kernels += times * EAGER_KERNELS
+    copied = 1e3 * (elements * 2 / trainers / rates.host + local * rates.launch_s)
+    moved = quantized * EAGER_BYTES / trainers
+    cast = 1e3 * (moved / rates.memory + kernels / trainers * rates.launch_s)
+    return (
+        Published("host to device", copied, 184, f"{elements * 2 / trainers / 1e9:.2f} GB in "
+                  f"{local:,.0f} copies"),
+        Published("quantize", cast, 88, f"{moved / 1e9:.0f} GB of device memory, "
+                  f"{kernels / trainers:,.0f} kernels"),
+        Published("submit", sends / trainers * 26 / 1144, 26, f"{sends / trainers:,.0f} calls "
+                  "(published: 1,144); the time of a call is theirs"),
+    )  # fmt: skip
