@@ -88,10 +88,10 @@ class KVTransferStats:
         for each in requests:
             (done if each.done() else left).append(each)
         for each in done:
-            self._add(each.report())
+            self.add(each.report())
         return done, left
 
-    def _add(self, report: Report) -> None:
+    def add(self, report: Report) -> None:
         if report.first_post_at is None:
             return
         first, last = self.first_post_at, self.last_completion_at

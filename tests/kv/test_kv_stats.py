@@ -132,6 +132,7 @@ class LateFence(kv.KVReceiver):
 def test_a_fence_and_its_retries_are_named() -> None:
     with workers(LAYOUT, LAYOUT, kinds=(StoppedSender, LateFence)) as found:
         sender, receiver = found.senders[0], found.receivers[0]
+        assert isinstance(sender, StoppedSender)
         reservation, sending = both(found)
         while sending.flights[0].state != "open":
             time.sleep(0.001)
