@@ -18,6 +18,7 @@ namespace moe_p2p::ops {
 struct RequestRecord {
   RequestRecord() noexcept { request.timed = true; }
 
+  std::shared_ptr<const void> gates;  // what owns request.gate
   engine::Request request;
   std::vector<int64_t> source_pages;
   std::vector<int64_t> target_pages;

@@ -22,13 +22,13 @@ from torch import Tensor
 from moe_p2p import errors
 from moe_p2p.errors import AbortedError, MoeP2pError, PeerDeadError, make, require
 from moe_p2p.kv.channel import Message
-from moe_p2p.kv.checksum import add
 from moe_p2p.kv.pair import Pair
 from moe_p2p.kv.requests import aligned_begin
 from moe_p2p.kv.sending import Flight, KVSending, Opened
 from moe_p2p.kv.tail import MAX_CHUNKS, MAX_USER_BYTES, Tail
 from moe_p2p.kv.units import Units, int32_bytes
 from moe_p2p.kv.worker import KVWorker
+from moe_p2p.transfers import Gate
 
 _KEPT = 4096  # names of requests that were given up
 
@@ -78,7 +78,7 @@ class KVSender(KVWorker):
             )
             flight.slot = self.slots.take(self._text(sending, "opening"))
             for layer, end in sending.calls:
-                self._send_layer(flight, layer, end)
+                self._send_layer(sending, flight, layer, end)
             if sending.user is not None:
                 self._send_tail(sending, flight)
         except MoeP2pError as error:  # pages that do not fit, say
@@ -89,7 +89,8 @@ class KVSender(KVWorker):
 
     # --- layers, tail ---
 
-    def layer(self, sending: KVSending, layer: int, end: int) -> None:
+    def layer(self, sending: KVSending, layer: int, end: int, after: Gate | None = None) -> None:
+        """after: the layer is not computed yet, and is sent when it is."""
         with self.lock:
             self._require_open(sending)
             last = sending.calls[-1][1] if sending.calls else 0
@@ -100,10 +101,12 @@ class KVSender(KVWorker):
                 ),
             )
             sending.calls.append((layer, end))
+            if after is not None:
+                sending.add_gate(layer, end, after, self.clock())
             try:
                 for flight in sending.flights:
                     if flight.state == "open":
-                        self._send_layer(flight, layer, end)
+                        self._send_layer(sending, flight, layer, end)
             except MoeP2pError as error:
                 self._fail(sending, error)
                 raise
@@ -116,7 +119,7 @@ class KVSender(KVWorker):
             self._text(sending, "it was committed"),
         )
 
-    def _send_layer(self, flight: Flight, layer: int, end: int) -> None:
+    def _send_layer(self, sending: KVSending, flight: Flight, layer: int, end: int) -> None:
         opened, units = flight.opened, flight.units
         assert opened is not None
         assert units is not None
@@ -125,11 +128,13 @@ class KVSender(KVWorker):
         chunk = flight.chunk
         if chunk is None:
             return
+        after = sending.gates.get((layer, end))
         if opened.verify:
-            part = units.checksum(self.cache, layer, chunk, at_source=True)
-            flight.sums[layer] = add(flight.sums.get(layer, 0), part)
+            flight.unsummed.append((layer, chunk))
+            if not sending.gates:
+                flight.sum_layers(self.cache)
         if not opened.pull:
-            flight.requests += units.write(self.engine, layer, chunk, opened.imm)
+            flight.requests += units.write(self.engine, layer, chunk, opened.imm, after)
 
     def _begin_chunk(self, flight: Flight, end: int) -> None:
         """Whole pages of the target, but for the last: two chunks never write the same page."""
@@ -185,6 +190,11 @@ class KVSender(KVWorker):
         assert opened is not None
         assert slot is not None
         assert sending.user is not None
+        # Sums and offers are of bytes that are there; without them the tail may go ahead.
+        flight.tail_due = (opened.verify or opened.pull) and bool(sending.shut_gates())
+        if flight.tail_due:
+            return
+        flight.sum_layers(self.cache)
         sums = tuple(flight.sums[layer] for layer in flight.pair.layers) if opened.verify else ()
         ends = tuple(end for _, end in flight.chunks)
         tail = Tail(opened.nonce, opened.begin, sending.total, ends, sums, sending.user).to_bytes()
@@ -223,6 +233,8 @@ class KVSender(KVWorker):
             return sending.state != "open"
 
     def _look(self, sending: KVSending, flight: Flight) -> None:
+        if flight.tail_due:
+            self._send_tail(sending, flight)
         for request in flight.take_done(sending.stats):
             try:
                 request.wait(0)
@@ -387,6 +399,7 @@ class KVSender(KVWorker):
             if sending.state == "open":
                 self.poll(sending)
                 self._check_opened(sending, now)
+                self._check_signals(sending, now)
             draining |= self._drain(sending)
             for flight in sending.flights:
                 late = flight.state == "draining" and now >= flight.drain_until
@@ -399,6 +412,14 @@ class KVSender(KVWorker):
         waiting = [flight.pair.name for flight in sending.flights if flight.state == "waiting"]
         if waiting and now - sending.stats.queued_at > self.timeouts.open_s:
             why = f"waited {self.timeouts.open_s} s in phase open for {', '.join(waiting)}"
+            text = self._text(sending, f"{why}; {self._progress(sending)}")
+            self._fail(sending, make(errors.TimeoutError, text))
+
+    def _check_signals(self, sending: KVSending, now: float) -> None:
+        shut = sending.shut_gates()
+        if shut and now - sending.begun_at > self.timeouts.layers_s:
+            where = f"layer {shut[0].layer} of step {shut[0].step}"
+            why = f"waited {self.timeouts.layers_s} s in phase signal for {where}"
             text = self._text(sending, f"{why}; {self._progress(sending)}")
             self._fail(sending, make(errors.TimeoutError, text))
 

@@ -10,10 +10,12 @@ from torch import Tensor
 
 from moe_p2p.errors import MoeP2pError
 from moe_p2p.kv.channel import Message
-from moe_p2p.kv.pair import Pair
+from moe_p2p.kv.checksum import add
+from moe_p2p.kv.pair import KVCache, Pair
 from moe_p2p.kv.stats import KVTransferStats
 from moe_p2p.kv.tail import Slot
 from moe_p2p.kv.units import Chunk, Units, int32_tensor
+from moe_p2p.transfers import Gate
 
 if TYPE_CHECKING:
     from moe_p2p.kv.sender import KVSender
@@ -65,7 +67,9 @@ class Flight:
     chunk: Chunk | None = None  # of `end`; None: no whole page more than before
     end: int | None = None  # tokens that are there, as the caller says
     sums: dict[int, int] = field(default_factory=dict)  # by layer
+    unsummed: list[tuple[int, Chunk]] = field(default_factory=list)  # layers, until the tail
     requests: list[Any] = field(default_factory=list)
+    tail_due: bool = False  # waits until all layers are computed
     committed: bool = False
     drain_until: float = 0.0
 
@@ -73,6 +77,13 @@ class Flight:
         """Removes the requests that are done, and returns them; `stats` gets their figures."""
         done, self.requests = stats.take_done(self.requests)
         return done
+
+    def sum_layers(self, cache: KVCache) -> None:
+        assert self.units is not None
+        for layer, chunk in self.unsummed:
+            part = self.units.checksum(cache, layer, chunk, at_source=True)
+            self.sums[layer] = add(self.sums.get(layer, 0), part)
+        self.unsummed.clear()
 
 
 class KVSending:
@@ -84,6 +95,9 @@ class KVSending:
         self.sender, self.request, self.pages, self.total = sender, request, dict(pages), total
         self.flights: list[Flight] = []
         self.calls: list[tuple[int, int]] = []  # (layer, tokens that are there), in their order
+        self.gates: dict[tuple[int, int], Gate] = {}  # of calls that wait for a signal
+        self._shut: list[Gate] = []  # of these, not known to be open
+        self.begun_at = 0.0  # the last step
         self.user: bytes | None = None  # not None: committed
         self.state = "open"  # then "complete" or "failed"
         self.error: MoeP2pError | None = None
@@ -93,10 +107,20 @@ class KVSending:
     def layer(self, layer: int, end: int | None = None) -> None:
         """Sends one layer, number `layer` of the model, of tokens up to `end` (None: all).
 
-        Its bytes must be there; on a GPU synchronize the stream first. With chunked prefill all
+        Its bytes must be there; on a GPU synchronize the stream first, or let `KVSignals` do it. With chunked prefill all
         layers of a chunk come before those of the next one.
         """
         self.sender.layer(self, layer, self.total if end is None else end)
+
+    def add_gate(self, layer: int, end: int, gate: Gate, now: float) -> None:
+        self.gates[layer, end] = gate
+        self._shut.append(gate)
+        self.begun_at = now
+
+    def shut_gates(self) -> list[Gate]:
+        """Layers that are not computed yet, as far as signals say."""
+        self._shut = [gate for gate in self._shut if not gate.reached()]
+        return self._shut
 
     def commit(self, user: bytes = b"") -> None:
         """All layers of all tokens were sent. user: up to 256 bytes for the receivers."""

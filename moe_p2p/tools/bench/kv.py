@@ -210,7 +210,7 @@ def _parse(arguments: list[str]) -> Options:
     add("--layers", type=int, help="of the model (16; 94)")
     add("--token-bytes", type=int, default=512, help="of a layer: K and V of one head (512)")
     add("--page-kib", type=_sizes, help="of a layer, with commas (1,4,16,64)")
-    add("--repeats", type=int, help="of each figure (10)")
+    add("--repeats", type=int, help="of each figure (5)")
     add(
         "--compute-ms",
         type=float,
@@ -231,7 +231,7 @@ def _parse(arguments: list[str]) -> Options:
     defaults: dict[str, Any] = {"tokens": 2048, "layers": 16, "compute_ms": 2.0, "gbps": 0.0}
     if given["device"] == "cuda":
         defaults = {"tokens": 4096, "layers": 94, "compute_ms": 0.0, "gbps": 400.0}
-    defaults |= {"page_kib": (4, 64) if quick else (1, 4, 16, 64), "repeats": 3 if quick else 10}
+    defaults |= {"page_kib": (4, 64) if quick else (1, 4, 16, 64), "repeats": 3 if quick else 5}
     complete: dict[str, Any] = {k: defaults[k] if v is None else v for k, v in given.items()}
     complete["systems"] = tuple(filter(None, complete["systems"].split(",")))
     if unknown := set(complete["systems"]) - set(kv_systems.NAMES):
