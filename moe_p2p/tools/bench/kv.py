@@ -5,9 +5,12 @@ figures of each: a whole request without compute, by several systems, and the ti
 token (TTFT) of a model whose layers take the time of kv_compute.py. Systems take turns. The bytes
 of every system are compared at decode, after each page size.
 
-Spans of a layer, by clocks that both processes share (time.monotonic):
-    signal   its bytes are there -> the engine is called
-    post     the engine is called -> before its first write is given to a NIC
+`signals`: KVSignals; `by layer`: KVSending.layer after each layer; `at the end`: after the last.
+Spans of a layer, by a clock that both processes share (time.monotonic); times of a GPU are matched
+with it before and after, and the error is printed:
+    signal   its bytes are there -> `signal` has returned (a kernel on a GPU: 0), `layer` is called
+    post     then, or of `signals` from when its bytes were there -> before its first write is
+             given to a NIC
     wire     then -> its last completion is seen at prefill
     arrival  from the first write -> decode sees its last immediate
 """
@@ -82,7 +85,7 @@ def _figures(options: Options, measured: Measured) -> list[Figure]:
     figures = []
     for system in dict.fromkeys([*measured.ttft_s, *measured.request_s]):
         request, ttft = measured.request_s.get(system), measured.ttft_s.get(system)
-        spans = measured.spans_s if system == "by layer" else {}
+        spans = measured.spans_s.get(system, {})
         taken = statistics.median(request) if request else None
         figures.append(
             Figure(
@@ -140,7 +143,9 @@ def text(options: Options, measured: list[Measured], figures: list[Figure]) -> s
             cells = tuple(
                 f"{p50:,.1f} ({p99:,.1f})" for p50, p99 in (each.spans_us[name] for name in SPANS)
             )
-            lines.append(f"{each.page_kib:>3g} KiB{'':24}" + "".join(f"{c:>20}" for c in cells))
+            lines.append(
+                f"{each.page_kib:>3g} KiB {each.system:23}" + "".join(f"{c:>20}" for c in cells)
+            )
     return "\n".join(lines)
 
 

@@ -28,6 +28,7 @@ LIMIT_S = 60.0
 LOOPBACK_NICS = 2  # of an engine that is not told otherwise
 FREE = 0xEE  # in memory of decode that nothing was written to
 GROUP = "kv"
+OURS = ("signals", "by layer", "at the end")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +63,7 @@ class Measured:
     case: Case
     request_s: dict[str, list[float]] = field(default_factory=dict)
     ttft_s: dict[str, list[float]] = field(default_factory=dict)
-    spans_s: dict[str, list[float]] = field(default_factory=dict)
+    spans_s: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     writes: dict[str, int] = field(default_factory=dict)
     wrong_bytes: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -121,6 +122,8 @@ def opened(options: Options, case: Case, rank: int, device: torch.device) -> Ite
             exchange(store.port)
         stack.enter_context(kv.Membership(side.worker, kv.TorchLeases(store)))
         side.worker.wait_for("decode" if rank == 0 else "prefill", LIMIT_S)
+        if side.signals is not None:
+            stack.callback(side.signals.close)
         for name in options.systems:
             reason = kv_systems.why_not(name)
             if reason:
@@ -164,33 +167,46 @@ class Side:
         kind = kv.KVReceiver if rank else kv.KVSender
         more: dict[str, Any] = {"verify": "off"} if rank else {}
         self.worker: Any = kind(engine, cache, instance=("prefill", "decode")[rank], **more)
+        self.signals = None if rank else kv.KVSignals(self.worker)
         self.systems: list[kv_systems.System] = []
         self.notes: list[str] = []
         self.names = itertools.count()
 
     # --- prefill ---
 
-    def send(self, compute: Compute | None, *, at_end: bool) -> Sent:
-        """One request of ours. at_end: all layers after the last one was computed."""
+    def send(self, compute: Compute | None, how: str) -> Sent:
+        """One request of ours; `how` is one of OURS."""
         pages = {GROUP: self.pages[0].int()}
         sending = self.worker.start(
             f"r{next(self.names)}", "decode", pages, total=self.options.tokens
         )
         sending.stats = stats = _Reports(sending.request, "sender", time.monotonic())
         _until(lambda: sending.flights[0].state == "open", "decode has not opened a request")
-        layers = computed(compute, self.options.layers)
         sent = Sent(time.monotonic(), 0.0)
-        if at_end:
-            layers = iter(list(layers))
-        for layer, ready in enumerate(layers):
-            sent.ready.append(ready)
-            sent.called.append(time.monotonic())
-            sending.layer(layer)
+        if how == "signals":
+            self._signalled(compute, sending, sent)
+        else:
+            layers = computed(compute, self.options.layers)
+            for layer, (ready, _) in enumerate(list(layers) if how == "at the end" else layers):
+                sent.ready.append(ready)
+                sent.called.append(time.monotonic())
+                sending.layer(layer)
         sending.commit()
         sending.wait(LIMIT_S)
         sent.ended = time.monotonic()
         sent.reports = sorted(stats.reports, key=lambda report: report.first_post_at or 0.0)
         return sent
+
+    def _signalled(self, compute: Compute | None, sending: kv.KVSending, sent: Sent) -> None:
+        """The engine's thread sends a layer when it sees the word that `signal` writes."""
+        signals = self.signals
+        assert signals is not None
+        with signals.step([(sending, None)]):
+            for ready, called in computed(
+                compute, self.options.layers, lambda layer: signals.signal(layer, self.memory)
+            ):
+                sent.ready.append(ready)
+                sent.called.append(called)
 
     def send_by(self, system: kv_systems.System, compute: Compute | None) -> Sent:
         sent = Sent(time.monotonic(), 0.0)
@@ -247,41 +263,50 @@ class _Reports(KVTransferStats):
         self.reports.append(report)
 
 
-def computed(compute: Compute | None, num_layers: int) -> Iterator[float]:
-    """Yields after each layer: when its bytes were there."""
-    if compute is None:
-        for _ in range(num_layers):
-            yield time.monotonic()
-    elif compute.on_gpu:
-        yield from _on_gpu(compute, num_layers)
-    else:
-        for _ in range(num_layers):
+def computed(
+    compute: Compute | None, num_layers: int, signal: Callable[[int], None] | None = None
+) -> Iterator[tuple[float, float]]:
+    """Yields after each layer: when its bytes were there, and when `signal` of it had returned. On
+    a GPU `signal` is a kernel behind the layer's, so the two are one."""
+    if compute is not None and compute.on_gpu:
+        yield from _on_gpu(compute, num_layers, signal)
+        return
+    for layer in range(num_layers):
+        if compute is not None:
             compute.layer()
-            yield time.monotonic()
+        ready = time.monotonic()
+        if signal is not None:
+            signal(layer)
+        yield ready, time.monotonic()
 
 
-def _on_gpu(compute: Compute, num_layers: int) -> Iterator[float]:
+def _on_gpu(
+    compute: Compute, num_layers: int, signal: Callable[[int], None] | None
+) -> Iterator[tuple[float, float]]:
     """Another thread launches; this one waits for the event of each layer."""
     clock, events = GpuClock(), [torch.cuda.Event(enable_timing=True) for _ in range(num_layers)]
     launched = [threading.Event() for _ in events]
     before = clock.match()
 
     def launch_all() -> None:
-        for event, flag in zip(events, launched, strict=True):
+        torch.cuda.set_device(compute.device)  # each thread has a device of its own
+        for layer, event in enumerate(events):
             compute.layer()
             event.record()
-            flag.set()
+            if signal is not None:
+                signal(layer)
+            launched[layer].set()
 
     thread = threading.Thread(target=launch_all)
     thread.start()
     for event, flag in zip(events, launched, strict=True):
-        flag.wait(LIMIT_S)
+        require(flag.wait(LIMIT_S), f"a layer was not launched within {LIMIT_S} s")
         while not event.query():
             pass
-        yield clock.seconds(event) + before.offset_s
+        at = clock.seconds(event) + before.offset_s
+        yield at, at
     thread.join()
-    match = between(before, clock.match())
-    CLOCK_ERRORS.append(match.error_s)
+    CLOCK_ERRORS.append(between(before, clock.match()).error_s)
 
 
 CLOCK_ERRORS: list[float] = []  # of this process, one a run on a GPU
@@ -290,8 +315,7 @@ CLOCK_ERRORS: list[float] = []  # of this process, one a run on a GPU
 def _measure(options: Options, side: Side, compute: Compute) -> Measured:
     measured = Measured(side.case, notes=side.notes)
     runs: list[tuple[str, Callable[[Compute | None], Sent]]] = [
-        ("by layer", lambda given: side.send(given, at_end=False)),
-        ("at the end", lambda given: side.send(given, at_end=True)),
+        (how, lambda given, how=how: side.send(given, how)) for how in OURS
     ]
     for system in side.systems:
         runs.append((system.name, lambda given, s=system: side.send_by(s, given)))
@@ -330,7 +354,7 @@ def _one(
 ) -> None:
     side.clear()
     dist.barrier()
-    ours = name in ("by layer", "at the end")
+    ours = name in OURS
     mine: Any = None
     if side.rank == 0:
         mine = call(given)
@@ -346,21 +370,24 @@ def _one(
         return
     ended = seen[-1] if ours else sent.ended
     times.ttft_s.setdefault(name, []).append(ended - sent.began)
-    if name == "by layer":
-        _spans(side.options.layers, sent, seen, times)
+    if ours and name != "at the end":
+        _spans(sent, seen, times.spans_s.setdefault(name, {}), signalled=name == "signals")
 
 
-def _spans(layers: int, sent: Sent, seen: list[float], times: Measured) -> None:
+def _spans(
+    sent: Sent, seen: list[float], spans: dict[str, list[float]], *, signalled: bool
+) -> None:
+    layers = len(sent.ready)
     require(
         len(sent.reports) == layers + 1, f"{len(sent.reports)} writes are known of {layers} layers"
     )
-    spans = times.spans_s
     rows = zip(sent.ready, sent.called, sent.reports[:layers], seen[:layers], strict=True)
     for ready, called, report, arrived in rows:
         posted = report.first_post_at
         assert posted is not None
         spans.setdefault("signal", []).append(called - ready)
-        spans.setdefault("post", []).append(posted - called)
+        # The engine may post before `signal` has returned to Python.
+        spans.setdefault("post", []).append(posted - (ready if signalled else called))
         spans.setdefault("wire", []).append(report.ended_at - posted)
         spans.setdefault("arrival", []).append(arrived - posted)
 
