@@ -184,8 +184,8 @@ class KVSignals:
             raise make(errors.ClosedError, f"{self.sender.name}: KVSignals is closed")
         require(
             not self.capturing(),
-            f"{self.sender.name}: a step is begun while a graph is captured, which would repeat its "
-            "number; begin it before each replay",
+            f"{self.sender.name}: a step is begun while a graph is captured, which would repeat "
+            "its number; begin it before each replay",
         )
 
     def _make_room(self) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_p2p import AbortedError, ClosedError, InvalidArgumentError, errors, kv, ops
-from tests.support.kv_workers import QUICK, Workers, random_cache, some_pages, workers
+from tests.support.kv_workers import QUICK, Workers, some_pages, workers
 
 LAYERS, PAGES, TOKENS = 3, 32, 18
 GROUP = kv.KVGroup("kv", tuple(range(LAYERS)), heads=4, k_bytes=16, v_bytes=16, page_size=4)
@@ -84,7 +84,8 @@ def test_a_layer_travels_when_it_is_signalled_and_not_before(found: Workers) -> 
                 done = [request.done() for request in sending.flights[0].requests]
                 assert done == [False] * (LAYERS - layer)
                 model.layer(layer)
-                until(lambda: in_flight(sending) == LAYERS - layer - 1)
+                left = LAYERS - layer - 1
+                until(lambda: in_flight(sending) == left)  # noqa: B023
                 assert torch.equal(
                     layers_of(receiver, THEIRS)[layer], layers_of(sender, OURS)[layer]
                 )
@@ -118,6 +119,33 @@ def test_replays_outside_of_a_step_send_nothing_and_shift_no_step(found: Workers
             before = writes(found)
             model.forward()
             assert writes(found) == before
+
+
+def test_a_step_without_its_forward_pass_is_not_signalled_by_the_next_replay(
+    found: Workers,
+) -> None:
+    with kv.KVSignals(found.senders[0]) as signals:
+        sending, _ = start(found)
+        until(lambda: sending.flights[0].state == "open")
+        with signals.step([(sending, None)]):
+            pass
+        Model(signals).forward()
+        assert in_flight(sending) == LAYERS
+        assert writes(found) == 0
+
+
+def test_a_receiver_may_open_after_a_dummy_batch(found: Workers) -> None:
+    """What was signalled stays signalled."""
+    with kv.KVSignals(found.senders[0]) as signals:
+        model = Model(signals)
+        sending = start_alone(found, "r")
+        with signals.step([(sending, None)]):
+            model.forward()
+        model.forward()
+        pages = {"kv": THEIRS}
+        reservation = found.receivers[0].reserve("r", "prefill", pages, total=TOKENS)
+        sending.commit()
+        reservation.wait(20)
 
 
 def test_chunks_of_several_steps_and_a_receiver_that_opens_late(found: Workers) -> None:
@@ -155,8 +183,8 @@ def test_many_steps_wait_and_one_too_many_is_an_error_by_name(found: Workers) ->
         signals.begin_step([(sendings[1], None)])
         with pytest.raises(
             errors.ResourceExhaustedError,
-            match=r"prefill/0: 2 steps wait for signals \(max_steps\), the oldest, step 1, for layer "
-            r"0 of request 'r0'",
+            match=r"prefill/0: 2 steps wait for signals \(max_steps\), the oldest, step 1, for "
+            r"layer 0 of request 'r0'",
         ):
             signals.begin_step([(sendings[2], None)])
         assert sendings[2].calls == []

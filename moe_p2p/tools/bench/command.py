@@ -23,12 +23,14 @@ from moe_p2p.tools.bench.options import Options, parse
 from moe_p2p.tools.bench.plot import plot
 from moe_p2p.tools.bench.report import Row
 
+OF_THEIR_OWN = {"kv": kv.main, "megatron": megatron.main}  # with options of their own
+
 
 def main(arguments: list[str]) -> int:
     """Returns 0: all right, 1: a figure or a line of --check is not correct, 2: a rank failed."""
     api = _api(arguments)
-    if api in ("kv", "megatron"):  # they have options of their own
-        return (kv if api == "kv" else megatron).main(arguments)
+    if api in OF_THEIR_OWN:
+        return OF_THEIR_OWN[api](arguments)
     worlds = parse(arguments)
     with contextlib.ExitStack() as stack:
         if not env.launched():

@@ -137,14 +137,14 @@ def text(options: Options, measured: list[Measured], figures: list[Figure]) -> s
             f"{each.page_kib:>3g} KiB {each.system:16}{each.num_pages:>8,}"
             + "".join(f"{cell:>12}" for cell in cells)
         )
-    lines.append("\nspans of a layer, us: p50 (p99)" + "".join(f"{name:>20}" for name in SPANS))
+    lines.append("\nspans of a layer, us: p50 (p99)" + "".join(f"{name:>26}" for name in SPANS))
     for each in figures:
         if each.spans_us:
-            cells = tuple(
+            shown = tuple(
                 f"{p50:,.1f} ({p99:,.1f})" for p50, p99 in (each.spans_us[name] for name in SPANS)
             )
             lines.append(
-                f"{each.page_kib:>3g} KiB {each.system:23}" + "".join(f"{c:>20}" for c in cells)
+                f"{each.page_kib:>3g} KiB {each.system:23}" + "".join(f"{c:>26}" for c in shown)
             )
     return "\n".join(lines)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,7 +36,8 @@ class Compute:
         hidden, heads, experts = HIDDEN // narrower, Q_HEADS // narrower, EXPERTS // narrower
 
         def some(*shape: int) -> Tensor:
-            return torch.randn(*shape, device=self.device, dtype=dtype) / shape[-2] ** 0.5
+            values = torch.randn(*shape, device=self.device, dtype=dtype)
+            return values.mul_(shape[-2] ** -0.5)
 
         self.heads, self.rows = heads, -(-tokens * TOPK // experts)
         self.x = some(tokens, hidden)
@@ -47,7 +48,8 @@ class Compute:
     def layer(self) -> None:
         """Returns when the CPU is done with it; on a GPU it is on the current stream then."""
         if self.ms and self.on_gpu:
-            torch.cuda._sleep(int(self.ms * 1e6))  # cycles: of a GPU of 1 GHz
+            cycles = int(self.ms * 1e6)  # of a GPU of 1 GHz
+            torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
         elif self.ms:
             time.sleep(self.ms / 1e3)
         else:
@@ -55,12 +57,8 @@ class Compute:
 
     def _matmuls(self) -> None:
         tokens = len(self.x)
-        q, k, v = (
-            (self.x @ self.qkv)
-            .view(1, tokens, -1, HEAD)
-            .transpose(1, 2)
-            .split([self.heads, 1, 1], dim=1)
-        )
+        heads = (self.x @ self.qkv).view(1, tokens, -1, HEAD).transpose(1, 2)
+        q, k, v = heads[:, :-2], heads[:, -2:-1], heads[:, -1:]
         wide = (k.expand_as(q), v.expand_as(q))
         seen = torch.nn.functional.scaled_dot_product_attention(q, *wide, is_causal=True)
         seen.transpose(1, 2).reshape(tokens, -1) @ self.o
@@ -94,23 +92,27 @@ def between(before: Match, after: Match) -> Match:
     return Match(middle, apart + max(before.error_s, after.error_s))
 
 
+def event() -> Any:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
 class GpuClock:
     """Times of events of one stream since `base`, in the host's clock once `match` was called."""
 
     def __init__(self) -> None:
-        self.base = torch.cuda.Event(enable_timing=True)
+        self.base = event()
         self.base.record()
         self.base.synchronize()
 
-    def seconds(self, event: torch.cuda.Event) -> float:
-        return self.base.elapsed_time(event) / 1e3
+    def seconds(self, event: Any) -> float:
+        return float(self.base.elapsed_time(event)) / 1e3
 
     def match(self) -> Match:
         exchanges = []
         for _ in range(MATCHES):
-            event = torch.cuda.Event(enable_timing=True)
-            before = time.monotonic()
-            event.record()
-            event.synchronize()
-            exchanges.append((before, self.seconds(event), time.monotonic()))
+            word, before = event(), time.monotonic()
+            word.record()
+            word.synchronize()
+            after = time.monotonic()
+            exchanges.append((before, self.seconds(word), after))
         return narrowest(exchanges)

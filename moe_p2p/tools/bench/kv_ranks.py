@@ -4,6 +4,7 @@ after each run they exchange times, and rank 0 keeps them."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import threading
 import time
@@ -15,13 +16,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
 
 from moe_p2p import Engine, env, kv
 from moe_p2p.errors import require
 from moe_p2p.kv.stats import KVTransferStats
 from moe_p2p.tools import launch
 from moe_p2p.tools.bench import kv_systems
-from moe_p2p.tools.bench.kv_compute import Compute, GpuClock, between
+from moe_p2p.tools.bench.kv_compute import Compute, GpuClock, between, event
 from moe_p2p.transfers import Report
 
 LIMIT_S = 60.0
@@ -111,7 +113,7 @@ def opened(options: Options, case: Case, rank: int, device: torch.device) -> Ite
     with contextlib.ExitStack() as stack:
         engine = stack.enter_context(Engine(label=f"rank {rank}", gpu=gpu))
         side = Side(options, case, rank, engine, device)
-        store = dist.TCPStore(
+        store = TCPStore(
             "127.0.0.1",
             0 if rank == 0 else exchange(None)[0],
             is_master=rank == 0,
@@ -164,17 +166,20 @@ class Side:
         self.memory = source.view(-1).to(device)
         require(size == self.memory.numel(), "a page is not what the layout says")
         cache = kv.KVCache(layout, 0, places.layers, (self.memory,), {GROUP: pool})
-        kind = kv.KVReceiver if rank else kv.KVSender
-        more: dict[str, Any] = {"verify": "off"} if rank else {}
-        self.worker: Any = kind(engine, cache, instance=("prefill", "decode")[rank], **more)
-        self.signals = None if rank else kv.KVSignals(self.worker)
+        self.worker: Any
+        self.signals: kv.KVSignals | None = None
+        if rank:
+            self.worker = kv.KVReceiver(engine, cache, instance="decode", verify="off")
+        else:
+            self.worker = kv.KVSender(engine, cache, instance="prefill")
+            self.signals = kv.KVSignals(self.worker)
         self.systems: list[kv_systems.System] = []
         self.notes: list[str] = []
         self.names = itertools.count()
 
     # --- prefill ---
 
-    def send(self, compute: Compute | None, how: str) -> Sent:
+    def send(self, how: str, compute: Compute | None) -> Sent:
         """One request of ours; `how` is one of OURS."""
         pages = {GROUP: self.pages[0].int()}
         sending = self.worker.start(
@@ -284,26 +289,26 @@ def _on_gpu(
     compute: Compute, num_layers: int, signal: Callable[[int], None] | None
 ) -> Iterator[tuple[float, float]]:
     """Another thread launches; this one waits for the event of each layer."""
-    clock, events = GpuClock(), [torch.cuda.Event(enable_timing=True) for _ in range(num_layers)]
+    clock, events = GpuClock(), [event() for _ in range(num_layers)]
     launched = [threading.Event() for _ in events]
     before = clock.match()
 
     def launch_all() -> None:
         torch.cuda.set_device(compute.device)  # each thread has a device of its own
-        for layer, event in enumerate(events):
+        for layer, end in enumerate(events):
             compute.layer()
-            event.record()
+            end.record()
             if signal is not None:
                 signal(layer)
             launched[layer].set()
 
     thread = threading.Thread(target=launch_all)
     thread.start()
-    for event, flag in zip(events, launched, strict=True):
+    for end, flag in zip(events, launched, strict=True):
         require(flag.wait(LIMIT_S), f"a layer was not launched within {LIMIT_S} s")
-        while not event.query():
+        while not end.query():
             pass
-        at = clock.seconds(event) + before.offset_s
+        at = clock.seconds(end) + before.offset_s
         yield at, at
     thread.join()
     CLOCK_ERRORS.append(between(before, clock.match()).error_s)
@@ -315,10 +320,9 @@ CLOCK_ERRORS: list[float] = []  # of this process, one a run on a GPU
 def _measure(options: Options, side: Side, compute: Compute) -> Measured:
     measured = Measured(side.case, notes=side.notes)
     runs: list[tuple[str, Callable[[Compute | None], Sent]]] = [
-        (how, lambda given, how=how: side.send(given, how)) for how in OURS
+        (how, functools.partial(side.send, how)) for how in OURS
     ]
-    for system in side.systems:
-        runs.append((system.name, lambda given, s=system: side.send_by(s, given)))
+    runs += [(each.name, functools.partial(side.send_by, each)) for each in side.systems]
     for repeat in range(options.repeats + 1):
         # The first is not timed, but compared.
         times = measured if repeat else Measured(side.case, wrong_bytes=measured.wrong_bytes)
