@@ -23,8 +23,7 @@ int device_of(const Tensor& tensor) { return tensor.is_cuda() ? tensor.get_devic
 
 const uint64_t* step_word_of(const Tensor& step) {
   const OnDevice placed(device_of(step));
-  return reinterpret_cast<const uint64_t*>(
-      input<int64_t>(step, {"step", {ScalarType::Long}, {1}}));
+  return reinterpret_cast<const uint64_t*>(input<int64_t>(step, {"step", {ScalarType::Long}, {1}}));
 }
 
 }  // namespace
@@ -63,10 +62,11 @@ void SignalsObject::check_in_caches(const Tensor& kv) const {
     const auto* const begin = static_cast<const std::byte*>(cache.data_ptr());
     return at >= begin && at < begin + cache.numel() * static_cast<int64_t>(cache.element_size());
   };
-  MOE_P2P_CHECK(std::ranges::any_of(caches_, holds), Code::kInvalidArgument, "kv is ", describe(kv),
-                " outside of the tensors of the KVCache: pass the layer's part of the cache itself. "
-                "A compiled graph may have copied it: compile by inductor, with the cache of each "
-                "layer as an input, or call it outside of the compiled part");
+  MOE_P2P_CHECK(
+      std::ranges::any_of(caches_, holds), Code::kInvalidArgument, "kv is ", describe(kv),
+      " outside of the tensors of the KVCache: pass the layer's part of the cache itself. "
+      "A compiled graph may have copied it: compile by inductor, with the cache of each "
+      "layer as an input, or call it outside of the compiled part");
 }
 
 void SignalsObject::signal(int64_t layer, const Tensor& kv) {

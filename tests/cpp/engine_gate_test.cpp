@@ -121,7 +121,7 @@ TEST_CASE("engine: a lost peer, withdrawn memory and a closed engine end gated r
     CHECK(request.done());
     CHECK(request.status().code == Code::kClosed);
     world.store(1);
-    CHECK(world.num_posted() == 0);
+    if (how != 2) CHECK(world.num_posted() == 0);  // its NICs are gone
   }
 }
 
