@@ -15,7 +15,7 @@
 namespace moe_p2p::abi {
 
 struct SignalHead {
-  u64 abort;         // 0, or AbortWord: all waits end
+  u64 abort;         // 0, or 1 + the rank that failed: all waits end
   u64 bell;          // platform::EventCount: waiters of this rank sleep on it
   u64 closed;        // 1 once this rank has closed its communicator
   u64 reserved[13];  // the words that follow start on a line of their own
