@@ -24,6 +24,7 @@ from moe_p2p.kv.reservation import KVReservation
 from moe_p2p.kv.sender import KVSender
 from moe_p2p.kv.sending import KVSending
 from moe_p2p.kv.signals import KVSignals
+from moe_p2p.kv.stats import KVTotals, KVTransferStats, prometheus_text
 from moe_p2p.kv.tokens import forget_periods
 from moe_p2p.kv.worker import KVTimeouts
 
@@ -48,6 +49,8 @@ __all__ = [
     "KVSending",
     "KVSignals",
     "KVTimeouts",
+    "KVTotals",
+    "KVTransferStats",
     "Leases",
     "Membership",
     "Place",
@@ -63,6 +66,7 @@ __all__ = [
     "kv_plan",
     "layout_from_bytes",
     "layout_to_bytes",
+    "prometheus_text",
     "resolve",
     "span_of",
 ]

@@ -56,7 +56,6 @@ class KVSender(KVWorker):
             ranks = self.ranks_of(known[0]) if known else [0]
             sending = KVSending(self, request, pages, total)
             sending.flights = [Flight(self.pair_with(target, rank)) for rank in ranks]
-            sending.began_at = self.clock()
             self.sendings.append(sending)
             self._given_up.pop((target, request), None)
             for flight in sending.flights:
@@ -229,15 +228,14 @@ class KVSender(KVWorker):
                 if sending.state == "open" and flight.state == "open":
                     self._look(sending, flight)
             if sending.state == "open" and all(f.state == "settled" for f in sending.flights):
-                sending.state = "complete"
+                sending.state, sending.stats.ended_at = "complete", self.clock()
                 self._free_if_settled(sending)
             return sending.state != "open"
 
     def _look(self, sending: KVSending, flight: Flight) -> None:
         if flight.tail_due:
             self._send_tail(sending, flight)
-        done = [request for request in flight.requests if request.done()]
-        for request in done:
+        for request in flight.take_done(sending.stats):
             try:
                 request.wait(0)
             except MoeP2pError as error:
@@ -245,7 +243,6 @@ class KVSender(KVWorker):
                 self._fail(sending, make(PeerDeadError, self._text(sending, why)))
                 self._lose(flight.pair, f"a write failed: {error}")
                 return
-            flight.requests.remove(request)
         opened = flight.opened
         if flight.committed and not flight.requests and opened is not None and not opened.pull:
             self._settle(flight)
@@ -275,8 +272,9 @@ class KVSender(KVWorker):
     def _fail(self, sending: KVSending, error: MoeP2pError) -> None:
         if sending.state != "open":
             return
-        sending.state, sending.error = "failed", error
-        until = self.clock() + self.timeouts.drain_s
+        sending.state, sending.error, now = "failed", error, self.clock()
+        sending.stats.failed, sending.stats.ended_at = True, now
+        until = now + self.timeouts.drain_s
         for flight in sending.flights:
             if flight.state == "waiting":
                 key = (flight.pair.worker.instance, sending.request)
@@ -304,10 +302,11 @@ class KVSender(KVWorker):
         for flight in sending.flights:
             if flight.state != "draining" or flight.pair.lost:
                 continue
-            flight.requests = [each for each in flight.requests if not each.done()]
+            flight.take_done(sending.stats)
             if flight.requests:
                 continue
             self._settle(flight)
+            sending.stats.fenced("drained")
             if flight.opened is not None:
                 why = str(sending.error)[:400]
                 flight.pair.send("drained", nonce=flight.opened.nonce, why=why)
@@ -319,6 +318,7 @@ class KVSender(KVWorker):
         if sending.state != "open" and settled and not sending.reusable:
             sending.reusable = True
             self.sendings.remove(sending)
+            self.count(sending.stats)
             self.changed.notify_all()
 
     def wait_reusable(self, sending: KVSending, timeout_s: float | None) -> None:
@@ -410,7 +410,7 @@ class KVSender(KVWorker):
 
     def _check_opened(self, sending: KVSending, now: float) -> None:
         waiting = [flight.pair.name for flight in sending.flights if flight.state == "waiting"]
-        if waiting and now - sending.began_at > self.timeouts.open_s:
+        if waiting and now - sending.stats.queued_at > self.timeouts.open_s:
             why = f"waited {self.timeouts.open_s} s in phase open for {', '.join(waiting)}"
             text = self._text(sending, f"{why}; {self._progress(sending)}")
             self._fail(sending, make(errors.TimeoutError, text))
@@ -436,5 +436,7 @@ class KVSender(KVWorker):
         for sending in list(self.sendings):
             for flight in sending.flights:
                 if flight.pair is pair and flight.state != "settled":
+                    flight.take_done(sending.stats)
+                    sending.stats.fenced("key", pair.fence_retries)
                     self._settle(flight)
             self._free_if_settled(sending)

@@ -12,6 +12,7 @@ from moe_p2p.errors import MoeP2pError
 from moe_p2p.kv.channel import Message
 from moe_p2p.kv.checksum import add
 from moe_p2p.kv.pair import KVCache, Pair
+from moe_p2p.kv.stats import KVTransferStats
 from moe_p2p.kv.tail import Slot
 from moe_p2p.kv.units import Chunk, Units, int32_tensor
 from moe_p2p.transfers import Gate
@@ -72,6 +73,11 @@ class Flight:
     committed: bool = False
     drain_until: float = 0.0
 
+    def take_done(self, stats: KVTransferStats) -> list[Any]:
+        """Removes the requests that are done, and returns them; `stats` gets their figures."""
+        done, self.requests = stats.take_done(self.requests)
+        return done
+
     def sum_layers(self, cache: KVCache) -> None:
         assert self.units is not None
         for layer, chunk in self.unsummed:
@@ -96,7 +102,7 @@ class KVSending:
         self.state = "open"  # then "complete" or "failed"
         self.error: MoeP2pError | None = None
         self.reusable = False  # its pages may be given to somebody else
-        self.began_at = 0.0
+        self.stats = KVTransferStats(request, sender.role, sender.clock())
 
     def layer(self, layer: int, end: int | None = None) -> None:
         """Sends one layer, number `layer` of the model, of tokens up to `end` (None: all).
