@@ -82,7 +82,28 @@ class KVSending:
         self.state = "open"  # then "complete" or "failed"
         self.error: MoeP2pError | None = None
         self.reusable = False  # its pages may be given to somebody else
-        self.began_at = 0.0
+        self.began_at = self.committed_at = 0.0
+
+    @property
+    def layers(self) -> list[int]:
+        """The model's layers that travel from here; all of this rank's until it has a target."""
+        if self.flights:
+            return self.flights[0].pair.layers
+        cache = self.sender.cache
+        stage = cache.rank // cache.layout.tp
+        return sorted(
+            {
+                group.layers[at]
+                for group in cache.layout.groups
+                for at in cache.layout.layers_of(group, stage)
+            }
+        )
+
+    def add_pages(self, pages: Mapping[str, Tensor]) -> None:
+        """Lists that begin with what was there before: with chunked prefill, engines allocate
+        pages of a chunk when they schedule it."""
+        with self.sender.lock:
+            self.pages.update(pages)
 
     def layer(self, layer: int, end: int | None = None) -> None:
         """Sends one layer, number `layer` of the model, of tokens up to `end` (None: all).
