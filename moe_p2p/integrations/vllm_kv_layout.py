@@ -128,7 +128,8 @@ def _group(
             f"layer {layer} with strides {tensor.stride()} of shape {list(tensor.shape)}",
             "set VLLM_KV_CACHE_LAYOUT=LBHNC",
         )
-    window = getattr(spec, "sliding_window", None) if kind.startswith("Sliding") else None
+    # Of earlier tokens; blocks before them are not allocated.
+    window = spec.num_retained_tokens if kind.startswith("Sliding") else None
     made = KVGroup(
         name,
         (0,),
@@ -137,8 +138,7 @@ def _group(
         v_bytes=0,
         page_size=tokens,
         kind="attention" if window is None else "window",
-        # The next token sees this many earlier ones; blocks before them are not allocated.
-        window=None if window is None else max(window - 1, 1),
+        window=None if window is None else max(window, 1),
         page_stride=page,
     )
     return made, "" if heads == 1 else "LBHNC" if token == content else "LBNHC"

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from moe_p2p import errors
+from moe_p2p import log
 from moe_p2p.integrations.kv_worker import split_address
 
 
@@ -81,6 +81,13 @@ class KVScheduler:
         params = request.kv_transfer_params or {}
         if not params.get("do_remote_prefill"):
             return 0, False
+        if not (_name_of(params) and params.get("remote_engine_id")):
+            log.warning(
+                f"request {request.request_id}: kv_transfer_params need remote_engine_id, and "
+                f"remote_request_id or transfer_id, not {params}; its prompt is computed here"
+            )
+            params["do_remote_prefill"] = False
+            return 0, False
         count = request.num_prompt_tokens - num_computed_tokens
         return (count, True) if count > 0 else (0, False)
 
@@ -89,12 +96,7 @@ class KVScheduler:
         if not params.get("do_remote_prefill"):
             return
         params["do_remote_prefill"] = False  # once a request, also where it is preempted
-        name, source = _name_of(params), str(params.get("remote_engine_id") or "")
-        errors.require(
-            bool(name and source),
-            f"request {request.request_id}: kv_transfer_params need remote_engine_id, and "
-            f"remote_request_id or transfer_id, not {params}",
-        )
+        name, source = _name_of(params), str(params["remote_engine_id"])
         if num_external_tokens <= 0:  # all of it is in the prefix cache
             self._meta.declined[name] = source
             return

@@ -23,6 +23,7 @@ from moe_p2p.kv.reservation import KVReservation
 from moe_p2p.kv.sending import KVSending
 
 PREEMPTED = "preempted at the prefiller, which begins anew"
+ABORTED = "aborted at the prefiller"
 
 
 @dataclass
@@ -149,10 +150,10 @@ class KVWorkerHalf:
 
     def _abort_send(self, request: str, name: str) -> None:
         sending = self._sends.get(request)
-        if sending is None:  # it has no pages; a decoder may wait for it all the same
-            empty = self.cache.pages([[] for _ in self.cache.ratios])
-            sending = self.worker.start(name, None, empty, total=0)
-        sending.cancel("aborted at the prefiller")
+        if sending is not None:
+            sending.cancel(ABORTED)
+        else:  # it has no pages; a decoder may wait for it all the same
+            self.worker.give_up(name, ABORTED)
 
     def _decline(self) -> None:
         for name, (source, until) in list(self._declined.items()):

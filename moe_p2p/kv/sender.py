@@ -64,6 +64,11 @@ class KVSender(KVWorker):
         self.wake.set()
         return sending
 
+    def give_up(self, request: str, why: str) -> None:
+        """The request will not be started: whoever has opened it, or does so later, hears why."""
+        with self.lock:
+            self._openings.give_up("", request, why[:400])
+
     def _flights_to(self, target: str) -> list[Flight]:
         known = [pair for pair in self.pairs.values() if pair.worker.instance == target]
         ranks = self.ranks_of(known[0]) if known else [0]

@@ -7,6 +7,7 @@ the prefix cache, from another engine or computed anew has to hold the same ones
 
 from __future__ import annotations
 
+import copy
 import sys
 import types
 from collections.abc import Sequence
@@ -121,12 +122,13 @@ def vllm_config(
         kv_connector_extra_config=extra,
     )
     scheduler = SchedulerConfig(
-        max_num_seqs=16,
+        max_num_seqs=8,
         max_num_batched_tokens=budget,
         max_model_len=512,
         is_encoder_decoder=False,
         enable_chunked_prefill=True,
         watermark=0.0,
+        scheduler_reserve_full_isl=False,
     )
     cache = CacheConfig(block_size=block, enable_prefix_caching=True)
     cache.num_gpu_blocks = blocks
@@ -241,7 +243,8 @@ class Engine:
 
     def step(self) -> None:
         output = self.scheduler.schedule()
-        made = [rank.execute(output) for rank in self.ranks]
+        # Copies, as processes send them: aggregating changes vLLM's constant empty output.
+        made = [copy.copy(rank.execute(output)) for rank in self.ranks]
         whole = self.aggregator.aggregate(made) if self.tp > 1 else made[0]
         for core in self.scheduler.update_from_output(output, whole).values():
             for each in core.outputs:
@@ -370,7 +373,9 @@ class Rank:
         for layer in self.tensors:
             number, begin = int(layer.split(".")[2]), 0
             if self.engine.model.window is not None and number % 2:
-                begin = max(end - self.engine.model.window + 1, 0)
+                # vLLM keeps one token less for the last one of a prompt, computed again.
+                again = end + 1 == self.engine.scheduler.requests[name].num_prompt_tokens
+                begin = max(end - self.engine.model.window + 1 + again, 0)
             ids, within = self.places(name, layer, begin, end)
             want = kv_bytes(number, self.heads, tokens[:end], begin)
             got = self.tensors[layer][ids, :, within]
