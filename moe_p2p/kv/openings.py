@@ -44,6 +44,10 @@ class Openings:
                 return opened.pair.worker.instance
         return None
 
+    def begin_of(self, request: str) -> int | None:
+        begins = [each.begin for each in self._opened.values() if each.request == request]
+        return min(begins, default=None)
+
     def give_up(self, target: str, request: str, why: str) -> None:
         _keep(self._given_up, (target, request), why)
         for key, opened in list(self._opened.items()):

@@ -69,6 +69,11 @@ class KVSender(KVWorker):
         with self.lock:
             self._openings.give_up("", request, why[:400])
 
+    def begin_of(self, request: str) -> int | None:
+        """The first token that a receiver of a request that is not started wants; None: nobody."""
+        with self.lock:
+            return self._openings.begin_of(request)
+
     def _flights_to(self, target: str) -> list[Flight]:
         known = [pair for pair in self.pairs.values() if pair.worker.instance == target]
         ranks = self.ranks_of(known[0]) if known else [0]
