@@ -5,35 +5,19 @@
 
 from __future__ import annotations
 
-import json
-import socket
-import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from tests.engines import vllm_kv_engine as engines
+from tests.engines.scenarios import Scenarios, free_port
 from tests.engines.vllm_kv_engine import Engine, Model, kv_bytes
 
-SCENARIOS: dict[str, Callable[[], None]] = {}
-LOGGED: list[str] = []
+scenario = Scenarios()
 PROMPT = list(range(100, 122))  # five pages of 4 and a half
-
-
-def scenario(run: Callable[[], None]) -> Callable[[], None]:
-    SCENARIOS[run.__name__] = run
-    return run
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager
@@ -98,10 +82,6 @@ def check_loaded(second: Engine, name: str, tokens: list[int]) -> None:
     assert second.checked[name] == len(tokens) - 1, second.checked
     begin = next(begin for request, begin, _ in second.computed if request == name)
     assert begin == len(tokens) - 1, second.computed
-
-
-def logged(*words: str) -> None:
-    assert any(all(word in line for word in words) for line in LOGGED), (words, LOGGED)
 
 
 @scenario
@@ -239,7 +219,7 @@ def prefill_aborts_before_it_is_scheduled() -> None:
         first.abort("a")
         run(first, second, until=lambda: "a there" in second.finished)
         assert second.finished["a there"] == "error"
-        logged("a to both#0", "aborted at the prefiller")
+        scenario.expect_logged("a to both#0", "aborted at the prefiller")
         run_until_idle(first, second)
 
 
@@ -312,7 +292,7 @@ def nobody_opens_it() -> None:
         second.add("a there", PROMPT, first.answers["a"])
         run(first, second, until=lambda: "a there" in second.finished)
         assert second.finished["a there"] == "error"
-        logged("'a#0'", "phase open for any receiver")
+        scenario.expect_logged("'a#0'", "phase open for any receiver")
         run_until_idle(second)
 
 
@@ -326,7 +306,7 @@ def the_prefiller_ends_while_decode_waits() -> None:
             rank.connector.shutdown()
         run(second, until=lambda: "a there" in second.finished)
         assert second.finished["a there"] == "error"
-        logged("'a to both#0'", f"lost {first.name}/0")
+        scenario.expect_logged("'a to both#0'", f"lost {first.name}/0")
         run_until_idle(second)
 
 
@@ -336,7 +316,7 @@ def parameters_of_nobody_are_named_and_the_prompt_is_computed() -> None:
         second.add("x", PROMPT, {"do_remote_prefill": True, "remote_engine_id": None})
         run(second, until=lambda: "x" in second.finished)
         assert second.finished["x"] == "length"
-        logged("request x", "need remote_engine_id")
+        scenario.expect_logged("request x", "need remote_engine_id")
         run_until_idle(first, second)
 
 
@@ -406,26 +386,5 @@ def an_abstract_method_that_nobody_knows_is_named() -> None:
         vllm_kv._connector_class.cache_clear()
 
 
-def main() -> None:
-    from moe_p2p import log
-
-    engines.begin()
-    for level in ("warning", "info"):
-        setattr(log, level, LOGGED.append)
-    found = {}
-    for name, run_it in SCENARIOS.items():
-        if len(sys.argv) > 2 and name not in sys.argv[2:]:
-            continue
-        LOGGED.clear()
-        began = time.monotonic()
-        try:
-            run_it()
-            found[name] = ""
-        except BaseException:
-            found[name] = traceback.format_exc() + "\n".join(LOGGED)
-        print(f"{name}: {time.monotonic() - began:.2f} s {found[name]}", flush=True)
-    Path(sys.argv[1]).write_text(json.dumps(found))
-
-
 if __name__ == "__main__":
-    main()
+    scenario.main(engines.begin)
