@@ -155,6 +155,11 @@ def use_gloo_interface(name: str) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
+def model_link(settings: str) -> None:
+    """Sets the software NIC's link, unless the user has chosen settings."""
+    os.environ.setdefault("MOE_P2P_TRANSPORT_SETTINGS", settings)
+
+
 def hosts_of_a_script() -> tuple[str, int, int, int]:
     """Address and port to meet at, number of hosts, and which this is, as DeepEP has them."""
     read = os.environ.get

@@ -133,18 +133,18 @@ bool Poller::stage(NicQueue& queue) noexcept {
 }
 
 bool Poller::poll(NicQueue& queue) noexcept {
-  std::array<Completion, NicQueue::kBatch> completions;
   bool moved = false;
   for (int batch = 0; batch < kBatchesPerTurn; ++batch) {
-    const size_t count = queue.poll(completions);
-    const bool visible = flush_for(std::span(completions).first(count));
+    const size_t count = queue.poll(completions_);
+    const auto polled = std::span(completions_).first(count);
+    const bool visible = flush_for(polled);
     for (size_t i = 0; i < count;) {
-      const size_t same = num_alike(std::span(completions).first(count).subspan(i));
-      complete(queue, completions[i], same, visible);
+      const size_t same = num_alike(polled.subspan(i));
+      complete(queue, polled[i], same, visible);
       i += same;
     }
     moved |= count != 0;
-    if (count < completions.size()) break;
+    if (count < completions_.size()) break;
   }
   return moved;
 }

@@ -66,6 +66,8 @@ class Poller {
   const DomainGroup& group_;
   const int num_nics_;
   std::array<NicQueue, kMaxNics> nics_;
+  // Of poll(). A member, because as a local array it was set to zero for each NIC and turn: 25 ns.
+  std::array<provider::Completion, NicQueue::kBatch> completions_;
   Classes classes_;
   Request* active_ = nullptr;  // list of Requests that are not done, newest first
   ImmTable imm_table_;

@@ -167,6 +167,8 @@ class Request : private MailboxNode {
   Operation operation;
   // 0 to 2, the most urgent first: MoE, KV, weights. Must not change while the Request is active.
   uint8_t priority = 0;
+  // Keeps the times below, which costs a look at the clock.
+  bool timed = false;
 
   // acquire: pairs with the release in finish(); status() is valid once this is true.
   bool done() const noexcept { return phase_.load(std::memory_order_acquire) == Phase::kDone; }
@@ -175,6 +177,12 @@ class Request : private MailboxNode {
   base::Status status() const noexcept { return status_; }
   // Of a Request that is done and did not end well.
   const Cancellation& cancellation() const noexcept { return cancellation_; }
+  // Of a timed Request that is done: when its first write was given to a NIC (the epoch: none was),
+  // and when the last completion was seen, or what else ended it.
+  platform::Deadline first_post() const noexcept { return first_post_; }
+  platform::Deadline end() const noexcept { return end_; }
+  // Of a Request that is done: work requests that were posted.
+  uint64_t num_writes() const noexcept { return num_writes_; }
   // Any thread, after the submission. The Request comes out of the queue once it has ended, also
   // when it had before, and must stay alive until then. False when another queue has it already.
   bool watch(FinishedQueue& queue) noexcept;
@@ -207,9 +215,10 @@ class Request : private MailboxNode {
   // Polling thread only, from here to `event_`.
   base::Status status_;        // the first failure
   Cancellation cancellation_;  // at that moment
-  uint64_t in_flight_ = 0;     // over all NICs, staged included
-  uint64_t num_writes_ = 0;    // likewise, completed ones included
-  int open_rails_ = 0;         // NICs that have more to post
+  platform::Deadline first_post_{}, end_{};
+  uint64_t in_flight_ = 0;   // over all NICs, staged included
+  uint64_t num_writes_ = 0;  // likewise, completed ones included
+  int open_rails_ = 0;       // NICs that have more to post
   bool fills_gpu_memory_ = false;
   std::array<Rail, kMaxNics> rails_;
   Request* previous_active_ = nullptr;

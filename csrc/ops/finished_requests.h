@@ -16,6 +16,8 @@ namespace moe_p2p::ops {
 
 // A submitted request with the arrays that its operation points to.
 struct RequestRecord {
+  RequestRecord() noexcept { request.timed = true; }
+
   engine::Request request;
   std::vector<int64_t> source_pages;
   std::vector<int64_t> target_pages;

@@ -81,6 +81,7 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
   m.def("engine_poll(int engine, int request) -> bool");
   m.def("engine_forget(int engine, int request) -> ()");
   m.def("engine_cancel(int engine, int request) -> Tensor");
+  m.def("engine_report(int engine, int request) -> Tensor");
   m.def("engine_queue(int engine) -> SymInt");
   m.def("engine_queue_fd(int engine, int queue) -> int");
   m.def("engine_watch(int engine, int queue, int request) -> ()");

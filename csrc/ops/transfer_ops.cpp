@@ -1,9 +1,12 @@
 // torch.ops.moe_p2p.engine_*: transfers over an engine, and waits for them.
 #include <algorithm>
+#include <chrono>
+#include <initializer_list>
 #include <iterator>
 #include <limits>
 #include <utility>
 
+#include "engine/pieces.h"
 #include "ops/engine_object.h"
 
 namespace moe_p2p::ops {
@@ -32,6 +35,12 @@ std::optional<uint32_t> free_form(std::optional<int64_t> imm) {
 std::vector<int64_t> page_indices(const Tensor& pages, const char* name) {
   const auto* data = input<int64_t>(pages, {name, {ScalarType::Long}, {kAny}});
   return {data, data + pages.numel()};
+}
+
+Tensor tensor_of(std::initializer_list<uint64_t> values) {
+  Tensor tensor = make_tensor({std::ssize(values)}, ScalarType::Long);
+  std::ranges::copy(values, static_cast<int64_t*>(tensor.mutable_data_ptr()));
+  return tensor;
 }
 
 int64_t engine_write(int64_t engine, int64_t memory, int64_t offset, int64_t region,
@@ -161,12 +170,34 @@ void engine_forget(int64_t engine, int64_t request) {
 // when it had ended before.
 Tensor engine_cancel(int64_t engine, int64_t request) {
   const auto found = engines().get(engine)->cancel_request(request);
-  Tensor tensor = make_tensor({found ? 5 : 0}, ScalarType::Long);
-  if (!found) return tensor;
-  const uint64_t values[] = {found->posted.bytes, found->posted_writes, found->posted.imms,
-                             found->taken_back.bytes, found->taken_back.imms};
-  std::copy(std::begin(values), std::end(values), static_cast<int64_t*>(tensor.mutable_data_ptr()));
-  return tensor;
+  if (!found) return tensor_of({});
+  return tensor_of({found->posted.bytes, found->posted_writes, found->posted.imms,
+                    found->taken_back.bytes, found->taken_back.imms});
+}
+
+// [6] of a request that is done and was not waited for: nanoseconds of the steady clock at its first
+// post (0: none) and at its end; bytes, work requests and immediates posted; rows that were merged, of
+// a request that ended well.
+Tensor engine_report(int64_t engine, int64_t request) {
+  const auto object = engines().get(engine);
+  const auto record = object->request(request);
+  const engine::Request& ended = record->request;
+  MOE_P2P_CHECK(ended.done(), Code::kInvalidArgument, object->label(), ": ", record->what,
+                " is not done, so there is no report of it");
+  engine::Amount posted = ended.cancellation().posted;
+  uint64_t merged = 0;
+  if (ended.status().ok()) {
+    posted = {};
+    const int num_nics = object->engine().num_nics();
+    for (int nic = 0; nic < num_nics; ++nic)
+      posted += engine::left(ended.operation, {.nic = nic, .num_nics = num_nics}, {});
+    merged = engine::num_merged(ended.operation, ended.num_writes() - posted.imms);
+  }
+  const auto ns = [](platform::Deadline at) {
+    return static_cast<uint64_t>(std::chrono::nanoseconds(at.time_since_epoch()).count());
+  };
+  return tensor_of({ns(ended.first_post()), ns(ended.end()), posted.bytes, ended.num_writes(),
+                    posted.imms, merged});
 }
 
 // A new queue of finished requests, and the descriptor to sleep on; both live as long as the engine.
@@ -220,6 +251,7 @@ STABLE_TORCH_LIBRARY_IMPL(moe_p2p, CompositeExplicitAutograd, m) {
   m.impl("engine_poll", TORCH_BOX(&engine_poll));
   m.impl("engine_forget", TORCH_BOX(&engine_forget));
   m.impl("engine_cancel", TORCH_BOX(&engine_cancel));
+  m.impl("engine_report", TORCH_BOX(&engine_report));
   m.impl("engine_queue", TORCH_BOX(&engine_queue));
   m.impl("engine_queue_fd", TORCH_BOX(&engine_queue_fd));
   m.impl("engine_watch", TORCH_BOX(&engine_watch));

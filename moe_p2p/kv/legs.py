@@ -9,6 +9,7 @@ from typing import Any
 from moe_p2p.kv.checksum import add
 from moe_p2p.kv.pair import KVCache, Pair
 from moe_p2p.kv.requests import counts
+from moe_p2p.kv.stats import KVTransferStats
 from moe_p2p.kv.tail import Slot, Tail
 from moe_p2p.kv.units import Pages, Units
 
@@ -29,6 +30,7 @@ class Leg:
     nonce: int
     least: int = 0
     expected: int = 0
+    nbytes: int = 0  # of `expected`
     counted: int = 0
     state: LegState = LegState.OPEN
     tail: Tail | None = None
@@ -39,17 +41,36 @@ class Leg:
     nonce_read: bool = False
     export_row: int = 0
 
+    def settle_drained(self, stats: KVTransferStats) -> bool:
+        """Once the sender has said so and no read is under way."""
+        if self.state is not LegState.DRAINING or not self.drained:
+            return False
+        self.reads = stats.take_done(self.reads)[1]
+        if self.reads:
+            return False
+        self.state = LegState.SETTLED
+        stats.fenced("drained")
+        return True
 
-def count_expected(leg: Leg, rank: int) -> int:
-    """Immediates of all chunks, and of the tail."""
+    def settle_fenced(self, stats: KVTransferStats) -> None:
+        if self.state is LegState.SETTLED:
+            return
+        self.reads = stats.take_done(self.reads)[1]
+        self.state = LegState.SETTLED
+        stats.fenced("key", self.pair.fence_retries)
+
+
+def count_expected(leg: Leg, rank: int) -> tuple[int, int]:
+    """Immediates of all chunks and of the tail, and bytes of all chunks."""
     assert leg.tail is not None
     nics, source = leg.pair.theirs.num_nics, leg.pair.worker.rank
-    found = nics
+    found, nbytes = nics, 0
     for begin, end in leg.tail.spans():
         arriving = counts(leg.pair.plan, rank, begin, end, leg.tail.total, source_nics=nics)
         if source in arriving:
             found += arriving[source].immediates
-    return found
+            nbytes += arriving[source].nbytes
+    return found, nbytes
 
 
 def sum_of_layers(cache: KVCache, pages: Pages, leg: Leg) -> list[int]:

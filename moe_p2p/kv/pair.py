@@ -150,6 +150,7 @@ class Pair:
     lost: str = ""
     fenced: bool = False
     fence_at: float = 0.0  # not before, where a fence failed
+    fence_retries: int = 0
 
     @property
     def worker(self) -> Worker:

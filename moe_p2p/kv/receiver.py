@@ -88,7 +88,6 @@ class KVReceiver(KVWorker):
             except BaseException:
                 self._free(reservation)
                 raise
-            reservation.began_at = self.clock()
             reservation.verified = self.verify.draw()
             self.reservations.append(reservation)
             for leg in reservation.legs:
@@ -167,8 +166,8 @@ class KVReceiver(KVWorker):
             return self._pulled(reservation, leg)
         value = self.engine.imm_value(leg.slot.imm)
         now = self.clock()
-        if value and reservation.first_byte_at is None:
-            reservation.first_byte_at = now
+        if value and reservation.stats.first_arrival_at is None:
+            reservation.stats.first_arrival_at = now
         leg.counted = value
         if value < leg.least:
             return False
@@ -177,10 +176,11 @@ class KVReceiver(KVWorker):
             leg.tail = self._read_tail(reservation, leg)
             if leg.tail is None:
                 return False
-            leg.expected = count_expected(leg, self.cache.rank)
+            leg.expected, leg.nbytes = count_expected(leg, self.cache.rank)
         if value < leg.expected:
             return False
-        leg.state = LegState.SETTLED
+        leg.state, reservation.stats.last_completion_at = LegState.SETTLED, now
+        reservation.stats.nbytes += leg.nbytes
         return True
 
     def _read_tail(self, reservation: KVReservation, leg: Leg) -> Tail | None:
@@ -206,15 +206,15 @@ class KVReceiver(KVWorker):
     def _pulled(self, reservation: KVReservation, leg: Leg) -> bool:
         if leg.tail is None or not all(read.done() for read in leg.reads):
             return False
-        now = self.clock()
-        reservation.first_byte_at = reservation.first_byte_at or now
+        now, stats = self.clock(), reservation.stats
+        stats.first_arrival_at = stats.first_arrival_at or now
+        reads, leg.reads = stats.take_done(leg.reads)
+        for read in reads:
+            read.wait(0)  # raises what went wrong
         if not leg.nonce_read:
-            for read in leg.reads:
-                read.wait(0)  # raises what went wrong
             reservation.tail_at = now
             leg.reads, leg.nonce_read = [pull_nonce(self.engine, leg, self.row_bytes)], True
             return False
-        leg.reads[0].wait(0)
         at = leg.slot.number * self.row_bytes
         (nonce,) = struct.unpack_from("<Q", self.rows, at)
         if nonce != leg.nonce:
@@ -223,7 +223,6 @@ class KVReceiver(KVWorker):
                 f"{self.name}: request {reservation.request!r}: {leg.pair.name} gave the pages to "
                 f"another request while they were read (nonce {nonce:x}, expected {leg.nonce:x})",
             )
-        leg.reads = []
         leg.state = LegState.SETTLED
         leg.pair.send("release", nonce=leg.nonce)
         return True
@@ -248,7 +247,7 @@ class KVReceiver(KVWorker):
         return True
 
     def _complete(self, reservation: KVReservation) -> None:
-        reservation.state = "complete"
+        reservation.state, reservation.stats.ended_at = "complete", self.clock()
         self._free(reservation)
 
     def wait(self, reservation: KVReservation, timeout_s: float | None) -> bytes:
@@ -290,8 +289,9 @@ class KVReceiver(KVWorker):
     def _fail(self, reservation: KVReservation, error: MoeP2pError) -> None:
         if reservation.state != "open":
             return
-        reservation.state, reservation.error = "failed", error
-        drain_until = self.clock() + self.timeouts.drain_s
+        reservation.state, reservation.error, now = "failed", error, self.clock()
+        reservation.stats.failed, reservation.stats.ended_at = True, now
+        drain_until = now + self.timeouts.drain_s
         for leg in reservation.legs:
             if leg.state is LegState.OPEN:
                 leg.state, leg.drain_until = LegState.DRAINING, drain_until
@@ -321,6 +321,7 @@ class KVReceiver(KVWorker):
             self.slots.give_back(leg.slot)
         if reservation in self.reservations:
             self.reservations.remove(reservation)
+            self.count(reservation.stats)
         self.changed.notify_all()
         if reservation.on_free is not None:
             reservation.on_free()
@@ -366,8 +367,7 @@ class KVReceiver(KVWorker):
             failed = f"{self.name}: request {reservation.request!r}: {leg.pair.name} gave up: {why}"
             self._fail(reservation, make(AbortedError, failed))
         leg.drained = True
-        if leg.state is LegState.DRAINING and all(read.done() for read in leg.reads):
-            leg.state = LegState.SETTLED
+        leg.settle_drained(reservation.stats)
         self._free_if_settled(reservation)
 
     def _take_offer(self, reservation: KVReservation, leg: Leg, message: Message) -> None:
@@ -396,9 +396,8 @@ class KVReceiver(KVWorker):
                 if leg.state is not LegState.DRAINING:
                     continue
                 draining = True
-                if leg.drained and all(read.done() for read in leg.reads):
-                    leg.state = LegState.SETTLED
-                elif now >= leg.drain_until and not leg.pair.lost:
+                settled = leg.settle_drained(reservation.stats)
+                if not settled and now >= leg.drain_until and not leg.pair.lost:
                     self._lose(
                         leg.pair,
                         f"it did not drain request {reservation.request!r} within "
@@ -408,13 +407,13 @@ class KVReceiver(KVWorker):
         return draining
 
     def _late(self, reservation: KVReservation, now: float) -> str:
-        limits, first = self.timeouts, reservation.first_byte_at
+        limits, first = self.timeouts, reservation.stats.first_arrival_at
         if reservation.tail_at:
             phase, limit, since = "tail", limits.tail_s, reservation.tail_at
         elif first is not None:
             phase, limit, since = "layers", limits.layers_s, first
         else:
-            phase, limit, since = "open", limits.open_s, reservation.began_at
+            phase, limit, since = "open", limits.open_s, reservation.stats.queued_at
         if now - since <= limit or self.poll(reservation):
             return ""
         return self._progress(reservation, f"waited {limit} s in phase {phase}")
@@ -443,5 +442,5 @@ class KVReceiver(KVWorker):
         for reservation in list(self.reservations):
             for leg in reservation.legs:
                 if leg.pair is pair:
-                    leg.state = LegState.SETTLED
+                    leg.settle_fenced(reservation.stats)
             self._free_if_settled(reservation)

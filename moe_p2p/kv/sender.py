@@ -55,7 +55,6 @@ class KVSender(KVWorker):
             sending = KVSending(self, request, pages, total)
             if target is not None:
                 sending.flights = self._flights_to(target)
-            sending.began_at = self.clock()
             self.sendings.append(sending)
             declined = self._openings.begin(target or "", request)
             if declined:
@@ -247,13 +246,12 @@ class KVSender(KVWorker):
                     self._look(sending, flight)
             flights = sending.flights
             if sending.state == "open" and flights and all(f.state == "settled" for f in flights):
-                sending.state = "complete"
+                sending.state, sending.stats.ended_at = "complete", self.clock()
                 self._free_if_settled(sending)
             return sending.state != "open"
 
     def _look(self, sending: KVSending, flight: Flight) -> None:
-        done = [request for request in flight.requests if request.done()]
-        for request in done:
+        for request in flight.take_done(sending.stats):
             try:
                 request.wait(0)
             except MoeP2pError as error:
@@ -261,7 +259,6 @@ class KVSender(KVWorker):
                 self._fail(sending, make(PeerDeadError, self._text(sending, why)))
                 self._lose(flight.pair, f"a write failed: {error}")
                 return
-            flight.requests.remove(request)
         opened = flight.opened
         if flight.committed and not flight.requests and opened is not None and not opened.pull:
             self._settle(flight)
@@ -291,8 +288,9 @@ class KVSender(KVWorker):
     def _fail(self, sending: KVSending, error: MoeP2pError) -> None:
         if sending.state != "open":
             return
-        sending.state, sending.error = "failed", error
-        until, why = self.clock() + self.timeouts.drain_s, str(error)[:400]
+        sending.state, sending.error, now = "failed", error, self.clock()
+        sending.stats.failed, sending.stats.ended_at = True, now
+        until, why = now + self.timeouts.drain_s, str(error)[:400]
         if not sending.flights:
             self._openings.give_up("", sending.request, why)
         for flight in sending.flights:
@@ -319,10 +317,11 @@ class KVSender(KVWorker):
         for flight in sending.flights:
             if flight.state != "draining" or flight.pair.lost:
                 continue
-            flight.requests = [each for each in flight.requests if not each.done()]
+            flight.take_done(sending.stats)
             if flight.requests:
                 continue
             self._settle(flight)
+            sending.stats.fenced("drained")
             if flight.opened is not None:
                 why = str(sending.error)[:400]
                 flight.pair.send("drained", nonce=flight.opened.nonce, why=why)
@@ -334,6 +333,7 @@ class KVSender(KVWorker):
         if sending.state != "open" and settled and not sending.reusable:
             sending.reusable = True
             self.sendings.remove(sending)
+            self.count(sending.stats)
             self.changed.notify_all()
 
     def wait_reusable(self, sending: KVSending, timeout_s: float | None) -> None:
@@ -427,7 +427,7 @@ class KVSender(KVWorker):
 
     def _check_opened(self, sending: KVSending, now: float) -> None:
         waiting = [flight.pair.name for flight in sending.flights if flight.state == "waiting"]
-        since = sending.began_at
+        since = sending.stats.queued_at
         if not sending.flights and sending.user is not None:
             waiting, since = ["any receiver"], sending.committed_at
         if waiting and now - since > self.timeouts.open_s:
@@ -446,5 +446,7 @@ class KVSender(KVWorker):
         for sending in list(self.sendings):
             for flight in sending.flights:
                 if flight.pair is pair and flight.state != "settled":
+                    flight.take_done(sending.stats)
+                    sending.stats.fenced("key", pair.fence_retries)
                     self._settle(flight)
             self._free_if_settled(sending)

@@ -11,6 +11,7 @@ from torch import Tensor
 from moe_p2p.errors import MoeP2pError
 from moe_p2p.kv.channel import Message
 from moe_p2p.kv.pair import Pair
+from moe_p2p.kv.stats import KVTransferStats
 from moe_p2p.kv.tail import Slot
 from moe_p2p.kv.units import Chunk, Units, int32_tensor
 
@@ -68,6 +69,11 @@ class Flight:
     committed: bool = False
     drain_until: float = 0.0
 
+    def take_done(self, stats: KVTransferStats) -> list[Any]:
+        """Removes the requests that are done, and returns them; `stats` gets their figures."""
+        done, self.requests = stats.take_done(self.requests)
+        return done
+
 
 class KVSending:
     """One request. Made by `KVSender.start`."""
@@ -82,7 +88,8 @@ class KVSending:
         self.state = "open"  # then "complete" or "failed"
         self.error: MoeP2pError | None = None
         self.reusable = False  # its pages may be given to somebody else
-        self.began_at = self.committed_at = 0.0
+        self.committed_at = 0.0
+        self.stats = KVTransferStats(request, sender.role, sender.clock())
 
     @property
     def layers(self) -> list[int]:

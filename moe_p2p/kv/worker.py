@@ -21,6 +21,7 @@ from moe_p2p.errors import UnavailableError, make, require, require_type
 from moe_p2p.kv.channel import Message
 from moe_p2p.kv.leases import Worker
 from moe_p2p.kv.pair import Hello, KVCache, Pair, PairMemory, Sends, make_pair
+from moe_p2p.kv.stats import KVTotals, KVTransferStats
 from moe_p2p.kv.tail import Slots, tail_bytes
 
 QUICK_S, SLOW_S = 0.0005, 0.02  # between two looks, while something drains and otherwise
@@ -81,6 +82,7 @@ class KVWorker:
         self.changed = threading.Condition(self.lock)  # a request ended, or a pair came
         self.wake = threading.Event()  # of whoever calls step()
         self.pairs: dict[str, Pair] = {}  # by name of the other worker
+        self.totals = KVTotals()  # replaced, never changed: any thread may keep one
         self.slots = Slots(max_requests)
         self.row_bytes = tail_bytes(cache.layout.num_layers)
         # One row a slot. A bytearray, so that rows are read and written without a tensor.
@@ -212,6 +214,7 @@ class KVWorker:
             if not pair.fence_at:
                 log.warning(f"{self.name}: pages stay held, {pair.name} is not fenced: {error}")
             pair.fence_at = self.clock() + RETRY_S
+            pair.fence_retries += 1
             return False
         return True
 
@@ -219,6 +222,13 @@ class KVWorker:
         with self.lock:
             for pair in list(self.pairs.values()):
                 self._lose(pair, why)
+
+    def count(self, stats: KVTransferStats) -> None:
+        """Under the lock, once the request is reusable."""
+        stats.reusable_at = self.clock()
+        one = KVTotals()
+        one.observe(stats)
+        self.totals = self.totals + one
 
     # --- what senders and receivers do ---
 

@@ -70,7 +70,7 @@ TEST_CASE("benchmark: engine, one write from submit to done" * doctest::skip()) 
   const auto* region = engine.resolve(engine.descriptor(handle));
   Request request(Write{handle, 0, region, 0, data.size(), 1});
   std::vector<uint64_t> ns;
-  for (int i = 0; i < 20'000; ++i) {
+  for (int i = 0; i < 200'000; ++i) {
     const auto start = now_ns();
     engine.submit(request);
     while (!request.done()) engine.progress();

@@ -55,8 +55,8 @@ def late_writes(*, fenced: bool) -> None:
             time.sleep(0.001)
         for layer in range(LAYERS):
             sending.layer(layer)
-        requests = list(sending.flights[0].requests)
         sender.stopped = True
+        requests, sending.flights[0].requests = sending.flights[0].requests, []  # waited for here
         began = time.monotonic()
         reservation.cancel()
         reservation.wait_reusable(20)

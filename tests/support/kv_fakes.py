@@ -21,11 +21,12 @@ from moe_p2p.errors import ClosedError, RemoteAccessError, make
 from moe_p2p.kv.channel import Message
 from moe_p2p.kv.pair import Pair
 from moe_p2p.kv.worker import KVWorker
+from moe_p2p.transfers import Report
 
 
 class FakeRequest:
     def __init__(self) -> None:
-        self.finished = self.cancelled = False
+        self.finished = self.cancelled = self.waited = False
         self.error: Exception | None = None
 
     def done(self) -> bool:
@@ -33,8 +34,14 @@ class FakeRequest:
 
     def wait(self, timeout_s: float = 0) -> None:
         assert self.finished, "the test waits for nothing"
+        self.waited = True
         if self.error is not None:
             raise self.error
+
+    def report(self) -> Report:
+        assert self.finished
+        assert not self.waited, "the engine knows it no more"
+        return Report(None, 0.0, 0, 0, 0, 0)
 
     def cancel(self) -> None:
         self.cancelled = True
