@@ -1,4 +1,4 @@
-"""`python -m moe_p2p bench | demo | doctor | model | plan`; each explains itself with --help."""
+"""`python -m moe_p2p bench | demo | doctor | model | plan | store`; each explains itself with --help."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ COMMANDS = {
         "moe_p2p.tools.plan",
         "memory of every region for given shapes; --kv: a KV transfer, row by row",
     ),
+    "store": ("moe_p2p.tools.store", "serve the store in which engines' KV workers meet"),
 }
 
 

@@ -70,6 +70,20 @@ def bytes_from(tensor: Tensor) -> bytes:
     return bytes(tensor.tolist())  # not through numpy, which torch can do without
 
 
+class Gate(NamedTuple):
+    """The moment when a layer of a step is computed, which a write may wait for (`after`).
+
+    signals: number of a `kv.KVSignals`.
+    """
+
+    signals: int
+    layer: int
+    step: int
+
+    def reached(self) -> bool:
+        return int(call(_ops.signals_value.default, self.signals, self.layer)) >= self.step
+
+
 class Memory:
     """A registered tensor. Made by `Engine.register`; keeps the tensor alive."""
 

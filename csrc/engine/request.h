@@ -28,6 +28,7 @@ namespace moe_p2p::engine {
 inline constexpr int kNumPriorities = 3;
 
 class FinishedQueue;  // finished_queue.h
+class Gate;           // gate.h
 class Peer;           // peer.h
 
 // A descriptor resolved for one connected peer: rail i goes through NIC i.
@@ -169,6 +170,9 @@ class Request : private MailboxNode {
   uint8_t priority = 0;
   // Keeps the times below, which costs a look at the clock.
   bool timed = false;
+  // Nothing is posted before the gate's word is at least gate_value; null: at once. As `priority`.
+  Gate* gate = nullptr;
+  uint64_t gate_value = 0;
 
   // acquire: pairs with the release in finish(); status() is valid once this is true.
   bool done() const noexcept { return phase_.load(std::memory_order_acquire) == Phase::kDone; }
@@ -193,6 +197,7 @@ class Request : private MailboxNode {
   friend class TransferEngine;
   friend class Poller;
   friend class NicQueue;
+  friend class Gates;
   friend class FinishedQueue;
 
   // kFinishing exists because a Request may be destroyed as soon as it is done: waiters are
@@ -220,6 +225,7 @@ class Request : private MailboxNode {
   uint64_t num_writes_ = 0;  // likewise, completed ones included
   int open_rails_ = 0;       // NICs that have more to post
   bool fills_gpu_memory_ = false;
+  bool held_ = false;  // by its gate
   std::array<Rail, kMaxNics> rails_;
   Request* previous_active_ = nullptr;
   Request* next_active_ = nullptr;

@@ -65,7 +65,7 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
       "engine_write_pages(int engine, int memory, int region, int page_bytes, Tensor pages, "
       "int stride, int offset, Tensor region_pages, int region_stride, int region_offset, "
       "int? imm=None, int row_bytes=0, int row_stride=0, int region_row_stride=0, "
-      "bool imm_per_page=True, int priority=1) -> SymInt");
+      "bool imm_per_page=True, int priority=1, int[] after=[]) -> SymInt");
   m.def(
       "engine_read(int engine, int memory, int offset, int region, int region_offset, int bytes, "
       "int priority=1) -> SymInt");
@@ -90,6 +90,13 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
   m.def("engine_imm_value(int engine, int imm) -> int");
   m.def("engine_imm_free(int engine, int imm) -> int");
   m.def("engine_imm_discarded(int engine) -> int");
+
+  // --- signals: `after` of engine_write_pages is [signals, layer, step], or empty ---
+  m.def(
+      "signals_create(int engine, Tensor words, Tensor step, Tensor[] caches, int kernel) -> int");
+  m.def("signals_close(int signals) -> ()");
+  m.def("signals_value(int signals, int layer) -> int");
+  m.def("signal(int signals, int layer, Tensor(a!) kv) -> ()");
 
   // --- all to all: set-up ---
   m.def("check_ranks_per_node(int ranks) -> ()");

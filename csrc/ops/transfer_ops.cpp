@@ -8,6 +8,7 @@
 
 #include "engine/pieces.h"
 #include "ops/engine_object.h"
+#include "ops/signals_object.h"
 
 namespace moe_p2p::ops {
 
@@ -43,6 +44,17 @@ Tensor tensor_of(std::initializer_list<uint64_t> values) {
   return tensor;
 }
 
+// after: [signals, layer, step], or empty.
+void wait_for_signal(RequestRecord& record, const std::vector<int64_t>& after) {
+  if (after.empty()) return;
+  MOE_P2P_CHECK(after.size() == 3, Code::kInvalidArgument, "after has ", after.size(),
+                " numbers, must have 3: signals, layer and step");
+  const auto object = signals().get(after[0]);
+  record.request.gate = &object->gate(after[1]);
+  record.request.gate_value = unsigned_of(after[2], "step");
+  record.gates = object;
+}
+
 int64_t engine_write(int64_t engine, int64_t memory, int64_t offset, int64_t region,
                      int64_t region_offset, int64_t bytes, std::optional<int64_t> imm,
                      int64_t priority) {
@@ -63,9 +75,11 @@ int64_t engine_write_pages(int64_t engine, int64_t memory, int64_t region, int64
                            const Tensor& pages, int64_t stride, int64_t offset,
                            const Tensor& region_pages, int64_t region_stride, int64_t region_offset,
                            std::optional<int64_t> imm, int64_t row_bytes, int64_t row_stride,
-                           int64_t region_row_stride, bool imm_per_page, int64_t priority) {
+                           int64_t region_row_stride, bool imm_per_page, int64_t priority,
+                           const std::vector<int64_t>& after) {
   const auto object = engines().get(engine);
   auto record = std::make_shared<RequestRecord>();
+  wait_for_signal(*record, after);
   record->source_pages = page_indices(pages, "pages");
   record->target_pages = page_indices(region_pages, "region_pages");
   record->what =

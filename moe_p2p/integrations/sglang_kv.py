@@ -178,7 +178,6 @@ class Sender:
         this._early_send_wait_event = None
         if sending.error is not None:
             return
-        this._record_transfer_indices(kv_indices, None)
         self._pages += [int(page) for page in kv_indices]
         sending.add_pages(manager.pages(self._pages, this.aux_index, self._skipped))
         end = (self._skipped + len(self._pages)) * manager.kv_args.page_size
@@ -190,6 +189,13 @@ class Sender:
         except MoeP2pError as error:
             log.info(f"{manager.worker.name}: {error}")
             sending.cancel(str(error))
+
+    def get_transfer_metric(self) -> Any:
+        metric = required("sglang.srt.disaggregation.base.conn", "sglang").KVTransferMetric
+        if self._sending is None:
+            return metric()
+        stats = self._sending.stats
+        return metric(transfer_latency_s=stats.transfer_s, transfer_total_bytes=stats.nbytes)
 
     def poll(self) -> Any:
         if self.conclude_state is None:  # type: ignore[attr-defined]

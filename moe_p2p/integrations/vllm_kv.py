@@ -21,6 +21,7 @@ from moe_p2p.integrations import required
 from moe_p2p.integrations.kv_worker import serve_store
 from moe_p2p.integrations.vllm_kv_layout import check_parallelism, refuse
 from moe_p2p.integrations.vllm_kv_scheduler import KVScheduler, StepMeta
+from moe_p2p.integrations.vllm_kv_stats import prom_class, stats_class
 from moe_p2p.integrations.vllm_kv_worker import KVWorkerHalf
 
 _V1 = "vllm.distributed.kv_transfer.kv_connector.v1.base"
@@ -56,7 +57,7 @@ class Connector:
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        return False  # layers of a replay are sent after it
+        return False  # replays signal their layers
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
@@ -108,6 +109,11 @@ class Connector:
         super().bind_connector_metadata(connector_metadata)  # type: ignore[misc]
         self._worker.begin_step(connector_metadata.step)
 
+    def has_connector_metadata(self) -> bool:
+        """Yes while a graph is captured: vLLM then calls `save_kv_layer`, and replays signal too."""
+        capturing = self._worker is not None and self._worker.capturing()
+        return capturing or bool(super().has_connector_metadata())  # type: ignore[misc]
+
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         self._worker.preempt(kv_connector_metadata.step)
 
@@ -120,7 +126,7 @@ class Connector:
     def save_kv_layer(
         self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        self._worker.save_layer(layer_name, kv_layer)
+        self._worker.save_layer(layer_name)
 
     def wait_for_save(self) -> None:
         self._worker.end_step()
@@ -137,6 +143,22 @@ class Connector:
     def get_block_ids_with_load_errors(self) -> set[int]:
         found: set[int] = self._worker.take_bad_blocks()
         return found
+
+    def get_kv_connector_stats(self) -> Any:
+        if self._worker is None:
+            return None
+        totals = self._worker.new_totals()
+        return stats_class()(totals.to_dict()) if totals.requests else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
+        return stats_class()(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
+    ) -> Any:
+        return prom_class()(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
         if self._worker is not None:

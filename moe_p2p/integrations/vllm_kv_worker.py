@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from moe_p2p import log
@@ -21,6 +20,8 @@ from moe_p2p.integrations.vllm_kv_layout import VllmCache, vllm_cache
 from moe_p2p.integrations.vllm_kv_scheduler import Load, SendStep, StepMeta, attempt_name
 from moe_p2p.kv.reservation import KVReservation
 from moe_p2p.kv.sending import KVSending
+from moe_p2p.kv.signals import KVSignals
+from moe_p2p.kv.stats import KVTotals
 
 PREEMPTED = "preempted at the prefiller, which begins anew"
 ABORTED = "aborted at the prefiller"
@@ -55,7 +56,11 @@ class KVWorkerHalf:
         self._cache: VllmCache | None = None
         self._sends: dict[str, KVSending] = {}
         self._finished: set[str] = set()  # of the sends: the scheduler waits for their blocks
-        self._step: dict[str, tuple[SendStep, set[int]]] = {}  # layers sent in this step
+        self._step: dict[str, tuple[KVSending, SendStep]] = {}
+        self._signals: KVSignals | None = None  # of a prefiller
+        self._signalled: set[int] = set()  # layers, in this step
+        self._tensors: dict[int, Tensor] = {}  # by layer
+        self._reported = KVTotals()
         self._loads: dict[str, _Loading] = {}
         self._declined: dict[str, tuple[str, float]] = {}  # instance and until when, by name
         self._bad_blocks: set[int] = set()
@@ -65,6 +70,9 @@ class KVWorkerHalf:
         self._own = EngineWorker(
             self._kind, self._cache.cache, self._engine_id, self._store, self._settings
         )
+        self._tensors = {number: tensors[name] for name, number in self._cache.layers.items()}
+        if self._kind is KVSender:
+            self._signals = KVSignals(self.worker)
 
     @property
     def worker(self) -> Any:
@@ -88,54 +96,59 @@ class KVWorkerHalf:
             sending.wait_reusable()
 
     def begin_step(self, meta: StepMeta) -> None:
+        """Before the forward pass. Its layers are sent when their signals come: from Python, from a
+        replayed graph, or from `end_step`."""
         self._step = {}
         for request, step in meta.sends.items():
             pages = self.cache.pages(step.blocks)
             if step.first:
                 self._sends[request] = self.worker.start(step.name, None, pages, total=step.total)
             sending = self._sends.get(request)
-            if sending is not None:
+            if sending is not None and sending.error is None:
                 sending.add_pages(pages)
-                self._step[request] = (step, set())
-
-    def layer(self, number: int) -> None:
-        """Its bytes are there, of all requests of this step."""
-        for request, (step, layers) in list(self._step.items()):
-            if number in layers:
-                continue
-            layers.add(number)
-            self._try(request, lambda sending, end=step.end: sending.layer(number, end))
-
-    def save_layer(self, name: str, tensor: Tensor) -> None:
-        """On a GPU the bytes are there only when the stream has come so far: `end_step` waits."""
-        number = self.cache.layers.get(name)
-        if self._step and number is not None and tensor.device.type == "cpu":
-            self.layer(number)
-
-    def end_step(self) -> None:
-        """Layers for which no call came, because a graph was replayed, follow now."""
-        if not self._step:
+                self._step[request] = (sending, step)
+        self._signalled.clear()
+        if self._signals is None:
             return
-        device = self.cache.cache.tensors[0].device
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
-        for number in self.cache.layers.values():
-            self.layer(number)
-        for request, (step, _) in list(self._step.items()):
-            if step.end == step.total:
-                self._try(request, lambda sending: sending.commit())
+        try:
+            self._signals.begin_step([(sending, step.end) for sending, step in self._step.values()])
+        except MoeP2pError as error:
+            self._give_up(str(error))
+
+    def _give_up(self, why: str) -> None:
+        """The requests of this step go on being computed; their decoders know why they failed."""
+        log.warning(f"{self.worker.name}: {why}")
+        for sending, _ in self._step.values():
+            sending.cancel(why)
         self._step = {}
 
-    def _try(self, request: str, what: Any) -> None:
-        """A request that has failed goes on being computed; its decoder knows why it failed."""
-        sending = self._sends[request]
-        try:
-            if sending.error is None:
-                what(sending)
-        except MoeP2pError as error:
-            log.info(f"{self.worker.name}: {error}")
-            sending.cancel(str(error))
-            self._step.pop(request, None)
+    def capturing(self) -> bool:
+        return self._signals is not None and self._signals.capturing()
+
+    def save_layer(self, name: str) -> None:
+        number = self.cache.layers.get(name)
+        if self._signals is not None and number is not None:
+            self._signals.signal(number, self._tensors[number])
+            self._signalled.add(number)
+
+    def end_step(self) -> None:
+        """After the forward pass. Layers that Python did not signal are signalled now: where a graph
+        without signals was replayed, they are sent at its end, and else nothing happens twice."""
+        if self._signals is None or not self._step:
+            return
+        for number, tensor in self._tensors.items():
+            if number not in self._signalled:
+                self._signals.signal(number, tensor)
+        self._signals.end_step()
+        for sending, step in self._step.values():
+            if step.end != step.total or sending.error is not None:
+                continue
+            try:
+                sending.commit()
+            except MoeP2pError as error:
+                log.info(f"{self.worker.name}: {error}")
+                sending.cancel(str(error))
+        self._step = {}
 
     # --- decode ---
 
@@ -247,7 +260,15 @@ class KVWorkerHalf:
         found, self._bad_blocks = self._bad_blocks, set()
         return found
 
+    def new_totals(self) -> KVTotals:
+        """Since the last call."""
+        now = self.worker.totals + KVTotals()
+        found, self._reported = now - self._reported, now
+        return found
+
     def close(self) -> None:
+        if self._signals is not None:
+            self._signals.close()
         if self._own is not None:
             self._own.close()
             self._own = None

@@ -23,6 +23,7 @@ from moe_p2p.kv.requests import KVCounts, Span, aligned_begin, check_pages, coun
 from moe_p2p.kv.reservation import KVReservation
 from moe_p2p.kv.sender import KVSender
 from moe_p2p.kv.sending import KVSending
+from moe_p2p.kv.signals import KVSignals
 from moe_p2p.kv.stats import KVTotals, KVTransferStats, prometheus_text
 from moe_p2p.kv.tokens import forget_periods
 from moe_p2p.kv.worker import KVTimeouts
@@ -46,6 +47,7 @@ __all__ = [
     "KVReservation",
     "KVSender",
     "KVSending",
+    "KVSignals",
     "KVTimeouts",
     "KVTotals",
     "KVTransferStats",

@@ -22,14 +22,13 @@ from torch import Tensor
 from moe_p2p import errors
 from moe_p2p.errors import AbortedError, MoeP2pError, PeerDeadError, make, require
 from moe_p2p.kv.channel import Message
-from moe_p2p.kv.checksum import add
 from moe_p2p.kv.openings import Openings
 from moe_p2p.kv.pair import Pair
-from moe_p2p.kv.requests import aligned_begin
 from moe_p2p.kv.sending import Flight, KVSending, Opened
-from moe_p2p.kv.tail import MAX_CHUNKS, MAX_USER_BYTES, Tail
+from moe_p2p.kv.tail import MAX_USER_BYTES, Tail
 from moe_p2p.kv.units import Units, int32_bytes
 from moe_p2p.kv.worker import KVWorker
+from moe_p2p.transfers import Gate
 
 
 class KVSender(KVWorker):
@@ -105,7 +104,7 @@ class KVSender(KVWorker):
             )
             flight.slot = self.slots.take(self._text(sending, "opening"))
             for layer, end in sending.calls:
-                self._send_layer(flight, layer, end)
+                self._send_layer(sending, flight, layer, end)
             if sending.user is not None:
                 self._send_tail(sending, flight)
         except MoeP2pError as error:  # pages that do not fit, say
@@ -116,7 +115,8 @@ class KVSender(KVWorker):
 
     # --- layers, tail ---
 
-    def layer(self, sending: KVSending, layer: int, end: int) -> None:
+    def layer(self, sending: KVSending, layer: int, end: int, after: Gate | None = None) -> None:
+        """after: the layer is not computed yet, and is sent when it is."""
         with self.lock:
             self._require_open(sending)
             last = sending.calls[-1][1] if sending.calls else 0
@@ -127,10 +127,12 @@ class KVSender(KVWorker):
                 ),
             )
             sending.calls.append((layer, end))
+            if after is not None:
+                sending.add_gate(layer, end, after, self.clock())
             try:
                 for flight in sending.flights:
                     if flight.state == "open":
-                        self._send_layer(flight, layer, end)
+                        self._send_layer(sending, flight, layer, end)
             except MoeP2pError as error:
                 self._fail(sending, error)
                 raise
@@ -143,35 +145,22 @@ class KVSender(KVWorker):
             self._text(sending, "it was committed"),
         )
 
-    def _send_layer(self, flight: Flight, layer: int, end: int) -> None:
+    def _send_layer(self, sending: KVSending, flight: Flight, layer: int, end: int) -> None:
         opened, units = flight.opened, flight.units
         assert opened is not None
         assert units is not None
         if end != flight.end:
-            self._begin_chunk(flight, end)
+            flight.begin_chunk(end, self.name)
         chunk = flight.chunk
         if chunk is None:
             return
+        after = sending.gates.get((layer, end))
         if opened.verify:
-            part = units.checksum(self.cache, layer, chunk, at_source=True)
-            flight.sums[layer] = add(flight.sums.get(layer, 0), part)
+            flight.unsummed.append((layer, chunk))
+            if not sending.gates:
+                flight.sum_layers(self.cache)
         if not opened.pull:
-            flight.requests += units.write(self.engine, layer, chunk, opened.imm)
-
-    def _begin_chunk(self, flight: Flight, end: int) -> None:
-        """Whole pages of the target, but for the last: two chunks never write the same page."""
-        opened = flight.opened
-        assert opened is not None
-        last = end == opened.total
-        begin = flight.chunks[-1][1] if flight.chunks else opened.begin
-        to = end if last else max(aligned_begin(flight.pair.plan.target, end), begin)
-        flight.end, flight.chunk = end, (begin, to) if to > begin or last else None
-        if flight.chunk is not None:
-            flight.chunks.append(flight.chunk)
-            require(
-                len(flight.chunks) <= MAX_CHUNKS,
-                f"{self.name}: request {opened.request!r} has more than {MAX_CHUNKS} chunks",
-            )
+            flight.requests += units.write(self.engine, layer, chunk, opened.imm, after)
 
     def commit(self, sending: KVSending, user: bytes) -> None:
         with self.lock:
@@ -180,7 +169,7 @@ class KVSender(KVWorker):
                 isinstance(user, bytes) and len(user) <= MAX_USER_BYTES,
                 self._text(sending, f"user must be up to {MAX_USER_BYTES} bytes"),
             )
-            self._check_complete(sending)
+            sending.check_complete()
             sending.user, sending.committed_at = user, self.clock()
             try:
                 for flight in sending.flights:
@@ -191,27 +180,16 @@ class KVSender(KVWorker):
                 raise
         self.wake.set()
 
-    def _check_complete(self, sending: KVSending) -> None:
-        """Each chunk has each layer, once."""
-        layers = sending.layers
-        for end in sorted({end for _, end in sending.calls} | {sending.total}):
-            got = sorted(layer for layer, to in sending.calls if to == end)
-            missing = sorted(set(layers) - set(got))
-            require(
-                got == layers,
-                self._text(
-                    sending,
-                    f"commit without layers {missing[:4]} of tokens up to {end}"
-                    if missing
-                    else f"layers up to token {end} were sent twice",
-                ),
-            )
-
     def _send_tail(self, sending: KVSending, flight: Flight) -> None:
         opened, slot = flight.opened, flight.slot
         assert opened is not None
         assert slot is not None
         assert sending.user is not None
+        # Sums and offers are of bytes that are there; without them the tail may go ahead.
+        flight.tail_due = (opened.verify or opened.pull) and bool(sending.shut_gates())
+        if flight.tail_due:
+            return
+        flight.sum_layers(self.cache)
         sums = tuple(flight.sums[layer] for layer in flight.pair.layers) if opened.verify else ()
         ends = tuple(end for _, end in flight.chunks)
         tail = Tail(opened.nonce, opened.begin, sending.total, ends, sums, sending.user).to_bytes()
@@ -251,6 +229,8 @@ class KVSender(KVWorker):
             return sending.state != "open"
 
     def _look(self, sending: KVSending, flight: Flight) -> None:
+        if flight.tail_due:
+            self._send_tail(sending, flight)
         for request in flight.take_done(sending.stats):
             try:
                 request.wait(0)
@@ -273,7 +253,7 @@ class KVSender(KVWorker):
         deadline = None if timeout_s is None else self.clock() + timeout_s
         while not self.poll(sending):
             if deadline is not None and self.clock() >= deadline:
-                text = self._text(sending, f"waited {timeout_s} s; {self._progress(sending)}")
+                text = self._text(sending, f"waited {timeout_s} s; {sending.progress()}")
                 raise make(errors.TimeoutError, text)
             with self.lock:
                 self.changed.wait(0.0005)
@@ -282,7 +262,7 @@ class KVSender(KVWorker):
 
     def cancel(self, sending: KVSending, why: str) -> None:
         with self.lock:
-            text = self._text(sending, f"{why}; {self._progress(sending)}")
+            text = self._text(sending, f"{why}; {sending.progress()}")
             self._fail(sending, make(AbortedError, text))
 
     def _fail(self, sending: KVSending, error: MoeP2pError) -> None:
@@ -347,16 +327,6 @@ class KVSender(KVWorker):
                     raise make(errors.TimeoutError, text)
                 self.changed.wait(min(left, 0.05))
 
-    def _progress(self, sending: KVSending) -> str:
-        layers = len(sending.layers)
-        states = [
-            f"{flight.pair.name} {flight.state}, {len(flight.requests)} writes under way"
-            for flight in sending.flights
-        ]
-        sent = len(sending.calls)
-        where = "; ".join(states) or "no receiver has opened it"
-        return f"{sent} calls of layer() of {layers} layers were made; {where}"
-
     # --- messages, deadlines, losses ---
 
     def on_message(self, pair: Pair, message: Message) -> None:
@@ -417,6 +387,7 @@ class KVSender(KVWorker):
             if sending.state == "open":
                 self.poll(sending)
                 self._check_opened(sending, now)
+                self._check_signals(sending, now)
             draining |= self._drain(sending)
             for flight in sending.flights:
                 late = flight.state == "draining" and now >= flight.drain_until
@@ -432,7 +403,15 @@ class KVSender(KVWorker):
             waiting, since = ["any receiver"], sending.committed_at
         if waiting and now - since > self.timeouts.open_s:
             why = f"waited {self.timeouts.open_s} s in phase open for {', '.join(waiting)}"
-            text = self._text(sending, f"{why}; {self._progress(sending)}")
+            text = self._text(sending, f"{why}; {sending.progress()}")
+            self._fail(sending, make(errors.TimeoutError, text))
+
+    def _check_signals(self, sending: KVSending, now: float) -> None:
+        shut = sending.shut_gates()
+        if shut and now - sending.begun_at > self.timeouts.layers_s:
+            where = f"layer {shut[0].layer} of step {shut[0].step}"
+            why = f"waited {self.timeouts.layers_s} s in phase signal for {where}"
+            text = self._text(sending, f"{why}; {sending.progress()}")
             self._fail(sending, make(errors.TimeoutError, text))
 
     def on_lost(self, pair: Pair) -> None:

@@ -413,6 +413,38 @@ def test_the_reason_of_a_rank_that_left_is_not_lost_with_its_process() -> None:
         meeting.check_neighbours(1, "the NICs")
 
 
+class _Deleting(dist.Store):
+    """Rank 0 deletes every key of a rank as soon as it has been seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = dist.HashStore()
+
+    def check(self, keys: list[str]) -> bool:
+        there = self.inner.check(keys)
+        for key in keys:
+            if not key.endswith("/all"):
+                self.inner.delete_key(key)
+        return bool(there)
+
+    def get(self, key: str) -> bytes:
+        assert self.inner.check([key]), "get() blocks for a key that is not there"
+        return bytes(self.inner.get(key))
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("add", "set", "delete_key", "compare_set"):
+            return getattr(self.inner, name)
+        return super().__getattribute__(name)
+
+
+def test_rank_0_may_take_the_word_of_a_killed_rank_meanwhile() -> None:
+    meeting = Bootstrap(_Deleting(), rank=2, world_size=3, timeout_s=5.0)
+    meeting._met, meeting._stage = True, 1
+    meeting.store.set(meeting._key(1), "+payload")
+    with pytest.raises(errors.PeerDeadError, match="the process of rank 1 has ended"):
+        meeting.check_neighbours(1, "the NICs")
+
+
 def test_a_process_that_ended_before_it_was_watched_is_missed() -> None:
     watched = Neighbours()
     space, _, start = neighbours.own_identity().split(" ")

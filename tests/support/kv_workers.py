@@ -34,6 +34,7 @@ def workers(
     timeouts: kv.KVTimeouts = QUICK,
     verify: str = "always",
     kinds: Sequence[type[Any]] = (kv.KVSender, kv.KVReceiver),
+    device: str = "cpu",
 ) -> Iterator[Workers]:
     """All ranks of one instance "prefill" and of one "decode", connected."""
     store = HashStore()
@@ -46,7 +47,7 @@ def workers(
             for rank in range(layout.world_size):
                 config = EngineConfig(transport=transport, transport_settings=settings)
                 engine = stack.enter_context(Engine(config, label=f"{name}/{rank}"))
-                cache = cache_of(layout, rank, pages)
+                cache = cache_of(layout, rank, pages, device)
                 common: dict[str, Any] = {"instance": name, "timeouts": timeouts}
                 if name == "prefill":
                     worker = kinds[0](engine, cache, **common)
