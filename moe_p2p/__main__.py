@@ -1,4 +1,4 @@
-"""`python -m moe_p2p bench | demo | doctor | model | plan | store`; each explains itself with --help."""
+"""`python -m moe_p2p bench | demo | doctor | model | plan | store`; each has --help."""
 
 from __future__ import annotations
 

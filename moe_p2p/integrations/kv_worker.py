@@ -97,7 +97,9 @@ class EngineWorker:
     def __init__(
         self, kind: type[KVWorker], cache: KVCache, instance: str, store: str, settings: Any
     ) -> None:
-        known = {name: settings[name] for name in KVTimeouts.__dataclass_fields__ if name in settings}
+        known = {
+            name: settings[name] for name in KVTimeouts.__dataclass_fields__ if name in settings
+        }
         timeouts = KVTimeouts(**known)
         more = {"verify": settings["verify"]} if "verify" in settings and kind is KVReceiver else {}
         device = cache.tensors[0].device

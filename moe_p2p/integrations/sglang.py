@@ -23,7 +23,7 @@ from torch import Tensor
 from moe_p2p import env, errors
 from moe_p2p.all_to_all import AllToAll
 from moe_p2p.dispatched import Dispatched, PendingDispatch
-from moe_p2p.integrations import sglang_kv, derived, optional, provide_deep_ep, put, required
+from moe_p2p.integrations import derived, optional, provide_deep_ep, put, required, sglang_kv
 from moe_p2p.options import DispatchOptions, RowLayout
 from moe_p2p.pool import TIMEOUT_S, AllToAllPool, config_of
 from moe_p2p.routing_counts import count_routing

@@ -36,7 +36,7 @@ _UTILS = "sglang.srt.disaggregation.utils"
 _FAILED, _WAITING, _TRANSFERRING, _SUCCESS = 0, 2, 3, 4  # KVPoll
 
 
-def refuse(what: str, instead: str) -> UnavailableError:
+def refuse(what: str, instead: str) -> MoeP2pError:
     return make(UnavailableError, f"moe_p2p does not carry {what}; {instead}")
 
 
@@ -71,9 +71,7 @@ def sglang_cache(args: Any, *, tp: int, rank: int, mla: bool) -> KVCache:
     layers = tuple(range(count))
     groups = [KVGroup("kv", layers, heads, k_bytes=sizes[0], v_bytes=sizes[1], page_size=page)]
     places = [
-        tuple(
-            (Place(at, 0),) if mla else (Place(at, 0), Place(count + at, 0)) for at in layers
-        )
+        tuple((Place(at, 0),) if mla else (Place(at, 0), Place(count + at, 0)) for at in layers)
     ]
     pages = {"kv": args.kv_data_lens[0] // items[0]}
     for at, size in enumerate(args.aux_item_lens):
@@ -263,7 +261,7 @@ class Receiver:
         size, begin = manager.kv_args.page_size, decode_prefix_len or 0
         require(
             begin % size == 0 and len(kv_indices) > 0,
-            f"decode_prefix_len={begin} must be whole pages of {size} tokens, not all of the prompt",
+            f"decode_prefix_len={begin} must be whole pages of {size} tokens, not the prompt",
         )
         pages = manager.pages(kv_indices, aux_index, begin // size)
         self._wanted = {"pages": pages, "total": len(pages["kv"]) * size, "begin": begin}

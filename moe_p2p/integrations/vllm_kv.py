@@ -34,7 +34,9 @@ class Connector:
         super().__init__(vllm_config, role, kv_cache_config)  # type: ignore[call-arg]
         config = vllm_config.kv_transfer_config
         if config.kv_role == "kv_both":
-            raise refuse("kv_role=kv_both", 'pass "kv_producer" for prefill, "kv_consumer" for decode')
+            raise refuse(
+                "kv_role=kv_both", 'pass "kv_producer" for prefill, "kv_consumer" for decode'
+            )
         check_parallelism(vllm_config.parallel_config)
         store = config.get_from_extra_config("store", f"127.0.0.1:{config.kv_port}")
         given = (vllm_config, kv_cache_config, config.engine_id, store)
@@ -78,9 +80,7 @@ class Connector:
         found: tuple[int, bool] = self._scheduler.num_matched(request, num_computed_tokens)
         return found
 
-    def update_state_after_alloc(
-        self, request: Any, blocks: Any, num_external_tokens: int
-    ) -> None:
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._scheduler.allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
@@ -110,7 +110,7 @@ class Connector:
         self._worker.begin_step(connector_metadata.step)
 
     def has_connector_metadata(self) -> bool:
-        """Yes while a graph is captured: vLLM then calls `save_kv_layer`, and replays signal too."""
+        """Yes during a capture: vLLM then calls `save_kv_layer`, and replays signal too."""
         capturing = self._worker is not None and self._worker.capturing()
         return capturing or bool(super().has_connector_metadata())  # type: ignore[misc]
 
@@ -171,7 +171,7 @@ class Connector:
 
 
 @functools.cache
-def _connector_class() -> type:
+def _connector_class() -> Any:
     base = required(_V1, "vllm")
     source = getattr(required("vllm.v1.metrics.cache_hit_source", "vllm"), "CacheHitSource", None)
     body = {"__doc__": Connector.__doc__, "__module__": __name__}

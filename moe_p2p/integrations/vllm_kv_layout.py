@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_p2p.errors import UnavailableError, make, require
+from moe_p2p.errors import MoeP2pError, UnavailableError, make, require
 from moe_p2p.integrations.kv_worker import regions_of
 from moe_p2p.kv.layout import KVGroup, KVLayout
 from moe_p2p.kv.pair import KVCache
@@ -28,7 +28,7 @@ _PARALLEL = {  # that moves layers or tokens to other ranks
 _ATTENTION = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "SlidingWindowMLASpec")
 
 
-def refuse(what: str, instead: str) -> UnavailableError:
+def refuse(what: str, instead: str) -> MoeP2pError:
     return make(UnavailableError, f"MoeP2pConnector does not carry {what}; {instead}")
 
 
@@ -76,7 +76,8 @@ def vllm_cache(vllm_config: Any, config: Any, tensors: Mapping[str, Tensor]) -> 
         names = sorted(group.layer_names, key=numbers.__getitem__)
         made = [_group(vllm_config, f"group{at}", group, name, tensors[name]) for name in names]
         require(
-            len({(*vars(one).values(),) for one, _ in made}) == 1 and len({o for _, o in made}) == 1,
+            len({(*vars(one).values(),) for one, _ in made}) == 1
+            and len({o for _, o in made}) == 1,
             f"MoeP2pConnector: layers of cache group {at} differ in shape or strides: {names[:4]}; "
             "start vLLM without VLLM_KV_CACHE_LAYOUT",
         )
@@ -87,9 +88,7 @@ def vllm_cache(vllm_config: Any, config: Any, tensors: Mapping[str, Tensor]) -> 
             "VLLM_KV_CACHE_LAYOUT=LBHNC",
         )
         order = order or its_order
-        groups.append(
-            KVGroup(**{**vars(one), "layers": tuple(numbers[name] for name in names)})
-        )
+        groups.append(KVGroup(**{**vars(one), "layers": tuple(numbers[name] for name in names)}))
         ratios.append(tensors[names[0]].shape[0] // config.num_blocks)
     layout = KVLayout(tuple(groups), order=order or "LBNHC", tp=parallel.tensor_parallel_size)
     by_number = sorted(numbers, key=numbers.__getitem__)

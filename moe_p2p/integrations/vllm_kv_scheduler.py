@@ -1,5 +1,5 @@
-"""The scheduler's half of MoeP2pConnector: which requests are sent or awaited, and what workers have
-to know of them in each step. No transfer happens here.
+"""The scheduler's half of MoeP2pConnector: which requests are sent or awaited, and what workers
+have to know of them in each step. No transfer happens here.
 
 Requests carry NIXL's parameters. A prefiller's are do_remote_decode; its answer, which routers pass
 on to a decoder, has do_remote_prefill, remote_engine_id, remote_request_id and so on. A router that

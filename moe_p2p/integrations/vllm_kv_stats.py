@@ -9,7 +9,17 @@ from moe_p2p.integrations import required
 from moe_p2p.kv.stats import HISTOGRAMS, KVTotals
 
 _METRICS = "vllm.distributed.kv_transfer.kv_connector.v1.metrics"
-_COUNTED = ("requests", "failed", "nbytes", "writes", "merged", "packed", "retries", "drained", "key")
+_COUNTED = (
+    "requests",
+    "failed",
+    "nbytes",
+    "writes",
+    "merged",
+    "packed",
+    "retries",
+    "drained",
+    "key",
+)
 
 
 class Stats:
@@ -50,9 +60,7 @@ class PromMetrics:
         names |= {name: f"{name.removesuffix('_s')}_seconds" for name in HISTOGRAMS}
         this: Any = self
         self._counters = {
-            field: {
-                engine: counter.labels(*values) for engine, values in per_engine.items()
-            }
+            field: {engine: counter.labels(*values) for engine, values in per_engine.items()}
             for field, name in names.items()
             for counter in (
                 this._counter_cls(

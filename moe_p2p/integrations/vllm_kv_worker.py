@@ -38,7 +38,7 @@ class _Loading:
 
 @dataclass
 class Results:
-    """Of one look: ids of requests whose blocks may be used or freed; `failed` are in `received`."""
+    """Ids of requests whose blocks may be used or freed; `failed` are in `received`."""
 
     sent: set[str]
     received: set[str]
@@ -132,8 +132,8 @@ class KVWorkerHalf:
             self._signalled.add(number)
 
     def end_step(self) -> None:
-        """After the forward pass. Layers that Python did not signal are signalled now: where a graph
-        without signals was replayed, they are sent at its end, and else nothing happens twice."""
+        """After the forward pass. Layers that Python did not signal are signalled now: where a
+        graph without signals was replayed, they are sent at its end; else nothing happens twice."""
         if self._signals is None or not self._step:
             return
         for number, tensor in self._tensors.items():
@@ -254,7 +254,9 @@ class KVWorkerHalf:
 
     def _loaded_blocks(self, load: Load) -> set[int]:
         spec = self._caches.transfer_groups[0].kv_cache_spec
-        return set(load.blocks[0][load.begin // spec.block_size : -(-load.total // spec.block_size)])
+        return set(
+            load.blocks[0][load.begin // spec.block_size : -(-load.total // spec.block_size)]
+        )
 
     def take_bad_blocks(self) -> set[int]:
         found, self._bad_blocks = self._bad_blocks, set()
@@ -262,7 +264,7 @@ class KVWorkerHalf:
 
     def new_totals(self) -> KVTotals:
         """Since the last call."""
-        now = self.worker.totals + KVTotals()
+        now: KVTotals = self.worker.totals + KVTotals()
         found, self._reported = now - self._reported, now
         return found
 

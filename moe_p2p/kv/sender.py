@@ -13,8 +13,8 @@ receiver that hears it may give its pages to somebody else.
 from __future__ import annotations
 
 import struct
-from contextlib import suppress
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor

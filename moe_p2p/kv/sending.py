@@ -165,8 +165,8 @@ class KVSending:
     def layer(self, layer: int, end: int | None = None) -> None:
         """Sends one layer, number `layer` of the model, of tokens up to `end` (None: all).
 
-        Its bytes must be there; on a GPU synchronize the stream first, or let `KVSignals` do it. With chunked prefill all
-        layers of a chunk come before those of the next one.
+        Its bytes must be there; on a GPU synchronize the stream first, or let `KVSignals` do it.
+        With chunked prefill all layers of a chunk come before those of the next one.
         """
         self.sender.layer(self, layer, self.total if end is None else end)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -10,6 +11,9 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -63,6 +67,13 @@ def results_of(module: str, at: Path) -> dict[str, str]:
     assert at.exists(), ran.stdout + ran.stderr
     found: dict[str, str] = json.loads(at.read_text())
     return found
+
+
+def refused(what: Callable[[], Any], *words: str) -> None:
+    """It raises an error whose text has all the words."""
+    with pytest.raises(Exception, match=re.escape(words[0])) as caught:
+        what()
+    assert all(word in str(caught.value) for word in words), caught.value
 
 
 def free_port() -> int:

@@ -88,9 +88,7 @@ def cache_config(model: Model, *, tp: int, block: int, blocks: int, layout: str)
     specs = [kv.FullAttentionSpec(**shape)]
     if model.window is not None:
         specs.append(kv.SlidingWindowSpec(**shape, sliding_window=model.window))
-    groups = [
-        kv.KVCacheGroupSpec(model.names(at), spec) for at, spec in enumerate(specs)
-    ]
+    groups = [kv.KVCacheGroupSpec(model.names(at), spec) for at, spec in enumerate(specs)]
     most = max(len(group.layer_names) for group in groups)
     page = specs[0].page_size_bytes
     outer = layout.startswith("B")
@@ -207,14 +205,18 @@ class Engine:
 
         self.caches = cache_config(model, tp=tp, block=block, blocks=blocks, layout=layout)
         self.scheduler = Scheduler(
-            config(0), self.caches, structured_output_manager=GRAMMARS, block_size=block, log_stats=False
+            config(0),
+            self.caches,
+            structured_output_manager=GRAMMARS,
+            block_size=block,
+            log_stats=False,
         )
         self.idle = self.free_blocks
         self.ranks = [Rank(self, config(rank), rank, layout) for rank in range(tp)]
         from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 
         self.aggregator = KVOutputAggregator(tp)
-        self.blocks: dict[str, tuple[list[int], ...]] = {}  # as a worker keeps them
+        self.stats: list[Any] = []  # what ranks reported, step by step
         self.answers: dict[str, dict[str, Any]] = {}  # kv_transfer_params of finished requests
         self.finished: dict[str, str] = {}  # finish reasons
         self.computed: list[tuple[str, int, int]] = []  # request, tokens begin to end, in order
@@ -245,6 +247,9 @@ class Engine:
         output = self.scheduler.schedule()
         # Copies, as processes send them: aggregating changes vLLM's constant empty output.
         made = [copy.copy(rank.execute(output)) for rank in self.ranks]
+        for each in made:
+            if each.kv_connector_output and each.kv_connector_output.kv_connector_stats:
+                self.stats.append(copy.copy(each.kv_connector_output.kv_connector_stats))
         whole = self.aggregator.aggregate(made) if self.tp > 1 else made[0]
         for core in self.scheduler.update_from_output(output, whole).values():
             for each in core.outputs:
@@ -352,7 +357,9 @@ class Rank:
             self.check(name, tokens, begin)
             if self.rank == 0:
                 self.engine.computed.append((name, begin, end))
-            writes.append(lambda layer, n=name, t=tokens, b=begin, e=end: self.write(n, layer, t, b, e))
+            writes.append(
+                lambda layer, n=name, t=tokens, b=begin, e=end: self.write(n, layer, t, b, e)
+            )
             sampled[name] = [7] if end >= len(tokens) else []
         return writes, sampled
 

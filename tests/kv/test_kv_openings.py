@@ -1,4 +1,4 @@
-"""Requests whose receiver a sender does not know: opened later, declined, given up, never opened."""
+"""Requests whose receiver is not known: opened later, declined, given up, never opened."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ def test_a_declined_request_frees_its_pages_whenever_it_begins() -> None:
             sending.wait(20)
         assert sending.reusable
         receiver.decline("b", "prefill", "no room")
-        late = sender.start("c", "decode", PAGES, total=18)  # after the message, as both are in order
+        late = sender.start("c", "decode", PAGES, total=18)
         receiver.decline("c", "prefill", "no room")
         with pytest.raises(AbortedError, match="declines it"):
-            late.wait(20)
+            late.wait(20)  # so the message before it has come too
         before = sender.start("b", None, PAGES, total=18)
         with pytest.raises(AbortedError, match=r"request 'b': decode/0 declines it"):
             before.wait(20)
