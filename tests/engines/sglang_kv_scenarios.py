@@ -6,6 +6,7 @@ of calls of SGLang's prefill.py and decode.py. test_sglang_kv.py runs them.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
@@ -239,8 +240,7 @@ def transfer(made: Servers, room: int, chunks: list[int], prefix: int = 0) -> No
                 rank.aux.bootstrap_room[aux, 0] = room
             sender.send(pages(*ours[at:chunk]))
         at = max(at, int(chunk))
-    poll(senders, SUCCESS)
-    poll(receivers, SUCCESS)
+    poll([*senders, *receivers], SUCCESS)
     for rank in made.decode:
         assert rank.holds(room + 1, theirs, 0, prefix * PAGE)
         assert rank.holds(room, theirs, prefix * PAGE, count * PAGE)
@@ -387,7 +387,7 @@ def what_is_not_carried_is_refused_by_name() -> None:
         for name in ("pp_size", "attn_cp_size", "dcp_size"):
             manager = made.prefill[0].manager
             setattr(manager, name, 2)
-            refused(lambda: sglang_kv.check_supported(manager), f"{name}=2", "nixl")
+            refused(functools.partial(sglang_kv.check_supported, manager), f"{name}=2", "nixl")
             setattr(manager, name, 1)
         manager.kv_args.state_types = [StateType.MAMBA]
         refused(lambda: sglang_kv.check_supported(manager), "mamba", "nixl")

@@ -285,6 +285,21 @@ def decode_aborts_while_layers_arrive() -> None:
 
 
 @scenario
+def blocks_come_back_after_the_fence_where_the_prefiller_does_not_answer() -> None:
+    with pair({"max_num_batched_tokens": 8}, {"drain_s": 0.5}) as (first, second):
+        worker = first.ranks[0].connector._worker.worker
+        hears = worker.on_message
+        worker.on_message = lambda to, told: None if told.kind == "cancel" else hears(to, told)
+        send_at_once(first, second, "a", PROMPT)
+        second.step()
+        first.step()
+        second.abort("a there")
+        began = time.monotonic()
+        run(second, until=lambda: second.free_blocks == second.idle)
+        assert 0.4 < time.monotonic() - began < 5, "a write may land in them until drain_s"
+
+
+@scenario
 def nobody_opens_it() -> None:
     with pair({"open_s": 0.3}) as (first, second):
         first.add("a", PROMPT, {"do_remote_decode": True})
