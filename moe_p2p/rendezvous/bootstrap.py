@@ -396,8 +396,7 @@ class Bootstrap:
         return self._guarded(lambda: self.store.get(key))
 
     def _get_if_there(self, key: str) -> bytes:
-        """The key's value; a "?" if there is none. Rank 0 may delete the key meanwhile."""
-        # In one request: get() of a key that was deleted since a check() blocks.
+        """The key's value, else "?". One request: get() of a key deleted since check() blocks."""
         return self._guarded(lambda: self.store.compare_set(key, "?", "?"))
 
     def _has_all(self, keys: list[str]) -> bool:

@@ -193,8 +193,7 @@ def sliding_windows_in_chunks() -> None:
 
 @scenario
 def prefill_is_preempted_and_its_pages_go_to_others() -> None:
-    """Seven pages for two requests; the second one has none for its next chunk, and gives up its
-    own, into which the first one writes."""
+    """Seven pages for two: the second one lacks some for its next chunk, and the first gets all."""
     small = {"max_num_batched_tokens": 8, "blocks": 8, "tp": 2}
     with pair(small, {"blocks": 64}) as (first, second):
         first.add("other", list(range(900, 914)), max_tokens=12)
