@@ -18,6 +18,8 @@ MOE_P2P_SECRET              secret by which processes trust each other over verb
                             transfer, equal on all ranks; also read by
                             csrc/provider/verbs/proof.cpp
 PYTHONPATH                  extended for processes that this one starts
+MOE_P2P_KV_STORE            HOST:PORT where KV workers of SGLang find each other; SGLang moves KV
+                            through moe_p2p where it is set
 RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR
                             rank and number of ranks, of the job and of this host, and the host of
                             the rendezvous, set by torchrun
@@ -50,6 +52,11 @@ def nics() -> str:
 def secret() -> str:
     """By which workers of a KV transfer trust each other; empty: drawn by each, in its lease."""
     return os.environ.get("MOE_P2P_SECRET", "")
+
+
+def kv_store() -> str:
+    """`HOST:PORT` of the store of KV workers; empty: SGLang moves KV by itself."""
+    return os.environ.get("MOE_P2P_KV_STORE", "")
 
 
 def log_level() -> str:

@@ -95,6 +95,13 @@ class KVReceiver(KVWorker):
         self.wake.set()
         return reservation
 
+    def decline(self, request: str, source: str, why: str) -> None:
+        """Tells a source that a request will not be reserved here, so that it takes its pages back
+        now and not after open_s. Raises UnavailableError unless connected to all its ranks."""
+        with self.lock:
+            for pair in self._sources(source):
+                pair.send("decline", request=request, why=why)
+
     def _sources(self, source: str) -> list[Pair]:
         known = [pair for pair in self.pairs.values() if pair.worker.instance == source]
         ranks = self.ranks_of(known[0]) if known else [0]

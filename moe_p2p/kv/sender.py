@@ -13,8 +13,8 @@ receiver that hears it may give its pages to somebody else.
 from __future__ import annotations
 
 import struct
-from collections import OrderedDict
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
@@ -22,15 +22,13 @@ from torch import Tensor
 from moe_p2p import errors
 from moe_p2p.errors import AbortedError, MoeP2pError, PeerDeadError, make, require
 from moe_p2p.kv.channel import Message
+from moe_p2p.kv.openings import Openings
 from moe_p2p.kv.pair import Pair
-from moe_p2p.kv.requests import aligned_begin
 from moe_p2p.kv.sending import Flight, KVSending, Opened
-from moe_p2p.kv.tail import MAX_CHUNKS, MAX_USER_BYTES, Tail
+from moe_p2p.kv.tail import MAX_USER_BYTES, Tail
 from moe_p2p.kv.units import Units, int32_bytes
 from moe_p2p.kv.worker import KVWorker
 from moe_p2p.transfers import Gate
-
-_KEPT = 4096  # names of requests that were given up
 
 
 class KVSender(KVWorker):
@@ -41,31 +39,59 @@ class KVSender(KVWorker):
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         self.sendings: list[KVSending] = []  # not reusable yet
-        self._opened: dict[tuple[str, str], Opened] = {}  # by receiver and request, not started
-        self._given_up: OrderedDict[tuple[str, str], str] = OrderedDict()  # by instance and request
+        self._openings = Openings()
 
     def start(
-        self, request: str, target: str, pages: Mapping[str, Tensor], *, total: int
+        self, request: str, target: str | None, pages: Mapping[str, Tensor], *, total: int
     ) -> KVSending:
         """Begins a request of `total` tokens to an instance. pages: per group, int32 [n].
 
-        Raises UnavailableError unless connected to all its ranks.
+        target None: whichever instance opens it; its layers may be sent before anybody has, and
+        open_s counts from `commit`. Raises UnavailableError unless connected to all ranks of a
+        target.
         """
         with self.lock:
-            known = [pair for pair in self.pairs.values() if pair.worker.instance == target]
-            ranks = self.ranks_of(known[0]) if known else [0]
             sending = KVSending(self, request, pages, total)
-            sending.flights = [Flight(self.pair_with(target, rank)) for rank in ranks]
+            if target is not None:
+                sending.flights = self._flights_to(target)
             self.sendings.append(sending)
-            self._given_up.pop((target, request), None)
-            for flight in sending.flights:
-                opened = self._opened.pop((flight.pair.name, request), None)
-                if opened is not None:
-                    self._open(sending, flight, opened)
+            declined = self._openings.begin(target or "", request)
+            if declined:
+                self._fail(sending, make(AbortedError, self._text(sending, declined)))
+            self._find_opened(sending)
         self.wake.set()
         return sending
 
+    def give_up(self, request: str, why: str) -> None:
+        """The request will not be started: whoever has opened it, or does so later, hears why."""
+        with self.lock:
+            self._openings.give_up("", request, why[:400])
+
+    def begin_of(self, request: str) -> int | None:
+        """The first token that a receiver of a request that is not started wants; None: nobody."""
+        with self.lock:
+            return self._openings.begin_of(request)
+
+    def _flights_to(self, target: str) -> list[Flight]:
+        known = [pair for pair in self.pairs.values() if pair.worker.instance == target]
+        ranks = self.ranks_of(known[0]) if known else [0]
+        return [Flight(self.pair_with(target, rank)) for rank in ranks]
+
     # --- open ---
+
+    def _find_opened(self, sending: KVSending) -> None:
+        """A request without a target takes the instance that opens it once all ranks of it are
+        connected: each of them opens it, so the message of the last one finds them."""
+        instance = self._openings.instance_of(sending.request)
+        if sending.state == "open" and not sending.flights and instance is not None:
+            with suppress(errors.UnavailableError):
+                sending.flights = self._flights_to(instance)
+        for flight in sending.flights:
+            if sending.state != "open" or flight.state != "waiting":
+                continue
+            opened = self._openings.take(flight.pair.name, sending.request)
+            if opened is not None:
+                self._open(sending, flight, opened)
 
     def _open(self, sending: KVSending, flight: Flight, opened: Opened) -> None:
         flight.opened, flight.state = opened, "open"
@@ -95,7 +121,7 @@ class KVSender(KVWorker):
             self._require_open(sending)
             last = sending.calls[-1][1] if sending.calls else 0
             require(
-                last <= end <= sending.total and layer in sending.flights[0].pair.requests,
+                last <= end <= sending.total and layer in sending.layers,
                 self._text(
                     sending, f"layer {layer} up to token {end} of {sending.total}, after {last}"
                 ),
@@ -124,7 +150,7 @@ class KVSender(KVWorker):
         assert opened is not None
         assert units is not None
         if end != flight.end:
-            self._begin_chunk(flight, end)
+            flight.begin_chunk(end, self.name)
         chunk = flight.chunk
         if chunk is None:
             return
@@ -136,21 +162,6 @@ class KVSender(KVWorker):
         if not opened.pull:
             flight.requests += units.write(self.engine, layer, chunk, opened.imm, after)
 
-    def _begin_chunk(self, flight: Flight, end: int) -> None:
-        """Whole pages of the target, but for the last: two chunks never write the same page."""
-        opened = flight.opened
-        assert opened is not None
-        last = end == opened.total
-        begin = flight.chunks[-1][1] if flight.chunks else opened.begin
-        to = end if last else max(aligned_begin(flight.pair.plan.target, end), begin)
-        flight.end, flight.chunk = end, (begin, to) if to > begin or last else None
-        if flight.chunk is not None:
-            flight.chunks.append(flight.chunk)
-            require(
-                len(flight.chunks) <= MAX_CHUNKS,
-                f"{self.name}: request {opened.request!r} has more than {MAX_CHUNKS} chunks",
-            )
-
     def commit(self, sending: KVSending, user: bytes) -> None:
         with self.lock:
             self._require_open(sending)
@@ -158,8 +169,8 @@ class KVSender(KVWorker):
                 isinstance(user, bytes) and len(user) <= MAX_USER_BYTES,
                 self._text(sending, f"user must be up to {MAX_USER_BYTES} bytes"),
             )
-            self._check_complete(sending)
-            sending.user = user
+            sending.check_complete()
+            sending.user, sending.committed_at = user, self.clock()
             try:
                 for flight in sending.flights:
                     if flight.state == "open":
@@ -168,22 +179,6 @@ class KVSender(KVWorker):
                 self._fail(sending, error)
                 raise
         self.wake.set()
-
-    def _check_complete(self, sending: KVSending) -> None:
-        """Each chunk has each layer, once."""
-        layers = sending.flights[0].pair.layers
-        for end in sorted({end for _, end in sending.calls} | {sending.total}):
-            got = sorted(layer for layer, to in sending.calls if to == end)
-            missing = sorted(set(layers) - set(got))
-            require(
-                got == layers,
-                self._text(
-                    sending,
-                    f"commit without layers {missing[:4]} of tokens up to {end}"
-                    if missing
-                    else f"layers up to token {end} were sent twice",
-                ),
-            )
 
     def _send_tail(self, sending: KVSending, flight: Flight) -> None:
         opened, slot = flight.opened, flight.slot
@@ -227,7 +222,8 @@ class KVSender(KVWorker):
             for flight in sending.flights:
                 if sending.state == "open" and flight.state == "open":
                     self._look(sending, flight)
-            if sending.state == "open" and all(f.state == "settled" for f in sending.flights):
+            flights = sending.flights
+            if sending.state == "open" and flights and all(f.state == "settled" for f in flights):
                 sending.state, sending.stats.ended_at = "complete", self.clock()
                 self._free_if_settled(sending)
             return sending.state != "open"
@@ -257,7 +253,7 @@ class KVSender(KVWorker):
         deadline = None if timeout_s is None else self.clock() + timeout_s
         while not self.poll(sending):
             if deadline is not None and self.clock() >= deadline:
-                text = self._text(sending, f"waited {timeout_s} s; {self._progress(sending)}")
+                text = self._text(sending, f"waited {timeout_s} s; {sending.progress()}")
                 raise make(errors.TimeoutError, text)
             with self.lock:
                 self.changed.wait(0.0005)
@@ -266,7 +262,7 @@ class KVSender(KVWorker):
 
     def cancel(self, sending: KVSending, why: str) -> None:
         with self.lock:
-            text = self._text(sending, f"{why}; {self._progress(sending)}")
+            text = self._text(sending, f"{why}; {sending.progress()}")
             self._fail(sending, make(AbortedError, text))
 
     def _fail(self, sending: KVSending, error: MoeP2pError) -> None:
@@ -274,11 +270,12 @@ class KVSender(KVWorker):
             return
         sending.state, sending.error, now = "failed", error, self.clock()
         sending.stats.failed, sending.stats.ended_at = True, now
-        until = now + self.timeouts.drain_s
+        until, why = now + self.timeouts.drain_s, str(error)[:400]
+        if not sending.flights:
+            self._openings.give_up("", sending.request, why)
         for flight in sending.flights:
             if flight.state == "waiting":
-                key = (flight.pair.worker.instance, sending.request)
-                self._given_up[key] = str(error)[:400]  # a receiver that opens it later hears why
+                self._openings.give_up(flight.pair.worker.instance, sending.request, why)
                 flight.state = "settled"
             elif flight.state == "open":
                 flight.state, flight.drain_until = "draining", until
@@ -286,8 +283,6 @@ class KVSender(KVWorker):
                     self._withdraw_offer(flight)
                 for request in flight.requests:
                     request.cancel()
-        while len(self._given_up) > _KEPT:
-            self._given_up.popitem(last=False)
         self._drain(sending)
         self.changed.notify_all()
         self.wake.set()
@@ -332,15 +327,6 @@ class KVSender(KVWorker):
                     raise make(errors.TimeoutError, text)
                 self.changed.wait(min(left, 0.05))
 
-    def _progress(self, sending: KVSending) -> str:
-        layers = len(sending.flights[0].pair.layers)
-        states = [
-            f"{flight.pair.name} {flight.state}, {len(flight.requests)} writes under way"
-            for flight in sending.flights
-        ]
-        sent = len(sending.calls)
-        return f"{sent} calls of layer() of {layers} layers were made; {'; '.join(states)}"
-
     # --- messages, deadlines, losses ---
 
     def on_message(self, pair: Pair, message: Message) -> None:
@@ -348,9 +334,11 @@ class KVSender(KVWorker):
             if pair.lost:
                 return
             if message.kind == "open":
-                self._on_open(pair, Opened.of(pair, message))
+                self._on_open(Opened.of(pair, message))
             elif message.kind == "cancel":
                 self._on_cancel(pair, message.fields.get("nonce"), str(message.fields.get("why")))
+            elif message.kind == "decline":
+                self._on_decline(pair, str(message.fields["request"]), str(message.fields["why"]))
             elif message.kind == "release":
                 found = self._flight(pair, message.fields.get("nonce"))
                 if found is not None and found[1].state == "open" and found[1].committed:
@@ -359,23 +347,23 @@ class KVSender(KVWorker):
                     self.poll(found[0])
             self.changed.notify_all()
 
-    def _on_open(self, pair: Pair, opened: Opened) -> None:
+    def _on_open(self, opened: Opened) -> None:
+        self._openings.add(opened)
         for sending in self.sendings:
-            for flight in sending.flights:
-                waits = flight.pair is pair and flight.state == "waiting"
-                if waits and sending.request == opened.request and sending.state == "open":
-                    self._open(sending, flight, opened)
-                    return
-        why = self._given_up.get((pair.worker.instance, opened.request))
-        if why is not None:
-            pair.send("drained", nonce=opened.nonce, why=why)
-            return
-        self._opened[pair.name, opened.request] = opened
+            if sending.request == opened.request:
+                self._find_opened(sending)
+
+    def _on_decline(self, pair: Pair, request: str, why: str) -> None:
+        why, instance = f"{pair.name} declines it: {why}", pair.worker.instance
+        for sending in self.sendings:
+            to = [flight.pair.worker.instance for flight in sending.flights]
+            if sending.request == request and (not to or instance in to):
+                self._fail(sending, make(AbortedError, self._text(sending, why)))
+                return
+        self._openings.decline(request, why)
 
     def _on_cancel(self, pair: Pair, nonce: Any, why: str) -> None:
-        for key, opened in list(self._opened.items()):
-            if opened.pair is pair and opened.nonce == nonce:
-                del self._opened[key]
+        self._openings.forget(pair, nonce)
         found = self._flight(pair, nonce)
         if found is None:  # nothing of it is under way, if anything ever was
             pair.send("drained", nonce=nonce, why=why)
@@ -410,9 +398,12 @@ class KVSender(KVWorker):
 
     def _check_opened(self, sending: KVSending, now: float) -> None:
         waiting = [flight.pair.name for flight in sending.flights if flight.state == "waiting"]
-        if waiting and now - sending.stats.queued_at > self.timeouts.open_s:
+        since = sending.stats.queued_at
+        if not sending.flights and sending.user is not None:
+            waiting, since = ["any receiver"], sending.committed_at
+        if waiting and now - since > self.timeouts.open_s:
             why = f"waited {self.timeouts.open_s} s in phase open for {', '.join(waiting)}"
-            text = self._text(sending, f"{why}; {self._progress(sending)}")
+            text = self._text(sending, f"{why}; {sending.progress()}")
             self._fail(sending, make(errors.TimeoutError, text))
 
     def _check_signals(self, sending: KVSending, now: float) -> None:
@@ -420,13 +411,11 @@ class KVSender(KVWorker):
         if shut and now - sending.begun_at > self.timeouts.layers_s:
             where = f"layer {shut[0].layer} of step {shut[0].step}"
             why = f"waited {self.timeouts.layers_s} s in phase signal for {where}"
-            text = self._text(sending, f"{why}; {self._progress(sending)}")
+            text = self._text(sending, f"{why}; {sending.progress()}")
             self._fail(sending, make(errors.TimeoutError, text))
 
     def on_lost(self, pair: Pair) -> None:
-        for key, opened in list(self._opened.items()):
-            if opened.pair is pair:
-                del self._opened[key]
+        self._openings.forget(pair)
         for sending in list(self.sendings):
             if any(f.pair is pair and f.state != "settled" for f in sending.flights):
                 text = self._text(sending, f"lost {pair.name}: {pair.lost}")

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from moe_p2p.errors import MoeP2pError
+from moe_p2p.errors import MoeP2pError, require
 from moe_p2p.kv.channel import Message
 from moe_p2p.kv.checksum import add
 from moe_p2p.kv.pair import KVCache, Pair
+from moe_p2p.kv.requests import aligned_begin
 from moe_p2p.kv.stats import KVTransferStats
-from moe_p2p.kv.tail import Slot
+from moe_p2p.kv.tail import MAX_CHUNKS, Slot
 from moe_p2p.kv.units import Chunk, Units, int32_tensor
 from moe_p2p.transfers import Gate
 
@@ -78,6 +79,21 @@ class Flight:
         done, self.requests = stats.take_done(self.requests)
         return done
 
+    def begin_chunk(self, end: int, name: str) -> None:
+        """Whole pages of the target, but for the last: two chunks never write the same page."""
+        opened = self.opened
+        assert opened is not None
+        last = end == opened.total
+        begin = self.chunks[-1][1] if self.chunks else opened.begin
+        to = end if last else max(aligned_begin(self.pair.plan.target, end), begin)
+        self.end, self.chunk = end, (begin, to) if to > begin or last else None
+        if self.chunk is not None:
+            self.chunks.append(self.chunk)
+            require(
+                len(self.chunks) <= MAX_CHUNKS,
+                f"{name}: request {opened.request!r} has more than {MAX_CHUNKS} chunks",
+            )
+
     def sum_layers(self, cache: KVCache) -> None:
         assert self.units is not None
         for layer, chunk in self.unsummed:
@@ -102,13 +118,55 @@ class KVSending:
         self.state = "open"  # then "complete" or "failed"
         self.error: MoeP2pError | None = None
         self.reusable = False  # its pages may be given to somebody else
+        self.committed_at = 0.0
         self.stats = KVTransferStats(request, sender.role, sender.clock())
+
+    @property
+    def layers(self) -> list[int]:
+        """The model's layers that travel from here; all of this rank's until it has a target."""
+        if self.flights:
+            return self.flights[0].pair.layers
+        cache = self.sender.cache
+        stage = cache.rank // cache.layout.tp
+        return sorted(
+            {
+                group.layers[at]
+                for group in cache.layout.groups
+                for at in cache.layout.layers_of(group, stage)
+            }
+        )
+
+    def add_pages(self, pages: Mapping[str, Tensor]) -> None:
+        """Lists that begin with what was there before: with chunked prefill, engines allocate
+        pages of a chunk when they schedule it."""
+        with self.sender.lock:
+            self.pages.update(pages)
+
+    def check_complete(self) -> None:
+        """Each chunk has each layer, once."""
+        layers = self.layers
+        for end in sorted({end for _, end in self.calls} | {self.total}):
+            got = sorted(layer for layer, to in self.calls if to == end)
+            missing = sorted(set(layers) - set(got))
+            why = f"layers up to token {end} were sent twice"
+            if missing:
+                why = f"commit without layers {missing[:4]} of tokens up to {end}"
+            require(got == layers, f"{self.sender.name}: request {self.request!r}: {why}")
+
+    def progress(self) -> str:
+        states = [
+            f"{flight.pair.name} {flight.state}, {len(flight.requests)} writes under way"
+            for flight in self.flights
+        ]
+        where = "; ".join(states) or "no receiver has opened it"
+        calls, layers = len(self.calls), len(self.layers)
+        return f"{calls} calls of layer() of {layers} layers were made; {where}"
 
     def layer(self, layer: int, end: int | None = None) -> None:
         """Sends one layer, number `layer` of the model, of tokens up to `end` (None: all).
 
-        Its bytes must be there; on a GPU synchronize the stream first, or use `KVSignals`. With
-        chunked prefill all layers of a chunk come before those of the next one.
+        Its bytes must be there; on a GPU synchronize the stream first, or let `KVSignals` do it.
+        With chunked prefill all layers of a chunk come before those of the next one.
         """
         self.sender.layer(self, layer, self.total if end is None else end)
 

@@ -203,7 +203,7 @@ class KVSignals:
 
     def _prepare(self, sending: KVSending, end: int, number: int) -> None:
         """Layers that this rank has; the engine holds their requests."""
-        for layer in sending.flights[0].pair.layers:
+        for layer in sending.layers:
             if sending.error is not None:
                 return
             self.sender.layer(sending, layer, end, Gate(self.number, layer, number))
