@@ -87,7 +87,7 @@ class Kernel(NamedTuple):
 
     @property
     def entry(self) -> str:
-        """The mangled name of moe_p2p::dispatch or moe_p2p::combine."""
+        """The mangled name of moe_p2p::dispatch, moe_p2p::combine or moe_p2p::clean."""
         name = self.source.removesuffix(".cu")
         params = f"{name.capitalize()}Params"
         return f"_ZN7moe_p2p{len(name)}{name}ENS_3abi{len(params)}{params}E"
@@ -172,6 +172,17 @@ def combine_kernel(
     tokens, slots = launch.token_blocks, launch.slot_blocks
     copies = tokens if macros["MOE_P2P_BULK"] else slots  # both halves then read as many rows
     return Kernel("combine.cu", shape | macros, slots, tokens, copies)
+
+
+def clean_kernel(shape: dict[str, int]) -> Kernel:
+    """Returns the kernel that takes masked ranks back. It is one block."""
+    macros = {
+        "MOE_P2P_BLOCK_THREADS": 512,
+        "MOE_P2P_SHARED_BYTES": 0,
+        "MOE_P2P_SEND_WORKERS": 1,
+        "MOE_P2P_RECV_WORKERS": 1,
+    }
+    return Kernel("clean.cu", shape | macros, 1, 1, 1)
 
 
 def _block_macros(bulk: Bulk) -> dict[str, int]:
@@ -319,12 +330,21 @@ class DeviceSide:
         sums = [dtype for dtype in types if dtype != torch.float8_e4m3fn]
         kernels = [self._dispatch_kernel(*each) for each in dispatches]
         kernels += [self._combine_kernel(dtype, dtype) for dtype in sums]
+        shape = self._shape
+        cleans = self._masks is not None and (
+            shape["MOE_P2P_WORLD_SIZE"] == shape["MOE_P2P_RANKS_PER_NODE"]
+        )
+        if cleans:
+            kernels.append(clean_kernel(shape))
         with ThreadPoolExecutor(len(kernels), thread_name_prefix="moe_p2p.prepare") as threads:
             list(threads.map(self._open, kernels))  # raises what one of them raised
         for dtype, options in dispatches:
             self.prepare_dispatch(dtype, options)
         for dtype in sums:
             self.prepare_combine(dtype, dtype)
+        if cleans:
+            op = _ops.all_to_all_set_clean_kernel.default
+            call(op, self._comm, self._load(clean_kernel(shape)))
 
     def prepare_dispatch(self, x_dtype: torch.dtype, options: int, x_bytes: int = 0) -> None:
         """Compiles this dispatch kernel and passes it to the op; does nothing if the op has it."""

@@ -46,6 +46,16 @@ void HostKernels::look_at_masks() {
     silent_[static_cast<size_t>(rank)] = rank != memory_.rank() && masks_.has(rank);
 }
 
+void HostKernels::begin_round(uint64_t round) noexcept {
+  for (int rank = 0; rank < shape_.world_size; ++rank) masks_.remove(rank);
+  look_at_masks();
+  for (int i = 0; i < shape_.steps_in_flight; ++i) {
+    const auto step = Step::of((round << abi::kRoundBit) + static_cast<uint64_t>(i),
+                               shape_.steps_in_flight);
+    for (int l = 0; l < shape_.ranks_per_node; ++l) raise_flag(step, Phase::kCombine, l);
+  }
+}
+
 int HostKernels::rank_of_column(int column) const noexcept {
   const int node = column - shape_.ranks_per_node;
   return node < 0 ? rank_of(memory_.node(), column) : rank_of(node, memory_.local());
@@ -178,8 +188,10 @@ bool HostKernels::arrived(Step step, Phase phase, int source) const noexcept {
     }
   }
   // acquire: pairs with raise_flag() and Exchange::publish_arrivals().
-  return memory_.flag(keeper, phase, step.slot, source).load(std::memory_order_acquire) >=
-         step.flag();
+  const auto flag = memory_.flag(keeper, phase, step.slot, source).load(std::memory_order_acquire);
+  // Of a later round: the source has cleaned its masks, and is not in this step.
+  return flag >= step.flag() && (abi::round_of(flag) == abi::round_of(step.flag()) ||
+                                 MOE_P2P_MUTATED(kLaterRoundArrived));
 }
 
 }  // namespace moe_p2p::moe
