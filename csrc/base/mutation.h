@@ -16,7 +16,6 @@ enum class Mutation {
   kWriteToMasked,         // writes to a masked rank although its slots may be in use
   kCleanWithoutJump,      // goes on counting from the first step after a clean of masks
   kCleanWithoutWait,      // uses slots after a clean whether or not others have cleaned
-  kLaterRoundArrived,     // takes the word of a rank that has cleaned for one of this step
   kFailByLeft,            // treats a partner that left as lost; sends no farewell after a failure
   kFarewellEarly,         // a rank leaves before what it has sent arrived
   kFarewellOvertakes,     // assumes that all a partner sent is here when its farewell is

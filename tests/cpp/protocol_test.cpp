@@ -34,7 +34,6 @@ simulation::World world_of(Mutation mutation, uint64_t seed) {
   switch (mutation) {
     case Mutation::kCleanWithoutJump:
     case Mutation::kCleanWithoutWait:
-    case Mutation::kLaterRoundArrived:
     case Mutation::kWriteToMasked: return simulation::masking_world_of_seed(seed);
     case Mutation::kFailByLeft:
     case Mutation::kFarewellEarly:
@@ -153,7 +152,6 @@ TEST_CASE("protocol: broken rules are caught" * doctest::skip(kSanitized)) {
         Case{"writes to ranks that are masked", Mutation::kWriteToMasked, ""},
         Case{"steps count on after a clean of masks", Mutation::kCleanWithoutJump, ""},
         Case{"slots used before others have cleaned", Mutation::kCleanWithoutWait, ""},
-        Case{"words of ranks that have cleaned", Mutation::kLaterRoundArrived, ""},
         Case{"writes to a rank that left fail", Mutation::kFailByLeft, ""},
         Case{"a rank leaves before all has arrived", Mutation::kFarewellEarly, ""},
         Case{"a rank that left has sent what is here", Mutation::kFarewellOvertakes, ""},
