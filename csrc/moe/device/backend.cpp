@@ -1,12 +1,10 @@
 #include "moe/device/backend.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cstddef>
 
 #include "base/log.h"
 #include "kernels/abi/handle.h"
-#include "moe/device/fault.h"
 #include "moe/plan/token_parts.h"
 #include "platform/cuda.h"
 
@@ -109,31 +107,6 @@ std::optional<provider::MemorySpan> DeviceBackend::mapped_regions(int node) cons
   const uint64_t address = memory_.peer_data[static_cast<size_t>(node)];
   if (address == 0) return std::nullopt;
   return span_at(address);
-}
-
-// --- faults --------------------------------------------------------------------------------------
-
-const abi::Fault* DeviceBackend::fault() const noexcept {
-  // acquire: pairs with raise_fault() of the device.
-  const bool complete =
-      std::atomic_ref(memory_.fault->complete).load(std::memory_order_acquire) != 0;
-  return complete ? memory_.fault : nullptr;
-}
-
-void DeviceBackend::check() const {
-  const abi::Fault* raised = fault();
-  if (raised == nullptr || raised->raised == abi::kAborted) waits_.check_abort([] { return ""; });
-  if (raised == nullptr) return;
-  if (raised->raised != abi::kTimedOut) throw error_of(*raised, plan_, comm_.rank, "", "");
-  const abi::Shape& shape = plan_.shape;
-  const int node = raised->source / shape.ranks_per_node;  // of the rank that was waited for
-  const int local = raised->source % shape.ranks_per_node;
-  std::string progress;  // other local ranks of that node send to other gateways here
-  if (node != comm_.rank / shape.ranks_per_node && local == local_)
-    progress = ", " + waits_.progress({Step::of(raised->step, shape.steps_in_flight),
-                                       static_cast<abi::Phase>(raised->phase)},
-                                      node);
-  throw error_of(*raised, plan_, comm_.rank, waits_.gone(local), progress);
 }
 
 // --- launching -----------------------------------------------------------------------------------

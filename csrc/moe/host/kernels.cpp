@@ -183,7 +183,8 @@ void HostKernels::ring(Step step, Phase phase, int gateway, int node, uint64_t f
 bool HostKernels::arrived(Step step, Phase phase, int source) const noexcept {
   if (silent(source)) return true;
   if (const uint64_t round = step.index >> abi::kRoundBit;
-      round > 0 && step.index - (round << abi::kRoundBit) < static_cast<uint64_t>(shape_.steps_in_flight))
+      round > 0 &&
+      step.index - (round << abi::kRoundBit) < static_cast<uint64_t>(shape_.steps_in_flight))
     return has_cleaned(round, source);
   const int node = source / shape_.ranks_per_node;
   const int local = source % shape_.ranks_per_node;
