@@ -16,6 +16,7 @@ from tests.gpu.test_gpu_graphs import Inputs, call, capture, prepare_bf16
 from tests.gpu.test_gpu_masks import SOON_S, masking, meet, regions_of
 from tests.support import clean_cases as cases
 from tests.support.cases import assert_received, finish, on_cpu
+from tests.support.emulated_gpu import compute
 from tests.support.gpu_ranks import MAX_TOKENS, World, make, run, worlds
 from tests.support.mask_cases import masks_of, step
 from tests.support.ranks import Rank
@@ -58,9 +59,13 @@ def replayed(rank: Rank, world: World) -> None:
     with masking(rank, world) as comm:
         place = Inputs.make(MAX_TOKENS)
 
+        given = place.arguments(MAX_TOKENS) | {"num_tokens": None}
+
         def pair() -> list[Any]:
-            got = comm.dispatch(**place.arguments(MAX_TOKENS))
-            return [(got, comm.combine(got.x * 2, got))]
+            got = comm.dispatch(**given)
+            y = torch.zeros_like(got.x)
+            compute(lambda: torch.mul(got.x, 2, out=y))
+            return [(got, comm.combine(y, got))]
 
         prepare_bf16(rank, comm)
         graph, ((live, out),) = capture(rank, pair)
@@ -74,7 +79,7 @@ def replayed(rank: Rank, world: World) -> None:
             cases.clean(comm)
             meet(rank, f"cleaned {time}", world.ranks)
             for seed in range(5):
-                wanted = call(world, 5 * time + seed)
+                wanted = call(world, 5 * time + seed, all_count=True)
                 place.set(wanted.tokens[rank.rank])
                 graph.replay()
                 finish(comm)
