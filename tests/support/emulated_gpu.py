@@ -204,7 +204,7 @@ def compute(step: Callable[[], object]) -> None:
 @functools.cache
 def _function(source: str, macros: tuple[tuple[str, int], ...]) -> tuple[ctypes.CDLL, int]:
     name = source.removesuffix(".cu")
-    entry = f"moe_p2p::{name}" if name in ("dispatch", "combine") else f"moe_p2p_{name}"
+    entry = f"moe_p2p::{name}" if name in ("dispatch", "combine", "clean") else f"moe_p2p_{name}"
     defines = "".join(f"#define {macro} {value}\n" for macro, value in macros)
     text = (
         f'{defines}#include "tests/emulation/cuda.h"\n#include "kernels/{source}"\n'
