@@ -23,6 +23,7 @@ from moe_p2p import errors
 from moe_p2p.errors import AbortedError, MoeP2pError, PeerDeadError, make, require
 from moe_p2p.kv.channel import Message
 from moe_p2p.kv.checksum import add
+from moe_p2p.kv.packing import Packer
 from moe_p2p.kv.pair import Pair
 from moe_p2p.kv.requests import aligned_begin
 from moe_p2p.kv.sending import Flight, KVSending, Opened
@@ -41,6 +42,8 @@ class KVSender(KVWorker):
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         self.sendings: list[KVSending] = []  # not reusable yet
+        control = (self.rows, self.row_bytes)
+        self.packer = Packer(self.engine, self.cache, self.ring, control)
         self._opened: dict[tuple[str, str], Opened] = {}  # by receiver and request, not started
         self._given_up: OrderedDict[tuple[str, str], str] = OrderedDict()  # by instance and request
 
@@ -131,6 +134,8 @@ class KVSender(KVWorker):
             flight.sums[layer] = add(flight.sums.get(layer, 0), part)
         if not opened.pull:
             flight.requests += units.write(self.engine, layer, chunk, opened.imm)
+            if flight.pair.packs:
+                self.packer.add(flight, layer, chunk)
 
     def _begin_chunk(self, flight: Flight, end: int) -> None:
         """Whole pages of the target, but for the last: two chunks never write the same page."""
@@ -234,12 +239,23 @@ class KVSender(KVWorker):
                 self._lose(flight.pair, f"a write failed: {error}")
                 return
             flight.requests.remove(request)
-        opened = flight.opened
-        if flight.committed and not flight.requests and opened is not None and not opened.pull:
+        if not self._pack(sending, flight):
+            return
+        opened, over = flight.opened, not flight.requests and not flight.packing.pending
+        if flight.committed and over and opened is not None and not opened.pull:
             self._settle(flight)
+
+    def _pack(self, sending: KVSending, flight: Flight) -> bool:
+        """Goes on with packed rows; False: that failed the request."""
+        try:
+            self.packer.advance(flight)
+        except MoeP2pError as error:
+            self._fail(sending, error)
+        return flight.state == "open"
 
     def _settle(self, flight: Flight) -> None:
         flight.state = "settled"
+        self.packer.settle(flight)
         if flight.slot is not None:
             self.slots.give_back(flight.slot)
             flight.slot = None
@@ -272,6 +288,7 @@ class KVSender(KVWorker):
                 flight.state = "settled"
             elif flight.state == "open":
                 flight.state, flight.drain_until = "draining", until
+                flight.packing.pending.clear()
                 if flight.opened is not None and flight.opened.pull:
                     self._withdraw_offer(flight)
                 for request in flight.requests:
@@ -324,6 +341,7 @@ class KVSender(KVWorker):
         layers = len(sending.flights[0].pair.layers)
         states = [
             f"{flight.pair.name} {flight.state}, {len(flight.requests)} writes under way"
+            f"{flight.packing.text()}"
             for flight in sending.flights
         ]
         sent = len(sending.calls)
@@ -339,6 +357,11 @@ class KVSender(KVWorker):
                 self._on_open(pair, Opened.of(pair, message))
             elif message.kind == "cancel":
                 self._on_cancel(pair, message.fields.get("nonce"), str(message.fields.get("why")))
+            elif message.kind == "grant":
+                found = self._flight(pair, message.fields.get("nonce"))
+                if found is not None and found[1].state == "open":
+                    found[1].packing.take(message.fields["parts"])
+                    self._pack(*found)
             elif message.kind == "release":
                 found = self._flight(pair, message.fields.get("nonce"))
                 if found is not None and found[1].state == "open" and found[1].committed:
@@ -386,6 +409,7 @@ class KVSender(KVWorker):
         for sending in list(self.sendings):
             if sending.state == "open":
                 self.poll(sending)
+                draining |= any(flight.packing.pending for flight in sending.flights)
                 self._check_opened(sending, now)
             draining |= self._drain(sending)
             for flight in sending.flights:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moe_p2p.errors import MoeP2pError
 from moe_p2p.kv.channel import Message
+from moe_p2p.kv.packing import Packing
 from moe_p2p.kv.pair import Pair
 from moe_p2p.kv.tail import Slot
 from moe_p2p.kv.units import Chunk, Units, int32_tensor
@@ -65,6 +66,7 @@ class Flight:
     end: int | None = None  # tokens that are there, as the caller says
     sums: dict[int, int] = field(default_factory=dict)  # by layer
     requests: list[Any] = field(default_factory=list)
+    packing: Packing = field(default_factory=Packing)
     committed: bool = False
     drain_until: float = 0.0
 

@@ -13,6 +13,8 @@ from torch.distributed import HashStore
 from moe_p2p import Engine, EngineConfig, kv
 from tests.support.kv_fakes import cache_of
 
+# Packs all rows, into parts that are fewer and smaller than requests want.
+PACKED = kv.KVLink("test", 1e9, 1e6, pack=True, packed_write_bytes=500, ring_bytes=3 * 512)
 QUICK = kv.KVTimeouts(connect_s=20, open_s=20, layers_s=20, tail_s=20, drain_s=0.2, lease_s=4)
 
 
@@ -34,6 +36,7 @@ def workers(
     timeouts: kv.KVTimeouts = QUICK,
     verify: str = "always",
     kinds: Sequence[type[Any]] = (kv.KVSender, kv.KVReceiver),
+    link: kv.KVLink | None = None,
 ) -> Iterator[Workers]:
     """All ranks of one instance "prefill" and of one "decode", connected."""
     store = HashStore()
@@ -47,7 +50,7 @@ def workers(
                 config = EngineConfig(transport=transport, transport_settings=settings)
                 engine = stack.enter_context(Engine(config, label=f"{name}/{rank}"))
                 cache = cache_of(layout, rank, pages)
-                common: dict[str, Any] = {"instance": name, "timeouts": timeouts}
+                common: dict[str, Any] = {"instance": name, "timeouts": timeouts, "link": link}
                 if name == "prefill":
                     worker = kinds[0](engine, cache, **common)
                     found.senders.append(worker)
