@@ -335,8 +335,8 @@ class Clock:
         return self.now
 
 
-def cache_of(layout: kv.KVLayout, rank: int, num_pages: int) -> kv.KVCache:
+def cache_of(layout: kv.KVLayout, rank: int, num_pages: int, device: str = "cpu") -> kv.KVCache:
     memory, sizes = kv.dense_memory(layout, rank, num_pages)
-    tensors = tuple(torch.zeros(max(size, 1), dtype=torch.uint8) for size in sizes)
+    tensors = tuple(torch.zeros(max(size, 1), dtype=torch.uint8, device=device) for size in sizes)
     pages = {group.name: num_pages for group in layout.groups}
     return kv.KVCache(layout, rank, memory.layers, tensors, pages)

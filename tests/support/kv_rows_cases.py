@@ -1,5 +1,5 @@
-"""The Triton gather and scatter move the bytes that the CPU moves; run by test_kv_copies.py and, on a
-GPU, by tests/gpu/test_gpu_kv_rows.py.
+"""The Triton gather and scatter move the bytes that the CPU moves; run by test_kv_copies.py and,
+on a GPU, by tests/gpu/test_gpu_kv_rows.py.
 
 TRITON_INTERPRET=1 python -m pytest tests/support/kv_rows_cases.py     # on the CPU
 python -m pytest tests/support/kv_rows_cases.py                        # on a GPU

@@ -37,19 +37,20 @@ def workers(
     verify: str = "always",
     kinds: Sequence[type[Any]] = (kv.KVSender, kv.KVReceiver),
     link: kv.KVLink | None = None,
+    devices: tuple[str, str] = ("cpu", "cpu"),
 ) -> Iterator[Workers]:
     """All ranks of one instance "prefill" and of one "decode", connected."""
     store = HashStore()
     found = Workers([], [], {}, {})
     with ExitStack() as stack:
-        for layout, name, pages in (
-            (prefill, "prefill", num_pages[0]),
-            (decode, "decode", num_pages[1]),
+        for layout, name, pages, device in zip(
+            (prefill, decode), ("prefill", "decode"), num_pages, devices, strict=True
         ):
+            gpu = torch.device(device).index
             for rank in range(layout.world_size):
                 config = EngineConfig(transport=transport, transport_settings=settings)
-                engine = stack.enter_context(Engine(config, label=f"{name}/{rank}"))
-                cache = cache_of(layout, rank, pages)
+                engine = stack.enter_context(Engine(config, label=f"{name}/{rank}", gpu=gpu))
+                cache = cache_of(layout, rank, pages, device)
                 common: dict[str, Any] = {"instance": name, "timeouts": timeouts, "link": link}
                 if name == "prefill":
                     worker = kinds[0](engine, cache, **common)
