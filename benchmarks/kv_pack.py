@@ -1,6 +1,6 @@
 """What packing of small KV rows reaches, in GB/s: gather, scatter, and whole requests.
 
-    python benchmarks/kv_pack.py --sms 6 12 24        two GPUs if there are any, else one, else the CPU
+    python benchmarks/kv_pack.py --sms 6 12 24      on two GPUs if there are, else on one, or none
 
 `gather` and `scatter` are the copies alone, from and to pages in random order. `request` is gather,
 write and scatter between two workers over the software NIC, which copies through NVLink between
@@ -102,7 +102,7 @@ def main() -> int:
     parser.add_argument("--row-bytes", type=int, default=576)
     parser.add_argument("--sms", type=int, nargs="+", default=[6], help="multiprocessors")
     parser.add_argument("--write-bytes", type=int, nargs="+", default=[1 << 20], help="of a part")
-    parser.add_argument("--ring-bytes", type=int, default=32 << 20)
+    parser.add_argument("--ring-bytes", type=int, default=64 << 20)
     parser.add_argument("--pages", type=int, help="of a request, 64 tokens each")
     given = parser.parse_args()
     gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())]

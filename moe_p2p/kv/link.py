@@ -27,7 +27,7 @@ class KVLink:
     writes_per_s: float
     packed_write_bytes: int = 1 << 20
     pack: bool | str = "auto"
-    ring_bytes: int = 32 << 20
+    ring_bytes: int = 64 << 20
     num_sms: int = 6
 
     def __post_init__(self) -> None:

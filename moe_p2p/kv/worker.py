@@ -25,7 +25,7 @@ from moe_p2p.kv.pair import Hello, KVCache, Pair, PairMemory, Sends, agreed_link
 from moe_p2p.kv.ring import Ring
 from moe_p2p.kv.tail import Slots, tail_bytes
 
-QUICK_S, SLOW_S = 0.0005, 0.02  # between two looks, while something drains and otherwise
+QUICK_S, SLOW_S = 0.0002, 0.02  # between looks, while something drains or is packed, and else
 RETRY_S = 0.5  # between two tries of a fence: each may take so long itself
 
 
