@@ -1,4 +1,4 @@
-"""`python -m moe_p2p bench | demo | doctor | model | plan`; each explains itself with --help."""
+"""`python -m moe_p2p bench | compile | demo | doctor | model | plan`; see --help."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ import sys
 
 COMMANDS = {
     "bench": ("moe_p2p.tools.bench.command", "correctness, then latency and bytes on the wire"),
+    "compile": (
+        "moe_p2p.tools.compile_kernels",
+        "kernels of a model's shape, ahead, into a folder: for an image of a container",
+    ),
     "demo": ("moe_p2p.tools.demo", "train a small language model with experts spread over ranks"),
     "doctor": (
         "moe_p2p.tools.doctor",
@@ -26,7 +30,7 @@ COMMANDS = {
 
 def main(arguments: list[str]) -> int:
     if not arguments or arguments[0] not in COMMANDS:
-        lines = [f"  {name:6} {about}" for name, (_, about) in COMMANDS.items()]
+        lines = [f"  {name:7} {about}" for name, (_, about) in COMMANDS.items()]
         usage = "\n".join(["usage: python -m moe_p2p COMMAND [OPTIONS]", "", *lines])
         if arguments and arguments[0] in ("-h", "--help"):
             print(usage)

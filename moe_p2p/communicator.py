@@ -23,10 +23,18 @@ from moe_p2p import env, errors, ops
 from moe_p2p.config import AllToAllConfig
 from moe_p2p.engine import Engine
 from moe_p2p.gpu.kernels import DeviceSide, Partners
+from moe_p2p.gpu.prepared import refuse_capture, usual_calls
 from moe_p2p.lifetime import Closing, NotCopied
 from moe_p2p.nics import transport
 from moe_p2p.ops import call
-from moe_p2p.options import QUANTIZE, SUM_ORDER_SHIFT, gradient_of
+from moe_p2p.options import (
+    QUANTIZE,
+    SUM_ORDER_SHIFT,
+    DispatchOptions,
+    SumOrder,
+    gradient_of,
+    sum_order_bits,
+)
 from moe_p2p.rendezvous import shared_memory
 from moe_p2p.rendezvous.agreement import Facts, Offer, agree_on_transport, conclude
 from moe_p2p.rendezvous.bootstrap import Bootstrap
@@ -79,6 +87,8 @@ class Communicator(NotCopied):
         self.config = config
         if engine is not None:
             config.check_beside_engine()
+        if config.on_gpu:
+            refuse_capture("a communicator of this shape is not made: make it, or a call,")
         meeting = Bootstrap(
             group_or_store, rank=rank, world_size=world_size, timeout_s=config.timeout_s
         )
@@ -113,7 +123,7 @@ class Communicator(NotCopied):
                 )
                 if self._device is not None:
                     self._device.use_signals()
-                    self._device.prepare(config)
+                    self._device.prepare(*usual_calls(config))
                 meeting.exchange(b"", "all ranks to be connected")
             except BaseException:
                 self.close()
@@ -333,6 +343,46 @@ class Communicator(NotCopied):
         return gathered
 
     # What must be compiled before a call runs on a GPU.
+
+    def prepare(
+        self,
+        *options: DispatchOptions,
+        x_dtype: torch.dtype | None = None,
+        y_dtype: torch.dtype | None = None,
+        out_dtype: torch.dtype | None = None,
+        order: SumOrder = "ranks",
+        row_bytes: int = 0,
+    ) -> None:
+        """Compiles and loads, side by side, the kernels of dispatches with each of these options
+        and of one combine, so that no call waits for a compiler. Not collective.
+
+        A new AllToAll has the kernels of calls without options: of its dtype, quantized too, and of
+        combine_dtype. Others are compiled at their first call, for seconds, and a first call while
+        a CUDA graph is captured raises UnavailableError: prepare them before. On a CPU it does
+        nothing.
+
+        x_dtype: of dispatch's x; None: the configuration's dtype. row_bytes: of a row of x, where x
+            is uint8.
+        y_dtype, out_dtype, order: of combine; y_dtype None: the widest combined; out_dtype None:
+            y_dtype.
+
+        Raises InvalidArgumentError for what such a call would refuse, UnavailableError where NVRTC
+        is missing.
+        """
+        ordered = sum_order_bits(order) > 0
+        errors.require(
+            (row_bytes > 0) == (x_dtype == torch.uint8),
+            f"row_bytes is {row_bytes} and x_dtype {x_dtype}: give row_bytes with torch.uint8, "
+            "and only then",
+        )
+        if self._device is None:
+            return
+        x_dtype = self.config.dtype if x_dtype is None else x_dtype
+        y_dtype = self.config.widest_combine_dtype if y_dtype is None else y_dtype
+        self._device.prepare(
+            [(x_dtype, each.number, row_bytes) for each in options],
+            [(y_dtype, y_dtype if out_dtype is None else out_dtype, ordered)],
+        )
 
     @_when_traced
     def _prepare_dispatch(

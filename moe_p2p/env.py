@@ -67,6 +67,18 @@ def cache_folder() -> Path:
     return Path(tempfile.gettempdir()) / f"moe_p2p-{os.getuid()}"
 
 
+def kernels_folder() -> Path | None:
+    """A second folder of compiled kernels, which is only read; None: there is none."""
+    given = os.environ.get("MOE_P2P_KERNELS")
+    return Path(given) if given else None
+
+
+def use_cache_folder(folder: Path) -> None:
+    """Makes `folder` the only one of compiled kernels, in this process."""
+    os.environ["MOE_P2P_CACHE"] = str(folder)
+    os.environ.pop("MOE_P2P_KERNELS", None)
+
+
 def fabric() -> bool:
     """Whether GPU memory is shared by fabric handle instead of by file descriptor."""
     return os.environ.get("MOE_P2P_FABRIC") == "1"

@@ -161,6 +161,16 @@ class AllToAllPool:
                 self._limited_bytes += self._size(config)
         return made
 
+    def prepare(
+        self, config: AllToAllConfig, *options: DispatchOptions, limit_bytes: int = 0, **types: Any
+    ) -> None:
+        """Makes the AllToAll of this configuration, and compiles what calls with each of these
+        options need: before a CUDA graph is captured. Collective when new.
+
+        types: x_dtype, y_dtype, out_dtype, order, row_bytes (AllToAll.prepare).
+        """
+        self.get(config, limit_bytes=limit_bytes).prepare(*options, **types)
+
     def _ranks_per_node(self, config: AllToAllConfig) -> int:
         """Masks work in one node, or with nodes of one rank."""
         if config.mask_lost_ranks and self.ranks_per_node < self.world_size:

@@ -19,7 +19,7 @@ from moe_p2p.deep_ep.elastic_handle import RowCounts, Rows
 from moe_p2p.deep_ep.event import EventHandle
 from moe_p2p.deep_ep.streams import Streams
 from moe_p2p.ops import SCALE_BLOCK, num_scales
-from moe_p2p.options import DispatchForm
+from moe_p2p.options import DispatchForm, SumOrder
 from moe_p2p.pool import MOST_STEP_TOKENS, AllToAllPool, ReleasingAllToAll, config_of
 from moe_p2p.row_counts import HostCounts
 
@@ -213,6 +213,37 @@ class ElasticBase:
             use_fp8_dispatch,
             allow_multiple_reduction,
         )
+
+    def prepare(
+        self,
+        hidden: int,
+        num_experts: int,
+        num_topk: int,
+        num_max_tokens_per_rank: int = 0,
+        num_sms: int = 0,
+        *,
+        do_expand: bool = False,
+    ) -> None:
+        """Makes all that calls of this shape need, which their first call does otherwise and no
+        call can while a CUDA graph is captured. Collective. Not in DeepEP.
+
+        Rows are bfloat16, with use_fp8_dispatch float8_e4m3fn. Arguments as of dispatch. Tensors
+        of the calls are on this rank's GPU; on a machine without one on the CPU.
+        """
+        dtype = torch.float8_e4m3fn if self.use_fp8_dispatch else torch.bfloat16
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        values = torch.empty(0, hidden, dtype=dtype, device=device)
+        num_tokens = num_max_tokens_per_rank or self.num_max_tokens_per_rank
+        assert num_tokens > 0, "num_max_tokens_per_rank was given neither here nor before"
+        packs = num_scales(hidden) if self.use_fp8_dispatch else 0
+        rows = (do_expand, False, False, True)
+        device_index = values.get_device()
+        key = (
+            dtype, device_index, hidden, packs, num_topk, num_experts, num_tokens, num_sms, 1, rows
+        )  # fmt: skip
+        all_to_all, _, form = self._made.get(key) or self._make(values, key)
+        order: SumOrder = "ranks" if self.allow_multiple_reduction else "rows"
+        all_to_all.prepare(form.options, x_dtype=dtype, y_dtype=torch.bfloat16, order=order)
 
     def _make(self, values: Tensor, key: _Key) -> _Made:
         dtype, _, hidden, num_packs, topk, num_experts, num_tokens, num_sms, alignment, rows = key

@@ -225,6 +225,38 @@ class LowLatencyCalls(BufferBase):
             handle.combine_buffer = src_info.new_empty(shape, dtype=torch.bfloat16)
         return handle.combine_buffer
 
+    def prepare_low_latency(
+        self,
+        num_max_dispatch_tokens_per_rank: int,
+        hidden: int,
+        num_experts: int,
+        num_topk: int,
+        use_fp8: bool = True,
+        round_scale: bool = False,
+        use_ue8m0: bool = False,
+    ) -> None:
+        """Makes all that low-latency calls of this shape need, which their first call does
+        otherwise and no call can while a CUDA graph is captured. Collective. Not in DeepEP.
+
+        Tensors of the calls are on this rank's GPU; on a machine without one on the CPU.
+        """
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        x = torch.empty(0, hidden, dtype=torch.bfloat16, device=device)
+        key = (
+            x.dtype,
+            x.get_device(),
+            hidden,
+            num_topk,
+            num_max_dispatch_tokens_per_rank,
+            num_experts,
+            use_fp8,
+            round_scale,
+            use_ue8m0,
+            False,
+        )
+        all_to_all, form = self._low_latency_made.get(key) or self._make_low_latency(x, key)
+        all_to_all.prepare(form.options)
+
     def clean_low_latency_buffer(
         self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
     ) -> None:

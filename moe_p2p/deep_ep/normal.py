@@ -200,6 +200,26 @@ class NormalCalls(BufferBase):
                 turn.uses((x, topk_weights, *terms, dispatched.call.handle), (out, summed))
         return out, summed, turn.event
 
+    def prepare(
+        self,
+        hidden: int,
+        num_experts: int,
+        num_topk: int,
+        dtype: torch.dtype = torch.bfloat16,
+        config: Config | None = None,
+    ) -> None:
+        """Makes all that dispatch and combine of these shapes need, which their first call does
+        otherwise and no call can while a CUDA graph is captured. Collective. Not in DeepEP.
+
+        dtype: of x at dispatch; sums are bfloat16 where it is float8_e4m3fn. Tensors of the calls
+        are on this rank's GPU; on a machine without one on the CPU.
+        """
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        values = torch.empty(0, hidden, dtype=dtype, device=device)
+        all_to_all = self._all_to_all(num_experts, num_topk, values, config)
+        summed = torch.bfloat16 if dtype == torch.float8_e4m3fn else dtype
+        all_to_all.prepare(ROWS[True], x_dtype=dtype, y_dtype=summed)
+
     internode_dispatch = dispatch
     internode_combine = combine
 

@@ -5,7 +5,8 @@ used only when it belongs to this user or to root and nobody else may write to i
 on the open descriptor, and files are opened relative to the open folder. The digest detects damage
 on disk, not an attack.
 
-A folder that is refused or not writable is no error: kernels are then not cached.
+A folder that is refused or not writable is no error: kernels are then not cached. What is not in it
+is looked for in a second one, MOE_P2P_KERNELS, which is only read: of a container's image, say.
 """
 
 from __future__ import annotations
@@ -29,20 +30,25 @@ _LOCK_WAIT_S = 300.0
 
 def read(key: str) -> tuple[bytes, str] | None:
     """Returns cubin and log; None when they are missing or damaged."""
-    try:
-        with _folder() as folder:
-            digest, cubin, text = (
-                _load(folder, key + end) for end in (".sha256", ".cubin", ".log")
-            )
-    except OSError:
-        return None
-    return (cubin, text.decode()) if digest == _digest(cubin, text) else None
+    for path in (env.cache_folder(), env.kernels_folder()):
+        if path is None:
+            continue
+        try:
+            with _folder(path) as folder:
+                digest, cubin, text = (
+                    _load(folder, key + end) for end in (".sha256", ".cubin", ".log")
+                )
+        except OSError:
+            continue
+        if digest == _digest(cubin, text):
+            return cubin, text.decode()
+    return None
 
 
 def write(key: str, cubin: bytes, text: str) -> None:
     """Writes each file atomically, the digest last. On a full disk nothing is cached."""
     files = {".cubin": cubin, ".log": text.encode(), ".sha256": _digest(cubin, text.encode())}
-    with contextlib.suppress(OSError), _folder() as folder:
+    with contextlib.suppress(OSError), _folder(env.cache_folder()) as folder:
         for end, data in files.items():
             name = f"{key}.{secrets.token_hex(8)}"
             try:
@@ -63,7 +69,7 @@ def exclusive(key: str) -> Iterator[bool]:
             path = env.cache_folder()
             if path.is_absolute():
                 path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            folder = stack.enter_context(_folder())
+            folder = stack.enter_context(_folder(path))
             lock = _open(folder, f"{key}.lock", os.O_WRONLY | os.O_CREAT)
             stack.callback(os.close, lock)
         except OSError:
@@ -82,9 +88,8 @@ def exclusive(key: str) -> Iterator[bool]:
 
 
 @contextlib.contextmanager
-def _folder() -> Iterator[int]:
-    """Opens the cache folder. Raises OSError when there is none, or when it is refused."""
-    path = env.cache_folder()
+def _folder(path: Path) -> Iterator[int]:
+    """Opens a folder of kernels. Raises OSError when there is none, or when it is refused."""
     if not path.is_absolute():
         _refuse(path, "it depends on the working directory; name it from / on")
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -113,8 +118,8 @@ def _refuse(path: Path, why: str) -> None:
 @functools.cache
 def _warn_once(path: Path, why: str) -> None:
     log.warning(
-        f"the kernel cache {path} (MOE_P2P_CACHE) is not used, each process compiles for itself: "
-        f"{why}"
+        f"the kernel cache {path} (MOE_P2P_CACHE, MOE_P2P_KERNELS) is not used, what it has is "
+        f"compiled by each process: {why}"
     )
 
 

@@ -31,12 +31,17 @@ from moe_p2p.gpu.launch_shape import (
     job_of,
 )
 from moe_p2p.gpu.memory import PinnedPages, share_memory, share_node_memory
+from moe_p2p.gpu.prepared import (
+    Combines,
+    Dispatches,
+    missing_combine,
+    missing_dispatch,
+    refuse_capture,
+)
 from moe_p2p.ops import call, layout
 from moe_p2p.options import (
     BY_RANK,
-    DEFAULT,
     QUANTIZE,
-    DispatchOptions,
     layout_of,
     scale_format_of,
     variant_of,
@@ -307,30 +312,26 @@ class DeviceSide:
         addresses = [pages.device_address for pages in pinned]
         call(_ops.all_to_all_use_signals.default, self._comm, addresses)
 
-    def prepare(self, config: AllToAllConfig) -> None:
-        """Prepares all kernels for the configuration's types, and for their gradients.
+    def prepare(self, dispatches: Dispatches, combines: Combines) -> None:
+        """Prepares the kernels of all these calls.
 
         They are compiled side by side: NVRTC takes seconds for each, and a core.
         """
-        types = tuple(dict.fromkeys((config.dtype, config.widest_combine_dtype)))
-        dispatches = [(dtype, DEFAULT.number) for dtype in types]
-        if config.dtype != torch.float8_e4m3fn and config.hidden_dim % 16 == 0:
-            dispatches.append((config.dtype, DispatchOptions(quantize=True).number))
-        sums = [dtype for dtype in types if dtype != torch.float8_e4m3fn]
         kernels = [self._dispatch_kernel(*each) for each in dispatches]
-        kernels += [self._combine_kernel(dtype, dtype) for dtype in sums]
+        kernels += [self._combine_kernel(*each) for each in combines]
         with ThreadPoolExecutor(len(kernels), thread_name_prefix="moe_p2p.prepare") as threads:
             list(threads.map(self._open, kernels))  # raises what one of them raised
-        for dtype, options in dispatches:
-            self.prepare_dispatch(dtype, options)
-        for dtype in sums:
-            self.prepare_combine(dtype, dtype)
+        for dispatch in dispatches:
+            self.prepare_dispatch(*dispatch)
+        for combine in combines:
+            self.prepare_combine(*combine)
 
     def prepare_dispatch(self, x_dtype: torch.dtype, options: int, x_bytes: int = 0) -> None:
         """Compiles this dispatch kernel and passes it to the op; does nothing if the op has it."""
         variant = variant_of(options)
         if (x_dtype, variant, x_bytes) in self._ready:
             return
+        refuse_capture(missing_dispatch(x_dtype, variant))
         kernel = self._load(self._dispatch_kernel(x_dtype, options, x_bytes))
         op = _ops.all_to_all_set_dispatch_kernel.default
         call(op, self._comm, x_dtype, variant, kernel, x_bytes)
@@ -342,6 +343,7 @@ class DeviceSide:
         """The same for a combine."""
         if (y_dtype, out_dtype, by_topk) in self._ready:
             return
+        refuse_capture(missing_combine(y_dtype, out_dtype, by_topk))
         kernel = self._load(self._combine_kernel(y_dtype, out_dtype, by_topk))
         op = _ops.all_to_all_set_combine_kernel.default
         call(op, self._comm, y_dtype, out_dtype, kernel, by_topk)

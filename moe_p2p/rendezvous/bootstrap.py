@@ -320,8 +320,7 @@ class Bootstrap:
         """The rank's process ended: raises AbortedError if it reported why, else PeerDeadError."""
         if rank is None:
             return
-        brought = self._key(rank)
-        value = self._get(brought) if self._has_all([brought]) else b""
+        value = self._get_if_there(self._key(rank))
         if value[:1] == _FAILED:
             raise _aborted(rank, value[1:].decode(errors="replace"), what)
         text = f"the process of rank {rank} has ended. See what it printed last"
@@ -395,6 +394,10 @@ class Bootstrap:
 
     def _get(self, key: str) -> bytes:
         return self._guarded(lambda: self.store.get(key))
+
+    def _get_if_there(self, key: str) -> bytes:
+        """The key's value, else "?". One request: get() of a key deleted since check() blocks."""
+        return self._guarded(lambda: self.store.compare_set(key, "?", "?"))
 
     def _has_all(self, keys: list[str]) -> bool:
         return self._guarded(lambda: self.store.check(keys))

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from moe_p2p import AllToAllConfig, errors
+from moe_p2p import AllToAllConfig, DispatchOptions, errors
 from moe_p2p.gpu import driver, jit, kernels
+from moe_p2p.gpu.prepared import usual_calls
 from moe_p2p.gpu.variants import every_kernel
 from tests.support import ranks
 
@@ -299,7 +301,6 @@ def _launch(function: int, threads: int, *arguments: object, kinds: tuple[type, 
 
 @pytest.mark.gpu
 def test_a_loaded_kernel_runs(source: Path) -> None:
-    import torch
 
     function = jit.load(0, source, "multiply_add", {"ADDEND": 3}, dynamic_shared_bytes=100_000)
     assert jit.load(0, source, "multiply_add", {"ADDEND": 3}, dynamic_shared_bytes=100_000) == (
@@ -336,7 +337,7 @@ def test_a_communicators_kernels_are_prepared_side_by_side(monkeypatch: pytest.M
     monkeypatch.setattr(side, "_open", lambda _: three.wait())
     for kind in ("dispatch", "combine"):
         monkeypatch.setattr(side, f"prepare_{kind}", pass_on(kind))
-    side.prepare(config)
+    side.prepare(*usual_calls(config))
     assert passed == ["dispatch", "dispatch", "combine"]
 
     def fails(kernel: kernels.Kernel) -> None:
@@ -345,7 +346,23 @@ def test_a_communicators_kernels_are_prepared_side_by_side(monkeypatch: pytest.M
 
     monkeypatch.setattr(side, "_open", fails)
     with pytest.raises(errors.UnavailableError, match="no NVRTC"):
-        side.prepare(config)
+        side.prepare(*usual_calls(config))
+
+
+def test_no_kernel_is_compiled_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    side, config = object.__new__(kernels.DeviceSide), AllToAllConfig(**SIZES)
+    side._shape = kernels.shape_macros(config, world_size=2, ranks_per_node=2)
+    side._num_sms, side._ready = None, set()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    options = DispatchOptions(layout="by_rank", quantize=True, scale_format="ue8m0")
+    call = r"DispatchOptions\(layout='by_rank', quantize=True, scale_format='ue8m0'\), x_dtype="
+    with pytest.raises(errors.UnavailableError, match=rf"prepare\({call}torch.bfloat16\), before"):
+        side.prepare_dispatch(torch.bfloat16, options.number)
+    with pytest.raises(errors.UnavailableError, match=r"out_dtype=torch\.float32, order='topk'"):
+        side.prepare_combine(torch.bfloat16, torch.float32, True)
+    side._ready.add((torch.bfloat16, torch.float32, True))
+    side.prepare_combine(torch.bfloat16, torch.float32, True)
 
 
 def test_lines_are_for_profilers(monkeypatch: pytest.MonkeyPatch, source: Path) -> None:
@@ -357,7 +374,6 @@ def test_lines_are_for_profilers(monkeypatch: pytest.MonkeyPatch, source: Path) 
 
 @pytest.mark.gpu
 def test_a_product_is_rounded_before_it_is_added(source: Path) -> None:
-    import torch
 
     source.write_text('extern "C" __global__ void fused(float* x) { x[3] = x[0] * x[1] + x[2]; }\n')
     function = jit.load(0, source, "fused", {})

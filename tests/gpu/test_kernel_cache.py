@@ -83,6 +83,25 @@ def test_a_relative_folder_is_refused(
     assert _refused(capfd, "working directory")
 
 
+def test_a_second_folder_is_read_and_never_written(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tmp_path / "own"
+    monkeypatch.setenv("MOE_P2P_CACHE", str(own))
+    assert kernel_cache.read(KEY) is None
+    monkeypatch.setenv("MOE_P2P_KERNELS", str(folder))
+    assert kernel_cache.read(KEY) == (CUBIN, LOG)
+    before = sorted(folder.iterdir())
+    with kernel_cache.exclusive("other") as writable:
+        assert writable
+        kernel_cache.write("other", CUBIN + b"2", LOG)
+    assert sorted(folder.iterdir()) == before
+    assert kernel_cache.read("other") == (CUBIN + b"2", LOG)
+    folder.chmod(0o777)
+    assert kernel_cache.read(KEY) is None
+    assert "MOE_P2P_KERNELS" in capfd.readouterr().err
+
+
 def test_without_a_home_the_folder_is_private_and_absolute(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,165 @@
+"""`python -m moe_p2p compile`: kernels of given shapes into a folder, ahead of the first call.
+
+Needs NVRTC and no GPU. Processes that are to use the folder have the same version of moe_p2p and of
+NVRTC, installed at the same path, as in a container made of one image.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from moe_p2p import env
+from moe_p2p.config import AllToAllConfig
+from moe_p2p.errors import MoeP2pError
+from moe_p2p.gpu import jit
+from moe_p2p.gpu.kernels import Kernel, combine_kernel, dispatch_kernel, shape_macros
+from moe_p2p.gpu.prepared import usual_calls
+from moe_p2p.options import (
+    BY_RANK,
+    QUANTIZE,
+    SCALE_FORMATS,
+    DispatchOptions,
+    layout_of,
+    scale_format_of,
+    variant_of,
+)
+
+# Experts, hidden size and top-k, of the models' published configurations.
+MODELS = {
+    "deepseek-v3": (256, 7168, 8),
+    "kimi-k2": (384, 7168, 8),
+    "qwen3-235b-a22b": (128, 4096, 8),
+    "qwen3-30b-a3b": (128, 2048, 8),
+    "gpt-oss-120b": (128, 2880, 4),
+}
+NODE_RANKS = 8
+_USUAL_ARCH = "sm_90a"
+
+
+def main(arguments: list[str]) -> int:
+    """Compiles; exit code 1 when a kernel does not compile or cannot be kept, 2 for bad input."""
+    given = _parser().parse_args(arguments)
+    if given.into is not None:
+        env.use_cache_folder(given.into.absolute())
+    try:
+        shape = MODELS.get(given.model, (given.experts, given.hidden, given.topk))
+        if None in shape:
+            print("compile: give --model, or --experts, --hidden and --topk")
+            return 2
+        wanted = list(dict.fromkeys(_identity(each) for each in _kernels(given, *shape)))
+        arch = given.arch or _arch()
+    except MoeP2pError as error:
+        print(f"compile: {error}")
+        return 2
+    threads = given.jobs or len(os.sched_getaffinity(0))
+    print(f"{len(wanted)} kernels for {arch}, {threads} at a time, into {env.cache_folder()}")
+    with ThreadPoolExecutor(threads) as pool:
+        done = list(pool.map(lambda each: _compile(each[0], dict(each[1]), arch), wanted))
+    return 0 if all(done) else 1
+
+
+def _identity(kernel: Kernel) -> tuple[str, tuple[tuple[str, int], ...]]:
+    return kernel.source, tuple(sorted(kernel.macros.items()))
+
+
+def _compile(source: str, macros: dict[str, int], arch: str) -> bool:
+    began = time.monotonic()
+    try:
+        compiled = jit.compile_only(source, macros, arch)
+        kept = jit.is_compiled(source, macros, arch)
+    except MoeP2pError as error:
+        print(f"compile: {error}")
+        return False
+    usage = next(iter(compiled.usage.values()), None)
+    used = ""
+    if usage is not None:
+        spilled = usage.spill_store_bytes + usage.spill_load_bytes
+        used = f"{usage.registers:3} registers, {spilled:4} B spilled, "
+    took = "was there" if compiled.cached else f"{time.monotonic() - began:.1f} s"
+    kernel, tokens = source.removesuffix(".cu"), macros["MOE_P2P_CHUNK_TOKENS"]
+    end = "" if kept else "; NOT KEPT: the folder cannot be written"
+    size = f"{len(compiled.cubin) >> 10:4} KiB"
+    print(f"  {kernel:8} step of {tokens:5} tokens, {size}, {used}{took}{end}", flush=True)
+    return kept
+
+
+def _kernels(given: argparse.Namespace, experts: int, hidden: int, topk: int) -> Iterator[Kernel]:
+    """Yields what AllToAll prepares for these shapes, and dispatches with the options given."""
+    local = given.ranks_per_node or math.gcd(given.ranks, NODE_RANKS)
+    options = DispatchOptions(
+        layout=given.layout, quantize=given.quantize, scale_format=given.scale_format
+    )
+    for tokens, num_sms in itertools.product(given.tokens, given.num_sms):
+        config = AllToAllConfig(
+            num_experts=experts,
+            hidden_dim=hidden,
+            topk=topk,
+            max_tokens=tokens,
+            chunk_tokens=min(tokens, given.chunk_tokens or tokens),
+            num_sms=num_sms or None,
+            mask_lost_ranks=given.masks,
+        )
+        shape = shape_macros(config, world_size=given.ranks, ranks_per_node=local)
+        dispatches, combines = usual_calls(config)
+        dispatches.append((config.dtype, options.number, 0))
+        if given.fp8:
+            fp8 = DispatchOptions(layout=given.layout)
+            dispatches.append((torch.float8_e4m3fn, fp8.number, 0))
+        for dtype, number, _ in dispatches:
+            variant = variant_of(number)
+            yield dispatch_kernel(
+                shape,
+                dtype,
+                quantize=bool(variant & QUANTIZE),
+                scale_format=scale_format_of(variant),
+                by_rank=layout_of(variant) == BY_RANK,
+                num_sms=config.num_sms,
+            )
+        for y_dtype, out_dtype, by_topk in combines:
+            yield combine_kernel(shape, y_dtype, out_dtype, by_topk=by_topk, num_sms=config.num_sms)
+
+
+def _arch() -> str:
+    """Of this machine's GPU, else the usual one."""
+    return jit.arch_of(0) if torch.cuda.is_available() else _USUAL_ARCH
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m moe_p2p compile",
+        description="Compiles what an AllToAll of these shapes prepares when it is made, and "
+        "dispatches with the options given. Set MOE_P2P_KERNELS to the folder where it is used.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", choices=MODELS, help="its experts, hidden size and top-k")
+    add("--experts", type=int, help="E")
+    add("--hidden", type=int, help="H")
+    add("--topk", type=int, help="K")
+    add("--ranks", type=int, default=8, help="W")
+    add("--ranks-per-node", type=int, help="L; not given: the most up to 8 that divide W")
+    add("--tokens", type=_numbers, default=[128], help="largest T of any rank, several with commas")
+    add("--chunk-tokens", type=int, help="tokens per step; not given: T")
+    add("--num-sms", type=_numbers, default=[0], help="as in AllToAllConfig, several; 0: all")
+    add("--layout", choices=("padded", "grouped", "by_rank"), default="padded", help="of rows")
+    add("--quantize", action="store_true", help="dispatches that quantize, in that layout")
+    add("--scale-format", choices=SCALE_FORMATS, default=SCALE_FORMATS[0], help="with --quantize")
+    add("--fp8", action="store_true", help="also dispatches of fp8 given by the caller")
+    add("--masks", action="store_true", help="with mask_lost_ranks (Buffer(enable_shrink=True))")
+    add("--arch", help="as sm_90a; not given: of this machine's GPU, without one sm_90a")
+    add("--into", type=Path, help="the folder; not given: the one of MOE_P2P_CACHE")
+    add("--jobs", type=int, help="kernels at a time; not given: cores of this process")
+    return parser
