@@ -39,8 +39,8 @@ void copy_rows(const Tensor& memory, const Tensor& packed, const Tensor& units, 
   auto* run = output<char>(packed, {"packed", {ScalarType::Byte}, {kAny}});
   const auto* index = input<int64_t>(units, {"units", {ScalarType::Long}, {kAny}});
   MOE_P2P_CHECK(row_bytes > 0 && num_rows > 0 && packed.numel() % row_bytes == 0,
-                Code::kInvalidArgument, "copy_rows: ", packed.numel(), " packed bytes are not rows ",
-                "of ", row_bytes, " bytes, ", num_rows, " a unit");
+                Code::kInvalidArgument, "copy_rows: ", packed.numel(),
+                " packed bytes are not rows of ", row_bytes, " bytes, ", num_rows, " a unit");
   const int64_t last = first_row + packed.numel() / row_bytes;
   MOE_P2P_CHECK(first_row >= 0 && last <= units.numel() * num_rows, Code::kInvalidArgument,
                 "copy_rows: rows ", first_row, " to ", last, " of ", units.numel() * num_rows);

@@ -71,7 +71,9 @@ def test_bytes_equal_the_oracle(prefill: kv.KVLayout, decode: kv.KVLayout, how: 
             assert reservation.wait(20) == b"first token"
         for sending in sendings:
             sending.wait(20)
-            assert (how == "pack") == all(each.packing.written for each in sending.flights)
+            for each in sending.flights:  # rows of layouts that are alike are too large for it
+                assert bool(each.packing.written) == each.pair.packs
+                assert each.pair.packs == (how == "pack" and prefill is not decode)
         for receiver in found.receivers:
             assert not receiver.ring.slots.num_taken
             rank = receiver.cache.rank
