@@ -90,6 +90,9 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
   m.def("engine_imm_value(int engine, int imm) -> int");
   m.def("engine_imm_free(int engine, int imm) -> int");
   m.def("engine_imm_discarded(int engine) -> int");
+  m.def(
+      "copy_rows(Tensor(a!) memory, Tensor(b!) packed, Tensor units, int offset, int unit, "
+      "int row_bytes, int num_rows, int row_stride, int first_row, bool gather) -> ()");
 
   // --- signals: `after` of engine_write_pages is [signals, layer, step], or empty ---
   m.def(

@@ -5,7 +5,7 @@ docs/kv.md explains it.
 
 from moe_p2p.kv.layout import ORDERS, Holding, KVGroup, KVLayout
 from moe_p2p.kv.leases import Leases, TorchLeases, Worker
-from moe_p2p.kv.link import CX7, EFA, LINKS, KVLink
+from moe_p2p.kv.link import CX7, EFA, LINKS, KVLink, link_of
 from moe_p2p.kv.membership import Membership
 from moe_p2p.kv.memory import (
     KVMemory,
@@ -66,6 +66,7 @@ __all__ = [
     "kv_plan",
     "layout_from_bytes",
     "layout_to_bytes",
+    "link_of",
     "prometheus_text",
     "resolve",
     "span_of",

@@ -23,18 +23,18 @@ from torch import Tensor
 from moe_p2p import errors
 from moe_p2p.errors import (
     AbortedError,
-    InvalidArgumentError,
     MoeP2pError,
     PeerDeadError,
     make,
 )
 from moe_p2p.kv.channel import Message
-from moe_p2p.kv.legs import Leg, LegState, count_expected, pull_nonce, pull_pages, sum_of_layers
+from moe_p2p.kv.legs import Leg, LegState, count_expected, pull_nonce, pull_pages, wrong_sum
 from moe_p2p.kv.pair import Pair
 from moe_p2p.kv.requests import counts
 from moe_p2p.kv.reservation import KVReservation, PageHolds
-from moe_p2p.kv.tail import Tail
+from moe_p2p.kv.tail import CountedSlots, Tail
 from moe_p2p.kv.units import int32_bytes, int32_tensor
+from moe_p2p.kv.unpacking import Unpacker
 from moe_p2p.kv.verify import Verify
 from moe_p2p.kv.worker import KVWorker
 
@@ -54,7 +54,9 @@ class KVReceiver(KVWorker):
         self.verify = Verify(verify)
         self.reservations: list[KVReservation] = []  # not reusable yet
         self._holds = PageHolds(self.cache.layout, self.cache.pages)
-        self._last_imm: dict[int, int] = {}  # of each slot
+        self.slots = CountedSlots(self.slots.count, self.engine)
+        control = (self.rows, self.row_bytes)
+        self.unpacker = Unpacker(self.engine, self.cache, self.ring, control)
 
     # --- open ---
 
@@ -112,9 +114,6 @@ class KVReceiver(KVWorker):
             slot = self.slots.take(f"{self.name}: request {reservation.request!r}")
             leg = Leg(pair, slot, secrets.randbits(63) | 1)
             reservation.legs.append(leg)
-            if self._last_imm.get(slot.number) is not None:
-                self._drop_counter(self._last_imm[slot.number])  # what arrived late
-            self._last_imm[slot.number] = slot.imm
             arriving = counts(
                 pair.plan,
                 self.cache.rank,
@@ -165,6 +164,7 @@ class KVReceiver(KVWorker):
         if reservation.pull:
             return self._pulled(reservation, leg)
         value = self.engine.imm_value(leg.slot.imm)
+        value += self.unpacker.advance(reservation, leg)
         now = self.clock()
         if value and reservation.stats.first_arrival_at is None:
             reservation.stats.first_arrival_at = now
@@ -177,7 +177,7 @@ class KVReceiver(KVWorker):
             if leg.tail is None:
                 return False
             leg.expected, leg.nbytes = count_expected(leg, self.cache.rank)
-        if value < leg.expected:
+        if value < leg.expected or leg.grants:
             return False
         leg.state, reservation.stats.last_completion_at = LegState.SETTLED, now
         reservation.stats.nbytes += leg.nbytes
@@ -228,14 +228,8 @@ class KVReceiver(KVWorker):
         return True
 
     def _verify(self, reservation: KVReservation) -> bool:
-        wrong = ""
-        for leg in reservation.legs:
-            assert leg.tail is not None
-            sums = sum_of_layers(self.cache, reservation.pages, leg)
-            for layer, got, sent in zip(leg.pair.layers, sums, leg.tail.checksums, strict=True):
-                if got != sent and not wrong:
-                    wrong = f"layer {layer} from {leg.pair.name}: {got & (1 << 64) - 1:016x}, sent "
-                    wrong += f"{sent & (1 << 64) - 1:016x}"
+        found = [wrong_sum(self.cache, reservation.pages, leg) for leg in reservation.legs]
+        wrong = "; ".join(filter(None, found))
         with self.lock:
             if reservation.state != "open":
                 return True
@@ -265,7 +259,7 @@ class KVReceiver(KVWorker):
 
     def _wait_a_little(self, reservation: KVReservation, left: float) -> None:
         """Until something may have arrived, or the request ended."""
-        if reservation.pull:
+        if reservation.pull or any(leg.pair.packs for leg in reservation.legs):
             with self.lock:
                 self.changed.wait(min(left, 0.0005))
             return
@@ -294,7 +288,7 @@ class KVReceiver(KVWorker):
         drain_until = now + self.timeouts.drain_s
         for leg in reservation.legs:
             if leg.state is LegState.OPEN:
-                leg.state, leg.drain_until = LegState.DRAINING, drain_until
+                leg.state, leg.drain_until, leg.wants = LegState.DRAINING, drain_until, 0
                 if leg.pair.lost:
                     continue  # the fence settles it
                 leg.pair.send("cancel", nonce=leg.nonce, why=str(error)[:400])
@@ -315,22 +309,16 @@ class KVReceiver(KVWorker):
         if reservation.reusable:
             return
         reservation.reusable = True
-        self._holds.give_back(reservation)
         for leg in reservation.legs:
-            self._drop_counter(leg.slot.imm)
+            self.unpacker.settle(leg)
             self.slots.give_back(leg.slot)
+        self._holds.give_back(reservation)
         if reservation in self.reservations:
             self.reservations.remove(reservation)
             self.count(reservation.stats)
         self.changed.notify_all()
         if reservation.on_free is not None:
             reservation.on_free()
-
-    def _drop_counter(self, imm: int) -> None:
-        try:
-            self.engine.free_imm(imm)
-        except (InvalidArgumentError, errors.ClosedError):
-            return  # a thread waits for it: the next use of the slot drops it
 
     def wait_reusable(self, reservation: KVReservation, timeout_s: float | None) -> None:
         limit = self.timeouts.drain_s + self.timeouts.connect_s if timeout_s is None else timeout_s
@@ -349,7 +337,10 @@ class KVReceiver(KVWorker):
             if found is None:
                 return  # of a request that has ended
             reservation, leg = found
-            if message.kind == "drained":
+            if message.kind == "want" and leg.state is LegState.OPEN:
+                self.unpacker.want(leg, int(message.fields["parts"]))
+                self.wake.set()
+            elif message.kind == "drained":
                 self._drained(reservation, leg, str(message.fields.get("why", "")))
             elif message.kind == "offer" and leg.state is LegState.OPEN and leg.tail is None:
                 self._take_offer(reservation, leg, message)
@@ -392,6 +383,7 @@ class KVReceiver(KVWorker):
                 late = self._late(reservation, now)
                 if late:
                     self._fail(reservation, make(errors.TimeoutError, late))
+                draining |= self._unpack(reservation)
             for leg in reservation.legs:
                 if leg.state is not LegState.DRAINING:
                     continue
@@ -405,6 +397,18 @@ class KVReceiver(KVWorker):
                     )
             self._free_if_settled(reservation)
         return draining
+
+    def _unpack(self, reservation: KVReservation) -> bool:
+        """Scatters what has arrived; returns whether more of it is on its way."""
+        legs = [leg for leg in reservation.legs if leg.grants and leg.state is LegState.OPEN]
+        try:
+            for leg in legs:
+                self.unpacker.advance(reservation, leg)
+        except MoeP2pError as error:
+            self._fail(reservation, error)
+        if legs:
+            self.changed.notify_all()
+        return bool(legs)
 
     def _late(self, reservation: KVReservation, now: float) -> str:
         limits, first = self.timeouts, reservation.stats.first_arrival_at

@@ -23,6 +23,7 @@ from moe_p2p import errors
 from moe_p2p.errors import AbortedError, MoeP2pError, PeerDeadError, make, require
 from moe_p2p.kv.channel import Message
 from moe_p2p.kv.openings import Openings
+from moe_p2p.kv.packing import Packer
 from moe_p2p.kv.pair import Pair
 from moe_p2p.kv.sending import Flight, KVSending, Opened
 from moe_p2p.kv.tail import MAX_USER_BYTES, Tail
@@ -40,6 +41,8 @@ class KVSender(KVWorker):
         super().__init__(*args, **more)
         self.sendings: list[KVSending] = []  # not reusable yet
         self._openings = Openings()
+        control = (self.rows, self.row_bytes)
+        self.packer = Packer(self.engine, self.cache, self.ring, control)
 
     def start(
         self, request: str, target: str | None, pages: Mapping[str, Tensor], *, total: int
@@ -161,6 +164,8 @@ class KVSender(KVWorker):
                 flight.sum_layers(self.cache)
         if not opened.pull:
             flight.requests += units.write(self.engine, layer, chunk, opened.imm, after)
+            if flight.pair.packs:
+                sending.stats.packed += self.packer.add(flight, layer, chunk, after)
 
     def commit(self, sending: KVSending, user: bytes) -> None:
         with self.lock:
@@ -239,12 +244,23 @@ class KVSender(KVWorker):
                 self._fail(sending, make(PeerDeadError, self._text(sending, why)))
                 self._lose(flight.pair, f"a write failed: {error}")
                 return
-        opened = flight.opened
-        if flight.committed and not flight.requests and opened is not None and not opened.pull:
+        if not self._pack(sending, flight):
+            return
+        opened, over = flight.opened, not flight.requests and not flight.packing.pending
+        if flight.committed and over and opened is not None and not opened.pull:
             self._settle(flight)
+
+    def _pack(self, sending: KVSending, flight: Flight) -> bool:
+        """Goes on with packed rows; False: that failed the request."""
+        try:
+            self.packer.advance(flight)
+        except MoeP2pError as error:
+            self._fail(sending, error)
+        return flight.state == "open"
 
     def _settle(self, flight: Flight) -> None:
         flight.state = "settled"
+        self.packer.settle(flight)
         if flight.slot is not None:
             self.slots.give_back(flight.slot)
             flight.slot = None
@@ -279,6 +295,7 @@ class KVSender(KVWorker):
                 flight.state = "settled"
             elif flight.state == "open":
                 flight.state, flight.drain_until = "draining", until
+                flight.packing.pending.clear()
                 if flight.opened is not None and flight.opened.pull:
                     self._withdraw_offer(flight)
                 for request in flight.requests:
@@ -339,6 +356,11 @@ class KVSender(KVWorker):
                 self._on_cancel(pair, message.fields.get("nonce"), str(message.fields.get("why")))
             elif message.kind == "decline":
                 self._on_decline(pair, str(message.fields["request"]), str(message.fields["why"]))
+            elif message.kind == "grant":
+                found = self._flight(pair, message.fields.get("nonce"))
+                if found is not None and found[1].state == "open":
+                    found[1].packing.take(message.fields["parts"])
+                    self._pack(*found)
             elif message.kind == "release":
                 found = self._flight(pair, message.fields.get("nonce"))
                 if found is not None and found[1].state == "open" and found[1].committed:
@@ -386,6 +408,7 @@ class KVSender(KVWorker):
         for sending in list(self.sendings):
             if sending.state == "open":
                 self.poll(sending)
+                draining |= any(flight.packing.pending for flight in sending.flights)
                 self._check_opened(sending, now)
                 self._check_signals(sending, now)
             draining |= self._drain(sending)

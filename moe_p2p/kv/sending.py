@@ -11,6 +11,7 @@ from torch import Tensor
 from moe_p2p.errors import MoeP2pError, require
 from moe_p2p.kv.channel import Message
 from moe_p2p.kv.checksum import add
+from moe_p2p.kv.packing import Packing
 from moe_p2p.kv.pair import KVCache, Pair
 from moe_p2p.kv.requests import aligned_begin
 from moe_p2p.kv.stats import KVTransferStats
@@ -71,6 +72,7 @@ class Flight:
     unsummed: list[tuple[int, Chunk]] = field(default_factory=list)  # layers, until the tail
     requests: list[Any] = field(default_factory=list)
     tail_due: bool = False  # waits until all layers are computed
+    packing: Packing = field(default_factory=Packing)
     committed: bool = False
     drain_until: float = 0.0
 
@@ -156,6 +158,7 @@ class KVSending:
     def progress(self) -> str:
         states = [
             f"{flight.pair.name} {flight.state}, {len(flight.requests)} writes under way"
+            f"{flight.packing.text()}"
             for flight in self.flights
         ]
         where = "; ".join(states) or "no receiver has opened it"

@@ -73,6 +73,7 @@ class Units:
                 **_strides(request, here="source"),
             )
             for request, ours, theirs in self.each(layer, chunk)
+            if not request.move.why_packed  # moe_p2p/kv/packing.py
         ]
 
     def read(self, engine: Any, chunk: Chunk) -> list[Any]:

@@ -67,7 +67,7 @@ class Model:
 
 @pytest.fixture
 def found() -> Iterator[Workers]:
-    with workers(SAME, SAME, device=gpu_ranks.DEVICE) as made:
+    with workers(SAME, SAME, devices=(gpu_ranks.DEVICE, gpu_ranks.DEVICE)) as made:
         yield made
 
 

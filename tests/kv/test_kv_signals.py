@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_p2p import AbortedError, ClosedError, InvalidArgumentError, errors, kv, ops
-from tests.support.kv_workers import QUICK, Workers, some_pages, workers
+from tests.support.kv_workers import PACKED, QUICK, Workers, some_pages, workers
 
 LAYERS, PAGES, TOKENS = 3, 32, 18
 GROUP = kv.KVGroup("kv", tuple(range(LAYERS)), heads=4, k_bytes=16, v_bytes=16, page_size=4)
@@ -95,6 +95,28 @@ def test_a_layer_travels_when_it_is_signalled_and_not_before(found: Workers) -> 
         sending.commit(b"token")
         assert reservation.wait(20) == b"token"  # with the checksums of what was computed
         sending.wait(20)
+
+
+def test_packed_rows_of_a_layer_are_gathered_when_it_is_signalled() -> None:
+    turned = dataclasses.replace(SAME, order="HND")
+    with workers(SAME, turned, link=PACKED) as found, kv.KVSignals(found.senders[0]) as signals:
+        model = Model(signals)
+        sending, reservation = start(found)
+        until(lambda: sending.flights[0].state == "open")
+        packing = sending.flights[0].packing
+        with signals.step([(sending, None)]):
+            for layer in range(LAYERS):
+                each = -(-len(packing.pending) // (LAYERS - layer))  # writes of a layer
+                until(lambda: in_flight(sending) == 0)
+                assert len(packing.pending) == each * (LAYERS - layer) > 0
+                assert f"signal of layer {layer}" in packing.text()
+                model.layer(layer)
+                left = each * (LAYERS - layer - 1)
+                until(lambda: sending.done() or len(packing.pending) == left)  # noqa: B023
+        sending.commit(b"token")
+        assert reservation.wait(20) == b"token"  # with the checksums of what was computed
+        sending.wait(20)
+        assert sending.stats.packed > 0
 
 
 def test_replays_outside_of_a_step_send_nothing_and_shift_no_step(found: Workers) -> None:
