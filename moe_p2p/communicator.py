@@ -373,17 +373,13 @@ class Communicator(NotCopied):
         and of one combine, so that no call waits for a compiler. Not collective.
 
         A new AllToAll has the kernels of calls without options: of its dtype, quantized too, and of
-        combine_dtype. Others are compiled at their first call, for seconds, and a first call while
-        a CUDA graph is captured raises UnavailableError: prepare them before. On a CPU it does
-        nothing.
+        combine_dtype. Others are compiled at their first call, for seconds, which raises
+        UnavailableError while a CUDA graph is captured. On a CPU it does nothing.
 
-        x_dtype: of dispatch's x; None: the configuration's dtype. row_bytes: of a row of x, where x
-            is uint8.
-        y_dtype, out_dtype, order: of combine; y_dtype None: the widest combined; out_dtype None:
-            y_dtype.
+        x_dtype: of x; None: the configuration's. row_bytes: of a row of x that is uint8.
+        y_dtype, out_dtype, order: of combine; None: the widest combined, and y_dtype.
 
-        Raises InvalidArgumentError for what such a call would refuse, UnavailableError where NVRTC
-        is missing.
+        Raises InvalidArgumentError as such a call does, UnavailableError without NVRTC.
         """
         ordered = sum_order_bits(order) > 0
         errors.require(

@@ -21,12 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from moe_p2p import errors
-from moe_p2p.errors import (
-    AbortedError,
-    MoeP2pError,
-    PeerDeadError,
-    make,
-)
+from moe_p2p.errors import AbortedError, MoeP2pError, PeerDeadError, make
 from moe_p2p.kv.channel import Message
 from moe_p2p.kv.legs import Leg, LegState, count_expected, pull_nonce, pull_pages, wrong_sum
 from moe_p2p.kv.pair import Pair

@@ -26,7 +26,7 @@ from moe_p2p.kv.openings import Openings
 from moe_p2p.kv.packing import Packer
 from moe_p2p.kv.pair import Pair
 from moe_p2p.kv.sending import Flight, KVSending, Opened
-from moe_p2p.kv.tail import MAX_USER_BYTES, Tail
+from moe_p2p.kv.tail import MAX_USER_BYTES
 from moe_p2p.kv.units import Units, int32_bytes
 from moe_p2p.kv.worker import KVWorker
 from moe_p2p.transfers import Gate
@@ -195,9 +195,7 @@ class KVSender(KVWorker):
         if flight.tail_due:
             return
         flight.sum_layers(self.cache)
-        sums = tuple(flight.sums[layer] for layer in flight.pair.layers) if opened.verify else ()
-        ends = tuple(end for _, end in flight.chunks)
-        tail = Tail(opened.nonce, opened.begin, sending.total, ends, sums, sending.user).to_bytes()
+        tail = flight.tail(sending.user)
         at = slot.number * self.row_bytes
         flight.committed = True
         if opened.pull:
@@ -227,8 +225,7 @@ class KVSender(KVWorker):
             for flight in sending.flights:
                 if sending.state == "open" and flight.state == "open":
                     self._look(sending, flight)
-            flights = sending.flights
-            if sending.state == "open" and flights and all(f.state == "settled" for f in flights):
+            if sending.state == "open" and sending.flights and sending.settled():
                 sending.state, sending.stats.ended_at = "complete", self.clock()
                 self._free_if_settled(sending)
             return sending.state != "open"
@@ -305,8 +302,7 @@ class KVSender(KVWorker):
         self.wake.set()
 
     def _withdraw_offer(self, flight: Flight) -> None:
-        """Who reads the nonce after this finds that the pages were taken back."""
-        if flight.slot is not None:
+        if flight.slot is not None:  # who reads the nonce now finds that pages were taken back
             struct.pack_into("<Q", self.rows, flight.slot.number * self.row_bytes, 0)
 
     def _drain(self, sending: KVSending) -> bool:
@@ -326,8 +322,7 @@ class KVSender(KVWorker):
         return any(flight.state == "draining" for flight in sending.flights)
 
     def _free_if_settled(self, sending: KVSending) -> None:
-        settled = all(flight.state == "settled" for flight in sending.flights)
-        if sending.state != "open" and settled and not sending.reusable:
+        if sending.state != "open" and sending.settled() and not sending.reusable:
             sending.reusable = True
             self.sendings.remove(sending)
             self.count(sending.stats)

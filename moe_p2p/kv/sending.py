@@ -15,7 +15,7 @@ from moe_p2p.kv.packing import Packing
 from moe_p2p.kv.pair import KVCache, Pair
 from moe_p2p.kv.requests import aligned_begin
 from moe_p2p.kv.stats import KVTransferStats
-from moe_p2p.kv.tail import MAX_CHUNKS, Slot
+from moe_p2p.kv.tail import MAX_CHUNKS, Slot, Tail
 from moe_p2p.kv.units import Chunk, Units, int32_tensor
 from moe_p2p.transfers import Gate
 
@@ -96,6 +96,12 @@ class Flight:
                 f"{name}: request {opened.request!r} has more than {MAX_CHUNKS} chunks",
             )
 
+    def tail(self, user: bytes) -> bytes:
+        opened, ends = self.opened, tuple(end for _, end in self.chunks)
+        assert opened is not None
+        sums = tuple(self.sums[layer] for layer in self.pair.layers) if opened.verify else ()
+        return Tail(opened.nonce, opened.begin, opened.total, ends, sums, user).to_bytes()
+
     def sum_layers(self, cache: KVCache) -> None:
         assert self.units is not None
         for layer, chunk in self.unsummed:
@@ -154,6 +160,10 @@ class KVSending:
             if missing:
                 why = f"commit without layers {missing[:4]} of tokens up to {end}"
             require(got == layers, f"{self.sender.name}: request {self.request!r}: {why}")
+
+    def settled(self) -> bool:
+        """Nothing reads its pages for a receiver."""
+        return all(flight.state == "settled" for flight in self.flights)
 
     def progress(self) -> str:
         states = [
