@@ -22,6 +22,12 @@ class Deadline:
         self.timeout_s = timeout_s
         self.at = time.monotonic() + timeout_s
 
+    def later(self, grace_s: float) -> Deadline:
+        """For who waits for ranks that wait too: the one that is missing is named, not these."""
+        found = Deadline(self.timeout_s + grace_s)
+        found.at = self.at + grace_s
+        return found
+
     @property
     def left(self) -> float:
         return max(self.at - time.monotonic(), 0.0)

@@ -260,11 +260,11 @@ class WeightGenerator:
         return True
 
     def _missing(self, keys: Keys) -> str:
-        late = [str(i) for i in self._sources if self._board.get(keys.sent(i)) is None]
+        late = [f"trainer {i}" for i in self._sources if self._board.get(keys.sent(i)) is None]
         counted = self.engine.imm_value(attempt.immediate(keys.attempt))
         return (
             f"{counted} of {self._expected} immediates within {self.timeout_s:g} s; not done: "
-            f"trainers {', '.join(late) or 'none'}"
+            f"{', '.join(late) or 'none'}"
         )
 
     def _says(self, why: str) -> str:

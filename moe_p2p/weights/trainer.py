@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from moe_p2p.engine import Engine
-from moe_p2p.errors import AbortedError, ProtocolError, make, require
+from moe_p2p.errors import AbortedError, MoeP2pError, ProtocolError, make, require
 from moe_p2p.transfers import Memory, Peer, Region, Request
 from moe_p2p.weights import attempt
 from moe_p2p.weights.attempt import COMMIT, PRIORITY, Keys
@@ -27,6 +27,8 @@ from moe_p2p.weights.board import Board, Deadline
 from moe_p2p.weights.conversion import Conversions
 from moe_p2p.weights.layout import WeightLayout
 from moe_p2p.weights.plan import Write
+
+_GRACE = 0.25  # of the timeout, for who waits for ranks that wait themselves
 
 
 class WeightTrainer:
@@ -163,8 +165,8 @@ class WeightTrainer:
         for write in self._writes:
             self._requests.append(self._write(write, attempt.immediate(keys.attempt)))
         self._reached("submitted")
-        for request in self._requests:
-            request.wait(deadline.left)
+        for write, request in zip(self._writes, self._requests, strict=True):
+            self._await(write, request, deadline)
         self._requests.clear()
         self._reached("written")
         self._board.put(keys.sent(self.rank), self._sums() if update["verify"] else {})
@@ -197,6 +199,14 @@ class WeightTrainer:
             priority=PRIORITY,
         )
 
+    @staticmethod
+    def _await(write: Write, request: Request, deadline: Deadline) -> None:
+        try:
+            request.wait(deadline.left)
+        except MoeP2pError as error:
+            text = f"writing {write.name} to generator {write.target_rank}: {error}"
+            raise make(type(error), text) from error
+
     def _sums(self) -> dict[str, dict[str, int]]:
         """By target rank and its tensor."""
         tensors = {name: memory.tensor for name, memory in self._memory.items()}
@@ -212,11 +222,12 @@ class WeightTrainer:
         if self.rank == 0:
             wanted = {keys.sent(i): f"trainer {i}" for i in range(self.plan.source.world_size)}
             wanted |= {keys.arrived(i): who for i, who in enumerate(self._generators)}
-            self._wait(keys, wanted, deadline)
+            self._wait(keys, wanted, deadline.later(_GRACE * deadline.timeout_s))
             self._reached("arrived")
             decision = self._board.decide(keys.decision, COMMIT)
         else:
-            decision = self._wait(keys, {keys.decision: "trainer 0"}, deadline)[keys.decision]
+            later = deadline.later(2 * _GRACE * deadline.timeout_s)
+            decision = self._wait(keys, {keys.decision: "trainer 0"}, later)[keys.decision]
         self._reached("decided")
         if decision != COMMIT:
             raise _failed(version, decision)

@@ -208,5 +208,5 @@ def fleet(
             pool.submit(kind, engine, store, model.layouts[1], i, live[i], **how)
             for i, engine in enumerate(others)
         ]
-        found = [[each.result(60) for each in side] for side in (trainers, generators)]
-        yield Fleet(model, found[0], found[1], live, pool, store)
+        found = [[each.result(60) for each in side] for side in (generators, trainers)]
+        yield Fleet(model, found[1], found[0], live, pool, store)
