@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_p2p.errors import InvalidArgumentError, make
-from moe_p2p.transfers import bytes_from
+from moe_p2p.transfers import bytes_from, tensor_from
 from moe_p2p.weights import copies, fp8
 from moe_p2p.weights.plan import Copy, WeightPlan
 
@@ -82,5 +81,5 @@ def _at(blocks: _Blocks) -> tuple[slice, ...]:
 
 def _split(data: bytes, places: list[_Place]) -> dict[_Place, Tensor]:
     sizes = [math.prod(size for _, size in blocks) for _, blocks in places]
-    values: Any = torch.frombuffer(bytearray(data), dtype=torch.float32).split(sizes)
+    values = torch.split(tensor_from(data).view(torch.float32), sizes)
     return dict(zip(places, values, strict=True))

@@ -224,12 +224,12 @@ class WeightGenerator:
             self._reached("begin")
         if self._arrived:
             if self._deadline is not None and not self._deadline.left:
-                text = f"no decision of trainer 0 within {self.timeout_s:g} s"
+                text = f"no decision of trainer 0 within {self._deadline.timeout_s:g} s"
                 raise make(TimeoutError, text)
         elif self._counted(keys) and self._checked(keys):
             self._inbox.finish()
             self._board.put(keys.arrived(self.rank), self._update["version"])
-            self._arrived, self._deadline = True, Deadline(self.timeout_s)
+            self._arrived, self._deadline = True, Deadline(2 * self.timeout_s)  # after trainer 0's
             self._reached("arrived")
         elif self._deadline is not None and not self._deadline.left:
             raise make(TimeoutError, self._missing(keys))

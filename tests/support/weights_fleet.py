@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import HashStore
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from moe_p2p import Engine, EngineConfig
 from moe_p2p.weights import (
     Blocks,
     Param,
+    Placement,
     Replicate,
     Shard,
     WeightGenerator,
@@ -43,7 +44,9 @@ class Model:
 
     @property
     def layouts(self) -> tuple[WeightLayout, WeightLayout]:
-        return WeightLayout(self.source, TRAINERS), WeightLayout(self.target, GENERATORS)
+        sides = ((self.source, TRAINERS), (self.target, GENERATORS))
+        first, second = (WeightLayout(tuple(params), count) for params, count in sides)
+        return first, second
 
     def values(self, seed: int) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(seed)
@@ -86,7 +89,11 @@ def _fused_qkv() -> Model:
     hidden = 24
     sizes = {"q": 32, "k": 8, "v": 8}
     at = {"q": 0, "k": 16 * hidden, "v": 24 * hidden}
-    spread = {"q": (Shard(0),), "k": (Replicate(),), "v": (Replicate(),)}
+    spread: dict[str, tuple[Placement, ...]] = {
+        "q": (Shard(0),),
+        "k": (Replicate(),),
+        "v": (Replicate(),),
+    }
     return Model(
         [Param(n, (r, hidden), BF16, range(TRAINERS), placements=(Shard(0),))
          for n, r in sizes.items()],
@@ -208,5 +215,5 @@ def fleet(
             pool.submit(kind, engine, store, model.layouts[1], i, live[i], **how)
             for i, engine in enumerate(others)
         ]
-        found = [[each.result(60) for each in side] for side in (generators, trainers)]
-        yield Fleet(model, found[1], found[0], live, pool, store)
+        there = [each.result(60) for each in generators]  # first, for its error
+        yield Fleet(model, [each.result(60) for each in trainers], there, live, pool, store)

@@ -51,7 +51,8 @@ def fail_an_update(found: Fleet, version: int) -> list[Future[Any]]:
         for each in found.trainers
     ]
     waits = [found.pool.submit(each.wait) for each in found.generators]
-    for each in [*running, *waits]:
+    ends: list[Future[Any]] = [*running, *waits]
+    for each in ends:
         with pytest.raises(MoeP2pError, match=r"trainer 3|none of this trainer's"):
             each.result(60)
     return running
@@ -67,7 +68,7 @@ def bytes_that_come_late_are_counted_first(name: str) -> None:
             assert hold.wait(20)
             return write(*args)
 
-        found.trainers[2]._write = held  # type: ignore[method-assign]
+        found.trainers[2]._write = held  # type: ignore[assignment, method-assign]
         running = found.train(1)
         waits = [found.pool.submit(each.wait) for each in found.generators]
         board = found.trainers[0]._board
@@ -195,7 +196,7 @@ def passes_of(
 def run_passes(together: bool) -> int:
     """How many forward passes saw two versions."""
     engine, model, last = InferenceEngine(together), MODELS["fused"], 5
-    how = {"engine_ranks": (0, 1), "agree": engine.agree}
+    how: dict[str, Any] = {"engine_ranks": (0, 1), "agree": engine.agree}
     with fleet(model, **how) as found:
         late_decision(found.generators[1], 5)
         passes = [found.pool.submit(passes_of, found, engine, i, last) for i in range(2)]
@@ -319,7 +320,10 @@ def test_a_derived_tensor_that_finalize_forgets_fails_the_update() -> None:
     ],
 )
 def test_wrong_arguments(name: str, how: dict[str, Any], match: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=match), fleet(MODELS[name], timeout_s=1, **how):
+    with (
+        pytest.raises(InvalidArgumentError, match=match),
+        fleet(MODELS[name], timeout_s=0.3, **how),
+    ):
         pass
 
 
