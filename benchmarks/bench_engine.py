@@ -56,8 +56,12 @@ def _pages_ns(
     num_pages: int,
     rows: int = 1,
     imm: int | None = None,
-) -> float:
-    """Nanoseconds a row of 128 bytes, from the Python call to completion; nothing can be merged."""
+) -> tuple[float, float]:
+    """Nanoseconds a row of 128 bytes, from the Python call to completion; nothing can be merged.
+
+    The median, and the least: where the machine is busy the median is of the other work, as caller
+    and polling thread want a core each.
+    """
     memory = engine.register(torch.zeros(num_pages * rows * 256, dtype=torch.uint8))
     region = engine.resolve(memory.descriptor)
     generator = torch.Generator().manual_seed(1)
@@ -81,7 +85,10 @@ def _pages_ns(
         ).wait()
 
     benchmark.pedantic(write, rounds=200, warmup_rounds=10)
-    return median_s(benchmark) / (num_pages * rows) * 1e9
+    assert benchmark.stats is not None
+    least_s = float(benchmark.stats.stats.min)
+    scale = 1e9 / (num_pages * rows)
+    return median_s(benchmark) * scale, least_s * scale
 
 
 @pytest.mark.parametrize(("num_pages", "rows", "goal_ns"), [(18_880, 1, 20), (1_180, 16, 25)])
@@ -89,11 +96,13 @@ def test_kv_pages(
     benchmark: BenchmarkFixture, null_engine: Engine, num_pages: int, rows: int, goal_ns: int
 ) -> None:
     """18,880 writes of one request. Goals: 20 ns a page, 25 ns a row, 1 ms for all."""
-    ns = _pages_ns(benchmark, null_engine, num_pages, rows, imm=1)
-    benchmark.extra_info["ns_per_row"] = ns
+    ns, least = _pages_ns(benchmark, null_engine, num_pages, rows, imm=1)
+    benchmark.extra_info |= {"ns_per_row": ns, "least_ns_per_row": least}
+    all_ms, least_ms = (each * num_pages * rows / 1e6 for each in (ns, least))
     print(
-        f"\n{num_pages} pages of {rows} rows, {null_engine.num_nics} NICs: {ns:.1f} ns a row "
-        f"(goal {goal_ns}), {ns * num_pages * rows / 1e6:.3f} ms for all (goal 1)"
+        f"\n{num_pages} pages of {rows} rows, {null_engine.num_nics} NICs, median (least): "
+        f"{ns:.1f} ({least:.1f}) ns a row, goal {goal_ns}; {all_ms:.3f} ({least_ms:.3f}) ms for "
+        "all, goal 1"
     )
 
 

@@ -42,6 +42,7 @@ class Setting:
     num_pages: int
     verify: str = "always"
     token_bytes: int = 64  # of a layer
+    link: kv.KVLink | None = None
 
     @property
     def layout(self) -> kv.KVLayout:
@@ -82,6 +83,7 @@ class Result:
     text: str = ""
     ended_at: float = 0.0  # it was cancelled, or failed; on this host's monotonic clock
     reusable_at: float = 0.0  # its pages were free
+    packed: int = 0  # writes of packed rows
     lost: bool = False  # it failed because a worker was lost
 
 
@@ -129,7 +131,11 @@ class Peer:
         self.page_tokens = layout.groups[0].page_size
         self.view = self.cache.tensors[0].view(LAYERS, setting.num_pages, -1)
         self.pool = Pool(range(SHARED, setting.num_pages))
-        common: dict[str, Any] = {"instance": setting.instance, "timeouts": setting.timeouts}
+        common: dict[str, Any] = {
+            "instance": setting.instance,
+            "timeouts": setting.timeouts,
+            "link": setting.link,
+        }
         if setting.role == "prefill":
             self.worker: Any = kv.KVSender(self.engine, self.cache, **common)
         else:
@@ -155,7 +161,8 @@ class Peer:
         for thread in self.jobs:
             thread.join(60)
         self.membership.close()
-        missing, slots = self.pool.num_missing, self.worker.slots.num_taken
+        missing = self.pool.num_missing
+        slots = self.worker.slots.num_taken + self.worker.ring.slots.num_taken
         self.engine.close()
         self.say(("left", missing, slots))
 
@@ -197,6 +204,7 @@ class Peer:
             self._compute(job, sending, pages, began)
             self._cancel(job, result, sending, began)
             sending.wait(60)
+            result.packed = sum(flight.packing.written for flight in sending.flights)
         finally:
             result.ended_at = result.ended_at or time.monotonic()
             sending.wait_reusable(20)

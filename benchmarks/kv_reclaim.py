@@ -124,7 +124,7 @@ def main() -> int:
     parser.add_argument("--verify", default="sample:0.01")
     parser.add_argument("--drain-s", type=float, default=0.25)
     parser.add_argument("--margin-ms", type=float, default=100.0, help="above drain_s")
-    parser.set_defaults(verbose=False, requests=0)
+    parser.set_defaults(pack=False, verbose=False, requests=0)
     arguments = parser.parse_args()
     if reason := kv_soak.why_not(arguments.over):
         print(f"kv_reclaim: {reason}", file=sys.stderr)

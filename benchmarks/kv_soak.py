@@ -5,8 +5,9 @@
 
 Two prefill and two decode workers are processes (kv_peer.py). A tenth of the requests is cancelled
 at either side, a third has a prefix at the decode side, half are pulled, some come in chunks. All
-bytes are compared and all checksums are on. Every --trouble-every requests one worker is killed,
-stopped for longer than drain_s, or leaves in good order, and another one joins.
+bytes are compared and all checksums are on. With --pack half of the prefill workers pack their
+rows. Every --trouble-every requests one worker is killed, stopped for longer than drain_s, or
+leaves in good order, and another one joins.
 
 Exit status 1: wrong bytes, a write into pages that were free, pages or slots that did not come
 back, a request that ended nowhere; 2: it cannot run here. Run for 300 requests by
@@ -85,6 +86,7 @@ class Soak:
         self.num_started = self.num_done = 0
         self.ends: dict[str, int] = {}
         self.troubles = dict.fromkeys(TROUBLES, 0)
+        self.packed = 0  # writes of packed rows, of requests that are complete
         self.reusable_s: list[float] = []
         self.excused: set[int] = set()  # requests that may fail: cancelled, or a worker in trouble
         self.began = time.monotonic()
@@ -104,6 +106,7 @@ class Soak:
             num_pages=96,
             verify=self.arguments.verify,
             token_bytes=self.arguments.token_bytes,
+            link=self.link(role),
         )
         ours, theirs = self.context.Pipe()
         handle = self.context.Process(target=peer_main, args=(setting, theirs), daemon=True)
@@ -112,6 +115,15 @@ class Soak:
         if not ours.poll(START_S) or ours.recv() != "ready":
             raise FailedError(f"{setting.instance} did not start")
         self.processes.append(Process(role, setting.instance, handle, ours))
+
+    def link(self, role: str) -> kv.KVLink | None:
+        """With --pack every other prefill worker packs all rows, into parts of two pages of which
+        the decode side has less than a request needs."""
+        if not self.arguments.pack:
+            return None
+        pack = "auto" if role == "decode" else self.num_started % 2 == 1
+        write_bytes = 2 * 4 * self.arguments.token_bytes
+        return kv.KVLink("soak", 1e9, 1e6, write_bytes, pack, 6 * write_bytes)
 
     def of(self, role: str) -> list[Process]:
         return [p for p in self.processes if p.role == role and not p.leaving]
@@ -180,6 +192,7 @@ class Soak:
                 f"{process.instance}: request {result.number} did not complete, and nothing was "
                 f"wrong: {result.text}"
             )
+        self.packed += result.packed
         name = f"{result.role} {'lost' if result.lost else result.end}"
         self.ends[name] = self.ends.get(name, 0) + 1
         if result.end == "failed":
@@ -263,6 +276,7 @@ class Soak:
             "seconds": round(time.monotonic() - self.began, 1),
             "ends": self.ends,
             "troubles": self.troubles,
+            "packed": self.packed,
             "reusable_ms": {"p50": round(at[0] * 1e3, 1), "p99": round(at[1] * 1e3, 1)},
         }
 
@@ -286,6 +300,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--over", choices=OVER, default="loopback")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--pack", action="store_true", help="half of the workers pack their rows")
     parser.add_argument("--trouble-every", type=int, default=100)
     parser.add_argument(
         "--verbose", action="store_true", help="error texts of requests that failed"

@@ -98,6 +98,6 @@ extern "C" __global__ void __launch_bounds__(kCountThreads, 1)
   __syncthreads();
   if (thread > 0) return;
   host[p.num_ranks + p.num_experts] = p.num_tokens;
-  // Behind the counts of all threads; pairs with HostCounts::arrived() of the host.
+  // Behind the counts of all threads; pairs with AllToAll::await_counts() of the host.
   st_release_sys_u32(reinterpret_cast<u32*>(host) + p.num_ranks + p.num_experts + 1, p.call);
 }

@@ -1,4 +1,4 @@
-"""`python -m moe_p2p bench | compile | demo | doctor | model | plan`; see --help."""
+"""`python -m moe_p2p bench | compile | demo | doctor | model | plan | store`; see --help."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ COMMANDS = {
         "moe_p2p.tools.plan",
         "memory of every region for given shapes; --kv: a KV transfer; --weights: an update",
     ),
+    "store": ("moe_p2p.tools.store", "serve the store in which engines' KV workers meet"),
 }
 
 

@@ -124,6 +124,7 @@ class Communicator(NotCopied):
                 if self._device is not None:
                     self._device.use_signals()
                     self._device.prepare(*usual_calls(config))
+                    self._device.prepare_clean()
                 meeting.exchange(b"", "all ranks to be connected")
             except BaseException:
                 self.close()
@@ -305,8 +306,8 @@ class Communicator(NotCopied):
 
         The memory itself, which calls and the polling thread set: copy it (on a GPU in stream
         order, which waits for nothing). Each rank masks others by itself, so masks may differ
-        for as long as a deadline. A masked rank does not return to this object; make a new one
-        with all ranks, or without it. Raises InvalidArgumentError without mask_lost_ranks.
+        for as long as a deadline. clean_masks() takes ranks back. Raises InvalidArgumentError
+        without mask_lost_ranks.
         """
         if self._masks is None:
             text = "this communicator has no masks; make it with mask_lost_ranks=True"
@@ -329,6 +330,21 @@ class Communicator(NotCopied):
             )
         for rank in chosen:
             masked[rank].fill_(1)
+
+    def clean_masks(self) -> None:
+        """Takes masked ranks back, where all ranks are of one node; on a GPU in stream order.
+
+        Every rank calls it, equally often, also a rank that has masked none: others may have
+        masked it. It waits for nobody. A rank that makes its next call before another one has
+        cleaned waits for it there, and masks it at the deadline. The memory stays, so captured
+        CUDA graphs stay valid. Calls that are open end: what was dispatched before is not combined.
+
+        On this rank no call may run meanwhile: replays of graphs on other streams have ended.
+        Objects that share one mask all clean it. Raises UnavailableError between nodes: make a new
+        object there; InvalidArgumentError without mask_lost_ranks or in a capture; and the error
+        of an object that is broken, which stays so.
+        """
+        call(_ops.all_to_all_clean_masks.default, self._comm)
 
     def gather_counts(self, values: Tensor) -> Tensor:
         """Gathers the same number of int32 [n] from every rank, [W, n] on each, in host memory.
@@ -357,17 +373,13 @@ class Communicator(NotCopied):
         and of one combine, so that no call waits for a compiler. Not collective.
 
         A new AllToAll has the kernels of calls without options: of its dtype, quantized too, and of
-        combine_dtype. Others are compiled at their first call, for seconds, and a first call while
-        a CUDA graph is captured raises UnavailableError: prepare them before. On a CPU it does
-        nothing.
+        combine_dtype. Others are compiled at their first call, for seconds, which raises
+        UnavailableError while a CUDA graph is captured. On a CPU it does nothing.
 
-        x_dtype: of dispatch's x; None: the configuration's dtype. row_bytes: of a row of x, where x
-            is uint8.
-        y_dtype, out_dtype, order: of combine; y_dtype None: the widest combined; out_dtype None:
-            y_dtype.
+        x_dtype: of x; None: the configuration's. row_bytes: of a row of x that is uint8.
+        y_dtype, out_dtype, order: of combine; None: the widest combined, and y_dtype.
 
-        Raises InvalidArgumentError for what such a call would refuse, UnavailableError where NVRTC
-        is missing.
+        Raises InvalidArgumentError as such a call does, UnavailableError without NVRTC.
         """
         ordered = sum_order_bits(order) > 0
         errors.require(

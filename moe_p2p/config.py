@@ -148,7 +148,7 @@ class AllToAllConfig(EngineConfig):
     device: "cpu", or "cuda" for tensors on the current CUDA device of each rank, as a torch.device
         or its name; kept as a torch.device.
     num_sms: thread blocks that a call may use on a GPU. None: as many as help. Ranks may differ,
-        but when steps have 65 to 256 tokens, all ranks have at most 48 or all have more.
+        but when steps have 129 to 256 tokens, all ranks have at most 48 or all have more.
     mask_lost_ranks: a rank that is gone, or does not arrive within timeout_s, is masked: calls go
         on without it (AllToAll.masked). For ranks of one node, or ranks_per_node=1.
 

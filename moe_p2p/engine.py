@@ -31,6 +31,7 @@ from moe_p2p.lifetime import Closing, NotCopied
 from moe_p2p.nics import transport
 from moe_p2p.ops import call
 from moe_p2p.transfers import (
+    Gate,
     Grant,
     Memory,
     NicCounters,
@@ -196,6 +197,7 @@ class Engine(NotCopied):
         imm: int | None = None,
         imm_per_page: bool = True,
         priority: int = 1,
+        after: Gate | None = None,
     ) -> Request:
         """Writes page pages[i] of `memory` to page region_pages[i] of `region`, for all i.
 
@@ -205,6 +207,7 @@ class Engine(NotCopied):
         follow each other on both sides travel as one, unless imm is counted per page.
         imm: counted n times at the peer; with imm_per_page=False R times, once by each NIC after
         all that it carried. Rows want the latter.
+        after: nothing is posted before that layer was signalled (`kv.KVSignals`).
         """
         number = call(
             _ops.engine_write_pages.default,
@@ -222,6 +225,7 @@ class Engine(NotCopied):
             *_rows(page_bytes, row_bytes, row_stride, region_row_stride),
             imm_per_page,
             priority,
+            [] if after is None else list(after),
         )
         return Request(self, number)
 

@@ -18,6 +18,8 @@ MOE_P2P_SECRET              secret by which processes trust each other over verb
                             transfer, equal on all ranks; also read by
                             csrc/provider/verbs/proof.cpp
 PYTHONPATH                  extended for processes that this one starts
+MOE_P2P_KV_STORE            HOST:PORT where KV workers of SGLang find each other; SGLang moves KV
+                            through moe_p2p where it is set
 RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR
                             rank and number of ranks, of the job and of this host, and the host of
                             the rendezvous, set by torchrun
@@ -50,6 +52,11 @@ def nics() -> str:
 def secret() -> str:
     """By which workers of a KV transfer trust each other; empty: drawn by each, in its lease."""
     return os.environ.get("MOE_P2P_SECRET", "")
+
+
+def kv_store() -> str:
+    """`HOST:PORT` of the store of KV workers; empty: SGLang moves KV by itself."""
+    return os.environ.get("MOE_P2P_KV_STORE", "")
 
 
 def log_level() -> str:
@@ -158,6 +165,11 @@ def master_port() -> int:
 def use_gloo_interface(name: str) -> None:
     """Sets gloo's interface, unless the user has chosen one."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+def model_link(settings: str) -> None:
+    """Sets the software NIC's link, unless the user has chosen settings."""
+    os.environ.setdefault("MOE_P2P_TRANSPORT_SETTINGS", settings)
 
 
 def hosts_of_a_script() -> tuple[str, int, int, int]:

@@ -163,6 +163,23 @@ def _shape(comm: int) -> CommunicatorShape:
     return shape
 
 
+def signal(signals: int, layer: int, kv: Tensor) -> None:
+    """Says that a layer is computed, behind all earlier work of the current stream.
+
+    For code that runs after each layer, eager or captured in a CUDA graph; the engine's thread then
+    posts the layer's pages of the requests of this step (`kv.KVSignals.begin_step`). The step's
+    number is read on the device, so replays that belong to no step send nothing.
+
+    signals: `KVSignals.number`. layer: number of the layer in the model. kv: the layer's part of
+    the cache, any tensor within the tensors of the sender's `KVCache`. It is marked as mutated:
+    compilers keep the call behind what wrote the layer, and do not drop it. Its bytes are not
+    touched.
+
+    Raises InvalidArgumentError for another layer or memory, ClosedError after `KVSignals.close`.
+    """
+    call(_ops.signal.default, signals, layer, kv)
+
+
 # --- fake kernels ---
 
 
@@ -225,7 +242,7 @@ for _suffix in ("", "_inference"):
     torch.library.register_fake(f"moe_p2p::combine{_suffix}")(_fake_combine)
 for _name in (
     *("dispatch_send", "dispatch_recv", "combine_send", "combine_recv", "release", "combine_out"),
-    "all_to_all_check",
+    *("all_to_all_check", "signal"),
 ):
     torch.library.register_fake(f"moe_p2p::{_name}")(_fake_nothing)
 torch.library.register_fake("moe_p2p::all_to_all_connect")(_fake_nothing)

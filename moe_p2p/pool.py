@@ -230,10 +230,23 @@ class AllToAllPool:
         if len(self._made) > 1:
             self.check()
 
-    def close_masking(self) -> None:
-        """Closes AllToAlls that mask ranks; the next call of each shape makes a new one."""
+    @property
+    def keeps_masking(self) -> bool:
+        """Whether clean_masks() keeps the AllToAlls, and so CUDA graphs that hold them."""
+        return self.ranks_per_node == self.world_size
+
+    def clean_masks(self) -> None:
+        """Takes masked ranks back; every rank calls it (AllToAll.clean_masks).
+
+        With several hosts it closes the AllToAlls that mask ranks: the next call of each shape
+        makes a new one.
+        """
         for key, made in tuple(self._made.items()):
-            if made.config.mask_lost_ranks:
+            if not made.config.mask_lost_ranks:
+                continue
+            if self.keeps_masking:
+                made.clean_masks()
+            else:
                 self._made.pop(key).close()
 
     def close(self) -> None:

@@ -39,6 +39,17 @@ class Cancelled(NamedTuple):
     taken_back_imms: int
 
 
+class Report(NamedTuple):
+    """What became of a request that is done. Times are of `time.monotonic`, in seconds."""
+
+    first_post_at: float | None  # before its first work request was given to a NIC; None: none was
+    ended_at: float  # after its last completion was seen, or whatever else ended it
+    nbytes: int  # posted
+    writes: int  # work requests that were posted, or reads; immediates alone included
+    imms: int  # posted
+    merged: int  # rows that travelled in the write of the row before; 0 where it did not end well
+
+
 class Slice(NamedTuple):
     """One piece of a scatter, offsets and sizes in bytes."""
 
@@ -57,6 +68,20 @@ def tensor_from(data: bytes) -> Tensor:
 
 def bytes_from(tensor: Tensor) -> bytes:
     return bytes(tensor.tolist())  # not through numpy, which torch can do without
+
+
+class Gate(NamedTuple):
+    """The moment when a layer of a step is computed, which a write may wait for (`after`).
+
+    signals: number of a `kv.KVSignals`.
+    """
+
+    signals: int
+    layer: int
+    step: int
+
+    def reached(self) -> bool:
+        return int(call(_ops.signals_value.default, self.signals, self.layer)) >= self.step
 
 
 class Memory:
@@ -211,6 +236,16 @@ class Request:
             found = call(_ops.engine_cancel.default, self._engine.number, self.number).tolist()
             self._cancelled = Cancelled(*found) if found else None
         return self._cancelled
+
+    def report(self) -> Report:
+        """Of a request that is done, before `wait`: times, bytes and work requests.
+
+        Raises InvalidArgumentError while it is not done, and once it was waited for.
+        """
+        first, end, *amounts = call(
+            _ops.engine_report.default, self._engine.number, self.number
+        ).tolist()
+        return Report(first / 1e9 if first else None, end / 1e9, *amounts)
 
     def __del__(self) -> None:
         if not self._finished and not self._engine.closed:

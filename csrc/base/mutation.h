@@ -14,6 +14,8 @@ enum class Mutation {
   kLastPartIsAll,         // reports an arrival with the last part, earlier ones missing
   kSumBeforeWeights,      // forms partial sums without waiting for their weights
   kWriteToMasked,         // writes to a masked rank although its slots may be in use
+  kCleanWithoutJump,      // goes on counting from the first step after a clean of masks
+  kCleanWithoutWait,      // uses slots after a clean whether or not others have cleaned
   kFailByLeft,            // treats a partner that left as lost; sends no farewell after a failure
   kFarewellEarly,         // a rank leaves before what it has sent arrived
   kFarewellOvertakes,     // assumes that all a partner sent is here when its farewell is

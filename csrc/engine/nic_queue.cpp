@@ -117,6 +117,7 @@ size_t NicQueue::stage(const Turn& turn, platform::Deadline now) noexcept {
     own.largest = std::max(own.largest, work.bytes);
   queue.bytes += cursor.in_flight * own.largest - before;
   queue.waits_since = now;
+  notes_first_ |= request.timed && request.first_post_ == platform::Deadline{};
   num_staged_ += staged;
   request.in_flight_ += staged;
   request.num_writes_ += staged;
@@ -149,19 +150,31 @@ Amount NicQueue::drop(Request& request) noexcept {
 
 size_t NicQueue::post() noexcept {
   if (num_staged_ == 0) return 0;
-  const auto now = platform::Clock::now().time_since_epoch();
+  const auto now = platform::Clock::now();
   const std::span<const provider::WorkRequest> staged(staged_.data(), num_staged_);
   // Counted before the post, so that no receiver of a write finds it uncounted.
   count(staged, 1);
   const size_t taken = domain_->post(staged);
   count(staged.subspan(taken), -1);
   if (taken == 0) return 0;
-  counters_.last_post_ns.store(static_cast<uint64_t>(std::chrono::nanoseconds(now).count()),
-                               std::memory_order_relaxed);
+  if (notes_first_) note_first(staged.first(taken), now);
+  counters_.last_post_ns.store(
+      static_cast<uint64_t>(std::chrono::nanoseconds(now.time_since_epoch()).count()),
+      std::memory_order_relaxed);
   in_flight_ += taken;
   num_staged_ -= taken;
   std::copy_n(staged_.begin() + static_cast<std::ptrdiff_t>(taken), num_staged_, staged_.begin());
   return taken;
+}
+
+// Before any of their completions is polled, so none of the Requests is done.
+void NicQueue::note_first(std::span<const provider::WorkRequest> posted,
+                          platform::Deadline now) noexcept {
+  for (const auto& work : posted) {
+    Request& request = *reinterpret_cast<Request*>(work.wr_id);
+    if (request.first_post_ == platform::Deadline{}) request.first_post_ = now;
+  }
+  notes_first_ = posted.size() != num_staged_;
 }
 
 void NicQueue::count(std::span<const provider::WorkRequest> posted, int sign) noexcept {

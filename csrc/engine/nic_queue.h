@@ -121,6 +121,7 @@ class NicQueue {
   CutContext context(const Request& request) const noexcept;
   Request::Rail& rail(Request& request) const noexcept { return request.rails_[nic_]; }
   void count(std::span<const provider::WorkRequest> posted, int sign) noexcept;  // sign: 1 or -1
+  void note_first(std::span<const provider::WorkRequest> posted, platform::Deadline now) noexcept;
 
   provider::Domain* domain_ = nullptr;
   size_t nic_ = 0;
@@ -130,6 +131,7 @@ class NicQueue {
   size_t num_waiting_ = 0;  // Requests in lanes
   size_t in_flight_ = 0;    // taken by the provider, not completed
   size_t num_staged_ = 0;
+  bool notes_first_ = false;  // a timed Request that has posted nothing is staged
   std::array<provider::WorkRequest, kBatch> staged_;
   Counters counters_;
 };

@@ -319,4 +319,15 @@ Amount left(const Operation& operation, const CutContext& context,
   return std::visit(Remainder{context, cursor}, operation);
 }
 
+uint64_t num_merged(const Operation& operation, uint64_t num_writes) noexcept {
+  const auto merged = [&](const WritePages& pages) -> uint64_t {
+    if (pages.imm && pages.imms == WritePages::Imms::kPerPage) return 0;
+    const uint64_t num_rows = pages.source_pages.indices.size() * pages.num_rows();
+    return num_rows - std::min(num_rows, num_writes);
+  };
+  if (const auto* pages = std::get_if<WritePages>(&operation)) return merged(*pages);
+  if (const auto* pages = std::get_if<ReadPages>(&operation)) return merged(pages->reversed());
+  return 0;
+}
+
 }  // namespace moe_p2p::engine

@@ -39,4 +39,8 @@ size_t cut(const Operation& operation, const CutContext& context, RailCursor& cu
 Amount left(const Operation& operation, const CutContext& context,
             const RailCursor& cursor) noexcept;
 
+// How many rows of an operation had no write of their own, when it took so many in all, immediates
+// alone not counted.
+uint64_t num_merged(const Operation& operation, uint64_t num_writes) noexcept;
+
 }  // namespace moe_p2p::engine

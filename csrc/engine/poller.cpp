@@ -60,6 +60,7 @@ Poller::Poller(const DomainGroup& group) : group_(group), num_nics_(group.size()
 
 bool Poller::turn(Lookout* lookout) noexcept {
   bool moved = take_mail();
+  moved |= open_gates();
   for (int nic = 0; nic < num_nics_; ++nic) moved |= post(nics_[static_cast<size_t>(nic)], lookout);
   for (int nic = 0; nic < num_nics_; ++nic) moved |= poll(nics_[static_cast<size_t>(nic)]);
   return moved;
@@ -88,9 +89,32 @@ void Poller::activate(Request& request) noexcept {
   request.next_active_ = active_;
   if (active_ != nullptr) active_->previous_active_ = &request;
   active_ = &request;
-  classes_.add(request.priority);
   request.in_flight_ = 0;
   request.num_writes_ = 0;
+  if (request.gate != nullptr && !request.gate->reached(request.gate_value))
+    hold(request);
+  else
+    begin(request);
+}
+
+// It has no class yet: what waits at a gate must not hold up lower ones.
+void Poller::hold(Request& request) noexcept {
+  request.open_rails_ = num_nics_;  // all are to come
+  for (int nic = 0; nic < num_nics_; ++nic) request.rails_[static_cast<size_t>(nic)] = {};
+  gates_.hold(request);
+}
+
+bool Poller::open_gates() noexcept {
+  bool moved = false;
+  while (Request* request = gates_.take_open()) {
+    begin(*request);
+    moved = true;
+  }
+  return moved;
+}
+
+void Poller::begin(Request& request) noexcept {
+  classes_.add(request.priority);
   request.open_rails_ = 0;
   const MemoryHandle* target = target_of(request.operation);
   request.fills_gpu_memory_ = target != nullptr && target->span.kind == provider::MemoryKind::kCuda;
@@ -133,18 +157,18 @@ bool Poller::stage(NicQueue& queue) noexcept {
 }
 
 bool Poller::poll(NicQueue& queue) noexcept {
-  std::array<Completion, NicQueue::kBatch> completions;
   bool moved = false;
   for (int batch = 0; batch < kBatchesPerTurn; ++batch) {
-    const size_t count = queue.poll(completions);
-    const bool visible = flush_for(std::span(completions).first(count));
+    const size_t count = queue.poll(completions_);
+    const auto polled = std::span(completions_).first(count);
+    const bool visible = flush_for(polled);
     for (size_t i = 0; i < count;) {
-      const size_t same = num_alike(std::span(completions).first(count).subspan(i));
-      complete(queue, completions[i], same, visible);
+      const size_t same = num_alike(polled.subspan(i));
+      complete(queue, polled[i], same, visible);
       i += same;
     }
     moved |= count != 0;
-    if (count < completions.size()) break;
+    if (count < completions_.size()) break;
   }
   return moved;
 }
@@ -186,6 +210,10 @@ void Poller::fail(Request& request, base::Status status) noexcept {
   const bool failed = !request.status_.ok();
   if (!failed || request.status_.code == base::Code::kCancelled) request.status_ = status;
   if (failed) return;
+  if (request.held_) {
+    gates_.remove(request);
+    classes_.add(request.priority);  // until it is done
+  }
   request.open_rails_ = 0;
   Amount all, taken_back;
   for (int nic = 0; nic < num_nics_; ++nic) {
@@ -257,7 +285,7 @@ void Poller::close(base::Status status) noexcept {
 }
 
 bool Poller::idle() const noexcept {
-  if (!mailbox_.empty() || active_ != nullptr) return false;
+  if (!mailbox_.empty() || classes_.urgent() < kNumPriorities) return false;
   for (int nic = 0; nic < num_nics_; ++nic)
     if (!group_[nic].idle()) return false;
   return true;

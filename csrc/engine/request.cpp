@@ -13,12 +13,14 @@ bool Request::active() const noexcept {
 
 void Request::start() noexcept {
   status_ = {};
+  first_post_ = end_ = {};
   watcher_.store(0, std::memory_order_relaxed);  // as the phase
   // relaxed: the push into the mailbox publishes the Request to the polling thread.
   phase_.store(Phase::kActive, std::memory_order_relaxed);
 }
 
 void Request::finish() noexcept {
+  if (timed) end_ = platform::Clock::now();
   // acq_rel: pairs with watch(), whose queue this thread then uses.
   const uintptr_t watcher = watcher_.exchange(kEnded, std::memory_order_acq_rel);
   if (watcher != 0) reinterpret_cast<FinishedQueue*>(watcher)->push(*this);

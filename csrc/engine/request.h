@@ -28,6 +28,7 @@ namespace moe_p2p::engine {
 inline constexpr int kNumPriorities = 3;
 
 class FinishedQueue;  // finished_queue.h
+class Gate;           // gate.h
 class Peer;           // peer.h
 
 // A descriptor resolved for one connected peer: rail i goes through NIC i.
@@ -167,6 +168,11 @@ class Request : private MailboxNode {
   Operation operation;
   // 0 to 2, the most urgent first: MoE, KV, weights. Must not change while the Request is active.
   uint8_t priority = 0;
+  // Keeps the times below, which costs a look at the clock.
+  bool timed = false;
+  // Nothing is posted before the gate's word is at least gate_value; null: at once. As `priority`.
+  Gate* gate = nullptr;
+  uint64_t gate_value = 0;
 
   // acquire: pairs with the release in finish(); status() is valid once this is true.
   bool done() const noexcept { return phase_.load(std::memory_order_acquire) == Phase::kDone; }
@@ -175,6 +181,12 @@ class Request : private MailboxNode {
   base::Status status() const noexcept { return status_; }
   // Of a Request that is done and did not end well.
   const Cancellation& cancellation() const noexcept { return cancellation_; }
+  // Of a timed Request that is done: when its first write was given to a NIC (the epoch: none was),
+  // and when the last completion was seen, or what else ended it.
+  platform::Deadline first_post() const noexcept { return first_post_; }
+  platform::Deadline end() const noexcept { return end_; }
+  // Of a Request that is done: work requests that were posted.
+  uint64_t num_writes() const noexcept { return num_writes_; }
   // Any thread, after the submission. The Request comes out of the queue once it has ended, also
   // when it had before, and must stay alive until then. False when another queue has it already.
   bool watch(FinishedQueue& queue) noexcept;
@@ -185,6 +197,7 @@ class Request : private MailboxNode {
   friend class TransferEngine;
   friend class Poller;
   friend class NicQueue;
+  friend class Gates;
   friend class FinishedQueue;
 
   // kFinishing exists because a Request may be destroyed as soon as it is done: waiters are
@@ -207,10 +220,12 @@ class Request : private MailboxNode {
   // Polling thread only, from here to `event_`.
   base::Status status_;        // the first failure
   Cancellation cancellation_;  // at that moment
-  uint64_t in_flight_ = 0;     // over all NICs, staged included
-  uint64_t num_writes_ = 0;    // likewise, completed ones included
-  int open_rails_ = 0;         // NICs that have more to post
+  platform::Deadline first_post_{}, end_{};
+  uint64_t in_flight_ = 0;   // over all NICs, staged included
+  uint64_t num_writes_ = 0;  // likewise, completed ones included
+  int open_rails_ = 0;       // NICs that have more to post
   bool fills_gpu_memory_ = false;
+  bool held_ = false;  // by its gate
   std::array<Rail, kMaxNics> rails_;
   Request* previous_active_ = nullptr;
   Request* next_active_ = nullptr;

@@ -296,6 +296,7 @@ bool TransferEngine::progress(Lookout* lookout) noexcept {
 }
 
 bool TransferEngine::idle() const noexcept { return state_->poller.idle(); }
+bool TransferEngine::must_poll() const noexcept { return state_->poller.must_poll(); }
 
 void TransferEngine::detach_poller() noexcept {
   // release: pairs with the acquire in run_exclusive(), which then sees all the poller wrote.

@@ -104,8 +104,10 @@ class TransferEngine {
   // Takes the mailbox, posts, polls. True when anything moved. `lookout` is asked for urgent work
   // between posts of lower classes.
   bool progress(Lookout* lookout = nullptr) noexcept;
-  // True when nothing is active or in flight: the poller may sleep until notified.
+  // True when nothing can be posted or is in flight: the poller may sleep until notified, unless
+  // must_poll(): a Request waits for a word that comes without a notification (gate.h).
   bool idle() const noexcept;
+  bool must_poll() const noexcept;
 
  private:
   struct State;

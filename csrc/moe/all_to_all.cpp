@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/context.h"
+#include "base/mutation.h"
 #include "moe/device/backend.h"
 #include "moe/host/backend.h"
 #include "moe/host/gather.h"
@@ -79,6 +80,7 @@ struct AllToAll::State final : engine::ImmSink {
   std::unique_ptr<Exchange> exchange;
   bool has_signals;  // kernels know the signals' addresses, where there are kernels
   bool closed = false;
+  uint64_t num_cleans = 0;  // clean_masks()
 };
 
 AllToAll::State::State(engine::TransferEngine& with_engine, proxy::ProxyThread* with_proxy,
@@ -328,6 +330,20 @@ void AllToAll::combine(const CombineSend* send, const CombineRecv* recv) {
 void AllToAll::release(Handle handle, const platform::Stream& stream) {
   state_->require_usable();
   state_->backend->release(handle, stream);
+}
+
+void AllToAll::clean_masks(const platform::Stream& stream) {
+  State& s = *state_;
+  s.require_usable();
+  MOE_P2P_CHECK(s.masks.enabled(), Code::kInvalidArgument,
+                "this communicator has no masks; make it with mask_lost_ranks=True");
+  MOE_P2P_CHECK(s.plan.shape.num_nodes() == 1, Code::kUnavailable,
+                "ranks of several nodes are not taken back: the counts of what NICs have written "
+                "would not agree; make a new communicator");
+  MOE_P2P_CHECK(s.num_cleans + 1 < abi::kMostRounds, Code::kResourceExhausted,
+                "masks were cleaned ", s.num_cleans, " times; make a new communicator");
+  s.backend->clean_masks(MOE_P2P_MUTATED(kCleanWithoutJump) ? 0 : s.num_cleans + 1, stream);
+  ++s.num_cleans;  // no word of that round was stored if it threw
 }
 
 void AllToAll::release_oldest() {

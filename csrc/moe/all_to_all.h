@@ -63,6 +63,12 @@ class AllToAll {
   // Closes the step of a paired dispatch that gets no combine. All ranks release it.
   void release(Handle handle, const platform::Stream& stream = {});
 
+  // Takes masked ranks back, where all ranks are of one node. Each rank calls it, equally often, and
+  // waits for nobody: a rank that then calls before another has called this waits for it in that
+  // call, and masks it at the deadline. Open calls end. No call of this rank may run, nor a graph's;
+  // captured calls stay valid.
+  void clean_masks(const platform::Stream& stream = {});
+
   // From now on a call that needs the step of an older paired dispatch releases it, instead of
   // being refused. All ranks call it; with options.device after use_device().
   void release_oldest();

@@ -24,6 +24,9 @@ class Backend {
   // Closes the step of a paired dispatch that gets no combine.
   virtual void release(Handle handle, const platform::Stream& stream) = 0;
 
+  // Takes masked ranks back, for the communicators of one node: begins a round of steps.
+  virtual void clean_masks(uint64_t round, const platform::Stream& stream) = 0;
+
   // Throws what has failed since the call that caused it returned. Neither latches nor waits.
   virtual void check() const = 0;
   virtual bool failed() const noexcept = 0;  // a kernel has reported something

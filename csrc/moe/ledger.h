@@ -80,6 +80,11 @@ class Ledger {
   // Throws Error{kInvalidArgument} when a step of this call would wait for one that the caller
   // itself holds open.
   void check_room(int64_t num_steps, uint64_t capture = 0);
+  // Forgets what was called outside of captures; the next call opens step `next`.
+  void restart(uint64_t next) {
+    eager_.clear();
+    steps_ = next;
+  }
   // The first step of the next call.
   uint64_t next_step() const noexcept { return steps_; }
 

@@ -145,6 +145,17 @@ void all_to_all_release_oldest(int64_t comm) {
   caller->releases_oldest = true;
 }
 
+void all_to_all_set_clean_kernel(int64_t comm, const std::string& kernel) {
+  const moe::DeviceKernel made = device_kernel_from(kernel);
+  const Caller caller(comm);
+  caller->all_to_all.device().set_clean(made);
+}
+
+void all_to_all_clean_masks(int64_t comm) {
+  const Caller caller(comm);
+  caller->all_to_all.clean_masks(current_stream(caller->device));
+}
+
 // Returns each rank's values, [W, n], in host memory, whatever the communicator's device is.
 Tensor all_to_all_gather_counts(int64_t comm, const Tensor& values) {
   const Caller caller(comm);
@@ -241,6 +252,8 @@ STABLE_TORCH_LIBRARY_IMPL(moe_p2p, CompositeExplicitAutograd, m) {
   m.impl("all_to_all_broken", TORCH_BOX(&all_to_all_broken));
   m.impl("all_to_all_check", TORCH_BOX(&all_to_all_check));
   m.impl("all_to_all_release_oldest", TORCH_BOX(&all_to_all_release_oldest));
+  m.impl("all_to_all_clean_masks", TORCH_BOX(&all_to_all_clean_masks));
+  m.impl("all_to_all_set_clean_kernel", TORCH_BOX(&all_to_all_set_clean_kernel));
   m.impl("all_to_all_gather_counts", TORCH_BOX(&all_to_all_gather_counts));
   m.impl("handle_words", TORCH_BOX(&handle_words));
   m.impl("handle_layout", TORCH_BOX(&handle_layout));

@@ -1,8 +1,6 @@
 // torch.ops.moe_p2p: counts of a routing, where its tensors are and for the host, which a kernel gives
 // them as soon as they are known (kernels/count.cu). Host tensors are counted here.
 #include <algorithm>
-#include <map>
-#include <mutex>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -17,14 +15,6 @@ namespace moe_p2p::ops {
 using base::Code;
 
 namespace {
-
-// Context of a device, held for good.
-const platform::PrimaryContext& context_of(int device) {
-  static std::mutex mutex;
-  static auto* const contexts = new std::map<int, platform::PrimaryContext>;
-  const std::lock_guard lock(mutex);
-  return contexts->try_emplace(device, device).first->second;
-}
 
 int device_of(const Tensor& tensor) { return tensor.is_cpu() ? -1 : tensor.get_device(); }
 
@@ -80,7 +70,7 @@ void run(int64_t kernel, int device, const abi::CountParams& params) {
       params.topk_is_int64 ? count_on_host<int64_t>(params) : count_on_host<int32_t>(params);
     return give_on_host(params);
   }
-  const platform::ContextGuard current(context_of(device));
+  const platform::ContextGuard current(platform::context_of(device));
   const int64_t words = params.num_ranks + params.num_nodes + params.num_experts;
   platform::launch_kernel({.kernel = static_cast<uint64_t>(kernel),
                            .num_blocks = 1,

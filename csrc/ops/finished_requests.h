@@ -16,6 +16,9 @@ namespace moe_p2p::ops {
 
 // A submitted request with the arrays that its operation points to.
 struct RequestRecord {
+  RequestRecord() noexcept { request.timed = true; }
+
+  std::shared_ptr<const void> gates;  // what owns request.gate
   engine::Request request;
   std::vector<int64_t> source_pages;
   std::vector<int64_t> target_pages;

@@ -65,7 +65,7 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
       "engine_write_pages(int engine, int memory, int region, int page_bytes, Tensor pages, "
       "int stride, int offset, Tensor region_pages, int region_stride, int region_offset, "
       "int? imm=None, int row_bytes=0, int row_stride=0, int region_row_stride=0, "
-      "bool imm_per_page=True, int priority=1) -> SymInt");
+      "bool imm_per_page=True, int priority=1, int[] after=[]) -> SymInt");
   m.def(
       "engine_read(int engine, int memory, int offset, int region, int region_offset, int bytes, "
       "int priority=1) -> SymInt");
@@ -81,6 +81,7 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
   m.def("engine_poll(int engine, int request) -> bool");
   m.def("engine_forget(int engine, int request) -> ()");
   m.def("engine_cancel(int engine, int request) -> Tensor");
+  m.def("engine_report(int engine, int request) -> Tensor");
   m.def("engine_queue(int engine) -> SymInt");
   m.def("engine_queue_fd(int engine, int queue) -> int");
   m.def("engine_watch(int engine, int queue, int request) -> ()");
@@ -89,6 +90,16 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
   m.def("engine_imm_value(int engine, int imm) -> int");
   m.def("engine_imm_free(int engine, int imm) -> int");
   m.def("engine_imm_discarded(int engine) -> int");
+  m.def(
+      "copy_rows(Tensor(a!) memory, Tensor(b!) packed, Tensor units, int offset, int unit, "
+      "int row_bytes, int num_rows, int row_stride, int first_row, bool gather) -> ()");
+
+  // --- signals: `after` of engine_write_pages is [signals, layer, step], or empty ---
+  m.def(
+      "signals_create(int engine, Tensor words, Tensor step, Tensor[] caches, int kernel) -> int");
+  m.def("signals_close(int signals) -> ()");
+  m.def("signals_value(int signals, int layer) -> int");
+  m.def("signal(int signals, int layer, Tensor(a!) kv) -> ()");
 
   // --- all to all: set-up ---
   m.def("check_ranks_per_node(int ranks) -> ()");
@@ -111,6 +122,8 @@ STABLE_TORCH_LIBRARY(moe_p2p, m) {
   m.def("all_to_all_broken(int comm) -> str");
   m.def("all_to_all_check(int[] comms) -> ()");
   m.def("all_to_all_release_oldest(int comm) -> ()");
+  m.def("all_to_all_clean_masks(int comm) -> ()");
+  m.def("all_to_all_set_clean_kernel(int comm, str kernel) -> ()");
   m.def("all_to_all_gather_counts(int comm, Tensor values) -> Tensor");
   m.def("handle_words(int comm, int num_rows, int max_tokens) -> int");
   m.def("handle_layout(int comm, int num_rows, int max_tokens) -> str");  // abi::HandleLayout

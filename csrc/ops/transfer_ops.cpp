@@ -1,10 +1,14 @@
 // torch.ops.moe_p2p.engine_*: transfers over an engine, and waits for them.
 #include <algorithm>
+#include <chrono>
+#include <initializer_list>
 #include <iterator>
 #include <limits>
 #include <utility>
 
+#include "engine/pieces.h"
 #include "ops/engine_object.h"
+#include "ops/signals_object.h"
 
 namespace moe_p2p::ops {
 
@@ -34,6 +38,23 @@ std::vector<int64_t> page_indices(const Tensor& pages, const char* name) {
   return {data, data + pages.numel()};
 }
 
+Tensor tensor_of(std::initializer_list<uint64_t> values) {
+  Tensor tensor = make_tensor({std::ssize(values)}, ScalarType::Long);
+  std::ranges::copy(values, static_cast<int64_t*>(tensor.mutable_data_ptr()));
+  return tensor;
+}
+
+// after: [signals, layer, step], or empty.
+void wait_for_signal(RequestRecord& record, const std::vector<int64_t>& after) {
+  if (after.empty()) return;
+  MOE_P2P_CHECK(after.size() == 3, Code::kInvalidArgument, "after has ", after.size(),
+                " numbers, must have 3: signals, layer and step");
+  const auto object = signals().get(after[0]);
+  record.request.gate = &object->gate(after[1]);
+  record.request.gate_value = unsigned_of(after[2], "step");
+  record.gates = object;
+}
+
 int64_t engine_write(int64_t engine, int64_t memory, int64_t offset, int64_t region,
                      int64_t region_offset, int64_t bytes, std::optional<int64_t> imm,
                      int64_t priority) {
@@ -54,9 +75,11 @@ int64_t engine_write_pages(int64_t engine, int64_t memory, int64_t region, int64
                            const Tensor& pages, int64_t stride, int64_t offset,
                            const Tensor& region_pages, int64_t region_stride, int64_t region_offset,
                            std::optional<int64_t> imm, int64_t row_bytes, int64_t row_stride,
-                           int64_t region_row_stride, bool imm_per_page, int64_t priority) {
+                           int64_t region_row_stride, bool imm_per_page, int64_t priority,
+                           const std::vector<int64_t>& after) {
   const auto object = engines().get(engine);
   auto record = std::make_shared<RequestRecord>();
+  wait_for_signal(*record, after);
   record->source_pages = page_indices(pages, "pages");
   record->target_pages = page_indices(region_pages, "region_pages");
   record->what =
@@ -161,12 +184,34 @@ void engine_forget(int64_t engine, int64_t request) {
 // when it had ended before.
 Tensor engine_cancel(int64_t engine, int64_t request) {
   const auto found = engines().get(engine)->cancel_request(request);
-  Tensor tensor = make_tensor({found ? 5 : 0}, ScalarType::Long);
-  if (!found) return tensor;
-  const uint64_t values[] = {found->posted.bytes, found->posted_writes, found->posted.imms,
-                             found->taken_back.bytes, found->taken_back.imms};
-  std::copy(std::begin(values), std::end(values), static_cast<int64_t*>(tensor.mutable_data_ptr()));
-  return tensor;
+  if (!found) return tensor_of({});
+  return tensor_of({found->posted.bytes, found->posted_writes, found->posted.imms,
+                    found->taken_back.bytes, found->taken_back.imms});
+}
+
+// [6] of a request that is done and was not waited for: nanoseconds of the steady clock at its first
+// post (0: none) and at its end; bytes, work requests and immediates posted; rows that were merged, of
+// a request that ended well.
+Tensor engine_report(int64_t engine, int64_t request) {
+  const auto object = engines().get(engine);
+  const auto record = object->request(request);
+  const engine::Request& ended = record->request;
+  MOE_P2P_CHECK(ended.done(), Code::kInvalidArgument, object->label(), ": ", record->what,
+                " is not done, so there is no report of it");
+  engine::Amount posted = ended.cancellation().posted;
+  uint64_t merged = 0;
+  if (ended.status().ok()) {
+    posted = {};
+    const int num_nics = object->engine().num_nics();
+    for (int nic = 0; nic < num_nics; ++nic)
+      posted += engine::left(ended.operation, {.nic = nic, .num_nics = num_nics}, {});
+    merged = engine::num_merged(ended.operation, ended.num_writes() - posted.imms);
+  }
+  const auto ns = [](platform::Deadline at) {
+    return static_cast<uint64_t>(std::chrono::nanoseconds(at.time_since_epoch()).count());
+  };
+  return tensor_of({ns(ended.first_post()), ns(ended.end()), posted.bytes, ended.num_writes(),
+                    posted.imms, merged});
 }
 
 // A new queue of finished requests, and the descriptor to sleep on; both live as long as the engine.
@@ -220,6 +265,7 @@ STABLE_TORCH_LIBRARY_IMPL(moe_p2p, CompositeExplicitAutograd, m) {
   m.impl("engine_poll", TORCH_BOX(&engine_poll));
   m.impl("engine_forget", TORCH_BOX(&engine_forget));
   m.impl("engine_cancel", TORCH_BOX(&engine_cancel));
+  m.impl("engine_report", TORCH_BOX(&engine_report));
   m.impl("engine_queue", TORCH_BOX(&engine_queue));
   m.impl("engine_queue_fd", TORCH_BOX(&engine_queue_fd));
   m.impl("engine_watch", TORCH_BOX(&engine_watch));

@@ -1,5 +1,8 @@
 #include "platform/cuda_context.h"
 
+#include <map>
+#include <mutex>
+
 #include "base/log.h"
 
 namespace moe_p2p::platform {
@@ -15,5 +18,12 @@ PrimaryContext::PrimaryContext(int device) {
 }
 
 PrimaryContext::~PrimaryContext() { driver().context_release(handle_); }
+
+const PrimaryContext& context_of(int device) {
+  static std::mutex mutex;
+  static auto* const contexts = new std::map<int, PrimaryContext>;
+  const std::lock_guard lock(mutex);
+  return contexts->try_emplace(device, device).first->second;
+}
 
 }  // namespace moe_p2p::platform

@@ -22,6 +22,9 @@ class PrimaryContext {
   void* context_ = nullptr;
 };
 
+// Held for good.
+const PrimaryContext& context_of(int device);
+
 // Makes the context current in the calling thread; the destructor restores the previous one.
 class ContextGuard {
  public:

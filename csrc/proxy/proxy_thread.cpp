@@ -103,7 +103,8 @@ void ProxyThread::run() noexcept {
 }
 
 bool ProxyThread::must_poll() const noexcept {
-  return std::ranges::any_of(tasks_, [](const ProxyTask* task) { return task->must_poll(); });
+  return engine_.must_poll() ||
+         std::ranges::any_of(tasks_, [](const ProxyTask* task) { return task->must_poll(); });
 }
 
 // Returns after a turn that moved something. Sleeps only while the engine is idle: a NIC with work

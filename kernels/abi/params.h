@@ -206,4 +206,12 @@ struct CombineParams {
   i32 rows_apart;  // SumOrder::kRows
 };
 
+// Of the kernel that takes lost ranks back (kernels/clean.cu).
+struct CleanParams {
+  DeviceComm comm;
+  u64 round;
+  u64 gone;  // bits of the ranks whose memory may be gone: nothing is stored there
+};
+static_assert(kMaxDomainRanks <= 64, "a bit for each rank");
+
 }  // namespace moe_p2p::abi

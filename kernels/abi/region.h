@@ -31,7 +31,10 @@ struct RegionHeader {
   // On GPUs, where rows flag themselves: step + 1 in the upper halves of both, below it num_tokens
   // and announced_shape(), so that readers need not wait for the whole header and its flag.
   u64 announced[2];
-  u64 reserved[11];
+  // In partial_inbox of step slot 0: the last round that its writer has begun to clean for, and
+  // that it has cleaned for (kernels/clean.cu). The host uses the second one only.
+  u64 cleaning, cleaned;
+  u64 reserved[9];
 
   // Sets all words but step and announced, which are stored last where they are flags.
   MOE_P2P_HD constexpr void describe(u32 tokens, u32 region_flags, u64 stride) {

@@ -15,7 +15,7 @@
 namespace moe_p2p::abi {
 
 struct SignalHead {
-  u64 abort;         // 0, or AbortWord: all waits end
+  u64 abort;         // 0, or 1 + the rank that failed: all waits end
   u64 bell;          // platform::EventCount: waiters of this rank sleep on it
   u64 closed;        // 1 once this rank has closed its communicator
   u64 reserved[13];  // the words that follow start on a line of their own
@@ -23,6 +23,12 @@ struct SignalHead {
 static_assert(sizeof(SignalHead) == kLine, "shared between processes");
 
 MOE_P2P_HD constexpr u64 come(u64 step) { return (step + 1) * kMaxParts; }
+
+// Each clean of masks begins a round of steps, far beyond all that any rank has counted to: ranks
+// that have missed steps agree again. Round r begins at step r << kRoundBit. Its first S steps are
+// none of a call: their combine stands for "has cleaned" (docs/failure.md, "Masks").
+inline constexpr i32 kRoundBit = 40;
+inline constexpr u64 kMostRounds = u64{1} << (62 - kRoundBit);  // come() has 64 bits
 
 // Both words of a part hold the low half of e + 1 above their value, so they may be stored in
 // either order: on a device a fence between them would wait until the first has crossed the bus.

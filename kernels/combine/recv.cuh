@@ -150,6 +150,8 @@ __device__ inline void end_step(const CombineParams& p, const Self& self, u64 st
     const u64 own = p.comm.data[self.local];
     const RegionHeader* header = region_header(
         i < kLocal ? partial_at(own, slot, i) : combine_landing_at(own, slot, i - kLocal));
+    if constexpr (kMasks)  // of a rank that has cleaned meanwhile: it is not in this step
+      if (ld_relaxed_sys_u64(&header->step) != step + 1) continue;
     const u32 flags = p.empty ? kEmpty : combine_flags(kOutType, p.with_scalars);
     if (header->flags != flags || header->slot_bytes != (p.empty ? 0 : p.stride))
       raise_fault(p.comm, kWrongHeader, Phase::kCombine, speaker_rank(self, i), step, p.stride,

@@ -64,6 +64,8 @@ __device__ __forceinline__ void st_relaxed_sys_u64(u64* p, u64 v) {
 __device__ __forceinline__ void fence_acq_rel_sys() {
   asm volatile("fence.acq_rel.sys;" ::: "memory");
 }
+// Of two threads that each store a word and then load the other's, one at least sees it.
+__device__ __forceinline__ void fence_sc_sys() { asm volatile("fence.sc.sys;" ::: "memory"); }
 __device__ __forceinline__ void red_add_relaxed_gpu_u64(u64* p, u64 v) {
   asm volatile("red.add.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }

@@ -51,7 +51,7 @@ __device__ inline bool is_masked(const DeviceComm& comm, i32 rank) {
 __device__ inline i32 num_missing(const DeviceComm& comm, const Awaited& what);
 
 // Masks a rank that has not arrived by the deadline, or returns false: keep waiting. That lasts T
-// (2 - 1/n) in all where n ranks are missing, as on the host (AllToAll::State::patience).
+// (2 - 1/n) in all where n ranks are missing, as on the host (Waits::patience).
 __device__ __noinline__ bool mask_late(const DeviceComm& comm, const Awaited& what, u64 late_ns) {
   if (!MOE_P2P_MUTATED(kMaskAtOnce) &&
       late_ns < comm.timeout_ns - comm.timeout_ns / static_cast<u64>(num_missing(comm, what)))

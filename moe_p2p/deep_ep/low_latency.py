@@ -303,14 +303,16 @@ class LowLatencyCalls(BufferBase):
         mask_status.copy_(self._masks())
 
     def low_latency_clean_mask_buffer(self) -> None:
-        """Removes all masks. Collective: all ranks of the group call it, masked ranks too.
+        """Removes all masks. All ranks of the group call it, equally often, masked ranks too.
 
-        The next low-latency call of each shape makes a new communicator of all ranks: if one is
-        gone, that call raises a TimeoutError that names it. Handles of earlier dispatches become
-        invalid.
+        On one host it waits for nobody and captured CUDA graphs stay valid. The next call waits
+        for ranks that have not called this yet, and masks them at its deadline, as ranks that are
+        gone. On several hosts the next low-latency call of each shape makes a new communicator of
+        all ranks: if one is gone, that call raises a TimeoutError that names it. Handles of earlier
+        dispatches become invalid.
         """
         masks = self._masks()
-        self._pool.close_masking()
+        self._pool.clean_masks()
         self._low_latency_made.clear()
         masks.zero_()
 

@@ -92,7 +92,7 @@ class Kernel(NamedTuple):
 
     @property
     def entry(self) -> str:
-        """The mangled name of moe_p2p::dispatch or moe_p2p::combine."""
+        """The mangled name of moe_p2p::dispatch, moe_p2p::combine or moe_p2p::clean."""
         name = self.source.removesuffix(".cu")
         params = f"{name.capitalize()}Params"
         return f"_ZN7moe_p2p{len(name)}{name}ENS_3abi{len(params)}{params}E"
@@ -177,6 +177,17 @@ def combine_kernel(
     tokens, slots = launch.token_blocks, launch.slot_blocks
     copies = tokens if macros["MOE_P2P_BULK"] else slots  # both halves then read as many rows
     return Kernel("combine.cu", shape | macros, slots, tokens, copies)
+
+
+def clean_kernel(shape: dict[str, int]) -> Kernel:
+    """Returns the kernel that takes masked ranks back. It is one block."""
+    macros = {
+        "MOE_P2P_BLOCK_THREADS": 512,
+        "MOE_P2P_SHARED_BYTES": 128,  # no less can be asked for
+        "MOE_P2P_SEND_WORKERS": 1,
+        "MOE_P2P_RECV_WORKERS": 1,
+    }
+    return Kernel("clean.cu", shape | macros, 1, 1, 1)
 
 
 def _block_macros(bulk: Bulk) -> dict[str, int]:
@@ -325,6 +336,13 @@ class DeviceSide:
             self.prepare_dispatch(*dispatch)
         for combine in combines:
             self.prepare_combine(*combine)
+
+    def prepare_clean(self) -> None:
+        """Prepares the kernel that takes masked ranks back; nothing where none can be."""
+        world, local = self._shape["MOE_P2P_WORLD_SIZE"], self._shape["MOE_P2P_RANKS_PER_NODE"]
+        if self._masks is not None and world == local:
+            op = _ops.all_to_all_set_clean_kernel.default
+            call(op, self._comm, self._load(clean_kernel(self._shape)))
 
     def prepare_dispatch(self, x_dtype: torch.dtype, options: int, x_bytes: int = 0) -> None:
         """Compiles this dispatch kernel and passes it to the op; does nothing if the op has it."""

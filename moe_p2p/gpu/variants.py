@@ -9,7 +9,13 @@ from typing import Any
 import torch
 
 from moe_p2p.config import AllToAllConfig
-from moe_p2p.gpu.kernels import Kernel, combine_kernel, dispatch_kernel, shape_macros
+from moe_p2p.gpu.kernels import (
+    Kernel,
+    clean_kernel,
+    combine_kernel,
+    dispatch_kernel,
+    shape_macros,
+)
 
 
 def every_kernel() -> Iterator[Kernel]:
@@ -63,5 +69,6 @@ def every_kernel() -> Iterator[Kernel]:
         yield dispatch_kernel(other, torch.uint8, quantize=False, x_bytes=3584, num_sms=num_sms)
     yield combine_kernel(long, torch.float32, torch.float32, num_sms=24)
     apart, masked = shape(8, combine_rows=8, **job), shape(8, mask_lost_ranks=True, **job)
+    yield clean_kernel(masked)
     for other, num_sms in ((apart, None), (long, 24), (masked, None)):
         yield combine_kernel(other, torch.bfloat16, torch.bfloat16, by_topk=True, num_sms=num_sms)

@@ -23,7 +23,7 @@ from torch import Tensor
 from moe_p2p import env, errors
 from moe_p2p.all_to_all import AllToAll
 from moe_p2p.dispatched import Dispatched, PendingDispatch
-from moe_p2p.integrations import derived, optional, provide_deep_ep, put, required
+from moe_p2p.integrations import derived, optional, provide_deep_ep, put, required, sglang_kv
 from moe_p2p.options import DispatchOptions, RowLayout
 from moe_p2p.pool import TIMEOUT_S, AllToAllPool, config_of
 from moe_p2p.routing_counts import count_routing
@@ -274,10 +274,13 @@ def install() -> None:
 def plugin() -> None:
     """Entry point `sglang.srt.plugins`, which SGLang calls in each of its processes.
 
-    With MOE_P2P_ENGINES=1 it is install(), whether or not SGLang has imported a deep_ep by then.
+    With MOE_P2P_ENGINES=1 it is install(), whether or not SGLang has imported a deep_ep by then;
+    with MOE_P2P_KV_STORE too, disaggregated serving moves KV through moe_p2p.
     """
     if env.engines():
         install()
+        if env.kv_store():
+            sglang_kv.install()
 
 
 def _made(names: tuple[str, ...], **values: Any) -> Any:

@@ -92,9 +92,14 @@ class Handle:
         self._masks.captured |= capturing(x)
         return self._pool.get(config, masked=self._masks.masked(x.device))
 
-    def leave_masking(self) -> None:
-        """Closes communicators that mask ranks: the next call of each shape makes a new one."""
-        self._pool.close_masking()
+    @property
+    def keeps_masking(self) -> bool:
+        """Whether clean_masks() keeps the communicators."""
+        return self._pool.keeps_masking
+
+    def clean_masks(self) -> None:
+        """Takes masked ranks back (AllToAllPool.clean_masks)."""
+        self._pool.clean_masks()
 
     def check(self) -> None:
         """Raises the error that broke any of its AllToAlls (AllToAll.check)."""
@@ -183,15 +188,17 @@ class LowLatencyManager(All2AllManager):
     def clean_buffers(self) -> None:
         """Takes masked ranks back; every rank calls it by itself, and then all go on together.
 
-        Also a rank without masks of its own, because others may have masked it: the next call of
-        each shape makes a new communicator of all ranks.
+        Also a rank without masks of its own, because others may have masked it. On one host the
+        communicators stay, and CUDA graphs with them; on several the next call of each shape makes
+        a new communicator of all ranks.
 
-        Raises UnavailableError when ranks are masked and a CUDA graph holds the communicators: a
-        masked rank has missed steps that the graph counts, and no replay could take it back.
+        Raises UnavailableError on several hosts when ranks are masked and a CUDA graph holds the
+        communicators: no replay could take a masked rank back.
         """
         masks = self._required_masks()
         masked = masks.masked()
-        if masks.captured:
+        keeps = all(handle.keeps_masking for handle in self._handles.values())
+        if masks.captured and not keeps:
             lost = masked.nonzero().flatten().tolist()
             if lost:
                 text = (
@@ -202,7 +209,7 @@ class LowLatencyManager(All2AllManager):
                 raise errors.make(errors.UnavailableError, text)
             return  # graphs go on as they are; a rank that has masked this one raises there
         for handle in self._handles.values():
-            handle.leave_masking()
+            handle.clean_masks()
         masked.zero_()
 
     def _required_masks(self) -> Masks:

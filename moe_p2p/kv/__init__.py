@@ -5,7 +5,7 @@ docs/kv.md explains it.
 
 from moe_p2p.kv.layout import ORDERS, Holding, KVGroup, KVLayout
 from moe_p2p.kv.leases import Leases, TorchLeases, Worker
-from moe_p2p.kv.link import CX7, EFA, LINKS, KVLink
+from moe_p2p.kv.link import CX7, EFA, LINKS, KVLink, link_of
 from moe_p2p.kv.membership import Membership
 from moe_p2p.kv.memory import (
     KVMemory,
@@ -23,6 +23,8 @@ from moe_p2p.kv.requests import KVCounts, Span, aligned_begin, check_pages, coun
 from moe_p2p.kv.reservation import KVReservation
 from moe_p2p.kv.sender import KVSender
 from moe_p2p.kv.sending import KVSending
+from moe_p2p.kv.signals import KVSignals
+from moe_p2p.kv.stats import KVTotals, KVTransferStats, prometheus_text
 from moe_p2p.kv.tokens import forget_periods
 from moe_p2p.kv.worker import KVTimeouts
 
@@ -45,7 +47,10 @@ __all__ = [
     "KVReservation",
     "KVSender",
     "KVSending",
+    "KVSignals",
     "KVTimeouts",
+    "KVTotals",
+    "KVTransferStats",
     "Leases",
     "Membership",
     "Place",
@@ -61,6 +66,8 @@ __all__ = [
     "kv_plan",
     "layout_from_bytes",
     "layout_to_bytes",
+    "link_of",
+    "prometheus_text",
     "resolve",
     "span_of",
 ]

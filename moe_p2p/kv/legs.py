@@ -7,10 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moe_p2p.kv.checksum import add
+from moe_p2p.kv.copies import Placed
 from moe_p2p.kv.pair import KVCache, Pair
 from moe_p2p.kv.requests import counts
+from moe_p2p.kv.stats import KVTransferStats
 from moe_p2p.kv.tail import Slot, Tail
-from moe_p2p.kv.units import Pages, Units
+from moe_p2p.kv.units import Chunk, Pages, Units
+from moe_p2p.kv.unpacking import Grant
 
 
 class LegState(enum.Enum):
@@ -29,6 +32,7 @@ class Leg:
     nonce: int
     least: int = 0
     expected: int = 0
+    nbytes: int = 0  # of `expected`
     counted: int = 0
     state: LegState = LegState.OPEN
     tail: Tail | None = None
@@ -38,18 +42,48 @@ class Leg:
     reads: list[Any] = field(default_factory=list)
     nonce_read: bool = False
     export_row: int = 0
+    # of packed rows (moe_p2p/kv/unpacking.py)
+    wants: int = 0  # parts of the ring that the sender waits for
+    grants: list[Grant] = field(default_factory=list)
+    scattered: int = 0  # packed writes that are in the pages
+    units: Units | None = None
+    placed: dict[tuple[int, Chunk], Placed] = field(default_factory=dict)
+
+    def idle(self) -> bool:
+        """Nothing that was begun here still writes to its pages."""
+        copies = [grant.copy for grant in self.grants if grant.copy is not None]
+        return all(each.done() for each in (*self.reads, *copies))
+
+    def settle_drained(self, stats: KVTransferStats) -> bool:
+        """Once the sender has said so and nothing that was begun here is under way."""
+        if self.state is not LegState.DRAINING or not self.drained:
+            return False
+        self.reads = stats.take_done(self.reads)[1]
+        if not self.idle():
+            return False
+        self.state = LegState.SETTLED
+        stats.fenced("drained")
+        return True
+
+    def settle_fenced(self, stats: KVTransferStats) -> None:
+        if self.state is LegState.SETTLED:
+            return
+        self.reads = stats.take_done(self.reads)[1]
+        self.state = LegState.SETTLED
+        stats.fenced("key", self.pair.fence_retries)
 
 
-def count_expected(leg: Leg, rank: int) -> int:
-    """Immediates of all chunks, and of the tail."""
+def count_expected(leg: Leg, rank: int) -> tuple[int, int]:
+    """Immediates of all chunks and of the tail, and bytes of all chunks."""
     assert leg.tail is not None
     nics, source = leg.pair.theirs.num_nics, leg.pair.worker.rank
-    found = nics
+    found, nbytes = nics, 0
     for begin, end in leg.tail.spans():
         arriving = counts(leg.pair.plan, rank, begin, end, leg.tail.total, source_nics=nics)
         if source in arriving:
             found += arriving[source].immediates
-    return found
+            nbytes += arriving[source].nbytes
+    return found, nbytes
 
 
 def sum_of_layers(cache: KVCache, pages: Pages, leg: Leg) -> list[int]:
@@ -60,6 +94,17 @@ def sum_of_layers(cache: KVCache, pages: Pages, leg: Leg) -> list[int]:
         add(*(units.checksum(cache, layer, each, at_source=False) for each in leg.tail.spans()))
         for layer in leg.pair.layers
     ]
+
+
+def wrong_sum(cache: KVCache, pages: Pages, leg: Leg) -> str:
+    """Names the first layer whose bytes are not those that were sent."""
+    assert leg.tail is not None
+    sums = sum_of_layers(cache, pages, leg)
+    for layer, got, sent in zip(leg.pair.layers, sums, leg.tail.checksums, strict=True):
+        if got != sent:
+            hexed = [f"{each & (1 << 64) - 1:016x}" for each in (got, sent)]
+            return f"layer {layer} from {leg.pair.name}: {hexed[0]}, sent {hexed[1]}"
+    return ""
 
 
 def pull_pages(engine: Any, leg: Leg, source: Pages, target: Pages) -> list[Any]:

@@ -7,6 +7,7 @@ returns, nothing of the other worker changes memory here any more, and no NIC he
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from moe_p2p.errors import ProtocolError, make, require, require_type
 from moe_p2p.kv.channel import Message
 from moe_p2p.kv.layout import KVLayout
 from moe_p2p.kv.leases import Worker
+from moe_p2p.kv.link import KVLink
 from moe_p2p.kv.memory import (
     KVMemory,
     KVRequest,
@@ -28,8 +30,9 @@ from moe_p2p.kv.memory import (
     resolve,
 )
 from moe_p2p.kv.plan import KVPlan, kv_plan
+from moe_p2p.kv.ring import Parts, Ring
 
-VERSION = 1  # of the messages; another one is refused
+VERSION = 2  # of the messages; another one is refused
 
 
 class Sends(Protocol):
@@ -78,15 +81,25 @@ class Hello:
     control: bytes  # descriptor of tails and nonces
     num_nics: int
     tail_bytes: int
+    link: KVLink
+    parts: Parts  # of its ring
+    ring: bytes  # the ring's descriptor; empty: it has none
 
     def to_message(self) -> Message:
-        fields = {"version": VERSION, "num_nics": self.num_nics, "tail_bytes": self.tail_bytes}
+        fields = {
+            "version": VERSION,
+            "num_nics": self.num_nics,
+            "tail_bytes": self.tail_bytes,
+            "parts": self.parts,
+        }
         arrays = (
             self.worker.to_bytes(),
             layout_to_bytes(self.layout),
             self.memory.to_bytes(),
             self.address,
             self.control,
+            self.link.to_bytes(),
+            self.ring,
         )
         return Message("hello", fields, arrays)
 
@@ -98,7 +111,7 @@ class Hello:
                 f"a worker says {message.kind!r}, version {message.fields.get('version')}; this "
                 f"build begins with 'hello', version {VERSION}",
             )
-        worker, layout, memory, address, control = message.arrays
+        worker, layout, memory, address, control, link, ring = message.arrays
         return Hello(
             Worker.from_bytes(worker),
             layout_from_bytes(layout),
@@ -107,21 +120,29 @@ class Hello:
             control,
             int(message.fields["num_nics"]),
             int(message.fields["tail_bytes"]),
+            KVLink.from_bytes(link),
+            Parts(*map(int, message.fields["parts"])),
+            ring,
         )
 
 
 class PairMemory:
     """This side's memory, registered for one pair."""
 
-    def __init__(self, engine: Any, cache: KVCache, control: Tensor) -> None:
+    def __init__(self, engine: Any, cache: KVCache, control: Tensor, ring: Ring) -> None:
         self._registered: list[Any] = []
+        self.ring: Any = None
+        staging = (ring.tensor,) if ring.num_parts else ()
         try:
-            for tensor in (*cache.tensors, control):
+            for tensor in (*cache.tensors, control, *staging):
                 self._registered.append(engine.register(tensor))
         except BaseException:
             self.withdraw()
             raise
-        self.kv, self.control = self._registered[:-1], self._registered[-1]
+        self.kv = self._registered[: len(cache.tensors)]
+        self.control = self._registered[len(self.kv)]
+        if staging:
+            self.ring = self._registered[-1]
         self.num_regions = len(self._registered)
 
     def descriptors(self) -> tuple[bytes, ...]:
@@ -147,9 +168,11 @@ class Pair:
     peer: Any
     regions: list[Any]
     control: Any  # Region: tails at a receiver, nonces at a sender
+    ring: Any = None  # Region of the other one's ring
     lost: str = ""
     fenced: bool = False
     fence_at: float = 0.0  # not before, where a fence failed
+    fence_retries: int = 0
 
     @property
     def worker(self) -> Worker:
@@ -164,6 +187,10 @@ class Pair:
         """The model's layers that travel between the two."""
         return sorted(self.requests)
 
+    @cached_property
+    def packs(self) -> bool:
+        return any(move.why_packed for move in self.plan.moves)
+
     def send(self, kind: str, *arrays: bytes, **fields: Any) -> None:
         self.channel.send(Message(kind, fields, arrays))
 
@@ -175,14 +202,41 @@ class Pair:
         self.memory.withdraw()
 
 
+def agreed_link(sender: Hello, receiver: Hello) -> KVLink:
+    """The sender's NICs decide; rows are packed where both workers have a ring for them."""
+    link = sender.link
+    if sender.ring and receiver.ring:
+        require(
+            link.packed_write_bytes <= receiver.parts.part_bytes,
+            f"{sender.worker.name} packs {link.packed_write_bytes} bytes in a write, the ring of "
+            f"{receiver.worker.name} takes {receiver.parts.part_bytes}: give both the same "
+            "KVLink.packed_write_bytes",
+        )
+        return link
+    require(
+        link.pack is not True,
+        f"{sender.worker.name} packs all rows, {receiver.worker.name} has no ring for them: its "
+        "KVLink has pack=False",
+    )
+    return dataclasses.replace(link, pack=False)
+
+
 def make_pair(
-    engine: Any, cache: KVCache, memory: PairMemory, theirs: Hello, channel: Sends, *, sends: bool
+    engine: Any,
+    cache: KVCache,
+    memory: PairMemory,
+    theirs: Hello,
+    channel: Sends,
+    *,
+    sends: bool,
+    link: KVLink,
 ) -> Pair:
-    """Resolves all that requests will need. Connects the engines; the other one does nothing."""
+    """Resolves all that requests will need. Connects the engines; the other one does nothing.
+    link: the sender's, as both agree about it (`agreed_link`)."""
     ours = cache.memory(memory.descriptors())
     sides = (cache.layout, theirs.layout) if sends else (theirs.layout, cache.layout)
     ranks = (cache.rank, theirs.memory.rank) if sends else (theirs.memory.rank, cache.rank)
-    plan = kv_plan(*sides)
+    plan = kv_plan(*sides, link=link)
     found = resolve(plan, *((ours, theirs.memory) if sends else (theirs.memory, ours)))
     by_layer: defaultdict[int, list[KVRequest]] = defaultdict(list)
     for request in found:
@@ -192,7 +246,8 @@ def make_pair(
     try:
         regions = [engine.resolve(each, peer) for each in theirs.memory.regions]
         control = engine.resolve(theirs.control, peer)
+        ring = engine.resolve(theirs.ring, peer) if theirs.ring else None
     except BaseException:
         peer.disconnect()
         raise
-    return Pair(theirs, channel, memory, plan, dict(by_layer), peer, regions, control)
+    return Pair(theirs, channel, memory, plan, dict(by_layer), peer, regions, control, ring)

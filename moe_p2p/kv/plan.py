@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from moe_p2p.errors import require, require_type
 from moe_p2p.kv.layout import Holding, KVGroup, KVLayout, Part
@@ -76,6 +76,8 @@ class KVMove:
     cycle: Cycle
     shape: Shape
     why_packed: str  # empty: written straight from its place to its place
+    lands: bool = False  # packed rows are one run at the target: no scatter
+    rows_per_write: int = 0  # of packed ones, at most; whole units where they land
 
     @property
     def via(self) -> str:
@@ -187,7 +189,7 @@ class _GroupPair:
         shares = self._shares(here, there)
         shapes = self._shapes(here, there, heads, num_layers) if shares else []
         for shape in shapes:
-            why = self.link.why_packed(shape.row_bytes)
+            how = _packing(self.link, shape)
             for share in shares:
                 yield KVMove(
                     group=self.ours.name,
@@ -198,7 +200,7 @@ class _GroupPair:
                     share=share,
                     cycle=self.cycle,
                     shape=shape,
-                    why_packed=why,
+                    **how,
                 )
 
     def _shares(self, here: Holding, there: Holding) -> list[Share]:
@@ -224,6 +226,18 @@ class _GroupPair:
                 for alike in _alike(cells)
             ]
         return self.known[key]
+
+
+def _packing(link: KVLink, shape: Shape) -> dict[str, Any]:
+    why = link.why_packed(shape.row_bytes)
+    if not why:
+        return {"why_packed": ""}
+    unit_bytes = shape.row_bytes * shape.num_rows
+    lands = shape.target_row_stride == shape.row_bytes and link.lands(unit_bytes)
+    rows = link.packed_write_bytes // shape.row_bytes
+    if lands:
+        rows = link.packed_write_bytes // unit_bytes * shape.num_rows
+    return {"why_packed": why, "lands": lands, "rows_per_write": rows}
 
 
 def _dealing(layout: KVLayout, group: KVGroup) -> Dealing:

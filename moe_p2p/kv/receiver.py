@@ -21,20 +21,15 @@ from typing import Any
 from torch import Tensor
 
 from moe_p2p import errors
-from moe_p2p.errors import (
-    AbortedError,
-    InvalidArgumentError,
-    MoeP2pError,
-    PeerDeadError,
-    make,
-)
+from moe_p2p.errors import AbortedError, MoeP2pError, PeerDeadError, make
 from moe_p2p.kv.channel import Message
-from moe_p2p.kv.legs import Leg, LegState, count_expected, pull_nonce, pull_pages, sum_of_layers
+from moe_p2p.kv.legs import Leg, LegState, count_expected, pull_nonce, pull_pages, wrong_sum
 from moe_p2p.kv.pair import Pair
 from moe_p2p.kv.requests import counts
 from moe_p2p.kv.reservation import KVReservation, PageHolds
-from moe_p2p.kv.tail import Tail
+from moe_p2p.kv.tail import CountedSlots, Tail
 from moe_p2p.kv.units import int32_bytes, int32_tensor
+from moe_p2p.kv.unpacking import Unpacker
 from moe_p2p.kv.verify import Verify
 from moe_p2p.kv.worker import KVWorker
 
@@ -54,7 +49,9 @@ class KVReceiver(KVWorker):
         self.verify = Verify(verify)
         self.reservations: list[KVReservation] = []  # not reusable yet
         self._holds = PageHolds(self.cache.layout, self.cache.pages)
-        self._last_imm: dict[int, int] = {}  # of each slot
+        self.slots = CountedSlots(self.slots.count, self.engine)
+        control = (self.rows, self.row_bytes)
+        self.unpacker = Unpacker(self.engine, self.cache, self.ring, control)
 
     # --- open ---
 
@@ -88,13 +85,19 @@ class KVReceiver(KVWorker):
             except BaseException:
                 self._free(reservation)
                 raise
-            reservation.began_at = self.clock()
             reservation.verified = self.verify.draw()
             self.reservations.append(reservation)
             for leg in reservation.legs:
                 self._send_open(reservation, leg)
         self.wake.set()
         return reservation
+
+    def decline(self, request: str, source: str, why: str) -> None:
+        """Tells a source that a request will not be reserved here, so that it takes its pages back
+        now and not after open_s. Raises UnavailableError unless connected to all its ranks."""
+        with self.lock:
+            for pair in self._sources(source):
+                pair.send("decline", request=request, why=why)
 
     def _sources(self, source: str) -> list[Pair]:
         known = [pair for pair in self.pairs.values() if pair.worker.instance == source]
@@ -106,9 +109,6 @@ class KVReceiver(KVWorker):
             slot = self.slots.take(f"{self.name}: request {reservation.request!r}")
             leg = Leg(pair, slot, secrets.randbits(63) | 1)
             reservation.legs.append(leg)
-            if self._last_imm.get(slot.number) is not None:
-                self._drop_counter(self._last_imm[slot.number])  # what arrived late
-            self._last_imm[slot.number] = slot.imm
             arriving = counts(
                 pair.plan,
                 self.cache.rank,
@@ -159,9 +159,10 @@ class KVReceiver(KVWorker):
         if reservation.pull:
             return self._pulled(reservation, leg)
         value = self.engine.imm_value(leg.slot.imm)
+        value += self.unpacker.advance(reservation, leg)
         now = self.clock()
-        if value and reservation.first_byte_at is None:
-            reservation.first_byte_at = now
+        if value and reservation.stats.first_arrival_at is None:
+            reservation.stats.first_arrival_at = now
         leg.counted = value
         if value < leg.least:
             return False
@@ -170,10 +171,11 @@ class KVReceiver(KVWorker):
             leg.tail = self._read_tail(reservation, leg)
             if leg.tail is None:
                 return False
-            leg.expected = count_expected(leg, self.cache.rank)
-        if value < leg.expected:
+            leg.expected, leg.nbytes = count_expected(leg, self.cache.rank)
+        if value < leg.expected or leg.grants:
             return False
-        leg.state = LegState.SETTLED
+        leg.state, reservation.stats.last_completion_at = LegState.SETTLED, now
+        reservation.stats.nbytes += leg.nbytes
         return True
 
     def _read_tail(self, reservation: KVReservation, leg: Leg) -> Tail | None:
@@ -199,15 +201,15 @@ class KVReceiver(KVWorker):
     def _pulled(self, reservation: KVReservation, leg: Leg) -> bool:
         if leg.tail is None or not all(read.done() for read in leg.reads):
             return False
-        now = self.clock()
-        reservation.first_byte_at = reservation.first_byte_at or now
+        now, stats = self.clock(), reservation.stats
+        stats.first_arrival_at = stats.first_arrival_at or now
+        reads, leg.reads = stats.take_done(leg.reads)
+        for read in reads:
+            read.wait(0)  # raises what went wrong
         if not leg.nonce_read:
-            for read in leg.reads:
-                read.wait(0)  # raises what went wrong
             reservation.tail_at = now
             leg.reads, leg.nonce_read = [pull_nonce(self.engine, leg, self.row_bytes)], True
             return False
-        leg.reads[0].wait(0)
         at = leg.slot.number * self.row_bytes
         (nonce,) = struct.unpack_from("<Q", self.rows, at)
         if nonce != leg.nonce:
@@ -216,20 +218,13 @@ class KVReceiver(KVWorker):
                 f"{self.name}: request {reservation.request!r}: {leg.pair.name} gave the pages to "
                 f"another request while they were read (nonce {nonce:x}, expected {leg.nonce:x})",
             )
-        leg.reads = []
         leg.state = LegState.SETTLED
         leg.pair.send("release", nonce=leg.nonce)
         return True
 
     def _verify(self, reservation: KVReservation) -> bool:
-        wrong = ""
-        for leg in reservation.legs:
-            assert leg.tail is not None
-            sums = sum_of_layers(self.cache, reservation.pages, leg)
-            for layer, got, sent in zip(leg.pair.layers, sums, leg.tail.checksums, strict=True):
-                if got != sent and not wrong:
-                    wrong = f"layer {layer} from {leg.pair.name}: {got & (1 << 64) - 1:016x}, sent "
-                    wrong += f"{sent & (1 << 64) - 1:016x}"
+        found = [wrong_sum(self.cache, reservation.pages, leg) for leg in reservation.legs]
+        wrong = "; ".join(filter(None, found))
         with self.lock:
             if reservation.state != "open":
                 return True
@@ -241,7 +236,7 @@ class KVReceiver(KVWorker):
         return True
 
     def _complete(self, reservation: KVReservation) -> None:
-        reservation.state = "complete"
+        reservation.state, reservation.stats.ended_at = "complete", self.clock()
         self._free(reservation)
 
     def wait(self, reservation: KVReservation, timeout_s: float | None) -> bytes:
@@ -259,7 +254,7 @@ class KVReceiver(KVWorker):
 
     def _wait_a_little(self, reservation: KVReservation, left: float) -> None:
         """Until something may have arrived, or the request ended."""
-        if reservation.pull:
+        if reservation.pull or any(leg.pair.packs for leg in reservation.legs):
             with self.lock:
                 self.changed.wait(min(left, 0.0005))
             return
@@ -283,11 +278,12 @@ class KVReceiver(KVWorker):
     def _fail(self, reservation: KVReservation, error: MoeP2pError) -> None:
         if reservation.state != "open":
             return
-        reservation.state, reservation.error = "failed", error
-        drain_until = self.clock() + self.timeouts.drain_s
+        reservation.state, reservation.error, now = "failed", error, self.clock()
+        reservation.stats.failed, reservation.stats.ended_at = True, now
+        drain_until = now + self.timeouts.drain_s
         for leg in reservation.legs:
             if leg.state is LegState.OPEN:
-                leg.state, leg.drain_until = LegState.DRAINING, drain_until
+                leg.state, leg.drain_until, leg.wants = LegState.DRAINING, drain_until, 0
                 if leg.pair.lost:
                     continue  # the fence settles it
                 leg.pair.send("cancel", nonce=leg.nonce, why=str(error)[:400])
@@ -308,21 +304,16 @@ class KVReceiver(KVWorker):
         if reservation.reusable:
             return
         reservation.reusable = True
-        self._holds.give_back(reservation)
         for leg in reservation.legs:
-            self._drop_counter(leg.slot.imm)
+            self.unpacker.settle(leg)
             self.slots.give_back(leg.slot)
+        self._holds.give_back(reservation)
         if reservation in self.reservations:
             self.reservations.remove(reservation)
+            self.count(reservation.stats)
         self.changed.notify_all()
         if reservation.on_free is not None:
             reservation.on_free()
-
-    def _drop_counter(self, imm: int) -> None:
-        try:
-            self.engine.free_imm(imm)
-        except (InvalidArgumentError, errors.ClosedError):
-            return  # a thread waits for it: the next use of the slot drops it
 
     def wait_reusable(self, reservation: KVReservation, timeout_s: float | None) -> None:
         limit = self.timeouts.drain_s + self.timeouts.connect_s if timeout_s is None else timeout_s
@@ -341,7 +332,10 @@ class KVReceiver(KVWorker):
             if found is None:
                 return  # of a request that has ended
             reservation, leg = found
-            if message.kind == "drained":
+            if message.kind == "want" and leg.state is LegState.OPEN:
+                self.unpacker.want(leg, int(message.fields["parts"]))
+                self.wake.set()
+            elif message.kind == "drained":
                 self._drained(reservation, leg, str(message.fields.get("why", "")))
             elif message.kind == "offer" and leg.state is LegState.OPEN and leg.tail is None:
                 self._take_offer(reservation, leg, message)
@@ -359,8 +353,7 @@ class KVReceiver(KVWorker):
             failed = f"{self.name}: request {reservation.request!r}: {leg.pair.name} gave up: {why}"
             self._fail(reservation, make(AbortedError, failed))
         leg.drained = True
-        if leg.state is LegState.DRAINING and all(read.done() for read in leg.reads):
-            leg.state = LegState.SETTLED
+        leg.settle_drained(reservation.stats)
         self._free_if_settled(reservation)
 
     def _take_offer(self, reservation: KVReservation, leg: Leg, message: Message) -> None:
@@ -385,13 +378,13 @@ class KVReceiver(KVWorker):
                 late = self._late(reservation, now)
                 if late:
                     self._fail(reservation, make(errors.TimeoutError, late))
+                draining |= self._unpack(reservation)
             for leg in reservation.legs:
                 if leg.state is not LegState.DRAINING:
                     continue
                 draining = True
-                if leg.drained and all(read.done() for read in leg.reads):
-                    leg.state = LegState.SETTLED
-                elif now >= leg.drain_until and not leg.pair.lost:
+                settled = leg.settle_drained(reservation.stats)
+                if not settled and now >= leg.drain_until and not leg.pair.lost:
                     self._lose(
                         leg.pair,
                         f"it did not drain request {reservation.request!r} within "
@@ -400,14 +393,26 @@ class KVReceiver(KVWorker):
             self._free_if_settled(reservation)
         return draining
 
+    def _unpack(self, reservation: KVReservation) -> bool:
+        """Scatters what has arrived; returns whether more of it is on its way."""
+        legs = [leg for leg in reservation.legs if leg.grants and leg.state is LegState.OPEN]
+        try:
+            for leg in legs:
+                self.unpacker.advance(reservation, leg)
+        except MoeP2pError as error:
+            self._fail(reservation, error)
+        if legs:
+            self.changed.notify_all()
+        return bool(legs)
+
     def _late(self, reservation: KVReservation, now: float) -> str:
-        limits, first = self.timeouts, reservation.first_byte_at
+        limits, first = self.timeouts, reservation.stats.first_arrival_at
         if reservation.tail_at:
             phase, limit, since = "tail", limits.tail_s, reservation.tail_at
         elif first is not None:
             phase, limit, since = "layers", limits.layers_s, first
         else:
-            phase, limit, since = "open", limits.open_s, reservation.began_at
+            phase, limit, since = "open", limits.open_s, reservation.stats.queued_at
         if now - since <= limit or self.poll(reservation):
             return ""
         return self._progress(reservation, f"waited {limit} s in phase {phase}")
@@ -436,5 +441,5 @@ class KVReceiver(KVWorker):
         for reservation in list(self.reservations):
             for leg in reservation.legs:
                 if leg.pair is pair:
-                    leg.state = LegState.SETTLED
+                    leg.settle_fenced(reservation.stats)
             self._free_if_settled(reservation)

@@ -166,8 +166,9 @@ def counts(
         if not units:
             continue
         nbytes = units * move.unit_bytes
-        writes = -(-nbytes // plan.link.packed_write_bytes) if move.why_packed else 1
-        of_layer = (1, units, units * move.shape.num_rows, nbytes, writes * source_nics)
+        rows = units * move.shape.num_rows
+        writes = -(-rows // move.rows_per_write) if move.why_packed else 1
+        of_layer = (1, units, rows, nbytes, writes * source_nics)
         for i, value in enumerate(of_layer):
             sums[move.source_rank][i] += value * len(move.layers)
     return {source: KVCounts(*values) for source, values in sorted(sums.items())}

@@ -13,6 +13,7 @@ from moe_p2p.kv.layout import KVLayout
 from moe_p2p.kv.legs import Leg
 from moe_p2p.kv.plan import KVPlan
 from moe_p2p.kv.requests import span_of
+from moe_p2p.kv.stats import KVTransferStats
 
 if TYPE_CHECKING:
     from moe_p2p.kv.receiver import KVReceiver
@@ -32,8 +33,8 @@ class KVReservation:
         self.reusable = False  # its pages may be given to somebody else
         self.on_free: Callable[[], None] | None = None
         self.user = b""  # what the sender added to the tail
-        self.first_byte_at: float | None = None
-        self.began_at = self.tail_at = 0.0
+        self.tail_at = 0.0
+        self.stats = KVTransferStats(request, receiver.role, receiver.clock())
 
     def done(self) -> bool:
         """True once it is complete or failed; `wait` returns or raises accordingly."""

@@ -13,8 +13,8 @@ receiver that hears it may give its pages to somebody else.
 from __future__ import annotations
 
 import struct
-from collections import OrderedDict
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
@@ -22,15 +22,14 @@ from torch import Tensor
 from moe_p2p import errors
 from moe_p2p.errors import AbortedError, MoeP2pError, PeerDeadError, make, require
 from moe_p2p.kv.channel import Message
-from moe_p2p.kv.checksum import add
+from moe_p2p.kv.openings import Openings
+from moe_p2p.kv.packing import Packer
 from moe_p2p.kv.pair import Pair
-from moe_p2p.kv.requests import aligned_begin
 from moe_p2p.kv.sending import Flight, KVSending, Opened
-from moe_p2p.kv.tail import MAX_CHUNKS, MAX_USER_BYTES, Tail
+from moe_p2p.kv.tail import MAX_USER_BYTES
 from moe_p2p.kv.units import Units, int32_bytes
 from moe_p2p.kv.worker import KVWorker
-
-_KEPT = 4096  # names of requests that were given up
+from moe_p2p.transfers import Gate
 
 
 class KVSender(KVWorker):
@@ -41,32 +40,61 @@ class KVSender(KVWorker):
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         self.sendings: list[KVSending] = []  # not reusable yet
-        self._opened: dict[tuple[str, str], Opened] = {}  # by receiver and request, not started
-        self._given_up: OrderedDict[tuple[str, str], str] = OrderedDict()  # by instance and request
+        self._openings = Openings()
+        control = (self.rows, self.row_bytes)
+        self.packer = Packer(self.engine, self.cache, self.ring, control)
 
     def start(
-        self, request: str, target: str, pages: Mapping[str, Tensor], *, total: int
+        self, request: str, target: str | None, pages: Mapping[str, Tensor], *, total: int
     ) -> KVSending:
         """Begins a request of `total` tokens to an instance. pages: per group, int32 [n].
 
-        Raises UnavailableError unless connected to all its ranks.
+        target None: whichever instance opens it; its layers may be sent before anybody has, and
+        open_s counts from `commit`. Raises UnavailableError unless connected to all ranks of a
+        target.
         """
         with self.lock:
-            known = [pair for pair in self.pairs.values() if pair.worker.instance == target]
-            ranks = self.ranks_of(known[0]) if known else [0]
             sending = KVSending(self, request, pages, total)
-            sending.flights = [Flight(self.pair_with(target, rank)) for rank in ranks]
-            sending.began_at = self.clock()
+            if target is not None:
+                sending.flights = self._flights_to(target)
             self.sendings.append(sending)
-            self._given_up.pop((target, request), None)
-            for flight in sending.flights:
-                opened = self._opened.pop((flight.pair.name, request), None)
-                if opened is not None:
-                    self._open(sending, flight, opened)
+            declined = self._openings.begin(target or "", request)
+            if declined:
+                self._fail(sending, make(AbortedError, self._text(sending, declined)))
+            self._find_opened(sending)
         self.wake.set()
         return sending
 
+    def give_up(self, request: str, why: str) -> None:
+        """The request will not be started: whoever has opened it, or does so later, hears why."""
+        with self.lock:
+            self._openings.give_up("", request, why[:400])
+
+    def begin_of(self, request: str) -> int | None:
+        """The first token that a receiver of a request that is not started wants; None: nobody."""
+        with self.lock:
+            return self._openings.begin_of(request)
+
+    def _flights_to(self, target: str) -> list[Flight]:
+        known = [pair for pair in self.pairs.values() if pair.worker.instance == target]
+        ranks = self.ranks_of(known[0]) if known else [0]
+        return [Flight(self.pair_with(target, rank)) for rank in ranks]
+
     # --- open ---
+
+    def _find_opened(self, sending: KVSending) -> None:
+        """A request without a target takes the instance that opens it once all ranks of it are
+        connected: each of them opens it, so the message of the last one finds them."""
+        instance = self._openings.instance_of(sending.request)
+        if sending.state == "open" and not sending.flights and instance is not None:
+            with suppress(errors.UnavailableError):
+                sending.flights = self._flights_to(instance)
+        for flight in sending.flights:
+            if sending.state != "open" or flight.state != "waiting":
+                continue
+            opened = self._openings.take(flight.pair.name, sending.request)
+            if opened is not None:
+                self._open(sending, flight, opened)
 
     def _open(self, sending: KVSending, flight: Flight, opened: Opened) -> None:
         flight.opened, flight.state = opened, "open"
@@ -79,7 +107,7 @@ class KVSender(KVWorker):
             )
             flight.slot = self.slots.take(self._text(sending, "opening"))
             for layer, end in sending.calls:
-                self._send_layer(flight, layer, end)
+                self._send_layer(sending, flight, layer, end)
             if sending.user is not None:
                 self._send_tail(sending, flight)
         except MoeP2pError as error:  # pages that do not fit, say
@@ -90,21 +118,24 @@ class KVSender(KVWorker):
 
     # --- layers, tail ---
 
-    def layer(self, sending: KVSending, layer: int, end: int) -> None:
+    def layer(self, sending: KVSending, layer: int, end: int, after: Gate | None = None) -> None:
+        """after: the layer is not computed yet, and is sent when it is."""
         with self.lock:
             self._require_open(sending)
             last = sending.calls[-1][1] if sending.calls else 0
             require(
-                last <= end <= sending.total and layer in sending.flights[0].pair.requests,
+                last <= end <= sending.total and layer in sending.layers,
                 self._text(
                     sending, f"layer {layer} up to token {end} of {sending.total}, after {last}"
                 ),
             )
             sending.calls.append((layer, end))
+            if after is not None:
+                sending.add_gate(layer, end, after, self.clock())
             try:
                 for flight in sending.flights:
                     if flight.state == "open":
-                        self._send_layer(flight, layer, end)
+                        self._send_layer(sending, flight, layer, end)
             except MoeP2pError as error:
                 self._fail(sending, error)
                 raise
@@ -117,35 +148,24 @@ class KVSender(KVWorker):
             self._text(sending, "it was committed"),
         )
 
-    def _send_layer(self, flight: Flight, layer: int, end: int) -> None:
+    def _send_layer(self, sending: KVSending, flight: Flight, layer: int, end: int) -> None:
         opened, units = flight.opened, flight.units
         assert opened is not None
         assert units is not None
         if end != flight.end:
-            self._begin_chunk(flight, end)
+            flight.begin_chunk(end, self.name)
         chunk = flight.chunk
         if chunk is None:
             return
+        after = sending.gates.get((layer, end))
         if opened.verify:
-            part = units.checksum(self.cache, layer, chunk, at_source=True)
-            flight.sums[layer] = add(flight.sums.get(layer, 0), part)
+            flight.unsummed.append((layer, chunk))
+            if not sending.gates:
+                flight.sum_layers(self.cache)
         if not opened.pull:
-            flight.requests += units.write(self.engine, layer, chunk, opened.imm)
-
-    def _begin_chunk(self, flight: Flight, end: int) -> None:
-        """Whole pages of the target, but for the last: two chunks never write the same page."""
-        opened = flight.opened
-        assert opened is not None
-        last = end == opened.total
-        begin = flight.chunks[-1][1] if flight.chunks else opened.begin
-        to = end if last else max(aligned_begin(flight.pair.plan.target, end), begin)
-        flight.end, flight.chunk = end, (begin, to) if to > begin or last else None
-        if flight.chunk is not None:
-            flight.chunks.append(flight.chunk)
-            require(
-                len(flight.chunks) <= MAX_CHUNKS,
-                f"{self.name}: request {opened.request!r} has more than {MAX_CHUNKS} chunks",
-            )
+            flight.requests += units.write(self.engine, layer, chunk, opened.imm, after)
+            if flight.pair.packs:
+                sending.stats.packed += self.packer.add(flight, layer, chunk, after)
 
     def commit(self, sending: KVSending, user: bytes) -> None:
         with self.lock:
@@ -154,8 +174,8 @@ class KVSender(KVWorker):
                 isinstance(user, bytes) and len(user) <= MAX_USER_BYTES,
                 self._text(sending, f"user must be up to {MAX_USER_BYTES} bytes"),
             )
-            self._check_complete(sending)
-            sending.user = user
+            sending.check_complete()
+            sending.user, sending.committed_at = user, self.clock()
             try:
                 for flight in sending.flights:
                     if flight.state == "open":
@@ -165,30 +185,17 @@ class KVSender(KVWorker):
                 raise
         self.wake.set()
 
-    def _check_complete(self, sending: KVSending) -> None:
-        """Each chunk has each layer, once."""
-        layers = sending.flights[0].pair.layers
-        for end in sorted({end for _, end in sending.calls} | {sending.total}):
-            got = sorted(layer for layer, to in sending.calls if to == end)
-            missing = sorted(set(layers) - set(got))
-            require(
-                got == layers,
-                self._text(
-                    sending,
-                    f"commit without layers {missing[:4]} of tokens up to {end}"
-                    if missing
-                    else f"layers up to token {end} were sent twice",
-                ),
-            )
-
     def _send_tail(self, sending: KVSending, flight: Flight) -> None:
         opened, slot = flight.opened, flight.slot
         assert opened is not None
         assert slot is not None
         assert sending.user is not None
-        sums = tuple(flight.sums[layer] for layer in flight.pair.layers) if opened.verify else ()
-        ends = tuple(end for _, end in flight.chunks)
-        tail = Tail(opened.nonce, opened.begin, sending.total, ends, sums, sending.user).to_bytes()
+        # Sums and offers are of bytes that are there; without them the tail may go ahead.
+        flight.tail_due = (opened.verify or opened.pull) and bool(sending.shut_gates())
+        if flight.tail_due:
+            return
+        flight.sum_layers(self.cache)
+        tail = flight.tail(sending.user)
         at = slot.number * self.row_bytes
         flight.committed = True
         if opened.pull:
@@ -218,14 +225,15 @@ class KVSender(KVWorker):
             for flight in sending.flights:
                 if sending.state == "open" and flight.state == "open":
                     self._look(sending, flight)
-            if sending.state == "open" and all(f.state == "settled" for f in sending.flights):
-                sending.state = "complete"
+            if sending.state == "open" and sending.flights and sending.settled():
+                sending.state, sending.stats.ended_at = "complete", self.clock()
                 self._free_if_settled(sending)
             return sending.state != "open"
 
     def _look(self, sending: KVSending, flight: Flight) -> None:
-        done = [request for request in flight.requests if request.done()]
-        for request in done:
+        if flight.tail_due:
+            self._send_tail(sending, flight)
+        for request in flight.take_done(sending.stats):
             try:
                 request.wait(0)
             except MoeP2pError as error:
@@ -233,13 +241,23 @@ class KVSender(KVWorker):
                 self._fail(sending, make(PeerDeadError, self._text(sending, why)))
                 self._lose(flight.pair, f"a write failed: {error}")
                 return
-            flight.requests.remove(request)
-        opened = flight.opened
-        if flight.committed and not flight.requests and opened is not None and not opened.pull:
+        if not self._pack(sending, flight):
+            return
+        opened, over = flight.opened, not flight.requests and not flight.packing.pending
+        if flight.committed and over and opened is not None and not opened.pull:
             self._settle(flight)
+
+    def _pack(self, sending: KVSending, flight: Flight) -> bool:
+        """Goes on with packed rows; False: that failed the request."""
+        try:
+            self.packer.advance(flight)
+        except MoeP2pError as error:
+            self._fail(sending, error)
+        return flight.state == "open"
 
     def _settle(self, flight: Flight) -> None:
         flight.state = "settled"
+        self.packer.settle(flight)
         if flight.slot is not None:
             self.slots.give_back(flight.slot)
             flight.slot = None
@@ -248,7 +266,7 @@ class KVSender(KVWorker):
         deadline = None if timeout_s is None else self.clock() + timeout_s
         while not self.poll(sending):
             if deadline is not None and self.clock() >= deadline:
-                text = self._text(sending, f"waited {timeout_s} s; {self._progress(sending)}")
+                text = self._text(sending, f"waited {timeout_s} s; {sending.progress()}")
                 raise make(errors.TimeoutError, text)
             with self.lock:
                 self.changed.wait(0.0005)
@@ -257,34 +275,34 @@ class KVSender(KVWorker):
 
     def cancel(self, sending: KVSending, why: str) -> None:
         with self.lock:
-            text = self._text(sending, f"{why}; {self._progress(sending)}")
+            text = self._text(sending, f"{why}; {sending.progress()}")
             self._fail(sending, make(AbortedError, text))
 
     def _fail(self, sending: KVSending, error: MoeP2pError) -> None:
         if sending.state != "open":
             return
-        sending.state, sending.error = "failed", error
-        until = self.clock() + self.timeouts.drain_s
+        sending.state, sending.error, now = "failed", error, self.clock()
+        sending.stats.failed, sending.stats.ended_at = True, now
+        until, why = now + self.timeouts.drain_s, str(error)[:400]
+        if not sending.flights:
+            self._openings.give_up("", sending.request, why)
         for flight in sending.flights:
             if flight.state == "waiting":
-                key = (flight.pair.worker.instance, sending.request)
-                self._given_up[key] = str(error)[:400]  # a receiver that opens it later hears why
+                self._openings.give_up(flight.pair.worker.instance, sending.request, why)
                 flight.state = "settled"
             elif flight.state == "open":
                 flight.state, flight.drain_until = "draining", until
+                flight.packing.pending.clear()
                 if flight.opened is not None and flight.opened.pull:
                     self._withdraw_offer(flight)
                 for request in flight.requests:
                     request.cancel()
-        while len(self._given_up) > _KEPT:
-            self._given_up.popitem(last=False)
         self._drain(sending)
         self.changed.notify_all()
         self.wake.set()
 
     def _withdraw_offer(self, flight: Flight) -> None:
-        """Who reads the nonce after this finds that the pages were taken back."""
-        if flight.slot is not None:
+        if flight.slot is not None:  # who reads the nonce now finds that pages were taken back
             struct.pack_into("<Q", self.rows, flight.slot.number * self.row_bytes, 0)
 
     def _drain(self, sending: KVSending) -> bool:
@@ -292,10 +310,11 @@ class KVSender(KVWorker):
         for flight in sending.flights:
             if flight.state != "draining" or flight.pair.lost:
                 continue
-            flight.requests = [each for each in flight.requests if not each.done()]
+            flight.take_done(sending.stats)
             if flight.requests:
                 continue
             self._settle(flight)
+            sending.stats.fenced("drained")
             if flight.opened is not None:
                 why = str(sending.error)[:400]
                 flight.pair.send("drained", nonce=flight.opened.nonce, why=why)
@@ -303,10 +322,10 @@ class KVSender(KVWorker):
         return any(flight.state == "draining" for flight in sending.flights)
 
     def _free_if_settled(self, sending: KVSending) -> None:
-        settled = all(flight.state == "settled" for flight in sending.flights)
-        if sending.state != "open" and settled and not sending.reusable:
+        if sending.state != "open" and sending.settled() and not sending.reusable:
             sending.reusable = True
             self.sendings.remove(sending)
+            self.count(sending.stats)
             self.changed.notify_all()
 
     def wait_reusable(self, sending: KVSending, timeout_s: float | None) -> None:
@@ -320,15 +339,6 @@ class KVSender(KVWorker):
                     raise make(errors.TimeoutError, text)
                 self.changed.wait(min(left, 0.05))
 
-    def _progress(self, sending: KVSending) -> str:
-        layers = len(sending.flights[0].pair.layers)
-        states = [
-            f"{flight.pair.name} {flight.state}, {len(flight.requests)} writes under way"
-            for flight in sending.flights
-        ]
-        sent = len(sending.calls)
-        return f"{sent} calls of layer() of {layers} layers were made; {'; '.join(states)}"
-
     # --- messages, deadlines, losses ---
 
     def on_message(self, pair: Pair, message: Message) -> None:
@@ -336,9 +346,16 @@ class KVSender(KVWorker):
             if pair.lost:
                 return
             if message.kind == "open":
-                self._on_open(pair, Opened.of(pair, message))
+                self._on_open(Opened.of(pair, message))
             elif message.kind == "cancel":
                 self._on_cancel(pair, message.fields.get("nonce"), str(message.fields.get("why")))
+            elif message.kind == "decline":
+                self._on_decline(pair, str(message.fields["request"]), str(message.fields["why"]))
+            elif message.kind == "grant":
+                found = self._flight(pair, message.fields.get("nonce"))
+                if found is not None and found[1].state == "open":
+                    found[1].packing.take(message.fields["parts"])
+                    self._pack(*found)
             elif message.kind == "release":
                 found = self._flight(pair, message.fields.get("nonce"))
                 if found is not None and found[1].state == "open" and found[1].committed:
@@ -347,23 +364,23 @@ class KVSender(KVWorker):
                     self.poll(found[0])
             self.changed.notify_all()
 
-    def _on_open(self, pair: Pair, opened: Opened) -> None:
+    def _on_open(self, opened: Opened) -> None:
+        self._openings.add(opened)
         for sending in self.sendings:
-            for flight in sending.flights:
-                waits = flight.pair is pair and flight.state == "waiting"
-                if waits and sending.request == opened.request and sending.state == "open":
-                    self._open(sending, flight, opened)
-                    return
-        why = self._given_up.get((pair.worker.instance, opened.request))
-        if why is not None:
-            pair.send("drained", nonce=opened.nonce, why=why)
-            return
-        self._opened[pair.name, opened.request] = opened
+            if sending.request == opened.request:
+                self._find_opened(sending)
+
+    def _on_decline(self, pair: Pair, request: str, why: str) -> None:
+        why, instance = f"{pair.name} declines it: {why}", pair.worker.instance
+        for sending in self.sendings:
+            to = [flight.pair.worker.instance for flight in sending.flights]
+            if sending.request == request and (not to or instance in to):
+                self._fail(sending, make(AbortedError, self._text(sending, why)))
+                return
+        self._openings.decline(request, why)
 
     def _on_cancel(self, pair: Pair, nonce: Any, why: str) -> None:
-        for key, opened in list(self._opened.items()):
-            if opened.pair is pair and opened.nonce == nonce:
-                del self._opened[key]
+        self._openings.forget(pair, nonce)
         found = self._flight(pair, nonce)
         if found is None:  # nothing of it is under way, if anything ever was
             pair.send("drained", nonce=nonce, why=why)
@@ -386,7 +403,9 @@ class KVSender(KVWorker):
         for sending in list(self.sendings):
             if sending.state == "open":
                 self.poll(sending)
+                draining |= any(flight.packing.pending for flight in sending.flights)
                 self._check_opened(sending, now)
+                self._check_signals(sending, now)
             draining |= self._drain(sending)
             for flight in sending.flights:
                 late = flight.state == "draining" and now >= flight.drain_until
@@ -397,15 +416,24 @@ class KVSender(KVWorker):
 
     def _check_opened(self, sending: KVSending, now: float) -> None:
         waiting = [flight.pair.name for flight in sending.flights if flight.state == "waiting"]
-        if waiting and now - sending.began_at > self.timeouts.open_s:
+        since = sending.stats.queued_at
+        if not sending.flights and sending.user is not None:
+            waiting, since = ["any receiver"], sending.committed_at
+        if waiting and now - since > self.timeouts.open_s:
             why = f"waited {self.timeouts.open_s} s in phase open for {', '.join(waiting)}"
-            text = self._text(sending, f"{why}; {self._progress(sending)}")
+            text = self._text(sending, f"{why}; {sending.progress()}")
+            self._fail(sending, make(errors.TimeoutError, text))
+
+    def _check_signals(self, sending: KVSending, now: float) -> None:
+        shut = sending.shut_gates()
+        if shut and now - sending.begun_at > self.timeouts.layers_s:
+            where = f"layer {shut[0].layer} of step {shut[0].step}"
+            why = f"waited {self.timeouts.layers_s} s in phase signal for {where}"
+            text = self._text(sending, f"{why}; {sending.progress()}")
             self._fail(sending, make(errors.TimeoutError, text))
 
     def on_lost(self, pair: Pair) -> None:
-        for key, opened in list(self._opened.items()):
-            if opened.pair is pair:
-                del self._opened[key]
+        self._openings.forget(pair)
         for sending in list(self.sendings):
             if any(f.pair is pair and f.state != "settled" for f in sending.flights):
                 text = self._text(sending, f"lost {pair.name}: {pair.lost}")
@@ -415,5 +443,7 @@ class KVSender(KVWorker):
         for sending in list(self.sendings):
             for flight in sending.flights:
                 if flight.pair is pair and flight.state != "settled":
+                    flight.take_done(sending.stats)
+                    sending.stats.fenced("key", pair.fence_retries)
                     self._settle(flight)
             self._free_if_settled(sending)

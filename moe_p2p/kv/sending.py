@@ -8,11 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from moe_p2p.errors import MoeP2pError
+from moe_p2p.errors import MoeP2pError, require
 from moe_p2p.kv.channel import Message
-from moe_p2p.kv.pair import Pair
-from moe_p2p.kv.tail import Slot
+from moe_p2p.kv.checksum import add
+from moe_p2p.kv.packing import Packing
+from moe_p2p.kv.pair import KVCache, Pair
+from moe_p2p.kv.requests import aligned_begin
+from moe_p2p.kv.stats import KVTransferStats
+from moe_p2p.kv.tail import MAX_CHUNKS, Slot, Tail
 from moe_p2p.kv.units import Chunk, Units, int32_tensor
+from moe_p2p.transfers import Gate
 
 if TYPE_CHECKING:
     from moe_p2p.kv.sender import KVSender
@@ -64,9 +69,45 @@ class Flight:
     chunk: Chunk | None = None  # of `end`; None: no whole page more than before
     end: int | None = None  # tokens that are there, as the caller says
     sums: dict[int, int] = field(default_factory=dict)  # by layer
+    unsummed: list[tuple[int, Chunk]] = field(default_factory=list)  # layers, until the tail
     requests: list[Any] = field(default_factory=list)
+    tail_due: bool = False  # waits until all layers are computed
+    packing: Packing = field(default_factory=Packing)
     committed: bool = False
     drain_until: float = 0.0
+
+    def take_done(self, stats: KVTransferStats) -> list[Any]:
+        """Removes the requests that are done, and returns them; `stats` gets their figures."""
+        done, self.requests = stats.take_done(self.requests)
+        return done
+
+    def begin_chunk(self, end: int, name: str) -> None:
+        """Whole pages of the target, but for the last: two chunks never write the same page."""
+        opened = self.opened
+        assert opened is not None
+        last = end == opened.total
+        begin = self.chunks[-1][1] if self.chunks else opened.begin
+        to = end if last else max(aligned_begin(self.pair.plan.target, end), begin)
+        self.end, self.chunk = end, (begin, to) if to > begin or last else None
+        if self.chunk is not None:
+            self.chunks.append(self.chunk)
+            require(
+                len(self.chunks) <= MAX_CHUNKS,
+                f"{name}: request {opened.request!r} has more than {MAX_CHUNKS} chunks",
+            )
+
+    def tail(self, user: bytes) -> bytes:
+        opened, ends = self.opened, tuple(end for _, end in self.chunks)
+        assert opened is not None
+        sums = tuple(self.sums[layer] for layer in self.pair.layers) if opened.verify else ()
+        return Tail(opened.nonce, opened.begin, opened.total, ends, sums, user).to_bytes()
+
+    def sum_layers(self, cache: KVCache) -> None:
+        assert self.units is not None
+        for layer, chunk in self.unsummed:
+            part = self.units.checksum(cache, layer, chunk, at_source=True)
+            self.sums[layer] = add(self.sums.get(layer, 0), part)
+        self.unsummed.clear()
 
 
 class KVSending:
@@ -78,19 +119,79 @@ class KVSending:
         self.sender, self.request, self.pages, self.total = sender, request, dict(pages), total
         self.flights: list[Flight] = []
         self.calls: list[tuple[int, int]] = []  # (layer, tokens that are there), in their order
+        self.gates: dict[tuple[int, int], Gate] = {}  # of calls that wait for a signal
+        self._shut: list[Gate] = []  # of these, not known to be open
+        self.begun_at = 0.0  # the last step
         self.user: bytes | None = None  # not None: committed
         self.state = "open"  # then "complete" or "failed"
         self.error: MoeP2pError | None = None
         self.reusable = False  # its pages may be given to somebody else
-        self.began_at = 0.0
+        self.committed_at = 0.0
+        self.stats = KVTransferStats(request, sender.role, sender.clock())
+
+    @property
+    def layers(self) -> list[int]:
+        """The model's layers that travel from here; all of this rank's until it has a target."""
+        if self.flights:
+            return self.flights[0].pair.layers
+        cache = self.sender.cache
+        stage = cache.rank // cache.layout.tp
+        return sorted(
+            {
+                group.layers[at]
+                for group in cache.layout.groups
+                for at in cache.layout.layers_of(group, stage)
+            }
+        )
+
+    def add_pages(self, pages: Mapping[str, Tensor]) -> None:
+        """Lists that begin with what was there before: with chunked prefill, engines allocate
+        pages of a chunk when they schedule it."""
+        with self.sender.lock:
+            self.pages.update(pages)
+
+    def check_complete(self) -> None:
+        """Each chunk has each layer, once."""
+        layers = self.layers
+        for end in sorted({end for _, end in self.calls} | {self.total}):
+            got = sorted(layer for layer, to in self.calls if to == end)
+            missing = sorted(set(layers) - set(got))
+            why = f"layers up to token {end} were sent twice"
+            if missing:
+                why = f"commit without layers {missing[:4]} of tokens up to {end}"
+            require(got == layers, f"{self.sender.name}: request {self.request!r}: {why}")
+
+    def settled(self) -> bool:
+        """Nothing reads its pages for a receiver."""
+        return all(flight.state == "settled" for flight in self.flights)
+
+    def progress(self) -> str:
+        states = [
+            f"{flight.pair.name} {flight.state}, {len(flight.requests)} writes under way"
+            f"{flight.packing.text()}"
+            for flight in self.flights
+        ]
+        where = "; ".join(states) or "no receiver has opened it"
+        calls, layers = len(self.calls), len(self.layers)
+        return f"{calls} calls of layer() of {layers} layers were made; {where}"
 
     def layer(self, layer: int, end: int | None = None) -> None:
         """Sends one layer, number `layer` of the model, of tokens up to `end` (None: all).
 
-        Its bytes must be there; on a GPU synchronize the stream first. With chunked prefill all
-        layers of a chunk come before those of the next one.
+        Its bytes must be there; on a GPU synchronize the stream first, or let `KVSignals` do it.
+        With chunked prefill all layers of a chunk come before those of the next one.
         """
         self.sender.layer(self, layer, self.total if end is None else end)
+
+    def add_gate(self, layer: int, end: int, gate: Gate, now: float) -> None:
+        self.gates[layer, end] = gate
+        self._shut.append(gate)
+        self.begun_at = now
+
+    def shut_gates(self) -> list[Gate]:
+        """Layers that are not computed yet, as far as signals say."""
+        self._shut = [gate for gate in self._shut if not gate.reached()]
+        return self._shut
 
     def commit(self, user: bytes = b"") -> None:
         """All layers of all tokens were sent. user: up to 256 bytes for the receivers."""

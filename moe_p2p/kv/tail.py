@@ -11,9 +11,15 @@ from __future__ import annotations
 import secrets
 import struct
 import zlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from moe_p2p.errors import ResourceExhaustedError, make, require
+from moe_p2p.errors import (
+    ClosedError,
+    InvalidArgumentError,
+    ResourceExhaustedError,
+    make,
+    require,
+)
 
 MAX_CHUNKS = 64
 MAX_USER_BYTES = 256
@@ -96,12 +102,14 @@ class Slot(NamedTuple):
 class Slots:
     """Places of requests under way; each use of one has a number of its own."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, *, first: int = 0) -> None:
+        least, most = 0 if first else 1, MAX_SLOTS - first
         require(
-            type(count) is int and 1 <= count <= MAX_SLOTS,
-            f"max_requests is {count!r}, must be an integer from 1 to {MAX_SLOTS}",
+            type(count) is int and least <= count <= most,
+            f"{'parts of the ring are' if first else 'max_requests is'} {count!r}, must be an "
+            f"integer from {least} to {most}",
         )
-        self.count = count
+        self.count, self._first = count, first
         self._free = list(reversed(range(count)))
         # Not from 0: receivers that follow each other on an engine must not share numbers.
         self._epochs = [secrets.randbelow(1 << _EPOCH_BITS)] * count
@@ -114,11 +122,37 @@ class Slots:
             )
         number = self._free.pop()
         self._epochs[number] += 1
-        return Slot(number, self._epochs[number])
+        return Slot(self._first + number, self._epochs[number])
 
     def give_back(self, slot: Slot) -> None:
-        self._free.insert(0, slot.number)  # the longest unused one is taken next
+        self._free.insert(0, slot.number - self._first)  # the longest unused one is taken next
 
     @property
     def num_taken(self) -> int:
         return self.count - len(self._free)
+
+
+class CountedSlots(Slots):
+    """Slots whose immediates arrive at `engine`: their counters are given back with them."""
+
+    def __init__(self, count: int, engine: Any, *, first: int = 0) -> None:
+        super().__init__(count, first=first)
+        self._engine = engine
+        self._last_imm: dict[int, int] = {}  # by number
+
+    def take(self, what: str) -> Slot:
+        slot = super().take(what)
+        if slot.number in self._last_imm:
+            self._drop(self._last_imm[slot.number])  # what arrived late
+        self._last_imm[slot.number] = slot.imm
+        return slot
+
+    def give_back(self, slot: Slot) -> None:
+        self._drop(slot.imm)
+        super().give_back(slot)
+
+    def _drop(self, imm: int) -> None:
+        try:
+            self._engine.free_imm(imm)
+        except (InvalidArgumentError, ClosedError):
+            return  # a thread waits for it: the next use of the slot drops it

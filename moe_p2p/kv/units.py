@@ -16,6 +16,7 @@ from moe_p2p.kv.memory import KVRequest
 from moe_p2p.kv.pair import KVCache, Pair
 from moe_p2p.kv.plan import KVMove
 from moe_p2p.kv.requests import indices, span_of
+from moe_p2p.transfers import Gate
 
 Pages = Mapping[str, Tensor]
 Chunk = tuple[int, int]
@@ -53,7 +54,9 @@ class Units:
             if len(ours):
                 yield request, ours, theirs
 
-    def write(self, engine: Any, layer: int, chunk: Chunk, imm: int) -> list[Any]:
+    def write(
+        self, engine: Any, layer: int, chunk: Chunk, imm: int, after: Gate | None
+    ) -> list[Any]:
         """Submits one layer from here to the pair's worker; one immediate by each NIC a request."""
         pair = self.pair
         return [
@@ -66,9 +69,11 @@ class Units:
                 region_offset=request.target.offset,
                 imm=imm,
                 imm_per_page=False,
+                after=after,
                 **_strides(request, here="source"),
             )
             for request, ours, theirs in self.each(layer, chunk)
+            if not request.move.why_packed  # moe_p2p/kv/packing.py
         ]
 
     def read(self, engine: Any, chunk: Chunk) -> list[Any]:

@@ -20,10 +20,13 @@ from moe_p2p import errors, log
 from moe_p2p.errors import UnavailableError, make, require, require_type
 from moe_p2p.kv.channel import Message
 from moe_p2p.kv.leases import Worker
-from moe_p2p.kv.pair import Hello, KVCache, Pair, PairMemory, Sends, make_pair
+from moe_p2p.kv.link import KVLink, link_of
+from moe_p2p.kv.pair import Hello, KVCache, Pair, PairMemory, Sends, agreed_link, make_pair
+from moe_p2p.kv.ring import Ring
+from moe_p2p.kv.stats import KVTotals, KVTransferStats
 from moe_p2p.kv.tail import Slots, tail_bytes
 
-QUICK_S, SLOW_S = 0.0005, 0.02  # between two looks, while something drains and otherwise
+QUICK_S, SLOW_S = 0.0002, 0.02  # between looks, while something drains or is packed, and else
 RETRY_S = 0.5  # between two tries of a fence: each may take so long itself
 
 
@@ -66,6 +69,7 @@ class KVWorker:
         instance: str,
         timeouts: KVTimeouts | None = None,
         max_requests: int = 256,
+        link: KVLink | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         require_type(f"{type(self).__name__}: cache", cache, KVCache, "a KVCache")
@@ -81,10 +85,13 @@ class KVWorker:
         self.changed = threading.Condition(self.lock)  # a request ended, or a pair came
         self.wake = threading.Event()  # of whoever calls step()
         self.pairs: dict[str, Pair] = {}  # by name of the other worker
+        self.totals = KVTotals()  # replaced, never changed: any thread may keep one
         self.slots = Slots(max_requests)
         self.row_bytes = tail_bytes(cache.layout.num_layers)
+        self.link = link_of(engine) if link is None else link
+        self.ring = Ring(self.link, cache.tensors[0].device, max_requests)
         # One row a slot. A bytearray, so that rows are read and written without a tensor.
-        self.rows = bytearray(max_requests * self.row_bytes)
+        self.rows = bytearray((max_requests + self.ring.num_parts) * self.row_bytes)
         self.control = torch.frombuffer(self.rows, dtype=torch.uint8)
         self._losing: list[Pair] = []  # lost, and not yet fenced
 
@@ -95,7 +102,7 @@ class KVWorker:
     # --- meeting ---
 
     def register(self) -> PairMemory:
-        return PairMemory(self.engine, self.cache, self.control)
+        return PairMemory(self.engine, self.cache, self.control, self.ring)
 
     def hello(self, memory: PairMemory, worker: Worker) -> Hello:
         return Hello(
@@ -106,6 +113,9 @@ class KVWorker:
             memory.control.descriptor,
             self.engine.num_nics,
             self.row_bytes,
+            self.link,
+            self.ring.parts,
+            memory.ring.descriptor if memory.ring else b"",
         )
 
     def meet(self, memory: PairMemory, theirs: Hello, channel: Sends) -> Pair:
@@ -116,7 +126,9 @@ class KVWorker:
             f"{self.row_bytes}; both sides must hold the same model",
         )
         sends = self.role == "sender"
-        return make_pair(self.engine, self.cache, memory, theirs, channel, sends=sends)
+        ours = self.hello(memory, self.worker)
+        link = agreed_link(*((ours, theirs) if sends else (theirs, ours)))
+        return make_pair(self.engine, self.cache, memory, theirs, channel, sends=sends, link=link)
 
     def attach(self, pair: Pair) -> None:
         with self.lock:
@@ -212,6 +224,7 @@ class KVWorker:
             if not pair.fence_at:
                 log.warning(f"{self.name}: pages stay held, {pair.name} is not fenced: {error}")
             pair.fence_at = self.clock() + RETRY_S
+            pair.fence_retries += 1
             return False
         return True
 
@@ -219,6 +232,13 @@ class KVWorker:
         with self.lock:
             for pair in list(self.pairs.values()):
                 self._lose(pair, why)
+
+    def count(self, stats: KVTransferStats) -> None:
+        """Under the lock, once the request is reusable."""
+        stats.reusable_at = self.clock()
+        one = KVTotals()
+        one.observe(stats)
+        self.totals = self.totals + one
 
     # --- what senders and receivers do ---
 

@@ -148,7 +148,7 @@ def open_with(provider: str, settings: str, wish: Wish, *, root: Path = Path("/"
 def _rails(provider: str, settings: str, wish: Wish, root: Path) -> list[str]:
     """Device names for the provider's setting; empty where the provider finds its own."""
     asked = names_of(wish.nics or env.nics())
-    kind = _kind(provider, settings)
+    kind = kind_of(provider, settings)
     if not kind:
         return asked
     host = topology.read_host(root)
@@ -170,11 +170,11 @@ def _rails(provider: str, settings: str, wish: Wish, root: Path) -> list[str]:
     return [f"{nic.name}-rdm" if kind == "efa" else nic.name for nic in chosen[:MAX_NICS]]
 
 
-def _kind(provider: str, settings: str) -> str:
-    """Kind of NICs that a provider's setting names; empty when the provider finds its own."""
+def kind_of(provider: str, settings: str) -> str:
+    """Kind of NICs that a provider uses; empty for software, and where a setting names another."""
     if provider == LIBFABRIC and setting(settings, "provider") not in ("", "efa"):
         return ""
-    return PROVIDERS[provider].kind
+    return PROVIDERS[provider].kind if provider in PROVIDERS else ""
 
 
 def named_in(provider: str, settings: str) -> list[str]:

@@ -43,9 +43,11 @@ def main(arguments: list[str]) -> int:
     try:
         source, target = side_of("source", given), side_of("target", given)
         link = kv.LINKS[given.link]
-        for field in ("bytes_per_s", "writes_per_s"):
+        for field in ("bytes_per_s", "writes_per_s", "packed_write_bytes"):
             if getattr(given, field) is not None:
                 link = dataclasses.replace(link, **{field: getattr(given, field)})
+        pack = {"always": True, "never": False}.get(given.pack, "auto")
+        link = dataclasses.replace(link, pack=pack)
         plan = kv.kv_plan(source, target, link=link)
         text = "\n\n".join(
             [
@@ -115,12 +117,13 @@ def _line(plan: kv.KVPlan, move: kv.KVMove) -> str:
     numbers = plan.source.group(move.group).layers
     layers = f"{numbers[move.layers.start]}-{numbers[move.layers.stop - 1]}"
     strides = f"{shape.source_row_stride} -> {shape.target_row_stride}"
+    via = f"{move.via}, lands" if move.lands else move.via
     return (
         f"{move.group:10} {layers:>9} {f'{move.heads[0]}-{move.heads[1] - 1}':>7} "
         f"{f'{move.source_rank} -> {move.target_rank}':>9} {shape.part:4} {shape.row_bytes:>9} "
         f"{shape.num_rows:>4} {strides if shape.num_rows > 1 else '':>17} "
         f"{len(shape.phases):>5} {move.cycle.tokens:>6} "
-        f"{f'{move.share.first + 1}/{move.share.of}':>5} {move.via}"
+        f"{f'{move.share.first + 1}/{move.share.of}':>5} {via}"
     )
 
 
@@ -128,9 +131,22 @@ def reasons(plan: kv.KVPlan) -> str:
     """Why rows are packed, once for each size."""
     link = plan.link
     found = sorted({move.why_packed for move in plan.moves if move.why_packed})
+    if not found and link.pack is False:
+        return "all direct: pack is False"
     if not found:
         return f"all direct: no row is below the {link.small_row_bytes:,} B that {link.name} needs"
-    return "\n".join(f"pack: {reason}" for reason in found)
+    lines = [f"pack: {reason}" for reason in found]
+    runs = sorted({move.unit_bytes for move in plan.moves if move.lands})
+    if runs:
+        sizes = ", ".join(f"{size:,}" for size in runs)
+        lines.append(f"lands: gathered into runs of {sizes} B, which are written into the pages")
+    if any(move.why_packed and not move.lands for move in plan.moves):
+        lines.append(
+            f"others: writes of up to {link.packed_write_bytes:,} B into a ring of "
+            f"{link.ring_bytes:,} B at the target, scattered there; staging of as much at the "
+            f"source; {link.num_sms} multiprocessors at either side"
+        )
+    return "\n".join(lines)
 
 
 def request_table(plan: kv.KVPlan, begin: int, end: int, *, everything: bool) -> str:
@@ -216,5 +232,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--link", choices=sorted(kv.LINKS), default="cx7", help="NICs of a GPU")
     add("--bytes-per-s", type=float, help="instead of the link's")
     add("--writes-per-s", type=float, help="instead of the link's; measure it on your NIC")
+    add("--packed-write-bytes", type=int, help="instead of the link's; most of one packed write")
+    add("--pack", choices=["auto", "always", "never"], default="auto", help="KVLink.pack")
     add("--all", action="store_true", help="every line of the table")
     return parser

@@ -63,8 +63,8 @@ class Param:
     blocks: a target that wants fp8; dtype is "float8_e4m3fn".
     part: a target whose ranks hold only this box of the parameter, (first, size) in each dimension
         of `shape`; then placements are all Replicate, and there is no window.
-    finalize: a target that converts by itself, and why: it gets what the source has, dense, in a
-        tensor of the parameter's name, and its `finalize` does the rest at commit.
+    finalize: a target that converts by itself at commit, and why: it gets what the source has,
+        dense, in a tensor of the name `received`.
     """
 
     name: str
@@ -95,6 +95,8 @@ class Param:
         where, dims = f"{self.name}:", len(self.shape)
         if math.prod(self.mesh) != len(self.ranks) or not self.ranks:
             raise _wrong(f"{where} mesh {self.mesh} has not {len(self.ranks)} ranks")
+        if not _distinct(self.ranks):
+            raise _wrong(f"{where} ranks {self.ranks} name one twice; describe its tensors apart")
         if len(self.placements) != len(self.mesh):
             raise _wrong(f"{where} {self.placements} must be one for each of mesh {self.mesh}")
         for each in self.placements:
@@ -130,12 +132,27 @@ class Param:
         return sizes[first:]
 
     @property
+    def received(self) -> str:
+        """The dense tensor of a target that converts by itself: one for each place it has."""
+        name = f"{self.name}:received"
+        return (
+            name
+            if (self.tensor, self.offset) == (self.name, 0)
+            else (f"{name}:{self.tensor}:{self.offset}")
+        )
+
+    @property
     def how(self) -> tuple[object, ...]:
         """All but names, ranks and offsets: Params that are equal in it are planned once."""
         blocks = self.blocks
         kind = (blocks.shape, blocks.order, blocks.strides) if blocks else ()
         return (self.shape, self.dtype, self.mesh, self.placements, self.window, self.order,
                 self.strides, self.part, kind, self.finalize)  # fmt: skip
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _distinct(ranks: tuple[int, ...]) -> bool:
+    return len(set(ranks)) == len(ranks)
 
 
 def _wrong(message: str) -> Exception:

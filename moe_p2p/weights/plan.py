@@ -2,7 +2,7 @@
 
 `weight_plan` is pure and made once, from both layouts; every rank may make it by itself, read it
 from disk, or get it as bytes. Parameters that are described alike share a template (flows.py), so a
-plan of 70,000 parameters has some hundred of them. docs/weights.md explains it.
+plan of 70,000 parameters has some dozens of them. docs/weights.md explains it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from moe_p2p.weights import stored
 from moe_p2p.weights.flows import Flow, Place, Stage, Template, template
 from moe_p2p.weights.layout import Param, WeightLayout, item_bytes
 
-FORMAT = "weights 1"  # of files and bytes; another one is planned anew
+FORMAT = (
+    "weights 1"  # changes with what flows.py makes of layouts: files of another one are not read
+)
 
 
 class Write(NamedTuple):
@@ -73,7 +75,7 @@ class Counts(NamedTuple):
 
 
 class Gathered(NamedTuple):
-    """A parameter that targets get unconverted, in their tensor NAME:received."""
+    """A parameter that targets get unconverted, in their tensor `Param.received`."""
 
     name: str
     nbytes: int
@@ -286,7 +288,7 @@ def _write(entry: Entry, flow: Flow, source: Place, target: Place) -> Write:
     else:
         tensor, offset = stage.tensor(entry.name) + (":scales" if flow.scales else ""), 0
     if target[0] in dict(entry.template.received):
-        to_tensor, to_offset = f"{entry.name}:received", 0
+        to_tensor, to_offset = theirs.received, 0
     elif flow.scales:
         assert theirs.blocks is not None
         to_tensor, to_offset = theirs.blocks.tensor, theirs.blocks.offset * 4

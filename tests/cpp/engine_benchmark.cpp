@@ -1,7 +1,7 @@
 // What the engine itself costs, with the null provider. Skipped unless asked for:
 //   $(python tests/cpp/build.py --optimize) --no-skip -tc="benchmark: engine*"
 // Targets: at most 150 ns per page of a 10,000-page WritePages from submit to done; at most 1 us at
-// the median from a doorbell's ring to the provider's first post.
+// the median from a doorbell's ring to the provider's first post, 5 us from a layer's signal.
 #include <algorithm>
 #include <atomic>
 #include <numeric>
@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "doctest/doctest.h"
+#include "engine/gate.h"
 #include "proxy/proxy_thread.h"
 
 namespace moe_p2p::test {
@@ -70,7 +71,7 @@ TEST_CASE("benchmark: engine, one write from submit to done" * doctest::skip()) 
   const auto* region = engine.resolve(engine.descriptor(handle));
   Request request(Write{handle, 0, region, 0, data.size(), 1});
   std::vector<uint64_t> ns;
-  for (int i = 0; i < 20'000; ++i) {
+  for (int i = 0; i < 200'000; ++i) {
     const auto start = now_ns();
     engine.submit(request);
     while (!request.done()) engine.progress();
@@ -129,6 +130,52 @@ TEST_CASE("benchmark: engine, doorbell to first post" * doctest::skip()) {
     const std::string names[] = {"spin", "yield", "sleep"};
     MESSAGE(names[static_cast<size_t>(mode)], ": ", percentile(ns, 50), " ns (p50), ",
             percentile(ns, 99), " ns (p99)");
+  }
+}
+
+// As a GPU stores it: nobody is notified. All layers of a step wait, for two receivers.
+TEST_CASE("benchmark: engine, from a layer's signal to the first post" * doctest::skip()) {
+  constexpr size_t kLayers = 61, kReceivers = 2, kPages = 64;
+  for (const auto mode : {WaitMode::kSpin, WaitMode::kYield, WaitMode::kSleep}) {
+    TransferEngine engine(null_options(2));
+    std::vector<std::byte> data(1 << 20);
+    const auto* handle = engine.register_memory({data.data(), data.size()});
+    const auto* region = engine.resolve(engine.descriptor(handle));
+    std::vector<int64_t> pages(kPages);
+    std::iota(pages.begin(), pages.end(), 0);
+    uint64_t words[kLayers] = {};
+    std::vector<Gate> gates;
+    for (const uint64_t& word : words) gates.emplace_back(&word, false);
+    std::vector<std::unique_ptr<Request>> requests;
+    for (size_t i = 0; i < kLayers * kReceivers; ++i) {
+      requests.push_back(std::make_unique<Request>(
+          WritePages{handle, region, 4096, {pages, 8192, 0}, {pages, 8192, 0}, 1}));
+      requests.back()->gate = &gates[i % kLayers];
+    }
+    proxy::ProxyThread proxy(engine, {.wait = {.mode = mode}});
+    std::vector<uint64_t> ns;
+    for (uint64_t step = 1; step <= 50; ++step) {
+      for (auto& request : requests) {
+        request->gate_value = step;
+        engine.submit(*request);
+      }
+      for (size_t layer = 0; layer < kLayers; ++layer) {
+        const auto pause = Clock::now() + std::chrono::microseconds(100);
+        while (Clock::now() < pause) {
+        }
+        const auto stored = now_ns();
+        std::atomic_ref(words[layer]).store(step, std::memory_order_release);
+        while (engine.counters()[0].last_post_ns < stored) {
+        }
+        ns.push_back(engine.counters()[0].last_post_ns - stored);
+        for (size_t i = layer; i < requests.size(); i += kLayers)
+          while (!requests[i]->done()) {
+          }
+      }
+    }
+    const std::string names[] = {"spin", "yield", "sleep"};
+    MESSAGE(names[static_cast<size_t>(mode)], ": ", percentile(ns, 50), " ns (p50), ",
+            percentile(ns, 99), " ns (p99), ", ns.size(), " signals");
   }
 }
 

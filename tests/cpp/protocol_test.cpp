@@ -32,6 +32,8 @@ constexpr uint64_t kNumSeeds = 3000;
 
 simulation::World world_of(Mutation mutation, uint64_t seed) {
   switch (mutation) {
+    case Mutation::kCleanWithoutJump:
+    case Mutation::kCleanWithoutWait:
     case Mutation::kWriteToMasked: return simulation::masking_world_of_seed(seed);
     case Mutation::kFailByLeft:
     case Mutation::kFarewellEarly:
@@ -148,6 +150,8 @@ TEST_CASE("protocol: broken rules are caught" * doctest::skip(kSanitized)) {
         Case{"sums before the weights are here", Mutation::kSumBeforeWeights, ""},
         Case{"weights taken for an earlier step's", Mutation::kWeightsInEveryStep, ""},
         Case{"writes to ranks that are masked", Mutation::kWriteToMasked, ""},
+        Case{"steps count on after a clean of masks", Mutation::kCleanWithoutJump, ""},
+        Case{"slots used before others have cleaned", Mutation::kCleanWithoutWait, ""},
         Case{"writes to a rank that left fail", Mutation::kFailByLeft, ""},
         Case{"a rank leaves before all has arrived", Mutation::kFarewellEarly, ""},
         Case{"a rank that left has sent what is here", Mutation::kFarewellOvertakes, ""},

@@ -72,7 +72,10 @@ Outcome run(const World& world, uint64_t seed) {
   try {
     size_t unfinished = ranks.size();
     while (unfinished > 0) {
-      if (++outcome.turns > kMaxTurnsPerRank * ranks.size() * (world.closing ? 10 : 1)) {
+      if (++outcome.turns > kMaxTurnsPerRank * ranks.size() *
+                                (world.closing        ? 10
+                                 : world.patience > 0 ? 4
+                                                      : 1)) {
         for (const auto& rank : ranks)
           if (!rank->ended()) outcome.fault += "stuck: " + rank->where() + "; ";
         return outcome;

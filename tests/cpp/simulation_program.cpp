@@ -72,6 +72,8 @@ Program draw_program(const World& world, std::mt19937_64& random) {
     program.items.push_back({Action::kDispatchRecv, call});
     open.push_back(call);
     if (program.calls[call].kind == Kind::kSolo || random() % 2 == 0) close_all();
+    if (world.patience > 0 && world.num_nodes == 1 && open.empty() && random() % 3 == 0)
+      program.items.push_back({Action::kClean, call});
   }
   close_all();
   return program;

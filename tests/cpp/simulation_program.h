@@ -20,10 +20,10 @@ struct Call {
   std::vector<std::vector<float>> weights;  // [W][T * K]
 };
 
-enum class Action { kDispatchSend, kDispatchRecv, kCombineSend, kCombineRecv, kRelease };
+enum class Action { kDispatchSend, kDispatchRecv, kCombineSend, kCombineRecv, kRelease, kClean };
 struct Item {
   Action action;
-  size_t call;
+  size_t call;  // of kClean any
 };
 
 struct Program {

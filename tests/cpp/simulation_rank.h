@@ -191,6 +191,7 @@ class Rank {
       case Action::kRelease:
         all_to_all_->release({b.handle.data(), static_cast<int64_t>(b.handle.size())});
         return true;
+      case Action::kClean: all_to_all_->clean_masks(); return true;
     }
     return false;
   }

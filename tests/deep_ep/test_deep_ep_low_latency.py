@@ -110,10 +110,16 @@ def test_a_rank_that_is_gone_is_masked(per_node: int, monkeypatch: pytest.Monkey
         for seed, mode in enumerate(("sync", "hook") * 3):
             cases.step_without(place, seed, [1], mode)
         cases.check_masks(place, [1])
+        if rank.store.add("masked", 1) == 2:
+            rank.store.set("both have masked", "")
+        rank.store.wait(["both have masked"])
+        buffer.low_latency_clean_mask_buffer()
+        cases.check_masks(place, [])
         if per_node == 3:
+            cases.step_without(place, 7, [1])  # on the same memory, masked again
+            cases.check_masks(place, [1])
             buffer.destroy()  # waits for nobody
             return
-        buffer.low_latency_clean_mask_buffer()
         with pytest.raises(MoeP2pError, match="rank 1 did not come"):
             cases.step_without(place, 7, [])
         buffer._pool.close()

@@ -48,6 +48,7 @@ CASES = {
         "test_gpu_self_flag.py::test_workers_that_are_fewer_than_the_parts_of_a_row[3]",
         "test_gpu_copy_kernel.py",
         "test_gpu_count_kernel.py",
+        "test_gpu_signals.py",
         "test_gpu_long_steps.py::test_steps_of_three_hundred_tokens[4ranks-2pernode]",
         "test_gpu_long_steps.py::test_long_calls_run_in_chunks[4ranks-2pernode]",
         "test_gpu_long_steps.py::test_parts_over_a_slow_link",

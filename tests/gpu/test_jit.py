@@ -23,7 +23,7 @@ from tests.support import ranks
 
 ARCHS = ("sm_90a", "sm_100a")
 # Kernels of the software NIC, and of calls without a communicator.
-ALONE: list[tuple[str, dict[str, int]]] = [("copy.cu", {}), ("count.cu", {})]
+ALONE: list[tuple[str, dict[str, int]]] = [("copy.cu", {}), ("count.cu", {}), ("signal.cu", {})]
 KERNEL = """
 #include <cuda_fp8.h>
 

@@ -9,8 +9,10 @@ from collections.abc import Callable
 
 import pytest
 
+from moe_p2p import kv
+from moe_p2p.kv.ring import HEADER_BYTES
 from tests.support.kv_mutations import MUTATIONS, mutated
-from tests.support.kv_world import LAYERS, TIMEOUTS, Deal, FaultError, World
+from tests.support.kv_world import LAYERS, PACKED, TIMEOUTS, Deal, FaultError, World
 
 RANKS = (0, 1)
 
@@ -41,6 +43,8 @@ def send(world: World, deal: Deal, calls: int = LAYERS + 1) -> None:
     for rank in RANKS:
         for _ in range(calls):
             world.layer(deal, rank)
+    for _ in range(2 if world.link else 0):
+        messages(world)  # packed rows ask for parts of the ring, and get them
 
 
 def post_all(world: World) -> None:
@@ -129,22 +133,71 @@ def the_tail_is_of_an_earlier_request(world: World) -> None:
     assert deal.checked
 
 
+def an_immediate_of_a_ring_part_comes_late(world: World) -> None:
+    """Of a cancelled request; the next one that has the part has sent its header only."""
+    late = opened(world)
+    send(world, late, 1)
+    everything_lands(world, without="imm")
+    late.reservation.cancel()
+    messages(world)
+    world.step()
+    messages(world)
+    assert late.reservation.reusable
+    world.settle()
+    old = world.net.operations.copy()
+    assert old
+    deal = opened(world)
+    send(world, deal, 1)
+    for operation in world.net.operations:
+        if operation not in old and operation.rows[0].nbytes == HEADER_BYTES:
+            for what in ("post", "land"):
+                world.net.move(what, operation, operation.rows[0])
+            world.net.move("imm", operation, None)
+    for operation in old:
+        if operation.imm is not None and operation.peer.engine is world.senders[0].engine:
+            world.net.move("imm", operation, None)
+            break
+    world.settle()
+    everything_lands(world)  # a scatter of what lies in the part?
+
+
+def a_part_is_written_before_it_was_scattered(world: World) -> None:
+    one, two = opened(world), opened(world)
+    send(world, one, 1)
+    everything_lands(world, without="copy")
+    world.settle()
+    assert world.net.copies  # its scatter has begun
+    send(world, two, 1)
+    everything_lands(world, without="copy")
+    everything_lands(world)
+
+
 SCENARIOS: dict[str, Callable[[World], None]] = {
     "no fence": a_write_comes_after_the_fence,
     "no nonce": the_tail_is_of_an_earlier_request,
     "no epoch": immediates_come_after_their_request,
     "reuse before drain": a_write_comes_while_it_drains,
 }
+PACKED_SCENARIOS = {  # the same for parts of the ring
+    "no fence": a_write_comes_after_the_fence,
+    "no epoch": an_immediate_of_a_ring_part_comes_late,
+    "reuse before drain": a_write_comes_while_it_drains,
+    "reuse before scatter": a_part_is_written_before_it_was_scattered,
+}
+ALL = [(name, None) for name in SCENARIOS] + [(name, PACKED) for name in PACKED_SCENARIOS]
 
 
 def test_there_is_a_scenario_for_each() -> None:
-    assert SCENARIOS.keys() == MUTATIONS.keys()
+    assert SCENARIOS.keys() | PACKED_SCENARIOS.keys() == MUTATIONS.keys()
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_a_part_is_needed(name: str) -> None:
-    world = World()
-    SCENARIOS[name](world)
+@pytest.mark.parametrize(
+    ("name", "link"), ALL, ids=[f"{name}{', packed' if link else ''}" for name, link in ALL]
+)
+def test_a_part_is_needed(name: str, link: kv.KVLink | None) -> None:
+    scenario = (PACKED_SCENARIOS if link else SCENARIOS)[name]
+    world = World(link=link)
+    scenario(world)
     world.finish()
-    with mutated(name), pytest.raises(FaultError):
-        SCENARIOS[name](World())
+    with mutated(name), pytest.raises(FaultError, match="in part|scattered" if link else None):
+        scenario(World(link=link))

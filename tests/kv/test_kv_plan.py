@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moe_p2p.kv import KVGroup, KVLayout
+from moe_p2p.kv import KVGroup, KVLayout, KVLink, kv_plan
 from tests.support.kv_transfer import Transfer, run
 
 GQA = KVGroup("attention", layers=(0, 1), heads=4, k_bytes=2, v_bytes=2, page_size=16)
@@ -45,3 +45,14 @@ def test_tokens_dealt_to_up_to_eight_ranks(dcp: int, to_source: bool) -> None:
 def test_page_sizes_differ(ours: int, theirs: int, order: str) -> None:
     source, target = layout(paged(GQA, ours), order), layout(paged(GQA, theirs), "HND", tp=2)
     run(Transfer(source, target, 150, theirs))
+
+
+@pytest.mark.parametrize("lands", [True, False])
+@pytest.mark.parametrize("write_bytes", [50, 100])
+def test_packed_rows_take_several_writes(write_bytes: int, lands: bool) -> None:
+    """16 tokens of a head are a run of 32 bytes in HND pages: 100 bytes hold 3 runs, or 50 rows."""
+    link = KVLink("test", 1e9, 1e9 if lands else 1, write_bytes, pack=True)
+    sides = layout(GQA), layout(GQA, "HND")
+    moves = kv_plan(*sides, link=link).moves
+    assert all((move.lands, move.shape.num_rows) == (lands, 16) for move in moves)
+    run(Transfer(*sides, 150, 16, link=link))

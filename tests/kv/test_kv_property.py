@@ -1,6 +1,6 @@
 """Every plan moves the bytes that the oracle says: any layout to any other, drawn.
 
-200 cases, the same ones each time. More, and others each time:
+200 cases, the same ones each time, most of them with packed rows. More, and others each time:
 
     MOE_P2P_KV_CASES=2000 python -m pytest tests/kv/test_kv_property.py --timeout 1200
 """

@@ -12,11 +12,11 @@ from moe_p2p import PeerDeadError, RemoteAccessError, errors, kv
 from moe_p2p.kv.channel import Message
 from moe_p2p.kv.pair import Pair
 from tests.support.kv_mutations import mutated
-from tests.support.kv_workers import QUICK, Workers, random_cache, some_pages, workers
+from tests.support.kv_workers import PACKED, QUICK, Workers, random_cache, some_pages, workers
 
 LAYERS = 3
 GROUP = kv.KVGroup("kv", tuple(range(LAYERS)), heads=4, k_bytes=16, v_bytes=16, page_size=4)
-LAYOUT = kv.KVLayout((GROUP,))
+LAYOUT, TURNED = kv.KVLayout((GROUP,)), kv.KVLayout((GROUP,), "HND")  # rows of 16 B between them
 PAGES = {"kv": some_pages(4, 32, 1)}
 LATE_US = 800_000  # of every write: later than drain_s
 FREE = 0xCC
@@ -39,13 +39,14 @@ class StoppedSender(kv.KVSender):
         return 0.01 if self.stopped else super().step()
 
 
-def late_writes(*, fenced: bool) -> None:
+def late_writes(*, fenced: bool, link: kv.KVLink | None = None) -> None:
     """Cancels while writes are on their way, gives pages away, and looks when they have come."""
     with workers(
         LAYOUT,
-        LAYOUT,
+        TURNED if link else LAYOUT,
         settings=f"latency_us={LATE_US}",
         kinds=(StoppedSender, kv.KVReceiver),
+        link=link,
     ) as found:
         sender, receiver = found.senders[0], found.receivers[0]
         random_cache(sender.cache, 1)
@@ -55,14 +56,18 @@ def late_writes(*, fenced: bool) -> None:
             time.sleep(0.001)
         for layer in range(LAYERS):
             sending.layer(layer)
-        requests = list(sending.flights[0].requests)
+        while link and not sending.flights[0].requests:
+            time.sleep(0.001)  # until parts of the ring are granted
+        assert bool(sending.flights[0].packing.written) == bool(link)
         sender.stopped = True
+        requests, sending.flights[0].requests = sending.flights[0].requests, []  # waited for here
         began = time.monotonic()
         reservation.cancel()
         reservation.wait_reusable(20)
         took = time.monotonic() - began
         view = receiver.cache.tensors[0].view(LAYERS, 32, -1)[:, PAGES["kv"].long()]
         receiver.cache.tensors[0].fill_(FREE)
+        receiver.ring.tensor.fill_(FREE)
         for request in requests:
             if fenced:
                 with pytest.raises(RemoteAccessError):
@@ -71,17 +76,24 @@ def late_writes(*, fenced: bool) -> None:
                 request.wait(20)
         view = receiver.cache.tensors[0].view(LAYERS, 32, -1)[:, PAGES["kv"].long()]
         assert bool((view == FREE).all()), "a write landed in pages that were free"
+        assert bool((receiver.ring.tensor == FREE).all()), "a write landed in a ring part"
         assert took >= QUICK.drain_s
         sender.stopped = False
 
 
-def test_a_write_that_comes_after_the_fence_is_refused() -> None:
-    late_writes(fenced=True)
+@pytest.mark.parametrize("link", [None, PACKED], ids=["direct", "packed"])
+def test_a_write_that_comes_after_the_fence_is_refused(link: kv.KVLink | None) -> None:
+    late_writes(fenced=True, link=link)
 
 
 def test_without_the_fence_it_lands_in_pages_of_somebody_else() -> None:
     with mutated("no fence"), pytest.raises(AssertionError, match="landed in pages that were free"):
         late_writes(fenced=False)
+
+
+def test_without_the_fence_a_packed_write_lands_in_a_part_of_somebody_else() -> None:
+    with mutated("no fence"), pytest.raises(AssertionError, match="landed in a ring part"):
+        late_writes(fenced=False, link=PACKED)
 
 
 def some_requests(found: Workers, sender: int) -> tuple[kv.KVReservation, kv.KVSending]:

@@ -127,10 +127,10 @@ def test_immediates_are_known_on_both_sides() -> None:
     assert (counted.immediates, counted.units) == (LAYERS, LAYERS * 7)  # pages of 16 tokens
     (counted,) = kv.counts(direct, 0, 0, 100, source_nics=2).values()
     assert (counted.immediates, counted.units) == (2 * LAYERS, LAYERS * 7)
-    packed = kv.kv_plan(layout, layout, link=kv.KVLink("slow", 50e9, 1e3, packed_write_bytes=10**5))
-    (counted,) = kv.counts(packed, 0, 0, 100).values()
-    of_layer = 7 * 16 * 8 * 512
-    assert counted.immediates == LAYERS * -(-of_layer // 10**5)
+    # Pages are rows of 64 KiB: three of them in a write.
+    link = kv.KVLink("slow", 50e9, 1e3, packed_write_bytes=200_000)
+    (counted,) = kv.counts(kv.kv_plan(layout, layout, link=link), 0, 0, 100).values()
+    assert counted.immediates == LAYERS * 3
     with pytest.raises(InvalidArgumentError, match="source_nics is 0, must be at least 1"):
         kv.counts(direct, 0, 0, 100, source_nics=0)
 

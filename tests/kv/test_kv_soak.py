@@ -36,9 +36,10 @@ def soak(*arguments: str) -> dict[str, Any]:
 
 
 def test_requests_survive_trouble_over_the_nic_that_reorders() -> None:
-    summary = soak("--requests=300", "--trouble-every=60")
+    summary = soak("--requests=300", "--trouble-every=60", "--pack")
     assert summary["troubles"] == {"kill": 2, "stop": 1, "leave": 1}
     assert summary["ends"]["decode complete"] > 200
+    assert summary["packed"] > 100
 
 
 def test_pages_come_back_in_time() -> None:

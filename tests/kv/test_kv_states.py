@@ -18,7 +18,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from tests.support.kv_world import Deal, World
+from moe_p2p import kv
+from tests.support.kv_world import PACKED, Deal, World
 
 RUNS = os.environ.get("MOE_P2P_KV_RUNS")
 SETTINGS = settings(
@@ -34,9 +35,11 @@ ANY = st.integers(0, 1 << 20)
 
 
 class Machine(RuleBasedStateMachine):
+    link: kv.KVLink | None = None
+
     def __init__(self) -> None:
         super().__init__()
-        self.world = World()
+        self.world = World(link=self.link)
 
     def _pick(self, at: int) -> Deal | None:
         deals = self.world.deals
@@ -125,5 +128,10 @@ class Machine(RuleBasedStateMachine):
         self.world.finish()
 
 
-def test_no_order_of_events_breaks_a_promise() -> None:
-    run_state_machine_as_test(Machine, settings=SETTINGS)  # type: ignore[no-untyped-call]
+class PackedMachine(Machine):
+    link = PACKED
+
+
+@pytest.mark.parametrize("machine", [Machine, PackedMachine])
+def test_no_order_of_events_breaks_a_promise(machine: type[Machine]) -> None:
+    run_state_machine_as_test(machine, settings=SETTINGS)  # type: ignore[no-untyped-call]

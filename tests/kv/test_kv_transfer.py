@@ -11,7 +11,7 @@ import torch
 from moe_p2p import AbortedError, InvalidArgumentError, UnavailableError, errors, kv
 from tests.support.kv_oracle import Cache, value_of
 from tests.support.kv_transfer import make_cache
-from tests.support.kv_workers import QUICK, Workers, random_cache, some_pages, workers
+from tests.support.kv_workers import PACKED, QUICK, Workers, random_cache, some_pages, workers
 
 LAYERS = 3
 GROUP = kv.KVGroup("kv", tuple(range(LAYERS)), heads=4, k_bytes=16, v_bytes=16, page_size=4)
@@ -39,7 +39,7 @@ def oracle_of(found: Workers, tokens: int) -> tuple[Cache, Cache]:
     return source, target
 
 
-@pytest.mark.parametrize("pull", [False, True], ids=["push", "pull"])
+@pytest.mark.parametrize("how", ["push", "pull", "pack"])
 @pytest.mark.parametrize(
     ("prefill", "decode"),
     [
@@ -50,10 +50,11 @@ def oracle_of(found: Workers, tokens: int) -> tuple[Cache, Cache]:
     ],
     ids=["alike", "tp 2 to 4", "tp 4 to 1", "dcp 1 to 2"],
 )
-def test_bytes_equal_the_oracle(prefill: kv.KVLayout, decode: kv.KVLayout, pull: bool) -> None:
+def test_bytes_equal_the_oracle(prefill: kv.KVLayout, decode: kv.KVLayout, how: str) -> None:
+    pull, link = how == "pull", PACKED if how == "pack" else None
     tokens, page = 37, max(decode.page_tokens(decode.groups[0]), prefill.groups[0].page_size)
     sizes = tuple(-(-tokens // side.page_tokens(side.groups[0])) + 2 for side in (prefill, decode))
-    with workers(prefill, decode, num_pages=(sizes[0], sizes[1])) as found:
+    with workers(prefill, decode, num_pages=(sizes[0], sizes[1]), link=link) as found:
         source, target = oracle_of(found, tokens)
         lists = [
             {name: torch.tensor(pages, dtype=torch.int32) for name, pages in side.pages.items()}
@@ -70,7 +71,11 @@ def test_bytes_equal_the_oracle(prefill: kv.KVLayout, decode: kv.KVLayout, pull:
             assert reservation.wait(20) == b"first token"
         for sending in sendings:
             sending.wait(20)
+            for each in sending.flights:  # rows of layouts that are alike are too large for it
+                assert bool(each.packing.written) == each.pair.packs
+                assert each.pair.packs == (how == "pack" and prefill is not decode)
         for receiver in found.receivers:
+            assert not receiver.ring.slots.num_taken
             rank = receiver.cache.rank
             for number, group in enumerate(decode.groups):
                 memory = receiver.cache.tensors[number]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import moe_p2p
+from moe_p2p.tools import doctor
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs/providers.md").read_text()
@@ -55,3 +56,9 @@ def test_every_error_text_is_in_the_code() -> None:
     for row in rows(section("Errors", "## ")):
         for text in quoted(row[0]):
             assert text in code, text
+
+
+def test_doctors_output_names_what_doctor_looks_for() -> None:
+    shown = section("Doctor", "## ").split("software\n", 1)[1].split("memory\n")[0]
+    names = re.findall(r"^  (\S+(?: \S+)*)  ", shown, re.MULTILINE)
+    assert names == ["NVIDIA driver", *doctor.LIBRARIES, *doctor.PACKAGES]

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import importlib.util
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any, NoReturn
 
 import pytest
 
+from moe_p2p.__main__ import COMMANDS, main
 from moe_p2p.config import LOCAL_FIELDS, AllToAllConfig
+from moe_p2p.gpu import launch_shape
+from moe_p2p.nics import transport
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
@@ -29,6 +35,47 @@ FOLDERS = "csrc|kernels|moe_p2p|tests|docs|benchmarks"
 PATH = re.compile(rf"^(?:(?:{FOLDERS})(?:/[\w.*{{}},-]+)*/?|[A-Z]\w+\.md)$")
 MOST_README_LINES = 200
 EXAMPLE = "`waits for rank 2 (node 1, 1 of 2 immediates came)`"  # in docs/failure.md, of one text
+
+# Other pages are of their time, or name what other packages have.
+OTHER_PAGES = ("CHANGELOG", "NOTES", "deep_ep", "engines", "mooncake")
+OWN_PAGES = [page for page in PAGES if page.stem not in OTHER_PAGES]
+FILE = re.compile(r"\w\.(py|cpp|h|cuh?|md)\b")
+NAME = re.compile(r"[A-Za-z]\w*_\w+|[A-Za-z]*[a-z][A-Z]\w*")  # snake_case or camelCase
+HALF = re.compile(r"\b([CD][RS]|PW)_\w|\b[wy]_k\d")  # of the proof in docs/protocol.md
+FOREIGN = {
+    *("FI_OPT_CUDA_API_PERMITTED", "FI_OPT_SHARED_MEMORY_PERMITTED", "fi_close", "fi_readmsg"),
+    *("cudaFree", "ibv_post_send", "ib_write_bw", "ib_write_lat"),
+}
+VERBS, FABRIC = "csrc/provider/verbs/", "csrc/provider/libfabric/"
+PROXY, QUEUE = "csrc/proxy/proxy_thread.cpp", "csrc/engine/nic_queue.h"
+COPY, LOOPBACK = "csrc/platform/cuda_copy.cpp", "csrc/provider/loopback/copies.cpp"
+STORE, CACHE = "moe_p2p/rendezvous/bootstrap.py", "moe_p2p/gpu/kernel_cache.py"
+CLOSE, KV, BENCH = "csrc/moe/all_to_all.cpp", "moe_p2p/kv/", "moe_p2p/tools/bench/"
+# Page, words around a number, and the constant that the number is: file, definition, its unit.
+NUMBERS = [
+    ("gpu", r"up to (\d+) KiB are carried", COPY, r"Kernel = (\d+) << 10", 1),
+    ("protocol", r"naps of (\d+) µs", PROXY, r"kNap = .*\((\d+)\)", 1),
+    ("protocol", r"take longer than (\d+) ms", PROXY, r"kPatience = .*\((\d+)\)", 1),
+    ("failure", r"naps of (\d+) µs", PROXY, r"kNap = .*\((\d+)\)", 1),
+    ("failure", r"`PollerCall` \| (\d+) s", PROXY, r"kAnswerTimeout = .*\((\d+)\)", 1),
+    ("failure", r"; (\d+) s after a failure", CLOSE, r"kFailedPatience{(\d+)}", 1),
+    ("failure", r"in the store \| (\d+) s", STORE, r"_PATIENCE_S = (\S+)", 1),
+    ("failure", r"_CACHE` \| (\d+) s", CACHE, r"_LOCK_WAIT_S = (\S+)", 1),
+    ("failure", r"at every (\d+) ms", f"{KV}worker.py", r" SLOW_S = .*?, (\S+)", 1e-3),
+    ("failure", r"old queue pair (\d+) s", f"{VERBS}peers.cpp", r"kEndOfLane{(\d+)}", 1e3),
+    ("failure", r"handed in \| ([\d.]+) s", f"{VERBS}drain.cpp", r"kLastReceive{(\d+)}", 1e3),
+    ("failure", r"reconnect (\d+) s", f"{FABRIC}sender.cpp", r"kReconnect = .*\((\d+)\)", 1e3),
+    ("failure", r"at close \| ([\d.]+) s", f"{FABRIC}domain.cpp", r"kDrain = .*\((\d+)\)", 1e3),
+    ("failure", r"answered \| ([\d.]+) s", f"{FABRIC}domain.cpp", r"kDrain = .*\((\d+)\)", 1e3),
+    ("failure", r"given back \| (\d+) s", LOOPBACK, r"kDrainTimeout = .*\((\d+)\)", 1),
+    ("providers", r"message of (\d+) KiB", f"{VERBS}socket.cpp", r"MessageBytes = (\d+)", 1024),
+    ("providers", r"and (\d+) such", f"{VERBS}sessions.cpp", r"kMaxPending = (\d+)", 1),
+    ("transfer_engine", r"at most (\d+) writes of a lower", QUEUE, r"kQuantum = (\d+)", 1),
+    ("transfer_engine", r"at most (\d+) KiB in flight", QUEUE, r"kLowerBytes = (\d+) << 10", 1),
+    ("transfer_engine", r"writes of at most (\d+) KiB", QUEUE, r"kLowerPiece = (\d+) << 10", 1),
+    ("transfer_engine", r"a turn for (\d+) ms", QUEUE, r"kPatience{(\d+)}", 1),
+    ("tuning", r"up to (\d+) tokens a rank", f"{BENCH}contestants.py", r"_TOKENS = \(\s*(\d+)", 1),
+]
 
 
 def prose(page: Path) -> str:
@@ -130,6 +177,132 @@ def test_every_error_text_of_a_wait_is_in_the_code() -> None:
     assert num_texts > 25
 
 
+def sources() -> dict[Path, str]:
+    files = (path for folder in FOLDERS.split("|") for path in (ROOT / folder).rglob("*.*"))
+    ends = {".py", ".cpp", ".h", ".cu", ".cuh", ".sh"}
+    return {
+        path: path.read_text() for path in files if path.suffix in ends and path != Path(__file__)
+    }
+
+
+def test_names_in_backticks_are_in_the_code() -> None:
+    words = {word for text in sources().values() for word in re.findall(r"\w+", text)}
+    num_names = 0
+    for page in OWN_PAGES:
+        quoted = [one for one in re.findall(r"`([^`]+)`", prose(page)) if not FILE.search(one)]
+        names = {name for one in quoted for name in NAME.findall(HALF.sub("", one))} - FOREIGN
+        assert names <= words, f"{page.name}: {names - words}"
+        num_names += len(names)
+    assert num_names > 200
+
+
+def test_members_in_backticks_and_comments_are_of_their_class() -> None:
+    ends = {".h", ".cpp", ".cu", ".cuh"}
+    texts = [text for path, text in sources().items() if path.suffix in ends]
+    code = [re.sub(r"//.*", "", text) for text in texts]
+    prose_of_code = " ".join(found for text in texts for found in re.findall(r"//(.*)", text))
+    members = set(re.findall(r"\b([A-Z]\w+)::(\w+)", prose_of_code))
+    for page in OWN_PAGES:
+        members |= set(re.findall(r"(\w+)::(\w+)`", prose(page)))
+    for owner, member in members:
+        declares = re.compile(
+            rf"\b(class|struct|namespace|enum) (?:\[\[\w+\]\] )?{owner}\b[^;]*?{{.*?\b{member}\b",
+            re.DOTALL,
+        )
+        near = [text for text in code if owner in text and member in text]
+        assert any(f"{owner}::{member}" in text or declares.search(text) for text in near), (
+            f"{owner}::{member}"
+        )
+    assert len(members) > 60
+
+
+@pytest.mark.parametrize("number", NUMBERS, ids=lambda number: f"{number[0]}-{number[3]}")
+def test_numbers_are_those_of_the_code(number: tuple[str, str, str, str, float]) -> None:
+    page, words, path, definition, unit = number
+    on_page = re.search(words, " ".join((ROOT / f"docs/{page}.md").read_text().split()))
+    in_code = re.search(definition, (ROOT / path).read_text())
+    assert on_page, words
+    assert in_code, definition
+    assert float(on_page[1]) * unit == pytest.approx(float(in_code[1]))
+
+
+def test_numbers_that_choose_kernels_are_those_of_the_code() -> None:
+    gpu = (ROOT / "docs/gpu.md").read_text()
+    long, short = launch_shape.BULK_STEP, launch_shape.FEW_BULK_STEP
+    few = max(sms for sms in range(1, 1024) if launch_shape.few(sms))
+    ranks = max(n for n in range(1, 1024) if launch_shape.can_go_in_bulk(n, n, few))
+    assert f"steps of at most {long} tokens ({short} where longer steps go in bulk)" in gpu
+    assert f"at most {few} multiprocessors, one node of at most {ranks} ranks" in gpu
+    # Steps whose rows flag themselves or not, by num_sms: there ranks have to agree on it.
+    steps = [
+        step
+        for step in range(1, 2 * long)
+        if len({launch_shape.flags_itself(step, masks=False, bulk=bulk) for bulk in (True, False)})
+        > 1
+    ]
+    options, config = (ROOT / "docs/options.md").read_text(), AllToAllConfig.__doc__ or ""
+    assert f"`chunk_tokens` is {steps[0]} to {steps[-1]}, all ranks give at most {few}" in options
+    assert f"{steps[0]} to {steps[-1]} tokens, all ranks have at most {few}" in config
+
+
+def test_settings_that_may_differ_between_ranks_stand_there() -> None:
+    (row,) = (names for names in rows((ROOT / "docs/options.md").read_text(), "field")
+              if names[0] == "`transport_settings`")  # fmt: skip
+    (listed,) = re.findall(r"([^.]*) may differ between ranks", row[2])
+    named = "".join(f"{name}=1," for name in re.findall(r"`(\w+)`", listed))
+    assert named
+    config = AllToAllConfig(
+        num_experts=1, hidden_dim=8, topk=1, max_tokens=1, transport_settings=f"{named}seed=7"
+    )
+    assert config.agreed()["transport_settings"] == "seed=7"
+    assert set(re.findall(r"(\w+)=", named)) == {*transport._OF_ONE_HOST, "proxy_cpu"}
+
+
+def test_variables_of_the_environment_stand_there() -> None:
+    listed = {
+        name
+        for row in rows((ROOT / "docs/options.md").read_text(), "variable")
+        for name in re.findall(r"`(\w+)`", row[0])
+    }
+    read = set(re.findall(r"\bMOE_P2P_\w+", (ROOT / "moe_p2p/env.py").read_text()))
+    assert read
+    assert {name for name in listed if name.startswith("MOE_P2P_")} == read
+
+
+def commands() -> list[str]:
+    """Of fences and backticks, without comments."""
+    found = []
+    for page in PAGES:
+        if page.name in {"CHANGELOG.md", "NOTES.md"}:
+            continue  # of their time
+        text = page.read_text().replace("\\\n", " ")
+        lines = "\n".join(FENCE.findall(text)).splitlines()
+        lines += [one.replace("\n", " ") for one in re.findall(r"`([^`]+)`", FENCE.sub("", text))]
+        found += [re.split(r"\s#|\)", line)[0] for line in lines if "-m moe_p2p " in f"{line} "]
+    return sorted({line.split("-m moe_p2p ")[1].strip() for line in found if "-m moe_p2p " in line})
+
+
+class ParsedError(Exception):
+    """Raised where a command would begin."""
+
+
+@pytest.mark.parametrize("command", commands())
+def test_commands_parse(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    parse = argparse.ArgumentParser.parse_args
+
+    def parse_only(*arguments: Any) -> NoReturn:
+        parse(*arguments)
+        raise ParsedError
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
+    with pytest.raises(ParsedError):
+        main(shlex.split(command))
+
+
+def test_there_are_commands() -> None:
+    assert {command.split()[0] for command in commands()} == set(COMMANDS)
+
+
 def plot_figures() -> ModuleType:
     spec = importlib.util.spec_from_file_location(
         "plot_figures", ROOT / "benchmarks/plot_figures.py"
@@ -148,3 +321,29 @@ def test_figures_of_the_readme_are_those_of_the_data() -> None:
     assert figures.PLOT.read_text() == figures.plot(data)
     run = [sys.executable, str(ROOT / "benchmarks/plot_figures.py"), "--table"]
     assert subprocess.check_output(run, text=True, timeout=60).strip() == figures.table(data)
+
+
+def test_figures_of_tuning_are_those_of_the_readme() -> None:
+    systems = {row[0]: row for row in rows((ROOT / "README.md").read_text(), "tokens a rank")}
+    found = rows((ROOT / "docs/tuning.md").read_text(), "tokens")
+    pairs = [row for row in found if re.fullmatch(r"\d+(, in one chunk)?", row[0])]
+    assert len(pairs) == len(systems)
+    for tokens, pair, *_, floor in pairs:
+        of_readme = systems[f"{int(tokens.split(',')[0]):,}"]
+        assert (of_readme[1].removesuffix(".0"), of_readme[2]) == (floor, pair)
+
+
+def test_memory_in_tuning_is_that_of_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    found = re.search(
+        r"Memory at (\d+) ranks, (\d+) tokens, two steps in flight: ([\d.]+) MiB a GPU; at (\d+) "
+        r"nodes of (\d+), (\d+) MiB",
+        (ROOT / "docs/tuning.md").read_text(),
+    )
+    assert found
+    one, tokens, few, nodes, local, many = found.groups()
+    sizes = ["--experts", "256", "--hidden", "7168", "--topk", "8", "--tokens", tokens]
+    for ranks, of_node, size in ((int(one), one, few), (int(nodes) * int(local), local, many)):
+        assert main(["plan", "--ranks", str(ranks), "--ranks-per-node", of_node, *sizes]) == 0
+        total = re.search(r"^total +([\d.]+) MiB", capsys.readouterr().out, re.MULTILINE)
+        assert total
+        assert round(float(total[1]), len(size.partition(".")[2])) == float(size)

@@ -5,6 +5,7 @@ The tables become assertions for the compiler, over all headers of kernels/abi.
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 import subprocess
@@ -47,6 +48,43 @@ def header_claims() -> list[str]:
     ]
     (size,) = re.findall(r"\*\*RegionHeader\*\*, (\d+) bytes", TEXT)
     return [*claims, f"sizeof(RegionHeader) == {size}"]
+
+
+def region_claims() -> list[str]:
+    """For one shape, with the members of Shape in their order."""
+    world, local, experts, topk, tokens, token_bytes, partial_bytes = 12, 3, 40, 8, 70, 208, 176
+    count = {"L": local, "N-1": world // local - 1, "(N-1)·L": (world // local - 1) * local}
+    names = {
+        "header": 128,
+        "M": tokens,
+        "K": topk,
+        "slot": f"slot_bytes({topk}, {token_bytes})",
+        "partial": f"align_up({partial_bytes}, 128)",
+    }
+    shape = f"Shape{{{world}, {local}, 480, {experts}, {topk}, {tokens}, 2, 0, {token_bytes}, "
+    regions = f"make_regions({shape}{partial_bytes}}})"
+    sizes = {}
+    for region, num, _, _, each in table("| region |"):
+        bytes_each = re.sub(
+            r"counts\((\w)\)",
+            lambda n: f"align_up(4 * {local if n[1] == 'L' else n[1]} * (1 + {experts}), 128)",
+            each.replace("·", "*"),
+        )
+        bytes_each = re.sub(
+            r"\b(header|slot|partial|M|K)\b", lambda name: str(names[name[1]]), bytes_each
+        )
+        for name in re.findall(r"`(\w+)`", region):
+            num_regions = count[num.replace("`", "").removesuffix(" each")]
+            sizes[name] = f"{num_regions} * align_up({bytes_each}, 128)"
+            if each.startswith("like "):
+                sizes[name] = sizes[each.removeprefix("like ").strip("`")]
+    struct = (ROOT / "kernels/abi/region.h").read_text().split("struct Regions {")[1]
+    members = re.findall(r"^  u64 (\w+);", struct.split("};")[0], re.MULTILINE)
+    assert {*sizes, "step_bytes", "total_bytes"} == set(members)
+    return [
+        f"{regions}.{after} - {regions}.{name} == {sizes[name]}"
+        for name, after in itertools.pairwise(members[:-1])
+    ]
 
 
 def flag_claims() -> list[str]:
@@ -129,10 +167,40 @@ def immediate_claims() -> list[str]:
     return claims
 
 
+@pytest.mark.parametrize(
+    ("path", "heading"),
+    [
+        ("csrc/base/mutation.h", "the suite demands that each is caught"),
+        ("kernels/device/mutation.cuh", "Kernels have faults too"),
+    ],
+)
+def test_tables_of_faults_are_complete(path: str, heading: str) -> None:
+    listed = TEXT[TEXT.index(heading) :]
+    listed = listed[listed.index("| mutation |") :].split("\n\n")[0]
+    (members,) = re.findall(r"enum class Mutation {(.*?)};", (ROOT / path).read_text(), re.DOTALL)
+    faults = set(re.findall(r"^\s*(k\w+),", members, re.MULTILINE)) - {"kNone"}
+    named = [
+        name for row in listed.splitlines() for name in re.findall(r"`(k\w+)`", row.split("|")[1])
+    ]
+    assert len(faults) > 5
+    assert sorted(named) == sorted(faults)
+
+
+def test_places_of_sequential_consistency_are_named() -> None:
+    (sentence,) = re.findall(r"Sequential consistency is used in .*?\. There", TEXT, re.DOTALL)
+    named = {ROOT / path for path in re.findall(r"`(csrc/\S+)`", sentence)}
+    using = {
+        path.with_suffix(".cpp")  # with its header
+        for path in (ROOT / "csrc").rglob("*.*")
+        if path.suffix in {".h", ".cpp"} and "memory_order_seq_cst" in path.read_text()
+    }
+    assert named == using
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to compile kernels/abi with")
 @pytest.mark.parametrize(
     "claims",
-    [header_claims, flag_claims, slot_claims, word_claims, immediate_claims],
+    [header_claims, region_claims, flag_claims, slot_claims, word_claims, immediate_claims],
     ids=lambda claims: claims.__name__,
 )
 def test_numbers_are_those_of_the_code(claims: object, tmp_path: Path) -> None:

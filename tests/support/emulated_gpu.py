@@ -39,6 +39,7 @@ from moe_p2p.gpu.kernels import (
     Partners,
     shape_macros,
 )
+from moe_p2p.kv import signals
 from moe_p2p.nics import transport
 from moe_p2p.ops import call
 from moe_p2p.rendezvous.bootstrap import Bootstrap
@@ -203,7 +204,7 @@ def compute(step: Callable[[], object]) -> None:
 @functools.cache
 def _function(source: str, macros: tuple[tuple[str, int], ...]) -> tuple[ctypes.CDLL, int]:
     name = source.removesuffix(".cu")
-    entry = f"moe_p2p::{name}" if name in ("dispatch", "combine") else f"moe_p2p_{name}"
+    entry = f"moe_p2p::{name}" if name in ("dispatch", "combine", "clean") else f"moe_p2p_{name}"
     defines = "".join(f"#define {macro} {value}\n" for macro, value in macros)
     text = (
         f'{defines}#include "tests/emulation/cuda.h"\n#include "kernels/{source}"\n'
@@ -300,6 +301,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     count = lambda *_: _function("count.cu", ())[1]  # noqa: E731
     patch.setattr(routing_counts, "count_kernel", count)
     patch.setattr(row_counts, "count_kernel", count)
+    patch.setattr(signals, "kernel_for", lambda _: _function("signal.cu", ())[1])
     # Its memory is host memory, which the software NIC copies by itself.
     patch.setattr(transport, "with_copy_kernel", lambda provider, settings, device: settings)
 

@@ -19,13 +19,16 @@ from torch import Tensor
 from moe_p2p import kv
 from moe_p2p.errors import ClosedError, RemoteAccessError, make
 from moe_p2p.kv.channel import Message
+from moe_p2p.kv.copies import Copier, Copy, Rows
 from moe_p2p.kv.pair import Pair
 from moe_p2p.kv.worker import KVWorker
+from moe_p2p.nics.transport import Opening
+from moe_p2p.transfers import Report
 
 
 class FakeRequest:
     def __init__(self) -> None:
-        self.finished = self.cancelled = False
+        self.finished = self.cancelled = self.waited = False
         self.error: Exception | None = None
 
     def done(self) -> bool:
@@ -33,8 +36,14 @@ class FakeRequest:
 
     def wait(self, timeout_s: float = 0) -> None:
         assert self.finished, "the test waits for nothing"
+        self.waited = True
         if self.error is not None:
             raise self.error
+
+    def report(self) -> Report:
+        assert self.finished
+        assert not self.waited, "the engine knows it no more"
+        return Report(None, 0.0, 0, 0, 0, 0)
 
     def cancel(self) -> None:
         self.cancelled = True
@@ -104,6 +113,8 @@ class FakeNet:
     def __init__(self) -> None:
         self.engines: list[FakeEngine] = []
         self.operations: list[Operation] = []
+        self.copies: list[FakeCopy] = []  # started, and not done
+        self.on_copy: Callable[[FakeCopy], None] = lambda copy: None
         self.on_land: Callable[[Row], None] = lambda row: None
 
     def revoke(self, memory: FakeMemory) -> None:
@@ -118,9 +129,9 @@ class FakeNet:
         operation.failed = True
         operation.request.error = operation.request.error or error
 
-    def moves(self) -> list[tuple[str, Operation, Row | None]]:
+    def moves(self) -> list[tuple[str, Any, Row | None]]:
         """All that may happen next."""
-        found: list[tuple[str, Operation, Row | None]] = []
+        found: list[tuple[str, Any, Row | None]] = [("copy", copy, None) for copy in self.copies]
         for operation in self.operations:
             for row in operation.rows:
                 if row.posted:
@@ -136,7 +147,10 @@ class FakeNet:
                     found.append(("complete", operation, None))
         return found
 
-    def move(self, what: str, operation: Operation, row: Row | None) -> None:
+    def move(self, what: str, operation: Any, row: Row | None) -> None:
+        if what == "copy":
+            operation.wait()
+            return
         if row is not None:
             if what == "post":
                 row.posted = True
@@ -168,8 +182,39 @@ def _local(row: Row, operation: Operation) -> FakeMemory:
     return row.source if row.source.engine is operation.peer.engine else row.target
 
 
+class FakeCopy(Copy):
+    """A kernel on a stream of its own: it reads and writes when the test says so."""
+
+    def __init__(self, net: FakeNet, rows: Rows, packed: Tensor, *, gather: bool) -> None:
+        super().__init__(None)
+        self.net, self.rows, self.packed, self.gather = net, rows, packed, gather
+        net.copies.append(self)
+
+    def done(self) -> bool:
+        return self not in self.net.copies
+
+    def wait(self) -> None:
+        if not self.done():
+            self.net.copies.remove(self)
+            self.net.on_copy(self)
+            Copier.copy(_ON_CPU, self.rows, self.packed, gather=self.gather)
+
+
+_ON_CPU = Copier(torch.device("cpu"), 1)
+
+
+class FakeCopier(Copier):
+    def __init__(self, net: FakeNet) -> None:
+        super().__init__(torch.device("cpu"), 1)
+        self.net = net
+
+    def copy(self, rows: Rows, packed: Tensor, *, gather: bool) -> Copy:
+        return FakeCopy(self.net, rows, packed, gather=gather)
+
+
 class FakeEngine:
     num_nics = 1
+    provider, opening = "fake", Opening("fake", 1, "")
 
     def __init__(self, net: FakeNet) -> None:
         self.net = net
@@ -297,8 +342,8 @@ class Clock:
         return self.now
 
 
-def cache_of(layout: kv.KVLayout, rank: int, num_pages: int) -> kv.KVCache:
+def cache_of(layout: kv.KVLayout, rank: int, num_pages: int, device: str = "cpu") -> kv.KVCache:
     memory, sizes = kv.dense_memory(layout, rank, num_pages)
-    tensors = tuple(torch.zeros(max(size, 1), dtype=torch.uint8) for size in sizes)
+    tensors = tuple(torch.zeros(max(size, 1), dtype=torch.uint8, device=device) for size in sizes)
     pages = {group.name: num_pages for group in layout.groups}
     return kv.KVCache(layout, rank, memory.layers, tensors, pages)

@@ -10,6 +10,8 @@ from unittest import mock
 from moe_p2p.kv import receiver, tail, worker
 from moe_p2p.kv.legs import LegState
 from moe_p2p.kv.pair import Pair
+from moe_p2p.kv.unpacking import Unpacker
+from tests.support.kv_fakes import FakeCopy
 
 
 def _no_fence(self: worker.KVWorker, pair: Pair) -> None:
@@ -34,6 +36,15 @@ def _reuse_before_drain(self: Any, reservation: Any, error: Any) -> None:
     self._free_if_settled(reservation)
 
 
+_advance = Unpacker.advance
+
+
+def _reuse_before_scatter(self: Unpacker, reservation: Any, leg: Any) -> int:
+    """A part is granted again once its scatter has begun."""
+    with mock.patch.object(FakeCopy, "done", return_value=True):
+        return _advance(self, reservation, leg)
+
+
 MUTATIONS: dict[str, Callable[[], Any]] = {
     "no fence": lambda: mock.patch.object(worker.KVWorker, "fence", _no_fence),
     "no nonce": lambda: mock.patch.object(receiver.secrets, "randbits", _same_nonce),
@@ -41,6 +52,7 @@ MUTATIONS: dict[str, Callable[[], Any]] = {
     "reuse before drain": lambda: mock.patch.object(
         receiver.KVReceiver, "_fail", _reuse_before_drain
     ),
+    "reuse before scatter": lambda: mock.patch.object(Unpacker, "advance", _reuse_before_scatter),
 }
 
 

@@ -7,8 +7,8 @@ import math
 
 from hypothesis import strategies as st
 
-from moe_p2p.kv import KVGroup, KVLayout
-from tests.support.kv_transfer import Transfer
+from moe_p2p.kv import KVGroup, KVLayout, KVLink
+from tests.support.kv_transfer import DIRECT, Transfer
 
 ORDERS = ("NHD", "HND", "LBNHC", "LBHNC", "BLNHC", "BLHNC")
 HEADS = (1, 2, 3, 4, 6, 8)
@@ -37,7 +37,18 @@ def transfers(draw: st.DrawFn) -> Transfer:
     prefix = draw(hits) * page
     later = range(prefix + page, tokens, page) if page else range(0)
     chunk = draw(st.none() | st.sampled_from(later)) if later else None
-    return Transfer(source, target, tokens, prefix, draw(st.integers(0, 1000)), chunk)
+    return Transfer(source, target, tokens, prefix, draw(st.integers(0, 1000)), chunk, draw(links))
+
+
+# Most rows are packed. A rate of writes as high as that of bytes lets units land in pages.
+links = st.just(DIRECT) | st.builds(
+    KVLink,
+    name=st.just("drawn"),
+    bytes_per_s=st.just(1e9),
+    writes_per_s=st.sampled_from((1e9, 1e8, 1e6)),
+    packed_write_bytes=st.integers(1, 400),
+    pack=st.sampled_from((True, "auto")),
+)
 
 
 @st.composite

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from moe_p2p.kv import (
+    CX7,
     KVCounts,
     KVGroup,
     KVLayout,
+    KVLink,
     KVMemory,
     KVPlan,
     KVRequest,
@@ -21,7 +24,11 @@ from moe_p2p.kv import (
     resolve,
     span_of,
 )
+from moe_p2p.kv.copies import Copier, Rows, rows_of_request
+from moe_p2p.kv.ring import pieces_of
 from tests.support.kv_oracle import UNTOUCHED, Cache, value_of
+
+DIRECT = replace(CX7, pack=False)
 
 
 @dataclass(frozen=True)
@@ -34,6 +41,7 @@ class Transfer:
     prefix: int
     seed: int = 0
     chunk: int | None = None  # where a second chunk begins
+    link: KVLink = DIRECT
 
 
 def pages_needed(layout: KVLayout, group: KVGroup, tokens: int) -> int:
@@ -57,7 +65,7 @@ def run(transfer: Transfer) -> None:
     target = make_cache(transfer.target, tokens, transfer.seed + 1)
     held = {group.name: 1 if group.kind == "state" else tokens for group in source.layout.groups}
     source.fill(held)
-    plan = kv_plan(transfer.source, transfer.target)
+    plan = kv_plan(transfer.source, transfer.target, link=transfer.link)
     cut = tokens if transfer.chunk is None else transfer.chunk
     chunks = [(transfer.prefix, cut), (cut, tokens)] if cut < tokens else [(transfer.prefix, cut)]
     written = [[bytearray(len(m)) for m in memories] for memories in target.memory]
@@ -92,27 +100,64 @@ def _copy(
                 if not len(units[0]):
                     continue
                 to = names[1].index(name)
-                _copy_request(
-                    request,
-                    [each.tolist() for each in units],
+                memories = (
                     source.memory[from_rank][names[0].index(name)],
                     target.memory[to_rank][to],
                     written[to_rank][to],
                 )
-                done = _added(done, request, len(units[0]))
-            assert done[:4] == promised.get(from_rank, KVCounts(0, 0, 0, 0, 0))[:4]
+                writes = (_pack if request.move.why_packed else _copy_request)(
+                    request, units, *memories
+                )
+                done = _added(done, request, len(units[0]), writes)
+            assert done == promised.get(from_rank, KVCounts(0, 0, 0, 0, 0))
+
+
+def _pack(
+    request: KVRequest,
+    units: tuple[Tensor, Tensor],
+    source: bytearray,
+    target: bytearray,
+    written: bytearray,
+) -> int:
+    """As moe_p2p/kv/packing.py and unpacking.py do; returns the number of writes."""
+    move, writes, copier = request.move, 0, Copier(torch.device("cpu"), 1)
+    here, there = (copier.place(each.to(torch.int64)) for each in units)
+    for piece in pieces_of(request.layer, 0, (0, 0), request, len(units[0])):
+        packed = torch.empty(piece.rows * move.shape.row_bytes, dtype=torch.uint8)
+        memory = torch.frombuffer(source, dtype=torch.uint8)
+        where = rows_of_request(request, at_source=True)
+        copier.copy(Rows(memory, here, where, piece.first), packed, gather=True)
+        if move.lands:
+            _land(request, units[1][piece.first // move.shape.num_rows :], packed, target)
+        else:
+            memory = torch.frombuffer(target, dtype=torch.uint8)
+            where = rows_of_request(request, at_source=False)
+            copier.copy(Rows(memory, there, where, piece.first), packed, gather=False)
+        writes += 1
+    # What was written, and how often, as row by row.
+    _copy_request(request, units, source, bytearray(target), written)
+    return writes
+
+
+def _land(request: KVRequest, units: Tensor, packed: Tensor, target: bytearray) -> None:
+    """Whole units, each of them one run in its page."""
+    size = request.move.unit_bytes
+    assert len(packed) % size == 0
+    for i in range(len(packed) // size):
+        to = request.target.offset + int(units[i]) * request.move.shape.target_unit
+        target[to : to + size] = bytes(packed[i * size : (i + 1) * size].tolist())
 
 
 def _copy_request(
     request: KVRequest,
-    units: list[list[int]],
+    units: tuple[Tensor, Tensor],
     source: bytearray,
     target: bytearray,
     written: bytearray,
-) -> None:
+) -> int:
     shape = request.move.shape
     size = shape.row_bytes
-    for unit, to_unit in zip(*units, strict=True):
+    for unit, to_unit in zip(*(each.tolist() for each in units), strict=True):
         at = request.source.offset + unit * shape.source_unit
         to = request.target.offset + to_unit * shape.target_unit
         for _ in range(shape.num_rows):
@@ -122,12 +167,15 @@ def _copy_request(
             for byte in range(to, to + size):
                 written[byte] += 1
             at, to = at + shape.source_row_stride, to + shape.target_row_stride
+    return 1
 
 
-def _added(done: KVCounts, request: KVRequest, units: int) -> KVCounts:
+def _added(done: KVCounts, request: KVRequest, units: int, writes: int) -> KVCounts:
     rows = units * request.move.shape.num_rows
     nbytes = rows * request.move.shape.row_bytes
-    return KVCounts(done[0] + 1, done[1] + units, done[2] + rows, done[3] + nbytes, 0)
+    return KVCounts(
+        done[0] + 1, done[1] + units, done[2] + rows, done[3] + nbytes, done[4] + writes
+    )
 
 
 def _memory(cache: Cache, rank: int) -> KVMemory:

@@ -13,6 +13,8 @@ from torch.distributed import HashStore
 from moe_p2p import Engine, EngineConfig, kv
 from tests.support.kv_fakes import cache_of
 
+# Packs all rows, into parts that are fewer and smaller than requests want.
+PACKED = kv.KVLink("test", 1e9, 1e6, pack=True, packed_write_bytes=500, ring_bytes=3 * 512)
 QUICK = kv.KVTimeouts(connect_s=20, open_s=20, layers_s=20, tail_s=20, drain_s=0.2, lease_s=4)
 
 
@@ -34,20 +36,22 @@ def workers(
     timeouts: kv.KVTimeouts = QUICK,
     verify: str = "always",
     kinds: Sequence[type[Any]] = (kv.KVSender, kv.KVReceiver),
+    link: kv.KVLink | None = None,
+    devices: tuple[str, str] = ("cpu", "cpu"),
 ) -> Iterator[Workers]:
     """All ranks of one instance "prefill" and of one "decode", connected."""
     store = HashStore()
     found = Workers([], [], {}, {})
     with ExitStack() as stack:
-        for layout, name, pages in (
-            (prefill, "prefill", num_pages[0]),
-            (decode, "decode", num_pages[1]),
+        for layout, name, pages, device in zip(
+            (prefill, decode), ("prefill", "decode"), num_pages, devices, strict=True
         ):
+            gpu = torch.device(device).index
             for rank in range(layout.world_size):
                 config = EngineConfig(transport=transport, transport_settings=settings)
-                engine = stack.enter_context(Engine(config, label=f"{name}/{rank}"))
-                cache = cache_of(layout, rank, pages)
-                common: dict[str, Any] = {"instance": name, "timeouts": timeouts}
+                engine = stack.enter_context(Engine(config, label=f"{name}/{rank}", gpu=gpu))
+                cache = cache_of(layout, rank, pages, device)
+                common: dict[str, Any] = {"instance": name, "timeouts": timeouts, "link": link}
                 if name == "prefill":
                     worker = kinds[0](engine, cache, **common)
                     found.senders.append(worker)

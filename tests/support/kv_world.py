@@ -14,12 +14,25 @@ import torch
 
 from moe_p2p import kv
 from moe_p2p.errors import MoeP2pError
-from tests.support.kv_fakes import Clock, FakeEngine, FakeNet, Link, Row, cache_of
+from tests.support.kv_fakes import (
+    Clock,
+    FakeCopier,
+    FakeCopy,
+    FakeEngine,
+    FakeNet,
+    Link,
+    Row,
+    cache_of,
+)
 
 PAGES, LAYERS, PAGE_TOKENS = 6, 2, 2
 GROUP = kv.KVGroup("kv", tuple(range(LAYERS)), heads=2, k_bytes=4, v_bytes=4, page_size=PAGE_TOKENS)
 PREFILL, DECODE = kv.KVLayout((GROUP,), tp=2), kv.KVLayout((GROUP,))
 TIMEOUTS = kv.KVTimeouts(open_s=20, layers_s=20, tail_s=20, drain_s=1, lease_s=5)
+
+
+# Each layer of two pages is two packed writes of half of it: none lands in pages by itself.
+PACKED = kv.KVLink("test", 1e9, 1, pack=True, packed_write_bytes=16, ring_bytes=2 * 256)
 
 
 class FaultError(AssertionError):
@@ -41,9 +54,13 @@ class Deal:
 
 
 class World:
-    def __init__(self, receiver: type[kv.KVReceiver] = kv.KVReceiver) -> None:
-        self.net, self.clock = FakeNet(), Clock()
-        self.net.on_land = self.check_row
+    """link: PACKED: prefill packs its rows, into a ring of two parts at each worker."""
+
+    def __init__(
+        self, receiver: type[kv.KVReceiver] = kv.KVReceiver, *, link: kv.KVLink | None = None
+    ) -> None:
+        self.net, self.clock, self.link = FakeNet(), Clock(), link
+        self.net.on_land, self.net.on_copy = self.check_row, self.check_copy
         self.receiver = receiver(
             FakeEngine(self.net),
             cache_of(DECODE, 0, PAGES),
@@ -51,8 +68,10 @@ class World:
             timeouts=TIMEOUTS,
             max_requests=4,
             verify="off",
+            link=link,
             clock=self.clock,
         )
+        self.receiver.unpacker.copier = FakeCopier(self.net)
         self.senders = [self._sender(rank) for rank in range(2)]
         self.stopped = [False, False]  # its process does not run; its NIC does
         self.links = [Link(self.receiver, sender) for sender in self.senders]
@@ -64,14 +83,17 @@ class World:
         self.source_owner = [[0] * PAGES for _ in range(2)]
 
     def _sender(self, rank: int) -> kv.KVSender:
-        return kv.KVSender(
+        sender = kv.KVSender(
             FakeEngine(self.net),
             cache_of(PREFILL, rank, PAGES),
             instance="prefill",
             timeouts=TIMEOUTS,
             max_requests=4,
+            link=self.link,
             clock=self.clock,
         )
+        sender.packer.copier = FakeCopier(self.net)
+        return sender
 
     # --- what users do ---
 
@@ -183,8 +205,43 @@ class World:
         if not bool((tensor == deal.number % 251 + 1).all()):
             raise FaultError(f"request {deal.number} completed with wrong bytes")
 
+    def check_copy(self, copy: FakeCopy) -> None:
+        """Called when a gather or scatter is about to happen: all its bytes are of one request, and
+        so are the pages. A gather of pages that were taken back meanwhile is a fault, too."""
+        of_pages = copy.rows.memory
+        page_bytes = of_pages.numel() // (LAYERS * PAGES)
+        offset, unit, _, _, _ = copy.rows.where
+        pages = {(offset + u * unit) // page_bytes % PAGES for u in copy.rows.placed.units.tolist()}
+        if copy.gather:
+            found = {int(of_pages[page * page_bytes]) for page in pages}
+        else:
+            found = set(copy.packed.tolist())
+            owners = {self.owner[page] % 251 + 1 if self.owner[page] else 0 for page in pages}
+            if owners != found:
+                raise FaultError(f"bytes of {found} are scattered into pages of {owners}")
+        if len(found) != 1:
+            raise FaultError(f"rows of requests {found} are copied as one")
+
+    def _check_part(self, row: Row) -> None:
+        """A part of the ring belongs to a request from its grant until it was scattered, or the
+        sender drained or was fenced. Nothing of another one lands in it."""
+        ring = self.receiver.ring
+        number = ring.parts.first + row.target_at // ring.parts.part_bytes
+        holders = [
+            deal.number % 251 + 1
+            for deal in self.deals
+            for leg in deal.reservation.legs
+            if any(grant.slot.number == number and not grant.copy for grant in leg.grants)
+        ]
+        value = int(row.source.flat[row.source_at])
+        if holders != [value]:
+            raise FaultError(f"a row of {value} lands in part {number}, which is of {holders}")
+
     def check_row(self, row: Row) -> None:
         """Called when a row is about to land."""
+        if row.target.tensor is self.receiver.ring.tensor:
+            self._check_part(row)
+            return
         if row.target.tensor is not self.receiver.cache.tensors[0]:
             return  # a tail, or a nonce
         page_bytes = self.receiver.cache.tensors[0].numel() // (LAYERS * PAGES)
@@ -209,7 +266,7 @@ class World:
         self.stopped = [False, False]
         for _ in range(200):
             for move in self.net.moves():
-                if move[1] in self.net.operations:
+                if move[1] in self.net.operations or move[1] in self.net.copies:
                     self._move(move)
             for link in (*self.links, *self.old_links):
                 for sender in (0, 1):
@@ -225,6 +282,9 @@ class World:
         taken = self.receiver.slots.num_taken, *(s.slots.num_taken for s in self.senders)
         if any(taken):
             raise FaultError(f"slots are lost: {taken}")
+        parts = [worker.ring.slots.num_taken for worker in (self.receiver, *self.senders)]
+        if any(parts):
+            raise FaultError(f"parts of rings are lost: {parts}")
 
     def _move(self, move: Any) -> None:
         what, operation, row = move

@@ -110,7 +110,7 @@ def tensors_of(layout: WeightLayout, values: dict[str, Tensor], *, sent: bool) -
             local = shard_by_torch(param, position, windowed(param, value))
             if param.finalize:
                 dense = torch.masked_select(local, mask)
-                found.put((rank, f"{param.name}:received"), dense, torch.ones_like(dense) == 1,
+                found.put((rank, param.received), dense, torch.ones_like(dense) == 1,
                           Param(param.name, tuple(dense.shape), param.dtype, (0,)))  # fmt: skip
                 continue
             found.put((rank, param.tensor), local, mask, param)

@@ -4,6 +4,7 @@ times. `python -m moe_p2p model --check` compares all 39 points."""
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -166,3 +167,15 @@ def test_plan_prints_the_prediction(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"dispatch {pair.dispatch:.0f} us, combine {pair.combine:.0f} us" in (
         capsys.readouterr().out
     )
+
+
+def test_the_table_of_docs_is_what_the_model_predicts() -> None:
+    text = (Path(__file__).parents[2] / "docs/tuning.md").read_text()
+    fits = published.deepep_fits(published.deepep_points())
+    lines = re.findall(r"^\| EP(\d+) \| (.*) \|$", text, re.MULTILINE)
+    assert len(lines) == 3
+    for ranks, cells in lines:
+        shown = cells.replace(" µs", "").split(" | ")
+        for tokens, pair in zip((8, 128), (shown[:2], shown[2:]), strict=True):
+            row = command.predict(Job(ranks=int(ranks), tokens=tokens), NICS["cx7"], fits)
+            assert pair == [command._cell(row.ours), command._cell(row.measured)]

@@ -24,6 +24,20 @@ def test_rows_bytes_and_reasons_are_printed(capsys: pytest.CaptureFixture[str]) 
     assert " ms, resolved " in text
 
 
+def test_what_becomes_of_packed_rows_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Pages of 64 tokens are dealt to 2 ranks: 32 rows of 576 B are one run at the target."""
+    sides = ["--source", "tp=2,page=64", "--target", "tp=2,dcp=2,page=64"]
+    text = printed(capsys, *sides)
+    assert "lands: gathered into runs of 18,432 B, which are written into the pages" in text
+    assert "others" not in text
+    text = printed(capsys, *sides, "--link", "efa")
+    assert "others: writes of up to 1,048,576 B into a ring of 67,108,864 B at the target" in text
+    assert "lands" not in text
+    assert "all direct: pack is False" in printed(capsys, *sides, "--pack", "never")
+    alike = ["--source", "tp=2,page=64", "--target", "tp=2,page=64", "--pack", "always"]
+    assert "pack: rows of 36,864 B, because pack is True" in printed(capsys, *alike)
+
+
 def test_the_rate_is_the_users(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--source", "tp=2,page=64", "--target", "tp=2,dcp=2,page=64"]
     text = printed(capsys, *arguments, "--writes-per-s", "1e9")

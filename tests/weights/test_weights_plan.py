@@ -135,6 +135,12 @@ def test_a_window_of_one_element_that_some_ranks_lack() -> None:
     assert [len(list(plan.of_source(rank))) for rank in range(3)] == [0, 0, 1]
 
 
+def test_a_scalar_and_a_single_element() -> None:
+    source = [Param(n, s, "float32", (0, 1)) for n, s in (("scalar", ()), ("one", (1, 1)))]
+    plan = plan_of(source, [dataclasses.replace(each, ranks=(2, 0)) for each in source])
+    check(plan, values_of(plan))
+
+
 def test_without_boundary_maxima_blocks_differ() -> None:
     """The test of the test: plans whose exchanges are dropped are found out."""
     source = [Param("w", (8, 8), BF16, range(4), placements=(Shard(0),))]
@@ -159,6 +165,17 @@ def test_shards_of_a_target_that_begin_inside_a_block_are_gathered_and_say_why()
     assert "w: indices 12 to 23 of dimension 0 begin inside a block of 8" in gathered.why
     received = dataclasses.replace(sharded, dtype=BF16, blocks=None, finalize="as above")
     check(dataclasses.replace(plan, target=WeightLayout((received,), 2)), values_of(plan))
+
+
+def test_copies_that_a_rank_finalizes_have_tensors_of_their_own() -> None:
+    source = [Param("w", (2, 2), BF16, (0,))]
+    places = (("w", 0), ("w", 4), ("other", 0))
+    target = [Param("w", (2, 2), BF16, (0,), tensor=t, offset=o, finalize="x") for t, o in places]
+    plan = plan_of(source, target)
+    check(plan, numbers_of(plan))
+    assert [write.target_tensor for write in plan.of_source(0)] == [
+        "w:received", "w:received:w:4", "w:received:other:0"
+    ]  # fmt: skip
 
 
 def test_what_a_target_finalizes_is_sent_as_it_is() -> None:
@@ -264,6 +281,7 @@ def test_errors_name_the_parameter(
     ("changes", "text"),
     [
         ({"mesh": (2, 2)}, r"w: mesh \(2, 2\) has not 2 ranks"),
+        ({"ranks": (1, 1)}, r"w: ranks \(1, 1\) name one twice"),
         ({"placements": (Shard(2),)}, "w: .* is no dimension of shape"),
         ({"placements": (Shard(0), Shard(1))}, "must be one for each of mesh"),
         ({"dtype": "bf16"}, "w: torch has no dtype 'bf16'"),

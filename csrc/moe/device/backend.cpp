@@ -1,12 +1,10 @@
 #include "moe/device/backend.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cstddef>
 
 #include "base/log.h"
 #include "kernels/abi/handle.h"
-#include "moe/device/fault.h"
 #include "moe/plan/token_parts.h"
 #include "platform/cuda.h"
 
@@ -111,31 +109,6 @@ std::optional<provider::MemorySpan> DeviceBackend::mapped_regions(int node) cons
   return span_at(address);
 }
 
-// --- faults --------------------------------------------------------------------------------------
-
-const abi::Fault* DeviceBackend::fault() const noexcept {
-  // acquire: pairs with raise_fault() of the device.
-  const bool complete =
-      std::atomic_ref(memory_.fault->complete).load(std::memory_order_acquire) != 0;
-  return complete ? memory_.fault : nullptr;
-}
-
-void DeviceBackend::check() const {
-  const abi::Fault* raised = fault();
-  if (raised == nullptr || raised->raised == abi::kAborted) waits_.check_abort([] { return ""; });
-  if (raised == nullptr) return;
-  if (raised->raised != abi::kTimedOut) throw error_of(*raised, plan_, comm_.rank, "", "");
-  const abi::Shape& shape = plan_.shape;
-  const int node = raised->source / shape.ranks_per_node;  // of the rank that was waited for
-  const int local = raised->source % shape.ranks_per_node;
-  std::string progress;  // other local ranks of that node send to other gateways here
-  if (node != comm_.rank / shape.ranks_per_node && local == local_)
-    progress = ", " + waits_.progress({Step::of(raised->step, shape.steps_in_flight),
-                                       static_cast<abi::Phase>(raised->phase)},
-                                      node);
-  throw error_of(*raised, plan_, comm_.rank, waits_.gone(local), progress);
-}
-
 // --- launching -----------------------------------------------------------------------------------
 
 void DeviceBackend::check_half(int64_t num_steps) const {
@@ -162,6 +135,20 @@ void DeviceBackend::release(Handle handle, const platform::Stream& stream) {
   launching([&] { launch_release(handle.words, Place(stream)); });
 }
 
+void DeviceBackend::clean_masks(uint64_t round, const platform::Stream& stream) {
+  const Place place(stream);
+  MOE_P2P_CHECK(place.capture == 0, Code::kInvalidArgument,
+                "clean_masks cannot be captured in a CUDA graph; call it between replays");
+  MOE_P2P_CHECK(clean_kernel_, Code::kUnavailable, "no clean kernel is compiled");
+  abi::CleanParams p{.comm = comm_, .round = round, .gone = 0};
+  for (int l = 0; l < plan_.shape.ranks_per_node; ++l)
+    if (l != local_ && !waits_.gone(l).empty()) p.gone |= uint64_t{1} << l;
+  launching([&] {
+    launch(*clean_kernel_, &p, 1, place, false);
+    ledger_.restart(ledger_.next_step());
+  });
+}
+
 abi::Grid DeviceBackend::grid_of(const DeviceKernel& kernel, GridInput input) const {
   input.relay_blocks = abi::Grid::relay_blocks(plan_.shape);
   input.num_sms = memory_.num_sms;
@@ -172,6 +159,11 @@ template <typename Params>
 void DeviceBackend::launch(const DeviceKernel& kernel, const Params& params, const Place& place) {
   const int num_blocks = abi::Grid::relay_blocks(plan_.shape) + params.grid.num_send_blocks +
                          params.grid.num_recv_blocks;
+  launch(kernel, &params, num_blocks, place, true);
+}
+
+void DeviceBackend::launch(const DeviceKernel& kernel, const void* params, int num_blocks,
+                           const Place& place, bool overlaps) {
   const platform::ContextGuard current(context_);
   const auto turn = order_.follow(place.stream, place.capture);
   platform::launch_kernel({.kernel = kernel.handle,
@@ -179,8 +171,8 @@ void DeviceBackend::launch(const DeviceKernel& kernel, const Params& params, con
                            .num_threads = kernel.num_threads,
                            .shared_bytes = kernel.shared_bytes,
                            .stream = place.stream.handle,
-                           .overlap_previous = turn.in_stream},
-                          &params);
+                           .overlap_previous = overlaps && turn.in_stream},
+                          params);
   order_.launched(turn, place.stream, place.capture);
 }
 

@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <vector>
 
 #include "kernels/abi/params.h"
@@ -44,11 +45,13 @@ class DeviceBackend final : public Backend {
 
   void set_dispatch(const DispatchVariant& variant, const DeviceKernel& kernel);
   void set_combine(const CombineVariant& variant, const DeviceKernel& kernel);
+  void set_clean(const DeviceKernel& kernel) { clean_kernel_ = kernel; }
 
   // One kernel for both halves. They throw before anything is launched.
   void dispatch(const DispatchSend* send, const DispatchRecv* recv) override;
   void combine(const CombineSend* send, const CombineRecv* recv) override;
   void release(Handle handle, const platform::Stream& stream) override;
+  void clean_masks(uint64_t round, const platform::Stream& stream) override;
   void check() const override;
   bool failed() const noexcept override { return fault() != nullptr; }
   std::vector<Step> last_steps() const override {
@@ -95,6 +98,9 @@ class DeviceBackend final : public Backend {
   abi::Grid grid_of(const DeviceKernel& kernel, GridInput input) const;
   template <typename Params>
   void launch(const DeviceKernel& kernel, const Params& params, const Place& place);
+  // overlaps: it may begin while the kernel before it in the stream runs, for which it waits itself.
+  void launch(const DeviceKernel& kernel, const void* params, int num_blocks, const Place& place,
+              bool overlaps);
 
   const Plan& plan_;
   const int local_;
@@ -104,6 +110,7 @@ class DeviceBackend final : public Backend {
   abi::DeviceComm comm_{};
   std::map<DispatchVariant, DeviceKernel> dispatch_kernels_;
   std::map<CombineVariant, DeviceKernel> combine_kernels_;
+  std::optional<DeviceKernel> clean_kernel_;
   Ledger ledger_;
   platform::StreamOrder order_;
 };

@@ -140,6 +140,12 @@ void HostBackend::release(Handle handle, const platform::Stream&) {
   view.meta().state = abi::kReleased;
 }
 
+void HostBackend::clean_masks(uint64_t round, const platform::Stream&) {
+  waits_.latching([this] { waits_.check_abort([] { return ""; }); });
+  ring_.begin_round(round);
+  ledger_.restart((round << abi::kRoundBit) + static_cast<uint64_t>(plan_.shape.steps_in_flight));
+}
+
 void HostBackend::release(const OpenCall& call) {
   for (int64_t chunk = 0; chunk < call.num_steps; ++chunk) {
     const Step step = ring_.step_of(call.first_step + static_cast<uint64_t>(chunk));

@@ -18,6 +18,7 @@ class HostBackend final : public Backend {
   void dispatch(const DispatchSend* send, const DispatchRecv* recv) override;
   void combine(const CombineSend* send, const CombineRecv* recv) override;
   void release(Handle handle, const platform::Stream& stream) override;
+  void clean_masks(uint64_t round, const platform::Stream& stream) override;
   void check() const override {}  // host calls throw their own errors
   bool failed() const noexcept override { return false; }
   std::vector<Step> last_steps() const override;

@@ -55,8 +55,8 @@ bool StepRing::can_begin(uint64_t index) {
   Slot& slot = slots_[index % slots_.size()];
   if (slot.state == State::kClosed || MOE_P2P_MUTATED(kReuseSlotEarly)) return true;
   const Step step = step_of(slot.step);
-  if (slot.state != State::kAcknowledged || !arrived(step, Phase::kCombine)) return false;
-  kernels_.recv_empty_combine(step);
+  if (slot.state == State::kBusy || !arrived(step, Phase::kCombine)) return false;
+  if (slot.state == State::kAcknowledged) kernels_.recv_empty_combine(step);
   slot.state = State::kClosed;
   return true;
 }
@@ -75,6 +75,15 @@ void StepRing::acknowledge(Step step) {
 
 void StepRing::close(Step step) noexcept {
   slots_[static_cast<size_t>(step.slot)].state = State::kClosed;
+}
+
+void StepRing::begin_round(uint64_t round) {
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    const Step step = step_of((round << abi::kRoundBit) + i);
+    slots_[static_cast<size_t>(step.slot)] = {
+        MOE_P2P_MUTATED(kCleanWithoutWait) ? State::kClosed : State::kCleaned, step.index, false};
+  }
+  kernels_.begin_round(round);
 }
 
 std::vector<Step> StepRing::last_combines() const {

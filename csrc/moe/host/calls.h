@@ -33,6 +33,7 @@ class StepRing {
 
   void acknowledge(Step step);     // sends the empty combine; nobody waits for its answer yet
   void close(Step step) noexcept;  // its combine has arrived
+  void begin_round(uint64_t round);
   // True when every rank has arrived; looks at the masks first.
   bool arrived(Step step, abi::Phase phase) const;
   Step step_of(uint64_t index) const noexcept;
@@ -42,7 +43,8 @@ class StepRing {
   std::vector<Step> last_combines() const;
 
  private:
-  enum class State : uint8_t { kClosed, kBusy, kAcknowledged };
+  // kCleaned: of the steps that no call has, at the beginning of a round.
+  enum class State : uint8_t { kClosed, kBusy, kAcknowledged, kCleaned };
   struct Slot {
     State state = State::kClosed;
     uint64_t step = 0;

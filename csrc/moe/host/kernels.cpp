@@ -46,6 +46,21 @@ void HostKernels::look_at_masks() {
     silent_[static_cast<size_t>(rank)] = rank != memory_.rank() && masks_.has(rank);
 }
 
+void HostKernels::begin_round(uint64_t round) noexcept {
+  for (int rank = 0; rank < shape_.world_size; ++rank) masks_.remove(rank);
+  look_at_masks();
+  for (int l = 0; l < shape_.ranks_per_node; ++l) {
+    std::atomic_ref(memory_.partial_inbox(l, 0, memory_.local()).cleaned)
+        .store(round, std::memory_order_release);  // pairs with has_cleaned() there
+    platform::notify_all(memory_.bell(l));
+  }
+}
+
+bool HostKernels::has_cleaned(uint64_t round, int source) const noexcept {
+  return std::atomic_ref(memory_.partial_inbox(memory_.local(), 0, source).cleaned)
+             .load(std::memory_order_acquire) >= round;
+}
+
 int HostKernels::rank_of_column(int column) const noexcept {
   const int node = column - shape_.ranks_per_node;
   return node < 0 ? rank_of(memory_.node(), column) : rank_of(node, memory_.local());
@@ -167,6 +182,10 @@ void HostKernels::ring(Step step, Phase phase, int gateway, int node, uint64_t f
 
 bool HostKernels::arrived(Step step, Phase phase, int source) const noexcept {
   if (silent(source)) return true;
+  if (const uint64_t round = step.index >> abi::kRoundBit;
+      round > 0 &&
+      step.index - (round << abi::kRoundBit) < static_cast<uint64_t>(shape_.steps_in_flight))
+    return has_cleaned(round, source);
   const int node = source / shape_.ranks_per_node;
   const int local = source % shape_.ranks_per_node;
   int keeper = memory_.local();  // local rank whose signal memory holds the flag

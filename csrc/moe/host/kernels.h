@@ -67,6 +67,11 @@ class HostKernels {
   void send_empty_combine(Step step);
   void recv_empty_combine(Step step) const;
 
+  // Forgets the masks, and tells the node that this rank will read nothing of earlier rounds.
+  void begin_round(uint64_t round) noexcept;
+  // Whether a rank of the node has done that, for this round or a later one.
+  bool has_cleaned(uint64_t round, int source) const noexcept;
+
   // True when what `source` sends this rank in a phase is visible, or `source` is masked. In
   // combine the rank with this local index sends for its whole node; true for that node's other
   // ranks.

@@ -189,7 +189,7 @@ bool Exchange::publish_left() noexcept {
     const bool all_here = partner.received >= (word >> kOrderBits) * nics;
     if (!all_here && !MOE_P2P_MUTATED(kFarewellOvertakes)) continue;
     partner.complete = moved = true;
-    // release: pairs with the acquire in AllToAll::State::gone(), which then finds the flags too.
+    // release: pairs with the acquire in Waits::silent(), which then finds the flags too.
     memory_.left(memory_.local(), remote.node)
         .store(word & ((1u << kOrderBits) - 1), std::memory_order_release);
     for (int l = 0; l < memory_.num_local(); ++l) platform::notify_all(memory_.bell(l));

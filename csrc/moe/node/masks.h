@@ -1,6 +1,6 @@
 // Which ranks are gone, as this rank sees it: one int32 of each, not 0 once it is masked. The words
-// lie in memory of the caller, who reads and sets them too. While the communicator lives a mask is
-// never taken back, so a thread that has seen one sees it from then on (docs/failure.md, "Masks").
+// lie in memory of the caller, who reads and sets them too. Within a round of steps a mask is never
+// taken back, so a thread that has seen one sees it from then on (docs/failure.md, "Masks").
 #pragma once
 
 #include <atomic>
@@ -20,6 +20,9 @@ class Masks {
   }
   void add(int rank) const noexcept {
     std::atomic_ref(words_[rank]).store(1, std::memory_order_relaxed);
+  }
+  void remove(int rank) const noexcept {
+    std::atomic_ref(words_[rank]).store(0, std::memory_order_relaxed);
   }
 
  private:

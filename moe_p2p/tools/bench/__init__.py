@@ -15,6 +15,8 @@ the same job. `--check` compares alone, everything that the ranks at hand allow.
     clocks        how spans are taken;  gpu_measure: ways of timing;  gpu_timing: by events
     probe         measures the links (kernels/probe.cu);  floors: least times that follow
     megatron      --api megatron, by itself;  megatron_layer: Megatron's layer and its dispatchers
+    kv            --api kv, by itself;  kv_ranks: its two processes;  kv_compute: what a layer takes
+    kv_systems    the same pages by Mooncake's calls and NIXL
     report        rows as a table and JSON;  plot: as a picture;  progress: the bar on a terminal
 
 Files whose names begin with gpu also serve CPUs, when tensors are on them.

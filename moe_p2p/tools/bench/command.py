@@ -18,16 +18,19 @@ import torch
 
 from moe_p2p import env, errors
 from moe_p2p.tools import launch
-from moe_p2p.tools.bench import conformance, megatron, report, worker
+from moe_p2p.tools.bench import conformance, kv, megatron, report, worker
 from moe_p2p.tools.bench.options import Options, parse
 from moe_p2p.tools.bench.plot import plot
 from moe_p2p.tools.bench.report import Row
 
+OF_THEIR_OWN = {"kv": kv.main, "megatron": megatron.main}  # with options of their own
+
 
 def main(arguments: list[str]) -> int:
     """Returns 0: all right, 1: a figure or a line of --check is not correct, 2: a rank failed."""
-    if _api(arguments) == "megatron":
-        return megatron.main(arguments)  # it has options of its own
+    api = _api(arguments)
+    if api in OF_THEIR_OWN:
+        return OF_THEIR_OWN[api](arguments)
     worlds = parse(arguments)
     with contextlib.ExitStack() as stack:
         if not env.launched():

@@ -264,9 +264,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--timeout-s", type=float, help="deadline of every wait, seconds (30)")
     add(
         "--api",
-        choices=["all_to_all", "deep_ep", "megatron"],
-        help="the calls that are timed (all_to_all); megatron: training steps of Megatron-Core's "
-        "MoE layer, with options of their own (--api megatron --help)",
+        choices=["all_to_all", "deep_ep", "kv", "megatron"],
+        help="the calls that are timed (all_to_all); kv: KV pages from prefill to decode; "
+        "megatron: training steps of Megatron-Core's MoE layer; both have options of their own "
+        "(--api kv --help)",
     )
     add("--deep-ep-module", metavar="NAME", help="time this module's DeepEP calls too (none)")
     add(

@@ -81,6 +81,10 @@ inline void st_relaxed_sys_u64(u64* p, u64 v) {
 inline void fence_acq_rel_sys(Site site = Site::current()) {
   if (orders(site)) emulation::moe_p2p_fence();
 }
+inline void fence_sc_sys() {
+  emulation::moe_p2p_fence();
+  asm volatile("mfence" ::: "memory");
+}
 inline u32 ld_relaxed_sys_u32(const u32* p) { return ld_relaxed(p); }
 inline u64 ld_relaxed_sys_u64(const u64* p) { return ld_relaxed(p); }
 inline u32 ld_relaxed_cta_u32(const u32* p) { return ld_relaxed(p); }

@@ -1,0 +1,121 @@
+"""What engines' KV adapters share: a worker of moe_p2p.kv that finds others in the engines' store.
+
+All engines of a deployment name one store, HOST:PORT: workers find each other there. The first one
+on HOST serves it; `python -m moe_p2p store HOST:PORT` serves it apart from any engine, so that no
+engine's end takes it away.
+"""
+
+from __future__ import annotations
+
+import socket
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from moe_p2p.engine import Engine
+from moe_p2p.errors import UnavailableError, make, require
+from moe_p2p.kv.leases import TorchLeases
+from moe_p2p.kv.membership import Membership
+from moe_p2p.kv.memory import Place
+from moe_p2p.kv.pair import KVCache
+from moe_p2p.kv.receiver import KVReceiver
+from moe_p2p.kv.sender import KVSender
+from moe_p2p.kv.worker import KVTimeouts, KVWorker
+
+_SERVED: dict[str, TCPStore] = {}  # by address: kept as long as this process lives
+_CONNECT_S = 60.0  # engines start at different times
+
+
+def split_address(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    require(
+        bool(host) and port.isdigit(),
+        f"the store of KV workers is {address!r}, must be HOST:PORT, the same for all engines",
+    )
+    return host, int(port)
+
+
+def serve_store(address: str) -> TCPStore | None:
+    """Serves it unless somebody does; None where HOST is not this machine, or it is served."""
+    host, port = split_address(address)
+    with suppress(OSError):
+        # torch reports a port in use only after a wait; a socket tells at once.
+        socket.create_server((host, port)).close()
+        with suppress(RuntimeError):
+            store = TCPStore(host, port, is_master=True, wait_for_workers=False)
+            _SERVED[address] = store
+            return store
+    return None
+
+
+def join_store(address: str) -> TCPStore:
+    host, port = split_address(address)
+    try:
+        return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=_CONNECT_S))
+    except RuntimeError as error:
+        raise make(
+            UnavailableError,
+            f"no store of KV workers at {address} within {_CONNECT_S:.0f} s: start an engine on "
+            f"{host}, or `python -m moe_p2p store {address}` there ({error})",
+        ) from error
+
+
+def own_host(store: str) -> str:
+    """The address of this machine that the store's machine would see."""
+    host, port = split_address(store)
+    family = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family[0], socket.SOCK_DGRAM) as probe:
+        probe.connect(family[4])  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+def regions_of(tensors: list[Tensor]) -> tuple[tuple[Tensor, ...], list[Place]]:
+    """The memory that engines allocated, each piece once, as bytes; where each tensor begins."""
+    found: dict[int, tuple[int, Tensor]] = {}
+    places = []
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in found:
+            flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+            flat.set_(storage, 0, (storage.nbytes(),))  # type: ignore[call-overload]
+            found[storage.data_ptr()] = (len(found), flat)
+        number = found[storage.data_ptr()][0]
+        places.append(Place(number, tensor.data_ptr() - storage.data_ptr()))
+    return tuple(flat for _, flat in found.values()), places
+
+
+class EngineWorker:
+    """A KVSender or KVReceiver of one rank of an engine, with its membership.
+
+    settings: "verify" (decode), "host", and fields of KVTimeouts.
+    """
+
+    def __init__(
+        self, kind: type[KVWorker], cache: KVCache, instance: str, store: str, settings: Any
+    ) -> None:
+        known = {
+            name: settings[name] for name in KVTimeouts.__dataclass_fields__ if name in settings
+        }
+        timeouts = KVTimeouts(**known)
+        more = {"verify": settings["verify"]} if "verify" in settings and kind is KVReceiver else {}
+        device = cache.tensors[0].device
+        self.engine = Engine(label=instance, gpu=device.index if device.type == "cuda" else None)
+        self.worker: Any = kind(
+            self.engine, cache, instance=instance, timeouts=timeouts, max_requests=1024, **more
+        )
+        self.membership = Membership(
+            self.worker,
+            TorchLeases(join_store(store), timeouts.lease_s),
+            host=settings.get("host") or own_host(store),
+        )
+
+    def close(self) -> None:
+        self.membership.close()
+        self.engine.close()
+
+
+__all__ = ["EngineWorker", "KVReceiver", "KVSender", "join_store", "regions_of", "serve_store"]

@@ -1,0 +1,113 @@
+"""Copies of small rows between KV pages and the ring: on the CPU, or on a stream of the GPU.
+
+Used by moe_p2p/kv/packing.py (gather) and moe_p2p/kv/unpacking.py (scatter).
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_p2p.errors import require
+from moe_p2p.kv.memory import KVRequest
+from moe_p2p.ops import call
+
+
+class Placed(NamedTuple):
+    """Units where a copy reads them, and the lowest and the highest one."""
+
+    units: Tensor
+    least: int
+    most: int
+
+
+class Rows(NamedTuple):
+    """Row r of unit u of `units` begins at offset + u * unit + r * row_stride of `memory`; rows are
+    numbered across units, and the copy is of those from first_row on."""
+
+    memory: Tensor
+    placed: Placed
+    where: tuple[int, int, int, int, int]  # offset, unit, row_bytes, num_rows, row_stride
+    first_row: int
+
+    def check(self) -> None:
+        """A kernel would not."""
+        offset, unit, row_bytes, num_rows, row_stride = self.where
+        begin = offset + self.placed.least * unit
+        end = offset + self.placed.most * unit + (num_rows - 1) * row_stride + row_bytes
+        nbytes = self.memory.numel() * self.memory.element_size()
+        require(
+            begin >= 0 and end <= nbytes,
+            f"rows at bytes {begin} to {end} of KV memory of {nbytes} bytes",
+        )
+
+
+def rows_of_request(request: KVRequest, *, at_source: bool) -> tuple[int, int, int, int, int]:
+    shape = request.move.shape
+    if at_source:
+        offset, unit, stride = request.source.offset, shape.source_unit, shape.source_row_stride
+    else:
+        offset, unit, stride = request.target.offset, shape.target_unit, shape.target_row_stride
+    return offset, unit, shape.row_bytes, shape.num_rows, stride
+
+
+class Copy:
+    """One that was started. event: None where it is done already."""
+
+    def __init__(self, event: Any) -> None:
+        self._event = event
+
+    def done(self) -> bool:
+        return self._event is None or bool(self._event.query())
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+
+
+class Copier:
+    """num_sms: multiprocessors that a copy on a GPU takes. Its stream is its own, so neither the
+    user's kernels nor these wait for each other; whoever needs the bytes asks the `Copy`."""
+
+    def __init__(self, device: torch.device, num_sms: int) -> None:
+        self._num_sms = num_sms
+        self._stream: Any = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def place(self, units: Tensor) -> Placed:
+        bounds = int(units.min()), int(units.max())
+        if self._stream is None:
+            return Placed(units, *bounds)
+        with self._on_stream():
+            return Placed(units.to(self._stream.device), *bounds)
+
+    def copy(self, rows: Rows, packed: Tensor, *, gather: bool) -> Copy:
+        """As many rows as `packed` has room for."""
+        rows.check()
+        flat = rows.memory.reshape(-1).view(torch.uint8)
+        if self._stream is None:
+            op = torch.ops.moe_p2p.copy_rows.default
+            call(op, flat, packed, rows.placed.units, *rows.where, rows.first_row, gather)
+            return Copy(None)
+        from moe_p2p.kernels.triton.kv_rows import copy_rows
+
+        with self._on_stream():
+            copy_rows(
+                flat,
+                packed,
+                rows.placed.units,
+                rows.where,
+                rows.first_row,
+                gather=gather,
+                num_sms=self._num_sms,
+            )
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(self._stream)
+        return Copy(event)
+
+    def _on_stream(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

@@ -1,0 +1,147 @@
+"""The receiver's half of packing: grants parts of its ring, scatters what arrives into the pages.
+
+    want --> (a part is free) --> grant --> bytes and header arrive --> scatter --> part is free
+
+A part is granted for one write and is not granted again before it was scattered, or before the
+sender that may write to it has drained or was fenced. It knows from the header what a part holds,
+so no order of arrival is assumed. Methods are called under the worker's lock.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from moe_p2p.errors import InvalidArgumentError, ProtocolError, make, require
+from moe_p2p.kv.copies import Copier, Copy, Rows, rows_of_request
+from moe_p2p.kv.memory import KVRequest
+from moe_p2p.kv.pair import KVCache, Pair
+from moe_p2p.kv.ring import HEADER_BYTES, Piece, Ring
+from moe_p2p.kv.tail import CountedSlots, Slot
+from moe_p2p.kv.units import Units
+
+if TYPE_CHECKING:
+    from moe_p2p.kv.legs import Leg
+    from moe_p2p.kv.reservation import KVReservation
+
+
+@dataclass(eq=False)
+class Grant:
+    """A part of the ring that a sender may write to, once. copy: its scatter."""
+
+    slot: Slot
+    copy: Copy | None = None
+
+
+class Unpacker:
+    def __init__(self, engine: Any, cache: KVCache, ring: Ring, control: tuple[Any, int]) -> None:
+        """control: the worker's rows, and bytes of each."""
+        self.engine, self.cache, self.ring = engine, cache, ring
+        self.rows, self.row_bytes = control
+        ring.slots = CountedSlots(ring.num_parts, engine, first=ring.parts.first)
+        self.copier = Copier(cache.tensors[0].device, ring.num_sms)
+        self._waiting: list[Leg] = []  # legs that want more parts, in turns
+        self._held: Counter[Pair] = Counter()
+
+    # --- grants ---
+
+    def want(self, leg: Leg, parts: int) -> None:
+        require(parts > 0 and leg.pair.packs, f"{leg.pair.name} wants {parts} parts of the ring")
+        if leg not in self._waiting:
+            self._waiting.append(leg)
+        leg.wants += parts
+        self._serve()
+
+    def _serve(self) -> None:
+        """A pair holds at most as many parts as are free, or one: a sender that was stopped with
+        all its parts leaves as many to others."""
+        granted: dict[Leg, list[Slot]] = {}
+        served = True
+        while served:
+            served = False
+            self._waiting = [leg for leg in self._waiting if leg.wants]  # 0 after a cancel, too
+            for leg in self._waiting:
+                if self._held[leg.pair] < max(self.ring.num_free, 1) and self.ring.num_free:
+                    granted.setdefault(leg, []).append(self._grant(leg))
+                    served = True
+        for leg, slots in granted.items():
+            parts = [[slot.number, slot.imm] for slot in slots]
+            leg.pair.send("grant", nonce=leg.nonce, parts=parts)
+
+    def _grant(self, leg: Leg) -> Slot:
+        slot = self.ring.slots.take("ring")
+        self._held[leg.pair] += 1
+        leg.grants.append(Grant(slot))
+        leg.wants -= 1
+        return slot
+
+    def _give_back(self, leg: Leg, grant: Grant) -> None:
+        self.ring.slots.give_back(grant.slot)
+        self._held[leg.pair] -= 1
+        if not self._held[leg.pair]:
+            del self._held[leg.pair]
+
+    # --- arrival ---
+
+    def advance(self, reservation: KVReservation, leg: Leg) -> int:
+        """Scatters what has arrived; returns the immediates of what is in the pages."""
+        nics = leg.pair.theirs.num_nics
+        for grant in leg.grants:
+            if grant.copy is None and self.engine.imm_value(grant.slot.imm) >= 2 * nics:
+                grant.copy = self._scatter(reservation, leg, grant)
+        over = [grant for grant in leg.grants if grant.copy is not None and grant.copy.done()]
+        if over:
+            leg.grants = [grant for grant in leg.grants if grant not in over]
+            leg.scattered += len(over)
+            for grant in over:
+                self._give_back(leg, grant)
+            self._serve()
+        return leg.scattered * nics
+
+    def _scatter(self, reservation: KVReservation, leg: Leg, grant: Grant) -> Copy:
+        at = grant.slot.number * self.row_bytes
+        what = f"request {reservation.request!r} from {leg.pair.name}"
+        header = memoryview(self.rows)[at : at + HEADER_BYTES]
+        piece = Piece.parse(header, leg.nonce, what)
+        try:
+            request, rows = self._rows(reservation, leg, piece)
+        except (InvalidArgumentError, IndexError, KeyError) as error:
+            raise make(ProtocolError, f"{what}: a packed write of {piece}: {error!r}") from error
+        packed = self.ring.part(grant.slot, piece.rows * request.move.shape.row_bytes)
+        return self.copier.copy(rows, packed, gather=False)
+
+    def _rows(self, reservation: KVReservation, leg: Leg, piece: Piece) -> tuple[KVRequest, Rows]:
+        begin, end = piece.chunk
+        require(
+            reservation.begin <= begin <= end <= reservation.total,
+            f"tokens {reservation.begin} to {reservation.total} were reserved",
+        )
+        request = leg.pair.requests[piece.layer][piece.request]
+        if leg.units is None:
+            leg.units = Units(leg.pair, reservation.total, target=reservation.pages)
+        _, theirs = leg.units.of(request.move, piece.chunk)
+        key = (id(request.move), piece.chunk)
+        if key not in leg.placed:
+            leg.placed[key] = self.copier.place(theirs)
+        total = len(theirs) * request.move.shape.num_rows
+        require(
+            0 < piece.rows <= request.move.rows_per_write and piece.first + piece.rows <= total,
+            f"there are {total} rows, at most {request.move.rows_per_write} of them in a write",
+        )
+        where = rows_of_request(request, at_source=False)
+        memory = self.cache.tensors[request.target.region]
+        return request, Rows(memory, leg.placed[key], where, piece.first)
+
+    # --- the end ---
+
+    def settle(self, leg: Leg) -> None:
+        """The sender writes nothing more: its parts are free once their scatters are over."""
+        leg.wants = 0
+        for grant in leg.grants:
+            if grant.copy is not None:
+                grant.copy.wait()
+            self._give_back(leg, grant)
+        if leg.grants:
+            leg.grants = []
+            self._serve()

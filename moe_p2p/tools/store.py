@@ -1,0 +1,29 @@
+"""`python -m moe_p2p store HOST:PORT`: where KV workers of engines find each other."""
+
+from __future__ import annotations
+
+import argparse
+import threading
+
+from moe_p2p.errors import MoeP2pError
+from moe_p2p.integrations.kv_worker import serve_store
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m moe_p2p store",
+        description="Serves the store in which KV workers of vLLM and SGLang find each other.",
+    )
+    parser.add_argument("address", metavar="HOST:PORT", help="of this machine, as engines reach it")
+    address = parser.parse_args(arguments).address
+    try:
+        store = serve_store(address)
+    except MoeP2pError as error:
+        print(error)
+        return 2
+    if store is None:
+        print(f"{address} is served already, or not an address of this machine")
+        return 1
+    print(f"serving {address}; ends with Ctrl-C", flush=True)
+    threading.Event().wait()
+    return 0

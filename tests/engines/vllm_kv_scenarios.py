@@ -1,0 +1,449 @@
+"""What two engines of vLLM do with MoeP2pConnector, each a function; test_vllm_kv.py runs them.
+
+python -m tests.engines.vllm_kv_scenarios FILE    writes {scenario: error text} as JSON
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from tests.engines import vllm_kv_engine as engines
+from tests.engines.scenarios import Scenarios, free_port, refused
+from tests.engines.vllm_kv_engine import Engine, Model, kv_bytes
+
+scenario = Scenarios()
+PROMPT = list(range(100, 122))  # five pages of 4 and a half
+
+
+@contextmanager
+def pair(
+    prefill: dict[str, Any] | None = None, decode: dict[str, Any] | None = None, **both: Any
+) -> Iterator[tuple[Engine, Engine]]:
+    store = f"127.0.0.1:{free_port()}"
+    first = Engine("kv_producer", store, **both, **(prefill or {}))
+    second = Engine("kv_consumer", store, **{"verify": "always", **both, **(decode or {})})
+    try:
+        for rank in second.ranks:  # connecting is apart from requests
+            rank.connector._worker.worker.wait_for(first.name)
+        for rank in first.ranks:
+            rank.connector._worker.worker.wait_for(second.name)
+        yield first, second
+    finally:
+        second.close()
+        first.close()
+
+
+def run(*all_engines: Engine, until: Callable[[], bool], limit_s: float = 20) -> None:
+    end = time.monotonic() + limit_s
+    while not until():
+        for engine in all_engines:
+            engine.step()
+        assert time.monotonic() < end, f"waited {limit_s} s: " + "; ".join(
+            f"{e.name}: {e.finished}, {e.computed[-4:]}" for e in all_engines
+        )
+
+
+def run_until_idle(*all_engines: Engine, limit_s: float = 20) -> None:
+    """Every page is back."""
+    run(
+        *all_engines,
+        until=lambda: all(
+            e.free_blocks == e.idle and not e.scheduler.requests for e in all_engines
+        ),
+        limit_s=limit_s,
+    )
+
+
+def send(first: Engine, second: Engine, name: str, tokens: list[int], max_tokens: int = 2) -> None:
+    """As NIXL's routers do: prefill with one token, then decode with what it answered."""
+    first.add(name, tokens, {"do_remote_decode": True, "do_remote_prefill": False})
+    run(first, until=lambda: name in first.finished)
+    second.add(f"{name} there", tokens, first.answers[name], max_tokens)
+    run(first, second, until=lambda: f"{name} there" in second.finished)
+    assert second.finished[f"{name} there"] == "length", second.finished
+
+
+def send_at_once(first: Engine, second: Engine, name: str, tokens: list[int]) -> None:
+    first.add(name, tokens, {"do_remote_decode": True, "transfer_id": f"{name} to both"})
+    params = {
+        "do_remote_prefill": True,
+        "remote_engine_id": first.name,
+        "transfer_id": f"{name} to both",
+    }
+    second.add(f"{name} there", tokens, params, max_tokens=2)
+
+
+def check_loaded(second: Engine, name: str, tokens: list[int]) -> None:
+    """All but the last token, which vLLM computes to sample from; bytes were compared then."""
+    assert second.checked[name] == len(tokens) - 1, second.checked
+    begin = next(begin for request, begin, _ in second.computed if request == name)
+    assert begin == len(tokens) - 1, second.computed
+
+
+@scenario
+def routers_of_nixl_work_unchanged() -> None:
+    with pair() as (first, second):
+        send(first, second, "a", PROMPT)
+        check_loaded(second, "a there", PROMPT)
+        keys = (
+            "do_remote_prefill do_remote_decode remote_engine_id remote_block_ids remote_host "
+            "remote_port remote_request_id tp_size"
+        )
+        assert set(keys.split()) <= set(first.answers["a"])
+        run_until_idle(first, second)
+
+
+def _layouts(model: Model, prefill: dict[str, Any], decode: dict[str, Any]) -> None:
+    with pair(prefill, decode, model=model) as (first, second):
+        send(first, second, "a", PROMPT)
+        check_loaded(second, "a there", PROMPT)
+        send_at_once(first, second, "b", PROMPT[::-1])
+        run(first, second, until=lambda: "b there" in second.finished)
+        check_loaded(second, "b there", PROMPT[::-1])
+        run_until_idle(first, second)
+
+
+@scenario
+def two_ranks_to_one_with_larger_pages() -> None:
+    _layouts(Model(), {"tp": 2}, {"tp": 1, "block": 8, "layout": "LBNHC"})
+
+
+@scenario
+def one_rank_to_two_from_packed_layers() -> None:
+    _layouts(Model(heads=4), {"tp": 1, "layout": "BLHNC"}, {"tp": 2})
+
+
+@scenario
+def replicated_heads_and_layers_of_a_page_side_by_side() -> None:
+    _layouts(Model(heads=2), {"tp": 4, "layout": "BLNHC"}, {"tp": 2, "layout": "BLHNC"})
+
+
+@scenario
+def layers_of_a_chunk_arrive_before_the_next_chunk_is_computed() -> None:
+    with pair({"max_num_batched_tokens": 8}) as (first, second):
+        send_at_once(first, second, "a", PROMPT)
+        second.step()  # allocates and opens
+        first.step()  # tokens 0 to 8
+        assert "a" not in first.finished
+        rank = second.ranks[0]
+        ids = second.scheduler.kv_cache_manager.get_block_ids("a there")[0]
+        rank.blocks["a there"] = (list(ids),)
+
+        def arrived() -> bool:
+            for layer, tensor in rank.tensors.items():
+                want = kv_bytes(int(layer.split(".")[2]), rank.heads, PROMPT[:8], 0)
+                at, within = rank.places("a there", layer, 0, 8)
+                if not torch.equal(tensor[at, :, within].view(torch.int16), want.view(torch.int16)):
+                    return False
+            return True
+
+        run(second, until=arrived)
+        assert not second.computed
+        run(first, second, until=lambda: "a there" in second.finished)
+        assert [span for _, *span in first.computed] == [[0, 8], [8, 16], [16, 22]]
+        check_loaded(second, "a there", PROMPT)
+        run_until_idle(first, second)
+
+
+@scenario
+def layers_of_a_replayed_graph_follow_it() -> None:
+    with pair({"graphs": True, "max_num_batched_tokens": 8}) as (first, second):
+        send_at_once(first, second, "a", PROMPT)
+        run(first, second, until=lambda: "a there" in second.finished)
+        check_loaded(second, "a there", PROMPT)
+        run_until_idle(first, second)
+
+
+@scenario
+def prefix_hits_on_both_sides_send_the_suffix_only() -> None:
+    with pair() as (first, second):
+        send(first, second, "a", PROMPT)
+        longer = PROMPT + list(range(300, 313))
+        sent: list[int] = []
+        worker = second.ranks[0].connector._worker.worker
+        reserve = worker.reserve
+        worker.reserve = lambda *given, **more: (
+            sent.append(more["begin"]),
+            reserve(*given, **more),
+        )[1]
+        send(first, second, "b", longer)
+        assert sent == [20], "five pages are in the decoder's cache"
+        assert ("b", 20, 35) in first.computed, "and in the prefiller's"
+        check_loaded(second, "b there", longer)
+        run_until_idle(first, second)
+
+
+@scenario
+def sliding_windows_in_chunks() -> None:
+    both = {"model": Model(layers=4, window=10)}
+    with pair({"max_num_batched_tokens": 8}, **both) as (first, second):
+        tokens = list(range(400, 445))
+        send(first, second, "a", tokens)
+        check_loaded(second, "a there", tokens)
+        send_at_once(first, second, "b", tokens[::-1])
+        run(first, second, until=lambda: "b there" in second.finished)
+        check_loaded(second, "b there", tokens[::-1])
+        run_until_idle(first, second)
+
+
+@scenario
+def prefill_is_preempted_and_its_pages_go_to_others() -> None:
+    """Seven pages for two: the second one lacks some for its next chunk, and the first gets all."""
+    small = {"max_num_batched_tokens": 8, "blocks": 8, "tp": 2}
+    with pair(small, {"blocks": 64}) as (first, second):
+        first.add("other", list(range(900, 914)), max_tokens=12)
+        run(first, until=lambda: ("other", 14, 15) in first.computed)
+        send_at_once(first, second, "a", PROMPT)
+        second.step()
+        first.step()
+        rank = first.ranks[0]
+        before = set(rank.blocks["a"][0])
+        run(first, second, until=lambda: "other" in first.finished)
+        assert before & set(rank.blocks["other"][0]), "its pages were overwritten"
+        assert not second.computed
+        run(first, second, until=lambda: "a there" in second.finished)
+        assert [begin for name, begin, _ in first.computed if name == "a"].count(0) == 2
+        check_loaded(second, "a there", PROMPT)
+        run_until_idle(first, second)
+
+
+@scenario
+def prefill_aborts_before_it_is_scheduled() -> None:
+    with pair() as (first, second):
+        send_at_once(first, second, "a", PROMPT)
+        second.step()
+        first.abort("a")
+        run(first, second, until=lambda: "a there" in second.finished)
+        assert second.finished["a there"] == "error"
+        scenario.expect_logged("a to both#0", "aborted at the prefiller")
+        run_until_idle(first, second)
+
+
+@scenario
+def prefill_aborts_between_chunks_and_decode_computes_the_prompt() -> None:
+    policy = {"kv_load_failure_policy": "recompute"}
+    with pair({"max_num_batched_tokens": 8}, policy) as (first, second):
+        send(first, second, "c", PROMPT[:8])  # two pages in the decoder's cache
+        send_at_once(first, second, "a", PROMPT)
+        second.step()
+        first.step()
+        first.abort("a")
+        run(first, second, until=lambda: "a there" in second.finished)
+        assert second.finished["a there"] == "length"
+        assert next(b for n, b, _ in second.computed if n == "a there") == 8, second.computed
+        run_until_idle(first, second)
+
+
+@scenario
+def a_failed_load_of_several_groups_is_a_failed_request() -> None:
+    both = {"model": Model(layers=4, window=10)}
+    policy = {"kv_load_failure_policy": "recompute"}
+    with pair({"max_num_batched_tokens": 8}, policy, **both) as (first, second):
+        send_at_once(first, second, "a", PROMPT)
+        second.step()
+        first.step()
+        first.abort("a")
+        run(first, second, until=lambda: "a there" in second.finished)
+        assert second.finished["a there"] == "length"
+        assert second.checked["a there"] == 0
+        run_until_idle(first, second)
+
+
+@scenario
+def decode_rejects_and_the_prefiller_has_its_pages_at_once() -> None:
+    with pair() as (first, second):
+        first.add("a", PROMPT, {"do_remote_decode": True})
+        run(first, until=lambda: "a" in first.finished)
+        assert first.free_blocks < first.idle
+        second.add("a there", PROMPT, first.answers["a"])
+        second.abort("a there")  # before it was scheduled
+        assert second.scheduler.has_requests(), "the worker has to hear of it"
+        began = time.monotonic()
+        run_until_idle(first, second)
+        assert time.monotonic() - began < 5, "open_s is 30"
+
+
+@scenario
+def decode_aborts_while_layers_arrive() -> None:
+    with pair({"max_num_batched_tokens": 8}) as (first, second):
+        send_at_once(first, second, "a", PROMPT)
+        second.step()
+        first.step()
+        second.abort("a there")
+        assert second.free_blocks < second.idle, "a write may land in them"
+        run(second, first, until=lambda: second.free_blocks == second.idle)
+        run_until_idle(first, second)
+        send(first, second, "b", PROMPT)  # the same pages
+        check_loaded(second, "b there", PROMPT)
+        run_until_idle(first, second)
+
+
+@scenario
+def blocks_come_back_after_the_fence_where_the_prefiller_does_not_answer() -> None:
+    with pair({"max_num_batched_tokens": 8}, {"drain_s": 0.5}) as (first, second):
+        worker = first.ranks[0].connector._worker.worker
+        hears = worker.on_message
+        worker.on_message = lambda to, told: None if told.kind == "cancel" else hears(to, told)
+        send_at_once(first, second, "a", PROMPT)
+        second.step()
+        first.step()
+        second.abort("a there")
+        began = time.monotonic()
+        run(second, until=lambda: second.free_blocks == second.idle)
+        assert 0.4 < time.monotonic() - began < 5, "a write may land in them until drain_s"
+
+
+@scenario
+def nobody_opens_it() -> None:
+    with pair({"open_s": 0.3}) as (first, second):
+        first.add("a", PROMPT, {"do_remote_decode": True})
+        run(first, until=lambda: "a" in first.finished)
+        assert first.free_blocks < first.idle
+        run_until_idle(first)
+        second.add("a there", PROMPT, first.answers["a"])
+        run(first, second, until=lambda: "a there" in second.finished)
+        assert second.finished["a there"] == "error"
+        scenario.expect_logged("'a#0'", "phase open for any receiver")
+        run_until_idle(second)
+
+
+@scenario
+def the_prefiller_ends_while_decode_waits() -> None:
+    with pair({"max_num_batched_tokens": 8}) as (first, second):
+        send_at_once(first, second, "a", PROMPT)
+        second.step()
+        first.step()
+        for rank in first.ranks:
+            rank.connector.shutdown()
+        run(second, until=lambda: "a there" in second.finished)
+        assert second.finished["a there"] == "error"
+        scenario.expect_logged("'a to both#0'", f"lost {first.name}/0")
+        run_until_idle(second)
+
+
+@scenario
+def figures_reach_the_log_and_prometheus() -> None:
+    import pickle
+
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
+
+    with pair({"tp": 2}) as (first, second):
+        send(first, second, "a", PROMPT)
+        send(first, second, "b", PROMPT[::-1])
+        run_until_idle(first, second)
+        second.step()
+        whole = second.ranks[0].connector.build_kv_connector_stats()
+        for stats in pickle.loads(pickle.dumps([*first.stats, *second.stats])):
+            whole = whole.aggregate(stats)
+        found = whole.reduce()
+        nbytes = (
+            2 * 22 * 3 * 2 * 2 * engines.HEAD_SIZE * 2
+        )  # requests, tokens, layers, heads, K and V
+        assert found["requests"] == 6, found  # two senders and a receiver of each
+        assert found["failed"] == 0
+        assert 2 * nbytes <= found["nbytes"] < 2 * nbytes + 10_000, found
+        assert found["mean transfer ms"] > 0
+        config = first.ranks[0].connector._vllm_config
+        lines: list[str] = []
+        logging = KVConnectorLogging(config.kv_transfer_config)
+        logging.observe(whole.to_dict())
+        logging.log(lambda text, values: lines.append(text % values))
+        assert "requests=6" in lines[0], lines
+
+        class Metric:
+            def __init__(self, name: str, documentation: str, labelnames: list[str]) -> None:
+                self.name, self.value = name, 0.0
+                metrics.append(self)
+
+            def labels(self, *values: Any) -> Any:
+                assert values == ("m", 0)
+                return self
+
+            def inc(self, value: float) -> None:
+                self.value += value
+
+        metrics: list[Metric] = []
+        from prometheus_client import Counter, Gauge, Histogram
+
+        prom = first.ranks[0].connector.build_prom_metrics(
+            config,
+            {Counter: Metric, Gauge: Metric, Histogram: Metric},
+            ["model_name", "engine"],
+            {0: ["m", 0]},
+        )
+        prom.observe(whole.to_dict(), 0)
+        by_name = {metric.name: metric.value for metric in metrics}
+        assert by_name["vllm:moe_p2p_kv_requests"] == 6
+        assert by_name["vllm:moe_p2p_kv_bytes"] == found["nbytes"]
+        assert by_name["vllm:moe_p2p_kv_transfer_seconds"] > 0
+
+
+@scenario
+def parameters_of_nobody_are_named_and_the_prompt_is_computed() -> None:
+    with pair() as (first, second):
+        second.add("x", PROMPT, {"do_remote_prefill": True, "remote_engine_id": None})
+        run(second, until=lambda: "x" in second.finished)
+        assert second.finished["x"] == "length"
+        scenario.expect_logged("request x", "need remote_engine_id")
+        run_until_idle(first, second)
+
+
+@scenario
+def what_is_not_carried_is_refused_by_name() -> None:
+    from vllm.v1 import kv_cache_interface as kv
+
+    from moe_p2p.integrations import vllm_kv_layout
+
+    store = f"127.0.0.1:{free_port()}"
+
+    refused(lambda: Engine("kv_both", store), "kv_both", "kv_producer")
+    refused(lambda: Engine("kv_producer", "nowhere"), "HOST:PORT")
+    config = engines.vllm_config(
+        "kv_producer", "p", tp=1, rank=0, block=4, blocks=8, extra={"store": store}
+    )
+    caches = engines.cache_config(Model(), tp=1, block=4, blocks=8, layout="LBHNC")
+    for name in ("pipeline_parallel_size", "decode_context_parallel_size"):
+        setattr(config.parallel_config, name, 2)
+        refused(
+            lambda: vllm_kv_layout.vllm_cache(config, caches, {}), f"{name}=2", "start vLLM with"
+        )
+        setattr(config.parallel_config, name, 1)
+    apart = {name: torch.zeros(2, 8, 4, 8).transpose(0, 1) for name in Model().names(0)}
+    refused(lambda: vllm_kv_layout.vllm_cache(config, caches, apart), "strides", "LBHNC")
+    caches.kv_cache_groups[0].kv_cache_spec = kv.MambaSpec(
+        block_size=4, shapes=((2,),), dtypes=(torch.float32,)
+    )
+    tensors = {name: torch.zeros(8, 2, 4, 8) for name in Model().names(0)}
+    refused(
+        lambda: vllm_kv_layout.vllm_cache(config, caches, tensors), "MambaSpec", "NixlConnector"
+    )
+
+
+@scenario
+def an_abstract_method_that_nobody_knows_is_named() -> None:
+    import abc
+
+    from vllm.distributed.kv_transfer.kv_connector.v1 import base
+
+    from moe_p2p.integrations import vllm_kv
+
+    class Newer(base.KVConnectorBase_V1):
+        @abc.abstractmethod
+        def teleport(self) -> None: ...
+
+    known, base.KVConnectorBase_V1 = base.KVConnectorBase_V1, Newer
+    vllm_kv._connector_class.cache_clear()
+    try:
+        refused(lambda: vllm_kv.MoeP2pConnector, "teleport", "docs/engines.md")
+    finally:
+        base.KVConnectorBase_V1 = known
+        vllm_kv._connector_class.cache_clear()
+
+
+if __name__ == "__main__":
+    scenario.main(engines.begin)

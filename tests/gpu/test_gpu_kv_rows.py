@@ -1,0 +1,86 @@
+"""Packing of small KV rows on a GPU: what the kernel compiles to, its bytes, and whole requests."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from moe_p2p import kv
+from tests.gpu.test_triton_kernels import ROOT, compile_for, launches
+from tests.support.kv_workers import random_cache, some_pages, workers
+
+LAYERS, PAGES = 3, 32
+
+
+def copies() -> None:
+    from moe_p2p.kernels.triton.kv_rows import copy_rows
+
+    memory, packed = torch.empty(1 << 20).byte(), torch.empty(576 << 4).byte()
+    for gather in (True, False):
+        where = (0, 4608, 576, 8, 1152)
+        copy_rows(memory, packed, torch.arange(9), where, 0, gather=gather, num_sms=6)
+
+
+@pytest.mark.parametrize("capability", [90, 100])
+def test_aligned_rows_move_16_bytes_at_a_time(capability: int) -> None:
+    for launch in launches(copies):
+        ptx = compile_for(launch, capability).asm["ptx"]
+        # 64-bit loads of one value are those of indices.
+        for wide in (r"ld\.global\.v(2\.b64|4\.b32)", r"st\.global\.v(2\.b64|4\.b32)"):
+            assert re.search(wide, ptx), wide
+        assert not re.search(r"st\.global\.b", ptx)
+
+
+@pytest.mark.gpu
+def test_a_gpu_moves_the_bytes_of_the_cpu() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "tests/support/kv_rows_cases.py"],
+        cwd=ROOT,
+        env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "13 passed" in done.stdout
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lands", [False, True], ids=["scattered", "lands in pages"])
+def test_requests_are_packed_between_gpu_caches(lands: bool) -> None:
+    """Tokens of 576 B are dealt to two ranks; a ring of three parts is less than a layer."""
+    pytest.importorskip("triton")
+    group = kv.KVGroup("kv", tuple(range(LAYERS)), heads=1, k_bytes=576, v_bytes=0, page_size=16)
+    prefill, decode = kv.KVLayout((group,)), kv.KVLayout((group,), tp=2, dcp=2)
+    rates = (1e9, 1e6) if lands else (1e9, 1e3)
+    link = kv.KVLink("test", *rates, packed_write_bytes=3 << 12, ring_bytes=3 * (3 << 12))
+    with workers(prefill, decode, link=link, settings="seed=3", devices=("cuda:0",) * 2) as found:
+        sender = found.senders[0]
+        random_cache(sender.cache, 1)
+        ours, theirs = some_pages(20, PAGES, 1), some_pages(10, PAGES, 2)
+        assert all(
+            move.why_packed and move.lands == lands
+            for pair in sender.pairs.values()
+            for move in pair.plan.moves
+        )
+        waiting = [
+            each.reserve("r", "prefill", {"kv": theirs}, total=320) for each in found.receivers
+        ]
+        sending = sender.start("r", "decode", {"kv": ours}, total=320)
+        torch.cuda.synchronize()
+        for layer in range(LAYERS):
+            sending.layer(layer)
+        sending.commit()
+        for reservation in waiting:
+            reservation.wait(30)  # with the checksums of both sides
+        sending.wait(30)
+        assert all(flight.packing.written for flight in sending.flights)
+        sent = sender.cache.tensors[0].view(LAYERS, PAGES, 16, 576)[:, ours.long()]
+        for rank, receiver in enumerate(found.receivers):
+            got = receiver.cache.tensors[0].view(LAYERS, PAGES, 16, 576)[:, theirs.long()]
+            assert torch.equal(got.flatten(1, 2), sent.flatten(1, 2)[:, rank::2])

@@ -1,0 +1,70 @@
+"""Small rows are gathered and scattered: on the CPU here, by Triton in its interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_p2p import InvalidArgumentError
+from moe_p2p.kv.copies import Copier, Rows
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU = Copier(torch.device("cpu"), 1)
+
+
+def test_rows_of_units_follow_each_other() -> None:
+    """From row 1 of unit 3 to row 0 of unit 2, which are rows 1 to 4 of all."""
+    memory = torch.arange(4 * 16, dtype=torch.uint8)
+    place = CPU.place(torch.tensor([3, 0, 2]))
+    rows = Rows(memory, place, (1, 16, 3, 2, 8), first_row=1)
+    packed = torch.zeros(4 * 3, dtype=torch.uint8)
+    assert CPU.copy(rows, packed, gather=True).done()
+    assert packed.view(4, 3).tolist() == [[at, at + 1, at + 2] for at in (57, 1, 9, 33)]
+    target = torch.full_like(memory, 255)
+    CPU.copy(rows._replace(memory=target), packed, gather=False).wait()
+    written = torch.cat([torch.arange(at, at + 3) for at in (57, 1, 9, 33)])
+    assert torch.equal(target[written], memory[written])
+    assert int((target != 255).sum()) == 12
+
+
+@pytest.mark.parametrize(("units", "end"), [([4], 75), ([-1], -5)])
+def test_rows_outside_of_memory_are_refused(units: list[int], end: int) -> None:
+    memory, packed = torch.zeros(64, dtype=torch.uint8), torch.zeros(3, dtype=torch.uint8)
+    rows = Rows(memory, CPU.place(torch.tensor(units)), (0, 16, 3, 2, 8), 0)
+    with pytest.raises(InvalidArgumentError, match=f"to {end} of KV memory of 64 bytes"):
+        CPU.copy(rows, packed, gather=True)
+    with pytest.raises(RuntimeError, match=r"row 0 lies at byte -?\d+ of memory of 64 bytes"):
+        torch.ops.moe_p2p.copy_rows.default(
+            memory, packed, rows.placed.units, *rows.where, 0, False
+        )
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "first", "text"),
+    [(4, 0, "4 packed bytes are not rows of 3"), (9, 0, "rows 0 to 3 of 2"), (3, -1, "rows -1 to")],
+)
+def test_what_is_not_whole_rows_is_refused(nbytes: int, first: int, text: str) -> None:
+    memory, packed = torch.zeros(64, dtype=torch.uint8), torch.zeros(nbytes, dtype=torch.uint8)
+    rows = Rows(memory, CPU.place(torch.tensor([0])), (0, 16, 3, 2, 8), first)
+    with pytest.raises(InvalidArgumentError, match=text):
+        CPU.copy(rows, packed, gather=True)
+
+
+def test_triton_moves_the_same_bytes() -> None:
+    """In its interpreter, which Triton decides about when it is imported."""
+    pytest.importorskip("triton")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "tests/support/kv_rows_cases.py"],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "13 passed" in done.stdout
