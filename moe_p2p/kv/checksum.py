@@ -75,7 +75,8 @@ def _words(flat: Tensor, units: Tensor, where: tuple[int, int, int, int, int]) -
     size = 8 if whole else 1
     source = flat.view(torch.int64) if whole else flat
     shape = (int(units.max()) + 1, num_rows, row_bytes // size)
-    strided = source.as_strided(shape, (unit // size, row_stride // size, 1), offset // size)
+    begin = source.storage_offset() + offset // size  # memory may be a part of a tensor
+    strided = source.as_strided(shape, (unit // size, row_stride // size, 1), begin)
     rows = strided.index_select(0, units).reshape(len(units) * num_rows, -1)
     if whole:
         return rows

@@ -1,15 +1,17 @@
-"""RL weight updates: layouts of both sides, the plan between them, fp8 without gathering, and a
-recorder of what a receiver's own loader does.
+"""RL weight updates: trainers write straight into the tensors of inference engines, by a plan
+between the layouts of both sides, and the fleet goes to a version together or says why not.
 
 docs/weights.md explains it.
 """
 
 from moe_p2p.weights import copies
 from moe_p2p.weights.fp8 import block_amax, merge, quantize, scales
+from moe_p2p.weights.generator import WeightGenerator, agree_in
 from moe_p2p.weights.layout import Blocks, Param, WeightLayout, dtype_name, of_tensor
 from moe_p2p.weights.placement import Placement, Replicate, Shard
 from moe_p2p.weights.plan import Copy, Counts, Gathered, Maxima, WeightPlan, Write, weight_plan
 from moe_p2p.weights.recorder import Recording, record
+from moe_p2p.weights.trainer import WeightTrainer
 
 __all__ = [
     "Blocks",
@@ -22,9 +24,12 @@ __all__ = [
     "Recording",
     "Replicate",
     "Shard",
+    "WeightGenerator",
     "WeightLayout",
     "WeightPlan",
+    "WeightTrainer",
     "Write",
+    "agree_in",
     "block_amax",
     "copies",
     "dtype_name",

@@ -141,6 +141,15 @@ class WeightPlan:
                     counts[2] += flow.rows.num_rows * len(flow.rows.offsets)
         return {source: Counts(*counts) for source, counts in sorted(found.items())}
 
+    def writes_to(self, rank: int) -> Iterator[Write]:
+        """What a target rank gets: `of_source` of all sources, where it is the target."""
+        self._check("target", rank, self.target)
+        for entry, (_, by_target) in self._indexed():
+            for place in _places(entry.targets, rank):
+                for flow, number in by_target.get(place, ()):
+                    source = flow.sources[flow.source_of(number, entry.turn)]
+                    yield _write(entry, flow, source, place)
+
     def copies(self, rank: int) -> Iterator[Copy]:
         """What a source rank converts before it writes: other types, other orders, fp8."""
         self._check("source", rank, self.source)

@@ -116,3 +116,10 @@ def test_triton_gives_the_same_value() -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "6 passed" in done.stdout
+
+
+def test_a_part_of_a_tensor_has_the_sum_of_its_own_bytes() -> None:
+    """Offsets counted from the storage's begin before."""
+    data = rows(5)
+    part = data[1024:2048]
+    assert of(part, [0, 3]) == of(part.clone(), [0, 3]) != of(data, [0, 3])

@@ -1,0 +1,83 @@
+"""What both sides of weight updates say to each other: keys in a torch store, each wait bounded.
+
+A key is written by one rank, but `decide`: the first value stays, and everybody gets that one.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from moe_p2p.errors import TimeoutError, make
+
+_POLL_S = 0.002
+_MOST_POLL_S = 0.05
+
+
+class Deadline:
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self.at = time.monotonic() + timeout_s
+
+    def later(self, grace_s: float) -> Deadline:
+        """For who waits for ranks that wait too: the one that is missing is named, not these."""
+        found = Deadline(self.timeout_s + grace_s)
+        found.at = self.at + grace_s
+        return found
+
+    @property
+    def left(self) -> float:
+        return max(self.at - time.monotonic(), 0.0)
+
+
+class Board:
+    """store: any torch store that both jobs reach. name: of the fleet."""
+
+    def __init__(self, store: Any, name: str) -> None:
+        # A client of its own: a call that waits in another one would hold this one up.
+        self._store = store.clone() if hasattr(store, "clone") else store
+        self._prefix = f"moe_p2p weights/{name}/"
+
+    def put(self, key: str, value: object) -> None:
+        self._store.set(self._prefix + key, json.dumps(value))
+
+    def get(self, key: str) -> Any:
+        """None where nobody wrote it."""
+        if not self._store.check([self._prefix + key]):
+            return None
+        return json.loads(self._store.get(self._prefix + key))
+
+    def decide(self, key: str, value: object) -> Any:
+        """Writes it unless there is a value; returns the one that is there."""
+        return json.loads(self._store.compare_set(self._prefix + key, "", json.dumps(value)))
+
+    def drop(self, key: str) -> None:
+        with suppress(Exception):  # a store that cannot delete keeps it
+            self._store.delete_key(self._prefix + key)
+
+    def wait(
+        self,
+        keys: Mapping[str, str],
+        deadline: Deadline,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> dict[str, Any]:
+        """Values of all `keys`; each with who writes it, for the error. meanwhile: may raise."""
+        found: dict[str, Any] = {}
+        pause = _POLL_S
+        while True:
+            for key in keys.keys() - found.keys():
+                value = self.get(key)
+                if value is not None:
+                    found[key] = value
+            if len(found) == len(keys):
+                return found
+            meanwhile()
+            if not deadline.left:
+                missing = [who for key, who in keys.items() if key not in found]
+                text = f"within {deadline.timeout_s:g} s no word from {', '.join(missing)}"
+                raise make(TimeoutError, text)
+            time.sleep(min(pause, deadline.left))
+            pause = min(pause * 1.5, _MOST_POLL_S)

@@ -1,0 +1,155 @@
+"""Where an update lands on a generator: its shadow, or its own tensors. Used by generator.py.
+
+What the plan does not write, tensors in checkpoint layout apart, is *derived*: `finalize` makes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_p2p.engine import Engine
+from moe_p2p.errors import ProtocolError, make, require
+from moe_p2p.transfers import Grant
+from moe_p2p.weights import attempt
+from moe_p2p.weights.plan import WeightPlan, Write
+
+# Makes derived tensors: of parameters in checkpoint layout, by name, and all tensors, by name.
+Finalize = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]
+
+_ALIGN = 256
+_UNTOUCHED = 0xFF  # NaN in every floating-point type of torch that has one
+
+
+class Inbox:
+    """live: the engine's tensors, contiguous. target: what is written and finalized, by name;
+    received: what arrives in checkpoint layout, by parameter."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        plan: WeightPlan,
+        rank: int,
+        live: Mapping[str, Tensor],
+        *,
+        shadow: bool,
+        finalize: Finalize | None,
+    ) -> None:
+        self._engine, self._live, self._shadow = engine, dict(live), shadow
+        self._finalize = finalize
+        self.writes: list[Write] = list(plan.writes_to(rank))
+        received = _received(self.writes)
+        written = {write.target_tensor for write in self.writes} - received.keys()
+        self.derived = [name for name in live if name not in written]
+        require(
+            finalize is not None or not (self.derived or received),
+            f"generator {rank}: tensors {', '.join([*self.derived, *received][:3])} are not "
+            "written in their final form; pass finalize, which makes them",
+        )
+        device = next(iter(live.values())).device if live else "cpu"
+        own = dict(live) if shadow else {}
+        sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in own.items()}
+        self._places, total = _places({**sizes, **received})
+        self.buffer = torch.zeros(total, dtype=torch.uint8, device=device)  # one registration
+        made = {name: self.buffer[at : at + size] for name, (at, size) in self._places.items()}
+        for name, tensor in own.items():
+            made[name] = made[name].view(tensor.dtype).view(tensor.shape)
+            made[name].copy_(tensor)
+        self._tensors = {**live, **made}
+        attempt.check_rows(f"generator {rank}", self.writes, self._tensors, 1)
+        self.target = {name: self._tensors[name] for name in live}
+        self.received = _typed(plan, rank, {name: made[name] for name in received})
+        self._memory = [engine.register(self.buffer)] if total else []
+        self._numbers = {name: (0, at) for name, (at, _) in self._places.items()}
+        for name in [] if shadow else live:
+            if name in written:
+                self._numbers[name] = len(self._memory), 0
+                self._memory.append(engine.register(live[name]))
+        self._grants: list[Grant] = []
+
+    def lend(self, trainers: Sequence[int]) -> dict[str, Any]:
+        """For `trainers`, each a key of its own, until `fence`."""
+        lent: dict[str, list[str]] = {}
+        for trainer in trainers:
+            grants = [self._engine.grant(each, f"trainer {trainer}") for each in self._memory]
+            lent[str(trainer)] = [each.descriptor.hex() for each in grants]
+            self._grants += grants
+        return {"address": self._engine.address.hex(), "tensors": self._numbers, "to": lent}
+
+    def fence(self) -> None:
+        """No write of an earlier update reaches it any more, whoever is stopped."""
+        for grant in self._grants:
+            grant.revoke()
+        self._grants.clear()
+
+    def poison(self) -> None:
+        """NaN wherever the update will write, or `finalize`."""
+        for write in self.writes:
+            data, rows = attempt.as_bytes(self._tensors[write.target_tensor]), write.rows
+            for _, at in rows.offsets:
+                shape, stride = (rows.num_rows, rows.row_bytes), rows.target_stride
+                where = data.storage_offset() + at
+                data.as_strided(shape, (stride or rows.row_bytes, 1), where).fill_(_UNTOUCHED)
+        self._poison_derived()
+
+    def _poison_derived(self) -> None:
+        for name in self.derived:
+            attempt.as_bytes(self.target[name]).fill_(_UNTOUCHED)
+
+    def finish(self) -> None:
+        """Runs `finalize`, and raises ProtocolError where it left a derived tensor as it was."""
+        if self._finalize is None:
+            return
+        self._poison_derived()
+        self._finalize(self.received, self.target)
+        for name in self.derived:
+            data = attempt.as_bytes(self.target[name])
+            if len(data) and bool((data == _UNTOUCHED).all()):
+                raise make(ProtocolError, f"finalize did not make tensor {name!r}")
+
+    def sums(self, source: int) -> dict[str, int]:
+        """Of what a trainer wrote, by tensor."""
+        found = (write for write in self.writes if write.source_rank == source)
+        return attempt.sums(found, self._tensors, 1)
+
+    def commit(self) -> None:
+        """The pause of shadow mode: copies into the addresses that captured graphs hold."""
+        for name, tensor in self._live.items() if self._shadow else ():
+            tensor.copy_(self.target[name])
+
+
+def _received(writes: list[Write]) -> dict[str, int]:
+    """Bytes of tensors in checkpoint layout."""
+    found: dict[str, int] = {}
+    for write in writes:
+        if write.target_tensor == f"{write.name}:received":
+            rows = write.rows
+            end = max(b for _, b in rows.offsets) + (rows.num_rows - 1) * rows.target_stride
+            size = max(found.get(write.target_tensor, 0), end + rows.row_bytes)
+            found[write.target_tensor] = size
+    return found
+
+
+def _places(sizes: Mapping[str, int]) -> tuple[dict[str, tuple[int, int]], int]:
+    """(first byte, size) of each in one buffer, and its size."""
+    places, at = {}, 0
+    for name, size in sizes.items():
+        places[name] = at, size
+        at += -(-size // _ALIGN) * _ALIGN
+    return places, at
+
+
+def _typed(plan: WeightPlan, rank: int, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """By parameter, in the source's type; one-dimensional where the rank has a part only."""
+    found = {}
+    for tensor, data in received.items():
+        name = tensor.removesuffix(":received")
+        source = plan.source.by_name[name][0]
+        values = data.view(getattr(torch, source.dtype))
+        if values.numel() == torch.Size(source.elements).numel():
+            values = values.view(source.elements)
+        found[name] = values
+    return found

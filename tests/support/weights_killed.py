@@ -1,0 +1,253 @@
+"""A rank of a weight update is killed at each stage, in both modes; what is left tells the truth.
+
+    python -m tests.support.weights_killed          a fifth of the runs, as make test does
+    MOE_P2P_WEIGHTS_KILLS=all python -m tests.support.weights_killed
+
+Each run forks its ranks from this one process, which has imported everything and makes no engine.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+from moe_p2p.errors import MoeP2pError
+from moe_p2p.weights import WeightGenerator, WeightTrainer
+from tests.support.weights_fleet import GENERATORS, MODELS, TRAINERS, engine_of
+
+MODEL = MODELS["fp8"]
+TRAINER_STAGES = ("begin", "maxima", "converted", "ready", "one write", "submitted", "written",
+                  "sent", "decided")  # fmt: skip
+GENERATOR_STAGES = ("begin", "arrived", "decided", "copied")
+TOGETHER = 3  # runs at a time: they wait most of the time
+UPDATE_S = 1.0  # of the update in which a rank is killed
+SLACK_S = 6.0  # for whoever waits for ranks that wait, and for busy machines
+MOST_S = 30.0
+
+
+class Run(NamedTuple):
+    mode: Any
+    side: str
+    rank: int
+    stage: str
+
+    @property
+    def victim(self) -> str:
+        return f"{self.side} {self.rank}"
+
+    @property
+    def committed(self) -> bool | None:
+        """Whether survivors go to version 2. None: its bytes are all there, so either is true."""
+        if self.stage in ("decided", "copied"):
+            return True
+        if self.stage == "arrived" or (self.stage == "sent" and self.rank > 0):
+            return None
+        return False
+
+
+def runs() -> list[Run]:
+    sides = (("trainer", TRAINERS, TRAINER_STAGES), ("generator", GENERATORS, GENERATOR_STAGES))
+    return [
+        Run(mode, side, rank, stage)
+        for mode in ("shadow", "in_place")
+        for side, count, stages in sides
+        for rank in range(count)
+        for stage in stages
+    ]
+
+
+class Killing:
+    """Mixed into an end: ends the process at a stage, from the second update on."""
+
+    stage = ""
+
+    def reach(self, stage: str) -> None:
+        if stage == self.stage:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Trainer(Killing, WeightTrainer):
+    def _reached(self, stage: str) -> None:
+        super()._reached(stage)
+        self.reach(stage)
+
+    def _write(self, *args: Any) -> Any:
+        request = super()._write(*args)
+        self.reach("one write")
+        return request
+
+
+class Generator(Killing, WeightGenerator):
+    def _reached(self, stage: str) -> None:
+        super()._reached(stage)
+        self.reach(stage)
+
+
+def train(run: Run, rank: int, store: Any) -> dict[str, Any]:
+    engine = engine_of(f"trainer {rank}", rank)
+    tensors = MODEL.trainer_tensors(rank, MODEL.values(0))
+    trainer = Trainer(engine, store, MODEL.layouts[0], rank, tensors, timeout_s=MOST_S)
+    trainer.update(1, MODEL.trainer_tensors(rank, MODEL.values(1)))
+    trainer.stage = run.stage if run.victim == f"trainer {rank}" else ""
+    began, error = time.monotonic(), ""
+    try:
+        limit = MOST_S if run.committed else UPDATE_S
+        trainer.update(2, MODEL.trainer_tensors(rank, MODEL.values(2)), timeout_s=limit)
+    except MoeP2pError as failed:
+        error = str(failed)
+    return {"error": error, "seconds": time.monotonic() - began}
+
+
+def generate(run: Run, rank: int, store: Any) -> dict[str, Any]:
+    engine, live = engine_of(f"generator {rank}", rank), MODEL.empty(rank)
+    generator = Generator(engine, store, MODEL.layouts[1], rank, live, mode=run.mode, poison=True,
+                          timeout_s=MOST_S)  # fmt: skip
+    _update(generator)
+    generator.stage = run.stage if run.victim == f"generator {rank}" else ""
+    generator.timeout_s = MOST_S if run.committed else UPDATE_S
+    began, error = time.monotonic(), ""
+    try:
+        _update(generator)
+    except MoeP2pError as failed:
+        error = str(failed)
+    seconds, refused = time.monotonic() - began, False
+    try:
+        generator.step()
+    except MoeP2pError:
+        refused = True
+    holds = [version for version in (1, 2) if _holds(rank, live, version)]
+    return {"error": error, "seconds": seconds, "version": generator.version, "holds": holds,
+            "dirty": generator.dirty, "refused": refused}  # fmt: skip
+
+
+def _update(generator: WeightGenerator) -> None:
+    if generator.mode == "in_place":
+        generator.begin()
+    generator.wait(MOST_S)
+
+
+def _holds(rank: int, live: dict[str, torch.Tensor], version: int) -> bool:
+    wanted = MODEL.wanted(rank, MODEL.values(version))
+    return all(
+        torch.equal(live[name].view(-1).view(torch.uint8), each.view(-1).view(torch.uint8))
+        for name, each in wanted.items()
+    )
+
+
+def _fork(work: Callable[[], dict[str, Any]], into: Path) -> int:
+    child = os.fork()
+    if child:
+        return child
+    try:
+        into.write_bytes(pickle.dumps(work()))
+    except BaseException as error:
+        into.write_bytes(pickle.dumps({"broken": repr(error)}))
+    finally:
+        os._exit(0)  # engines of ranks that are left alone are not closed in order
+
+
+class Started:
+    """A run that goes on in children."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self._folder = run, tempfile.TemporaryDirectory()
+        at, size = Path(self._folder.name), TRAINERS + GENERATORS
+        self._children = {}
+        for side, count, work in (
+            ("trainer", TRAINERS, train),
+            ("generator", GENERATORS, generate),
+        ):
+            for rank in range(count):
+
+                def begin(work: Any = work, rank: int = rank) -> dict[str, Any]:
+                    return dict(work(run, rank, FileStore(str(at / "store"), size)))
+
+                name = f"{side} {rank}"
+                self._children[name] = _fork(begin, at / name)
+
+    def reports(self) -> dict[str, dict[str, Any]]:
+        """Of each rank that is left, once all have ended."""
+        _join(self._children)
+        files = {name: Path(self._folder.name) / name for name in self._children}
+        found = {name: pickle.loads(file.read_bytes())
+                 for name, file in files.items() if file.exists()}  # fmt: skip
+        self._folder.cleanup()
+        return found
+
+
+def _join(children: dict[str, int]) -> None:
+    """A rank that hangs is killed, and leaves no report."""
+    limit, left = time.monotonic() + 2 * MOST_S, dict(children)
+    while left:
+        for name, child in list(left.items()):
+            if os.waitpid(child, os.WNOHANG)[0]:
+                del left[name]
+            elif time.monotonic() > limit:
+                os.kill(child, signal.SIGKILL)
+        time.sleep(0.005)
+
+
+def faults(run: Run, reports: dict[str, dict[str, Any]]) -> list[str]:
+    """What is not as promised."""
+    everybody = {f"trainer {i}" for i in range(TRAINERS)}
+    everybody |= {f"generator {i}" for i in range(GENERATORS)}
+    found = [f"{name} did not report" for name in everybody - {run.victim} - reports.keys()]
+    found += [f"{name}: {each['broken']}" for name, each in reports.items() if "broken" in each]
+    if run.victim in reports:
+        found.append("the victim was not killed")
+    if found:
+        return found
+    committed = [not each["error"] for each in reports.values()]
+    if len(set(committed)) != 1 or run.committed not in (None, committed[0]):
+        found.append(f"committed: {committed}, expected {run.committed}")
+    for name, each in reports.items():
+        found += [f"{name}: {fault}" for fault in _faults_of(run, name, each, committed[0])]
+    return found
+
+
+def _faults_of(run: Run, name: str, each: dict[str, Any], committed: bool) -> list[str]:
+    found = []
+    if not committed and run.victim not in each["error"]:
+        found.append(f"the error names no {run.victim}: {each['error']}")
+    if not committed and each["seconds"] > UPDATE_S + SLACK_S:
+        found.append(f"it took {each['seconds']:.1f} s")
+    if name.startswith("generator"):
+        state = (each["version"], each["holds"], each["dirty"], each["refused"])
+        # In place and failed, all bytes of version 2 may be there: it is dirty all the same.
+        in_place = (1, each["holds"] if each["holds"] != [1] else None, True, True)
+        old = in_place if run.mode == "in_place" else (1, [1], False, False)
+        wanted = (2, [2], False, False) if committed else old
+        if state != wanted:
+            found.append(f"version, bytes, dirty, refused are {state}, not {wanted}")
+    return found
+
+
+def main() -> int:
+    everything = runs()
+    chosen = (
+        everything if os.environ.get("MOE_P2P_WEIGHTS_KILLS") == "all" else everything[2::5]
+    )  # with every stage
+    torch.set_num_threads(1)
+    wrong = 0
+    for at in range(0, len(chosen), TOGETHER):
+        for started in [Started(run) for run in chosen[at : at + TOGETHER]]:
+            found, run = faults(started.run, started.reports()), started.run
+            wrong += bool(found)
+            print(f"{run.mode} {run.victim} at {run.stage}:", *found or ["ok"],
+                  sep="\n  ", flush=True)  # fmt: skip
+    print(f"{len(chosen)} of {len(everything)} runs, {wrong} wrong")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

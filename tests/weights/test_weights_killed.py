@@ -1,0 +1,49 @@
+"""A rank killed at each stage of an update: a fifth of the runs, or all (weights_killed.py)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.weights_killed import Run, faults, runs
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.timeout(900)
+def test_what_is_left_tells_the_truth() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.weights_killed"],
+        cwd=ROOT, capture_output=True, text=True, timeout=900, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    assert " 0 wrong" in done.stdout
+
+
+def test_a_fifth_has_both_modes_and_sides() -> None:
+    chosen = runs()[2::5]
+    assert {(each.mode, each.side) for each in chosen} == {
+        (mode, side) for mode in ("shadow", "in_place") for side in ("trainer", "generator")
+    }
+    assert {each.stage for each in runs()} == {each.stage for each in chosen}
+
+
+def test_lies_are_found() -> None:
+    run = Run("shadow", "trainer", 2, "begin")
+    told = {"error": "no word from trainer 2", "seconds": 1.0}
+    state = {"version": 1, "holds": [1], "dirty": False, "refused": False}
+    truth = {f"trainer {i}": told for i in (0, 1, 3)}
+    truth |= {f"generator {i}": {**told, **state} for i in range(2)}
+    assert faults(run, truth) == []
+    changes: list[dict[str, Any]] = [
+        {"version": 2}, {"holds": []}, {"dirty": True}, {"error": ""},
+        {"error": "no word from trainer 1"}, {"seconds": 20.0},
+    ]  # fmt: skip
+    for change in changes:
+        assert faults(run, {**truth, "generator 1": {**truth["generator 1"], **change}})
+    assert faults(run, {**truth, "trainer 2": told})
+    assert faults(run, {name: truth[name] for name in truth if name != "trainer 3"})
