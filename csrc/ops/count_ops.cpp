@@ -16,8 +16,6 @@ using base::Code;
 
 namespace {
 
-int device_of(const Tensor& tensor) { return tensor.is_cpu() ? -1 : tensor.get_device(); }
-
 template <typename T>
 abi::DevicePtr<T> pointer(const void* address) {
   return {reinterpret_cast<uint64_t>(address)};

@@ -19,8 +19,6 @@ std::span<uint64_t> words_of(const Tensor& words) {
   return {reinterpret_cast<uint64_t*>(first), static_cast<size_t>(words.numel())};
 }
 
-int device_of(const Tensor& tensor) { return tensor.is_cuda() ? tensor.get_device() : -1; }
-
 const uint64_t* step_word_of(const Tensor& step) {
   const OnDevice placed(device_of(step));
   return reinterpret_cast<const uint64_t*>(input<int64_t>(step, {"step", {ScalarType::Long}, {1}}));

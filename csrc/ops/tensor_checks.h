@@ -24,6 +24,9 @@ using torch::stable::Tensor;
 
 inline constexpr int64_t kAny = -1;  // any extent of a dimension
 
+// CUDA ordinal; -1: host memory.
+inline int device_of(const Tensor& tensor) { return tensor.is_cpu() ? -1 : tensor.get_device(); }
+
 // The extents of a tensor, at most three.
 class Sizes {
  public:

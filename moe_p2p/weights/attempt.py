@@ -102,7 +102,7 @@ def sums(writes: Iterable[Write], tensors: Mapping[str, Tensor], side: int) -> d
         unit = math.gcd(*at) or 1
         one = checksum.rows_checksum(
             as_bytes(tensors[name]),
-            torch.tensor([each // unit for each in at]),
+            torch.tensor([each // unit for each in at], device="cpu"),
             offset=0,
             unit=unit,
             row_bytes=rows.row_bytes,
@@ -122,11 +122,16 @@ def whole_sum(tensor: Tensor) -> int:
     row = 1 << 16
     full, rest = divmod(len(data), row)
     common = {"unit": row, "num_rows": 1, "row_stride": row}
-    total = checksum.rows_checksum(data, torch.arange(full), offset=0, row_bytes=row, **common)
+    rows = torch.arange(full, device="cpu")
+    total = checksum.rows_checksum(data, rows, offset=0, row_bytes=row, **common)
     if rest:
         tail = checksum.rows_checksum(
-            data, torch.zeros(1, dtype=torch.int64), offset=full * row, row_bytes=rest,
-            first_row=full, **common,
-        )  # fmt: skip
+            data,
+            torch.zeros(1, dtype=torch.int64, device="cpu"),
+            offset=full * row,
+            row_bytes=rest,
+            first_row=full,
+            **common,
+        )
         total = checksum.add(total, tail)
     return total

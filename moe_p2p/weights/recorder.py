@@ -91,7 +91,7 @@ class _Runs:
         """Of the element in each place, in the order of memory; -1 where there is none."""
         found: dict[str, Tensor] = {}
         for shift in range(0, self.count.bit_length(), self.bits):
-            digits = (torch.arange(self.count + 1) >> shift) & ((1 << self.bits) - 1)
+            digits = (torch.arange(self.count + 1, device="cpu") >> shift) & ((1 << self.bits) - 1)
             for name, tensor in self.run(digits.to(torch.float64)).items():
                 digit = tensor.flatten().to(torch.float64)
                 valid = (digit >= 0) & (digit < 1 << self.bits) & (digit == digit.floor())
@@ -103,15 +103,17 @@ class _Runs:
     def random(self, seed: int = 0) -> Tensor:
         """A value for each element, of both signs, exact in its type."""
         generator = torch.Generator().manual_seed(seed)
-        values = torch.zeros(self.count + 1, dtype=torch.float64)
+        values = torch.zeros(self.count + 1, dtype=torch.float64, device="cpu")
         for name, (shape, dtype) in self.shapes.items():
             count, first = math.prod(shape), self.first[name]
             if dtype.is_floating_point:
-                drawn = torch.randn(count, generator=generator, dtype=torch.float64) * 50
+                drawn = (
+                    torch.randn(count, generator=generator, dtype=torch.float64, device="cpu") * 50
+                )
             else:
                 info = torch.iinfo(dtype)
                 low, high = max(info.min, -(1 << 15)), min(info.max, 1 << 15)
-                drawn = torch.randint(low, high, (count,), generator=generator)
+                drawn = torch.randint(low, high, (count,), generator=generator, device="cpu")
             values[first : first + count] = drawn.to(dtype).to(torch.float64)
         return values
 
@@ -179,7 +181,7 @@ def _places(tensor: str, dtype: str, numbers: Tensor, runs: _Runs, rank: int) ->
 def _copies(elements: Tensor) -> Iterator[Tensor]:
     """The first place of each element, the second where there is one, and so on."""
     begins = torch.searchsorted(elements, elements)
-    number = torch.arange(len(elements)) - begins
+    number = torch.arange(len(elements), device=begins.device) - begins
     for k in range(int(number.max()) + 1 if len(number) else 0):
         yield (number == k).nonzero().flatten()
 
