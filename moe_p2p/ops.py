@@ -242,7 +242,7 @@ for _suffix in ("", "_inference"):
     torch.library.register_fake(f"moe_p2p::combine{_suffix}")(_fake_combine)
 for _name in (
     *("dispatch_send", "dispatch_recv", "combine_send", "combine_recv", "release", "combine_out"),
-    *("all_to_all_check", "signal"),
+    *("all_to_all_check", "signal", "copy_rows"),
 ):
     torch.library.register_fake(f"moe_p2p::{_name}")(_fake_nothing)
 torch.library.register_fake("moe_p2p::all_to_all_connect")(_fake_nothing)
