@@ -19,7 +19,7 @@ import torch
 
 from moe_p2p import env
 from moe_p2p.config import AllToAllConfig
-from moe_p2p.errors import MoeP2pError
+from moe_p2p.errors import MoeP2pError, require
 from moe_p2p.gpu import jit
 from moe_p2p.gpu.kernels import Kernel, combine_kernel, dispatch_kernel, shape_macros
 from moe_p2p.gpu.prepared import usual_calls
@@ -32,6 +32,7 @@ from moe_p2p.options import (
     scale_format_of,
     variant_of,
 )
+from moe_p2p.tools.bench.options import integers
 
 # Experts, hidden size and top-k, of the models' published configurations.
 MODELS = {
@@ -57,6 +58,7 @@ def main(arguments: list[str]) -> int:
             return 2
         wanted = list(dict.fromkeys(_identity(each) for each in _kernels(given, *shape)))
         arch = given.arch or _arch()
+        require(given.jobs is None or given.jobs > 0, f"--jobs is {given.jobs}, must be above 0")
     except MoeP2pError as error:
         print(f"compile: {error}")
         return 2
@@ -133,10 +135,6 @@ def _arch() -> str:
     return jit.arch_of(0) if torch.cuda.is_available() else _USUAL_ARCH
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m moe_p2p compile",
@@ -151,9 +149,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--topk", type=int, help="K")
     add("--ranks", type=int, default=8, help="W")
     add("--ranks-per-node", type=int, help="L; not given: the most up to 8 that divide W")
-    add("--tokens", type=_numbers, default=[128], help="largest T of any rank, several with commas")
+    add(
+        "--tokens",
+        type=integers,
+        default=[128],
+        help="largest T of any rank, several with commas",
+    )
     add("--chunk-tokens", type=int, help="tokens per step; not given: T")
-    add("--num-sms", type=_numbers, default=[0], help="as in AllToAllConfig, several; 0: all")
+    add("--num-sms", type=integers, default=[0], help="as in AllToAllConfig, several; 0: all")
     add("--layout", choices=("padded", "grouped", "by_rank"), default="padded", help="of rows")
     add("--quantize", action="store_true", help="dispatches that quantize, in that layout")
     add("--scale-format", choices=SCALE_FORMATS, default=SCALE_FORMATS[0], help="with --quantize")

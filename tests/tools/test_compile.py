@@ -70,8 +70,12 @@ def test_bad_input_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert "give --model, or --experts, --hidden and --topk" in capsys.readouterr().out
     assert main(["compile", *SMALL, "--topk", "9"]) == 2
     assert "topk" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        main(["compile", "--model", "gpt-2"])
+    assert main(["compile", *SMALL, "--jobs", "0"]) == 2
+    assert "--jobs is 0, must be above 0" in capsys.readouterr().out
+    for wrong in (["--model", "gpt-2"], ["--tokens", "8,x"]):
+        with pytest.raises(SystemExit):
+            main(["compile", *wrong])
+    assert "'8,x' is not a number, or several with commas" in capsys.readouterr().err
 
 
 def test_a_folder_that_cannot_be_written_is_an_error(

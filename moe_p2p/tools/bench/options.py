@@ -231,9 +231,9 @@ def _parser() -> argparse.ArgumentParser:
         "--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: GPUs if any (auto)"
     )
     add("--quick", action="store_true", help="two token counts, within 30 s on two cores")
-    add("--ranks", type=_counts, help="processes; with commas one run for each (4; all GPUs)")
-    add("--ranks-per-node", type=_counts, help="ranks of a node; commas: a run each (2; all)")
-    add("--tokens", type=_counts, help="per rank, with commas (1,8,32,128; 8,32,128,4096)")
+    add("--ranks", type=integers, help="processes; with commas one run for each (4; all GPUs)")
+    add("--ranks-per-node", type=integers, help="ranks of a node; commas: a run each (2; all)")
+    add("--tokens", type=integers, help="per rank, with commas (1,8,32,128; 8,32,128,4096)")
     add("--sweep", action="store_true", help="tokens 1 to 8192, powers of two, instead of --tokens")
     add("--hidden", type=int, help="hidden size (7168)")
     add("--topk", type=int, help="experts per token (8)")
@@ -286,7 +286,12 @@ def _parser() -> argparse.ArgumentParser:
         type=_names,
         help="tokens of a step: numbers, default, T (default,T)",
     )
-    gpu("--num-sms", dest="sms", type=_counts, help="multiprocessors a call may use, 0: all (0)")
+    gpu(
+        "--num-sms",
+        dest="sms",
+        type=integers,
+        help="multiprocessors a call may use, 0: all (0)",
+    )
     layouts = ["auto", "padded", "grouped", "by_rank"]
     gpu("--layout", choices=layouts, help="auto: padded up to 512 tokens, grouped above (auto)")
     flush = "empty the GPU's caches before dispatch and combine are timed by themselves"
@@ -299,7 +304,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _counts(text: str) -> tuple[int, ...]:
+def integers(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
